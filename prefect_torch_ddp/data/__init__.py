@@ -1,0 +1,1 @@
+"""Which sample goes to which rank, in which order."""

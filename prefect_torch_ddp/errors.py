@@ -1,0 +1,151 @@
+"""Owns every exception of the package. Errors cross processes by pickle, cause included, and none is a TimeoutError."""
+
+import pickle
+from collections.abc import Sequence
+from typing import Any, Self
+
+from prefect_torch_ddp.messages import RankFailure
+
+
+def _rebuild(cls: type["PrefectTorchDdpError"], args: tuple[Any, ...], cause: bytes | None) -> "PrefectTorchDdpError":
+    error = cls(*args)
+    if cause is not None:
+        try:
+            error.__cause__ = pickle.loads(cause)
+        except Exception:  # noqa: BLE001 - the cause's class may not exist on this side; its text is in our message
+            error.__cause__ = None
+    return error
+
+
+class PrefectTorchDdpError(Exception):
+    """The base of all our errors. Survives pickle with its fields and its `__cause__`."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Carry the cause too, which pickle drops; a cause that can't be pickled is left out, its text is in the message."""
+        cause = None
+        if self.__cause__ is not None:
+            try:
+                cause = pickle.dumps(self.__cause__)
+                pickle.loads(cause)
+            except Exception:  # noqa: BLE001 - any class of the user's may refuse in any way
+                cause = None
+        return _rebuild, (type(self), self.args, cause)
+
+
+class InvalidParamsError(PrefectTorchDdpError, ValueError):
+    """A value given by the caller can't work; says which, why and what to do. Raised before any work starts."""
+
+
+class StorageError(PrefectTorchDdpError):
+    """The storage can't do what was asked: names the object, the reason and the way out; shows no secret."""
+
+
+class ObjectNotFoundError(StorageError):
+    """There is no such object."""
+
+
+class BadKeyError(StorageError, ValueError):
+    """A key would leave the storage's root or isn't portable."""
+
+
+class CheckpointError(PrefectTorchDdpError):
+    """A checkpoint can't be written or restored; names the checkpoint and the object."""
+
+
+class GangError(PrefectTorchDdpError):
+    """A gang could not run to its end."""
+
+
+class NotEnoughWorkersError(GangError):
+    """The cluster has too few workers, or they stayed busy past the limit; says how many there are and how many are needed."""
+
+
+class WorkerLostError(GangError):
+    """A Dask worker that held ranks is gone; names the worker and its ranks."""
+
+
+class GangCancelledError(GangError):
+    """The gang was cancelled from outside while it ran."""
+
+
+class GangHungError(GangError):
+    """Ranks were alive and made no progress."""
+
+
+class RankFailedError(GangError):
+    """A rank failed and the gang was stopped. `__cause__` is the user's own exception where it can be rebuilt here."""
+
+    def __init__(
+        self, failure: RankFailure, attempt: int, collateral: Sequence[RankFailure] = (), returned: Sequence[int] = ()
+    ) -> None:
+        """Keep the failure and its consequences.
+
+        Args:
+            failure: the root cause.
+            attempt: counts from 1.
+            collateral: failures of other ranks that followed from it.
+            returned: ranks whose function had already returned by then.
+        """
+        super().__init__(failure, attempt, tuple(collateral), tuple(returned))
+        self.failure = failure
+        self.attempt = attempt
+        self.collateral = tuple(collateral)
+        self.returned = tuple(returned)
+
+    @classmethod
+    def from_failures(
+        cls, failure: RankFailure, attempt: int, collateral: Sequence[RankFailure] = (), returned: Sequence[int] = ()
+    ) -> Self:
+        """Build the error with the user's own exception as its cause, where that unpickles on this side."""
+        error = cls(failure, attempt, collateral, returned)
+        if failure.exception_pickle is not None:
+            try:
+                error.__cause__ = pickle.loads(failure.exception_pickle)
+            except Exception:  # noqa: BLE001 - class unknown here; type and text survive in the failure
+                error.__cause__ = None
+        return error
+
+    @property
+    def rank(self) -> int:
+        """The rank that failed first."""
+        return self.failure.rank
+
+    @property
+    def host(self) -> str:
+        """The host it ran on."""
+        return self.failure.host
+
+    @property
+    def exit_code(self) -> int | None:
+        """Its exit code, where it left by one."""
+        return self.failure.exit_code
+
+    @property
+    def signal(self) -> int | None:
+        """The signal that killed it, where one did."""
+        return self.failure.signal
+
+    @property
+    def traceback_text(self) -> str:
+        """The traceback as the rank formatted it, empty where there is none."""
+        return self.failure.traceback_text
+
+    def __str__(self) -> str:
+        """Say who, where, which attempt and why; then the rank's traceback and what followed from it."""
+        first = self.failure
+        lines = [f"rank {first.rank} on {first.host} failed in attempt {self.attempt}: {first.summary}"]
+        gone = [rank for rank in self.returned if rank != first.rank]
+        if first.is_collateral and gone:
+            lines[0] += f"; {_ranks(gone)} had already returned"
+        if first.traceback_text:
+            lines += ["", first.traceback_text.rstrip()]
+        if first.stderr_tail:
+            lines += ["", f"last lines on stderr of rank {first.rank}:", *(f"  {line}" for line in first.stderr_tail)]
+        if self.collateral:
+            lines += ["", "as a consequence:"]
+            lines += [f"  rank {other.rank} on {other.host}: {other.summary.splitlines()[0]}" for other in self.collateral]
+        return "\n".join(lines)
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(str(rank) for rank in ranks)

@@ -1,0 +1,1 @@
+"""Gangs on a Dask cluster: place, start, supervise and stop ranks."""

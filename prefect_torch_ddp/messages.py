@@ -1,0 +1,123 @@
+"""Owns the small frozen values that cross between the caller, the Dask workers and the rank processes."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+ProcessGroupMode = Literal["default", "user", "none"]
+Backend = Literal["auto", "gloo", "nccl"]
+
+
+@dataclass(frozen=True)
+class RankPlace:
+    """Where one rank runs."""
+
+    rank: int
+    local_rank: int
+    node_rank: int
+    slot: int
+    """Which of its worker's ranks this is, from 0."""
+    worker: str
+    """Address of the Dask worker."""
+    host: str
+
+
+@dataclass(frozen=True)
+class GangShape:
+    """The sizes every rank of a gang agrees on."""
+
+    world_size: int
+    num_nodes: int
+    local_world_sizes: tuple[int, ...]
+    """Ranks on each node, by node rank."""
+
+
+@dataclass(frozen=True)
+class RankLaunch:
+    """All that a fresh rank process needs to know. Its payload is opaque to everyone but the rank."""
+
+    place: RankPlace
+    shape: GangShape
+    gang_id: str
+    attempt: int
+    max_restarts: int
+    master_addr: str
+    master_port: int
+    store_fd: int | None
+    """An already listening socket, inherited by rank 0 in the default mode: no port is ever guessed."""
+    process_group: ProcessGroupMode
+    backend: Backend
+    rotated_devices: bool
+    """Whether the workers of this host each see their own GPU first (dask-cuda)."""
+    rendezvous_timeout_s: float
+    extra_sys_path: tuple[str, ...]
+    payload: bytes
+    """cloudpickle of (fn or import string, args, kwargs)."""
+
+
+@dataclass(frozen=True)
+class RankFailure:
+    """How one rank failed, as a value."""
+
+    rank: int
+    host: str
+    pid: int
+    kind: Literal["exception", "exit", "signal", "worker_lost", "start"]
+    summary: str
+    """One or a few lines for people: `ValueError: boom`, `was killed by SIGKILL (9)`."""
+    is_collateral: bool = False
+    """Whether it looks like the consequence of another rank's failure (a connection that a peer closed)."""
+    traceback_text: str = ""
+    exception_type: str = ""
+    exception_pickle: bytes | None = None
+    exit_code: int | None = None
+    signal: int | None = None
+    stderr_tail: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class LogLine:
+    """A line a rank printed, or a record it logged."""
+
+    rank: int
+    level: int
+    """A level of the logging module."""
+    text: str
+    logger: str = ""
+    """Name of the rank's logger; empty for a printed line."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far rank 0 of a training is."""
+
+    step: int
+    epoch: int
+    total_steps: int | None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class RankReturned:
+    """A rank's function returned."""
+
+    rank: int
+
+
+@dataclass(frozen=True)
+class RankFailedEvent:
+    """A rank failed."""
+
+    failure: RankFailure
+
+
+@dataclass(frozen=True)
+class UserEvent:
+    """Anything else a rank's layer wants the caller to know, as plain JSON values."""
+
+    rank: int
+    name: str
+    body: Mapping[str, Any]
+
+
+GangEvent = LogLine | Progress | RankReturned | RankFailedEvent | UserEvent

@@ -1,0 +1,1 @@
+"""Metric records: written by ranks, read by anyone."""

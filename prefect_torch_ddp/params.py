@@ -1,0 +1,135 @@
+"""Owns what a person chooses for a run: frozen, described, validated before any work starts."""
+
+import re
+from types import ModuleType
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, PositiveFloat, PositiveInt, model_validator
+
+DEFAULT_STORAGE = "~/prefect-torch-ddp"
+
+
+def _at(position: int) -> dict[str, JsonValue]:
+    """Fix a field's place in Prefect's run form, which is mixed otherwise."""
+    return {"position": position}
+
+
+def _module_name(value: object) -> object:
+    return value.__name__ if isinstance(value, ModuleType) else value
+
+
+class Params(BaseModel):
+    """The base of all parameter models: frozen, and an unknown name is an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class ClusterParams(Params):
+    """Which Dask cluster trains. Nothing given: a local one, made for the run and gone after it."""
+
+    address: str | None = Field(
+        default=None,
+        description="Address of a running Dask scheduler, e.g. tcp://10.0.0.1:8786. Excludes cluster_class.",
+        json_schema_extra=_at(0),
+    )
+    cluster_class: str | None = Field(
+        default=None,
+        description="Import path of a cluster class to start for the run, e.g. dask_jobqueue.SLURMCluster. Excludes address.",
+        json_schema_extra=_at(1),
+    )
+    cluster_kwargs: dict[str, Any] = Field(
+        default_factory=dict, description="Arguments of the cluster class (or of the local cluster).", json_schema_extra=_at(2)
+    )
+
+    @model_validator(mode="after")
+    def _refuse_impossible_pairs(self) -> Self:
+        if self.address and (self.cluster_class or self.cluster_kwargs):
+            msg = "cluster.address is the address of a running cluster; leave cluster_class and cluster_kwargs empty with it"
+            raise ValueError(msg)
+        return self
+
+
+class CheckpointParams(Params):
+    """When checkpoints are written and which are kept."""
+
+    every_steps: PositiveInt | None = Field(
+        default=None, description="Write one every so many optimizer steps.", json_schema_extra=_at(0)
+    )
+    every_s: PositiveFloat | None = Field(
+        default=60.0, description="Write one every so many seconds.", json_schema_extra=_at(1)
+    )
+    keep_last: PositiveInt = Field(default=2, description="How many of the newest are kept.", json_schema_extra=_at(2))
+    keep_best: int = Field(default=1, ge=0, description="How many of the best by best_metric are kept.", json_schema_extra=_at(3))
+    best_metric: str | None = Field(
+        default=None, description="A metric that the training reports, e.g. validation_accuracy.", json_schema_extra=_at(4)
+    )
+    best_mode: Literal["max", "min"] = Field(
+        default="max", description="Whether a larger or a smaller value is better.", json_schema_extra=_at(5)
+    )
+
+
+class TrainParams(Params):
+    """Everything one run of train-ddp is told."""
+
+    workload: Annotated[str, BeforeValidator(_module_name)] = Field(
+        default="flows.digits",
+        description="Module (or module:object) with the functions prepare, train and evaluate.",
+        json_schema_extra=_at(0),
+    )
+    world_size: PositiveInt = Field(default=2, description="How many ranks train together.", json_schema_extra=_at(1))
+    options: dict[str, Any] = Field(
+        default_factory=dict, description="Options of the workload's train and evaluate.", json_schema_extra=_at(2)
+    )
+    data_options: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Options of the workload's prepare; part of its cache key, and seen by train and evaluate too.",
+        json_schema_extra=_at(3),
+    )
+    seed: int = Field(default=0, ge=0, lt=2**63, description="Seeds everything random.", json_schema_extra=_at(4))
+    storage: str = Field(
+        default=DEFAULT_STORAGE,
+        min_length=1,
+        description="Where data, checkpoints, metrics and results go: a directory, s3://bucket/prefix, or a block such as s3-bucket/name.",
+        json_schema_extra=_at(5),
+    )
+    cluster: ClusterParams = Field(default_factory=ClusterParams, description="Which Dask cluster trains.", json_schema_extra=_at(6))
+    ranks_per_worker: PositiveInt = Field(
+        default=1, description="Ranks on each Dask worker; more than one for a worker with several GPUs.", json_schema_extra=_at(7)
+    )
+    backend: Literal["auto", "gloo", "nccl"] = Field(
+        default="auto", description="Collectives library; auto takes nccl where CUDA is, else gloo.", json_schema_extra=_at(8)
+    )
+    checkpoint: CheckpointParams = Field(
+        default_factory=CheckpointParams, description="When checkpoints are written, which are kept.", json_schema_extra=_at(9)
+    )
+    evaluate_on: Literal["last", "best"] = Field(
+        default="last", description="Which checkpoint is evaluated and published.", json_schema_extra=_at(10)
+    )
+    retries: int = Field(
+        default=2, ge=0, description="How often Prefect retries a failed training; it resumes.", json_schema_extra=_at(11)
+    )
+    retry_delay_s: float = Field(default=5.0, ge=0, description="Seconds before a retry.", json_schema_extra=_at(12))
+    workers_timeout_s: PositiveFloat = Field(
+        default=60.0, description="Seconds to wait until the cluster has enough workers.", json_schema_extra=_at(13)
+    )
+    queue_timeout_s: PositiveFloat | None = Field(
+        default=None, description="Seconds to wait for workers that are busy; empty: no limit.", json_schema_extra=_at(14)
+    )
+    resume_from: str | None = Field(
+        default=None,
+        description="Id of an earlier run in the same storage whose newest checkpoint this run starts from.",
+        json_schema_extra=_at(15),
+    )
+
+    @model_validator(mode="after")
+    def _refuse_impossible_pairs(self) -> Self:
+        if self.evaluate_on == "best" and self.checkpoint.best_metric is None:
+            msg = "evaluate_on is 'best', but checkpoint.best_metric is empty: name the metric, or use evaluate_on='last'"
+            raise ValueError(msg)
+        if self.evaluate_on == "best" and self.checkpoint.keep_best == 0:
+            msg = "evaluate_on is 'best', but checkpoint.keep_best is 0: keep at least one"
+            raise ValueError(msg)
+        if not re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*(:[A-Za-z_]\w*)?", self.workload):
+            msg = f"workload is {self.workload!r}; write it as package.module or package.module:object"
+            raise ValueError(msg)
+        return self

@@ -1,0 +1,53 @@
+"""Owns the storage seam: the handful of questions the rest of the package asks of a place for bytes."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+
+@dataclass(frozen=True)
+class StoredObject:
+    """One object as a listing shows it."""
+
+    key: str
+    """Relative to the storage's root, with forward slashes."""
+    num_bytes: int
+
+
+@runtime_checkable
+class Storage(Protocol):
+    """A root under which objects are written whole and read whole.
+
+    Implementations are small picklable descriptions: they hold no open client, so a Storage may be sent to another process or
+    cross a fork. Keys are relative, use forward slashes, and can't leave the root: `BadKeyError` is raised for
+    an absolute key, a drive, a backslash, an empty part, `.` or `..`.
+    """
+
+    @property
+    def uri(self) -> str:
+        """The root as a person would write it (an absolute path or `s3://bucket/prefix`); holds no secret."""
+        ...
+
+    def read(self, key: str) -> bytes:
+        """Return the whole object; raise `ObjectNotFoundError` where there is none."""
+        ...
+
+    def write(self, key: str, data: bytes) -> None:
+        """Write the whole object, replacing what was there; readers see the old or the new, never a part."""
+        ...
+
+    def write_if_absent(self, key: str, data: bytes) -> bool:
+        """Write the object unless one exists; return whether this call wrote it. Exactly one of several racing callers wins."""
+        ...
+
+    def list(self, prefix: str = "") -> Iterator[StoredObject]:
+        """Yield the objects whose key begins with `prefix` (a string prefix), in key order; half-written ones never show."""
+        ...
+
+    def delete(self, key: str) -> None:
+        """Delete the object; deleting an absent one is no error."""
+        ...
+
+    def check_writable(self) -> None:
+        """Write, conditionally write, read and delete a small probe; raise `StorageError` that says what is wrong and what to do."""
+        ...

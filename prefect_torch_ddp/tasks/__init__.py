@@ -1,0 +1,1 @@
+"""Prefect tasks: what a flow run shows and retries."""
