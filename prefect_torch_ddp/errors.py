@@ -75,29 +75,23 @@ class GangHungError(GangError):
 class RankFailedError(GangError):
     """A rank failed and the gang was stopped. `__cause__` is the user's own exception where it can be rebuilt here."""
 
-    def __init__(
-        self, failure: RankFailure, attempt: int, collateral: Sequence[RankFailure] = (), returned: Sequence[int] = ()
-    ) -> None:
+    def __init__(self, failure: RankFailure, attempt: int, collateral: Sequence[RankFailure] = ()) -> None:
         """Keep the failure and its consequences.
 
         Args:
             failure: the root cause.
             attempt: counts from 1.
             collateral: failures of other ranks that followed from it.
-            returned: ranks whose function had already returned by then.
         """
-        super().__init__(failure, attempt, tuple(collateral), tuple(returned))
+        super().__init__(failure, attempt, tuple(collateral))
         self.failure = failure
         self.attempt = attempt
         self.collateral = tuple(collateral)
-        self.returned = tuple(returned)
 
     @classmethod
-    def from_failures(
-        cls, failure: RankFailure, attempt: int, collateral: Sequence[RankFailure] = (), returned: Sequence[int] = ()
-    ) -> Self:
+    def from_failures(cls, failure: RankFailure, attempt: int, collateral: Sequence[RankFailure] = ()) -> Self:
         """Build the error with the user's own exception as its cause, where that unpickles on this side."""
-        error = cls(failure, attempt, collateral, returned)
+        error = cls(failure, attempt, collateral)
         if failure.exception_pickle is not None:
             try:
                 error.__cause__ = pickle.loads(failure.exception_pickle)
@@ -134,9 +128,6 @@ class RankFailedError(GangError):
         """Say who, where, which attempt and why; then the rank's traceback and what followed from it."""
         first = self.failure
         lines = [f"rank {first.rank} on {first.host} failed in attempt {self.attempt}: {first.summary}"]
-        gone = [rank for rank in self.returned if rank != first.rank]
-        if first.is_collateral and gone:
-            lines[0] += f"; {_ranks(gone)} had already returned"
         if first.traceback_text:
             lines += ["", first.traceback_text.rstrip()]
         if first.stderr_tail:
@@ -146,6 +137,3 @@ class RankFailedError(GangError):
             lines += [f"  rank {other.rank} on {other.host}: {other.summary.splitlines()[0]}" for other in self.collateral]
         return "\n".join(lines)
 
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(str(rank) for rank in ranks)

@@ -62,7 +62,7 @@ class RankFailure:
     rank: int
     host: str
     pid: int
-    kind: Literal["exception", "exit", "signal", "worker_lost", "start"]
+    kind: Literal["exception", "exit", "signal", "returned", "worker_lost", "start"]
     summary: str
     """One or a few lines for people: `ValueError: boom`, `was killed by SIGKILL (9)`."""
     is_collateral: bool = False

@@ -1,0 +1,269 @@
+"""Owns run_gang: level 1, a function on N ranks across the workers of a Dask cluster."""
+
+import asyncio
+import logging
+import math
+import os
+import pickle
+import queue
+import re
+import site
+import sys
+import sysconfig
+import threading
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future as ThreadFuture
+from pathlib import Path
+from typing import Any, get_args
+
+import cloudpickle
+from distributed import Client
+
+from prefect_torch_ddp.errors import GangError, InvalidParamsError
+from prefect_torch_ddp.gang.orders import Seniority
+from prefect_torch_ddp.gang.placement import choose, num_workers_needed, place
+from prefect_torch_ddp.gang.plan import GangPlan
+from prefect_torch_ddp.gang.supervision import Supervision
+from prefect_torch_ddp.gang.workers import gather_workers
+from prefect_torch_ddp.messages import Backend, GangEvent, LogLine, ProcessGroupMode
+
+rank_logger = logging.getLogger("prefect_torch_ddp.ranks")
+
+IMPORT_STRING = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
+END_TIMEOUT_S = 15.0
+
+
+def run_gang(  # noqa: PLR0913 - level 1 is one call; what can be left out is keyword-only
+    client: Client,
+    fn: Callable[..., Any] | str,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    world_size: int | None = None,
+    *,
+    ranks_per_worker: int = 1,
+    process_group: ProcessGroupMode = "default",
+    backend: Backend = "auto",
+    workers_timeout_s: float = 60.0,
+    queue_timeout_s: float | None = None,
+    rendezvous_timeout_s: float = 300.0,
+    resources: Mapping[str, float] | None = None,
+    name: str | None = None,
+    attempt: int = 1,
+    on_event: Callable[[GangEvent], None] | None = None,
+) -> list[Any]:
+    """Run a function on `world_size` ranks, each a process of its own on a Dask worker, with the process group up.
+
+    Args:
+        client: a synchronous Dask client.
+        fn: any callable, an import string `"package.module:function"`, or the path of a script (`"train.py"`, with `args` as
+            its argv; give `process_group="user"` to a script written for torchrun).
+        args: positional arguments, as one sequence.
+        kwargs: keyword arguments, as one mapping, so that any name reaches `fn`.
+        world_size: number of ranks; None takes all workers.
+        ranks_per_worker: ranks on each Dask worker, whatever its threads.
+        process_group: "default": initialised before `fn` runs; "user": `fn` initialises it from the environment, as under
+            torchrun; "none": there is none.
+        backend: "auto" takes nccl where CUDA is, else gloo.
+        workers_timeout_s: how long to wait until the cluster has enough workers.
+        queue_timeout_s: how long to wait for workers that are busy; None: as long as it takes.
+        rendezvous_timeout_s: how long ranks wait for one another at the start.
+        resources: Dask resources that each seat takes from its worker, e.g. `{"GPU": 1}`.
+        name: what other gangs are told that they wait for.
+        attempt: counts from 1; ranks see it as TORCHELASTIC_RESTART_COUNT + 1.
+        on_event: called in this thread for every event of the ranks; the default logs their lines to
+            `prefect_torch_ddp.ranks` with the rank in front.
+
+    Returns:
+        What `fn` returned on each rank, in rank order; CUDA tensors come back on the CPU.
+
+    Raises:
+        InvalidParamsError: an argument can't work; nothing was started.
+        NotEnoughWorkersError: too few workers, or they stayed busy.
+        RankFailedError: a rank failed; all others were stopped. Its `__cause__` is the user's own exception.
+        WorkerLostError: a Dask worker that held ranks is gone.
+        GangCancelledError: the gang was cancelled from outside.
+    """
+    _check(client, fn, args, kwargs, world_size, ranks_per_worker, process_group, backend)
+    _check_positive(workers_timeout_s=workers_timeout_s, queue_timeout_s=queue_timeout_s, rendezvous_timeout_s=rendezvous_timeout_s)
+    plan = GangPlan(
+        name=name or _name_of(fn),
+        seniority=Seniority(time.time(), uuid.uuid4().hex[:12]),
+        payload=_pickle_call(fn, tuple(args), dict(kwargs or {})),
+        process_group=process_group,
+        backend=backend,
+        attempt=attempt,
+        max_restarts=0,
+        rendezvous_timeout_s=rendezvous_timeout_s,
+        extra_sys_path=_own_code_paths(),
+        resources=dict(resources or {}),
+    )
+    events: queue.SimpleQueue[GangEvent | None] = queue.SimpleQueue()
+    work = _drive(client, plan, world_size, ranks_per_worker, workers_timeout_s, queue_timeout_s, events.put)
+    pickles = _follow(client, work, events, on_event or log_event)
+    return [_unpickle(data, rank) for rank, data in enumerate(pickles)]
+
+
+def log_event(event: GangEvent) -> None:
+    """Log a rank's line with the rank in front."""
+    if isinstance(event, LogLine):
+        if not rank_logger.hasHandlers():
+            rank_logger.addHandler(logging.StreamHandler())  # a plain script: its ranks' prints must show
+        if rank_logger.level == logging.NOTSET:
+            rank_logger.setLevel(logging.INFO)
+        rank_logger.log(event.level, "%s", rank_text(event))
+
+
+def rank_text(line: LogLine) -> str:
+    """Return a rank's line as people read it, the rank in front."""
+    return f"[rank {line.rank}] {line.logger + ': ' if line.logger else ''}{line.text}"
+
+
+async def _drive(  # noqa: PLR0913 - the one place where the waits of run_gang meet
+    client: Client,
+    plan: GangPlan,
+    world_size: int | None,
+    ranks_per_worker: int,
+    workers_timeout_s: float,
+    queue_timeout_s: float | None,
+    sink: Callable[[GangEvent], None],
+) -> list[bytes]:
+    """Gather, place, seat, run and end the gang; on the client's event loop."""
+    num_needed = None if world_size is None else num_workers_needed(world_size, ranks_per_worker)
+    queue_deadline_s: float | None = None
+    while True:
+        workers = await gather_workers(client, num_needed, ranks_per_worker, workers_timeout_s)
+        if queue_timeout_s is not None and queue_deadline_s is None:
+            queue_deadline_s = time.monotonic() + queue_timeout_s
+        chosen = choose(workers, num_needed or len(workers))
+        size = world_size or len(chosen) * ranks_per_worker
+        supervision = Supervision(client, plan, chosen, place(chosen, size, ranks_per_worker))
+        try:
+            if await supervision.seat(queue_deadline_s, lambda text: sink(LogLine(0, logging.INFO, text, __name__))):
+                return await supervision.run(sink)
+        finally:
+            # Shielded: a caller that leaves by Ctrl-C or a timeout cancels this coroutine, and the ranks must go all the same.
+            await asyncio.shield(supervision.clear())
+
+
+def _follow(
+    client: Client, work: Any, events: "queue.SimpleQueue[GangEvent | None]", on_event: Callable[[GangEvent], None]
+) -> list[bytes]:
+    """Hand out events in the caller's thread until the work is done; end the gang when the caller leaves."""
+    over = threading.Event()
+    done: ThreadFuture[list[bytes]] = asyncio.run_coroutine_threadsafe(_tell_when_over(work, over), client.loop.asyncio_loop)
+    done.add_done_callback(lambda _: events.put(None))
+    try:
+        while True:
+            try:
+                # In short turns, so that Ctrl-C and Prefect's task timeout take effect here.
+                event = events.get(timeout=0.5)
+            except queue.Empty:
+                continue
+            if event is None:
+                return done.result()
+            on_event(event)
+    finally:
+        if not done.done():
+            done.cancel()
+            if not over.wait(END_TIMEOUT_S):
+                rank_logger.error("the gang was not over %g s after its caller left", END_TIMEOUT_S)
+
+
+async def _tell_when_over(work: Any, over: threading.Event) -> list[bytes]:
+    """Await the work; a cancelled future is done at once, but `over` is set only when the ranks are gone."""
+    try:
+        values: list[bytes] = await work
+        return values
+    finally:
+        over.set()
+
+
+def _check(  # noqa: PLR0913 - checks run_gang's arguments, one by one
+    client: object,
+    fn: object,
+    args: object,
+    kwargs: object,
+    world_size: object,
+    ranks_per_worker: object,
+    process_group: object,
+    backend: object,
+) -> None:
+    if not isinstance(client, Client) or client.asynchronous:
+        msg = f"client is {client!r}; run_gang needs a synchronous distributed.Client"
+        raise InvalidParamsError(msg)
+    if client.status != "running":
+        msg = f"client is {client.status}; connect it to a Dask scheduler first"
+        raise InvalidParamsError(msg)
+    is_script = isinstance(fn, str) and fn.endswith(".py")
+    if not callable(fn) and not is_script and not (isinstance(fn, str) and IMPORT_STRING.fullmatch(fn)):
+        msg = f"fn is {fn!r}; give a callable, 'package.module:function', or the path of a .py script"
+        raise InvalidParamsError(msg)
+    if isinstance(args, str | bytes) or not isinstance(args, Sequence):
+        msg = f"args is {args!r}; give a sequence, e.g. args=({args!r},)"
+        raise InvalidParamsError(msg)
+    if kwargs is not None and (not isinstance(kwargs, Mapping) or any(not isinstance(key, str) for key in kwargs)):
+        msg = f"kwargs is {kwargs!r}; give a mapping whose keys are strings"
+        raise InvalidParamsError(msg)
+    if world_size is not None:
+        _check_count("world_size", world_size)
+    _check_count("ranks_per_worker", ranks_per_worker)
+    for label, value, allowed in (
+        ("process_group", process_group, get_args(ProcessGroupMode)),
+        ("backend", backend, get_args(Backend)),
+    ):
+        if value not in allowed:
+            msg = f"{label} is {value!r}; choose one of {', '.join(allowed)}"
+            raise InvalidParamsError(msg)
+
+
+def _check_count(label: str, value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        msg = f"{label} is {value!r}; give a whole number of at least 1"
+        raise InvalidParamsError(msg)
+
+
+def _check_positive(**limits_s: float | None) -> None:
+    for label, value in limits_s.items():
+        if value is not None and not (isinstance(value, int | float) and value > 0 and math.isfinite(value)):
+            msg = f"{label} is {value!r}; give a positive number of seconds"
+            raise InvalidParamsError(msg)
+
+
+def _pickle_call(fn: Callable[..., Any] | str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
+    if isinstance(fn, str) and fn.endswith(".py"):
+        fn = str(Path(fn).resolve())
+    try:
+        payload: bytes = cloudpickle.dumps((fn, args, kwargs))
+    except Exception as error:
+        msg = f"{_name_of(fn)} or its arguments can't be sent to the ranks: {type(error).__name__}: {error}"
+        raise InvalidParamsError(msg) from error
+    return payload
+
+
+def _unpickle(data: bytes, rank: int) -> Any:
+    try:
+        return pickle.loads(data)
+    except Exception as error:
+        msg = f"the value that rank {rank} returned can't be rebuilt here: {type(error).__name__}: {error}"
+        raise GangError(msg) from error
+
+
+def _name_of(fn: Callable[..., Any] | str) -> str:
+    return fn if isinstance(fn, str) else getattr(fn, "__qualname__", type(fn).__name__)
+
+
+def _own_code_paths() -> tuple[str, ...]:
+    """Return the caller's import paths that hold the user's own code, not Python's or installed packages.
+
+    A function that is pickled by reference must be importable at its rank, also when the Dask worker was started elsewhere
+    on the same machine or a shared file system.
+    """
+    installed = [sys.prefix, sys.base_prefix, sysconfig.get_path("stdlib"), *site.getsitepackages(), site.getusersitepackages()]
+    paths = (os.path.abspath(path or os.getcwd()) for path in sys.path)
+    return tuple(path for path in dict.fromkeys(paths) if not any(_is_below(path, prefix) for prefix in installed))
+
+
+def _is_below(path: str, folder: str) -> bool:
+    return path == folder or path.startswith(folder.rstrip(os.sep) + os.sep)

@@ -1,0 +1,149 @@
+"""Owns the mailboxes of a Dask worker's process: seats (threads) post events, the caller's polls (event loop) collect them."""
+
+import asyncio
+import contextlib
+import threading
+import time
+from dataclasses import dataclass, field
+
+from prefect_torch_ddp.gang.orders import Occupant, SeatNews, SeatState, StartOrder
+from prefect_torch_ddp.messages import GangEvent
+
+CAPACITY = 5_000
+"""Events held for a caller that is slow to fetch them; a seat stops reading its ranks' output beyond this."""
+FORGET_AFTER_S = 600.0
+"""A mailbox whose seat never came is dropped after this long without a poll."""
+
+
+@dataclass
+class Mailbox:
+    """Two-way post between one seat and the caller of its gang. Safe between threads."""
+
+    token: str
+    state: SeatState = "absent"
+    store_port: int = 0
+    order: StartOrder | None = None
+    abort_requested: bool = False
+    stop_requested: bool = False
+    leave_requested: bool = False
+    last_poll_s: float = field(default_factory=time.monotonic)
+    _events: list[GangEvent] = field(default_factory=list)
+    _first_event: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _orders: threading.Event = field(default_factory=threading.Event)
+    _waiters: list[tuple[asyncio.AbstractEventLoop, "asyncio.Future[None]"]] = field(default_factory=list)
+
+    # The seat's side.
+
+    def post(self, event: GangEvent) -> None:
+        """Add an event for the caller."""
+        with self._lock:
+            self._events.append(event)
+        self._wake_polls()
+
+    def enter(self, state: SeatState, store_port: int = 0) -> None:
+        """Tell the caller how far the seat is."""
+        with self._lock:
+            self.state = state
+            self.store_port = store_port or self.store_port
+        self._wake_polls()
+
+    @property
+    def has_room(self) -> bool:
+        """Whether the caller keeps up with the events."""
+        return len(self._events) < CAPACITY
+
+    def wait_for_orders(self, timeout_s: float) -> None:
+        """Wait until the caller says anything new, at most so long."""
+        if self._orders.wait(timeout_s):
+            self._orders.clear()
+
+    # The caller's side, on the worker's event loop.
+
+    def give(self, *, order: StartOrder | None = None, abort: bool = False, stop: bool = False, leave: bool = False) -> None:
+        """Hand the seat an order."""
+        with self._lock:
+            self.order = order or self.order
+            self.abort_requested |= abort
+            self.stop_requested |= stop
+            self.leave_requested |= leave
+        self._orders.set()
+
+    async def news(self, next_event: int, known_state: SeatState, wait_s: float, occupant: Occupant | None) -> SeatNews:
+        """Return the events from `next_event` on and the state, as soon as either is new, at the latest after `wait_s`."""
+        self.last_poll_s = time.monotonic()
+        deadline = self.last_poll_s + wait_s
+        while True:
+            with self._lock:
+                del self._events[: max(0, next_event - self._first_event)]
+                self._first_event = max(self._first_event, next_event)
+                if self._events or self.state != known_state or time.monotonic() >= deadline:
+                    events = tuple(self._events)
+                    return SeatNews(self.state, events, self._first_event + len(events), self.store_port, occupant)
+                waiter = self._new_waiter()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(waiter, deadline - time.monotonic())
+
+    async def until_ended(self, timeout_s: float) -> bool:
+        """Wait until the seat has ended, that is, until all its ranks are gone."""
+        deadline = time.monotonic() + timeout_s
+        while self.state not in ("ended", "absent"):
+            if time.monotonic() >= deadline:
+                return False
+            with self._lock:
+                waiter = self._new_waiter()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(waiter, min(0.1, timeout_s))
+        return True
+
+    def _new_waiter(self) -> "asyncio.Future[None]":
+        loop = asyncio.get_running_loop()
+        waiter: asyncio.Future[None] = loop.create_future()
+        self._waiters.append((loop, waiter))
+        return waiter
+
+    def _wake_polls(self) -> None:
+        with self._lock:
+            waiters, self._waiters = self._waiters, []
+        for loop, waiter in waiters:
+            with contextlib.suppress(RuntimeError):  # the loop closed: the worker is on its way out
+                loop.call_soon_threadsafe(_wake, waiter)
+
+
+def _wake(waiter: "asyncio.Future[None]") -> None:
+    if not waiter.done():
+        waiter.set_result(None)
+
+
+class Mailboxes:
+    """All mailboxes of this process, by token; made by whoever comes first, the seat or the caller's poll."""
+
+    def __init__(self) -> None:
+        """Start empty."""
+        self._by_token: dict[str, Mailbox] = {}
+        self._lock = threading.Lock()
+
+    def open(self, token: str) -> Mailbox:
+        """Return the mailbox, making it where there is none."""
+        with self._lock:
+            return self._by_token.setdefault(token, Mailbox(token))
+
+    def find(self, token: str) -> Mailbox | None:
+        """Return the mailbox if there is one."""
+        return self._by_token.get(token)
+
+    def drop(self, token: str) -> None:
+        """Forget the mailbox."""
+        with self._lock:
+            self._by_token.pop(token, None)
+
+    def drop_abandoned(self) -> None:
+        """Forget mailboxes without a seat that nobody polls any more: their caller was killed."""
+        now = time.monotonic()
+        with self._lock:
+            for box in list(self._by_token.values()):
+                if box.state in ("absent", "ended") and now - box.last_poll_s > FORGET_AFTER_S:
+                    del self._by_token[box.token]
+
+
+MAILBOXES = Mailboxes()

@@ -1,0 +1,70 @@
+"""Owns the values that the caller of a gang and the Dask workers exchange."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from prefect_torch_ddp.messages import GangEvent, RankLaunch
+
+SeatState = Literal["absent", "waiting", "seated", "running", "ended"]
+
+
+@dataclass(frozen=True)
+class WorkerIdentity:
+    """A Dask worker as a place for ranks."""
+
+    address: str
+    process_id: str
+    """Unique to this life of the worker: a worker restarted at the same address has another."""
+    host: str
+    visible_devices: str | None
+    """Its CUDA_VISIBLE_DEVICES."""
+    occupant: str | None
+    """Who holds its slot or its threads now, for people; None when it is free."""
+
+
+@dataclass(frozen=True, order=True)
+class Seniority:
+    """Which gang came first; orders all gangs of a cluster."""
+
+    born_s: float
+    gang_id: str
+
+
+@dataclass(frozen=True)
+class SeatTicket:
+    """One gang's claim on one worker's slot."""
+
+    token: str
+    gang_name: str
+    seniority: Seniority
+    worker: str
+    process_id: str
+    hosts_store: bool
+    """Whether rank 0 sits here, so that this seat opens the socket that the ranks meet at."""
+
+
+@dataclass(frozen=True)
+class Occupant:
+    """Who holds a worker's slot."""
+
+    text: str
+    seniority: Seniority | None = None
+    """Set while the holder is a gang that still waits for its other seats."""
+
+
+@dataclass(frozen=True)
+class SeatNews:
+    """A seat's answer to a poll."""
+
+    state: SeatState
+    events: tuple[GangEvent, ...] = ()
+    next_event: int = 0
+    store_port: int = 0
+    occupant: Occupant | None = None
+
+
+@dataclass(frozen=True)
+class StartOrder:
+    """Tells a seat to start its ranks."""
+
+    launches: tuple[RankLaunch, ...]

@@ -1,0 +1,58 @@
+"""Owns what is fixed about a gang before it is placed, and makes its tickets and launch orders. Pure."""
+
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from prefect_torch_ddp.gang.orders import SeatTicket, Seniority, WorkerIdentity
+from prefect_torch_ddp.gang.placement import Placement
+from prefect_torch_ddp.messages import Backend, ProcessGroupMode, RankLaunch
+
+
+@dataclass(frozen=True)
+class GangPlan:
+    """One call of run_gang."""
+
+    name: str
+    seniority: Seniority
+    payload: bytes
+    process_group: ProcessGroupMode
+    backend: Backend
+    attempt: int
+    max_restarts: int
+    rendezvous_timeout_s: float
+    extra_sys_path: tuple[str, ...]
+    resources: Mapping[str, float] = field(default_factory=dict)
+
+    def ticket(self, worker: WorkerIdentity, *, hosts_store: bool) -> SeatTicket:
+        """Make the ticket for one worker; its token is never used twice."""
+        return SeatTicket(
+            token=f"{self.seniority.gang_id}-{uuid.uuid4().hex[:12]}",
+            gang_name=self.name,
+            seniority=self.seniority,
+            worker=worker.address,
+            process_id=worker.process_id,
+            hosts_store=hosts_store,
+        )
+
+    def launches(self, placement: Placement, worker: str, store_port: int) -> tuple[RankLaunch, ...]:
+        """Make the launch orders for one worker's ranks."""
+        return tuple(
+            RankLaunch(
+                place=place,
+                shape=placement.shape,
+                gang_id=self.seniority.gang_id,
+                attempt=self.attempt,
+                max_restarts=self.max_restarts,
+                master_addr=placement.places[0].host,
+                master_port=store_port,
+                store_fd=None,
+                process_group=self.process_group,
+                backend=self.backend,
+                rotated_devices=place.host in placement.rotated_hosts,
+                rendezvous_timeout_s=self.rendezvous_timeout_s,
+                extra_sys_path=self.extra_sys_path,
+                payload=self.payload,
+            )
+            for place in placement.ranks_of(worker)
+        )

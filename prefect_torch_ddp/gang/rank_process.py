@@ -1,0 +1,198 @@
+"""Owns one rank's process as its seat sees it: its start, its pipes, its death."""
+
+import contextlib
+import json
+import logging
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from typing import IO, Any
+
+from prefect_torch_ddp.gang.environment import rank_environment
+from prefect_torch_ddp.gang.lines import LineCutter
+from prefect_torch_ddp.messages import GangEvent, LogLine, Progress, RankFailedEvent, RankFailure, RankLaunch, RankReturned, UserEvent
+
+CHUNK_BYTES = 65_536
+MAX_EVENT_BYTES = 131_072
+
+
+class RankProcess:
+    """A fresh Python process in a session of its own, which runs one rank."""
+
+    def __init__(self, launch: RankLaunch) -> None:
+        """Start the process; raises OSError where that fails, with nothing left behind."""
+        self.place = launch.place
+        self._out, self._err = LineCutter(), LineCutter()
+        self.returned = False
+        self.failure: RankFailure | None = None
+        self.reaped = False
+        with contextlib.ExitStack() as undo:
+            self._outcome: IO[bytes] = undo.enter_context(tempfile.TemporaryFile())
+            launch_file = undo.enter_context(tempfile.TemporaryFile())
+            pickle.dump(launch, launch_file)
+            launch_file.seek(0)
+            # Datagrams: a record stays whole also when forked DataLoader workers of the rank write at the same time.
+            self._events, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+            undo.callback(self._events.close)
+            self._events.setblocking(False)
+            undo.enter_context(contextlib.closing(theirs))
+            theirs.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**20)
+            control_read, self._control = os.pipe()
+            undo.callback(os.close, self._control)
+            try:
+                passed = [launch_file.fileno(), theirs.fileno(), self._outcome.fileno(), control_read]
+                self._popen = subprocess.Popen(
+                    [sys.executable, "-m", "prefect_torch_ddp.rank", *map(str, passed), str(os.getpid())],
+                    env=rank_environment(os.environ, launch),
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    pass_fds=[*passed, *([launch.store_fd] if launch.store_fd is not None else [])],
+                    start_new_session=True,
+                    bufsize=0,
+                )
+            finally:
+                os.close(control_read)
+            launch_file.close()
+            theirs.close()
+            undo.pop_all()
+        self._death_fd = os.pidfd_open(self._popen.pid) if hasattr(os, "pidfd_open") else None
+
+    @property
+    def pid(self) -> int:
+        """The process id, also the id of its session and process group."""
+        return self._popen.pid
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the rank's outcome is known."""
+        return self.returned or self.failure is not None
+
+    def file_descriptors(self, *, with_output: bool) -> Iterator[int]:
+        """Yield what to wait on: output and events of the rank, and its death."""
+        if with_output:
+            yield from (pipe.fileno() for pipe in (self._popen.stdout, self._popen.stderr) if pipe and not pipe.closed)
+            yield self._events.fileno()
+        if self._death_fd is not None:
+            yield self._death_fd
+
+    def read(self, *, to_the_end: bool = False) -> Iterator[GangEvent]:
+        """Yield what the rank has said so far, without waiting; a chunk of its output, or all there is."""
+        for pipe, cutter in ((self._popen.stdout, self._out), (self._popen.stderr, self._err)):
+            while pipe is not None and not pipe.closed:
+                chunk = _read_chunk(pipe)
+                if chunk is None:
+                    break
+                yield from (LogLine(self.place.rank, logging.INFO, line) for line in cutter.feed(chunk, final=not chunk))
+                if not chunk:
+                    pipe.close()
+                if not to_the_end:
+                    break
+        yield from self._read_events()
+
+    def _read_events(self) -> Iterator[GangEvent]:
+        while True:
+            try:
+                record = self._events.recv(MAX_EVENT_BYTES)
+            except BlockingIOError:
+                return
+            event = self._decode(json.loads(record))
+            if event is not None:
+                yield event
+
+    def _decode(self, record: dict[str, Any]) -> GangEvent | None:
+        rank = self.place.rank
+        match record.pop("kind"):
+            case "log":
+                return LogLine(rank, record["level"], record["text"], record["logger"])
+            case "progress":
+                return Progress(**record)
+            case "returned" if not self.is_settled:
+                self.returned = True
+                return RankReturned(rank)
+            case "failed" if not self.is_settled:
+                self._outcome.seek(0)
+                self.failure = pickle.load(self._outcome)
+                return RankFailedEvent(self.failure)
+            case "user":
+                return UserEvent(rank, record["name"], record["body"])
+        return None
+
+    def value(self) -> bytes:
+        """Return the pickle of what the rank's function returned."""
+        self._outcome.seek(0)
+        return self._outcome.read()
+
+    def tell(self, word: bytes) -> None:
+        """Write an order to the rank's control pipe; a rank that is gone needs none."""
+        with contextlib.suppress(BrokenPipeError):
+            os.write(self._control, word)
+
+    @property
+    def is_dead(self) -> bool:
+        """Whether the process has ended, reaped or not."""
+        return self.reaped or os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None
+
+    def bury(self) -> Iterator[GangEvent]:
+        """Reap the dead process with all that its session left; yield its last words, and its death if that says something new."""
+        # What it said last may hold its outcome, which says more than its death.
+        yield from self.read(to_the_end=True)
+        # Before the reaping: until then the number can't be another process group's.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
+        status = self._popen.wait()
+        self.reaped = True
+        if not self.is_settled:
+            self.failure = self._death_failure(status)
+            yield RankFailedEvent(self.failure)
+
+    def _death_failure(self, status: int) -> RankFailure:
+        number = -status if status < 0 else None
+        if number is not None:
+            summary = f"was killed by {signal.Signals(number).name} ({number}) before its function returned"
+        else:
+            summary = f"left with exit code {status} before its function returned"
+        return RankFailure(
+            rank=self.place.rank,
+            host=self.place.host,
+            pid=self.pid,
+            kind="exit" if number is None else "signal",
+            summary=summary,
+            exit_code=None if number else status,
+            signal=number,
+            stderr_tail=tuple(self._err.tail),
+        )
+
+    def kill(self) -> None:
+        """Kill the rank and all of its session, at once."""
+        if not self.reaped:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, signal.SIGKILL)
+
+    def close(self) -> None:
+        """Kill what is left, reap it and close every file."""
+        self.kill()
+        self._popen.wait()
+        self.reaped = True
+        for pipe in (self._popen.stdout, self._popen.stderr):
+            if pipe is not None:
+                pipe.close()
+        self._events.close()
+        os.close(self._control)
+        if self._death_fd is not None:
+            os.close(self._death_fd)
+        self._outcome.close()
+
+
+def _read_chunk(pipe: IO[bytes]) -> bytes | None:
+    """Return the next chunk, empty at the end of the pipe, None where there is nothing yet."""
+    os.set_blocking(pipe.fileno(), False)
+    try:
+        return os.read(pipe.fileno(), CHUNK_BYTES)
+    except BlockingIOError:
+        return None

@@ -1,0 +1,198 @@
+"""Owns the seat: the Dask task that holds a worker's slot for a gang and runs that worker's ranks."""
+
+import dataclasses
+import select
+import socket
+import time
+from collections.abc import Sequence
+
+from distributed import Worker, get_worker
+from distributed.core import Status
+
+from prefect_torch_ddp.gang.mailbox import MAILBOXES, Mailbox
+from prefect_torch_ddp.gang.orders import SeatTicket
+from prefect_torch_ddp.gang.rank_process import RankProcess
+from prefect_torch_ddp.gang.slots import SLOTS
+from prefect_torch_ddp.messages import GangEvent, RankFailedEvent, RankFailure, RankLaunch
+
+TICK_S = 0.1
+"""How often a seat looks whether its Dask task was cancelled."""
+EXIT_GRACE_S = 10.0
+"""How long ranks that returned may take for their exit handlers."""
+
+
+class SeatRefusedError(RuntimeError):
+    """This run of the seat isn't the one its gang asked for: Dask ran it again, or elsewhere."""
+
+
+def seat_key(token: str) -> str:
+    """Return the Dask key of a seat."""
+    return f"ddp-seat-{token}"
+
+
+def occupy_seat(ticket: SeatTicket) -> tuple[bytes, ...]:
+    """Hold the worker's slot, run the ranks the caller orders, and return their pickled values in rank order."""
+    worker = get_worker()
+    if worker.id != ticket.process_id:
+        msg = f"seat of gang {ticket.gang_name!r} is for another life of worker {ticket.worker}; training is not run again"
+        raise SeatRefusedError(msg)
+    box = MAILBOXES.open(ticket.token)
+    if box.state != "absent":
+        msg = f"seat of gang {ticket.gang_name!r} on worker {ticket.worker} was already used; training is not run again"
+        raise SeatRefusedError(msg)
+    return _Seat(ticket, worker, box).run()
+
+
+class _Seat:
+    def __init__(self, ticket: SeatTicket, worker: Worker, box: Mailbox) -> None:
+        self._ticket = ticket
+        self._worker = worker
+        self._box = box
+        self._key = seat_key(ticket.token)
+        self._store: socket.socket | None = None
+        self._ranks: list[RankProcess] = []
+
+    def run(self) -> tuple[bytes, ...]:
+        box = self._box
+        box.enter("waiting")
+        try:
+            with SLOTS.hold(self._ticket, self._must_end) as got_it:
+                if not got_it:
+                    return ()
+                try:
+                    return self._run_on_slot()
+                finally:
+                    self._close()
+        finally:
+            box.enter("ended")
+
+    def _run_on_slot(self) -> tuple[bytes, ...]:
+        if self._ticket.hosts_store:
+            self._store = _listen(self._ticket.worker)
+        self._box.enter("seated", self._store.getsockname()[1] if self._store else 0)
+        while self._box.order is None:
+            if self._must_end():
+                return ()
+            self._box.wait_for_orders(TICK_S)
+        SLOTS.mark_running(self._ticket)
+        self._box.enter("running")
+        if not self._start(self._box.order.launches):
+            return ()
+        return self._attend()
+
+    def _start(self, launches: Sequence[RankLaunch]) -> bool:
+        for launch in launches:
+            fd = self._store_fd(launch)
+            try:
+                self._ranks.append(RankProcess(dataclasses.replace(launch, store_fd=fd)))
+            except OSError as error:
+                self._box.post(RankFailedEvent(_start_failure(launch, error)))
+                return False
+        if self._store is not None and launches[0].process_group != "user":
+            self._store.close()  # rank 0 has it now
+        return True
+
+    def _store_fd(self, launch: RankLaunch) -> int | None:
+        if self._store is None or launch.place.rank != 0:
+            return None
+        if launch.process_group != "user":
+            return self._store.fileno()
+        # Rank 0 will listen at this port itself. A socket that is bound but doesn't listen keeps others from getting the
+        # number, and SO_REUSEADDR on both sides lets rank 0 bind it all the same.
+        port = self._store.getsockname()[1]
+        host, family = self._store.getsockname()[0], self._store.family
+        self._store.close()
+        self._store = socket.socket(family, socket.SOCK_STREAM)
+        self._store.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._store.bind((host, port))
+        return None
+
+    def _attend(self) -> tuple[bytes, ...]:
+        """Pass on what the ranks say until all have left, or until the gang must end."""
+        told_stop, leaving_since = False, None
+        while not all(rank.reaped for rank in self._ranks):
+            self._wait()
+            for event in self._new_events():
+                self._box.post(event)
+            if self._must_end():
+                return ()
+            if self._box.stop_requested and not told_stop:
+                told_stop = True
+                self._tell(b"S")
+            if self._box.leave_requested and leaving_since is None:
+                leaving_since = time.monotonic()
+                self._tell(b"L")
+            if leaving_since is not None and time.monotonic() - leaving_since > EXIT_GRACE_S:
+                break
+        if not all(rank.returned for rank in self._ranks):
+            while not self._must_end():  # the caller ends the gang once it has settled what was the cause
+                self._box.wait_for_orders(TICK_S)
+            return ()
+        return tuple(rank.value() for rank in self._ranks)
+
+    def _wait(self) -> None:
+        room = self._box.has_room
+        poller = select.poll()
+        for rank in self._ranks:
+            if not rank.reaped:
+                for fd in rank.file_descriptors(with_output=room):
+                    poller.register(fd, select.POLLIN)
+        poller.poll(TICK_S * 1000)
+
+    def _new_events(self) -> Sequence[GangEvent]:
+        events: list[GangEvent] = []
+        for rank in self._ranks:
+            if rank.reaped:
+                continue
+            if self._box.has_room:
+                events += rank.read()
+            if rank.is_dead:
+                events += rank.bury()
+        return events
+
+    def _tell(self, word: bytes) -> None:
+        for rank in self._ranks:
+            rank.tell(word)
+
+    def _must_end(self) -> bool:
+        """Whether the caller, Dask or the worker wants this seat gone; a killed caller shows as a cancelled task."""
+        task = self._worker.state.tasks.get(self._key)
+        return (
+            self._box.abort_requested
+            or task is None
+            or task.state in ("cancelled", "released", "forgotten")
+            or self._worker.status in (Status.closing, Status.closed, Status.failed)
+        )
+
+    def _close(self) -> None:
+        for rank in self._ranks:
+            rank.kill()
+        for rank in self._ranks:
+            rank.close()
+        if self._store is not None:
+            self._store.close()
+
+
+
+def _listen(worker_address: str) -> socket.socket:
+    """Open the socket the ranks meet at, on the interface by which the worker is known, at a port that is free."""
+    from distributed.comm import get_address_host
+
+    host = get_address_host(worker_address)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.bind((host, 0))
+    listener.listen(1024)
+    return listener
+
+
+def _start_failure(launch: RankLaunch, error: OSError) -> RankFailure:
+    return RankFailure(
+        rank=launch.place.rank,
+        host=launch.place.host,
+        pid=0,
+        kind="start",
+        summary=f"its process could not be started: {error}",
+        exception_type=type(error).__name__,
+    )

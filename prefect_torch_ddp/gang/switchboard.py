@@ -1,0 +1,111 @@
+"""Owns the orders a Dask worker takes from callers of gangs, over Dask's own connections: no port of ours, and TLS where Dask has it."""
+
+import os
+import pickle
+from typing import TYPE_CHECKING, Any
+
+from distributed.comm import get_address_host
+
+from prefect_torch_ddp.errors import GangError
+from prefect_torch_ddp.gang.mailbox import MAILBOXES
+from prefect_torch_ddp.gang.orders import Occupant, SeatState, WorkerIdentity
+from prefect_torch_ddp.gang.slots import SLOTS
+
+if TYPE_CHECKING:
+    from distributed import Client, Worker
+
+POLL_OP = "prefect_torch_ddp_poll"
+GIVE_OP = "prefect_torch_ddp_give"
+CLEAR_OP = "prefect_torch_ddp_clear"
+IDENTIFY_OP = "prefect_torch_ddp_identify"
+
+Answer = dict[str, bytes]
+
+
+class NoAnswerError(Exception):
+    """A worker or the scheduler can't be reached, for now or for good."""
+
+
+def open_switchboard(dask_worker: "Worker") -> WorkerIdentity:
+    """Teach the worker our orders and tell who it is; run on it by `Client.run`. Doing it twice changes nothing.
+
+    Handlers instead of further `Client.run` calls: those write a line to the worker's log each time.
+    """
+    MAILBOXES.drop_abandoned()
+
+    def identify() -> Answer:
+        return _answer(_identity(dask_worker))
+
+    async def poll(token: str, next_event: int, known_state: SeatState, wait_s: float) -> Answer:
+        box = MAILBOXES.open(token)
+        return _answer(await box.news(next_event, known_state, wait_s, _occupant(dask_worker, token)))
+
+    async def clear(token: str, timeout_s: float) -> Answer:
+        """Stop the seat at once; answer when none of its ranks is left."""
+        box = MAILBOXES.find(token)
+        if box is None:
+            return _answer(value=True)
+        box.give(abort=True)
+        ended = await box.until_ended(timeout_s)
+        if ended:
+            MAILBOXES.drop(token)
+        return _answer(ended)
+
+    def give(token: str, order: bytes) -> Answer:
+        box = MAILBOXES.find(token)
+        if box is not None:
+            box.give(**pickle.loads(order))
+        return _answer(box is not None)
+
+    handlers: dict[str, Any] = {POLL_OP: poll, GIVE_OP: give, CLEAR_OP: clear, IDENTIFY_OP: identify}
+    for name, handler in handlers.items():
+        dask_worker.handlers.setdefault(name, handler)
+    return _identity(dask_worker)
+
+
+def _identity(worker: "Worker") -> WorkerIdentity:
+    occupant = _occupant(worker, "")
+    return WorkerIdentity(
+        address=worker.address,
+        process_id=worker.id,
+        host=get_address_host(worker.address),
+        visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"),
+        occupant=occupant.text if occupant else None,
+    )
+
+
+def _occupant(worker: "Worker", token: str) -> Occupant | None:
+    holder = SLOTS.occupant(worker.address, token)
+    if holder is not None:
+        return holder
+    running = [ts.key for ts in worker.state.executing if not str(ts.key).endswith(token or "\0")]
+    if len(running) >= worker.state.nthreads:
+        return Occupant(f"task {running[0]!s}")
+    return None
+
+
+def _answer(value: Any) -> Answer:
+    # A dict, so that it can't be taken for the pickled exception by which Dask reports a broken connection.
+    return {"answer": pickle.dumps(value)}
+
+
+async def call_worker(client: "Client", address: str, op: str, **message: Any) -> Any:
+    """Send one order to a worker, through the scheduler, and return its answer.
+
+    Raises:
+        NoAnswerError: the worker, or the scheduler, could not be reached, or the worker doesn't know our orders.
+        GangError: the order failed on the worker.
+    """
+    try:
+        replies = await client.scheduler.broadcast(msg={"op": op, **message}, workers=[address], on_error="return_pickle")
+    except OSError as error:
+        msg = f"the scheduler did not answer ({type(error).__name__}: {error})"
+        raise NoAnswerError(msg) from error
+    reply = replies[address]
+    if isinstance(reply, dict) and "answer" in reply:
+        return pickle.loads(reply["answer"])
+    if isinstance(reply, bytes):
+        msg = f"worker {address} did not answer ({pickle.loads(reply)!r})"
+        raise NoAnswerError(msg)
+    msg = f"worker {address} failed at the order {op!r}: {reply}"
+    raise GangError(msg)

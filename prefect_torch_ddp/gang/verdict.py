@@ -1,0 +1,59 @@
+"""Owns the decision which failure is the cause and which are its consequences. Pure."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from prefect_torch_ddp.errors import RankFailedError, WorkerLostError
+from prefect_torch_ddp.messages import RankFailure, RankPlace
+
+SETTLE_S = 0.25
+"""How long to wait for a better suspect while all failures seen are consequences; right in 240 of 240 trials (design.md)."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The root cause and what followed from it."""
+
+    cause: RankFailure
+    collateral: tuple[RankFailure, ...]
+
+
+def has_suspect(failures: Sequence[RankFailure]) -> bool:
+    """Tell whether any failure seen is a cause rather than a consequence."""
+    return any(not failure.is_collateral for failure in failures)
+
+
+def judge(failures: Sequence[RankFailure], returned: Sequence[RankPlace] = ()) -> Verdict:
+    """Pick the cause: the first failure that isn't collateral, else a rank that left its peers alone, else the first failure.
+
+    Args:
+        failures: in the order they were seen; at least one.
+        returned: places of the ranks whose function had returned.
+    """
+    cause = next((failure for failure in failures if not failure.is_collateral), None)
+    if cause is None and returned:
+        return Verdict(_returned_early(returned, failures[0]), tuple(failures))
+    cause = cause or failures[0]
+    return Verdict(cause, tuple(failure for failure in failures if failure is not cause))
+
+
+def _returned_early(returned: Sequence[RankPlace], waiting: RankFailure) -> RankFailure:
+    first, *others = sorted(returned, key=lambda place: place.rank)
+    also = f" (as had ranks {', '.join(str(place.rank) for place in others)})" if others else ""
+    return RankFailure(
+        rank=first.rank,
+        host=first.host,
+        pid=0,
+        kind="returned",
+        summary=f"its function had already returned{also} while rank {waiting.rank} waited for it in a collective",
+        traceback_text=waiting.traceback_text,
+    )
+
+
+def error_for(verdict: Verdict, attempt: int) -> RankFailedError | WorkerLostError:
+    """Turn the verdict into the exception the caller gets."""
+    if verdict.cause.kind == "worker_lost":
+        ranks = sorted(f.rank for f in (verdict.cause, *verdict.collateral) if f.kind == "worker_lost")
+        named = ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
+        return WorkerLostError(f"{verdict.cause.summary}; it held {named} in attempt {attempt}; the rest of the gang was stopped")
+    return RankFailedError.from_failures(verdict.cause, attempt, verdict.collateral)

@@ -1,0 +1,130 @@
+"""Owns a rank's end of the pipes to its seat: events out, orders in, and the outcome."""
+
+import json
+import os
+import pickle
+import socket
+import threading
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, Any
+
+import cloudpickle
+
+from prefect_torch_ddp.messages import Progress, RankFailure
+from prefect_torch_ddp.rank.collateral import is_collateral
+
+MAX_TEXT = 32_000
+STOP, LEAVE = b"S", b"L"
+_OUR_FRAMES = {str(Path(__file__).with_name(name)) for name in ("__main__.py", "entry.py")}
+
+
+class Channel:
+    """Talks to the seat that started this process. Records are datagrams, so threads and forked children may write too."""
+
+    def __init__(self, events_fd: int, outcome_fd: int, control_fd: int) -> None:
+        """Take over the inherited file descriptors; children that are executed don't inherit them."""
+        for fd in (events_fd, outcome_fd, control_fd):
+            os.set_inheritable(fd, False)
+        self._events = socket.socket(fileno=events_fd)
+        self._outcome: IO[bytes] = os.fdopen(outcome_fd, "wb")
+        self._control = control_fd
+        self._pid = os.getpid()
+        self._stop = threading.Event()
+        self._leave = threading.Event()
+
+    def listen(self) -> None:
+        """Start taking orders."""
+        threading.Thread(target=self._take_orders, name="prefect-torch-ddp-orders", daemon=True).start()
+
+    def _take_orders(self) -> None:
+        while word := os.read(self._control, 1):
+            {STOP: self._stop, LEAVE: self._leave}[word].set()
+        os._exit(1)  # the seat is gone, and with it everybody who cares
+
+    def wait_to_leave(self, timeout_s: float | None) -> bool:
+        """Wait until all ranks of the gang have returned, at most so long."""
+        return self._leave.wait(timeout_s)
+
+    def stop_requested(self) -> bool:
+        """Tell whether the supervisor wants the training to stop at the next agreed step."""
+        return self._stop.is_set()
+
+    def send_progress(self, progress: Progress) -> None:
+        """Send it if there is room, else drop it: the next one says more."""
+        record = {
+            "kind": "progress",
+            "step": progress.step,
+            "epoch": progress.epoch,
+            "total_steps": progress.total_steps,
+            "metrics": dict(progress.metrics),
+        }
+        try:
+            self._events.send(json.dumps(record).encode(), socket.MSG_DONTWAIT)
+        except (BlockingIOError, ConnectionError):
+            return
+
+    def send_log(self, level: int, logger: str, text: str) -> None:
+        """Send a log record; long ones are cut."""
+        self._send({"kind": "log", "level": level, "logger": logger, "text": text[:MAX_TEXT]})
+
+    def returned(self, value: Any, pickle_value: Callable[[Any], bytes]) -> None:
+        """Hand over what the function returned; raises what the pickling raises."""
+        self._write_outcome(pickle_value(value))
+        self._send({"kind": "returned"})
+
+    def failed(self, failure: RankFailure) -> None:
+        """Hand over how the function failed."""
+        self._write_outcome(pickle.dumps(failure))
+        self._send({"kind": "failed"})
+
+    def _write_outcome(self, data: bytes) -> None:
+        if os.getpid() != self._pid:
+            os._exit(0)  # a child that user code forked and that came back out of the function: its outcome isn't the rank's
+        self._outcome.seek(0)
+        self._outcome.truncate()
+        self._outcome.write(data)
+        self._outcome.flush()
+
+    def _send(self, record: dict[str, Any]) -> None:
+        self._events.send(json.dumps(record).encode())
+
+
+def describe(error: BaseException, rank: int, host: str) -> RankFailure:
+    """Turn an exception into a value that survives the trip home, whatever its class."""
+    leaving = isinstance(error, SystemExit | KeyboardInterrupt)
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None and trace.tb_frame.f_code.co_filename in _OUR_FRAMES:
+        trace = trace.tb_next  # the user's traceback begins at the user's code
+    summary = "".join(traceback.format_exception_only(error)).strip()
+    if isinstance(error, SystemExit):
+        summary = f"left by sys.exit({error.code!r}) before its function returned"
+    return RankFailure(
+        rank=rank,
+        host=host,
+        pid=os.getpid(),
+        kind="exit" if isinstance(error, SystemExit) else "exception",
+        summary=summary[:MAX_TEXT],
+        is_collateral=is_collateral(error),
+        traceback_text="".join(traceback.format_exception(type(error), error, trace))[-MAX_TEXT:],
+        exception_type=f"{type(error).__module__}.{type(error).__qualname__}",
+        exception_pickle=None if leaving else _pickle_exception(error),
+        exit_code=_exit_code(error),
+    )
+
+
+def _exit_code(error: BaseException) -> int | None:
+    if not isinstance(error, SystemExit):
+        return None
+    return error.code if isinstance(error.code, int) else int(error.code is not None)
+
+
+def _pickle_exception(error: BaseException) -> bytes | None:
+    """Pickle the user's exception, if it also unpickles; many classes with arguments of their own don't."""
+    try:
+        data: bytes = cloudpickle.dumps(error)
+        pickle.loads(data)
+    except Exception:  # noqa: BLE001 - user classes refuse in every way; type and text survive without
+        return None
+    return data

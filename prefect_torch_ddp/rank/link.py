@@ -1,0 +1,42 @@
+"""Owns the link by which a rank's context talks to the process around it."""
+
+from typing import Protocol
+
+from prefect_torch_ddp.messages import Progress
+
+
+class ControlLink(Protocol):
+    """What the supervisor's side offers to a rank; no call blocks."""
+
+    def send_progress(self, progress: Progress) -> None:
+        """Send it if there is room, else drop it."""
+        ...
+
+    def stop_requested(self) -> bool:
+        """Tell whether the training is to stop at the next step that all ranks agree on."""
+        ...
+
+
+class NoLink:
+    """The link of a rank that nobody supervises (`RankContext.local()`)."""
+
+    def send_progress(self, progress: Progress) -> None:
+        """Drop it."""
+
+    def stop_requested(self) -> bool:
+        """Never."""
+        return False
+
+
+_link: ControlLink = NoLink()
+
+
+def set_link(link: ControlLink) -> None:
+    """Install the link; called once, by the rank's main."""
+    global _link  # noqa: PLW0603 - one process is one rank
+    _link = link
+
+
+def current_link() -> ControlLink:
+    """Return this process's link."""
+    return _link
