@@ -65,6 +65,7 @@ class Supervision:
         self._failures: list[RankFailure] = []
         self._returned: list[int] = []
         self._looked_s = time.monotonic()
+        self._broken: GangError | None = None
         self._changed = asyncio.Event()
 
     async def seat(self, deadline_s: float | None, say: Callable[[str], None]) -> bool:
@@ -150,6 +151,8 @@ class Supervision:
         watches = [asyncio.create_task(self._watch(link, sink)) for link in self._links]
         try:
             await self._until_settled()
+            if self._broken is not None:
+                raise self._broken
             if self._failures:
                 await self._settle()
                 returned = [place for place in self._placement.places if place.rank in self._returned]
@@ -177,7 +180,7 @@ class Supervision:
         self._links = []
 
     async def _until_settled(self) -> None:
-        while not self._failures and len(self._returned) < self._placement.shape.world_size:
+        while self._broken is None and not self._failures and len(self._returned) < self._placement.shape.world_size:
             await self._changed.wait()
             self._changed.clear()
 
@@ -193,18 +196,28 @@ class Supervision:
 
     async def _watch(self, link: SeatLink, sink: Callable[[GangEvent], None]) -> None:
         """Pass on one seat's events until it ends; its loss is a failure of its ranks."""
+        places = self._placement.ranks_of(link.worker.address)
         try:
             while link.state != "ended":
                 news = await self._poll(link)
                 for event in news.events:
                     self._note(event)
                     sink(event)
-                if link.future.status in ("cancelled", "error", "lost") and news.state != "ended":
-                    msg = f"the seat on {link.worker.address} was {link.future.status}"
-                    raise SeatLostError(msg)
+                if link.future.status != "pending":
+                    break
         except SeatLostError as error:
-            for place in self._placement.ranks_of(link.worker.address):
+            for place in places:
                 self._note(RankFailedEvent(_lost_failure(place.rank, place.host, str(error))))
+            return
+        if not self._failures and not {place.rank for place in places} <= set(self._returned):
+            self._broken = await self._why_gone(link)
+            self._changed.set()
+
+    async def _why_gone(self, link: SeatLink) -> GangError:
+        """Tell why a seat ended that nobody told to."""
+        if link.future.status == "error":
+            return GangError(f"the seat on {link.worker.address} failed: {await link.future.exception()!r}")
+        return GangCancelledError(f"gang {self._plan.name!r} was cancelled from outside; its ranks were stopped")
 
     def _note(self, event: GangEvent) -> None:
         if isinstance(event, RankFailedEvent):

@@ -1,0 +1,84 @@
+"""Owns level 3: the flow train-ddp, from parameters to a published, evaluated model."""
+
+from prefect import flow
+from prefect.client.orchestration import get_client
+from prefect.context import FlowRunContext
+from prefect.runtime import flow_run
+from prefect.settings import PREFECT_API_URL, temporary_settings
+from prefect_dask import DaskTaskRunner
+
+from prefect_torch_ddp.checkpoint.manifest import object_uri
+from prefect_torch_ddp.data.dataset_store import find_dataset
+from prefect_torch_ddp.params import TrainParams
+from prefect_torch_ddp.results import TrainReport
+from prefect_torch_ddp.tasks.blocks import resolve_storage
+from prefect_torch_ddp.tasks.cluster import connect
+from prefect_torch_ddp.tasks.evaluate import chosen_checkpoint, evaluate
+from prefect_torch_ddp.tasks.prepare import prepare
+from prefect_torch_ddp.tasks.publish import publish
+from prefect_torch_ddp.tasks.run import Run, run_id_of
+from prefect_torch_ddp.tasks.train import train
+from prefect_torch_ddp.tasks.workload import dataset_id, read_workload
+
+DEFAULTS = TrainParams()
+
+
+@flow(name="train-ddp", task_runner=DaskTaskRunner())
+def train_flow(params: TrainParams = DEFAULTS) -> TrainReport:
+    """Prepare data, train with DDP on a Dask cluster, evaluate on held-out data, publish what came of it.
+
+    Args:
+        params: everything that can be chosen; see TrainParams.
+
+    Raises:
+        InvalidParamsError, StorageError: something given can't work; raised before a rank starts.
+        RankFailedError: a rank failed in the last attempt too; names rank, host, attempt and cause.
+    """
+    run = _check(params)
+    # Without a server each Dask worker would start one of its own: let them all use the flow run's.
+    with temporary_settings({PREFECT_API_URL: str(get_client(sync_client=True).api_url)}):
+        connect(params)
+        # `.result()` at each hop: a failed task's future would hide the cause from the next (UnfinishedRun), and Dask runs a
+        # finished task again when its worker is lost while the future lives.
+        prepare_now = prepare.with_options(refresh_cache=find_dataset(run.storage, run.dataset_id) is None)
+        dataset = prepare_now.submit(run).result()
+        train_now = train.with_options(retries=params.retries, retry_delay_seconds=params.retry_delay_s)
+        training = train_now.submit(run, dataset).result()
+        checkpoint = chosen_checkpoint(run, training)
+        evaluation = evaluate.submit(run, checkpoint).result()
+        model_uri = object_uri(run.storage, run.run_id, checkpoint.step, checkpoint.attempt, "model")
+        epochs = publish.submit(
+            params=params,
+            storage=run.storage,
+            dataset=dataset,
+            training=training,
+            evaluation=evaluation,
+            checkpoint=checkpoint,
+            model_uri=model_uri,
+        ).result()
+    return TrainReport(
+        run_id=run.run_id,
+        flow_run_url=flow_run.ui_url,
+        dataset=dataset,
+        training=training,
+        epochs=epochs,
+        evaluation=evaluation,
+        checkpoint=checkpoint,
+        model_uri=model_uri,
+    )
+
+
+def _check(params: TrainParams) -> Run:
+    """Refuse what can't work before anything is started, and name the run."""
+    workload = read_workload(params.workload)
+    storage = resolve_storage(params.storage)
+    storage.check_writable()
+    context = FlowRunContext.get()
+    assert context is not None  # noqa: S101 - we are the flow's body
+    assert context.flow_run is not None  # noqa: S101
+    return Run(
+        run_id=run_id_of(context.flow_run.name, str(context.flow_run.id)),
+        params=params,
+        storage=storage,
+        dataset_id=dataset_id(workload, params.data_options),
+    )

@@ -1,0 +1,130 @@
+"""Owns level 2: a function becomes a Prefect task that runs on a gang of ranks."""
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, Concatenate, ParamSpec, TypeVar, overload
+
+from prefect import Task, task
+from prefect.runtime import task_run
+
+from prefect_torch_ddp.checkpoint.attempts import claim_attempt
+from prefect_torch_ddp.errors import InvalidParamsError
+from prefect_torch_ddp.gang.launch import run_gang
+from prefect_torch_ddp.messages import Backend
+from prefect_torch_ddp.params import DEFAULT_STORAGE
+from prefect_torch_ddp.rank.config import CheckpointPolicy, RankConfig
+from prefect_torch_ddp.rank.context import RankContext
+from prefect_torch_ddp.tasks.blocks import resolve_storage
+from prefect_torch_ddp.tasks.cluster import current_client
+from prefect_torch_ddp.tasks.run import RUN_WITH_CONTEXT, log_to_run
+from prefect_torch_ddp.tasks.train import is_worth_a_retry
+
+P = ParamSpec("P")
+R = TypeVar("R")
+RankFunction = Callable[Concatenate[RankContext, P], R]
+
+
+@overload
+def ddp_task(fn: RankFunction[P, R], /) -> Task[P, R]: ...
+
+
+@overload
+def ddp_task(
+    *,
+    world_size: int | None = None,
+    ranks_per_worker: int = 1,
+    backend: Backend = "auto",
+    storage: str = DEFAULT_STORAGE,
+    seed: int = 0,
+    options: Mapping[str, Any] | None = None,
+    checkpoint: CheckpointPolicy | None = None,
+    workers_timeout_s: float = 60.0,
+    queue_timeout_s: float | None = None,
+    resources: Mapping[str, float] | None = None,
+    **task_options: Any,
+) -> Callable[[RankFunction[P, R]], Task[P, R]]: ...
+
+
+def ddp_task(  # noqa: PLR0913 - a decorator's options are its documentation
+    fn: RankFunction[P, R] | None = None,
+    /,
+    *,
+    world_size: int | None = None,
+    ranks_per_worker: int = 1,
+    backend: Backend = "auto",
+    storage: str = DEFAULT_STORAGE,
+    seed: int = 0,
+    options: Mapping[str, Any] | None = None,
+    checkpoint: CheckpointPolicy | None = None,
+    workers_timeout_s: float = 60.0,
+    queue_timeout_s: float | None = None,
+    resources: Mapping[str, float] | None = None,
+    **task_options: Any,
+) -> Task[P, R] | Callable[[RankFunction[P, R]], Task[P, R]]:
+    """Make a function a Prefect task that runs on `world_size` ranks of the flow's Dask cluster.
+
+    The function takes a RankContext first; the task is called without it, and gives rank 0's return value. A retry resumes
+    from the newest checkpoint of what the function tracks. Its flow uses a DaskTaskRunner.
+
+    Args:
+        fn: the function, when the decorator is written without parentheses.
+        world_size: number of ranks; None takes one for each worker.
+        ranks_per_worker: ranks on each Dask worker.
+        backend: "auto" takes nccl where CUDA is, else gloo.
+        storage: where checkpoints, metrics and results go: a directory, an s3:// URI, or a Prefect block reference.
+        seed: seeds everything random.
+        options: what the function finds as `rank.options`.
+        checkpoint: when checkpoints are written and which are kept.
+        workers_timeout_s: how long to wait until the cluster has enough workers.
+        queue_timeout_s: how long to wait for workers that are busy; None: as long as it takes.
+        resources: Dask resources that each rank's seat takes, e.g. `{"GPU": 1}`.
+        **task_options: Prefect's own task options: retries, retry_delay_seconds, tags, timeout_seconds, ...
+    """
+
+    def decorate(fn: RankFunction[P, R]) -> Task[P, R]:
+        def run(*args: P.args, **kwargs: P.kwargs) -> R:
+            run_id = f"{task_run.task_name}-{task_run.id}"
+            where = resolve_storage(storage)
+            attempt = claim_attempt(where, run_id)
+            config = RankConfig(
+                run_id=run_id,
+                attempt=attempt,
+                stage="task",
+                storage=where,
+                options=dict(options or {}),
+                seed=seed,
+                checkpoint=checkpoint or CheckpointPolicy(),
+            )
+            with current_client() as client:
+                values: list[R] = run_gang(
+                    client,
+                    RUN_WITH_CONTEXT,
+                    args=(config, fn, args, kwargs),
+                    world_size=world_size,
+                    ranks_per_worker=ranks_per_worker,
+                    backend=backend,
+                    workers_timeout_s=workers_timeout_s,
+                    queue_timeout_s=queue_timeout_s,
+                    resources=resources,
+                    name=run_id,
+                    attempt=attempt,
+                    on_event=log_to_run(),
+                )
+            return values[0]
+
+        functools.update_wrapper(run, fn)
+        run.__signature__ = _signature_without_rank(fn)  # type: ignore[attr-defined]
+        del run.__wrapped__  # type: ignore[attr-defined] - Prefect would look through it and ask for the rank
+        return task(**{"retry_condition_fn": is_worth_a_retry, **task_options})(run)
+
+    return decorate if fn is None else decorate(fn)
+
+
+def _signature_without_rank(fn: Callable[..., Any]) -> inspect.Signature:
+    signature = inspect.signature(fn)
+    parameters = list(signature.parameters.values())
+    if not parameters or parameters[0].kind not in (parameters[0].POSITIONAL_ONLY, parameters[0].POSITIONAL_OR_KEYWORD):
+        msg = f"{fn.__qualname__} takes no positional argument; a ddp_task's function takes a RankContext first"
+        raise InvalidParamsError(msg)
+    return signature.replace(parameters=parameters[1:])

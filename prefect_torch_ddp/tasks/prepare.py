@@ -1,0 +1,43 @@
+"""Owns the task that has the workload write its dataset, once for the same code, options and sources."""
+
+from typing import Any
+
+from prefect import task
+from prefect.context import TaskRunContext
+from prefect.logging import get_run_logger
+
+from prefect_torch_ddp.data.dataset_store import find_dataset
+from prefect_torch_ddp.gang.launch import run_gang
+from prefect_torch_ddp.results import DatasetReport
+from prefect_torch_ddp.tasks.cluster import current_client
+from prefect_torch_ddp.tasks.run import RUN_STAGE, Run, log_to_run
+
+
+def _cache_key(_context: TaskRunContext, parameters: dict[str, Any]) -> str:
+    run: Run = parameters["run"]
+    return f"train-ddp/prepare/{run.storage.uri}/{run.dataset_id}"
+
+
+# The flow sets refresh_cache where somebody deleted the data that a cached result would speak of.
+@task(name="prepare", cache_key_fn=_cache_key, persist_result=True, result_serializer="json")
+def prepare(run: Run) -> DatasetReport:
+    """Run the workload's `prepare` on a gang of one and publish what it wrote; do nothing where it is there already."""
+    logger = get_run_logger()
+    there = find_dataset(run.storage, run.dataset_id)
+    if there is not None:
+        logger.info("dataset %s is already at %s: nothing to prepare", there.dataset_id, there.uri)
+        return there
+    with current_client() as client:
+        (report,) = run_gang(
+            client,
+            RUN_STAGE,
+            args=(run.rank_config("prepare", attempt=1), run.params.workload),
+            world_size=1,
+            process_group="none",
+            name=f"{run.run_id} prepare",
+            on_event=log_to_run(),
+            **run.gang_options(),
+        )
+    made = DatasetReport.model_validate(report)
+    logger.info("prepared dataset %s: %d files, %d bytes, at %s", made.dataset_id, made.num_files, made.num_bytes, made.uri)
+    return made

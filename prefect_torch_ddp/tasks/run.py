@@ -1,0 +1,69 @@
+"""Owns what the tasks of one run share."""
+
+import logging
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from prefect.logging import get_run_logger
+
+from prefect_torch_ddp.gang.launch import rank_text
+from prefect_torch_ddp.messages import GangEvent, LogLine
+from prefect_torch_ddp.params import TrainParams
+from prefect_torch_ddp.rank.config import CheckpointPolicy, RankConfig, Stage
+from prefect_torch_ddp.storage.protocol import Storage
+
+# Named, not imported: what it leads to loads torch, which only ranks do.
+RUN_STAGE = "prefect_torch_ddp.rank.entry:run_stage"
+RUN_WITH_CONTEXT = "prefect_torch_ddp.rank.entry:run_with_context"
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of train-ddp: what was chosen, and where it leaves things."""
+
+    run_id: str
+    params: TrainParams
+    storage: Storage
+    dataset_id: str
+
+    def rank_config(self, stage: Stage, attempt: int, restore_step: int | None = None) -> RankConfig:
+        """Describe the context of the ranks of one stage."""
+        params = self.params
+        return RankConfig(
+            run_id=self.run_id,
+            attempt=attempt,
+            stage=stage,
+            storage=self.storage,
+            dataset_id=self.dataset_id,
+            options=params.data_options if stage == "prepare" else {**params.data_options, **params.options},
+            seed=params.seed,
+            checkpoint=CheckpointPolicy(**params.checkpoint.model_dump()),
+            resume_from=params.resume_from if stage == "train" else None,
+            restore_step=restore_step,
+        )
+
+    def gang_options(self) -> Mapping[str, Any]:
+        """Return run_gang's arguments that all stages share."""
+        params = self.params
+        return {"backend": params.backend, "workers_timeout_s": params.workers_timeout_s, "queue_timeout_s": params.queue_timeout_s}
+
+
+def run_id_of(flow_run_name: str, flow_run_id: str) -> str:
+    """Name a run so that a person finds it in the storage and in the UI; the same for every retry of the flow run."""
+    slug = re.sub(r"[^a-z0-9]+", "-", flow_run_name.lower()).strip("-")[:60] or "run"
+    return f"{slug}-{flow_run_id[:8]}"
+
+
+def log_to_run(and_then: Callable[[GangEvent], None] | None = None) -> Callable[[GangEvent], None]:
+    """Make a receiver of gang events that writes the ranks' lines into the Prefect run's log, the rank in front."""
+    logger: logging.Logger | logging.LoggerAdapter[Any] = get_run_logger()
+
+    def receive(event: GangEvent) -> None:
+        if isinstance(event, LogLine):
+            logger.log(event.level, "%s", rank_text(event))
+        elif and_then is not None:
+            and_then(event)
+
+    return receive

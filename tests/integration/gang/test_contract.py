@@ -1,0 +1,193 @@
+"""The contract of level 1: values, arguments, environment, slots, modes, on real Dask processes and real gloo ranks."""
+
+import logging
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from distributed import Client, LocalCluster
+
+from prefect_torch_ddp import InvalidParamsError, NotEnoughWorkersError, RankFailedError, run_gang
+from tests.workloads import plain
+
+pytestmark = pytest.mark.timeout(120)
+
+
+def test_process_group_is_up_and_the_workers_environment_is_untouched(dask_client: Client) -> None:
+    """A1: all-reduce of ones gives world_size on every rank; the Dask workers' environment is the same before and after."""
+    before = dask_client.run(lambda: dict(os.environ))
+    assert run_gang(dask_client, plain.sum_of_ones, world_size=2) == [2.0, 2.0]
+    assert dask_client.run(lambda: dict(os.environ)) == before
+
+
+def test_arguments_arrive_whatever_their_names(dask_client: Client) -> None:
+    """A2: positional and keyword arguments arrive intact, defaults stay."""
+    kwargs = {"retries": 2, "rank": 3, "workers": 4, "world_size": 5}
+    values = run_gang(dask_client, plain.awkward_names, args=(1,), kwargs=kwargs, world_size=1)
+    assert values == [{"key": 1, "retries": 2, "rank": 3, "workers": 4, "backend": "mine", "timeout": 1.5, "world_size": 5}]
+
+
+@pytest.mark.parametrize("kind", ["none", "defaultdict", "dataclass", "numpy", "tensor", "nested"])
+def test_values_come_back_in_rank_order(dask_client: Client, kind: str) -> None:
+    """A3: any picklable value makes the round trip, in rank order."""
+    zero, one = run_gang(dask_client, plain.value_of, args=(kind,), world_size=2)
+    expected: Any = {
+        "none": [None, None],
+        "defaultdict": [{"a": 0}, {"a": 1}],
+        "dataclass": [plain.Point(0), plain.Point(1)],
+        "numpy": [[0, 0, 0], [1, 1, 1]],
+        "tensor": [[0.0, 0.0], [1.0, 1.0]],
+        "nested": [[0, (0, {"x": 0})], [1, (1, {"x": 1})]],
+    }[kind]
+    if kind in ("numpy", "tensor"):
+        zero, one = zero.tolist(), one.tolist()
+    if kind == "nested":
+        zero, one = zero["loss"], one["loss"]
+    assert [zero, one] == expected
+    if kind == "defaultdict":
+        assert one["absent"] == 0
+
+
+def test_closure_over_big_data_and_lambda(dask_client: Client) -> None:
+    """A4: a closure over 20 MB and a lambda arrive."""
+    big = bytes(20_000_000)
+
+    def size() -> int:
+        return len(big)
+
+    assert run_gang(dask_client, size, world_size=2) == [20_000_000] * 2
+    assert run_gang(dask_client, lambda x: x + 1, args=(1,), world_size=1) == [2]
+
+
+def test_import_string(dask_client: Client) -> None:
+    """A4: a function named by its import path."""
+    assert run_gang(dask_client, "tests.workloads.plain:sum_of_ones", world_size=2) == [2.0, 2.0]
+
+
+def test_world_size_none_takes_all_workers(dask_client: Client) -> None:
+    """`world_size=None` means one rank on each worker."""
+    assert run_gang(dask_client, plain.sum_of_ones) == [2.0, 2.0]
+
+
+def test_too_few_workers_is_refused_with_both_numbers(dask_client: Client) -> None:
+    """A5: 4 on 2 fails within the deadline and says have 2, need 4."""
+    with pytest.raises(NotEnoughWorkersError, match="have 2, need 4"):
+        run_gang(dask_client, plain.sum_of_ones, world_size=4, workers_timeout_s=0.5)
+
+
+def test_smaller_gang_uses_fewer_workers_and_larger_ones_share_them() -> None:
+    """A5, A6: 2 on 3 workers uses 2; 6 ranks on 3 workers, 2 each, know their local ranks."""
+    with LocalCluster(n_workers=3, threads_per_worker=1, dashboard_address=None) as cluster, Client(cluster) as client:
+        two = run_gang(client, plain.environment, world_size=2)
+        assert [env["WORLD_SIZE"] for env in two] == ["2", "2"]
+        six = run_gang(client, plain.environment, world_size=6, ranks_per_worker=2)
+    assert [env["LOCAL_RANK"] for env in six] == list("012345")
+    assert {env["LOCAL_WORLD_SIZE"] for env in six} == {"6"}
+
+
+def test_environment_contract(dask_client: Client) -> None:
+    """A rank's environment is its Dask worker's own plus torchrun's contract."""
+    worker = next(iter(dask_client.run(lambda: dict(os.environ)).values()))
+    ranks = run_gang(dask_client, plain.environment, world_size=2, attempt=3)
+    for rank, env in enumerate(ranks):
+        assert all(name in env for name in plain.CONTRACT)
+        assert env["RANK"] == env["LOCAL_RANK"] == env["ROLE_RANK"] == str(rank)
+        assert env["TORCHELASTIC_RESTART_COUNT"] == "2"
+        assert "TORCHELASTIC_USE_AGENT_STORE" not in env
+        assert env["HOME"] == worker["HOME"]
+
+
+def test_user_mode_runs_torchrun_code_unchanged(dask_client: Client) -> None:
+    """A function that initialises the process group itself runs with process_group="user"."""
+    assert run_gang(dask_client, plain.torchrun_style, world_size=2, process_group="user") == [2.0, 2.0]
+
+
+def test_script_for_torchrun(dask_client: Client, tmp_path: Path) -> None:
+    """A script runs unchanged, and its exit code 0 is success."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import sys, torch.distributed as dist\n"
+        "if __name__ == '__main__':\n"
+        "    dist.init_process_group('gloo')\n"
+        "    open(f'{sys.argv[1]}/{dist.get_rank()}', 'w').write(sys.argv[2])\n"
+        "    dist.barrier()\n"
+        "    sys.exit(0)\n"
+    )
+    assert run_gang(dask_client, str(script), args=(tmp_path, 7), world_size=2, process_group="user") == [None, None]
+    assert [(tmp_path / str(rank)).read_text() for rank in (0, 1)] == ["7", "7"]
+
+
+def test_second_initialisation_is_refused_at_once(dask_client: Client) -> None:
+    """In the default mode init_process_group is refused with a message that names the option."""
+    with pytest.raises(RankFailedError, match='process_group="user"'):
+        run_gang(dask_client, "tests.workloads.faulty:initialise_again", world_size=2)
+
+
+def test_nccl_without_cuda_says_what_is_missing(dask_client: Client) -> None:
+    """A7: nccl on a CPU machine names the backend and what is missing."""
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("this machine has CUDA")
+    with pytest.raises(RankFailedError, match="backend 'nccl' can't be used on .*CUDA"):
+        run_gang(dask_client, plain.sum_of_ones, world_size=2, backend="nccl")
+
+
+@pytest.mark.parametrize("context", ["fork", "spawn"])
+def test_dataloader_workers_inside_a_rank(dask_client: Client, context: str) -> None:
+    """A11: DataLoader workers by fork (with a lambda transform) and by spawn, without any Dask setting."""
+    expected = 285 + (10 if context == "fork" else 0)
+    assert run_gang(dask_client, plain.load_with_workers, args=(context,), world_size=2) == [expected, expected]
+
+
+def test_prints_and_logs_appear_with_the_rank_in_front(dask_client: Client, caplog: pytest.LogCaptureFixture) -> None:
+    """A14: lines that ranks print or log appear at the caller."""
+    with caplog.at_level(logging.INFO, logger="prefect_torch_ddp.ranks"):
+        run_gang(dask_client, plain.speak, args=("x",), world_size=2)
+    for rank in (0, 1):
+        assert f"[rank {rank}] printed x" in caplog.messages
+        assert f"[rank {rank}] complained x" in caplog.messages
+        assert ("prefect_torch_ddp.ranks", logging.WARNING, f"[rank {rank}] user.code: logged x") in caplog.record_tuples
+
+
+def test_ten_in_a_row_and_twice_means_twice(dask_client: Client) -> None:
+    """A9, A10: ten gangs in a row; the same call twice runs twice, in fresh processes."""
+    pids = [pid for _ in range(10) for pid in run_gang(dask_client, plain.process_id, world_size=2)]
+    assert len(set(pids)) == 20
+
+
+@pytest.mark.timeout(180)
+def test_six_gangs_at_once_on_two_workers_with_two_threads() -> None:
+    """A9: six submissions at once on 2 workers x 2 threads, all right, no deadlock."""
+    values: list[Any] = []
+    with LocalCluster(n_workers=2, threads_per_worker=2, dashboard_address=None) as cluster, Client(cluster) as client:
+        threads = [threading.Thread(target=lambda: values.append(run_gang(client, plain.sum_of_ones, world_size=2))) for _ in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert values == [[2.0, 2.0]] * 6
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"world_size": 0}, "world_size is 0"),
+        ({"world_size": True}, "world_size is True"),
+        ({"ranks_per_worker": -1}, "ranks_per_worker is -1"),
+        ({"backend": "mpi"}, "backend is 'mpi'; choose one of auto, gloo, nccl"),
+        ({"process_group": "mine"}, "process_group is 'mine'"),
+        ({"args": "abc"}, "args is 'abc'; give a sequence"),
+        ({"kwargs": {1: 2}}, "kwargs is"),
+        ({"fn": "no colon here"}, "give a callable"),
+        ({"workers_timeout_s": 0}, "workers_timeout_s is 0"),
+        ({"queue_timeout_s": float("inf")}, "queue_timeout_s is inf"),
+        ({"args": (threading.Lock(),)}, "can't be sent to the ranks"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_starts(dask_client: Client, wrong: dict[str, Any], says: str) -> None:
+    """A wrong argument is named, with its value and what to do."""
+    with pytest.raises(InvalidParamsError, match=says):
+        run_gang(**{"client": dask_client, "fn": plain.sum_of_ones, "world_size": 1, **wrong})

@@ -1,0 +1,1 @@
+"""Owns the functions that tests run on ranks."""
