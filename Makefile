@@ -1,0 +1,60 @@
+# Needs Python 3.11 or newer, pip and make. Everything is installed into .venv, beside this file.
+PYTHON ?= python3
+ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+INPUTS := pyproject.toml constraints.txt
+
+.DEFAULT_GOAL := help
+.PHONY: help train stop test lint integration chaos bench clean
+
+help: ## show this
+	@sed -n 's/^\([a-z]*\):[^#]*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
+	@echo '  PYTHON=python3.12 chooses the interpreter of a new .venv; ARGS="-k gang" is handed on to the command'
+
+train: $(VENV)/.installed ## train and evaluate the digits example on this machine, under a local Prefect server
+	$(BIN)/python -m flows.quickstart $(ARGS)
+
+stop: ## stop the local Prefect server that make train left running for its UI
+	@if [ -x $(BIN)/prefect ]; then $(BIN)/prefect server stop; else echo 'nothing is installed here, so nothing runs'; fi
+
+test: $(VENV)/.installed-dev ## run all that CI runs: unit and integration tests
+	$(BIN)/python -m pytest tests/unit tests/integration $(ARGS)
+
+lint: $(VENV)/.installed-dev ## check style, formatting, types and the layers
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+integration: $(VENV)/.installed-dev ## run the tests with real processes alone
+	$(BIN)/python -m pytest tests/integration $(ARGS)
+
+chaos: $(VENV)/.installed-dev ## run the tests that kill, stop and starve processes; minutes
+	$(BIN)/python -m pytest tests/chaos $(ARGS)
+
+bench: $(VENV)/.installed-dev ## measure; wants a quiet machine
+	$(BIN)/python -m pytest tests/benchmarks -s -o python_files='bench_*.py test_*.py' $(ARGS)
+
+clean: ## remove .venv, caches and builds; trained models stay where they are
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The stamps make a second call quick; a newer pyproject.toml or constraints.txt installs again.
+$(VENV)/.installed: $(INPUTS) | $(BIN)/python
+	$(INSTALL) --editable .
+	@touch $@
+
+$(VENV)/.installed-dev: $(INPUTS) | $(BIN)/python
+	$(INSTALL) --editable '.[dev]'
+	@touch $@ $(VENV)/.installed
+
+$(BIN)/python:
+	@command -v $(PYTHON) >/dev/null || { echo '$(PYTHON) was not found; name one: make train PYTHON=python3.11' >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "Python 3.11 or newer is needed and $(PYTHON) is $$($(PYTHON) -V 2>&1); name another: make train PYTHON=python3.11" >&2; exit 1; }
+	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { \
+	  echo '$(PYTHON) has no venv module; on Debian and Ubuntu: apt install python3-venv' >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
