@@ -225,24 +225,27 @@ def _start_prefect_server(home: Path, log: int) -> tuple[subprocess.Popen[bytes]
             port = probe.getsockname()[1]
         command = [sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port), "--no-ui"]
         process = subprocess.Popen(command, stdout=log, stderr=log, env=os.environ | {"PREFECT_HOME": str(home)})
-        url = f"http://127.0.0.1:{port}/api"
-        _becomes_true(partial(_has_settled, process, url), SERVER_READY_S)
-        if process.poll() is None and _is_healthy(url):
-            return process, url
+        _becomes_true(partial(_has_settled, process, port), SERVER_READY_S)
+        if _is_ready(process, port):
+            return process, f"http://127.0.0.1:{port}/api"
         process.kill()
         process.wait()
     pytest.fail("the Prefect server did not start:\n" + (home / "server.log").read_text()[-4000:])
 
 
-def _has_settled(process: subprocess.Popen[bytes], url: str) -> bool:
-    return process.poll() is not None or _is_healthy(url)
+def _has_settled(process: subprocess.Popen[bytes], port: int) -> bool:
+    return process.poll() is not None or _is_ready(process, port)
 
 
-def _is_healthy(url: str) -> bool:
+def _is_ready(process: subprocess.Popen[bytes], port: int) -> bool:
+    """Tell whether our own server answers: one of somebody else's on the same port would answer too, and get our test's runs."""
     try:
-        with urllib.request.urlopen(f"{url}/health", timeout=2) as response:
+        sockets = psutil.Process(process.pid).net_connections("tcp")
+        if not any(found.status == psutil.CONN_LISTEN and found.laddr.port == port for found in sockets):
+            return False
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/api/health", timeout=2) as response:
             return bool(response.status == 200)
-    except OSError:
+    except (OSError, psutil.Error):
         return False
 
 

@@ -1,0 +1,84 @@
+"""What is installed and deployed: pinned versions, the caps that keep a server working, and the deployment's description."""
+
+import ast
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+from prefect_torch_ddp import ClusterParams, TrainParams
+
+ROOT = Path(__file__).parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+REQUIREMENTS = {found.name: found for found in map(Requirement, PROJECT["dependencies"])}
+PINS = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if line and not line.startswith("#")]
+DEPLOYMENTS = yaml.safe_load((ROOT / "deployments" / "prefect.yaml").read_text())["deployments"]
+
+
+def test_constraints_are_names_and_versions_alone() -> None:
+    """No address, no path, no editable project: the file works on any machine."""
+    odd = [pin for pin in PINS if not re.fullmatch(r"[A-Za-z0-9._-]+==[A-Za-z0-9.]+", pin)]
+    assert not odd
+    assert "prefect-torch-ddp" not in {pin.partition("==")[0] for pin in PINS}
+
+
+def test_constraints_satisfy_the_project() -> None:
+    """Every dependency, of the dev extra too, is pinned within the range that pyproject promises."""
+    pins = {name.lower().replace("_", "-"): Version(version) for name, _, version in (pin.partition("==") for pin in PINS)}
+    for text in PROJECT["dependencies"] + PROJECT["optional-dependencies"]["dev"]:
+        wanted = Requirement(text)
+        assert pins[wanted.name.lower()] in wanted.specifier, wanted.name
+
+
+@pytest.mark.parametrize(
+    ("name", "broken"),
+    [
+        pytest.param("fastapi", "0.151.0", id="the server can't start"),
+        pytest.param("sqlalchemy", "2.1.0", id="no scheduled run is ever created"),
+        pytest.param("prefect", "3.9.0", id="not tried yet"),
+        pytest.param("torch", "2.13.0", id="a CPU build that no torchvision matches"),
+        pytest.param("s3fs", "0.4.2", id="what the resolver takes without a floor"),
+        pytest.param("prefect-aws", "0.5.13", id="what the resolver takes without a floor"),
+    ],
+)
+def test_versions_that_break_are_shut_out(name: str, broken: str) -> None:
+    """A cap or floor that is dropped by accident fails here."""
+    assert Version(broken) not in REQUIREMENTS[name].specifier
+
+
+@pytest.mark.parametrize("deployment", DEPLOYMENTS, ids=lambda deployment: deployment["name"])
+def test_a_deployment_names_an_entrypoint_that_exists(deployment: dict[str, Any]) -> None:
+    """The file is there and binds the name."""
+    path, _, name = deployment["entrypoint"].partition(":")
+    bound = set()
+    for node in ast.parse((ROOT / path).read_text()).body:
+        match node:
+            case ast.FunctionDef():
+                bound.add(node.name)
+            case ast.Import() | ast.ImportFrom():
+                bound |= {alias.asname or alias.name for alias in node.names}
+            case ast.Assign():
+                bound |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+    assert name in bound
+
+
+def test_nightly_runs_at_a_stated_hour_and_never_overlaps() -> None:
+    """Cron, time zone, one run at a time, in the pool that the README creates; its parameters are accepted."""
+    (nightly,) = [deployment for deployment in DEPLOYMENTS if deployment["name"] == "nightly"]
+    assert [(schedule["cron"], schedule["timezone"]) for schedule in nightly["schedules"]] == [("0 2 * * *", "UTC")]
+    assert nightly["concurrency_limit"] == {"limit": 1, "collision_strategy": "ENQUEUE"}
+    assert nightly["work_pool"]["name"] == "train-ddp"
+    assert TrainParams(**nightly["parameters"]["params"]).workload == "flows.digits"
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "deployments" / "clusters").glob("*.yaml")), ids=lambda path: path.stem)
+def test_cluster_examples_are_accepted(path: Path) -> None:
+    """Each example is a value of params.cluster as it stands."""
+    cluster = ClusterParams(**yaml.safe_load(path.read_text()))
+    assert cluster.cluster_kwargs
+    assert (cluster.cluster_class is None) == (path.stem == "local")
