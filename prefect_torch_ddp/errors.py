@@ -136,4 +136,3 @@ class RankFailedError(GangError):
             lines += ["", "as a consequence:"]
             lines += [f"  rank {other.rank} on {other.host}: {other.summary.splitlines()[0]}" for other in self.collateral]
         return "\n".join(lines)
-

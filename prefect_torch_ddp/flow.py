@@ -23,7 +23,7 @@ from prefect_torch_ddp.tasks.workload import dataset_id, read_workload
 DEFAULTS = TrainParams()
 
 
-@flow(name="train-ddp", task_runner=DaskTaskRunner())
+@flow(name="train-ddp", task_runner=DaskTaskRunner())  # type: ignore[arg-type]  # its futures are PrefectDaskFutures
 def train_flow(params: TrainParams = DEFAULTS) -> TrainReport:
     """Prepare data, train with DDP on a Dask cluster, evaluate on held-out data, publish what came of it.
 
@@ -74,8 +74,8 @@ def _check(params: TrainParams) -> Run:
     storage = resolve_storage(params.storage)
     storage.check_writable()
     context = FlowRunContext.get()
-    assert context is not None  # noqa: S101 - we are the flow's body
-    assert context.flow_run is not None  # noqa: S101
+    assert context is not None
+    assert context.flow_run is not None
     return Run(
         run_id=run_id_of(context.flow_run.name, str(context.flow_run.id)),
         params=params,

@@ -55,9 +55,7 @@ class CheckpointParams(Params):
     every_steps: PositiveInt | None = Field(
         default=None, description="Write one every so many optimizer steps.", json_schema_extra=_at(0)
     )
-    every_s: PositiveFloat | None = Field(
-        default=60.0, description="Write one every so many seconds.", json_schema_extra=_at(1)
-    )
+    every_s: PositiveFloat | None = Field(default=60.0, description="Write one every so many seconds.", json_schema_extra=_at(1))
     keep_last: PositiveInt = Field(default=2, description="How many of the newest are kept.", json_schema_extra=_at(2))
     keep_best: int = Field(default=1, ge=0, description="How many of the best by best_metric are kept.", json_schema_extra=_at(3))
     best_metric: str | None = Field(
@@ -89,12 +87,16 @@ class TrainParams(Params):
     storage: str = Field(
         default=DEFAULT_STORAGE,
         min_length=1,
-        description="Where data, checkpoints, metrics and results go: a directory, s3://bucket/prefix, or a block such as s3-bucket/name.",
+        description="Where data, checkpoints, metrics, results go: a directory, s3://bucket/prefix, or a block like s3-bucket/name.",
         json_schema_extra=_at(5),
     )
-    cluster: ClusterParams = Field(default_factory=ClusterParams, description="Which Dask cluster trains.", json_schema_extra=_at(6))
+    cluster: ClusterParams = Field(
+        default_factory=ClusterParams, description="Which Dask cluster trains.", json_schema_extra=_at(6)
+    )
     ranks_per_worker: PositiveInt = Field(
-        default=1, description="Ranks on each Dask worker; more than one for a worker with several GPUs.", json_schema_extra=_at(7)
+        default=1,
+        description="Ranks on each Dask worker; more than one for a worker with several GPUs.",
+        json_schema_extra=_at(7),
     )
     backend: Literal["auto", "gloo", "nccl"] = Field(
         default="auto", description="Collectives library; auto takes nccl where CUDA is, else gloo.", json_schema_extra=_at(8)

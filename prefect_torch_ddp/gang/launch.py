@@ -14,9 +14,9 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future as ThreadFuture
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import cloudpickle
 from distributed import Client
@@ -28,6 +28,9 @@ from prefect_torch_ddp.gang.plan import GangPlan
 from prefect_torch_ddp.gang.supervision import Supervision
 from prefect_torch_ddp.gang.workers import gather_workers
 from prefect_torch_ddp.messages import Backend, GangEvent, LogLine, ProcessGroupMode
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future as ThreadFuture
 
 rank_logger = logging.getLogger("prefect_torch_ddp.ranks")
 
@@ -85,8 +88,12 @@ def run_gang(  # noqa: PLR0913 - level 1 is one call; what can be left out is ke
         WorkerLostError: a Dask worker that held ranks is gone.
         GangCancelledError: the gang was cancelled from outside.
     """
-    _check(client, fn, args, kwargs, world_size, ranks_per_worker, process_group, backend)
-    _check_positive(workers_timeout_s=workers_timeout_s, queue_timeout_s=queue_timeout_s, rendezvous_timeout_s=rendezvous_timeout_s)
+    _check_client(client)
+    _check_call(fn, args, kwargs)
+    _check_counts(world_size=world_size, ranks_per_worker=ranks_per_worker)
+    _check_choice("process_group", process_group, get_args(ProcessGroupMode))
+    _check_choice("backend", backend, get_args(Backend))
+    _check_limits(workers_timeout_s=workers_timeout_s, queue_timeout_s=queue_timeout_s, rendezvous_timeout_s=rendezvous_timeout_s)
     plan = GangPlan(
         name=name or _name_of(fn),
         seniority=Seniority(time.time(), uuid.uuid4().hex[:12]),
@@ -100,7 +107,8 @@ def run_gang(  # noqa: PLR0913 - level 1 is one call; what can be left out is ke
         resources=dict(resources or {}),
     )
     events: queue.SimpleQueue[GangEvent | None] = queue.SimpleQueue()
-    work = _drive(client, plan, world_size, ranks_per_worker, workers_timeout_s, queue_timeout_s, events.put)
+    waits = _Waits(workers_timeout_s, queue_timeout_s)
+    work = _drive(client, plan, world_size, ranks_per_worker, waits, events.put)
     pickles = _follow(client, work, events, on_event or log_event)
     return [_unpickle(data, rank) for rank, data in enumerate(pickles)]
 
@@ -120,22 +128,27 @@ def rank_text(line: LogLine) -> str:
     return f"[rank {line.rank}] {line.logger + ': ' if line.logger else ''}{line.text}"
 
 
-async def _drive(  # noqa: PLR0913 - the one place where the waits of run_gang meet
+@dataclass(frozen=True)
+class _Waits:
+    workers_timeout_s: float
+    queue_timeout_s: float | None
+
+
+async def _drive(  # noqa: PLR0913, PLR0917 - the loop over attempts to take seats needs all of run_gang's choices
     client: Client,
     plan: GangPlan,
     world_size: int | None,
     ranks_per_worker: int,
-    workers_timeout_s: float,
-    queue_timeout_s: float | None,
+    waits: _Waits,
     sink: Callable[[GangEvent], None],
 ) -> list[bytes]:
     """Gather, place, seat, run and end the gang; on the client's event loop."""
     num_needed = None if world_size is None else num_workers_needed(world_size, ranks_per_worker)
     queue_deadline_s: float | None = None
     while True:
-        workers = await gather_workers(client, num_needed, ranks_per_worker, workers_timeout_s)
-        if queue_timeout_s is not None and queue_deadline_s is None:
-            queue_deadline_s = time.monotonic() + queue_timeout_s
+        workers = await gather_workers(client, num_needed, ranks_per_worker, waits.workers_timeout_s)
+        if waits.queue_timeout_s is not None and queue_deadline_s is None:
+            queue_deadline_s = time.monotonic() + waits.queue_timeout_s
         chosen = choose(workers, num_needed or len(workers))
         size = world_size or len(chosen) * ranks_per_worker
         supervision = Supervision(client, plan, chosen, place(chosen, size, ranks_per_worker))
@@ -152,7 +165,7 @@ def _follow(
 ) -> list[bytes]:
     """Hand out events in the caller's thread until the work is done; end the gang when the caller leaves."""
     over = threading.Event()
-    done: ThreadFuture[list[bytes]] = asyncio.run_coroutine_threadsafe(_tell_when_over(work, over), client.loop.asyncio_loop)
+    done: ThreadFuture[list[bytes]] = asyncio.run_coroutine_threadsafe(_tell_when_over(work, over), _loop_of(client))
     done.add_done_callback(lambda _: events.put(None))
     try:
         while True:
@@ -171,6 +184,11 @@ def _follow(
                 rank_logger.error("the gang was not over %g s after its caller left", END_TIMEOUT_S)
 
 
+def _loop_of(client: Client) -> asyncio.AbstractEventLoop:
+    loop: asyncio.AbstractEventLoop = client.loop.asyncio_loop  # type: ignore[union-attr]  # a running client has it
+    return loop
+
+
 async def _tell_when_over(work: Any, over: threading.Event) -> list[bytes]:
     """Await the work; a cancelled future is done at once, but `over` is set only when the ranks are gone."""
     try:
@@ -180,24 +198,18 @@ async def _tell_when_over(work: Any, over: threading.Event) -> list[bytes]:
         over.set()
 
 
-def _check(  # noqa: PLR0913 - checks run_gang's arguments, one by one
-    client: object,
-    fn: object,
-    args: object,
-    kwargs: object,
-    world_size: object,
-    ranks_per_worker: object,
-    process_group: object,
-    backend: object,
-) -> None:
+def _check_client(client: object) -> None:
     if not isinstance(client, Client) or client.asynchronous:
         msg = f"client is {client!r}; run_gang needs a synchronous distributed.Client"
         raise InvalidParamsError(msg)
     if client.status != "running":
         msg = f"client is {client.status}; connect it to a Dask scheduler first"
         raise InvalidParamsError(msg)
-    is_script = isinstance(fn, str) and fn.endswith(".py")
-    if not callable(fn) and not is_script and not (isinstance(fn, str) and IMPORT_STRING.fullmatch(fn)):
+
+
+def _check_call(fn: object, args: object, kwargs: object) -> None:
+    is_named = isinstance(fn, str) and (fn.endswith(".py") or IMPORT_STRING.fullmatch(fn) is not None)
+    if not callable(fn) and not is_named:
         msg = f"fn is {fn!r}; give a callable, 'package.module:function', or the path of a .py script"
         raise InvalidParamsError(msg)
     if isinstance(args, str | bytes) or not isinstance(args, Sequence):
@@ -206,25 +218,24 @@ def _check(  # noqa: PLR0913 - checks run_gang's arguments, one by one
     if kwargs is not None and (not isinstance(kwargs, Mapping) or any(not isinstance(key, str) for key in kwargs)):
         msg = f"kwargs is {kwargs!r}; give a mapping whose keys are strings"
         raise InvalidParamsError(msg)
-    if world_size is not None:
-        _check_count("world_size", world_size)
-    _check_count("ranks_per_worker", ranks_per_worker)
-    for label, value, allowed in (
-        ("process_group", process_group, get_args(ProcessGroupMode)),
-        ("backend", backend, get_args(Backend)),
-    ):
-        if value not in allowed:
-            msg = f"{label} is {value!r}; choose one of {', '.join(allowed)}"
-            raise InvalidParamsError(msg)
 
 
-def _check_count(label: str, value: object) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        msg = f"{label} is {value!r}; give a whole number of at least 1"
+def _check_choice(label: str, value: object, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        msg = f"{label} is {value!r}; choose one of {', '.join(allowed)}"
         raise InvalidParamsError(msg)
 
 
-def _check_positive(**limits_s: float | None) -> None:
+def _check_counts(*, world_size: object, ranks_per_worker: object) -> None:
+    for label, value in (("world_size", world_size), ("ranks_per_worker", ranks_per_worker)):
+        if label == "world_size" and value is None:
+            continue
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            msg = f"{label} is {value!r}; give a whole number of at least 1"
+            raise InvalidParamsError(msg)
+
+
+def _check_limits(**limits_s: object) -> None:
     for label, value in limits_s.items():
         if value is not None and not (isinstance(value, int | float) and value > 0 and math.isfinite(value)):
             msg = f"{label} is {value!r}; give a positive number of seconds"
@@ -261,7 +272,7 @@ def _own_code_paths() -> tuple[str, ...]:
     on the same machine or a shared file system.
     """
     installed = [sys.prefix, sys.base_prefix, sysconfig.get_path("stdlib"), *site.getsitepackages(), site.getusersitepackages()]
-    paths = (os.path.abspath(path or os.getcwd()) for path in sys.path)
+    paths = (str(Path(path).resolve()) for path in sys.path)
     return tuple(path for path in dict.fromkeys(paths) if not any(_is_below(path, prefix) for prefix in installed))
 
 

@@ -15,7 +15,16 @@ from typing import IO, Any
 
 from prefect_torch_ddp.gang.environment import rank_environment
 from prefect_torch_ddp.gang.lines import LineCutter
-from prefect_torch_ddp.messages import GangEvent, LogLine, Progress, RankFailedEvent, RankFailure, RankLaunch, RankReturned, UserEvent
+from prefect_torch_ddp.messages import (
+    GangEvent,
+    LogLine,
+    Progress,
+    RankFailedEvent,
+    RankFailure,
+    RankLaunch,
+    RankReturned,
+    UserEvent,
+)
 
 CHUNK_BYTES = 65_536
 MAX_EVENT_BYTES = 131_072
@@ -39,14 +48,14 @@ class RankProcess:
             # Datagrams: a record stays whole also when forked DataLoader workers of the rank write at the same time.
             self._events, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
             undo.callback(self._events.close)
-            self._events.setblocking(False)
+            self._events.setblocking(False)  # noqa: FBT003 - the standard library takes it by position
             undo.enter_context(contextlib.closing(theirs))
             theirs.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**20)
             control_read, self._control = os.pipe()
             undo.callback(os.close, self._control)
             try:
                 passed = [launch_file.fileno(), theirs.fileno(), self._outcome.fileno(), control_read]
-                self._popen = subprocess.Popen(
+                self._popen = subprocess.Popen(  # noqa: S603 - our own module, by this Python
                     [sys.executable, "-m", "prefect_torch_ddp.rank", *map(str, passed), str(os.getpid())],
                     env=rank_environment(os.environ, launch),
                     stdin=subprocess.DEVNULL,
@@ -139,7 +148,7 @@ class RankProcess:
         return self.reaped or os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None
 
     def bury(self) -> Iterator[GangEvent]:
-        """Reap the dead process with all that its session left; yield its last words, and its death if that says something new."""
+        """Reap the dead process with all that its session left; yield its last words, and its death if that is news."""
         # What it said last may hold its outcome, which says more than its death.
         yield from self.read(to_the_end=True)
         # Before the reaping: until then the number can't be another process group's.

@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 
 from distributed import Worker, get_worker
+from distributed.comm import get_address_host
 from distributed.core import Status
 
 from prefect_torch_ddp.gang.mailbox import MAILBOXES, Mailbox
@@ -51,6 +52,8 @@ class _Seat:
         self._key = seat_key(ticket.token)
         self._store: socket.socket | None = None
         self._ranks: list[RankProcess] = []
+        self._told_stop = False
+        self._left_s: float | None = None
 
     def run(self) -> tuple[bytes, ...]:
         box = self._box
@@ -109,26 +112,28 @@ class _Seat:
 
     def _attend(self) -> tuple[bytes, ...]:
         """Pass on what the ranks say until all have left, or until the gang must end."""
-        told_stop, leaving_since = False, None
         while not all(rank.reaped for rank in self._ranks):
             self._wait()
             for event in self._new_events():
                 self._box.post(event)
             if self._must_end():
                 return ()
-            if self._box.stop_requested and not told_stop:
-                told_stop = True
-                self._tell(b"S")
-            if self._box.leave_requested and leaving_since is None:
-                leaving_since = time.monotonic()
-                self._tell(b"L")
-            if leaving_since is not None and time.monotonic() - leaving_since > EXIT_GRACE_S:
+            self._pass_on_orders()
+            if self._left_s is not None and time.monotonic() - self._left_s > EXIT_GRACE_S:
                 break
         if not all(rank.returned for rank in self._ranks):
             while not self._must_end():  # the caller ends the gang once it has settled what was the cause
                 self._box.wait_for_orders(TICK_S)
             return ()
         return tuple(rank.value() for rank in self._ranks)
+
+    def _pass_on_orders(self) -> None:
+        if self._box.stop_requested and not self._told_stop:
+            self._told_stop = True
+            self._tell(b"S")
+        if self._box.leave_requested and self._left_s is None:
+            self._left_s = time.monotonic()
+            self._tell(b"L")
 
     def _wait(self) -> None:
         room = self._box.has_room
@@ -173,11 +178,8 @@ class _Seat:
             self._store.close()
 
 
-
 def _listen(worker_address: str) -> socket.socket:
     """Open the socket the ranks meet at, on the interface by which the worker is known, at a port that is free."""
-    from distributed.comm import get_address_host
-
     host = get_address_host(worker_address)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)

@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 LONG_POLL_S = 1.0
 SILENCE_S = 30.0
 """A worker that is still a member but doesn't answer for so long is taken for lost."""
+MEMBERSHIP_S = 2.0
+"""How often a worker that owes an answer is looked up in the cluster."""
 CLEAR_TIMEOUT_S = 10.0
 LOOK_AGAIN_S = 2.0
 """How often a waiting gang looks whether other workers than the chosen ones have become free."""
@@ -42,9 +44,10 @@ class SeatLink:
 
     worker: WorkerIdentity
     token: str
-    future: Future
+    future: "Future[Any]"
     next_event: int = 0
     news: SeatNews | None = None
+    is_lost: bool = False
 
     @property
     def state(self) -> SeatState:
@@ -66,6 +69,7 @@ class Supervision:
         self._returned: list[int] = []
         self._looked_s = time.monotonic()
         self._broken: GangError | None = None
+        self._over = False  # Python 3.11's asyncio.wait_for can swallow a cancellation; a watch ends by this all the same
         self._changed = asyncio.Event()
 
     async def seat(self, deadline_s: float | None, say: Callable[[str], None]) -> bool:
@@ -133,7 +137,7 @@ class Supervision:
 
     def _busy_text(self, missing: Sequence[SeatLink], waited_s: float) -> str:
         holders = "; ".join(
-            f"{link.worker.address} is busy with {link.news.occupant.text}" if link.news and link.news.occupant else link.worker.address
+            link.worker.address + (f" is busy with {link.news.occupant.text}" if link.news and link.news.occupant else "")
             for link in missing
         )
         return (
@@ -144,7 +148,7 @@ class Supervision:
     async def run(self, sink: Callable[[GangEvent], None]) -> list[bytes]:
         """Start the ranks on the seats taken and return their pickled values in rank order, or raise the one error."""
         store = self._links[0].news
-        assert store is not None  # noqa: S101 - the seats were taken
+        assert store is not None
         for link in self._links:
             launches = self._plan.launches(self._placement, link.worker.address, store.store_port)
             await self._give(link, order=StartOrder(launches))
@@ -161,6 +165,7 @@ class Supervision:
                 await self._give(link, leave=True)
             return await self._collect()
         finally:
+            self._over = True
             for watch in watches:
                 watch.cancel()
             await asyncio.gather(*watches, return_exceptions=True)
@@ -171,11 +176,13 @@ class Supervision:
 
     async def clear(self) -> None:
         """End every seat with all its ranks; returns when they are gone, or their worker is."""
-        calls = [self._call(link, CLEAR_OP, token=link.token, timeout_s=CLEAR_TIMEOUT_S) for link in self._links]
+        reachable = [link for link in self._links if not link.is_lost]
+        calls = [self._call(link, CLEAR_OP, token=link.token, timeout_s=CLEAR_TIMEOUT_S) for link in reachable]
         answers = await asyncio.gather(*calls, return_exceptions=True)
-        for link, answer in zip(self._links, answers, strict=True):
+        for link, answer in zip(reachable, answers, strict=True):
             if answer is False:
                 logger.error("ranks on %s were not gone %g s after they were killed", link.worker.address, CLEAR_TIMEOUT_S)
+        for link in self._links:
             link.future.release()
         self._links = []
 
@@ -198,7 +205,7 @@ class Supervision:
         """Pass on one seat's events until it ends; its loss is a failure of its ranks."""
         places = self._placement.ranks_of(link.worker.address)
         try:
-            while link.state != "ended":
+            while link.state != "ended" and not self._over:
                 news = await self._poll(link)
                 for event in news.events:
                     self._note(event)
@@ -206,8 +213,14 @@ class Supervision:
                 if link.future.status != "pending":
                     break
         except SeatLostError as error:
+            link.is_lost = True
             for place in places:
                 self._note(RankFailedEvent(_lost_failure(place.rank, place.host, str(error))))
+            return
+        except Exception as error:  # noqa: BLE001 - a watch that ended unseen would leave the caller waiting for ever
+            self._broken = GangError(f"the seat on {link.worker.address} could not be watched: {error!r}")
+            self._broken.__cause__ = error
+            self._changed.set()
             return
         if not self._failures and not {place.rank for place in places} <= set(self._returned):
             self._broken = await self._why_gone(link)
@@ -270,18 +283,33 @@ class Supervision:
         worker = link.worker
         patience = time.monotonic() + SILENCE_S
         while True:
+            call = asyncio.create_task(call_worker(self._client, worker.address, op, **message))
             try:
-                return await asyncio.wait_for(call_worker(self._client, worker.address, op, **message), SILENCE_S)
-            except TimeoutError as error:
-                msg = f"worker {worker.address} was silent for {SILENCE_S:g} s"
-                raise SeatLostError(msg) from error
-            except NoAnswerError as error:
-                if time.monotonic() > patience:
-                    raise SeatLostError(str(error)) from error
-            if not await is_alive(self._client, worker):
-                msg = f"worker {worker.address} was lost"
-                raise SeatLostError(msg)
+                # In turns: to a worker that just died Dask goes on connecting for 30 s.
+                while not (await asyncio.wait({call}, timeout=MEMBERSHIP_S))[0]:
+                    await self._check_alive(worker, patience)
+                return call.result()
+            except NoAnswerError:
+                await self._check_alive(worker, patience)
+            finally:
+                call.cancel()
             await asyncio.sleep(0.05)
+
+    async def _check_alive(self, worker: WorkerIdentity, patience: float) -> None:
+        if self._client.status != "running":
+            msg = f"the Dask client is {self._client.status}"
+            raise SeatLostError(msg)
+        try:
+            alive = await is_alive(self._client, worker, MEMBERSHIP_S)
+        except OSError as error:
+            msg = f"the scheduler was lost ({type(error).__name__}: {error})"
+            raise SeatLostError(msg) from error
+        if not alive:
+            msg = f"worker {worker.address} was lost"
+            raise SeatLostError(msg)
+        if time.monotonic() > patience:
+            msg = f"worker {worker.address} was silent for {SILENCE_S:g} s"
+            raise SeatLostError(msg)
 
 
 def _lost_failure(rank: int, host: str, summary: str) -> RankFailure:
@@ -292,5 +320,6 @@ def _raise_first(tasks: Sequence["asyncio.Task[None]"]) -> None:
     for task in tasks:
         if task.done() and not task.cancelled() and (error := task.exception()) is not None:
             if isinstance(error, SeatLostError):
-                raise WorkerLostError(f"{error} before the gang had started") from error
+                msg = f"{error} before the gang had started"
+                raise WorkerLostError(msg) from error
             raise error

@@ -1,4 +1,4 @@
-"""Owns the orders a Dask worker takes from callers of gangs, over Dask's own connections: no port of ours, and TLS where Dask has it."""
+"""Owns the orders a Dask worker takes from callers of gangs, over Dask's connections: no port of ours, TLS where Dask has it."""
 
 import os
 import pickle
@@ -26,7 +26,9 @@ class NoAnswerError(Exception):
     """A worker or the scheduler can't be reached, for now or for good."""
 
 
-def open_switchboard(dask_worker: "Worker") -> WorkerIdentity:
+def open_switchboard(  # noqa: C901 - four small handlers that close over the worker
+    dask_worker: "Worker",
+) -> WorkerIdentity:
     """Teach the worker our orders and tell who it is; run on it by `Client.run`. Doing it twice changes nothing.
 
     Handlers instead of further `Client.run` calls: those write a line to the worker's log each time.
@@ -96,6 +98,9 @@ async def call_worker(client: "Client", address: str, op: str, **message: Any) -
         NoAnswerError: the worker, or the scheduler, could not be reached, or the worker doesn't know our orders.
         GangError: the order failed on the worker.
     """
+    if client.scheduler is None:
+        msg = f"the Dask client is {client.status}"
+        raise NoAnswerError(msg)
     try:
         replies = await client.scheduler.broadcast(msg={"op": op, **message}, workers=[address], on_error="return_pickle")
     except OSError as error:

@@ -38,12 +38,15 @@ async def gather_workers(client: Client, num_needed: int | None, ranks_per_worke
         await asyncio.sleep(POLL_S)
 
 
-async def is_alive(client: Client, worker: WorkerIdentity) -> bool:
-    """Tell whether the worker is still part of the cluster, in the same life."""
+async def is_alive(client: Client, worker: WorkerIdentity, timeout_s: float) -> bool:
+    """Tell whether the worker is still part of the cluster, in the same life; True while it is a member and doesn't answer."""
     if worker.address not in await _running_workers(client):
         return False
-    now = await _identify(client, [worker.address])
-    return any(other.process_id == worker.process_id for other in now)
+    try:
+        now = await asyncio.wait_for(_identify(client, [worker.address]), timeout_s)
+    except TimeoutError:
+        return True
+    return not now or now[0].process_id == worker.process_id
 
 
 async def free_workers(client: Client) -> list[WorkerIdentity]:
@@ -52,6 +55,9 @@ async def free_workers(client: Client) -> list[WorkerIdentity]:
 
 
 async def _running_workers(client: Client) -> list[str]:
+    if client.scheduler is None:
+        msg = f"the Dask client is {client.status}"
+        raise GangError(msg)
     # Client.scheduler_info() has no workers on an asynchronous client.
     info: dict[str, Any] = await client.scheduler.identity(n_workers=-1)
     return [address for address, worker in info["workers"].items() if worker["status"] == "running"]

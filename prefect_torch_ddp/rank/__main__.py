@@ -10,6 +10,7 @@ import runpy
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from prefect_torch_ddp.messages import RankLaunch
@@ -41,7 +42,7 @@ def main(arguments: Sequence[str]) -> None:
         launch: RankLaunch = pickle.load(file)
     channel.listen()
     _show_output(channel)
-    sys.path += [path for path in launch.extra_sys_path if path not in sys.path and os.path.isdir(path)]
+    sys.path += [path for path in launch.extra_sys_path if path not in sys.path and Path(path).is_dir()]
     try:
         _run(launch, channel)
     except BaseException as error:  # noqa: BLE001 - whatever ends the function is the rank's outcome
@@ -54,7 +55,8 @@ def main(arguments: Sequence[str]) -> None:
 
 def _run(launch: RankLaunch, channel: Channel) -> None:
     fn, args, kwargs = pickle.loads(launch.payload)
-    from prefect_torch_ddp.rank import link, process_group, values
+    # Torch is loaded after the user's own modules had their say in the environment.
+    from prefect_torch_ddp.rank import link, process_group, values  # noqa: PLC0415
 
     link.set_link(channel)
     process_group.choose_device(launch)
@@ -82,7 +84,7 @@ def _call(fn: Callable[..., Any] | str, args: Sequence[Any], kwargs: Mapping[str
 def _run_script(path: str, args: Sequence[Any]) -> None:
     """Run a script as torchrun does; exit code 0 is success."""
     sys.argv = [path, *map(str, args)]
-    sys.path.insert(0, os.path.dirname(path))
+    sys.path.insert(0, str(Path(path).parent))
     try:
         runpy.run_path(path, run_name="__main__")
     except SystemExit as leaving:

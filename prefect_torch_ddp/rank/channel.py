@@ -26,7 +26,7 @@ class Channel:
     def __init__(self, events_fd: int, outcome_fd: int, control_fd: int) -> None:
         """Take over the inherited file descriptors; children that are executed don't inherit them."""
         for fd in (events_fd, outcome_fd, control_fd):
-            os.set_inheritable(fd, False)
+            os.set_inheritable(fd, False)  # noqa: FBT003 - the standard library takes it by position
         self._events = socket.socket(fileno=events_fd)
         self._outcome: IO[bytes] = os.fdopen(outcome_fd, "wb")
         self._control = control_fd

@@ -121,10 +121,7 @@ def _choose_interface(launch: RankLaunch) -> None:
 
     Left alone gloo takes the one that the host's own name resolves to, which on Debian is loopback.
     """
-    if launch.shape.num_nodes == 1:
-        name = _interface_of("127.0.0.1")
-    else:
-        name = _interface_of(launch.place.host)
+    name = _interface_of("127.0.0.1" if launch.shape.num_nodes == 1 else launch.place.host)
     if name is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
         if launch.shape.num_nodes > 1:

@@ -11,11 +11,11 @@ class UnpicklableValueError(TypeError):
     """A rank returned something that can't be sent home."""
 
 
-class _HomePickler(cloudpickle.Pickler):  # type: ignore[misc] - cloudpickle is untyped
+class _HomePickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle is untyped
     def reducer_override(self, obj: Any) -> Any:
         # The caller may have no GPU, and must not be handed memory of one that a dead process held.
         if isinstance(obj, torch.Tensor) and obj.device.type != "cpu":
-            return obj.detach().cpu().__reduce_ex__(4)
+            return obj.detach().cpu().__reduce_ex__(4)  # type: ignore[no-untyped-call]
         return super().reducer_override(obj)
 
 

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import dask
 import distributed
 from prefect.context import FlowRunContext
 from prefect.utilities.importtools import from_qualified_name
@@ -34,13 +35,15 @@ def connect(params: TrainParams) -> distributed.Client:
     except ValueError:
         already = None
     if already is not None and (cluster.address or cluster.cluster_class):
-        msg = f"a Dask client of {already.scheduler.address} is open in this process and would be used: close it, or leave cluster empty"
+        address = already.scheduler.address if already.scheduler else already.status
+        msg = f"a Dask client of {address} is open in this process and would be used: close it, or leave params.cluster empty"
         raise InvalidParamsError(msg)
     _configure(runner, cluster, num_workers_needed(params.world_size, params.ranks_per_worker))
     try:
         return runner.client
     except Exception as error:
-        what = f"cluster.address {cluster.address!r}" if cluster.address else f"cluster class {cluster.cluster_class or 'LocalCluster'!r}"
+        made_by = cluster.cluster_class or "LocalCluster"
+        what = f"cluster.address {cluster.address!r}" if cluster.address else f"cluster class {made_by!r}"
         do = "is its scheduler running, and reachable from here?" if cluster.address else "check cluster.cluster_kwargs"
         msg = f"{what} gave no Dask cluster: {type(error).__name__}: {error}; {do}"
         raise InvalidParamsError(msg) from error
@@ -66,10 +69,13 @@ def _configure(runner: DaskTaskRunner, cluster: ClusterParams, num_workers: int)
 
 def local_cluster(**kwargs: Any) -> distributed.LocalCluster:
     """Start a local cluster for one run: a process and a thread per worker, no dashboard, little idle work."""
-    import dask
-
     # Dask runs the tasks of a killed worker again, silently; then a training would run twice.
-    defaults = {"threads_per_worker": 1, "processes": True, "dashboard_address": None, "scheduler_kwargs": {"allowed_failures": 0}}
+    defaults = {
+        "threads_per_worker": 1,
+        "processes": True,
+        "dashboard_address": "127.0.0.1:0",  # None would bind port 8787 all the same
+        "scheduler_kwargs": {"allowed_failures": 0},
+    }
     with dask.config.set(QUIET):
         return distributed.LocalCluster(**{**defaults, **kwargs})
 

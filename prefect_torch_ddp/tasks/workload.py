@@ -4,7 +4,6 @@ import ast
 import hashlib
 import importlib.util
 import json
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -96,7 +95,7 @@ def _source_of(module_name: str, reference: str) -> Path:
         msg = f"workload {reference!r} can't be found: {error}; its package must be importable here and on the Dask workers"
         raise InvalidParamsError(msg) from error
     if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
-        msg = f"workload {reference!r} can't be found: there is no module {module_name}; write it as package.module, and install it"
+        msg = f"workload {reference!r} can't be found: no module {module_name}; write it as package.module, and install it"
         raise InvalidParamsError(msg)
     return Path(spec.origin)
 
@@ -126,9 +125,9 @@ def _listed(names: Mapping[str, ast.stmt]) -> str:
 
 def _fingerprint(value: object) -> str | None:
     """Return a digest of names, sizes and times of a local source, so that changed files are prepared anew."""
-    if not isinstance(value, str) or not value or not os.path.exists(value):
+    if not isinstance(value, str) or not value or not Path(value).exists():
         return None
-    paths = [Path(value)] if os.path.isfile(value) else sorted(path for path in Path(value).rglob("*") if path.is_file())
+    paths = [Path(value)] if Path(value).is_file() else sorted(path for path in Path(value).rglob("*") if path.is_file())
     return _digest("\n".join(f"{path} {path.stat().st_size} {path.stat().st_mtime_ns}" for path in paths))
 
 

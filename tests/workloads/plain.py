@@ -39,7 +39,9 @@ def sum_of_ones() -> float:
     return float(ones)
 
 
-def awkward_names(key: int, retries: int, rank: int, workers: int, backend: str = "mine", timeout: float = 1.5, world_size: int = 9) -> Any:
+def awkward_names(  # noqa: PLR0917 - names that launchers like to steal
+    key: int, retries: int, rank: int, workers: int, backend: str = "mine", timeout: float = 1.5, world_size: int = 9
+) -> Any:
     """Take arguments whose names launchers like to steal."""
     return {
         "key": key,

@@ -121,7 +121,7 @@ def test_script_for_torchrun(dask_client: Client, tmp_path: Path) -> None:
 
 def test_second_initialisation_is_refused_at_once(dask_client: Client) -> None:
     """In the default mode init_process_group is refused with a message that names the option."""
-    with pytest.raises(RankFailedError, match='process_group="user"'):
+    with pytest.raises(RankFailedError, match=r'process_group="user"'):
         run_gang(dask_client, "tests.workloads.faulty:initialise_again", world_size=2)
 
 
@@ -131,7 +131,7 @@ def test_nccl_without_cuda_says_what_is_missing(dask_client: Client) -> None:
 
     if torch.cuda.is_available():
         pytest.skip("this machine has CUDA")
-    with pytest.raises(RankFailedError, match="backend 'nccl' can't be used on .*CUDA"):
+    with pytest.raises(RankFailedError, match=r"backend 'nccl' can't be used on .*CUDA"):
         run_gang(dask_client, plain.sum_of_ones, world_size=2, backend="nccl")
 
 
@@ -163,7 +163,9 @@ def test_six_gangs_at_once_on_two_workers_with_two_threads() -> None:
     """A9: six submissions at once on 2 workers x 2 threads, all right, no deadlock."""
     values: list[Any] = []
     with LocalCluster(n_workers=2, threads_per_worker=2, dashboard_address=None) as cluster, Client(cluster) as client:
-        threads = [threading.Thread(target=lambda: values.append(run_gang(client, plain.sum_of_ones, world_size=2))) for _ in range(6)]
+        threads = [
+            threading.Thread(target=lambda: values.append(run_gang(client, plain.sum_of_ones, world_size=2))) for _ in range(6)
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:

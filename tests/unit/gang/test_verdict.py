@@ -1,0 +1,45 @@
+"""Who is to blame is a pure decision."""
+
+from dataclasses import replace
+
+from prefect_torch_ddp.errors import RankFailedError, WorkerLostError
+from prefect_torch_ddp.gang.verdict import error_for, has_suspect, judge
+from prefect_torch_ddp.messages import RankFailure, RankPlace
+
+CLOSED = RankFailure(
+    rank=0, host="a", pid=1, kind="exception", summary="RuntimeError: Connection closed by peer", is_collateral=True
+)
+BOOM = RankFailure(rank=1, host="b", pid=2, kind="exception", summary="ValueError: boom")
+LOST = RankFailure(rank=2, host="b", pid=0, kind="worker_lost", summary="worker tcp://b:1 was lost")
+
+
+def test_a_cause_is_blamed_though_its_consequence_was_seen_first() -> None:
+    """The collateral failure is listed as such."""
+    verdict = judge([CLOSED, BOOM])
+    assert (verdict.cause, verdict.collateral) == (BOOM, (CLOSED,))
+    error = error_for(verdict, attempt=3)
+    assert isinstance(error, RankFailedError)
+    assert str(error).startswith("rank 1 on b failed in attempt 3: ValueError: boom")
+    assert "as a consequence:\n  rank 0 on a: RuntimeError: Connection closed by peer" in str(error)
+
+
+def test_a_rank_that_returned_early_is_blamed_when_all_else_is_consequence() -> None:
+    """Returning while a peer waits in a collective names the rank that returned."""
+    place = RankPlace(rank=1, local_rank=0, node_rank=1, slot=0, worker="tcp://b:1", host="b")
+    verdict = judge([CLOSED], [place])
+    assert (verdict.cause.rank, verdict.cause.kind) == (1, "returned")
+    assert judge([CLOSED, BOOM], [place]).cause == BOOM
+
+
+def test_only_consequences_blame_the_first_seen() -> None:
+    """Something must be blamed, and it is said that it is a lost connection."""
+    other = replace(CLOSED, rank=3)
+    assert not has_suspect([CLOSED, other])
+    assert judge([CLOSED, other]).cause == CLOSED
+
+
+def test_a_lost_worker_names_all_its_ranks() -> None:
+    """A worker's loss is one error for all ranks it held."""
+    error = error_for(judge([CLOSED, LOST, replace(LOST, rank=3)]), attempt=1)
+    assert isinstance(error, WorkerLostError)
+    assert "worker tcp://b:1 was lost; it held ranks 2, 3 in attempt 1" in str(error)
