@@ -1,0 +1,1 @@
+"""The deployable entrypoint and the workloads people meet first."""

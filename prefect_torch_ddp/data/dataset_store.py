@@ -1,0 +1,245 @@
+"""Owns how a prepared dataset gets into and out of a Storage: files first, the manifest last, as the commit."""
+
+import fcntl
+import hashlib
+import os
+import re
+import shutil
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from pydantic import ValidationError
+
+from prefect_torch_ddp.data.dataset_manifest import (
+    DatasetFile,
+    DatasetManifest,
+    digest_of,
+    first_misfit,
+    in_parallel,
+    scan_folder,
+)
+from prefect_torch_ddp.errors import BadKeyError, ObjectNotFoundError, StorageError
+from prefect_torch_ddp.results import DatasetReport
+from prefect_torch_ddp.storage.directory import DirectoryStorage
+from prefect_torch_ddp.storage.keys import RESERVED_PART
+from prefect_torch_ddp.storage.protocol import Storage
+
+
+def find_dataset(storage: Storage, dataset_id: str) -> DatasetReport | None:
+    """Return what is known of a published dataset, or None where there is none; reads only its manifest."""
+    manifest = _read_manifest(storage, dataset_id)
+    return None if manifest is None else _report(storage, manifest)
+
+
+@contextmanager
+def prepare_folder(storage: Storage, dataset_id: str) -> Iterator[Path]:
+    """Give an empty local folder to write a dataset into; what wasn't published is removed at the end.
+
+    For a directory it lies inside the storage, so publishing is one rename. Elsewhere it is a temporary folder.
+    """
+    if isinstance(storage, DirectoryStorage):
+        with _staging(_staging_root(storage), dataset_id) as staged:
+            (staged / "files").mkdir()
+            yield staged / "files"
+    else:
+        with TemporaryDirectory(prefix=f"prefect-torch-ddp-{_checked_id(dataset_id)}-") as folder:
+            yield Path(folder)
+
+
+def publish_dataset(storage: Storage, dataset_id: str, folder: Path) -> DatasetReport:
+    """Publish the files of a folder under a dataset id, unless that is published already; return what the storage then holds.
+
+    Several may publish one id at once: what they leave is one whole dataset. A folder from `prepare_folder` may be moved away;
+    any other one is left as it is.
+
+    Raises:
+        StorageError: the folder holds no file, or something else than files and folders, or the storage failed.
+    """
+    published = find_dataset(storage, dataset_id)
+    if published is not None:
+        return published
+    manifest = scan_folder(dataset_id, folder)
+    if isinstance(storage, DirectoryStorage):
+        _move_in(storage, manifest, folder)
+    else:
+        _upload(storage, manifest, folder)
+    return find_dataset(storage, dataset_id) or _report(storage, manifest)
+
+
+def local_dataset(storage: Storage, dataset_id: str, cache_root: Path | None = None) -> Path:
+    """Return a local folder that holds a published dataset: a directory's own, otherwise a verified copy in a cache.
+
+    Safe among processes: of several on a host one downloads, the others wait for it, and the folder appears whole.
+
+    Args:
+        storage: where the dataset was published.
+        dataset_id: its id.
+        cache_root: the folder of all cached datasets; left out, one in the user's cache (`XDG_CACHE_HOME`, else `~/.cache`).
+
+    Raises:
+        StorageError: the dataset, or one of its files, is missing or damaged; names the file.
+    """
+    manifest = _read_manifest(storage, dataset_id)
+    if manifest is None:
+        msg = f"there is no dataset {dataset_id} in {storage.uri}: prepare has not run, or not to its end"
+        raise StorageError(msg)
+    if isinstance(storage, DirectoryStorage):
+        folder = storage.root / _files_key(dataset_id)
+        misfit = first_misfit(folder, manifest)
+        if misfit is not None:
+            raise _damaged(storage, dataset_id, f"files/{misfit.key}", "is missing or has another size than its manifest records")
+        return folder
+    return _cached(storage, manifest, _default_cache() if cache_root is None else cache_root)
+
+
+def _move_in(storage: DirectoryStorage, manifest: DatasetManifest, folder: Path) -> None:
+    """Make the whole dataset, manifest included, appear by one rename."""
+    root = _staging_root(storage)
+    target = storage.root / _dataset_key(manifest.dataset_id)
+    with _staging(root, manifest.dataset_id) as own:
+        staged = folder.parent if folder.parent.parent == root else own
+        try:
+            if staged == own:
+                shutil.copytree(folder, own / "files")
+            (staged / "manifest.json").write_text(manifest.model_dump_json(indent=1))
+            target.parent.mkdir(exist_ok=True)
+            # Without a manifest it is no dataset: someone deleted the manifest to have it prepared again.
+            if target.exists() and not (target / "manifest.json").exists():
+                target.rename(own / "replaced")
+            staged.rename(target)
+        except OSError as error:
+            if find_dataset(storage, manifest.dataset_id) is None:  # otherwise another publisher was faster, with a whole one
+                msg = f"can't move dataset {manifest.dataset_id} to {target}: {error.strerror or error}"
+                raise StorageError(msg) from error
+
+
+def _upload(storage: Storage, manifest: DatasetManifest, folder: Path) -> None:
+    def upload(file: DatasetFile) -> None:
+        storage.write(f"{_files_key(manifest.dataset_id)}/{file.key}", (folder / file.key).read_bytes())
+
+    key, text = _manifest_key(manifest.dataset_id), manifest.model_dump_json(indent=1).encode()
+    in_parallel(upload, manifest.files)
+    if storage.write_if_absent(key, text):
+        return
+    other = _read_manifest(storage, manifest.dataset_id)
+    if other is None or other.digest != manifest.digest:
+        # Our files may lie over those of a publisher that was faster and whose prepare wrote others: make them all ours.
+        in_parallel(upload, manifest.files)
+        storage.write(key, text)
+
+
+def _cached(storage: Storage, manifest: DatasetManifest, cache_root: Path) -> Path:
+    """Return the cache's folder of this content, downloaded first where it isn't there whole."""
+    folder = cache_root / manifest.digest
+    try:
+        cache_root.mkdir(parents=True, exist_ok=True)
+        with _one_at_a_time(cache_root / f"{manifest.digest}.lock"):
+            if folder.exists() and first_misfit(folder, manifest) is None:
+                return folder
+            with _staging(cache_root / ".staging", manifest.dataset_id) as staged:
+                in_parallel(lambda file: _download(storage, manifest.dataset_id, file, staged / "files"), manifest.files)
+                if folder.exists() and first_misfit(folder, manifest) is not None:
+                    folder.rename(staged / "replaced")
+                try:
+                    (staged / "files").rename(folder)
+                except OSError:  # where locks don't work, another process may have been faster
+                    if not folder.exists() or first_misfit(folder, manifest) is not None:
+                        raise
+    except OSError as error:
+        reason = error.strerror or error
+        msg = f"can't keep dataset {manifest.dataset_id} in {cache_root}: {reason}; free space there or set XDG_CACHE_HOME"
+        raise StorageError(msg) from error
+    return folder
+
+
+def _download(storage: Storage, dataset_id: str, file: DatasetFile, folder: Path) -> None:
+    try:
+        data = storage.read(f"{_files_key(dataset_id)}/{file.key}")
+    except ObjectNotFoundError as error:
+        raise _damaged(storage, dataset_id, f"files/{file.key}", "is gone") from error
+    if hashlib.sha256(data).hexdigest() != file.sha256:
+        raise _damaged(storage, dataset_id, f"files/{file.key}", "is damaged: its sha256 isn't the one its manifest records")
+    path = folder / file.key
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(data)
+
+
+def _read_manifest(storage: Storage, dataset_id: str) -> DatasetManifest | None:
+    key = _manifest_key(dataset_id)
+    try:
+        manifest = DatasetManifest.model_validate_json(storage.read(key))
+    except ObjectNotFoundError:
+        return None
+    except ValidationError as error:
+        raise _damaged(storage, dataset_id, "manifest.json", f"can't be read: {error.errors()[0]['msg']}") from error
+    if manifest.digest != digest_of(manifest.files):
+        raise _damaged(storage, dataset_id, "manifest.json", "is damaged: its digest isn't that of its entries")
+    return manifest
+
+
+def _report(storage: Storage, manifest: DatasetManifest) -> DatasetReport:
+    return DatasetReport(
+        dataset_id=manifest.dataset_id,
+        uri=f"{storage.uri.rstrip('/')}/{_files_key(manifest.dataset_id)}",
+        num_files=len(manifest.files),
+        num_bytes=manifest.num_bytes,
+        digest=manifest.digest,
+    )
+
+
+def _damaged(storage: Storage, dataset_id: str, name: str, what: str) -> StorageError:
+    dataset = f"{storage.uri.rstrip('/')}/{_dataset_key(dataset_id)}"
+    return StorageError(f"{dataset}/{name} {what}; delete {dataset}/manifest.json to have the data prepared again")
+
+
+def _checked_id(dataset_id: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", dataset_id):
+        msg = f"{dataset_id!r} can't be a dataset's id: it may have letters, digits, dots, dashes and underscores"
+        raise BadKeyError(msg)
+    return dataset_id
+
+
+def _dataset_key(dataset_id: str) -> str:
+    return f"datasets/{_checked_id(dataset_id)}"
+
+
+def _files_key(dataset_id: str) -> str:
+    return f"{_dataset_key(dataset_id)}/files"
+
+
+def _manifest_key(dataset_id: str) -> str:
+    return f"{_dataset_key(dataset_id)}/manifest.json"
+
+
+def _staging_root(storage: DirectoryStorage) -> Path:
+    return storage.root / RESERVED_PART  # which its listings leave out
+
+
+def _default_cache() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "prefect-torch-ddp" / "datasets"
+
+
+@contextmanager
+def _staging(root: Path, dataset_id: str) -> Iterator[Path]:
+    # Not tempfile.mkdtemp: its folders can't be read by other users, and these are renamed to where all read.
+    folder = root / f"{_checked_id(dataset_id)}-{uuid.uuid4().hex}"
+    try:
+        folder.mkdir(parents=True)
+    except OSError as error:
+        msg = f"can't make a folder in {root}: {error.strerror or error}; it has to be writable for this user"
+        raise StorageError(msg) from error
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def _one_at_a_time(path: Path) -> Iterator[None]:
+    with path.open("w") as file:
+        with suppress(OSError):  # a file system without locks: each process downloads for itself, which is slower and as safe
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield

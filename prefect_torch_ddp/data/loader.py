@@ -1,0 +1,206 @@
+"""Owns how a rank reads its share of the data: torch's DataLoader over the exact order, started at any batch."""
+
+import random
+from collections.abc import Iterator, Sized
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, get_worker_info
+
+from prefect_torch_ddp.data.sampler import BatchShare, GlobalBatches, mix_seed, share_range
+from prefect_torch_ddp.errors import InvalidParamsError
+
+OURS = frozenset({"batch_size", "shuffle", "sampler", "batch_sampler", "drop_last", "generator"})
+
+SampleKey = tuple[int, int]
+"""(epoch, sample index): the epoch travels with each index, so persistent workers know it too."""
+
+
+class RankLoader:
+    """Load a rank's share of each global batch of a map-style dataset.
+
+    The global batches and their order follow from the seed and the epoch alone: the same for every world size, each sample
+    exactly once per epoch.
+
+    What holds for randomness: iterating doesn't touch the global random generators. In worker processes
+    (`num_workers` > 0) python's, numpy's and torch's generators are seeded anew for each sample from
+    (seed, epoch, sample index), so augmentation is the same whatever the number of workers, the world size
+    or the batch an epoch is resumed at (a dataset with `__getitems__` is seeded once per fetched batch, by its first
+    index: the same at the same world size). With `num_workers=0` the dataset draws from the rank's own global
+    generators, in order: it is reproduced on resume when their state is restored, as checkpoints do.
+    """
+
+    def __init__(  # noqa: PLR0913 - the arguments of a DataLoader and a rank's place, all by name
+        self,
+        dataset: Dataset[Any],
+        *,
+        global_batch_size: int,
+        rank: int,
+        world_size: int,
+        seed: int = 0,
+        shuffle: bool = True,
+        drop_last: bool = False,
+        **dataloader_kwargs: Any,
+    ) -> None:
+        """Make the loader; no worker starts before it is iterated.
+
+        Args:
+            dataset: has `__len__` and `__getitem__`.
+            global_batch_size: samples per step over all ranks together.
+            rank: this rank.
+            world_size: all ranks.
+            seed: decides the order of every epoch.
+            shuffle: a new order each epoch; otherwise the dataset's own.
+            drop_last: leave out the epoch's uneven tail.
+            **dataloader_kwargs: anything else for torch's DataLoader, such as num_workers, collate_fn or pin_memory.
+
+        Raises:
+            InvalidParamsError: the dataset or an argument can't work.
+        """
+        _refuse_clashes(dataloader_kwargs)
+        if not 0 <= rank < world_size:
+            msg = f"rank is {rank} and world_size is {world_size}; ranks count from 0 to world_size - 1"
+            raise InvalidParamsError(msg)
+        self.dataset = dataset
+        self.rank = rank
+        self.world_size = world_size
+        self.batches = GlobalBatches(_num_samples(dataset), global_batch_size, seed, shuffle, drop_last)
+        self.epoch = 0
+        """The epoch whose order `iter(loader)` takes."""
+        self._generator = torch.Generator(device="cpu")
+        self._sampler = _ShareSampler(self.batches, rank, world_size)
+        self._loader: DataLoader[Any] = DataLoader(
+            _SeededDataset(dataset, seed), batch_sampler=self._sampler, generator=self._generator, **dataloader_kwargs
+        )
+
+    @property
+    def global_batch_size(self) -> int:
+        """Samples per step over all ranks together."""
+        return self.batches.global_batch_size
+
+    def __len__(self) -> int:
+        """Return the global batches per epoch: the optimizer steps of an epoch."""
+        return self.batches.num_batches
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield this rank's batches of one exact pass; a rank with an empty share of the tail yields one batch fewer.
+
+        For evaluation: ranks may yield different numbers of batches, so nothing that waits for other ranks belongs in its body.
+        """
+        return self._load(self.epoch, start_batch=0, stand_ins=False)
+
+    def lockstep(self, epoch: int, start_batch: int = 0) -> Iterator[tuple[Any, BatchShare]]:
+        """Yield (batch, share) for each global batch of an epoch from `start_batch` on, equally many on every rank.
+
+        Batches before `start_batch` are not loaded. A rank with an empty share gets the global batch's first sample as a
+        stand-in, with `num_local == 0`: the caller weighs its gradient with 0.
+
+        Raises:
+            InvalidParamsError: the epoch has no such batch; `start_batch == len(loader)` is allowed and yields nothing.
+        """
+        if not 0 <= start_batch <= len(self):
+            msg = f"can't start at batch {start_batch}: an epoch has {len(self)} global batches"
+            raise InvalidParamsError(msg)
+        return self._lockstep(epoch, start_batch)
+
+    def _lockstep(self, epoch: int, start_batch: int) -> Iterator[tuple[Any, BatchShare]]:
+        if start_batch == len(self):
+            return
+        for batch, data in enumerate(self._load(epoch, start_batch, stand_ins=True), start=start_batch):
+            num_global = self.batches.num_global(batch)
+            num_local = len(share_range(num_global, self.rank, self.world_size))
+            yield data, BatchShare(epoch, batch, num_local, num_global, is_last=batch == len(self) - 1)
+
+    def _load(self, epoch: int, start_batch: int, *, stand_ins: bool) -> Iterator[Any]:
+        self._sampler.plan = (epoch, start_batch, stand_ins)
+        self._generator.manual_seed(mix_seed(self.batches.seed, epoch))
+        with torch.device("cpu"):  # the DataLoader draws its seed on the default device, which may not be the generator's
+            return iter(self._loader)
+
+
+class _ShareSampler(Sampler[list[SampleKey]]):
+    """Yields a rank's share of each global batch of the planned pass."""
+
+    def __init__(self, batches: GlobalBatches, rank: int, world_size: int) -> None:
+        self.batches = batches
+        self.rank = rank
+        self.world_size = world_size
+        self.plan = (0, 0, False)
+        """Epoch, first batch, whether an empty share becomes a stand-in."""
+
+    def __len__(self) -> int:
+        return self.batches.num_batches
+
+    def __iter__(self) -> Iterator[list[SampleKey]]:
+        return self._shares(*self.plan)  # read now: a pass under way keeps its plan when the next one is made
+
+    def _shares(self, epoch: int, start_batch: int, stand_ins: bool) -> Iterator[list[SampleKey]]:  # noqa: FBT001 - unpacked from the plan
+        for batch in range(start_batch, self.batches.num_batches):
+            share = self.batches.share(epoch, batch, self.rank, self.world_size)
+            if not share and stand_ins:
+                share = self.batches.share(epoch, batch, 0, self.world_size)[:1]
+            if share:
+                yield [(epoch, index) for index in share]
+
+
+class _SeededDataset(Dataset[Any]):
+    """The user's dataset, with the random generators of a worker process seeded for each sample.
+
+    `get_worker_info().dataset` is this object: what a `worker_init_fn` reads from it or sets on it goes to the user's own.
+    """
+
+    def __init__(self, dataset: Dataset[Any], seed: int) -> None:
+        self.__dict__.update(_dataset=dataset, _seed=seed)
+
+    def __getitem__(self, key: SampleKey) -> Any:
+        epoch, index = key
+        self._seed_worker(epoch, index)
+        return self._dataset[index]
+
+    def __getitems__(self, keys: list[SampleKey]) -> Any:
+        fetch_all = getattr(self._dataset, "__getitems__", None)
+        if fetch_all is None:
+            return [self[key] for key in keys]
+        self._seed_worker(*keys[0])
+        return fetch_all([index for _, index in keys])
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "_dataset" not in self.__dict__:  # the latter: while it is being unpickled
+            raise AttributeError(name)
+        return getattr(self._dataset, name)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        setattr(self._dataset, name, value)
+
+    def _seed_worker(self, epoch: int, index: int) -> None:
+        if get_worker_info() is None:  # the rank itself: its generators belong to the training
+            return
+        seed = mix_seed(self._seed, epoch, index)
+        random.seed(seed)
+        np.random.seed(seed % 2**32)  # noqa: NPY002 - augmentations draw from the global generator
+        # Not torch.manual_seed: before CUDA is up it queues one call per sample, for ever.
+        torch.default_generator.manual_seed(seed)
+
+
+def _refuse_clashes(dataloader_kwargs: dict[str, Any]) -> None:
+    clashes = sorted(OURS & dataloader_kwargs.keys())
+    if clashes:
+        msg = (
+            f"{', '.join(clashes)} can't be passed to the DataLoader: the loader decides the order and the batches itself, "
+            "so that each sample is used once; use global_batch_size, shuffle, drop_last and seed of the loader"
+        )
+        raise InvalidParamsError(msg)
+
+
+def _num_samples(dataset: Dataset[Any]) -> int:
+    if isinstance(dataset, IterableDataset):
+        msg = (
+            f"{type(dataset).__name__} is an IterableDataset, which can't promise each sample exactly once over all ranks; "
+            "use a map-style dataset, with __len__ and __getitem__"
+        )
+        raise InvalidParamsError(msg)
+    if not isinstance(dataset, Sized):
+        msg = f"{type(dataset).__name__} has no __len__; a dataset needs __len__ and __getitem__"
+        raise InvalidParamsError(msg)
+    return len(dataset)

@@ -1,0 +1,112 @@
+"""Owns the exact data order: one order of all samples per seed and epoch, cut into global batches, shared among the ranks."""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from prefect_torch_ddp.errors import InvalidParamsError
+
+
+@dataclass(frozen=True)
+class BatchShare:
+    """What one rank holds of one global batch."""
+
+    epoch: int
+    batch: int
+    """Place of the global batch in its epoch, from 0."""
+    num_local: int
+    """Samples that count on this rank; 0 when the rank only holds a stand-in."""
+    num_global: int
+    """Samples of the global batch over all ranks."""
+    is_last: bool
+    """Whether this is the epoch's last global batch."""
+
+
+def mix_seed(*parts: int) -> int:
+    """Mix whole numbers into one seed of 63 bits: the same on every machine, Python and process.
+
+    Python's `hash` isn't stable and a sum isn't safe: seed 1 in epoch 2 would repeat seed 2 in epoch 1.
+    """
+    digest = hashlib.sha256("/".join(str(part) for part in parts).encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1
+
+
+def share_range(num_global: int, rank: int, world_size: int) -> range:
+    """Return the places of a global batch that a rank holds: contiguous, sizes differ by at most one, the first ranks larger."""
+    size, remainder = divmod(num_global, world_size)
+    start = rank * size + min(rank, remainder)
+    return range(start, start + size + (rank < remainder))
+
+
+@dataclass
+class GlobalBatches:
+    """The global batches of a dataset, epoch after epoch; the world size has no part in them.
+
+    Every sample is in exactly one global batch of an epoch (none is repeated to even out shares; with `drop_last` the uneven tail
+    is left out). Memory: 8 bytes a sample for the order of the current epoch, nothing without `shuffle`.
+
+    Raises:
+        InvalidParamsError: there is no sample, no room in a batch, or no batch.
+    """
+
+    num_samples: int
+    global_batch_size: int
+    """Samples per optimizer step over all ranks together."""
+    seed: int = 0
+    shuffle: bool = True
+    drop_last: bool = False
+    _order: tuple[int, torch.Tensor] | None = field(default=None, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        """Refuse sizes that can't work."""
+        if self.num_samples < 1:
+            msg = f"the dataset has {self.num_samples} samples; at least one is needed"
+            raise InvalidParamsError(msg)
+        if self.global_batch_size < 1:
+            msg = f"global_batch_size is {self.global_batch_size}; it must be at least 1"
+            raise InvalidParamsError(msg)
+        if self.num_batches == 0:
+            msg = (
+                f"drop_last leaves no batch: {self.num_samples} samples don't fill a global batch of {self.global_batch_size}; "
+                "lower global_batch_size or use drop_last=False"
+            )
+            raise InvalidParamsError(msg)
+
+    @property
+    def num_batches(self) -> int:
+        """Global batches per epoch."""
+        full, tail = divmod(self.num_samples, self.global_batch_size)
+        return full if self.drop_last or tail == 0 else full + 1
+
+    def num_global(self, batch: int) -> int:
+        """Return how many samples a global batch has; only the last one may be smaller."""
+        return len(self._places(batch))
+
+    def share(self, epoch: int, batch: int, rank: int, world_size: int) -> list[int]:
+        """Return the sample indices of a rank's share of a global batch; empty when the batch has fewer samples than ranks."""
+        places = self._places(batch)
+        return self._samples(epoch, [places[i] for i in share_range(len(places), rank, world_size)])
+
+    def _places(self, batch: int) -> range:
+        if not 0 <= batch < self.num_batches:
+            msg = f"batch {batch} is outside the epoch's {self.num_batches} global batches"
+            raise InvalidParamsError(msg)
+        start = batch * self.global_batch_size
+        return range(start, min(start + self.global_batch_size, self.num_samples))
+
+    def _samples(self, epoch: int, places: Sequence[int]) -> list[int]:
+        if not self.shuffle or not places:
+            return list(places)
+        order: list[int] = self._epoch_order(epoch)[places[0] : places[-1] + 1].tolist()
+        return order
+
+    def _epoch_order(self, epoch: int) -> torch.Tensor:
+        """Return the permutation of an epoch, int64 of shape [num_samples], on the CPU."""
+        if self._order is None or self._order[0] != epoch:
+            self._order = None  # or two permutations would be in memory at once
+            generator = torch.Generator(device="cpu").manual_seed(mix_seed(self.seed, epoch))
+            # The device is named because a user's torch.set_default_device("cuda") would clash with the generator's.
+            self._order = (epoch, torch.randperm(self.num_samples, generator=generator, device="cpu"))
+        return self._order[1]

@@ -1,0 +1,233 @@
+"""A rank's loader: lockstep over ranks, exact passes, resume mid-epoch, worker processes, reproducible randomness."""
+
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset, get_worker_info
+
+from prefect_torch_ddp.data.loader import RankLoader
+from prefect_torch_ddp.errors import InvalidParamsError
+
+pytestmark = pytest.mark.timeout(60)
+FORKED = {"num_workers": 2, "multiprocessing_context": "fork"}
+SPAWNED = {"num_workers": 2, "multiprocessing_context": "spawn"}
+WORKERS = [{"num_workers": 0}, FORKED, SPAWNED]
+
+
+class Numbers(Dataset[int]):
+    """The numbers 0 to n - 1, and a ledger of those read."""
+
+    def __init__(self, num: int, transform: Callable[[int], Any] | None = None) -> None:
+        self.num = num
+        self.transform = transform
+        self.read: list[int] = []
+
+    def __len__(self) -> int:
+        return self.num
+
+    def __getitem__(self, index: int) -> Any:
+        self.read.append(index)
+        return index if self.transform is None else self.transform(index)
+
+
+class Noise(Numbers):
+    """Draws from all three global generators for each sample, as augmentations do."""
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.tensor([index, random.random(), np.random.rand(), torch.rand(()).item()], dtype=torch.float64)  # noqa: NPY002
+
+
+class Stream(IterableDataset[int]):
+    """Has no length and no order of its own."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(3))
+
+
+class NoLength(Dataset[int]):
+    """A dataset that forgot __len__."""
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+def _loaders(num: int, size: int, world: int, **kwargs: Any) -> list[RankLoader]:
+    return [RankLoader(Numbers(num), global_batch_size=size, rank=rank, world_size=world, **kwargs) for rank in range(world)]
+
+
+def _ledger(loaders: list[RankLoader], epoch: int, start_batch: int = 0) -> list[list[int]]:
+    """Walk all ranks in lockstep; return the samples that count, one list per global batch."""
+    batches = []
+    for step in zip(*(loader.lockstep(epoch, start_batch) for loader in loaders), strict=True):
+        counted = [i for data, share in step for i in data[: share.num_local].tolist()]
+        assert all(share.num_global == len(counted) for _, share in step)
+        assert all(len(data) == max(share.num_local, 1) for data, share in step)
+        assert {int(i) for data, _ in step for i in data} == set(counted), "a stand-in is a sample of its own global batch"
+        assert {(share.epoch, share.batch) for _, share in step} == {(epoch, start_batch + len(batches))}
+        assert {share.is_last for _, share in step} == {start_batch + len(batches) == len(loaders[0]) - 1}
+        batches.append(counted)
+    return batches
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    num=st.integers(1, 60),
+    size=st.integers(1, 20),
+    worlds=st.tuples(st.integers(1, 6), st.integers(1, 6)),
+    epoch=st.integers(0, 3),
+    seed=st.integers(0, 2**40),
+    data=st.data(),
+)
+def test_lockstep_resumes_to_the_uninterrupted_suffix_at_any_world_size(
+    *, num: int, size: int, worlds: tuple[int, int], epoch: int, seed: int, data: st.DataObject
+) -> None:
+    """B6: every rank yields equally many batches; a resume at another world size continues the same global batches."""
+    whole = _ledger(_loaders(num, size, worlds[0], seed=seed), epoch)
+    assert sorted(i for batch in whole for i in batch) == list(range(num))
+    start = data.draw(st.integers(0, len(whole)))
+    assert _ledger(_loaders(num, size, worlds[1], seed=seed), epoch, start) == whole[start:]
+
+
+def test_resume_does_not_load_the_skipped_batches() -> None:
+    """Starting at batch 3 of 5 reads two batches."""
+    dataset = Numbers(10)
+    loader = RankLoader(dataset, global_batch_size=2, rank=0, world_size=1, shuffle=False)
+    assert [data.tolist() for data, _ in loader.lockstep(0, 3)] == [[6, 7], [8, 9]]
+    assert dataset.read == [6, 7, 8, 9]
+    assert list(loader.lockstep(0, 5)) == []
+    with pytest.raises(InvalidParamsError, match="can't start at batch 6: an epoch has 5"):
+        loader.lockstep(0, 6)
+
+
+def test_exact_pass_leaves_a_rank_without_a_share_one_batch_fewer() -> None:
+    """D1: no padding: 5 samples in batches of 4 give ranks 1, 2 and 3 nothing of the tail."""
+    loaders = _loaders(5, 4, 4, shuffle=False)
+    assert [[data.tolist() for data in loader] for loader in loaders] == [[[0], [4]], [[1]], [[2]], [[3]]]
+    assert {len(loader) for loader in loaders} == {2}
+
+
+def test_exact_pass_takes_the_order_of_its_epoch() -> None:
+    """A shuffled pass is that of epoch 0, unless another is set."""
+    loader = RankLoader(Numbers(50), global_batch_size=50, rank=0, world_size=1)
+    orders = {}
+    for epoch in (0, 1):
+        loader.epoch = epoch
+        orders[epoch] = next(iter(loader)).tolist()
+        assert orders[epoch] == next(loader.lockstep(epoch))[0].tolist()
+    assert orders[0] != orders[1]
+
+
+@pytest.mark.parametrize("workers", WORKERS, ids=["none", "fork", "spawn"])
+def test_order_is_the_same_with_worker_processes(workers: dict[str, Any]) -> None:
+    """A11: fork and spawn workers with prefetch yield what no worker yields."""
+    expected = [data.tolist() for data in RankLoader(Numbers(23), global_batch_size=6, rank=1, world_size=2)]
+    prefetch = {"prefetch_factor": 3} if workers["num_workers"] else {}
+    loader = RankLoader(Numbers(23), global_batch_size=6, rank=1, world_size=2, **workers, **prefetch)
+    assert [data.tolist() for data in loader] == expected
+    assert [data.tolist() for data, _ in loader.lockstep(0, 2)] == expected[2:]
+
+
+def test_lambda_transform_with_forked_workers() -> None:
+    """A11: a lambda needs no pickle where workers are forked."""
+    loader = RankLoader(
+        Numbers(6, transform=lambda i: i * 10), global_batch_size=3, rank=0, world_size=1, shuffle=False, **FORKED
+    )
+    assert [data.tolist() for data in loader] == [[0, 10, 20], [30, 40, 50]]
+
+
+def test_persistent_workers_follow_the_epoch() -> None:
+    """Workers that live on yield each epoch's own order and augmentation."""
+    kept = RankLoader(Noise(12), global_batch_size=4, rank=0, world_size=1, persistent_workers=True, **FORKED)
+    fresh = RankLoader(Noise(12), global_batch_size=4, rank=0, world_size=1, **FORKED)
+    for epoch in (1, 2):
+        left, right = ([data for data, _ in loader.lockstep(epoch)] for loader in (kept, fresh))
+        assert torch.equal(torch.cat(left), torch.cat(right))
+
+
+def test_leaving_a_pass_early_leaves_the_next_one_whole() -> None:
+    """Early stop in mid-epoch, then evaluation on the same loader."""
+    loader = RankLoader(Numbers(20), global_batch_size=2, rank=0, world_size=1, persistent_workers=True, **FORKED)
+    next(loader.lockstep(3))
+    assert sorted(int(i) for data in loader for i in data) == list(range(20))
+
+
+@pytest.mark.parametrize("workers", WORKERS[1:], ids=["fork", "spawn"])
+def test_augmentation_is_the_same_on_resume_and_for_any_number_of_workers(workers: dict[str, Any]) -> None:
+    """C4 with augmentation in workers: a sample's randomness follows from seed, epoch and index alone."""
+
+    def epoch_of(epoch: int, start: int, seed: int = 7, **kwargs: Any) -> list[torch.Tensor]:
+        loader = RankLoader(Noise(30), global_batch_size=5, rank=0, world_size=1, seed=seed, **kwargs)
+        return [data for data, _ in loader.lockstep(epoch, start)]
+
+    whole = epoch_of(2, 0, **workers)
+    one_worker = {**workers, "num_workers": 1}
+    assert torch.equal(torch.cat(whole[2:]), torch.cat(epoch_of(2, 2, **one_worker)))
+    noise = torch.cat(whole)[:, 1:]
+    assert len(noise.unique()) == noise.numel(), "no two draws are equal"
+    assert not torch.isin(torch.cat(epoch_of(3, 0, **workers))[:, 1:], noise).any(), "each epoch draws anew"
+    assert not torch.isin(torch.cat(epoch_of(2, 0, seed=8, **workers))[:, 1:], noise).any(), "each seed draws anew"
+
+
+@pytest.mark.parametrize("workers", WORKERS[:2], ids=["none", "fork"])
+def test_iterating_leaves_the_global_generators_alone(workers: dict[str, Any]) -> None:
+    """C4: dropout after a resume draws what it would have drawn, so loading must not draw."""
+    before = (torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist())  # noqa: NPY002
+    list(RankLoader(Numbers(9), global_batch_size=2, rank=0, world_size=2, **workers).lockstep(1))
+    assert torch.equal(before[0], torch.get_rng_state())
+    assert before[1:] == (random.getstate(), np.random.get_state()[1].tolist())  # noqa: NPY002
+
+
+def test_dataset_that_fetches_whole_batches_keeps_doing_so() -> None:
+    """`__getitems__` of the user's dataset (here a Subset's) is used, and seeded per batch in workers."""
+    subset = Subset(Noise(40), range(10, 30))
+    loaders = [RankLoader(subset, global_batch_size=5, rank=0, world_size=2, **FORKED) for _ in range(2)]
+    runs = [torch.cat([data for data, _ in loader.lockstep(1)]) for loader in loaders]
+    assert torch.equal(runs[0], runs[1])
+    assert set(runs[0][:, 0].tolist()) <= set(range(10, 30))
+
+
+def _shift(_: int) -> None:
+    info = get_worker_info()
+    assert info is not None
+    info.dataset.transform = [100, 200][info.dataset.num - 6 + info.id].__add__
+
+
+def test_worker_init_fn_reaches_the_users_dataset() -> None:
+    """What worker_init_fn reads from and sets on the worker's dataset is the user's own, as with a plain DataLoader."""
+    arguments: dict[str, Any] = {"worker_init_fn": _shift, "num_workers": 1}
+    plain = [data.tolist() for data in DataLoader(Numbers(6), batch_size=3, **arguments)]
+    ours = RankLoader(Numbers(6), global_batch_size=3, rank=0, world_size=1, shuffle=False, **arguments)
+    assert [data.tolist() for data in ours] == plain
+    assert plain == [[100, 101, 102], [103, 104, 105]]
+
+
+def test_a_default_device_of_the_user_does_not_matter() -> None:
+    """torch.set_default_device("cuda") breaks a plain DataLoader with a generator; "meta" stands for it without a GPU."""
+    with torch.device("meta"):
+        loader = RankLoader(Numbers(5), global_batch_size=5, rank=0, world_size=1, collate_fn=list)
+        assert [sorted(data) for data in loader] == [[0, 1, 2, 3, 4]]
+
+
+@pytest.mark.parametrize(
+    ("dataset", "kwargs", "words"),
+    [
+        (Stream(), {}, "IterableDataset"),
+        (NoLength(), {}, "NoLength has no __len__"),
+        (Numbers(0), {}, "0 samples"),
+        (Numbers(3), {"batch_size": 2}, "batch_size can't be passed"),
+        (Numbers(3), {"sampler": [1], "batch_sampler": [[1]]}, "batch_sampler, sampler can't be passed"),
+        (Numbers(3), {"generator": torch.Generator()}, "generator can't be passed"),
+        (Numbers(3), {"rank": 2, "world_size": 2}, "rank is 2 and world_size is 2"),
+        (TensorDataset(torch.ones(3)), {"drop_last": True}, "drop_last leaves no batch"),
+    ],
+)
+def test_what_cannot_work_is_refused_at_once(dataset: Dataset[Any], kwargs: dict[str, Any], words: str) -> None:
+    """Before a worker process starts, with the name of what is wrong."""
+    with pytest.raises(InvalidParamsError, match=words):
+        RankLoader(dataset, **{"global_batch_size": 4, "rank": 0, "world_size": 1, **kwargs})

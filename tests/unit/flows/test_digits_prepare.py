@@ -1,0 +1,80 @@
+"""The digits' prepare: every image once, in one of three splits that are fixed by the options."""
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import sklearn
+from PIL import Image
+from sklearn.datasets import load_digits
+from torchvision.datasets import ImageFolder
+
+from flows import digits
+from prefect_torch_ddp import RankContext
+
+SPLITS = ("train", "val", "test")
+
+
+def _prepared(folder: Path, **options: Any) -> dict[str, list[str]]:
+    """Prepare into a folder; return each split's files by the number of their image."""
+    folder.mkdir()
+    with RankContext.local(data=folder, options=options, stage="prepare") as rank:
+        digits.prepare(rank)
+    return {split: sorted(path.stem for path in (folder / split).rglob("*.png")) for split in SPLITS}
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list[str]]]:
+    """The dataset with its default options."""
+    folder = tmp_path_factory.mktemp("digits") / "data"
+    return folder, _prepared(folder)
+
+
+def test_each_image_is_in_exactly_one_split(prepared: tuple[Path, dict[str, list[str]]]) -> None:
+    """B5: no leak: 1,797 images, a fifth held out, a tenth of the rest for validation."""
+    _, splits = prepared
+    assert {split: len(names) for split, names in splits.items()} == {"train": 1294, "val": 144, "test": 359}
+    assert sorted(name for names in splits.values() for name in names) == [f"{i:04}" for i in range(1797)]
+
+
+def test_folders_are_the_true_classes_in_each_split(prepared: tuple[Path, dict[str, list[str]]]) -> None:
+    """The pixels are scikit-learn's, in the folder of their digit; each class is held out in the same share."""
+    folder, _ = prepared
+    bundled = load_digits()
+    for split in SPLITS:
+        images = ImageFolder(folder / split)
+        assert images.classes == digits.CLASSES
+        for path, target in images.samples:
+            number = int(Path(path).stem)
+            assert bundled.target[number] == target
+            with Image.open(path) as image:
+                assert np.allclose(np.asarray(image) / 255 * 16, bundled.images[number], atol=0.04)
+    held_out = np.bincount(ImageFolder(folder / "test").targets) / np.bincount(bundled.target)
+    assert np.all(np.abs(held_out - 0.2) < 0.01)
+
+
+def test_a_second_run_writes_the_same_bytes(prepared: tuple[Path, dict[str, list[str]]], tmp_path: Path) -> None:
+    """B5 and B8: the same options, the same data; another split_seed or held_out, another split."""
+    folder, splits = prepared
+
+    def digest(data: Path) -> str:
+        return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(data.rglob("*.png")))).hexdigest()
+
+    assert _prepared(tmp_path / "again") == splits
+    assert digest(tmp_path / "again") == digest(folder)
+    assert _prepared(tmp_path / "seeded", split_seed=1)["test"] != splits["test"]
+    assert len(_prepared(tmp_path / "half", held_out=0.5)["test"]) == 898
+
+
+def test_images_are_read_into_memory(prepared: tuple[Path, dict[str, list[str]]]) -> None:
+    """Float images from 0 to 1 of one channel, whole-number targets."""
+    images, targets = digits.images_of(prepared[0] / "val").tensors
+    assert (images.shape, images.dtype, targets.dtype) == ((144, 1, 8, 8), digits.torch.float32, digits.torch.int64)
+    assert (images.min().item(), images.max().item()) == (0, 1)
+
+
+def test_data_version_names_the_source() -> None:
+    """Another scikit-learn may bundle other images: prepare then runs again."""
+    assert digits.data_version({}) == f"scikit-learn {sklearn.__version__}"
