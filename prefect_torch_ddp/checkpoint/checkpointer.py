@@ -1,0 +1,197 @@
+"""Owns the writing of checkpoints beside the training: each rank its share, rank 0 the commit."""
+
+import json
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from prefect_torch_ddp.checkpoint.commit import Committer, SupersededError
+from prefect_torch_ddp.checkpoint.keys import object_key, rank_name
+from prefect_torch_ddp.checkpoint.manifest import Manifest, ManifestObject
+from prefect_torch_ddp.checkpoint.meeting import Meeting, wait_for
+from prefect_torch_ddp.checkpoint.rng import capture_generators
+from prefect_torch_ddp.checkpoint.serial import check_loadable, sha256_of, to_bytes
+from prefect_torch_ddp.checkpoint.staging import Staging
+from prefect_torch_ddp.errors import CheckpointError, StorageError
+from prefect_torch_ddp.storage.protocol import Storage
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Writer:
+    """Which rank of which attempt writes, and where to."""
+
+    storage: Storage
+    run_id: str
+    attempt: int
+    rank: int
+    world_size: int
+
+
+@dataclass(frozen=True)
+class Moment:
+    """What a checkpoint holds besides the tracked objects."""
+
+    step: int
+    epoch: int
+    position: Mapping[str, Any]
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """The newest values; those of rank 0 count."""
+    is_last: bool = False
+    """Whether the training ends with it; it may follow another one of the same step."""
+
+    @property
+    def turn(self) -> int:
+        """A number that grows with every checkpoint, and is the same on all ranks."""
+        return 2 * self.step + self.is_last
+
+
+class Checkpointer:
+    """Writes checkpoints of a gang; every rank has one and saves at the same steps.
+
+    The state is copied during the step, and serialised, hashed and written by a thread. There is no barrier: each rank tells
+    rank 0 the digests of what it wrote, and rank 0 commits.
+    """
+
+    def __init__(self, writer: Writer, meeting: Meeting, committer: Committer, before_commit: Callable[[], None]) -> None:
+        """Make it; nothing is written yet.
+
+        Args:
+            writer: this rank.
+            meeting: where the ranks leave notes for each other.
+            committer: used on rank 0.
+            before_commit: writes what must not be lost when a resumed run begins after this checkpoint; may raise StorageError.
+        """
+        self._writer = writer
+        self._meeting = meeting
+        self._committer = committer
+        self._before_commit = before_commit
+        self._staging = Staging()
+        self._checked: set[str] = set()
+        self._thread: threading.Thread | None = None
+        self._failure: Exception | None = None
+
+    def save(self, moment: Moment, objects: Mapping[str, Any]) -> None:
+        """Copy the state and write it in the background; waits for the one before.
+
+        Raises:
+            CheckpointError: an object's state couldn't be read back, or a newer attempt has begun.
+        """
+        self.wait()
+        self.raise_if_superseded()
+        self._meeting.say(f"begun/{self._writer.rank}", str(moment.turn))
+        self._staging.begin()
+        staged = {name: self._staging.copy(objects[name].state_dict()) for name in self._share(objects)}
+        for name in staged.keys() - self._checked:
+            check_loadable(name, staged[name])
+            self._checked.add(name)
+        staged[rank_name(self._writer.rank)] = capture_generators()
+        self._failure = None
+        self._thread = threading.Thread(
+            target=self._write_and_tell, args=(moment, staged), name="prefect-torch-ddp-checkpoint", daemon=True
+        )
+        self._thread.start()
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Wait until nothing is being written, at most so long."""
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+
+    def raise_if_superseded(self) -> None:
+        """Raise SupersededError where the last commit found a newer attempt."""
+        if isinstance(self._failure, SupersededError):
+            raise self._failure
+
+    def raise_failure(self) -> None:
+        """Raise CheckpointError when the last checkpoint couldn't be written by this rank."""
+        self.raise_if_superseded()
+        if self._failure is not None:
+            msg = f"the last checkpoint of run {self._writer.run_id} could not be written: {self._failure}"
+            raise CheckpointError(msg) from self._failure
+
+    @property
+    def last(self) -> Manifest | None:
+        """The newest commit, on rank 0."""
+        return self._committer.last
+
+    def _share(self, objects: Mapping[str, Any]) -> list[str]:
+        """Return the names that this rank writes.
+
+        Buffers, such as BatchNorm's statistics, are rank 0's in DDP and differ elsewhere until the next forward pass: modules
+        that have some are rank 0's to write, or a resumed training would go on with others.
+        """
+        rank, world_size = self._writer.rank, self._writer.world_size
+        return [name for i, (name, item) in enumerate(objects.items()) if (0 if _has_buffers(item) else i % world_size) == rank]
+
+    def _write_and_tell(self, moment: Moment, staged: dict[str, Any]) -> None:
+        note: dict[str, Any] = {"objects": [], "error": None}
+        try:
+            self._staging.wait()
+            written = [self._write(moment.step, name, state) for name, state in staged.items()]
+            self._before_commit()
+            note["objects"] = [asdict(item) for item in written]
+        except Exception as error:  # noqa: BLE001 - the training goes on with the checkpoint before
+            self._fail(moment, error)
+            note["error"] = str(error)
+        try:
+            if self._writer.rank == 0:
+                self._commit(moment, note)
+            else:
+                self._meeting.say(f"written/{moment.turn}/{self._writer.rank}", json.dumps(note))
+        except Exception as error:  # noqa: BLE001
+            self._fail(moment, error)
+
+    def _write(self, step: int, name: str, state: Any) -> ManifestObject:
+        key = object_key(self._writer.run_id, step, self._writer.attempt, name)
+        data = to_bytes(state)
+        try:
+            self._writer.storage.write(key, data)
+        except StorageError as error:
+            msg = f"{key}: {error}"
+            raise StorageError(msg) from error
+        return ManifestObject(name, key, len(data), sha256_of(data))
+
+    def _commit(self, moment: Moment, own: dict[str, Any]) -> None:
+        notes = [own, *(self._note_of(rank, moment.turn) for rank in range(1, self._writer.world_size))]
+        if own["error"]:
+            return
+        for rank, note in enumerate(notes):
+            if note["error"]:
+                msg = f"rank {rank}: {note['error']}"
+                raise CheckpointError(msg)
+        objects = tuple(ManifestObject(**item) for note in notes for item in note["objects"])
+        self._committer.commit(
+            Manifest(
+                run_id=self._writer.run_id,
+                step=moment.step,
+                attempt=self._writer.attempt,
+                epoch=moment.epoch,
+                position=moment.position,
+                world_size=self._writer.world_size,
+                metrics=moment.metrics,
+                objects=objects,
+            )
+        )
+
+    def _note_of(self, rank: int, turn: int) -> dict[str, Any]:
+        def is_over() -> bool:
+            return int(self._meeting.hear(f"begun/{rank}") or -1) > turn
+
+        text = wait_for(self._meeting, f"written/{turn}/{rank}", rank, is_over)
+        if text is None:
+            error = "it took no part; rank.track and rank.checkpoint belong on every rank, at the same step"
+            return {"objects": [], "error": error}
+        note: dict[str, Any] = json.loads(text)
+        return note
+
+    def _fail(self, moment: Moment, error: Exception) -> None:
+        self._failure = error
+        if not isinstance(error, SupersededError):
+            logger.warning("no checkpoint of step %d, the one before it stays the newest: %s", moment.step, error)
+
+
+def _has_buffers(item: Any) -> bool:
+    return hasattr(item, "buffers") and any(True for _ in item.buffers())

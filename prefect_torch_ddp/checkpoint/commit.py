@@ -1,0 +1,93 @@
+"""Owns the commit of a checkpoint, and what is cleaned up after it. Only rank 0 commits."""
+
+import logging
+from collections.abc import Iterable
+
+from prefect_torch_ddp.checkpoint.attempts import newest_attempt
+from prefect_torch_ddp.checkpoint.keys import checkpoints_prefix, manifest_key, owner_of
+from prefect_torch_ddp.checkpoint.manifest import Manifest, list_manifests, read_manifest
+from prefect_torch_ddp.checkpoint.retention import Retention, superfluous
+from prefect_torch_ddp.errors import CheckpointError, StorageError
+from prefect_torch_ddp.storage.protocol import Storage
+
+logger = logging.getLogger(__name__)
+
+
+class SupersededError(CheckpointError):
+    """A newer attempt of the run has begun; this one must not change its checkpoints any more."""
+
+
+class Committer:
+    """Makes checkpoints of one attempt of a run complete, and deletes what isn't needed after that."""
+
+    def __init__(self, storage: Storage, run_id: str, attempt: int, retention: Retention) -> None:
+        """Know nothing yet of the run's checkpoints; the first commit lists them."""
+        self._storage = storage
+        self._run_id = run_id
+        self._attempt = attempt
+        self._retention = retention
+        self._known: dict[int, Manifest] | None = None
+        self.last: Manifest | None = None
+        """The newest commit of this attempt."""
+
+    def commit(self, manifest: Manifest) -> None:
+        """Put the checkpoint on record, and clean up.
+
+        Raises:
+            SupersededError: a newer attempt has begun.
+            StorageError: the manifest can't be written.
+        """
+        self._refuse_superseded()
+        data = manifest.as_bytes()
+        key = manifest_key(self._run_id, manifest.step)
+        if not self._storage.write_if_absent(key, data):
+            self._replace(key, manifest, data)
+        self.last = manifest
+        logger.info("checkpoint of step %d is complete", manifest.step)
+        try:
+            self._clean_up(manifest)
+        except StorageError as error:
+            logger.warning("old checkpoints of run %s are not cleaned up: %s", self._run_id, error)
+
+    def _refuse_superseded(self) -> None:
+        newest = newest_attempt(self._storage, self._run_id)
+        if newest > self._attempt:
+            msg = f"attempt {self._attempt} of run {self._run_id} has been superseded by attempt {newest}: it ends here"
+            raise SupersededError(msg)
+
+    def _replace(self, key: str, manifest: Manifest, data: bytes) -> None:
+        """Deal with a manifest that is there already: an older attempt's is one that couldn't be resumed from."""
+        if self._storage.read(key) == data:
+            return  # an earlier try arrived though it seemed to fail
+        try:
+            attempt = read_manifest(self._storage, self._run_id, manifest.step).attempt
+        except CheckpointError:
+            attempt = 0
+        if attempt < self._attempt:
+            self._storage.delete(key)
+            if self._storage.write_if_absent(key, data):
+                return
+        msg = f"the checkpoint of step {manifest.step} of run {self._run_id} has been committed by attempt {attempt} already"
+        raise SupersededError(msg) if attempt > self._attempt else CheckpointError(msg)
+
+    def _clean_up(self, manifest: Manifest) -> None:
+        if self._known is None:
+            self._known = {known.step: known for known in list_manifests(self._storage, self._run_id)}
+            self._sweep(self._known.values())
+        # A step beyond this one is what an older attempt left damaged, or this attempt would have been resumed from there.
+        damaged = [known for step, known in self._known.items() if step > manifest.step]
+        self._known[manifest.step] = manifest
+        good = [known for step, known in self._known.items() if step <= manifest.step]
+        for old in [*damaged, *superfluous(good, self._retention)]:
+            self._storage.delete(manifest_key(self._run_id, old.step))  # first, so that nobody reads a checkpoint with holes
+            for item in old.objects:
+                self._storage.delete(item.key)
+            del self._known[old.step]
+
+    def _sweep(self, manifests: Iterable[Manifest]) -> None:
+        """Delete what killed attempts left of checkpoints that they can't complete any more."""
+        needed = {item.key for manifest in manifests for item in manifest.objects}
+        for found in list(self._storage.list(checkpoints_prefix(self._run_id))):
+            owner = owner_of(self._run_id, found.key)
+            if owner is not None and owner[1] < self._attempt and found.key not in needed:
+                self._storage.delete(found.key)

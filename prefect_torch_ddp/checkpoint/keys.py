@@ -1,0 +1,55 @@
+"""Owns the names of a run's objects in the storage. Pure."""
+
+import re
+
+from prefect_torch_ddp.errors import InvalidParamsError
+
+_OBJECT = re.compile(r"step-(\d+)/(\d+)/[^/]+")
+_NAME = re.compile(r"[A-Za-z0-9_]{1,100}")
+
+
+def attempts_prefix(run_id: str) -> str:
+    """Return where a run's attempts are claimed."""
+    return f"runs/{run_id}/attempts/"
+
+
+def attempt_key(run_id: str, attempt: int) -> str:
+    """Return what claims an attempt, from 1."""
+    return f"{attempts_prefix(run_id)}{attempt:06d}"
+
+
+def checkpoints_prefix(run_id: str) -> str:
+    """Return where a run's checkpoints are."""
+    return f"runs/{run_id}/checkpoints/"
+
+
+def manifest_key(run_id: str, step: int) -> str:
+    """Return the object whose presence makes a checkpoint complete."""
+    return f"{checkpoints_prefix(run_id)}step-{step:08d}/manifest.json"
+
+
+def object_key(run_id: str, step: int, attempt: int, name: str) -> str:
+    """Return an object of a checkpoint; each attempt has its own, so that two never write the same one."""
+    return f"{checkpoints_prefix(run_id)}step-{step:08d}/{attempt:06d}/{name}.pt"
+
+
+def owner_of(run_id: str, key: str) -> tuple[int, int] | None:
+    """Return step and attempt of a checkpoint's object; None for anything else."""
+    match = _OBJECT.fullmatch(key.removeprefix(checkpoints_prefix(run_id)))
+    return (int(match[1]), int(match[2])) if match else None
+
+
+def rank_name(rank: int) -> str:
+    """Return the name under which a rank keeps what is its own, its random generators."""
+    return f"rank-{rank:05d}"
+
+
+def check_name(name: str) -> None:
+    """Refuse a name that can't be part of a key.
+
+    Raises:
+        InvalidParamsError: says which names work.
+    """
+    if not _NAME.fullmatch(name):
+        msg = f"{name!r} can't name a tracked object: use letters, digits and underscores"
+        raise InvalidParamsError(msg)

@@ -1,0 +1,353 @@
+"""Owns the RankContext, the object that user code gets; importing it loads no torch."""
+
+import logging
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from prefect_torch_ddp.errors import InvalidParamsError, StorageError
+from prefect_torch_ddp.rank.config import CheckpointPolicy, RankConfig, Stage
+from prefect_torch_ddp.rank.link import ControlLink, NoLink
+from prefect_torch_ddp.rank.reporter import Reporter
+from prefect_torch_ddp.rank.state import Place, TrainingState
+from prefect_torch_ddp.storage.protocol import Storage
+
+if TYPE_CHECKING:
+    from tempfile import TemporaryDirectory
+
+    import torch
+    from torch.utils.data import Dataset
+
+    from prefect_torch_ddp.data.loader import RankLoader
+    from prefect_torch_ddp.rank.loop import StepLoop
+    from prefect_torch_ddp.rank.tracker import Tracker
+
+logger = logging.getLogger(__name__)
+
+
+class RankContext:
+    """What this rank is, and what every training needs and plain PyTorch lacks; every call is optional.
+
+    A training is plain PyTorch:
+
+        model = rank.wrap(Net())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        rank.track(model=model, optimizer=optimizer)
+        for images, labels in rank.steps(rank.loader(dataset, global_batch_size=64), epochs=5):
+            loss = cross_entropy(model(images.to(rank.device)), labels.to(rank.device))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            rank.report(loss=loss)
+    """
+
+    def __init__(
+        self,
+        config: RankConfig,
+        place: Place,
+        *,
+        device: "torch.device | None" = None,
+        link: ControlLink | None = None,
+        data: Path | None = None,
+    ) -> None:
+        """Make it for one stage on one rank; user code gets it as its first argument, or from `RankContext.local()`.
+
+        Args:
+            config: equal on all ranks.
+            place: which rank this is.
+            device: where this rank computes; None: the first CUDA device, else the CPU.
+            link: the way to the supervisor.
+            data: the local dataset, or in the prepare stage the folder to write to; None: found in the storage.
+        """
+        self.config = config
+        self._place = place
+        self.rank = place.rank
+        self.world_size = place.world_size
+        self.local_rank = place.local_rank
+        self.local_world_size = place.local_world_size
+        self.node_rank = place.node_rank
+        self.run_id = config.run_id
+        self.attempt = config.attempt
+        self.stage = config.stage
+        self.options: Mapping[str, Any] = config.options
+        self.seed = config.seed
+        self._device = device
+        self._link: ControlLink = link or NoLink()
+        self._data = data
+        self._state = TrainingState()
+        self._reporter = Reporter(config, place, self._state, self._link)
+        self._tracker: Tracker | None = None
+        self._loop: StepLoop | None = None
+        self._temporary: TemporaryDirectory[str] | None = None
+        self._closed = False
+
+    @classmethod
+    def local(  # noqa: PLR0913 - a debugger's or test's choices, all by name
+        cls,
+        data: str | Path | None = None,
+        options: Mapping[str, Any] | None = None,
+        seed: int = 0,
+        storage: Storage | str | Path | None = None,
+        *,
+        run_id: str = "local",
+        stage: Stage = "train",
+        checkpoint: CheckpointPolicy | None = None,
+        resume_from: str | None = None,
+        restore_step: int | None = None,
+    ) -> Self:
+        """Make one in this process: world size 1, no process group. Seeds python, numpy and torch, as a rank does.
+
+        Use it in a `with`, or call `close()`.
+
+        Args:
+            data: what `rank.data` is to be.
+            options: what `rank.options` is to be.
+            seed: seeds everything random.
+            storage: a Storage or a directory; None: a temporary one, removed at the end.
+            run_id: names the run's folder; the same one again resumes it.
+            stage: "evaluate" restores the checkpoint of `restore_step`.
+            checkpoint: when checkpoints are written, and which are kept.
+            resume_from: run to take the first checkpoint from.
+            restore_step: see stage.
+        """
+        from prefect_torch_ddp.rank.local import local_config  # noqa: PLC0415 - loads torch
+
+        config, temporary = local_config(
+            storage,
+            run_id=run_id,
+            stage=stage,
+            options=dict(options or {}),
+            seed=seed,
+            checkpoint=checkpoint or CheckpointPolicy(),
+            resume_from=resume_from,
+            restore_step=restore_step,
+        )
+        context = cls(config, Place(), data=None if data is None else Path(data))
+        context._temporary = temporary
+        return context
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps, the one under way included."""
+        return self._state.step
+
+    @property
+    def epoch(self) -> int:
+        """The current epoch, from 1; 0 before the first step."""
+        return self._state.epoch
+
+    @property
+    def epoch_ended(self) -> bool:
+        """Whether the step under way is the last one of its epoch."""
+        return self._state.epoch_ended
+
+    @property
+    def should_stop(self) -> bool:
+        """Whether all ranks have agreed to stop; `steps` has then ended by itself."""
+        alone = self.world_size == 1 and (self._state.stop_wanted or self._link.stop_requested())
+        return self._state.stop_agreed or alone
+
+    @property
+    def device(self) -> "torch.device":
+        """Where this rank computes."""
+        if self._device is None:
+            import torch  # noqa: PLC0415 - user code has loaded it by now
+
+            self._device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+        return self._device
+
+    @property
+    def data(self) -> Path:
+        """The local dataset; in the prepare stage the folder to write it to.
+
+        Raises:
+            InvalidParamsError: this rank was given no dataset.
+        """
+        if self._data is None:
+            if self.config.dataset_id is None:
+                msg = f"the {self.stage} stage of run {self.run_id} was given no dataset; RankContext.local(data=...) sets one"
+                raise InvalidParamsError(msg)
+            from prefect_torch_ddp.data.dataset_store import local_dataset  # noqa: PLC0415 - only who asks for data pays
+
+            self._data = local_dataset(self.config.storage, self.config.dataset_id)
+        return self._data
+
+    def wrap(self, model: "torch.nn.Module", **ddp_kwargs: Any) -> "torch.nn.Module":
+        """Move a model to the rank's device and have its gradients averaged over all ranks.
+
+        Inside `steps` each rank's gradient counts by its share of the global batch, so that an uneven tail, also one smaller
+        than the world, gives exactly the gradient of the mean loss over the global batch. Several backward passes in a step
+        add up; `with model.no_sync():` around all but the last saves time.
+
+        Args:
+            model: equal on all ranks; its loss is the mean over the local samples.
+            **ddp_kwargs: for torch's DistributedDataParallel.
+        """
+        from prefect_torch_ddp.rank.gradients import wrap_model  # noqa: PLC0415 - loads torch
+
+        return wrap_model(model, self._state, self.device, self.world_size, ddp_kwargs)
+
+    def loader(
+        self,
+        dataset: "Dataset[Any]",
+        *,
+        global_batch_size: int,
+        shuffle: bool = True,
+        drop_last: bool = False,
+        **dataloader_kwargs: Any,
+    ) -> "RankLoader":
+        """Make a loader of this rank's share of each global batch: every sample once per epoch, in an order for any world size.
+
+        Args:
+            dataset: map-style.
+            global_batch_size: samples per step over all ranks together.
+            shuffle: a new order each epoch, from the run's seed.
+            drop_last: leave out the uneven tail of an epoch.
+            **dataloader_kwargs: anything else for torch's DataLoader, such as num_workers or collate_fn.
+        """
+        from prefect_torch_ddp.data.loader import RankLoader  # noqa: PLC0415 - loads torch
+
+        return RankLoader(
+            dataset,
+            global_batch_size=global_batch_size,
+            rank=self.rank,
+            world_size=self.world_size,
+            seed=self.seed,
+            shuffle=shuffle,
+            drop_last=drop_last,
+            **dataloader_kwargs,
+        )
+
+    def track(self, **objects: Any) -> None:
+        """Put objects into every checkpoint, and restore them in place where there is one to resume from.
+
+        Call it on every rank, with the same names, before `steps`. Their state is taken to be equal on all ranks; random
+        generators, the place in the data and the step counters come along by themselves.
+
+        Args:
+            **objects: anything with `state_dict` and `load_state_dict`: model, optimizer, scheduler, scaler, ...
+
+        Raises:
+            InvalidParamsError: an object can't be tracked, or its name is taken.
+            CheckpointError: the checkpoint doesn't have it, or it doesn't fit.
+        """
+        self._made_tracker().track(objects)
+
+    def steps(self, loader: "RankLoader", *, epochs: int) -> Iterator[Any]:
+        """Yield a batch per optimizer step until all epochs are done or all ranks agree to stop.
+
+        A resumed run goes on in the middle of an epoch, where its checkpoint was made. Batches stay where the loader put them. A checkpoint that is due is written when the loop's body has ended. On a rank
+        whose share of a tail is empty the batch is a stand-in whose gradient counts for nothing.
+        Called again, it numbers steps and epochs on.
+
+        Args:
+            loader: from `rank.loader`.
+            epochs: how often all samples are seen.
+        """
+        if self._loop is None:
+            from prefect_torch_ddp.rank.loop import StepLoop  # noqa: PLC0415 - loads torch
+
+            self._loop = StepLoop(self.config, self._place, self._state, self._link, self._reporter, self._made_tracker())
+        return self._loop.run(loader, epochs)
+
+    def report(self, **metrics: Any) -> None:
+        """Record metrics of this step; never waits for a rank, a device or the storage.
+
+        Several calls in one step make one record. Outside of `steps` each call makes its own.
+
+        Args:
+            **metrics: numbers or 0-d tensors.
+
+        Raises:
+            InvalidParamsError: one isn't a single real number; names it.
+        """
+        self._reporter.report(metrics)
+
+    def checkpoint(self, *, force: bool = False) -> None:
+        """Ask for a checkpoint, on every rank alike: in `steps` at the end of this step, elsewhere at once.
+
+        In `steps` those that are due come without asking.
+
+        Args:
+            force: also when none is due.
+        """
+        if self._state.share is None:
+            self._made_tracker().save_if(forced=force)
+        elif force:
+            self._state.save_wanted = True
+
+    def request_stop(self, reason: str) -> None:
+        """Have all ranks end `steps` after the same step, this one or the next; a retry of the run then adds no step."""
+        logger.info("rank %d asks to stop after step %d: %s", self.rank, self.step, reason)
+        self._state.stop_wanted = True
+
+    def save(self, path: str, data: bytes | str) -> None:
+        """Write a file to the run's results, at once.
+
+        Args:
+            path: relative, with forward slashes.
+            data: the whole content; text is written as UTF-8.
+
+        Raises:
+            BadKeyError: the path would leave the results.
+            StorageError: it can't be written.
+        """
+        from prefect_torch_ddp.storage.keys import check_key  # noqa: PLC0415
+
+        check_key(path)
+        self.config.storage.write(f"runs/{self.run_id}/results/{path}", data.encode() if isinstance(data, str) else data)
+
+    def close(self, *, failed: bool = False) -> None:
+        """Write what is pending: the last checkpoint, the metrics. Doing it twice is no error.
+
+        Args:
+            failed: the training ended by an exception: no last checkpoint is made, and nothing here raises.
+
+        Raises:
+            CheckpointError: the last checkpoint can't be written.
+            StorageError: metrics can't be written.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            if self._tracker is not None:
+                self._tracker.close(failed=failed)
+        except BaseException:
+            failed = True
+            raise
+        finally:
+            self._close_reporter(failed=failed)
+
+    def _close_reporter(self, *, failed: bool) -> None:
+        try:
+            self._reporter.close()
+        except StorageError:
+            if not failed:
+                raise
+            logger.exception("metrics of rank %d are lost", self.rank)  # beside the error that is on its way
+        finally:
+            if self._temporary is not None:
+                self._temporary.cleanup()
+
+    def __enter__(self) -> Self:
+        """Use it in a `with`."""
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Close it."""
+        self.close(failed=kind is not None)
+
+    def _made_tracker(self) -> "Tracker":
+        if self._tracker is None:
+            from prefect_torch_ddp.rank.tracker import Tracker  # noqa: PLC0415 - loads torch
+
+            self._tracker = Tracker(self.config, self._place, self._state, self._reporter)
+        return self._tracker
+
+    def outcome(self) -> dict[str, Any]:
+        """Return what a closed training amounts to, as plain values: counts, checkpoints, the step it was resumed from."""
+        tracked = self._tracker.outcome() if self._tracker is not None else {}
+        none = {"last_checkpoint": None, "best_checkpoint": None, "resumed_from_step": None}
+        return {"num_steps": self.step, "num_epochs": self._state.position.epoch, **none, **tracked}

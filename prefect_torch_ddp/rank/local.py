@@ -1,0 +1,29 @@
+"""Owns what `RankContext.local()` needs in place of a gang."""
+
+import os
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from prefect_torch_ddp.checkpoint.attempts import claim_attempt
+from prefect_torch_ddp.rank.config import RankConfig
+from prefect_torch_ddp.rank.seeding import seed_stage
+from prefect_torch_ddp.storage.directory import DirectoryStorage
+from prefect_torch_ddp.storage.protocol import Storage
+
+
+def local_config(
+    storage: Storage | str | Path | None, **config: Any
+) -> tuple[RankConfig, TemporaryDirectory[str] | None]:
+    """Describe a run of one rank in this process, claim its next attempt, and seed the process.
+
+    Returns:
+        The description, and the temporary folder to clean up where no storage was given.
+    """
+    temporary = None
+    if storage is None:
+        temporary = TemporaryDirectory(prefix="prefect-torch-ddp-")
+        storage = temporary.name
+    where = DirectoryStorage(Path(storage)) if isinstance(storage, str | os.PathLike) else storage
+    seed_stage(config["seed"], config["stage"])
+    return RankConfig(attempt=claim_attempt(where, config["run_id"]), storage=where, **config), temporary

@@ -1,0 +1,116 @@
+"""Owns what becomes of the metrics that a rank reports: one record a step, and the progress that people see."""
+
+import time
+from collections.abc import Mapping
+from numbers import Real
+from typing import Any
+
+from prefect_torch_ddp.errors import InvalidParamsError
+from prefect_torch_ddp.messages import Progress
+from prefect_torch_ddp.metrics.log import MetricLog
+from prefect_torch_ddp.rank.config import RankConfig
+from prefect_torch_ddp.rank.link import ControlLink
+from prefect_torch_ddp.rank.state import Place, TrainingState
+
+PROGRESS_INTERVAL_S = 0.5
+
+
+class Reporter:
+    """Merges what is reported in a step, and hands it on at the step's end."""
+
+    def __init__(self, config: RankConfig, place: Place, state: TrainingState, link: ControlLink) -> None:
+        """Only a training writes records: those of an evaluation would count as the training's."""
+        keeps = config.stage in ("train", "task")
+        self._log = MetricLog(config.storage, config.run_id, place.rank, config.attempt) if keeps else None
+        self._place = place
+        self._attempt = config.attempt
+        self._state = state
+        self._link = link
+        self._now: dict[str, Any] = {}
+        self._newest: dict[str, Any] = {}
+        self._next_progress = 0.0
+        self._closed = False
+
+    def report(self, metrics: Mapping[str, Any]) -> None:
+        """Take metrics of the step under way; outside of a step they are a record of their own."""
+        for name, value in metrics.items():
+            self._now[name] = _scalar(name, value)
+        if self._state.share is None:
+            self.end_step()
+
+    def end_step(self) -> None:
+        """Hand on the step's record, if it has one."""
+        if self._now and not self._closed:
+            metrics, self._now = self._now, {}
+            self._newest.update(metrics)
+            if self._log is not None:
+                self._log.append(self._record(metrics))
+        if self._place.rank == 0 and time.monotonic() >= self._next_progress:
+            self._next_progress = time.monotonic() + PROGRESS_INTERVAL_S
+            self._link.send_progress(Progress(self._state.step, self._state.epoch, self._state.total_steps, self.newest()))
+
+    def newest(self) -> dict[str, float]:
+        """Return the newest value of every metric that this rank reported; may wait for the device."""
+        self._newest = {name: float(value) for name, value in self._newest.items()}
+        return dict(self._newest)
+
+    def restore(self, newest: Mapping[str, float]) -> None:
+        """Begin with the metrics of a checkpoint."""
+        self._newest = dict(newest)
+
+    def flush(self) -> None:
+        """Write the records of the steps that have ended; raises StorageError."""
+        if self._log is not None:
+            self._log.flush()
+
+    def close(self) -> None:
+        """Write all records; raises StorageError."""
+        if self._now:
+            self.end_step()
+        self._closed = True
+        if self._log is not None:
+            self._log.close()
+
+    def _record(self, metrics: Mapping[str, Any]) -> dict[str, Any]:
+        return {
+            "step": self._state.step,
+            "epoch": self._state.epoch,
+            "rank": self._place.rank,
+            "attempt": self._attempt,
+            "time": time.time(),
+            "num_samples": 0 if self._state.share is None else self._state.share.num_local,
+            "metrics": metrics,
+        }
+
+
+class _DeviceScalar:
+    """A number that a device still computes; asking for it waits, so that is left to others than the step."""
+
+    def __init__(self, value: Any) -> None:
+        import torch  # noqa: PLC0415 - loaded by whoever made the tensor
+
+        self._value = value.detach().clone()  # the user may go on adding to it in place
+        self._done = torch.cuda.Event() if self._value.is_cuda else None  # type: ignore[no-untyped-call]
+        if self._done is not None:
+            self._done.record()
+
+    def __float__(self) -> float:
+        if self._done is not None:
+            self._done.synchronize()
+        return float(self._value.item())
+
+
+def _scalar(name: str, value: Any) -> Any:
+    """Return a float, or something that becomes one later."""
+    if isinstance(value, Real):
+        return float(value)
+    if getattr(value, "ndim", None) == 0 and not _is_complex(value):
+        device = getattr(value, "device", "cpu")
+        return float(value.item()) if getattr(device, "type", device) == "cpu" else _DeviceScalar(value)
+    shape = f" of shape {list(value.shape)}" if hasattr(value, "shape") else ""
+    msg = f"metric {name!r} is a {type(value).__name__}{shape}; report a number or a 0-d tensor, such as loss.mean()"
+    raise InvalidParamsError(msg)
+
+
+def _is_complex(value: Any) -> bool:
+    return "complex" in str(value.dtype)
