@@ -7,8 +7,9 @@ from prefect.runtime import flow_run
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect_dask import DaskTaskRunner
 
-from prefect_torch_ddp.checkpoint.manifest import object_uri
+from prefect_torch_ddp.checkpoint.manifest import newest, object_uri
 from prefect_torch_ddp.data.dataset_store import find_dataset
+from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.params import TrainParams
 from prefect_torch_ddp.results import TrainReport
 from prefect_torch_ddp.tasks.blocks import resolve_storage
@@ -73,6 +74,9 @@ def _check(params: TrainParams) -> Run:
     workload = read_workload(params.workload)
     storage = resolve_storage(params.storage)
     storage.check_writable()
+    if params.resume_from is not None and newest(storage, params.resume_from) is None:
+        msg = f"resume_from is {params.resume_from!r}, but {storage.uri} holds no complete checkpoint of a run of that id"
+        raise InvalidParamsError(msg)
     context = FlowRunContext.get()
     assert context is not None
     assert context.flow_run is not None

@@ -87,7 +87,7 @@ class TrainParams(Params):
     storage: str = Field(
         default=DEFAULT_STORAGE,
         min_length=1,
-        description="Where data, checkpoints, metrics, results go: a directory, s3://bucket/prefix, or a block like s3-bucket/name.",
+        description="Where data, checkpoints, metrics, results go: a directory, s3://bucket/prefix, or a block (s3-bucket/name).",
         json_schema_extra=_at(5),
     )
     cluster: ClusterParams = Field(

@@ -1,5 +1,6 @@
 """Owns the way from a Prefect run to its Dask cluster."""
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -75,7 +76,10 @@ def local_cluster(**kwargs: Any) -> distributed.LocalCluster:
         "processes": True,
         "dashboard_address": "127.0.0.1:0",  # None would bind port 8787 all the same
         "scheduler_kwargs": {"allowed_failures": 0},
+        "env": {"DASK_LOGGING__DISTRIBUTED": "warning"},
     }
+    # Else Dask writes some 70 lines about itself between the run's own.
+    logging.getLogger("distributed").setLevel(logging.WARNING)
     with dask.config.set(QUIET):
         return distributed.LocalCluster(**{**defaults, **kwargs})
 

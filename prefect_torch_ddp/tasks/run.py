@@ -1,10 +1,9 @@
 """Owns what the tasks of one run share."""
 
-import logging
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from prefect.logging import get_run_logger
 
@@ -13,6 +12,9 @@ from prefect_torch_ddp.messages import GangEvent, LogLine
 from prefect_torch_ddp.params import TrainParams
 from prefect_torch_ddp.rank.config import CheckpointPolicy, RankConfig, Stage
 from prefect_torch_ddp.storage.protocol import Storage
+
+if TYPE_CHECKING:
+    import logging
 
 # Named, not imported: what it leads to loads torch, which only ranks do.
 RUN_STAGE = "prefect_torch_ddp.rank.entry:run_stage"

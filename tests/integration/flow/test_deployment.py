@@ -1,0 +1,77 @@
+"""E2: a real server, a process work pool and a worker; `prefect deployment run train-ddp/nightly --watch` ends Completed."""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.filters import DeploymentFilter, DeploymentFilterName, FlowRunFilter, FlowRunFilterState
+from prefect.client.schemas.filters import FlowRunFilterStateType as StateTypeFilter
+from prefect.client.schemas.objects import StateType
+
+from tests.integration.runs import artifacts_of
+
+pytestmark = pytest.mark.timeout(300)
+
+ROOT = Path(__file__).parents[3]
+PREFECT = [sys.executable, "-m", "prefect", "--no-prompt"]
+
+
+def prefect(*command: str, timeout_s: float = 120) -> str:
+    """Run a Prefect command in the repository's root, as a person would, and return what it printed."""
+    done = subprocess.run([*PREFECT, *command], cwd=ROOT, capture_output=True, text=True, timeout=timeout_s, check=False)
+    assert done.returncode == 0, f"{command}: {done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    return done.stdout
+
+
+@pytest.fixture
+def deployed(prefect_api: str, tmp_path: Path) -> Iterator[str]:
+    """Create the work pool, deploy deployments/prefect.yaml and run a worker; gives the API URL."""
+    prefect("work-pool", "create", "train-ddp", "--type", "process")
+    prefect("deploy", "--all", "--prefect-file", "deployments/prefect.yaml")
+    with (tmp_path / "worker.log").open("wb") as log:
+        command = [*PREFECT, "worker", "start", "--pool", "train-ddp", "--type", "process"]
+        worker = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, env=dict(os.environ))
+        try:
+            yield prefect_api
+        finally:
+            worker.terminate()
+            try:
+                worker.wait(20)
+            except subprocess.TimeoutExpired:
+                worker.kill()
+                worker.wait()
+
+
+def test_nightly_runs_to_completed(deployed: str, tmp_path: Path) -> None:
+    """Deploy as documented, run the deployment by its name, and find its artifacts; the cron has scheduled runs."""
+    params = {"workload": "flows.digits", "storage": str(tmp_path / "store"), "options": {"epochs": 2}}
+    printed = prefect(
+        "deployment", "run", "train-ddp/nightly", "--watch", "--param", f"params={__import__('json').dumps(params)}", timeout_s=240
+    )
+    assert "Completed" in printed
+    with get_client(sync_client=True) as client:
+        where = DeploymentFilter(name=DeploymentFilterName(any_=["nightly"]))
+        completed = FlowRunFilter(state=FlowRunFilterState(type=StateTypeFilter(any_=[StateType.COMPLETED])))
+        (run,) = client.read_flow_runs(deployment_filter=where, flow_run_filter=completed)
+        assert {"train-ddp-report", "train-ddp-progress"} <= artifacts_of(run.id).keys()
+        scheduled = FlowRunFilter(state=FlowRunFilterState(type=StateTypeFilter(any_=[StateType.SCHEDULED])))
+        deadline = time.monotonic() + 60
+        while not (found := client.read_flow_runs(deployment_filter=where, flow_run_filter=scheduled)):
+            assert time.monotonic() < deadline, "the cron schedule made no run"
+            time.sleep(0.5)
+        assert found[0].parameters.keys() == {"params"}
+
+
+def test_prefect_yaml_keeps_runs_apart() -> None:
+    """E3: a cron with a time zone, and no overlapping runs."""
+    (nightly,) = yaml.safe_load((ROOT / "deployments/prefect.yaml").read_text())["deployments"]
+    (schedule,) = nightly["schedules"]
+    assert schedule["cron"]
+    assert schedule["timezone"]
+    assert nightly["concurrency_limit"]["limit"] == 1

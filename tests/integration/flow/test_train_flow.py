@@ -1,0 +1,147 @@
+"""The main job: the digits, end to end, twice, on a real Prefect server and a real local Dask cluster."""
+
+import hashlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from prefect_torch_ddp import CheckpointParams, RankFailedError, TrainParams, TrainReport, train_flow
+from tests.integration.runs import artifacts_of, flow_run_id_of, logs_of, states_of, task_runs_of
+
+pytestmark = [pytest.mark.timeout(240)]
+
+
+@pytest.fixture(scope="module")
+def two_runs(prefect_server: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[TrainReport, TrainReport]:
+    """Train the digits twice with the same parameters and storage."""
+    from prefect.settings import PREFECT_API_URL, temporary_settings
+
+    storage = tmp_path_factory.mktemp("storage")
+    params = TrainParams(workload="flows.digits", storage=str(storage), seed=7)
+    with temporary_settings({PREFECT_API_URL: prefect_server}):
+        return train_flow(params), train_flow(params)
+
+
+@pytest.mark.usefixtures("prefect_api")
+def test_digits_are_learnt(two_runs: tuple[TrainReport, TrainReport]) -> None:
+    """A typed report: at least 97 % on the held-out split, every class scored, the matrix square and complete."""
+    report = two_runs[0]
+    assert isinstance(report, TrainReport)
+    evaluation = report.evaluation
+    assert evaluation.accuracy is not None
+    assert evaluation.accuracy >= 0.97
+    assert evaluation.num_samples == sum(map(sum, evaluation.confusion_matrix)) == sum(c.support for c in evaluation.classes)
+    assert [score.name for score in evaluation.classes] == list("0123456789")
+    assert {len(row) for row in evaluation.confusion_matrix} == {10}
+    right = sum(evaluation.confusion_matrix[i][i] for i in range(10))
+    assert evaluation.accuracy == right / evaluation.num_samples
+    assert report.training.duration_s < 60
+
+
+@pytest.mark.usefixtures("prefect_api")
+def test_one_row_an_epoch_with_validation(two_runs: tuple[TrainReport, TrainReport]) -> None:
+    """D4, C2: per-epoch history with the mean loss over all samples of all ranks, and validation."""
+    report = two_runs[0]
+    assert [row.epoch for row in report.epochs] == list(range(1, report.training.num_epochs + 1))
+    for row in report.epochs:
+        assert {"loss", "validation_accuracy", "validation_loss"} <= row.metrics.keys()
+    assert len({row.num_samples for row in report.epochs}) == 1
+    assert report.epochs[-1].metrics["loss"] < report.epochs[0].metrics["loss"]
+
+
+@pytest.mark.usefixtures("prefect_api")
+def test_the_model_loads_with_plain_torch(two_runs: tuple[TrainReport, TrainReport]) -> None:
+    """D5: the weights load in a process without this package's storage code, with weights_only, and without `module.`."""
+    report = two_runs[0]
+    code = (
+        "import torch; from flows.digits import DigitNet; net = DigitNet();"
+        f"net.load_state_dict(torch.load({report.model_uri!r}, weights_only=True)); print('loaded')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout.strip() == "loaded", done.stderr
+
+
+@pytest.mark.usefixtures("prefect_api")
+def test_second_run_prepares_nothing_and_gives_the_same_weights(two_runs: tuple[TrainReport, TrainReport]) -> None:
+    """B8, B5, C6: the second run's prepare is Cached; split and weights are the same by the seed."""
+    first, second = two_runs
+    assert task_runs_of(flow_run_id_of(first.flow_run_url))["prepare"].state_name == "Completed"
+    assert task_runs_of(flow_run_id_of(second.flow_run_url))["prepare"].state_name == "Cached"
+    assert first.dataset == second.dataset
+    digests = [hashlib.sha256(Path(run.model_uri).read_bytes()).hexdigest() for run in two_runs]
+    assert digests[0] == digests[1]
+    assert first.evaluation == second.evaluation
+
+
+@pytest.mark.usefixtures("prefect_api")
+def test_lines_of_both_ranks_are_in_the_runs_log(prefect_api: str, tmp_path: Path) -> None:
+    """A14: the API's log filter shows what both ranks printed, with the rank in front."""
+    report = train_flow(TrainParams(workload="tests.workloads.tiny", storage=str(tmp_path)))
+    messages = [line.message for line in logs_of(flow_run_id_of(report.flow_run_url))]
+    assert "[rank 0] step 1" in messages
+    assert "[rank 1] step 1" in messages
+    assert any("attempt 1 trains tests.workloads.tiny on 2 ranks" in message for message in messages)
+
+
+@pytest.mark.usefixtures("prefect_api")
+def test_artifacts_to_browse(two_runs: tuple[TrainReport, TrainReport]) -> None:
+    """Item 7: progress, the report with its curve, epoch table, confusion matrix, where the checkpoints are."""
+    report = two_runs[1]
+    artifacts = artifacts_of(flow_run_id_of(report.flow_run_url))
+    assert {
+        "train-ddp-progress",
+        "train-ddp-report",
+        "train-ddp-epochs",
+        "train-ddp-confusion-matrix",
+        "train-ddp-checkpoints",
+    } <= artifacts.keys()
+    assert "data:image/svg+xml;base64," in str(artifacts["train-ddp-report"].data)
+    assert report.checkpoint.uri in str(artifacts["train-ddp-checkpoints"].data)
+    assert artifacts["train-ddp-progress"].data == 100
+
+
+@pytest.mark.usefixtures("prefect_api")
+@pytest.mark.parametrize("how", ["raise", "SIGKILL"])
+def test_a_retry_resumes_and_says_who_failed(tmp_path: Path, how: str) -> None:
+    """E4: rank 1 fails at step 12; the retry resumes from the checkpoint of step 10, and the state names rank, host and cause."""
+    plain = TrainParams(workload="tests.workloads.tiny", storage=str(tmp_path), seed=3, checkpoint=CheckpointParams(every_steps=5))
+    fault = {"how": how, "step": 12, "rank": 1, "attempts": [1]}
+    faulty = plain.model_copy(update={"options": {"fault": fault}, "retries": 1, "retry_delay_s": 0.1})
+    report = train_flow(faulty)
+    assert (report.training.attempt, report.training.resumed_from_step) == (2, 10)
+    states = states_of(task_runs_of(flow_run_id_of(report.flow_run_url))["train"])
+    assert [name for name, _ in states if name not in ("Pending", "Running")] == ["AwaitingRetry", "Retrying", "Completed"]
+    message = next(message for name, message in states if name == "AwaitingRetry")
+    cause = "ValueError: told to fail" if how == "raise" else "was killed by SIGKILL (9)"
+    assert f"rank 1 on 127.0.0.1 failed in attempt 1: {cause}" in message
+    undisturbed = train_flow(plain)
+    assert Path(undisturbed.model_uri).read_bytes() == Path(report.model_uri).read_bytes()
+    assert report.epochs == undisturbed.epochs
+
+
+@pytest.mark.usefixtures("prefect_api")
+def test_the_last_failure_reaches_the_caller(tmp_path: Path) -> None:
+    """When retries are used up the flow raises the user's own error with rank, host and attempt."""
+    fault = {"how": "raise", "step": 2, "rank": 0, "attempts": [1, 2]}
+    params = TrainParams(
+        workload="tests.workloads.tiny", storage=str(tmp_path), options={"fault": fault}, retries=1, retry_delay_s=0.1
+    )
+    with pytest.raises(RankFailedError, match=r"rank 0 on 127.0.0.1 failed in attempt 2: ValueError: told to fail") as caught:
+        train_flow(params)
+    assert isinstance(caught.value.__cause__, ValueError)
+
+
+def test_nothing_configured(tmp_path: Path) -> None:
+    """E1: without any server configured: an embedded one, a local cluster, local storage; a typed report."""
+    code = (
+        "from prefect_torch_ddp import TrainParams, train_flow\n"
+        "if __name__ == '__main__':\n"
+        f"    report = train_flow(TrainParams(workload='tests.workloads.tiny', storage={str(tmp_path / 'store')!r}))\n"
+        "    print(type(report).__name__, report.evaluation.num_samples)\n"
+    )
+    script = tmp_path / "run.py"
+    script.write_text(code)
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=200, check=False)
+    assert done.stdout.strip().splitlines()[-1:] == ["TrainReport 21"], done.stderr[-3000:]

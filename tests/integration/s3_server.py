@@ -1,0 +1,241 @@
+"""Owns a real S3 server for tests, with users and refusals, and a wire between client and server that can be cut."""
+
+import http.client
+import itertools
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prefect_torch_ddp.storage.s3 import S3Storage
+
+READY_S = 60.0
+NUM_SETUP_ACTIONS = 6
+ALLOW = {
+    "owner": ["s3:*"],
+    "reader": ["s3:GetObject", "s3:ListBucket"],
+}
+
+
+@dataclass(frozen=True)
+class S3Server:
+    """A running server."""
+
+    endpoint_url: str
+    keys: dict[str, tuple[str, str]]
+    """Access key and secret of each user; empty where the server lets everyone in."""
+    bucket: str = "bucket"
+    _numbers: Iterator[int] = field(default_factory=itertools.count)
+
+    def storage(self, prefix: str | None = None, user: str = "owner", **changes: Any) -> S3Storage:
+        """Describe a storage, by default under a prefix of its own."""
+        key, secret = self.keys.get(user, ("anyone", "anything"))
+        options = {"endpoint_url": self.endpoint_url, "access_key_id": key, "secret_access_key": secret} | changes
+        return S3Storage(
+            options.pop("bucket", self.bucket), f"test/{next(self._numbers)}" if prefix is None else prefix, **options
+        )
+
+
+@pytest.fixture(scope="module")
+def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    """Run a server that checks signatures and rights: user `owner` may do all, user `reader` reads."""
+    with run_server(tmp_path_factory.mktemp("s3") / "server.log", checks_rights=True) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def open_s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    """Run a server that lets everyone in, so that a wire may change requests, which their signatures would not survive."""
+    with run_server(tmp_path_factory.mktemp("s3") / "server.log", checks_rights=False) as server:
+        yield server
+
+
+@contextmanager
+def run_server(log_path: Path, *, checks_rights: bool) -> Iterator[S3Server]:
+    """Start moto in a process of its own, wait until it answers, and kill it at the end."""
+    env = dict(os.environ)
+    if checks_rights:
+        env["INITIAL_NO_AUTH_ACTION_COUNT"] = str(NUM_SETUP_ACTIONS)
+    with log_path.open("wb") as log:
+        process, endpoint_url = _start(env, log.fileno(), log_path)
+        try:
+            server = S3Server(endpoint_url, _make_users(endpoint_url) if checks_rights else {})
+            _boto3_client("s3", endpoint_url, *server.keys.get("owner", ("anyone", "anything"))).create_bucket(
+                Bucket=server.bucket
+            )
+            yield server
+        finally:
+            process.kill()
+            process.wait()
+
+
+def _start(env: dict[str, str], log: int, log_path: Path) -> tuple[subprocess.Popen[bytes], str]:
+    for _ in range(3):  # another process may take the free port before the server does
+        port = free_port()
+        command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+        process = subprocess.Popen(command, stdout=log, stderr=log, env=env)
+        url = f"http://127.0.0.1:{port}"
+        deadline = time.monotonic() + READY_S
+        while process.poll() is None and time.monotonic() < deadline:
+            if _answers(url):
+                return process, url
+            time.sleep(0.05)
+        process.kill()
+        process.wait()
+    pytest.fail("the S3 server did not start:\n" + log_path.read_text()[-4000:])
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{url}/moto-api/data.json", timeout=5) as response:
+            return bool(response.status == 200)
+    except OSError:
+        return False
+
+
+def free_port() -> int:
+    """Find a port that nobody listens on right now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _boto3_client(service: str, endpoint_url: str, key: str, secret: str) -> Any:
+    from boto3.session import Session
+
+    session = Session(aws_access_key_id=key, aws_secret_access_key=secret, region_name="us-east-1")
+    return session.client(service, endpoint_url=endpoint_url)
+
+
+def _make_users(endpoint_url: str) -> dict[str, tuple[str, str]]:
+    iam = _boto3_client("iam", endpoint_url, "setup", "setup")
+    keys = {}
+    for name, actions in ALLOW.items():
+        iam.create_user(UserName=name)
+        statement = {"Effect": "Allow", "Action": actions, "Resource": "*"}
+        policy = json.dumps({"Version": "2012-10-17", "Statement": [statement]})
+        iam.put_user_policy(UserName=name, PolicyName="may", PolicyDocument=policy)
+        made = iam.create_access_key(UserName=name)["AccessKey"]
+        keys[name] = made["AccessKeyId"], made["SecretAccessKey"]
+    iam.close()
+    return keys
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """A request that went over the wire, with the server's answer to it."""
+
+    method: str
+    headers: dict[str, str]
+    status: int
+    answer_headers: tuple[tuple[str, str], ...]
+    answer: bytes
+
+
+Fault = Callable[[BaseHTTPRequestHandler, Exchange], None]
+
+
+class Wire:
+    """A proxy in front of a server. Each queued fault takes the place of one answer to a request of its method."""
+
+    def __init__(self, endpoint_url: str, without_header: str | None = None) -> None:
+        self.exchanges: list[Exchange] = []
+        self.faults: list[tuple[str, Fault]] = []
+        handler = type("Handler", (_Handler,), {"wire": self, "upstream": endpoint_url.removeprefix("http://")})
+        self.without_header = without_header
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+        self._server.daemon_threads = True
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.02,))
+        self.endpoint_url = f"http://127.0.0.1:{self._server.server_address[1]}"
+
+    def __enter__(self) -> "Wire":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.shutdown()
+        self._thread.join()
+        self._server.server_close()
+
+    def count(self, method: str) -> int:
+        """Count the requests of a method that were seen."""
+        return sum(exchange.method == method for exchange in self.exchanges)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    wire: Wire
+    upstream: str
+
+    def do_request(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        exchange = self._forward(body)
+        self.wire.exchanges.append(exchange)
+        for number, (method, fault) in enumerate(self.wire.faults):
+            if method == self.command:
+                del self.wire.faults[number]
+                fault(self, exchange)
+                self.close_connection = True
+                return
+        send(self, exchange, exchange.answer)
+
+    do_GET = do_PUT = do_HEAD = do_DELETE = do_POST = do_request
+
+    def _forward(self, body: bytes) -> Exchange:
+        connection = http.client.HTTPConnection(self.upstream, timeout=30)
+        headers = dict(self.headers.items())
+        connection.putrequest(self.command, self.path, skip_host=True, skip_accept_encoding=True)
+        for name, value in headers.items():
+            if name.lower() not in {"expect", self.wire.without_header}:
+                connection.putheader(name, value)
+        connection.endheaders(body)
+        response = connection.getresponse()
+        exchange = Exchange(self.command, headers, response.status, tuple(response.getheaders()), response.read())
+        connection.close()
+        return exchange
+
+    def log_message(self, *_: object) -> None:
+        """Stay silent."""
+
+
+def send(handler: BaseHTTPRequestHandler, exchange: Exchange, part: bytes) -> None:
+    """Send the answer's head as it came, and a part of its content."""
+    handler.send_response_only(exchange.status)
+    for name, value in exchange.answer_headers:
+        if name.lower() not in {"connection", "transfer-encoding"}:
+            handler.send_header(name, value)
+    if not any(name.lower() == "content-length" for name, _ in exchange.answer_headers):
+        handler.send_header("Content-Length", str(len(exchange.answer)))
+    handler.end_headers()
+    handler.wfile.write(part)
+
+
+def cut_in_the_body(handler: BaseHTTPRequestHandler, exchange: Exchange) -> None:
+    """Close the connection after half of the content."""
+    send(handler, exchange, exchange.answer[: len(exchange.answer) // 2])
+
+
+def lose_the_answer(handler: BaseHTTPRequestHandler, exchange: Exchange) -> None:
+    """Close the connection when the server has done what was asked, before anyone hears of it."""
+
+
+def answer(status: int, code: str) -> Fault:
+    """Make a fault that answers with an error of S3's own form."""
+
+    def fault(handler: BaseHTTPRequestHandler, exchange: Exchange) -> None:
+        body = f"<Error><Code>{code}</Code><Message>made by the test</Message></Error>".encode()
+        send(handler, Exchange(exchange.method, {}, status, (("Content-Type", "application/xml"),), body), body)
+
+    return fault

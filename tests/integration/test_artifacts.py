@@ -1,0 +1,365 @@
+"""Artifacts on a real Prefect server: live and updated in place, published whole, never in the training's way."""
+
+import contextlib
+import json
+import logging
+import math
+import re
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import pytest
+from prefect import flow, task
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterFlowRunId
+from prefect.client.schemas.objects import Artifact
+from prefect.context import FlowRunContext, TaskRunContext
+from prefect.settings import PREFECT_API_URL, temporary_settings
+
+from prefect_torch_ddp.messages import Progress
+from prefect_torch_ddp.params import TrainParams
+from prefect_torch_ddp.results import CheckpointRef, ClassScore, DatasetReport, EpochRow, Report, TrainingReport
+from prefect_torch_ddp.storage.protocol import StoredObject
+from prefect_torch_ddp.tasks.artifacts import ArtifactWriter, LiveReport, key
+from prefect_torch_ddp.tasks.publish import publish
+
+RUN = "calm-otter-12345678"
+SECRET = "hunter2-do-not-show"
+INTERVAL_S = 0.3
+
+
+@dataclass(frozen=True)
+class Shelf:
+    """A storage in memory, as far as reading goes."""
+
+    uri: str = "s3://bucket/prefix"
+    secret_key: str = field(default=SECRET, repr=False)
+    objects: dict[str, bytes] = field(default_factory=dict, repr=False)
+
+    def list(self, prefix: str = "") -> Iterator[StoredObject]:
+        """Yield what is there, in key order."""
+        for name in sorted(self.objects):
+            if name.startswith(prefix):
+                yield StoredObject(name, len(self.objects[name]))
+
+    def read(self, name: str) -> bytes:
+        """Return the whole object."""
+        return self.objects[name]
+
+
+def live_report(**options) -> LiveReport:
+    """Make a live report with a short interval."""
+    about = {"run_id": RUN, "workload": "flows.digits", "world_size": 2, "attempt": 1, "interval_s": INTERVAL_S}
+    return LiveReport(**(about | options))
+
+
+def step(number: int, loss: float = 0.5) -> Progress:
+    """Make the progress of one step."""
+    return Progress(step=number, epoch=(number - 1) // 10 + 1, total_steps=40, metrics={"loss": loss})
+
+
+def artifacts_of(flow_run_id: Any) -> list[Artifact]:
+    """Ask the API for all artifacts of a flow run."""
+    with get_client(sync_client=True) as client:
+        found = client.read_artifacts(
+            artifact_filter=ArtifactFilter(flow_run_id=ArtifactFilterFlowRunId(any_=[flow_run_id])), limit=200
+        )
+    return sorted(found, key=lambda artifact: artifact.created)
+
+
+def by_key(flow_run_id: Any) -> dict[str, Artifact]:
+    """Return a flow run's artifacts by key, each of which may be there once."""
+    found = artifacts_of(flow_run_id)
+    assert len({artifact.key for artifact in found}) == len(found), "an artifact was made twice"
+    return {artifact.key: artifact for artifact in found}
+
+
+def wait_for(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
+    """Wait until it is so."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("report", "train-ddp-report"), ("Confusion Matrix", "train-ddp-confusion-matrix"), ("ä_b.c/", "train-ddp-b-c")],
+)
+def test_keys_are_lowercase_letters_digits_and_dashes(name, expected):
+    """Keys are lowercase letters digits and dashes."""
+    assert key(name) == expected
+    assert key("report", kind="My_Flow 2") == "my-flow-2-report"
+
+
+def test_the_live_report_is_two_artifacts_updated_in_place(prefect_api):
+    """The live report is two artifacts updated in place."""
+    seen: list[dict[str, Artifact]] = []
+
+    @task
+    def train() -> str:
+        run_id = TaskRunContext.get().task_run.flow_run_id
+        with live_report() as live:
+            for last in (10, 20):
+                for number in range(last - 9, last + 1):
+                    live.update(step(number, loss=1 / number))
+                wait_for(lambda last=last: f"step {last}/40" in by_key(run_id).get("train-ddp-report", Artifact(data="")).data)
+                seen.append(by_key(run_id))
+        return str(TaskRunContext.get().task_run.id)
+
+    @flow
+    def run() -> tuple[str, str]:
+        return str(FlowRunContext.get().flow_run.id), train()
+
+    flow_run_id, task_run_id = run()
+    first, second, last = *seen, by_key(flow_run_id)
+    assert set(last) == {"train-ddp-progress", "train-ddp-report"}
+    for name, artifact in last.items():
+        assert first[name].id == second[name].id == artifact.id
+        assert first[name].data != second[name].data != artifact.data
+        assert str(artifact.task_run_id) == task_run_id
+    assert (first["train-ddp-progress"].data, second["train-ddp-progress"].data) == (25.0, 50.0)
+    assert first["train-ddp-progress"].description.startswith("epoch 1, step 10/40, loss 0.1")
+    assert last["train-ddp-progress"].data == 100.0
+    assert last["train-ddp-progress"].description == "epoch 2, step 20/40, loss 0.05, finished"
+    assert "](data:image/svg+xml;base64," in last["train-ddp-report"].data
+    assert RUN in last["train-ddp-report"].data
+
+
+def test_a_flood_of_progress_is_written_at_most_once_an_interval_and_the_end_at_once(prefect_api):
+    """A flood of progress is written at most once an interval and the end at once."""
+
+    @task
+    def train() -> tuple[float, float]:
+        with live_report(interval_s=60.0) as live:
+            wait_for(lambda: "train-ddp-report" in by_key(TaskRunContext.get().task_run.flow_run_id))
+            started = time.monotonic()
+            for number in range(1, 5001):
+                live.update(step(number % 40 + 1))
+            took_s = time.monotonic() - started
+            time.sleep(1.0)
+            early = by_key(TaskRunContext.get().task_run.flow_run_id)["train-ddp-report"].data
+            assert "step" not in early.splitlines()[0].replace("no step yet", "")
+            ended = time.monotonic()
+        return took_s, time.monotonic() - ended
+
+    @flow
+    def run() -> tuple[str, float, float]:
+        return str(FlowRunContext.get().flow_run.id), *train()
+
+    flow_run_id, took_s, finish_s = run()
+    assert took_s / 5000 < 0.001
+    assert finish_s < 5.0
+    assert "finished" in by_key(flow_run_id)["train-ddp-progress"].description
+
+
+def test_a_training_that_fails_shows_where_it_stopped_and_its_retry_updates_the_same_artifacts(prefect_api):
+    """A training that fails shows where it stopped and its retry updates the same artifacts."""
+    descriptions: list[tuple[Any, str]] = []
+
+    @task(retries=1)
+    def train() -> None:
+        context = TaskRunContext.get().task_run
+        with live_report(attempt=context.run_count) as live:
+            if context.run_count == 2:
+                found = by_key(context.flow_run_id)["train-ddp-progress"]
+                descriptions.append((found.id, found.description))
+            live.update(step(13 * context.run_count))
+            if context.run_count == 1:
+                msg = "boom"
+                raise ValueError(msg)
+
+    @flow
+    def run() -> str:
+        train()
+        return str(FlowRunContext.get().flow_run.id)
+
+    last = by_key(run())
+    assert descriptions == [(last["train-ddp-progress"].id, "epoch 2, step 13/40, loss 0.5, stopped")]
+    assert last["train-ddp-progress"].description == "epoch 3, step 26/40, loss 0.5, finished"
+    assert "| Attempt | 2 |" in last["train-ddp-report"].data
+
+
+def test_an_api_that_is_down_costs_one_warning_and_no_error(caplog):
+    """An api that is down costs one warning and no error."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))  # bound and not listening: refuses, and nobody else takes the port
+        with temporary_settings({PREFECT_API_URL: f"http://127.0.0.1:{listener.getsockname()[1]}/api"}):
+            started = time.monotonic()
+            with caplog.at_level(logging.WARNING), live_report(interval_s=0.05) as live:
+                for number in range(1, 11):
+                    live.update(step(number))
+                    time.sleep(0.05)
+            took_s = time.monotonic() - started
+    warnings = [record.getMessage() for record in caplog.records if "live report" in record.getMessage()]
+    assert len(warnings) == 1
+    assert took_s < 15
+
+
+def test_an_api_that_comes_back_gets_the_report(prefect_server, caplog):
+    """A door that first refuses and then leads to the server stands for a server that restarts."""
+    host, port = re.match(r"http://([^:]+):(\d+)/", prefect_server).groups()
+    door = socket.socket()
+    door.bind(("127.0.0.1", 0))
+    url = f"http://127.0.0.1:{door.getsockname()[1]}/api"
+    run_id = f"comes-back-{time.time_ns()}"
+    with (
+        temporary_settings({PREFECT_API_URL: url}),
+        caplog.at_level(logging.WARNING),
+        live_report(run_id=run_id, interval_s=0.1) as live,
+    ):
+        wait_for(lambda: any("live report" in record.getMessage() for record in caplog.records))
+        door.listen()
+        with _Porter(door, (host, int(port))):
+            live.update(step(7))
+            with temporary_settings({PREFECT_API_URL: prefect_server}), get_client(sync_client=True) as client:
+                wait_for(
+                    lambda: any(run_id in str(found.data) and "step 7/40" in str(found.data) for found in client.read_artifacts())
+                )
+            live.finish()
+
+
+class _Porter:
+    """Carries bytes between a listening socket and an address, both ways."""
+
+    def __init__(self, door: socket.socket, address: tuple[str, int]) -> None:
+        self._door, self._address = door, address
+        self._open: list[socket.socket] = [door]
+
+    def __enter__(self) -> Self:
+        def carry(source: socket.socket, target: socket.socket) -> None:
+            with contextlib.suppress(OSError):
+                while data := source.recv(65536):
+                    target.sendall(data)
+
+        def welcome() -> None:
+            while True:
+                try:
+                    guest, _ = self._door.accept()
+                except OSError:
+                    return
+                host = socket.create_connection(self._address)
+                self._open += [guest, host]
+                for pair in ((guest, host), (host, guest)):
+                    threading.Thread(target=carry, args=pair, daemon=True).start()
+
+        threading.Thread(target=welcome, daemon=True).start()
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        for end in self._open:
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+            end.close()
+
+
+def records() -> dict[str, bytes]:
+    """Write what two ranks would have written in four epochs."""
+
+    def line(number: int, rank: int) -> bytes:
+        loss: float | str = "nan" if number == 25 else "inf" if number == 35 else 1 / number + rank
+        metrics: dict[str, Any] = {"loss": loss} | (
+            {"validation_accuracy": 0.9, "a": 1, "b": 2, "c": 3} if number % 10 == 0 else {}
+        )
+        record = {"step": number, "epoch": (number - 1) // 10 + 1, "rank": rank, "attempt": 1, "time": float(number)}
+        return json.dumps(record | {"num_samples": 8, "metrics": metrics}).encode() + b"\n"
+
+    return {
+        f"runs/{RUN}/metrics/rank-{rank:05d}/000001-000001.jsonl": b"".join(line(number, rank) for number in range(1, 41))
+        for rank in range(2)
+    }
+
+
+def publish_inputs() -> dict[str, Any]:
+    """Make the results of the tasks before."""
+    last = CheckpointRef(step=40, attempt=1, uri="s3://bucket/prefix/manifest.json")
+    return {
+        "params": TrainParams(workload="flows.digits"),
+        "storage": Shelf(objects=records()),
+        "dataset": DatasetReport(dataset_id="d", uri="s3://bucket/data/d", num_files=1, num_bytes=10, digest="9f2c"),
+        "training": TrainingReport(
+            run_id=RUN, attempt=1, world_size=2, num_steps=40, num_epochs=4, duration_s=1.0, value={}, last_checkpoint=last
+        ),
+        "evaluation": Report(
+            num_samples=8,
+            accuracy=0.875,
+            loss=0.25,
+            classes=(
+                ClassScore(name="a|b", precision=1.0, recall=0.75, f1=6 / 7, support=4),
+                ClassScore(name="dog", precision=0.8, recall=1.0, f1=8 / 9, support=4),
+                ClassScore(name="never seen", precision=0.0, recall=0.0, f1=0.0, support=0),
+            ),
+            confusion_matrix=((3, 1, 0), (0, 4, 0), (0, 0, 0)),
+        ),
+        "checkpoint": last,
+        "model_uri": "s3://bucket/prefix/model.pt",
+    }
+
+
+def test_publish_shows_the_whole_run_and_returns_its_epochs(prefect_api):
+    """Publish shows the whole run and returns its epochs."""
+
+    @flow
+    def run() -> tuple[str, tuple[EpochRow, ...]]:
+        return str(FlowRunContext.get().flow_run.id), publish(**publish_inputs())
+
+    flow_run_id, epochs = run()
+    assert [row.epoch for row in epochs] == [1, 2, 3, 4]
+    assert epochs[0].metrics["loss"] == pytest.approx(sum(1 / number for number in range(1, 11)) / 10 + 0.5)
+    assert math.isnan(epochs[2].metrics["loss"])
+    shown = by_key(flow_run_id)
+    assert {name: artifact.type for name, artifact in shown.items()} == {
+        "train-ddp-report": "markdown",
+        "train-ddp-epochs": "table",
+        "train-ddp-confusion-matrix": "markdown",
+        "train-ddp-class-scores": "table",
+        "train-ddp-checkpoints": "markdown",
+    }
+    assert all(re.fullmatch(r"[a-z0-9-]+", name) for name in shown)
+    assert "`s3://bucket/prefix/manifest.json`" in shown["train-ddp-checkpoints"].data
+    assert "| a\\|b | **3** | 1 | 0 |" in shown["train-ddp-confusion-matrix"].data
+    assert "accuracy 87.50 %, loss 0.25, 8 samples" in shown["train-ddp-report"].data
+    assert SECRET not in "".join(str(artifact) for artifact in shown.values())
+
+
+def test_tables_have_at_most_five_columns_and_no_number_that_crashes_the_page(prefect_api):
+    """Tables have at most five columns and no number that crashes the page."""
+
+    @flow
+    def run() -> str:
+        publish(**publish_inputs())
+        return str(FlowRunContext.get().flow_run.id)
+
+    shown = by_key(run())
+    epochs = json.loads(shown["train-ddp-epochs"].data, parse_constant=pytest.fail)
+    assert [list(row) for row in epochs] == [["epoch", "loss", "validation_accuracy", "a", "b"]] * 4
+    assert [row["loss"] for row in epochs] == [0.7929, 0.5669, "nan", "inf"]
+    scores = json.loads(shown["train-ddp-class-scores"].data, parse_constant=pytest.fail)
+    assert scores[0] == {"class": "a|b", "precision": 1.0, "recall": 0.75, "F1": 0.8571, "support": 4}
+    assert scores[2] == {"class": "never seen", "precision": 0.0, "recall": 0.0, "F1": 0.0, "support": 0}
+
+
+def test_publishing_twice_in_one_task_run_makes_nothing_twice(prefect_api):
+    """Dask runs a task again when its worker is lost, with the same task run id."""
+
+    @task
+    def twice() -> None:
+        publish.fn(**publish_inputs())
+        publish.fn(**publish_inputs())
+
+    @flow
+    def run() -> str:
+        twice()
+        return str(FlowRunContext.get().flow_run.id)
+
+    assert len(by_key(run())) == 5
+
+
+def test_a_table_with_nan_is_refused_before_it_is_sent(prefect_api):
+    """A table with nan is refused before it is sent."""
+    with get_client(sync_client=True) as client, pytest.raises(ValueError, match="JSON"):
+        ArtifactWriter(client, None, None).put_table("train-ddp-x", [{"loss": math.nan}])

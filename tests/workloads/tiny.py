@@ -1,0 +1,68 @@
+"""Owns the smallest whole workload: a linear classifier of points, quick to train, that fails where it is told to."""
+
+import os
+import signal
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn.functional import cross_entropy
+from torch.utils.data import TensorDataset
+
+from prefect_torch_ddp import RankContext, Report
+from prefect_torch_ddp.rank.evaluation import ClassificationMeter
+
+CLASSES = ["below", "above"]
+
+
+def prepare(rank: RankContext) -> None:
+    """Write points in the plane, labelled by the line they lie below or above."""
+    generator = np.random.default_rng(0)
+    for split, size in (("train", rank.options.get("num_samples", 50)), ("test", 21)):
+        points = generator.normal(size=(size, 2)).astype(np.float32)
+        np.savez(rank.data / f"{split}.npz", points=points, labels=(points.sum(1) > 0).astype(np.int64))
+
+
+def train(rank: RankContext) -> dict[str, Any]:
+    """Train; fail at the step and on the rank that the options name, in the attempts they name."""
+    torch.manual_seed(rank.seed)
+    model = rank.wrap(torch.nn.Linear(2, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    rank.track(model=model, optimizer=optimizer)
+    loader = rank.loader(read(rank, "train"), global_batch_size=8)
+    for points, labels in rank.steps(loader, epochs=rank.options.get("epochs", 3)):
+        fail_if_told(rank)
+        loss = cross_entropy(model(points), labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        rank.report(loss=loss)
+        print(f"step {rank.step}")
+    return {"steps": rank.step}
+
+
+def fail_if_told(rank: RankContext) -> None:
+    """Raise or be killed, as `options["fault"]` says: {"how", "step", "rank", "attempts"}."""
+    fault = rank.options.get("fault")
+    if fault and rank.rank == fault["rank"] and rank.step == fault["step"] and rank.attempt in fault["attempts"]:
+        if fault["how"] == "raise":
+            msg = "told to fail"
+            raise ValueError(msg)
+        os.kill(os.getpid(), signal.Signals[fault["how"]])
+
+
+def evaluate(rank: RankContext) -> Report:
+    """Score on the held-out points."""
+    model = torch.nn.Linear(2, 2)
+    rank.track(model=model)
+    meter = ClassificationMeter(CLASSES)
+    with torch.no_grad():
+        for points, labels in rank.loader(read(rank, "test"), global_batch_size=8, shuffle=False):
+            meter.update(model(points), labels)
+    return meter.report()
+
+
+def read(rank: RankContext, split: str) -> TensorDataset:
+    """Read points float32 [n, 2] and labels int64 [n]."""
+    arrays = np.load(rank.data / f"{split}.npz")
+    return TensorDataset(torch.from_numpy(arrays["points"]), torch.from_numpy(arrays["labels"]))
