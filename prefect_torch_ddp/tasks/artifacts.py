@@ -1,0 +1,196 @@
+"""Owns what a run shows in Prefect: its artifacts' keys, and the live report that is updated in place while ranks train."""
+
+import contextvars
+import json
+import logging
+import re
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from datetime import UTC, datetime
+from types import TracebackType
+from typing import Any, Literal, Self
+from uuid import UUID
+
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.actions import ArtifactCreate, ArtifactUpdate
+from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterKey, ArtifactFilterTaskRunId
+from prefect.exceptions import MissingContextError
+from prefect.logging import get_run_logger
+from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
+from prefect.utilities.context import get_task_and_flow_run_ids
+
+from prefect_torch_ddp.messages import Progress
+from prefect_torch_ddp.tasks.curves import render_curves
+from prefect_torch_ddp.tasks.history import History
+from prefect_torch_ddp.tasks.report import LiveView, progress_line, render_live
+
+ArtifactType = Literal["markdown", "table", "progress"]
+
+REQUEST_TIMEOUT_S = 5.0
+FINISH_TIMEOUT_S = 10.0
+
+
+def key(name: str, kind: str = "train-ddp") -> str:
+    """Return an artifact's key, one series of versions for each kind of run: lowercase letters, digits and dashes alone."""
+    return re.sub(r"[^a-z0-9]+", "-", f"{kind}-{name}".lower()).strip("-")
+
+
+class ArtifactWriter:
+    """Writes the artifacts of one task run. A task that is retried, or run again by Dask, updates what it made before."""
+
+    def __init__(self, client: SyncPrefectClient, task_run_id: UUID | None, flow_run_id: UUID | None) -> None:
+        self._client = client
+        self._task_run_id = task_run_id
+        self._flow_run_id = flow_run_id
+        self._ids: dict[str, UUID] = {}
+
+    def put(self, type_: ArtifactType, key: str, data: object, description: str | None = None) -> UUID:
+        """Create the artifact, or update it in place where this task run has it; return its id."""
+        artifact_id = self._ids.get(key) or self._find(key)
+        if artifact_id is None:
+            request = ArtifactCreate(
+                type=type_,
+                key=key,
+                data=data,
+                description=description,
+                task_run_id=self._task_run_id,
+                flow_run_id=self._flow_run_id,
+            )
+            artifact_id = self._client.create_artifact(request).id
+        else:
+            self._client.update_artifact(artifact_id, ArtifactUpdate(data=data, description=description))
+        self._ids[key] = artifact_id
+        return artifact_id
+
+    def put_table(self, key: str, rows: Sequence[Mapping[str, Any]], description: str | None = None) -> UUID:
+        """Write a table.
+
+        Raises:
+            ValueError: a cell is nan or infinite, which crashes the page that shows it.
+        """
+        return self.put("table", key, json.dumps(list(rows), allow_nan=False), description)
+
+    def _find(self, key: str) -> UUID | None:
+        if self._task_run_id is None:
+            return None
+        mine = ArtifactFilter(
+            key=ArtifactFilterKey(any_=[key]),
+            task_run_id=ArtifactFilterTaskRunId(any_=[self._task_run_id]),
+        )
+        found = self._client.read_artifacts(artifact_filter=mine, limit=1)
+        return found[0].id if found else None
+
+
+class LiveReport:
+    """Shows a training in Prefect while it runs: a progress artifact and a markdown report.
+
+    Made in a task, used as a context manager round the training. `update` costs microseconds: a thread of its own talks to
+    Prefect, at most every `interval_s` and once at the end. Nothing that goes wrong there reaches the training.
+    """
+
+    def __init__(self, *, run_id: str, workload: str, world_size: int, attempt: int = 1, interval_s: float = 3.0) -> None:
+        self._about = {"run_id": run_id, "workload": workload, "world_size": world_size, "attempt": attempt}
+        self._interval_s = interval_s
+        self._history = History()
+        self._lock = threading.Lock()
+        self._has_news = True
+        self._status: Literal["training", "finished", "stopped"] = "training"
+        self._finishing = threading.Event()
+        self._started_s = time.monotonic()
+        self._run_ids = get_task_and_flow_run_ids()
+        self._logger = _logger()
+        self._warned = False
+        # Prefect's settings, the API's address with them, live in a context variable that a new thread would not see.
+        context = contextvars.copy_context()
+        self._thread = threading.Thread(target=context.run, args=(self._keep_writing,), name="live-report", daemon=True)
+
+    def start(self) -> None:
+        """Show that the training begins."""
+        self._thread.start()
+
+    def update(self, progress: Progress) -> None:
+        """Take in how far rank 0 is."""
+        with self._lock:
+            self._history.add(progress, time.monotonic())
+            self._has_news = True
+
+    def finish(self, *, succeeded: bool = True) -> None:
+        """Show the end at once; gives up after ten seconds on an API that doesn't answer."""
+        with self._lock:
+            self._status = "finished" if succeeded else "stopped"
+            self._has_news = True
+        self._finishing.set()
+        self._thread.join(FINISH_TIMEOUT_S)
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.finish(succeeded=error is None)
+
+    def _keep_writing(self) -> None:
+        # Prefect's own retries last a minute; ours come at the interval.
+        with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}), ExitStack() as stack:
+            writer: ArtifactWriter | None = None
+            last = False
+            while not last:
+                # Read before writing: what is written after the flag went up is the end.
+                last = self._finishing.is_set()
+                try:
+                    writer = writer or self._connect(stack)
+                    self._write(writer)
+                except Exception as error:  # noqa: BLE001 - the training goes on whatever happens to its report
+                    self._warn(error)
+                if not last:
+                    self._finishing.wait(self._interval_s)
+
+    def _connect(self, stack: ExitStack) -> ArtifactWriter:
+        # With settings of its own the client is not the one that the task's thread uses.
+        client = stack.enter_context(get_client(sync_client=True, httpx_settings={"timeout": REQUEST_TIMEOUT_S}))
+        return ArtifactWriter(client, *self._run_ids)
+
+    def _write(self, writer: ArtifactWriter) -> None:
+        with self._lock:
+            if not self._has_news:
+                return
+            self._has_news = False
+            view, percent = self._view(), self._history.percent
+            curves = {name: list(curve) for name, curve in self._history.curves.items()}
+            epoch_ends = list(self._history.epoch_ends)
+        try:
+            done = 100.0 if view.status == "finished" else percent
+            writer.put("progress", key("progress"), done, progress_line(view))
+            writer.put(
+                "markdown", key("report"), render_live(view, render_curves(curves, epoch_ends)), f"Run {view.run_id}, live"
+            )
+        except Exception:
+            with self._lock:
+                self._has_news = True
+            raise
+
+    def _view(self) -> LiveView:
+        return LiveView(
+            **self._about,  # type: ignore[arg-type] # a dict of four fields, each of its own type
+            elapsed_s=time.monotonic() - self._started_s,
+            status=self._status,
+            progress=self._history.progress,
+            metrics=dict(self._history.metrics),
+            steps_per_s=self._history.steps_per_s,
+            eta_s=self._history.eta_s,
+            updated_at=datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC"),
+        )
+
+    def _warn(self, error: Exception) -> None:
+        if not self._warned:
+            self._warned = True
+            self._logger.warning("the live report can't be written now, training goes on and it is tried again: %r", error)
+
+
+def _logger() -> "logging.Logger | logging.LoggerAdapter[Any]":
+    try:
+        return get_run_logger()
+    except MissingContextError:
+        return logging.getLogger(__name__)

@@ -1,0 +1,73 @@
+"""Owns how values become markdown: escaped names, rounded numbers, tables, code."""
+
+import html
+import math
+import re
+from collections.abc import Iterable, Sequence
+
+
+def text(value: object) -> str:
+    """Show a name as it is: nothing in it starts a table cell, a code span, emphasis, a link or an HTML tag."""
+    escaped = html.escape(" ".join(str(value).split()), quote=False)
+    escaped = re.sub(r"([\\`*\[\]|~])", r"\\\1", escaped)
+    # An underscore between letters starts nothing; left as it is, validation_loss stays searchable.
+    return re.sub(r"(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])", r"\\_", escaped)
+
+
+def code(value: object) -> str:
+    """Show an identifier or a place as a code span that may stand in a table."""
+    plain = " ".join(str(value).split()).replace("|", "\\|")
+    if not plain:
+        return ""
+    fence = "`" * (max((len(run) for run in re.findall("`+", plain)), default=0) + 1)
+    pad = " " if plain[0] == "`" or plain[-1] == "`" else ""
+    return f"{fence}{pad}{plain}{pad}{fence}"
+
+
+def code_block(source: str, language: str = "python") -> str:
+    """Fence a piece of source so that nothing in it can end the fence."""
+    fence = "`" * max(3, max((len(run) for run in re.findall("`+", source)), default=0) + 1)
+    return f"{fence}{language}\n{source}\n{fence}"
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]], *, align: str = "") -> str:
+    """Lay out cells that are markdown already.
+
+    Args:
+        header: one cell per column.
+        rows: cells, as many as the header has.
+        align: a letter per column, `l` or `r`; without it the first column is left and the others right.
+    """
+    align = align or "l" + "r" * (len(header) - 1)
+    rule = ["---:" if letter == "r" else ":---" for letter in align]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in (header, rule, *rows))
+
+
+def number(value: float) -> str:
+    """Round to four digits that matter; nan and inf are words."""
+    if not math.isfinite(value):
+        return "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"
+    return str(value) if isinstance(value, int) else f"{value:.4g}"
+
+
+def count(value: int) -> str:
+    """Group the digits of a count."""
+    return f"{value:,}"
+
+
+def percent(share: float) -> str:
+    """Show a share of one in percent."""
+    return f"{100 * share:.2f} %" if math.isfinite(share) else number(share)
+
+
+def duration(seconds: float) -> str:
+    """Show seconds as a person says them: `0.4 s`, `40 s`, `3 min 20 s`, `2 h 5 min`."""
+    if not math.isfinite(seconds):
+        return number(seconds)
+    if seconds < 10:  # noqa: PLR2004
+        return f"{seconds:.1f} s"
+    minutes, rest_s = divmod(round(seconds), 60)
+    hours, rest_min = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {rest_min} min"
+    return f"{minutes} min {rest_s} s" if minutes else f"{rest_s} s"

@@ -1,0 +1,112 @@
+"""Owns the task that publishes a finished run: its report and its tables, as artifacts."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from prefect import task
+from prefect.cache_policies import NO_CACHE
+from prefect.client.orchestration import get_client
+from prefect.logging import get_run_logger
+from prefect.utilities.context import get_task_and_flow_run_ids
+
+from prefect_torch_ddp.metrics.read import (
+    curves,
+    epoch_ends,
+    epoch_rows,
+    is_validation,
+    lost_time_s,
+    read_all_records,
+    surviving_records,
+)
+from prefect_torch_ddp.params import TrainParams
+from prefect_torch_ddp.results import CheckpointRef, DatasetReport, EpochRow, Report, TrainingReport, TrainReport
+from prefect_torch_ddp.storage.protocol import Storage
+from prefect_torch_ddp.tasks.artifacts import ArtifactWriter, key
+from prefect_torch_ddp.tasks.curves import render_curves
+from prefect_torch_ddp.tasks.markdown import number
+from prefect_torch_ddp.tasks.report import checkpoint_list, confusion_table, load_code, render_report
+from prefect_torch_ddp.tasks.run_record import read_run_record
+
+MAX_TABLE_COLUMNS = 5
+
+
+# The storage may hold credentials: no cache key is made of the inputs.
+@task(name="publish", cache_policy=NO_CACHE)
+def publish(  # noqa: PLR0913, PLR0917 - each is another task's result, and Prefect draws the run's graph by them
+    params: TrainParams,
+    storage: Storage,
+    dataset: DatasetReport,
+    training: TrainingReport,
+    evaluation: Report,
+    checkpoint: CheckpointRef,
+    model_uri: str,
+) -> tuple[EpochRow, ...]:
+    """Publish what a run found, as artifacts to browse, and return its epochs."""
+    all_records = read_all_records(storage, training.run_id)
+    records = surviving_records(all_records)
+    report = TrainReport(
+        run_id=training.run_id,
+        flow_run_url=None,
+        dataset=dataset,
+        training=training,
+        epochs=epoch_rows(records),
+        evaluation=evaluation,
+        checkpoint=checkpoint,
+        model_uri=model_uri,
+    )
+    curve = render_curves(curves(records), epoch_ends(records))
+    whole = render_report(report, params, read_run_record(), curve, lost_time_s(all_records))
+    with get_client(sync_client=True) as client:
+        num_artifacts = _put_all(ArtifactWriter(client, *get_task_and_flow_run_ids()), report, whole)
+    get_run_logger().info("published %d artifacts from %d records of %s", num_artifacts, len(all_records), training.run_id)
+    return report.epochs
+
+
+def epoch_cells(epochs: Sequence[EpochRow]) -> list[dict[str, Any]]:
+    """Return the epoch table's rows: the epoch and up to four metrics, losses and validation first."""
+    names = list(dict.fromkeys(name for row in epochs for name in row.metrics))
+    names.sort(key=lambda name: (name != "loss", not is_validation(name)))
+    return [
+        {"epoch": row.epoch} | {name: _cell(row.metrics.get(name)) for name in names[: MAX_TABLE_COLUMNS - 1]} for row in epochs
+    ]
+
+
+def class_cells(evaluation: Report) -> list[dict[str, Any]]:
+    """Return the class table's rows."""
+    return [
+        {
+            "class": score.name,
+            "precision": _cell(score.precision),
+            "recall": _cell(score.recall),
+            "F1": _cell(score.f1),
+            "support": score.support,
+        }
+        for score in evaluation.classes
+    ]
+
+
+def _put_all(writer: ArtifactWriter, report: TrainReport, whole: str) -> int:
+    run = f"Run {report.run_id}"
+    num_artifacts = 2
+    writer.put("markdown", key("report"), whole, run)
+    checkpoints = f"# Checkpoints\n\n{checkpoint_list(report)}\n\n{load_code(report.model_uri)}\n"
+    writer.put("markdown", key("checkpoints"), checkpoints, f"{run}: model and checkpoints")
+    if report.epochs:
+        writer.put_table(key("epochs"), epoch_cells(report.epochs), f"{run}: mean over all samples of all ranks")
+        num_artifacts += 1
+    if report.evaluation.confusion_matrix:
+        matrix = f"# Confusion matrix\n\n{confusion_table(report.evaluation)}\n"
+        writer.put("markdown", key("confusion-matrix"), matrix, f"{run}: held-out data")
+        num_artifacts += 1
+    if report.evaluation.classes:
+        writer.put_table(key("class-scores"), class_cells(report.evaluation), f"{run}: held-out data")
+        num_artifacts += 1
+    return num_artifacts
+
+
+def _cell(value: float | None) -> float | str:
+    """Round to four digits that matter; what isn't finite becomes a word, since as a number it crashes the page."""
+    if value is None:
+        return ""
+    return float(number(value)) if math.isfinite(value) else number(value)
