@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import pytest
 
@@ -160,7 +160,7 @@ class Wire:
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.02,))
         self.endpoint_url = f"http://127.0.0.1:{self._server.server_address[1]}"
 
-    def __enter__(self) -> "Wire":
+    def __enter__(self) -> Self:
         self._thread.start()
         return self
 
@@ -191,7 +191,7 @@ class _Handler(BaseHTTPRequestHandler):
                 return
         send(self, exchange, exchange.answer)
 
-    do_GET = do_PUT = do_HEAD = do_DELETE = do_POST = do_request
+    do_GET = do_PUT = do_HEAD = do_DELETE = do_POST = do_request  # noqa: N815 - http.server's names
 
     def _forward(self, body: bytes) -> Exchange:
         connection = http.client.HTTPConnection(self.upstream, timeout=30)

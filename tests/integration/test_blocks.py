@@ -74,8 +74,12 @@ def test_client_parameters_are_honoured(s3_server, tmp_path):  # noqa: F811
 
     bundle = tmp_path / "ca.pem"
     bundle.write_text("")
+    # prefect-aws drops the path of a block that is loaded again, unless verify is on too.
     parameters = AwsClientParameters(
-        endpoint_url="https://s3.internal:9000", verify_cert_path=bundle, config={"s3": {"addressing_style": "virtual"}}
+        endpoint_url="https://s3.internal:9000",
+        verify=True,
+        verify_cert_path=bundle,
+        config={"s3": {"addressing_style": "virtual"}},
     )
     _save_s3_bucket("parameters", s3_server, aws_client_parameters=parameters, aws_session_token="token")
     storage = resolve_storage("s3-bucket/parameters")
@@ -117,7 +121,7 @@ def test_blocks_that_cannot_work_say_so(s3_server):  # noqa: F811
 
 @pytest.mark.parametrize("where", ["settings", "client_kwargs"])
 def test_a_remote_file_system_on_s3_works(s3_server, where):  # noqa: F811
-    """fsspec's own names for key, secret and endpoint, in either place."""
+    """The names that fsspec has for key, secret and endpoint, in either place."""
     from prefect.filesystems import RemoteFileSystem
 
     key, secret = s3_server.keys["owner"]

@@ -205,7 +205,7 @@ def test_a_key_too_long_with_its_prefix_is_refused():
 
 
 def test_a_body_that_breaks_off_is_read_again(wire, over_wire):
-    """botocore's retries end where the body begins; ours don't."""
+    """The retries of botocore end where the body begins; ours don't."""
     data = bytes(range(256)) * 2000
     over_wire.write("object", data)
     wire.faults = [("GET", cut_in_the_body)] * 3

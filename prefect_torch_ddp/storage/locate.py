@@ -1,0 +1,63 @@
+"""Owns how a text names a storage: a path, file:// or s3://bucket/prefix."""
+
+import re
+from pathlib import Path
+from urllib.parse import unquote
+
+from prefect_torch_ddp.errors import BadKeyError, InvalidParamsError
+from prefect_torch_ddp.storage.directory import DirectoryStorage
+from prefect_torch_ddp.storage.protocol import Storage
+from prefect_torch_ddp.storage.s3 import S3Storage
+
+WRITE_INSTEAD = "write a directory (/data/runs, ~/runs), s3://bucket/prefix, or a Prefect block such as s3-bucket/name"
+
+
+def storage_from_uri(uri: str) -> Storage:
+    """Make the storage that a path or a URI names; nothing is read or written.
+
+    Raises:
+        InvalidParamsError: it names none; says what to write instead.
+    """
+    if not uri.strip() or "\0" in uri:
+        msg = f"{uri!r} names no storage; {WRITE_INSTEAD}"
+        raise InvalidParamsError(msg)
+    if uri != uri.strip():
+        msg = "there are spaces around the storage's name; remove them"
+        raise InvalidParamsError(msg)
+    scheme, colon, rest = uri.partition(":")
+    if not colon or not re.fullmatch(r"[A-Za-z][A-Za-z0-9+.-]*", scheme):
+        return DirectoryStorage(Path(uri))
+    if scheme.lower() == "s3" and rest.startswith("//"):
+        return _s3(rest[2:])
+    if scheme.lower() == "file" and rest.startswith("//"):
+        return _local(rest[2:])
+    msg = (
+        f"{scheme}: names no storage that is known here; {WRITE_INSTEAD}; a path that begins like that is written ./{scheme}:..."
+    )
+    raise InvalidParamsError(msg)
+
+
+def _s3(rest: str) -> S3Storage:
+    bucket, _, prefix = rest.partition("/")
+    if ":" in bucket or "@" in bucket:  # the text isn't shown: a secret may be in it
+        msg = (
+            "an s3:// URI holds no credentials and no port; write them into a Prefect block, or as AWS_ACCESS_KEY_ID and the like"
+        )
+        raise InvalidParamsError(msg)
+    if not bucket or re.search(r"[?#\s]", bucket) or re.search(r"^/|[?#]", prefix):
+        shown = re.split(r"[?#]", rest)[0]
+        msg = f"s3://{shown} can't be used; write s3://bucket/prefix, and endpoint or region in a block"
+        raise InvalidParamsError(msg)
+    try:
+        return S3Storage(bucket, prefix)
+    except BadKeyError as error:
+        msg = f"s3://{rest} can't be used: {error}"
+        raise InvalidParamsError(msg) from error
+
+
+def _local(rest: str) -> DirectoryStorage:
+    host, slash, path = rest.partition("/")
+    if host not in {"", "localhost"} or not slash:
+        msg = f"file://{rest} names a host, {host}; write file:///absolute/path, or the path alone"
+        raise InvalidParamsError(msg)
+    return DirectoryStorage(Path("/" + unquote(path)))

@@ -1,0 +1,81 @@
+"""Owns what a failed S3 request is called and what to do about it, in words that hold no secret."""
+
+from http import HTTPStatus
+from typing import TYPE_CHECKING
+
+from prefect_torch_ddp.errors import ObjectNotFoundError, StorageError
+
+if TYPE_CHECKING:
+    from botocore.exceptions import BotoCoreError, ClientError
+
+_CREDENTIALS = "check the access key, the secret and the session token in the block, or in the worker's environment"
+_REGION = "give the bucket's region, in the block or as AWS_REGION"
+_REACH = "check the endpoint URL, the network, and that the server is up"
+_BUSY = "the store is overloaded or down: try again later, or with fewer ranks"
+_RIGHTS = "the credentials need the rights GetObject, PutObject and DeleteObject on the objects and ListBucket on the bucket"
+
+_BY_CODE = {
+    "NoSuchBucket": "there is no such bucket: create it, or correct its name",
+    "InvalidBucketName": "no bucket may be called so: correct its name",
+    "AccessDenied": f"access denied: {_RIGHTS}",
+    "Forbidden": f"access denied: {_RIGHTS}",
+    "AllAccessDisabled": f"access denied: {_RIGHTS}",
+    "AccountProblem": "the account has a problem: ask its owner",
+    "InvalidAccessKeyId": f"the store doesn't know this access key: {_CREDENTIALS}",
+    "InvalidClientTokenId": f"the store doesn't know this access key: {_CREDENTIALS}",
+    "SignatureDoesNotMatch": f"the secret is wrong: {_CREDENTIALS}",
+    "InvalidToken": f"the session token is wrong: {_CREDENTIALS}",
+    "ExpiredToken": "the session token has expired: register fresh credentials, or use a role that renews them",
+    "TokenRefreshRequired": "the session token has expired: register fresh credentials, or use a role that renews them",
+    "RequestTimeTooSkewed": "this machine's clock differs too much from the store's: set it, for instance by NTP",
+    "AuthorizationHeaderMalformed": f"the request was signed for another region: {_REGION}",
+    "PermanentRedirect": f"the bucket is in another region: {_REGION}",
+    "IllegalLocationConstraintException": f"the bucket is in another region: {_REGION}",
+    "SlowDown": _BUSY,
+    "ServiceUnavailable": _BUSY,
+    "InternalError": _BUSY,
+    "NotImplemented": "the store can't do this kind of request: use one that honours conditional writes, such as AWS S3 or Ceph",
+    "QuotaExceeded": "the quota is used up: free space, or ask for more",
+    "XMinioStorageFull": "the store is full: free space there",
+}
+
+_BY_STATUS = {401: f"access denied: {_CREDENTIALS}", 403: f"access denied: {_RIGHTS}", 507: "the store is full: free space there"}
+
+_BY_CLASS = {
+    "NoCredentialsError": "there are no credentials: register an s3-bucket block with some, or set AWS_ACCESS_KEY_ID and "
+    "AWS_SECRET_ACCESS_KEY where the Dask workers run",
+    "PartialCredentialsError": f"the credentials are incomplete: {_CREDENTIALS}",
+    "CredentialRetrievalError": f"the credentials can't be fetched: {_CREDENTIALS}",
+    "ProfileNotFound": "this machine has no such AWS profile: add it to ~/.aws, or use an s3-bucket block with credentials",
+    "EndpointConnectionError": f"the endpoint can't be reached: {_REACH}",
+    "ConnectTimeoutError": f"the endpoint doesn't answer: {_REACH}",
+    "ConnectionClosedError": f"the endpoint closed the connection, each time: {_REACH}",
+    "ReadTimeoutError": f"the endpoint didn't answer in time: {_REACH}",
+    "ProxyConnectionError": "the proxy can't be reached: check HTTP_PROXY and HTTPS_PROXY",
+    "SSLError": "the endpoint's certificate isn't trusted: name its CA bundle (in a block verify_cert_path, with verify on; else "
+    "AWS_CA_BUNDLE), or write http:// if it has no TLS",
+}
+
+
+def refused(verb: str, where: str, error: "ClientError") -> StorageError:
+    """Name what the store answered.
+
+    Args:
+        verb: what was tried, for instance "read".
+        where: bucket, key and endpoint: "s3://bucket/key at http://host:9000".
+        error: botocore's error of an answer that came.
+    """
+    code = str(error.response.get("Error", {}).get("Code", "")) or "no code"
+    status = int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
+    if code == "NoSuchKey":
+        return ObjectNotFoundError(f"can't {verb} {where}: there is no such object")
+    by_status = _BY_STATUS.get(
+        status, _BUSY if status >= HTTPStatus.INTERNAL_SERVER_ERROR else "look the code up in the store's manual"
+    )
+    return StorageError(f"can't {verb} {where}: {_BY_CODE.get(code, by_status)} ({code}, status {status})")
+
+
+def unanswered(verb: str, where: str, error: "BotoCoreError") -> StorageError:
+    """Name why no usable answer came."""
+    way_out = next((_BY_CLASS[base.__name__] for base in type(error).__mro__ if base.__name__ in _BY_CLASS), str(error))
+    return StorageError(f"can't {verb} {where}: {way_out} ({type(error).__name__})")

@@ -1,0 +1,156 @@
+"""Owns how a Prefect block becomes a plain Storage, once, where the flow runs; ranks never see a block."""
+
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from prefect.blocks.core import Block
+from prefect.exceptions import ObjectNotFound
+from prefect.filesystems import LocalFileSystem, RemoteFileSystem
+
+from prefect_torch_ddp.errors import BadKeyError, InvalidParamsError
+from prefect_torch_ddp.storage.directory import DirectoryStorage
+from prefect_torch_ddp.storage.locate import storage_from_uri
+from prefect_torch_ddp.storage.protocol import Storage
+from prefect_torch_ddp.storage.s3 import S3Storage
+
+if TYPE_CHECKING:
+    from prefect_aws import S3Bucket
+
+
+def resolve_storage(reference: str) -> Storage:
+    """Make the storage that a block, a path or a URI names.
+
+    A block is its type's slug and its own name: `s3-bucket/nightly`, `remote-file-system/nightly` or `local-file-system/nightly`.
+    The relative path that reads the same is written `./s3-bucket/nightly`.
+
+    Raises:
+        InvalidParamsError: there is no such block, or no storage can be made of it; says what to do.
+    """
+    match = re.fullmatch(r"([a-z0-9-]+)/([^/]+)", reference)
+    kind = match and _KINDS.get(match[1])
+    if not match or kind is None:
+        return storage_from_uri(reference)
+    load_class, convert = kind
+    block = _load(load_class(), match[1], match[2])
+    try:
+        return convert(block, reference)
+    except BadKeyError as error:
+        msg = f"the block {reference} has a folder that can't be used: {error}"
+        raise InvalidParamsError(msg) from error
+
+
+def _load(block_class: type[Block], slug: str, name: str) -> Block:
+    load: Any = block_class.load
+    try:
+        block: Block = load(name, _sync=True)  # else a coroutine, in an async flow
+    except ValueError as error:
+        if not isinstance(error.__cause__, ObjectNotFound):
+            raise
+        msg = (
+            f"there is no block {slug}/{name} on this Prefect server; register it in the UI under Blocks, or by "
+            f"{block_class.__name__}(...).save({name!r}); `prefect block ls` shows those there are"
+        )
+        raise InvalidParamsError(msg) from error
+    return block
+
+
+def _s3_bucket_class() -> "type[S3Bucket]":
+    from prefect_aws import S3Bucket  # noqa: PLC0415 - takes seconds to import
+
+    return S3Bucket
+
+
+def _from_s3_bucket(block: Any, reference: str) -> S3Storage:
+    from prefect_aws import MinIOCredentials  # noqa: PLC0415
+
+    credentials = block.credentials
+    parameters = credentials.aws_client_parameters
+    config: Mapping[str, Any] = parameters.config or {}
+    if not parameters.use_ssl and parameters.endpoint_url is None:
+        msg = f"the block {reference} asks for no TLS and names no endpoint; give its endpoint_url as http://..."
+        raise InvalidParamsError(msg)
+    anonymous = config.get("signature_version") == "unsigned"
+    keys = (
+        {}
+        if anonymous
+        else _minio_keys(credentials)
+        if isinstance(credentials, MinIOCredentials)
+        else _aws_keys(credentials, reference)
+    )
+    verify = str(parameters.verify_cert_path) if parameters.verify_cert_path else parameters.verify
+    return S3Storage(
+        block.bucket_name,
+        block.bucket_folder,
+        endpoint_url=parameters.endpoint_url,
+        region=credentials.region_name or config.get("region_name"),
+        anonymous=anonymous,
+        verify=verify if verify is None or isinstance(verify, bool) else str(verify),
+        addressing_style=config.get("s3", {}).get("addressing_style", "auto"),
+        **keys,
+    )
+
+
+def _minio_keys(credentials: Any) -> dict[str, Any]:
+    return {
+        "access_key_id": credentials.minio_root_user,
+        "secret_access_key": credentials.minio_root_password.get_secret_value(),
+    }
+
+
+def _aws_keys(credentials: Any, reference: str) -> dict[str, Any]:
+    if credentials.assume_role_arn:
+        msg = (
+            f"the block {reference} assumes a role, whose credentials would expire during a long training; "
+            "put the role into a profile of ~/.aws/config on the Dask workers and name it as the block's profile_name"
+        )
+        raise InvalidParamsError(msg)
+    secret = credentials.aws_secret_access_key
+    return {
+        "access_key_id": credentials.aws_access_key_id,
+        "secret_access_key": secret.get_secret_value() if secret else None,
+        "session_token": credentials.aws_session_token,
+        "profile": credentials.profile_name,
+    }
+
+
+def _from_remote_file_system(block: Any, reference: str) -> S3Storage:
+    scheme, _, rest = block.basepath.partition("://")
+    if scheme not in {"s3", "s3a"}:
+        msg = (
+            f"the block {reference} is of the kind {scheme}://, and only s3:// can be written conditionally here; "
+            "use an S3 bucket, or mount the storage and give its directory"
+        )
+        raise InvalidParamsError(msg)
+    named = storage_from_uri(f"s3://{rest}")
+    assert isinstance(named, S3Storage)  # an s3:// URI names nothing else
+    settings = block.settings
+    client: Mapping[str, Any] = settings.get("client_kwargs") or {}
+    return S3Storage(
+        named.bucket,
+        named.prefix,
+        endpoint_url=settings.get("endpoint_url") or client.get("endpoint_url"),
+        region=client.get("region_name"),
+        profile=settings.get("profile"),
+        access_key_id=settings.get("key") or client.get("aws_access_key_id"),
+        secret_access_key=settings.get("secret") or client.get("aws_secret_access_key"),
+        session_token=settings.get("token") or client.get("aws_session_token"),
+        anonymous=bool(settings.get("anon", False)),
+        verify=client.get("verify"),
+        addressing_style=(settings.get("config_kwargs") or {}).get("s3", {}).get("addressing_style", "auto"),
+    )
+
+
+def _from_local_file_system(block: Any, reference: str) -> DirectoryStorage:
+    if not block.basepath:
+        msg = f"the block {reference} has no basepath, so each process would write elsewhere; give it an absolute path"
+        raise InvalidParamsError(msg)
+    return DirectoryStorage(Path(block.basepath))
+
+
+_KINDS: Mapping[str, tuple[Callable[[], type[Block]], Callable[[Any, str], Storage]]] = {
+    "s3-bucket": (_s3_bucket_class, _from_s3_bucket),
+    "remote-file-system": (lambda: RemoteFileSystem, _from_remote_file_system),
+    "local-file-system": (lambda: LocalFileSystem, _from_local_file_system),
+}

@@ -1,0 +1,221 @@
+"""The storage in a folder: the conformance suite, and what is a file system's own."""
+
+import itertools
+import os
+import resource
+import shlex
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from prefect_torch_ddp.errors import BadKeyError, InvalidParamsError, ObjectNotFoundError, StorageError
+from prefect_torch_ddp.storage.directory import DirectoryStorage
+from tests.storage_conformance import StorageConformance, in_processes
+
+NOBODY = 65534
+
+
+class TestDirectoryStorage(StorageConformance):
+    """Everything a storage must do."""
+
+    @pytest.fixture
+    def make_storage(self, tmp_path):
+        """Make storages in folders of their own, which don't exist yet."""
+        numbers = itertools.count()
+        return lambda: DirectoryStorage(tmp_path / f"storage-{next(numbers)}")
+
+
+@pytest.fixture
+def storage(tmp_path):
+    """Give a storage in an empty folder."""
+    return DirectoryStorage(tmp_path / "storage")
+
+
+def test_the_root_is_absolute_and_home_is_expanded(tmp_path, monkeypatch):
+    """A description means the same folder in every process."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    assert DirectoryStorage(Path("~/runs")).root == tmp_path / "runs"
+    assert DirectoryStorage(Path("x/../runs")).uri == str(tmp_path / "runs")
+    with pytest.raises(InvalidParamsError, match="whole path"):
+        DirectoryStorage(Path("~no-such-user-here/runs"))
+
+
+def test_unfinished_files_never_show(storage):
+    """What a killed writer left behind is neither listed nor readable."""
+    storage.write("a", b"1")
+    (storage.root / ".tmp" / "left-by-a-killed-process").write_bytes(b"half")
+    assert [found.key for found in storage.list()] == ["a"]
+    with pytest.raises(BadKeyError):
+        storage.read(".tmp/left-by-a-killed-process")
+
+
+def test_the_probe_sweeps_what_killed_writers_left_a_day_ago(storage):
+    """Old leftovers go; those that may still be written stay."""
+    storage.write("a", b"1")
+    old, young = storage.root / ".tmp" / "old", storage.root / ".tmp" / "young"
+    old.write_bytes(b"")
+    young.write_bytes(b"")
+    two_days_ago = time.time() - 48 * 3600
+    os.utime(old, (two_days_ago, two_days_ago))
+    storage.check_writable()
+    assert not old.exists()
+    assert young.exists()
+
+
+def test_no_temporary_file_stays(storage):
+    """Neither a finished write nor a lost race leaves one."""
+    storage.write("a", b"1")
+    assert storage.write_if_absent("a", b"2") is False
+    assert list((storage.root / ".tmp").iterdir()) == []
+
+
+def test_deleting_prunes_empty_folders_up_to_the_root(storage):
+    """No skeleton of folders stays, and a folder with a neighbour does."""
+    storage.write("a/b/c/object", b"1")
+    storage.write("a/neighbour", b"1")
+    storage.delete("a/b/c/object")
+    assert not (storage.root / "a" / "b").exists()
+    storage.delete("a/neighbour")
+    assert not (storage.root / "a").exists()
+    assert storage.root.exists()
+
+
+def test_writes_survive_deletes_of_neighbours(storage):
+    """A delete that takes the empty folder away between mkdir and the move doesn't fail the write."""
+
+    def churn(name):
+        for _ in range(150):
+            storage.write(f"a/b/c/{name}", b"1")
+            storage.delete(f"a/b/c/{name}")
+
+    in_processes([(churn, "one"), (churn, "two")])
+    assert list(storage.list()) == []
+
+
+def test_files_are_readable_as_the_umask_says(storage):
+    """A shared folder is shared: files aren't private to their writer."""
+    before = os.umask(0o022)
+    try:
+        storage.write("a", b"1")
+        storage.write_if_absent("b", b"1")
+    finally:
+        os.umask(before)
+    assert [(storage.root / key).stat().st_mode & 0o777 for key in "ab"] == [0o644, 0o644]
+
+
+def test_links_do_not_lead_out(storage, tmp_path):
+    """Neither a linked folder nor a linked file reads, writes, deletes or lists what lies outside the root."""
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "secret").write_text("secret")
+    storage.write("object", b"1")
+    (storage.root / "folder").symlink_to(outside)
+    (storage.root / "file").symlink_to(outside / "secret")
+    for attempt in (
+        lambda: storage.read("folder/secret"),
+        lambda: storage.read("file"),
+        lambda: storage.write("folder/new", b"x"),
+        lambda: storage.write_if_absent("folder/new", b"x"),
+        lambda: storage.delete("folder/secret"),
+    ):
+        with pytest.raises(BadKeyError, match="leads out"):
+            attempt()
+    storage.write("file", b"replaces the link, not its target")
+    assert {path.name: path.read_text() for path in outside.iterdir()} == {"secret": "secret"}
+    assert [found.key for found in storage.list()] == ["file", "object"]
+
+
+def test_the_root_itself_may_be_a_link(tmp_path):
+    """People put their storage on another disk by a link."""
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "disk")
+    storage = DirectoryStorage(tmp_path / "link")
+    storage.write("a/b", b"1")
+    assert [found.key for found in storage.list()] == ["a/b"]
+    assert storage.read("a/b") == b"1"
+
+
+def test_a_name_is_a_file_or_a_folder(storage):
+    """One key can't be the beginning of another, and the message says so; nothing is taken for absent or won."""
+    storage.write("a", b"1")
+    with pytest.raises(StorageError, match="a file stands where a folder is needed"):
+        storage.write("a/b", b"2")
+    storage.write("c/d", b"1")
+    for write in (storage.write, storage.write_if_absent):
+        with pytest.raises(StorageError, match="a folder stands where the file is needed"):
+            write("c", b"2")
+    with pytest.raises(ObjectNotFoundError):
+        storage.read("c")
+
+
+def test_a_root_that_is_a_file_is_named(tmp_path):
+    """The probe says what stands in the way."""
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageError, match=r"file.*a file stands where a folder is needed"):
+        DirectoryStorage(tmp_path / "file").check_writable()
+
+
+def _without_rights(storage, operation, *arguments):
+    if os.geteuid() == 0:
+        os.setgid(NOBODY)
+        os.setuid(NOBODY)
+    return getattr(storage, operation)(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("operation", "arguments"), [("check_writable", ()), ("write", ("a", b"1")), ("read", ("kept",)), ("delete", ("kept",))]
+)
+def test_missing_rights_are_named(storage, tmp_path, operation, arguments):
+    """Whoever may not is told the path, the reason and the way out; the message survives the trip between processes."""
+    storage.write("kept", b"1")
+    tmp_path.chmod(0o755)
+    storage.root.chmod(0)
+    try:
+        with pytest.raises(StorageError, match=r"storage.*Permission denied; give this user the right"):
+            in_processes([(_without_rights, storage, operation, *arguments)])
+    finally:
+        storage.root.chmod(0o755)
+
+
+def _with_small_files(storage):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
+    storage.write("big", b"x" * 20_000)
+
+
+def test_a_write_that_does_not_fit_leaves_the_old_content(storage):
+    """A write that fails half-way says so, changes nothing and leaves no temporary file."""
+    storage.write("big", b"old")
+    with pytest.raises(StorageError, match=r"big: File too large; .*ulimit"):
+        in_processes([(_with_small_files, storage)])
+    assert storage.read("big") == b"old"
+    assert list((storage.root / ".tmp").iterdir()) == []
+
+
+def test_a_full_disk_is_named(tmp_path):
+    """No space left on the device says which path and what to do."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    code = (
+        "from pathlib import Path; from prefect_torch_ddp.storage.directory import DirectoryStorage as D;"
+        f"storage = D(Path({str(disk)!r})); storage.write('small', b'1'); storage.write('big', b'x' * 2**20)"
+    )
+    # A disk of its own, seen by the child alone.
+    mount = f"mount -t tmpfs -o size=256k none {disk} && exec {sys.executable} -c {shlex.quote(code)}"
+    unshare = ["unshare", "--mount"] if os.geteuid() == 0 else ["unshare", "--mount", "--user", "--map-root-user"]
+    if subprocess.run([*unshare, "sh", "-c", f"mount -t tmpfs none {disk}"], check=False, capture_output=True).returncode:
+        pytest.skip("this system lets no test mount a file system")
+    done = subprocess.run([*unshare, "sh", "-c", mount], check=False, capture_output=True, text=True, timeout=60)
+    assert f"can't write {disk}/big: No space left on device; the disk is full: free space there" in done.stderr
+
+
+def test_foreign_files_are_not_listed(storage):
+    """A file whose name is no key, which could never be read, isn't shown."""
+    storage.write("good", b"1")
+    (storage.root / "bad\nname").write_text("")
+    (storage.root / "back\\slash").write_text("")
+    (storage.root / os.fsdecode(b"not-utf8-\xff")).write_text("")
+    assert [found.key for found in storage.list()] == ["good"]

@@ -1,0 +1,108 @@
+"""How a text names a storage."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from prefect_torch_ddp.errors import InvalidParamsError
+from prefect_torch_ddp.storage.directory import DirectoryStorage
+from prefect_torch_ddp.storage.locate import storage_from_uri
+from prefect_torch_ddp.storage.s3 import S3Storage
+
+
+@pytest.fixture(autouse=True)
+def _at_home(tmp_path, monkeypatch):
+    """Make home and the current folder known."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("uri", "path"),
+    [
+        ("/data/runs", "/data/runs"),
+        ("~", "{home}"),
+        ("~/runs", "{home}/runs"),
+        ("runs/x", "{home}/runs/x"),
+        ("./s3-bucket/name", "{home}/s3-bucket/name"),
+        ("./s3:x", "{home}/s3:x"),
+        ("runs/2026:11", "{home}/runs/2026:11"),
+        ("file:///data/my%20runs", "/data/my runs"),
+        ("file://localhost/data", "/data"),
+        ("FILE:///data", "/data"),
+    ],
+)
+def test_paths(uri, path, tmp_path):
+    """A path, `~` and file:// are a directory, absolute."""
+    assert storage_from_uri(uri) == DirectoryStorage(Path(path.format(home=tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("uri", "bucket", "prefix"),
+    [("s3://b", "b", ""), ("s3://b/", "b", ""), ("s3://b/p/q/", "b", "p/q"), ("S3://b/p", "b", "p")],
+)
+def test_buckets(uri, bucket, prefix):
+    """s3:// is a bucket and a prefix, with whatever credentials are found."""
+    storage = storage_from_uri(uri)
+    assert storage == S3Storage(bucket, prefix)
+    assert storage.uri == f"s3://{bucket}/{prefix}".rstrip("/")
+
+
+@pytest.mark.parametrize(
+    "uri",
+    [
+        *(
+            "",
+            "  ",
+            " /data",
+            "/data\n",
+            "a\0b",
+            "gs://b/p",
+            "az://c",
+            "http://host/p",
+            "C:\\runs",
+            "c:/runs",
+            "s3:b",
+            "s3:/b",
+            "s3a://b",
+        ),
+        *(
+            "s3://",
+            "s3:///p",
+            "s3://b?x=1",
+            "s3://b/p?x=1",
+            "s3://b/p#x",
+            "s3://b c/p",
+            "s3://b/../c",
+            "s3://b//c",
+            "s3://b:9000/p",
+        ),
+        *("file:runs", "file://host/data", "file://runs", "~no-such-user-here/x"),
+    ],
+)
+def test_anything_else_is_refused_with_what_to_write(uri):
+    """Nothing is guessed: the message says what would work."""
+    with pytest.raises(InvalidParamsError, match=r"write|remove"):
+        storage_from_uri(uri)
+
+
+@pytest.mark.parametrize(
+    "uri", ["s3://AKIA:hunter2@bucket/p", "s3://AKIA:hun/hunter2@bucket", "https://u:hunter2@host/b", "s3://b?secret=hunter2"]
+)
+def test_a_secret_in_a_uri_is_refused_and_not_shown(uri):
+    """Credentials in a URI would end up in logs; the refusal doesn't put them there either."""
+    with pytest.raises(InvalidParamsError) as caught:
+        storage_from_uri(uri)
+    assert "hunter2" not in str(caught.value)
+
+
+def test_naming_a_bucket_loads_no_boto3():
+    """boto3 takes half a second; a flow that only names its storage doesn't pay it."""
+    code = (
+        "import sys; from prefect_torch_ddp.storage.locate import storage_from_uri; storage_from_uri('s3://b/p');"
+        "print(sorted({'boto3', 'botocore', 'prefect', 'torch', 'distributed'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.strip() == "[]"
