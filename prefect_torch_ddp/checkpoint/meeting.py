@@ -65,7 +65,7 @@ def open_meeting(world_size: int) -> Meeting:
     if world_size == 1:
         return LonelyMeeting()
     if not dist.is_initialized():
-        msg = 'checkpoints of several ranks need the process group; call init_process_group first, or don\'t use process_group="none"'
+        msg = "rank.track on several ranks needs the process group; call init_process_group before it"
         raise RuntimeError(msg)
     return StoreMeeting(dist.distributed_c10d._get_default_store())  # noqa: SLF001 - torch has no public way to it
 

@@ -237,9 +237,9 @@ class RankContext:
     def steps(self, loader: "RankLoader", *, epochs: int) -> Iterator[Any]:
         """Yield a batch per optimizer step until all epochs are done or all ranks agree to stop.
 
-        A resumed run goes on in the middle of an epoch, where its checkpoint was made. Batches stay where the loader put them. A checkpoint that is due is written when the loop's body has ended. On a rank
-        whose share of a tail is empty the batch is a stand-in whose gradient counts for nothing.
-        Called again, it numbers steps and epochs on.
+        A resumed run goes on in the middle of an epoch, where its checkpoint was made. A checkpoint that is due is written when
+        the loop's body has ended. Batches stay on the device where the loader put them. On a rank whose share of a tail is empty
+        the batch is a stand-in whose gradient counts for nothing. Called again, it numbers steps and epochs on.
 
         Args:
             loader: from `rank.loader`.
@@ -312,8 +312,8 @@ class RankContext:
             return
         self._closed = True
         try:
-            if self._tracker is not None:
-                self._tracker.close(failed=failed)
+            if self._tracker is not None or self.world_size > 1:
+                self._made_tracker().close(failed=failed)
         except BaseException:
             failed = True
             raise

@@ -44,7 +44,7 @@ def unwrapped(item: Any) -> Any:
     return item
 
 
-def _sum_by_share(context: tuple[TrainingState, Any], bucket: dist.GradBucket) -> "torch.futures.Future[torch.Tensor]":
+def _sum_by_share(context: tuple[TrainingState, Any], bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Sum a bucket of gradients over the ranks, each scaled by its share; a DDP communication hook."""
     state, group = context
     gradients = bucket.buffer()

@@ -72,7 +72,7 @@ class StepLoop:
         self._ballot: Ballot | None = None
         self._num_loops = 0
 
-    def run(self, loader: RankLoader, epochs: int) -> Iterator[Any]:
+    def run(self, loader: object, epochs: int) -> Iterator[Any]:
         """Check the arguments and return the loop.
 
         Raises:

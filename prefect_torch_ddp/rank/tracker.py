@@ -59,6 +59,8 @@ class Tracker:
             seed_rank(self._config.seed, self._state.step, self._place.rank)
         if self._restorer is not None:
             self._restorer.release()
+        else:
+            self._say_gone()  # or ranks that track something would wait for this one
         self._saved_at = time.monotonic()
 
     def is_due_by_time(self) -> bool:
@@ -91,9 +93,7 @@ class Tracker:
                 else:
                     self._finish(self._checkpointer)
         finally:
-            if self._meeting is not None:
-                with suppress(RuntimeError):  # the store went with the rank that had it
-                    say_gone(self._meeting, self._place.rank)
+            self._say_gone()
 
     def outcome(self) -> dict[str, Any]:
         """Return the run's checkpoints, on rank 0, and where this attempt went on from."""
@@ -133,12 +133,18 @@ class Tracker:
         if config.stage == "evaluate":
             restorer = Restorer.at_step(config.storage, config.run_id, config.restore_step)
         else:
-            self._meeting = open_meeting(self._place.world_size)
+            self._meeting = self._meeting or open_meeting(self._place.world_size)
             restorer = Restorer.resuming(config.storage, config.run_id, config.resume_from, self._place.rank, self._meeting)
             self._checkpointer = self._make_checkpointer(self._meeting)
         if restorer.manifest is not None:
             self._adopt(restorer.manifest)
         return restorer
+
+    def _say_gone(self) -> None:
+        if self._config.stage in ("train", "task"):
+            with suppress(RuntimeError):  # the process group isn't up, or its store went with the rank that had it
+                self._meeting = self._meeting or open_meeting(self._place.world_size)
+                say_gone(self._meeting, self._place.rank)
 
     def _make_checkpointer(self, meeting: Meeting) -> Checkpointer:
         config, policy = self._config, self._config.checkpoint

@@ -1,0 +1,273 @@
+"""Shows what several real ranks do together in the loop: exact gradients, agreed stops, resumes to the last bit, records that aren't lost."""
+
+import os
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from prefect_torch_ddp import RankContext
+from prefect_torch_ddp.checkpoint.attempts import claim_attempt
+from prefect_torch_ddp.checkpoint.manifest import list_manifests
+from prefect_torch_ddp.data.sampler import GlobalBatches
+from prefect_torch_ddp.metrics.read import read_records
+from prefect_torch_ddp.rank.config import CheckpointPolicy, RankConfig
+from prefect_torch_ddp.rank.entry import run_stage, run_with_context
+from prefect_torch_ddp.rank.link import NoLink, set_link
+from prefect_torch_ddp.storage.directory import DirectoryStorage
+from tests.workloads import healthy
+from tests.workloads.healthy import Died, run_ranks
+
+pytestmark = pytest.mark.timeout(110)
+
+
+def config_for(folder: Path, **options: Any) -> RankConfig:
+    """Describe a training whose checkpoints come every 2 steps; claims the run's next attempt."""
+    storage = DirectoryStorage(folder)
+    return RankConfig(
+        run_id="run",
+        attempt=claim_attempt(storage, "run"),
+        stage="train",
+        storage=storage,
+        options=options,
+        checkpoint=CheckpointPolicy(every_steps=2, every_s=None),
+    )
+
+
+# ---- Gradients.
+
+
+def gradients_of_epoch(rank: RankContext, num_samples: int, batch_size: int, num_backward: int) -> list[torch.Tensor]:
+    """Return the flat gradient of every step of an epoch; a stand-in's loss is nan."""
+    torch.manual_seed(3)
+    net = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+    model = rank.wrap(net)
+    dataset = TensorDataset(*healthy.points(num_samples))
+    found = []
+    for inputs, targets in rank.steps(rank.loader(dataset, global_batch_size=batch_size), epochs=1):
+        model.zero_grad()
+        is_stand_in = rank._state.share.num_local == 0
+        for part in range(num_backward):
+            loss = nn.functional.cross_entropy(model(inputs), targets) / num_backward
+            (loss * float("nan") if is_stand_in else loss).backward()
+            assert part < num_backward
+        found.append(torch.cat([parameter.grad.flatten() for parameter in net.parameters()]))
+    return found
+
+
+def expected_gradients(num_samples: int, batch_size: int) -> list[torch.Tensor]:
+    """Compute them on one process, without any of our classes but the order of the samples."""
+    torch.manual_seed(3)
+    net = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+    inputs, targets = healthy.points(num_samples)
+    order = GlobalBatches(num_samples, batch_size)
+    expected = []
+    for batch in range(order.num_batches):
+        chosen = order.share(0, batch, 0, 1)
+        net.zero_grad()
+        nn.functional.cross_entropy(net(inputs[chosen]), targets[chosen]).backward()
+        expected.append(torch.cat([parameter.grad.flatten() for parameter in net.parameters()]))
+    return expected
+
+
+@pytest.mark.parametrize(("world_size", "num_samples", "batch_size"), [(2, 11, 5), (3, 10, 8), (3, 13, 4)])
+def test_gradients_are_those_of_the_global_batch(tmp_path: Path, world_size: int, num_samples: int, batch_size: int) -> None:
+    """Shares that don't divide, and tails smaller than the world, give the single-process gradient; a stand-in's nan stays out."""
+    values = run_ranks(run_with_context, world_size, config_for(tmp_path), gradients_of_epoch, (num_samples, batch_size, 1))
+    expected = expected_gradients(num_samples, batch_size)
+    for found in values:
+        assert len(found) == len(expected)
+        for step, gradient in enumerate(found):
+            assert torch.allclose(gradient, expected[step], rtol=0, atol=1e-12)
+
+
+def test_several_backward_passes_in_a_step_add_up(tmp_path: Path) -> None:
+    """Gradient accumulation gives the same gradients."""
+    values = run_ranks(run_with_context, 2, config_for(tmp_path), gradients_of_epoch, (11, 5, 3))
+    for found, expected in zip(values[1], expected_gradients(11, 5), strict=True):
+        assert torch.allclose(found, expected, rtol=0, atol=1e-12)
+
+
+def accumulated_without_sync(rank: RankContext) -> list[torch.Tensor]:
+    """Split each share in two, the first half without communication."""
+    torch.manual_seed(3)
+    net = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+    model = rank.wrap(net)
+    found = []
+    for inputs, targets in rank.steps(rank.loader(TensorDataset(*healthy.points(11)), global_batch_size=5), epochs=1):
+        model.zero_grad()
+        with model.no_sync():
+            (nn.functional.cross_entropy(model(inputs), targets) / 2).backward()
+        (nn.functional.cross_entropy(model(inputs), targets) / 2).backward()
+        found.append(torch.cat([parameter.grad.flatten() for parameter in net.parameters()]))
+    return found
+
+
+def test_accumulation_without_sync_is_exact(tmp_path: Path) -> None:
+    """`no_sync` changes when ranks talk, not what comes out."""
+    values = run_ranks(run_with_context, 2, config_for(tmp_path), accumulated_without_sync)
+    for found, expected in zip(values[0], expected_gradients(11, 5), strict=True):
+        assert torch.allclose(found, expected, rtol=0, atol=1e-12)
+
+
+# ---- Resuming.
+
+
+@pytest.fixture(scope="module")
+def dataset_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Prepare the dataset once, through the stage's own entry."""
+    folder = tmp_path_factory.mktemp("prepared")
+    config = replace(config_for(folder), stage="prepare", dataset_id="points")
+    (report,) = run_ranks(run_stage, 1, config, "tests.workloads.healthy")
+    assert report.num_files == 1
+    return folder
+
+
+def train_config(folder: Path, dataset_folder: Path, **options: Any) -> RankConfig:
+    shutil.copytree(dataset_folder / "datasets", folder / "datasets", dirs_exist_ok=True)
+    return replace(config_for(folder, **options), dataset_id="points")
+
+
+@pytest.mark.parametrize(("world_size", "die_at", "die_on"), [(1, 5, 0), (2, 3, 1), (2, 8, 0), (3, 6, 2), (3, 7, 0)])
+def test_a_killed_training_ends_with_the_same_weights(
+    tmp_path: Path, dataset_folder: Path, world_size: int, die_at: int, die_on: int
+) -> None:
+    """SIGKILL of a rank mid-epoch or at its end, then a resume: every bit of weights and buffers is that of the uninterrupted run."""
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    expected = run_ranks(run_stage, world_size, train_config(whole, dataset_folder), "tests.workloads.healthy")
+    killed = train_config(broken, dataset_folder, die_at=die_at, die_on=die_on, die_after=(die_at - 1) // 2 * 2)
+    assert Died(-9) in run_ranks(run_stage, world_size, killed, "tests.workloads.healthy")
+    assert expected[0]["resumed_from_step"] is None
+
+    found = run_ranks(run_stage, world_size, train_config(broken, dataset_folder), "tests.workloads.healthy")
+
+    assert found[0]["resumed_from_step"] == (die_at - 1) // 2 * 2
+    assert found[0]["value"] == expected[0]["value"]
+    assert found[0]["num_steps"] == 12
+    assert found[0]["last_checkpoint"]["step"] == 12
+    weights = {folder: torch.load(_model_of(folder, found), weights_only=True) for folder in (whole, broken)}
+    for name, value in weights[whole].items():
+        assert torch.equal(value, weights[broken][name])
+    records = read_records(DirectoryStorage(broken), "run")
+    assert [(record.step, record.rank) for record in records] == [(s, r) for s in range(1, 13) for r in range(world_size)]
+
+
+def _model_of(folder: Path, found: list[Any]) -> Path:
+    (manifest,) = [m for m in list_manifests(DirectoryStorage(folder), "run") if m.step == found[0]["last_checkpoint"]["step"]]
+    return folder / manifest.find("model").key
+
+
+def test_a_resume_may_have_more_ranks(tmp_path: Path, dataset_folder: Path) -> None:
+    """The world's size may change: new ranks get random generators of their own, every step is made."""
+    killed = train_config(tmp_path, dataset_folder, die_at=7, die_after=6)
+    assert Died(-9) in run_ranks(run_stage, 1, killed, "tests.workloads.healthy")
+    found = run_ranks(run_stage, 2, train_config(tmp_path, dataset_folder), "tests.workloads.healthy")
+    assert (found[0]["resumed_from_step"], found[0]["num_steps"], found[0]["num_epochs"]) == (6, 12, 4)
+    assert found[1]["last_checkpoint"] is None
+
+
+def test_a_finished_training_adds_nothing_when_it_is_run_again(tmp_path: Path, dataset_folder: Path) -> None:
+    """A retry after the end finds everything done."""
+    first = run_ranks(run_stage, 2, train_config(tmp_path, dataset_folder), "tests.workloads.healthy")
+    again = run_ranks(run_stage, 2, train_config(tmp_path, dataset_folder), "tests.workloads.healthy")
+    assert again[0]["resumed_from_step"] == 12
+    assert again[0]["value"] == first[0]["value"]
+    assert again[0]["last_checkpoint"] == first[0]["last_checkpoint"]
+
+
+def test_evaluate_restores_the_step_it_is_told(tmp_path: Path, dataset_folder: Path) -> None:
+    """Not the newest, when another is asked for."""
+    config = train_config(tmp_path, dataset_folder)
+    run_ranks(run_stage, 2, config, "tests.workloads.healthy")
+    reports = run_ranks(run_stage, 2, replace(config, stage="evaluate", restore_step=10), "tests.workloads.healthy")
+    assert [report.metrics["step"] for report in reports] == [10, 10]
+
+
+# ---- Stopping.
+
+
+@pytest.mark.parametrize("stop_on", [0, 1])
+def test_all_ranks_stop_after_the_same_step(tmp_path: Path, dataset_folder: Path, stop_on: int) -> None:
+    """One rank asks, all stop together, a checkpoint is there, and a retry adds no step."""
+    options = {"stop_at": 4, "stop_on": stop_on}
+    values = run_ranks(run_stage, 2, train_config(tmp_path, dataset_folder, **options), "tests.workloads.healthy")
+    steps = {value["num_steps"] for value in values}
+    assert len(steps) == 1
+    assert steps <= {4, 5}
+    assert values[0]["last_checkpoint"]["step"] in steps
+    again = run_ranks(run_stage, 2, train_config(tmp_path, dataset_folder, **options), "tests.workloads.healthy")
+    assert {value["num_steps"] for value in again} == steps
+
+
+class _StopOnRankOne(NoLink):
+    """A link whose supervisor asks one rank to stop; the others haven't heard of it yet."""
+
+    def stop_requested(self) -> bool:
+        return os.environ["RANK"] == "1"
+
+
+def cancelled(config: RankConfig) -> dict[str, Any]:
+    """Train under that link."""
+    set_link(_StopOnRankOne())
+    return run_stage(config, "tests.workloads.healthy")
+
+
+def test_a_cancelled_training_goes_on_when_it_is_resumed(tmp_path: Path, dataset_folder: Path) -> None:
+    """A supervisor's stop reaches all ranks at one step, and isn't the training's end."""
+    values = run_ranks(cancelled, 2, train_config(tmp_path, dataset_folder))
+    assert [value["num_steps"] for value in values] == [1, 1]
+    assert values[0]["last_checkpoint"]["step"] == 1
+    again = run_ranks(run_stage, 2, train_config(tmp_path, dataset_folder), "tests.workloads.healthy")
+    assert (again[0]["resumed_from_step"], again[0]["num_steps"]) == (1, 12)
+
+
+# ---- Records and seeds.
+
+
+def report_often(rank: RankContext, num_steps: int) -> int:
+    """Report in every step, in two calls."""
+    loader = rank.loader(TensorDataset(torch.zeros(2 * num_steps)), global_batch_size=2)
+    for _ in rank.steps(loader, epochs=1):
+        rank.report(loss=torch.tensor(float(rank.rank)))
+        rank.report(step=rank.step)
+    return rank.step
+
+
+def test_no_record_is_lost(tmp_path: Path) -> None:
+    """2 ranks of 1,500 steps leave 3,000 records, merged per step."""
+    assert run_ranks(run_with_context, 2, config_for(tmp_path), report_often, (1500,)) == [1500, 1500]
+    records = read_records(DirectoryStorage(tmp_path), "run")
+    assert len(records) == 3000
+    assert all(record.metrics == {"loss": record.rank, "step": record.step} and record.num_samples == 1 for record in records)
+
+
+def test_ranks_draw_alike_before_the_first_step_and_differently_after(tmp_path: Path) -> None:
+    """Models begin equal, dropout isn't; and the same seed gives the same numbers again."""
+    first = run_ranks(run_with_context, 2, config_for(tmp_path), healthy.draw)
+    again = run_ranks(run_with_context, 2, config_for(tmp_path), "tests.workloads.healthy:draw")
+    assert first == again
+    assert first[0]["before"] == first[1]["before"]
+    assert first[0]["inside"] != first[1]["inside"]
+
+
+# ---- Misuse.
+
+
+def track_on_rank_zero_alone(rank: RankContext) -> None:
+    """Do what scripts for torchrun do around torch.save."""
+    net = nn.Linear(1, 1)
+    if rank.rank == 0:
+        rank.track(net=net)
+    for _ in rank.steps(rank.loader(TensorDataset(torch.zeros(40)), global_batch_size=2), epochs=1):
+        pass
+
+
+def test_tracking_on_one_rank_alone_is_an_error_that_says_so(tmp_path: Path) -> None:
+    """Not a hang."""
+    with pytest.raises(AssertionError, match="CheckpointError: .*rank 1: it took no part; rank.track"):
+        run_ranks(run_with_context, 2, config_for(tmp_path), track_on_rank_zero_alone)
