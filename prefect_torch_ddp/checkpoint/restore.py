@@ -85,9 +85,11 @@ class Restorer:
                 return
             raise CheckpointError(msg)
         data = self._verified.pop(name, None)
+        if data is None:
+            data = read_object(self._storage, manifest, found)
         try:
-            item.load_state_dict(from_bytes(read_object(self._storage, manifest, found) if data is None else data))
-        except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
+            item.load_state_dict(from_bytes(data))
+        except Exception as error:  # user classes refuse in every way
             msg = f"the {what} doesn't fit the tracked object {name!r}: {error}"
             raise CheckpointError(msg) from error
 

@@ -312,7 +312,7 @@ class RankContext:
             return
         self._closed = True
         try:
-            if self._tracker is not None or self.world_size > 1:
+            if self._tracker is not None or (self.world_size > 1 and not failed):
                 self._made_tracker().close(failed=failed)
         except BaseException:
             failed = True

@@ -12,9 +12,7 @@ from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.storage.protocol import Storage
 
 
-def local_config(
-    storage: Storage | str | Path | None, **config: Any
-) -> tuple[RankConfig, TemporaryDirectory[str] | None]:
+def local_config(storage: Storage | str | Path | None, **config: Any) -> tuple[RankConfig, TemporaryDirectory[str] | None]:
     """Describe a run of one rank in this process, claim its next attempt, and seed the process.
 
     Returns:

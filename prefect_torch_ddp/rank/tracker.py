@@ -86,13 +86,12 @@ class Tracker:
         Raises:
             CheckpointError: it can't be written.
         """
-        try:
-            if self._checkpointer is not None:
-                if failed:
-                    self._checkpointer.wait(FAILED_GRACE_S)
-                else:
-                    self._finish(self._checkpointer)
-        finally:
+        if self._checkpointer is not None:
+            if failed:
+                self._checkpointer.wait(FAILED_GRACE_S)
+            else:
+                self._finish(self._checkpointer)
+        if not failed:  # else the gang ends, and asking a store whose host is gone may take minutes
             self._say_gone()
 
     def outcome(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Owns a small workload in float64 whose results can be compared to the last bit, and the means to run functions on real gloo ranks."""
+"""Owns a small float64 workload whose results compare to the last bit, and the means to run functions on real gloo ranks."""
 
 import hashlib
 import io
@@ -167,7 +167,9 @@ def _gather(pipes: list[Connection], processes: list[Any], deadline: float) -> l
     return values
 
 
-def _be_rank(sender: Connection, port: int, rank: int, world_size: int, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _be_rank(  # noqa: PLR0917 - positional, as Process passes them
+    sender: Connection, port: int, rank: int, world_size: int, fn: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
     place = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world_size, "GROUP_RANK": 0}
     os.environ.update({name: str(value) for name, value in place.items()}, GLOO_SOCKET_IFNAME="lo")
     torch.set_num_threads(1)

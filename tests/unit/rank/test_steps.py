@@ -1,4 +1,4 @@
-"""Shows what several real ranks do together in the loop: exact gradients, agreed stops, resumes to the last bit, records that aren't lost."""
+"""Shows what real ranks do together in the loop: exact gradients, agreed stops, bit-identical resumes, no lost record."""
 
 import os
 import shutil
@@ -77,7 +77,7 @@ def expected_gradients(num_samples: int, batch_size: int) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize(("world_size", "num_samples", "batch_size"), [(2, 11, 5), (3, 10, 8), (3, 13, 4)])
 def test_gradients_are_those_of_the_global_batch(tmp_path: Path, world_size: int, num_samples: int, batch_size: int) -> None:
-    """Shares that don't divide, and tails smaller than the world, give the single-process gradient; a stand-in's nan stays out."""
+    """Shares that don't divide, tails smaller than the world: the single-process gradient; a stand-in's nan stays out."""
     values = run_ranks(run_with_context, world_size, config_for(tmp_path), gradients_of_epoch, (num_samples, batch_size, 1))
     expected = expected_gradients(num_samples, batch_size)
     for found in values:
@@ -129,6 +129,7 @@ def dataset_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def train_config(folder: Path, dataset_folder: Path, **options: Any) -> RankConfig:
+    """Describe a training on a copy of the dataset."""
     shutil.copytree(dataset_folder / "datasets", folder / "datasets", dirs_exist_ok=True)
     return replace(config_for(folder, **options), dataset_id="points")
 
@@ -137,7 +138,7 @@ def train_config(folder: Path, dataset_folder: Path, **options: Any) -> RankConf
 def test_a_killed_training_ends_with_the_same_weights(
     tmp_path: Path, dataset_folder: Path, world_size: int, die_at: int, die_on: int
 ) -> None:
-    """SIGKILL of a rank mid-epoch or at its end, then a resume: every bit of weights and buffers is that of the uninterrupted run."""
+    """SIGKILL of a rank within or at the end of an epoch, then a resume: every bit is that of the uninterrupted run."""
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     expected = run_ranks(run_stage, world_size, train_config(whole, dataset_folder), "tests.workloads.healthy")
     killed = train_config(broken, dataset_folder, die_at=die_at, die_on=die_on, die_after=(die_at - 1) // 2 * 2)
@@ -269,5 +270,5 @@ def track_on_rank_zero_alone(rank: RankContext) -> None:
 
 def test_tracking_on_one_rank_alone_is_an_error_that_says_so(tmp_path: Path) -> None:
     """Not a hang."""
-    with pytest.raises(AssertionError, match="CheckpointError: .*rank 1: it took no part; rank.track"):
+    with pytest.raises(AssertionError, match=r"CheckpointError: .*rank 1: it took no part; rank.track"):
         run_ranks(run_with_context, 2, config_for(tmp_path), track_on_rank_zero_alone)

@@ -1,0 +1,184 @@
+"""Shows what holds when attempts overlap, objects are damaged and storages fail; one process, real files."""
+
+import logging
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from prefect_torch_ddp import RankContext
+from prefect_torch_ddp.checkpoint.attempts import claim_attempt
+from prefect_torch_ddp.checkpoint.commit import SupersededError
+from prefect_torch_ddp.checkpoint.manifest import list_manifests
+from prefect_torch_ddp.errors import CheckpointError, StorageError
+from prefect_torch_ddp.rank.config import CheckpointPolicy
+from prefect_torch_ddp.storage.directory import DirectoryStorage
+from prefect_torch_ddp.storage.protocol import Storage
+
+EVERY_STEP = CheckpointPolicy(every_steps=1, every_s=None, keep_last=100)
+
+
+@dataclass(frozen=True)
+class FailingStorage(DirectoryStorage):
+    """A directory that refuses to write keys that contain a text."""
+
+    refused: str = ""
+
+    def write(self, key: str, data: bytes) -> None:
+        """Write it, or refuse."""
+        if self.refused in key:
+            msg = "the disk is full"
+            raise StorageError(msg)
+        super().write(key, data)
+
+
+class Counter:
+    """The least that can be tracked."""
+
+    def __init__(self) -> None:
+        self.value = torch.zeros(())
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the value."""
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take it over."""
+        self.value = state["value"].clone()
+
+
+def count_to(
+    storage: Storage | Path, num_steps: int, policy: CheckpointPolicy = EVERY_STEP, metrics: dict[int, float] | None = None
+) -> Counter:
+    """Train a counter that adds one a step; each checkpoint is complete before the next step."""
+    with RankContext.local(storage=storage, checkpoint=policy) as rank:
+        counter = Counter()
+        rank.track(counter=counter)
+        dataset = torch.utils.data.TensorDataset(torch.zeros(1))
+        for _ in rank.steps(rank.loader(dataset, global_batch_size=1), epochs=num_steps):
+            rank._tracker._checkpointer.wait()
+            counter.value += 1
+            if metrics is not None and rank.step in metrics:
+                rank.report(accuracy=metrics[rank.step])
+    return counter
+
+
+def steps_of(storage: Storage) -> list[int]:
+    """Return the steps of the complete checkpoints."""
+    return [manifest.step for manifest in list_manifests(storage, "local")]
+
+
+def test_a_superseded_attempt_cant_commit(tmp_path: Path) -> None:
+    """Once a newer attempt is claimed, the older one ends, and what it wrote meanwhile isn't a checkpoint."""
+    storage = DirectoryStorage(tmp_path)
+    with pytest.raises(SupersededError, match="attempt 1 of run local has been superseded by attempt 2"):  # noqa: PT012
+        with RankContext.local(storage=storage, checkpoint=EVERY_STEP) as rank:
+            rank.track(counter=Counter())
+            for _ in rank.steps(rank.loader(torch.utils.data.TensorDataset(torch.zeros(1)), global_batch_size=1), epochs=9):
+                rank._tracker._checkpointer.wait()
+                if rank.step == 3:
+                    claim_attempt(storage, "local")
+    assert steps_of(storage) == [1, 2]
+    assert (tmp_path / "runs/local/checkpoints/step-00000003/000001/counter.pt").exists()
+
+    count_to(storage, 4)  # the attempt after it sweeps up
+    assert steps_of(storage) == [1, 2, 3, 4]
+    assert not (tmp_path / "runs/local/checkpoints/step-00000003/000001/counter.pt").exists()
+
+
+@pytest.mark.parametrize("damage", ["truncated", "missing", "changed"])
+def test_a_damaged_newest_checkpoint_falls_back(tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: str) -> None:
+    """To the one before it, with a warning that names the object; and the damaged one is replaced when its step comes again."""
+    storage = DirectoryStorage(tmp_path)
+    count_to(storage, 3)
+    key = "runs/local/checkpoints/step-00000003/000001/counter.pt"
+    data = bytearray((tmp_path / key).read_bytes())
+    data[len(data) // 2] ^= 1
+    {
+        "truncated": lambda: (tmp_path / key).write_bytes(data[:-7]),
+        "missing": (tmp_path / key).unlink,
+        "changed": lambda: (tmp_path / key).write_bytes(data),
+    }[damage]()
+    with caplog.at_level(logging.INFO):
+        counter = count_to(storage, 5)
+    warning = next(record for record in caplog.records if record.levelno == logging.WARNING)
+    assert key in warning.getMessage()
+    assert "goes on from the checkpoint of step 2" in caplog.text
+    assert counter.value.item() == 5
+    assert [(manifest.step, manifest.attempt) for manifest in list_manifests(storage, "local")] == [
+        (1, 1),
+        (2, 1),
+        (3, 2),
+        (4, 2),
+        (5, 2),
+    ]
+    assert not (tmp_path / key).exists()
+
+
+def test_a_storage_that_fails_is_no_reason_to_fall_back(tmp_path: Path) -> None:
+    """Else an outage of a minute would throw away an hour."""
+
+    class Unreadable(DirectoryStorage):
+        def read(self, key: str) -> bytes:
+            if key.endswith(".pt"):
+                msg = f"{key} can't be read: 503"
+                raise StorageError(msg)
+            return super().read(key)
+
+    count_to(tmp_path, 3)
+    with pytest.raises(StorageError, match="503"):
+        count_to(Unreadable(tmp_path), 5)
+
+
+def test_a_failed_write_is_warned_of_and_the_training_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The one before stays the newest, and the next one works."""
+    counter = count_to(FailingStorage(tmp_path, "step-00000002/"), 3)
+    assert counter.value.item() == 3
+    assert steps_of(DirectoryStorage(tmp_path)) == [1, 3]
+    assert "no checkpoint of step 2" in caplog.text
+    assert "step-00000002/000001/counter.pt: the disk is full" in caplog.text
+
+
+def test_a_failed_last_checkpoint_is_an_error(tmp_path: Path) -> None:
+    """Also after it has been tried twice, as a due one and as the last."""
+    with pytest.raises(CheckpointError, match=r"run local could not be written: .*counter.pt: the disk is full"):
+        count_to(FailingStorage(tmp_path, "step-00000003/"), 3)
+    assert steps_of(DirectoryStorage(tmp_path)) == [1, 2]
+
+
+def test_retention_keeps_the_last_and_the_best(tmp_path: Path) -> None:
+    """Objects of the others are gone too; a resumed attempt knows the best of the one before."""
+    policy = CheckpointPolicy(every_steps=1, every_s=None, keep_last=2, keep_best=1, best_metric="accuracy")
+    count_to(tmp_path, 4, policy, {1: 0.1, 2: 0.9, 3: 0.5, 4: 0.5})
+    assert steps_of(DirectoryStorage(tmp_path)) == [2, 3, 4]
+    count_to(tmp_path, 6, policy, {5: 0.2})
+    assert steps_of(DirectoryStorage(tmp_path)) == [2, 5, 6]
+    folders = {path.parent.parent.name for path in (tmp_path / "runs/local/checkpoints").rglob("*.pt")}
+    assert folders == {"step-00000002", "step-00000005", "step-00000006"}
+
+
+def test_a_new_run_may_start_from_another(tmp_path: Path) -> None:
+    """`resume_from` counts until the run has a checkpoint of its own; the other run's stays."""
+    count_to(tmp_path, 3)
+    for _ in range(2):
+        with RankContext.local(storage=tmp_path, run_id="next", resume_from="local") as rank:
+            counter = Counter()
+            rank.track(counter=counter)
+            assert counter.value.item() == 3
+            assert rank.step == 3
+    assert [manifest.step for manifest in list_manifests(DirectoryStorage(tmp_path), "next")] == [3]
+    assert steps_of(DirectoryStorage(tmp_path)) == [1, 2, 3]
+    with (
+        pytest.raises(CheckpointError, match="resume_from is 'nobody'"),
+        RankContext.local(storage=tmp_path, run_id="third", resume_from="nobody") as rank,
+    ):
+        rank.track(counter=Counter())
+
+
+def test_saving_leaves_no_thread(tmp_path: Path) -> None:
+    """After close nothing runs on."""
+    count_to(tmp_path, 2)
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("prefect-torch-ddp")]

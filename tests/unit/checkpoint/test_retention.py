@@ -1,0 +1,81 @@
+"""Shows which checkpoints are kept, and what is read of manifests."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from prefect_torch_ddp.checkpoint.keys import manifest_key
+from prefect_torch_ddp.checkpoint.manifest import (
+    Manifest,
+    ManifestObject,
+    best,
+    list_checkpoints,
+    newest,
+    object_uri,
+    read_manifest,
+)
+from prefect_torch_ddp.checkpoint.retention import Retention, superfluous
+from prefect_torch_ddp.errors import CheckpointError
+from prefect_torch_ddp.storage.directory import DirectoryStorage
+
+
+def manifest(step: int, **metrics: float) -> Manifest:
+    """Describe a checkpoint of one object."""
+    item = ManifestObject("model", f"runs/run/checkpoints/step-{step:08d}/000001/model.pt", 3, "00")
+    return Manifest("run", step, 1, epoch=1, position={"batch": 2}, world_size=2, metrics=metrics, objects=(item,))
+
+
+def deleted(manifests: list[Manifest], **retention: object) -> list[int]:
+    """Return the steps that go."""
+    return [old.step for old in superfluous(manifests, Retention(**retention))]  # type: ignore[arg-type]
+
+
+def test_the_newest_stay() -> None:
+    """Whatever their order."""
+    assert deleted([manifest(step) for step in (30, 10, 20, 40)], keep_last=2) == [10, 20]
+    assert deleted([manifest(10)], keep_last=1) == []
+
+
+def test_the_best_stay_too() -> None:
+    """The best by a metric, of equals the newer; those without a finite value are never the best."""
+    accuracies = {10: 0.5, 20: 0.9, 30: 0.9, 40: math.nan, 50: math.inf, 60: 0.1}
+    manifests = [manifest(step, accuracy=value) for step, value in accuracies.items()]
+    assert deleted(manifests, keep_last=1, keep_best=1, best_metric="accuracy") == [10, 20, 40, 50]
+    assert deleted(manifests, keep_last=1, keep_best=2, best_metric="accuracy") == [10, 40, 50]
+    assert deleted(manifests, keep_last=1, keep_best=1, best_metric="accuracy", best_mode="min") == [10, 20, 30, 40, 50]
+    assert deleted(manifests, keep_last=1, keep_best=0, best_metric="accuracy") == [10, 20, 30, 40, 50]
+    assert deleted(manifests, keep_last=1, keep_best=3, best_metric="loss") == [10, 20, 30, 40, 50]
+
+
+def test_manifests_read_back(tmp_path: Path) -> None:
+    """As they were written, nan included, as valid JSON; results say where they are."""
+    storage = DirectoryStorage(tmp_path)
+    written = [manifest(100, accuracy=0.75, loss=math.nan), manifest(9, accuracy=0.8)]
+    for item in written:
+        storage.write(manifest_key("run", item.step), item.as_bytes())
+    json.loads(written[0].as_bytes(), parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    again = read_manifest(storage, "run", 100)
+    assert math.isnan(again.metrics["loss"])
+    assert (again.objects, again.position, again.world_size) == (written[0].objects, {"batch": 2}, 2)
+    refs = list_checkpoints(storage, "run")
+    assert [(ref.step, ref.attempt, ref.metrics) for ref in refs] == [(9, 1, {"accuracy": 0.8}), (100, 1, {"accuracy": 0.75})]
+    assert refs[1].uri == f"{tmp_path}/runs/run/checkpoints/step-00000100/manifest.json"
+    assert newest(storage, "run") == refs[1]
+    assert best(storage, "run", "accuracy") == refs[0]
+    assert best(storage, "run", "accuracy", "min") == refs[1]
+    assert best(storage, "run", "unknown") is None
+    assert newest(storage, "other") is None
+    assert object_uri(storage, "run", 9, 1, "model") == f"{tmp_path}/runs/run/checkpoints/step-00000009/000001/model.pt"
+
+
+def test_a_damaged_manifest_is_left_out_by_name(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Not the end of everything that reads the run."""
+    storage = DirectoryStorage(tmp_path)
+    storage.write(manifest_key("run", 1), manifest(1).as_bytes())
+    storage.write(manifest_key("run", 2), b'{"step": 2')
+    assert [ref.step for ref in list_checkpoints(storage, "run")] == [1]
+    assert "step-00000002/manifest.json is damaged" in caplog.text
+    with pytest.raises(CheckpointError, match="run run has no checkpoint of step 3"):
+        read_manifest(storage, "run", 3)

@@ -1,0 +1,321 @@
+"""Shows what user code meets in RankContext, in one process without a process group."""
+
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from prefect_torch_ddp import RankContext
+from prefect_torch_ddp.errors import BadKeyError, CheckpointError, InvalidParamsError
+from prefect_torch_ddp.messages import Progress
+from prefect_torch_ddp.metrics.read import read_records
+from prefect_torch_ddp.rank.config import CheckpointPolicy, RankConfig
+from prefect_torch_ddp.rank.link import NoLink
+from prefect_torch_ddp.rank.state import Place
+from prefect_torch_ddp.storage.directory import DirectoryStorage
+from tests.workloads import healthy
+
+FOUR = TensorDataset(torch.arange(4.0))
+
+
+@pytest.fixture(autouse=True)
+def _inductor_cache(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Name the folder that torch names in os.environ otherwise, as soon as an optimizer is made."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "inductor"))
+
+
+def fit(folder: Path, *, run_id: str = "local", **options: Any) -> dict[str, Any]:
+    """Train the healthy workload here."""
+    policy = CheckpointPolicy(every_steps=2, every_s=None)
+    with RankContext.local(options=options, storage=folder, run_id=run_id, checkpoint=policy) as rank:
+        value = healthy.fit(rank, TensorDataset(*healthy.points(33)))
+    return {**value, **rank.outcome()}
+
+
+def test_importing_it_loads_no_torch() -> None:
+    """Flow files import the name."""
+    code = (
+        "import sys; from prefect_torch_ddp import RankContext; assert not {'torch', 'prefect', 'distributed'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_it_says_what_it_is(tmp_path: Path) -> None:
+    """World size 1, and what was chosen."""
+    with RankContext.local(data=tmp_path, options={"lr": 0.1}, seed=5) as rank:
+        assert (rank.rank, rank.world_size, rank.local_rank, rank.local_world_size, rank.node_rank) == (0, 1, 0, 1, 0)
+        assert (rank.stage, rank.seed, rank.options, rank.data, rank.attempt) == ("train", 5, {"lr": 0.1}, tmp_path, 1)
+        assert (rank.step, rank.epoch, rank.epoch_ended, rank.should_stop) == (0, 0, False, False)
+        assert rank.device.type == ("cuda" if torch.cuda.is_available() else "cpu")
+        model = nn.Linear(1, 1)
+        assert rank.wrap(model) is model
+        temporary = Path(rank.config.storage.uri)
+        assert temporary.exists()
+    assert not temporary.exists()
+
+
+def test_steps_count_steps_and_epochs() -> None:
+    """From 1; the last step of an epoch says so; a second loop goes on counting, in a new order."""
+    dataset = TensorDataset(torch.arange(50))
+    with RankContext.local() as rank:
+        loader = rank.loader(dataset, global_batch_size=20)
+        seen = [(rank.step, rank.epoch, rank.epoch_ended) for _ in rank.steps(loader, epochs=2)]
+        assert seen == [(1, 1, False), (2, 1, False), (3, 1, True), (4, 2, False), (5, 2, False), (6, 2, True)]
+        third = torch.cat([batch for (batch,) in rank.steps(loader, epochs=1)]).tolist()
+        assert (rank.step, rank.epoch) == (9, 3)
+        assert sorted(third) == list(range(50))
+    with RankContext.local() as rank:
+        loader = rank.loader(dataset, global_batch_size=20)
+        assert torch.cat([batch for (batch,) in rank.steps(loader, epochs=1)]).tolist() != third
+
+
+def test_two_runs_with_one_seed_give_the_same_weights(tmp_path: Path) -> None:
+    """And another seed gives others."""
+    first = fit(tmp_path / "a")["sha256"]
+    assert fit(tmp_path / "b")["sha256"] == first
+    with RankContext.local(seed=1) as rank:
+        assert healthy.fit(rank, TensorDataset(*healthy.points(33)))["sha256"] != first
+
+
+class BreakError(Exception):
+    """Ends a training from outside."""
+
+
+@pytest.mark.parametrize("at", range(1, 12))
+def test_a_resumed_training_is_the_uninterrupted_one(tmp_path: Path, at: int) -> None:
+    """Ended by an exception in any step, resumed at the newest checkpoint: the same weights to the last bit."""
+    expected = fit(tmp_path / "whole")
+    with (
+        pytest.raises(BreakError),
+        RankContext.local(
+            storage=tmp_path / "broken", checkpoint=CheckpointPolicy(every_steps=1, every_s=None)
+        ) as rank,
+    ):
+        report = rank.report
+
+        def interrupt(**metrics: Any) -> None:
+            report(**metrics)
+            if rank.step == at:
+                raise BreakError
+
+        rank.report = interrupt  # type: ignore[method-assign]
+        healthy.fit(rank, TensorDataset(*healthy.points(33)))
+    found = fit(tmp_path / "broken")
+    assert found["resumed_from_step"] == (at - 1 or None)
+    assert found["sha256"] == expected["sha256"]
+    records = read_records(DirectoryStorage(tmp_path / "broken"), "local")
+    assert [record.step for record in records] == list(range(1, 13))
+
+
+def test_the_weights_load_with_plain_torch(tmp_path: Path) -> None:
+    """Two lines, no `module.` prefix, also of a compiled model."""
+    with RankContext.local(storage=tmp_path) as rank:
+        net = nn.Linear(3, 2)
+        rank.track(model=torch.compile(rank.wrap(net)))
+    (path,) = tmp_path.rglob("model.pt")
+    model = nn.Linear(3, 2)
+    model.load_state_dict(torch.load(path, weights_only=True))
+    assert torch.equal(model.weight, net.weight.cpu())
+
+
+def test_early_stop_ends_the_loop_and_stays_the_end(tmp_path: Path) -> None:
+    """Alone the stop is after this very step; loops behind it are skipped; a new run from it goes on."""
+    first = fit(tmp_path, stop_at=5)
+    assert (first["steps"], first["last_checkpoint"]["step"]) == (5, 5)
+    assert fit(tmp_path, stop_at=5)["steps"] == 5
+    with RankContext.local(storage=tmp_path, run_id="next", resume_from="local", options={}) as rank:
+        assert healthy.fit(rank, TensorDataset(*healthy.points(33)))["steps"] == 12
+    with RankContext.local() as rank:
+        loader = rank.loader(FOUR, global_batch_size=1)
+        for _ in rank.steps(loader, epochs=1):
+            rank.request_stop("enough")
+            assert rank.should_stop
+        assert list(rank.steps(loader, epochs=1)) == []
+
+
+def test_leaving_the_loop_counts_the_step(tmp_path: Path) -> None:
+    """`break` is an end like any other: the record and the checkpoint hold the step."""
+    with RankContext.local(storage=tmp_path) as rank:
+        rank.track(model=nn.Linear(1, 1))
+        for _ in rank.steps(rank.loader(FOUR, global_batch_size=1), epochs=1):
+            rank.report(loss=1)
+            if rank.step == 2:
+                break
+    assert rank.outcome()["last_checkpoint"]["step"] == 2
+    records = read_records(DirectoryStorage(tmp_path), "local")
+    assert [(record.step, record.num_samples) for record in records] == [(1, 1), (2, 1)]
+
+
+# ---- Reports.
+
+
+def test_reports_of_a_step_are_one_record(tmp_path: Path) -> None:
+    """Numbers of all kinds; what is reported outside of a step is a record of no samples."""
+    with RankContext.local(storage=tmp_path) as rank:
+        for _ in rank.steps(rank.loader(FOUR, global_batch_size=4), epochs=1):
+            loss = torch.tensor(0.5, requires_grad=True)
+            rank.report(loss=loss, count=3)
+            rank.report(mean=np.float32(0.25), zero=np.array(1.5), flag=True, loss=torch.tensor(math.nan))
+        rank.report(final=1.0)
+    first, second = read_records(DirectoryStorage(tmp_path), "local")
+    assert math.isnan(first.metrics["loss"])
+    assert {name: value for name, value in first.metrics.items() if name != "loss"} == {
+        "count": 3,
+        "mean": 0.25,
+        "zero": 1.5,
+        "flag": 1,
+    }
+    assert (first.num_samples, first.epoch, second.metrics, second.num_samples) == (4, 1, {"final": 1.0}, 0)
+
+
+@pytest.mark.parametrize("value", [torch.ones(2), torch.ones(1), "0.5", None, [1.0], np.ones(3), 1j, torch.tensor(1j)])
+def test_what_is_no_number_is_refused_by_name(value: object) -> None:
+    """At the call, with the way out."""
+    with (
+        RankContext.local() as rank,
+        pytest.raises(InvalidParamsError, match=r"metric 'accuracy' is a .* report a number or a 0-d"),
+    ):
+        rank.report(accuracy=value)
+
+
+def test_metrics_survive_an_exception(tmp_path: Path) -> None:
+    """What was reported in the step that failed is there too."""
+    with pytest.raises(BreakError), RankContext.local(storage=tmp_path) as rank:
+        for _ in rank.steps(rank.loader(FOUR, global_batch_size=1), epochs=1):
+            rank.report(loss=rank.step)
+            if rank.step == 3:
+                raise BreakError
+    assert [record.metrics["loss"] for record in read_records(DirectoryStorage(tmp_path), "local")] == [1, 2, 3]
+
+
+class Listener(NoLink):
+    """A link that keeps what it gets."""
+
+    def __init__(self) -> None:
+        self.sent: list[Progress] = []
+
+    def send_progress(self, progress: Progress) -> None:
+        """Keep it."""
+        self.sent.append(progress)
+
+
+def test_progress_reaches_the_link_now_and_then(tmp_path: Path) -> None:
+    """At the first step, and then not more often than twice a second."""
+    link = Listener()
+    config = RankConfig(run_id="run", attempt=1, stage="train", storage=DirectoryStorage(tmp_path))
+    with RankContext(config, Place(), link=link) as rank:
+        for _ in rank.steps(rank.loader(FOUR, global_batch_size=1), epochs=100):
+            rank.report(loss=0.5)
+    assert link.sent[0] == Progress(step=1, epoch=1, total_steps=400, metrics={"loss": 0.5})
+    assert len(link.sent) < 20
+
+
+# ---- Refusals.
+
+
+def test_what_cant_be_tracked_is_refused_by_name() -> None:
+    """No state_dict, a name twice, a name that is no name, too late."""
+    with RankContext.local() as rank:
+        with pytest.raises(InvalidParamsError, match="'lr' can't be tracked: float has no state_dict and no load_state_dict"):
+            rank.track(lr=0.1)
+        rank.track(model=nn.Linear(1, 1))
+        with pytest.raises(InvalidParamsError, match="'model' is tracked already"):
+            rank.track(model=nn.Linear(1, 1))
+        with pytest.raises(InvalidParamsError, match="can't name a tracked object"):
+            rank.track(**{"../model": nn.Linear(1, 1)})
+        for _ in rank.steps(rank.loader(FOUR, global_batch_size=4), epochs=1):
+            with pytest.raises(InvalidParamsError, match="track everything before the first step"):
+                rank.track(late=nn.Linear(1, 1))
+
+
+def test_steps_refuse_what_they_cant_take() -> None:
+    """A plain DataLoader, a negative number, a loop in a loop."""
+    with RankContext.local() as rank:
+        loader = rank.loader(FOUR, global_batch_size=4)
+        with pytest.raises(InvalidParamsError, match=r"takes a loader from rank.loader.* not a DataLoader"):
+            rank.steps(torch.utils.data.DataLoader(FOUR), epochs=1)  # type: ignore[arg-type]
+        with pytest.raises(InvalidParamsError, match="epochs is -1"):
+            rank.steps(loader, epochs=-1)
+        for _ in rank.steps(loader, epochs=1):
+            with pytest.raises(InvalidParamsError, match="inside of rank.steps"):
+                next(iter(rank.steps(loader, epochs=1)))
+
+
+def test_evaluate_restores_exactly_or_refuses(tmp_path: Path) -> None:
+    """Another step, an untracked name, a model that doesn't fit: each says so."""
+    fit(tmp_path)
+    with RankContext.local(storage=tmp_path, stage="evaluate", restore_step=10) as rank:
+        rank.track(model=healthy.make_net())
+        assert rank.step == 10
+        with pytest.raises(CheckpointError, match=r"step 10 of run local has no object 'decoder'; it has .*model"):
+            rank.track(decoder=nn.Linear(1, 1))
+    for step, model, message in [
+        (11, healthy.make_net(), "no checkpoint of step 11"),
+        (None, healthy.make_net(), "no checkpoint of run local was named"),
+        (10, nn.Linear(1, 1), "step 10 of run local doesn't fit the tracked object 'model'"),
+    ]:
+        with (
+            RankContext.local(storage=tmp_path, stage="evaluate", restore_step=step) as rank,
+            pytest.raises(CheckpointError, match=message),
+        ):
+            rank.track(model=model)
+
+
+def test_a_stage_without_data_says_so() -> None:
+    """With the way out."""
+    with (
+        RankContext.local() as rank,
+        pytest.raises(InvalidParamsError, match=r"was given no dataset; RankContext.local\(data=...\)"),
+    ):
+        _ = rank.data
+
+
+def test_save_keeps_files_of_the_run(tmp_path: Path) -> None:
+    """Bytes and text, in folders; a path that leaves the results is refused."""
+    with RankContext.local(storage=tmp_path) as rank:
+        rank.save("names.txt", "Zoë\n")
+        rank.save("plots/loss.bin", b"\x00")
+        for path in ("../x", "/etc/x", "C:/x", "a/../../x", "a\\b", ""):
+            with pytest.raises(BadKeyError):
+                rank.save(path, "no")
+    results = tmp_path / "runs/local/results"
+    assert (results / "names.txt").read_bytes() == "Zoë\n".encode()
+    assert sorted(path.relative_to(results).as_posix() for path in results.rglob("*") if path.is_file()) == [
+        "names.txt",
+        "plots/loss.bin",
+    ]
+
+
+# ---- Checkpoints on request.
+
+
+def test_a_forced_checkpoint_is_of_the_steps_end(tmp_path: Path) -> None:
+    """What the body does after asking is in it."""
+    with RankContext.local(storage=tmp_path, checkpoint=CheckpointPolicy(every_s=None)) as rank:
+        model = nn.Linear(1, 1)
+        rank.track(model=model)
+        for _ in rank.steps(rank.loader(FOUR, global_batch_size=1), epochs=1):
+            rank.checkpoint(force=rank.step == 2)
+            with torch.no_grad():
+                model.weight.fill_(rank.step)
+    steps = {
+        int(path.parent.parent.name.removeprefix("step-")): torch.load(path)["weight"].item()
+        for path in tmp_path.rglob("model.pt")
+    }
+    assert steps == {2: 2.0, 4: 4.0}
+
+
+def test_checkpoints_come_by_time(tmp_path: Path) -> None:
+    """As soon as so many seconds have passed."""
+    policy = CheckpointPolicy(every_steps=None, every_s=1e-9, keep_last=9)
+    with RankContext.local(storage=tmp_path, checkpoint=policy) as rank:
+        rank.track(model=nn.Linear(1, 1))
+        assert len(list(rank.steps(rank.loader(FOUR, global_batch_size=1), epochs=1))) == 4
+    assert len(list(tmp_path.rglob("manifest.json"))) == 4

@@ -1,0 +1,103 @@
+"""Shows how the stages of a workload are run on a rank, and what they may return."""
+
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from prefect_torch_ddp import RankContext, Report
+from prefect_torch_ddp.errors import InvalidParamsError
+from prefect_torch_ddp.rank.config import RankConfig
+from prefect_torch_ddp.rank.entry import run_stage, run_with_context
+from prefect_torch_ddp.storage.directory import DirectoryStorage
+
+returns = SimpleNamespace(train=None, evaluate=None, prepare="not a function")
+
+
+@pytest.fixture(autouse=True)
+def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    place = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "GROUP_RANK": 0}
+    for name, value in place.items():
+        monkeypatch.setenv(name, str(value))
+
+
+def config(folder: Path, stage: Any) -> RankConfig:
+    """Describe a stage."""
+    return RankConfig(run_id="run", attempt=1, stage=stage, storage=DirectoryStorage(folder), dataset_id="points")
+
+
+def outcome(folder: Path, stage: str, value: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Run a stage whose function returns the value."""
+    monkeypatch.setattr(returns, stage, lambda _rank: value)
+    return run_stage(config(folder, stage), f"{__name__}:returns")
+
+
+def test_train_gives_plain_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """JSON scalars; nan as text; nothing tracked is no checkpoint."""
+    import numpy as np
+
+    values = {"accuracy": np.float64(0.5), "name": "x", "count": 3, "good": True, "none": None, "loss": math.nan}
+    found = outcome(tmp_path, "train", values, monkeypatch)
+    assert found == {
+        "value": {"accuracy": 0.5, "name": "x", "count": 3, "good": True, "none": None, "loss": "nan"},
+        "num_steps": 0,
+        "num_epochs": 0,
+        "last_checkpoint": None,
+        "best_checkpoint": None,
+        "resumed_from_step": None,
+    }
+    assert type(found["value"]["accuracy"]) is float
+    assert outcome(tmp_path, "train", None, monkeypatch)["value"] == {}
+
+
+def test_train_refuses_other_values_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tensor in the dict, or no dict at all."""
+    import torch
+
+    with pytest.raises(TypeError, match=r"returned 'weights' as torch.Tensor.*rank.track for models"):
+        outcome(tmp_path, "train", {"weights": torch.ones(2)}, monkeypatch)
+    with pytest.raises(TypeError, match="returned float; return a dict"):
+        outcome(tmp_path, "train", 0.5, monkeypatch)
+
+
+def test_evaluate_gives_a_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or a dict that makes one."""
+    assert outcome(tmp_path, "evaluate", Report(num_samples=2), monkeypatch) == Report(num_samples=2)
+    assert outcome(tmp_path, "evaluate", {"num_samples": 2, "accuracy": 0.5}, monkeypatch) == Report(num_samples=2, accuracy=0.5)
+    with pytest.raises(TypeError, match="returned a dict that is no Report"):
+        outcome(tmp_path, "evaluate", {"accuracy": 0.5}, monkeypatch)
+    with pytest.raises(TypeError, match=r"returned float; return a prefect_torch_ddp.Report"):
+        outcome(tmp_path, "evaluate", 0.5, monkeypatch)
+
+
+def test_prepare_publishes_what_it_wrote(tmp_path: Path) -> None:
+    """Under the dataset's id, where train finds it."""
+    report = run_stage(config(tmp_path, "prepare"), "tests.workloads.healthy")
+    assert (report.dataset_id, report.num_files) == ("points", 1)
+    found = run_with_context(config(tmp_path, "train"), lambda rank: sorted(path.name for path in rank.data.iterdir()))
+    assert "points.pt" in found
+
+
+def test_a_workload_that_lacks_a_function_is_refused(tmp_path: Path) -> None:
+    """Missing, not a function, no such object, nothing to prepare for."""
+    for workload, message in [
+        ("tests.workloads.squares", "has no function 'prepare'"),
+        (f"{__name__}:returns", "has a str instead of a function 'prepare'"),
+        ("tests.workloads.healthy:nothing", "has no 'nothing'"),
+    ]:
+        with pytest.raises(InvalidParamsError, match=message):
+            run_stage(config(tmp_path, "prepare"), workload)
+
+
+def arguments(rank: RankContext, *args: Any, **kwargs: Any) -> Any:
+    """Return them."""
+    return rank.stage, args, kwargs
+
+
+def test_arguments_arrive_as_they_are(tmp_path: Path) -> None:
+    """Whatever their names; functions also by import string."""
+    kwargs = {"config": 1, "fn": 2, "args": 3, "kwargs": 4}
+    assert run_with_context(config(tmp_path, "task"), arguments, (1, 2), kwargs) == ("task", (1, 2), kwargs)
+    assert run_with_context(config(tmp_path, "task"), f"{__name__}:arguments") == ("task", (), {})
