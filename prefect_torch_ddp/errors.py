@@ -124,6 +124,10 @@ class RankFailedError(GangError):
         """The traceback as the rank formatted it, empty where there is none."""
         return self.failure.traceback_text
 
+    def __repr__(self) -> str:
+        """Show the first line: Prefect writes it where it announces a retry."""
+        return f"{type(self).__name__}({str(self).splitlines()[0]!r})"
+
     def __str__(self) -> str:
         """Say who, where, which attempt and why; then the rank's traceback and what followed from it."""
         first = self.failure

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 SESSION_ID = uuid.uuid4().hex
 GRACE_S = 5.0
 SERVER_READY_S = 60.0
+ENVIRONMENT_OF_TOOLS = {"PYTEST_CURRENT_TEST", "__DASK_PARENT_PID", "PYTHONHASHSEED"}
+"""Set by pytest, and by Dask's nanny in the process that starts workers."""
 FOLDERS = ("unit", "integration", "chaos", "gpu")
 
 _home = Path(tempfile.mkdtemp(prefix="ptd-tests-"))
@@ -76,7 +78,7 @@ def _no_leaked_environment() -> Iterator[None]:
     """Fail a test after which os.environ differs."""
 
     def snapshot() -> dict[str, str]:
-        return {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
+        return {name: value for name, value in os.environ.items() if name not in ENVIRONMENT_OF_TOOLS}
 
     before = snapshot()
     yield

@@ -6,6 +6,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.sorting import FlowRunSort
 
 from prefect_torch_ddp import CheckpointParams, RankFailedError, TrainParams, TrainReport, train_flow
 from tests.integration.runs import artifacts_of, flow_run_id_of, logs_of, states_of, task_runs_of
@@ -113,9 +115,9 @@ def test_a_retry_resumes_and_says_who_failed(tmp_path: Path, how: str) -> None:
     assert (report.training.attempt, report.training.resumed_from_step) == (2, 10)
     states = states_of(task_runs_of(flow_run_id_of(report.flow_run_url))["train"])
     assert [name for name, _ in states if name not in ("Pending", "Running")] == ["AwaitingRetry", "Retrying", "Completed"]
-    message = next(message for name, message in states if name == "AwaitingRetry")
     cause = "ValueError: told to fail" if how == "raise" else "was killed by SIGKILL (9)"
-    assert f"rank 1 on 127.0.0.1 failed in attempt 1: {cause}" in message
+    log = [line.message for line in logs_of(flow_run_id_of(report.flow_run_url))]
+    assert any(f"rank 1 on 127.0.0.1 failed in attempt 1: {cause}" in line and "Retry 1/1 will start" in line for line in log)
     undisturbed = train_flow(plain)
     assert Path(undisturbed.model_uri).read_bytes() == Path(report.model_uri).read_bytes()
     assert report.epochs == undisturbed.epochs
@@ -128,9 +130,15 @@ def test_the_last_failure_reaches_the_caller(tmp_path: Path) -> None:
     params = TrainParams(
         workload="tests.workloads.tiny", storage=str(tmp_path), options={"fault": fault}, retries=1, retry_delay_s=0.1
     )
-    with pytest.raises(RankFailedError, match=r"rank 0 on 127.0.0.1 failed in attempt 2: ValueError: told to fail") as caught:
+    says = "rank 0 on 127.0.0.1 failed in attempt 2: ValueError: told to fail"
+    with pytest.raises(RankFailedError, match=says) as caught:
         train_flow(params)
     assert isinstance(caught.value.__cause__, ValueError)
+    with get_client(sync_client=True) as client:
+        newest = client.read_flow_runs(sort=FlowRunSort.START_TIME_DESC, limit=1)[0]
+    name, message = states_of(task_runs_of(newest.id)["train"])[-1]
+    assert name == "Failed"
+    assert says in message
 
 
 def test_nothing_configured(tmp_path: Path) -> None:
