@@ -88,7 +88,7 @@ def test_writes_survive_deletes_of_neighbours(storage):
     """A delete that takes the empty folder away between mkdir and the move doesn't fail the write."""
 
     def churn(name):
-        for _ in range(150):
+        for _ in range(600):
             storage.write(f"a/b/c/{name}", b"1")
             storage.delete(f"a/b/c/{name}")
 
