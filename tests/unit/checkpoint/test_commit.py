@@ -74,7 +74,7 @@ def steps_of(storage: Storage) -> list[int]:
 def test_a_superseded_attempt_cant_commit(tmp_path: Path) -> None:
     """Once a newer attempt is claimed, the older one ends, and what it wrote meanwhile isn't a checkpoint."""
     storage = DirectoryStorage(tmp_path)
-    with pytest.raises(SupersededError, match="attempt 1 of run local has been superseded by attempt 2"):  # noqa: PT012
+    with pytest.raises(SupersededError, match="attempt 1 of run local has been superseded by attempt 2"):  # noqa: PT012, SIM117
         with RankContext.local(storage=storage, checkpoint=EVERY_STEP) as rank:
             rank.track(counter=Counter())
             for _ in rank.steps(rank.loader(torch.utils.data.TensorDataset(torch.zeros(1)), global_batch_size=1), epochs=9):

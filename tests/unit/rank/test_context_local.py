@@ -92,12 +92,8 @@ class BreakError(Exception):
 def test_a_resumed_training_is_the_uninterrupted_one(tmp_path: Path, at: int) -> None:
     """Ended by an exception in any step, resumed at the newest checkpoint: the same weights to the last bit."""
     expected = fit(tmp_path / "whole")
-    with (
-        pytest.raises(BreakError),
-        RankContext.local(
-            storage=tmp_path / "broken", checkpoint=CheckpointPolicy(every_steps=1, every_s=None)
-        ) as rank,
-    ):
+    policy = CheckpointPolicy(every_steps=1, every_s=None)
+    with pytest.raises(BreakError), RankContext.local(storage=tmp_path / "broken", checkpoint=policy) as rank:  # noqa: PT012
         report = rank.report
 
         def interrupt(**metrics: Any) -> None:
@@ -187,7 +183,7 @@ def test_what_is_no_number_is_refused_by_name(value: object) -> None:
 
 def test_metrics_survive_an_exception(tmp_path: Path) -> None:
     """What was reported in the step that failed is there too."""
-    with pytest.raises(BreakError), RankContext.local(storage=tmp_path) as rank:
+    with pytest.raises(BreakError), RankContext.local(storage=tmp_path) as rank:  # noqa: PT012
         for _ in rank.steps(rank.loader(FOUR, global_batch_size=1), epochs=1):
             rank.report(loss=rank.step)
             if rank.step == 3:
@@ -244,7 +240,7 @@ def test_steps_refuse_what_they_cant_take() -> None:
         with pytest.raises(InvalidParamsError, match="epochs is -1"):
             rank.steps(loader, epochs=-1)
         for _ in rank.steps(loader, epochs=1):
-            with pytest.raises(InvalidParamsError, match="inside of rank.steps"):
+            with pytest.raises(InvalidParamsError, match=r"inside of rank.steps"):
                 next(iter(rank.steps(loader, epochs=1)))
 
 
