@@ -5,11 +5,13 @@ import os
 import socket
 import subprocess
 import sys
+import time
 import urllib.error
 import urllib.request
 from urllib.parse import urlsplit
 
 LOCAL_API = "http://127.0.0.1:4200/api"
+READY_S = 90
 
 
 def main() -> None:
@@ -53,6 +55,11 @@ def find_or_start_server() -> str:
     command = [sys.executable, "-m", "prefect", "server", "start", "--background", "--host", address.hostname or ""]
     if subprocess.run(command, check=False).returncode != 0:  # noqa: S603 - Prefect's own command, by this Python
         sys.exit("the Prefect server did not start; see the lines above")
+    deadline = time.monotonic() + READY_S  # the command above returns before the server answers
+    while not is_prefect(LOCAL_API):
+        if time.monotonic() > deadline:
+            sys.exit(f"the Prefect server did not answer at {LOCAL_API} within {READY_S} s; try: prefect server start")
+        time.sleep(0.2)
     return LOCAL_API
 
 
