@@ -8,6 +8,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from pathlib import Path
 from urllib.parse import urlsplit
 
 LOCAL_API = "http://127.0.0.1:4200/api"
@@ -40,41 +41,53 @@ Stop the Prefect server with: make stop""")
 
 def find_or_start_server() -> str:
     """Return the API of the configured Prefect server, else of a local one, started in the background if need be."""
-    configured = configured_api()
+    configured, home = prefect_settings()
     if configured:
         if not is_prefect(configured):
             sys.exit(f"PREFECT_API_URL is {configured}, but no Prefect server answers there: start it, or unset PREFECT_API_URL")
         return configured
-    if is_prefect(LOCAL_API):
-        return LOCAL_API
+    if not is_prefect(LOCAL_API):
+        start_server(Path(home))
+    return LOCAL_API
+
+
+def start_server(home: Path) -> None:
+    """Start a Prefect server that outlives this process; `make stop`, or `prefect server stop`, ends it.
+
+    Not by `prefect server start --background`: that server's output goes to a pipe that nobody reads, and it dies at its first
+    log line (prefect 3.8.8).
+    """
     address = urlsplit(LOCAL_API)
     with socket.socket() as probe:
         if probe.connect_ex((address.hostname, address.port)) == 0:
             sys.exit(f"port {address.port} is taken by something that is no Prefect server: stop it, or set PREFECT_API_URL")
-    print("Starting a local Prefect server ...", flush=True)
-    command = [sys.executable, "-m", "prefect", "server", "start", "--background", "--host", address.hostname or ""]
-    if subprocess.run(command, check=False).returncode != 0:  # noqa: S603 - Prefect's own command, by this Python
-        sys.exit("the Prefect server did not start; see the lines above")
-    deadline = time.monotonic() + READY_S  # the command above returns before the server answers
+    home.mkdir(parents=True, exist_ok=True)
+    log = home / "server.log"
+    command = [sys.executable, "-m", "prefect", "server", "start", "--host", address.hostname or "", "--port", str(address.port)]
+    print(f"Starting a local Prefect server; its log is {log}", flush=True)
+    with log.open("ab") as out:
+        server = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True)  # noqa: S603
+    (home / "server.pid").write_text(str(server.pid))  # where `prefect server stop` looks
+    deadline = time.monotonic() + READY_S
     while not is_prefect(LOCAL_API):
-        if time.monotonic() > deadline:
-            sys.exit(f"the Prefect server did not answer at {LOCAL_API} within {READY_S} s; try: prefect server start")
+        if server.poll() is not None or time.monotonic() > deadline:
+            server.kill()
+            sys.exit(f"the Prefect server did not start within {READY_S} s; its log is {log}")
         time.sleep(0.2)
-    return LOCAL_API
 
 
-def configured_api() -> str | None:
-    """Return what the environment or the Prefect profile names, without importing prefect into this process."""
-    command = [sys.executable, "-c", "import json, prefect.settings as s; print(json.dumps(s.PREFECT_API_URL.value()))"]
-    url: str | None = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)  # noqa: S603
-    return url
+def prefect_settings() -> tuple[str | None, str]:
+    """Return the API's URL and the home that the environment or the Prefect profile names, without importing prefect here."""
+    code = "import json, prefect.settings as s; print(json.dumps([s.PREFECT_API_URL.value(), str(s.PREFECT_HOME.value())]))"
+    url, home = json.loads(subprocess.check_output([sys.executable, "-c", code], text=True))  # noqa: S603
+    return url, home
 
 
 def is_prefect(api: str) -> bool:
     """Tell whether a Prefect server answers."""
     try:
         with urllib.request.urlopen(f"{api}/health", timeout=5) as answer:  # noqa: S310 - http, from LOCAL_API or the settings
-            return bool(json.load(answer) is True)
+            return json.load(answer) is True
     except (OSError, ValueError, urllib.error.URLError):
         return False
 
