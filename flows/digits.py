@@ -19,16 +19,9 @@ from prefect_torch_ddp.rank.evaluation import ClassificationMeter
 CLASSES = [str(digit) for digit in range(10)]
 
 
-def data_version(options: dict[str, Any]) -> str:  # noqa: ARG001 - the source is the same whatever the options
-    """Return what the prepared images depend on besides the options."""
-    import sklearn  # noqa: PLC0415 - takes a second, which ranks that only train needn't wait for
-
-    return f"scikit-learn {sklearn.__version__}"
-
-
 def prepare(rank: RankContext) -> None:
     """Write the images as PNG files, one folder per digit, split once and for all into train, val and test."""
-    from sklearn.datasets import load_digits  # noqa: PLC0415 - see data_version
+    from sklearn.datasets import load_digits  # noqa: PLC0415 - takes a second, which ranks that only train needn't wait for
 
     digits = load_digits()
     seed = rank.options.get("split_seed", 0)

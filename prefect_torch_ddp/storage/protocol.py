@@ -49,5 +49,5 @@ class Storage(Protocol):
         ...
 
     def check_writable(self) -> None:
-        """Write, conditionally write, read and delete a small probe; raise `StorageError` that says what is wrong and what to do."""
+        """Write, conditionally write, read and delete a small probe; raise a `StorageError` that says what to do."""
         ...

@@ -146,7 +146,8 @@ def _small(svg: str) -> str:
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<!--.*?-->|<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     svg = re.sub(r"\s*\n\s*", " ", svg)
-    svg = re.sub(r"(?<=\d\.\d)\d+", "", svg)
+    # Inside tags only: between them stand the axes' labels, which must keep their digits.
+    svg = re.sub(r"<[^>]*>", lambda tag: re.sub(r"(?<=\d\.\d)\d+", "", tag[0]), svg)
     svg = re.sub(
         r' id="(figure|axes|patch|line2d|text|xtick|ytick|legend|matplotlib\.axis)_\d+"| transform="rotate\(-0 [^"]*"', "", svg
     )

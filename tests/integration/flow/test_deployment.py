@@ -1,5 +1,6 @@
 """E2: a real server, a process work pool and a worker; `prefect deployment run train-ddp/nightly --watch` ends Completed."""
 
+import json
 import os
 import subprocess
 import sys
@@ -52,7 +53,7 @@ def test_nightly_runs_to_completed(deployed: str, tmp_path: Path) -> None:
     """Deploy as documented, run the deployment by its name, and find its artifacts; the cron has scheduled runs."""
     params = {"workload": "flows.digits", "storage": str(tmp_path / "store"), "options": {"epochs": 2}}
     printed = prefect(
-        "deployment", "run", "train-ddp/nightly", "--watch", "--param", f"params={__import__('json').dumps(params)}", timeout_s=240
+        "deployment", "run", "train-ddp/nightly", "--watch", "--param", f"params={json.dumps(params)}", timeout_s=240
     )
     assert "Completed" in printed
     with get_client(sync_client=True) as client:

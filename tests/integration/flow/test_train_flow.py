@@ -107,8 +107,10 @@ def test_artifacts_to_browse(two_runs: tuple[TrainReport, TrainReport]) -> None:
 @pytest.mark.usefixtures("prefect_api")
 @pytest.mark.parametrize("how", ["raise", "SIGKILL"])
 def test_a_retry_resumes_and_says_who_failed(tmp_path: Path, how: str) -> None:
-    """E4: rank 1 fails at step 12; the retry resumes from the checkpoint of step 10, and the state names rank, host and cause."""
-    plain = TrainParams(workload="tests.workloads.tiny", storage=str(tmp_path), seed=3, checkpoint=CheckpointParams(every_steps=5))
+    """E4: rank 1 fails at step 12; the retry resumes from the checkpoint of step 10; the log names rank, host and cause."""
+    plain = TrainParams(
+        workload="tests.workloads.tiny", storage=str(tmp_path), seed=3, checkpoint=CheckpointParams(every_steps=5)
+    )
     fault = {"how": how, "step": 12, "rank": 1, "attempts": [1]}
     faulty = plain.model_copy(update={"options": {"fault": fault}, "retries": 1, "retry_delay_s": 0.1})
     report = train_flow(faulty)

@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import sklearn
 from PIL import Image
 from sklearn.datasets import load_digits
 from torchvision.datasets import ImageFolder
@@ -73,8 +72,3 @@ def test_images_are_read_into_memory(prepared: tuple[Path, dict[str, list[str]]]
     images, targets = digits.images_of(prepared[0] / "val").tensors
     assert (images.shape, images.dtype, targets.dtype) == ((144, 1, 8, 8), digits.torch.float32, digits.torch.int64)
     assert (images.min().item(), images.max().item()) == (0, 1)
-
-
-def test_data_version_names_the_source() -> None:
-    """Another scikit-learn may bundle other images: prepare then runs again."""
-    assert digits.data_version({}) == f"scikit-learn {sklearn.__version__}"
