@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 ProcessGroupMode = Literal["default", "user", "none"]
 Backend = Literal["auto", "gloo", "nccl"]
+Launcher = Literal["auto", "exec"]
 
 
 @dataclass(frozen=True)
@@ -51,8 +52,18 @@ class RankLaunch:
     """Whether the workers of this host each see their own GPU first (dask-cuda)."""
     rendezvous_timeout_s: float
     extra_sys_path: tuple[str, ...]
+    launcher: Launcher
     payload: bytes
     """cloudpickle of (fn or import string, args, kwargs)."""
+
+
+@dataclass(frozen=True)
+class LaunchPage:
+    """What a rank process finds when it starts: its order, and the surroundings that a forked one must put on."""
+
+    launch: RankLaunch
+    environment: dict[str, str]
+    folder: str
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from prefect_torch_ddp.gang.placement import choose, num_workers_needed, place
 from prefect_torch_ddp.gang.plan import GangPlan
 from prefect_torch_ddp.gang.supervision import Supervision
 from prefect_torch_ddp.gang.workers import gather_workers
-from prefect_torch_ddp.messages import Backend, GangEvent, LogLine, ProcessGroupMode
+from prefect_torch_ddp.messages import Backend, GangEvent, Launcher, LogLine, ProcessGroupMode
 
 if TYPE_CHECKING:
     from concurrent.futures import Future as ThreadFuture
@@ -54,6 +54,7 @@ def run_gang(  # noqa: PLR0913 - level 1 is one call; what can be left out is ke
     resources: Mapping[str, float] | None = None,
     name: str | None = None,
     attempt: int = 1,
+    launcher: Launcher = "auto",
     on_event: Callable[[GangEvent], None] | None = None,
 ) -> list[Any]:
     """Run a function on `world_size` ranks, each a process of its own on a Dask worker, with the process group up.
@@ -75,6 +76,8 @@ def run_gang(  # noqa: PLR0913 - level 1 is one call; what can be left out is ke
         resources: Dask resources that each seat takes from its worker, e.g. `{"GPU": 1}`.
         name: what other gangs are told that they wait for.
         attempt: counts from 1; ranks see it as TORCHELASTIC_RESTART_COUNT + 1.
+        launcher: "auto" forks ranks from a warm helper process of each Dask worker, in milliseconds, where that is safe; "exec"
+            starts a fresh Python for each.
         on_event: called in this thread for every event of the ranks; the default logs their lines to
             `prefect_torch_ddp.ranks` with the rank in front.
 
@@ -93,6 +96,7 @@ def run_gang(  # noqa: PLR0913 - level 1 is one call; what can be left out is ke
     _check_counts(world_size=world_size, ranks_per_worker=ranks_per_worker)
     _check_choice("process_group", process_group, get_args(ProcessGroupMode))
     _check_choice("backend", backend, get_args(Backend))
+    _check_choice("launcher", launcher, get_args(Launcher))
     _check_limits(workers_timeout_s=workers_timeout_s, queue_timeout_s=queue_timeout_s, rendezvous_timeout_s=rendezvous_timeout_s)
     plan = GangPlan(
         name=name or _name_of(fn),
@@ -104,6 +108,7 @@ def run_gang(  # noqa: PLR0913 - level 1 is one call; what can be left out is ke
         max_restarts=0,
         rendezvous_timeout_s=rendezvous_timeout_s,
         extra_sys_path=_own_code_paths(),
+        launcher=launcher,
         resources=dict(resources or {}),
     )
     events: queue.SimpleQueue[GangEvent | None] = queue.SimpleQueue()
@@ -146,7 +151,9 @@ async def _drive(  # noqa: PLR0913, PLR0917 - the loop over attempts to take sea
     num_needed = None if world_size is None else num_workers_needed(world_size, ranks_per_worker)
     queue_deadline_s: float | None = None
     while True:
-        workers = await gather_workers(client, num_needed, ranks_per_worker, waits.workers_timeout_s)
+        workers = await gather_workers(
+            client, num_needed, ranks_per_worker, waits.workers_timeout_s, warm=plan.launcher == "auto"
+        )
         if waits.queue_timeout_s is not None and queue_deadline_s is None:
             queue_deadline_s = time.monotonic() + waits.queue_timeout_s
         chosen = choose(workers, num_needed or len(workers))

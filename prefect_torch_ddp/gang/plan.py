@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from prefect_torch_ddp.gang.orders import SeatTicket, Seniority, WorkerIdentity
 from prefect_torch_ddp.gang.placement import Placement
-from prefect_torch_ddp.messages import Backend, ProcessGroupMode, RankLaunch
+from prefect_torch_ddp.messages import Backend, Launcher, ProcessGroupMode, RankLaunch
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,7 @@ class GangPlan:
     max_restarts: int
     rendezvous_timeout_s: float
     extra_sys_path: tuple[str, ...]
+    launcher: Launcher = "auto"
     resources: Mapping[str, float] = field(default_factory=dict)
 
     def ticket(self, worker: WorkerIdentity, *, hosts_store: bool) -> SeatTicket:
@@ -52,6 +53,7 @@ class GangPlan:
                 rotated_devices=place.host in placement.rotated_hosts,
                 rendezvous_timeout_s=self.rendezvous_timeout_s,
                 extra_sys_path=self.extra_sys_path,
+                launcher=self.launcher,
                 payload=self.payload,
             )
             for place in placement.ranks_of(worker)

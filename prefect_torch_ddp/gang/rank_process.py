@@ -7,16 +7,19 @@ import os
 import pickle
 import signal
 import socket
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import IO, Any
 
+from prefect_torch_ddp.gang.child import Child, ExecChild, RankFiles, kill_session
 from prefect_torch_ddp.gang.environment import rank_environment
 from prefect_torch_ddp.gang.lines import LineCutter
+from prefect_torch_ddp.gang.rank_host import HostUnavailableError, host_of
 from prefect_torch_ddp.messages import (
     GangEvent,
+    Launcher,
+    LaunchPage,
     LogLine,
     Progress,
     RankFailedEvent,
@@ -26,12 +29,14 @@ from prefect_torch_ddp.messages import (
     UserEvent,
 )
 
+logger = logging.getLogger(__name__)
+
 CHUNK_BYTES = 65_536
 MAX_EVENT_BYTES = 131_072
 
 
 class RankProcess:
-    """A fresh Python process in a session of its own, which runs one rank."""
+    """A process in a session of its own, which runs one rank."""
 
     def __init__(self, launch: RankLaunch) -> None:
         """Start the process; raises OSError where that fails, with nothing left behind."""
@@ -40,42 +45,37 @@ class RankProcess:
         self.returned = False
         self.failure: RankFailure | None = None
         self.reaped = False
-        with contextlib.ExitStack() as undo:
-            self._outcome: IO[bytes] = undo.enter_context(tempfile.TemporaryFile())
-            launch_file = undo.enter_context(tempfile.TemporaryFile())
-            pickle.dump(launch, launch_file)
-            launch_file.seek(0)
+        environment = rank_environment(os.environ, launch)
+        with contextlib.ExitStack() as ours, contextlib.ExitStack() as theirs:
+            self._outcome: IO[bytes] = ours.enter_context(tempfile.TemporaryFile())
+            page = theirs.enter_context(tempfile.TemporaryFile())
+            pickle.dump(LaunchPage(launch, environment, str(Path.cwd())), page)
+            page.seek(0)
             # Datagrams: a record stays whole also when forked DataLoader workers of the rank write at the same time.
-            self._events, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
-            undo.callback(self._events.close)
+            self._events, events = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+            ours.enter_context(self._events)
+            theirs.enter_context(events)
             self._events.setblocking(False)  # noqa: FBT003 - the standard library takes it by position
-            undo.enter_context(contextlib.closing(theirs))
-            theirs.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**20)
-            control_read, self._control = os.pipe()
-            undo.callback(os.close, self._control)
-            try:
-                passed = [launch_file.fileno(), theirs.fileno(), self._outcome.fileno(), control_read]
-                self._popen = subprocess.Popen(  # noqa: S603 - our own module, by this Python
-                    [sys.executable, "-m", "prefect_torch_ddp.rank", *map(str, passed), str(os.getpid())],
-                    env=rank_environment(os.environ, launch),
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.PIPE,
-                    pass_fds=[*passed, *([launch.store_fd] if launch.store_fd is not None else [])],
-                    start_new_session=True,
-                    bufsize=0,
-                )
-            finally:
-                os.close(control_read)
-            launch_file.close()
-            theirs.close()
-            undo.pop_all()
-        self._death_fd = os.pidfd_open(self._popen.pid) if hasattr(os, "pidfd_open") else None
+            events.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**20)
+            control, self._control = _pipe(theirs, ours)
+            self._stdout, stdout = _pipe(ours, theirs)
+            self._stderr, stderr = _pipe(ours, theirs)
+            files = RankFiles(
+                launch=page.fileno(),
+                events=events.fileno(),
+                outcome=self._outcome.fileno(),
+                control=control.fileno(),
+                stdout=stdout.fileno(),
+                stderr=stderr.fileno(),
+                store=launch.store_fd,
+            )
+            self._child = start_child(launch.place.worker, files, environment, launch.launcher)
+            ours.pop_all()
 
     @property
     def pid(self) -> int:
         """The process id, also the id of its session and process group."""
-        return self._popen.pid
+        return self._child.pid
 
     @property
     def is_settled(self) -> bool:
@@ -85,15 +85,15 @@ class RankProcess:
     def file_descriptors(self, *, with_output: bool) -> Iterator[int]:
         """Yield what to wait on: output and events of the rank, and its death."""
         if with_output:
-            yield from (pipe.fileno() for pipe in (self._popen.stdout, self._popen.stderr) if pipe and not pipe.closed)
+            yield from (pipe.fileno() for pipe in (self._stdout, self._stderr) if not pipe.closed)
             yield self._events.fileno()
-        if self._death_fd is not None:
-            yield self._death_fd
+        if self._child.death_fd is not None:
+            yield self._child.death_fd
 
     def read(self, *, to_the_end: bool = False) -> Iterator[GangEvent]:
         """Yield what the rank has said so far, without waiting; a chunk of its output, or all there is."""
-        for pipe, cutter in ((self._popen.stdout, self._out), (self._popen.stderr, self._err)):
-            while pipe is not None and not pipe.closed:
+        for pipe, cutter in ((self._stdout, self._out), (self._stderr, self._err)):
+            while not pipe.closed:
                 chunk = _read_chunk(pipe)
                 if chunk is None:
                     break
@@ -140,21 +140,20 @@ class RankProcess:
     def tell(self, word: bytes) -> None:
         """Write an order to the rank's control pipe; a rank that is gone needs none."""
         with contextlib.suppress(BrokenPipeError):
-            os.write(self._control, word)
+            os.write(self._control.fileno(), word)
 
     @property
     def is_dead(self) -> bool:
         """Whether the process has ended, reaped or not."""
-        return self.reaped or os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None
+        return self.reaped or self._child.is_dead
 
     def bury(self) -> Iterator[GangEvent]:
         """Reap the dead process with all that its session left; yield its last words, and its death if that is news."""
         # What it said last may hold its outcome, which says more than its death.
         yield from self.read(to_the_end=True)
         # Before the reaping: until then the number can't be another process group's.
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.pid, signal.SIGKILL)
-        status = self._popen.wait()
+        kill_session(self.pid)
+        status = self._child.reap()
         self.reaped = True
         if not self.is_settled:
             self.failure = self._death_failure(status)
@@ -180,22 +179,34 @@ class RankProcess:
     def kill(self) -> None:
         """Kill the rank and all of its session, at once."""
         if not self.reaped:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.pid, signal.SIGKILL)
+            kill_session(self.pid)
 
     def close(self) -> None:
         """Kill what is left, reap it and close every file."""
         self.kill()
-        self._popen.wait()
-        self.reaped = True
-        for pipe in (self._popen.stdout, self._popen.stderr):
-            if pipe is not None:
-                pipe.close()
-        self._events.close()
-        os.close(self._control)
-        if self._death_fd is not None:
-            os.close(self._death_fd)
-        self._outcome.close()
+        if not self.reaped:
+            self._child.reap()
+            self.reaped = True
+        for file in (self._stdout, self._stderr, self._events, self._control, self._outcome):
+            file.close()
+        self._child.close()
+
+
+def start_child(worker: str, files: RankFiles, environment: dict[str, str], launcher: Launcher) -> Child:
+    """Fork the rank from the worker's warm host, or start a fresh process where that can't be."""
+    host = host_of(worker).ready() if launcher == "auto" else None
+    if host is not None:
+        try:
+            return host.fork(files)
+        except HostUnavailableError as error:
+            logger.warning("a rank starts as a fresh process, since the rank host failed: %s", error)
+    return ExecChild(files, environment)
+
+
+def _pipe(reader: contextlib.ExitStack, writer: contextlib.ExitStack) -> tuple[IO[bytes], IO[bytes]]:
+    """Open a pipe, each end for its owner to close."""
+    read, write = os.pipe()
+    return reader.enter_context(os.fdopen(read, "rb", 0)), writer.enter_context(os.fdopen(write, "wb", 0))
 
 
 def _read_chunk(pipe: IO[bytes]) -> bytes | None:

@@ -9,6 +9,7 @@ from distributed.comm import get_address_host
 from prefect_torch_ddp.errors import GangError
 from prefect_torch_ddp.gang.mailbox import MAILBOXES
 from prefect_torch_ddp.gang.orders import Occupant, SeatState, WorkerIdentity
+from prefect_torch_ddp.gang.rank_host import EndRankHost, host_of
 from prefect_torch_ddp.gang.slots import SLOTS
 
 if TYPE_CHECKING:
@@ -26,10 +27,14 @@ class NoAnswerError(Exception):
     """A worker or the scheduler can't be reached, for now or for good."""
 
 
-def open_switchboard(  # noqa: C901 - four small handlers that close over the worker
+async def open_switchboard(  # noqa: C901 - four small handlers that close over the worker
     dask_worker: "Worker",
+    *,
+    warm: bool = False,
 ) -> WorkerIdentity:
     """Teach the worker our orders and tell who it is; run on it by `Client.run`. Doing it twice changes nothing.
+
+    With `warm` its rank host starts to load torch now, so that ranks can be forked later.
 
     Handlers instead of further `Client.run` calls: those write a line to the worker's log each time.
     """
@@ -62,6 +67,10 @@ def open_switchboard(  # noqa: C901 - four small handlers that close over the wo
     handlers: dict[str, Any] = {POLL_OP: poll, GIVE_OP: give, CLEAR_OP: clear, IDENTIFY_OP: identify}
     for name, handler in handlers.items():
         dask_worker.handlers.setdefault(name, handler)
+    if EndRankHost.name not in dask_worker.plugins:
+        await dask_worker.plugin_add(plugin=EndRankHost(), name=EndRankHost.name)
+    if warm:
+        host_of(dask_worker.address).warm_up()
     return _identity(dask_worker)
 
 

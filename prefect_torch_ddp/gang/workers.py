@@ -13,8 +13,12 @@ from prefect_torch_ddp.gang.switchboard import open_switchboard
 POLL_S = 0.1
 
 
-async def gather_workers(client: Client, num_needed: int | None, ranks_per_worker: int, timeout_s: float) -> list[WorkerIdentity]:
+async def gather_workers(
+    client: Client, num_needed: int | None, ranks_per_worker: int, timeout_s: float, *, warm: bool = False
+) -> list[WorkerIdentity]:
     """Wait until the cluster has `num_needed` workers (None: at least one) and return all it has.
+
+    With `warm` their rank hosts start to load torch.
 
     Raises:
         NotEnoughWorkersError: they were not there after `timeout_s`; says how many are and how many are needed.
@@ -25,7 +29,7 @@ async def gather_workers(client: Client, num_needed: int | None, ranks_per_worke
     while True:
         addresses = await _running_workers(client)
         if len(addresses) >= wanted:
-            workers = await _identify(client, addresses)
+            workers = await _identify(client, addresses, warm=warm)
             if len(workers) >= wanted:
                 return workers
         if time.monotonic() >= deadline:
@@ -63,8 +67,8 @@ async def _running_workers(client: Client) -> list[str]:
     return [address for address, worker in info["workers"].items() if worker["status"] == "running"]
 
 
-async def _identify(client: Client, addresses: list[str]) -> list[WorkerIdentity]:
-    answers = await client.run(open_switchboard, workers=addresses, on_error="return")
+async def _identify(client: Client, addresses: list[str], *, warm: bool = False) -> list[WorkerIdentity]:
+    answers = await client.run(open_switchboard, warm=warm, workers=addresses, on_error="return")
     workers = []
     for address, answer in answers.items():
         if isinstance(answer, ImportError):

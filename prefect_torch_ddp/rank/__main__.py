@@ -1,116 +1,15 @@
-"""Owns the life of a rank process, from its launch order to its outcome; started by a seat, never by hand."""
+"""Owns the start of a rank as a fresh process: what a seat runs where ranks can't be forked from a rank host."""
 
-import ctypes
-import importlib
-import io
-import logging
-import os
-import pickle
-import runpy
-import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
 
-from prefect_torch_ddp.messages import RankLaunch
-from prefect_torch_ddp.rank.channel import Channel, describe
-
-PR_SET_PDEATHSIG = 1  # prctl(2)
-LINGER_S = 2.0
-"""How long a rank that returned keeps its connections, so that peers finish reading the last collective."""
-
-
-class _ChannelHandler(logging.Handler):
-    def __init__(self, channel: Channel) -> None:
-        super().__init__()
-        self._channel = channel
-
-    def emit(self, record: logging.LogRecord) -> None:
-        try:
-            self._channel.send_log(record.levelno, record.name, self.format(record))
-        except Exception:  # noqa: BLE001 - logging must never fail the training
-            self.handleError(record)
+from prefect_torch_ddp.rank import life
 
 
 def main(arguments: Sequence[str]) -> None:
     """Run one rank."""
     launch_fd, events_fd, outcome_fd, control_fd, parent_pid = map(int, arguments)
-    _die_with(parent_pid)
-    channel = Channel(events_fd, outcome_fd, control_fd)
-    with os.fdopen(launch_fd, "rb") as file:
-        launch: RankLaunch = pickle.load(file)
-    channel.listen()
-    _show_output(channel)
-    sys.path += [path for path in launch.extra_sys_path if path not in sys.path and Path(path).is_dir()]
-    try:
-        _run(launch, channel)
-    except BaseException as error:  # noqa: BLE001 - whatever ends the function is the rank's outcome
-        channel.failed(describe(error, launch.place.rank, launch.place.host))
-        _flush()
-        # The seat kills the whole gang now. Not sys.exit: the interpreter's end may hang on what the failure left behind.
-        channel.wait_to_leave(None)
-        os._exit(1)
-
-
-def _run(launch: RankLaunch, channel: Channel) -> None:
-    fn, args, kwargs = pickle.loads(launch.payload)
-    # Torch is loaded after the user's own modules had their say in the environment.
-    from prefect_torch_ddp.rank import link, process_group, values  # noqa: PLC0415
-
-    link.set_link(channel)
-    process_group.choose_device(launch)
-    with process_group.process_group(launch):
-        value = _call(fn, args, kwargs)
-    channel.returned(value, lambda value: values.pickle_value(value, launch.place.rank))
-    _flush()
-    if not channel.wait_to_leave(LINGER_S):
-        process_group.close_connections()
-        channel.wait_to_leave(None)
-
-
-def _call(fn: Callable[..., Any] | str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    if not isinstance(fn, str):
-        return fn(*args, **kwargs)
-    if fn.endswith(".py"):
-        return _run_script(fn, args)
-    module_name, _, qualname = fn.partition(":")
-    target: Any = importlib.import_module(module_name)
-    for part in qualname.split("."):
-        target = getattr(target, part)
-    return target(*args, **kwargs)
-
-
-def _run_script(path: str, args: Sequence[Any]) -> None:
-    """Run a script as torchrun does; exit code 0 is success."""
-    sys.argv = [path, *map(str, args)]
-    sys.path.insert(0, str(Path(path).parent))
-    try:
-        runpy.run_path(path, run_name="__main__")
-    except SystemExit as leaving:
-        if leaving.code not in (None, 0):
-            raise
-
-
-def _die_with(parent_pid: int) -> None:
-    """Have the kernel kill this process when the seat's thread ends, however it ends."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent_pid:
-            os._exit(1)  # it ended before we asked
-
-
-def _show_output(channel: Channel) -> None:
-    """Send prints at each line's end, and log records with their level."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(line_buffering=True)
-    logging.basicConfig(level=logging.INFO, handlers=[_ChannelHandler(channel)], format="%(message)s")
-
-
-def _flush() -> None:
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
+    life.live((events_fd, outcome_fd, control_fd), parent_pid, life.read_page(launch_fd))
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from prefect_torch_ddp.rank.collateral import is_collateral
 
 MAX_TEXT = 32_000
 STOP, LEAVE = b"S", b"L"
-_OUR_FRAMES = {str(Path(__file__).with_name(name)) for name in ("__main__.py", "entry.py")}
+_OUR_FRAMES = {str(Path(__file__).with_name(name)) for name in ("life.py", "entry.py")}
 
 
 class Channel:

@@ -1,0 +1,157 @@
+"""Owns the rank host: a process that loads torch once, stays single-threaded, and forks ranks for its Dask worker.
+
+Why forking is safe here: one thread (checked before each fork), CUDA untouched (checked), no lock held, no open file but the
+socket; the child leads a session of its own, dies with the host (PR_SET_PDEATHSIG), and the host dies with its Dask worker,
+whose end of the socket closes then.
+"""
+
+import contextlib
+import gc
+import json
+import os
+import random
+import select
+import signal
+import socket
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from prefect_torch_ddp.messages import LaunchPage
+from prefect_torch_ddp.rank import life
+
+MAX_FDS = 7
+FRESH_SEED = 67280421310721
+"""What torch seeds itself with in a fresh process (c10::detail::default_rng_seed_val); ranks that set none start equal."""
+
+
+@dataclass(frozen=True)
+class _Order:
+    message: dict[str, Any]
+    fds: tuple[int, ...]
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Load torch, tell whether this process can be forked, then fork until the Dask worker is gone or nobody asked for long."""
+    link, idle_s = socket.socket(fileno=int(arguments[0])), float(arguments[1])
+    os.set_inheritable(link.fileno(), False)  # noqa: FBT003 - the standard library takes it by position
+    life.show_name("ddp-rank-host")
+    _load()
+    link.send(json.dumps({"unfit": why_unfit()}).encode())
+    gc.collect()
+    gc.freeze()  # so that the children's collector doesn't touch, and thereby copy, what they share
+    rank = _serve(link, idle_s)
+    if rank is not None:
+        life.live(*rank)
+
+
+def why_unfit() -> str | None:
+    """Return what makes forking this process unsafe; None when nothing does."""
+    import torch  # noqa: PLC0415 - loaded by `_load`
+
+    num_threads = len(os.listdir("/proc/self/task"))  # noqa: PTH208 - names alone are counted
+    if num_threads != 1:
+        return f"it runs {num_threads} threads after loading torch"
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return "CUDA was initialised while torch loaded"
+    return None
+
+
+def _load() -> None:
+    import torch  # noqa: PLC0415
+    import torch.distributed  # noqa: PLC0415
+    import torch.utils.data  # noqa: PLC0415, F401
+
+    from prefect_torch_ddp.rank import entry, gradients, loop, process_group, tracker, values  # noqa: PLC0415, F401
+
+
+def _serve(link: socket.socket, idle_s: float) -> tuple[Sequence[int], int, LaunchPage] | None:
+    """Take orders; returns in a forked child, with what the rank lives by, and in the host itself when it is to end."""
+    children: set[int] = set()
+    while True:
+        if not select.select([link], [], [], idle_s)[0]:
+            if not children:
+                return None
+            continue
+        order = _receive(link)
+        if order is None:
+            _kill(children)
+            return None
+        if order.message["op"] == "reap":
+            pid = order.message["pid"]
+            status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+            children.discard(pid)
+            link.send(json.dumps({"status": status}).encode())
+            continue
+        child = _fork(link, order.fds)
+        if child is None:
+            return _become_rank(order.fds)
+        children.add(child)
+        link.send(json.dumps({"pid": child}).encode())
+
+
+def _kill(children: Iterable[int]) -> None:
+    for pid in children:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)
+
+
+def _fork(link: socket.socket, fds: Sequence[int]) -> int | None:
+    """Fork; return the child's pid once it leads a session, before which nobody could kill it as one, and None in the child."""
+    started_read, started_write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(started_read)
+        link.close()
+        os.setsid()
+        os.write(started_write, b"1")
+        os.close(started_write)
+        return None
+    os.close(started_write)
+    for fd in fds:
+        os.close(fd)
+    os.read(started_read, 1)
+    os.close(started_read)
+    return pid
+
+
+def _receive(link: socket.socket) -> _Order | None:
+    data, fds, _, _ = socket.recv_fds(link, 65_536, MAX_FDS)
+    return _Order(json.loads(data), tuple(fds)) if data else None
+
+
+def _become_rank(fds: Sequence[int]) -> tuple[Sequence[int], int, LaunchPage]:
+    """Turn the forked child into what a fresh process would be."""
+    host_pid = os.getppid()
+    launch, events, outcome, control, stdout, stderr, *store = fds
+    with Path(os.devnull).open("rb") as nothing:
+        for source, target in ((nothing.fileno(), 0), (stdout, 1), (stderr, 2)):
+            os.dup2(source, target)
+    os.close(stdout)
+    os.close(stderr)
+    page = life.read_page(launch, store_fd=store[0] if store else None)
+    os.chdir(page.folder)
+    os.environ.clear()
+    os.environ.update(page.environment)
+    _forget_the_host(page.environment)
+    return (events, outcome, control), host_pid, page
+
+
+def _forget_the_host(environment: dict[str, str]) -> None:
+    """Undo what a fresh process wouldn't share with its siblings: random states, the host's own thread limits, its argv."""
+    import numpy as np  # noqa: PLC0415
+    import torch  # noqa: PLC0415
+
+    random.seed()
+    np.random.seed()  # noqa: NPY002 - the global generator is what user code may use
+    torch.manual_seed(FRESH_SEED)  # which torch replaces at a fork
+    # Read by the libraries when they were loaded, in the host: a rank's own value must be set by hand.
+    wanted = environment.get("OMP_NUM_THREADS", "")
+    torch.set_num_threads(int(wanted) if wanted.isdecimal() and int(wanted) > 0 else len(os.sched_getaffinity(0)))
+    sys.argv = ["prefect_torch_ddp.rank"]
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

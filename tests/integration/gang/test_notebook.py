@@ -1,0 +1,87 @@
+"""A4: what is defined in a notebook's cells, `__main__` there, runs on ranks."""
+
+from typing import Any
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+
+DEFINE = """
+import torch
+import torch.distributed as dist
+from dataclasses import dataclass
+from distributed import Client, LocalCluster
+from prefect_torch_ddp import run_gang
+
+@dataclass(frozen=True)
+class Score:
+    rank: int
+    total: float
+
+OFFSET = 10.0
+
+def score(weight: float, *, key: str) -> Score:
+    # Uses a global, an import and a class of the notebook.
+    total = torch.tensor([weight * (dist.get_rank() + 1) + OFFSET])
+    dist.all_reduce(total)
+    print("scored", key)
+    return Score(dist.get_rank(), float(total))
+
+cluster = LocalCluster(n_workers=2, threads_per_worker=1, processes=True, dashboard_address=":0")
+client = Client(cluster)
+"""
+RUN = """
+values = run_gang(client, score, args=(2.0,), kwargs={"key": "mine"}, world_size=2)
+print(values, all(type(value) is Score for value in values))
+"""
+CLOSURE = """
+def make_closure():
+    table = {"a": 1, "b": 2}
+    return lambda name: table[name] * 100 + dist.get_rank()
+
+print(run_gang(client, make_closure(), args=("b",), world_size=2))
+"""
+LAMBDA = "print(run_gang(client, lambda: dist.get_world_size(), world_size=2))"
+CLASS = "print(run_gang(client, Score, kwargs={'rank': 7, 'total': 0.5}, world_size=2))"
+CHANGE = "OFFSET = 0.0\nprint(run_gang(client, score, args=(1.0,), kwargs={'key': 'again'}, world_size=2)[1].total)"
+FAIL = """
+class MyError(Exception): pass
+
+def fail():
+    if dist.get_rank() == 1:
+        raise MyError("of the notebook")
+    dist.barrier()
+
+try:
+    run_gang(client, fail, world_size=2)
+except Exception as error:
+    print(type(error).__name__, error.rank, type(error.__cause__) is MyError, error.__cause__)
+"""
+CLOSE = "client.close(); cluster.close()"
+
+
+def test_functions_and_classes_of_a_notebook_run_on_ranks(tmp_path: Any) -> None:
+    """A function, a closure, a lambda and a class of its cells run; edits count; values and errors are the cells' own classes."""
+    sources = [DEFINE, RUN, CLOSURE, LAMBDA, CLASS, CHANGE, FAIL, CLOSE]
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in sources])
+    NotebookClient(notebook, timeout=120, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}).execute()
+    _, ran, closure, by_lambda, of_class, changed, failed, _ = [text_of(cell) for cell in notebook.cells]
+    assert ran["stdout"] == "[Score(rank=0, total=26.0), Score(rank=1, total=26.0)] True\n"
+    assert "[rank 0] scored mine" in ran["stderr"]
+    assert "[rank 1] scored mine" in ran["stderr"]
+    assert closure["stdout"] == "[200, 201]\n"
+    assert by_lambda["stdout"] == "[2, 2]\n"
+    assert of_class["stdout"] == "[Score(rank=7, total=0.5), Score(rank=7, total=0.5)]\n"
+    assert changed["stdout"] == "3.0\n"
+    assert failed["stdout"] == "RankFailedError 1 True of the notebook\n"
+
+
+def text_of(cell: Any) -> dict[str, str]:
+    """Return what a cell wrote, by stream."""
+    streams = {"stdout": "", "stderr": ""}
+    for output in cell.outputs:
+        assert output.output_type == "stream", output
+        streams[output.name] += output.text
+    return streams
