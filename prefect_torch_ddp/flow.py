@@ -1,19 +1,20 @@
 """Owns level 3: the flow train-ddp, from parameters to a published, evaluated model."""
 
-from prefect import flow
+from prefect import Task, flow
 from prefect.client.orchestration import get_client
 from prefect.context import FlowRunContext
+from prefect.logging import get_run_logger
 from prefect.runtime import flow_run
-from prefect.settings import PREFECT_API_URL, temporary_settings
+from prefect.settings import PREFECT_API_URL, PREFECT_UI_URL, temporary_settings
 from prefect_dask import DaskTaskRunner
 
 from prefect_torch_ddp.checkpoint.manifest import newest, object_uri
 from prefect_torch_ddp.data.dataset_store import find_dataset
-from prefect_torch_ddp.errors import InvalidParamsError
+from prefect_torch_ddp.errors import InvalidParamsError, WorkerLostError
 from prefect_torch_ddp.params import TrainParams
-from prefect_torch_ddp.results import TrainReport
+from prefect_torch_ddp.results import DatasetReport, TrainingReport, TrainReport
 from prefect_torch_ddp.tasks.blocks import resolve_storage
-from prefect_torch_ddp.tasks.cluster import connect
+from prefect_torch_ddp.tasks.cluster import connect, is_supervisor_loss, result_of
 from prefect_torch_ddp.tasks.evaluate import chosen_checkpoint, evaluate
 from prefect_torch_ddp.tasks.prepare import prepare
 from prefect_torch_ddp.tasks.publish import publish
@@ -39,16 +40,16 @@ def train_flow(params: TrainParams = DEFAULTS) -> TrainReport:
     # Without a server each Dask worker would start one of its own: let them all use the flow run's.
     with temporary_settings({PREFECT_API_URL: str(get_client(sync_client=True).api_url)}):
         connect(params)
-        # `.result()` at each hop: a failed task's future would hide the cause from the next (UnfinishedRun), and Dask runs a
+        # The result at each hop: a failed task's future would hide the cause from the next (UnfinishedRun), and Dask runs a
         # finished task again when its worker is lost while the future lives.
         prepare_now = prepare.with_options(refresh_cache=find_dataset(run.storage, run.dataset_id) is None)
-        dataset = prepare_now.submit(run).result()
+        dataset = result_of(prepare_now.submit(run))
         train_now = train.with_options(retries=params.retries, retry_delay_seconds=params.retry_delay_s)
-        training = train_now.submit(run, dataset).result()
+        training = _train(train_now, run, dataset)
         checkpoint = chosen_checkpoint(run, training)
-        evaluation = evaluate.submit(run, checkpoint).result()
+        evaluation = result_of(evaluate.submit(run, checkpoint))
         model_uri = object_uri(run.storage, run.run_id, checkpoint.step, checkpoint.attempt, "model")
-        epochs = publish.submit(
+        published = publish.submit(
             params=params,
             storage=run.storage,
             dataset=dataset,
@@ -56,10 +57,11 @@ def train_flow(params: TrainParams = DEFAULTS) -> TrainReport:
             evaluation=evaluation,
             checkpoint=checkpoint,
             model_uri=model_uri,
-        ).result()
+        )
+        epochs = result_of(published)
     return TrainReport(
         run_id=run.run_id,
-        flow_run_url=flow_run.ui_url,
+        flow_run_url=flow_run.ui_url if PREFECT_UI_URL.value() else None,  # the embedded server has no UI
         dataset=dataset,
         training=training,
         epochs=epochs,
@@ -67,6 +69,18 @@ def train_flow(params: TrainParams = DEFAULTS) -> TrainReport:
         checkpoint=checkpoint,
         model_uri=model_uri,
     )
+
+
+def _train(task: Task[[Run, DatasetReport], TrainingReport], run: Run, dataset: DatasetReport) -> TrainingReport:
+    """Train; a Dask worker that dies under the task itself, out of reach of Prefect's retries, costs one of them all the same."""
+    for left in reversed(range(run.params.retries + 1)):
+        try:
+            return result_of(task.submit(run, dataset))
+        except WorkerLostError as error:
+            if left == 0 or not is_supervisor_loss(error):
+                raise
+            get_run_logger().warning("%s; the training is submitted again and goes on from its newest checkpoint", error)
+    raise AssertionError
 
 
 def _check(params: TrainParams) -> Run:

@@ -23,8 +23,6 @@ from prefect_torch_ddp.messages import LaunchPage
 from prefect_torch_ddp.rank import life
 
 MAX_FDS = 7
-FRESH_SEED = 67280421310721
-"""What torch seeds itself with in a fresh process (c10::detail::default_rng_seed_val); ranks that set none start equal."""
 
 
 @dataclass(frozen=True)
@@ -146,7 +144,7 @@ def _forget_the_host(environment: dict[str, str]) -> None:
 
     random.seed()
     np.random.seed()  # noqa: NPY002 - the global generator is what user code may use
-    torch.manual_seed(FRESH_SEED)  # which torch replaces at a fork
+    torch.seed()  # as in a fresh process: random, and another one on each rank
     # Read by the libraries when they were loaded, in the host: a rank's own value must be set by hand.
     wanted = environment.get("OMP_NUM_THREADS", "")
     torch.set_num_threads(int(wanted) if wanted.isdecimal() and int(wanted) > 0 else len(os.sched_getaffinity(0)))

@@ -2,9 +2,11 @@
 
 import ctypes
 import dataclasses
+import functools
 import importlib
 import io
 import logging
+import logging.config
 import os
 import pickle
 import runpy
@@ -127,6 +129,23 @@ def _show_output(channel: Channel) -> None:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True)
     logging.basicConfig(level=logging.INFO, handlers=[_ChannelHandler(channel)], format="%(message)s")
+    _keep_prefect_off_the_root()
+
+
+def _keep_prefect_off_the_root() -> None:
+    """Leave the root logger to us when a workload's module imports Prefect, which configures logging as it loads.
+
+    It would put its own handler on the root, at WARNING, and a rank's records would no longer reach the run's log.
+    """
+    configure = logging.config.dictConfig
+
+    @functools.wraps(configure)
+    def without_root(config: Any) -> None:
+        if "prefect.flow_runs" in config.get("loggers", {}):
+            config = {name: part for name, part in config.items() if name != "root"}
+        configure(config)
+
+    logging.config.dictConfig = without_root  # type: ignore[assignment]  # mypy compares the wrapper's own type
 
 
 def _flush() -> None:

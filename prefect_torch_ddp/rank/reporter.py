@@ -46,8 +46,11 @@ class Reporter:
             if self._log is not None:
                 self._log.append(self._record(metrics))
         if self._place.rank == 0 and time.monotonic() >= self._next_progress:
-            self._next_progress = time.monotonic() + PROGRESS_INTERVAL_S
-            self._link.send_progress(Progress(self._state.step, self._state.epoch, self._state.total_steps, self.newest()))
+            self._send_progress()
+
+    def _send_progress(self) -> None:
+        self._next_progress = time.monotonic() + PROGRESS_INTERVAL_S
+        self._link.send_progress(Progress(self._state.step, self._state.epoch, self._state.total_steps, self.newest()))
 
     def newest(self) -> dict[str, float]:
         """Return the newest value of every metric that this rank reported; may wait for the device."""
@@ -67,6 +70,8 @@ class Reporter:
         """Write all records; raises StorageError."""
         if self._now:
             self.end_step()
+        if not self._closed and self._place.rank == 0 and self._state.step > 0:
+            self._send_progress()  # else what people see would end up to half a second before the end
         self._closed = True
         if self._log is not None:
             self._log.close()

@@ -15,7 +15,7 @@ from uuid import UUID
 
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.actions import ArtifactCreate, ArtifactUpdate
-from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterKey, ArtifactFilterTaskRunId
+from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterFlowRunId, ArtifactFilterKey, ArtifactFilterTaskRunId
 from prefect.exceptions import MissingContextError
 from prefect.logging import get_run_logger
 from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
@@ -38,7 +38,7 @@ def key(name: str, kind: str = "train-ddp") -> str:
 
 
 class ArtifactWriter:
-    """Writes the artifacts of one task run. A task that is retried, or run again by Dask, updates what it made before."""
+    """Writes the artifacts of one flow run, each key once: a task that is retried, or comes later, updates what is there."""
 
     def __init__(self, client: SyncPrefectClient, task_run_id: UUID | None, flow_run_id: UUID | None) -> None:
         self._client = client
@@ -47,7 +47,7 @@ class ArtifactWriter:
         self._ids: dict[str, UUID] = {}
 
     def put(self, type_: ArtifactType, key: str, data: object, description: str | None = None) -> UUID:
-        """Create the artifact, or update it in place where this task run has it; return its id."""
+        """Create the artifact, or update it in place where this flow run has it; return its id."""
         artifact_id = self._ids.get(key) or self._find(key)
         if artifact_id is None:
             request = ArtifactCreate(
@@ -73,12 +73,14 @@ class ArtifactWriter:
         return self.put("table", key, json.dumps(list(rows), allow_nan=False), description)
 
     def _find(self, key: str) -> UUID | None:
-        if self._task_run_id is None:
+        whose: dict[str, ArtifactFilterFlowRunId | ArtifactFilterTaskRunId]
+        if self._flow_run_id is not None:
+            whose = {"flow_run_id": ArtifactFilterFlowRunId(any_=[self._flow_run_id])}
+        elif self._task_run_id is not None:
+            whose = {"task_run_id": ArtifactFilterTaskRunId(any_=[self._task_run_id])}
+        else:
             return None
-        mine = ArtifactFilter(
-            key=ArtifactFilterKey(any_=[key]),
-            task_run_id=ArtifactFilterTaskRunId(any_=[self._task_run_id]),
-        )
+        mine = ArtifactFilter.model_validate({"key": ArtifactFilterKey(any_=[key]), **whose})
         found = self._client.read_artifacts(artifact_filter=mine, limit=1)
         return found[0].id if found else None
 

@@ -3,18 +3,24 @@
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import dask
 import distributed
 from dask.system import CPU_COUNT
+from distributed.scheduler import KilledWorker
+from prefect.client.orchestration import get_client
 from prefect.context import FlowRunContext
+from prefect.futures import PrefectFuture
+from prefect.states import Crashed
 from prefect.utilities.importtools import from_qualified_name
 from prefect_dask import DaskTaskRunner
 
-from prefect_torch_ddp.errors import InvalidParamsError
+from prefect_torch_ddp.errors import InvalidParamsError, WorkerLostError
 from prefect_torch_ddp.gang.placement import num_workers_needed
 from prefect_torch_ddp.params import ClusterParams, TrainParams
+
+R = TypeVar("R")
 
 CLUSTER_CONFIG = {
     # Dask would set OMP_NUM_THREADS=1 and more in this process too, and leave it there; `env` below reaches the workers alone.
@@ -105,6 +111,27 @@ def current_client() -> Iterator[distributed.Client]:
     else:
         with distributed.worker_client() as client:
             yield client
+
+
+def result_of(future: PrefectFuture[R]) -> R:
+    """Return a submitted task's result, or raise what it raised.
+
+    Raises:
+        WorkerLostError: the Dask worker that ran the task itself died; Prefect was told that the task run crashed, of which
+            it would learn nothing otherwise: the run would stay Running for ever.
+    """
+    try:
+        return future.result()
+    except KilledWorker as error:
+        lost = WorkerLostError(f"Dask worker {error.last_worker.address} died while it ran the task itself")
+        with get_client(sync_client=True) as client:
+            client.set_task_run_state(future.task_run_id, Crashed(message=str(lost)), force=True)
+        raise lost from error
+
+
+def is_supervisor_loss(error: WorkerLostError) -> bool:
+    """Tell the loss of the worker that ran the task from that of one that held ranks, which the task itself reports."""
+    return isinstance(error.__cause__, KilledWorker)
 
 
 def _runner() -> DaskTaskRunner:

@@ -114,8 +114,8 @@ def ddp_task(  # noqa: PLR0913 - a decorator's options are its documentation
             return values[0]
 
         functools.update_wrapper(run, fn)
+        # Prefect asks this for the parameters, and looks through `__wrapped__` for the source that cached results depend on.
         run.__signature__ = _signature_without_rank(fn)  # type: ignore[attr-defined]
-        del run.__wrapped__  # type: ignore[attr-defined]  # Prefect would look through it and ask for the rank
         return task(**{"retry_condition_fn": is_worth_a_retry, **task_options})(run)
 
     return decorate if fn is None else decorate(fn)

@@ -4,7 +4,8 @@ import ast
 import hashlib
 import importlib.util
 import json
-from collections.abc import Iterator, Mapping
+import symtable
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,17 +28,15 @@ class WorkloadSource:
 
         Of a `module:object` workload the whole module counts.
         """
-        definitions = dict(_definitions(self.tree.body))
-        if self.object_name is not None or "prepare" not in definitions:
+        statements = [(node, *_changed_and_used(node)) for node in self.tree.body if not _is_for_scripts(node)]
+        if self.object_name is not None or not any("prepare" in changed for _, changed, _ in statements):
             return _digest(ast.dump(self.tree))
-        needed: dict[str, ast.stmt] = {}
-        waiting = ["prepare"]
-        while waiting:
-            name = waiting.pop()
-            if name in definitions and name not in needed:
-                needed[name] = definitions[name]
-                waiting += [node.id for node in ast.walk(definitions[name]) if isinstance(node, ast.Name)]
-        return _digest("\n".join(ast.dump(needed[name]) for name in sorted(needed)))
+        wanted = {"prepare", "*"}
+        needed: set[int] = set()
+        while more := {i for i, (_, changed, _) in enumerate(statements) if i not in needed and changed & wanted}:
+            needed |= more
+            wanted |= {name for i in more for name in statements[i][2]}
+        return _digest("\n".join(ast.dump(statements[i][0]) for i in sorted(needed)))
 
 
 def read_workload(reference: str) -> WorkloadSource:
@@ -49,24 +48,25 @@ def read_workload(reference: str) -> WorkloadSource:
     module_name, _, object_name = reference.partition(":")
     source = _source_of(module_name, reference)
     try:
-        tree = ast.parse(source.read_text(encoding="utf-8"), filename=str(source))
-    except SyntaxError as error:
+        tree = ast.parse(source.read_bytes(), filename=str(source))
+        scope = symtable.symtable(ast.unparse(tree), str(source), "exec")
+    except (SyntaxError, ValueError) as error:
         msg = f"workload {reference!r} can't be parsed: {error}"
         raise InvalidParamsError(msg) from error
-    names = dict(_definitions(tree.body))
+    has_all_names = not any(_is_star_import(node) for node in ast.walk(tree))
     if object_name:
-        if object_name not in names and not _has_star_import(tree):
-            msg = f"workload {reference!r}: module {module_name} defines no {object_name!r}; it defines {_listed(names)}"
+        if object_name not in _bound_in(scope) and has_all_names:
+            msg = f"workload {reference!r}: module {module_name} defines no {object_name!r}; it defines {_listed(scope)}"
             raise InvalidParamsError(msg)
-        owner = names.get(object_name)
-        if not isinstance(owner, ast.ClassDef) or owner.bases:
+        classes = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == object_name]
+        if len(classes) != 1 or classes[0].bases or classes[0].keywords or classes[0].decorator_list:
             return WorkloadSource(reference, tree, object_name)  # only running it tells what it has
-        names = dict(_definitions(owner.body))
-    missing = [name for name in FUNCTIONS if name not in names]
-    if missing and not _has_star_import(tree):
+        (scope,) = (child for child in scope.get_children() if child.get_name() == object_name and child.get_type() == "class")
+    missing = [name for name in FUNCTIONS if name not in _bound_in(scope)]
+    if missing and has_all_names:
         msg = (
             f"workload {reference!r} has no function {', '.join(map(repr, missing))}: "
-            f"a workload defines prepare(rank), train(rank) and evaluate(rank); {source.name} defines {_listed(names)}"
+            f"a workload defines prepare(rank), train(rank) and evaluate(rank); {source.name} defines {_listed(scope)}"
         )
         raise InvalidParamsError(msg)
     return WorkloadSource(reference, tree, object_name or None)
@@ -91,7 +91,8 @@ def dataset_id(workload: WorkloadSource, data_options: Mapping[str, Any]) -> str
 def _source_of(module_name: str, reference: str) -> Path:
     try:
         spec = importlib.util.find_spec(module_name)
-    except (ImportError, ValueError) as error:
+    except Exception as error:
+        # Finding package.module runs the package's own __init__, which may raise anything.
         msg = f"workload {reference!r} can't be found: {error}; its package must be importable here and on the Dask workers"
         raise InvalidParamsError(msg) from error
     if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
@@ -100,27 +101,46 @@ def _source_of(module_name: str, reference: str) -> Path:
     return Path(spec.origin)
 
 
-def _definitions(body: list[ast.stmt]) -> Iterator[tuple[str, ast.stmt]]:
-    for node in body:
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            yield node.name, node
-        elif isinstance(node, ast.Import | ast.ImportFrom):
-            yield from ((alias.asname or alias.name.split(".")[0], node) for alias in node.names)
-        elif isinstance(node, ast.Assign):
-            yield from ((target.id, node) for target in node.targets if isinstance(target, ast.Name))
-        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            yield node.target.id, node
-        elif isinstance(node, ast.If | ast.Try):
-            yield from _definitions([child for child in ast.iter_child_nodes(node) if isinstance(child, ast.stmt)])
+def _changed_and_used(statement: ast.stmt) -> tuple[set[str], set[str]]:
+    """Return the module's names that a statement binds or may change, and those that it uses; "*" stands for any name."""
+    scope = symtable.symtable(ast.unparse(statement), "<statement>", "exec")
+    here = {symbol.get_name() for symbol in scope.get_symbols() if symbol.is_referenced()}
+    changed = _bound_in(scope)
+    if not isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Import | ast.ImportFrom):
+        stores = (node for node in ast.walk(statement) if isinstance(getattr(node, "ctx", None), ast.Store))
+        is_plain = isinstance(statement, ast.Assign | ast.AnnAssign)
+        if not is_plain or any(isinstance(node, ast.Attribute | ast.Subscript) for node in stores):
+            changed |= here  # CLASSES.append("x"), OPTIONS["x"] = 1, for ... in ...
+    if any(_is_star_import(node) for node in ast.walk(statement)):
+        changed.add("*")
+    return changed, here | _globals_below(scope)
 
 
-def _has_star_import(tree: ast.Module) -> bool:
-    return any(isinstance(node, ast.ImportFrom) and node.names[0].name == "*" for node in tree.body)
+def _bound_in(scope: symtable.SymbolTable) -> set[str]:
+    return {symbol.get_name() for symbol in scope.get_symbols() if symbol.is_assigned() or symbol.is_imported()}
 
 
-def _listed(names: Mapping[str, ast.stmt]) -> str:
-    shown = [name for name, node in names.items() if isinstance(node, ast.FunctionDef | ast.ClassDef)]
-    return ", ".join(shown) or "no function"
+def _globals_below(scope: symtable.SymbolTable) -> set[str]:
+    """Return the module's names that functions and classes in a scope use: a local variable of the same name is none."""
+    found: set[str] = set()
+    for child in scope.get_children():
+        found |= {symbol.get_name() for symbol in child.get_symbols() if symbol.is_global()} | _globals_below(child)
+    return found
+
+
+def _is_for_scripts(statement: ast.stmt) -> bool:
+    """Tell `if __name__ == "__main__"`, which no rank runs."""
+    return isinstance(statement, ast.If) and any(
+        isinstance(node, ast.Name) and node.id == "__name__" for node in ast.walk(statement.test)
+    )
+
+
+def _is_star_import(node: ast.AST) -> bool:
+    return isinstance(node, ast.ImportFrom) and node.names[0].name == "*"
+
+
+def _listed(scope: symtable.SymbolTable) -> str:
+    return ", ".join(symbol.get_name() for symbol in scope.get_symbols() if symbol.is_namespace()) or "no function"
 
 
 def _fingerprint(value: object) -> str | None:

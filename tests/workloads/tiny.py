@@ -2,14 +2,17 @@
 
 import os
 import signal
+import time
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 from torch.nn.functional import cross_entropy
 from torch.utils.data import TensorDataset
 
 from prefect_torch_ddp import RankContext, Report
+from prefect_torch_ddp.checkpoint.manifest import list_checkpoints
 from prefect_torch_ddp.rank.evaluation import ClassificationMeter
 
 CLASSES = ["below", "above"]
@@ -48,7 +51,26 @@ def fail_if_told(rank: RankContext) -> None:
         if fault["how"] == "raise":
             msg = "told to fail"
             raise ValueError(msg)
+        if fault["how"] == "kill_grandparent":
+            wait_for_checkpoint(rank, fault["step"])
+            os.kill(dask_worker_of(os.getpid()), signal.SIGKILL)
+            signal.pause()
         os.kill(os.getpid(), signal.Signals[fault["how"]])
+
+
+def wait_for_checkpoint(rank: RankContext, before_step: int) -> None:
+    """Wait until a checkpoint of an earlier step is on record."""
+    while not any(ref.step < before_step for ref in list_checkpoints(rank.config.storage, rank.run_id)):
+        time.sleep(0.05)
+
+
+def dask_worker_of(rank_pid: int) -> int:
+    """Return the Dask worker's pid: the parent of the rank host, or of a fresh rank."""
+    parent = psutil.Process(rank_pid).parent()
+    while parent is not None and "prefect_torch_ddp.rank.host" in parent.cmdline():
+        parent = parent.parent()
+    assert parent is not None
+    return parent.pid
 
 
 def evaluate(rank: RankContext) -> Report:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from prefect.client.orchestration import get_client
+from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
 from prefect.client.schemas.sorting import FlowRunSort
 
 from prefect_torch_ddp import CheckpointParams, RankFailedError, TrainParams, TrainReport, train_flow
@@ -155,3 +156,33 @@ def test_nothing_configured(tmp_path: Path) -> None:
     script.write_text(code)
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=200, check=False)
     assert done.stdout.strip().splitlines()[-1:] == ["TrainReport 21"], done.stderr[-3000:]
+
+
+@pytest.mark.usefixtures("prefect_api")
+def test_a_workload_whose_module_imports_prefect_still_logs(tmp_path: Path) -> None:
+    """A14: Prefect configures logging when it loads; the ranks' records reach the run's log all the same."""
+    report = train_flow(TrainParams(workload="tests.workloads.imports_prefect", storage=str(tmp_path), world_size=1))
+    messages = [line.message for line in logs_of(flow_run_id_of(report.flow_run_url))]
+    assert messages.count("[rank 0] user.code: logged by user code") == 1
+    assert any("checkpoint of step" in message for message in messages)
+
+
+@pytest.mark.usefixtures("prefect_api")
+def test_death_of_the_worker_that_runs_the_task_itself(tmp_path: Path) -> None:
+    """E8: SIGKILL of the train task's own Dask worker: the task run is Crashed, the training goes on from its checkpoint."""
+    fault = {"how": "kill_grandparent", "step": 12, "rank": 0, "attempts": [1]}
+    params = TrainParams(
+        workload="tests.workloads.tiny",
+        storage=str(tmp_path),
+        world_size=1,
+        options={"fault": fault},
+        retries=1,
+        checkpoint=CheckpointParams(every_steps=5),
+    )
+    report = train_flow(params)
+    assert (report.training.attempt, report.training.resumed_from_step) == (2, 10)
+    with get_client(sync_client=True) as client:
+        where = FlowRunFilter(id=FlowRunFilterId(any_=[flow_run_id_of(report.flow_run_url)]))
+        runs = client.read_task_runs(flow_run_filter=where)
+    states = sorted(run.state_name or "" for run in runs if run.name.startswith("train"))
+    assert states == ["Completed", "Crashed"]

@@ -52,9 +52,9 @@ def test_ranks_are_forked_and_look_fresh(dask_client: Client) -> None:
         assert seen["folder"] in folders.values()
         assert seen["threads"] == 1
         assert seen["sockets"] <= (2 if rank == 0 else 1), "the events' socket, and on rank 0 the store's"
-    assert zero["random"][:2] != one["random"][:2]
-    fresh = run_gang(dask_client, look_around, world_size=1, process_group="none", launcher="exec")[0]
-    assert zero["random"][2] == one["random"][2] == fresh["random"][2]
+    siblings = run_gang(dask_client, look_around, world_size=4, ranks_per_worker=2, process_group="none")
+    for generator in range(3):
+        assert len({seen["random"][generator] for seen in (zero, one, *siblings)}) == 6
 
 
 def test_exec_launcher_starts_fresh_processes(dask_client: Client) -> None:

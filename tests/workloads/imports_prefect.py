@@ -1,0 +1,21 @@
+"""Owns a workload in one file with the call that runs it, as people write it: its module imports Prefect."""
+
+import logging
+
+from prefect_torch_ddp import RankContext, Report, train_flow
+from tests.workloads import tiny
+
+__all__ = ["evaluate", "prepare", "train", "train_flow"]
+
+prepare = tiny.prepare
+
+
+def train(rank: RankContext) -> dict[str, object]:
+    """Log, then train."""
+    logging.getLogger("user.code").info("logged by user code")
+    return tiny.train(rank)
+
+
+def evaluate(rank: RankContext) -> Report:
+    """Score on the held-out points."""
+    return tiny.evaluate(rank)
