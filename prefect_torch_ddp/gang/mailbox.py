@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from prefect_torch_ddp.gang.orders import Occupant, SeatNews, SeatState, StartOrder
@@ -32,6 +33,9 @@ class Mailbox:
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _orders: threading.Event = field(default_factory=threading.Event)
     _waiters: list[tuple[asyncio.AbstractEventLoop, "asyncio.Future[None]"]] = field(default_factory=list)
+
+    alarm: Callable[[], None] | None = None
+    """Called when an order comes, for a seat that waits for its ranks and for orders at the same time."""
 
     # The seat's side.
 
@@ -67,7 +71,10 @@ class Mailbox:
             self.abort_requested |= abort
             self.stop_requested |= stop
             self.leave_requested |= leave
+            alarm = self.alarm
         self._orders.set()
+        if alarm is not None:
+            alarm()
 
     async def news(self, next_event: int, known_state: SeatState, wait_s: float, occupant: Occupant | None) -> SeatNews:
         """Return the events from `next_event` on and the state, as soon as either is new, at the latest after `wait_s`."""

@@ -1,5 +1,6 @@
 """Owns the seat: the Dask task that holds a worker's slot for a gang and runs that worker's ranks."""
 
+import contextlib
 import dataclasses
 import select
 import socket
@@ -54,6 +55,7 @@ class _Seat:
         self._ranks: list[RankProcess] = []
         self._told_stop = False
         self._left_s: float | None = None
+        self._alarm = _Alarm()
 
     def run(self) -> tuple[bytes, ...]:
         box = self._box
@@ -67,6 +69,8 @@ class _Seat:
                 finally:
                     self._close()
         finally:
+            box.alarm = None
+            self._alarm.close()
             box.enter("ended")
 
     def _run_on_slot(self) -> tuple[bytes, ...]:
@@ -112,6 +116,7 @@ class _Seat:
 
     def _attend(self) -> tuple[bytes, ...]:
         """Pass on what the ranks say until all have left, or until the gang must end."""
+        self._box.alarm = self._alarm.ring
         while not all(rank.reaped for rank in self._ranks):
             self._wait()
             for event in self._new_events():
@@ -142,7 +147,9 @@ class _Seat:
             if not rank.reaped:
                 for fd in rank.file_descriptors(with_output=room):
                     poller.register(fd, select.POLLIN)
+        poller.register(self._alarm.fd, select.POLLIN)
         poller.poll(TICK_S * 1000)
+        self._alarm.quiet()
 
     def _new_events(self) -> Sequence[GangEvent]:
         events: list[GangEvent] = []
@@ -176,6 +183,31 @@ class _Seat:
             rank.close()
         if self._store is not None:
             self._store.close()
+
+
+class _Alarm:
+    """Wakes a thread that waits in poll()."""
+
+    def __init__(self) -> None:
+        self._reader, self._writer = socket.socketpair()
+        self._reader.setblocking(False)  # noqa: FBT003 - the standard library takes it by position
+        self._writer.setblocking(False)  # noqa: FBT003
+
+    @property
+    def fd(self) -> int:
+        return self._reader.fileno()
+
+    def ring(self) -> None:
+        with contextlib.suppress(OSError):  # full: it rings already; closed: nobody waits any more
+            self._writer.send(b"!")
+
+    def quiet(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            self._reader.recv(64)
+
+    def close(self) -> None:
+        self._reader.close()
+        self._writer.close()
 
 
 def _listen(worker_address: str) -> socket.socket:

@@ -1,5 +1,6 @@
 """Owns the life of a rank process, from its launch page to its outcome, however it was started."""
 
+import atexit
 import ctypes
 import dataclasses
 import functools
@@ -12,6 +13,7 @@ import pickle
 import runpy
 import signal
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -68,6 +70,7 @@ def live(fds: Sequence[int], parent_pid: int, page: LaunchPage) -> None:
         # The seat kills the whole gang now. Not sys.exit: the interpreter's end may hang on what the failure left behind.
         channel.wait_to_leave(None)
         os._exit(1)
+    _leave()
 
 
 def _run(launch: RankLaunch, channel: Channel) -> None:
@@ -145,7 +148,15 @@ def _keep_prefect_off_the_root() -> None:
             config = {name: part for name, part in config.items() if name != "root"}
         configure(config)
 
-    logging.config.dictConfig = without_root  # type: ignore[assignment]  # mypy compares the wrapper's own type
+    logging.config.dictConfig = without_root
+
+
+def _leave() -> None:
+    """End as Python does, its exit handlers included, but without taking every module apart, which takes torch 0.3 s."""
+    threading._shutdown()  # type: ignore[attr-defined]  # noqa: SLF001 - joins the user's threads, as the interpreter would
+    atexit._run_exitfuncs()  # noqa: SLF001
+    _flush()
+    os._exit(0)
 
 
 def _flush() -> None:

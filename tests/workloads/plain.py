@@ -113,3 +113,11 @@ def load_with_workers(context: str | None) -> int:
     transform = (lambda x: x + 1) if context == "fork" else None
     loader = DataLoader(Squares(10, transform), batch_size=2, num_workers=2, multiprocessing_context=context)
     return int(sum(batch.sum() for batch in loader))
+
+
+def time_of_first_all_reduce() -> float:
+    """Return when this rank's first all-reduce was done, in seconds since the epoch."""
+    import time
+
+    sum_of_ones()
+    return time.time()
