@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,8 @@ def train(rank: RankContext) -> dict[str, Any]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
     rank.track(model=model, optimizer=optimizer)
     loader = rank.loader(read(rank, "train"), global_batch_size=8)
+    if "pid_folder" in rank.options:
+        write_pid(Path(rank.options["pid_folder"]), rank.rank)
     for points, labels in rank.steps(loader, epochs=rank.options.get("epochs", 3)):
         fail_if_told(rank)
         loss = cross_entropy(model(points), labels)
@@ -40,8 +43,16 @@ def train(rank: RankContext) -> dict[str, Any]:
         loss.backward()
         optimizer.step()
         rank.report(loss=loss)
-        print(f"step {rank.step}")
+        if rank.step < 1000:
+            print(f"step {rank.step}")
     return {"steps": rank.step}
+
+
+def write_pid(folder: Path, rank: int) -> None:
+    """Leave this rank's pid for the test."""
+    path = folder / str(rank)
+    path.with_suffix(".tmp").write_text(str(os.getpid()))
+    path.with_suffix(".tmp").rename(path)
 
 
 def fail_if_told(rank: RankContext) -> None:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 import yaml
 from prefect.client.orchestration import get_client
@@ -15,6 +16,7 @@ from prefect.client.schemas.filters import DeploymentFilter, DeploymentFilterNam
 from prefect.client.schemas.filters import FlowRunFilterStateType as StateTypeFilter
 from prefect.client.schemas.objects import StateType
 
+from tests.integration.gang.test_failures import pids_in, wait_until
 from tests.integration.runs import artifacts_of
 
 pytestmark = pytest.mark.timeout(300)
@@ -76,3 +78,21 @@ def test_prefect_yaml_keeps_runs_apart() -> None:
     assert schedule["cron"]
     assert schedule["timezone"]
     assert nightly["concurrency_limit"]["limit"] == 1
+
+
+def test_cancel_leaves_nothing(deployed: str, tmp_path: Path) -> None:
+    """E5 in part: `prefect flow-run cancel`: ranks, workers and hosts are gone within seconds, the state is Cancelled."""
+    folder = tmp_path / "pids"
+    folder.mkdir()
+    options = {"pid_folder": str(folder), "epochs": 100_000}
+    params = {"workload": "tests.workloads.tiny", "storage": str(tmp_path / "store"), "options": options}
+    prefect("deployment", "run", "train-ddp/nightly", "--param", f"params={json.dumps(params)}")
+    ranks = pids_in(folder, 2, timeout_s=120)
+    family = [psutil.Process(pid) for pid in ranks]
+    family += [parent for rank in family for parent in rank.parents() if "prefect_torch_ddp.rank.host" in parent.cmdline()]
+    with get_client(sync_client=True) as client:
+        running = FlowRunFilter(state=FlowRunFilterState(type=StateTypeFilter(any_=[StateType.RUNNING])))
+        (run,) = client.read_flow_runs(flow_run_filter=running)
+        prefect("flow-run", "cancel", str(run.id))
+        wait_until(lambda: not any(process.is_running() for process in family), 30)
+        wait_until(lambda: client.read_flow_run(run.id).state_name == "Cancelled", 30)

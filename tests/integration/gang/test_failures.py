@@ -27,9 +27,9 @@ def wait_until(true: Callable[[], bool], timeout_s: float = 10.0) -> None:
         time.sleep(0.02)
 
 
-def pids_in(folder: Path, num_ranks: int) -> list[int]:
+def pids_in(folder: Path, num_ranks: int, timeout_s: float = 30) -> list[int]:
     """Wait until all ranks have written their pids and return them."""
-    wait_until(lambda: len([path for path in folder.iterdir() if path.name.isdigit()]) == num_ranks, 30)
+    wait_until(lambda: len([path for path in folder.iterdir() if path.name.isdigit()]) == num_ranks, timeout_s)
     return [int((folder / str(rank)).read_text()) for rank in range(num_ranks)]
 
 

@@ -1,0 +1,1 @@
+"""Owns the measurements: ratios against a reference in the same run, interleaved, medians. `make bench` runs them."""
