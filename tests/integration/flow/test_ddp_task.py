@@ -1,0 +1,362 @@
+"""Level 2: a function that takes a RankContext is a Prefect task on the ranks of its flow's Dask cluster."""
+
+import inspect
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from uuid import UUID
+
+import dask
+import pytest
+from distributed import LocalCluster
+from prefect import Task, flow
+from prefect.client.schemas.objects import Log
+from prefect.runtime import flow_run
+from prefect_dask import DaskTaskRunner
+
+from prefect_torch_ddp import BadKeyError, InvalidParamsError, RankContext, RankFailedError, ddp_task
+from prefect_torch_ddp.rank.config import CheckpointPolicy
+from prefect_torch_ddp.storage.directory import DirectoryStorage
+from tests.integration.runs import logs_of, states_of, task_runs_of
+
+pytestmark = [pytest.mark.timeout(180), pytest.mark.usefixtures("prefect_api")]
+
+OF_THE_SESSION = str(Path(os.environ["PREFECT_HOME"]) / "ddp-tasks")
+OFFSET = 41
+NUM_SAMPLES = 24
+BATCH = 4
+
+
+def describe(rank: RankContext, lr: float, *, scale: float = 2.0) -> dict[str, Any]:
+    """Sum over the ranks and say who speaks."""
+    import torch
+    import torch.distributed as dist
+
+    total = torch.tensor([float(rank.rank + 1)])
+    dist.all_reduce(total)
+    print(f"lr {lr}")
+    return {"rank": rank.rank, "world_size": rank.world_size, "total": total.item(), "lr": lr * scale, "run_id": rank.run_id}
+
+
+def resume(rank: RankContext, fail_at: int | None) -> dict[str, Any]:
+    """Train, fail on rank 1 in the first attempt, say which steps this attempt made."""
+    import torch
+    from torch.utils.data import TensorDataset
+
+    model = rank.wrap(torch.nn.Linear(1, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    rank.track(model=model, optimizer=optimizer)
+    loader = rank.loader(TensorDataset(torch.linspace(-1, 1, NUM_SAMPLES)[:, None]), global_batch_size=BATCH)
+    made = []
+    for (x,) in rank.steps(loader, epochs=2):
+        if (rank.rank, rank.attempt, rank.step) == (1, 1, fail_at):
+            msg = "told to fail"
+            raise ValueError(msg)
+        loss = (model(x) - 3 * x).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        rank.report(loss=loss)
+        made.append(rank.step)
+    weights = [parameter.tolist() for parameter in model.parameters()]
+    return {"attempt": rank.attempt, "made": made, "weights": weights}
+
+
+def save_and_fail(rank: RankContext) -> None:
+    """Hand over a text and bytes, try to leave the results, then fail, all ranks together."""
+    import torch.distributed as dist
+
+    if rank.rank == 0:
+        rank.save("notes/a.txt", "before the failure: é")
+        rank.save("b.bin", b"\x00\x01")
+        for path in ("../x", "a/../../x", "/tmp/x", "C:/x", "C:\\x", ""):
+            try:
+                rank.save(path, b"lost")
+            except BadKeyError:
+                continue
+            else:
+                msg = f"{path!r} was let through"
+                raise AssertionError(msg)
+    dist.barrier()
+    msg = "after the files"
+    raise RuntimeError(msg)
+
+
+def add_offset(rank: RankContext, x: int) -> int:
+    """Use a constant of the module."""
+    return x + OFFSET
+
+
+@ddp_task(world_size=2, storage=OF_THE_SESSION)
+def by_value(rank: RankContext, x: int) -> int:
+    """Use a function of the module; pickle finds the task by this name, not the function."""
+    return add_offset(rank, x)
+
+
+def on(cluster: LocalCluster) -> Any:
+    """Return a runner of a running cluster; Any, since Prefect's flow takes no runner whose futures are PrefectDaskFutures."""
+    return DaskTaskRunner(address=cluster.scheduler_address)
+
+
+@pytest.fixture(params=["address", "cluster_kwargs"])
+def runner(request: pytest.FixtureRequest, dask_cluster: LocalCluster) -> Iterator[Any]:
+    """Give a runner of a running cluster, and one that makes its own: two workers of one thread each."""
+    if request.param == "address":
+        yield on(dask_cluster)
+        return
+    # Else Dask leaves the workers' OMP_NUM_THREADS and more in this process.
+    with dask.config.set({"distributed.nanny.pre-spawn-environ": {}}):
+        yield DaskTaskRunner(cluster_kwargs={"n_workers": 2, "threads_per_worker": 1, "dashboard_address": "127.0.0.1:0"})
+
+
+def run_id(flow_run_id: str | None) -> UUID:
+    """Return a flow run's id."""
+    assert flow_run_id is not None
+    return UUID(flow_run_id)
+
+
+def test_called_and_submitted_on_as_many_workers_as_ranks(runner: Any, tmp_path: Path) -> None:
+    """Called directly, submitted, and called again: rank 0's value each time, a training each time, lines in the run's log."""
+    train = ddp_task(world_size=2, storage=str(tmp_path))(describe)
+
+    @flow(task_runner=runner)
+    def both_ways() -> tuple[str | None, list[dict[str, Any]]]:
+        called = train(lr=0.1)
+        submitted = train.submit(lr=0.2, scale=10.0).result()
+        return flow_run.id, [called, submitted, train(0.1)]
+
+    flow_run_id, values = both_ways()
+    assert [(v["rank"], v["world_size"], v["total"], v["lr"]) for v in values] == [(0, 2, 3, 0.2), (0, 2, 3, 2.0), (0, 2, 3, 0.2)]
+    assert len({value["run_id"] for value in values}) == 3
+    assert becomes_true(lambda: len(lines_with("] lr 0.", flow_run_id)) == 6)
+    log = lines_with("] lr 0.", flow_run_id)
+    said = sorted(line.message for line in log)
+    assert said == [
+        "[rank 0] lr 0.1",
+        "[rank 0] lr 0.1",
+        "[rank 0] lr 0.2",
+        "[rank 1] lr 0.1",
+        "[rank 1] lr 0.1",
+        "[rank 1] lr 0.2",
+    ]
+    assert len({line.task_run_id for line in log}) == 3
+
+
+def test_sent_by_value_or_by_reference(dask_cluster: LocalCluster) -> None:
+    """A function whose name is its task's goes by value, one that is decorated elsewhere by reference; both see their module."""
+    by_reference = ddp_task(world_size=2, storage=OF_THE_SESSION)(add_offset)
+
+    @flow(task_runner=on(dask_cluster))
+    def both() -> list[int]:
+        return [by_reference.submit(1).result(), by_value.submit(1).result(), by_reference(1), by_value(1)]
+
+    assert both() == [OFFSET + 1] * 4
+
+
+def test_arguments_arrive_whatever_their_names(dask_cluster: LocalCluster, tmp_path: Path) -> None:
+    """A2: names that Dask, Prefect or we use ourselves are the function's own; defaults stay."""
+
+    @ddp_task(world_size=2, storage=str(tmp_path))
+    def awkward(  # noqa: PLR0917
+        rank: RankContext,
+        /,
+        key: int,
+        retries: int,
+        workers: str = "w",
+        timeout: float = 1.5,
+        fn: int = 6,
+        args: tuple[int, ...] = (7,),
+        *,
+        world_size: str,
+        config: str = "c",
+        client: int = 8,
+        name: str = "n",
+        **others: Any,
+    ) -> dict[str, Any]:
+        return {name: value for name, value in locals().items() if name != "rank"}
+
+    given: dict[str, Any] = {
+        "retries": 2,
+        "world_size": "ws",
+        "timeout": 0.5,
+        "backend": "mine",
+        "run": 3,
+        "rank": 9,
+        "kwargs": {"x": 1},
+    }
+
+    @flow(task_runner=on(dask_cluster))
+    def both_ways() -> list[Any]:
+        return [awkward(1, **given), awkward.submit(1, **given).result()]
+
+    expected = {"key": 1, "retries": 2, "workers": "w", "timeout": 0.5, "fn": 6, "args": (7,), "world_size": "ws", "config": "c"}
+    expected |= {"client": 8, "name": "n", "others": {"backend": "mine", "run": 3, "rank": 9, "kwargs": {"x": 1}}}
+    assert both_ways() == [expected, expected]
+
+
+def test_without_parentheses_it_takes_all_workers(
+    dask_cluster: LocalCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The plain decorator: a Task of the function's name, documentation and signature; a rank per worker; default storage."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+
+    @ddp_task
+    def plain(rank: RankContext, n: int = 5) -> tuple[int, int]:
+        """Say how many."""
+        rank.save("n.txt", str(n))
+        return rank.world_size, n
+
+    assert isinstance(plain, Task)
+    assert (plain.name, plain.description) == ("plain", "Say how many.")
+    assert list(inspect.signature(plain.fn).parameters) == ["n"]
+
+    @flow(task_runner=on(dask_cluster))
+    def calls() -> tuple[int, int]:
+        return plain(n=6)
+
+    assert calls() == (2, 6)
+    (saved,) = (tmp_path / "prefect-torch-ddp" / "runs").glob("plain-*/results/n.txt")
+    assert saved.read_text() == "6"
+
+
+def test_a_function_without_a_rank_is_refused() -> None:
+    """The mistake shows where it is made, when the module is imported."""
+    wrong: list[Any] = [lambda: 0, lambda *, rank: 0, lambda *args: 0]
+    for function in wrong:
+        with pytest.raises(InvalidParamsError, match=r"<lambda> takes no positional argument.*takes a RankContext first"):
+            ddp_task(world_size=2)(function)
+    assert ddp_task(lambda rank, /: 0).name == "<lambda>"
+
+
+# What Prefect says of a task's log lines where there is no flow run to send them to.
+@pytest.mark.filterwarnings("ignore:Logger 'prefect.task_runs' attempted to send logs:UserWarning")
+def test_a_flow_without_dask_is_refused(tmp_path: Path) -> None:
+    """The error names the flow, its runner and what to write, called and submitted, and outside of a flow."""
+    train = ddp_task(world_size=2, storage=str(tmp_path))(describe)
+
+    @flow(name="no-dask")
+    def calls() -> object:
+        return train(lr=0.1)
+
+    @flow(name="no-dask")
+    def submits() -> object:
+        return train.submit(lr=0.1).result()
+
+    says = r"flow 'no-dask' uses ThreadPoolTaskRunner; write @flow\(task_runner=DaskTaskRunner"
+    for wrong in (calls, submits):
+        with pytest.raises(InvalidParamsError, match=says):
+            wrong()
+    with pytest.raises(InvalidParamsError, match="there is no flow run; write @flow"):
+        train(lr=0.1)
+
+
+def test_a_retry_resumes(dask_cluster: LocalCluster, tmp_path: Path) -> None:
+    """E4: rank 1 fails at step 7; the second attempt goes on from the newest checkpoint, to the very same weights."""
+    policy = CheckpointPolicy(every_steps=3)
+    train = ddp_task(world_size=2, storage=str(tmp_path), checkpoint=policy, seed=5, retries=1, retry_delay_seconds=0)(resume)
+
+    @flow(task_runner=on(dask_cluster))
+    def trains() -> tuple[str | None, list[dict[str, Any]]]:
+        first = train.with_options(name="faulty").submit(fail_at=7).result()
+        return flow_run.id, [first, train.with_options(name="whole").submit(fail_at=None).result()]
+
+    flow_run_id, (faulty, whole) = trains()
+    start = faulty["made"][0]
+    assert start in (4, 7)  # the checkpoint of step 6 is written while step 7 goes on, and may not be whole by then
+    assert (faulty["attempt"], faulty["made"]) == (2, list(range(start, 13)))
+    assert (whole["attempt"], whole["made"]) == (1, list(range(1, 13)))
+    assert faulty["weights"] == whole["weights"]
+    runs = task_runs_of(run_id(flow_run_id))
+    names = [name for name, _ in states_of(runs["faulty"]) if name not in ("Pending", "Running")]
+    assert names in (["AwaitingRetry", "Retrying", "Completed"], ["Retrying", "Completed"])
+    cause = "rank 1 on 127.0.0.1 failed in attempt 1: ValueError: told to fail"
+    assert becomes_true(lambda: bool(lines_with(cause, flow_run_id)))
+    restored = f"goes on from the checkpoint of step {start - 1} of run faulty-"
+    assert becomes_true(lambda: bool(lines_with(restored, flow_run_id)))
+
+
+def test_input_that_cannot_work_is_not_retried(dask_cluster: LocalCluster, tmp_path: Path) -> None:
+    """Three retries would fail as the first attempt did: a world size of 0 is refused once."""
+    train = ddp_task(world_size=0, storage=str(tmp_path), retries=3, retry_delay_seconds=0)(describe)
+    seen = []
+
+    @flow(task_runner=on(dask_cluster))
+    def trains() -> object:
+        seen.append(flow_run.id)
+        return train.submit(lr=0.1).result()
+
+    with pytest.raises(InvalidParamsError, match="world_size is 0"):
+        trains()
+    states = [name for name, _ in states_of(task_runs_of(run_id(seen[0]))["describe"])]
+    assert not {"AwaitingRetry", "Retrying"} & set(states)
+    assert states[-1] == "Failed"
+
+
+def test_saved_files_outlive_the_failure(dask_cluster: LocalCluster, tmp_path: Path) -> None:
+    """A13: what was handed over is in the run's results; paths that lead out are refused; nothing is lost when the run fails."""
+    train = ddp_task(world_size=2, storage=str(tmp_path / "store"))(save_and_fail)
+    seen = []
+
+    @flow(task_runner=on(dask_cluster))
+    def trains() -> None:
+        seen.append(flow_run.id)
+        train.submit().result()
+
+    with pytest.raises(RankFailedError, match="RuntimeError: after the files") as caught:
+        trains()
+    assert isinstance(caught.value.__cause__, RuntimeError)
+    storage = DirectoryStorage(tmp_path / "store")
+    keys = [found.key for found in storage.list("runs/") if "/results/" in found.key]
+    results = {key.split("/results/")[1]: storage.read(key) for key in keys}
+    assert results == {"notes/a.txt": "before the failure: é".encode(), "b.bin": b"\x00\x01"}
+    assert [path.name for path in tmp_path.iterdir()] == ["store"]
+    # Sent from a Dask worker in batches, on its own time.
+    assert becomes_true(lambda: bool(lines_with("on 127.0.0.1 failed in attempt 1: RuntimeError: after the files", seen[0])))
+
+
+def test_two_at_once_queue(dask_cluster: LocalCluster, tmp_path: Path) -> None:
+    """A9: both tasks run on the same two workers and each needs both: they take turns, and both complete."""
+    train = ddp_task(world_size=2, storage=str(tmp_path))(describe)
+
+    @flow(task_runner=on(dask_cluster))
+    def at_once() -> list[dict[str, Any]]:
+        futures = [train.submit(lr=float(number)) for number in (1, 2)]
+        return [future.result() for future in futures]
+
+    values = at_once()
+    assert [(value["total"], value["lr"]) for value in values] == [(3, 2.0), (3, 4.0)]
+    assert values[0]["run_id"] != values[1]["run_id"]
+
+
+def test_cached_results_belong_to_their_own_function(dask_cluster: LocalCluster, tmp_path: Path) -> None:
+    """Prefect tells persisted results of equal inputs apart by the function's source: the user's, not ours."""
+    options: dict[str, Any] = {"world_size": 1, "storage": str(tmp_path), "persist_result": True}
+
+    @ddp_task(**options)
+    def first(rank: RankContext, x: int) -> str:
+        return f"first {x}"
+
+    @ddp_task(**options)
+    def second(rank: RankContext, x: int) -> str:
+        return f"second {x}"
+
+    @flow(task_runner=on(dask_cluster))
+    def calls() -> list[str]:
+        return [first(1), second(1), second.with_options(name="renamed").submit(1).result(), first(1)]
+
+    assert calls() == ["first 1", "second 1", "second 1", "first 1"]
+
+
+def lines_with(text: str, flow_run_id: str | None) -> list[Log]:
+    """Return the lines of a flow run's log that have a text."""
+    return [line for line in logs_of(run_id(flow_run_id)) if text in line.message]
+
+
+def becomes_true(condition: Callable[[], bool], timeout_s: float = 20) -> bool:
+    """Wait until a condition holds."""
+    deadline = time.monotonic() + timeout_s
+    while not (true := condition()) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return true

@@ -1,0 +1,115 @@
+"""E6: train_flow with a saved s3-bucket block, on a real Prefect server and a real S3 server that checks signatures."""
+
+import os
+from pathlib import Path
+from uuid import UUID
+
+import psutil
+import pytest
+from prefect.client.orchestration import get_client
+
+from prefect_torch_ddp import StorageError, TrainParams, train_flow
+from tests.integration.runs import artifacts_of, flow_run_id_of, logs_of, states_of, task_runs_of
+from tests.integration.s3_server import S3Server, s3_server  # noqa: F401 - a fixture
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240), pytest.mark.usefixtures("prefect_api")]
+
+FOLDER = "team/models"
+
+
+def save_block(name: str, server: S3Server, key: str, secret: str) -> str:
+    """Save an s3-bucket block on the Prefect server, as a person does in the UI; return its reference."""
+    from prefect_aws import AwsClientParameters, AwsCredentials, S3Bucket
+
+    credentials = AwsCredentials(
+        aws_access_key_id=key,
+        aws_secret_access_key=secret,
+        region_name="us-east-1",
+        aws_client_parameters=AwsClientParameters(endpoint_url=server.endpoint_url),
+    )
+    S3Bucket(bucket_name=server.bucket, bucket_folder=FOLDER, credentials=credentials).save(name, overwrite=True)
+    return f"s3-bucket/{name}"
+
+
+def all_that_was_recorded(flow_run_id: UUID) -> str:
+    """Return as one text what the Prefect server tells of a run: its log, artifacts, parameters and states."""
+    runs = task_runs_of(flow_run_id)
+    with get_client(sync_client=True) as client:
+        parts = [client.read_flow_run(flow_run_id).model_dump_json()]
+    parts += [line.message for line in logs_of(flow_run_id)]
+    parts += [artifact.model_dump_json() for artifact in artifacts_of(flow_run_id).values()]
+    parts += [run.model_dump_json() for run in runs.values()]
+    parts += [str(states_of(run)) for run in runs.values()]
+    return "\n".join(parts)
+
+
+def persisted() -> dict[Path, bytes]:
+    """Return all that Prefect wrote below its home on this side: results of tasks among it."""
+    files = (path for path in Path(os.environ["PREFECT_HOME"]).rglob("*") if path.is_file())
+    return {path: path.read_bytes() for path in files}
+
+
+def test_everything_of_a_run_is_in_the_bucket(
+    s3_server: S3Server,  # noqa: F811
+    caplog: pytest.LogCaptureFixture,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """Dataset, checkpoints and metrics are objects, the secret key is nowhere, and a second run prepares nothing."""
+    key, secret = s3_server.keys["owner"]
+    params = TrainParams(workload="tests.workloads.tiny", storage=save_block("training", s3_server, key, secret))
+    before = persisted()
+    first, second = train_flow(params), train_flow(params)
+
+    storage = s3_server.storage(FOLDER)
+    keys = [found.key for found in storage.list("")]
+    run = f"runs/{first.run_id}/"
+    metrics = {rank: storage.list(f"{run}metrics/rank-{rank:05d}/") for rank in (0, 1)}
+    records = {rank: b"".join(storage.read(part.key) for part in parts).splitlines() for rank, parts in metrics.items()}
+    assert {rank: len(lines) for rank, lines in records.items()} == dict.fromkeys((0, 1), first.training.num_steps)
+    manifest = f"{run}checkpoints/step-{first.checkpoint.step:08d}/manifest.json"
+    assert manifest in keys
+    assert first.checkpoint.uri == f"s3://{s3_server.bucket}/{FOLDER}/{manifest}"
+    assert first.model_uri.removeprefix(f"{storage.uri}/") in keys
+    assert first.dataset.uri.startswith(f"{storage.uri}/datasets/")
+    dataset = [key for key in keys if key.startswith("datasets/")]
+    assert {key.rsplit("/", 1)[1] for key in dataset} >= {"train.npz", "test.npz"}
+
+    for report, prepared in ((first, "Completed"), (second, "Cached")):
+        flow_run_id = flow_run_id_of(report.flow_run_url)
+        assert task_runs_of(flow_run_id)["prepare"].state_name == prepared
+        recorded = all_that_was_recorded(flow_run_id)
+        assert "[rank 1] step 1" in recorded
+        assert report.model_uri in recorded
+        assert secret not in recorded
+    assert first.evaluation == second.evaluation
+    assert first.dataset == second.dataset
+    assert dataset == [found.key for found in storage.list("datasets/")]
+
+    results = {path: data for path, data in persisted().items() if path not in before}
+    assert any(first.dataset.digest.encode() in data for data in results.values())  # we do look where results are
+    assert not [path for path, data in results.items() if secret.encode() in data]
+    assert secret not in first.model_dump_json()
+    printed = capfd.readouterr()
+    assert secret not in caplog.text + printed.out + printed.err
+
+
+@pytest.mark.parametrize(("user", "says"), [("owner", "the secret is wrong"), ("reader", "the credentials need the rights")])
+def test_wrong_credentials_are_refused_before_a_process_starts(
+    s3_server: S3Server,  # noqa: F811
+    user: str,
+    says: str,
+) -> None:
+    """A wrong secret, or a user who may only read: the error names the place and the reason, and shows no secret."""
+    key, secret = s3_server.keys[user]
+    if user == "owner":
+        secret = secret[::-1]
+    reference = save_block(f"wrong-{user}", s3_server, key, secret)
+    before = {process.pid for process in psutil.Process().children(recursive=True)}
+    num_objects = len(list(s3_server.storage("").list("")))
+    with pytest.raises(StorageError, match=f"s3://{s3_server.bucket}/{FOLDER}") as caught:
+        train_flow(TrainParams(workload="tests.workloads.tiny", storage=reference))
+    assert says in str(caught.value)
+    assert secret not in str(caught.value)
+    assert secret not in repr(caught.value.__cause__)
+    assert not [p.cmdline() for p in psutil.Process().children(recursive=True) if p.pid not in before]
+    assert len(list(s3_server.storage("").list(""))) == num_objects

@@ -1,0 +1,72 @@
+"""What the public names promise a type checker; tests/unit/test_typing.py runs mypy on it, nothing runs it.
+
+A line that must be refused carries `type: ignore` with the error's code: mypy warns about each that is not needed.
+"""
+
+from typing import Any, assert_type
+
+from distributed import Client
+from prefect import Task, flow
+from prefect_dask import DaskTaskRunner
+
+from prefect_torch_ddp import RankContext, TrainParams, TrainReport, ddp_task, run_gang, train_flow
+
+
+@ddp_task(world_size=2, retries=1, tags=["nightly"])
+def train(rank: RankContext, lr: float, *, epochs: int = 1) -> dict[str, float]:
+    """Take a positional and a keyword-only argument after the rank."""
+    return {"loss": lr * epochs * rank.world_size}
+
+
+@ddp_task
+def bare(rank: RankContext) -> int:
+    """Be decorated without parentheses."""
+    return rank.rank
+
+
+assert_type(bare, Task[[], int])
+
+
+@flow(task_runner=DaskTaskRunner())  # type: ignore[arg-type]  # its futures are PrefectDaskFutures
+def a_flow() -> float:
+    """Call them as a flow does."""
+    assert_type(train(lr=0.1), dict[str, float])
+    assert_type(train(0.1, epochs=2), dict[str, float])
+    assert_type(train.submit(lr=0.1).result(), dict[str, float])
+    assert_type(bare(), int)
+    return train(lr=0.1)["loss"]
+
+
+def refused(rank: RankContext) -> None:
+    """Make each mistake once."""
+    train()  # type: ignore[call-overload]
+    train(lr="fast")  # type: ignore[call-overload]
+    train(lr=0.1, momentum=0.9)  # type: ignore[call-overload]
+    train(rank, 0.1)  # type: ignore[call-overload]
+    train(0.1, 2)  # type: ignore[call-overload]
+    bare(1)  # type: ignore[call-overload]
+    ddp_task(world_size="two")  # type: ignore[call-overload]
+    ddp_task(backend="mpi")  # type: ignore[call-overload]
+
+
+@ddp_task(world_size=2)  # type: ignore[arg-type]
+def without_rank(lr: float) -> float:
+    """Take no RankContext."""
+    return lr
+
+
+def level_1(client: Client) -> None:
+    """Get a list, one value for each rank."""
+    assert_type(run_gang(client, max, args=(1, 2), world_size=2), list[Any])
+    run_gang(client, 3)  # type: ignore[arg-type]
+    run_gang(client, max, process_group="mine")  # type: ignore[arg-type]
+
+
+def level_3() -> None:
+    """Get a typed report."""
+    assert_type(train_flow(TrainParams()), TrainReport)
+    assert_type(train_flow(), TrainReport)
+    assert_type(train_flow(TrainParams()).evaluation.accuracy, float | None)
+    train_flow("flows.digits")  # type: ignore[call-overload]
+    TrainParams(worldsize=2)  # type: ignore[call-arg]
+    TrainParams().seed = 1  # type: ignore[misc]
