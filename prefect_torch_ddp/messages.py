@@ -86,11 +86,15 @@ class RankFailure:
     stderr_tail: tuple[str, ...] = ()
 
 
+NO_RANK = -1
+
+
 @dataclass(frozen=True)
 class LogLine:
     """A line a rank printed, or a record it logged."""
 
     rank: int
+    """NO_RANK: the gang itself says it."""
     level: int
     """A level of the logging module."""
     text: str

@@ -225,12 +225,21 @@ def prefect_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         try:
             yield url
         finally:
+            _drain_prefect()
             process.terminate()
             try:
                 process.wait(GRACE_S)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+
+
+def _drain_prefect() -> None:
+    """Have Prefect send what it still holds: at exit it would try a stopped server for a minute."""
+    if module := sys.modules.get("prefect.logging.handlers"):
+        module.APILogWorker.drain_all(timeout=10)
+    if module := sys.modules.get("prefect.events.worker"):
+        module.EventsWorker.drain_all(timeout=10)
 
 
 def _start_prefect_server(home: Path, log: int) -> tuple[subprocess.Popen[bytes], str]:

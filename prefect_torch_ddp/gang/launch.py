@@ -21,13 +21,13 @@ from typing import TYPE_CHECKING, Any, get_args
 import cloudpickle
 from distributed import Client
 
-from prefect_torch_ddp.errors import GangError, InvalidParamsError
+from prefect_torch_ddp.errors import GangError, InvalidParamsError, WorkerLostError
 from prefect_torch_ddp.gang.orders import Seniority
 from prefect_torch_ddp.gang.placement import choose, num_workers_needed, place
 from prefect_torch_ddp.gang.plan import GangPlan
 from prefect_torch_ddp.gang.supervision import Supervision
 from prefect_torch_ddp.gang.workers import gather_workers
-from prefect_torch_ddp.messages import Backend, GangEvent, Launcher, LogLine, ProcessGroupMode
+from prefect_torch_ddp.messages import NO_RANK, Backend, GangEvent, Launcher, LogLine, ProcessGroupMode
 
 if TYPE_CHECKING:
     from concurrent.futures import Future as ThreadFuture
@@ -130,6 +130,8 @@ def log_event(event: GangEvent) -> None:
 
 def rank_text(line: LogLine) -> str:
     """Return a rank's line as people read it, the rank in front."""
+    if line.rank == NO_RANK:
+        return line.text
     return f"[rank {line.rank}] {line.logger + ': ' if line.logger else ''}{line.text}"
 
 
@@ -160,11 +162,20 @@ async def _drive(  # noqa: PLR0913, PLR0917 - the loop over attempts to take sea
         size = world_size or len(chosen) * ranks_per_worker
         supervision = Supervision(client, plan, chosen, place(chosen, size, ranks_per_worker))
         try:
-            if await supervision.seat(queue_deadline_s, lambda text: sink(LogLine(0, logging.INFO, text, __name__))):
+            if await _seat(supervision, queue_deadline_s, sink):
                 return await supervision.run(sink)
         finally:
             # Shielded: a caller that leaves by Ctrl-C or a timeout cancels this coroutine, and the ranks must go all the same.
-            await asyncio.shield(supervision.clear())
+            await asyncio.shield(supervision.clear(sink))
+
+
+async def _seat(supervision: Supervision, deadline_s: float | None, sink: Callable[[GangEvent], None]) -> bool:
+    """Take all seats; False when the gang is to be placed anew, also since a worker left while it waited for it."""
+    try:
+        return await supervision.seat(deadline_s, lambda text: sink(LogLine(NO_RANK, logging.INFO, text)))
+    except WorkerLostError as error:
+        sink(LogLine(NO_RANK, logging.WARNING, f"{error}; the gang is placed anew"))
+        return False
 
 
 def _follow(

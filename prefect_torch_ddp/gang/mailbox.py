@@ -76,7 +76,9 @@ class Mailbox:
         if alarm is not None:
             alarm()
 
-    async def news(self, next_event: int, known_state: SeatState, wait_s: float, occupant: Occupant | None) -> SeatNews:
+    async def news(
+        self, next_event: int, known_state: SeatState, wait_s: float, occupant: Callable[[], Occupant | None]
+    ) -> SeatNews:
         """Return the events from `next_event` on and the state, as soon as either is new, at the latest after `wait_s`."""
         self.last_poll_s = time.monotonic()
         deadline = self.last_poll_s + wait_s
@@ -86,7 +88,7 @@ class Mailbox:
                 self._first_event = max(self._first_event, next_event)
                 if self._events or self.state != known_state or time.monotonic() >= deadline:
                     events = tuple(self._events)
-                    return SeatNews(self.state, events, self._first_event + len(events), self.store_port, occupant)
+                    return SeatNews(self.state, events, self._first_event + len(events), self.store_port, occupant())
                 waiter = self._new_waiter()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(waiter, deadline - time.monotonic())
@@ -102,6 +104,16 @@ class Mailbox:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(waiter, min(0.1, timeout_s))
         return True
+
+    @property
+    def first_event(self) -> int:
+        """The number of the first event that is still held."""
+        return self._first_event
+
+    def leftovers(self) -> tuple[GangEvent, ...]:
+        """Return the events that no poll has fetched."""
+        with self._lock:
+            return tuple(self._events)
 
     def _new_waiter(self) -> "asyncio.Future[None]":
         loop = asyncio.get_running_loop()

@@ -64,6 +64,17 @@ class SeatNews:
 
 
 @dataclass(frozen=True)
+class Cleared:
+    """A seat's answer to the order to end."""
+
+    ended: bool
+    """Whether all its ranks are gone."""
+    first_event: int = 0
+    events: tuple[GangEvent, ...] = ()
+    """Those from `first_event` on; the caller may know some of them already."""
+
+
+@dataclass(frozen=True)
 class StartOrder:
     """Tells a seat to start its ranks."""
 

@@ -32,6 +32,7 @@ from prefect_torch_ddp.messages import (
 logger = logging.getLogger(__name__)
 
 CHUNK_BYTES = 65_536
+MAX_CHUNKS = 64
 MAX_EVENT_BYTES = 131_072
 
 
@@ -93,15 +94,15 @@ class RankProcess:
     def read(self, *, to_the_end: bool = False) -> Iterator[GangEvent]:
         """Yield what the rank has said so far, without waiting; a chunk of its output, or all there is."""
         for pipe, cutter in ((self._stdout, self._out), (self._stderr, self._err)):
-            while not pipe.closed:
+            for _ in range(MAX_CHUNKS if to_the_end else 1):  # a process that left the session may write for ever
+                if pipe.closed:
+                    break
                 chunk = _read_chunk(pipe)
                 if chunk is None:
                     break
                 yield from (LogLine(self.place.rank, logging.INFO, line) for line in cutter.feed(chunk, final=not chunk))
                 if not chunk:
                     pipe.close()
-                if not to_the_end:
-                    break
         yield from self._read_events()
 
     def _read_events(self) -> Iterator[GangEvent]:
@@ -110,7 +111,11 @@ class RankProcess:
                 record = self._events.recv(MAX_EVENT_BYTES)
             except BlockingIOError:
                 return
-            event = self._decode(json.loads(record))
+            try:
+                event = self._decode(json.loads(record))
+            except (ValueError, KeyError, TypeError):
+                logger.warning("rank %d sent a record that can't be read: %.80r", self.place.rank, record)
+                continue
             if event is not None:
                 yield event
 
@@ -148,13 +153,13 @@ class RankProcess:
         return self.reaped or self._child.is_dead
 
     def bury(self) -> Iterator[GangEvent]:
-        """Reap the dead process with all that its session left; yield its last words, and its death if that is news."""
-        # What it said last may hold its outcome, which says more than its death.
-        yield from self.read(to_the_end=True)
+        """Kill the process and all that its session left, reap it; yield its last words, and its death if that is news."""
         # Before the reaping: until then the number can't be another process group's.
         kill_session(self.pid)
         status = self._child.reap()
         self.reaped = True
+        # What it said last may hold its outcome, which says more than its death.
+        yield from self.read(to_the_end=True)
         if not self.is_settled:
             self.failure = self._death_failure(status)
             yield RankFailedEvent(self.failure)

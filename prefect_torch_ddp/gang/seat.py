@@ -15,7 +15,7 @@ from prefect_torch_ddp.gang.mailbox import MAILBOXES, Mailbox
 from prefect_torch_ddp.gang.orders import SeatTicket
 from prefect_torch_ddp.gang.rank_process import RankProcess
 from prefect_torch_ddp.gang.slots import SLOTS
-from prefect_torch_ddp.messages import GangEvent, RankFailedEvent, RankFailure, RankLaunch
+from prefect_torch_ddp.messages import GangEvent, LogLine, RankFailedEvent, RankFailure, RankLaunch
 
 TICK_S = 0.1
 """How often a seat looks whether its Dask task was cancelled."""
@@ -180,6 +180,10 @@ class _Seat:
         for rank in self._ranks:
             rank.kill()
         for rank in self._ranks:
+            if not rank.reaped:
+                for event in rank.bury():
+                    if isinstance(event, LogLine):  # how it ended is our doing, what it said before is not
+                        self._box.post(event)
             rank.close()
         if self._store is not None:
             self._store.close()

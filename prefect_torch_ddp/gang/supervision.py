@@ -11,7 +11,7 @@ from typing import Any
 from distributed import Client, Future
 
 from prefect_torch_ddp.errors import GangCancelledError, GangError, NotEnoughWorkersError, WorkerLostError
-from prefect_torch_ddp.gang.orders import SeatNews, SeatState, StartOrder, WorkerIdentity
+from prefect_torch_ddp.gang.orders import Cleared, SeatNews, SeatState, StartOrder, WorkerIdentity
 from prefect_torch_ddp.gang.placement import Placement
 from prefect_torch_ddp.gang.plan import GangPlan
 from prefect_torch_ddp.gang.seat import SeatRefusedError, occupy_seat, seat_key
@@ -151,7 +151,7 @@ class Supervision:
         assert store is not None
         for link in self._links:
             launches = self._plan.launches(self._placement, link.worker.address, store.store_port)
-            await self._give(link, order=StartOrder(launches))
+            await self._give_or_raise(link, "before its ranks had started", order=StartOrder(launches))
         watches = [asyncio.create_task(self._watch(link, sink)) for link in self._links]
         try:
             await self._until_settled()
@@ -162,7 +162,7 @@ class Supervision:
                 returned = [place for place in self._placement.places if place.rank in self._returned]
                 raise error_for(judge(self._failures, returned), self._plan.attempt)
             for link in self._links:
-                await self._give(link, leave=True)
+                await self._give_or_raise(link, "after its ranks had returned, with their values", leave=True)
             return await self._collect()
         finally:
             self._over = True
@@ -174,13 +174,16 @@ class Supervision:
         """Ask the ranks to agree on a step and stop there."""
         await asyncio.gather(*(self._give(link, stop=True) for link in self._links), return_exceptions=True)
 
-    async def clear(self) -> None:
-        """End every seat with all its ranks; returns when they are gone, or their worker is."""
+    async def clear(self, sink: Callable[[GangEvent], None]) -> None:
+        """End every seat with all its ranks; returns when they are gone, or their worker is, and their last lines passed on."""
         reachable = [link for link in self._links if not link.is_lost]
         calls = [self._call(link, CLEAR_OP, token=link.token, timeout_s=CLEAR_TIMEOUT_S) for link in reachable]
         answers = await asyncio.gather(*calls, return_exceptions=True)
         for link, answer in zip(reachable, answers, strict=True):
-            if answer is False:
+            if isinstance(answer, Cleared):
+                for event in answer.events[max(0, link.next_event - answer.first_event) :]:
+                    sink(event)
+            if isinstance(answer, Cleared) and not answer.ended:
                 logger.error("ranks on %s were not gone %g s after they were killed", link.worker.address, CLEAR_TIMEOUT_S)
         for link in self._links:
             link.future.release()
@@ -228,6 +231,10 @@ class Supervision:
 
     async def _why_gone(self, link: SeatLink) -> GangError:
         """Tell why a seat ended that nobody told to."""
+        for _ in range(20):  # the seat's end is heard of before its task's
+            if link.future.status != "pending":
+                break
+            await asyncio.sleep(0.1)
         if link.future.status == "error":
             return GangError(f"the seat on {link.worker.address} failed: {await link.future.exception()!r}")
         return GangCancelledError(f"gang {self._plan.name!r} was cancelled from outside; its ranks were stopped")
@@ -277,6 +284,14 @@ class Supervision:
 
     async def _give(self, link: SeatLink, **order: Any) -> None:
         await self._call(link, GIVE_OP, token=link.token, order=pickle.dumps(order))
+
+    async def _give_or_raise(self, link: SeatLink, when: str, **order: Any) -> None:
+        try:
+            await self._give(link, **order)
+        except SeatLostError as error:
+            link.is_lost = True
+            msg = f"{error} {when}"
+            raise WorkerLostError(msg) from error
 
     async def _call(self, link: SeatLink, op: str, **message: Any) -> Any:
         """Send an order to a seat's worker; raises SeatLostError once the worker is gone or was silent too long."""

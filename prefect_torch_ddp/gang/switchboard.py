@@ -8,7 +8,7 @@ from distributed.comm import get_address_host
 
 from prefect_torch_ddp.errors import GangError
 from prefect_torch_ddp.gang.mailbox import MAILBOXES
-from prefect_torch_ddp.gang.orders import Occupant, SeatState, WorkerIdentity
+from prefect_torch_ddp.gang.orders import Cleared, Occupant, SeatState, WorkerIdentity
 from prefect_torch_ddp.gang.rank_host import EndRankHost, host_of
 from prefect_torch_ddp.gang.slots import SLOTS
 
@@ -45,18 +45,18 @@ async def open_switchboard(  # noqa: C901 - four small handlers that close over 
 
     async def poll(token: str, next_event: int, known_state: SeatState, wait_s: float) -> Answer:
         box = MAILBOXES.open(token)
-        return _answer(await box.news(next_event, known_state, wait_s, _occupant(dask_worker, token)))
+        return _answer(await box.news(next_event, known_state, wait_s, lambda: _occupant(dask_worker, token)))
 
     async def clear(token: str, timeout_s: float) -> Answer:
-        """Stop the seat at once; answer when none of its ranks is left."""
+        """Stop the seat at once; answer when none of its ranks is left, with what they said meanwhile."""
         box = MAILBOXES.find(token)
         if box is None:
-            return _answer(value=True)
+            return _answer(Cleared(ended=True))
         box.give(abort=True)
         ended = await box.until_ended(timeout_s)
         if ended:
             MAILBOXES.drop(token)
-        return _answer(ended)
+        return _answer(Cleared(ended, box.first_event, box.leftovers()))
 
     def give(token: str, order: bytes) -> Answer:
         box = MAILBOXES.find(token)

@@ -15,7 +15,10 @@ import cloudpickle
 from prefect_torch_ddp.messages import Progress, RankFailure
 from prefect_torch_ddp.rank.collateral import is_collateral
 
-MAX_TEXT = 32_000
+MAX_TEXT = 16_000
+"""Characters of a record; in the worst case each takes six bytes, and the seat takes 128 KiB."""
+MAX_NAME = 200
+MAX_SUMMARY = 2_000
 STOP, LEAVE = b"S", b"L"
 _OUR_FRAMES = {str(Path(__file__).with_name(name)) for name in ("life.py", "entry.py")}
 
@@ -31,6 +34,7 @@ class Channel:
         self._outcome: IO[bytes] = os.fdopen(outcome_fd, "wb")
         self._control = control_fd
         self._pid = os.getpid()
+        self._is_settled = False
         self._stop = threading.Event()
         self._leave = threading.Event()
 
@@ -61,21 +65,24 @@ class Channel:
             "metrics": dict(progress.metrics),
         }
         try:
-            self._events.send(json.dumps(record).encode(), socket.MSG_DONTWAIT)
-        except (BlockingIOError, ConnectionError):
+            self._events.send(_encode(record), socket.MSG_DONTWAIT)
+        except OSError:  # no room, too many metrics for one record, or nobody there
             return
 
     def send_log(self, level: int, logger: str, text: str) -> None:
         """Send a log record; long ones are cut."""
-        self._send({"kind": "log", "level": level, "logger": logger, "text": text[:MAX_TEXT]})
+        self._send({"kind": "log", "level": level, "logger": logger[:MAX_NAME], "text": text[:MAX_TEXT]})
 
     def returned(self, value: Any, pickle_value: Callable[[Any], bytes]) -> None:
         """Hand over what the function returned; raises what the pickling raises."""
         self._write_outcome(pickle_value(value))
+        self._is_settled = True
         self._send({"kind": "returned"})
 
     def failed(self, failure: RankFailure) -> None:
-        """Hand over how the function failed."""
+        """Hand over how the function failed; nothing that goes wrong after it returned replaces its value."""
+        if self._is_settled:
+            return
         self._write_outcome(pickle.dumps(failure))
         self._send({"kind": "failed"})
 
@@ -88,7 +95,11 @@ class Channel:
         self._outcome.flush()
 
     def _send(self, record: dict[str, Any]) -> None:
-        self._events.send(json.dumps(record).encode())
+        self._events.send(_encode(record))
+
+
+def _encode(record: dict[str, Any]) -> bytes:
+    return json.dumps(record, ensure_ascii=False).encode(errors="replace")
 
 
 def describe(error: BaseException, rank: int, host: str) -> RankFailure:
@@ -97,7 +108,7 @@ def describe(error: BaseException, rank: int, host: str) -> RankFailure:
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None and trace.tb_frame.f_code.co_filename in _OUR_FRAMES:
         trace = trace.tb_next  # the user's traceback begins at the user's code
-    summary = "".join(traceback.format_exception_only(error)).strip()
+    summary = "".join(traceback.format_exception_only(error)).strip()[:MAX_SUMMARY]
     if isinstance(error, SystemExit):
         summary = f"left by sys.exit({error.code!r}) before its function returned"
     return RankFailure(
@@ -105,7 +116,7 @@ def describe(error: BaseException, rank: int, host: str) -> RankFailure:
         host=host,
         pid=os.getpid(),
         kind="exit" if isinstance(error, SystemExit) else "exception",
-        summary=summary[:MAX_TEXT],
+        summary=summary,
         is_collateral=is_collateral(error),
         traceback_text="".join(traceback.format_exception(type(error), error, trace))[-MAX_TEXT:],
         exception_type=f"{type(error).__module__}.{type(error).__qualname__}",

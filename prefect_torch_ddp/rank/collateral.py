@@ -27,4 +27,11 @@ def is_collateral(error: BaseException) -> bool:
     if type(first).__name__ in _DISTRIBUTED_ERRORS:
         return True
     # The user's own network trouble (a requests or socket error) is his, whatever its text.
-    return type(first) is RuntimeError and _PEER_GONE.search(str(first)) is not None
+    return type(first) is RuntimeError and _PEER_GONE.search(_text(first)) is not None
+
+
+def _text(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:  # noqa: BLE001 - an argument's own __str__ may raise anything
+        return ""

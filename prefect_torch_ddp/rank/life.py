@@ -1,6 +1,7 @@
 """Owns the life of a rank process, from its launch page to its outcome, however it was started."""
 
 import atexit
+import contextlib
 import ctypes
 import dataclasses
 import functools
@@ -161,4 +162,5 @@ def _leave() -> None:
 
 def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
-        stream.flush()
+        with contextlib.suppress(AttributeError, ValueError, OSError):  # user code may have closed or replaced it
+            stream.flush()

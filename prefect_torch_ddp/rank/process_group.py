@@ -30,6 +30,8 @@ def device_index(local_rank: int, slot: int, num_devices: int, *, rotated: bool)
 
 
 _device = torch.device("cpu")
+_store: dist.Store | None = None
+"""Kept to the process's end: rank 0 serves it, and its peers may make new groups after rank 0's function has returned."""
 
 
 def choose_device(launch: RankLaunch) -> None:
@@ -89,6 +91,8 @@ def process_group(launch: RankLaunch) -> Iterator[None]:
         wait_for_workers=False,
         master_listen_fd=launch.store_fd,
     )
+    global _store  # noqa: PLW0603 - one process is one rank
+    _store = tcp
     store = dist.PrefixStore(f"attempt-{launch.attempt}", tcp)
     dist.init_process_group(name, store=store, rank=place.rank, world_size=shape.world_size)
     _refuse_second_initialisation()

@@ -12,12 +12,12 @@ from prefect_torch_ddp.checkpoint.attempts import claim_attempt
 from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.gang.launch import run_gang
 from prefect_torch_ddp.messages import Backend
-from prefect_torch_ddp.params import DEFAULT_STORAGE
+from prefect_torch_ddp.params import DEFAULT_STORAGE, CheckpointParams
 from prefect_torch_ddp.rank.config import CheckpointPolicy, RankConfig
 from prefect_torch_ddp.rank.context import RankContext
 from prefect_torch_ddp.tasks.blocks import resolve_storage
 from prefect_torch_ddp.tasks.cluster import current_client
-from prefect_torch_ddp.tasks.run import RUN_WITH_CONTEXT, log_to_run
+from prefect_torch_ddp.tasks.run import RUN_WITH_CONTEXT, log_to_run, slug
 from prefect_torch_ddp.tasks.train import is_worth_a_retry
 
 P = ParamSpec("P")
@@ -38,7 +38,7 @@ def ddp_task(
     storage: str = DEFAULT_STORAGE,
     seed: int = 0,
     options: Mapping[str, Any] | None = None,
-    checkpoint: CheckpointPolicy | None = None,
+    checkpoint: CheckpointParams | None = None,
     workers_timeout_s: float = 60.0,
     queue_timeout_s: float | None = None,
     resources: Mapping[str, float] | None = None,
@@ -56,7 +56,7 @@ def ddp_task(  # noqa: PLR0913 - a decorator's options are its documentation
     storage: str = DEFAULT_STORAGE,
     seed: int = 0,
     options: Mapping[str, Any] | None = None,
-    checkpoint: CheckpointPolicy | None = None,
+    checkpoint: CheckpointParams | None = None,
     workers_timeout_s: float = 60.0,
     queue_timeout_s: float | None = None,
     resources: Mapping[str, float] | None = None,
@@ -84,7 +84,7 @@ def ddp_task(  # noqa: PLR0913 - a decorator's options are its documentation
 
     def decorate(fn: RankFunction[P, R]) -> Task[P, R]:
         def run(*args: P.args, **kwargs: P.kwargs) -> R:
-            run_id = f"{task_run.task_name}-{task_run.id}"
+            run_id = f"{slug(str(task_run.task_name))}-{task_run.id}"
             where = resolve_storage(storage)
             attempt = claim_attempt(where, run_id)
             config = RankConfig(
@@ -94,7 +94,7 @@ def ddp_task(  # noqa: PLR0913 - a decorator's options are its documentation
                 storage=where,
                 options=dict(options or {}),
                 seed=seed,
-                checkpoint=checkpoint or CheckpointPolicy(),
+                checkpoint=CheckpointPolicy(**(checkpoint or CheckpointParams()).model_dump()),
             )
             with current_client() as client:
                 values: list[R] = run_gang(

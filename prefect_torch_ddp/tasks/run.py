@@ -40,7 +40,8 @@ class Run:
             storage=self.storage,
             dataset_id=self.dataset_id,
             options=params.data_options if stage == "prepare" else {**params.data_options, **params.options},
-            seed=params.seed,
+            # What prepare draws belongs to the dataset, which all seeds share; a seed for it is one of data_options.
+            seed=0 if stage == "prepare" else params.seed,
             checkpoint=CheckpointPolicy(**params.checkpoint.model_dump()),
             resume_from=params.resume_from if stage == "train" else None,
             restore_step=restore_step,
@@ -53,8 +54,12 @@ class Run:
 
 def run_id_of(flow_run_name: str, flow_run_id: str) -> str:
     """Name a run so that a person finds it in the storage and in the UI; the same for every retry of the flow run."""
-    slug = re.sub(r"[^a-z0-9]+", "-", flow_run_name.lower()).strip("-")[:60] or "run"
-    return f"{slug}-{flow_run_id[:8]}"
+    return f"{slug(flow_run_name)}-{flow_run_id[:8]}"
+
+
+def slug(name: str) -> str:
+    """Return a name as a part of a key."""
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:60] or "run"
 
 
 def log_to_run(and_then: Callable[[GangEvent], None] | None = None) -> Callable[[GangEvent], None]:

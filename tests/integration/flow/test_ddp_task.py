@@ -16,8 +16,7 @@ from prefect.client.schemas.objects import Log
 from prefect.runtime import flow_run
 from prefect_dask import DaskTaskRunner
 
-from prefect_torch_ddp import BadKeyError, InvalidParamsError, RankContext, RankFailedError, ddp_task
-from prefect_torch_ddp.rank.config import CheckpointPolicy
+from prefect_torch_ddp import BadKeyError, CheckpointParams, InvalidParamsError, RankContext, RankFailedError, ddp_task
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from tests.integration.runs import logs_of, states_of, task_runs_of
 
@@ -254,7 +253,7 @@ def test_a_flow_without_dask_is_refused(tmp_path: Path) -> None:
 
 def test_a_retry_resumes(dask_cluster: LocalCluster, tmp_path: Path) -> None:
     """E4: rank 1 fails at step 7; the second attempt goes on from the newest checkpoint, to the very same weights."""
-    policy = CheckpointPolicy(every_steps=3)
+    policy = CheckpointParams(every_steps=3)
     train = ddp_task(world_size=2, storage=str(tmp_path), checkpoint=policy, seed=5, retries=1, retry_delay_seconds=0)(resume)
 
     @flow(task_runner=on(dask_cluster))

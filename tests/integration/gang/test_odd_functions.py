@@ -1,0 +1,56 @@
+"""Functions that behave oddly: their values and lines arrive, and what they leave behind is gone."""
+
+import logging
+import re
+
+import psutil
+import pytest
+from distributed import Client
+
+from prefect_torch_ddp import RankFailedError, run_gang
+from tests.integration.gang.test_failures import wait_until
+from tests.workloads import odd
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def test_closed_stdout_does_not_replace_the_value(dask_client: Client) -> None:
+    """What goes wrong after the function returned isn't its outcome."""
+    assert run_gang(dask_client, odd.close_stdout, world_size=2) == [5, 5]
+
+
+def test_a_long_record_is_cut(dask_client: Client, caplog: pytest.LogCaptureFixture) -> None:
+    """A record too long for a datagram is cut, not lost, and doesn't end the gang."""
+    with caplog.at_level(logging.INFO, logger="prefect_torch_ddp.ranks"):
+        assert run_gang(dask_client, odd.log_much, world_size=1) == [6]
+    assert any(message.startswith("[rank 0] user.code: \U0001f600") for message in caplog.messages)
+
+
+def test_a_writer_left_behind_ends_with_its_rank(dask_client: Client) -> None:
+    """Endless output of a process that a rank left is neither waited for nor collected."""
+    before = {process.pid for process in psutil.process_iter() if process.name() == "yes"}
+    assert run_gang(dask_client, odd.leave_a_writer, world_size=1) == [7]
+    wait_until(lambda: not {p.pid for p in psutil.process_iter() if p.name() == "yes" and p.status() != "zombie"} - before)
+
+
+def test_rank_0_may_return_first(dask_client: Client) -> None:
+    """Rank 0 serves the store: its peers may use it, and make groups without it, after its function returned."""
+    assert run_gang(dask_client, odd.meet_after_rank_0_returned, world_size=2) == [0, 1]
+
+
+def test_an_exception_without_text(dask_client: Client) -> None:
+    """An exception whose argument can't be shown is still the user's exception, by type."""
+    with pytest.raises(RankFailedError, match=re.escape("RuntimeError")):
+        run_gang(dask_client, odd.raise_mute, world_size=1)
+
+
+@pytest.mark.parametrize("launcher", ["auto", "exec"])
+def test_lines_of_a_rank_that_is_killed_with_the_gang_arrive(
+    dask_client: Client, caplog: pytest.LogCaptureFixture, launcher: str
+) -> None:
+    """A14: what a rank had printed before the gang was stopped is passed on, all of it."""
+    for _ in range(4):
+        caplog.clear()
+        with caplog.at_level(logging.INFO, logger="prefect_torch_ddp.ranks"), pytest.raises(RankFailedError, match="all at once"):
+            run_gang(dask_client, odd.print_then_fail_together, args=(200,), world_size=2, launcher=launcher)  # type: ignore[arg-type]
+        assert [m for m in caplog.messages if "line " in m] == [f"[rank 0] line {number}" for number in range(200)]
