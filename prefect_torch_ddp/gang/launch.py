@@ -2,11 +2,9 @@
 
 import asyncio
 import logging
-import math
 import os
 import pickle
 import queue
-import re
 import site
 import sys
 import sysconfig
@@ -22,6 +20,7 @@ import cloudpickle
 from distributed import Client
 
 from prefect_torch_ddp.errors import GangError, InvalidParamsError, WorkerLostError
+from prefect_torch_ddp.gang.checks import check_call, check_choice, check_client, check_counts, check_limits
 from prefect_torch_ddp.gang.orders import Seniority
 from prefect_torch_ddp.gang.placement import choose, num_workers_needed, place
 from prefect_torch_ddp.gang.plan import GangPlan
@@ -34,7 +33,6 @@ if TYPE_CHECKING:
 
 rank_logger = logging.getLogger("prefect_torch_ddp.ranks")
 
-IMPORT_STRING = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 END_TIMEOUT_S = 15.0
 
 
@@ -91,13 +89,13 @@ def run_gang(  # noqa: PLR0913 - level 1 is one call; what can be left out is ke
         WorkerLostError: a Dask worker that held ranks is gone.
         GangCancelledError: the gang was cancelled from outside.
     """
-    _check_client(client)
-    _check_call(fn, args, kwargs)
-    _check_counts(world_size=world_size, ranks_per_worker=ranks_per_worker)
-    _check_choice("process_group", process_group, get_args(ProcessGroupMode))
-    _check_choice("backend", backend, get_args(Backend))
-    _check_choice("launcher", launcher, get_args(Launcher))
-    _check_limits(workers_timeout_s=workers_timeout_s, queue_timeout_s=queue_timeout_s, rendezvous_timeout_s=rendezvous_timeout_s)
+    check_client(client)
+    check_call(fn, args, kwargs)
+    check_counts(world_size=world_size, ranks_per_worker=ranks_per_worker)
+    check_choice("process_group", process_group, get_args(ProcessGroupMode))
+    check_choice("backend", backend, get_args(Backend))
+    check_choice("launcher", launcher, get_args(Launcher))
+    check_limits(workers_timeout_s=workers_timeout_s, queue_timeout_s=queue_timeout_s, rendezvous_timeout_s=rendezvous_timeout_s)
     plan = GangPlan(
         name=name or _name_of(fn),
         seniority=Seniority(time.time(), uuid.uuid4().hex[:12]),
@@ -214,50 +212,6 @@ async def _tell_when_over(work: Any, over: threading.Event) -> list[bytes]:
         return values
     finally:
         over.set()
-
-
-def _check_client(client: object) -> None:
-    if not isinstance(client, Client) or client.asynchronous:
-        msg = f"client is {client!r}; run_gang needs a synchronous distributed.Client"
-        raise InvalidParamsError(msg)
-    if client.status != "running":
-        msg = f"client is {client.status}; connect it to a Dask scheduler first"
-        raise InvalidParamsError(msg)
-
-
-def _check_call(fn: object, args: object, kwargs: object) -> None:
-    is_named = isinstance(fn, str) and (fn.endswith(".py") or IMPORT_STRING.fullmatch(fn) is not None)
-    if not callable(fn) and not is_named:
-        msg = f"fn is {fn!r}; give a callable, 'package.module:function', or the path of a .py script"
-        raise InvalidParamsError(msg)
-    if isinstance(args, str | bytes) or not isinstance(args, Sequence):
-        msg = f"args is {args!r}; give a sequence, e.g. args=({args!r},)"
-        raise InvalidParamsError(msg)
-    if kwargs is not None and (not isinstance(kwargs, Mapping) or any(not isinstance(key, str) for key in kwargs)):
-        msg = f"kwargs is {kwargs!r}; give a mapping whose keys are strings"
-        raise InvalidParamsError(msg)
-
-
-def _check_choice(label: str, value: object, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        msg = f"{label} is {value!r}; choose one of {', '.join(allowed)}"
-        raise InvalidParamsError(msg)
-
-
-def _check_counts(*, world_size: object, ranks_per_worker: object) -> None:
-    for label, value in (("world_size", world_size), ("ranks_per_worker", ranks_per_worker)):
-        if label == "world_size" and value is None:
-            continue
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            msg = f"{label} is {value!r}; give a whole number of at least 1"
-            raise InvalidParamsError(msg)
-
-
-def _check_limits(**limits_s: object) -> None:
-    for label, value in limits_s.items():
-        if value is not None and not (isinstance(value, int | float) and value > 0 and math.isfinite(value)):
-            msg = f"{label} is {value!r}; give a positive number of seconds"
-            raise InvalidParamsError(msg)
 
 
 def _pickle_call(fn: Callable[..., Any] | str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:

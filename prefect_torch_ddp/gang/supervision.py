@@ -2,57 +2,27 @@
 
 import asyncio
 import logging
-import pickle
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
 
-from distributed import Client, Future
+from distributed import Client
 
 from prefect_torch_ddp.errors import GangCancelledError, GangError, NotEnoughWorkersError, WorkerLostError
-from prefect_torch_ddp.gang.orders import Cleared, SeatNews, SeatState, StartOrder, WorkerIdentity
+from prefect_torch_ddp.gang.orders import Cleared, StartOrder, WorkerIdentity
 from prefect_torch_ddp.gang.placement import Placement
 from prefect_torch_ddp.gang.plan import GangPlan
 from prefect_torch_ddp.gang.seat import SeatRefusedError, occupy_seat, seat_key
-from prefect_torch_ddp.gang.switchboard import CLEAR_OP, GIVE_OP, POLL_OP, NoAnswerError, call_worker
+from prefect_torch_ddp.gang.seat_link import CLEAR_TIMEOUT_S, SeatLink, SeatLostError
 from prefect_torch_ddp.gang.verdict import SETTLE_S, error_for, has_suspect, judge
-from prefect_torch_ddp.gang.workers import free_workers, is_alive
+from prefect_torch_ddp.gang.workers import free_workers
 from prefect_torch_ddp.messages import GangEvent, RankFailedEvent, RankFailure, RankReturned
 
 logger = logging.getLogger(__name__)
 
-LONG_POLL_S = 1.0
-SILENCE_S = 30.0
-"""A worker that is still a member but doesn't answer for so long is taken for lost."""
-MEMBERSHIP_S = 2.0
-"""How often a worker that owes an answer is looked up in the cluster."""
-CLEAR_TIMEOUT_S = 10.0
 LOOK_AGAIN_S = 2.0
 """How often a waiting gang looks whether other workers than the chosen ones have become free."""
 WAIT_MESSAGE_S = 10.0
 """How often the caller is told for whom its gang waits."""
-
-
-class SeatLostError(Exception):
-    """A seat's worker is gone, or Dask dropped the seat."""
-
-
-@dataclass
-class SeatLink:
-    """The caller's end of one seat."""
-
-    worker: WorkerIdentity
-    token: str
-    future: "Future[Any]"
-    next_event: int = 0
-    news: SeatNews | None = None
-    is_lost: bool = False
-
-    @property
-    def state(self) -> SeatState:
-        """How far the seat is, as last heard."""
-        return self.news.state if self.news else "absent"
 
 
 class Supervision:
@@ -116,7 +86,7 @@ class Supervision:
                 retries=0,
                 resources=dict(self._plan.resources) or None,
             )
-            self._links.append(SeatLink(worker, ticket.token, future))
+            self._links.append(SeatLink(self._client, worker, ticket.token, future))
 
     def _must_give_way(self, missing: Sequence[SeatLink]) -> bool:
         """Whether a more senior gang that also still waits holds one of our seats: it would wait for us as we for it."""
@@ -151,7 +121,7 @@ class Supervision:
         assert store is not None
         for link in self._links:
             launches = self._plan.launches(self._placement, link.worker.address, store.store_port)
-            await self._give_or_raise(link, "before its ranks had started", order=StartOrder(launches))
+            await link.give_or_raise("before its ranks had started", order=StartOrder(launches))
         watches = [asyncio.create_task(self._watch(link, sink)) for link in self._links]
         try:
             await self._until_settled()
@@ -162,7 +132,7 @@ class Supervision:
                 returned = [place for place in self._placement.places if place.rank in self._returned]
                 raise error_for(judge(self._failures, returned), self._plan.attempt)
             for link in self._links:
-                await self._give_or_raise(link, "after its ranks had returned, with their values", leave=True)
+                await link.give_or_raise("after its ranks had returned, with their values", leave=True)
             return await self._collect()
         finally:
             self._over = True
@@ -172,12 +142,12 @@ class Supervision:
 
     async def stop(self) -> None:
         """Ask the ranks to agree on a step and stop there."""
-        await asyncio.gather(*(self._give(link, stop=True) for link in self._links), return_exceptions=True)
+        await asyncio.gather(*(link.give(stop=True) for link in self._links), return_exceptions=True)
 
     async def clear(self, sink: Callable[[GangEvent], None]) -> None:
         """End every seat with all its ranks; returns when they are gone, or their worker is, and their last lines passed on."""
         reachable = [link for link in self._links if not link.is_lost]
-        calls = [self._call(link, CLEAR_OP, token=link.token, timeout_s=CLEAR_TIMEOUT_S) for link in reachable]
+        calls = [link.clear() for link in reachable]
         answers = await asyncio.gather(*calls, return_exceptions=True)
         for link, answer in zip(reachable, answers, strict=True):
             if isinstance(answer, Cleared):
@@ -209,7 +179,7 @@ class Supervision:
         places = self._placement.ranks_of(link.worker.address)
         try:
             while link.state != "ended" and not self._over:
-                news = await self._poll(link)
+                news = await link.poll()
                 for event in news.events:
                     self._note(event)
                     sink(event)
@@ -267,64 +237,12 @@ class Supervision:
 
     async def _poll_until(self, link: SeatLink, states: set[str]) -> None:
         while link.state not in states:
-            await self._poll(link)
+            await link.poll()
             if link.future.status in ("cancelled", "lost"):
                 msg = f"gang {self._plan.name!r} was cancelled while it waited for its workers"
                 raise GangCancelledError(msg)
             if link.future.status == "error":
                 await link.future
-
-    async def _poll(self, link: SeatLink) -> SeatNews:
-        known, next_event = link.state, link.next_event
-        news: SeatNews = await self._call(
-            link, POLL_OP, token=link.token, next_event=next_event, known_state=known, wait_s=LONG_POLL_S
-        )
-        link.news, link.next_event = news, news.next_event
-        return news
-
-    async def _give(self, link: SeatLink, **order: Any) -> None:
-        await self._call(link, GIVE_OP, token=link.token, order=pickle.dumps(order))
-
-    async def _give_or_raise(self, link: SeatLink, when: str, **order: Any) -> None:
-        try:
-            await self._give(link, **order)
-        except SeatLostError as error:
-            link.is_lost = True
-            msg = f"{error} {when}"
-            raise WorkerLostError(msg) from error
-
-    async def _call(self, link: SeatLink, op: str, **message: Any) -> Any:
-        """Send an order to a seat's worker; raises SeatLostError once the worker is gone or was silent too long."""
-        worker = link.worker
-        patience = time.monotonic() + SILENCE_S
-        while True:
-            call = asyncio.create_task(call_worker(self._client, worker.address, op, **message))
-            try:
-                # In turns: to a worker that just died Dask goes on connecting for 30 s.
-                while not (await asyncio.wait({call}, timeout=MEMBERSHIP_S))[0]:
-                    await self._check_alive(worker, patience)
-                return call.result()
-            except NoAnswerError:
-                await self._check_alive(worker, patience)
-            finally:
-                call.cancel()
-            await asyncio.sleep(0.05)
-
-    async def _check_alive(self, worker: WorkerIdentity, patience: float) -> None:
-        if self._client.status != "running":
-            msg = f"the Dask client is {self._client.status}"
-            raise SeatLostError(msg)
-        try:
-            alive = await is_alive(self._client, worker, MEMBERSHIP_S)
-        except OSError as error:
-            msg = f"the scheduler was lost ({type(error).__name__}: {error})"
-            raise SeatLostError(msg) from error
-        if not alive:
-            msg = f"worker {worker.address} was lost"
-            raise SeatLostError(msg)
-        if time.monotonic() > patience:
-            msg = f"worker {worker.address} was silent for {SILENCE_S:g} s"
-            raise SeatLostError(msg)
 
 
 def _lost_failure(rank: int, host: str, summary: str) -> RankFailure:

@@ -35,7 +35,7 @@ def prefect(*command: str, timeout_s: float = 120) -> str:
 @pytest.fixture
 def deployed(prefect_api: str, tmp_path: Path) -> Iterator[str]:
     """Create the work pool, deploy deployments/prefect.yaml and run a worker; gives the API URL."""
-    prefect("work-pool", "create", "train-ddp", "--type", "process")
+    prefect("work-pool", "create", "train-ddp", "--type", "process", "--overwrite")
     prefect("deploy", "--all", "--prefect-file", "deployments/prefect.yaml")
     with (tmp_path / "worker.log").open("wb") as log:
         command = [*PREFECT, "worker", "start", "--pool", "train-ddp", "--type", "process"]

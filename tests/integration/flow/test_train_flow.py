@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 from prefect.client.orchestration import get_client
-from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
+from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId, FlowRunFilterState, FlowRunFilterStateType
+from prefect.client.schemas.objects import StateType
 from prefect.client.schemas.sorting import FlowRunSort
 
 from prefect_torch_ddp import CheckpointParams, RankFailedError, TrainParams, TrainReport, train_flow
@@ -138,7 +139,8 @@ def test_the_last_failure_reaches_the_caller(tmp_path: Path) -> None:
         train_flow(params)
     assert isinstance(caught.value.__cause__, ValueError)
     with get_client(sync_client=True) as client:
-        newest = client.read_flow_runs(sort=FlowRunSort.START_TIME_DESC, limit=1)[0]
+        failed = FlowRunFilter(state=FlowRunFilterState(type=FlowRunFilterStateType(any_=[StateType.FAILED])))
+        newest = client.read_flow_runs(flow_run_filter=failed, sort=FlowRunSort.START_TIME_DESC, limit=1)[0]
     name, message = states_of(task_runs_of(newest.id)["train"])[-1]
     assert name == "Failed"
     assert says in message

@@ -1,0 +1,60 @@
+"""Owns the checks of run_gang's arguments: each names the value and what to give instead, before anything starts. Pure."""
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+
+from distributed import Client
+
+from prefect_torch_ddp.errors import InvalidParamsError
+
+IMPORT_STRING = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
+
+
+def check_client(client: object) -> None:
+    """Refuse anything but a connected, synchronous client."""
+    if not isinstance(client, Client) or client.asynchronous:
+        msg = f"client is {client!r}; run_gang needs a synchronous distributed.Client"
+        raise InvalidParamsError(msg)
+    if client.status != "running":
+        msg = f"client is {client.status}; connect it to a Dask scheduler first"
+        raise InvalidParamsError(msg)
+
+
+def check_call(fn: object, args: object, kwargs: object) -> None:
+    """Refuse a function or arguments that can't be called."""
+    is_named = isinstance(fn, str) and (fn.endswith(".py") or IMPORT_STRING.fullmatch(fn) is not None)
+    if not callable(fn) and not is_named:
+        msg = f"fn is {fn!r}; give a callable, 'package.module:function', or the path of a .py script"
+        raise InvalidParamsError(msg)
+    if isinstance(args, str | bytes) or not isinstance(args, Sequence):
+        msg = f"args is {args!r}; give a sequence, e.g. args=({args!r},)"
+        raise InvalidParamsError(msg)
+    if kwargs is not None and (not isinstance(kwargs, Mapping) or any(not isinstance(key, str) for key in kwargs)):
+        msg = f"kwargs is {kwargs!r}; give a mapping whose keys are strings"
+        raise InvalidParamsError(msg)
+
+
+def check_choice(label: str, value: object, allowed: tuple[str, ...]) -> None:
+    """Refuse a value that isn't one of those allowed."""
+    if value not in allowed:
+        msg = f"{label} is {value!r}; choose one of {', '.join(allowed)}"
+        raise InvalidParamsError(msg)
+
+
+def check_counts(*, world_size: object, ranks_per_worker: object) -> None:
+    """Refuse counts that aren't whole numbers of at least 1; world_size may be None."""
+    for label, value in (("world_size", world_size), ("ranks_per_worker", ranks_per_worker)):
+        if label == "world_size" and value is None:
+            continue
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            msg = f"{label} is {value!r}; give a whole number of at least 1"
+            raise InvalidParamsError(msg)
+
+
+def check_limits(**limits_s: object) -> None:
+    """Refuse time limits that aren't positive; None is no limit."""
+    for label, value in limits_s.items():
+        if value is not None and not (isinstance(value, int | float) and value > 0 and math.isfinite(value)):
+            msg = f"{label} is {value!r}; give a positive number of seconds"
+            raise InvalidParamsError(msg)

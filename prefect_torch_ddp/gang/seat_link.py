@@ -1,0 +1,99 @@
+"""Owns the caller's end of one seat: its Dask task, its news, and the orders that reach it."""
+
+import asyncio
+import pickle
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from distributed import Client, Future
+
+from prefect_torch_ddp.errors import WorkerLostError
+from prefect_torch_ddp.gang.orders import Cleared, SeatNews, SeatState, WorkerIdentity
+from prefect_torch_ddp.gang.switchboard import CLEAR_OP, GIVE_OP, POLL_OP, NoAnswerError, call_worker
+from prefect_torch_ddp.gang.workers import is_alive
+
+LONG_POLL_S = 1.0
+SILENCE_S = 30.0
+"""A worker that is still a member but doesn't answer for so long is taken for lost."""
+MEMBERSHIP_S = 2.0
+"""How often a worker that owes an answer is looked up in the cluster."""
+CLEAR_TIMEOUT_S = 10.0
+
+
+class SeatLostError(Exception):
+    """A seat's worker is gone, or Dask dropped the seat."""
+
+
+@dataclass
+class SeatLink:
+    """Talks to one seat; every call raises SeatLostError once its worker is gone or was silent too long."""
+
+    client: Client
+    worker: WorkerIdentity
+    token: str
+    future: "Future[Any]"
+    next_event: int = 0
+    news: SeatNews | None = None
+    is_lost: bool = False
+
+    @property
+    def state(self) -> SeatState:
+        """How far the seat is, as last heard."""
+        return self.news.state if self.news else "absent"
+
+    async def poll(self) -> SeatNews:
+        """Wait for news, at most a second, and return it."""
+        known, next_event = self.state, self.next_event
+        news: SeatNews = await self._call(POLL_OP, next_event=next_event, known_state=known, wait_s=LONG_POLL_S)
+        self.news, self.next_event = news, news.next_event
+        return news
+
+    async def give(self, **order: Any) -> None:
+        """Hand the seat an order."""
+        await self._call(GIVE_OP, order=pickle.dumps(order))
+
+    async def give_or_raise(self, when: str, **order: Any) -> None:
+        """Hand the seat an order; a lost seat is the caller's WorkerLostError, which says when that was."""
+        try:
+            await self.give(**order)
+        except SeatLostError as error:
+            self.is_lost = True
+            msg = f"{error} {when}"
+            raise WorkerLostError(msg) from error
+
+    async def clear(self) -> Cleared:
+        """End the seat with all its ranks; returns when they are gone."""
+        cleared: Cleared = await self._call(CLEAR_OP, timeout_s=CLEAR_TIMEOUT_S)
+        return cleared
+
+    async def _call(self, op: str, **message: Any) -> Any:
+        patience = time.monotonic() + SILENCE_S
+        while True:
+            call = asyncio.create_task(call_worker(self.client, self.worker.address, op, token=self.token, **message))
+            try:
+                # In turns: to a worker that just died Dask goes on connecting for 30 s.
+                while not (await asyncio.wait({call}, timeout=MEMBERSHIP_S))[0]:
+                    await self._check_alive(patience)
+                return call.result()
+            except NoAnswerError:
+                await self._check_alive(patience)
+            finally:
+                call.cancel()
+            await asyncio.sleep(0.05)
+
+    async def _check_alive(self, patience: float) -> None:
+        if self.client.status != "running":
+            msg = f"the Dask client is {self.client.status}"
+            raise SeatLostError(msg)
+        try:
+            alive = await is_alive(self.client, self.worker, MEMBERSHIP_S)
+        except OSError as error:
+            msg = f"the scheduler was lost ({type(error).__name__}: {error})"
+            raise SeatLostError(msg) from error
+        if not alive:
+            msg = f"worker {self.worker.address} was lost"
+            raise SeatLostError(msg)
+        if time.monotonic() > patience:
+            msg = f"worker {self.worker.address} was silent for {SILENCE_S:g} s"
+            raise SeatLostError(msg)
