@@ -1,5 +1,6 @@
 """How long a gang takes to start and to fail, beside torchrun on the same machine in the same minutes."""
 
+import re
 import statistics
 import subprocess
 import sys
@@ -8,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from distributed import Client, LocalCluster
+from distributed import Client
 
 from prefect_torch_ddp import RankFailedError, run_gang
 from tests.workloads import faulty, plain
@@ -17,10 +18,10 @@ pytestmark = pytest.mark.timeout(600)
 ROUNDS = 9
 
 TORCHRUN_START = """
-import time, torch, torch.distributed as dist
+import os, time, torch, torch.distributed as dist
 dist.init_process_group("gloo")
 dist.all_reduce(torch.ones(1))
-print(time.time(), flush=True)
+os.write(1, f"{time.time():.6f}\\n".encode())
 dist.destroy_process_group()
 """
 TORCHRUN_KILLED = """
@@ -28,7 +29,7 @@ import os, signal, time, torch, torch.distributed as dist
 dist.init_process_group("gloo")
 dist.all_reduce(torch.ones(1))
 if dist.get_rank() == 1:
-    print(time.time(), flush=True)
+    os.write(1, f"{time.time():.6f}\\n".encode())
     os.kill(os.getpid(), signal.SIGKILL)
 dist.all_reduce(torch.ones(1))
 """
@@ -40,7 +41,7 @@ def torchrun(script: Path) -> tuple[float, float, float]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     ended = time.time()
-    stamps = [float(line) for line in done.stdout.split() if line.replace(".", "", 1).isdigit()]
+    stamps = [float(stamp) for stamp in re.findall(r"\d{10}\.\d{6}", done.stdout)]
     assert stamps, done.stderr[-2000:]
     return started, max(stamps), ended
 
@@ -59,7 +60,7 @@ def death_of(client: Client, folder: Path) -> float:
     return time.time() - float(stamp.read_text())
 
 
-def test_start_and_death(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_start_and_death(dask_client: Client, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Print the table that stands in docs/performance.md."""
     start, killed = tmp_path / "start.py", tmp_path / "killed.py"
     start.write_text(TORCHRUN_START)
@@ -77,14 +78,13 @@ def test_start_and_death(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
         _, died, ended = torchrun(killed)
         return ended - died
 
-    with LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=":0") as cluster, Client(cluster) as client:
-        run_gang(client, plain.sum_of_ones, world_size=2)
-        for _ in range(ROUNDS):
-            note("start: torchrun", torchrun_start)
-            note('start: run_gang, launcher="exec"', lambda: start_of(client, "exec"))
-            note("start: run_gang, warm host", lambda: start_of(client, "auto"))
-            note("death: torchrun", torchrun_death)
-            note("death: run_gang", lambda: death_of(client, tmp_path))
+    run_gang(dask_client, plain.sum_of_ones, world_size=2)
+    for _ in range(ROUNDS):
+        note("start: torchrun", torchrun_start)
+        note('start: run_gang, launcher="exec"', lambda: start_of(dask_client, "exec"))
+        note("start: run_gang, warm host", lambda: start_of(dask_client, "auto"))
+        note("death: torchrun", torchrun_death)
+        note("death: run_gang", lambda: death_of(dask_client, tmp_path))
     with capsys.disabled():
         print("\n\n| what | median ms | worst ms | times torchrun |\n|---|---|---|---|")
         for name, times in seen.items():
