@@ -50,6 +50,9 @@ os.environ.update(
         "MPLBACKEND": "Agg",
     }
 )
+# A plain LocalCluster's nanny sets these in this process and leaves them there, unless they are set.
+for _name, _value in (("MALLOC_TRIM_THRESHOLD_", "65536"), *((f"{lib}_NUM_THREADS", "1") for lib in ("OMP", "MKL", "OPENBLAS"))):
+    os.environ.setdefault(_name, _value)
 # The developer's own server, account and launcher are none of a test's business.
 for _name in ("PREFECT_API_URL", "PREFECT_API_KEY", "PREFECT_PROFILE", "AWS_PROFILE", "RANK", "WORLD_SIZE", "MASTER_ADDR"):
     os.environ.pop(_name, None)

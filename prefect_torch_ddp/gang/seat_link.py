@@ -1,6 +1,7 @@
 """Owns the caller's end of one seat: its Dask task, its news, and the orders that reach it."""
 
 import asyncio
+import math
 import pickle
 import time
 from dataclasses import dataclass
@@ -61,6 +62,20 @@ class SeatLink:
             self.is_lost = True
             msg = f"{error} {when}"
             raise WorkerLostError(msg) from error
+
+    async def values(self) -> tuple[bytes, ...]:
+        """Return the values of the seat's ranks; a seat whose worker was lost with them waits in Dask for ever, so look."""
+        fetch: asyncio.Task[tuple[bytes, ...]] = asyncio.create_task(self._fetch())
+        try:
+            while not (await asyncio.wait({fetch}, timeout=MEMBERSHIP_S))[0]:
+                await self._check_alive(math.inf)  # big values may take their time
+            return fetch.result()
+        finally:
+            fetch.cancel()
+
+    async def _fetch(self) -> tuple[bytes, ...]:
+        values: tuple[bytes, ...] = await self.future
+        return values
 
     async def clear(self) -> Cleared:
         """End the seat with all its ranks; returns when they are gone."""

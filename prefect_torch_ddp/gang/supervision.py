@@ -223,8 +223,8 @@ class Supervision:
         values: list[bytes] = []
         for link in self._links:
             try:
-                part: tuple[bytes, ...] = await link.future
-            except (SeatRefusedError, asyncio.CancelledError) as error:
+                part = await link.values()
+            except (SeatLostError, SeatRefusedError, asyncio.CancelledError) as error:
                 if isinstance(error, asyncio.CancelledError) and link.future.status != "cancelled":
                     raise
                 msg = f"worker {link.worker.address} was lost after its ranks had returned, with their values"

@@ -14,7 +14,7 @@ import pytest
 from distributed import Client, LocalCluster
 
 from prefect_torch_ddp import GangCancelledError, NotEnoughWorkersError, RankFailedError, WorkerLostError, run_gang
-from tests.workloads import faulty, plain
+from tests.workloads import faulty, odd, plain
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -119,6 +119,14 @@ def test_lost_worker(tmp_path: Path) -> None:
         assert address in str(errors[0])
         wait_until(lambda: not any(psutil.pid_exists(pid) for pid in ranks))
         assert run_gang(client, plain.sum_of_ones, world_size=2) == [2.0, 2.0]
+
+
+def test_a_worker_lost_with_its_values() -> None:
+    """SIGKILL of a Dask worker after its rank returned, before its value was fetched: an error, no endless wait, no second run."""
+    with LocalCluster(n_workers=1, threads_per_worker=1, dashboard_address=":0") as cluster, Client(cluster) as client:
+        with pytest.raises(WorkerLostError, match="after its ranks had returned, with their values"):
+            run_gang(client, odd.kill_worker_at_exit, world_size=1)
+        assert run_gang(client, plain.sum_of_ones, world_size=1) == [1.0]
 
 
 def test_client_cancel_ends_the_gang(dask_client: Client, tmp_path: Path) -> None:
