@@ -122,7 +122,7 @@ def test_lost_worker(tmp_path: Path) -> None:
 
 
 def test_a_worker_lost_with_its_values() -> None:
-    """SIGKILL of a Dask worker after its rank returned, before its value was fetched: an error, no endless wait, no second run."""
+    """SIGKILL of a Dask worker after its rank returned, before its value was fetched: an error, no endless wait or second run."""
     with LocalCluster(n_workers=1, threads_per_worker=1, dashboard_address=":0") as cluster, Client(cluster) as client:
         with pytest.raises(WorkerLostError, match="after its ranks had returned, with their values"):
             run_gang(client, odd.kill_worker_at_exit, world_size=1)
