@@ -12,6 +12,8 @@ from prefect.client.schemas.objects import StateType
 from prefect.client.schemas.sorting import FlowRunSort
 
 from prefect_torch_ddp import CheckpointParams, RankFailedError, TrainParams, TrainReport, train_flow
+from prefect_torch_ddp.checkpoint.manifest import list_checkpoints
+from prefect_torch_ddp.storage.directory import DirectoryStorage
 from tests.integration.runs import artifacts_of, flow_run_id_of, logs_of, states_of, task_runs_of
 
 pytestmark = [pytest.mark.timeout(240)]
@@ -158,6 +160,34 @@ def test_nothing_configured(tmp_path: Path) -> None:
     script.write_text(code)
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=200, check=False)
     assert done.stdout.strip().splitlines()[-1:] == ["TrainReport 21"], done.stderr[-3000:]
+
+
+@pytest.mark.usefixtures("prefect_api")
+def test_the_best_checkpoint_is_evaluated(tmp_path: Path) -> None:
+    """D2: with evaluate_on="best" the published checkpoint is the one with the lowest reported loss."""
+    policy = CheckpointParams(every_steps=3, keep_last=20, best_metric="loss", best_mode="min")
+    report = train_flow(
+        TrainParams(workload="tests.workloads.tiny", storage=str(tmp_path), checkpoint=policy, evaluate_on="best")
+    )
+    kept = list_checkpoints(DirectoryStorage(tmp_path), report.run_id)
+    assert len(kept) >= 3
+    assert report.checkpoint.metrics["loss"] == min(ref.metrics["loss"] for ref in kept)
+    assert report.checkpoint == report.training.best_checkpoint
+    assert f"step-{report.checkpoint.step:08}" in report.model_uri
+
+
+@pytest.mark.usefixtures("prefect_api")
+def test_evaluation_runs_when_training_was_cached(tmp_path: Path) -> None:
+    """D2: a flow run that is retried after its evaluation failed doesn't train again, and evaluates."""
+    options = {"fail_evaluation_once": str(tmp_path / "failed")}
+    params = TrainParams(workload="tests.workloads.tiny", storage=str(tmp_path / "store"), world_size=1, options=options)
+    report = train_flow.with_options(retries=1)(params)
+    assert report.evaluation.num_samples == 21
+    with get_client(sync_client=True) as client:
+        where = FlowRunFilter(id=FlowRunFilterId(any_=[flow_run_id_of(report.flow_run_url)]))
+        runs = client.read_task_runs(flow_run_filter=where)
+    assert "Cached" in {run.state_name for run in runs if run.name.startswith("train")}
+    assert report.training.attempt == 1
 
 
 @pytest.mark.usefixtures("prefect_api")
