@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 ProcessGroupMode = Literal["default", "user", "none"]
 Backend = Literal["auto", "gloo", "nccl"]
@@ -126,13 +126,4 @@ class RankFailedEvent:
     failure: RankFailure
 
 
-@dataclass(frozen=True)
-class UserEvent:
-    """Anything else a rank's layer wants the caller to know, as plain JSON values."""
-
-    rank: int
-    name: str
-    body: Mapping[str, Any]
-
-
-GangEvent = LogLine | Progress | RankReturned | RankFailedEvent | UserEvent
+GangEvent = LogLine | Progress | RankReturned | RankFailedEvent

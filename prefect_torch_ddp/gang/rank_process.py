@@ -26,7 +26,6 @@ from prefect_torch_ddp.messages import (
     RankFailure,
     RankLaunch,
     RankReturned,
-    UserEvent,
 )
 
 logger = logging.getLogger(__name__)
@@ -133,8 +132,6 @@ class RankProcess:
                 self._outcome.seek(0)
                 self.failure = pickle.load(self._outcome)
                 return RankFailedEvent(self.failure)
-            case "user":
-                return UserEvent(rank, record["name"], record["body"])
         return None
 
     def value(self) -> bytes:
