@@ -1,119 +1,35 @@
-"""Owns one run of a gang from the caller's side: seats it, starts it, watches it, and ends it whole."""
+"""Owns one run of a gang from the caller's side, once it is seated: starts it, watches it, and ends it whole."""
 
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
-from distributed import Client
-
-from prefect_torch_ddp.errors import GangCancelledError, GangError, NotEnoughWorkersError, WorkerLostError
-from prefect_torch_ddp.gang.orders import Cleared, StartOrder, WorkerIdentity
+from prefect_torch_ddp.errors import GangCancelledError, GangError, WorkerLostError
+from prefect_torch_ddp.gang.orders import Cleared, StartOrder
 from prefect_torch_ddp.gang.placement import Placement
 from prefect_torch_ddp.gang.plan import GangPlan
-from prefect_torch_ddp.gang.seat import SeatRefusedError, occupy_seat, seat_key
+from prefect_torch_ddp.gang.seat import SeatRefusedError
 from prefect_torch_ddp.gang.seat_link import CLEAR_TIMEOUT_S, SeatLink, SeatLostError
 from prefect_torch_ddp.gang.verdict import SETTLE_S, error_for, has_suspect, judge
-from prefect_torch_ddp.gang.workers import free_workers
 from prefect_torch_ddp.messages import GangEvent, RankFailedEvent, RankFailure, RankReturned
 
 logger = logging.getLogger(__name__)
-
-LOOK_AGAIN_S = 2.0
-"""How often a waiting gang looks whether other workers than the chosen ones have become free."""
-WAIT_MESSAGE_S = 10.0
-"""How often the caller is told for whom its gang waits."""
 
 
 class Supervision:
     """Runs on the client's event loop, for one attempt to run one gang."""
 
-    def __init__(self, client: Client, plan: GangPlan, workers: Sequence[WorkerIdentity], placement: Placement) -> None:
-        """Take the plan and the workers it was placed on; nothing is submitted yet."""
-        self._client = client
+    def __init__(self, plan: GangPlan, placement: Placement, links: list[SeatLink]) -> None:
+        """Take the seats, which may still be being taken; `clear` empties the list."""
         self._plan = plan
         self._placement = placement
-        self._workers = {worker.address: worker for worker in workers}
-        self._links: list[SeatLink] = []
+        self._links = links
         self._failures: list[RankFailure] = []
         self._returned: list[int] = []
-        self._looked_s = time.monotonic()
         self._broken: GangError | None = None
         self._over = False  # Python 3.11's asyncio.wait_for can swallow a cancellation; a watch ends by this all the same
         self._changed = asyncio.Event()
-
-    async def seat(self, deadline_s: float | None, say: Callable[[str], None]) -> bool:
-        """Take all seats, or none; False when a more senior gang or a better choice of workers made it give way.
-
-        Raises:
-            NotEnoughWorkersError: the workers stayed busy past the deadline (of `time.monotonic`); says who held them.
-        """
-        self._submit()
-        started = last_said = time.monotonic()
-        polls = [asyncio.create_task(self._poll_until(link, {"seated"})) for link in self._links]
-        try:
-            while True:
-                _, pending = await asyncio.wait(polls, timeout=0.25)
-                _raise_first(polls)
-                if not pending:
-                    return True
-                missing = [link for link in self._links if link.state != "seated"]
-                now = time.monotonic()
-                if deadline_s is not None and now >= deadline_s:
-                    raise NotEnoughWorkersError(self._busy_text(missing, now - started))
-                if now - last_said >= (WAIT_MESSAGE_S if last_said > started else 1.0):
-                    last_said = now
-                    say(self._busy_text(missing, now - started))
-                if self._must_give_way(missing) or await self._has_better_choice(missing, now):
-                    return False
-        finally:
-            for poll in polls:
-                poll.cancel()
-            await asyncio.gather(*polls, return_exceptions=True)
-
-    def _submit(self) -> None:
-        first_worker = self._placement.workers[0]
-        for address in self._placement.workers:
-            worker = self._workers[address]
-            ticket = self._plan.ticket(worker, hosts_store=address == first_worker)
-            # Pinned hard: with loose restrictions Dask may steal a waiting seat for another worker. Not pure, never retried.
-            future = self._client.submit(
-                occupy_seat,
-                ticket,
-                key=seat_key(ticket.token),
-                workers=[address],
-                pure=False,
-                retries=0,
-                resources=dict(self._plan.resources) or None,
-            )
-            self._links.append(SeatLink(self._client, worker, ticket.token, future))
-
-    def _must_give_way(self, missing: Sequence[SeatLink]) -> bool:
-        """Whether a more senior gang that also still waits holds one of our seats: it would wait for us as we for it."""
-        for link in missing:
-            holder = link.news.occupant if link.news else None
-            if holder is not None and holder.seniority is not None and holder.seniority < self._plan.seniority:
-                return True
-        return False
-
-    async def _has_better_choice(self, missing: Sequence[SeatLink], now_s: float) -> bool:
-        """Whether enough other workers have become free since the gang was placed."""
-        if now_s - self._looked_s < LOOK_AGAIN_S:
-            return False
-        self._looked_s = now_s
-        taken = {link.worker.address for link in self._links}
-        others = [worker for worker in await free_workers(self._client) if worker.address not in taken]
-        return len(others) >= len(missing)
-
-    def _busy_text(self, missing: Sequence[SeatLink], waited_s: float) -> str:
-        holders = "; ".join(
-            link.worker.address + (f" is busy with {link.news.occupant.text}" if link.news and link.news.occupant else "")
-            for link in missing
-        )
-        return (
-            f"gang {self._plan.name!r} has waited {waited_s:.0f} s for {len(missing)} of {len(self._links)} workers: {holders}"
-            + (f"; needs the resources {dict(self._plan.resources)}" if self._plan.resources else "")
-        )
 
     async def run(self, sink: Callable[[GangEvent], None]) -> list[bytes]:
         """Start the ranks on the seats taken and return their pickled values in rank order, or raise the one error."""
@@ -157,7 +73,7 @@ class Supervision:
                 logger.error("ranks on %s were not gone %g s after they were killed", link.worker.address, CLEAR_TIMEOUT_S)
         for link in self._links:
             link.future.release()
-        self._links = []
+        self._links.clear()
 
     async def _until_settled(self) -> None:
         while self._broken is None and not self._failures and len(self._returned) < self._placement.shape.world_size:
@@ -235,24 +151,6 @@ class Supervision:
             values += part
         return values
 
-    async def _poll_until(self, link: SeatLink, states: set[str]) -> None:
-        while link.state not in states:
-            await link.poll()
-            if link.future.status in ("cancelled", "lost"):
-                msg = f"gang {self._plan.name!r} was cancelled while it waited for its workers"
-                raise GangCancelledError(msg)
-            if link.future.status == "error":
-                await link.future
-
 
 def _lost_failure(rank: int, host: str, summary: str) -> RankFailure:
     return RankFailure(rank=rank, host=host, pid=0, kind="worker_lost", summary=summary)
-
-
-def _raise_first(tasks: Sequence["asyncio.Task[None]"]) -> None:
-    for task in tasks:
-        if task.done() and not task.cancelled() and (error := task.exception()) is not None:
-            if isinstance(error, SeatLostError):
-                msg = f"{error} before the gang had started"
-                raise WorkerLostError(msg) from error
-            raise error

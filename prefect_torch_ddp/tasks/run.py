@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from prefect.logging import get_run_logger
 
-from prefect_torch_ddp.gang.launch import rank_text
+from prefect_torch_ddp.gang.follow import rank_text
 from prefect_torch_ddp.messages import GangEvent, LogLine
 from prefect_torch_ddp.params import TrainParams
 from prefect_torch_ddp.rank.config import CheckpointPolicy, RankConfig, Stage

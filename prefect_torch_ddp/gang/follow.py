@@ -1,0 +1,74 @@
+"""Owns the caller's thread while its gang runs: events as they come, and the end of the gang when the caller leaves."""
+
+import asyncio
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from distributed import Client
+
+from prefect_torch_ddp.messages import NO_RANK, GangEvent, LogLine
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future as ThreadFuture
+
+rank_logger = logging.getLogger("prefect_torch_ddp.ranks")
+
+END_TIMEOUT_S = 15.0
+
+
+def log_event(event: GangEvent) -> None:
+    """Log a rank's line with the rank in front."""
+    if isinstance(event, LogLine):
+        if not rank_logger.hasHandlers():
+            rank_logger.addHandler(logging.StreamHandler())  # a plain script: its ranks' prints must show
+        if rank_logger.level == logging.NOTSET:
+            rank_logger.setLevel(logging.INFO)
+        rank_logger.log(event.level, "%s", rank_text(event))
+
+
+def rank_text(line: LogLine) -> str:
+    """Return a rank's line as people read it, the rank in front."""
+    if line.rank == NO_RANK:
+        return line.text
+    return f"[rank {line.rank}] {line.logger + ': ' if line.logger else ''}{line.text}"
+
+
+def follow(
+    client: Client, work: Any, events: "queue.SimpleQueue[GangEvent | None]", on_event: Callable[[GangEvent], None]
+) -> list[bytes]:
+    """Hand out events in the caller's thread until the work is done; end the gang when the caller leaves."""
+    over = threading.Event()
+    done: ThreadFuture[list[bytes]] = asyncio.run_coroutine_threadsafe(_tell_when_over(work, over), _loop_of(client))
+    done.add_done_callback(lambda _: events.put(None))
+    try:
+        while True:
+            try:
+                # In short turns, so that Ctrl-C and Prefect's task timeout take effect here.
+                event = events.get(timeout=0.5)
+            except queue.Empty:
+                continue
+            if event is None:
+                return done.result()
+            on_event(event)
+    finally:
+        if not done.done():
+            done.cancel()
+            if not over.wait(END_TIMEOUT_S):
+                rank_logger.error("the gang was not over %g s after its caller left", END_TIMEOUT_S)
+
+
+def _loop_of(client: Client) -> asyncio.AbstractEventLoop:
+    loop: asyncio.AbstractEventLoop = client.loop.asyncio_loop  # type: ignore[union-attr]  # a running client has it
+    return loop
+
+
+async def _tell_when_over(work: Any, over: threading.Event) -> list[bytes]:
+    """Await the work; a cancelled future is done at once, but `over` is set only when the ranks are gone."""
+    try:
+        values: list[bytes] = await work
+        return values
+    finally:
+        over.set()
