@@ -21,6 +21,10 @@ class RankPlace:
     worker: str
     """Address of the Dask worker."""
     host: str
+    address: str = ""
+    """Where the other ranks reach it; the host, unless the gang was given a network."""
+    device_position: int | None = None
+    """Which of the worker's visible CUDA devices it takes; None: nobody told the worker which it sees."""
 
 
 @dataclass(frozen=True)
@@ -48,8 +52,6 @@ class RankLaunch:
     """An already listening socket, inherited by rank 0 in the default mode: no port is ever guessed."""
     process_group: ProcessGroupMode
     backend: Backend
-    rotated_devices: bool
-    """Whether the workers of this host each see their own GPU first (dask-cuda)."""
     rendezvous_timeout_s: float
     extra_sys_path: tuple[str, ...]
     launcher: Launcher

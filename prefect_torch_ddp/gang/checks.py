@@ -1,5 +1,6 @@
 """Owns the checks of run_gang's arguments: each names the value and what to give instead, before anything starts. Pure."""
 
+import ipaddress
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -7,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from distributed import Client
 
 from prefect_torch_ddp.errors import InvalidParamsError
+from prefect_torch_ddp.gang.network import is_network
 
 IMPORT_STRING = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 
@@ -58,3 +60,31 @@ def check_limits(**limits_s: object) -> None:
         if value is not None and not (isinstance(value, int | float) and value > 0 and math.isfinite(value)):
             msg = f"{label} is {value!r}; give a positive number of seconds"
             raise InvalidParamsError(msg)
+
+
+def check_resources(resources: object) -> None:
+    """Refuse resources that aren't names with positive amounts; None is none."""
+    if resources is None:
+        return
+    if not isinstance(resources, Mapping) or not all(
+        isinstance(name, str) and isinstance(amount, int | float) and not isinstance(amount, bool) and 0 < amount < math.inf
+        for name, amount in resources.items()
+    ):
+        msg = f"resources is {resources!r}; give positive amounts by name, e.g. {{'GPU': 1}}"
+        raise InvalidParamsError(msg)
+
+
+def check_interface(interface: object) -> None:
+    """Refuse what is neither an interface's name nor a network; None leaves the choice to us."""
+    if interface is None:
+        return
+    hint = "give an interface's name, e.g. 'ib0', or a network, e.g. '10.1.0.0/16' or '::/0' for IPv6"
+    if not isinstance(interface, str) or not interface:
+        msg = f"interface is {interface!r}; {hint}"
+        raise InvalidParamsError(msg)
+    if is_network(interface):
+        try:
+            ipaddress.ip_network(interface, strict=False)
+        except ValueError as error:
+            msg = f"interface is {interface!r}, which is no network ({error}); {hint}"
+            raise InvalidParamsError(msg) from error

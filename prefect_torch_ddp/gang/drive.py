@@ -38,13 +38,13 @@ async def drive(  # noqa: PLR0913, PLR0917 - the loop over attempts to take seat
     queue_deadline_s: float | None = None
     while True:
         workers = await gather_workers(
-            client, num_needed, ranks_per_worker, waits.workers_timeout_s, warm=plan.launcher == "auto"
+            client, num_needed, ranks_per_worker, waits.workers_timeout_s, plan.resources, warm=plan.launcher == "auto"
         )
         if waits.queue_timeout_s is not None and queue_deadline_s is None:
             queue_deadline_s = time.monotonic() + waits.queue_timeout_s
-        chosen = choose(workers, num_needed or len(workers))
+        chosen = choose(workers, num_needed or len(workers), plan.resources)
         size = world_size or len(chosen) * ranks_per_worker
-        placement = place(chosen, size, ranks_per_worker)
+        placement = place(chosen, size, ranks_per_worker, plan.interface)
         seating = Seating(client, plan, chosen, placement)
         supervision = Supervision(plan, placement, seating.links)
         try:

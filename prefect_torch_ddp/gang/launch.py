@@ -9,7 +9,15 @@ from typing import Any, get_args
 from distributed import Client
 
 from prefect_torch_ddp.gang.call import name_of, own_code_paths, pickle_call, unpickle_value
-from prefect_torch_ddp.gang.checks import check_call, check_choice, check_client, check_counts, check_limits
+from prefect_torch_ddp.gang.checks import (
+    check_call,
+    check_choice,
+    check_client,
+    check_counts,
+    check_interface,
+    check_limits,
+    check_resources,
+)
 from prefect_torch_ddp.gang.drive import Waits, drive
 from prefect_torch_ddp.gang.follow import follow, log_event
 from prefect_torch_ddp.gang.orders import Seniority
@@ -31,6 +39,7 @@ def run_gang(  # noqa: PLR0913 - level 1 is one call; what can be left out is ke
     queue_timeout_s: float | None = None,
     rendezvous_timeout_s: float = 300.0,
     resources: Mapping[str, float] | None = None,
+    interface: str | None = None,
     name: str | None = None,
     attempt: int = 1,
     launcher: Launcher = "auto",
@@ -52,7 +61,10 @@ def run_gang(  # noqa: PLR0913 - level 1 is one call; what can be left out is ke
         workers_timeout_s: how long to wait until the cluster has enough workers.
         queue_timeout_s: how long to wait for workers that are busy; None: as long as it takes.
         rendezvous_timeout_s: how long ranks wait for one another at the start.
-        resources: Dask resources that each seat takes from its worker, e.g. `{"GPU": 1}`.
+        resources: Dask resources that the gang takes from each of its workers, e.g. `{"GPU": 1}`; workers that don't have them
+            aren't used.
+        interface: the network that the ranks talk by, as an interface's name (`"ib0"`) or in CIDR notation (`"10.1.0.0/16"`;
+            `"::/0"` is any IPv6 one); None: the address by which Dask knows each worker.
         name: what other gangs are told that they wait for.
         attempt: counts from 1; ranks see it as TORCHELASTIC_RESTART_COUNT + 1.
         launcher: "auto" forks ranks from a warm helper process of each Dask worker, in milliseconds, where that is safe; "exec"
@@ -76,6 +88,8 @@ def run_gang(  # noqa: PLR0913 - level 1 is one call; what can be left out is ke
     check_choice("process_group", process_group, get_args(ProcessGroupMode))
     check_choice("backend", backend, get_args(Backend))
     check_choice("launcher", launcher, get_args(Launcher))
+    check_resources(resources)
+    check_interface(interface)
     check_limits(workers_timeout_s=workers_timeout_s, queue_timeout_s=queue_timeout_s, rendezvous_timeout_s=rendezvous_timeout_s)
     plan = GangPlan(
         name=name or name_of(fn),
@@ -89,6 +103,7 @@ def run_gang(  # noqa: PLR0913 - level 1 is one call; what can be left out is ke
         extra_sys_path=own_code_paths(),
         launcher=launcher,
         resources=dict(resources or {}),
+        interface=interface,
     )
     events: queue.SimpleQueue[GangEvent | None] = queue.SimpleQueue()
     waits = Waits(workers_timeout_s, queue_timeout_s)

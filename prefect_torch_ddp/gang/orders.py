@@ -1,6 +1,7 @@
 """Owns the values that the caller of a gang and the Dask workers exchange."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 from prefect_torch_ddp.messages import GangEvent, RankLaunch
@@ -20,6 +21,12 @@ class WorkerIdentity:
     """Its CUDA_VISIBLE_DEVICES."""
     occupant: str | None
     """Who holds its slot or its threads now, for people; None when it is free."""
+    machine: str = ""
+    """Tells the machine, or container, from others; a machine may have several hosts' addresses."""
+    addresses: tuple[tuple[str, str], ...] = ()
+    """Its machine's (interface, address) pairs."""
+    free_resources: Mapping[str, float] = field(default_factory=dict)
+    """Dask resources that no task holds now."""
 
 
 @dataclass(frozen=True, order=True)
@@ -41,6 +48,8 @@ class SeatTicket:
     process_id: str
     hosts_store: bool
     """Whether rank 0 sits here, so that this seat opens the socket that the ranks meet at."""
+    store_host: str = ""
+    """The address to open it at."""
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,12 @@
 """Owns the decision which rank runs where. Pure."""
 
+import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from prefect_torch_ddp.gang.devices import share_out, visible_names
+from prefect_torch_ddp.gang.network import rank_addresses
 from prefect_torch_ddp.gang.orders import WorkerIdentity
 from prefect_torch_ddp.messages import GangShape, RankPlace
 
@@ -15,8 +18,6 @@ class Placement:
     places: tuple[RankPlace, ...]
     """In rank order."""
     shape: GangShape
-    rotated_hosts: frozenset[str]
-    """Hosts whose workers each see another GPU first, as dask-cuda arranges it."""
 
     @property
     def workers(self) -> tuple[str, ...]:
@@ -38,16 +39,37 @@ def num_workers_needed(world_size: int, ranks_per_worker: int) -> int:
     return -(-world_size // ranks_per_worker)
 
 
-def choose(workers: Sequence[WorkerIdentity], num_needed: int) -> tuple[WorkerIdentity, ...]:
-    """Choose the workers to sit on: free ones first, then in a fixed order, ranks of a host side by side."""
-    ordered = sorted(workers, key=lambda w: (w.occupant is not None, natural_order(w.host), natural_order(w.address)))
-    chosen = ordered[:num_needed]
-    return tuple(sorted(chosen, key=lambda w: (natural_order(w.host), natural_order(w.address))))
+def choose(
+    workers: Sequence[WorkerIdentity], num_needed: int, resources: Mapping[str, float] | None = None
+) -> tuple[WorkerIdentity, ...]:
+    """Choose the workers to sit on: free ones first, then in a fixed order, ranks of a host side by side.
+
+    Args:
+        workers: those that have the resources, held by others or not.
+        num_needed: how many of them.
+        resources: what a seat takes; a worker that has less of it left now isn't free.
+    """
+    ordered = sorted(workers, key=lambda w: (not is_free(w, resources or {}), natural_order(w.host), natural_order(w.address)))
+    return tuple(sorted(ordered[:num_needed], key=lambda w: (natural_order(w.host), natural_order(w.address))))
 
 
-def place(workers: Sequence[WorkerIdentity], world_size: int, ranks_per_worker: int) -> Placement:
-    """Place ranks on the chosen workers, in their order, so that the ranks of a host are contiguous."""
+def is_free(worker: WorkerIdentity, resources: Mapping[str, float]) -> bool:
+    """Whether nobody holds the worker's slot, its threads or the resources that a seat takes."""
+    return worker.occupant is None and all(worker.free_resources.get(name, 0) >= amount for name, amount in resources.items())
+
+
+def place(workers: Sequence[WorkerIdentity], world_size: int, ranks_per_worker: int, interface: str | None = None) -> Placement:
+    """Place ranks on the chosen workers, in their order, so that the ranks of a host are contiguous.
+
+    Args:
+        workers: in the order of `choose`, no more than needed.
+        world_size: number of ranks.
+        ranks_per_worker: ranks on each worker; the last one may get fewer.
+        interface: see `rank_addresses`, whose errors this raises.
+    """
+    addresses = rank_addresses(workers, interface)
     hosts = list(dict.fromkeys(worker.host for worker in workers))
+    devices = _devices(workers, world_size, ranks_per_worker)
     used = dict.fromkeys(hosts, 0)
     places: list[RankPlace] = []
     for worker in workers:
@@ -60,16 +82,17 @@ def place(workers: Sequence[WorkerIdentity], world_size: int, ranks_per_worker: 
                     slot=slot,
                     worker=worker.address,
                     host=worker.host,
+                    address=addresses[worker.address],
+                    device_position=devices[len(places)],
                 )
             )
             used[worker.host] += 1
-    shape = GangShape(world_size, len(hosts), tuple(used[host] for host in hosts))
-    return Placement(tuple(places), shape, _rotated_hosts(workers))
+    return Placement(tuple(places), GangShape(world_size, len(hosts), tuple(used[host] for host in hosts)))
 
 
-def _rotated_hosts(workers: Sequence[WorkerIdentity]) -> frozenset[str]:
-    first_devices: dict[str, list[str]] = {}
-    for worker in workers:
-        if worker.visible_devices:
-            first_devices.setdefault(worker.host, []).append(worker.visible_devices.split(",")[0])
-    return frozenset(host for host, first in first_devices.items() if len(first) > 1 and len(set(first)) == len(first))
+def _devices(workers: Sequence[WorkerIdentity], world_size: int, ranks_per_worker: int) -> tuple[int | None, ...]:
+    """Return for each rank the position of its device among those that its worker sees."""
+    of_ranks = [worker for worker in workers for _ in range(ranks_per_worker)][:world_size]
+    by_host = itertools.groupby(of_ranks, key=lambda worker: worker.host)
+    shares = (share_out([visible_names(worker.visible_devices) for worker in group]) for _, group in by_host)
+    return tuple(itertools.chain.from_iterable(shares))

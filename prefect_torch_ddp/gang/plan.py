@@ -24,8 +24,9 @@ class GangPlan:
     extra_sys_path: tuple[str, ...]
     launcher: Launcher = "auto"
     resources: Mapping[str, float] = field(default_factory=dict)
+    interface: str | None = None
 
-    def ticket(self, worker: WorkerIdentity, *, hosts_store: bool) -> SeatTicket:
+    def ticket(self, worker: WorkerIdentity, *, hosts_store: bool, store_host: str) -> SeatTicket:
         """Make the ticket for one worker; its token is never used twice."""
         return SeatTicket(
             token=f"{self.seniority.gang_id}-{uuid.uuid4().hex[:12]}",
@@ -34,6 +35,7 @@ class GangPlan:
             worker=worker.address,
             process_id=worker.process_id,
             hosts_store=hosts_store,
+            store_host=store_host,
         )
 
     def launches(self, placement: Placement, worker: str, store_port: int) -> tuple[RankLaunch, ...]:
@@ -45,12 +47,11 @@ class GangPlan:
                 gang_id=self.seniority.gang_id,
                 attempt=self.attempt,
                 max_restarts=self.max_restarts,
-                master_addr=placement.places[0].host,
+                master_addr=placement.places[0].address,
                 master_port=store_port,
                 store_fd=None,
                 process_group=self.process_group,
                 backend=self.backend,
-                rotated_devices=place.host in placement.rotated_hosts,
                 rendezvous_timeout_s=self.rendezvous_timeout_s,
                 extra_sys_path=self.extra_sys_path,
                 launcher=self.launcher,

@@ -8,13 +8,13 @@ import time
 from collections.abc import Sequence
 
 from distributed import Worker, get_worker
-from distributed.comm import get_address_host
 from distributed.core import Status
 
 from prefect_torch_ddp.gang.mailbox import MAILBOXES, Mailbox
 from prefect_torch_ddp.gang.orders import SeatTicket
 from prefect_torch_ddp.gang.rank_process import RankProcess
 from prefect_torch_ddp.gang.slots import SLOTS
+from prefect_torch_ddp.gang.store_socket import listen
 from prefect_torch_ddp.messages import GangEvent, LogLine, RankFailedEvent, RankFailure, RankLaunch
 
 TICK_S = 0.1
@@ -75,7 +75,7 @@ class _Seat:
 
     def _run_on_slot(self) -> tuple[bytes, ...]:
         if self._ticket.hosts_store:
-            self._store = _listen(self._ticket.worker)
+            self._store = listen(self._ticket.store_host)
         self._box.enter("seated", self._store.getsockname()[1] if self._store else 0)
         while self._box.order is None:
             if self._must_end():
@@ -106,12 +106,11 @@ class _Seat:
             return self._store.fileno()
         # Rank 0 will listen at this port itself. A socket that is bound but doesn't listen keeps others from getting the
         # number, and SO_REUSEADDR on both sides lets rank 0 bind it all the same.
-        port = self._store.getsockname()[1]
-        host, family = self._store.getsockname()[0], self._store.family
+        address, family = self._store.getsockname(), self._store.family
         self._store.close()
         self._store = socket.socket(family, socket.SOCK_STREAM)
         self._store.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        self._store.bind((host, port))
+        self._store.bind(address)
         return None
 
     def _attend(self) -> tuple[bytes, ...]:
@@ -212,17 +211,6 @@ class _Alarm:
     def close(self) -> None:
         self._reader.close()
         self._writer.close()
-
-
-def _listen(worker_address: str) -> socket.socket:
-    """Open the socket the ranks meet at, on the interface by which the worker is known, at a port that is free."""
-    host = get_address_host(worker_address)
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    listener.bind((host, 0))
-    listener.listen(1024)
-    return listener
 
 
 def _start_failure(launch: RankLaunch, error: OSError) -> RankFailure:

@@ -65,7 +65,7 @@ class Seating:
         first_worker = self._placement.workers[0]
         for address in self._placement.workers:
             worker = self._workers[address]
-            ticket = self._plan.ticket(worker, hosts_store=address == first_worker)
+            ticket = self._plan.ticket(worker, hosts_store=address == first_worker, store_host=self._placement.places[0].address)
             # Pinned hard: with loose restrictions Dask may steal a waiting seat for another worker. Not pure, never retried.
             future = self._client.submit(
                 occupy_seat,
@@ -92,7 +92,7 @@ class Seating:
             return False
         self._looked_s = now_s
         taken = {link.worker.address for link in self.links}
-        others = [worker for worker in await free_workers(self._client) if worker.address not in taken]
+        others = [worker for worker in await free_workers(self._client, self._plan.resources) if worker.address not in taken]
         return len(others) >= len(missing)
 
     def _busy_text(self, missing: Sequence[SeatLink], waited_s: float) -> str:

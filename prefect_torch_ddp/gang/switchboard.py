@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from distributed.comm import get_address_host
 
 from prefect_torch_ddp.errors import GangError
+from prefect_torch_ddp.gang.machine import interface_addresses, machine_id
 from prefect_torch_ddp.gang.mailbox import MAILBOXES
 from prefect_torch_ddp.gang.orders import Cleared, Occupant, SeatState, WorkerIdentity
 from prefect_torch_ddp.gang.rank_host import EndRankHost, host_of
@@ -82,6 +83,9 @@ def _identity(worker: "Worker") -> WorkerIdentity:
         host=get_address_host(worker.address),
         visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"),
         occupant=occupant.text if occupant else None,
+        machine=machine_id(),
+        addresses=interface_addresses(),
+        free_resources=dict(worker.state.available_resources),
     )
 
 

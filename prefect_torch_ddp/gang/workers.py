@@ -2,21 +2,29 @@
 
 import asyncio
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from distributed import Client
 
 from prefect_torch_ddp.errors import GangError, NotEnoughWorkersError
 from prefect_torch_ddp.gang.orders import WorkerIdentity
+from prefect_torch_ddp.gang.placement import is_free
 from prefect_torch_ddp.gang.switchboard import open_switchboard
 
 POLL_S = 0.1
 
 
-async def gather_workers(
-    client: Client, num_needed: int | None, ranks_per_worker: int, timeout_s: float, *, warm: bool = False
+async def gather_workers(  # noqa: PLR0913 - what makes a worker one of ours, and how long to wait for it
+    client: Client,
+    num_needed: int | None,
+    ranks_per_worker: int,
+    timeout_s: float,
+    resources: Mapping[str, float] | None = None,
+    *,
+    warm: bool = False,
 ) -> list[WorkerIdentity]:
-    """Wait until the cluster has `num_needed` workers (None: at least one) and return all it has.
+    """Wait until the cluster has `num_needed` workers with the resources (None: at least one) and return all it has.
 
     With `warm` their rank hosts start to load torch.
 
@@ -27,19 +35,38 @@ async def gather_workers(
     deadline = time.monotonic() + timeout_s
     wanted = num_needed or 1
     while True:
-        addresses = await _running_workers(client)
+        running = await _running_workers(client)
+        addresses = with_resources(running, resources or {})
         if len(addresses) >= wanted:
             workers = await _identify(client, addresses, warm=warm)
             if len(workers) >= wanted:
                 return workers
         if time.monotonic() >= deadline:
-            per_worker = f" with {ranks_per_worker} ranks each" if ranks_per_worker > 1 else ""
-            msg = (
-                f"the cluster has too few workers after {timeout_s:g} s: have {len(addresses)}, need {wanted}{per_worker}; "
-                f"add workers, lower world_size, or raise workers_timeout_s"
-            )
+            msg = too_few_text(len(addresses), len(running), wanted, ranks_per_worker, resources or {}, timeout_s)
             raise NotEnoughWorkersError(msg)
         await asyncio.sleep(POLL_S)
+
+
+def with_resources(running: Mapping[str, Mapping[str, float]], resources: Mapping[str, float]) -> list[str]:
+    """Return the addresses of the workers that have as much of each resource, held by others or not. Pure."""
+    return [address for address, has in running.items() if all(has.get(name, 0) >= want for name, want in resources.items())]
+
+
+def too_few_text(  # noqa: PLR0913, PLR0917 - the numbers that it says
+    num_have: int, num_running: int, num_needed: int, ranks_per_worker: int, resources: Mapping[str, float], timeout_s: float
+) -> str:
+    """Say how many workers there are and how many are needed. Pure."""
+    per_worker = f" with {ranks_per_worker} ranks each" if ranks_per_worker > 1 else ""
+    if not resources:
+        return (
+            f"the cluster has too few workers after {timeout_s:g} s: have {num_have}, need {num_needed}{per_worker}; "
+            f"add workers, lower world_size, or raise workers_timeout_s"
+        )
+    what = ", ".join(f"{name}>={amount:g}" for name, amount in resources.items())
+    return (
+        f"the cluster has {num_have} worker{'' if num_have == 1 else 's'} with {what}, need {num_needed}{per_worker}; it has {num_running} "
+        f"in all after {timeout_s:g} s: start workers with --resources, lower world_size, or raise workers_timeout_s"
+    )
 
 
 async def is_alive(client: Client, worker: WorkerIdentity, timeout_s: float) -> bool:
@@ -53,18 +80,20 @@ async def is_alive(client: Client, worker: WorkerIdentity, timeout_s: float) -> 
     return not now or now[0].process_id == worker.process_id
 
 
-async def free_workers(client: Client) -> list[WorkerIdentity]:
-    """Return the workers whose slot and threads nobody holds."""
-    return [worker for worker in await _identify(client, await _running_workers(client)) if worker.occupant is None]
+async def free_workers(client: Client, resources: Mapping[str, float]) -> list[WorkerIdentity]:
+    """Return the workers whose slot, threads and resources nobody holds."""
+    addresses = with_resources(await _running_workers(client), resources)
+    return [worker for worker in await _identify(client, addresses) if is_free(worker, resources)]
 
 
-async def _running_workers(client: Client) -> list[str]:
+async def _running_workers(client: Client) -> dict[str, Mapping[str, float]]:
+    """Return the running workers' resources, by address."""
     if client.scheduler is None:
         msg = f"the Dask client is {client.status}"
         raise GangError(msg)
     # Client.scheduler_info() has no workers on an asynchronous client.
     info: dict[str, Any] = await client.scheduler.identity(n_workers=-1)
-    return [address for address, worker in info["workers"].items() if worker["status"] == "running"]
+    return {address: worker["resources"] for address, worker in info["workers"].items() if worker["status"] == "running"}
 
 
 async def _identify(client: Client, addresses: list[str], *, warm: bool = False) -> list[WorkerIdentity]:

@@ -12,8 +12,8 @@ from prefect_torch_ddp.data.dataset_store import prepare_folder, publish_dataset
 from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.rank.config import RankConfig
 from prefect_torch_ddp.rank.context import RankContext
+from prefect_torch_ddp.rank.device import current_device
 from prefect_torch_ddp.rank.link import current_link
-from prefect_torch_ddp.rank.process_group import current_device
 from prefect_torch_ddp.rank.seeding import seed_stage
 from prefect_torch_ddp.rank.state import Place
 from prefect_torch_ddp.rank.workload import resolve, stage_function

@@ -77,10 +77,10 @@ def live(fds: Sequence[int], parent_pid: int, page: LaunchPage) -> None:
 def _run(launch: RankLaunch, channel: Channel) -> None:
     fn, args, kwargs = pickle.loads(launch.payload)
     # Torch is loaded after the user's own modules had their say in the environment.
-    from prefect_torch_ddp.rank import link, process_group, values  # noqa: PLC0415
+    from prefect_torch_ddp.rank import device, link, process_group, values  # noqa: PLC0415
 
     link.set_link(channel)
-    process_group.choose_device(launch)
+    device.choose_device(launch)
     with process_group.process_group(launch):
         value = _call(fn, args, kwargs)
     channel.returned(value, lambda value: values.pickle_value(value, launch.place.rank))

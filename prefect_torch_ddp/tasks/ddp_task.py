@@ -42,6 +42,7 @@ def ddp_task(
     workers_timeout_s: float = 60.0,
     queue_timeout_s: float | None = None,
     resources: Mapping[str, float] | None = None,
+    interface: str | None = None,
     **task_options: Any,
 ) -> Callable[[RankFunction[P, R]], Task[P, R]]: ...
 
@@ -60,6 +61,7 @@ def ddp_task(  # noqa: PLR0913 - a decorator's options are its documentation
     workers_timeout_s: float = 60.0,
     queue_timeout_s: float | None = None,
     resources: Mapping[str, float] | None = None,
+    interface: str | None = None,
     **task_options: Any,
 ) -> Task[P, R] | Callable[[RankFunction[P, R]], Task[P, R]]:
     """Make a function a Prefect task that runs on `world_size` ranks of the flow's Dask cluster.
@@ -78,7 +80,8 @@ def ddp_task(  # noqa: PLR0913 - a decorator's options are its documentation
         checkpoint: when checkpoints are written and which are kept.
         workers_timeout_s: how long to wait until the cluster has enough workers.
         queue_timeout_s: how long to wait for workers that are busy; None: as long as it takes.
-        resources: Dask resources that each rank's seat takes, e.g. `{"GPU": 1}`.
+        resources: Dask resources that the gang takes from each of its workers, e.g. `{"GPU": 1}`; others aren't used.
+        interface: the network that the ranks talk by: an interface's name, or `"10.1.0.0/16"`; None: the one Dask uses.
         **task_options: Prefect's own task options: retries, retry_delay_seconds, tags, timeout_seconds, ...
     """
 
@@ -107,6 +110,7 @@ def ddp_task(  # noqa: PLR0913 - a decorator's options are its documentation
                     workers_timeout_s=workers_timeout_s,
                     queue_timeout_s=queue_timeout_s,
                     resources=resources,
+                    interface=interface,
                     name=run_id,
                     attempt=attempt,
                     on_event=log_to_run(),

@@ -5,11 +5,14 @@ from hypothesis import strategies as st
 
 from prefect_torch_ddp.gang.orders import WorkerIdentity
 from prefect_torch_ddp.gang.placement import choose, num_workers_needed, place
+from prefect_torch_ddp.gang.workers import too_few_text, with_resources
 
 
-def worker(address: str, host: str, devices: str | None = None, occupant: str | None = None) -> WorkerIdentity:
+def worker(
+    address: str, host: str, devices: str | None = None, occupant: str | None = None, free: dict[str, float] | None = None
+) -> WorkerIdentity:
     """Make a worker."""
-    return WorkerIdentity(address, process_id=address, host=host, visible_devices=devices, occupant=occupant)
+    return WorkerIdentity(address, address, host, devices, occupant, free_resources=free or {})
 
 
 def test_two_hosts_have_local_ranks_of_their_own() -> None:
@@ -29,15 +32,48 @@ def test_free_workers_come_first() -> None:
     assert [w.address for w in choose(workers, 2)] == ["tcp://a:2", "tcp://a:3"]
 
 
-def test_rotated_devices_are_recognised() -> None:
-    """A8: dask-cuda shows each worker of a host another GPU first; a host whose workers all see the same isn't rotated."""
-    rotated = [
+def test_devices_are_chosen_host_by_host() -> None:
+    """A8: dask-cuda shows each worker of a host another GPU first; workers that all see the same count up."""
+    workers = [
         worker("tcp://a:1", "a", "0,1"),
         worker("tcp://a:2", "a", "1,0"),
         worker("tcp://b:1", "b", "0,1"),
         worker("tcp://b:2", "b", "0,1"),
+        worker("tcp://c:1", "c"),
     ]
-    assert place(rotated, 4, 1).rotated_hosts == {"a"}
+    assert [p.device_position for p in place(workers, 5, 1).places] == [0, 0, 0, 1, None]
+
+
+def test_a_worker_whose_resources_are_held_comes_last() -> None:
+    """A task that holds a worker's GPU makes it one to wait for."""
+    held = worker("tcp://a:1", "a", free={"GPU": 0})
+    free = worker("tcp://a:2", "a", free={"GPU": 1})
+    assert [w.address for w in choose([held, free], 1, {"GPU": 1})] == ["tcp://a:2"]
+    assert [w.address for w in choose([held, free], 1)] == ["tcp://a:1"]
+
+
+def test_workers_without_the_resources_are_not_chosen() -> None:
+    """Only workers that have as much of every resource count, whoever holds it now."""
+    running = {"one": {"GPU": 1.0}, "none": {}, "many": {"GPU": 2, "disk": 5}}
+    assert with_resources(running, {"GPU": 1}) == ["one", "many"]
+    assert with_resources(running, {"GPU": 2}) == ["many"]
+    assert with_resources(running, {}) == ["one", "none", "many"]
+
+
+def test_too_few_workers_with_resources_are_counted() -> None:
+    """The refusal names both numbers, and the resource."""
+    text = too_few_text(1, 3, 2, 1, {"GPU": 1}, 5.0)
+    assert text.startswith("the cluster has 1 worker with GPU>=1, need 2; it has 3 in all after 5 s")
+    assert "2 workers with GPU>=1, disk>=0.5, need 3 with 4 ranks each" in too_few_text(2, 2, 3, 4, {"GPU": 1, "disk": 0.5}, 5.0)
+
+
+def test_an_uneven_tail_leaves_the_last_worker_fewer_ranks() -> None:
+    """5 ranks, 2 on each worker: 2, 2 and 1."""
+    workers = [worker(f"tcp://a:{port}", "a") for port in (1, 2, 3)]
+    placement = place(choose(workers, num_workers_needed(5, 2)), 5, 2)
+    assert [len(placement.ranks_of(w)) for w in placement.workers] == [2, 2, 1]
+    assert [p.local_rank for p in placement.places] == [0, 1, 2, 3, 4]
+    assert [p.slot for p in placement.places] == [0, 1, 0, 1, 0]
 
 
 @given(
