@@ -63,9 +63,10 @@ def too_few_text(  # noqa: PLR0913, PLR0917 - the numbers that it says
             f"add workers, lower world_size, or raise workers_timeout_s"
         )
     what = ", ".join(f"{name}>={amount:g}" for name, amount in resources.items())
+    workers = "worker" if num_have == 1 else "workers"
     return (
-        f"the cluster has {num_have} worker{'' if num_have == 1 else 's'} with {what}, need {num_needed}{per_worker}; it has {num_running} "
-        f"in all after {timeout_s:g} s: start workers with --resources, lower world_size, or raise workers_timeout_s"
+        f"the cluster has {num_have} {workers} with {what}, need {num_needed}{per_worker}; it has {num_running} in all "
+        f"after {timeout_s:g} s: start workers with --resources, lower world_size, or raise workers_timeout_s"
     )
 
 
