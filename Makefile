@@ -8,7 +8,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --co
 INPUTS := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help train stop test lint integration chaos bench clean
+.PHONY: help train stop test lint integration chaos bench clean system-packages
 
 help: ## show this
 	@sed -n 's/^\([a-z]*\):[^#]*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -20,7 +20,7 @@ train: $(VENV)/.installed ## train and evaluate the digits example on this machi
 stop: ## stop the local Prefect server that make train left running for its UI
 	@if [ -x $(BIN)/prefect ]; then $(BIN)/prefect server stop; else echo 'nothing is installed here, so nothing runs'; fi
 
-test: $(VENV)/.installed-dev ## run all that CI runs: unit and integration tests
+test: $(VENV)/.installed-dev system-packages ## run all that CI runs: unit and integration tests
 	$(BIN)/python -m pytest tests/unit tests/integration $(ARGS)
 
 lint: $(VENV)/.installed-dev ## check style, formatting, types and the layers
@@ -29,7 +29,7 @@ lint: $(VENV)/.installed-dev ## check style, formatting, types and the layers
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-integration: $(VENV)/.installed-dev ## run the tests with real processes alone
+integration: $(VENV)/.installed-dev system-packages ## run the tests with real processes alone
 	$(BIN)/python -m pytest tests/integration $(ARGS)
 
 chaos: $(VENV)/.installed-dev ## run the tests that kill, stop and starve processes; minutes
@@ -41,6 +41,18 @@ bench: $(VENV)/.installed-dev ## measure; wants a quiet machine
 clean: ## remove .venv, caches and builds; trained models stay where they are
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# Slurm's own daemons, for tests/integration/clusters. Elsewhere than as root on Debian or Ubuntu those tests are skipped, and say what
+# to install.
+SYSTEM_PACKAGES := slurmctld slurmd slurm-client munge
+system-packages:
+	@if ! (PATH="$$PATH:/usr/sbin"; command -v slurmctld && command -v slurmd && command -v munged && command -v sbatch) >/dev/null; then \
+	  if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	    echo 'installing $(SYSTEM_PACKAGES) for the tests'; \
+	    { apt-get update -qq && DEBIAN_FRONTEND=noninteractive \
+	      apt-get install -qq --yes --no-install-recommends $(SYSTEM_PACKAGES); } >/dev/null 2>&1 || \
+	      echo 'apt-get could not install them; the tests on Slurm will be skipped' >&2; \
+	  else echo 'the tests on Slurm will be skipped; they need: apt-get install $(SYSTEM_PACKAGES)' >&2; fi; fi
 
 # The stamps make a second call quick; a newer pyproject.toml or constraints.txt installs again.
 $(VENV)/.installed: $(INPUTS) | $(BIN)/python

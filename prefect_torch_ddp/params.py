@@ -40,11 +40,18 @@ class ClusterParams(Params):
     cluster_kwargs: dict[str, Any] = Field(
         default_factory=dict, description="Arguments of the cluster class (or of the local cluster).", json_schema_extra=_at(2)
     )
+    adapt_kwargs: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Arguments of the cluster's adapt, e.g. {'minimum': 4, 'maximum': 4}: then Dask starts lost workers anew.",
+        json_schema_extra=_at(3),
+    )
 
     @model_validator(mode="after")
     def _refuse_impossible_pairs(self) -> Self:
-        if self.address and (self.cluster_class or self.cluster_kwargs):
-            msg = "cluster.address is the address of a running cluster; leave cluster_class and cluster_kwargs empty with it"
+        if self.address and (self.cluster_class or self.cluster_kwargs or self.adapt_kwargs):
+            msg = (
+                "cluster.address names a running cluster; leave cluster_class and cluster_kwargs empty with it, and adapt_kwargs"
+            )
             raise ValueError(msg)
         return self
 

@@ -65,6 +65,7 @@ def _configure(runner: DaskTaskRunner, cluster: ClusterParams, num_workers: int)
         runner.address = cluster.address
         runner.client_kwargs = {**runner.client_kwargs, "timeout": "10s"}
         return
+    runner.adapt_kwargs = dict(cluster.adapt_kwargs)
     if cluster.cluster_class:
         try:
             runner.resolved_cluster_class = from_qualified_name(cluster.cluster_class)

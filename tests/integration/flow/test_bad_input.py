@@ -53,6 +53,7 @@ def test_unreachable_address(tmp_path: Path) -> None:
         ({"workload": "not a module"}, "workload is 'not a module'"),
         ({"evaluate_on": "best"}, "checkpoint.best_metric is empty"),
         ({"cluster": {"address": "tcp://x:1", "cluster_class": "a.B"}}, "leave cluster_class and cluster_kwargs empty"),
+        ({"cluster": {"address": "tcp://x:1", "adapt_kwargs": {"minimum": 1}}}, "and adapt_kwargs"),
         ({"checkpoint": {"every_steps": 0}}, "every_steps"),
     ],
 )

@@ -1,4 +1,4 @@
-"""A12: train_flow on clusters that others started, and on a cluster class with its arguments."""
+"""A12: gangs and train_flow on clusters that others started, and on a cluster class with its arguments."""
 
 import os
 import subprocess
@@ -13,8 +13,9 @@ import pytest
 from distributed import Client
 from prefect.client.orchestration import get_client
 
-from prefect_torch_ddp import ClusterParams, TrainParams, TrainReport, train_flow
+from prefect_torch_ddp import ClusterParams, TrainParams, TrainReport, run_gang, train_flow
 from tests.integration.runs import flow_run_id_of, logs_of, task_runs_of
+from tests.workloads import plain
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240), pytest.mark.usefixtures("prefect_api")]
 
@@ -96,6 +97,13 @@ def test_scheduler_and_workers_of_others(scheduler_address: str, tmp_path: Path)
     with Client(scheduler_address) as client:
         assert sorted(client.scheduler_info(n_workers=-1)["workers"]) == before
         assert not client.processing()[before[0]]
+
+
+def test_a_gang_on_scheduler_and_workers_of_others(scheduler_address: str) -> None:
+    """Without Prefect, twice: the functions are imported in the ranks though the workers run in folders of their own."""
+    with Client(scheduler_address) as client:
+        assert run_gang(client, plain.sum_of_ones, world_size=2) == [2.0, 2.0]
+        assert run_gang(client, "tests.workloads.plain:sum_of_ones", world_size=2) == [2.0, 2.0]
 
 
 def test_cluster_class_with_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

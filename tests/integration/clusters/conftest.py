@@ -1,0 +1,26 @@
+"""Owns the batch systems that these tests run on."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.integration.clusters.pbs import PbsSite, running_pbs
+from tests.integration.clusters.slurm import SlurmSite, running_slurm, skip_without_slurm
+
+
+@pytest.fixture(scope="session", params=["slurm", "pbs"])
+def batch_system(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmSite | PbsSite]:
+    """Run Slurm's own daemons, then put stand-ins for PBS's commands in place."""
+    if request.param == "slurm":
+        skip_without_slurm()
+    running = {"slurm": running_slurm, "pbs": running_pbs}[request.param]
+    with running(tmp_path_factory.mktemp(request.param)) as found:
+        yield found
+
+
+@pytest.fixture
+def site(batch_system: SlurmSite | PbsSite, monkeypatch: pytest.MonkeyPatch) -> SlurmSite | PbsSite:
+    """Make the batch system the one whose commands this process finds."""
+    for name, value in batch_system.environment.items():
+        monkeypatch.setenv(name, value)
+    return batch_system

@@ -1,0 +1,76 @@
+"""A12: train_flow on Slurm and PBS, with the examples of deployments/clusters, through the loss of a job."""
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import dask
+import pytest
+import yaml
+from distributed import Client
+
+from prefect_torch_ddp import CheckpointParams, ClusterParams, TrainParams, train_flow
+from tests.integration.clusters.pbs import PbsSite
+from tests.integration.clusters.processes import wait_until
+from tests.integration.clusters.slurm import SlurmSite
+from tests.integration.runs import flow_run_id_of, logs_of, task_runs_of
+from tests.workloads.held import HELD_AT, NUM_STEPS
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240), pytest.mark.usefixtures("prefect_api")]
+
+EXAMPLES = Path(__file__).parents[3] / "deployments" / "clusters"
+HELD_S = 90.0
+GONE_S = 10.0
+
+
+def example(site: SlurmSite | PbsSite, folder: Path) -> ClusterParams:
+    """Return the example's values with what an operator has to adapt: how many, which interface, where logs go."""
+    values = yaml.safe_load((EXAMPLES / f"{site.name}.yaml").read_text())
+    values["cluster_kwargs"] |= {"n_workers": 2, "interface": "lo", "log_directory": str(folder / "jobs")}
+    values["cluster_kwargs"]["scheduler_options"]["dashboard_address"] = "127.0.0.1:0"
+    values["adapt_kwargs"] = {"minimum": 2, "maximum": 2}
+    return ClusterParams(**values)
+
+
+def cancel_a_job(site: SlurmSite | PbsSite, folder: Path, *, of_task: bool) -> str:
+    """Wait until both ranks are held, cancel the job whose worker runs the task `train`, or the other one, and return its id."""
+    assert wait_until(lambda: (folder / "0").exists() and (folder / "1").exists(), HELD_S)
+    words = [word for process in site.processes() for word in process.cmdline()]
+    scheduler = next(word for word in words if word.startswith("tcp://"))
+    with Client(scheduler, set_as_default=False) as client:
+        job_ids = client.run(os.getenv, site.job_variable)
+        keys = client.processing()
+    of_tasks = {worker for worker in job_ids if any(key.startswith("train-") for key in keys[worker])}
+    chosen = of_tasks if of_task else job_ids.keys() - of_tasks
+    (job_id,) = {job_ids[worker] for worker in chosen}
+    site.cancel(job_id)
+    return str(job_id)
+
+
+def test_a_cancelled_job_costs_a_retry(site: SlurmSite | PbsSite, tmp_path: Path) -> None:
+    """A job is cancelled while it trains: another takes its place, the run resumes, and leaves no job or process."""
+    pid_folder = tmp_path / "pids"
+    pid_folder.mkdir()
+    params = TrainParams(
+        workload="tests.workloads.held",
+        storage=str(tmp_path / "store"),
+        options={"pid_folder": str(pid_folder)},
+        checkpoint=CheckpointParams(every_steps=2),
+        retry_delay_s=0,
+        cluster=example(site, tmp_path),
+    )
+    # On Slurm the job whose worker has ranks alone: Prefect retries the task. On PBS the one whose worker runs the task itself,
+    # out of reach of Prefect: the flow submits the task again. Dask takes 15 s to believe that a worker won't come back.
+    with ThreadPoolExecutor(1) as pool, dask.config.set({"distributed.deploy.lost-worker-timeout": "1s"}):
+        operator = pool.submit(cancel_a_job, site, pid_folder, of_task=site.name == "pbs")
+        report = train_flow(params)
+        cancelled = operator.result()
+    assert (report.training.attempt, report.training.num_steps) == (2, NUM_STEPS)
+    assert 0 < (report.training.resumed_from_step or 0) <= HELD_AT
+    assert (report.training.world_size, report.evaluation.num_samples) == (2, 12)
+    assert wait_until(lambda: not site.job_ids() and not site.processes(), GONE_S), site.processes()
+    assert not site.processes(cancelled)
+    flow_run_id = flow_run_id_of(report.flow_run_url)
+    assert {run.state_name for run in task_runs_of(flow_run_id).values()} == {"Completed"}
+    last = {f"[rank {rank}] step {NUM_STEPS}" for rank in (0, 1)}
+    assert wait_until(lambda: last <= {line.message for line in logs_of(flow_run_id)}, GONE_S)
