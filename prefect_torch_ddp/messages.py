@@ -86,6 +86,8 @@ class RankFailure:
     exit_code: int | None = None
     signal: int | None = None
     stderr_tail: tuple[str, ...] = ()
+    step: int | None = None
+    """The optimizer step under way, or the last one; None before the first."""
 
 
 NO_RANK = -1

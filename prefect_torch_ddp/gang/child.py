@@ -21,13 +21,15 @@ class RankFiles:
     events: int
     outcome: int
     control: int
+    pulse: int
+    """The page where the rank leaves its pulse, and its stacks when it is asked."""
     stdout: int
     stderr: int
     store: int | None = None
 
     def own(self) -> tuple[int, ...]:
         """Return those that the rank finds by number, beside its standard streams."""
-        return (self.launch, self.events, self.outcome, self.control)
+        return (self.launch, self.events, self.outcome, self.control, self.pulse)
 
 
 class Child(Protocol):

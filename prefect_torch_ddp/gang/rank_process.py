@@ -9,12 +9,14 @@ import signal
 import socket
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
 from prefect_torch_ddp.gang.child import Child, ExecChild, RankFiles, kill_session
 from prefect_torch_ddp.gang.environment import rank_environment
 from prefect_torch_ddp.gang.lines import LineCutter
+from prefect_torch_ddp.gang.pulse_page import pulse_file, read_pulse
 from prefect_torch_ddp.gang.rank_host import HostUnavailableError, host_of
 from prefect_torch_ddp.messages import (
     GangEvent,
@@ -27,6 +29,7 @@ from prefect_torch_ddp.messages import (
     RankLaunch,
     RankReturned,
 )
+from prefect_torch_ddp.pulse import Pulse
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +51,7 @@ class RankProcess:
         environment = rank_environment(os.environ, launch)
         with contextlib.ExitStack() as ours, contextlib.ExitStack() as theirs:
             self._outcome: IO[bytes] = ours.enter_context(tempfile.TemporaryFile())
+            self._pulse = ours.enter_context(pulse_file())
             page = theirs.enter_context(tempfile.TemporaryFile())
             pickle.dump(LaunchPage(launch, environment, str(Path.cwd())), page)
             page.seek(0)
@@ -65,6 +69,7 @@ class RankProcess:
                 events=events.fileno(),
                 outcome=self._outcome.fileno(),
                 control=control.fileno(),
+                pulse=self._pulse.fileno(),
                 stdout=stdout.fileno(),
                 stderr=stderr.fileno(),
                 store=launch.store_fd,
@@ -130,7 +135,7 @@ class RankProcess:
                 return RankReturned(rank)
             case "failed" if not self.is_settled:
                 self._outcome.seek(0)
-                self.failure = pickle.load(self._outcome)
+                self.failure = replace(pickle.load(self._outcome), step=self._step())
                 return RankFailedEvent(self.failure)
         return None
 
@@ -176,7 +181,15 @@ class RankProcess:
             exit_code=None if number else status,
             signal=number,
             stderr_tail=tuple(self._err.tail),
+            step=self._step(),
         )
+
+    def pulse(self) -> Pulse:
+        """Return the rank's pulse as it is now."""
+        return read_pulse(self._pulse)
+
+    def _step(self) -> int | None:
+        return self.pulse().step or None
 
     def kill(self) -> None:
         """Kill the rank and all of its session, at once."""
@@ -189,7 +202,7 @@ class RankProcess:
         if not self.reaped:
             self._child.reap()
             self.reaped = True
-        for file in (self._stdout, self._stderr, self._events, self._control, self._outcome):
+        for file in (self._stdout, self._stderr, self._events, self._control, self._outcome, self._pulse):
             file.close()
         self._child.close()
 

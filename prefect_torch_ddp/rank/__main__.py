@@ -8,8 +8,8 @@ from prefect_torch_ddp.rank import life
 
 def main(arguments: Sequence[str]) -> None:
     """Run one rank."""
-    launch_fd, events_fd, outcome_fd, control_fd, parent_pid = map(int, arguments)
-    life.live((events_fd, outcome_fd, control_fd), parent_pid, life.read_page(launch_fd))
+    launch_fd, *fds, parent_pid = map(int, arguments)
+    life.live(fds, parent_pid, life.read_page(launch_fd))
 
 
 if __name__ == "__main__":

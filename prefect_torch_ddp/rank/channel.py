@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import select
 import socket
 import threading
 import traceback
@@ -13,26 +14,31 @@ from typing import IO, Any
 import cloudpickle
 
 from prefect_torch_ddp.messages import Progress, RankFailure
+from prefect_torch_ddp.pulse import Phase
 from prefect_torch_ddp.rank.collateral import is_collateral
+from prefect_torch_ddp.rank.pulse import PulseBoard
 
 MAX_TEXT = 16_000
 """Characters of a record; in the worst case each takes six bytes, and the seat takes 128 KiB."""
 MAX_NAME = 200
 MAX_SUMMARY = 2_000
 STOP, LEAVE = b"S", b"L"
+BEAT_S = 1.0
+"""How often the collectives that the rank has begun are counted."""
 _OUR_FRAMES = {str(Path(__file__).with_name(name)) for name in ("life.py", "entry.py")}
 
 
 class Channel:
     """Talks to the seat that started this process. Records are datagrams, so threads and forked children may write too."""
 
-    def __init__(self, events_fd: int, outcome_fd: int, control_fd: int) -> None:
+    def __init__(self, events_fd: int, outcome_fd: int, control_fd: int, pulse_fd: int) -> None:
         """Take over the inherited file descriptors; children that are executed don't inherit them."""
         for fd in (events_fd, outcome_fd, control_fd):
             os.set_inheritable(fd, False)  # noqa: FBT003 - the standard library takes it by position
         self._events = socket.socket(fileno=events_fd)
         self._outcome: IO[bytes] = os.fdopen(outcome_fd, "wb")
         self._control = control_fd
+        self.pulse = PulseBoard.shared(pulse_fd)
         self._pid = os.getpid()
         self._is_settled = False
         self._stop = threading.Event()
@@ -43,7 +49,16 @@ class Channel:
         threading.Thread(target=self._take_orders, name="prefect-torch-ddp-orders", daemon=True).start()
 
     def _take_orders(self) -> None:
-        while word := os.read(self._control, 1):
+        poller = select.poll()
+        poller.register(self._control, select.POLLIN)
+        while True:
+            if not poller.poll(BEAT_S * 1000):
+                if not self._is_settled:
+                    self.pulse.beat()
+                continue
+            word = os.read(self._control, 1)
+            if not word:
+                break
             {STOP: self._stop, LEAVE: self._leave}[word].set()
         os._exit(1)  # the seat is gone, and with it everybody who cares
 
@@ -77,6 +92,7 @@ class Channel:
         """Hand over what the function returned; raises what the pickling raises."""
         self._write_outcome(pickle_value(value))
         self._is_settled = True
+        self.pulse.enter(Phase.RETURNED)
         self._send({"kind": "returned"})
 
     def failed(self, failure: RankFailure) -> None:

@@ -7,6 +7,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from prefect_torch_ddp.errors import InvalidParamsError, StorageError
+from prefect_torch_ddp.pulse import Phase
 from prefect_torch_ddp.rank.config import CheckpointPolicy, RankConfig, Stage
 from prefect_torch_ddp.rank.link import ControlLink, NoLink
 from prefect_torch_ddp.rank.reporter import Reporter
@@ -75,6 +76,7 @@ class RankContext:
         self._device = device
         self._link: ControlLink = link or NoLink()
         self._data = data
+        self._link.pulse.enter(Phase.SETUP)
         self._state = TrainingState()
         self._reporter = Reporter(config, place, self._state, self._link)
         self._tracker: Tracker | None = None
@@ -263,6 +265,7 @@ class RankContext:
             InvalidParamsError: one isn't a single real number; names it.
         """
         self._reporter.report(metrics)
+        self._link.pulse.progress()
 
     def checkpoint(self, *, force: bool = False) -> None:
         """Ask for a checkpoint, on every rank alike: in `steps` at the end of this step, elsewhere at once.
@@ -343,7 +346,7 @@ class RankContext:
         if self._tracker is None:
             from prefect_torch_ddp.rank.tracker import Tracker  # noqa: PLC0415 - loads torch
 
-            self._tracker = Tracker(self.config, self._place, self._state, self._reporter)
+            self._tracker = Tracker(self.config, self._place, self._state, self._reporter, self._link.pulse)
         return self._tracker
 
     def outcome(self) -> dict[str, Any]:

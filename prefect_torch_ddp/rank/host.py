@@ -22,7 +22,7 @@ from typing import Any
 from prefect_torch_ddp.messages import LaunchPage
 from prefect_torch_ddp.rank import life
 
-MAX_FDS = 7
+MAX_FDS = 8
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ def _receive(link: socket.socket) -> _Order | None:
 def _become_rank(fds: Sequence[int]) -> tuple[Sequence[int], int, LaunchPage]:
     """Turn the forked child into what a fresh process would be."""
     host_pid = os.getppid()
-    launch, events, outcome, control, stdout, stderr, *store = fds
+    launch, events, outcome, control, pulse, stdout, stderr, *store = fds
     with Path(os.devnull).open("rb") as nothing:
         for source, target in ((nothing.fileno(), 0), (stdout, 1), (stderr, 2)):
             os.dup2(source, target)
@@ -134,7 +134,7 @@ def _become_rank(fds: Sequence[int]) -> tuple[Sequence[int], int, LaunchPage]:
     os.environ.clear()
     os.environ.update(page.environment)
     _forget_the_host(page.environment)
-    return (events, outcome, control), host_pid, page
+    return (events, outcome, control, pulse), host_pid, page
 
 
 def _forget_the_host(environment: dict[str, str]) -> None:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from prefect_torch_ddp.messages import LaunchPage, RankLaunch
+from prefect_torch_ddp.pulse import Phase
 from prefect_torch_ddp.rank.channel import Channel, describe
 
 PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15  # prctl(2)
@@ -52,7 +53,7 @@ def live(fds: Sequence[int], parent_pid: int, page: LaunchPage) -> None:
     """Run one rank to its end.
 
     Args:
-        fds: of the events' socket, the outcome's file and the control pipe.
+        fds: of the events' socket, the outcome's file, the control pipe and the pulse's page.
         parent_pid: the process to die with.
         page: what to run.
     """
@@ -82,6 +83,7 @@ def _run(launch: RankLaunch, channel: Channel) -> None:
     link.set_link(channel)
     device.choose_device(launch)
     with process_group.process_group(launch):
+        channel.pulse.enter(Phase.FUNCTION)
         value = _call(fn, args, kwargs)
     channel.returned(value, lambda value: values.pickle_value(value, launch.place.rank))
     _flush()

@@ -3,10 +3,14 @@
 from typing import Protocol
 
 from prefect_torch_ddp.messages import Progress
+from prefect_torch_ddp.rank.pulse import PulseBoard
 
 
 class ControlLink(Protocol):
     """What the supervisor's side offers to a rank; no call blocks."""
+
+    pulse: PulseBoard
+    """Where the rank marks what it is at."""
 
     def send_progress(self, progress: Progress) -> None:
         """Send it if there is room, else drop it."""
@@ -19,6 +23,10 @@ class ControlLink(Protocol):
 
 class NoLink:
     """The link of a rank that nobody supervises (`RankContext.local()`)."""
+
+    def __init__(self) -> None:
+        """Mark on a page that nobody reads."""
+        self.pulse = PulseBoard()
 
     def send_progress(self, progress: Progress) -> None:
         """Drop it."""

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from prefect_torch_ddp.data.loader import RankLoader
 from prefect_torch_ddp.data.sampler import BatchShare
 from prefect_torch_ddp.errors import InvalidParamsError
+from prefect_torch_ddp.pulse import Phase
 from prefect_torch_ddp.rank.config import RankConfig
 from prefect_torch_ddp.rank.link import ControlLink
 from prefect_torch_ddp.rank.reporter import Reporter
@@ -102,8 +103,9 @@ class StepLoop:
         left = (epochs - first.loop_epoch) * len(loader) - first.batch
         state.total_steps = state.step + max(left, 0)
         try:
-            while state.position.loop_epoch < epochs and not state.stop_agreed:
-                yield from self._epoch(loader)
+            with self._link.pulse.looping():
+                while state.position.loop_epoch < epochs and not state.stop_agreed:
+                    yield from self._epoch(loader)
         finally:
             state.share = None
 
@@ -128,6 +130,7 @@ class StepLoop:
     def _epoch(self, loader: RankLoader) -> Iterator[Any]:
         state = self._state
         state.epoch = state.position.epoch + 1
+        self._link.pulse.enter(Phase.LOADING)
         for batch, share in loader.lockstep(state.position.epoch, state.position.batch):
             self._begin_step(share)
             try:
@@ -137,6 +140,7 @@ class StepLoop:
                 raise
             if self._end_step(share):
                 return
+            self._link.pulse.enter(Phase.LOADING)
         if state.position.batch:  # resumed behind the last batch
             state.position = _after(state.position, is_last=True)
 
@@ -147,11 +151,13 @@ class StepLoop:
         state.step += 1
         state.share = share
         state.epoch_ended = share.is_last
+        self._link.pulse.begin_step(state.step, state.epoch, is_last=share.is_last)
 
     def _end_step(self, share: BatchShare) -> bool:
         """Do what is due after the loop's body; return whether all ranks stop here."""
         state = self._state
         assert self._ballot is not None
+        self._link.pulse.enter(Phase.STEP_END)
         agreed = self._ballot.close(self._votes())
         self._reporter.end_step()
         state.share = None

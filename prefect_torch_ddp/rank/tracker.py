@@ -14,8 +14,10 @@ from prefect_torch_ddp.checkpoint.meeting import Meeting, open_meeting, say_gone
 from prefect_torch_ddp.checkpoint.restore import Restorer
 from prefect_torch_ddp.checkpoint.retention import Retention
 from prefect_torch_ddp.errors import InvalidParamsError
+from prefect_torch_ddp.pulse import Phase
 from prefect_torch_ddp.rank.config import RankConfig
 from prefect_torch_ddp.rank.gradients import unwrapped
+from prefect_torch_ddp.rank.pulse import PulseBoard
 from prefect_torch_ddp.rank.reporter import Reporter
 from prefect_torch_ddp.rank.seeding import seed_rank
 from prefect_torch_ddp.rank.state import Place, Position, TrainingState
@@ -27,12 +29,13 @@ FAILED_GRACE_S = 5.0
 class Tracker:
     """Saves and restores what user code tracks, together with the random generators and the place in the training."""
 
-    def __init__(self, config: RankConfig, place: Place, state: TrainingState, reporter: Reporter) -> None:
+    def __init__(self, config: RankConfig, place: Place, state: TrainingState, reporter: Reporter, pulse: PulseBoard) -> None:
         """Make it; the storage is asked for a checkpoint when the first object is tracked."""
         self._config = config
         self._place = place
         self._state = state
         self._reporter = reporter
+        self._pulse = pulse
         self._objects: dict[str, Any] = {}
         self._has_begun = False
         self._meeting: Meeting | None = None
@@ -44,12 +47,13 @@ class Tracker:
     def track(self, objects: Mapping[str, Any]) -> None:
         """Take objects, and restore them where there is a checkpoint."""
         self._check(objects)
-        if self._restorer is None:
-            self._restorer = self._open()
-        for name, item in objects.items():
-            bare = unwrapped(item)
-            self._restorer.restore(name, bare)
-            self._objects[name] = bare
+        with self._pulse.during(Phase.RESTORING):
+            if self._restorer is None:
+                self._restorer = self._open()
+            for name, item in objects.items():
+                bare = unwrapped(item)
+                self._restorer.restore(name, bare)
+                self._objects[name] = bare
 
     def begin(self) -> None:
         """Set this rank's random generators for the first step of this process."""
@@ -87,10 +91,11 @@ class Tracker:
             CheckpointError: it can't be written.
         """
         if self._checkpointer is not None:
-            if failed:
-                self._checkpointer.wait(FAILED_GRACE_S)
-            else:
-                self._finish(self._checkpointer)
+            with self._pulse.during(Phase.SAVING):
+                if failed:
+                    self._checkpointer.wait(FAILED_GRACE_S)
+                else:
+                    self._finish(self._checkpointer)
         if not failed:  # else the gang ends, and asking a store whose host is gone may take minutes
             self._say_gone()
 
@@ -166,8 +171,9 @@ class Tracker:
         state = self._state
         self._saved_step = state.step
         self._saved_at = time.monotonic()
-        moment = Moment(state.step, state.epoch, state.position.as_json(), self._reporter.newest(), is_last)
-        checkpointer.save(moment, self._objects)
+        with self._pulse.during(Phase.SAVING):
+            moment = Moment(state.step, state.epoch, state.position.as_json(), self._reporter.newest(), is_last)
+            checkpointer.save(moment, self._objects)
 
     def _finish(self, checkpointer: Checkpointer) -> None:
         checkpointer.wait()

@@ -195,6 +195,7 @@ class Listener(NoLink):
     """A link that keeps what it gets."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.sent: list[Progress] = []
 
     def send_progress(self, progress: Progress) -> None:

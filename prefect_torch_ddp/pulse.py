@@ -1,0 +1,65 @@
+"""Owns the layout of the page in which a rank leaves its pulse: the rank writes it, its seat reads it, nobody waits."""
+
+import signal
+import struct
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Self
+
+
+class Phase(IntEnum):
+    """What a rank is at."""
+
+    NONE = 0
+    """Its process hasn't come to itself: it can't be asked for its stack."""
+    STARTING = 1
+    """It loads, and meets the others."""
+    FUNCTION = 2
+    """In a plain function."""
+    SETUP = 3
+    """In a function with a RankContext, outside of `steps`."""
+    RESTORING = 4
+    LOADING = 5
+    """Waits for its next batch."""
+    STEP = 6
+    """In the body of `steps`."""
+    EPOCH_END = 7
+    """In the body of an epoch's last step, where people validate."""
+    COMPILING = 8
+    STEP_END = 9
+    """Behind the body: agrees with the others."""
+    SAVING = 10
+    RETURNED = 11
+
+
+# Words of 8 bytes in this machine's own order: each is written by one store, so a reader sees the old or the new one.
+MOVED_NS, STEP, EPOCH, SEQ, PHASE, LISTENS, ARMED = range(7)
+_PAGE = struct.Struct("=7q")
+PAGE_BYTES = 4096
+"""Stacks of the rank follow in the same file, from here on."""
+LOOK_SIGNAL: int = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
+"""Has a rank write its stacks; one that no library is known to use."""
+
+
+@dataclass(frozen=True)
+class Pulse:
+    """A rank's page as it was when it was read."""
+
+    moved_ns: int = 0
+    """CLOCK_MONOTONIC of its machine at its last progress."""
+    step: int = 0
+    """The step under way, or the last one; 0 before the first."""
+    epoch: int = 0
+    seq: int = 0
+    """Collectives it has begun on the default process group; up to a second old."""
+    phase: Phase = Phase.NONE
+    listens: bool = False
+    """Whether it is inside `steps`, where it would follow a wish to stop."""
+    armed: bool = False
+    """Whether it has shown that it makes progress: entered `steps`, or reported."""
+
+    @classmethod
+    def from_page(cls, page: bytes) -> Self:
+        """Read it."""
+        moved_ns, step, epoch, seq, phase, listens, armed = _PAGE.unpack_from(page)
+        return cls(moved_ns, step, epoch, seq, Phase(phase), bool(listens), bool(armed))

@@ -1,0 +1,127 @@
+"""The page in which a rank leaves its pulse: what it marks is what its seat reads, and its stack comes with the lock held."""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import TensorDataset
+
+from prefect_torch_ddp import RankContext
+from prefect_torch_ddp.gang.pulse_page import pulse_file, read_pulse
+from prefect_torch_ddp.pulse import LOOK_SIGNAL, PAGE_BYTES, Phase, Pulse
+from prefect_torch_ddp.rank.link import NoLink
+from prefect_torch_ddp.rank.pulse import PulseBoard
+
+
+def test_an_untouched_page_is_of_a_rank_that_cant_be_asked() -> None:
+    """Before a rank has come to itself its page says so: LOOK_SIGNAL would kill it."""
+    with pulse_file() as file:
+        assert read_pulse(file) == Pulse(phase=Phase.NONE)
+
+
+def test_the_seat_reads_what_the_loop_marks(tmp_path: Path) -> None:
+    """Every phase of a small training, its steps and epochs, in order, as a seat sees them while they last."""
+    page = bytearray(PAGE_BYTES)
+    link = NoLink()
+    link.pulse = PulseBoard(page)
+    seen: list[tuple[Phase, int, int, bool]] = []
+
+    class Watched(TensorDataset):
+        def __getitem__(self, index: int) -> tuple[torch.Tensor, ...]:
+            note()
+            return super().__getitem__(index)
+
+    def note() -> None:
+        pulse = Pulse.from_page(bytes(page))
+        if not seen or seen[-1] != (pulse.phase, pulse.step, pulse.epoch, pulse.listens):
+            seen.append((pulse.phase, pulse.step, pulse.epoch, pulse.listens))
+
+    class Slow(torch.nn.Linear):
+        def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+            note()
+            return super().state_dict(*args, **kwargs)
+
+    with RankContext.local(storage=tmp_path) as rank:
+        rank._link = link
+        note()
+        rank.track(model=Slow(1, 1))
+        for _ in rank.steps(rank.loader(Watched(torch.zeros(4, 1)), global_batch_size=2), epochs=1):
+            note()
+            rank.checkpoint(force=True)
+        note()
+    assert seen == [
+        (Phase.NONE, 0, 0, False),
+        (Phase.LOADING, 0, 0, True),
+        (Phase.STEP, 1, 1, True),
+        (Phase.SAVING, 1, 1, True),
+        (Phase.LOADING, 1, 1, True),
+        (Phase.EPOCH_END, 2, 1, True),
+        (Phase.SAVING, 2, 1, True),
+        (Phase.SETUP, 2, 1, False),
+    ]
+
+
+def test_collectives_count_as_progress() -> None:
+    """A beat notes the collectives begun on the default group; a beat without a new one moves nothing."""
+    page = bytearray(PAGE_BYTES)
+    board = PulseBoard(page)
+    board.beat()
+    assert Pulse.from_page(bytes(page)) == Pulse()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        dist.all_reduce(torch.ones(1))
+        board.beat()
+        first = Pulse.from_page(bytes(page))
+        assert (first.seq > 0, first.moved_ns > 0, first.armed) == (True, True, False)
+        board.beat()
+        assert Pulse.from_page(bytes(page)) == first
+        dist.barrier()
+        board.beat()
+        assert Pulse.from_page(bytes(page)).seq > first.seq
+    finally:
+        dist.destroy_process_group()
+
+
+HOLDS_THE_LOCK = """
+import ctypes, os, sys
+from prefect_torch_ddp.rank.pulse import PulseBoard
+
+def hold_the_lock():
+    ctypes.PyDLL(None).read(os.pipe()[0], ctypes.create_string_buffer(1), 1)
+
+PulseBoard.shared(int(sys.argv[1]))
+hold_the_lock()
+"""
+
+
+def test_the_stack_of_a_process_that_holds_the_interpreters_lock() -> None:
+    """LOOK_SIGNAL writes all stacks while C code keeps Python from running, and the process lives on."""
+    with pulse_file() as file:
+        fd = file.fileno()
+        with subprocess.Popen([sys.executable, "-c", HOLDS_THE_LOCK, str(fd)], pass_fds=[fd]) as process:
+            try:
+                wait_for(lambda: read_pulse(file).phase is Phase.STARTING)
+                wait_for(lambda: b"hold_the_lock" in ask(process, fd))
+                assert process.poll() is None
+            finally:
+                process.kill()
+
+
+def ask(process: "subprocess.Popen[bytes]", fd: int) -> bytes:
+    """Ask for stacks and return all that came so far."""
+    process.send_signal(LOOK_SIGNAL)
+    return os.pread(fd, 1_000_000, PAGE_BYTES)
+
+
+def wait_for(true: Callable[[], bool], timeout_s: float = 30.0) -> None:
+    """Wait for a condition."""
+    deadline = time.monotonic() + timeout_s
+    while not true():
+        assert time.monotonic() < deadline, "the condition did not come true in time"
+        time.sleep(0.05)
