@@ -12,7 +12,7 @@ from prefect_torch_ddp.checkpoint.manifest import list_checkpoints
 from tests.workloads.tiny import write_pid
 
 HELD_AT = 6
-HELD_S = 60.0
+HELD_S = 120.0
 NUM_STEPS = 12
 
 

@@ -20,7 +20,7 @@ from tests.workloads import faulty, plain
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
-GONE_S = 10.0
+GONE_S = 30.0
 JOBS_S = 60.0
 
 
