@@ -72,6 +72,8 @@ def test_a_cancelled_job_costs_a_retry(site: SlurmSite | PbsSite, tmp_path: Path
     assert wait_until(lambda: not site.job_ids() and not site.processes(), GONE_S), site.processes()
     assert not site.processes(cancelled)
     flow_run_id = flow_run_id_of(report.flow_run_url)
-    assert {run.state_name for run in task_runs_of(flow_run_id).values()} == {"Completed"}
+    # Where the task's own worker was lost there are two runs of `train`, the first of them Crashed; the report says how it ended.
+    runs = task_runs_of(flow_run_id)
+    assert {runs[name].state_name for name in ("prepare", "evaluate", "publish")} == {"Completed"}
     last = {f"[rank {rank}] step {NUM_STEPS}" for rank in (0, 1)}
     assert wait_until(lambda: last <= {line.message for line in logs_of(flow_run_id)}, GONE_S)
