@@ -59,6 +59,7 @@ def why_unfit() -> str | None:
 
 def _load() -> None:
     import torch  # noqa: PLC0415
+    import torch._dynamo  # noqa: PLC0415 - DDP's constructor imports it, which takes each rank 1.3 s of a core
     import torch.distributed  # noqa: PLC0415
     import torch.utils.data  # noqa: PLC0415, F401
 

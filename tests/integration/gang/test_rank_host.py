@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,7 @@ def look_around() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "folder": str(Path.cwd()),
         "cuda": torch.cuda.is_initialized(),
+        "ddp_is_quick": "torch._dynamo" in sys.modules,
     }
 
 
@@ -49,6 +51,7 @@ def test_ranks_are_forked_and_look_fresh(dask_client: Client) -> None:
         assert (seen["parent"], seen["name"]) == ("ddp-rank-host", f"ddp-rank-{rank}")
         assert seen["leads_session"]
         assert not seen["cuda"]
+        assert seen["ddp_is_quick"], "DDP's constructor imports it, for more than a second"
         assert seen["folder"] in folders.values()
         assert seen["threads"] == 1
         assert seen["sockets"] <= (2 if rank == 0 else 1), "the events' socket, and on rank 0 the store's"
