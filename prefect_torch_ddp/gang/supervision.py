@@ -11,7 +11,7 @@ from prefect_torch_ddp.gang.placement import Placement
 from prefect_torch_ddp.gang.plan import GangPlan
 from prefect_torch_ddp.gang.seat import SeatRefusedError
 from prefect_torch_ddp.gang.seat_link import CLEAR_TIMEOUT_S, SeatLink, SeatLostError
-from prefect_torch_ddp.gang.verdict import SETTLE_S, error_for, has_suspect, judge
+from prefect_torch_ddp.gang.verdict import error_for, judge, settle_s
 from prefect_torch_ddp.messages import GangEvent, RankFailedEvent, RankFailure, RankReturned
 
 logger = logging.getLogger(__name__)
@@ -82,13 +82,16 @@ class Supervision:
 
     async def _settle(self) -> None:
         """Give the cause a moment to show while all that was seen are consequences."""
-        deadline = time.monotonic() + SETTLE_S
-        while not has_suspect(self._failures) and (left := deadline - time.monotonic()) > 0:
+        started = time.monotonic()
+        while (left := started + self._settle_s() - time.monotonic()) > 0:
             try:
                 await asyncio.wait_for(self._changed.wait(), left)
             except TimeoutError:
                 return
             self._changed.clear()
+
+    def _settle_s(self) -> float:
+        return settle_s(self._failures, len(self._returned), self._placement.shape.world_size)
 
     async def _watch(self, link: SeatLink, sink: Callable[[GangEvent], None]) -> None:
         """Pass on one seat's events until it ends; its loss is a failure of its ranks."""

@@ -8,6 +8,8 @@ from prefect_torch_ddp.messages import RankFailure, RankPlace
 
 SETTLE_S = 0.25
 """How long to wait for a better suspect while all failures seen are consequences; right in 240 of 240 trials (design.md)."""
+SILENT_SETTLE_S = 5.0
+"""The same while a rank is alive and silent: it may have closed its connections and be slow in its `finally`, or its worker be lost."""
 
 
 @dataclass(frozen=True)
@@ -21,6 +23,15 @@ class Verdict:
 def has_suspect(failures: Sequence[RankFailure]) -> bool:
     """Tell whether any failure seen is a cause rather than a consequence."""
     return any(not failure.is_collateral for failure in failures)
+
+
+def settle_s(failures: Sequence[RankFailure], num_returned: int, world_size: int) -> float:
+    """Return how long after the first failure the cause may be waited for: not at all once a suspect has shown."""
+    if has_suspect(failures):
+        return 0.0
+    # A rank that returned and left its peers alone is cause enough.
+    is_silent = num_returned == 0 and len({failure.rank for failure in failures}) < world_size
+    return SILENT_SETTLE_S if is_silent else SETTLE_S
 
 
 def judge(failures: Sequence[RankFailure], returned: Sequence[RankPlace] = ()) -> Verdict:

@@ -46,6 +46,8 @@ def only_on(  # noqa: C901, PLR0912 - one branch a fault
                 raise ValueError(msg)
             finally:
                 time.sleep(1.0)
+        case "slow_after_leaving":
+            return _slow_after_leaving()
         case "collective_in_finally":
             return _collective_in_finally()
         case "sys_exit":
@@ -63,6 +65,17 @@ def only_on(  # noqa: C901, PLR0912 - one branch a fault
             os.kill(os.getpid(), signal.Signals[how])
             time.sleep(60)
     return "unreachable"
+
+
+def _slow_after_leaving() -> str:
+    import torch.distributed as dist
+
+    try:
+        msg = "the user's own words"
+        raise ValueError(msg)
+    finally:
+        dist.destroy_process_group()
+        time.sleep(1.5)
 
 
 def _collective_in_finally() -> str:

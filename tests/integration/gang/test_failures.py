@@ -38,6 +38,7 @@ def pids_in(folder: Path, num_ranks: int, timeout_s: float = 30) -> list[int]:
     [
         ("raise", "ValueError: the user's own words", {"cause": ValueError}),
         ("slow_finally", "ValueError: the user's own words", {"cause": ValueError}),
+        ("slow_after_leaving", "ValueError: the user's own words", {"cause": ValueError}),
         ("collective_in_finally", "the user's own words", {}),
         ("raise_timeout", "TimeoutError: the user's own timeout", {"cause": TimeoutError}),
         ("raise_awkward", "AwkwardError: won't unpickle \\(3\\)", {"cause": None}),

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from prefect_torch_ddp.errors import RankFailedError, WorkerLostError
-from prefect_torch_ddp.gang.verdict import error_for, has_suspect, judge
+from prefect_torch_ddp.gang.verdict import SETTLE_S, SILENT_SETTLE_S, error_for, has_suspect, judge, settle_s
 from prefect_torch_ddp.messages import RankFailure, RankPlace
 
 CLOSED = RankFailure(
@@ -35,6 +35,7 @@ def test_only_consequences_blame_the_first_seen() -> None:
     """Something must be blamed, and it is said that it is a lost connection."""
     other = replace(CLOSED, rank=3)
     assert not has_suspect([CLOSED, other])
+    assert settle_s([CLOSED, other], num_returned=0, world_size=2) == SETTLE_S
     assert judge([CLOSED, other]).cause == CLOSED
 
 
@@ -43,3 +44,10 @@ def test_a_lost_worker_names_all_its_ranks() -> None:
     error = error_for(judge([CLOSED, LOST, replace(LOST, rank=3)]), attempt=1)
     assert isinstance(error, WorkerLostError)
     assert "worker tcp://b:1 was lost; it held ranks 2, 3 in attempt 1" in str(error)
+
+
+def test_a_silent_rank_is_waited_for_longer() -> None:
+    """While all that was seen are consequences the cause may be a rank that is slow to say so, or a lost worker's."""
+    assert settle_s([CLOSED], num_returned=0, world_size=2) == SILENT_SETTLE_S
+    assert settle_s([CLOSED], num_returned=1, world_size=3) == SETTLE_S
+    assert settle_s([CLOSED, BOOM], num_returned=0, world_size=3) == 0
