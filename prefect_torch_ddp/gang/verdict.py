@@ -9,7 +9,7 @@ from prefect_torch_ddp.messages import RankFailure, RankPlace
 SETTLE_S = 0.25
 """How long to wait for a better suspect while all failures seen are consequences; right in 240 of 240 trials (design.md)."""
 SILENT_SETTLE_S = 5.0
-"""The same while a rank is alive and silent: it may have closed its connections and be slow in its `finally`, or its worker be lost."""
+"""The same while a rank is silent: it may have closed its connections and be slow to end, or its worker be lost."""
 
 
 @dataclass(frozen=True)
