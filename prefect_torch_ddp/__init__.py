@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     )
     from prefect_torch_ddp.flow import train_flow
     from prefect_torch_ddp.gang.launch import run_gang
+    from prefect_torch_ddp.gang.warm import warm
     from prefect_torch_ddp.params import CheckpointParams, ClusterParams, TrainParams
     from prefect_torch_ddp.rank.context import RankContext
     from prefect_torch_ddp.results import Report, TrainReport
@@ -53,6 +54,7 @@ __all__ = [
     "ddp_task",
     "run_gang",
     "train_flow",
+    "warm",
 ]
 
 _HOMES = {
@@ -65,6 +67,7 @@ _HOMES = {
     "ddp_task": "tasks.ddp_task",
     "run_gang": "gang.launch",
     "train_flow": "flow",
+    "warm": "gang.warm",
 }
 
 

@@ -15,9 +15,10 @@ from typing import IO, Any
 
 from prefect_torch_ddp.gang.child import Child, ExecChild, RankFiles, kill_session
 from prefect_torch_ddp.gang.environment import rank_environment
+from prefect_torch_ddp.gang.host_process import HostUnavailableError
 from prefect_torch_ddp.gang.lines import LineCutter
 from prefect_torch_ddp.gang.pulse_page import pulse_file, read_pulse
-from prefect_torch_ddp.gang.rank_host import HostUnavailableError, host_of
+from prefect_torch_ddp.gang.rank_host import host_of
 from prefect_torch_ddp.messages import (
     GangEvent,
     Launcher,

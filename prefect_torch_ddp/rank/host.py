@@ -1,8 +1,11 @@
 """Owns the rank host: a process that loads torch once, stays single-threaded, and forks ranks for its Dask worker.
 
-Why forking is safe here: one thread (checked before each fork), CUDA untouched (checked), no lock held, no open file but the
+Why forking is safe here: one thread and CUDA untouched (both checked before each fork), no lock held, no open file but the
 socket; the child leads a session of its own, dies with the host (PR_SET_PDEATHSIG), and the host dies with its Dask worker,
 whose end of the socket closes then.
+
+The host is a *child subreaper*: what a dead rank leaves behind becomes the host's child, also from another session, and is
+killed with the last rank of its gang.
 """
 
 import contextlib
@@ -14,7 +17,8 @@ import select
 import signal
 import socket
 import sys
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +27,8 @@ from prefect_torch_ddp.messages import LaunchPage
 from prefect_torch_ddp.rank import life
 
 MAX_FDS = 8
+SWEEP_TIMEOUT_S = 2.0
+"""How long the host waits for killed leftovers of a gang; one that the kernel doesn't let go of must not block the next gang."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +42,7 @@ def main(arguments: Sequence[str]) -> None:
     link, idle_s = socket.socket(fileno=int(arguments[0])), float(arguments[1])
     os.set_inheritable(link.fileno(), False)  # noqa: FBT003 - the standard library takes it by position
     life.show_name("ddp-rank-host")
+    life.adopt_orphans()
     _load()
     link.send(json.dumps({"unfit": why_unfit()}).encode())
     gc.collect()
@@ -51,9 +58,9 @@ def why_unfit() -> str | None:
 
     num_threads = len(os.listdir("/proc/self/task"))  # noqa: PTH208 - names alone are counted
     if num_threads != 1:
-        return f"it runs {num_threads} threads after loading torch"
+        return f"it runs {num_threads} threads"
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        return "CUDA was initialised while torch loaded"
+        return "CUDA is initialised in it"
     return None
 
 
@@ -69,35 +76,54 @@ def _load() -> None:
 def _serve(link: socket.socket, idle_s: float) -> tuple[Sequence[int], int, LaunchPage] | None:
     """Take orders; returns in a forked child, with what the rank lives by, and in the host itself when it is to end."""
     children: set[int] = set()
+    poller = select.poll()
+    poller.register(link, select.POLLIN)
     while True:
-        if not select.select([link], [], [], idle_s)[0]:
-            if not children:
-                return None
+        ready = poller.poll(idle_s * 1000)
+        if not ready and children:
             continue
-        order = _receive(link)
+        # An order whose sender is gone, or gave this process up while it was stopped, must not be carried out late.
+        order = None if not ready or ready[0][1] & select.POLLHUP else _receive(link)
         if order is None:
-            _kill(children)
+            _kill_all()
             return None
         if order.message["op"] == "reap":
-            pid = order.message["pid"]
-            status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-            children.discard(pid)
-            link.send(json.dumps({"status": status}).encode())
+            link.send(json.dumps({"status": _reap(order.message["pid"], children)}).encode())
             continue
-        child = _fork(link, order.fds)
+        unfit = why_unfit()
+        child = 0 if unfit else _fork(link)
         if child is None:
             return _become_rank(order.fds)
-        children.add(child)
-        link.send(json.dumps({"pid": child}).encode())
+        for fd in order.fds:
+            os.close(fd)
+        if child:
+            children.add(child)
+        link.send(json.dumps({"pid": child, "unfit": unfit}).encode())
 
 
-def _kill(children: Iterable[int]) -> None:
-    for pid in children:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(pid, signal.SIGKILL)
+def _reap(pid: int, children: set[int]) -> int:
+    """Return how a dead rank ended; with the last one goes all that the gang's ranks left behind, in whatever session."""
+    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    children.discard(pid)
+    if not children:
+        _kill_all()
+    return status
 
 
-def _fork(link: socket.socket, fds: Sequence[int]) -> int | None:
+def _kill_all() -> None:
+    """Kill and reap every child, and those that become children by it, until there are none."""
+    deadline = time.monotonic() + SWEEP_TIMEOUT_S
+    # Raised by waitid when there is no child left; and where the kernel doesn't list children, they are left alone.
+    with contextlib.suppress(ChildProcessError, FileNotFoundError):
+        while time.monotonic() < deadline:
+            if os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG) is None:
+                for pid in Path("/proc/thread-self/children").read_text().split():
+                    with contextlib.suppress(PermissionError):  # it became another user's
+                        os.kill(int(pid), signal.SIGKILL)  # a child that nobody reaped: the number is still its own
+                time.sleep(0.001)
+
+
+def _fork(link: socket.socket) -> int | None:
     """Fork; return the child's pid once it leads a session, before which nobody could kill it as one, and None in the child."""
     started_read, started_write = os.pipe()
     pid = os.fork()
@@ -109,8 +135,6 @@ def _fork(link: socket.socket, fds: Sequence[int]) -> int | None:
         os.close(started_write)
         return None
     os.close(started_write)
-    for fd in fds:
-        os.close(fd)
     os.read(started_read, 1)
     os.close(started_read)
     return pid

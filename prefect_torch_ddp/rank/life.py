@@ -23,7 +23,7 @@ from prefect_torch_ddp.messages import LaunchPage, RankLaunch
 from prefect_torch_ddp.pulse import Phase
 from prefect_torch_ddp.rank.channel import Channel, describe
 
-PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15  # prctl(2)
+PR_SET_PDEATHSIG, PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 1, 15, 36  # prctl(2)
 LINGER_S = 2.0
 """How long a rank that returned keeps its connections, so that peers finish reading the last collective."""
 
@@ -119,6 +119,12 @@ def show_name(name: str) -> None:
     """Name this process in `ps -o comm` and `top`, where all would be called python."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_NAME, name.encode()[:15])
+
+
+def adopt_orphans() -> None:
+    """Have processes below this one become its children when their parent ends, whatever their session."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
 def _die_with(parent_pid: int) -> None:

@@ -18,6 +18,7 @@ from prefect_dask import DaskTaskRunner
 
 from prefect_torch_ddp.errors import InvalidParamsError, WorkerLostError
 from prefect_torch_ddp.gang.placement import num_workers_needed
+from prefect_torch_ddp.gang.warm import warm
 from prefect_torch_ddp.params import ClusterParams, TrainParams
 
 R = TypeVar("R")
@@ -33,7 +34,7 @@ CLUSTER_CONFIG = {
 
 
 def connect(params: TrainParams) -> distributed.Client:
-    """Point the flow run's DaskTaskRunner at the cluster that the parameters name, start it if need be, and connect.
+    """Point the flow run's DaskTaskRunner at the cluster that the parameters name, start it if need be, connect and warm it.
 
     Raises:
         InvalidParamsError: the address can't be reached, or the cluster class can't be imported or started.
@@ -50,13 +51,15 @@ def connect(params: TrainParams) -> distributed.Client:
         raise InvalidParamsError(msg)
     _configure(runner, cluster, num_workers_needed(params.world_size, params.ranks_per_worker))
     try:
-        return runner.client
+        client = runner.client
     except Exception as error:
         made_by = cluster.cluster_class or "LocalCluster"
         what = f"cluster.address {cluster.address!r}" if cluster.address else f"cluster class {made_by!r}"
         do = "is its scheduler running, and reachable from here?" if cluster.address else "check cluster.cluster_kwargs"
         msg = f"{what} gave no Dask cluster: {type(error).__name__}: {error}; {do}"
         raise InvalidParamsError(msg) from error
+    warm(client)
+    return client
 
 
 def _configure(runner: DaskTaskRunner, cluster: ClusterParams, num_workers: int) -> None:
