@@ -13,6 +13,7 @@ from prefect_torch_ddp.gang.placement import is_free
 from prefect_torch_ddp.gang.switchboard import open_switchboard
 
 POLL_S = 0.1
+IMPORT_ERRORS = ("ImportError(", "ModuleNotFoundError(")
 
 
 async def gather_workers(  # noqa: PLR0913 - what makes a worker one of ours, and how long to wait for it
@@ -101,7 +102,8 @@ async def _identify(client: Client, addresses: list[str], *, warm: bool = False)
     answers = await client.run(open_switchboard, warm=warm, workers=addresses, on_error="return")
     workers = []
     for address, answer in answers.items():
-        if isinstance(answer, ImportError):
+        # Dask sends the text alone of an exception that doesn't come through pickle and tblib whole, and this one doesn't.
+        if isinstance(answer, ImportError) or (isinstance(answer, Exception) and str(answer).startswith(IMPORT_ERRORS)):
             msg = f"worker {address} can't import prefect_torch_ddp ({answer}): install it there, in the same version as here"
             raise GangError(msg) from answer
         if isinstance(answer, WorkerIdentity):  # anything else: the worker left meanwhile
