@@ -1,5 +1,6 @@
 """Owns the process group of a rank: its store, its start and end, and the refusal to initialise it twice."""
 
+import contextlib
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -49,8 +50,12 @@ def process_group(launch: RankLaunch) -> Iterator[None]:
 def close_connections() -> None:
     """Close this rank's connections, so that a peer that waits for it in a collective fails instead of waiting for ever."""
     # Not for NCCL: its teardown waits for the peers.
-    if dist.is_initialized() and dist.get_backend() == "gloo":
-        dist.destroy_process_group()
+    if not dist.is_initialized() or dist.get_backend() != "gloo":
+        return
+    for group in list(dist.distributed_c10d._world.pg_names):  # noqa: SLF001 - nothing public lists the groups
+        with contextlib.suppress(RuntimeError):  # a backend without it
+            group.abort()  # else the next line waits for ever for a collective that this rank began and peers never joined
+    dist.destroy_process_group()
 
 
 def _refuse_second_initialisation() -> None:
