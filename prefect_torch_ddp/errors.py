@@ -72,21 +72,54 @@ class GangHungError(GangError):
     """Ranks were alive and made no progress."""
 
 
+def groups_of_equals(failures: Sequence[RankFailure]) -> list[list[RankFailure]]:
+    """Put failures together that say the same; in the order in which each was seen first."""
+    groups: dict[tuple[str, str, bool], list[RankFailure]] = {}
+    for failure in failures:
+        groups.setdefault((failure.kind, failure.summary, failure.is_collateral), []).append(failure)
+    return list(groups.values())
+
+
+def split_equal(cause: RankFailure, others: Sequence[RankFailure]) -> tuple[list[RankFailure], list[RankFailure]]:
+    """Part the other ranks' failures into those that say the same as the cause and the rest."""
+    together = next(group for group in groups_of_equals([cause, *others]) if group[0] is cause)
+    return together[1:], [failure for failure in others if all(failure is not one for one in together)]
+
+
+def name_ranks(failures: Sequence[RankFailure]) -> str:
+    """Name ranks with their hosts: `rank 1 on b`, or `ranks 0, 1 on a, 2 on b`."""
+    by_host: dict[str, list[int]] = {}
+    for failure in sorted(failures, key=lambda failure: failure.rank):
+        by_host.setdefault(failure.host, []).append(failure.rank)
+    places = ", ".join(f"{', '.join(map(str, ranks))} on {host}" for host, ranks in by_host.items())
+    return f"{'rank' if len(failures) == 1 else 'ranks'} {places}"
+
+
 class RankFailedError(GangError):
     """A rank failed and the gang was stopped. `__cause__` is the user's own exception where it can be rebuilt here."""
 
-    def __init__(self, failure: RankFailure, attempt: int, collateral: Sequence[RankFailure] = ()) -> None:
+    def __init__(
+        self, failure: RankFailure, attempt: int, collateral: Sequence[RankFailure] = (), why_final: str | None = None
+    ) -> None:
         """Keep the failure and its consequences.
 
         Args:
             failure: the root cause.
             attempt: counts from 1.
-            collateral: failures of other ranks that followed from it.
+            collateral: failures of other ranks: equal ones, and those that followed from it.
+            why_final: why another attempt would end in the same way, and none is made; None where one may go better.
         """
-        super().__init__(failure, attempt, tuple(collateral))
+        super().__init__(failure, attempt, tuple(collateral), why_final)
         self.failure = failure
         self.attempt = attempt
         self.collateral = tuple(collateral)
+        self.why_final = why_final
+
+    def as_final(self, why: str) -> Self:
+        """Return the same error, which also says why no other attempt is made."""
+        error = type(self)(self.failure, self.attempt, self.collateral, why)
+        error.__cause__ = self.__cause__
+        return error
 
     @classmethod
     def from_failures(cls, failure: RankFailure, attempt: int, collateral: Sequence[RankFailure] = ()) -> Self:
@@ -131,12 +164,15 @@ class RankFailedError(GangError):
     def __str__(self) -> str:
         """Say who, where, which attempt and why; then the rank's traceback and what followed from it."""
         first = self.failure
-        lines = [f"rank {first.rank} on {first.host} failed in attempt {self.attempt}: {first.summary}"]
+        equal, others = split_equal(first, self.collateral)
+        lines = [f"{name_ranks([first, *equal])} failed in attempt {self.attempt}: {first.summary}"]
+        if self.why_final:
+            lines += [f"not tried again: {self.why_final}"]
         if first.traceback_text:
             lines += ["", first.traceback_text.rstrip()]
         if first.stderr_tail:
             lines += ["", f"last lines on stderr of rank {first.rank}:", *(f"  {line}" for line in first.stderr_tail)]
-        if self.collateral:
+        if others:
             lines += ["", "as a consequence:"]
-            lines += [f"  rank {other.rank} on {other.host}: {other.summary.splitlines()[0]}" for other in self.collateral]
+            lines += [f"  {name_ranks(group)}: {group[0].summary.splitlines()[0]}" for group in groups_of_equals(others)]
         return "\n".join(lines)

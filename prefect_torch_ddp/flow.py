@@ -47,7 +47,7 @@ def train_flow(params: TrainParams = DEFAULTS) -> TrainReport:
         train_now = train.with_options(retries=params.retries, retry_delay_seconds=params.retry_delay_s)
         training = _train(train_now, run, dataset)
         checkpoint = chosen_checkpoint(run, training)
-        evaluation = result_of(evaluate.submit(run, checkpoint))
+        evaluation = result_of(evaluate.submit(run, checkpoint, training.world_size))
         model_uri = object_uri(run.storage, run.run_id, checkpoint.step, checkpoint.attempt, "model")
         published = publish.submit(
             params=params,

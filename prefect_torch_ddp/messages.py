@@ -7,6 +7,8 @@ from typing import Literal
 ProcessGroupMode = Literal["default", "user", "none"]
 Backend = Literal["auto", "gloo", "nccl"]
 Launcher = Literal["auto", "exec"]
+Outlook = Literal["open", "hopeless", "transient"]
+"""What a failure says about another attempt: it may end the same way, it is bound to, or it has nothing to do with the code."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,7 @@ class RankFailure:
     stderr_tail: tuple[str, ...] = ()
     step: int | None = None
     """The optimizer step under way, or the last one; None before the first."""
+    outlook: Outlook = "transient"
 
 
 NO_RANK = -1
@@ -130,4 +133,26 @@ class RankFailedEvent:
     failure: RankFailure
 
 
-GangEvent = LogLine | Progress | RankReturned | RankFailedEvent
+@dataclass(frozen=True)
+class AttemptBegan:
+    """A gang has its workers and starts its ranks; after a failure it may have another size."""
+
+    attempt: int
+    world_size: int
+
+
+GangEvent = LogLine | Progress | RankReturned | RankFailedEvent | AttemptBegan
+
+
+@dataclass(frozen=True)
+class FailureRecord:
+    """What is remembered of a failed attempt, to tell whether the next one fails in the same way."""
+
+    attempt: int
+    world_size: int
+    summary: str
+    """One line for people."""
+    fingerprint: str | None
+    """Type and text of the exception; None where another attempt may well go better, e.g. after a kill or an OSError."""
+    step: int | None
+    """The optimizer step it failed in; None before the first, or where steps aren't known."""

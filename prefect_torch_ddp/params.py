@@ -118,16 +118,27 @@ class TrainParams(Params):
         default=2, ge=0, description="How often Prefect retries a failed training; it resumes.", json_schema_extra=_at(11)
     )
     retry_delay_s: float = Field(default=5.0, ge=0, description="Seconds before a retry.", json_schema_extra=_at(12))
+    max_restarts: int = Field(
+        default=2,
+        ge=0,
+        description="How often a failed training is restarted at once, on warm workers, before Prefect's retries count.",
+        json_schema_extra=_at(13),
+    )
+    min_world_size: PositiveInt | None = Field(
+        default=None,
+        description="How few ranks will do while workers are missing; empty: no fewer than world_size.",
+        json_schema_extra=_at(14),
+    )
     workers_timeout_s: PositiveFloat = Field(
-        default=60.0, description="Seconds to wait until the cluster has enough workers.", json_schema_extra=_at(13)
+        default=60.0, description="Seconds to wait until the cluster has enough workers.", json_schema_extra=_at(15)
     )
     queue_timeout_s: PositiveFloat | None = Field(
-        default=None, description="Seconds to wait for workers that are busy; empty: no limit.", json_schema_extra=_at(14)
+        default=None, description="Seconds to wait for workers that are busy; empty: no limit.", json_schema_extra=_at(16)
     )
     resume_from: str | None = Field(
         default=None,
         description="Id of an earlier run in the same storage whose newest checkpoint this run starts from.",
-        json_schema_extra=_at(15),
+        json_schema_extra=_at(17),
     )
 
     @model_validator(mode="after")
@@ -137,6 +148,10 @@ class TrainParams(Params):
             raise ValueError(msg)
         if self.evaluate_on == "best" and self.checkpoint.keep_best == 0:
             msg = "evaluate_on is 'best', but checkpoint.keep_best is 0: keep at least one"
+            raise ValueError(msg)
+        if self.min_world_size is not None and self.min_world_size > self.world_size:
+            sizes = f"min_world_size is {self.min_world_size} and world_size {self.world_size}"
+            msg = f"{sizes}; give a min_world_size of at most world_size"
             raise ValueError(msg)
         if not re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*(:[A-Za-z_]\w*)?", self.workload):
             msg = f"workload is {self.workload!r}; write it as package.module or package.module:object"

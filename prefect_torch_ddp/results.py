@@ -67,6 +67,17 @@ class CheckpointRef(Result):
     metrics: dict[str, float] = {}
 
 
+class FailedAttempt(Result):
+    """An attempt to train that failed, and was followed by another."""
+
+    attempt: int
+    world_size: int
+    """Its number of ranks; 0 where it ended before it had its workers."""
+    step: int | None
+    """The optimizer step it failed in, where that is known."""
+    summary: str
+
+
 class TrainingReport(Result):
     """What the train task gives back."""
 
@@ -74,6 +85,7 @@ class TrainingReport(Result):
     attempt: int
     """The attempt that finished; 1 when nothing failed."""
     world_size: int
+    """Of that attempt: fewer than asked for when workers were missing and `min_world_size` allowed it."""
     num_steps: int
     num_epochs: int
     duration_s: float
@@ -82,6 +94,8 @@ class TrainingReport(Result):
     last_checkpoint: CheckpointRef | None
     best_checkpoint: CheckpointRef | None = None
     resumed_from_step: int | None = None
+    failures: tuple[FailedAttempt, ...] = ()
+    """What went wrong before, oldest first."""
 
 
 class TrainReport(Result):

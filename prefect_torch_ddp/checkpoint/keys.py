@@ -18,6 +18,16 @@ def attempt_key(run_id: str, attempt: int) -> str:
     return f"{attempts_prefix(run_id)}{attempt:06d}"
 
 
+def failures_prefix(run_id: str) -> str:
+    """Return where a run's failed attempts are on record."""
+    return f"runs/{run_id}/failures/"
+
+
+def failure_key(run_id: str, attempt: int) -> str:
+    """Return what says how an attempt failed."""
+    return f"{failures_prefix(run_id)}{attempt:06d}.json"
+
+
 def checkpoints_prefix(run_id: str) -> str:
     """Return where a run's checkpoints are."""
     return f"runs/{run_id}/checkpoints/"

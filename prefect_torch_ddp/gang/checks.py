@@ -54,6 +54,22 @@ def check_counts(*, world_size: object, ranks_per_worker: object) -> None:
             raise InvalidParamsError(msg)
 
 
+def check_restarts(max_restarts: object, min_world_size: object, world_size: int | None) -> None:
+    """Refuse a count of restarts or a least size that can't be."""
+    if not isinstance(max_restarts, int) or isinstance(max_restarts, bool) or max_restarts < 0:
+        msg = f"max_restarts is {max_restarts!r}; give a whole number of at least 0"
+        raise InvalidParamsError(msg)
+    if min_world_size is None:
+        return
+    check_counts(world_size=world_size, ranks_per_worker=1)
+    if not isinstance(min_world_size, int) or isinstance(min_world_size, bool) or min_world_size < 1:
+        msg = f"min_world_size is {min_world_size!r}; give a whole number of at least 1, or None"
+        raise InvalidParamsError(msg)
+    if world_size is not None and min_world_size > world_size:
+        msg = f"min_world_size is {min_world_size} and world_size {world_size}; give a min_world_size of at most world_size"
+        raise InvalidParamsError(msg)
+
+
 def check_limits(**limits_s: object) -> None:
     """Refuse time limits that aren't positive; None is no limit."""
     for label, value in limits_s.items():

@@ -9,12 +9,13 @@ from dataclasses import dataclass
 from distributed import Client
 
 from prefect_torch_ddp.errors import WorkerLostError
+from prefect_torch_ddp.gang.orders import WorkerIdentity
 from prefect_torch_ddp.gang.placement import choose, num_workers_needed, place
 from prefect_torch_ddp.gang.plan import GangPlan
 from prefect_torch_ddp.gang.seating import Seating
 from prefect_torch_ddp.gang.supervision import Supervision
-from prefect_torch_ddp.gang.workers import gather_workers
-from prefect_torch_ddp.messages import NO_RANK, GangEvent, LogLine
+from prefect_torch_ddp.gang.workers import WorkersNeeded, gather_workers
+from prefect_torch_ddp.messages import NO_RANK, AttemptBegan, GangEvent, LogLine
 
 
 @dataclass(frozen=True)
@@ -22,37 +23,65 @@ class Waits:
     """How long a gang waits for workers."""
 
     workers_timeout_s: float
+    """Until there are enough."""
     queue_timeout_s: float | None
+    """Until they are free."""
+    full_size_s: float
+    """Until there are enough for all ranks, when there are enough for the fewest already."""
 
 
-async def drive(  # noqa: PLR0913, PLR0917 - the loop over attempts to take seats needs all of run_gang's choices
-    client: Client,
-    plan: GangPlan,
-    world_size: int | None,
-    ranks_per_worker: int,
-    waits: Waits,
-    sink: Callable[[GangEvent], None],
-) -> list[bytes]:
+@dataclass(frozen=True)
+class GangSize:
+    """How many ranks a gang may have."""
+
+    most: int | None
+    """None: as many as there is room for."""
+    fewest: int | None
+    """None: no fewer than the most."""
+    ranks_per_worker: int
+
+    def on(self, num_workers: int) -> int:
+        """Return the size that so many workers give."""
+        room = num_workers * self.ranks_per_worker
+        return room if self.most is None else min(self.most, room)
+
+    @property
+    def workers_for_all(self) -> int:
+        """How many workers hold all ranks; at least one where that number is open."""
+        return num_workers_needed(self.most or self.fewest or 1, self.ranks_per_worker)
+
+    @property
+    def workers_for_fewest(self) -> int:
+        """How many workers hold the fewest ranks."""
+        return num_workers_needed(self.fewest or self.most or 1, self.ranks_per_worker)
+
+
+async def drive(client: Client, plan: GangPlan, size: GangSize, waits: Waits, sink: Callable[[GangEvent], None]) -> list[bytes]:
     """Return the pickled values of the ranks, in rank order."""
-    num_needed = None if world_size is None else num_workers_needed(world_size, ranks_per_worker)
     queue_deadline_s: float | None = None
     while True:
-        workers = await gather_workers(
-            client, num_needed, ranks_per_worker, waits.workers_timeout_s, plan.resources, warm=plan.launcher == "auto"
-        )
+        workers = await _gather(client, plan, size, waits)
         if waits.queue_timeout_s is not None and queue_deadline_s is None:
             queue_deadline_s = time.monotonic() + waits.queue_timeout_s
-        chosen = choose(workers, num_needed or len(workers), plan.resources)
-        size = world_size or len(chosen) * ranks_per_worker
-        placement = place(chosen, size, ranks_per_worker, plan.interface)
+        world_size = size.on(len(workers))
+        chosen = choose(workers, num_workers_needed(world_size, size.ranks_per_worker), plan.resources)
+        placement = place(chosen, world_size, size.ranks_per_worker, plan.interface)
         seating = Seating(client, plan, chosen, placement)
         supervision = Supervision(plan, placement, seating.links)
         try:
             if await _seat(seating, queue_deadline_s, sink):
+                sink(AttemptBegan(plan.attempt, world_size))
                 return await supervision.run(sink)
         finally:
             # Shielded: a caller that leaves by Ctrl-C or a timeout cancels this coroutine, and the ranks must go all the same.
             await asyncio.shield(supervision.clear(sink))
+
+
+async def _gather(client: Client, plan: GangPlan, size: GangSize, waits: Waits) -> list[WorkerIdentity]:
+    need = WorkersNeeded(size.workers_for_all, size.workers_for_fewest, size.ranks_per_worker, plan.resources)
+    return await gather_workers(
+        client, need, waits.workers_timeout_s, full_size_s=waits.full_size_s, warm=plan.launcher == "auto"
+    )
 
 
 async def _seat(seating: Seating, deadline_s: float | None, sink: Callable[[GangEvent], None]) -> bool:

@@ -1,5 +1,6 @@
 """Owns run_gang: level 1, a function on N ranks across the workers of a Dask cluster."""
 
+import functools
 import queue
 import time
 import uuid
@@ -17,18 +18,21 @@ from prefect_torch_ddp.gang.checks import (
     check_interface,
     check_limits,
     check_resources,
+    check_restarts,
 )
-from prefect_torch_ddp.gang.drive import Waits, drive
+from prefect_torch_ddp.gang.drive import GangSize, Waits, drive
 from prefect_torch_ddp.gang.follow import follow, log_event
+from prefect_torch_ddp.gang.journal import AttemptJournal, CallJournal
 from prefect_torch_ddp.gang.orders import Seniority
 from prefect_torch_ddp.gang.plan import GangPlan
+from prefect_torch_ddp.gang.restarts import FULL_SIZE_S, Restarts
 from prefect_torch_ddp.messages import Backend, GangEvent, Launcher, ProcessGroupMode
 
 
 def run_gang(  # noqa: PLR0913 - level 1 is one call; what can be left out is keyword-only
     client: Client,
     fn: Callable[..., Any] | str,
-    args: Sequence[Any] = (),
+    args: Sequence[Any] | Callable[[int], Sequence[Any]] = (),
     kwargs: Mapping[str, Any] | None = None,
     world_size: int | None = None,
     *,
@@ -42,6 +46,9 @@ def run_gang(  # noqa: PLR0913 - level 1 is one call; what can be left out is ke
     interface: str | None = None,
     name: str | None = None,
     attempt: int = 1,
+    max_restarts: int = 0,
+    min_world_size: int | None = None,
+    journal: AttemptJournal | None = None,
     launcher: Launcher = "auto",
     on_event: Callable[[GangEvent], None] | None = None,
 ) -> list[Any]:
@@ -51,7 +58,7 @@ def run_gang(  # noqa: PLR0913 - level 1 is one call; what can be left out is ke
         client: a synchronous Dask client.
         fn: any callable, an import string `"package.module:function"`, or the path of a script (`"train.py"`, with `args` as
             its argv; give `process_group="user"` to a script written for torchrun).
-        args: positional arguments, as one sequence.
+        args: positional arguments, as one sequence, or a function that returns them for the number of an attempt.
         kwargs: keyword arguments, as one mapping, so that any name reaches `fn`.
         world_size: number of ranks; None takes all workers.
         ranks_per_worker: ranks on each Dask worker, whatever its threads.
@@ -66,7 +73,12 @@ def run_gang(  # noqa: PLR0913 - level 1 is one call; what can be left out is ke
         interface: the network that the ranks talk by, as an interface's name (`"ib0"`) or in CIDR notation (`"10.1.0.0/16"`;
             `"::/0"` is any IPv6 one); None: the address by which Dask knows each worker.
         name: what other gangs are told that they wait for.
-        attempt: counts from 1; ranks see it as TORCHELASTIC_RESTART_COUNT + 1.
+        attempt: number of the first attempt, from 1; ranks see it as TORCHELASTIC_RESTART_COUNT + 1.
+        max_restarts: how often a gang that failed is started again; `fn` has to find by itself where to go on. A cancel, an
+            ImportError or SyntaxError, and the same exception at the same step twice in a row are not tried again.
+        min_world_size: how few ranks will do when workers are missing: at the start after `workers_timeout_s`, at a restart after
+            10 s; None: no fewer than `world_size`.
+        journal: numbers the attempts in place of `attempt`, and keeps their failures beyond this call.
         launcher: "auto" forks ranks from a warm helper process of each Dask worker, in milliseconds, where that is safe; "exec"
             starts a fresh Python for each.
         on_event: called in this thread for every event of the ranks; the default logs their lines to
@@ -78,35 +90,42 @@ def run_gang(  # noqa: PLR0913 - level 1 is one call; what can be left out is ke
     Raises:
         InvalidParamsError: an argument can't work; nothing was started.
         NotEnoughWorkersError: too few workers, or they stayed busy.
-        RankFailedError: a rank failed; all others were stopped. Its `__cause__` is the user's own exception.
+        RankFailedError: a rank failed; all others were stopped. Its `__cause__` is the user's own exception. With restarts: that
+            of the last attempt; it says so when another one was not made because it would have failed too.
         WorkerLostError: a Dask worker that held ranks is gone.
         GangCancelledError: the gang was cancelled from outside.
     """
     check_client(client)
-    check_call(fn, args, kwargs)
+    check_call(fn, () if callable(args) else args, kwargs)
     check_counts(world_size=world_size, ranks_per_worker=ranks_per_worker)
+    check_restarts(max_restarts, min_world_size, world_size)
     check_choice("process_group", process_group, get_args(ProcessGroupMode))
     check_choice("backend", backend, get_args(Backend))
     check_choice("launcher", launcher, get_args(Launcher))
     check_resources(resources)
     check_interface(interface)
     check_limits(workers_timeout_s=workers_timeout_s, queue_timeout_s=queue_timeout_s, rendezvous_timeout_s=rendezvous_timeout_s)
-    plan = GangPlan(
+    plan = functools.partial(
+        GangPlan,
         name=name or name_of(fn),
         seniority=Seniority(time.time(), uuid.uuid4().hex[:12]),
-        payload=pickle_call(fn, tuple(args), dict(kwargs or {})),
         process_group=process_group,
         backend=backend,
-        attempt=attempt,
-        max_restarts=0,
         rendezvous_timeout_s=rendezvous_timeout_s,
         extra_sys_path=own_code_paths(),
         launcher=launcher,
         resources=dict(resources or {}),
         interface=interface,
     )
-    events: queue.SimpleQueue[GangEvent | None] = queue.SimpleQueue()
-    waits = Waits(workers_timeout_s, queue_timeout_s)
-    work = drive(client, plan, world_size, ranks_per_worker, waits, events.put)
-    pickles = follow(client, work, events, on_event or log_event)
-    return [unpickle_value(data, rank) for rank, data in enumerate(pickles)]
+    restarts = Restarts(journal or CallJournal(attempt), max_restarts, on_event or log_event)
+
+    def attempt_once(number: int) -> list[bytes]:
+        payload = pickle_call(fn, tuple(args(number) if callable(args) else args), dict(kwargs or {}))
+        # As torchrun counts: from the start of the whole job, and never beyond the maximum.
+        this_plan = plan(payload=payload, attempt=number, max_restarts=number - 1 + restarts.num_left)
+        size = GangSize(restarts.size_to_ask_for(world_size), min_world_size, ranks_per_worker)
+        waits = Waits(workers_timeout_s, queue_timeout_s, FULL_SIZE_S if restarts.num_made else workers_timeout_s)
+        events: queue.SimpleQueue[GangEvent | None] = queue.SimpleQueue()
+        return follow(client, drive(client, this_plan, size, waits, events.put), events, restarts.receive)
+
+    return [unpickle_value(data, rank) for rank, data in enumerate(restarts.run(attempt_once))]

@@ -11,7 +11,7 @@ from prefect_torch_ddp.messages import Backend, Launcher, ProcessGroupMode, Rank
 
 @dataclass(frozen=True)
 class GangPlan:
-    """One call of run_gang."""
+    """One attempt of one call of run_gang."""
 
     name: str
     seniority: Seniority

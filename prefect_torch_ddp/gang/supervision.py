@@ -11,7 +11,7 @@ from prefect_torch_ddp.gang.placement import Placement
 from prefect_torch_ddp.gang.plan import GangPlan
 from prefect_torch_ddp.gang.seat import SeatRefusedError
 from prefect_torch_ddp.gang.seat_link import CLEAR_TIMEOUT_S, SeatLink, SeatLostError
-from prefect_torch_ddp.gang.verdict import error_for, judge, settle_s
+from prefect_torch_ddp.gang.verdict import equals_s, error_for, judge, settle_s
 from prefect_torch_ddp.messages import GangEvent, RankFailedEvent, RankFailure, RankReturned
 
 logger = logging.getLogger(__name__)
@@ -81,17 +81,20 @@ class Supervision:
             self._changed.clear()
 
     async def _settle(self) -> None:
-        """Give the cause a moment to show while all that was seen are consequences."""
+        """Give the cause a moment to show while all that was seen are consequences, then its equals on other ranks."""
+        size = self._placement.shape.world_size
+        await self._wait(lambda: settle_s(self._failures, len(self._returned), size))
+        await self._wait(lambda: equals_s(self._failures, len(self._returned), size))
+
+    async def _wait(self, limit_s: Callable[[], float]) -> None:
+        """Wait for news as long as the limit says, which news may change."""
         started = time.monotonic()
-        while (left := started + self._settle_s() - time.monotonic()) > 0:
+        while (left := started + limit_s() - time.monotonic()) > 0:
             try:
                 await asyncio.wait_for(self._changed.wait(), left)
             except TimeoutError:
                 return
             self._changed.clear()
-
-    def _settle_s(self) -> float:
-        return settle_s(self._failures, len(self._returned), self._placement.shape.world_size)
 
     async def _watch(self, link: SeatLink, sink: Callable[[GangEvent], None]) -> None:
         """Pass on one seat's events until it ends; its loss is a failure of its ranks."""

@@ -11,6 +11,9 @@ SETTLE_S = 0.25
 SILENT_SETTLE_S = 5.0
 """The same while a rank is silent: it may have closed its connections and be slow to end, or its worker be lost."""
 
+EQUALS_S = 0.025
+"""How long to wait for other ranks that raise the same, e.g. for a bad parameter: they tend to do so within milliseconds."""
+
 
 @dataclass(frozen=True)
 class Verdict:
@@ -32,6 +35,13 @@ def settle_s(failures: Sequence[RankFailure], num_returned: int, world_size: int
     # A rank that returned and left its peers alone is cause enough.
     is_silent = num_returned == 0 and len({failure.rank for failure in failures}) < world_size
     return SILENT_SETTLE_S if is_silent else SETTLE_S
+
+
+def equals_s(failures: Sequence[RankFailure], num_returned: int, world_size: int) -> float:
+    """Return how long after the cause its equals may be waited for: not at all after a kill, or when no rank is left."""
+    may_come = len({failure.rank for failure in failures}) + num_returned < world_size
+    raised = any(failure.kind == "exception" and not failure.is_collateral for failure in failures)
+    return EQUALS_S if raised and may_come else 0.0
 
 
 def judge(failures: Sequence[RankFailure], returned: Sequence[RankPlace] = ()) -> Verdict:

@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from distributed import Client
@@ -16,34 +17,40 @@ POLL_S = 0.1
 IMPORT_ERRORS = ("ImportError(", "ModuleNotFoundError(")
 
 
-async def gather_workers(  # noqa: PLR0913 - what makes a worker one of ours, and how long to wait for it
-    client: Client,
-    num_needed: int | None,
-    ranks_per_worker: int,
-    timeout_s: float,
-    resources: Mapping[str, float] | None = None,
-    *,
-    warm: bool = False,
+@dataclass(frozen=True)
+class WorkersNeeded:
+    """How many workers a gang wants, how many it can do with, and what they must have."""
+
+    wanted: int
+    enough: int
+    ranks_per_worker: int
+    resources: Mapping[str, float]
+
+
+async def gather_workers(
+    client: Client, need: WorkersNeeded, timeout_s: float, *, full_size_s: float | None = None, warm: bool = False
 ) -> list[WorkerIdentity]:
-    """Wait until the cluster has `num_needed` workers with the resources (None: at least one) and return all it has.
+    """Wait until the cluster has the workers wanted, or after `full_size_s` enough of them, and return all it has.
 
     With `warm` their rank hosts start to load torch.
 
     Raises:
-        NotEnoughWorkersError: they were not there after `timeout_s`; says how many are and how many are needed.
+        NotEnoughWorkersError: not even enough were there after `timeout_s`; says how many are and how many are needed.
         GangError: this package can't be imported on a worker.
     """
-    deadline = time.monotonic() + timeout_s
-    wanted = num_needed or 1
+    started = time.monotonic()
     while True:
+        waited_s = time.monotonic() - started
+        num_enough = need.enough if waited_s >= min(timeout_s if full_size_s is None else full_size_s, timeout_s) else need.wanted
         running = await _running_workers(client)
-        addresses = with_resources(running, resources or {})
-        if len(addresses) >= wanted:
+        addresses = with_resources(running, need.resources)
+        if len(addresses) >= num_enough:
             workers = await _identify(client, addresses, warm=warm)
-            if len(workers) >= wanted:
+            if len(workers) >= num_enough:
                 return workers
-        if time.monotonic() >= deadline:
-            msg = too_few_text(len(addresses), len(running), wanted, ranks_per_worker, resources or {}, timeout_s)
+        if waited_s >= timeout_s:
+            have, rpw = len(addresses), need.ranks_per_worker
+            msg = too_few_text(have, len(running), need.enough, rpw, need.resources, timeout_s)
             raise NotEnoughWorkersError(msg)
         await asyncio.sleep(POLL_S)
 

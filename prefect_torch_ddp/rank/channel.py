@@ -16,6 +16,7 @@ import cloudpickle
 from prefect_torch_ddp.messages import Progress, RankFailure
 from prefect_torch_ddp.pulse import Phase
 from prefect_torch_ddp.rank.collateral import is_collateral
+from prefect_torch_ddp.rank.outlook import outlook_of
 from prefect_torch_ddp.rank.pulse import PulseBoard
 
 MAX_TEXT = 16_000
@@ -138,6 +139,7 @@ def describe(error: BaseException, rank: int, host: str) -> RankFailure:
         exception_type=f"{type(error).__module__}.{type(error).__qualname__}",
         exception_pickle=None if leaving else _pickle_exception(error),
         exit_code=_exit_code(error),
+        outlook=outlook_of(error),
     )
 
 

@@ -21,7 +21,7 @@ from prefect.logging import get_run_logger
 from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 from prefect.utilities.context import get_task_and_flow_run_ids
 
-from prefect_torch_ddp.messages import Progress
+from prefect_torch_ddp.messages import AttemptBegan, Progress
 from prefect_torch_ddp.tasks.curves import render_curves
 from prefect_torch_ddp.tasks.history import History
 from prefect_torch_ddp.tasks.report import LiveView, progress_line, render_live
@@ -111,6 +111,12 @@ class LiveReport:
     def start(self) -> None:
         """Show that the training begins."""
         self._thread.start()
+
+    def begin_attempt(self, began: AttemptBegan) -> None:
+        """Take in that the ranks start, perhaps again, perhaps in another number."""
+        with self._lock:
+            self._about |= {"attempt": began.attempt, "world_size": began.world_size}
+            self._has_news = True
 
     def update(self, progress: Progress) -> None:
         """Take in how far rank 0 is."""

@@ -8,7 +8,6 @@ from typing import Any, Concatenate, ParamSpec, TypeVar, overload
 from prefect import Task, task
 from prefect.runtime import task_run
 
-from prefect_torch_ddp.checkpoint.attempts import claim_attempt
 from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.gang.launch import run_gang
 from prefect_torch_ddp.messages import Backend
@@ -18,6 +17,7 @@ from prefect_torch_ddp.rank.context import RankContext
 from prefect_torch_ddp.tasks.blocks import resolve_storage
 from prefect_torch_ddp.tasks.cluster import current_client
 from prefect_torch_ddp.tasks.run import RUN_WITH_CONTEXT, log_to_run, slug
+from prefect_torch_ddp.tasks.run_journal import RunJournal
 from prefect_torch_ddp.tasks.train import is_worth_a_retry
 
 P = ParamSpec("P")
@@ -39,6 +39,8 @@ def ddp_task(
     seed: int = 0,
     options: Mapping[str, Any] | None = None,
     checkpoint: CheckpointParams | None = None,
+    max_restarts: int = 0,
+    min_world_size: int | None = None,
     workers_timeout_s: float = 60.0,
     queue_timeout_s: float | None = None,
     resources: Mapping[str, float] | None = None,
@@ -58,6 +60,8 @@ def ddp_task(  # noqa: PLR0913 - a decorator's options are its documentation
     seed: int = 0,
     options: Mapping[str, Any] | None = None,
     checkpoint: CheckpointParams | None = None,
+    max_restarts: int = 0,
+    min_world_size: int | None = None,
     workers_timeout_s: float = 60.0,
     queue_timeout_s: float | None = None,
     resources: Mapping[str, float] | None = None,
@@ -78,6 +82,9 @@ def ddp_task(  # noqa: PLR0913 - a decorator's options are its documentation
         seed: seeds everything random.
         options: what the function finds as `rank.options`.
         checkpoint: when checkpoints are written and which are kept.
+        max_restarts: how often a gang that failed is started again at once, on warm workers, before Prefect's retries count. As
+            with those none is made unless asked for: the function would run a second time.
+        min_world_size: how few ranks will do while workers are missing; None: no fewer than `world_size`.
         workers_timeout_s: how long to wait until the cluster has enough workers.
         queue_timeout_s: how long to wait for workers that are busy; None: as long as it takes.
         resources: Dask resources that the gang takes from each of its workers, e.g. `{"GPU": 1}`; others aren't used.
@@ -89,21 +96,24 @@ def ddp_task(  # noqa: PLR0913 - a decorator's options are its documentation
         def run(*args: P.args, **kwargs: P.kwargs) -> R:
             run_id = f"{slug(str(task_run.task_name))}-{task_run.id}"
             where = resolve_storage(storage)
-            attempt = claim_attempt(where, run_id)
-            config = RankConfig(
-                run_id=run_id,
-                attempt=attempt,
-                stage="task",
-                storage=where,
-                options=dict(options or {}),
-                seed=seed,
-                checkpoint=CheckpointPolicy(**(checkpoint or CheckpointParams()).model_dump()),
-            )
+
+            def arguments(attempt: int) -> tuple[Any, ...]:
+                config = RankConfig(
+                    run_id=run_id,
+                    attempt=attempt,
+                    stage="task",
+                    storage=where,
+                    options=dict(options or {}),
+                    seed=seed,
+                    checkpoint=CheckpointPolicy(**(checkpoint or CheckpointParams()).model_dump()),
+                )
+                return config, fn, args, kwargs
+
             with current_client() as client:
                 values: list[R] = run_gang(
                     client,
                     RUN_WITH_CONTEXT,
-                    args=(config, fn, args, kwargs),
+                    args=arguments,
                     world_size=world_size,
                     ranks_per_worker=ranks_per_worker,
                     backend=backend,
@@ -112,7 +122,9 @@ def ddp_task(  # noqa: PLR0913 - a decorator's options are its documentation
                     resources=resources,
                     interface=interface,
                     name=run_id,
-                    attempt=attempt,
+                    max_restarts=max_restarts,
+                    min_world_size=min_world_size,
+                    journal=RunJournal(where, run_id, knows_steps=False),
                     on_event=log_to_run(),
                 )
             return values[0]

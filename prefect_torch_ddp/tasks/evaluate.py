@@ -28,14 +28,21 @@ def chosen_checkpoint(run: Run, training: TrainingReport) -> CheckpointRef:
 
 
 @task(name="evaluate")
-def evaluate(run: Run, checkpoint: CheckpointRef) -> Report:
-    """Run the workload's `evaluate` on a gang with the checkpoint's weights; every rank has the same exact report."""
+def evaluate(run: Run, checkpoint: CheckpointRef, world_size: int) -> Report:
+    """Run the workload's `evaluate` on a gang with the checkpoint's weights; every rank has the same exact report.
+
+    Args:
+        run: what was chosen.
+        checkpoint: whose weights.
+        world_size: how many ranks the training ended with: workers that it did without are not waited for.
+    """
     with current_client() as client:
         reports = run_gang(
             client,
             RUN_STAGE,
             args=(run.rank_config("evaluate", checkpoint.attempt, restore_step=checkpoint.step), run.params.workload),
-            world_size=run.params.world_size,
+            world_size=world_size,
+            min_world_size=min(run.params.min_world_size or world_size, world_size),
             ranks_per_worker=run.params.ranks_per_worker,
             name=f"{run.run_id} evaluate",
             on_event=log_to_run(),

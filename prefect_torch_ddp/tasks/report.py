@@ -8,6 +8,7 @@ from urllib.parse import unquote, urlsplit
 from prefect_torch_ddp.messages import Progress
 from prefect_torch_ddp.params import TrainParams
 from prefect_torch_ddp.results import CheckpointRef, EpochRow, Report, TrainReport
+from prefect_torch_ddp.tasks.failure_table import failure_section
 from prefect_torch_ddp.tasks.markdown import code, code_block, count, duration, number, percent, table, text
 from prefect_torch_ddp.tasks.run_record import RunRecord
 
@@ -92,7 +93,8 @@ def render_report(report: TrainReport, params: TrainParams, record: RunRecord, c
     parts += ["## Classes", class_table(evaluation)] if evaluation.classes else []
     parts += ["## Confusion matrix", confusion_table(evaluation)] if evaluation.confusion_matrix else []
     parts += ["## Model and checkpoints", checkpoint_list(report), "Load the model, on any machine, with plain PyTorch:"]
-    parts += [load_code(report.model_uri), "## Run record", _run_record(report, params, record, time_lost_s)]
+    parts += [load_code(report.model_uri), *failure_section(report.training.failures)]
+    parts += ["## Run record", _run_record(report, params, record, time_lost_s)]
     return _join(parts)
 
 

@@ -8,21 +8,33 @@ from prefect.client.schemas.objects import State, TaskRun
 from prefect.context import TaskRunContext
 from prefect.logging import get_run_logger
 
-from prefect_torch_ddp.checkpoint.attempts import claim_attempt
-from prefect_torch_ddp.errors import GangCancelledError, InvalidParamsError
+from prefect_torch_ddp.checkpoint.attempts import newest_attempt
+from prefect_torch_ddp.checkpoint.failures import read_failures
+from prefect_torch_ddp.errors import GangCancelledError, InvalidParamsError, RankFailedError
 from prefect_torch_ddp.gang.launch import run_gang
-from prefect_torch_ddp.messages import GangEvent, Progress
-from prefect_torch_ddp.results import DatasetReport, TrainingReport
+from prefect_torch_ddp.messages import AttemptBegan, GangEvent, Progress
+from prefect_torch_ddp.results import DatasetReport, FailedAttempt, TrainingReport
 from prefect_torch_ddp.tasks.artifacts import LiveReport
 from prefect_torch_ddp.tasks.cluster import current_client
 from prefect_torch_ddp.tasks.run import RUN_STAGE, Run, log_to_run
+from prefect_torch_ddp.tasks.run_journal import RunJournal
 
 
 def is_worth_a_retry(_task: Task[Any, Any], _task_run: TaskRun, state: State[Any]) -> bool:
     """Tell Prefect whether another attempt may end better: not after a cancel, nor when the input can't work."""
     error = state.result(raise_on_failure=False)
     cause = getattr(error, "__cause__", None)
+    if isinstance(error, RankFailedError) and error.why_final is not None:
+        return False
     return not isinstance(error, GangCancelledError | InvalidParamsError) and not isinstance(cause, ImportError | SyntaxError)
+
+
+def failed_attempts(run: Run) -> tuple[FailedAttempt, ...]:
+    """Return the attempts of the run that failed; those whose own Dask worker died left no word."""
+    return tuple(
+        FailedAttempt(attempt=record.attempt, world_size=record.world_size, step=record.step, summary=record.summary)
+        for record in read_failures(run.storage, run.run_id)
+    )
 
 
 def _cache_key(_context: TaskRunContext, parameters: dict[str, Any]) -> str:
@@ -34,33 +46,53 @@ def _cache_key(_context: TaskRunContext, parameters: dict[str, Any]) -> str:
 @task(name="train", cache_key_fn=_cache_key, persist_result=True, result_serializer="json", retry_condition_fn=is_worth_a_retry)
 def train(run: Run, dataset: DatasetReport) -> TrainingReport:
     """Train on a gang, from the newest complete checkpoint where there is one; says at every retry where it goes on."""
-    logger = get_run_logger()
     params = run.params
-    attempt = claim_attempt(run.storage, run.run_id)
-    logger.info("attempt %d trains %s on %d ranks, dataset %s", attempt, params.workload, params.world_size, dataset.dataset_id)
-    started = time.monotonic()
-    with LiveReport(run_id=run.run_id, workload=params.workload, world_size=params.world_size, attempt=attempt) as live:
-
-        def show(event: GangEvent) -> None:
-            if isinstance(event, Progress):
-                live.update(event)
-
+    first = AttemptBegan(newest_attempt(run.storage, run.run_id) + 1, params.world_size)
+    with LiveReport(run_id=run.run_id, workload=params.workload, world_size=params.world_size, attempt=first.attempt) as live:
+        show = _Show(run, dataset, live, first)
         with current_client() as client:
             values = run_gang(
                 client,
                 RUN_STAGE,
-                args=(run.rank_config("train", attempt), params.workload),
+                args=lambda attempt: (run.rank_config("train", attempt), params.workload),
                 world_size=params.world_size,
                 ranks_per_worker=params.ranks_per_worker,
                 name=f"{run.run_id} train",
-                attempt=attempt,
-                on_event=log_to_run(show),
+                max_restarts=params.max_restarts,
+                min_world_size=params.min_world_size,
+                journal=RunJournal(run.storage, run.run_id, knows_steps=True),
+                on_event=log_to_run(show.receive),
                 **run.gang_options(),
             )
     return TrainingReport(
         run_id=run.run_id,
-        attempt=attempt,
-        world_size=params.world_size,
-        duration_s=time.monotonic() - started,
+        attempt=show.began.attempt,
+        world_size=show.began.world_size,
+        failures=failed_attempts(run),
+        duration_s=time.monotonic() - show.began_s,
         **values[0],
     )
+
+
+class _Show:
+    """Shows how the training goes, attempt by attempt."""
+
+    def __init__(self, run: Run, dataset: DatasetReport, live: LiveReport, first: AttemptBegan) -> None:
+        self._run = run
+        self._dataset = dataset
+        self._live = live
+        self._logger = get_run_logger()
+        self.began = first
+        """The newest attempt."""
+        self.began_s = time.monotonic()
+
+    def receive(self, event: GangEvent) -> None:
+        if isinstance(event, Progress):
+            self._live.update(event)
+        elif isinstance(event, AttemptBegan):
+            self.began, self.began_s = event, time.monotonic()
+            self._live.begin_attempt(event)
+            wanted = self._run.params.world_size
+            size = f"{event.world_size} ranks" + (f" of {wanted}" if event.world_size < wanted else "")
+            words = "attempt %d trains %s on %s, dataset %s"
+            self._logger.info(words, event.attempt, self._run.params.workload, size, self._dataset.dataset_id)

@@ -116,7 +116,7 @@ def test_a_retry_resumes_and_says_who_failed(tmp_path: Path, how: str) -> None:
         workload="tests.workloads.tiny", storage=str(tmp_path), seed=3, checkpoint=CheckpointParams(every_steps=5)
     )
     fault = {"how": how, "step": 12, "rank": 1, "attempts": [1]}
-    faulty = plain.model_copy(update={"options": {"fault": fault}, "retries": 1, "retry_delay_s": 0.1})
+    faulty = plain.model_copy(update={"options": {"fault": fault}, "retries": 1, "retry_delay_s": 0.1, "max_restarts": 0})
     report = train_flow(faulty)
     assert report.training.attempt == 2
     assert report.training.resumed_from_step in (5, 10), "the commit of step 10 may have been under way"
@@ -135,7 +135,12 @@ def test_the_last_failure_reaches_the_caller(tmp_path: Path) -> None:
     """When retries are used up the flow raises the user's own error with rank, host and attempt."""
     fault = {"how": "raise", "step": 2, "rank": 0, "attempts": [1, 2]}
     params = TrainParams(
-        workload="tests.workloads.tiny", storage=str(tmp_path), options={"fault": fault}, retries=1, retry_delay_s=0.1
+        workload="tests.workloads.tiny",
+        storage=str(tmp_path),
+        options={"fault": fault},
+        retries=1,
+        retry_delay_s=0.1,
+        max_restarts=0,
     )
     says = "rank 0 on 127.0.0.1 failed in attempt 2: ValueError: told to fail"
     with pytest.raises(RankFailedError, match=says) as caught:

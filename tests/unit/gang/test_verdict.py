@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from prefect_torch_ddp.errors import RankFailedError, WorkerLostError
-from prefect_torch_ddp.gang.verdict import SETTLE_S, SILENT_SETTLE_S, error_for, has_suspect, judge, settle_s
+from prefect_torch_ddp.gang.verdict import EQUALS_S, SETTLE_S, SILENT_SETTLE_S, equals_s, error_for, has_suspect, judge, settle_s
 from prefect_torch_ddp.messages import RankFailure, RankPlace
 
 CLOSED = RankFailure(
@@ -51,3 +51,26 @@ def test_a_silent_rank_is_waited_for_longer() -> None:
     assert settle_s([CLOSED], num_returned=0, world_size=2) == SILENT_SETTLE_S
     assert settle_s([CLOSED], num_returned=1, world_size=3) == SETTLE_S
     assert settle_s([CLOSED, BOOM], num_returned=0, world_size=3) == 0
+
+
+def test_equal_failures_are_one_line() -> None:
+    """Ranks that say the same are named together, by host, in the cause and among the consequences."""
+    bad = [replace(BOOM, rank=rank, host=host, summary="ValueError: bad lr") for rank, host in ((2, "b"), (0, "a"), (1, "a"))]
+    closed = [replace(CLOSED, rank=rank, host="c") for rank in (5, 4)]
+    error = error_for(judge([*closed, *bad]), attempt=1)
+    assert isinstance(error, RankFailedError)
+    assert error.rank == 2
+    assert str(error).splitlines() == [
+        "ranks 0, 1 on a, 2 on b failed in attempt 1: ValueError: bad lr",
+        "",
+        "as a consequence:",
+        "  ranks 4, 5 on c: RuntimeError: Connection closed by peer",
+    ]
+
+
+def test_equals_of_an_exception_are_waited_for() -> None:
+    """A moment, while other ranks may still raise the same; a kill has no equals, nor have consequences."""
+    assert equals_s([BOOM], num_returned=0, world_size=2) == EQUALS_S
+    assert equals_s([BOOM, CLOSED], num_returned=0, world_size=2) == 0
+    assert equals_s([CLOSED], num_returned=0, world_size=2) == 0
+    assert equals_s([replace(BOOM, kind="signal", signal=9)], num_returned=0, world_size=2) == 0

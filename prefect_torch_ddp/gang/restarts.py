@@ -1,0 +1,100 @@
+"""Owns the restarts of a gang within one call: which failures are tried again, how often, and what is said of it."""
+
+import logging
+from collections.abc import Callable
+
+from prefect_torch_ddp.errors import GangHungError, NotEnoughWorkersError, PrefectTorchDdpError, RankFailedError, WorkerLostError
+from prefect_torch_ddp.gang.journal import AttemptJournal, record_of, why_hopeless
+from prefect_torch_ddp.messages import NO_RANK, AttemptBegan, FailureRecord, GangEvent, LogLine
+
+Restartable = RankFailedError | WorkerLostError | GangHungError
+RESTARTABLE = (RankFailedError, WorkerLostError, GangHungError)
+
+FULL_SIZE_S = 10.0
+"""How long a gang that restarts holds out for all its ranks, when there are workers for its fewest."""
+
+OnEvent = Callable[[GangEvent], None]
+
+
+class Restarts:
+    """Runs a gang until an attempt succeeds, fails for good, or no restart is left."""
+
+    def __init__(self, journal: AttemptJournal, max_restarts: int, on_event: OnEvent) -> None:
+        """Make it; nothing has begun.
+
+        Args:
+            journal: numbers the attempts.
+            max_restarts: how many more attempts follow the first one, at most.
+            on_event: receives the gang's events, and is told of each restart.
+        """
+        self._journal = journal
+        self._max_restarts = max_restarts
+        self._on_event = on_event
+        self._world_size = 0
+        self._first_size: int | None = None
+        self.num_made = 0
+        """How many attempts of this call were followed by another."""
+
+    @property
+    def num_left(self) -> int:
+        """How many restarts may follow."""
+        return self._max_restarts - self.num_made
+
+    def size_to_ask_for(self, world_size: int | None) -> int | None:
+        """Return how many ranks the next attempt is to have: where that was left open, as many as the first one had."""
+        return world_size or self._first_size
+
+    def run(self, attempt_once: Callable[[int], list[bytes]]) -> list[bytes]:
+        """Return the values of the first attempt that succeeds.
+
+        Args:
+            attempt_once: runs the attempt of the number given.
+
+        Raises:
+            RankFailedError, WorkerLostError, GangHungError: the last attempt failed; a RankFailedError says so where it was not
+                tried again because it would come back.
+            NotEnoughWorkersError: there were too few workers for a restart; its cause is the failure before.
+        """
+        failed: PrefectTorchDdpError | None = None
+        while True:
+            try:
+                return attempt_once(attempt := self._journal.begin())
+            except RESTARTABLE as error:
+                self._decide(error, attempt)
+                failed = error
+            except NotEnoughWorkersError as error:
+                if failed is not None:
+                    raise error from failed
+                raise
+
+    def receive(self, event: GangEvent) -> None:
+        """Take in an event and pass it on."""
+        if isinstance(event, AttemptBegan):
+            self._world_size = event.world_size
+            self._first_size = self._first_size or event.world_size
+        self._on_event(event)
+
+    def _decide(self, error: Restartable, attempt: int) -> None:
+        """Return when the gang is to be run again; raise the error otherwise."""
+        record = record_of(error, attempt, self._world_size)
+        before = self._remember(record)
+        why_not = why_hopeless(error, record, before, knows_steps=self._journal.knows_steps)
+        if why_not is not None and isinstance(error, RankFailedError):
+            raise error.as_final(why_not)
+        if self.num_left == 0:
+            raise error
+        self.num_made += 1
+        self._say(f"{error}\nthe gang is started again: restart {self.num_made} of {self._max_restarts}")
+
+    def _remember(self, record: FailureRecord) -> FailureRecord | None:
+        """Put the failure on record; return the one before. Trouble with the record must not hide the failure."""
+        try:
+            before = self._journal.last_failure()
+            self._journal.record_failure(record)
+        except PrefectTorchDdpError as trouble:
+            self._say(f"the failure of attempt {record.attempt} could not be put on record: {trouble}")
+            return None
+        return before
+
+    def _say(self, text: str) -> None:
+        self._on_event(LogLine(NO_RANK, logging.WARNING, text))
