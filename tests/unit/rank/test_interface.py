@@ -1,6 +1,6 @@
 """The interface by which a rank talks to its peers is a pure choice among the machine's addresses."""
 
-from prefect_torch_ddp.rank.interface import Interface, choose, settings
+from prefect_torch_ddp.rank.interface import Interface, _on_the_way_to, choose, settings
 
 ADDRESSES = (
     ("lo", "127.0.0.1"),
@@ -51,3 +51,9 @@ def test_what_gloo_and_nccl_are_told() -> None:
     assert settings(data, several_hosts=True) == {"GLOO_SOCKET_IFNAME": "data", "NCCL_SOCKET_IFNAME": "=data"}
     v6 = Interface("data", "fd77::1", is_first=False)
     assert settings(v6, several_hosts=True)["NCCL_SOCKET_FAMILY"] == "AF_INET6"
+
+
+def test_our_address_on_the_way_to_a_host() -> None:
+    """Behind NAT nobody has the address that Dask names; the kernel knows by which of ours it reaches rank 0."""
+    assert _on_the_way_to("127.0.0.1") == ["127.0.0.1"]
+    assert _on_the_way_to("no.such.host.invalid") == []
