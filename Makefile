@@ -8,7 +8,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --co
 INPUTS := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help train stop test lint integration chaos bench clean system-packages
+.PHONY: help train stop test lint integration chaos gpu bench clean system-packages
 
 help: ## show this
 	@sed -n 's/^\([a-z]*\):[^#]*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -34,6 +34,9 @@ integration: $(VENV)/.installed-dev system-packages ## run the tests with real p
 
 chaos: $(VENV)/.installed-dev ## run the tests that kill, stop and starve processes; minutes
 	$(BIN)/python -m pytest tests/chaos $(ARGS)
+
+gpu: $(VENV)/.installed-dev ## run the tests that need a CUDA device; elsewhere they are skipped
+	$(BIN)/python -m pytest tests/gpu $(ARGS)
 
 bench: $(VENV)/.installed-dev ## measure; wants a quiet machine
 	$(BIN)/python -m pytest tests/benchmarks -s -o python_files='bench_*.py test_*.py' $(ARGS)

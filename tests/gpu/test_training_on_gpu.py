@@ -1,0 +1,35 @@
+"""The pipeline on CUDA: the digits are learnt there, and a resumed training gives the same bits."""
+
+from pathlib import Path
+
+import pytest
+
+from prefect_torch_ddp import CheckpointParams, TrainParams, train_flow
+
+pytestmark = [pytest.mark.timeout(400), pytest.mark.usefixtures("prefect_api")]
+
+
+def test_digits_are_learnt_on_cuda(tmp_path: Path, num_gpus: int) -> None:
+    """Two ranks, on a GPU each or on one together: training and evaluation run there, and at least 95 % are right."""
+    params = TrainParams(workload="tests.workloads.digits_on_gpu", storage=str(tmp_path), seed=7)
+    report = train_flow(params)
+    assert report.evaluation.accuracy is not None
+    assert report.evaluation.accuracy >= 0.95
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_resume_on_cuda_is_bit_identical(tmp_path: Path, world_size: int) -> None:
+    """C4: killed at step 13 and resumed, with dropout on the device: the weights of the undisturbed training, to the bit."""
+    plain = TrainParams(
+        workload="tests.workloads.on_gpu",
+        storage=str(tmp_path),
+        world_size=world_size,
+        seed=3,
+        checkpoint=CheckpointParams(every_steps=5),
+    )
+    killed = plain.model_copy(update={"options": {"die_at_step": 13}, "retries": 1, "retry_delay_s": 0.1})
+    resumed = train_flow(killed)
+    assert resumed.training.attempt == 2
+    assert resumed.training.resumed_from_step in (5, 10), "the commit of step 10 may have been under way"
+    undisturbed = train_flow(plain)
+    assert Path(undisturbed.model_uri).read_bytes() == Path(resumed.model_uri).read_bytes()

@@ -1,0 +1,101 @@
+"""Owns what runs in ranks on CUDA devices: functions that tell where they are, and a small workload."""
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from prefect_torch_ddp import RankContext, Report
+from tests.workloads import tiny
+
+
+def where() -> dict[str, Any]:
+    """All-reduce CUDA and CPU tensors; tell the device, the backend that took them, and what forked us."""
+    import torch.distributed as dist
+
+    from prefect_torch_ddp.rank.device import current_device, device_name
+
+    device = current_device()
+    on_device, on_cpu = torch.ones(1000, device=device), torch.ones(1)
+    dist.all_reduce(on_device)
+    dist.all_reduce(on_cpu)
+    return {
+        "device": str(device),
+        "current": torch.cuda.current_device(),
+        "name": device_name(device),
+        "sums": (float(on_device.mean()), float(on_cpu)),
+        "backend": dist.group.WORLD._get_backend(device).name(),  # type: ignore[union-attr]
+        "parent": Path(f"/proc/{os.getppid()}/comm").read_text(encoding="ascii").strip(),
+        "parents_devices": _nvidia_files(os.getppid()),
+        "own_devices": _nvidia_files(os.getpid()),
+    }
+
+
+def all_reduce_on_cuda() -> tuple[str, float]:
+    """All-reduce a CUDA tensor where NCCL was asked for alone."""
+    import torch.distributed as dist
+
+    device = torch.device("cuda", torch.cuda.current_device())
+    value = torch.ones(1, device=device)
+    dist.all_reduce(value)
+    return str(device), float(value)
+
+
+def cuda_without_group() -> tuple[str, float]:
+    """Compute on the rank's device with no process group."""
+    from prefect_torch_ddp.rank.device import current_device
+
+    return str(current_device()), float(torch.ones(10, device=current_device()).sum())
+
+
+def run_out_of_memory() -> None:
+    """Ask the device for a petabyte."""
+    torch.empty(2**50, dtype=torch.uint8, device="cuda")
+
+
+def tensors() -> dict[str, Any]:
+    """Return a tensor that lies on the device."""
+    return {"on_gpu": torch.arange(3.0, device="cuda")}
+
+
+def prepare(rank: RankContext) -> None:
+    """Write the points of the tiny workload."""
+    tiny.prepare(rank)
+
+
+def train(rank: RankContext) -> dict[str, Any]:
+    """Train with dropout, so that the device's random generator counts; be killed at the step that the options name."""
+    assert rank.device.type == "cuda"
+    net = nn.Sequential(nn.Linear(2, 32), nn.ReLU(), nn.Dropout(0.5), nn.Linear(32, 2))
+    model = rank.wrap(net)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    rank.track(model=model, optimizer=optimizer)
+    for points, labels in rank.steps(rank.loader(tiny.read(rank, "train"), global_batch_size=8), epochs=4):
+        if rank.attempt == 1 and rank.step == rank.options.get("die_at_step"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        loss = cross_entropy(model(points.to(rank.device)), labels.to(rank.device))
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        rank.report(loss=loss)
+    return {"device": str(rank.device)}
+
+
+def evaluate(rank: RankContext) -> Report:
+    """Score nothing: these tests look at the weights."""
+    return Report(num_samples=1)
+
+
+def _nvidia_files(pid: int) -> int:
+    """Count the device files that a process has open: CUDA opens them when it is first used."""
+    count = 0
+    for fd in Path(f"/proc/{pid}/fd").iterdir():
+        try:
+            count += fd.readlink().name.startswith("nvidia")
+        except OSError:  # closed meanwhile
+            continue
+    return count
