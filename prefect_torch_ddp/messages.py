@@ -9,6 +9,8 @@ Backend = Literal["auto", "gloo", "nccl"]
 Launcher = Literal["auto", "exec"]
 Outlook = Literal["open", "hopeless", "transient"]
 """What a failure says about another attempt: it may end the same way, it is bound to, or it has nothing to do with the code."""
+StoppedBy = Literal["order", "SIGTERM", "peer"]
+"""Why a rank wanted to stop: its seat told it to, the signal did, or only another rank wanted it."""
 
 
 @dataclass(frozen=True)
@@ -141,9 +143,6 @@ class AttemptBegan:
     world_size: int
 
 
-GangEvent = LogLine | Progress | RankReturned | RankFailedEvent | AttemptBegan
-
-
 @dataclass(frozen=True)
 class FailureRecord:
     """What is remembered of a failed attempt, to tell whether the next one fails in the same way."""
@@ -156,3 +155,24 @@ class FailureRecord:
     """Type and text of the exception; None where another attempt may well go better, e.g. after a kill or an OSError."""
     step: int | None
     """The optimizer step it failed in; None before the first, or where steps aren't known."""
+
+
+@dataclass(frozen=True)
+class Stopped:
+    """A rank's training stopped at a step that all ranks agreed on, before its end and not by its own wish."""
+
+    step: int
+    by: StoppedBy
+    checkpoint_step: int | None = None
+    """Step of the newest checkpoint; known to rank 0 once it is written."""
+
+
+@dataclass(frozen=True)
+class RankStopped:
+    """A rank stopped; it comes a second time when rank 0 has written the last checkpoint."""
+
+    rank: int
+    stopped: Stopped
+
+
+GangEvent = LogLine | Progress | RankReturned | RankFailedEvent | RankStopped | AttemptBegan

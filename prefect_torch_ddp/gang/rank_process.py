@@ -29,6 +29,8 @@ from prefect_torch_ddp.messages import (
     RankFailure,
     RankLaunch,
     RankReturned,
+    RankStopped,
+    Stopped,
 )
 from prefect_torch_ddp.pulse import Pulse
 
@@ -47,6 +49,8 @@ class RankProcess:
         self.place = launch.place
         self._out, self._err = LineCutter(), LineCutter()
         self.returned = False
+        self.listens = False
+        """Whether its training reacts to a stop."""
         self.failure: RankFailure | None = None
         self.reaped = False
         environment = rank_environment(os.environ, launch)
@@ -131,6 +135,10 @@ class RankProcess:
                 return LogLine(rank, record["level"], record["text"], record["logger"])
             case "progress":
                 return Progress(**record)
+            case "listens":
+                self.listens = True
+            case "stopped":
+                return RankStopped(rank, Stopped(**record))
             case "returned" if not self.is_settled:
                 self.returned = True
                 return RankReturned(rank)

@@ -8,12 +8,13 @@ import socket
 import threading
 import traceback
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
 
 import cloudpickle
 
-from prefect_torch_ddp.messages import Progress, RankFailure
+from prefect_torch_ddp.messages import Progress, RankFailure, Stopped
 from prefect_torch_ddp.pulse import Phase
 from prefect_torch_ddp.rank.collateral import is_collateral
 from prefect_torch_ddp.rank.outlook import outlook_of
@@ -84,6 +85,14 @@ class Channel:
             self._events.send(_encode(record), socket.MSG_DONTWAIT)
         except OSError:  # no room, too many metrics for one record, or nobody there
             return
+
+    def listens(self) -> None:
+        """Say that the training reacts to a stop from now on: its seat gives it time then instead of killing it."""
+        self._send({"kind": "listens"})
+
+    def send_stopped(self, stopped: Stopped) -> None:
+        """Say that the training stopped before its end."""
+        self._send({"kind": "stopped", **asdict(stopped)})
 
     def send_log(self, level: int, logger: str, text: str) -> None:
         """Send a log record; long ones are cut."""

@@ -7,6 +7,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from prefect_torch_ddp.errors import InvalidParamsError, StorageError
+from prefect_torch_ddp.messages import Stopped
 from prefect_torch_ddp.pulse import Phase
 from prefect_torch_ddp.rank.config import CheckpointPolicy, RankConfig, Stage
 from prefect_torch_ddp.rank.link import ControlLink, NoLink
@@ -281,7 +282,10 @@ class RankContext:
             self._state.save_wanted = True
 
     def request_stop(self, reason: str) -> None:
-        """Have all ranks end `steps` after the same step, this one or the next; a retry of the run then adds no step."""
+        """Have all ranks end `steps` after the same step, and a retry of the run adds no step.
+
+        That is this step where all ranks ask in it, and else this one or the next, where ranks are in step.
+        """
         logger.info("rank %d asks to stop after step %d: %s", self.rank, self.step, reason)
         self._state.stop_wanted = True
 
@@ -315,8 +319,12 @@ class RankContext:
             return
         self._closed = True
         try:
+            if self._loop is not None:
+                self._loop.close(failed=failed)
             if self._tracker is not None or (self.world_size > 1 and not failed):
                 self._made_tracker().close(failed=failed)
+            if self._state.stopped_by is not None and self._tracker is not None and not failed:
+                self._link.send_stopped(Stopped(self.step, self._state.stopped_by, self._tracker.last_step()))
         except BaseException:
             failed = True
             raise

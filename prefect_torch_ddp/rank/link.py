@@ -2,7 +2,7 @@
 
 from typing import Protocol
 
-from prefect_torch_ddp.messages import Progress
+from prefect_torch_ddp.messages import Progress, Stopped
 from prefect_torch_ddp.rank.pulse import PulseBoard
 
 
@@ -20,6 +20,14 @@ class ControlLink(Protocol):
         """Tell whether the training is to stop at the next step that all ranks agree on."""
         ...
 
+    def listens(self) -> None:
+        """Say that this rank's training reacts to a stop from now on."""
+        ...
+
+    def send_stopped(self, stopped: Stopped) -> None:
+        """Say that the training stopped before its end."""
+        ...
+
 
 class NoLink:
     """The link of a rank that nobody supervises (`RankContext.local()`)."""
@@ -34,6 +42,12 @@ class NoLink:
     def stop_requested(self) -> bool:
         """Never."""
         return False
+
+    def listens(self) -> None:
+        """Tell nobody."""
+
+    def send_stopped(self, stopped: Stopped) -> None:
+        """Tell nobody."""
 
 
 _link: ControlLink = NoLink()

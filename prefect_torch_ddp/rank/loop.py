@@ -2,59 +2,23 @@
 
 import logging
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
-
-import torch
-import torch.distributed as dist
 
 from prefect_torch_ddp.data.loader import RankLoader
 from prefect_torch_ddp.data.sampler import BatchShare
 from prefect_torch_ddp.errors import InvalidParamsError
+from prefect_torch_ddp.messages import Stopped
 from prefect_torch_ddp.pulse import Phase
+from prefect_torch_ddp.rank.agreement import POLL_S, Agreement, Outcome, Want, end_of, outside_after
 from prefect_torch_ddp.rank.config import RankConfig
 from prefect_torch_ddp.rank.link import ControlLink
 from prefect_torch_ddp.rank.reporter import Reporter
 from prefect_torch_ddp.rank.state import Place, Position, TrainingState
+from prefect_torch_ddp.rank.termination import Termination
 from prefect_torch_ddp.rank.tracker import Tracker
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Votes:
-    """What a rank wants, or all of them together."""
-
-    stop: bool
-    """The supervisor asked for it: a cancel or a preemption."""
-    stop_early: bool
-    """The training asked for it."""
-    save: bool
-    """A checkpoint is due by time."""
-
-
-class Ballot:
-    """Has all ranks agree on each step's end, at next to no cost: asked at its start, answered at its end."""
-
-    def __init__(self, world_size: int) -> None:
-        """Make a group of its own, so that votes don't queue behind gradients; every rank has to."""
-        self._group: Any = dist.new_group(backend="gloo") if world_size > 1 else None
-        self._counts = torch.zeros(3, dtype=torch.int32, device="cpu")
-        self._work: dist.Work | None = None
-
-    def open(self, votes: Votes) -> None:
-        """Cast this rank's votes; doesn't wait."""
-        if self._group is not None:
-            self._counts = torch.tensor([votes.stop, votes.stop_early, votes.save], dtype=torch.int32, device="cpu")
-            self._work = dist.all_reduce(self._counts, group=self._group, async_op=True)
-
-    def close(self, votes: Votes) -> Votes:
-        """Return what any rank wanted when it opened; alone, what this one wants by now."""
-        if self._work is None:
-            return votes
-        self._work.wait()
-        self._work = None
-        return Votes(*(count > 0 for count in self._counts.tolist()))
 
 
 class StepLoop:
@@ -63,14 +27,16 @@ class StepLoop:
     def __init__(  # noqa: PLR0913, PLR0917 - the parts of a rank that meet at a step's end
         self, config: RankConfig, place: Place, state: TrainingState, link: ControlLink, reporter: Reporter, tracker: Tracker
     ) -> None:
-        """Make it; the ballot's group is made by the first loop."""
+        """Make it; the agreements are made by the first loop."""
         self._config = config
-        self._world_size = place.world_size
+        self._place = place
         self._state = state
         self._link = link
         self._reporter = reporter
         self._tracker = tracker
-        self._ballot: Ballot | None = None
+        self._stops: Agreement | None = None
+        self._saves: Agreement | None = None
+        self._termination = Termination()
         self._num_loops = 0
 
     def run(self, loader: object, epochs: int) -> Iterator[Any]:
@@ -95,19 +61,52 @@ class StepLoop:
         loop = self._num_loops
         self._num_loops += 1
         if loop == 0:
-            self._ballot = Ballot(self._world_size)
+            self._make_agreements()
             self._tracker.begin()
         if not self._enter(loop, loader) or state.position.stopped_early:
             return
         first = state.position
-        left = (epochs - first.loop_epoch) * len(loader) - first.batch
-        state.total_steps = state.step + max(left, 0)
+        left = max((epochs - first.loop_epoch) * len(loader) - first.batch, 0)
+        state.total_steps = state.step + left
+        self._termination.install()
         try:
             with self._link.pulse.looping():
-                while state.position.loop_epoch < epochs and not state.stop_agreed:
-                    yield from self._epoch(loader)
+                if left == 0 or self._begin(left):
+                    while state.position.loop_epoch < epochs and not state.stop_agreed:
+                        yield from self._epoch(loader)
         finally:
+            self._termination.remove()
             state.share = None
+            self._leave_agreements()
+
+    def close(self, *, failed: bool) -> None:
+        """Let the others agree without this rank, unless it failed, which ends them all."""
+        for agreement in (self._stops, self._saves):
+            if agreement is not None:
+                agreement.close(failed=failed)
+
+    def _make_agreements(self) -> None:
+        place, here = self._place, outside_after(self._state.step)
+        # Two, so that a stop that all ranks ask for in one step comes after that very step, whatever else is being agreed on.
+        self._stops = Agreement(place.rank, place.world_size, here)
+        if self._config.checkpoint.every_s is not None:
+            self._saves = Agreement(place.rank, place.world_size, here, ahead_s=2 * POLL_S)
+        self._link.listens()
+
+    def _leave_agreements(self) -> None:
+        for agreement in (self._stops, self._saves):
+            if agreement is not None:
+                agreement.leave(outside_after(self._state.step))
+
+    def _begin(self, num_steps: int) -> bool:
+        """Pass the point before a loop; return whether there is to be a first step."""
+        step = self._state.step
+        points = (outside_after(step), end_of(step + 1), end_of(step + num_steps))
+        assert self._stops is not None
+        self._heed(self._stops.begin(*points, self._stop_wanted()))
+        if self._saves is not None and not self._state.stop_agreed:
+            self._saves.begin(*points, Want.NOTHING)
+        return not self._state.stop_agreed
 
     def _enter(self, loop: int, loader: RankLoader) -> bool:
         """Find the place in a loop that begins or goes on; return whether there is anything to do in it."""
@@ -146,8 +145,6 @@ class StepLoop:
 
     def _begin_step(self, share: BatchShare) -> None:
         state = self._state
-        assert self._ballot is not None
-        self._ballot.open(self._votes())
         state.step += 1
         state.share = share
         state.epoch_ended = share.is_last
@@ -156,27 +153,46 @@ class StepLoop:
     def _end_step(self, share: BatchShare) -> bool:
         """Do what is due after the loop's body; return whether all ranks stop here."""
         state = self._state
-        assert self._ballot is not None
         self._link.pulse.enter(Phase.STEP_END)
-        agreed = self._ballot.close(self._votes())
+        assert self._stops is not None
+        here = end_of(state.step)
+        then = end_of(state.step + 1) if state.step < (state.total_steps or 0) else outside_after(state.step)
+        stop = self._stops.reach(here, then, self._stop_wanted())
+        by_time = False
+        if self._saves is not None and stop is None:
+            save = self._saves.reach(here, then, Want.SAVE if self._tracker.is_due_by_time() else Want.NOTHING)
+            by_time = save is not None and save.point == here
         self._reporter.end_step()
         state.share = None
-        state.stop_agreed = agreed.stop or agreed.stop_early
-        state.position = replace(_after(state.position, is_last=share.is_last), stopped_early=agreed.stop_early)
-        self._tracker.save_if(forced=state.save_wanted or state.stop_agreed, by_time=agreed.save)
+        state.position = _after(state.position, is_last=share.is_last)
+        self._heed(stop)
+        self._tracker.save_if(forced=state.save_wanted or state.stop_agreed, by_time=by_time)
         state.save_wanted = False
-        if state.stop_agreed:
-            logger.info("all ranks stop after step %d", state.step)
         return state.stop_agreed
 
+    def _heed(self, stop: Outcome | None) -> None:
+        """Take an agreement to stop over into the state, and tell the supervisor of one that isn't the training's own."""
+        if stop is None:
+            return
+        state = self._state
+        state.stop_agreed = True
+        state.position = replace(state.position, stopped_early=Want.STOP_EARLY in stop.want)
+        logger.info("all ranks stop after step %d", state.step)
+        if Want.STOP_EARLY not in stop.want:
+            state.stopped_by = "order" if self._link.stop_requested() else "SIGTERM" if self._termination.requested else "peer"
+            self._link.send_stopped(Stopped(state.step, state.stopped_by))
+
     def _leave(self, share: BatchShare) -> None:
-        """End the step in whose body the user left the loop: its record and its place count, nobody votes."""
+        """End the step in whose body the user left the loop: its record and its place count."""
         self._reporter.end_step()
         self._state.share = None
         self._state.position = _after(self._state.position, is_last=share.is_last)
 
-    def _votes(self) -> Votes:
-        return Votes(self._link.stop_requested(), self._state.stop_wanted, self._tracker.is_due_by_time())
+    def _stop_wanted(self) -> Want:
+        want = Want.STOP_EARLY if self._state.stop_wanted else Want.NOTHING
+        if self._link.stop_requested() or self._termination.requested:
+            want |= Want.STOP
+        return want
 
 
 def _after(position: Position, *, is_last: bool) -> Position:

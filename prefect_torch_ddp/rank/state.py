@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Self
 
+from prefect_torch_ddp.messages import StoppedBy
+
 if TYPE_CHECKING:
     from prefect_torch_ddp.data.sampler import BatchShare
 
@@ -71,5 +73,7 @@ class TrainingState:
     stop_wanted: bool = False
     """This rank's training asked to stop."""
     stop_agreed: bool = False
+    stopped_by: StoppedBy | None = None
+    """Set when all ranks agreed to stop and the training itself had not asked for it."""
     save_wanted: bool = False
     """A checkpoint was asked for at the end of this step."""

@@ -103,9 +103,7 @@ class Tracker:
         """Return the run's checkpoints, on rank 0, and where this attempt went on from."""
         storage, run_id, policy = self._config.storage, self._config.run_id, self._config.checkpoint
         restored = self._restorer.manifest if self._restorer is not None else None
-        last = self._checkpointer.last if self._checkpointer is not None else None
-        if last is None and restored is not None and restored.run_id == run_id and self._place.rank == 0:
-            last = restored
+        last = self._last()
         top = None
         if policy.best_metric is not None and self._place.rank == 0:
             top = best(storage, run_id, policy.best_metric, policy.best_mode)
@@ -114,6 +112,18 @@ class Tracker:
             "best_checkpoint": None if top is None else top.model_dump(),
             "resumed_from_step": None if restored is None else restored.step,
         }
+
+    def last_step(self) -> int | None:
+        """Return the step of the run's newest checkpoint, on rank 0; None where there is none."""
+        last = self._last()
+        return None if last is None else last.step
+
+    def _last(self) -> Manifest | None:
+        last = self._checkpointer.last if self._checkpointer is not None else None
+        restored = self._restorer.manifest if self._restorer is not None else None
+        if last is None and restored is not None and restored.run_id == self._config.run_id and self._place.rank == 0:
+            return restored
+        return last
 
     def _check(self, objects: Mapping[str, Any]) -> None:
         if self._has_begun:

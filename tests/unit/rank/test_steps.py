@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,9 @@ from prefect_torch_ddp import RankContext
 from prefect_torch_ddp.checkpoint.attempts import claim_attempt
 from prefect_torch_ddp.checkpoint.manifest import list_manifests
 from prefect_torch_ddp.data.sampler import GlobalBatches
+from prefect_torch_ddp.messages import Stopped
 from prefect_torch_ddp.metrics.read import read_records
+from prefect_torch_ddp.rank import agreement
 from prefect_torch_ddp.rank.config import CheckpointPolicy, RankConfig
 from prefect_torch_ddp.rank.entry import run_stage, run_with_context
 from prefect_torch_ddp.rank.link import NoLink, set_link
@@ -205,26 +208,102 @@ def test_all_ranks_stop_after_the_same_step(tmp_path: Path, dataset_folder: Path
     assert {value["num_steps"] for value in again} == steps
 
 
-class _StopOnRankOne(NoLink):
-    """A link whose supervisor asks one rank to stop; the others haven't heard of it yet."""
+def train_watched(config: RankConfig, link: "Supervisor") -> tuple[dict[str, Any], list[Stopped]]:
+    """Train under a supervisor; return the outcome and what the rank told it."""
+    set_link(link)
+    if config.checkpoint.every_s is not None:
+        agreement.POLL_S = 0.05
+    return run_stage(config, "tests.workloads.healthy"), link.told
+
+
+class Supervisor(NoLink):
+    """A link whose supervisor wants ranks to stop, some from the beginning, or all within one step."""
+
+    def __init__(self, ranks: tuple[int, ...], after_step: int = 0) -> None:
+        super().__init__()
+        self.ranks, self.after_step = ranks, after_step
+        self.told: list[Stopped] = []
+        self.num_asked = 0
 
     def stop_requested(self) -> bool:
-        return os.environ["RANK"] == "1"
+        """Tell; the loop asks once before its first step and once at each step's end."""
+        self.num_asked += 1
+        return int(os.environ["RANK"]) in self.ranks and self.num_asked > self.after_step
+
+    def send_stopped(self, stopped: Stopped) -> None:
+        """Keep it."""
+        self.told.append(stopped)
 
 
-def cancelled(config: RankConfig) -> dict[str, Any]:
-    """Train under that link."""
-    set_link(_StopOnRankOne())
-    return run_stage(config, "tests.workloads.healthy")
+@pytest.mark.parametrize(("world_size", "ranks", "after_step"), [(1, (0,), 0), (2, (1,), 5), (2, (0, 1), 0), (3, (0, 1, 2), 4)])
+def test_a_stopped_training_resumes_to_the_same_weights(
+    tmp_path: Path, dataset_folder: Path, world_size: int, ranks: tuple[int, ...], after_step: int
+) -> None:
+    """Told to stop, also before the first step: one step for all, its checkpoint, and a resume that ends with the same bits."""
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    expected = run_ranks(run_stage, world_size, train_config(whole, dataset_folder), "tests.workloads.healthy")
+    link = Supervisor(ranks, after_step)
+    answers = run_ranks(train_watched, world_size, train_config(broken, dataset_folder), link)
+    (step,) = {value["num_steps"] for value, _ in answers}
+    assert step == after_step if len(ranks) == world_size else step in (after_step, after_step + 1)
+    assert answers[0][0]["last_checkpoint"]["step"] == step
+    for rank, (_, told) in enumerate(answers):
+        by = "order" if rank in ranks else "peer"
+        assert told == [Stopped(step, by), Stopped(step, by, checkpoint_step=step if rank == 0 else None)]
+
+    found = run_ranks(run_stage, world_size, train_config(broken, dataset_folder), "tests.workloads.healthy")
+
+    assert (found[0]["resumed_from_step"], found[0]["num_steps"]) == (step, 12)
+    assert [value["value"]["sha256"] for value in found] == [value["value"]["sha256"] for value in expected]
 
 
-def test_a_cancelled_training_goes_on_when_it_is_resumed(tmp_path: Path, dataset_folder: Path) -> None:
-    """A supervisor's stop reaches all ranks at one step, and isn't the training's end."""
-    values = run_ranks(cancelled, 2, train_config(tmp_path, dataset_folder))
-    assert [value["num_steps"] for value in values] == [1, 1]
-    assert values[0]["last_checkpoint"]["step"] == 1
-    again = run_ranks(run_stage, 2, train_config(tmp_path, dataset_folder), "tests.workloads.healthy")
-    assert (again[0]["resumed_from_step"], again[0]["num_steps"]) == (1, 12)
+def test_a_stop_while_saves_by_time_are_under_way(tmp_path: Path, dataset_folder: Path) -> None:
+    """Checkpoints by time at every turn delay no stop that all ranks ask for, and are themselves whole."""
+    config = train_config(tmp_path, dataset_folder, epochs=100)
+    often = replace(config, checkpoint=CheckpointPolicy(every_steps=None, every_s=0.001))
+    answers = run_ranks(train_watched, 3, often, Supervisor((0, 1, 2), 200))
+    assert [value["num_steps"] for value, _ in answers] == [200] * 3
+    assert answers[0][0]["last_checkpoint"]["step"] == 200
+    kept = [manifest.step for manifest in list_manifests(config.storage, "run")]
+    assert len(kept) == 2
+    assert 0 < min(kept) < 200
+
+
+def leave_by_break(rank: RankContext) -> tuple[int, int]:
+    """Break out of a loop with a stop asked for in that step; return the steps before and after the next loop."""
+    loader = rank.loader(TensorDataset(torch.zeros(40)), global_batch_size=2)
+    for _ in rank.steps(loader, epochs=1):
+        if rank.step == 4:
+            rank.request_stop("enough")
+            break
+    broke_at = rank.step
+    for _ in rank.steps(loader, epochs=1):
+        pass
+    return broke_at, rank.step
+
+
+def test_a_stop_asked_for_on_leaving_a_loop_comes_before_the_next(tmp_path: Path) -> None:
+    """The broken-off step has no end; all ranks stop before the next loop's first."""
+    assert run_ranks(run_with_context, 2, config_for(tmp_path), leave_by_break) == [(4, 4), (4, 4)]
+
+
+def terminated(rank: RankContext) -> tuple[int, bool, bool]:
+    """Send this process SIGTERM in step 3, on rank 1; say where it stopped, and whether the default action is back."""
+    loader = rank.loader(TensorDataset(torch.zeros(400)), global_batch_size=2)
+    before = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    for _ in rank.steps(loader, epochs=1):
+        torch.distributed.all_reduce(torch.ones(1))
+        if (rank.rank, rank.step) == (1, 3):
+            os.kill(os.getpid(), signal.SIGTERM)
+    return rank.step, before, signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_sigterm_of_one_rank_stops_all(tmp_path: Path) -> None:
+    """Preemption: the rank that got the signal asks the others to stop; outside of the loop it dies as any process."""
+    first, second = run_ranks(run_with_context, 2, config_for(tmp_path), terminated)
+    assert first == second
+    assert first[0] in (3, 4)
+    assert first[1:] == (True, True)
 
 
 # ---- Records and seeds.
