@@ -118,7 +118,8 @@ def test_a_rank_that_has_left_keeps_nobody_waiting() -> None:
 
 SERVE = """
 import time, torch.distributed as dist
-print(dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False).port, flush=True)
+store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
 time.sleep(600)
 """
 
