@@ -208,8 +208,9 @@ def test_all_ranks_stop_after_the_same_step(tmp_path: Path, dataset_folder: Path
     assert {value["num_steps"] for value in again} == steps
 
 
-def train_watched(config: RankConfig, link: "Supervisor") -> tuple[dict[str, Any], list[Stopped]]:
+def train_watched(config: RankConfig, ranks: tuple[int, ...], after_step: int) -> tuple[dict[str, Any], list[Stopped]]:
     """Train under a supervisor; return the outcome and what the rank told it."""
+    link = Supervisor(ranks, after_step)
     set_link(link)
     if config.checkpoint.every_s is not None:
         agreement.POLL_S = 0.05
@@ -242,8 +243,7 @@ def test_a_stopped_training_resumes_to_the_same_weights(
     """Told to stop, also before the first step: one step for all, its checkpoint, and a resume that ends with the same bits."""
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     expected = run_ranks(run_stage, world_size, train_config(whole, dataset_folder), "tests.workloads.healthy")
-    link = Supervisor(ranks, after_step)
-    answers = run_ranks(train_watched, world_size, train_config(broken, dataset_folder), link)
+    answers = run_ranks(train_watched, world_size, train_config(broken, dataset_folder), ranks, after_step)
     (step,) = {value["num_steps"] for value, _ in answers}
     assert step == after_step if len(ranks) == world_size else step in (after_step, after_step + 1)
     assert answers[0][0]["last_checkpoint"]["step"] == step
@@ -261,7 +261,7 @@ def test_a_stop_while_saves_by_time_are_under_way(tmp_path: Path, dataset_folder
     """Checkpoints by time at every turn delay no stop that all ranks ask for, and are themselves whole."""
     config = train_config(tmp_path, dataset_folder, epochs=100)
     often = replace(config, checkpoint=CheckpointPolicy(every_steps=None, every_s=0.001))
-    answers = run_ranks(train_watched, 3, often, Supervisor((0, 1, 2), 200))
+    answers = run_ranks(train_watched, 3, often, (0, 1, 2), 200)
     assert [value["num_steps"] for value, _ in answers] == [200] * 3
     assert answers[0][0]["last_checkpoint"]["step"] == 200
     kept = [manifest.step for manifest in list_manifests(config.storage, "run")]
