@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         ObjectNotFoundError,
         PrefectTorchDdpError,
         RankFailedError,
+        SchedulerLostError,
         StorageError,
         WorkerLostError,
     )
@@ -46,6 +47,7 @@ __all__ = [
     "RankContext",
     "RankFailedError",
     "Report",
+    "SchedulerLostError",
     "StorageError",
     "TrainParams",
     "TrainReport",

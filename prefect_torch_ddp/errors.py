@@ -64,6 +64,10 @@ class WorkerLostError(GangError):
     """A Dask worker that held ranks is gone; names the worker and its ranks."""
 
 
+class SchedulerLostError(GangError):
+    """The Dask scheduler is gone, or silent, and with it the way to the workers; ranks end by themselves within seconds."""
+
+
 class GangCancelledError(GangError):
     """The gang was cancelled from outside while it ran."""
 

@@ -28,6 +28,8 @@ class Mailbox:
     stop_requested: bool = False
     leave_requested: bool = False
     last_poll_s: float = field(default_factory=time.monotonic)
+    """When the caller last gave a sign of life, of `time.monotonic`."""
+    why_ended: str = ""
     _events: list[GangEvent] = field(default_factory=list)
     _first_event: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -66,6 +68,7 @@ class Mailbox:
 
     def give(self, *, order: StartOrder | None = None, abort: bool = False, stop: bool = False, leave: bool = False) -> None:
         """Hand the seat an order."""
+        self.last_poll_s = time.monotonic()
         with self._lock:
             self.order = order or self.order
             self.abort_requested |= abort
@@ -88,7 +91,8 @@ class Mailbox:
                 self._first_event = max(self._first_event, next_event)
                 if self._events or self.state != known_state or time.monotonic() >= deadline:
                     events = tuple(self._events)
-                    return SeatNews(self.state, events, self._first_event + len(events), self.store_port, occupant())
+                    last = self._first_event + len(events)
+                    return SeatNews(self.state, events, last, self.store_port, occupant(), self.why_ended)
                 waiter = self._new_waiter()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(waiter, deadline - time.monotonic())

@@ -70,6 +70,8 @@ class SeatNews:
     next_event: int = 0
     store_port: int = 0
     occupant: Occupant | None = None
+    why_ended: str = ""
+    """Set where the seat ended its ranks unasked: it lost touch with the caller, or its worker closes."""
 
 
 @dataclass(frozen=True)

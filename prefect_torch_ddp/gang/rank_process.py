@@ -67,6 +67,7 @@ class RankProcess:
             self._events.setblocking(False)  # noqa: FBT003 - the standard library takes it by position
             events.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**20)
             control, self._control = _pipe(theirs, ours)
+            os.set_blocking(self._control.fileno(), False)
             self._stdout, stdout = _pipe(ours, theirs)
             self._stderr, stderr = _pipe(ours, theirs)
             files = RankFiles(
@@ -155,7 +156,7 @@ class RankProcess:
 
     def tell(self, word: bytes) -> None:
         """Write an order to the rank's control pipe; a rank that is gone needs none."""
-        with contextlib.suppress(BrokenPipeError):
+        with contextlib.suppress(BrokenPipeError, BlockingIOError):  # full: it was stopped for hours
             os.write(self._control.fileno(), word)
 
     @property

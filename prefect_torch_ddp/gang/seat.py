@@ -1,6 +1,5 @@
 """Owns the seat: the Dask task that holds a worker's slot for a gang and runs that worker's ranks."""
 
-import contextlib
 import dataclasses
 import select
 import socket
@@ -10,15 +9,19 @@ from collections.abc import Sequence
 from distributed import Worker, get_worker
 from distributed.core import Status
 
+from prefect_torch_ddp.gang.alarm import Alarm
 from prefect_torch_ddp.gang.mailbox import MAILBOXES, Mailbox
 from prefect_torch_ddp.gang.orders import SeatTicket
 from prefect_torch_ddp.gang.rank_process import RankProcess
+from prefect_torch_ddp.gang.silence import SILENCE_S, Silence
 from prefect_torch_ddp.gang.slots import SLOTS
 from prefect_torch_ddp.gang.store_socket import listen
 from prefect_torch_ddp.messages import GangEvent, LogLine, RankFailedEvent, RankFailure, RankLaunch
 
 TICK_S = 0.1
 """How often a seat looks whether its Dask task was cancelled."""
+BEAT_S = 1.0
+"""How often ranks are told that their seat lives; see SEAT_SILENCE_S in `rank/channel.py`."""
 EXIT_GRACE_S = 10.0
 """How long ranks that returned may take for their exit handlers."""
 
@@ -55,7 +58,10 @@ class _Seat:
         self._ranks: list[RankProcess] = []
         self._told_stop = False
         self._left_s: float | None = None
-        self._alarm = _Alarm()
+        self._alarm = Alarm()
+        self._beat_s = 0.0
+        self._caller = Silence()
+        self._heard_s = box.last_poll_s
 
     def run(self) -> tuple[bytes, ...]:
         box = self._box
@@ -147,8 +153,16 @@ class _Seat:
                 for fd in rank.file_descriptors(with_output=room):
                     poller.register(fd, select.POLLIN)
         poller.register(self._alarm.fd, select.POLLIN)
+        self._beat()
         poller.poll(TICK_S * 1000)
         self._alarm.quiet()
+
+    def _beat(self) -> None:
+        """Tell the ranks that this seat lives. From the thread that attends them, so that they don't outlive it frozen."""
+        now = time.monotonic()
+        if now - self._beat_s >= BEAT_S:
+            self._beat_s = now
+            self._tell(b"B")
 
     def _new_events(self) -> Sequence[GangEvent]:
         events: list[GangEvent] = []
@@ -168,12 +182,20 @@ class _Seat:
     def _must_end(self) -> bool:
         """Whether the caller, Dask or the worker wants this seat gone; a killed caller shows as a cancelled task."""
         task = self._worker.state.tasks.get(self._key)
-        return (
-            self._box.abort_requested
-            or task is None
-            or task.state in ("cancelled", "released", "forgotten")
-            or self._worker.status in (Status.closing, Status.closed, Status.failed)
-        )
+        if self._box.abort_requested or task is None or task.state in ("cancelled", "released", "forgotten"):
+            return True
+        if self._worker.status in (Status.closing, Status.closed, Status.failed):
+            self._box.why_ended = f"worker {self._ticket.worker} was closed"
+        elif self._has_lost_caller():
+            self._box.why_ended = f"worker {self._ticket.worker} had heard nothing from the caller for {SILENCE_S:g} s"
+        return bool(self._box.why_ended)
+
+    def _has_lost_caller(self) -> bool:
+        """Whether the caller, which polls every second, is frozen or cut off; a killed one's task is cancelled by Dask."""
+        if self._box.last_poll_s != self._heard_s:
+            self._heard_s = self._box.last_poll_s
+            self._caller.is_broken()
+        return not self._caller.left_s
 
     def _close(self) -> None:
         for rank in self._ranks:
@@ -186,31 +208,6 @@ class _Seat:
             rank.close()
         if self._store is not None:
             self._store.close()
-
-
-class _Alarm:
-    """Wakes a thread that waits in poll()."""
-
-    def __init__(self) -> None:
-        self._reader, self._writer = socket.socketpair()
-        self._reader.setblocking(False)  # noqa: FBT003 - the standard library takes it by position
-        self._writer.setblocking(False)  # noqa: FBT003
-
-    @property
-    def fd(self) -> int:
-        return self._reader.fileno()
-
-    def ring(self) -> None:
-        with contextlib.suppress(OSError):  # full: it rings already; closed: nobody waits any more
-            self._writer.send(b"!")
-
-    def quiet(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            self._reader.recv(64)
-
-    def close(self) -> None:
-        self._reader.close()
-        self._writer.close()
 
 
 def _start_failure(launch: RankLaunch, error: OSError) -> RankFailure:

@@ -1,25 +1,24 @@
 """Owns the caller's end of one seat: its Dask task, its news, and the orders that reach it."""
 
 import asyncio
-import math
 import pickle
-import time
 from dataclasses import dataclass
 from typing import Any
 
 from distributed import Client, Future
 
-from prefect_torch_ddp.errors import WorkerLostError
+from prefect_torch_ddp.errors import SchedulerLostError, WorkerLostError
+from prefect_torch_ddp.gang.membership import SchedulerSilentError, look_for
 from prefect_torch_ddp.gang.orders import Cleared, SeatNews, SeatState, WorkerIdentity
+from prefect_torch_ddp.gang.silence import SILENCE_S, Silence
 from prefect_torch_ddp.gang.switchboard import CLEAR_OP, GIVE_OP, POLL_OP, NoAnswerError, call_worker
-from prefect_torch_ddp.gang.workers import is_alive
 
 LONG_POLL_S = 1.0
-SILENCE_S = 30.0
-"""A worker that is still a member but doesn't answer for so long is taken for lost."""
 MEMBERSHIP_S = 2.0
 """How often a worker that owes an answer is looked up in the cluster."""
 CLEAR_TIMEOUT_S = 10.0
+CLEAR_SILENCE_S = 4.0
+"""How long the end of a gang waits for a worker that doesn't answer; its ranks end by themselves (`rank/channel.py`)."""
 
 
 class SeatLostError(Exception):
@@ -28,7 +27,10 @@ class SeatLostError(Exception):
 
 @dataclass
 class SeatLink:
-    """Talks to one seat; every call raises SeatLostError once its worker is gone or was silent too long."""
+    """Talks to one seat.
+
+    Every call raises SeatLostError once its worker is gone or was silent too long, SchedulerLostError where the scheduler is.
+    """
 
     client: Client
     worker: WorkerIdentity
@@ -42,6 +44,12 @@ class SeatLink:
     def state(self) -> SeatState:
         """How far the seat is, as last heard."""
         return self.news.state if self.news else "absent"
+
+    @property
+    def was_dropped_by_client(self) -> bool:
+        """Whether Dask's client let go of the seat, because it lost the scheduler and found it, or another, again."""
+        state = self.future._state  # noqa: SLF001 - nothing else tells this from a cancel
+        return state is not None and getattr(state.exception, "reason", "") == "scheduler-connection-lost"
 
     async def poll(self) -> SeatNews:
         """Wait for news, at most a second, and return it."""
@@ -66,9 +74,10 @@ class SeatLink:
     async def values(self) -> tuple[bytes, ...]:
         """Return the values of the seat's ranks; a seat whose worker was lost with them waits in Dask for ever, so look."""
         fetch: asyncio.Task[tuple[bytes, ...]] = asyncio.create_task(self._fetch())
+        silence = Silence()  # of the worker: big values may take their time
         try:
             while not (await asyncio.wait({fetch}, timeout=MEMBERSHIP_S))[0]:
-                await self._check_alive(math.inf)  # big values may take their time
+                await self._check_alive(silence)
             return fetch.result()
         finally:
             fetch.cancel()
@@ -79,36 +88,40 @@ class SeatLink:
 
     async def clear(self) -> Cleared:
         """End the seat with all its ranks; returns when they are gone."""
-        cleared: Cleared = await self._call(CLEAR_OP, timeout_s=CLEAR_TIMEOUT_S)
+        cleared: Cleared = await self._call(CLEAR_OP, CLEAR_SILENCE_S, timeout_s=CLEAR_TIMEOUT_S)
         return cleared
 
-    async def _call(self, op: str, **message: Any) -> Any:
-        patience = time.monotonic() + SILENCE_S
+    async def _call(self, op: str, silence_s: float = SILENCE_S, /, **message: Any) -> Any:
+        silence = Silence(silence_s)
         while True:
             call = asyncio.create_task(call_worker(self.client, self.worker.address, op, token=self.token, **message))
             try:
                 # In turns: to a worker that just died Dask goes on connecting for 30 s.
-                while not (await asyncio.wait({call}, timeout=MEMBERSHIP_S))[0]:
-                    await self._check_alive(patience)
+                while not (await asyncio.wait({call}, timeout=min(MEMBERSHIP_S, silence.left_s)))[0]:
+                    await self._check_alive(silence)
                 return call.result()
             except NoAnswerError:
-                await self._check_alive(patience)
+                await self._check_alive(silence)
             finally:
                 call.cancel()
             await asyncio.sleep(0.05)
 
-    async def _check_alive(self, patience: float) -> None:
+    async def _check_alive(self, silence: Silence) -> None:
+        """Raise where the worker or the scheduler is gone, or silent for too long."""
         if self.client.status != "running":
-            msg = f"the Dask client is {self.client.status}"
-            raise SeatLostError(msg)
+            msg = f"the scheduler was lost (the Dask client is {self.client.status})"
+            raise SchedulerLostError(msg)
         try:
-            alive = await is_alive(self.client, self.worker, MEMBERSHIP_S)
-        except OSError as error:
-            msg = f"the scheduler was lost ({type(error).__name__}: {error})"
-            raise SeatLostError(msg) from error
-        if not alive:
+            found = await look_for(self.client, self.worker, min(MEMBERSHIP_S, silence.left_s))
+        except SchedulerSilentError:
+            if not silence.left_s:
+                raise
+            return
+        if found == "answers":
+            silence.is_broken()
+        if found == "gone":
             msg = f"worker {self.worker.address} was lost"
             raise SeatLostError(msg)
-        if time.monotonic() > patience:
+        if not silence.left_s:
             msg = f"worker {self.worker.address} was silent for {SILENCE_S:g} s"
             raise SeatLostError(msg)

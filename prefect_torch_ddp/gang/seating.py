@@ -1,6 +1,7 @@
 """Owns the taking of seats from the caller's side: all of them or none, giving way where two gangs would wait for each other."""
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 
@@ -18,6 +19,8 @@ LOOK_AGAIN_S = 2.0
 """How often a waiting gang looks whether other workers than the chosen ones have become free."""
 WAIT_MESSAGE_S = 10.0
 """How often the caller is told for whom its gang waits."""
+STAY_IN_TOUCH_S = 2.0
+"""How often a seat that was taken is polled while others are still waited for."""
 
 
 class Seating:
@@ -30,6 +33,7 @@ class Seating:
         self._placement = placement
         self._workers = {worker.address: worker for worker in workers}
         self.links: list[SeatLink] = []
+        self._all_seated = asyncio.Event()
         self._looked_s = time.monotonic()
 
     async def take(self, deadline_s: float | None, say: Callable[[str], None]) -> bool:
@@ -40,14 +44,14 @@ class Seating:
         """
         self._submit()
         started = last_said = time.monotonic()
-        polls = [asyncio.create_task(self._poll_until(link, {"seated"})) for link in self.links]
+        polls = [asyncio.create_task(self._poll_until_all_seated(link)) for link in self.links]
         try:
             while True:
-                _, pending = await asyncio.wait(polls, timeout=0.25)
+                await asyncio.wait(polls, timeout=0.25)
                 _raise_first(polls)
-                if not pending:
-                    return True
                 missing = [link for link in self.links if link.state != "seated"]
+                if not missing:
+                    return True
                 now = time.monotonic()
                 if deadline_s is not None and now >= deadline_s:
                     raise NotEnoughWorkersError(self._busy_text(missing, now - started))
@@ -105,14 +109,29 @@ class Seating:
             + (f"; needs the resources {dict(self._plan.resources)}" if self._plan.resources else "")
         )
 
-    async def _poll_until(self, link: SeatLink, states: set[str]) -> None:
-        while link.state not in states:
-            await link.poll()
-            if link.future.status in ("cancelled", "lost"):
-                msg = f"gang {self._plan.name!r} was cancelled while it waited for its workers"
-                raise GangCancelledError(msg)
-            if link.future.status == "error":
-                await link.future
+    async def _poll_until_all_seated(self, link: SeatLink) -> None:
+        while link.state != "seated":
+            await self._poll(link)
+        if all(link.state == "seated" for link in self.links):
+            self._all_seated.set()
+        # A seat that has heard nothing from its caller for long takes it for lost.
+        while not await self._are_all_seated(STAY_IN_TOUCH_S):
+            await self._poll(link)
+
+    async def _are_all_seated(self, wait_s: float) -> bool:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._all_seated.wait(), wait_s)
+        return self._all_seated.is_set()
+
+    async def _poll(self, link: SeatLink) -> None:
+        await link.poll()
+        if link.future.status in ("cancelled", "lost"):
+            msg = f"gang {self._plan.name!r} was cancelled while it waited for its workers"
+            raise GangCancelledError(msg)
+        if link.future.status == "error":
+            await link.future
+        if link.news is not None and link.news.why_ended:
+            raise SeatLostError(link.news.why_ended)
 
 
 def _raise_first(tasks: Sequence["asyncio.Task[None]"]) -> None:

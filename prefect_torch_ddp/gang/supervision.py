@@ -5,7 +5,7 @@ import logging
 import time
 from collections.abc import Callable
 
-from prefect_torch_ddp.errors import GangCancelledError, GangError, WorkerLostError
+from prefect_torch_ddp.errors import GangCancelledError, GangError, SchedulerLostError, WorkerLostError
 from prefect_torch_ddp.gang.orders import Cleared, StartOrder
 from prefect_torch_ddp.gang.placement import Placement
 from prefect_torch_ddp.gang.plan import GangPlan
@@ -35,9 +35,8 @@ class Supervision:
         """Start the ranks on the seats taken and return their pickled values in rank order, or raise the one error."""
         store = self._links[0].news
         assert store is not None
-        for link in self._links:
-            launches = self._plan.launches(self._placement, link.worker.address, store.store_port)
-            await link.give_or_raise("before its ranks had started", order=StartOrder(launches))
+        # At once: while one of them doesn't answer, the others would hear nothing from their caller.
+        await asyncio.gather(*(self._start(link, store.store_port) for link in self._links))
         watches = [asyncio.create_task(self._watch(link, sink)) for link in self._links]
         try:
             await self._until_settled()
@@ -55,6 +54,10 @@ class Supervision:
             for watch in watches:
                 watch.cancel()
             await asyncio.gather(*watches, return_exceptions=True)
+
+    async def _start(self, link: SeatLink, store_port: int) -> None:
+        launches = self._plan.launches(self._placement, link.worker.address, store_port)
+        await link.give_or_raise("before its ranks had started", order=StartOrder(launches))
 
     async def stop(self) -> None:
         """Ask the ranks to agree on a step and stop there."""
@@ -100,17 +103,17 @@ class Supervision:
         """Pass on one seat's events until it ends; its loss is a failure of its ranks."""
         places = self._placement.ranks_of(link.worker.address)
         try:
-            while link.state != "ended" and not self._over:
-                news = await link.poll()
-                for event in news.events:
-                    self._note(event)
-                    sink(event)
-                if link.future.status != "pending":
-                    break
+            await self._pass_on(link, sink)
         except SeatLostError as error:
             link.is_lost = True
             for place in places:
                 self._note(RankFailedEvent(_lost_failure(place.rank, place.host, str(error))))
+            return
+        except SchedulerLostError as error:
+            for each in self._links:
+                each.is_lost = True  # there is no way to the others either
+            self._broken = error
+            self._changed.set()
             return
         except Exception as error:  # noqa: BLE001 - a watch that ended unseen would leave the caller waiting for ever
             self._broken = GangError(f"the seat on {link.worker.address} could not be watched: {error!r}")
@@ -121,14 +124,27 @@ class Supervision:
             self._broken = await self._why_gone(link)
             self._changed.set()
 
+    async def _pass_on(self, link: SeatLink, sink: Callable[[GangEvent], None]) -> None:
+        while link.state != "ended" and not self._over:
+            news = await link.poll()
+            for event in news.events:
+                self._note(event)
+                sink(event)
+            if link.future.status != "pending":
+                break
+
     async def _why_gone(self, link: SeatLink) -> GangError:
         """Tell why a seat ended that nobody told to."""
+        if link.news is not None and link.news.why_ended:
+            return WorkerLostError(f"{link.news.why_ended}; the rest of the gang was stopped")
         for _ in range(20):  # the seat's end is heard of before its task's
             if link.future.status != "pending":
                 break
             await asyncio.sleep(0.1)
         if link.future.status == "error":
             return GangError(f"the seat on {link.worker.address} failed: {await link.future.exception()!r}")
+        if link.was_dropped_by_client:
+            return SchedulerLostError("the connection to the scheduler was lost, and with it the gang")
         return GangCancelledError(f"gang {self._plan.name!r} was cancelled from outside; its ranks were stopped")
 
     def _note(self, event: GangEvent) -> None:

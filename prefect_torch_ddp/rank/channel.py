@@ -4,6 +4,7 @@ import json
 import os
 import pickle
 import select
+import signal
 import socket
 import threading
 import traceback
@@ -24,9 +25,11 @@ MAX_TEXT = 16_000
 """Characters of a record; in the worst case each takes six bytes, and the seat takes 128 KiB."""
 MAX_NAME = 200
 MAX_SUMMARY = 2_000
-STOP, LEAVE = b"S", b"L"
+STOP, LEAVE, BEAT = b"S", b"L", b"B"
 BEAT_S = 1.0
-"""How often the collectives that the rank has begun are counted."""
+"""How often the collectives that the rank has begun are counted, and the seat's beat is expected."""
+SEAT_SILENCE_S = 14.0
+"""A rank whose seat beat every second and then is silent for so long ends: its worker is stopped, or frozen for good."""
 _OUR_FRAMES = {str(Path(__file__).with_name(name)) for name in ("life.py", "entry.py")}
 
 
@@ -53,16 +56,19 @@ class Channel:
     def _take_orders(self) -> None:
         poller = select.poll()
         poller.register(self._control, select.POLLIN)
-        while True:
-            if not poller.poll(BEAT_S * 1000):
-                if not self._is_settled:
-                    self.pulse.beat()
-                continue
-            word = os.read(self._control, 1)
-            if not word:
+        has_beat, missed = False, 0  # turns, not time: while this process is stopped itself it misses nothing
+        while not has_beat or missed * BEAT_S < SEAT_SILENCE_S:
+            word = os.read(self._control, 1) if poller.poll(BEAT_S * 1000) else None
+            if word == b"":
                 break
-            {STOP: self._stop, LEAVE: self._leave}[word].set()
-        os._exit(1)  # the seat is gone, and with it everybody who cares
+            missed = missed + 1 if word is None else 0
+            if word in (STOP, LEAVE):
+                {STOP: self._stop, LEAVE: self._leave}[word].set()
+                continue
+            has_beat |= word == BEAT
+            if not self._is_settled:
+                self.pulse.beat()
+        _end_session()
 
     def wait_to_leave(self, timeout_s: float | None) -> bool:
         """Wait until all ranks of the gang have returned, at most so long."""
@@ -122,6 +128,13 @@ class Channel:
 
     def _send(self, record: dict[str, Any]) -> None:
         self._events.send(_encode(record))
+
+
+def _end_session() -> None:
+    """End this rank and all that it started: the seat is gone or frozen, and with it whoever would do so."""
+    if os.getpgrp() == os.getpid():
+        os.killpg(0, signal.SIGKILL)
+    os._exit(1)
 
 
 def _encode(record: dict[str, Any]) -> bytes:

@@ -1,0 +1,90 @@
+"""Owns a Dask cluster as an operator runs it: scheduler, nannies, workers are processes of their own, to be killed or stopped."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+from distributed import Client
+
+READY_S = 60.0
+STOP_S = 10.0
+
+
+def wait_until(true: Callable[[], object], timeout_s: float = 10.0) -> None:
+    """Wait for a condition."""
+    deadline = time.monotonic() + timeout_s
+    while not true():
+        assert time.monotonic() < deadline, "the condition did not come true in time"
+        time.sleep(0.02)
+
+
+def stop(process: psutil.Process) -> None:
+    """SIGSTOP it, and wait until it is stopped."""
+    process.send_signal(signal.SIGSTOP)
+    wait_until(lambda: process.status() == psutil.STATUS_STOPPED)
+
+
+def end(process: psutil.Process) -> None:
+    """Kill a process, also a stopped one, and all that it has started."""
+    everyone = [*process.children(recursive=True), process]
+    for member in everyone:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            member.kill()
+    psutil.wait_procs(everyone, timeout=STOP_S)
+
+
+class SeparateCluster:
+    """Its processes, found when asked for: a nanny starts another worker process when one has died."""
+
+    def __init__(self, folder: Path) -> None:
+        """Leave logs and the scheduler's address in the folder; nothing is started."""
+        self._folder = folder
+        self.address = ""
+        self.scheduler: psutil.Process
+        self.nannies: list[psutil.Process] = []
+        self._started: list[subprocess.Popen[bytes]] = []
+
+    def start(self, num_workers: int, options: tuple[str, ...]) -> None:
+        """Start the scheduler, then the workers."""
+        self._folder.mkdir(exist_ok=True)
+        self.scheduler = self._run("scheduler", "--port", "0")
+        scheduler_file = self._folder / "scheduler.json"
+        wait_until(scheduler_file.exists, READY_S)
+        self.nannies = [self._run("worker", "--nthreads", "1", "--name", f"w{i}", *options) for i in range(num_workers)]
+        with Client(scheduler_file=str(scheduler_file)) as client:
+            client.wait_for_workers(num_workers, timeout=READY_S)
+            self.address = client.scheduler.address
+
+    def _run(self, what: str, *options: str) -> psutil.Process:
+        command = [sys.executable, "-m", "dask", what, "--scheduler-file", str(self._folder / "scheduler.json")]
+        command += ["--host", "127.0.0.1", "--dashboard-address", "127.0.0.1:0", *options]
+        work = self._folder / f"{what}-{len(self._started)}"
+        work.mkdir()
+        with (work / "log").open("wb") as log:
+            process = subprocess.Popen(command, cwd=work, stdout=log, stderr=log, env=dict(os.environ))
+        self._started.append(process)
+        return psutil.Process(process.pid)
+
+    def close(self) -> None:
+        """Kill all there is, stopped or not."""
+        for process in reversed(self._started):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                end(psutil.Process(process.pid))
+            process.wait()
+
+
+@contextlib.contextmanager
+def separate_cluster(folder: Path, num_workers: int = 2, *options: str) -> Iterator[SeparateCluster]:
+    """Run a scheduler and workers with nannies; options are of `dask worker`."""
+    cluster = SeparateCluster(folder)
+    try:
+        cluster.start(num_workers, options)
+        yield cluster
+    finally:
+        cluster.close()
