@@ -10,7 +10,7 @@ from prefect_dask import DaskTaskRunner
 
 from prefect_torch_ddp.checkpoint.manifest import newest, object_uri
 from prefect_torch_ddp.data.dataset_store import find_dataset
-from prefect_torch_ddp.errors import InvalidParamsError, WorkerLostError
+from prefect_torch_ddp.errors import InvalidParamsError, SchedulerLostError, WorkerLostError
 from prefect_torch_ddp.params import TrainParams
 from prefect_torch_ddp.results import DatasetReport, TrainingReport, TrainReport
 from prefect_torch_ddp.tasks.blocks import resolve_storage
@@ -76,7 +76,7 @@ def _train(task: Task[[Run, DatasetReport], TrainingReport], run: Run, dataset: 
     for left in reversed(range(run.params.retries + 1)):
         try:
             return result_of(task.submit(run, dataset))
-        except WorkerLostError as error:
+        except (WorkerLostError, SchedulerLostError) as error:
             if left == 0 or not is_supervisor_loss(error):
                 raise
             get_run_logger().warning("%s; the training is submitted again and goes on from its newest checkpoint", error)

@@ -1,25 +1,31 @@
 """Owns the way from a Prefect run to its Dask cluster."""
 
+import contextlib
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import dask
 import distributed
 from dask.system import CPU_COUNT
+from distributed.client import FutureCancelledError
 from distributed.scheduler import KilledWorker
+from distributed.worker import thread_state
 from prefect.client.orchestration import get_client
 from prefect.context import FlowRunContext
 from prefect.futures import PrefectFuture
 from prefect.states import Crashed
 from prefect.utilities.importtools import from_qualified_name
 from prefect_dask import DaskTaskRunner
+from prefect_dask.task_runners import PrefectDaskFuture
 
-from prefect_torch_ddp.errors import InvalidParamsError, WorkerLostError
+from prefect_torch_ddp.errors import GangCancelledError, InvalidParamsError, SchedulerLostError
 from prefect_torch_ddp.gang.placement import num_workers_needed
+from prefect_torch_ddp.gang.silence import SILENCE_S
 from prefect_torch_ddp.gang.warm import warm
 from prefect_torch_ddp.params import ClusterParams, TrainParams
+from prefect_torch_ddp.tasks.task_watch import LOOK_EVERY_S, SupervisorLostError, TaskWatch, answer_of
 
 R = TypeVar("R")
 
@@ -109,33 +115,73 @@ def current_client() -> Iterator[distributed.Client]:
     the thread, and a gang as large as the cluster would never start.)
     """
     try:
-        distributed.get_worker()
+        worker = distributed.get_worker()
     except ValueError:
         yield _runner().client
-    else:
-        with distributed.worker_client() as client:
-            yield client
+        return
+    key = thread_state.key
+    with contextlib.ExitStack() as stack:
+        try:
+            client = stack.enter_context(distributed.worker_client())
+            _refuse_second_life(client, worker, key)
+        except OSError as error:
+            msg = f"the task's way to the scheduler was lost ({type(error).__name__}: {error})"
+            raise SchedulerLostError(msg) from error
+        yield client
+
+
+def _refuse_second_life(client: distributed.Client, worker: distributed.Worker, key: object) -> None:
+    """Refuse to go on in a task that Dask has taken from this worker: it would train beside the one that replaced it."""
+    scheduler: Any = client.scheduler
+    tasks = client.sync(lambda: answer_of(scheduler.processing(workers=None), SILENCE_S))
+    if tasks is None:
+        msg = f"the scheduler {scheduler.address} was silent for {SILENCE_S:g} s"
+        raise SchedulerLostError(msg)
+    if key not in tasks.get(worker.address, ()):
+        msg = f"Dask has taken this task from worker {worker.address}; training is not run twice"
+        raise GangCancelledError(msg)
 
 
 def result_of(future: PrefectFuture[R]) -> R:
     """Return a submitted task's result, or raise what it raised.
 
     Raises:
-        WorkerLostError: the Dask worker that ran the task itself died; Prefect was told that the task run crashed, of which
-            it would learn nothing otherwise: the run would stay Running for ever.
+        SupervisorLostError: the Dask worker that ran the task itself died or was silent for too long.
+        SchedulerLostError: the scheduler did. Of both Prefect is told, the task run is Crashed: it would stay Running for ever.
     """
+    task = cast("PrefectDaskFuture[R]", future)
+    runner = _runner()
+    watch = TaskWatch(runner.client, task.wrapped_future, owns_workers=runner.address is None)
     try:
-        return future.result()
+        while task.wrapped_future.status == "pending":
+            task.wait(LOOK_EVERY_S)
+            if task.wrapped_future.status == "pending":
+                watch.look()
+        task.wrapped_future.result()  # Prefect's state, also of a task that failed
     except KilledWorker as error:
-        lost = WorkerLostError(f"Dask worker {error.last_worker.address} died while it ran the task itself")
-        with get_client(sync_client=True) as client:
-            client.set_task_run_state(future.task_run_id, Crashed(message=str(lost)), force=True)
+        lost = SupervisorLostError(f"Dask worker {error.last_worker.address} died while it ran the task itself")
+        _set_crashed(task, lost)
         raise lost from error
+    except FutureCancelledError as error:
+        if error.reason != "scheduler-connection-lost":
+            raise
+        gone = SchedulerLostError("the connection to the scheduler was lost while a task ran")
+        _set_crashed(task, gone)
+        raise gone from error
+    except (SupervisorLostError, SchedulerLostError) as error:
+        _set_crashed(task, error)
+        raise
+    return task.result()
 
 
-def is_supervisor_loss(error: WorkerLostError) -> bool:
-    """Tell the loss of the worker that ran the task from that of one that held ranks, which the task itself reports."""
-    return isinstance(error.__cause__, KilledWorker)
+def _set_crashed(task: PrefectDaskFuture[Any], error: Exception) -> None:
+    with get_client(sync_client=True) as client:
+        client.set_task_run_state(task.task_run_id, Crashed(message=str(error)), force=True)
+
+
+def is_supervisor_loss(error: Exception) -> bool:
+    """Tell a loss that the task itself could not outlive, on a cluster that is still there: it can be submitted again."""
+    return isinstance(error, SupervisorLostError | SchedulerLostError) and _runner().client.status == "running"
 
 
 def _runner() -> DaskTaskRunner:

@@ -10,7 +10,7 @@ from prefect.logging import get_run_logger
 
 from prefect_torch_ddp.checkpoint.attempts import newest_attempt
 from prefect_torch_ddp.checkpoint.failures import read_failures
-from prefect_torch_ddp.errors import GangCancelledError, InvalidParamsError, RankFailedError
+from prefect_torch_ddp.errors import GangCancelledError, InvalidParamsError, RankFailedError, SchedulerLostError
 from prefect_torch_ddp.gang.launch import run_gang
 from prefect_torch_ddp.messages import AttemptBegan, GangEvent, Progress
 from prefect_torch_ddp.results import DatasetReport, FailedAttempt, TrainingReport
@@ -21,12 +21,14 @@ from prefect_torch_ddp.tasks.run_journal import RunJournal
 
 
 def is_worth_a_retry(_task: Task[Any, Any], _task_run: TaskRun, state: State[Any]) -> bool:
-    """Tell Prefect whether another attempt may end better: not after a cancel, nor when the input can't work."""
+    """Tell Prefect whether another attempt may end better: not after a cancel, nor without a scheduler, nor with such input."""
     error = state.result(raise_on_failure=False)
     cause = getattr(error, "__cause__", None)
     if isinstance(error, RankFailedError) and error.why_final is not None:
         return False
-    return not isinstance(error, GangCancelledError | InvalidParamsError) and not isinstance(cause, ImportError | SyntaxError)
+    if isinstance(error, GangCancelledError | InvalidParamsError | SchedulerLostError):
+        return False
+    return not isinstance(cause, ImportError | SyntaxError)
 
 
 def failed_attempts(run: Run) -> tuple[FailedAttempt, ...]:

@@ -62,9 +62,12 @@ def fail_if_told(rank: RankContext) -> None:
         if fault["how"] == "raise":
             msg = "told to fail"
             raise ValueError(msg)
-        if fault["how"] == "kill_grandparent":
+        if fault["how"] in ("kill_grandparent", "stop_grandparent", "pause"):
             wait_for_checkpoint(rank, fault["step"])
-            os.kill(dask_worker_of(os.getpid()), signal.SIGKILL)
+            if fault["how"] == "pause":
+                write_pid(Path(fault["mark"]), rank.rank)
+            else:
+                os.kill(dask_worker_of(os.getpid()), signal.SIGKILL if fault["how"] == "kill_grandparent" else signal.SIGSTOP)
             signal.pause()
         os.kill(os.getpid(), signal.Signals[fault["how"]])
 
