@@ -1,9 +1,7 @@
 """When the ground goes: workers, nannies, the scheduler and the caller, killed or stopped, while a gang runs or waits on them."""
 
 import contextlib
-import multiprocessing
 import os
-import signal
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,7 +13,7 @@ from distributed import Client, LocalCluster
 
 from prefect_torch_ddp import SchedulerLostError, WorkerLostError, run_gang
 from tests.integration.gang.test_failures import pids_in, wait_until
-from tests.integration.separate_cluster import SeparateCluster, end, separate_cluster, stop
+from tests.integration.separate_cluster import SeparateCluster, separate_cluster, stop
 from tests.workloads import faulty, plain
 
 pytestmark = pytest.mark.timeout(180)
@@ -119,29 +117,3 @@ def test_a_worker_that_is_retired_while_a_gang_waits_for_it(tmp_path: Path) -> N
 
 def _until_there(path: str) -> None:
     wait_until(Path(path).exists, 120)
-
-
-def _call_gang(address: str, folder: str) -> None:
-    with Client(address) as client:
-        run_gang(client, faulty.sleep_for_ever, args=(folder,), world_size=2)
-
-
-@pytest.fixture
-def stopped_caller(dask_client: Client, tmp_path: Path) -> Iterator[list[psutil.Process]]:
-    """Run a gang from another process, and stop that process; give the ranks."""
-    caller = multiprocessing.get_context("spawn").Process(target=_call_gang, args=(dask_client.scheduler.address, str(tmp_path)))
-    caller.start()
-    assert caller.pid is not None
-    try:
-        ranks = [psutil.Process(pid) for pid in pids_in(tmp_path, 2)]
-        os.kill(caller.pid, signal.SIGSTOP)
-        yield ranks
-    finally:
-        end(psutil.Process(caller.pid))
-        caller.join(20)
-
-
-def test_a_stopped_caller(dask_client: Client, stopped_caller: list[psutil.Process]) -> None:
-    """SIGSTOP of the caller: its ranks are gone within 15 s, and the workers free for the next gang."""
-    wait_until(lambda: all_gone(stopped_caller), 20)
-    assert run_gang(dask_client, plain.sum_of_ones, world_size=2, queue_timeout_s=30) == [2.0, 2.0]

@@ -1,0 +1,179 @@
+"""The slow losses: what is stopped shows by its silence alone, 12 s of it; our clusters and others, gangs and runs."""
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import psutil
+import pytest
+from distributed import Client
+
+from prefect_torch_ddp import ClusterParams, SchedulerLostError, TrainReport, WorkerLostError, run_gang, train_flow
+from tests.integration.flow.test_flow_loss import newest_flow_run, params_of, train_states
+from tests.integration.gang.test_failures import pids_in, wait_until
+from tests.integration.gang.test_loss import all_gone, sleeping_gang, workers_of
+from tests.integration.runs import flow_run_id_of
+from tests.integration.separate_cluster import SeparateCluster, end, separate_cluster, stop
+from tests.workloads import faulty, plain
+from tests.workloads.tiny import dask_worker_of
+
+pytestmark = pytest.mark.timeout(400)
+
+
+@pytest.fixture
+def others(tmp_path: Path) -> Iterator[SeparateCluster]:
+    """Run a cluster of separate processes."""
+    with separate_cluster(tmp_path / "cluster", 3) as cluster:
+        yield cluster
+
+
+def _call_gang(address: str, folder: str) -> None:
+    with Client(address) as client:
+        try:
+            run_gang(client, faulty.sleep_for_ever, args=(folder,), world_size=2)
+        except WorkerLostError as error:
+            Path(folder, "error.tmp").write_text(str(error))
+            Path(folder, "error.tmp").rename(Path(folder, "error"))
+
+
+@pytest.fixture
+def caller(dask_client: Client, tmp_path: Path) -> Iterator[psutil.Process]:
+    """Run a gang from another process, its ranks there."""
+    process = multiprocessing.get_context("spawn").Process(target=_call_gang, args=(dask_client.scheduler.address, str(tmp_path)))
+    process.start()
+    assert process.pid is not None
+    try:
+        pids_in(tmp_path, 2)
+        yield psutil.Process(process.pid)
+    finally:
+        if process.is_alive():
+            end(psutil.Process(process.pid))
+        process.join(20)
+
+
+def test_a_stopped_caller(dask_client: Client, caller: psutil.Process, tmp_path: Path) -> None:
+    """SIGSTOP of the caller: its ranks are gone, the workers free; continued, it says what happened, and no cancel."""
+    ranks = [psutil.Process(pid) for pid in pids_in(tmp_path, 2)]
+    stop(caller)
+    wait_until(lambda: all_gone(ranks), 30)
+    assert run_gang(dask_client, plain.sum_of_ones, world_size=2, queue_timeout_s=30) == [2.0, 2.0]
+    caller.resume()
+    wait_until((tmp_path / "error").exists, 30)
+    assert "had heard nothing from the caller for 12 s" in (tmp_path / "error").read_text()
+
+
+def test_a_stopped_scheduler(others: SeparateCluster, tmp_path: Path) -> None:
+    """SIGSTOP of the scheduler: named after its silence, and the ranks end by themselves."""
+    with Client(others.address, timeout=2) as client, sleeping_gang(client, tmp_path / "pids") as (gang, ranks):
+        stop(others.scheduler)
+        try:
+            error = gang.exception(60)
+            assert type(error) is SchedulerLostError
+            assert f"the scheduler {others.address} was silent for 12 s" in str(error)
+            wait_until(lambda: all_gone(ranks), 10)
+        finally:
+            others.scheduler.resume()
+
+
+def test_a_gang_leaves_a_silent_worker_out(others: SeparateCluster) -> None:
+    """Of three workers one is stopped before the gang comes: two that answer are enough for two ranks."""
+    with Client(others.address) as client:
+        stop(next(iter(workers_of(client).values())))
+        assert run_gang(client, plain.sum_of_ones, world_size=2) == [2.0, 2.0]
+
+
+@pytest.mark.usefixtures("prefect_api")
+def test_the_scheduler_of_a_run_is_stopped(others: SeparateCluster, tmp_path: Path) -> None:
+    """E8: SIGSTOP of the scheduler of others under train_flow: a clear error, no task run Running, no rank left."""
+    params = params_of(tmp_path, "pause", 2, cluster=ClusterParams(address=others.address))
+    with ThreadPoolExecutor(1) as pool:
+        rank = pool.submit(_stop_when_marked, others.scheduler, tmp_path / "mark" / "0")
+        try:
+            with pytest.raises(SchedulerLostError, match="was silent for 12 s"):
+                train_flow(params)
+            ranks = [rank.result()]
+            wait_until(lambda: all_gone(ranks), 10)
+        finally:
+            others.scheduler.resume()
+    wait_until(lambda: "Running" not in train_states(newest_flow_run()), 60)
+
+
+def _stop_when_marked(process: psutil.Process, mark: Path) -> psutil.Process:
+    """Stop a process when the training has come far enough; return rank 0."""
+    wait_until(mark.exists, 120)
+    rank = psutil.Process(int(mark.read_text()))
+    stop(process)
+    return rank
+
+
+@pytest.mark.usefixtures("prefect_api")
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("where", ["ours", "others"])
+def test_a_rank_of_a_run_loses_its_worker(how: signal.Signals, where: str, tmp_path: Path) -> None:
+    """E8: the worker of rank 0 is killed or stopped, with the train task on it or not: the training resumes, once."""
+    with separate_cluster(tmp_path / "cluster", 3) as cluster, ThreadPoolExecutor(1) as pool:
+        more = {"cluster": ClusterParams(address=cluster.address)} if where == "others" else {}
+        hurt = pool.submit(_hurt_worker_when_marked, how, tmp_path / "mark" / "0")
+        report = train_flow(params_of(tmp_path, "pause", 2, **more))
+        hurt.result()
+    check_resumed_once(report)
+
+
+def _hurt_worker_when_marked(how: signal.Signals, mark: Path) -> None:
+    wait_until(mark.exists, 120)
+    os.kill(dask_worker_of(int(mark.read_text())), how)
+
+
+def check_resumed_once(report: TrainReport) -> None:
+    """Expect a second attempt that went on from the first one's checkpoint, and no task run that is still Running."""
+    assert report.training.attempt == 2
+    assert report.training.resumed_from_step in (5, 10)
+    states = train_states(flow_run_id_of(report.flow_run_url))
+    assert states in (["Completed"], ["Completed", "Crashed"])
+
+
+@pytest.fixture
+def flow_process(prefect_api: str, tmp_path: Path) -> Iterator[psutil.Process]:
+    """Run train_flow on a local cluster from a process of its own; it pauses once a checkpoint is there."""
+    script = tmp_path / "run.py"
+    params = params_of(tmp_path, "pause", 2).model_dump_json()
+    script.write_text(
+        "from prefect_torch_ddp import TrainParams, train_flow\n"
+        "if __name__ == '__main__':\n"
+        f"    report = train_flow(TrainParams.model_validate_json({params!r}))\n"
+        "    print('attempt', report.training.attempt, report.training.resumed_from_step)\n"
+    )
+    with (tmp_path / "output").open("wb") as output:
+        process = subprocess.Popen([sys.executable, str(script)], stdout=output, stderr=output)
+        try:
+            wait_until((tmp_path / "mark" / "0").exists, 120)
+            yield psutil.Process(process.pid)
+        finally:
+            if process.poll() is None:
+                end(psutil.Process(process.pid))
+            process.wait()
+
+
+def test_the_flow_process_is_killed(flow_process: psutil.Process, tmp_path: Path) -> None:
+    """E8: SIGKILL of the flow with its local cluster: nothing of it is left within 10 s."""
+    family = flow_process.children(recursive=True)
+    assert any(member.pid == int((tmp_path / "mark" / "0").read_text()) for member in family)
+    flow_process.kill()
+    wait_until(lambda: all_gone(family), 15)
+
+
+def test_the_flow_process_is_stopped(flow_process: psutil.Process, tmp_path: Path) -> None:
+    """E8: SIGSTOP of the flow stops the scheduler in it: ranks end by themselves; continued, the run resumes and completes."""
+    rank = psutil.Process(int((tmp_path / "mark" / "0").read_text()))
+    stop(flow_process)
+    wait_until(lambda: all_gone([rank]), 30)
+    flow_process.resume()
+    flow_process.wait(200)
+    output = (tmp_path / "output").read_text()
+    assert "attempt 2 10" in output or "attempt 2 5" in output, output[-3000:]
+    assert "Running" not in train_states(newest_flow_run())
