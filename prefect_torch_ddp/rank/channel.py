@@ -176,6 +176,6 @@ def _pickle_exception(error: BaseException) -> bytes | None:
     try:
         data: bytes = cloudpickle.dumps(error)
         pickle.loads(data)
-    except Exception:  # noqa: BLE001 - user classes refuse in every way; type and text survive without
+    except BaseException:  # noqa: BLE001 - user classes refuse in every way; type and text survive without
         return None
     return data

@@ -33,5 +33,5 @@ def is_collateral(error: BaseException) -> bool:
 def _text(error: BaseException) -> str:
     try:
         return str(error)
-    except Exception:  # noqa: BLE001 - an argument's own __str__ may raise anything
+    except BaseException:  # noqa: BLE001 - an argument's own __str__ may raise anything
         return ""

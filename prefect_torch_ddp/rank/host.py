@@ -50,6 +50,7 @@ def main(arguments: Sequence[str]) -> None:
     rank = _serve(link, idle_s)
     if rank is not None:
         life.live(*rank)
+    os._exit(0)  # the interpreter's end takes torch apart, and triton writes to stderr what it then misses
 
 
 def why_unfit() -> str | None:

@@ -1,6 +1,7 @@
 """Functions that behave oddly: their values and lines arrive, and what they leave behind is gone."""
 
 import logging
+import pickle
 import re
 
 import psutil
@@ -54,3 +55,39 @@ def test_lines_of_a_rank_that_is_killed_with_the_gang_arrive(
         with caplog.at_level(logging.INFO, logger="prefect_torch_ddp.ranks"), pytest.raises(RankFailedError, match="all at once"):
             run_gang(dask_client, odd.print_then_fail_together, args=(200,), world_size=2, launcher=launcher)  # type: ignore[arg-type]
         assert [m for m in caplog.messages if "line " in m] == [f"[rank 0] line {number}" for number in range(200)]
+
+
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        ("endless", "_Endless"),
+        ("angry", "_Angry"),
+        ("huge", "ValueError: xxx"),
+        ("group", "ExceptionGroup: several"),
+        ("chain", "ValueError: link 999"),
+        ("generator_exit", "GeneratorExit"),
+        ("exit_text", r"left by sys.exit\('a text'\)"),
+        ("abort", "killed by SIGABRT"),
+        ("recursion", "RecursionError"),
+        ("c_stack", "killed by SIGSEGV"),
+        ("fatal", "killed by SIGABRT"),
+        ("no_files", "rank 1 "),
+        ("bad_handler", "rank 1 "),
+    ],
+)
+def test_odd_failures_are_told(dask_client: Client, how: str, says: str) -> None:
+    """However a rank fails, and whatever its exception does when it is shown or pickled, rank 1 is named and how it ended."""
+    with pytest.raises(RankFailedError, match=says) as caught:
+        run_gang(dask_client, odd.fail_oddly, args=(how,), world_size=2)
+    assert caught.value.rank == 1
+    assert len(str(caught.value)) < 100_000
+    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "how", ["thread", "handlers", "folder", "faulthandler", "no_death_signal", "other_group", "holds_stdout"]
+)
+def test_odd_functions_end_well(dask_client: Client, how: str) -> None:
+    """What a function changed or left in its process keeps neither its value nor the next gang."""
+    for _ in range(2):
+        assert run_gang(dask_client, odd.end_well_oddly, args=(how,), world_size=2) == [9, 9]

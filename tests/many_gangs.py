@@ -1,0 +1,151 @@
+"""Owns a mix of gangs that end in every way, and the comparison of what is there before and after it."""
+
+import collections
+import os
+import signal
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+from distributed import Client, Future, LocalCluster
+
+from prefect_torch_ddp import GangCancelledError, NotEnoughWorkersError, RankFailedError, run_gang
+from prefect_torch_ddp.messages import Launcher
+from tests.integration.gang.test_failures import pids_in, wait_until
+from tests.workloads import faulty, plain
+
+MIX = ("good", "loader", "raise", "SIGKILL", "os_exit", "killed_outside", "cancelled", "refused", "queued", "good")
+SLACK = 4
+"""Connections and threads that Dask may open and keep for reuse, in each process."""
+
+
+def run_mix(client: Client, folder: Path, number: int, launcher: Launcher = "auto") -> None:
+    """Run the gang of this number, and assert that it ends as it should."""
+    how = MIX[number % len(MIX)]
+    place = folder / str(number)
+    place.mkdir()
+    match how:
+        case "good":
+            assert run_gang(client, plain.sum_of_ones, world_size=2, launcher=launcher) == [2.0, 2.0]
+        case "loader":
+            assert run_gang(client, plain.load_with_workers, args=(None,), world_size=2, launcher=launcher) == [285, 285]
+        case "raise" | "SIGKILL" | "os_exit":
+            with pytest.raises(RankFailedError, match="rank 1 "):
+                run_gang(client, faulty.only_on, args=(1, how), world_size=2, launcher=launcher)
+        case "queued":
+            threads = [threading.Thread(target=run_gang, args=(client, plain.sum_of_ones, (), None, 2)) for _ in range(3)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join(60)
+                assert not thread.is_alive()
+        case _:
+            _disturb(client, place, how, launcher)
+
+
+def _disturb(client: Client, place: Path, how: str, launcher: Launcher) -> None:
+    """Start a gang that would run for ever, and end it from outside."""
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            run_gang(client, faulty.sleep_for_ever, args=(str(place),), world_size=2, launcher=launcher)
+        except (RankFailedError, GangCancelledError) as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    pids = pids_in(place, 2, 60)
+    if how == "refused":
+        with pytest.raises(NotEnoughWorkersError):
+            run_gang(client, plain.sum_of_ones, world_size=2, queue_timeout_s=0.3)
+    if how == "cancelled":
+        seats = [future.key for future in client.futures.values() if future.key.startswith("ddp-seat-")]
+        client.cancel([Future(key, client) for key in seats], force=True)
+    else:
+        os.kill(pids[0], signal.SIGKILL)
+    thread.join(30)
+    expected = GangCancelledError if how == "cancelled" else RankFailedError
+    assert [type(error) for error in errors] == [expected]
+
+
+@dataclass(frozen=True)
+class Belongings:
+    """What one process has."""
+
+    name: str
+    files: dict[str, int]
+    """Open file descriptors by what they are."""
+    num_threads: int
+    ports: tuple[int, ...]
+    rss_bytes: int
+
+
+def assert_nothing_is_left(tmp_path: Path, patch: pytest.MonkeyPatch, num_gangs: int) -> None:
+    """Run that many gangs on a cluster of its own, which has run one of each before, and compare."""
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    patch.setenv("TMPDIR", str(temporary))
+    folders = [tmp_path / "warm", tmp_path / "counted"]
+    with LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=":0") as cluster, Client(cluster) as client:
+        for folder in folders:
+            folder.mkdir()
+        for number in range(len(MIX)):
+            run_mix(client, folders[0], number)
+        before, files_before = belongings(), set(temporary.rglob("*"))
+        for number in range(num_gangs):
+            run_mix(client, folders[1], number, "exec" if number % 17 == 0 else "auto")
+        wait_until(lambda: not differences(before, belongings()), 20)
+        assert set(temporary.rglob("*")) == files_before
+        after = belongings()
+        for pid, old in before.items():
+            grown = (after[pid].rss_bytes - old.rss_bytes) / 2**20
+            print(f"{old.name} ({pid}) grew by {grown:.1f} MiB over {num_gangs} gangs; {after[pid].files}")
+
+
+def belongings() -> dict[int, Belongings]:
+    """Describe this process, the Dask processes and rank hosts below it, and whatever else is alive there."""
+    found = {}
+    for process in [psutil.Process(), *psutil.Process().children(recursive=True)]:
+        try:
+            if process.status() != psutil.STATUS_ZOMBIE:
+                found[process.pid] = _describe(process)
+        except (psutil.NoSuchProcess, FileNotFoundError):
+            continue
+    return found
+
+
+def _describe(process: psutil.Process) -> Belongings:
+    listening = [c.laddr.port for c in process.net_connections("tcp") if c.status == psutil.CONN_LISTEN]
+    return Belongings(
+        name=process.name(),
+        files=dict(collections.Counter(_kind(fd) for fd in Path(f"/proc/{process.pid}/fd").iterdir())),
+        num_threads=process.num_threads(),
+        ports=tuple(sorted(listening)),
+        rss_bytes=process.memory_info().rss,
+    )
+
+
+def _kind(fd: Path) -> str:
+    try:
+        return str(fd.readlink()).partition(":[")[0]
+    except OSError:
+        return "gone"
+
+
+def differences(before: dict[int, Belongings], after: dict[int, Belongings]) -> list[str]:
+    """Say what is there now and was not; empty where nothing is."""
+    found = [f"process {pid}: {after[pid].name}" for pid in after.keys() - before.keys()]
+    for pid in after.keys() & before.keys():
+        old, new = before[pid], after[pid]
+        who = f"{new.name} ({pid})"
+        found += [f"{who} listens at {port}" for port in set(new.ports) - set(old.ports)]
+        for kind, count in new.files.items():
+            more = count - old.files.get(kind, 0)
+            if more > (SLACK if kind == "socket" else 0):
+                found.append(f"{who} has {more} more of {kind}")
+        if new.num_threads > old.num_threads + SLACK:
+            found.append(f"{who} has {new.num_threads - old.num_threads} more threads")
+    return found
