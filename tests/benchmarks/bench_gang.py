@@ -1,49 +1,91 @@
-"""How long a gang takes to start and to fail, beside torchrun on the same machine in the same minutes."""
+"""How long a gang takes to start, to fail and to start again, beside torchrun."""
 
+import inspect
+import os
 import re
 import statistics
-import subprocess
-import sys
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from distributed import Client
 
 from prefect_torch_ddp import RankFailedError, run_gang
+from prefect_torch_ddp.tasks.cluster import local_cluster
+from tests.benchmarks.beside import Times, show, torchrun
 from tests.workloads import faulty, plain
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(900)
 ROUNDS = 9
+CURVE_ROUNDS = 5
+CURVE_OF_TORCHRUN_ROUNDS = 3
 
-TORCHRUN_START = """
-import os, time, torch, torch.distributed as dist
+MEET = """
+import os, re, signal, sys, time, torch, torch.distributed as dist
 dist.init_process_group("gloo")
 dist.all_reduce(torch.ones(1))
-os.write(1, f"{time.time():.6f}\\n".encode())
+"""
+TORCHRUN_START = f"""{MEET}
+now = time.time()
+dist.barrier()
+pss = re.search(r"Pss: +([0-9]+) kB", open("/proc/self/smaps_rollup").read())[1]
+os.write(1, f"{{now:.6f}} {{pss}}\\n".encode())
+dist.barrier()
 dist.destroy_process_group()
 """
-TORCHRUN_KILLED = """
-import os, signal, time, torch, torch.distributed as dist
-dist.init_process_group("gloo")
-dist.all_reduce(torch.ones(1))
+TORCHRUN_KILLED = f"""{MEET}
 if dist.get_rank() == 1:
-    os.write(1, f"{time.time():.6f}\\n".encode())
+    os.write(1, f"{{time.time():.6f}} 0\\n".encode())
     os.kill(os.getpid(), signal.SIGKILL)
 dist.all_reduce(torch.ones(1))
 """
 
 
-def torchrun(script: Path) -> tuple[float, float, float]:
-    """Run a script on two ranks; return when it was started, the newest time it printed, and when torchrun had ended."""
-    started = time.time()
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    ended = time.time()
-    stamps = [float(stamp) for stamp in re.findall(r"\d{10}\.\d{6}", done.stdout)]
-    assert stamps, done.stderr[-2000:]
-    return started, max(stamps), ended
+@pytest.fixture(scope="module")
+def client() -> Iterator[Client]:
+    """Connect to a cluster as train_flow makes it, two workers."""
+    with local_cluster(n_workers=2) as cluster, Client(cluster) as client:
+        run_gang(client, plain.sum_of_ones, world_size=2)
+        yield client
+
+
+def stamps(printed: str) -> list[tuple[float, int]]:
+    """Return the times that ranks printed, each with a number beside it."""
+    return [(float(stamp), int(number)) for stamp, number in re.findall(r"(\d{10}\.\d{6}) (\d+)", printed)]
+
+
+def first_step() -> float:
+    """Take one optimizer step with DDP, as a resumed training does first; return when it was done."""
+    import torch
+    from torch.nn.parallel import DistributedDataParallel
+
+    model = DistributedDataParallel(torch.nn.Linear(32, 32))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.ones(4, 32)).sum().backward()
+    optimizer.step()
+    return time.time()
+
+
+TORCHRUN_RESTARTED = f"""{MEET}
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    if dist.get_rank() == 1:
+        open(sys.argv[1], "w").write(repr(time.time()))
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.all_reduce(torch.ones(1))
+
+{inspect.getsource(first_step)}
+os.write(1, f"{{first_step():.6f}} 0\\n".encode())
+"""
+
+
+def die_once(path: str) -> float:
+    """Be killed on rank 1 in the first attempt; in the next one take a step."""
+    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        faulty.stamp_and_die(path)
+    return first_step()
 
 
 def start_of(client: Client, launcher: str) -> float:
@@ -52,42 +94,99 @@ def start_of(client: Client, launcher: str) -> float:
     return max(run_gang(client, plain.time_of_first_all_reduce, world_size=2, launcher=launcher)) - started  # type: ignore[arg-type]
 
 
-def death_of(client: Client, folder: Path) -> float:
+def torchrun_start(script: Path) -> float:
+    """Return the same from the start of torchrun."""
+    began, printed, _ = torchrun(script)
+    return max(stamps(printed))[0] - began
+
+
+def death_of(client: Client, stamp: Path) -> float:
     """Return the seconds from the SIGKILL of a rank to the exception in the caller, with all ranks gone."""
-    stamp = folder / "stamp"
     with pytest.raises(RankFailedError, match="SIGKILL"):
         run_gang(client, faulty.stamp_and_die, args=(str(stamp),), world_size=2)
     return time.time() - float(stamp.read_text())
 
 
-def test_start_and_death(dask_client: Client, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Print the table that stands in docs/performance.md."""
-    start, killed = tmp_path / "start.py", tmp_path / "killed.py"
-    start.write_text(TORCHRUN_START)
-    killed.write_text(TORCHRUN_KILLED)
-    seen: dict[str, list[float]] = {}
+def torchrun_death(script: Path) -> float:
+    """Return the seconds from the SIGKILL of a rank to the end of torchrun."""
+    _, printed, ended = torchrun(script)
+    return ended - max(stamps(printed))[0]
 
-    def note(name: str, measure: Callable[[], float]) -> None:
-        seen.setdefault(name, []).append(measure())
 
-    def torchrun_start() -> float:
-        began, reduced, _ = torchrun(start)
-        return reduced - began
+def restart_of(client: Client, stamp: Path) -> float:
+    """Return the seconds from the SIGKILL of a rank to the first step of the next attempt, done on all ranks."""
+    gang: Any = partial(run_gang, client, die_once, args=(str(stamp),), world_size=2)
+    if "max_restarts" in inspect.signature(run_gang).parameters:
+        stepped = max(gang(max_restarts=1))
+    else:
+        with pytest.raises(RankFailedError, match="SIGKILL"):
+            gang()
+        stepped = max(gang(attempt=2))
+    return stepped - float(stamp.read_text())
 
-    def torchrun_death() -> float:
-        _, died, ended = torchrun(killed)
-        return ended - died
 
-    run_gang(dask_client, plain.sum_of_ones, world_size=2)
+def torchrun_restart(script: Path, stamp: Path) -> float:
+    """Return the same under torchrun with one restart."""
+    _, printed, _ = torchrun(script, str(stamp), options=("--max-restarts", "1"))
+    return max(stamps(printed))[0] - float(stamp.read_text())
+
+
+def test_start_death_and_restart(client: Client, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Print the first table of docs/performance.md."""
+    scripts = {"start": TORCHRUN_START, "killed": TORCHRUN_KILLED, "restarted": TORCHRUN_RESTARTED}
+    for name, text in scripts.items():
+        (tmp_path / f"{name}.py").write_text(text)
+    stamp, times = tmp_path / "stamp", Times()
     for _ in range(ROUNDS):
-        note("start: torchrun", torchrun_start)
-        note('start: run_gang, launcher="exec"', lambda: start_of(dask_client, "exec"))
-        note("start: run_gang, warm host", lambda: start_of(dask_client, "auto"))
-        note("death: torchrun", torchrun_death)
-        note("death: run_gang", lambda: death_of(dask_client, tmp_path))
-    with capsys.disabled():
-        print("\n\n| what | median ms | worst ms | times torchrun |\n|---|---|---|---|")
-        for name, times in seen.items():
-            reference = statistics.median(seen[name.split(":")[0] + ": torchrun"])
-            median = statistics.median(times)
-            print(f"| {name} | {median * 1000:.0f} | {max(times) * 1000:.0f} | {median / reference:.3f} |")
+        times.note("start: torchrun", lambda: torchrun_start(tmp_path / "start.py"))
+        times.note('start: run_gang, launcher="exec"', lambda: start_of(client, "exec"))
+        times.note("start: run_gang, warm host", lambda: start_of(client, "auto"))
+        times.note("death: torchrun", lambda: torchrun_death(tmp_path / "killed.py"))
+        times.note("death: run_gang", lambda: death_of(client, stamp))
+        times.note("restart: torchrun", lambda: torchrun_restart(tmp_path / "restarted.py", stamp))
+        times.note("restart: run_gang", lambda: restart_of(client, stamp))
+    rows = []
+    for name in times.seen:
+        reference = times.median_ms(name.partition(":")[0] + ": torchrun")
+        median = times.median_ms(name)
+        rows.append((name, f"{median:.0f}", f"{times.worst_ms(name):.0f}", f"{median / reference:.3f}"))
+    show(capsys, ("what", "median ms", "worst ms", "times torchrun"), rows)
+
+
+def meet_and_weigh() -> tuple[float, int]:
+    """Return when the first all-reduce was done, and this rank's proportional set size in kB while all ranks are there."""
+    import torch.distributed as dist
+
+    done = plain.time_of_first_all_reduce()
+    dist.barrier()
+    found = re.search(r"Pss: +(\d+) kB", Path("/proc/self/smaps_rollup").read_text())
+    assert found is not None
+    dist.barrier()
+    return done, int(found[1])
+
+
+def test_curve(client: Client, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Print start and memory over the number of ranks, which share the two workers."""
+    script = tmp_path / "start.py"
+    script.write_text(TORCHRUN_START)
+    rows = []
+    for world_size in (2, 4, 8, 16, 32):
+        ours, theirs = [], []
+        for number in range(CURVE_ROUNDS):
+            began = time.time()
+            met = run_gang(client, meet_and_weigh, world_size=world_size, ranks_per_worker=world_size // 2)
+            ours.append((max(met)[0] - began, statistics.median(pss for _, pss in met)))
+            if world_size <= 8 and number < CURVE_OF_TORCHRUN_ROUNDS:
+                began, printed, _ = torchrun(script, world_size=world_size)
+                met = stamps(printed)
+                theirs.append((max(met)[0] - began, statistics.median(pss for _, pss in met)))
+        rows.append((str(world_size), *columns(ours), *(columns(theirs) if theirs else ("not run", ""))))
+    show(capsys, ("ranks", "run_gang, warm: ms", "MB a rank", "torchrun: ms", "MB a rank"), rows)
+
+
+def columns(met: list[tuple[float, float]]) -> tuple[str, str]:
+    """Return the medians of the start in ms and of the PSS in MB."""
+    return (
+        f"{statistics.median(start for start, _ in met) * 1000:.0f}",
+        f"{statistics.median(pss for _, pss in met) / 1024:.0f}",
+    )
