@@ -69,7 +69,28 @@ class SchedulerLostError(GangError):
 
 
 class GangCancelledError(GangError):
-    """The gang was cancelled from outside while it ran."""
+    """The gang was cancelled from outside while it ran; `step` and `checkpoint_step` where they are known."""
+
+    def __init__(self, message: str, step: int | None = None, checkpoint_step: int | None = None) -> None:
+        """Keep what was lost and what is left.
+
+        Args:
+            message: by what.
+            step: the step after which all ranks stopped.
+            checkpoint_step: step of the run's newest checkpoint.
+        """
+        super().__init__(message, step, checkpoint_step)
+        self.step = step
+        self.checkpoint_step = checkpoint_step
+
+    def __str__(self) -> str:
+        """Say by what, after which step, and from which checkpoint it may go on."""
+        text = str(self.args[0])
+        if self.step is not None:
+            text += f"; all ranks stopped after step {self.step}"
+        if self.checkpoint_step is not None:
+            text += f"; the newest checkpoint is of step {self.checkpoint_step}"
+        return text
 
 
 class GangHungError(GangError):

@@ -13,6 +13,7 @@ from prefect_torch_ddp.gang.orders import WorkerIdentity
 from prefect_torch_ddp.gang.placement import choose, num_workers_needed, place
 from prefect_torch_ddp.gang.plan import GangPlan
 from prefect_torch_ddp.gang.seating import Seating
+from prefect_torch_ddp.gang.stop import StopSwitch
 from prefect_torch_ddp.gang.supervision import Supervision
 from prefect_torch_ddp.gang.workers import WorkersNeeded, gather_workers
 from prefect_torch_ddp.messages import NO_RANK, AttemptBegan, GangEvent, LogLine
@@ -56,7 +57,9 @@ class GangSize:
         return num_workers_needed(self.fewest or self.most or 1, self.ranks_per_worker)
 
 
-async def drive(client: Client, plan: GangPlan, size: GangSize, waits: Waits, sink: Callable[[GangEvent], None]) -> list[bytes]:
+async def drive(  # noqa: PLR0913 - the loop over attempts to take seats needs all of run_gang's choices
+    client: Client, plan: GangPlan, size: GangSize, waits: Waits, *, sink: Callable[[GangEvent], None], stop: StopSwitch
+) -> list[bytes]:
     """Return the pickled values of the ranks, in rank order."""
     queue_deadline_s: float | None = None
     while True:
@@ -71,7 +74,7 @@ async def drive(client: Client, plan: GangPlan, size: GangSize, waits: Waits, si
         try:
             if await _seat(seating, queue_deadline_s, sink):
                 sink(AttemptBegan(plan.attempt, world_size))
-                return await supervision.run(sink)
+                return await supervision.run(sink, stop)
         finally:
             # Shielded: a caller that leaves by Ctrl-C or a timeout cancels this coroutine, and the ranks must go all the same.
             await asyncio.shield(supervision.clear(sink))

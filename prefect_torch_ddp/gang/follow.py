@@ -5,10 +5,13 @@ import logging
 import queue
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from distributed import Client
 
+from prefect_torch_ddp.errors import GangCancelledError
+from prefect_torch_ddp.gang.stop import StopSwitch, own_task_watch
 from prefect_torch_ddp.messages import NO_RANK, GangEvent, LogLine
 
 if TYPE_CHECKING:
@@ -36,15 +39,30 @@ def rank_text(line: LogLine) -> str:
     return f"[rank {line.rank}] {line.logger + ': ' if line.logger else ''}{line.text}"
 
 
+@dataclass(frozen=True)
+class Leaving:
+    """What becomes of the gang when its caller leaves."""
+
+    stop: StopSwitch
+    grace_s: float
+    """How long its ranks get to stop."""
+
+
 def follow(
-    client: Client, work: Any, events: "queue.SimpleQueue[GangEvent | None]", on_event: Callable[[GangEvent], None]
+    client: Client,
+    work: Any,
+    events: "queue.SimpleQueue[GangEvent | None]",
+    on_event: Callable[[GangEvent], None],
+    leaving: Leaving,
 ) -> list[bytes]:
-    """Hand out events in the caller's thread until the work is done; end the gang when the caller leaves."""
+    """Hand out events in the caller's thread until the work is done; end the gang when the caller leaves or isn't wanted."""
+    why_unwanted = own_task_watch()
     over = threading.Event()
     done: ThreadFuture[list[bytes]] = asyncio.run_coroutine_threadsafe(_tell_when_over(work, over), _loop_of(client))
     done.add_done_callback(lambda _: events.put(None))
     try:
         while True:
+            _heed(why_unwanted(), leaving, client)
             try:
                 # In short turns, so that Ctrl-C and Prefect's task timeout take effect here.
                 event = events.get(timeout=0.5)
@@ -53,11 +71,34 @@ def follow(
             if event is None:
                 return done.result()
             on_event(event)
+    except BaseException as error:
+        # Not the gang's own end: the ranks get their time to stop, before the error goes on. A second Ctrl-C ends that.
+        if not done.done() and leaving.stop.set(_loop_of(client), f"{type(error).__name__} in its caller"):
+            over.wait(leaving.grace_s + END_TIMEOUT_S)
+            _tell_the_end(done, events)
+        raise
     finally:
         if not done.done():
             done.cancel()
             if not over.wait(END_TIMEOUT_S):
                 rank_logger.error("the gang was not over %g s after its caller left", END_TIMEOUT_S)
+
+
+def _heed(why: str, leaving: Leaving, client: Client) -> None:
+    """Have the gang stop when its caller isn't wanted any more."""
+    if why and not leaving.stop.why and not leaving.stop.set(_loop_of(client), why):
+        msg = f"the gang was cancelled before its ranks had started, by {why}"
+        raise GangCancelledError(msg)
+
+
+def _tell_the_end(done: "ThreadFuture[list[bytes]]", events: "queue.SimpleQueue[GangEvent | None]") -> None:
+    """Log what the ranks said meanwhile and how the gang ended; the caller's own receiver may be what failed."""
+    while not events.empty():
+        event = events.get()
+        if event is not None:
+            log_event(event)
+    if done.done() and isinstance(error := done.exception(), GangCancelledError):
+        rank_logger.warning("%s", error)
 
 
 def _loop_of(client: Client) -> asyncio.AbstractEventLoop:

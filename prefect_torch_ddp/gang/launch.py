@@ -21,11 +21,12 @@ from prefect_torch_ddp.gang.checks import (
     check_restarts,
 )
 from prefect_torch_ddp.gang.drive import GangSize, Waits, drive
-from prefect_torch_ddp.gang.follow import follow, log_event
+from prefect_torch_ddp.gang.follow import Leaving, follow, log_event
 from prefect_torch_ddp.gang.journal import AttemptJournal, CallJournal
 from prefect_torch_ddp.gang.orders import Seniority
 from prefect_torch_ddp.gang.plan import GangPlan
 from prefect_torch_ddp.gang.restarts import FULL_SIZE_S, Restarts
+from prefect_torch_ddp.gang.stop import StopSwitch
 from prefect_torch_ddp.messages import Backend, GangEvent, Launcher, ProcessGroupMode
 
 
@@ -42,6 +43,7 @@ def run_gang(  # noqa: PLR0913 - level 1 is one call; what can be left out is ke
     workers_timeout_s: float = 60.0,
     queue_timeout_s: float | None = None,
     rendezvous_timeout_s: float = 300.0,
+    stop_grace_s: float = 8.0,
     resources: Mapping[str, float] | None = None,
     interface: str | None = None,
     name: str | None = None,
@@ -68,6 +70,8 @@ def run_gang(  # noqa: PLR0913 - level 1 is one call; what can be left out is ke
         workers_timeout_s: how long to wait until the cluster has enough workers.
         queue_timeout_s: how long to wait for workers that are busy; None: as long as it takes.
         rendezvous_timeout_s: how long ranks wait for one another at the start.
+        stop_grace_s: how long ranks that are in `rank.steps` get to stop after the same step and to write a checkpoint, when the
+            caller leaves by Ctrl-C or is cancelled; others are killed at once.
         resources: Dask resources that the gang takes from each of its workers, e.g. `{"GPU": 1}`; workers that don't have them
             aren't used.
         interface: the network that the ranks talk by, as an interface's name (`"ib0"`) or in CIDR notation (`"10.1.0.0/16"`;
@@ -93,7 +97,7 @@ def run_gang(  # noqa: PLR0913 - level 1 is one call; what can be left out is ke
         RankFailedError: a rank failed; all others were stopped. Its `__cause__` is the user's own exception. With restarts: that
             of the last attempt; it says so when another one was not made because it would have failed too.
         WorkerLostError: a Dask worker that held ranks is gone.
-        GangCancelledError: the gang was cancelled from outside.
+        GangCancelledError: the gang was cancelled from outside; says by what, after which step, and with which checkpoint.
     """
     check_client(client)
     check_call(fn, () if callable(args) else args, kwargs)
@@ -104,7 +108,12 @@ def run_gang(  # noqa: PLR0913 - level 1 is one call; what can be left out is ke
     check_choice("launcher", launcher, get_args(Launcher))
     check_resources(resources)
     check_interface(interface)
-    check_limits(workers_timeout_s=workers_timeout_s, queue_timeout_s=queue_timeout_s, rendezvous_timeout_s=rendezvous_timeout_s)
+    check_limits(
+        workers_timeout_s=workers_timeout_s,
+        queue_timeout_s=queue_timeout_s,
+        rendezvous_timeout_s=rendezvous_timeout_s,
+        stop_grace_s=stop_grace_s,
+    )
     plan = functools.partial(
         GangPlan,
         name=name or name_of(fn),
@@ -116,6 +125,7 @@ def run_gang(  # noqa: PLR0913 - level 1 is one call; what can be left out is ke
         launcher=launcher,
         resources=dict(resources or {}),
         interface=interface,
+        stop_grace_s=stop_grace_s,
     )
     restarts = Restarts(journal or CallJournal(attempt), max_restarts, on_event or log_event)
 
@@ -126,6 +136,8 @@ def run_gang(  # noqa: PLR0913 - level 1 is one call; what can be left out is ke
         size = GangSize(restarts.size_to_ask_for(world_size), min_world_size, ranks_per_worker)
         waits = Waits(workers_timeout_s, queue_timeout_s, FULL_SIZE_S if restarts.num_made else workers_timeout_s)
         events: queue.SimpleQueue[GangEvent | None] = queue.SimpleQueue()
-        return follow(client, drive(client, this_plan, size, waits, events.put), events, restarts.receive)
+        stop = StopSwitch()
+        work = drive(client, this_plan, size, waits, sink=events.put, stop=stop)
+        return follow(client, work, events, restarts.receive, Leaving(stop, stop_grace_s))
 
     return [unpickle_value(data, rank) for rank, data in enumerate(restarts.run(attempt_once))]

@@ -48,6 +48,8 @@ class SeatTicket:
     process_id: str
     hosts_store: bool
     """Whether rank 0 sits here, so that this seat opens the socket that the ranks meet at."""
+    stop_grace_s: float
+    """How long ranks in their loop get to stop at an agreed step, when the gang is cancelled."""
     store_host: str = ""
     """The address to open it at."""
 

@@ -25,6 +25,7 @@ class GangPlan:
     launcher: Launcher = "auto"
     resources: Mapping[str, float] = field(default_factory=dict)
     interface: str | None = None
+    stop_grace_s: float = 8.0
 
     def ticket(self, worker: WorkerIdentity, *, hosts_store: bool, store_host: str) -> SeatTicket:
         """Make the ticket for one worker; its token is never used twice."""
@@ -35,6 +36,7 @@ class GangPlan:
             worker=worker.address,
             process_id=worker.process_id,
             hosts_store=hosts_store,
+            stop_grace_s=self.stop_grace_s,
             store_host=store_host,
         )
 

@@ -1,14 +1,20 @@
 """Owns the one rank host of a Dask worker: a warm helper process that has torch loaded and forks ranks in milliseconds."""
 
+import asyncio
 import contextlib
 import logging
 import sys
 import threading
+import time
 
 from distributed import Worker, WorkerPlugin
 
 from prefect_torch_ddp.gang.child import HAS_PIDFD
 from prefect_torch_ddp.gang.host_process import HostUnavailableError, HostUnfitError, RankHost
+from prefect_torch_ddp.gang.slots import SLOTS
+
+SEAT_LIMIT_S = 30.0
+"""How long a worker that closes waits for its seat at most; its nanny may be quicker to kill it."""
 
 logger = logging.getLogger(__name__)
 
@@ -87,8 +93,12 @@ class EndRankHost(WorkerPlugin):
 
     name = "prefect-torch-ddp-rank-host"
 
-    def teardown(self, worker: Worker) -> None:
-        """End the host with all its ranks."""
+    async def teardown(self, worker: Worker) -> None:
+        """End the host with all its ranks, once those that listen have stopped."""
+        deadline_s = time.monotonic() + SEAT_LIMIT_S
+        # Its seat sees that the worker closes, and ends itself, in its thread.
+        while SLOTS.occupant(worker.address) is not None and time.monotonic() < deadline_s:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
         host = _HOSTS.pop(worker.address, None)
         if host is not None:
             host.close()

@@ -15,7 +15,9 @@ from prefect_torch_ddp.gang.orders import SeatTicket
 from prefect_torch_ddp.gang.rank_process import RankProcess
 from prefect_torch_ddp.gang.silence import SILENCE_S, Silence
 from prefect_torch_ddp.gang.slots import SLOTS
+from prefect_torch_ddp.gang.stop import UNWANTED_STATES
 from prefect_torch_ddp.gang.store_socket import listen
+from prefect_torch_ddp.gang.winding import WindDown
 from prefect_torch_ddp.messages import GangEvent, LogLine, RankFailedEvent, RankFailure, RankLaunch
 
 TICK_S = 0.1
@@ -56,7 +58,7 @@ class _Seat:
         self._key = seat_key(ticket.token)
         self._store: socket.socket | None = None
         self._ranks: list[RankProcess] = []
-        self._told_stop = False
+        self._winding = WindDown(ticket.stop_grace_s)
         self._left_s: float | None = None
         self._alarm = Alarm()
         self._beat_s = 0.0
@@ -126,7 +128,7 @@ class _Seat:
             self._wait()
             for event in self._new_events():
                 self._box.post(event)
-            if self._must_end():
+            if self._is_over():
                 return ()
             self._pass_on_orders()
             if self._left_s is not None and time.monotonic() - self._left_s > EXIT_GRACE_S:
@@ -138,9 +140,6 @@ class _Seat:
         return tuple(rank.value() for rank in self._ranks)
 
     def _pass_on_orders(self) -> None:
-        if self._box.stop_requested and not self._told_stop:
-            self._told_stop = True
-            self._tell(b"S")
         if self._box.leave_requested and self._left_s is None:
             self._left_s = time.monotonic()
             self._tell(b"L")
@@ -179,10 +178,17 @@ class _Seat:
         for rank in self._ranks:
             rank.tell(word)
 
+    def _is_over(self) -> bool:
+        """Whether the ranks are to be killed: on the caller's word at once, else when they had their time to stop."""
+        if self._box.abort_requested:
+            return True
+        must_end = self._must_end()
+        return (must_end or self._box.stop_requested) and self._winding.is_over(self._ranks, leave_when_returned=must_end)
+
     def _must_end(self) -> bool:
         """Whether the caller, Dask or the worker wants this seat gone; a killed caller shows as a cancelled task."""
         task = self._worker.state.tasks.get(self._key)
-        if self._box.abort_requested or task is None or task.state in ("cancelled", "released", "forgotten"):
+        if self._box.abort_requested or task is None or task.state in UNWANTED_STATES:
             return True
         if self._worker.status in (Status.closing, Status.closed, Status.failed):
             self._box.why_ended = f"worker {self._ticket.worker} was closed"

@@ -5,14 +5,15 @@ import logging
 import time
 from collections.abc import Callable
 
-from prefect_torch_ddp.errors import GangCancelledError, GangError, SchedulerLostError, WorkerLostError
+from prefect_torch_ddp.errors import GangCancelledError, GangError, RankFailedError, SchedulerLostError, WorkerLostError
 from prefect_torch_ddp.gang.orders import Cleared, StartOrder
 from prefect_torch_ddp.gang.placement import Placement
 from prefect_torch_ddp.gang.plan import GangPlan
 from prefect_torch_ddp.gang.seat import SeatRefusedError
 from prefect_torch_ddp.gang.seat_link import CLEAR_TIMEOUT_S, SeatLink, SeatLostError
+from prefect_torch_ddp.gang.stop import StopSwitch
 from prefect_torch_ddp.gang.verdict import equals_s, error_for, judge, settle_s
-from prefect_torch_ddp.messages import GangEvent, RankFailedEvent, RankFailure, RankReturned
+from prefect_torch_ddp.messages import GangEvent, RankFailedEvent, RankFailure, RankReturned, RankStopped
 
 logger = logging.getLogger(__name__)
 
@@ -27,19 +28,24 @@ class Supervision:
         self._links = links
         self._failures: list[RankFailure] = []
         self._returned: list[int] = []
+        self._stopped: list[RankStopped] = []
+        self._stop: StopSwitch | None = None
         self._broken: GangError | None = None
         self._over = False  # Python 3.11's asyncio.wait_for can swallow a cancellation; a watch ends by this all the same
         self._changed = asyncio.Event()
 
-    async def run(self, sink: Callable[[GangEvent], None]) -> list[bytes]:
+    async def run(self, sink: Callable[[GangEvent], None], stop: StopSwitch) -> list[bytes]:
         """Start the ranks on the seats taken and return their pickled values in rank order, or raise the one error."""
+        self._stop = stop
         store = self._links[0].news
         assert store is not None
         # At once: while one of them doesn't answer, the others would hear nothing from their caller.
         await asyncio.gather(*(self._start(link, store.store_port) for link in self._links))
         watches = [asyncio.create_task(self._watch(link, sink)) for link in self._links]
+        watches.append(asyncio.create_task(self._obey(stop)))
         try:
             await self._until_settled()
+            self._raise_if_stopped()
             if self._broken is not None:
                 raise self._broken
             if self._failures:
@@ -59,9 +65,32 @@ class Supervision:
         launches = self._plan.launches(self._placement, link.worker.address, store_port)
         await link.give_or_raise("before its ranks had started", order=StartOrder(launches))
 
-    async def stop(self) -> None:
-        """Ask the ranks to agree on a step and stop there."""
+    async def _obey(self, stop: StopSwitch) -> None:
+        """Ask the ranks to agree on a step and stop there, once the caller wants it."""
+        await stop.wait()
         await asyncio.gather(*(link.give(stop=True) for link in self._links), return_exceptions=True)
+
+    def _raise_if_stopped(self) -> None:
+        """A training that stopped before its end is no success, and what fails while it stops no cause."""
+        heard = [event.stopped for event in self._stopped]
+        step = heard[0].step if heard else None
+        saved = next((stopped.checkpoint_step for stopped in heard if stopped.checkpoint_step is not None), None)
+        if self._stop is not None and self._stop.why:
+            msg = f"gang {self._plan.name!r} was cancelled by {self._stop.why}"
+            raise GangCancelledError(msg, step, saved)
+        if isinstance(self._broken, GangCancelledError) or (heard and not self._failures and self._broken is None):
+            for event in self._stopped:
+                if event.stopped.by == "SIGTERM" and self._broken is None:
+                    place = self._placement.places[event.rank]
+                    summary = f"was told to end by SIGTERM (15); all ranks stopped after step {event.stopped.step}"
+                    failure = RankFailure(event.rank, place.host, pid=0, kind="signal", summary=summary, signal=15)
+                    raise RankFailedError.from_failures(failure, self._plan.attempt)
+            for link in self._links:
+                if link.news is not None and link.news.why_ended:
+                    msg = f"{link.news.why_ended}; the rest of the gang was stopped" + (f" after step {step}" if step else "")
+                    raise WorkerLostError(msg)
+            msg = f"gang {self._plan.name!r} was cancelled from outside; its ranks were stopped"
+            raise GangCancelledError(msg, step, saved)
 
     async def clear(self, sink: Callable[[GangEvent], None]) -> None:
         """End every seat with all its ranks; returns when they are gone, or their worker is, and their last lines passed on."""
@@ -130,7 +159,8 @@ class Supervision:
             for event in news.events:
                 self._note(event)
                 sink(event)
-            if link.future.status != "pending":
+            # A seat that Dask cancelled winds its ranks down, and tells of it.
+            if link.future.status not in ("pending", "cancelled") or link.was_dropped_by_client:
                 break
 
     async def _why_gone(self, link: SeatLink) -> GangError:
@@ -152,6 +182,8 @@ class Supervision:
             self._failures.append(event.failure)
         elif isinstance(event, RankReturned):
             self._returned.append(event.rank)
+        elif isinstance(event, RankStopped):
+            self._stopped.append(event)
         else:
             return
         self._changed.set()

@@ -2,6 +2,8 @@
 
 import os
 import pickle
+import signal
+import threading
 from typing import TYPE_CHECKING, Any
 
 from distributed.comm import get_address_host
@@ -40,6 +42,9 @@ async def open_switchboard(  # noqa: C901 - four small handlers that close over 
     Handlers instead of further `Client.run` calls: those write a line to the worker's log each time.
     """
     MAILBOXES.drop_abandoned()
+    if dask_worker.nanny and threading.current_thread() is threading.main_thread():
+        # Ctrl-C in a terminal reaches all processes of a local cluster. Its caller ends this worker, once the ranks have stopped.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
 
     def identify() -> Answer:
         return _answer(_identity(dask_worker))

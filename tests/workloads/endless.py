@@ -1,0 +1,35 @@
+"""Owns a training that goes on for ever and tells its processes, for tests that end it from outside."""
+
+import os
+from pathlib import Path
+
+import torch
+from torch.utils.data import TensorDataset
+
+from prefect_torch_ddp import RankContext
+from prefect_torch_ddp.checkpoint.attempts import claim_attempt
+from prefect_torch_ddp.rank.config import CheckpointPolicy, RankConfig
+from prefect_torch_ddp.storage.directory import DirectoryStorage
+
+
+def config_in(folder: Path) -> RankConfig:
+    """Describe a training that writes no checkpoint unless it is stopped."""
+    storage = DirectoryStorage(folder / "store")
+    policy = CheckpointPolicy(every_s=None)
+    return RankConfig(run_id="run", attempt=claim_attempt(storage, "run"), stage="train", storage=storage, checkpoint=policy)
+
+
+def train(rank: RankContext, pid_folder: str) -> None:
+    """Take small steps; write this rank's pid in the third."""
+    model = rank.wrap(torch.nn.Linear(2, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    rank.track(model=model, optimizer=optimizer)
+    loader = rank.loader(TensorDataset(torch.ones(4000, 2)), global_batch_size=4)
+    for (points,) in rank.steps(loader, epochs=10_000):
+        optimizer.zero_grad()
+        model(points).sum().backward()
+        optimizer.step()
+        if rank.step == 3:
+            path = Path(pid_folder, str(rank.rank))
+            path.with_suffix(".tmp").write_text(str(os.getpid()))
+            path.with_suffix(".tmp").rename(path)
