@@ -1,6 +1,7 @@
 """Owns one run of a gang from the caller's side, once it is seated: starts it, watches it, and ends it whole."""
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Callable
@@ -165,6 +166,9 @@ class Supervision:
 
     async def _why_gone(self, link: SeatLink) -> GangError:
         """Tell why a seat ended that nobody told to."""
+        if link.state != "ended":  # its task's end was heard of first, as by a caller that was stopped meanwhile
+            with contextlib.suppress(SeatLostError, GangError):
+                await link.poll()
         if link.news is not None and link.news.why_ended:
             return WorkerLostError(f"{link.news.why_ended}; the rest of the gang was stopped")
         for _ in range(20):  # the seat's end is heard of before its task's

@@ -73,7 +73,7 @@ def test_a_stopped_scheduler(others: SeparateCluster, tmp_path: Path) -> None:
         stop(others.scheduler)
         try:
             error = gang.exception(60)
-            assert type(error) is SchedulerLostError
+            assert isinstance(error, SchedulerLostError)
             assert f"the scheduler {others.address} was silent for 12 s" in str(error)
             wait_until(lambda: all_gone(ranks), 10)
         finally:
