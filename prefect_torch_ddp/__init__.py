@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from prefect_torch_ddp.gang.warm import warm
     from prefect_torch_ddp.params import CheckpointParams, ClusterParams, TrainParams
     from prefect_torch_ddp.rank.context import RankContext
+    from prefect_torch_ddp.rank.link import report_progress
     from prefect_torch_ddp.results import Report, TrainReport
     from prefect_torch_ddp.tasks.ddp_task import ddp_task
 
@@ -54,6 +55,7 @@ __all__ = [
     "WorkerLostError",
     "__version__",
     "ddp_task",
+    "report_progress",
     "run_gang",
     "train_flow",
     "warm",
@@ -67,6 +69,7 @@ _HOMES = {
     "TrainParams": "params",
     "TrainReport": "results",
     "ddp_task": "tasks.ddp_task",
+    "report_progress": "rank.link",
     "run_gang": "gang.launch",
     "train_flow": "flow",
     "warm": "gang.warm",

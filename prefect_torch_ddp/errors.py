@@ -1,10 +1,10 @@
 """Owns every exception of the package. Errors cross processes by pickle, cause included, and none is a TimeoutError."""
 
 import pickle
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
-from prefect_torch_ddp.messages import RankFailure
+from prefect_torch_ddp.messages import Hang, RankFailure
 
 
 def _rebuild(cls: type["PrefectTorchDdpError"], args: tuple[Any, ...], cause: bytes | None) -> "PrefectTorchDdpError":
@@ -94,7 +94,45 @@ class GangCancelledError(GangError):
 
 
 class GangHungError(GangError):
-    """Ranks were alive and made no progress."""
+    """Ranks were alive and made no progress; the gang was stopped. Says who did not arrive, and where it is."""
+
+    def __init__(self, hang: Hang, attempt: int) -> None:
+        """Keep what was seen.
+
+        Args:
+            hang: who hung, where, and everybody's stacks.
+            attempt: counts from 1.
+        """
+        super().__init__(hang, attempt)
+        self.hang = hang
+        self.attempt = attempt
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks that did not arrive."""
+        return self.hang.ranks
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """Their hosts."""
+        return self.hang.hosts
+
+    @property
+    def stacks(self) -> Mapping[int, str]:
+        """The threads of each rank that answered."""
+        return self.hang.stacks
+
+    def __repr__(self) -> str:
+        """Show the first line: Prefect writes it where it announces a retry."""
+        return f"{type(self).__name__}({str(self).splitlines()[0]!r})"
+
+    def __str__(self) -> str:
+        """Say it in one line, then show the main thread of the first rank that did not arrive."""
+        lines = [f"the gang hung in attempt {self.attempt}: {self.hang.summary}"]
+        if self.hang.ranks and (stack := self.hang.stacks.get(self.hang.ranks[0])):
+            lines += ["", f"rank {self.hang.ranks[0]} is at (the innermost call first; all stacks are in the log):"]
+            lines += [f"  {line.strip()}" for line in stack.rstrip().rpartition("hread 0x")[2].splitlines()[1:]]
+        return "\n".join(lines)
 
 
 def groups_of_equals(failures: Sequence[RankFailure]) -> list[list[RankFailure]]:

@@ -144,6 +144,35 @@ class AttemptBegan:
 
 
 @dataclass(frozen=True)
+class RankStack:
+    """Where a rank is, asked for because its gang makes no progress."""
+
+    rank: int
+    text: str
+    """All its threads as faulthandler writes them, the main one last; or why there is none."""
+
+
+@dataclass(frozen=True)
+class Hang:
+    """How a gang hung, as a value."""
+
+    summary: str
+    """One line for people: who did not arrive, where it is, and who waits for it."""
+    ranks: tuple[int, ...]
+    """Those that the others wait for; all of them where each waits for another."""
+    hosts: tuple[str, ...]
+    """Theirs, in the same order."""
+    phase: str
+    """What the first of them is at: `step`, `loading`, `saving`, ..."""
+    step: int
+    """The step that it is in, or made last."""
+    silent_s: float
+    """How long no rank of the gang made progress."""
+    stacks: Mapping[int, str] = field(default_factory=dict)
+    """The threads of each rank that answered."""
+
+
+@dataclass(frozen=True)
 class FailureRecord:
     """What is remembered of a failed attempt, to tell whether the next one fails in the same way."""
 
@@ -175,4 +204,4 @@ class RankStopped:
     stopped: Stopped
 
 
-GangEvent = LogLine | Progress | RankReturned | RankFailedEvent | RankStopped | AttemptBegan
+GangEvent = LogLine | Progress | RankReturned | RankFailedEvent | RankStopped | AttemptBegan | RankStack

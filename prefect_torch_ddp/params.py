@@ -140,6 +140,11 @@ class TrainParams(Params):
         description="Id of an earlier run in the same storage whose newest checkpoint this run starts from.",
         json_schema_extra=_at(17),
     )
+    progress_timeout_s: PositiveFloat | None = Field(
+        default=60.0,
+        description="Seconds without progress in a step after which a training counts as hung and is retried; empty: never.",
+        json_schema_extra=_at(18),
+    )
 
     @model_validator(mode="after")
     def _refuse_impossible_pairs(self) -> Self:

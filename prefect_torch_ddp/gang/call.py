@@ -35,6 +35,11 @@ def unpickle_value(data: bytes, rank: int) -> Any:
         raise GangError(msg) from error
 
 
+def brings_context(fn: Callable[..., Any] | str) -> bool:
+    """Tell whether this is our own entry, which gives its function a RankContext: that says itself from when on it is watched."""
+    return isinstance(fn, str) and fn.startswith("prefect_torch_ddp.rank.entry:")
+
+
 def name_of(fn: Callable[..., Any] | str) -> str:
     """Return the function's name for people."""
     return fn if isinstance(fn, str) else getattr(fn, "__qualname__", type(fn).__name__)

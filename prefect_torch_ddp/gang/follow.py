@@ -12,7 +12,7 @@ from distributed import Client
 
 from prefect_torch_ddp.errors import GangCancelledError
 from prefect_torch_ddp.gang.stop import StopSwitch, own_task_watch
-from prefect_torch_ddp.messages import NO_RANK, GangEvent, LogLine
+from prefect_torch_ddp.messages import NO_RANK, GangEvent, LogLine, RankStack
 
 if TYPE_CHECKING:
     from concurrent.futures import Future as ThreadFuture
@@ -30,6 +30,13 @@ def log_event(event: GangEvent) -> None:
         if rank_logger.level == logging.NOTSET:
             rank_logger.setLevel(logging.INFO)
         rank_logger.log(event.level, "%s", rank_text(event))
+    elif isinstance(event, RankStack):
+        log_event(stack_line(event))
+
+
+def stack_line(stack: RankStack) -> LogLine:
+    """Return a rank's stacks as one record of its log."""
+    return LogLine(stack.rank, logging.ERROR, f"is at, the innermost call first:\n{stack.text.rstrip()}")
 
 
 def rank_text(line: LogLine) -> str:

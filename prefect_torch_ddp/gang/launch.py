@@ -9,7 +9,7 @@ from typing import Any, get_args
 
 from distributed import Client
 
-from prefect_torch_ddp.gang.call import name_of, own_code_paths, pickle_call, unpickle_value
+from prefect_torch_ddp.gang.call import brings_context, name_of, own_code_paths, pickle_call, unpickle_value
 from prefect_torch_ddp.gang.checks import (
     check_call,
     check_choice,
@@ -44,6 +44,7 @@ def run_gang(  # noqa: PLR0913 - level 1 is one call; what can be left out is ke
     queue_timeout_s: float | None = None,
     rendezvous_timeout_s: float = 300.0,
     stop_grace_s: float = 8.0,
+    progress_timeout_s: float | None = None,
     resources: Mapping[str, float] | None = None,
     interface: str | None = None,
     name: str | None = None,
@@ -72,6 +73,9 @@ def run_gang(  # noqa: PLR0913 - level 1 is one call; what can be left out is ke
         rendezvous_timeout_s: how long ranks wait for one another at the start.
         stop_grace_s: how long ranks that are in `rank.steps` get to stop after the same step and to write a checkpoint, when the
             caller leaves by Ctrl-C or is cancelled; others are killed at once.
+        progress_timeout_s: how long all ranks together may go without progress while those that are behind are idle, ten times
+            that while they work or load; then the gang is ended as hung. Progress is a collective on the default process group,
+            a step, a report, or `report_progress()`. None: as long as it takes.
         resources: Dask resources that the gang takes from each of its workers, e.g. `{"GPU": 1}`; workers that don't have them
             aren't used.
         interface: the network that the ranks talk by, as an interface's name (`"ib0"`) or in CIDR notation (`"10.1.0.0/16"`;
@@ -97,6 +101,7 @@ def run_gang(  # noqa: PLR0913 - level 1 is one call; what can be left out is ke
         RankFailedError: a rank failed; all others were stopped. Its `__cause__` is the user's own exception. With restarts: that
             of the last attempt; it says so when another one was not made because it would have failed too.
         WorkerLostError: a Dask worker that held ranks is gone.
+        GangHungError: the ranks made no progress; says who did not arrive, and where it is.
         GangCancelledError: the gang was cancelled from outside; says by what, after which step, and with which checkpoint.
     """
     check_client(client)
@@ -112,6 +117,7 @@ def run_gang(  # noqa: PLR0913 - level 1 is one call; what can be left out is ke
         workers_timeout_s=workers_timeout_s,
         queue_timeout_s=queue_timeout_s,
         rendezvous_timeout_s=rendezvous_timeout_s,
+        progress_timeout_s=progress_timeout_s,
         stop_grace_s=stop_grace_s,
     )
     plan = functools.partial(
@@ -122,6 +128,8 @@ def run_gang(  # noqa: PLR0913 - level 1 is one call; what can be left out is ke
         backend=backend,
         rendezvous_timeout_s=rendezvous_timeout_s,
         extra_sys_path=own_code_paths(),
+        progress_timeout_s=progress_timeout_s,
+        watched_from_start=not brings_context(fn),
         launcher=launcher,
         resources=dict(resources or {}),
         interface=interface,

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from prefect_torch_ddp.gang.orders import Occupant, SeatNews, SeatState, StartOrder
+from prefect_torch_ddp.gang.orders import Occupant, RankPulse, SeatNews, SeatState, StartOrder
 from prefect_torch_ddp.messages import GangEvent
 
 CAPACITY = 5_000
@@ -27,6 +27,8 @@ class Mailbox:
     abort_requested: bool = False
     stop_requested: bool = False
     leave_requested: bool = False
+    look_requested: bool = False
+    pulses: tuple[RankPulse, ...] = ()
     last_poll_s: float = field(default_factory=time.monotonic)
     """When the caller last gave a sign of life, of `time.monotonic`."""
     why_ended: str = ""
@@ -66,7 +68,15 @@ class Mailbox:
 
     # The caller's side, on the worker's event loop.
 
-    def give(self, *, order: StartOrder | None = None, abort: bool = False, stop: bool = False, leave: bool = False) -> None:
+    def give(
+        self,
+        *,
+        order: StartOrder | None = None,
+        abort: bool = False,
+        stop: bool = False,
+        leave: bool = False,
+        look: bool = False,
+    ) -> None:
         """Hand the seat an order."""
         self.last_poll_s = time.monotonic()
         with self._lock:
@@ -74,6 +84,7 @@ class Mailbox:
             self.abort_requested |= abort
             self.stop_requested |= stop
             self.leave_requested |= leave
+            self.look_requested |= look
             alarm = self.alarm
         self._orders.set()
         if alarm is not None:
@@ -92,7 +103,7 @@ class Mailbox:
                 if self._events or self.state != known_state or time.monotonic() >= deadline:
                     events = tuple(self._events)
                     last = self._first_event + len(events)
-                    return SeatNews(self.state, events, last, self.store_port, occupant(), self.why_ended)
+                    return SeatNews(self.state, events, last, self.store_port, occupant(), self.why_ended, self.pulses)
                 waiter = self._new_waiter()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(waiter, deadline - time.monotonic())

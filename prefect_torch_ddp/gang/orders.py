@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from prefect_torch_ddp.messages import GangEvent, RankLaunch
+from prefect_torch_ddp.pulse import Pulse
 
 SeatState = Literal["absent", "waiting", "seated", "running", "ended"]
 
@@ -64,6 +65,20 @@ class Occupant:
 
 
 @dataclass(frozen=True)
+class RankPulse:
+    """What a seat knows of one rank's progress."""
+
+    rank: int
+    pulse: Pulse
+    silent_s: float
+    """Since its last progress."""
+    idle_s: float
+    """How long its processes have used next to no CPU and moved next to no data; 0 while that isn't known."""
+    stopped: str = ""
+    """Which of its processes is stopped (SIGSTOP), for people."""
+
+
+@dataclass(frozen=True)
 class SeatNews:
     """A seat's answer to a poll."""
 
@@ -74,6 +89,8 @@ class SeatNews:
     occupant: Occupant | None = None
     why_ended: str = ""
     """Set where the seat ended its ranks unasked: it lost touch with the caller, or its worker closes."""
+    pulses: tuple[RankPulse, ...] = ()
+    """Of the seat's ranks, where they are watched."""
 
 
 @dataclass(frozen=True)
@@ -92,3 +109,5 @@ class StartOrder:
     """Tells a seat to start its ranks."""
 
     launches: tuple[RankLaunch, ...]
+    progress_timeout_s: float | None = None
+    """Set where the ranks' progress is watched."""

@@ -22,6 +22,9 @@ class GangPlan:
     max_restarts: int
     rendezvous_timeout_s: float
     extra_sys_path: tuple[str, ...]
+    progress_timeout_s: float | None = None
+    watched_from_start: bool = False
+    """Whether progress is expected before a rank has shown any: of a plain function whose caller gave a limit."""
     launcher: Launcher = "auto"
     resources: Mapping[str, float] = field(default_factory=dict)
     interface: str | None = None

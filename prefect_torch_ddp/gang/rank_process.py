@@ -17,7 +17,7 @@ from prefect_torch_ddp.gang.child import Child, ExecChild, RankFiles, kill_sessi
 from prefect_torch_ddp.gang.environment import rank_environment
 from prefect_torch_ddp.gang.host_process import HostUnavailableError
 from prefect_torch_ddp.gang.lines import LineCutter
-from prefect_torch_ddp.gang.pulse_page import pulse_file, read_pulse
+from prefect_torch_ddp.gang.pulse_page import PulsePage
 from prefect_torch_ddp.gang.rank_host import host_of
 from prefect_torch_ddp.messages import (
     GangEvent,
@@ -32,7 +32,6 @@ from prefect_torch_ddp.messages import (
     RankStopped,
     Stopped,
 )
-from prefect_torch_ddp.pulse import Pulse
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +55,7 @@ class RankProcess:
         environment = rank_environment(os.environ, launch)
         with contextlib.ExitStack() as ours, contextlib.ExitStack() as theirs:
             self._outcome: IO[bytes] = ours.enter_context(tempfile.TemporaryFile())
-            self._pulse = ours.enter_context(pulse_file())
+            self.page = ours.enter_context(contextlib.closing(PulsePage()))
             page = theirs.enter_context(tempfile.TemporaryFile())
             pickle.dump(LaunchPage(launch, environment, str(Path.cwd())), page)
             page.seek(0)
@@ -75,7 +74,7 @@ class RankProcess:
                 events=events.fileno(),
                 outcome=self._outcome.fileno(),
                 control=control.fileno(),
-                pulse=self._pulse.fileno(),
+                pulse=self.page.fileno(),
                 stdout=stdout.fileno(),
                 stderr=stderr.fileno(),
                 store=launch.store_fd,
@@ -194,12 +193,8 @@ class RankProcess:
             step=self._step(),
         )
 
-    def pulse(self) -> Pulse:
-        """Return the rank's pulse as it is now."""
-        return read_pulse(self._pulse)
-
     def _step(self) -> int | None:
-        return self.pulse().step or None
+        return self.page.read().step or None
 
     def kill(self) -> None:
         """Kill the rank and all of its session, at once."""
@@ -212,7 +207,7 @@ class RankProcess:
         if not self.reaped:
             self._child.reap()
             self.reaped = True
-        for file in (self._stdout, self._stderr, self._events, self._control, self._outcome, self._pulse):
+        for file in (self._stdout, self._stderr, self._events, self._control, self._outcome, self.page):
             file.close()
         self._child.close()
 

@@ -12,6 +12,7 @@ from distributed.core import Status
 from prefect_torch_ddp.gang.alarm import Alarm
 from prefect_torch_ddp.gang.mailbox import MAILBOXES, Mailbox
 from prefect_torch_ddp.gang.orders import SeatTicket
+from prefect_torch_ddp.gang.pulse_watch import PulseWatch
 from prefect_torch_ddp.gang.rank_process import RankProcess
 from prefect_torch_ddp.gang.silence import SILENCE_S, Silence
 from prefect_torch_ddp.gang.slots import SLOTS
@@ -60,6 +61,7 @@ class _Seat:
         self._ranks: list[RankProcess] = []
         self._winding = WindDown(ticket.stop_grace_s)
         self._left_s: float | None = None
+        self._pulses: PulseWatch | None = None
         self._alarm = Alarm()
         self._beat_s = 0.0
         self._caller = Silence()
@@ -93,6 +95,7 @@ class _Seat:
         self._box.enter("running")
         if not self._start(self._box.order.launches):
             return ()
+        self._pulses = PulseWatch(self._ranks, self._box.order.progress_timeout_s)
         return self._attend()
 
     def _start(self, launches: Sequence[RankLaunch]) -> bool:
@@ -128,6 +131,7 @@ class _Seat:
             self._wait()
             for event in self._new_events():
                 self._box.post(event)
+            self._watch_progress()
             if self._is_over():
                 return ()
             self._pass_on_orders()
@@ -138,6 +142,14 @@ class _Seat:
                 self._box.wait_for_orders(TICK_S)
             return ()
         return tuple(rank.value() for rank in self._ranks)
+
+    def _watch_progress(self) -> None:
+        assert self._pulses is not None
+        self._box.pulses = self._pulses.pulses() or self._box.pulses
+        if self._box.look_requested:
+            self._pulses.look()
+            for stack in self._pulses.stacks():
+                self._box.post(stack)
 
     def _pass_on_orders(self) -> None:
         if self._box.leave_requested and self._left_s is None:

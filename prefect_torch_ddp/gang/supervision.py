@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 
 from prefect_torch_ddp.errors import GangCancelledError, GangError, RankFailedError, SchedulerLostError, WorkerLostError
+from prefect_torch_ddp.gang.hang_watch import HangWatch
 from prefect_torch_ddp.gang.orders import Cleared, StartOrder
 from prefect_torch_ddp.gang.placement import Placement
 from prefect_torch_ddp.gang.plan import GangPlan
@@ -14,7 +15,7 @@ from prefect_torch_ddp.gang.seat import SeatRefusedError
 from prefect_torch_ddp.gang.seat_link import CLEAR_TIMEOUT_S, SeatLink, SeatLostError
 from prefect_torch_ddp.gang.stop import StopSwitch
 from prefect_torch_ddp.gang.verdict import equals_s, error_for, judge, settle_s
-from prefect_torch_ddp.messages import GangEvent, RankFailedEvent, RankFailure, RankReturned, RankStopped
+from prefect_torch_ddp.messages import GangEvent, RankFailedEvent, RankFailure, RankReturned, RankStack, RankStopped
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +33,7 @@ class Supervision:
         self._stopped: list[RankStopped] = []
         self._stop: StopSwitch | None = None
         self._broken: GangError | None = None
+        self._hang = HangWatch(plan.progress_timeout_s, placement, from_start=plan.watched_from_start)
         self._over = False  # Python 3.11's asyncio.wait_for can swallow a cancellation; a watch ends by this all the same
         self._changed = asyncio.Event()
 
@@ -47,8 +49,12 @@ class Supervision:
         try:
             await self._until_settled()
             self._raise_if_stopped()
+            if self._hang.stall is not None:
+                await self._gather_stacks()
             if self._broken is not None:
                 raise self._broken
+            if self._hang.stall is not None:
+                raise self._hang.error(self._plan.attempt)
             if self._failures:
                 await self._settle()
                 returned = [place for place in self._placement.places if place.rank in self._returned]
@@ -64,7 +70,7 @@ class Supervision:
 
     async def _start(self, link: SeatLink, store_port: int) -> None:
         launches = self._plan.launches(self._placement, link.worker.address, store_port)
-        await link.give_or_raise("before its ranks had started", order=StartOrder(launches))
+        await link.give_or_raise("before its ranks had started", order=StartOrder(launches, self._plan.progress_timeout_s))
 
     async def _obey(self, stop: StopSwitch) -> None:
         """Ask the ranks to agree on a step and stop there, once the caller wants it."""
@@ -109,8 +115,20 @@ class Supervision:
         self._links.clear()
 
     async def _until_settled(self) -> None:
-        while self._broken is None and not self._failures and len(self._returned) < self._placement.shape.world_size:
+        size = self._placement.shape.world_size
+        while not (self._broken or self._failures or self._hang.stall) and len(self._returned) < size:
             await self._changed.wait()
+            self._changed.clear()
+
+    async def _gather_stacks(self) -> None:
+        """Have every rank say where it is. What fails from now on, woken by the signal for it, is not the cause."""
+        asked_s = time.monotonic()
+        for look in [asyncio.create_task(link.give(look=True)) for link in self._links]:
+            with contextlib.suppress(SeatLostError):
+                await look
+        while self._broken is None and self._hang.lacks_stacks(asked_s):
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), 0.5)
             self._changed.clear()
 
     async def _settle(self) -> None:
@@ -160,6 +178,8 @@ class Supervision:
             for event in news.events:
                 self._note(event)
                 sink(event)
+            if self._hang.take(news.pulses, sink):
+                self._changed.set()
             # A seat that Dask cancelled winds its ranks down, and tells of it.
             if link.future.status not in ("pending", "cancelled") or link.was_dropped_by_client:
                 break
@@ -188,6 +208,8 @@ class Supervision:
             self._returned.append(event.rank)
         elif isinstance(event, RankStopped):
             self._stopped.append(event)
+        elif isinstance(event, RankStack):
+            self._hang.add_stack(event)
         else:
             return
         self._changed.set()

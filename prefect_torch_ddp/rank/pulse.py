@@ -20,7 +20,7 @@ class PulseBoard:
     def __init__(self, page: "mmap.mmap | bytearray | None" = None) -> None:
         """Take the page that the seat reads; None: one that nobody does."""
         self._words = memoryview(page if page is not None else bytearray(PAGE_BYTES)).cast("q")
-        self._fd: int | None = None
+        self._compiled_from = Phase.SETUP
 
     @classmethod
     def shared(cls, fd: int) -> "PulseBoard":
@@ -30,7 +30,6 @@ class PulseBoard:
         """
         os.set_inheritable(fd, False)  # noqa: FBT003 - the standard library takes it by position
         board = cls(mmap.mmap(fd, PAGE_BYTES))
-        board._fd = fd
         os.lseek(fd, PAGE_BYTES, os.SEEK_SET)
         faulthandler.register(LOOK_SIGNAL, file=fd, all_threads=True)
         board.enter(Phase.STARTING)
@@ -77,10 +76,27 @@ class PulseBoard:
 
     def beat(self) -> None:
         """Note how many collectives the rank has begun; a new one is progress. Called once a second, from a thread."""
+        self._watch_compiler()
         count = _collectives_begun()
         if count != self._words[SEQ]:
             self._words[MOVED_NS] = _now_ns()
             self._words[SEQ] = count
+
+    def _watch_compiler(self) -> None:
+        """Have torch.compile tell when it begins and ends; asked again each time, since a reset may forget us."""
+        handler = getattr(sys.modules.get("torch._dynamo.callback"), "callback_handler", None)
+        if handler is not None and self._compile_begins not in handler.start_callbacks:
+            handler.register_start_callback(self._compile_begins)
+            handler.register_end_callback(self._compile_ends)
+
+    def _compile_begins(self, *_: object) -> None:
+        if self._words[PHASE] != Phase.COMPILING:
+            self._compiled_from = Phase(self._words[PHASE])
+            self.enter(Phase.COMPILING)
+
+    def _compile_ends(self, *_: object) -> None:
+        if self._words[PHASE] == Phase.COMPILING:
+            self.enter(self._compiled_from)
 
 
 def _collectives_begun() -> int:

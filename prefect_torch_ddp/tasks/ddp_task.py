@@ -43,6 +43,7 @@ def ddp_task(
     min_world_size: int | None = None,
     workers_timeout_s: float = 60.0,
     queue_timeout_s: float | None = None,
+    progress_timeout_s: float | None = 60.0,
     resources: Mapping[str, float] | None = None,
     interface: str | None = None,
     **task_options: Any,
@@ -64,6 +65,7 @@ def ddp_task(  # noqa: PLR0913 - a decorator's options are its documentation
     min_world_size: int | None = None,
     workers_timeout_s: float = 60.0,
     queue_timeout_s: float | None = None,
+    progress_timeout_s: float | None = 60.0,
     resources: Mapping[str, float] | None = None,
     interface: str | None = None,
     **task_options: Any,
@@ -87,6 +89,8 @@ def ddp_task(  # noqa: PLR0913 - a decorator's options are its documentation
         min_world_size: how few ranks will do while workers are missing; None: no fewer than `world_size`.
         workers_timeout_s: how long to wait until the cluster has enough workers.
         queue_timeout_s: how long to wait for workers that are busy; None: as long as it takes.
+        progress_timeout_s: how long the gang may go without progress in a step, once it has begun the first, before it ends
+            as hung and retried; see `run_gang`. None: as long as it takes.
         resources: Dask resources that the gang takes from each of its workers, e.g. `{"GPU": 1}`; others aren't used.
         interface: the network that the ranks talk by: an interface's name, or `"10.1.0.0/16"`; None: the one Dask uses.
         **task_options: Prefect's own task options: retries, retry_delay_seconds, tags, timeout_seconds, ...
@@ -119,6 +123,7 @@ def ddp_task(  # noqa: PLR0913 - a decorator's options are its documentation
                     backend=backend,
                     workers_timeout_s=workers_timeout_s,
                     queue_timeout_s=queue_timeout_s,
+                    progress_timeout_s=progress_timeout_s,
                     resources=resources,
                     interface=interface,
                     name=run_id,

@@ -46,6 +46,7 @@ def evaluate(run: Run, checkpoint: CheckpointRef, world_size: int) -> Report:
             ranks_per_worker=run.params.ranks_per_worker,
             name=f"{run.run_id} evaluate",
             on_event=log_to_run(),
+            progress_timeout_s=run.params.progress_timeout_s,
             **run.gang_options(),
         )
     report = Report.model_validate(reports[0])

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from prefect.logging import get_run_logger
 
-from prefect_torch_ddp.gang.follow import rank_text
-from prefect_torch_ddp.messages import GangEvent, LogLine
+from prefect_torch_ddp.gang.follow import rank_text, stack_line
+from prefect_torch_ddp.messages import GangEvent, LogLine, RankStack
 from prefect_torch_ddp.params import TrainParams
 from prefect_torch_ddp.rank.config import CheckpointPolicy, RankConfig, Stage
 from prefect_torch_ddp.storage.protocol import Storage
@@ -67,6 +67,8 @@ def log_to_run(and_then: Callable[[GangEvent], None] | None = None) -> Callable[
     logger: logging.Logger | logging.LoggerAdapter[Any] = get_run_logger()
 
     def receive(event: GangEvent) -> None:
+        if isinstance(event, RankStack):
+            event = stack_line(event)
         if isinstance(event, LogLine):
             logger.log(event.level, "%s", rank_text(event))
         elif and_then is not None:

@@ -63,6 +63,7 @@ def train(run: Run, dataset: DatasetReport) -> TrainingReport:
                 max_restarts=params.max_restarts,
                 min_world_size=params.min_world_size,
                 journal=RunJournal(run.storage, run.run_id, knows_steps=True),
+                progress_timeout_s=params.progress_timeout_s,
                 on_event=log_to_run(show.receive),
                 **run.gang_options(),
             )

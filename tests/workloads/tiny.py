@@ -69,6 +69,10 @@ def fail_if_told(rank: RankContext) -> None:
             else:
                 os.kill(dask_worker_of(os.getpid()), signal.SIGKILL if fault["how"] == "kill_grandparent" else signal.SIGSTOP)
             signal.pause()
+        if fault["how"] == "hang":
+            wait_for_checkpoint(rank, fault["step"])
+            while True:
+                signal.pause()  # returns at each signal, also at the one that asks for stacks
         os.kill(os.getpid(), signal.Signals[fault["how"]])
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from prefect_torch_ddp.errors import GangError, GangHungError, RankFailedError, WorkerLostError
 from prefect_torch_ddp.gang.journal import CallJournal, record_of, why_hopeless
-from prefect_torch_ddp.messages import RankFailure
+from prefect_torch_ddp.messages import Hang, RankFailure
 
 BOOM = RankFailure(
     rank=1,
@@ -87,7 +87,10 @@ def test_a_hopeless_failure_is_not_tried_again_at_all() -> None:
     assert "ImportError comes back at every attempt" in why
 
 
-@pytest.mark.parametrize("error", [WorkerLostError("worker x was lost"), GangHungError("rank 1 did not arrive")])
+HUNG = GangHungError(Hang("rank 1 did not arrive", (1,), ("a",), "step", 5, 60.0), attempt=1)
+
+
+@pytest.mark.parametrize("error", [WorkerLostError("worker x was lost"), HUNG])
 def test_losses_and_hangs_are_never_hopeless(error: GangError) -> None:
     """They are recorded, in a line for people."""
     record = record_of(error, 3, 2)

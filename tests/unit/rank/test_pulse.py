@@ -1,10 +1,10 @@
 """The page in which a rank leaves its pulse: what it marks is what its seat reads, and its stack comes with the lock held."""
 
-import os
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.utils.data import TensorDataset
 
 from prefect_torch_ddp import RankContext
-from prefect_torch_ddp.gang.pulse_page import pulse_file, read_pulse
+from prefect_torch_ddp.gang.pulse_page import PulsePage
 from prefect_torch_ddp.pulse import LOOK_SIGNAL, PAGE_BYTES, Phase, Pulse
 from prefect_torch_ddp.rank.link import NoLink
 from prefect_torch_ddp.rank.pulse import PulseBoard
@@ -21,8 +21,8 @@ from prefect_torch_ddp.rank.pulse import PulseBoard
 
 def test_an_untouched_page_is_of_a_rank_that_cant_be_asked() -> None:
     """Before a rank has come to itself its page says so: LOOK_SIGNAL would kill it."""
-    with pulse_file() as file:
-        assert read_pulse(file) == Pulse(phase=Phase.NONE)
+    with closing(PulsePage()) as page:
+        assert page.read() == Pulse(phase=Phase.NONE)
 
 
 def test_the_seat_reads_what_the_loop_marks(tmp_path: Path) -> None:
@@ -102,21 +102,21 @@ hold_the_lock()
 
 def test_the_stack_of_a_process_that_holds_the_interpreters_lock() -> None:
     """LOOK_SIGNAL writes all stacks while C code keeps Python from running, and the process lives on."""
-    with pulse_file() as file:
-        fd = file.fileno()
+    with closing(PulsePage()) as page:
+        fd = page.fileno()
         with subprocess.Popen([sys.executable, "-c", HOLDS_THE_LOCK, str(fd)], pass_fds=[fd]) as process:
             try:
-                wait_for(lambda: read_pulse(file).phase is Phase.STARTING)
-                wait_for(lambda: b"hold_the_lock" in ask(process, fd))
+                wait_for(lambda: page.read().phase is Phase.STARTING)
+                wait_for(lambda: "hold_the_lock" in ask(process, page))
                 assert process.poll() is None
             finally:
                 process.kill()
 
 
-def ask(process: "subprocess.Popen[bytes]", fd: int) -> bytes:
+def ask(process: "subprocess.Popen[bytes]", page: PulsePage) -> str:
     """Ask for stacks and return all that came so far."""
     process.send_signal(LOOK_SIGNAL)
-    return os.pread(fd, 1_000_000, PAGE_BYTES)
+    return page.stacks(PAGE_BYTES)
 
 
 def wait_for(true: Callable[[], bool], timeout_s: float = 30.0) -> None:

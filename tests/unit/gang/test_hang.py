@@ -1,0 +1,169 @@
+"""The rule by which a gang counts as hung, and the words for it: pure functions of what the seats saw."""
+
+import pickle
+from typing import Any
+
+import pytest
+
+from prefect_torch_ddp import GangHungError
+from prefect_torch_ddp.gang.activity import Idleness, Usage
+from prefect_torch_ddp.gang.hang import find_stall
+from prefect_torch_ddp.gang.hang_text import describe, summary
+from prefect_torch_ddp.gang.orders import RankPulse
+from prefect_torch_ddp.pulse import Phase, Pulse
+
+LIMIT_S = 10.0
+HOSTS = {0: "a", 1: "b", 2: "c"}
+
+
+def rank(number: int, phase: Phase = Phase.STEP, *, step: int = 5, seq: int = 0, **seen: Any) -> RankPulse:
+    """Describe a rank that has been silent and idle for 11 s, a bit more than the limit, unless told otherwise."""
+    pulse = Pulse(step=step, seq=seq, phase=phase, armed=seen.pop("armed", True))
+    seen.setdefault("silent_s", 11.0)
+    return RankPulse(number, pulse, idle_s=seen.pop("idle_s", seen["silent_s"]), **seen)
+
+
+def missing(*ranks: RankPulse, from_start: bool = False) -> list[int] | None:
+    """Return who is missing in a gang that hangs; None where it doesn't hang."""
+    stall = find_stall(ranks, LIMIT_S, from_start=from_start)
+    return [one.rank for one in stall.behind] if stall is not None and stall.is_hung else None
+
+
+def test_the_rank_that_has_begun_fewer_collectives_is_missing() -> None:
+    """In the same step the number of collectives decides who waits for whom."""
+    assert missing(rank(0, seq=8), rank(1, seq=7), rank(2, seq=8)) == [1]
+
+
+def test_the_rank_in_an_earlier_step_is_missing() -> None:
+    """Also where its collectives are more, those of other groups aside."""
+    assert missing(rank(0, step=6, seq=1), rank(1, step=5, seq=9)) == [1]
+
+
+def test_a_rank_that_waits_behind_the_step_is_ahead_of_one_inside() -> None:
+    """Ranks that agree at the step's end, load or save have arrived; the one in the body has not."""
+    for phase in (Phase.STEP_END, Phase.SAVING, Phase.LOADING):
+        assert missing(rank(0, phase), rank(1, Phase.STEP)) == [1]
+
+
+def test_one_rank_that_moves_keeps_the_gang_alive() -> None:
+    """Progress of any rank is progress of the gang."""
+    assert missing(rank(0, silent_s=1.0), rank(1, silent_s=60.0)) is None
+
+
+@pytest.mark.parametrize(
+    ("phase", "silent_s", "idle_s", "is_hung"),
+    [
+        (Phase.STEP, 9.9, 9.9, False),
+        (Phase.STEP, 10.0, 10.0, True),
+        (Phase.STEP, 99.0, 5.0, False),
+        (Phase.STEP, 100.0, 0.0, True),
+        (Phase.STEP_END, 10.0, 10.0, True),
+        (Phase.FUNCTION, 10.0, 10.0, True),
+        *((phase, 99.0, 99.0, False) for phase in (Phase.LOADING, Phase.EPOCH_END, Phase.SAVING, Phase.RESTORING, Phase.SETUP)),
+        *((phase, 100.0, 100.0, True) for phase in (Phase.LOADING, Phase.EPOCH_END, Phase.SAVING, Phase.COMPILING, Phase.SETUP)),
+        *((phase, 1e6, 0.0, False) for phase in (Phase.LOADING, Phase.EPOCH_END, Phase.SAVING, Phase.COMPILING, Phase.SETUP)),
+    ],
+)
+def test_limits(phase: Phase, silent_s: float, idle_s: float, is_hung: bool) -> None:  # noqa: FBT001 - a parameter of the test
+    """In a step the limit holds for an idle rank, and ten times it for one that works; elsewhere only idle ranks are limited."""
+    behind = rank(1, phase, step=3, silent_s=silent_s, idle_s=idle_s)
+    assert (missing(rank(0, step=4, silent_s=silent_s), behind) == [1]) is is_hung
+
+
+def test_a_rank_with_a_stopped_process_has_the_plain_limit() -> None:
+    """What is stopped doesn't load, compile or validate, whatever its phase says."""
+    assert missing(rank(0, Phase.LOADING, stopped="process 7 (python)")) == [0]
+
+
+def test_nobody_is_watched_before_the_first_sign_of_progress() -> None:
+    """Loading torch, meeting, building a model: none of it counts, unless a plain function's caller asked for it."""
+    waiting = rank(0, Phase.SETUP, step=0, armed=False, silent_s=1e6), rank(1, Phase.FUNCTION, step=0, armed=False, silent_s=1e6)
+    assert missing(*waiting) is None
+    assert missing(*waiting, from_start=True) == [1]
+    assert missing(rank(0, Phase.STARTING, silent_s=1e6), waiting[1], from_start=True) is None
+
+
+def test_a_rank_that_has_returned_is_not_missing() -> None:
+    """Its peers are, who wait for it; it is named as returned."""
+    gang = rank(0, Phase.RETURNED, step=9), rank(1, Phase.STEP, step=9)
+    assert missing(*gang) == [1]
+    assert missing(rank(0, Phase.RETURNED)) is None
+    stall = find_stall(gang, LIMIT_S, from_start=False)
+    assert stall is not None
+    assert summary(stall, HOSTS, {}).endswith("while rank 0 has returned")
+
+
+STACK_OF_MISSING = """Thread 0x00007f01 (most recent call first):
+  File "/usr/lib/python3.11/threading.py", line 324 in wait
+
+Current thread 0x00007f00 (most recent call first):
+  File "/v/lib/python3.11/site-packages/torch/nn/modules/module.py", line 1 in _call_impl
+  File "/home/me/train.py", line 34 in forward
+  File "/home/me/train.py", line 50 in train
+"""
+STACK_OF_WAITING = """Current thread 0x00007f00 (most recent call first):
+  File "/v/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py", line 9 in all_reduce
+  File "/home/me/train.py", line 52 in train
+"""
+
+
+def test_the_text_says_who_where_and_who_waits() -> None:
+    """The user's innermost line, not torch's; the error survives pickle with its fields."""
+    stall = find_stall((rank(0, seq=2), rank(1, seq=1), rank(2, seq=2)), LIMIT_S, from_start=False)
+    assert stall is not None
+    hang = describe(stall, HOSTS, {0: STACK_OF_WAITING, 1: STACK_OF_MISSING, 2: STACK_OF_WAITING})
+    assert hang.summary == (
+        "rank 1 on b did not arrive: for 11 s it has been in step 5 at train.py:34 in forward, "
+        "while ranks 0, 2 wait in a collective of step 5"
+    )
+    error = pickle.loads(pickle.dumps(GangHungError(hang, attempt=3)))
+    assert (error.ranks, error.hosts, error.attempt, error.hang.step, error.hang.phase) == ((1,), ("b",), 3, 5, "step")
+    assert error.stacks[0] == STACK_OF_WAITING
+    assert str(error).startswith(f"the gang hung in attempt 3: {hang.summary}\n")
+    assert 'File "/home/me/train.py", line 34 in forward' in str(error)
+    assert "threading.py" not in str(error)
+
+
+def test_collectives_that_dont_match_are_counted() -> None:
+    """Where the rank that is behind waits in a collective too, the numbers say what is wrong."""
+    stall = find_stall((rank(0, seq=4), rank(1, seq=3)), LIMIT_S, from_start=False)
+    assert stall is not None
+    text = summary(stall, HOSTS, {0: STACK_OF_WAITING, 1: STACK_OF_WAITING})
+    assert text.startswith(
+        "rank 1 on b waits for a rank that does not come: for 11 s it has been in step 5 at train.py:52 in train"
+    )
+    assert text.endswith("; they have begun different numbers of collectives: rank 0 4, rank 1 3")
+
+
+def test_the_text_without_stacks_and_with_a_stopped_process() -> None:
+    """A rank that can't answer is named all the same."""
+    stall = find_stall((rank(0, Phase.STEP_END), rank(1, stopped="process 7 (ddp-rank-1)")), LIMIT_S, from_start=False)
+    assert stall is not None
+    assert summary(stall, HOSTS, {}) == (
+        "rank 1 on b did not arrive: for 11 s it has been in step 5, while rank 0 is at the end of step 5; "
+        "process 7 (ddp-rank-1) of rank 1 is stopped (SIGSTOP)"
+    )
+
+
+def idle_s_after(*samples: tuple[float, float, int], silent_s: float = 100.0) -> float:
+    """Return how idle a rank with a window of 10 s is at its last sample of (time, CPU seconds, bytes)."""
+    idleness = Idleness(10.0)
+    for at_s, cpu_s, io_bytes in samples:
+        idleness.add(at_s, Usage(cpu_s, io_bytes))
+    return idleness.idle_s(samples[-1][0], silent_s)
+
+
+def test_idle_is_what_uses_next_to_nothing_over_a_window() -> None:
+    """A tick now and then is idle; a hundredth of a core, or data, is not; too little seen is not known."""
+    assert idle_s_after((0.0, 1.0, 0)) == 0.0
+    assert idle_s_after((0.0, 1.0, 0), (4.0, 1.0, 0)) == 0.0
+    assert idle_s_after((0.0, 1.0, 0), (5.0, 1.02, 100)) == 100.0
+    assert idle_s_after((0.0, 1.0, 0), (10.0, 1.1, 0)) == 0.0
+    assert idle_s_after((0.0, 1.0, 0), (10.0, 1.0, 1_000_000)) == 0.0
+
+
+def test_idle_begins_anew_after_work() -> None:
+    """Work long ago does not count for ever, and work just now ends an idle time."""
+    worked_early = [(0.0, 0.0, 0), (5.0, 3.0, 0), *((float(at), 3.0, 0) for at in range(10, 41, 5))]
+    assert 25.0 <= idle_s_after(*worked_early) <= 35.0
+    assert idle_s_after(*worked_early, (45.0, 6.0, 0)) == 0.0

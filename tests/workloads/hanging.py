@@ -1,0 +1,146 @@
+"""Owns trainings that stop to move, each in one way, and ones that only look so. Each waits with a limit of its own."""
+
+import ctypes
+import os
+import signal
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import Dataset
+
+from prefect_torch_ddp import RankContext, report_progress
+
+LONG_S = 300.0
+NUM_STEPS = 4
+
+
+class Numbers(Dataset[torch.Tensor]):
+    """Samples, the first of which may be slow, or stop the process that reads it."""
+
+    def __init__(self, size: int, *, sleeps_s: float = 0.0, works_s: float = 0.0, stops_at: int | None = None) -> None:
+        """Say what happens to the first sample that a process reads, and at which sample it stops itself."""
+        self._size = size
+        self._sleeps_s = sleeps_s
+        self._works_s = works_s
+        self._stops_at = stops_at
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+        return self._size
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        """Return a sample."""
+        sleeps_s, self._sleeps_s = self._sleeps_s, 0.0
+        works_s, self._works_s = self._works_s, 0.0
+        time.sleep(sleeps_s)
+        work(works_s)
+        if index == self._stops_at:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return torch.tensor(float(index))
+
+
+def work(for_s: float) -> None:
+    """Use the CPU."""
+    end = time.monotonic() + for_s
+    while time.monotonic() < end:
+        sum(range(1000))
+
+
+def train(rank: RankContext, how: str, culprit: int) -> int:
+    """Make four steps with an all-reduce in each; one rank hangs in the third, in the way named."""
+    stops_at = 2 * rank.world_size + rank.rank if how == "data_worker" and rank.rank == culprit else None
+    dataset = Numbers(NUM_STEPS * rank.world_size, stops_at=stops_at)
+    workers = {"num_workers": 1} if how == "data_worker" else {}
+    loader = rank.loader(dataset, global_batch_size=rank.world_size, shuffle=False, **workers)
+    for _ in rank.steps(loader, epochs=1):
+        if rank.rank == culprit and rank.step == 3:
+            hang(how)
+        dist.all_reduce(torch.ones(1))
+        rank.report(loss=1.0)
+    return rank.step
+
+
+def hang(how: str) -> None:
+    """Stop to move; the line that a person must be told is in here."""
+    match how:
+        case "sleep":
+            time.sleep(LONG_S)
+        case "busy":
+            work(LONG_S)
+        case "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        case "hold_the_lock":
+            # read(2) on an empty pipe, by a call that keeps the interpreter's lock; a signal does not end it.
+            ctypes.PyDLL(None).read(os.pipe()[0], ctypes.create_string_buffer(1), 1)
+        case "one_collective_more":
+            dist.all_reduce(torch.ones(1))
+
+
+class SlowState:
+    """Something tracked whose state takes its time."""
+
+    def __init__(self, seconds: float) -> None:
+        """Take so long to save and to restore."""
+        self._seconds = seconds
+
+    def state_dict(self) -> dict[str, int]:
+        """Return next to nothing."""
+        time.sleep(self._seconds)
+        return {"value": 1}
+
+    def load_state_dict(self, _state: dict[str, Any]) -> None:
+        """Take nothing."""
+        time.sleep(self._seconds)
+
+
+def slow_but_fine(rank: RankContext, what: str, seconds: float) -> int:
+    """Take several times the limit for what may take long, with the other ranks waiting; return the steps."""
+    mine = seconds if rank.rank == 0 else 0.0
+    dataset = Numbers(
+        NUM_STEPS * rank.world_size,
+        sleeps_s=mine if what == "loading_asleep" else 0.0,
+        works_s=mine if what == "loading_at_work" else 0.0,
+    )
+    if what in ("saving", "restoring"):
+        rank.track(slow=SlowState(mine))
+    model = torch.compile(torch.nn.Linear(1, 1), backend=slow_compiler(mine)) if what == "compiling" else None
+    for batch in rank.steps(rank.loader(dataset, global_batch_size=rank.world_size), epochs=1):
+        if model is not None:
+            model(batch.reshape(-1, 1))
+        if rank.rank == 0 and rank.step == 2 and what == "validating_at_work":
+            work(seconds)
+        if rank.epoch_ended and rank.rank == 0 and what == "validating_asleep":
+            time.sleep(seconds)
+        dist.all_reduce(torch.ones(1))
+        if rank.step == 2 and what == "saving":
+            rank.checkpoint(force=True)
+    return rank.step
+
+
+def slow_compiler(seconds: float) -> Any:
+    """Return a backend of torch.compile that takes long and does nothing."""
+
+    def compile_slowly(graph: torch.fx.GraphModule, _inputs: list[torch.Tensor]) -> Any:
+        time.sleep(seconds)
+        return graph.forward
+
+    return compile_slowly
+
+
+def plain_hang(culprit: int) -> None:
+    """Meet once; then one rank falls asleep, while the others wait for it."""
+    dist.all_reduce(torch.ones(1))
+    if int(os.environ["RANK"]) == culprit:
+        time.sleep(LONG_S)
+    dist.all_reduce(torch.ones(1))
+
+
+def plain_sleep(seconds: float, num_reports: int = 0) -> str:
+    """Sleep, and say between that all is well."""
+    for _ in range(num_reports):
+        time.sleep(seconds / (num_reports + 1))
+        report_progress()
+    time.sleep(seconds / (num_reports + 1))
+    return "slept"
