@@ -11,7 +11,7 @@ from prefect_torch_ddp.gang.orders import RankPulse
 from prefect_torch_ddp.gang.placement import Placement
 from prefect_torch_ddp.messages import NO_RANK, GangEvent, LogLine, RankStack
 
-STACKS_TIMEOUT_S = 5.0
+STACKS_TIMEOUT_S = 8.0
 """How long to wait for the stacks of a gang that hangs."""
 
 

@@ -13,7 +13,7 @@ from prefect_torch_ddp.messages import RankStack
 from prefect_torch_ddp.pulse import LOOK_SIGNAL, Phase
 
 READ_S = 0.1
-LOOK_TIMEOUT_S = 2.0
+LOOK_TIMEOUT_S = 4.0
 """How long a rank may take to write its stacks; the handler is C and needs no lock, so only a stopped rank takes longer."""
 LOOK_QUIET_S = 0.2
 """Stacks that don't grow for so long are whole: nothing marks their end."""
