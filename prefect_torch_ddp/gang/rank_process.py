@@ -17,6 +17,7 @@ from prefect_torch_ddp.gang.child import Child, ExecChild, RankFiles, kill_sessi
 from prefect_torch_ddp.gang.environment import rank_environment
 from prefect_torch_ddp.gang.host_process import HostUnavailableError
 from prefect_torch_ddp.gang.lines import LineCutter
+from prefect_torch_ddp.gang.oom import OomWatch
 from prefect_torch_ddp.gang.pulse_page import PulsePage
 from prefect_torch_ddp.gang.rank_host import host_of
 from prefect_torch_ddp.messages import (
@@ -52,6 +53,7 @@ class RankProcess:
         """Whether its training reacts to a stop."""
         self.failure: RankFailure | None = None
         self.reaped = False
+        self._memory = OomWatch()
         environment = rank_environment(os.environ, launch)
         with contextlib.ExitStack() as ours, contextlib.ExitStack() as theirs:
             self._outcome: IO[bytes] = ours.enter_context(tempfile.TemporaryFile())
@@ -179,6 +181,8 @@ class RankProcess:
         number = -status if status < 0 else None
         if number is not None:
             summary = f"was killed by {signal.Signals(number).name} ({number}) before its function returned"
+            if number == signal.SIGKILL and (report := self._memory.report(self.pid)) is not None:
+                summary = f"{summary}; {report}"
         else:
             summary = f"left with exit code {status} before its function returned"
         return RankFailure(

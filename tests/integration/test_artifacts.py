@@ -20,7 +20,7 @@ from prefect.client.schemas.objects import Artifact
 from prefect.context import FlowRunContext, TaskRunContext
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
-from prefect_torch_ddp.messages import Progress
+from prefect_torch_ddp.messages import AttemptBegan, Progress
 from prefect_torch_ddp.params import TrainParams
 from prefect_torch_ddp.results import CheckpointRef, ClassScore, DatasetReport, EpochRow, Report, TrainingReport
 from prefect_torch_ddp.storage.protocol import StoredObject
@@ -182,6 +182,23 @@ def test_a_training_that_fails_shows_where_it_stopped_and_its_retry_updates_the_
     assert descriptions == [(last["train-ddp-progress"].id, "epoch 2, step 13/40, loss 0.5, stopped")]
     assert last["train-ddp-progress"].description == "epoch 3, step 26/40, loss 0.5, finished"
     assert "| Attempt | 2 |" in last["train-ddp-report"].data
+
+
+def test_a_restart_shows_its_attempt_and_its_size(prefect_api):
+    """A restart within the task goes on in the same report, with its own attempt and number of ranks."""
+
+    @flow
+    def run() -> str:
+        with live_report(attempt=1, world_size=4) as live:
+            live.begin_attempt(AttemptBegan(1, 4))
+            live.update(step(13))
+            live.begin_attempt(AttemptBegan(2, 3))
+            live.update(step(12))
+        return str(FlowRunContext.get().flow_run.id)
+
+    page = by_key(run())["train-ddp-report"].data
+    assert "| Attempt | 2 |" in page
+    assert "| World size | 3 ranks |" in page
 
 
 def test_an_api_that_is_down_costs_one_warning_and_no_error(caplog):

@@ -1,9 +1,16 @@
 """Owns functions that fail in some attempts and not in others. Torch is imported inside: the test process need not load it."""
 
+import json
 import os
 import signal
+import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from prefect_torch_ddp.checkpoint.manifest import list_checkpoints
+
+if TYPE_CHECKING:
+    from prefect_torch_ddp import RankContext
 
 LATER = ("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS", "WORLD_SIZE", "RANK")
 
@@ -67,3 +74,44 @@ def hold_in_first(folder: str) -> int:
     total = torch.ones(1)
     dist.all_reduce(total)
     return int(total)
+
+
+def train_with_ledger(rank: "RankContext", folder: str, plan: dict[int, dict[str, Any]], epochs: int = 3) -> dict[str, Any]:
+    """Train, and write down which samples were in which step; in the attempts planned fail, or wait to be killed, at a step.
+
+    Args:
+        rank: the context.
+        folder: for a line per step, attempt and rank, and for a file of this rank's pid when it waits.
+        plan: by attempt: {"step", "how"}, where how is a way to fail or "wait".
+        epochs: over 24 samples in batches of 4.
+    """
+    import torch
+    from torch.utils.data import TensorDataset
+
+    model = rank.wrap(torch.nn.Linear(1, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    rank.track(model=model, optimizer=optimizer)
+    loader = rank.loader(TensorDataset(torch.arange(24), torch.linspace(-1, 1, 24)[:, None]), global_batch_size=4)
+    with Path(folder, f"ledger-{rank.attempt}-{rank.rank}.jsonl").open("a", buffering=1) as ledger:
+        for numbers, x in rank.steps(loader, epochs=epochs):
+            loss = (model(x) - 3 * x).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            rank.report(loss=loss)
+            line = {"step": rank.step, "epoch": rank.epoch, "samples": numbers.tolist(), "rank": rank.rank}
+            ledger.write(json.dumps(line | {"attempt": rank.attempt, "world_size": rank.world_size}) + "\n")
+            fault = plan.get(rank.attempt)
+            if fault and rank.step == fault["step"]:
+                _fail_as_planned(rank, fault["how"], folder)
+    return {"attempt": rank.attempt, "world_size": rank.world_size}
+
+
+def _fail_as_planned(rank: "RankContext", how: str, folder: str) -> None:
+    while not any(ref.step < rank.step for ref in list_checkpoints(rank.config.storage, rank.run_id)):
+        time.sleep(0.02)  # else there may be nothing to go on from
+    if how == "wait":
+        Path(folder, f"waits-{rank.attempt}-{rank.rank}").write_text(str(os.getpid()))
+        signal.pause()
+    if rank.rank == rank.world_size - 1:
+        fail(how)
