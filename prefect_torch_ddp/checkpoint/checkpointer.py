@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from prefect_torch_ddp.checkpoint.commit import Committer, SupersededError
+from prefect_torch_ddp.checkpoint.attempts import SupersededError
+from prefect_torch_ddp.checkpoint.commit import Committer
 from prefect_torch_ddp.checkpoint.keys import object_key, rank_name
 from prefect_torch_ddp.checkpoint.manifest import Manifest, ManifestObject
 from prefect_torch_ddp.checkpoint.meeting import Meeting, wait_for

@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Iterable
 
-from prefect_torch_ddp.checkpoint.attempts import newest_attempt
+from prefect_torch_ddp.checkpoint.attempts import SupersededError, newest_attempt
 from prefect_torch_ddp.checkpoint.keys import checkpoints_prefix, manifest_key, owner_of
 from prefect_torch_ddp.checkpoint.manifest import Manifest, list_manifests, read_manifest
 from prefect_torch_ddp.checkpoint.retention import Retention, superfluous
@@ -11,10 +11,6 @@ from prefect_torch_ddp.errors import CheckpointError, StorageError
 from prefect_torch_ddp.storage.protocol import Storage
 
 logger = logging.getLogger(__name__)
-
-
-class SupersededError(CheckpointError):
-    """A newer attempt of the run has begun; this one must not change its checkpoints any more."""
 
 
 class Committer:

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator
 
-from prefect_torch_ddp.checkpoint.commit import SupersededError
+from prefect_torch_ddp.checkpoint.attempts import SupersededError
 from prefect_torch_ddp.errors import InvalidParamsError, StorageError
 from prefect_torch_ddp.messages import Outlook
 

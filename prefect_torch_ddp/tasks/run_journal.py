@@ -2,24 +2,33 @@
 
 from dataclasses import dataclass
 
-from prefect_torch_ddp.checkpoint.attempts import claim_attempt
+from prefect_torch_ddp.checkpoint.attempts import claim_attempt, claim_attempt_after
 from prefect_torch_ddp.checkpoint.failures import read_failures, write_failure
 from prefect_torch_ddp.messages import FailureRecord
 from prefect_torch_ddp.storage.protocol import Storage
 
 
-@dataclass(frozen=True)
+@dataclass
 class RunJournal:
-    """Claims the attempts of a run, each of which fences off those before it."""
+    """Claims the attempts of a run, each of which fences off those before it. One task run has one."""
 
     storage: Storage
     run_id: str
     knows_steps: bool
     """Whether its function makes its steps by `rank.steps`, as a workload does."""
+    _own_attempt: int | None = None
 
     def begin(self) -> int:
-        """Claim the next attempt."""
-        return claim_attempt(self.storage, self.run_id)
+        """Claim the next attempt: any at first, then the one that follows this task run's own.
+
+        Raises:
+            SupersededError: the training was begun elsewhere meanwhile, since this task run was taken for lost.
+        """
+        if self._own_attempt is None:
+            self._own_attempt = claim_attempt(self.storage, self.run_id)
+        else:
+            self._own_attempt = claim_attempt_after(self.storage, self.run_id, self._own_attempt)
+        return self._own_attempt
 
     def last_failure(self) -> FailureRecord | None:
         """Return the newest failure on record."""

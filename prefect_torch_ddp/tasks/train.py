@@ -8,7 +8,7 @@ from prefect.client.schemas.objects import State, TaskRun
 from prefect.context import TaskRunContext
 from prefect.logging import get_run_logger
 
-from prefect_torch_ddp.checkpoint.attempts import newest_attempt
+from prefect_torch_ddp.checkpoint.attempts import SupersededError, newest_attempt
 from prefect_torch_ddp.checkpoint.failures import read_failures
 from prefect_torch_ddp.errors import GangCancelledError, InvalidParamsError, RankFailedError, SchedulerLostError
 from prefect_torch_ddp.gang.launch import run_gang
@@ -26,7 +26,7 @@ def is_worth_a_retry(_task: Task[Any, Any], _task_run: TaskRun, state: State[Any
     cause = getattr(error, "__cause__", None)
     if isinstance(error, RankFailedError) and error.why_final is not None:
         return False
-    if isinstance(error, GangCancelledError | InvalidParamsError | SchedulerLostError):
+    if isinstance(error, GangCancelledError | InvalidParamsError | SchedulerLostError | SupersededError):
         return False
     return not isinstance(cause, ImportError | SyntaxError)
 

@@ -14,9 +14,10 @@ import pytest
 from distributed import Client, LocalCluster
 
 from prefect_torch_ddp import RankFailedError, run_gang
-from prefect_torch_ddp.checkpoint.attempts import newest_attempt
+from prefect_torch_ddp.checkpoint.attempts import SupersededError, newest_attempt
 from prefect_torch_ddp.checkpoint.failures import read_failures
 from prefect_torch_ddp.gang import launch
+from prefect_torch_ddp.messages import AttemptBegan
 from prefect_torch_ddp.rank.config import CheckpointPolicy, RankConfig
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.tasks.run_journal import RunJournal
@@ -160,3 +161,19 @@ def test_a_record_that_cannot_be_written_hides_no_failure(dask_client: Client, t
     with pytest.raises(RankFailedError, match="ValueError: told to fail"):
         train(dask_client, tmp_path, plan, world_size=2, on_event=events.append)
     assert any("could not be put on record" in getattr(event, "text", "") for event in events)
+
+
+def test_a_restart_does_not_supersede_a_successor(dask_client: Client, tmp_path: Path) -> None:
+    """While attempt 1 ran, somebody who took it for lost began attempt 2: no restart fences that one off."""
+    storage = DirectoryStorage(tmp_path / "store")
+    journal = RunJournal(storage, "run", knows_steps=False)
+    args = ([1], "SIGKILL", str(tmp_path))
+
+    def succeed(event: "GangEvent") -> None:
+        if isinstance(event, AttemptBegan):
+            RunJournal(storage, "run", knows_steps=False).begin()
+
+    with pytest.raises(SupersededError, match="attempt 1 of run run has been superseded by attempt 2") as caught:
+        run_gang(dask_client, restarting.fail_in, args=args, world_size=2, max_restarts=3, journal=journal, on_event=succeed)
+    assert isinstance(caught.value.__context__, RankFailedError)
+    assert newest_attempt(storage, "run") == 2

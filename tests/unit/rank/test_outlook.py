@@ -2,7 +2,7 @@
 
 import pytest
 
-from prefect_torch_ddp.checkpoint.commit import SupersededError
+from prefect_torch_ddp.checkpoint.attempts import SupersededError
 from prefect_torch_ddp.errors import InvalidParamsError, StorageError
 from prefect_torch_ddp.rank.outlook import outlook_of
 
