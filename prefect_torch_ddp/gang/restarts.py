@@ -3,7 +3,15 @@
 import logging
 from collections.abc import Callable
 
-from prefect_torch_ddp.errors import GangHungError, NotEnoughWorkersError, PrefectTorchDdpError, RankFailedError, WorkerLostError
+from prefect_torch_ddp.errors import (
+    CheckpointError,
+    GangHungError,
+    NotEnoughWorkersError,
+    PrefectTorchDdpError,
+    RankFailedError,
+    StorageError,
+    WorkerLostError,
+)
 from prefect_torch_ddp.gang.journal import AttemptJournal, record_of, why_hopeless
 from prefect_torch_ddp.messages import NO_RANK, AttemptBegan, FailureRecord, GangEvent, LogLine
 
@@ -53,7 +61,7 @@ class Restarts:
         Raises:
             RankFailedError, WorkerLostError, GangHungError: the last attempt failed; a RankFailedError says so where it was not
                 tried again because it would come back.
-            NotEnoughWorkersError: there were too few workers for a restart; its cause is the failure before.
+            NotEnoughWorkersError, and what the journal raises: no restart could be made; the cause is the failure before.
         """
         failed: PrefectTorchDdpError | None = None
         while True:
@@ -62,8 +70,8 @@ class Restarts:
             except RESTARTABLE as error:
                 self._decide(error, attempt)
                 failed = error
-            except NotEnoughWorkersError as error:
-                if failed is not None:
+            except (NotEnoughWorkersError, StorageError, CheckpointError) as error:
+                if failed is not None and error.__cause__ is None:
                     raise error from failed
                 raise
 

@@ -175,5 +175,5 @@ def test_a_restart_does_not_supersede_a_successor(dask_client: Client, tmp_path:
 
     with pytest.raises(SupersededError, match="attempt 1 of run run has been superseded by attempt 2") as caught:
         run_gang(dask_client, restarting.fail_in, args=args, world_size=2, max_restarts=3, journal=journal, on_event=succeed)
-    assert isinstance(caught.value.__context__, RankFailedError)
+    assert isinstance(caught.value.__cause__, RankFailedError)
     assert newest_attempt(storage, "run") == 2
