@@ -8,7 +8,9 @@ from prefect_torch_ddp.gang.slots import Slots
 
 def ticket(name: str, born_s: float) -> SeatTicket:
     """Make a ticket for one worker."""
-    return SeatTicket(name, name, Seniority(born_s, name), worker="tcp://a:1", process_id="p", hosts_store=False)
+    return SeatTicket(
+        name, name, Seniority(born_s, name), worker="tcp://a:1", process_id="p", hosts_store=False, stop_grace_s=8.0
+    )
 
 
 def test_the_senior_waiting_gang_is_next() -> None:
