@@ -35,7 +35,7 @@ def test_a_hang_is_tried_again_and_resumed(tmp_path: Path, max_restarts: int, re
     assert report.training.resumed_from_step in (2, 4)
     flow_run_id = flow_run_id_of(report.flow_run_url)
     states = states_of(task_runs_of(flow_run_id)["train"])
-    assert ("AwaitingRetry" in dict(states)) is (retries == 1)
+    assert ("Retrying" in dict(states)) is (retries == 1)
     log = [line.message for line in logs_of(flow_run_id)]
     said = r"hung in attempt 1: rank 1 on 127\.0\.0\.1 did not arrive: for \d+ s it has been in step 6 at tiny\.py:\d+ in fail"
     assert any(re.search(said, message) for message in log)
