@@ -6,6 +6,7 @@ from prefect.context import FlowRunContext
 from prefect.logging import get_run_logger
 from prefect.runtime import flow_run
 from prefect.settings import PREFECT_API_URL, PREFECT_UI_URL, temporary_settings
+from prefect.states import Cancelled
 from prefect_dask import DaskTaskRunner
 
 from prefect_torch_ddp.checkpoint.manifest import newest, object_uri
@@ -14,6 +15,7 @@ from prefect_torch_ddp.errors import InvalidParamsError, SchedulerLostError, Wor
 from prefect_torch_ddp.params import TrainParams
 from prefect_torch_ddp.results import DatasetReport, TrainingReport, TrainReport
 from prefect_torch_ddp.tasks.blocks import resolve_storage
+from prefect_torch_ddp.tasks.cancel import TaskCancelled
 from prefect_torch_ddp.tasks.cluster import connect, is_supervisor_loss, result_of
 from prefect_torch_ddp.tasks.evaluate import chosen_checkpoint, evaluate
 from prefect_torch_ddp.tasks.prepare import prepare
@@ -35,19 +37,28 @@ def train_flow(params: TrainParams = DEFAULTS) -> TrainReport:
     Raises:
         InvalidParamsError, StorageError: something given can't work; raised before a rank starts.
         RankFailedError: a rank failed in the last attempt too; names rank, host, attempt and cause.
+        CancelledRun: Ctrl-C, SIGTERM or Prefect's cancel; all ranks stopped after one step and wrote its checkpoint.
     """
     run = _check(params)
+    try:
+        return _run(run, params)
+    except TaskCancelled as cancelled:
+        return Cancelled(message=f"cancelled: {cancelled}")  # type: ignore[return-value]  # Prefect takes a state for what it is
+
+
+def _run(run: Run, params: TrainParams) -> TrainReport:
+    grace_s = params.stop_grace_s
     # Without a server each Dask worker would start one of its own: let them all use the flow run's.
     with temporary_settings({PREFECT_API_URL: str(get_client(sync_client=True).api_url)}):
         connect(params)
         # The result at each hop: a failed task's future would hide the cause from the next (UnfinishedRun), and Dask runs a
         # finished task again when its worker is lost while the future lives.
         prepare_now = prepare.with_options(refresh_cache=find_dataset(run.storage, run.dataset_id) is None)
-        dataset = result_of(prepare_now.submit(run))
+        dataset = result_of(prepare_now.submit(run), grace_s)
         train_now = train.with_options(retries=params.retries, retry_delay_seconds=params.retry_delay_s)
         training = _train(train_now, run, dataset)
         checkpoint = chosen_checkpoint(run, training)
-        evaluation = result_of(evaluate.submit(run, checkpoint, training.world_size))
+        evaluation = result_of(evaluate.submit(run, checkpoint, training.world_size), grace_s)
         model_uri = object_uri(run.storage, run.run_id, checkpoint.step, checkpoint.attempt, "model")
         published = publish.submit(
             params=params,
@@ -58,7 +69,7 @@ def train_flow(params: TrainParams = DEFAULTS) -> TrainReport:
             checkpoint=checkpoint,
             model_uri=model_uri,
         )
-        epochs = result_of(published)
+        epochs = result_of(published, grace_s)
     return TrainReport(
         run_id=run.run_id,
         flow_run_url=flow_run.ui_url if PREFECT_UI_URL.value() else None,  # the embedded server has no UI
@@ -75,7 +86,7 @@ def _train(task: Task[[Run, DatasetReport], TrainingReport], run: Run, dataset: 
     """Train; a Dask worker that dies under the task itself, out of reach of Prefect's retries, costs one of them all the same."""
     for left in reversed(range(run.params.retries + 1)):
         try:
-            return result_of(task.submit(run, dataset))
+            return result_of(task.submit(run, dataset), run.params.stop_grace_s)
         except (WorkerLostError, SchedulerLostError) as error:
             if left == 0 or not is_supervisor_loss(error):
                 raise

@@ -146,6 +146,12 @@ class TrainParams(Params):
         json_schema_extra=_at(18),
     )
 
+    stop_grace_s: PositiveFloat = Field(
+        default=20.0,
+        description="Seconds that a cancelled training gets to stop at one step and write its checkpoint; Prefect gives it 30.",
+        json_schema_extra=_at(18),
+    )
+
     @model_validator(mode="after")
     def _refuse_impossible_pairs(self) -> Self:
         if self.evaluate_on == "best" and self.checkpoint.best_metric is None:

@@ -14,6 +14,7 @@ from distributed.scheduler import KilledWorker
 from distributed.worker import thread_state
 from prefect.client.orchestration import get_client
 from prefect.context import FlowRunContext
+from prefect.exceptions import CancelledRun
 from prefect.futures import PrefectFuture
 from prefect.states import Crashed
 from prefect.utilities.importtools import from_qualified_name
@@ -25,6 +26,7 @@ from prefect_torch_ddp.gang.placement import num_workers_needed
 from prefect_torch_ddp.gang.silence import SILENCE_S
 from prefect_torch_ddp.gang.warm import warm
 from prefect_torch_ddp.params import ClusterParams, TrainParams
+from prefect_torch_ddp.tasks.cancel import SIGNALS, TaskCancelled, stop_task
 from prefect_torch_ddp.tasks.task_watch import LOOK_EVERY_S, SupervisorLostError, TaskWatch, answer_of
 
 R = TypeVar("R")
@@ -142,14 +144,24 @@ def _refuse_second_life(client: distributed.Client, worker: distributed.Worker, 
         raise GangCancelledError(msg)
 
 
-def result_of(future: PrefectFuture[R]) -> R:
+def result_of(future: PrefectFuture[R], stop_grace_s: float = 20.0) -> R:
     """Return a submitted task's result, or raise what it raised.
 
     Raises:
         SupervisorLostError: the Dask worker that ran the task itself died or was silent for too long.
+        TaskCancelled: the flow was told to end, or the task was cancelled; it has ended by now.
         SchedulerLostError: the scheduler did. Of both Prefect is told, the task run is Crashed: it would stay Running for ever.
     """
     task = cast("PrefectDaskFuture[R]", future)
+    try:
+        _wait(task)
+        return task.result()
+    except (*SIGNALS, CancelledRun, FutureCancelledError) as error:
+        raise TaskCancelled(stop_task(task, stop_grace_s)) from error
+
+
+def _wait(task: PrefectDaskFuture[Any]) -> None:
+    """Wait for a task's end, with an eye on what it stands on."""
     runner = _runner()
     watch = TaskWatch(runner.client, task.wrapped_future, owns_workers=runner.address is None)
     try:
@@ -171,7 +183,6 @@ def result_of(future: PrefectFuture[R]) -> R:
     except (SupervisorLostError, SchedulerLostError) as error:
         _set_crashed(task, error)
         raise
-    return task.result()
 
 
 def _set_crashed(task: PrefectDaskFuture[Any], error: Exception) -> None:

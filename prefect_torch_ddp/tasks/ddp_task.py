@@ -8,13 +8,14 @@ from typing import Any, Concatenate, ParamSpec, TypeVar, overload
 from prefect import Task, task
 from prefect.runtime import task_run
 
-from prefect_torch_ddp.errors import InvalidParamsError
+from prefect_torch_ddp.errors import GangCancelledError, InvalidParamsError
 from prefect_torch_ddp.gang.launch import run_gang
 from prefect_torch_ddp.messages import Backend
 from prefect_torch_ddp.params import DEFAULT_STORAGE, CheckpointParams
 from prefect_torch_ddp.rank.config import CheckpointPolicy, RankConfig
 from prefect_torch_ddp.rank.context import RankContext
 from prefect_torch_ddp.tasks.blocks import resolve_storage
+from prefect_torch_ddp.tasks.cancel import cancelled
 from prefect_torch_ddp.tasks.cluster import current_client
 from prefect_torch_ddp.tasks.run import RUN_WITH_CONTEXT, log_to_run, slug
 from prefect_torch_ddp.tasks.run_journal import RunJournal
@@ -46,6 +47,7 @@ def ddp_task(
     progress_timeout_s: float | None = 60.0,
     resources: Mapping[str, float] | None = None,
     interface: str | None = None,
+    stop_grace_s: float = 20.0,
     **task_options: Any,
 ) -> Callable[[RankFunction[P, R]], Task[P, R]]: ...
 
@@ -68,6 +70,7 @@ def ddp_task(  # noqa: PLR0913 - a decorator's options are its documentation
     progress_timeout_s: float | None = 60.0,
     resources: Mapping[str, float] | None = None,
     interface: str | None = None,
+    stop_grace_s: float = 20.0,
     **task_options: Any,
 ) -> Task[P, R] | Callable[[RankFunction[P, R]], Task[P, R]]:
     """Make a function a Prefect task that runs on `world_size` ranks of the flow's Dask cluster.
@@ -93,6 +96,7 @@ def ddp_task(  # noqa: PLR0913 - a decorator's options are its documentation
             as hung and retried; see `run_gang`. None: as long as it takes.
         resources: Dask resources that the gang takes from each of its workers, e.g. `{"GPU": 1}`; others aren't used.
         interface: the network that the ranks talk by: an interface's name, or `"10.1.0.0/16"`; None: the one Dask uses.
+        stop_grace_s: how long ranks in `rank.steps` get, when the task is cancelled, to stop after one step and to save it.
         **task_options: Prefect's own task options: retries, retry_delay_seconds, tags, timeout_seconds, ...
     """
 
@@ -113,25 +117,29 @@ def ddp_task(  # noqa: PLR0913 - a decorator's options are its documentation
                 )
                 return config, fn, args, kwargs
 
-            with current_client() as client:
-                values: list[R] = run_gang(
-                    client,
-                    RUN_WITH_CONTEXT,
-                    args=arguments,
-                    world_size=world_size,
-                    ranks_per_worker=ranks_per_worker,
-                    backend=backend,
-                    workers_timeout_s=workers_timeout_s,
-                    queue_timeout_s=queue_timeout_s,
-                    progress_timeout_s=progress_timeout_s,
-                    resources=resources,
-                    interface=interface,
-                    name=run_id,
-                    max_restarts=max_restarts,
-                    min_world_size=min_world_size,
-                    journal=RunJournal(where, run_id, knows_steps=False),
-                    on_event=log_to_run(),
-                )
+            try:
+                with current_client() as client:
+                    values: list[R] = run_gang(
+                        client,
+                        RUN_WITH_CONTEXT,
+                        args=arguments,
+                        world_size=world_size,
+                        ranks_per_worker=ranks_per_worker,
+                        backend=backend,
+                        workers_timeout_s=workers_timeout_s,
+                        queue_timeout_s=queue_timeout_s,
+                        progress_timeout_s=progress_timeout_s,
+                        resources=resources,
+                        interface=interface,
+                        stop_grace_s=stop_grace_s,
+                        name=run_id,
+                        max_restarts=max_restarts,
+                        min_world_size=min_world_size,
+                        journal=RunJournal(where, run_id, knows_steps=False),
+                        on_event=log_to_run(),
+                    )
+            except GangCancelledError as error:
+                return cancelled(error)  # type: ignore[no-any-return]
             return values[0]
 
         functools.update_wrapper(run, fn)

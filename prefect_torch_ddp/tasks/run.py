@@ -49,7 +49,7 @@ class Run:
 
     def gang_options(self) -> Mapping[str, Any]:
         """Return run_gang's arguments that all stages share."""
-        return self.params.model_dump(include={"backend", "workers_timeout_s", "queue_timeout_s"})
+        return self.params.model_dump(include={"backend", "workers_timeout_s", "queue_timeout_s", "stop_grace_s"})
 
 
 def run_id_of(flow_run_name: str, flow_run_id: str) -> str:

@@ -15,6 +15,7 @@ from prefect_torch_ddp.gang.launch import run_gang
 from prefect_torch_ddp.messages import AttemptBegan, GangEvent, Progress
 from prefect_torch_ddp.results import DatasetReport, FailedAttempt, TrainingReport
 from prefect_torch_ddp.tasks.artifacts import LiveReport
+from prefect_torch_ddp.tasks.cancel import cancelled
 from prefect_torch_ddp.tasks.cluster import current_client
 from prefect_torch_ddp.tasks.run import RUN_STAGE, Run, log_to_run
 from prefect_torch_ddp.tasks.run_journal import RunJournal
@@ -48,6 +49,13 @@ def _cache_key(_context: TaskRunContext, parameters: dict[str, Any]) -> str:
 @task(name="train", cache_key_fn=_cache_key, persist_result=True, result_serializer="json", retry_condition_fn=is_worth_a_retry)
 def train(run: Run, dataset: DatasetReport) -> TrainingReport:
     """Train on a gang, from the newest complete checkpoint where there is one; says at every retry where it goes on."""
+    try:
+        return _train(run, dataset)
+    except GangCancelledError as error:
+        return cancelled(error)  # type: ignore[no-any-return]
+
+
+def _train(run: Run, dataset: DatasetReport) -> TrainingReport:
     params = run.params
     first = AttemptBegan(newest_attempt(run.storage, run.run_id) + 1, params.world_size)
     with LiveReport(run_id=run.run_id, workload=params.workload, world_size=params.world_size, attempt=first.attempt) as live:

@@ -1,5 +1,6 @@
 """E2: a real server, a process work pool and a worker; `prefect deployment run train-ddp/nightly --watch` ends Completed."""
 
+import contextlib
 import json
 import os
 import subprocess
@@ -16,8 +17,11 @@ from prefect.client.schemas.filters import DeploymentFilter, DeploymentFilterNam
 from prefect.client.schemas.filters import FlowRunFilterStateType as StateTypeFilter
 from prefect.client.schemas.objects import StateType
 
+from prefect_torch_ddp import ClusterParams
+from tests.integration.flow.test_cancel import check_cancelled, newest_run, params_of, steps_saved
 from tests.integration.gang.test_failures import pids_in, wait_until
 from tests.integration.runs import artifacts_of
+from tests.integration.separate_cluster import separate_cluster
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -80,19 +84,21 @@ def test_prefect_yaml_keeps_runs_apart() -> None:
     assert nightly["concurrency_limit"]["limit"] == 1
 
 
-def test_cancel_leaves_nothing(deployed: str, tmp_path: Path) -> None:
-    """E5 in part: `prefect flow-run cancel`: ranks, workers and hosts are gone within seconds, the state is Cancelled."""
-    folder = tmp_path / "pids"
-    folder.mkdir()
-    options = {"pid_folder": str(folder), "epochs": 100_000}
-    params = {"workload": "tests.workloads.tiny", "storage": str(tmp_path / "store"), "options": options}
-    prefect("deployment", "run", "train-ddp/nightly", "--param", f"params={json.dumps(params)}")
-    ranks = pids_in(folder, 2, timeout_s=120)
-    family = [psutil.Process(pid) for pid in ranks]
-    family += [parent for rank in family for parent in rank.parents() if "prefect_torch_ddp.rank.host" in parent.cmdline()]
-    with get_client(sync_client=True) as client:
-        running = FlowRunFilter(state=FlowRunFilterState(type=StateTypeFilter(any_=[StateType.RUNNING])))
-        (run,) = client.read_flow_runs(flow_run_filter=running)
-        prefect("flow-run", "cancel", str(run.id))
+@pytest.mark.parametrize("whose", ["its own", "others"])
+def test_cancel_leaves_a_checkpoint_and_nothing_else(deployed: str, tmp_path: Path, whose: str) -> None:
+    """E5: `prefect flow-run cancel`: one step for all ranks, its checkpoint, ranks gone, states Cancelled; any cluster."""
+    with contextlib.ExitStack() as stack:
+        params = params_of(tmp_path)
+        if whose == "others":
+            address = stack.enter_context(separate_cluster(tmp_path / "cluster")).address
+            params = params.model_copy(update={"cluster": ClusterParams(address=address)})
+        prefect("deployment", "run", "train-ddp/nightly", "--param", f"params={params.model_dump_json()}")
+        ranks = [psutil.Process(pid) for pid in pids_in(tmp_path / "pids", 2, timeout_s=150)]
+        family = list(ranks)
+        if whose == "its own":
+            family += [parent for rank in ranks for parent in rank.parents() if "prefect_torch_ddp.rank.host" in parent.cmdline()]
+        flow_run_id, run_id = newest_run()
+        wait_until(lambda: bool(steps_saved(tmp_path, run_id)), 60)
+        prefect("flow-run", "cancel", str(flow_run_id))
         wait_until(lambda: not any(process.is_running() for process in family), 30)
-        wait_until(lambda: client.read_flow_run(run.id).state_name == "Cancelled", 30)
+        check_cancelled(tmp_path)
