@@ -46,7 +46,8 @@ def params_of(folder: Path, **more: object) -> TrainParams:
 def newest_run() -> tuple[UUID, str]:
     """Return the flow run that began last, and its id in the storage."""
     with get_client(sync_client=True) as client:
-        run = client.read_flow_runs(sort=FlowRunSort.START_TIME_DESC, limit=1)[0]
+        runs = client.read_flow_runs(sort=FlowRunSort.START_TIME_DESC)
+    run = next(run for run in runs if run.start_time is not None)  # those that a schedule has made have none yet
     return run.id, run_id_of(run.name, str(run.id))
 
 
