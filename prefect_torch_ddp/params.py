@@ -149,7 +149,7 @@ class TrainParams(Params):
     stop_grace_s: PositiveFloat = Field(
         default=20.0,
         description="Seconds that a cancelled training gets to stop at one step and write its checkpoint; Prefect gives it 30.",
-        json_schema_extra=_at(18),
+        json_schema_extra=_at(19),
     )
 
     @model_validator(mode="after")

@@ -4,6 +4,7 @@ import os
 import pickle
 import signal
 import threading
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from distributed.comm import get_address_host
@@ -43,8 +44,10 @@ async def open_switchboard(  # noqa: C901 - four small handlers that close over 
     """
     MAILBOXES.drop_abandoned()
     if dask_worker.nanny and threading.current_thread() is threading.main_thread():
-        # Ctrl-C in a terminal reaches all processes of a local cluster. Its caller ends this worker, once the ranks have stopped.
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        # Ctrl-C in a terminal, and Prefect's cancel, reach all processes of a local cluster. Its caller ends this worker, through
+        # the nanny, once the ranks have stopped. Not SIG_IGN, which ranks would inherit.
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, _leave_it_to_the_nanny)
 
     def identify() -> Answer:
         return _answer(_identity(dask_worker))
@@ -78,6 +81,10 @@ async def open_switchboard(  # noqa: C901 - four small handlers that close over 
     if warm:
         host_of(dask_worker.address).warm_up()
     return _identity(dask_worker)
+
+
+def _leave_it_to_the_nanny(number: int, frame: FrameType | None) -> None:
+    """Do nothing."""
 
 
 def _identity(worker: "Worker") -> WorkerIdentity:

@@ -18,7 +18,7 @@ from prefect_torch_ddp.checkpoint.manifest import list_manifests
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.tasks.run import run_id_of
 from tests.integration.gang.test_failures import pids_in, wait_until
-from tests.integration.runs import states_of, task_runs_of
+from tests.integration.runs import logs_of, states_of, task_runs_of
 from tests.integration.separate_cluster import separate_cluster
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("prefect_api")]
@@ -77,7 +77,7 @@ def check_cancelled(folder: Path) -> None:
     assert name == "Cancelled"
     assert not {"AwaitingRetry", "Retrying"} & {name for name, _ in states_of(task_run)}
     found = re.search(r"all ranks stopped after step (\d+); the newest checkpoint is of step (\d+)", message)
-    assert found is not None, message
+    assert found is not None, (message, states_of(task_run), [line.message for line in logs_of(flow_run_id)][-40:])
     assert found[1] == found[2]
     assert int(found[1]) in steps_saved(folder, run_id)
 
