@@ -1,10 +1,12 @@
 """Owns the caller's thread while its gang runs: events as they come, and the end of the gang when the caller leaves."""
 
 import asyncio
+import contextlib
 import logging
 import queue
 import threading
 from collections.abc import Callable
+from concurrent.futures import CancelledError
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -104,8 +106,10 @@ def _tell_the_end(done: "ThreadFuture[list[bytes]]", events: "queue.SimpleQueue[
         event = events.get()
         if event is not None:
             log_event(event)
-    if done.done() and isinstance(error := done.exception(), GangCancelledError):
-        rank_logger.warning("%s", error)
+    with contextlib.suppress(TimeoutError, CancelledError):
+        error = done.exception(timeout=1.0)  # the ranks are gone a moment before it is there
+        if isinstance(error, GangCancelledError):
+            rank_logger.warning("%s", error)
 
 
 def _loop_of(client: Client) -> asyncio.AbstractEventLoop:
