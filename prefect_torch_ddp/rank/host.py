@@ -30,6 +30,9 @@ MAX_FDS = 8
 SWEEP_TIMEOUT_S = 2.0
 """How long the host waits for killed leftovers of a gang; one that the kernel doesn't let go of must not block the next gang."""
 
+LULL_S, BUSY_LULL_S = 1.0, 5.0
+"""A host that nobody asked for so long has the time to load more; the second while its ranks run."""
+
 
 @dataclass(frozen=True)
 class _Order:
@@ -45,8 +48,7 @@ def main(arguments: Sequence[str]) -> None:
     life.adopt_orphans()
     _load()
     link.send(json.dumps({"unfit": why_unfit()}).encode())
-    gc.collect()
-    gc.freeze()  # so that the children's collector doesn't touch, and thereby copy, what they share
+    _freeze()
     rank = _serve(link, idle_s)
     if rank is not None:
         life.live(*rank)
@@ -67,20 +69,49 @@ def why_unfit() -> str | None:
 
 def _load() -> None:
     import torch  # noqa: PLC0415
-    import torch._dynamo  # noqa: PLC0415 - DDP's constructor imports it, which takes each rank 1.3 s of a core
     import torch.distributed  # noqa: PLC0415
     import torch.utils.data  # noqa: PLC0415, F401
 
     from prefect_torch_ddp.rank import entry, gradients, loop, process_group, tracker, values  # noqa: PLC0415, F401
 
 
+class _Lull:
+    """Waits for orders, and loads more in the first lull."""
+
+    def __init__(self, link: socket.socket) -> None:
+        self._poller = select.poll()
+        self._poller.register(link, select.POLLIN)
+        self._is_complete = False
+
+    def until_asked(self, idle_s: float, *, busy: bool) -> list[tuple[int, int]]:
+        """Return what there is to read, after `idle_s` nothing."""
+        if not self._is_complete:
+            if ready := self._poller.poll((BUSY_LULL_S if busy else LULL_S) * 1000):
+                return ready
+            self._is_complete = True
+            _load_the_rest()
+        return self._poller.poll(idle_s * 1000)
+
+
+def _load_the_rest() -> None:
+    """Load what not every gang needs and DDP's constructor would import in each rank, which takes 1.3 s of a core."""
+    with contextlib.suppress(ImportError):  # a build of torch without it; the rank that wants it will say so
+        import torch._dynamo  # noqa: PLC0415, F401
+    _freeze()
+
+
+def _freeze() -> None:
+    """Have the children's garbage collector not touch, and thereby copy, what they share with this process."""
+    gc.collect()
+    gc.freeze()
+
+
 def _serve(link: socket.socket, idle_s: float) -> tuple[Sequence[int], int, LaunchPage] | None:
     """Take orders; returns in a forked child, with what the rank lives by, and in the host itself when it is to end."""
     children: set[int] = set()
-    poller = select.poll()
-    poller.register(link, select.POLLIN)
+    lull = _Lull(link)
     while True:
-        ready = poller.poll(idle_s * 1000)
+        ready = lull.until_asked(idle_s, busy=bool(children))
         if not ready and children:
             continue
         # An order whose sender is gone, or gave this process up while it was stopped, must not be carried out late.
