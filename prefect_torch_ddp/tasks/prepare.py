@@ -7,8 +7,10 @@ from prefect.context import TaskRunContext
 from prefect.logging import get_run_logger
 
 from prefect_torch_ddp.data.dataset_store import find_dataset
+from prefect_torch_ddp.errors import GangCancelledError
 from prefect_torch_ddp.gang.launch import run_gang
 from prefect_torch_ddp.results import DatasetReport
+from prefect_torch_ddp.tasks.cancel import cancelled
 from prefect_torch_ddp.tasks.cluster import current_client
 from prefect_torch_ddp.tasks.run import RUN_STAGE, Run, log_to_run
 
@@ -27,6 +29,15 @@ def prepare(run: Run) -> DatasetReport:
     if there is not None:
         logger.info("dataset %s is already at %s: nothing to prepare", there.dataset_id, there.uri)
         return there
+    try:
+        made = _prepare(run)
+    except GangCancelledError as error:
+        return cancelled(error)  # type: ignore[no-any-return]
+    logger.info("prepared dataset %s: %d files, %d bytes, at %s", made.dataset_id, made.num_files, made.num_bytes, made.uri)
+    return made
+
+
+def _prepare(run: Run) -> DatasetReport:
     with current_client() as client:
         (report,) = run_gang(
             client,
@@ -38,6 +49,4 @@ def prepare(run: Run) -> DatasetReport:
             on_event=log_to_run(),
             **run.gang_options(),
         )
-    made = DatasetReport.model_validate(report)
-    logger.info("prepared dataset %s: %d files, %d bytes, at %s", made.dataset_id, made.num_files, made.num_bytes, made.uri)
-    return made
+    return DatasetReport.model_validate(report)

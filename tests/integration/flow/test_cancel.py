@@ -56,13 +56,18 @@ def steps_saved(folder: Path, run_id: str) -> list[int]:
     return [manifest.step for manifest in list_manifests(DirectoryStorage(folder / "store"), run_id)]
 
 
-def start(folder: Path, params: TrainParams) -> tuple[subprocess.Popen[str], list[int]]:
-    """Run the flow in a process group of its own; return it and the ranks, once a checkpoint is there."""
+def start(folder: Path, params: TrainParams, num_ranks: int = 2) -> tuple[subprocess.Popen[str], list[int]]:
+    """Run the flow in a process group of its own; return it and its ranks."""
     script = folder / "flow.py"
     script.write_text(FLOW)
     command = [sys.executable, str(script), params.model_dump_json()]
     process = subprocess.Popen(command, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    ranks = pids_in(folder / "pids", 2, timeout_s=150)
+    return process, pids_in(folder / "pids", num_ranks, timeout_s=150)
+
+
+def start_training(folder: Path, params: TrainParams) -> tuple[subprocess.Popen[str], list[int]]:
+    """Run the flow; return it and its ranks once a checkpoint is there."""
+    process, ranks = start(folder, params)
     wait_until(lambda: bool(steps_saved(folder, newest_run()[1])), 60)
     return process, ranks
 
@@ -85,7 +90,7 @@ def check_cancelled(folder: Path) -> None:
 @pytest.mark.parametrize(("how", "to_group"), [(signal.SIGINT, True), (signal.SIGTERM, False)])
 def test_ctrl_c_and_sigterm_of_the_flow(tmp_path: Path, how: signal.Signals, to_group: bool) -> None:  # noqa: FBT001
     """Ctrl-C in a terminal, which reaches the local cluster too, and SIGTERM of the flow's process."""
-    process, ranks = start(tmp_path, params_of(tmp_path))
+    process, ranks = start_training(tmp_path, params_of(tmp_path))
     (os.killpg if to_group else os.kill)(process.pid, how)
     wait_until(lambda: not any(psutil.pid_exists(pid) for pid in ranks), 25)
     said, _ = process.communicate(timeout=60)
@@ -98,7 +103,7 @@ def test_sigterm_of_a_flow_on_the_cluster_of_others(tmp_path: Path) -> None:
     """The cluster goes on to live, and the next run on it works."""
     with separate_cluster(tmp_path / "cluster") as cluster:
         on_it = ClusterParams(address=cluster.address)
-        process, ranks = start(tmp_path, params_of(tmp_path, cluster=on_it))
+        process, ranks = start_training(tmp_path, params_of(tmp_path, cluster=on_it))
         process.terminate()
         wait_until(lambda: not any(psutil.pid_exists(pid) for pid in ranks), 25)
         process.communicate(timeout=60)
@@ -106,3 +111,20 @@ def test_sigterm_of_a_flow_on_the_cluster_of_others(tmp_path: Path) -> None:
         next_run = TrainParams(workload="tests.workloads.tiny", storage=str(tmp_path / "store"), cluster=on_it)
         command = [sys.executable, str(tmp_path / "flow.py"), next_run.model_dump_json()]
         subprocess.run(command, check=True, timeout=150, capture_output=True)
+
+
+@pytest.mark.parametrize(("stage", "num_ranks"), [("prepare", 1), ("evaluate", 2)])
+def test_cancel_of_a_run_that_does_not_train(tmp_path: Path, stage: str, num_ranks: int) -> None:
+    """What only prepares or evaluates has nothing to save: its ranks go at once, and its states are Cancelled as well."""
+    (tmp_path / "pids").mkdir()
+    linger = {"stage": stage, "pids": str(tmp_path / "pids")}
+    params = TrainParams(workload="tests.workloads.lingers", storage=str(tmp_path / "store"), data_options={"linger": linger})
+    process, ranks = start(tmp_path, params, num_ranks)
+    process.terminate()
+    wait_until(lambda: not any(psutil.pid_exists(pid) for pid in ranks), 25)
+    said, _ = process.communicate(timeout=60)
+    assert "CancelledRun" in said, said[-3000:]
+    flow_run_id, _ = newest_run()
+    with get_client(sync_client=True) as client:
+        wait_until(lambda: client.read_flow_run(flow_run_id).state_name == "Cancelled", 40)
+    assert states_of(task_runs_of(flow_run_id)[stage])[-1][0] == "Cancelled"
