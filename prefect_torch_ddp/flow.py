@@ -1,5 +1,7 @@
 """Owns level 3: the flow train-ddp, from parameters to a published, evaluated model."""
 
+from uuid import UUID
+
 from prefect import Task, flow
 from prefect.client.orchestration import get_client
 from prefect.context import FlowRunContext
@@ -18,6 +20,7 @@ from prefect_torch_ddp.tasks.blocks import resolve_storage
 from prefect_torch_ddp.tasks.cancel import TaskCancelled
 from prefect_torch_ddp.tasks.cluster import connect, is_supervisor_loss, result_of
 from prefect_torch_ddp.tasks.evaluate import chosen_checkpoint, evaluate
+from prefect_torch_ddp.tasks.flow_watch import closed_if_killed
 from prefect_torch_ddp.tasks.prepare import prepare
 from prefect_torch_ddp.tasks.publish import publish
 from prefect_torch_ddp.tasks.run import Run, run_id_of
@@ -25,6 +28,8 @@ from prefect_torch_ddp.tasks.train import train
 from prefect_torch_ddp.tasks.workload import dataset_id, read_workload
 
 DEFAULTS = TrainParams()
+OURS_GRACE_S = 5.0
+OTHERS_GRACE_S = 25.0
 
 
 @flow(name="train-ddp", task_runner=DaskTaskRunner())  # type: ignore[arg-type]  # its futures are PrefectDaskFutures
@@ -49,7 +54,8 @@ def train_flow(params: TrainParams = DEFAULTS) -> TrainReport:
 def _run(run: Run, params: TrainParams) -> TrainReport:
     grace_s = params.stop_grace_s
     # Without a server each Dask worker would start one of its own: let them all use the flow run's.
-    with temporary_settings({PREFECT_API_URL: str(get_client(sync_client=True).api_url)}):
+    api_url = str(get_client(sync_client=True).api_url)
+    with closed_if_killed(UUID(flow_run.id), _grace_s(params)), temporary_settings({PREFECT_API_URL: api_url}):
         connect(params)
         # The result at each hop: a failed task's future would hide the cause from the next (UnfinishedRun), and Dask runs a
         # finished task again when its worker is lost while the future lives.
@@ -80,6 +86,11 @@ def _run(run: Run, params: TrainParams) -> TrainReport:
         checkpoint=checkpoint,
         model_uri=model_uri,
     )
+
+
+def _grace_s(params: TrainParams) -> float:
+    """How long task runs get to end by themselves after the flow's death: the training stops in order on another's cluster."""
+    return params.stop_grace_s + OTHERS_GRACE_S if params.cluster.address else OURS_GRACE_S
 
 
 def _train(task: Task[[Run, DatasetReport], TrainingReport], run: Run, dataset: DatasetReport) -> TrainingReport:

@@ -212,7 +212,7 @@ class _Seat:
         """Whether the caller, which polls every second, is frozen or cut off; a killed one's task is cancelled by Dask."""
         if self._box.last_poll_s != self._heard_s:
             self._heard_s = self._box.last_poll_s
-            self._caller.is_broken()
+            self._caller.heard()
         return not self._caller.left_s
 
     def _close(self) -> None:

@@ -118,7 +118,7 @@ class SeatLink:
                 raise
             return
         if found == "answers":
-            silence.is_broken()
+            silence.heard()
         if found == "gone":
             msg = f"worker {self.worker.address} was lost"
             raise SeatLostError(msg)

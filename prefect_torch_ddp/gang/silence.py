@@ -20,7 +20,7 @@ class Silence:
         self._looked_s = now()
         self._lasted_s = 0.0
 
-    def is_broken(self) -> None:
+    def heard(self) -> None:
         """Note a sign of life."""
         self._looked_s = self._now()
         self._lasted_s = 0.0

@@ -4,22 +4,18 @@ import contextlib
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import dask
 import distributed
 from dask.system import CPU_COUNT
 from distributed.client import FutureCancelledError
-from distributed.scheduler import KilledWorker
 from distributed.worker import thread_state
-from prefect.client.orchestration import get_client
 from prefect.context import FlowRunContext
 from prefect.exceptions import CancelledRun
 from prefect.futures import PrefectFuture
-from prefect.states import Crashed
 from prefect.utilities.importtools import from_qualified_name
 from prefect_dask import DaskTaskRunner
-from prefect_dask.task_runners import PrefectDaskFuture
 
 from prefect_torch_ddp.errors import GangCancelledError, InvalidParamsError, SchedulerLostError
 from prefect_torch_ddp.gang.placement import num_workers_needed
@@ -27,7 +23,11 @@ from prefect_torch_ddp.gang.silence import SILENCE_S
 from prefect_torch_ddp.gang.warm import warm
 from prefect_torch_ddp.params import ClusterParams, TrainParams
 from prefect_torch_ddp.tasks.cancel import SIGNALS, TaskCancelled, stop_task
-from prefect_torch_ddp.tasks.task_watch import LOOK_EVERY_S, SupervisorLostError, TaskWatch, answer_of
+from prefect_torch_ddp.tasks.task_watch import ANSWER_S, SupervisorLostError, answer_of
+from prefect_torch_ddp.tasks.watched_task import follow
+
+if TYPE_CHECKING:
+    from prefect_dask.task_runners import PrefectDaskFuture
 
 R = TypeVar("R")
 
@@ -145,54 +145,31 @@ def _refuse_second_life(client: distributed.Client, worker: distributed.Worker, 
 
 
 def result_of(future: PrefectFuture[R], stop_grace_s: float = 20.0) -> R:
-    """Return a submitted task's result, or raise what it raised.
+    """Return a submitted task's result, or raise what it raised; silent workers of a cluster that this run made are replaced.
 
     Raises:
         SupervisorLostError: the Dask worker that ran the task itself died or was silent for too long.
         TaskCancelled: the flow was told to end, or the task was cancelled; it has ended by now.
-        SchedulerLostError: the scheduler did. Of both Prefect is told, the task run is Crashed: it would stay Running for ever.
+        SchedulerLostError: the scheduler was lost.
     """
     task = cast("PrefectDaskFuture[R]", future)
+    runner = _runner()
     try:
-        _wait(task)
+        follow(task, runner.client, owns_workers=runner.address is None)
         return task.result()
     except (*SIGNALS, CancelledRun, FutureCancelledError) as error:
         raise TaskCancelled(stop_task(task, stop_grace_s)) from error
 
 
-def _wait(task: PrefectDaskFuture[Any]) -> None:
-    """Wait for a task's end, with an eye on what it stands on."""
-    runner = _runner()
-    watch = TaskWatch(runner.client, task.wrapped_future, owns_workers=runner.address is None)
-    try:
-        while task.wrapped_future.status == "pending":
-            task.wait(LOOK_EVERY_S)
-            if task.wrapped_future.status == "pending":
-                watch.look()
-        task.wrapped_future.result()  # Prefect's state, also of a task that failed
-    except KilledWorker as error:
-        lost = SupervisorLostError(f"Dask worker {error.last_worker.address} died while it ran the task itself")
-        _set_crashed(task, lost)
-        raise lost from error
-    except FutureCancelledError as error:
-        if error.reason != "scheduler-connection-lost":
-            raise
-        gone = SchedulerLostError("the connection to the scheduler was lost while a task ran")
-        _set_crashed(task, gone)
-        raise gone from error
-    except (SupervisorLostError, SchedulerLostError) as error:
-        _set_crashed(task, error)
-        raise
-
-
-def _set_crashed(task: PrefectDaskFuture[Any], error: Exception) -> None:
-    with get_client(sync_client=True) as client:
-        client.set_task_run_state(task.task_run_id, Crashed(message=str(error)), force=True)
-
-
 def is_supervisor_loss(error: Exception) -> bool:
     """Tell a loss that the task itself could not outlive, on a cluster that is still there: it can be submitted again."""
-    return isinstance(error, SupervisorLostError | SchedulerLostError) and _runner().client.status == "running"
+    if not isinstance(error, SupervisorLostError | SchedulerLostError):
+        return False
+    client = _runner().client
+    if client.status != "running":
+        return False
+    scheduler: Any = client.scheduler
+    return client.sync(lambda: answer_of(scheduler.identity(n_workers=0), ANSWER_S)) is not None
 
 
 def _runner() -> DaskTaskRunner:

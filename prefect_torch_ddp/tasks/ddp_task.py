@@ -5,7 +5,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, Concatenate, ParamSpec, TypeVar, overload
 
-from prefect import Task, task
+from prefect import Task
 from prefect.runtime import task_run
 
 from prefect_torch_ddp.errors import GangCancelledError, InvalidParamsError
@@ -20,6 +20,7 @@ from prefect_torch_ddp.tasks.cluster import current_client
 from prefect_torch_ddp.tasks.run import RUN_WITH_CONTEXT, log_to_run, slug
 from prefect_torch_ddp.tasks.run_journal import RunJournal
 from prefect_torch_ddp.tasks.train import is_worth_a_retry
+from prefect_torch_ddp.tasks.watched_task import WatchedTask
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -145,7 +146,7 @@ def ddp_task(  # noqa: PLR0913 - a decorator's options are its documentation
         functools.update_wrapper(run, fn)
         # Prefect asks this for the parameters, and looks through `__wrapped__` for the source that cached results depend on.
         run.__signature__ = _signature_without_rank(fn)  # type: ignore[attr-defined]
-        return task(**{"retry_condition_fn": is_worth_a_retry, **task_options})(run)
+        return WatchedTask(run, **{"retry_condition_fn": is_worth_a_retry, **task_options})
 
     return decorate if fn is None else decorate(fn)
 

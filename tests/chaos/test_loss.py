@@ -1,5 +1,6 @@
 """The slow losses: what is stopped shows by its silence alone, 12 s of it; our clusters and others, gangs and runs."""
 
+import contextlib
 import multiprocessing
 import os
 import signal
@@ -12,15 +13,31 @@ from pathlib import Path
 import psutil
 import pytest
 from distributed import Client
+from prefect import flow
+from prefect.client.orchestration import get_client
+from prefect_dask import DaskTaskRunner
 
-from prefect_torch_ddp import ClusterParams, SchedulerLostError, TrainReport, WorkerLostError, run_gang, train_flow
+from prefect_torch_ddp import (
+    CheckpointParams,
+    ClusterParams,
+    RankContext,
+    SchedulerLostError,
+    TrainParams,
+    TrainReport,
+    WorkerLostError,
+    ddp_task,
+    run_gang,
+    train_flow,
+)
+from prefect_torch_ddp.checkpoint.manifest import list_checkpoints
+from prefect_torch_ddp.storage.directory import DirectoryStorage
 from tests.integration.flow.test_flow_loss import newest_flow_run, params_of, train_states
 from tests.integration.gang.test_failures import pids_in, wait_until
 from tests.integration.gang.test_loss import all_gone, sleeping_gang, workers_of
 from tests.integration.runs import flow_run_id_of
 from tests.integration.separate_cluster import SeparateCluster, end, separate_cluster, stop
 from tests.workloads import faulty, plain
-from tests.workloads.tiny import dask_worker_of
+from tests.workloads.tiny import dask_worker_of, write_pid
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -103,6 +120,32 @@ def test_the_scheduler_of_a_run_is_stopped(others: SeparateCluster, tmp_path: Pa
     wait_until(lambda: "Running" not in train_states(newest_flow_run()), 60)
 
 
+def stop_own_worker(rank: RankContext, pid_folder: str) -> None:
+    """SIGSTOP the Dask worker that this rank hangs from."""
+    write_pid(Path(pid_folder), rank.rank)
+    os.kill(dask_worker_of(os.getpid()), signal.SIGSTOP)
+    signal.pause()
+
+
+@pytest.mark.usefixtures("prefect_api")
+def test_the_worker_of_a_ddp_task_is_stopped(tmp_path: Path) -> None:
+    """E8: a flow that waits for a submitted ddp_task itself hears that its worker is silent; the task run is Crashed."""
+    stopping = ddp_task(world_size=1, storage=str(tmp_path / "store"))(stop_own_worker).with_options(name="train")
+    heard = []
+
+    @flow(task_runner=DaskTaskRunner(cluster_kwargs={"n_workers": 2, "threads_per_worker": 1, "dashboard_address": ":0"}))
+    def waiting() -> None:
+        with pytest.raises(WorkerLostError, match="was silent for 12 s while it ran the task itself") as error:
+            stopping.submit(str(tmp_path)).result()
+        heard.append(error.value)
+        rank = psutil.Process(int((tmp_path / "0").read_text()))
+        wait_until(lambda: all_gone([rank]), 10)
+
+    waiting()
+    assert heard
+    assert train_states(newest_flow_run()) == ["Crashed"]
+
+
 def _stop_when_marked(process: psutil.Process, mark: Path) -> psutil.Process:
     """Stop a process when the training has come far enough; return rank 0."""
     wait_until(mark.exists, 120)
@@ -137,21 +180,20 @@ def check_resumed_once(report: TrainReport) -> None:
     assert states in (["Completed"], ["Completed", "Crashed"])
 
 
-@pytest.fixture
-def flow_process(prefect_api: str, tmp_path: Path) -> Iterator[psutil.Process]:
-    """Run train_flow on a local cluster from a process of its own; it pauses once a checkpoint is there."""
-    script = tmp_path / "run.py"
-    params = params_of(tmp_path, "pause", 2).model_dump_json()
+@contextlib.contextmanager
+def flow_in_a_process(params: TrainParams, folder: Path, mark: Path) -> Iterator[psutil.Process]:
+    """Run train_flow from a process of its own, as a script does; yield it when the training has left its mark."""
+    script = folder / "run.py"
     script.write_text(
         "from prefect_torch_ddp import TrainParams, train_flow\n"
         "if __name__ == '__main__':\n"
-        f"    report = train_flow(TrainParams.model_validate_json({params!r}))\n"
+        f"    report = train_flow(TrainParams.model_validate_json({params.model_dump_json()!r}))\n"
         "    print('attempt', report.training.attempt, report.training.resumed_from_step)\n"
     )
-    with (tmp_path / "output").open("wb") as output:
+    with (folder / "output").open("wb") as output:
         process = subprocess.Popen([sys.executable, str(script)], stdout=output, stderr=output)
         try:
-            wait_until((tmp_path / "mark" / "0").exists, 120)
+            wait_until(mark.exists, 200)
             yield psutil.Process(process.pid)
         finally:
             if process.poll() is None:
@@ -159,12 +201,54 @@ def flow_process(prefect_api: str, tmp_path: Path) -> Iterator[psutil.Process]:
             process.wait()
 
 
+@pytest.fixture
+def flow_process(prefect_api: str, tmp_path: Path) -> Iterator[psutil.Process]:
+    """Run train_flow on a local cluster; it pauses once a checkpoint is there."""
+    with flow_in_a_process(params_of(tmp_path, "pause", 2), tmp_path, tmp_path / "mark" / "0") as process:
+        yield process
+
+
 def test_the_flow_process_is_killed(flow_process: psutil.Process, tmp_path: Path) -> None:
-    """E8: SIGKILL of the flow with its local cluster: nothing of it is left within 10 s."""
+    """E8: SIGKILL of the flow with its local cluster: nothing of it is left, and no state stays Running."""
     family = flow_process.children(recursive=True)
     assert any(member.pid == int((tmp_path / "mark" / "0").read_text()) for member in family)
+    working = [member for member in family if not any("flow_watch" in word for word in member.cmdline())]
     flow_process.kill()
-    wait_until(lambda: all_gone(family), 15)
+    wait_until(lambda: all_gone(working), 15)
+    wait_until(lambda: all_gone(family), 30)
+    assert train_states(newest_flow_run()) == ["Crashed"]
+    assert flow_state() == "Crashed"
+
+
+@pytest.mark.usefixtures("prefect_api")
+def test_the_flow_process_is_killed_beside_a_cluster_of_others(others: SeparateCluster, tmp_path: Path) -> None:
+    """E8: SIGKILL of the flow: its ranks on another's cluster stop with a checkpoint, no state stays Running, and it works."""
+    params = TrainParams(
+        workload="tests.workloads.steered",
+        storage=str(tmp_path / "store"),
+        world_size=2,
+        options={"folder": str(tmp_path)},
+        checkpoint=CheckpointParams(every_s=None),
+        cluster=ClusterParams(address=others.address),
+    )
+    with flow_in_a_process(params, tmp_path, tmp_path / "step") as process:
+        ranks = [psutil.Process(pid) for pid in pids_in(tmp_path, 2)]
+        watch = [child for child in process.children() if any("flow_watch" in word for word in child.cmdline())]
+        process.kill()
+        wait_until(lambda: all_gone(ranks), 40)
+        wait_until(lambda: all_gone(watch), 90)
+    assert train_states(newest_flow_run()) == ["Cancelled"]
+    assert flow_state() == "Crashed"
+    (run,) = (tmp_path / "store" / "runs").iterdir()
+    assert list_checkpoints(DirectoryStorage(tmp_path / "store"), run.name)
+    with Client(others.address) as client:
+        assert run_gang(client, plain.sum_of_ones, world_size=2) == [2.0, 2.0]
+
+
+def flow_state() -> str | None:
+    """Return the state of the flow run that began last."""
+    with get_client(sync_client=True) as client:
+        return client.read_flow_run(newest_flow_run()).state_name
 
 
 def test_the_flow_process_is_stopped(flow_process: psutil.Process, tmp_path: Path) -> None:

@@ -79,7 +79,7 @@ from prefect_torch_ddp.rank.entry import run_with_context
 from tests.workloads import endless
 if __name__ == "__main__":
     folder = Path(sys.argv[1])
-    with LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=None) as cluster, Client(cluster) as client:
+    with LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=":0") as cluster, Client(cluster) as client:
         run_gang(client, run_with_context, args=(endless.config_in(folder), endless.train, (str(folder / "pids"),)), world_size=2)
 """
 

@@ -79,7 +79,7 @@ def test_too_few_workers_is_refused_with_both_numbers(dask_client: Client) -> No
 
 def test_smaller_gang_uses_fewer_workers_and_larger_ones_share_them() -> None:
     """A5, A6: 2 on 3 workers uses 2; 6 ranks on 3 workers, 2 each, know their local ranks."""
-    with LocalCluster(n_workers=3, threads_per_worker=1, dashboard_address=None) as cluster, Client(cluster) as client:
+    with LocalCluster(n_workers=3, threads_per_worker=1, dashboard_address=":0") as cluster, Client(cluster) as client:
         two = run_gang(client, plain.environment, world_size=2)
         assert [env["WORLD_SIZE"] for env in two] == ["2", "2"]
         six = run_gang(client, plain.environment, world_size=6, ranks_per_worker=2)
@@ -162,7 +162,7 @@ def test_ten_in_a_row_and_twice_means_twice(dask_client: Client) -> None:
 def test_six_gangs_at_once_on_two_workers_with_two_threads() -> None:
     """A9: six submissions at once on 2 workers x 2 threads, all right, no deadlock."""
     values: list[Any] = []
-    with LocalCluster(n_workers=2, threads_per_worker=2, dashboard_address=None) as cluster, Client(cluster) as client:
+    with LocalCluster(n_workers=2, threads_per_worker=2, dashboard_address=":0") as cluster, Client(cluster) as client:
         threads = [
             threading.Thread(target=lambda: values.append(run_gang(client, plain.sum_of_ones, world_size=2))) for _ in range(6)
         ]

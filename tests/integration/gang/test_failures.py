@@ -100,7 +100,7 @@ def test_module_that_is_missing_at_the_rank(dask_client: Client) -> None:
 
 def test_lost_worker(tmp_path: Path) -> None:
     """SIGKILL of a Dask worker: its ranks die with it, and the error names the worker and its ranks."""
-    with LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=None) as cluster, Client(cluster) as client:
+    with LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=":0") as cluster, Client(cluster) as client:
         victim = client.run(os.getpid)
         errors: list[BaseException] = []
 

@@ -24,7 +24,7 @@ RUN = "prefect_torch_ddp.rank.entry:run_with_context"
 @pytest.fixture(scope="module")
 def client() -> Iterator[Client]:
     """Connect to a cluster of its own: two workers of one thread."""
-    with LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=None) as cluster, Client(cluster) as client:
+    with LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=":0") as cluster, Client(cluster) as client:
         client.wait_for_workers(2, timeout=60)
         yield client
 

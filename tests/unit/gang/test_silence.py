@@ -21,7 +21,7 @@ def test_it_lasts_until_a_sign_of_life() -> None:
     assert silence.left_s == 3
     clock.now_s += 2
     assert silence.left_s == 1
-    silence.is_broken()
+    silence.heard()
     assert silence.left_s == 5
     for _ in range(3):
         clock.now_s += 2

@@ -1,0 +1,114 @@
+"""The Prefect server dies while ranks train, and comes back."""
+
+import os
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+from prefect.client.orchestration import get_client
+from prefect.settings import PREFECT_API_URL, temporary_settings
+
+from prefect_torch_ddp import TrainParams, train_flow
+from tests.integration.flow.test_flow_loss import train_states
+from tests.integration.runs import flow_run_id_of, free_port
+from tests.integration.separate_cluster import end, wait_until
+
+pytestmark = pytest.mark.timeout(400)
+
+
+class Server:
+    """A Prefect server with a database and a port of its own."""
+
+    def __init__(self, home: Path) -> None:
+        """Start none yet."""
+        self._home = home
+        self._port = free_port()
+        self._process: subprocess.Popen[bytes] | None = None
+        self.url = f"http://127.0.0.1:{self._port}/api"
+
+    def start(self) -> None:
+        """Start it, for the first time or again; returns when it answers."""
+        command = [
+            sys.executable,
+            "-m",
+            "prefect",
+            "server",
+            "start",
+            "--host",
+            "127.0.0.1",
+            "--port",
+            str(self._port),
+            "--no-ui",
+        ]
+        with (self._home / "server.log").open("ab") as log:
+            self._process = subprocess.Popen(command, stdout=log, stderr=log, env=os.environ | {"PREFECT_HOME": str(self._home)})
+        wait_until(self._answers, 120)
+
+    def _answers(self) -> bool:
+        with suppress(OSError), urllib.request.urlopen(f"{self.url}/health", timeout=2) as response:
+            return bool(response.status == 200)
+        return False
+
+    def kill(self) -> None:
+        """SIGKILL it."""
+        assert self._process is not None
+        if self._process.poll() is None:
+            end(psutil.Process(self._process.pid))
+        self._process.wait()
+
+
+@pytest.fixture
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    """Run a server that may be killed; flows of this test talk to it."""
+    (tmp_path / "home").mkdir()
+    server = Server(tmp_path / "home")
+    server.start()
+    monkeypatch.setenv("PREFECT_API_URL", server.url)
+    try:
+        with temporary_settings({PREFECT_API_URL: server.url}):
+            yield server
+    finally:
+        server.kill()
+
+
+def test_a_server_that_is_killed_and_comes_back(server: Server, tmp_path: Path) -> None:
+    """SIGKILL of the Prefect server in the middle of a training: ranks go on; it comes back, and the run ends Completed."""
+    params = TrainParams(
+        workload="tests.workloads.steered",
+        storage=str(tmp_path / "store"),
+        world_size=2,
+        options={"folder": str(tmp_path)},
+        retries=0,
+    )
+    with ThreadPoolExecutor(1) as pool:
+        steered = pool.submit(_strike, server, tmp_path)
+        report = train_flow(params)
+        assert steered.result() >= 500
+    assert report.training.attempt == 1
+    run_id = flow_run_id_of(report.flow_run_url)
+    with get_client(sync_client=True) as client:
+        assert client.read_flow_run(run_id).state_name == "Completed"
+    wait_until(lambda: train_states(run_id) == ["Completed"], 60)
+
+
+def _strike(server: Server, folder: Path) -> int:
+    """Kill the server in the middle of the training, start it when ranks went on without it; return how many steps they made."""
+    try:
+        wait_until(lambda: _step(folder) > 20, 200)
+        server.kill()
+        at_death = _step(folder)
+        wait_until(lambda: _step(folder) > at_death + 500, 200)
+        server.start()
+        return _step(folder) - at_death
+    finally:
+        (folder / "enough").touch()
+
+
+def _step(folder: Path) -> int:
+    return int((folder / "step").read_text()) if (folder / "step").exists() else 0
