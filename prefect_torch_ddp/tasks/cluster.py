@@ -23,7 +23,7 @@ from prefect_torch_ddp.gang.silence import SILENCE_S
 from prefect_torch_ddp.gang.warm import warm
 from prefect_torch_ddp.params import ClusterParams, TrainParams
 from prefect_torch_ddp.tasks.cancel import SIGNALS, TaskCancelled, stop_task
-from prefect_torch_ddp.tasks.task_watch import ANSWER_S, SupervisorLostError, answer_of
+from prefect_torch_ddp.tasks.task_watch import SupervisorLostError, answer_of
 from prefect_torch_ddp.tasks.watched_task import follow
 
 if TYPE_CHECKING:
@@ -169,7 +169,7 @@ def is_supervisor_loss(error: Exception) -> bool:
     if client.status != "running":
         return False
     scheduler: Any = client.scheduler
-    return client.sync(lambda: answer_of(scheduler.identity(n_workers=0), ANSWER_S)) is not None
+    return client.sync(lambda: answer_of(scheduler.identity(n_workers=0), SILENCE_S)) is not None
 
 
 def _runner() -> DaskTaskRunner:
