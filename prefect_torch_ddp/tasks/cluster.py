@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -105,8 +106,21 @@ def local_cluster(**kwargs: Any) -> distributed.LocalCluster:
     }
     # Else Dask writes some 70 lines about itself between the run's own.
     logging.getLogger("distributed").setLevel(logging.WARNING)
-    with dask.config.set(CLUSTER_CONFIG):
+    with dask.config.set(CLUSTER_CONFIG), _inherited("DASK_LOGGING__DISTRIBUTED", "warning"):
         return distributed.LocalCluster(**{**defaults, **kwargs})
+
+
+@contextmanager
+def _inherited(name: str, value: str) -> Iterator[None]:
+    """Set an environment variable, unless the user did, for processes that are started now: `env` comes after their imports."""
+    if name in os.environ:
+        yield
+        return
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        del os.environ[name]
 
 
 @contextmanager
