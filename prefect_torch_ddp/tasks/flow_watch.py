@@ -5,7 +5,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from uuid import UUID
 
 from prefect.client.orchestration import get_client
@@ -42,8 +42,11 @@ def closed_if_killed(flow_run_id: UUID, grace_s: float) -> Iterator[None]:
     try:
         yield
     finally:
-        with suppress(BrokenPipeError):
+        try:
             process.communicate(b"over", timeout=END_S)
+        except (BrokenPipeError, subprocess.TimeoutExpired):
+            process.kill()
+            process.wait()
 
 
 def close(flow_run_id: UUID, grace_s: float) -> None:
