@@ -129,6 +129,7 @@ class GangHungError(GangError):
     def __str__(self) -> str:
         """Say it in one line, then show the main thread of the first rank that did not arrive."""
         lines = [f"the gang hung in attempt {self.attempt}: {self.hang.summary}"]
+        lines += ["if a step may take so long, raise progress_timeout_s, or call report_progress() meanwhile"]
         if self.hang.ranks and (stack := self.hang.stacks.get(self.hang.ranks[0])):
             lines += ["", f"rank {self.hang.ranks[0]} is at (the innermost call first; all stacks are in the log):"]
             lines += [f"  {line.strip()}" for line in stack.rstrip().rpartition("hread 0x")[2].splitlines()[1:]]

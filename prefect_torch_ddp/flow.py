@@ -17,7 +17,7 @@ from prefect_torch_ddp.errors import InvalidParamsError, SchedulerLostError, Wor
 from prefect_torch_ddp.params import TrainParams
 from prefect_torch_ddp.results import DatasetReport, TrainingReport, TrainReport
 from prefect_torch_ddp.tasks.blocks import resolve_storage
-from prefect_torch_ddp.tasks.cancel import TaskCancelled
+from prefect_torch_ddp.tasks.cancel import SIGNALS, TaskCancelled
 from prefect_torch_ddp.tasks.cluster import connect, is_supervisor_loss, result_of
 from prefect_torch_ddp.tasks.evaluate import chosen_checkpoint, evaluate
 from prefect_torch_ddp.tasks.flow_watch import closed_if_killed
@@ -44,11 +44,11 @@ def train_flow(params: TrainParams = DEFAULTS) -> TrainReport:
         RankFailedError: a rank failed in the last attempt too; names rank, host, attempt and cause.
         CancelledRun: Ctrl-C, SIGTERM or Prefect's cancel; all ranks stopped after one step and wrote its checkpoint.
     """
-    run = _check(params)
     try:
-        return _run(run, params)
-    except TaskCancelled as cancelled:
-        return Cancelled(message=f"cancelled: {cancelled}")  # type: ignore[return-value]  # Prefect takes a state for what it is
+        return _run(_check(params), params)
+    except (TaskCancelled, *SIGNALS) as cancelled:
+        why = f"cancelled: {cancelled}" if isinstance(cancelled, TaskCancelled) else "cancelled"
+        return Cancelled(message=why)  # type: ignore[return-value]  # Prefect takes a state for what it is
 
 
 def _run(run: Run, params: TrainParams) -> TrainReport:

@@ -122,8 +122,15 @@ class Progress:
 
 
 @dataclass(frozen=True)
+class FunctionEnded:
+    """A rank's function came to its end; its last checkpoint and metrics may still be being written."""
+
+    rank: int
+
+
+@dataclass(frozen=True)
 class RankReturned:
-    """A rank's function returned."""
+    """A rank's function returned, and all that it leaves is written."""
 
     rank: int
 
@@ -204,4 +211,4 @@ class RankStopped:
     stopped: Stopped
 
 
-GangEvent = LogLine | Progress | RankReturned | RankFailedEvent | RankStopped | AttemptBegan | RankStack
+GangEvent = LogLine | Progress | FunctionEnded | RankReturned | RankFailedEvent | RankStopped | AttemptBegan | RankStack

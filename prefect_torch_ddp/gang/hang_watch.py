@@ -11,12 +11,14 @@ from prefect_torch_ddp.gang.orders import RankPulse
 from prefect_torch_ddp.gang.placement import Placement
 from prefect_torch_ddp.messages import NO_RANK, GangEvent, LogLine, RankStack
 
+DESERTED_S = 3.0
+"""How long after a rank's end its peers' last words are waited for; ranks count their collectives once a second."""
 STACKS_TIMEOUT_S = 8.0
 """How long to wait for the stacks of a gang that hangs."""
 
 
 class HangWatch:
-    """Over one attempt of one gang; does nothing without a limit."""
+    """Over one attempt of one gang; without a limit it only looks for ranks that wait for one that has ended."""
 
     def __init__(self, limit_s: float | None, placement: Placement, *, from_start: bool) -> None:
         """Watch all ranks of the placement."""
@@ -28,14 +30,27 @@ class HangWatch:
         self._suspected: tuple[int, ...] = ()
         self._heard: set[int] = set()
         self._warned: tuple[int, ...] = ()
+        self._ended_s: dict[int, float] = {}
         self.stall: Stall | None = None
         """Set once the gang hangs."""
+        self.deserted: int | None = None
+        """A rank that is in a collective which another one, whose function is over, never joined."""
+
+    @property
+    def has_found(self) -> bool:
+        """Whether the gang can't go on."""
+        return self.stall is not None or self.deserted is not None
 
     def take(self, pulses: Iterable[RankPulse], sink: Callable[[GangEvent], None]) -> bool:
         """Take news of some ranks; return whether the gang is now known to hang. Warns of a wait that is long and allowed."""
         for rank in pulses:
             self._ranks[rank.rank] = rank
             self._heard.add(rank.rank)
+        if self.deserted is None:
+            self.deserted = self._find_deserted()
+        return self.deserted is not None or self._has_stalled(sink)
+
+    def _has_stalled(self, sink: Callable[[GangEvent], None]) -> bool:
         if self._limit_s is None or self.stall is not None or len(self._ranks) < len(self._hosts):
             return False
         stall = find_stall(tuple(self._ranks.values()), self._limit_s, from_start=self._from_start)
@@ -53,6 +68,19 @@ class HangWatch:
             text = f"no progress for {stall.silent_s:.0f} s, which may be right: {summary(stall, self._hosts, {})}"
             sink(LogLine(NO_RANK, logging.WARNING, text))
         return self.stall is not None
+
+    def add_end(self, rank: int) -> None:
+        """Take note of a rank whose function is over."""
+        self._ended_s[rank] = time.monotonic()
+
+    def _find_deserted(self) -> int | None:
+        """Return a rank that waits in vain: not for long enough to be a hang, but its collective lacks a rank for good."""
+        long_ago_s = time.monotonic() - DESERTED_S
+        ended = [self._ranks[rank].pulse.seq for rank, at_s in self._ended_s.items() if at_s < long_ago_s and rank in self._ranks]
+        if not ended:
+            return None
+        others = (rank for rank in self._ranks.values() if rank.rank not in self._ended_s)
+        return next((rank.rank for rank in others if rank.pulse.seq > min(ended) and rank.silent_s > DESERTED_S), None)
 
     def add_stack(self, stack: RankStack) -> None:
         """Take what a rank answered."""

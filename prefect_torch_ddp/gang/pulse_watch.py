@@ -51,11 +51,12 @@ class PulseWatch:
     def pulses(self) -> tuple[RankPulse, ...] | None:
         """Return the pulses of the ranks, if it is time to look at them again."""
         now = time.monotonic()
-        if self._limit_s is None or now - self._read_s < READ_S:
+        if now - self._read_s < READ_S:
             return None
         self._read_s = now
         alive = [watched for watched in self._ranks if not watched.process.reaped]
-        self._measure(alive, now, self._limit_s)
+        if self._limit_s is not None:
+            self._measure(alive, now, self._limit_s)
         return tuple(_pulse_of(watched) for watched in alive)
 
     def _measure(self, ranks: Sequence[_Watched], now: float, limit_s: float) -> None:

@@ -21,6 +21,7 @@ from prefect_torch_ddp.gang.oom import OomWatch
 from prefect_torch_ddp.gang.pulse_page import PulsePage
 from prefect_torch_ddp.gang.rank_host import host_of
 from prefect_torch_ddp.messages import (
+    FunctionEnded,
     GangEvent,
     Launcher,
     LaunchPage,
@@ -130,7 +131,7 @@ class RankProcess:
             if event is not None:
                 yield event
 
-    def _decode(self, record: dict[str, Any]) -> GangEvent | None:
+    def _decode(self, record: dict[str, Any]) -> GangEvent | None:  # noqa: PLR0911 - one for each kind
         rank = self.place.rank
         match record.pop("kind"):
             case "log":
@@ -141,6 +142,8 @@ class RankProcess:
                 self.listens = True
             case "stopped":
                 return RankStopped(rank, Stopped(**record))
+            case "ended":
+                return FunctionEnded(rank)
             case "returned" if not self.is_settled:
                 self.returned = True
                 return RankReturned(rank)

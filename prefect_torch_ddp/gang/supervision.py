@@ -14,8 +14,16 @@ from prefect_torch_ddp.gang.plan import GangPlan
 from prefect_torch_ddp.gang.seat import SeatRefusedError
 from prefect_torch_ddp.gang.seat_link import CLEAR_TIMEOUT_S, SeatLink, SeatLostError
 from prefect_torch_ddp.gang.stop import StopSwitch
-from prefect_torch_ddp.gang.verdict import equals_s, error_for, judge, settle_s
-from prefect_torch_ddp.messages import GangEvent, RankFailedEvent, RankFailure, RankReturned, RankStack, RankStopped
+from prefect_torch_ddp.gang.verdict import deserted, equals_s, error_for, judge, settle_s
+from prefect_torch_ddp.messages import (
+    FunctionEnded,
+    GangEvent,
+    RankFailedEvent,
+    RankFailure,
+    RankReturned,
+    RankStack,
+    RankStopped,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +38,7 @@ class Supervision:
         self._links = links
         self._failures: list[RankFailure] = []
         self._returned: list[int] = []
+        self._ended: set[int] = set()
         self._stopped: list[RankStopped] = []
         self._stop: StopSwitch | None = None
         self._broken: GangError | None = None
@@ -55,9 +64,12 @@ class Supervision:
                 raise self._broken
             if self._hang.stall is not None:
                 raise self._hang.error(self._plan.attempt)
+            returned = [place for place in self._placement.places if place.rank in self._ended]
+            if self._hang.deserted is not None and not self._failures:
+                raise error_for(deserted(returned, self._hang.deserted), self._plan.attempt)
             if self._failures:
                 await self._settle()
-                returned = [place for place in self._placement.places if place.rank in self._returned]
+                returned = [place for place in self._placement.places if place.rank in self._ended]
                 raise error_for(judge(self._failures, returned), self._plan.attempt)
             for link in self._links:
                 await link.give_or_raise("after its ranks had returned, with their values", leave=True)
@@ -116,7 +128,7 @@ class Supervision:
 
     async def _until_settled(self) -> None:
         size = self._placement.shape.world_size
-        while not (self._broken or self._failures or self._hang.stall) and len(self._returned) < size:
+        while not (self._broken or self._failures or self._hang.has_found) and len(self._returned) < size:
             await self._changed.wait()
             self._changed.clear()
 
@@ -134,8 +146,8 @@ class Supervision:
     async def _settle(self) -> None:
         """Give the cause a moment to show while all that was seen are consequences, then its equals on other ranks."""
         size = self._placement.shape.world_size
-        await self._wait(lambda: settle_s(self._failures, len(self._returned), size))
-        await self._wait(lambda: equals_s(self._failures, len(self._returned), size))
+        await self._wait(lambda: settle_s(self._failures, len(self._ended), size))
+        await self._wait(lambda: equals_s(self._failures, len(self._ended), size))
 
     async def _wait(self, limit_s: Callable[[], float]) -> None:
         """Wait for news as long as the limit says, which news may change."""
@@ -206,6 +218,10 @@ class Supervision:
             self._failures.append(event.failure)
         elif isinstance(event, RankReturned):
             self._returned.append(event.rank)
+            self._ended.add(event.rank)
+        elif isinstance(event, FunctionEnded):
+            self._ended.add(event.rank)
+            self._hang.add_end(event.rank)
         elif isinstance(event, RankStopped):
             self._stopped.append(event)
         elif isinstance(event, RankStack):

@@ -53,12 +53,22 @@ def judge(failures: Sequence[RankFailure], returned: Sequence[RankPlace] = ()) -
     """
     cause = next((failure for failure in failures if not failure.is_collateral), None)
     if cause is None and returned:
-        return Verdict(_returned_early(returned, failures[0]), tuple(failures))
+        return Verdict(_returned_early(returned, failures[0].rank, failures[0].traceback_text), tuple(failures))
     cause = cause or failures[0]
     return Verdict(cause, tuple(failure for failure in failures if failure is not cause))
 
 
-def _returned_early(returned: Sequence[RankPlace], waiting: RankFailure) -> RankFailure:
+def deserted(returned: Sequence[RankPlace], waiting: int) -> Verdict:
+    """Blame a rank whose function is over for the one that waits for it in a collective.
+
+    Args:
+        returned: places of the ranks whose function is over.
+        waiting: the rank that waits.
+    """
+    return Verdict(_returned_early(returned, waiting, ""), ())
+
+
+def _returned_early(returned: Sequence[RankPlace], waiting: int, traceback_text: str) -> RankFailure:
     first, *others = sorted(returned, key=lambda place: place.rank)
     also = f" (as had ranks {', '.join(str(place.rank) for place in others)})" if others else ""
     return RankFailure(
@@ -66,8 +76,8 @@ def _returned_early(returned: Sequence[RankPlace], waiting: RankFailure) -> Rank
         host=first.host,
         pid=0,
         kind="returned",
-        summary=f"its function had already returned{also} while rank {waiting.rank} waited for it in a collective",
-        traceback_text=waiting.traceback_text,
+        summary=f"its function had already returned{also} while rank {waiting} waited for it in a collective",
+        traceback_text=traceback_text,
     )
 
 

@@ -100,6 +100,10 @@ class Channel:
         """Say that the training stopped before its end."""
         self._send({"kind": "stopped", **asdict(stopped)})
 
+    def function_ended(self) -> None:
+        """Say that the function is over, though the last checkpoint may still wait for peers."""
+        self._send({"kind": "ended"})
+
     def send_log(self, level: int, logger: str, text: str) -> None:
         """Send a log record; long ones are cut."""
         self._send({"kind": "log", "level": level, "logger": logger[:MAX_NAME], "text": text[:MAX_TEXT]})

@@ -33,7 +33,9 @@ def run_with_context(
     """
     function = resolve(fn) if isinstance(fn, str) else fn
     with _context(config) as context:
-        return function(context, *args, **(kwargs or {}))
+        value = function(context, *args, **(kwargs or {}))
+        current_link().function_ended()
+        return value
 
 
 def run_stage(config: RankConfig, workload: str) -> DatasetReport | Report | dict[str, Any]:
@@ -56,6 +58,7 @@ def run_stage(config: RankConfig, workload: str) -> DatasetReport | Report | dic
         return _prepare(config, function)
     with _context(config) as context:
         value = function(context)
+        current_link().function_ended()
         if config.stage == "evaluate":
             return _report(value, workload)
         plain = _plain_values(value, workload)

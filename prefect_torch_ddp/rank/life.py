@@ -24,6 +24,7 @@ from prefect_torch_ddp.pulse import Phase
 from prefect_torch_ddp.rank.channel import Channel, describe
 
 PR_SET_PDEATHSIG, PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 1, 15, 36  # prctl(2)
+
 LINGER_S = 2.0
 """How long a rank that returned keeps its connections, so that peers finish reading the last collective."""
 

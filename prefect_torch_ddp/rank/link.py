@@ -28,6 +28,10 @@ class ControlLink(Protocol):
         """Say that the training stopped before its end."""
         ...
 
+    def function_ended(self) -> None:
+        """Say that the user's function is over: a peer that waits for this rank in a collective waits in vain."""
+        ...
+
 
 class NoLink:
     """The link of a rank that nobody supervises (`RankContext.local()`)."""
@@ -47,6 +51,9 @@ class NoLink:
         """Tell nobody."""
 
     def send_stopped(self, stopped: Stopped) -> None:
+        """Tell nobody."""
+
+    def function_ended(self) -> None:
         """Tell nobody."""
 
 

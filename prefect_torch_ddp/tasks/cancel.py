@@ -1,10 +1,13 @@
 """Owns how a cancel reaches a task that trains, and how it becomes Prefect's state Cancelled."""
 
 import time
+from contextlib import suppress
 from typing import Any
+from uuid import UUID
 
-from prefect.client.orchestration import get_client
-from prefect.exceptions import TerminationSignal
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.objects import State
+from prefect.exceptions import ObjectNotFound, TerminationSignal
 from prefect.logging import get_run_logger
 from prefect.states import Cancelled
 from prefect_dask.task_runners import PrefectDaskFuture
@@ -39,12 +42,36 @@ def stop_task(task: PrefectDaskFuture[Any], grace_s: float) -> str:
     """
     if task.wrapped_future.status == "pending":
         task.wrapped_future.cancel(force=True)
-    deadline_s = time.monotonic() + grace_s + SLACK_S
     with get_client(sync_client=True) as client:
-        while time.monotonic() < deadline_s:
-            state = client.read_task_run(task.task_run_id).state
-            if state is not None and state.is_final():
-                return state.message or ""
-            time.sleep(LOOK_S)
-        client.set_task_run_state(task.task_run_id, Cancelled(message="its flow was cancelled"), force=True)
-    return "its task did not say how it ended"
+        try:
+            return _await_end(client, task.task_run_id, grace_s)
+        except SIGNALS:  # pressed again: the cluster goes at once, and nobody else would close the task run
+            _close(client, task.task_run_id)
+            raise
+
+
+def _await_end(client: SyncPrefectClient, task_run_id: UUID, grace_s: float) -> str:
+    started_s = time.monotonic()
+    has_begun = False
+    while time.monotonic() - started_s < (grace_s if has_begun else 0) + SLACK_S:
+        state = _state_of(client, task_run_id)
+        if state is not None and state.is_final():
+            return state.message or ""
+        if state is not None and state.is_scheduled():
+            _close(client, task_run_id)
+            return "its task waited for a retry"
+        has_begun |= state is not None
+        time.sleep(LOOK_S)
+    _close(client, task_run_id)
+    return "its task did not say how it ended" if has_begun else "its task had not begun"
+
+
+def _state_of(client: SyncPrefectClient, task_run_id: UUID) -> State[Any] | None:
+    with suppress(ObjectNotFound):  # Prefect hears of a task when it begins on its worker
+        return client.read_task_run(task_run_id).state
+    return None
+
+
+def _close(client: SyncPrefectClient, task_run_id: UUID) -> None:
+    with suppress(ObjectNotFound):
+        client.set_task_run_state(task_run_id, Cancelled(message="its flow was cancelled"), force=True)

@@ -146,7 +146,9 @@ def ddp_task(  # noqa: PLR0913 - a decorator's options are its documentation
         functools.update_wrapper(run, fn)
         # Prefect asks this for the parameters, and looks through `__wrapped__` for the source that cached results depend on.
         run.__signature__ = _signature_without_rank(fn)  # type: ignore[attr-defined]
-        return WatchedTask(run, **{"retry_condition_fn": is_worth_a_retry, **task_options})
+        made = WatchedTask(run, **{"retry_condition_fn": is_worth_a_retry, **task_options})
+        made.stop_grace_s = stop_grace_s
+        return made
 
     return decorate if fn is None else decorate(fn)
 

@@ -18,6 +18,7 @@ from prefect_dask import DaskTaskRunner
 from prefect_dask.task_runners import PrefectDaskFuture
 
 from prefect_torch_ddp.errors import SchedulerLostError
+from prefect_torch_ddp.tasks.cancel import stop_task
 from prefect_torch_ddp.tasks.task_watch import LOOK_EVERY_S, SupervisorLostError, TaskWatch
 
 P = ParamSpec("P")
@@ -103,16 +104,18 @@ class WatchedFuture(PrefectDaskFuture[R]):
 
 
 class WatchedTask(Task[P, R]):
-    """A task whose futures are watched."""
+    """A task whose futures are watched, and that is stopped in good order when its flow leaves it behind."""
+
+    stop_grace_s = 20.0
 
     def submit(self, *args: Any, **kwargs: Any) -> Any:
         """Submit it, as any task."""
-        return _watched(super().submit(*args, **kwargs))
+        return _watched(super().submit(*args, **kwargs), self.stop_grace_s)
 
     def map(self, *args: Any, **kwargs: Any) -> Any:
         """Submit it for each element, as any task."""
         made: Any = super().map(*args, **kwargs)
-        made[:] = map(_watched, made)
+        made[:] = [_watched(each, self.stop_grace_s) for each in made]
         return made
 
     def with_options(self, **options: Any) -> Self:
@@ -120,11 +123,21 @@ class WatchedTask(Task[P, R]):
         changed = super().with_options(**options)
         made = type(self).__new__(type(self))
         made.__dict__.update(changed.__dict__)
+        made.stop_grace_s = self.stop_grace_s
         return made
 
 
-def _watched(made: Any) -> Any:
+def _stop_if_left(future: PrefectDaskFuture[Any], grace_s: float) -> None:
+    """Stop a task that its flow leaves by Ctrl-C, SIGTERM or an error: the cluster closes next, and would cut its ranks short."""
+    if future.wrapped_future.status == "pending":
+        stop_task(future, grace_s)
+
+
+def _watched(made: Any, grace_s: float) -> Any:
     context = FlowRunContext.get()
     if isinstance(made, PrefectDaskFuture) and context is not None and isinstance(context.task_runner, DaskTaskRunner):
-        return WatchedFuture(made, context.task_runner.client)
+        watched = WatchedFuture(made, context.task_runner.client)
+        # The runner's client, and a cluster that it started, are closed by this stack too, after what came later.
+        context.task_runner._exit_stack.callback(_stop_if_left, made, grace_s)  # noqa: SLF001 - Prefect has no public hook
+        return watched
     return made  # a state, or another runner's future
