@@ -94,7 +94,7 @@ HUNG = GangHungError(Hang("rank 1 did not arrive", (1,), ("a",), "step", 5, 60.0
 def test_losses_and_hangs_are_never_hopeless(error: GangError) -> None:
     """They are recorded, in a line for people."""
     record = record_of(error, 3, 2)
-    assert (record.attempt, record.world_size, record.fingerprint, record.summary) == (3, 2, None, str(error))
+    assert (record.attempt, record.world_size, record.fingerprint, record.summary) == (3, 2, None, str(error).splitlines()[0])
     assert why_hopeless(error, record, record, knows_steps=True) is None
 
 
