@@ -63,7 +63,7 @@ def want_now(own: random.Random) -> Want:
 def test_ranks_out_of_step_agree_on_the_same_points(world_size: int, ahead_s: float) -> None:
     """Ranks whose paces differ eightfold, loops that are left half-way, random wishes: one sequence of agreements for all."""
     num_agreed = 0
-    for seed in range(3):
+    for seed in range(6):  # a loaded machine agrees less often in each
         first, *others = run_ranks(wander, world_size, seed, ahead_s, 0.002)
         for other in others:
             # A rank that has closed takes no part in what the others still agree on.
@@ -71,7 +71,7 @@ def test_ranks_out_of_step_agree_on_the_same_points(world_size: int, ahead_s: fl
         num_agreed += len(first)
         assert [outcome.point for outcome in first] == sorted(outcome.point for outcome in first)
         assert all(outcome.want for outcome in first)
-    assert num_agreed >= 3  # how many there are depends on how fast the machine is
+    assert num_agreed > 10
 
 
 def all_ask_in_step(asked: int, pauses_s: tuple[float, ...]) -> list[Outcome]:
