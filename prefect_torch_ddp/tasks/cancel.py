@@ -1,8 +1,9 @@
 """Owns how a cancel reaches a task that trains, and how it becomes Prefect's state Cancelled."""
 
 import time
+from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 from uuid import UUID
 
 from prefect.client.orchestration import SyncPrefectClient, get_client
@@ -14,6 +15,9 @@ from prefect_dask.task_runners import PrefectDaskFuture
 
 from prefect_torch_ddp.errors import GangCancelledError
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
 SIGNALS = (KeyboardInterrupt, TerminationSignal)
 """What Ctrl-C, SIGTERM and Prefect's cancel are in a flow's thread."""
 SLACK_S = 5.0
@@ -21,10 +25,13 @@ SLACK_S = 5.0
 LOOK_S = 0.25
 
 
-def cancelled(error: GangCancelledError) -> Any:
-    """Return what a task returns instead of its value; not a failure, so it is never tried again."""
-    get_run_logger().warning("%s", error)
-    return Cancelled(message=str(error))
+def or_cancelled(work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+    """Do a task's work; where its gang is cancelled, return the state Cancelled: no failure, so it is never tried again."""
+    try:
+        return work(*args, **kwargs)
+    except GangCancelledError as error:
+        get_run_logger().warning("%s", error)
+        return Cancelled(message=str(error))  # type: ignore[return-value]  # Prefect takes a state for what it is
 
 
 class TaskCancelled(BaseException):

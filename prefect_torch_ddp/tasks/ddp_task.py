@@ -8,14 +8,14 @@ from typing import Any, Concatenate, ParamSpec, TypeVar, overload
 from prefect import Task
 from prefect.runtime import task_run
 
-from prefect_torch_ddp.errors import GangCancelledError, InvalidParamsError
+from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.gang.launch import run_gang
 from prefect_torch_ddp.messages import Backend
 from prefect_torch_ddp.params import DEFAULT_STORAGE, CheckpointParams
 from prefect_torch_ddp.rank.config import CheckpointPolicy, RankConfig
 from prefect_torch_ddp.rank.context import RankContext
 from prefect_torch_ddp.tasks.blocks import resolve_storage
-from prefect_torch_ddp.tasks.cancel import cancelled
+from prefect_torch_ddp.tasks.cancel import or_cancelled
 from prefect_torch_ddp.tasks.cluster import current_client
 from prefect_torch_ddp.tasks.run import RUN_WITH_CONTEXT, log_to_run, slug
 from prefect_torch_ddp.tasks.run_journal import RunJournal
@@ -118,7 +118,7 @@ def ddp_task(  # noqa: PLR0913 - a decorator's options are its documentation
                 )
                 return config, fn, args, kwargs
 
-            try:
+            def on_gang() -> R:
                 with current_client() as client:
                     values: list[R] = run_gang(
                         client,
@@ -139,9 +139,9 @@ def ddp_task(  # noqa: PLR0913 - a decorator's options are its documentation
                         journal=RunJournal(where, run_id, knows_steps=False),
                         on_event=log_to_run(),
                     )
-            except GangCancelledError as error:
-                return cancelled(error)  # type: ignore[no-any-return]
-            return values[0]
+                return values[0]
+
+            return or_cancelled(on_gang)
 
         functools.update_wrapper(run, fn)
         # Prefect asks this for the parameters, and looks through `__wrapped__` for the source that cached results depend on.

@@ -3,10 +3,10 @@
 from prefect import task
 from prefect.logging import get_run_logger
 
-from prefect_torch_ddp.errors import CheckpointError, GangCancelledError
+from prefect_torch_ddp.errors import CheckpointError
 from prefect_torch_ddp.gang.launch import run_gang
 from prefect_torch_ddp.results import CheckpointRef, Report, TrainingReport
-from prefect_torch_ddp.tasks.cancel import cancelled
+from prefect_torch_ddp.tasks.cancel import or_cancelled
 from prefect_torch_ddp.tasks.cluster import current_client
 from prefect_torch_ddp.tasks.run import RUN_STAGE, Run, log_to_run
 
@@ -37,10 +37,7 @@ def evaluate(run: Run, checkpoint: CheckpointRef, world_size: int) -> Report:
         checkpoint: whose weights.
         world_size: how many ranks the training ended with: workers that it did without are not waited for.
     """
-    try:
-        return _evaluate(run, checkpoint, world_size)
-    except GangCancelledError as error:
-        return cancelled(error)  # type: ignore[no-any-return]
+    return or_cancelled(_evaluate, run, checkpoint, world_size)
 
 
 def _evaluate(run: Run, checkpoint: CheckpointRef, world_size: int) -> Report:

@@ -7,10 +7,9 @@ from prefect.context import TaskRunContext
 from prefect.logging import get_run_logger
 
 from prefect_torch_ddp.data.dataset_store import find_dataset
-from prefect_torch_ddp.errors import GangCancelledError
 from prefect_torch_ddp.gang.launch import run_gang
 from prefect_torch_ddp.results import DatasetReport
-from prefect_torch_ddp.tasks.cancel import cancelled
+from prefect_torch_ddp.tasks.cancel import or_cancelled
 from prefect_torch_ddp.tasks.cluster import current_client
 from prefect_torch_ddp.tasks.run import RUN_STAGE, Run, log_to_run
 
@@ -24,17 +23,11 @@ def _cache_key(_context: TaskRunContext, parameters: dict[str, Any]) -> str:
 @task(name="prepare", cache_key_fn=_cache_key, persist_result=True, result_serializer="json")
 def prepare(run: Run) -> DatasetReport:
     """Run the workload's `prepare` on a gang of one and publish what it wrote; do nothing where it is there already."""
-    logger = get_run_logger()
     there = find_dataset(run.storage, run.dataset_id)
-    if there is not None:
-        logger.info("dataset %s is already at %s: nothing to prepare", there.dataset_id, there.uri)
-        return there
-    try:
-        made = _prepare(run)
-    except GangCancelledError as error:
-        return cancelled(error)  # type: ignore[no-any-return]
-    logger.info("prepared dataset %s: %d files, %d bytes, at %s", made.dataset_id, made.num_files, made.num_bytes, made.uri)
-    return made
+    if there is None:
+        return or_cancelled(_prepare, run)
+    get_run_logger().info("dataset %s is already at %s: nothing to prepare", there.dataset_id, there.uri)
+    return there
 
 
 def _prepare(run: Run) -> DatasetReport:
@@ -49,4 +42,7 @@ def _prepare(run: Run) -> DatasetReport:
             on_event=log_to_run(),
             **run.gang_options(),
         )
-    return DatasetReport.model_validate(report)
+    made = DatasetReport.model_validate(report)
+    words = "prepared dataset %s: %d files, %d bytes, at %s"
+    get_run_logger().info(words, made.dataset_id, made.num_files, made.num_bytes, made.uri)
+    return made

@@ -15,7 +15,7 @@ from prefect_torch_ddp.gang.launch import run_gang
 from prefect_torch_ddp.messages import AttemptBegan, GangEvent, Progress
 from prefect_torch_ddp.results import DatasetReport, FailedAttempt, TrainingReport
 from prefect_torch_ddp.tasks.artifacts import LiveReport
-from prefect_torch_ddp.tasks.cancel import cancelled
+from prefect_torch_ddp.tasks.cancel import or_cancelled
 from prefect_torch_ddp.tasks.cluster import current_client
 from prefect_torch_ddp.tasks.run import RUN_STAGE, Run, log_to_run
 from prefect_torch_ddp.tasks.run_journal import RunJournal
@@ -49,10 +49,7 @@ def _cache_key(_context: TaskRunContext, parameters: dict[str, Any]) -> str:
 @task(name="train", cache_key_fn=_cache_key, persist_result=True, result_serializer="json", retry_condition_fn=is_worth_a_retry)
 def train(run: Run, dataset: DatasetReport) -> TrainingReport:
     """Train on a gang, from the newest complete checkpoint where there is one; says at every retry where it goes on."""
-    try:
-        return _train(run, dataset)
-    except GangCancelledError as error:
-        return cancelled(error)  # type: ignore[no-any-return]
+    return or_cancelled(_train, run, dataset)
 
 
 def _train(run: Run, dataset: DatasetReport) -> TrainingReport:

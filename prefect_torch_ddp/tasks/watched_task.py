@@ -129,8 +129,12 @@ class WatchedTask(Task[P, R]):
 
 def _stop_if_left(future: PrefectDaskFuture[Any], grace_s: float) -> None:
     """Stop a task that its flow leaves by Ctrl-C, SIGTERM or an error: the cluster closes next, and would cut its ranks short."""
-    if future.wrapped_future.status == "pending":
+    if future.wrapped_future.status != "pending":
+        return
+    try:
         stop_task(future, grace_s)
+    except Exception as trouble:  # noqa: BLE001 - what ended the flow must not be hidden by it
+        logger.warning("task run %s could not be stopped in good order: %s", future.task_run_id, trouble)
 
 
 def _watched(made: Any, grace_s: float) -> Any:
