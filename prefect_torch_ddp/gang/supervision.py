@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable
 
-from prefect_torch_ddp.errors import GangCancelledError, GangError, RankFailedError, SchedulerLostError, WorkerLostError
+from prefect_torch_ddp.errors import GangCancelledError, GangError, SchedulerLostError, WorkerLostError
 from prefect_torch_ddp.gang.hang_watch import HangWatch
 from prefect_torch_ddp.gang.orders import Cleared, StartOrder
 from prefect_torch_ddp.gang.placement import Placement
@@ -14,12 +14,14 @@ from prefect_torch_ddp.gang.plan import GangPlan
 from prefect_torch_ddp.gang.seat import SeatRefusedError
 from prefect_torch_ddp.gang.seat_link import CLEAR_TIMEOUT_S, SeatLink, SeatLostError
 from prefect_torch_ddp.gang.stop import StopSwitch
+from prefect_torch_ddp.gang.stop_verdict import cancelled, stopped_unasked
 from prefect_torch_ddp.gang.verdict import deserted, equals_s, error_for, judge, settle_s
 from prefect_torch_ddp.messages import (
     FunctionEnded,
     GangEvent,
     RankFailedEvent,
     RankFailure,
+    RankPlace,
     RankReturned,
     RankStack,
     RankStopped,
@@ -40,7 +42,6 @@ class Supervision:
         self._returned: list[int] = []
         self._ended: set[int] = set()
         self._stopped: list[RankStopped] = []
-        self._stop: StopSwitch | None = None
         self._broken: GangError | None = None
         self._hang = HangWatch(plan.progress_timeout_s, placement, from_start=plan.watched_from_start)
         self._over = False  # Python 3.11's asyncio.wait_for can swallow a cancellation; a watch ends by this all the same
@@ -48,7 +49,6 @@ class Supervision:
 
     async def run(self, sink: Callable[[GangEvent], None], stop: StopSwitch) -> list[bytes]:
         """Start the ranks on the seats taken and return their pickled values in rank order, or raise the one error."""
-        self._stop = stop
         store = self._links[0].news
         assert store is not None
         # At once: while one of them doesn't answer, the others would hear nothing from their caller.
@@ -57,20 +57,18 @@ class Supervision:
         watches.append(asyncio.create_task(self._obey(stop)))
         try:
             await self._until_settled()
-            self._raise_if_stopped()
+            self._raise_if_stopped(stop)
             if self._hang.stall is not None:
                 await self._gather_stacks()
             if self._broken is not None:
                 raise self._broken
             if self._hang.stall is not None:
                 raise self._hang.error(self._plan.attempt)
-            returned = [place for place in self._placement.places if place.rank in self._ended]
-            if self._hang.deserted is not None and not self._failures:
-                raise error_for(deserted(returned, self._hang.deserted), self._plan.attempt)
             if self._failures:
                 await self._settle()
-                returned = [place for place in self._placement.places if place.rank in self._ended]
-                raise error_for(judge(self._failures, returned), self._plan.attempt)
+                raise error_for(judge(self._failures, self._ended_places()), self._plan.attempt)
+            if self._hang.deserted is not None:
+                raise error_for(deserted(self._ended_places(), self._hang.deserted), self._plan.attempt)
             for link in self._links:
                 await link.give_or_raise("after its ranks had returned, with their values", leave=True)
             return await self._collect()
@@ -89,27 +87,19 @@ class Supervision:
         await stop.wait()
         await asyncio.gather(*(link.give(stop=True) for link in self._links), return_exceptions=True)
 
-    def _raise_if_stopped(self) -> None:
+    def _raise_if_stopped(self, stop: StopSwitch) -> None:
         """A training that stopped before its end is no success, and what fails while it stops no cause."""
-        heard = [event.stopped for event in self._stopped]
-        step = heard[0].step if heard else None
-        saved = next((stopped.checkpoint_step for stopped in heard if stopped.checkpoint_step is not None), None)
-        if self._stop is not None and self._stop.why:
-            msg = f"gang {self._plan.name!r} was cancelled by {self._stop.why}"
-            raise GangCancelledError(msg, step, saved)
-        if isinstance(self._broken, GangCancelledError) or (heard and not self._failures and self._broken is None):
-            for event in self._stopped:
-                if event.stopped.by == "SIGTERM" and self._broken is None:
-                    place = self._placement.places[event.rank]
-                    summary = f"was told to end by SIGTERM (15); all ranks stopped after step {event.stopped.step}"
-                    failure = RankFailure(event.rank, place.host, pid=0, kind="signal", summary=summary, signal=15)
-                    raise RankFailedError.from_failures(failure, self._plan.attempt)
-            for link in self._links:
-                if link.news is not None and link.news.why_ended:
-                    msg = f"{link.news.why_ended}; the rest of the gang was stopped" + (f" after step {step}" if step else "")
-                    raise WorkerLostError(msg)
-            msg = f"gang {self._plan.name!r} was cancelled from outside; its ranks were stopped"
-            raise GangCancelledError(msg, step, saved)
+        plan, stopped = self._plan, self._stopped
+        if stop.why:
+            raise cancelled(plan.name, f"by {stop.why}", stopped)
+        was_cancelled = isinstance(self._broken, GangCancelledError)
+        if was_cancelled or (stopped and not self._failures and self._broken is None):
+            why_ended = next((link.news.why_ended for link in self._links if link.news and link.news.why_ended), "")
+            places = self._placement.places
+            raise stopped_unasked(plan, stopped, places, why_ended, was_cancelled=was_cancelled)
+
+    def _ended_places(self) -> list[RankPlace]:
+        return [place for place in self._placement.places if place.rank in self._ended]
 
     async def clear(self, sink: Callable[[GangEvent], None]) -> None:
         """End every seat with all its ranks; returns when they are gone, or their worker is, and their last lines passed on."""
