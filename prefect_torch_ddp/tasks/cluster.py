@@ -37,7 +37,8 @@ CLUSTER_CONFIG = {
     "distributed.nanny.pre-spawn-environ": {},
     # Of the two cores of a small machine an idle cluster of two takes 0.08 with Dask's defaults, 0.017 with these.
     "distributed.worker.profile.enabled": False,
-    "distributed.admin.tick.interval": "500ms",
+    "distributed.admin.tick.interval": "2s",
+    "distributed.worker.memory.monitor-interval": "2s",
     "distributed.admin.system-monitor.interval": "5s",
 }
 

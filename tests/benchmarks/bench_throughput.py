@@ -1,91 +1,136 @@
-"""How fast steps are once a training runs, beside torchrun with the same code; and what Dask and the seats burn meanwhile."""
+"""How fast steps are once a training runs, beside torchrun with the same code; and what Dask and the seats burn meanwhile.
+
+The trainings live side by side and train in turns of about a second; whoever has no turn is stopped with all its processes, by
+SIGSTOP. A turn's ratio compares blocks that are seconds apart, and the median of many is what is told.
+"""
 
 import json
-import re
+import os
 import statistics
+import subprocess
+import sys
 import time
-import uuid
-from collections.abc import Callable
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
 from pathlib import Path
 
 import psutil
 import pytest
-from distributed import Client
 
-from prefect_torch_ddp import run_gang
-from prefect_torch_ddp.rank.config import CheckpointPolicy, RankConfig
-from prefect_torch_ddp.storage.locate import storage_from_uri
-from prefect_torch_ddp.tasks.cluster import local_cluster
-from prefect_torch_ddp.tasks.run import RUN_WITH_CONTEXT
-from tests.benchmarks.beside import show, torchrun
-from tests.workloads import plain, steady
+from tests.benchmarks import steady_gang
+from tests.benchmarks.beside import command_of_torchrun, show
+from tests.workloads import steady
 
 pytestmark = pytest.mark.timeout(900)
-ROUNDS = 9
-WORKS = ((128, 300), (256, 150), (768, 60))
-"""Rows per rank and step, and steps: of about 5, 10 and 25 ms on a machine of 2026."""
-NAMES = ("torchrun", "run_gang", "run_gang with RankContext")
+NUM_TURNS = 31
+SETTLE_S = 0.2
+"""After it was stopped: timers that went off meanwhile have their say at once, which is no part of a steady training."""
+WORKS = ((128, 90), (256, 60), (768, 30))
+"""Rows per rank and step, and steps in a turn: of about 6, 9 and 18 ms on two cores of 2026."""
+REFERENCE = "torchrun"
 
 
-def by_torchrun() -> list[float]:
-    """Return the seconds per step of each work."""
-    _, printed, _ = torchrun(Path(steady.__file__), json.dumps(WORKS))
-    found = re.search(r"paces (.*)", printed)
-    assert found is not None, printed
-    paces: list[float] = json.loads(found[1])
-    return paces
+class Trainer:
+    """One of the trainings, with all its processes."""
+
+    def __init__(self, process: "subprocess.Popen[bytes]", folder: Path) -> None:
+        """Open the pipes; both ways, so that neither side sees an end when the other closes."""
+        self._process = process
+        self._go = os.fdopen(os.open(folder / "go", os.O_RDWR), "w")
+        self._done = os.fdopen(os.open(folder / "done", os.O_RDWR))
+        self.cores_of_dask: list[float] = []
+
+    def make_ready(self) -> None:
+        """Wait until it has its next work before it, and stop it."""
+        self._signal(stop=False)
+        assert self._done.readline() == "ready\n"
+        self._signal(stop=True)
+
+    def turn(self) -> float:
+        """Have it train a block; return the seconds per step."""
+        self._signal(stop=False)
+        time.sleep(SETTLE_S)
+        before, began = self._dask_s(), time.monotonic()
+        self._go.write("go\n")
+        self._go.flush()
+        pace_s = float(self._done.readline())
+        self.cores_of_dask.append((self._dask_s() - before) / (time.monotonic() - began))
+        self._signal(stop=True)
+        return pace_s
+
+    def finish(self) -> None:
+        """Let it end."""
+        self._signal(stop=False)
+        assert self._process.wait(timeout=60) == 0
+
+    def close(self) -> None:
+        """Close the pipes."""
+        self._go.close()
+        self._done.close()
+
+    def _processes(self) -> list[psutil.Process]:
+        root = psutil.Process(self._process.pid)
+        return [root, *root.children(recursive=True)]
+
+    def _signal(self, *, stop: bool) -> None:
+        for process in self._processes():
+            (process.suspend if stop else process.resume)()
+
+    def _dask_s(self) -> float:
+        """Return the seconds of processor time of all that doesn't train: caller, scheduler, nannies, workers."""
+        times = [process.cpu_times() for process in self._processes() if not process.name().startswith("ddp-rank")]
+        return sum(spent.user + spent.system for spent in times)
 
 
-def by_gang(client: Client) -> list[float]:
-    """Return the same of a plain function."""
-    paces: list[float] = run_gang(client, steady.plain, args=(WORKS,), world_size=2)[0]
-    return paces
-
-
-def by_context(client: Client, folder: Path) -> list[float]:
-    """Return the same of a function that uses the RankContext as a workload does; no checkpoint falls due."""
-    config = RankConfig(
-        run_id=f"bench-{uuid.uuid4().hex[:8]}",
-        attempt=1,
-        stage="task",
-        storage=storage_from_uri(str(folder)),
-        checkpoint=CheckpointPolicy(every_s=None),
-    )
-    paces: list[float] = run_gang(client, RUN_WITH_CONTEXT, args=(config, steady.with_context, (WORKS,)), world_size=2)[0]
-    return paces
-
-
-def cores_of_dask(measure: Callable[[], object]) -> float:
-    """Return how many cores this process with client and scheduler, the nannies and the workers take meanwhile."""
-    cluster = [process for process in psutil.Process().children(recursive=True) if not process.name().startswith("ddp-rank")]
-    processes = [psutil.Process(), *cluster]
-
-    def seconds() -> float:
-        return sum(process.cpu_times().user + process.cpu_times().system for process in processes)
-
-    before, began = seconds(), time.monotonic()
-    measure()
-    return (seconds() - before) / (time.monotonic() - began)
+@contextmanager
+def trainer(folder: Path, command: Sequence[str]) -> Iterator[Trainer]:
+    """Start a training; its arguments are added."""
+    folder.mkdir()
+    for name in ("go", "done"):
+        os.mkfifo(folder / name)
+    turns = steady.Turns(str(folder), NUM_TURNS, WORKS)
+    process = subprocess.Popen([*command, json.dumps(asdict(turns))], start_new_session=True)
+    made = Trainer(process, folder)
+    try:
+        yield made
+    finally:
+        made.close()
+        for each in [*psutil.Process(process.pid).children(recursive=True), process] if process.poll() is None else ():
+            each.kill()
+        process.wait()
 
 
 def test_steady_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Print the table of docs/performance.md: medians over interleaved rounds."""
-    seen: dict[str, list[list[float]]] = {name: [] for name in NAMES}
-    cores: list[float] = []
-    with local_cluster(n_workers=2) as cluster, Client(cluster) as client:
-        run_gang(client, plain.sum_of_ones, world_size=2)
-        for _ in range(ROUNDS):
-            seen["torchrun"].append(by_torchrun())
-            cores.append(cores_of_dask(lambda: seen["run_gang"].append(by_gang(client))))
-            seen["run_gang with RankContext"].append(by_context(client, tmp_path))
+    """Print the table of docs/performance.md: medians over the turns, and the median of the turns' ratios."""
+    gang = (sys.executable, str(Path(steady_gang.__file__)))
+    commands = {
+        REFERENCE: command_of_torchrun(Path(steady.__file__)),
+        "run_gang": (*gang, "plain"),
+        "run_gang with RankContext": (*gang, "context"),
+    }
     rows = []
-    for name in NAMES:
-        for work in range(len(WORKS)):
-            paces = [round_[work] * 1000 for round_ in seen[name]]
-            reference = statistics.median(round_[work] * 1000 for round_ in seen["torchrun"])
-            median = statistics.median(paces)
-            rows.append((f"{WORKS[work][0]} rows: {name}", f"{median:.2f}", f"{max(paces):.2f}", f"{reference / median:.3f}"))
-    rows.sort(key=lambda row: int(row[0].partition(" ")[0]))
-    show(capsys, ("steps of", "median ms", "worst ms", "throughput, times torchrun's"), rows)
+    with ExitStack() as stack:
+        trainers = {
+            name: stack.enter_context(trainer(tmp_path / str(number), command))
+            for number, (name, command) in enumerate(commands.items())
+        }
+        for num_rows, _ in WORKS:
+            for each in trainers.values():
+                each.make_ready()
+            seen: dict[str, list[float]] = {name: [] for name in trainers}
+            for number in range(NUM_TURNS):
+                names = list(trainers)
+                for name in names[number % 3 :] + names[: number % 3]:
+                    seen[name].append(trainers[name].turn() * 1000)
+            for name, paces in seen.items():
+                ratios = [theirs / ours for theirs, ours in zip(seen[REFERENCE], paces, strict=True)]
+                spread = statistics.quantiles(ratios, n=4)
+                cells = (f"{statistics.median(paces):.2f}", f"{max(paces):.2f}", f"{statistics.median(ratios):.3f}")
+                rows.append((f"{num_rows} rows: {name}", *cells, f"{spread[0]:.3f} to {spread[2]:.3f}"))
+        for each in trainers.values():
+            each.finish()
+    show(capsys, ("steps of", "median ms", "worst ms", "throughput, times torchrun's", "middle half of the turns"), rows)
     with capsys.disabled():
-        print(f"\nDask's processes and the caller take {statistics.median(cores):.3f} cores while a gang trains.")
+        cores = statistics.median(trainers["run_gang"].cores_of_dask)
+        print(f"\nDask's processes and the caller take {cores:.3f} cores while a gang trains.")

@@ -7,17 +7,40 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
+import psutil
 import pytest
 
 
-def torchrun(script: Path, *arguments: str, world_size: int = 2, options: Sequence[str] = ()) -> tuple[float, str, float]:
-    """Run a script; return when it was started, what it printed, and when torchrun had ended."""
+class TorchrunHungError(Exception):
+    """Torchrun neither ended nor got on."""
+
+
+def command_of_torchrun(script: Path, world_size: int = 2, options: Sequence[str] = ()) -> tuple[str, ...]:
+    """Return the command that runs a script; its arguments follow."""
+    standalone = ("--standalone", "--nproc-per-node", str(world_size))
+    return (sys.executable, "-m", "torch.distributed.run", *standalone, *options, str(script))
+
+
+def torchrun(
+    script: Path, *arguments: str, world_size: int = 2, options: Sequence[str] = (), timeout_s: float = 300
+) -> tuple[float, str, float]:
+    """Run a script; return when it was started, what it printed, and when torchrun had ended.
+
+    Raises:
+        TorchrunHungError: it hadn't ended in time; it is killed.
+    """
     started = time.time()
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world_size)]
-    done = subprocess.run([*command, *options, str(script), *arguments], capture_output=True, text=True, timeout=300, check=False)
+    command = [*command_of_torchrun(script, world_size, options), *arguments]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            printed, complained = process.communicate(timeout=timeout_s)
+        except subprocess.TimeoutExpired as error:
+            for each in [*psutil.Process(process.pid).children(recursive=True), process]:
+                each.kill()
+            raise TorchrunHungError from error
     ended = time.time()
-    assert done.stdout, done.stderr[-2000:]
-    return started, done.stdout, ended
+    assert printed or options, complained[-2000:]
+    return started, printed, ended
 
 
 class Times:

@@ -1,9 +1,15 @@
-"""Owns a steady DDP training that is the same under torchrun, under run_gang and with a RankContext, and measures its pace."""
+"""Owns a steady DDP training that is the same under torchrun, under run_gang and with a RankContext, and trains when told to.
+
+Two trainings are compared block by block, each waiting while the other has its turn: the pace of a machine drifts by more in
+some seconds than they differ by.
+"""
 
 import json
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,27 +21,41 @@ if TYPE_CHECKING:
     from prefect_torch_ddp import RankContext
 
 WIDTH = 256
-WARM_UP = 20
+NUM_ROWS_KEPT = 8192
+WARM_UP = 10
+"""Steps at the beginning of a block that don't count: caches are somebody else's until then."""
+
+
+@dataclass(frozen=True)
+class Turns:
+    """Blocks of steps, each at a word from outside."""
+
+    folder: str
+    """Holds the two named pipes `go` and `done`, both for rank 0."""
+    num_turns: int
+    works: Sequence[tuple[int, int]]
+    """Rows per rank and step, and the steps of a block that count."""
 
 
 class Rows(Dataset[Any]):
-    """Features and targets that cost next to nothing to read: a batch at a time, as DataLoader asks for it."""
+    """Features that cost next to nothing to read: a batch at a time, as DataLoader asks for it; the same ones come again."""
 
     def __init__(self, num_rows: int) -> None:
         """Draw them."""
-        self._rows = torch.randn(num_rows, WIDTH, generator=torch.Generator().manual_seed(0))
+        self._num_rows = num_rows
+        self._rows = torch.randn(NUM_ROWS_KEPT, WIDTH, generator=torch.Generator().manual_seed(0))
 
     def __len__(self) -> int:
         """Return how many there are."""
-        return len(self._rows)
+        return self._num_rows
 
     def __getitem__(self, index: int) -> torch.Tensor:
         """Return one row."""
-        return self._rows[index]
+        return self._rows[index % NUM_ROWS_KEPT]
 
     def __getitems__(self, indices: list[int]) -> torch.Tensor:
         """Return a batch of rows, already one tensor."""
-        return self._rows[indices]
+        return self._rows[torch.tensor(indices) % NUM_ROWS_KEPT]
 
 
 def same(batch: torch.Tensor) -> torch.Tensor:
@@ -50,47 +70,67 @@ def make_model() -> torch.nn.Module:
     return torch.nn.Sequential(*layers)
 
 
-def pace(batches: Iterable[torch.Tensor], model: torch.nn.Module, num_steps: int, rank: "RankContext | None" = None) -> float:
-    """Train; return the seconds for each step after the first ones."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    began = 0.0
+def in_blocks(batches: Iterable[Any], turns: Turns, num_steps: int) -> Iterator[Any]:
+    """Yield the batches; before each block wait for one's turn, and after it tell the seconds per step."""
+    began, block = 0.0, WARM_UP + num_steps
+    tell(turns, "ready")
     for number, batch in enumerate(batches):
-        if number == WARM_UP:
+        if number % block == 0:
+            if number:
+                tell(turns, repr((time.perf_counter() - began) / num_steps))
+            wait_for_turn(turns)
+        if number % block == WARM_UP:
             began = time.perf_counter()
+        yield batch
+    tell(turns, repr((time.perf_counter() - began) / num_steps))
+
+
+def wait_for_turn(turns: Turns) -> None:
+    """Have rank 0 wait for the word, and the others for rank 0."""
+    if dist.get_rank() == 0:
+        with Path(turns.folder, "go").open() as pipe:
+            pipe.readline()
+    dist.barrier()
+
+
+def tell(turns: Turns, word: str) -> None:
+    """Say that a work can begin, or how fast a block was."""
+    if dist.get_rank() == 0:
+        with Path(turns.folder, "done").open("w") as pipe:
+            pipe.write(f"{word}\n")
+
+
+def train(batches: Iterable[torch.Tensor], model: torch.nn.Module, rank: "RankContext | None" = None) -> None:
+    """Train, as any PyTorch code does."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    for batch in batches:
         loss = model(batch).square().mean()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         if rank is not None:
             rank.report(loss=loss)
-    return (time.perf_counter() - began) / num_steps
 
 
-def plain(works: Sequence[tuple[int, int]]) -> list[float]:
-    """Train each of (rows per rank and step, steps) with plain torch.distributed; return the seconds per step of each."""
-    paces = []
-    for local_batch, num_steps in works:
-        rows = Rows(local_batch * dist.get_world_size() * (num_steps + WARM_UP))
+def plain(turns: Turns) -> None:
+    """Train each of the works with plain torch.distributed."""
+    for local_batch, num_steps in turns.works:
+        rows = Rows(local_batch * dist.get_world_size() * (num_steps + WARM_UP) * turns.num_turns)
         sampler: DistributedSampler[Any] = DistributedSampler(rows)
         loader = DataLoader(rows, batch_size=local_batch, sampler=sampler, collate_fn=same)
-        paces.append(pace(loader, DistributedDataParallel(make_model()), num_steps))
-        dist.barrier()
-    return paces
+        train(in_blocks(loader, turns, num_steps), DistributedDataParallel(make_model()))
 
 
-def with_context(rank: "RankContext", works: Sequence[tuple[int, int]]) -> list[float]:
+def with_context(rank: "RankContext", turns: Turns) -> None:
     """Train the same by rank.wrap, rank.loader, rank.steps and rank.report."""
-    paces = []
-    for local_batch, num_steps in works:
+    for local_batch, num_steps in turns.works:
         global_batch = local_batch * rank.world_size
-        loader = rank.loader(Rows(global_batch * (num_steps + WARM_UP)), global_batch_size=global_batch, collate_fn=same)
-        paces.append(pace(rank.steps(loader, epochs=1), rank.wrap(make_model()), num_steps, rank))
-    return paces
+        rows = Rows(global_batch * (num_steps + WARM_UP) * turns.num_turns)
+        loader = rank.loader(rows, global_batch_size=global_batch, collate_fn=same)
+        train(in_blocks(rank.steps(loader, epochs=1), turns, num_steps), rank.wrap(make_model()), rank)
 
 
 if __name__ == "__main__":
     dist.init_process_group("gloo")
-    result = plain(json.loads(sys.argv[1]))
-    if dist.get_rank() == 0:
-        print(f"paces {json.dumps(result)}", flush=True)
+    plain(Turns(**json.loads(sys.argv[1])))
     dist.destroy_process_group()

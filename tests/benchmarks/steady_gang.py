@@ -1,0 +1,36 @@
+"""Owns the process in which a gang trains for bench_throughput: the caller with its local cluster, as a flow run has it."""
+
+import json
+import sys
+import uuid
+from pathlib import Path
+
+from distributed import Client
+
+from prefect_torch_ddp import run_gang
+from prefect_torch_ddp.rank.config import CheckpointPolicy, RankConfig
+from prefect_torch_ddp.storage.locate import storage_from_uri
+from prefect_torch_ddp.tasks.cluster import local_cluster
+from prefect_torch_ddp.tasks.run import RUN_WITH_CONTEXT
+from tests.workloads import plain, steady
+
+
+def main(kind: str, turns: steady.Turns) -> None:
+    """Train as a plain function or, by the kind "context", as a workload does; no checkpoint falls due."""
+    with local_cluster(n_workers=2) as cluster, Client(cluster) as client:
+        run_gang(client, plain.sum_of_ones, world_size=2)
+        if kind == "plain":
+            run_gang(client, steady.plain, args=(turns,), world_size=2)
+            return
+        config = RankConfig(
+            run_id=f"bench-{uuid.uuid4().hex[:8]}",
+            attempt=1,
+            stage="task",
+            storage=storage_from_uri(str(Path(turns.folder, "store"))),
+            checkpoint=CheckpointPolicy(every_s=None),
+        )
+        run_gang(client, RUN_WITH_CONTEXT, args=(config, steady.with_context, (turns,)), world_size=2)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], steady.Turns(**json.loads(sys.argv[2])))
