@@ -1,5 +1,6 @@
 """Owns how a cancel reaches a task that trains, and how it becomes Prefect's state Cancelled."""
 
+import logging
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -8,7 +9,7 @@ from uuid import UUID
 
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.objects import State
-from prefect.exceptions import ObjectNotFound, TerminationSignal
+from prefect.exceptions import MissingContextError, ObjectNotFound, TerminationSignal
 from prefect.logging import get_run_logger
 from prefect.states import Cancelled
 from prefect_dask.task_runners import PrefectDaskFuture
@@ -23,6 +24,8 @@ SIGNALS = (KeyboardInterrupt, TerminationSignal)
 SLACK_S = 5.0
 """How long a task may take to hear of its cancel, and Prefect to hear of its end."""
 LOOK_S = 0.25
+
+logger = logging.getLogger(__name__)
 
 
 def or_cancelled(work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
@@ -47,6 +50,7 @@ def stop_task(task: PrefectDaskFuture[Any], grace_s: float) -> str:
     Returns:
         What the task run says about it.
     """
+    _say("cancelled: the task gets %g s to end, a training after one step and saved; Ctrl-C again ends it at once", grace_s)
     if task.wrapped_future.status == "pending":
         task.wrapped_future.cancel(force=True)
     with get_client(sync_client=True) as client:
@@ -55,6 +59,13 @@ def stop_task(task: PrefectDaskFuture[Any], grace_s: float) -> str:
         except SIGNALS:  # pressed again: the cluster goes at once, and nobody else would close the task run
             _close(client, task.task_run_id)
             raise
+
+
+def _say(text: str, *values: object) -> None:
+    try:
+        get_run_logger().warning(text, *values)
+    except MissingContextError:  # the flow has ended and leaves its task behind
+        logger.warning(text, *values)
 
 
 def _await_end(client: SyncPrefectClient, task_run_id: UUID, grace_s: float) -> str:

@@ -71,6 +71,8 @@ def fail_if_told(rank: RankContext) -> None:
             signal.pause()
         if fault["how"] == "hang":
             wait_for_checkpoint(rank, fault["step"])
+            if "mark" in fault:
+                write_pid(Path(fault["mark"]), rank.rank)
             while True:
                 signal.pause()  # returns at each signal, also at the one that asks for stacks
         os.kill(os.getpid(), signal.Signals[fault["how"]])
