@@ -181,7 +181,7 @@ class RankContext:
 
         Inside `steps` each rank's gradient counts by its share of the global batch, so that an uneven tail, also one smaller
         than the world, gives exactly the gradient of the mean loss over the global batch. Several backward passes in a step
-        add up; `with model.no_sync():` around all but the last saves time.
+        add up; `rank.micro_batches` makes them, and has the ranks talk in the last one alone.
 
         Args:
             model: equal on all ranks; its loss is the mean over the local samples.
@@ -253,6 +253,29 @@ class RankContext:
 
             self._loop = StepLoop(self.config, self._place, self._state, self._link, self._reporter, self._made_tracker())
         return self._loop.run(loader, epochs)
+
+    def micro_batches(self, batch: Any, *, max_samples: int | None = None) -> Iterator[tuple[Any, float]]:
+        """Yield (micro-batch, weight): gradient accumulation that is exact, also where ranks have uneven shares.
+
+            optimizer.zero_grad()
+            for (images, labels), weight in rank.micro_batches(batch, max_samples=32):
+                loss = cross_entropy(model(images), labels)
+                (loss * weight).backward()
+            optimizer.step()
+
+        The gradient is that of the mean loss over the global batch, which ranks sum in the last backward pass alone. With a
+        GradScaler, scale each weighted loss; after the loop unscale, then clip, then step.
+
+        Args:
+            batch: from `steps`: a tensor, or tuples, lists and mappings of tensors, whose first dimension is the sample's.
+            max_samples: how many samples a micro-batch has at most; None: all of this rank's.
+
+        Raises:
+            InvalidParamsError: the batch can't be cut; names the part.
+        """
+        from prefect_torch_ddp.rank.micro_batches import micro_batches  # noqa: PLC0415 - loads torch
+
+        return micro_batches(batch, self._state, max_samples)
 
     def report(self, **metrics: Any) -> None:
         """Record metrics of this step; never waits for a rank, a device or the storage.

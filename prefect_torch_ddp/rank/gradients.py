@@ -31,6 +31,7 @@ def wrap_model(
     ddp = DistributedDataParallel(model, **ddp_kwargs)
     ddp.register_comm_hook((state, ddp.process_group), _sum_by_share)
     _settle_buckets(ddp)
+    state.wrapped.append(ddp)
     return ddp
 
 

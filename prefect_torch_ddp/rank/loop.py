@@ -13,6 +13,7 @@ from prefect_torch_ddp.pulse import Phase
 from prefect_torch_ddp.rank.agreement import POLL_S, Agreement, Outcome, Want, end_of, outside_after
 from prefect_torch_ddp.rank.config import RankConfig
 from prefect_torch_ddp.rank.link import ControlLink
+from prefect_torch_ddp.rank.micro_batches import refuse_half_done
 from prefect_torch_ddp.rank.reporter import Reporter
 from prefect_torch_ddp.rank.state import Place, Position, TrainingState
 from prefect_torch_ddp.rank.termination import Termination
@@ -148,11 +149,13 @@ class StepLoop:
         state.step += 1
         state.share = share
         state.epoch_ended = share.is_last
+        state.owes_gradients = False
         self._link.pulse.begin_step(state.step, state.epoch, is_last=share.is_last)
 
     def _end_step(self, share: BatchShare) -> bool:
         """Do what is due after the loop's body; return whether all ranks stop here."""
         state = self._state
+        refuse_half_done(state)
         self._link.pulse.enter(Phase.STEP_END)
         assert self._stops is not None
         here = end_of(state.step)

@@ -77,3 +77,7 @@ class TrainingState:
     """Set when all ranks agreed to stop and the training itself had not asked for it."""
     save_wanted: bool = False
     """A checkpoint was asked for at the end of this step."""
+    wrapped: list[Any] = field(default_factory=list)
+    """The DDP modules of `rank.wrap`."""
+    owes_gradients: bool = False
+    """Micro-batches of the step under way are done, and the ranks haven't summed their gradients yet."""

@@ -1,0 +1,215 @@
+"""Gradient accumulation: exact on real ranks with uneven shares, one exchange a step, mixed precision, kills in its midst."""
+
+from collections import UserDict, namedtuple
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from prefect_torch_ddp import RankContext
+from prefect_torch_ddp.errors import InvalidParamsError
+from prefect_torch_ddp.rank import gradients
+from prefect_torch_ddp.rank.entry import run_with_context
+from prefect_torch_ddp.rank.micro_batches import micro_batches
+from prefect_torch_ddp.rank.state import TrainingState
+from tests.unit.rank.test_steps import config_for, expected_gradients
+from tests.workloads import healthy
+from tests.workloads.healthy import Died, run_ranks
+
+pytestmark = pytest.mark.timeout(110)
+Pair = namedtuple("Pair", "images labels")  # noqa: PYI024 - the kind that a user's collate_fn gives
+
+
+# ---- Cutting.
+
+
+def parts_of(batch: Any, max_samples: int | None) -> list[tuple[Any, float]]:
+    """Cut a batch outside of a training."""
+    return list(micro_batches(batch, TrainingState(), max_samples))
+
+
+def test_every_kind_of_batch_is_cut_alike() -> None:
+    """Tensors, tuples, lists, mappings, named tuples, nested ones, names of samples: the same rows of each, nothing lost."""
+    x, y = torch.arange(10).reshape(5, 2), torch.arange(5)
+    names = list("abcde")
+    for batch, get in [
+        (x, lambda part: (part,)),
+        ((x, y), lambda part: part),
+        ([x, y], tuple),
+        (Pair(x, y), lambda part: (part.images, part.labels)),
+        ({"x": x, "y": y}, lambda part: (part["x"], part["y"])),
+        (UserDict(x=x, y=y), lambda part: (part["x"], part["y"])),
+        (({"x": [x, None]}, y), lambda part: (part[0]["x"][0], part[1])),
+    ]:
+        parts = parts_of(batch, 2)
+        assert {type(part) for part, _ in parts} == {type(batch)}
+        assert [weight for _, weight in parts] == [2 / 5, 2 / 5, 1 / 5]
+        for i, column in enumerate(get(batch)):
+            assert torch.equal(torch.cat([get(part)[i] for part, _ in parts]), column)
+    assert [part[1] for part, _ in parts_of((x, names), 3)] == [names[:3], names[3:]]
+    ((whole, weight),) = parts_of((x, y), None)
+    assert (whole[0].shape, weight) == (x.shape, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("batch", "max_samples", "says"),
+    [
+        ((torch.zeros(5, 2), torch.zeros(4)), 2, r"batch\[1\]: it has 4 rows where this rank's share has 5"),
+        ({"x": torch.zeros(3), "scale": torch.tensor(2.0)}, 2, r"batch\['scale'\]: it is a single number"),
+        ((torch.zeros(3), "train"), 2, r"batch\[1\], a str"),
+        (({"x": object()},), 2, r"batch\[0\]\['x'\], a object"),
+        ((), 2, "a tuple without a tensor"),
+        (torch.zeros(0, 2), 2, "it has 0 rows"),
+        (torch.zeros(3), 0, "max_samples is 0"),
+        ((torch.zeros(3), ["a", "b"]), 2, r"batch\[1\]: it has 2 rows"),
+    ],
+)
+def test_what_cannot_be_cut_is_named(batch: Any, max_samples: int, says: str) -> None:
+    """Where it is, and what it is."""
+    with pytest.raises(InvalidParamsError, match=says):
+        parts_of(batch, max_samples)
+
+
+def test_a_batch_of_something_else_than_samples_is_refused() -> None:
+    """In a step the share's size is known: images of a list, each with channels first, aren't cut by channels."""
+    with RankContext.local() as rank:
+        for _ in rank.steps(rank.loader(TensorDataset(torch.zeros(4)), global_batch_size=4), epochs=1):
+            with pytest.raises(InvalidParamsError, match=r"batch\[0\]: it has 3 rows where this rank's share has 4 samples"):
+                list(rank.micro_batches([torch.zeros(3, 8, 8)] * 4, max_samples=2))
+
+
+# ---- Gradients on real ranks.
+
+
+def accumulated(rank: RankContext, num_samples: int, batch_size: int, max_samples: int) -> tuple[list[torch.Tensor], int]:
+    """Return the flat gradient of every step of an epoch, and how often the ranks talked; a stand-in's loss is nan."""
+    num_talks = 0
+    sum_by_share = gradients._sum_by_share
+
+    def counting(context: Any, bucket: Any) -> Any:
+        nonlocal num_talks
+        num_talks += 1
+        return sum_by_share(context, bucket)
+
+    counting.__annotations__ = sum_by_share.__annotations__
+    gradients._sum_by_share = counting
+    torch.manual_seed(3)
+    net = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+    model = rank.wrap(net)
+    num_talks = 0
+    found = []
+    loader = rank.loader(TensorDataset(*healthy.points(num_samples)), global_batch_size=batch_size)
+    for batch in rank.steps(loader, epochs=1):
+        model.zero_grad()
+        is_stand_in = rank._state.share.num_local == 0
+        for (inputs, targets), weight in rank.micro_batches(batch, max_samples=max_samples):
+            loss = nn.functional.cross_entropy(model(inputs), targets) * weight
+            (loss * float("nan") if is_stand_in else loss).backward()
+        found.append(torch.cat([parameter.grad.flatten() for parameter in net.parameters()]))
+    return found, num_talks
+
+
+@pytest.mark.parametrize(
+    ("world_size", "num_samples", "batch_size", "max_samples"), [(1, 11, 5, 2), (2, 11, 7, 2), (3, 10, 8, 2), (3, 13, 4, 1)]
+)
+def test_gradients_are_those_of_the_global_batch(
+    tmp_path: Path, world_size: int, num_samples: int, batch_size: int, max_samples: int
+) -> None:
+    """Ranks with different numbers of micro-batches, tails smaller than the world: the single-process gradient, one exchange."""
+    arguments = (num_samples, batch_size, max_samples)
+    values = run_ranks(run_with_context, world_size, config_for(tmp_path), accumulated, arguments)
+    expected = expected_gradients(num_samples, batch_size)
+    for found, num_talks in values:
+        assert num_talks == (len(expected) if world_size > 1 else 0)  # the net fits into one bucket
+        for gradient, right in zip(found, expected, strict=True):
+            assert torch.allclose(gradient, right, rtol=0, atol=1e-12)
+
+
+def scaled_and_clipped(rank: RankContext, *, scales: bool) -> tuple[list[torch.Tensor], str]:
+    """Train with autocast, with or without a GradScaler, one of whose steps overflows; clip what was unscaled."""
+    torch.manual_seed(3)
+    net = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+    model = rank.wrap(net)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    # Powers of two, so that scaling changes no bit.
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2, enabled=scales)
+    rank.track(model=model, optimizer=optimizer, scaler=scaler)
+    norms = []
+    inputs, targets = healthy.points(11)
+    for batch in rank.steps(rank.loader(TensorDataset(inputs.float(), targets), global_batch_size=5), epochs=2):
+        optimizer.zero_grad()
+        for (x, y), weight in rank.micro_batches(batch, max_samples=1):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                loss = nn.functional.cross_entropy(model(x), y)
+            if rank.step == 3:
+                loss = loss * float("inf")
+            scaler.scale(loss * weight).backward()
+        scaler.unscale_(optimizer)
+        norms.append(torch.nn.utils.clip_grad_norm_(net.parameters(), 0.5))
+        if scales or rank.step != 3:
+            scaler.step(optimizer)
+        scaler.update()
+    return norms, healthy.sha256_of_weights(net)
+
+
+def test_mixed_precision_and_clipping(tmp_path: Path) -> None:
+    """Unscale, then clip: the norms and weights of a training without a scaler; all ranks leave out the step that overflows."""
+    with_it = run_ranks(_keyword, 2, config_for(tmp_path / "a"), True)  # noqa: FBT003 - run_ranks passes positions
+    without = run_ranks(_keyword, 2, config_for(tmp_path / "b"), False)  # noqa: FBT003
+    assert with_it[0][1] == with_it[1][1] == without[0][1]
+    for step, (norm, right) in enumerate(zip(with_it[0][0], without[0][0], strict=True), start=1):
+        assert not torch.isfinite(norm) if step == 3 else torch.equal(norm, right)
+
+
+def _keyword(config: Any, scales: bool) -> Any:  # noqa: FBT001
+    return run_with_context(config, scaled_and_clipped, (), {"scales": scales})
+
+
+def left_half_way(rank: RankContext) -> None:
+    """Leave the micro-batches of step 2 after the first one."""
+    model = rank.wrap(nn.Linear(4, 3).double())
+    for batch in rank.steps(rank.loader(TensorDataset(*healthy.points(12)), global_batch_size=6), epochs=1):
+        for (inputs, targets), weight in rank.micro_batches(batch, max_samples=1):
+            (nn.functional.cross_entropy(model(inputs), targets) * weight).backward()
+            if rank.step == 2:
+                break
+
+
+def test_micro_batches_left_half_way_are_an_error(tmp_path: Path) -> None:
+    """Each rank would step by a gradient of its own otherwise."""
+    with pytest.raises(AssertionError, match=r"step 2 left rank\.micro_batches before the last micro-batch"):
+        run_ranks(run_with_context, 2, config_for(tmp_path), left_half_way)
+
+
+# ---- Resuming.
+
+
+def fit(rank: RankContext) -> dict[str, Any]:
+    """Train with dropout and AdamW; options: die_at (step), die_on (rank), which dies between two micro-batches."""
+    torch.manual_seed(5)
+    net = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Dropout(0.25), nn.Linear(16, 3)).double()
+    model = rank.wrap(net)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    rank.track(model=model, optimizer=optimizer)
+    for batch in rank.steps(rank.loader(TensorDataset(*healthy.points(33)), global_batch_size=12), epochs=4):
+        optimizer.zero_grad()
+        for number, ((inputs, targets), weight) in enumerate(rank.micro_batches(batch, max_samples=2)):
+            if (rank.step, rank.rank, number) == (rank.options.get("die_at"), rank.options.get("die_on"), 1):
+                healthy._die_after_checkpoint(rank, (rank.step - 1) // 2 * 2)
+            (nn.functional.cross_entropy(model(inputs), targets) * weight).backward()
+        optimizer.step()
+    return {"sha256": healthy.sha256_of_weights(net), "steps": rank.step}
+
+
+@pytest.mark.parametrize(("world_size", "die_at", "die_on"), [(1, 5, 0), (2, 3, 1), (3, 8, 0)])
+def test_a_kill_between_two_micro_batches(tmp_path: Path, world_size: int, die_at: int, die_on: int) -> None:
+    """SIGKILL in the midst of an accumulation, then a resume: every bit is that of the uninterrupted run."""
+    expected = run_ranks(run_with_context, world_size, config_for(tmp_path / "whole"), fit)
+    broken = config_for(tmp_path / "broken", die_at=die_at, die_on=die_on)
+    assert Died(-9) in run_ranks(run_with_context, world_size, broken, fit)
+    found = run_ranks(run_with_context, world_size, replace(config_for(tmp_path / "broken")), fit)
+    assert found == expected
