@@ -119,6 +119,8 @@ class Progress:
     epoch: int
     total_steps: int | None
     metrics: Mapping[str, float] = field(default_factory=dict)
+    trouble: str = ""
+    """What a person should know of: `no checkpoint since step 40: ...`."""
 
 
 @dataclass(frozen=True)

@@ -71,6 +71,11 @@ class CheckpointParams(Params):
     best_mode: Literal["max", "min"] = Field(
         default="max", description="Whether a larger or a smaller value is better.", json_schema_extra=_at(5)
     )
+    on_failure: Literal["warn", "fail"] = Field(
+        default="warn",
+        description="Whether a training whose checkpoint can't be written goes on with a warning, or fails.",
+        json_schema_extra=_at(6),
+    )
 
 
 class TrainParams(Params):

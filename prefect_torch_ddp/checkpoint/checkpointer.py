@@ -3,9 +3,10 @@
 import json
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from prefect_torch_ddp.checkpoint.attempts import SupersededError
 from prefect_torch_ddp.checkpoint.commit import Committer
@@ -57,7 +58,14 @@ class Checkpointer:
     rank 0 the digests of what it wrote, and rank 0 commits.
     """
 
-    def __init__(self, writer: Writer, meeting: Meeting, committer: Committer, before_commit: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        writer: Writer,
+        meeting: Meeting,
+        committer: Committer,
+        before_commit: Callable[[], None],
+        on_failure: Literal["warn", "fail"] = "warn",
+    ) -> None:
         """Make it; nothing is written yet.
 
         Args:
@@ -65,24 +73,28 @@ class Checkpointer:
             meeting: where the ranks leave notes for each other.
             committer: used on rank 0.
             before_commit: writes what must not be lost when a resumed run begins after this checkpoint; may raise StorageError.
+            on_failure: whether the training goes on when a checkpoint can't be written.
         """
         self._writer = writer
         self._meeting = meeting
         self._committer = committer
         self._before_commit = before_commit
+        self._on_failure = on_failure
         self._staging = Staging()
         self._checked: set[str] = set()
         self._thread: threading.Thread | None = None
         self._failure: Exception | None = None
+        self.trouble = ""
+        """Why the newest checkpoint that was tried isn't on record; empty where it is. Rank 0 knows it of all ranks."""
 
     def save(self, moment: Moment, objects: Mapping[str, Any]) -> None:
         """Copy the state and write it in the background; waits for the one before.
 
         Raises:
-            CheckpointError: an object's state couldn't be read back, or a newer attempt has begun.
+            CheckpointError: an object's state couldn't be read back, or see `raise_if_over`.
         """
         self.wait()
-        self.raise_if_superseded()
+        self.raise_if_over()
         self._meeting.say(f"begun/{self._writer.rank}", str(moment.turn))
         self._staging.begin()
         staged = {name: self._staging.copy(objects[name].state_dict()) for name in self._share(objects)}
@@ -101,17 +113,19 @@ class Checkpointer:
         if self._thread is not None:
             self._thread.join(timeout_s)
 
-    def raise_if_superseded(self) -> None:
-        """Raise SupersededError where the last commit found a newer attempt."""
-        if isinstance(self._failure, SupersededError):
-            raise self._failure
+    def raise_if_over(self) -> None:
+        """Raise where the training must not go on: the last commit found a newer attempt, or the training is to fail with it."""
+        if self._on_failure == "fail" or isinstance(self._failure, SupersededError):
+            self.raise_failure()
 
     def raise_failure(self) -> None:
-        """Raise CheckpointError when the last checkpoint couldn't be written by this rank."""
-        self.raise_if_superseded()
-        if self._failure is not None:
-            msg = f"the last checkpoint of run {self._writer.run_id} could not be written: {self._failure}"
-            raise CheckpointError(msg) from self._failure
+        """Raise CheckpointError when the last checkpoint couldn't be written by this rank; it names the object and the reason."""
+        failure = self._failure
+        if isinstance(failure, SupersededError):
+            raise failure
+        if failure is not None:
+            msg = f"the last checkpoint of run {self._writer.run_id} could not be written: {failure}"
+            raise CheckpointError(msg) from failure
 
     @property
     def last(self) -> Manifest | None:
@@ -135,6 +149,7 @@ class Checkpointer:
             self._before_commit()
             note["objects"] = [asdict(item) for item in written]
         except Exception as error:  # noqa: BLE001 - the training goes on with the checkpoint before
+            self._discard(object_key(self._writer.run_id, moment.step, self._writer.attempt, name) for name in staged)
             self._fail(moment, error)
             note["error"] = str(error)
         try:
@@ -157,12 +172,11 @@ class Checkpointer:
 
     def _commit(self, moment: Moment, own: dict[str, Any]) -> None:
         notes = [own, *(self._note_of(rank, moment.turn) for rank in range(1, self._writer.world_size))]
-        if own["error"]:
-            return
-        for rank, note in enumerate(notes):
-            if note["error"]:
-                msg = f"rank {rank}: {note['error']}"
-                raise CheckpointError(msg)
+        if errors := [f"rank {rank}: {note['error']}" for rank, note in enumerate(notes) if note["error"]]:
+            self._discard(item["key"] for note in notes for item in note["objects"])
+            if own["error"]:
+                return
+            raise CheckpointError(errors[0])
         objects = tuple(ManifestObject(**item) for note in notes for item in note["objects"])
         self._committer.commit(
             Manifest(
@@ -176,6 +190,7 @@ class Checkpointer:
                 objects=objects,
             )
         )
+        self.trouble = ""
 
     def _note_of(self, rank: int, turn: int) -> dict[str, Any]:
         def is_over() -> bool:
@@ -190,8 +205,16 @@ class Checkpointer:
 
     def _fail(self, moment: Moment, error: Exception) -> None:
         self._failure = error
+        self.trouble = str(error)
+        self._committer.look_again()
         if not isinstance(error, SupersededError):
             logger.warning("no checkpoint of step %d, the one before it stays the newest: %s", moment.step, error)
+
+    def _discard(self, keys: Iterable[str]) -> None:
+        """Give up the room that objects of a checkpoint take which won't be complete; what stays is swept by a later commit."""
+        with suppress(StorageError):  # at the first one that fails: a storage that is down takes its time to say so
+            for key in keys:
+                self._writer.storage.delete(key)
 
 
 def _has_buffers(item: Any) -> bool:

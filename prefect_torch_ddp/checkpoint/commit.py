@@ -59,7 +59,7 @@ class Committer:
             attempt = read_manifest(self._storage, self._run_id, manifest.step).attempt
         except CheckpointError:
             attempt = 0
-        if attempt < self._attempt:
+        if attempt <= self._attempt:  # this attempt's own: a try that arrived though it seemed to fail, and was made again
             self._storage.delete(key)
             if self._storage.write_if_absent(key, data):
                 return
@@ -68,8 +68,9 @@ class Committer:
 
     def _clean_up(self, manifest: Manifest) -> None:
         if self._known is None:
-            self._known = {known.step: known for known in list_manifests(self._storage, self._run_id)}
-            self._sweep(self._known.values())
+            known = {known.step: known for known in list_manifests(self._storage, self._run_id)}
+            self._sweep(known.values(), manifest.step)
+            self._known = known
         # A step beyond this one is what an older attempt left damaged, or this attempt would have been resumed from there.
         damaged = [known for step, known in self._known.items() if step > manifest.step]
         self._known[manifest.step] = manifest
@@ -80,10 +81,18 @@ class Committer:
                 self._storage.delete(item.key)
             del self._known[old.step]
 
-    def _sweep(self, manifests: Iterable[Manifest]) -> None:
-        """Delete what killed attempts left of checkpoints that they can't complete any more."""
+    def look_again(self) -> None:
+        """Have the next commit list what there is: a checkpoint failed, and may have left objects, or be there all the same."""
+        self._known = None
+
+    def _sweep(self, manifests: Iterable[Manifest], step: int) -> None:
+        """Delete what is left of checkpoints that can't become complete any more: those of older attempts, and of older steps.
+
+        Of later steps of this attempt other ranks may have written objects already.
+        """
         needed = {item.key for manifest in manifests for item in manifest.objects}
         for found in list(self._storage.list(checkpoints_prefix(self._run_id))):
             owner = owner_of(self._run_id, found.key)
-            if owner is not None and owner[1] < self._attempt and found.key not in needed:
+            is_left = owner is not None and (owner[1] < self._attempt or (owner[1] == self._attempt and owner[0] < step))
+            if is_left and found.key not in needed:
                 self._storage.delete(found.key)

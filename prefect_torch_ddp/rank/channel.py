@@ -86,6 +86,7 @@ class Channel:
             "epoch": progress.epoch,
             "total_steps": progress.total_steps,
             "metrics": dict(progress.metrics),
+            "trouble": progress.trouble[:MAX_SUMMARY],
         }
         try:
             self._events.send(_encode(record), socket.MSG_DONTWAIT)

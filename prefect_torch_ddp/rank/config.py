@@ -19,6 +19,8 @@ class CheckpointPolicy:
     keep_best: int = 1
     best_metric: str | None = None
     best_mode: Literal["max", "min"] = "max"
+    on_failure: Literal["warn", "fail"] = "warn"
+    """Whether a training goes on when a checkpoint can't be written; the last one of a training is an error in any case."""
 
 
 @dataclass(frozen=True)

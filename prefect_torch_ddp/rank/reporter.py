@@ -50,7 +50,8 @@ class Reporter:
 
     def _send_progress(self) -> None:
         self._next_progress = time.monotonic() + PROGRESS_INTERVAL_S
-        self._link.send_progress(Progress(self._state.step, self._state.epoch, self._state.total_steps, self.newest()))
+        state = self._state
+        self._link.send_progress(Progress(state.step, state.epoch, state.total_steps, self.newest(), state.trouble()))
 
     def newest(self) -> dict[str, float]:
         """Return the newest value of every metric that this rank reported; may wait for the device."""

@@ -1,7 +1,7 @@
 """Owns what a rank knows of itself and of how far its training is; free of torch."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Self
 
@@ -81,3 +81,5 @@ class TrainingState:
     """The DDP modules of `rank.wrap`."""
     owes_gradients: bool = False
     """Micro-batches of the step under way are done, and the ranks haven't summed their gradients yet."""
+    trouble: Callable[[], str] = field(default=str)
+    """Says, on rank 0, what people should know of the training, or nothing."""

@@ -78,7 +78,7 @@ class Tracker:
         """Save if there is a reason to, the same on all ranks, and this step isn't saved yet."""
         if self._checkpointer is None:
             return
-        self._checkpointer.raise_if_superseded()
+        self._checkpointer.raise_if_over()
         every_steps, step = self._config.checkpoint.every_steps, self._state.step
         by_steps = every_steps is not None and step > 0 and step % every_steps == 0
         if (forced or by_time or by_steps) and step != self._saved_step:
@@ -118,6 +118,14 @@ class Tracker:
         last = self._last()
         return None if last is None else last.step
 
+    def trouble(self) -> str:
+        """Say, on rank 0, since when there has been no checkpoint and why; nothing where the last one that was due is there."""
+        reason = self._checkpointer.trouble if self._checkpointer is not None else ""
+        if not reason:
+            return ""
+        last = self._last()
+        return f"no checkpoint {'yet' if last is None else f'since step {last.step}'}: {reason}"
+
     def _last(self) -> Manifest | None:
         last = self._checkpointer.last if self._checkpointer is not None else None
         restored = self._restorer.manifest if self._restorer is not None else None
@@ -150,6 +158,7 @@ class Tracker:
             self._meeting = self._meeting or open_meeting(self._place.world_size)
             restorer = Restorer.resuming(config.storage, config.run_id, config.resume_from, self._place.rank, self._meeting)
             self._checkpointer = self._make_checkpointer(self._meeting)
+            self._state.trouble = self.trouble
         if restorer.manifest is not None:
             self._adopt(restorer.manifest)
         return restorer
@@ -165,7 +174,7 @@ class Tracker:
         retention = Retention(policy.keep_last, policy.keep_best, policy.best_metric, policy.best_mode)
         writer = Writer(config.storage, config.run_id, config.attempt, self._place.rank, self._place.world_size)
         committer = Committer(config.storage, config.run_id, config.attempt, retention)
-        return Checkpointer(writer, meeting, committer, before_commit=self._reporter.flush)
+        return Checkpointer(writer, meeting, committer, before_commit=self._reporter.flush, on_failure=policy.on_failure)
 
     def _adopt(self, manifest: Manifest) -> None:
         """Go on from where the checkpoint was made."""
@@ -187,7 +196,7 @@ class Tracker:
 
     def _finish(self, checkpointer: Checkpointer) -> None:
         checkpointer.wait()
-        checkpointer.raise_if_superseded()
+        checkpointer.raise_if_over()
         assert self._meeting is not None
         assert self._restorer is not None
         if self._place.rank == 0:

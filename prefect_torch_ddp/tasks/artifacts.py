@@ -170,7 +170,8 @@ class LiveReport:
             epoch_ends = list(self._history.epoch_ends)
         try:
             done = 100.0 if view.status == "finished" else percent
-            writer.put("progress", key("progress"), done, progress_line(view))
+            trouble = f"; {view.progress.trouble}" if view.progress is not None and view.progress.trouble else ""
+            writer.put("progress", key("progress"), done, progress_line(view) + trouble)
             writer.put(
                 "markdown", key("report"), render_live(view, render_curves(curves, epoch_ends)), f"Run {view.run_id}, live"
             )

@@ -71,7 +71,8 @@ def render_live(view: LiveView, curve: str = "") -> str:
         "Throughput": "" if view.steps_per_s is None else f"{number(view.steps_per_s)} steps/s",
         "ETA": "" if view.eta_s is None or view.status != "training" else duration(view.eta_s),
     }
-    parts = [f"# Training: {text(progress_line(view))}", curve, _facts(facts)]
+    warning = f"**{text(view.progress.trouble)}**" if view.progress is not None and view.progress.trouble else ""
+    parts = [f"# Training: {text(progress_line(view))}", warning, curve, _facts(facts)]
     if view.metrics:
         parts += ["## Latest metrics", _facts({text(name): number(value) for name, value in view.metrics.items()})]
     return _join(parts)
@@ -210,8 +211,7 @@ def _most_confused(matrix: Sequence[Sequence[int]], names: Sequence[str]) -> str
         return "No class is taken for another."
     pairs = sorted(pairs, key=lambda pair: (-pair[0], pair[1], pair[2]))[:MAX_CONFUSIONS]
     lines = [[text(names[i]), text(names[j]), count(cell), percent(cell / sum(matrix[i]))] for cell, i, j in pairs]
-    most = table(["true", "predicted", "samples", "of the true class"], lines, align="llrr")
-    return f"The most frequent confusions:\n\n{most}"
+    return "The most frequent confusions:\n\n" + table(["true", "predicted", "samples", "of the true class"], lines, align="llrr")
 
 
 def _run_record(report: TrainReport, params: TrainParams, record: RunRecord, time_lost_s: float) -> str:

@@ -150,11 +150,24 @@ Fault = Callable[[BaseHTTPRequestHandler, Exchange], None]
 class Wire:
     """A proxy in front of a server. Each queued fault takes the place of one answer to a request of its method."""
 
-    def __init__(self, endpoint_url: str, without_header: str | None = None) -> None:
+    def __init__(
+        self,
+        endpoint_url: str,
+        without_header: str | None = None,
+        outage: "Callable[[], Fault | None]" = lambda: None,
+    ) -> None:
+        """Open it.
+
+        Args:
+            endpoint_url: of the server.
+            without_header: is taken out of every request.
+            outage: gives the fault that answers in place of the server, while there is one.
+        """
         self.exchanges: list[Exchange] = []
         self.faults: list[tuple[str, Fault]] = []
         handler = type("Handler", (_Handler,), {"wire": self, "upstream": endpoint_url.removeprefix("http://")})
         self.without_header = without_header
+        self.outage = outage
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
         self._server.daemon_threads = True
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.02,))
@@ -181,6 +194,10 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_request(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        if (outage := self.wire.outage()) is not None:
+            self.close_connection = True
+            outage(self, Exchange(self.command, dict(self.headers.items()), 0, (), b""))
+            return
         exchange = self._forward(body)
         self.wire.exchanges.append(exchange)
         for number, (method, fault) in enumerate(self.wire.faults):

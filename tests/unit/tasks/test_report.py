@@ -263,6 +263,15 @@ def test_the_live_report_shows_where_the_training_is():
     assert (facts["Run"], facts["World size"], facts["Attempt"]) == ("`calm-otter`", "4 ranks", "2")
     assert (facts["Elapsed"], facts["Throughput"], facts["ETA"]) == ("1 min 5 s", "7 steps/s", "40 s")
     assert tables(markdown)[1][2:] == [["loss", "0.1235"], [text(HOSTILE), "nan"]]
+    assert "checkpoint" not in markdown
+
+
+def test_the_live_report_says_since_when_there_is_no_checkpoint():
+    """Right below its title, harmless whatever the reason says."""
+    progress = Progress(120, 3, 400, trouble=f"no checkpoint since step 40: {HOSTILE}")
+    view = LiveView(run_id="r", workload="w", world_size=4, attempt=2, elapsed_s=65, progress=progress)
+    lines = [line for line in render_live(view, CURVE).splitlines() if line]
+    assert lines[:2] == ["# Training: epoch 3, step 120/400", f"**no checkpoint since step 40: {text(HOSTILE)}**"]
 
 
 def test_the_progress_line_is_plain_and_says_how_it_ended():

@@ -1,0 +1,191 @@
+"""Storages that fail while ranks train: a disk that is full, one that is read-only, a server that is down, one rank's network."""
+
+import os
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from distributed import Client
+
+from prefect_torch_ddp import RankFailedError, run_gang
+from prefect_torch_ddp.checkpoint.attempts import claim_attempt
+from prefect_torch_ddp.checkpoint.keys import checkpoints_prefix
+from prefect_torch_ddp.checkpoint.manifest import list_manifests
+from prefect_torch_ddp.errors import CheckpointError, StorageError
+from prefect_torch_ddp.messages import LogLine, Progress
+from prefect_torch_ddp.rank.config import CheckpointPolicy, RankConfig
+from prefect_torch_ddp.rank.entry import run_with_context
+from prefect_torch_ddp.storage.directory import DirectoryStorage
+from prefect_torch_ddp.storage.protocol import Storage
+from tests.integration.s3_server import Wire, answer, open_s3_server  # noqa: F401 - a fixture
+from tests.workloads import struck_storage
+from tests.workloads.healthy import run_ranks
+
+pytestmark = pytest.mark.timeout(180)
+
+EVERY_STEP = CheckpointPolicy(every_steps=1, every_s=None, keep_last=3)
+
+
+@dataclass(frozen=True)
+class PartlyFailingStorage(DirectoryStorage):
+    """A directory that refuses to write keys that contain a text."""
+
+    refused: str = ""
+
+    def write(self, key: str, data: bytes) -> None:
+        """Write it, or refuse."""
+        if self.refused in key:
+            msg = "the disk is full"
+            raise StorageError(msg)
+        super().write(key, data)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """Mount a file system of four megabytes."""
+    if os.geteuid() != 0:
+        pytest.skip("to mount a file system takes root")
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(folder)]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"no file system can be mounted here: {done.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def config_for(storage: Storage, attempt: int = 1, policy: CheckpointPolicy = EVERY_STEP) -> RankConfig:
+    """Describe the training."""
+    return RankConfig("run", attempt, "task", storage, checkpoint=policy)
+
+
+def train(storage: Storage, place: Path | None = None, plan: dict[int, str] | None = None) -> list[dict[str, Any]]:
+    """Train on two real ranks."""
+    config = config_for(storage, claim_attempt(storage, "run"))
+    return run_ranks(run_with_context, 2, config, struck_storage.train_through, (str(place), plan or {}), timeout_s=120)
+
+
+def steps_of(storage: Storage) -> list[int]:
+    """Return the steps of the complete checkpoints; nothing else may lie about."""
+    manifests = list_manifests(storage, "run")
+    needed = {item.key for manifest in manifests for item in manifest.objects}
+    found = {stored.key for stored in storage.list(checkpoints_prefix("run")) if not stored.key.endswith("manifest.json")}
+    assert found == needed, "objects without a checkpoint, or a checkpoint with holes"
+    return [manifest.step for manifest in manifests]
+
+
+def check_told(values: list[dict[str, Any]], plan: dict[int, str], reason: str) -> None:
+    """All ranks went on; rank 0 said since when there was no checkpoint and why, until there was one again."""
+    struck, repaired = plan
+    for step, trouble in values[0]["troubles"].items():
+        if struck < step <= repaired:
+            assert trouble.startswith(f"no checkpoint since step {struck - 1}: "), (step, trouble)
+            assert reason in trouble
+        else:
+            assert trouble == "", step
+    for step in range(struck, repaired):
+        (line,) = [line for line in values[0]["said"] if f"no checkpoint of step {step}," in line]
+        assert reason in line
+
+
+@pytest.mark.parametrize(
+    ("plan", "reason"),
+    [({4: "fill", 7: "free"}, "the disk is full: free space there"), ({4: "ro", 7: "rw"}, "isn't mounted read-only")],
+    ids=["full", "read-only"],
+)
+def test_a_training_outlives_a_disk_that_fails(tmp_path: Path, small_disk: Path, plan: dict[int, str], reason: str) -> None:
+    """A real file system, full or read-only for three steps: a warning names the object; then it goes on, nothing is left."""
+    storage = DirectoryStorage(small_disk / "store")
+    values = train(storage, small_disk, plan)
+    check_told(values, plan, reason)
+    assert any(f"runs/run/checkpoints/step-00000004/000001/model.pt: can't write {small_disk}" in s for s in values[0]["said"])
+    assert steps_of(storage) == [7, 8, 9]
+    assert not list((small_disk / "store" / ".tmp").iterdir())
+    undisturbed = train(DirectoryStorage(tmp_path / "undisturbed"))
+    assert {value["sha256"] for value in values} == {undisturbed[0]["sha256"]}
+
+
+@pytest.mark.parametrize("plan", [{4: "fill"}, {4: "ro"}], ids=["full", "read-only"])
+def test_a_disk_that_fails_to_the_end_keeps_the_last_good_checkpoint(small_disk: Path, plan: dict[int, str]) -> None:
+    """Nothing of the failed ones takes room; the training's end is an error; once repaired, a new attempt goes on from there."""
+    storage = DirectoryStorage(small_disk / "store")
+    config = config_for(storage, claim_attempt(storage, "run"))
+    arguments = (str(small_disk), plan)
+    with pytest.raises(AssertionError, match=r"CheckpointError: the last checkpoint of run run could not be written: runs/run/"):
+        run_ranks(run_with_context, 2, config, struck_storage.train_through, arguments, timeout_s=120)
+    assert steps_of(storage) == [1, 2, 3]
+    struck_storage.strike("free" if plan[4] == "fill" else "rw", small_disk)
+    values = train(storage)
+    assert steps_of(storage) == [7, 8, 9]
+    assert sorted(values[0]["troubles"]) == [4, 5, 6, 7, 8, 9], "it went on from step 3"
+
+
+@pytest.mark.parametrize("fault", [answer(503, "SlowDown"), answer(507, "XMinioStorageFull")], ids=["503", "507"])
+def test_a_training_outlives_a_server_that_is_down(tmp_path: Path, open_s3_server: Any, fault: Any) -> None:  # noqa: F811
+    """A real S3 server answers nothing but errors for two steps; then checkpoints go on, nothing is left of the failed."""
+    place, plan = tmp_path / "down", {4: "down", 6: "up"}
+    with Wire(open_s3_server.endpoint_url, outage=lambda: fault if place.exists() else None) as wire:
+        storage = open_s3_server.storage(endpoint_url=wire.endpoint_url, max_attempts=2)
+        values = train(storage, place, plan)
+        check_told(values, plan, "overloaded or down" if "503" in values[0]["troubles"][5] else "the store is full")
+        assert steps_of(storage) == [7, 8, 9]
+    undisturbed = train(DirectoryStorage(tmp_path / "undisturbed"))
+    assert {value["sha256"] for value in values} == {undisturbed[0]["sha256"]}
+
+
+def test_one_rank_that_cant_write_is_named(tmp_path: Path) -> None:
+    """Rank 0 says so for it; what rank 0 itself had written for that checkpoint is gone again."""
+    storage = PartlyFailingStorage(tmp_path, "step-00000004/000001/rank-00001")
+    values = train(storage)
+    assert values[0]["troubles"][5] == (
+        "no checkpoint since step 3: rank 1: runs/run/checkpoints/step-00000004/000001/rank-00001.pt: the disk is full"
+    )
+    assert values[0]["troubles"][6] == ""
+    assert steps_of(DirectoryStorage(tmp_path)) == [7, 8, 9]
+
+
+@pytest.mark.parametrize("refused", ["rank-00000", "rank-00001"])
+def test_a_training_that_is_to_fail_with_its_checkpoint_fails(tmp_path: Path, refused: str) -> None:
+    """on_failure="fail": within the next step, with a CheckpointError that names object and reason, also where rank 1 failed."""
+    storage = PartlyFailingStorage(tmp_path, f"step-00000004/000001/{refused}")
+    config = replace(config_for(storage, claim_attempt(storage, "run")), checkpoint=replace(EVERY_STEP, on_failure="fail"))
+    says = rf"could not be written: (rank 1: )?runs/run/checkpoints/step-00000004/000001/{refused}\.pt: the disk is full"
+    with pytest.raises(AssertionError, match=f"CheckpointError: the last checkpoint of run run {says}"):
+        run_ranks(run_with_context, 2, config, struck_storage.train_through, ("", {}), timeout_s=120)
+    values = train(DirectoryStorage(tmp_path))
+    assert min(values[0]["troubles"]) == 4, "it went on from step 3"
+    assert steps_of(DirectoryStorage(tmp_path)) == [7, 8, 9]
+
+
+def test_the_caller_of_a_gang_hears_of_it(dask_client: Client, tmp_path: Path) -> None:
+    """Progress carries the trouble and the log the warning; with on_failure="fail" the error's cause is the CheckpointError."""
+    storage = PartlyFailingStorage(tmp_path, "step-00000007/")
+    events: list[Any] = []
+    arguments = (struck_storage.train_through, ("", {}))
+    with pytest.raises(RankFailedError) as caught:
+        run_gang(
+            dask_client,
+            "prefect_torch_ddp.rank.entry:run_with_context",
+            args=(config_for(storage, policy=replace(EVERY_STEP, on_failure="fail")), *arguments),
+            world_size=2,
+            on_event=events.append,
+        )
+    assert isinstance(caught.value.__cause__, CheckpointError)
+    assert "step-00000007/000001/" in str(caught.value)
+    assert "the disk is full" in str(caught.value)
+    assert any("no checkpoint of step 7, " in event.text for event in events if isinstance(event, LogLine))
+    never = PartlyFailingStorage(tmp_path / "never", "rank-00000")
+    with pytest.raises(RankFailedError, match="the last checkpoint of run run could not be written"):
+        run_gang(
+            dask_client,
+            "prefect_torch_ddp.rank.entry:run_with_context",
+            args=(config_for(never), *arguments),
+            world_size=2,
+            on_event=events.append,
+        )
+    troubles = {event.trouble for event in events if isinstance(event, Progress)}
+    assert any(trouble.startswith("no checkpoint yet: runs/run/checkpoints/step-") for trouble in troubles), troubles
