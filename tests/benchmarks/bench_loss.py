@@ -55,7 +55,7 @@ def measure(folder: Path, hit: Callable[[SeparateCluster], psutil.Process], erro
         with sleeping_gang(client, folder / "pids") as (gang, ranks):
             began = time.monotonic()
             victim = hit(cluster)
-            assert type(gang.exception(60)) is error
+            assert isinstance(gang.exception(60), error)
             told_s = time.monotonic() - began
             wait_until(lambda: all_gone(ranks), 30)
             gone_s = time.monotonic() - began
