@@ -32,9 +32,9 @@ See the run, its curves and tables:
     {report.flow_run_url}
 
 Load the model with plain torch:
-    import torch; from flows.digits import DigitNet
+    from safetensors.torch import load_file; from flows.digits import DigitNet
     net = DigitNet()
-    net.load_state_dict(torch.load("{report.model_uri}", weights_only=True))
+    net.load_state_dict(load_file("{report.model_uri}"))
 
 Stop the Prefect server with: make stop""")
 

@@ -11,7 +11,7 @@ from prefect.settings import PREFECT_API_URL, PREFECT_UI_URL, temporary_settings
 from prefect.states import Cancelled
 from prefect_dask import DaskTaskRunner
 
-from prefect_torch_ddp.checkpoint.manifest import newest, object_uri
+from prefect_torch_ddp.checkpoint.manifest import newest
 from prefect_torch_ddp.data.dataset_store import find_dataset
 from prefect_torch_ddp.errors import InvalidParamsError, SchedulerLostError, WorkerLostError
 from prefect_torch_ddp.params import TrainParams
@@ -65,7 +65,6 @@ def _run(run: Run, params: TrainParams) -> TrainReport:
         training = _train(train_now, run, dataset)
         checkpoint = chosen_checkpoint(run, training)
         evaluation = result_of(evaluate.submit(run, checkpoint, training.world_size), grace_s)
-        model_uri = object_uri(run.storage, run.run_id, checkpoint.step, checkpoint.attempt, "model")
         published = publish.submit(
             params=params,
             storage=run.storage,
@@ -73,7 +72,7 @@ def _run(run: Run, params: TrainParams) -> TrainReport:
             training=training,
             evaluation=evaluation,
             checkpoint=checkpoint,
-            model_uri=model_uri,
+            model_uri=training.model_uri,
         )
         epochs = result_of(published, grace_s)
     return TrainReport(
@@ -84,7 +83,7 @@ def _run(run: Run, params: TrainParams) -> TrainReport:
         epochs=epochs,
         evaluation=evaluation,
         checkpoint=checkpoint,
-        model_uri=model_uri,
+        model_uri=training.model_uri,
     )
 
 

@@ -93,6 +93,8 @@ class TrainingReport(Result):
     """The plain values of the dict that rank 0's train function returned."""
     last_checkpoint: CheckpointRef | None
     best_checkpoint: CheckpointRef | None = None
+    model_uri: str | None = None
+    """The exported weights; None where no model was tracked."""
     resumed_from_step: int | None = None
     failures: tuple[FailedAttempt, ...] = ()
     """What went wrong before, oldest first."""
@@ -109,5 +111,6 @@ class TrainReport(Result):
     evaluation: Report
     checkpoint: CheckpointRef
     """The one that was evaluated."""
-    model_uri: str
-    """Plain weights (a state dict without `module.`), loadable with torch.load(..., weights_only=True) on a CPU."""
+    model_uri: str | None
+    """The evaluated checkpoint's weights for plain PyTorch on any machine, without `module.`: model.safetensors, or model.pt
+    where safetensors can't hold the state; model.json is beside it. None where no model was tracked."""

@@ -47,3 +47,11 @@ def newest_attempt(storage: Storage, run_id: str) -> int:
     prefix = attempts_prefix(run_id)
     numbers = (found.key.removeprefix(prefix) for found in storage.list(prefix))
     return max((int(number) for number in numbers if number.isdecimal()), default=0)
+
+
+def refuse_superseded(storage: Storage, run_id: str, attempt: int) -> None:
+    """Raise SupersededError where a newer attempt has been claimed."""
+    newest = newest_attempt(storage, run_id)
+    if newest > attempt:
+        msg = f"attempt {attempt} of run {run_id} has been superseded by attempt {newest}: it ends here"
+        raise SupersededError(msg)

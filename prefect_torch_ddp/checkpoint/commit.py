@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Iterable
 
-from prefect_torch_ddp.checkpoint.attempts import SupersededError, newest_attempt
+from prefect_torch_ddp.checkpoint.attempts import SupersededError, refuse_superseded
 from prefect_torch_ddp.checkpoint.keys import checkpoints_prefix, manifest_key, owner_of
 from prefect_torch_ddp.checkpoint.manifest import Manifest, list_manifests, read_manifest
 from prefect_torch_ddp.checkpoint.retention import Retention, superfluous
@@ -33,7 +33,7 @@ class Committer:
             SupersededError: a newer attempt has begun.
             StorageError: the manifest can't be written.
         """
-        self._refuse_superseded()
+        refuse_superseded(self._storage, self._run_id, self._attempt)
         data = manifest.as_bytes()
         key = manifest_key(self._run_id, manifest.step)
         if not self._storage.write_if_absent(key, data):
@@ -44,12 +44,6 @@ class Committer:
             self._clean_up(manifest)
         except StorageError as error:
             logger.warning("old checkpoints of run %s are not cleaned up: %s", self._run_id, error)
-
-    def _refuse_superseded(self) -> None:
-        newest = newest_attempt(self._storage, self._run_id)
-        if newest > self._attempt:
-            msg = f"attempt {self._attempt} of run {self._run_id} has been superseded by attempt {newest}: it ends here"
-            raise SupersededError(msg)
 
     def _replace(self, key: str, manifest: Manifest, data: bytes) -> None:
         """Deal with a manifest that is there already: an older attempt's is one that couldn't be resumed from."""

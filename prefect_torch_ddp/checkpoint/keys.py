@@ -43,6 +43,11 @@ def object_key(run_id: str, step: int, attempt: int, name: str) -> str:
     return f"{checkpoints_prefix(run_id)}step-{step:08d}/{attempt:06d}/{name}.pt"
 
 
+def model_prefix(run_id: str) -> str:
+    """Return where a finished training leaves its model to others."""
+    return f"runs/{run_id}/model/"
+
+
 def owner_of(run_id: str, key: str) -> tuple[int, int] | None:
     """Return step and attempt of a checkpoint's object; None for anything else."""
     match = _OBJECT.fullmatch(key.removeprefix(checkpoints_prefix(run_id)))

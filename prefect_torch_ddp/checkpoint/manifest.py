@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, Self
 
-from prefect_torch_ddp.checkpoint.keys import checkpoints_prefix, manifest_key, object_key
+from prefect_torch_ddp.checkpoint.keys import checkpoints_prefix, manifest_key
 from prefect_torch_ddp.errors import CheckpointError, ObjectNotFoundError
 from prefect_torch_ddp.results import CheckpointRef
 from prefect_torch_ddp.storage.protocol import Storage
@@ -120,8 +120,3 @@ def ranked(manifests: Iterable[Manifest], metric: str, mode: Literal["max", "min
     sign = -1.0 if mode == "max" else 1.0
     rated = [(sign * value, manifest) for manifest in manifests if math.isfinite(value := manifest.metrics.get(metric, math.nan))]
     return [manifest for _, manifest in sorted(rated, key=lambda pair: (pair[0], -pair[1].step))]
-
-
-def object_uri(storage: Storage, run_id: str, step: int, attempt: int, name: str) -> str:
-    """Return the place of a tracked object in a checkpoint, as a person would write it."""
-    return f"{storage.uri.rstrip('/')}/{object_key(run_id, step, attempt, name)}"

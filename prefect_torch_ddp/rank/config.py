@@ -41,3 +41,5 @@ class RankConfig:
     """Run id to take the first checkpoint from when this run has none of its own."""
     restore_step: int | None = None
     """In the evaluate stage: the step of the checkpoint to restore."""
+    evaluate_on: Literal["last", "best"] = "last"
+    """Which checkpoint's model a finished training leaves to others."""

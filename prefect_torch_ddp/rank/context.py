@@ -385,3 +385,9 @@ class RankContext:
         tracked = self._tracker.outcome() if self._tracker is not None else {}
         none = {"last_checkpoint": None, "best_checkpoint": None, "resumed_from_step": None}
         return {"num_steps": self.step, "num_epochs": self._state.position.epoch, **none, **tracked}
+
+    def export_model(self, workload: str) -> str | None:
+        """Leave a closed training's model to others, on rank 0; return its URI, None where none was tracked or it was stopped."""
+        if self._tracker is None or self.rank != 0 or self._state.stopped_by is not None:
+            return None
+        return self._tracker.export_model(workload)

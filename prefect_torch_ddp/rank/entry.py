@@ -47,7 +47,8 @@ def run_stage(config: RankConfig, workload: str) -> DatasetReport | Report | dic
 
     Returns:
         The DatasetReport of prepare, the Report of evaluate, or of train a dict with `value`, `num_steps`, `num_epochs`,
-        `last_checkpoint`, `best_checkpoint` and `resumed_from_step`; the checkpoints are None on other ranks than 0.
+        `last_checkpoint`, `best_checkpoint`, `resumed_from_step` and `model_uri`; checkpoints and model are None except on
+        rank 0.
 
     Raises:
         InvalidParamsError: the workload has no such function.
@@ -62,7 +63,7 @@ def run_stage(config: RankConfig, workload: str) -> DatasetReport | Report | dic
         if config.stage == "evaluate":
             return _report(value, workload)
         plain = _plain_values(value, workload)
-    return {"value": plain, **context.outcome()}
+    return {"value": plain, **context.outcome(), "model_uri": context.export_model(workload)}
 
 
 def _prepare(config: RankConfig, function: Callable[..., Any]) -> DatasetReport:

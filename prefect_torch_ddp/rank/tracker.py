@@ -9,13 +9,14 @@ from typing import Any
 from prefect_torch_ddp.checkpoint.checkpointer import Checkpointer, Moment, Writer
 from prefect_torch_ddp.checkpoint.commit import Committer
 from prefect_torch_ddp.checkpoint.keys import check_name
-from prefect_torch_ddp.checkpoint.manifest import Manifest, best, checkpoint_ref
+from prefect_torch_ddp.checkpoint.manifest import Manifest, best, checkpoint_ref, read_manifest
 from prefect_torch_ddp.checkpoint.meeting import Meeting, open_meeting, say_gone, wait_for
 from prefect_torch_ddp.checkpoint.restore import Restorer
 from prefect_torch_ddp.checkpoint.retention import Retention
 from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.pulse import Phase
 from prefect_torch_ddp.rank.config import RankConfig
+from prefect_torch_ddp.rank.export import leave_model, model_among
 from prefect_torch_ddp.rank.gradients import unwrapped
 from prefect_torch_ddp.rank.pulse import PulseBoard
 from prefect_torch_ddp.rank.reporter import Reporter
@@ -112,6 +113,16 @@ class Tracker:
             "best_checkpoint": None if top is None else top.model_dump(),
             "resumed_from_step": None if restored is None else restored.step,
         }
+
+    def export_model(self, workload: str) -> str | None:
+        """Leave the model of the checkpoint that is evaluated, on rank 0; return its URI, None where there is none."""
+        config, policy = self._config, self._config.checkpoint
+        chosen = self._last()
+        if config.evaluate_on == "best" and policy.best_metric is not None:
+            top = best(config.storage, config.run_id, policy.best_metric, policy.best_mode)
+            chosen = None if top is None else read_manifest(config.storage, config.run_id, top.step)
+        name = model_among(self._objects)
+        return None if chosen is None or name is None else leave_model(config, workload, chosen, name)
 
     def last_step(self) -> int | None:
         """Return the step of the run's newest checkpoint, on rank 0; None where there is none."""

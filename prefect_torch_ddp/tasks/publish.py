@@ -25,7 +25,8 @@ from prefect_torch_ddp.storage.protocol import Storage
 from prefect_torch_ddp.tasks.artifacts import ArtifactWriter, key
 from prefect_torch_ddp.tasks.curves import render_curves
 from prefect_torch_ddp.tasks.markdown import number
-from prefect_torch_ddp.tasks.report import checkpoint_list, confusion_table, load_code, render_report
+from prefect_torch_ddp.tasks.model_section import checkpoint_list, load_section
+from prefect_torch_ddp.tasks.report import confusion_table, render_report
 from prefect_torch_ddp.tasks.run_record import read_run_record
 
 MAX_TABLE_COLUMNS = 5
@@ -40,7 +41,7 @@ def publish(  # noqa: PLR0913, PLR0917 - each is another task's result, and Pref
     training: TrainingReport,
     evaluation: Report,
     checkpoint: CheckpointRef,
-    model_uri: str,
+    model_uri: str | None,
 ) -> tuple[EpochRow, ...]:
     """Publish what a run found, as artifacts to browse, and return its epochs."""
     all_records = read_all_records(storage, training.run_id)
@@ -90,7 +91,7 @@ def _put_all(writer: ArtifactWriter, report: TrainReport, whole: str) -> int:
     run = f"Run {report.run_id}"
     num_artifacts = 2
     writer.put("markdown", key("report"), whole, run)
-    checkpoints = f"# Checkpoints\n\n{checkpoint_list(report)}\n\n{load_code(report.model_uri)}\n"
+    checkpoints = f"# Checkpoints\n\n{checkpoint_list(report)}\n\n{load_section(report.model_uri)}\n"
     writer.put("markdown", key("checkpoints"), checkpoints, f"{run}: model and checkpoints")
     if report.epochs:
         writer.put_table(key("epochs"), epoch_cells(report.epochs), f"{run}: mean over all samples of all ranks")

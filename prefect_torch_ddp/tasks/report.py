@@ -3,13 +3,13 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
-from urllib.parse import unquote, urlsplit
 
 from prefect_torch_ddp.messages import Progress
 from prefect_torch_ddp.params import TrainParams
-from prefect_torch_ddp.results import CheckpointRef, EpochRow, Report, TrainReport
+from prefect_torch_ddp.results import EpochRow, Report, TrainReport
 from prefect_torch_ddp.tasks.failure_table import failure_section
 from prefect_torch_ddp.tasks.markdown import code, code_block, count, duration, number, percent, table, text
+from prefect_torch_ddp.tasks.model_section import checkpoint_list, load_section
 from prefect_torch_ddp.tasks.run_record import RunRecord
 
 MAX_EPOCH_ROWS = 50
@@ -93,8 +93,8 @@ def render_report(report: TrainReport, params: TrainParams, record: RunRecord, c
     parts += ["## Epochs", epoch_table(report.epochs)] if report.epochs else []
     parts += ["## Classes", class_table(evaluation)] if evaluation.classes else []
     parts += ["## Confusion matrix", confusion_table(evaluation)] if evaluation.confusion_matrix else []
-    parts += ["## Model and checkpoints", checkpoint_list(report), "Load the model, on any machine, with plain PyTorch:"]
-    parts += [load_code(report.model_uri), *failure_section(report.training.failures)]
+    parts += ["## Model and checkpoints", checkpoint_list(report), load_section(report.model_uri)]
+    parts += failure_section(report.training.failures)
     parts += ["## Run record", _run_record(report, params, record, time_lost_s)]
     return _join(parts)
 
@@ -146,38 +146,6 @@ def class_names(evaluation: Report) -> list[str]:
     """Return the names of the confusion matrix's classes, or their numbers where they have none."""
     names = [score.name for score in evaluation.classes]
     return names if len(names) == len(evaluation.confusion_matrix) else [str(i) for i in range(len(evaluation.confusion_matrix))]
-
-
-def checkpoint_list(report: TrainReport) -> str:
-    """List where the model and the checkpoints are.
-
-    Places are code, since `s3://` is no link that a browser could follow, and no table cells, which cut them off.
-    """
-    training = report.training
-    roles: dict[tuple[int, int, str], list[str]] = {}
-    refs: dict[tuple[int, int, str], CheckpointRef] = {}
-    for role, ref in (("evaluated", report.checkpoint), ("best", training.best_checkpoint), ("last", training.last_checkpoint)):
-        if ref is not None:
-            place = (ref.step, ref.attempt, ref.uri)
-            refs[place] = ref
-            roles.setdefault(place, []).append(role)
-    lines = [f"- **Model weights** of step {count(report.checkpoint.step)}: {code(report.model_uri)}"]
-    for place, ref in refs.items():
-        metrics = "".join(f", {text(name)} {number(value)}" for name, value in ref.metrics.items())
-        which = " and ".join(roles[place]).capitalize()
-        lines.append(f"- **{which} checkpoint**, step {count(ref.step)}, attempt {ref.attempt}{metrics}: {code(ref.uri)}")
-    return "\n".join(lines)
-
-
-def load_code(model_uri: str) -> str:
-    """Show the three lines that load the model."""
-    parts = urlsplit(model_uri)
-    if parts.scheme in {"", "file"}:
-        imports, file = "import torch", repr(unquote(parts.path) if parts.scheme else model_uri)
-    else:
-        imports, file = "import fsspec, torch", f"fsspec.open({model_uri!r}).open()"
-    load = 'model.load_state_dict(torch.load(file, map_location="cpu", weights_only=True))'
-    return code_block(f"{imports}\nfile = {file}\n{load}")
 
 
 def _headline(evaluation: Report) -> str:

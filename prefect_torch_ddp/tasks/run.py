@@ -45,6 +45,7 @@ class Run:
             checkpoint=CheckpointPolicy(**params.checkpoint.model_dump()),
             resume_from=params.resume_from if stage == "train" else None,
             restore_step=restore_step,
+            evaluate_on=params.evaluate_on,
         )
 
     def gang_options(self) -> Mapping[str, Any]:

@@ -1,15 +1,19 @@
 """The main job: the digits, end to end, twice, on a real Prefect server and a real local Dask cluster."""
 
 import hashlib
+import io
+import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId, FlowRunFilterState, FlowRunFilterStateType
 from prefect.client.schemas.objects import StateType
 from prefect.client.schemas.sorting import FlowRunSort
+from safetensors.torch import load_file
 
 from prefect_torch_ddp import CheckpointParams, RankFailedError, TrainParams, TrainReport, train_flow
 from prefect_torch_ddp.checkpoint.manifest import list_checkpoints
@@ -59,14 +63,20 @@ def test_one_row_an_epoch_with_validation(two_runs: tuple[TrainReport, TrainRepo
 
 @pytest.mark.usefixtures("prefect_api")
 def test_the_model_loads_with_plain_torch(two_runs: tuple[TrainReport, TrainReport]) -> None:
-    """D5: the weights load in a process without this package's storage code, with weights_only, and without `module.`."""
+    """D5: the weights load in a process without this package's storage code and without `module.`; a card is beside them."""
     report = two_runs[0]
     code = (
         "import torch; from flows.digits import DigitNet; net = DigitNet();"
-        f"net.load_state_dict(torch.load({report.model_uri!r}, weights_only=True)); print('loaded')"
+        f"from safetensors.torch import load_file; net.load_state_dict(load_file({report.model_uri!r})); print('loaded')"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert done.stdout.strip() == "loaded", done.stderr
+    assert report.model_uri is not None
+    card = json.loads(Path(report.model_uri).with_name("model.json").read_bytes())
+    assert (card["workload"], card["seed"], card["step"]) == ("flows.digits", 7, report.checkpoint.step)
+    assert card["dataset"]["digest"] == report.dataset.digest
+    assert card["sha256"] == hashlib.sha256(Path(report.model_uri).read_bytes()).hexdigest()
+    assert card["metrics"] == report.checkpoint.metrics
 
 
 @pytest.mark.usefixtures("prefect_api")
@@ -179,7 +189,16 @@ def test_the_best_checkpoint_is_evaluated(tmp_path: Path) -> None:
     assert len(kept) >= 3
     assert report.checkpoint.metrics["loss"] == min(ref.metrics["loss"] for ref in kept)
     assert report.checkpoint == report.training.best_checkpoint
-    assert f"step-{report.checkpoint.step:08}" in report.model_uri
+    assert report.model_uri is not None
+    card = json.loads(Path(report.model_uri).with_name("model.json").read_bytes())
+    assert card["step"] == report.checkpoint.step
+    evaluated = DirectoryStorage(tmp_path).read(
+        f"runs/{report.run_id}/checkpoints/step-{card['step']:08d}/{card['attempt']:06d}/model.pt"
+    )
+    weights = torch.load(io.BytesIO(evaluated), weights_only=True)
+    exported = load_file(report.model_uri)
+    assert exported.keys() == weights.keys()
+    assert all(torch.equal(exported[name], weights[name]) for name in weights)
 
 
 @pytest.mark.usefixtures("prefect_api")

@@ -1,15 +1,19 @@
 """Shows how the stages of a workload are run on a rank, and what they may return."""
 
+import json
 import math
+from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from prefect_torch_ddp import RankContext, Report
 from prefect_torch_ddp.errors import InvalidParamsError
-from prefect_torch_ddp.rank.config import RankConfig
+from prefect_torch_ddp.rank.config import CheckpointPolicy, RankConfig
 from prefect_torch_ddp.rank.entry import run_stage, run_with_context
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 
@@ -46,6 +50,7 @@ def test_train_gives_plain_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         "num_epochs": 0,
         "last_checkpoint": None,
         "best_checkpoint": None,
+        "model_uri": None,
         "resumed_from_step": None,
     }
     assert type(found["value"]["accuracy"]) is float
@@ -101,3 +106,48 @@ def test_arguments_arrive_as_they_are(tmp_path: Path) -> None:
     kwargs = {"config": 1, "fn": 2, "args": 3, "kwargs": 4}
     assert run_with_context(config(tmp_path, "task"), arguments, (1, 2), kwargs) == ("task", (1, 2), kwargs)
     assert run_with_context(config(tmp_path, "task"), f"{__name__}:arguments") == ("task", (), {})
+
+
+@pytest.mark.parametrize(("evaluate_on", "step", "weight"), [("last", 3, 3.0), ("best", 2, 2.0)])
+def test_train_leaves_the_model_that_is_evaluated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, evaluate_on: Any, step: int, weight: float
+) -> None:
+    """The last checkpoint's or the best one's; its card says what it is."""
+    from safetensors.torch import load_file
+    from torch import nn
+    from torch.utils.data import TensorDataset
+
+    def train(rank: RankContext) -> None:
+        net = rank.wrap(nn.Linear(1, 1, bias=False))
+        rank.track(net=net)
+        for _ in rank.steps(rank.loader(TensorDataset(torch.zeros(3)), global_batch_size=1), epochs=1):
+            with torch.no_grad():
+                net.weight.fill_(rank.step)
+            rank.report(accuracy=[0.1, 0.9, 0.5][rank.step - 1])
+            rank.checkpoint(force=True)
+
+    monkeypatch.setattr(returns, "train", train)
+    policy = CheckpointPolicy(best_metric="accuracy", keep_last=5)
+    chosen = replace(config(tmp_path, "train"), checkpoint=policy, evaluate_on=evaluate_on, dataset_id=None, options={"lr": 1.0})
+    found = run_stage(chosen, f"{__name__}:returns")
+    assert found["model_uri"] == f"{tmp_path}/runs/run/model/model.safetensors"
+    assert load_file(found["model_uri"])["weight"].item() == weight
+    card = json.loads((tmp_path / "runs/run/model/model.json").read_bytes())
+    assert (card["step"], card["tracked_as"], card["workload"]) == (step, "net", f"{__name__}:returns")
+    assert (card["options"], card["dataset"]) == ({"lr": 1.0}, None)
+    assert card["metrics"] == {"accuracy": {2: 0.9, 3: 0.5}[step]}
+    assert card["versions"]["torch"] == version("torch")
+
+
+def test_two_modules_without_the_name_are_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It can't be told which one it is; one named `model` can."""
+    from torch import nn
+
+    def train(rank: RankContext) -> None:
+        rank.track(**{name: nn.Linear(1, 1) for name in rank.options["names"]})
+
+    monkeypatch.setattr(returns, "train", train)
+    two = replace(config(tmp_path, "train"), dataset_id=None, options={"names": ["a", "b"]})
+    assert run_stage(two, f"{__name__}:returns")["model_uri"] is None
+    named = replace(two, run_id="other", options={"names": ["a", "model"]})
+    assert run_stage(named, f"{__name__}:returns")["model_uri"] == f"{tmp_path}/runs/other/model/model.safetensors"

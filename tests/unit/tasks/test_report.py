@@ -1,6 +1,5 @@
 """The reports' text: complete, safe from hostile names, true to the numbers."""
 
-import ast
 import math
 import re
 import subprocess
@@ -16,10 +15,8 @@ from prefect_torch_ddp.tasks.history import MAX_POINTS, History
 from prefect_torch_ddp.tasks.markdown import code, code_block, duration, number, text
 from prefect_torch_ddp.tasks.report import (
     LiveView,
-    checkpoint_list,
     confusion_table,
     epoch_table,
-    load_code,
     progress_line,
     render_live,
     render_report,
@@ -204,43 +201,6 @@ def test_of_many_epochs_the_newest_are_shown():
     markdown = epoch_table(rows)
     assert tables(markdown)[0][-1][0] == "300"
     assert "The first 250 epochs are left out." in markdown
-
-
-def test_a_checkpoint_in_several_roles_is_listed_once_and_its_place_is_no_link():
-    """A checkpoint in several roles is listed once and its place is no link."""
-    lines = checkpoint_list(report()).splitlines()
-    assert len(lines) == 2
-    assert lines[1].startswith("- **Evaluated and last checkpoint**, step 400, attempt 2, acc 0.5: `s3://")
-    assert "](" not in "".join(lines)
-
-
-@pytest.mark.parametrize(
-    ("uri", "place"),
-    [
-        ("/data/it's/model.pt", "/data/it's/model.pt"),
-        ("file:///data/a%20b/model.pt", "/data/a b/model.pt"),
-        ("s3://bucket/model.pt", "s3://bucket/model.pt"),
-    ],
-)
-def test_the_code_that_loads_the_model_is_three_lines_of_python_with_the_right_place(uri, place):
-    """The code that loads the model is three lines of python with the right place."""
-    source = "\n".join(load_code(uri).splitlines()[1:-1])
-    assert len(source.splitlines()) == 3
-    strings = [node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant)]
-    assert place in strings
-    assert "weights_only=True" in source
-
-
-def test_the_code_that_loads_the_model_runs(tmp_path):
-    """The code that loads the model runs."""
-    place = tmp_path / "model.pt"
-    source = "\n".join(load_code(str(place)).splitlines()[1:-1])
-    weights = "{'weight': torch.ones(1, 2), 'bias': torch.ones(1)}"
-    program = (
-        f"import torch\nmodel = torch.nn.Linear(2, 1)\ntorch.save({weights}, {str(place)!r})\n"
-        f"{source}\nassert model(torch.ones(1, 2)).item() == 3.0\n"
-    )
-    subprocess.run([sys.executable, "-c", program], timeout=100, check=True)
 
 
 def test_the_live_report_shows_where_the_training_is():

@@ -1,0 +1,70 @@
+"""Shows what the reports say of the model and the checkpoints, and that the code they show runs."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from prefect_torch_ddp import TrainParams
+from prefect_torch_ddp.tasks.model_section import checkpoint_list, load_code
+from prefect_torch_ddp.tasks.report import render_report
+from tests.unit.tasks.test_report import RECORD, report
+
+WEIGHTS = "{'weight': torch.ones(1, 2), 'bias': torch.ones(1)}"
+SAVE = {
+    ".pt": f"torch.save({WEIGHTS}, file)",
+    ".safetensors": f"import safetensors.torch; file.write(safetensors.torch.save({WEIGHTS}))",
+}
+
+
+def source_of(uri: str) -> str:
+    """Return the lines that are shown, without the fence."""
+    return "\n".join(load_code(uri).splitlines()[1:-1])
+
+
+def test_a_checkpoint_in_several_roles_is_listed_once_and_its_place_is_no_link() -> None:
+    """The model's line comes first, with its card."""
+    lines = checkpoint_list(report()).splitlines()
+    assert len(lines) == 2
+    assert lines[0].endswith("`s3://bucket/runs/r/model.pt`; their card: `s3://bucket/runs/r/model.json`")
+    assert lines[1].startswith("- **Evaluated and last checkpoint**, step 400, attempt 2, acc 0.5: `s3://")
+    assert "](" not in "".join(lines)
+
+
+def test_without_a_model_the_report_says_what_to_do() -> None:
+    """And shows no code that can't run."""
+    markdown = render_report(report(model_uri=None), TrainParams(), RECORD)
+    assert "No model was exported: `train` tracked none." in markdown
+    assert "load_state_dict" not in markdown
+    assert "Model weights" not in markdown
+
+
+@pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
+@pytest.mark.parametrize(
+    ("uri", "place"),
+    [
+        ("/data/it's/model", "/data/it's/model"),
+        ("file:///data/a%20b/model", "/data/a b/model"),
+        ("s3://bucket/model", "s3://bucket/model"),
+    ],
+)
+def test_the_code_that_loads_the_model_is_three_lines_with_the_right_place(uri: str, place: str, suffix: str) -> None:
+    """Also of places whose names need quotes, and nothing in a file can run code."""
+    source = source_of(uri + suffix)
+    assert len(source.splitlines()) == 3
+    assert place + suffix in [node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant)]
+    assert ("weights_only=True" in source) == (suffix == ".pt")
+
+
+@pytest.mark.parametrize("suffix", SAVE)
+@pytest.mark.parametrize("where", ["file", "memory"])
+def test_the_code_that_loads_the_model_runs(tmp_path: Path, suffix: str, where: str) -> None:
+    """From a file, and by fsspec from elsewhere."""
+    uri = f"{tmp_path}/model{suffix}" if where == "file" else f"memory://bucket/model{suffix}"
+    program = (
+        f"import torch, fsspec\nmodel = torch.nn.Linear(2, 1)\nwith fsspec.open({uri!r}, 'wb') as file: {SAVE[suffix]}\n"
+        f"{source_of(uri)}\nassert model(torch.ones(1, 2)).item() == 3.0\n"
+    )
+    subprocess.run([sys.executable, "-c", program], timeout=100, check=True)
