@@ -2,10 +2,12 @@
 
 import logging
 from collections.abc import Iterable
+from contextlib import suppress
 
 from prefect_torch_ddp.checkpoint.attempts import SupersededError, refuse_superseded
+from prefect_torch_ddp.checkpoint.beginnings import void_test
 from prefect_torch_ddp.checkpoint.keys import checkpoints_prefix, manifest_key, owner_of
-from prefect_torch_ddp.checkpoint.manifest import Manifest, list_manifests, read_manifest
+from prefect_torch_ddp.checkpoint.manifest import Manifest, all_manifests, read_manifest
 from prefect_torch_ddp.checkpoint.retention import Retention, superfluous
 from prefect_torch_ddp.errors import CheckpointError, StorageError
 from prefect_torch_ddp.storage.protocol import Storage
@@ -30,7 +32,7 @@ class Committer:
         """Put the checkpoint on record, and clean up.
 
         Raises:
-            SupersededError: a newer attempt has begun.
+            SupersededError: a newer attempt has begun; it may have done so after this commit, and before what that would delete.
             StorageError: the manifest can't be written.
         """
         refuse_superseded(self._storage, self._run_id, self._attempt)
@@ -61,19 +63,43 @@ class Committer:
         raise SupersededError(msg) if attempt > self._attempt else CheckpointError(msg)
 
     def _clean_up(self, manifest: Manifest) -> None:
+        """Delete what the commit made superfluous.
+
+        Who claims an attempt after the look for newer ones here sees the commit, and won't ask for what is deleted.
+        """
         if self._known is None:
-            known = {known.step: known for known in list_manifests(self._storage, self._run_id)}
-            self._sweep(known.values(), manifest.step)
-            self._known = known
+            self._known = self._look(manifest.step)
         # A step beyond this one is what an older attempt left damaged, or this attempt would have been resumed from there.
         damaged = [known for step, known in self._known.items() if step > manifest.step]
         self._known[manifest.step] = manifest
         good = [known for step, known in self._known.items() if step <= manifest.step]
         for old in [*damaged, *superfluous(good, self._retention)]:
-            self._storage.delete(manifest_key(self._run_id, old.step))  # first, so that nobody reads a checkpoint with holes
-            for item in old.objects:
-                self._storage.delete(item.key)
+            refuse_superseded(self._storage, self._run_id, self._attempt)
+            self._delete(old)
             del self._known[old.step]
+
+    def _delete(self, old: Manifest) -> None:
+        """Delete a checkpoint: its manifest first, so that nobody reads one with holes; unless it is another one's by now."""
+        with suppress(CheckpointError):  # gone, or damaged
+            if read_manifest(self._storage, self._run_id, old.step).attempt != old.attempt:
+                return
+        self._storage.delete(manifest_key(self._run_id, old.step))
+        for item in old.objects:
+            self._storage.delete(item.key)
+
+    def _look(self, step: int) -> dict[int, Manifest]:
+        """Return what there is, by step, when the rest is swept, with the checkpoints that a newer attempt made void."""
+        refuse_superseded(self._storage, self._run_id, self._attempt)
+        manifests = all_manifests(self._storage, self._run_id)
+        is_void = void_test(self._storage, self._run_id)
+        known = {}
+        for manifest in manifests:
+            if is_void(manifest.attempt, manifest.step):
+                self._delete(manifest)
+            else:
+                known[manifest.step] = manifest
+        self._sweep(known.values(), step)
+        return known
 
     def look_again(self) -> None:
         """Have the next commit list what there is: a checkpoint failed, and may have left objects, or be there all the same."""

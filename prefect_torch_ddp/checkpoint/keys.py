@@ -18,6 +18,16 @@ def attempt_key(run_id: str, attempt: int) -> str:
     return f"{attempts_prefix(run_id)}{attempt:06d}"
 
 
+def beginning_key(run_id: str, attempt: int) -> str:
+    """Return what says where an attempt went on."""
+    return f"{attempt_key(run_id, attempt)}.json"
+
+
+def results_prefix(run_id: str) -> str:
+    """Return where the files of rank.save are."""
+    return f"runs/{run_id}/results/"
+
+
 def failures_prefix(run_id: str) -> str:
     """Return where a run's failed attempts are on record."""
     return f"runs/{run_id}/failures/"

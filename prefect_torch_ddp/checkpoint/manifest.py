@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, Self
 
+from prefect_torch_ddp.checkpoint.beginnings import void_test
 from prefect_torch_ddp.checkpoint.keys import checkpoints_prefix, manifest_key
 from prefect_torch_ddp.errors import CheckpointError, ObjectNotFoundError
 from prefect_torch_ddp.results import CheckpointRef
@@ -75,8 +76,8 @@ def read_manifest(storage: Storage, run_id: str, step: int) -> Manifest:
         raise CheckpointError(msg) from error
 
 
-def list_manifests(storage: Storage, run_id: str) -> list[Manifest]:
-    """Return the manifests of a run's complete checkpoints, by step; a damaged one is left out with a warning."""
+def all_manifests(storage: Storage, run_id: str) -> list[Manifest]:
+    """Return the manifests that there are, by step; a damaged one is left out with a warning."""
     prefix = checkpoints_prefix(run_id)
     keys = [found.key for found in storage.list(prefix) if found.key.endswith("/manifest.json")]
     manifests = []
@@ -85,8 +86,16 @@ def list_manifests(storage: Storage, run_id: str) -> list[Manifest]:
         try:
             manifests.append(read_manifest(storage, run_id, int(step)))
         except (CheckpointError, ValueError) as error:
-            logger.warning("checkpoint left out: %s", error)
+            if not isinstance(error.__cause__, ObjectNotFoundError):  # else it was deleted between the listing and now
+                logger.warning("checkpoint left out: %s", error)
     return sorted(manifests, key=lambda manifest: manifest.step)
+
+
+def list_manifests(storage: Storage, run_id: str) -> list[Manifest]:
+    """Return the manifests of a run's complete checkpoints, by step; damaged ones are left out with a warning, and void ones."""
+    manifests = all_manifests(storage, run_id)
+    is_void = void_test(storage, run_id)
+    return [manifest for manifest in manifests if not is_void(manifest.attempt, manifest.step)]
 
 
 def checkpoint_ref(storage: Storage, manifest: Manifest) -> CheckpointRef:

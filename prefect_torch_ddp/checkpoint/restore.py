@@ -4,6 +4,7 @@ import json
 import logging
 from typing import Any, Self
 
+from prefect_torch_ddp.checkpoint.beginnings import FROM_NOTHING, record_beginning
 from prefect_torch_ddp.checkpoint.keys import rank_name
 from prefect_torch_ddp.checkpoint.manifest import Manifest, read_manifest
 from prefect_torch_ddp.checkpoint.meeting import Meeting, wait_for
@@ -48,7 +49,9 @@ class Restorer:
         return cls(storage, read_manifest(storage, run_id, step), run_id)
 
     @classmethod
-    def resuming(cls, storage: Storage, run_id: str, resume_from: str | None, rank: int, meeting: Meeting) -> Self:
+    def resuming(  # noqa: PLR0913, PLR0917 - whose checkpoint, and who asks
+        cls, storage: Storage, run_id: str, resume_from: str | None, rank: int, attempt: int, meeting: Meeting
+    ) -> Self:
         """Restore from the newest checkpoint that verifies, of this run or else of `resume_from`; rank 0 chooses for all.
 
         Raises:
@@ -57,6 +60,7 @@ class Restorer:
         """
         if rank == 0:
             manifest, verified = _choose(storage, run_id, resume_from)
+            record_beginning(storage, run_id, attempt, FROM_NOTHING if manifest is None else manifest.step)
             choice = None if manifest is None else {"run_id": manifest.run_id, "step": manifest.step}
             meeting.say("resume", json.dumps(choice))
             return cls(storage, manifest, run_id, verified)

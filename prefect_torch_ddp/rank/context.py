@@ -321,12 +321,13 @@ class RankContext:
 
         Raises:
             BadKeyError: the path would leave the results.
+            SupersededError: a newer attempt of this training has begun.
             StorageError: it can't be written.
         """
-        from prefect_torch_ddp.storage.keys import check_key  # noqa: PLC0415
+        from prefect_torch_ddp.checkpoint.result_files import write_result  # noqa: PLC0415
 
-        check_key(path)
-        self.config.storage.write(f"runs/{self.run_id}/results/{path}", data.encode() if isinstance(data, str) else data)
+        attempt = self.attempt if self.stage in ("train", "task") else None  # an evaluation's is that of its checkpoint
+        write_result(self.config.storage, self.run_id, path, data, attempt)
 
     def close(self, *, failed: bool = False) -> None:
         """Write what is pending: the last checkpoint, the metrics. Doing it twice is no error.

@@ -167,7 +167,9 @@ class Tracker:
             restorer = Restorer.at_step(config.storage, config.run_id, config.restore_step)
         else:
             self._meeting = self._meeting or open_meeting(self._place.world_size)
-            restorer = Restorer.resuming(config.storage, config.run_id, config.resume_from, self._place.rank, self._meeting)
+            restorer = Restorer.resuming(
+                config.storage, config.run_id, config.resume_from, self._place.rank, config.attempt, self._meeting
+            )
             self._checkpointer = self._make_checkpointer(self._meeting)
             self._state.trouble = self.trouble
         if restorer.manifest is not None:

@@ -105,6 +105,7 @@ def ddp_task(  # noqa: PLR0913 - a decorator's options are its documentation
         def run(*args: P.args, **kwargs: P.kwargs) -> R:
             run_id = f"{slug(str(task_run.task_name))}-{task_run.id}"
             where = resolve_storage(storage)
+            where.check_writable()  # one that ignores conditions would let two attempts commit
 
             def arguments(attempt: int) -> tuple[Any, ...]:
                 config = RankConfig(

@@ -10,6 +10,7 @@ from prefect.client.orchestration import get_client
 from prefect.logging import get_run_logger
 from prefect.utilities.context import get_task_and_flow_run_ids
 
+from prefect_torch_ddp.checkpoint.attempts import refuse_superseded
 from prefect_torch_ddp.metrics.read import (
     curves,
     epoch_ends,
@@ -43,7 +44,8 @@ def publish(  # noqa: PLR0913, PLR0917 - each is another task's result, and Pref
     checkpoint: CheckpointRef,
     model_uri: str | None,
 ) -> tuple[EpochRow, ...]:
-    """Publish what a run found, as artifacts to browse, and return its epochs."""
+    """Publish what a run found, as artifacts to browse, and return its epochs; refused where a newer attempt has begun."""
+    refuse_superseded(storage, training.run_id, training.attempt)
     all_records = read_all_records(storage, training.run_id)
     records = surviving_records(all_records)
     report = TrainReport(
