@@ -4,12 +4,13 @@ import logging
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from http import HTTPStatus
 from typing import Any, ParamSpec, TypeVar
 from uuid import UUID
 
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.objects import State
-from prefect.exceptions import MissingContextError, ObjectNotFound, TerminationSignal
+from prefect.exceptions import MissingContextError, ObjectNotFound, PrefectHTTPStatusError, TerminationSignal
 from prefect.logging import get_run_logger
 from prefect.states import Cancelled
 from prefect_dask.task_runners import PrefectDaskFuture
@@ -91,5 +92,8 @@ def _state_of(client: SyncPrefectClient, task_run_id: UUID) -> State[Any] | None
 
 
 def _close(client: SyncPrefectClient, task_run_id: UUID) -> None:
-    with suppress(ObjectNotFound):
+    try:
         client.set_task_run_state(task_run_id, Cancelled(message="its flow was cancelled"), force=True)
+    except PrefectHTTPStatusError as refused:
+        if refused.response.status_code != HTTPStatus.NOT_FOUND:  # a task that hasn't begun is nothing to Prefect
+            raise

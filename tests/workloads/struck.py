@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 How = Literal["exception", "slow_finally", "SIGKILL", "SIGSEGV", "os_exit", "sys_exit", "return", "memory"]
 State = Literal["asleep", "collective", "forward", "backward", "loader"]
@@ -58,6 +58,7 @@ class Spot:
         self._fault = fault
         self._folder = folder
         self._rank = rank
+        self._heard = threading.Event()
         self.is_culprit = rank == fault.culprit
         _write(folder / f"pid-{rank}", os.getpid())
 
@@ -78,6 +79,9 @@ class Spot:
         # To the thread that is in the state, as else its system call would not be interrupted.
         number = STRIKE if self._fault.how in BY_HANDLER else signal.Signals[self._fault.how]
         signal.pthread_kill(thread_id, number)
+        # Python notes a signal and calls the handler later: one that comes just before `sleep` does wouldn't wake it.
+        while not self._heard.wait(0.2):
+            signal.pthread_kill(thread_id, number)
 
     def at(self, state: State, step: int) -> None:
         """Stay here for ever if this is the state and the step; for an early return, until the culprit has left."""
@@ -132,8 +136,11 @@ class Spot:
             dist.destroy_process_group()
         time.sleep(0.8)
 
-    def on_strike(self, _signal: int, _frame: FrameType | None) -> NoReturn:
+    def on_strike(self, _signal: int, _frame: FrameType | None) -> None:
         """Do what the fault does; runs in the thread and the frame that are in the state."""
+        if self._heard.is_set():
+            return
+        self._heard.set()
         match self._fault.how:
             case "sys_exit":
                 sys.exit(EXIT_CODE)
