@@ -177,7 +177,7 @@ def test_ctrl_c_twice(tmp_path: Path) -> None:
 def test_a_users_flow_with_a_ddp_task(tmp_path: Path, how: signal.Signals, to_group: bool) -> None:  # noqa: FBT001
     """Its ranks stop after one step, with a checkpoint, before the flow's cluster closes; the task run is Cancelled."""
     (tmp_path / "pids").mkdir()
-    with flow_process(tmp_path, str(tmp_path), str(tmp_path / "store"), text=USER_FLOW) as process:
+    with flow_process(tmp_path, str(tmp_path / "pids"), str(tmp_path / "store"), text=USER_FLOW) as process:
         ranks = pids_in(tmp_path / "pids", 2, timeout_s=150)
         wait_until(lambda: list((tmp_path / "store").rglob("manifest.json")), 60)
         (os.killpg if to_group else os.kill)(process.pid, how)
