@@ -127,6 +127,13 @@ class Checkpointer:
             msg = f"the last checkpoint of run {self._writer.run_id} could not be written: {failure}"
             raise CheckpointError(msg) from failure
 
+    def clean_up_after(self, manifest: Manifest) -> None:
+        """Clean up, on rank 0, where the training's last checkpoint is on record already; raises SupersededError."""
+        try:
+            self._committer.clean_up_after(manifest)
+        except StorageError as error:
+            logger.warning("old checkpoints of run %s are not cleaned up: %s", self._writer.run_id, error)
+
     @property
     def last(self) -> Manifest | None:
         """The newest commit, on rank 0."""

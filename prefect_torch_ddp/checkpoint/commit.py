@@ -42,6 +42,19 @@ class Committer:
             self._replace(key, manifest, data)
         self.last = manifest
         logger.info("checkpoint of step %d is complete", manifest.step)
+        self._try_to_clean_up(manifest)
+
+    def clean_up_after(self, manifest: Manifest) -> None:
+        """Clean up after the training's last checkpoint, which an older attempt committed and may have been killed right then.
+
+        Raises:
+            SupersededError: a newer attempt has begun.
+            StorageError: the storage doesn't say whether one has.
+        """
+        self._refuse_superseded()
+        self._try_to_clean_up(manifest)
+
+    def _try_to_clean_up(self, manifest: Manifest) -> None:
         try:
             self._clean_up(manifest)
         except StorageError as error:

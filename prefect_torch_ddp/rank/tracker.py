@@ -215,6 +215,8 @@ class Tracker:
         if self._place.rank == 0:
             newest = checkpointer.last or self._restorer.manifest
             has_it = newest is not None and (newest.run_id, newest.step) == (self._config.run_id, self._state.step)
+            if newest is not None and has_it and checkpointer.last is None:
+                checkpointer.clean_up_after(newest)
             self._meeting.say("last", "skip" if has_it else "save")
         if wait_for(self._meeting, "last", speaker=0) == "save":
             self._save(checkpointer, is_last=True)

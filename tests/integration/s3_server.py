@@ -165,7 +165,7 @@ class Wire:
         """
         self.exchanges: list[Exchange] = []
         self.faults: list[tuple[str, Fault]] = []
-        handler = type("Handler", (_Handler,), {"wire": self, "upstream": endpoint_url.removeprefix("http://")})
+        handler = type("Handler", (self._handler(),), {"wire": self, "upstream": endpoint_url.removeprefix("http://")})
         self.without_header = without_header
         self.outage = outage
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
@@ -181,6 +181,10 @@ class Wire:
         self._server.shutdown()
         self._thread.join()
         self._server.server_close()
+
+    def _handler(self) -> type["_Handler"]:
+        """Return what deals with a connection."""
+        return _Handler
 
     def count(self, method: str) -> int:
         """Count the requests of a method that were seen."""

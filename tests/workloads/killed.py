@@ -1,0 +1,372 @@
+"""Owns a training that is killed where a plan says, in its loop or in a call of its storage. Torch is imported inside."""
+
+import hashlib
+import json
+import os
+import random
+import re
+import resource
+import signal
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from prefect_torch_ddp.storage import s3
+from prefect_torch_ddp.storage.protocol import Storage, StoredObject
+
+if TYPE_CHECKING:
+    import torch
+
+    from prefect_torch_ddp import RankContext
+
+NUM_SAMPLES, BATCH, EPOCHS = 33, 8, 3
+"""Four full batches and a tail of one sample, fewer than ranks."""
+NUM_STEPS = 15
+SAVE_EVERY = 2
+BIG_PART_BYTES = 5 * 2**20
+BIG_BALLAST = 11 * 2**17
+"""Numbers of 8 bytes: 11 MiB, three parts of an upload."""
+
+InTraining = Literal["tracked", "restoring", "begin", "micro_batch", "backward", "end", "timer", "staging", "data_worker", "left"]
+InStorage = Literal["read", "write", "write_if_absent", "delete"]
+Moment = Literal["before", "torn", "within", "after"]
+
+_PLACING = {"write": ("os.rename",), "write_if_absent": ("os.link",), "delete": ("os.rmdir",)}
+"""Python's audit events of the call that makes a finished file an object, and of the one that follows an object's removal."""
+
+
+@dataclass(frozen=True)
+class Kill:
+    """One SIGKILL, where a process of one attempt comes by for the nth time."""
+
+    attempt: int
+    place: InTraining | InStorage
+    rank: int | None = None
+    """None: the first one that comes by."""
+    step: int | None = None
+    """In training; None: any."""
+    key: str = ""
+    """In the storage: what the object's key matches, a regular expression."""
+    moment: Moment = "before"
+    """In the storage. Torn: a part of the file is written; within: the file is whole, and not yet the object."""
+    nth: int = 1
+    delay_s: float = 0.0
+    """Of a timer."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the training is like, and where it is killed."""
+
+    folder: str
+    """For the ledger, and for a mark of each kill that was carried out."""
+    kills: tuple[Kill, ...] = ()
+    accumulates: bool = False
+    num_workers: int = 0
+    is_elastic: bool = False
+    """Nothing in it depends on the number of ranks: no dropout, no buffers, no noise."""
+    is_big: bool = False
+    """Its checkpoints are uploaded to S3 in parts."""
+
+
+def die(folder: str, attempt: int) -> None:
+    """Leave the mark that this attempt's kill was carried out, and kill this process."""
+    leave_mark(folder, attempt)
+    os.kill(os.getpid(), signal.SIGKILL)
+    signal.pause()  # it takes a moment, and nothing may follow
+
+
+def leave_mark(folder: str, attempt: int) -> None:
+    """Leave the mark alone."""
+    Path(folder, f"killed-{attempt}").touch()
+
+
+# ---- A storage whose caller is killed.
+
+_num_calls: Counter[Kill] = Counter()
+_counting = threading.Lock()
+
+
+def _comes_by(kill: Kill) -> bool:
+    """Count; return whether it is the kill's turn."""
+    if kill.rank is not None and kill.rank != int(os.environ["RANK"]):
+        return False
+    with _counting:
+        _num_calls[kill] += 1
+        return _num_calls[kill] == kill.nth
+
+
+@dataclass(frozen=True)
+class KillingStorage:
+    """A real storage; a rank is killed before, in the midst of or after one of its calls."""
+
+    inner: Storage
+    kills: tuple[Kill, ...]
+    """Those of the attempt that gets it."""
+    folder: str
+
+    @property
+    def uri(self) -> str:
+        """The real one's."""
+        return self.inner.uri
+
+    def read(self, key: str) -> bytes:
+        """Read it."""
+        with self._killed("read", key):
+            return self.inner.read(key)
+
+    def write(self, key: str, data: bytes) -> None:
+        """Write it."""
+        with self._killed("write", key, data):
+            self.inner.write(key, data)
+
+    def write_if_absent(self, key: str, data: bytes) -> bool:
+        """Write it."""
+        with self._killed("write_if_absent", key, data):
+            return self.inner.write_if_absent(key, data)
+
+    def list(self, prefix: str = "") -> Iterator[StoredObject]:
+        """List them."""
+        return self.inner.list(prefix)
+
+    def delete(self, key: str) -> None:
+        """Delete it."""
+        with self._killed("delete", key):
+            self.inner.delete(key)
+
+    def check_writable(self) -> None:
+        """Check it."""
+        self.inner.check_writable()
+
+    @contextmanager
+    def _killed(self, operation: InStorage, key: str, data: bytes = b"") -> Iterator[None]:
+        due = [k for k in self.kills if k.place == operation and re.search(k.key, key) and _comes_by(k)]
+        for kill in due:
+            match kill.moment:
+                case "before":
+                    die(self.folder, kill.attempt)
+                case "torn":
+                    # The kernel ends the process in the midst of its write.
+                    leave_mark(self.folder, kill.attempt)
+                    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+                    resource.setrlimit(resource.RLIMIT_FSIZE, (len(data) * 9 // 10, hard))
+                case "within":
+                    _die_at(_PLACING[operation], self.folder, kill.attempt)
+        yield
+        for kill in due:
+            if kill.moment == "after":
+                die(self.folder, kill.attempt)
+
+
+def _die_at(events: Sequence[str], folder: str, attempt: int) -> None:
+    """Have this thread die where the interpreter is about to make a system call."""
+    mine = threading.get_ident()
+
+    def hook(event: str, _args: object) -> None:
+        if event in events and threading.get_ident() == mine:
+            die(folder, attempt)
+
+    sys.addaudithook(hook)
+
+
+# ---- The training.
+
+
+class Executioner:
+    """Kills this process where the plan says so."""
+
+    def __init__(self, plan: Plan, attempt: int) -> None:
+        self._plan = plan
+        self._kills = [kill for kill in plan.kills if kill.attempt == attempt]
+        self._timers: list[threading.Timer] = []
+
+    def pass_by(self, place: InTraining, step: int | None = None) -> None:
+        """Pass a place of the training."""
+        for kill in self._kills:
+            if kill.place == place and kill.step in (None, step) and _comes_by(kill):
+                if place != "timer":
+                    die(self._plan.folder, kill.attempt)
+                timer = threading.Timer(kill.delay_s, die, (self._plan.folder, kill.attempt))
+                timer.start()
+                self._timers.append(timer)
+
+    def wait(self) -> None:
+        """Wait for timers that have begun: each of them kills."""
+        for timer in self._timers:
+            timer.join()
+
+
+class Samples:
+    """Points with their numbers; noise is drawn for each, and a DataLoader's worker may be killed at one."""
+
+    def __init__(self, plan: Plan, executioner: Executioner) -> None:
+        import torch
+
+        generator = torch.Generator().manual_seed(7)
+        self._inputs = torch.randn(NUM_SAMPLES, 4, generator=generator, dtype=torch.float64)
+        self._targets = torch.randint(3, (NUM_SAMPLES,), generator=generator)
+        self._is_noisy = not plan.is_elastic
+        self._executioner = executioner
+
+    def __len__(self) -> int:
+        return NUM_SAMPLES
+
+    def __getitem__(self, number: int) -> tuple[int, "torch.Tensor", "torch.Tensor"]:
+        import torch
+
+        if torch.utils.data.get_worker_info() is not None:
+            self._executioner.pass_by("data_worker")
+        noise = 0.1 * torch.randn(4, dtype=torch.float64) if self._is_noisy else 0.0
+        return number, self._inputs[number] + noise, self._targets[number]
+
+
+class Ballast:
+    """Something tracked that changes with every step, and is passed by when it is saved and restored."""
+
+    def __init__(self, num: int, executioner: Executioner) -> None:
+        import torch
+
+        self.values = torch.arange(num, dtype=torch.float64)
+        self._executioner = executioner
+
+    def step(self, number: int) -> None:
+        """Change."""
+        self.values.mul_(0.9).add_(number)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the values."""
+        self._executioner.pass_by("staging")
+        return {"values": self.values}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take them over."""
+        self._executioner.pass_by("restoring")
+        self.values.copy_(state["values"])
+
+
+def train(rank: "RankContext", plan: Plan) -> dict[str, Any]:
+    """Train, write down which samples were in which step, and say what everything tracked hashes to."""
+    import torch
+
+    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+    signal.signal(signal.SIGXFSZ, signal.SIG_DFL)  # Python ignores it: a write beyond the limit would be an OSError
+    if plan.is_big:
+        s3.MULTIPART_FROM_BYTES = s3.PART_BYTES = BIG_PART_BYTES
+    executioner = Executioner(plan, rank.attempt)
+    bare = _make_net(plan)
+    model = rank.wrap(bare)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=4, gamma=0.5)
+    ballast = Ballast(BIG_BALLAST if plan.is_big else 50, executioner)
+    rank.track(model=model, optimizer=optimizer, scheduler=scheduler, ballast=ballast)
+    executioner.pass_by("tracked")
+    loader = rank.loader(Samples(plan, executioner), global_batch_size=BATCH, num_workers=plan.num_workers)
+    with Path(plan.folder, f"ledger-{rank.attempt}-{rank.rank}.jsonl").open("a", buffering=1) as ledger:
+        for numbers, inputs, targets in rank.steps(loader, epochs=EPOCHS):
+            executioner.pass_by("begin", rank.step)
+            executioner.pass_by("timer", rank.step)
+            optimizer.zero_grad()
+            loss = _backward(model, inputs, targets, plan, lambda: executioner.pass_by("micro_batch", rank.step))
+            executioner.pass_by("backward", rank.step)
+            optimizer.step()
+            scheduler.step()
+            ballast.step(rank.step)
+            counted = numbers[: rank._state.share.num_local].tolist()
+            line = {"step": rank.step, "epoch": rank.epoch, "samples": counted, "rank": rank.rank, "attempt": rank.attempt}
+            ledger.write(json.dumps(line) + "\n")
+            rank.report(loss=loss)
+            executioner.pass_by("end", rank.step)
+    executioner.wait()
+    executioner.pass_by("left")
+    return {
+        "attempt": rank.attempt,
+        "step": rank.step,
+        "sha256_of_parameters": _sha256(dict(bare.named_parameters())),
+        "sha256": _sha256([bare.state_dict(), optimizer.state_dict(), scheduler.state_dict(), ballast.values]),
+    }
+
+
+def _make_net(plan: Plan) -> Any:
+    from torch import nn
+
+    own = [] if plan.is_elastic else [_make_centre(16), nn.Dropout(0.25)]
+    return nn.Sequential(nn.Linear(4, 16), nn.Tanh(), *own, nn.Linear(16, 3)).double()
+
+
+def _make_centre(size: int) -> Any:
+    """Make a layer with a buffer that depends on the batches of rank 0, also on those of one sample, as BatchNorm's can't."""
+    import torch
+    from torch import nn
+
+    class Centre(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("mean", torch.zeros(size))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if self.training:
+                self.mean.lerp_(x.detach().mean(dim=0), 0.1)
+            return x - self.mean
+
+    return Centre()
+
+
+def _backward(
+    model: Any, inputs: "torch.Tensor", targets: "torch.Tensor", plan: Plan, between: Callable[[], None]
+) -> "torch.Tensor":
+    """Run the backward pass, whole or in two parts that are synchronised once; return the mean loss.
+
+    Args:
+        model: wrapped.
+        inputs: of the batch.
+        targets: of the batch.
+        plan: of the training.
+        between: called after each part.
+    """
+    import numpy as np
+    from torch.nn.functional import cross_entropy
+
+    scale = 1.0
+    if not plan.is_elastic:  # every generator has a part in the result
+        scale += 0.1 * random.random() + 0.1 * float(np.random.random())  # noqa: NPY002
+    parts = list(zip(inputs.chunk(2), targets.chunk(2), strict=True)) if plan.accumulates else [(inputs, targets)]
+    total = inputs.new_zeros(())
+    for number, (x, y) in enumerate(parts, start=1):
+        loss = cross_entropy(scale * model(x), y) * (len(x) / len(inputs))
+        if number < len(parts) and hasattr(model, "no_sync"):
+            with model.no_sync():
+                loss.backward()
+        else:
+            loss.backward()
+        between()
+        total += loss.detach()
+    return total
+
+
+def _sha256(state: Any) -> str:
+    digest = hashlib.sha256()
+    for part in _parts(state):
+        digest.update(part)
+    return digest.hexdigest()
+
+
+def _parts(state: Any) -> Iterator[bytes]:
+    """Yield a nest of states as bytes, in an order of its own."""
+    import torch
+
+    if isinstance(state, torch.Tensor):
+        yield state.detach().cpu().contiguous().numpy().tobytes()
+    elif isinstance(state, dict):
+        for key in sorted(state, key=str):
+            yield str(key).encode()
+            yield from _parts(state[key])
+    elif isinstance(state, list | tuple):
+        for item in state:
+            yield from _parts(item)
+    else:
+        yield repr(state).encode()
