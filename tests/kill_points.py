@@ -216,6 +216,11 @@ def ids(points: Sequence[KillPoint]) -> list[str]:
     return [point.name for point in points]
 
 
+def sample(points: Sequence[KillPoint], kinds: Sequence[str]) -> list[KillPoint]:
+    """Choose the first point of each kind."""
+    return [next(point for point in points if f"-{kind}" in point.name) for kind in kinds]
+
+
 # ---- The run.
 
 

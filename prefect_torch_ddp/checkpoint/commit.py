@@ -10,7 +10,7 @@ from prefect_torch_ddp.checkpoint.keys import checkpoints_prefix, manifest_key, 
 from prefect_torch_ddp.checkpoint.manifest import Manifest, all_manifests, read_manifest
 from prefect_torch_ddp.checkpoint.retention import Retention, superfluous
 from prefect_torch_ddp.errors import CheckpointError, StorageError
-from prefect_torch_ddp.storage.protocol import Storage
+from prefect_torch_ddp.storage.protocol import KeepsUnfinished, Storage
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ class Committer:
             SupersededError: a newer attempt has begun.
             StorageError: the storage doesn't say whether one has.
         """
-        self._refuse_superseded()
+        refuse_superseded(self._storage, self._run_id, self._attempt)
         self._try_to_clean_up(manifest)
 
     def _try_to_clean_up(self, manifest: Manifest) -> None:
@@ -123,9 +123,18 @@ class Committer:
 
         Of later steps of this attempt other ranks may have written objects already.
         """
+
+        def is_over(key: str) -> bool:
+            owner = owner_of(self._run_id, key)
+            return owner is not None and (owner[1] < self._attempt or (owner[1] == self._attempt and owner[0] < step))
+
         needed = {item.key for manifest in manifests for item in manifest.objects}
-        for found in list(self._storage.list(checkpoints_prefix(self._run_id))):
-            owner = owner_of(self._run_id, found.key)
-            is_left = owner is not None and (owner[1] < self._attempt or (owner[1] == self._attempt and owner[0] < step))
-            if is_left and found.key not in needed:
+        prefix = checkpoints_prefix(self._run_id)
+        for found in list(self._storage.list(prefix)):
+            if is_over(found.key) and found.key not in needed:
                 self._storage.delete(found.key)
+        if isinstance(self._storage, KeepsUnfinished):
+            try:
+                self._storage.drop_unfinished(prefix, is_over)
+            except StorageError as error:  # it takes rights that nothing else does: retention must not fail for want of them
+                logger.warning("what killed attempts left of uploads in parts is not cleaned up: %s", error)

@@ -1,6 +1,6 @@
 """Owns the storage seam: the handful of questions the rest of the package asks of a place for bytes."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -50,4 +50,13 @@ class Storage(Protocol):
 
     def check_writable(self) -> None:
         """Write, conditionally write, read and delete a small probe; raise a `StorageError` that says what to do."""
+        ...
+
+
+@runtime_checkable
+class KeepsUnfinished(Protocol):
+    """What a storage also has where a writer that is killed leaves a part of an object: nobody can read it, and it takes room."""
+
+    def drop_unfinished(self, prefix: str, is_over: Callable[[str], bool]) -> None:
+        """Drop the parts of objects below `prefix` of which `is_over(key)` says that nobody writes them any more."""
         ...

@@ -5,7 +5,7 @@ import os
 import random
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field
 from http import HTTPStatus
@@ -113,6 +113,18 @@ class S3Storage:
         name = self._name(key)
         with self._explained("delete", name):
             client_of(self).delete_object(Bucket=self.bucket, Key=name)
+
+    def drop_unfinished(self, prefix: str, is_over: Callable[[str], bool]) -> None:
+        """Abort uploads in parts below `prefix` of which `is_over(key)` says so: they are paid for, and never listed."""
+        check_prefix(prefix)
+        root = f"{self.prefix}/" if self.prefix else ""
+        with self._explained("list the unfinished uploads of", root + prefix):
+            pages = client_of(self).get_paginator("list_multipart_uploads").paginate(Bucket=self.bucket, Prefix=root + prefix)
+            begun = [(upload["Key"], upload["UploadId"]) for page in pages for upload in page.get("Uploads", ())]
+        for name, upload_id in begun:
+            if is_over(name.removeprefix(root)):
+                with self._explained("abort the upload of", name):
+                    client_of(self).abort_multipart_upload(Bucket=self.bucket, Key=name, UploadId=upload_id)
 
     def check_writable(self) -> None:
         """Write, conditionally write, read and delete a small probe; `StorageError` says what is wrong."""

@@ -12,7 +12,10 @@ _CREDENTIALS = "check the access key, the secret and the session token in the bl
 _REGION = "give the bucket's region, in the block or as AWS_REGION"
 _REACH = "check the endpoint URL, the network, and that the server is up"
 _BUSY = "the store is overloaded or down: try again later, or with fewer ranks"
-_RIGHTS = "the credentials need the rights GetObject, PutObject and DeleteObject on the objects and ListBucket on the bucket"
+_RIGHTS = (
+    "the credentials need the rights GetObject, PutObject, DeleteObject and AbortMultipartUpload on the objects, and ListBucket "
+    "and ListBucketMultipartUploads on the bucket"
+)
 
 _BY_CODE = {
     "NoSuchBucket": "there is no such bucket: create it, or correct its name",

@@ -318,6 +318,33 @@ def test_a_failed_upload_in_parts_leaves_nothing(monkeypatch, wire, over_wire):
     assert list(over_wire.list()) == []
 
 
+def _begin_upload(storage, key):
+    client = client_of(storage)
+    name = f"{storage.prefix}/{key}"
+    upload = client.create_multipart_upload(Bucket="bucket", Key=name)["UploadId"]
+    client.upload_part(Bucket="bucket", Key=name, UploadId=upload, PartNumber=1, Body=b"part")
+
+
+def test_uploads_that_a_killed_writer_left_are_dropped(s3_server):  # noqa: F811
+    """Those that are over, below the prefix given; not those that somebody may be at, nor a neighbour's."""
+    storage, neighbour = s3_server.storage(), s3_server.storage()
+    for key in ("run/1/old", "run/2/new", "runs/1/old"):
+        _begin_upload(storage, key)
+    _begin_upload(neighbour, "run/1/old")
+    storage.write("run/1/whole", b"1")
+    storage.drop_unfinished("run/", lambda key: key.startswith("run/1/"))
+    left = client_of(storage).list_multipart_uploads(Bucket="bucket")["Uploads"]
+    expected = {f"{storage.prefix}/run/2/new", f"{storage.prefix}/runs/1/old", f"{neighbour.prefix}/run/1/old"}
+    assert {upload["Key"] for upload in left} == expected
+    assert storage.read("run/1/whole") == b"1"
+
+
+def test_the_right_to_list_uploads_may_be_missing(s3_server):  # noqa: F811
+    """Then the message names it."""
+    storage = s3_server.storage(user="reader")
+    assert "ListBucketMultipartUploads" in _error(storage.drop_unfinished, "runs/", lambda key: True)
+
+
 def test_listings_go_on_over_pages(storage):
     """More than a thousand objects are all listed, in order, and what isn't a key isn't."""
     keys = [f"many/{number:05}" for number in range(1001)]

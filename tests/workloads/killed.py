@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from prefect_torch_ddp.storage import s3
-from prefect_torch_ddp.storage.protocol import Storage, StoredObject
+from prefect_torch_ddp.storage.protocol import KeepsUnfinished, Storage, StoredObject
 
 if TYPE_CHECKING:
     import torch
@@ -138,6 +138,11 @@ class KillingStorage:
         """Delete it."""
         with self._killed("delete", key):
             self.inner.delete(key)
+
+    def drop_unfinished(self, prefix: str, is_over: Callable[[str], bool]) -> None:
+        """Drop them, where the real one can have some."""
+        if isinstance(self.inner, KeepsUnfinished):
+            self.inner.drop_unfinished(prefix, is_over)
 
     def check_writable(self) -> None:
         """Check it."""

@@ -2,6 +2,7 @@
 
 import logging
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -158,6 +159,34 @@ def test_retention_keeps_the_last_and_the_best(tmp_path: Path) -> None:
     assert steps_of(DirectoryStorage(tmp_path)) == [2, 5, 6]
     folders = {path.parent.parent.name for path in (tmp_path / "runs/local/checkpoints").rglob("*.pt")}
     assert folders == {"step-00000002", "step-00000005", "step-00000006"}
+
+
+@dataclass(frozen=True)
+class WithoutRights(DirectoryStorage):
+    """A directory that refuses to drop what killed writers left."""
+
+    def drop_unfinished(self, prefix: str, is_over: Callable[[str], bool]) -> None:
+        """Refuse."""
+        msg = f"ListBucketMultipartUploads of {prefix} is denied"
+        raise StorageError(msg)
+
+
+def test_retention_needs_no_right_to_drop_uploads(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A store that forbids it leaves them, with one warning; old checkpoints are deleted all the same."""
+    count_to(WithoutRights(tmp_path), 5, CheckpointPolicy(every_steps=1, every_s=None, keep_last=2))
+    assert steps_of(DirectoryStorage(tmp_path)) == [4, 5]
+    assert caplog.text.count("ListBucketMultipartUploads") == 1
+
+
+def test_what_follows_the_last_commit_is_made_up_for(tmp_path: Path) -> None:
+    """An attempt that was killed between its last commit and the clean-up: the next one adds no step, and cleans up."""
+    count_to(tmp_path, 3)
+    left = tmp_path / "runs/local/checkpoints/step-00000004/000001/counter.pt"
+    left.parent.mkdir(parents=True)
+    left.write_bytes(b"a checkpoint that was never committed")
+    count_to(tmp_path, 3, CheckpointPolicy(every_steps=1, every_s=None, keep_last=1))
+    assert steps_of(DirectoryStorage(tmp_path)) == [3]
+    assert not left.exists()
 
 
 def test_a_new_run_may_start_from_another(tmp_path: Path) -> None:
