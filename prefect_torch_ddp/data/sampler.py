@@ -45,7 +45,7 @@ class GlobalBatches:
     """The global batches of a dataset, epoch after epoch; the world size has no part in them.
 
     Every sample is in exactly one global batch of an epoch (none is repeated to even out shares; with `drop_last` the uneven tail
-    is left out). Memory: 8 bytes a sample for the order of the current epoch, nothing without `shuffle`.
+    is left out). Memory: 4 bytes a sample for the current epoch's order (8 from 2**31 samples on), nothing without `shuffle`.
 
     Raises:
         InvalidParamsError: there is no sample, no room in a batch, or no batch.
@@ -103,10 +103,11 @@ class GlobalBatches:
         return order
 
     def _epoch_order(self, epoch: int) -> torch.Tensor:
-        """Return the permutation of an epoch, int64 of shape [num_samples], on the CPU."""
+        """Return the permutation of an epoch, whole numbers of shape [num_samples], on the CPU."""
         if self._order is None or self._order[0] != epoch:
             self._order = None  # or two permutations would be in memory at once
             generator = torch.Generator(device="cpu").manual_seed(mix_seed(self.seed, epoch))
             # The device is named because a user's torch.set_default_device("cuda") would clash with the generator's.
-            self._order = (epoch, torch.randperm(self.num_samples, generator=generator, device="cpu"))
+            dtype = torch.int32 if self.num_samples < 2**31 else torch.int64  # half the memory, and the same order
+            self._order = (epoch, torch.randperm(self.num_samples, generator=generator, device="cpu", dtype=dtype))
         return self._order[1]

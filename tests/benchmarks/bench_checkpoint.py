@@ -1,0 +1,134 @@
+"""What a checkpoint of 300 MB costs a training on two ranks, beside torch.save and dcp.async_save; how fast it is read back."""
+
+import os
+import statistics
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from distributed import Client
+
+from prefect_torch_ddp import RankContext, run_gang
+from prefect_torch_ddp.rank.config import CheckpointPolicy, RankConfig
+from prefect_torch_ddp.storage.directory import DirectoryStorage
+from prefect_torch_ddp.tasks.cluster import local_cluster
+from prefect_torch_ddp.tasks.run import RUN_WITH_CONTEXT
+from tests.benchmarks.beside import Times, show
+from tests.workloads import saved
+
+pytestmark = pytest.mark.timeout(1800)
+ROUNDS = int(os.environ.get("PTD_BENCH_ROUNDS", "9"))
+BETWEEN_SAVES_S = 30.0
+ON_DEMAND = CheckpointPolicy(every_s=None)
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[Client]:
+    """Connect to a cluster as train_flow makes it, two workers."""
+    with local_cluster(n_workers=2) as cluster, Client(cluster) as client:
+        yield client
+
+
+def test_stall_of_a_save(client: Client, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Print the table of docs/performance.md: medians over the rounds, the first one, which fills buffers, apart."""
+    others = tmp_path / "others"
+    others.mkdir()
+    config = RankConfig(
+        run_id=f"bench-{uuid.uuid4().hex[:8]}",
+        attempt=1,
+        stage="task",
+        storage=DirectoryStorage(tmp_path / "store"),
+        checkpoint=ON_DEMAND,
+    )
+    turns = run_gang(client, RUN_WITH_CONTEXT, args=(config, saved.in_turns, (ROUNDS + 1, str(others))), world_size=2)[0]
+    by_way = {way: [turn[1:] for turn in turns if turn[0] == way] for way in saved.WAYS}
+    quiet_s = statistics.median(rest for _, rest, _ in by_way[saved.NOTHING][1:])
+    idle_s = statistics.median(stall for stall, _, _ in by_way[saved.NOTHING][1:])
+    rows = []
+    for way, ((first, _, _), *seen) in by_way.items():
+        stall = statistics.median(stall for stall, _, _ in seen) - idle_s
+        beside = statistics.median(rest for _, rest, _ in seen) - quiet_s
+        unfinished = statistics.median(left for _, _, left in seen)
+        worst = max(stall for stall, _, _ in seen) - idle_s
+        share = (stall + max(beside, 0.0)) / BETWEEN_SAVES_S
+        cells = [f"{seconds * 1000:.0f}" for seconds in (stall, worst, first - idle_s, beside, unfinished)]
+        rows.append((way, *cells, f"{share:.2%}"))
+    head = ("what", "stall: median ms", "worst ms", "the first ms", "later steps longer by ms", "not written after them ms")
+    show(capsys, (*head, f"of the time at a save in {BETWEEN_SAVES_S:.0f} s"), rows)
+    with capsys.disabled():
+        steps = saved.STEPS_OF_A_TURN - 1
+        print(f"\nA step takes {quiet_s / steps * 1000:.0f} ms; the later steps are {steps}.")
+
+
+def evict(paths: Sequence[Path]) -> None:
+    """Have the next reading come from the disk; no right is needed for it."""
+    for path in paths:
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def seconds_of(work: Callable[[], object]) -> float:
+    """Return how long it takes."""
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
+
+
+def test_verify_and_load(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Print how fast 300 MB get back into a model and its optimizer, from the disk and from memory, beside only reading them."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))  # else torch's optimizers set it for good
+    objects = trained()
+    with RankContext.local(storage=tmp_path, checkpoint=ON_DEMAND) as rank:
+        rank.track(**objects)
+        rank.checkpoint(force=True)
+    paths = sorted((tmp_path / "runs/local/checkpoints").rglob("*.pt"))
+    num_bytes = sum(path.stat().st_size for path in paths)
+    times = Times()
+    for _ in range(ROUNDS):
+        for name, way in WAYS_TO_READ.items():
+            for where in ("from the disk", "from memory"):
+                with RankContext.local(storage=tmp_path, checkpoint=ON_DEMAND) as rank:
+                    evict(paths if where == "from the disk" else ())
+                    times.note(f"{where}: {name}", partial(seconds_of, partial(way, paths, objects, rank)))
+    rows = []
+    for name in sorted(times.seen):
+        reference, median = times.median_ms(f"{name.partition(':')[0]}: {REFERENCE}"), times.median_ms(name)
+        rows.append((name, f"{median:.0f}", f"{num_bytes / median / 1e3:.0f}", f"{reference / median:.2f}"))
+    show(capsys, ("what", "median ms", "MB/s", "times only reading"), rows)
+
+
+def trained() -> dict[str, Any]:
+    """Return a model and its optimizer, with both moments."""
+    model = saved.make_model()
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(1, saved.WIDTH)).sum().backward()
+    optimizer.step()
+    return {"model": model, "optimizer": optimizer}
+
+
+def only_read(paths: Sequence[Path], _objects: dict[str, Any], _rank: RankContext) -> None:
+    """Read each file."""
+    for path in paths:
+        path.read_bytes()
+
+
+def plain_load(paths: Sequence[Path], objects: dict[str, Any], _rank: RankContext) -> None:
+    """Load each object as plain PyTorch does, unverified."""
+    for path in paths:
+        if path.stem in objects:
+            objects[path.stem].load_state_dict(torch.load(path, weights_only=True))
+
+
+def ours(_paths: Sequence[Path], objects: dict[str, Any], rank: RankContext) -> None:
+    """Choose the checkpoint, verify it and load it."""
+    rank.track(**objects)
+
+
+REFERENCE = "only read"
+WAYS_TO_READ = {REFERENCE: only_read, "torch.load and load_state_dict, unverified": plain_load, "verify and load": ours}

@@ -1,0 +1,153 @@
+"""How fast a RankLoader is beside torch's DataLoader with a DistributedSampler; what an epoch of ten million samples takes."""
+
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torchvision.transforms import v2
+
+from prefect_torch_ddp.data.loader import RankLoader
+from tests.benchmarks.beside import show
+
+pytestmark = pytest.mark.timeout(1800)
+ROUNDS = int(os.environ.get("PTD_BENCH_ROUNDS", "11"))
+LOCAL_BATCH = 64
+WORLD_SIZE = 2
+REFERENCE, OURS = "DataLoader, DistributedSampler", "RankLoader"
+
+
+class Rows(Dataset[torch.Tensor]):
+    """Rows of features that are in memory: the least that a sample can cost."""
+
+    def __init__(self, num_samples: int) -> None:
+        self._num_samples = num_samples
+        self._rows = torch.randn(4096, 256)
+
+    def __len__(self) -> int:
+        return self._num_samples
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return self._rows[index % 4096]
+
+
+class Batches(Rows):
+    """The same, a batch at a time."""
+
+    def __getitems__(self, indices: list[int]) -> list[torch.Tensor]:
+        return list(self._rows[torch.tensor(indices) % 4096])
+
+
+class Images(Dataset[torch.Tensor]):
+    """Images of 96 times 96, augmented by a random crop and flip, at a random angle."""
+
+    def __init__(self, num_samples: int) -> None:
+        self._num_samples = num_samples
+        self._images = torch.randint(0, 256, (64, 3, 96, 96), dtype=torch.uint8)
+        flips = [v2.RandomResizedCrop(64, antialias=True), v2.RandomHorizontalFlip(), v2.RandomRotation(10)]
+        self._augment = v2.Compose([*flips, v2.ToDtype(torch.float32, scale=True)])
+
+    def __len__(self) -> int:
+        return self._num_samples
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return self._augment(self._images[index % 64])
+
+
+KINDS: dict[str, tuple[Callable[[int], Dataset[Any]], int, int]] = {
+    "rows of 1 kB": (Rows, 60_000, 0),
+    "rows of 1 kB, by the batch": (Batches, 60_000, 0),
+    "rows of 1 kB, 2 workers": (Rows, 40_000, 2),
+    "augmented images": (Images, 2_000, 0),
+    "augmented images, 2 workers": (Images, 3_000, 2),
+}
+
+
+def epochs_of(loader: DataLoader[Any], sampler: "DistributedSampler[Any]") -> Callable[[int], Iterable[Any]]:
+    """Return what gives an epoch's batches of torch's own loader."""
+
+    def epoch(number: int) -> Iterable[Any]:
+        sampler.set_epoch(number)
+        return loader
+
+    return epoch
+
+
+def pace(batches: Iterable[torch.Tensor]) -> float:
+    """Return samples per second, from the second batch on: before it workers start."""
+    began, num_samples = 0.0, 0
+    for number, batch in enumerate(batches):
+        if number == 0:
+            began = time.perf_counter()
+        else:
+            num_samples += len(batch)
+    return num_samples / (time.perf_counter() - began)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_throughput(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Print rank 0's samples per second of two, epoch about epoch."""
+    make, num_samples, num_workers = KINDS[kind]
+    options: dict[str, Any] = {"num_workers": num_workers, "persistent_workers": num_workers > 0}
+    dataset = make(num_samples)
+    sampler: DistributedSampler[Any] = DistributedSampler(dataset, num_replicas=WORLD_SIZE, rank=0)
+    theirs = DataLoader(dataset, batch_size=LOCAL_BATCH, sampler=sampler, **options)
+    ours = RankLoader(dataset, global_batch_size=LOCAL_BATCH * WORLD_SIZE, rank=0, world_size=WORLD_SIZE, **options)
+    ways = {
+        REFERENCE: epochs_of(theirs, sampler),
+        OURS: lambda number: (batch for batch, _ in ours.lockstep(number)),
+    }
+    paces: dict[str, list[float]] = {name: [] for name in ways}
+    for number in range(ROUNDS + 1):
+        for name in list(ways)[:: 1 if number % 2 else -1]:
+            paces[name].append(pace(ways[name](number)))
+    rows = []
+    for name, seen in paces.items():
+        ratios = [mine / reference for mine, reference in zip(seen[1:], paces[REFERENCE][1:], strict=True)]
+        spread = statistics.quantiles(ratios, n=4)
+        cells = f"{statistics.median(seen[1:]):.0f}", f"{statistics.median(ratios):.3f}", f"{spread[0]:.3f} to {spread[2]:.3f}"
+        rows.append((f"{kind}: {name}", *cells))
+    show(capsys, ("what", "samples/s: median", "times DataLoader's", "middle half of the rounds"), rows)
+
+
+TEN_MILLION = r"""
+import re, sys, time, torch
+from torch.utils.data import DataLoader, DistributedSampler, Sampler
+from prefect_torch_ddp.data.loader import RankLoader
+
+class Many(torch.utils.data.Dataset):
+    def __len__(self):
+        return 10_000_000
+    def __getitem__(self, index):
+        return index
+
+def memory_mb(what):
+    return int(re.search(what + r":\s+([0-9]+) kB", open("/proc/self/status").read())[1]) / 1024
+
+if sys.argv[1] == "ours":
+    first = lambda: next(RankLoader(Many(), global_batch_size=512, rank=0, world_size=2).lockstep(1))
+else:
+    first = lambda: next(iter(DataLoader(Many(), batch_size=256, sampler=DistributedSampler(Many(), num_replicas=2, rank=0))))
+torch.randperm(1000)
+open("/proc/self/clear_refs", "w").write("5")  # the peak begins anew
+before, began = memory_mb("VmRSS"), time.perf_counter()
+kept = first()
+print(time.perf_counter() - began, memory_mb("VmHWM") - before)
+"""
+
+
+def test_ten_million_samples(capsys: pytest.CaptureFixture[str]) -> None:
+    """Print how long the first batch of an epoch of ten million samples takes, and its peak of memory, in a fresh process."""
+    rows = []
+    for name, argument in ((REFERENCE, "theirs"), (OURS, "ours")):
+        command = [sys.executable, "-c", TEN_MILLION, argument]
+        found = [subprocess.run(command, capture_output=True, text=True, check=True).stdout.split() for _ in range(ROUNDS)]
+        seconds, megabytes = (statistics.median(map(float, column)) for column in zip(*found, strict=True))
+        rows.append((name, f"{seconds * 1000:.0f}", f"{megabytes:.0f}"))
+    show(capsys, ("what", "first batch after ms", "peak of memory MB"), rows)
