@@ -156,6 +156,16 @@ class TrainParams(Params):
         description="Seconds that a cancelled training gets to stop at one step and write its checkpoint; Prefect gives it 30.",
         json_schema_extra=_at(19),
     )
+    determinism: Literal["default", "elastic"] = Field(
+        default="default",
+        description="elastic: the same weights, to the last bit, for every number of ranks that divides virtual_ranks.",
+        json_schema_extra=_at(20),
+    )
+    virtual_ranks: PositiveInt | None = Field(
+        default=None,
+        description="The most ranks that the training may ever have, for determinism elastic.",
+        json_schema_extra=_at(21),
+    )
 
     @model_validator(mode="after")
     def _refuse_impossible_pairs(self) -> Self:
@@ -169,7 +179,20 @@ class TrainParams(Params):
             sizes = f"min_world_size is {self.min_world_size} and world_size {self.world_size}"
             msg = f"{sizes}; give a min_world_size of at most world_size"
             raise ValueError(msg)
+        self._refuse_virtual_ranks()
         if not re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*(:[A-Za-z_]\w*)?", self.workload):
             msg = f"workload is {self.workload!r}; write it as package.module or package.module:object"
             raise ValueError(msg)
         return self
+
+    def _refuse_virtual_ranks(self) -> None:
+        if self.determinism == "default" and self.virtual_ranks is not None:
+            msg = f"virtual_ranks is {self.virtual_ranks}, which needs determinism='elastic'"
+            raise ValueError(msg)
+        if self.determinism == "elastic" and self.virtual_ranks is None:
+            msg = "determinism is 'elastic', but virtual_ranks is empty: give the most ranks that the training may ever have"
+            raise ValueError(msg)
+        if self.virtual_ranks is not None and self.virtual_ranks % self.world_size:
+            sizes = f"virtual_ranks is {self.virtual_ranks} and world_size {self.world_size}"
+            msg = f"{sizes}; give a world_size that divides virtual_ranks"
+            raise ValueError(msg)

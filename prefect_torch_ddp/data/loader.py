@@ -8,7 +8,8 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, get_worker_info
 
-from prefect_torch_ddp.data.sampler import BatchShare, GlobalBatches, mix_seed, share_range
+from prefect_torch_ddp.data.sampler import BatchShare, GlobalBatches, mix_seed
+from prefect_torch_ddp.data.virtual import Parts
 from prefect_torch_ddp.errors import InvalidParamsError
 
 OURS = frozenset({"batch_size", "shuffle", "sampler", "batch_sampler", "drop_last", "generator"})
@@ -41,6 +42,7 @@ class RankLoader:
         seed: int = 0,
         shuffle: bool = True,
         drop_last: bool = False,
+        virtual_ranks: int | None = None,
         **dataloader_kwargs: Any,
     ) -> None:
         """Make the loader; no worker starts before it is iterated.
@@ -53,6 +55,8 @@ class RankLoader:
             seed: decides the order of every epoch.
             shuffle: a new order each epoch; otherwise the dataset's own.
             drop_last: leave out the epoch's uneven tail.
+            virtual_ranks: cut each global batch into so many parts, of which each rank loads its own one by one, so that nothing
+                that is loaded depends on the number of ranks.
             **dataloader_kwargs: anything else for torch's DataLoader, such as num_workers, collate_fn or pin_memory.
 
         Raises:
@@ -69,9 +73,13 @@ class RankLoader:
         self.epoch = 0
         """The epoch whose order `iter(loader)` takes."""
         self._generator = torch.Generator(device="cpu")
-        self._sampler = _ShareSampler(self.batches, rank, world_size)
+        self._parts = Parts.of_rank(rank, world_size, virtual_ranks)
+        self._sampler = _ShareSampler(self.batches, self._parts)
         self._loader: DataLoader[Any] = DataLoader(
-            _SeededDataset(dataset, seed), batch_sampler=self._sampler, generator=self._generator, **dataloader_kwargs
+            _SeededDataset(dataset, seed, seeds_here=self._parts.is_virtual),
+            batch_sampler=self._sampler,
+            generator=self._generator,
+            **dataloader_kwargs,
         )
 
     @property
@@ -107,9 +115,12 @@ class RankLoader:
     def _lockstep(self, epoch: int, start_batch: int) -> Iterator[tuple[Any, BatchShare]]:
         if start_batch == len(self):
             return
-        for batch, data in enumerate(self._load(epoch, start_batch, stand_ins=True), start=start_batch):
+        loaded = self._load(epoch, start_batch, stand_ins=True)
+        if self._parts.is_virtual:
+            loaded = self._parts.gathered(loaded, map(self.batches.num_global, range(start_batch, len(self))))
+        for batch, data in enumerate(loaded, start=start_batch):
             num_global = self.batches.num_global(batch)
-            num_local = len(share_range(num_global, self.rank, self.world_size))
+            num_local = self._parts.num_local(num_global)
             yield data, BatchShare(epoch, batch, num_local, num_global, is_last=batch == len(self) - 1)
 
     def _load(self, epoch: int, start_batch: int, *, stand_ins: bool) -> Iterator[Any]:
@@ -120,12 +131,11 @@ class RankLoader:
 
 
 class _ShareSampler(Sampler[list[SampleKey]]):
-    """Yields a rank's share of each global batch of the planned pass."""
+    """Yields a rank's share of each global batch of the planned pass, part by part."""
 
-    def __init__(self, batches: GlobalBatches, rank: int, world_size: int) -> None:
+    def __init__(self, batches: GlobalBatches, parts: Parts) -> None:
         self.batches = batches
-        self.rank = rank
-        self.world_size = world_size
+        self.parts = parts
         self.plan = (0, 0, False)
         """Epoch, first batch, whether an empty share becomes a stand-in."""
 
@@ -137,11 +147,11 @@ class _ShareSampler(Sampler[list[SampleKey]]):
 
     def _shares(self, epoch: int, start_batch: int, stand_ins: bool) -> Iterator[list[SampleKey]]:  # noqa: FBT001 - unpacked from the plan
         for batch in range(start_batch, self.batches.num_batches):
-            share = self.batches.share(epoch, batch, self.rank, self.world_size)
-            if not share and stand_ins:
-                share = self.batches.share(epoch, batch, 0, self.world_size)[:1]
-            if share:
-                yield [(epoch, index) for index in share]
+            parts = list(self.parts.sizes(self.batches.num_global(batch)))
+            for part in parts:
+                yield [(epoch, index) for index in self.batches.share(epoch, batch, part, self.parts.num_parts)]
+            if not parts and stand_ins:
+                yield [(epoch, index) for index in self.batches.share(epoch, batch, 0, self.parts.num_parts)[:1]]
 
 
 class _SeededDataset(Dataset[Any]):
@@ -150,8 +160,8 @@ class _SeededDataset(Dataset[Any]):
     `get_worker_info().dataset` is this object: what a `worker_init_fn` reads from it or sets on it goes to the user's own.
     """
 
-    def __init__(self, dataset: Dataset[Any], seed: int) -> None:
-        self.__dict__.update(_dataset=dataset, _seed=seed)
+    def __init__(self, dataset: Dataset[Any], seed: int, *, seeds_here: bool) -> None:
+        self.__dict__.update(_dataset=dataset, _seed=seed, _seeds_here=seeds_here)
 
     def __getitem__(self, key: SampleKey) -> Any:
         epoch, index = key
@@ -174,7 +184,8 @@ class _SeededDataset(Dataset[Any]):
         setattr(self._dataset, name, value)
 
     def _seed_worker(self, epoch: int, index: int) -> None:
-        if get_worker_info() is None:  # the rank itself: its generators belong to the training
+        # In the rank itself the generators belong to the training, unless that seeds them for each step.
+        if get_worker_info() is None and not self._seeds_here:
             return
         seed = mix_seed(self._seed, epoch, index)
         random.seed(seed)

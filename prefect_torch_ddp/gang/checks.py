@@ -70,6 +70,21 @@ def check_restarts(max_restarts: object, min_world_size: object, world_size: int
         raise InvalidParamsError(msg)
 
 
+def check_divides(divides: object, world_size: int | None, min_world_size: int | None) -> None:
+    """Refuse a number that the ranks' number has to divide and can't; None allows any number of ranks."""
+    if divides is None:
+        return
+    if not isinstance(divides, int) or isinstance(divides, bool) or divides < 1:
+        msg = f"world_size_divides is {divides!r}; give a whole number of at least 1, or None"
+        raise InvalidParamsError(msg)
+    if world_size is not None and divides % world_size:
+        msg = f"world_size is {world_size} and has to divide {divides}; give one that does"
+        raise InvalidParamsError(msg)
+    if min_world_size is not None and min_world_size > divides:
+        msg = f"min_world_size is {min_world_size}, and the number of ranks has to divide {divides}; give at most that"
+        raise InvalidParamsError(msg)
+
+
 def check_limits(**limits_s: object) -> None:
     """Refuse time limits that aren't positive; None is no limit."""
     for label, value in limits_s.items():

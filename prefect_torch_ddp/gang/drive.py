@@ -40,11 +40,16 @@ class GangSize:
     fewest: int | None
     """None: no fewer than the most."""
     ranks_per_worker: int
+    divides: int | None = None
+    """A number that every size divides; None: any size will do."""
 
     def on(self, num_workers: int) -> int:
         """Return the size that so many workers give."""
         room = num_workers * self.ranks_per_worker
-        return room if self.most is None else min(self.most, room)
+        size = room if self.most is None else min(self.most, room)
+        while self.divides is not None and self.divides % size:
+            size -= 1
+        return size
 
     @property
     def workers_for_all(self) -> int:
@@ -54,7 +59,10 @@ class GangSize:
     @property
     def workers_for_fewest(self) -> int:
         """How many workers hold the fewest ranks."""
-        return num_workers_needed(self.fewest or self.most or 1, self.ranks_per_worker)
+        fewest = self.fewest or self.most or 1
+        while self.divides is not None and self.divides % fewest:
+            fewest += 1
+        return num_workers_needed(fewest, self.ranks_per_worker)
 
 
 async def drive(  # noqa: PLR0913 - the loop over attempts to take seats needs all of run_gang's choices

@@ -15,6 +15,7 @@ from prefect_torch_ddp.gang.checks import (
     check_choice,
     check_client,
     check_counts,
+    check_divides,
     check_interface,
     check_limits,
     check_resources,
@@ -51,6 +52,7 @@ def run_gang(  # noqa: PLR0913 - level 1 is one call; what can be left out is ke
     attempt: int = 1,
     max_restarts: int = 0,
     min_world_size: int | None = None,
+    world_size_divides: int | None = None,
     journal: AttemptJournal | None = None,
     launcher: Launcher = "auto",
     on_event: Callable[[GangEvent], None] | None = None,
@@ -86,6 +88,7 @@ def run_gang(  # noqa: PLR0913 - level 1 is one call; what can be left out is ke
             ImportError or SyntaxError, and the same exception at the same step twice in a row are not tried again.
         min_world_size: how few ranks will do when workers are missing: at the start after `workers_timeout_s`, at a restart after
             10 s; None: no fewer than `world_size`.
+        world_size_divides: a number that the number of ranks divides in every attempt; None: any number of ranks will do.
         journal: numbers the attempts in place of `attempt`, and keeps their failures beyond this call.
         launcher: "auto" forks ranks from a warm helper process of each Dask worker, in milliseconds, where that is safe; "exec"
             starts a fresh Python for each.
@@ -108,6 +111,7 @@ def run_gang(  # noqa: PLR0913 - level 1 is one call; what can be left out is ke
     check_call(fn, () if callable(args) else args, kwargs)
     check_counts(world_size=world_size, ranks_per_worker=ranks_per_worker)
     check_restarts(max_restarts, min_world_size, world_size)
+    check_divides(world_size_divides, world_size, min_world_size)
     check_choice("process_group", process_group, get_args(ProcessGroupMode))
     check_choice("backend", backend, get_args(Backend))
     check_choice("launcher", launcher, get_args(Launcher))
@@ -141,7 +145,7 @@ def run_gang(  # noqa: PLR0913 - level 1 is one call; what can be left out is ke
         payload = pickle_call(fn, tuple(args(number) if callable(args) else args), dict(kwargs or {}))
         # As torchrun counts: from the start of the whole job, and never beyond the maximum.
         this_plan = plan(payload=payload, attempt=number, max_restarts=number - 1 + restarts.num_left)
-        size = GangSize(restarts.size_to_ask_for(world_size), min_world_size, ranks_per_worker)
+        size = GangSize(restarts.size_to_ask_for(world_size), min_world_size, ranks_per_worker, world_size_divides)
         waits = Waits(workers_timeout_s, queue_timeout_s, FULL_SIZE_S if restarts.num_made else workers_timeout_s)
         events: queue.SimpleQueue[GangEvent | None] = queue.SimpleQueue()
         stop = StopSwitch()

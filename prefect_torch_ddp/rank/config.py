@@ -2,11 +2,13 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
+from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.storage.protocol import Storage
 
 Stage = Literal["prepare", "train", "evaluate", "task"]
+Determinism = Literal["default", "elastic"]
 
 
 @dataclass(frozen=True)
@@ -43,3 +45,34 @@ class RankConfig:
     """In the evaluate stage: the step of the checkpoint to restore."""
     evaluate_on: Literal["last", "best"] = "last"
     """Which checkpoint's model a finished training leaves to others."""
+    determinism: Determinism = "default"
+    """"elastic": a training's bits are the same for every number of ranks that divides `virtual_ranks`."""
+    virtual_ranks: int | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse virtual ranks that can't be."""
+        check_virtual_ranks(self.determinism, self.virtual_ranks, None)
+
+
+def check_virtual_ranks(determinism: str, virtual_ranks: int | None, world_size: int | None) -> None:
+    """Refuse a kind of determinism and numbers of ranks that don't fit together.
+
+    Args:
+        determinism: what was chosen.
+        virtual_ranks: how many, for elastic determinism.
+        world_size: how many ranks there are to be; None: not known yet.
+
+    Raises:
+        InvalidParamsError: says which, and what to give.
+    """
+    if determinism not in get_args(Determinism):
+        msg = f"determinism is {determinism!r}; choose one of {', '.join(get_args(Determinism))}"
+    elif determinism == "default" and virtual_ranks is not None:
+        msg = f"virtual_ranks is {virtual_ranks}, which needs determinism='elastic'"
+    elif determinism == "elastic" and (virtual_ranks is None or virtual_ranks < 1):
+        msg = f"determinism is 'elastic' and virtual_ranks is {virtual_ranks}; give the most ranks the training may ever have"
+    elif virtual_ranks is not None and world_size is not None and virtual_ranks % world_size:
+        msg = f"virtual_ranks is {virtual_ranks} and world_size {world_size}; give a world_size that divides virtual_ranks"
+    else:
+        return
+    raise InvalidParamsError(msg)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Self
 from prefect_torch_ddp.errors import InvalidParamsError, StorageError
 from prefect_torch_ddp.messages import Stopped
 from prefect_torch_ddp.pulse import Phase
-from prefect_torch_ddp.rank.config import CheckpointPolicy, RankConfig, Stage
+from prefect_torch_ddp.rank.config import CheckpointPolicy, Determinism, RankConfig, Stage
 from prefect_torch_ddp.rank.link import ControlLink, NoLink
 from prefect_torch_ddp.rank.reporter import Reporter
 from prefect_torch_ddp.rank.state import Place, TrainingState
@@ -79,6 +79,10 @@ class RankContext:
         self._data = data
         self._link.pulse.enter(Phase.SETUP)
         self._state = TrainingState()
+        if config.determinism == "elastic" and config.stage in ("train", "task"):
+            from prefect_torch_ddp.rank.elastic import VirtualRanks  # noqa: PLC0415 - loads torch
+
+            self._state.virtual = VirtualRanks(config, place)
         self._reporter = Reporter(config, place, self._state, self._link)
         self._tracker: Tracker | None = None
         self._loop: StepLoop | None = None
@@ -98,6 +102,8 @@ class RankContext:
         checkpoint: CheckpointPolicy | None = None,
         resume_from: str | None = None,
         restore_step: int | None = None,
+        determinism: Determinism = "default",
+        virtual_ranks: int | None = None,
     ) -> Self:
         """Make one in this process: world size 1, no process group. Seeds python, numpy and torch, as a rank does.
 
@@ -113,6 +119,8 @@ class RankContext:
             checkpoint: when checkpoints are written, and which are kept.
             resume_from: run to take the first checkpoint from.
             restore_step: see stage.
+            determinism: "elastic" gives the bits that any number of ranks dividing `virtual_ranks` gives.
+            virtual_ranks: see determinism.
         """
         from prefect_torch_ddp.rank.local import local_config  # noqa: PLC0415 - loads torch
 
@@ -125,6 +133,8 @@ class RankContext:
             checkpoint=checkpoint or CheckpointPolicy(),
             resume_from=resume_from,
             restore_step=restore_step,
+            determinism=determinism,
+            virtual_ranks=virtual_ranks,
         )
         context = cls(config, Place(), data=None if data is None else Path(data))
         context._temporary = temporary
@@ -219,6 +229,7 @@ class RankContext:
             seed=self.seed,
             shuffle=shuffle,
             drop_last=drop_last,
+            virtual_ranks=self.config.virtual_ranks if self._state.virtual is not None else None,
             **dataloader_kwargs,
         )
 
@@ -264,7 +275,9 @@ class RankContext:
             optimizer.step()
 
         The gradient is that of the mean loss over the global batch, which ranks sum in the last backward pass alone. With a
-        GradScaler, scale each weighted loss; after the loop unscale, then clip, then step.
+        GradScaler, scale each weighted loss; after the loop unscale, then clip, then step. The rank's mean loss, to report, is
+        `sum(loss * weight) / sum(weight)`: under elastic determinism the weights are parts of the global batch, and don't add up
+        to 1. There the gradients come with the end of the loop.
 
         Args:
             batch: from `steps`: a tensor, or tuples, lists and mappings of tensors, whose first dimension is the sample's.
@@ -353,6 +366,8 @@ class RankContext:
             failed = True
             raise
         finally:
+            if self._state.virtual is not None:
+                self._state.virtual.close()
             self._close_reporter(failed=failed)
 
     def _close_reporter(self, *, failed: bool) -> None:

@@ -20,6 +20,8 @@ def wrap_model(
     Raises:
         InvalidParamsError: there are several ranks and the process group isn't up.
     """
+    if state.virtual is not None:
+        return state.virtual.wrap(model, device)
     model = model.to(device)
     if world_size == 1 or not any(parameter.requires_grad for parameter in model.parameters()):
         return model

@@ -6,7 +6,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from prefect_torch_ddp.checkpoint.attempts import claim_attempt
-from prefect_torch_ddp.rank.config import RankConfig
+from prefect_torch_ddp.rank.config import RankConfig, check_virtual_ranks
 from prefect_torch_ddp.rank.seeding import seed_stage
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.storage.protocol import Storage
@@ -18,6 +18,7 @@ def local_config(storage: Storage | str | Path | None, **config: Any) -> tuple[R
     Returns:
         The description, and the temporary folder to clean up where no storage was given.
     """
+    check_virtual_ranks(config["determinism"], config["virtual_ranks"], world_size=1)
     temporary = None
     if storage is None:
         temporary = TemporaryDirectory(prefix="prefect-torch-ddp-")

@@ -150,6 +150,8 @@ class StepLoop:
         state.share = share
         state.epoch_ended = share.is_last
         state.owes_gradients = False
+        if state.virtual is not None:
+            state.virtual.begin_step(state.step)
         self._link.pulse.begin_step(state.step, state.epoch, is_last=share.is_last)
 
     def _end_step(self, share: BatchShare) -> bool:

@@ -16,6 +16,9 @@ def micro_batches(batch: Any, state: TrainingState, max_samples: int | None) -> 
     Raises:
         InvalidParamsError: the batch can't be cut, or `max_samples` isn't positive.
     """
+    if state.virtual is not None:
+        yield from state.virtual.micro_batches(batch, max_samples)
+        return
     # A stand-in is one sample, whose gradient the ranks don't count.
     num_rows = count_rows(batch, None if state.share is None else max(state.share.num_local, 1))
     parts = pieces(num_rows, max_samples)
@@ -39,6 +42,8 @@ def refuse_half_done(state: TrainingState) -> None:
     Raises:
         InvalidParamsError: they were, and the ranks' gradients have not been summed.
     """
+    if state.virtual is not None:
+        state.virtual.end_step()
     if state.owes_gradients and state.wrapped:
         msg = (
             f"step {state.step} left rank.micro_batches before the last micro-batch, in which the ranks sum their gradients; "

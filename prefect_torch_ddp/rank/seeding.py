@@ -25,6 +25,11 @@ def seed_rank(seed: int, step: int, rank: int) -> None:
     _seed_all(mix_seed(seed, len(_STAGES), step, rank))
 
 
+def seed_shared(seed: int, *of: int) -> None:
+    """Seed python, numpy and torch for what numbers name, such as a step and a virtual rank, alike on whichever rank that is."""
+    _seed_all(mix_seed(seed, len(_STAGES) + 1, *of))
+
+
 def _seed_all(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed % 2**32)  # noqa: NPY002 - user code draws from the global generator

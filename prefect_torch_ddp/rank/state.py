@@ -9,6 +9,7 @@ from prefect_torch_ddp.messages import StoppedBy
 
 if TYPE_CHECKING:
     from prefect_torch_ddp.data.sampler import BatchShare
+    from prefect_torch_ddp.rank.elastic import VirtualRanks
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,8 @@ class TrainingState:
     """A checkpoint was asked for at the end of this step."""
     wrapped: list[Any] = field(default_factory=list)
     """The DDP modules of `rank.wrap`."""
+    virtual: "VirtualRanks | None" = None
+    """Set in a training with elastic determinism."""
     owes_gradients: bool = False
     """Micro-batches of the step under way are done, and the ranks haven't summed their gradients yet."""
     trouble: Callable[[], str] = field(default=str)

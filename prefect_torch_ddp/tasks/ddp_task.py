@@ -12,7 +12,7 @@ from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.gang.launch import run_gang
 from prefect_torch_ddp.messages import Backend
 from prefect_torch_ddp.params import DEFAULT_STORAGE, CheckpointParams
-from prefect_torch_ddp.rank.config import CheckpointPolicy, RankConfig
+from prefect_torch_ddp.rank.config import CheckpointPolicy, Determinism, RankConfig, check_virtual_ranks
 from prefect_torch_ddp.rank.context import RankContext
 from prefect_torch_ddp.tasks.blocks import resolve_storage
 from prefect_torch_ddp.tasks.cancel import or_cancelled
@@ -49,6 +49,8 @@ def ddp_task(
     resources: Mapping[str, float] | None = None,
     interface: str | None = None,
     stop_grace_s: float = 20.0,
+    determinism: Determinism = "default",
+    virtual_ranks: int | None = None,
     **task_options: Any,
 ) -> Callable[[RankFunction[P, R]], Task[P, R]]: ...
 
@@ -72,6 +74,8 @@ def ddp_task(  # noqa: PLR0913 - a decorator's options are its documentation
     resources: Mapping[str, float] | None = None,
     interface: str | None = None,
     stop_grace_s: float = 20.0,
+    determinism: Determinism = "default",
+    virtual_ranks: int | None = None,
     **task_options: Any,
 ) -> Task[P, R] | Callable[[RankFunction[P, R]], Task[P, R]]:
     """Make a function a Prefect task that runs on `world_size` ranks of the flow's Dask cluster.
@@ -98,8 +102,11 @@ def ddp_task(  # noqa: PLR0913 - a decorator's options are its documentation
         resources: Dask resources that the gang takes from each of its workers, e.g. `{"GPU": 1}`; others aren't used.
         interface: the network that the ranks talk by: an interface's name, or `"10.1.0.0/16"`; None: the one Dask uses.
         stop_grace_s: how long ranks in `rank.steps` get, when the task is cancelled, to stop after one step and to save it.
+        determinism: "elastic" gives the same bits on every number of ranks that divides `virtual_ranks`, by `rank.micro_batches`.
+        virtual_ranks: the most ranks that the training may ever have; see determinism.
         **task_options: Prefect's own task options: retries, retry_delay_seconds, tags, timeout_seconds, ...
     """
+    check_virtual_ranks(determinism, virtual_ranks, world_size)
 
     def decorate(fn: RankFunction[P, R]) -> Task[P, R]:
         def run(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -116,6 +123,8 @@ def ddp_task(  # noqa: PLR0913 - a decorator's options are its documentation
                     options=dict(options or {}),
                     seed=seed,
                     checkpoint=CheckpointPolicy(**(checkpoint or CheckpointParams()).model_dump()),
+                    determinism=determinism,
+                    virtual_ranks=virtual_ranks,
                 )
                 return config, fn, args, kwargs
 
@@ -137,6 +146,7 @@ def ddp_task(  # noqa: PLR0913 - a decorator's options are its documentation
                         name=run_id,
                         max_restarts=max_restarts,
                         min_world_size=min_world_size,
+                        world_size_divides=virtual_ranks,
                         journal=RunJournal(where, run_id, knows_steps=False),
                         on_event=log_to_run(),
                     )

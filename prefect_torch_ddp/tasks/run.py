@@ -45,6 +45,8 @@ class Run:
             checkpoint=CheckpointPolicy(**params.checkpoint.model_dump()),
             resume_from=params.resume_from if stage == "train" else None,
             restore_step=restore_step,
+            determinism=params.determinism,
+            virtual_ranks=params.virtual_ranks,
             evaluate_on=params.evaluate_on,
         )
 

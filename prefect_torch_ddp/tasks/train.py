@@ -67,6 +67,7 @@ def _train(run: Run, dataset: DatasetReport) -> TrainingReport:
                 name=f"{run.run_id} train",
                 max_restarts=params.max_restarts,
                 min_world_size=params.min_world_size,
+                world_size_divides=params.virtual_ranks,
                 journal=RunJournal(run.storage, run.run_id, knows_steps=True),
                 progress_timeout_s=params.progress_timeout_s,
                 on_event=log_to_run(show.receive),

@@ -1,0 +1,61 @@
+"""Owns taking the gradients of parameters as flat tensors, and putting flat sums back in their place."""
+
+from collections.abc import Mapping
+
+import torch
+
+from prefect_torch_ddp.errors import InvalidParamsError
+from prefect_torch_ddp.rank.tree_exchange import Flat
+
+
+class FlatGradients:
+    """The gradients of some parameters as one flat tensor for each dtype and device, with marks of which parameters have one."""
+
+    def __init__(self, parameters: Mapping[str, torch.nn.Parameter]) -> None:
+        """Begin without gradients; those that there are come back with the sum, which is added to them."""
+        self._names = {id(parameter): name for name, parameter in parameters.items()}
+        self._before = {id(parameter): parameter.grad for parameter in parameters.values()}
+        kinds: dict[tuple[torch.dtype, torch.device], list[torch.nn.Parameter]] = {}
+        for parameter in parameters.values():
+            kinds.setdefault((parameter.dtype, parameter.device), []).append(parameter)
+            parameter.grad = None
+        self._kinds = list(kinds.values())
+
+    def take(self) -> Flat:
+        """Return the gradients and leave none; zeros for a parameter that has none."""
+        taken = []
+        for parameters in self._kinds:
+            marks = _real(parameters[0]).new_tensor([float(parameter.grad is not None) for parameter in parameters])
+            taken.append(torch.cat([*(self._flat(parameter) for parameter in parameters), marks]))
+            for parameter in parameters:
+                parameter.grad = None
+        return taken
+
+    def put(self, total: Flat) -> None:
+        """Give each parameter its part of the sum; none to a parameter that had no gradient anywhere."""
+        for parameters, flat in zip(self._kinds, total, strict=True):
+            *parts, marks = torch.split(flat, [*(_real(parameter).numel() for parameter in parameters), len(parameters)])
+            for parameter, part, mark in zip(parameters, parts, marks.tolist(), strict=True):
+                before = self._before[id(parameter)]
+                parameter.grad = before
+                if mark:
+                    gradient = torch.empty_like(parameter, requires_grad=False)
+                    _real(gradient).copy_(part.view_as(_real(gradient)))
+                    parameter.grad = gradient if before is None else before + gradient
+
+    def _flat(self, parameter: torch.nn.Parameter) -> torch.Tensor:
+        gradient = parameter.grad
+        if gradient is None:
+            return torch.zeros_like(_real(parameter), requires_grad=False).flatten()
+        if gradient.layout != torch.strided:
+            msg = (
+                f"the gradient of {self._names[id(parameter)]} is sparse, which determinism='elastic' can't add up in its order; "
+                "use sparse=False"
+            )
+            raise InvalidParamsError(msg)
+        return _real(gradient).reshape(-1)
+
+
+def _real(values: torch.Tensor) -> torch.Tensor:
+    values = values.detach()
+    return torch.view_as_real(values) if values.is_complex() else values

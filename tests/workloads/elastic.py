@@ -1,0 +1,97 @@
+"""Owns trainings with elastic determinism, whose weights are the same for every number of ranks."""
+
+import os
+import random
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+from prefect_torch_ddp import RankContext
+from prefect_torch_ddp.checkpoint.manifest import list_checkpoints
+from tests.workloads.healthy import sha256_of_weights
+
+NUM_SAMPLES, BATCH, EPOCHS = 45, 12, 2
+"""Four steps an epoch; the last one has 9 samples."""
+
+
+class NoisyImages(Dataset[tuple[torch.Tensor, int]]):
+    """Small random images of three classes, with augmentation that draws from all three global generators."""
+
+    def __len__(self) -> int:
+        return NUM_SAMPLES
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        image = torch.randn(1, 8, 8, generator=torch.Generator().manual_seed(index))
+        noise = torch.rand(()).item() + random.random() + np.random.rand()  # noqa: NPY002 - as augmentations do
+        return image + index % 3 + 0.1 * noise, index % 3
+
+
+def make_net() -> nn.Sequential:
+    """Return a float32 network with convolution, norm and dropout."""
+    return nn.Sequential(
+        nn.Conv2d(1, 8, 3),
+        nn.GroupNorm(2, 8),
+        nn.GELU(),
+        nn.Flatten(),
+        nn.Dropout(0.3),
+        nn.Linear(8 * 6 * 6, 32),
+        nn.LayerNorm(32),
+        nn.ReLU(),
+        nn.Linear(32, 3),
+    )
+
+
+def fit(rank: RankContext, folder: str = "", plan: dict[int, dict[str, Any]] | None = None) -> dict[str, Any]:
+    """Train with AdamW; say what weights and optimizer hash to.
+
+    Args:
+        rank: options: global_batch_size, num_workers, max_samples, precision ("bfloat16", "scaled").
+        folder: for a file of this rank's pid when it waits to be killed.
+        plan: by attempt: {"step", "how"}, where how is "wait", or "die" for the last rank's death between two micro-batches.
+    """
+    options = rank.options
+    torch.manual_seed(rank.rank)  # rank 0's weights are the ones that count
+    net = make_net()
+    model = rank.wrap(net)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    scaler = torch.amp.GradScaler("cpu", enabled=options.get("precision") == "scaled")
+    rank.track(model=model, optimizer=optimizer, scaler=scaler)
+    size, num_workers = options.get("global_batch_size", BATCH), options.get("num_workers", 0)
+    loader = rank.loader(NoisyImages(), global_batch_size=size, num_workers=num_workers)
+    for batch in rank.steps(loader, epochs=EPOCHS):
+        optimizer.zero_grad()
+        fault = (plan or {}).get(rank.attempt)
+        is_due = fault is not None and rank.step == fault["step"]
+        losses, weights = [], []
+        for (images, labels), weight in rank.micro_batches(batch, max_samples=options.get("max_samples")):
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled="precision" in options):
+                loss = nn.functional.cross_entropy(model(images.to(rank.device)), labels.to(rank.device))
+            scaler.scale(loss * weight).backward()
+            losses.append(loss.item() * weight)
+            weights.append(weight)
+            if is_due:
+                _fail(rank, fault["how"], folder)
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        rank.report(loss=sum(losses) / sum(weights))
+    state = optimizer.state_dict()["state"]
+    moments = torch.cat([values["exp_avg_sq"].flatten() for values in state.values()]).double().sum().item()
+    return {"sha256": sha256_of_weights(net), "moments": moments, "steps": rank.step}
+
+
+def _fail(rank: RankContext, how: str, folder: str) -> None:
+    while not any(ref.step == rank.step - 1 for ref in list_checkpoints(rank.config.storage, rank.run_id)):
+        time.sleep(0.02)  # else it may go on from an earlier one
+    if how == "wait":
+        Path(folder, f"waits-{rank.attempt}-{rank.rank}").write_text(str(os.getpid()))
+        signal.pause()
+    if rank.rank == rank.world_size - 1:
+        os.kill(os.getpid(), signal.SIGKILL)
