@@ -55,6 +55,9 @@ def test_unreachable_address(tmp_path: Path) -> None:
         ({"cluster": {"address": "tcp://x:1", "cluster_class": "a.B"}}, "leave cluster_class and cluster_kwargs empty"),
         ({"cluster": {"address": "tcp://x:1", "adapt_kwargs": {"minimum": 1}}}, "and adapt_kwargs"),
         ({"checkpoint": {"every_steps": 0}}, "every_steps"),
+        ({"determinism": "elastic"}, "virtual_ranks is empty: give the most ranks"),
+        ({"virtual_ranks": 4}, "virtual_ranks is 4, which needs determinism='elastic'"),
+        ({"determinism": "elastic", "virtual_ranks": 3}, "virtual_ranks is 3 and world_size 2; give a world_size that divides"),
     ],
 )
 def test_parameters_explain_themselves(params: dict[str, Any], says: str) -> None:

@@ -1,0 +1,89 @@
+"""Elastic determinism on Dask workers that die and come: the number of ranks changes, no bit does."""
+
+import os
+import signal
+import threading
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from distributed import Client, LocalCluster
+
+from prefect_torch_ddp import InvalidParamsError, run_gang
+from prefect_torch_ddp.gang import launch
+from prefect_torch_ddp.rank.config import CheckpointPolicy, RankConfig
+from prefect_torch_ddp.storage.directory import DirectoryStorage
+from prefect_torch_ddp.tasks.run_journal import RunJournal
+from tests.integration.gang.test_restarts import attempts_in, extra_worker
+from tests.integration.gang.test_resumed_restarts import RUN_WITH_CONTEXT, waiting
+from tests.workloads import restarting
+
+if TYPE_CHECKING:
+    from prefect_torch_ddp.messages import GangEvent
+
+pytestmark = pytest.mark.timeout(180)
+
+
+def train(client: Client, folder: Path, plan: dict[int, dict[str, Any]], **options: Any) -> list[dict[str, Any]]:
+    """Run the elastic training with four virtual ranks, a checkpoint at each step, as the tasks do."""
+    storage = DirectoryStorage(folder / "store")
+
+    def arguments(attempt: int) -> tuple[Any, ...]:
+        policy = CheckpointPolicy(every_steps=1, every_s=None)
+        config = RankConfig("run", attempt, "task", storage, checkpoint=policy, determinism="elastic", virtual_ranks=4)
+        return config, "tests.workloads.elastic:fit", (str(folder), plan)
+
+    journal = RunJournal(storage, "run", knows_steps=True)
+    return run_gang(client, RUN_WITH_CONTEXT, args=arguments, journal=journal, world_size_divides=4, **options)
+
+
+def test_four_then_two_then_one_then_four_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three workers left hold two ranks, as three don't divide four; at the end the SHA-256 is that of one undisturbed rank."""
+    monkeypatch.setattr(launch, "FULL_SIZE_S", 3.0)
+    plan = {1: {"step": 3, "how": "wait"}, 2: {"step": 5, "how": "wait"}, 3: {"step": 7, "how": "wait"}}
+    events: list[GangEvent] = []
+    failures: list[BaseException] = []
+    with ExitStack() as stack:
+        cluster = stack.enter_context(LocalCluster(n_workers=1, threads_per_worker=1, dashboard_address=":0"))
+        client = stack.enter_context(Client(cluster))
+        extra = [stack.enter_context(extra_worker(cluster, 2 + i)) for i in range(3)]
+
+        def be_the_weather() -> None:
+            try:
+                waiting(tmp_path, 1, 4)
+                extra[0].kill()
+                pids = waiting(tmp_path, 2, 2)
+                for worker in extra[1:]:
+                    worker.kill()
+                os.kill(pids[0], signal.SIGKILL)  # those workers may hold none of the two ranks
+                (pid,) = waiting(tmp_path, 3, 1)
+                for i in range(3):
+                    stack.enter_context(extra_worker(cluster, 2 + i))
+                os.kill(pid, signal.SIGKILL)
+            except BaseException as error:  # noqa: BLE001 - the test shall show it
+                failures.append(error)
+
+        thread = threading.Thread(target=be_the_weather)
+        thread.start()
+        values = train(client, tmp_path, plan, world_size=4, min_world_size=1, max_restarts=3, on_event=events.append)
+        thread.join()
+        assert not failures
+        assert attempts_in(events) == [(1, 4), (2, 2), (3, 1), (4, 4)]
+        undisturbed = tmp_path / "undisturbed"
+        undisturbed.mkdir()
+        assert values == train(client, undisturbed, {}, world_size=1) * 4
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"world_size": 2, "world_size_divides": 3}, "world_size is 2 and has to divide 3"),
+        ({"world_size_divides": 0}, "world_size_divides is 0"),
+        ({"world_size_divides": 2, "min_world_size": 3}, "min_world_size is 3, and the number of ranks has to divide 2"),
+    ],
+)
+def test_sizes_that_cannot_divide_are_refused(dask_client: Client, options: dict[str, int], says: str) -> None:
+    """Each names the value and what to give."""
+    with pytest.raises(InvalidParamsError, match=says):
+        run_gang(dask_client, restarting.fail_everywhere, **options)
