@@ -11,9 +11,9 @@ from prefect.settings import PREFECT_API_URL, PREFECT_UI_URL, temporary_settings
 from prefect.states import Cancelled
 from prefect_dask import DaskTaskRunner
 
-from prefect_torch_ddp.checkpoint.manifest import newest
+from prefect_torch_ddp.checkpoint.source import source_of
 from prefect_torch_ddp.data.dataset_store import find_dataset
-from prefect_torch_ddp.errors import InvalidParamsError, SchedulerLostError, WorkerLostError
+from prefect_torch_ddp.errors import SchedulerLostError, WorkerLostError
 from prefect_torch_ddp.params import TrainParams
 from prefect_torch_ddp.results import DatasetReport, TrainingReport, TrainReport
 from prefect_torch_ddp.tasks.blocks import resolve_storage
@@ -109,9 +109,9 @@ def _check(params: TrainParams) -> Run:
     workload = read_workload(params.workload)
     storage = resolve_storage(params.storage)
     storage.check_writable()
-    if params.resume_from is not None and newest(storage, params.resume_from) is None:
-        msg = f"resume_from is {params.resume_from!r}, but {storage.uri} holds no complete checkpoint of a run of that id"
-        raise InvalidParamsError(msg)
+    resume_from = None if params.resume_from is None else source_of(params.resume_from, storage, resolve_storage)
+    if resume_from is not None:
+        resume_from.find()
     context = FlowRunContext.get()
     assert context is not None
     assert context.flow_run is not None
@@ -120,4 +120,5 @@ def _check(params: TrainParams) -> Run:
         params=params,
         storage=storage,
         dataset_id=dataset_id(workload, params.data_options),
+        resume_from=resume_from,
     )

@@ -142,7 +142,8 @@ class TrainParams(Params):
     )
     resume_from: str | None = Field(
         default=None,
-        description="Id of an earlier run in the same storage whose newest checkpoint this run starts from.",
+        description="Run whose newest checkpoint this one starts from: its id, or <storage>/runs/<id> of another storage; "
+        "a certain checkpoint with /checkpoints/step-00000400 after it.",
         json_schema_extra=_at(17),
     )
     progress_timeout_s: PositiveFloat | None = Field(

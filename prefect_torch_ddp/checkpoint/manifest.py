@@ -1,5 +1,6 @@
 """Owns the manifest that makes a checkpoint complete, and what is read of a run's checkpoints without torch."""
 
+import hashlib
 import json
 import logging
 import math
@@ -48,12 +49,16 @@ class Manifest:
     def as_bytes(self) -> bytes:
         """Return it as JSON."""
         metrics = {name: value if math.isfinite(value) else str(value) for name, value in self.metrics.items()}
-        return json.dumps({**asdict(self), "metrics": metrics}, indent=1, allow_nan=False).encode()
+        values = {**asdict(self), "metrics": metrics}
+        return json.dumps({**values, "sha256": _digest(values)}, indent=1, allow_nan=False).encode()
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Self:
         """Read the JSON back; raises ValueError, TypeError or KeyError on anything else."""
         values = json.loads(data)
+        if values.pop("sha256") != _digest(values):
+            msg = "its content isn't that of its sha256"
+            raise ValueError(msg)
         objects = tuple(ManifestObject(**item) for item in values.pop("objects"))
         metrics = {str(name): float(value) for name, value in values.pop("metrics").items()}
         return cls(**values, metrics=metrics, objects=objects)
@@ -67,17 +72,25 @@ def read_manifest(storage: Storage, run_id: str, step: int) -> Manifest:
     """
     key = manifest_key(run_id, step)
     try:
-        return Manifest.from_bytes(storage.read(key))
+        manifest = Manifest.from_bytes(storage.read(key))
     except ObjectNotFoundError as error:
         msg = f"run {run_id} has no checkpoint of step {step}: there is no {key} in {storage.uri}"
         raise CheckpointError(msg) from error
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         msg = f"the manifest {key} is damaged: {error!r}"
         raise CheckpointError(msg) from error
+    if (manifest.run_id, manifest.step) != (run_id, step):
+        msg = f"the manifest {key} is that of step {manifest.step} of run {manifest.run_id}"
+        raise CheckpointError(msg)
+    return manifest
 
 
-def all_manifests(storage: Storage, run_id: str) -> list[Manifest]:
-    """Return the manifests that there are, by step; a damaged one is left out with a warning."""
+def _digest(values: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True, allow_nan=False).encode()).hexdigest()
+
+
+def all_manifests(storage: Storage, run_id: str, faults: list[str] | None = None) -> list[Manifest]:
+    """Return the manifests that there are, by step; a damaged one is left out with a warning, and added to the faults."""
     prefix = checkpoints_prefix(run_id)
     keys = [found.key for found in storage.list(prefix) if found.key.endswith("/manifest.json")]
     manifests = []
@@ -88,12 +101,14 @@ def all_manifests(storage: Storage, run_id: str) -> list[Manifest]:
         except (CheckpointError, ValueError) as error:
             if not isinstance(error.__cause__, ObjectNotFoundError):  # else it was deleted between the listing and now
                 logger.warning("checkpoint left out: %s", error)
+                if faults is not None:
+                    faults.append(str(error))
     return sorted(manifests, key=lambda manifest: manifest.step)
 
 
-def list_manifests(storage: Storage, run_id: str) -> list[Manifest]:
+def list_manifests(storage: Storage, run_id: str, faults: list[str] | None = None) -> list[Manifest]:
     """Return the manifests of a run's complete checkpoints, by step; damaged ones are left out with a warning, and void ones."""
-    manifests = all_manifests(storage, run_id)
+    manifests = all_manifests(storage, run_id, faults)
     is_void = void_test(storage, run_id)
     return [manifest for manifest in manifests if not is_void(manifest.attempt, manifest.step)]
 

@@ -8,9 +8,10 @@ from prefect_torch_ddp.checkpoint.beginnings import FROM_NOTHING, record_beginni
 from prefect_torch_ddp.checkpoint.keys import rank_name
 from prefect_torch_ddp.checkpoint.manifest import Manifest, read_manifest
 from prefect_torch_ddp.checkpoint.meeting import Meeting, wait_for
-from prefect_torch_ddp.checkpoint.resume import find_resumable, read_object
+from prefect_torch_ddp.checkpoint.resume import find_resumable, read_object, read_objects
 from prefect_torch_ddp.checkpoint.rng import restore_generators
 from prefect_torch_ddp.checkpoint.serial import from_bytes
+from prefect_torch_ddp.checkpoint.source import Source
 from prefect_torch_ddp.errors import CheckpointError
 from prefect_torch_ddp.storage.protocol import Storage
 
@@ -21,20 +22,20 @@ class Restorer:
     """Restores objects in place from one checkpoint, or leaves them as they are where there is none."""
 
     def __init__(
-        self, storage: Storage, manifest: Manifest | None, run_id: str, verified: dict[str, bytes] | None = None
+        self, storage: Storage, manifest: Manifest | None, verified: dict[str, bytes] | None = None, *, is_ours: bool = True
     ) -> None:
         """Restore from the checkpoint of the manifest.
 
         Args:
             storage: where it is.
             manifest: None restores nothing.
-            run_id: the run that goes on; a checkpoint of its own has to have everything.
             verified: objects by name that were read already.
+            is_ours: whether it is of the run that goes on; then it has to have everything.
         """
         self._storage = storage
         self.manifest = manifest
-        self._run_id = run_id
         self._verified = verified or {}
+        self.is_ours = is_ours
 
     @classmethod
     def at_step(cls, storage: Storage, run_id: str, step: int | None) -> Self:
@@ -46,30 +47,51 @@ class Restorer:
         if step is None:
             msg = f"no checkpoint of run {run_id} was named to restore from"
             raise CheckpointError(msg)
-        return cls(storage, read_manifest(storage, run_id, step), run_id)
+        return cls(storage, read_manifest(storage, run_id, step))
 
     @classmethod
-    def resuming(  # noqa: PLR0913, PLR0917 - whose checkpoint, and who asks
-        cls, storage: Storage, run_id: str, resume_from: str | None, rank: int, attempt: int, meeting: Meeting
-    ) -> Self:
-        """Restore from the newest checkpoint that verifies, of this run or else of `resume_from`; rank 0 chooses for all.
+    def resuming(cls, own: Source, attempt: int, resume_from: Source | None, rank: int, meeting: Meeting) -> Self:
+        """Restore from the newest checkpoint that verifies, of this run or else from `resume_from`; rank 0 chooses for all.
+
+        Args:
+            own: this run.
+            attempt: this attempt; where it goes on is put on record.
+            resume_from: where a run without a checkpoint of its own begins.
+            rank: this rank.
+            meeting: where rank 0 says what it chose.
 
         Raises:
-            CheckpointError: rank 0 didn't choose; or `resume_from` has no checkpoint.
+            CheckpointError: rank 0 didn't choose; or there are checkpoints and none can be restored.
             StorageError: the storage failed.
         """
         if rank == 0:
-            manifest, verified = _choose(storage, run_id, resume_from)
-            record_beginning(storage, run_id, attempt, FROM_NOTHING if manifest is None else manifest.step)
-            choice = None if manifest is None else {"run_id": manifest.run_id, "step": manifest.step}
-            meeting.say("resume", json.dumps(choice))
-            return cls(storage, manifest, run_id, verified)
+            chosen = cls._choose(own, resume_from)
+            step = None if chosen.manifest is None else chosen.manifest.step
+            record_beginning(own.storage, own.run_id, attempt, FROM_NOTHING if step is None else step)
+            meeting.say("resume", json.dumps({"step": step, "is_ours": chosen.is_ours}))
+            return chosen
         text = wait_for(meeting, "resume", speaker=0)
         if text is None:
-            msg = f"rank 0 of run {run_id} ended without tracking anything; rank.track belongs on every rank"
+            msg = f"rank 0 of run {own.run_id} ended without tracking anything; rank.track belongs on every rank"
             raise CheckpointError(msg)
         choice = json.loads(text)
-        return cls(storage, None if choice is None else read_manifest(storage, **choice), run_id)
+        where = own if choice["is_ours"] else resume_from
+        assert where is not None
+        manifest = None if choice["step"] is None else read_manifest(where.storage, where.run_id, choice["step"])
+        return cls(where.storage, manifest, is_ours=choice["is_ours"])
+
+    @classmethod
+    def _choose(cls, own: Source, resume_from: Source | None) -> Self:
+        found, where = find_resumable(own.storage, own.run_id), own
+        if found is None and resume_from is not None:
+            where = resume_from
+            found = _begin_from(resume_from)
+        if found is None:
+            return cls(own.storage, None)
+        manifest, verified = found
+        of_other = f", {where.uri}" if where.storage != own.storage else ""
+        logger.info("goes on from the checkpoint of step %d of run %s%s", manifest.step, manifest.run_id, of_other)
+        return cls(where.storage, manifest, verified, is_ours=where is own)
 
     def restore(self, name: str, item: Any) -> None:
         """Load a tracked object's state in place.
@@ -84,7 +106,7 @@ class Restorer:
         found = manifest.find(name)
         if found is None:
             msg = f"the {what} has no object {name!r}; it has {', '.join(item.name for item in manifest.objects)}"
-            if manifest.run_id != self._run_id:
+            if not self.is_ours:
                 logger.warning("%s: it begins as it is", msg)
                 return
             raise CheckpointError(msg)
@@ -111,14 +133,13 @@ class Restorer:
         self._verified.clear()
 
 
-def _choose(storage: Storage, run_id: str, resume_from: str | None) -> tuple[Manifest | None, dict[str, bytes]]:
-    found = find_resumable(storage, run_id)
-    if found is None and resume_from is not None:
-        found = find_resumable(storage, resume_from)
-        if found is None:
-            msg = f"resume_from is {resume_from!r}, but that run has no checkpoint in {storage.uri} that can be restored"
-            raise CheckpointError(msg)
+def _begin_from(source: Source) -> tuple[Manifest, dict[str, bytes]]:
+    """Return the checkpoint of the step that was asked for, or else the newest one that verifies."""
+    if source.step is not None:
+        manifest = read_manifest(source.storage, source.run_id, source.step)
+        return manifest, read_objects(source.storage, manifest)
+    found = find_resumable(source.storage, source.run_id)
     if found is None:
-        return None, {}
-    logger.info("goes on from the checkpoint of step %d of run %s", found[0].step, found[0].run_id)
+        msg = f"resume_from is {source.run_id!r}, but that run has no checkpoint in {source.storage.uri} that can be restored"
+        raise CheckpointError(msg)
     return found

@@ -2,6 +2,7 @@
 
 import logging
 
+from prefect_torch_ddp.checkpoint.keys import checkpoints_prefix
 from prefect_torch_ddp.checkpoint.manifest import Manifest, ManifestObject, list_manifests
 from prefect_torch_ddp.checkpoint.serial import sha256_of
 from prefect_torch_ddp.errors import CheckpointError, ObjectNotFoundError
@@ -34,12 +35,28 @@ def read_object(storage: Storage, manifest: Manifest, item: ManifestObject) -> b
 def find_resumable(storage: Storage, run_id: str) -> tuple[Manifest, dict[str, bytes]] | None:
     """Return the newest checkpoint whose objects all verify, with their bytes by name; warn about each newer one that doesn't.
 
+    None where the run has no checkpoint.
+
     Raises:
+        CheckpointError: it has some, and none verifies. Whether to begin anew then is for a person to say.
         StorageError: the storage failed; falling back then would throw away work that isn't lost.
     """
-    for manifest in reversed(list_manifests(storage, run_id)):
+    faults: list[str] = []
+    for manifest in reversed(list_manifests(storage, run_id, faults)):
         try:
-            return manifest, {item.name: read_object(storage, manifest, item) for item in manifest.objects}
+            return manifest, read_objects(storage, manifest)
         except CheckpointError as error:
             logger.warning("%s; the one before it is tried", error)
+            faults.append(str(error))
+    if faults:
+        msg = (
+            f"run {run_id} has checkpoints in {storage.uri}, and none of them can be restored: {'; '.join(faults)}. "
+            f"Repair them, or delete {checkpoints_prefix(run_id)} there to begin anew"
+        )
+        raise CheckpointError(msg)
     return None
+
+
+def read_objects(storage: Storage, manifest: Manifest) -> dict[str, bytes]:
+    """Return a checkpoint's objects by name; raises as `read_object`."""
+    return {item.name: read_object(storage, manifest, item) for item in manifest.objects}

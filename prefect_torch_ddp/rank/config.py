@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
+from prefect_torch_ddp.checkpoint.source import Source
 from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.storage.protocol import Storage
 
@@ -39,8 +40,8 @@ class RankConfig:
     options: Mapping[str, Any] = field(default_factory=dict)
     seed: int = 0
     checkpoint: CheckpointPolicy = field(default_factory=CheckpointPolicy)
-    resume_from: str | None = None
-    """Run id to take the first checkpoint from when this run has none of its own."""
+    resume_from: Source | None = None
+    """Where to take the first checkpoint from when this run has none of its own."""
     restore_step: int | None = None
     """In the evaluate stage: the step of the checkpoint to restore."""
     evaluate_on: Literal["last", "best"] = "last"

@@ -117,7 +117,8 @@ class RankContext:
             run_id: names the run's folder; the same one again resumes it.
             stage: "evaluate" restores the checkpoint of `restore_step`.
             checkpoint: when checkpoints are written, and which are kept.
-            resume_from: run to take the first checkpoint from.
+            resume_from: run to take the first checkpoint from: its id, or `<path or s3:// URI of its storage>/runs/<id>`, either
+                perhaps with `/checkpoints/step-00000400`.
             restore_step: see stage.
             determinism: "elastic" gives the bits that any number of ranks dividing `virtual_ranks` gives.
             virtual_ranks: see determinism.

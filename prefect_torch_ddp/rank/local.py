@@ -6,9 +6,11 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from prefect_torch_ddp.checkpoint.attempts import claim_attempt
+from prefect_torch_ddp.checkpoint.source import source_of
 from prefect_torch_ddp.rank.config import RankConfig, check_virtual_ranks
 from prefect_torch_ddp.rank.seeding import seed_stage
 from prefect_torch_ddp.storage.directory import DirectoryStorage
+from prefect_torch_ddp.storage.locate import storage_from_uri
 from prefect_torch_ddp.storage.protocol import Storage
 
 
@@ -25,4 +27,6 @@ def local_config(storage: Storage | str | Path | None, **config: Any) -> tuple[R
         storage = temporary.name
     where = DirectoryStorage(Path(storage)) if isinstance(storage, str | os.PathLike) else storage
     seed_stage(config["seed"], config["stage"])
+    if isinstance(config["resume_from"], str):
+        config["resume_from"] = source_of(config["resume_from"], where, storage_from_uri)
     return RankConfig(attempt=claim_attempt(where, config["run_id"]), storage=where, **config), temporary

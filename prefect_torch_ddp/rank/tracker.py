@@ -13,6 +13,7 @@ from prefect_torch_ddp.checkpoint.manifest import Manifest, best, checkpoint_ref
 from prefect_torch_ddp.checkpoint.meeting import Meeting, open_meeting, say_gone, wait_for
 from prefect_torch_ddp.checkpoint.restore import Restorer
 from prefect_torch_ddp.checkpoint.retention import Retention
+from prefect_torch_ddp.checkpoint.source import Source
 from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.pulse import Phase
 from prefect_torch_ddp.rank.config import RankConfig
@@ -139,9 +140,8 @@ class Tracker:
 
     def _last(self) -> Manifest | None:
         last = self._checkpointer.last if self._checkpointer is not None else None
-        restored = self._restorer.manifest if self._restorer is not None else None
-        if last is None and restored is not None and restored.run_id == self._config.run_id and self._place.rank == 0:
-            return restored
+        if last is None and self._place.rank == 0 and self._restorer is not None and self._restorer.is_ours:
+            return self._restorer.manifest
         return last
 
     def _check(self, objects: Mapping[str, Any]) -> None:
@@ -167,13 +167,12 @@ class Tracker:
             restorer = Restorer.at_step(config.storage, config.run_id, config.restore_step)
         else:
             self._meeting = self._meeting or open_meeting(self._place.world_size)
-            restorer = Restorer.resuming(
-                config.storage, config.run_id, config.resume_from, self._place.rank, config.attempt, self._meeting
-            )
+            own = Source(config.storage, config.run_id)
+            restorer = Restorer.resuming(own, config.attempt, config.resume_from, self._place.rank, self._meeting)
             self._checkpointer = self._make_checkpointer(self._meeting)
             self._state.trouble = self.trouble
         if restorer.manifest is not None:
-            self._adopt(restorer.manifest)
+            self._adopt(restorer.manifest, is_ours=restorer.is_ours)
         return restorer
 
     def _say_gone(self) -> None:
@@ -189,9 +188,8 @@ class Tracker:
         committer = Committer(config.storage, config.run_id, config.attempt, retention)
         return Checkpointer(writer, meeting, committer, before_commit=self._reporter.flush, on_failure=policy.on_failure)
 
-    def _adopt(self, manifest: Manifest) -> None:
+    def _adopt(self, manifest: Manifest, *, is_ours: bool) -> None:
         """Go on from where the checkpoint was made."""
-        is_ours = manifest.run_id == self._config.run_id
         position = Position.from_json(manifest.position)
         self._state.step = manifest.step
         self._state.epoch = manifest.epoch
@@ -213,8 +211,8 @@ class Tracker:
         assert self._meeting is not None
         assert self._restorer is not None
         if self._place.rank == 0:
-            newest = checkpointer.last or self._restorer.manifest
-            has_it = newest is not None and (newest.run_id, newest.step) == (self._config.run_id, self._state.step)
+            newest = self._last()
+            has_it = newest is not None and newest.step == self._state.step
             if newest is not None and has_it and checkpointer.last is None:
                 checkpointer.clean_up_after(newest)
             self._meeting.say("last", "skip" if has_it else "save")

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from prefect.logging import get_run_logger
 
+from prefect_torch_ddp.checkpoint.source import Source
 from prefect_torch_ddp.gang.follow import rank_text, stack_line
 from prefect_torch_ddp.messages import GangEvent, LogLine, RankStack
 from prefect_torch_ddp.params import TrainParams
@@ -29,6 +30,7 @@ class Run:
     params: TrainParams
     storage: Storage
     dataset_id: str
+    resume_from: Source | None = None
 
     def rank_config(self, stage: Stage, attempt: int, restore_step: int | None = None) -> RankConfig:
         """Describe the context of the ranks of one stage."""
@@ -43,7 +45,7 @@ class Run:
             # What prepare draws belongs to the dataset, which all seeds share; a seed for it is one of data_options.
             seed=0 if stage == "prepare" else params.seed,
             checkpoint=CheckpointPolicy(**params.checkpoint.model_dump()),
-            resume_from=params.resume_from if stage == "train" else None,
+            resume_from=self.resume_from if stage == "train" else None,
             restore_step=restore_step,
             determinism=params.determinism,
             virtual_ranks=params.virtual_ranks,

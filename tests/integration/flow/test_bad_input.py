@@ -26,6 +26,14 @@ pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("prefect_api")]
         ({"cluster": ClusterParams(cluster_class="no_such.Cluster")}, InvalidParamsError, "no_such.Cluster"),
         ({"data_options": {"x": {1}}}, InvalidParamsError, "data_options can't be written as JSON"),
         ({"resume_from": "no-such-run"}, InvalidParamsError, "no-such-run"),
+        (
+            {"resume_from": "no-such-run/checkpoints/step-00000400"},
+            InvalidParamsError,
+            "no-such-run has no checkpoint of step 400",
+        ),
+        ({"resume_from": "/no/such/store/runs/otter"}, InvalidParamsError, "/no/such/store holds no complete checkpoint"),
+        ({"resume_from": "/no/such/store"}, InvalidParamsError, "names no run; write a run's id, or <storage>/runs/<run id>"),
+        ({"resume_from": "s3-bucket/absent/runs/otter"}, InvalidParamsError, "s3-bucket/absent"),
     ],
 )
 def test_refused_before_a_process_starts(tmp_path: Path, params: dict[str, Any], error: type[Exception], says: str) -> None:

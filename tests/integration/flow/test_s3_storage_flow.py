@@ -8,7 +8,7 @@ import psutil
 import pytest
 from prefect.client.orchestration import get_client
 
-from prefect_torch_ddp import StorageError, TrainParams, train_flow
+from prefect_torch_ddp import CheckpointParams, StorageError, TrainParams, train_flow
 from tests.integration.runs import artifacts_of, flow_run_id_of, logs_of, states_of, task_runs_of
 from tests.integration.s3_server import S3Server, s3_server  # noqa: F401 - a fixture
 
@@ -91,6 +91,21 @@ def test_everything_of_a_run_is_in_the_bucket(
     assert secret not in first.model_dump_json()
     printed = capfd.readouterr()
     assert secret not in caplog.text + printed.out + printed.err
+
+
+def test_a_run_begins_from_the_checkpoint_of_another_storage(s3_server: S3Server, tmp_path: Path) -> None:  # noqa: F811
+    """From the bucket of a block into a directory; the bucket stays as it was."""
+    block = save_block("resumed", s3_server, *s3_server.keys["owner"])
+    policy = CheckpointParams(every_steps=5, keep_last=9)
+    params = TrainParams(workload="tests.workloads.tiny", seed=3, checkpoint=policy)
+    first = train_flow(params.model_copy(update={"storage": block, "options": {"epochs": 1}}))
+    there = {found.key: s3_server.storage(FOLDER).read(found.key) for found in s3_server.storage(FOLDER).list("runs/")}
+    in_folder = {"storage": str(tmp_path), "resume_from": f"{block}/runs/{first.run_id}"}
+    second = train_flow(params.model_copy(update=in_folder))
+    assert second.training.resumed_from_step == first.training.num_steps == 7
+    assert second.training.num_steps == 21
+    assert str(second.model_uri).startswith(str(tmp_path))
+    assert {key: s3_server.storage(FOLDER).read(key) for key in there} == there
 
 
 @pytest.mark.parametrize(("user", "says"), [("owner", "the secret is wrong"), ("reader", "the credentials need the rights")])

@@ -1,0 +1,73 @@
+"""Owns where a new run begins from: a checkpoint of another run, perhaps in another storage, as a person writes it."""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from prefect_torch_ddp.checkpoint.manifest import Manifest, list_manifests, read_manifest
+from prefect_torch_ddp.errors import CheckpointError, InvalidParamsError
+from prefect_torch_ddp.storage.protocol import Storage
+from prefect_torch_ddp.storage.s3 import S3Storage
+
+_REFERENCE = re.compile(r"(?:(?P<root>.*/|)runs/)?(?P<run_id>[^/]+)(?:/checkpoints/step-(?P<step>\d+)(?:/manifest\.json)?)?/?")
+_FORMS = "write a run's id, or <storage>/runs/<run id>, or <storage>/runs/<run id>/checkpoints/step-00000400"
+
+
+@dataclass(frozen=True)
+class Source:
+    """A checkpoint that a new run begins from."""
+
+    storage: Storage
+    run_id: str
+    step: int | None = None
+    """None: the newest one that verifies."""
+
+    @property
+    def uri(self) -> str:
+        """Its place, as a person would write it."""
+        run = f"{self.storage.uri.rstrip('/')}/runs/{self.run_id}"
+        return run if self.step is None else f"{run}/checkpoints/step-{self.step:08d}"
+
+    def find(self) -> Manifest:
+        """Return the manifest of the step, or the newest one; its objects aren't read.
+
+        Raises:
+            InvalidParamsError: there is none.
+            StorageError: the storage failed.
+        """
+        try:
+            if self.step is not None:
+                return read_manifest(self.storage, self.run_id, self.step)
+            if manifests := list_manifests(self.storage, self.run_id):
+                return manifests[-1]
+        except CheckpointError as error:
+            msg = f"resume_from names {self.uri}, but {error}"
+            raise InvalidParamsError(msg) from error
+        msg = f"resume_from names {self.uri}, but {self.storage.uri} holds no complete checkpoint of a run of that id"
+        raise InvalidParamsError(msg)
+
+
+def source_of(reference: str, own: Storage, resolve: Callable[[str], Storage]) -> Source:
+    """Read what a person wrote; nothing is looked for.
+
+    Args:
+        reference: a run's id, or a place: a path, an `s3://` URI or a block's reference, then `/runs/<run id>`, then perhaps
+            `/checkpoints/step-00000400`.
+        own: the storage of the new run, which a mere id means. What is in its bucket is reached as it is.
+        resolve: makes a storage of what comes before `/runs/`.
+
+    Raises:
+        InvalidParamsError: it can't be read; says which forms there are.
+    """
+    match = _REFERENCE.fullmatch(reference)
+    if match is None or (match["root"] is None and match["run_id"] in (".", "..")):
+        msg = f"resume_from is {reference!r}, which names no run; {_FORMS}"
+        raise InvalidParamsError(msg)
+    step = None if match["step"] is None else int(match["step"])
+    if match["root"] is None:
+        return Source(own, match["run_id"], step)
+    root = re.sub(r"(?<=.)/$", "", match["root"]) or "."
+    storage = resolve(root)
+    if isinstance(own, S3Storage) and isinstance(storage, S3Storage) and storage.bucket == own.bucket and "://" in root:
+        storage = replace(own, prefix=storage.prefix)
+    return Source(storage, match["run_id"], step)

@@ -1,0 +1,157 @@
+"""Every object of a checkpoint, damaged in every way, in a directory and a bucket: the one before it is taken, or none."""
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from prefect_torch_ddp import RankContext
+from prefect_torch_ddp.checkpoint.keys import checkpoints_prefix, manifest_key
+from prefect_torch_ddp.checkpoint.manifest import Manifest, list_manifests, read_manifest
+from prefect_torch_ddp.errors import CheckpointError
+from prefect_torch_ddp.rank.config import CheckpointPolicy
+from prefect_torch_ddp.storage.directory import DirectoryStorage
+from prefect_torch_ddp.storage.protocol import Storage
+from tests.integration.s3_server import S3Server, open_s3_server  # noqa: F401 - a fixture
+from tests.workloads.healthy import sha256_of_weights
+
+pytestmark = pytest.mark.timeout(180)
+
+POLICY = CheckpointPolicy(every_steps=1, every_s=None, keep_last=9)
+NUM_STEPS = 3
+
+
+def _flipped(data: bytes) -> bytes:
+    return data[: len(data) // 2] + bytes([data[len(data) // 2] ^ 1]) + data[len(data) // 2 + 1 :]
+
+
+DAMAGES: dict[str, Callable[[bytes], bytes | None]] = {
+    "truncated": lambda data: data[: len(data) - len(data) // 3],
+    "a bit flipped": _flipped,
+    "empty": lambda _: b"",
+    "missing": lambda _: None,
+}
+
+
+def train(storage: Storage, num_steps: int) -> tuple[str, int | None]:
+    """Train; return the weights' digest and the step that it went on from."""
+    with RankContext.local(storage=storage, run_id="run", checkpoint=POLICY) as rank:
+        model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Dropout(0.4)).double()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        rank.track(model=model, optimizer=optimizer)
+        loader = rank.loader(torch.utils.data.TensorDataset(torch.ones(1, 3, dtype=torch.float64)), global_batch_size=1)
+        for (batch,) in rank.steps(loader, epochs=num_steps):
+            rank._tracker._checkpointer.wait()
+            loss = model(batch).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    return sha256_of_weights(model), rank.outcome()["resumed_from_step"]
+
+
+def copy(source: Storage, target: Storage) -> Storage:
+    """Copy a storage's objects."""
+    for found in source.list(""):
+        target.write(found.key, source.read(found.key))
+    return target
+
+
+def damage(storage: Storage, key: str, how: str) -> None:
+    """Damage an object."""
+    data = DAMAGES[how](storage.read(key))
+    if data is None:
+        storage.delete(key)
+    else:
+        storage.write(key, data)
+
+
+def objects_of(storage: Storage, step: int) -> list[str]:
+    """Name a checkpoint's objects, the manifest too."""
+    return [item.key for item in read_manifest(storage, "run", step).objects] + [manifest_key("run", step)]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Storage, str]:
+    """Train three steps, a checkpoint each; and say what four make of the weights."""
+    storage = DirectoryStorage(tmp_path_factory.mktemp("trained"))
+    train(storage, NUM_STEPS)
+    return storage, train(copy(storage, DirectoryStorage(tmp_path_factory.mktemp("whole"))), NUM_STEPS + 1)[0]
+
+
+def check_each_object(
+    trained: tuple[Storage, str], make: Callable[[str], Storage], how: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Damage one object of the newest checkpoint after the other."""
+    original, expected = trained
+    keys = objects_of(original, NUM_STEPS)
+    assert [key.rsplit("/", 1)[1] for key in keys] == ["model.pt", "optimizer.pt", "rank-00000.pt", "manifest.json"]
+    for key in keys:
+        storage = copy(original, make(key.rsplit("/", 1)[1]))
+        damage(storage, key, how)
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            assert train(storage, NUM_STEPS + 1) == (expected, NUM_STEPS - 1)
+        warned = [record.getMessage() for record in caplog.records if key in record.getMessage()]
+        # A checkpoint without a manifest is none, as after a kill in the midst of a save.
+        assert bool(warned) == (how != "missing" or not key.endswith("manifest.json")), (key, how, caplog.text)
+        manifests = list_manifests(storage, "run")
+        assert [(manifest.step, manifest.attempt) for manifest in manifests] == [(1, 1), (2, 1), (3, 2), (4, 2)]
+
+
+@pytest.mark.parametrize("how", DAMAGES)
+def test_each_object_in_a_directory(
+    trained: tuple[Storage, str], tmp_path: Path, how: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The one before is taken, a warning names the object, the weights are right, and the damaged one is replaced."""
+    check_each_object(trained, lambda name: DirectoryStorage(tmp_path / name), how, caplog)
+
+
+@pytest.mark.parametrize("how", DAMAGES)
+def test_each_object_in_a_bucket(
+    trained: tuple[Storage, str],
+    open_s3_server: S3Server,  # noqa: F811
+    how: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The same on a real S3 server."""
+    check_each_object(trained, lambda _: open_s3_server.storage(), how, caplog)
+
+
+@pytest.mark.parametrize("which", ["model.pt", "manifest.json"])
+def test_a_run_whose_checkpoints_are_all_damaged_doesnt_begin_anew(
+    trained: tuple[Storage, str], tmp_path: Path, which: str
+) -> None:
+    """An error that names each of them, nothing is deleted; when a person has deleted them, the run begins anew."""
+    storage = copy(trained[0], DirectoryStorage(tmp_path))
+    keys = [key for step in range(1, NUM_STEPS + 1) for key in objects_of(storage, step) if key.endswith(which)]
+    for key in keys:
+        damage(storage, key, "a bit flipped")
+    before = [found.key for found in storage.list(checkpoints_prefix("run"))]
+    with pytest.raises(CheckpointError, match=r"has checkpoints in .*, and none of them can be restored") as caught:
+        train(storage, NUM_STEPS)
+    assert all(key in str(caught.value) for key in keys)
+    assert [found.key for found in storage.list(checkpoints_prefix("run"))] == before
+    for key in before:
+        storage.delete(key)
+    assert train(storage, NUM_STEPS)[1] is None
+
+
+def test_no_flipped_bit_of_a_manifest_goes_unnoticed(trained: tuple[Storage, str], tmp_path: Path) -> None:
+    """Each bit of each byte: it is damaged, or it says the very same."""
+    key = manifest_key("run", NUM_STEPS)
+    data = trained[0].read(key)
+    whole = read_manifest(trained[0], "run", NUM_STEPS)
+    same = 0
+    for position in range(len(data)):
+        for bit in range(8):
+            flipped = data[:position] + bytes([data[position] ^ 1 << bit]) + data[position + 1 :]
+            try:
+                read: Any = Manifest.from_bytes(flipped)
+            except (ValueError, TypeError, KeyError, AttributeError):
+                continue
+            assert read == whole, (position, bit)
+            same += 1
+    assert same < len(data), "white space, at most"

@@ -1,0 +1,106 @@
+"""Shows how a person names the checkpoint that a new run begins from, and that a run does begin from there."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from prefect_torch_ddp import InvalidParamsError, RankContext
+from prefect_torch_ddp.checkpoint.manifest import list_checkpoints, list_manifests
+from prefect_torch_ddp.checkpoint.source import Source, source_of
+from prefect_torch_ddp.errors import CheckpointError
+from prefect_torch_ddp.storage.directory import DirectoryStorage
+from prefect_torch_ddp.storage.locate import storage_from_uri
+from prefect_torch_ddp.storage.s3 import S3Storage
+from tests.unit.checkpoint.test_commit import Counter, count_to
+
+OWN = DirectoryStorage(Path("/own"))
+
+
+@pytest.mark.parametrize(
+    ("reference", "storage", "run_id", "step"),
+    [
+        ("calm-otter-1a2b", OWN, "calm-otter-1a2b", None),
+        ("calm-otter-1a2b/checkpoints/step-00000400", OWN, "calm-otter-1a2b", 400),
+        ("/data/store/runs/calm-otter", DirectoryStorage(Path("/data/store")), "calm-otter", None),
+        ("/data/store/runs/calm-otter/", DirectoryStorage(Path("/data/store")), "calm-otter", None),
+        ("/data/store/runs/calm-otter/checkpoints/step-00000400", DirectoryStorage(Path("/data/store")), "calm-otter", 400),
+        ("/data/runs/x/runs/otter/checkpoints/step-7/manifest.json", DirectoryStorage(Path("/data/runs/x")), "otter", 7),
+        ("/runs/otter", DirectoryStorage(Path("/")), "otter", None),
+        ("runs/otter", DirectoryStorage(Path()), "otter", None),
+        ("~/store/runs/otter", DirectoryStorage(Path("~/store")), "otter", None),
+        ("file:///data/my%20store/runs/otter", DirectoryStorage(Path("/data/my store")), "otter", None),
+        ("s3://bucket/team/models/runs/otter", S3Storage("bucket", "team/models"), "otter", None),
+        ("s3://bucket/runs/otter/checkpoints/step-00000400", S3Storage("bucket"), "otter", 400),
+    ],
+)
+def test_a_reference_is_read(reference: str, storage: object, run_id: str, step: int | None) -> None:
+    """An id, a path, a URI; with the step or without; the place of a manifest, as reports show it, too."""
+    source = source_of(reference, OWN, storage_from_uri)
+    assert source == Source(storage, run_id, step)  # type: ignore[arg-type]
+    assert source_of(source.uri, OWN, storage_from_uri) == source
+
+
+@pytest.mark.parametrize(
+    "reference", ["", "/", ".", "..", "/data/store", "s3://bucket/otter", "a/b", "/data/runs/", "x/runs/a/b"]
+)
+def test_what_names_no_run_is_refused(reference: str) -> None:
+    """With the forms that there are."""
+    with pytest.raises(InvalidParamsError, match=r"names no run; write a run's id, or <storage>/runs/<run id>"):
+        source_of(reference, OWN, storage_from_uri)
+
+
+def test_the_runs_own_bucket_is_reached_as_the_run_reaches_it() -> None:
+    """With its endpoint and credentials, which a URI can't hold; another bucket isn't."""
+    own = S3Storage("bucket", "new", endpoint_url="http://minio:9000", access_key_id="k", secret_access_key="s")
+    source = source_of("s3://bucket/old/runs/otter", own, storage_from_uri)
+    assert source.storage == S3Storage(
+        "bucket", "old", endpoint_url="http://minio:9000", access_key_id="k", secret_access_key="s"
+    )
+    assert source_of("s3://other/runs/otter", own, storage_from_uri).storage == S3Storage("other")
+
+
+def begin(folder: Path, resume_from: str, run_id: str = "local") -> tuple[int, float]:
+    """Begin a run there; return the step and the value that it begins with."""
+    with RankContext.local(storage=folder, run_id=run_id, resume_from=resume_from) as rank:
+        counter = Counter()
+        rank.track(counter=counter)
+        return rank.step, counter.value.item()
+
+
+def test_a_run_begins_from_another_storage(tmp_path: Path) -> None:
+    """Also where both runs have the same id; the first step is the one behind; the other storage stays as it was."""
+    old, new = tmp_path / "old", tmp_path / "new"
+    count_to(old, 3)
+    before = {path: path.read_bytes() for path in old.rglob("*") if path.is_file()}
+    assert begin(new, f"{old}/runs/local") == (3, 3)
+    assert begin(new, f"{old}/runs/local") == (3, 3)
+    assert [manifest.step for manifest in list_manifests(DirectoryStorage(new), "local")] == [3]
+    with RankContext.local(storage=tmp_path / "third", resume_from=f"{old}/runs/local/checkpoints/step-00000002") as rank:
+        counter = Counter()
+        rank.track(counter=counter)
+        for _ in rank.steps(rank.loader(torch.utils.data.TensorDataset(torch.zeros(1)), global_batch_size=1), epochs=5):
+            counter.value += 1
+    assert (rank.step, counter.value.item(), rank.outcome()["resumed_from_step"]) == (5, 5, 2)
+    assert {path: path.read_bytes() for path in old.rglob("*") if path.is_file()} == before
+
+
+def test_a_step_of_the_same_storage(tmp_path: Path) -> None:
+    """By the manifest's place, as reports name it, or after the run's id."""
+    count_to(tmp_path, 3)
+    ref = list_checkpoints(DirectoryStorage(tmp_path), "local")[0]
+    assert begin(tmp_path, ref.uri, "next") == (1, 1)
+    assert begin(tmp_path, "local/checkpoints/step-00000002", "third") == (2, 2)
+
+
+def test_a_step_that_was_asked_for_is_that_step(tmp_path: Path) -> None:
+    """Where it is damaged, no other one is taken; where it isn't there, a look says so."""
+    count_to(tmp_path, 3)
+    (tmp_path / "runs/local/checkpoints/step-00000002/000001/counter.pt").write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"step-00000002/000001/counter.pt is damaged"):
+        begin(tmp_path, "local/checkpoints/step-00000002", "next")
+    storage = DirectoryStorage(tmp_path)
+    assert Source(storage, "local", 3).find().step == Source(storage, "local").find().step == 3
+    for source in (Source(storage, "local", 4), Source(storage, "nobody")):
+        with pytest.raises(InvalidParamsError, match=f"resume_from names {source.uri}, but .*no (complete )?checkpoint of"):
+            source.find()
