@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from prefect_torch_ddp.data.ledger import read_ledger
     from prefect_torch_ddp.errors import (
         BadKeyError,
         CheckpointError,
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from prefect_torch_ddp.params import CheckpointParams, ClusterParams, TrainParams
     from prefect_torch_ddp.rank.context import RankContext
     from prefect_torch_ddp.rank.link import report_progress
-    from prefect_torch_ddp.results import Report, TrainReport
+    from prefect_torch_ddp.results import LedgerReport, Report, TrainReport
     from prefect_torch_ddp.tasks.ddp_task import ddp_task
 
     __version__: str
@@ -42,6 +43,7 @@ __all__ = [
     "GangError",
     "GangHungError",
     "InvalidParamsError",
+    "LedgerReport",
     "NotEnoughWorkersError",
     "ObjectNotFoundError",
     "PrefectTorchDdpError",
@@ -55,6 +57,7 @@ __all__ = [
     "WorkerLostError",
     "__version__",
     "ddp_task",
+    "read_ledger",
     "report_progress",
     "run_gang",
     "train_flow",
@@ -64,11 +67,13 @@ __all__ = [
 _HOMES = {
     "CheckpointParams": "params",
     "ClusterParams": "params",
+    "LedgerReport": "results",
     "RankContext": "rank.context",
     "Report": "results",
     "TrainParams": "params",
     "TrainReport": "results",
     "ddp_task": "tasks.ddp_task",
+    "read_ledger": "data.ledger",
     "report_progress": "rank.link",
     "run_gang": "gang.launch",
     "train_flow": "flow",

@@ -74,17 +74,9 @@ def _run(run: Run, params: TrainParams) -> TrainReport:
             checkpoint=checkpoint,
             model_uri=training.model_uri,
         )
-        epochs = result_of(published, grace_s)
-    return TrainReport(
-        run_id=run.run_id,
-        flow_run_url=flow_run.ui_url if PREFECT_UI_URL.value() else None,  # the embedded server has no UI
-        dataset=dataset,
-        training=training,
-        epochs=epochs,
-        evaluation=evaluation,
-        checkpoint=checkpoint,
-        model_uri=training.model_uri,
-    )
+        report = result_of(published, grace_s)
+    url = flow_run.ui_url if PREFECT_UI_URL.value() else None  # the embedded server has no UI
+    return report.model_copy(update={"flow_run_url": url})
 
 
 def _grace_s(params: TrainParams) -> float:

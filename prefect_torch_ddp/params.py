@@ -167,6 +167,11 @@ class TrainParams(Params):
         description="The most ranks that the training may ever have, for determinism elastic.",
         json_schema_extra=_at(21),
     )
+    ledger: bool = Field(
+        default=False,
+        description="Put on record which samples each step trains on; the report says whether each was used once.",
+        json_schema_extra=_at(22),
+    )
 
     @model_validator(mode="after")
     def _refuse_impossible_pairs(self) -> Self:

@@ -100,6 +100,79 @@ class TrainingReport(Result):
     """What went wrong before, oldest first."""
 
 
+class EpochLedger(Result):
+    """What the ledger holds of one epoch."""
+
+    epoch: int
+    """Counts from 1."""
+    num_samples: int
+    """Different samples that were trained on."""
+    num_total: int
+    """Samples of the dataset; 0 where the record of it is lost."""
+    is_finished: bool
+    """Whether it was gone through to its end; otherwise it is under way, or was left early."""
+    begins_at: int = 0
+    """Samples of it that the run this one started from had done; they are in that run's ledger."""
+    num_left_out: int = 0
+    """Samples of the tail that `drop_last` left out."""
+    num_missing: int = 0
+    missing: tuple[int, ...] = ()
+    """Some of their ids; none where these can't be told."""
+    num_repeated: int = 0
+    """Samples that were trained on more than once."""
+    repeated: tuple[int, ...] = ()
+    """Some of their ids."""
+    repeated_in: tuple[int, ...] = ()
+    """For each of these ids the step that took it again."""
+    num_unknown: int = 0
+    """Ids that the dataset doesn't have."""
+    unknown: tuple[int, ...] = ()
+    """Some of them."""
+
+    @property
+    def is_clean(self) -> bool:
+        """Whether each sample that was due was trained on once."""
+        return self.num_total > 0 and not (self.num_missing or self.num_repeated or self.num_unknown)
+
+    def __str__(self) -> str:
+        """Say it in a line: `epoch 3: 1,437 samples, each once`."""
+        parts = [f"{self.num_samples:,} samples" + ("" if self.is_finished else f" of {self.num_total:,}")]
+        parts[0] += ", each once" if self.is_clean else ""
+        parts += [] if self.num_total else ["the record of its dataset is lost"]
+        again = ", ".join(f"{item} in step {step}" for item, step in zip(self.repeated, self.repeated_in, strict=True))
+        for num, word, which in (
+            (self.num_missing, "missing", ", ".join(map(str, self.missing))),
+            (self.num_repeated, "repeated", again),
+            (self.num_unknown, "that the dataset doesn't have", ", ".join(map(str, self.unknown))),
+        ):
+            some = f" ({which}{', ...' if num > which.count(',') + 1 else ''})" if which else ""
+            parts += [f"{num:,} {word}{some}"] if num else []
+        parts += [f"{self.num_left_out:,} left out by drop_last"] if self.num_left_out else []
+        parts += [f"{self.begins_at:,} done by the run it started from"] if self.begins_at else []
+        parts += [] if self.is_finished else ["not finished"]
+        return f"epoch {self.epoch}: {'; '.join(parts)}"
+
+
+class LedgerReport(Result):
+    """Which samples a run trained on: its ledger, checked."""
+
+    run_id: str
+    epochs: tuple[EpochLedger, ...]
+    attempts: dict[int, int] = {}
+    """The number of ranks of each attempt whose steps count."""
+
+    @property
+    def is_clean(self) -> bool:
+        """Whether there is a record, and each sample that was due was trained on once in each epoch."""
+        return bool(self.epochs) and all(epoch.is_clean for epoch in self.epochs)
+
+    def __str__(self) -> str:
+        """Say it in a line for each epoch."""
+        if not self.epochs:
+            return f"run {self.run_id} has no ledger: it is kept of what goes through rank.steps, with ledger=True"
+        return "\n".join(map(str, self.epochs))
+
+
 class TrainReport(Result):
     """What train_flow returns."""
 
@@ -114,3 +187,5 @@ class TrainReport(Result):
     model_uri: str | None
     """The evaluated checkpoint's weights for plain PyTorch on any machine, without `module.`: model.safetensors, or model.pt
     where safetensors can't hold the state; model.json is beside it. None where no model was tracked."""
+    ledger: LedgerReport | None = None
+    """Which samples were trained on, with `ledger=True`."""

@@ -1,21 +1,18 @@
 """Owns how a rank reads its share of the data: torch's DataLoader over the exact order, started at any batch."""
 
-import random
 from collections.abc import Iterator, Sized
+from operator import attrgetter
 from typing import Any
 
-import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, get_worker_info
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, default_collate
 
+from prefect_torch_ddp.data.fetching import SampleKey, SeededDataset, TaggedCollate, untagged
 from prefect_torch_ddp.data.sampler import BatchShare, GlobalBatches, mix_seed
 from prefect_torch_ddp.data.virtual import Parts
 from prefect_torch_ddp.errors import InvalidParamsError
 
 OURS = frozenset({"batch_size", "shuffle", "sampler", "batch_sampler", "drop_last", "generator"})
-
-SampleKey = tuple[int, int]
-"""(epoch, sample index): the epoch travels with each index, so persistent workers know it too."""
 
 
 class RankLoader:
@@ -43,6 +40,7 @@ class RankLoader:
         shuffle: bool = True,
         drop_last: bool = False,
         virtual_ranks: int | None = None,
+        keep_ids: bool = False,
         **dataloader_kwargs: Any,
     ) -> None:
         """Make the loader; no worker starts before it is iterated.
@@ -57,6 +55,7 @@ class RankLoader:
             drop_last: leave out the epoch's uneven tail.
             virtual_ranks: cut each global batch into so many parts, of which each rank loads its own one by one, so that nothing
                 that is loaded depends on the number of ranks.
+            keep_ids: have `lockstep` tell which samples each batch was made of, for a ledger.
             **dataloader_kwargs: anything else for torch's DataLoader, such as num_workers, collate_fn or pin_memory.
 
         Raises:
@@ -75,8 +74,11 @@ class RankLoader:
         self._generator = torch.Generator(device="cpu")
         self._parts = Parts.of_rank(rank, world_size, virtual_ranks)
         self._sampler = _ShareSampler(self.batches, self._parts)
+        self._keeps_ids = keep_ids
+        if keep_ids:
+            dataloader_kwargs["collate_fn"] = TaggedCollate(dataloader_kwargs.get("collate_fn") or default_collate)
         self._loader: DataLoader[Any] = DataLoader(
-            _SeededDataset(dataset, seed, seeds_here=self._parts.is_virtual),
+            SeededDataset(dataset, seed, seeds_here=self._parts.is_virtual, keep_ids=keep_ids),
             batch_sampler=self._sampler,
             generator=self._generator,
             **dataloader_kwargs,
@@ -96,7 +98,8 @@ class RankLoader:
 
         For evaluation: ranks may yield different numbers of batches, so nothing that waits for other ranks belongs in its body.
         """
-        return self._load(self.epoch, start_batch=0, stand_ins=False)
+        batches = self._load(self.epoch, start_batch=0, stand_ins=False)
+        return map(attrgetter("data"), batches) if self._keeps_ids else batches
 
     def lockstep(self, epoch: int, start_batch: int = 0) -> Iterator[tuple[Any, BatchShare]]:
         """Yield (batch, share) for each global batch of an epoch from `start_batch` on, equally many on every rank.
@@ -115,13 +118,18 @@ class RankLoader:
     def _lockstep(self, epoch: int, start_batch: int) -> Iterator[tuple[Any, BatchShare]]:
         if start_batch == len(self):
             return
+        ids: list[int] = []
         loaded = self._load(epoch, start_batch, stand_ins=True)
+        if self._keeps_ids:
+            loaded = untagged(loaded, ids)
         if self._parts.is_virtual:
             loaded = self._parts.gathered(loaded, map(self.batches.num_global, range(start_batch, len(self))))
         for batch, data in enumerate(loaded, start=start_batch):
             num_global = self.batches.num_global(batch)
             num_local = self._parts.num_local(num_global)
-            yield data, BatchShare(epoch, batch, num_local, num_global, is_last=batch == len(self) - 1)
+            samples = tuple(ids) if num_local else ()
+            ids.clear()
+            yield data, BatchShare(epoch, batch, num_local, num_global, batch == len(self) - 1, samples)
 
     def _load(self, epoch: int, start_batch: int, *, stand_ins: bool) -> Iterator[Any]:
         self._sampler.plan = (epoch, start_batch, stand_ins)
@@ -152,46 +160,6 @@ class _ShareSampler(Sampler[list[SampleKey]]):
                 yield [(epoch, index) for index in self.batches.share(epoch, batch, part, self.parts.num_parts)]
             if not parts and stand_ins:
                 yield [(epoch, index) for index in self.batches.share(epoch, batch, 0, self.parts.num_parts)[:1]]
-
-
-class _SeededDataset(Dataset[Any]):
-    """The user's dataset, with the random generators of a worker process seeded for each sample.
-
-    `get_worker_info().dataset` is this object: what a `worker_init_fn` reads from it or sets on it goes to the user's own.
-    """
-
-    def __init__(self, dataset: Dataset[Any], seed: int, *, seeds_here: bool) -> None:
-        self.__dict__.update(_dataset=dataset, _seed=seed, _seeds_here=seeds_here)
-
-    def __getitem__(self, key: SampleKey) -> Any:
-        epoch, index = key
-        self._seed_worker(epoch, index)
-        return self._dataset[index]
-
-    def __getitems__(self, keys: list[SampleKey]) -> Any:
-        fetch_all = getattr(self._dataset, "__getitems__", None)
-        if fetch_all is None:
-            return [self[key] for key in keys]
-        self._seed_worker(*keys[0])
-        return fetch_all([index for _, index in keys])
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or "_dataset" not in self.__dict__:  # the latter: while it is being unpickled
-            raise AttributeError(name)
-        return getattr(self._dataset, name)
-
-    def __setattr__(self, name: str, value: object) -> None:
-        setattr(self._dataset, name, value)
-
-    def _seed_worker(self, epoch: int, index: int) -> None:
-        # In the rank itself the generators belong to the training, unless that seeds them for each step.
-        if get_worker_info() is None and not self._seeds_here:
-            return
-        seed = mix_seed(self._seed, epoch, index)
-        random.seed(seed)
-        np.random.seed(seed % 2**32)  # noqa: NPY002 - augmentations draw from the global generator
-        # Not torch.manual_seed: before CUDA is up it queues one call per sample, for ever.
-        torch.default_generator.manual_seed(seed)
 
 
 def _refuse_clashes(dataloader_kwargs: dict[str, Any]) -> None:

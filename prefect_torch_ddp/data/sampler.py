@@ -22,6 +22,8 @@ class BatchShare:
     """Samples of the global batch over all ranks."""
     is_last: bool
     """Whether this is the epoch's last global batch."""
+    samples: tuple[int, ...] = ()
+    """Ids of the samples that count on this rank, as they came with the batch; only where a ledger is kept."""
 
 
 def mix_seed(*parts: int) -> int:

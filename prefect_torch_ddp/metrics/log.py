@@ -1,104 +1,31 @@
-"""Owns how a rank's metric records reach the storage: batched, in the background, none lost at exit."""
+"""Owns the lines in which a rank's metrics reach the storage."""
 
 import json
-import logging
 import math
-import threading
 from collections.abc import Mapping
 from typing import Any
 
-from prefect_torch_ddp.errors import StorageError
 from prefect_torch_ddp.storage.protocol import Storage
-
-MAX_INTERVAL_S = 30.0
-NUM_LAST_TRIES = 3
-PAUSE_S = 0.2
-
-logger = logging.getLogger(__name__)
+from prefect_torch_ddp.storage.record_log import RecordLog
 
 
-class MetricLog:
+class MetricLog(RecordLog):
     """Appends records to `runs/<run_id>/metrics/rank-00000/<attempt>-<part>.jsonl`.
 
-    Parts are written after 1, 2, 4 ... 30 seconds, so that a short run shows its curve and a long one doesn't write thousands of
-    objects. While the storage fails, records are kept and tried again.
+    A record's metrics may be anything that `float()` takes: they are converted in the background.
     """
 
     def __init__(self, storage: Storage, run_id: str, rank: int, attempt: int, first_interval_s: float = 1.0) -> None:
-        """Make it; the background thread starts with the first record."""
-        self._storage = storage
-        self._prefix = f"runs/{run_id}/metrics/rank-{rank:05d}/{attempt:06d}-"
-        self._interval_s = first_interval_s
-        self._pending: list[Mapping[str, Any]] = []
-        self._part = 0
-        self._writing = threading.Lock()
-        self._closing = threading.Event()
-        self._thread: threading.Thread | None = None
-
-    def append(self, record: Mapping[str, Any]) -> None:
-        """Take a record; it must not change any more.
-
-        Its metrics may be anything that `float()` takes: they are converted in the background.
-        """
-        self._pending.append(record)
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._write_parts, name="prefect-torch-ddp-metrics", daemon=True)
-            self._thread.start()
-
-    def flush(self) -> None:
-        """Write what was appended before; raises StorageError, and keeps what it couldn't write."""
-        self._write_part()
-
-    def close(self) -> None:
-        """Write all that is left.
-
-        Raises:
-            StorageError: it can't be written, after a few tries.
-        """
-        if self._thread is None:
-            return
-        self._closing.set()
-        self._thread.join()
-        self._thread = None
-        tries_left = NUM_LAST_TRIES
-        while self._pending:
-            try:
-                self._write_part()
-            except StorageError as error:
-                tries_left -= 1
-                if tries_left == 0:
-                    msg = f"{len(self._pending)} metric records could not be written to {self._next_key()}: {error}"
-                    raise StorageError(msg) from error
-                threading.Event().wait(PAUSE_S)
-
-    def _write_parts(self) -> None:
-        is_failing = False
-        while not self._closing.wait(self._interval_s):
-            self._interval_s = min(2 * self._interval_s, MAX_INTERVAL_S)
-            try:
-                self._write_part()
-                is_failing = False
-            except Exception as error:  # noqa: BLE001 - the training goes on; close() raises what lasts
-                if not is_failing:
-                    logger.warning("metrics can't be written to %s, and are kept to try again: %s", self._next_key(), error)
-                is_failing = True
-
-    def _write_part(self) -> None:
-        """Write what is pending as one object; on an error it stays pending."""
-        with self._writing:
-            num = len(self._pending)  # only this side removes, so those that are appended meanwhile keep their turn
-            if num == 0:
-                return
-            data = "".join(_line(record) for record in self._pending[:num]).encode()
-            while not self._storage.write_if_absent(self._next_key(), data):
-                if self._storage.read(self._next_key()) == data:
-                    break  # an earlier try arrived though it seemed to fail
-                self._part += 1
-            self._part += 1
-            del self._pending[:num]
-
-    def _next_key(self) -> str:
-        return f"{self._prefix}{self._part + 1:06d}.jsonl"
+        """Make it; nothing is written yet."""
+        super().__init__(
+            storage,
+            f"runs/{run_id}/metrics",
+            rank=rank,
+            attempt=attempt,
+            what="metric",
+            to_line=_line,
+            first_interval_s=first_interval_s,
+        )
 
 
 def _line(record: Mapping[str, Any]) -> str:

@@ -1,25 +1,19 @@
 """Owns what is read back of a run's metrics: the records that count, the means per epoch and the curves."""
 
-import json
-import logging
-import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.results import EpochRow
 from prefect_torch_ddp.storage.protocol import Storage
+from prefect_torch_ddp.storage.records import first_steps, read_parts, record_keys, surviving
 
 if TYPE_CHECKING:
     import pandas as pd
 
-NUM_PARALLEL_READS = 8
 VALIDATION_PREFIXES = ("validation", "valid_", "val_", "eval_", "test_")
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -44,30 +38,13 @@ def read_records(storage: Storage, run_id: str) -> list[Record]:
 
 def read_all_records(storage: Storage, run_id: str) -> list[Record]:
     """Read every record of every attempt. A damaged line is left out with a warning that names its object."""
-    keys = [found.key for found in storage.list(f"runs/{run_id}/metrics/") if found.key.endswith(".jsonl")]
-    if not keys:
-        return []
-    # An hour's training leaves thousands of small objects, and S3 takes some 30 ms for each.
-    with ThreadPoolExecutor(max_workers=NUM_PARALLEL_READS, thread_name_prefix="read-metrics") as pool:
-        return [record for key, data in zip(keys, pool.map(storage.read, keys), strict=True) for record in _parse(key, data)]
+    keys = record_keys(storage, f"runs/{run_id}/metrics")
+    return list(read_parts(storage, keys, _record))
 
 
 def surviving_records(records: Iterable[Record]) -> list[Record]:
-    """Keep what the run's final history consists of.
-
-    A resumed attempt begins after the checkpoint it restored, on all ranks at once. From its first step on, everything that older
-    attempts said is void, on every rank, also beyond the step that the new attempt has reached and also of ranks that it no
-    longer has.
-    """
-    records = list(records)
-    first_steps = _first_steps(records)
-    void_from: dict[int, float] = {}
-    first_of_newer = math.inf
-    for attempt in sorted(first_steps, reverse=True):
-        void_from[attempt] = first_of_newer
-        first_of_newer = min(first_of_newer, first_steps[attempt])
-    kept = (record for record in records if record.step < void_from[record.attempt])
-    return sorted(kept, key=lambda record: (record.step, record.rank, record.attempt))
+    """Keep what the run's final history consists of: nothing that a newer attempt has done again or taken back."""
+    return sorted(surviving(records), key=lambda record: (record.step, record.rank, record.attempt))
 
 
 def lost_time_s(records: Iterable[Record]) -> float:
@@ -78,7 +55,7 @@ def lost_time_s(records: Iterable[Record]) -> float:
     """
     records = list(records)
     lost_s = 0.0
-    for attempt, first_step in sorted(_first_steps(records).items())[1:]:
+    for attempt, first_step in sorted(first_steps(records).items())[1:]:
         older = [record for record in records if record.attempt < attempt]
         kept_until = [record.time for record in surviving_records(older) if record.step < first_step]
         resumed_at = min(record.time for record in records if record.attempt == attempt)
@@ -142,24 +119,6 @@ def records_frame(storage: Storage, run_id: str) -> "pd.DataFrame":
     records = read_records(storage, run_id)
     rows = [{name: getattr(record, name) for name in plain} | dict(record.metrics) for record in records]
     return pd.DataFrame(rows, columns=[*plain, *(name for name in metric_names(records) if name not in plain)])
-
-
-def _first_steps(records: Sequence[Record]) -> dict[int, int]:
-    """Return the first step of every attempt."""
-    first: dict[int, int] = {}
-    for record in records:
-        first[record.attempt] = min(record.step, first.get(record.attempt, record.step))
-    return first
-
-
-def _parse(key: str, data: bytes) -> Iterable[Record]:
-    for number, line in enumerate(data.split(b"\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            yield _record(json.loads(line))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            logger.warning("line %d of %s is damaged and left out: %r", number, key, error)
 
 
 def _record(line: dict[str, Any]) -> Record:

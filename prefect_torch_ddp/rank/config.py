@@ -49,6 +49,8 @@ class RankConfig:
     determinism: Determinism = "default"
     """"elastic": a training's bits are the same for every number of ranks that divides `virtual_ranks`."""
     virtual_ranks: int | None = None
+    ledger: bool = False
+    """Whether each step's samples are put on record."""
 
     def __post_init__(self) -> None:
         """Refuse virtual ranks that can't be."""

@@ -104,6 +104,7 @@ class RankContext:
         restore_step: int | None = None,
         determinism: Determinism = "default",
         virtual_ranks: int | None = None,
+        ledger: bool = False,
     ) -> Self:
         """Make one in this process: world size 1, no process group. Seeds python, numpy and torch, as a rank does.
 
@@ -122,6 +123,7 @@ class RankContext:
             restore_step: see stage.
             determinism: "elastic" gives the bits that any number of ranks dividing `virtual_ranks` gives.
             virtual_ranks: see determinism.
+            ledger: put on record which samples each step trains on; `read_ledger` checks it.
         """
         from prefect_torch_ddp.rank.local import local_config  # noqa: PLC0415 - loads torch
 
@@ -136,6 +138,7 @@ class RankContext:
             restore_step=restore_step,
             determinism=determinism,
             virtual_ranks=virtual_ranks,
+            ledger=ledger,
         )
         context = cls(config, Place(), data=None if data is None else Path(data))
         context._temporary = temporary
@@ -231,6 +234,7 @@ class RankContext:
             shuffle=shuffle,
             drop_last=drop_last,
             virtual_ranks=self.config.virtual_ranks if self._state.virtual is not None else None,
+            keep_ids=self.config.ledger,
             **dataloader_kwargs,
         )
 
@@ -351,7 +355,7 @@ class RankContext:
 
         Raises:
             CheckpointError: the last checkpoint can't be written.
-            StorageError: metrics can't be written.
+            StorageError: metrics, or the ledger, can't be written.
         """
         if self._closed:
             return
@@ -377,7 +381,7 @@ class RankContext:
         except StorageError:
             if not failed:
                 raise
-            logger.exception("metrics of rank %d are lost", self.rank)  # beside the error that is on its way
+            logger.exception("records of rank %d are lost", self.rank)  # beside the error that is on its way
         finally:
             if self._temporary is not None:
                 self._temporary.cleanup()

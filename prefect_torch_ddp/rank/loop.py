@@ -69,12 +69,14 @@ class StepLoop:
         first = state.position
         left = max((epochs - first.loop_epoch) * len(loader) - first.batch, 0)
         state.total_steps = state.step + left
+        self._reporter.begin_loop(loader.batches)
         self._termination.install()
         try:
             with self._link.pulse.looping():
                 if left == 0 or self._begin(left):
                     while state.position.loop_epoch < epochs and not state.stop_agreed:
                         yield from self._epoch(loader)
+                self._reporter.end_loop()
         finally:
             self._termination.remove()
             state.share = None

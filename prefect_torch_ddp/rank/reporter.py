@@ -1,16 +1,23 @@
-"""Owns what becomes of the metrics that a rank reports: one record a step, and the progress that people see."""
+"""Owns what a rank puts on record: its metrics and its samples, once a step, and the progress that people see."""
 
 import time
 from collections.abc import Mapping
+from contextlib import ExitStack
 from numbers import Real
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from prefect_torch_ddp.data.ledger import LedgerLog
+from prefect_torch_ddp.data.ledger_check import EndLine, LoopLine, StepLine
 from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.messages import Progress
 from prefect_torch_ddp.metrics.log import MetricLog
 from prefect_torch_ddp.rank.config import RankConfig
 from prefect_torch_ddp.rank.link import ControlLink
 from prefect_torch_ddp.rank.state import Place, TrainingState
+
+if TYPE_CHECKING:
+    from prefect_torch_ddp.data.sampler import BatchShare, GlobalBatches
+    from prefect_torch_ddp.storage.record_log import RecordLog
 
 PROGRESS_INTERVAL_S = 0.5
 
@@ -21,7 +28,10 @@ class Reporter:
     def __init__(self, config: RankConfig, place: Place, state: TrainingState, link: ControlLink) -> None:
         """Only a training writes records: those of an evaluation would count as the training's."""
         keeps = config.stage in ("train", "task")
-        self._log = MetricLog(config.storage, config.run_id, place.rank, config.attempt) if keeps else None
+        where = (config.storage, config.run_id, place.rank, config.attempt)
+        self._log = MetricLog(*where) if keeps else None
+        self._ledger = LedgerLog(*where) if keeps and config.ledger else None
+        self._logs: list[RecordLog] = [log for log in (self._log, self._ledger) if log is not None]
         self._place = place
         self._attempt = config.attempt
         self._state = state
@@ -38,8 +48,34 @@ class Reporter:
         if self._state.share is None:
             self.end_step()
 
+    def begin_loop(self, batches: "GlobalBatches") -> None:
+        """Put on the ledger what a loop goes over, from the place where the training is."""
+        if self._ledger is None:
+            return
+        position = self._state.position
+        line = LoopLine(
+            step=self._state.step + 1,
+            epoch=position.epoch + 1,
+            loop=position.loop,
+            place=position.batch * position.global_batch_size,
+            num_samples=batches.num_samples,
+            global_batch_size=batches.global_batch_size,
+            drop_last=batches.drop_last,
+            world_size=self._place.world_size,
+        )
+        self._ledger.put(line)
+
+    def end_loop(self) -> None:
+        """Put on the ledger that a loop has ended in order, and where."""
+        if self._ledger is not None:
+            position = self._state.position
+            place = position.batch * position.global_batch_size
+            self._ledger.put(EndLine(self._state.step + 1, position.epoch + 1, place, position.loop))
+
     def end_step(self) -> None:
-        """Hand on the step's record, if it has one."""
+        """Hand on the step's records."""
+        if self._ledger is not None and self._state.share is not None and not self._closed:
+            self._ledger.put(self._step_line(self._state.share))
         if self._now and not self._closed:
             metrics, self._now = self._now, {}
             self._newest.update(metrics)
@@ -64,8 +100,8 @@ class Reporter:
 
     def flush(self) -> None:
         """Write the records of the steps that have ended; raises StorageError."""
-        if self._log is not None:
-            self._log.flush()
+        for log in self._logs:
+            log.flush()
 
     def close(self) -> None:
         """Write all records; raises StorageError."""
@@ -74,8 +110,14 @@ class Reporter:
         if not self._closed and self._place.rank == 0 and self._state.step > 0:
             self._send_progress()  # else what people see would end up to half a second before the end
         self._closed = True
-        if self._log is not None:
-            self._log.close()
+        with ExitStack() as stack:  # all are closed, whatever one of them raises
+            for log in self._logs:
+                stack.callback(log.close)
+
+    def _step_line(self, share: "BatchShare") -> StepLine:
+        state = self._state
+        place = share.batch * state.position.global_batch_size
+        return StepLine(state.step, state.epoch, state.position.loop, place, share.num_global, share.is_last, share.samples)
 
     def _record(self, metrics: Mapping[str, Any]) -> dict[str, Any]:
         return {

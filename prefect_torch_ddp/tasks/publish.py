@@ -11,6 +11,7 @@ from prefect.logging import get_run_logger
 from prefect.utilities.context import get_task_and_flow_run_ids
 
 from prefect_torch_ddp.checkpoint.attempts import refuse_superseded
+from prefect_torch_ddp.data.ledger import read_ledger
 from prefect_torch_ddp.metrics.read import (
     curves,
     epoch_ends,
@@ -21,7 +22,7 @@ from prefect_torch_ddp.metrics.read import (
     surviving_records,
 )
 from prefect_torch_ddp.params import TrainParams
-from prefect_torch_ddp.results import CheckpointRef, DatasetReport, EpochRow, Report, TrainingReport, TrainReport
+from prefect_torch_ddp.results import CheckpointRef, DatasetReport, EpochRow, LedgerReport, Report, TrainingReport, TrainReport
 from prefect_torch_ddp.storage.protocol import Storage
 from prefect_torch_ddp.tasks.artifacts import ArtifactWriter, key
 from prefect_torch_ddp.tasks.curves import render_curves
@@ -43,8 +44,8 @@ def publish(  # noqa: PLR0913, PLR0917 - each is another task's result, and Pref
     evaluation: Report,
     checkpoint: CheckpointRef,
     model_uri: str | None,
-) -> tuple[EpochRow, ...]:
-    """Publish what a run found, as artifacts to browse, and return its epochs; refused where a newer attempt has begun."""
+) -> TrainReport:
+    """Publish what a run found, as artifacts to browse, and return it; refused where a newer attempt has begun."""
     refuse_superseded(storage, training.run_id, training.attempt)
     all_records = read_all_records(storage, training.run_id)
     records = surviving_records(all_records)
@@ -57,13 +58,25 @@ def publish(  # noqa: PLR0913, PLR0917 - each is another task's result, and Pref
         evaluation=evaluation,
         checkpoint=checkpoint,
         model_uri=model_uri,
+        ledger=_checked_ledger(storage, training.run_id) if params.ledger else None,
     )
     curve = render_curves(curves(records), epoch_ends(records))
     whole = render_report(report, params, read_run_record(), curve, lost_time_s(all_records))
     with get_client(sync_client=True) as client:
         num_artifacts = _put_all(ArtifactWriter(client, *get_task_and_flow_run_ids()), report, whole)
     get_run_logger().info("published %d artifacts from %d records of %s", num_artifacts, len(all_records), training.run_id)
-    return report.epochs
+    return report
+
+
+def _checked_ledger(storage: Storage, run_id: str) -> LedgerReport:
+    ledger = read_ledger(storage, run_id)
+    if ledger.is_clean:
+        get_run_logger().info(
+            "the ledger of %d epochs is clean: each sample that was due was trained on once", len(ledger.epochs)
+        )
+    else:
+        get_run_logger().error("the ledger of run %s is not clean:\n%s", run_id, ledger)
+    return ledger
 
 
 def epoch_cells(epochs: Sequence[EpochRow]) -> list[dict[str, Any]]:

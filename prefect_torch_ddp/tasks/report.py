@@ -8,6 +8,7 @@ from prefect_torch_ddp.messages import Progress
 from prefect_torch_ddp.params import TrainParams
 from prefect_torch_ddp.results import EpochRow, Report, TrainReport
 from prefect_torch_ddp.tasks.failure_table import failure_section
+from prefect_torch_ddp.tasks.ledger_section import ledger_section, ledger_warning
 from prefect_torch_ddp.tasks.markdown import code, code_block, count, duration, number, percent, table, text
 from prefect_torch_ddp.tasks.model_section import checkpoint_list, load_section
 from prefect_torch_ddp.tasks.run_record import RunRecord
@@ -89,12 +90,12 @@ def render_report(report: TrainReport, params: TrainParams, record: RunRecord, c
         time_lost_s: what failures cost, in seconds.
     """
     evaluation = report.evaluation
-    parts = [f"# {text(params.workload)}: {_headline(evaluation)}", curve]
+    parts = [f"# {text(params.workload)}: {_headline(evaluation)}", *ledger_warning(report.ledger), curve]
     parts += ["## Epochs", epoch_table(report.epochs)] if report.epochs else []
     parts += ["## Classes", class_table(evaluation)] if evaluation.classes else []
     parts += ["## Confusion matrix", confusion_table(evaluation)] if evaluation.confusion_matrix else []
     parts += ["## Model and checkpoints", checkpoint_list(report), load_section(report.model_uri)]
-    parts += failure_section(report.training.failures)
+    parts += [*ledger_section(report.ledger), *failure_section(report.training.failures)]
     parts += ["## Run record", _run_record(report, params, record, time_lost_s)]
     return _join(parts)
 
@@ -103,9 +104,9 @@ def epoch_table(rows: Sequence[EpochRow]) -> str:
     """Lay out the epochs, the newest ones where there are many."""
     names = list(dict.fromkeys(name for row in rows for name in row.metrics))[:MAX_METRIC_COLUMNS]
     shown = rows[-MAX_EPOCH_ROWS:]
+    values = [[number(row.metrics[name]) if name in row.metrics else "" for name in names] for row in shown]
     lines = [
-        [str(row.epoch), count(row.num_steps), count(row.num_samples), *(_metric(row.metrics, name) for name in names)]
-        for row in shown
+        [str(row.epoch), count(row.num_steps), count(row.num_samples), *cells] for row, cells in zip(shown, values, strict=True)
     ]
     left_out = f"\n\nThe first {len(rows) - len(shown)} epochs are left out." if len(shown) < len(rows) else ""
     return table(["epoch", "steps", "samples", *map(text, names)], lines, align="r" * (3 + len(names))) + left_out
@@ -203,10 +204,6 @@ def _run_record(report: TrainReport, params: TrainParams, record: RunRecord, tim
             "time lost to failures": duration(time_lost_s),
         }
     )
-
-
-def _metric(metrics: Mapping[str, float], name: str) -> str:
-    return number(metrics[name]) if name in metrics else ""
 
 
 def _facts(facts: Mapping[str, str]) -> str:

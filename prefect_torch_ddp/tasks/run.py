@@ -50,6 +50,7 @@ class Run:
             determinism=params.determinism,
             virtual_ranks=params.virtual_ranks,
             evaluate_on=params.evaluate_on,
+            ledger=params.ledger,
         )
 
     def gang_options(self) -> Mapping[str, Any]:

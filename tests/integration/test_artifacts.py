@@ -22,10 +22,11 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from prefect_torch_ddp.messages import AttemptBegan, Progress
 from prefect_torch_ddp.params import TrainParams
-from prefect_torch_ddp.results import CheckpointRef, ClassScore, DatasetReport, EpochRow, Report, TrainingReport
+from prefect_torch_ddp.results import CheckpointRef, ClassScore, DatasetReport, Report, TrainingReport, TrainReport
 from prefect_torch_ddp.storage.protocol import StoredObject
 from prefect_torch_ddp.tasks.artifacts import ArtifactWriter, LiveReport, key
 from prefect_torch_ddp.tasks.publish import publish
+from tests.integration.runs import logs_of
 
 RUN = "calm-otter-12345678"
 SECRET = "hunter2-do-not-show"
@@ -317,14 +318,15 @@ def publish_inputs() -> dict[str, Any]:
     }
 
 
-def test_publish_shows_the_whole_run_and_returns_its_epochs(prefect_api):
-    """Publish shows the whole run and returns its epochs."""
+def test_publish_shows_the_whole_run_and_returns_it(prefect_api):
+    """Publish shows the whole run and returns it."""
 
     @flow
-    def run() -> tuple[str, tuple[EpochRow, ...]]:
+    def run() -> tuple[str, TrainReport]:
         return str(FlowRunContext.get().flow_run.id), publish(**publish_inputs())
 
-    flow_run_id, epochs = run()
+    flow_run_id, report = run()
+    epochs = report.epochs
     assert [row.epoch for row in epochs] == [1, 2, 3, 4]
     assert epochs[0].metrics["loss"] == pytest.approx(sum(1 / number for number in range(1, 11)) / 10 + 0.5)
     assert math.isnan(epochs[2].metrics["loss"])
@@ -341,6 +343,30 @@ def test_publish_shows_the_whole_run_and_returns_its_epochs(prefect_api):
     assert "| a\\|b | **3** | 1 | 0 |" in shown["train-ddp-confusion-matrix"].data
     assert "accuracy 87.50 %, loss 0.25, 8 samples" in shown["train-ddp-report"].data
     assert SECRET not in "".join(str(artifact) for artifact in shown.values())
+
+
+def test_a_ledger_that_is_not_clean_is_said_first(prefect_api):
+    """The report begins with it, and the run's log has an error."""
+    loop = {"step": 1, "epoch": 1, "loop": 0, "place": 0, "num_samples": 4, "global_batch_size": 2, "drop_last": False}
+    of_rank = {"world_size": 1, "rank": 0, "attempt": 1}
+    step = {"step": 1, "epoch": 1, "loop": 0, "place": 0, "num_global": 2, "is_last": False, "rank": 0, "attempt": 1}
+    lines = [loop | of_rank, step | {"samples": [0, 1]}, step | {"step": 2, "place": 2, "is_last": True, "samples": [3, 1]}]
+    part = "\n".join(map(json.dumps, lines)).encode()
+    inputs = publish_inputs()
+    storage = Shelf(objects=records() | {f"runs/{RUN}/ledger/rank-00000/000001-000001.jsonl": part})
+    params = inputs["params"].model_copy(update={"ledger": True})
+
+    @flow
+    def run() -> tuple[str, TrainReport]:
+        return str(FlowRunContext.get().flow_run.id), publish(**inputs | {"storage": storage, "params": params})
+
+    flow_run_id, report = run()
+    line = "epoch 1: 3 samples; 1 missing (2); 1 repeated (1 in step 2)"
+    assert str(report.ledger) == line
+    page = by_key(flow_run_id)["train-ddp-report"].data
+    assert "**The ledger is not clean**" in page.split("## ")[0]
+    assert page.count(line) == 2
+    wait_for(lambda: any(f"is not clean:\n{line}" in log.message and log.level == logging.ERROR for log in logs_of(flow_run_id)))
 
 
 def test_tables_have_at_most_five_columns_and_no_number_that_crashes_the_page(prefect_api):

@@ -30,7 +30,7 @@ def named_states(flow_run_id: Any) -> list[str]:
 def test_a_killed_rank_costs_no_retry(tmp_path: Path) -> None:
     """Rank 1 is killed at step 12: attempt 2 resumes in the same task run, to the very same weights; the report names both."""
     fault = {"how": "SIGKILL", "step": 12, "rank": 1, "attempts": [1]}
-    report = train_flow(params(tmp_path, options={"fault": fault}, retries=0))
+    report = train_flow(params(tmp_path, options={"fault": fault}, retries=0, ledger=True))
     training = report.training
     assert (training.attempt, training.world_size) == (2, 2)
     assert training.resumed_from_step in (5, 10)
@@ -46,10 +46,18 @@ def test_a_killed_rank_costs_no_retry(tmp_path: Path) -> None:
     page = str(artifacts_of(flow_run_id)["train-ddp-report"].data)
     assert "## Failed attempts" in page
     assert "failed in attempt 1: was killed by SIGKILL" in page
+    assert report.ledger is not None
+    assert report.ledger.is_clean
+    assert len(report.ledger.epochs) == report.training.num_epochs
+    assert "## Ledger" in page
+    assert "samples, each once" in page
+    assert "not clean" not in page
+    assert any("the ledger of" in line and "is clean" in line for line in log)
     undisturbed = train_flow(params(tmp_path))
     assert Path(undisturbed.model_uri).read_bytes() == Path(report.model_uri).read_bytes()
     assert report.epochs == undisturbed.epochs
     assert undisturbed.training.failures == ()
+    assert undisturbed.ledger is None
 
 
 def test_prefects_retries_come_after_the_restarts(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from distributed import Client, LocalCluster
 
-from prefect_torch_ddp import RankFailedError, run_gang
+from prefect_torch_ddp import RankFailedError, read_ledger, run_gang
 from prefect_torch_ddp.checkpoint.attempts import SupersededError, newest_attempt
 from prefect_torch_ddp.checkpoint.failures import read_failures
 from prefect_torch_ddp.gang import launch
@@ -39,7 +39,7 @@ def train(client: Client, folder: Path, plan: dict[int, dict[str, Any]], **optio
 
     def arguments(attempt: int) -> tuple[Any, ...]:
         policy = CheckpointPolicy(every_steps=2, every_s=None)
-        config = RankConfig("run", attempt, "task", storage, checkpoint=policy)
+        config = RankConfig("run", attempt, "task", storage, checkpoint=policy, ledger=True)
         return config, restarting.train_with_ledger, (str(folder), plan, EPOCHS)
 
     journal = RunJournal(storage, "run", knows_steps=True)
@@ -113,6 +113,10 @@ def test_four_then_two_then_one_then_four_ranks(tmp_path: Path, monkeypatch: pyt
     for epoch in range(1, EPOCHS + 1):
         seen = Counter(sample for e, samples in batches.values() if e == epoch for sample in samples)
         assert seen == Counter(range(NUM_SAMPLES))
+    proof = read_ledger(tmp_path / "store", "run")
+    assert proof.is_clean
+    assert str(proof).splitlines() == [f"epoch {epoch}: {NUM_SAMPLES} samples, each once" for epoch in range(1, EPOCHS + 1)]
+    assert proof.attempts == {1: 4, 2: 2, 3: 1, 4: 4}
     records = read_failures(DirectoryStorage(tmp_path / "store"), "run")
     assert [(record.attempt, record.world_size) for record in records] == [(1, 4), (2, 2), (3, 1)]
 

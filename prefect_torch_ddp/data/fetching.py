@@ -1,0 +1,90 @@
+"""Owns what samples are fetched through: the user's dataset, seeded for each sample, and the ids that come along with a batch."""
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset, get_worker_info
+from torch.utils.data._utils.pin_memory import pin_memory
+
+from prefect_torch_ddp.data.sampler import mix_seed
+
+SampleKey = tuple[int, int]
+"""(epoch, sample index): the epoch travels with each index, so persistent workers know it too."""
+
+
+class SeededDataset(Dataset[Any]):
+    """The user's dataset, with the random generators of a worker process seeded for each sample.
+
+    `get_worker_info().dataset` is this object: what a `worker_init_fn` reads from it or sets on it goes to the user's own.
+    """
+
+    def __init__(self, dataset: Dataset[Any], seed: int, *, seeds_here: bool, keep_ids: bool) -> None:
+        self.__dict__.update(_dataset=dataset, _seed=seed, _seeds_here=seeds_here, _keep_ids=keep_ids)
+
+    def __getitem__(self, key: SampleKey) -> Any:
+        epoch, index = key
+        self._seed_worker(epoch, index)
+        return self._dataset[index]
+
+    def __getitems__(self, keys: list[SampleKey]) -> Any:
+        data = self._fetch(keys)
+        return Tagged(tuple(index for _, index in keys), data) if self._keep_ids else data
+
+    def _fetch(self, keys: list[SampleKey]) -> Any:
+        fetch_all = getattr(self._dataset, "__getitems__", None)
+        if fetch_all is None:
+            return [self[key] for key in keys]
+        self._seed_worker(*keys[0])
+        return fetch_all([index for _, index in keys])
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "_dataset" not in self.__dict__:  # the latter: while it is being unpickled
+            raise AttributeError(name)
+        return getattr(self._dataset, name)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        setattr(self._dataset, name, value)
+
+    def _seed_worker(self, epoch: int, index: int) -> None:
+        # In the rank itself the generators belong to the training, unless that seeds them for each step.
+        if get_worker_info() is None and not self._seeds_here:
+            return
+        seed = mix_seed(self._seed, epoch, index)
+        random.seed(seed)
+        np.random.seed(seed % 2**32)  # noqa: NPY002 - augmentations draw from the global generator
+        # Not torch.manual_seed: before CUDA is up it queues one call per sample, for ever.
+        torch.default_generator.manual_seed(seed)
+
+
+@dataclass(frozen=True)
+class Tagged:
+    """A batch, with the ids of the samples that it was made of: they come the same way, from the process that fetched them."""
+
+    samples: tuple[int, ...]
+    data: Any
+
+    def pin_memory(self) -> Self:
+        """Pin the batch's tensors, as the DataLoader asks of a type it doesn't know."""
+        return type(self)(self.samples, pin_memory(self.data))  # type: ignore[no-untyped-call]
+
+
+@dataclass(frozen=True)
+class TaggedCollate:
+    """The user's collate function, around which the ids travel."""
+
+    collate: Callable[[Any], Any]
+
+    def __call__(self, fetched: Tagged) -> Tagged:
+        """Collate a fetched batch."""
+        return Tagged(fetched.samples, self.collate(fetched.data))
+
+
+def untagged(loaded: Iterator[Tagged], ids: list[int]) -> Iterator[Any]:
+    """Yield the batches alone, and add the ids of each to the list as it comes."""
+    for tagged in loaded:
+        ids += tagged.samples
+        yield tagged.data

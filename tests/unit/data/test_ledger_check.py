@@ -1,0 +1,225 @@
+"""The ledger's check: clean for every history of crashes and sizes in which nothing was lost, never when something was."""
+
+import random
+from dataclasses import dataclass, field, replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from prefect_torch_ddp.data.ledger_check import EndLine, LoopLine, StepLine, check_ledger
+from prefect_torch_ddp.data.sampler import GlobalBatches
+from prefect_torch_ddp.results import LedgerReport
+from prefect_torch_ddp.storage.records import first_steps
+
+
+@dataclass
+class History:
+    """Lines as the ranks of several attempts write them, those that were flushed before each death."""
+
+    batches: GlobalBatches
+    epochs: int = 2
+    lines: list[LoopLine | StepLine | EndLine] = field(default_factory=list)
+
+    def attempt(self, number: int, world_size: int, done: int, last: int, *, flushed: list[int] | None = None) -> None:
+        """Go on after step `done` up to step `last`; each rank's lines reach the storage up to the step that `flushed` says."""
+        per_epoch = self.batches.num_batches
+        for rank in range(world_size):
+            until = last if flushed is None else flushed[rank % len(flushed)]
+            place = done % per_epoch * self.batches.global_batch_size
+            self.lines.append(
+                LoopLine(
+                    step=done + 1,
+                    epoch=done // per_epoch + 1,
+                    loop=0,
+                    place=place,
+                    num_samples=self.batches.num_samples,
+                    global_batch_size=self.batches.global_batch_size,
+                    drop_last=self.batches.drop_last,
+                    world_size=world_size,
+                    rank=rank,
+                    attempt=number,
+                )
+            )
+            self.lines += [self.step(step, rank, number, world_size) for step in range(done + 1, min(until, last) + 1)]
+
+    def end(self, number: int, world_size: int, last: int) -> None:
+        """Write down on all ranks that the loop has ended after a step."""
+        epoch, batch = divmod(last, self.batches.num_batches)
+        place = batch * self.batches.global_batch_size
+        self.lines += [EndLine(last + 1, epoch + 1, place, 0, rank, number) for rank in range(world_size)]
+
+    def step(self, step: int, rank: int, attempt: int, world_size: int) -> StepLine:
+        """Make the line of one rank's step."""
+        epoch, batch = divmod(step - 1, self.batches.num_batches)
+        samples = self.batches.share(epoch, batch, rank, world_size)
+        place = batch * self.batches.global_batch_size
+        is_last = batch == self.batches.num_batches - 1
+        return StepLine(step, epoch + 1, 0, place, self.batches.num_global(batch), is_last, samples, rank, attempt)
+
+    def check(self) -> LedgerReport:
+        """Check it, the lines of ranks and attempts mixed."""
+        lines = sorted(self.lines, key=lambda line: (isinstance(line, StepLine), line.rank, line.attempt))
+        return check_ledger("run", first_steps(lines), lines)
+
+
+@st.composite
+def histories(draw: st.DrawFn) -> History:
+    """Draw a training that is killed up to three times, each time resumed by any number of ranks at a checkpoint, and ends."""
+    num_samples, size = draw(st.integers(1, 40)), draw(st.integers(1, 12))
+    drop_last = draw(st.booleans()) and num_samples >= size
+    history = History(GlobalBatches(num_samples, size, draw(st.integers(0, 9)), shuffle=True, drop_last=drop_last), 3)
+    total = history.epochs * history.batches.num_batches
+    done = 0
+    for number in range(1, draw(st.integers(1, 4))):
+        last = draw(st.integers(done, total))
+        saved = draw(st.integers(done, last))  # each rank writes its lines before a checkpoint is committed
+        flushed = draw(st.lists(st.integers(saved, last), min_size=1, max_size=4))
+        history.attempt(number, draw(st.integers(1, 4)), done, last, flushed=flushed)
+        done = saved
+    world_size = draw(st.integers(1, 4))
+    history.attempt(9, world_size, done, total)
+    history.end(9, world_size, total)
+    return history
+
+
+@settings(max_examples=150, deadline=None)
+@given(histories())
+def test_a_training_that_lost_nothing_is_clean(history: History) -> None:
+    """Whatever was killed, flushed and resumed, at any sizes: each epoch has each sample once, and says so."""
+    report = history.check()
+    assert report.is_clean, str(report)
+    assert [epoch.epoch for epoch in report.epochs] == [1, 2, 3]
+    due = history.batches.num_samples - (
+        history.batches.num_samples % history.batches.global_batch_size if history.batches.drop_last else 0
+    )
+    assert [epoch.num_samples for epoch in report.epochs] == [due] * 3
+    assert all(epoch.is_finished for epoch in report.epochs)
+    assert f"epoch 3: {due} samples, each once" in str(report)
+
+
+@settings(max_examples=150, deadline=None)
+@given(histories(), st.randoms(use_true_random=False))
+def test_a_line_that_counts_is_missed(history: History, rng: random.Random) -> None:
+    """One lost line of the last attempt, or one more sample in it, isn't clean and is named."""
+    counted = [line for line in history.lines if isinstance(line, StepLine) and line.attempt == 9 and line.samples]
+    if not counted:
+        return
+    victim = rng.choice(counted)
+    history.lines.remove(victim)
+    (epoch,) = [epoch for epoch in history.check().epochs if not epoch.is_clean]
+    assert epoch.num_missing == len(victim.samples)
+    assert set(epoch.missing) <= set(victim.samples)
+    history.lines.append(replace(victim, samples=[*victim.samples, victim.samples[0]]))
+    twice = history.check()
+    (epoch,) = [epoch for epoch in twice.epochs if not epoch.is_clean]
+    assert (epoch.num_missing, epoch.num_repeated, epoch.repeated) == (0, 1, (victim.samples[0],))
+    assert f"1 repeated ({victim.samples[0]} in step {victim.step})" in str(epoch)
+
+
+def whole(num_samples: int = 10, size: int = 4, *, drop_last: bool = False, last: int = 6) -> History:
+    """Return two epochs of two ranks."""
+    history = History(GlobalBatches(num_samples, size, shuffle=False, drop_last=drop_last))
+    history.attempt(1, 2, 0, last)
+    return history
+
+
+def test_an_epoch_under_way_is_no_error() -> None:
+    """Nor are steps that only some ranks could write before they died: it says what is there."""
+    history = whole(last=4)
+    history.lines.append(history.step(5, 0, 1, 2))
+    report = history.check()
+    assert report.is_clean
+    assert str(report).splitlines() == [
+        "epoch 1: 10 samples, each once",
+        "epoch 2: 6 samples of 10, each once; not finished",
+    ]
+
+
+def test_steps_that_not_all_ranks_wrote_may_reach_into_the_next_epoch() -> None:
+    """They are no error at the end of a history, and are one as soon as a whole step follows."""
+    history = whole(last=2)
+    history.lines += [history.step(3, 0, 1, 2), history.step(4, 0, 1, 2)]
+    report = history.check()
+    assert report.is_clean, str(report)
+    assert str(report.epochs[0]) == "epoch 1: 9 samples of 10, each once; not finished"
+    history.lines += [history.step(5, rank, 1, 2) for rank in range(2)]
+    assert [str(epoch) for epoch in history.check().epochs] == [
+        "epoch 1: 9 samples of 10; 1 missing (9); not finished",
+        "epoch 2: 6 samples of 10; 2 missing; not finished",
+    ]
+
+
+def test_a_loop_that_ended_lacks_nothing() -> None:
+    """What some ranks did not write down of the last steps is missing, once the loop is known to have ended."""
+    history = whole(last=4)
+    history.lines.append(history.step(5, 0, 1, 2))
+    history.end(1, 2, 5)
+    assert str(history.check().epochs[1]) == "epoch 2: 6 samples of 10; 2 missing; not finished"
+    history.lines = [line for line in history.lines if not isinstance(line, StepLine) or line.step < 4]
+    assert str(history.check().epochs[1]) == "epoch 2: 0 samples of 10; 8 missing; not finished"
+
+
+def test_a_gap_in_an_epoch_under_way_is_an_error() -> None:
+    """A step that is missing before one that is there."""
+    history = whole(last=5)
+    history.lines = [line for line in history.lines if not (isinstance(line, StepLine) and (line.step, line.rank) == (4, 1))]
+    report = history.check()
+    assert not report.is_clean
+    assert str(report.epochs[1]) == "epoch 2: 6 samples of 10; 2 missing; not finished"
+
+
+def test_an_epoch_that_was_left_for_the_next_one_in_the_same_loop_is_an_error() -> None:
+    """A resume that goes on too far would look so."""
+    history = whole()
+    history.lines = [line for line in history.lines if not (isinstance(line, StepLine) and line.step == 3)]
+    assert str(history.check().epochs[0]) == "epoch 1: 8 samples of 10; 2 missing (8, 9); not finished"
+    history.lines = [line for line in history.lines if not (isinstance(line, StepLine) and line.epoch == 1)]
+    assert str(history.check().epochs[0]) == "epoch 1: 0 samples of 10; 10 missing (0, 1, 2, 3, 4, ...); not finished"
+
+
+def test_drop_last_leaves_out_no_more_than_the_tail() -> None:
+    """The tail is counted as left out; the rest has to be there."""
+    report = whole(drop_last=True, last=4).check()
+    assert report.is_clean
+    assert str(report.epochs[1]) == "epoch 2: 8 samples, each once; 2 left out by drop_last"
+
+
+def test_ids_that_the_dataset_does_not_have_are_named() -> None:
+    """Too large ones and negative ones."""
+    history = whole()
+    history.lines = [
+        replace(line, samples=[-1, 77]) if isinstance(line, StepLine) and (line.step, line.rank) == (3, 0) else line
+        for line in history.lines
+    ]
+    found = str(history.check().epochs[0])
+    assert found == "epoch 1: 9 samples; 1 missing (8); 2 that the dataset doesn't have (-1, 77)"
+
+
+def test_a_run_that_starts_in_the_middle_of_an_epoch_says_what_was_done_before() -> None:
+    """What another run had done is in that run's ledger."""
+    history = History(GlobalBatches(10, 4))
+    history.attempt(1, 2, 1, 6)
+    report = history.check()
+    assert report.is_clean
+    assert str(report.epochs[0]) == "epoch 1: 6 samples, each once; 4 done by the run it started from"
+
+
+def test_an_attempt_that_took_steps_back_and_made_none_counts() -> None:
+    """Resumed at step 2 and stopped before its first step: steps 3 and on of the attempt before are no part of the weights."""
+    history = whole(last=5)
+    history.attempt(2, 2, 2, 2)
+    history.end(2, 2, 2)
+    report = history.check()
+    assert report.attempts == {1: 2}
+    assert str(report) == "epoch 1: 8 samples of 10, each once; not finished"
+
+
+@pytest.mark.parametrize("kind", ["no line", "no loop"])
+def test_nothing_on_record_proves_nothing(kind: str) -> None:
+    """No record isn't clean, and one without its loop neither."""
+    history = whole()
+    history.lines = [] if kind == "no line" else [line for line in history.lines if isinstance(line, StepLine)]
+    report = history.check()
+    assert not report.is_clean
+    assert ("has no ledger" if kind == "no line" else "the record of its dataset is lost") in str(report)
