@@ -2,13 +2,14 @@
 
 from collections.abc import Iterator, Sized
 from operator import attrgetter
-from typing import Any
+from typing import Any, TypeGuard, cast
 
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, default_collate
 
 from prefect_torch_ddp.data.fetching import SampleKey, SeededDataset, TaggedCollate, untagged
 from prefect_torch_ddp.data.sampler import BatchShare, GlobalBatches, mix_seed
+from prefect_torch_ddp.data.shards import Sharded, ShardReader
 from prefect_torch_ddp.data.virtual import Parts
 from prefect_torch_ddp.errors import InvalidParamsError
 
@@ -16,7 +17,7 @@ OURS = frozenset({"batch_size", "shuffle", "sampler", "batch_sampler", "drop_las
 
 
 class RankLoader:
-    """Load a rank's share of each global batch of a map-style dataset.
+    """Load a rank's share of each global batch of a map-style dataset, or of one that gives shards.
 
     The global batches and their order follow from the seed and the epoch alone: the same for every world size, each sample
     exactly once per epoch.
@@ -31,7 +32,7 @@ class RankLoader:
 
     def __init__(  # noqa: PLR0913 - the arguments of a DataLoader and a rank's place, all by name
         self,
-        dataset: Dataset[Any],
+        dataset: Dataset[Any] | Sharded,
         *,
         global_batch_size: int,
         rank: int,
@@ -46,7 +47,7 @@ class RankLoader:
         """Make the loader; no worker starts before it is iterated.
 
         Args:
-            dataset: has `__len__` and `__getitem__`.
+            dataset: has `__len__` and `__getitem__`; or gives shards, see `data.shards.Sharded`.
             global_batch_size: samples per step over all ranks together.
             rank: this rank.
             world_size: all ranks.
@@ -68,20 +69,25 @@ class RankLoader:
         self.dataset = dataset
         self.rank = rank
         self.world_size = world_size
-        self.batches = GlobalBatches(_num_samples(dataset), global_batch_size, seed, shuffle, drop_last)
+        self._parts = Parts.of_rank(rank, world_size, virtual_ranks)
+        fetched: SeededDataset | ShardReader
+        if _is_sharded(dataset):
+            fetched = ShardReader(dataset, seed, shuffle=shuffle, keep_ids=keep_ids)
+            # Of places, not ids: the order is the reader's.
+            self.batches = GlobalBatches(len(fetched), global_batch_size, seed, shuffle=False, drop_last=drop_last)
+        else:
+            by_index = cast("Dataset[Any]", dataset)
+            self.batches = GlobalBatches(_num_samples(by_index), global_batch_size, seed, shuffle, drop_last)
+            fetched = SeededDataset(by_index, seed, seeds_here=self._parts.is_virtual, keep_ids=keep_ids)
         self.epoch = 0
         """The epoch whose order `iter(loader)` takes."""
         self._generator = torch.Generator(device="cpu")
-        self._parts = Parts.of_rank(rank, world_size, virtual_ranks)
         self._sampler = _ShareSampler(self.batches, self._parts)
         self._keeps_ids = keep_ids
         if keep_ids:
             dataloader_kwargs["collate_fn"] = TaggedCollate(dataloader_kwargs.get("collate_fn") or default_collate)
         self._loader: DataLoader[Any] = DataLoader(
-            SeededDataset(dataset, seed, seeds_here=self._parts.is_virtual, keep_ids=keep_ids),
-            batch_sampler=self._sampler,
-            generator=self._generator,
-            **dataloader_kwargs,
+            fetched, batch_sampler=self._sampler, generator=self._generator, **dataloader_kwargs
         )
 
     @property
@@ -172,11 +178,16 @@ def _refuse_clashes(dataloader_kwargs: dict[str, Any]) -> None:
         raise InvalidParamsError(msg)
 
 
+def _is_sharded(dataset: object) -> TypeGuard[Sharded]:
+    return isinstance(dataset, Sharded) and (isinstance(dataset, IterableDataset) or not isinstance(dataset, Sized))
+
+
 def _num_samples(dataset: Dataset[Any]) -> int:
     if isinstance(dataset, IterableDataset):
         msg = (
             f"{type(dataset).__name__} is an IterableDataset, which can't promise each sample exactly once over all ranks; "
-            "use a map-style dataset, with __len__ and __getitem__"
+            "use a map-style dataset, with __len__ and __getitem__, or give it shards: the methods shards() -> Sequence, "
+            "num_samples(shard) -> int and iter_shard(shard) -> Iterator"
         )
         raise InvalidParamsError(msg)
     if not isinstance(dataset, Sized):

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from torch.utils.data import Dataset
 
     from prefect_torch_ddp.data.loader import RankLoader
+    from prefect_torch_ddp.data.shards import Sharded
     from prefect_torch_ddp.rank.loop import StepLoop
     from prefect_torch_ddp.rank.tracker import Tracker
 
@@ -207,7 +208,7 @@ class RankContext:
 
     def loader(
         self,
-        dataset: "Dataset[Any]",
+        dataset: "Dataset[Any] | Sharded",
         *,
         global_batch_size: int,
         shuffle: bool = True,
@@ -217,7 +218,7 @@ class RankContext:
         """Make a loader of this rank's share of each global batch: every sample once per epoch, in an order for any world size.
 
         Args:
-            dataset: map-style.
+            dataset: map-style, or in shards: with shards(), num_samples(shard) and iter_shard(shard).
             global_batch_size: samples per step over all ranks together.
             shuffle: a new order each epoch, from the run's seed.
             drop_last: leave out the uneven tail of an epoch.

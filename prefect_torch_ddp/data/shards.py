@@ -1,0 +1,190 @@
+"""Owns how a dataset that can only be read shard by shard is read in an exact order, from any place in it."""
+
+import random
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import accumulate, islice
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from prefect_torch_ddp.data.fetching import SampleKey, Tagged
+from prefect_torch_ddp.data.sampler import mix_seed
+from prefect_torch_ddp.errors import InvalidParamsError
+
+SHUFFLE_BUFFER = 1024
+"""Samples that are in memory at a time, where the dataset doesn't say `shuffle_buffer`."""
+
+_SHARDS, _BLOCK, _DRAWS = range(3)
+
+
+@runtime_checkable
+class Sharded(Protocol):
+    """What a dataset without `__getitem__` has to have for `rank.loader`: shards of known sizes, equal on all ranks.
+
+    An attribute `shuffle_buffer` may say how many samples are shuffled among one another, and are in memory for it.
+    """
+
+    def shards(self) -> Sequence[Any]:
+        """Return what names the shards: paths, keys, numbers; in the same order always."""
+        ...
+
+    def num_samples(self, shard: Any) -> int:
+        """Return the size of a shard."""
+        ...
+
+    def iter_shard(self, shard: Any) -> Iterator[Any]:
+        """Yield the samples of a shard, in the same order always."""
+        ...
+
+
+class ShardReader(Dataset[Any]):
+    """Fetches samples by their place in an epoch.
+
+    The order: all shards, shuffled, one after the other; what that gives is cut into blocks of `shuffle_buffer` samples, and each
+    block is shuffled. It follows from seed and epoch alone. A process reads forward, block by block; to begin in the middle it
+    skips to the block within a shard, and opens no shard of which it needs nothing.
+
+    Random generators are set for each block from (seed, epoch, block) while it is read, and put back afterwards: what
+    `iter_shard` draws is the same on every rank, for every number of workers, and after a resume.
+    """
+
+    def __init__(self, dataset: Sharded, seed: int, *, shuffle: bool, keep_ids: bool) -> None:
+        """Ask for the shards and their sizes; nothing is read yet.
+
+        Raises:
+            InvalidParamsError: a size or the buffer isn't a number that can be.
+        """
+        self._dataset = dataset
+        self._shards = list(dataset.shards())
+        self._sizes = [dataset.num_samples(shard) for shard in self._shards]
+        self._block_size = getattr(dataset, "shuffle_buffer", SHUFFLE_BUFFER)
+        if self._block_size < 1 or any(size < 0 for size in self._sizes):
+            msg = f"{type(dataset).__name__}: shuffle_buffer has to be at least 1, and no shard's num_samples negative"
+            raise InvalidParamsError(msg)
+        self._seed = seed
+        self._shuffle = shuffle
+        self._keep_ids = keep_ids
+        self._first_ids = [0, *accumulate(self._sizes)]
+        self._epoch: tuple[int, list[int], list[int]] | None = None
+        self._block: tuple[int, int, list[tuple[int, Any]]] | None = None
+        self._cursor: _Cursor | None = None
+
+    def __len__(self) -> int:
+        """Return the samples of all shards."""
+        return self._first_ids[-1]
+
+    def __getitems__(self, keys: list[SampleKey]) -> Any:
+        """Return the samples at these places, and their ids where they are kept: the number of those before it in `shards()`."""
+        found = [self._at(epoch, place) for epoch, place in keys]
+        samples = [sample for _, sample in found]
+        return Tagged(tuple(number for number, _ in found), samples) if self._keep_ids else samples
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what is open, so that worker processes can be given it."""
+        return self.__dict__ | {"_cursor": None, "_block": None}
+
+    def _at(self, epoch: int, place: int) -> tuple[int, Any]:
+        block, offset = divmod(place, self._block_size)
+        if self._block is None or self._block[:2] != (epoch, block):
+            self._block = None  # or two blocks would be in memory at once
+            self._block = (epoch, block, self._read_block(epoch, block))
+        return self._block[2][offset]
+
+    def _read_block(self, epoch: int, block: int) -> list[tuple[int, Any]]:
+        with _generators_kept():
+            shard, start = self._locate(epoch, block * self._block_size)
+            self._cursor_at(epoch, shard, start)  # before seeding: what is skipped may draw too
+            _seed_generators(mix_seed(self._seed, epoch, block, _DRAWS))
+            samples = list(self._read(epoch, block))
+        if not self._shuffle:
+            return samples
+        return [samples[i] for i in self._permutation(len(samples), epoch, block, _BLOCK)]
+
+    def _read(self, epoch: int, block: int) -> Iterator[tuple[int, Any]]:
+        """Yield (id, sample) of a block, in the order of the shards."""
+        place = block * self._block_size
+        end = min(place + self._block_size, len(self))
+        while place < end:
+            shard, start = self._locate(epoch, place)
+            num = min(end - place, self._sizes[shard] - start)
+            for i, sample in enumerate(self._cursor_at(epoch, shard, start).take(num), start=start):
+                yield self._first_ids[shard] + i, sample
+            place += num
+
+    def _locate(self, epoch: int, place: int) -> tuple[int, int]:
+        """Return the shard that a place lies in, and how far from its beginning."""
+        order, starts = self._order(epoch)
+        nth = bisect_right(starts, place) - 1
+        return order[nth], place - starts[nth]
+
+    def _cursor_at(self, epoch: int, shard: int, start: int) -> "_Cursor":
+        cursor = self._cursor
+        if cursor is None or (cursor.epoch, cursor.shard) != (epoch, shard) or cursor.place > start:
+            cursor = self._cursor = _Cursor(self._dataset, self._shards[shard], self._sizes[shard], epoch, shard)
+        cursor.skip(start - cursor.place)
+        return cursor
+
+    def _order(self, epoch: int) -> tuple[list[int], list[int]]:
+        """Return the shards of an epoch in order, and the place at which each begins; empty ones are left out."""
+        if self._epoch is None or self._epoch[0] != epoch:
+            num = len(self._shards)
+            order = self._permutation(num, epoch, 0, _SHARDS) if self._shuffle else list(range(num))
+            order = [shard for shard in order if self._sizes[shard]]
+            starts = list(accumulate((self._sizes[shard] for shard in order), initial=0))[:-1]
+            self._epoch = (epoch, order, starts)
+        return self._epoch[1:]
+
+    def _permutation(self, num: int, *parts: int) -> list[int]:
+        generator = torch.Generator(device="cpu").manual_seed(mix_seed(self._seed, *parts))
+        order: list[int] = torch.randperm(num, generator=generator, device="cpu").tolist()
+        return order
+
+
+class _Cursor:
+    """An open shard, and how far it was read."""
+
+    def __init__(self, dataset: Sharded, name: Any, size: int, epoch: int, shard: int) -> None:
+        self.epoch, self.shard, self.place = epoch, shard, 0
+        self._name, self._size = name, size
+        self._samples = iter(dataset.iter_shard(name))
+
+    def skip(self, num: int) -> None:
+        for _ in self.take(num):
+            pass
+
+    def take(self, num: int) -> Iterator[Any]:
+        """Yield the next samples.
+
+        Raises:
+            InvalidParamsError: the shard has more or fewer than `num_samples` said.
+        """
+        end = self.place + num
+        for sample in islice(self._samples, num):
+            self.place += 1
+            yield sample
+        if self.place < end or (num and end == self._size and next(self._samples, self) is not self):
+            than = f"{'fewer' if self.place < end else 'more'} samples than num_samples says, {self._size}"
+            msg = f"shard {self._name!r} has {than}: samples would be lost or come twice"
+            raise InvalidParamsError(msg)
+
+
+@contextmanager
+def _generators_kept() -> Iterator[None]:
+    """Put python's, numpy's and torch's random generators back at the end."""
+    states = random.getstate(), np.random.get_state(), torch.default_generator.get_state()  # noqa: NPY002 - what datasets draw from
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])  # noqa: NPY002
+        torch.default_generator.set_state(states[2])
+
+
+def _seed_generators(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed % 2**32)  # noqa: NPY002
+    torch.default_generator.manual_seed(seed)

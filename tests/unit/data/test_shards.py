@@ -1,0 +1,175 @@
+"""Datasets that are read shard by shard: the same order for every number of ranks, each sample once, from any batch on."""
+
+import random
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import IterableDataset
+
+from prefect_torch_ddp import RankContext, read_ledger
+from prefect_torch_ddp.data.loader import RankLoader
+from prefect_torch_ddp.errors import InvalidParamsError
+
+pytestmark = pytest.mark.timeout(60)
+
+
+class Shards(IterableDataset[int]):
+    """Shards of given sizes; its samples are numbered on through all of them."""
+
+    def __init__(self, sizes: list[int], shuffle_buffer: int = 4) -> None:
+        self.sizes = sizes
+        self.shuffle_buffer = shuffle_buffer
+        self.opened: list[int] = []
+
+    def __iter__(self) -> Iterator[Any]:
+        """Go through all of them, as a plain DataLoader would."""
+        return (sample for shard in self.shards() for sample in self.iter_shard(shard))
+
+    def shards(self) -> range:
+        """Name them by number."""
+        return range(len(self.sizes))
+
+    def num_samples(self, shard: int) -> int:
+        """Return a shard's size."""
+        return self.sizes[shard]
+
+    def iter_shard(self, shard: int) -> Iterator[Any]:
+        """Yield its samples."""
+        self.opened.append(shard)
+        first = sum(self.sizes[:shard])
+        yield from range(first, first + self.sizes[shard])
+
+
+class Noisy(Shards):
+    """Draws from all three global generators for each sample, as augmentations do."""
+
+    def iter_shard(self, shard: int) -> Iterator[Any]:
+        """Yield noise beside each number."""
+        for number in super().iter_shard(shard):
+            drawn = [random.random(), np.random.rand(), torch.rand(()).item()]  # noqa: NPY002
+            yield torch.tensor([number, *drawn], dtype=torch.float64)
+
+
+def batches(dataset: Shards, size: int, world: int, epoch: int = 0, start: int = 0, **options: Any) -> list[list[Any]]:
+    """Walk all ranks in lockstep; return the samples that count, a list for each global batch."""
+    loaders = [RankLoader(dataset, global_batch_size=size, rank=rank, world_size=world, **options) for rank in range(world)]
+    steps = zip(*(loader.lockstep(epoch, start) for loader in loaders), strict=True)
+    return [[sample for data, share in step for sample in data[: share.num_local].tolist()] for step in steps]
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    sizes=st.lists(st.integers(0, 12), min_size=1, max_size=6).filter(any),
+    buffer=st.integers(1, 9),
+    size=st.integers(1, 8),
+    world=st.integers(2, 4),
+    shuffle=st.booleans(),
+    data=st.data(),
+)
+def test_each_sample_once_and_the_same_batches_for_any_number_of_ranks(  # noqa: PLR0917 - drawn by hypothesis
+    sizes: list[int],
+    buffer: int,
+    size: int,
+    world: int,
+    shuffle: bool,  # noqa: FBT001
+    data: st.DataObject,
+) -> None:
+    """Over sizes of shards, batches, buffers and worlds; begun anywhere it goes on with the same batches."""
+    dataset = Shards(sizes, buffer)
+    whole = batches(dataset, size, 1, epoch=1, shuffle=shuffle)
+    flat = [sample for batch in whole for sample in batch]
+    assert sorted(flat) == list(range(sum(sizes)))
+    assert shuffle or flat == sorted(flat)
+    start = data.draw(st.integers(0, len(whole)))
+    assert batches(dataset, size, world, epoch=1, start=start, shuffle=shuffle) == whole[start:]
+
+
+def test_shuffling_mixes_shards_and_the_samples_of_a_buffer_and_differs_by_epoch() -> None:
+    """Shards come in another order, samples are mixed within the buffer and no further."""
+    dataset = Shards([8] * 20, shuffle_buffer=8)
+    first, second = ([sample for batch in batches(dataset, 16, 1, epoch=epoch) for sample in batch] for epoch in (0, 1))
+    assert first != second
+    blocks = [first[i : i + 8] for i in range(0, 160, 8)]
+    assert all(len({sample // 8 for sample in block}) == 1 for block in blocks), "a buffer of a shard's size"
+    assert [block[0] // 8 for block in blocks] != list(range(20))
+    assert any(block != sorted(block) for block in blocks)
+
+
+def test_only_shards_that_are_needed_are_opened() -> None:
+    """A rank whose share lies in whole shards, or that begins late, leaves the others alone."""
+    dataset = Shards([4] * 10)
+    loader = RankLoader(dataset, global_batch_size=8, rank=1, world_size=2, shuffle=False)
+    assert [data.tolist() for data, _ in loader.lockstep(0, 3)] == [[28, 29, 30, 31], [36, 37, 38, 39]]
+    assert dataset.opened == [7, 9]
+
+
+@pytest.mark.parametrize(
+    "workers", [{"num_workers": 0}, {"num_workers": 2, "multiprocessing_context": "fork"}], ids=["none", "fork"]
+)
+@pytest.mark.parametrize("start", [0, 3])
+def test_what_a_dataset_draws_is_the_same_wherever_it_is_read(workers: dict[str, Any], start: int) -> None:
+    """For any number of workers and ranks, from the middle on, whatever the generators stood at; they stand there afterwards."""
+    expected = batches(Noisy([7, 9, 3, 11], 5), 6, 1)
+    torch.manual_seed(start)
+    before = random.getstate(), torch.get_rng_state()
+    assert batches(Noisy([7, 9, 3, 11], 5), 6, 2, start=start, **workers) == expected[start:]
+    assert random.getstate() == before[0]
+    assert torch.equal(torch.get_rng_state(), before[1])
+
+
+@pytest.mark.parametrize(("says", "word"), [(5, "fewer"), (3, "more")])
+def test_a_shard_of_another_size_than_it_says_is_refused(says: int, word: str) -> None:
+    """By its name: samples would be lost or come twice."""
+
+    class Lying:  # no IterableDataset: the three methods are enough
+        def shards(self) -> list[str]:
+            return ["a", "b"]
+
+        def num_samples(self, shard: str) -> int:
+            return says if shard == "b" else 4
+
+        def iter_shard(self, shard: str) -> Iterator[int]:
+            return iter(range(4))
+
+    loader = RankLoader(Lying(), global_batch_size=2, rank=0, world_size=1, shuffle=False)
+    with pytest.raises(InvalidParamsError, match=re.escape(f"shard 'b' has {word} samples than num_samples says, {says}")):
+        list(loader)
+
+
+def test_the_ledger_names_samples_of_shards_by_their_number(tmp_path: Any) -> None:
+    """Left in the middle of an epoch, resumed there: each sample once, by its number over all shards."""
+    for attempt in (1, 2):
+        with RankContext.local(storage=tmp_path, ledger=True) as rank:
+            rank.track(model=torch.nn.Linear(1, 1))
+            loader = rank.loader(Shards([5, 0, 7, 3]), global_batch_size=4)
+            seen = list(_until(rank, loader, last=3 if attempt == 1 else 99))
+            assert seen
+    assert str(read_ledger(tmp_path, "local")).splitlines() == [f"epoch {epoch}: 15 samples, each once" for epoch in (1, 2)]
+
+
+def _until(rank: RankContext, loader: RankLoader, last: int) -> Iterator[Any]:
+    for batch in rank.steps(loader, epochs=2):
+        yield batch
+        if rank.step == last:
+            return
+
+
+class Endless(IterableDataset[int]):
+    """Gives no shards."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(3))
+
+
+def test_other_iterables_are_refused_with_the_way_out() -> None:
+    """The message says which methods give shards."""
+    with pytest.raises(
+        InvalidParamsError, match=r"Endless is an IterableDataset.*shards\(\).*num_samples\(shard\).*iter_shard\(shard\)"
+    ):
+        RankLoader(Endless(), global_batch_size=1, rank=0, world_size=1)
