@@ -24,6 +24,12 @@ NUM_SAMPLES, EPOCHS = 33, 4
 EACH_ONCE = [f"epoch {epoch}: {NUM_SAMPLES} samples, each once" for epoch in range(1, EPOCHS + 1)]
 
 
+@pytest.fixture(autouse=True)
+def _inductor_cache(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Name the folder that torch names in os.environ otherwise, as soon as micro-batches are made."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "inductor"))
+
+
 def config_for(folder: Path, **options: Any) -> RankConfig:
     """Describe a training with a ledger whose checkpoints come every 2 steps; claims the run's next attempt."""
     storage = DirectoryStorage(folder)
@@ -162,3 +168,16 @@ def test_a_ledger_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
         for _ in rank.steps(rank.loader(TensorDataset(torch.arange(4)), global_batch_size=4), epochs=1):
             rank.report(loss=1.0)
     assert list((tmp_path / "runs/local/metrics/rank-00000").iterdir())
+
+
+def test_virtual_ranks_are_on_record_too(tmp_path: Path) -> None:
+    """Under elastic determinism a batch comes in parts; all their samples are in the line of its step."""
+    options: dict[str, Any] = {"determinism": "elastic", "virtual_ranks": 4}
+    with RankContext.local(storage=tmp_path, ledger=True, **options) as rank:
+        model = rank.wrap(torch.nn.Linear(1, 1))
+        loader = rank.loader(TensorDataset(torch.arange(10.0)[:, None]), global_batch_size=7)
+        for batch in rank.steps(loader, epochs=2):
+            model.zero_grad()
+            for (x,), weight in rank.micro_batches(batch):
+                (model(x).mean() * weight).backward()
+    assert str(read_ledger(tmp_path, "local")).splitlines() == [f"epoch {epoch}: 10 samples, each once" for epoch in (1, 2)]
