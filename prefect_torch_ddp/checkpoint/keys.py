@@ -23,6 +23,11 @@ def beginning_key(run_id: str, attempt: int) -> str:
     return f"{attempt_key(run_id, attempt)}.json"
 
 
+def finished_key(run_id: str) -> str:
+    """Return what says that a run's training has finished, and what came of it."""
+    return f"runs/{run_id}/training.json"
+
+
 def results_prefix(run_id: str) -> str:
     """Return where the files of rank.save are."""
     return f"runs/{run_id}/results/"

@@ -17,6 +17,7 @@ from prefect_torch_ddp.results import DatasetReport, FailedAttempt, TrainingRepo
 from prefect_torch_ddp.tasks.artifacts import LiveReport
 from prefect_torch_ddp.tasks.cancel import or_cancelled
 from prefect_torch_ddp.tasks.cluster import current_client
+from prefect_torch_ddp.tasks.finished import finished_training, record_finished
 from prefect_torch_ddp.tasks.run import RUN_STAGE, Run, log_to_run
 from prefect_torch_ddp.tasks.run_journal import RunJournal
 
@@ -53,6 +54,14 @@ def train(run: Run, dataset: DatasetReport) -> TrainingReport:
 
 
 def _train(run: Run, dataset: DatasetReport) -> TrainingReport:
+    done = finished_training(run)
+    if done is None:
+        done = _train_on_gang(run, dataset)
+        record_finished(run, done)
+    return done
+
+
+def _train_on_gang(run: Run, dataset: DatasetReport) -> TrainingReport:
     params = run.params
     first = AttemptBegan(newest_attempt(run.storage, run.run_id) + 1, params.world_size)
     with LiveReport(run_id=run.run_id, workload=params.workload, world_size=params.world_size, attempt=first.attempt) as live:

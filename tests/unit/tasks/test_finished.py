@@ -1,0 +1,70 @@
+"""Shows when a training counts as finished: as long as its record and its last checkpoint are there."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from prefect.logging import disable_run_logger
+
+from prefect_torch_ddp import TrainParams
+from prefect_torch_ddp.checkpoint.attempts import SupersededError, claim_attempt
+from prefect_torch_ddp.checkpoint.keys import finished_key, manifest_key
+from prefect_torch_ddp.checkpoint.manifest import Manifest, checkpoint_ref
+from prefect_torch_ddp.results import TrainingReport
+from prefect_torch_ddp.storage.directory import DirectoryStorage
+from prefect_torch_ddp.tasks.finished import finished_training, record_finished
+from prefect_torch_ddp.tasks.run import Run
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Run]:
+    """Describe a run with one checkpoint, whose first attempt is claimed."""
+    storage = DirectoryStorage(tmp_path)
+    claim_attempt(storage, "run")
+    manifest = Manifest("run", 7, 1, epoch=1, position={}, world_size=2)
+    storage.write(manifest_key("run", 7), manifest.as_bytes())
+    with disable_run_logger():
+        yield Run("run", TrainParams(), storage, "dataset")
+
+
+def report_of(run: Run) -> TrainingReport:
+    """Make the report of its training."""
+    manifest = Manifest("run", 7, 1, epoch=1, position={}, world_size=2)
+    return TrainingReport(
+        run_id="run",
+        attempt=1,
+        world_size=2,
+        num_steps=7,
+        num_epochs=1,
+        duration_s=1.5,
+        value={"accuracy": 0.5, "diverged": "nan"},
+        last_checkpoint=checkpoint_ref(run.storage, manifest),
+    )
+
+
+def test_a_finished_training_is_recognised(run: Run) -> None:
+    """Its report is the one that was recorded; another run's isn't it."""
+    assert finished_training(run) is None
+    record_finished(run, report_of(run))
+    assert finished_training(run) == report_of(run)
+    assert finished_training(replace(run, run_id="other")) is None
+
+
+@pytest.mark.parametrize("damage", ["no checkpoint", "a damaged checkpoint", "a damaged record"])
+def test_it_counts_only_with_what_it_left(run: Run, damage: str) -> None:
+    """Where somebody deleted the checkpoint, or the record can't be read, the training is run again."""
+    record_finished(run, report_of(run))
+    if damage == "no checkpoint":
+        run.storage.delete(manifest_key("run", 7))
+    else:
+        run.storage.write(finished_key("run") if damage == "a damaged record" else manifest_key("run", 7), b'{"attempt": 1')
+    assert finished_training(run) is None
+
+
+def test_an_older_attempt_records_nothing(run: Run) -> None:
+    """A newer one trains, so it hasn't finished."""
+    claim_attempt(run.storage, "run")
+    with pytest.raises(SupersededError, match="attempt 1 of run run has been superseded by attempt 2"):
+        record_finished(run, report_of(run))
+    assert finished_training(run) is None
