@@ -1,37 +1,18 @@
-"""Owns the drawing of seeded kill points, and the check that after each of them nothing is lost and nothing is there twice."""
+"""Owns the drawing of seeded kill points: where a training is killed, and what that training is like."""
 
 import itertools
-import json
 import os
 import random
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, Literal
 
-import pytest
-from distributed import Client
-
-from prefect_torch_ddp import RankFailedError, run_gang
-from prefect_torch_ddp.checkpoint.keys import checkpoints_prefix, manifest_key
-from prefect_torch_ddp.checkpoint.manifest import list_manifests
-from prefect_torch_ddp.metrics.read import loss_curve, read_records
-from prefect_torch_ddp.rank.config import CheckpointPolicy, RankConfig
-from prefect_torch_ddp.storage.directory import DirectoryStorage
-from prefect_torch_ddp.storage.protocol import Storage
-from prefect_torch_ddp.storage.s3 import S3Storage
-from prefect_torch_ddp.storage.s3_client import client_of
-from prefect_torch_ddp.tasks.run_journal import RunJournal
-from tests.integration.s3_server import S3Server
-from tests.killing_wire import KillingWire, WireKill
-from tests.workloads import killed
-from tests.workloads.killed import BATCH, EPOCHS, NUM_SAMPLES, NUM_STEPS, SAVE_EVERY, Kill, KillingStorage, Plan
+from tests.killing_wire import WireKill
+from tests.workloads.killed import NUM_STEPS, SAVE_EVERY, Plan
+from tests.workloads.killing_storage import Kill
 
 Backend = Literal["directory", "s3"]
 BACKENDS: tuple[Backend, ...] = ("directory", "s3")
-RUN_WITH_CONTEXT = "prefect_torch_ddp.rank.entry:run_with_context"
 RESUMABLE_FROM = 6
 """A rank in this step knows that a checkpoint is on record: rank 0 has begun the second one."""
 NUM_OBJECTS = 6
@@ -60,9 +41,6 @@ class KillPoint:
     def num_kills(self) -> int:
         """How many attempts are killed."""
         return len(self.sizes) - 1
-
-
-# ---- The drawing.
 
 
 def every_kill_point(seed: int) -> list[KillPoint]:
@@ -219,141 +197,3 @@ def ids(points: Sequence[KillPoint]) -> list[str]:
 def sample(points: Sequence[KillPoint], kinds: Sequence[str]) -> list[KillPoint]:
     """Choose the first point of each kind."""
     return [next(point for point in points if f"-{kind}" in point.name) for kind in kinds]
-
-
-# ---- The run.
-
-
-@dataclass(frozen=True)
-class Ended:
-    """What a training left when it had ended."""
-
-    values: list[dict[str, Any]]
-    storage: Storage
-    folder: Path
-
-
-def run(client: Client, point: KillPoint, storage: Storage, folder: Path) -> Ended:
-    """Train until an attempt ends; a restart or a retry follows each kill."""
-    plan = replace(point.plan, folder=str(folder), kills=point.kills)
-    with ExitStack() as stack:
-        for_ranks = storage
-        if point.wire_kills:
-            assert isinstance(storage, S3Storage)
-            wire = stack.enter_context(KillingWire(storage.endpoint_url, point.wire_kills, folder))
-            for_ranks = replace(storage, endpoint_url=wire.endpoint_url)
-
-        def arguments(attempt: int) -> tuple[Any, ...]:
-            kills = tuple(kill for kill in point.kills if kill.attempt == attempt)
-            policy = CheckpointPolicy(every_steps=SAVE_EVERY, every_s=None)
-            where = KillingStorage(for_ranks, kills, str(folder))
-            return RankConfig("run", attempt, "task", where, checkpoint=policy), killed.train, (plan,)
-
-        def call(size: int, max_restarts: int) -> list[dict[str, Any]]:
-            journal = RunJournal(storage, "run", knows_steps=True)
-            options = {"world_size": size, "ranks_per_worker": max(1, size // 2), "max_restarts": max_restarts}
-            return run_gang(client, RUN_WITH_CONTEXT, args=arguments, journal=journal, **options)
-
-        if len(set(point.sizes)) == 1:
-            return Ended(call(point.sizes[0], point.num_kills), storage, folder)
-        for size in point.sizes[:-1]:
-            with pytest.raises(RankFailedError, match="SIGKILL"):
-                call(size, 0)
-        return Ended(call(point.sizes[-1], 0), storage, folder)
-
-
-_undisturbed: dict[tuple[Plan, int], Ended] = {}
-
-
-def undisturbed(client: Client, point: KillPoint, new_folder: Callable[[], Path]) -> Ended:
-    """Return what the same training leaves when nothing happens; for other numbers of ranks, that of one."""
-    size = point.sizes[0] if len(set(point.sizes)) == 1 else 1
-    plan = point.plan
-    if (plan, size) not in _undisturbed:
-        folder = new_folder()
-        calm = KillPoint("undisturbed", "directory", sizes=(size,), plan=plan)
-        _undisturbed[plan, size] = run(client, calm, DirectoryStorage(folder / "store"), folder)
-    return _undisturbed[plan, size]
-
-
-def strike(client: Client, point: KillPoint, server: S3Server | None, folder: Path, new_folder: Callable[[], Path]) -> None:
-    """Run the training through its kills; assert that it ends as if there had been none.
-
-    Args:
-        client: of a cluster of two workers.
-        point: what happens.
-        server: for points on S3.
-        folder: an empty one.
-        new_folder: makes a folder that stays, for the undisturbed training.
-    """
-    storage: Storage = DirectoryStorage(folder / "store")
-    if point.backend == "s3":
-        assert server is not None
-        storage = server.storage()
-    calm = undisturbed(client, point, new_folder)
-    ended = run(client, point, storage, folder)
-    carried_out = sorted(path.name for path in folder.glob("killed-*"))
-    expected = [f"killed-{attempt}" for attempt in range(1, len(point.sizes))]
-    assert carried_out == expected, f"a kill never came, or one too many: {carried_out}"
-    assert {value["attempt"] for value in ended.values} == {len(point.sizes)}
-    _check_weights(point, ended, calm)
-    _check_ledger(ended)
-    _check_records(ended, calm)
-    _check_checkpoints(ended, calm)
-
-
-def _check_weights(point: KillPoint, ended: Ended, calm: Ended) -> None:
-    assert {value["step"] for value in ended.values} == {NUM_STEPS}
-    assert len({value["sha256_of_parameters"] for value in ended.values}) == 1
-    if len(set(point.sizes)) == 1:
-        assert ended.values[0]["sha256"] == calm.values[0]["sha256"]
-
-
-def _check_ledger(ended: Ended) -> None:
-    """Each sample once an epoch, in the batches that the order says, as the newest attempt that made each step wrote down."""
-    from prefect_torch_ddp.data.sampler import GlobalBatches
-
-    lines = [json.loads(line) for path in ended.folder.glob("ledger-*") for line in path.read_text().splitlines()]
-    newest = {line["step"]: 0 for line in lines}
-    for line in lines:
-        newest[line["step"]] = max(newest[line["step"]], line["attempt"])
-    found: dict[tuple[int, int], Counter[int]] = {}
-    for line in lines:
-        if line["attempt"] == newest[line["step"]]:
-            found.setdefault((line["epoch"], line["step"]), Counter()).update(line["samples"])
-    order = GlobalBatches(NUM_SAMPLES, BATCH)
-    steps = [(epoch, batch) for epoch in range(EPOCHS) for batch in range(order.num_batches)]
-    expected = {(epoch + 1, step): Counter(order.share(epoch, batch, 0, 1)) for step, (epoch, batch) in enumerate(steps, start=1)}
-    assert found == expected, f"{found} is not {expected}"
-    for epoch in range(1, EPOCHS + 1):
-        seen = sum((samples for (e, _), samples in found.items() if e == epoch), Counter())
-        assert seen == Counter(range(NUM_SAMPLES))
-
-
-def _check_records(ended: Ended, calm: Ended) -> None:
-    """No metric record is lost or there twice, and the loss is that of the undisturbed training."""
-    records = read_records(ended.storage, "run")
-    assert Counter(record.step for record in records if record.rank == 0) == Counter(range(1, NUM_STEPS + 1))
-    curve, expected = loss_curve(records), loss_curve(read_records(calm.storage, "run"))
-    assert [step for step, _ in curve] == list(range(1, NUM_STEPS + 1))
-    assert [value for _, value in curve] == pytest.approx([value for _, value in expected], rel=1e-9)
-
-
-def _check_checkpoints(ended: Ended, calm: Ended) -> None:
-    """The same steps are kept, whole, and nothing else is left of any other: no object, no upload that was begun."""
-    from prefect_torch_ddp.checkpoint.resume import find_resumable
-
-    manifests = list_manifests(ended.storage, "run")
-    steps, expected = ([m.step for m in found] for found in (manifests, list_manifests(calm.storage, "run")))
-    assert steps == expected, f"kept are {steps}, not {expected}"
-    newest = find_resumable(ended.storage, "run")
-    assert newest is not None
-    assert newest[0].step == NUM_STEPS
-    kept = {item.key for manifest in manifests for item in manifest.objects}
-    kept |= {manifest_key("run", manifest.step) for manifest in manifests}
-    there = {found.key for found in ended.storage.list(checkpoints_prefix("run"))}
-    assert there == kept, f"left over: {sorted(there - kept)}; missing: {sorted(kept - there)}"
-    if isinstance(ended.storage, S3Storage):
-        answer = client_of(ended.storage).list_multipart_uploads(Bucket=ended.storage.bucket, Prefix=ended.storage.prefix)
-        begun = [upload["Key"] for upload in answer.get("Uploads", ())]
-        assert not begun, f"uploads were begun and never ended: {begun}"

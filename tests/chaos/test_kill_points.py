@@ -13,6 +13,7 @@ from distributed import Client
 from tests import kill_points
 from tests.integration.s3_server import S3Server, open_s3_server  # noqa: F401 - a fixture
 from tests.kill_points import KillPoint, ids
+from tests.kill_strike import strike
 
 POINTS = kill_points.every_kill_point(kill_points.seed_from_environment())
 ON_A_DIRECTORY = [point for point in POINTS if point.backend == "directory"]
@@ -31,7 +32,7 @@ def test_there_are_as_many_as_promised() -> None:
 @pytest.mark.parametrize("point", ON_A_DIRECTORY, ids=ids(ON_A_DIRECTORY))
 def test_on_a_directory(dask_client: Client, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, point: KillPoint) -> None:
     """Real files; also within a system call, and with a file half written."""
-    kill_points.strike(dask_client, point, None, tmp_path, lambda: tmp_path_factory.mktemp("undisturbed"))
+    strike(dask_client, point, None, tmp_path, lambda: tmp_path_factory.mktemp("undisturbed"))
 
 
 @pytest.mark.parametrize("point", ON_S3, ids=ids(ON_S3))
@@ -43,4 +44,4 @@ def test_on_s3(
     point: KillPoint,
 ) -> None:
     """A real server; also in the midst of a request and of an upload in parts, and before the answer is heard."""
-    kill_points.strike(dask_client, point, open_s3_server, tmp_path, lambda: tmp_path_factory.mktemp("undisturbed"))
+    strike(dask_client, point, open_s3_server, tmp_path, lambda: tmp_path_factory.mktemp("undisturbed"))

@@ -1,23 +1,18 @@
-"""Owns a training that is killed where a plan says, in its loop or in a call of its storage. Torch is imported inside."""
+"""Owns a training that is killed where a plan says. Torch is imported inside."""
 
 import hashlib
 import json
-import os
 import random
-import re
 import resource
 import signal
-import sys
 import threading
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from prefect_torch_ddp.storage import s3
-from prefect_torch_ddp.storage.protocol import KeepsUnfinished, Storage, StoredObject
+from tests.workloads.killing_storage import InTraining, Kill, comes_by, die
 
 if TYPE_CHECKING:
     import torch
@@ -31,32 +26,6 @@ SAVE_EVERY = 2
 BIG_PART_BYTES = 5 * 2**20
 BIG_BALLAST = 11 * 2**17
 """Numbers of 8 bytes: 11 MiB, three parts of an upload."""
-
-InTraining = Literal["tracked", "restoring", "begin", "micro_batch", "backward", "end", "timer", "staging", "data_worker", "left"]
-InStorage = Literal["read", "write", "write_if_absent", "delete"]
-Moment = Literal["before", "torn", "within", "after"]
-
-_PLACING = {"write": ("os.rename",), "write_if_absent": ("os.link",), "delete": ("os.rmdir",)}
-"""Python's audit events of the call that makes a finished file an object, and of the one that follows an object's removal."""
-
-
-@dataclass(frozen=True)
-class Kill:
-    """One SIGKILL, where a process of one attempt comes by for the nth time."""
-
-    attempt: int
-    place: InTraining | InStorage
-    rank: int | None = None
-    """None: the first one that comes by."""
-    step: int | None = None
-    """In training; None: any."""
-    key: str = ""
-    """In the storage: what the object's key matches, a regular expression."""
-    moment: Moment = "before"
-    """In the storage. Torn: a part of the file is written; within: the file is whole, and not yet the object."""
-    nth: int = 1
-    delay_s: float = 0.0
-    """Of a timer."""
 
 
 @dataclass(frozen=True)
@@ -74,114 +43,6 @@ class Plan:
     """Its checkpoints are uploaded to S3 in parts."""
 
 
-def die(folder: str, attempt: int) -> None:
-    """Leave the mark that this attempt's kill was carried out, and kill this process."""
-    leave_mark(folder, attempt)
-    os.kill(os.getpid(), signal.SIGKILL)
-    signal.pause()  # it takes a moment, and nothing may follow
-
-
-def leave_mark(folder: str, attempt: int) -> None:
-    """Leave the mark alone."""
-    Path(folder, f"killed-{attempt}").touch()
-
-
-# ---- A storage whose caller is killed.
-
-_num_calls: Counter[Kill] = Counter()
-_counting = threading.Lock()
-
-
-def _comes_by(kill: Kill) -> bool:
-    """Count; return whether it is the kill's turn."""
-    if kill.rank is not None and kill.rank != int(os.environ["RANK"]):
-        return False
-    with _counting:
-        _num_calls[kill] += 1
-        return _num_calls[kill] == kill.nth
-
-
-@dataclass(frozen=True)
-class KillingStorage:
-    """A real storage; a rank is killed before, in the midst of or after one of its calls."""
-
-    inner: Storage
-    kills: tuple[Kill, ...]
-    """Those of the attempt that gets it."""
-    folder: str
-
-    @property
-    def uri(self) -> str:
-        """The real one's."""
-        return self.inner.uri
-
-    def read(self, key: str) -> bytes:
-        """Read it."""
-        with self._killed("read", key):
-            return self.inner.read(key)
-
-    def write(self, key: str, data: bytes) -> None:
-        """Write it."""
-        with self._killed("write", key, data):
-            self.inner.write(key, data)
-
-    def write_if_absent(self, key: str, data: bytes) -> bool:
-        """Write it."""
-        with self._killed("write_if_absent", key, data):
-            return self.inner.write_if_absent(key, data)
-
-    def list(self, prefix: str = "") -> Iterator[StoredObject]:
-        """List them."""
-        return self.inner.list(prefix)
-
-    def delete(self, key: str) -> None:
-        """Delete it."""
-        with self._killed("delete", key):
-            self.inner.delete(key)
-
-    def drop_unfinished(self, prefix: str, is_over: Callable[[str], bool]) -> None:
-        """Drop them, where the real one can have some."""
-        if isinstance(self.inner, KeepsUnfinished):
-            self.inner.drop_unfinished(prefix, is_over)
-
-    def check_writable(self) -> None:
-        """Check it."""
-        self.inner.check_writable()
-
-    @contextmanager
-    def _killed(self, operation: InStorage, key: str, data: bytes = b"") -> Iterator[None]:
-        due = [k for k in self.kills if k.place == operation and re.search(k.key, key) and _comes_by(k)]
-        for kill in due:
-            match kill.moment:
-                case "before":
-                    die(self.folder, kill.attempt)
-                case "torn":
-                    # The kernel ends the process in the midst of its write.
-                    leave_mark(self.folder, kill.attempt)
-                    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-                    resource.setrlimit(resource.RLIMIT_FSIZE, (len(data) * 9 // 10, hard))
-                case "within":
-                    _die_at(_PLACING[operation], self.folder, kill.attempt)
-        yield
-        for kill in due:
-            if kill.moment == "after":
-                die(self.folder, kill.attempt)
-
-
-def _die_at(events: Sequence[str], folder: str, attempt: int) -> None:
-    """Have this thread die where the interpreter is about to make a system call."""
-    mine = threading.get_ident()
-
-    def hook(event: str, _args: object) -> None:
-        if event in events and threading.get_ident() == mine:
-            die(folder, attempt)
-
-    sys.addaudithook(hook)
-
-
-# ---- The training.
-
-
 class Executioner:
     """Kills this process where the plan says so."""
 
@@ -193,7 +54,7 @@ class Executioner:
     def pass_by(self, place: InTraining, step: int | None = None) -> None:
         """Pass a place of the training."""
         for kill in self._kills:
-            if kill.place == place and kill.step in (None, step) and _comes_by(kill):
+            if kill.place == place and kill.step in (None, step) and comes_by(kill):
                 if place != "timer":
                     die(self._plan.folder, kill.attempt)
                 timer = threading.Timer(kill.delay_s, die, (self._plan.folder, kill.attempt))
@@ -272,11 +133,11 @@ def train(rank: "RankContext", plan: Plan) -> dict[str, Any]:
     executioner.pass_by("tracked")
     loader = rank.loader(Samples(plan, executioner), global_batch_size=BATCH, num_workers=plan.num_workers)
     with Path(plan.folder, f"ledger-{rank.attempt}-{rank.rank}.jsonl").open("a", buffering=1) as ledger:
-        for numbers, inputs, targets in rank.steps(loader, epochs=EPOCHS):
+        for numbers, *batch in rank.steps(loader, epochs=EPOCHS):
             executioner.pass_by("begin", rank.step)
             executioner.pass_by("timer", rank.step)
             optimizer.zero_grad()
-            loss = _backward(model, inputs, targets, plan, lambda: executioner.pass_by("micro_batch", rank.step))
+            loss = _backward(rank, model, batch, plan, lambda: executioner.pass_by("micro_batch", rank.step))
             executioner.pass_by("backward", rank.step)
             optimizer.step()
             scheduler.step()
@@ -321,35 +182,29 @@ def _make_centre(size: int) -> Any:
     return Centre()
 
 
-def _backward(
-    model: Any, inputs: "torch.Tensor", targets: "torch.Tensor", plan: Plan, between: Callable[[], None]
-) -> "torch.Tensor":
-    """Run the backward pass, whole or in two parts that are synchronised once; return the mean loss.
+def _backward(rank: "RankContext", model: Any, batch: Any, plan: Plan, between: Callable[[], None]) -> "torch.Tensor":
+    """Run the backward pass, whole or sample by sample; return the mean loss.
 
     Args:
+        rank: the context.
         model: wrapped.
-        inputs: of the batch.
-        targets: of the batch.
+        batch: inputs and targets.
         plan: of the training.
-        between: called after each part.
+        between: called after each micro-batch.
     """
     import numpy as np
+    import torch
     from torch.nn.functional import cross_entropy
 
     scale = 1.0
     if not plan.is_elastic:  # every generator has a part in the result
         scale += 0.1 * random.random() + 0.1 * float(np.random.random())  # noqa: NPY002
-    parts = list(zip(inputs.chunk(2), targets.chunk(2), strict=True)) if plan.accumulates else [(inputs, targets)]
-    total = inputs.new_zeros(())
-    for number, (x, y) in enumerate(parts, start=1):
-        loss = cross_entropy(scale * model(x), y) * (len(x) / len(inputs))
-        if number < len(parts) and hasattr(model, "no_sync"):
-            with model.no_sync():
-                loss.backward()
-        else:
-            loss.backward()
-        between()
+    total = torch.zeros((), dtype=torch.float64)
+    for (inputs, targets), weight in rank.micro_batches(batch, max_samples=1 if plan.accumulates else None):
+        loss = cross_entropy(scale * model(inputs), targets) * weight
+        loss.backward()
         total += loss.detach()
+        between()
     return total
 
 
