@@ -58,6 +58,7 @@ def every_kill_point(seed: int) -> list[KillPoint]:
         ]
         points += [replace(point, name=f"{point.name}-{backend}", backend=backend) for point in kinds if _fits(point, backend)]
         points += [_with_other_sizes(chance, backend, sizes) for sizes in ((4, 2, 1, 4), (1, 2), (2, 4, 1))]
+        points.append(_to_the_last_bit(_with_other_sizes(chance, backend, (4, 2, 1, 4))))
     points += _on_the_wire(chance)
     return [replace(point, name=f"{seed}-{number:03d}-{point.name}") for number, point in enumerate(points)]
 
@@ -162,6 +163,11 @@ def _with_other_sizes(chance: random.Random, backend: Backend, sizes: tuple[int,
     )
     plan = Plan("", accumulates=chance.random() < 0.5, num_workers=chance.choice([0, 0, 2]), is_elastic=True)
     return KillPoint(f"sizes-{'-'.join(map(str, sizes))}-{backend}", backend, kills, sizes=sizes, plan=plan)
+
+
+def _to_the_last_bit(point: KillPoint) -> KillPoint:
+    plan = replace(point.plan, accumulates=False, virtual_ranks=4)
+    return replace(point, name=f"elastic-{point.name}", plan=plan)
 
 
 def _on_the_wire(chance: random.Random) -> Iterator[KillPoint]:

@@ -54,7 +54,10 @@ def run(client: Client, point: KillPoint, storage: Storage, folder: Path) -> End
             kills = tuple(kill for kill in point.kills if kill.attempt == attempt)
             policy = CheckpointPolicy(every_steps=SAVE_EVERY, every_s=None)
             where = KillingStorage(for_ranks, kills, str(folder))
-            return RankConfig("run", attempt, "task", where, checkpoint=policy), killed.train, (plan,)
+            config = RankConfig("run", attempt, "task", where, checkpoint=policy)
+            if plan.virtual_ranks is not None:
+                config = replace(config, determinism="elastic", virtual_ranks=plan.virtual_ranks)
+            return config, killed.train, (plan,)
 
         def call(size: int, max_restarts: int) -> list[dict[str, Any]]:
             journal = RunJournal(storage, "run", knows_steps=True)
@@ -112,7 +115,7 @@ def strike(client: Client, point: KillPoint, server: S3Server | None, folder: Pa
 def _check_weights(point: KillPoint, ended: Ended, calm: Ended) -> None:
     assert {value["step"] for value in ended.values} == {NUM_STEPS}
     assert len({value["sha256_of_parameters"] for value in ended.values}) == 1
-    if len(set(point.sizes)) == 1:
+    if len(set(point.sizes)) == 1 or point.plan.virtual_ranks is not None:
         assert ended.values[0]["sha256"] == calm.values[0]["sha256"]
 
 

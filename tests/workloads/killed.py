@@ -39,6 +39,8 @@ class Plan:
     num_workers: int = 0
     is_elastic: bool = False
     """Nothing in it depends on the number of ranks: no dropout, no buffers, no noise."""
+    virtual_ranks: int | None = None
+    """With determinism="elastic": the same bits for any number of ranks, with dropout."""
     is_big: bool = False
     """Its checkpoints are uploaded to S3 in parts."""
 
@@ -133,16 +135,16 @@ def train(rank: "RankContext", plan: Plan) -> dict[str, Any]:
     executioner.pass_by("tracked")
     loader = rank.loader(Samples(plan, executioner), global_batch_size=BATCH, num_workers=plan.num_workers)
     with Path(plan.folder, f"ledger-{rank.attempt}-{rank.rank}.jsonl").open("a", buffering=1) as ledger:
-        for numbers, *batch in rank.steps(loader, epochs=EPOCHS):
+        for batch in rank.steps(loader, epochs=EPOCHS):
             executioner.pass_by("begin", rank.step)
             executioner.pass_by("timer", rank.step)
             optimizer.zero_grad()
-            loss = _backward(rank, model, batch, plan, lambda: executioner.pass_by("micro_batch", rank.step))
+            loss, numbers = _backward(rank, model, batch, plan, lambda: executioner.pass_by("micro_batch", rank.step))
             executioner.pass_by("backward", rank.step)
             optimizer.step()
             scheduler.step()
             ballast.step(rank.step)
-            counted = numbers[: rank._state.share.num_local].tolist()
+            counted = numbers[: rank._state.share.num_local]  # none of a stand-in
             line = {"step": rank.step, "epoch": rank.epoch, "samples": counted, "rank": rank.rank, "attempt": rank.attempt}
             ledger.write(json.dumps(line) + "\n")
             rank.report(loss=loss)
@@ -160,7 +162,8 @@ def train(rank: "RankContext", plan: Plan) -> dict[str, Any]:
 def _make_net(plan: Plan) -> Any:
     from torch import nn
 
-    own = [] if plan.is_elastic else [_make_centre(16), nn.Dropout(0.25)]
+    own = [] if plan.is_elastic else [_make_centre(16)]
+    own += [] if plan.is_elastic and plan.virtual_ranks is None else [nn.Dropout(0.25)]
     return nn.Sequential(nn.Linear(4, 16), nn.Tanh(), *own, nn.Linear(16, 3)).double()
 
 
@@ -182,13 +185,15 @@ def _make_centre(size: int) -> Any:
     return Centre()
 
 
-def _backward(rank: "RankContext", model: Any, batch: Any, plan: Plan, between: Callable[[], None]) -> "torch.Tensor":
-    """Run the backward pass, whole or sample by sample; return the mean loss.
+def _backward(
+    rank: "RankContext", model: Any, batch: Any, plan: Plan, between: Callable[[], None]
+) -> tuple["torch.Tensor", list[int]]:
+    """Run the backward pass, whole or sample by sample; return the mean loss, and the numbers of the samples.
 
     Args:
         rank: the context.
         model: wrapped.
-        batch: inputs and targets.
+        batch: numbers, inputs and targets.
         plan: of the training.
         between: called after each micro-batch.
     """
@@ -199,13 +204,14 @@ def _backward(rank: "RankContext", model: Any, batch: Any, plan: Plan, between: 
     scale = 1.0
     if not plan.is_elastic:  # every generator has a part in the result
         scale += 0.1 * random.random() + 0.1 * float(np.random.random())  # noqa: NPY002
-    total = torch.zeros((), dtype=torch.float64)
-    for (inputs, targets), weight in rank.micro_batches(batch, max_samples=1 if plan.accumulates else None):
-        loss = cross_entropy(scale * model(inputs), targets) * weight
-        loss.backward()
-        total += loss.detach()
+    total, seen = torch.zeros((), dtype=torch.float64), []
+    for (numbers, inputs, targets), weight in rank.micro_batches(batch, max_samples=1 if plan.accumulates else None):
+        loss = cross_entropy(scale * model(inputs), targets)
+        (loss * weight).backward()
+        total += loss.detach() * len(inputs)
+        seen += numbers.tolist()
         between()
-    return total
+    return total / len(seen), seen
 
 
 def _sha256(state: Any) -> str:
