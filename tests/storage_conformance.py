@@ -67,10 +67,11 @@ class StorageConformance:
         assert isinstance(storage, Storage)
 
     def test_reads_what_was_written(self, storage):
-        """Bytes come back as they were, also none at all and megabytes."""
+        """Bytes come back as they were, also none at all and megabytes, and those of a view."""
         for data in (b"", b"\0\xff\r\n", bytes(range(256)) * 20_000):
-            storage.write("folder/object", data)
-            assert storage.read("folder/object") == data
+            for given in (data, memoryview(bytearray(b"x" + data))[1:].toreadonly()):
+                storage.write("folder/object", given)
+                assert storage.read("folder/object") == data
 
     def test_an_absent_object_is_named(self, storage):
         """Reading what isn't there says which key and where."""

@@ -14,7 +14,7 @@ from prefect_torch_ddp.checkpoint.keys import object_key, rank_name
 from prefect_torch_ddp.checkpoint.manifest import Manifest, ManifestObject
 from prefect_torch_ddp.checkpoint.meeting import Meeting, wait_for
 from prefect_torch_ddp.checkpoint.rng import capture_generators
-from prefect_torch_ddp.checkpoint.serial import check_loadable, sha256_of, to_bytes
+from prefect_torch_ddp.checkpoint.serial import Serializer, check_loadable, sha256_of
 from prefect_torch_ddp.checkpoint.staging import Staging
 from prefect_torch_ddp.errors import CheckpointError, StorageError
 from prefect_torch_ddp.storage.protocol import Storage
@@ -81,6 +81,7 @@ class Checkpointer:
         self._before_commit = before_commit
         self._on_failure = on_failure
         self._staging = Staging()
+        self._serializer = Serializer()
         self._checked: set[str] = set()
         self._thread: threading.Thread | None = None
         self._failure: Exception | None = None
@@ -169,7 +170,7 @@ class Checkpointer:
 
     def _write(self, step: int, name: str, state: Any) -> ManifestObject:
         key = object_key(self._writer.run_id, step, self._writer.attempt, name)
-        data = to_bytes(state)
+        data = self._serializer.to_view(state)
         try:
             self._writer.storage.write(key, data)
         except StorageError as error:

@@ -4,7 +4,7 @@ import hashlib
 import io
 from collections.abc import Callable
 from copy import copy, deepcopy
-from typing import Any
+from typing import IO, Any, cast
 
 import torch
 
@@ -23,7 +23,49 @@ def from_bytes(data: bytes) -> Any:
     return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
 
 
-def sha256_of(data: bytes) -> str:
+class Serializer:
+    """Serialises one state at a time into memory that it keeps: fresh memory costs more than all the rest."""
+
+    def __init__(self) -> None:
+        """Take no memory yet; it grows to the largest state."""
+        self._kept = memoryview(bytearray())
+
+    def to_view(self, state: Any) -> memoryview:
+        """Return what `to_bytes` returns, valid until the next call."""
+        with _KeptFile(self._kept) as file:
+            torch.save(state, cast("IO[bytes]", file))
+            self._kept = file.memory
+            return self._kept[: file.tell()].toreadonly()
+
+
+class _KeptFile(io.RawIOBase):
+    """A file that is written from the beginning, into memory that outlives it."""
+
+    def __init__(self, memory: memoryview) -> None:
+        super().__init__()
+        self.memory = memory
+        self._end = 0
+
+    def writable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._end
+
+    def write(self, data: Any) -> int:
+        part = memoryview(data).cast("B")
+        end = self._end + len(part)
+        if end > len(self.memory):
+            # Another one: who still looks at the old one, such as a traceback, keeps that.
+            larger = memoryview(bytearray(max(end, 3 * len(self.memory) // 2)))
+            larger[: self._end] = self.memory[: self._end]
+            self.memory = larger
+        self.memory[self._end : end] = part
+        self._end = end
+        return len(part)
+
+
+def sha256_of(data: bytes | memoryview) -> str:
     """Return the digest in hex."""
     return hashlib.sha256(data).hexdigest()
 

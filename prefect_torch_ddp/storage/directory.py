@@ -67,7 +67,7 @@ class DirectoryStorage:
                 msg = f"there is no {key} in {self.uri}"
                 raise ObjectNotFoundError(msg) from error
 
-    def write(self, key: str, data: bytes) -> None:
+    def write(self, key: str, data: bytes | memoryview) -> None:
         """Write the whole object, replacing what was there; readers see the old or the new, never a part."""
         path = self._path(key)
         with _explained("write", path), self._finished_file(data) as temporary:
@@ -119,7 +119,7 @@ class DirectoryStorage:
             raise BadKeyError(msg)
 
     @contextmanager
-    def _finished_file(self, data: bytes) -> Iterator[Path]:
+    def _finished_file(self, data: bytes | memoryview) -> Iterator[Path]:
         """Give a file that holds the data on disk, and remove it where it wasn't moved."""
         folder = self.root / RESERVED_PART
         folder.mkdir(parents=True, exist_ok=True)

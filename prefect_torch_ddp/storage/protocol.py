@@ -32,8 +32,11 @@ class Storage(Protocol):
         """Return the whole object; raise `ObjectNotFoundError` where there is none."""
         ...
 
-    def write(self, key: str, data: bytes) -> None:
-        """Write the whole object, replacing what was there; readers see the old or the new, never a part."""
+    def write(self, key: str, data: bytes | memoryview) -> None:
+        """Write the whole object, replacing what was there; readers see the old or the new, never a part.
+
+        A view is only valid during the call.
+        """
         ...
 
     def write_if_absent(self, key: str, data: bytes) -> bool:

@@ -71,12 +71,12 @@ class S3Storage:
                 _pause(attempt)
         raise AssertionError
 
-    def write(self, key: str, data: bytes) -> None:
+    def write(self, key: str, data: bytes | memoryview) -> None:
         """Write the whole object, replacing what was there; readers see the old or the new, never a part."""
         name = self._name(key)
         with self._explained("write", name):
             if len(data) < MULTIPART_FROM_BYTES:
-                client_of(self).put_object(Bucket=self.bucket, Key=name, Body=data)
+                client_of(self).put_object(Bucket=self.bucket, Key=name, Body=bytes(data))  # no copy of what is bytes already
             else:
                 self._upload_parts(name, data)
 
@@ -185,7 +185,7 @@ class S3Storage:
             body.close()
         return data
 
-    def _upload_parts(self, name: str, data: bytes) -> None:
+    def _upload_parts(self, name: str, data: bytes | memoryview) -> None:
         from boto3.s3.transfer import TransferConfig  # noqa: PLC0415
 
         # The managed transfer aborts the upload when a part fails, so none is left to be paid for.

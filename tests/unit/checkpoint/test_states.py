@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from prefect_torch_ddp.checkpoint.rng import capture_generators, restore_generators
-from prefect_torch_ddp.checkpoint.serial import check_loadable, from_bytes, to_bytes
+from prefect_torch_ddp.checkpoint.serial import Serializer, check_loadable, from_bytes, to_bytes
 from prefect_torch_ddp.checkpoint.staging import Staging
 from prefect_torch_ddp.errors import CheckpointError
 
@@ -39,6 +39,18 @@ def test_buffers_are_used_again() -> None:
     copied = staging.copy([weights + 1])[0]
     assert copied.data_ptr() == first
     assert torch.equal(copied, weights + 1)
+
+
+def test_states_are_serialised_into_kept_memory() -> None:
+    """Larger, smaller and equal ones after each other are the bytes of a plain torch.save, in the same place."""
+    serializer = Serializer()
+    small, large = {"x": torch.arange(5.0)}, {"y": torch.randn(300, 1000), "names": ["a"] * 9}
+    looked_at = [serializer.to_view(state) for state in (small, large, small, large)]
+    assert looked_at[1].obj is looked_at[3].obj
+    assert looked_at[0].obj is not looked_at[1].obj, "who still looks at memory that is too small keeps it"
+    assert looked_at[3] == to_bytes(large)
+    assert looked_at[3].readonly
+    assert serializer.to_view({}) == to_bytes({})
 
 
 def test_tied_weights_are_stored_once() -> None:
