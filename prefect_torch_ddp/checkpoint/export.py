@@ -10,7 +10,7 @@ from typing import Any
 from prefect_torch_ddp.checkpoint.attempts import refuse_superseded
 from prefect_torch_ddp.checkpoint.keys import model_prefix
 from prefect_torch_ddp.checkpoint.manifest import Manifest
-from prefect_torch_ddp.checkpoint.resume import read_object
+from prefect_torch_ddp.checkpoint.reading import read_object
 from prefect_torch_ddp.checkpoint.serial import sha256_of
 from prefect_torch_ddp.checkpoint.weights import WeightsFile, weights_file
 from prefect_torch_ddp.errors import CheckpointError
@@ -76,7 +76,7 @@ def export_model(storage: Storage, manifest: Manifest, name: str, attempt: int, 
     if found is None:
         msg = f"the checkpoint of step {manifest.step} of run {manifest.run_id} has no object {name!r} to export"
         raise CheckpointError(msg)
-    weights = weights_file(read_object(storage, manifest, found))
+    weights = weights_file(bytes(read_object(storage, manifest, found)))
     card = ModelCard(
         file=weights.name,
         sha256=sha256_of(weights.data),

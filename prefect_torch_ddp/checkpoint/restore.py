@@ -6,11 +6,11 @@ from typing import Any, Self
 
 from prefect_torch_ddp.checkpoint.beginnings import FROM_NOTHING, record_beginning
 from prefect_torch_ddp.checkpoint.keys import rank_name
-from prefect_torch_ddp.checkpoint.manifest import Manifest, read_manifest
+from prefect_torch_ddp.checkpoint.manifest import Manifest, ManifestObject, read_manifest
 from prefect_torch_ddp.checkpoint.meeting import Meeting, wait_for
-from prefect_torch_ddp.checkpoint.resume import find_resumable, read_object, read_objects
+from prefect_torch_ddp.checkpoint.reading import read_state, read_states
+from prefect_torch_ddp.checkpoint.resume import find_resumable
 from prefect_torch_ddp.checkpoint.rng import restore_generators
-from prefect_torch_ddp.checkpoint.serial import from_bytes
 from prefect_torch_ddp.checkpoint.source import Source
 from prefect_torch_ddp.errors import CheckpointError
 from prefect_torch_ddp.storage.protocol import Storage
@@ -22,14 +22,14 @@ class Restorer:
     """Restores objects in place from one checkpoint, or leaves them as they are where there is none."""
 
     def __init__(
-        self, storage: Storage, manifest: Manifest | None, verified: dict[str, bytes] | None = None, *, is_ours: bool = True
+        self, storage: Storage, manifest: Manifest | None, verified: dict[str, Any] | None = None, *, is_ours: bool = True
     ) -> None:
         """Restore from the checkpoint of the manifest.
 
         Args:
             storage: where it is.
             manifest: None restores nothing.
-            verified: objects by name that were read already.
+            verified: states by name that were read already.
             is_ours: whether it is of the run that goes on; then it has to have everything.
         """
         self._storage = storage
@@ -110,11 +110,9 @@ class Restorer:
                 logger.warning("%s: it begins as it is", msg)
                 return
             raise CheckpointError(msg)
-        data = self._verified.pop(name, None)
-        if data is None:
-            data = read_object(self._storage, manifest, found)
+        state = self._state_of(manifest, found)
         try:
-            item.load_state_dict(from_bytes(data))
+            item.load_state_dict(state)
         except Exception as error:  # user classes refuse in every way
             msg = f"the {what} doesn't fit the tracked object {name!r}: {error}"
             raise CheckpointError(msg) from error
@@ -124,20 +122,23 @@ class Restorer:
         found = self.manifest.find(rank_name(rank)) if self.manifest is not None else None
         if self.manifest is None or found is None:
             return False
-        data = self._verified.pop(found.name, None)
-        restore_generators(from_bytes(read_object(self._storage, self.manifest, found) if data is None else data))
+        restore_generators(self._state_of(self.manifest, found))
         return True
 
     def release(self) -> None:
         """Forget what was read and nobody asked for."""
         self._verified.clear()
 
+    def _state_of(self, manifest: Manifest, item: ManifestObject) -> Any:
+        # Taken out: nobody asks again, and the memory is needed.
+        return self._verified.pop(item.name) if item.name in self._verified else read_state(self._storage, manifest, item)
 
-def _begin_from(source: Source) -> tuple[Manifest, dict[str, bytes]]:
+
+def _begin_from(source: Source) -> tuple[Manifest, dict[str, Any]]:
     """Return the checkpoint of the step that was asked for, or else the newest one that verifies."""
     if source.step is not None:
         manifest = read_manifest(source.storage, source.run_id, source.step)
-        return manifest, read_objects(source.storage, manifest)
+        return manifest, read_states(source.storage, manifest, manifest.objects)
     found = find_resumable(source.storage, source.run_id)
     if found is None:
         msg = f"resume_from is {source.run_id!r}, but that run has no checkpoint in {source.storage.uri} that can be restored"

@@ -18,9 +18,38 @@ def to_bytes(state: Any) -> bytes:
     return buffer.getvalue()
 
 
-def from_bytes(data: bytes) -> Any:
+def from_bytes(data: bytes | memoryview) -> Any:
     """Return the state, its tensors on the CPU."""
-    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    file = cast("IO[bytes]", _View(data)) if isinstance(data, memoryview) else io.BytesIO(data)
+    return torch.load(file, map_location="cpu", weights_only=True)
+
+
+class _View(io.RawIOBase):
+    """A file to read that, other than BytesIO, makes no copy of what isn't `bytes`."""
+
+    def __init__(self, data: memoryview) -> None:
+        super().__init__()
+        self._data = data
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._at = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: len(self._data)}[whence] + offset
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        part = self._data[self._at : self._at + len(buffer)]
+        buffer[: len(part)] = part
+        self._at += len(part)
+        return len(part)
 
 
 class Serializer:

@@ -63,3 +63,12 @@ class KeepsUnfinished(Protocol):
     def drop_unfinished(self, prefix: str, is_over: Callable[[str], bool]) -> None:
         """Drop the parts of objects below `prefix` of which `is_over(key)` says that nobody writes them any more."""
         ...
+
+
+@runtime_checkable
+class ShowsContent(Protocol):
+    """What a storage also has that can show content as it arrives, so that it is hashed while it is read."""
+
+    def read_seen(self, key: str, see: Callable[[memoryview], object]) -> memoryview:
+        """Return the whole object as `read` does, and call `see` with each part of it, in order."""
+        ...

@@ -8,7 +8,7 @@ import pytest
 from prefect_torch_ddp.checkpoint.attempts import SupersededError, claim_attempt, newest_attempt
 from prefect_torch_ddp.checkpoint.keys import checkpoints_prefix
 from prefect_torch_ddp.checkpoint.manifest import all_manifests, list_manifests
-from prefect_torch_ddp.checkpoint.resume import read_object
+from prefect_torch_ddp.checkpoint.reading import read_object
 from prefect_torch_ddp.metrics.read import read_records
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.storage.protocol import Storage
