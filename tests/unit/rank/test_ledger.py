@@ -1,6 +1,7 @@
 """Shows the ledger of real ranks: what they trained on is on record, over kills, resumes and world sizes; damage is found."""
 
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -72,6 +73,43 @@ def test_a_ledger_changes_no_bit(tmp_path: Path) -> None:
     assert run_ranks(run_with_context, 2, config_for(tmp_path / "kept"), fit) == expected
     assert not (tmp_path / "plain/runs/run/ledger").exists()
     assert "has no ledger" in str(read_ledger(tmp_path / "plain", "run"))
+
+
+class PointShards:
+    """The healthy workload's points in shards of 7, each with some noise of its own."""
+
+    shuffle_buffer = 10
+
+    def shards(self) -> range:
+        """Name them by number."""
+        return range(-(-NUM_SAMPLES // 7))
+
+    def num_samples(self, shard: int) -> int:
+        """Return a shard's size."""
+        return min(7, NUM_SAMPLES - 7 * shard)
+
+    def iter_shard(self, shard: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield its samples."""
+        inputs, targets = healthy.points(NUM_SAMPLES)
+        for i in range(7 * shard, 7 * shard + self.num_samples(shard)):
+            yield inputs[i] + torch.rand(4, dtype=torch.float64) / 100, targets[i]
+
+
+def fit_shards(rank: RankContext) -> str:
+    """Train on them; return what the weights hash to."""
+    value: str = healthy.fit(rank, PointShards())["sha256"]
+    return value
+
+
+def test_a_training_on_shards_resumes_to_the_same_bits(tmp_path: Path) -> None:
+    """Killed in the middle of a shard: the samples, and what was drawn for them, are those of the undisturbed run, each once."""
+    expected = run_ranks(run_with_context, 2, config_for(tmp_path / "whole"), fit_shards)
+    broken = tmp_path / "broken"
+    assert Died(-9) in run_ranks(run_with_context, 2, config_for(broken, die_at=5, die_on=1, die_after=4), fit_shards)
+    assert run_ranks(run_with_context, 2, config_for(broken), fit_shards) == expected
+    report = read_ledger(broken, "run")
+    assert str(report).splitlines() == EACH_ONCE
+    assert report.attempts == {1: 2, 2: 2}
 
 
 class Words(Dataset[str]):
