@@ -54,7 +54,7 @@ def run(client: Client, point: KillPoint, storage: Storage, folder: Path) -> End
             kills = tuple(kill for kill in point.kills if kill.attempt == attempt)
             policy = CheckpointPolicy(every_steps=SAVE_EVERY, every_s=None)
             where = KillingStorage(for_ranks, kills, str(folder))
-            config = RankConfig("run", attempt, "task", where, checkpoint=policy)
+            config = RankConfig("run", attempt, "task", where, checkpoint=policy, ledger=True)
             if plan.virtual_ranks is not None:
                 config = replace(config, determinism="elastic", virtual_ranks=plan.virtual_ranks)
             return config, killed.train, (plan,)
@@ -120,7 +120,8 @@ def _check_weights(point: KillPoint, ended: Ended, calm: Ended) -> None:
 
 
 def _check_ledger(ended: Ended) -> None:
-    """Each sample once an epoch, in the batches that the order says, as the newest attempt that made each step wrote down."""
+    """Each sample once an epoch, in the batches that the order says: by the run's ledger, and by one that the workload kept."""
+    from prefect_torch_ddp.data.ledger import read_ledger
     from prefect_torch_ddp.data.sampler import GlobalBatches
 
     lines = [json.loads(line) for path in ended.folder.glob("ledger-*") for line in path.read_text().splitlines()]
@@ -131,6 +132,9 @@ def _check_ledger(ended: Ended) -> None:
     for line in lines:
         if line["attempt"] == newest[line["step"]]:
             found.setdefault((line["epoch"], line["step"]), Counter()).update(line["samples"])
+    report = read_ledger(ended.storage, "run")
+    assert report.is_clean, str(report)
+    assert str(report).splitlines() == [f"epoch {epoch}: {NUM_SAMPLES} samples, each once" for epoch in range(1, EPOCHS + 1)]
     order = GlobalBatches(NUM_SAMPLES, BATCH)
     steps = [(epoch, batch) for epoch in range(EPOCHS) for batch in range(order.num_batches)]
     expected = {(epoch + 1, step): Counter(order.share(epoch, batch, 0, 1)) for step, (epoch, batch) in enumerate(steps, start=1)}
