@@ -1,6 +1,7 @@
 """Artifacts on a real Prefect server: live and updated in place, published whole, never in the training's way."""
 
 import contextlib
+import dataclasses
 import json
 import logging
 import math
@@ -200,6 +201,28 @@ def test_a_restart_shows_its_attempt_and_its_size(prefect_api):
     page = by_key(run())["train-ddp-report"].data
     assert "| Attempt | 2 |" in page
     assert "| World size | 3 ranks |" in page
+
+
+def test_both_artifacts_say_since_when_there_is_no_checkpoint(prefect_api):
+    """And stop saying so when there is one again."""
+    says = "no checkpoint since step 8: rank 1: runs/run/x.pt: the disk is full"
+
+    @task
+    def train() -> None:
+        run_id = TaskRunContext.get().task_run.flow_run_id
+        with live_report() as live:
+            live.update(dataclasses.replace(step(10), trouble=says))
+            wait_for(lambda: f"**{says}**" in by_key(run_id).get("train-ddp-report", Artifact(data="")).data)
+            assert by_key(run_id)["train-ddp-progress"].description == f"epoch 1, step 10/40, loss 0.5; {says}"
+            live.update(step(11))
+            wait_for(lambda: says not in by_key(run_id)["train-ddp-report"].data)
+        assert says not in by_key(run_id)["train-ddp-progress"].description
+
+    @flow
+    def run() -> None:
+        train()
+
+    run()
 
 
 def test_an_api_that_is_down_costs_one_warning_and_no_error(caplog):
