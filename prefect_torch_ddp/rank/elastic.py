@@ -42,6 +42,7 @@ class VirtualRanks:
         self._seed = config.seed
         self._step = 0
         self._models: list[nn.Module] = []
+        self._spare: list[Flat] = []
         self._owes = False
         self._settings = _compute_alike()
 
@@ -97,8 +98,8 @@ class VirtualRanks:
         self._owes = True
         self._refuse_running_statistics()
         buffers = self._buffers()
-        gradients = FlatGradients(self._parameters())
-        tree: TreeSum[Flat] = TreeSum(self._parts.num_parts, add_in_place)
+        gradients = FlatGradients(self._parameters(), self._spare)
+        tree: TreeSum[Flat] = TreeSum(self._parts.num_parts, self._add)
         shares = {share.virtual_rank: share for share in batch.shares}
         for virtual_rank in self._parts.mine:
             if virtual_rank in shares:
@@ -106,10 +107,16 @@ class VirtualRanks:
                 self._refuse_changed(buffers)
             taken = gradients.take()
             if virtual_rank in shares and not shares[virtual_rank].num_samples:
-                taken = [torch.zeros_like(flat) for flat in taken]  # a stand-in's counts for nothing, nan or not
+                taken = [flat.zero_() for flat in taken]  # a stand-in's counts for nothing, nan or not
             tree.push(range(virtual_rank, virtual_rank + 1), taken)
         gradients.put(total_over_ranks(tree, self._place.world_size))
+        if self._place.world_size > 1:
+            self._spare += [flat for _, flat in tree.branches]
         self._owes = False
+
+    def _add(self, left: Flat, right: Flat) -> Flat:
+        self._spare.append(right)
+        return add_in_place(left, right)
 
     def _of_one(self, share: VirtualShare, num_global: int, max_samples: int | None) -> Iterator[tuple[Any, float]]:
         num_rows = count_rows(share.batch, max(share.num_samples, 1))

@@ -11,8 +11,13 @@ from prefect_torch_ddp.rank.tree_exchange import Flat
 class FlatGradients:
     """The gradients of some parameters as one flat tensor for each dtype and device, with marks of which parameters have one."""
 
-    def __init__(self, parameters: Mapping[str, torch.nn.Parameter]) -> None:
-        """Begin without gradients; those that there are come back with the sum, which is added to them."""
+    def __init__(self, parameters: Mapping[str, torch.nn.Parameter], spare: list[Flat]) -> None:
+        """Begin without gradients; those that there are come back with the sum, which is added to them.
+
+        Args:
+            parameters: by name.
+            spare: flat tensors of earlier steps to write to, since memory that is new to the process costs more than the copy.
+        """
         self._names = {id(parameter): name for name, parameter in parameters.items()}
         self._before = {id(parameter): parameter.grad for parameter in parameters.values()}
         kinds: dict[tuple[torch.dtype, torch.device], list[torch.nn.Parameter]] = {}
@@ -20,27 +25,31 @@ class FlatGradients:
             kinds.setdefault((parameter.dtype, parameter.device), []).append(parameter)
             parameter.grad = None
         self._kinds = list(kinds.values())
+        self._spare = spare
+        sizes = [sum(_real(parameter).numel() + 1 for parameter in kind) for kind in self._kinds]
+        if any([len(flat) for flat in flats] != sizes for flats in spare):
+            spare.clear()  # other parameters are trained now
 
     def take(self) -> Flat:
         """Return the gradients and leave none; zeros for a parameter that has none."""
         taken = []
-        for parameters in self._kinds:
+        spare = self._spare.pop() if self._spare else [None] * len(self._kinds)
+        for parameters, out in zip(self._kinds, spare, strict=True):
             marks = _real(parameters[0]).new_tensor([float(parameter.grad is not None) for parameter in parameters])
-            taken.append(torch.cat([*(self._flat(parameter) for parameter in parameters), marks]))
+            taken.append(torch.cat([*(self._flat(parameter) for parameter in parameters), marks], out=out))
             for parameter in parameters:
                 parameter.grad = None
         return taken
 
     def put(self, total: Flat) -> None:
-        """Give each parameter its part of the sum; none to a parameter that had no gradient anywhere."""
+        """Give each parameter its part of the sum, of which it is a view; none to one that had no gradient anywhere."""
         for parameters, flat in zip(self._kinds, total, strict=True):
             *parts, marks = torch.split(flat, [*(_real(parameter).numel() for parameter in parameters), len(parameters)])
             for parameter, part, mark in zip(parameters, parts, marks.tolist(), strict=True):
                 before = self._before[id(parameter)]
                 parameter.grad = before
                 if mark:
-                    gradient = torch.empty_like(parameter, requires_grad=False)
-                    _real(gradient).copy_(part.view_as(_real(gradient)))
+                    gradient = _like(parameter, part)
                     parameter.grad = gradient if before is None else before + gradient
 
     def _flat(self, parameter: torch.nn.Parameter) -> torch.Tensor:
@@ -54,6 +63,15 @@ class FlatGradients:
             )
             raise InvalidParamsError(msg)
         return _real(gradient).reshape(-1)
+
+
+def _like(parameter: torch.nn.Parameter, part: torch.Tensor) -> torch.Tensor:
+    """Return a flat part in the parameter's shape and layout."""
+    real = part.view(_real(parameter).shape)
+    shaped = torch.view_as_complex(real) if parameter.is_complex() else real
+    if parameter.is_contiguous():
+        return shaped
+    return torch.empty_like(parameter, requires_grad=False).copy_(shaped)
 
 
 def _real(values: torch.Tensor) -> torch.Tensor:

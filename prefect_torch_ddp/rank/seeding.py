@@ -27,7 +27,13 @@ def seed_rank(seed: int, step: int, rank: int) -> None:
 
 def seed_shared(seed: int, *of: int) -> None:
     """Seed python, numpy and torch for what numbers name, such as a step and a virtual rank, alike on whichever rank that is."""
-    _seed_all(mix_seed(seed, len(_STAGES) + 1, *of))
+    value = mix_seed(seed, len(_STAGES) + 1, *of)
+    random.seed(value)
+    np.random.seed(value % 2**32)  # noqa: NPY002 - user code draws from the global generator
+    # Not torch.manual_seed: until CUDA is up it notes the stack for a later call, a tenth of a millisecond each time.
+    torch.default_generator.manual_seed(value)
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.manual_seed_all(value)
 
 
 def _seed_all(seed: int) -> None:

@@ -27,13 +27,8 @@ def total_over_ranks(tree: TreeSum[Flat], world_size: int) -> Flat:
         return total
     num_leaves = tree.num_leaves
     by_rank = [branches_of(Parts.of_rank(rank, world_size, num_leaves).mine, num_leaves) for rank in range(world_size)]
-    num_kinds = len(tree.branches[0][1])
-    totals = []
-    for kind in range(num_kinds):
-        totals.append(_total([flat[kind] for _, flat in tree.branches], by_rank, num_leaves))
-        for _, flat in tree.branches:
-            flat[kind] = flat[kind].new_empty(0)  # the old one is large, and not needed any more
-    return totals
+    kinds = zip(*(flat for _, flat in tree.branches), strict=True)
+    return [_total(list(mine), by_rank, num_leaves) for mine in kinds]
 
 
 def _total(mine: Flat, by_rank: list[list[range]], num_leaves: int) -> torch.Tensor:
