@@ -70,6 +70,8 @@ class LaunchPage:
     launch: RankLaunch
     environment: dict[str, str]
     folder: str
+    scratch: str
+    """Where the rank's multiprocessing puts its sockets, and by whose name it calls its semaphores; removed when it has ended."""
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,24 @@ import pytest
 from distributed import Client, Future, LocalCluster
 
 from prefect_torch_ddp import GangCancelledError, NotEnoughWorkersError, RankFailedError, run_gang
+from prefect_torch_ddp.gang.leftovers import SEMAPHORES
 from prefect_torch_ddp.messages import Launcher
 from tests.integration.gang.test_failures import pids_in, wait_until
 from tests.workloads import faulty, plain
 
-MIX = ("good", "loader", "raise", "SIGKILL", "os_exit", "killed_outside", "cancelled", "refused", "queued", "good")
+MIX = (
+    "good",
+    "loader",
+    "raise",
+    "SIGKILL",
+    "os_exit",
+    "killed_outside",
+    "cancelled",
+    "refused",
+    "queued",
+    "loader_killed",
+    "good",
+)
 SLACK = 4
 """Connections and threads that Dask may open and keep for reuse, in each process."""
 
@@ -34,6 +47,9 @@ def run_mix(client: Client, folder: Path, number: int, launcher: Launcher = "aut
         case "raise" | "SIGKILL" | "os_exit":
             with pytest.raises(RankFailedError, match="rank 1 "):
                 run_gang(client, faulty.only_on, args=(1, how), world_size=2, launcher=launcher)
+        case "loader_killed":
+            with pytest.raises(RankFailedError, match=r"rank 1 .* SIGKILL"):
+                run_gang(client, faulty.die_while_loading, args=("spawn",), world_size=2, launcher=launcher)
         case "queued":
             threads = [threading.Thread(target=run_gang, args=(client, plain.sum_of_ones, (), None, 2)) for _ in range(3)]
             for thread in threads:
@@ -94,15 +110,20 @@ def assert_nothing_is_left(tmp_path: Path, patch: pytest.MonkeyPatch, num_gangs:
             folder.mkdir()
         for number in range(len(MIX)):
             run_mix(client, folders[0], number)
-        before, files_before = belongings(), set(temporary.rglob("*"))
+        before, files_before = belongings(), files_in(temporary)
         for number in range(num_gangs):
             run_mix(client, folders[1], number, "exec" if number % 17 == 0 else "auto")
         wait_until(lambda: not differences(before, belongings()), 20)
-        assert not sorted(set(temporary.rglob("*")) ^ files_before)
+        assert not sorted(files_in(temporary) ^ files_before)
         after = belongings()
         for pid, old in before.items():
             grown = (after[pid].rss_bytes - old.rss_bytes) / 2**20
             print(f"{old.name} ({pid}) grew by {grown:.1f} MiB over {num_gangs} gangs; {after[pid].files}")
+
+
+def files_in(temporary: Path) -> set[Path]:
+    """Return all temporary files, with the named semaphores of ranks."""
+    return {*temporary.rglob("*"), *SEMAPHORES.glob("sem.ddp-*")}
 
 
 def belongings() -> dict[int, Belongings]:

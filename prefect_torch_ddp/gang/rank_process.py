@@ -16,6 +16,7 @@ from typing import IO, Any
 from prefect_torch_ddp.gang.child import Child, ExecChild, RankFiles, kill_session
 from prefect_torch_ddp.gang.environment import rank_environment
 from prefect_torch_ddp.gang.host_process import HostUnavailableError
+from prefect_torch_ddp.gang.leftovers import Leftovers
 from prefect_torch_ddp.gang.lines import LineCutter
 from prefect_torch_ddp.gang.oom import OomWatch
 from prefect_torch_ddp.gang.pulse_page import PulsePage
@@ -55,12 +56,13 @@ class RankProcess:
         self.failure: RankFailure | None = None
         self.reaped = False
         self._memory = OomWatch()
+        self._leftovers = Leftovers()
         environment = rank_environment(os.environ, launch)
         with contextlib.ExitStack() as ours, contextlib.ExitStack() as theirs:
             self._outcome: IO[bytes] = ours.enter_context(tempfile.TemporaryFile())
             self.page = ours.enter_context(contextlib.closing(PulsePage()))
             page = theirs.enter_context(tempfile.TemporaryFile())
-            pickle.dump(LaunchPage(launch, environment, str(Path.cwd())), page)
+            pickle.dump(LaunchPage(launch, environment, str(Path.cwd()), str(self._leftovers.folder)), page)
             page.seek(0)
             # Datagrams: a record stays whole also when forked DataLoader workers of the rank write at the same time.
             self._events, events = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
@@ -217,6 +219,7 @@ class RankProcess:
         for file in (self._stdout, self._stderr, self._events, self._control, self._outcome, self.page):
             file.close()
         self._child.close()
+        self._leftovers.remove()
 
 
 def start_child(worker: str, files: RankFiles, environment: dict[str, str], launcher: Launcher) -> Child:

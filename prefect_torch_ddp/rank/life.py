@@ -9,6 +9,7 @@ import importlib
 import io
 import logging
 import logging.config
+import multiprocessing.process
 import os
 import pickle
 import runpy
@@ -63,6 +64,7 @@ def live(fds: Sequence[int], parent_pid: int, page: LaunchPage) -> None:
     launch = page.launch
     show_name(f"ddp-rank-{launch.place.rank}")
     channel.listen()
+    _keep_leftovers_together(Path(page.scratch))
     _show_output(channel)
     sys.path += [path for path in launch.extra_sys_path if path not in sys.path and Path(path).is_dir()]
     try:
@@ -134,6 +136,14 @@ def _die_with(parent_pid: int) -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent_pid:
             os._exit(1)  # it ended before we asked
+
+
+def _keep_leftovers_together(scratch: Path) -> None:
+    """Have this process and its children make their sockets and named semaphores where the seat finds them if they are killed."""
+    scratch.mkdir(mode=0o700)
+    config = multiprocessing.process.current_process()._config  # type: ignore[attr-defined]  # noqa: SLF001 - children inherit it
+    config["tempdir"] = str(scratch)  # see multiprocessing.util.get_temp_dir
+    config["semprefix"] = f"/{scratch.name}"  # see multiprocessing.synchronize.SemLock
 
 
 def _show_output(channel: Channel) -> None:

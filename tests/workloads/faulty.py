@@ -90,6 +90,20 @@ def _collective_in_finally() -> str:
         dist.all_reduce(torch.ones(1))
 
 
+def die_while_loading(context: str) -> None:
+    """Be killed on rank 1 with two DataLoader workers under it, as on rank 0, which waits in a collective."""
+    from torch.utils.data import DataLoader
+
+    from tests.workloads.squares import Squares
+
+    batches = iter(DataLoader(Squares(10), batch_size=2, num_workers=2, multiprocessing_context=context))
+    next(batches)
+    _wait_in_collective()
+    if os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGKILL)
+    _wait_in_collective()
+
+
 def sleep_for_ever(pid_folder: str) -> None:
     """Write this rank's pid, then sleep."""
     path = Path(pid_folder, os.environ["RANK"])
