@@ -15,6 +15,7 @@ from torch.utils.data import TensorDataset
 
 from prefect_torch_ddp import RankContext
 from prefect_torch_ddp.checkpoint.attempts import claim_attempt
+from prefect_torch_ddp.data.ledger import read_ledger
 from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.rank.config import CheckpointPolicy, RankConfig
 from prefect_torch_ddp.rank.entry import run_with_context
@@ -131,12 +132,15 @@ def test_a_local_context_gives_the_same_bits(tmp_path: Path, expected: dict[str,
 
 
 def test_four_then_two_then_one_then_four_ranks_by_kills(tmp_path: Path, expected: dict[str, Any]) -> None:
-    """SIGKILL between two micro-batches three times, each time another number of ranks goes on: every bit is the same."""
+    """SIGKILL between two micro-batches three times, another number of ranks each time: the same bits, each sample once."""
     plan = {1: {"step": 3, "how": "die"}, 2: {"step": 5, "how": "die"}, 3: {"step": 7, "how": "die"}}
     for world_size in (4, 2, 1):
-        config = config_for(tmp_path, 4)
+        config = replace(config_for(tmp_path, 4), ledger=True)
         assert Died(-9) in run_ranks(run_with_context, world_size, config, elastic.fit, (str(tmp_path), plan))
-    assert run_ranks(run_with_context, 4, config_for(tmp_path, 4), elastic.fit) == [expected] * 4
+    assert run_ranks(run_with_context, 4, replace(config_for(tmp_path, 4), ledger=True), elastic.fit) == [expected] * 4
+    report = read_ledger(tmp_path, "run")
+    assert report.is_clean, str(report)
+    assert [epoch.num_samples for epoch in report.epochs] == [elastic.NUM_SAMPLES] * elastic.EPOCHS
 
 
 # ---- The gradient.
