@@ -4,6 +4,7 @@ import os
 import random
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,25 @@ class NoisyImages(Dataset[tuple[torch.Tensor, int]]):
         image = torch.randn(1, 8, 8, generator=torch.Generator().manual_seed(index))
         noise = torch.rand(()).item() + random.random() + np.random.rand()  # noqa: NPY002 - as augmentations do
         return image + index % 3 + 0.1 * noise, index % 3
+
+
+class ImagesInShards(NoisyImages):
+    """The same in shards of uneven sizes, read one after the other."""
+
+    __len__ = None  # type: ignore[assignment] # else it were a map-style dataset
+    shuffle_buffer = 16
+
+    def shards(self) -> list[range]:
+        """Name them by what they hold."""
+        return [range(20), range(20, 27), range(27, NUM_SAMPLES)]
+
+    def num_samples(self, shard: range) -> int:
+        """Return a shard's size."""
+        return len(shard)
+
+    def iter_shard(self, shard: range) -> Iterator[tuple[torch.Tensor, int]]:
+        """Yield a shard's samples."""
+        return map(self.__getitem__, shard)
 
 
 def prepare(rank: RankContext) -> None:
@@ -67,7 +87,7 @@ def fit(rank: RankContext, folder: str = "", plan: dict[int, dict[str, Any]] | N
     """Train with AdamW; say what weights and optimizer hash to.
 
     Args:
-        rank: options: global_batch_size, num_workers, max_samples, precision ("bfloat16", "scaled").
+        rank: options: sharded, global_batch_size, num_workers, max_samples, precision ("bfloat16", "scaled").
         folder: for a file of this rank's pid when it waits to be killed.
         plan: by attempt: {"step", "how"}, where how is "wait", or "die" for the last rank's death between two micro-batches.
     """
@@ -79,7 +99,8 @@ def fit(rank: RankContext, folder: str = "", plan: dict[int, dict[str, Any]] | N
     scaler = torch.amp.GradScaler("cpu", enabled=options.get("precision") == "scaled")
     rank.track(model=model, optimizer=optimizer, scaler=scaler)
     size, num_workers = options.get("global_batch_size", BATCH), options.get("num_workers", 0)
-    loader = rank.loader(NoisyImages(), global_batch_size=size, num_workers=num_workers)
+    dataset = ImagesInShards() if options.get("sharded") else NoisyImages()
+    loader = rank.loader(dataset, global_batch_size=size, num_workers=num_workers)
     for batch in rank.steps(loader, epochs=EPOCHS):
         optimizer.zero_grad()
         fault = (plan or {}).get(rank.attempt)

@@ -106,11 +106,17 @@ def test_another_number_of_virtual_ranks_is_another_training(tmp_path: Path, exp
 
 @pytest.mark.parametrize(
     "options",
-    [{"max_samples": 2}, {"precision": "bfloat16"}, {"precision": "scaled", "max_samples": 2}, {"global_batch_size": 22}],
-    ids=["micro-batches", "autocast", "scaler", "a tail of one"],
+    [
+        {"max_samples": 2},
+        {"precision": "bfloat16"},
+        {"precision": "scaled", "max_samples": 2},
+        {"global_batch_size": 22},
+        {"sharded": True},
+    ],
+    ids=["micro-batches", "autocast", "scaler", "a tail of one", "shards"],
 )
 def test_it_holds_for_other_trainings(tmp_path: Path, options: dict[str, Any]) -> None:
-    """Smaller micro-batches, mixed precision, a tail in which most ranks have nothing."""
+    """Smaller micro-batches, mixed precision, a tail in which most ranks have nothing, data in shards."""
     runs = [run_ranks(run_with_context, n, config_for(tmp_path / str(n), 4, **options), elastic.fit) for n in (1, 4)]
     assert all(value == runs[0][0] for of_ranks in runs for value in of_ranks)
 
