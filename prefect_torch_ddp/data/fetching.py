@@ -12,8 +12,8 @@ from torch.utils.data._utils.pin_memory import pin_memory
 
 from prefect_torch_ddp.data.sampler import mix_seed
 
-SampleKey = tuple[int, int]
-"""(epoch, sample index): the epoch travels with each index, so persistent workers know it too."""
+BatchKeys = tuple[int, list[int]]
+"""(epoch, sample indices): the epoch travels with the indices, so persistent workers know it too."""
 
 
 class SeededDataset(Dataset[Any]):
@@ -25,21 +25,25 @@ class SeededDataset(Dataset[Any]):
     def __init__(self, dataset: Dataset[Any], seed: int, *, seeds_here: bool, keep_ids: bool) -> None:
         self.__dict__.update(_dataset=dataset, _seed=seed, _seeds_here=seeds_here, _keep_ids=keep_ids)
 
-    def __getitem__(self, key: SampleKey) -> Any:
-        epoch, index = key
-        self._seed_worker(epoch, index)
+    def __getitems__(self, keys: BatchKeys) -> Any:
+        data = self._fetch(*keys)
+        return Tagged(tuple(keys[1]), data) if self._keep_ids else data
+
+    def _fetch(self, epoch: int, indices: list[int]) -> Any:
+        dataset = self._dataset
+        fetch_all = getattr(dataset, "__getitems__", None)
+        seeds = self._seeds()
+        if fetch_all is not None:
+            if seeds:
+                self._seed_all(epoch, indices[0])
+            return fetch_all(indices)
+        if seeds:
+            return [self._fetch_seeded(epoch, index) for index in indices]
+        return [dataset[index] for index in indices]
+
+    def _fetch_seeded(self, epoch: int, index: int) -> Any:
+        self._seed_all(epoch, index)
         return self._dataset[index]
-
-    def __getitems__(self, keys: list[SampleKey]) -> Any:
-        data = self._fetch(keys)
-        return Tagged(tuple(index for _, index in keys), data) if self._keep_ids else data
-
-    def _fetch(self, keys: list[SampleKey]) -> Any:
-        fetch_all = getattr(self._dataset, "__getitems__", None)
-        if fetch_all is None:
-            return [self[key] for key in keys]
-        self._seed_worker(*keys[0])
-        return fetch_all([index for _, index in keys])
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or "_dataset" not in self.__dict__:  # the latter: while it is being unpickled
@@ -49,10 +53,11 @@ class SeededDataset(Dataset[Any]):
     def __setattr__(self, name: str, value: object) -> None:
         setattr(self._dataset, name, value)
 
-    def _seed_worker(self, epoch: int, index: int) -> None:
+    def _seeds(self) -> bool:
         # In the rank itself the generators belong to the training, unless that seeds them for each step.
-        if get_worker_info() is None and not self._seeds_here:
-            return
+        return get_worker_info() is not None or self._seeds_here
+
+    def _seed_all(self, epoch: int, index: int) -> None:
         seed = mix_seed(self._seed, epoch, index)
         random.seed(seed)
         np.random.seed(seed % 2**32)  # noqa: NPY002 - augmentations draw from the global generator

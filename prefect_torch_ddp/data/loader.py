@@ -7,7 +7,7 @@ from typing import Any, TypeGuard, cast
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, default_collate
 
-from prefect_torch_ddp.data.fetching import SampleKey, SeededDataset, TaggedCollate, untagged
+from prefect_torch_ddp.data.fetching import BatchKeys, SeededDataset, TaggedCollate, untagged
 from prefect_torch_ddp.data.sampler import BatchShare, GlobalBatches, mix_seed
 from prefect_torch_ddp.data.shards import Sharded, ShardReader
 from prefect_torch_ddp.data.virtual import Parts
@@ -87,7 +87,7 @@ class RankLoader:
         if keep_ids:
             dataloader_kwargs["collate_fn"] = TaggedCollate(dataloader_kwargs.get("collate_fn") or default_collate)
         self._loader: DataLoader[Any] = DataLoader(
-            fetched, batch_sampler=self._sampler, generator=self._generator, **dataloader_kwargs
+            fetched, batch_sampler=cast("Any", self._sampler), generator=self._generator, **dataloader_kwargs
         )
 
     @property
@@ -144,7 +144,7 @@ class RankLoader:
             return iter(self._loader)
 
 
-class _ShareSampler(Sampler[list[SampleKey]]):
+class _ShareSampler(Sampler[BatchKeys]):
     """Yields a rank's share of each global batch of the planned pass, part by part."""
 
     def __init__(self, batches: GlobalBatches, parts: Parts) -> None:
@@ -156,16 +156,16 @@ class _ShareSampler(Sampler[list[SampleKey]]):
     def __len__(self) -> int:
         return self.batches.num_batches
 
-    def __iter__(self) -> Iterator[list[SampleKey]]:
+    def __iter__(self) -> Iterator[BatchKeys]:
         return self._shares(*self.plan)  # read now: a pass under way keeps its plan when the next one is made
 
-    def _shares(self, epoch: int, start_batch: int, stand_ins: bool) -> Iterator[list[SampleKey]]:  # noqa: FBT001 - unpacked from the plan
+    def _shares(self, epoch: int, start_batch: int, stand_ins: bool) -> Iterator[BatchKeys]:  # noqa: FBT001 - unpacked from the plan
         for batch in range(start_batch, self.batches.num_batches):
             parts = list(self.parts.sizes(self.batches.num_global(batch)))
             for part in parts:
-                yield [(epoch, index) for index in self.batches.share(epoch, batch, part, self.parts.num_parts)]
+                yield epoch, self.batches.share(epoch, batch, part, self.parts.num_parts)
             if not parts and stand_ins:
-                yield [(epoch, index) for index in self.batches.share(epoch, batch, 0, self.parts.num_parts)[:1]]
+                yield epoch, self.batches.share(epoch, batch, 0, self.parts.num_parts)[:1]
 
 
 def _refuse_clashes(dataloader_kwargs: dict[str, Any]) -> None:

@@ -1,7 +1,6 @@
 """Owns the exact data order: one order of all samples per seed and epoch, cut into global batches, shared among the ranks."""
 
 import hashlib
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -89,7 +88,8 @@ class GlobalBatches:
     def share(self, epoch: int, batch: int, rank: int, world_size: int) -> list[int]:
         """Return the sample indices of a rank's share of a global batch; empty when the batch has fewer samples than ranks."""
         places = self._places(batch)
-        return self._samples(epoch, [places[i] for i in share_range(len(places), rank, world_size)])
+        own = share_range(len(places), rank, world_size)
+        return self._samples(epoch, places[own.start : own.stop])
 
     def _places(self, batch: int) -> range:
         if not 0 <= batch < self.num_batches:
@@ -98,10 +98,10 @@ class GlobalBatches:
         start = batch * self.global_batch_size
         return range(start, min(start + self.global_batch_size, self.num_samples))
 
-    def _samples(self, epoch: int, places: Sequence[int]) -> list[int]:
+    def _samples(self, epoch: int, places: range) -> list[int]:
         if not self.shuffle or not places:
             return list(places)
-        order: list[int] = self._epoch_order(epoch)[places[0] : places[-1] + 1].tolist()
+        order: list[int] = self._epoch_order(epoch)[places.start : places.stop].tolist()
         return order
 
     def _epoch_order(self, epoch: int) -> torch.Tensor:

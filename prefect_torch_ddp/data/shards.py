@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from prefect_torch_ddp.data.fetching import SampleKey, Tagged
+from prefect_torch_ddp.data.fetching import BatchKeys, Tagged
 from prefect_torch_ddp.data.sampler import mix_seed
 from prefect_torch_ddp.errors import InvalidParamsError
 
@@ -77,9 +77,10 @@ class ShardReader(Dataset[Any]):
         """Return the samples of all shards."""
         return self._first_ids[-1]
 
-    def __getitems__(self, keys: list[SampleKey]) -> Any:
+    def __getitems__(self, keys: BatchKeys) -> Any:
         """Return the samples at these places, and their ids where they are kept: the number of those before it in `shards()`."""
-        found = [self._at(epoch, place) for epoch, place in keys]
+        epoch, places = keys
+        found = [self._at(epoch, place) for place in places]
         samples = [sample for _, sample in found]
         return Tagged(tuple(number for number, _ in found), samples) if self._keep_ids else samples
 
