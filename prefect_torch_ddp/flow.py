@@ -11,6 +11,7 @@ from prefect.settings import PREFECT_API_URL, PREFECT_UI_URL, temporary_settings
 from prefect.states import Cancelled
 from prefect_dask import DaskTaskRunner
 
+from prefect_torch_ddp.checkpoint.manifest import newest
 from prefect_torch_ddp.checkpoint.source import source_of
 from prefect_torch_ddp.data.dataset_store import find_dataset
 from prefect_torch_ddp.errors import SchedulerLostError, WorkerLostError
@@ -102,13 +103,15 @@ def _check(params: TrainParams) -> Run:
     storage = resolve_storage(params.storage)
     storage.check_writable()
     resume_from = None if params.resume_from is None else source_of(params.resume_from, storage, resolve_storage)
-    if resume_from is not None:
-        resume_from.find()
     context = FlowRunContext.get()
     assert context is not None
     assert context.flow_run is not None
+    run_id = run_id_of(context.flow_run.name, str(context.flow_run.id))
+    # A retry goes on from its own checkpoints; the one that it began from may have been replaced by then.
+    if resume_from is not None and newest(storage, run_id) is None:
+        resume_from.find()
     return Run(
-        run_id=run_id_of(context.flow_run.name, str(context.flow_run.id)),
+        run_id=run_id,
         params=params,
         storage=storage,
         dataset_id=dataset_id(workload, params.data_options),

@@ -3,6 +3,7 @@
 import json
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -18,6 +19,9 @@ from prefect_torch_ddp.checkpoint.serial import Serializer, check_loadable, sha2
 from prefect_torch_ddp.checkpoint.staging import Staging
 from prefect_torch_ddp.errors import CheckpointError, StorageError
 from prefect_torch_ddp.storage.protocol import Storage
+
+ABSENT_S = 60.0
+"""How long rank 0 waits in the midst of a training for a rank that hasn't begun the same checkpoint; a step apart is usual."""
 
 logger = logging.getLogger(__name__)
 
@@ -201,8 +205,13 @@ class Checkpointer:
         self.trouble = ""
 
     def _note_of(self, rank: int, turn: int) -> dict[str, Any]:
+        began_s = time.monotonic()
+
         def is_over() -> bool:
-            return int(self._meeting.hear(f"begun/{rank}") or -1) > turn
+            begun = int(self._meeting.hear(f"begun/{rank}") or -1)
+            # It has come further, or to its end, or doesn't come: rank 0 may have been alone in asking for this one.
+            has_ended = self._meeting.hear(f"ended/{rank}") is not None and not turn % 2
+            return begun > turn or (begun < turn and (has_ended or time.monotonic() - began_s > ABSENT_S))
 
         text = wait_for(self._meeting, f"written/{turn}/{rank}", rank, is_over)
         if text is None:

@@ -50,8 +50,17 @@ class ModelCard:
     def as_bytes(self) -> bytes:
         """Return the JSON, `about` on the top level."""
         values = asdict(self)
-        about = values.pop("about")
+        about = _plain(values.pop("about"))
         return json.dumps({**about, **values}, indent=1, allow_nan=False, default=str).encode()
+
+
+def _plain(value: Any) -> Any:
+    """Return what JSON can hold: other keys than texts and numbers that aren't finite become text."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def export_model(storage: Storage, manifest: Manifest, name: str, attempt: int, about: Mapping[str, Any]) -> str:

@@ -134,13 +134,16 @@ def newest(storage: Storage, run_id: str) -> CheckpointRef | None:
 
 
 def best(storage: Storage, run_id: str, metric: str, mode: Literal["max", "min"] = "max") -> CheckpointRef | None:
-    """Return a run's best checkpoint by a metric, the newest of equals; None where no checkpoint has the metric."""
+    """Return a run's best checkpoint by a metric, the oldest of equals (see `ranked`); None where none has the metric."""
     order = ranked(list_manifests(storage, run_id), metric, mode)
     return checkpoint_ref(storage, order[0]) if order else None
 
 
 def ranked(manifests: Iterable[Manifest], metric: str, mode: Literal["max", "min"]) -> list[Manifest]:
-    """Return those that have a finite value of the metric, the best first, the newer first of equals."""
+    """Return those that have a finite value of the metric, the best first, the older first of equals.
+
+    Each checkpoint has the newest value there was: those that follow a validation all have the same, the first is nearest to it.
+    """
     sign = -1.0 if mode == "max" else 1.0
     rated = [(sign * value, manifest) for manifest in manifests if math.isfinite(value := manifest.metrics.get(metric, math.nan))]
-    return [manifest for _, manifest in sorted(rated, key=lambda pair: (pair[0], -pair[1].step))]
+    return [manifest for _, manifest in sorted(rated, key=lambda pair: (pair[0], pair[1].step))]

@@ -61,7 +61,8 @@ def source_of(reference: str, own: Storage, resolve: Callable[[str], Storage]) -
     """
     match = _REFERENCE.fullmatch(reference)
     if match is None or (match["root"] is None and match["run_id"] in (".", "..")):
-        msg = f"resume_from is {reference!r}, which names no run; {_FORMS}"
+        shown = reference.rpartition("@")[2]  # what is before it may be a secret
+        msg = f"resume_from is {shown!r}, which names no run; {_FORMS}"
         raise InvalidParamsError(msg)
     step = None if match["step"] is None else int(match["step"])
     if match["root"] is None:

@@ -79,6 +79,10 @@ class RankLoader:
             by_index = cast("Dataset[Any]", dataset)
             self.batches = GlobalBatches(_num_samples(by_index), global_batch_size, seed, shuffle, drop_last)
             fetched = SeededDataset(by_index, seed, seeds_here=self._parts.is_virtual, keep_ids=keep_ids)
+        self.order = f"{self.batches.num_samples} samples in {f'the order of seed {seed}' if shuffle else 'their own order'}"
+        """Says in words which order the global batches are cut from; equal words, equal orders."""
+        if _is_sharded(dataset) and shuffle:
+            self.order += f", shuffled in blocks of {cast('ShardReader', fetched).block_size}"
         self.epoch = 0
         """The epoch whose order `iter(loader)` takes."""
         self._generator = torch.Generator(device="cpu")
@@ -176,10 +180,19 @@ def _refuse_clashes(dataloader_kwargs: dict[str, Any]) -> None:
             "so that each sample is used once; use global_batch_size, shuffle, drop_last and seed of the loader"
         )
         raise InvalidParamsError(msg)
+    if not dataloader_kwargs.get("in_order", True):
+        msg = (
+            "in_order=False can't be passed to the DataLoader: batches would come in another order than they are counted in, and "
+            "be lost or repeated at a resume; leave it out"
+        )
+        raise InvalidParamsError(msg)
 
 
 def _is_sharded(dataset: object) -> TypeGuard[Sharded]:
-    return isinstance(dataset, Sharded) and (isinstance(dataset, IterableDataset) or not isinstance(dataset, Sized))
+    """Tell a dataset that gives shards and has no items of its own; torch's base class has a method that only raises."""
+    own = getattr(type(dataset), "__getitem__", None)
+    has_items = own is not None and own is not Dataset.__getitem__ and isinstance(dataset, Sized)
+    return isinstance(dataset, Sharded) and (isinstance(dataset, IterableDataset) or not has_items)
 
 
 def _num_samples(dataset: Dataset[Any]) -> int:

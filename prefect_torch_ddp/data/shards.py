@@ -61,8 +61,8 @@ class ShardReader(Dataset[Any]):
         self._dataset = dataset
         self._shards = list(dataset.shards())
         self._sizes = [dataset.num_samples(shard) for shard in self._shards]
-        self._block_size = getattr(dataset, "shuffle_buffer", SHUFFLE_BUFFER)
-        if self._block_size < 1 or any(size < 0 for size in self._sizes):
+        self.block_size = getattr(dataset, "shuffle_buffer", SHUFFLE_BUFFER)
+        if self.block_size < 1 or any(size < 0 for size in self._sizes):
             msg = f"{type(dataset).__name__}: shuffle_buffer has to be at least 1, and no shard's num_samples negative"
             raise InvalidParamsError(msg)
         self._seed = seed
@@ -89,7 +89,7 @@ class ShardReader(Dataset[Any]):
         return self.__dict__ | {"_cursor": None, "_block": None}
 
     def _at(self, epoch: int, place: int) -> tuple[int, Any]:
-        block, offset = divmod(place, self._block_size)
+        block, offset = divmod(place, self.block_size)
         if self._block is None or self._block[:2] != (epoch, block):
             self._block = None  # or two blocks would be in memory at once
             self._block = (epoch, block, self._read_block(epoch, block))
@@ -97,7 +97,7 @@ class ShardReader(Dataset[Any]):
 
     def _read_block(self, epoch: int, block: int) -> list[tuple[int, Any]]:
         with _generators_kept():
-            shard, start = self._locate(epoch, block * self._block_size)
+            shard, start = self._locate(epoch, block * self.block_size)
             self._cursor_at(epoch, shard, start)  # before seeding: what is skipped may draw too
             _seed_generators(mix_seed(self._seed, epoch, block, _DRAWS))
             samples = list(self._read(epoch, block))
@@ -107,8 +107,8 @@ class ShardReader(Dataset[Any]):
 
     def _read(self, epoch: int, block: int) -> Iterator[tuple[int, Any]]:
         """Yield (id, sample) of a block, in the order of the shards."""
-        place = block * self._block_size
-        end = min(place + self._block_size, len(self))
+        place = block * self.block_size
+        end = min(place + self.block_size, len(self))
         while place < end:
             shard, start = self._locate(epoch, place)
             num = min(end - place, self._sizes[shard] - start)

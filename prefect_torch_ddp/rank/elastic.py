@@ -112,6 +112,7 @@ class VirtualRanks:
         gradients.put(total_over_ranks(tree, self._place.world_size))
         if self._place.world_size > 1:
             self._spare += [flat for _, flat in tree.branches]
+        seed_shared(self._seed, self._step, self._parts.num_parts)  # what the rest of the step draws is the same on all ranks
         self._owes = False
 
     def _add(self, left: Flat, right: Flat) -> Flat:

@@ -66,6 +66,7 @@ class StepLoop:
             self._tracker.begin()
         if not self._enter(loop, loader) or state.position.stopped_early:
             return
+        self._tracker.set_generators()
         first = state.position
         left = max((epochs - first.loop_epoch) * len(loader) - first.batch, 0)
         state.total_steps = state.step + left
@@ -115,18 +116,33 @@ class StepLoop:
         """Find the place in a loop that begins or goes on; return whether there is anything to do in it."""
         state = self._state
         position = state.position
-        if loop < position.loop or state.stop_agreed:
-            return False  # a resumed training has left this loop behind
-        size = loader.global_batch_size
+        if loop < position.loop:  # a resumed training has left this loop behind
+            logger.warning(
+                "call %d of rank.steps was over before the checkpoint and adds no step, but the code behind it runs again; one "
+                "rank.steps(..., epochs=n) with rank.epoch_ended in its body is resumed where it was",
+                loop + 1,
+            )
+            return False
+        if state.stop_agreed:
+            return False
+        order, size = loader.order, loader.global_batch_size
         if loop > position.loop:
             # An epoch that was left half-way isn't taken up again: the next loop begins the next order.
             position = replace(position, loop=loop, loop_epoch=0, epoch=position.epoch + (position.batch > 0), batch=0)
+        elif position.batch and position.order not in ("", order):
+            logger.warning(
+                "the checkpoint is from the midst of an epoch of %s, and the loader's are of %s: that epoch can't be finished, "
+                "the next one begins",
+                position.order,
+                order,
+            )
+            position = _after(position, is_last=True)
         elif position.batch and position.global_batch_size != size:
             done = position.batch * position.global_batch_size
             position = replace(position, batch=min(done // size, len(loader)))
             if done % size:
                 logger.warning("global_batch_size changed within an epoch: %d samples of it are seen twice", done % size)
-        state.position = replace(position, global_batch_size=size)
+        state.position = replace(position, global_batch_size=size, order=order)
         return True
 
     def _epoch(self, loader: RankLoader) -> Iterator[Any]:

@@ -47,6 +47,8 @@ class Position:
     batch: int = 0
     """Global batches of the current epoch that are done."""
     global_batch_size: int = 0
+    order: str = ""
+    """Says in words which order of samples the batches are of; another one can't be gone on with."""
     stopped_early: bool = False
     """Whether the training itself asked to stop here, so that resuming it adds nothing."""
 

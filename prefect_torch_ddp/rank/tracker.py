@@ -1,5 +1,6 @@
 """Owns the objects that user code tracks: when they are saved, and how they are restored."""
 
+import logging
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -24,6 +25,8 @@ from prefect_torch_ddp.rank.reporter import Reporter
 from prefect_torch_ddp.rank.seeding import seed_rank
 from prefect_torch_ddp.rank.state import Place, Position, TrainingState
 
+logger = logging.getLogger(__name__)
+
 FAILED_GRACE_S = 5.0
 """How long a rank that failed goes on writing a checkpoint that is under way."""
 
@@ -40,6 +43,7 @@ class Tracker:
         self._pulse = pulse
         self._objects: dict[str, Any] = {}
         self._has_begun = False
+        self._has_generators = False
         self._meeting: Meeting | None = None
         self._restorer: Restorer | None = None
         self._checkpointer: Checkpointer | None = None
@@ -58,15 +62,21 @@ class Tracker:
                 self._objects[name] = bare
 
     def begin(self) -> None:
-        """Set this rank's random generators for the first step of this process."""
+        """Take no further objects."""
         self._has_begun = True
+        if self._restorer is None:
+            self._say_gone()  # or ranks that track something would wait for this one
+
+    def set_generators(self) -> None:
+        """Set this rank's random generators, before the first step of this process."""
+        if self._has_generators:
+            return
+        self._has_generators = True
         restored = self._restorer is not None and self._restorer.restore_generators(self._place.rank)
         if not restored:
             seed_rank(self._config.seed, self._state.step, self._place.rank)
         if self._restorer is not None:
             self._restorer.release()
-        else:
-            self._say_gone()  # or ranks that track something would wait for this one
         self._saved_at = time.monotonic()
 
     def is_due_by_time(self) -> bool:
@@ -85,6 +95,8 @@ class Tracker:
         by_steps = every_steps is not None and step > 0 and step % every_steps == 0
         if (forced or by_time or by_steps) and step != self._saved_step:
             self._save(self._checkpointer)
+        elif forced and self._state.share is None and not self._state.stop_agreed:
+            logger.warning("step %d has its checkpoint already: what has changed since its end is not saved", step)
 
     def close(self, *, failed: bool) -> None:
         """Write the training's last checkpoint, unless it failed or has it already.
@@ -210,7 +222,9 @@ class Tracker:
         checkpointer.raise_if_over()
         assert self._meeting is not None
         assert self._restorer is not None
-        if self._place.rank == 0:
+        if self._place.rank != 0:
+            self._meeting.say(f"ended/{self._place.rank}", "")
+        else:
             newest = self._last()
             has_it = newest is not None and newest.step == self._state.step
             if newest is not None and has_it and checkpointer.last is None:

@@ -62,6 +62,16 @@ def test_weights_and_a_card_of_plain_json(tmp_path: Path) -> None:
     }
 
 
+def test_a_card_takes_every_option(tmp_path: Path) -> None:
+    """What JSON has no word for becomes text: after a whole training nothing may fail for that."""
+    storage = DirectoryStorage(tmp_path)
+    attempt = claim_attempt(storage, "run")
+    about = {"options": {"max_norm": math.inf, 3: [math.nan, (1, Path("x"))]}}
+    export_model(storage, checkpoint(storage, attempt), "model", attempt, about)
+    card = json.loads((tmp_path / "runs/run/model/model.json").read_bytes(), parse_constant=pytest.fail)
+    assert card["options"] == {"max_norm": "inf", "3": ["nan", [1, "x"]]}
+
+
 def test_the_same_weights_stand_and_others_get_a_folder_of_their_own(tmp_path: Path) -> None:
     """A later attempt that adds nothing finds the model there; one that trained on leaves the first one's as it is."""
     storage = DirectoryStorage(tmp_path)

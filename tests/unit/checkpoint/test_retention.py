@@ -38,10 +38,10 @@ def test_the_newest_stay() -> None:
 
 
 def test_the_best_stay_too() -> None:
-    """The best by a metric, of equals the newer; those without a finite value are never the best."""
+    """The best by a metric, of equals the older, nearer to the measurement; those without a finite value are never the best."""
     accuracies = {10: 0.5, 20: 0.9, 30: 0.9, 40: math.nan, 50: math.inf, 60: 0.1}
     manifests = [manifest(step, accuracy=value) for step, value in accuracies.items()]
-    assert deleted(manifests, keep_last=1, keep_best=1, best_metric="accuracy") == [10, 20, 40, 50]
+    assert deleted(manifests, keep_last=1, keep_best=1, best_metric="accuracy") == [10, 30, 40, 50]
     assert deleted(manifests, keep_last=1, keep_best=2, best_metric="accuracy") == [10, 40, 50]
     assert deleted(manifests, keep_last=1, keep_best=1, best_metric="accuracy", best_mode="min") == [10, 20, 30, 40, 50]
     assert deleted(manifests, keep_last=1, keep_best=0, best_metric="accuracy") == [10, 20, 30, 40, 50]

@@ -104,3 +104,10 @@ def test_a_step_that_was_asked_for_is_that_step(tmp_path: Path) -> None:
     for source in (Source(storage, "local", 4), Source(storage, "nobody")):
         with pytest.raises(InvalidParamsError, match=f"resume_from names {source.uri}, but .*no (complete )?checkpoint of"):
             source.find()
+
+
+def test_a_secret_is_not_shown(tmp_path: Path) -> None:
+    """Credentials in a URI that names no run."""
+    with pytest.raises(InvalidParamsError, match="bucket/prefix/my-run") as error:
+        source_of("s3://KEY:SECRET@bucket/prefix/my-run", DirectoryStorage(tmp_path), storage_from_uri)
+    assert "SECRET" not in str(error.value)

@@ -231,3 +231,9 @@ def test_what_cannot_work_is_refused_at_once(dataset: Dataset[Any], kwargs: dict
     """Before a worker process starts, with the name of what is wrong."""
     with pytest.raises(InvalidParamsError, match=words):
         RankLoader(dataset, **{"global_batch_size": 4, "rank": 0, "world_size": 1, **kwargs})
+
+
+def test_batches_out_of_order_are_refused() -> None:
+    """They would be counted wrongly, and lost or repeated at a resume."""
+    with pytest.raises(InvalidParamsError, match="in_order=False can't be passed"):
+        RankLoader(Numbers(8), global_batch_size=4, rank=0, world_size=1, num_workers=2, in_order=False)
