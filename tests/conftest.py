@@ -26,8 +26,11 @@ if TYPE_CHECKING:
 SESSION_ID = uuid.uuid4().hex
 GRACE_S = 5.0
 SERVER_READY_S = 60.0
-ENVIRONMENT_OF_TOOLS = {"PYTEST_CURRENT_TEST", "__DASK_PARENT_PID", "PYTHONHASHSEED"}
-"""Set by pytest, and by Dask's nanny in the process that starts workers."""
+ENVIRONMENT_OF_TOOLS = {
+    *("PYTEST_CURRENT_TEST", "__DASK_PARENT_PID", "PYTHONHASHSEED"),
+    *("KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK", "TORCHINDUCTOR_CACHE_DIR"),
+}
+"""Set by pytest, by Dask's nanny in the process that starts workers, by scikit-learn as it loads, by torch's first optimizer."""
 FOLDERS = ("unit", "integration", "chaos", "gpu")
 
 _home = Path(tempfile.mkdtemp(prefix="ptd-tests-"))

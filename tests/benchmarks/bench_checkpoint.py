@@ -80,9 +80,8 @@ def seconds_of(work: Callable[[], object]) -> float:
     return time.perf_counter() - began
 
 
-def test_verify_and_load(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verify_and_load(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Print how fast 300 MB get back into a model and its optimizer, from the disk and from memory, beside only reading them."""
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))  # else torch's optimizers set it for good
     objects = trained()
     with RankContext.local(storage=tmp_path, checkpoint=ON_DEMAND) as rank:
         rank.track(**objects)

@@ -25,12 +25,6 @@ from tests.workloads import healthy
 FOUR = TensorDataset(torch.arange(4.0))
 
 
-@pytest.fixture(autouse=True)
-def _inductor_cache(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Name the folder that torch names in os.environ otherwise, as soon as an optimizer is made."""
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "inductor"))
-
-
 def fit(folder: Path, *, run_id: str = "local", **options: Any) -> dict[str, Any]:
     """Train the healthy workload here."""
     policy = CheckpointPolicy(every_steps=2, every_s=None)

@@ -37,12 +37,6 @@ def config_for(folder: Path, virtual_ranks: int, **options: Any) -> RankConfig:
     return RankConfig("run", attempt, "train", storage, virtual_ranks=virtual_ranks, **common)
 
 
-@pytest.fixture(autouse=True)
-def _inductor_cache(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Name the folder that torch names in os.environ otherwise, as soon as an optimizer is made."""
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "inductor"))
-
-
 # ---- The tree.
 
 

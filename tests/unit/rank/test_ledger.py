@@ -25,12 +25,6 @@ NUM_SAMPLES, EPOCHS = 33, 4
 EACH_ONCE = [f"epoch {epoch}: {NUM_SAMPLES} samples, each once" for epoch in range(1, EPOCHS + 1)]
 
 
-@pytest.fixture(autouse=True)
-def _inductor_cache(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Name the folder that torch names in os.environ otherwise, as soon as micro-batches are made."""
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "inductor"))
-
-
 def config_for(folder: Path, **options: Any) -> RankConfig:
     """Describe a training with a ledger whose checkpoints come every 2 steps; claims the run's next attempt."""
     storage = DirectoryStorage(folder)

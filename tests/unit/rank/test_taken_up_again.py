@@ -23,12 +23,6 @@ EVERY_STEP = CheckpointPolicy(every_steps=1, every_s=None)
 ON_DEMAND = CheckpointPolicy(every_s=None)
 
 
-@pytest.fixture(autouse=True)
-def _inductor_cache(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Name the folder that torch names in os.environ otherwise, as soon as an optimizer is made."""
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "inductor"))
-
-
 def in_loops(folder: Path, dies_at: int | None = None) -> torch.Tensor:
     """Train three epochs as three loops, with dropout and draws between them; return the weights."""
     with RankContext.local(storage=folder, checkpoint=EVERY_STEP) as rank:
