@@ -44,7 +44,13 @@ def read_all_records(storage: Storage, run_id: str) -> list[Record]:
 
 def surviving_records(records: Iterable[Record]) -> list[Record]:
     """Keep what the run's final history consists of: nothing that a newer attempt has done again or taken back."""
-    return sorted(surviving(records), key=lambda record: (record.step, record.rank, record.attempt))
+    records = list(records)
+    return sorted(surviving(records, _first_steps(records)), key=lambda record: (record.step, record.rank, record.attempt))
+
+
+def _first_steps(records: Sequence[Record]) -> dict[int, int]:
+    """Return the first step of every attempt; what it reported before, with the step it was resumed from, takes nothing back."""
+    return first_steps(records) | first_steps(record for record in records if record.num_samples > 0)
 
 
 def lost_time_s(records: Iterable[Record]) -> float:
@@ -55,7 +61,7 @@ def lost_time_s(records: Iterable[Record]) -> float:
     """
     records = list(records)
     lost_s = 0.0
-    for attempt, first_step in sorted(first_steps(records).items())[1:]:
+    for attempt, first_step in sorted(_first_steps(records).items())[1:]:
         older = [record for record in records if record.attempt < attempt]
         kept_until = [record.time for record in surviving_records(older) if record.step < first_step]
         resumed_at = min(record.time for record in records if record.attempt == attempt)

@@ -51,6 +51,8 @@ class RecordLog:
         self._interval_s = first_interval_s
         self._pending: list[Mapping[str, Any]] = []
         self._part = 0
+        self._undecided: tuple[int, bytes] | None = None
+        """How many records were last tried, and as what; None once it is known that they arrived."""
         self._writing = threading.Lock()
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
@@ -105,15 +107,18 @@ class RecordLog:
     def _write_part(self) -> None:
         """Write what is pending as one object; on an error it stays pending."""
         with self._writing:
-            num = len(self._pending)  # only this side removes, so those that are appended meanwhile keep their turn
-            if num == 0:
+            if not self._pending:
                 return
-            data = "".join(self._to_line(record) for record in self._pending[:num]).encode()
+            if self._undecided is None:
+                num = len(self._pending)  # only this side removes, so those that are appended meanwhile keep their turn
+                self._undecided = num, "".join(self._to_line(record) for record in self._pending[:num]).encode()
+            num, data = self._undecided  # the same again: else what arrived though it seemed to fail would be there twice
             while not self._storage.write_if_absent(self._next_key(), data):
                 if self._storage.read(self._next_key()) == data:
                     break  # an earlier try arrived though it seemed to fail
                 self._part += 1
             self._part += 1
+            self._undecided = None
             del self._pending[:num]
 
     def _next_key(self) -> str:

@@ -78,10 +78,14 @@ def void_from(firsts: Mapping[int, int]) -> dict[int, float]:
     return void
 
 
-def surviving(records: Iterable[N]) -> list[N]:
-    """Keep what the run's final history consists of."""
-    records = list(records)
-    void = void_from(first_steps(records))
+def surviving(records: Iterable[N], firsts: Mapping[int, int]) -> list[N]:
+    """Keep what the run's final history consists of.
+
+    Args:
+        records: of all attempts.
+        firsts: the first step of every attempt.
+    """
+    void = void_from(firsts)
     return [record for record in records if record.step < void[record.attempt]]
 
 

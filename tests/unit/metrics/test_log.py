@@ -29,6 +29,18 @@ class BreakableStorage(DirectoryStorage):
         return super().write_if_absent(key, data)
 
 
+class DeafStorage(BreakableStorage):
+    """A directory that writes, and while it is broken says that it didn't: an answer that was lost."""
+
+    def write_if_absent(self, key: str, data: bytes) -> bool:
+        """Write it; say so, or not."""
+        written = DirectoryStorage.write_if_absent(self, key, data)
+        if _broken.is_set():
+            msg = "the connection was reset"
+            raise StorageError(msg)
+        return written
+
+
 @pytest.fixture(autouse=True)
 def _whole_again() -> Any:
     _broken.clear()
@@ -101,6 +113,19 @@ def test_a_storage_that_recovers_loses_nothing(tmp_path: Path, caplog: pytest.Lo
     log.close()
     assert [item.step for item in read_all_records(DirectoryStorage(tmp_path), "run")] == [1, 2]
     assert len([item for item in caplog.records if "kept to try again" in item.message]) == 1
+
+
+def test_what_arrived_though_it_seemed_to_fail_is_not_written_twice(tmp_path: Path) -> None:
+    """Also where more records have come since."""
+    log = MetricLog(DeafStorage(tmp_path), "run", rank=0, attempt=1, first_interval_s=60)
+    log.append(record(1, loss=1))
+    _broken.set()
+    with pytest.raises(StorageError, match="reset"):
+        log.flush()
+    _broken.clear()
+    log.append(record(2, loss=1))
+    log.close()
+    assert [item.step for item in read_all_records(DirectoryStorage(tmp_path), "run")] == [1, 2]
 
 
 def test_a_storage_that_stays_broken_is_an_error(tmp_path: Path) -> None:

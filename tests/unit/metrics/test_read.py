@@ -146,6 +146,14 @@ def test_the_attempt_that_repeats_steps_wins_on_every_rank():
     assert loss_curve(survivors) == [(step, 1.0 if step < 4 else 2.0) for step in range(1, 8)]
 
 
+def test_what_a_resumed_attempt_reports_before_its_first_step_takes_nothing_back():
+    """The number of parameters, for instance, reported before or after the checkpoint was restored."""
+    old = [record(step, 0, 1) for step in range(1, 6)]
+    new = [record(step, 0, 2, num_samples=number) for step, number in ((0, 0), (3, 0), (4, 1))]
+    found = [(found.step, found.attempt) for found in surviving_records(old + new)]
+    assert found == [(0, 2), (1, 1), (2, 1), (3, 1), (3, 2), (4, 2)]
+
+
 def test_steps_that_the_resumed_attempt_has_not_reached_again_are_void_too():
     """Steps that the resumed attempt has not reached again are void too."""
     old = [record(step, rank, 1) for step in range(1, 10) for rank in range(2)]
