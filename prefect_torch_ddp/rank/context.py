@@ -259,7 +259,9 @@ class RankContext:
 
         A resumed run goes on in the middle of an epoch, where its checkpoint was made. A checkpoint that is due is written when
         the loop's body has ended. Batches stay on the device where the loader put them. On a rank whose share of a tail is empty
-        the batch is a stand-in whose gradient counts for nothing. Called again, it numbers steps and epochs on.
+        the batch is a stand-in whose gradient counts for nothing. Called again, it numbers steps and epochs on;
+        a resumed run passes calls that were over by, yet what stands behind them runs again: one call with all epochs, and
+        `epoch_ended` in its body, has no such code.
 
         Args:
             loader: from `rank.loader`.
@@ -312,6 +314,8 @@ class RankContext:
 
     def checkpoint(self, *, force: bool = False) -> None:
         """Ask for a checkpoint, on every rank alike: in `steps` at the end of this step, elsewhere at once.
+
+        A step has one checkpoint; what changes behind it is saved with the next step.
 
         In `steps` those that are due come without asking.
 
