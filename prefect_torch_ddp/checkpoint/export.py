@@ -42,16 +42,16 @@ class ModelCard:
     attempt: int
     """The attempt that wrote the checkpoint."""
     world_size: int
-    metrics: Mapping[str, float | str]
-    """The training's newest values when the checkpoint was made; what isn't finite is text."""
+    metrics: Mapping[str, float]
+    """The training's newest values when the checkpoint was made."""
     about: Mapping[str, Any]
     """What the caller knows besides: workload, options, data, versions."""
 
     def as_bytes(self) -> bytes:
-        """Return the JSON, `about` on the top level."""
+        """Return the JSON, `about` on the top level; numbers that aren't finite are text."""
         values = asdict(self)
-        about = _plain(values.pop("about"))
-        return json.dumps({**about, **values}, indent=1, allow_nan=False, default=str).encode()
+        about = values.pop("about")
+        return json.dumps(_plain({**about, **values}), indent=1, allow_nan=False, default=str).encode()
 
 
 def _plain(value: Any) -> Any:
@@ -98,7 +98,7 @@ def export_model(storage: Storage, manifest: Manifest, name: str, attempt: int, 
         epoch=manifest.epoch,
         attempt=manifest.attempt,
         world_size=manifest.world_size,
-        metrics={key: value if math.isfinite(value) else str(value) for key, value in manifest.metrics.items()},
+        metrics=manifest.metrics,
         about=about,
     )
     refuse_superseded(storage, manifest.run_id, attempt)

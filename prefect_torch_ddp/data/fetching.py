@@ -58,11 +58,7 @@ class SeededDataset(Dataset[Any]):
         return get_worker_info() is not None or self._seeds_here
 
     def _seed_all(self, epoch: int, index: int) -> None:
-        seed = mix_seed(self._seed, epoch, index)
-        random.seed(seed)
-        np.random.seed(seed % 2**32)  # noqa: NPY002 - augmentations draw from the global generator
-        # Not torch.manual_seed: before CUDA is up it queues one call per sample, for ever.
-        torch.default_generator.manual_seed(seed)
+        seed_on_cpu(mix_seed(self._seed, epoch, index))
 
 
 @dataclass(frozen=True)
@@ -93,3 +89,11 @@ def untagged(loaded: Iterator[Tagged], ids: list[int]) -> Iterator[Any]:
     for tagged in loaded:
         ids += tagged.samples
         yield tagged.data
+
+
+def seed_on_cpu(seed: int) -> None:
+    """Seed what datasets draw from: the global generators of python, numpy and torch."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)  # noqa: NPY002 - augmentations draw from the global generator
+    # Not torch.manual_seed: before CUDA is up it queues one call per sample, for ever.
+    torch.default_generator.manual_seed(seed)

@@ -71,18 +71,18 @@ class RankLoader:
         self.world_size = world_size
         self._parts = Parts.of_rank(rank, world_size, virtual_ranks)
         fetched: SeededDataset | ShardReader
+        order = f"the order of seed {seed}" if shuffle else "their own order"
         if _is_sharded(dataset):
             fetched = ShardReader(dataset, seed, shuffle=shuffle, keep_ids=keep_ids)
             # Of places, not ids: the order is the reader's.
             self.batches = GlobalBatches(len(fetched), global_batch_size, seed, shuffle=False, drop_last=drop_last)
+            order += f", shuffled in blocks of {fetched.block_size}" if shuffle else ""
         else:
             by_index = cast("Dataset[Any]", dataset)
             self.batches = GlobalBatches(_num_samples(by_index), global_batch_size, seed, shuffle, drop_last)
             fetched = SeededDataset(by_index, seed, seeds_here=self._parts.is_virtual, keep_ids=keep_ids)
-        self.order = f"{self.batches.num_samples} samples in {f'the order of seed {seed}' if shuffle else 'their own order'}"
+        self.order = f"{self.batches.num_samples} samples in {order}"
         """Says in words which order the global batches are cut from; equal words, equal orders."""
-        if _is_sharded(dataset) and shuffle:
-            self.order += f", shuffled in blocks of {cast('ShardReader', fetched).block_size}"
         self.epoch = 0
         """The epoch whose order `iter(loader)` takes."""
         self._generator = torch.Generator(device="cpu")

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from prefect_torch_ddp.data.fetching import BatchKeys, Tagged
+from prefect_torch_ddp.data.fetching import BatchKeys, Tagged, seed_on_cpu
 from prefect_torch_ddp.data.sampler import mix_seed
 from prefect_torch_ddp.errors import InvalidParamsError
 
@@ -99,7 +99,7 @@ class ShardReader(Dataset[Any]):
         with _generators_kept():
             shard, start = self._locate(epoch, block * self.block_size)
             self._cursor_at(epoch, shard, start)  # before seeding: what is skipped may draw too
-            _seed_generators(mix_seed(self._seed, epoch, block, _DRAWS))
+            seed_on_cpu(mix_seed(self._seed, epoch, block, _DRAWS))
             samples = list(self._read(epoch, block))
         if not self._shuffle:
             return samples
@@ -183,9 +183,3 @@ def _generators_kept() -> Iterator[None]:
         random.setstate(states[0])
         np.random.set_state(states[1])  # noqa: NPY002
         torch.default_generator.set_state(states[2])
-
-
-def _seed_generators(seed: int) -> None:
-    random.seed(seed)
-    np.random.seed(seed % 2**32)  # noqa: NPY002
-    torch.default_generator.manual_seed(seed)

@@ -92,8 +92,13 @@ def _state_of(client: SyncPrefectClient, task_run_id: UUID) -> State[Any] | None
 
 
 def _close(client: SyncPrefectClient, task_run_id: UUID) -> None:
+    set_state_if_known(client, task_run_id, Cancelled(message="its flow was cancelled"))
+
+
+def set_state_if_known(client: SyncPrefectClient, task_run_id: UUID, state: State[Any]) -> None:
+    """Set a task run's state, whatever it is in; a task that hasn't begun on its worker is nothing to Prefect, and needs none."""
     try:
-        client.set_task_run_state(task_run_id, Cancelled(message="its flow was cancelled"), force=True)
+        client.set_task_run_state(task_run_id, state, force=True)
     except PrefectHTTPStatusError as refused:
-        if refused.response.status_code != HTTPStatus.NOT_FOUND:  # a task that hasn't begun is nothing to Prefect
+        if refused.response.status_code != HTTPStatus.NOT_FOUND:
             raise

@@ -2,7 +2,6 @@
 
 import logging
 import time
-from http import HTTPStatus
 from typing import Any, ParamSpec, Self, TypeVar
 from uuid import UUID
 
@@ -12,13 +11,12 @@ from distributed.scheduler import KilledWorker
 from prefect import Task
 from prefect.client.orchestration import get_client
 from prefect.context import FlowRunContext
-from prefect.exceptions import PrefectHTTPStatusError
 from prefect.states import Crashed
 from prefect_dask import DaskTaskRunner
 from prefect_dask.task_runners import PrefectDaskFuture
 
 from prefect_torch_ddp.errors import SchedulerLostError
-from prefect_torch_ddp.tasks.cancel import stop_task
+from prefect_torch_ddp.tasks.cancel import set_state_if_known, stop_task
 from prefect_torch_ddp.tasks.task_watch import LOOK_EVERY_S, SupervisorLostError, TaskWatch
 
 P = ParamSpec("P")
@@ -62,11 +60,9 @@ def follow(task: PrefectDaskFuture[Any], client: Client, *, owns_workers: bool, 
 def _set_crashed(task_run_id: UUID, error: Exception) -> None:
     try:
         with get_client(sync_client=True) as client:
-            client.set_task_run_state(task_run_id, Crashed(message=str(error)), force=True)
+            set_state_if_known(client, task_run_id, Crashed(message=str(error)))
     except Exception as refused:  # noqa: BLE001 - whatever the API has, the loss is what the flow has to hear of
-        # 404: it was lost before it began, and Prefect never heard of it.
-        if not (isinstance(refused, PrefectHTTPStatusError) and refused.response.status_code == HTTPStatus.NOT_FOUND):
-            logger.warning("Prefect could not be told that task run %s is lost: %s", task_run_id, refused)
+        logger.warning("Prefect could not be told that task run %s is lost: %s", task_run_id, refused)
 
 
 class WatchedFuture(PrefectDaskFuture[R]):

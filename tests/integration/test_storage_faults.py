@@ -3,7 +3,7 @@
 import os
 import subprocess
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,33 +14,20 @@ from prefect_torch_ddp import RankFailedError, run_gang
 from prefect_torch_ddp.checkpoint.attempts import claim_attempt
 from prefect_torch_ddp.checkpoint.keys import checkpoints_prefix
 from prefect_torch_ddp.checkpoint.manifest import list_manifests
-from prefect_torch_ddp.errors import CheckpointError, StorageError
+from prefect_torch_ddp.errors import CheckpointError
 from prefect_torch_ddp.messages import LogLine, Progress
 from prefect_torch_ddp.rank.config import CheckpointPolicy, RankConfig
 from prefect_torch_ddp.rank.entry import run_with_context
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.storage.protocol import Storage
 from tests.integration.s3_server import Wire, answer, open_s3_server  # noqa: F401 - a fixture
+from tests.unit.checkpoint.test_commit import FailingStorage
 from tests.workloads import struck_storage
 from tests.workloads.healthy import run_ranks
 
 pytestmark = pytest.mark.timeout(180)
 
 EVERY_STEP = CheckpointPolicy(every_steps=1, every_s=None, keep_last=3)
-
-
-@dataclass(frozen=True)
-class PartlyFailingStorage(DirectoryStorage):
-    """A directory that refuses to write keys that contain a text."""
-
-    refused: str = ""
-
-    def write(self, key: str, data: bytes) -> None:
-        """Write it, or refuse."""
-        if self.refused in key:
-            msg = "the disk is full"
-            raise StorageError(msg)
-        super().write(key, data)
 
 
 @pytest.fixture
@@ -139,7 +126,7 @@ def test_a_training_outlives_a_server_that_is_down(tmp_path: Path, open_s3_serve
 
 def test_one_rank_that_cant_write_is_named(tmp_path: Path) -> None:
     """Rank 0 says so for it; what rank 0 itself had written for that checkpoint is gone again."""
-    storage = PartlyFailingStorage(tmp_path, "step-00000004/000001/rank-00001")
+    storage = FailingStorage(tmp_path, "step-00000004/000001/rank-00001")
     values = train(storage)
     assert values[0]["troubles"][5] == (
         "no checkpoint since step 3: rank 1: runs/run/checkpoints/step-00000004/000001/rank-00001.pt: the disk is full"
@@ -151,7 +138,7 @@ def test_one_rank_that_cant_write_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize("refused", ["rank-00000", "rank-00001"])
 def test_a_training_that_is_to_fail_with_its_checkpoint_fails(tmp_path: Path, refused: str) -> None:
     """on_failure="fail": within the next step, with a CheckpointError that names object and reason, also where rank 1 failed."""
-    storage = PartlyFailingStorage(tmp_path, f"step-00000004/000001/{refused}")
+    storage = FailingStorage(tmp_path, f"step-00000004/000001/{refused}")
     config = replace(config_for(storage, claim_attempt(storage, "run")), checkpoint=replace(EVERY_STEP, on_failure="fail"))
     says = rf"could not be written: (rank 1: )?runs/run/checkpoints/step-00000004/000001/{refused}\.pt: the disk is full"
     with pytest.raises(AssertionError, match=f"CheckpointError: the last checkpoint of run run {says}"):
@@ -163,7 +150,7 @@ def test_a_training_that_is_to_fail_with_its_checkpoint_fails(tmp_path: Path, re
 
 def test_the_caller_of_a_gang_hears_of_it(dask_client: Client, tmp_path: Path) -> None:
     """Progress carries the trouble and the log the warning; with on_failure="fail" the error's cause is the CheckpointError."""
-    storage = PartlyFailingStorage(tmp_path, "step-00000007/")
+    storage = FailingStorage(tmp_path, "step-00000007/")
     events: list[Any] = []
     arguments = (struck_storage.train_through, ("", {}))
     with pytest.raises(RankFailedError) as caught:
@@ -178,7 +165,7 @@ def test_the_caller_of_a_gang_hears_of_it(dask_client: Client, tmp_path: Path) -
     assert "step-00000007/000001/" in str(caught.value)
     assert "the disk is full" in str(caught.value)
     assert any("no checkpoint of step 7, " in event.text for event in events if isinstance(event, LogLine))
-    never = PartlyFailingStorage(tmp_path / "never", "rank-00000")
+    never = FailingStorage(tmp_path / "never", "rank-00000")
     with pytest.raises(RankFailedError, match="the last checkpoint of run run could not be written"):
         run_gang(
             dask_client,
