@@ -1,6 +1,9 @@
 # Needs Python 3.11 or newer, pip and make. Everything is installed into .venv, beside this file.
 PYTHON ?= python3
 ARGS ?=
+# Two processes, each with servers and clusters of its own, a file's tests in one of them: much of the suite is waiting. In the files'
+# order, so that the quick ones, the unit tests, tell first. ARGS="-n 0" runs them in one process, such as for a debugger.
+PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -21,7 +24,7 @@ stop: ## stop the local Prefect server that make train left running for its UI
 	@if [ -x $(BIN)/prefect ]; then $(BIN)/prefect server stop; else echo 'nothing is installed here, so nothing runs'; fi
 
 test: $(VENV)/.installed-dev system-packages ## run all that CI runs: unit and integration tests
-	$(BIN)/python -m pytest tests/unit tests/integration $(ARGS)
+	$(BIN)/python -m pytest tests/unit tests/integration $(PARALLEL) $(ARGS)
 
 lint: $(VENV)/.installed-dev ## check style, formatting, types and the layers
 	$(BIN)/ruff check .
@@ -30,32 +33,38 @@ lint: $(VENV)/.installed-dev ## check style, formatting, types and the layers
 	$(BIN)/lint-imports
 
 integration: $(VENV)/.installed-dev system-packages ## run the tests with real processes alone
-	$(BIN)/python -m pytest tests/integration $(ARGS)
+	$(BIN)/python -m pytest tests/integration $(PARALLEL) $(ARGS)
 
-chaos: $(VENV)/.installed-dev ## run the tests that kill, stop and starve processes; minutes
+chaos: $(VENV)/.installed-dev system-packages ## run the tests that kill, stop and starve processes; minutes
 	$(BIN)/python -m pytest tests/chaos $(ARGS)
 
 gpu: $(VENV)/.installed-dev ## run the tests that need a CUDA device; elsewhere they are skipped
 	$(BIN)/python -m pytest tests/gpu $(ARGS)
 
-bench: $(VENV)/.installed-dev ## measure; wants a quiet machine
+bench: $(VENV)/.installed-dev system-packages ## measure; wants a quiet machine
 	$(BIN)/python -m pytest tests/benchmarks -s -o python_files='bench_*.py test_*.py' $(ARGS)
 
 clean: ## remove .venv, caches and builds; trained models stay where they are
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# Slurm's own daemons, for tests/integration/clusters. Elsewhere than as root on Debian or Ubuntu those tests are skipped, and say what
-# to install.
-SYSTEM_PACKAGES := slurmctld slurmd slurm-client munge
+# Debian's packages for tests: Slurm's own daemons, and Ceph's, an S3 store; nginx serves files in benchmarks. Elsewhere than as root on
+# Debian or Ubuntu those tests are skipped, and say what to install. None of them is to run as a service of this machine: policy-rc.d is
+# how Debian is told so.
+SYSTEM_PACKAGES := slurmctld slurmd slurm-client munge ceph-mon ceph-osd radosgw ceph-common openssl nginx-light
+SYSTEM_COMMANDS := slurmctld slurmd munged sbatch ceph-mon ceph-osd radosgw radosgw-admin openssl nginx
+POLICY := /usr/sbin/policy-rc.d
 system-packages:
-	@if ! (PATH="$$PATH:/usr/sbin"; command -v slurmctld && command -v slurmd && command -v munged && command -v sbatch) >/dev/null; then \
+	@missing=$$(PATH="$$PATH:/usr/sbin"; for name in $(SYSTEM_COMMANDS); do command -v $$name >/dev/null || printf '%s ' $$name; done); \
+	if [ -n "$$missing" ]; then \
 	  if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
 	    echo 'installing $(SYSTEM_PACKAGES) for the tests'; \
+	    if [ ! -e $(POLICY) ]; then \
+	      printf '#!/bin/sh\nexit 101\n' >$(POLICY) && chmod +x $(POLICY); trap 'rm -f $(POLICY)' EXIT; fi; \
 	    { apt-get update -qq && DEBIAN_FRONTEND=noninteractive \
 	      apt-get install -qq --yes --no-install-recommends $(SYSTEM_PACKAGES); } >/dev/null 2>&1 || \
-	      echo 'apt-get could not install them; the tests on Slurm will be skipped' >&2; \
-	  else echo 'the tests on Slurm will be skipped; they need: apt-get install $(SYSTEM_PACKAGES)' >&2; fi; fi
+	      echo 'apt-get could not install them; the tests that need them will be skipped' >&2; \
+	  else echo "tests that need $${missing}will be skipped: apt-get install $(SYSTEM_PACKAGES)" >&2; fi; fi
 
 # The stamps make a second call quick; a newer pyproject.toml or constraints.txt installs again.
 $(VENV)/.installed: $(INPUTS) | $(BIN)/python

@@ -7,15 +7,24 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from prefect_torch_ddp.data.ledger import read_ledger
+    from prefect_torch_ddp.data.any_image_folder import image_folder
+    from prefect_torch_ddp.data.cache import CachedReads
+    from prefect_torch_ddp.data.object_index import write_index
+    from prefect_torch_ddp.data.packed import PackedObjects
+    from prefect_torch_ddp.data.s3_image_folder import S3ImageFolder
+    from prefect_torch_ddp.data.tar_shards import pack_shards
     from prefect_torch_ddp.errors import (
         BadKeyError,
         CheckpointError,
+        CorruptImageError,
+        DamagedObjectError,
         GangCancelledError,
         GangError,
         GangHungError,
         InvalidParamsError,
+        NoImagesError,
         NotEnoughWorkersError,
+        ObjectChangedError,
         ObjectNotFoundError,
         PrefectTorchDdpError,
         RankFailedError,
@@ -31,25 +40,33 @@ if TYPE_CHECKING:
     from prefect_torch_ddp.rank.link import report_progress
     from prefect_torch_ddp.results import LedgerReport, Report, TrainReport
     from prefect_torch_ddp.tasks.ddp_task import ddp_task
+    from prefect_torch_ddp.tasks.reading import read_ledger, read_metrics, read_result
 
     __version__: str
 
 __all__ = [
     "BadKeyError",
+    "CachedReads",
     "CheckpointError",
     "CheckpointParams",
     "ClusterParams",
+    "CorruptImageError",
+    "DamagedObjectError",
     "GangCancelledError",
     "GangError",
     "GangHungError",
     "InvalidParamsError",
     "LedgerReport",
+    "NoImagesError",
     "NotEnoughWorkersError",
+    "ObjectChangedError",
     "ObjectNotFoundError",
+    "PackedObjects",
     "PrefectTorchDdpError",
     "RankContext",
     "RankFailedError",
     "Report",
+    "S3ImageFolder",
     "SchedulerLostError",
     "StorageError",
     "TrainParams",
@@ -57,27 +74,40 @@ __all__ = [
     "WorkerLostError",
     "__version__",
     "ddp_task",
+    "image_folder",
+    "pack_shards",
     "read_ledger",
+    "read_metrics",
+    "read_result",
     "report_progress",
     "run_gang",
     "train_flow",
     "warm",
+    "write_index",
 ]
 
 _HOMES = {
+    "CachedReads": "data.cache",
     "CheckpointParams": "params",
     "ClusterParams": "params",
     "LedgerReport": "results",
+    "PackedObjects": "data.packed",
     "RankContext": "rank.context",
     "Report": "results",
+    "S3ImageFolder": "data.s3_image_folder",
     "TrainParams": "params",
     "TrainReport": "results",
     "ddp_task": "tasks.ddp_task",
-    "read_ledger": "data.ledger",
+    "image_folder": "data.any_image_folder",
+    "pack_shards": "data.tar_shards",
+    "read_ledger": "tasks.reading",
+    "read_metrics": "tasks.reading",
+    "read_result": "tasks.reading",
     "report_progress": "rank.link",
     "run_gang": "gang.launch",
     "train_flow": "flow",
     "warm": "gang.warm",
+    "write_index": "data.object_index",
 }
 
 

@@ -4,6 +4,7 @@ import pickle
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
+from prefect_torch_ddp.failure_groups import groups_of_equals, name_ranks, split_equal
 from prefect_torch_ddp.messages import Hang, RankFailure
 
 
@@ -36,6 +37,10 @@ class InvalidParamsError(PrefectTorchDdpError, ValueError):
     """A value given by the caller can't work; says which, why and what to do. Raised before any work starts."""
 
 
+class NoImagesError(InvalidParamsError, FileNotFoundError):
+    """A dataset has no class folder, or a class without images; a FileNotFoundError, as torchvision's is."""
+
+
 class StorageError(PrefectTorchDdpError):
     """The storage can't do what was asked: names the object, the reason and the way out; shows no secret."""
 
@@ -44,8 +49,20 @@ class ObjectNotFoundError(StorageError):
     """There is no such object."""
 
 
+class ObjectChangedError(StorageError):
+    """The object isn't the one that was listed: another content stands under its name by now."""
+
+
+class DamagedObjectError(StorageError):
+    """The object's content isn't what was written, by the digest that was written with it, each time it was read."""
+
+
 class BadKeyError(StorageError, ValueError):
     """A key would leave the storage's root or isn't portable."""
+
+
+class CorruptImageError(PrefectTorchDdpError):
+    """An object of a dataset was read whole and is no image that can be decoded; names it."""
 
 
 class CheckpointError(PrefectTorchDdpError):
@@ -134,29 +151,6 @@ class GangHungError(GangError):
             lines += ["", f"rank {self.hang.ranks[0]} is at (the innermost call first; all stacks are in the log):"]
             lines += [f"  {line.strip()}" for line in stack.rstrip().rpartition("hread 0x")[2].splitlines()[1:]]
         return "\n".join(lines)
-
-
-def groups_of_equals(failures: Sequence[RankFailure]) -> list[list[RankFailure]]:
-    """Put failures together that say the same; in the order in which each was seen first."""
-    groups: dict[tuple[str, str, bool], list[RankFailure]] = {}
-    for failure in failures:
-        groups.setdefault((failure.kind, failure.summary, failure.is_collateral), []).append(failure)
-    return list(groups.values())
-
-
-def split_equal(cause: RankFailure, others: Sequence[RankFailure]) -> tuple[list[RankFailure], list[RankFailure]]:
-    """Part the other ranks' failures into those that say the same as the cause and the rest."""
-    together = next(group for group in groups_of_equals([cause, *others]) if group[0] is cause)
-    return together[1:], [failure for failure in others if all(failure is not one for one in together)]
-
-
-def name_ranks(failures: Sequence[RankFailure]) -> str:
-    """Name ranks with their hosts: `rank 1 on b`, or `ranks 0, 1 on a, 2 on b`."""
-    by_host: dict[str, list[int]] = {}
-    for failure in sorted(failures, key=lambda failure: failure.rank):
-        by_host.setdefault(failure.host, []).append(failure.rank)
-    places = ", ".join(f"{', '.join(map(str, ranks))} on {host}" for host, ranks in by_host.items())
-    return f"{'rank' if len(failures) == 1 else 'ranks'} {places}"
 
 
 class RankFailedError(GangError):

@@ -24,6 +24,7 @@ from prefect_torch_ddp.tasks.evaluate import chosen_checkpoint, evaluate
 from prefect_torch_ddp.tasks.flow_watch import closed_if_killed
 from prefect_torch_ddp.tasks.prepare import prepare
 from prefect_torch_ddp.tasks.publish import publish
+from prefect_torch_ddp.tasks.raw_data import fingerprint_of, resolve_source
 from prefect_torch_ddp.tasks.run import Run, run_id_of
 from prefect_torch_ddp.tasks.train import train
 from prefect_torch_ddp.tasks.workload import dataset_id, read_workload
@@ -102,6 +103,7 @@ def _check(params: TrainParams) -> Run:
     workload = read_workload(params.workload)
     storage = resolve_storage(params.storage)
     storage.check_writable()
+    source = None if params.source is None else resolve_source(params.source)
     resume_from = None if params.resume_from is None else source_of(params.resume_from, storage, resolve_storage)
     context = FlowRunContext.get()
     assert context is not None
@@ -114,6 +116,7 @@ def _check(params: TrainParams) -> Run:
         run_id=run_id,
         params=params,
         storage=storage,
-        dataset_id=dataset_id(workload, params.data_options),
+        dataset_id=dataset_id(workload, params.data_options, None if source is None else fingerprint_of(source)),
         resume_from=resume_from,
+        source=source,
     )

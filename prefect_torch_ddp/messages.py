@@ -74,6 +74,10 @@ class LaunchPage:
     """Where the rank's multiprocessing puts its sockets, and by whose name it calls its semaphores; removed when it has ended."""
 
 
+COPIES = "records"
+"""The folder in `scratch` where a rank keeps copies of the records that the storage doesn't have yet."""
+
+
 @dataclass(frozen=True)
 class RankFailure:
     """How one rank failed, as a value."""
@@ -215,4 +219,16 @@ class RankStopped:
     stopped: Stopped
 
 
-GangEvent = LogLine | Progress | FunctionEnded | RankReturned | RankFailedEvent | RankStopped | AttemptBegan | RankStack
+@dataclass(frozen=True)
+class RecordsLeft:
+    """Records of a rank that ended, or was killed, before the storage had them."""
+
+    key: str
+    """Where they belong."""
+    content: bytes
+    """Lines of JSON."""
+
+
+GangEvent = (
+    LogLine | Progress | FunctionEnded | RankReturned | RankFailedEvent | RankStopped | AttemptBegan | RankStack | RecordsLeft
+)

@@ -172,6 +172,12 @@ class TrainParams(Params):
         description="Put on record which samples each step trains on; the report says whether each was used once.",
         json_schema_extra=_at(22),
     )
+    source: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Raw data, for rank.source: a directory, s3://bucket/prefix or a block; prepare runs anew when it changes.",
+        json_schema_extra=_at(23),
+    )
 
     @model_validator(mode="after")
     def _refuse_impossible_pairs(self) -> Self:

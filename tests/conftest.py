@@ -15,13 +15,17 @@ import uuid
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import pytest
 
 if TYPE_CHECKING:
     from distributed import Client, LocalCluster
+
+    from tests.integration.ceph_server import CephServer
+
+pytest.register_assert_rewrite("tests.storage_conformance", "tests.s3_conformance")
 
 SESSION_ID = uuid.uuid4().hex
 GRACE_S = 5.0
@@ -207,16 +211,35 @@ def _of_this_session() -> list[psutil.Process]:
     return sorted(found, key=lambda process: process.pid)
 
 
+@pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Fail the whole session when a process that it started outlives it."""
     _stop_embedded_server()
+    for text in filter(None, _left_by_workers):
+        _fail(session, text)
     if not _becomes_true(lambda: not _of_this_session(), 2 * GRACE_S):
         left = _of_this_session()
-        lines = [_describe(process) for process in left]
+        text = "\nprocesses outlived the suite and were killed:\n" + "\n".join(map(_describe, left)) + "\n"
         _kill(left)
-        sys.stderr.write("\nprocesses outlived the suite and were killed:\n" + "\n".join(lines) + "\n")
-        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+        if hasattr(session.config, "workeroutput"):
+            session.config.workeroutput["left"] = text  # a worker of xdist has no exit status that counts
+        else:
+            _fail(session, text)
     shutil.rmtree(_home, ignore_errors=True)
+
+
+def _fail(session: pytest.Session, text: str) -> None:
+    sys.stderr.write(text)
+    session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+_left_by_workers: list[str] = []
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any, error: object | None) -> None:
+    """Hear what a worker of xdist says of processes that outlived its part of the suite."""
+    _left_by_workers.append(getattr(node, "workeroutput", {}).get("left", ""))
 
 
 # ---- Real servers. Wide in scope since they cost seconds; heavy imports stay inside, so that unit tests start at once.
@@ -287,6 +310,15 @@ def prefect_api(prefect_server: str, monkeypatch: pytest.MonkeyPatch) -> Iterato
     monkeypatch.setenv("PREFECT_API_URL", prefect_server)
     with temporary_settings({PREFECT_API_URL: prefect_server}):
         yield prefect_server
+
+
+@pytest.fixture(scope="session")
+def ceph_server() -> Iterator["CephServer"]:
+    """Run a real Ceph RADOS Gateway, or skip the test with what to install. User `owner` may do all, user `reader` reads."""
+    from tests.integration.ceph_server import run_ceph
+
+    with run_ceph(_home / "ceph") as server:
+        yield server
 
 
 @pytest.fixture(scope="session")

@@ -140,7 +140,7 @@ def _at_the_end(chance: random.Random) -> Iterator[KillPoint]:
         kill = Kill(1, "write", rank=rank, key=LAST, moment=chance.choice(["before", "after"]), nth=chance.randrange(1, 4))
         yield _point(f"last-save-on-{rank}", kill, **_any_plan(chance))
     for moment in ("before", "after"):
-        kill = Kill(1, "write_if_absent", key=f"{LAST}manifest", moment=moment)
+        kill = Kill(1, "write_if_absent", key=rf"{LAST}\d+/manifest", moment=moment)
         yield _point(f"last-commit-{moment}", kill, **_any_plan(chance))
     gone = rf"step-{(NUM_STEPS - 3) // SAVE_EVERY * SAVE_EVERY:08d}/"
     nth = chance.randrange(1, NUM_OBJECTS + 1)

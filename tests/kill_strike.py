@@ -86,6 +86,23 @@ def undisturbed(client: Client, point: KillPoint, new_folder: Callable[[], Path]
     return _undisturbed[plan, size]
 
 
+StrikeAt = Callable[[KillPoint], None]
+
+
+@pytest.fixture
+def strike_at(
+    request: pytest.FixtureRequest, dask_client: Client, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> StrikeAt:
+    """Return what runs the training through a point's kills; on S3 the test uses the fixture open_s3_server or ceph_server."""
+    of_s3 = "ceph_server" if "ceph_server" in request.fixturenames else "open_s3_server"
+
+    def at(point: KillPoint) -> None:
+        server = request.getfixturevalue(of_s3) if point.backend == "s3" else None
+        strike(dask_client, point, server, tmp_path, lambda: tmp_path_factory.mktemp("undisturbed"))
+
+    return at
+
+
 def strike(client: Client, point: KillPoint, server: S3Server | None, folder: Path, new_folder: Callable[[], Path]) -> None:
     """Run the training through its kills; assert that it ends as if there had been none.
 
@@ -164,7 +181,7 @@ def _check_checkpoints(ended: Ended, calm: Ended) -> None:
     assert newest is not None
     assert newest[0].step == NUM_STEPS
     kept = {item.key for manifest in manifests for item in manifest.objects}
-    kept |= {manifest_key("run", manifest.step) for manifest in manifests}
+    kept |= {manifest_key("run", manifest.step, manifest.attempt) for manifest in manifests}
     there = {found.key for found in ended.storage.list(checkpoints_prefix("run"))}
     assert there == kept, f"left over: {sorted(there - kept)}; missing: {sorted(kept - there)}"
     if isinstance(ended.storage, S3Storage):

@@ -6,53 +6,32 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from typing import Any, Literal
 
 from prefect_torch_ddp.checkpoint.attempts import SupersededError
 from prefect_torch_ddp.checkpoint.commit import Committer
+from prefect_torch_ddp.checkpoint.digest import digest_of
 from prefect_torch_ddp.checkpoint.keys import object_key, rank_name
 from prefect_torch_ddp.checkpoint.manifest import Manifest, ManifestObject
 from prefect_torch_ddp.checkpoint.meeting import Meeting, wait_for
+from prefect_torch_ddp.checkpoint.moment import Moment, Writer
 from prefect_torch_ddp.checkpoint.rng import capture_generators
-from prefect_torch_ddp.checkpoint.serial import Serializer, check_loadable, sha256_of
-from prefect_torch_ddp.checkpoint.staging import Staging
+from prefect_torch_ddp.checkpoint.serial import Serializer, check_loadable
+from prefect_torch_ddp.checkpoint.staging import Staging, has_buffers
 from prefect_torch_ddp.errors import CheckpointError, StorageError
-from prefect_torch_ddp.storage.protocol import Storage
 
 ABSENT_S = 60.0
 """How long rank 0 waits in the midst of a training for a rank that hasn't begun the same checkpoint; a step apart is usual."""
 
+QUIET_S = 2.0
+"""How long a step may wait for the checkpoint before without a word."""
+WAITS = (
+    "the training waits in step %d until the checkpoint before is written (long wait number %d): the storage takes them slower "
+    "than they are asked for; ask for fewer, by checkpoint.every_steps or every_s"
+)
+
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Writer:
-    """Which rank of which attempt writes, and where to."""
-
-    storage: Storage
-    run_id: str
-    attempt: int
-    rank: int
-    world_size: int
-
-
-@dataclass(frozen=True)
-class Moment:
-    """What a checkpoint holds besides the tracked objects."""
-
-    step: int
-    epoch: int
-    position: Mapping[str, Any]
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    """The newest values; those of rank 0 count."""
-    is_last: bool = False
-    """Whether the training ends with it; it may follow another one of the same step."""
-
-    @property
-    def turn(self) -> int:
-        """A number that grows with every checkpoint, and is the same on all ranks."""
-        return 2 * self.step + self.is_last
 
 
 class Checkpointer:
@@ -89,29 +68,62 @@ class Checkpointer:
         self._checked: set[str] = set()
         self._thread: threading.Thread | None = None
         self._failure: Exception | None = None
+        self._num_long_waits = 0
+        self.was_alone = False
+        """Whether another rank took no part in the newest checkpoint; rank 0 knows."""
+        self.written: dict[str, str] = {}
+        """The digest of each object that this rank wrote last."""
         self.trouble = ""
         """Why the newest checkpoint that was tried isn't on record; empty where it is. Rank 0 knows it of all ranks."""
 
-    def save(self, moment: Moment, objects: Mapping[str, Any]) -> None:
+    def save(self, moment: Moment, objects: Mapping[str, Any], generators: Any | None = None) -> None:
         """Copy the state and write it in the background; waits for the one before.
+
+        Args:
+            moment: when it is.
+            objects: what is tracked, the same on all ranks.
+            generators: the state of this rank's random generators; None: as they are now.
 
         Raises:
             CheckpointError: an object's state couldn't be read back, or see `raise_if_over`.
         """
         self.wait()
         self.raise_if_over()
-        self._meeting.say(f"begun/{self._writer.rank}", str(moment.turn))
+        self.was_alone = False
+        self._meeting.say(f"begun/{self._writer.rank}", json.dumps(moment.turn))
         self._staging.begin()
         staged = {name: self._staging.copy(objects[name].state_dict()) for name in self._share(objects)}
         for name in staged.keys() - self._checked:
             check_loadable(name, staged[name])
             self._checked.add(name)
-        staged[rank_name(self._writer.rank)] = capture_generators()
+        staged[rank_name(self._writer.rank)] = capture_generators() if generators is None else generators
         self._failure = None
         self._thread = threading.Thread(
             target=self._write_and_tell, args=(moment, staged), name="prefect-torch-ddp-checkpoint", daemon=True
         )
         self._thread.start()
+
+    def has_changed(self, objects: Mapping[str, Any], since: Mapping[str, str]) -> bool:
+        """Tell whether something of this rank's share isn't what it was in a checkpoint, by the digest of each object."""
+        self.wait()
+        self._staging.begin()
+        staged = {name: self._staging.copy(objects[name].state_dict()) for name in self._share(objects)}
+        self._staging.wait()
+        return any(digest_of(self._serializer.to_view(state)) != since.get(name) for name, state in staged.items())
+
+    def wait_for_turn(self, step: int) -> None:
+        """Wait, in a step, until the checkpoint before is written; says so where that takes long, ever more rarely."""
+        self.wait(QUIET_S)
+        if self.is_writing:
+            self._num_long_waits += 1
+            if self._num_long_waits.bit_count() == 1:  # the 1st, 2nd, 4th, 8th, ...
+                logger.warning(WAITS, step, self._num_long_waits)
+            self.wait()
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether something is being written."""
+        return self._thread is not None and self._thread.is_alive()
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Wait until nothing is being written, at most so long."""
@@ -151,13 +163,14 @@ class Checkpointer:
         that have some are rank 0's to write, or a resumed training would go on with others.
         """
         rank, world_size = self._writer.rank, self._writer.world_size
-        return [name for i, (name, item) in enumerate(objects.items()) if (0 if _has_buffers(item) else i % world_size) == rank]
+        return [name for i, (name, item) in enumerate(objects.items()) if (0 if has_buffers(item) else i % world_size) == rank]
 
     def _write_and_tell(self, moment: Moment, staged: dict[str, Any]) -> None:
         note: dict[str, Any] = {"objects": [], "error": None}
         try:
             self._staging.wait()
             written = [self._write(moment.step, name, state) for name, state in staged.items()]
+            self.written = {item.name: item.digest for item in written}
             self._before_commit()
             note["objects"] = [asdict(item) for item in written]
         except Exception as error:  # noqa: BLE001 - the training goes on with the checkpoint before
@@ -168,7 +181,7 @@ class Checkpointer:
             if self._writer.rank == 0:
                 self._commit(moment, note)
             else:
-                self._meeting.say(f"written/{moment.turn}/{self._writer.rank}", json.dumps(note))
+                self._meeting.say(moment.note_key(self._writer.rank), json.dumps(note))
         except Exception as error:  # noqa: BLE001
             self._fail(moment, error)
 
@@ -180,10 +193,10 @@ class Checkpointer:
         except StorageError as error:
             msg = f"{key}: {error}"
             raise StorageError(msg) from error
-        return ManifestObject(name, key, len(data), sha256_of(data))
+        return ManifestObject(name, key, len(data), digest_of(data))
 
     def _commit(self, moment: Moment, own: dict[str, Any]) -> None:
-        notes = [own, *(self._note_of(rank, moment.turn) for rank in range(1, self._writer.world_size))]
+        notes = [own, *(self._note_of(rank, moment) for rank in range(1, self._writer.world_size))]
         if errors := [f"rank {rank}: {note['error']}" for rank, note in enumerate(notes) if note["error"]]:
             self._discard(item["key"] for note in notes for item in note["objects"])
             if own["error"]:
@@ -204,17 +217,19 @@ class Checkpointer:
         )
         self.trouble = ""
 
-    def _note_of(self, rank: int, turn: int) -> dict[str, Any]:
+    def _note_of(self, rank: int, moment: Moment) -> dict[str, Any]:
         began_s = time.monotonic()
+        turn = moment.turn
 
         def is_over() -> bool:
-            begun = int(self._meeting.hear(f"begun/{rank}") or -1)
+            begun = tuple(json.loads(self._meeting.hear(f"begun/{rank}") or "[]"))
             # It has come further, or to its end, or doesn't come: rank 0 may have been alone in asking for this one.
-            has_ended = self._meeting.hear(f"ended/{rank}") is not None and not turn % 2
+            has_ended = self._meeting.hear(f"ended/{rank}") is not None and not moment.is_last
             return begun > turn or (begun < turn and (has_ended or time.monotonic() - began_s > ABSENT_S))
 
-        text = wait_for(self._meeting, f"written/{turn}/{rank}", rank, is_over)
+        text = wait_for(self._meeting, moment.note_key(rank), rank, is_over)
         if text is None:
+            self.was_alone = True
             error = "it took no part; rank.track and rank.checkpoint belong on every rank, at the same step"
             return {"objects": [], "error": error}
         note: dict[str, Any] = json.loads(text)
@@ -232,7 +247,3 @@ class Checkpointer:
         with suppress(StorageError):  # at the first one that fails: a storage that is down takes its time to say so
             for key in keys:
                 self._writer.storage.delete(key)
-
-
-def _has_buffers(item: Any) -> bool:
-    return hasattr(item, "buffers") and any(True for _ in item.buffers())

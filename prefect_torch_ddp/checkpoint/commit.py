@@ -1,15 +1,14 @@
 """Owns the commit of a checkpoint, and what is cleaned up after it. Only rank 0 commits."""
 
 import logging
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Collection
 
-from prefect_torch_ddp.checkpoint.attempts import SupersededError, refuse_superseded
+from prefect_torch_ddp.checkpoint.attempts import refuse_superseded
 from prefect_torch_ddp.checkpoint.beginnings import void_test
-from prefect_torch_ddp.checkpoint.keys import checkpoints_prefix, manifest_key, owner_of
-from prefect_torch_ddp.checkpoint.manifest import Manifest, all_manifests, read_manifest
+from prefect_torch_ddp.checkpoint.keys import checkpoints_prefix, is_manifest, manifest_key, owner_of
+from prefect_torch_ddp.checkpoint.manifest import Manifest, all_manifests
 from prefect_torch_ddp.checkpoint.retention import Retention, superfluous
-from prefect_torch_ddp.errors import CheckpointError, StorageError
+from prefect_torch_ddp.errors import CheckpointError, DamagedObjectError, ObjectNotFoundError, StorageError
 from prefect_torch_ddp.storage.protocol import KeepsUnfinished, Storage
 
 logger = logging.getLogger(__name__)
@@ -36,10 +35,7 @@ class Committer:
             StorageError: the manifest can't be written.
         """
         refuse_superseded(self._storage, self._run_id, self._attempt)
-        data = manifest.as_bytes()
-        key = manifest_key(self._run_id, manifest.step)
-        if not self._storage.write_if_absent(key, data):
-            self._replace(key, manifest, data)
+        self._put(manifest_key(self._run_id, manifest.step, self._attempt), manifest.as_bytes())
         self.last = manifest
         logger.info("checkpoint of step %d is complete", manifest.step)
         self._try_to_clean_up(manifest)
@@ -60,26 +56,31 @@ class Committer:
         except StorageError as error:
             logger.warning("old checkpoints of run %s are not cleaned up: %s", self._run_id, error)
 
-    def _replace(self, key: str, manifest: Manifest, data: bytes) -> None:
-        """Deal with a manifest that is there already: an older attempt's is one that couldn't be resumed from."""
-        if self._storage.read(key) == data:
-            return  # an earlier try arrived though it seemed to fail
+    def _put(self, key: str, data: bytes) -> None:
+        """Write the manifest. One that is there already is this attempt's too, of a try that arrived though it seemed to fail.
+
+        Not by a write that replaces: one that a storage carries out late would undo a newer one.
+        """
+        if self._storage.write_if_absent(key, data) or self._read(key) == data:
+            return
+        self._storage.delete(key)
+        if not self._storage.write_if_absent(key, data):
+            msg = f"the manifest {key} is there again: an earlier try to write it has arrived late"
+            raise CheckpointError(msg)
+
+    def _read(self, key: str) -> bytes | None:
         try:
-            attempt = read_manifest(self._storage, self._run_id, manifest.step).attempt
-        except CheckpointError:
-            attempt = 0
-        if attempt <= self._attempt:  # this attempt's own: a try that arrived though it seemed to fail, and was made again
-            self._storage.delete(key)
-            if self._storage.write_if_absent(key, data):
-                return
-        msg = f"the checkpoint of step {manifest.step} of run {self._run_id} has been committed by attempt {attempt} already"
-        raise SupersededError(msg) if attempt > self._attempt else CheckpointError(msg)
+            return self._storage.read(key)
+        except (ObjectNotFoundError, DamagedObjectError):
+            return None
 
     def _clean_up(self, manifest: Manifest) -> None:
         """Delete what the commit made superfluous.
 
-        Who claims an attempt after the look for newer ones here sees the commit, and won't ask for what is deleted.
+        Who claims an attempt after the look for newer ones here sees the commit, and won't ask for what is deleted. Whoever did
+        so before it may not have seen it: then it may be void.
         """
+        refuse_superseded(self._storage, self._run_id, self._attempt)
         if self._known is None:
             self._known = self._look(manifest.step)
         # A step beyond this one is what an older attempt left damaged, or this attempt would have been resumed from there.
@@ -92,25 +93,25 @@ class Committer:
             del self._known[old.step]
 
     def _delete(self, old: Manifest) -> None:
-        """Delete a checkpoint: its manifest first, so that nobody reads one with holes; unless it is another one's by now."""
-        with suppress(CheckpointError):  # gone, or damaged
-            if read_manifest(self._storage, self._run_id, old.step).attempt != old.attempt:
-                return
-        self._storage.delete(manifest_key(self._run_id, old.step))
+        """Delete a checkpoint of this or an older attempt: its manifest first, so that nobody reads one with holes.
+
+        Nobody else's: a newer attempt that made the same step has it under keys of its own, so a delete that is held up until
+        then doesn't hit it.
+        """
+        self._storage.delete(manifest_key(self._run_id, old.step, old.attempt))
         for item in old.objects:
             self._storage.delete(item.key)
 
     def _look(self, step: int) -> dict[int, Manifest]:
-        """Return what there is, by step, when the rest is swept, with the checkpoints that a newer attempt made void."""
-        refuse_superseded(self._storage, self._run_id, self._attempt)
-        manifests = all_manifests(self._storage, self._run_id)
+        """Return what there is, by step; delete what a newer attempt made void or made anew, and sweep the rest."""
+        # A newer attempt may have begun since the look for it: what it makes is not ours to keep or to delete.
+        manifests = [known for known in all_manifests(self._storage, self._run_id) if known.attempt <= self._attempt]
         is_void = void_test(self._storage, self._run_id)
-        known = {}
+        known = {manifest.step: manifest for manifest in manifests if not is_void(manifest.step, manifest.attempt)}
         for manifest in manifests:
-            if is_void(manifest.attempt, manifest.step):
+            if manifest is not known.get(manifest.step):
+                refuse_superseded(self._storage, self._run_id, self._attempt)
                 self._delete(manifest)
-            else:
-                known[manifest.step] = manifest
         self._sweep(known.values(), step)
         return known
 
@@ -118,7 +119,7 @@ class Committer:
         """Have the next commit list what there is: a checkpoint failed, and may have left objects, or be there all the same."""
         self._known = None
 
-    def _sweep(self, manifests: Iterable[Manifest], step: int) -> None:
+    def _sweep(self, manifests: Collection[Manifest], step: int) -> None:
         """Delete what is left of checkpoints that can't become complete any more: those of older attempts, and of older steps.
 
         Of later steps of this attempt other ranks may have written objects already.
@@ -128,11 +129,14 @@ class Committer:
             owner = owner_of(self._run_id, key)
             return owner is not None and (owner[1] < self._attempt or (owner[1] == self._attempt and owner[0] < step))
 
-        needed = {item.key for manifest in manifests for item in manifest.objects}
+        needed = {manifest_key(self._run_id, manifest.step, manifest.attempt) for manifest in manifests}
+        needed |= {item.key for manifest in manifests for item in manifest.objects}
         prefix = checkpoints_prefix(self._run_id)
-        for found in list(self._storage.list(prefix)):
-            if is_over(found.key) and found.key not in needed:
-                self._storage.delete(found.key)
+        there = [found.key for found in self._storage.list(prefix)]
+        # A manifest, one that is damaged or came too late, before what it names.
+        for key in sorted(there, key=is_manifest, reverse=True):
+            if is_over(key) and key not in needed:
+                self._storage.delete(key)
         if isinstance(self._storage, KeepsUnfinished):
             try:
                 self._storage.drop_unfinished(prefix, is_over)

@@ -1,5 +1,6 @@
 """Owns the model that a finished training leaves to others: plain weights and a card, each written once and never replaced."""
 
+import hashlib
 import json
 import logging
 import math
@@ -11,7 +12,6 @@ from prefect_torch_ddp.checkpoint.attempts import refuse_superseded
 from prefect_torch_ddp.checkpoint.keys import model_prefix
 from prefect_torch_ddp.checkpoint.manifest import Manifest
 from prefect_torch_ddp.checkpoint.reading import read_object
-from prefect_torch_ddp.checkpoint.serial import sha256_of
 from prefect_torch_ddp.checkpoint.weights import WeightsFile, weights_file
 from prefect_torch_ddp.errors import CheckpointError
 from prefect_torch_ddp.storage.protocol import Storage
@@ -88,7 +88,7 @@ def export_model(storage: Storage, manifest: Manifest, name: str, attempt: int, 
     weights = weights_file(bytes(read_object(storage, manifest, found)))
     card = ModelCard(
         file=weights.name,
-        sha256=sha256_of(weights.data),
+        sha256=hashlib.sha256(weights.data).hexdigest(),
         num_bytes=len(weights.data),
         num_tensors=weights.num_tensors,
         num_parameters=weights.num_parameters,

@@ -5,6 +5,7 @@ import re
 from prefect_torch_ddp.errors import InvalidParamsError
 
 _OBJECT = re.compile(r"step-(\d+)/(\d+)/[^/]+")
+_MANIFEST = "manifest.json"
 _NAME = re.compile(r"[A-Za-z0-9_]{1,100}")
 
 
@@ -33,6 +34,11 @@ def results_prefix(run_id: str) -> str:
     return f"runs/{run_id}/results/"
 
 
+def result_key(run_id: str, attempt: int, path: str) -> str:
+    """Return a file of rank.save; each attempt has its own."""
+    return f"{results_prefix(run_id)}{attempt:06d}/{path}"
+
+
 def failures_prefix(run_id: str) -> str:
     """Return where a run's failed attempts are on record."""
     return f"runs/{run_id}/failures/"
@@ -48,9 +54,14 @@ def checkpoints_prefix(run_id: str) -> str:
     return f"runs/{run_id}/checkpoints/"
 
 
-def manifest_key(run_id: str, step: int) -> str:
-    """Return the object whose presence makes a checkpoint complete."""
-    return f"{checkpoints_prefix(run_id)}step-{step:08d}/manifest.json"
+def manifest_key(run_id: str, step: int, attempt: int) -> str:
+    """Return the object whose presence makes a checkpoint complete; each attempt has its own, which no other one writes."""
+    return f"{checkpoints_prefix(run_id)}step-{step:08d}/{attempt:06d}/{_MANIFEST}"
+
+
+def is_manifest(key: str) -> bool:
+    """Tell whether an object of a run's checkpoints is a manifest, by its name."""
+    return key.endswith(f"/{_MANIFEST}")
 
 
 def object_key(run_id: str, step: int, attempt: int, name: str) -> str:
@@ -64,7 +75,7 @@ def model_prefix(run_id: str) -> str:
 
 
 def owner_of(run_id: str, key: str) -> tuple[int, int] | None:
-    """Return step and attempt of a checkpoint's object; None for anything else."""
+    """Return step and attempt of a checkpoint's object or manifest; None for anything else."""
     match = _OBJECT.fullmatch(key.removeprefix(checkpoints_prefix(run_id)))
     return (int(match[1]), int(match[2])) if match else None
 

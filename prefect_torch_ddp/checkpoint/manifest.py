@@ -1,7 +1,5 @@
 """Owns the manifest that makes a checkpoint complete, and what is read of a run's checkpoints without torch."""
 
-import hashlib
-import json
 import logging
 import math
 from collections.abc import Iterable, Mapping
@@ -9,8 +7,9 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, Self
 
 from prefect_torch_ddp.checkpoint.beginnings import void_test
-from prefect_torch_ddp.checkpoint.keys import checkpoints_prefix, manifest_key
-from prefect_torch_ddp.errors import CheckpointError, ObjectNotFoundError
+from prefect_torch_ddp.checkpoint.keys import checkpoints_prefix, is_manifest, manifest_key, owner_of
+from prefect_torch_ddp.checkpoint.sealed import sealed, unsealed
+from prefect_torch_ddp.errors import CheckpointError, DamagedObjectError, ObjectNotFoundError
 from prefect_torch_ddp.results import CheckpointRef
 from prefect_torch_ddp.storage.protocol import Storage
 
@@ -24,7 +23,8 @@ class ManifestObject:
     name: str
     key: str
     num_bytes: int
-    sha256: str
+    digest: str
+    """As `checkpoint.digest` makes it."""
 
 
 @dataclass(frozen=True)
@@ -49,68 +49,107 @@ class Manifest:
     def as_bytes(self) -> bytes:
         """Return it as JSON."""
         metrics = {name: value if math.isfinite(value) else str(value) for name, value in self.metrics.items()}
-        values = {**asdict(self), "metrics": metrics}
-        return json.dumps({**values, "sha256": _digest(values)}, indent=1, allow_nan=False).encode()
+        return sealed({**asdict(self), "metrics": metrics})
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Self:
         """Read the JSON back; raises ValueError, TypeError or KeyError on anything else."""
-        values = json.loads(data)
-        if values.pop("sha256") != _digest(values):
-            msg = "its content isn't that of its sha256"
-            raise ValueError(msg)
+        values = unsealed(data)
         objects = tuple(ManifestObject(**item) for item in values.pop("objects"))
         metrics = {str(name): float(value) for name, value in values.pop("metrics").items()}
         return cls(**values, metrics=metrics, objects=objects)
 
 
-def read_manifest(storage: Storage, run_id: str, step: int) -> Manifest:
-    """Return a checkpoint's manifest.
+def read_manifest(storage: Storage, run_id: str, step: int, attempt: int) -> Manifest:
+    """Return the manifest of an attempt's checkpoint, void or not.
 
     Raises:
         CheckpointError: there is no such checkpoint, or its manifest is damaged.
     """
-    key = manifest_key(run_id, step)
+    key = manifest_key(run_id, step, attempt)
     try:
         manifest = Manifest.from_bytes(storage.read(key))
     except ObjectNotFoundError as error:
-        msg = f"run {run_id} has no checkpoint of step {step}: there is no {key} in {storage.uri}"
+        msg = f"run {run_id} has no checkpoint of step {step} of attempt {attempt}: there is no {key} in {storage.uri}"
         raise CheckpointError(msg) from error
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (DamagedObjectError, ValueError, TypeError, KeyError, AttributeError) as error:
         msg = f"the manifest {key} is damaged: {error!r}"
         raise CheckpointError(msg) from error
-    if (manifest.run_id, manifest.step) != (run_id, step):
-        msg = f"the manifest {key} is that of step {manifest.step} of run {manifest.run_id}"
+    if (manifest.run_id, manifest.step, manifest.attempt) != (run_id, step, attempt):
+        msg = f"the manifest {key} is that of step {manifest.step} of attempt {manifest.attempt} of run {manifest.run_id}"
         raise CheckpointError(msg)
     return manifest
 
 
-def _digest(values: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(values, sort_keys=True, allow_nan=False).encode()).hexdigest()
+def find_manifest(storage: Storage, run_id: str, step: int) -> Manifest:
+    """Return the manifest of a step: of the newest attempt whose checkpoint of it counts.
 
-
-def all_manifests(storage: Storage, run_id: str, faults: list[str] | None = None) -> list[Manifest]:
-    """Return the manifests that there are, by step; a damaged one is left out with a warning, and added to the faults."""
-    prefix = checkpoints_prefix(run_id)
-    keys = [found.key for found in storage.list(prefix) if found.key.endswith("/manifest.json")]
-    manifests = []
-    for key in keys:
-        step = key.removeprefix(prefix).removesuffix("/manifest.json").removeprefix("step-")
-        try:
-            manifests.append(read_manifest(storage, run_id, int(step)))
-        except (CheckpointError, ValueError) as error:
-            if not isinstance(error.__cause__, ObjectNotFoundError):  # else it was deleted between the listing and now
-                logger.warning("checkpoint left out: %s", error)
-                if faults is not None:
-                    faults.append(str(error))
-    return sorted(manifests, key=lambda manifest: manifest.step)
-
-
-def list_manifests(storage: Storage, run_id: str, faults: list[str] | None = None) -> list[Manifest]:
-    """Return the manifests of a run's complete checkpoints, by step; damaged ones are left out with a warning, and void ones."""
-    manifests = all_manifests(storage, run_id, faults)
+    Raises:
+        CheckpointError: there is none, or it is damaged; no other one is taken then.
+    """
+    attempts = [attempt for found, attempt in _owners(storage, run_id) if found == step]
     is_void = void_test(storage, run_id)
-    return [manifest for manifest in manifests if not is_void(manifest.attempt, manifest.step)]
+    if counting := [attempt for attempt in attempts if not is_void(step, attempt)]:
+        return read_manifest(storage, run_id, step, counting[-1])
+    msg = f"run {run_id} has no checkpoint of step {step} in {storage.uri}"
+    if attempts:
+        msg += f" that counts: attempt {attempts[-1]} made one, and a newer attempt went on from one before it"
+    raise CheckpointError(msg)
+
+
+def all_manifests(storage: Storage, run_id: str) -> list[Manifest]:
+    """Return the manifests that there are, by step and attempt, void ones too; damaged ones are left out with a warning."""
+    return _read(storage, run_id, _owners(storage, run_id))
+
+
+def counting_manifests(storage: Storage, run_id: str, faults: list[str] | None = None) -> list[Manifest]:
+    """Return the manifests of a run's complete checkpoints, by step and attempt: all that aren't void.
+
+    A step may be there twice, where an attempt made the checkpoint again that it began with.
+
+    Args:
+        storage: where the run is.
+        run_id: the run.
+        faults: gets what is said of each damaged one, which is left out with a warning.
+    """
+    # The manifests before the beginnings: whoever commits between the two is void if a newer attempt didn't see it.
+    owners = _owners(storage, run_id, faults)
+    is_void = void_test(storage, run_id)
+    return _read(storage, run_id, [owner for owner in owners if not is_void(*owner)], faults)
+
+
+def list_manifests(storage: Storage, run_id: str) -> list[Manifest]:
+    """Return the manifests of a run's complete checkpoints by step, of each step that of the newest attempt (no void one)."""
+    return list({manifest.step: manifest for manifest in counting_manifests(storage, run_id)}.values())
+
+
+def _owners(storage: Storage, run_id: str, faults: list[str] | None = None) -> list[tuple[int, int]]:
+    """Return step and attempt of each manifest that there is, sorted."""
+    owners = []
+    for found in storage.list(checkpoints_prefix(run_id)):
+        if is_manifest(found.key):
+            if owner := owner_of(run_id, found.key):
+                owners.append(owner)
+            else:
+                _tell(faults, f"{found.key} is not where an attempt's manifest belongs")
+    return sorted(owners)
+
+
+def _read(storage: Storage, run_id: str, owners: Iterable[tuple[int, int]], faults: list[str] | None = None) -> list[Manifest]:
+    manifests = []
+    for step, attempt in owners:
+        try:
+            manifests.append(read_manifest(storage, run_id, step, attempt))
+        except CheckpointError as error:
+            if not isinstance(error.__cause__, ObjectNotFoundError):  # else it was deleted between the listing and now
+                _tell(faults, str(error))
+    return manifests
+
+
+def _tell(faults: list[str] | None, fault: str) -> None:
+    logger.warning("checkpoint left out: %s", fault)
+    if faults is not None:
+        faults.append(fault)
 
 
 def checkpoint_ref(storage: Storage, manifest: Manifest) -> CheckpointRef:
@@ -118,7 +157,7 @@ def checkpoint_ref(storage: Storage, manifest: Manifest) -> CheckpointRef:
     return CheckpointRef(
         step=manifest.step,
         attempt=manifest.attempt,
-        uri=f"{storage.uri.rstrip('/')}/{manifest_key(manifest.run_id, manifest.step)}",
+        uri=f"{storage.uri.rstrip('/')}/{manifest_key(manifest.run_id, manifest.step, manifest.attempt)}",
         metrics={name: value for name, value in manifest.metrics.items() if math.isfinite(value)},
     )
 

@@ -2,13 +2,17 @@
 
 import json
 import logging
+from collections.abc import Collection
 from typing import Any, Self
 
+import torch
+
+from prefect_torch_ddp.checkpoint.attempts import refuse_superseded
 from prefect_torch_ddp.checkpoint.beginnings import FROM_NOTHING, record_beginning
 from prefect_torch_ddp.checkpoint.keys import rank_name
 from prefect_torch_ddp.checkpoint.manifest import Manifest, ManifestObject, read_manifest
 from prefect_torch_ddp.checkpoint.meeting import Meeting, wait_for
-from prefect_torch_ddp.checkpoint.reading import read_state, read_states
+from prefect_torch_ddp.checkpoint.reading import ReadState, read_state, read_states
 from prefect_torch_ddp.checkpoint.resume import find_resumable
 from prefect_torch_ddp.checkpoint.rng import restore_generators
 from prefect_torch_ddp.checkpoint.source import Source
@@ -22,7 +26,7 @@ class Restorer:
     """Restores objects in place from one checkpoint, or leaves them as they are where there is none."""
 
     def __init__(
-        self, storage: Storage, manifest: Manifest | None, verified: dict[str, Any] | None = None, *, is_ours: bool = True
+        self, storage: Storage, manifest: Manifest | None, verified: dict[str, ReadState] | None = None, *, is_ours: bool = True
     ) -> None:
         """Restore from the checkpoint of the manifest.
 
@@ -38,8 +42,14 @@ class Restorer:
         self.is_ours = is_ours
 
     @classmethod
-    def at_step(cls, storage: Storage, run_id: str, step: int | None) -> Self:
+    def at_step(cls, storage: Storage, run_id: str, step: int | None, attempt: int | None) -> Self:
         """Restore from one checkpoint and no other.
+
+        Args:
+            storage: where it is.
+            run_id: its run.
+            step: its step.
+            attempt: who made it; None: the newest attempt whose checkpoint of that step counts.
 
         Raises:
             CheckpointError: there is none.
@@ -47,29 +57,47 @@ class Restorer:
         if step is None:
             msg = f"no checkpoint of run {run_id} was named to restore from"
             raise CheckpointError(msg)
-        return cls(storage, read_manifest(storage, run_id, step))
+        return cls(storage, Source(storage, run_id, step, attempt).manifest())
 
     @classmethod
-    def resuming(cls, own: Source, attempt: int, resume_from: Source | None, rank: int, meeting: Meeting) -> Self:
-        """Restore from the newest checkpoint that verifies, of this run or else from `resume_from`; rank 0 chooses for all.
+    def choosing(
+        cls, own: Source, attempt: int, resume_from: Source | None, meeting: Meeting, kept: Collection[str] = ()
+    ) -> Self:
+        """Restore, on rank 0, from the newest checkpoint that verifies, of this run or else from `resume_from`; tell the others.
 
         Args:
             own: this run.
             attempt: this attempt; where it goes on is put on record.
             resume_from: where a run without a checkpoint of its own begins.
-            rank: this rank.
-            meeting: where rank 0 says what it chose.
+            meeting: where the others hear of it.
+            kept: the names of objects that keep the tensors they are given; others may be restored too.
 
         Raises:
-            CheckpointError: rank 0 didn't choose; or there are checkpoints and none can be restored.
+            CheckpointError: there are checkpoints and none can be restored.
+            SupersededError: a newer attempt has begun, which may have deleted what this one was about to read.
             StorageError: the storage failed.
         """
-        if rank == 0:
-            chosen = cls._choose(own, resume_from)
-            step = None if chosen.manifest is None else chosen.manifest.step
-            record_beginning(own.storage, own.run_id, attempt, FROM_NOTHING if step is None else step)
-            meeting.say("resume", json.dumps({"step": step, "is_ours": chosen.is_ours}))
-            return chosen
+        try:
+            chosen = cls._choose(own, resume_from, kept)
+        except CheckpointError:
+            refuse_superseded(own.storage, own.run_id, attempt)
+            raise
+        at = None if chosen.manifest is None else (chosen.manifest.step, chosen.manifest.attempt)
+        step, of_attempt = at or (FROM_NOTHING, 0)
+        record_beginning(own.storage, own.run_id, attempt, step, of_attempt if chosen.is_ours else 0)
+        # Whoever comes after this look sees the record. Without it a late attempt's steps would be in metrics and ledger.
+        refuse_superseded(own.storage, own.run_id, attempt)
+        meeting.say("resume", json.dumps({"at": at, "is_ours": chosen.is_ours}))
+        return chosen
+
+    @classmethod
+    def told(cls, own: Source, resume_from: Source | None, meeting: Meeting) -> Self:
+        """Restore from what rank 0 chose.
+
+        Raises:
+            CheckpointError: rank 0 didn't choose, or it can't be restored.
+            StorageError: the storage failed.
+        """
         text = wait_for(meeting, "resume", speaker=0)
         if text is None:
             msg = f"rank 0 of run {own.run_id} ended without tracking anything; rank.track belongs on every rank"
@@ -77,15 +105,15 @@ class Restorer:
         choice = json.loads(text)
         where = own if choice["is_ours"] else resume_from
         assert where is not None
-        manifest = None if choice["step"] is None else read_manifest(where.storage, where.run_id, choice["step"])
+        manifest = None if choice["at"] is None else read_manifest(where.storage, where.run_id, *choice["at"])
         return cls(where.storage, manifest, is_ours=choice["is_ours"])
 
     @classmethod
-    def _choose(cls, own: Source, resume_from: Source | None) -> Self:
-        found, where = find_resumable(own.storage, own.run_id), own
+    def _choose(cls, own: Source, resume_from: Source | None, kept: Collection[str]) -> Self:
+        found, where = find_resumable(own.storage, own.run_id, kept), own
         if found is None and resume_from is not None:
             where = resume_from
-            found = _begin_from(resume_from)
+            found = _begin_from(resume_from, kept)
         if found is None:
             return cls(own.storage, None)
         manifest, verified = found
@@ -110,9 +138,9 @@ class Restorer:
                 logger.warning("%s: it begins as it is", msg)
                 return
             raise CheckpointError(msg)
-        state = self._state_of(manifest, found)
+        read = self._state_of(manifest, found)
         try:
-            item.load_state_dict(state)
+            item.load_state_dict(read.to_keep() if keeps_its_state(item) else read.state)
         except Exception as error:  # user classes refuse in every way
             msg = f"the {what} doesn't fit the tracked object {name!r}: {error}"
             raise CheckpointError(msg) from error
@@ -122,24 +150,29 @@ class Restorer:
         found = self.manifest.find(rank_name(rank)) if self.manifest is not None else None
         if self.manifest is None or found is None:
             return False
-        restore_generators(self._state_of(self.manifest, found))
+        restore_generators(self._state_of(self.manifest, found).to_keep())
         return True
 
     def release(self) -> None:
         """Forget what was read and nobody asked for."""
         self._verified.clear()
 
-    def _state_of(self, manifest: Manifest, item: ManifestObject) -> Any:
+    def _state_of(self, manifest: Manifest, item: ManifestObject) -> ReadState:
         # Taken out: nobody asks again, and the memory is needed.
         return self._verified.pop(item.name) if item.name in self._verified else read_state(self._storage, manifest, item)
 
 
-def _begin_from(source: Source) -> tuple[Manifest, dict[str, Any]]:
+def keeps_its_state(item: Any) -> bool:
+    """Tell whether an object may keep the tensors that it is given: a module copies them; an optimizer, among others, doesn't."""
+    return not isinstance(item, torch.nn.Module)
+
+
+def _begin_from(source: Source, kept: Collection[str]) -> tuple[Manifest, dict[str, ReadState]]:
     """Return the checkpoint of the step that was asked for, or else the newest one that verifies."""
     if source.step is not None:
-        manifest = read_manifest(source.storage, source.run_id, source.step)
-        return manifest, read_states(source.storage, manifest, manifest.objects)
-    found = find_resumable(source.storage, source.run_id)
+        manifest = source.manifest()
+        return manifest, read_states(source.storage, manifest, manifest.objects, kept)
+    found = find_resumable(source.storage, source.run_id, kept)
     if found is None:
         msg = f"resume_from is {source.run_id!r}, but that run has no checkpoint in {source.storage.uri} that can be restored"
         raise CheckpointError(msg)

@@ -1,27 +1,48 @@
-"""Owns the files of a run's results, which only its newest attempt may write."""
+"""Owns the files of a run's results: each attempt has its own, so that one that was held up can't replace a newer one's."""
 
-from prefect_torch_ddp.checkpoint.attempts import refuse_superseded
-from prefect_torch_ddp.checkpoint.keys import results_prefix
+from prefect_torch_ddp.checkpoint.keys import result_key, results_prefix
+from prefect_torch_ddp.errors import InvalidParamsError, ObjectNotFoundError
 from prefect_torch_ddp.storage.keys import check_key
 from prefect_torch_ddp.storage.protocol import Storage
 
 
-def write_result(storage: Storage, run_id: str, path: str, data: bytes | str, attempt: int | None) -> None:
-    """Write a file to the run's results.
+def write_result(storage: Storage, run_id: str, attempt: int, path: str, data: object) -> None:
+    """Write a file to the results of an attempt.
 
     Args:
         storage: where the run is.
         run_id: the run.
+        attempt: whose it is.
         path: relative, with forward slashes.
-        data: the whole content; text is written as UTF-8.
-        attempt: the training's attempt that writes; None: something else than a training does.
+        data: the whole content, bytes or text; text is written as UTF-8.
 
     Raises:
+        InvalidParamsError: the data are neither bytes nor text.
         BadKeyError: the path would leave the results.
-        SupersededError: a newer attempt has begun.
         StorageError: it can't be written.
     """
     check_key(path)
-    if attempt is not None:
-        refuse_superseded(storage, run_id, attempt)
-    storage.write(f"{results_prefix(run_id)}{path}", data.encode() if isinstance(data, str) else data)
+    content = data.encode() if isinstance(data, str) else data
+    if not isinstance(content, bytes | bytearray | memoryview):
+        msg = f"rank.save({path!r}) was given a {type(data).__name__}; it takes bytes or text, such as json.dumps of plain values"
+        raise InvalidParamsError(msg)
+    storage.write(result_key(run_id, attempt, path), bytes(content))
+
+
+def read_result(storage: Storage, run_id: str, path: str) -> bytes:
+    """Return a file as the newest attempt that saved it left it.
+
+    Raises:
+        BadKeyError: the path would leave the results.
+        ObjectNotFoundError: no attempt saved it; names those files that there are.
+        StorageError: it can't be read.
+    """
+    check_key(path)
+    prefix = results_prefix(run_id)
+    there = [found.key.removeprefix(prefix) for found in storage.list(prefix)]
+    attempts = [attempt for attempt, _, name in (key.partition("/") for key in there) if name == path]
+    if not attempts:
+        saved = ", ".join(sorted({key.partition("/")[2] for key in there})) or "none"
+        msg = f"run {run_id} saved no {path} in {storage.uri}; its files are: {saved}"
+        raise ObjectNotFoundError(msg)
+    return storage.read(f"{prefix}{max(attempts)}/{path}")

@@ -1,10 +1,9 @@
 """Owns how a state becomes bytes and back; nothing that is read from a storage can run code."""
 
-import hashlib
 import io
 from collections.abc import Callable
 from copy import copy, deepcopy
-from typing import IO, Any, cast
+from typing import IO, Any, BinaryIO, cast
 
 import torch
 
@@ -22,6 +21,12 @@ def from_bytes(data: bytes | memoryview) -> Any:
     """Return the state, its tensors on the CPU."""
     file = cast("IO[bytes]", _View(data)) if isinstance(data, memoryview) else io.BytesIO(data)
     return torch.load(file, map_location="cpu", weights_only=True)
+
+
+def from_file(file: BinaryIO) -> Any:
+    """Return the state of an open file, its tensors on the CPU and mapped: the file isn't read before they are."""
+    # By the descriptor, since another file may have the name by now.
+    return torch.load(f"/proc/self/fd/{file.fileno()}", map_location="cpu", mmap=True, weights_only=True)
 
 
 class _View(io.RawIOBase):
@@ -92,11 +97,6 @@ class _KeptFile(io.RawIOBase):
         self.memory[self._end : end] = part
         self._end = end
         return len(part)
-
-
-def sha256_of(data: bytes | memoryview) -> str:
-    """Return the digest in hex."""
-    return hashlib.sha256(data).hexdigest()
 
 
 def map_tensors(state: Any, replace: Callable[[torch.Tensor], torch.Tensor]) -> Any:

@@ -4,12 +4,15 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from prefect_torch_ddp.checkpoint.manifest import Manifest, list_manifests, read_manifest
+from prefect_torch_ddp.checkpoint.manifest import Manifest, find_manifest, list_manifests, read_manifest
 from prefect_torch_ddp.errors import CheckpointError, InvalidParamsError
 from prefect_torch_ddp.storage.protocol import Storage
 from prefect_torch_ddp.storage.s3 import S3Storage
 
-_REFERENCE = re.compile(r"(?:(?P<root>.*/|)runs/)?(?P<run_id>[^/]+)(?:/checkpoints/step-(?P<step>\d+)(?:/manifest\.json)?)?/?")
+_REFERENCE = re.compile(
+    r"(?:(?P<root>.*/|)runs/)?(?P<run_id>[^/]+)"
+    r"(?:/checkpoints/step-(?P<step>\d+)(?:/(?P<attempt>\d+))?(?:/manifest\.json)?)?/?"
+)
 _FORMS = "write a run's id, or <storage>/runs/<run id>, or <storage>/runs/<run id>/checkpoints/step-00000400"
 
 
@@ -21,12 +24,27 @@ class Source:
     run_id: str
     step: int | None = None
     """None: the newest one that verifies."""
+    attempt: int | None = None
+    """Who made the checkpoint of that step; None: the newest attempt whose checkpoint of it counts."""
 
     @property
     def uri(self) -> str:
         """Its place, as a person would write it."""
         run = f"{self.storage.uri.rstrip('/')}/runs/{self.run_id}"
-        return run if self.step is None else f"{run}/checkpoints/step-{self.step:08d}"
+        step = "" if self.step is None else f"/checkpoints/step-{self.step:08d}"
+        return run + step + ("" if self.attempt is None else f"/{self.attempt:06d}")
+
+    def manifest(self) -> Manifest:
+        """Return the manifest of the step.
+
+        Raises:
+            CheckpointError: there is none, or it is damaged.
+            StorageError: the storage failed.
+        """
+        assert self.step is not None
+        if self.attempt is None:
+            return find_manifest(self.storage, self.run_id, self.step)
+        return read_manifest(self.storage, self.run_id, self.step, self.attempt)
 
     def find(self) -> Manifest:
         """Return the manifest of the step, or the newest one; its objects aren't read.
@@ -37,7 +55,7 @@ class Source:
         """
         try:
             if self.step is not None:
-                return read_manifest(self.storage, self.run_id, self.step)
+                return self.manifest()
             if manifests := list_manifests(self.storage, self.run_id):
                 return manifests[-1]
         except CheckpointError as error:
@@ -52,7 +70,7 @@ def source_of(reference: str, own: Storage, resolve: Callable[[str], Storage]) -
 
     Args:
         reference: a run's id, or a place: a path, an `s3://` URI or a block's reference, then `/runs/<run id>`, then perhaps
-            `/checkpoints/step-00000400`.
+            `/checkpoints/step-00000400`, and `/000002` for the attempt that made it.
         own: the storage of the new run, which a mere id means. What is in its bucket is reached as it is.
         resolve: makes a storage of what comes before `/runs/`.
 
@@ -64,11 +82,11 @@ def source_of(reference: str, own: Storage, resolve: Callable[[str], Storage]) -
         shown = reference.rpartition("@")[2]  # what is before it may be a secret
         msg = f"resume_from is {shown!r}, which names no run; {_FORMS}"
         raise InvalidParamsError(msg)
-    step = None if match["step"] is None else int(match["step"])
+    step, attempt = (None if match[name] is None else int(match[name]) for name in ("step", "attempt"))
     if match["root"] is None:
-        return Source(own, match["run_id"], step)
+        return Source(own, match["run_id"], step, attempt)
     root = re.sub(r"(?<=.)/$", "", match["root"]) or "."
     storage = resolve(root)
     if isinstance(own, S3Storage) and isinstance(storage, S3Storage) and storage.bucket == own.bucket and "://" in root:
         storage = replace(own, prefix=storage.prefix)
-    return Source(storage, match["run_id"], step)
+    return Source(storage, match["run_id"], step, attempt)

@@ -56,3 +56,8 @@ class Staging:
         buffer = idle.pop() if idle else torch.empty_like(tensor, device="cpu", requires_grad=False, pin_memory=tensor.is_cuda)
         self._used.append((layout, buffer))
         return buffer.detach()
+
+
+def has_buffers(item: Any) -> bool:
+    """Tell whether an object is a module with buffers, such as BatchNorm's statistics."""
+    return hasattr(item, "buffers") and any(True for _ in item.buffers())

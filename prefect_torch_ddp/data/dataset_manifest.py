@@ -1,16 +1,18 @@
-"""Owns the manifest of a dataset: what is recorded of its files, and how a folder is held against it."""
+"""Owns the manifest of a dataset: what is recorded of its files, where it lies, and how a folder is held against it."""
 
 import hashlib
+import re
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
-from pydantic import field_validator
+from pydantic import ValidationError, field_validator
 
-from prefect_torch_ddp.errors import StorageError
+from prefect_torch_ddp.errors import BadKeyError, ObjectNotFoundError, StorageError
 from prefect_torch_ddp.results import Result
 from prefect_torch_ddp.storage.keys import check_key
+from prefect_torch_ddp.storage.protocol import Storage
 
 NUM_THREADS = 16
 """Files read, hashed or written at a time."""
@@ -86,7 +88,59 @@ def first_misfit(folder: Path, manifest: DatasetManifest) -> DatasetFile | None:
     return None
 
 
-def in_parallel(function: Callable[[In], Out], items: Iterable[In]) -> list[Out]:
+def in_parallel(function: Callable[[In], Out], items: Iterable[In], num_threads: int = NUM_THREADS) -> list[Out]:
     """Apply the function to each item in threads; results in the order of the items, or the first error."""
-    with ThreadPoolExecutor(NUM_THREADS) as pool:
+    with ThreadPoolExecutor(num_threads) as pool:
         return list(pool.map(function, items))
+
+
+def read_manifest(storage: Storage, dataset_id: str) -> DatasetManifest | None:
+    """Return a dataset's manifest, None where there is none.
+
+    Raises:
+        StorageError: it is damaged.
+    """
+    key = manifest_key(dataset_id)
+    try:
+        manifest = DatasetManifest.model_validate_json(storage.read(key))
+    except ObjectNotFoundError:
+        return None
+    except ValidationError as error:
+        raise damaged(storage, dataset_id, "manifest.json", f"can't be read: {error.errors()[0]['msg']}") from error
+    if manifest.digest != digest_of(manifest.files):
+        raise damaged(storage, dataset_id, "manifest.json", "is damaged: its digest isn't that of its entries")
+    return manifest
+
+
+def not_there(storage: Storage, dataset_id: str) -> StorageError:
+    """Say that a dataset wasn't published."""
+    return StorageError(f"there is no dataset {dataset_id} in {storage.uri}: prepare has not run, or not to its end")
+
+
+def damaged(storage: Storage, dataset_id: str, name: str, what: str) -> StorageError:
+    """Say what is wrong with a part of a dataset, and what to do."""
+    dataset = f"{storage.uri.rstrip('/')}/{dataset_key(dataset_id)}"
+    return StorageError(f"{dataset}/{name} {what}; delete {dataset}/manifest.json to have the data prepared again")
+
+
+def checked_id(dataset_id: str) -> str:
+    """Return the id as it is, or raise `BadKeyError`."""
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", dataset_id):
+        msg = f"{dataset_id!r} can't be a dataset's id: it may have letters, digits, dots, dashes and underscores"
+        raise BadKeyError(msg)
+    return dataset_id
+
+
+def dataset_key(dataset_id: str) -> str:
+    """Name a dataset's folder."""
+    return f"datasets/{checked_id(dataset_id)}"
+
+
+def files_key(dataset_id: str) -> str:
+    """Name the folder of a dataset's files."""
+    return f"{dataset_key(dataset_id)}/files"
+
+
+def manifest_key(dataset_id: str) -> str:
+    """Name a dataset's manifest."""
+    return f"{dataset_key(dataset_id)}/manifest.json"

@@ -3,7 +3,6 @@
 import fcntl
 import hashlib
 import os
-import re
 import shutil
 import uuid
 from collections.abc import Iterator
@@ -11,26 +10,34 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from pydantic import ValidationError
-
 from prefect_torch_ddp.data.dataset_manifest import (
+    NUM_THREADS,
     DatasetFile,
     DatasetManifest,
-    digest_of,
+    checked_id,
+    damaged,
+    dataset_key,
+    files_key,
     first_misfit,
     in_parallel,
+    manifest_key,
+    not_there,
+    read_manifest,
     scan_folder,
 )
-from prefect_torch_ddp.errors import BadKeyError, ObjectNotFoundError, StorageError
+from prefect_torch_ddp.errors import ObjectNotFoundError, StorageError
 from prefect_torch_ddp.results import DatasetReport
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.storage.keys import RESERVED_PART
+from prefect_torch_ddp.storage.locate import storage_below
 from prefect_torch_ddp.storage.protocol import Storage
+
+IN_MEMORY_BYTES = 256 * 2**20
 
 
 def find_dataset(storage: Storage, dataset_id: str) -> DatasetReport | None:
     """Return what is known of a published dataset, or None where there is none; reads only its manifest."""
-    manifest = _read_manifest(storage, dataset_id)
+    manifest = read_manifest(storage, dataset_id)
     return None if manifest is None else _report(storage, manifest)
 
 
@@ -45,7 +52,7 @@ def prepare_folder(storage: Storage, dataset_id: str) -> Iterator[Path]:
             (staged / "files").mkdir()
             yield staged / "files"
     else:
-        with TemporaryDirectory(prefix=f"prefect-torch-ddp-{_checked_id(dataset_id)}-") as folder:
+        with TemporaryDirectory(prefix=f"prefect-torch-ddp-{checked_id(dataset_id)}-") as folder:
             yield Path(folder)
 
 
@@ -82,23 +89,33 @@ def local_dataset(storage: Storage, dataset_id: str, cache_root: Path | None = N
     Raises:
         StorageError: the dataset, or one of its files, is missing or damaged; names the file.
     """
-    manifest = _read_manifest(storage, dataset_id)
+    manifest = read_manifest(storage, dataset_id)
     if manifest is None:
-        msg = f"there is no dataset {dataset_id} in {storage.uri}: prepare has not run, or not to its end"
-        raise StorageError(msg)
+        raise not_there(storage, dataset_id)
     if isinstance(storage, DirectoryStorage):
-        folder = storage.root / _files_key(dataset_id)
+        folder = storage.root / files_key(dataset_id)
         misfit = first_misfit(folder, manifest)
         if misfit is not None:
-            raise _damaged(storage, dataset_id, f"files/{misfit.key}", "is missing or has another size than its manifest records")
+            raise damaged(storage, dataset_id, f"files/{misfit.key}", "is missing or has another size than its manifest records")
         return folder
     return _cached(storage, manifest, _default_cache() if cache_root is None else cache_root)
+
+
+def dataset_in_place(storage: Storage, dataset_id: str) -> Storage:
+    """Return a published dataset as a storage of its own, where it lies: nothing is copied.
+
+    Raises:
+        StorageError: there is no such dataset.
+    """
+    if read_manifest(storage, dataset_id) is None:
+        raise not_there(storage, dataset_id)
+    return storage_below(storage, files_key(dataset_id))
 
 
 def _move_in(storage: DirectoryStorage, manifest: DatasetManifest, folder: Path) -> None:
     """Make the whole dataset, manifest included, appear by one rename."""
     root = _staging_root(storage)
-    target = storage.root / _dataset_key(manifest.dataset_id)
+    target = storage.root / dataset_key(manifest.dataset_id)
     with _staging(root, manifest.dataset_id) as own:
         staged = folder.parent if folder.parent.parent == root else own
         try:
@@ -118,17 +135,23 @@ def _move_in(storage: DirectoryStorage, manifest: DatasetManifest, folder: Path)
 
 def _upload(storage: Storage, manifest: DatasetManifest, folder: Path) -> None:
     def upload(file: DatasetFile) -> None:
-        storage.write(f"{_files_key(manifest.dataset_id)}/{file.key}", (folder / file.key).read_bytes())
+        storage.write(f"{files_key(manifest.dataset_id)}/{file.key}", (folder / file.key).read_bytes())
 
-    key, text = _manifest_key(manifest.dataset_id), manifest.model_dump_json(indent=1).encode()
-    in_parallel(upload, manifest.files)
+    key, text = manifest_key(manifest.dataset_id), manifest.model_dump_json(indent=1).encode()
+    in_parallel(upload, manifest.files, _threads_for(manifest))
     if storage.write_if_absent(key, text):
         return
-    other = _read_manifest(storage, manifest.dataset_id)
+    other = read_manifest(storage, manifest.dataset_id)
     if other is None or other.digest != manifest.digest:
         # Our files may lie over those of a publisher that was faster and whose prepare wrote others: make them all ours.
-        in_parallel(upload, manifest.files)
+        in_parallel(upload, manifest.files, _threads_for(manifest))
         storage.write(key, text)
+
+
+def _threads_for(manifest: DatasetManifest) -> int:
+    """Each file is whole in memory while it is copied: few large ones at a time, such as shards."""
+    largest = max(file.num_bytes for file in manifest.files)
+    return max(1, min(NUM_THREADS, IN_MEMORY_BYTES // max(largest, 1)))
 
 
 def _cached(storage: Storage, manifest: DatasetManifest, cache_root: Path) -> Path:
@@ -140,7 +163,11 @@ def _cached(storage: Storage, manifest: DatasetManifest, cache_root: Path) -> Pa
             if folder.exists() and first_misfit(folder, manifest) is None:
                 return folder
             with _staging(cache_root / ".staging", manifest.dataset_id) as staged:
-                in_parallel(lambda file: _download(storage, manifest.dataset_id, file, staged / "files"), manifest.files)
+                in_parallel(
+                    lambda file: _download(storage, manifest.dataset_id, file, staged / "files"),
+                    manifest.files,
+                    _threads_for(manifest),
+                )
                 if folder.exists() and first_misfit(folder, manifest) is not None:
                     folder.rename(staged / "replaced")
                 try:
@@ -157,61 +184,24 @@ def _cached(storage: Storage, manifest: DatasetManifest, cache_root: Path) -> Pa
 
 def _download(storage: Storage, dataset_id: str, file: DatasetFile, folder: Path) -> None:
     try:
-        data = storage.read(f"{_files_key(dataset_id)}/{file.key}")
+        data = storage.read(f"{files_key(dataset_id)}/{file.key}")
     except ObjectNotFoundError as error:
-        raise _damaged(storage, dataset_id, f"files/{file.key}", "is gone") from error
+        raise damaged(storage, dataset_id, f"files/{file.key}", "is gone") from error
     if hashlib.sha256(data).hexdigest() != file.sha256:
-        raise _damaged(storage, dataset_id, f"files/{file.key}", "is damaged: its sha256 isn't the one its manifest records")
+        raise damaged(storage, dataset_id, f"files/{file.key}", "is damaged: its sha256 isn't the one its manifest records")
     path = folder / file.key
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(data)
 
 
-def _read_manifest(storage: Storage, dataset_id: str) -> DatasetManifest | None:
-    key = _manifest_key(dataset_id)
-    try:
-        manifest = DatasetManifest.model_validate_json(storage.read(key))
-    except ObjectNotFoundError:
-        return None
-    except ValidationError as error:
-        raise _damaged(storage, dataset_id, "manifest.json", f"can't be read: {error.errors()[0]['msg']}") from error
-    if manifest.digest != digest_of(manifest.files):
-        raise _damaged(storage, dataset_id, "manifest.json", "is damaged: its digest isn't that of its entries")
-    return manifest
-
-
 def _report(storage: Storage, manifest: DatasetManifest) -> DatasetReport:
     return DatasetReport(
         dataset_id=manifest.dataset_id,
-        uri=f"{storage.uri.rstrip('/')}/{_files_key(manifest.dataset_id)}",
+        uri=f"{storage.uri.rstrip('/')}/{files_key(manifest.dataset_id)}",
         num_files=len(manifest.files),
         num_bytes=manifest.num_bytes,
         digest=manifest.digest,
     )
-
-
-def _damaged(storage: Storage, dataset_id: str, name: str, what: str) -> StorageError:
-    dataset = f"{storage.uri.rstrip('/')}/{_dataset_key(dataset_id)}"
-    return StorageError(f"{dataset}/{name} {what}; delete {dataset}/manifest.json to have the data prepared again")
-
-
-def _checked_id(dataset_id: str) -> str:
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", dataset_id):
-        msg = f"{dataset_id!r} can't be a dataset's id: it may have letters, digits, dots, dashes and underscores"
-        raise BadKeyError(msg)
-    return dataset_id
-
-
-def _dataset_key(dataset_id: str) -> str:
-    return f"datasets/{_checked_id(dataset_id)}"
-
-
-def _files_key(dataset_id: str) -> str:
-    return f"{_dataset_key(dataset_id)}/files"
-
-
-def _manifest_key(dataset_id: str) -> str:
-    return f"{_dataset_key(dataset_id)}/manifest.json"
 
 
 def _staging_root(storage: DirectoryStorage) -> Path:
@@ -225,7 +215,7 @@ def _default_cache() -> Path:
 @contextmanager
 def _staging(root: Path, dataset_id: str) -> Iterator[Path]:
     # Not tempfile.mkdtemp: its folders can't be read by other users, and these are renamed to where all read.
-    folder = root / f"{_checked_id(dataset_id)}-{uuid.uuid4().hex}"
+    folder = root / f"{checked_id(dataset_id)}-{uuid.uuid4().hex}"
     try:
         folder.mkdir(parents=True)
     except OSError as error:

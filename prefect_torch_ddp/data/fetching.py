@@ -1,19 +1,70 @@
 """Owns what samples are fetched through: the user's dataset, seeded for each sample, and the ids that come along with a batch."""
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Protocol, Self, TypeAlias, runtime_checkable
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset, get_worker_info
+from torch.utils.data import Dataset, Subset, get_worker_info
 from torch.utils.data._utils.pin_memory import pin_memory
 
+from prefect_torch_ddp.data.lookahead import Ahead, ahead_of
 from prefect_torch_ddp.data.sampler import mix_seed
+from prefect_torch_ddp.errors import CorruptImageError
+
+NUM_STAND_INS = 16
+"""So many neighbours are tried before all of a batch that can't be read is an error."""
 
 BatchKeys = tuple[int, list[int]]
 """(epoch, sample indices): the epoch travels with the indices, so persistent workers know it too."""
+
+
+Fetch: TypeAlias = Callable[[Sequence[int], Callable[[int], None] | None], tuple[Sequence[int], list[Any]]]
+
+
+@runtime_checkable
+class FetchesSeeded(Protocol):
+    """A dataset that reads batches at once and ahead of use, and has each sample of one seeded for itself."""
+
+    @property
+    def may_skip(self) -> bool:
+        """Whether it may leave samples out of a batch."""
+        ...
+
+    def fetch_seeded(
+        self, indices: Sequence[int], before_each: Callable[[int], None] | None = None
+    ) -> tuple[Sequence[int], list[Any]]:
+        """Return which of the batch came, as places in it, and their samples; `before_each` is called with a sample's place."""
+        ...
+
+
+def seeded_fetch(dataset: object) -> Fetch | None:
+    """Return what fetches a batch of such a dataset, also of torch's Subset of one; None for other datasets."""
+    if isinstance(dataset, FetchesSeeded):
+        return dataset.fetch_seeded
+    inner = seeded_fetch(dataset.dataset) if type(dataset) is Subset else None
+    if inner is None:
+        return None
+    chosen: Sequence[int] = dataset.indices  # type: ignore[attr-defined]
+
+    def fetch(indices: Sequence[int], before_each: Callable[[int], None] | None) -> tuple[Sequence[int], list[Any]]:
+        following = indices.following if isinstance(indices, Ahead) else ()
+        return inner(
+            ahead_of([chosen[i] for i in indices], ([chosen[i] for i in batch] for batch in following)),
+            before_each,
+        )
+
+    return fetch
+
+
+def may_skip(dataset: object) -> bool:
+    """Tell whether a dataset, or torch's Subset of it, may leave samples out of a batch."""
+    while type(dataset) is Subset:
+        dataset = dataset.dataset
+    return isinstance(dataset, FetchesSeeded) and dataset.may_skip
 
 
 class SeededDataset(Dataset[Any]):
@@ -22,12 +73,42 @@ class SeededDataset(Dataset[Any]):
     `get_worker_info().dataset` is this object: what a `worker_init_fn` reads from it or sets on it goes to the user's own.
     """
 
-    def __init__(self, dataset: Dataset[Any], seed: int, *, seeds_here: bool, keep_ids: bool) -> None:
-        self.__dict__.update(_dataset=dataset, _seed=seed, _seeds_here=seeds_here, _keep_ids=keep_ids)
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        seed: int | None,
+        *,
+        seeds_here: bool,
+        keep_ids: bool,
+        stands_in: bool = False,
+    ) -> None:
+        """Keep what it takes; without a seed nothing is seeded."""
+        self.__dict__.update(_dataset=dataset, _seed=seed, _seeds_here=seeds_here, _keep_ids=keep_ids, _stands_in=stands_in)
+        # Asked once: to compare with a protocol takes longer than to fetch some samples.
+        self.__dict__.update(_looks_ahead=seeded_fetch(dataset) is not None)
 
     def __getitems__(self, keys: BatchKeys) -> Any:
-        data = self._fetch(*keys)
-        return Tagged(tuple(keys[1]), data) if self._keep_ids else data
+        epoch, indices = keys
+        fetch = seeded_fetch(self._dataset) if self._looks_ahead else None
+        if fetch is not None:
+            places, data = self._fetch_some(fetch, epoch, indices)
+            indices = [indices[place] for place in places]
+        else:
+            data = self._fetch(epoch, indices)
+        return Tagged(tuple(indices), data) if self._keep_ids else data
+
+    def _fetch_some(self, fetch: Fetch, epoch: int, indices: list[int]) -> tuple[Sequence[int], list[Any]]:
+        """Fetch what can be read of a batch; where that is nothing, another sample as a stand-in that doesn't count."""
+        before_each = (lambda place: self._seed_all(epoch, indices[place])) if self._seeds() else None
+        try:
+            return fetch(indices, before_each)
+        except CorruptImageError:
+            if not self._stands_in:
+                raise
+            for number in range(indices[0] + 1, indices[0] + 1 + NUM_STAND_INS):
+                with suppress(CorruptImageError):
+                    return (), fetch([number % len(self._dataset)], None)[1]
+            raise
 
     def _fetch(self, epoch: int, indices: list[int]) -> Any:
         dataset = self._dataset
@@ -55,7 +136,7 @@ class SeededDataset(Dataset[Any]):
 
     def _seeds(self) -> bool:
         # In the rank itself the generators belong to the training, unless that seeds them for each step.
-        return get_worker_info() is not None or self._seeds_here
+        return self._seed is not None and (get_worker_info() is not None or self._seeds_here)
 
     def _seed_all(self, epoch: int, index: int) -> None:
         seed_on_cpu(mix_seed(self._seed, epoch, index))

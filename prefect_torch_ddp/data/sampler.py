@@ -1,15 +1,19 @@
 """Owns the exact data order: one order of all samples per seed and epoch, cut into global batches, shared among the ranks."""
 
 import hashlib
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
 from prefect_torch_ddp.errors import InvalidParamsError
 
+BATCHES_AT_ONCE = 64
+"""A call of torch costs more than a few dozen numbers of its result."""
 
-@dataclass(frozen=True)
-class BatchShare:
+
+class BatchShare(NamedTuple):
     """What one rank holds of one global batch."""
 
     epoch: int
@@ -23,6 +27,8 @@ class BatchShare:
     """Whether this is the epoch's last global batch."""
     samples: tuple[int, ...] = ()
     """Ids of the samples that count on this rank, as they came with the batch; only where a ledger is kept."""
+    num_skipped: int = 0
+    """How many of `num_local` the dataset left out of the batch, because they can't be read."""
 
 
 def mix_seed(*parts: int) -> int:
@@ -90,6 +96,23 @@ class GlobalBatches:
         places = self._places(batch)
         own = share_range(len(places), rank, world_size)
         return self._samples(epoch, places[own.start : own.stop])
+
+    def shares(self, epoch: int, start_batch: int, rank: int, world_size: int) -> Iterator[list[int]]:
+        """Yield a rank's share of each global batch of an epoch from one on, as `share` returns it, at a fraction of the cost."""
+        own = share_range(self.global_batch_size, rank, world_size)
+        num_full = self.num_samples // self.global_batch_size
+        for first in range(start_batch, num_full, BATCHES_AT_ONCE):
+            yield from self._full_shares(epoch, range(first, min(first + BATCHES_AT_ONCE, num_full)), own)
+        for batch in range(max(start_batch, num_full), self.num_batches):
+            yield self.share(epoch, batch, rank, world_size)
+
+    def _full_shares(self, epoch: int, batches: range, own: range) -> list[list[int]]:
+        size = self.global_batch_size
+        if not self.shuffle:
+            return [list(range(batch * size + own.start, batch * size + own.stop)) for batch in batches]
+        order = self._epoch_order(epoch)[batches.start * size : batches.stop * size]
+        shares: list[list[int]] = order.view(len(batches), size)[:, own.start : own.stop].tolist()
+        return shares
 
     def _places(self, batch: int) -> range:
         if not 0 <= batch < self.num_batches:

@@ -14,7 +14,7 @@ from distributed import Client
 
 from prefect_torch_ddp.errors import GangCancelledError
 from prefect_torch_ddp.gang.stop import StopSwitch, own_task_watch
-from prefect_torch_ddp.messages import NO_RANK, GangEvent, LogLine, RankStack
+from prefect_torch_ddp.messages import NO_RANK, GangEvent, LogLine, RankStack, RecordsLeft
 
 if TYPE_CHECKING:
     from concurrent.futures import Future as ThreadFuture
@@ -84,7 +84,7 @@ def follow(
         # Not the gang's own end: the ranks get their time to stop, before the error goes on. A second Ctrl-C ends that.
         if not done.done() and leaving.stop.set(_loop_of(client), f"{type(error).__name__} in its caller"):
             over.wait(leaving.grace_s + END_TIMEOUT_S)
-            _tell_the_end(done, events)
+            _tell_the_end(done, events, on_event)
         raise
     finally:
         if not done.done():
@@ -100,11 +100,15 @@ def _heed(why: str, leaving: Leaving, client: Client) -> None:
         raise GangCancelledError(msg)
 
 
-def _tell_the_end(done: "ThreadFuture[list[bytes]]", events: "queue.SimpleQueue[GangEvent | None]") -> None:
+def _tell_the_end(
+    done: "ThreadFuture[list[bytes]]", events: "queue.SimpleQueue[GangEvent | None]", on_event: Callable[[GangEvent], None]
+) -> None:
     """Log what the ranks said meanwhile and how the gang ended; the caller's own receiver may be what failed."""
     while not events.empty():
         event = events.get()
-        if event is not None:
+        if isinstance(event, RecordsLeft):
+            on_event(event)  # which the caller's own receiver doesn't see
+        elif event is not None:
             log_event(event)
     with contextlib.suppress(TimeoutError, CancelledError):
         error = done.exception(timeout=1.0)  # the ranks are gone a moment before it is there

@@ -1,11 +1,12 @@
 """Owns the numbering of a gang's attempts, and the memory of how they failed that tells a chance failure from one that stays."""
 
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Protocol
 
 from prefect_torch_ddp.errors import GangError, RankFailedError
-from prefect_torch_ddp.messages import FailureRecord
+from prefect_torch_ddp.messages import FailureRecord, RecordsLeft
 
 _ADDRESS = re.compile(r"\b0x[0-9a-fA-F]+")
 
@@ -28,6 +29,10 @@ class AttemptJournal(Protocol):
 
     def record_failure(self, record: FailureRecord) -> None:
         """Remember a failure."""
+        ...
+
+    def keep_records(self, left: Sequence[RecordsLeft]) -> None:
+        """Bring the records that killed ranks had not written to where they belong."""
         ...
 
 
@@ -53,6 +58,9 @@ class CallJournal:
     def record_failure(self, record: FailureRecord) -> None:
         """Replace what was recorded last."""
         self._last = record
+
+    def keep_records(self, left: Sequence[RecordsLeft]) -> None:
+        """Do nothing: a call alone has no storage."""
 
 
 def record_of(error: GangError, attempt: int, world_size: int) -> FailureRecord:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from prefect_torch_ddp.gang.child import Child, ExecChild, RankFiles, kill_session
+from prefect_torch_ddp.gang.death import words_of_death
 from prefect_torch_ddp.gang.environment import rank_environment
 from prefect_torch_ddp.gang.host_process import HostUnavailableError
 from prefect_torch_ddp.gang.leftovers import Leftovers
@@ -22,6 +23,7 @@ from prefect_torch_ddp.gang.oom import OomWatch
 from prefect_torch_ddp.gang.pulse_page import PulsePage
 from prefect_torch_ddp.gang.rank_host import host_of
 from prefect_torch_ddp.messages import (
+    COPIES,
     FunctionEnded,
     GangEvent,
     Launcher,
@@ -33,8 +35,10 @@ from prefect_torch_ddp.messages import (
     RankLaunch,
     RankReturned,
     RankStopped,
+    RecordsLeft,
     Stopped,
 )
+from prefect_torch_ddp.storage.record_batch import left_behind
 
 logger = logging.getLogger(__name__)
 
@@ -183,27 +187,26 @@ class RankProcess:
             yield RankFailedEvent(self.failure)
 
     def _death_failure(self, status: int) -> RankFailure:
-        number = -status if status < 0 else None
-        if number is not None:
-            summary = f"was killed by {signal.Signals(number).name} ({number}) before its function returned"
-            if number == signal.SIGKILL and (report := self._memory.report(self.pid)) is not None:
-                summary = f"{summary}; {report}"
-        else:
-            summary = f"left with exit code {status} before its function returned"
+        was_signal = status < 0
+        memory = self._memory.report(self.pid) if status == -signal.SIGKILL else None
         return RankFailure(
             rank=self.place.rank,
             host=self.place.host,
             pid=self.pid,
-            kind="exit" if number is None else "signal",
-            summary=summary,
-            exit_code=None if number else status,
-            signal=number,
+            kind="signal" if was_signal else "exit",
+            summary=words_of_death(status, memory),
+            exit_code=None if was_signal else status,
+            signal=-status if was_signal else None,
             stderr_tail=tuple(self._err.tail),
             step=self._step(),
         )
 
     def _step(self) -> int | None:
         return self.page.read().step or None
+
+    def records_left(self) -> Iterator[RecordsLeft]:
+        """Yield the records of a dead rank that it had not written to the storage."""
+        yield from (RecordsLeft(*batch) for batch in left_behind(self._leftovers.folder / COPIES))
 
     def kill(self) -> None:
         """Kill the rank and all of its session, at once."""

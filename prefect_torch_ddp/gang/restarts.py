@@ -13,7 +13,8 @@ from prefect_torch_ddp.errors import (
     WorkerLostError,
 )
 from prefect_torch_ddp.gang.journal import AttemptJournal, record_of, why_hopeless
-from prefect_torch_ddp.messages import NO_RANK, AttemptBegan, FailureRecord, GangEvent, LogLine
+from prefect_torch_ddp.gang.patience import Patience
+from prefect_torch_ddp.messages import NO_RANK, AttemptBegan, FailureRecord, GangEvent, LogLine, RecordsLeft
 
 Restartable = RankFailedError | WorkerLostError | GangHungError
 RESTARTABLE = (RankFailedError, WorkerLostError, GangHungError)
@@ -40,6 +41,7 @@ class Restarts:
         self._on_event = on_event
         self._world_size = 0
         self._first_size: int | None = None
+        self._left: list[RecordsLeft] = []
         self.num_made = 0
         """How many attempts of this call were followed by another."""
 
@@ -66,17 +68,24 @@ class Restarts:
         failed: PrefectTorchDdpError | None = None
         while True:
             try:
-                return attempt_once(attempt := self._journal.begin())
-            except RESTARTABLE as error:
-                self._decide(error, attempt)
-                failed = error
+                attempt = self._journal.begin()
+                try:
+                    return attempt_once(attempt)
+                except RESTARTABLE as error:
+                    self._decide(error, attempt)
+                    failed = error
+                finally:
+                    self._say(self._keep_records(self._take_records()))
             except (NotEnoughWorkersError, StorageError, CheckpointError) as error:
                 if failed is not None and error.__cause__ is None:
                     raise error from failed
                 raise
 
     def receive(self, event: GangEvent) -> None:
-        """Take in an event and pass it on."""
+        """Take in an event and pass it on; what is the storage's goes there when the attempt is over."""
+        if isinstance(event, RecordsLeft):
+            self._left.append(event)
+            return
         if isinstance(event, AttemptBegan):
             self._world_size = event.world_size
             self._first_size = self._first_size or event.world_size
@@ -85,7 +94,7 @@ class Restarts:
     def _decide(self, error: Restartable, attempt: int) -> None:
         """Return when the gang is to be run again; raise the error otherwise."""
         record = record_of(error, attempt, self._world_size)
-        before = self._remember(record)
+        before = self._put_on_record(error, record, self._take_records())
         why_not = why_hopeless(error, record, before, knows_steps=self._journal.knows_steps)
         if why_not is not None and isinstance(error, RankFailedError):
             raise error.as_final(why_not)
@@ -94,15 +103,36 @@ class Restarts:
         self.num_made += 1
         self._say(f"{error}\nthe gang is started again: restart {self.num_made} of {self._max_restarts}")
 
-    def _remember(self, record: FailureRecord) -> FailureRecord | None:
-        """Put the failure on record; return the one before. Trouble with the record must not hide the failure."""
+    def _put_on_record(self, error: Restartable, record: FailureRecord, left: list[RecordsLeft]) -> FailureRecord | None:
+        """Bring what the ranks left and the failure to the storage; return the failure before, None where that isn't known."""
+        patience = Patience(lambda text: self._say(f"{error}\n{text}"))
+        self._say(patience.spend_on(lambda: self._keep_records(left)) or "")
+        before, trouble = patience.spend_on(lambda: self._remember(record)) or (None, "the storage was silent for too long")
+        self._say(trouble and f"the failure of attempt {record.attempt} could not be put on record: {trouble}")
+        return before
+
+    def _take_records(self) -> list[RecordsLeft]:
+        left, self._left = self._left, []
+        return left
+
+    def _keep_records(self, left: list[RecordsLeft]) -> str:
+        """Return what is wrong, or nothing."""
+        try:
+            if left:
+                self._journal.keep_records(left)
+        except PrefectTorchDdpError as trouble:
+            return f"records of killed ranks are lost: {trouble}"
+        return ""
+
+    def _remember(self, record: FailureRecord) -> tuple[FailureRecord | None, str]:
+        """Put the failure on record; return the one before, and what is wrong: that must not hide the failure."""
         try:
             before = self._journal.last_failure()
             self._journal.record_failure(record)
         except PrefectTorchDdpError as trouble:
-            self._say(f"the failure of attempt {record.attempt} could not be put on record: {trouble}")
-            return None
-        return before
+            return None, str(trouble)
+        return before, ""
 
     def _say(self, text: str) -> None:
-        self._on_event(LogLine(NO_RANK, logging.WARNING, text))
+        if text:
+            self._on_event(LogLine(NO_RANK, logging.WARNING, text))

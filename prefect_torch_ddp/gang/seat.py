@@ -223,6 +223,8 @@ class _Seat:
                 for event in rank.bury():
                     if isinstance(event, LogLine):  # how it ended is our doing, what it said before is not
                         self._box.post(event)
+            for left in rank.records_left():
+                self._box.post(left)
             rank.close()
         if self._store is not None:
             self._store.close()

@@ -8,15 +8,18 @@ from typing import Any
 from prefect_torch_ddp.storage.protocol import Storage
 from prefect_torch_ddp.storage.record_log import RecordLog
 
+_encode = json.JSONEncoder(allow_nan=False).encode  # made once: json.dumps would make one for each record
+
 
 class MetricLog(RecordLog):
     """Appends records to `runs/<run_id>/metrics/rank-00000/<attempt>-<part>.jsonl`.
 
-    A record's metrics may be anything that `float()` takes: they are converted in the background.
+    A record's metrics may be anything that `float()` takes. One that says by `is_ready()` that it isn't yet is waited for in the
+    background.
     """
 
-    def __init__(self, storage: Storage, run_id: str, rank: int, attempt: int, first_interval_s: float = 1.0) -> None:
-        """Make it; nothing is written yet."""
+    def __init__(self, storage: Storage, run_id: str, rank: int, attempt: int, **options: Any) -> None:
+        """Make it; nothing is written yet. See RecordLog for the options: first_interval_s and copies."""
         super().__init__(
             storage,
             f"runs/{run_id}/metrics",
@@ -24,13 +27,18 @@ class MetricLog(RecordLog):
             attempt=attempt,
             what="metric",
             to_line=_line,
-            first_interval_s=first_interval_s,
+            is_ready=_is_ready,
+            **options,
         )
+
+
+def _is_ready(record: Mapping[str, Any]) -> bool:
+    return all(isinstance(value, float) or getattr(value, "is_ready", lambda: True)() for value in record["metrics"].values())
 
 
 def _line(record: Mapping[str, Any]) -> str:
     metrics = {name: _json_number(float(value)) for name, value in record["metrics"].items()}
-    return json.dumps({**record, "metrics": metrics}, allow_nan=False) + "\n"
+    return _encode({**record, "metrics": metrics}) + "\n"
 
 
 def _json_number(value: float) -> float | str:

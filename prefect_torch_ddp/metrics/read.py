@@ -1,5 +1,6 @@
 """Owns what is read back of a run's metrics: the records that count, the means per epoch and the curves."""
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -8,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.results import EpochRow
 from prefect_torch_ddp.storage.protocol import Storage
-from prefect_torch_ddp.storage.records import first_steps, read_parts, record_keys, surviving
+from prefect_torch_ddp.storage.records import first_steps, read_parts, record_parts, surviving
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -38,8 +39,7 @@ def read_records(storage: Storage, run_id: str) -> list[Record]:
 
 def read_all_records(storage: Storage, run_id: str) -> list[Record]:
     """Read every record of every attempt. A damaged line is left out with a warning that names its object."""
-    keys = record_keys(storage, f"runs/{run_id}/metrics")
-    return list(read_parts(storage, keys, _record))
+    return list(read_parts(storage, record_parts(storage, f"runs/{run_id}/metrics"), _record))
 
 
 def surviving_records(records: Iterable[Record]) -> list[Record]:
@@ -110,8 +110,13 @@ def is_validation(metric: str) -> bool:
     return metric.lower().startswith(VALIDATION_PREFIXES)
 
 
-def records_frame(storage: Storage, run_id: str) -> "pd.DataFrame":
+def records_frame(storage: Storage, run_id: str, *, all_attempts: bool = False) -> "pd.DataFrame":
     """Return the records that count as a pandas DataFrame: a row a record, a column a metric.
+
+    Args:
+        storage: where the run is.
+        run_id: the run.
+        all_attempts: also those that a newer attempt has repeated or taken back.
 
     Raises:
         InvalidParamsError: pandas isn't installed.
@@ -122,9 +127,15 @@ def records_frame(storage: Storage, run_id: str) -> "pd.DataFrame":
         msg = "records_frame needs pandas, which isn't installed: run `pip install pandas`, or use read_records"
         raise InvalidParamsError(msg) from error
     plain = ["step", "epoch", "rank", "attempt", "time", "num_samples"]
-    records = read_records(storage, run_id)
-    rows = [{name: getattr(record, name) for name in plain} | dict(record.metrics) for record in records]
-    return pd.DataFrame(rows, columns=[*plain, *(name for name in metric_names(records) if name not in plain)])
+    records = read_all_records(storage, run_id)
+    if all_attempts:
+        records.sort(key=lambda record: (record.attempt, record.step, record.rank))
+    else:
+        records = surviving_records(records)
+    columns = {name: [getattr(record, name) for record in records] for name in plain}
+    for name in metric_names(records):
+        columns.setdefault(name, [record.metrics.get(name, math.nan) for record in records])
+    return pd.DataFrame(columns)
 
 
 def _record(line: dict[str, Any]) -> Record:

@@ -44,6 +44,7 @@ class Channel:
         self._outcome: IO[bytes] = os.fdopen(outcome_fd, "wb")
         self._control = control_fd
         self.pulse = PulseBoard.shared(pulse_fd)
+        self.copies: Path | None = None
         self._pid = os.getpid()
         self._is_settled = False
         self._stop = threading.Event()

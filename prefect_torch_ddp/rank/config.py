@@ -6,6 +6,7 @@ from typing import Any, Literal, get_args
 
 from prefect_torch_ddp.checkpoint.source import Source
 from prefect_torch_ddp.errors import InvalidParamsError
+from prefect_torch_ddp.storage.objects import Readable
 from prefect_torch_ddp.storage.protocol import Storage
 
 Stage = Literal["prepare", "train", "evaluate", "task"]
@@ -44,6 +45,8 @@ class RankConfig:
     """Where to take the first checkpoint from when this run has none of its own."""
     restore_step: int | None = None
     """In the evaluate stage: the step of the checkpoint to restore."""
+    restore_attempt: int | None = None
+    """Who made it; None: the newest attempt whose checkpoint of that step counts."""
     evaluate_on: Literal["last", "best"] = "last"
     """Which checkpoint's model a finished training leaves to others."""
     determinism: Determinism = "default"
@@ -51,6 +54,8 @@ class RankConfig:
     virtual_ranks: int | None = None
     ledger: bool = False
     """Whether each step's samples are put on record."""
+    source: Readable | None = None
+    """Where the raw data is."""
 
     def __post_init__(self) -> None:
         """Refuse virtual ranks that can't be."""

@@ -6,25 +6,21 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from prefect_torch_ddp.errors import InvalidParamsError, StorageError
-from prefect_torch_ddp.messages import Stopped
+from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.pulse import Phase
 from prefect_torch_ddp.rank.config import CheckpointPolicy, Determinism, RankConfig, Stage
 from prefect_torch_ddp.rank.link import ControlLink, NoLink
-from prefect_torch_ddp.rank.reporter import Reporter
-from prefect_torch_ddp.rank.state import Place, TrainingState
+from prefect_torch_ddp.rank.parts import ContextParts
+from prefect_torch_ddp.rank.state import Place
+from prefect_torch_ddp.storage.objects import Readable
 from prefect_torch_ddp.storage.protocol import Storage
 
 if TYPE_CHECKING:
-    from tempfile import TemporaryDirectory
-
     import torch
     from torch.utils.data import Dataset
 
     from prefect_torch_ddp.data.loader import RankLoader
     from prefect_torch_ddp.data.shards import Sharded
-    from prefect_torch_ddp.rank.loop import StepLoop
-    from prefect_torch_ddp.rank.tracker import Tracker
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +60,6 @@ class RankContext:
             data: the local dataset, or in the prepare stage the folder to write to; None: found in the storage.
         """
         self.config = config
-        self._place = place
         self.rank = place.rank
         self.world_size = place.world_size
         self.local_rank = place.local_rank
@@ -76,19 +71,11 @@ class RankContext:
         self.options: Mapping[str, Any] = config.options
         self.seed = config.seed
         self._device = device
-        self._link: ControlLink = link or NoLink()
         self._data = data
-        self._link.pulse.enter(Phase.SETUP)
-        self._state = TrainingState()
-        if config.determinism == "elastic" and config.stage in ("train", "task"):
-            from prefect_torch_ddp.rank.elastic import VirtualRanks  # noqa: PLC0415 - loads torch
-
-            self._state.virtual = VirtualRanks(config, place)
-        self._reporter = Reporter(config, place, self._state, self._link)
-        self._tracker: Tracker | None = None
-        self._loop: StepLoop | None = None
-        self._temporary: TemporaryDirectory[str] | None = None
-        self._closed = False
+        link = link or NoLink()
+        link.pulse.enter(Phase.SETUP)
+        self._parts = ContextParts(config, place, link)
+        self._state = self._parts.state
 
     @classmethod
     def local(  # noqa: PLR0913 - a debugger's or test's choices, all by name
@@ -106,6 +93,7 @@ class RankContext:
         determinism: Determinism = "default",
         virtual_ranks: int | None = None,
         ledger: bool = False,
+        source: Readable | str | Path | None = None,
     ) -> Self:
         """Make one in this process: world size 1, no process group. Seeds python, numpy and torch, as a rank does.
 
@@ -125,6 +113,7 @@ class RankContext:
             determinism: "elastic" gives the bits that any number of ranks dividing `virtual_ranks` gives.
             virtual_ranks: see determinism.
             ledger: put on record which samples each step trains on; `read_ledger` checks it.
+            source: what `rank.source` is to be: a storage, a path or an s3:// URI.
         """
         from prefect_torch_ddp.rank.local import local_config  # noqa: PLC0415 - loads torch
 
@@ -140,9 +129,10 @@ class RankContext:
             determinism=determinism,
             virtual_ranks=virtual_ranks,
             ledger=ledger,
+            source=source,
         )
         context = cls(config, Place(), data=None if data is None else Path(data))
-        context._temporary = temporary
+        context._parts.temporary = temporary
         return context
 
     @property
@@ -163,7 +153,7 @@ class RankContext:
     @property
     def should_stop(self) -> bool:
         """Whether all ranks have agreed to stop; `steps` has then ended by itself."""
-        alone = self.world_size == 1 and (self._state.stop_wanted or self._link.stop_requested())
+        alone = self.world_size == 1 and (self._state.stop_wanted or self._parts.link.stop_requested())
         return self._state.stop_agreed or alone
 
     @property
@@ -191,6 +181,36 @@ class RankContext:
             self._data = local_dataset(self.config.storage, self.config.dataset_id)
         return self._data
 
+    @property
+    def data_storage(self) -> Storage:
+        """The dataset as a storage, where it lies: nothing is copied, so that shards are read by ranges. In prepare, the folder.
+
+        Raises:
+            InvalidParamsError: this rank was given no dataset.
+            StorageError: it was never published.
+        """
+        from prefect_torch_ddp.data.dataset_store import dataset_in_place  # noqa: PLC0415 - only who asks for data pays
+        from prefect_torch_ddp.storage.directory import DirectoryStorage  # noqa: PLC0415
+
+        if self._data is None and self.config.dataset_id is not None:
+            return dataset_in_place(self.config.storage, self.config.dataset_id)
+        return DirectoryStorage(self.data)
+
+    @property
+    def source(self) -> Readable:
+        """Where the raw data is, with its credentials: `TrainParams.source`; `image_folder(rank.source, ...)` reads images there.
+
+        Raises:
+            InvalidParamsError: this run was given none.
+        """
+        if self.config.source is None:
+            msg = (
+                f"run {self.run_id} was given no source: name the raw data's place as TrainParams(source=...), a directory, "
+                "s3://bucket/prefix or a block, or as RankContext.local(source=...)"
+            )
+            raise InvalidParamsError(msg)
+        return self.config.source
+
     def wrap(self, model: "torch.nn.Module", **ddp_kwargs: Any) -> "torch.nn.Module":
         """Move a model to the rank's device and have its gradients averaged over all ranks.
 
@@ -213,6 +233,7 @@ class RankContext:
         global_batch_size: int,
         shuffle: bool = True,
         drop_last: bool = False,
+        seed_samples: bool = True,
         **dataloader_kwargs: Any,
     ) -> "RankLoader":
         """Make a loader of this rank's share of each global batch: every sample once per epoch, in an order for any world size.
@@ -222,6 +243,8 @@ class RankContext:
             global_batch_size: samples per step over all ranks together.
             shuffle: a new order each epoch, from the run's seed.
             drop_last: leave out the uneven tail of an epoch.
+            seed_samples: seed python, numpy and torch in worker processes for each sample (9 µs), so that augmentation is the
+                same on any number of ranks and workers. False: for a dataset that draws nothing at random.
             **dataloader_kwargs: anything else for torch's DataLoader, such as num_workers or collate_fn.
         """
         from prefect_torch_ddp.data.loader import RankLoader  # noqa: PLC0415 - loads torch
@@ -236,6 +259,7 @@ class RankContext:
             drop_last=drop_last,
             virtual_ranks=self.config.virtual_ranks if self._state.virtual is not None else None,
             keep_ids=self.config.ledger,
+            seed_samples=seed_samples,
             **dataloader_kwargs,
         )
 
@@ -252,7 +276,7 @@ class RankContext:
             InvalidParamsError: an object can't be tracked, or its name is taken.
             CheckpointError: the checkpoint doesn't have it, or it doesn't fit.
         """
-        self._made_tracker().track(objects)
+        self._parts.tracker.track(objects)
 
     def steps(self, loader: "RankLoader", *, epochs: int) -> Iterator[Any]:
         """Yield a batch per optimizer step until all epochs are done or all ranks agree to stop.
@@ -267,11 +291,7 @@ class RankContext:
             loader: from `rank.loader`.
             epochs: how often all samples are seen.
         """
-        if self._loop is None:
-            from prefect_torch_ddp.rank.loop import StepLoop  # noqa: PLC0415 - loads torch
-
-            self._loop = StepLoop(self.config, self._place, self._state, self._link, self._reporter, self._made_tracker())
-        return self._loop.run(loader, epochs)
+        return self._parts.loop.run(loader, epochs)
 
     def micro_batches(self, batch: Any, *, max_samples: int | None = None) -> Iterator[tuple[Any, float]]:
         """Yield (micro-batch, weight): gradient accumulation that is exact, also where ranks have uneven shares.
@@ -309,23 +329,25 @@ class RankContext:
         Raises:
             InvalidParamsError: one isn't a single real number; names it.
         """
-        self._reporter.report(metrics)
-        self._link.pulse.progress()
+        self._parts.reporter.report(metrics)
+        self._parts.link.pulse.progress()
 
     def checkpoint(self, *, force: bool = False) -> None:
         """Ask for a checkpoint, on every rank alike: in `steps` at the end of this step, elsewhere at once.
 
-        A step has one checkpoint; what changes behind it is saved with the next step.
-
-        In `steps` those that are due come without asking.
+        In `steps` those that are due come without asking, and a step has one. Elsewhere each call that forces one makes one,
+        known by the next number where that of the step is taken. In a loop of your own, without `steps`, they count 0, 1, 2, ...
+        A resumed run finds what it tracks as it was at the newest one, and where there are no `steps` the random generators, too.
 
         Args:
             force: also when none is due.
         """
-        if self._state.share is None:
-            self._made_tracker().save_if(forced=force)
+        if self._state.share is not None:
+            self._state.save_wanted |= force
         elif force:
-            self._state.save_wanted = True
+            self._parts.tracker.save_outside()
+        else:
+            self._parts.tracker.save_if(forced=False)
 
     def request_stop(self, reason: str) -> None:
         """Have all ranks end `steps` after the same step, and a retry of the run adds no step.
@@ -336,21 +358,26 @@ class RankContext:
         self._state.stop_wanted = True
 
     def save(self, path: str, data: bytes | str) -> None:
-        """Write a file to the run's results, at once.
+        """Write a file to the run's results, at once: `runs/<run id>/results/<attempt>/<path>`, which `read_result` finds.
+
+        Each attempt has files of its own, so that one that was held up can't replace a newer one's.
 
         Args:
             path: relative, with forward slashes.
             data: the whole content; text is written as UTF-8.
 
         Raises:
+            InvalidParamsError: the data are neither bytes nor text.
             BadKeyError: the path would leave the results.
             SupersededError: a newer attempt of this training has begun.
             StorageError: it can't be written.
         """
+        from prefect_torch_ddp.checkpoint.attempts import refuse_superseded  # noqa: PLC0415
         from prefect_torch_ddp.checkpoint.result_files import write_result  # noqa: PLC0415
 
-        attempt = self.attempt if self.stage in ("train", "task") else None  # an evaluation's is that of its checkpoint
-        write_result(self.config.storage, self.run_id, path, data, attempt)
+        if self.stage in ("train", "task"):  # others write to the attempt whose checkpoint they evaluate
+            refuse_superseded(self.config.storage, self.run_id, self.attempt)
+        write_result(self.config.storage, self.run_id, self.attempt, path, data)
 
     def close(self, *, failed: bool = False) -> None:
         """Write what is pending: the last checkpoint, the metrics. Doing it twice is no error.
@@ -362,34 +389,7 @@ class RankContext:
             CheckpointError: the last checkpoint can't be written.
             StorageError: metrics, or the ledger, can't be written.
         """
-        if self._closed:
-            return
-        self._closed = True
-        try:
-            if self._loop is not None:
-                self._loop.close(failed=failed)
-            if self._tracker is not None or (self.world_size > 1 and not failed):
-                self._made_tracker().close(failed=failed)
-            if self._state.stopped_by is not None and self._tracker is not None and not failed:
-                self._link.send_stopped(Stopped(self.step, self._state.stopped_by, self._tracker.last_step()))
-        except BaseException:
-            failed = True
-            raise
-        finally:
-            if self._state.virtual is not None:
-                self._state.virtual.close()
-            self._close_reporter(failed=failed)
-
-    def _close_reporter(self, *, failed: bool) -> None:
-        try:
-            self._reporter.close()
-        except StorageError:
-            if not failed:
-                raise
-            logger.exception("records of rank %d are lost", self.rank)  # beside the error that is on its way
-        finally:
-            if self._temporary is not None:
-                self._temporary.cleanup()
+        self._parts.close(failed=failed)
 
     def __enter__(self) -> Self:
         """Use it in a `with`."""
@@ -397,23 +397,12 @@ class RankContext:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         """Close it."""
-        self.close(failed=kind is not None)
-
-    def _made_tracker(self) -> "Tracker":
-        if self._tracker is None:
-            from prefect_torch_ddp.rank.tracker import Tracker  # noqa: PLC0415 - loads torch
-
-            self._tracker = Tracker(self.config, self._place, self._state, self._reporter, self._link.pulse)
-        return self._tracker
+        self._parts.close(failed=kind is not None, error=error)
 
     def outcome(self) -> dict[str, Any]:
         """Return what a closed training amounts to, as plain values: counts, checkpoints, the step it was resumed from."""
-        tracked = self._tracker.outcome() if self._tracker is not None else {}
-        none = {"last_checkpoint": None, "best_checkpoint": None, "resumed_from_step": None}
-        return {"num_steps": self.step, "num_epochs": self._state.position.epoch, **none, **tracked}
+        return self._parts.outcome()
 
     def export_model(self, workload: str) -> str | None:
         """Leave a closed training's model to others, on rank 0; return its URI, None where none was tracked or it was stopped."""
-        if self._tracker is None or self.rank != 0 or self._state.stopped_by is not None:
-            return None
-        return self._tracker.export_model(workload)
+        return self._parts.export_model(workload)

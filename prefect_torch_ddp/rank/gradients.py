@@ -54,7 +54,7 @@ def _sum_by_share(context: tuple[TrainingState, Any], bucket: dist.GradBucket) -
     share = state.share
     if share is None:
         gradients.div_(dist.get_world_size(group))  # outside of `steps`: the plain mean over ranks
-    elif share.num_local == 0:
+    elif share.num_local == share.num_skipped:
         gradients.zero_()  # not times 0: the stand-in's gradient may be nan
     else:
         gradients.mul_(share.num_local / share.num_global)

@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from prefect_torch_ddp.messages import LaunchPage, RankLaunch
+from prefect_torch_ddp.messages import COPIES, LaunchPage, RankLaunch
 from prefect_torch_ddp.pulse import Phase
 from prefect_torch_ddp.rank.channel import Channel, describe
 
@@ -65,6 +65,7 @@ def live(fds: Sequence[int], parent_pid: int, page: LaunchPage) -> None:
     show_name(f"ddp-rank-{launch.place.rank}")
     channel.listen()
     _keep_leftovers_together(Path(page.scratch))
+    channel.copies = Path(page.scratch, COPIES)
     _show_output(channel)
     sys.path += [path for path in launch.extra_sys_path if path not in sys.path and Path(path).is_dir()]
     try:

@@ -1,5 +1,6 @@
 """Owns the link by which a rank's context talks to the process around it."""
 
+from pathlib import Path
 from typing import Protocol
 
 from prefect_torch_ddp.messages import Progress, Stopped
@@ -11,6 +12,8 @@ class ControlLink(Protocol):
 
     pulse: PulseBoard
     """Where the rank marks what it is at."""
+    copies: Path | None
+    """Where copies of records outlive this process until the storage has them; None: nobody would look there."""
 
     def send_progress(self, progress: Progress) -> None:
         """Send it if there is room, else drop it."""
@@ -39,6 +42,7 @@ class NoLink:
     def __init__(self) -> None:
         """Mark on a page that nobody reads."""
         self.pulse = PulseBoard()
+        self.copies: Path | None = None
 
     def send_progress(self, progress: Progress) -> None:
         """Drop it."""

@@ -5,8 +5,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from prefect_torch_ddp.checkpoint.attempts import claim_attempt
+from prefect_torch_ddp.checkpoint.attempts import claim_attempt, newest_attempt
 from prefect_torch_ddp.checkpoint.source import source_of
+from prefect_torch_ddp.data.place import readable_at
 from prefect_torch_ddp.rank.config import RankConfig, check_virtual_ranks
 from prefect_torch_ddp.rank.seeding import seed_stage
 from prefect_torch_ddp.storage.directory import DirectoryStorage
@@ -15,7 +16,7 @@ from prefect_torch_ddp.storage.protocol import Storage
 
 
 def local_config(storage: Storage | str | Path | None, **config: Any) -> tuple[RankConfig, TemporaryDirectory[str] | None]:
-    """Describe a run of one rank in this process, claim its next attempt, and seed the process.
+    """Describe a run of one rank in this process, claim its next attempt where it trains, and seed the process.
 
     Returns:
         The description, and the temporary folder to clean up where no storage was given.
@@ -29,4 +30,9 @@ def local_config(storage: Storage | str | Path | None, **config: Any) -> tuple[R
     seed_stage(config["seed"], config["stage"])
     if isinstance(config["resume_from"], str):
         config["resume_from"] = source_of(config["resume_from"], where, storage_from_uri)
-    return RankConfig(attempt=claim_attempt(where, config["run_id"]), storage=where, **config), temporary
+    if config.get("source") is not None:
+        config["source"], _ = readable_at(config["source"])
+    # Only a training is an attempt: who evaluates a checkpoint of a run, or prepares data for it, must not end one that is alive.
+    trains = config["stage"] in ("train", "task")
+    attempt = claim_attempt(where, config["run_id"]) if trains else max(newest_attempt(where, config["run_id"]), 1)
+    return RankConfig(attempt=attempt, storage=where, **config), temporary

@@ -64,7 +64,10 @@ class StepLoop:
         if loop == 0:
             self._make_agreements()
             self._tracker.begin()
-        if not self._enter(loop, loader) or state.position.stopped_early:
+        enters = self._enter(loop, loader)
+        before = state.position
+        self._tracker.pass_by(is_over=loop < before.loop, is_next=loop == before.loop and before.is_behind)
+        if not enters or state.position.stopped_early:
             return
         self._tracker.set_generators()
         first = state.position
@@ -116,7 +119,7 @@ class StepLoop:
         """Find the place in a loop that begins or goes on; return whether there is anything to do in it."""
         state = self._state
         position = state.position
-        if loop < position.loop:  # a resumed training has left this loop behind
+        if loop < position.loop or (loop == position.loop and position.is_behind):  # a resumed training has left it behind
             logger.warning(
                 "call %d of rank.steps was over before the checkpoint and adds no step, but the code behind it runs again; one "
                 "rank.steps(..., epochs=n) with rank.epoch_ended in its body is resumed where it was",
@@ -128,7 +131,8 @@ class StepLoop:
         order, size = loader.order, loader.global_batch_size
         if loop > position.loop:
             # An epoch that was left half-way isn't taken up again: the next loop begins the next order.
-            position = replace(position, loop=loop, loop_epoch=0, epoch=position.epoch + (position.batch > 0), batch=0)
+            epoch = position.epoch + (position.batch > 0)
+            position = replace(position, loop=loop, loop_epoch=0, epoch=epoch, batch=0, is_behind=False)
         elif position.batch and position.order not in ("", order):
             logger.warning(
                 "the checkpoint is from the midst of an epoch of %s, and the loader's are of %s: that epoch can't be finished, "

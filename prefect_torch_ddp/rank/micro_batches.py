@@ -20,7 +20,7 @@ def micro_batches(batch: Any, state: TrainingState, max_samples: int | None) -> 
         yield from state.virtual.micro_batches(batch, max_samples)
         return
     # A stand-in is one sample, whose gradient the ranks don't count.
-    num_rows = count_rows(batch, None if state.share is None else max(state.share.num_local, 1))
+    num_rows = count_rows(batch, None if state.share is None else max(state.share.num_local - state.share.num_skipped, 1))
     parts = pieces(num_rows, max_samples)
     talked = [model.require_backward_grad_sync for model in state.wrapped]
     try:

@@ -1,5 +1,6 @@
 """Owns what a rank puts on record: its metrics and its samples, once a step, and the progress that people see."""
 
+import threading
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -8,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from prefect_torch_ddp.data.ledger import LedgerLog
 from prefect_torch_ddp.data.ledger_check import EndLine, LoopLine, StepLine
-from prefect_torch_ddp.errors import InvalidParamsError
+from prefect_torch_ddp.errors import InvalidParamsError, StorageError
 from prefect_torch_ddp.messages import Progress
 from prefect_torch_ddp.metrics.log import MetricLog
 from prefect_torch_ddp.rank.config import RankConfig
@@ -29,8 +30,8 @@ class Reporter:
         """Only a training writes records: those of an evaluation would count as the training's."""
         keeps = config.stage in ("train", "task")
         where = (config.storage, config.run_id, place.rank, config.attempt)
-        self._log = MetricLog(*where) if keeps else None
-        self._ledger = LedgerLog(*where) if keeps and config.ledger else None
+        self._log = MetricLog(*where, copies=link.copies) if keeps else None
+        self._ledger = LedgerLog(*where, copies=link.copies) if keeps and config.ledger else None
         self._logs: list[RecordLog] = [log for log in (self._log, self._ledger) if log is not None]
         self._place = place
         self._attempt = config.attempt
@@ -87,7 +88,7 @@ class Reporter:
     def _send_progress(self) -> None:
         self._next_progress = time.monotonic() + PROGRESS_INTERVAL_S
         state = self._state
-        self._link.send_progress(Progress(state.step, state.epoch, state.total_steps, self.newest(), state.trouble()))
+        self._link.send_progress(Progress(state.record_step, state.epoch, state.total_steps, self.newest(), state.trouble()))
 
     def newest(self) -> dict[str, float]:
         """Return the newest value of every metric that this rank reported; may wait for the device."""
@@ -103,16 +104,47 @@ class Reporter:
         for log in self._logs:
             log.flush()
 
-    def close(self) -> None:
-        """Write all records; raises StorageError."""
+    def close(self, within_s: float | None = None) -> None:
+        """Write all records.
+
+        Args:
+            within_s: what isn't written by then is left; None: it takes as long as the storage takes.
+
+        Raises:
+            StorageError: records can't be written, or weren't in time.
+        """
         if self._now:
             self.end_step()
         if not self._closed and self._place.rank == 0 and self._state.step > 0:
             self._send_progress()  # else what people see would end up to half a second before the end
         self._closed = True
-        with ExitStack() as stack:  # all are closed, whatever one of them raises
-            for log in self._logs:
-                stack.callback(log.close)
+        if within_s is None:
+            with ExitStack() as stack:  # all are closed, whatever one of them raises
+                for log in self._logs:
+                    stack.callback(log.close)
+        elif self._logs:
+            self._close_within(within_s)
+
+    def _close_within(self, limit_s: float) -> None:
+        """Write all records at once, in threads that are left behind: a storage may keep one waiting for minutes."""
+        errors: list[str] = []
+
+        def close(log: "RecordLog") -> None:
+            try:
+                log.close()
+            except StorageError as error:
+                errors.append(str(error))
+
+        threads = [threading.Thread(target=close, args=(log,), daemon=True) for log in self._logs]
+        deadline_s = time.monotonic() + limit_s
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(max(0.0, deadline_s - time.monotonic()))
+        if any(thread.is_alive() for thread in threads):
+            errors.append(f"the storage didn't take them within {limit_s:g} s")
+        if errors:
+            raise StorageError("; ".join(errors))
 
     def _step_line(self, share: "BatchShare") -> StepLine:
         state = self._state
@@ -121,12 +153,12 @@ class Reporter:
 
     def _record(self, metrics: Mapping[str, Any]) -> dict[str, Any]:
         return {
-            "step": self._state.step,
+            "step": self._state.record_step,
             "epoch": self._state.epoch,
             "rank": self._place.rank,
             "attempt": self._attempt,
             "time": time.time(),
-            "num_samples": 0 if self._state.share is None else self._state.share.num_local,
+            "num_samples": 0 if self._state.share is None else self._state.share.num_local - self._state.share.num_skipped,
             "metrics": metrics,
         }
 
@@ -141,6 +173,9 @@ class _DeviceScalar:
         self._done = torch.cuda.Event() if self._value.is_cuda else None  # type: ignore[no-untyped-call]
         if self._done is not None:
             self._done.record()
+
+    def is_ready(self) -> bool:
+        return self._done is None or bool(self._done.query())  # type: ignore[no-untyped-call]
 
     def __float__(self) -> float:
         if self._done is not None:

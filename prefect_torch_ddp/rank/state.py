@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Self
 
 from prefect_torch_ddp.messages import StoppedBy
@@ -51,6 +51,12 @@ class Position:
     """Says in words which order of samples the batches are of; another one can't be gone on with."""
     stopped_early: bool = False
     """Whether the training itself asked to stop here, so that resuming it adds nothing."""
+    num_own_saves: int = 0
+    """Checkpoints outside of `steps` that have a number of their own, since their step's was taken."""
+    is_behind: bool = False
+    """Whether the checkpoint was asked for behind this call of `steps`: it has ended, also where it was left half-way."""
+    in_own_loop: bool = False
+    """Whether `steps` had not begun: the generators are those of the user's own loop, which goes on behind `track`."""
 
     def as_json(self) -> dict[str, Any]:
         """Return plain JSON values."""
@@ -88,3 +94,38 @@ class TrainingState:
     """Micro-batches of the step under way are done, and the ranks haven't summed their gradients yet."""
     trouble: Callable[[], str] = field(default=str)
     """Says, on rank 0, what people should know of the training, or nothing."""
+    saved: int | None = None
+    """The number of the newest checkpoint that was begun or restored; None where there is none of this run."""
+
+    _num_before: int | None = None
+
+    @property
+    def checkpoint_number(self) -> int:
+        """The number by which a checkpoint made now is known: the step, and beyond it those that were made outside of `steps`."""
+        return self.step + self.position.num_own_saves
+
+    @property
+    def record_step(self) -> int:
+        """The step of what is reported now. A loop of the user's own has no steps: what follows a checkpoint counts as the next.
+
+        So a resume takes back what was reported behind its checkpoint, and nothing else.
+        """
+        if self.step > 0 or self.share is not None:
+            return self.step
+        return self.checkpoint_number + (self.saved == self.checkpoint_number)
+
+    def take_number(self, number: int) -> None:
+        """Have the checkpoint of this step known by a number."""
+        self.position = replace(self.position, num_own_saves=number - self.step)
+
+    def take_next_number(self) -> None:
+        """Give the next checkpoint a number of its own where this step's is taken."""
+        self._num_before = self.position.num_own_saves
+        if self.saved == self.checkpoint_number:
+            self.take_number(self.checkpoint_number + 1)
+
+    def give_number_back(self) -> None:
+        """Count the newest checkpoint outside of `steps` as none."""
+        if self._num_before is not None:
+            self.position = replace(self.position, num_own_saves=self._num_before)
+            self.saved = self.checkpoint_number

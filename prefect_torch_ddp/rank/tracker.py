@@ -2,33 +2,36 @@
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from prefect_torch_ddp.checkpoint.checkpointer import Checkpointer, Moment, Writer
+from prefect_torch_ddp.checkpoint.checkpointer import Checkpointer
 from prefect_torch_ddp.checkpoint.commit import Committer
-from prefect_torch_ddp.checkpoint.keys import check_name
-from prefect_torch_ddp.checkpoint.manifest import Manifest, best, checkpoint_ref, read_manifest
+from prefect_torch_ddp.checkpoint.manifest import Manifest
 from prefect_torch_ddp.checkpoint.meeting import Meeting, open_meeting, say_gone, wait_for
-from prefect_torch_ddp.checkpoint.restore import Restorer
+from prefect_torch_ddp.checkpoint.moment import Moment, Writer
+from prefect_torch_ddp.checkpoint.restore import Restorer, keeps_its_state
 from prefect_torch_ddp.checkpoint.retention import Retention
 from prefect_torch_ddp.checkpoint.source import Source
-from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.pulse import Phase
 from prefect_torch_ddp.rank.config import RankConfig
-from prefect_torch_ddp.rank.export import leave_model, model_among
+from prefect_torch_ddp.rank.generators import Generators
 from prefect_torch_ddp.rank.gradients import unwrapped
 from prefect_torch_ddp.rank.pulse import PulseBoard
 from prefect_torch_ddp.rank.reporter import Reporter
-from prefect_torch_ddp.rank.seeding import seed_rank
+from prefect_torch_ddp.rank.standing import Standing
 from prefect_torch_ddp.rank.state import Place, Position, TrainingState
+from prefect_torch_ddp.rank.trackable import check_trackable
 
 logger = logging.getLogger(__name__)
 
+CHANGED = "changed"
 FAILED_GRACE_S = 5.0
 """How long a rank that failed goes on writing a checkpoint that is under way."""
+QUIET_S = 0.5
+"""How long it does so before its error is told."""
 
 
 class Tracker:
@@ -42,24 +45,28 @@ class Tracker:
         self._reporter = reporter
         self._pulse = pulse
         self._objects: dict[str, Any] = {}
+        self.standing = Standing(config, place, self._objects)
         self._has_begun = False
-        self._has_generators = False
+        self._generators = Generators(config, place, state)
         self._meeting: Meeting | None = None
         self._restorer: Restorer | None = None
         self._checkpointer: Checkpointer | None = None
-        self._saved_step: int | None = None
+        self._is_passing_by = False
+        self._is_own_save = False
+        """Whether the newest checkpoint was made outside of `steps`, which don't tell then whether anything has changed."""
         self._saved_at = time.monotonic()
 
     def track(self, objects: Mapping[str, Any]) -> None:
         """Take objects, and restore them where there is a checkpoint."""
-        self._check(objects)
+        check_trackable(objects, self._objects, self._config.stage, has_begun=self._has_begun)
         with self._pulse.during(Phase.RESTORING):
             if self._restorer is None:
-                self._restorer = self._open()
+                self._restorer = self._open({name for name, item in objects.items() if keeps_its_state(unwrapped(item))})
             for name, item in objects.items():
                 bare = unwrapped(item)
                 self._restorer.restore(name, bare)
                 self._objects[name] = bare
+            self._generators.go_on()
 
     def begin(self) -> None:
         """Take no further objects."""
@@ -69,15 +76,8 @@ class Tracker:
 
     def set_generators(self) -> None:
         """Set this rank's random generators, before the first step of this process."""
-        if self._has_generators:
-            return
-        self._has_generators = True
-        restored = self._restorer is not None and self._restorer.restore_generators(self._place.rank)
-        if not restored:
-            seed_rank(self._config.seed, self._state.step, self._place.rank)
-        if self._restorer is not None:
-            self._restorer.release()
-        self._saved_at = time.monotonic()
+        if self._generators.begin():
+            self._saved_at = time.monotonic()
 
     def is_due_by_time(self) -> bool:
         """Tell whether so many seconds have passed; rank 0's clock decides for all."""
@@ -93,12 +93,33 @@ class Tracker:
         self._checkpointer.raise_if_over()
         every_steps, step = self._config.checkpoint.every_steps, self._state.step
         by_steps = every_steps is not None and step > 0 and step % every_steps == 0
-        if (forced or by_time or by_steps) and step != self._saved_step:
+        if (forced or by_time or by_steps) and self._state.saved != self._state.checkpoint_number:
             self._save(self._checkpointer)
-        elif forced and self._state.share is None and not self._state.stop_agreed:
-            logger.warning("step %d has its checkpoint already: what has changed since its end is not saved", step)
 
-    def close(self, *, failed: bool) -> None:
+    def save_outside(self) -> None:
+        """Save at once, outside of `steps`; a step that has its checkpoint already gets another one, with the next number.
+
+        Not behind a call of `steps` that was over before the checkpoint this run goes on from, nor behind one that was stopped
+        from outside: that code runs a second time there, or too early.
+        """
+        if self._checkpointer is None or self._is_passing_by or self._state.stopped_by is not None:
+            return
+        self._checkpointer.raise_if_over()
+        self._save(self._checkpointer, is_own=True)
+        self._generators.saved_outside()
+
+    def pass_by(self, *, is_over: bool, is_next: bool = False) -> None:
+        """Take note whether the newest call of `steps` was over before the checkpoint that this run goes on from.
+
+        Args:
+            is_over: it was.
+            is_next: the checkpoint was made right behind it: the code up to there runs again, and what it draws doesn't count.
+        """
+        self._is_passing_by = is_over and not is_next
+        if is_next:
+            self._generators.repeat()
+
+    def close(self, *, failed: bool, error: BaseException | None = None) -> None:
         """Write the training's last checkpoint, unless it failed or has it already.
 
         Raises:
@@ -107,82 +128,35 @@ class Tracker:
         if self._checkpointer is not None:
             with self._pulse.during(Phase.SAVING):
                 if failed:
-                    self._checkpointer.wait(FAILED_GRACE_S)
+                    self._wait_a_little(self._checkpointer, error)
                 else:
                     self._finish(self._checkpointer)
         if not failed:  # else the gang ends, and asking a store whose host is gone may take minutes
             self._say_gone()
 
-    def outcome(self) -> dict[str, Any]:
-        """Return the run's checkpoints, on rank 0, and where this attempt went on from."""
-        storage, run_id, policy = self._config.storage, self._config.run_id, self._config.checkpoint
-        restored = self._restorer.manifest if self._restorer is not None else None
-        last = self._last()
-        top = None
-        if policy.best_metric is not None and self._place.rank == 0:
-            top = best(storage, run_id, policy.best_metric, policy.best_mode)
-        return {
-            "last_checkpoint": None if last is None else checkpoint_ref(storage, last).model_dump(),
-            "best_checkpoint": None if top is None else top.model_dump(),
-            "resumed_from_step": None if restored is None else restored.step,
-        }
+    def _wait_a_little(self, checkpointer: Checkpointer, error: BaseException | None) -> None:
+        """Let a rank that failed write its checkpoint. The error itself goes home when all is closed, so it is told here."""
+        checkpointer.wait(QUIET_S)
+        if checkpointer.is_writing:
+            words = "rank %d failed: %s: %s; it waits at most %g s for its checkpoint that is being written"
+            logger.error(words, self._place.rank, type(error).__name__, error, FAILED_GRACE_S)
+            checkpointer.wait(FAILED_GRACE_S - QUIET_S)
 
-    def export_model(self, workload: str) -> str | None:
-        """Leave the model of the checkpoint that is evaluated, on rank 0; return its URI, None where there is none."""
-        config, policy = self._config, self._config.checkpoint
-        chosen = self._last()
-        if config.evaluate_on == "best" and policy.best_metric is not None:
-            top = best(config.storage, config.run_id, policy.best_metric, policy.best_mode)
-            chosen = None if top is None else read_manifest(config.storage, config.run_id, top.step)
-        name = model_among(self._objects)
-        return None if chosen is None or name is None else leave_model(config, workload, chosen, name)
-
-    def last_step(self) -> int | None:
-        """Return the step of the run's newest checkpoint, on rank 0; None where there is none."""
-        last = self._last()
-        return None if last is None else last.step
-
-    def trouble(self) -> str:
-        """Say, on rank 0, since when there has been no checkpoint and why; nothing where the last one that was due is there."""
-        reason = self._checkpointer.trouble if self._checkpointer is not None else ""
-        if not reason:
-            return ""
-        last = self._last()
-        return f"no checkpoint {'yet' if last is None else f'since step {last.step}'}: {reason}"
-
-    def _last(self) -> Manifest | None:
-        last = self._checkpointer.last if self._checkpointer is not None else None
-        if last is None and self._place.rank == 0 and self._restorer is not None and self._restorer.is_ours:
-            return self._restorer.manifest
-        return last
-
-    def _check(self, objects: Mapping[str, Any]) -> None:
-        if self._has_begun:
-            msg = f"rank.track({', '.join(objects)}) came after rank.steps had begun: track everything before the first step"
-            raise InvalidParamsError(msg)
-        if self._config.stage == "prepare":
-            msg = "rank.track in prepare: there is nothing to resume; write the dataset below rank.data"
-            raise InvalidParamsError(msg)
-        for name, item in objects.items():
-            check_name(name)
-            if name in self._objects:
-                msg = f"{name!r} is tracked already; every tracked object needs a name of its own"
-                raise InvalidParamsError(msg)
-            lacking = [method for method in ("state_dict", "load_state_dict") if not callable(getattr(item, method, None))]
-            if lacking:
-                msg = f"{name!r} can't be tracked: {type(item).__name__} has no {' and no '.join(lacking)}"
-                raise InvalidParamsError(msg)
-
-    def _open(self) -> Restorer:
+    def _open(self, kept: Collection[str]) -> Restorer:
         config = self._config
         if config.stage == "evaluate":
-            restorer = Restorer.at_step(config.storage, config.run_id, config.restore_step)
+            restorer = Restorer.at_step(config.storage, config.run_id, config.restore_step, config.restore_attempt)
         else:
             self._meeting = self._meeting or open_meeting(self._place.world_size)
             own = Source(config.storage, config.run_id)
-            restorer = Restorer.resuming(own, config.attempt, config.resume_from, self._place.rank, self._meeting)
+            if self._place.rank == 0:
+                restorer = Restorer.choosing(own, config.attempt, config.resume_from, self._meeting, kept)
+            else:
+                restorer = Restorer.told(own, config.resume_from, self._meeting)
             self._checkpointer = self._make_checkpointer(self._meeting)
-            self._state.trouble = self.trouble
+            self._state.trouble = self.standing.trouble
+            self._generators.restorer = restorer
+        self.standing.begin(restorer, self._checkpointer)
         if restorer.manifest is not None:
             self._adopt(restorer.manifest, is_ours=restorer.is_ours)
         return restorer
@@ -203,34 +177,64 @@ class Tracker:
     def _adopt(self, manifest: Manifest, *, is_ours: bool) -> None:
         """Go on from where the checkpoint was made."""
         position = Position.from_json(manifest.position)
-        self._state.step = manifest.step
+        self._state.step = manifest.step - position.num_own_saves
         self._state.epoch = manifest.epoch
         self._state.position = position if is_ours else replace(position, stopped_early=False)
-        self._saved_step = manifest.step if is_ours else None
+        self._state.saved = manifest.step if is_ours else None
+        self._is_own_save = is_ours and position.in_own_loop
         self._reporter.restore(manifest.metrics)
 
-    def _save(self, checkpointer: Checkpointer, *, is_last: bool = False) -> None:
+    def _save(self, checkpointer: Checkpointer, *, is_own: bool = False, is_last: bool = False) -> None:
         state = self._state
-        self._saved_step = state.step
-        self._saved_at = time.monotonic()
         with self._pulse.during(Phase.SAVING):
-            moment = Moment(state.step, state.epoch, state.position.as_json(), self._reporter.newest(), is_last)
-            checkpointer.save(moment, self._objects)
+            checkpointer.wait_for_turn(state.step)
+            if self._is_own_save and checkpointer.was_alone:
+                state.give_number_back()  # the other ranks didn't count that one
+            if is_own:
+                state.take_next_number()
+            if self._generators.are_the_users:
+                state.position = replace(state.position, in_own_loop=True)
+            elif is_own and self._generators.have_begun:
+                state.position = replace(state.position, is_behind=True)
+            self._is_own_save = is_own
+            self._saved_at = time.monotonic()
+            state.saved = number = state.checkpoint_number
+            moment = Moment(number, state.epoch, state.position.as_json(), self._reporter.newest(), is_last, state.step)
+            checkpointer.save(moment, self._objects, self._generators.to_come())
+
+    def _has_changed(self, checkpointer: Checkpointer) -> bool:
+        """Tell whether this rank has to save what is behind a checkpoint outside of `steps`."""
+        if not self._is_own_save or self._state.stopped_by is not None:
+            return False
+        manifest = self._restorer.manifest if self._restorer is not None else None
+        restored = {} if manifest is None else {item.name: item.digest for item in manifest.objects}
+        return checkpointer.has_changed(self._objects, checkpointer.written or restored)
 
     def _finish(self, checkpointer: Checkpointer) -> None:
         checkpointer.wait()
         checkpointer.raise_if_over()
         assert self._meeting is not None
-        assert self._restorer is not None
+        has_changed = self._has_changed(checkpointer)
         if self._place.rank != 0:
-            self._meeting.say(f"ended/{self._place.rank}", "")
+            self._meeting.say(f"ended/{self._place.rank}", CHANGED if has_changed else "")
         else:
-            newest = self._last()
-            has_it = newest is not None and newest.step == self._state.step
-            if newest is not None and has_it and checkpointer.last is None:
-                checkpointer.clean_up_after(newest)
-            self._meeting.say("last", "skip" if has_it else "save")
-        if wait_for(self._meeting, "last", speaker=0) == "save":
+            self._meeting.say("last", self._what_is_left(checkpointer, self._meeting, has_changed=has_changed))
+        number = wait_for(self._meeting, "last", speaker=0)
+        if number:
+            self._is_own_save = False
+            self._state.take_number(int(number))
             self._save(checkpointer, is_last=True)
             checkpointer.wait()
             checkpointer.raise_failure()
+
+    def _what_is_left(self, checkpointer: Checkpointer, meeting: Meeting, *, has_changed: bool) -> str:
+        """Return, on rank 0, the number of the checkpoint that is still to be made; empty where there is none."""
+        newest, number = self.standing.last, self._state.checkpoint_number
+        if newest is None or newest.step != number:
+            return str(number)
+        others = range(1, self._place.world_size) if self._is_own_save else ()
+        if has_changed or any(wait_for(meeting, f"ended/{rank}", rank) == CHANGED for rank in others):
+            return str(number + 1)
+        if checkpointer.last is None:
+            checkpointer.clean_up_after(newest)
+        return ""

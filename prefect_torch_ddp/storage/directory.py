@@ -4,15 +4,19 @@ import errno
 import os
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import BinaryIO, TypeVar
 
-from prefect_torch_ddp.errors import BadKeyError, InvalidParamsError, ObjectNotFoundError, StorageError
+from prefect_torch_ddp.errors import BadKeyError, InvalidParamsError, ObjectNotFoundError
+from prefect_torch_ddp.storage.directory_errors import explained
+from prefect_torch_ddp.storage.directory_objects import list_files, read_part
 from prefect_torch_ddp.storage.keys import RESERVED_PART, check_key, check_prefix, is_key
+from prefect_torch_ddp.storage.mounts import is_local
+from prefect_torch_ddp.storage.objects import Contents, ListedObject, ObjectPart
 from prefect_torch_ddp.storage.probe import probe
 from prefect_torch_ddp.storage.protocol import StoredObject
 
@@ -22,20 +26,19 @@ STALE_AFTER_S = 24 * 3600.0
 NUM_PLACINGS = 100
 PART_BYTES = 4 * 2**20
 _NO_OBJECT = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
-_WAYS_OUT = {
-    errno.EACCES: "give this user the right to do so, or choose another storage",
-    errno.EPERM: "give this user the right to do so, or choose another storage",
-    errno.EROFS: "choose a storage that isn't mounted read-only",
-    errno.ENOSPC: "the disk is full: free space there, or choose another storage",
-    errno.EDQUOT: "the quota is used up: free space there, or choose another storage",
-    errno.EFBIG: "the file is larger than the file system or the process's limit (ulimit -f) allows",
-    errno.ENOTDIR: "a file stands where a folder is needed: rename it, or choose another storage",
-    errno.EEXIST: "a file stands where a folder is needed: rename it, or choose another storage",
-    errno.EISDIR: "a folder stands where the file is needed: one name can't be a key and the beginning of other keys too",
-    errno.EXDEV: "another file system is mounted below the storage's root: make that one the storage",
-    errno.EOPNOTSUPP: "this file system has no hard links, by which of several writers one wins: choose another one",
-    errno.ENAMETOOLONG: "choose a storage with a shorter path",
-}
+
+
+def absolute_folder(folder: str | Path) -> Path:
+    """Return a folder's absolute path, `~` expanded, without looking at it.
+
+    Raises:
+        InvalidParamsError: there is no such home folder.
+    """
+    try:
+        return Path(os.path.normpath(Path(folder).expanduser().absolute()))
+    except RuntimeError as error:
+        msg = f"{folder} names a home folder that can't be found; write the whole path"
+        raise InvalidParamsError(msg) from error
 
 
 @dataclass(frozen=True)
@@ -46,12 +49,7 @@ class DirectoryStorage:
     """Absolute; `~` is expanded when it is made."""
 
     def __post_init__(self) -> None:
-        try:
-            root = Path(self.root).expanduser().absolute()
-        except RuntimeError as error:
-            msg = f"{self.root} names a home folder that can't be found; write the whole path"
-            raise InvalidParamsError(msg) from error
-        object.__setattr__(self, "root", Path(os.path.normpath(root)))
+        object.__setattr__(self, "root", absolute_folder(self.root))
 
     @property
     def uri(self) -> str:
@@ -60,37 +58,29 @@ class DirectoryStorage:
 
     def read(self, key: str) -> bytes:
         """Return the whole object; raise `ObjectNotFoundError` where there is none."""
-        path = self._path(key)
-        self._keep_inside(path, key)
-        with _explained("read", path):
-            try:
-                return path.read_bytes()
-            except _NO_OBJECT as error:
-                msg = f"there is no {key} in {self.uri}"
-                raise ObjectNotFoundError(msg) from error
+        with self._opened(key) as file:
+            return file.readall()
 
     def read_seen(self, key: str, see: Callable[[memoryview], object]) -> memoryview:
         """Return the whole object as `read` does, and call `see` with each part, in order, while the disk reads the next."""
-        path = self._path(key)
-        self._keep_inside(path, key)
-        with _explained("read", path):
-            try:
-                with path.open("rb", buffering=0) as file:
-                    return _read_seen(file, see)
-            except _NO_OBJECT as error:
-                msg = f"there is no {key} in {self.uri}"
-                raise ObjectNotFoundError(msg) from error
+        with self._opened(key) as file:
+            return _read_seen(file, see)
+
+    def open_file(self, key: str) -> BinaryIO | None:
+        """Open the object to map it; None on a file system of another machine, which may take it away under the mapping."""
+        with self._opened(key) as file:
+            return os.fdopen(os.dup(file.fileno()), "rb", buffering=0) if is_local(self._path(key).parent) else None
 
     def write(self, key: str, data: bytes | memoryview) -> None:
         """Write the whole object, replacing what was there; readers see the old or the new, never a part."""
         path = self._path(key)
-        with _explained("write", path), self._finished_file(data) as temporary:
+        with explained("write", path), self._finished_file(data) as temporary:
             self._place(temporary, path, os.replace)
 
     def write_if_absent(self, key: str, data: bytes) -> bool:
         """Write the object unless one exists; return whether this call wrote it. Exactly one of several racing callers wins."""
         path = self._path(key)
-        with _explained("write", path), self._finished_file(data) as temporary:
+        with explained("write", path), self._finished_file(data) as temporary:
             if path.is_dir():
                 raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
             return self._place(temporary, path, _link)
@@ -100,10 +90,18 @@ class DirectoryStorage:
         check_prefix(prefix)
         return self._walk("", prefix)
 
+    def read_many(self, parts: Sequence[ObjectPart]) -> Contents:
+        """Read all parts, one after the other; a failure is that part's value, whose name may be any."""
+        return [read_part(self.root, part) for part in parts]
+
+    def list_objects(self, prefix: str) -> Iterator[ListedObject]:
+        """Yield every file whose name begins with `prefix` (a string prefix), sorted by name; links are followed."""
+        return list_files(self.root, prefix)
+
     def delete(self, key: str) -> None:
         """Delete the object, and the folders that it leaves empty; deleting an absent one is no error."""
         path = self._path(key)
-        with _explained("delete", path):
+        with explained("delete", path):
             try:
                 path.unlink()
             except _NO_OBJECT:
@@ -125,6 +123,18 @@ class DirectoryStorage:
         path = self.root / check_key(key)
         self._keep_inside(path.parent, key)
         return path
+
+    @contextmanager
+    def _opened(self, key: str) -> Iterator[FileIO]:
+        path = self._path(key)
+        self._keep_inside(path, key)
+        with explained("read", path):
+            try:
+                with path.open("rb", buffering=0) as file:
+                    yield file
+            except _NO_OBJECT as error:
+                msg = f"there is no {key} in {self.uri}"
+                raise ObjectNotFoundError(msg) from error
 
     def _keep_inside(self, path: Path, key: str) -> None:
         real, root = os.path.realpath(path), os.path.realpath(self.root)
@@ -179,7 +189,7 @@ class DirectoryStorage:
         """Name the files and folders, these with a slash: sorted like that, a walk gives the keys in order."""
         path = self.root / folder_key
         names = []
-        with _explained("list", path), suppress(*_NO_OBJECT), os.scandir(path) as entries:
+        with explained("list", path), suppress(*_NO_OBJECT), os.scandir(path) as entries:
             for entry in entries:
                 if entry.is_dir(follow_symlinks=False):
                     names.append(f"{entry.name}/")
@@ -224,17 +234,3 @@ def _sync_folder(folder: Path) -> None:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
-
-
-@contextmanager
-def _explained(verb: str, path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        _refuse(verb, path, error)
-
-
-def _refuse(verb: str, path: Path, error: OSError) -> NoReturn:
-    way_out = _WAYS_OUT.get(error.errno or 0, "check the disk, or the mount")
-    msg = f"can't {verb} {path}: {error.strerror or error}; {way_out}"
-    raise StorageError(msg) from error

@@ -1,11 +1,13 @@
 """Owns how a text names a storage: a path, file:// or s3://bucket/prefix."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from urllib.parse import unquote
 
 from prefect_torch_ddp.errors import BadKeyError, InvalidParamsError
 from prefect_torch_ddp.storage.directory import DirectoryStorage
+from prefect_torch_ddp.storage.keys import check_key
 from prefect_torch_ddp.storage.protocol import Storage
 from prefect_torch_ddp.storage.s3 import S3Storage
 
@@ -34,6 +36,26 @@ def storage_from_uri(uri: str) -> Storage:
     msg = (
         f"{scheme}: names no storage that is known here; {WRITE_INSTEAD}; a path that begins like that is written ./{scheme}:..."
     )
+    raise InvalidParamsError(msg)
+
+
+def storage_below(storage: Storage, folder: str) -> Storage:
+    """Return a folder of a storage as a storage of its own.
+
+    Args:
+        storage: a directory or S3.
+        folder: a key, without a slash at its end.
+
+    Raises:
+        BadKeyError: the folder would leave the storage.
+        InvalidParamsError: the storage has no folders that are known here.
+    """
+    check_key(folder)
+    if isinstance(storage, DirectoryStorage):
+        return replace(storage, root=storage.root / folder)
+    if isinstance(storage, S3Storage):
+        return replace(storage, prefix=storage.name_of(folder))
+    msg = f"{type(storage).__name__} has no folders that can be storages by themselves; use a directory or S3"
     raise InvalidParamsError(msg)
 
 

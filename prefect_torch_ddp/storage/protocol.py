@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import BinaryIO, Protocol, runtime_checkable
 
 
 @dataclass(frozen=True)
@@ -71,4 +71,16 @@ class ShowsContent(Protocol):
 
     def read_seen(self, key: str, see: Callable[[memoryview], object]) -> memoryview:
         """Return the whole object as `read` does, and call `see` with each part of it, in order."""
+        ...
+
+
+@runtime_checkable
+class HasFiles(Protocol):
+    """What a storage also has whose objects are files that may be mapped into memory, so that nothing is copied to be read."""
+
+    def open_file(self, key: str) -> BinaryIO | None:
+        """Open the object, whose content stays what it is until the file is closed and no mapping of it is left.
+
+        None where the file system can't promise that; raises `ObjectNotFoundError` where there is no such object.
+        """
         ...

@@ -7,10 +7,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol, TypeVar
 
-from prefect_torch_ddp.storage.protocol import Storage
+from prefect_torch_ddp.errors import StorageError
+from prefect_torch_ddp.storage.objects import ObjectPart, ReadsMany
+from prefect_torch_ddp.storage.protocol import Storage, StoredObject
 
 NUM_PARALLEL_READS = 8
-NUM_AHEAD = 64
+NUM_AHEAD = 256
 """Objects that are in memory at a time."""
 
 R = TypeVar("R")
@@ -35,21 +37,31 @@ class Numbered(Protocol):
 N = TypeVar("N", bound=Numbered)
 
 
-def record_keys(storage: Storage, folder: str) -> list[str]:
-    """Return the keys of all parts that ranks wrote below a folder, in order of rank, attempt and part."""
-    return [found.key for found in storage.list(f"{folder}/") if found.key.endswith(".jsonl")]
+def record_parts(storage: Storage, folder: str) -> list[StoredObject]:
+    """Return all parts that ranks wrote below a folder, in order of rank, attempt and part."""
+    return [found for found in storage.list(f"{folder}/") if found.key.endswith(".jsonl")]
 
 
-def read_parts(storage: Storage, keys: Sequence[str], parse: Callable[[dict[str, Any]], R]) -> Iterator[R]:
-    """Yield every record of the parts. A damaged line is left out with a warning that names its object."""
-    if not keys:
-        return
-    # An hour's training leaves thousands of small objects, and S3 takes some 30 ms for each.
+def read_parts(storage: Storage, parts: Sequence[StoredObject], parse: Callable[[dict[str, Any]], R]) -> Iterator[R]:
+    """Yield every record of the parts. A damaged line is left out with a warning that names its object.
+
+    Raises:
+        StorageError: a part can't be read.
+    """
+    for start in range(0, len(parts), NUM_AHEAD):
+        some = parts[start : start + NUM_AHEAD]
+        for part, data in zip(some, _contents(storage, some), strict=True):
+            if isinstance(data, StorageError):
+                raise data
+            yield from _parse(part.key, data, parse)
+
+
+def _contents(storage: Storage, parts: Sequence[StoredObject]) -> Sequence[bytes | StorageError]:
+    """Read them concurrently: a day's training leaves thousands of small objects, and S3 takes some 30 ms for each."""
+    if isinstance(storage, ReadsMany):
+        return storage.read_many([ObjectPart(part.key, part.num_bytes) for part in parts])
     with ThreadPoolExecutor(max_workers=NUM_PARALLEL_READS, thread_name_prefix="read-records") as pool:
-        for start in range(0, len(keys), NUM_AHEAD):
-            some = keys[start : start + NUM_AHEAD]
-            for key, data in zip(some, pool.map(storage.read, some), strict=True):
-                yield from _parse(key, data, parse)
+        return list(pool.map(storage.read, [part.key for part in parts]))
 
 
 def first_steps(records: Iterable[Numbered]) -> dict[int, int]:

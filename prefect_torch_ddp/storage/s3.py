@@ -1,28 +1,33 @@
-"""Owns a storage under a prefix of an S3 bucket: whole objects, bounded retries, conditional writes."""
+"""Owns a storage under a prefix of an S3 bucket: whole objects, checked end to end, bounded retries, conditional writes."""
 
-import io
+import hashlib
 import os
-import random
-import time
 import uuid
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field
+from functools import partial
 from http import HTTPStatus
-from typing import Literal
+from typing import Any, Literal, TypeVar
 from urllib.parse import urlsplit
 
-from prefect_torch_ddp.errors import BadKeyError, InvalidParamsError, StorageError
+from prefect_torch_ddp.errors import BadKeyError, InvalidParamsError
 from prefect_torch_ddp.storage.keys import check_key, check_prefix, is_key
+from prefect_torch_ddp.storage.objects import Contents, ListedObject, ObjectPart
 from prefect_torch_ddp.storage.probe import probe
 from prefect_torch_ddp.storage.protocol import StoredObject
+from prefect_torch_ddp.storage.s3_attempts import in_attempts
 from prefect_torch_ddp.storage.s3_client import client_of
-from prefect_torch_ddp.storage.s3_errors import refused, unanswered
+from prefect_torch_ddp.storage.s3_download import DIGEST, download
+from prefect_torch_ddp.storage.s3_errors import explained
+from prefect_torch_ddp.storage.s3_get import getter_of
+from prefect_torch_ddp.storage.s3_list import level_below, objects_below, uploads_below
+from prefect_torch_ddp.storage.s3_upload import upload_in_parts
+
+T = TypeVar("T")
 
 MAX_NAME_BYTES = 1024
 MULTIPART_FROM_BYTES = 64 * 2**20
 PART_BYTES = 16 * 2**20
-PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
 
 
 @dataclass(frozen=True)
@@ -45,6 +50,8 @@ class S3Storage:
     connect_timeout_s: float = 10.0
     read_timeout_s: float = 60.0
     max_attempts: int = 5
+    give_up_after_s: float = 100.0
+    """No request is tried again later than that after its first try."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prefix", self.prefix.strip("/"))
@@ -58,73 +65,61 @@ class S3Storage:
         return f"s3://{self.bucket}/{self.prefix}".rstrip("/")
 
     def read(self, key: str) -> bytes:
-        """Return the whole object; raise `ObjectNotFoundError` where there is none."""
+        """Return the whole object; raise `ObjectNotFoundError` where there is none.
+
+        What breaks in the body is out of reach of botocore's own retries, and not of ours.
+        """
         name = self._name(key)
-        with self._explained("read", name):
-            for attempt in range(1, self.max_attempts + 1):
-                try:
-                    return self._get(name)
-                except _TornBodyError as torn:
-                    if attempt == self.max_attempts:
-                        msg = f"can't read {self._where(name)}: the content broke off {attempt} times ({torn.__cause__})"
-                        raise StorageError(msg) from torn.__cause__
-                _pause(attempt)
-        raise AssertionError
+        where = {"Bucket": self.bucket, "Key": name}
+        again = partial(self.ask, "read", name)
+        sizes = MULTIPART_FROM_BYTES, PART_BYTES
+        return self.ask("read", name, lambda client: download(client, again, where, *sizes))
 
     def write(self, key: str, data: bytes | memoryview) -> None:
         """Write the whole object, replacing what was there; readers see the old or the new, never a part."""
-        name = self._name(key)
-        with self._explained("write", name):
-            if len(data) < MULTIPART_FROM_BYTES:
-                client_of(self).put_object(Bucket=self.bucket, Key=name, Body=bytes(data))  # no copy of what is bytes already
-            else:
-                self._upload_parts(name, data)
+        name, metadata = self._name(key), {DIGEST: hashlib.sha256(data).hexdigest()}
+        if len(data) < MULTIPART_FROM_BYTES:
+            body = bytes(data)  # no copy of what is bytes already
+            self._request("write", name, "put_object", Body=body, Metadata=metadata)
+        else:
+            upload_in_parts(partial(self._request, "write", name), data, PART_BYTES, metadata)
 
     def write_if_absent(self, key: str, data: bytes) -> bool:
         """Write the object unless one exists; return whether this call wrote it. Exactly one of several racing callers wins."""
-        from botocore.exceptions import ClientError  # noqa: PLC0415 - boto3 loads when an object is touched
-
-        name, writer = self._name(key), uuid.uuid4().hex
-        with self._explained("write", name):
-            for attempt in range(1, self.max_attempts + 1):
-                try:
-                    # One single PUT, whatever the size: several stores ignore a condition on the end of a multipart upload.
-                    client_of(self).put_object(
-                        Bucket=self.bucket, Key=name, Body=data, IfNoneMatch="*", Metadata={"writer": writer}
-                    )
-                except ClientError as error:
-                    status = error.response["ResponseMetadata"]["HTTPStatusCode"]
-                    if status == HTTPStatus.PRECONDITION_FAILED:
-                        return self._is_by(name, writer)
-                    if status != HTTPStatus.CONFLICT or attempt == self.max_attempts:
-                        raise
-                else:
-                    return True
-                _pause(attempt)
-        raise AssertionError
+        name = self._name(key)
+        metadata = {DIGEST: hashlib.sha256(data).hexdigest(), "writer": uuid.uuid4().hex}
+        # One single PUT, whatever the size: several stores ignore a condition on the end of a multipart upload.
+        put = partial(_put_if_absent, Bucket=self.bucket, Key=name, Body=data, Metadata=metadata)
+        return self.ask("write", name, put)
 
     def list(self, prefix: str = "") -> Iterator[StoredObject]:
         """Yield the objects whose key begins with `prefix` (a string prefix), in key order; half-written ones never show."""
         check_prefix(prefix)
-        return self._pages(prefix)
+        return (StoredObject(item.key, item.num_bytes) for item in objects_below(self, prefix) if is_key(item.key))
+
+    def read_many(self, parts: Sequence[ObjectPart]) -> Contents:
+        """Read all parts by one request each, on kept connections; a failure is that part's value, whose name may be any."""
+        return getter_of(self).get_many(parts)
+
+    def list_objects(self, prefix: str) -> Iterator[ListedObject]:
+        """Yield every object whose name begins with `prefix` (a string prefix), sorted by name."""
+        return objects_below(self, prefix)
+
+    def list_level(self, prefix: str) -> Iterator[ListedObject | str]:
+        """Yield the objects whose name goes on without a slash after `prefix`, and the folders, sorted."""
+        return level_below(self, prefix)
 
     def delete(self, key: str) -> None:
         """Delete the object; deleting an absent one is no error."""
-        name = self._name(key)
-        with self._explained("delete", name):
-            client_of(self).delete_object(Bucket=self.bucket, Key=name)
+        self._request("delete", self._name(key), "delete_object")
 
     def drop_unfinished(self, prefix: str, is_over: Callable[[str], bool]) -> None:
         """Abort uploads in parts below `prefix` of which `is_over(key)` says so: they are paid for, and never listed."""
         check_prefix(prefix)
-        root = f"{self.prefix}/" if self.prefix else ""
-        with self._explained("list the unfinished uploads of", root + prefix):
-            pages = client_of(self).get_paginator("list_multipart_uploads").paginate(Bucket=self.bucket, Prefix=root + prefix)
-            begun = [(upload["Key"], upload["UploadId"]) for page in pages for upload in page.get("Uploads", ())]
-        for name, upload_id in begun:
-            if is_over(name.removeprefix(root)):
-                with self._explained("abort the upload of", name):
-                    client_of(self).abort_multipart_upload(Bucket=self.bucket, Key=name, UploadId=upload_id)
+        root = self.name_of("")
+        for upload in list(uploads_below(self, root + prefix)):
+            if is_over(upload["Key"].removeprefix(root)):
+                self._request("abort the upload of", upload["Key"], "abort_multipart_upload", UploadId=upload["UploadId"])
 
     def check_writable(self) -> None:
         """Write, conditionally write, read and delete a small probe; `StorageError` says what is wrong."""
@@ -142,6 +137,9 @@ class S3Storage:
         if self.anonymous and (self.access_key_id or self.profile):
             msg = f"{self.uri} is to be used anonymously and has credentials; give one or the other"
             raise InvalidParamsError(msg)
+        if not min(self.connect_timeout_s, self.read_timeout_s, self.give_up_after_s) > 0 or self.max_attempts < 1:
+            msg = f"the limits of {self.uri} can't be kept: timeouts are more than 0 seconds, and there is at least 1 attempt"
+            raise InvalidParamsError(msg)
         if self.endpoint_url is not None:
             parts = urlsplit(self.endpoint_url)
             if parts.scheme not in {"http", "https"} or not parts.hostname or "@" in parts.netloc:
@@ -150,74 +148,54 @@ class S3Storage:
 
     def _name(self, key: str) -> str:
         check_key(key)
-        name = f"{self.prefix}/{key}" if self.prefix else key
+        name = self.name_of(key)
         if len(name.encode()) > MAX_NAME_BYTES:
             msg = f"{key[:120]!r} is too long below {self.uri}: S3 allows {MAX_NAME_BYTES} bytes; shorten the prefix"
             raise BadKeyError(msg)
         return name
 
-    def _where(self, name: str) -> str:
+    def where(self, name: str) -> str:
+        """Say where the object of a whole name is, in words that hold no secret."""
         endpoint = self.endpoint_url or os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or "AWS"
         return f"s3://{self.bucket}/{name} at {endpoint.rpartition('@')[2]}"
 
-    @contextmanager
-    def _explained(self, verb: str, name: str) -> Iterator[None]:
-        from botocore.exceptions import BotoCoreError, ClientError  # noqa: PLC0415
+    def name_of(self, key: str) -> str:
+        """Return the whole name in the bucket; the key may be any name that is found there."""
+        return f"{self.prefix}/{key}" if self.prefix else key
 
-        try:
-            yield
-        except ClientError as error:
-            raise refused(verb, self._where(name), error) from error
-        except BotoCoreError as error:
-            raise unanswered(verb, self._where(name), error) from error
+    def ask(self, verb: str, name: str, ask: Callable[[Any], T]) -> T:
+        """Give `ask` the client, again where its error may pass; its last error becomes a StorageError."""
+        return in_attempts(
+            lambda: ask(client_of(self)),
+            self.max_attempts,
+            self.give_up_after_s,
+            lambda error, tries: explained(verb, self.where(name), error, tries),
+        )
 
-    def _get(self, name: str) -> bytes:
-        """Read once. What breaks in the body is out of reach of botocore's own retries."""
-        from botocore.exceptions import BotoCoreError  # noqa: PLC0415
-        from urllib3.exceptions import HTTPError  # noqa: PLC0415
+    def _request(self, verb: str, name: str, method: str, **arguments: Any) -> Any:
+        return self.ask(verb, name, lambda client: getattr(client, method)(Bucket=self.bucket, Key=name, **arguments))
 
-        body = client_of(self).get_object(Bucket=self.bucket, Key=name)["Body"]
-        try:
-            data: bytes = body.read()  # which compares its length with the one announced
-        except (BotoCoreError, HTTPError, OSError) as error:
-            raise _TornBodyError from error
-        finally:
-            body.close()
-        return data
 
-    def _upload_parts(self, name: str, data: bytes | memoryview) -> None:
-        from boto3.s3.transfer import TransferConfig  # noqa: PLC0415
+def _put_if_absent(client: Any, **arguments: Any) -> bool:
+    from botocore.exceptions import ClientError  # noqa: PLC0415 - boto3 loads when an object is touched
 
-        # The managed transfer aborts the upload when a part fails, so none is left to be paid for.
-        config = TransferConfig(multipart_threshold=MULTIPART_FROM_BYTES, multipart_chunksize=PART_BYTES, max_concurrency=4)
-        client_of(self).upload_fileobj(io.BytesIO(data), self.bucket, name, Config=config)
-
-    def _is_by(self, name: str, writer: str) -> bool:
-        """Tell whether the object is the one of this call: its first answer may have been lost, and botocore asked again."""
-        from botocore.exceptions import ClientError  # noqa: PLC0415
-
-        try:
-            metadata = client_of(self).head_object(Bucket=self.bucket, Key=name)["Metadata"]
-        except ClientError as error:
-            if error.response["ResponseMetadata"]["HTTPStatusCode"] == HTTPStatus.NOT_FOUND:
-                return False  # another caller's, and deleted since
+    try:
+        client.put_object(IfNoneMatch="*", **arguments)
+    except ClientError as error:
+        if error.response["ResponseMetadata"]["HTTPStatusCode"] != HTTPStatus.PRECONDITION_FAILED:
             raise
-        return bool(metadata.get("writer") == writer)
-
-    def _pages(self, prefix: str) -> Iterator[StoredObject]:
-        root = f"{self.prefix}/" if self.prefix else ""
-        with self._explained("list", root + prefix):
-            for page in client_of(self).get_paginator("list_objects_v2").paginate(Bucket=self.bucket, Prefix=root + prefix):
-                for found in page.get("Contents", ()):
-                    key = found["Key"].removeprefix(root)
-                    if is_key(key):
-                        yield StoredObject(key=key, num_bytes=found["Size"])
+        return _is_by(client, arguments["Bucket"], arguments["Key"], arguments["Metadata"]["writer"])
+    return True
 
 
-class _TornBodyError(Exception):
-    """An object's content broke off; `__cause__` says how."""
+def _is_by(client: Any, bucket: str, name: str, writer: str) -> bool:
+    """Tell whether the object is the one of this call: its first answer may have been lost, and it was asked again."""
+    from botocore.exceptions import ClientError  # noqa: PLC0415
 
-
-def _pause(attempt: int) -> None:
-    """Wait longer after each attempt, by chance, so that ranks that failed together don't come back together."""
-    time.sleep(random.uniform(0, min(LONGEST_PAUSE_S, PAUSE_S * 2**attempt)))  # noqa: S311 - no secret depends on it
+    try:
+        metadata = client.head_object(Bucket=bucket, Key=name)["Metadata"]
+    except ClientError as error:
+        if error.response["ResponseMetadata"]["HTTPStatusCode"] == HTTPStatus.NOT_FOUND:
+            return False  # another caller's, and deleted since
+        raise
+    return bool(metadata.get("writer") == writer)

@@ -89,7 +89,20 @@ def _from_s3_bucket(block: Any, reference: str) -> S3Storage:
         verify=verify if verify is None or isinstance(verify, bool) else str(verify),
         addressing_style=config.get("s3", {}).get("addressing_style", "auto"),
         **keys,
+        **_limits(config),
     )
+
+
+def _limits(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Take over what botocore's configuration says of how long and how often a request is tried."""
+    retries: Mapping[str, Any] = config.get("retries") or {}
+    max_attempts = retries.get("total_max_attempts", retries["max_attempts"] + 1 if "max_attempts" in retries else None)
+    given = {
+        "connect_timeout_s": config.get("connect_timeout"),
+        "read_timeout_s": config.get("read_timeout"),
+        "max_attempts": max_attempts,
+    }
+    return {name: value for name, value in given.items() if value is not None}
 
 
 def _minio_keys(credentials: Any) -> dict[str, Any]:
@@ -127,6 +140,7 @@ def _from_remote_file_system(block: Any, reference: str) -> S3Storage:
     assert isinstance(named, S3Storage)  # an s3:// URI names nothing else
     settings = block.settings
     client: Mapping[str, Any] = settings.get("client_kwargs") or {}
+    config: Mapping[str, Any] = settings.get("config_kwargs") or {}
     return S3Storage(
         named.bucket,
         named.prefix,
@@ -138,7 +152,8 @@ def _from_remote_file_system(block: Any, reference: str) -> S3Storage:
         session_token=settings.get("token") or client.get("aws_session_token"),
         anonymous=bool(settings.get("anon", False)),
         verify=client.get("verify"),
-        addressing_style=(settings.get("config_kwargs") or {}).get("s3", {}).get("addressing_style", "auto"),
+        addressing_style=config.get("s3", {}).get("addressing_style", "auto"),
+        **_limits(config),
     )
 
 

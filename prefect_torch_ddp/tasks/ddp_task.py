@@ -6,21 +6,16 @@ from collections.abc import Callable, Mapping
 from typing import Any, Concatenate, ParamSpec, TypeVar, overload
 
 from prefect import Task
-from prefect.runtime import task_run
 
 from prefect_torch_ddp.errors import InvalidParamsError
-from prefect_torch_ddp.gang.launch import run_gang
 from prefect_torch_ddp.messages import Backend
 from prefect_torch_ddp.params import DEFAULT_STORAGE, CheckpointParams
-from prefect_torch_ddp.rank.config import CheckpointPolicy, Determinism, RankConfig, check_virtual_ranks
+from prefect_torch_ddp.rank.config import Determinism
 from prefect_torch_ddp.rank.context import RankContext
-from prefect_torch_ddp.tasks.blocks import resolve_storage
 from prefect_torch_ddp.tasks.cancel import or_cancelled
-from prefect_torch_ddp.tasks.cluster import current_client
-from prefect_torch_ddp.tasks.run import RUN_WITH_CONTEXT, log_to_run, slug
-from prefect_torch_ddp.tasks.run_journal import RunJournal
+from prefect_torch_ddp.tasks.gang_options import GangOptions
+from prefect_torch_ddp.tasks.gang_task import GangTask, run_as_task
 from prefect_torch_ddp.tasks.train import is_worth_a_retry
-from prefect_torch_ddp.tasks.watched_task import WatchedTask
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -51,6 +46,8 @@ def ddp_task(
     stop_grace_s: float = 20.0,
     determinism: Determinism = "default",
     virtual_ranks: int | None = None,
+    resume_from: str | None = None,
+    ledger: bool = False,
     **task_options: Any,
 ) -> Callable[[RankFunction[P, R]], Task[P, R]]: ...
 
@@ -76,12 +73,16 @@ def ddp_task(  # noqa: PLR0913 - a decorator's options are its documentation
     stop_grace_s: float = 20.0,
     determinism: Determinism = "default",
     virtual_ranks: int | None = None,
+    resume_from: str | None = None,
+    ledger: bool = False,
     **task_options: Any,
 ) -> Task[P, R] | Callable[[RankFunction[P, R]], Task[P, R]]:
     """Make a function a Prefect task that runs on `world_size` ranks of the flow's Dask cluster.
 
-    The function takes a RankContext first; the task is called without it, and gives rank 0's return value. A retry resumes
-    from the newest checkpoint of what the function tracks. Its flow uses a DaskTaskRunner.
+    The function takes a RankContext first; the task is called without it, and gives rank 0's return value. Its flow uses a
+    DaskTaskRunner. What the function tracks is resumed from its newest checkpoint by a retry of the task, and by the same call in
+    a retry of the flow run: of the same task, by its name, with equal arguments, the first such call, the second, ... A call that
+    failed is taken up by the next one like it. `with_options` also takes the options below.
 
     Args:
         fn: the function, when the decorator is written without parentheses.
@@ -104,62 +105,42 @@ def ddp_task(  # noqa: PLR0913 - a decorator's options are its documentation
         stop_grace_s: how long ranks in `rank.steps` get, when the task is cancelled, to stop after one step and to save it.
         determinism: "elastic" gives the same bits on every number of ranks that divides `virtual_ranks`, by `rank.micro_batches`.
         virtual_ranks: the most ranks that the training may ever have; see determinism.
+        resume_from: where a training begins that has no checkpoint of its own: another run's id, as the log says it, or
+            `<storage>/runs/<id>`, either perhaps with `/checkpoints/step-00000400`.
+        ledger: put on record which samples each step trains on; `read_ledger` checks it.
         **task_options: Prefect's own task options: retries, retry_delay_seconds, tags, timeout_seconds, ...
     """
-    check_virtual_ranks(determinism, virtual_ranks, world_size)
+    gang = GangOptions(
+        world_size=world_size,
+        ranks_per_worker=ranks_per_worker,
+        backend=backend,
+        storage=storage,
+        seed=seed,
+        options=dict(options or {}),
+        checkpoint=checkpoint or CheckpointParams(),
+        max_restarts=max_restarts,
+        min_world_size=min_world_size,
+        workers_timeout_s=workers_timeout_s,
+        queue_timeout_s=queue_timeout_s,
+        progress_timeout_s=progress_timeout_s,
+        resources=resources,
+        interface=interface,
+        stop_grace_s=stop_grace_s,
+        determinism=determinism,
+        virtual_ranks=virtual_ranks,
+        resume_from=resume_from,
+        ledger=ledger,
+    )
 
     def decorate(fn: RankFunction[P, R]) -> Task[P, R]:
         def run(*args: P.args, **kwargs: P.kwargs) -> R:
-            run_id = f"{slug(str(task_run.task_name))}-{task_run.id}"
-            where = resolve_storage(storage)
-            where.check_writable()  # one that ignores conditions would let two attempts commit
-
-            def arguments(attempt: int) -> tuple[Any, ...]:
-                config = RankConfig(
-                    run_id=run_id,
-                    attempt=attempt,
-                    stage="task",
-                    storage=where,
-                    options=dict(options or {}),
-                    seed=seed,
-                    checkpoint=CheckpointPolicy(**(checkpoint or CheckpointParams()).model_dump()),
-                    determinism=determinism,
-                    virtual_ranks=virtual_ranks,
-                )
-                return config, fn, args, kwargs
-
-            def on_gang() -> R:
-                with current_client() as client:
-                    values: list[R] = run_gang(
-                        client,
-                        RUN_WITH_CONTEXT,
-                        args=arguments,
-                        world_size=world_size,
-                        ranks_per_worker=ranks_per_worker,
-                        backend=backend,
-                        workers_timeout_s=workers_timeout_s,
-                        queue_timeout_s=queue_timeout_s,
-                        progress_timeout_s=progress_timeout_s,
-                        resources=resources,
-                        interface=interface,
-                        stop_grace_s=stop_grace_s,
-                        name=run_id,
-                        max_restarts=max_restarts,
-                        min_world_size=min_world_size,
-                        world_size_divides=virtual_ranks,
-                        journal=RunJournal(where, run_id, knows_steps=False),
-                        on_event=log_to_run(),
-                    )
-                return values[0]
-
-            return or_cancelled(on_gang)
+            value: R = or_cancelled(run_as_task, fn, args, kwargs)
+            return value
 
         functools.update_wrapper(run, fn)
         # Prefect asks this for the parameters, and looks through `__wrapped__` for the source that cached results depend on.
         run.__signature__ = _signature_without_rank(fn)  # type: ignore[attr-defined]
-        made = WatchedTask(run, **{"retry_condition_fn": is_worth_a_retry, **task_options})
-        made.stop_grace_s = stop_grace_s
-        return made
+        return GangTask.of(run, gang, **{"retry_condition_fn": is_worth_a_retry, **task_options})
 
     return decorate if fn is None else decorate(fn)
 

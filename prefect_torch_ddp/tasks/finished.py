@@ -7,7 +7,7 @@ from pydantic import ValidationError
 
 from prefect_torch_ddp.checkpoint.attempts import refuse_superseded
 from prefect_torch_ddp.checkpoint.keys import finished_key
-from prefect_torch_ddp.checkpoint.manifest import read_manifest
+from prefect_torch_ddp.checkpoint.manifest import find_manifest
 from prefect_torch_ddp.errors import CheckpointError, ObjectNotFoundError, StorageError
 from prefect_torch_ddp.results import TrainingReport
 from prefect_torch_ddp.tasks.run import Run
@@ -35,8 +35,7 @@ def finished_training(run: Run) -> TrainingReport | None:
     logger = get_run_logger()
     try:
         report = TrainingReport.model_validate(json.loads(run.storage.read(finished_key(run.run_id))))
-        if report.last_checkpoint is not None:
-            read_manifest(run.storage, run.run_id, report.last_checkpoint.step)
+        _check_left(run, report)
     except ObjectNotFoundError:
         return None
     except (ValidationError, ValueError, CheckpointError) as error:
@@ -44,3 +43,11 @@ def finished_training(run: Run) -> TrainingReport | None:
         return None
     logger.info("the training has finished already, in attempt %d: it is not run again", report.attempt)
     return report
+
+
+def _check_left(run: Run, report: TrainingReport) -> None:
+    """Raise CheckpointError where the training's last checkpoint is gone, or void: a newer attempt went on from one before it."""
+    last = report.last_checkpoint
+    if last is not None and (newest := find_manifest(run.storage, run.run_id, last.step)).attempt != last.attempt:
+        msg = f"the checkpoint of step {last.step} that counts is that of attempt {newest.attempt}, not of attempt {last.attempt}"
+        raise CheckpointError(msg)

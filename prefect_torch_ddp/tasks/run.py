@@ -12,6 +12,7 @@ from prefect_torch_ddp.gang.follow import rank_text, stack_line
 from prefect_torch_ddp.messages import GangEvent, LogLine, RankStack
 from prefect_torch_ddp.params import TrainParams
 from prefect_torch_ddp.rank.config import CheckpointPolicy, RankConfig, Stage
+from prefect_torch_ddp.storage.objects import Readable
 from prefect_torch_ddp.storage.protocol import Storage
 
 if TYPE_CHECKING:
@@ -31,9 +32,11 @@ class Run:
     storage: Storage
     dataset_id: str
     resume_from: Source | None = None
+    source: Readable | None = None
+    """Where the raw data is."""
 
     def rank_config(self, stage: Stage, attempt: int, restore_step: int | None = None) -> RankConfig:
-        """Describe the context of the ranks of one stage."""
+        """Describe the context of the ranks of one stage; a checkpoint to restore is one that this attempt made."""
         params = self.params
         return RankConfig(
             run_id=self.run_id,
@@ -47,10 +50,12 @@ class Run:
             checkpoint=CheckpointPolicy(**params.checkpoint.model_dump()),
             resume_from=self.resume_from if stage == "train" else None,
             restore_step=restore_step,
+            restore_attempt=None if restore_step is None else attempt,
             determinism=params.determinism,
             virtual_ranks=params.virtual_ranks,
             evaluate_on=params.evaluate_on,
             ledger=params.ledger,
+            source=self.source,
         )
 
     def gang_options(self) -> Mapping[str, Any]:

@@ -1,11 +1,16 @@
 """Owns the journal of a run's attempts in its storage: counted, and their failures remembered, across Prefect's retries."""
 
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from prefect_torch_ddp.checkpoint.attempts import claim_attempt, claim_attempt_after
 from prefect_torch_ddp.checkpoint.failures import read_failures, write_failure
-from prefect_torch_ddp.messages import FailureRecord
+from prefect_torch_ddp.messages import FailureRecord, RecordsLeft
 from prefect_torch_ddp.storage.protocol import Storage
+from prefect_torch_ddp.storage.record_batch import put_part
+
+MAX_PARALLEL = 16
 
 
 @dataclass
@@ -38,3 +43,21 @@ class RunJournal:
     def record_failure(self, record: FailureRecord) -> None:
         """Put a failure on record."""
         write_failure(self.storage, self.run_id, record)
+
+    def keep_records(self, left: Sequence[RecordsLeft]) -> None:
+        """Write them as the ranks would have, each rank's in order.
+
+        Raises:
+            StorageError: some can't be written; the others are.
+        """
+        by_rank: dict[str, list[RecordsLeft]] = {}
+        for part in left:
+            by_rank.setdefault(part.key.rpartition("/")[0], []).append(part)
+        with ThreadPoolExecutor(max_workers=MAX_PARALLEL, thread_name_prefix="keep-records") as pool:
+            done = [pool.submit(self._keep, parts) for parts in by_rank.values()]
+        for each in done:
+            each.result()
+
+    def _keep(self, parts: Sequence[RecordsLeft]) -> None:
+        for part in parts:
+            put_part(self.storage, part.key, part.content)

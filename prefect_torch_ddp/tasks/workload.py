@@ -72,14 +72,22 @@ def read_workload(reference: str) -> WorkloadSource:
     return WorkloadSource(reference, tree, object_name or None)
 
 
-def dataset_id(workload: WorkloadSource, data_options: Mapping[str, Any]) -> str:
-    """Return the name of the dataset that `prepare` makes: the same code, options and local sources give the same name."""
+def dataset_id(workload: WorkloadSource, data_options: Mapping[str, Any], source: Mapping[str, str] | None = None) -> str:
+    """Return the name of the dataset that `prepare` makes: the same code, options and sources give the same name.
+
+    Args:
+        workload: what prepares it.
+        data_options: of the run.
+        source: place and listing's digest of the raw data, where the run has some.
+    """
     parts = {
         "workload": workload.name,
         "prepare": workload.prepare_digest(),
         "options": data_options,
         "sources": {name: _fingerprint(value) for name, value in data_options.items()},
     }
+    if source is not None:
+        parts["source"] = dict(source)
     try:
         text = json.dumps(parts, sort_keys=True)
     except TypeError as error:

@@ -5,19 +5,24 @@ points are drawn from a seed. A failure shows it in the test's name; `PTD_KILL_S
 point again.
 """
 
-from pathlib import Path
-
 import pytest
-from distributed import Client
 
 from tests import kill_points
-from tests.integration.s3_server import S3Server, open_s3_server  # noqa: F401 - a fixture
+from tests.integration.s3_server import open_s3_server  # noqa: F401 - a fixture
 from tests.kill_points import KillPoint, ids
-from tests.kill_strike import strike
+from tests.kill_strike import StrikeAt, strike_at  # noqa: F401 - a fixture
 
 POINTS = kill_points.every_kill_point(kill_points.seed_from_environment())
 ON_A_DIRECTORY = [point for point in POINTS if point.backend == "directory"]
 ON_S3 = [point for point in POINTS if point.backend == "s3"]
+ON_CEPH = kill_points.sample(
+    ON_S3,
+    (
+        *("mid-save-after-on-1", "mid-commit-after", "retention-2", "restart-restores", "three-restarts", "sizes-4-2-1-4"),
+        *("wire-object-on-0-within", "wire-manifest-after", "wire-upload-part-after", "wire-upload-ends-after"),
+    ),
+)
+"""Of each kind one, on a store that people run: it is durable, and answers some requests in other ways."""
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -30,18 +35,20 @@ def test_there_are_as_many_as_promised() -> None:
 
 
 @pytest.mark.parametrize("point", ON_A_DIRECTORY, ids=ids(ON_A_DIRECTORY))
-def test_on_a_directory(dask_client: Client, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, point: KillPoint) -> None:
+def test_on_a_directory(strike_at: StrikeAt, point: KillPoint) -> None:  # noqa: F811
     """Real files; also within a system call, and with a file half written."""
-    strike(dask_client, point, None, tmp_path, lambda: tmp_path_factory.mktemp("undisturbed"))
+    strike_at(point)
 
 
+@pytest.mark.usefixtures("open_s3_server")
 @pytest.mark.parametrize("point", ON_S3, ids=ids(ON_S3))
-def test_on_s3(
-    dask_client: Client,
-    open_s3_server: S3Server,  # noqa: F811
-    tmp_path: Path,
-    tmp_path_factory: pytest.TempPathFactory,
-    point: KillPoint,
-) -> None:
+def test_on_s3(strike_at: StrikeAt, point: KillPoint) -> None:  # noqa: F811
     """A real server; also in the midst of a request and of an upload in parts, and before the answer is heard."""
-    strike(dask_client, point, open_s3_server, tmp_path, lambda: tmp_path_factory.mktemp("undisturbed"))
+    strike_at(point)
+
+
+@pytest.mark.usefixtures("ceph_server")
+@pytest.mark.parametrize("point", ON_CEPH, ids=ids(ON_CEPH))
+def test_on_ceph(strike_at: StrikeAt, point: KillPoint) -> None:  # noqa: F811
+    """A Ceph RADOS Gateway: the same."""
+    strike_at(point)

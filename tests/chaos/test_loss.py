@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -36,7 +37,7 @@ from tests.integration.gang.test_failures import pids_in, wait_until
 from tests.integration.gang.test_loss import all_gone, sleeping_gang, workers_of
 from tests.integration.runs import flow_run_id_of
 from tests.integration.separate_cluster import SeparateCluster, end, separate_cluster, stop
-from tests.workloads import faulty, plain
+from tests.workloads import faulty, plain, retried_flow
 from tests.workloads.tiny import dask_worker_of, write_pid
 
 pytestmark = pytest.mark.timeout(400)
@@ -125,6 +126,37 @@ def stop_own_worker(rank: RankContext, pid_folder: str) -> None:
     write_pid(Path(pid_folder), rank.rank)
     os.kill(dask_worker_of(os.getpid()), signal.SIGSTOP)
     signal.pause()
+
+
+@pytest.mark.usefixtures("prefect_api")
+def test_a_ddp_task_whose_worker_was_stopped_is_submitted_again(tmp_path: Path) -> None:
+    """E8: the same call is the same training: it resumes on other workers."""
+    with separate_cluster(tmp_path / "cluster", 3) as cluster, ThreadPoolExecutor(1) as pool:
+        train = ddp_task(world_size=2, seed=5, checkpoint=CheckpointParams(every_steps=3), storage=str(tmp_path / "store"))
+        training = train(retried_flow.fit).with_options(name="train")
+        stopping = pool.submit(_stop_worker_of_task_when_marked, cluster.address, tmp_path / "mark")
+
+        @flow(task_runner=DaskTaskRunner(address=cluster.address))
+        def trains() -> tuple[Any, Any]:
+            whole = training(None)
+            with pytest.raises(WorkerLostError, match="was silent for 12 s while it ran the task itself"):
+                training.submit(None, 2, str(tmp_path / "mark")).result()
+            return whole, training.submit(None, 2, str(tmp_path / "mark")).result()
+
+        whole, resumed = trains()
+        stopping.result()
+    assert (resumed["attempt"], resumed["weights"]) == (2, whole["weights"])
+    assert resumed["made"][0] in (4, 7)
+    assert sorted(train_states(newest_flow_run())) == ["Completed", "Completed", "Crashed"]
+
+
+def _stop_worker_of_task_when_marked(address: str, mark: Path) -> None:
+    """Stop the Dask worker that runs the task itself, when its training has come far enough."""
+    wait_until(mark.exists, 120)
+    with Client(address) as client:
+        (of_task,) = (worker for worker, keys in client.processing().items() if any(key.startswith("fit-") for key in keys))
+        process = psutil.Process(client.run(os.getpid, workers=[of_task])[of_task])
+    stop(process)
 
 
 @pytest.mark.usefixtures("prefect_api")

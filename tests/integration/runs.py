@@ -1,6 +1,10 @@
 """Owns how integration tests read what a Prefect run left behind, through the real API."""
 
+import os
 import socket
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 from uuid import UUID
 
@@ -10,10 +14,13 @@ from prefect.client.schemas.filters import (
     ArtifactFilterFlowRunId,
     FlowRunFilter,
     FlowRunFilterId,
+    FlowRunFilterName,
     LogFilter,
     LogFilterFlowRunId,
 )
-from prefect.client.schemas.objects import Artifact, Log, TaskRun
+from prefect.client.schemas.objects import Artifact, FlowRun, Log, TaskRun
+
+import prefect_torch_ddp.flow
 
 
 def free_port() -> int:
@@ -60,3 +67,34 @@ def artifacts_of(flow_run_id: UUID) -> dict[str, Artifact]:
     with get_client(sync_client=True) as client:
         where = ArtifactFilter(flow_run_id=ArtifactFilterFlowRunId(any_=[flow_run_id]))
         return {str(found.key): found for found in client.read_artifacts(artifact_filter=where)}
+
+
+def flow_run_of(run_id: str) -> FlowRun:
+    """Return the flow run of one of our runs, whose id is the flow run's name and the beginning of its id."""
+    name, _, begin = run_id.rpartition("-")
+    with get_client(sync_client=True) as client:
+        named = client.read_flow_runs(flow_run_filter=FlowRunFilter(name=FlowRunFilterName(any_=[name])))
+    (found,) = (run for run in named if str(run.id).startswith(begin))
+    return found
+
+
+def retry_train_flow(api_url: str, run_id: str, home: Path) -> UUID:
+    """Have `prefect flow-run retry` run a train_flow again, see below. Return its flow run's id."""
+    flow_run_id = flow_run_of(run_id).id
+    retry_from_the_cli(
+        flow_run_id, f"{prefect_torch_ddp.flow.__file__}:train_flow", PREFECT_HOME=str(home), PREFECT_API_URL=api_url
+    )
+    return flow_run_id
+
+
+def retry_from_the_cli(flow_run_id: UUID, entrypoint: str, **variables: str) -> str:
+    """Have `prefect flow-run retry` run a flow again in another process; it has to complete. Return what it prints."""
+    command = [sys.executable, "-m", "prefect", "flow-run", "retry", str(flow_run_id), "--entrypoint", entrypoint]
+    env = {**os.environ, **variables}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=False)
+    with get_client(sync_client=True) as client:
+        state = client.read_flow_run(flow_run_id).state
+    assert state is not None
+    printed = done.stdout + done.stderr
+    assert state.is_completed(), printed[-6000:]
+    return printed

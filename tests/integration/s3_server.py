@@ -84,7 +84,7 @@ def run_server(log_path: Path, *, checks_rights: bool) -> Iterator[S3Server]:
 def _start(env: dict[str, str], log: int, log_path: Path) -> tuple[subprocess.Popen[bytes], str]:
     for _ in range(3):  # another process may take the free port before the server does
         port = free_port()
-        command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+        command = [sys.executable, str(Path(__file__).with_name("moto_process.py")), "-H", "127.0.0.1", "-p", str(port)]
         process = subprocess.Popen(command, stdout=log, stderr=log, env=env)
         url = f"http://127.0.0.1:{port}"
         deadline = time.monotonic() + READY_S
@@ -186,6 +186,14 @@ class Wire:
         """Return what deals with a connection."""
         return _Handler
 
+    def fault_for(self, method: str) -> "Fault | None":
+        """Take the next fault of a method from the queue, where there is one."""
+        for number, (queued, fault) in enumerate(self.faults):
+            if queued == method:
+                del self.faults[number]
+                return fault
+        return None
+
     def count(self, method: str) -> int:
         """Count the requests of a method that were seen."""
         return sum(exchange.method == method for exchange in self.exchanges)
@@ -204,13 +212,12 @@ class _Handler(BaseHTTPRequestHandler):
             return
         exchange = self._forward(body)
         self.wire.exchanges.append(exchange)
-        for number, (method, fault) in enumerate(self.wire.faults):
-            if method == self.command:
-                del self.wire.faults[number]
-                fault(self, exchange)
-                self.close_connection = True
-                return
-        send(self, exchange, exchange.answer)
+        fault = self.wire.fault_for(self.command)
+        if fault is None:
+            send(self, exchange, exchange.answer)
+        else:
+            fault(self, exchange)
+            self.close_connection = True
 
     do_GET = do_PUT = do_HEAD = do_DELETE = do_POST = do_request  # noqa: N815 - http.server's names
 
@@ -252,11 +259,11 @@ def lose_the_answer(handler: BaseHTTPRequestHandler, exchange: Exchange) -> None
     """Close the connection when the server has done what was asked, before anyone hears of it."""
 
 
-def answer(status: int, code: str) -> Fault:
-    """Make a fault that answers with an error of S3's own form."""
+def answer(status: int, code: str, more: str = "") -> Fault:
+    """Make a fault that answers with an error of S3's own form; `more` is XML within it."""
 
     def fault(handler: BaseHTTPRequestHandler, exchange: Exchange) -> None:
-        body = f"<Error><Code>{code}</Code><Message>made by the test</Message></Error>".encode()
+        body = f"<Error><Code>{code}</Code><Message>made by the test</Message>{more}</Error>".encode()
         send(handler, Exchange(exchange.method, {}, status, (("Content-Type", "application/xml"),), body), body)
 
     return fault

@@ -35,6 +35,39 @@ def _save_s3_bucket(name, server, folder="folder", **credentials):
     return block
 
 
+def test_every_kind_of_reference_works_on_ceph(ceph_server, monkeypatch, tmp_path):
+    """AwsCredentials, MinIOCredentials, s3fs and the AWS chain reach the same objects, with all that a storage needs."""
+    from prefect.filesystems import LocalFileSystem, RemoteFileSystem
+    from prefect_aws import AwsClientParameters, MinIOCredentials, S3Bucket
+
+    key, secret = ceph_server.keys["owner"]
+    endpoint = ceph_server.endpoint_url
+    _save_s3_bucket("ceph-aws", ceph_server, folder="kinds")
+    minio = MinIOCredentials(
+        minio_root_user=key, minio_root_password=secret, aws_client_parameters=AwsClientParameters(endpoint_url=endpoint)
+    )
+    S3Bucket(bucket_name="bucket", bucket_folder="kinds", credentials=minio).save("ceph-minio")
+    settings = {"key": key, "secret": secret, "endpoint_url": endpoint}
+    RemoteFileSystem(basepath="s3://bucket/kinds", settings=settings).save("ceph")
+    LocalFileSystem(basepath=str(tmp_path)).save("beside-ceph")
+    chain = {"AWS_ENDPOINT_URL": endpoint, "AWS_ACCESS_KEY_ID": key, "AWS_SECRET_ACCESS_KEY": secret}
+    for name, value in chain.items():
+        monkeypatch.setenv(name, value)
+    references = ("s3-bucket/ceph-aws", "s3-bucket/ceph-minio", "remote-file-system/ceph", "s3://bucket/kinds")
+    storages = [resolve_storage(reference) for reference in references]
+    for number, storage in enumerate(storages):
+        storage.check_writable()
+        storage.write(f"object/{number}", b"1")
+        assert storage.write_if_absent("claim", b"1") is (number == 0)
+    keys = ["claim", *(f"object/{number}" for number in range(4))]
+    for storage in storages:
+        assert [found.key for found in storage.list()] == keys
+        assert storage.uri == "s3://bucket/kinds"
+        assert secret not in repr(storage)
+    local = resolve_storage("local-file-system/beside-ceph")
+    local.check_writable()
+
+
 def test_an_s3_bucket_works_and_writes_where_the_block_does(s3_server):  # noqa: F811
     """Credentials, endpoint and folder of the block are used: the block reads what the storage wrote."""
     block = _save_s3_bucket("aws", s3_server, folder="/blocks/aws/")
@@ -79,12 +112,18 @@ def test_client_parameters_are_honoured(s3_server, tmp_path):  # noqa: F811
         endpoint_url="https://s3.internal:9000",
         verify=True,
         verify_cert_path=bundle,
-        config={"s3": {"addressing_style": "virtual"}},
+        config={
+            "s3": {"addressing_style": "virtual"},
+            "connect_timeout": 3,
+            "read_timeout": 7,
+            "retries": {"max_attempts": 1},
+        },
     )
     _save_s3_bucket("parameters", s3_server, aws_client_parameters=parameters, aws_session_token="token")
     storage = resolve_storage("s3-bucket/parameters")
     assert isinstance(storage, S3Storage)
     assert (storage.verify, storage.addressing_style, storage.session_token) == (str(bundle), "virtual", "token")
+    assert (storage.connect_timeout_s, storage.read_timeout_s, storage.max_attempts) == (3, 7, 2)
     unsigned = AwsClientParameters(endpoint_url=s3_server.endpoint_url, verify=False, config={"signature_version": "unsigned"})
     _save_s3_bucket("unsigned", s3_server, aws_client_parameters=unsigned)
     storage = resolve_storage("s3-bucket/unsigned")

@@ -15,6 +15,8 @@ from prefect_torch_ddp.errors import CheckpointError
 from prefect_torch_ddp.rank.config import CheckpointPolicy
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.storage.protocol import Storage
+from prefect_torch_ddp.storage.s3 import S3Storage
+from prefect_torch_ddp.storage.s3_client import client_of
 from tests.integration.s3_server import S3Server, open_s3_server  # noqa: F401 - a fixture
 from tests.workloads.healthy import sha256_of_weights
 
@@ -44,7 +46,7 @@ def train(storage: Storage, num_steps: int) -> tuple[str, int | None]:
         rank.track(model=model, optimizer=optimizer)
         loader = rank.loader(torch.utils.data.TensorDataset(torch.ones(1, 3, dtype=torch.float64)), global_batch_size=1)
         for (batch,) in rank.steps(loader, epochs=num_steps):
-            rank._tracker._checkpointer.wait()
+            rank._parts.made_tracker._checkpointer.wait()
             loss = model(batch).square().mean()
             optimizer.zero_grad()
             loss.backward()
@@ -68,9 +70,16 @@ def damage(storage: Storage, key: str, how: str) -> None:
         storage.write(key, data)
 
 
+def damage_in_the_store(storage: S3Storage, key: str) -> None:
+    """Flip a bit as a disk does: what the store tells beside the content stays."""
+    client, place = client_of(storage), {"Bucket": storage.bucket, "Key": storage.name_of(key)}
+    metadata = client.head_object(**place)["Metadata"]
+    client.put_object(**place, Body=_flipped(storage.read(key)), Metadata=metadata)
+
+
 def objects_of(storage: Storage, step: int) -> list[str]:
     """Name a checkpoint's objects, the manifest too."""
-    return [item.key for item in read_manifest(storage, "run", step).objects] + [manifest_key("run", step)]
+    return [item.key for item in read_manifest(storage, "run", step, 1).objects] + [manifest_key("run", step, 1)]
 
 
 @pytest.fixture(scope="module")
@@ -121,6 +130,20 @@ def test_each_object_in_a_bucket(
 
 
 @pytest.mark.parametrize("which", ["model.pt", "manifest.json"])
+def test_what_the_store_itself_damaged_is_left_out(
+    trained: tuple[Storage, str], ceph_server: S3Server, which: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Content that isn't that of the digest beside it is a damaged checkpoint, not a storage that fails."""
+    original, expected = trained
+    storage = ceph_server.storage(max_attempts=1)
+    copy(original, storage)
+    (key,) = [key for key in objects_of(original, NUM_STEPS) if key.endswith(which)]
+    damage_in_the_store(storage, key)
+    assert train(storage, NUM_STEPS + 1) == (expected, NUM_STEPS - 1)
+    assert any(key in record.getMessage() and "sha256" in record.getMessage() for record in caplog.records)
+
+
+@pytest.mark.parametrize("which", ["model.pt", "manifest.json"])
 def test_a_run_whose_checkpoints_are_all_damaged_doesnt_begin_anew(
     trained: tuple[Storage, str], tmp_path: Path, which: str
 ) -> None:
@@ -141,9 +164,9 @@ def test_a_run_whose_checkpoints_are_all_damaged_doesnt_begin_anew(
 
 def test_no_flipped_bit_of_a_manifest_goes_unnoticed(trained: tuple[Storage, str], tmp_path: Path) -> None:
     """Each bit of each byte: it is damaged, or it says the very same."""
-    key = manifest_key("run", NUM_STEPS)
+    key = manifest_key("run", NUM_STEPS, 1)
     data = trained[0].read(key)
-    whole = read_manifest(trained[0], "run", NUM_STEPS)
+    whole = read_manifest(trained[0], "run", NUM_STEPS, 1)
     same = 0
     for position in range(len(data)):
         for bit in range(8):

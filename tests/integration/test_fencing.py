@@ -9,6 +9,7 @@ from prefect_torch_ddp.checkpoint.attempts import SupersededError, claim_attempt
 from prefect_torch_ddp.checkpoint.keys import checkpoints_prefix
 from prefect_torch_ddp.checkpoint.manifest import all_manifests, list_manifests
 from prefect_torch_ddp.checkpoint.reading import read_object
+from prefect_torch_ddp.checkpoint.result_files import read_result
 from prefect_torch_ddp.metrics.read import read_records
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.storage.protocol import Storage
@@ -46,8 +47,8 @@ def check_history(storage: Storage, num_steps: int = NUM_STEPS) -> None:
     ("request_", "text"),
     [
         ("write", "step-00000004/000001/model.pt"),
-        ("write_if_absent", "step-00000004/manifest.json"),
-        ("delete", "step-00000002/manifest.json"),
+        ("write_if_absent", "step-00000004/000001/manifest.json"),
+        ("delete", "step-00000002/000001/manifest.json"),
         ("delete", "step-00000002/000001/model.pt"),
     ],
     ids=["in the midst of a save", "right before the commit", "between commit and retention", "in the midst of retention"],
@@ -64,7 +65,7 @@ def test_an_attempt_that_was_held_up_changes_nothing(tmp_path: Path, request_: s
         assert old.outcome() == ("superseded", "attempt 1 of run run has been superseded by attempt 2: it ends here")
     assert digest == undisturbed(tmp_path / "undisturbed")
     assert steps_of(storage) == [(11, 2), (12, 2)]
-    assert storage.read("runs/run/results/newest.txt") == b"attempt 2"
+    assert read_result(storage, "run", "newest.txt") == b"attempt 2"
     check_history(storage)
 
 
@@ -72,7 +73,7 @@ def test_an_attempt_that_was_held_up_changes_nothing(tmp_path: Path, request_: s
 def test_a_commit_that_comes_too_late_is_void(tmp_path: Path, new: Course) -> None:
     """It lands where attempt 2, which began behind it, has no checkpoint; attempt 3 doesn't go on from it, no step is lost."""
     storage = DirectoryStorage(tmp_path / "store")
-    held_up = PausingStorage(tmp_path / "store", "write_if_absent", "step-00000004/manifest.json")
+    held_up = PausingStorage(tmp_path / "store", "write_if_absent", "step-00000004/000001/manifest.json")
     with attempt(held_up, WHOLE) as old:
         old.wait_until_stopped()
         assert run_to_its_end(storage, new) is None, "it died"
@@ -90,6 +91,23 @@ def test_a_commit_that_comes_too_late_is_void(tmp_path: Path, new: Course) -> No
     check_history(storage)
 
 
+def test_a_file_that_comes_too_late_replaces_none(tmp_path: Path) -> None:
+    """Held up within rank.save, right before the write: it lands under its own attempt, and the newer one's is what is read."""
+    storage = DirectoryStorage(tmp_path / "store")
+    with attempt(PausingStorage(tmp_path / "store", "write", "results/000001/newest.txt"), WHOLE) as old:
+        old.wait_until_stopped()
+        assert run_to_its_end(storage, Course(NUM_STEPS, die_at=6)) is None, "it died"
+        before = steps_of(storage)
+        old.go_on()
+        assert old.outcome() == ("superseded", "attempt 1 of run run has been superseded by attempt 2: it ends here")
+    assert storage.read("runs/run/results/000001/newest.txt") == b"attempt 1", "it did land"
+    assert read_result(storage, "run", "newest.txt") == b"attempt 2"
+    assert steps_of(storage) == before
+    assert run_to_its_end(storage, WHOLE) == ("done", undisturbed(tmp_path / "undisturbed"))
+    assert read_result(storage, "run", "newest.txt") == b"attempt 3"
+    check_history(storage)
+
+
 def race(storage: Storage, begin_at: int, expected: str) -> None:
     """Have attempt 2 begin once attempt 1 has made so many steps, and attempt 3 at once after it; all as fast as they can."""
     course = Course(NUM_STEPS, wait_at=10)
@@ -103,7 +121,7 @@ def race(storage: Storage, begin_at: int, expected: str) -> None:
             assert new.outcome()[0] == "superseded"
             assert newest.outcome() == ("done", expected)
     assert steps_of(storage) == [(11, 3), (12, 3)]
-    assert storage.read("runs/run/results/newest.txt") == b"attempt 3"
+    assert read_result(storage, "run", "newest.txt") == b"attempt 3"
     check_history(storage)
 
 

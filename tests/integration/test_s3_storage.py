@@ -1,7 +1,6 @@
 """The storage in a bucket, against a real server: the conformance suite, refusals, and a wire that is cut."""
 
 import dataclasses
-import hashlib
 import multiprocessing
 import pickle
 import socket
@@ -9,8 +8,8 @@ import socket
 import pytest
 
 from prefect_torch_ddp.errors import BadKeyError, InvalidParamsError, ObjectNotFoundError, StorageError
-from prefect_torch_ddp.storage import s3
 from prefect_torch_ddp.storage.locate import storage_from_uri
+from prefect_torch_ddp.storage.objects import ObjectPart
 from prefect_torch_ddp.storage.s3 import S3Storage
 from prefect_torch_ddp.storage.s3_client import client_of
 from tests.integration.s3_server import (  # noqa: F401 - fixtures
@@ -22,15 +21,20 @@ from tests.integration.s3_server import (  # noqa: F401 - fixtures
     open_s3_server,
     s3_server,
 )
+from tests.s3_conformance import SECRET, S3Conformance
+from tests.s3_conformance import error_of as _error
 from tests.storage_conformance import StorageConformance, in_processes
 
-SECRET = "hunter2-is-the-secret"
 
-
-class TestS3Storage(StorageConformance):
+class TestS3Storage(StorageConformance, S3Conformance):
     """Everything a storage must do."""
 
     num_examples = 20
+
+    @pytest.fixture
+    def server(self, s3_server):  # noqa: F811
+        """Give the server."""
+        return s3_server
 
     @pytest.fixture
     def make_storage(self, s3_server):  # noqa: F811
@@ -58,56 +62,6 @@ def over_wire(open_s3_server, wire):  # noqa: F811
 
 
 # ---- Refusals: each names bucket, key and the way out, and shows no secret.
-
-
-def _error(operation, *arguments):
-    with pytest.raises(StorageError) as caught:
-        operation(*arguments)
-    return str(caught.value)
-
-
-def test_a_wrong_secret_is_named(s3_server):  # noqa: F811
-    """The key is known, the secret is wrong."""
-    storage = s3_server.storage(secret_access_key=SECRET)
-    message = _error(storage.write, "folder/object", b"x")
-    assert f"s3://bucket/{storage.prefix}/folder/object at {s3_server.endpoint_url}" in message
-    assert "the secret is wrong" in message
-    assert SECRET not in message
-
-
-def test_an_unknown_access_key_is_named(s3_server):  # noqa: F811
-    """The store doesn't know who asks."""
-    storage = s3_server.storage(access_key_id="AKIANOBODY", secret_access_key=SECRET)
-    message = _error(storage.read, "object")
-    assert "doesn't know this access key" in message
-    assert SECRET not in message
-
-
-def test_missing_rights_are_named(s3_server):  # noqa: F811
-    """A user who may only read is told which rights are needed, by the probe too, and the first fault is the one told."""
-    owned = s3_server.storage()
-    owned.write("object", b"1")
-    storage = s3_server.storage(owned.prefix, user="reader")
-    assert storage.read("object") == b"1"
-    for operation, *arguments in ((storage.write, "a", b"x"), (storage.check_writable,)):
-        message = _error(operation, *arguments)
-        assert message.startswith("can't write")
-        assert "PutObject" in message
-
-
-def test_a_missing_bucket_is_named(s3_server):  # noqa: F811
-    """Each operation says that the bucket isn't there; none takes it for an absent object."""
-    storage = s3_server.storage(bucket="no-such-bucket")
-    for operation, *arguments in (
-        (storage.read, "object"),
-        (storage.write, "object", b"x"),
-        (storage.write_if_absent, "object", b"x"),
-        (lambda: list(storage.list()),),
-        (storage.check_writable,),
-    ):
-        with pytest.raises(StorageError, match=r"s3://no-such-bucket/.*there is no such bucket") as caught:
-            operation(*arguments)
-        assert not isinstance(caught.value, ObjectNotFoundError)
 
 
 def test_an_unreachable_endpoint_is_named():
@@ -184,6 +138,8 @@ def test_secrets_are_not_shown():
         lambda: S3Storage("b", secret_access_key=SECRET),
         lambda: S3Storage("b", anonymous=True, access_key_id="k", secret_access_key=SECRET),
         lambda: S3Storage("b", endpoint_url="minio:9000"),
+        lambda: S3Storage("b", read_timeout_s=0),
+        lambda: S3Storage("b", max_attempts=0),
         lambda: S3Storage("b", endpoint_url=f"http://user:{SECRET}@minio:9000"),
     ],
 )
@@ -202,64 +158,6 @@ def test_a_key_too_long_with_its_prefix_is_refused():
 
 
 # ---- What the network does to requests.
-
-
-def test_a_body_that_breaks_off_is_read_again(wire, over_wire):
-    """The retries of botocore end where the body begins; ours don't."""
-    data = bytes(range(256)) * 2000
-    over_wire.write("object", data)
-    wire.faults = [("GET", cut_in_the_body)] * 3
-    assert over_wire.read("object") == data
-    assert wire.count("GET") == 4
-    assert wire.faults == []
-
-
-def test_a_body_that_always_breaks_off_is_an_error(wire, over_wire):
-    """Retries are bounded, and a part is never taken for the whole."""
-    over_wire.write("object", b"x" * 100_000)
-    wire.faults = [("GET", cut_in_the_body)] * 20
-    storage = dataclasses.replace(over_wire, max_attempts=2)
-    assert "broke off 2 times" in _error(storage.read, "object")
-    assert wire.count("GET") == 2
-
-
-def test_a_write_whose_answer_is_lost_is_still_a_win(wire, over_wire):
-    """The object is there by our own first try: the second try's 412 doesn't make us a loser."""
-    wire.faults = [("PUT", lose_the_answer)]
-    assert over_wire.write_if_absent("claim", b"mine") is True
-    assert [exchange.status for exchange in wire.exchanges if exchange.method == "PUT"] == [200, 412]
-    assert over_wire.read("claim") == b"mine"
-
-
-def test_a_lost_answer_does_not_make_a_loser_win(wire, over_wire):
-    """The same cut, but someone else was there first, with the very same bytes."""
-    assert over_wire.write_if_absent("claim", b"same") is True
-    wire.faults = [("PUT", lose_the_answer)]
-    assert over_wire.write_if_absent("claim", b"same") is False
-
-
-def test_a_conflict_is_tried_again(wire, over_wire):
-    """AWS answers 409 while another conditional write is under way, which decides nothing."""
-    wire.faults = [("PUT", answer(409, "ConditionalRequestConflict")), ("PUT", answer(409, "ConditionalRequestConflict"))]
-    assert over_wire.write_if_absent("claim", b"mine") is True
-    wire.faults = [("PUT", answer(409, "ConditionalRequestConflict"))]
-    assert over_wire.write_if_absent("claim", b"other") is False
-    assert over_wire.read("claim") == b"mine"
-
-
-def test_conflicts_without_end_are_an_error(wire, over_wire):
-    """Bounded too."""
-    wire.faults = [("PUT", answer(409, "ConditionalRequestConflict"))] * 20
-    storage = dataclasses.replace(over_wire, max_attempts=2)
-    assert "ConditionalRequestConflict" in _error(storage.write_if_absent, "claim", b"x")
-    assert wire.count("PUT") == 2
-
-
-def test_a_busy_store_is_asked_again(wire, over_wire):
-    """503 and 500 pass."""
-    over_wire.write("object", b"x")
-    wire.faults = [("GET", answer(503, "SlowDown")), ("GET", answer(500, "InternalError"))]
-    assert over_wire.read("object") == b"x"
 
 
 def test_a_store_that_ignores_conditions_is_refused(open_s3_server):  # noqa: F811
@@ -291,69 +189,32 @@ def test_the_environment_of_the_process_is_used(monkeypatch, s3_server):  # noqa
     monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
     storage = storage_from_uri("s3://bucket/from-the-environment")
     storage.check_writable()
-    assert s3_server.endpoint_url in _error(storage.read, "absent")
+    with pytest.raises(ObjectNotFoundError, match=s3_server.endpoint_url):
+        storage.read("absent")
+
+
+def test_another_environment_is_another_client(monkeypatch, s3_server):  # noqa: F811
+    """A notebook that corrects its variables isn't held to the client of the wrong ones; the same ones have one client."""
+    key, secret = s3_server.keys["owner"]
+    for name, value in (
+        ("AWS_ENDPOINT_URL", s3_server.endpoint_url),
+        ("AWS_ACCESS_KEY_ID", key),
+        ("AWS_DEFAULT_REGION", "us-east-1"),
+    ):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
+    storage = storage_from_uri("s3://bucket/from-another-environment")
+    part = ObjectPart("object", 1)
+    with pytest.raises(StorageError, match="secret"):
+        storage.write("object", b"1")
+    assert all(isinstance(found, StorageError) for found in storage.read_many([part]))
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", secret)
+    storage.write("object", b"1")
+    assert list(storage.read_many([part])) == [b"1"]
+    assert client_of(storage) is client_of(storage_from_uri("s3://bucket/from-another-environment"))
 
 
 # ---- Sizes, pages, processes.
-
-
-def test_big_objects_go_in_parts_and_come_back_whole(monkeypatch, wire, over_wire):
-    """Above the limit an object is uploaded in parts, and is one object."""
-    monkeypatch.setattr(s3, "MULTIPART_FROM_BYTES", 6 * 2**20)
-    monkeypatch.setattr(s3, "PART_BYTES", 5 * 2**20)
-    data = hashlib.sha256(b"seed").digest() * (11 * 2**20 // 32)
-    over_wire.write("big", data)
-    assert wire.count("PUT") == 3
-    assert hashlib.sha256(over_wire.read("big")).digest() == hashlib.sha256(data).digest()
-    assert [found.num_bytes for found in over_wire.list()] == [len(data)]
-
-
-def test_a_failed_upload_in_parts_leaves_nothing(monkeypatch, wire, over_wire):
-    """When a part is refused the upload is aborted: no object, and no parts that are paid for and never seen."""
-    monkeypatch.setattr(s3, "MULTIPART_FROM_BYTES", 6 * 2**20)
-    monkeypatch.setattr(s3, "PART_BYTES", 5 * 2**20)
-    wire.faults = [("PUT", answer(403, "AccessDenied"))]
-    assert "access denied" in _error(over_wire.write, "big", b"x" * (11 * 2**20))
-    assert "Uploads" not in client_of(over_wire).list_multipart_uploads(Bucket="bucket", Prefix=over_wire.prefix)
-    assert list(over_wire.list()) == []
-
-
-def _begin_upload(storage, key):
-    client = client_of(storage)
-    name = f"{storage.prefix}/{key}"
-    upload = client.create_multipart_upload(Bucket="bucket", Key=name)["UploadId"]
-    client.upload_part(Bucket="bucket", Key=name, UploadId=upload, PartNumber=1, Body=b"part")
-
-
-def test_uploads_that_a_killed_writer_left_are_dropped(s3_server):  # noqa: F811
-    """Those that are over, below the prefix given; not those that somebody may be at, nor a neighbour's."""
-    storage, neighbour = s3_server.storage(), s3_server.storage()
-    for key in ("run/1/old", "run/2/new", "runs/1/old"):
-        _begin_upload(storage, key)
-    _begin_upload(neighbour, "run/1/old")
-    storage.write("run/1/whole", b"1")
-    storage.drop_unfinished("run/", lambda key: key.startswith("run/1/"))
-    left = client_of(storage).list_multipart_uploads(Bucket="bucket")["Uploads"]
-    expected = {f"{storage.prefix}/run/2/new", f"{storage.prefix}/runs/1/old", f"{neighbour.prefix}/run/1/old"}
-    assert {upload["Key"] for upload in left} == expected
-    assert storage.read("run/1/whole") == b"1"
-
-
-def test_the_right_to_list_uploads_may_be_missing(s3_server):  # noqa: F811
-    """Then the message names it."""
-    storage = s3_server.storage(user="reader")
-    assert "ListBucketMultipartUploads" in _error(storage.drop_unfinished, "runs/", lambda key: True)
-
-
-def test_listings_go_on_over_pages(storage):
-    """More than a thousand objects are all listed, in order, and what isn't a key isn't."""
-    keys = [f"many/{number:05}" for number in range(1001)]
-    client = client_of(storage)
-    for key in keys:
-        client.put_object(Bucket="bucket", Key=f"{storage.prefix}/{key}", Body=b"")
-    client.put_object(Bucket="bucket", Key=f"{storage.prefix}/many/", Body=b"")  # as the console makes a "folder"
-    assert [found.key for found in storage.list()] == keys
-    assert [found.key for found in storage.list("many/0100")] == ["many/01000"]
 
 
 def test_a_neighbouring_prefix_is_not_listed(s3_server):  # noqa: F811

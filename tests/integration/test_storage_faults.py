@@ -124,6 +124,20 @@ def test_a_training_outlives_a_server_that_is_down(tmp_path: Path, open_s3_serve
     assert {value["sha256"] for value in values} == {undisturbed[0]["sha256"]}
 
 
+def test_a_training_outlives_a_store_that_hangs(tmp_path: Path, ceph_server: Any) -> None:
+    """Ceph takes requests and answers none for two steps, as with full disks: each checkpoint is given up in bounded time."""
+    plan = {4: "pause", 6: "unpause"}
+    storage = ceph_server.storage(read_timeout_s=1.0, max_attempts=2)
+    try:
+        values = train(storage, ceph_server.home / "ceph.conf", plan)
+    finally:
+        ceph_server.ceph("osd", "unset", "pause")
+    check_told(values, plan, "the endpoint didn't answer in time")
+    assert steps_of(storage) == [7, 8, 9]
+    undisturbed = train(DirectoryStorage(tmp_path / "undisturbed"))
+    assert {value["sha256"] for value in values} == {undisturbed[0]["sha256"]}
+
+
 def test_one_rank_that_cant_write_is_named(tmp_path: Path) -> None:
     """Rank 0 says so for it; what rank 0 itself had written for that checkpoint is gone again."""
     storage = FailingStorage(tmp_path, "step-00000004/000001/rank-00001")

@@ -19,6 +19,7 @@ from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
 from prefect_torch_ddp import RankContext, Report
+from prefect_torch_ddp.checkpoint.manifest import list_manifests
 from prefect_torch_ddp.data.sampler import mix_seed
 
 NUM_CLASSES = 3
@@ -86,9 +87,10 @@ def fit(rank: RankContext, dataset: Dataset[Any]) -> dict[str, Any]:
 
 def _die_after_checkpoint(rank: RankContext, step: int | None) -> None:
     """Kill this process, once the checkpoint of a step is on record: otherwise there may be none to resume from."""
-    key = f"runs/{rank.run_id}/checkpoints/step-{step or 0:08d}/manifest.json"
     deadline = time.monotonic() + 20
-    while step is not None and time.monotonic() < deadline and key not in {found.key for found in rank.config.storage.list(key)}:
+    while step is not None and time.monotonic() < deadline:
+        if step in {manifest.step for manifest in list_manifests(rank.config.storage, rank.run_id)}:
+            break
         time.sleep(0.01)
     os.kill(os.getpid(), signal.SIGKILL)
 

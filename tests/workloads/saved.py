@@ -112,6 +112,6 @@ def in_turns(rank: RankContext, num_rounds: int, folder: str) -> list[tuple[str,
 
 def finish(rank: RankContext) -> None:
     """Wait until this rank's checkpoint is written."""
-    assert rank._tracker is not None
-    assert rank._tracker._checkpointer is not None
-    rank._tracker._checkpointer.wait()
+    assert rank._parts.made_tracker is not None
+    assert rank._parts.made_tracker._checkpointer is not None
+    rank._parts.made_tracker._checkpointer.wait()

@@ -23,8 +23,8 @@ def train_through(rank: RankContext, place: str, plan: dict[int, str]) -> dict[s
 
     Args:
         rank: the context; its checkpoints come every step.
-        place: the mounted file system, or a file whose presence makes the server fail.
-        plan: by step "fill", "free", "ro", "rw", "down" or "up".
+        place: the mounted file system, a file whose presence makes the server fail, or the configuration of a Ceph cluster.
+        plan: by step "fill", "free", "ro", "rw", "down", "up", "pause" or "unpause".
 
     Returns:
         The weights' digest, what was logged, and by step the trouble that people were told of.
@@ -41,7 +41,7 @@ def train_through(rank: RankContext, place: str, plan: dict[int, str]) -> dict[s
     inputs = torch.randn(12, 64, generator=generator, dtype=torch.float64)
     troubles = {}
     for (batch,) in rank.steps(rank.loader(TensorDataset(inputs), global_batch_size=4), epochs=NUM_STEPS // 3):
-        rank._tracker._checkpointer.wait()  # what became of the checkpoint before is known
+        rank._parts.made_tracker._checkpointer.wait()  # what became of the checkpoint before is known
         troubles[rank.step] = rank._state.trouble()
         if rank.rank == 0 and rank.step in plan:
             strike(plan[rank.step], Path(place))
@@ -59,11 +59,7 @@ def strike(how: str, place: Path) -> None:
     filler = place / "filler"
     match how:
         case "fill":
-            with filler.open("wb", buffering=0) as file, suppress(OSError):
-                while True:
-                    file.write(bytes(4096))
-            with filler.open("r+b") as file:
-                file.truncate(filler.stat().st_size - ROOM_BYTES)
+            _fill(filler)
         case "free":
             filler.unlink()
         case "ro" | "rw":
@@ -74,6 +70,17 @@ def strike(how: str, place: Path) -> None:
             place.touch()
         case "up":
             place.unlink()
+        case "pause" | "unpause":
+            order = "set" if how == "pause" else "unset"
+            subprocess.run(["ceph", "--conf", str(place), "osd", order, "pause"], check=True, capture_output=True)
+
+
+def _fill(filler: Path) -> None:
+    with filler.open("wb", buffering=0) as file, suppress(OSError):
+        while True:
+            file.write(bytes(4096))
+    with filler.open("r+b") as file:
+        file.truncate(filler.stat().st_size - ROOM_BYTES)
 
 
 class _Listener(logging.Handler):

@@ -216,7 +216,7 @@ def test_without_parentheses_it_takes_all_workers(
         return plain(n=6)
 
     assert calls() == (2, 6)
-    (saved,) = (tmp_path / "prefect-torch-ddp" / "runs").glob("plain-*/results/n.txt")
+    (saved,) = (tmp_path / "prefect-torch-ddp" / "runs").glob("plain-*/results/000001/n.txt")
     assert saved.read_text() == "6"
 
 
@@ -308,7 +308,7 @@ def test_saved_files_outlive_the_failure(dask_cluster: LocalCluster, tmp_path: P
     assert isinstance(caught.value.__cause__, RuntimeError)
     storage = DirectoryStorage(tmp_path / "store")
     keys = [found.key for found in storage.list("runs/") if "/results/" in found.key]
-    results = {key.split("/results/")[1]: storage.read(key) for key in keys}
+    results = {key.split("/results/000001/")[1]: storage.read(key) for key in keys}
     assert results == {"notes/a.txt": "before the failure: é".encode(), "b.bin": b"\x00\x01"}
     assert [path.name for path in tmp_path.iterdir()] == ["store"]
     # Sent from a Dask worker in batches, on its own time.

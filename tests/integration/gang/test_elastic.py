@@ -2,21 +2,20 @@
 
 import os
 import signal
-import threading
-from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from distributed import Client, LocalCluster
+from distributed import Client
 
 from prefect_torch_ddp import InvalidParamsError, run_gang
 from prefect_torch_ddp.gang import launch
 from prefect_torch_ddp.rank.config import CheckpointPolicy, RankConfig
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.tasks.run_journal import RunJournal
-from tests.integration.gang.test_restarts import attempts_in, extra_worker
-from tests.integration.gang.test_resumed_restarts import RUN_WITH_CONTEXT, waiting
+from tests.integration.gang.dying_workers import Workers, dying_workers
+from tests.integration.gang.test_restarts import attempts_in
+from tests.integration.gang.test_resumed_restarts import RUN_WITH_CONTEXT
 from tests.workloads import restarting
 
 if TYPE_CHECKING:
@@ -43,32 +42,19 @@ def test_four_then_two_then_one_then_four_ranks(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(launch, "FULL_SIZE_S", 3.0)
     plan = {1: {"step": 3, "how": "wait"}, 2: {"step": 5, "how": "wait"}, 3: {"step": 7, "how": "wait"}}
     events: list[GangEvent] = []
-    failures: list[BaseException] = []
-    with ExitStack() as stack:
-        cluster = stack.enter_context(LocalCluster(n_workers=1, threads_per_worker=1, dashboard_address=":0"))
-        client = stack.enter_context(Client(cluster))
-        extra = [stack.enter_context(extra_worker(cluster, 2 + i)) for i in range(3)]
 
-        def be_the_weather() -> None:
-            try:
-                waiting(tmp_path, 1, 4)
-                extra[0].kill()
-                pids = waiting(tmp_path, 2, 2)
-                for worker in extra[1:]:
-                    worker.kill()
-                os.kill(pids[0], signal.SIGKILL)  # those workers may hold none of the two ranks
-                (pid,) = waiting(tmp_path, 3, 1)
-                for i in range(3):
-                    stack.enter_context(extra_worker(cluster, 2 + i))
-                os.kill(pid, signal.SIGKILL)
-            except BaseException as error:  # noqa: BLE001 - the test shall show it
-                failures.append(error)
+    def script(workers: Workers) -> None:
+        workers.waiting(1, 4)
+        workers.extra[0].kill()
+        pids = workers.waiting(2, 2)
+        for worker in workers.extra[1:]:
+            worker.kill()
+        os.kill(pids[0], signal.SIGKILL)  # those workers may hold none of the two ranks
+        workers.come_again_to_the_last(3)
 
-        thread = threading.Thread(target=be_the_weather)
-        thread.start()
+    with dying_workers(tmp_path, script) as (client, over):
         values = train(client, tmp_path, plan, world_size=4, min_world_size=1, max_restarts=3, on_event=events.append)
-        thread.join()
-        assert not failures
+        over()
         assert attempts_in(events) == [(1, 4), (2, 2), (3, 1), (4, 4)]
         undisturbed = tmp_path / "undisturbed"
         undisturbed.mkdir()

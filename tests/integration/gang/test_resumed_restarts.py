@@ -1,17 +1,12 @@
 """Restarts of functions with a RankContext: each attempt is claimed in the storage and resumes; the data stay what they were."""
 
 import json
-import os
-import signal
-import threading
-import time
 from collections import Counter
-from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from distributed import Client, LocalCluster
+from distributed import Client
 
 from prefect_torch_ddp import RankFailedError, read_ledger, run_gang
 from prefect_torch_ddp.checkpoint.attempts import SupersededError, newest_attempt
@@ -21,7 +16,8 @@ from prefect_torch_ddp.messages import AttemptBegan
 from prefect_torch_ddp.rank.config import CheckpointPolicy, RankConfig
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.tasks.run_journal import RunJournal
-from tests.integration.gang.test_restarts import attempts_in, extra_worker
+from tests.integration.gang.dying_workers import Workers, dying_workers
+from tests.integration.gang.test_restarts import attempts_in
 from tests.workloads import restarting
 
 if TYPE_CHECKING:
@@ -64,45 +60,23 @@ def batches_that_count(folder: Path) -> dict[int, tuple[int, list[int]]]:
     return {step: (epoch, sorted(samples)) for step, (epoch, samples) in sorted(batches.items())}
 
 
-def waiting(folder: Path, attempt: int, num_ranks: int) -> list[int]:
-    """Wait until all ranks of an attempt wait to be killed; return their pids."""
-    deadline = time.monotonic() + 90
-    while len(found := list(folder.glob(f"waits-{attempt}-*"))) < num_ranks or not all(path.read_text() for path in found):
-        assert time.monotonic() < deadline, f"attempt {attempt} did not come so far"
-        time.sleep(0.02)
-    return [int(path.read_text()) for path in found]
-
-
 def test_four_then_two_then_one_then_four_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Workers die and come: as many ranks as there is room for, each sample once an epoch, the same batches."""
     monkeypatch.setattr(launch, "FULL_SIZE_S", 3.0)
     plan = {1: {"step": 4, "how": "wait"}, 2: {"step": 8, "how": "wait"}, 3: {"step": 14, "how": "wait"}}
     events: list[GangEvent] = []
-    failures: list[BaseException] = []
-    with ExitStack() as stack:
-        cluster = stack.enter_context(LocalCluster(n_workers=1, threads_per_worker=1, dashboard_address=":0"))
-        client = stack.enter_context(Client(cluster))
-        extra = [stack.enter_context(extra_worker(cluster, 2 + i)) for i in range(3)]
 
-        def be_the_weather() -> None:
-            try:
-                waiting(tmp_path, 1, 4)
-                for worker in extra[1:]:
-                    worker.kill()
-                waiting(tmp_path, 2, 2)
-                extra[0].kill()
-                (pid,) = waiting(tmp_path, 3, 1)
-                for i in range(3):
-                    stack.enter_context(extra_worker(cluster, 2 + i))
-                os.kill(pid, signal.SIGKILL)
-            except BaseException as error:  # noqa: BLE001 - the test shall show it
-                failures.append(error)
+    def script(workers: Workers) -> None:
+        workers.waiting(1, 4)
+        for worker in workers.extra[1:]:
+            worker.kill()
+        workers.waiting(2, 2)
+        workers.extra[0].kill()
+        workers.come_again_to_the_last(3)
 
-        thread = threading.Thread(target=be_the_weather)
-        thread.start()
+    with dying_workers(tmp_path, script) as (client, over):
         values = train(client, tmp_path, plan, world_size=4, min_world_size=1, max_restarts=3, on_event=events.append)
-        thread.join()
-        assert not failures
+        over()
         assert attempts_in(events) == [(1, 4), (2, 2), (3, 1), (4, 4)]
         assert [value["world_size"] for value in values] == [4] * 4
         undisturbed = tmp_path / "undisturbed"

@@ -16,10 +16,11 @@ import torch
 from safetensors.torch import load_file
 
 from prefect_torch_ddp.checkpoint.attempts import SupersededError, claim_attempt
+from prefect_torch_ddp.checkpoint.digest import digest_of
 from prefect_torch_ddp.checkpoint.export import export_model
 from prefect_torch_ddp.checkpoint.keys import attempts_prefix, object_key
 from prefect_torch_ddp.checkpoint.manifest import Manifest, ManifestObject
-from prefect_torch_ddp.checkpoint.serial import sha256_of, to_bytes
+from prefect_torch_ddp.checkpoint.serial import to_bytes
 from prefect_torch_ddp.errors import CheckpointError
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.storage.protocol import Storage, StoredObject
@@ -33,7 +34,7 @@ def checkpoint(storage: Storage, attempt: int, value: float = 1.0) -> Manifest:
     data = to_bytes({"weight": torch.full((2, 2), value), "bias": torch.zeros(2)})
     key = object_key("run", 4, attempt, "model")
     storage.write(key, data)
-    item = ManifestObject("model", key, len(data), sha256_of(data))
+    item = ManifestObject("model", key, len(data), digest_of(data))
     metrics = {"loss": 0.5, "other": math.nan}
     return Manifest("run", 4, attempt, 2, {}, 1, metrics, (item,))
 
@@ -108,7 +109,7 @@ def test_damage_is_named(tmp_path: Path) -> None:
     found = checkpoint(storage, attempt)
     with pytest.raises(CheckpointError, match="step 4 of run run has no object 'net' to export"):
         export_model(storage, found, "net", attempt, ABOUT)
-    damaged = replace(found, objects=(replace(found.objects[0], sha256="0" * 64),))
+    damaged = replace(found, objects=(replace(found.objects[0], digest="0" * 64),))
     with pytest.raises(CheckpointError, match=r"000001/model.pt is damaged"):
         export_model(storage, damaged, "model", attempt, ABOUT)
     assert not (tmp_path / "runs/run/model").exists()

@@ -11,6 +11,7 @@ from prefect_torch_ddp.checkpoint.manifest import (
     Manifest,
     ManifestObject,
     best,
+    find_manifest,
     list_checkpoints,
     newest,
     read_manifest,
@@ -53,14 +54,14 @@ def test_manifests_read_back(tmp_path: Path) -> None:
     storage = DirectoryStorage(tmp_path)
     written = [manifest(100, accuracy=0.75, loss=math.nan), manifest(9, accuracy=0.8)]
     for item in written:
-        storage.write(manifest_key("run", item.step), item.as_bytes())
+        storage.write(manifest_key("run", item.step, 1), item.as_bytes())
     json.loads(written[0].as_bytes(), parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
-    again = read_manifest(storage, "run", 100)
+    again = read_manifest(storage, "run", 100, 1)
     assert math.isnan(again.metrics["loss"])
     assert (again.objects, again.position, again.world_size) == (written[0].objects, {"batch": 2}, 2)
     refs = list_checkpoints(storage, "run")
     assert [(ref.step, ref.attempt, ref.metrics) for ref in refs] == [(9, 1, {"accuracy": 0.8}), (100, 1, {"accuracy": 0.75})]
-    assert refs[1].uri == f"{tmp_path}/runs/run/checkpoints/step-00000100/manifest.json"
+    assert refs[1].uri == f"{tmp_path}/runs/run/checkpoints/step-00000100/000001/manifest.json"
     assert newest(storage, "run") == refs[1]
     assert best(storage, "run", "accuracy") == refs[0]
     assert best(storage, "run", "accuracy", "min") == refs[1]
@@ -71,9 +72,11 @@ def test_manifests_read_back(tmp_path: Path) -> None:
 def test_a_damaged_manifest_is_left_out_by_name(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Not the end of everything that reads the run."""
     storage = DirectoryStorage(tmp_path)
-    storage.write(manifest_key("run", 1), manifest(1).as_bytes())
-    storage.write(manifest_key("run", 2), b'{"step": 2')
+    storage.write(manifest_key("run", 1, 1), manifest(1).as_bytes())
+    storage.write(manifest_key("run", 2, 1), b'{"step": 2')
     assert [ref.step for ref in list_checkpoints(storage, "run")] == [1]
-    assert "step-00000002/manifest.json is damaged" in caplog.text
-    with pytest.raises(CheckpointError, match="run run has no checkpoint of step 3"):
-        read_manifest(storage, "run", 3)
+    assert "step-00000002/000001/manifest.json is damaged" in caplog.text
+    with pytest.raises(CheckpointError, match="run run has no checkpoint of step 3 of attempt 1"):
+        read_manifest(storage, "run", 3, 1)
+    with pytest.raises(CheckpointError, match="run run has no checkpoint of step 3 in"):
+        find_manifest(storage, "run", 3)

@@ -18,26 +18,34 @@ OWN = DirectoryStorage(Path("/own"))
 
 
 @pytest.mark.parametrize(
-    ("reference", "storage", "run_id", "step"),
+    ("reference", "storage", "run_id", "step", "attempt"),
     [
-        ("calm-otter-1a2b", OWN, "calm-otter-1a2b", None),
-        ("calm-otter-1a2b/checkpoints/step-00000400", OWN, "calm-otter-1a2b", 400),
-        ("/data/store/runs/calm-otter", DirectoryStorage(Path("/data/store")), "calm-otter", None),
-        ("/data/store/runs/calm-otter/", DirectoryStorage(Path("/data/store")), "calm-otter", None),
-        ("/data/store/runs/calm-otter/checkpoints/step-00000400", DirectoryStorage(Path("/data/store")), "calm-otter", 400),
-        ("/data/runs/x/runs/otter/checkpoints/step-7/manifest.json", DirectoryStorage(Path("/data/runs/x")), "otter", 7),
-        ("/runs/otter", DirectoryStorage(Path("/")), "otter", None),
-        ("runs/otter", DirectoryStorage(Path()), "otter", None),
-        ("~/store/runs/otter", DirectoryStorage(Path("~/store")), "otter", None),
-        ("file:///data/my%20store/runs/otter", DirectoryStorage(Path("/data/my store")), "otter", None),
-        ("s3://bucket/team/models/runs/otter", S3Storage("bucket", "team/models"), "otter", None),
-        ("s3://bucket/runs/otter/checkpoints/step-00000400", S3Storage("bucket"), "otter", 400),
+        ("calm-otter-1a2b", OWN, "calm-otter-1a2b", None, None),
+        ("calm-otter-1a2b/checkpoints/step-00000400", OWN, "calm-otter-1a2b", 400, None),
+        ("/data/store/runs/calm-otter", DirectoryStorage(Path("/data/store")), "calm-otter", None, None),
+        ("/data/store/runs/calm-otter/", DirectoryStorage(Path("/data/store")), "calm-otter", None, None),
+        ("/data/store/runs/calm-otter/checkpoints/step-00000400", DirectoryStorage(Path("/data/store")), "calm-otter", 400, None),
+        (
+            "/data/runs/x/runs/otter/checkpoints/step-7/000002/manifest.json",
+            DirectoryStorage(Path("/data/runs/x")),
+            "otter",
+            7,
+            2,
+        ),
+        ("/data/runs/x/runs/otter/checkpoints/step-7/manifest.json", DirectoryStorage(Path("/data/runs/x")), "otter", 7, None),
+        ("otter/checkpoints/step-00000007/000012", OWN, "otter", 7, 12),
+        ("/runs/otter", DirectoryStorage(Path("/")), "otter", None, None),
+        ("runs/otter", DirectoryStorage(Path()), "otter", None, None),
+        ("~/store/runs/otter", DirectoryStorage(Path("~/store")), "otter", None, None),
+        ("file:///data/my%20store/runs/otter", DirectoryStorage(Path("/data/my store")), "otter", None, None),
+        ("s3://bucket/team/models/runs/otter", S3Storage("bucket", "team/models"), "otter", None, None),
+        ("s3://bucket/runs/otter/checkpoints/step-00000400", S3Storage("bucket"), "otter", 400, None),
     ],
 )
-def test_a_reference_is_read(reference: str, storage: object, run_id: str, step: int | None) -> None:
+def test_a_reference_is_read(reference: str, storage: object, run_id: str, step: int | None, attempt: int | None) -> None:
     """An id, a path, a URI; with the step or without; the place of a manifest, as reports show it, too."""
     source = source_of(reference, OWN, storage_from_uri)
-    assert source == Source(storage, run_id, step)  # type: ignore[arg-type]
+    assert source == Source(storage, run_id, step, attempt)  # type: ignore[arg-type]
     assert source_of(source.uri, OWN, storage_from_uri) == source
 
 

@@ -3,25 +3,23 @@
 import json
 import multiprocessing
 import shutil
+import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from prefect_torch_ddp.data.dataset_store import find_dataset, local_dataset, prepare_folder, publish_dataset
+from prefect_torch_ddp.data.dataset_store import dataset_in_place, find_dataset, local_dataset, prepare_folder, publish_dataset
 from prefect_torch_ddp.errors import BadKeyError, StorageError
 from prefect_torch_ddp.storage.directory import DirectoryStorage
-from prefect_torch_ddp.storage.protocol import Storage, StoredObject
+from prefect_torch_ddp.storage.protocol import Storage
+from tests.forwarding import ForwardingStorage
 
 FILES = {"train/cat/1.png": b"one", "train/dog/2.png": b"second", "labels.txt": b"", "ünï/코드 b.txt": b"x" * 70_000}
 
 
-class FarStorage:
-    """A directory that only answers the protocol's questions, as a bucket does, and notes what is read."""
-
-    def __init__(self, root: Path) -> None:
-        self.inner = DirectoryStorage(root)
+class FarStorage(ForwardingStorage):
+    """Notes what is read, and is as far away as a bucket."""
 
     @property
     def uri(self) -> str:
@@ -33,27 +31,7 @@ class FarStorage:
         with (self.inner.root.parent / "reads").open("a") as ledger:
             ledger.write(f"{key}\n")
         time.sleep(0.02)  # as far away as a bucket
-        return self.inner.read(key)
-
-    def write(self, key: str, data: bytes) -> None:
-        """See Storage.write."""
-        self.inner.write(key, data)
-
-    def write_if_absent(self, key: str, data: bytes) -> bool:
-        """See Storage.write_if_absent."""
-        return self.inner.write_if_absent(key, data)
-
-    def list(self, prefix: str = "") -> Iterator[StoredObject]:
-        """See Storage.list."""
-        return self.inner.list(prefix)
-
-    def delete(self, key: str) -> None:
-        """See Storage.delete."""
-        self.inner.delete(key)
-
-    def check_writable(self) -> None:
-        """See Storage.check_writable."""
-        self.inner.check_writable()
+        return super().read(key)
 
 
 def _storage(kind: str, folder: Path) -> Storage:
@@ -273,3 +251,44 @@ def test_two_that_publish_at_once_leave_one_whole_dataset(kind: str, tmp_path: P
         assert len(content) == 40
         assert len(set(content.values())) == 1
         shutil.rmtree(folder)
+
+
+def test_a_dataset_in_place_is_a_storage_of_its_files(tmp_path: Path) -> None:
+    """Its keys are the files' names, nothing is copied, and what was never published is an error that says so."""
+    storage = DirectoryStorage(tmp_path / "storage")
+    with prepare_folder(storage, "d1") as folder:
+        for name, data in FILES.items():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_bytes(data)
+        publish_dataset(storage, "d1", folder)
+    found = dataset_in_place(storage, "d1")
+    assert {item.key: found.read(item.key) for item in found.list()} == FILES
+    with pytest.raises(StorageError, match="there is no dataset d2"):
+        dataset_in_place(storage, "d2")
+
+
+def test_large_files_are_copied_few_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shards are whole in memory while they are copied, so there is a limit in bytes for all that are under way."""
+    monkeypatch.setattr("prefect_torch_ddp.data.dataset_store.IN_MEMORY_BYTES", 200_000)
+    peak = [0]
+
+    class Watched(FarStorage):
+        under_way = 0
+
+        def write(self, key: str, data: bytes) -> None:
+            with lock:
+                self.under_way += len(data)
+                peak[0] = max(peak[0], self.under_way)
+            time.sleep(0.02)
+            super().write(key, data)
+            with lock:
+                self.under_way -= len(data)
+
+    lock = threading.Lock()
+    (tmp_path / "storage").mkdir()
+    storage = Watched(tmp_path / "storage")
+    with prepare_folder(storage, "d1") as folder:
+        for number in range(12):
+            (folder / f"{number}.tar").write_bytes(bytes(60_000))
+        publish_dataset(storage, "d1", folder)
+    assert 60_000 < peak[0] <= 200_000

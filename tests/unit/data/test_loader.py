@@ -9,12 +9,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.overrides import _get_current_function_mode_stack
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset, get_worker_info
 
 from prefect_torch_ddp.data.loader import RankLoader
 from prefect_torch_ddp.errors import InvalidParamsError
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(180)
 FORKED = {"num_workers": 2, "multiprocessing_context": "fork"}
 SPAWNED = {"num_workers": 2, "multiprocessing_context": "spawn"}
 WORKERS = [{"num_workers": 0}, FORKED, SPAWNED]
@@ -150,6 +151,19 @@ def test_persistent_workers_follow_the_epoch() -> None:
         assert torch.equal(torch.cat(left), torch.cat(right))
 
 
+class Modes(Numbers):
+    """Tells through how many modes each operation of torch goes."""
+
+    def __getitem__(self, index: int) -> int:
+        return len(_get_current_function_mode_stack())
+
+
+def test_workers_begin_under_no_mode_of_ours() -> None:
+    """A forked worker inherits them, and each operation on its images would take a detour through Python."""
+    loader = RankLoader(Modes(8), global_batch_size=4, rank=0, world_size=1, **FORKED)
+    assert [batch.tolist() for batch in loader] == [[0] * 4] * 2
+
+
 def test_leaving_a_pass_early_leaves_the_next_one_whole() -> None:
     """Early stop in mid-epoch, then evaluation on the same loader."""
     loader = RankLoader(Numbers(20), global_batch_size=2, rank=0, world_size=1, persistent_workers=True, **FORKED)
@@ -172,6 +186,23 @@ def test_augmentation_is_the_same_on_resume_and_for_any_number_of_workers(worker
     assert len(noise.unique()) == noise.numel(), "no two draws are equal"
     assert not torch.isin(torch.cat(epoch_of(3, 0, **workers))[:, 1:], noise).any(), "each epoch draws anew"
     assert not torch.isin(torch.cat(epoch_of(2, 0, seed=8, **workers))[:, 1:], noise).any(), "each seed draws anew"
+
+
+def test_samples_that_draw_nothing_need_no_seed() -> None:
+    """Unseeded samples come in the same order; what they draw differs by the number of workers then."""
+
+    def epoch_of(num_workers: int) -> torch.Tensor:
+        workers = {**FORKED, "num_workers": num_workers}
+        loader = RankLoader(Noise(30), global_batch_size=5, rank=0, world_size=1, seed=7, seed_samples=False, **workers)
+        return torch.cat([data for data, _ in loader.lockstep(2)])
+
+    seeded = torch.cat([d for d, _ in RankLoader(Noise(30), global_batch_size=5, rank=0, world_size=1, seed=7).lockstep(2)])
+    one, two = epoch_of(1), epoch_of(2)
+    assert torch.equal(one[:, 0], seeded[:, 0])
+    assert torch.equal(two[:, 0], seeded[:, 0])
+    assert not torch.equal(one, two)
+    with pytest.raises(InvalidParamsError, match="seed_samples=False can't be used with determinism='elastic'"):
+        RankLoader(Noise(30), global_batch_size=6, rank=0, world_size=1, virtual_ranks=2, seed_samples=False)
 
 
 @pytest.mark.parametrize("workers", WORKERS[:2], ids=["none", "fork"])

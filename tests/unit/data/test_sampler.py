@@ -1,6 +1,5 @@
 """The exact order: each sample once per epoch, the same global batches for every world size."""
 
-import time
 import tracemalloc
 
 import pytest
@@ -31,6 +30,21 @@ def test_each_sample_exactly_once_for_any_world_size(
     seen = [i for batch in range(batches.num_batches) for i in _global_batch(batches, epoch, batch, world)]
     assert sorted(seen) == list(range(n))
     assert shuffle or seen == list(range(n))
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    n=SIZES, size=st.integers(1, 50), world=WORLD_SIZES, epoch=EPOCHS, shuffle=st.booleans(), drop=st.booleans(), data=st.data()
+)
+def test_many_shares_at_once_are_those_one_by_one(
+    *, n: int, size: int, world: int, epoch: int, shuffle: bool, drop: bool, data: st.DataObject
+) -> None:
+    """From any batch on, also where a share is empty, and over more batches than are cut at once."""
+    batches = GlobalBatches(n, size, 5, shuffle, drop_last=drop and n >= size)
+    start = data.draw(st.integers(0, batches.num_batches))
+    rank = data.draw(st.integers(0, world - 1))
+    expected = [batches.share(epoch, batch, rank, world) for batch in range(start, batches.num_batches)]
+    assert list(batches.shares(epoch, start, rank, world)) == expected
 
 
 @settings(max_examples=200, deadline=None)
@@ -74,12 +88,10 @@ def test_the_order_is_the_same_in_every_process_for_ever() -> None:
     assert mix_seed(1, 12) != mix_seed(11, 2)
 
 
-def test_ten_million_samples_are_set_up_in_a_second() -> None:
-    """B6 at scale: 40 MB for the current epoch's order, and that once."""
-    start = time.perf_counter()
+def test_ten_million_samples_take_four_bytes_each() -> None:
+    """B6 at scale: 40 MB for the current epoch's order, and that once. The time is a benchmark's (bench_loader.py)."""
     batches = GlobalBatches(10_000_000, 4096)
     assert len(batches.share(0, 17, 1, 8)) == 512
-    assert time.perf_counter() - start < 3, "measured 0.4 s on a quiet machine"
     tracemalloc.start()
     batches.share(0, 18, 1, 8)
     assert tracemalloc.get_traced_memory()[1] < 1_000_000

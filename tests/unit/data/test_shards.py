@@ -16,7 +16,7 @@ from prefect_torch_ddp import RankContext, read_ledger
 from prefect_torch_ddp.data.loader import RankLoader
 from prefect_torch_ddp.errors import InvalidParamsError
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(180)
 
 
 class Shards(IterableDataset[int]):

@@ -259,6 +259,29 @@ def test_evaluate_restores_exactly_or_refuses(tmp_path: Path) -> None:
             rank.track(model=model)
 
 
+def test_who_evaluates_does_not_end_a_training(tmp_path: Path) -> None:
+    """In the midst of it, in a notebook for one: the training commits its next checkpoint, and nothing of it is changed."""
+    policy = CheckpointPolicy(every_steps=1, every_s=None)
+    with RankContext.local(storage=tmp_path, checkpoint=policy) as training:
+        model = nn.Linear(1, 1)
+        training.track(model=model)
+        for _ in training.steps(training.loader(TensorDataset(torch.ones(4, 1)), global_batch_size=1), epochs=1):
+            if training.step == 3:
+                with RankContext.local(storage=tmp_path, stage="evaluate", restore_step=1) as evaluating:
+                    evaluating.track(model=nn.Linear(1, 1))
+                    assert evaluating.attempt == training.attempt == 1
+    assert [step.name for step in sorted((tmp_path / "runs/local/checkpoints").iterdir())][-1] == "step-00000004"
+
+
+def test_the_data_as_a_storage(tmp_path: Path) -> None:
+    """Locally it is the folder that was given; without one the error says how to give it."""
+    (tmp_path / "x").write_bytes(b"1")
+    with RankContext.local(data=tmp_path) as rank:
+        assert rank.data_storage.read("x") == b"1"
+    with RankContext.local() as rank, pytest.raises(InvalidParamsError, match="was given no dataset"):
+        _ = rank.data_storage
+
+
 def test_a_stage_without_data_says_so() -> None:
     """With the way out."""
     with (
@@ -276,12 +299,21 @@ def test_save_keeps_files_of_the_run(tmp_path: Path) -> None:
         for path in ("../x", "/etc/x", "C:/x", "a/../../x", "a\\b", ""):
             with pytest.raises(BadKeyError):
                 rank.save(path, "no")
-    results = tmp_path / "runs/local/results"
+    results = tmp_path / "runs/local/results/000001"
     assert (results / "names.txt").read_bytes() == "Zoë\n".encode()
     assert sorted(path.relative_to(results).as_posix() for path in results.rglob("*") if path.is_file()) == [
         "names.txt",
         "plots/loss.bin",
     ]
+
+
+def test_save_takes_bytes_and_text(tmp_path: Path) -> None:
+    """Anything else is named."""
+    with RankContext.local(storage=tmp_path) as rank:
+        rank.save("a.bin", memoryview(b"ab"))
+        with pytest.raises(InvalidParamsError, match=r"rank.save\('scores.json'\) was given a dict; it takes bytes or text"):
+            rank.save("scores.json", {"accuracy": 1.0})
+    assert (tmp_path / "runs/local/results/000001/a.bin").read_bytes() == b"ab"
 
 
 # ---- Checkpoints on request.

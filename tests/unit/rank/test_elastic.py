@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from prefect_torch_ddp import RankContext
+from prefect_torch_ddp import RankContext, read_ledger
 from prefect_torch_ddp.checkpoint.attempts import claim_attempt
-from prefect_torch_ddp.data.ledger import read_ledger
 from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.rank.config import CheckpointPolicy, RankConfig
 from prefect_torch_ddp.rank.entry import run_with_context

@@ -213,3 +213,46 @@ def test_a_kill_between_two_micro_batches(tmp_path: Path, world_size: int, die_a
     assert Died(-9) in run_ranks(run_with_context, world_size, broken, fit)
     found = run_ranks(run_with_context, world_size, replace(config_for(tmp_path / "broken")), fit)
     assert found == expected
+
+
+def fit_scaled(rank: RankContext) -> dict[str, Any]:
+    """Train in mixed precision with a scale that grows, and falls in step 4; options as those of `fit`, and die_number."""
+    torch.manual_seed(5)
+    net = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Dropout(0.25), nn.Linear(16, 3))
+    model = rank.wrap(net)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    scaler = torch.amp.GradScaler(
+        "cpu", init_scale=1000.0, growth_factor=1.7, growth_interval=2
+    )  # no powers of two: bits depend on it
+    rank.track(model=model, optimizer=optimizer, scaler=scaler)
+    inputs, targets = healthy.points(33)
+    death = rank.options.get("die_at"), rank.options.get("die_on"), rank.options.get("die_number")
+    for batch in rank.steps(rank.loader(TensorDataset(inputs.float(), targets), global_batch_size=12), epochs=4):
+        optimizer.zero_grad()
+        for number, ((x, y), weight) in enumerate(rank.micro_batches(batch, max_samples=2)):
+            if (rank.step, rank.rank, number) == death:
+                healthy._die_after_checkpoint(rank, (rank.step - 1) // 2 * 2)
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                loss = nn.functional.cross_entropy(model(x), y)
+            scaler.scale(loss * weight * (float("inf") if rank.step == 4 else 1.0)).backward()
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(net.parameters(), 0.5)
+        scaler.step(optimizer)
+        scaler.update()
+        if (rank.step, rank.rank, None) == death:
+            healthy._die_after_checkpoint(rank, (rank.step - 1) // 2 * 2)
+    return {"sha256": healthy.sha256_of_weights(net), "steps": rank.step, "scaler": scaler.state_dict()}
+
+
+@pytest.mark.parametrize(
+    ("die_at", "die_on", "die_number"),
+    [(3, 1, 1), (5, 0, None), (5, 1, 2), (8, 0, 1)],
+    ids=["grown", "fallen", "fallen-mid", "later"],
+)
+def test_a_grad_scaler_over_a_kill(tmp_path: Path, die_at: int, die_on: int, die_number: int | None) -> None:
+    """In the midst of an epoch or an accumulation, behind an overflow: scale and bits are those of the undisturbed run."""
+    expected = run_ranks(run_with_context, 2, config_for(tmp_path / "whole"), fit_scaled)
+    assert expected[0]["scaler"]["scale"] not in (1000.0, 1700.0)
+    broken = config_for(tmp_path / "broken", die_at=die_at, die_on=die_on, die_number=die_number)
+    assert Died(-9) in run_ranks(run_with_context, 2, broken, fit_scaled)
+    assert run_ranks(run_with_context, 2, config_for(tmp_path / "broken"), fit_scaled) == expected

@@ -15,8 +15,11 @@ from torch.utils.data import TensorDataset
 from prefect_torch_ddp import RankContext
 from prefect_torch_ddp.gang.pulse_page import PulsePage
 from prefect_torch_ddp.pulse import LOOK_SIGNAL, PAGE_BYTES, Phase, Pulse
+from prefect_torch_ddp.rank.config import RankConfig
 from prefect_torch_ddp.rank.link import NoLink
 from prefect_torch_ddp.rank.pulse import PulseBoard
+from prefect_torch_ddp.rank.state import Place
+from prefect_torch_ddp.storage.directory import DirectoryStorage
 
 
 def test_an_untouched_page_is_of_a_rank_that_cant_be_asked() -> None:
@@ -47,8 +50,8 @@ def test_the_seat_reads_what_the_loop_marks(tmp_path: Path) -> None:
             note()
             return super().state_dict(*args, **kwargs)
 
-    with RankContext.local(storage=tmp_path) as rank:
-        rank._link = link
+    config = RankConfig(run_id="watched", attempt=1, stage="task", storage=DirectoryStorage(tmp_path))
+    with RankContext(config, Place(), link=link) as rank:
         note()
         rank.track(model=Slow(1, 1))
         for _ in rank.steps(rank.loader(Watched(torch.zeros(4, 1)), global_batch_size=2), epochs=1):
@@ -56,7 +59,7 @@ def test_the_seat_reads_what_the_loop_marks(tmp_path: Path) -> None:
             rank.checkpoint(force=True)
         note()
     assert seen == [
-        (Phase.NONE, 0, 0, False),
+        (Phase.SETUP, 0, 0, False),
         (Phase.LOADING, 0, 0, True),
         (Phase.STEP, 1, 1, True),
         (Phase.SAVING, 1, 1, True),

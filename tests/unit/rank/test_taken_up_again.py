@@ -10,8 +10,10 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from prefect_torch_ddp import RankContext
+from prefect_torch_ddp.checkpoint import checkpointer
 from prefect_torch_ddp.checkpoint.attempts import claim_attempt
 from prefect_torch_ddp.checkpoint.manifest import list_manifests
+from prefect_torch_ddp.checkpoint.reading import read_states
 from prefect_torch_ddp.rank.config import CheckpointPolicy, RankConfig
 from prefect_torch_ddp.rank.entry import run_with_context
 from prefect_torch_ddp.storage.directory import DirectoryStorage
@@ -104,15 +106,119 @@ def test_a_checkpoint_that_one_rank_asks_for_alone_hangs_nobody(tmp_path: Path) 
     assert [manifest.step for manifest in list_manifests(storage, "run")] == [3]
 
 
-def test_a_second_checkpoint_of_a_step_is_not_left_out_silently(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Without rank.steps every call is of step 0; what comes after the first is said not to be saved."""
-    model = nn.Linear(1, 1)
+class Count:
+    """Something that user code keeps between its loops."""
+
+    def __init__(self) -> None:
+        self.value = 0
+
+    def state_dict(self) -> dict[str, int]:
+        """Return it."""
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Take it over."""
+        self.value = state["value"]
+
+
+def test_each_checkpoint_of_an_own_loop_counts(tmp_path: Path) -> None:
+    """Without rank.steps each call makes one; the newest is resumed from, the last two are kept, and the best one."""
+    policy = CheckpointPolicy(every_s=None, best_metric="accuracy")
+    with RankContext.local(storage=tmp_path, checkpoint=policy) as rank:
+        count = Count()
+        rank.track(count=count)
+        for accuracy in (0.1, 0.9, 0.5, 0.6):
+            count.value += 1
+            rank.report(accuracy=accuracy)
+            rank.checkpoint(force=True)
+    assert [manifest.step for manifest in list_manifests(DirectoryStorage(tmp_path), "local")] == [1, 2, 3]
+    with RankContext.local(storage=tmp_path, checkpoint=policy) as rank:
+        again = Count()
+        rank.track(count=again)
+        assert again.value == 4
+        assert rank.step == 0
+
+
+def test_what_an_own_loop_did_behind_its_last_checkpoint_is_saved_at_its_end(tmp_path: Path) -> None:
+    """Also where the process that ends it made no checkpoint; and no copy is made where nothing changed."""
+
+    def numbers() -> list[int]:
+        return [manifest.step for manifest in list_manifests(DirectoryStorage(tmp_path), "local")]
+
+    for change, expected in ((1, [0, 1]), (0, [0, 1]), (5, [1, 2])):
+        with RankContext.local(storage=tmp_path, checkpoint=ON_DEMAND) as rank:
+            count = Count()
+            rank.track(model=nn.Linear(2, 2), count=count)
+            if not count.value:
+                rank.checkpoint(force=True)
+            count.value += change
+        assert numbers() == expected
     with RankContext.local(storage=tmp_path, checkpoint=ON_DEMAND) as rank:
-        rank.track(model=model)
+        rank.track(model=nn.Linear(2, 2), count=count)
+    assert count.value == 6
+
+
+def with_saves_between(folder: Path, dies_at: int | None = None, dies_behind: int | None = None) -> tuple[torch.Tensor, int]:
+    """Train three epochs as three loops, with a checkpoint of what changes behind each; return weights and count."""
+    with RankContext.local(storage=folder, checkpoint=EVERY_STEP) as rank:
+        model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        count = Count()
+        rank.track(model=model, optimizer=optimizer, count=count)
         rank.checkpoint(force=True)
-        assert "has its checkpoint already" not in caplog.text
-        rank.checkpoint(force=True)
-    assert "step 0 has its checkpoint already: what has changed since its end is not saved" in caplog.text
+        loader = rank.loader(TensorDataset(torch.ones(12, 4)), global_batch_size=4)
+        for number in range(1, 4):
+            for (x,) in rank.steps(loader, epochs=1):
+                if rank.step == dies_at:
+                    raise InterruptedError
+                optimizer.zero_grad()
+                model(x).sum().backward()
+                optimizer.step()
+            torch.rand(7)
+            count.value = max(count.value, number)
+            rank.checkpoint(force=True)
+            if number == dies_behind:
+                raise InterruptedError
+        return torch.cat([parameter.detach().flatten() for parameter in model.parameters()]), count.value
+
+
+@pytest.mark.parametrize("death", [{"dies_at": 1}, {"dies_at": 5}, {"dies_at": 8}, {"dies_behind": 1}, {"dies_behind": 3}])
+def test_checkpoints_between_loops_keep_what_changed_there(tmp_path: Path, death: dict[str, int]) -> None:
+    """The newest one counts, also behind a step that has its own; resumed, the weights have the same bits."""
+    with pytest.raises(InterruptedError):
+        with_saves_between(tmp_path / "killed", **death)
+    storage = DirectoryStorage(tmp_path / "killed")
+    (*_, newest) = list_manifests(storage, "local")
+    state = read_states(storage, newest, newest.objects)
+    assert state["count"].state == {"value": death.get("dies_behind", (death.get("dies_at", 1) - 1) // 3)}
+    weights, count = with_saves_between(tmp_path / "killed")
+    expected, expected_count = with_saves_between(tmp_path / "whole")
+    assert torch.equal(weights, expected)
+    assert count == expected_count == 3
+
+
+def on_rank_0_alone_between_loops(rank: RankContext) -> int:
+    """Ask for a checkpoint behind a loop on rank 0 alone, then train on."""
+    checkpointer.ABSENT_S = 0.5
+    model = rank.wrap(nn.Linear(1, 1))
+    rank.track(model=model, other=nn.Linear(1, 1))
+    for number in range(2):
+        for (x,) in rank.steps(rank.loader(TensorDataset(torch.ones(12, 1)), global_batch_size=4), epochs=1):
+            model(x).sum().backward()
+        if rank.rank == 0 and number == 0:
+            rank.checkpoint(force=True)
+            assert rank._parts.made_tracker is not None
+            assert rank._parts.made_tracker._checkpointer is not None
+            rank._parts.made_tracker._checkpointer.wait()
+    return rank.step
+
+
+def test_a_checkpoint_that_one_rank_asks_for_between_loops_costs_that_one_alone(tmp_path: Path) -> None:
+    """It can't be complete; the others, by all ranks, are made as usual, and none is put together of two steps."""
+    storage = DirectoryStorage(tmp_path)
+    config = RankConfig("run", claim_attempt(storage, "run"), "task", storage, checkpoint=EVERY_STEP)
+    assert run_ranks(run_with_context, 2, config, on_rank_0_alone_between_loops, ()) == [6, 6]
+    assert [manifest.step for manifest in list_manifests(storage, "run")] == [5, 6]
 
 
 def draws_after(rank: RankContext, max_samples: int | None) -> Any:

@@ -1,4 +1,4 @@
-"""How a text names a storage."""
+"""How a text names a storage, and a folder of one."""
 
 import subprocess
 import sys
@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from prefect_torch_ddp.errors import InvalidParamsError
+from prefect_torch_ddp.errors import BadKeyError, InvalidParamsError
 from prefect_torch_ddp.storage.directory import DirectoryStorage
-from prefect_torch_ddp.storage.locate import storage_from_uri
+from prefect_torch_ddp.storage.locate import storage_below, storage_from_uri
 from prefect_torch_ddp.storage.s3 import S3Storage
 
 
@@ -106,3 +106,16 @@ def test_naming_a_bucket_loads_no_boto3():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.strip() == "[]"
+
+
+def test_a_folder_of_a_storage_is_a_storage():
+    """The same place and credentials, one folder further down; it can't lead out."""
+    keys = {"endpoint_url": "http://a:9000", "access_key_id": "key", "secret_access_key": "secret"}
+    assert storage_below(S3Storage("b", "team", **keys), "x/y") == S3Storage("b", "team/x/y", **keys)
+    assert storage_below(S3Storage("b"), "x") == S3Storage("b", "x")
+    assert storage_below(DirectoryStorage(Path("/data")), "x/y") == DirectoryStorage(Path("/data/x/y"))
+    for wrong in ("../x", "/x", "", "x/.."):
+        with pytest.raises(BadKeyError):
+            storage_below(S3Storage("b"), wrong)
+    with pytest.raises(InvalidParamsError, match="object has no folders"):
+        storage_below(object(), "x")

@@ -9,6 +9,7 @@ from prefect.logging import disable_run_logger
 
 from prefect_torch_ddp import TrainParams
 from prefect_torch_ddp.checkpoint.attempts import SupersededError, claim_attempt
+from prefect_torch_ddp.checkpoint.beginnings import record_beginning
 from prefect_torch_ddp.checkpoint.keys import finished_key, manifest_key
 from prefect_torch_ddp.checkpoint.manifest import Manifest, checkpoint_ref
 from prefect_torch_ddp.results import TrainingReport
@@ -23,7 +24,7 @@ def run(tmp_path: Path) -> Iterator[Run]:
     storage = DirectoryStorage(tmp_path)
     claim_attempt(storage, "run")
     manifest = Manifest("run", 7, 1, epoch=1, position={}, world_size=2)
-    storage.write(manifest_key("run", 7), manifest.as_bytes())
+    storage.write(manifest_key("run", 7, 1), manifest.as_bytes())
     with disable_run_logger():
         yield Run("run", TrainParams(), storage, "dataset")
 
@@ -51,14 +52,16 @@ def test_a_finished_training_is_recognised(run: Run) -> None:
     assert finished_training(replace(run, run_id="other")) is None
 
 
-@pytest.mark.parametrize("damage", ["no checkpoint", "a damaged checkpoint", "a damaged record"])
+@pytest.mark.parametrize("damage", ["no checkpoint", "a void checkpoint", "a damaged checkpoint", "a damaged record"])
 def test_it_counts_only_with_what_it_left(run: Run, damage: str) -> None:
-    """Where somebody deleted the checkpoint, or the record can't be read, the training is run again."""
+    """Where the checkpoint was deleted, or a newer attempt went on from one before it, or the record can't be read: run again."""
     record_finished(run, report_of(run))
     if damage == "no checkpoint":
-        run.storage.delete(manifest_key("run", 7))
+        run.storage.delete(manifest_key("run", 7, 1))
+    elif damage == "a void checkpoint":
+        record_beginning(run.storage, "run", claim_attempt(run.storage, "run"), step=6, of_attempt=1)
     else:
-        run.storage.write(finished_key("run") if damage == "a damaged record" else manifest_key("run", 7), b'{"attempt": 1')
+        run.storage.write(finished_key("run") if damage == "a damaged record" else manifest_key("run", 7, 1), b'{"attempt": 1')
     assert finished_training(run) is None
 
 

@@ -37,7 +37,7 @@ def evaluation(names=("cat", "dog"), matrix=((3, 1), (0, 4))) -> Report:
 def report(**changes) -> TrainReport:
     """Make the report of a run that resumed once."""
     last = CheckpointRef(
-        step=400, attempt=2, uri="s3://bucket/runs/r/checkpoints/step-00000400/manifest.json", metrics={"acc": 0.5}
+        step=400, attempt=2, uri="s3://bucket/runs/r/checkpoints/step-00000400/000002/manifest.json", metrics={"acc": 0.5}
     )
     values = {
         "run_id": "calm-otter-12345678",

@@ -1,0 +1,83 @@
+"""Owns how a person reads from Python what a run left in its storage, while it trains and later."""
+
+import os
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from prefect_torch_ddp.checkpoint import result_files
+from prefect_torch_ddp.data import ledger
+from prefect_torch_ddp.errors import InvalidParamsError
+from prefect_torch_ddp.metrics.read import records_frame
+from prefect_torch_ddp.results import LedgerReport
+from prefect_torch_ddp.storage.locate import storage_from_uri
+from prefect_torch_ddp.storage.protocol import Storage
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+def read_metrics(storage: Storage | str | Path, run_id: str, *, all_attempts: bool = False) -> "pd.DataFrame":
+    """Return a run's metrics as a pandas DataFrame: a row for each record of each rank, a column for each metric.
+
+    The columns before them are step, epoch (from 1), rank, attempt, time (Unix seconds) and num_samples. While the run trains,
+    its newest records are there after 1 to 30 seconds, in a long run after a 64th of its age.
+
+    Args:
+        storage: where the run is: a directory, `s3://bucket/prefix` with AWS's own chain of credentials, a Prefect block such as
+            `s3-bucket/name`, or a Storage.
+        run_id: the name of its folder below `runs`.
+        all_attempts: also the records of steps that a later attempt did again, or took back.
+
+    Raises:
+        InvalidParamsError: there is no such run, or pandas isn't installed.
+        StorageError: the storage can't be read.
+    """
+    where = _storage_of(storage)
+    frame = records_frame(where, run_id, all_attempts=all_attempts)
+    if frame.empty and next(iter(where.list(f"runs/{run_id}/")), None) is None:
+        msg = f"{where.uri} holds no run {run_id!r}; a run's id is the name of its folder below {where.uri.rstrip('/')}/runs"
+        raise InvalidParamsError(msg)
+    return frame
+
+
+def read_ledger(storage: Storage | str | Path, run_id: str) -> LedgerReport:
+    """Check the ledger of a run: which samples it trained on in each epoch, over all its attempts.
+
+    What counts is what survived: steps that a later attempt did again, or took back, don't. Memory: a byte for each sample and
+    epoch.
+
+    Args:
+        storage: where the run is: a directory, `s3://bucket/prefix`, a Prefect block such as `s3-bucket/name`, or a Storage.
+        run_id: the name of its folder below `runs`.
+
+    Raises:
+        StorageError: the storage can't be read.
+    """
+    return ledger.read_ledger(_storage_of(storage), run_id)
+
+
+def read_result(storage: Storage | str | Path, run_id: str, path: str) -> bytes:
+    """Return a file that `rank.save(path, data)` wrote, as the newest attempt that saved it left it; also while the run trains.
+
+    Args:
+        storage: where the run is: a directory, `s3://bucket/prefix`, a Prefect block such as `s3-bucket/name`, or a Storage.
+        run_id: the name of its folder below `runs`.
+        path: what was given to `rank.save`.
+
+    Raises:
+        BadKeyError: the path would leave the results.
+        ObjectNotFoundError: no attempt saved it; names those files that there are.
+        StorageError: the storage can't be read.
+    """
+    return result_files.read_result(_storage_of(storage), run_id, path)
+
+
+def _storage_of(storage: Storage | str | Path) -> Storage:
+    if not isinstance(storage, str | os.PathLike):
+        return storage
+    if isinstance(storage, str) and re.fullmatch(r"[a-z0-9-]+/[^/]+", storage):
+        from prefect_torch_ddp.tasks.blocks import resolve_storage  # noqa: PLC0415 - loads Prefect, which no other form needs
+
+        return resolve_storage(storage)
+    return storage_from_uri(os.fspath(storage))

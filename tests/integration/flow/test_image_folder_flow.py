@@ -1,0 +1,73 @@
+"""A training over images in a bucket and over the same images in a folder: one workload, one result."""
+
+from io import BytesIO
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from prefect_torch_ddp import InvalidParamsError, TrainParams, read_ledger, train_flow
+from prefect_torch_ddp.tasks.raw_data import fingerprint_of, resolve_source
+from prefect_torch_ddp.tasks.workload import dataset_id, read_workload
+from tests.integration.flow.test_s3_storage_flow import FOLDER, all_that_was_recorded, save_block
+from tests.integration.runs import flow_run_id_of, logs_of
+from tests.integration.s3_server import S3Server, s3_server  # noqa: F401 - a fixture
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400), pytest.mark.usefixtures("prefect_api")]
+
+NUM = 50
+
+
+def images() -> dict[str, bytes]:
+    """Make red and blue images, and what isn't one."""
+    made = {"notes.txt": b"no class", "blue/notes.txt": b"no image"}
+    for i in range(NUM):
+        data = BytesIO()
+        colour = (200 + i, 0, i) if i % 2 else (i, 0, 200 + i)
+        Image.new("RGB", (16, 16), colour).save(data, "PNG")
+        made[f"{'red' if i % 2 else 'blue'}/{i:03}.png"] = data.getvalue()
+    return made
+
+
+def test_the_same_workload_trains_on_a_bucket_and_on_a_folder(s3_server: S3Server, tmp_path: Path) -> None:  # noqa: F811
+    """Data behind a block, read by two ranks' loader processes: the folder's training to the last bit; no secret is shown.
+
+    What was prepared has the name of the bucket's listing: the same until an object changes, and another one then.
+    """
+    key, secret = s3_server.keys["owner"]
+    block = save_block("raw-images", s3_server, key, secret)
+    bucket, folder = s3_server.storage(FOLDER), tmp_path / "images"
+    for name, data in images().items():
+        bucket.write(name, data)
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(data)
+    common = {"workload": "tests.workloads.image_classes", "storage": str(tmp_path / "store"), "ledger": True}
+    on_folder = train_flow(TrainParams(**common, source=str(folder)))
+    on_bucket = train_flow(TrainParams(**common, source=block))
+
+    assert on_bucket.evaluation.accuracy == 1.0
+    assert on_bucket.training.value == on_folder.training.value
+    assert on_bucket.dataset.dataset_id != on_folder.dataset.dataset_id
+    assert read_ledger(tmp_path / "store", on_bucket.run_id).is_clean
+    for report, kind in ((on_bucket, "S3ImageFolder"), (on_folder, "ImageFolder")):
+        lines = [line.message for line in logs_of(flow_run_id_of(report.flow_run_url))]
+        assert any(f"reads a {kind} of {NUM} images" in line for line in lines)
+    assert secret not in all_that_was_recorded(flow_run_id_of(on_bucket.flow_run_url))
+
+    workload = read_workload("tests.workloads.image_classes")
+    assert dataset_id(workload, {}, fingerprint_of(resolve_source(block))) == on_bucket.dataset.dataset_id
+    bucket.delete("red/001.png")
+    assert dataset_id(workload, {}, fingerprint_of(resolve_source(block))) != on_bucket.dataset.dataset_id
+
+
+def test_a_source_that_cannot_be_is_refused_before_anything_starts(s3_server: S3Server, tmp_path: Path) -> None:  # noqa: F811
+    """No folder, nothing in the bucket: said by name."""
+    common = {"workload": "tests.workloads.image_classes", "storage": str(tmp_path / "store")}
+    with pytest.raises(InvalidParamsError, match=f"there is no folder {tmp_path}/nowhere"):
+        train_flow(TrainParams(**common, source=str(tmp_path / "nowhere")))
+    key, secret = s3_server.keys["reader"]
+    save_block("empty", s3_server, key, secret)
+    for item in s3_server.storage(FOLDER).list(""):
+        s3_server.storage(FOLDER).delete(item.key)
+    with pytest.raises(InvalidParamsError, match=f"source is s3://bucket/{FOLDER}, and there is nothing"):
+        train_flow(TrainParams(**common, source="s3-bucket/empty"))

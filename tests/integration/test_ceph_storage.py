@@ -1,0 +1,119 @@
+"""The storage in a bucket of a real Ceph RADOS Gateway, which checks signatures, rights, clocks and certificates."""
+
+import dataclasses
+from datetime import timedelta
+
+import psutil
+import pytest
+
+from prefect_torch_ddp.storage.objects import ObjectPart
+from tests.integration.ceph_server import run_ceph
+from tests.integration.clusters.processes import wait_until
+from tests.s3_conformance import S3Conformance, error_of
+from tests.storage_conformance import FORK, StorageConformance, in_processes
+
+NUM_RACERS, NUM_RACES = 16, 10
+
+
+class TestS3StorageOnCeph(StorageConformance, S3Conformance):
+    """Everything a storage must do."""
+
+    num_examples = 20
+
+    @pytest.fixture
+    def server(self, ceph_server):
+        """Give the server."""
+        return ceph_server
+
+    @pytest.fixture
+    def make_storage(self, ceph_server):
+        """Make storages under prefixes of their own."""
+        return ceph_server.storage
+
+
+def test_a_wrong_clock_is_named(ceph_server, monkeypatch):
+    """This machine's clock is an hour behind: the store refuses what was signed by it."""
+    import botocore.auth
+
+    now = botocore.auth.get_current_datetime
+    monkeypatch.setattr(botocore.auth, "get_current_datetime", lambda: now() - timedelta(hours=1))
+    message = error_of(ceph_server.storage().write, "object", b"x")
+    assert "this machine's clock differs too much from the store's: set it, for instance by NTP (RequestTimeTooSkewed" in message
+
+
+def test_a_certificate_that_is_not_trusted_is_named(ceph_server):
+    """Where the store's CA bundle is given it works, with conditions and all."""
+    storage = ceph_server.storage(endpoint_url=ceph_server.tls_endpoint_url)
+    message = error_of(storage.read, "object")
+    assert "the endpoint's certificate isn't trusted: name its CA bundle" in message
+    assert "tried" not in message
+    (unread,) = storage.read_many([ObjectPart("object", 1)])
+    assert "the endpoint's certificate isn't trusted: name its CA bundle" in str(unread)
+    assert "tried" not in str(unread)
+    trusting = dataclasses.replace(storage, verify=ceph_server.ca_path)
+    trusting.check_writable()
+    trusting.write("object", b"over TLS")
+    assert ceph_server.storage(storage.prefix).read("object") == b"over TLS"
+
+
+def test_an_endpoint_with_tls_is_named(ceph_server):
+    """http:// to a port that speaks TLS."""
+    storage = ceph_server.storage(endpoint_url=ceph_server.tls_endpoint_url.replace("https://", "http://"), max_attempts=2)
+    message = error_of(storage.read, "object")
+    assert f"at {storage.endpoint_url}: " in message
+    assert "https:// " in message
+
+
+def test_a_store_that_is_full_is_given_up(tmp_path_factory):
+    """Ceph lets writes wait for ever when its disks are full, and says nothing: the error comes in bounded time; reads go on."""
+    with run_ceph(tmp_path_factory.mktemp("ceph"), room_bytes=32 * 2**20) as server:
+        storage = dataclasses.replace(server.storage(), read_timeout_s=2.0, max_attempts=2)
+        storage.write("object", b"old")
+        for number in range(10):
+            storage.write(f"filler/{number}", bytes(4 * 2**20))
+        assert wait_until(lambda: "OSD_FULL" in server.ceph("health", "detail"), 60)
+        message = error_of(storage.write, "object", b"new")
+        assert "the endpoint didn't answer in time" in message
+        assert "some stores are silent, too, when they are full" in message
+        assert storage.read("object") == b"old"
+
+
+def test_many_processes_race(ceph_server):
+    """Of sixteen that write one key at once exactly one is told that it won, and its content is there, whole."""
+    storage = ceph_server.storage()
+    barrier = FORK.Barrier(NUM_RACERS)
+    contents = [bytes([racer]) * 50_000 for racer in range(NUM_RACERS)]
+    won = in_processes([(_race_often, storage, content, barrier) for content in contents])
+    for number in range(NUM_RACES):
+        winners = [racer for racer in range(NUM_RACERS) if won[racer][number]]
+        assert len(winners) == 1
+        assert storage.read(f"race/{number}") == contents[winners[0]]
+
+
+def _race_often(storage, content, barrier):
+    won = []
+    for number in range(NUM_RACES):
+        barrier.wait(60)
+        won.append(storage.write_if_absent(f"race/{number}", content))
+    return won
+
+
+def test_two_servers_run_at_once_and_end_whole(ceph_server, tmp_path_factory):
+    """Each has ports and objects of its own; afterwards none of its processes is left."""
+    home = tmp_path_factory.mktemp("ceph")
+    ours = ceph_server.storage("shared")
+    ours.write("object", b"ours")
+    with run_ceph(home) as other:
+        theirs = other.storage("shared")
+        assert list(theirs.list()) == []
+        theirs.write("object", b"theirs")
+        assert ours.read("object") == b"ours"
+        assert "HEALTH_" in other.ceph("health")
+        assert len(processes_of(home)) == 3
+    assert processes_of(home) == []
+
+
+def processes_of(home):
+    """Find those whose command line names the folder."""
+    lines = [process.info["cmdline"] or [] for process in psutil.process_iter(["cmdline"])]
+    return [line for line in lines if any(str(home) in word for word in line)]

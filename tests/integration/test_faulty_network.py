@@ -1,0 +1,135 @@
+"""Trainings whose way to S3 is bad, on Ceph and moto: they end as on a good one, or with a clear error; never silently wrong."""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from distributed import Client
+
+from prefect_torch_ddp import RankFailedError, run_gang
+from prefect_torch_ddp.checkpoint.keys import checkpoints_prefix
+from prefect_torch_ddp.checkpoint.manifest import list_manifests
+from prefect_torch_ddp.checkpoint.reading import read_states
+from prefect_torch_ddp.checkpoint.result_files import read_result
+from prefect_torch_ddp.errors import CheckpointError, StorageError
+from prefect_torch_ddp.metrics.read import read_records
+from prefect_torch_ddp.rank.config import CheckpointPolicy, RankConfig
+from prefect_torch_ddp.storage.directory import DirectoryStorage
+from prefect_torch_ddp.storage.protocol import Storage
+from prefect_torch_ddp.storage.s3 import S3Storage
+from prefect_torch_ddp.storage.s3_client import client_of
+from tests.integration.s3_server import S3Server, s3_server  # noqa: F401 - a fixture
+from tests.integration.wire_faults import FAULTS, FaultyWire
+from tests.workloads import networked
+from tests.workloads.networked import NUM_STEPS, RESUMES_FROM
+
+pytestmark = pytest.mark.timeout(240)
+
+EVERY_OTHER_STEP = CheckpointPolicy(every_steps=2, every_s=None, keep_last=3)
+
+
+@pytest.fixture
+def server(request: pytest.FixtureRequest, s3_server: S3Server, ceph_server: S3Server) -> S3Server:  # noqa: F811
+    """Give a real server of the kind that the test names."""
+    return {"moto": s3_server, "ceph": ceph_server}[request.param]
+
+
+def train(client: Client, storage: Storage, attempt: int, *, fails: bool = False, is_big: bool = False) -> list[dict[str, Any]]:
+    """Train on two ranks of real Dask workers, from the newest checkpoint on."""
+    config = RankConfig("run", attempt, "task", storage, checkpoint=EVERY_OTHER_STEP)
+    arguments = (config, networked.train, (fails, is_big))
+    return run_gang(client, "prefect_torch_ddp.rank.entry:run_with_context", args=arguments, world_size=2)
+
+
+def train_and_fail(client: Client, storage: Storage) -> None:
+    """Train until rank 0 fails behind a checkpoint."""
+    with pytest.raises(RankFailedError, match="as the test wants it"):
+        train(client, storage, 1, fails=True)
+    assert list_manifests(storage, "run")[-1].step == RESUMES_FROM
+
+
+@pytest.fixture(scope="module")
+def undisturbed(dask_cluster: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[dict[str, Any]]]:
+    """What the training gives when nothing happens."""
+    with Client(dask_cluster) as client:
+        client.wait_for_workers(2, timeout=30)
+        yield train(client, DirectoryStorage(tmp_path_factory.mktemp("undisturbed")), 1)
+
+
+def check_that_all_is_right(storage: S3Storage, values: list[dict[str, Any]], undisturbed: list[dict[str, Any]]) -> None:
+    """The weights are those of an undisturbed run; each record, checkpoint and file is there, once and whole."""
+    assert [value["sha256"] for value in values] == [value["sha256"] for value in undisturbed]
+    records = read_records(storage, "run")
+    assert Counter((record.rank, record.step) for record in records) == {
+        (rank, step): 1 for rank in range(2) for step in range(1, NUM_STEPS + 1)
+    }
+    manifests = list_manifests(storage, "run")
+    assert [manifest.step for manifest in manifests] == [NUM_STEPS - 4, NUM_STEPS - 2, NUM_STEPS]
+    for manifest in manifests:
+        read_states(storage, manifest, manifest.objects)  # compares the digests
+    kept = {item.key for manifest in manifests for item in manifest.objects}
+    there = {found.key for found in storage.list(checkpoints_prefix("run")) if not found.key.endswith("manifest.json")}
+    assert there == kept
+    assert read_result(storage, "run", "note.txt") == networked.NOTE
+    assert "Uploads" not in client_of(storage).list_multipart_uploads(Bucket=storage.bucket, Prefix=storage.prefix)
+
+
+CASES = {
+    "ceph, bursts of 503 and 500": ("ceph", ("503", "500")),
+    "ceph, broken connections": ("ceph", ("reset", "cut", "lost answer")),
+    "ceph, damaged answers": ("ceph", ("truncated", "changed byte", "wrong ETag")),
+    "ceph, slow and silent": ("ceph", ("slow", "hangs")),
+    "moto, all together": ("moto", tuple(FAULTS)),
+}
+
+
+@pytest.mark.parametrize(("server", "kinds"), CASES.values(), ids=CASES, indirect=["server"])
+def test_a_training_on_a_bad_network_ends_right(
+    dask_client: Client, server: S3Server, undisturbed: list[dict[str, Any]], kinds: tuple[str, ...]
+) -> None:
+    """A sixth of all answers is hit, in the first attempt and in the one that resumes; what is left is as on a good network."""
+    with FaultyWire(server.endpoint_url, kinds, rate=1 / 6, seed=1) as wire:
+        storage = server.storage(endpoint_url=wire.endpoint_url, read_timeout_s=2.0, max_attempts=8)
+        train_and_fail(dask_client, storage)
+        values = train(dask_client, storage, 2)
+        assert [value["first"] for value in values] == [RESUMES_FROM + 1] * 2
+    assert len(wire.hits) >= min(len(kinds), 5), wire.hits
+    check_that_all_is_right(replace(storage, endpoint_url=server.endpoint_url), values, undisturbed)
+
+
+def test_big_checkpoints_on_a_bad_network_are_whole(dask_client: Client, ceph_server: S3Server) -> None:
+    """Uploads in parts, with every kind of fault but one that no retry mends: all is right, and no part is left over."""
+    kinds = tuple(FAULTS.keys() - {"wrong ETag"})
+    with FaultyWire(ceph_server.endpoint_url, sorted(kinds), rate=1 / 10, seed=5) as wire:
+        storage = ceph_server.storage(endpoint_url=wire.endpoint_url, read_timeout_s=5.0, max_attempts=8)
+        values = train(dask_client, storage, 1, is_big=True)
+    assert wire.count("POST") >= 4, "nothing was uploaded in parts"
+    direct = replace(storage, endpoint_url=ceph_server.endpoint_url)
+    manifests = list_manifests(direct, "run")
+    assert manifests[-1].step == NUM_STEPS
+    for manifest in manifests:
+        read_states(direct, manifest, manifest.objects)
+    assert len({value["sha256"] for value in values}) == 1
+    # One whose answer was lost may have begun, and is found by nobody but a sweep: it has no part, so it takes no room.
+    where = {"Bucket": direct.bucket}
+    for begun in client_of(direct).list_multipart_uploads(**where, Prefix=direct.prefix).get("Uploads", ()):
+        assert "Parts" not in client_of(direct).list_parts(**where, Key=begun["Key"], UploadId=begun["UploadId"])
+
+
+@pytest.mark.parametrize("kind", ["truncated", "503", "reset"])
+def test_a_network_that_only_fails_ends_in_a_clear_error(dask_client: Client, ceph_server: S3Server, kind: str) -> None:
+    """A resume that can't read its checkpoint doesn't begin anew, and doesn't fall back: it says what can't be read and why."""
+    storage = ceph_server.storage()
+    train_and_fail(dask_client, storage)
+    with FaultyWire(ceph_server.endpoint_url, (kind,), rate=1.0, seed=1) as wire:
+        behind = replace(storage, endpoint_url=wire.endpoint_url, max_attempts=2)
+        with pytest.raises(RankFailedError) as caught:
+            train(dask_client, behind, 2)
+    assert isinstance(caught.value.__cause__, StorageError | CheckpointError)
+    assert f"s3://{storage.bucket}/{storage.prefix}/" in str(caught.value)
+    assert f"at {wire.endpoint_url}" in str(caught.value)
+    for _, secret in ceph_server.keys.values():
+        assert secret not in str(caught.value)
+    assert list_manifests(storage, "run")[-1].step == RESUMES_FROM

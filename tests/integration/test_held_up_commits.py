@@ -1,0 +1,198 @@
+"""An attempt is held up at each of its requests in turn, while a newer one begins and commits the same steps."""
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+
+from prefect_torch_ddp.checkpoint.attempts import SupersededError, claim_attempt
+from prefect_torch_ddp.checkpoint.beginnings import FROM_NOTHING, record_beginning
+from prefect_torch_ddp.checkpoint.commit import Committer
+from prefect_torch_ddp.checkpoint.digest import digest_of
+from prefect_torch_ddp.checkpoint.keys import checkpoints_prefix, manifest_key, object_key
+from prefect_torch_ddp.checkpoint.manifest import Manifest, ManifestObject, list_manifests
+from prefect_torch_ddp.checkpoint.meeting import LonelyMeeting
+from prefect_torch_ddp.checkpoint.reading import read_states
+from prefect_torch_ddp.checkpoint.restore import Restorer
+from prefect_torch_ddp.checkpoint.resume import find_resumable
+from prefect_torch_ddp.checkpoint.retention import Retention
+from prefect_torch_ddp.checkpoint.serial import to_bytes
+from prefect_torch_ddp.checkpoint.source import Source
+from prefect_torch_ddp.errors import CheckpointError
+from prefect_torch_ddp.storage.directory import DirectoryStorage
+from prefect_torch_ddp.storage.protocol import Storage, StoredObject
+from tests.forwarding import ForwardingStorage
+from tests.integration.s3_server import S3Server, open_s3_server  # noqa: F401 - a fixture
+
+pytestmark = pytest.mark.timeout(300)
+
+LAST_OF_OLDER = 5
+LAST = 6
+KEEP_TWO = Retention(keep_last=2)
+KEEP_ALL = Retention(keep_last=99)
+
+
+class HeldUpStorage(ForwardingStorage):
+    """A storage whose client is held up right before the nth request of those that count, while something else happens."""
+
+    def __init__(self, inner: Storage, nth: int, meanwhile: Callable[[], None], counts: re.Pattern[str]) -> None:
+        super().__init__(inner)
+        self._num_to_come = nth
+        self._meanwhile = meanwhile
+        self._counts = counts
+        self.held_up_at = ""
+
+    def _come(self, request: str) -> None:
+        self._num_to_come -= self._counts.match(request) is not None
+        if self._num_to_come == 0 and not self.held_up_at:
+            self.held_up_at = request
+            self._meanwhile()
+
+    def read(self, key: str) -> bytes:
+        """See Storage.read."""
+        self._come(f"read {key}")
+        return super().read(key)
+
+    def write(self, key: str, data: bytes | memoryview) -> None:
+        """See Storage.write."""
+        self._come(f"write {key}")
+        super().write(key, data)
+
+    def write_if_absent(self, key: str, data: bytes) -> bool:
+        """See Storage.write_if_absent."""
+        self._come(f"write_if_absent {key}")
+        return super().write_if_absent(key, data)
+
+    def list(self, prefix: str = "") -> Iterator[StoredObject]:
+        """See Storage.list."""
+        self._come(f"list {prefix}")
+        return super().list(prefix)
+
+    def delete(self, key: str) -> None:
+        """See Storage.delete."""
+        self._come(f"delete {key}")
+        super().delete(key)
+
+
+def go_on(storage: Storage, attempt: int, until: int, retention: Retention) -> int:
+    """Resume as an attempt and commit a checkpoint of each step; return the first one."""
+    found = find_resumable(storage, "run")
+    begun = FROM_NOTHING if found is None else found[0].step
+    record_beginning(storage, "run", attempt, begun, 0 if found is None else found[0].attempt)
+    committer = Committer(storage, "run", attempt, retention)
+    first = max(begun, 0) + 1
+    for step in range(first, until + 1):
+        data = to_bytes({"step": torch.tensor(step), "attempt": torch.tensor(attempt)})
+        key = object_key("run", step, attempt, "model")
+        storage.write(key, data)
+        item = ManifestObject(name="model", key=key, num_bytes=len(data), digest=digest_of(data))
+        committer.commit(Manifest("run", step, attempt, epoch=1, position={}, world_size=1, objects=(item,)))
+    return first
+
+
+def damage_newest(storage: Storage) -> None:
+    """Damage the newest checkpoint: who resumes takes the one before it, and makes its step again."""
+    storage.write(list_manifests(storage, "run")[-1].objects[0].key, b"damaged")
+
+
+def delete_all(storage: Storage) -> None:
+    """Do as a person who wants the run to begin anew."""
+    for found in list(storage.list(checkpoints_prefix("run"))):
+        storage.delete(found.key)
+
+
+def check_held_up(storage: Storage, nth: int, before: Callable[[Storage], None], counts: re.Pattern[str]) -> str:
+    """Hold attempt 2 up at its nth request; attempt 3's checkpoints stay, and the next resume finds them. Return the request."""
+    go_on(storage, claim_attempt(storage, "run"), 3, KEEP_ALL)
+    damage_newest(storage)  # so attempt 2 makes step 3 again, where attempt 1 left a manifest
+    first = 0
+
+    def take_over() -> None:
+        nonlocal first
+        attempt = claim_attempt(storage, "run")
+        before(storage)
+        first = go_on(storage, attempt, LAST, KEEP_ALL)
+
+    attempt = claim_attempt(storage, "run")
+    held_up = HeldUpStorage(storage, nth, take_over, counts)
+    # Where all was deleted while it resumed, it finds checkpoints with holes.
+    with suppress(CheckpointError if before is delete_all else SupersededError):
+        go_on(held_up, attempt, LAST_OF_OLDER, KEEP_TWO)
+    if held_up.held_up_at:
+        manifests = list_manifests(storage, "run")
+        newer = [manifest.step for manifest in manifests if manifest.attempt == 3]
+        assert newer == list(range(first, LAST + 1)), held_up.held_up_at
+        for manifest in manifests:
+            if manifest.attempt == 3 or before is not damage_newest:
+                read_states(storage, manifest, manifest.objects)
+        found = find_resumable(storage, "run")
+        assert found is not None, held_up.held_up_at
+        assert {name: int(value) for name, value in found[1]["model"].state.items()} == {"step": LAST, "attempt": 3}
+        go_on(storage, claim_attempt(storage, "run"), LAST + 1, KEEP_TWO)
+        kept = [(LAST, 3), (LAST + 1, 4)]
+        there = {found.key for found in storage.list(checkpoints_prefix("run"))}
+        expected = {object_key("run", *owner, "model") for owner in kept} | {manifest_key("run", *owner) for owner in kept}
+        assert there == expected, held_up.held_up_at
+    return held_up.held_up_at
+
+
+ANY = re.compile("")
+MANIFESTS = re.compile(r"(write_if_absent|delete) .*/manifest\.json")
+MEANWHILE = {"resumes": lambda _: None, "falls back": damage_newest, "begins anew": delete_all}
+
+
+@pytest.mark.parametrize("how", MEANWHILE)
+def test_at_each_request_on_a_directory(tmp_path: Path, how: str) -> None:
+    """Whether it asks or changes something: the newer attempt's checkpoints are untouched, whole, and found."""
+    held_up_at, nth = [], 1
+    while request := check_held_up(DirectoryStorage(tmp_path / str(nth)), nth, MEANWHILE[how], ANY):
+        held_up_at.append(request)
+        nth += 1
+    folder = checkpoints_prefix("run")
+    for request in (
+        f"write_if_absent {folder}step-00000003/000002/manifest.json",
+        f"delete {folder}step-00000003/000001/manifest.json",
+        f"delete {folder}step-00000003/000002/manifest.json",
+        f"delete {folder}step-00000003/000002/model.pt",
+    ):
+        assert request in held_up_at
+
+
+@pytest.mark.parametrize("how", ["falls back", "begins anew"])
+def test_at_each_change_of_a_manifest_on_s3(open_s3_server: S3Server, how: str) -> None:  # noqa: F811
+    """The same on a real S3 server: before each commit and each delete of one."""
+    nth = 1
+    while check_held_up(open_s3_server.storage(), nth, MEANWHILE[how], MANIFESTS):
+        nth += 1
+    assert nth > 7
+
+
+@pytest.mark.parametrize("retention", [Retention(keep_last=1), KEEP_ALL])
+def test_an_attempt_that_is_held_up_while_it_resumes_ends(tmp_path: Path, retention: Retention) -> None:
+    """Before its first step, at whichever request; it doesn't tell anybody to delete the checkpoints that the newer one made."""
+    held_up_at, nth = [], 1
+    while True:
+        storage = DirectoryStorage(tmp_path / str(nth))
+        go_on(storage, claim_attempt(storage, "run"), 3, KEEP_TWO)
+        attempt = claim_attempt(storage, "run")
+
+        def take_over(storage: Storage = storage) -> None:
+            go_on(storage, claim_attempt(storage, "run"), LAST, retention)
+
+        held_up = HeldUpStorage(storage, nth, take_over, ANY)
+        meeting = LonelyMeeting()
+        with suppress(SupersededError):
+            Restorer.choosing(Source(held_up, "run"), attempt, None, meeting)
+        if not held_up.held_up_at:
+            break
+        assert meeting.hear("resume") is None, held_up.held_up_at
+        found = find_resumable(storage, "run")
+        assert found is not None, held_up.held_up_at
+        assert (found[0].step, found[0].attempt) == (LAST, 3), held_up.held_up_at
+        held_up_at.append(held_up.held_up_at)
+        nth += 1
+    assert "write runs/run/attempts/000002.json" in held_up_at
+    assert f"read {object_key('run', 3, 1, 'model')}" in held_up_at

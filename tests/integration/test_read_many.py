@@ -1,0 +1,254 @@
+"""Reading many objects, as datasets do: right bytes, clear errors, whatever the wire and forks do."""
+
+import hashlib
+import multiprocessing
+import os
+import random
+from dataclasses import replace
+
+import pytest
+
+from prefect_torch_ddp.errors import ObjectChangedError, ObjectNotFoundError, StorageError
+from prefect_torch_ddp.storage.directory import DirectoryStorage
+from prefect_torch_ddp.storage.objects import ObjectPart, ReadsMany
+from prefect_torch_ddp.storage.s3_get import S3Getter
+from tests.integration.s3_server import (  # noqa: F401 - fixtures
+    Wire,
+    answer,
+    cut_in_the_body,
+    lose_the_answer,
+    open_s3_server,
+    s3_server,
+    send,
+)
+
+NAMES = ["cat/1.jpg", "cat/", "ä b/+&?#%41.png", "notes.txt", "cat/deep/a.jpg", "dog//x..y", "cat.jpg"]
+
+
+@pytest.fixture(params=["directory", "s3"])
+def storage(request, tmp_path, s3_server):  # noqa: F811
+    """Give either storage."""
+    return DirectoryStorage(tmp_path / "root") if request.param == "directory" else s3_server.storage()
+
+
+@pytest.fixture
+def wire(open_s3_server):  # noqa: F811
+    """Give a wire to the open server."""
+    with Wire(open_s3_server.endpoint_url) as wire:
+        yield wire
+
+
+@pytest.fixture
+def over_wire(open_s3_server, wire):  # noqa: F811
+    """Give a storage behind the wire."""
+    return open_s3_server.storage(endpoint_url=wire.endpoint_url)
+
+
+def fill(storage, num=40, num_bytes=5000):
+    """Write objects; return what reads them."""
+    contents = [bytes([i]) * num_bytes + os.urandom(20) for i in range(num)]
+    for i, content in enumerate(contents):
+        storage.write(f"o/{i:03}", content)
+    return [part_of(found) for found in storage.list_objects("o/")], contents
+
+
+def part_of(found):
+    """Return what reads a listed object whole."""
+    return ObjectPart(found.key, found.num_bytes, None, found.etag)
+
+
+def test_objects_and_parts_of_them_come_in_order(storage):
+    """As they were listed, also twice the same, also nothing."""
+    parts, contents = fill(storage)
+    assert isinstance(storage, ReadsMany)
+    assert storage.read_many([]) == []
+    assert storage.read_many(parts + parts[:3]) == contents + contents[:3]
+    ranges = [replace(part, start=i * 10, num_bytes=i) for i, part in enumerate(parts)]
+    assert storage.read_many(ranges) == [content[i * 10 : i * 11] for i, content in enumerate(contents)]
+
+
+def test_a_failure_is_the_value_of_its_part_alone(storage):
+    """What is gone, what has another size, what is another object by now."""
+    parts, contents = fill(storage, 4)
+    storage.delete(parts[0].key)
+    storage.write(parts[1].key, b"!" * len(contents[1]))
+    parts[2] = replace(parts[2], num_bytes=7, etag=None)
+    gone, changed, longer, good = storage.read_many(parts)
+    assert isinstance(gone, ObjectNotFoundError)
+    assert parts[0].key in str(gone)
+    assert isinstance(changed, ObjectChangedError)
+    assert "changed since it was listed" in str(changed)
+    assert isinstance(longer, ObjectChangedError)
+    assert good == contents[3]
+
+
+def test_names_are_listed_as_they_are_and_sorted_by_bytes(s3_server):  # noqa: F811
+    """Folder markers and odd names too, which are no keys of ours; each can be read."""
+    from prefect_torch_ddp.storage.s3_client import client_of
+
+    storage = s3_server.storage()
+    for name in NAMES:
+        client_of(storage).put_object(Bucket=storage.bucket, Key=storage.name_of(name), Body=name.encode())
+    found = list(storage.list_objects(""))
+    assert [item.key for item in found] == sorted(NAMES, key=str.encode)
+    assert [item.key for item in storage.list_objects("cat/")] == ["cat/", "cat/1.jpg", "cat/deep/a.jpg"]
+    assert [item.etag for item in found] == [hashlib.md5(item.key.encode()).hexdigest() for item in found]
+    assert storage.read_many([part_of(item) for item in found]) == [item.key.encode() for item in found]
+
+
+def test_a_folder_is_listed_with_links_followed_and_without_loops(tmp_path):
+    """As torchvision walks it; a link to a folder above ends there."""
+    (tmp_path / "real" / "cat").mkdir(parents=True)
+    (tmp_path / "real" / "cat" / "1.jpg").write_bytes(b"1")
+    (tmp_path / "root").mkdir()
+    (tmp_path / "root" / "cat").symlink_to(tmp_path / "real" / "cat")
+    (tmp_path / "root" / "cat" / "up").symlink_to(tmp_path / "root")
+    (tmp_path / "root" / "broken").symlink_to(tmp_path / "nowhere")
+    found = list(DirectoryStorage(tmp_path / "root").list_objects(""))
+    assert [item.key for item in found] == ["cat/1.jpg"]
+    assert list(DirectoryStorage(tmp_path / "nothing").list_objects("")) == []
+    (outside,) = DirectoryStorage(tmp_path / "root").read_many([ObjectPart("../real/cat/1.jpg", 1)])
+    assert "leads out" in str(outside)
+
+
+# ---- What goes wrong on the way: the right bytes after all, or an error that names the object.
+
+
+def throttled(handler, exchange):
+    """Say that it is too much."""
+    answer(503, "SlowDown")(handler, exchange)
+
+
+def truncated(handler, exchange):
+    """Send less, and say so."""
+    short = replace(exchange, answer_headers=(), answer=exchange.answer[:-9])
+    send(handler, short, short.answer)
+
+
+def flipped(handler, exchange):
+    """Send as many bytes, one of them another."""
+    send(handler, exchange, exchange.answer[:-1] + bytes([exchange.answer[-1] ^ 1]))
+
+
+def mislabelled(handler, exchange):
+    """Send another object's ETag."""
+    headers = tuple((name, f'"{"0" * 32}"' if name.lower() == "etag" else value) for name, value in exchange.answer_headers)
+    send(handler, replace(exchange, answer_headers=headers), exchange.answer)
+
+
+FAULTS = [
+    (throttled, "overloaded or down"),
+    (cut_in_the_body, "the content broke off"),
+    (lose_the_answer, "closed the connection, each time"),
+    (truncated, "bytes came, not 5020"),
+    (flipped, "MD5 isn't its ETag"),
+    (mislabelled, "changed since it was listed"),
+]
+
+
+@pytest.mark.parametrize(("fault", "words"), FAULTS)
+def test_what_passes_is_tried_again_and_what_stays_is_named(over_wire, wire, fault, words):
+    """Two of three attempts fail: right bytes. All three fail: an error with object and endpoint."""
+    storage = replace(over_wire, max_attempts=3)
+    (part,), contents = fill(storage, 1)
+    wire.faults += [("GET", fault)] * 2
+    assert storage.read_many([part]) == contents
+    # A lost answer on a kept connection is asked for again at once, since servers close those that are idle.
+    wire.faults += [("GET", fault)] * 6
+    (error,) = storage.read_many([part])
+    assert isinstance(error, StorageError)
+    assert words in str(error)
+    assert "changed" in words or "tried 3 times" in str(error)
+    assert f"s3://bucket/{storage.prefix}/{part.key} at {wire.endpoint_url}" in str(error)
+
+
+def test_each_object_is_one_request(over_wire, wire):
+    """No HEAD, no listing, no second GET."""
+    parts, contents = fill(over_wire)
+    before = len(wire.exchanges)
+    assert over_wire.read_many(parts) == contents
+    assert [exchange.method for exchange in wire.exchanges[before:]] == ["GET"] * len(parts)
+
+
+def test_one_in_twenty_answers_breaks_off_and_no_sample_fails(over_wire, wire):
+    """600 reads, 5 % of them cut in the body."""
+    parts, contents = fill(over_wire, 60)
+    for _ in range(10):
+        wire.faults += [("GET", cut_in_the_body)] * 3
+        assert over_wire.read_many(parts) == contents
+        assert not wire.faults
+
+
+# ---- Refusals
+
+
+def test_refusals_name_what_to_do_and_no_secret(s3_server):  # noqa: F811
+    """A wrong secret, an unknown key, no such bucket, a user who may not."""
+    secret = "hunter2-is-the-secret"
+    cases = [
+        (s3_server.storage(secret_access_key=secret), "the secret is wrong"),
+        (s3_server.storage(access_key_id="AKIANOBODY", secret_access_key=secret), "doesn't know this access key"),
+        (s3_server.storage(bucket="nobucket"), "no such bucket"),
+        (s3_server.storage(endpoint_url="http://127.0.0.1:1", max_attempts=2), "can't be reached"),
+        (s3_server.storage(profile="nobody", access_key_id=None, secret_access_key=None), "no such AWS profile"),
+    ]
+    for storage, words in cases:
+        try:
+            (error,) = storage.read_many([ObjectPart("some/key", 1)])
+        except StorageError as raised:
+            error = raised
+        assert isinstance(error, StorageError)
+        assert words in str(error)
+        assert f"s3://{storage.bucket}/{storage.prefix}" in str(error)
+        assert secret not in str(error)
+
+
+# ---- Forks
+
+
+def _read_in_child(storage, parts, digests, seed, answers):
+    order = random.Random(seed)
+    wrong = 0
+    for _ in range(5):
+        chosen = order.choices(range(len(parts)), k=20)
+        values = storage.read_many([parts[i] for i in chosen])
+        wrong += sum(hashlib.sha256(value).hexdigest() != digests[i] for i, value in zip(chosen, values, strict=True))
+    answers.put(wrong)
+
+
+def test_children_of_a_process_that_reads_get_their_own_bytes(open_s3_server):  # noqa: F811
+    """Fork while the parent has kept connections and goes on with them; grandchildren of another thread too. No wrong byte."""
+    storage = open_s3_server.storage()
+    parts, contents = fill(storage)
+    digests = [hashlib.sha256(content).hexdigest() for content in contents]
+    context = multiprocessing.get_context("fork")
+    answers = context.Queue()
+    assert storage.read_many(parts) == contents
+    children = [context.Process(target=_read_in_child, args=(storage, parts, digests, i, answers)) for i in range(4)]
+    for child in children:
+        child.start()
+        assert storage.read_many(parts) == contents
+    assert [answers.get(timeout=100) for _ in children] == [0] * 4
+    for child in children:
+        child.join()
+
+
+def _refused(getter, part, answers):
+    try:
+        getter.get_many([part])
+    except StorageError as error:
+        answers.put(str(error))
+
+
+def test_a_client_that_crossed_a_fork_is_refused(open_s3_server):  # noqa: F811
+    """It would share its sockets with the parent: an error, at once."""
+    storage = open_s3_server.storage()
+    (part,), contents = fill(storage, 1)
+    getter = S3Getter(storage)
+    assert getter.get_many([part]) == contents
+    context = multiprocessing.get_context("fork")
+    answers = context.Queue()
+    child = context.Process(target=_refused, args=(getter, part, answers))
+    child.start()
+    assert "make one after the fork" in answers.get(timeout=60)
+    child.join()

@@ -1,0 +1,53 @@
+"""What docs/shards.md shows works as it stands."""
+
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+
+from prefect_torch_ddp import RankContext, image_folder
+from tests.integration.image_files import image_files, write_folder, write_objects
+from tests.integration.s3_server import s3_server  # noqa: F401 - a fixture
+
+PAGE = (Path(__file__).parents[2] / "docs/shards.md").read_text(encoding="utf-8")
+WORKLOAD, CACHE = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+
+
+def test_the_workload_packs_and_trains(tmp_path):
+    """Its prepare packs a folder, its train reads the shards in place."""
+    path = tmp_path / "my_shards.py"
+    path.write_text(WORKLOAD, encoding="utf-8")
+    spec = importlib.util.spec_from_file_location("my_shards", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    (tmp_path / "data").mkdir()
+    images = write_folder(tmp_path / "images", image_files(20))
+    with RankContext.local(tmp_path / "data", source=images, stage="prepare") as rank:
+        module.prepare(rank)
+    assert sorted(path.name for path in (tmp_path / "data").iterdir()) == ["shard-000000.tar", "shards.jsonl.gz"]
+    with RankContext.local(tmp_path / "data") as rank:
+        assert module.train(rank) == {"steps": 6}
+
+
+def test_the_cache_in_a_line(s3_server, tmp_path, monkeypatch):  # noqa: F811
+    """A bucket by its URI, read through a folder on local disk."""
+    write_objects(s3_server.storage("images"), image_files(10))
+    for name, value in zip(("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"), s3_server.keys["owner"], strict=True):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", s3_server.endpoint_url)
+    monkeypatch.setenv("AWS_REGION", "us-east-1")
+    found = {"image_folder": image_folder, "transform": None}
+    exec(CACHE.replace("/local/disk", str(tmp_path)), found)
+    assert len(found["dataset"].__getitems__(range(10))) == 10
+    assert len(list(tmp_path.glob("cache/v1/*/??/*"))) == 10
+
+
+@pytest.mark.parametrize("name", ["50 GiB", "twentieth"])
+def test_the_numbers_are_those_of_the_code(name):
+    """The limits that the page names."""
+    from prefect_torch_ddp.data.cache import MAX_BYTES
+    from prefect_torch_ddp.data.cache_folder import KEPT_FREE_PART
+
+    assert name in PAGE
+    assert (MAX_BYTES, KEPT_FREE_PART) == (50 * 2**30, 20)

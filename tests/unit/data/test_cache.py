@@ -1,0 +1,567 @@
+"""The read-through cache on local disk: what it gives is always what the storage has, whatever happens to its files."""
+
+import errno
+import hashlib
+import logging
+import multiprocessing
+import os
+import pickle
+import resource
+import signal
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+
+from prefect_torch_ddp.data import cache_folder
+from prefect_torch_ddp.data.cache import CachedReads
+from prefect_torch_ddp.errors import InvalidParamsError, ObjectNotFoundError, StorageError
+from prefect_torch_ddp.storage.directory import DirectoryStorage
+from prefect_torch_ddp.storage.objects import ObjectPart, ReadsMany
+from prefect_torch_ddp.storage.s3 import S3Storage
+
+FORK = multiprocessing.get_context("fork")
+SPAWN = multiprocessing.get_context("spawn")
+PATIENCE_S = 60.0
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@dataclass(frozen=True)
+class Counted(DirectoryStorage):
+    """A directory that notes in a file how often it was read from, also by other processes."""
+
+    def read_many(self, parts):
+        """Read, and note each part."""
+        with (self.root.parent / "reads").open("a") as file:
+            file.write("".join(f"{part.key}\n" for part in parts))
+        return super().read_many(parts)
+
+    @property
+    def num_reads(self):
+        """Parts read so far."""
+        path = self.root.parent / "reads"
+        return len(path.read_text().splitlines()) if path.exists() else 0
+
+
+@pytest.fixture
+def storage(tmp_path):
+    """Give a storage with 20 objects of 1,000 bytes."""
+    return filled(tmp_path / "objects")
+
+
+def filled(root, num=20, num_bytes=1000, salt=""):
+    """Make a storage with objects of different content."""
+    root.mkdir(parents=True)
+    for number in range(num):
+        (root / f"{number:02}").write_bytes(content(f"{salt}{number}", num_bytes))
+    return Counted(root)
+
+
+def content(seed, num_bytes=1000):
+    """Return bytes that no two seeds share."""
+    return (hashlib.sha256(str(seed).encode()).digest() * (num_bytes // 32 + 1))[:num_bytes]
+
+
+def parts_of(storage):
+    """List a storage's objects as what reads them whole."""
+    return [ObjectPart(found.key, found.num_bytes, etag=found.etag) for found in storage.list_objects("")]
+
+
+def entries(folder):
+    """Find the files that hold objects."""
+    return sorted(Path(folder).glob("v1/*/??/*"))
+
+
+def size_of(folder):
+    """Add up all files, half-written ones too."""
+    return sum(path.stat().st_size for path in Path(folder).glob("v1/*/*/*"))
+
+
+@pytest.fixture(autouse=True)
+def _new_process(monkeypatch):
+    """Let each test say its warnings, as a new process would."""
+    monkeypatch.setattr(cache_folder, "_folders", {})
+
+
+def test_the_second_time_nothing_is_fetched(storage, tmp_path):
+    """Same bytes in the same order, from the folder; a new description of the same folder finds them too."""
+    cached, parts = CachedReads(storage, tmp_path / "cache"), parts_of(storage)
+    assert isinstance(cached, ReadsMany)
+    first = cached.read_many(parts)
+    assert first == [content(number) for number in range(20)]
+    assert storage.num_reads == 20
+    assert cached.read_many(parts[::-1]) == first[::-1]
+    assert CachedReads(Counted(storage.root), str(tmp_path / "cache")).read_many(parts[3:5]) == first[3:5]
+    assert storage.num_reads == 20
+    assert list(cached.list_objects("1")) == list(storage.list_objects("1"))
+
+
+def test_only_what_is_missing_is_fetched(storage, tmp_path):
+    """A batch of old and new objects asks for the new ones alone, by one call."""
+    cached, parts = CachedReads(storage, tmp_path / "cache"), parts_of(storage)
+    cached.read_many(parts[::2])
+    assert cached.read_many(parts) == [content(number) for number in range(20)]
+    assert storage.num_reads == 20
+
+
+def test_ranges_and_empty_objects_are_entries_of_their_own(storage, tmp_path):
+    """A range is never taken for another range, or for the whole."""
+    (storage.root / "empty").write_bytes(b"")
+    cached, whole = CachedReads(storage, tmp_path / "cache"), parts_of(storage)[7]
+    wanted = [whole, *(replace(whole, start=start, num_bytes=num) for start, num in ((0, 10), (0, 11), (10, 10)))]
+    wanted += [part for part in parts_of(storage) if part.key == "empty"]
+    data = content(7)
+    for _ in range(2):
+        assert cached.read_many(wanted) == [data, data[:10], data[:11], data[10:20], b""]
+    assert storage.num_reads == 5
+
+
+def test_another_etag_is_another_entry(storage, tmp_path):
+    """An object that changed is fetched anew, and never its old content given out for it."""
+    cached = CachedReads(storage, tmp_path / "cache")
+    (old,) = [part for part in parts_of(storage) if part.key == "05"]
+    assert cached.read_many([old]) == [content(5)]
+    (storage.root / "05").write_bytes(content("new"))
+    os.utime(storage.root / "05", ns=(1, 1))
+    (new,) = [part for part in parts_of(storage) if part.key == "05"]
+    assert cached.read_many([new]) == [content("new")]
+    assert cached.read_many([new, old]) == [content("new"), content(5)]
+    assert storage.num_reads == 2
+
+
+def test_what_has_no_etag_is_not_kept(storage, tmp_path):
+    """Nobody could tell whether it changed."""
+    cached, parts = CachedReads(storage, tmp_path / "cache"), [replace(part, etag=None) for part in parts_of(storage)]
+    for _ in range(2):
+        assert cached.read_many(parts) == [content(number) for number in range(20)]
+    assert storage.num_reads == 40
+    assert not entries(tmp_path / "cache")
+
+
+def test_a_failure_is_its_parts_value_and_is_not_kept(storage, tmp_path):
+    """A part that can't be read is an error in its place, each time, until it can be read."""
+    cached = CachedReads(storage, tmp_path / "cache")
+    gone = ObjectPart("gone", 1000, etag="x")
+    for _ in range(2):
+        first, failed, last = cached.read_many([parts_of(storage)[0], gone, parts_of(storage)[1]])
+        assert (first, last) == (content(0), content(1))
+        assert isinstance(failed, ObjectNotFoundError)
+    assert len(entries(tmp_path / "cache")) == 2
+
+
+DAMAGES = {
+    "a flipped bit": lambda data: bytes([data[0] ^ 1]) + data[1:],
+    "a flipped bit of the digest": lambda data: data[:-1] + bytes([data[-1] ^ 1]),
+    "cut": lambda data: data[:700],
+    "empty": lambda data: b"",
+    "zeros, as a crashed file system leaves": lambda data: bytes(len(data)),
+    "longer": lambda data: data + b"x",
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_file_is_fetched_again_with_a_warning(storage, tmp_path, caplog, damage):
+    """Whatever happened to the file, the bytes are right; it is replaced, and the warning names file and object."""
+    cached, parts = CachedReads(storage, tmp_path / "cache"), parts_of(storage)[:1]
+    cached.read_many(parts)
+    (path,) = entries(tmp_path / "cache")
+    path.write_bytes(DAMAGES[damage](path.read_bytes()))
+    with caplog.at_level(logging.WARNING):
+        assert cached.read_many(parts) == [content(0)]
+    (record,) = caplog.records
+    assert str(path) in record.getMessage()
+    assert "damaged: 00 is fetched again" in record.getMessage()
+    assert cached.read_many(parts) == [content(0)]
+    assert storage.num_reads == 2
+
+
+def test_a_file_at_anothers_place_is_damaged(storage, tmp_path, caplog):
+    """Two good files that were mixed up, of equal size, never give one object's bytes for the other's."""
+    cached, parts = CachedReads(storage, tmp_path / "cache"), parts_of(storage)[:2]
+    cached.read_many(parts)
+    first, second = entries(tmp_path / "cache")
+    mixed = first.read_bytes(), second.read_bytes()
+    first.write_bytes(mixed[1])
+    second.write_bytes(mixed[0])
+    assert cached.read_many(parts) == [content(0), content(1)]
+    assert len(caplog.records) == 2
+
+
+def test_two_sources_never_mix(tmp_path):
+    """Equal keys, sizes and ETags of two folders, buckets or endpoints are different entries of one cache."""
+    one, two = filled(tmp_path / "one" / "x", salt="one"), filled(tmp_path / "two" / "x", salt="two")
+    for number in range(20):
+        os.utime(one.root / f"{number:02}", ns=(5, 5))
+        os.utime(two.root / f"{number:02}", ns=(5, 5))
+    assert parts_of(one) == parts_of(two)
+    for _ in range(2):
+        for storage, salt in ((one, "one"), (two, "two")):
+            cached = CachedReads(storage, tmp_path / "cache")
+            assert cached.read_many(parts_of(storage)) == [content(f"{salt}{number}") for number in range(20)]
+    places = [
+        S3Storage("bucket"),
+        S3Storage("bucket2"),
+        S3Storage("bucket", "train"),
+        S3Storage("bucket", "train2"),
+        S3Storage("bucket", endpoint_url="http://a:9000"),
+        S3Storage("bucket", endpoint_url="http://a:9001"),
+        S3Storage("bucket", profile="other"),
+    ]
+    assert len({CachedReads(place, "c").content_id for place in places}) == len(places)
+
+
+def test_the_environments_endpoint_is_another_source(monkeypatch):
+    """Where AWS's own settings name the store, they tell its entries apart, and credentials don't."""
+    plain = CachedReads(S3Storage("bucket"), "c").content_id
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://b:9000")
+    assert CachedReads(S3Storage("bucket"), "c").content_id != plain
+    keys = S3Storage("bucket", access_key_id="key", secret_access_key="secret")
+    assert CachedReads(keys, "c").content_id == CachedReads(S3Storage("bucket"), "c").content_id
+    assert "secret" not in repr(CachedReads(keys, "c"))
+
+
+@pytest.mark.parametrize("key", ["../../outside", "/etc/passwd", "a/../../../b", "a\0b", "\udc80", "x" * 5000])
+def test_nothing_leaves_the_folder(tmp_path, key):
+    """A file's name is a digest, whatever an object is called."""
+    folder = cache_folder.folder_of(cache_folder.SourceInCache(str(tmp_path / "cache/v1"), "source", 10**6))
+    part = ObjectPart(key, 3, etag=key)
+    folder.put([(part, b"abc")])
+    assert folder.get(part) == b"abc"
+    assert [path.name for path in tmp_path.iterdir()] == ["cache"]
+    (path,) = entries(tmp_path / "cache")
+    assert path.name.isalnum()
+    assert path.stat().st_mode & 0o077 == 0, "others may read it"
+
+
+def test_links_in_the_folder_are_not_followed(storage, tmp_path):
+    """A link at an entry's place leads nowhere: it is replaced, and what it points to stays."""
+    cached, parts = CachedReads(storage, tmp_path / "cache"), parts_of(storage)[:1]
+    cached.read_many(parts)
+    (path,) = entries(tmp_path / "cache")
+    outside = tmp_path / "outside"
+    outside.write_bytes(path.read_bytes())
+    path.unlink()
+    path.symlink_to(outside)
+    assert cached.read_many(parts) == [content(0)]
+    assert storage.num_reads == 2
+    assert outside.read_bytes()[:1000] == content(0)
+
+
+def test_the_limit_holds_and_what_is_in_use_stays(storage, tmp_path, caplog):
+    """A dataset larger than the cache: its first part stays and serves each epoch; one warning says that it is full."""
+    limit = 10 * 1032 + 500
+    cached, parts = CachedReads(storage, tmp_path / "cache", limit), parts_of(storage)
+    for epoch in range(1, 5):
+        for part in parts:
+            assert cached.read_many([part]) == [content(int(part.key))]
+        assert size_of(tmp_path / "cache") <= limit
+        assert storage.num_reads == 20 + (epoch - 1) * 10
+    assert len(entries(tmp_path / "cache")) == 10
+    assert ["is full" in record.getMessage() for record in caplog.records] == [True]
+
+
+def test_what_nobody_uses_makes_room(tmp_path, monkeypatch):
+    """Sources that no process has open go, least recently used first; sources in use stay."""
+    limit = 45 * 1032
+    sources = [filled(tmp_path / name / "x", salt=name) for name in ("old", "older", "used")]
+    for source in sources[:2]:  # in processes that have ended since
+        _in_child(FORK, CachedReads(source, tmp_path / "cache", limit).read_many, parts_of(source))
+    for path in entries(tmp_path / "cache"):
+        owner = path.parent.parent.name
+        is_older = owner == _folder_name(sources[1])
+        os.utime(path, (time.time() - (20 if is_older else 10) * 3600,) * 2)
+    held = CachedReads(sources[2], tmp_path / "cache", limit)
+    held.read_many(parts_of(sources[2]))
+    left = {
+        name: len(list((tmp_path / "cache/v1" / _folder_name(source)).glob("??/*")))
+        for name, source in zip("oru", sources, strict=True)
+    }
+    assert left["u"] == 20
+    assert left["o"] == 20
+    assert 0 < left["r"] < 20
+    assert size_of(tmp_path / "cache") <= limit
+
+
+def test_what_is_only_read_is_in_use_too(tmp_path):
+    """A process in its second epoch writes nothing: its entries stay, and another dataset gets the room that is left."""
+    limit = 25 * 1032
+    mine, other = filled(tmp_path / "mine" / "x"), filled(tmp_path / "other" / "x", salt="other")
+    _in_child(FORK, CachedReads(mine, tmp_path / "cache", limit).read_many, parts_of(mine))
+    before = mine.num_reads
+    cached = CachedReads(mine, tmp_path / "cache", limit)
+    cached.read_many(parts_of(mine)[:1])
+    CachedReads(other, tmp_path / "cache", limit).read_many(parts_of(other))
+    cached.read_many(parts_of(mine))
+    assert mine.num_reads == before
+    assert len(entries(tmp_path / "cache")) == 25
+
+
+def _folder_name(source):
+    return hashlib.sha256(CachedReads(source, "x").content_id.encode()).hexdigest()[:32]
+
+
+def test_what_was_not_used_for_a_day_makes_room(storage, tmp_path):
+    """Entries of a source in use go too when nobody reads them any more, such as those of objects that changed."""
+    limit = 21 * 1032
+    cached = CachedReads(storage, tmp_path / "cache", limit)
+    cached.read_many(parts_of(storage))
+    for path in entries(tmp_path / "cache"):
+        os.utime(path, (time.time() - 30 * 3600,) * 2)
+    cached.read_many(parts_of(storage)[:5])  # these are used: their time is renewed
+    for number in range(20):
+        (storage.root / f"{number:02}").write_bytes(content(f"new{number}"))
+    cached.read_many(parts_of(storage)[:10])
+    kept = [path.read_bytes()[:1000] for path in entries(tmp_path / "cache")]
+    assert all(content(number) in kept for number in range(5))
+    assert sum(content(f"new{number}") in kept for number in range(10)) == 10
+    assert size_of(tmp_path / "cache") <= limit
+
+
+def test_an_object_larger_than_the_cache_pushes_nothing_out(storage, tmp_path):
+    """It is given, and not kept."""
+    cached, parts = CachedReads(storage, tmp_path / "cache", 5000), parts_of(storage)
+    cached.read_many(parts[:3])
+    (storage.root / "large").write_bytes(bytes(6000))
+    large = [part for part in parts_of(storage) if part.key == "large"]
+    assert cached.read_many(large) == [bytes(6000)]
+    assert len(entries(tmp_path / "cache")) == 3
+
+
+def test_a_lost_or_wrong_count_is_made_anew(storage, tmp_path):
+    """Who removes the count, or damages it, costs a walk through the folder and no wrong limit."""
+    limit = 10 * 1032
+    for damage in (lambda path: path.unlink(), lambda path: path.write_bytes(b"xy")):
+        cached = CachedReads(storage, tmp_path / "cache", limit)
+        cached.read_many(parts_of(storage)[:6])
+        damage(tmp_path / "cache/v1/count")
+        cached.read_many(parts_of(storage))
+        assert size_of(tmp_path / "cache") <= limit
+        assert len(entries(tmp_path / "cache")) == 10
+
+
+def test_a_count_that_is_too_high_is_mended(storage, tmp_path):
+    """Killed processes leave the count too high; when that makes the cache look full, it is counted anew."""
+    limit = 40 * 1032
+    cached = CachedReads(storage, tmp_path / "cache", limit)
+    cached.read_many(parts_of(storage)[:2])
+    folder = cache_folder.folder_of(cache_folder.SourceInCache(str(tmp_path / "cache/v1"), cached.content_id, limit))
+    with folder._room.taken([38 * 1032]) as granted:  # and is killed before it writes
+        assert granted == 1
+    cached.read_many(parts_of(storage))
+    assert len(entries(tmp_path / "cache")) == 20
+
+
+def test_a_removed_folder_is_made_again(storage, tmp_path):
+    """Somebody removes the whole cache while it is in use: reading goes on, and it fills again."""
+    import shutil
+
+    cached, parts = CachedReads(storage, tmp_path / "cache"), parts_of(storage)
+    cached.read_many(parts)
+    shutil.rmtree(tmp_path / "cache")
+    assert cached.read_many(parts) == [content(number) for number in range(20)]
+    assert cached.read_many(parts) == [content(number) for number in range(20)]
+    assert storage.num_reads == 40
+
+
+def test_a_full_disk_costs_the_cache_and_not_the_reading(storage, tmp_path, caplog):
+    """The file system refuses to write (by a limit on a file's size): reads go on, one warning says why, no half file stays."""
+    cached, parts = CachedReads(storage, tmp_path / "cache"), parts_of(storage)
+    cached.read_many(parts[:1])
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (512, before[1]))
+    try:
+        for _ in range(3):
+            assert cached.read_many(parts) == [content(number) for number in range(20)]
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+    (record,) = caplog.records
+    assert os.strerror(errno.EFBIG) in record.getMessage()
+    assert "reading goes on without it" in record.getMessage()
+    assert len(entries(tmp_path / "cache")) == 1
+    assert not list((tmp_path / "cache").rglob("unfinished/*"))
+
+
+def test_a_disk_that_is_nearly_full_is_left_alone(storage, tmp_path, caplog, monkeypatch):
+    """The cache leaves room for others: checkpoints may lie on the same disk."""
+    monkeypatch.setattr(cache_folder, "KEPT_FREE_PART", 1)
+    monkeypatch.setattr(cache_folder, "KEPT_FREE_BYTES", 2**62)
+    cached, parts = CachedReads(storage, tmp_path / "cache"), parts_of(storage)
+    for _ in range(2):
+        assert cached.read_many(parts) == [content(number) for number in range(20)]
+    assert ["nearly full" in record.getMessage() for record in caplog.records] == [True]
+    assert not entries(tmp_path / "cache")
+
+
+def test_a_folder_that_can_not_be_used_costs_one_warning(storage, tmp_path, caplog):
+    """A file stands where the folder should be: reads go on, and a warning says so once."""
+    (tmp_path / "cache").write_text("a file")
+    cached, parts = CachedReads(storage, tmp_path / "cache"), parts_of(storage)
+    for _ in range(3):
+        assert cached.read_many(parts) == [content(number) for number in range(20)]
+    (record,) = caplog.records
+    assert str(tmp_path / "cache") in record.getMessage()
+
+
+BAD = [
+    ({"max_bytes": 0}, "is 0"),
+    ({"max_bytes": -1}, "is -1"),
+    ({"storage": object()}, "object"),
+    ({"folder": "~nobody_here/x"}, "home"),
+]
+
+
+@pytest.mark.parametrize(("bad", "named"), BAD)
+def test_what_can_not_work_is_refused(tmp_path, bad, named):
+    """Before anything is read, by an error that names the value."""
+    with pytest.raises(InvalidParamsError, match=named):
+        CachedReads(**{"storage": DirectoryStorage(tmp_path), "folder": tmp_path / "cache", **bad})
+
+
+def test_it_is_small_to_send(storage, tmp_path):
+    """A cache in use pickles to a few hundred bytes and works on the other side."""
+    cached, parts = CachedReads(storage, tmp_path / "cache"), parts_of(storage)
+    cached.read_many(parts)
+    sent = pickle.dumps(cached)
+    assert len(sent) < 600
+    assert pickle.loads(sent).read_many(parts) == [content(number) for number in range(20)]
+    assert storage.num_reads == 20
+
+
+def _in_child(context, function, *args):
+    child = context.Process(target=function, args=args)
+    child.start()
+    child.join(PATIENCE_S)
+    assert child.exitcode == 0
+
+
+def _read_all(cached, parts, rounds):
+    for _ in range(rounds):
+        assert cached.read_many(parts) == [content(int(part.key)) for part in parts]
+
+
+@pytest.mark.parametrize("context", [FORK, SPAWN], ids=["fork", "spawn"])
+def test_processes_share_it(storage, tmp_path, context):
+    """What this process read, a forked or a spawned one finds, and the other way round."""
+    cached, parts = CachedReads(storage, tmp_path / "cache"), parts_of(storage)
+    cached.read_many(parts[:10])
+    _in_child(context, _read_all, cached, parts, 2)
+    _read_all(cached, parts, 1)
+    assert storage.num_reads == 20
+
+
+def _read_by_chance(cached, parts, seed):
+    import random
+
+    rng = random.Random(seed)
+    for _ in range(40):
+        chosen = rng.sample(parts, 8)
+        assert cached.read_many(chosen) == [content(int(part.key), 20_000) for part in chosen]
+
+
+def test_many_processes_at_once_keep_the_limit(tmp_path):
+    """Six processes read and write the same entries in a cache that is too small: right bytes, and never above the limit."""
+    storage = filled(tmp_path / "objects", num=60, num_bytes=20_000)
+    limit = 30 * 20_032
+    cached, parts = CachedReads(storage, tmp_path / "cache", limit), parts_of(storage)
+    children = [FORK.Process(target=_read_by_chance, args=(cached, parts, seed)) for seed in range(6)]
+    for child in children:
+        child.start()
+    while any(child.is_alive() for child in children):
+        assert _entries_now(tmp_path / "cache") <= limit
+        children[0].join(0.01)
+    assert [child.exitcode for child in children] == [0] * 6
+    assert 20 <= len(entries(tmp_path / "cache")) <= 30
+
+
+def _entries_now(folder):
+    total = 0
+    for path in Path(folder).glob("v1/*/??/*"):
+        try:
+            total += path.stat().st_size
+        except FileNotFoundError:
+            continue
+    return total
+
+
+def test_killed_in_the_midst_no_half_file_is_read(tmp_path):
+    """Processes that fill the cache are killed (-9) at random moments, thirty times: what is there afterwards is right."""
+    storage = filled(tmp_path / "objects", num=60, num_bytes=200_000)
+    cached, parts = CachedReads(storage, tmp_path / "cache"), parts_of(storage)
+    for number in range(30):
+        child = FORK.Process(target=_fill_for_ever, args=(cached, parts))
+        child.start()
+        while (
+            not list((tmp_path / "cache").rglob("unfinished/*"))
+            and child.is_alive()
+            and len(entries(tmp_path / "cache")) < number * 2
+        ):
+            pass
+        os.kill(child.pid, signal.SIGKILL)
+        child.join(PATIENCE_S)
+        assert child.exitcode == -signal.SIGKILL
+    for path in entries(tmp_path / "cache"):
+        assert path.stat().st_size == 200_032
+    assert cached.read_many(parts) == [content(number, 200_000) for number in range(60)]
+
+
+def _fill_for_ever(cached, parts):
+    while True:
+        for part in parts:
+            cached.read_many([part])
+        for path in entries(cached.folder):
+            path.unlink()
+
+
+def test_what_a_killed_process_left_is_removed(storage, tmp_path):
+    """Unfinished files go an hour later, when the folder is opened next; those being written stay."""
+    cached, parts = CachedReads(storage, tmp_path / "cache"), parts_of(storage)
+    cached.read_many(parts)
+    (unfinished,) = (tmp_path / "cache").rglob("unfinished")
+    (unfinished / "old").write_bytes(b"half")
+    (unfinished / "new").write_bytes(b"half")
+    os.utime(unfinished / "old", (time.time() - 7200,) * 2)
+    cache_folder._folders.clear()
+    cached.read_many(parts)
+    assert [path.name for path in unfinished.iterdir()] == ["new"]
+
+
+def test_a_stopped_process_blocks_nobody(storage, tmp_path):
+    """A process is stopped while it holds the cache's count: others read on, and nothing is kept meanwhile."""
+    import fcntl
+
+    cached, parts = CachedReads(storage, tmp_path / "cache"), parts_of(storage)
+    cached.read_many(parts[:1])
+    with (tmp_path / "cache/v1/count").open("r+b") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        assert cached.read_many(parts) == [content(number) for number in range(20)]
+        assert len(entries(tmp_path / "cache")) == 1
+    cached.read_many(parts)
+    assert len(entries(tmp_path / "cache")) == 20
+
+
+def test_threads_share_it(storage, tmp_path):
+    """Look-ahead reads from several threads at once."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    cached, parts = CachedReads(storage, tmp_path / "cache"), parts_of(storage)
+    with ThreadPoolExecutor(8) as pool:
+        for read in [pool.submit(cached.read_many, parts) for _ in range(16)]:
+            assert read.result(PATIENCE_S) == [content(number) for number in range(20)]
+    assert len(entries(tmp_path / "cache")) == 20
+
+
+def test_errors_of_the_storage_itself_go_through(tmp_path):
+    """What the storage raises as a whole isn't hidden by the cache."""
+
+    @dataclass(frozen=True)
+    class Broken(DirectoryStorage):
+        def read_many(self, parts):
+            msg = "no such bucket"
+            raise StorageError(msg)
+
+    with pytest.raises(StorageError, match="no such bucket"):
+        CachedReads(Broken(tmp_path), tmp_path / "cache").read_many([ObjectPart("a", 1, etag="x")])

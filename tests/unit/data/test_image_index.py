@@ -1,0 +1,232 @@
+"""Which objects are images of which class, and the index that ranks read instead of listing: pure, and on a local disk."""
+
+import gzip
+import pickle
+import threading
+import tracemalloc
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torchvision.datasets import ImageFolder
+from torchvision.datasets.folder import IMG_EXTENSIONS
+
+from prefect_torch_ddp.data import listing
+from prefect_torch_ddp.data.columns import ObjectColumns
+from prefect_torch_ddp.data.image_index import EXTENSIONS, index_images
+from prefect_torch_ddp.data.listing import digest_of_listing, list_dataset
+from prefect_torch_ddp.data.object_index import INDEX_NAME, read_index, write_index
+from prefect_torch_ddp.errors import InvalidParamsError, NoImagesError, StorageError
+from prefect_torch_ddp.storage.directory import DirectoryStorage
+from prefect_torch_ddp.storage.objects import ListedObject
+
+PARTS = st.sampled_from(["a", "b", "a-b", "a.b", "B", "ä", "1.jpg", "2.PNG", "notes.txt", "x.webp"])
+
+
+def listed(*keys):
+    """Make a listing of these names."""
+    return [ListedObject(key, len(key), f"etag of {key}") for key in sorted(keys, key=str.encode)]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sets(st.lists(PARTS, min_size=1, max_size=4).map(tuple), min_size=1, max_size=12))
+def test_classes_samples_and_order_are_torchvisions(tmp_path_factory, names):
+    """For any tree of files: the same classes, the same numbers, the same images in the same order, the same refusals."""
+    root = tmp_path_factory.mktemp("tree")
+    files = {"/".join(parts) for parts in names}
+    files = {name for name in files if not any(other.startswith(f"{name}/") for other in files)}
+    for name in files:
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).touch()
+    try:
+        theirs = ImageFolder(str(root))
+    except FileNotFoundError:
+        with pytest.raises(NoImagesError):
+            index_images(DirectoryStorage(root).list_objects(""), "here")
+        return
+    ours = index_images(DirectoryStorage(root).list_objects(""), "here")
+    assert ours.classes == theirs.classes
+    assert [f"{root}/{item.key}" for item in ours.objects] == [path for path, _ in theirs.samples]
+    assert ours.targets.tolist() == theirs.targets
+
+
+def test_extensions_are_torchvisions():
+    """And stay so."""
+    assert EXTENSIONS == IMG_EXTENSIONS
+
+
+def test_a_folder_marker_makes_a_class_and_no_image():
+    """A class of which only the marker is there is empty, and named."""
+    found = index_images(listed("cat/", "cat/1.jpg", "dog/", "dog/2.jpg", "readme.txt", "3.jpg"), "here")
+    assert found.classes == ["cat", "dog"]
+    assert [item.key for item in found.objects] == ["cat/1.jpg", "dog/2.jpg"]
+    with pytest.raises(NoImagesError, match=r"classes cow, dog in s3://b/p.*allow_empty.*\.jpg"):
+        index_images(listed("cat/1.jpg", "cow/", "dog/notes.txt"), "s3://b/p")
+    assert index_images(listed("cat/1.jpg", "dog/"), "here", allow_empty=True).classes == ["cat", "dog"]
+
+
+@pytest.mark.parametrize(("keys", "words"), [((), "nothing"), (("1.jpg", "notes.txt"), "2 objects, none of them in a folder")])
+def test_no_class_folder_says_what_there_is(keys, words):
+    """As a FileNotFoundError, as torchvision does."""
+    with pytest.raises(FileNotFoundError, match=f"any class folder in s3://b/p: there is {words}"):
+        index_images(listed(*keys), "s3://b/p")
+
+
+def test_whoever_tells_what_an_image_is_is_asked():
+    """With the key."""
+    found = index_images(listed("cat/1.npy", "cat/2.jpg"), "here", lambda key: key.endswith(".npy"))
+    assert [item.key for item in found.objects] == ["cat/1.npy"]
+
+
+def test_columns_are_what_was_put_in_also_after_a_pickle():
+    """Any name, any size; a pickle is far smaller than the objects."""
+    items = [ListedObject(f"class/ä{i:06}.jpg", i * 2**33, f"{i:032x}") for i in range(2000)]
+    columns = ObjectColumns(items)
+    assert list(columns) == items
+    copied = pickle.dumps(columns)
+    assert list(pickle.loads(copied)) == items
+    assert len(copied) < len(pickle.dumps(items)) / 4
+    copy = pickle.loads(copied)
+    copy.append(items[0])
+    assert copy[2000] == items[0]
+
+
+class Listed:
+    """A source of which only the listing counts."""
+
+    uri = "s3://bucket/data"
+
+    def __init__(self, keys):
+        self.keys = keys
+
+    def read_many(self, parts):
+        """Read nothing."""
+        raise NotImplementedError
+
+    def list_objects(self, prefix):
+        """Make the objects as they are asked for."""
+        return (ListedObject(key, 35_000, f"{hash(key) & 2**64 - 1:032x}") for key in self.keys() if key.startswith(prefix))
+
+
+class Levels(Listed):
+    """One that lists levels too, and counts who lists at the same time."""
+
+    def __init__(self, keys, beginners=1):
+        """List `keys()`; the first ones to list wait until there are `beginners` of them."""
+        super().__init__(keys)
+        self.most, self.now, self.begun = 0, 0, 0
+        self.lock, self.enough = threading.Lock(), threading.Event()
+        self.beginners = beginners
+
+    def list_level(self, prefix):
+        """Yield folders and objects."""
+        seen = []
+        for key in self.keys():
+            name, slash, _ = key.removeprefix(prefix).partition("/")
+            if slash and name + slash not in seen:
+                seen.append(name + slash)
+                yield prefix + name + slash
+            elif not slash:
+                yield ListedObject(key, 1, "")
+
+    def list_objects(self, prefix):
+        """Take a turn."""
+        with self.lock:
+            self.now += 1
+            self.most = max(self.most, self.now)
+            self.begun += 1
+            if self.begun == self.beginners:
+                self.enough.set()
+        assert self.enough.wait(60)
+        try:
+            if prefix.endswith("bad/"):
+                msg = "access denied"
+                raise StorageError(msg)
+            yield from super().list_objects(prefix)
+        finally:
+            with self.lock:
+                self.now -= 1
+
+
+def test_folders_listed_side_by_side_give_the_listing():
+    """The same objects in the same order as one after the other, from several threads, which all end."""
+    keys = ["0.txt", *(f"c{c:02}/{i:05}.jpg" for c in range(30) for i in range(1500)), "z.txt"]
+    source = Levels(lambda: keys, beginners=2)
+    assert [item.key for item in list_dataset(source)] == keys
+    assert 2 <= source.most <= listing.NUM_FOLDERS
+    for thread in threading.enumerate():
+        if thread.name == "ptd-list":
+            thread.join(60)
+            assert not thread.is_alive()
+
+
+def test_a_folder_that_cannot_be_listed_is_an_error():
+    """Raised at who reads; what was listed ahead is given up, and its threads end."""
+    with pytest.raises(StorageError, match="access denied"):
+        list(list_dataset(Levels(lambda: [f"{c}/{i}" for c in ("a", "bad", "c") for i in range(20000)])))
+    for thread in threading.enumerate():
+        if thread.name == "ptd-list":
+            thread.join(60)
+            assert not thread.is_alive()
+
+
+def test_the_digest_of_a_listing_changes_with_every_object(tmp_path):
+    """Content, size, name, presence."""
+    storage = DirectoryStorage(tmp_path)
+    seen = {digest_of_listing(storage)}
+    for key, content in [("a/1", b"x"), ("a/2", b"x"), ("a/1", b"yy"), ("a/1", b"zz")]:
+        storage.write(key, content)
+        seen.add(digest_of_listing(storage))
+    storage.delete("a/2")
+    seen.add(digest_of_listing(storage))
+    assert len(seen) == 6
+    assert digest_of_listing(storage) in seen
+
+
+def test_an_index_gives_the_listing_back_also_for_a_folder_of_it(tmp_path):
+    """Keys are relative to the place that is asked for."""
+    source = Listed(lambda: [f"{part}/c{c}/{i}.jpg" for part in ("train", "train2", "val") for c in range(3) for i in range(900)])
+    assert write_index(source, tmp_path) == 8100
+    assert list(read_index(tmp_path, "s3://bucket/data/")) == list(source.list_objects(""))
+    below = list(read_index(tmp_path / INDEX_NAME, "s3://bucket/data/train"))
+    assert [item.key for item in below] == [f"c{c}/{i}.jpg" for c in range(3) for i in range(900)]
+
+
+def test_an_index_that_does_not_fit_is_refused(tmp_path):
+    """None, another dataset's, damaged, cut off, of another kind."""
+    with pytest.raises(InvalidParamsError, match=r"there is no index .* write it by write_index"):
+        read_index(tmp_path, "s3://bucket/data")
+    write_index(Listed(lambda: ["a/1.jpg", "b/2.jpg"]), tmp_path)
+    for uri in ("s3://bucket/data2", "s3://bucket", "/data"):
+        with pytest.raises(InvalidParamsError, match="lists s3://bucket/data, and the dataset is"):
+            list(read_index(tmp_path, uri))
+    path = tmp_path / INDEX_NAME
+    whole = path.read_bytes()
+    lines = gzip.decompress(whole).splitlines(keepends=True)
+    for broken in (whole[:-9], whole[:-20] + b"!!!" + whole[-17:], gzip.compress(b"".join(lines[:-1])), b"no index at all"):
+        path.write_bytes(broken)
+        with pytest.raises(InvalidParamsError, match="run prepare again"):
+            list(read_index(tmp_path, "s3://bucket/data"))
+
+
+class Folders(Listed):
+    """A hundred folders of so many objects each."""
+
+    def list_level(self, prefix):
+        """Yield the folders."""
+        return iter([f"c{c:02}/" for c in range(100)])
+
+    def list_objects(self, prefix):
+        """Make a folder's objects as they are asked for."""
+        return (ListedObject(f"{prefix}{i:07}.jpg", 35_000, f"{i:032x}") for i in range(self.keys))
+
+
+def test_an_index_of_many_objects_takes_no_more_memory(tmp_path):
+    """Listing, writing and reading hold some pages of the objects, where all of them are several times as many."""
+    source = Folders(1500)
+    tracemalloc.start()
+    assert write_index(source, tmp_path) == 150_000
+    assert sum(1 for _ in read_index(tmp_path, source.uri)) == 150_000
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 16 * 2**20

@@ -1,0 +1,172 @@
+"""The look-ahead: which batch a loader process gets next, read before it is asked for; bounded, and gone when it ends."""
+
+import os
+import threading
+from itertools import pairwise
+
+import pytest
+import torch
+from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, SequentialSampler, Subset, get_worker_info
+
+from prefect_torch_ddp.data.loader import RankLoader
+from prefect_torch_ddp.data.lookahead import Ahead, LookAhead, ReadAhead, ahead_of
+from prefect_torch_ddp.errors import InvalidParamsError
+
+
+class Told(Dataset):
+    """A dataset whose samples are what it was told: its process, the batch, and the batches that follow."""
+
+    may_skip = False
+
+    def __init__(self, num_samples):
+        self.num_samples = num_samples
+
+    def __len__(self):
+        return self.num_samples
+
+    def __getitems__(self, indices):
+        worker = get_worker_info()
+        return 0 if worker is None else worker.id, list(indices), [list(batch) for batch in getattr(indices, "following", ())]
+
+    def fetch_seeded(self, indices, before_each=None):
+        """Look ahead."""
+        return range(len(indices)), self.__getitems__(indices)
+
+
+def as_it_is(batch):
+    """Collate nothing."""
+    return batch
+
+
+def check(seen, num_workers, num_batches):
+    """Each process was told its next batch, and no other; the last ones nothing."""
+    assert len(seen) == num_batches
+    for worker in range(max(num_workers, 1)):
+        own = [entry for entry in seen if entry[0] == worker]
+        for (_, _, following), (_, batch, _) in pairwise(own):
+            assert following == [batch]
+        assert all(entry[2] == [] for entry in own[-1:])
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create 3:UserWarning")
+@pytest.mark.parametrize(("num_workers", "context"), [(0, None), (1, "fork"), (2, "fork"), (3, "fork"), (2, "spawn")])
+def test_a_stock_dataloader_tells_each_process_its_next_batch(num_workers, context):
+    """Two epochs of 11 batches; persistent workers too."""
+    dataset = Told(43)
+    sampler = LookAhead(BatchSampler(RandomSampler(dataset), 4, drop_last=False), num_workers)
+    options = {"persistent_workers": True, "multiprocessing_context": context} if num_workers else {}
+    loader = DataLoader(dataset, batch_sampler=sampler, num_workers=num_workers, collate_fn=as_it_is, **options)
+    assert len(loader) == 11
+    for _ in range(2):
+        seen = list(loader)
+        check(seen, num_workers, 11)
+        assert sorted(index for _, batch, _ in seen for index in batch) == list(range(43))
+
+
+@pytest.mark.parametrize(("num_workers", "context"), [(0, None), (2, "fork"), (2, "spawn")])
+def test_a_rank_loader_tells_each_process_its_next_batch(num_workers, context):
+    """From any batch of an epoch on: what is told is what comes."""
+    options = {"multiprocessing_context": context} if num_workers else {}
+    loader = RankLoader(
+        Told(43), global_batch_size=8, rank=1, world_size=2, num_workers=num_workers, collate_fn=as_it_is, **options
+    )
+    whole = [batch for (_, batch, _), _ in loader.lockstep(3)]
+    for start in (0, 2, 5):
+        seen = [data for data, _ in loader.lockstep(3, start)]
+        check(seen, num_workers, 6 - start)
+        assert [batch for _, batch, _ in seen] == whole[start:]
+
+
+def test_a_subset_is_told_the_inner_indices():
+    """Also a subset of a subset."""
+    dataset = Subset(Subset(Told(100), range(50, 100)), [4, 3, 2, 1])
+    loader = RankLoader(dataset, global_batch_size=2, rank=0, world_size=1, shuffle=False, collate_fn=as_it_is)
+    assert list(loader) == [(0, [54, 53], [[52, 51]]), (0, [52, 51], [])]
+
+
+def test_a_dataset_that_does_not_look_ahead_sees_plain_batches():
+    """The order of the samples is the same."""
+    values = torch.arange(10)
+    sampler = BatchSampler(SequentialSampler(values), 3, drop_last=False)
+    plain = [batch.tolist() for batch in DataLoader(values, batch_sampler=sampler)]
+    assert [batch.tolist() for batch in DataLoader(values, batch_sampler=LookAhead(sampler, 0))] == plain
+
+
+def test_the_other_samplers_attributes_show_through():
+    """Libraries look for them."""
+    sampler = BatchSampler(SequentialSampler(range(10)), 3, drop_last=True)
+    ahead = LookAhead(sampler, 2)
+    assert (ahead.batch_size, ahead.drop_last, len(ahead)) == (3, True, 3)
+    with pytest.raises(AttributeError):
+        _ = ahead.set_epoch
+
+
+def test_numbers_that_cannot_be_are_refused():
+    """Said at once."""
+    for num_workers, depth in ((-1, 1), (2, 0)):
+        with pytest.raises(InvalidParamsError, match="num_workers is"):
+            LookAhead([], num_workers, depth)
+
+
+def batches_ahead(num, depth):
+    """Return the batches of an epoch, each with those that follow."""
+    return [ahead_of([i], [[j] for j in range(i + 1, min(i + 1 + depth, num))]) for i in range(num)]
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+def test_the_next_batches_are_read_while_one_is_used(depth):
+    """So many and no more, each once, and no thread is left at the end."""
+    begun = [threading.Event() for _ in range(10)]
+    reads = []
+
+    def read(indices):
+        reads.append(indices[0])
+        begun[indices[0]].set()
+        return indices[0] * 10
+
+    ahead = ReadAhead(read)
+    for i, batch in enumerate(batches_ahead(10, depth)):
+        assert ahead.read(batch) == i * 10
+        last = min(i + depth, 9)
+        assert all(event.wait(60) for event in begun[: last + 1])
+        assert not any(event.is_set() for event in begun[last + 1 :])
+    assert sorted(reads) == list(range(10))
+    for thread in threading.enumerate():
+        if thread.name == "ptd-ahead":
+            thread.join(60)
+            assert not thread.is_alive()
+
+
+def test_a_broken_off_epoch_leaves_nothing_behind():
+    """What isn't announced any more is dropped, and what is asked for without being announced is read."""
+    ahead = ReadAhead(lambda indices: [index * 10 for index in indices])
+    assert ahead.read(ahead_of([1], [[2]])) == [10]
+    assert ahead.read(ahead_of([7], [[8]])) == [70]
+    assert set(ahead._begun) == {(8,)}
+    assert ahead.read([3]) == [30]
+    assert ahead._begun == {}
+
+
+def test_an_error_is_raised_at_the_batch_that_it_belongs_to():
+    """Not at the one before."""
+
+    def read(indices):
+        return 10 // (indices[0] - 2)
+
+    ahead = ReadAhead(read)
+    assert ahead.read(ahead_of([1], [[2]])) == -10
+    with pytest.raises(ZeroDivisionError):
+        ahead.read(ahead_of([2], [[3]]))
+    assert ahead.read(Ahead([3])) == 10
+
+
+def test_a_child_begins_with_nothing():
+    """What the parent reads ahead isn't waited for."""
+    release = threading.Event()
+    ahead = ReadAhead(lambda indices: (indices != [2] or release.wait(60)) and indices)
+    ahead.read(ahead_of([1], [[2]]))
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if ahead.read(Ahead([3])) == [3] and not ahead._begun else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    release.set()

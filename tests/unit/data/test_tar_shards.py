@@ -1,0 +1,509 @@
+"""Packing an image folder into tar shards: whole, deterministic, readable by others, and never a wrong sample."""
+
+import gzip
+import io
+import json
+import os
+import pickle
+import random
+import subprocess
+import sys
+import tarfile
+from collections import Counter
+from dataclasses import dataclass, replace
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from prefect_torch_ddp.data.image_index import index_images
+from prefect_torch_ddp.data.packed import PackedObjects, packed_objects
+from prefect_torch_ddp.data.shard_index import INDEX_NAME, PackedSample, ShardIndex
+from prefect_torch_ddp.data.tar_shards import pack_shards
+from prefect_torch_ddp.errors import NoImagesError, ObjectChangedError, ObjectNotFoundError, StorageError
+from prefect_torch_ddp.storage.directory import DirectoryStorage
+from prefect_torch_ddp.storage.objects import ObjectPart, ReadsMany
+from prefect_torch_ddp.storage.protocol import Storage
+
+pytestmark = pytest.mark.timeout(120)
+
+ODD_NAMES = {
+    "cat/2.jpg": b"two",
+    "cat/10.JPEG": b"ten",
+    "cat/a.b.c.png": b"dots",
+    "cat/deep/er/1.jpg": b"",
+    "dog/é ü%41&#?.jpg": b"x" * 511,
+    "dog/.hidden.jpg": b"y" * 512,
+    "dog/z.jpg": b"z" * 513,
+    "ä/😀.webp": os.urandom(5000),
+    "..x/1.jpg": b"two dots",
+}
+NO_SAMPLES = {"notes.txt": b"n", "cat/notes.txt": b"n", "dog.jpg": b"no class", "dog/z.jpg.txt": b"n"}
+
+
+def make_folder(root, files):
+    """Write files below a folder."""
+    for name, data in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+    return DirectoryStorage(root)
+
+
+def some_files(num=200, seed=0):
+    """Make files of different sizes in three classes."""
+    rng = random.Random(seed)
+    return {f"{('cat', 'dog', 'eel')[n % 3]}/{n:04}.jpg": rng.randbytes(rng.randint(0, 3000)) for n in range(num)}
+
+
+def whole(packed):
+    """List what is packed, as what reads it whole."""
+    return [ObjectPart(found.key, found.num_bytes, etag=found.etag) for found in packed.list_objects("")]
+
+
+def contents(packed):
+    """Read everything; return it by key."""
+    parts = whole(packed)
+    return dict(zip([part.key for part in parts], packed.read_many(parts), strict=True))
+
+
+def folder_bytes(root):
+    """Return all files of a folder."""
+    return {path.name: path.read_bytes() for path in root.rglob("*") if path.is_file()}
+
+
+def test_what_was_packed_is_read_back(tmp_path):
+    """All images, whatever their names, by their old names and with their bytes; nothing else."""
+    source = make_folder(tmp_path / "in", ODD_NAMES | NO_SAMPLES)
+    packed = pack_shards(source, tmp_path / "out")
+    assert isinstance(packed, ReadsMany)
+    assert contents(packed) == ODD_NAMES
+    found = packed_objects(DirectoryStorage(tmp_path / "out"))
+    assert found == packed
+    assert contents(found) == ODD_NAMES
+    assert not (tmp_path / "out/.tmp").exists()
+
+
+def test_classes_samples_and_labels_are_those_of_the_folder(tmp_path):
+    """A dataset over shards has the classes, the order and the targets of one over the folder, however they lie."""
+    source = make_folder(tmp_path / "in", ODD_NAMES | NO_SAMPLES | some_files(50))
+    unpacked = index_images(source.list_objects(""), "in")
+    for seed in (None, 1, 2):
+        packed = pack_shards(source, tmp_path / f"out{seed}", shard_bytes=10_000, shuffle_seed=seed)
+        index = index_images(packed.list_objects(""), "out")
+        assert (index.classes, index.targets) == (unpacked.classes, unpacked.targets)
+        assert [found.key for found in index.objects] == [found.key for found in unpacked.objects]
+        assert packed.index.classes == tuple(unpacked.classes)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    sizes=st.lists(st.sampled_from([0, 1, 511, 512, 513, 1024, 3000]), min_size=1, max_size=30),
+    shard_bytes=st.sampled_from([1, 1000, 5000, 10**9]),
+    seed_and_batch=st.tuples(st.sampled_from([None, 0, 7]), st.sampled_from([1, 3, 256])),
+)
+def test_any_sizes(tmp_path_factory, monkeypatch, sizes, shard_bytes, seed_and_batch):
+    """Sizes round a tar's blocks, shards of one sample or all: each byte is where the index says, and every tar file is sound."""
+    seed, batch = seed_and_batch
+    monkeypatch.setattr("prefect_torch_ddp.data.tar_shards.BATCH_OBJECTS", batch)
+    tmp_path = tmp_path_factory.mktemp("sizes")
+    files = {f"{'ab'[n % 2]}/{n}.jpg": random.Random(n).randbytes(size) for n, size in enumerate(sizes)}
+    packed = pack_shards(make_folder(tmp_path / "in", files), tmp_path / "out", shard_bytes=shard_bytes, shuffle_seed=seed)
+    assert contents(packed) == files
+    assert Counter(data for _, data in stream(tmp_path / "out")) == Counter(files.values())
+
+
+def stream(folder):
+    """Read shards as WebDataset does, from front to end; yield label and content of each sample."""
+    for path in sorted(folder.glob("shard-*.tar")):
+        with tarfile.open(path, "r|") as tar:
+            waiting = None
+            for member in tar:
+                key, _, ending = member.name.partition(".")
+                data = tar.extractfile(member).read()
+                if ending == "cls":
+                    assert waiting is not None
+                    assert waiting[0] == key, "a sample's files aren't side by side"
+                    yield int(data), waiting[1]
+                    waiting = None
+                else:
+                    assert waiting is None
+                    waiting = key, data
+            assert waiting is None
+
+
+def test_a_stream_has_every_sample_with_its_label(tmp_path):
+    """Who reads the tar files as a stream, without our index, gets each sample once, with the label that the folder gives it."""
+    files = some_files()
+    source = make_folder(tmp_path / "in", files)
+    pack_shards(source, tmp_path / "out", shard_bytes=50_000)
+    assert len(list((tmp_path / "out").glob("*.tar"))) > 3
+    labels = {"cat": 0, "dog": 1, "eel": 2}
+    assert sorted(stream(tmp_path / "out")) == sorted((labels[key[:3]], data) for key, data in files.items())
+
+
+def test_gnu_tar_reads_them(tmp_path):
+    """The command lists and unpacks a shard without a complaint."""
+    pack_shards(make_folder(tmp_path / "in", some_files(9)), tmp_path / "out")
+    (tmp_path / "unpacked").mkdir()
+    done = subprocess.run(
+        ["tar", "-xvf", tmp_path / "out/shard-000000.tar", "-C", tmp_path / "unpacked"],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    assert not done.stderr
+    assert done.stdout.split()[:4] == ["000000000.jpg", "000000000.cls", "000000001.jpg", "000000001.cls"]
+    assert len(list((tmp_path / "unpacked").iterdir())) == 18
+
+
+WEBDATASET = """
+import sys, webdataset, hashlib
+shards = "file:" + sys.argv[1] + "/shard-{000000..%s}.tar" % sys.argv[2]
+for sample in webdataset.WebDataset(shards, shardshuffle=False, empty_check=False).to_tuple("jpg", "cls"):
+    print(hashlib.sha256(sample[0]).hexdigest(), int(sample[1]))
+"""
+
+
+def test_webdataset_reads_them(tmp_path):
+    """WebDataset (in PTD_WEBDATASET_PYTHON's environment, or in this one) gets every sample with its label."""
+    import hashlib
+
+    python = os.environ.get("PTD_WEBDATASET_PYTHON", sys.executable)
+    if subprocess.run([python, "-c", "import webdataset"], capture_output=True, check=False, timeout=100).returncode:
+        pytest.skip("webdataset isn't installed; PTD_WEBDATASET_PYTHON names a Python that has it")
+    files = some_files()
+    pack_shards(make_folder(tmp_path / "in", files), tmp_path / "out", shard_bytes=50_000)
+    last = max((tmp_path / "out").glob("*.tar")).stem.removeprefix("shard-")
+    done = subprocess.run(
+        [python, "-c", WEBDATASET, tmp_path / "out", last], capture_output=True, text=True, check=True, timeout=100
+    )
+    labels = {"cat": 0, "dog": 1, "eel": 2}
+    assert sorted(done.stdout.splitlines()) == sorted(
+        f"{hashlib.sha256(data).hexdigest()} {labels[key[:3]]}" for key, data in files.items()
+    )
+
+
+def test_equal_sources_give_equal_bytes(tmp_path):
+    """Times, owners and how reads are batched leave no trace."""
+    files = some_files(60)
+    pack_shards(make_folder(tmp_path / "in1", files), tmp_path / "out1", shard_bytes=20_000)
+    for path in (second := make_folder(tmp_path / "in2", files)).root.rglob("*"):
+        os.utime(path, (5, 5))
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("prefect_torch_ddp.data.tar_shards.BATCH_OBJECTS", 7)
+        pack_shards(second, tmp_path / "out2", shard_bytes=20_000)
+    assert folder_bytes(tmp_path / "out1") == folder_bytes(tmp_path / "out2")
+
+
+def test_a_seed_decides_the_order_in_the_shards(tmp_path):
+    """The same seed, the same order; another one, another; all with the same samples."""
+    source = make_folder(tmp_path / "in", some_files(60))
+    order = {}
+    for name, seed in (("a", None), ("b", 1), ("c", 1), ("d", 2)):
+        pack_shards(source, tmp_path / name, shuffle_seed=seed)
+        order[name] = [label for label, _ in stream(tmp_path / name)]
+    assert order["a"] == sorted(order["a"])
+    assert order["b"] == order["c"] != order["d"]
+    assert Counter(order["a"]) == Counter(order["b"]) == Counter(order["d"])
+
+
+def test_packing_again_leaves_nothing_of_before(tmp_path):
+    """Fewer shards than last time: the others go, and nobody reads old samples from them."""
+    pack_shards(make_folder(tmp_path / "in1", some_files(100)), tmp_path / "out", shard_bytes=10_000)
+    (tmp_path / "out/shard-notes.txt").write_text("not ours")
+    fresh = some_files(10, seed=1)
+    packed = pack_shards(make_folder(tmp_path / "in2", fresh), tmp_path / "out")
+    assert contents(packed) == fresh
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["shard-000000.tar", "shard-notes.txt", INDEX_NAME]
+
+
+def test_prefixes_on_both_sides(tmp_path):
+    """A split below a prefix is packed below another one; names are relative to the split, and train isn't train2."""
+    train, other = some_files(20), some_files(5, seed=3)
+    files = {f"raw/train/{key}": data for key, data in train.items()} | {f"raw/train2/{key}": data for key, data in other.items()}
+    packed = pack_shards(
+        make_folder(tmp_path / "in", files), tmp_path / "out", source_prefix="raw/train", prefix="/shards/train/"
+    )
+    assert contents(packed) == train
+    assert packed_objects(DirectoryStorage(tmp_path / "out")) is None
+    assert contents(packed_objects(DirectoryStorage(tmp_path / "out"), "shards/train/")) == train
+    assert packed.uri == f"{tmp_path}/out/shards/train"
+    again = pack_shards(tmp_path / "in/raw/train", str(tmp_path / "again"))
+    assert folder_bytes(tmp_path / "again") == folder_bytes(tmp_path / "out")
+    assert contents(again) == train
+
+
+def test_nothing_to_pack_is_refused_before_anything_is_removed(tmp_path):
+    """An empty source is an error that names it, and the shards of before stay."""
+    pack_shards(make_folder(tmp_path / "in", some_files(5)), tmp_path / "out")
+    before = folder_bytes(tmp_path / "out")
+    with pytest.raises(NoImagesError, match="empty"):
+        pack_shards(make_folder(tmp_path / "empty", {"notes.txt": b"x"}), tmp_path / "out")
+    assert folder_bytes(tmp_path / "out") == before
+
+
+def test_a_source_object_that_changed_stops_the_packing(tmp_path):
+    """A file that changed after it was listed: an error that names it, and no index: nobody takes the rest for whole."""
+
+    @dataclass(frozen=True)
+    class Changing(DirectoryStorage):
+        def read_many(self, parts):
+            path = self.root / "dog/0001.jpg"
+            path.write_bytes(b"changed")
+            return super().read_many(parts)
+
+    pack_shards(make_folder(tmp_path / "in", some_files(9)), tmp_path / "out")
+    with pytest.raises(ObjectChangedError, match=r"dog/0001\.jpg"):
+        pack_shards(Changing(tmp_path / "in"), tmp_path / "out")
+    assert packed_objects(DirectoryStorage(tmp_path / "out")) is None
+    with pytest.raises(ObjectNotFoundError):
+        _ = PackedObjects(DirectoryStorage(tmp_path / "out")).index
+
+
+def test_the_index_comes_last(tmp_path):
+    """A storage that fails at the last shard leaves no index."""
+
+    @dataclass(frozen=True)
+    class Failing(DirectoryStorage):
+        def write(self, key, data):
+            if key == "shard-000002.tar":
+                msg = "the disk is full"
+                raise StorageError(msg)
+            super().write(key, data)
+
+    source = make_folder(tmp_path / "in", some_files(30))
+    with pytest.raises(StorageError, match="full"):
+        pack_shards(source, Failing(tmp_path / "out"), shard_bytes=20_000)
+    assert packed_objects(DirectoryStorage(tmp_path / "out")) is None
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    chosen=st.lists(st.integers(0, 39), max_size=60),
+    gap=st.sampled_from([0, 2000, 10**6]),
+    span=st.sampled_from([1, 5000, 10**6]),
+)
+def test_any_choice_in_any_order(forty, chosen, gap, span):
+    """Neighbours, strangers, the same sample twice, however they are read together: each value is that of its part."""
+    packed, files = forty
+    parts = [whole(packed)[number] for number in chosen]
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("prefect_torch_ddp.data.coalesce.LARGEST_GAP_BYTES", gap)
+        patched.setattr("prefect_torch_ddp.data.coalesce.LARGEST_SPAN_BYTES", span)
+        assert packed.read_many(parts) == [files[part.key] for part in parts]
+
+
+@pytest.fixture
+def forty(tmp_path):
+    """Give forty packed samples of different sizes."""
+    files = some_files(40)
+    return pack_shards(make_folder(tmp_path / "in", files), tmp_path / "out", shard_bytes=20_000), files
+
+
+def test_neighbours_are_read_by_one_request(tmp_path):
+    """Reading in order takes a request for up to a megabyte of neighbours, as many samples as that holds."""
+
+    @dataclass(frozen=True)
+    class Counted(DirectoryStorage):
+        def read_many(self, parts):
+            asked.append([part.num_bytes for part in parts])
+            return super().read_many(parts)
+
+    asked = []
+    files = {f"a/{n:03}.jpg": bytes([n]) * 30_000 for n in range(64)}
+    pack_shards(make_folder(tmp_path / "in", files), tmp_path / "out")
+    packed = PackedObjects(Counted(tmp_path / "out"))
+    parts = whole(packed)
+    asked.clear()
+    assert packed.read_many(parts) == [files[part.key] for part in parts]
+    ((*ranges,),) = asked
+    assert len(ranges) == 2
+    assert max(ranges) <= 2**20
+    asked.clear()
+    packed.read_many(parts[::9])
+    assert asked == [[30_000] * 8]
+
+
+@pytest.fixture
+def packed(tmp_path):
+    """Give twelve packed samples of 1,000 bytes in several shards."""
+    files = {f"{'ab'[n % 2]}/{n:02}.jpg": bytes([n + 1]) * 1000 for n in range(12)}
+    return pack_shards(make_folder(tmp_path / "in", files), tmp_path / "out", shard_bytes=8000)
+
+
+def test_a_flipped_bit_names_shard_and_sample(packed, tmp_path):
+    """The damaged sample is an error in its place; its neighbours in the same shard are read."""
+    target = packed.index.find("b/03.jpg")
+    path = tmp_path / "out" / packed.index.shards[target.shard]
+    data = bytearray(path.read_bytes())
+    data[target.start + 17] ^= 4
+    path.write_bytes(data)
+    got = contents(packed)
+    error = got.pop("b/03.jpg")
+    assert isinstance(error, ObjectChangedError), "on_error='skip' can't skip it"
+    assert "b/03.jpg" in str(error)
+    assert str(path) in str(error)
+    assert "damaged" in str(error)
+    assert got == {f"{'ab'[n % 2]}/{n:02}.jpg": bytes([n + 1]) * 1000 for n in range(12) if n != 3}
+
+
+@pytest.mark.parametrize("shift", [1, 512, -512])
+def test_shards_that_do_not_fit_the_index_are_never_a_wrong_sample(packed, tmp_path, shift):
+    """Bytes inserted or removed in the midst: every sample behind is an error, none is another one's content."""
+    path = tmp_path / "out" / packed.index.shards[0]
+    data = path.read_bytes()
+    path.write_bytes(data[:512] + bytes(shift) + data[512:] if shift > 0 else data[:512] + data[512 - shift :])
+    for key, got in contents(packed).items():
+        if packed.index.find(key).shard == 0:
+            assert isinstance(got, StorageError)
+            assert key in str(got)
+        else:
+            assert got == bytes([int(key[2:4]) + 1]) * 1000
+
+
+def test_shards_of_equal_size_that_are_swapped(packed, tmp_path):
+    """Another shard's bytes at a shard's place are found out, sample by sample."""
+    first, second = (tmp_path / "out" / name for name in packed.index.shards[:2])
+    mixed = first.read_bytes(), second.read_bytes()
+    assert len(mixed[0]) == len(mixed[1])
+    first.write_bytes(mixed[1])
+    second.write_bytes(mixed[0])
+    for key, got in contents(packed).items():
+        assert isinstance(got, StorageError) == (packed.index.find(key).shard < 2)
+
+
+def test_a_truncated_or_missing_shard_is_named(packed, tmp_path):
+    """With the sample that was wanted from it."""
+    path = tmp_path / "out" / packed.index.shards[0]
+    path.write_bytes(path.read_bytes()[:2000])
+    (tmp_path / "out" / packed.index.shards[1]).unlink()
+    got = contents(packed)
+    for key, value in got.items():
+        sample = packed.index.find(key)
+        if sample.shard == 0 and sample.start + 1000 > 2000:
+            assert isinstance(value, StorageError)
+            assert "shard-000000.tar" in str(value)
+            assert key in str(value)
+        elif sample.shard == 1:
+            assert isinstance(value, ObjectNotFoundError)
+            assert "shard-000001.tar" in str(value)
+            assert key in str(value)
+        else:
+            assert value == bytes([int(key[2:4]) + 1]) * 1000
+
+
+def test_what_is_not_there_and_what_was_packed_again(packed, tmp_path):
+    """An unknown name is no object; a sample with another digest than the listed one is a changed one."""
+    known = whole(packed)[0]
+    gone, changed, part = packed.read_many(
+        [replace(known, key="a/no.jpg"), replace(known, etag="0" * 16), replace(known, start=10, num_bytes=5)]
+    )
+    assert isinstance(gone, ObjectNotFoundError)
+    assert isinstance(changed, ObjectChangedError)
+    assert known.key in str(changed)
+    assert part == b"\1" * 5
+
+
+def _edit(head=None, column=None):
+    """Return what changes an index's text."""
+
+    def edit(data):
+        lines = [json.loads(line) for line in gzip.decompress(data).splitlines()]
+        lines[0] |= head or {}
+        lines[1] |= column or {}
+        return gzip.compress(b"\n".join(json.dumps(line).encode() for line in lines))
+
+    return edit
+
+
+INDEX_DAMAGES = {
+    "cut": (lambda data: data[:-20], "damaged"),
+    "a flipped bit": (lambda data: data[:-6] + bytes([data[-6] ^ 1]) + data[-5:], "damaged"),
+    "no gzip": (lambda data: b"hello", "damaged"),
+    "empty": (lambda data: b"", "damaged"),
+    "another number": (_edit(head={"num_samples": 13}), "lists 12 samples and announces 13"),
+    "another format": (_edit(head={"format": "tar-shards/9"}), "format tar-shards/9"),
+    "a shard outside": (_edit(head={"shards": ["../x.tar", "b", "c", "d"]}), "damaged"),
+    "too few shards": (_edit(head={"shards": ["shard-000000.tar"]}), "damaged"),
+    "unsorted": (_edit(column={"key": [f"{n}" for n in range(20, 8, -1)]}), "sorted"),
+    "columns of other lengths": (_edit(column={"start": [1]}), "damaged"),
+    "a text for a number": (_edit(column={"start": ["x"] * 12}), "damaged"),
+    "a negative number": (_edit(column={"start": [-1] * 12}), "damaged"),
+}
+
+
+@pytest.mark.parametrize("damage", INDEX_DAMAGES)
+def test_a_damaged_index_is_an_error_that_names_it(packed, tmp_path, damage):
+    """Never fewer samples, and never others."""
+    path = tmp_path / "out" / INDEX_NAME
+    change, text = INDEX_DAMAGES[damage]
+    path.write_bytes(change(path.read_bytes()))
+    with pytest.raises(StorageError, match=text) as raised:
+        packed_objects(DirectoryStorage(tmp_path / "out"))
+    assert str(path) in str(raised.value)
+
+
+def test_it_is_small_to_send_and_reads_the_index_again(packed):
+    """A description of shards pickles to a few hundred bytes, in use or not."""
+    everything = contents(packed)
+    sent = pickle.dumps(packed)
+    assert len(sent) < 600
+    assert contents(pickle.loads(sent)) == everything
+
+
+@given(
+    keys=st.lists(st.text(st.characters(exclude_categories=("Cs",)), min_size=1, max_size=8), unique=True, max_size=40),
+    wanted=st.text(max_size=3),
+)
+def test_the_index_finds_what_it_has(keys, wanted):
+    """By key and by beginning, in S3's order, before and after it was written."""
+    samples = [PackedSample(key, n % 3, n, n + 1, f"{n:016x}") for n, key in enumerate(sorted(keys, key=str.encode))]
+    index = ShardIndex(["a", "b", "c"], ["x"], samples)
+    loaded = ShardIndex.load(index.dump(), "index")
+    for one in (index, loaded):
+        assert [one[n] for n in range(len(one))] == samples
+        assert list(one.beginning_with(wanted)) == [sample for sample in samples if sample.key.startswith(wanted)]
+        assert [one.find(sample.key) for sample in samples] == samples
+        assert one.find(wanted) == next((sample for sample in samples if sample.key == wanted), None)
+
+
+def test_the_index_is_plain_text(packed, tmp_path):
+    """`zcat` shows it: the format, the shards and classes, then columns."""
+    head, columns = map(json.loads, gzip.decompress((tmp_path / "out" / INDEX_NAME).read_bytes()).splitlines())
+    assert head == {
+        "format": "prefect-torch-ddp/tar-shards/1",
+        "num_samples": 12,
+        "shards": list(packed.index.shards),
+        "classes": ["a", "b"],
+    }
+    assert list(columns) == ["key", "shard", "start", "num_bytes", "digest"]
+    assert columns["key"][0] == "a/00.jpg"
+
+
+def test_memory_is_bounded_by_the_shards(tmp_path):
+    """Packing many times a shard's size holds a few shards and no more."""
+    import tracemalloc
+
+    source = make_folder(tmp_path / "in", {f"a/{n:03}.jpg": os.urandom(200_000) for n in range(200)})
+    out = DirectoryStorage(tmp_path / "out")
+    assert isinstance(out, Storage)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("prefect_torch_ddp.data.tar_shards.BATCH_BYTES", 1_000_000)
+        tracemalloc.start()
+        try:
+            pack_shards(source, out, shard_bytes=1_000_000)
+            assert tracemalloc.get_traced_memory()[1] < 8_000_000  # of 40,000,000
+        finally:
+            tracemalloc.stop()
+
+
+def test_samples_with_odd_endings(tmp_path):
+    """With a choice of one's own, any file is a sample; its name in the tar is one that readers take apart alike."""
+    files = {"a/1.cls": b"1", "a/2": b"2", "a/3.TXT": b"3", "a/4.é": b"4", "a/5." + "x" * 100: b"5"}
+    packed = pack_shards(make_folder(tmp_path / "in", files), tmp_path / "out", is_valid=lambda key: True)
+    assert contents(packed) == files
+    with tarfile.open(fileobj=io.BytesIO((tmp_path / "out/shard-000000.tar").read_bytes())) as tar:
+        names = [name for name in tar.getnames() if not name.endswith(".cls")]
+    assert names == ["000000000.bin", "000000001.bin", "000000002.txt", "000000003.bin", "000000004.bin"]

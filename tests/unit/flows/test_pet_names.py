@@ -1,0 +1,71 @@
+"""The pet names' parts: what a list is, what is learnt from it, and what counts as a new name."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from flows import pet_names
+from flows.pet_names import END, NO_LETTER, NameNet, Options, letters, make_up, names_in
+from prefect_torch_ddp import InvalidParamsError, RankContext
+
+
+def test_a_list_has_each_name_once_as_it_is_first_written() -> None:
+    """Whatever its line ends, spaces, accents' form and case."""
+    content = "\ufeffBello\r\n\r\n  Rex  II \nBELLO\nZoe\u0308\nZoë\n".encode()
+    assert names_in(content, "names.txt") == ["Bello", "Rex II", "Zoë"]
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"\xff\xfe", "names.txt is no UTF-8 text .* save it as UTF-8"),
+        (b"Bello\n\nBELLO", "names.txt has 1 names; give at least 2"),
+        (b"Bello\n" + b"Rex, " * 40, "names.txt has a line of 199 characters, 'Rex, .* on each line"),
+    ],
+)
+def test_what_is_no_list_is_refused(content: bytes, says: str) -> None:
+    """With the way out."""
+    with pytest.raises(InvalidParamsError, match=says):
+        names_in(content, "names.txt")
+
+
+def test_each_letter_is_to_be_foreseen_from_those_before() -> None:
+    """From the start to the end; what is behind it doesn't count."""
+    given, wanted = letters(["ab", "b"], ["a", "b"]).tensors
+    assert given.tolist() == [[END, 1, 2], [END, 2, END]]
+    assert wanted.tolist() == [[1, 2, END], [2, END, NO_LETTER]]
+
+
+def test_new_names_are_seeded_and_on_no_list() -> None:
+    """In any case, each once; fewer where there are no more."""
+    torch.manual_seed(0)
+    net, options = NameNet(2, hidden=4).eval(), Options(num_new=20)
+    known = ["A", "aB", "BA"]
+    with torch.no_grad():
+        new = make_up(net, ["a", "B"], known, options, seed=1)
+        assert new == make_up(net, ["a", "B"], known, options, seed=1)
+        assert new != make_up(net, ["a", "B"], known, options, seed=2)
+        folded = [name.casefold() for name in new]
+        assert len(set(folded)) == len(new) == 20
+        assert not {"a", "ab", "ba"} & set(folded)
+        net.head.bias[END] = 50.0  # now each name ends before its first letter
+        assert make_up(net, ["a", "B"], known, options, seed=1) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"epoch": 3}, "epoch: Extra inputs are not permitted; there are file, held_out,"),
+        ({"held_out": 1.5}, "held_out: Input should be less than 1"),
+        ({"file": "dogs.txt"}, "has no dogs.txt; name the list by data_options={'file': ...}"),
+    ],
+)
+def test_bad_options_are_named(tmp_path: Path, options: dict[str, Any], says: str) -> None:
+    """When the data is prepared."""
+    with (
+        RankContext.local(data=tmp_path, source=tmp_path, options=options, stage="prepare") as rank,
+        pytest.raises(InvalidParamsError, match=says),
+    ):
+        pet_names.prepare(rank)

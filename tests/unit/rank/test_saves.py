@@ -1,0 +1,96 @@
+"""Saves that come faster than the storage takes them, and the best one by a metric that is rarely reported."""
+
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from prefect_torch_ddp import RankContext
+from prefect_torch_ddp.checkpoint import checkpointer
+from prefect_torch_ddp.checkpoint.manifest import best, list_manifests
+from prefect_torch_ddp.rank.config import CheckpointPolicy
+from prefect_torch_ddp.storage.directory import DirectoryStorage
+from tests.forwarding import ForwardingStorage
+
+pytestmark = pytest.mark.timeout(110)
+
+
+class Slow(ForwardingStorage):
+    """A directory that takes no object of a checkpoint until it is let."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.opened = threading.Event()
+
+    def write(self, key: str, data: bytes | memoryview) -> None:
+        """Wait, then write."""
+        if "/checkpoints/" in key:
+            assert self.opened.wait(60)
+        super().write(key, data)
+
+
+def test_saves_wait_for_a_slow_storage(tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One is written and one waits, in its step: no third copy of the state is made, it is said, and none is lost."""
+    monkeypatch.setattr(checkpointer, "QUIET_S", 0.1)
+    storage = Slow(tmp_path)
+    seen: dict[str, Any] = {}
+
+    def train() -> None:
+        with RankContext.local(storage=storage, checkpoint=CheckpointPolicy(every_steps=1, every_s=None, keep_last=9)) as rank:
+            model = nn.Linear(4, 1)
+            rank.track(model=model)
+            seen["rank"] = rank
+            for (x,) in rank.steps(rank.loader(TensorDataset(torch.ones(24, 4)), global_batch_size=4), epochs=1):
+                model(x).sum().backward()
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    deadline_s = time.monotonic() + 60
+    while "the training waits in step 2" not in caplog.text:
+        assert time.monotonic() < deadline_s
+        assert thread.is_alive()
+        time.sleep(0.01)
+    rank = seen["rank"]
+    assert rank.step == 2
+    assert len(rank._parts.tracker._checkpointer._staging._used) == 2  # weight and bias, of step 1
+    assert list_manifests(storage.inner, "local") == []
+    monkeypatch.setattr(checkpointer, "QUIET_S", 60.0)  # on a busy machine the others may take their time, too
+    storage.opened.set()
+    thread.join()
+    assert "ask for fewer, by checkpoint.every_steps or every_s" in caplog.text
+    assert caplog.text.count("the training waits in step") == 1
+    assert [manifest.step for manifest in list_manifests(storage.inner, "local")] == [1, 2, 3, 4, 5, 6]
+
+
+def with_validation(folder: Path, *, saves_with_it: bool, dies_at: int | None = None) -> None:
+    """Train five epochs of four steps, validated at each end; a checkpoint every three steps, the last and the best one kept."""
+    policy = CheckpointPolicy(every_steps=3, every_s=None, keep_last=1, keep_best=1, best_metric="val_accuracy")
+    with RankContext.local(storage=folder, checkpoint=policy) as rank:
+        model = nn.Linear(4, 1)
+        rank.track(model=model)
+        for (x,) in rank.steps(rank.loader(TensorDataset(torch.ones(16, 4)), global_batch_size=4), epochs=5):
+            if rank.step == dies_at:
+                raise InterruptedError
+            model(x).sum().backward()
+            rank.report(loss=1.0)
+            if rank.epoch_ended:
+                rank.report(val_accuracy=(0.1, 0.9, 0.3, 0.2, 0.4)[rank.epoch - 1])
+            rank.checkpoint(force=saves_with_it and rank.epoch_ended)
+
+
+@pytest.mark.parametrize(("saves_with_it", "expected"), [(False, 9), (True, 8)])
+def test_the_best_by_a_metric_of_each_epoch(tmp_path: Path, saves_with_it: bool, expected: int) -> None:  # noqa: FBT001
+    """The first checkpoint behind the best validation, or the one of that very step; also over a failure, long after it."""
+    with pytest.raises(InterruptedError):
+        with_validation(tmp_path, saves_with_it=saves_with_it, dies_at=14)
+    with_validation(tmp_path, saves_with_it=saves_with_it)
+    storage = DirectoryStorage(tmp_path)
+    assert [manifest.step for manifest in list_manifests(storage, "local")] == [expected, 20]
+    top = best(storage, "local", "val_accuracy")
+    assert top is not None
+    assert (top.step, top.metrics["val_accuracy"]) == (expected, 0.9)
