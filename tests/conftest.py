@@ -29,7 +29,7 @@ pytest.register_assert_rewrite("tests.storage_conformance", "tests.s3_conformanc
 
 SESSION_ID = uuid.uuid4().hex
 GRACE_S = 5.0
-SERVER_READY_S = 60.0
+SERVER_READY_S = 120.0
 ENVIRONMENT_OF_TOOLS = {
     *("PYTEST_CURRENT_TEST", "__DASK_PARENT_PID", "PYTHONHASHSEED"),
     *("KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK", "TORCHINDUCTOR_CACHE_DIR"),
@@ -51,6 +51,8 @@ os.environ.update(
         "PREFECT_SERVER_LOGGING_LEVEL": "WARNING",
         "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
         "PREFECT_CLI_PROMPT": "false",
+        # Of the server that Prefect embeds where none is configured: 20 s are too few where two processes test on two cores.
+        "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "120",
         "DO_NOT_TRACK": "1",
         "DASK_LOGGING__DISTRIBUTED": "warning",
         "AWS_EC2_METADATA_DISABLED": "true",

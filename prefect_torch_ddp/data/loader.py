@@ -60,7 +60,7 @@ class RankLoader:
             virtual_ranks: cut each global batch into so many parts, of which each rank loads its own one by one, so that nothing
                 that is loaded depends on the number of ranks.
             keep_ids: have `lockstep` tell which samples each batch was made of, for a ledger.
-            seed_samples: see above. False: for a dataset that draws nothing at random, and costs so little that 9 µs count.
+            seed_samples: see above. False: for a dataset that draws nothing at random, and costs so little that seeding counts.
             **dataloader_kwargs: anything else for torch's DataLoader, such as num_workers, collate_fn or pin_memory.
 
         Raises:

@@ -1,18 +1,16 @@
 """Owns how a dataset that can only be read shard by shard is read in an exact order, from any place in it."""
 
-import random
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from itertools import accumulate, islice
 from typing import Any, Protocol, runtime_checkable
 
-import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from prefect_torch_ddp.data.fetching import BatchKeys, Tagged, seed_on_cpu
+from prefect_torch_ddp.data.fetching import BatchKeys, Tagged
 from prefect_torch_ddp.data.sampler import mix_seed
+from prefect_torch_ddp.data.seeding import generators_kept, seed_on_cpu
 from prefect_torch_ddp.errors import InvalidParamsError
 
 SHUFFLE_BUFFER = 1024
@@ -96,7 +94,7 @@ class ShardReader(Dataset[Any]):
         return self._block[2][offset]
 
     def _read_block(self, epoch: int, block: int) -> list[tuple[int, Any]]:
-        with _generators_kept():
+        with generators_kept():
             shard, start = self._locate(epoch, block * self.block_size)
             self._cursor_at(epoch, shard, start)  # before seeding: what is skipped may draw too
             seed_on_cpu(mix_seed(self._seed, epoch, block, _DRAWS))
@@ -171,15 +169,3 @@ class _Cursor:
             than = f"{'fewer' if self.place < end else 'more'} samples than num_samples says, {self._size}"
             msg = f"shard {self._name!r} has {than}: samples would be lost or come twice"
             raise InvalidParamsError(msg)
-
-
-@contextmanager
-def _generators_kept() -> Iterator[None]:
-    """Put python's, numpy's and torch's random generators back at the end."""
-    states = random.getstate(), np.random.get_state(), torch.default_generator.get_state()  # noqa: NPY002 - what datasets draw from
-    try:
-        yield
-    finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])  # noqa: NPY002
-        torch.default_generator.set_state(states[2])

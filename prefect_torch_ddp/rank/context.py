@@ -243,7 +243,7 @@ class RankContext:
             global_batch_size: samples per step over all ranks together.
             shuffle: a new order each epoch, from the run's seed.
             drop_last: leave out the uneven tail of an epoch.
-            seed_samples: seed python, numpy and torch in worker processes for each sample (9 µs), so that augmentation is the
+            seed_samples: seed the generators that it draws from in worker processes for each sample, so that augmentation is the
                 same on any number of ranks and workers. False: for a dataset that draws nothing at random.
             **dataloader_kwargs: anything else for torch's DataLoader, such as num_workers or collate_fn.
         """
