@@ -80,5 +80,5 @@ def _seed_torch(seed: int) -> None:
 
 
 def _python_and_numpy() -> tuple[Any, ...]:
-    _, keys, *others = np.random.get_state()  # noqa: NPY002 - what datasets draw from
-    return (random.getstate(), keys.tobytes(), *others)
+    numpys = np.random.get_state(legacy=False)  # noqa: NPY002 - what datasets draw from
+    return random.getstate(), numpys["state"]["key"].tobytes(), numpys["state"]["pos"], numpys["has_gauss"], numpys["gauss"]
