@@ -39,6 +39,12 @@ def result_key(run_id: str, attempt: int, path: str) -> str:
     return f"{results_prefix(run_id)}{attempt:06d}/{path}"
 
 
+def result_of(run_id: str, key: str) -> tuple[int, str] | None:
+    """Return attempt and path of a file of rank.save; None for anything else that lies there."""
+    attempt, _, path = key.removeprefix(results_prefix(run_id)).partition("/")
+    return (int(attempt), path) if attempt.isdecimal() and path else None
+
+
 def failures_prefix(run_id: str) -> str:
     """Return where a run's failed attempts are on record."""
     return f"runs/{run_id}/failures/"

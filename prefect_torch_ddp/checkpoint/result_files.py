@@ -1,6 +1,6 @@
 """Owns the files of a run's results: each attempt has its own, so that one that was held up can't replace a newer one's."""
 
-from prefect_torch_ddp.checkpoint.keys import result_key, results_prefix
+from prefect_torch_ddp.checkpoint.keys import result_key, result_of, results_prefix
 from prefect_torch_ddp.errors import InvalidParamsError, ObjectNotFoundError
 from prefect_torch_ddp.storage.keys import check_key
 from prefect_torch_ddp.storage.protocol import Storage
@@ -38,11 +38,11 @@ def read_result(storage: Storage, run_id: str, path: str) -> bytes:
         StorageError: it can't be read.
     """
     check_key(path)
-    prefix = results_prefix(run_id)
-    there = [found.key.removeprefix(prefix) for found in storage.list(prefix)]
-    attempts = [attempt for attempt, _, name in (key.partition("/") for key in there) if name == path]
-    if not attempts:
-        saved = ", ".join(sorted({key.partition("/")[2] for key in there})) or "none"
-        msg = f"run {run_id} saved no {path} in {storage.uri}; its files are: {saved}"
+    there = {found.key: result_of(run_id, found.key) for found in storage.list(results_prefix(run_id))}
+    saved = {result: key for key, result in there.items() if result is not None}
+    newest = max((attempt for attempt, name in saved if name == path), default=None)
+    if newest is None:
+        names = ", ".join(sorted({name for _, name in saved})) or "none"
+        msg = f"run {run_id} saved no {path} in {storage.uri}; its files are: {names}"
         raise ObjectNotFoundError(msg)
-    return storage.read(f"{prefix}{max(attempts)}/{path}")
+    return storage.read(saved[newest, path])

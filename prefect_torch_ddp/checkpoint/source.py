@@ -13,7 +13,10 @@ _REFERENCE = re.compile(
     r"(?:(?P<root>.*/|)runs/)?(?P<run_id>[^/]+)"
     r"(?:/checkpoints/step-(?P<step>\d+)(?:/(?P<attempt>\d+))?(?:/manifest\.json)?)?/?"
 )
-_FORMS = "write a run's id, or <storage>/runs/<run id>, or <storage>/runs/<run id>/checkpoints/step-00000400"
+_FORMS = (
+    "write a run's id, or <storage>/runs/<run id>, or <storage>/runs/<run id>/checkpoints/step-00000400, "
+    "perhaps with the attempt that made it: .../step-00000400/000002"
+)
 
 
 @dataclass(frozen=True)

@@ -375,7 +375,7 @@ class RankContext:
         from prefect_torch_ddp.checkpoint.attempts import refuse_superseded  # noqa: PLC0415
         from prefect_torch_ddp.checkpoint.result_files import write_result  # noqa: PLC0415
 
-        if self.stage in ("train", "task"):  # others write to the attempt whose checkpoint they evaluate
+        if self.stage in ("train", "task"):  # the others claim no attempt, so that none can supersede them
             refuse_superseded(self.config.storage, self.run_id, self.attempt)
         write_result(self.config.storage, self.run_id, self.attempt, path, data)
 

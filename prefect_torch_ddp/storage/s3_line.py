@@ -3,11 +3,11 @@
 import http.client
 import ssl
 from base64 import b64encode
-from collections.abc import Mapping
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from prefect_torch_ddp.storage.s3_target import Target
+from prefect_torch_ddp.storage.s3_wire import Answer, ask
 
 
 class Way:
@@ -66,35 +66,33 @@ class Line:
         self._read_timeout_s = read_timeout_s
         self._connection: http.client.HTTPConnection | None = None
 
-    def ask(self, path: str, headers: Mapping[str, str]) -> tuple[http.client.HTTPResponse, bytes]:
+    def ask(self, request: bytes) -> Answer:
         """Send a GET and read the answer whole."""
         was_idle = self._connection is not None
         try:
-            return self._ask(path, headers)
+            return self._ask(request)
         except (http.client.RemoteDisconnected, BrokenPipeError, ConnectionResetError):
             if not was_idle:
                 raise
         # The server had closed the kept connection meanwhile, as servers do: that is no fault yet.
-        return self._ask(path, headers)
+        return self._ask(request)
 
-    def _ask(self, path: str, headers: Mapping[str, str]) -> tuple[http.client.HTTPResponse, bytes]:
+    def _ask(self, request: bytes) -> Answer:
         connection, self._connection = self._connection, None
         if connection is None:
             connection = self._way.open()
             connection.connect()
             connection.sock.settimeout(self._read_timeout_s)
         try:
-            connection.request("GET", path, headers=headers)
-            response = connection.getresponse()
-            body = response.read()
+            answer = ask(connection.sock, request)
         except BaseException:
             connection.close()
             raise
-        if response.will_close:
+        if answer.will_close:
             connection.close()
         else:
             self._connection = connection
-        return response, body
+        return answer
 
     def close(self) -> None:
         """Close the connection."""

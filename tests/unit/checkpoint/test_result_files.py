@@ -15,6 +15,9 @@ def test_the_newest_attempt_that_saved_it(tmp_path: Path) -> None:
             rank.save("plots/loss.txt", f"attempt {number}")
             if number == 2:
                 rank.save("once.bin", b"\x00")
+    # What somebody else left there is no attempt's.
+    (tmp_path / "runs/local/results/notes/plots").mkdir(parents=True)
+    (tmp_path / "runs/local/results/notes/plots/loss.txt").write_text("not an attempt's")
     assert read_result(tmp_path, "local", "plots/loss.txt") == b"attempt 11"
     assert read_result(str(tmp_path), "local", "once.bin") == b"\x00"
     assert (tmp_path / "runs/local/results/000003/plots/loss.txt").read_text() == "attempt 3"
