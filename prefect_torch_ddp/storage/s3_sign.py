@@ -32,7 +32,8 @@ class GetSigner:
         self._host = name if parts.port in {None, _DEFAULT_PORTS.get(parts.scheme)} else f"{name}:{parts.port}"
         self._region = region
         self._credentials = credentials
-        self._key: tuple[Any, str, bytes] = (None, "", b"")
+        # Copied for each signature: unlike hmac.digest that keeps the interpreter, for which a thread would have to queue again.
+        self._known: tuple[Any, str, hmac.HMAC] = (None, "", hmac.new(b"", digestmod="sha256"))
 
     def headers(self, path: str, at_s: float | None = None) -> dict[str, str]:
         """Return the headers that a GET of a path needs.
@@ -53,17 +54,19 @@ class GetSigner:
         lines = "".join(f"{name}:{' '.join(value.split())}\n" for name, value in headers.items())
         request = f"GET\n{path}\n\n{lines}\n{names}\n{_NOTHING}"
         text = f"AWS4-HMAC-SHA256\n{moment}\n{scope}\n{hashlib.sha256(request.encode()).hexdigest()}"
-        signature = hmac.digest(self._key_of(frozen, moment[:8]), text.encode(), "sha256").hex()
+        keyed = self._keyed(frozen, moment[:8]).copy()
+        keyed.update(text.encode())
         headers["Authorization"] = (
-            f"AWS4-HMAC-SHA256 Credential={frozen.access_key}/{scope}, SignedHeaders={names}, Signature={signature}"
+            f"AWS4-HMAC-SHA256 Credential={frozen.access_key}/{scope}, SignedHeaders={names}, Signature={keyed.hexdigest()}"
         )
         return headers
 
-    def _key_of(self, frozen: Any, day: str) -> bytes:
-        known, its_day, key = self._key  # at once: other threads may set it
+    def _keyed(self, frozen: Any, day: str) -> hmac.HMAC:
+        known, its_day, keyed = self._known  # at once: other threads may set it
         if known != frozen or its_day != day:
             key = f"AWS4{frozen.secret_key}".encode()
             for part in (day, self._region, "s3", "aws4_request"):
                 key = hmac.digest(key, part.encode(), "sha256")
-            self._key = (frozen, day, key)
-        return key
+            keyed = hmac.new(key, digestmod="sha256")
+            self._known = frozen, day, keyed
+        return keyed

@@ -4,10 +4,12 @@ Other libraries' ways run in environments of their own, `$PTD_BENCH_ENVS/<packag
 there is none, a line says which row is left out, and where one fails, how often. Each way is a process that stays, so that little
 but the epochs is repeated; the dataset, its client, its loader processes and its cache are new in each round. PTD_BENCH_ROUNDS
 and PTD_BENCH_IMAGES make it shorter or longer; 5 rounds of 1,500 images are meant to take under 20 minutes on two quiet cores.
+PTD_BENCH_WAYS chooses rows by a regular expression, so that some can have many rounds.
 """
 
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -31,6 +33,7 @@ from tests.benchmarks.image_servers import Server, proxy, run_filled_ceph, run_n
 pytestmark = pytest.mark.timeout(7200)
 ROUNDS = int(os.environ.get("PTD_BENCH_ROUNDS", "5"))
 NUM_IMAGES = int(os.environ.get("PTD_BENCH_IMAGES", "1500"))
+CHOSEN = re.compile(os.environ.get("PTD_BENCH_WAYS", ""))
 ENVS = Path(os.environ.get("PTD_BENCH_ENVS", "/nonexistent"))
 NUM_CLASSES, NUM_SHARDS = 10, 8
 BUCKET, PREFIX, SHARDS = "bucket", "images", "shards"
@@ -125,7 +128,8 @@ def readers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Reader]]:
     """Start the processes for all ways that have their environment."""
     home = tmp_path_factory.mktemp("r")
     with ExitStack() as stack:
-        started = [Reader(way, home / f"{number}", stack) for number, way in enumerate(ORDER) if way.python.exists()]
+        ways = [way for way in ORDER if way.python.exists() and (way == LOCAL or CHOSEN.search(way.title))]
+        started = [Reader(way, home / f"{number}", stack) for number, way in enumerate(ways)]
         for reader in started:
             reader.hear()
         yield started
@@ -261,7 +265,7 @@ def print_place(where: str, seen: Seen, capsys: pytest.CaptureFixture[str]) -> N
 
 def print_all(tables: dict[str, Seen], capsys: pytest.CaptureFixture[str]) -> None:
     """Print the places so far side by side: times, then CPU; and what is left out."""
-    found = [row for row in ROWS if row.python.exists()]
+    found = [row for row in ROWS if all(row.title in seen for seen in tables.values())]
     for what, values in (("first / second epoch, times local disk", ratios), ("CPU beyond local, ms an image", cpu_ms)):
         show(capsys, (what, *tables), [(row.title, *_both(row, values, tables)) for row in found])
     with capsys.disabled():
