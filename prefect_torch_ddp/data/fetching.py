@@ -10,7 +10,7 @@ from torch.utils.data._utils.pin_memory import pin_memory
 
 from prefect_torch_ddp.data.lookahead import Ahead, ahead_of
 from prefect_torch_ddp.data.sampler import mix_seed
-from prefect_torch_ddp.data.seeding import SeededSamples, seed_on_cpu
+from prefect_torch_ddp.data.seeding import SeedSamples, seed_on_cpu
 from prefect_torch_ddp.errors import CorruptImageError
 
 NUM_STAND_INS = 16
@@ -71,20 +71,21 @@ class SeededDataset(Dataset[Any]):
     `get_worker_info().dataset` is this object: what a `worker_init_fn` reads from it or sets on it goes to the user's own.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what its loader knows of it, by name
         self,
         dataset: Dataset[Any],
-        seed: int | None,
+        seed: int,
         *,
         seeds_here: bool,
         keep_ids: bool,
         stands_in: bool = False,
+        seed_samples: SeedSamples = True,
     ) -> None:
-        """Keep what it takes; without a seed nothing is seeded."""
+        """Keep what it takes."""
         self.__dict__.update(_dataset=dataset, _seed=seed, _seeds_here=seeds_here, _keep_ids=keep_ids, _stands_in=stands_in)
+        self.__dict__.update(_seed_samples=seed_samples)
         # Asked once: to compare with a protocol takes longer than to fetch some samples.
         self.__dict__.update(_looks_ahead=seeded_fetch(dataset) is not None)
-        self.__dict__.update(_seeded_samples=SeededSamples())
 
     def __getitems__(self, keys: BatchKeys) -> Any:
         epoch, indices = keys
@@ -118,9 +119,14 @@ class SeededDataset(Dataset[Any]):
                 self._seed_all(epoch, indices[0])
             return fetch_all(indices)
         if seeds:
-            # The seeds in one go: what makes them is cold after each sample, and takes ten times as long.
-            return self._seeded_samples.fetch(dataset, indices, [mix_seed(self._seed, epoch, index) for index in indices])
+            # All seeds in one go: after a sample, whose data fill the processor's caches, making one takes ten times as long.
+            seed_of = [mix_seed(self._seed, epoch, index) for index in indices]
+            return [self._fetch_seeded(index, seed) for index, seed in zip(indices, seed_of, strict=True)]
         return [dataset[index] for index in indices]
+
+    def _fetch_seeded(self, index: int, seed: int) -> Any:
+        seed_on_cpu(seed, self._seed_samples)
+        return self._dataset[index]
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or "_dataset" not in self.__dict__:  # the latter: while it is being unpickled
@@ -132,10 +138,10 @@ class SeededDataset(Dataset[Any]):
 
     def _seeds(self) -> bool:
         # In the rank itself the generators belong to the training, unless that seeds them for each step.
-        return self._seed is not None and (get_worker_info() is not None or self._seeds_here)
+        return self._seed_samples is not False and (get_worker_info() is not None or self._seeds_here)
 
     def _seed_all(self, epoch: int, index: int) -> None:
-        seed_on_cpu(mix_seed(self._seed, epoch, index))
+        seed_on_cpu(mix_seed(self._seed, epoch, index), self._seed_samples)
 
 
 @dataclass(frozen=True)

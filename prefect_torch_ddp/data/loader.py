@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, defa
 from prefect_torch_ddp.data.fetching import BatchKeys, SeededDataset, TaggedCollate, may_skip, seeded_fetch, untagged
 from prefect_torch_ddp.data.lookahead import ahead_of, with_following
 from prefect_torch_ddp.data.sampler import BatchShare, GlobalBatches, mix_seed
+from prefect_torch_ddp.data.seeding import SeedSamples, check_seed_samples
 from prefect_torch_ddp.data.shards import Sharded, ShardReader
 from prefect_torch_ddp.data.virtual import Parts
 from prefect_torch_ddp.errors import InvalidParamsError
@@ -44,7 +45,7 @@ class RankLoader:
         drop_last: bool = False,
         virtual_ranks: int | None = None,
         keep_ids: bool = False,
-        seed_samples: bool = True,
+        seed_samples: SeedSamples = True,
         **dataloader_kwargs: Any,
     ) -> None:
         """Make the loader; no worker starts before it is iterated.
@@ -60,7 +61,9 @@ class RankLoader:
             virtual_ranks: cut each global batch into so many parts, of which each rank loads its own one by one, so that nothing
                 that is loaded depends on the number of ranks.
             keep_ids: have `lockstep` tell which samples each batch was made of, for a ledger.
-            seed_samples: see above. False: for a dataset that draws nothing at random, and costs so little that seeding counts.
+            seed_samples: see above. "torch": seed torch's generator alone, for a dataset and a collate_fn that draw from no other
+                one, as torchvision's v2 transforms do; False: seed none, for those that draw nothing. Either saves some
+                microseconds a sample, which count where a sample takes less than a millisecond.
             **dataloader_kwargs: anything else for torch's DataLoader, such as num_workers, collate_fn or pin_memory.
 
         Raises:
@@ -80,8 +83,9 @@ class RankLoader:
                 "on_error='skip' can't be used with determinism='elastic': pass on_error='raise', and replace what can't be read"
             )
             raise InvalidParamsError(msg)
-        if not seed_samples and (self._parts.is_virtual or _is_sharded(dataset)):
-            msg = "seed_samples=False can't be used with determinism='elastic' or a dataset in shards: leave it out"
+        check_seed_samples(seed_samples)
+        if seed_samples is not True and (self._parts.is_virtual or _is_sharded(dataset)):
+            msg = f"seed_samples={seed_samples!r} can't be used with determinism='elastic' or a dataset in shards: leave it out"
             raise InvalidParamsError(msg)
         fetched: SeededDataset | ShardReader
         order = f"the order of seed {seed}" if shuffle else "their own order"
@@ -97,10 +101,11 @@ class RankLoader:
             stands_in = skips and world_size > 1
             fetched = SeededDataset(
                 by_index,
-                seed if seed_samples else None,
+                seed,
                 seeds_here=self._parts.is_virtual,
                 keep_ids=keep_ids or skips,
                 stands_in=stands_in,
+                seed_samples=seed_samples,
             )
         self.order = f"{self.batches.num_samples} samples in {order}"
         """Says in words which order the global batches are cut from; equal words, equal orders."""

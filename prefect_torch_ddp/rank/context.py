@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from torch.utils.data import Dataset
 
     from prefect_torch_ddp.data.loader import RankLoader
+    from prefect_torch_ddp.data.seeding import SeedSamples
     from prefect_torch_ddp.data.shards import Sharded
 
 logger = logging.getLogger(__name__)
@@ -233,7 +234,7 @@ class RankContext:
         global_batch_size: int,
         shuffle: bool = True,
         drop_last: bool = False,
-        seed_samples: bool = True,
+        seed_samples: "SeedSamples" = True,
         **dataloader_kwargs: Any,
     ) -> "RankLoader":
         """Make a loader of this rank's share of each global batch: every sample once per epoch, in an order for any world size.
@@ -243,8 +244,9 @@ class RankContext:
             global_batch_size: samples per step over all ranks together.
             shuffle: a new order each epoch, from the run's seed.
             drop_last: leave out the uneven tail of an epoch.
-            seed_samples: seed the generators that it draws from in worker processes for each sample, so that augmentation is the
-                same on any number of ranks and workers. False: for a dataset that draws nothing at random.
+            seed_samples: seed python, numpy and torch in worker processes for each sample, so that augmentation is the same on
+                any number of ranks and workers. "torch": torch alone, where nothing draws from another one, as torchvision's v2
+                transforms do; False: none, where nothing is drawn.
             **dataloader_kwargs: anything else for torch's DataLoader, such as num_workers or collate_fn.
         """
         from prefect_torch_ddp.data.loader import RankLoader  # noqa: PLC0415 - loads torch

@@ -14,6 +14,9 @@ PAUSE_S, LONGEST_PAUSE_S = 0.25, 10.0
 SHORT_PAUSE_S = 0.05
 """Of one of many small reads side by side: a batch waits for its last one, and one that breaks off says little of the store."""
 
+_CHANCE = random.SystemRandom()
+"""Not the module's own generator: that one is the training's, whose draws a broken connection must not change."""
+
 _LASTING_STATUSES = {HTTPStatus.NOT_IMPLEMENTED, HTTPStatus.INSUFFICIENT_STORAGE}
 _PASSING_STATUSES = {HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.CONFLICT, HTTPStatus.TOO_MANY_REQUESTS}
 # Refusals whose status is that of a bad request: the store was busy, or what it got isn't what was sent.
@@ -78,7 +81,7 @@ def in_attempts(
                     raise
                 raise final from error
         # By chance, so that ranks that failed together don't come back together; never at once, which keeps a busy store busy.
-        time.sleep(min(LONGEST_PAUSE_S, pause_s * 2**attempt) * random.uniform(0.5, 1))  # noqa: S311 - no secret depends on it
+        time.sleep(min(LONGEST_PAUSE_S, pause_s * 2**attempt) * _CHANCE.uniform(0.5, 1))
     raise AssertionError
 
 

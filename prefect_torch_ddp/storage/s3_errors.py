@@ -71,6 +71,7 @@ _BY_CLASS = {
     "IncompleteReadError": _TORN,
     "HTTPError": _TORN,
     "ResponseParserError": "the answer isn't S3's: check the endpoint URL (https:// where it has TLS), and what stands between",
+    "HTTPClientError": "the request couldn't be sent: look for spaces and line breaks in the endpoint URL and the credentials",
     "SSLError": "the endpoint's certificate isn't trusted: name its CA bundle (in a block verify_cert_path, with verify on; else "
     "AWS_CA_BUNDLE), or write http:// if it has no TLS",
 }

@@ -1,4 +1,4 @@
-"""Owns how many objects are read from S3: a lean client, a tenth of boto3's CPU per GET."""
+"""Owns how many objects are read from S3: a lean client, a seventh of boto3's CPU per GET."""
 
 import hashlib
 import http.client
@@ -76,7 +76,11 @@ class S3Getter:
     def _try(self, line: Line, name: str, part: ObjectPart) -> bytes:
         url = self._target.url_of(name)
         path = urlsplit(url).path
-        request = request_of(url if self._way.sends_whole_url else path, self._headers(path, part))
+        try:
+            request = request_of(url if self._way.sends_whole_url else path, self._headers(path, part))
+        except ValueError as error:
+            msg = f"can't read {self._storage.where(name)}: {error}"
+            raise StorageError(msg) from None
         try:
             answer = line.ask(request)
         except (OSError, http.client.HTTPException) as error:
@@ -109,6 +113,10 @@ class S3Getter:
         if part.start is not None and answer.status != HTTPStatus.PARTIAL_CONTENT:
             msg = f"can't read a part of {self._storage.where(name)}: the store doesn't know ranges; use one that does"
             raise StorageError(msg)
+        given = re.match(r"bytes (\d{1,18})-", answer.headers.get("content-range", ""))
+        if part.start is not None and given and int(given[1]) != part.start:
+            msg = f"a part from byte {given[1]} came, not from {part.start}"
+            raise DamagedError(msg)
         etag = answer.headers.get("etag", "").removeprefix("W/").strip('"')
         if part.etag is not None and etag and etag != part.etag:
             msg = f"{_CHANGED} (its ETag is {etag} now)"

@@ -4,11 +4,14 @@ import http.client
 import io
 import re
 import socket
+import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any, NamedTuple, cast
 
-_AT_ONCE = 1 << 18
-_LONGEST_HEAD = 1 << 16
+_AT_ONCE = 1 << 16
+_LONGEST_LENGTH = 18
+"""Digits."""
 _HEAD = re.compile(rb"HTTP/1\.1 (200|206) [^\r\n]*\r\n((?:[!-9;-~]+:[^\r\n]*\r\n)*)\r\n")
 _HEADER = re.compile(rb"([^:]+):[ \t]*([^\r\n]*?)[ \t]*\r\n")
 
@@ -30,21 +33,22 @@ def request_of(target: str, headers: Mapping[str, str]) -> bytes:
     """Return a GET as it is sent.
 
     Raises:
-        ValueError: something in it would end a line.
+        ValueError: something in it would end a line, or can't be sent.
     """
     lines = [f"GET {target} HTTP/1.1", *(f"{name}: {value}" for name, value in headers.items()), "Accept-Encoding: identity"]
     text = "\r\n".join(lines)
-    if text.count("\n") != len(lines) - 1 or text.count("\r") != len(lines) - 1:
-        msg = f"a line of the request for {target!r} would end early"
-        raise ValueError(msg)
-    return f"{text}\r\n\r\n".encode("latin-1")
+    if text.count("\n") == text.count("\r") == len(lines) - 1:
+        with suppress(UnicodeEncodeError):  # which would hold the text, with what was signed
+            return f"{text}\r\n\r\n".encode("latin-1")
+    msg = "the listed ETag or the credentials hold a line break, or a character that can't be in a header"
+    raise ValueError(msg)
 
 
 def ask(sock: socket.socket, request: bytes) -> Answer:
     """Send a request and read the answer whole.
 
-    http.client reads any answer, and takes 70 µs to take apart the head of one. An answer whose head is as S3 sends it is read
-    here; what is out of the ordinary, in status, length or form, is http.client's.
+    http.client reads any answer, and takes some 50 µs to take apart the head of one. An answer whose head comes in one piece and
+    is as S3 sends it is read here; what is out of the ordinary, in status, length or form, is http.client's.
 
     Raises:
         OSError: the connection broke, or was silent for as long as its timeout says.
@@ -52,28 +56,22 @@ def ask(sock: socket.socket, request: bytes) -> Answer:
     """
     sock.sendall(request)
     data = sock.recv(_AT_ONCE)
-    while data and (end := data.find(b"\r\n\r\n") + 4) == 3 and len(data) < _LONGEST_HEAD:  # noqa: PLR2004 - not found
-        more = sock.recv(_AT_ONCE)
-        if not more:
-            break
-        data += more
     if not data:
         msg = "the connection was closed without an answer"
         raise http.client.RemoteDisconnected(msg)
+    end = data.find(b"\r\n\r\n") + 4
     headers = _usual(data[:end])
     if headers is None:
         return _unusual(sock, data)
     status, length = int(data[9:12]), int(headers["content-length"])
-    pieces, missing = [data[end : end + length]], length - (len(data) - end)
-    while missing > 0:
-        piece = sock.recv(min(missing, _AT_ONCE))
-        if not piece:
-            raise http.client.IncompleteRead(b"".join(pieces), missing)
-        pieces.append(piece)
-        missing -= len(piece)
+    body = data[end : end + length]
+    if len(body) < length:  # into one buffer of its size
+        body = io.BufferedReader(_Begun(sock, body, length)).read(length)
+        if len(body) < length:
+            raise http.client.IncompleteRead(body, length - len(body))
     # More than was announced belongs to nothing that was asked for: the next answer would be taken for another one's.
-    will_close = missing < 0 or headers.get("connection", "keep-alive").lower() != "keep-alive"
-    return Answer(status, headers, pieces[0] if len(pieces) == 1 else b"".join(pieces), has_length=True, will_close=will_close)
+    will_close = len(data) > end + length or headers.get("connection", "keep-alive").lower() != "keep-alive"
+    return Answer(status, headers, body, has_length=True, will_close=will_close)
 
 
 def _usual(head: bytes) -> dict[str, str] | None:
@@ -84,8 +82,8 @@ def _usual(head: bytes) -> dict[str, str] | None:
     found = [(name.lower().decode("latin-1"), value.decode("latin-1")) for name, value in _HEADER.findall(match[2])]
     headers = dict(found)
     length = headers.get("content-length", "")
-    is_usual = len(headers) == len(found) and "transfer-encoding" not in headers and length.isascii() and length.isdecimal()
-    return headers if is_usual else None
+    is_number = length.isascii() and length.isdecimal() and len(length) <= _LONGEST_LENGTH
+    return headers if is_number and len(headers) == len(found) and "transfer-encoding" not in headers else None
 
 
 def _unusual(sock: socket.socket, data: bytes) -> Answer:
@@ -102,9 +100,11 @@ def _unusual(sock: socket.socket, data: bytes) -> Answer:
 class _Begun(io.RawIOBase):
     """A connection of which some bytes were read already, as http.client wants one."""
 
-    def __init__(self, sock: socket.socket, data: bytes) -> None:
+    def __init__(self, sock: socket.socket, data: bytes, length: int | None = None) -> None:
+        """Go on where the bytes end; up to a length from where they begin, so that a buffer takes none of what follows."""
         self._sock = sock
         self._data = memoryview(data)
+        self._left = sys.maxsize if length is None else length
 
     def makefile(self, _mode: str) -> io.BufferedReader:
         return io.BufferedReader(self)
@@ -113,8 +113,11 @@ class _Begun(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any) -> int:
-        if not self._data:
-            return self._sock.recv_into(buffer)
-        num = min(len(self._data), len(buffer))
-        buffer[:num], self._data = self._data[:num], self._data[num:]
+        room = memoryview(buffer)[: self._left]
+        if self._data:
+            num = min(len(self._data), len(room))
+            room[:num], self._data = self._data[:num], self._data[num:]
+        else:
+            num = self._sock.recv_into(room) if room else 0
+        self._left -= num
         return num

@@ -21,6 +21,7 @@ from tests.integration.s3_server import (  # noqa: F401 - fixtures
     s3_server,
     send,
 )
+from tests.integration.wire_faults import tell_another_range
 
 NAMES = ["cat/1.jpg", "cat/", "ä b/+&?#%41.png", "notes.txt", "cat/deep/a.jpg", "dog//x..y", "cat.jpg"]
 
@@ -179,7 +180,41 @@ def test_one_in_twenty_answers_breaks_off_and_no_sample_fails(over_wire, wire):
         assert not wire.faults
 
 
+def test_a_range_from_another_place_is_asked_for_again(over_wire, wire):
+    """What comes says from where it is; twice wrong and then right."""
+    parts, contents = fill(over_wire, 1)
+    wire.faults += [("GET", tell_another_range)] * 2
+    part = replace(parts[0], start=3, num_bytes=10)
+    assert over_wire.read_many([part]) == [contents[0][3:13]]
+    assert not wire.faults
+
+
+def test_reading_again_leaves_the_trainings_generator_alone(over_wire, wire):
+    """Whether the network failed must not change what a training draws."""
+    parts, contents = fill(over_wire, 2)
+    wire.faults += [("GET", cut_in_the_body), ("GET", answer(503, "SlowDown"))]
+    random.seed(7)
+    before = random.getstate()
+    assert over_wire.read_many(parts) == contents
+    assert over_wire.read(parts[0].key) == contents[0]
+    assert not wire.faults
+    assert random.getstate() == before
+
+
 # ---- Refusals
+
+
+@pytest.mark.parametrize("name", ["access_key_id", "session_token"])
+def test_credentials_with_a_line_break_are_told_and_not_shown(s3_server, name):  # noqa: F811
+    """As they come out of a file that ends with one."""
+    storage = s3_server.storage(**{name: "HUNTER2\n"})
+    (error,) = storage.read_many([ObjectPart("some/key", 1)])
+    with pytest.raises(StorageError, match="look for spaces and line breaks in the endpoint URL and the credentials") as read:
+        storage.read("some/key")
+    for one in (error, read.value):
+        assert isinstance(one, StorageError)
+        assert "line break" in str(one)
+        assert "HUNTER2" not in repr(one)
 
 
 def test_refusals_name_what_to_do_and_no_secret(s3_server):  # noqa: F811

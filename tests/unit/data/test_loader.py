@@ -188,21 +188,57 @@ def test_augmentation_is_the_same_on_resume_and_for_any_number_of_workers(worker
     assert not torch.isin(torch.cat(epoch_of(2, 0, seed=8, **workers))[:, 1:], noise).any(), "each seed draws anew"
 
 
-def test_samples_that_draw_nothing_need_no_seed() -> None:
+def _with_draws(samples: list[torch.Tensor]) -> tuple[torch.Tensor, float, float, float]:
+    return torch.stack(samples), random.random(), np.random.rand(), torch.rand(()).item()  # noqa: NPY002
+
+
+class Quiet(Numbers):
+    """Draws from torch's generator alone, as most augmentations do."""
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.tensor([index, torch.rand(()).item()])
+
+
+@pytest.mark.parametrize("dataset", [Quiet(30), Noise(30)], ids=["torch", "all"])
+def test_what_collating_draws_is_the_same_for_any_number_of_workers(dataset: Dataset[Any]) -> None:
+    """It follows from the batch's last sample, from all three generators, also after a resume."""
+
+    def epoch_of(num_workers: int, start: int = 0) -> list[tuple[float, ...]]:
+        workers = {**FORKED, "num_workers": num_workers, "collate_fn": _with_draws}
+        loader = RankLoader(dataset, global_batch_size=5, rank=0, world_size=1, seed=7, **workers)
+        return [draws for (_, *draws), _ in loader.lockstep(2, start)]
+
+    assert epoch_of(1) == epoch_of(2)
+    assert epoch_of(2)[3:] == epoch_of(1, 3)
+
+
+def test_only_what_draws_needs_to_be_seeded() -> None:
     """Unseeded samples come in the same order; what they draw differs by the number of workers then."""
 
-    def epoch_of(num_workers: int) -> torch.Tensor:
-        workers = {**FORKED, "num_workers": num_workers}
-        loader = RankLoader(Noise(30), global_batch_size=5, rank=0, world_size=1, seed=7, seed_samples=False, **workers)
+    def epoch_of(dataset: Dataset[Any], num_workers: int, *, seed_samples: Any) -> torch.Tensor:
+        workers = {**FORKED, "num_workers": num_workers, "seed_samples": seed_samples}
+        loader = RankLoader(dataset, global_batch_size=5, rank=0, world_size=1, seed=7, **workers)
         return torch.cat([data for data, _ in loader.lockstep(2)])
 
-    seeded = torch.cat([d for d, _ in RankLoader(Noise(30), global_batch_size=5, rank=0, world_size=1, seed=7).lockstep(2)])
-    one, two = epoch_of(1), epoch_of(2)
+    one, two = (epoch_of(Noise(30), num_workers, seed_samples=False) for num_workers in (1, 2))
+    seeded = epoch_of(Noise(30), 2, seed_samples=True)
     assert torch.equal(one[:, 0], seeded[:, 0])
     assert torch.equal(two[:, 0], seeded[:, 0])
     assert not torch.equal(one, two)
-    with pytest.raises(InvalidParamsError, match="seed_samples=False can't be used with determinism='elastic'"):
-        RankLoader(Noise(30), global_batch_size=6, rank=0, world_size=1, virtual_ranks=2, seed_samples=False)
+    assert torch.equal(epoch_of(Quiet(30), 1, seed_samples="torch"), epoch_of(Quiet(30), 2, seed_samples=True))
+    by_torch = epoch_of(Noise(30), 2, seed_samples="torch")
+    assert torch.equal(by_torch[:, 3], seeded[:, 3])
+    assert not torch.isin(by_torch[:, 1], seeded[:, 1]).any()
+
+
+@pytest.mark.parametrize("seed_samples", [False, "torch"])
+def test_samples_are_seeded_where_the_data_depend_on_it(seed_samples: Any) -> None:
+    """Told before anything is loaded."""
+    words = f"seed_samples={seed_samples!r} can't be used with determinism='elastic'"
+    with pytest.raises(InvalidParamsError, match=words):
+        RankLoader(Noise(30), global_batch_size=6, rank=0, world_size=1, virtual_ranks=2, seed_samples=seed_samples)
+    with pytest.raises(InvalidParamsError, match="seed_samples is 'numpy'; choose True, 'torch' or False"):
+        RankLoader(Noise(30), global_batch_size=6, rank=0, world_size=1, seed_samples="numpy")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("workers", WORKERS[:2], ids=["none", "fork"])

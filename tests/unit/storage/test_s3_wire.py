@@ -4,6 +4,7 @@ import http.client
 import random
 import socket
 import threading
+import tracemalloc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -88,6 +89,8 @@ ANSWERS = {
     "cut in its chunks": _head(b"200 OK", b"Transfer-Encoding: chunked") + b"3\r\n12",
     "no answer at all": b"\x00\x01 what is this",
     "a negative length": _head(b"200 OK", b"Content-Length: -5") + b"12345",
+    "a length of many digits": _head(b"200 OK", b"Content-Length: " + b"1" * 5000) + b"12345",
+    "bare line feeds": b"HTTP/1.1 200 OK\nContent-Length: 5\n\n12345",
     "silence": b"",
 }
 
@@ -152,8 +155,42 @@ def test_silence_in_mid_body_is_a_timeout() -> None:
             ask(sock, REQUEST)
 
 
-def test_no_line_of_a_request_ends_early() -> None:
-    """A listed ETag with a line break in it sends no header of its own."""
-    with pytest.raises(ValueError, match="would end early"):
-        request_of("/b/k", {"If-Match": '"a"\r\nX-Evil: 1'})
+@pytest.mark.parametrize("data", [ANSWERS["bare line feeds"], b"SSH-2.0-OpenSSH_9.2\r\n"], ids=["bare line feeds", "no HTTP"])
+def test_what_is_out_of_the_ordinary_is_told_at_once(data: bytes) -> None:
+    """On a connection that stays open, too: nobody waits for the end of a head that has come."""
+    with _sent(data, [], stays_open=True) as sock:
+        if data.startswith(b"HTTP"):
+            assert ask(sock, REQUEST).body == b"12345"
+        else:
+            with pytest.raises(http.client.BadStatusLine):
+                ask(sock, REQUEST)
+
+
+def test_a_large_body_is_in_memory_once() -> None:
+    """It is read into a buffer of its size, without a byte of what follows."""
+    num_bytes = 50_000_000
+    data = _head(b"200 OK", b"Content-Length: %d" % num_bytes) + bytes(num_bytes)
+    with _sent(data + b"next", [], stays_open=True) as sock:
+        tracemalloc.start()
+        try:
+            answer = ask(sock, REQUEST)
+            peak = tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+        assert len(answer.body) == num_bytes
+        assert sock.recv(4) == b"next"
+    assert peak < 1.2 * num_bytes
+
+
+@pytest.mark.parametrize("etag", ['"a"\r\nX-Evil: 1', '"\u03b1"'])
+def test_no_line_of_a_request_ends_early(etag: str) -> None:
+    """A listed ETag with a line break in it sends no header of its own, and the error holds nothing of what was signed."""
+    with pytest.raises(ValueError, match="the listed ETag or the credentials hold a line break") as caught:
+        request_of("/b/k", {"x-amz-security-token": "hunter2", "If-Match": etag})
+    assert "hunter2" not in repr(caught.value)
+    assert caught.value.__context__ is None or "hunter2" not in repr(caught.value.__context__)
+
+
+def test_a_request_is_what_http_asks_for() -> None:
+    """One piece, every line with its end."""
     assert request_of("/b/k", {"Host": "h"}) == b"GET /b/k HTTP/1.1\r\nHost: h\r\nAccept-Encoding: identity\r\n\r\n"
