@@ -25,7 +25,7 @@ class RankLoader:
     The global batches and their order follow from the seed and the epoch alone: the same for every world size, each sample
     exactly once per epoch.
 
-    What holds for randomness: iterating doesn't touch the global random generators. In worker processes
+    What holds for randomness: without virtual ranks, iterating doesn't touch the global random generators. In worker processes
     (`num_workers` > 0) python's, numpy's and torch's generators are seeded anew for each sample from
     (seed, epoch, sample index), so augmentation is the same whatever the number of workers, the world size
     or the batch an epoch is resumed at (a dataset with `__getitems__` is seeded once per fetched batch, by its first
