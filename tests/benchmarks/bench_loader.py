@@ -141,8 +141,8 @@ def test_throughput(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
         REFERENCE: epochs_of(theirs, sampler),
         OURS: lambda number: (batch for batch, _ in ours.lockstep(number)),
     }
-    if num_workers and not isinstance(dataset, Photos):
-        options["seed_samples"] = "torch" if isinstance(dataset, Images) else False
+    if num_workers:
+        options["seed_samples"] = "torch" if isinstance(dataset, Images | Photos) else False
         bare = RankLoader(dataset, global_batch_size=LOCAL_BATCH * WORLD_SIZE, rank=0, world_size=WORLD_SIZE, **options)
         ways[f"{OURS}, seed_samples={options['seed_samples']!r}"] = lambda number: (batch for batch, _ in bare.lockstep(number))
     paces: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
