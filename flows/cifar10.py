@@ -16,8 +16,8 @@ from prefect_torch_ddp.data.files import read_files
 from prefect_torch_ddp.data.split import seeded_split
 from prefect_torch_ddp.params import Params
 from prefect_torch_ddp.rank.evaluation import ClassificationMeter
-from prefect_torch_ddp.rank.options import read_options
-from prefect_torch_ddp.storage.objects import Readable
+from prefect_torch_ddp.rank.workload import read_options
+from prefect_torch_ddp.storage.protocol import Readable
 
 CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 IMAGE = (3, 32, 32)

@@ -19,7 +19,7 @@ from prefect_torch_ddp.data import image_folder, write_index
 from prefect_torch_ddp.data.split import seeded_split
 from prefect_torch_ddp.params import Params
 from prefect_torch_ddp.rank.evaluation import ClassificationMeter
-from prefect_torch_ddp.rank.options import read_options
+from prefect_torch_ddp.rank.workload import read_options
 from prefect_torch_ddp.storage.locate import storage_from_uri
 
 TO_TENSOR = [v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))]

@@ -16,7 +16,7 @@ from prefect_torch_ddp.data.files import read_files
 from prefect_torch_ddp.data.split import MIN_SAMPLES, seeded_split
 from prefect_torch_ddp.params import Params
 from prefect_torch_ddp.rank.evaluation import ClassificationMeter
-from prefect_torch_ddp.rank.options import read_options
+from prefect_torch_ddp.rank.workload import read_options
 
 LONGEST = 60
 END, NO_LETTER = 0, -100

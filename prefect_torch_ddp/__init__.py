@@ -7,12 +7,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from prefect_torch_ddp.data.any_image_folder import image_folder
-    from prefect_torch_ddp.data.cache import CachedReads
-    from prefect_torch_ddp.data.object_index import write_index
-    from prefect_torch_ddp.data.packed import PackedObjects
-    from prefect_torch_ddp.data.s3_image_folder import S3ImageFolder
-    from prefect_torch_ddp.data.tar_shards import pack_shards
+    from prefect_torch_ddp.data.images.cache import CachedReads
+    from prefect_torch_ddp.data.images.folder import S3ImageFolder, image_folder
+    from prefect_torch_ddp.data.images.listing import write_index
+    from prefect_torch_ddp.data.images.packed import PackedObjects
+    from prefect_torch_ddp.data.images.tar_shards import pack_shards
     from prefect_torch_ddp.errors import (
         BadKeyError,
         CheckpointError,
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
         WorkerLostError,
     )
     from prefect_torch_ddp.flow import train_flow
-    from prefect_torch_ddp.gang.launch import run_gang
+    from prefect_torch_ddp.gang.run import run_gang
     from prefect_torch_ddp.gang.warm import warm
     from prefect_torch_ddp.params import CheckpointParams, ClusterParams, TrainParams
     from prefect_torch_ddp.rank.context import RankContext
@@ -87,27 +86,27 @@ __all__ = [
 ]
 
 _HOMES = {
-    "CachedReads": "data.cache",
+    "CachedReads": "data.images.cache",
     "CheckpointParams": "params",
     "ClusterParams": "params",
     "LedgerReport": "results",
-    "PackedObjects": "data.packed",
+    "PackedObjects": "data.images.packed",
     "RankContext": "rank.context",
     "Report": "results",
-    "S3ImageFolder": "data.s3_image_folder",
+    "S3ImageFolder": "data.images.folder",
     "TrainParams": "params",
     "TrainReport": "results",
     "ddp_task": "tasks.ddp_task",
-    "image_folder": "data.any_image_folder",
-    "pack_shards": "data.tar_shards",
+    "image_folder": "data.images.folder",
+    "pack_shards": "data.images.tar_shards",
     "read_ledger": "tasks.reading",
     "read_metrics": "tasks.reading",
     "read_result": "tasks.reading",
     "report_progress": "rank.link",
-    "run_gang": "gang.launch",
+    "run_gang": "gang.run",
     "train_flow": "flow",
     "warm": "gang.warm",
-    "write_index": "data.object_index",
+    "write_index": "data.images.listing",
 }
 
 

@@ -17,16 +17,15 @@ from prefect_torch_ddp.data.dataset_store import find_dataset
 from prefect_torch_ddp.errors import SchedulerLostError, WorkerLostError
 from prefect_torch_ddp.params import TrainParams
 from prefect_torch_ddp.results import DatasetReport, TrainingReport, TrainReport
-from prefect_torch_ddp.tasks.blocks import resolve_storage
-from prefect_torch_ddp.tasks.cancel import SIGNALS, TaskCancelled
+from prefect_torch_ddp.tasks.blocks import fingerprint_of, resolve_source, resolve_storage
 from prefect_torch_ddp.tasks.cluster import connect, is_supervisor_loss, result_of
 from prefect_torch_ddp.tasks.evaluate import chosen_checkpoint, evaluate
-from prefect_torch_ddp.tasks.flow_watch import closed_if_killed
 from prefect_torch_ddp.tasks.prepare import prepare
 from prefect_torch_ddp.tasks.publish import publish
-from prefect_torch_ddp.tasks.raw_data import fingerprint_of, resolve_source
 from prefect_torch_ddp.tasks.run import Run, run_id_of
 from prefect_torch_ddp.tasks.train import train
+from prefect_torch_ddp.tasks.watch.cancel import SIGNALS, TaskCancelled
+from prefect_torch_ddp.tasks.watch.flow_watch import closed_if_killed
 from prefect_torch_ddp.tasks.workload import dataset_id, read_workload
 
 DEFAULTS = TrainParams()

@@ -167,7 +167,7 @@ def _is_rank_host(process: psutil.Process) -> bool:
     """Tell a Dask worker's warm rank host, which ends with its worker, from the ranks that it forks: those are ddp-rank-<n>."""
     with contextlib.suppress(psutil.Error):
         is_rank = process.name().startswith("ddp-rank-") and process.name() != "ddp-rank-host"
-        return "prefect_torch_ddp.rank.host" in process.cmdline() and not is_rank
+        return "prefect_torch_ddp.rank.fork_server" in process.cmdline() and not is_rank
     return False
 
 

@@ -14,13 +14,13 @@ from distributed import Client
 from prefect_torch_ddp import RankFailedError, run_gang
 from prefect_torch_ddp.checkpoint.keys import checkpoints_prefix, manifest_key
 from prefect_torch_ddp.checkpoint.manifest import list_manifests
-from prefect_torch_ddp.metrics.read import loss_curve, read_records
 from prefect_torch_ddp.rank.config import CheckpointPolicy, RankConfig
+from prefect_torch_ddp.records.metrics import loss_curve, read_records
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.storage.protocol import Storage
-from prefect_torch_ddp.storage.s3 import S3Storage
-from prefect_torch_ddp.storage.s3_client import client_of
-from prefect_torch_ddp.tasks.run_journal import RunJournal
+from prefect_torch_ddp.storage.s3.client import client_of
+from prefect_torch_ddp.storage.s3.storage import S3Storage
+from prefect_torch_ddp.tasks.run import RunJournal
 from tests.integration.s3_server import S3Server
 from tests.kill_points import KillPoint
 from tests.killing_wire import KillingWire
@@ -28,7 +28,7 @@ from tests.workloads import killed
 from tests.workloads.killed import BATCH, EPOCHS, NUM_SAMPLES, NUM_STEPS, SAVE_EVERY, Plan
 from tests.workloads.killing_storage import KillingStorage
 
-RUN_WITH_CONTEXT = "prefect_torch_ddp.rank.entry:run_with_context"
+RUN_WITH_CONTEXT = "prefect_torch_ddp.rank.workload:run_with_context"
 
 
 @dataclass(frozen=True)
@@ -138,8 +138,8 @@ def _check_weights(point: KillPoint, ended: Ended, calm: Ended) -> None:
 
 def _check_ledger(ended: Ended) -> None:
     """Each sample once an epoch, in the batches that the order says: by the run's ledger, and by one that the workload kept."""
-    from prefect_torch_ddp.data.ledger import read_ledger
     from prefect_torch_ddp.data.sampler import GlobalBatches
+    from prefect_torch_ddp.records.ledger import read_ledger
 
     lines = [json.loads(line) for path in ended.folder.glob("ledger-*") for line in path.read_text().splitlines()]
     newest = {line["step"]: 0 for line in lines}
@@ -172,7 +172,7 @@ def _check_records(ended: Ended, calm: Ended) -> None:
 
 def _check_checkpoints(ended: Ended, calm: Ended) -> None:
     """The same steps are kept, whole, and nothing else is left of any other: no object, no upload that was begun."""
-    from prefect_torch_ddp.checkpoint.resume import find_resumable
+    from prefect_torch_ddp.checkpoint.restore import find_resumable
 
     manifests = list_manifests(ended.storage, "run")
     steps, expected = ([m.step for m in found] for found in (manifests, list_manifests(calm.storage, "run")))

@@ -9,9 +9,10 @@ from collections.abc import Iterator
 import pytest
 
 from prefect_torch_ddp.errors import DamagedObjectError, ObjectNotFoundError, StorageError
-from prefect_torch_ddp.storage import s3, s3_attempts
-from prefect_torch_ddp.storage.s3 import S3Storage
-from prefect_torch_ddp.storage.s3_client import client_of
+from prefect_torch_ddp.storage.s3 import retries as s3_attempts
+from prefect_torch_ddp.storage.s3 import storage as s3
+from prefect_torch_ddp.storage.s3.client import client_of
+from prefect_torch_ddp.storage.s3.storage import S3Storage
 from tests.integration.s3_server import S3Server, Wire, answer, cut_in_the_body, lose_the_answer, send
 from tests.integration.wire_faults import change_a_byte, change_the_etag, never_answer, reset_in_the_body, truncate
 

@@ -11,13 +11,12 @@ from typing import Any, Literal
 
 from prefect_torch_ddp.checkpoint.attempts import SupersededError
 from prefect_torch_ddp.checkpoint.commit import Committer
-from prefect_torch_ddp.checkpoint.digest import digest_of
 from prefect_torch_ddp.checkpoint.keys import object_key, rank_name
 from prefect_torch_ddp.checkpoint.manifest import Manifest, ManifestObject
-from prefect_torch_ddp.checkpoint.meeting import Meeting, wait_for
-from prefect_torch_ddp.checkpoint.moment import Moment, Writer
-from prefect_torch_ddp.checkpoint.rng import capture_generators
-from prefect_torch_ddp.checkpoint.serial import Serializer, check_loadable
+from prefect_torch_ddp.checkpoint.metadata import Moment, Writer
+from prefect_torch_ddp.checkpoint.rank_store import Meeting, wait_for
+from prefect_torch_ddp.checkpoint.reading import digest_of
+from prefect_torch_ddp.checkpoint.serial import Serializer, capture_generators, check_loadable
 from prefect_torch_ddp.checkpoint.staging import Staging, has_buffers
 from prefect_torch_ddp.errors import CheckpointError, StorageError
 

@@ -1,15 +1,38 @@
-"""Owns the commit of a checkpoint, and what is cleaned up after it. Only rank 0 commits."""
+"""Owns the commit of a checkpoint, and what is cleaned up after it. Only rank 0 commits.
+
+Owns the decision which checkpoints are kept. Pure.
+"""
 
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Literal
 
-from prefect_torch_ddp.checkpoint.attempts import refuse_superseded
-from prefect_torch_ddp.checkpoint.beginnings import void_test
+from prefect_torch_ddp.checkpoint.attempts import refuse_superseded, void_test
 from prefect_torch_ddp.checkpoint.keys import checkpoints_prefix, is_manifest, manifest_key, owner_of
-from prefect_torch_ddp.checkpoint.manifest import Manifest, all_manifests
-from prefect_torch_ddp.checkpoint.retention import Retention, superfluous
+from prefect_torch_ddp.checkpoint.manifest import Manifest, all_manifests, ranked
 from prefect_torch_ddp.errors import CheckpointError, DamagedObjectError, ObjectNotFoundError, StorageError
 from prefect_torch_ddp.storage.protocol import KeepsUnfinished, Storage
+
+
+@dataclass(frozen=True)
+class Retention:
+    """Which checkpoints are kept: the newest ones, and the best ones by a metric."""
+
+    keep_last: int = 2
+    keep_best: int = 1
+    best_metric: str | None = None
+    best_mode: Literal["max", "min"] = "max"
+
+
+def superfluous(manifests: Sequence[Manifest], retention: Retention) -> list[Manifest]:
+    """Return those that may be deleted, oldest first; the newest is never among them."""
+    by_step = sorted(manifests, key=lambda manifest: manifest.step)
+    kept = {manifest.step for manifest in by_step[-max(retention.keep_last, 1) :]}
+    if retention.best_metric is not None:
+        kept |= {manifest.step for manifest in ranked(by_step, retention.best_metric, retention.best_mode)[: retention.keep_best]}
+    return [manifest for manifest in by_step if manifest.step not in kept]
+
 
 logger = logging.getLogger(__name__)
 

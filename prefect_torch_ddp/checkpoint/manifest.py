@@ -6,9 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, Self
 
-from prefect_torch_ddp.checkpoint.beginnings import void_test
+from prefect_torch_ddp.checkpoint.attempts import sealed, unsealed, void_test
 from prefect_torch_ddp.checkpoint.keys import checkpoints_prefix, is_manifest, manifest_key, owner_of
-from prefect_torch_ddp.checkpoint.sealed import sealed, unsealed
 from prefect_torch_ddp.errors import CheckpointError, DamagedObjectError, ObjectNotFoundError
 from prefect_torch_ddp.results import CheckpointRef
 from prefect_torch_ddp.storage.protocol import Storage

@@ -1,4 +1,7 @@
-"""Owns how a rank gets back what a checkpoint holds."""
+"""Owns how a rank gets back what a checkpoint holds.
+
+Owns the choice of the checkpoint that a training goes on from: the newest one whose objects all verify.
+"""
 
 import json
 import logging
@@ -7,14 +10,12 @@ from typing import Any, Self
 
 import torch
 
-from prefect_torch_ddp.checkpoint.attempts import refuse_superseded
-from prefect_torch_ddp.checkpoint.beginnings import FROM_NOTHING, record_beginning
-from prefect_torch_ddp.checkpoint.keys import rank_name
-from prefect_torch_ddp.checkpoint.manifest import Manifest, ManifestObject, read_manifest
-from prefect_torch_ddp.checkpoint.meeting import Meeting, wait_for
+from prefect_torch_ddp.checkpoint.attempts import FROM_NOTHING, record_beginning, refuse_superseded
+from prefect_torch_ddp.checkpoint.keys import checkpoints_prefix, rank_name
+from prefect_torch_ddp.checkpoint.manifest import Manifest, ManifestObject, counting_manifests, read_manifest
+from prefect_torch_ddp.checkpoint.rank_store import Meeting, wait_for
 from prefect_torch_ddp.checkpoint.reading import ReadState, read_state, read_states
-from prefect_torch_ddp.checkpoint.resume import find_resumable
-from prefect_torch_ddp.checkpoint.rng import restore_generators
+from prefect_torch_ddp.checkpoint.serial import restore_generators
 from prefect_torch_ddp.checkpoint.source import Source
 from prefect_torch_ddp.errors import CheckpointError
 from prefect_torch_ddp.storage.protocol import Storage
@@ -177,3 +178,31 @@ def _begin_from(source: Source, kept: Collection[str]) -> tuple[Manifest, dict[s
         msg = f"resume_from is {source.run_id!r}, but that run has no checkpoint in {source.storage.uri} that can be restored"
         raise CheckpointError(msg)
     return found
+
+
+logger = logging.getLogger(__name__)
+
+
+def find_resumable(storage: Storage, run_id: str, kept: Collection[str] = ()) -> tuple[Manifest, dict[str, ReadState]] | None:
+    """Return the newest checkpoint whose objects all verify, with their states by name; warn about each newer one that doesn't.
+
+    None where the run has no checkpoint.
+
+    Raises:
+        CheckpointError: it has some, and none verifies. Whether to begin anew then is for a person to say.
+        StorageError: the storage failed; falling back then would throw away work that isn't lost.
+    """
+    faults: list[str] = []
+    for manifest in reversed(counting_manifests(storage, run_id, faults)):
+        try:
+            return manifest, read_states(storage, manifest, manifest.objects, kept)
+        except CheckpointError as error:
+            logger.warning("%s; the one before it is tried", error)
+            faults.append(str(error))
+    if faults:
+        msg = (
+            f"run {run_id} has checkpoints in {storage.uri}, and none of them can be restored: {'; '.join(faults)}. "
+            f"Repair them, or delete {checkpoints_prefix(run_id)} there to begin anew"
+        )
+        raise CheckpointError(msg)
+    return None

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from prefect_torch_ddp.checkpoint.manifest import Manifest, find_manifest, list_manifests, read_manifest
 from prefect_torch_ddp.errors import CheckpointError, InvalidParamsError
 from prefect_torch_ddp.storage.protocol import Storage
-from prefect_torch_ddp.storage.s3 import S3Storage
+from prefect_torch_ddp.storage.s3.storage import S3Storage
 
 _REFERENCE = re.compile(
     r"(?:(?P<root>.*/|)runs/)?(?P<run_id>[^/]+)"

@@ -4,24 +4,23 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from prefect_torch_ddp.data.any_image_folder import image_folder
-    from prefect_torch_ddp.data.cache import CachedReads
+    from prefect_torch_ddp.data.images.cache import CachedReads
+    from prefect_torch_ddp.data.images.folder import S3ImageFolder, image_folder
+    from prefect_torch_ddp.data.images.listing import write_index
+    from prefect_torch_ddp.data.images.packed import PackedObjects
+    from prefect_torch_ddp.data.images.tar_shards import pack_shards
     from prefect_torch_ddp.data.lookahead import LookAhead
-    from prefect_torch_ddp.data.object_index import write_index
-    from prefect_torch_ddp.data.packed import PackedObjects
-    from prefect_torch_ddp.data.s3_image_folder import S3ImageFolder
-    from prefect_torch_ddp.data.tar_shards import pack_shards
 
 __all__ = ["CachedReads", "LookAhead", "PackedObjects", "S3ImageFolder", "image_folder", "pack_shards", "write_index"]
 
 _HOMES = {
-    "CachedReads": "cache",
+    "CachedReads": "images.cache",
     "LookAhead": "lookahead",
-    "PackedObjects": "packed",
-    "S3ImageFolder": "s3_image_folder",
-    "image_folder": "any_image_folder",
-    "pack_shards": "tar_shards",
-    "write_index": "object_index",
+    "PackedObjects": "images.packed",
+    "S3ImageFolder": "images.folder",
+    "image_folder": "images.folder",
+    "pack_shards": "images.tar_shards",
+    "write_index": "images.listing",
 }
 
 

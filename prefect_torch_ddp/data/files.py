@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from itertools import islice
 
 from prefect_torch_ddp.errors import StorageError
-from prefect_torch_ddp.storage.objects import ObjectPart, Readable
+from prefect_torch_ddp.storage.protocol import ObjectPart, Readable
 
 NUM_AT_ONCE = 64
 

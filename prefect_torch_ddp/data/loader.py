@@ -1,4 +1,7 @@
-"""Owns how a rank reads its share of the data: torch's DataLoader over the exact order, started at any batch."""
+"""Owns how a rank reads its share of the data: torch's DataLoader over the exact order, started at any batch.
+
+Owns what a DataLoader is told to fetch: a rank's share of each global batch of a pass, and those that follow.
+"""
 
 from collections.abc import Iterator, Sized
 from contextlib import nullcontext
@@ -6,15 +9,61 @@ from functools import cache
 from typing import Any, TypeGuard, cast
 
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, default_collate
 
-from prefect_torch_ddp.data.fetching import SeededDataset, TaggedCollate, may_skip, seeded_fetch, untagged
-from prefect_torch_ddp.data.sampler import BatchShare, GlobalBatches, mix_seed
-from prefect_torch_ddp.data.seeding import SeedSamples, check_seed_samples
+from prefect_torch_ddp.data.fetching import (
+    BatchKeys,
+    SeededDataset,
+    SeedSamples,
+    TaggedCollate,
+    check_seed_samples,
+    may_skip,
+    seeded_fetch,
+    untagged,
+)
+from prefect_torch_ddp.data.lookahead import ahead_of, with_following
+from prefect_torch_ddp.data.sampler import BatchShare, GlobalBatches, Parts, mix_seed
 from prefect_torch_ddp.data.shards import Sharded, ShardReader
-from prefect_torch_ddp.data.share_sampler import ShareSampler
-from prefect_torch_ddp.data.virtual import Parts
 from prefect_torch_ddp.errors import InvalidParamsError
+
+
+class ShareSampler(Sampler[BatchKeys]):
+    """Yields a rank's share of each global batch of the planned pass, part by part."""
+
+    def __init__(self, batches: GlobalBatches, parts: Parts, num_workers: int | None) -> None:
+        """Plan the first epoch."""
+        self.batches = batches
+        self.parts = parts
+        self.num_workers = num_workers
+        """The DataLoader's, where the dataset looks ahead."""
+        self.plan = (0, 0, False)
+        """Epoch, first batch, whether an empty share becomes a stand-in."""
+
+    def __len__(self) -> int:
+        """Return the global batches of an epoch."""
+        return self.batches.num_batches
+
+    def __iter__(self) -> Iterator[BatchKeys]:
+        """Yield the planned pass."""
+        shares = self._shares(*self.plan)  # read now: a pass under way keeps its plan when the next one is made
+        if self.num_workers is None:
+            return shares
+        return with_following(shares, _told, max(self.num_workers, 1), depth=1)
+
+    def _shares(self, epoch: int, start_batch: int, stand_ins: bool) -> Iterator[BatchKeys]:  # noqa: FBT001 - unpacked from the plan
+        shares = (self.batches.shares(epoch, start_batch, part, self.parts.num_parts) for part in self.parts.mine)
+        for batch, parts in enumerate(zip(*shares, strict=True), start_batch):
+            for indices in parts:
+                if indices:
+                    yield epoch, indices
+            if stand_ins and not any(parts):
+                yield epoch, self.batches.share(epoch, batch, 0, self.parts.num_parts)[:1]
+
+
+def _told(keys: BatchKeys, following: list[BatchKeys]) -> BatchKeys:
+    epoch, indices = keys
+    return epoch, ahead_of(indices, (others for _, others in following))
+
 
 OURS = frozenset({"batch_size", "shuffle", "sampler", "batch_sampler", "drop_last", "generator"})
 

@@ -8,9 +8,8 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch.utils.data import Dataset
 
-from prefect_torch_ddp.data.fetching import BatchKeys, Tagged
+from prefect_torch_ddp.data.fetching import BatchKeys, Tagged, generators_kept, seed_on_cpu
 from prefect_torch_ddp.data.sampler import mix_seed
-from prefect_torch_ddp.data.seeding import generators_kept, seed_on_cpu
 from prefect_torch_ddp.errors import InvalidParamsError
 
 SHUFFLE_BUFFER = 1024

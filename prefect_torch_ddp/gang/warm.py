@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING
 
 from distributed import Client, Worker, WorkerPlugin
 
-from prefect_torch_ddp.gang.checks import check_client
+from prefect_torch_ddp.gang.options import check_client
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
+
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +40,7 @@ def warm(client: Client) -> None:
 
 async def dask_setup(worker: Worker) -> None:
     """Warm this worker as it starts; Dask calls this in a preload."""
-    from prefect_torch_ddp.gang.switchboard import open_switchboard  # noqa: PLC0415 - it imports much
+    from prefect_torch_ddp.gang.worker.rpc import open_switchboard  # noqa: PLC0415 - it imports much
 
     await open_switchboard(worker, warm=True)
 
@@ -54,8 +55,8 @@ def _plugin(asked_s: float) -> WorkerPlugin:
     class Warm(WorkerPlugin):
         async def setup(self, worker: Worker) -> None:
             try:
-                from prefect_torch_ddp.gang.host_process import idle_s  # noqa: PLC0415
-                from prefect_torch_ddp.gang.switchboard import open_switchboard  # noqa: PLC0415
+                from prefect_torch_ddp.gang.worker.fork_server import idle_s  # noqa: PLC0415
+                from prefect_torch_ddp.gang.worker.rpc import open_switchboard  # noqa: PLC0415
             except ImportError:  # a gang says so, by name
                 return
             # The scheduler keeps the plugin when its client is long gone; a host for nobody would be 200 MB on each new worker.

@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Sequence
 
-from prefect_torch_ddp.rank import life
+from prefect_torch_ddp.rank import main as life
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -6,8 +6,7 @@ from typing import Any, Literal, get_args
 
 from prefect_torch_ddp.checkpoint.source import Source
 from prefect_torch_ddp.errors import InvalidParamsError
-from prefect_torch_ddp.storage.objects import Readable
-from prefect_torch_ddp.storage.protocol import Storage
+from prefect_torch_ddp.storage.protocol import Readable, Storage
 
 Stage = Literal["prepare", "train", "evaluate", "task"]
 Determinism = Literal["default", "elastic"]

@@ -7,21 +7,21 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from prefect_torch_ddp.errors import InvalidParamsError
-from prefect_torch_ddp.pulse import Phase
+from prefect_torch_ddp.protocol.heartbeat import Phase
 from prefect_torch_ddp.rank.config import CheckpointPolicy, Determinism, RankConfig, Stage
 from prefect_torch_ddp.rank.link import ControlLink, NoLink
+from prefect_torch_ddp.rank.loop.state import Place
 from prefect_torch_ddp.rank.parts import ContextParts
-from prefect_torch_ddp.rank.state import Place
-from prefect_torch_ddp.storage.objects import Readable
-from prefect_torch_ddp.storage.protocol import Storage
+from prefect_torch_ddp.storage.protocol import Readable, Storage
 
 if TYPE_CHECKING:
     import torch
     from torch.utils.data import Dataset
 
+    from prefect_torch_ddp.data.fetching import SeedSamples
     from prefect_torch_ddp.data.loader import RankLoader
-    from prefect_torch_ddp.data.seeding import SeedSamples
     from prefect_torch_ddp.data.shards import Sharded
+
 
 logger = logging.getLogger(__name__)
 
@@ -116,7 +116,7 @@ class RankContext:
             ledger: put on record which samples each step trains on; `read_ledger` checks it.
             source: what `rank.source` is to be: a storage, a path or an s3:// URI.
         """
-        from prefect_torch_ddp.rank.local import local_config  # noqa: PLC0415 - loads torch
+        from prefect_torch_ddp.rank.parts import local_config  # noqa: PLC0415 - loads torch
 
         config, temporary = local_config(
             storage,
@@ -223,7 +223,7 @@ class RankContext:
             model: equal on all ranks; its loss is the mean over the local samples.
             **ddp_kwargs: for torch's DistributedDataParallel.
         """
-        from prefect_torch_ddp.rank.gradients import wrap_model  # noqa: PLC0415 - loads torch
+        from prefect_torch_ddp.rank.gradients.share_weights import wrap_model  # noqa: PLC0415 - loads torch
 
         return wrap_model(model, self._state, self.device, self.world_size, ddp_kwargs)
 
@@ -316,7 +316,7 @@ class RankContext:
         Raises:
             InvalidParamsError: the batch can't be cut; names the part.
         """
-        from prefect_torch_ddp.rank.micro_batches import micro_batches  # noqa: PLC0415 - loads torch
+        from prefect_torch_ddp.rank.gradients.micro_batches import micro_batches  # noqa: PLC0415 - loads torch
 
         return micro_batches(batch, self._state, max_samples)
 
@@ -375,7 +375,7 @@ class RankContext:
             StorageError: it can't be written.
         """
         from prefect_torch_ddp.checkpoint.attempts import refuse_superseded  # noqa: PLC0415
-        from prefect_torch_ddp.checkpoint.result_files import write_result  # noqa: PLC0415
+        from prefect_torch_ddp.checkpoint.run_files import write_result  # noqa: PLC0415
 
         if self.stage in ("train", "task"):  # the others claim no attempt, so that none can supersede them
             refuse_superseded(self.config.storage, self.run_id, self.attempt)

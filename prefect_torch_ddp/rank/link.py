@@ -1,10 +1,192 @@
-"""Owns the link by which a rank's context talks to the process around it."""
+"""Owns a rank's end of the pipes to its seat: events out, orders in, and the outcome.
 
+Owns the link by which a rank's context talks to the process around it.
+"""
+
+import json
+import os
+import pickle
+import select
+import signal
+import socket
+import threading
+import traceback
+from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
-from typing import Protocol
+from typing import IO, Any, Protocol
 
-from prefect_torch_ddp.messages import Progress, Stopped
-from prefect_torch_ddp.rank.pulse import PulseBoard
+import cloudpickle
+
+from prefect_torch_ddp.protocol.heartbeat import Phase
+from prefect_torch_ddp.protocol.rank import Progress, RankFailure, Stopped
+from prefect_torch_ddp.rank.failure import is_collateral, outlook_of
+from prefect_torch_ddp.rank.heartbeat import PulseBoard
+
+MAX_TEXT = 16_000
+"""Characters of a record; in the worst case each takes six bytes, and the seat takes 128 KiB."""
+MAX_NAME = 200
+MAX_SUMMARY = 2_000
+STOP, LEAVE, BEAT = b"S", b"L", b"B"
+BEAT_S = 1.0
+"""How often the collectives that the rank has begun are counted, and the seat's beat is expected."""
+SEAT_SILENCE_S = 14.0
+"""A rank whose seat beat every second and then is silent for so long ends: its worker is stopped, or frozen for good."""
+_OUR_FRAMES = {str(Path(__file__).with_name(name)) for name in ("life.py", "entry.py")}
+
+
+class Channel:
+    """Talks to the seat that started this process. Records are datagrams, so threads and forked children may write too."""
+
+    def __init__(self, events_fd: int, outcome_fd: int, control_fd: int, pulse_fd: int) -> None:
+        """Take over the inherited file descriptors; children that are executed don't inherit them."""
+        for fd in (events_fd, outcome_fd, control_fd):
+            os.set_inheritable(fd, False)  # noqa: FBT003 - the standard library takes it by position
+        self._events = socket.socket(fileno=events_fd)
+        self._outcome: IO[bytes] = os.fdopen(outcome_fd, "wb")
+        self._control = control_fd
+        self.pulse = PulseBoard.shared(pulse_fd)
+        self.copies: Path | None = None
+        self._pid = os.getpid()
+        self._is_settled = False
+        self._stop = threading.Event()
+        self._leave = threading.Event()
+
+    def listen(self) -> None:
+        """Start taking orders."""
+        threading.Thread(target=self._take_orders, name="prefect-torch-ddp-orders", daemon=True).start()
+
+    def _take_orders(self) -> None:
+        poller = select.poll()
+        poller.register(self._control, select.POLLIN)
+        has_beat, missed = False, 0  # turns, not time: while this process is stopped itself it misses nothing
+        while not has_beat or missed * BEAT_S < SEAT_SILENCE_S:
+            word = os.read(self._control, 1) if poller.poll(BEAT_S * 1000) else None
+            if word == b"":
+                break
+            missed = missed + 1 if word is None else 0
+            if word in (STOP, LEAVE):
+                {STOP: self._stop, LEAVE: self._leave}[word].set()
+                continue
+            has_beat |= word == BEAT
+            if not self._is_settled:
+                self.pulse.beat()
+        _end_session()
+
+    def wait_to_leave(self, timeout_s: float | None) -> bool:
+        """Wait until all ranks of the gang have returned, at most so long."""
+        return self._leave.wait(timeout_s)
+
+    def stop_requested(self) -> bool:
+        """Tell whether the supervisor wants the training to stop at the next agreed step."""
+        return self._stop.is_set()
+
+    def send_progress(self, progress: Progress) -> None:
+        """Send it if there is room, else drop it: the next one says more."""
+        record = {
+            "kind": "progress",
+            "step": progress.step,
+            "epoch": progress.epoch,
+            "total_steps": progress.total_steps,
+            "metrics": dict(progress.metrics),
+            "trouble": progress.trouble[:MAX_SUMMARY],
+        }
+        try:
+            self._events.send(_encode(record), socket.MSG_DONTWAIT)
+        except OSError:  # no room, too many metrics for one record, or nobody there
+            return
+
+    def listens(self) -> None:
+        """Say that the training reacts to a stop from now on: its seat gives it time then instead of killing it."""
+        self._send({"kind": "listens"})
+
+    def send_stopped(self, stopped: Stopped) -> None:
+        """Say that the training stopped before its end."""
+        self._send({"kind": "stopped", **asdict(stopped)})
+
+    def function_ended(self) -> None:
+        """Say that the function is over, though the last checkpoint may still wait for peers."""
+        self._send({"kind": "ended"})
+
+    def send_log(self, level: int, logger: str, text: str) -> None:
+        """Send a log record; long ones are cut."""
+        self._send({"kind": "log", "level": level, "logger": logger[:MAX_NAME], "text": text[:MAX_TEXT]})
+
+    def returned(self, value: Any, pickle_value: Callable[[Any], bytes]) -> None:
+        """Hand over what the function returned; raises what the pickling raises."""
+        self._write_outcome(pickle_value(value))
+        self._is_settled = True
+        self.pulse.enter(Phase.RETURNED)
+        self._send({"kind": "returned"})
+
+    def failed(self, failure: RankFailure) -> None:
+        """Hand over how the function failed; nothing that goes wrong after it returned replaces its value."""
+        if self._is_settled:
+            return
+        self._write_outcome(pickle.dumps(failure))
+        self._send({"kind": "failed"})
+
+    def _write_outcome(self, data: bytes) -> None:
+        if os.getpid() != self._pid:
+            os._exit(0)  # a child that user code forked and that came back out of the function: its outcome isn't the rank's
+        self._outcome.seek(0)
+        self._outcome.truncate()
+        self._outcome.write(data)
+        self._outcome.flush()
+
+    def _send(self, record: dict[str, Any]) -> None:
+        self._events.send(_encode(record))
+
+
+def _end_session() -> None:
+    """End this rank and all that it started: the seat is gone or frozen, and with it whoever would do so."""
+    if os.getpgrp() == os.getpid():
+        os.killpg(0, signal.SIGKILL)
+    os._exit(1)
+
+
+def _encode(record: dict[str, Any]) -> bytes:
+    return json.dumps(record, ensure_ascii=False).encode(errors="replace")
+
+
+def describe(error: BaseException, rank: int, host: str) -> RankFailure:
+    """Turn an exception into a value that survives the trip home, whatever its class."""
+    leaving = isinstance(error, SystemExit | KeyboardInterrupt)
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None and trace.tb_frame.f_code.co_filename in _OUR_FRAMES:
+        trace = trace.tb_next  # the user's traceback begins at the user's code
+    summary = "".join(traceback.format_exception_only(error)).strip()[:MAX_SUMMARY]
+    if isinstance(error, SystemExit):
+        summary = f"left by sys.exit({error.code!r}) before its function returned"
+    return RankFailure(
+        rank=rank,
+        host=host,
+        pid=os.getpid(),
+        kind="exit" if isinstance(error, SystemExit) else "exception",
+        summary=summary,
+        is_collateral=is_collateral(error),
+        traceback_text="".join(traceback.format_exception(type(error), error, trace))[-MAX_TEXT:],
+        exception_type=f"{type(error).__module__}.{type(error).__qualname__}",
+        exception_pickle=None if leaving else _pickle_exception(error),
+        exit_code=_exit_code(error),
+        outlook=outlook_of(error),
+    )
+
+
+def _exit_code(error: BaseException) -> int | None:
+    if not isinstance(error, SystemExit):
+        return None
+    return error.code if isinstance(error.code, int) else int(error.code is not None)
+
+
+def _pickle_exception(error: BaseException) -> bytes | None:
+    """Pickle the user's exception, if it also unpickles; many classes with arguments of their own don't."""
+    try:
+        data: bytes = cloudpickle.dumps(error)
+        pickle.loads(data)
+    except BaseException:  # noqa: BLE001 - user classes refuse in every way; type and text survive without
+        return None
+    return data
 
 
 class ControlLink(Protocol):

@@ -1,20 +1,31 @@
-"""Owns the parts behind a RankContext: made when they are first asked for, closed in order, and what they amount to."""
+"""Owns the parts behind a RankContext: made when they are first asked for, closed in order, and what they amount to.
+
+Owns what `RankContext.local()` needs in place of a gang.
+"""
 
 import logging
+import os
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
+from prefect_torch_ddp.checkpoint.attempts import claim_attempt, newest_attempt
+from prefect_torch_ddp.checkpoint.source import source_of
+from prefect_torch_ddp.data.images.location import readable_at
 from prefect_torch_ddp.errors import StorageError
-from prefect_torch_ddp.messages import Stopped
-from prefect_torch_ddp.rank.config import RankConfig
+from prefect_torch_ddp.protocol.rank import Stopped
+from prefect_torch_ddp.rank.config import RankConfig, check_virtual_ranks
 from prefect_torch_ddp.rank.link import ControlLink
+from prefect_torch_ddp.rank.loop.state import Place, TrainingState
 from prefect_torch_ddp.rank.reporter import Reporter
-from prefect_torch_ddp.rank.state import Place, TrainingState
+from prefect_torch_ddp.storage.directory import DirectoryStorage
+from prefect_torch_ddp.storage.locate import storage_from_uri
+from prefect_torch_ddp.storage.protocol import Storage
 
 if TYPE_CHECKING:
-    from tempfile import TemporaryDirectory
+    from prefect_torch_ddp.rank.checkpointing import Tracker
+    from prefect_torch_ddp.rank.loop.steps import StepLoop
 
-    from prefect_torch_ddp.rank.loop import StepLoop
-    from prefect_torch_ddp.rank.tracker import Tracker
 
 FAILED_GRACE_S = 5.0
 """How long a rank that failed goes on writing its records, after a checkpoint that is under way."""
@@ -32,7 +43,7 @@ class ContextParts:
         self.link = link
         self.state = TrainingState()
         if config.determinism == "elastic" and config.stage in ("train", "task"):
-            from prefect_torch_ddp.rank.elastic import VirtualRanks  # noqa: PLC0415 - loads torch
+            from prefect_torch_ddp.rank.gradients.elastic import VirtualRanks  # noqa: PLC0415 - loads torch
 
             self.state.virtual = VirtualRanks(config, place)
         self.reporter = Reporter(config, place, self.state, link)
@@ -46,7 +57,7 @@ class ContextParts:
     def tracker(self) -> "Tracker":
         """What saves and restores."""
         if self.made_tracker is None:
-            from prefect_torch_ddp.rank.tracker import Tracker  # noqa: PLC0415 - loads torch
+            from prefect_torch_ddp.rank.checkpointing import Tracker  # noqa: PLC0415 - loads torch
 
             self.made_tracker = Tracker(self.config, self.place, self.state, self.reporter, self.link.pulse)
         return self.made_tracker
@@ -55,7 +66,7 @@ class ContextParts:
     def loop(self) -> "StepLoop":
         """What goes through the steps."""
         if self._made_loop is None:
-            from prefect_torch_ddp.rank.loop import StepLoop  # noqa: PLC0415 - loads torch
+            from prefect_torch_ddp.rank.loop.steps import StepLoop  # noqa: PLC0415 - loads torch
 
             self._made_loop = StepLoop(self.config, self.place, self.state, self.link, self.reporter, self.tracker)
         return self._made_loop
@@ -104,3 +115,28 @@ class ContextParts:
         if self.made_tracker is None or self.place.rank != 0 or self.state.stopped_by is not None:
             return None
         return self.made_tracker.standing.export_model(workload)
+
+
+def local_config(storage: Storage | str | Path | None, **config: Any) -> tuple[RankConfig, TemporaryDirectory[str] | None]:
+    """Describe a run of one rank in this process, claim its next attempt where it trains, and seed the process.
+
+    Returns:
+        The description, and the temporary folder to clean up where no storage was given.
+    """
+    from prefect_torch_ddp.rank.generators import seed_stage  # noqa: PLC0415 - loads torch
+
+    check_virtual_ranks(config["determinism"], config["virtual_ranks"], world_size=1)
+    temporary = None
+    if storage is None:
+        temporary = TemporaryDirectory(prefix="prefect-torch-ddp-")
+        storage = temporary.name
+    where = DirectoryStorage(Path(storage)) if isinstance(storage, str | os.PathLike) else storage
+    seed_stage(config["seed"], config["stage"])
+    if isinstance(config["resume_from"], str):
+        config["resume_from"] = source_of(config["resume_from"], where, storage_from_uri)
+    if config.get("source") is not None:
+        config["source"], _ = readable_at(config["source"])
+    # Only a training is an attempt: who evaluates a checkpoint of a run, or prepares data for it, must not end one that is alive.
+    trains = config["stage"] in ("train", "task")
+    attempt = claim_attempt(where, config["run_id"]) if trains else max(newest_attempt(where, config["run_id"]), 1)
+    return RankConfig(attempt=attempt, storage=where, **config), temporary

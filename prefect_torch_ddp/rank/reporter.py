@@ -7,18 +7,18 @@ from contextlib import ExitStack
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
-from prefect_torch_ddp.data.ledger import LedgerLog
-from prefect_torch_ddp.data.ledger_check import EndLine, LoopLine, StepLine
 from prefect_torch_ddp.errors import InvalidParamsError, StorageError
-from prefect_torch_ddp.messages import Progress
-from prefect_torch_ddp.metrics.log import MetricLog
+from prefect_torch_ddp.protocol.rank import Progress
 from prefect_torch_ddp.rank.config import RankConfig
 from prefect_torch_ddp.rank.link import ControlLink
-from prefect_torch_ddp.rank.state import Place, TrainingState
+from prefect_torch_ddp.rank.loop.state import Place, TrainingState
+from prefect_torch_ddp.records.ledger import EndLine, LedgerLog, LoopLine, StepLine
+from prefect_torch_ddp.records.log import MetricLog
 
 if TYPE_CHECKING:
     from prefect_torch_ddp.data.sampler import BatchShare, GlobalBatches
-    from prefect_torch_ddp.storage.record_log import RecordLog
+    from prefect_torch_ddp.records.log import RecordLog
+
 
 PROGRESS_INTERVAL_S = 0.5
 

@@ -1,10 +1,126 @@
-"""Owns how a workload's name becomes its functions, on a rank."""
+"""Owns the functions that a gang runs on every rank: a user's function or a workload's stage, with a RankContext.
+
+Owns how a workload's name becomes its functions, on a rank.
+
+Owns how a workload reads its options: as one described model, in which a misspelt name is an error and not a default.
+"""
 
 import importlib
-from collections.abc import Callable
-from typing import Any
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
 
+from pydantic import BaseModel, ValidationError
+
+from prefect_torch_ddp.data.dataset_store import prepare_folder, publish_dataset
 from prefect_torch_ddp.errors import InvalidParamsError
+from prefect_torch_ddp.rank.config import RankConfig
+from prefect_torch_ddp.rank.context import RankContext
+from prefect_torch_ddp.rank.distributed.backend import current_device
+from prefect_torch_ddp.rank.generators import seed_stage
+from prefect_torch_ddp.rank.link import current_link
+from prefect_torch_ddp.rank.loop.state import Place
+from prefect_torch_ddp.results import DatasetReport, Report
+
+
+def run_with_context(
+    config: RankConfig, fn: Callable[..., Any] | str, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+) -> Any:
+    """Call `fn(context, *args, **kwargs)` on this rank and return its value.
+
+    Args:
+        config: equal on all ranks.
+        fn: a callable or `"package.module:function"`.
+        args: its positional arguments after the context.
+        kwargs: its keyword arguments.
+    """
+    function = resolve(fn) if isinstance(fn, str) else fn
+    with _context(config) as context:
+        value = function(context, *args, **(kwargs or {}))
+        current_link().function_ended()
+        return value
+
+
+def run_stage(config: RankConfig, workload: str) -> DatasetReport | Report | dict[str, Any]:
+    """Run the stage of a workload that the config names.
+
+    Args:
+        config: equal on all ranks.
+        workload: `package.module` or `package.module:object`.
+
+    Returns:
+        The DatasetReport of prepare, the Report of evaluate, or of train a dict with `value`, `num_steps`, `num_epochs`,
+        `last_checkpoint`, `best_checkpoint`, `resumed_from_step` and `model_uri`; checkpoints and model are None except on
+        rank 0.
+
+    Raises:
+        InvalidParamsError: the workload has no such function.
+        TypeError: the function returned something else than its stage gives.
+    """
+    function = stage_function(workload, config.stage)
+    if config.stage == "prepare":
+        return _prepare(config, function)
+    with _context(config) as context:
+        value = function(context)
+        current_link().function_ended()
+        if config.stage == "evaluate":
+            return _report(value, workload)
+        plain = _plain_values(value, workload)
+    return {"value": plain, **context.outcome(), "model_uri": context.export_model(workload)}
+
+
+def _prepare(config: RankConfig, function: Callable[..., Any]) -> DatasetReport:
+    if config.dataset_id is None:
+        msg = f"run {config.run_id} has no dataset_id to prepare a dataset for"
+        raise InvalidParamsError(msg)
+    with prepare_folder(config.storage, config.dataset_id) as folder:
+        with _context(config, data=folder) as context:
+            function(context)
+        return publish_dataset(config.storage, config.dataset_id, folder)
+
+
+@contextmanager
+def _context(config: RankConfig, data: Path | None = None) -> Iterator[RankContext]:
+    seed_stage(config.seed, config.stage)
+    with RankContext(config, Place.from_environment(), device=current_device(), link=current_link(), data=data) as context:
+        yield context
+
+
+def _report(value: Any, workload: str) -> Report:
+    if isinstance(value, Report):
+        return value
+    if isinstance(value, Mapping):
+        try:
+            return Report.model_validate(dict(value))
+        except ValidationError as error:
+            msg = f"evaluate of {workload} returned a dict that is no Report: {error}"
+            raise TypeError(msg) from error
+    msg = f"evaluate of {workload} returned {type(value).__name__}; return a prefect_torch_ddp.Report"
+    raise TypeError(msg)
+
+
+def _plain_values(value: Any, workload: str) -> dict[str, float | int | str | bool | None]:
+    """Return the dict that train returned; None counts as an empty one."""
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        msg = f"train of {workload} returned {type(value).__name__}; return a dict of plain values"
+        raise TypeError(msg)
+    return {str(key): _plain_value(key, item, workload) for key, item in value.items()}
+
+
+def _plain_value(key: object, value: Any, workload: str) -> float | int | str | bool | None:
+    if isinstance(value, float):  # numpy's float64 is one too
+        return float(value) if math.isfinite(value) else str(value)  # JSON has no nan
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    msg = (
+        f"train of {workload} returned {key!r} as {type(value).__module__}.{type(value).__qualname__}; its values are numbers, "
+        "texts, booleans or None: use .item() on a tensor, rank.save for files, rank.track for models"
+    )
+    raise TypeError(msg)
 
 
 def resolve(reference: str) -> Any:
@@ -36,3 +152,24 @@ def stage_function(workload: str, stage: str) -> Callable[..., Any]:
         msg = f"workload {workload!r} {what} function {stage!r}: a workload defines prepare(rank), train(rank) and evaluate(rank)"
         raise InvalidParamsError(msg)
     return function  # type: ignore[no-any-return]
+
+
+M = TypeVar("M", bound=BaseModel)
+
+
+def read_options(model: type[M], options: Mapping[str, Any]) -> M:
+    """Return the options as a model.
+
+    Args:
+        model: a `prefect_torch_ddp.params.Params` with a field for each option, its default and its limits.
+        options: `rank.options`.
+
+    Raises:
+        InvalidParamsError: one is unknown, missing or out of its limits; names it, and shows those there are.
+    """
+    try:
+        return model.model_validate(dict(options))
+    except ValidationError as error:
+        faults = "; ".join(f"{'.'.join(map(str, fault['loc'])) or 'they'}: {fault['msg']}" for fault in error.errors())
+        msg = f"the workload's options can't be used: {faults}; there are {', '.join(model.model_fields)}"
+        raise InvalidParamsError(msg) from error

@@ -1,4 +1,7 @@
-"""Owns a storage below a folder of a file system, local or shared: each object is a file that appears whole."""
+"""Owns a storage below a folder of a file system, local or shared: each object is a file that appears whole.
+
+Owns what a person is told when a file system refuses.
+"""
 
 import errno
 import os
@@ -9,16 +12,13 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
-from typing import BinaryIO, TypeVar
+from typing import BinaryIO, NoReturn, TypeVar
 
-from prefect_torch_ddp.errors import BadKeyError, InvalidParamsError, ObjectNotFoundError
-from prefect_torch_ddp.storage.directory_errors import explained
-from prefect_torch_ddp.storage.directory_objects import list_files, read_part
+from prefect_torch_ddp.errors import BadKeyError, InvalidParamsError, ObjectNotFoundError, StorageError
+from prefect_torch_ddp.storage.directory_objects import is_local, list_files, read_part
 from prefect_torch_ddp.storage.keys import RESERVED_PART, check_key, check_prefix, is_key
-from prefect_torch_ddp.storage.mounts import is_local
-from prefect_torch_ddp.storage.objects import Contents, ListedObject, ObjectPart
 from prefect_torch_ddp.storage.probe import probe
-from prefect_torch_ddp.storage.protocol import StoredObject
+from prefect_torch_ddp.storage.protocol import Contents, ListedObject, ObjectPart, StoredObject
 
 T = TypeVar("T")
 
@@ -234,3 +234,34 @@ def _sync_folder(folder: Path) -> None:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
+
+
+_WAYS_OUT = {
+    errno.EACCES: "give this user the right to do so, or choose another storage",
+    errno.EPERM: "give this user the right to do so, or choose another storage",
+    errno.EROFS: "choose a storage that isn't mounted read-only",
+    errno.ENOSPC: "the disk is full: free space there, or choose another storage",
+    errno.EDQUOT: "the quota is used up: free space there, or choose another storage",
+    errno.EFBIG: "the file is larger than the file system or the process's limit (ulimit -f) allows",
+    errno.ENOTDIR: "a file stands where a folder is needed: rename it, or choose another storage",
+    errno.EEXIST: "a file stands where a folder is needed: rename it, or choose another storage",
+    errno.EISDIR: "a folder stands where the file is needed: one name can't be a key and the beginning of other keys too",
+    errno.EXDEV: "another file system is mounted below the storage's root: make that one the storage",
+    errno.EOPNOTSUPP: "this file system has no hard links, by which of several writers one wins: choose another one",
+    errno.ENAMETOOLONG: "choose a storage with a shorter path",
+}
+
+
+@contextmanager
+def explained(verb: str, path: Path) -> Iterator[None]:
+    """Turn what the file system says into a `StorageError` that says what was to be done, where, and what helps."""
+    try:
+        yield
+    except OSError as error:
+        _refuse(verb, path, error)
+
+
+def _refuse(verb: str, path: Path, error: OSError) -> NoReturn:
+    way_out = _WAYS_OUT.get(error.errno or 0, "check the disk, or the mount")
+    msg = f"can't {verb} {path}: {error.strerror or error}; {way_out}"
+    raise StorageError(msg) from error

@@ -1,4 +1,7 @@
-"""Owns reading a folder's files as a dataset does: whole or in part, whatever their names, links followed."""
+"""Owns reading a folder's files as a dataset does: whole or in part, whatever their names, links followed.
+
+Owns the question whether a file may be mapped into memory: a mapping whose server fails ends the process by SIGBUS.
+"""
 
 import os
 from collections.abc import Iterator
@@ -7,7 +10,7 @@ from pathlib import Path
 
 from prefect_torch_ddp.errors import BadKeyError, ObjectChangedError, ObjectNotFoundError, StorageError
 from prefect_torch_ddp.storage.keys import RESERVED_PART
-from prefect_torch_ddp.storage.objects import ListedObject, ObjectPart
+from prefect_torch_ddp.storage.protocol import ListedObject, ObjectPart
 
 _CHANGED = "the file changed since it was listed: list it again, by running prepare again, or keep data in use unchanged"
 
@@ -71,3 +74,20 @@ def _sorted_names(path: Path) -> list[tuple[str, bool]]:
 
 def _etag(found: os.stat_result) -> str:
     return f"{found.st_mtime_ns:x}-{found.st_size:x}"
+
+
+_LOCAL = frozenset({"btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "tmpfs", "xfs", "zfs"})
+"""File systems of this machine: a file that is open or mapped stays readable after its name is gone."""
+
+
+def is_local(folder: Path) -> bool:
+    """Tell whether a folder is known to be on a file system of this machine; where nothing is known (not Linux), it isn't."""
+    device = folder.stat().st_dev
+    name = f"{os.major(device)}:{os.minor(device)}"
+    try:
+        lines = Path("/proc/self/mountinfo").read_text().splitlines()
+    except OSError:
+        return False
+    # proc(5): mount id, parent id, device, root, mount point, options, any number of tags, "-", file system, ...
+    kinds = {rest.split()[0] for mount, _, rest in (line.partition(" - ") for line in lines) if mount.split()[2] == name}
+    return bool(kinds) and kinds <= _LOCAL

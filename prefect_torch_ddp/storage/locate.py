@@ -9,7 +9,7 @@ from prefect_torch_ddp.errors import BadKeyError, InvalidParamsError
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.storage.keys import check_key
 from prefect_torch_ddp.storage.protocol import Storage
-from prefect_torch_ddp.storage.s3 import S3Storage
+from prefect_torch_ddp.storage.s3.storage import S3Storage
 
 WRITE_INSTEAD = "write a directory (/data/runs, ~/runs), s3://bucket/prefix, or a Prefect block such as s3-bucket/name"
 

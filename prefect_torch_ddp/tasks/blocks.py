@@ -1,4 +1,7 @@
-"""Owns how a Prefect block becomes a plain Storage, once, where the flow runs; ranks never see a block."""
+"""Owns how a Prefect block becomes a plain Storage, once, where the flow runs; ranks never see a block.
+
+Owns the raw data of a run: found once, where the flow runs, and recognised by its listing.
+"""
 
 import re
 from collections.abc import Callable, Mapping
@@ -9,11 +12,12 @@ from prefect.blocks.core import Block
 from prefect.exceptions import ObjectNotFound
 from prefect.filesystems import LocalFileSystem, RemoteFileSystem
 
+from prefect_torch_ddp.data.images.listing import digest_of_listing
 from prefect_torch_ddp.errors import BadKeyError, InvalidParamsError
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.storage.locate import storage_from_uri
-from prefect_torch_ddp.storage.protocol import Storage
-from prefect_torch_ddp.storage.s3 import S3Storage
+from prefect_torch_ddp.storage.protocol import Readable, Storage
+from prefect_torch_ddp.storage.s3.storage import S3Storage
 
 if TYPE_CHECKING:
     from prefect_aws import S3Bucket
@@ -169,3 +173,35 @@ _KINDS: Mapping[str, tuple[Callable[[], type[Block]], Callable[[Any, str], Stora
     "remote-file-system": (lambda: RemoteFileSystem, _from_remote_file_system),
     "local-file-system": (lambda: LocalFileSystem, _from_local_file_system),
 }
+
+
+def resolve_source(reference: str) -> Readable:
+    """Return what raw data is read from.
+
+    Args:
+        reference: a directory, an `s3://` URI or a block.
+
+    Raises:
+        InvalidParamsError: it names nothing that can be read.
+    """
+    found = resolve_storage(reference)
+    if isinstance(found, DirectoryStorage) and not found.root.is_dir():
+        msg = f"source is {reference}, and there is no folder {found.root} here; the flow and the ranks have to see the same one"
+        raise InvalidParamsError(msg)
+    assert isinstance(found, DirectoryStorage | S3Storage)  # blocks resolve to nothing else
+    return found
+
+
+def fingerprint_of(source: Readable) -> Mapping[str, str]:
+    """List the raw data, and return what changes when any object of it does, or its place.
+
+    Takes some seconds for 20,000 objects of a bucket.
+
+    Raises:
+        InvalidParamsError: there is nothing.
+        StorageError: it can't be listed.
+    """
+    if next(source.list_objects(""), None) is None:
+        msg = f"source is {source.uri}, and there is nothing; give the place of the raw data, or leave source out"
+        raise InvalidParamsError(msg)
+    return {"uri": source.uri, "listing": digest_of_listing(source)}

@@ -4,11 +4,11 @@ from prefect import task
 from prefect.logging import get_run_logger
 
 from prefect_torch_ddp.errors import CheckpointError
-from prefect_torch_ddp.gang.launch import run_gang
+from prefect_torch_ddp.gang.run import run_gang
 from prefect_torch_ddp.results import CheckpointRef, Report, TrainingReport
-from prefect_torch_ddp.tasks.cancel import or_cancelled
 from prefect_torch_ddp.tasks.cluster import current_client
 from prefect_torch_ddp.tasks.run import RUN_STAGE, Run, log_to_run
+from prefect_torch_ddp.tasks.watch.cancel import or_cancelled
 
 
 def chosen_checkpoint(run: Run, training: TrainingReport) -> CheckpointRef:

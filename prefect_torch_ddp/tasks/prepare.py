@@ -7,11 +7,11 @@ from prefect.context import TaskRunContext
 from prefect.logging import get_run_logger
 
 from prefect_torch_ddp.data.dataset_store import find_dataset
-from prefect_torch_ddp.gang.launch import run_gang
+from prefect_torch_ddp.gang.run import run_gang
 from prefect_torch_ddp.results import DatasetReport
-from prefect_torch_ddp.tasks.cancel import or_cancelled
 from prefect_torch_ddp.tasks.cluster import current_client
 from prefect_torch_ddp.tasks.run import RUN_STAGE, Run, log_to_run
+from prefect_torch_ddp.tasks.watch.cancel import or_cancelled
 
 
 def _cache_key(_context: TaskRunContext, parameters: dict[str, Any]) -> str:

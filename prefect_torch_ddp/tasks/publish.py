@@ -11,8 +11,9 @@ from prefect.logging import get_run_logger
 from prefect.utilities.context import get_task_and_flow_run_ids
 
 from prefect_torch_ddp.checkpoint.attempts import refuse_superseded
-from prefect_torch_ddp.data.ledger import read_ledger
-from prefect_torch_ddp.metrics.read import (
+from prefect_torch_ddp.params import TrainParams
+from prefect_torch_ddp.records.ledger import read_ledger
+from prefect_torch_ddp.records.metrics import (
     curves,
     epoch_ends,
     epoch_rows,
@@ -21,15 +22,14 @@ from prefect_torch_ddp.metrics.read import (
     read_all_records,
     surviving_records,
 )
-from prefect_torch_ddp.params import TrainParams
 from prefect_torch_ddp.results import CheckpointRef, DatasetReport, EpochRow, LedgerReport, Report, TrainingReport, TrainReport
 from prefect_torch_ddp.storage.protocol import Storage
-from prefect_torch_ddp.tasks.artifacts import ArtifactWriter, key
-from prefect_torch_ddp.tasks.curves import render_curves
-from prefect_torch_ddp.tasks.markdown import number
-from prefect_torch_ddp.tasks.model_section import checkpoint_list, load_section
-from prefect_torch_ddp.tasks.report import confusion_table, render_report
-from prefect_torch_ddp.tasks.run_record import read_run_record
+from prefect_torch_ddp.tasks.report.curves import render_curves
+from prefect_torch_ddp.tasks.report.live import ArtifactWriter, key
+from prefect_torch_ddp.tasks.report.markdown import number
+from prefect_torch_ddp.tasks.report.report import confusion_table, render_report
+from prefect_torch_ddp.tasks.report.run_record import read_run_record
+from prefect_torch_ddp.tasks.report.sections import checkpoint_list, load_section
 
 MAX_TABLE_COLUMNS = 5
 

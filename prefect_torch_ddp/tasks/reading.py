@@ -5,10 +5,10 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from prefect_torch_ddp.checkpoint import result_files
-from prefect_torch_ddp.data import ledger
+from prefect_torch_ddp.checkpoint import run_files as result_files
 from prefect_torch_ddp.errors import InvalidParamsError
-from prefect_torch_ddp.metrics.read import records_frame
+from prefect_torch_ddp.records import ledger
+from prefect_torch_ddp.records.metrics import records_frame
 from prefect_torch_ddp.results import LedgerReport
 from prefect_torch_ddp.storage.locate import storage_from_uri
 from prefect_torch_ddp.storage.protocol import Storage

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from prefect_torch_ddp.data.cache import CachedReads
-from prefect_torch_ddp.data.tar_shards import pack_shards
+from prefect_torch_ddp.data.images.cache import CachedReads
+from prefect_torch_ddp.data.images.tar_shards import pack_shards
 from prefect_torch_ddp.storage.directory import DirectoryStorage
-from prefect_torch_ddp.storage.objects import ObjectPart, ReadsMany
+from prefect_torch_ddp.storage.protocol import ObjectPart, ReadsMany
 
 pytestmark = pytest.mark.timeout(1800)
 ROUNDS = int(os.environ.get("PTD_BENCH_ROUNDS", "11"))

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from prefect_torch_ddp.storage.objects import ObjectPart
-from prefect_torch_ddp.storage.s3 import S3Storage
-from prefect_torch_ddp.storage.s3_client import connect
+from prefect_torch_ddp.storage.protocol import ObjectPart
+from prefect_torch_ddp.storage.s3.client import connect
+from prefect_torch_ddp.storage.s3.storage import S3Storage
 from tests.benchmarks.beside import show
 from tests.benchmarks.image_servers import SECRETS_OF_NOBODY, nginx_etag, run_nginx
 

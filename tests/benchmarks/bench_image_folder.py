@@ -25,8 +25,8 @@ from boto3.session import Session
 from botocore.config import Config
 from PIL import Image
 
-from prefect_torch_ddp.data.object_index import write_index
-from prefect_torch_ddp.data.tar_shards import pack_shards
+from prefect_torch_ddp.data.images.listing import write_index
+from prefect_torch_ddp.data.images.tar_shards import pack_shards
 from tests.benchmarks.beside import show
 from tests.benchmarks.image_servers import Server, proxy, run_filled_ceph, run_nginx
 

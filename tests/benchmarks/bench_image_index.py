@@ -15,9 +15,9 @@ ROUNDS = int(os.environ.get("PTD_BENCH_ROUNDS", "5"))
 CODE = r"""
 import re, sys, time
 from prefect_torch_ddp.data import write_index
-from prefect_torch_ddp.data.image_index import index_images
-from prefect_torch_ddp.data.object_index import read_index
-from prefect_torch_ddp.storage.objects import ListedObject
+from prefect_torch_ddp.data.images.index import index_images
+from prefect_torch_ddp.data.images.listing import read_index
+from prefect_torch_ddp.storage.protocol import ListedObject
 
 class Simulated:
     uri = "s3://bucket/images"

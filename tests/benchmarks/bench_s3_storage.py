@@ -13,8 +13,8 @@ import torch
 
 from prefect_torch_ddp import RankContext
 from prefect_torch_ddp.rank.config import CheckpointPolicy
-from prefect_torch_ddp.storage.s3 import S3Storage
-from prefect_torch_ddp.storage.s3_client import connect
+from prefect_torch_ddp.storage.s3.client import connect
+from prefect_torch_ddp.storage.s3.storage import S3Storage
 from tests.benchmarks.beside import Times, show
 from tests.integration.ceph_server import CephServer, run_ceph
 

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from prefect_torch_ddp.storage.directory import DirectoryStorage
-from prefect_torch_ddp.storage.objects import ListedObject, Readable
+from prefect_torch_ddp.storage.protocol import ListedObject, Readable
 from tests.integration.ceph_server import run_ceph
 from tests.integration.s3_server import free_port
 

@@ -139,7 +139,7 @@ def s3_map_dataset(plan: dict[str, Any]) -> Dataset[Any]:
 def ours(plan: dict[str, Any]) -> Dataset[Any]:
     """Ours, with what the plan names: an index, a cache, shards."""
     from prefect_torch_ddp.data import PackedObjects, S3ImageFolder
-    from prefect_torch_ddp.storage.s3 import S3Storage
+    from prefect_torch_ddp.storage.s3.storage import S3Storage
 
     source: Any = S3Storage(
         plan["bucket"],

@@ -20,7 +20,7 @@ from typing import Any, Literal
 import psutil
 import pytest
 
-from prefect_torch_ddp.storage.s3_client import client_of
+from prefect_torch_ddp.storage.s3.client import client_of
 from tests.integration.s3_server import S3Server
 
 COMMANDS = ("ceph", "ceph-mon", "ceph-osd", "monmaptool", "radosgw", "radosgw-admin", "openssl", "setpriv")

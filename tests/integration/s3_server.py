@@ -19,7 +19,7 @@ from typing import Any, Self
 
 import pytest
 
-from prefect_torch_ddp.storage.s3 import S3Storage
+from prefect_torch_ddp.storage.s3.storage import S3Storage
 
 READY_S = 60.0
 NUM_SETUP_ACTIONS = 6

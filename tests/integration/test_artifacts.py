@@ -23,12 +23,12 @@ from prefect.client.schemas.sorting import ArtifactSort
 from prefect.context import FlowRunContext, TaskRunContext
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
-from prefect_torch_ddp.messages import AttemptBegan, Progress
 from prefect_torch_ddp.params import TrainParams
+from prefect_torch_ddp.protocol.rank import AttemptBegan, Progress
 from prefect_torch_ddp.results import CheckpointRef, ClassScore, DatasetReport, Report, TrainingReport, TrainReport
 from prefect_torch_ddp.storage.protocol import StoredObject
-from prefect_torch_ddp.tasks.artifacts import ArtifactWriter, LiveReport, key
 from prefect_torch_ddp.tasks.publish import publish
+from prefect_torch_ddp.tasks.report.live import ArtifactWriter, LiveReport, key
 from tests.integration.runs import logs_of
 
 RUN = "calm-otter-12345678"

@@ -8,7 +8,7 @@ import pytest
 
 from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.storage.directory import DirectoryStorage
-from prefect_torch_ddp.storage.s3 import S3Storage
+from prefect_torch_ddp.storage.s3.storage import S3Storage
 from prefect_torch_ddp.tasks.blocks import resolve_storage
 from tests.integration.s3_server import s3_server  # noqa: F401 - a fixture
 

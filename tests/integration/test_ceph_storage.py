@@ -6,7 +6,7 @@ from datetime import timedelta
 import psutil
 import pytest
 
-from prefect_torch_ddp.storage.objects import ObjectPart
+from prefect_torch_ddp.storage.protocol import ObjectPart
 from tests.integration.ceph_server import run_ceph
 from tests.integration.clusters.processes import wait_until
 from tests.s3_conformance import S3Conformance, error_of

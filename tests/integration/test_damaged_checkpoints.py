@@ -15,8 +15,8 @@ from prefect_torch_ddp.errors import CheckpointError
 from prefect_torch_ddp.rank.config import CheckpointPolicy
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.storage.protocol import Storage
-from prefect_torch_ddp.storage.s3 import S3Storage
-from prefect_torch_ddp.storage.s3_client import client_of
+from prefect_torch_ddp.storage.s3.client import client_of
+from prefect_torch_ddp.storage.s3.storage import S3Storage
 from tests.integration.s3_server import S3Server, open_s3_server  # noqa: F401 - a fixture
 from tests.workloads.healthy import sha256_of_weights
 

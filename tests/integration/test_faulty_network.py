@@ -12,14 +12,14 @@ from prefect_torch_ddp import RankFailedError, run_gang
 from prefect_torch_ddp.checkpoint.keys import checkpoints_prefix
 from prefect_torch_ddp.checkpoint.manifest import list_manifests
 from prefect_torch_ddp.checkpoint.reading import read_states
-from prefect_torch_ddp.checkpoint.result_files import read_result
+from prefect_torch_ddp.checkpoint.run_files import read_result
 from prefect_torch_ddp.errors import CheckpointError, StorageError
-from prefect_torch_ddp.metrics.read import read_records
 from prefect_torch_ddp.rank.config import CheckpointPolicy, RankConfig
+from prefect_torch_ddp.records.metrics import read_records
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.storage.protocol import Storage
-from prefect_torch_ddp.storage.s3 import S3Storage
-from prefect_torch_ddp.storage.s3_client import client_of
+from prefect_torch_ddp.storage.s3.client import client_of
+from prefect_torch_ddp.storage.s3.storage import S3Storage
 from tests.integration.s3_server import S3Server, s3_server  # noqa: F401 - a fixture
 from tests.integration.wire_faults import FAULTS, FaultyWire
 from tests.workloads import networked
@@ -40,7 +40,7 @@ def train(client: Client, storage: Storage, attempt: int, *, fails: bool = False
     """Train on two ranks of real Dask workers, from the newest checkpoint on."""
     config = RankConfig("run", attempt, "task", storage, checkpoint=EVERY_OTHER_STEP)
     arguments = (config, networked.train, (fails, is_big))
-    return run_gang(client, "prefect_torch_ddp.rank.entry:run_with_context", args=arguments, world_size=2)
+    return run_gang(client, "prefect_torch_ddp.rank.workload:run_with_context", args=arguments, world_size=2)
 
 
 def train_and_fail(client: Client, storage: Storage) -> None:

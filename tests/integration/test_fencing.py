@@ -9,8 +9,8 @@ from prefect_torch_ddp.checkpoint.attempts import SupersededError, claim_attempt
 from prefect_torch_ddp.checkpoint.keys import checkpoints_prefix
 from prefect_torch_ddp.checkpoint.manifest import all_manifests, list_manifests
 from prefect_torch_ddp.checkpoint.reading import read_object
-from prefect_torch_ddp.checkpoint.result_files import read_result
-from prefect_torch_ddp.metrics.read import read_records
+from prefect_torch_ddp.checkpoint.run_files import read_result
+from prefect_torch_ddp.records.metrics import read_records
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.storage.protocol import Storage
 from tests.integration.s3_server import S3Server, open_s3_server  # noqa: F401 - a fixture

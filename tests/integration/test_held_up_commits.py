@@ -8,17 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from prefect_torch_ddp.checkpoint.attempts import SupersededError, claim_attempt
-from prefect_torch_ddp.checkpoint.beginnings import FROM_NOTHING, record_beginning
-from prefect_torch_ddp.checkpoint.commit import Committer
-from prefect_torch_ddp.checkpoint.digest import digest_of
+from prefect_torch_ddp.checkpoint.attempts import FROM_NOTHING, SupersededError, claim_attempt, record_beginning
+from prefect_torch_ddp.checkpoint.commit import Committer, Retention
 from prefect_torch_ddp.checkpoint.keys import checkpoints_prefix, manifest_key, object_key
 from prefect_torch_ddp.checkpoint.manifest import Manifest, ManifestObject, list_manifests
-from prefect_torch_ddp.checkpoint.meeting import LonelyMeeting
-from prefect_torch_ddp.checkpoint.reading import read_states
-from prefect_torch_ddp.checkpoint.restore import Restorer
-from prefect_torch_ddp.checkpoint.resume import find_resumable
-from prefect_torch_ddp.checkpoint.retention import Retention
+from prefect_torch_ddp.checkpoint.rank_store import LonelyMeeting
+from prefect_torch_ddp.checkpoint.reading import digest_of, read_states
+from prefect_torch_ddp.checkpoint.restore import Restorer, find_resumable
 from prefect_torch_ddp.checkpoint.serial import to_bytes
 from prefect_torch_ddp.checkpoint.source import Source
 from prefect_torch_ddp.errors import CheckpointError

@@ -19,7 +19,7 @@ from prefect_torch_ddp.data import LookAhead, S3ImageFolder, image_folder, write
 from prefect_torch_ddp.data.loader import RankLoader
 from prefect_torch_ddp.errors import StorageError
 from prefect_torch_ddp.storage.directory import DirectoryStorage
-from prefect_torch_ddp.storage.s3_client import client_of
+from prefect_torch_ddp.storage.s3.client import client_of
 from tests.integration.s3_server import (  # noqa: F401 - fixtures
     Wire,
     answer,

@@ -9,12 +9,11 @@ import pytest
 from distributed import Client
 
 from prefect_torch_ddp import InvalidParamsError, RankFailedError, read_metrics, read_result, run_gang
-from prefect_torch_ddp.messages import GangEvent, Progress
+from prefect_torch_ddp.protocol.rank import GangEvent, Progress
 from prefect_torch_ddp.rank.config import CheckpointPolicy, RankConfig
-from prefect_torch_ddp.storage.record_log import next_interval_s
-from prefect_torch_ddp.storage.s3 import S3Storage
-from prefect_torch_ddp.tasks.run import RUN_WITH_CONTEXT
-from prefect_torch_ddp.tasks.run_journal import RunJournal
+from prefect_torch_ddp.records.log import next_interval_s
+from prefect_torch_ddp.storage.s3.storage import S3Storage
+from prefect_torch_ddp.tasks.run import RUN_WITH_CONTEXT, RunJournal
 from tests.integration.flow.test_s3_storage_flow import FOLDER, save_block
 from tests.integration.s3_server import S3Server, s3_server  # noqa: F401 - a fixture
 from tests.workloads import reporting

@@ -10,8 +10,8 @@ import pytest
 
 from prefect_torch_ddp.errors import ObjectChangedError, ObjectNotFoundError, StorageError
 from prefect_torch_ddp.storage.directory import DirectoryStorage
-from prefect_torch_ddp.storage.objects import ObjectPart, ReadsMany
-from prefect_torch_ddp.storage.s3_get import S3Getter
+from prefect_torch_ddp.storage.protocol import ObjectPart, ReadsMany
+from prefect_torch_ddp.storage.s3.lean.get import S3Getter
 from tests.integration.s3_server import (  # noqa: F401 - fixtures
     Wire,
     answer,
@@ -85,7 +85,7 @@ def test_a_failure_is_the_value_of_its_part_alone(storage):
 
 def test_names_are_listed_as_they_are_and_sorted_by_bytes(s3_server):  # noqa: F811
     """Folder markers and odd names too, which are no keys of ours; each can be read."""
-    from prefect_torch_ddp.storage.s3_client import client_of
+    from prefect_torch_ddp.storage.s3.client import client_of
 
     storage = s3_server.storage()
     for name in NAMES:

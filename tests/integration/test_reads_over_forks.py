@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from prefect_torch_ddp.data.lookahead import ReadAhead, ahead_of
-from prefect_torch_ddp.storage.objects import ObjectPart
-from prefect_torch_ddp.storage.s3 import S3Storage
+from prefect_torch_ddp.storage.protocol import ObjectPart
+from prefect_torch_ddp.storage.s3.storage import S3Storage
 from tests.integration.s3_server import S3Server, open_s3_server  # noqa: F401 - a fixture
 
 if TYPE_CHECKING:

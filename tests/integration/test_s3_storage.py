@@ -9,9 +9,9 @@ import pytest
 
 from prefect_torch_ddp.errors import BadKeyError, InvalidParamsError, ObjectNotFoundError, StorageError
 from prefect_torch_ddp.storage.locate import storage_from_uri
-from prefect_torch_ddp.storage.objects import ObjectPart
-from prefect_torch_ddp.storage.s3 import S3Storage
-from prefect_torch_ddp.storage.s3_client import client_of
+from prefect_torch_ddp.storage.protocol import ObjectPart
+from prefect_torch_ddp.storage.s3.client import client_of
+from prefect_torch_ddp.storage.s3.storage import S3Storage
 from tests.integration.s3_server import (  # noqa: F401 - fixtures
     Wire,
     answer,

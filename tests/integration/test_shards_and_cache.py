@@ -8,14 +8,13 @@ from torch.utils.data import DataLoader
 from torchvision.datasets import ImageFolder
 from torchvision.transforms.functional import pil_to_tensor
 
-from prefect_torch_ddp.data.any_image_folder import image_folder
-from prefect_torch_ddp.data.cache import CachedReads
-from prefect_torch_ddp.data.packed import PackedObjects, packed_objects
-from prefect_torch_ddp.data.s3_image_folder import S3ImageFolder
-from prefect_torch_ddp.data.tar_shards import pack_shards
+from prefect_torch_ddp.data.images.cache import CachedReads
+from prefect_torch_ddp.data.images.folder import S3ImageFolder, image_folder
+from prefect_torch_ddp.data.images.packed import PackedObjects, packed_objects
+from prefect_torch_ddp.data.images.tar_shards import pack_shards
 from prefect_torch_ddp.errors import InvalidParamsError, ObjectChangedError, StorageError
 from prefect_torch_ddp.storage.directory import DirectoryStorage
-from prefect_torch_ddp.storage.objects import ObjectPart
+from prefect_torch_ddp.storage.protocol import ObjectPart
 from tests.integration.image_files import global_batches, image_files, write_folder, write_objects
 from tests.integration.s3_server import Wire, answer, cut_in_the_body, open_s3_server, s3_server, send  # noqa: F401 - fixtures
 

@@ -46,8 +46,8 @@ def test_the_cache_in_a_line(s3_server, tmp_path, monkeypatch):  # noqa: F811
 @pytest.mark.parametrize("name", ["50 GiB", "twentieth"])
 def test_the_numbers_are_those_of_the_code(name):
     """The limits that the page names."""
-    from prefect_torch_ddp.data.cache import MAX_BYTES
-    from prefect_torch_ddp.data.cache_folder import KEPT_FREE_PART
+    from prefect_torch_ddp.data.images.cache import MAX_BYTES
+    from prefect_torch_ddp.data.images.cache_folder import KEPT_FREE_PART
 
     assert name in PAGE
     assert (MAX_BYTES, KEPT_FREE_PART) == (50 * 2**30, 20)

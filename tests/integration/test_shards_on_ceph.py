@@ -5,11 +5,10 @@ import torch
 from torchvision.datasets import ImageFolder
 from torchvision.transforms.functional import pil_to_tensor
 
-from prefect_torch_ddp.data.any_image_folder import image_folder
-from prefect_torch_ddp.data.cache import CachedReads
-from prefect_torch_ddp.data.packed import PackedObjects
-from prefect_torch_ddp.data.s3_image_folder import S3ImageFolder
-from prefect_torch_ddp.data.tar_shards import pack_shards
+from prefect_torch_ddp.data.images.cache import CachedReads
+from prefect_torch_ddp.data.images.folder import S3ImageFolder, image_folder
+from prefect_torch_ddp.data.images.packed import PackedObjects
+from prefect_torch_ddp.data.images.tar_shards import pack_shards
 from prefect_torch_ddp.errors import ObjectChangedError
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from tests.integration.image_files import global_batches, image_files, write_folder, write_objects

@@ -15,9 +15,9 @@ from prefect_torch_ddp.checkpoint.attempts import claim_attempt
 from prefect_torch_ddp.checkpoint.keys import checkpoints_prefix
 from prefect_torch_ddp.checkpoint.manifest import list_manifests
 from prefect_torch_ddp.errors import CheckpointError
-from prefect_torch_ddp.messages import LogLine, Progress
+from prefect_torch_ddp.protocol.rank import LogLine, Progress
 from prefect_torch_ddp.rank.config import CheckpointPolicy, RankConfig
-from prefect_torch_ddp.rank.entry import run_with_context
+from prefect_torch_ddp.rank.workload import run_with_context
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.storage.protocol import Storage
 from tests.integration.s3_server import Wire, answer, open_s3_server  # noqa: F401 - a fixture
@@ -170,7 +170,7 @@ def test_the_caller_of_a_gang_hears_of_it(dask_client: Client, tmp_path: Path) -
     with pytest.raises(RankFailedError) as caught:
         run_gang(
             dask_client,
-            "prefect_torch_ddp.rank.entry:run_with_context",
+            "prefect_torch_ddp.rank.workload:run_with_context",
             args=(config_for(storage, policy=replace(EVERY_STEP, on_failure="fail")), *arguments),
             world_size=2,
             on_event=events.append,
@@ -183,7 +183,7 @@ def test_the_caller_of_a_gang_hears_of_it(dask_client: Client, tmp_path: Path) -
     with pytest.raises(RankFailedError, match="the last checkpoint of run run could not be written"):
         run_gang(
             dask_client,
-            "prefect_torch_ddp.rank.entry:run_with_context",
+            "prefect_torch_ddp.rank.workload:run_with_context",
             args=(config_for(never), *arguments),
             world_size=2,
             on_event=events.append,

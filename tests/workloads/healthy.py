@@ -130,7 +130,7 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: fl
     When a rank dies the others are killed at once, as a gang is. An exception of a rank fails the test with its traceback.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torchvision", "prefect_torch_ddp.rank.entry", "tests.workloads.healthy"])
+    context.set_forkserver_preload(["torch", "torchvision", "prefect_torch_ddp.rank.workload", "tests.workloads.healthy"])
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     pipes, processes = [], []
     for rank in range(world_size):

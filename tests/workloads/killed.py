@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from prefect_torch_ddp.storage import s3
+from prefect_torch_ddp.storage.s3 import storage as s3
 from tests.workloads.killing_storage import InTraining, Kill, comes_by, die
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from prefect_torch_ddp import RankContext
-from prefect_torch_ddp.storage import s3
+from prefect_torch_ddp.storage.s3 import storage as s3
 from tests.workloads.healthy import sha256_of_weights
 
 NUM_STEPS = 12

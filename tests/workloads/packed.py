@@ -5,9 +5,9 @@ from torch.nn.functional import cross_entropy
 from torchvision.transforms.functional import pil_to_tensor
 
 from prefect_torch_ddp import RankContext, Report
-from prefect_torch_ddp.data.packed import PackedObjects
-from prefect_torch_ddp.data.s3_image_folder import S3ImageFolder
-from prefect_torch_ddp.data.tar_shards import pack_shards
+from prefect_torch_ddp.data.images.folder import S3ImageFolder
+from prefect_torch_ddp.data.images.packed import PackedObjects
+from prefect_torch_ddp.data.images.tar_shards import pack_shards
 from prefect_torch_ddp.rank.evaluation import ClassificationMeter
 from tests.workloads.tiny import fail_if_told
 

@@ -109,7 +109,7 @@ class Attempt:
 
     def __init__(self, storage: Storage, course: Course) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torchvision", "prefect_torch_ddp.rank.entry", "tests.workloads.healthy"])
+        context.set_forkserver_preload(["torch", "torchvision", "prefect_torch_ddp.rank.workload", "tests.workloads.healthy"])
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=_be_attempt, args=(theirs, storage, course), daemon=True)
         self._process.start()

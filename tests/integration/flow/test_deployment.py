@@ -96,7 +96,9 @@ def test_cancel_leaves_a_checkpoint_and_nothing_else(deployed: str, tmp_path: Pa
         ranks = [psutil.Process(pid) for pid in pids_in(tmp_path / "pids", 2, timeout_s=150)]
         family = list(ranks)
         if whose == "its own":
-            family += [parent for rank in ranks for parent in rank.parents() if "prefect_torch_ddp.rank.host" in parent.cmdline()]
+            family += [
+                parent for rank in ranks for parent in rank.parents() if "prefect_torch_ddp.rank.fork_server" in parent.cmdline()
+            ]
         flow_run_id, run_id = newest_run()
         wait_until(lambda: bool(steps_saved(tmp_path, run_id)), 60)
         prefect("flow-run", "cancel", str(flow_run_id))

@@ -6,7 +6,7 @@ import pytest
 
 from prefect_torch_ddp import RankFailedError, TrainParams, train_flow
 from prefect_torch_ddp.checkpoint.attempts import newest_attempt
-from prefect_torch_ddp.metrics.read import read_all_records
+from prefect_torch_ddp.records.metrics import read_all_records
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from tests.integration.runs import logs_of, retry_train_flow
 

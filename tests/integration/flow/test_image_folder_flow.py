@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 
 from prefect_torch_ddp import InvalidParamsError, TrainParams, read_ledger, train_flow
-from prefect_torch_ddp.tasks.raw_data import fingerprint_of, resolve_source
+from prefect_torch_ddp.tasks.blocks import fingerprint_of, resolve_source
 from prefect_torch_ddp.tasks.workload import dataset_id, read_workload
 from tests.integration.flow.test_s3_storage_flow import FOLDER, all_that_was_recorded, save_block
 from tests.integration.runs import flow_run_id_of, logs_of

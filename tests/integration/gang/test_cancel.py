@@ -15,7 +15,7 @@ from distributed import Client, Future
 from prefect_torch_ddp import GangCancelledError, RankFailedError, run_gang
 from prefect_torch_ddp.checkpoint.manifest import list_manifests
 from prefect_torch_ddp.errors import GangError
-from prefect_torch_ddp.rank.entry import run_with_context
+from prefect_torch_ddp.rank.workload import run_with_context
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from tests.integration.gang.test_failures import pids_in, wait_until
 from tests.workloads import endless, plain
@@ -75,7 +75,7 @@ import sys
 from pathlib import Path
 from distributed import Client, LocalCluster
 from prefect_torch_ddp import run_gang
-from prefect_torch_ddp.rank.entry import run_with_context
+from prefect_torch_ddp.rank.workload import run_with_context
 from tests.workloads import endless
 if __name__ == "__main__":
     folder = Path(sys.argv[1])

@@ -9,17 +9,17 @@ import pytest
 from distributed import Client
 
 from prefect_torch_ddp import InvalidParamsError, run_gang
-from prefect_torch_ddp.gang import launch
+from prefect_torch_ddp.gang import run as launch
 from prefect_torch_ddp.rank.config import CheckpointPolicy, RankConfig
 from prefect_torch_ddp.storage.directory import DirectoryStorage
-from prefect_torch_ddp.tasks.run_journal import RunJournal
+from prefect_torch_ddp.tasks.run import RunJournal
 from tests.integration.gang.dying_workers import Workers, dying_workers
 from tests.integration.gang.test_restarts import attempts_in
 from tests.integration.gang.test_resumed_restarts import RUN_WITH_CONTEXT
 from tests.workloads import restarting
 
 if TYPE_CHECKING:
-    from prefect_torch_ddp.messages import GangEvent
+    from prefect_torch_ddp.protocol.rank import GangEvent
 
 pytestmark = pytest.mark.timeout(180)
 

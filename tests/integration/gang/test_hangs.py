@@ -11,14 +11,14 @@ from distributed import Client, LocalCluster
 
 from prefect_torch_ddp import GangHungError, RankFailedError, run_gang
 from prefect_torch_ddp.checkpoint.attempts import claim_attempt
-from prefect_torch_ddp.messages import GangEvent, LogLine, RankStack
+from prefect_torch_ddp.protocol.rank import GangEvent, LogLine, RankStack
 from prefect_torch_ddp.rank.config import CheckpointPolicy, RankConfig
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from tests.workloads import hanging, plain
 
 pytestmark = pytest.mark.timeout(180)
 
-RUN = "prefect_torch_ddp.rank.entry:run_with_context"
+RUN = "prefect_torch_ddp.rank.workload:run_with_context"
 
 
 @pytest.fixture(scope="module")

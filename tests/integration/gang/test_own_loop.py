@@ -11,12 +11,12 @@ from distributed import Client
 from prefect_torch_ddp import run_gang
 from prefect_torch_ddp.checkpoint.keys import checkpoints_prefix, manifest_key
 from prefect_torch_ddp.checkpoint.manifest import list_manifests
-from prefect_torch_ddp.checkpoint.resume import find_resumable
-from prefect_torch_ddp.metrics.read import loss_curve, read_records
+from prefect_torch_ddp.checkpoint.restore import find_resumable
 from prefect_torch_ddp.rank.config import CheckpointPolicy, RankConfig
+from prefect_torch_ddp.records.metrics import loss_curve, read_records
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.storage.protocol import Storage
-from prefect_torch_ddp.tasks.run_journal import RunJournal
+from prefect_torch_ddp.tasks.run import RunJournal
 from tests.integration.s3_server import S3Server, open_s3_server  # noqa: F401 - a fixture
 from tests.killing_wire import KillingWire, WireKill
 from tests.workloads import own_loop
@@ -48,7 +48,7 @@ def run(client: Client, storage: Storage, folder: Path, *kills: Kill, num_kills:
         return config, own_loop.train, (Plan(str(folder), kills),)
 
     journal = RunJournal(storage, "run", knows_steps=False)
-    entry = "prefect_torch_ddp.rank.entry:run_with_context"
+    entry = "prefect_torch_ddp.rank.workload:run_with_context"
     values = run_gang(client, entry, args=arguments, journal=journal, world_size=2, max_restarts=num_kills)
     carried_out = sorted(path.name for path in folder.glob("killed-*"))
     assert carried_out == [f"killed-{attempt}" for attempt in range(1, num_kills + 1)]

@@ -14,8 +14,8 @@ import pytest
 from distributed import Client, LocalCluster
 
 from prefect_torch_ddp import InvalidParamsError, NotEnoughWorkersError, RankFailedError, WorkerLostError, run_gang
-from prefect_torch_ddp.gang import launch
-from prefect_torch_ddp.messages import AttemptBegan, GangEvent, LogLine
+from prefect_torch_ddp.gang import run as launch
+from prefect_torch_ddp.protocol.rank import AttemptBegan, GangEvent, LogLine
 from tests.integration.gang.test_failures import pids_in
 from tests.workloads import restarting
 
@@ -179,7 +179,7 @@ def rank_pid(folder: Path) -> int:
 
 def test_equal_failures_are_named_together(dask_client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every rank raises the same: one line with all of them, and nobody is a consequence."""
-    from prefect_torch_ddp.gang import verdict
+    from prefect_torch_ddp.gang.caller import root_cause as verdict
 
     monkeypatch.setattr(verdict, "EQUALS_S", 60.0)  # ends as soon as all ranks have failed
     with pytest.raises(RankFailedError, match=r"ranks 0, 1 on 127\.0\.0\.1 failed in attempt 1: ValueError: bad lr") as caught:

@@ -10,23 +10,23 @@ from distributed import Client
 
 from prefect_torch_ddp import RankFailedError, read_ledger, run_gang
 from prefect_torch_ddp.checkpoint.attempts import SupersededError, newest_attempt
-from prefect_torch_ddp.checkpoint.failures import read_failures
-from prefect_torch_ddp.gang import launch
-from prefect_torch_ddp.messages import AttemptBegan
+from prefect_torch_ddp.checkpoint.run_files import read_failures
+from prefect_torch_ddp.gang import run as launch
+from prefect_torch_ddp.protocol.rank import AttemptBegan
 from prefect_torch_ddp.rank.config import CheckpointPolicy, RankConfig
 from prefect_torch_ddp.storage.directory import DirectoryStorage
-from prefect_torch_ddp.tasks.run_journal import RunJournal
+from prefect_torch_ddp.tasks.run import RunJournal
 from tests.integration.gang.dying_workers import Workers, dying_workers
 from tests.integration.gang.test_restarts import attempts_in
 from tests.workloads import restarting
 
 if TYPE_CHECKING:
-    from prefect_torch_ddp.messages import GangEvent
+    from prefect_torch_ddp.protocol.rank import GangEvent
 
 pytestmark = pytest.mark.timeout(180)
 
 NUM_SAMPLES, BATCH, EPOCHS = 24, 4, 3
-RUN_WITH_CONTEXT = "prefect_torch_ddp.rank.entry:run_with_context"
+RUN_WITH_CONTEXT = "prefect_torch_ddp.rank.workload:run_with_context"
 
 
 def train(client: Client, folder: Path, plan: dict[int, dict[str, Any]], **options: Any) -> list[dict[str, Any]]:

@@ -14,12 +14,12 @@ from distributed import Client
 
 from prefect_torch_ddp import RankFailedError, run_gang
 from prefect_torch_ddp.checkpoint.manifest import list_manifests
-from prefect_torch_ddp.gang import patience
-from prefect_torch_ddp.messages import GangEvent
-from prefect_torch_ddp.metrics.read import read_records
+from prefect_torch_ddp.gang import restarts as patience
+from prefect_torch_ddp.protocol.rank import GangEvent
 from prefect_torch_ddp.rank.config import CheckpointPolicy, RankConfig
-from prefect_torch_ddp.storage.s3 import S3Storage
-from prefect_torch_ddp.tasks.run_journal import RunJournal
+from prefect_torch_ddp.records.metrics import read_records
+from prefect_torch_ddp.storage.s3.storage import S3Storage
+from prefect_torch_ddp.tasks.run import RunJournal
 from tests.integration.s3_server import Exchange, Fault, S3Server, Wire, open_s3_server  # noqa: F401 - a fixture
 from tests.workloads import silenced
 
@@ -58,7 +58,7 @@ def run(client: Client, storage: S3Storage, folder: Path, how: str, events: list
         config = RankConfig("run", attempt, "task", storage, checkpoint=CheckpointPolicy(every_s=None))
         return config, silenced.train, (str(folder), how)
 
-    entry = "prefect_torch_ddp.rank.entry:run_with_context"
+    entry = "prefect_torch_ddp.rank.workload:run_with_context"
     journal = RunJournal(storage, "run", knows_steps=True)
     return run_gang(client, entry, args=arguments, journal=journal, world_size=2, on_event=events.append)
 

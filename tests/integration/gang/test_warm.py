@@ -95,7 +95,7 @@ def test_an_idle_host_ends_and_the_next_gang_starts_another() -> None:
 @pytest.mark.parametrize("wrong", [0, -1, "soon", None])
 def test_an_idle_time_that_can_not_work_is_the_default(wrong: object, caplog: pytest.LogCaptureFixture) -> None:
     """It is named in the log, and hosts live as long as they would without."""
-    from prefect_torch_ddp.gang.host_process import IDLE_S, idle_s
+    from prefect_torch_ddp.gang.worker.fork_server import IDLE_S, idle_s
 
     with dask.config.set({"prefect_torch_ddp.rank_host.idle_s": wrong}):
         assert idle_s() == IDLE_S

@@ -4,13 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from prefect_torch_ddp.checkpoint.attempts import claim_attempt
-from prefect_torch_ddp.checkpoint.beginnings import FROM_NOTHING, record_beginning
-from prefect_torch_ddp.checkpoint.commit import Committer
+from prefect_torch_ddp.checkpoint.attempts import FROM_NOTHING, claim_attempt, record_beginning
+from prefect_torch_ddp.checkpoint.commit import Committer, Retention
 from prefect_torch_ddp.checkpoint.keys import attempts_prefix, beginning_key, checkpoints_prefix, manifest_key
 from prefect_torch_ddp.checkpoint.manifest import Manifest, all_manifests, counting_manifests, find_manifest, list_manifests
-from prefect_torch_ddp.checkpoint.resume import find_resumable
-from prefect_torch_ddp.checkpoint.retention import Retention
+from prefect_torch_ddp.checkpoint.restore import find_resumable
 from prefect_torch_ddp.errors import CheckpointError
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.storage.protocol import Storage

@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 import torch
 
-from prefect_torch_ddp.checkpoint import digest, reading
-from prefect_torch_ddp.checkpoint.digest import digest_of
+from prefect_torch_ddp.checkpoint import reading
+from prefect_torch_ddp.checkpoint import reading as digest
 from prefect_torch_ddp.checkpoint.manifest import Manifest, ManifestObject
-from prefect_torch_ddp.checkpoint.reading import NUM_AHEAD, read_states
+from prefect_torch_ddp.checkpoint.reading import NUM_AHEAD, digest_of, read_states
 from prefect_torch_ddp.checkpoint.restore import Restorer
 from prefect_torch_ddp.checkpoint.serial import to_bytes
 from prefect_torch_ddp.errors import CheckpointError
 from prefect_torch_ddp.storage.directory import PART_BYTES, DirectoryStorage
-from prefect_torch_ddp.storage.mounts import is_local
+from prefect_torch_ddp.storage.directory_objects import is_local
 from prefect_torch_ddp.storage.protocol import HasFiles, ShowsContent, Storage
 
 PARTS_OF_DIGEST = 2 * digest.PART_BYTES // 8 + 1

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from prefect_torch_ddp.checkpoint.commit import Retention, superfluous
 from prefect_torch_ddp.checkpoint.keys import manifest_key
 from prefect_torch_ddp.checkpoint.manifest import (
     Manifest,
@@ -16,7 +17,6 @@ from prefect_torch_ddp.checkpoint.manifest import (
     newest,
     read_manifest,
 )
-from prefect_torch_ddp.checkpoint.retention import Retention, superfluous
 from prefect_torch_ddp.errors import CheckpointError
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 

@@ -11,7 +11,7 @@ from prefect_torch_ddp.checkpoint.source import Source, source_of
 from prefect_torch_ddp.errors import CheckpointError
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.storage.locate import storage_from_uri
-from prefect_torch_ddp.storage.s3 import S3Storage
+from prefect_torch_ddp.storage.s3.storage import S3Storage
 from tests.unit.checkpoint.test_commit import Counter, count_to
 
 OWN = DirectoryStorage(Path("/own"))

@@ -7,8 +7,14 @@ import numpy as np
 import pytest
 import torch
 
-from prefect_torch_ddp.checkpoint.rng import capture_generators, restore_generators
-from prefect_torch_ddp.checkpoint.serial import Serializer, check_loadable, from_bytes, to_bytes
+from prefect_torch_ddp.checkpoint.serial import (
+    Serializer,
+    capture_generators,
+    check_loadable,
+    from_bytes,
+    restore_generators,
+    to_bytes,
+)
 from prefect_torch_ddp.checkpoint.staging import Staging
 from prefect_torch_ddp.errors import CheckpointError
 

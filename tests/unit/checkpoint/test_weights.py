@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load
 from torch import nn
 
+from prefect_torch_ddp.checkpoint.export import WeightsFile, weights_file
 from prefect_torch_ddp.checkpoint.serial import to_bytes
-from prefect_torch_ddp.checkpoint.weights import WeightsFile, weights_file
 
 
 class Tied(nn.Module):

@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from prefect_torch_ddp.data import cache_folder
-from prefect_torch_ddp.data.cache import CachedReads
+from prefect_torch_ddp.data.images import cache_folder
+from prefect_torch_ddp.data.images.cache import CachedReads
 from prefect_torch_ddp.errors import InvalidParamsError, ObjectNotFoundError, StorageError
 from prefect_torch_ddp.storage.directory import DirectoryStorage
-from prefect_torch_ddp.storage.objects import ObjectPart, ReadsMany
-from prefect_torch_ddp.storage.s3 import S3Storage
+from prefect_torch_ddp.storage.protocol import ObjectPart, ReadsMany
+from prefect_torch_ddp.storage.s3.storage import S3Storage
 
 FORK = multiprocessing.get_context("fork")
 SPAWN = multiprocessing.get_context("spawn")

@@ -11,14 +11,12 @@ from hypothesis import strategies as st
 from torchvision.datasets import ImageFolder
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
-from prefect_torch_ddp.data import listing
-from prefect_torch_ddp.data.columns import ObjectColumns
-from prefect_torch_ddp.data.image_index import EXTENSIONS, index_images
-from prefect_torch_ddp.data.listing import digest_of_listing, list_dataset
-from prefect_torch_ddp.data.object_index import INDEX_NAME, read_index, write_index
+from prefect_torch_ddp.data.images import listing
+from prefect_torch_ddp.data.images.index import EXTENSIONS, ObjectColumns, index_images
+from prefect_torch_ddp.data.images.listing import INDEX_NAME, digest_of_listing, list_dataset, read_index, write_index
 from prefect_torch_ddp.errors import InvalidParamsError, NoImagesError, StorageError
 from prefect_torch_ddp.storage.directory import DirectoryStorage
-from prefect_torch_ddp.storage.objects import ListedObject
+from prefect_torch_ddp.storage.protocol import ListedObject
 
 PARTS = st.sampled_from(["a", "b", "a-b", "a.b", "B", "ä", "1.jpg", "2.PNG", "notes.txt", "x.webp"])
 

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prefect_torch_ddp.data.ledger_check import EndLine, LoopLine, StepLine, check_ledger
 from prefect_torch_ddp.data.sampler import GlobalBatches
+from prefect_torch_ddp.records.ledger import EndLine, LoopLine, StepLine, check_ledger
+from prefect_torch_ddp.records.parts import first_steps
 from prefect_torch_ddp.results import LedgerReport
-from prefect_torch_ddp.storage.records import first_steps
 
 
 @dataclass

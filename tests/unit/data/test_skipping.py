@@ -8,10 +8,10 @@ import torch
 from torchvision.transforms.functional import pil_to_tensor
 
 from prefect_torch_ddp import RankContext
+from prefect_torch_ddp.data.images.folder import S3ImageFolder
 from prefect_torch_ddp.data.loader import RankLoader
-from prefect_torch_ddp.data.s3_image_folder import S3ImageFolder
 from prefect_torch_ddp.errors import CorruptImageError
-from prefect_torch_ddp.rank.entry import run_with_context
+from prefect_torch_ddp.rank.workload import run_with_context
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from tests.integration.image_files import image_files, write_folder
 from tests.unit.rank.test_steps import config_for

@@ -16,14 +16,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from prefect_torch_ddp.data.image_index import index_images
-from prefect_torch_ddp.data.packed import PackedObjects, packed_objects
-from prefect_torch_ddp.data.shard_index import INDEX_NAME, PackedSample, ShardIndex
-from prefect_torch_ddp.data.tar_shards import pack_shards
+from prefect_torch_ddp.data.images.index import index_images
+from prefect_torch_ddp.data.images.packed import PackedObjects, packed_objects
+from prefect_torch_ddp.data.images.shard_index import INDEX_NAME, PackedSample, ShardIndex
+from prefect_torch_ddp.data.images.tar_shards import pack_shards
 from prefect_torch_ddp.errors import NoImagesError, ObjectChangedError, ObjectNotFoundError, StorageError
 from prefect_torch_ddp.storage.directory import DirectoryStorage
-from prefect_torch_ddp.storage.objects import ObjectPart, ReadsMany
-from prefect_torch_ddp.storage.protocol import Storage
+from prefect_torch_ddp.storage.protocol import ObjectPart, ReadsMany, Storage
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -105,7 +104,7 @@ def test_classes_samples_and_labels_are_those_of_the_folder(tmp_path):
 def test_any_sizes(tmp_path_factory, monkeypatch, sizes, shard_bytes, seed_and_batch):
     """Sizes round a tar's blocks, shards of one sample or all: each byte is where the index says, and every tar file is sound."""
     seed, batch = seed_and_batch
-    monkeypatch.setattr("prefect_torch_ddp.data.tar_shards.BATCH_OBJECTS", batch)
+    monkeypatch.setattr("prefect_torch_ddp.data.images.tar_shards.BATCH_OBJECTS", batch)
     tmp_path = tmp_path_factory.mktemp("sizes")
     files = {f"{'ab'[n % 2]}/{n}.jpg": random.Random(n).randbytes(size) for n, size in enumerate(sizes)}
     packed = pack_shards(make_folder(tmp_path / "in", files), tmp_path / "out", shard_bytes=shard_bytes, shuffle_seed=seed)
@@ -192,7 +191,7 @@ def test_equal_sources_give_equal_bytes(tmp_path):
     for path in (second := make_folder(tmp_path / "in2", files)).root.rglob("*"):
         os.utime(path, (5, 5))
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("prefect_torch_ddp.data.tar_shards.BATCH_OBJECTS", 7)
+        patched.setattr("prefect_torch_ddp.data.images.tar_shards.BATCH_OBJECTS", 7)
         pack_shards(second, tmp_path / "out2", shard_bytes=20_000)
     assert folder_bytes(tmp_path / "out1") == folder_bytes(tmp_path / "out2")
 
@@ -290,8 +289,8 @@ def test_any_choice_in_any_order(forty, chosen, gap, span):
     packed, files = forty
     parts = [whole(packed)[number] for number in chosen]
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("prefect_torch_ddp.data.coalesce.LARGEST_GAP_BYTES", gap)
-        patched.setattr("prefect_torch_ddp.data.coalesce.LARGEST_SPAN_BYTES", span)
+        patched.setattr("prefect_torch_ddp.data.images.shard_index.LARGEST_GAP_BYTES", gap)
+        patched.setattr("prefect_torch_ddp.data.images.shard_index.LARGEST_SPAN_BYTES", span)
         assert packed.read_many(parts) == [files[part.key] for part in parts]
 
 
@@ -490,7 +489,7 @@ def test_memory_is_bounded_by_the_shards(tmp_path):
     out = DirectoryStorage(tmp_path / "out")
     assert isinstance(out, Storage)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("prefect_torch_ddp.data.tar_shards.BATCH_BYTES", 1_000_000)
+        patched.setattr("prefect_torch_ddp.data.images.tar_shards.BATCH_BYTES", 1_000_000)
         tracemalloc.start()
         try:
             pack_shards(source, out, shard_bytes=1_000_000)

@@ -13,7 +13,7 @@ from torchvision.models import squeezenet1_1
 from flows import land_use
 from flows.land_use import Options, make_net
 from prefect_torch_ddp import InvalidParamsError, RankContext
-from prefect_torch_ddp.metrics.read import read_records
+from prefect_torch_ddp.records.metrics import read_records
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from tests.integration.flow.test_workloads import write_images
 

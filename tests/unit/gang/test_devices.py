@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefect_torch_ddp.gang.devices import share_out, visible_names
+from prefect_torch_ddp.gang.caller.placement import share_out, visible_names
 
 
 @pytest.mark.parametrize(

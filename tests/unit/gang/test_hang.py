@@ -6,11 +6,10 @@ from typing import Any
 import pytest
 
 from prefect_torch_ddp import GangHungError
-from prefect_torch_ddp.gang.activity import Idleness, Usage
-from prefect_torch_ddp.gang.hang import find_stall
-from prefect_torch_ddp.gang.hang_text import describe, summary
-from prefect_torch_ddp.gang.orders import RankPulse
-from prefect_torch_ddp.pulse import Phase, Pulse
+from prefect_torch_ddp.gang.caller.hang import describe, find_stall, summary
+from prefect_torch_ddp.gang.worker.progress_probe import Idleness, Usage
+from prefect_torch_ddp.protocol.agent import RankPulse
+from prefect_torch_ddp.protocol.heartbeat import Phase, Pulse
 
 LIMIT_S = 10.0
 HOSTS = {0: "a", 1: "b", 2: "c"}

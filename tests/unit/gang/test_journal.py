@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from prefect_torch_ddp.errors import GangError, GangHungError, RankFailedError, WorkerLostError
-from prefect_torch_ddp.gang.journal import CallJournal, record_of, why_hopeless
-from prefect_torch_ddp.messages import Hang, RankFailure
+from prefect_torch_ddp.gang.attempt_log import CallJournal, record_of, why_hopeless
+from prefect_torch_ddp.protocol.rank import Hang, RankFailure
 
 BOOM = RankFailure(
     rank=1,

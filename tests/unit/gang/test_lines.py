@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefect_torch_ddp.gang.lines import MAX_LINE, LineCutter
+from prefect_torch_ddp.gang.worker.rank_io import MAX_LINE, LineCutter
 
 
 @given(text=st.text(alphabet="ab é\n", max_size=60), cuts=st.lists(st.integers(1, 7)))

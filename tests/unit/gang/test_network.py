@@ -6,10 +6,10 @@ import pytest
 
 from prefect_torch_ddp import InvalidParamsError
 from prefect_torch_ddp.errors import GangError
-from prefect_torch_ddp.gang.checks import check_interface
-from prefect_torch_ddp.gang.network import rank_addresses
-from prefect_torch_ddp.gang.orders import WorkerIdentity
-from prefect_torch_ddp.gang.store_socket import listen
+from prefect_torch_ddp.gang.caller.placement import rank_addresses
+from prefect_torch_ddp.gang.options import check_interface
+from prefect_torch_ddp.gang.worker.rank_io import listen
+from prefect_torch_ddp.protocol.agent import WorkerIdentity
 
 
 def worker(host: str, machine: str, *addresses: tuple[str, str]) -> WorkerIdentity:

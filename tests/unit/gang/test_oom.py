@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from prefect_torch_ddp.gang.oom import OomWatch, count_of_kills, find_kill, memory_group
+from prefect_torch_ddp.gang.worker.oom import OomWatch, count_of_kills, find_kill, memory_group
 
 V2_EVENTS = "low 0\nhigh 0\nmax 31\noom 2\noom_kill {kills}\noom_group_kill 0\n"
 V1_CONTROL = "oom_kill_disable 0\nunder_oom 0\noom_kill {kills}\n"

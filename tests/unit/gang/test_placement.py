@@ -3,9 +3,9 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefect_torch_ddp.gang.orders import WorkerIdentity
-from prefect_torch_ddp.gang.placement import choose, num_workers_needed, place
-from prefect_torch_ddp.gang.workers import too_few_text, with_resources
+from prefect_torch_ddp.gang.caller.placement import choose, num_workers_needed, place
+from prefect_torch_ddp.gang.caller.workers import too_few_text, with_resources
+from prefect_torch_ddp.protocol.agent import WorkerIdentity
 
 
 def worker(

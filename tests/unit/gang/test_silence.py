@@ -1,6 +1,6 @@
 """What counts as silence: time in which this process itself was stopped doesn't."""
 
-from prefect_torch_ddp.gang.silence import TURN_S, Silence
+from prefect_torch_ddp.gang.liveness import TURN_S, Silence
 
 
 class Clock:

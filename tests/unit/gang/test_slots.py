@@ -2,8 +2,8 @@
 
 import threading
 
-from prefect_torch_ddp.gang.orders import SeatTicket, Seniority
-from prefect_torch_ddp.gang.slots import Slots
+from prefect_torch_ddp.gang.worker.slots import Slots
+from prefect_torch_ddp.protocol.agent import SeatTicket, Seniority
 
 
 def ticket(name: str, born_s: float) -> SeatTicket:

@@ -3,8 +3,17 @@
 from dataclasses import replace
 
 from prefect_torch_ddp.errors import RankFailedError, WorkerLostError
-from prefect_torch_ddp.gang.verdict import EQUALS_S, SETTLE_S, SILENT_SETTLE_S, equals_s, error_for, has_suspect, judge, settle_s
-from prefect_torch_ddp.messages import RankFailure, RankPlace
+from prefect_torch_ddp.gang.caller.root_cause import (
+    EQUALS_S,
+    SETTLE_S,
+    SILENT_SETTLE_S,
+    equals_s,
+    error_for,
+    has_suspect,
+    judge,
+    settle_s,
+)
+from prefect_torch_ddp.protocol.rank import RankFailure, RankPlace
 
 CLOSED = RankFailure(
     rank=0, host="a", pid=1, kind="exception", summary="RuntimeError: Connection closed by peer", is_collateral=True

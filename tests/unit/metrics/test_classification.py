@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prefect_torch_ddp.errors import InvalidParamsError
-from prefect_torch_ddp.metrics.classification import classification_report
+from prefect_torch_ddp.rank.evaluation import classification_report
 
 
 def test_scores_by_hand() -> None:

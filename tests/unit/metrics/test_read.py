@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from prefect_torch_ddp.metrics.read import (
+from prefect_torch_ddp.records.metrics import (
     Record,
     curves,
     epoch_ends,
@@ -242,7 +242,7 @@ def test_without_pandas_the_error_says_what_to_do():
     """Without pandas the error says what to do."""
     code = (
         "import sys; sys.modules['pandas'] = None\n"
-        "from prefect_torch_ddp.metrics.read import records_frame\n"
+        "from prefect_torch_ddp.records.metrics import records_frame\n"
         "from prefect_torch_ddp.errors import InvalidParamsError\n"
         "try: records_frame(None, 'x')\n"
         "except InvalidParamsError as error: print(error)\n"

@@ -9,9 +9,9 @@ import time
 import pytest
 import torch.distributed as dist
 
-from prefect_torch_ddp.rank import agreement as module
-from prefect_torch_ddp.rank.agreement import Agreement, Outcome, Want, end_of, outside_after
-from prefect_torch_ddp.rank.collateral import is_collateral
+from prefect_torch_ddp.rank.failure import is_collateral
+from prefect_torch_ddp.rank.loop import agreement as module
+from prefect_torch_ddp.rank.loop.agreement import Agreement, Outcome, Want, end_of, outside_after
 from tests.workloads.healthy import run_ranks
 
 pytestmark = pytest.mark.timeout(110)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from prefect_torch_ddp.rank.collateral import is_collateral
+from prefect_torch_ddp.rank.failure import is_collateral
 
 GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:561] Connection closed by peer [127.0.0.1]:35522."
 

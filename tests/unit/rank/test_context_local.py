@@ -14,11 +14,11 @@ from torch.utils.data import TensorDataset
 
 from prefect_torch_ddp import RankContext
 from prefect_torch_ddp.errors import BadKeyError, CheckpointError, InvalidParamsError
-from prefect_torch_ddp.messages import Progress
-from prefect_torch_ddp.metrics.read import read_records
+from prefect_torch_ddp.protocol.rank import Progress
 from prefect_torch_ddp.rank.config import CheckpointPolicy, RankConfig
 from prefect_torch_ddp.rank.link import NoLink
-from prefect_torch_ddp.rank.state import Place
+from prefect_torch_ddp.rank.loop.state import Place
+from prefect_torch_ddp.records.metrics import read_records
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from tests.workloads import healthy
 

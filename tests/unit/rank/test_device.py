@@ -7,9 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from prefect_torch_ddp.messages import GangShape, RankLaunch, RankPlace
-from prefect_torch_ddp.rank.backend import Claim, agree_on_backend, why_not_nccl
-from prefect_torch_ddp.rank.device import device_index, device_name
+from prefect_torch_ddp.protocol.rank import GangShape, RankLaunch, RankPlace
+from prefect_torch_ddp.rank.distributed.backend import Claim, agree_on_backend, device_index, device_name, why_not_nccl
 
 
 @pytest.mark.parametrize(
@@ -76,7 +75,7 @@ def launch(rank: int, world_size: int, backend: str) -> RankLaunch:
 
 def agreed(devices: list[str | None], backend: str, monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """Have ranks with these devices agree, over a real store; returns what each got, or the error it raised."""
-    from prefect_torch_ddp.rank import backend as module
+    from prefect_torch_ddp.rank.distributed import backend as module
 
     mine = threading.local()
     monkeypatch.setattr(module, "device_name", lambda _device: mine.device)

@@ -17,8 +17,8 @@ from prefect_torch_ddp import RankContext, read_ledger
 from prefect_torch_ddp.checkpoint.attempts import claim_attempt
 from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.rank.config import CheckpointPolicy, RankConfig
-from prefect_torch_ddp.rank.entry import run_with_context
-from prefect_torch_ddp.rank.tree_sum import TreeSum, branches_of
+from prefect_torch_ddp.rank.gradients.tree import TreeSum, branches_of
+from prefect_torch_ddp.rank.workload import run_with_context
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from tests.unit.rank.test_steps import expected_gradients
 from tests.workloads import elastic, healthy

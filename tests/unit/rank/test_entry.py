@@ -14,7 +14,7 @@ import torch
 from prefect_torch_ddp import RankContext, Report
 from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.rank.config import CheckpointPolicy, RankConfig
-from prefect_torch_ddp.rank.entry import run_stage, run_with_context
+from prefect_torch_ddp.rank.workload import run_stage, run_with_context
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 
 returns = SimpleNamespace(train=None, evaluate=None, prepare="not a function")

@@ -1,6 +1,6 @@
 """The interface by which a rank talks to its peers is a pure choice among the machine's addresses."""
 
-from prefect_torch_ddp.rank.interface import Interface, _on_the_way_to, choose, settings
+from prefect_torch_ddp.rank.distributed.network import Interface, _on_the_way_to, choose, settings
 
 ADDRESSES = (
     ("lo", "127.0.0.1"),

@@ -12,10 +12,10 @@ from torch.utils.data import TensorDataset
 
 from prefect_torch_ddp import RankContext
 from prefect_torch_ddp.errors import InvalidParamsError
-from prefect_torch_ddp.rank import gradients
-from prefect_torch_ddp.rank.entry import run_with_context
-from prefect_torch_ddp.rank.micro_batches import micro_batches
-from prefect_torch_ddp.rank.state import TrainingState
+from prefect_torch_ddp.rank.gradients import share_weights as gradients
+from prefect_torch_ddp.rank.gradients.micro_batches import micro_batches
+from prefect_torch_ddp.rank.loop.state import TrainingState
+from prefect_torch_ddp.rank.workload import run_with_context
 from tests.unit.rank.test_steps import config_for, expected_gradients
 from tests.workloads import healthy
 from tests.workloads.healthy import Died, run_ranks

@@ -4,7 +4,7 @@ import pytest
 
 from prefect_torch_ddp.checkpoint.attempts import SupersededError
 from prefect_torch_ddp.errors import InvalidParamsError, StorageError
-from prefect_torch_ddp.rank.outlook import outlook_of
+from prefect_torch_ddp.rank.failure import outlook_of
 
 
 class OutOfMemoryError(RuntimeError):

@@ -13,12 +13,12 @@ import torch.distributed as dist
 from torch.utils.data import TensorDataset
 
 from prefect_torch_ddp import RankContext
-from prefect_torch_ddp.gang.pulse_page import PulsePage
-from prefect_torch_ddp.pulse import LOOK_SIGNAL, PAGE_BYTES, Phase, Pulse
+from prefect_torch_ddp.gang.worker.rank_io import PulsePage
+from prefect_torch_ddp.protocol.heartbeat import LOOK_SIGNAL, PAGE_BYTES, Phase, Pulse
 from prefect_torch_ddp.rank.config import RankConfig
+from prefect_torch_ddp.rank.heartbeat import PulseBoard
 from prefect_torch_ddp.rank.link import NoLink
-from prefect_torch_ddp.rank.pulse import PulseBoard
-from prefect_torch_ddp.rank.state import Place
+from prefect_torch_ddp.rank.loop.state import Place
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 
 
@@ -93,7 +93,7 @@ def test_collectives_count_as_progress() -> None:
 
 HOLDS_THE_LOCK = """
 import ctypes, os, sys
-from prefect_torch_ddp.rank.pulse import PulseBoard
+from prefect_torch_ddp.rank.heartbeat import PulseBoard
 
 def hold_the_lock():
     ctypes.PyDLL(None).read(os.pipe()[0], ctypes.create_string_buffer(1), 1)

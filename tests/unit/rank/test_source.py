@@ -6,7 +6,7 @@ import pytest
 
 from prefect_torch_ddp import InvalidParamsError, RankContext
 from prefect_torch_ddp.storage.directory import DirectoryStorage
-from prefect_torch_ddp.storage.s3 import S3Storage
+from prefect_torch_ddp.storage.s3.storage import S3Storage
 from prefect_torch_ddp.tasks.workload import dataset_id, read_workload
 
 

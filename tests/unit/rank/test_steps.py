@@ -16,12 +16,12 @@ from prefect_torch_ddp import RankContext
 from prefect_torch_ddp.checkpoint.attempts import claim_attempt
 from prefect_torch_ddp.checkpoint.manifest import list_manifests
 from prefect_torch_ddp.data.sampler import GlobalBatches
-from prefect_torch_ddp.messages import Stopped
-from prefect_torch_ddp.metrics.read import read_records
-from prefect_torch_ddp.rank import agreement
+from prefect_torch_ddp.protocol.rank import Stopped
 from prefect_torch_ddp.rank.config import CheckpointPolicy, RankConfig
-from prefect_torch_ddp.rank.entry import run_stage, run_with_context
 from prefect_torch_ddp.rank.link import NoLink, set_link
+from prefect_torch_ddp.rank.loop import agreement
+from prefect_torch_ddp.rank.workload import run_stage, run_with_context
+from prefect_torch_ddp.records.metrics import read_records
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from tests.workloads import healthy
 from tests.workloads.healthy import Died, run_ranks

@@ -11,7 +11,7 @@ from torch.utils.data import TensorDataset
 from prefect_torch_ddp import RankContext
 from prefect_torch_ddp.checkpoint.attempts import claim_attempt
 from prefect_torch_ddp.rank.config import CheckpointPolicy, RankConfig
-from prefect_torch_ddp.rank.entry import run_with_context
+from prefect_torch_ddp.rank.workload import run_with_context
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from tests.workloads.healthy import run_ranks
 

@@ -15,7 +15,7 @@ from prefect_torch_ddp.checkpoint.attempts import claim_attempt
 from prefect_torch_ddp.checkpoint.manifest import list_manifests
 from prefect_torch_ddp.checkpoint.reading import read_states
 from prefect_torch_ddp.rank.config import CheckpointPolicy, RankConfig
-from prefect_torch_ddp.rank.entry import run_with_context
+from prefect_torch_ddp.rank.workload import run_with_context
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from tests.workloads.healthy import run_ranks
 

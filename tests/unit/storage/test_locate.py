@@ -9,7 +9,7 @@ import pytest
 from prefect_torch_ddp.errors import BadKeyError, InvalidParamsError
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.storage.locate import storage_below, storage_from_uri
-from prefect_torch_ddp.storage.s3 import S3Storage
+from prefect_torch_ddp.storage.s3.storage import S3Storage
 
 
 @pytest.fixture(autouse=True)

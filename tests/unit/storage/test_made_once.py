@@ -8,8 +8,8 @@ import weakref
 
 import pytest
 
-from prefect_torch_ddp.storage.made_once import MadeOnce
-from prefect_torch_ddp.storage.s3 import S3Storage
+from prefect_torch_ddp.storage.s3.client import MadeOnce
+from prefect_torch_ddp.storage.s3.storage import S3Storage
 
 
 class Client:

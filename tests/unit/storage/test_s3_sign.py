@@ -10,8 +10,8 @@ from botocore.credentials import Credentials
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prefect_torch_ddp.storage.s3_sign import GetSigner
-from prefect_torch_ddp.storage.s3_target import Target
+from prefect_torch_ddp.storage.s3.lean.sign import GetSigner
+from prefect_torch_ddp.storage.s3.lean.target import Target
 
 pytestmark = pytest.mark.timeout(60)
 HOSTS = (

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prefect_torch_ddp.storage.s3_wire import Answer, ask, request_of
+from prefect_torch_ddp.storage.s3.lean.wire import Answer, ask, request_of
 
 pytestmark = pytest.mark.timeout(60)
 REQUEST = request_of("/b/k", {"Host": "h"})

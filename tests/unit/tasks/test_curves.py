@@ -10,7 +10,7 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
-from prefect_torch_ddp.tasks.curves import MAX_POINTS, curves_svg, downsample, render_curves
+from prefect_torch_ddp.tasks.report.curves import MAX_POINTS, curves_svg, downsample, render_curves
 
 LOSS = [(step, 2.3 * math.exp(-step / 300) + 0.05 * math.sin(step * 12.9898)) for step in range(1, 1501)]
 VALIDATION = [(150 * epoch, 1 - 0.5 * math.exp(-epoch / 3)) for epoch in range(1, 11)]
@@ -130,7 +130,7 @@ def test_threads_that_draw_at_once_do_not_disturb_each_other():
 def test_drawing_leaves_pyplot_unloaded_and_importing_leaves_matplotlib_unloaded():
     """Drawing leaves pyplot unloaded and importing leaves matplotlib unloaded."""
     code = (
-        "import sys; from prefect_torch_ddp.tasks.curves import curves_svg\n"
+        "import sys; from prefect_torch_ddp.tasks.report.curves import curves_svg\n"
         "assert not {'matplotlib', 'torch', 'prefect'} & set(sys.modules), 'loaded by the import'\n"
         "assert curves_svg({'loss': [(1, 2.0), (2, 1.0)]})\n"
         "assert 'matplotlib.pyplot' not in sys.modules\n"

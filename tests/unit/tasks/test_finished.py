@@ -8,14 +8,13 @@ import pytest
 from prefect.logging import disable_run_logger
 
 from prefect_torch_ddp import TrainParams
-from prefect_torch_ddp.checkpoint.attempts import SupersededError, claim_attempt
-from prefect_torch_ddp.checkpoint.beginnings import record_beginning
+from prefect_torch_ddp.checkpoint.attempts import SupersededError, claim_attempt, record_beginning
 from prefect_torch_ddp.checkpoint.keys import finished_key, manifest_key
 from prefect_torch_ddp.checkpoint.manifest import Manifest, checkpoint_ref
 from prefect_torch_ddp.results import TrainingReport
 from prefect_torch_ddp.storage.directory import DirectoryStorage
-from prefect_torch_ddp.tasks.finished import finished_training, record_finished
 from prefect_torch_ddp.tasks.run import Run
+from prefect_torch_ddp.tasks.train import finished_training, record_finished
 
 
 @pytest.fixture

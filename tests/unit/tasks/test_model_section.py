@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from prefect_torch_ddp import TrainParams
-from prefect_torch_ddp.tasks.model_section import checkpoint_list, load_code
-from prefect_torch_ddp.tasks.report import render_report
+from prefect_torch_ddp.tasks.report.report import render_report
+from prefect_torch_ddp.tasks.report.sections import checkpoint_list, load_code
 from tests.unit.tasks.test_report import RECORD, report
 
 WEIGHTS = "{'weight': torch.ones(1, 2), 'bias': torch.ones(1)}"

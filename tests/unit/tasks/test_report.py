@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from prefect_torch_ddp.messages import Progress
 from prefect_torch_ddp.params import TrainParams
+from prefect_torch_ddp.protocol.rank import Progress
 from prefect_torch_ddp.results import CheckpointRef, ClassScore, DatasetReport, EpochRow, Report, TrainingReport, TrainReport
-from prefect_torch_ddp.tasks.history import MAX_POINTS, History
-from prefect_torch_ddp.tasks.markdown import code, code_block, duration, number, text
-from prefect_torch_ddp.tasks.report import (
+from prefect_torch_ddp.tasks.report.live import MAX_POINTS, History
+from prefect_torch_ddp.tasks.report.markdown import code, code_block, duration, number, text
+from prefect_torch_ddp.tasks.report.report import (
     LiveView,
     confusion_table,
     epoch_table,
@@ -21,7 +21,7 @@ from prefect_torch_ddp.tasks.report import (
     render_live,
     render_report,
 )
-from prefect_torch_ddp.tasks.run_record import RunRecord, git_commit, read_run_record
+from prefect_torch_ddp.tasks.report.run_record import RunRecord, git_commit, read_run_record
 
 RECORD = RunRecord("0.1.0", "abc123-dirty", {"python": "3.11.7", "torch": "2.15.0"})
 CURVE = "![training curves](data:image/svg+xml;base64,AAAA)"
@@ -295,7 +295,7 @@ def test_two_events_of_one_step_are_one_point_and_both_metrics():
 def test_the_run_record_reads_versions_without_importing_torch():
     """The run record reads versions without importing torch."""
     program = (
-        "import sys; from prefect_torch_ddp.tasks.run_record import read_run_record\n"
+        "import sys; from prefect_torch_ddp.tasks.report.run_record import read_run_record\n"
         "record = read_run_record(); print(record.code_version, record.versions['torch'])\n"
         "assert not {'torch', 'prefect', 'dask'} & set(sys.modules)\n"
     )

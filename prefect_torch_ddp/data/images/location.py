@@ -1,0 +1,86 @@
+"""Owns what a dataset's URI means: which storage it is read from, and which folder of it."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeAlias, cast
+
+from prefect_torch_ddp.data.images.cache import CachedReads
+from prefect_torch_ddp.data.images.packed import PackedObjects, packed_objects
+from prefect_torch_ddp.errors import InvalidParamsError
+from prefect_torch_ddp.storage.locate import storage_from_uri
+from prefect_torch_ddp.storage.protocol import Readable, ReadsMany
+from prefect_torch_ddp.storage.s3.storage import S3Storage
+
+Place: TypeAlias = str | Path | Readable
+"""A path, an s3:// URI, or what reads: a storage, a cache, shards."""
+
+
+def readable_at(place: Place, storage: Readable | None = None, **ways: Any) -> tuple[Readable, str]:
+    """Return what the dataset is read from, and the prefix of its names there: empty, or with a slash at its end.
+
+    Args:
+        place: where it is; with a storage, its URI below the storage's, or its path in the storage.
+        storage: what to read from, with its credentials.
+        **ways: how to get to an s3:// URI: anonymous, endpoint_url, region.
+
+    Raises:
+        InvalidParamsError: the arguments don't fit together, or name nothing that can be read.
+    """
+    given = {name: value for name, value in ways.items() if value}
+    if not isinstance(place, str | Path):
+        if storage is not None or given:
+            msg = f"{place.uri} is a storage by itself; leave out {', '.join(given) or 'storage'}"
+            raise InvalidParamsError(msg)
+        return _checked(place), ""
+    if storage is None:
+        named = storage_from_uri(str(place))
+        if given and not isinstance(named, S3Storage):
+            msg = f"{place} is a folder; {', '.join(given)} belong to an s3:// URI"
+            raise InvalidParamsError(msg)
+        return _checked(replace(cast("Any", named), **given) if given else named), ""
+    if given:
+        msg = f"{', '.join(given)} can't be given along with a storage, which has its own"
+        raise InvalidParamsError(msg)
+    return _checked(storage), _prefix_in(storage, str(place))
+
+
+def opened(source: Readable, prefix: str, cache: str | Path | None, *, may_be_shards: bool) -> tuple[Readable, str]:
+    """Return what reads a dataset's images: out of shards where there are some, through a cache where one is wanted.
+
+    Args:
+        source: where the dataset is.
+        prefix: of its names there.
+        cache: folder on local disk.
+        may_be_shards: whether shards are looked for, by reading their index.
+
+    Raises:
+        InvalidParamsError: there are two caches.
+        StorageError: the index of the shards is damaged, or nobody can look for it.
+    """
+    inner = source
+    if isinstance(source, CachedReads):
+        if cache is not None:
+            msg = f"{source.uri} is read through the cache {source.folder} already; leave out cache={str(cache)!r}"
+            raise InvalidParamsError(msg)
+        inner = cast("Readable", source.storage)
+    packed = packed_objects(inner, prefix) if may_be_shards and not isinstance(inner, PackedObjects) else None
+    if packed is not None:  # behind the cache, which keeps what has an ETag: samples have, ranges of shards don't
+        source, prefix = replace(source, storage=packed) if isinstance(source, CachedReads) else packed, ""
+    return source if cache is None else CachedReads(source, Path(cache)), prefix
+
+
+def _checked(found: object) -> Readable:
+    if not isinstance(found, ReadsMany) or not hasattr(found, "uri"):
+        msg = f"a dataset can't be read from a {type(found).__name__}; give a path, an s3:// URI, or a storage with read_many"
+        raise InvalidParamsError(msg)
+    return cast("Readable", found)
+
+
+def _prefix_in(storage: Readable, place: str) -> str:
+    root = storage.uri.rstrip("/")
+    below = place.removeprefix(root) if place == root or place.startswith(f"{root}/") else place
+    if "://" in below or (below == place and below.startswith("/")) or ".." in below.split("/"):
+        msg = f"{place} isn't in the storage {root}; give a path in it, such as train, or leave the storage out"
+        raise InvalidParamsError(msg)
+    below = below.strip("/")
+    return "" if below in {"", "."} else f"{below}/"

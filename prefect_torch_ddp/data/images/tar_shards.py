@@ -1,0 +1,212 @@
+"""Owns how small objects are packed into tar shards: equal sources give equal bytes, in bounded memory, the index last."""
+
+import re
+import tarfile
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path, PurePosixPath
+from typing import cast
+
+from prefect_torch_ddp.data.images.index import ImageIndex, index_images
+from prefect_torch_ddp.data.images.listing import list_dataset
+from prefect_torch_ddp.data.images.location import Place, readable_at
+from prefect_torch_ddp.data.images.packed import HoldsShards, PackedObjects
+from prefect_torch_ddp.data.images.shard_index import INDEX_NAME, PackedSample, ShardIndex, digest_of, encoded
+from prefect_torch_ddp.errors import StorageError
+from prefect_torch_ddp.storage.directory import DirectoryStorage
+from prefect_torch_ddp.storage.keys import RESERVED_PART
+from prefect_torch_ddp.storage.locate import storage_from_uri
+from prefect_torch_ddp.storage.protocol import ListedObject, ObjectPart, ReadsMany, Storage
+
+SHARD_BYTES = 64 * 2**20
+BATCH_BYTES, BATCH_OBJECTS = 16 * 2**20, 256
+
+
+@dataclass(frozen=True, slots=True)
+class _Planned:
+    """Where an object goes: known before anything is read, since a listing tells the sizes."""
+
+    found: ListedObject
+    name: str
+    """Within the tar, without its ending."""
+    label: int
+    shard: int
+    start: int
+
+
+def pack_shards(  # noqa: PLR0913 - where from, where to, and the choices by name
+    source: Place,
+    to: Storage | str | Path,
+    *,
+    source_prefix: str = "",
+    prefix: str = "",
+    shard_bytes: int = SHARD_BYTES,
+    shuffle_seed: int | None = None,
+    is_valid: Callable[[str], bool] | None = None,
+) -> PackedObjects:
+    """Pack an image folder, objects called class/name, into tar shards with an index; return what reads them by their names.
+
+    In a shard a sample is two files, as WebDataset wants them: `000000042.jpg` and `000000042.cls`, its label as text. The same
+    objects give the same bytes. The index, `shards.jsonl.gz`, is removed first and written last: without it there are no
+    shards for a reader. Memory: three shards, and some 300 bytes an object.
+
+    Args:
+        source: where the images are: a folder, an `s3://` URI or a storage, such as `rank.source`.
+        to: a folder, for instance `rank.data` in `prepare`, an `s3://` URI or a storage.
+        source_prefix: the folder in `source` whose sub-folders are the classes, such as `train`.
+        prefix: the folder in `to` for shards and index.
+        shard_bytes: about how large a shard becomes.
+        shuffle_seed: pack in an order of this seed, for readers that take shards as streams; None: sorted, so that reading in
+            order, as an evaluation does, reads neighbours. Our own readers take any order from both.
+        is_valid: tells from a key whether it is packed; None: by torchvision's endings of images.
+
+    Raises:
+        NoImagesError: there is nothing to pack, or a class without images.
+        InvalidParamsError: an argument can't work.
+        StorageError: an object is gone, was changed meanwhile or can't be read, or a shard can't be written; names it.
+    """
+    reads, storage = readable_at(source)[0], storage_from_uri(str(to)) if isinstance(to, str | Path) else to
+    source_prefix, prefix = _with_slash(source_prefix), _with_slash(prefix)
+    images = index_images(_below(reads, source_prefix), f"{reads.uri}/{source_prefix}", is_valid)
+    shards = _Shards(reads, storage, prefix, source_prefix)
+    storage.delete(prefix + INDEX_NAME)
+    shards.write(_plan(images, shard_bytes, shuffle_seed))
+    storage.write(prefix + INDEX_NAME, shards.index(images.classes).dump())
+    shards.remove_others()
+    if isinstance(storage, DirectoryStorage):
+        with suppress(OSError):  # it may be a folder that is published as it is
+            (storage.root / RESERVED_PART).rmdir()
+    return PackedObjects(cast("HoldsShards", storage), prefix)
+
+
+def _with_slash(folder: str) -> str:
+    return f"{folder.strip('/')}/" if folder.strip("/") else ""
+
+
+def _below(source: ReadsMany, prefix: str) -> Iterator[ListedObject]:
+    for found in list_dataset(source, prefix):
+        yield replace(found, key=found.key.removeprefix(prefix))
+
+
+def _plan(images: ImageIndex, shard_bytes: int, shuffle_seed: int | None) -> Iterator[_Planned]:
+    shard, place = 0, 0
+    for nth, number in enumerate(_order(images, shuffle_seed)):
+        found, label = images.objects[number], images.targets[number]
+        num_bytes = 2 * tarfile.BLOCKSIZE + _padded(found.num_bytes) + _padded(len(str(label)))
+        if place and place + num_bytes > shard_bytes:
+            shard, place = shard + 1, 0
+        yield _Planned(found, f"{nth:09d}", label, shard, place + tarfile.BLOCKSIZE)
+        place += num_bytes
+
+
+def _order(images: ImageIndex, shuffle_seed: int | None) -> Sequence[int]:
+    numbers = range(len(images.objects))
+    if shuffle_seed is None:
+        return numbers
+    # By digests: the same order on every machine and with every version of every library.
+    return sorted(numbers, key=lambda number: digest_of(encoded(f"{shuffle_seed}/{images.objects.key(number)}")))
+
+
+def _padded(num_bytes: int) -> int:
+    return -(-num_bytes // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE
+
+
+class _Shards:
+    """Writes planned shards, one while the next is being read, and keeps what the index needs."""
+
+    def __init__(self, source: ReadsMany, storage: Storage, prefix: str, source_prefix: str) -> None:
+        self._source = source
+        self._storage = storage
+        self._prefix = prefix
+        self._source_prefix = source_prefix
+        self._samples: list[PackedSample] = []
+        self._num_shards = 0
+
+    def write(self, planned: Iterator[_Planned]) -> None:
+        with ThreadPoolExecutor(1, "pack-shards") as pool:
+            writing: Future[None] | None = None
+            for number, shard in self._filled(planned):
+                if writing is not None:
+                    writing.result()
+                writing = pool.submit(self._storage.write, self._key(number), memoryview(shard))
+                self._num_shards = number + 1
+            if writing is not None:
+                writing.result()
+
+    def index(self, classes: list[str]) -> ShardIndex:
+        shards = tuple(_shard_name(number) for number in range(self._num_shards))
+        return ShardIndex(shards, classes, sorted(self._samples, key=lambda sample: encoded(sample.key)))
+
+    def remove_others(self) -> None:
+        """Remove shards of an earlier packing that had more of them: a reader of all tar files would take them too."""
+        ours = {self._key(number) for number in range(self._num_shards)}
+        for other in list(self._storage.list(f"{self._prefix}shard-")):
+            if other.key not in ours and other.key.endswith(".tar"):
+                self._storage.delete(other.key)
+
+    def _filled(self, planned: Iterator[_Planned]) -> Iterator[tuple[int, bytearray]]:
+        """Yield each shard whole."""
+        number, shard = 0, bytearray()
+        for batch in _batches(planned):
+            for item, data in zip(batch, self._read(batch), strict=True):
+                if item.shard != number:
+                    yield number, _closed(shard)
+                    number, shard = item.shard, bytearray()
+                self._add(shard, item, data)
+        yield number, _closed(shard)
+
+    def _read(self, batch: list[_Planned]) -> Iterator[bytes]:
+        parts = [ObjectPart(self._source_prefix + item.found.key, item.found.num_bytes, etag=item.found.etag) for item in batch]
+        for data in self._source.read_many(parts):
+            if isinstance(data, StorageError):
+                raise data
+            yield data
+
+    def _add(self, shard: bytearray, item: _Planned, data: bytes) -> None:
+        shard += _member(item.name + _ending(item.found.key), data)
+        assert len(shard) - _padded(len(data)) == item.start, "the plan and the tar differ"
+        shard += _member(f"{item.name}.cls", str(item.label).encode())
+        self._samples.append(PackedSample(item.found.key, item.shard, item.start, len(data), digest_of(data)))
+
+    def _key(self, number: int) -> str:
+        return self._prefix + _shard_name(number)
+
+
+def _ending(key: str) -> str:
+    """Return what readers choose a decoder by; a label has one that no sample may have."""
+    ending = PurePosixPath(key).suffix.lower()
+    return ending if re.fullmatch(r"\.[a-z0-9]{1,16}", ending) and ending != ".cls" else ".bin"
+
+
+def _shard_name(number: int) -> str:
+    return f"shard-{number:06d}.tar"
+
+
+def _batches(planned: Iterator[_Planned]) -> Iterator[list[_Planned]]:
+    """Cut what is planned into reads of a bounded size."""
+    batch: list[_Planned] = []
+    num_bytes = 0
+    for item in planned:
+        if batch and (len(batch) == BATCH_OBJECTS or num_bytes + item.found.num_bytes > BATCH_BYTES):
+            yield batch
+            batch, num_bytes = [], 0
+        batch.append(item)
+        num_bytes += item.found.num_bytes
+    if batch:
+        yield batch
+
+
+def _member(name: str, data: bytes) -> bytes:
+    """Return a file as it stands in a tar: without time, owner or rights of its own, so that equal content gives equal bytes."""
+    head = tarfile.TarInfo(name)
+    head.size = len(data)
+    return head.tobuf(tarfile.GNU_FORMAT) + data + bytes(_padded(len(data)) - len(data))
+
+
+def _closed(shard: bytearray) -> bytearray:
+    """Add the end of a tar, filled up to a whole record, as tar does."""
+    shard += bytes(2 * tarfile.BLOCKSIZE)
+    shard += bytes(-len(shard) % tarfile.RECORDSIZE)
+    return shard

@@ -1,0 +1,127 @@
+"""Owns the caller's end of one seat: its Dask task, its news, and the orders that reach it."""
+
+import asyncio
+import pickle
+from dataclasses import dataclass
+from typing import Any
+
+from distributed import Client, Future
+
+from prefect_torch_ddp.errors import SchedulerLostError, WorkerLostError
+from prefect_torch_ddp.gang.caller.workers import SchedulerSilentError, look_for
+from prefect_torch_ddp.gang.liveness import SILENCE_S, Silence
+from prefect_torch_ddp.gang.worker.rpc import CLEAR_OP, GIVE_OP, POLL_OP, NoAnswerError, call_worker
+from prefect_torch_ddp.protocol.agent import Cleared, SeatNews, SeatState, WorkerIdentity
+
+LONG_POLL_S = 1.0
+MEMBERSHIP_S = 2.0
+"""How often a worker that owes an answer is looked up in the cluster."""
+CLEAR_TIMEOUT_S = 10.0
+CLEAR_SILENCE_S = 4.0
+"""How long the end of a gang waits for a worker that doesn't answer; its ranks end by themselves (`rank/link.py`)."""
+
+
+class SeatLostError(Exception):
+    """A seat's worker is gone, or Dask dropped the seat."""
+
+
+@dataclass
+class SeatLink:
+    """Talks to one seat.
+
+    Every call raises SeatLostError once its worker is gone or was silent too long, SchedulerLostError where the scheduler is.
+    """
+
+    client: Client
+    worker: WorkerIdentity
+    token: str
+    future: "Future[Any]"
+    next_event: int = 0
+    news: SeatNews | None = None
+    is_lost: bool = False
+
+    @property
+    def state(self) -> SeatState:
+        """How far the seat is, as last heard."""
+        return self.news.state if self.news else "absent"
+
+    @property
+    def was_dropped_by_client(self) -> bool:
+        """Whether Dask's client let go of the seat, because it lost the scheduler and found it, or another, again."""
+        state = self.future._state  # noqa: SLF001 - nothing else tells this from a cancel
+        return state is not None and getattr(state.exception, "reason", "") == "scheduler-connection-lost"
+
+    async def poll(self) -> SeatNews:
+        """Wait for news, at most a second, and return it."""
+        known, next_event = self.state, self.next_event
+        news: SeatNews = await self._call(POLL_OP, next_event=next_event, known_state=known, wait_s=LONG_POLL_S)
+        self.news, self.next_event = news, news.next_event
+        return news
+
+    async def give(self, **order: Any) -> None:
+        """Hand the seat an order."""
+        await self._call(GIVE_OP, order=pickle.dumps(order))
+
+    async def give_or_raise(self, when: str, **order: Any) -> None:
+        """Hand the seat an order; a lost seat is the caller's WorkerLostError, which says when that was."""
+        try:
+            await self.give(**order)
+        except SeatLostError as error:
+            self.is_lost = True
+            msg = f"{error} {when}"
+            raise WorkerLostError(msg) from error
+
+    async def values(self) -> tuple[bytes, ...]:
+        """Return the values of the seat's ranks; a seat whose worker was lost with them waits in Dask for ever, so look."""
+        fetch: asyncio.Task[tuple[bytes, ...]] = asyncio.create_task(self._fetch())
+        silence = Silence()  # of the worker: big values may take their time
+        try:
+            while not (await asyncio.wait({fetch}, timeout=MEMBERSHIP_S))[0]:
+                await self._check_alive(silence)
+            return fetch.result()
+        finally:
+            fetch.cancel()
+
+    async def _fetch(self) -> tuple[bytes, ...]:
+        values: tuple[bytes, ...] = await self.future
+        return values
+
+    async def clear(self) -> Cleared:
+        """End the seat with all its ranks; returns when they are gone."""
+        cleared: Cleared = await self._call(CLEAR_OP, CLEAR_SILENCE_S, timeout_s=CLEAR_TIMEOUT_S)
+        return cleared
+
+    async def _call(self, op: str, silence_s: float = SILENCE_S, /, **message: Any) -> Any:
+        silence = Silence(silence_s)
+        while True:
+            call = asyncio.create_task(call_worker(self.client, self.worker.address, op, token=self.token, **message))
+            try:
+                # In turns: to a worker that just died Dask goes on connecting for 30 s.
+                while not (await asyncio.wait({call}, timeout=min(MEMBERSHIP_S, silence.left_s)))[0]:
+                    await self._check_alive(silence)
+                return call.result()
+            except NoAnswerError:
+                await self._check_alive(silence)
+            finally:
+                call.cancel()
+            await asyncio.sleep(0.05)
+
+    async def _check_alive(self, silence: Silence) -> None:
+        """Raise where the worker or the scheduler is gone, or silent for too long."""
+        if self.client.status != "running":
+            msg = f"the scheduler was lost (the Dask client is {self.client.status})"
+            raise SchedulerLostError(msg)
+        try:
+            found = await look_for(self.client, self.worker, min(MEMBERSHIP_S, silence.left_s))
+        except SchedulerSilentError:
+            if not silence.left_s:
+                raise
+            return
+        if found == "answers":
+            silence.heard()
+        if found == "gone":
+            msg = f"worker {self.worker.address} was lost"
+            raise SeatLostError(msg)
+        if not silence.left_s:
+            msg = f"worker {self.worker.address} was silent for {SILENCE_S:g} s"
+            raise SeatLostError(msg)

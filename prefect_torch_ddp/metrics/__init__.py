@@ -1,1 +1,0 @@
-"""Metric records: written by ranks, read by anyone."""

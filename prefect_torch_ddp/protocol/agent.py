@@ -1,0 +1,113 @@
+"""Owns the values that the caller of a gang and the Dask workers exchange."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from prefect_torch_ddp.protocol.heartbeat import Pulse
+from prefect_torch_ddp.protocol.rank import GangEvent, RankLaunch
+
+SeatState = Literal["absent", "waiting", "seated", "running", "ended"]
+
+
+@dataclass(frozen=True)
+class WorkerIdentity:
+    """A Dask worker as a place for ranks."""
+
+    address: str
+    process_id: str
+    """Unique to this life of the worker: a worker restarted at the same address has another."""
+    host: str
+    visible_devices: str | None
+    """Its CUDA_VISIBLE_DEVICES."""
+    occupant: str | None
+    """Who holds its slot or its threads now, for people; None when it is free."""
+    machine: str = ""
+    """Tells the machine, or container, from others; a machine may have several hosts' addresses."""
+    addresses: tuple[tuple[str, str], ...] = ()
+    """Its machine's (interface, address) pairs."""
+    free_resources: Mapping[str, float] = field(default_factory=dict)
+    """Dask resources that no task holds now."""
+
+
+@dataclass(frozen=True, order=True)
+class Seniority:
+    """Which gang came first; orders all gangs of a cluster."""
+
+    born_s: float
+    gang_id: str
+
+
+@dataclass(frozen=True)
+class SeatTicket:
+    """One gang's claim on one worker's slot."""
+
+    token: str
+    gang_name: str
+    seniority: Seniority
+    worker: str
+    process_id: str
+    hosts_store: bool
+    """Whether rank 0 sits here, so that this seat opens the socket that the ranks meet at."""
+    stop_grace_s: float
+    """How long ranks in their loop get to stop at an agreed step, when the gang is cancelled."""
+    store_host: str = ""
+    """The address to open it at."""
+
+
+@dataclass(frozen=True)
+class Occupant:
+    """Who holds a worker's slot."""
+
+    text: str
+    seniority: Seniority | None = None
+    """Set while the holder is a gang that still waits for its other seats."""
+
+
+@dataclass(frozen=True)
+class RankPulse:
+    """What a seat knows of one rank's progress."""
+
+    rank: int
+    pulse: Pulse
+    silent_s: float
+    """Since its last progress."""
+    idle_s: float
+    """How long its processes have used next to no CPU and moved next to no data; 0 while that isn't known."""
+    stopped: str = ""
+    """Which of its processes is stopped (SIGSTOP), for people."""
+
+
+@dataclass(frozen=True)
+class SeatNews:
+    """A seat's answer to a poll."""
+
+    state: SeatState
+    events: tuple[GangEvent, ...] = ()
+    next_event: int = 0
+    store_port: int = 0
+    occupant: Occupant | None = None
+    why_ended: str = ""
+    """Set where the seat ended its ranks unasked: it lost touch with the caller, or its worker closes."""
+    pulses: tuple[RankPulse, ...] = ()
+    """Of the seat's ranks, where they are watched."""
+
+
+@dataclass(frozen=True)
+class Cleared:
+    """A seat's answer to the order to end."""
+
+    ended: bool
+    """Whether all its ranks are gone."""
+    first_event: int = 0
+    events: tuple[GangEvent, ...] = ()
+    """Those from `first_event` on; the caller may know some of them already."""
+
+
+@dataclass(frozen=True)
+class StartOrder:
+    """Tells a seat to start its ranks."""
+
+    launches: tuple[RankLaunch, ...]
+    progress_timeout_s: float | None = None
+    """Set where the ranks' progress is watched."""

@@ -1,0 +1,125 @@
+"""Owns the choice of the network interface by which a rank talks to its peers."""
+
+import os
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import psutil
+import torch.distributed as dist
+
+from prefect_torch_ddp.protocol.rank import RankLaunch
+
+
+@dataclass(frozen=True)
+class Interface:
+    """The way to the peers."""
+
+    name: str
+    address: str
+    is_first: bool
+    """Whether gloo, told the interface alone, takes this very address: it takes the first one there."""
+
+
+def choose(wanted: Sequence[str], addresses: Sequence[tuple[str, str]]) -> Interface | None:
+    """Choose the interface that has the first address wanted that any has. Pure.
+
+    Args:
+        wanted: addresses, the best one first; any of 127.0.0.0/8 is loopback's.
+        addresses: the machine's (interface, address) pairs, in the system's order.
+    """
+    for address in wanted:
+        plain = "127.0.0.1" if address.startswith("127.") else address
+        for name, found in addresses:
+            if found == plain:
+                first = next(other for owner, other in addresses if owner == name)
+                return Interface(name, plain, is_first=first == plain)
+    return None
+
+
+def settings(interface: Interface, *, several_hosts: bool) -> dict[str, str]:
+    """Return the environment variables that tell gloo and NCCL of the interface. Pure."""
+    told = {"GLOO_SOCKET_IFNAME": interface.name}
+    if several_hosts:
+        told["NCCL_SOCKET_IFNAME"] = f"={interface.name}"  # without the sign NCCL takes eth10 for eth1 too
+        if ":" in interface.address:
+            told["NCCL_SOCKET_FAMILY"] = "AF_INET6"
+    return told
+
+
+def use_interface(launch: RankLaunch) -> None:
+    """Tell gloo and NCCL the interface of the address by which the rank's peers know it, unless the user chose one.
+
+    Left alone gloo takes the one that the host's own name resolves to, which on Debian is loopback.
+    """
+    several_hosts = launch.shape.num_nodes > 1
+    wanted = _wanted(launch.place.address or launch.place.host, several_hosts=several_hosts)
+    addresses = [
+        (name, entry.address)
+        for name, entries in psutil.net_if_addrs().items()
+        for entry in entries
+        if entry.family in (socket.AF_INET, socket.AF_INET6)
+    ]
+    interface = choose(wanted, addresses) or choose(_on_the_way_to(launch.master_addr), addresses)
+    if interface is None:
+        return
+    user_chose = "GLOO_SOCKET_IFNAME" in os.environ
+    for name, value in settings(interface, several_hosts=several_hosts).items():
+        os.environ.setdefault(name, value)
+    if not user_chose and not interface.is_first:
+        _pin_gloo(interface.address)
+
+
+def _wanted(address: str, *, several_hosts: bool) -> list[str]:
+    own = _resolved(address)
+    return own if several_hosts else ["127.0.0.1", "::1", *own]
+
+
+def _resolved(host: str) -> list[str]:
+    """Return a host's addresses, itself where it is one."""
+    try:
+        found = [str(entry[4][0]) for entry in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)]
+    except OSError:
+        return [host]
+    return [host, *found]
+
+
+def _on_the_way_to(host: str) -> list[str]:
+    """Return our address on the way to a host, as the kernel routes it: behind NAT nobody has the one that Dask names."""
+    for family, kind, protocol, _, address in _address_infos(host):
+        try:
+            with socket.socket(family, kind, protocol) as probe:
+                probe.connect(address)  # a datagram socket: nothing is sent
+                return [str(probe.getsockname()[0])]
+        except OSError:
+            continue
+    return []
+
+
+def _address_infos(host: str) -> list[Any]:
+    try:
+        return list(socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM))
+    except OSError:
+        return []
+
+
+def _pin_gloo(address: str) -> None:
+    """Have every gloo group of this process use one address of an interface that has several.
+
+    GLOO_SOCKET_IFNAME alone can't say that: gloo takes the first address there, which may be one of another network, or an
+    IPv4 one where the ranks are known by IPv6.
+    """
+    plain = dist.ProcessGroupGloo
+
+    class GlooAtOneAddress(plain):  # type: ignore[misc, valid-type]
+        def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta | None = None, **_kwargs: Any) -> None:
+            options = plain._Options()  # type: ignore[attr-defined]  # noqa: SLF001 - how torch's own tests make one
+            options._devices = [plain.create_device(hostname=address)]  # noqa: SLF001
+            options._threads = 2  # noqa: SLF001 - torch's own number for one device
+            if timeout is not None:
+                options._timeout = timeout  # noqa: SLF001
+            super().__init__(store, rank, size, options)
+
+    dist.distributed_c10d.ProcessGroupGloo = GlooAtOneAddress  # type: ignore[assignment, misc]

@@ -1,0 +1,128 @@
+"""Owns one fixed order of summation: a balanced binary tree over numbered leaves, whoever holds which of them. Pure.
+
+Owns the exchange in which ranks add up tensors in one fixed tree; traffic as of a ring all-reduce where branches fit ranks.
+"""
+
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from prefect_torch_ddp.data.sampler import Parts
+
+T = TypeVar("T")
+
+
+class TreeSum(Generic[T]):
+    """Adds up values of leaves, or of whole branches, in the tree's order.
+
+    Each branch is the sum of its two halves. Values are pushed from left to right; what can be added is added at once, so no
+    more than one value for each level of the tree is held.
+    """
+
+    def __init__(self, num_leaves: int, add: Callable[[T, T], T]) -> None:
+        """Make an empty one.
+
+        Args:
+            num_leaves: of the whole tree, also where only some of them are pushed here.
+            add: adds two neighbours, the left one first.
+        """
+        self.num_leaves = num_leaves
+        self._add = add
+        self.branches: list[tuple[range, T]] = []
+        """The largest branches that are complete, from left to right: the leaves of each, and its sum."""
+
+    def push(self, leaves: range, value: T) -> None:
+        """Take the value of the branch of these leaves, which follow those pushed before."""
+        self.branches.append((leaves, value))
+        while len(self.branches) > 1 and self._are_halves(self.branches[-2][0], self.branches[-1][0]):
+            right_leaves, right = self.branches.pop()
+            left_leaves, left = self.branches.pop()
+            self.branches.append((range(left_leaves.start, right_leaves.stop), self._add(left, right)))
+
+    def _are_halves(self, left: range, right: range) -> bool:
+        """Tell whether two neighbours are the halves of one branch."""
+        branch = range(self.num_leaves)
+        while len(branch) > 1:
+            middle = branch.start + len(branch) // 2
+            if (branch.start, middle, branch.stop) == (left.start, right.start, right.stop):
+                return True
+            branch = range(branch.start, middle) if right.stop <= middle else range(middle, branch.stop)
+        return False
+
+
+def branches_of(leaves: range, num_leaves: int) -> list[range]:
+    """Return the largest branches that a holder of these leaves can add up by itself."""
+    tree: TreeSum[None] = TreeSum(num_leaves, lambda _left, _right: None)
+    for leaf in leaves:
+        tree.push(range(leaf, leaf + 1), None)
+    return [branch for branch, _ in tree.branches]
+
+
+Flat = list[torch.Tensor]
+"""Flat tensors, one for each kind of gradient."""
+
+
+def add_in_place(left: Flat, right: Flat) -> Flat:
+    """Add the right ones to the left ones; an element's sum doesn't depend on where it is in its tensor."""
+    for ours, other in zip(left, right, strict=True):
+        ours.add_(other)
+    return left
+
+
+def total_over_ranks(tree: TreeSum[Flat], world_size: int) -> Flat:
+    """Return the sum over the whole tree on every rank, of which each rank has the branches of its leaves.
+
+    Each rank adds up one slice of the elements for all, and gets the others' slices.
+    """
+    if world_size == 1:
+        ((_, total),) = tree.branches
+        return total
+    num_leaves = tree.num_leaves
+    by_rank = [branches_of(Parts.of_rank(rank, world_size, num_leaves).mine, num_leaves) for rank in range(world_size)]
+    kinds = zip(*(flat for _, flat in tree.branches), strict=True)
+    return [_total(list(mine), by_rank, num_leaves) for mine in kinds]
+
+
+def _total(mine: Flat, by_rank: list[list[range]], num_leaves: int) -> torch.Tensor:
+    world_size, size, like = len(by_rank), mine[0].numel(), mine[0]
+    chunk = -(-size // world_size)
+    send = like.new_zeros(world_size, len(mine), chunk)
+    for i, flat in enumerate(mine):
+        padded = torch.nn.functional.pad(flat, (0, world_size * chunk - size))
+        send[:, i] = padded.view(world_size, chunk)
+    pieces = _all_to_all(send, [len(branches) for branches in by_rank], chunk)
+    tree: TreeSum[Flat] = TreeSum(num_leaves, add_in_place)
+    branches = [branch for of_rank in by_rank for branch in of_rank]
+    for branch, piece in zip(branches, pieces, strict=True):
+        tree.push(branch, [piece])
+    ((_, (total,)),) = tree.branches
+    return _all_gather(total, world_size)[:size].to(like.device)
+
+
+def _all_to_all(send: torch.Tensor, nums_branches: list[int], chunk: int) -> torch.Tensor:
+    """Send each rank its slice of our branches; return everybody's branches of our slice, [branches, chunk]."""
+    outgoing = _bytes_of(send)
+    received = outgoing.new_empty(sum(nums_branches) * chunk * send.element_size())
+    each = chunk * send.element_size()
+    dist.all_to_all_single(
+        received,
+        outgoing,
+        output_split_sizes=[num * each for num in nums_branches],
+        input_split_sizes=[send.shape[1] * each] * len(nums_branches),
+    )
+    return received.view(send.dtype).view(-1, chunk)
+
+
+def _all_gather(mine: torch.Tensor, world_size: int) -> torch.Tensor:
+    outgoing = _bytes_of(mine)
+    received = outgoing.new_empty(world_size * outgoing.numel())
+    dist.all_gather_into_tensor(received, outgoing)
+    return received.view(mine.dtype)
+
+
+def _bytes_of(values: torch.Tensor) -> torch.Tensor:
+    """Return plain bytes, which any backend carries, whatever the dtype; on the CPU where gloo carries them."""
+    device = torch.device("cpu") if dist.get_backend() == "gloo" else values.device
+    return values.contiguous().to(device).view(-1).view(torch.uint8)

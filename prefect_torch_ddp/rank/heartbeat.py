@@ -1,0 +1,112 @@
+"""Owns the rank's side of its pulse: marks of what it is at, for its seat to read; each costs a fraction of a microsecond."""
+
+import faulthandler
+import mmap
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from prefect_torch_ddp.protocol.heartbeat import ARMED, EPOCH, LISTENS, LOOK_SIGNAL, MOVED_NS, PAGE_BYTES, PHASE, SEQ, STEP, Phase
+
+_now_ns = time.monotonic_ns
+_STEP, _EPOCH_END = int(Phase.STEP), int(Phase.EPOCH_END)
+
+
+class PulseBoard:
+    """Writes the page. Never waits, never fails; by itself it writes to nowhere."""
+
+    def __init__(self, page: "mmap.mmap | bytearray | None" = None) -> None:
+        """Take the page that the seat reads; None: one that nobody does."""
+        self._words = memoryview(page if page is not None else bytearray(PAGE_BYTES)).cast("q")
+        self._compiled_from = Phase.SETUP
+
+    @classmethod
+    def shared(cls, fd: int) -> "PulseBoard":
+        """Take over the seat's file, and have this process write its stacks there when the seat sends LOOK_SIGNAL.
+
+        Not through Python: the signal's handler is C, and works while a thread holds the interpreter's lock for ever.
+        """
+        os.set_inheritable(fd, False)  # noqa: FBT003 - the standard library takes it by position
+        board = cls(mmap.mmap(fd, PAGE_BYTES))
+        os.lseek(fd, PAGE_BYTES, os.SEEK_SET)
+        faulthandler.register(LOOK_SIGNAL, file=fd, all_threads=True)
+        board.enter(Phase.STARTING)
+        return board
+
+    def enter(self, phase: Phase) -> None:
+        """Mark what the rank is at from now on; counts as progress."""
+        self._words[MOVED_NS] = _now_ns()  # first: a new phase with an old time would look like a long silence in it
+        self._words[PHASE] = phase
+
+    def begin_step(self, step: int, epoch: int, *, is_last: bool) -> None:
+        """Mark the begin of a step's body."""
+        words = self._words
+        words[MOVED_NS] = _now_ns()
+        words[STEP] = step
+        words[EPOCH] = epoch
+        words[PHASE] = _EPOCH_END if is_last else _STEP
+
+    def progress(self) -> None:
+        """Mark that the rank moves; from now on it is expected to go on doing so."""
+        self._words[MOVED_NS] = _now_ns()
+        self._words[ARMED] = 1
+
+    @contextmanager
+    def during(self, phase: Phase) -> Iterator[None]:
+        """Mark a phase, and the one before it again behind it."""
+        before = Phase(self._words[PHASE])
+        self.enter(phase)
+        try:
+            yield
+        finally:
+            self.enter(before)
+
+    @contextmanager
+    def looping(self) -> Iterator[None]:
+        """Mark that the rank is inside of `steps`."""
+        self._words[LISTENS] = 1
+        self.progress()
+        try:
+            yield
+        finally:
+            self._words[LISTENS] = 0
+            self.enter(Phase.SETUP)
+
+    def beat(self) -> None:
+        """Note how many collectives the rank has begun; a new one is progress. Called once a second, from a thread."""
+        self._watch_compiler()
+        count = _collectives_begun()
+        if count != self._words[SEQ]:
+            self._words[MOVED_NS] = _now_ns()
+            self._words[SEQ] = count
+
+    def _watch_compiler(self) -> None:
+        """Have torch.compile tell when it begins and ends; asked again each time, since a reset may forget us."""
+        handler = getattr(sys.modules.get("torch._dynamo.callback"), "callback_handler", None)
+        if handler is not None and self._compile_begins not in handler.start_callbacks:
+            handler.register_start_callback(self._compile_begins)
+            handler.register_end_callback(self._compile_ends)
+
+    def _compile_begins(self, *_: object) -> None:
+        if self._words[PHASE] != Phase.COMPILING:
+            self._compiled_from = Phase(self._words[PHASE])
+            self.enter(Phase.COMPILING)
+
+    def _compile_ends(self, *_: object) -> None:
+        if self._words[PHASE] == Phase.COMPILING:
+            self.enter(self._compiled_from)
+
+
+def _collectives_begun() -> int:
+    """Return the collectives begun on the default group; 0 where there is none, or no torch."""
+    dist = sys.modules.get("torch.distributed")
+    try:
+        if dist is None or not dist.is_initialized():
+            return 0
+        group = dist.group.WORLD
+        backends = {id(backend): backend for backend in map(group._get_backend, group._device_types)}  # noqa: SLF001
+        return sum(backend._get_sequence_number_for_group() for backend in backends.values())  # noqa: SLF001
+    except (AttributeError, RuntimeError):  # half loaded, or being taken down
+        return 0

@@ -1,0 +1,173 @@
+"""Owns what is read back of a run's metrics: the records that count, the means per epoch and the curves."""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from prefect_torch_ddp.errors import InvalidParamsError
+from prefect_torch_ddp.records.parts import first_steps, read_parts, record_parts, surviving
+from prefect_torch_ddp.results import EpochRow
+from prefect_torch_ddp.storage.protocol import Storage
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+VALIDATION_PREFIXES = ("validation", "valid_", "val_", "eval_", "test_")
+
+
+@dataclass(frozen=True)
+class Record:
+    """What one rank reported at one step."""
+
+    step: int
+    epoch: int
+    """Counts from 1."""
+    rank: int
+    attempt: int
+    time: float
+    """Unix seconds."""
+    num_samples: int
+    metrics: Mapping[str, float]
+
+
+def read_records(storage: Storage, run_id: str) -> list[Record]:
+    """Read the records that count, in order of step and rank: none that a newer attempt has repeated or taken back."""
+    return surviving_records(read_all_records(storage, run_id))
+
+
+def read_all_records(storage: Storage, run_id: str) -> list[Record]:
+    """Read every record of every attempt. A damaged line is left out with a warning that names its object."""
+    return list(read_parts(storage, record_parts(storage, f"runs/{run_id}/metrics"), _record))
+
+
+def surviving_records(records: Iterable[Record]) -> list[Record]:
+    """Keep what the run's final history consists of: nothing that a newer attempt has done again or taken back."""
+    records = list(records)
+    return sorted(surviving(records, _first_steps(records)), key=lambda record: (record.step, record.rank, record.attempt))
+
+
+def _first_steps(records: Sequence[Record]) -> dict[int, int]:
+    """Return the first step of every attempt; what it reported before, with the step it was resumed from, takes nothing back."""
+    return first_steps(records) | first_steps(record for record in records if record.num_samples > 0)
+
+
+def lost_time_s(records: Iterable[Record]) -> float:
+    """Return the seconds that failures cost: from the last record that counts of an attempt to the first of the one after it.
+
+    Args:
+        records: of all attempts, as `read_all_records` gives them.
+    """
+    records = list(records)
+    lost_s = 0.0
+    for attempt, first_step in sorted(_first_steps(records).items())[1:]:
+        older = [record for record in records if record.attempt < attempt]
+        kept_until = [record.time for record in surviving_records(older) if record.step < first_step]
+        resumed_at = min(record.time for record in records if record.attempt == attempt)
+        lost_s += max(0.0, resumed_at - (max(kept_until) if kept_until else min(record.time for record in older)))
+    return lost_s
+
+
+def epoch_rows(records: Iterable[Record]) -> tuple[EpochRow, ...]:
+    """Average every metric of every epoch over the samples of all ranks."""
+    by_epoch: dict[int, list[Record]] = defaultdict(list)
+    for record in records:
+        by_epoch[record.epoch].append(record)
+    return tuple(_epoch_row(epoch, by_epoch[epoch]) for epoch in sorted(by_epoch))
+
+
+def metric_names(records: Iterable[Record]) -> tuple[str, ...]:
+    """Return the names of all metrics, in the order in which they were first reported."""
+    return tuple(dict.fromkeys(name for record in records for name in record.metrics))
+
+
+def loss_curve(records: Iterable[Record], metric: str = "loss") -> list[tuple[int, float]]:
+    """Return (step, value) of one metric, averaged over the samples of all ranks at each step; nan and inf included."""
+    by_step: dict[int, list[Record]] = defaultdict(list)
+    for record in records:
+        if metric in record.metrics:
+            by_step[record.step].append(record)
+    return [(step, _mean(by_step[step], metric)) for step in sorted(by_step)]
+
+
+def curves(records: Iterable[Record]) -> dict[str, list[tuple[int, float]]]:
+    """Return the curve of every metric."""
+    records = list(records)
+    return {name: loss_curve(records, name) for name in metric_names(records)}
+
+
+def epoch_ends(records: Iterable[Record]) -> list[int]:
+    """Return the last step of every epoch."""
+    last: dict[int, int] = {}
+    for record in records:
+        last[record.epoch] = max(record.step, last.get(record.epoch, 0))
+    return [last[epoch] for epoch in sorted(last)]
+
+
+def is_validation(metric: str) -> bool:
+    """Tell by its name whether a metric was measured on held-out data."""
+    return metric.lower().startswith(VALIDATION_PREFIXES)
+
+
+def records_frame(storage: Storage, run_id: str, *, all_attempts: bool = False) -> "pd.DataFrame":
+    """Return the records that count as a pandas DataFrame: a row a record, a column a metric.
+
+    Args:
+        storage: where the run is.
+        run_id: the run.
+        all_attempts: also those that a newer attempt has repeated or taken back.
+
+    Raises:
+        InvalidParamsError: pandas isn't installed.
+    """
+    try:
+        import pandas as pd  # noqa: PLC0415 - optional, and heavy
+    except ImportError as error:
+        msg = "records_frame needs pandas, which isn't installed: run `pip install pandas`, or use read_records"
+        raise InvalidParamsError(msg) from error
+    plain = ["step", "epoch", "rank", "attempt", "time", "num_samples"]
+    records = read_all_records(storage, run_id)
+    if all_attempts:
+        records.sort(key=lambda record: (record.attempt, record.step, record.rank))
+    else:
+        records = surviving_records(records)
+    columns = {name: [getattr(record, name) for record in records] for name in plain}
+    for name in metric_names(records):
+        columns.setdefault(name, [record.metrics.get(name, math.nan) for record in records])
+    return pd.DataFrame(columns)
+
+
+def _record(line: dict[str, Any]) -> Record:
+    return Record(
+        step=int(line["step"]),
+        epoch=int(line["epoch"]),
+        rank=int(line["rank"]),
+        attempt=int(line["attempt"]),
+        time=float(line["time"]),
+        num_samples=int(line["num_samples"]),
+        metrics={str(name): float(value) for name, value in line["metrics"].items()},
+    )
+
+
+def _epoch_row(epoch: int, records: Sequence[Record]) -> EpochRow:
+    names = metric_names(records)
+    # One sample may be in several records (its loss, later its accuracy), so the records of one metric are counted; and held-out
+    # samples are no training samples, unless there are no others.
+    counted = [name for name in names if not is_validation(name)] or names
+    num_samples = max((sum(record.num_samples for record in records if name in record.metrics) for name in counted), default=0)
+    return EpochRow(
+        epoch=epoch,
+        num_steps=len({record.step for record in records}),
+        num_samples=num_samples,
+        metrics={name: _mean([record for record in records if name in record.metrics], name) for name in names},
+    )
+
+
+def _mean(records: Sequence[Record], metric: str) -> float:
+    """Weigh by samples; records of no samples count, equally, only where there are no others."""
+    weighed = [(record.metrics[metric], record.num_samples) for record in records if record.num_samples > 0]
+    weighed = weighed or [(record.metrics[metric], 1) for record in records]
+    # Plain sum, not fsum: fsum raises on inf + -inf, and a diverged training has both.
+    return sum(value * weight for value, weight in weighed) / sum(weight for _, weight in weighed)

@@ -1,0 +1,110 @@
+"""Owns what is read back of the records that ranks wrote: their lines, and which attempts' count."""
+
+import json
+import logging
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Protocol, TypeVar
+
+from prefect_torch_ddp.errors import StorageError
+from prefect_torch_ddp.storage.protocol import ObjectPart, ReadsMany, Storage, StoredObject
+
+NUM_PARALLEL_READS = 8
+NUM_AHEAD = 256
+"""Objects that are in memory at a time."""
+
+R = TypeVar("R")
+
+logger = logging.getLogger(__name__)
+
+
+class Numbered(Protocol):
+    """What every record says: its step and its attempt."""
+
+    @property
+    def step(self) -> int:
+        """The optimizer step, from 1."""
+        ...
+
+    @property
+    def attempt(self) -> int:
+        """The attempt that did it."""
+        ...
+
+
+N = TypeVar("N", bound=Numbered)
+
+
+def record_parts(storage: Storage, folder: str) -> list[StoredObject]:
+    """Return all parts that ranks wrote below a folder, in order of rank, attempt and part."""
+    return [found for found in storage.list(f"{folder}/") if found.key.endswith(".jsonl")]
+
+
+def read_parts(storage: Storage, parts: Sequence[StoredObject], parse: Callable[[dict[str, Any]], R]) -> Iterator[R]:
+    """Yield every record of the parts. A damaged line is left out with a warning that names its object.
+
+    Raises:
+        StorageError: a part can't be read.
+    """
+    for start in range(0, len(parts), NUM_AHEAD):
+        some = parts[start : start + NUM_AHEAD]
+        for part, data in zip(some, _contents(storage, some), strict=True):
+            if isinstance(data, StorageError):
+                raise data
+            yield from _parse(part.key, data, parse)
+
+
+def _contents(storage: Storage, parts: Sequence[StoredObject]) -> Sequence[bytes | StorageError]:
+    """Read them concurrently: a day's training leaves thousands of small objects, and S3 takes some 30 ms for each."""
+    if isinstance(storage, ReadsMany):
+        return storage.read_many([ObjectPart(part.key, part.num_bytes) for part in parts])
+    with ThreadPoolExecutor(max_workers=NUM_PARALLEL_READS, thread_name_prefix="read-records") as pool:
+        return list(pool.map(storage.read, [part.key for part in parts]))
+
+
+def first_steps(records: Iterable[Numbered]) -> dict[int, int]:
+    """Return the first step of every attempt."""
+    first: dict[int, int] = {}
+    for record in records:
+        first[record.attempt] = min(record.step, first.get(record.attempt, record.step))
+    return first
+
+
+def void_from(firsts: Mapping[int, int]) -> dict[int, float]:
+    """Return the step from which on the records of each attempt are void; infinity where none are.
+
+    A resumed attempt begins after the checkpoint it restored, on all ranks at once. From its first step on, everything that older
+    attempts said is void, on every rank, also beyond the step that the new attempt has reached and also of ranks that it no
+    longer has.
+
+    Args:
+        firsts: the first step of every attempt.
+    """
+    void: dict[int, float] = {}
+    first_of_newer = math.inf
+    for attempt in sorted(firsts, reverse=True):
+        void[attempt] = first_of_newer
+        first_of_newer = min(first_of_newer, firsts[attempt])
+    return void
+
+
+def surviving(records: Iterable[N], firsts: Mapping[int, int]) -> list[N]:
+    """Keep what the run's final history consists of.
+
+    Args:
+        records: of all attempts.
+        firsts: the first step of every attempt.
+    """
+    void = void_from(firsts)
+    return [record for record in records if record.step < void[record.attempt]]
+
+
+def _parse(key: str, data: bytes, parse: Callable[[dict[str, Any]], R]) -> Iterator[R]:
+    for number, line in enumerate(data.split(b"\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            yield parse(json.loads(line))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            logger.warning("line %d of %s is damaged and left out: %r", number, key, error)

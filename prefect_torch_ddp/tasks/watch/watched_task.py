@@ -1,0 +1,154 @@
+"""Owns the waiting for a submitted task under watch: Dask and Prefect wait for ever when its worker or scheduler is silent."""
+
+import logging
+import time
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, ParamSpec, Self, TypeVar
+from uuid import UUID
+
+from distributed import Client, Future
+from distributed.client import FutureCancelledError
+from distributed.scheduler import KilledWorker
+from prefect import Task
+from prefect.client.orchestration import get_client
+from prefect.context import FlowRunContext
+from prefect.states import Crashed
+from prefect_dask import DaskTaskRunner
+from prefect_dask.task_runners import PrefectDaskFuture
+
+from prefect_torch_ddp.errors import SchedulerLostError
+from prefect_torch_ddp.tasks.call_book import book_of
+from prefect_torch_ddp.tasks.watch.cancel import set_state_if_known, stop_task
+from prefect_torch_ddp.tasks.watch.task_watch import LOOK_EVERY_S, SupervisorLostError, TaskWatch
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+logger = logging.getLogger(__name__)
+
+
+def follow(task: PrefectDaskFuture[Any], client: Client, *, owns_workers: bool, timeout_s: float = float("inf")) -> None:
+    """Wait until the task has ended, well or not, or the time is over.
+
+    Raises:
+        SupervisorLostError: the Dask worker that ran the task itself died or was silent for too long.
+        SchedulerLostError: the scheduler did. Of both Prefect is told, the task run is Crashed: it would stay Running for ever.
+    """
+    future: Future[Any] = task.wrapped_future
+    watch = TaskWatch(client, future, owns_workers=owns_workers)
+    deadline = time.monotonic() + timeout_s
+    try:
+        while future.status == "pending" and (left_s := deadline - time.monotonic()) > 0:
+            PrefectDaskFuture.wait(task, min(LOOK_EVERY_S, left_s))
+            if future.status == "pending":
+                watch.look()
+        if future.status != "pending":
+            future.result()  # Prefect's state, also of a task that failed
+    except KilledWorker as error:
+        lost = SupervisorLostError(f"Dask worker {error.last_worker.address} died while it ran the task itself")
+        _set_crashed(task.task_run_id, lost)
+        raise lost from error
+    except FutureCancelledError as error:
+        if error.reason != "scheduler-connection-lost":
+            raise
+        gone = SchedulerLostError("the connection to the scheduler was lost while a task ran")
+        _set_crashed(task.task_run_id, gone)
+        raise gone from error
+    except (SupervisorLostError, SchedulerLostError) as error:
+        _set_crashed(task.task_run_id, error)
+        raise
+
+
+def _set_crashed(task_run_id: UUID, error: Exception) -> None:
+    try:
+        with get_client(sync_client=True) as client:
+            set_state_if_known(client, task_run_id, Crashed(message=str(error)))
+    except Exception as refused:  # noqa: BLE001 - whatever the API has, the loss is what the flow has to hear of
+        logger.warning("Prefect could not be told that task run %s is lost: %s", task_run_id, refused)
+
+
+class WatchedFuture(PrefectDaskFuture[R]):
+    """Who waits for it hears of the loss of the worker that runs it, and of the scheduler's."""
+
+    def __init__(self, future: PrefectDaskFuture[R], client: Client) -> None:
+        """Take the place of a task's future."""
+        super().__init__(future.task_run_id, future.wrapped_future)
+        self._client = client
+        self._loss: Exception | None = None
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Wait until the task has ended, or is lost, or the seconds are over."""
+        if self._loss is not None or self._final_state is not None:
+            return
+        try:
+            # Other tasks may run on these workers, and for good reasons be silent: the task's own is watched, no other.
+            follow(self, self._client, owns_workers=False, timeout_s=float("inf") if timeout is None else timeout)
+        except (SupervisorLostError, SchedulerLostError) as error:
+            self._loss = error
+            if (context := FlowRunContext.get()) is not None:
+                book_of(context).lose(self.task_run_id)
+        except Exception:  # noqa: BLE001 - `result` raises it
+            return
+        else:
+            if self.wrapped_future.status != "pending":
+                super().wait()
+
+    def result(self, timeout: float | None = None, raise_on_failure: bool = True) -> R:  # noqa: FBT001, FBT002 - Prefect's own
+        """Return the result, or raise what the task raised or how it was lost (SupervisorLostError, SchedulerLostError)."""
+        self.wait(timeout)
+        if self._loss is None:
+            return super().result(0 if timeout is not None else None, raise_on_failure)
+        if raise_on_failure:
+            raise self._loss
+        return self._loss  # type: ignore[return-value]  # as Prefect does with a failed task
+
+
+class WatchedTask(Task[P, R]):
+    """A task whose futures are watched, and that is stopped in good order when its flow leaves it behind."""
+
+    stop_grace_s = 20.0
+
+    def submitting(self) -> AbstractContextManager[None]:
+        """Surround each submission."""
+        return nullcontext()
+
+    def submit(self, *args: Any, **kwargs: Any) -> Any:
+        """Submit it, as any task."""
+        with self.submitting():
+            made = super().submit(*args, **kwargs)
+        return _watched(made, self.stop_grace_s)
+
+    def map(self, *args: Any, **kwargs: Any) -> Any:
+        """Submit it for each element, as any task."""
+        with self.submitting():
+            made: Any = super().map(*args, **kwargs)
+        made[:] = [_watched(each, self.stop_grace_s) for each in made]
+        return made
+
+    def with_options(self, **options: Any) -> Self:
+        """Make a task that differs in some options, and is watched as well."""
+        changed = super().with_options(**options)
+        made = type(self).__new__(type(self))
+        made.__dict__.update(changed.__dict__)
+        made.stop_grace_s = self.stop_grace_s
+        return made
+
+
+def _stop_if_left(future: PrefectDaskFuture[Any], grace_s: float) -> None:
+    """Stop a task that its flow leaves by Ctrl-C, SIGTERM or an error: the cluster closes next, and would cut its ranks short."""
+    if future.wrapped_future.status != "pending":
+        return
+    try:
+        stop_task(future, grace_s)
+    except Exception as trouble:  # noqa: BLE001 - what ended the flow must not be hidden by it
+        logger.warning("task run %s could not be stopped in good order: %s", future.task_run_id, trouble)
+
+
+def _watched(made: Any, grace_s: float) -> Any:
+    context = FlowRunContext.get()
+    if isinstance(made, PrefectDaskFuture) and context is not None and isinstance(context.task_runner, DaskTaskRunner):
+        watched = WatchedFuture(made, context.task_runner.client)
+        # The runner's client, and a cluster that it started, are closed by this stack too, after what came later.
+        context.task_runner._exit_stack.callback(_stop_if_left, made, grace_s)  # noqa: SLF001 - Prefect has no public hook
+        return watched
+    return made  # a state, or another runner's future
