@@ -1,4 +1,5 @@
-"""Registers an S3 bucket with Prefect, for `storage` of the parameters. Call it again after a change: the block is replaced.
+"""Registers an S3 bucket with Prefect, for `storage` of the parameters. Call it again after a
+change: the block is replaced.
 
 Everything comes from the environment, since other users of a machine can read a command line:
 
@@ -59,7 +60,9 @@ class BucketSettings:
 
 
 def register(settings: BucketSettings) -> str:
-    """Create or replace the credentials and the bucket block; return how parameters refer to it."""
+    """Create or replace the credentials and the bucket block; return how parameters refer to
+    it.
+    """
     # prefect_aws takes seconds to import: a missing variable should be told at once.
     from prefect_aws import AwsClientParameters, AwsCredentials, S3Bucket  # noqa: PLC0415
 
@@ -72,7 +75,9 @@ def register(settings: BucketSettings) -> str:
     )
     # A block of its own, so that new keys can be set in the UI without touching the bucket.
     credentials.save(f"{settings.block_name}-credentials", overwrite=True)
-    bucket = S3Bucket(bucket_name=settings.bucket, bucket_folder=settings.folder, credentials=credentials)
+    bucket = S3Bucket(
+        bucket_name=settings.bucket, bucket_folder=settings.folder, credentials=credentials
+    )
     bucket.save(settings.block_name, overwrite=True)
     return f"s3-bucket/{settings.block_name}"
 
@@ -87,7 +92,11 @@ def main() -> None:
     where = f"s3://{settings.bucket}/{settings.folder}".rstrip("/")
     if settings.endpoint_url:
         where += f" at {settings.endpoint_url}"
-    whose = "the keys from the environment" if settings.access_key_id else "each machine's own AWS credentials"
+    whose = (
+        "the keys from the environment"
+        if settings.access_key_id
+        else "each machine's own AWS credentials"
+    )
     print(f"registered {reference}: {where}, with {whose}")
     print(f'use it as the storage of a run: params={{"storage": "{reference}"}}')
 

@@ -1,4 +1,6 @@
-"""CIFAR-10: torchvision's vgg11_bn, cut down to 32x32 pixels, on the data set's binary version; validated after each epoch."""
+"""CIFAR-10: torchvision's vgg11_bn, cut down to 32x32 pixels, on the data set's binary version;
+validated after each epoch.
+"""
 
 from typing import Any
 
@@ -22,66 +24,100 @@ from prefect_torch_ddp.storage.protocol import Readable
 CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 IMAGE = (3, 32, 32)
 RECORD_BYTES = 1 + 3 * 32 * 32
-"""The class, then the pixels, red ones first: https://www.cs.toronto.edu/~kriz/cifar.html, "Binary version"."""
+"""The class, then the pixels, red ones first: https://www.cs.toronto.edu/~kriz/cifar.html,
+"Binary version"."""
 AUGMENT = v2.Compose([v2.RandomCrop(32, padding=4), v2.RandomHorizontalFlip()])
-NORMALIZE = v2.Compose([v2.ToDtype(torch.float32, scale=True), v2.Normalize((0.491, 0.482, 0.447), (0.247, 0.243, 0.262))])
+NORMALIZE = v2.Compose(
+    [
+        v2.ToDtype(torch.float32, scale=True),
+        v2.Normalize((0.491, 0.482, 0.447), (0.247, 0.243, 0.262)),
+    ]
+)
 
 
 class Options(Params):
     """The first two are data_options. The run's source is the folder cifar-10-batches-bin."""
 
-    validation: float = Field(default=0.1, gt=0, lt=1, description="Share of the training images that only validate.")
+    validation: float = Field(
+        default=0.1, gt=0, lt=1, description="Share of the training images that only validate."
+    )
     split_seed: int = Field(default=0, ge=0)
     epochs: PositiveInt = 30
     global_batch_size: PositiveInt = 128
     lr: PositiveFloat = 0.05
     weight_decay: float = Field(default=5e-4, ge=0)
-    num_workers: int = Field(default=0, ge=0, description="Processes of each rank that augment images.")
+    num_workers: int = Field(
+        default=0, ge=0, description="Processes of each rank that augment images."
+    )
 
 
-def prepare(rank: RankContext) -> None:
-    """Write train.npz, val.npz and test.npz, with images uint8 [n, 3, 32, 32] and targets uint8 [n]."""
-    options = read_options(Options, rank.options)
-    learn, test = (records_in(rank.source, begin) for begin in ("data_batch_", "test_batch"))
-    train, val = seeded_split(len(learn), options.validation, options.split_seed, learn[:, 0].tolist())
+def prepare(ctx: RankContext) -> None:
+    """Write train.npz, val.npz and test.npz, with images uint8 [n, 3, 32, 32] and targets uint8
+    [n].
+    """
+    options = read_options(Options, ctx.options)
+    learn, test = (records_in(ctx.source, begin) for begin in ("data_batch_", "test_batch"))
+    train, val = seeded_split(
+        len(learn), options.validation, options.split_seed, learn[:, 0].tolist()
+    )
     for split, records in {"train": learn[train], "val": learn[val], "test": test}.items():
-        np.savez(rank.data / f"{split}.npz", images=records[:, 1:].reshape(-1, *IMAGE), targets=records[:, 0])
+        np.savez(
+            ctx.data / f"{split}.npz",
+            images=records[:, 1:].reshape(-1, *IMAGE),
+            targets=records[:, 0],
+        )
 
 
-def train(rank: RankContext) -> dict[str, float | None]:
-    """Train with SGD on a one-cycle learning rate; return the accuracy on the validation split."""
-    options = read_options(Options, rank.options)
+def train(ctx: RankContext) -> dict[str, float | None]:
+    """Train with SGD on a one-cycle learning rate; return the accuracy on the validation
+    split.
+    """
+    options = read_options(Options, ctx.options)
     net = make_net()
-    model = rank.wrap(net)
-    images, held_out = Images(rank, "train", augmented=True), Images(rank, "val")
-    loader = rank.loader(images, global_batch_size=options.global_batch_size, num_workers=options.num_workers)
-    optimizer = torch.optim.SGD(model.parameters(), options.lr, momentum=0.9, nesterov=True, weight_decay=options.weight_decay)
-    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, options.lr, total_steps=options.epochs * len(loader))
-    rank.track(model=model, optimizer=optimizer, scheduler=scheduler)
+    model = ctx.wrap(net)
+    images, held_out = Images(ctx, "train", augmented=True), Images(ctx, "val")
+    loader = ctx.loader(
+        images, global_batch_size=options.global_batch_size, num_workers=options.num_workers
+    )
+    optimizer = torch.optim.SGD(
+        model.parameters(),
+        options.lr,
+        momentum=0.9,
+        nesterov=True,
+        weight_decay=options.weight_decay,
+    )
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, options.lr, total_steps=options.epochs * len(loader)
+    )
+    ctx.track(model=model, optimizer=optimizer, scheduler=scheduler)
 
-    for inputs, targets in rank.steps(loader, epochs=options.epochs):
-        with torch.autocast(rank.device.type, torch.bfloat16, enabled=rank.device.type == "cuda"):
-            loss = cross_entropy(model(inputs.to(rank.device)), targets.to(rank.device), label_smoothing=0.1)
+    for inputs, targets in ctx.steps(loader, epochs=options.epochs):
+        with torch.autocast(ctx.device.type, torch.bfloat16, enabled=ctx.device.type == "cuda"):
+            loss = cross_entropy(
+                model(inputs.to(ctx.device)), targets.to(ctx.device), label_smoothing=0.1
+            )
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         scheduler.step()
-        rank.report(loss=loss, lr=scheduler.get_last_lr()[0])
-        if rank.epoch_ended:
-            scores = score(rank, net, held_out)
-            rank.report(validation_accuracy=scores.accuracy, validation_loss=scores.loss)
-    return {"validation_accuracy": score(rank, net, held_out).accuracy}
+        ctx.report(loss=loss, lr=scheduler.get_last_lr()[0])
+        if ctx.epoch_ended:
+            scores = score(ctx, net, held_out)
+            ctx.report(validation_accuracy=scores.accuracy, validation_loss=scores.loss)
+    return {"validation_accuracy": score(ctx, net, held_out).accuracy}
 
 
-def evaluate(rank: RankContext) -> Report:
+def evaluate(ctx: RankContext) -> Report:
     """Score the trained model on the test images, which training never saw."""
-    net = make_net().to(rank.device)
-    rank.track(model=net)
-    return score(rank, net, Images(rank, "test"))
+    net = make_net().to(ctx.device)
+    ctx.track(model=net)
+    return score(ctx, net, Images(ctx, "test"))
 
 
 def make_net() -> nn.Module:
-    """Return vgg11_bn for images of 32x32, of which five poolings leave one place: float32 [n, 3, 32, 32] to logits [n, 10]."""
+    """Return vgg11_bn for images of 32x32, of which five poolings leave one place: float32 [n,
+    3, 32, 32] to logits [n, 10].
+    """
     net: nn.Module = vgg11_bn(num_classes=len(CLASSES))
     net.avgpool = nn.Identity()
     net.classifier = nn.Sequential(nn.Dropout(0.5), nn.Linear(512, len(CLASSES)))
@@ -91,8 +127,8 @@ def make_net() -> nn.Module:
 class Images(Dataset[tuple[Tensor, int]]):
     """A split in memory; augmented, an image is another one each time."""
 
-    def __init__(self, rank: RankContext, split: str, *, augmented: bool = False) -> None:
-        with np.load(rank.data / f"{split}.npz", allow_pickle=False) as saved:
+    def __init__(self, ctx: RankContext, split: str, *, augmented: bool = False) -> None:
+        with np.load(ctx.data / f"{split}.npz", allow_pickle=False) as saved:
             self.images, self.targets = torch.from_numpy(saved["images"]), saved["targets"].tolist()
         self.transform = v2.Compose([AUGMENT, NORMALIZE]) if augmented else NORMALIZE
 
@@ -104,12 +140,15 @@ class Images(Dataset[tuple[Tensor, int]]):
 
 
 @torch.no_grad()
-def score(rank: RankContext, net: nn.Module, images: Images) -> Report:
-    """Count hits over all ranks, each on its share. Not through DDP, whose buffers' broadcast would wait for every rank."""
+def score(ctx: RankContext, net: nn.Module, images: Images) -> Report:
+    """Count hits over all ranks, each on its share.
+
+    Not through DDP, whose buffers' broadcast would wait for every rank.
+    """
     net.eval()
     meter = ClassificationMeter(CLASSES)
-    for inputs, targets in rank.loader(images, global_batch_size=512, shuffle=False):
-        meter.update(net(inputs.to(rank.device)), targets)
+    for inputs, targets in ctx.loader(images, global_batch_size=512, shuffle=False):
+        meter.update(net(inputs.to(ctx.device)), targets)
     net.train()
     return meter.report()
 
@@ -125,12 +164,20 @@ def records_in(source: Readable, begin: str) -> "np.ndarray[Any, np.dtype[np.uin
         if not name.endswith(".bin"):
             continue
         values = np.frombuffer(content, np.uint8)
-        if len(values) == 0 or len(values) % RECORD_BYTES or values[::RECORD_BYTES].max() >= len(CLASSES):
+        if (
+            len(values) == 0
+            or len(values) % RECORD_BYTES
+            or values[::RECORD_BYTES].max() >= len(CLASSES)
+        ):
             msg = f"{name} in {source.uri} is damaged, or not of CIFAR-10's binary version: records of {RECORD_BYTES} bytes"
             raise InvalidParamsError(msg)
         records.append(values.reshape(-1, RECORD_BYTES))
     if not records:
-        why = "pickles aren't read, since they can run code" if next(source.list_objects(begin), None) else "unpack that"
+        why = (
+            "pickles aren't read, since they can run code"
+            if next(source.list_objects(begin), None)
+            else "unpack that"
+        )
         msg = f"{source.uri} has no {begin}*.bin; give the folder cifar-10-batches-bin of cifar-10-binary.tar.gz: {why}"
         raise InvalidParamsError(msg)
     return np.concatenate(records)

@@ -1,4 +1,6 @@
-"""Handwritten digits: a small CNN on the 1,797 images of 8x8 pixels that come with scikit-learn. No download."""
+"""Handwritten digits: a small CNN on the 1,797 images of 8x8 pixels that come with
+scikit-learn. No download.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -19,79 +21,107 @@ from prefect_torch_ddp.rank.evaluation import ClassificationMeter
 CLASSES = [str(digit) for digit in range(10)]
 
 
-def prepare(rank: RankContext) -> None:
-    """Write the images as PNG files, one folder per digit, split once and for all into train, val and test."""
+def prepare(ctx: RankContext) -> None:
+    """Write the images as PNG files, one folder per digit, split once and for all into train,
+    val and test.
+    """
     from sklearn.datasets import load_digits  # noqa: PLC0415 - takes a second, which ranks that only train needn't wait for
 
     digits = load_digits()
-    seed = rank.options.get("split_seed", 0)
-    learn, test = seeded_split(len(digits.target), rank.options.get("held_out", 0.2), seed, digits.target)
-    train, val = seeded_split(len(learn), rank.options.get("validation", 0.1), seed, digits.target[learn])
+    seed = ctx.options.get("split_seed", 0)
+    learn, test = seeded_split(
+        len(digits.target), ctx.options.get("held_out", 0.2), seed, digits.target
+    )
+    train, val = seeded_split(
+        len(learn), ctx.options.get("validation", 0.1), seed, digits.target[learn]
+    )
     splits = {"test": test, "train": [learn[i] for i in train], "val": [learn[i] for i in val]}
     for split, indices in splits.items():
         for digit in CLASSES:
-            (rank.data / split / digit).mkdir(parents=True)
+            (ctx.data / split / digit).mkdir(parents=True)
         for i in indices:
             pixels = (digits.images[i] * 255 / 16).round().astype("uint8")  # from 0 .. 16
-            Image.fromarray(pixels).save(rank.data / split / str(digits.target[i]) / f"{i:04}.png")
+            Image.fromarray(pixels).save(ctx.data / split / str(digits.target[i]) / f"{i:04}.png")
 
 
-def train(rank: RankContext) -> dict[str, float | None]:
-    """Train with AdamW on a one-cycle learning rate; return the accuracy on the validation split."""
-    epochs = rank.options.get("epochs", 20)
-    net = DigitNet(dropout=rank.options.get("dropout", 0.3))
-    model = rank.wrap(net)
-    loader = rank.loader(images_of(rank.data / "train"), global_batch_size=rank.options.get("global_batch_size", 64))
-    validation = rank.loader(images_of(rank.data / "val"), global_batch_size=256, shuffle=False)
-    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=rank.options.get("weight_decay", 0.05))
-    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, rank.options.get("lr", 0.01), total_steps=epochs * len(loader))
-    rank.track(model=model, optimizer=optimizer, scheduler=scheduler)
+def train(ctx: RankContext) -> dict[str, float | None]:
+    """Train with AdamW on a one-cycle learning rate; return the accuracy on the validation
+    split.
+    """
+    epochs = ctx.options.get("epochs", 20)
+    net = DigitNet(dropout=ctx.options.get("dropout", 0.3))
+    model = ctx.wrap(net)
+    loader = ctx.loader(
+        images_of(ctx.data / "train"), global_batch_size=ctx.options.get("global_batch_size", 64)
+    )
+    validation = ctx.loader(images_of(ctx.data / "val"), global_batch_size=256, shuffle=False)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), weight_decay=ctx.options.get("weight_decay", 0.05)
+    )
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, ctx.options.get("lr", 0.01), total_steps=epochs * len(loader)
+    )
+    ctx.track(model=model, optimizer=optimizer, scheduler=scheduler)
 
-    for images, targets in rank.steps(loader, epochs=epochs):
-        with torch.autocast(rank.device.type, torch.bfloat16, enabled=rank.device.type == "cuda"):
-            loss = cross_entropy(model(images.to(rank.device)), targets.to(rank.device))
+    for images, targets in ctx.steps(loader, epochs=epochs):
+        with torch.autocast(ctx.device.type, torch.bfloat16, enabled=ctx.device.type == "cuda"):
+            loss = cross_entropy(model(images.to(ctx.device)), targets.to(ctx.device))
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         scheduler.step()
-        rank.report(loss=loss)
-        if rank.epoch_ended:
-            scores = score(rank, net, validation)
-            rank.report(validation_accuracy=scores.accuracy, validation_loss=scores.loss)
-    return {"validation_accuracy": score(rank, net, validation).accuracy}
+        ctx.report(loss=loss)
+        if ctx.epoch_ended:
+            scores = score(ctx, net, validation)
+            ctx.report(validation_accuracy=scores.accuracy, validation_loss=scores.loss)
+    return {"validation_accuracy": score(ctx, net, validation).accuracy}
 
 
-def evaluate(rank: RankContext) -> Report:
+def evaluate(ctx: RankContext) -> Report:
     """Score the trained model on the test split, which training never saw."""
-    net = DigitNet().to(rank.device)
-    rank.track(model=net)
-    return score(rank, net, rank.loader(images_of(rank.data / "test"), global_batch_size=256, shuffle=False))
+    net = DigitNet().to(ctx.device)
+    ctx.track(model=net)
+    return score(
+        ctx, net, ctx.loader(images_of(ctx.data / "test"), global_batch_size=256, shuffle=False)
+    )
 
 
 class DigitNet(nn.Sequential):
-    """Two convolutions and a linear layer: float images [batch, 1, 8, 8] from 0 to 1 to logits [batch, 10]."""
+    """Two convolutions and a linear layer: float images [batch, 1, 8, 8] from 0 to 1 to logits
+    [batch, 10].
+    """
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__(
             *(nn.Conv2d(1, 32, 3, padding=1, bias=False), nn.BatchNorm2d(32), nn.ReLU()),
-            *(nn.Conv2d(32, 64, 3, padding=1, bias=False), nn.BatchNorm2d(64), nn.ReLU(), nn.MaxPool2d(2)),
+            *(
+                nn.Conv2d(32, 64, 3, padding=1, bias=False),
+                nn.BatchNorm2d(64),
+                nn.ReLU(),
+                nn.MaxPool2d(2),
+            ),
             *(nn.Flatten(), nn.Dropout(dropout), nn.Linear(64 * 4 * 4, len(CLASSES))),
         )
 
 
 def images_of(folder: Path) -> TensorDataset:
-    """Read an image folder into memory: images float32 [n, 1, 8, 8] from 0 to 1, targets int64 [n]."""
+    """Read an image folder into memory: images float32 [n, 1, 8, 8] from 0 to 1, targets int64
+    [n].
+    """
     images, targets = zip(*ImageFolder(folder, Compose([Grayscale(), ToTensor()])), strict=True)
     return TensorDataset(torch.stack(images), torch.tensor(targets))
 
 
 @torch.no_grad()
-def score(rank: RankContext, net: nn.Module, loader: Any) -> Report:
-    """Count hits over all ranks, each on its share. Not through DDP, whose buffers' broadcast would wait for every rank."""
+def score(ctx: RankContext, net: nn.Module, loader: Any) -> Report:
+    """Count hits over all ranks, each on its share.
+
+    Not through DDP, whose buffers' broadcast would wait for every rank.
+    """
     net.eval()
     meter = ClassificationMeter(CLASSES)
     for images, targets in loader:
-        meter.update(net(images.to(rank.device)), targets)
+        meter.update(net(images.to(ctx.device)), targets)
     net.train()
     return meter.report()

@@ -1,4 +1,6 @@
-"""Land use: any classifier of torchvision on an image folder, such as the 21 classes of UC Merced's aerial images."""
+"""Land use: any classifier of torchvision on an image folder, such as the 21 classes of UC
+Merced's aerial images.
+"""
 
 import json
 from collections.abc import Sequence
@@ -22,59 +24,95 @@ from prefect_torch_ddp.rank.evaluation import ClassificationMeter
 from prefect_torch_ddp.rank.workload import read_options
 from prefect_torch_ddp.storage.locate import storage_from_uri
 
-TO_TENSOR = [v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))]
+TO_TENSOR = [
+    v2.ToImage(),
+    v2.ToDtype(torch.float32, scale=True),
+    v2.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
+]
 TURN = [v2.RandomHorizontalFlip(), v2.RandomVerticalFlip()]  # from above there is no up and down
 WITH_AUXILIARY_HEADS = {"googlenet", "inception_v3"}
 
 
 class Options(Params):
-    """The first two are data_options. The run's source is the folder of the classes' folders, local or s3://."""
+    """The first two are data_options.
 
-    held_out: float = Field(default=0.2, gt=0, lt=1, description="Share of each class that training never sees.")
+    The run's source is the folder of the classes' folders, local or s3://.
+    """
+
+    held_out: float = Field(
+        default=0.2, gt=0, lt=1, description="Share of each class that training never sees."
+    )
     split_seed: int = Field(default=0, ge=0)
-    size: PositiveInt = Field(default=224, description="Pixels of a side, to which all images are brought.")
-    cache: str | None = Field(default=None, description="Folder of each host for what was read from S3; none: not kept.")
-    model: str = Field(default="resnet18", description="A classifier of torchvision, see torchvision.models.list_models().")
-    weights: str | None = Field(default=None, description="Weights to begin with: the path or URI of a .safetensors file.")
+    size: PositiveInt = Field(
+        default=224, description="Pixels of a side, to which all images are brought."
+    )
+    cache: str | None = Field(
+        default=None, description="Folder of each host for what was read from S3; none: not kept."
+    )
+    model: str = Field(
+        default="resnet18",
+        description="A classifier of torchvision, see torchvision.models.list_models().",
+    )
+    weights: str | None = Field(
+        default=None, description="Weights to begin with: the path or URI of a .safetensors file."
+    )
     epochs: PositiveInt = 30
     global_batch_size: PositiveInt = 64
-    micro_batch_size: PositiveInt | None = Field(default=None, description="Samples that a rank computes at a time; none: all.")
+    micro_batch_size: PositiveInt | None = Field(
+        default=None, description="Samples that a rank computes at a time; none: all."
+    )
     lr: PositiveFloat = 1e-3
     weight_decay: float = Field(default=0.05, ge=0)
     precision: Literal["float32", "bfloat16", "float16"] = "float32"
-    compile: str | None = Field(default=None, description="Backend of torch.compile, such as inductor; none: not compiled.")
-    num_workers: int = Field(default=0, ge=0, description="Processes of each rank that decode images.")
+    compile: str | None = Field(
+        default=None, description="Backend of torch.compile, such as inductor; none: not compiled."
+    )
+    num_workers: int = Field(
+        default=0, ge=0, description="Processes of each rank that decode images."
+    )
 
 
-def prepare(rank: RankContext) -> None:
-    """Write the images' index, so that ranks don't list them, and a split for good, of each class in the same share."""
-    options = read_options(Options, rank.options)
-    write_index(rank.source, rank.data)
-    found = image_folder(rank.source, index=rank.data)
+def prepare(ctx: RankContext) -> None:
+    """Write the images' index, so that ranks don't list them, and a split for good, of each
+    class in the same share.
+    """
+    options = read_options(Options, ctx.options)
+    write_index(ctx.source, ctx.data)
+    found = image_folder(ctx.source, index=ctx.data)
     train, test = seeded_split(len(found), options.held_out, options.split_seed, found.targets)
-    (rank.data / "split.json").write_text(json.dumps({"classes": found.classes, "train": train, "test": test}))
+    (ctx.data / "split.json").write_text(
+        json.dumps({"classes": found.classes, "train": train, "test": test})
+    )
 
 
-def train(rank: RankContext) -> dict[str, int]:
-    """Train with AdamW on a one-cycle rate; mixed precision, compiled and in micro-batches where the options say so."""
-    options = read_options(Options, rank.options)
-    classes, dataset = images_of(rank, "train", TURN)
+def train(ctx: RankContext) -> dict[str, int]:
+    """Train with AdamW on a one-cycle rate; mixed precision, compiled and in micro-batches
+    where the options say so.
+    """
+    options = read_options(Options, ctx.options)
+    classes, dataset = images_of(ctx, "train", TURN)
     net = make_net(options, len(classes))
     if options.compile:
         net.compile(backend=options.compile)  # in place: the state's names stay
-    model = rank.wrap(net)
-    loader = rank.loader(dataset, global_batch_size=options.global_batch_size, num_workers=options.num_workers)
+    model = ctx.wrap(net)
+    loader = ctx.loader(
+        dataset, global_batch_size=options.global_batch_size, num_workers=options.num_workers
+    )
     optimizer = torch.optim.AdamW(model.parameters(), options.lr, weight_decay=options.weight_decay)
-    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, options.lr, total_steps=options.epochs * len(loader))
-    scaler = torch.amp.GradScaler(rank.device.type, enabled=options.precision == "float16")
-    rank.track(model=model, optimizer=optimizer, scheduler=scheduler, scaler=scaler)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, options.lr, total_steps=options.epochs * len(loader)
+    )
+    scaler = torch.amp.GradScaler(ctx.device.type, enabled=options.precision == "float16")
+    ctx.track(model=model, optimizer=optimizer, scheduler=scheduler, scaler=scaler)
 
-    for batch in rank.steps(loader, epochs=options.epochs):
+    for batch in ctx.steps(loader, epochs=options.epochs):
         optimizer.zero_grad()
-        total, weights = torch.zeros((), device=rank.device), 0.0
-        for (inputs, targets), weight in rank.micro_batches(batch, max_samples=options.micro_batch_size):
-            with autocast(rank, options):
-                loss = cross_entropy(model(inputs.to(rank.device)), targets.to(rank.device))
+        total, weights = torch.zeros((), device=ctx.device), 0.0
+        for (inputs, targets), weight in ctx.micro_batches(
+            batch, max_samples=options.micro_batch_size
+        ):
+            with autocast(ctx, options):
+                loss = cross_entropy(model(inputs.to(ctx.device)), targets.to(ctx.device))
             scaler.scale(loss * weight).backward()  # type: ignore[no-untyped-call]
             total, weights = total + loss.detach() * weight, weights + weight
         scaler.unscale_(optimizer)
@@ -82,41 +120,55 @@ def train(rank: RankContext) -> dict[str, int]:
         scaler.step(optimizer)
         scaler.update()
         scheduler.step()
-        rank.report(loss=total / weights, gradient_norm=norm, loss_scale=scaler.get_scale())
+        ctx.report(loss=total / weights, gradient_norm=norm, loss_scale=scaler.get_scale())
     return {"num_classes": len(classes)}
 
 
 @torch.no_grad()
-def evaluate(rank: RankContext) -> Report:
+def evaluate(ctx: RankContext) -> Report:
     """Score the trained model on the held-out images: the report has the confusion matrix."""
-    options = read_options(Options, rank.options)
-    classes, dataset = images_of(rank, "test")
-    net = make_net(options.model_copy(update={"weights": None}), len(classes)).to(rank.device)
-    rank.track(model=net)
+    options = read_options(Options, ctx.options)
+    classes, dataset = images_of(ctx, "test")
+    net = make_net(options.model_copy(update={"weights": None}), len(classes)).to(ctx.device)
+    ctx.track(model=net)
     net.eval()
     meter = ClassificationMeter(classes)
-    for inputs, targets in rank.loader(dataset, global_batch_size=256, shuffle=False, num_workers=options.num_workers):
-        with autocast(rank, options):
-            logits = net(inputs.to(rank.device))
+    for inputs, targets in ctx.loader(
+        dataset, global_batch_size=256, shuffle=False, num_workers=options.num_workers
+    ):
+        with autocast(ctx, options):
+            logits = net(inputs.to(ctx.device))
         meter.update(logits.float(), targets)
     return meter.report()
 
 
-def images_of(rank: RankContext, split: str, augment: Sequence[nn.Module] = ()) -> tuple[list[str], Subset[Any]]:
-    """Return the classes, and a split's images: read where they are, float32 [3, size, size], normalised."""
-    options, numbers = read_options(Options, rank.options), json.loads((rank.data / "split.json").read_text())
+def images_of(
+    ctx: RankContext, split: str, augment: Sequence[nn.Module] = ()
+) -> tuple[list[str], Subset[Any]]:
+    """Return the classes, and a split's images: read where they are, float32 [3, size, size],
+    normalised.
+    """
+    options, numbers = (
+        read_options(Options, ctx.options),
+        json.loads((ctx.data / "split.json").read_text()),
+    )
     to_size = v2.Resize((options.size, options.size))
-    found = image_folder(rank.source, v2.Compose([to_size, *augment, *TO_TENSOR]), index=rank.data, cache=options.cache)
+    found = image_folder(
+        ctx.source, v2.Compose([to_size, *augment, *TO_TENSOR]), index=ctx.data, cache=options.cache
+    )
     return numbers["classes"], Subset(found, numbers[split])
 
 
-def autocast(rank: RankContext, options: Options) -> torch.autocast:
+def autocast(ctx: RankContext, options: Options) -> torch.autocast:
     """Compute in the precision that was chosen, where that is safe."""
-    return torch.autocast(rank.device.type, getattr(torch, options.precision), enabled=options.precision != "float32")
+    return torch.autocast(
+        ctx.device.type, getattr(torch, options.precision), enabled=options.precision != "float32"
+    )
 
 
 def make_net(options: Options, num_classes: int) -> nn.Module:
-    """Make the model for so many classes, with what fits of the weights: the last layer's may be of other classes.
+    """Make the model for so many classes, with what fits of the weights: the last layer's may
+    be of other classes.
 
     Raises:
         InvalidParamsError: there is no such model, or the weights are another one's.
@@ -125,12 +177,23 @@ def make_net(options: Options, num_classes: int) -> nn.Module:
     if options.model not in known:
         msg = f"model is {options.model!r}, which is no classifier of torchvision; there are {', '.join(known)}"
         raise InvalidParamsError(msg)
-    one_head = {"aux_logits": False, "init_weights": True} if options.model in WITH_AUXILIARY_HEADS else {}
-    net: nn.Module = torchvision.models.get_model(options.model, weights=None, num_classes=num_classes, **one_head)
+    one_head = (
+        {"aux_logits": False, "init_weights": True} if options.model in WITH_AUXILIARY_HEADS else {}
+    )
+    net: nn.Module = torchvision.models.get_model(
+        options.model, weights=None, num_classes=num_classes, **one_head
+    )
     if options.weights is not None:
         folder, _, file = options.weights.rpartition("/")
-        given, own = safetensors.torch.load(storage_from_uri(folder or ".").read(file)), net.state_dict()
-        fitting = {name: value for name, value in given.items() if name in own and own[name].shape == value.shape}
+        given, own = (
+            safetensors.torch.load(storage_from_uri(folder or ".").read(file)),
+            net.state_dict(),
+        )
+        fitting = {
+            name: value
+            for name, value in given.items()
+            if name in own and own[name].shape == value.shape
+        }
         if len(fitting) < len(own) - 2:  # the last layer has a weight and a bias
             msg = f"{options.weights} has {len(fitting)} of the {len(own)} tensors of {options.model}; give that model's weights"
             raise InvalidParamsError(msg)

@@ -1,4 +1,7 @@
-"""Pet names: an LSTM learns a list of names letter by letter and makes up new ones. Any text file with a name on each line."""
+"""Pet names: an LSTM learns a list of names letter by letter and makes up new ones.
+
+Any text file with a name on each line.
+"""
 
 import json
 import unicodedata
@@ -25,8 +28,13 @@ END, NO_LETTER = 0, -100
 class Options(Params):
     """The first three are data_options."""
 
-    file: str = Field(default="names.txt", description="The list, in the run's source: UTF-8 text, a name on each line.")
-    held_out: float = Field(default=0.1, gt=0, lt=1, description="Share of the names that training never sees.")
+    file: str = Field(
+        default="names.txt",
+        description="The list, in the run's source: UTF-8 text, a name on each line.",
+    )
+    held_out: float = Field(
+        default=0.1, gt=0, lt=1, description="Share of the names that training never sees."
+    )
     split_seed: int = Field(default=0, ge=0)
     epochs: PositiveInt = 30
     global_batch_size: PositiveInt = 64
@@ -34,65 +42,98 @@ class Options(Params):
     hidden: PositiveInt = Field(default=128, description="Size of the LSTM's state.")
     dropout: float = Field(default=0.2, ge=0, lt=1)
     num_new: PositiveInt = Field(default=50, description="How many names are made up.")
-    temperature: PositiveFloat = Field(default=0.8, description="Small: likely names; large: bold ones.")
+    temperature: PositiveFloat = Field(
+        default=0.8, description="Small: likely names; large: bold ones."
+    )
 
 
-def prepare(rank: RankContext) -> None:
-    """Write the names, each once whatever its case, split once and for all, and their alphabet."""
-    options = read_options(Options, rank.options)
-    files = dict(read_files(rank.source, options.file))
+def prepare(ctx: RankContext) -> None:
+    """Write the names, each once whatever its case, split once and for all, and their
+    alphabet.
+    """
+    options = read_options(Options, ctx.options)
+    files = dict(read_files(ctx.source, options.file))
     if options.file not in files:
-        msg = f"{rank.source.uri} has no {options.file}; name the list by data_options={{'file': ...}}, its folder by source"
+        msg = f"{ctx.source.uri} has no {options.file}; name the list by data_options={{'file': ...}}, its folder by source"
         raise InvalidParamsError(msg)
     names = names_in(files[options.file], options.file)
     train, test = seeded_split(len(names), options.held_out, options.split_seed)
-    content = {"train": [names[i] for i in train], "test": [names[i] for i in test], "alphabet": sorted(set("".join(names)))}
-    (rank.data / "names.json").write_text(json.dumps(content))
+    content = {
+        "train": [names[i] for i in train],
+        "test": [names[i] for i in test],
+        "alphabet": sorted(set("".join(names))),
+    }
+    (ctx.data / "names.json").write_text(json.dumps(content))
 
 
-def train(rank: RankContext) -> dict[str, int]:
-    """Train with AdamW on a falling learning rate, the gradient's norm clipped, as recurrent nets need it."""
-    options, data = read_options(Options, rank.options), json.loads((rank.data / "names.json").read_text())
-    model = rank.wrap(NameNet(len(data["alphabet"]), options.hidden, options.dropout))
-    loader = rank.loader(letters(data["train"], data["alphabet"]), global_batch_size=options.global_batch_size)
+def train(ctx: RankContext) -> dict[str, int]:
+    """Train with AdamW on a falling learning rate, the gradient's norm clipped, as recurrent
+    nets need it.
+    """
+    options, data = (
+        read_options(Options, ctx.options),
+        json.loads((ctx.data / "names.json").read_text()),
+    )
+    model = ctx.wrap(NameNet(len(data["alphabet"]), options.hidden, options.dropout))
+    loader = ctx.loader(
+        letters(data["train"], data["alphabet"]), global_batch_size=options.global_batch_size
+    )
     optimizer = torch.optim.AdamW(model.parameters(), options.lr)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, options.epochs * len(loader))
-    rank.track(model=model, optimizer=optimizer, scheduler=scheduler)
+    ctx.track(model=model, optimizer=optimizer, scheduler=scheduler)
 
-    for given, wanted in rank.steps(loader, epochs=options.epochs):
-        logits, _ = model(given.to(rank.device))
-        losses = cross_entropy(logits.mT, wanted.to(rank.device), ignore_index=NO_LETTER, reduction="none")
-        loss = (losses.sum(1) / (wanted != NO_LETTER).sum(1).to(rank.device)).mean()  # a short name counts like a long one
+    for given, wanted in ctx.steps(loader, epochs=options.epochs):
+        logits, _ = model(given.to(ctx.device))
+        losses = cross_entropy(
+            logits.mT, wanted.to(ctx.device), ignore_index=NO_LETTER, reduction="none"
+        )
+        loss = (
+            losses.sum(1) / (wanted != NO_LETTER).sum(1).to(ctx.device)
+        ).mean()  # a short name counts like a long one
         optimizer.zero_grad()
         loss.backward()
         norm = clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         scheduler.step()
-        rank.report(loss=loss, gradient_norm=norm)
+        ctx.report(loss=loss, gradient_norm=norm)
     return {"num_names": len(data["train"])}
 
 
 @torch.no_grad()
-def evaluate(rank: RankContext) -> Report:
-    """Tell how well the letters of held-out names are foreseen; hand over new_names.txt, names that are on no list."""
-    options, data = read_options(Options, rank.options), json.loads((rank.data / "names.json").read_text())
-    net = NameNet(len(data["alphabet"]), options.hidden).to(rank.device)
-    rank.track(model=net)
+def evaluate(ctx: RankContext) -> Report:
+    """Tell how well the letters of held-out names are foreseen; hand over new_names.txt, names
+    that are on no list.
+    """
+    options, data = (
+        read_options(Options, ctx.options),
+        json.loads((ctx.data / "names.json").read_text()),
+    )
+    net = NameNet(len(data["alphabet"]), options.hidden).to(ctx.device)
+    ctx.track(model=net)
     net.eval()
     meter = ClassificationMeter(["the end", *data["alphabet"]])
-    for given, wanted in rank.loader(letters(data["test"], data["alphabet"]), global_batch_size=256, shuffle=False):
+    for given, wanted in ctx.loader(
+        letters(data["test"], data["alphabet"]), global_batch_size=256, shuffle=False
+    ):
         is_letter = wanted != NO_LETTER
-        meter.update(net(given.to(rank.device))[0][is_letter.to(rank.device)], wanted[is_letter])
+        meter.update(net(given.to(ctx.device))[0][is_letter.to(ctx.device)], wanted[is_letter])
     scores = meter.report()
-    new = make_up(net.cpu(), data["alphabet"], data["train"] + data["test"], options, rank.seed)
-    if rank.rank == 0:
-        rank.save("new_names.txt", "".join(f"{name}\n" for name in new))
+    new = make_up(net.cpu(), data["alphabet"], data["train"] + data["test"], options, ctx.seed)
+    if ctx.rank == 0:
+        ctx.save("new_names.txt", "".join(f"{name}\n" for name in new))
         print(f"{len(new)} of {options.num_new} new names: {', '.join(new)}")
-    return Report(num_samples=scores.num_samples, accuracy=scores.accuracy, loss=scores.loss, metrics={"new_names": len(new)})
+    return Report(
+        num_samples=scores.num_samples,
+        accuracy=scores.accuracy,
+        loss=scores.loss,
+        metrics={"new_names": len(new)},
+    )
 
 
 class NameNet(nn.Module):
-    """Letters int64 [batch, length] to logits of each next one [batch, length, letters and the end], and the LSTM's state."""
+    """Letters int64 [batch, length] to logits of each next one [batch, length, letters and the
+    end], and the LSTM's state.
+    """
 
     def __init__(self, num_letters: int, hidden: int, dropout: float = 0.0) -> None:
         super().__init__()
@@ -100,14 +141,18 @@ class NameNet(nn.Module):
         self.lstm = nn.LSTM(32, hidden, num_layers=2, batch_first=True, dropout=dropout)
         self.head = nn.Linear(hidden, num_letters + 1)
 
-    def forward(self, given: Tensor, state: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    def forward(
+        self, given: Tensor, state: tuple[Tensor, Tensor] | None = None
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """Foresee the letters."""
         outputs, state = self.lstm(self.embedding(given), state)
         return self.head(outputs), state
 
 
 def names_in(content: bytes, file: str) -> list[str]:
-    """Read a list: each name as it is first written; raises InvalidParamsError where it is none."""
+    """Read a list: each name as it is first written; raises InvalidParamsError where it is
+    none.
+    """
     try:
         lines = unicodedata.normalize("NFC", content.decode("utf-8-sig")).splitlines()
     except UnicodeDecodeError as error:
@@ -121,22 +166,36 @@ def names_in(content: bytes, file: str) -> list[str]:
         if name:
             names.setdefault(name.casefold(), name)
     if len(names) < MIN_SAMPLES:
-        msg = f"{file} has {len(names)} names; give at least {MIN_SAMPLES}, each on a line of its own"
+        msg = (
+            f"{file} has {len(names)} names; give at least {MIN_SAMPLES}, each on a line of its own"
+        )
         raise InvalidParamsError(msg)
     return list(names.values())
 
 
 def letters(names: Sequence[str], alphabet: Sequence[str]) -> TensorDataset:
-    """Return int64 [names, length]: what is given, from the start on, and what is wanted, to the end."""
+    """Return int64 [names, length]: what is given, from the start on, and what is wanted, to
+    the end.
+    """
     wanted = torch.full((len(names), max(map(len, names)) + 1), NO_LETTER)
     for row, name in zip(wanted, names, strict=True):
         row[: len(name) + 1] = torch.tensor([*(alphabet.index(letter) + 1 for letter in name), END])
-    return TensorDataset(wanted.roll(1, dims=1).index_fill(1, torch.tensor([0]), END).clamp(min=END), wanted)
+    return TensorDataset(
+        wanted.roll(1, dims=1).index_fill(1, torch.tensor([0]), END).clamp(min=END), wanted
+    )
 
 
-def make_up(net: nn.Module, alphabet: Sequence[str], known: Sequence[str], options: Options, seed: int) -> list[str]:
-    """Draw names that are not known in any case; fewer than wanted where a hundred tries for each don't give enough."""
-    generator, new, taken = torch.Generator().manual_seed(seed), [], {name.casefold() for name in known}
+def make_up(
+    net: nn.Module, alphabet: Sequence[str], known: Sequence[str], options: Options, seed: int
+) -> list[str]:
+    """Draw names that are not known in any case; fewer than wanted where a hundred tries for
+    each don't give enough.
+    """
+    generator, new, taken = (
+        torch.Generator().manual_seed(seed),
+        [],
+        {name.casefold() for name in known},
+    )
     for _ in range(100 * options.num_new):
         name, given, state = "", END, None
         while len(name) < LONGEST:

@@ -1,4 +1,6 @@
-"""What `make train` runs: the digits workload, on a Prefect server that is started if none is configured."""
+"""What `make train` runs: the digits workload, on a Prefect server that is started if none is
+configured.
+"""
 
 import json
 import os
@@ -40,11 +42,15 @@ Stop the Prefect server with: make stop""")
 
 
 def find_or_start_server() -> str:
-    """Return the API of the configured Prefect server, else of a local one, started in the background if need be."""
+    """Return the API of the configured Prefect server, else of a local one, started in the
+    background if need be.
+    """
     configured, home = prefect_settings()
     if configured:
         if not is_prefect(configured):
-            sys.exit(f"PREFECT_API_URL is {configured}, but no Prefect server answers there: start it, or unset PREFECT_API_URL")
+            sys.exit(
+                f"PREFECT_API_URL is {configured}, but no Prefect server answers there: start it, or unset PREFECT_API_URL"
+            )
         return configured
     if not is_prefect(LOCAL_API):
         start_server(Path(home))
@@ -52,21 +58,36 @@ def find_or_start_server() -> str:
 
 
 def start_server(home: Path) -> None:
-    """Start a Prefect server that outlives this process; `make stop`, or `prefect server stop`, ends it.
+    """Start a Prefect server that outlives this process; `make stop`, or `prefect server stop`,
+    ends it.
 
-    Not by `prefect server start --background`: that server's output goes to a pipe that nobody reads, and it dies at its first
-    log line (prefect 3.8.8).
+    Not by `prefect server start --background`: that server's output goes to a pipe that nobody
+    reads, and it dies at its first log line (prefect 3.8.8).
     """
     address = urlsplit(LOCAL_API)
     with socket.socket() as probe:
         if probe.connect_ex((address.hostname, address.port)) == 0:
-            sys.exit(f"port {address.port} is taken by something that is no Prefect server: stop it, or set PREFECT_API_URL")
+            sys.exit(
+                f"port {address.port} is taken by something that is no Prefect server: stop it, or set PREFECT_API_URL"
+            )
     home.mkdir(parents=True, exist_ok=True)
     log = home / "server.log"
-    command = [sys.executable, "-m", "prefect", "server", "start", "--host", address.hostname or "", "--port", str(address.port)]
+    command = [
+        sys.executable,
+        "-m",
+        "prefect",
+        "server",
+        "start",
+        "--host",
+        address.hostname or "",
+        "--port",
+        str(address.port),
+    ]
     print(f"Starting a local Prefect server; its log is {log}", flush=True)
     with log.open("ab") as out:
-        server = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True)  # noqa: S603
+        server = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True
+        )
     (home / "server.pid").write_text(str(server.pid))  # where `prefect server stop` looks
     deadline = time.monotonic() + READY_S
     while not is_prefect(LOCAL_API):
@@ -77,7 +98,9 @@ def start_server(home: Path) -> None:
 
 
 def prefect_settings() -> tuple[str | None, str]:
-    """Return the API's URL and the home that the environment or the Prefect profile names, without importing prefect here."""
+    """Return the API's URL and the home that the environment or the Prefect profile names,
+    without importing prefect here.
+    """
     code = "import json, prefect.settings as s; print(json.dumps([s.PREFECT_API_URL.value(), str(s.PREFECT_HOME.value())]))"
     url, home = json.loads(subprocess.check_output([sys.executable, "-c", code], text=True))  # noqa: S603
     return url, home

@@ -1,6 +1,8 @@
-"""Any PyTorch function as a fault-tolerant distributed task of a Prefect flow, on the Dask cluster that the flow already uses.
+"""Any PyTorch function as a fault-tolerant distributed task of a Prefect flow, on the Dask
+cluster that the flow already uses.
 
-Names are loaded when first used: importing this package loads neither prefect, nor distributed, nor torch.
+Names are loaded when first used: importing this package loads neither prefect, nor distributed,
+nor torch.
 """
 
 from importlib import import_module

@@ -1,4 +1,5 @@
-"""Owns every exception of the package. Errors cross processes by pickle, cause included, and none is a TimeoutError.
+"""Owns every exception of the package. Errors cross processes by pickle, cause included, and
+none is a TimeoutError.
 
 Owns which failures of ranks say the same, and how several ranks are named. Pure.
 """
@@ -10,7 +11,9 @@ from typing import Any, Self
 from prefect_torch_ddp.protocol.rank import Hang, RankFailure
 
 
-def _rebuild(cls: type["PrefectTorchDdpError"], args: tuple[Any, ...], cause: bytes | None) -> "PrefectTorchDdpError":
+def _rebuild(
+    cls: type["PrefectTorchDdpError"], args: tuple[Any, ...], cause: bytes | None
+) -> "PrefectTorchDdpError":
     error = cls(*args)
     if cause is not None:
         try:
@@ -24,7 +27,9 @@ class PrefectTorchDdpError(Exception):
     """The base of all our errors. Survives pickle with its fields and its `__cause__`."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Carry the cause too, which pickle drops; a cause that can't be pickled is left out, its text is in the message."""
+        """Carry the cause too, which pickle drops; a cause that can't be pickled is left out,
+        its text is in the message.
+        """
         cause = None
         if self.__cause__ is not None:
             try:
@@ -36,15 +41,22 @@ class PrefectTorchDdpError(Exception):
 
 
 class InvalidParamsError(PrefectTorchDdpError, ValueError):
-    """A value given by the caller can't work; says which, why and what to do. Raised before any work starts."""
+    """A value given by the caller can't work; says which, why and what to do.
+
+    Raised before any work starts.
+    """
 
 
 class NoImagesError(InvalidParamsError, FileNotFoundError):
-    """A dataset has no class folder, or a class without images; a FileNotFoundError, as torchvision's is."""
+    """A dataset has no class folder, or a class without images; a FileNotFoundError, as
+    torchvision's is.
+    """
 
 
 class StorageError(PrefectTorchDdpError):
-    """The storage can't do what was asked: names the object, the reason and the way out; shows no secret."""
+    """The storage can't do what was asked: names the object, the reason and the way out; shows
+    no secret.
+    """
 
 
 class ObjectNotFoundError(StorageError):
@@ -52,11 +64,15 @@ class ObjectNotFoundError(StorageError):
 
 
 class ObjectChangedError(StorageError):
-    """The object isn't the one that was listed: another content stands under its name by now."""
+    """The object isn't the one that was listed: another content stands under its name by
+    now.
+    """
 
 
 class DamagedObjectError(StorageError):
-    """The object's content isn't what was written, by the digest that was written with it, each time it was read."""
+    """The object's content isn't what was written, by the digest that was written with it, each
+    time it was read.
+    """
 
 
 class BadKeyError(StorageError, ValueError):
@@ -76,7 +92,9 @@ class GangError(PrefectTorchDdpError):
 
 
 class NotEnoughWorkersError(GangError):
-    """The cluster has too few workers, or they stayed busy past the limit; says how many there are and how many are needed."""
+    """The cluster has too few workers, or they stayed busy past the limit; says how many there
+    are and how many are needed.
+    """
 
 
 class WorkerLostError(GangError):
@@ -84,13 +102,19 @@ class WorkerLostError(GangError):
 
 
 class SchedulerLostError(GangError):
-    """The Dask scheduler is gone, or silent, and with it the way to the workers; ranks end by themselves within seconds."""
+    """The Dask scheduler is gone, or silent, and with it the way to the workers; ranks end by
+    themselves within seconds.
+    """
 
 
 class GangCancelledError(GangError):
-    """The gang was cancelled from outside while it ran; `step` and `checkpoint_step` where they are known."""
+    """The gang was cancelled from outside while it ran; `step` and `checkpoint_step` where they
+    are known.
+    """
 
-    def __init__(self, message: str, step: int | None = None, checkpoint_step: int | None = None) -> None:
+    def __init__(
+        self, message: str, step: int | None = None, checkpoint_step: int | None = None
+    ) -> None:
         """Keep what was lost and what is left.
 
         Args:
@@ -113,7 +137,10 @@ class GangCancelledError(GangError):
 
 
 class GangHungError(GangError):
-    """Ranks were alive and made no progress; the gang was stopped. Says who did not arrive, and where it is."""
+    """Ranks were alive and made no progress; the gang was stopped.
+
+    Says who did not arrive, and where it is.
+    """
 
     def __init__(self, hang: Hang, attempt: int) -> None:
         """Keep what was seen.
@@ -146,20 +173,37 @@ class GangHungError(GangError):
         return f"{type(self).__name__}({str(self).splitlines()[0]!r})"
 
     def __str__(self) -> str:
-        """Say it in one line, then show the main thread of the first rank that did not arrive."""
+        """Say it in one line, then show the main thread of the first rank that did not
+        arrive.
+        """
         lines = [f"the gang hung in attempt {self.attempt}: {self.hang.summary}"]
-        lines += ["if a step may take so long, raise progress_timeout_s, or call report_progress() meanwhile"]
+        lines += [
+            "if a step may take so long, raise progress_timeout_s, or call report_progress() meanwhile"
+        ]
         if self.hang.ranks and (stack := self.hang.stacks.get(self.hang.ranks[0])):
-            lines += ["", f"rank {self.hang.ranks[0]} is at (the innermost call first; all stacks are in the log):"]
-            lines += [f"  {line.strip()}" for line in stack.rstrip().rpartition("hread 0x")[2].splitlines()[1:]]
+            lines += [
+                "",
+                f"rank {self.hang.ranks[0]} is at (the innermost call first; all stacks are in the log):",
+            ]
+            lines += [
+                f"  {line.strip()}"
+                for line in stack.rstrip().rpartition("hread 0x")[2].splitlines()[1:]
+            ]
         return "\n".join(lines)
 
 
 class RankFailedError(GangError):
-    """A rank failed and the gang was stopped. `__cause__` is the user's own exception where it can be rebuilt here."""
+    """A rank failed and the gang was stopped.
+
+    `__cause__` is the user's own exception where it can be rebuilt here.
+    """
 
     def __init__(
-        self, failure: RankFailure, attempt: int, collateral: Sequence[RankFailure] = (), why_final: str | None = None
+        self,
+        failure: RankFailure,
+        attempt: int,
+        collateral: Sequence[RankFailure] = (),
+        why_final: str | None = None,
     ) -> None:
         """Keep the failure and its consequences.
 
@@ -167,7 +211,8 @@ class RankFailedError(GangError):
             failure: the root cause.
             attempt: counts from 1.
             collateral: failures of other ranks: equal ones, and those that followed from it.
-            why_final: why another attempt would end in the same way, and none is made; None where one may go better.
+            why_final: why another attempt would end in the same way, and none is made; None
+                where one may go better.
         """
         super().__init__(failure, attempt, tuple(collateral), why_final)
         self.failure = failure
@@ -182,8 +227,12 @@ class RankFailedError(GangError):
         return error
 
     @classmethod
-    def from_failures(cls, failure: RankFailure, attempt: int, collateral: Sequence[RankFailure] = ()) -> Self:
-        """Build the error with the user's own exception as its cause, where that unpickles on this side."""
+    def from_failures(
+        cls, failure: RankFailure, attempt: int, collateral: Sequence[RankFailure] = ()
+    ) -> Self:
+        """Build the error with the user's own exception as its cause, where that unpickles on
+        this side.
+        """
         error = cls(failure, attempt, collateral)
         if failure.exception_pickle is not None:
             try:
@@ -222,7 +271,9 @@ class RankFailedError(GangError):
         return f"{type(self).__name__}({str(self).splitlines()[0]!r})"
 
     def __str__(self) -> str:
-        """Say who, where, which attempt and why; then the rank's traceback and what followed from it."""
+        """Say who, where, which attempt and why; then the rank's traceback and what followed
+        from it.
+        """
         first = self.failure
         equal, others = split_equal(first, self.collateral)
         lines = [f"{name_ranks([first, *equal])} failed in attempt {self.attempt}: {first.summary}"]
@@ -231,10 +282,17 @@ class RankFailedError(GangError):
         if first.traceback_text:
             lines += ["", first.traceback_text.rstrip()]
         if first.stderr_tail:
-            lines += ["", f"last lines on stderr of rank {first.rank}:", *(f"  {line}" for line in first.stderr_tail)]
+            lines += [
+                "",
+                f"last lines on stderr of rank {first.rank}:",
+                *(f"  {line}" for line in first.stderr_tail),
+            ]
         if others:
             lines += ["", "as a consequence:"]
-            lines += [f"  {name_ranks(group)}: {group[0].summary.splitlines()[0]}" for group in groups_of_equals(others)]
+            lines += [
+                f"  {name_ranks(group)}: {group[0].summary.splitlines()[0]}"
+                for group in groups_of_equals(others)
+            ]
         return "\n".join(lines)
 
 
@@ -242,14 +300,20 @@ def groups_of_equals(failures: Sequence[RankFailure]) -> list[list[RankFailure]]
     """Put failures together that say the same; in the order in which each was seen first."""
     groups: dict[tuple[str, str, bool], list[RankFailure]] = {}
     for failure in failures:
-        groups.setdefault((failure.kind, failure.summary, failure.is_collateral), []).append(failure)
+        groups.setdefault((failure.kind, failure.summary, failure.is_collateral), []).append(
+            failure
+        )
     return list(groups.values())
 
 
-def split_equal(cause: RankFailure, others: Sequence[RankFailure]) -> tuple[list[RankFailure], list[RankFailure]]:
+def split_equal(
+    cause: RankFailure, others: Sequence[RankFailure]
+) -> tuple[list[RankFailure], list[RankFailure]]:
     """Part the other ranks' failures into those that say the same as the cause and the rest."""
     together = next(group for group in groups_of_equals([cause, *others]) if group[0] is cause)
-    return together[1:], [failure for failure in others if all(failure is not one for one in together)]
+    return together[1:], [
+        failure for failure in others if all(failure is not one for one in together)
+    ]
 
 
 def name_ranks(failures: Sequence[RankFailure]) -> str:

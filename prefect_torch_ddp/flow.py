@@ -16,7 +16,7 @@ from prefect_torch_ddp.checkpoint.source import source_of
 from prefect_torch_ddp.data.dataset_store import find_dataset
 from prefect_torch_ddp.errors import SchedulerLostError, WorkerLostError
 from prefect_torch_ddp.params import TrainParams
-from prefect_torch_ddp.results import DatasetReport, TrainingReport, TrainReport
+from prefect_torch_ddp.results import DatasetReport, TrainingSummary, TrainReport
 from prefect_torch_ddp.tasks.blocks import fingerprint_of, resolve_source, resolve_storage
 from prefect_torch_ddp.tasks.cluster import connect, is_supervisor_loss, result_of
 from prefect_torch_ddp.tasks.evaluate import chosen_checkpoint, evaluate
@@ -35,15 +35,19 @@ OTHERS_GRACE_S = 25.0
 
 @flow(name="train-ddp", task_runner=DaskTaskRunner())  # type: ignore[arg-type]  # its futures are PrefectDaskFutures
 def train_flow(params: TrainParams = DEFAULTS) -> TrainReport:
-    """Prepare data, train with DDP on a Dask cluster, evaluate on held-out data, publish what came of it.
+    """Prepare data, train with DDP on a Dask cluster, evaluate on held-out data, publish what
+    came of it.
 
     Args:
         params: everything that can be chosen; see TrainParams.
 
     Raises:
-        InvalidParamsError, StorageError: something given can't work; raised before a rank starts.
-        RankFailedError: a rank failed in the last attempt too; names rank, host, attempt and cause.
-        CancelledRun: Ctrl-C, SIGTERM or Prefect's cancel; all ranks stopped after one step and wrote its checkpoint.
+        InvalidParamsError, StorageError: something given can't work; raised before a rank
+        starts.
+        RankFailedError: a rank failed in the last attempt too; names rank, host, attempt and
+            cause.
+        CancelledRun: Ctrl-C, SIGTERM or Prefect's cancel; all ranks stopped after one step and
+            wrote its checkpoint.
     """
     try:
         return _run(_check(params), params)
@@ -54,15 +58,24 @@ def train_flow(params: TrainParams = DEFAULTS) -> TrainReport:
 
 def _run(run: Run, params: TrainParams) -> TrainReport:
     grace_s = params.stop_grace_s
-    # Without a server each Dask worker would start one of its own: let them all use the flow run's.
+    # Without a server each Dask worker would start one of its own: let them all use the flow
+    # run's.
     api_url = str(get_client(sync_client=True).api_url)
-    with closed_if_killed(UUID(flow_run.id), _grace_s(params)), temporary_settings({PREFECT_API_URL: api_url}):
+    with (
+        closed_if_killed(UUID(flow_run.id), _grace_s(params)),
+        temporary_settings({PREFECT_API_URL: api_url}),
+    ):
         connect(params)
-        # The result at each hop: a failed task's future would hide the cause from the next (UnfinishedRun), and Dask runs a
-        # finished task again when its worker is lost while the future lives.
-        prepare_now = prepare.with_options(refresh_cache=find_dataset(run.storage, run.dataset_id) is None)
+        # The result at each hop: a failed task's future would hide the cause from the next
+        # (UnfinishedRun), and Dask runs a finished task again when its worker is lost while the
+        # future lives.
+        prepare_now = prepare.with_options(
+            refresh_cache=find_dataset(run.storage, run.dataset_id) is None
+        )
         dataset = result_of(prepare_now.submit(run), grace_s)
-        train_now = train.with_options(retries=params.retries, retry_delay_seconds=params.retry_delay_s)
+        train_now = train.with_options(
+            retries=params.retries, retry_delay_seconds=params.retry_delay_s
+        )
         training = _train(train_now, run, dataset)
         checkpoint = chosen_checkpoint(run, training)
         evaluation = result_of(evaluate.submit(run, checkpoint, training.world_size), grace_s)
@@ -81,19 +94,27 @@ def _run(run: Run, params: TrainParams) -> TrainReport:
 
 
 def _grace_s(params: TrainParams) -> float:
-    """How long task runs get to end by themselves after the flow's death: the training stops in order on another's cluster."""
+    """How long task runs get to end by themselves after the flow's death: the training stops in
+    order on another's cluster.
+    """
     return params.stop_grace_s + OTHERS_GRACE_S if params.cluster.address else OURS_GRACE_S
 
 
-def _train(task: Task[[Run, DatasetReport], TrainingReport], run: Run, dataset: DatasetReport) -> TrainingReport:
-    """Train; a Dask worker that dies under the task itself, out of reach of Prefect's retries, costs one of them all the same."""
+def _train(
+    task: Task[[Run, DatasetReport], TrainingSummary], run: Run, dataset: DatasetReport
+) -> TrainingSummary:
+    """Train; a Dask worker that dies under the task itself, out of reach of Prefect's retries,
+    costs one of them all the same.
+    """
     for left in reversed(range(run.params.retries + 1)):
         try:
             return result_of(task.submit(run, dataset), run.params.stop_grace_s)
         except (WorkerLostError, SchedulerLostError) as error:
             if left == 0 or not is_supervisor_loss(error):
                 raise
-            get_run_logger().warning("%s; the training is submitted again and goes on from its newest checkpoint", error)
+            get_run_logger().warning(
+                "%s; the training is submitted again and resumes from its newest checkpoint", error
+            )
     raise AssertionError
 
 
@@ -103,19 +124,26 @@ def _check(params: TrainParams) -> Run:
     storage = resolve_storage(params.storage)
     storage.check_writable()
     source = None if params.source is None else resolve_source(params.source)
-    resume_from = None if params.resume_from is None else source_of(params.resume_from, storage, resolve_storage)
+    resume_from = (
+        None
+        if params.resume_from is None
+        else source_of(params.resume_from, storage, resolve_storage)
+    )
     context = FlowRunContext.get()
     assert context is not None
     assert context.flow_run is not None
     run_id = run_id_of(context.flow_run.name, str(context.flow_run.id))
-    # A retry goes on from its own checkpoints; the one that it began from may have been replaced by then.
+    # A retry resumes from its own checkpoints; the one that it began from may have been
+    # replaced by then.
     if resume_from is not None and newest(storage, run_id) is None:
         resume_from.find()
     return Run(
         run_id=run_id,
         params=params,
         storage=storage,
-        dataset_id=dataset_id(workload, params.data_options, None if source is None else fingerprint_of(source)),
+        dataset_id=dataset_id(
+            workload, params.data_options, None if source is None else fingerprint_of(source)
+        ),
         resume_from=resume_from,
         source=source,
     )

@@ -4,7 +4,16 @@ import re
 from types import ModuleType
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, PositiveFloat, PositiveInt, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    JsonValue,
+    PositiveFloat,
+    PositiveInt,
+    model_validator,
+)
 
 DEFAULT_STORAGE = "~/prefect-torch-ddp"
 
@@ -25,7 +34,10 @@ class Params(BaseModel):
 
 
 class ClusterParams(Params):
-    """Which Dask cluster trains. Nothing given: a local one, made for the run and gone after it."""
+    """Which Dask cluster trains.
+
+    Nothing given: a local one, made for the run and gone after it.
+    """
 
     address: str | None = Field(
         default=None,
@@ -38,7 +50,9 @@ class ClusterParams(Params):
         json_schema_extra=_at(1),
     )
     cluster_kwargs: dict[str, Any] = Field(
-        default_factory=dict, description="Arguments of the cluster class (or of the local cluster).", json_schema_extra=_at(2)
+        default_factory=dict,
+        description="Arguments of the cluster class (or of the local cluster).",
+        json_schema_extra=_at(2),
     )
     adapt_kwargs: dict[str, Any] = Field(
         default_factory=dict,
@@ -49,9 +63,7 @@ class ClusterParams(Params):
     @model_validator(mode="after")
     def _refuse_impossible_pairs(self) -> Self:
         if self.address and (self.cluster_class or self.cluster_kwargs or self.adapt_kwargs):
-            msg = (
-                "cluster.address names a running cluster; leave cluster_class and cluster_kwargs empty with it, and adapt_kwargs"
-            )
+            msg = "cluster.address names a running cluster; leave cluster_class and cluster_kwargs empty with it, and adapt_kwargs"
             raise ValueError(msg)
         return self
 
@@ -60,16 +72,31 @@ class CheckpointParams(Params):
     """When checkpoints are written and which are kept."""
 
     every_steps: PositiveInt | None = Field(
-        default=None, description="Write one every so many optimizer steps.", json_schema_extra=_at(0)
+        default=None,
+        description="Write one every so many optimizer steps.",
+        json_schema_extra=_at(0),
     )
-    every_s: PositiveFloat | None = Field(default=60.0, description="Write one every so many seconds.", json_schema_extra=_at(1))
-    keep_last: PositiveInt = Field(default=2, description="How many of the newest are kept.", json_schema_extra=_at(2))
-    keep_best: int = Field(default=1, ge=0, description="How many of the best by best_metric are kept.", json_schema_extra=_at(3))
+    every_s: PositiveFloat | None = Field(
+        default=60.0, description="Write one every so many seconds.", json_schema_extra=_at(1)
+    )
+    keep_last: PositiveInt = Field(
+        default=2, description="How many of the newest are kept.", json_schema_extra=_at(2)
+    )
+    keep_best: int = Field(
+        default=1,
+        ge=0,
+        description="How many of the best by best_metric are kept.",
+        json_schema_extra=_at(3),
+    )
     best_metric: str | None = Field(
-        default=None, description="A metric that the training reports, e.g. validation_accuracy.", json_schema_extra=_at(4)
+        default=None,
+        description="A metric that the training reports, e.g. validation_accuracy.",
+        json_schema_extra=_at(4),
     )
     best_mode: Literal["max", "min"] = Field(
-        default="max", description="Whether a larger or a smaller value is better.", json_schema_extra=_at(5)
+        default="max",
+        description="Whether a larger or a smaller value is better.",
+        json_schema_extra=_at(5),
     )
     on_failure: Literal["warn", "fail"] = Field(
         default="warn",
@@ -86,16 +113,22 @@ class TrainParams(Params):
         description="Module (or module:object) with the functions prepare, train and evaluate.",
         json_schema_extra=_at(0),
     )
-    world_size: PositiveInt = Field(default=2, description="How many ranks train together.", json_schema_extra=_at(1))
+    world_size: PositiveInt = Field(
+        default=2, description="How many ranks train together.", json_schema_extra=_at(1)
+    )
     options: dict[str, Any] = Field(
-        default_factory=dict, description="Options of the workload's train and evaluate.", json_schema_extra=_at(2)
+        default_factory=dict,
+        description="Options of the workload's train and evaluate.",
+        json_schema_extra=_at(2),
     )
     data_options: dict[str, Any] = Field(
         default_factory=dict,
         description="Options of the workload's prepare; part of its cache key, and seen by train and evaluate too.",
         json_schema_extra=_at(3),
     )
-    seed: int = Field(default=0, ge=0, lt=2**63, description="Seeds everything random.", json_schema_extra=_at(4))
+    seed: int = Field(
+        default=0, ge=0, lt=2**63, description="Seeds everything random.", json_schema_extra=_at(4)
+    )
     storage: str = Field(
         default=DEFAULT_STORAGE,
         min_length=1,
@@ -103,7 +136,9 @@ class TrainParams(Params):
         json_schema_extra=_at(5),
     )
     cluster: ClusterParams = Field(
-        default_factory=ClusterParams, description="Which Dask cluster trains.", json_schema_extra=_at(6)
+        default_factory=ClusterParams,
+        description="Which Dask cluster trains.",
+        json_schema_extra=_at(6),
     )
     ranks_per_worker: PositiveInt = Field(
         default=1,
@@ -111,18 +146,29 @@ class TrainParams(Params):
         json_schema_extra=_at(7),
     )
     backend: Literal["auto", "gloo", "nccl"] = Field(
-        default="auto", description="Collectives library; auto takes nccl where CUDA is, else gloo.", json_schema_extra=_at(8)
+        default="auto",
+        description="Collectives library; auto takes nccl where CUDA is, else gloo.",
+        json_schema_extra=_at(8),
     )
     checkpoint: CheckpointParams = Field(
-        default_factory=CheckpointParams, description="When checkpoints are written, which are kept.", json_schema_extra=_at(9)
+        default_factory=CheckpointParams,
+        description="When checkpoints are written, which are kept.",
+        json_schema_extra=_at(9),
     )
     evaluate_on: Literal["last", "best"] = Field(
-        default="last", description="Which checkpoint is evaluated and published.", json_schema_extra=_at(10)
+        default="last",
+        description="Which checkpoint is evaluated and published.",
+        json_schema_extra=_at(10),
     )
     retries: int = Field(
-        default=2, ge=0, description="How often Prefect retries a failed training; it resumes.", json_schema_extra=_at(11)
+        default=2,
+        ge=0,
+        description="How often Prefect retries a failed training; it resumes.",
+        json_schema_extra=_at(11),
     )
-    retry_delay_s: float = Field(default=5.0, ge=0, description="Seconds before a retry.", json_schema_extra=_at(12))
+    retry_delay_s: float = Field(
+        default=5.0, ge=0, description="Seconds before a retry.", json_schema_extra=_at(12)
+    )
     max_restarts: int = Field(
         default=2,
         ge=0,
@@ -135,10 +181,14 @@ class TrainParams(Params):
         json_schema_extra=_at(14),
     )
     workers_timeout_s: PositiveFloat = Field(
-        default=60.0, description="Seconds to wait until the cluster has enough workers.", json_schema_extra=_at(15)
+        default=60.0,
+        description="Seconds to wait until the cluster has enough workers.",
+        json_schema_extra=_at(15),
     )
     queue_timeout_s: PositiveFloat | None = Field(
-        default=None, description="Seconds to wait for workers that are busy; empty: no limit.", json_schema_extra=_at(16)
+        default=None,
+        description="Seconds to wait for workers that are busy; empty: no limit.",
+        json_schema_extra=_at(16),
     )
     resume_from: str | None = Field(
         default=None,
@@ -175,7 +225,7 @@ class TrainParams(Params):
     source: str | None = Field(
         default=None,
         min_length=1,
-        description="Raw data, for rank.source: a directory, s3://bucket/prefix or a block; prepare runs anew when it changes.",
+        description="Raw data, for ctx.source: a directory, s3://bucket/prefix or a block; prepare runs anew when it changes.",
         json_schema_extra=_at(23),
     )
 

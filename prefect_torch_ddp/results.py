@@ -1,4 +1,6 @@
-"""Owns what a run gives back: small typed values that any process can read and print as JSON."""
+"""Owns what a run gives back: small typed values that any process can read and print as
+JSON.
+"""
 
 from pydantic import BaseModel, ConfigDict
 
@@ -13,7 +15,8 @@ class DatasetReport(Result):
     """What prepare wrote."""
 
     dataset_id: str
-    """Digest of the workload's prepare, its options and its source version: the same id, the same data."""
+    """Digest of the workload's prepare, its options and its source version: the same id, the
+    same data."""
     uri: str
     num_files: int
     num_bytes: int
@@ -78,14 +81,15 @@ class FailedAttempt(Result):
     summary: str
 
 
-class TrainingReport(Result):
+class TrainingSummary(Result):
     """What the train task gives back."""
 
     run_id: str
     attempt: int
     """The attempt that finished; 1 when nothing failed."""
     world_size: int
-    """Of that attempt: fewer than asked for when workers were missing and `min_world_size` allowed it."""
+    """Of that attempt: fewer than asked for when workers were missing and `min_world_size`
+    allowed it."""
     num_steps: int
     num_epochs: int
     duration_s: float
@@ -112,7 +116,8 @@ class EpochLedger(Result):
     is_finished: bool
     """Whether it was gone through to its end; otherwise it is under way, or was left early."""
     begins_at: int = 0
-    """Samples of it that the run this one started from had done; they are in that run's ledger."""
+    """Samples of it that the run this one started from had done; they are in that run's
+    ledger."""
     num_left_out: int = 0
     """Samples of the tail that `drop_last` left out."""
     num_missing: int = 0
@@ -132,14 +137,22 @@ class EpochLedger(Result):
     @property
     def is_clean(self) -> bool:
         """Whether each sample that was due was trained on once."""
-        return self.num_total > 0 and not (self.num_missing or self.num_repeated or self.num_unknown)
+        return self.num_total > 0 and not (
+            self.num_missing or self.num_repeated or self.num_unknown
+        )
 
     def __str__(self) -> str:
         """Say it in a line: `epoch 3: 1,437 samples, each once`."""
-        parts = [f"{self.num_samples:,} samples" + ("" if self.is_finished else f" of {self.num_total:,}")]
+        parts = [
+            f"{self.num_samples:,} samples"
+            + ("" if self.is_finished else f" of {self.num_total:,}")
+        ]
         parts[0] += ", each once" if self.is_clean else ""
         parts += [] if self.num_total else ["the record of its dataset is lost"]
-        again = ", ".join(f"{item} in step {step}" for item, step in zip(self.repeated, self.repeated_in, strict=True))
+        again = ", ".join(
+            f"{item} in step {step}"
+            for item, step in zip(self.repeated, self.repeated_in, strict=True)
+        )
         for num, word, which in (
             (self.num_missing, "missing", ", ".join(map(str, self.missing))),
             (self.num_repeated, "repeated", again),
@@ -163,13 +176,15 @@ class LedgerReport(Result):
 
     @property
     def is_clean(self) -> bool:
-        """Whether there is a record, and each sample that was due was trained on once in each epoch."""
+        """Whether there is a record, and each sample that was due was trained on once in each
+        epoch.
+        """
         return bool(self.epochs) and all(epoch.is_clean for epoch in self.epochs)
 
     def __str__(self) -> str:
         """Say it in a line for each epoch."""
         if not self.epochs:
-            return f"run {self.run_id} has no ledger: it is kept of what goes through rank.steps, with ledger=True"
+            return f"run {self.run_id} has no ledger: it is kept of what goes through ctx.steps, with ledger=True"
         return "\n".join(map(str, self.epochs))
 
 
@@ -179,13 +194,14 @@ class TrainReport(Result):
     run_id: str
     flow_run_url: str | None
     dataset: DatasetReport
-    training: TrainingReport
+    training: TrainingSummary
     epochs: tuple[EpochRow, ...]
     evaluation: Report
     checkpoint: CheckpointRef
     """The one that was evaluated."""
     model_uri: str | None
-    """The evaluated checkpoint's weights for plain PyTorch on any machine, without `module.`: model.safetensors, or model.pt
-    where safetensors can't hold the state; model.json is beside it. None where no model was tracked."""
+    """The evaluated checkpoint's weights for plain PyTorch on any machine, without `module.`:
+    model.safetensors, or model.pt where safetensors can't hold the state; model.json is beside
+    it. None where no model was tracked."""
     ledger: LedgerReport | None = None
     """Which samples were trained on, with `ledger=True`."""

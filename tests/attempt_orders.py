@@ -1,4 +1,5 @@
-"""Owns random orders of attempts of one run: each goes on from one request of the storage to its next, or is killed there."""
+"""Owns random orders of attempts of one run: each resumes from one request of the storage to
+its next, or is killed there."""
 
 import random
 import threading
@@ -12,7 +13,7 @@ from prefect_torch_ddp.checkpoint.attempts import SupersededError, claim_attempt
 from prefect_torch_ddp.checkpoint.commit import Committer, Retention
 from prefect_torch_ddp.checkpoint.keys import object_key
 from prefect_torch_ddp.checkpoint.manifest import Manifest, ManifestObject, counting_manifests
-from prefect_torch_ddp.checkpoint.rank_store import LonelyMeeting
+from prefect_torch_ddp.checkpoint.rank_store import LocalStore
 from prefect_torch_ddp.checkpoint.reading import digest_of, read_states
 from prefect_torch_ddp.checkpoint.restore import Restorer, find_resumable
 from prefect_torch_ddp.checkpoint.serial import to_bytes
@@ -26,11 +27,13 @@ PATIENCE_S = 60.0
 
 
 class KilledError(BaseException):
-    """Ends an attempt where it stands, as SIGKILL does: nothing of it is asked of the storage any more."""
+    """Ends an attempt where it stands, as SIGKILL does: nothing of it is asked of the storage
+    any more."""
 
 
 class Turns:
-    """One attempt's: it makes a request when it is let go, and is heard of when it comes to the next one, or has ended."""
+    """One attempt's: it makes a request when it is let go, and is heard of when it comes to the
+    next one, or has ended."""
 
     def __init__(self) -> None:
         """Let nothing go yet."""
@@ -120,7 +123,9 @@ class Order:
         """Choose what happens; nothing does yet."""
         self.folder = folder
         self.chance = random.Random(seed)
-        self.retention = Retention(self.chance.randint(1, 3), 1, self.chance.choice([None, "value"]))
+        self.retention = Retention(
+            self.chance.randint(1, 3), 1, self.chance.choice([None, "value"])
+        )
         self.num_steps = self.chance.randint(2, 4)
         self.acknowledged: list[tuple[int, int]] = []
         """Step and attempt of each checkpoint that a training was told is on record."""
@@ -129,7 +134,10 @@ class Order:
     def run(self) -> list[str]:
         """Run the attempts to their ends; return what went wrong."""
         to_begin = [Turns() for _ in range(self.chance.randint(2, 4))]
-        change, kill = self.chance.choice([0.05, 0.2, 0.5, 0.9]), self.chance.choice([0.0, 0.005, 0.02])
+        change, kill = (
+            self.chance.choice([0.05, 0.2, 0.5, 0.9]),
+            self.chance.choice([0.0, 0.005, 0.02]),
+        )
         living: list[Turns] = []
         at_turn: Turns | None = None
         threads = []
@@ -162,7 +170,10 @@ class Order:
     def _train(self, storage: TakingTurns) -> None:
         """Resume and commit a checkpoint of each step, as rank 0 does."""
         attempt = claim_attempt(storage, "run")
-        lineage, restorer = Lineage(), Restorer.choosing(Source(storage, "run"), attempt, None, LonelyMeeting())
+        lineage, restorer = (
+            Lineage(),
+            Restorer.choosing(Source(storage, "run"), attempt, None, LocalStore()),
+        )
         restorer.restore("model", lineage)
         begun = restorer.manifest
         committer = Committer(storage, "run", attempt, self.retention)
@@ -179,19 +190,28 @@ class Order:
             self.acknowledged.append((step, attempt))
 
     def _check(self) -> None:
-        """What was acknowledged is in the history of the checkpoint that a resume finds, and what counts is whole and in it."""
+        """What was acknowledged is in the history of the checkpoint that a resume finds, and
+        what counts is whole and in it."""
         storage = DirectoryStorage(self.folder)
         found = find_resumable(storage, "run")
         if found is None:
-            self.problems += [f"all is lost; acknowledged were {self.acknowledged}"] * bool(self.acknowledged)
+            self.problems += [f"all is lost; acknowledged were {self.acknowledged}"] * bool(
+                self.acknowledged
+            )
             return
         lineage = Lineage()
         lineage.load_state_dict(found[1]["model"].state)
-        self.problems += [f"{step} isn't in {lineage.steps}" for step in self.acknowledged if step not in lineage.steps]
+        self.problems += [
+            f"{step} isn't in {lineage.steps}"
+            for step in self.acknowledged
+            if step not in lineage.steps
+        ]
         for manifest in counting_manifests(storage, "run"):
             try:
                 read_states(storage, manifest, manifest.objects)
             except CheckpointError as error:
                 self.problems.append(str(error))
             if (manifest.step, manifest.attempt) not in lineage.steps:
-                self.problems.append(f"{(manifest.step, manifest.attempt)} counts and isn't in {lineage.steps}")
+                self.problems.append(
+                    f"{(manifest.step, manifest.attempt)} counts and isn't in {lineage.steps}"
+                )

@@ -1,4 +1,5 @@
-"""Owns what every test relies on: a private and quiet environment, real servers, and the leak police."""
+"""Owns what every test relies on: a private and quiet environment, real servers, and the leak
+police."""
 
 import contextlib
 import multiprocessing
@@ -34,24 +35,28 @@ ENVIRONMENT_OF_TOOLS = {
     *("PYTEST_CURRENT_TEST", "__DASK_PARENT_PID", "PYTHONHASHSEED"),
     *("KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK", "TORCHINDUCTOR_CACHE_DIR"),
 }
-"""Set by pytest, by Dask's nanny in the process that starts workers, by scikit-learn as it loads, by torch's first optimizer."""
+"""Set by pytest, by Dask's nanny in the process that starts workers, by scikit-learn as it
+loads, by torch's first optimizer."""
 FOLDERS = ("unit", "integration", "chaos", "gpu")
 
 _home = Path(tempfile.mkdtemp(prefix="ptd-tests-"))
 
-# Before any test module is collected: prefect and distributed read these when they are imported.
+# Before any test module is collected: prefect and distributed read these when they are
+# imported.
 os.environ.update(
     {
         "PTD_TEST_SESSION": SESSION_ID,  # every descendant inherits it, also one that got away from our process tree
         "PREFECT_HOME": str(_home / "prefect"),
         "PREFECT_LOGGING_LEVEL": "WARNING",
-        # Else the line above would keep the runs' own INFO records from the server too, and tests read them there.
+        # Else the line above would keep the runs' own INFO records from the server too, and
+        # tests read them there.
         "PREFECT_LOGGING_LOGGERS_PREFECT_FLOW_RUNS_LEVEL": "INFO",
         "PREFECT_LOGGING_LOGGERS_PREFECT_TASK_RUNS_LEVEL": "INFO",
         "PREFECT_SERVER_LOGGING_LEVEL": "WARNING",
         "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
         "PREFECT_CLI_PROMPT": "false",
-        # Of the server that Prefect embeds where none is configured: 20 s are too few where two processes test on two cores.
+        # Of the server that Prefect embeds where none is configured: 20 s are too few where two
+        # processes test on two cores.
         "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "120",
         "DO_NOT_TRACK": "1",
         "DASK_LOGGING__DISTRIBUTED": "warning",
@@ -59,16 +64,29 @@ os.environ.update(
         "MPLBACKEND": "Agg",
     }
 )
-# A plain LocalCluster's nanny sets these in this process and leaves them there, unless they are set.
-for _name, _value in (("MALLOC_TRIM_THRESHOLD_", "65536"), *((f"{lib}_NUM_THREADS", "1") for lib in ("OMP", "MKL", "OPENBLAS"))):
+# A plain LocalCluster's nanny sets these in this process and leaves them there, unless they are
+# set.
+for _name, _value in (
+    ("MALLOC_TRIM_THRESHOLD_", "65536"),
+    *((f"{lib}_NUM_THREADS", "1") for lib in ("OMP", "MKL", "OPENBLAS")),
+):
     os.environ.setdefault(_name, _value)
 # The developer's own server, account and launcher are none of a test's business.
-for _name in ("PREFECT_API_URL", "PREFECT_API_KEY", "PREFECT_PROFILE", "AWS_PROFILE", "RANK", "WORLD_SIZE", "MASTER_ADDR"):
+for _name in (
+    "PREFECT_API_URL",
+    "PREFECT_API_KEY",
+    "PREFECT_PROFILE",
+    "AWS_PROFILE",
+    "RANK",
+    "WORLD_SIZE",
+    "MASTER_ADDR",
+):
     os.environ.pop(_name, None)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark each test by its folder, so that `-m 'not chaos'` never depends on an author's memory."""
+    """Mark each test by its folder, so that `-m 'not chaos'` never depends on an author's
+    memory."""
     for item in items:
         folder = item.path.relative_to(Path(__file__).parent).parts[0]
         if folder in FOLDERS[1:]:
@@ -82,7 +100,8 @@ def _becomes_true(condition: Callable[[], bool], timeout_s: float) -> bool:
     return true
 
 
-# ---- The leak police: autouse, so set up first and torn down last, after the test's own fixtures have cleaned up.
+# ---- The leak police: autouse, so set up first and torn down last, after the test's own
+# fixtures have cleaned up.
 
 
 @pytest.fixture(autouse=True)
@@ -90,12 +109,16 @@ def _no_leaked_environment() -> Iterator[None]:
     """Fail a test after which os.environ differs."""
 
     def snapshot() -> dict[str, str]:
-        return {name: value for name, value in os.environ.items() if name not in ENVIRONMENT_OF_TOOLS}
+        return {
+            name: value for name, value in os.environ.items() if name not in ENVIRONMENT_OF_TOOLS
+        }
 
     before = snapshot()
     yield
     after = snapshot()
-    changed = sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
+    changed = sorted(
+        name for name in before.keys() | after.keys() if before.get(name) != after.get(name)
+    )
     if changed:
         for name in changed:
             os.environ.pop(name, None)
@@ -110,7 +133,9 @@ def _no_leaked_threads() -> Iterator[None]:
 
     def leaked() -> list[threading.Thread]:
         return [
-            thread for thread in threading.enumerate() if thread not in before and not thread.daemon and not _may_stay(thread)
+            thread
+            for thread in threading.enumerate()
+            if thread not in before and not thread.daemon and not _may_stay(thread)
         ]
 
     yield
@@ -119,18 +144,25 @@ def _no_leaked_threads() -> Iterator[None]:
 
 
 def _may_stay(thread: threading.Thread) -> bool:
-    """Tell whether a library keeps this thread for the life of the process, by design, and ends it at exit."""
+    """Tell whether a library keeps this thread for the life of the process, by design, and ends
+    it at exit."""
     return thread.name.startswith("Dask-Offload")
 
 
 @pytest.fixture(autouse=True)
 def _no_leaked_processes() -> Iterator[None]:
-    """Fail a test that leaves a descendant process; servers of wider fixtures are older than the baseline."""
+    """Fail a test that leaves a descendant process; servers of wider fixtures are older than
+    the baseline."""
     before = set(_descendants())
 
     def leaked() -> list[psutil.Process]:
-        # The host of a worker of a wider fixture is meant to stay; the session's end looks for it too.
-        return [process for process in _descendants() if process not in before and not _is_rank_host(process)]
+        # The host of a worker of a wider fixture is meant to stay; the session's end looks for
+        # it too.
+        return [
+            process
+            for process in _descendants()
+            if process not in before and not _is_rank_host(process)
+        ]
 
     yield
     if not _becomes_true(lambda: not leaked(), GRACE_S):
@@ -164,7 +196,8 @@ def _descendants() -> list[psutil.Process]:
 
 
 def _is_rank_host(process: psutil.Process) -> bool:
-    """Tell a Dask worker's warm rank host, which ends with its worker, from the ranks that it forks: those are ddp-rank-<n>."""
+    """Tell a Dask worker's warm rank host, which ends with its worker, from the ranks that it
+    forks: those are ddp-rank-<n>."""
     with contextlib.suppress(psutil.Error):
         is_rank = process.name().startswith("ddp-rank-") and process.name() != "ddp-rank-host"
         return "prefect_torch_ddp.rank.fork_server" in process.cmdline() and not is_rank
@@ -172,7 +205,8 @@ def _is_rank_host(process: psutil.Process) -> bool:
 
 
 def _is_service(process: psutil.Process, command: list[str]) -> bool:
-    """Tell what a library starts once and keeps: multiprocessing's helpers and Prefect's embedded server."""
+    """Tell what a library starts once and keeps: multiprocessing's helpers and Prefect's
+    embedded server."""
     line = " ".join(command)
     if "prefect.server.api.server:create_app" in line:
         return process.ppid() == os.getpid()  # a Dask worker that starts one of its own is a fault
@@ -180,7 +214,8 @@ def _is_service(process: psutil.Process, command: list[str]) -> bool:
 
 
 def _stop_embedded_server() -> None:
-    """Stop what Prefect would stop at exit, which is too late for the check of the whole session."""
+    """Stop what Prefect would stop at exit, which is too late for the check of the whole
+    session."""
     if module := sys.modules.get("prefect.server.api.server"):
         for server in list(module.SubprocessASGIServer._instances.values()):
             server.stop()
@@ -201,12 +236,15 @@ def _kill(processes: list[psutil.Process]) -> None:
 
 
 def _of_this_session() -> list[psutil.Process]:
-    """Find every living process that inherited our mark, whoever its parent is now, and our own forks, which show no new mark."""
+    """Find every living process that inherited our mark, whoever its parent is now, and our own
+    forks, which show no new mark."""
     mark = f"PTD_TEST_SESSION={SESSION_ID}".encode()
     found = set(_descendants())
     for pid in psutil.pids():
         with contextlib.suppress(OSError, psutil.Error):
-            if pid != os.getpid() and mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+            if pid != os.getpid() and mark in Path(f"/proc/{pid}/environ").read_bytes().split(
+                b"\0"
+            ):
                 process = psutil.Process(pid)
                 if not _is_service(process, process.cmdline()):
                     found.add(process)
@@ -221,10 +259,16 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         _fail(session, text)
     if not _becomes_true(lambda: not _of_this_session(), 2 * GRACE_S):
         left = _of_this_session()
-        text = "\nprocesses outlived the suite and were killed:\n" + "\n".join(map(_describe, left)) + "\n"
+        text = (
+            "\nprocesses outlived the suite and were killed:\n"
+            + "\n".join(map(_describe, left))
+            + "\n"
+        )
         _kill(left)
         if hasattr(session.config, "workeroutput"):
-            session.config.workeroutput["left"] = text  # a worker of xdist has no exit status that counts
+            session.config.workeroutput["left"] = (
+                text  # a worker of xdist has no exit status that counts
+            )
         else:
             _fail(session, text)
     shutil.rmtree(_home, ignore_errors=True)
@@ -244,7 +288,8 @@ def pytest_testnodedown(node: Any, error: object | None) -> None:
     _left_by_workers.append(getattr(node, "workeroutput", {}).get("left", ""))
 
 
-# ---- Real servers. Wide in scope since they cost seconds; heavy imports stay inside, so that unit tests start at once.
+# ---- Real servers. Wide in scope since they cost seconds; heavy imports stay inside, so that
+# unit tests start at once.
 
 
 @pytest.fixture(scope="session")
@@ -266,7 +311,8 @@ def prefect_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 def _drain_prefect() -> None:
-    """Have Prefect send what it still holds: at exit it would try a stopped server for a minute."""
+    """Have Prefect send what it still holds: at exit it would try a stopped server for a
+    minute."""
     if module := sys.modules.get("prefect.logging.handlers"):
         module.APILogWorker.drain_all(timeout=10)
     if module := sys.modules.get("prefect.events.worker"):
@@ -278,8 +324,21 @@ def _start_prefect_server(home: Path, log: int) -> tuple[subprocess.Popen[bytes]
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        command = [sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port), "--no-ui"]
-        process = subprocess.Popen(command, stdout=log, stderr=log, env=os.environ | {"PREFECT_HOME": str(home)})
+        command = [
+            sys.executable,
+            "-m",
+            "prefect",
+            "server",
+            "start",
+            "--host",
+            "127.0.0.1",
+            "--port",
+            str(port),
+            "--no-ui",
+        ]
+        process = subprocess.Popen(
+            command, stdout=log, stderr=log, env=os.environ | {"PREFECT_HOME": str(home)}
+        )
         _becomes_true(partial(_has_settled, process, port), SERVER_READY_S)
         if _is_ready(process, port):
             return process, f"http://127.0.0.1:{port}/api"
@@ -293,10 +352,13 @@ def _has_settled(process: subprocess.Popen[bytes], port: int) -> bool:
 
 
 def _is_ready(process: subprocess.Popen[bytes], port: int) -> bool:
-    """Tell whether our own server answers: one of somebody else's on the same port would answer too, and get our test's runs."""
+    """Tell whether our own server answers: one of somebody else's on the same port would answer
+    too, and get our test's runs."""
     try:
         sockets = psutil.Process(process.pid).net_connections("tcp")
-        if not any(found.status == psutil.CONN_LISTEN and found.laddr.port == port for found in sockets):
+        if not any(
+            found.status == psutil.CONN_LISTEN and found.laddr.port == port for found in sockets
+        ):
             return False
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/api/health", timeout=2) as response:
             return bool(response.status == 200)
@@ -306,7 +368,8 @@ def _is_ready(process: subprocess.Popen[bytes], port: int) -> bool:
 
 @pytest.fixture
 def prefect_api(prefect_server: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Make the real server the one that flows of this test, and processes that it starts, talk to."""
+    """Make the real server the one that flows of this test, and processes that it starts, talk
+    to."""
     from prefect.settings import PREFECT_API_URL, temporary_settings
 
     monkeypatch.setenv("PREFECT_API_URL", prefect_server)
@@ -316,7 +379,10 @@ def prefect_api(prefect_server: str, monkeypatch: pytest.MonkeyPatch) -> Iterato
 
 @pytest.fixture(scope="session")
 def ceph_server() -> Iterator["CephServer"]:
-    """Run a real Ceph RADOS Gateway, or skip the test with what to install. User `owner` may do all, user `reader` reads."""
+    """Run a real Ceph RADOS Gateway, or skip the test with what to install.
+
+    User `owner` may do all, user `reader` reads.
+    """
     from tests.integration.ceph_server import run_ceph
 
     with run_ceph(_home / "ceph") as server:
@@ -325,10 +391,15 @@ def ceph_server() -> Iterator["CephServer"]:
 
 @pytest.fixture(scope="session")
 def dask_cluster() -> Iterator["LocalCluster"]:
-    """Run a real cluster: two worker processes of one thread. A test that kills or stops workers makes its own."""
+    """Run a real cluster: two worker processes of one thread.
+
+    A test that kills or stops workers makes its own.
+    """
     from distributed import LocalCluster
 
-    with LocalCluster(n_workers=2, threads_per_worker=1, processes=True, dashboard_address=":0") as cluster:
+    with LocalCluster(
+        n_workers=2, threads_per_worker=1, processes=True, dashboard_address=":0"
+    ) as cluster:
         yield cluster
 
 

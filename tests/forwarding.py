@@ -1,4 +1,5 @@
-"""Owns a real storage behind the protocol's questions alone, for tests that change one of the answers."""
+"""Owns a real storage behind the protocol's questions alone, for tests that change one of the
+answers."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,7 +9,8 @@ from prefect_torch_ddp.storage.protocol import Storage, StoredObject
 
 
 class ForwardingStorage:
-    """A directory, or another storage, that only answers the protocol's questions, as a bucket does."""
+    """A directory, or another storage, that only answers the protocol's questions, as a bucket
+    does."""
 
     def __init__(self, inner: Path | Storage) -> None:
         self.inner: Storage = DirectoryStorage(inner) if isinstance(inner, Path) else inner

@@ -1,4 +1,5 @@
-"""Owns a run through a kill point, and the check that nothing is lost and nothing is there twice."""
+"""Owns a run through a kill point, and the check that nothing is lost and nothing is there
+twice."""
 
 import json
 from collections import Counter
@@ -20,7 +21,7 @@ from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.storage.protocol import Storage
 from prefect_torch_ddp.storage.s3.client import client_of
 from prefect_torch_ddp.storage.s3.storage import S3Storage
-from prefect_torch_ddp.tasks.run import RunJournal
+from prefect_torch_ddp.tasks.run import RunAttemptLog
 from tests.integration.s3_server import S3Server
 from tests.kill_points import KillPoint
 from tests.killing_wire import KillingWire
@@ -60,9 +61,15 @@ def run(client: Client, point: KillPoint, storage: Storage, folder: Path) -> End
             return config, killed.train, (plan,)
 
         def call(size: int, max_restarts: int) -> list[dict[str, Any]]:
-            journal = RunJournal(storage, "run", knows_steps=True)
-            options = {"world_size": size, "ranks_per_worker": max(1, size // 2), "max_restarts": max_restarts}
-            return run_gang(client, RUN_WITH_CONTEXT, args=arguments, journal=journal, **options)
+            attempt_log = RunAttemptLog(storage, "run", knows_steps=True)
+            options = {
+                "world_size": size,
+                "ranks_per_worker": max(1, size // 2),
+                "max_restarts": max_restarts,
+            }
+            return run_gang(
+                client, RUN_WITH_CONTEXT, args=arguments, attempt_log=attempt_log, **options
+            )
 
         if len(set(point.sizes)) == 1:
             return Ended(call(point.sizes[0], point.num_kills), storage, folder)
@@ -76,7 +83,8 @@ _undisturbed: dict[tuple[Plan, int], Ended] = {}
 
 
 def undisturbed(client: Client, point: KillPoint, new_folder: Callable[[], Path]) -> Ended:
-    """Return what the same training leaves when nothing happens; for other numbers of ranks, that of one."""
+    """Return what the same training leaves when nothing happens; for other numbers of ranks,
+    that of one."""
     size = point.sizes[0] if len(set(point.sizes)) == 1 else 1
     plan = point.plan
     if (plan, size) not in _undisturbed:
@@ -91,9 +99,13 @@ StrikeAt = Callable[[KillPoint], None]
 
 @pytest.fixture
 def strike_at(
-    request: pytest.FixtureRequest, dask_client: Client, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest,
+    dask_client: Client,
+    tmp_path: Path,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> StrikeAt:
-    """Return what runs the training through a point's kills; on S3 the test uses the fixture open_s3_server or ceph_server."""
+    """Return what runs the training through a point's kills; on S3 the test uses the fixture
+    open_s3_server or ceph_server."""
     of_s3 = "ceph_server" if "ceph_server" in request.fixturenames else "open_s3_server"
 
     def at(point: KillPoint) -> None:
@@ -103,7 +115,13 @@ def strike_at(
     return at
 
 
-def strike(client: Client, point: KillPoint, server: S3Server | None, folder: Path, new_folder: Callable[[], Path]) -> None:
+def strike(
+    client: Client,
+    point: KillPoint,
+    server: S3Server | None,
+    folder: Path,
+    new_folder: Callable[[], Path],
+) -> None:
     """Run the training through its kills; assert that it ends as if there had been none.
 
     Args:
@@ -137,11 +155,16 @@ def _check_weights(point: KillPoint, ended: Ended, calm: Ended) -> None:
 
 
 def _check_ledger(ended: Ended) -> None:
-    """Each sample once an epoch, in the batches that the order says: by the run's ledger, and by one that the workload kept."""
+    """Each sample once an epoch, in the batches that the order says: by the run's ledger, and
+    by one that the workload kept."""
     from prefect_torch_ddp.data.sampler import GlobalBatches
     from prefect_torch_ddp.records.ledger import read_ledger
 
-    lines = [json.loads(line) for path in ended.folder.glob("ledger-*") for line in path.read_text().splitlines()]
+    lines = [
+        json.loads(line)
+        for path in ended.folder.glob("ledger-*")
+        for line in path.read_text().splitlines()
+    ]
     newest = {line["step"]: 0 for line in lines}
     for line in lines:
         newest[line["step"]] = max(newest[line["step"]], line["attempt"])
@@ -151,10 +174,15 @@ def _check_ledger(ended: Ended) -> None:
             found.setdefault((line["epoch"], line["step"]), Counter()).update(line["samples"])
     report = read_ledger(ended.storage, "run")
     assert report.is_clean, str(report)
-    assert str(report).splitlines() == [f"epoch {epoch}: {NUM_SAMPLES} samples, each once" for epoch in range(1, EPOCHS + 1)]
+    assert str(report).splitlines() == [
+        f"epoch {epoch}: {NUM_SAMPLES} samples, each once" for epoch in range(1, EPOCHS + 1)
+    ]
     order = GlobalBatches(NUM_SAMPLES, BATCH)
     steps = [(epoch, batch) for epoch in range(EPOCHS) for batch in range(order.num_batches)]
-    expected = {(epoch + 1, step): Counter(order.share(epoch, batch, 0, 1)) for step, (epoch, batch) in enumerate(steps, start=1)}
+    expected = {
+        (epoch + 1, step): Counter(order.share(epoch, batch, 0, 1))
+        for step, (epoch, batch) in enumerate(steps, start=1)
+    }
     assert found == expected, f"{found} is not {expected}"
     for epoch in range(1, EPOCHS + 1):
         seen = sum((samples for (e, _), samples in found.items() if e == epoch), Counter())
@@ -162,20 +190,28 @@ def _check_ledger(ended: Ended) -> None:
 
 
 def _check_records(ended: Ended, calm: Ended) -> None:
-    """No metric record is lost or there twice, and the loss is that of the undisturbed training."""
+    """No metric record is lost or there twice, and the loss is that of the undisturbed
+    training."""
     records = read_records(ended.storage, "run")
-    assert Counter(record.step for record in records if record.rank == 0) == Counter(range(1, NUM_STEPS + 1))
+    assert Counter(record.step for record in records if record.rank == 0) == Counter(
+        range(1, NUM_STEPS + 1)
+    )
     curve, expected = loss_curve(records), loss_curve(read_records(calm.storage, "run"))
     assert [step for step, _ in curve] == list(range(1, NUM_STEPS + 1))
-    assert [value for _, value in curve] == pytest.approx([value for _, value in expected], rel=1e-9)
+    assert [value for _, value in curve] == pytest.approx(
+        [value for _, value in expected], rel=1e-9
+    )
 
 
 def _check_checkpoints(ended: Ended, calm: Ended) -> None:
-    """The same steps are kept, whole, and nothing else is left of any other: no object, no upload that was begun."""
+    """The same steps are kept, whole, and nothing else is left of any other: no object, no
+    upload that was begun."""
     from prefect_torch_ddp.checkpoint.restore import find_resumable
 
     manifests = list_manifests(ended.storage, "run")
-    steps, expected = ([m.step for m in found] for found in (manifests, list_manifests(calm.storage, "run")))
+    steps, expected = (
+        [m.step for m in found] for found in (manifests, list_manifests(calm.storage, "run"))
+    )
     assert steps == expected, f"kept are {steps}, not {expected}"
     newest = find_resumable(ended.storage, "run")
     assert newest is not None
@@ -185,6 +221,8 @@ def _check_checkpoints(ended: Ended, calm: Ended) -> None:
     there = {found.key for found in ended.storage.list(checkpoints_prefix("run"))}
     assert there == kept, f"left over: {sorted(there - kept)}; missing: {sorted(kept - there)}"
     if isinstance(ended.storage, S3Storage):
-        answer = client_of(ended.storage).list_multipart_uploads(Bucket=ended.storage.bucket, Prefix=ended.storage.prefix)
+        answer = client_of(ended.storage).list_multipart_uploads(
+            Bucket=ended.storage.bucket, Prefix=ended.storage.prefix
+        )
         begun = [upload["Key"] for upload in answer.get("Uploads", ())]
         assert not begun, f"uploads were begun and never ended: {begun}"

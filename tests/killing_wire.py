@@ -1,4 +1,5 @@
-"""Owns a wire to an S3 server on which a client is killed in the midst of a request, or before it hears the answer."""
+"""Owns a wire to an S3 server on which a client is killed in the midst of a request, or before
+it hears the answer."""
 
 import os
 import re
@@ -25,7 +26,10 @@ class WireKill:
     path: str
     """A regular expression; the path comes with its query."""
     moment: Literal["within", "after"]
-    """Within: half of the body was sent, and the server gets none of it. After: it is done, and nobody hears of it."""
+    """Within: half of the body was sent, and the server gets none of it.
+
+    After: it is done, and nobody hears of it.
+    """
     nth: int = 1
 
 
@@ -53,7 +57,9 @@ class KillingWire(Wire):
     def carry_out(self, kill: WireKill, client: tuple[str, int]) -> None:
         """Kill the process at the other end of a connection."""
         for process in psutil.process_iter(["name"]):
-            if (process.info["name"] or "").startswith("ddp-rank-") and client in _local_ends(process):
+            if (process.info["name"] or "").startswith("ddp-rank-") and client in _local_ends(
+                process
+            ):
                 leave_mark(self._folder, kill.attempt)
                 os.kill(process.pid, signal.SIGKILL)
                 return

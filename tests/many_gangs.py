@@ -1,4 +1,5 @@
-"""Owns a mix of gangs that end in every way, and the comparison of what is there before and after it."""
+"""Owns a mix of gangs that end in every way, and the comparison of what is there before and
+after it."""
 
 import collections
 import os
@@ -41,17 +42,31 @@ def run_mix(client: Client, folder: Path, number: int, launcher: Launcher = "aut
     place.mkdir()
     match how:
         case "good":
-            assert run_gang(client, plain.sum_of_ones, world_size=2, launcher=launcher) == [2.0, 2.0]
+            assert run_gang(client, plain.sum_of_ones, world_size=2, launcher=launcher) == [
+                2.0,
+                2.0,
+            ]
         case "loader":
-            assert run_gang(client, plain.load_with_workers, args=(None,), world_size=2, launcher=launcher) == [285, 285]
+            assert run_gang(
+                client, plain.load_with_workers, args=(None,), world_size=2, launcher=launcher
+            ) == [285, 285]
         case "raise" | "SIGKILL" | "os_exit":
             with pytest.raises(RankFailedError, match="rank 1 "):
                 run_gang(client, faulty.only_on, args=(1, how), world_size=2, launcher=launcher)
         case "loader_killed":
             with pytest.raises(RankFailedError, match=r"rank 1 .* SIGKILL"):
-                run_gang(client, faulty.die_while_loading, args=("spawn",), world_size=2, launcher=launcher)
+                run_gang(
+                    client,
+                    faulty.die_while_loading,
+                    args=("spawn",),
+                    world_size=2,
+                    launcher=launcher,
+                )
         case "queued":
-            threads = [threading.Thread(target=run_gang, args=(client, plain.sum_of_ones, (), None, 2)) for _ in range(3)]
+            threads = [
+                threading.Thread(target=run_gang, args=(client, plain.sum_of_ones, (), None, 2))
+                for _ in range(3)
+            ]
             for thread in threads:
                 thread.start()
             for thread in threads:
@@ -67,7 +82,9 @@ def _disturb(client: Client, place: Path, how: str, launcher: Launcher) -> None:
 
     def run() -> None:
         try:
-            run_gang(client, faulty.sleep_for_ever, args=(str(place),), world_size=2, launcher=launcher)
+            run_gang(
+                client, faulty.sleep_for_ever, args=(str(place),), world_size=2, launcher=launcher
+            )
         except (RankFailedError, GangCancelledError) as error:
             errors.append(error)
 
@@ -78,8 +95,10 @@ def _disturb(client: Client, place: Path, how: str, launcher: Launcher) -> None:
         with pytest.raises(NotEnoughWorkersError):
             run_gang(client, plain.sum_of_ones, world_size=2, queue_timeout_s=0.3)
     if how == "cancelled":
-        seats = [future.key for future in client.futures.values() if future.key.startswith("ddp-seat-")]
-        client.cancel([Future(key, client) for key in seats], force=True)
+        agents = [
+            future.key for future in client.futures.values() if future.key.startswith("ddp-agent-")
+        ]
+        client.cancel([Future(key, client) for key in agents], force=True)
     else:
         os.kill(pids[0], signal.SIGKILL)
     thread.join(30)
@@ -100,12 +119,16 @@ class Belongings:
 
 
 def assert_nothing_is_left(tmp_path: Path, patch: pytest.MonkeyPatch, num_gangs: int) -> None:
-    """Run that many gangs on a cluster of its own, which has run one of each before, and compare."""
+    """Run that many gangs on a cluster of its own, which has run one of each before, and
+    compare."""
     temporary = tmp_path / "tmp"
     temporary.mkdir()
     patch.setenv("TMPDIR", str(temporary))
     folders = [tmp_path / "warm", tmp_path / "counted"]
-    with LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=":0") as cluster, Client(cluster) as client:
+    with (
+        LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=":0") as cluster,
+        Client(cluster) as client,
+    ):
         for folder in folders:
             folder.mkdir()
         for number in range(len(MIX)):
@@ -118,7 +141,9 @@ def assert_nothing_is_left(tmp_path: Path, patch: pytest.MonkeyPatch, num_gangs:
         after = belongings()
         for pid, old in before.items():
             grown = (after[pid].rss_bytes - old.rss_bytes) / 2**20
-            print(f"{old.name} ({pid}) grew by {grown:.1f} MiB over {num_gangs} gangs; {after[pid].files}")
+            print(
+                f"{old.name} ({pid}) grew by {grown:.1f} MiB over {num_gangs} gangs; {after[pid].files}"
+            )
 
 
 def files_in(temporary: Path) -> set[Path]:
@@ -127,7 +152,8 @@ def files_in(temporary: Path) -> set[Path]:
 
 
 def belongings() -> dict[int, Belongings]:
-    """Describe this process, the Dask processes and rank hosts below it, and whatever else is alive there."""
+    """Describe this process, the Dask processes and rank hosts below it, and whatever else is
+    alive there."""
     found = {}
     for process in [psutil.Process(), *psutil.Process().children(recursive=True)]:
         try:
@@ -139,10 +165,14 @@ def belongings() -> dict[int, Belongings]:
 
 
 def _describe(process: psutil.Process) -> Belongings:
-    listening = [c.laddr.port for c in process.net_connections("tcp") if c.status == psutil.CONN_LISTEN]
+    listening = [
+        c.laddr.port for c in process.net_connections("tcp") if c.status == psutil.CONN_LISTEN
+    ]
     return Belongings(
         name=process.name(),
-        files=dict(collections.Counter(_kind(fd) for fd in Path(f"/proc/{process.pid}/fd").iterdir())),
+        files=dict(
+            collections.Counter(_kind(fd) for fd in Path(f"/proc/{process.pid}/fd").iterdir())
+        ),
         num_threads=process.num_threads(),
         ports=tuple(sorted(listening)),
         rss_bytes=process.memory_info().rss,

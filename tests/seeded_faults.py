@@ -1,4 +1,5 @@
-"""Owns the drawing of seeded faults and the check that the caller is told the truth about each."""
+"""Owns the drawing of seeded faults and the check that the caller is told the truth about
+each."""
 
 import itertools
 import os
@@ -31,16 +32,25 @@ def seed_from_environment() -> int:
 
 
 def every_fault(seed: int) -> list[Fault]:
-    """Draw the faults: each way to fail in each state, read both as the failing rank's state and as that of its peers.
+    """Draw the faults: each way to fail in each state, read both as the failing rank's state
+    and as that of its peers.
 
-    That is 8 x 5 x 2 world sizes x 2 readings; then 40 in which all ranks are in the same state, and 14 in DataLoader workers.
+    That is 8 x 5 x 2 world sizes x 2 readings; then 40 in which all ranks are in the same
+    state, and 14 in DataLoader workers.
     """
     chance = random.Random(seed)
     kinds: list[tuple[How, State | None, State | None, int, bool]] = []
     for how, state, world_size in itertools.product(HOWS, STATES, WORLD_SIZES):
         kinds += [(how, state, None, world_size, False), (how, None, state, world_size, False)]
-    kinds += [(how, state, state, chance.choice(WORLD_SIZES), False) for how, state in itertools.product(HOWS, STATES)]
-    kinds += [(how, "loader", None, size, True) for how, size in itertools.product(HOWS, WORLD_SIZES) if how != "return"]
+    kinds += [
+        (how, state, state, chance.choice(WORLD_SIZES), False)
+        for how, state in itertools.product(HOWS, STATES)
+    ]
+    kinds += [
+        (how, "loader", None, size, True)
+        for how, size in itertools.product(HOWS, WORLD_SIZES)
+        if how != "return"
+    ]
     return [
         _draw(chance, f"{seed}-{number:03d}", how, own, peers, world_size, in_worker=in_worker)
         for number, (how, own, peers, world_size, in_worker) in enumerate(kinds)
@@ -48,7 +58,14 @@ def every_fault(seed: int) -> list[Fault]:
 
 
 def _draw(  # noqa: PLR0917 - what is given of a fault; the rest is drawn
-    chance: random.Random, name: str, how: How, own: State | None, peers: State | None, world_size: int, *, in_worker: bool
+    chance: random.Random,
+    name: str,
+    how: How,
+    own: State | None,
+    peers: State | None,
+    world_size: int,
+    *,
+    in_worker: bool,
 ) -> Fault:
     culprit = chance.randrange(world_size)
     states = [peers or chance.choice(STATES) for _ in range(world_size)]
@@ -69,13 +86,20 @@ def _draw(  # noqa: PLR0917 - what is given of a fault; the rest is drawn
 
 
 def strike(client: Client, fault: Fault, folder: Path) -> None:
-    """Run a gang that the fault strikes; assert what its caller is told, and that none of its processes is left."""
+    """Run a gang that the fault strikes; assert what its caller is told, and that none of its
+    processes is left."""
     killer = threading.Thread(target=_kill_from_outside, args=(fault, folder), daemon=True)
     if fault.from_outside:
         killer.start()
     size = len(fault.states)
     with pytest.raises(RankFailedError) as caught:
-        run_gang(client, struck.train, args=(fault, str(folder)), world_size=size, ranks_per_worker=size // 2)
+        run_gang(
+            client,
+            struck.train,
+            args=(fault, str(folder)),
+            world_size=size,
+            ranks_per_worker=size // 2,
+        )
     pids = [int(path.read_text()) for path in folder.glob("pid-*")]
     left = [pid for pid in pids if psutil.pid_exists(pid)]
     assert len(pids) == size
@@ -162,19 +186,37 @@ def sample(faults: Sequence[Fault], num_faults: int, seed: int) -> list[Fault]:
     chance = random.Random(seed)
     shuffled = list(faults)
     chance.shuffle(shuffled)
-    wanted: set[Any] = {*HOWS, *(("own", state) for state in STATES), *(("peers", state) for state in STATES), "worker", 2, 4}
+    wanted: set[Any] = {
+        *HOWS,
+        *(("own", state) for state in STATES),
+        *(("peers", state) for state in STATES),
+        "worker",
+        2,
+        4,
+    }
     chosen = []
     for fault in shuffled:
         new = wanted & _traits(fault)
-        if new and not (fault.how == "return" and "return" not in new):  # each takes the two seconds of a rank that lingers
+        if new and not (
+            fault.how == "return" and "return" not in new
+        ):  # each takes the two seconds of a rank that lingers
             chosen.append(fault)
             wanted -= new
     assert not wanted
-    rest = (fault for fault in shuffled if fault not in chosen and fault.how not in ("return", "slow_finally"))
+    rest = (
+        fault
+        for fault in shuffled
+        if fault not in chosen and fault.how not in ("return", "slow_finally")
+    )
     return chosen + list(itertools.islice(rest, num_faults - len(chosen)))
 
 
 def _traits(fault: Fault) -> set[Any]:
     peers = {state for rank, state in enumerate(fault.states) if rank != fault.culprit}
-    traits = {fault.how, ("own", fault.states[fault.culprit]), *(("peers", state) for state in peers), len(fault.states)}
+    traits = {
+        fault.how,
+        ("own", fault.states[fault.culprit]),
+        *(("peers", state) for state in peers),
+        len(fault.states),
+    }
     return traits | ({"worker"} if fault.in_worker else set())

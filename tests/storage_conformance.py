@@ -38,7 +38,19 @@ ESCAPES = [
 
 # No key is the folder of another one: in a directory the two exclude each other.
 KEYS = st.sampled_from(
-    ["a.x", "a/b.x", "a/b/c.x", "a/é ü.x", "a0.x", "a-.x", "train/1.x", "train2/1.x", "Ω/😀.x", "z/.x", "% &+?.x"]
+    [
+        "a.x",
+        "a/b.x",
+        "a/b/c.x",
+        "a/é ü.x",
+        "a0.x",
+        "a-.x",
+        "train/1.x",
+        "train2/1.x",
+        "Ω/😀.x",
+        "z/.x",
+        "% &+?.x",
+    ]
 )
 PREFIXES = st.sampled_from(["", "a", "a/", "a/b", "a/b/", "train", "train/", "Ω", "no", "z/."])
 CONTENTS = st.binary(max_size=64)
@@ -53,7 +65,11 @@ OPERATIONS = st.lists(
 
 
 class StorageConformance:
-    """The suite. A subclass gives the fixture `make_storage`, which returns an empty storage each time it is called."""
+    """The suite.
+
+    A subclass gives the fixture `make_storage`, which returns an empty storage each time it is
+    called.
+    """
 
     num_examples = 60
 
@@ -80,7 +96,12 @@ class StorageConformance:
         for data in (b"", b"abc", bytes(range(256)) * 40_000):
             storage.write("folder/object", data)
             parts: list[bytes] = []
-            assert storage.read_seen("folder/object", lambda part, parts=parts: parts.append(bytes(part))) == data
+            assert (
+                storage.read_seen(
+                    "folder/object", lambda part, parts=parts: parts.append(bytes(part))
+                )
+                == data
+            )
             assert b"".join(parts) == data
         with pytest.raises(ObjectNotFoundError, match="absent"):
             storage.read_seen("absent", len)
@@ -104,11 +125,15 @@ class StorageConformance:
         assert storage.read("folder/two") == b"2"
 
     def test_lists_by_string_prefix_in_key_order(self, storage):
-        """A prefix is text, not a folder; the order is that of the keys, not of folders; sizes are right."""
+        """A prefix is text, not a folder; the order is that of the keys, not of folders; sizes
+        are right."""
         for key in ("train2/x", "train/b", "train/a/deep", "train-x", "test/x"):
             storage.write(key, key.encode())
         found = list(storage.list("train"))
-        assert found == [StoredObject(key, len(key)) for key in ("train-x", "train/a/deep", "train/b", "train2/x")]
+        assert found == [
+            StoredObject(key, len(key))
+            for key in ("train-x", "train/a/deep", "train/b", "train2/x")
+        ]
         assert [entry.key for entry in storage.list("train/")] == ["train/a/deep", "train/b"]
         assert len(list(storage.list())) == 5
         assert list(storage.list("absent/")) == []
@@ -121,7 +146,8 @@ class StorageConformance:
 
     @pytest.mark.parametrize("key", ESCAPES)
     def test_bad_keys_are_refused_everywhere(self, storage, key):
-        """Each operation refuses a key that leaves the root or isn't portable, and nothing is written."""
+        """Each operation refuses a key that leaves the root or isn't portable, and nothing is
+        written."""
         for operation in (
             lambda: storage.read(key),
             lambda: storage.write(key, b"x"),
@@ -133,7 +159,8 @@ class StorageConformance:
         assert list(storage.list()) == []
 
     def test_write_if_absent_keeps_the_first(self, storage):
-        """The second writer is told so and changes nothing; after a delete the key is free again."""
+        """The second writer is told so and changes nothing; after a delete the key is free
+        again."""
         assert storage.write_if_absent("claim", b"first") is True
         assert storage.write_if_absent("claim", b"second") is False
         assert storage.read("claim") == b"first"
@@ -142,7 +169,8 @@ class StorageConformance:
         assert storage.read("claim") == b"third"
 
     def test_one_of_racing_processes_wins(self, storage):
-        """Of eight processes that write one key at once exactly one is told that it won, and its content is there, whole."""
+        """Of eight processes that write one key at once exactly one is told that it won, and
+        its content is there, whole."""
         barrier = FORK.Barrier(NUM_RACERS)
         contents = [bytes([racer]) * 300_000 for racer in range(NUM_RACERS)]
         for number in range(5):
@@ -167,13 +195,16 @@ class StorageConformance:
         assert copy.read("object") == b"content"
 
     def test_forked_children_read_their_own_bytes(self, storage):
-        """A storage that was used before a fork gives each child, and the parent, the bytes of the key it asked for."""
+        """A storage that was used before a fork gives each child, and the parent, the bytes of
+        the key it asked for."""
         keys = [f"object/{number}" for number in range(4)]
         for key in keys:
             storage.write(key, key.encode() * 3000)
         assert storage.read(keys[0]) == keys[0].encode() * 3000
         barrier = FORK.Barrier(len(keys))
-        assert in_processes([(_read_often, storage, key, key.encode() * 3000, barrier) for key in keys]) == [0] * len(keys)
+        assert in_processes(
+            [(_read_often, storage, key, key.encode() * 3000, barrier) for key in keys]
+        ) == [0] * len(keys)
         assert storage.read(keys[1]) == keys[1].encode() * 3000
 
     def test_the_probe_passes_and_leaves_nothing(self, storage):
@@ -196,7 +227,9 @@ class StorageConformance:
             storage, model = make_storage(), {}
             for operation in operations:
                 assert _apply(storage, operation) == _apply_to_model(model, operation), operation
-            assert [(found.key, found.num_bytes) for found in storage.list()] == [(key, len(model[key])) for key in sorted(model)]
+            assert [(found.key, found.num_bytes) for found in storage.list()] == [
+                (key, len(model[key])) for key in sorted(model)
+            ]
 
         compare()
 
@@ -227,9 +260,13 @@ def _apply_to_model(model: dict[str, bytes], operation: tuple[Any, ...]) -> Any:
 
 
 def in_processes(calls: list[tuple[Any, ...]]) -> list[Any]:
-    """Run (function, *arguments) in forked processes at once; return their results, in order."""
+    """Run (function, *arguments) in forked processes at once; return their results, in
+    order."""
     pipes = [FORK.Pipe(duplex=False) for _ in calls]
-    children = [FORK.Process(target=_send_result, args=(sender, *call)) for (_, sender), call in zip(pipes, calls, strict=True)]
+    children = [
+        FORK.Process(target=_send_result, args=(sender, *call))
+        for (_, sender), call in zip(pipes, calls, strict=True)
+    ]
     try:
         for child in children:
             child.start()

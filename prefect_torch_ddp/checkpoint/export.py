@@ -1,4 +1,5 @@
-"""Owns the model that a finished training leaves to others: plain weights and a card, each written once and never replaced.
+"""Owns the model that a finished training leaves to others: plain weights and a card, each
+written once and never replaced.
 
 Owns how a model's state becomes a file that plain PyTorch loads on any machine.
 """
@@ -29,20 +30,24 @@ class WeightsFile:
     """A file of weights: plain names, without `module.`."""
 
     name: str
-    """model.safetensors; or model.pt, for `torch.load(..., weights_only=True)`, where safetensors can't hold the state."""
+    """model.safetensors; or model.pt, for `torch.load(..., weights_only=True)`, where
+    safetensors can't hold the state."""
     data: bytes
     num_tensors: int
     num_parameters: int
-    """Numbers in all tensors together, buffers included; tied weights count as often as they are named."""
+    """Numbers in all tensors together, buffers included; tied weights count as often as they
+    are named."""
 
 
 def weights_file(state_data: bytes) -> WeightsFile:
     """Make the file of a state dict as a checkpoint holds it.
 
-    Tied weights are written under each of their names, so that `load_state_dict` finds them all.
+    Tied weights are written under each of their names, so that `load_state_dict` finds them
+    all.
 
     Args:
-        state_data: what `serial.to_bytes` made of the state dict; it is the file itself where safetensors can't hold the state.
+        state_data: what `serial.to_bytes` made of the state dict; it is the file itself where
+            safetensors can't hold the state.
     """
     state = from_bytes(state_data)
     values = state.values() if isinstance(state, dict) else ()
@@ -51,7 +56,10 @@ def weights_file(state_data: bytes) -> WeightsFile:
     try:
         return WeightsFile("model.safetensors", _safetensors_of(state), *sizes)
     except _UnfitError as error:
-        logger.warning("the model is left as model.pt, to be loaded with torch.load(weights_only=True): %s", error)
+        logger.warning(
+            "the model is left as model.pt, to be loaded with torch.load(weights_only=True): %s",
+            error,
+        )
         return WeightsFile("model.pt", state_data, *sizes)
 
 
@@ -78,7 +86,9 @@ def _safetensors_of(state: Any) -> bytes:
             raise _UnfitError(msg)
     try:
         return save(_apart(state), metadata={"format": "pt"})
-    except Exception as error:  # it refuses in every way: KeyError of a dtype, ValueError, an error of its own
+    except (
+        Exception
+    ) as error:  # it refuses in every way: KeyError of a dtype, ValueError, an error of its own
         msg = f"safetensors refuses it: {type(error).__name__}: {error}"
         raise _UnfitError(msg) from error
 
@@ -114,7 +124,7 @@ class ModelCard:
     num_tensors: int
     num_parameters: int
     tracked_as: str
-    """The name that `rank.track` gave the model."""
+    """The name that `ctx.track` gave the model."""
     run_id: str
     step: int
     epoch: int
@@ -130,11 +140,15 @@ class ModelCard:
         """Return the JSON, `about` on the top level; numbers that aren't finite are text."""
         values = asdict(self)
         about = values.pop("about")
-        return json.dumps(_plain({**about, **values}), indent=1, allow_nan=False, default=str).encode()
+        return json.dumps(
+            _plain({**about, **values}), indent=1, allow_nan=False, default=str
+        ).encode()
 
 
 def _plain(value: Any) -> Any:
-    """Return what JSON can hold: other keys than texts and numbers that aren't finite become text."""
+    """Return what JSON can hold: other keys than texts and numbers that aren't finite become
+    text.
+    """
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -142,11 +156,14 @@ def _plain(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def export_model(storage: Storage, manifest: Manifest, name: str, attempt: int, about: Mapping[str, Any]) -> str:
+def export_model(
+    storage: Storage, manifest: Manifest, name: str, attempt: int, about: Mapping[str, Any]
+) -> str:
     """Leave a checkpoint's model in `runs/<run_id>/model/`; return the URI of the weights.
 
-    Nothing there is ever replaced or deleted, so an older attempt can't undo what a newer one left. Where an earlier attempt left
-    the same weights they stand; where it left others, this one's are in a folder that bears its number.
+    Nothing there is ever replaced or deleted, so an older attempt can't undo what a newer one
+    left. Where an earlier attempt left the same weights they stand; where it left others, this
+    one's are in a folder that bears its number.
 
     Args:
         storage: where the run is.
@@ -183,7 +200,9 @@ def export_model(storage: Storage, manifest: Manifest, name: str, attempt: int, 
     refuse_superseded(storage, manifest.run_id, attempt)
     prefix = model_prefix(manifest.run_id)
     if not _stands(storage, prefix, weights, card):
-        refuse_superseded(storage, manifest.run_id, attempt)  # these may be a newer one's, written meanwhile
+        refuse_superseded(
+            storage, manifest.run_id, attempt
+        )  # these may be a newer one's, written meanwhile
         prefix = f"{prefix}{attempt:06d}/"  # nobody else's
         storage.write(f"{prefix}{weights.name}", weights.data)
         storage.write(f"{prefix}{CARD}", card.as_bytes())
@@ -193,10 +212,13 @@ def export_model(storage: Storage, manifest: Manifest, name: str, attempt: int, 
 
 
 def _stands(storage: Storage, prefix: str, weights: WeightsFile, card: ModelCard) -> bool:
-    """Write weights and card, in this order, where none are; return whether these ones are there now."""
+    """Write weights and card, in this order, where none are; return whether these ones are
+    there now.
+    """
     if len(weights.data) > LARGEST_CONDITIONAL_BYTES:
         return False
     objects = {weights.name: weights.data, CARD: card.as_bytes()}
     return all(
-        storage.write_if_absent(prefix + name, data) or storage.read(prefix + name) == data for name, data in objects.items()
+        storage.write_if_absent(prefix + name, data) or storage.read(prefix + name) == data
+        for name, data in objects.items()
     )

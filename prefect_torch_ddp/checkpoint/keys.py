@@ -19,7 +19,7 @@ def attempt_key(run_id: str, attempt: int) -> str:
     return f"{attempts_prefix(run_id)}{attempt:06d}"
 
 
-def beginning_key(run_id: str, attempt: int) -> str:
+def resume_key(run_id: str, attempt: int) -> str:
     """Return what says where an attempt went on."""
     return f"{attempt_key(run_id, attempt)}.json"
 
@@ -30,17 +30,17 @@ def finished_key(run_id: str) -> str:
 
 
 def results_prefix(run_id: str) -> str:
-    """Return where the files of rank.save are."""
+    """Return where the files of ctx.save are."""
     return f"runs/{run_id}/results/"
 
 
 def result_key(run_id: str, attempt: int, path: str) -> str:
-    """Return a file of rank.save; each attempt has its own."""
+    """Return a file of ctx.save; each attempt has its own."""
     return f"{results_prefix(run_id)}{attempt:06d}/{path}"
 
 
 def result_of(run_id: str, key: str) -> tuple[int, str] | None:
-    """Return attempt and path of a file of rank.save; None for anything else that lies there."""
+    """Return attempt and path of a file of ctx.save; None for anything else that lies there."""
     attempt, _, path = key.removeprefix(results_prefix(run_id)).partition("/")
     return (int(attempt), path) if attempt.isdecimal() and path else None
 
@@ -61,7 +61,9 @@ def checkpoints_prefix(run_id: str) -> str:
 
 
 def manifest_key(run_id: str, step: int, attempt: int) -> str:
-    """Return the object whose presence makes a checkpoint complete; each attempt has its own, which no other one writes."""
+    """Return the object whose presence makes a checkpoint complete; each attempt has its own,
+    which no other one writes.
+    """
     return f"{checkpoints_prefix(run_id)}step-{step:08d}/{attempt:06d}/{_MANIFEST}"
 
 
@@ -71,7 +73,9 @@ def is_manifest(key: str) -> bool:
 
 
 def object_key(run_id: str, step: int, attempt: int, name: str) -> str:
-    """Return an object of a checkpoint; each attempt has its own, so that two never write the same one."""
+    """Return an object of a checkpoint; each attempt has its own, so that two never write the
+    same one.
+    """
     return f"{checkpoints_prefix(run_id)}step-{step:08d}/{attempt:06d}/{name}.pt"
 
 

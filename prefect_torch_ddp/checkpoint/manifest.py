@@ -1,4 +1,6 @@
-"""Owns the manifest that makes a checkpoint complete, and what is read of a run's checkpoints without torch."""
+"""Owns the manifest that makes a checkpoint complete, and what is read of a run's checkpoints
+without torch.
+"""
 
 import logging
 import math
@@ -6,8 +8,17 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, Self
 
-from prefect_torch_ddp.checkpoint.attempts import sealed, unsealed, void_test
-from prefect_torch_ddp.checkpoint.keys import checkpoints_prefix, is_manifest, manifest_key, owner_of
+from prefect_torch_ddp.checkpoint.attempts import (
+    from_checksummed_json,
+    superseded_test,
+    to_checksummed_json,
+)
+from prefect_torch_ddp.checkpoint.keys import (
+    checkpoints_prefix,
+    is_manifest,
+    manifest_key,
+    owner_of,
+)
 from prefect_torch_ddp.errors import CheckpointError, DamagedObjectError, ObjectNotFoundError
 from prefect_torch_ddp.results import CheckpointRef
 from prefect_torch_ddp.storage.protocol import Storage
@@ -47,13 +58,16 @@ class Manifest:
 
     def as_bytes(self) -> bytes:
         """Return it as JSON."""
-        metrics = {name: value if math.isfinite(value) else str(value) for name, value in self.metrics.items()}
-        return sealed({**asdict(self), "metrics": metrics})
+        metrics = {
+            name: value if math.isfinite(value) else str(value)
+            for name, value in self.metrics.items()
+        }
+        return to_checksummed_json({**asdict(self), "metrics": metrics})
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Self:
         """Read the JSON back; raises ValueError, TypeError or KeyError on anything else."""
-        values = unsealed(data)
+        values = from_checksummed_json(data)
         objects = tuple(ManifestObject(**item) for item in values.pop("objects"))
         metrics = {str(name): float(value) for name, value in values.pop("metrics").items()}
         return cls(**values, metrics=metrics, objects=objects)
@@ -87,22 +101,27 @@ def find_manifest(storage: Storage, run_id: str, step: int) -> Manifest:
         CheckpointError: there is none, or it is damaged; no other one is taken then.
     """
     attempts = [attempt for found, attempt in _owners(storage, run_id) if found == step]
-    is_void = void_test(storage, run_id)
-    if counting := [attempt for attempt in attempts if not is_void(step, attempt)]:
+    is_superseded = superseded_test(storage, run_id)
+    if counting := [attempt for attempt in attempts if not is_superseded(step, attempt)]:
         return read_manifest(storage, run_id, step, counting[-1])
     msg = f"run {run_id} has no checkpoint of step {step} in {storage.uri}"
     if attempts:
-        msg += f" that counts: attempt {attempts[-1]} made one, and a newer attempt went on from one before it"
+        msg += f" that counts: attempt {attempts[-1]} made one, and a newer attempt resumed from one before it"
     raise CheckpointError(msg)
 
 
 def all_manifests(storage: Storage, run_id: str) -> list[Manifest]:
-    """Return the manifests that there are, by step and attempt, void ones too; damaged ones are left out with a warning."""
+    """Return the manifests that there are, by step and attempt, void ones too; damaged ones are
+    left out with a warning.
+    """
     return _read(storage, run_id, _owners(storage, run_id))
 
 
-def counting_manifests(storage: Storage, run_id: str, faults: list[str] | None = None) -> list[Manifest]:
-    """Return the manifests of a run's complete checkpoints, by step and attempt: all that aren't void.
+def counting_manifests(
+    storage: Storage, run_id: str, faults: list[str] | None = None
+) -> list[Manifest]:
+    """Return the manifests of a run's complete checkpoints, by step and attempt: all that
+    aren't void.
 
     A step may be there twice, where an attempt made the checkpoint again that it began with.
 
@@ -111,18 +130,25 @@ def counting_manifests(storage: Storage, run_id: str, faults: list[str] | None =
         run_id: the run.
         faults: gets what is said of each damaged one, which is left out with a warning.
     """
-    # The manifests before the beginnings: whoever commits between the two is void if a newer attempt didn't see it.
+    # The manifests before the beginnings: whoever commits between the two is void if a newer
+    # attempt didn't see it.
     owners = _owners(storage, run_id, faults)
-    is_void = void_test(storage, run_id)
-    return _read(storage, run_id, [owner for owner in owners if not is_void(*owner)], faults)
+    is_superseded = superseded_test(storage, run_id)
+    return _read(storage, run_id, [owner for owner in owners if not is_superseded(*owner)], faults)
 
 
 def list_manifests(storage: Storage, run_id: str) -> list[Manifest]:
-    """Return the manifests of a run's complete checkpoints by step, of each step that of the newest attempt (no void one)."""
-    return list({manifest.step: manifest for manifest in counting_manifests(storage, run_id)}.values())
+    """Return the manifests of a run's complete checkpoints by step, of each step that of the
+    newest attempt (no void one).
+    """
+    return list(
+        {manifest.step: manifest for manifest in counting_manifests(storage, run_id)}.values()
+    )
 
 
-def _owners(storage: Storage, run_id: str, faults: list[str] | None = None) -> list[tuple[int, int]]:
+def _owners(
+    storage: Storage, run_id: str, faults: list[str] | None = None
+) -> list[tuple[int, int]]:
     """Return step and attempt of each manifest that there is, sorted."""
     owners = []
     for found in storage.list(checkpoints_prefix(run_id)):
@@ -134,13 +160,20 @@ def _owners(storage: Storage, run_id: str, faults: list[str] | None = None) -> l
     return sorted(owners)
 
 
-def _read(storage: Storage, run_id: str, owners: Iterable[tuple[int, int]], faults: list[str] | None = None) -> list[Manifest]:
+def _read(
+    storage: Storage,
+    run_id: str,
+    owners: Iterable[tuple[int, int]],
+    faults: list[str] | None = None,
+) -> list[Manifest]:
     manifests = []
     for step, attempt in owners:
         try:
             manifests.append(read_manifest(storage, run_id, step, attempt))
         except CheckpointError as error:
-            if not isinstance(error.__cause__, ObjectNotFoundError):  # else it was deleted between the listing and now
+            if not isinstance(
+                error.__cause__, ObjectNotFoundError
+            ):  # else it was deleted between the listing and now
                 _tell(faults, str(error))
     return manifests
 
@@ -171,17 +204,29 @@ def newest(storage: Storage, run_id: str) -> CheckpointRef | None:
     return next(reversed(list_checkpoints(storage, run_id)), None)
 
 
-def best(storage: Storage, run_id: str, metric: str, mode: Literal["max", "min"] = "max") -> CheckpointRef | None:
-    """Return a run's best checkpoint by a metric, the oldest of equals (see `ranked`); None where none has the metric."""
+def best(
+    storage: Storage, run_id: str, metric: str, mode: Literal["max", "min"] = "max"
+) -> CheckpointRef | None:
+    """Return a run's best checkpoint by a metric, the oldest of equals (see `ranked`); None
+    where none has the metric.
+    """
     order = ranked(list_manifests(storage, run_id), metric, mode)
     return checkpoint_ref(storage, order[0]) if order else None
 
 
-def ranked(manifests: Iterable[Manifest], metric: str, mode: Literal["max", "min"]) -> list[Manifest]:
-    """Return those that have a finite value of the metric, the best first, the older first of equals.
+def ranked(
+    manifests: Iterable[Manifest], metric: str, mode: Literal["max", "min"]
+) -> list[Manifest]:
+    """Return those that have a finite value of the metric, the best first, the older first of
+    equals.
 
-    Each checkpoint has the newest value there was: those that follow a validation all have the same, the first is nearest to it.
+    Each checkpoint has the newest value there was: those that follow a validation all have the
+    same, the first is nearest to it.
     """
     sign = -1.0 if mode == "max" else 1.0
-    rated = [(sign * value, manifest) for manifest in manifests if math.isfinite(value := manifest.metrics.get(metric, math.nan))]
+    rated = [
+        (sign * value, manifest)
+        for manifest in manifests
+        if math.isfinite(value := manifest.metrics.get(metric, math.nan))
+    ]
     return [manifest for _, manifest in sorted(rated, key=lambda pair: (pair[0], pair[1].step))]

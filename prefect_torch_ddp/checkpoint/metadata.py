@@ -1,4 +1,6 @@
-"""Owns what a checkpoint is of, besides the tracked objects: who writes it, and at which moment of the training. Pure."""
+"""Owns what a checkpoint is of, besides the tracked objects: who writes it, and at which moment
+of the training. Pure.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -19,11 +21,12 @@ class Writer:
 
 
 @dataclass(frozen=True)
-class Moment:
+class CheckpointMetadata:
     """What a checkpoint holds besides the tracked objects."""
 
     step: int
-    """The number by which it is known: the optimizer steps, and beyond them the checkpoints that were made outside of them."""
+    """The number by which it is known: the optimizer steps, and beyond them the checkpoints
+    that were made outside of them."""
     epoch: int
     position: Mapping[str, Any]
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -31,7 +34,11 @@ class Moment:
     is_last: bool = False
     """Whether the training ends with it; it may follow another one of the same step."""
     num_steps: int = 0
-    """Optimizer steps alone. Where a rank left out a checkpoint outside of them, two moments of one number are not the same."""
+    """Optimizer steps alone.
+
+    Where a rank left out a checkpoint outside of them, two moments of one number are not the
+    same.
+    """
 
     @property
     def turn(self) -> tuple[int, int]:

@@ -1,9 +1,12 @@
-"""Owns how the objects of a checkpoint are read: several at once, and hashed while they arrive; what verifies is decoded.
+"""Owns how the objects of a checkpoint are read: several at once, and hashed while they arrive;
+what verifies is decoded.
 
-Owns the digest of a checkpoint's object: over those of its parts, so that several cores may verify one object.
+Owns the digest of a checkpoint's object: over those of its parts, so that several cores may
+verify one object.
 
-BLAKE3 (https://github.com/BLAKE3-team/BLAKE3), since it takes a third of the time of sha256, even where a CPU has instructions
-for that: the hashing is most of what verifying costs, and a part of each save.
+BLAKE3 (https://github.com/BLAKE3-team/BLAKE3), since it takes a third of the time of sha256,
+even where a CPU has instructions for that: the hashing is most of what verifying costs, and a
+part of each save.
 """
 
 import os
@@ -21,13 +24,19 @@ from blake3 import blake3
 
 from prefect_torch_ddp.checkpoint.manifest import Manifest, ManifestObject
 from prefect_torch_ddp.checkpoint.serial import from_bytes, from_file, map_tensors
-from prefect_torch_ddp.errors import CheckpointError, DamagedObjectError, ObjectNotFoundError, StorageError
+from prefect_torch_ddp.errors import (
+    CheckpointError,
+    DamagedObjectError,
+    ObjectNotFoundError,
+    StorageError,
+)
 from prefect_torch_ddp.storage.protocol import HasFiles, ShowsContent, Storage
 
 NUM_THREADS = 4
 """Hashing, copying and waiting for a storage leave Python's lock to others."""
 NUM_AHEAD = 32
-"""Objects that are asked for at a time: each may be an open file, and a gang of a thousand ranks has a thousand objects."""
+"""Objects that are asked for at a time: each may be an open file, and a gang of a thousand
+ranks has a thousand objects."""
 PIECE_BYTES = 2**18
 """Few enough to stay in a core's cache between reading and hashing."""
 _WANT = re.compile(r"allocate memory|Too many open files")
@@ -57,11 +66,14 @@ class ReadState:
     """A state that was read and verified, its tensors on the CPU."""
 
     state: Any
-    """Where it is mapped its tensors are the object's file itself: to be copied from, and not to be kept."""
+    """Where it is mapped its tensors are the object's file itself: to be copied from, and not
+    to be kept."""
     is_mapped: bool
 
     def to_keep(self) -> Any:
-        """Return a state whose tensors may be kept: who keeps a mapped one keeps a deleted checkpoint's room on the disk."""
+        """Return a state whose tensors may be kept: who keeps a mapped one keeps a deleted
+        checkpoint's room on the disk.
+        """
         return map_tensors(self.state, torch.clone) if self.is_mapped else self.state
 
 
@@ -71,7 +83,10 @@ def read_state(storage: Storage, manifest: Manifest, item: ManifestObject) -> Re
 
 
 def read_states(
-    storage: Storage, manifest: Manifest, items: Iterable[ManifestObject], kept: Collection[str] = ()
+    storage: Storage,
+    manifest: Manifest,
+    items: Iterable[ManifestObject],
+    kept: Collection[str] = (),
 ) -> dict[str, ReadState]:
     """Return the states of several objects by name; raises as `read_object`.
 
@@ -79,19 +94,28 @@ def read_states(
         storage: where they are.
         manifest: what they belong to.
         items: which.
-        kept: the names of those whose tensors will be kept: copied here, while others are still being verified.
+        kept: the names of those whose tensors will be kept: copied here, while others are still
+            being verified.
     """
     # The largest first: what remains at the end is short.
     ordered = sorted(items, key=lambda item: -item.num_bytes)
     states = {}
     with ExitStack() as files, _threads() as pool:
         to_come = iter(ordered)
-        waits = deque((item, _ask_for(pool, files, storage, manifest, item)) for item in islice(to_come, NUM_AHEAD))
+        waits = deque(
+            (item, _ask_for(pool, files, storage, manifest, item))
+            for item in islice(to_come, NUM_AHEAD)
+        )
         while waits:
             item, wait = waits.popleft()
             state = wait()
-            states[item.name] = ReadState(state.to_keep(), is_mapped=False) if item.name in kept else state
-            waits.extend((item, _ask_for(pool, files, storage, manifest, item)) for item in islice(to_come, 1))
+            states[item.name] = (
+                ReadState(state.to_keep(), is_mapped=False) if item.name in kept else state
+            )
+            waits.extend(
+                (item, _ask_for(pool, files, storage, manifest, item))
+                for item in islice(to_come, 1)
+            )
     return states
 
 
@@ -142,7 +166,10 @@ def _ask_for(
 
 
 def _hash_part(descriptor: int, start: int) -> bytes:
-    """Return the digest of a part of a file. By reading, not by the mapping: a disk's error is then an error and no signal."""
+    """Return the digest of a part of a file.
+
+    By reading, not by the mapping: a disk's error is then an error and no signal.
+    """
     piece, digest, at, end = memoryview(bytearray(PIECE_BYTES)), blake3(), start, start + PART_BYTES
     while num_read := os.preadv(descriptor, [piece[: end - at]], at):
         digest.update(piece[:num_read])
@@ -189,7 +216,9 @@ PART_BYTES = 2**23
 
 
 def digest_of(data: bytes | memoryview) -> str:
-    """Return the BLAKE3 over the BLAKE3 of each 8 MiB of `data` (each 32 bytes, in order), in hex."""
+    """Return the BLAKE3 over the BLAKE3 of each 8 MiB of `data` (each 32 bytes, in order), in
+    hex.
+    """
     digest = Digest()
     digest.update(memoryview(data))
     return digest.hexdigest()
@@ -222,4 +251,6 @@ class Digest:
 
     def hexdigest(self) -> str:
         """Return the digest of all that came."""
-        return digest_of_parts([*self._parts, self._part.digest()] if self._room < PART_BYTES else self._parts)
+        return digest_of_parts(
+            [*self._parts, self._part.digest()] if self._room < PART_BYTES else self._parts
+        )

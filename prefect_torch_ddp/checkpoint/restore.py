@@ -1,6 +1,7 @@
 """Owns how a rank gets back what a checkpoint holds.
 
-Owns the choice of the checkpoint that a training goes on from: the newest one whose objects all verify.
+Owns the choice of the checkpoint that a training resumes from: the newest one whose objects all
+verify.
 """
 
 import json
@@ -10,10 +11,15 @@ from typing import Any, Self
 
 import torch
 
-from prefect_torch_ddp.checkpoint.attempts import FROM_NOTHING, record_beginning, refuse_superseded
+from prefect_torch_ddp.checkpoint.attempts import FROM_NOTHING, record_resume, refuse_superseded
 from prefect_torch_ddp.checkpoint.keys import checkpoints_prefix, rank_name
-from prefect_torch_ddp.checkpoint.manifest import Manifest, ManifestObject, counting_manifests, read_manifest
-from prefect_torch_ddp.checkpoint.rank_store import Meeting, wait_for
+from prefect_torch_ddp.checkpoint.manifest import (
+    Manifest,
+    ManifestObject,
+    counting_manifests,
+    read_manifest,
+)
+from prefect_torch_ddp.checkpoint.rank_store import KeyValueStore, wait_for
 from prefect_torch_ddp.checkpoint.reading import ReadState, read_state, read_states
 from prefect_torch_ddp.checkpoint.serial import restore_generators
 from prefect_torch_ddp.checkpoint.source import Source
@@ -24,10 +30,17 @@ logger = logging.getLogger(__name__)
 
 
 class Restorer:
-    """Restores objects in place from one checkpoint, or leaves them as they are where there is none."""
+    """Restores objects in place from one checkpoint, or leaves them as they are where there is
+    none.
+    """
 
     def __init__(
-        self, storage: Storage, manifest: Manifest | None, verified: dict[str, ReadState] | None = None, *, is_ours: bool = True
+        self,
+        storage: Storage,
+        manifest: Manifest | None,
+        verified: dict[str, ReadState] | None = None,
+        *,
+        is_ours: bool = True,
     ) -> None:
         """Restore from the checkpoint of the manifest.
 
@@ -62,20 +75,28 @@ class Restorer:
 
     @classmethod
     def choosing(
-        cls, own: Source, attempt: int, resume_from: Source | None, meeting: Meeting, kept: Collection[str] = ()
+        cls,
+        own: Source,
+        attempt: int,
+        resume_from: Source | None,
+        rank_store: KeyValueStore,
+        kept: Collection[str] = (),
     ) -> Self:
-        """Restore, on rank 0, from the newest checkpoint that verifies, of this run or else from `resume_from`; tell the others.
+        """Restore, on rank 0, from the newest checkpoint that verifies, of this run or else
+        from `resume_from`; tell the others.
 
         Args:
             own: this run.
             attempt: this attempt; where it goes on is put on record.
             resume_from: where a run without a checkpoint of its own begins.
-            meeting: where the others hear of it.
-            kept: the names of objects that keep the tensors they are given; others may be restored too.
+            rank_store: where the others hear of it.
+            kept: the names of objects that keep the tensors they are given; others may be
+                restored too.
 
         Raises:
             CheckpointError: there are checkpoints and none can be restored.
-            SupersededError: a newer attempt has begun, which may have deleted what this one was about to read.
+            SupersededError: a newer attempt has begun, which may have deleted what this one was
+                about to read.
             StorageError: the storage failed.
         """
         try:
@@ -85,28 +106,33 @@ class Restorer:
             raise
         at = None if chosen.manifest is None else (chosen.manifest.step, chosen.manifest.attempt)
         step, of_attempt = at or (FROM_NOTHING, 0)
-        record_beginning(own.storage, own.run_id, attempt, step, of_attempt if chosen.is_ours else 0)
-        # Whoever comes after this look sees the record. Without it a late attempt's steps would be in metrics and ledger.
+        record_resume(own.storage, own.run_id, attempt, step, of_attempt if chosen.is_ours else 0)
+        # Whoever comes after this look sees the record. Without it a late attempt's steps would
+        # be in metrics and ledger.
         refuse_superseded(own.storage, own.run_id, attempt)
-        meeting.say("resume", json.dumps({"at": at, "is_ours": chosen.is_ours}))
+        rank_store.set("resume", json.dumps({"at": at, "is_ours": chosen.is_ours}))
         return chosen
 
     @classmethod
-    def told(cls, own: Source, resume_from: Source | None, meeting: Meeting) -> Self:
+    def told(cls, own: Source, resume_from: Source | None, rank_store: KeyValueStore) -> Self:
         """Restore from what rank 0 chose.
 
         Raises:
             CheckpointError: rank 0 didn't choose, or it can't be restored.
             StorageError: the storage failed.
         """
-        text = wait_for(meeting, "resume", speaker=0)
+        text = wait_for(rank_store, "resume", speaker=0)
         if text is None:
-            msg = f"rank 0 of run {own.run_id} ended without tracking anything; rank.track belongs on every rank"
+            msg = f"rank 0 of run {own.run_id} ended without tracking anything; ctx.track belongs on every rank"
             raise CheckpointError(msg)
         choice = json.loads(text)
         where = own if choice["is_ours"] else resume_from
         assert where is not None
-        manifest = None if choice["at"] is None else read_manifest(where.storage, where.run_id, *choice["at"])
+        manifest = (
+            None
+            if choice["at"] is None
+            else read_manifest(where.storage, where.run_id, *choice["at"])
+        )
         return cls(where.storage, manifest, is_ours=choice["is_ours"])
 
     @classmethod
@@ -119,7 +145,12 @@ class Restorer:
             return cls(own.storage, None)
         manifest, verified = found
         of_other = f", {where.uri}" if where.storage != own.storage else ""
-        logger.info("goes on from the checkpoint of step %d of run %s%s", manifest.step, manifest.run_id, of_other)
+        logger.info(
+            "resumes from the checkpoint of step %d of run %s%s",
+            manifest.step,
+            manifest.run_id,
+            of_other,
+        )
         return cls(where.storage, manifest, verified, is_ours=where is own)
 
     def restore(self, name: str, item: Any) -> None:
@@ -147,7 +178,9 @@ class Restorer:
             raise CheckpointError(msg) from error
 
     def restore_generators(self, rank: int) -> bool:
-        """Put a rank's random generators back; return False where the checkpoint has none for it."""
+        """Put a rank's random generators back; return False where the checkpoint has none for
+        it.
+        """
         found = self.manifest.find(rank_name(rank)) if self.manifest is not None else None
         if self.manifest is None or found is None:
             return False
@@ -160,16 +193,24 @@ class Restorer:
 
     def _state_of(self, manifest: Manifest, item: ManifestObject) -> ReadState:
         # Taken out: nobody asks again, and the memory is needed.
-        return self._verified.pop(item.name) if item.name in self._verified else read_state(self._storage, manifest, item)
+        return (
+            self._verified.pop(item.name)
+            if item.name in self._verified
+            else read_state(self._storage, manifest, item)
+        )
 
 
 def keeps_its_state(item: Any) -> bool:
-    """Tell whether an object may keep the tensors that it is given: a module copies them; an optimizer, among others, doesn't."""
+    """Tell whether an object may keep the tensors that it is given: a module copies them; an
+    optimizer, among others, doesn't.
+    """
     return not isinstance(item, torch.nn.Module)
 
 
 def _begin_from(source: Source, kept: Collection[str]) -> tuple[Manifest, dict[str, ReadState]]:
-    """Return the checkpoint of the step that was asked for, or else the newest one that verifies."""
+    """Return the checkpoint of the step that was asked for, or else the newest one that
+    verifies.
+    """
     if source.step is not None:
         manifest = source.manifest()
         return manifest, read_states(source.storage, manifest, manifest.objects, kept)
@@ -183,14 +224,19 @@ def _begin_from(source: Source, kept: Collection[str]) -> tuple[Manifest, dict[s
 logger = logging.getLogger(__name__)
 
 
-def find_resumable(storage: Storage, run_id: str, kept: Collection[str] = ()) -> tuple[Manifest, dict[str, ReadState]] | None:
-    """Return the newest checkpoint whose objects all verify, with their states by name; warn about each newer one that doesn't.
+def find_resumable(
+    storage: Storage, run_id: str, kept: Collection[str] = ()
+) -> tuple[Manifest, dict[str, ReadState]] | None:
+    """Return the newest checkpoint whose objects all verify, with their states by name; warn
+    about each newer one that doesn't.
 
     None where the run has no checkpoint.
 
     Raises:
-        CheckpointError: it has some, and none verifies. Whether to begin anew then is for a person to say.
-        StorageError: the storage failed; falling back then would throw away work that isn't lost.
+        CheckpointError: it has some, and none verifies. Whether to begin anew then is for a
+            person to say.
+        StorageError: the storage failed; falling back then would throw away work that isn't
+            lost.
     """
     faults: list[str] = []
     for manifest in reversed(counting_manifests(storage, run_id, faults)):

@@ -29,9 +29,13 @@ def from_bytes(data: bytes | memoryview) -> Any:
 
 
 def from_file(file: BinaryIO) -> Any:
-    """Return the state of an open file, its tensors on the CPU and mapped: the file isn't read before they are."""
+    """Return the state of an open file, its tensors on the CPU and mapped: the file isn't read
+    before they are.
+    """
     # By the descriptor, since another file may have the name by now.
-    return torch.load(f"/proc/self/fd/{file.fileno()}", map_location="cpu", mmap=True, weights_only=True)
+    return torch.load(
+        f"/proc/self/fd/{file.fileno()}", map_location="cpu", mmap=True, weights_only=True
+    )
 
 
 class _View(io.RawIOBase):
@@ -52,7 +56,9 @@ class _View(io.RawIOBase):
         return self._at
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._at = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: len(self._data)}[whence] + offset
+        self._at = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: len(self._data)}[
+            whence
+        ] + offset
         return self._at
 
     def readinto(self, buffer: Any) -> int:
@@ -63,7 +69,9 @@ class _View(io.RawIOBase):
 
 
 class Serializer:
-    """Serialises one state at a time into memory that it keeps: fresh memory costs more than all the rest."""
+    """Serialises one state at a time into memory that it keeps: fresh memory costs more than
+    all the rest.
+    """
 
     def __init__(self) -> None:
         """Take no memory yet; it grows to the largest state."""
@@ -105,7 +113,9 @@ class _KeptFile(io.RawIOBase):
 
 
 def map_tensors(state: Any, replace: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Copy a nest of dicts, lists and tuples, each tensor replaced; everything else is copied deeply."""
+    """Copy a nest of dicts, lists and tuples, each tensor replaced; everything else is copied
+    deeply.
+    """
     if isinstance(state, torch.Tensor):
         return replace(state)
     if isinstance(state, dict):
@@ -141,7 +151,11 @@ def capture_generators() -> dict[str, Any]:
     version, words, gauss = random.getstate()
     _, keys, position, has_gauss, cached = np.random.get_state(legacy=True)  # noqa: NPY002 - the global one is what user code draws from
     state: dict[str, Any] = {
-        "python": {"version": version, "words": torch.tensor(words, dtype=torch.int64, device="cpu"), "gauss": gauss},
+        "python": {
+            "version": version,
+            "words": torch.tensor(words, dtype=torch.int64, device="cpu"),
+            "gauss": gauss,
+        },
         "numpy": {
             "keys": torch.tensor(np.asarray(keys).astype(np.int64), device="cpu"),
             "position": int(position),

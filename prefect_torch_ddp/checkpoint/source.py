@@ -1,10 +1,17 @@
-"""Owns where a new run begins from: a checkpoint of another run, perhaps in another storage, as a person writes it."""
+"""Owns where a new run begins from: a checkpoint of another run, perhaps in another storage, as
+a person writes it.
+"""
 
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from prefect_torch_ddp.checkpoint.manifest import Manifest, find_manifest, list_manifests, read_manifest
+from prefect_torch_ddp.checkpoint.manifest import (
+    Manifest,
+    find_manifest,
+    list_manifests,
+    read_manifest,
+)
 from prefect_torch_ddp.errors import CheckpointError, InvalidParamsError
 from prefect_torch_ddp.storage.protocol import Storage
 from prefect_torch_ddp.storage.s3.storage import S3Storage
@@ -28,7 +35,8 @@ class Source:
     step: int | None = None
     """None: the newest one that verifies."""
     attempt: int | None = None
-    """Who made the checkpoint of that step; None: the newest attempt whose checkpoint of it counts."""
+    """Who made the checkpoint of that step; None: the newest attempt whose checkpoint of it
+    counts."""
 
     @property
     def uri(self) -> str:
@@ -72,9 +80,11 @@ def source_of(reference: str, own: Storage, resolve: Callable[[str], Storage]) -
     """Read what a person wrote; nothing is looked for.
 
     Args:
-        reference: a run's id, or a place: a path, an `s3://` URI or a block's reference, then `/runs/<run id>`, then perhaps
-            `/checkpoints/step-00000400`, and `/000002` for the attempt that made it.
-        own: the storage of the new run, which a mere id means. What is in its bucket is reached as it is.
+        reference: a run's id, or a place: a path, an `s3://` URI or a block's reference, then
+            `/runs/<run id>`, then perhaps `/checkpoints/step-00000400`, and `/000002` for the
+            attempt that made it.
+        own: the storage of the new run, which a mere id means. What is in its bucket is reached
+            as it is.
         resolve: makes a storage of what comes before `/runs/`.
 
     Raises:
@@ -85,11 +95,18 @@ def source_of(reference: str, own: Storage, resolve: Callable[[str], Storage]) -
         shown = reference.rpartition("@")[2]  # what is before it may be a secret
         msg = f"resume_from is {shown!r}, which names no run; {_FORMS}"
         raise InvalidParamsError(msg)
-    step, attempt = (None if match[name] is None else int(match[name]) for name in ("step", "attempt"))
+    step, attempt = (
+        None if match[name] is None else int(match[name]) for name in ("step", "attempt")
+    )
     if match["root"] is None:
         return Source(own, match["run_id"], step, attempt)
     root = re.sub(r"(?<=.)/$", "", match["root"]) or "."
     storage = resolve(root)
-    if isinstance(own, S3Storage) and isinstance(storage, S3Storage) and storage.bucket == own.bucket and "://" in root:
+    if (
+        isinstance(own, S3Storage)
+        and isinstance(storage, S3Storage)
+        and storage.bucket == own.bucket
+        and "://" in root
+    ):
         storage = replace(own, prefix=storage.prefix)
     return Source(storage, match["run_id"], step, attempt)

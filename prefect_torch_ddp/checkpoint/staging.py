@@ -1,4 +1,6 @@
-"""Owns the CPU buffers into which a state is copied during the step, so that the slow part can happen beside the next steps."""
+"""Owns the CPU buffers into which a state is copied during the step, so that the slow part can
+happen beside the next steps.
+"""
 
 from typing import Any
 
@@ -10,7 +12,9 @@ _Layout = tuple[torch.Size, torch.dtype, tuple[int, ...], bool]
 
 
 class Staging:
-    """Copies states of tensors; the buffers of the last time are used again, so the last copy must not be needed any more."""
+    """Copies states of tensors; the buffers of the last time are used again, so the last copy
+    must not be needed any more.
+    """
 
     def __init__(self) -> None:
         self._idle: dict[_Layout, list[torch.Tensor]] = {}
@@ -26,16 +30,23 @@ class Staging:
 
     @torch.no_grad()
     def copy(self, state: Any) -> Any:
-        """Return the state with its tensors copied to the CPU; copies from a GPU may still be under way: see `wait`."""
+        """Return the state with its tensors copied to the CPU; copies from a GPU may still be
+        under way: see `wait`.
+        """
         copies: dict[tuple[Any, ...], torch.Tensor] = {}
 
         def copied(tensor: torch.Tensor) -> torch.Tensor:
-            if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
+            if (
+                type(tensor) not in (torch.Tensor, torch.nn.Parameter)
+                or tensor.layout is not torch.strided
+            ):
                 return tensor.detach().to("cpu", copy=True)
             # Tied weights are stored once, as torch.save does.
             place = (tensor.data_ptr(), tensor.device, tensor.dtype, tensor.shape, tensor.stride())
             if tensor.numel() == 0 or place not in copies:
-                copies[place] = self._buffer_for(tensor).copy_(tensor.detach(), non_blocking=tensor.is_cuda)
+                copies[place] = self._buffer_for(tensor).copy_(
+                    tensor.detach(), non_blocking=tensor.is_cuda
+                )
             return copies[place]
 
         result = map_tensors(state, copied)
@@ -53,7 +64,13 @@ class Staging:
     def _buffer_for(self, tensor: torch.Tensor) -> torch.Tensor:
         layout = (tensor.shape, tensor.dtype, tensor.stride(), tensor.is_cuda)
         idle = self._idle.get(layout)
-        buffer = idle.pop() if idle else torch.empty_like(tensor, device="cpu", requires_grad=False, pin_memory=tensor.is_cuda)
+        buffer = (
+            idle.pop()
+            if idle
+            else torch.empty_like(
+                tensor, device="cpu", requires_grad=False, pin_memory=tensor.is_cuda
+            )
+        )
         self._used.append((layout, buffer))
         return buffer.detach()
 

@@ -1,4 +1,7 @@
-"""The exact order of a training's samples, and datasets in storages. Names are loaded when first used."""
+"""The exact order of a training's samples, and datasets in storages.
+
+Names are loaded when first used.
+"""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -11,7 +14,15 @@ if TYPE_CHECKING:
     from prefect_torch_ddp.data.images.tar_shards import pack_shards
     from prefect_torch_ddp.data.lookahead import LookAhead
 
-__all__ = ["CachedReads", "LookAhead", "PackedObjects", "S3ImageFolder", "image_folder", "pack_shards", "write_index"]
+__all__ = [
+    "CachedReads",
+    "LookAhead",
+    "PackedObjects",
+    "S3ImageFolder",
+    "image_folder",
+    "pack_shards",
+    "write_index",
+]
 
 _HOMES = {
     "CachedReads": "images.cache",

@@ -1,4 +1,6 @@
-"""Owns the manifest of a dataset: what is recorded of its files, where it lies, and how a folder is held against it."""
+"""Owns the manifest of a dataset: what is recorded of its files, where it lies, and how a
+folder is held against it.
+"""
 
 import hashlib
 import re
@@ -40,7 +42,8 @@ class DatasetManifest(Result):
 
     dataset_id: str
     digest: str
-    """sha256 of a line `<sha256>  <key>` for each file, as sha256sum prints them: over names and contents."""
+    """sha256 of a line `<sha256>  <key>` for each file, as sha256sum prints them: over names
+    and contents."""
     num_bytes: int
     files: tuple[DatasetFile, ...]
 
@@ -54,7 +57,7 @@ def scan_folder(dataset_id: str, folder: Path) -> DatasetManifest:
     """
     paths = sorted(path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir())
     if not paths:
-        msg = f"dataset {dataset_id} is empty: prepare wrote no file under rank.data ({folder})"
+        msg = f"dataset {dataset_id} is empty: prepare wrote no file under ctx.data ({folder})"
         raise StorageError(msg)
     for path in paths:
         if path.is_symlink() or not path.is_file():
@@ -65,22 +68,30 @@ def scan_folder(dataset_id: str, folder: Path) -> DatasetManifest:
     def scan(path: Path) -> DatasetFile:
         with path.open("rb") as file:
             sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-        return DatasetFile(key=path.relative_to(folder).as_posix(), num_bytes=path.stat().st_size, sha256=sha256)
+        return DatasetFile(
+            key=path.relative_to(folder).as_posix(), num_bytes=path.stat().st_size, sha256=sha256
+        )
 
     for path in paths:
         check_key(f"datasets/{dataset_id}/files/{path.relative_to(folder).as_posix()}")
     files = tuple(sorted(in_parallel(scan, paths), key=lambda file: file.key))
     num_bytes = sum(file.num_bytes for file in files)
-    return DatasetManifest(dataset_id=dataset_id, digest=digest_of(files), num_bytes=num_bytes, files=files)
+    return DatasetManifest(
+        dataset_id=dataset_id, digest=digest_of(files), num_bytes=num_bytes, files=files
+    )
 
 
 def digest_of(files: Iterable[DatasetFile]) -> str:
     """Return the digest over names and contents."""
-    return hashlib.sha256("".join(f"{file.sha256}  {file.key}\n" for file in files).encode()).hexdigest()
+    return hashlib.sha256(
+        "".join(f"{file.sha256}  {file.key}\n" for file in files).encode()
+    ).hexdigest()
 
 
 def first_misfit(folder: Path, manifest: DatasetManifest) -> DatasetFile | None:
-    """Return the first file that is missing or of another size; contents were checked when they were written."""
+    """Return the first file that is missing or of another size; contents were checked when they
+    were written.
+    """
     for file in manifest.files:
         path = folder / file.key
         if not path.is_file() or path.stat().st_size != file.num_bytes:
@@ -88,8 +99,12 @@ def first_misfit(folder: Path, manifest: DatasetManifest) -> DatasetFile | None:
     return None
 
 
-def in_parallel(function: Callable[[In], Out], items: Iterable[In], num_threads: int = NUM_THREADS) -> list[Out]:
-    """Apply the function to each item in threads; results in the order of the items, or the first error."""
+def in_parallel(
+    function: Callable[[In], Out], items: Iterable[In], num_threads: int = NUM_THREADS
+) -> list[Out]:
+    """Apply the function to each item in threads; results in the order of the items, or the
+    first error.
+    """
     with ThreadPoolExecutor(num_threads) as pool:
         return list(pool.map(function, items))
 
@@ -106,21 +121,29 @@ def read_manifest(storage: Storage, dataset_id: str) -> DatasetManifest | None:
     except ObjectNotFoundError:
         return None
     except ValidationError as error:
-        raise damaged(storage, dataset_id, "manifest.json", f"can't be read: {error.errors()[0]['msg']}") from error
+        raise damaged(
+            storage, dataset_id, "manifest.json", f"can't be read: {error.errors()[0]['msg']}"
+        ) from error
     if manifest.digest != digest_of(manifest.files):
-        raise damaged(storage, dataset_id, "manifest.json", "is damaged: its digest isn't that of its entries")
+        raise damaged(
+            storage, dataset_id, "manifest.json", "is damaged: its digest isn't that of its entries"
+        )
     return manifest
 
 
 def not_there(storage: Storage, dataset_id: str) -> StorageError:
     """Say that a dataset wasn't published."""
-    return StorageError(f"there is no dataset {dataset_id} in {storage.uri}: prepare has not run, or not to its end")
+    return StorageError(
+        f"there is no dataset {dataset_id} in {storage.uri}: prepare has not run, or not to its end"
+    )
 
 
 def damaged(storage: Storage, dataset_id: str, name: str, what: str) -> StorageError:
     """Say what is wrong with a part of a dataset, and what to do."""
     dataset = f"{storage.uri.rstrip('/')}/{dataset_key(dataset_id)}"
-    return StorageError(f"{dataset}/{name} {what}; delete {dataset}/manifest.json to have the data prepared again")
+    return StorageError(
+        f"{dataset}/{name} {what}; delete {dataset}/manifest.json to have the data prepared again"
+    )
 
 
 def checked_id(dataset_id: str) -> str:

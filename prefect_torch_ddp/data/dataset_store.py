@@ -1,4 +1,6 @@
-"""Owns how a prepared dataset gets into and out of a Storage: files first, the manifest last, as the commit."""
+"""Owns how a prepared dataset gets into and out of a Storage: files first, the manifest last,
+as the commit.
+"""
 
 import fcntl
 import hashlib
@@ -36,16 +38,20 @@ IN_MEMORY_BYTES = 256 * 2**20
 
 
 def find_dataset(storage: Storage, dataset_id: str) -> DatasetReport | None:
-    """Return what is known of a published dataset, or None where there is none; reads only its manifest."""
+    """Return what is known of a published dataset, or None where there is none; reads only its
+    manifest.
+    """
     manifest = read_manifest(storage, dataset_id)
     return None if manifest is None else _report(storage, manifest)
 
 
 @contextmanager
 def prepare_folder(storage: Storage, dataset_id: str) -> Iterator[Path]:
-    """Give an empty local folder to write a dataset into; what wasn't published is removed at the end.
+    """Give an empty local folder to write a dataset into; what wasn't published is removed at
+    the end.
 
-    For a directory it lies inside the storage, so publishing is one rename. Elsewhere it is a temporary folder.
+    For a directory it lies inside the storage, so publishing is one rename. Elsewhere it is a
+    temporary folder.
     """
     if isinstance(storage, DirectoryStorage):
         with _staging(_staging_root(storage), dataset_id) as staged:
@@ -57,13 +63,15 @@ def prepare_folder(storage: Storage, dataset_id: str) -> Iterator[Path]:
 
 
 def publish_dataset(storage: Storage, dataset_id: str, folder: Path) -> DatasetReport:
-    """Publish the files of a folder under a dataset id, unless that is published already; return what the storage then holds.
+    """Publish the files of a folder under a dataset id, unless that is published already;
+    return what the storage then holds.
 
-    Several may publish one id at once: what they leave is one whole dataset. A folder from `prepare_folder` may be moved away;
-    any other one is left as it is.
+    Several may publish one id at once: what they leave is one whole dataset. A folder from
+    `prepare_folder` may be moved away; any other one is left as it is.
 
     Raises:
-        StorageError: the folder holds no file, or something else than files and folders, or the storage failed.
+        StorageError: the folder holds no file, or something else than files and folders, or the
+            storage failed.
     """
     published = find_dataset(storage, dataset_id)
     if published is not None:
@@ -77,14 +85,17 @@ def publish_dataset(storage: Storage, dataset_id: str, folder: Path) -> DatasetR
 
 
 def local_dataset(storage: Storage, dataset_id: str, cache_root: Path | None = None) -> Path:
-    """Return a local folder that holds a published dataset: a directory's own, otherwise a verified copy in a cache.
+    """Return a local folder that holds a published dataset: a directory's own, otherwise a
+    verified copy in a cache.
 
-    Safe among processes: of several on a host one downloads, the others wait for it, and the folder appears whole.
+    Safe among processes: of several on a host one downloads, the others wait for it, and the
+    folder appears whole.
 
     Args:
         storage: where the dataset was published.
         dataset_id: its id.
-        cache_root: the folder of all cached datasets; left out, one in the user's cache (`XDG_CACHE_HOME`, else `~/.cache`).
+        cache_root: the folder of all cached datasets; left out, one in the user's cache
+            (`XDG_CACHE_HOME`, else `~/.cache`).
 
     Raises:
         StorageError: the dataset, or one of its files, is missing or damaged; names the file.
@@ -96,7 +107,12 @@ def local_dataset(storage: Storage, dataset_id: str, cache_root: Path | None = N
         folder = storage.root / files_key(dataset_id)
         misfit = first_misfit(folder, manifest)
         if misfit is not None:
-            raise damaged(storage, dataset_id, f"files/{misfit.key}", "is missing or has another size than its manifest records")
+            raise damaged(
+                storage,
+                dataset_id,
+                f"files/{misfit.key}",
+                "is missing or has another size than its manifest records",
+            )
         return folder
     return _cached(storage, manifest, _default_cache() if cache_root is None else cache_root)
 
@@ -123,19 +139,24 @@ def _move_in(storage: DirectoryStorage, manifest: DatasetManifest, folder: Path)
                 shutil.copytree(folder, own / "files")
             (staged / "manifest.json").write_text(manifest.model_dump_json(indent=1))
             target.parent.mkdir(exist_ok=True)
-            # Without a manifest it is no dataset: someone deleted the manifest to have it prepared again.
+            # Without a manifest it is no dataset: someone deleted the manifest to have it
+            # prepared again.
             if target.exists() and not (target / "manifest.json").exists():
                 target.rename(own / "replaced")
             staged.rename(target)
         except OSError as error:
-            if find_dataset(storage, manifest.dataset_id) is None:  # otherwise another publisher was faster, with a whole one
+            if (
+                find_dataset(storage, manifest.dataset_id) is None
+            ):  # otherwise another publisher was faster, with a whole one
                 msg = f"can't move dataset {manifest.dataset_id} to {target}: {error.strerror or error}"
                 raise StorageError(msg) from error
 
 
 def _upload(storage: Storage, manifest: DatasetManifest, folder: Path) -> None:
     def upload(file: DatasetFile) -> None:
-        storage.write(f"{files_key(manifest.dataset_id)}/{file.key}", (folder / file.key).read_bytes())
+        storage.write(
+            f"{files_key(manifest.dataset_id)}/{file.key}", (folder / file.key).read_bytes()
+        )
 
     key, text = manifest_key(manifest.dataset_id), manifest.model_dump_json(indent=1).encode()
     in_parallel(upload, manifest.files, _threads_for(manifest))
@@ -143,19 +164,24 @@ def _upload(storage: Storage, manifest: DatasetManifest, folder: Path) -> None:
         return
     other = read_manifest(storage, manifest.dataset_id)
     if other is None or other.digest != manifest.digest:
-        # Our files may lie over those of a publisher that was faster and whose prepare wrote others: make them all ours.
+        # Our files may lie over those of a publisher that was faster and whose prepare wrote
+        # others: make them all ours.
         in_parallel(upload, manifest.files, _threads_for(manifest))
         storage.write(key, text)
 
 
 def _threads_for(manifest: DatasetManifest) -> int:
-    """Each file is whole in memory while it is copied: few large ones at a time, such as shards."""
+    """Each file is whole in memory while it is copied: few large ones at a time, such as
+    shards.
+    """
     largest = max(file.num_bytes for file in manifest.files)
     return max(1, min(NUM_THREADS, IN_MEMORY_BYTES // max(largest, 1)))
 
 
 def _cached(storage: Storage, manifest: DatasetManifest, cache_root: Path) -> Path:
-    """Return the cache's folder of this content, downloaded first where it isn't there whole."""
+    """Return the cache's folder of this content, downloaded first where it isn't there
+    whole.
+    """
     folder = cache_root / manifest.digest
     try:
         cache_root.mkdir(parents=True, exist_ok=True)
@@ -188,7 +214,12 @@ def _download(storage: Storage, dataset_id: str, file: DatasetFile, folder: Path
     except ObjectNotFoundError as error:
         raise damaged(storage, dataset_id, f"files/{file.key}", "is gone") from error
     if hashlib.sha256(data).hexdigest() != file.sha256:
-        raise damaged(storage, dataset_id, f"files/{file.key}", "is damaged: its sha256 isn't the one its manifest records")
+        raise damaged(
+            storage,
+            dataset_id,
+            f"files/{file.key}",
+            "is damaged: its sha256 isn't the one its manifest records",
+        )
     path = folder / file.key
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(data)
@@ -209,12 +240,17 @@ def _staging_root(storage: DirectoryStorage) -> Path:
 
 
 def _default_cache() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "prefect-torch-ddp" / "datasets"
+    return (
+        Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+        / "prefect-torch-ddp"
+        / "datasets"
+    )
 
 
 @contextmanager
 def _staging(root: Path, dataset_id: str) -> Iterator[Path]:
-    # Not tempfile.mkdtemp: its folders can't be read by other users, and these are renamed to where all read.
+    # Not tempfile.mkdtemp: its folders can't be read by other users, and these are renamed to
+    # where all read.
     folder = root / f"{checked_id(dataset_id)}-{uuid.uuid4().hex}"
     try:
         folder.mkdir(parents=True)
@@ -230,6 +266,8 @@ def _staging(root: Path, dataset_id: str) -> Iterator[Path]:
 @contextmanager
 def _one_at_a_time(path: Path) -> Iterator[None]:
     with path.open("w") as file:
-        with suppress(OSError):  # a file system without locks: each process downloads for itself, which is slower and as safe
+        with suppress(
+            OSError
+        ):  # a file system without locks: each process downloads for itself, which is slower and as safe
             fcntl.flock(file, fcntl.LOCK_EX)
         yield

@@ -1,6 +1,8 @@
-"""Owns what samples are fetched through: the user's dataset, seeded for each sample, and the ids that come along with a batch.
+"""Owns what samples are fetched through: the user's dataset, seeded for each sample, and the
+ids that come along with a batch.
 
-Owns the generators that datasets draw from, python's, NumPy's and torch's: seeded for each sample, and put back.
+Owns the generators that datasets draw from, python's, NumPy's and torch's: seeded for each
+sample, and put back.
 """
 
 import random
@@ -19,7 +21,8 @@ from prefect_torch_ddp.data.sampler import mix_seed
 from prefect_torch_ddp.errors import CorruptImageError, InvalidParamsError
 
 SeedSamples: TypeAlias = bool | Literal["torch"]
-"""Which generators are seeded for each sample in worker processes: python's, NumPy's and torch's; torch's alone; none."""
+"""Which generators are seeded for each sample in worker processes: python's, NumPy's and
+torch's; torch's alone; none."""
 
 
 def check_seed_samples(seed_samples: object) -> None:
@@ -34,7 +37,9 @@ def check_seed_samples(seed_samples: object) -> None:
 
 
 def seed_on_cpu(seed: int, seed_samples: SeedSamples = True) -> None:  # noqa: FBT002 - a choice of three
-    """Seed what datasets draw from: the global generators of python, numpy and torch, or of torch alone."""
+    """Seed what datasets draw from: the global generators of python, numpy and torch, or of
+    torch alone.
+    """
     if seed_samples is True:
         random.seed(seed)
         np.random.seed(seed % 2**32)  # noqa: NPY002 - augmentations draw from the global generator
@@ -58,15 +63,20 @@ NUM_STAND_INS = 16
 """So many neighbours are tried before all of a batch that can't be read is an error."""
 
 BatchKeys = tuple[int, list[int]]
-"""(epoch, sample indices): the epoch travels with the indices, so persistent workers know it too."""
+"""(epoch, sample indices): the epoch travels with the indices, so persistent workers know it
+too."""
 
 
-Fetch: TypeAlias = Callable[[Sequence[int], Callable[[int], None] | None], tuple[Sequence[int], list[Any]]]
+Fetch: TypeAlias = Callable[
+    [Sequence[int], Callable[[int], None] | None], tuple[Sequence[int], list[Any]]
+]
 
 
 @runtime_checkable
 class FetchesSeeded(Protocol):
-    """A dataset that reads batches at once and ahead of use, and has each sample of one seeded for itself."""
+    """A dataset that reads batches at once and ahead of use, and has each sample of one seeded
+    for itself.
+    """
 
     @property
     def may_skip(self) -> bool:
@@ -76,12 +86,16 @@ class FetchesSeeded(Protocol):
     def fetch_seeded(
         self, indices: Sequence[int], before_each: Callable[[int], None] | None = None
     ) -> tuple[Sequence[int], list[Any]]:
-        """Return which of the batch came, as places in it, and their samples; `before_each` is called with a sample's place."""
+        """Return which of the batch came, as places in it, and their samples; `before_each` is
+        called with a sample's place.
+        """
         ...
 
 
 def seeded_fetch(dataset: object) -> Fetch | None:
-    """Return what fetches a batch of such a dataset, also of torch's Subset of one; None for other datasets."""
+    """Return what fetches a batch of such a dataset, also of torch's Subset of one; None for
+    other datasets.
+    """
     if isinstance(dataset, FetchesSeeded):
         return dataset.fetch_seeded
     inner = seeded_fetch(dataset.dataset) if type(dataset) is Subset else None
@@ -89,10 +103,14 @@ def seeded_fetch(dataset: object) -> Fetch | None:
         return None
     chosen: Sequence[int] = dataset.indices  # type: ignore[attr-defined]
 
-    def fetch(indices: Sequence[int], before_each: Callable[[int], None] | None) -> tuple[Sequence[int], list[Any]]:
+    def fetch(
+        indices: Sequence[int], before_each: Callable[[int], None] | None
+    ) -> tuple[Sequence[int], list[Any]]:
         following = indices.following if isinstance(indices, Ahead) else ()
         return inner(
-            ahead_of([chosen[i] for i in indices], ([chosen[i] for i in batch] for batch in following)),
+            ahead_of(
+                [chosen[i] for i in indices], ([chosen[i] for i in batch] for batch in following)
+            ),
             before_each,
         )
 
@@ -107,9 +125,11 @@ def may_skip(dataset: object) -> bool:
 
 
 class SeededDataset(Dataset[Any]):
-    """The user's dataset, with the random generators of a worker process seeded for each sample.
+    """The user's dataset, with the random generators of a worker process seeded for each
+    sample.
 
-    `get_worker_info().dataset` is this object: what a `worker_init_fn` reads from it or sets on it goes to the user's own.
+    `get_worker_info().dataset` is this object: what a `worker_init_fn` reads from it or sets on
+    it goes to the user's own.
     """
 
     def __init__(  # noqa: PLR0913 - what its loader knows of it, by name
@@ -123,7 +143,13 @@ class SeededDataset(Dataset[Any]):
         seed_samples: SeedSamples = True,
     ) -> None:
         """Keep what it takes."""
-        self.__dict__.update(_dataset=dataset, _seed=seed, _seeds_here=seeds_here, _keep_ids=keep_ids, _stands_in=stands_in)
+        self.__dict__.update(
+            _dataset=dataset,
+            _seed=seed,
+            _seeds_here=seeds_here,
+            _keep_ids=keep_ids,
+            _stands_in=stands_in,
+        )
         self.__dict__.update(_seed_samples=seed_samples)
         # Asked once: to compare with a protocol takes longer than to fetch some samples.
         self.__dict__.update(_looks_ahead=seeded_fetch(dataset) is not None)
@@ -138,9 +164,15 @@ class SeededDataset(Dataset[Any]):
             data = self._fetch(epoch, indices)
         return Tagged(tuple(indices), data) if self._keep_ids else data
 
-    def _fetch_some(self, fetch: Fetch, epoch: int, indices: list[int]) -> tuple[Sequence[int], list[Any]]:
-        """Fetch what can be read of a batch; where that is nothing, another sample as a stand-in that doesn't count."""
-        before_each = (lambda place: self._seed_all(epoch, indices[place])) if self._seeds() else None
+    def _fetch_some(
+        self, fetch: Fetch, epoch: int, indices: list[int]
+    ) -> tuple[Sequence[int], list[Any]]:
+        """Fetch what can be read of a batch; where that is nothing, another sample as a
+        stand-in that doesn't count.
+        """
+        before_each = (
+            (lambda place: self._seed_all(epoch, indices[place])) if self._seeds() else None
+        )
         try:
             return fetch(indices, before_each)
         except CorruptImageError:
@@ -160,9 +192,13 @@ class SeededDataset(Dataset[Any]):
                 self._seed_all(epoch, indices[0])
             return fetch_all(indices)
         if seeds:
-            # All seeds in one go: after a sample, whose data fill the processor's caches, making one takes ten times as long.
+            # All seeds in one go: after a sample, whose data fill the processor's caches,
+            # making one takes ten times as long.
             seed_of = [mix_seed(self._seed, epoch, index) for index in indices]
-            return [self._fetch_seeded(index, seed) for index, seed in zip(indices, seed_of, strict=True)]
+            return [
+                self._fetch_seeded(index, seed)
+                for index, seed in zip(indices, seed_of, strict=True)
+            ]
         return [dataset[index] for index in indices]
 
     def _fetch_seeded(self, index: int, seed: int) -> Any:
@@ -170,7 +206,9 @@ class SeededDataset(Dataset[Any]):
         return self._dataset[index]
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or "_dataset" not in self.__dict__:  # the latter: while it is being unpickled
+        if (
+            name.startswith("__") or "_dataset" not in self.__dict__
+        ):  # the latter: while it is being unpickled
             raise AttributeError(name)
         return getattr(self._dataset, name)
 
@@ -178,8 +216,11 @@ class SeededDataset(Dataset[Any]):
         setattr(self._dataset, name, value)
 
     def _seeds(self) -> bool:
-        # In the rank itself the generators belong to the training, unless that seeds them for each step.
-        return self._seed_samples is not False and (get_worker_info() is not None or self._seeds_here)
+        # In the rank itself the generators belong to the training, unless that seeds them for
+        # each step.
+        return self._seed_samples is not False and (
+            get_worker_info() is not None or self._seeds_here
+        )
 
     def _seed_all(self, epoch: int, index: int) -> None:
         seed_on_cpu(mix_seed(self._seed, epoch, index), self._seed_samples)
@@ -187,7 +228,9 @@ class SeededDataset(Dataset[Any]):
 
 @dataclass(frozen=True)
 class Tagged:
-    """A batch, with the ids of the samples that it was made of: they come the same way, from the process that fetched them."""
+    """A batch, with the ids of the samples that it was made of: they come the same way, from
+    the process that fetched them.
+    """
 
     samples: tuple[int, ...]
     data: Any

@@ -1,4 +1,6 @@
-"""Owns the look-ahead: the batch sampler tells who loads a batch which one comes next, and that one is read meanwhile."""
+"""Owns the look-ahead: the batch sampler tells who loads a batch which one comes next, and that
+one is read meanwhile.
+"""
 
 import os
 import threading
@@ -17,22 +19,28 @@ V = TypeVar("V")
 
 
 class Ahead(list[int]):
-    """The indices of a batch, and those of the batches that the same process loads next. A list to everyone else."""
+    """The indices of a batch, and those of the batches that the same process loads next.
+
+    A list to everyone else.
+    """
 
     following: tuple[list[int], ...] = ()
 
 
 class LookAhead(Sampler[list[int]]):
-    """A batch sampler that yields the batches of another one, each with those that the same loader process gets next.
+    """A batch sampler that yields the batches of another one, each with those that the same
+    loader process gets next.
 
-        sampler = BatchSampler(RandomSampler(dataset), batch_size=64, drop_last=False)
-        loader = DataLoader(dataset, batch_sampler=LookAhead(sampler, num_workers=2), num_workers=2)
+        sampler = BatchSampler(RandomSampler(dataset), batch_size=64, drop_last=False) loader =
+        DataLoader(dataset, batch_sampler=LookAhead(sampler, num_workers=2), num_workers=2)
 
-    A DataLoader hands out batches in turn, so a process's next batch is `num_workers` further on. Datasets that don't look
-    ahead see plain lists. `RankContext.loader` does so by itself.
+    A DataLoader hands out batches in turn, so a process's next batch is `num_workers` further
+    on. Datasets that don't look ahead see plain lists. `RankContext.loader` does so by itself.
     """
 
-    def __init__(self, batch_sampler: Iterable[Sequence[int]], num_workers: int, depth: int = 1) -> None:
+    def __init__(
+        self, batch_sampler: Iterable[Sequence[int]], num_workers: int, depth: int = 1
+    ) -> None:
         """Keep what it takes.
 
         Args:
@@ -65,7 +73,9 @@ class LookAhead(Sampler[list[int]]):
         return getattr(self.batch_sampler, name)
 
 
-def with_following(batches: Iterable[B], tell: Callable[[B, list[B]], V], num_workers: int, depth: int) -> Iterator[V]:
+def with_following(
+    batches: Iterable[B], tell: Callable[[B, list[B]], V], num_workers: int, depth: int
+) -> Iterator[V]:
     """Yield `tell(batch, the next ones of the same process)` for each batch."""
     rest = iter(batches)
     window: deque[B] = deque(islice(rest, num_workers * depth + 1))
@@ -87,7 +97,9 @@ def _ahead(batch: Sequence[int], following: list[Sequence[int]]) -> list[int]:
 
 
 class ReadAhead(Generic[V]):
-    """Reads batches in threads of this process before they are asked for; holds those that were announced last, no others."""
+    """Reads batches in threads of this process before they are asked for; holds those that were
+    announced last, no others.
+    """
 
     def __init__(self, read: Callable[[Sequence[int]], V]) -> None:
         """Begin with nothing.
@@ -110,7 +122,10 @@ class ReadAhead(Generic[V]):
             return self._read(indices)
         now = now or _Reading(self._read, list(indices))
         # A batch that isn't announced any more, since the epoch was broken off, is dropped.
-        self._begun = {tuple(batch): self._begun.get(tuple(batch)) or _Reading(self._read, batch) for batch in following}
+        self._begun = {
+            tuple(batch): self._begun.get(tuple(batch)) or _Reading(self._read, batch)
+            for batch in following
+        }
         return now.result()
 
 
@@ -120,7 +135,9 @@ class _Reading(Generic[V]):
     def __init__(self, read: Callable[[Sequence[int]], V], batch: Sequence[int]) -> None:
         self._value: V
         self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, args=(read, batch), name="ptd-ahead", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, args=(read, batch), name="ptd-ahead", daemon=True
+        )
         self._thread.start()
 
     def _run(self, read: Callable[[Sequence[int]], V], batch: Sequence[int]) -> None:

@@ -1,6 +1,8 @@
-"""Owns the exact data order: one order of all samples per seed and epoch, cut into global batches, shared among the ranks.
+"""Owns the exact data order: one order of all samples per seed and epoch, cut into global
+batches, shared among the ranks.
 
-Owns which parts of a global batch a rank holds: one, or under elastic determinism one for each of its virtual ranks.
+Owns which parts of a global batch a rank holds: one, or under elastic determinism one for each
+of its virtual ranks.
 """
 
 import hashlib
@@ -29,22 +31,27 @@ class BatchShare(NamedTuple):
     is_last: bool
     """Whether this is the epoch's last global batch."""
     samples: tuple[int, ...] = ()
-    """Ids of the samples that count on this rank, as they came with the batch; only where a ledger is kept."""
+    """Ids of the samples that count on this rank, as they came with the batch; only where a
+    ledger is kept."""
     num_skipped: int = 0
     """How many of `num_local` the dataset left out of the batch, because they can't be read."""
 
 
 def mix_seed(*parts: int) -> int:
-    """Mix whole numbers into one seed of 63 bits: the same on every machine, Python and process.
+    """Mix whole numbers into one seed of 63 bits: the same on every machine, Python and
+    process.
 
-    Python's `hash` isn't stable and a sum isn't safe: seed 1 in epoch 2 would repeat seed 2 in epoch 1.
+    Python's `hash` isn't stable and a sum isn't safe: seed 1 in epoch 2 would repeat seed 2 in
+    epoch 1.
     """
     digest = hashlib.sha256("/".join(str(part) for part in parts).encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1
 
 
 def share_range(num_global: int, rank: int, world_size: int) -> range:
-    """Return the places of a global batch that a rank holds: contiguous, sizes differ by at most one, the first ranks larger."""
+    """Return the places of a global batch that a rank holds: contiguous, sizes differ by at
+    most one, the first ranks larger.
+    """
     size, remainder = divmod(num_global, world_size)
     start = rank * size + min(rank, remainder)
     return range(start, start + size + (rank < remainder))
@@ -54,8 +61,9 @@ def share_range(num_global: int, rank: int, world_size: int) -> range:
 class GlobalBatches:
     """The global batches of a dataset, epoch after epoch; the world size has no part in them.
 
-    Every sample is in exactly one global batch of an epoch (none is repeated to even out shares; with `drop_last` the uneven tail
-    is left out). Memory: 4 bytes a sample for the current epoch's order (8 from 2**31 samples on), nothing without `shuffle`.
+    Every sample is in exactly one global batch of an epoch (none is repeated to even out
+    shares; with `drop_last` the uneven tail is left out). Memory: 4 bytes a sample for the
+    current epoch's order (8 from 2**31 samples on), nothing without `shuffle`.
 
     Raises:
         InvalidParamsError: there is no sample, no room in a batch, or no batch.
@@ -67,7 +75,9 @@ class GlobalBatches:
     seed: int = 0
     shuffle: bool = True
     drop_last: bool = False
-    _order: tuple[int, torch.Tensor] | None = field(default=None, init=False, repr=False, compare=False)
+    _order: tuple[int, torch.Tensor] | None = field(
+        default=None, init=False, repr=False, compare=False
+    )
 
     def __post_init__(self) -> None:
         """Refuse sizes that can't work."""
@@ -95,24 +105,34 @@ class GlobalBatches:
         return len(self._places(batch))
 
     def share(self, epoch: int, batch: int, rank: int, world_size: int) -> list[int]:
-        """Return the sample indices of a rank's share of a global batch; empty when the batch has fewer samples than ranks."""
+        """Return the sample indices of a rank's share of a global batch; empty when the batch
+        has fewer samples than ranks.
+        """
         places = self._places(batch)
         own = share_range(len(places), rank, world_size)
         return self._samples(epoch, places[own.start : own.stop])
 
-    def shares(self, epoch: int, start_batch: int, rank: int, world_size: int) -> Iterator[list[int]]:
-        """Yield a rank's share of each global batch of an epoch from one on, as `share` returns it, at a fraction of the cost."""
+    def shares(
+        self, epoch: int, start_batch: int, rank: int, world_size: int
+    ) -> Iterator[list[int]]:
+        """Yield a rank's share of each global batch of an epoch from one on, as `share` returns
+        it, at a fraction of the cost.
+        """
         own = share_range(self.global_batch_size, rank, world_size)
         num_full = self.num_samples // self.global_batch_size
         for first in range(start_batch, num_full, BATCHES_AT_ONCE):
-            yield from self._full_shares(epoch, range(first, min(first + BATCHES_AT_ONCE, num_full)), own)
+            yield from self._full_shares(
+                epoch, range(first, min(first + BATCHES_AT_ONCE, num_full)), own
+            )
         for batch in range(max(start_batch, num_full), self.num_batches):
             yield self.share(epoch, batch, rank, world_size)
 
     def _full_shares(self, epoch: int, batches: range, own: range) -> list[list[int]]:
         size = self.global_batch_size
         if not self.shuffle:
-            return [list(range(batch * size + own.start, batch * size + own.stop)) for batch in batches]
+            return [
+                list(range(batch * size + own.start, batch * size + own.stop)) for batch in batches
+            ]
         order = self._epoch_order(epoch)[batches.start * size : batches.stop * size]
         shares: list[list[int]] = order.view(len(batches), size)[:, own.start : own.stop].tolist()
         return shares
@@ -131,19 +151,29 @@ class GlobalBatches:
         return order
 
     def _epoch_order(self, epoch: int) -> torch.Tensor:
-        """Return the permutation of an epoch, whole numbers of shape [num_samples], on the CPU."""
+        """Return the permutation of an epoch, whole numbers of shape [num_samples], on the
+        CPU.
+        """
         if self._order is None or self._order[0] != epoch:
             self._order = None  # or two permutations would be in memory at once
             generator = torch.Generator(device="cpu").manual_seed(mix_seed(self.seed, epoch))
-            # The device is named because a user's torch.set_default_device("cuda") would clash with the generator's.
-            dtype = torch.int32 if self.num_samples < 2**31 else torch.int64  # half the memory, and the same order
-            self._order = (epoch, torch.randperm(self.num_samples, generator=generator, device="cpu", dtype=dtype))
+            # The device is named because a user's torch.set_default_device("cuda") would clash
+            # with the generator's.
+            dtype = (
+                torch.int32 if self.num_samples < 2**31 else torch.int64
+            )  # half the memory, and the same order
+            self._order = (
+                epoch,
+                torch.randperm(self.num_samples, generator=generator, device="cpu", dtype=dtype),
+            )
         return self._order[1]
 
 
 @dataclass(frozen=True)
 class Parts:
-    """Each global batch is cut into `num_parts`, of which this rank holds those numbered `mine`."""
+    """Each global batch is cut into `num_parts`, of which this rank holds those numbered
+    `mine`.
+    """
 
     mine: range
     num_parts: int
@@ -151,7 +181,8 @@ class Parts:
 
     @classmethod
     def of_rank(cls, rank: int, world_size: int, virtual_ranks: int | None) -> "Parts":
-        """Return a rank's part; where there are virtual ranks, those of as many of them as each rank holds, in order.
+        """Return a rank's part; where there are virtual ranks, those of as many of them as each
+        rank holds, in order.
 
         Raises:
             InvalidParamsError: the ranks can't hold equally many virtual ranks.
@@ -177,11 +208,17 @@ class Parts:
         return sum(self.sizes(num_global).values())
 
     def gathered(self, loaded: Iterator[Any], nums_global: Iterable[int]) -> Iterator[Any]:
-        """Yield a rank's batch for each global batch of those sizes, from what was loaded part by part."""
+        """Yield a rank's batch for each global batch of those sizes, from what was loaded part
+        by part.
+        """
         for num_global in nums_global:
-            # Where all parts are empty there is a stand-in, or a rank would have nothing to show for the step.
+            # Where all parts are empty there is a stand-in, or a rank would have nothing to
+            # show for the step.
             sizes = self.sizes(num_global) or {self.mine[0]: 0}
-            yield VirtualShares(tuple(VirtualShare(part, size, next(loaded)) for part, size in sizes.items()), num_global)
+            yield VirtualShares(
+                tuple(VirtualShare(part, size, next(loaded)) for part, size in sizes.items()),
+                num_global,
+            )
         yield from loaded  # nothing is left: lets the DataLoader end its workers
 
 
@@ -196,7 +233,9 @@ class VirtualShare:
 
 
 class VirtualShares:
-    """A rank's batch under elastic determinism, for `rank.micro_batches` alone; any other use of it is an error that says so."""
+    """A rank's batch under elastic determinism, for `ctx.micro_batches` alone; any other use of
+    it is an error that says so.
+    """
 
     def __init__(self, shares: tuple[VirtualShare, ...], num_global: int) -> None:
         """Keep them.
@@ -226,6 +265,6 @@ class VirtualShares:
 def _refuse() -> NoReturn:
     msg = (
         "determinism='elastic' cuts the batch by virtual ranks: don't use it as it is, but take each piece from "
-        "`for piece, weight in rank.micro_batches(batch):` and call backward on its weighted loss"
+        "`for piece, weight in ctx.micro_batches(batch):` and call backward on its weighted loss"
     )
     raise InvalidParamsError(msg)

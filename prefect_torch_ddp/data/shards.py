@@ -1,4 +1,6 @@
-"""Owns how a dataset that can only be read shard by shard is read in an exact order, from any place in it."""
+"""Owns how a dataset that can only be read shard by shard is read in an exact order, from any
+place in it.
+"""
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
@@ -20,9 +22,11 @@ _SHARDS, _BLOCK, _DRAWS = range(3)
 
 @runtime_checkable
 class Sharded(Protocol):
-    """What a dataset without `__getitem__` has to have for `rank.loader`: shards of known sizes, equal on all ranks.
+    """What a dataset without `__getitem__` has to have for `ctx.loader`: shards of known sizes,
+    equal on all ranks.
 
-    An attribute `shuffle_buffer` may say how many samples are shuffled among one another, and are in memory for it.
+    An attribute `shuffle_buffer` may say how many samples are shuffled among one another, and
+    are in memory for it.
     """
 
     def shards(self) -> Sequence[Any]:
@@ -41,12 +45,14 @@ class Sharded(Protocol):
 class ShardReader(Dataset[Any]):
     """Fetches samples by their place in an epoch.
 
-    The order: all shards, shuffled, one after the other; what that gives is cut into blocks of `shuffle_buffer` samples, and each
-    block is shuffled. It follows from seed and epoch alone. A process reads forward, block by block; to begin in the middle it
-    skips to the block within a shard, and opens no shard of which it needs nothing.
+    The order: all shards, shuffled, one after the other; what that gives is cut into blocks of
+    `shuffle_buffer` samples, and each block is shuffled. It follows from seed and epoch alone.
+    A process reads forward, block by block; to begin in the middle it skips to the block within
+    a shard, and opens no shard of which it needs nothing.
 
-    Random generators are set for each block from (seed, epoch, block) while it is read, and put back afterwards: what
-    `iter_shard` draws is the same on every rank, for every number of workers, and after a resume.
+    Random generators are set for each block from (seed, epoch, block) while it is read, and put
+    back afterwards: what `iter_shard` draws is the same on every rank, for every number of
+    workers, and after a resume.
     """
 
     def __init__(self, dataset: Sharded, seed: int, *, shuffle: bool, keep_ids: bool) -> None:
@@ -75,7 +81,9 @@ class ShardReader(Dataset[Any]):
         return self._first_ids[-1]
 
     def __getitems__(self, keys: BatchKeys) -> Any:
-        """Return the samples at these places, and their ids where they are kept: the number of those before it in `shards()`."""
+        """Return the samples at these places, and their ids where they are kept: the number of
+        those before it in `shards()`.
+        """
         epoch, places = keys
         found = [self._at(epoch, place) for place in places]
         samples = [sample for _, sample in found]
@@ -122,12 +130,16 @@ class ShardReader(Dataset[Any]):
     def _cursor_at(self, epoch: int, shard: int, start: int) -> "_Cursor":
         cursor = self._cursor
         if cursor is None or (cursor.epoch, cursor.shard) != (epoch, shard) or cursor.place > start:
-            cursor = self._cursor = _Cursor(self._dataset, self._shards[shard], self._sizes[shard], epoch, shard)
+            cursor = self._cursor = _Cursor(
+                self._dataset, self._shards[shard], self._sizes[shard], epoch, shard
+            )
         cursor.skip(start - cursor.place)
         return cursor
 
     def _order(self, epoch: int) -> tuple[list[int], list[int]]:
-        """Return the shards of an epoch in order, and the place at which each begins; empty ones are left out."""
+        """Return the shards of an epoch in order, and the place at which each begins; empty
+        ones are left out.
+        """
         if self._epoch is None or self._epoch[0] != epoch:
             num = len(self._shards)
             order = self._permutation(num, epoch, 0, _SHARDS) if self._shuffle else list(range(num))
@@ -164,7 +176,9 @@ class _Cursor:
         for sample in islice(self._samples, num):
             self.place += 1
             yield sample
-        if self.place < end or (num and end == self._size and next(self._samples, self) is not self):
+        if self.place < end or (
+            num and end == self._size and next(self._samples, self) is not self
+        ):
             than = f"{'fewer' if self.place < end else 'more'} samples than num_samples says, {self._size}"
             msg = f"shard {self._name!r} has {than}: samples would be lost or come twice"
             raise InvalidParamsError(msg)

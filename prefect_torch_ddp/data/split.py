@@ -1,4 +1,6 @@
-"""Owns the split of a dataset into training and held-out samples: fixed once by a seed, never drawn again."""
+"""Owns the split of a dataset into training and held-out samples: fixed once by a seed, never
+drawn again.
+"""
 
 from collections.abc import Hashable, Sequence
 
@@ -12,13 +14,16 @@ MIN_SAMPLES = 2  # one for each side
 def seeded_split(
     num_samples: int, held_out: float, seed: int, targets: Sequence[Hashable] | None = None
 ) -> tuple[list[int], list[int]]:
-    """Split sample indices in two disjoint sorted lists that together hold each index once; the same for the same arguments.
+    """Split sample indices in two disjoint sorted lists that together hold each index once; the
+    same for the same arguments.
 
     Args:
         num_samples: at least 2.
-        held_out: share of the samples to hold out, between 0 and 1; at least one sample lands on each side.
+        held_out: share of the samples to hold out, between 0 and 1; at least one sample lands
+            on each side.
         seed: not negative.
-        targets: the class of each sample; given, every class is held out in the same share, as near as whole samples allow.
+        targets: the class of each sample; given, every class is held out in the same share, as
+            near as whole samples allow.
 
     Raises:
         InvalidParamsError: no such split is possible.
@@ -39,7 +44,9 @@ def seeded_split(
     classes = [range(num_samples)] if targets is None else _classes(targets)
     generator = np.random.default_rng(seed)
     held: list[int] = []
-    for members, num in zip(classes, _apportion([len(members) for members in classes], num_held_out), strict=True):
+    for members, num in zip(
+        classes, _apportion([len(members) for members in classes], num_held_out), strict=True
+    ):
         held += [members[i] for i in generator.permutation(len(members))[:num].tolist()]
     chosen = set(held)
     return [i for i in range(num_samples) if i not in chosen], sorted(held)
@@ -54,10 +61,12 @@ def _classes(targets: Sequence[Hashable]) -> list[list[int]]:
 
 
 def _apportion(sizes: Sequence[int], num: int) -> list[int]:
-    """Share out `num` seats in proportion to the sizes, by largest remainder (Hamilton); ties go to the earlier class."""
+    """Share out `num` agents in proportion to the sizes, by largest remainder (Hamilton); ties
+    go to the earlier class.
+    """
     total = sum(sizes)
-    seats = [size * num // total for size in sizes]
+    agents = [size * num // total for size in sizes]
     by_remainder = sorted(range(len(sizes)), key=lambda i: -(sizes[i] * num % total))
-    for i in by_remainder[: num - sum(seats)]:
-        seats[i] += 1
-    return seats
+    for i in by_remainder[: num - sum(agents)]:
+        agents[i] += 1
+    return agents

@@ -1,4 +1,6 @@
-"""Owns the numbering of a gang's attempts, and the memory of how they failed that tells a chance failure from one that stays."""
+"""Owns the numbering of a gang's attempts, and the memory of how they failed that tells a
+chance failure from one that stays.
+"""
 
 import re
 from collections.abc import Sequence
@@ -11,16 +13,22 @@ from prefect_torch_ddp.protocol.rank import FailureRecord, RecordsLeft
 _ADDRESS = re.compile(r"\b0x[0-9a-fA-F]+")
 
 
-class AttemptJournal(Protocol):
-    """Numbers the attempts of one training and remembers their failures, across calls of run_gang where it is kept."""
+class AttemptLog(Protocol):
+    """Numbers the attempts of one training and remembers their failures, across calls of
+    run_gang where it is kept.
+    """
 
     @property
     def knows_steps(self) -> bool:
-        """Whether a failure without a step was one before the first step; else it says nothing about when it was."""
+        """Whether a failure without a step was one before the first step; else it says nothing
+        about when it was.
+        """
         ...
 
     def begin(self) -> int:
-        """Return the number of the next attempt, from 1; older attempts are over from here on."""
+        """Return the number of the next attempt, from 1; older attempts are over from here
+        on.
+        """
         ...
 
     def last_failure(self) -> FailureRecord | None:
@@ -36,8 +44,10 @@ class AttemptJournal(Protocol):
         ...
 
 
-class CallJournal:
-    """The journal of a single call: it counts from a number given, and forgets all when the call is over."""
+class CallAttemptLog:
+    """The attempt log of a single call: it counts from a number given, and forgets all when the
+    call is over.
+    """
 
     knows_steps = False
 
@@ -71,13 +81,17 @@ def record_of(error: GangError, attempt: int, world_size: int) -> FailureRecord:
         return record
     failure = error.failure
     record = replace(record, step=failure.step)
-    if failure.kind != "exception" or failure.is_collateral or failure.outlook == "transient":
+    if failure.kind != "exception" or failure.is_collateral or failure.retryability == "transient":
         return record
     # An object without a __repr__ shows its address, which is another one in each attempt.
-    return replace(record, fingerprint=_ADDRESS.sub("0x...", f"{failure.exception_type}: {failure.summary}"))
+    return replace(
+        record, fingerprint=_ADDRESS.sub("0x...", f"{failure.exception_type}: {failure.summary}")
+    )
 
 
-def why_hopeless(error: GangError, now: FailureRecord, before: FailureRecord | None, *, knows_steps: bool) -> str | None:
+def why_hopeless(
+    error: GangError, now: FailureRecord, before: FailureRecord | None, *, knows_steps: bool
+) -> str | None:
     """Say why another attempt would end in the same way; None where it may go better.
 
     Args:
@@ -89,9 +103,14 @@ def why_hopeless(error: GangError, now: FailureRecord, before: FailureRecord | N
     if not isinstance(error, RankFailedError):
         return None
     name = error.failure.exception_type.rpartition(".")[2]
-    if error.failure.outlook == "hopeless":
+    if error.failure.retryability == "hopeless":
         return f"a failure by {name} comes back at every attempt until code, installation or parameters are changed"
-    if before is None or now.fingerprint is None or now.fingerprint != before.fingerprint or now.step != before.step:
+    if (
+        before is None
+        or now.fingerprint is None
+        or now.fingerprint != before.fingerprint
+        or now.step != before.step
+    ):
         return None
     if now.step is None and not knows_steps:
         return None

@@ -1,19 +1,25 @@
-"""Owns the measure of silence between processes: who hears nothing for this long takes the other for lost."""
+"""Owns the measure of silence between processes: who hears nothing for this long takes the
+other for lost.
+"""
 
 import time
 from collections.abc import Callable
 
-SILENCE_S = 12.0
-"""For callers, seats, workers and the scheduler. A rank waits two seconds longer for its seat (`rank/link.py`), so that the
-caller names the silent worker before that worker's ranks end themselves and their peers fail."""
+LIVENESS_TIMEOUT_S = 12.0
+"""For callers, agents, workers and the scheduler. A rank waits two seconds longer for its agent
+(`rank/link.py`), so that the caller names the silent worker before that worker's ranks end
+themselves and their peers fail."""
 TURN_S = 3.0
-"""The most that counts between two looks: longer, and this process was itself stopped, or its machine was asleep."""
+"""The most that counts between two looks: longer, and this process was itself stopped, or its
+machine was asleep."""
 
 
-class Silence:
+class Liveness:
     """How long nothing was heard, as far as this process lived through it."""
 
-    def __init__(self, limit_s: float = SILENCE_S, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, limit_s: float = LIVENESS_TIMEOUT_S, now: Callable[[], float] = time.monotonic
+    ) -> None:
         """Start with nothing missed."""
         self._limit_s = limit_s
         self._now = now

@@ -1,4 +1,6 @@
-"""Owns the checks of run_gang's arguments: each names the value and what to give instead, before anything starts. Pure."""
+"""Owns the checks of run_gang's arguments: each names the value and what to give instead,
+before anything starts. Pure.
+"""
 
 import ipaddress
 import math
@@ -25,14 +27,20 @@ def check_client(client: object) -> None:
 
 def check_call(fn: object, args: object, kwargs: object) -> None:
     """Refuse a function or arguments that can't be called."""
-    is_named = isinstance(fn, str) and (fn.endswith(".py") or IMPORT_STRING.fullmatch(fn) is not None)
+    is_named = isinstance(fn, str) and (
+        fn.endswith(".py") or IMPORT_STRING.fullmatch(fn) is not None
+    )
     if not callable(fn) and not is_named:
-        msg = f"fn is {fn!r}; give a callable, 'package.module:function', or the path of a .py script"
+        msg = (
+            f"fn is {fn!r}; give a callable, 'package.module:function', or the path of a .py script"
+        )
         raise InvalidParamsError(msg)
     if isinstance(args, str | bytes) or not isinstance(args, Sequence):
         msg = f"args is {args!r}; give a sequence, e.g. args=({args!r},)"
         raise InvalidParamsError(msg)
-    if kwargs is not None and (not isinstance(kwargs, Mapping) or any(not isinstance(key, str) for key in kwargs)):
+    if kwargs is not None and (
+        not isinstance(kwargs, Mapping) or any(not isinstance(key, str) for key in kwargs)
+    ):
         msg = f"kwargs is {kwargs!r}; give a mapping whose keys are strings"
         raise InvalidParamsError(msg)
 
@@ -62,7 +70,11 @@ def check_restarts(max_restarts: object, min_world_size: object, world_size: int
     if min_world_size is None:
         return
     check_counts(world_size=world_size, ranks_per_worker=1)
-    if not isinstance(min_world_size, int) or isinstance(min_world_size, bool) or min_world_size < 1:
+    if (
+        not isinstance(min_world_size, int)
+        or isinstance(min_world_size, bool)
+        or min_world_size < 1
+    ):
         msg = f"min_world_size is {min_world_size!r}; give a whole number of at least 1, or None"
         raise InvalidParamsError(msg)
     if world_size is not None and min_world_size > world_size:
@@ -71,7 +83,9 @@ def check_restarts(max_restarts: object, min_world_size: object, world_size: int
 
 
 def check_divides(divides: object, world_size: int | None, min_world_size: int | None) -> None:
-    """Refuse a number that the ranks' number has to divide and can't; None allows any number of ranks."""
+    """Refuse a number that the ranks' number has to divide and can't; None allows any number of
+    ranks.
+    """
     if divides is None:
         return
     if not isinstance(divides, int) or isinstance(divides, bool) or divides < 1:
@@ -88,7 +102,9 @@ def check_divides(divides: object, world_size: int | None, min_world_size: int |
 def check_limits(**limits_s: object) -> None:
     """Refuse time limits that aren't positive; None is no limit."""
     for label, value in limits_s.items():
-        if value is not None and not (isinstance(value, int | float) and value > 0 and math.isfinite(value)):
+        if value is not None and not (
+            isinstance(value, int | float) and value > 0 and math.isfinite(value)
+        ):
             msg = f"{label} is {value!r}; give a positive number of seconds"
             raise InvalidParamsError(msg)
 
@@ -98,7 +114,10 @@ def check_resources(resources: object) -> None:
     if resources is None:
         return
     if not isinstance(resources, Mapping) or not all(
-        isinstance(name, str) and isinstance(amount, int | float) and not isinstance(amount, bool) and 0 < amount < math.inf
+        isinstance(name, str)
+        and isinstance(amount, int | float)
+        and not isinstance(amount, bool)
+        and 0 < amount < math.inf
         for name, amount in resources.items()
     ):
         msg = f"resources is {resources!r}; give positive amounts by name, e.g. {{'GPU': 1}}"
@@ -106,10 +125,14 @@ def check_resources(resources: object) -> None:
 
 
 def check_interface(interface: object) -> None:
-    """Refuse what is neither an interface's name nor a network; None leaves the choice to us."""
+    """Refuse what is neither an interface's name nor a network; None leaves the choice to
+    us.
+    """
     if interface is None:
         return
-    hint = "give an interface's name, e.g. 'ib0', or a network, e.g. '10.1.0.0/16' or '::/0' for IPv6"
+    hint = (
+        "give an interface's name, e.g. 'ib0', or a network, e.g. '10.1.0.0/16' or '::/0' for IPv6"
+    )
     if not isinstance(interface, str) or not interface:
         msg = f"interface is {interface!r}; {hint}"
         raise InvalidParamsError(msg)

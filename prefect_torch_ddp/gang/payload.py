@@ -1,4 +1,6 @@
-"""Owns the call that a gang makes: how a function and its values travel, and by what name and paths it is found."""
+"""Owns the call that a gang makes: how a function and its values travel, and by what name and
+paths it is found.
+"""
 
 import os
 import pickle
@@ -14,8 +16,12 @@ import cloudpickle
 from prefect_torch_ddp.errors import GangError, InvalidParamsError
 
 
-def pickle_call(fn: Callable[..., Any] | str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
-    """Pickle the call, a script by its whole path; raises InvalidParamsError where it can't be pickled."""
+def pickle_call(
+    fn: Callable[..., Any] | str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> bytes:
+    """Pickle the call, a script by its whole path; raises InvalidParamsError where it can't be
+    pickled.
+    """
     if isinstance(fn, str) and fn.endswith(".py"):
         fn = str(Path(fn).resolve())
     try:
@@ -36,7 +42,9 @@ def unpickle_value(data: bytes, rank: int) -> Any:
 
 
 def brings_context(fn: Callable[..., Any] | str) -> bool:
-    """Tell whether this is our own entry, which gives its function a RankContext: that says itself from when on it is watched."""
+    """Tell whether this is our own entry, which gives its function a RankContext: that says
+    itself from when on it is watched.
+    """
     return isinstance(fn, str) and fn.startswith("prefect_torch_ddp.rank.workload:")
 
 
@@ -46,14 +54,25 @@ def name_of(fn: Callable[..., Any] | str) -> str:
 
 
 def own_code_paths() -> tuple[str, ...]:
-    """Return the caller's import paths that hold the user's own code, not Python's or installed packages.
+    """Return the caller's import paths that hold the user's own code, not Python's or installed
+    packages.
 
-    A function that is pickled by reference must be importable at its rank, also when the Dask worker was started elsewhere
-    on the same machine or a shared file system.
+    A function that is pickled by reference must be importable at its rank, also when the Dask
+    worker was started elsewhere on the same machine or a shared file system.
     """
-    installed = [sys.prefix, sys.base_prefix, sysconfig.get_path("stdlib"), *site.getsitepackages(), site.getusersitepackages()]
+    installed = [
+        sys.prefix,
+        sys.base_prefix,
+        sysconfig.get_path("stdlib"),
+        *site.getsitepackages(),
+        site.getusersitepackages(),
+    ]
     paths = (str(Path(path).resolve()) for path in sys.path)
-    return tuple(path for path in dict.fromkeys(paths) if not any(_is_below(path, prefix) for prefix in installed))
+    return tuple(
+        path
+        for path in dict.fromkeys(paths)
+        if not any(_is_below(path, prefix) for prefix in installed)
+    )
 
 
 def _is_below(path: str, folder: str) -> bool:

@@ -1,6 +1,8 @@
-"""Owns the restarts of a gang within one call: which failures are tried again, how often, and what is said of it.
+"""Owns the restarts of a gang within one call: which failures are tried again, how often, and
+what is said of it.
 
-Owns how long a failure waits for a storage that is silent: it is told first, and then not kept waiting for ever.
+Owns how long a failure waits for a storage that is silent: it is told first, and then not kept
+waiting for ever.
 """
 
 import logging
@@ -18,14 +20,22 @@ from prefect_torch_ddp.errors import (
     StorageError,
     WorkerLostError,
 )
-from prefect_torch_ddp.gang.attempt_log import AttemptJournal, record_of, why_hopeless
-from prefect_torch_ddp.protocol.rank import NO_RANK, AttemptBegan, FailureRecord, GangEvent, LogLine, RecordsLeft
+from prefect_torch_ddp.gang.attempt_log import AttemptLog, record_of, why_hopeless
+from prefect_torch_ddp.protocol.rank import (
+    NO_RANK,
+    AttemptBegan,
+    FailureRecord,
+    GangEvent,
+    LogLine,
+    RecordsLeft,
+)
 
 Restartable = RankFailedError | WorkerLostError | GangHungError
 RESTARTABLE = (RankFailedError, WorkerLostError, GangHungError)
 
 FULL_SIZE_S = 10.0
-"""How long a gang that restarts holds out for all its ranks, when there are workers for its fewest."""
+"""How long a gang that restarts holds out for all its ranks, when there are workers for its
+fewest."""
 
 OnEvent = Callable[[GangEvent], None]
 
@@ -33,15 +43,15 @@ OnEvent = Callable[[GangEvent], None]
 class Restarts:
     """Runs a gang until an attempt succeeds, fails for good, or no restart is left."""
 
-    def __init__(self, journal: AttemptJournal, max_restarts: int, on_event: OnEvent) -> None:
+    def __init__(self, attempt_log: AttemptLog, max_restarts: int, on_event: OnEvent) -> None:
         """Make it; nothing has begun.
 
         Args:
-            journal: numbers the attempts.
+            attempt_log: numbers the attempts.
             max_restarts: how many more attempts follow the first one, at most.
             on_event: receives the gang's events, and is told of each restart.
         """
-        self._journal = journal
+        self._attempt_log = attempt_log
         self._max_restarts = max_restarts
         self._on_event = on_event
         self._world_size = 0
@@ -56,7 +66,9 @@ class Restarts:
         return self._max_restarts - self.num_made
 
     def size_to_ask_for(self, world_size: int | None) -> int | None:
-        """Return how many ranks the next attempt is to have: where that was left open, as many as the first one had."""
+        """Return how many ranks the next attempt is to have: where that was left open, as many
+        as the first one had.
+        """
         return world_size or self._first_size
 
     def run(self, attempt_once: Callable[[int], list[bytes]]) -> list[bytes]:
@@ -66,14 +78,15 @@ class Restarts:
             attempt_once: runs the attempt of the number given.
 
         Raises:
-            RankFailedError, WorkerLostError, GangHungError: the last attempt failed; a RankFailedError says so where it was not
-                tried again because it would come back.
-            NotEnoughWorkersError, and what the journal raises: no restart could be made; the cause is the failure before.
+            RankFailedError, WorkerLostError, GangHungError: the last attempt failed; a
+                RankFailedError says so where it was not tried again because it would come back.
+            NotEnoughWorkersError, and what the attempt log raises: no restart could be made;
+            the cause is the failure before.
         """
         failed: PrefectTorchDdpError | None = None
         while True:
             try:
-                attempt = self._journal.begin()
+                attempt = self._attempt_log.begin()
                 try:
                     return attempt_once(attempt)
                 except RESTARTABLE as error:
@@ -87,7 +100,9 @@ class Restarts:
                 raise
 
     def receive(self, event: GangEvent) -> None:
-        """Take in an event and pass it on; what is the storage's goes there when the attempt is over."""
+        """Take in an event and pass it on; what is the storage's goes there when the attempt is
+        over.
+        """
         if isinstance(event, RecordsLeft):
             self._left.append(event)
             return
@@ -100,20 +115,32 @@ class Restarts:
         """Return when the gang is to be run again; raise the error otherwise."""
         record = record_of(error, attempt, self._world_size)
         before = self._put_on_record(error, record, self._take_records())
-        why_not = why_hopeless(error, record, before, knows_steps=self._journal.knows_steps)
+        why_not = why_hopeless(error, record, before, knows_steps=self._attempt_log.knows_steps)
         if why_not is not None and isinstance(error, RankFailedError):
             raise error.as_final(why_not)
         if self.num_left == 0:
             raise error
         self.num_made += 1
-        self._say(f"{error}\nthe gang is started again: restart {self.num_made} of {self._max_restarts}")
+        self._say(
+            f"{error}\nthe gang is started again: restart {self.num_made} of {self._max_restarts}"
+        )
 
-    def _put_on_record(self, error: Restartable, record: FailureRecord, left: list[RecordsLeft]) -> FailureRecord | None:
-        """Bring what the ranks left and the failure to the storage; return the failure before, None where that isn't known."""
-        patience = Patience(lambda text: self._say(f"{error}\n{text}"))
-        self._say(patience.spend_on(lambda: self._keep_records(left)) or "")
-        before, trouble = patience.spend_on(lambda: self._remember(record)) or (None, "the storage was silent for too long")
-        self._say(trouble and f"the failure of attempt {record.attempt} could not be put on record: {trouble}")
+    def _put_on_record(
+        self, error: Restartable, record: FailureRecord, left: list[RecordsLeft]
+    ) -> FailureRecord | None:
+        """Bring what the ranks left and the failure to the storage; return the failure before,
+        None where that isn't known.
+        """
+        budget = TimeBudget(lambda text: self._say(f"{error}\n{text}"))
+        self._say(budget.spend_on(lambda: self._keep_records(left)) or "")
+        before, trouble = budget.spend_on(lambda: self._remember(record)) or (
+            None,
+            "the storage was silent for too long",
+        )
+        self._say(
+            trouble
+            and f"the failure of attempt {record.attempt} could not be put on record: {trouble}"
+        )
         return before
 
     def _take_records(self) -> list[RecordsLeft]:
@@ -124,16 +151,18 @@ class Restarts:
         """Return what is wrong, or nothing."""
         try:
             if left:
-                self._journal.keep_records(left)
+                self._attempt_log.keep_records(left)
         except PrefectTorchDdpError as trouble:
             return f"records of killed ranks are lost: {trouble}"
         return ""
 
     def _remember(self, record: FailureRecord) -> tuple[FailureRecord | None, str]:
-        """Put the failure on record; return the one before, and what is wrong: that must not hide the failure."""
+        """Put the failure on record; return the one before, and what is wrong: that must not
+        hide the failure.
+        """
         try:
-            before = self._journal.last_failure()
-            self._journal.record_failure(record)
+            before = self._attempt_log.last_failure()
+            self._attempt_log.record_failure(record)
         except PrefectTorchDdpError as trouble:
             return None, str(trouble)
         return before, ""
@@ -151,8 +180,10 @@ LIMIT_S = 30.0
 R = TypeVar("R")
 
 
-class Patience:
-    """Spends a limited time on work with a storage, which its client alone may give up after many minutes."""
+class TimeBudget:
+    """Spends a limited time on work with a storage, which its client alone may give up after
+    many minutes.
+    """
 
     def __init__(self, say: Callable[[str], None]) -> None:
         """Make it.
@@ -165,12 +196,16 @@ class Patience:
         self._has_said = False
 
     def spend_on(self, work: Callable[[], R]) -> R | None:
-        """Return what the work returns, or None where it takes too long; it may go on in its thread. Raises what it raises."""
+        """Return what the work returns, or None where it takes too long; it may go on in its
+        thread. Raises what it raises.
+        """
         if self._left_s <= 0:
             return None
         done: Future[R] = Future()
         # A daemon: it must not keep the process from ending.
-        threading.Thread(target=_do, args=(work, done), name="prefect-torch-ddp-patience", daemon=True).start()
+        threading.Thread(
+            target=_do, args=(work, done), name="prefect-torch-ddp-time budget", daemon=True
+        ).start()
         while self._left_s > 0:
             turn_s = min(QUIET_S, self._left_s)
             try:

@@ -9,7 +9,7 @@ from typing import Any, get_args
 
 from distributed import Client
 
-from prefect_torch_ddp.gang.attempt_log import AttemptJournal, CallJournal
+from prefect_torch_ddp.gang.attempt_log import AttemptLog, CallAttemptLog
 from prefect_torch_ddp.gang.caller.attempt import GangSize, Waits, drive
 from prefect_torch_ddp.gang.caller.plan import GangPlan
 from prefect_torch_ddp.gang.caller.stop import Leaving, follow, log_event
@@ -24,7 +24,13 @@ from prefect_torch_ddp.gang.options import (
     check_resources,
     check_restarts,
 )
-from prefect_torch_ddp.gang.payload import brings_context, name_of, own_code_paths, pickle_call, unpickle_value
+from prefect_torch_ddp.gang.payload import (
+    brings_context,
+    name_of,
+    own_code_paths,
+    pickle_call,
+    unpickle_value,
+)
 from prefect_torch_ddp.gang.restarts import FULL_SIZE_S, Restarts
 from prefect_torch_ddp.gang.stop import StopSwitch
 from prefect_torch_ddp.protocol.agent import Seniority
@@ -53,47 +59,57 @@ def run_gang(  # noqa: PLR0913 - level 1 is one call; what can be left out is ke
     max_restarts: int = 0,
     min_world_size: int | None = None,
     world_size_divides: int | None = None,
-    journal: AttemptJournal | None = None,
+    attempt_log: AttemptLog | None = None,
     launcher: Launcher = "auto",
     on_event: Callable[[GangEvent], None] | None = None,
 ) -> list[Any]:
-    """Run a function on `world_size` ranks, each a process of its own on a Dask worker, with the process group up.
+    """Run a function on `world_size` ranks, each a process of its own on a Dask worker, with
+    the process group up.
 
     Args:
         client: a synchronous Dask client.
-        fn: any callable, an import string `"package.module:function"`, or the path of a script (`"train.py"`, with `args` as
-            its argv; give `process_group="user"` to a script written for torchrun).
-        args: positional arguments, as one sequence, or a function that returns them for the number of an attempt.
+        fn: any callable, an import string `"package.module:function"`, or the path of a script
+            (`"train.py"`, with `args` as its argv; give `process_group="user"` to a script
+            written for torchrun).
+        args: positional arguments, as one sequence, or a function that returns them for the
+            number of an attempt.
         kwargs: keyword arguments, as one mapping, so that any name reaches `fn`.
         world_size: number of ranks; None takes all workers.
         ranks_per_worker: ranks on each Dask worker, whatever its threads.
-        process_group: "default": initialised before `fn` runs; "user": `fn` initialises it from the environment, as under
-            torchrun; "none": there is none.
+        process_group: "default": initialised before `fn` runs; "user": `fn` initialises it from
+            the environment, as under torchrun; "none": there is none.
         backend: "auto" takes nccl where CUDA is, else gloo.
         workers_timeout_s: how long to wait until the cluster has enough workers.
         queue_timeout_s: how long to wait for workers that are busy; None: as long as it takes.
         rendezvous_timeout_s: how long ranks wait for one another at the start.
-        stop_grace_s: how long ranks that are in `rank.steps` get to stop after the same step and to write a checkpoint, when the
-            caller leaves by Ctrl-C or is cancelled; others are killed at once.
-        progress_timeout_s: how long all ranks together may go without progress while those that are behind are idle, ten times
-            that while they work or load; then the gang is ended as hung. Progress is a collective on the default process group,
-            a step, a report, or `report_progress()`. None: as long as it takes.
-        resources: Dask resources that the gang takes from each of its workers, e.g. `{"GPU": 1}`; workers that don't have them
-            aren't used.
-        interface: the network that the ranks talk by, as an interface's name (`"ib0"`) or in CIDR notation (`"10.1.0.0/16"`;
-            `"::/0"` is any IPv6 one); None: the address by which Dask knows each worker.
+        stop_grace_s: how long ranks that are in `ctx.steps` get to stop after the same step and
+            to write a checkpoint, when the caller leaves by Ctrl-C or is cancelled; others are
+            killed at once.
+        progress_timeout_s: how long all ranks together may go without progress while those that
+            are behind are idle, ten times that while they work or load; then the gang is ended
+            as hung. Progress is a collective on the default process group, a step, a report, or
+            `report_progress()`. None: as long as it takes.
+        resources: Dask resources that the gang takes from each of its workers, e.g. `{"GPU":
+            1}`; workers that don't have them aren't used.
+        interface: the network that the ranks talk by, as an interface's name (`"ib0"`) or in
+            CIDR notation (`"10.1.0.0/16"`; `"::/0"` is any IPv6 one); None: the address by
+            which Dask knows each worker.
         name: what other gangs are told that they wait for.
-        attempt: number of the first attempt, from 1; ranks see it as TORCHELASTIC_RESTART_COUNT + 1.
-        max_restarts: how often a gang that failed is started again; `fn` has to find by itself where to go on. A cancel, an
-            ImportError or SyntaxError, and the same exception at the same step twice in a row are not tried again.
-        min_world_size: how few ranks will do when workers are missing: at the start after `workers_timeout_s`, at a restart after
-            10 s; None: no fewer than `world_size`.
-        world_size_divides: a number that the number of ranks divides in every attempt; None: any number of ranks will do.
-        journal: numbers the attempts in place of `attempt`, and keeps their failures beyond this call.
-        launcher: "auto" forks ranks from a warm helper process of each Dask worker, in milliseconds, where that is safe; "exec"
-            starts a fresh Python for each.
-        on_event: called in this thread for every event of the ranks; the default logs their lines to
-            `prefect_torch_ddp.ranks` with the rank in front.
+        attempt: number of the first attempt, from 1; ranks see it as TORCHELASTIC_RESTART_COUNT
+            + 1.
+        max_restarts: how often a gang that failed is started again; `fn` has to find by itself
+            where to go on. A cancel, an ImportError or SyntaxError, and the same exception at
+            the same step twice in a row are not tried again.
+        min_world_size: how few ranks will do when workers are missing: at the start after
+            `workers_timeout_s`, at a restart after 10 s; None: no fewer than `world_size`.
+        world_size_divides: a number that the number of ranks divides in every attempt; None:
+            any number of ranks will do.
+        attempt_log: numbers the attempts in place of `attempt`, and keeps their failures beyond
+            this call.
+        launcher: "auto" forks ranks from a warm helper process of each Dask worker, in
+            milliseconds, where that is safe; "exec" starts a fresh Python for each.
+        on_event: called in this thread for every event of the ranks; the default logs their
+            lines to `prefect_torch_ddp.ranks` with the rank in front.
 
     Returns:
         What `fn` returned on each rank, in rank order; CUDA tensors come back on the CPU.
@@ -101,11 +117,13 @@ def run_gang(  # noqa: PLR0913 - level 1 is one call; what can be left out is ke
     Raises:
         InvalidParamsError: an argument can't work; nothing was started.
         NotEnoughWorkersError: too few workers, or they stayed busy.
-        RankFailedError: a rank failed; all others were stopped. Its `__cause__` is the user's own exception. With restarts: that
-            of the last attempt; it says so when another one was not made because it would have failed too.
+        RankFailedError: a rank failed; all others were stopped. Its `__cause__` is the user's
+            own exception. With restarts: that of the last attempt; it says so when another one
+            was not made because it would have failed too.
         WorkerLostError: a Dask worker that held ranks is gone.
         GangHungError: the ranks made no progress; says who did not arrive, and where it is.
-        GangCancelledError: the gang was cancelled from outside; says by what, after which step, and with which checkpoint.
+        GangCancelledError: the gang was cancelled from outside; says by what, after which step,
+            and with which checkpoint.
     """
     check_client(client)
     check_call(fn, () if callable(args) else args, kwargs)
@@ -139,14 +157,27 @@ def run_gang(  # noqa: PLR0913 - level 1 is one call; what can be left out is ke
         interface=interface,
         stop_grace_s=stop_grace_s,
     )
-    restarts = Restarts(journal or CallJournal(attempt), max_restarts, on_event or log_event)
+    restarts = Restarts(attempt_log or CallAttemptLog(attempt), max_restarts, on_event or log_event)
 
     def attempt_once(number: int) -> list[bytes]:
-        payload = pickle_call(fn, tuple(args(number) if callable(args) else args), dict(kwargs or {}))
+        payload = pickle_call(
+            fn, tuple(args(number) if callable(args) else args), dict(kwargs or {})
+        )
         # As torchrun counts: from the start of the whole job, and never beyond the maximum.
-        this_plan = plan(payload=payload, attempt=number, max_restarts=number - 1 + restarts.num_left)
-        size = GangSize(restarts.size_to_ask_for(world_size), min_world_size, ranks_per_worker, world_size_divides)
-        waits = Waits(workers_timeout_s, queue_timeout_s, FULL_SIZE_S if restarts.num_made else workers_timeout_s)
+        this_plan = plan(
+            payload=payload, attempt=number, max_restarts=number - 1 + restarts.num_left
+        )
+        size = GangSize(
+            restarts.size_to_ask_for(world_size),
+            min_world_size,
+            ranks_per_worker,
+            world_size_divides,
+        )
+        waits = Waits(
+            workers_timeout_s,
+            queue_timeout_s,
+            FULL_SIZE_S if restarts.num_made else workers_timeout_s,
+        )
         events: queue.SimpleQueue[GangEvent | None] = queue.SimpleQueue()
         stop = StopSwitch()
         work = drive(client, this_plan, size, waits, sink=events.put, stop=stop)

@@ -1,4 +1,6 @@
-"""Owns how a running gang is asked to stop at an agreed step: by its caller's thread, for the event loop to obey."""
+"""Owns how a running gang is asked to stop at an agreed step: by its caller's thread, for the
+event loop to obey.
+"""
 
 import asyncio
 import threading
@@ -29,14 +31,19 @@ class StopSwitch:
         return True
 
     async def wait(self) -> str:
-        """Wait, on the event loop, until it is set; return by what. From now on there is somebody to ask."""
+        """Wait, on the event loop, until it is set; return by what.
+
+        From now on there is somebody to ask.
+        """
         self._obeyed.set()
         await self._set.wait()
         return self.why
 
 
 def own_task_watch() -> Callable[[], str]:
-    """Return a check whether the Dask task that this thread runs is still wanted: empty, or why it isn't; no task: empty."""
+    """Return a check whether the Dask task that this thread runs is still wanted: empty, or why
+    it isn't; no task: empty.
+    """
     try:
         worker = get_worker()
         key = thread_state.key

@@ -1,4 +1,5 @@
-"""Owns the warming of a cluster: its workers' rank hosts load torch before the first gang comes, while data is prepared.
+"""Owns the warming of a cluster: its workers' rank hosts load torch before the first gang
+comes, while data is prepared.
 
 This module is also a preload of Dask's: `dask worker --preload prefect_torch_ddp.gang.warm`.
 """
@@ -22,11 +23,13 @@ PLUGIN_NAME = "prefect-torch-ddp-warm"
 
 
 def warm(client: Client) -> None:
-    """Have the rank host of every Dask worker load torch now, so that the first gang starts as fast as the next ones.
+    """Have the rank host of every Dask worker load torch now, so that the first gang starts as
+    fast as the next ones.
 
-    Doesn't wait for it. Workers that join later are warmed as well, for as long as an idle host lives: 1800 s, or the workers'
-    setting `prefect-torch-ddp.rank-host.idle-s` in Dask's configuration. Nothing goes wrong where it can't be done: the ranks
-    start slower. Calling it again is free.
+    Doesn't wait for it. Workers that join later are warmed as well, for as long as an idle host
+    lives: 1800 s, or the workers' setting `prefect-torch-ddp.rank-host.idle-s` in Dask's
+    configuration. Nothing goes wrong where it can't be done: the ranks start slower. Calling it
+    again is free.
 
     Args:
         client: a synchronous Dask client.
@@ -35,33 +38,39 @@ def warm(client: Client) -> None:
         InvalidParamsError: the client isn't synchronous, or not connected.
     """
     check_client(client)
-    asyncio.run_coroutine_threadsafe(_register(client), client.loop.asyncio_loop).add_done_callback(_note)  # type: ignore[union-attr]
+    asyncio.run_coroutine_threadsafe(_register(client), client.loop.asyncio_loop).add_done_callback(
+        _note
+    )  # type: ignore[union-attr]
 
 
 async def dask_setup(worker: Worker) -> None:
     """Warm this worker as it starts; Dask calls this in a preload."""
-    from prefect_torch_ddp.gang.worker.rpc import open_switchboard  # noqa: PLC0415 - it imports much
+    from prefect_torch_ddp.gang.worker.rpc import register_rpc  # noqa: PLC0415 - it imports much
 
-    await open_switchboard(worker, warm=True)
+    await register_rpc(worker, warm=True)
 
 
 async def _register(client: Client) -> None:
-    await client.register_plugin(_plugin(time.time()), PLUGIN_NAME)  # on the client's own loop it gives an awaitable
+    await client.register_plugin(
+        _plugin(time.time()), PLUGIN_NAME
+    )  # on the client's own loop it gives an awaitable
 
 
 def _plugin(asked_s: float) -> WorkerPlugin:
-    # Within a function, so that it is pickled by value: a worker that joins and can't unpickle a plugin of its scheduler's does
-    # not start, and there may be workers without this package, which are no business of ours.
+    # Within a function, so that it is pickled by value: a worker that joins and can't unpickle
+    # a plugin of its scheduler's does not start, and there may be workers without this package,
+    # which are no business of ours.
     class Warm(WorkerPlugin):
         async def setup(self, worker: Worker) -> None:
             try:
                 from prefect_torch_ddp.gang.worker.fork_server import idle_s  # noqa: PLC0415
-                from prefect_torch_ddp.gang.worker.rpc import open_switchboard  # noqa: PLC0415
+                from prefect_torch_ddp.gang.worker.rpc import register_rpc  # noqa: PLC0415
             except ImportError:  # a gang says so, by name
                 return
-            # The scheduler keeps the plugin when its client is long gone; a host for nobody would be 200 MB on each new worker.
+            # The scheduler keeps the plugin when its client is long gone; a host for nobody
+            # would be 200 MB on each new worker.
             if time.time() - asked_s < idle_s():
-                await open_switchboard(worker, warm=True)
+                await register_rpc(worker, warm=True)
 
     return Warm()
 

@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from prefect_torch_ddp.protocol.heartbeat import Pulse
+from prefect_torch_ddp.protocol.heartbeat import Heartbeat
 from prefect_torch_ddp.protocol.rank import GangEvent, RankLaunch
 
-SeatState = Literal["absent", "waiting", "seated", "running", "ended"]
+AgentState = Literal["absent", "waiting", "reserved", "running", "ended"]
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,8 @@ class WorkerIdentity:
     occupant: str | None
     """Who holds its slot or its threads now, for people; None when it is free."""
     machine: str = ""
-    """Tells the machine, or container, from others; a machine may have several hosts' addresses."""
+    """Tells the machine, or container, from others; a machine may have several hosts'
+    addresses."""
     addresses: tuple[tuple[str, str], ...] = ()
     """Its machine's (interface, address) pairs."""
     free_resources: Mapping[str, float] = field(default_factory=dict)
@@ -39,7 +40,7 @@ class Seniority:
 
 
 @dataclass(frozen=True)
-class SeatTicket:
+class Reservation:
     """One gang's claim on one worker's slot."""
 
     token: str
@@ -48,9 +49,10 @@ class SeatTicket:
     worker: str
     process_id: str
     hosts_store: bool
-    """Whether rank 0 sits here, so that this seat opens the socket that the ranks meet at."""
+    """Whether rank 0 sits here, so that this agent opens the socket that the ranks meet at."""
     stop_grace_s: float
-    """How long ranks in their loop get to stop at an agreed step, when the gang is cancelled."""
+    """How long ranks in their loop get to stop at an agreed step, when the gang is
+    cancelled."""
     store_host: str = ""
     """The address to open it at."""
 
@@ -61,41 +63,43 @@ class Occupant:
 
     text: str
     seniority: Seniority | None = None
-    """Set while the holder is a gang that still waits for its other seats."""
+    """Set while the holder is a gang that still waits for its other agents."""
 
 
 @dataclass(frozen=True)
-class RankPulse:
-    """What a seat knows of one rank's progress."""
+class RankHeartbeat:
+    """What an agent knows of one rank's progress."""
 
     rank: int
-    pulse: Pulse
+    heartbeat: Heartbeat
     silent_s: float
     """Since its last progress."""
     idle_s: float
-    """How long its processes have used next to no CPU and moved next to no data; 0 while that isn't known."""
+    """How long its processes have used next to no CPU and moved next to no data; 0 while that
+    isn't known."""
     stopped: str = ""
     """Which of its processes is stopped (SIGSTOP), for people."""
 
 
 @dataclass(frozen=True)
-class SeatNews:
-    """A seat's answer to a poll."""
+class AgentReport:
+    """An agent's answer to a poll."""
 
-    state: SeatState
+    state: AgentState
     events: tuple[GangEvent, ...] = ()
     next_event: int = 0
     store_port: int = 0
     occupant: Occupant | None = None
     why_ended: str = ""
-    """Set where the seat ended its ranks unasked: it lost touch with the caller, or its worker closes."""
-    pulses: tuple[RankPulse, ...] = ()
-    """Of the seat's ranks, where they are watched."""
+    """Set where the agent ended its ranks unasked: it lost touch with the caller, or its worker
+    closes."""
+    heartbeats: tuple[RankHeartbeat, ...] = ()
+    """Of the agent's ranks, where they are watched."""
 
 
 @dataclass(frozen=True)
 class Cleared:
-    """A seat's answer to the order to end."""
+    """An agent's answer to the order to end."""
 
     ended: bool
     """Whether all its ranks are gone."""
@@ -106,7 +110,7 @@ class Cleared:
 
 @dataclass(frozen=True)
 class StartOrder:
-    """Tells a seat to start its ranks."""
+    """Tells an agent to start its ranks."""
 
     launches: tuple[RankLaunch, ...]
     progress_timeout_s: float | None = None

@@ -1,4 +1,6 @@
-"""Owns the layout of the page in which a rank leaves its pulse: the rank writes it, its seat reads it, nobody waits."""
+"""Owns the layout of the page in which a rank leaves its heartbeat: the rank writes it, its
+agent reads it, nobody waits.
+"""
 
 import signal
 import struct
@@ -32,7 +34,8 @@ class Phase(IntEnum):
     RETURNED = 11
 
 
-# Words of 8 bytes in this machine's own order: each is written by one store, so a reader sees the old or the new one.
+# Words of 8 bytes in this machine's own order: each is written by one store, so a reader sees
+# the old or the new one.
 MOVED_NS, STEP, EPOCH, SEQ, PHASE, LISTENS, ARMED = range(7)
 _PAGE = struct.Struct("=7q")
 PAGE_BYTES = 4096
@@ -42,7 +45,7 @@ LOOK_SIGNAL: int = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else signa
 
 
 @dataclass(frozen=True)
-class Pulse:
+class Heartbeat:
     """A rank's page as it was when it was read."""
 
     moved_ns: int = 0

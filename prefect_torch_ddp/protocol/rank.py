@@ -1,4 +1,6 @@
-"""Owns the small frozen values that cross between the caller, the Dask workers and the rank processes."""
+"""Owns the small frozen values that cross between the caller, the Dask workers and the rank
+processes.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -7,10 +9,12 @@ from typing import Literal
 ProcessGroupMode = Literal["default", "user", "none"]
 Backend = Literal["auto", "gloo", "nccl"]
 Launcher = Literal["auto", "exec"]
-Outlook = Literal["open", "hopeless", "transient"]
-"""What a failure says about another attempt: it may end the same way, it is bound to, or it has nothing to do with the code."""
+Retryability = Literal["open", "hopeless", "transient"]
+"""What a failure says about another attempt: it may end the same way, it is bound to, or it has
+nothing to do with the code."""
 StoppedBy = Literal["order", "SIGTERM", "peer"]
-"""Why a rank wanted to stop: its seat told it to, the signal did, or only another rank wanted it."""
+"""Why a rank wanted to stop: its agent told it to, the signal did, or only another rank wanted
+it."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +32,8 @@ class RankPlace:
     address: str = ""
     """Where the other ranks reach it; the host, unless the gang was given a network."""
     device_position: int | None = None
-    """Which of the worker's visible CUDA devices it takes; None: nobody told the worker which it sees."""
+    """Which of the worker's visible CUDA devices it takes; None: nobody told the worker which
+    it sees."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +48,10 @@ class GangShape:
 
 @dataclass(frozen=True)
 class RankLaunch:
-    """All that a fresh rank process needs to know. Its payload is opaque to everyone but the rank."""
+    """All that a fresh rank process needs to know.
+
+    Its payload is opaque to everyone but the rank.
+    """
 
     place: RankPlace
     shape: GangShape
@@ -53,7 +61,8 @@ class RankLaunch:
     master_addr: str
     master_port: int
     store_fd: int | None
-    """An already listening socket, inherited by rank 0 in the default mode: no port is ever guessed."""
+    """An already listening socket, inherited by rank 0 in the default mode: no port is ever
+    guessed."""
     process_group: ProcessGroupMode
     backend: Backend
     rendezvous_timeout_s: float
@@ -65,17 +74,21 @@ class RankLaunch:
 
 @dataclass(frozen=True)
 class LaunchPage:
-    """What a rank process finds when it starts: its order, and the surroundings that a forked one must put on."""
+    """What a rank process finds when it starts: its order, and the surroundings that a forked
+    one must put on.
+    """
 
     launch: RankLaunch
     environment: dict[str, str]
     folder: str
     scratch: str
-    """Where the rank's multiprocessing puts its sockets, and by whose name it calls its semaphores; removed when it has ended."""
+    """Where the rank's multiprocessing puts its sockets, and by whose name it calls its
+    semaphores; removed when it has ended."""
 
 
 COPIES = "records"
-"""The folder in `scratch` where a rank keeps copies of the records that the storage doesn't have yet."""
+"""The folder in `scratch` where a rank keeps copies of the records that the storage doesn't
+have yet."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +102,8 @@ class RankFailure:
     summary: str
     """One or a few lines for people: `ValueError: boom`, `was killed by SIGKILL (9)`."""
     is_collateral: bool = False
-    """Whether it looks like the consequence of another rank's failure (a connection that a peer closed)."""
+    """Whether it looks like the consequence of another rank's failure (a connection that a peer
+    closed)."""
     traceback_text: str = ""
     exception_type: str = ""
     exception_pickle: bytes | None = None
@@ -98,7 +112,7 @@ class RankFailure:
     stderr_tail: tuple[str, ...] = ()
     step: int | None = None
     """The optimizer step under way, or the last one; None before the first."""
-    outlook: Outlook = "transient"
+    retryability: Retryability = "transient"
 
 
 NO_RANK = -1
@@ -131,7 +145,9 @@ class Progress:
 
 @dataclass(frozen=True)
 class FunctionEnded:
-    """A rank's function came to its end; its last checkpoint and metrics may still be being written."""
+    """A rank's function came to its end; its last checkpoint and metrics may still be being
+    written.
+    """
 
     rank: int
 
@@ -189,21 +205,26 @@ class Hang:
 
 @dataclass(frozen=True)
 class FailureRecord:
-    """What is remembered of a failed attempt, to tell whether the next one fails in the same way."""
+    """What is remembered of a failed attempt, to tell whether the next one fails in the same
+    way.
+    """
 
     attempt: int
     world_size: int
     summary: str
     """One line for people."""
     fingerprint: str | None
-    """Type and text of the exception; None where another attempt may well go better, e.g. after a kill or an OSError."""
+    """Type and text of the exception; None where another attempt may well go better, e.g. after
+    a kill or an OSError."""
     step: int | None
     """The optimizer step it failed in; None before the first, or where steps aren't known."""
 
 
 @dataclass(frozen=True)
 class Stopped:
-    """A rank's training stopped at a step that all ranks agreed on, before its end and not by its own wish."""
+    """A rank's training stopped at a step that all ranks agreed on, before its end and not by
+    its own wish.
+    """
 
     step: int
     by: StoppedBy
@@ -230,5 +251,13 @@ class RecordsLeft:
 
 
 GangEvent = (
-    LogLine | Progress | FunctionEnded | RankReturned | RankFailedEvent | RankStopped | AttemptBegan | RankStack | RecordsLeft
+    LogLine
+    | Progress
+    | FunctionEnded
+    | RankReturned
+    | RankFailedEvent
+    | RankStopped
+    | AttemptBegan
+    | RankStack
+    | RecordsLeft
 )

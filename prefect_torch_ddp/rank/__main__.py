@@ -1,4 +1,6 @@
-"""Owns the start of a rank as a fresh process: what a seat runs where ranks can't be forked from a rank host."""
+"""Owns the start of a rank as a fresh process: what an agent runs where ranks can't be forked
+from a rank host.
+"""
 
 import sys
 from collections.abc import Sequence

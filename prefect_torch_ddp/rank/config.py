@@ -1,4 +1,6 @@
-"""Owns the description a RankContext is made from: equal on all ranks, picklable, free of torch."""
+"""Owns the description a RankContext is made from: equal on all ranks, picklable, free of
+torch.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -23,7 +25,8 @@ class CheckpointPolicy:
     best_metric: str | None = None
     best_mode: Literal["max", "min"] = "max"
     on_failure: Literal["warn", "fail"] = "warn"
-    """Whether a training goes on when a checkpoint can't be written; the last one of a training is an error in any case."""
+    """Whether a training goes on when a checkpoint can't be written; the last one of a training
+    is an error in any case."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +39,7 @@ class RankConfig:
     stage: Stage
     storage: Storage
     dataset_id: str | None = None
-    """The dataset below `<storage>/datasets/` that rank.data stands for."""
+    """The dataset below `<storage>/datasets/` that ctx.data stands for."""
     options: Mapping[str, Any] = field(default_factory=dict)
     seed: int = 0
     checkpoint: CheckpointPolicy = field(default_factory=CheckpointPolicy)
@@ -49,7 +52,8 @@ class RankConfig:
     evaluate_on: Literal["last", "best"] = "last"
     """Which checkpoint's model a finished training leaves to others."""
     determinism: Determinism = "default"
-    """"elastic": a training's bits are the same for every number of ranks that divides `virtual_ranks`."""
+    """"elastic": a training's bits are the same for every number of ranks that divides
+    `virtual_ranks`."""
     virtual_ranks: int | None = None
     ledger: bool = False
     """Whether each step's samples are put on record."""
@@ -61,7 +65,9 @@ class RankConfig:
         check_virtual_ranks(self.determinism, self.virtual_ranks, None)
 
 
-def check_virtual_ranks(determinism: str, virtual_ranks: int | None, world_size: int | None) -> None:
+def check_virtual_ranks(
+    determinism: str, virtual_ranks: int | None, world_size: int | None
+) -> None:
     """Refuse a kind of determinism and numbers of ranks that don't fit together.
 
     Args:

@@ -27,19 +27,20 @@ logger = logging.getLogger(__name__)
 
 
 class RankContext:
-    """What this rank is, and what every training needs and plain PyTorch lacks; every call is optional.
+    """What this rank is, and what every training needs and plain PyTorch lacks; every call is
+    optional.
 
     A training is plain PyTorch:
 
-        model = rank.wrap(Net())
+        model = ctx.wrap(Net())
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        rank.track(model=model, optimizer=optimizer)
-        for images, labels in rank.steps(rank.loader(dataset, global_batch_size=64), epochs=5):
-            loss = cross_entropy(model(images.to(rank.device)), labels.to(rank.device))
+        ctx.track(model=model, optimizer=optimizer)
+        for images, labels in ctx.steps(ctx.loader(dataset, global_batch_size=64), epochs=5):
+            loss = cross_entropy(model(images.to(ctx.device)), labels.to(ctx.device))
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-            rank.report(loss=loss)
+            ctx.report(loss=loss)
     """
 
     def __init__(
@@ -51,14 +52,16 @@ class RankContext:
         link: ControlLink | None = None,
         data: Path | None = None,
     ) -> None:
-        """Make it for one stage on one rank; user code gets it as its first argument, or from `RankContext.local()`.
+        """Make it for one stage on one rank; user code gets it as its first argument, or from
+        `RankContext.local()`.
 
         Args:
             config: equal on all ranks.
             place: which rank this is.
             device: where this rank computes; None: the first CUDA device, else the CPU.
             link: the way to the supervisor.
-            data: the local dataset, or in the prepare stage the folder to write to; None: found in the storage.
+            data: the local dataset, or in the prepare stage the folder to write to; None: found
+                in the storage.
         """
         self.config = config
         self.rank = place.rank
@@ -74,7 +77,7 @@ class RankContext:
         self._device = device
         self._data = data
         link = link or NoLink()
-        link.pulse.enter(Phase.SETUP)
+        link.heartbeat.enter(Phase.SETUP)
         self._parts = ContextParts(config, place, link)
         self._state = self._parts.state
 
@@ -96,25 +99,27 @@ class RankContext:
         ledger: bool = False,
         source: Readable | str | Path | None = None,
     ) -> Self:
-        """Make one in this process: world size 1, no process group. Seeds python, numpy and torch, as a rank does.
+        """Make one in this process: world size 1, no process group. Seeds python, numpy and
+        torch, as a rank does.
 
         Use it in a `with`, or call `close()`.
 
         Args:
-            data: what `rank.data` is to be.
-            options: what `rank.options` is to be.
+            data: what `ctx.data` is to be.
+            options: what `ctx.options` is to be.
             seed: seeds everything random.
             storage: a Storage or a directory; None: a temporary one, removed at the end.
             run_id: names the run's folder; the same one again resumes it.
             stage: "evaluate" restores the checkpoint of `restore_step`.
             checkpoint: when checkpoints are written, and which are kept.
-            resume_from: run to take the first checkpoint from: its id, or `<path or s3:// URI of its storage>/runs/<id>`, either
-                perhaps with `/checkpoints/step-00000400`.
+            resume_from: run to take the first checkpoint from: its id, or `<path or s3:// URI
+                of its storage>/runs/<id>`, either perhaps with `/checkpoints/step-00000400`.
             restore_step: see stage.
-            determinism: "elastic" gives the bits that any number of ranks dividing `virtual_ranks` gives.
+            determinism: "elastic" gives the bits that any number of ranks dividing
+                `virtual_ranks` gives.
             virtual_ranks: see determinism.
             ledger: put on record which samples each step trains on; `read_ledger` checks it.
-            source: what `rank.source` is to be: a storage, a path or an s3:// URI.
+            source: what `ctx.source` is to be: a storage, a path or an s3:// URI.
         """
         from prefect_torch_ddp.rank.parts import local_config  # noqa: PLC0415 - loads torch
 
@@ -154,7 +159,9 @@ class RankContext:
     @property
     def should_stop(self) -> bool:
         """Whether all ranks have agreed to stop; `steps` has then ended by itself."""
-        alone = self.world_size == 1 and (self._state.stop_wanted or self._parts.link.stop_requested())
+        alone = self.world_size == 1 and (
+            self._state.stop_wanted or self._parts.link.stop_requested()
+        )
         return self._state.stop_agreed or alone
 
     @property
@@ -163,7 +170,11 @@ class RankContext:
         if self._device is None:
             import torch  # noqa: PLC0415 - user code has loaded it by now
 
-            self._device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+            self._device = (
+                torch.device("cuda", torch.cuda.current_device())
+                if torch.cuda.is_available()
+                else torch.device("cpu")
+            )
         return self._device
 
     @property
@@ -184,7 +195,8 @@ class RankContext:
 
     @property
     def data_storage(self) -> Storage:
-        """The dataset as a storage, where it lies: nothing is copied, so that shards are read by ranges. In prepare, the folder.
+        """The dataset as a storage, where it lies: nothing is copied, so that shards are read
+        by ranges. In prepare, the folder.
 
         Raises:
             InvalidParamsError: this rank was given no dataset.
@@ -199,7 +211,8 @@ class RankContext:
 
     @property
     def source(self) -> Readable:
-        """Where the raw data is, with its credentials: `TrainParams.source`; `image_folder(rank.source, ...)` reads images there.
+        """Where the raw data is, with its credentials: `TrainParams.source`;
+        `image_folder(ctx.source, ...)` reads images there.
 
         Raises:
             InvalidParamsError: this run was given none.
@@ -215,9 +228,10 @@ class RankContext:
     def wrap(self, model: "torch.nn.Module", **ddp_kwargs: Any) -> "torch.nn.Module":
         """Move a model to the rank's device and have its gradients averaged over all ranks.
 
-        Inside `steps` each rank's gradient counts by its share of the global batch, so that an uneven tail, also one smaller
-        than the world, gives exactly the gradient of the mean loss over the global batch. Several backward passes in a step
-        add up; `rank.micro_batches` makes them, and has the ranks talk in the last one alone.
+        Inside `steps` each rank's gradient counts by its share of the global batch, so that an
+        uneven tail, also one smaller than the world, gives exactly the gradient of the mean
+        loss over the global batch. Several backward passes in a step add up;
+        `ctx.micro_batches` makes them, and has the ranks talk in the last one alone.
 
         Args:
             model: equal on all ranks; its loss is the mean over the local samples.
@@ -237,17 +251,21 @@ class RankContext:
         seed_samples: "SeedSamples" = True,
         **dataloader_kwargs: Any,
     ) -> "RankLoader":
-        """Make a loader of this rank's share of each global batch: every sample once per epoch, in an order for any world size.
+        """Make a loader of this rank's share of each global batch: every sample once per epoch,
+        in an order for any world size.
 
         Args:
-            dataset: map-style, or in shards: with shards(), num_samples(shard) and iter_shard(shard).
+            dataset: map-style, or in shards: with shards(), num_samples(shard) and
+                iter_shard(shard).
             global_batch_size: samples per step over all ranks together.
             shuffle: a new order each epoch, from the run's seed.
             drop_last: leave out the uneven tail of an epoch.
-            seed_samples: seed python, numpy and torch in worker processes for each sample, so that augmentation is the same on
-                any number of ranks and workers. "torch": torch alone, where nothing draws from another one, as torchvision's v2
-                transforms do; False: none, where nothing is drawn.
-            **dataloader_kwargs: anything else for torch's DataLoader, such as num_workers or collate_fn.
+            seed_samples: seed python, numpy and torch in worker processes for each sample, so
+                that augmentation is the same on any number of ranks and workers. "torch": torch
+                alone, where nothing draws from another one, as torchvision's v2 transforms do;
+                False: none, where nothing is drawn.
+            **dataloader_kwargs: anything else for torch's DataLoader, such as num_workers or
+                collate_fn.
         """
         from prefect_torch_ddp.data.loader import RankLoader  # noqa: PLC0415 - loads torch
 
@@ -266,13 +284,16 @@ class RankContext:
         )
 
     def track(self, **objects: Any) -> None:
-        """Put objects into every checkpoint, and restore them in place where there is one to resume from.
+        """Put objects into every checkpoint, and restore them in place where there is one to
+        resume from.
 
-        Call it on every rank, with the same names, before `steps`. Their state is taken to be equal on all ranks; random
-        generators, the place in the data and the step counters come along by themselves.
+        Call it on every rank, with the same names, before `steps`. Their state is taken to be
+        equal on all ranks; random generators, the place in the data and the step counters come
+        along by themselves.
 
         Args:
-            **objects: anything with `state_dict` and `load_state_dict`: model, optimizer, scheduler, scaler, ...
+            **objects: anything with `state_dict` and `load_state_dict`: model, optimizer,
+                scheduler, scaler, ...
 
         Raises:
             InvalidParamsError: an object can't be tracked, or its name is taken.
@@ -281,36 +302,43 @@ class RankContext:
         self._parts.tracker.track(objects)
 
     def steps(self, loader: "RankLoader", *, epochs: int) -> Iterator[Any]:
-        """Yield a batch per optimizer step until all epochs are done or all ranks agree to stop.
+        """Yield a batch per optimizer step until all epochs are done or all ranks agree to
+        stop.
 
-        A resumed run goes on in the middle of an epoch, where its checkpoint was made. A checkpoint that is due is written when
-        the loop's body has ended. Batches stay on the device where the loader put them. On a rank whose share of a tail is empty
-        the batch is a stand-in whose gradient counts for nothing. Called again, it numbers steps and epochs on;
-        a resumed run passes calls that were over by, yet what stands behind them runs again: one call with all epochs, and
-        `epoch_ended` in its body, has no such code.
+        A resumed run goes on in the middle of an epoch, where its checkpoint was made. A
+        checkpoint that is due is written when the loop's body has ended. Batches stay on the
+        device where the loader put them. On a rank whose share of a tail is empty the batch is
+        a stand-in whose gradient counts for nothing. Called again, it numbers steps and epochs
+        on; a resumed run passes calls that were over by, yet what stands behind them runs
+        again: one call with all epochs, and `epoch_ended` in its body, has no such code.
 
         Args:
-            loader: from `rank.loader`.
+            loader: from `ctx.loader`.
             epochs: how often all samples are seen.
         """
         return self._parts.loop.run(loader, epochs)
 
-    def micro_batches(self, batch: Any, *, max_samples: int | None = None) -> Iterator[tuple[Any, float]]:
-        """Yield (micro-batch, weight): gradient accumulation that is exact, also where ranks have uneven shares.
+    def micro_batches(
+        self, batch: Any, *, max_samples: int | None = None
+    ) -> Iterator[tuple[Any, float]]:
+        """Yield (micro-batch, weight): gradient accumulation that is exact, also where ranks
+        have uneven shares.
 
             optimizer.zero_grad()
-            for (images, labels), weight in rank.micro_batches(batch, max_samples=32):
+            for (images, labels), weight in ctx.micro_batches(batch, max_samples=32):
                 loss = cross_entropy(model(images), labels)
                 (loss * weight).backward()
             optimizer.step()
 
-        The gradient is that of the mean loss over the global batch, which ranks sum in the last backward pass alone. With a
-        GradScaler, scale each weighted loss; after the loop unscale, then clip, then step. The rank's mean loss, to report, is
-        `sum(loss * weight) / sum(weight)`: under elastic determinism the weights are parts of the global batch, and don't add up
-        to 1. There the gradients come with the end of the loop.
+        The gradient is that of the mean loss over the global batch, which ranks sum in the last
+        backward pass alone. With a GradScaler, scale each weighted loss; after the loop
+        unscale, then clip, then step. The rank's mean loss, to report, is `sum(loss * weight) /
+        sum(weight)`: under elastic determinism the weights are parts of the global batch, and
+        don't add up to 1. There the gradients come with the end of the loop.
 
         Args:
-            batch: from `steps`: a tensor, or tuples, lists and mappings of tensors, whose first dimension is the sample's.
+            batch: from `steps`: a tensor, or tuples, lists and mappings of tensors, whose first
+                dimension is the sample's.
             max_samples: how many samples a micro-batch has at most; None: all of this rank's.
 
         Raises:
@@ -332,14 +360,17 @@ class RankContext:
             InvalidParamsError: one isn't a single real number; names it.
         """
         self._parts.reporter.report(metrics)
-        self._parts.link.pulse.progress()
+        self._parts.link.heartbeat.progress()
 
     def checkpoint(self, *, force: bool = False) -> None:
-        """Ask for a checkpoint, on every rank alike: in `steps` at the end of this step, elsewhere at once.
+        """Ask for a checkpoint, on every rank alike: in `steps` at the end of this step,
+        elsewhere at once.
 
-        In `steps` those that are due come without asking, and a step has one. Elsewhere each call that forces one makes one,
-        known by the next number where that of the step is taken. In a loop of your own, without `steps`, they count 0, 1, 2, ...
-        A resumed run finds what it tracks as it was at the newest one, and where there are no `steps` the random generators, too.
+        In `steps` those that are due come without asking, and a step has one. Elsewhere each
+        call that forces one makes one, known by the next number where that of the step is
+        taken. In a loop of your own, without `steps`, they count 0, 1, 2, ... A resumed run
+        finds what it tracks as it was at the newest one, and where there are no `steps` the
+        random generators, too.
 
         Args:
             force: also when none is due.
@@ -354,15 +385,18 @@ class RankContext:
     def request_stop(self, reason: str) -> None:
         """Have all ranks end `steps` after the same step, and a retry of the run adds no step.
 
-        That is this step where all ranks ask in it, and else this one or the next, where ranks are in step.
+        That is this step where all ranks ask in it, and else this one or the next, where ranks
+        are in step.
         """
         logger.info("rank %d asks to stop after step %d: %s", self.rank, self.step, reason)
         self._state.stop_wanted = True
 
     def save(self, path: str, data: bytes | str) -> None:
-        """Write a file to the run's results, at once: `runs/<run id>/results/<attempt>/<path>`, which `read_result` finds.
+        """Write a file to the run's results, at once: `runs/<run id>/results/<attempt>/<path>`,
+        which `read_result` finds.
 
-        Each attempt has files of its own, so that one that was held up can't replace a newer one's.
+        Each attempt has files of its own, so that one that was held up can't replace a newer
+        one's.
 
         Args:
             path: relative, with forward slashes.
@@ -377,7 +411,10 @@ class RankContext:
         from prefect_torch_ddp.checkpoint.attempts import refuse_superseded  # noqa: PLC0415
         from prefect_torch_ddp.checkpoint.run_files import write_result  # noqa: PLC0415
 
-        if self.stage in ("train", "task"):  # the others claim no attempt, so that none can supersede them
+        if self.stage in (
+            "train",
+            "task",
+        ):  # the others claim no attempt, so that none can supersede them
             refuse_superseded(self.config.storage, self.run_id, self.attempt)
         write_result(self.config.storage, self.run_id, self.attempt, path, data)
 
@@ -385,7 +422,8 @@ class RankContext:
         """Write what is pending: the last checkpoint, the metrics. Doing it twice is no error.
 
         Args:
-            failed: the training ended by an exception: no last checkpoint is made, and nothing here raises.
+            failed: the training ended by an exception: no last checkpoint is made, and nothing
+                here raises.
 
         Raises:
             CheckpointError: the last checkpoint can't be written.
@@ -397,14 +435,23 @@ class RankContext:
         """Use it in a `with`."""
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         """Close it."""
         self._parts.close(failed=kind is not None, error=error)
 
     def outcome(self) -> dict[str, Any]:
-        """Return what a closed training amounts to, as plain values: counts, checkpoints, the step it was resumed from."""
+        """Return what a closed training amounts to, as plain values: counts, checkpoints, the
+        step it was resumed from.
+        """
         return self._parts.outcome()
 
     def export_model(self, workload: str) -> str | None:
-        """Leave a closed training's model to others, on rank 0; return its URI, None where none was tracked or it was stopped."""
+        """Leave a closed training's model to others, on rank 0; return its URI, None where none
+        was tracked or it was stopped.
+        """
         return self._parts.export_model(workload)

@@ -1,6 +1,7 @@
 """Owns exact counting of a classifier's hits over all ranks.
 
-Owns what a confusion matrix says: accuracy, and precision, recall, F1 and support of each class.
+Owns what a confusion matrix says: accuracy, and precision, recall, F1 and support of each
+class.
 """
 
 import math
@@ -36,13 +37,17 @@ class ClassificationMeter:
         self._loss_sum = torch.zeros((), dtype=torch.float64, device="cpu")
 
     @torch.no_grad()
-    def update(self, logits: torch.Tensor, targets: torch.Tensor, loss: torch.Tensor | None = None) -> None:
+    def update(
+        self, logits: torch.Tensor, targets: torch.Tensor, loss: torch.Tensor | None = None
+    ) -> None:
         """Count one batch; it may be empty.
 
         Args:
-            logits: scores of shape [batch, classes], floating; or predicted classes of shape [batch], integer.
+            logits: scores of shape [batch, classes], floating; or predicted classes of shape
+                [batch], integer.
             targets: true classes of shape [batch], integer.
-            loss: each sample's own loss, shape [batch]; left out, it is the cross entropy of the logits.
+            loss: each sample's own loss, shape [batch]; left out, it is the cross entropy of
+                the logits.
 
         Raises:
             InvalidParamsError: shapes don't fit together, or a class isn't one of the names.
@@ -64,27 +69,38 @@ class ClassificationMeter:
             self._loss_sum = self._loss_sum.to(loss.device) + loss.double().sum()
 
     def report(self) -> Report:
-        """Return the report over the samples of all ranks, the same on each; every rank of the group must call it.
+        """Return the report over the samples of all ranks, the same on each; every rank of the
+        group must call it.
 
         The loss is None unless every sample had one.
 
         Raises:
             InvalidParamsError: no rank counted a sample; raised on every rank.
         """
-        num_with_loss = torch.tensor([self._num_with_loss], dtype=torch.int64, device=self._counts.device)
+        num_with_loss = torch.tensor(
+            [self._num_with_loss], dtype=torch.int64, device=self._counts.device
+        )
         counts = torch.cat([self._counts, num_with_loss])
         loss_sum = self._loss_sum.clone()
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             counts, loss_sum = (_summed(value) for value in (counts, loss_sum))
         *cells, total_with_loss = counts.tolist()
         num_classes, num_samples = len(self.class_names), sum(cells)
-        loss = loss_sum.item() / num_samples if num_samples and total_with_loss == num_samples else None
+        loss = (
+            loss_sum.item() / num_samples
+            if num_samples and total_with_loss == num_samples
+            else None
+        )
         matrix = [cells[row : row + num_classes] for row in range(0, num_classes**2, num_classes)]
         return classification_report(matrix, self.class_names, loss)
 
-    def _refuse_misfits(self, logits: torch.Tensor, targets: torch.Tensor, loss: torch.Tensor | None) -> None:
+    def _refuse_misfits(
+        self, logits: torch.Tensor, targets: torch.Tensor, loss: torch.Tensor | None
+    ) -> None:
         scores = logits.dim() > 1
-        if logits.is_floating_point() != scores or tuple(logits.shape[1:]) != ((len(self.class_names),) if scores else ()):
+        if logits.is_floating_point() != scores or tuple(logits.shape[1:]) != (
+            (len(self.class_names),) if scores else ()
+        ):
             msg = (
                 f"logits has shape {list(logits.shape)} and dtype {logits.dtype}; expected floating scores [batch, "
                 f"{len(self.class_names)}], or integer predictions [batch]"
@@ -100,9 +116,16 @@ class ClassificationMeter:
 
 
 def _summed(value: torch.Tensor) -> torch.Tensor:
-    """Return the sum over all ranks, on the device that the process group's backend can reach."""
-    # A rank that never updated still holds CPU zeros, which NCCL would refuse while its peers wait.
-    device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
+    """Return the sum over all ranks, on the device that the process group's backend can
+    reach.
+    """
+    # A rank that never updated still holds CPU zeros, which NCCL would refuse while its peers
+    # wait.
+    device = (
+        torch.device("cuda", torch.cuda.current_device())
+        if dist.get_backend() == "nccl"
+        else torch.device("cpu")
+    )
     total = value.to(device, copy=True)
     dist.all_reduce(total)
     return total
@@ -113,8 +136,8 @@ def classification_report(
 ) -> Report:
     """Read all scores off a confusion matrix.
 
-    A class that was never predicted has precision 0, one that is absent from the split recall 0. No value is nan or infinite: a
-    loss that is becomes None.
+    A class that was never predicted has precision 0, one that is absent from the split recall
+    0. No value is nan or infinite: a loss that is becomes None.
 
     Args:
         confusion_matrix: counts, one row per true class, one column per predicted class.
@@ -122,7 +145,8 @@ def classification_report(
         loss: mean over all samples.
 
     Raises:
-        InvalidParamsError: the matrix isn't square over the class names, has a negative count, or no sample at all.
+        InvalidParamsError: the matrix isn't square over the class names, has a negative count,
+            or no sample at all.
     """
     rows = [[int(count) for count in row] for row in confusion_matrix]
     _refuse_misshapen(rows, len(class_names))
@@ -153,10 +177,20 @@ def _class_scores(rows: list[list[int]], class_names: Sequence[str]) -> tuple[Cl
     """Score each class with scikit-learn, the matrix's cells as weighted samples."""
     from sklearn.metrics import precision_recall_fscore_support  # noqa: PLC0415 - a second, which only evaluating pays
 
-    cells = [(true, predicted, count) for true, row in enumerate(rows) for predicted, count in enumerate(row) if count]
+    cells = [
+        (true, predicted, count)
+        for true, row in enumerate(rows)
+        for predicted, count in enumerate(row)
+        if count
+    ]
     targets, predictions, counts = zip(*cells, strict=True)
     precision, recall, f1, _ = precision_recall_fscore_support(
         targets, predictions, labels=range(len(rows)), sample_weight=counts, zero_division=0
     )
-    scores = zip(class_names, precision.tolist(), recall.tolist(), f1.tolist(), map(sum, rows), strict=True)
-    return tuple(ClassScore(name=name, precision=p, recall=r, f1=f, support=support) for name, p, r, f, support in scores)
+    scores = zip(
+        class_names, precision.tolist(), recall.tolist(), f1.tolist(), map(sum, rows), strict=True
+    )
+    return tuple(
+        ClassScore(name=name, precision=p, recall=r, f1=f, support=support)
+        for name, p, r, f, support in scores
+    )

@@ -1,6 +1,8 @@
-"""Owns the decision whether a rank's exception is a cause or the consequence of another rank's failure. Pure.
+"""Owns the decision whether a rank's exception is a cause or the consequence of another rank's
+failure. Pure.
 
-Owns what an exception says about another attempt: bound to fail again, nothing to do with the code, or open. Pure.
+Owns what an exception says about another attempt: bound to fail again, nothing to do with the
+code, or open. Pure.
 
 Owns how a rank's return value is sent home.
 """
@@ -15,9 +17,10 @@ import cloudpickle
 
 from prefect_torch_ddp.checkpoint.attempts import SupersededError
 from prefect_torch_ddp.errors import InvalidParamsError, StorageError
-from prefect_torch_ddp.protocol.rank import Outlook
+from prefect_torch_ddp.protocol.rank import Retryability
 
-# What gloo, NCCL and TCPStore say when a peer goes away; gathered from killed, exited and raising peers on torch 2.11 to 2.15.
+# What gloo, NCCL and TCPStore say when a peer goes away; gathered from killed, exited and
+# raising peers on torch 2.11 to 2.15.
 _PEER_GONE = re.compile(
     r"connection (was )?(closed|reset|refused|aborted)|connection reset by peer|broken pipe|gloo/transport|"
     r"application timeout caused pair closure|nccl (error|communicator)|remote process exited|"
@@ -31,8 +34,9 @@ _DISTRIBUTED_ERRORS = {"DistBackendError", "DistNetworkError", "DistStoreError"}
 def is_collateral(error: BaseException) -> bool:
     """Tell whether what went wrong first was a connection to another rank.
 
-    The first exception of the chain decides: a cleanup that fails because its peers are gone doesn't turn a cause into a
-    consequence, and user code that wraps a closed connection in an error of its own doesn't turn a consequence into a cause.
+    The first exception of the chain decides: a cleanup that fails because its peers are gone
+    doesn't turn a cause into a consequence, and user code that wraps a closed connection in an
+    error of its own doesn't turn a consequence into a cause.
     """
     first = error
     seen = {id(first)}
@@ -63,11 +67,12 @@ _TRANSIENT_TEXT = re.compile(
 )
 
 
-def outlook_of(error: BaseException) -> Outlook:
+def retryability_of(error: BaseException) -> Retryability:
     """Tell what an exception of a rank says about another attempt.
 
-    An ImportError counts where it was raised, or was named as the cause by `raise ... from`: that somewhere before an optional
-    module was looked for and not found says nothing. An OSError counts wherever it is in the chain.
+    An ImportError counts where it was raised, or was named as the cause by `raise ... from`:
+    that somewhere before an optional module was looked for and not found says nothing. An
+    OSError counts wherever it is in the chain.
     """
     if isinstance(error, SystemExit | KeyboardInterrupt):
         return "transient"
@@ -102,7 +107,8 @@ class UnpicklableValueError(TypeError):
 
 class _HomePickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle is untyped
     def reducer_override(self, obj: Any) -> Any:
-        # The caller may have no GPU, and must not be handed memory of one that a dead process held.
+        # The caller may have no GPU, and must not be handed memory of one that a dead process
+        # held.
         torch = sys.modules.get("torch")  # whoever returns a tensor has loaded it
         if torch is not None and isinstance(obj, torch.Tensor) and obj.device.type != "cpu":
             return obj.detach().cpu().__reduce_ex__(4)

@@ -1,11 +1,12 @@
-"""Owns the rank host: a process that loads torch once, stays single-threaded, and forks ranks for its Dask worker.
+"""Owns the rank host: a process that loads torch once, stays single-threaded, and forks ranks
+for its Dask worker.
 
-Why forking is safe here: one thread and CUDA untouched (both checked before each fork), no lock held, no open file but the
-socket; the child leads a session of its own, dies with the host (PR_SET_PDEATHSIG), and the host dies with its Dask worker,
-whose end of the socket closes then.
+Why forking is safe here: one thread and CUDA untouched (both checked before each fork), no lock
+held, no open file but the socket; the child leads a session of its own, dies with the host
+(PR_SET_PDEATHSIG), and the host dies with its Dask worker, whose end of the socket closes then.
 
-The host is a *child subreaper*: what a dead rank leaves behind becomes the host's child, also from another session, and is
-killed with the last rank of its gang.
+The host is a *child subreaper*: what a dead rank leaves behind becomes the host's child, also
+from another session, and is killed with the last rank of its gang.
 """
 
 import contextlib
@@ -28,10 +29,12 @@ from prefect_torch_ddp.rank import main as life
 
 MAX_FDS = 8
 SWEEP_TIMEOUT_S = 2.0
-"""How long the host waits for killed leftovers of a gang; one that the kernel doesn't let go of must not block the next gang."""
+"""How long the host waits for killed leftovers of a gang; one that the kernel doesn't let go of
+must not block the next gang."""
 
 LULL_S, BUSY_LULL_S = 1.0, 5.0
-"""A host that nobody asked for so long has the time to load more; the second while its ranks run."""
+"""A host that nobody asked for so long has the time to load more; the second while its ranks
+run."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,9 @@ class _Order:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Load torch, tell whether this process can be forked, then fork until the Dask worker is gone or nobody asked for long."""
+    """Load torch, tell whether this process can be forked, then fork until the Dask worker is
+    gone or nobody asked for long.
+    """
     link, idle_s = socket.socket(fileno=int(arguments[0])), float(arguments[1])
     os.set_inheritable(link.fileno(), False)  # noqa: FBT003 - the standard library takes it by position
     life.show_name("ddp-rank-host")
@@ -52,7 +57,9 @@ def main(arguments: Sequence[str]) -> None:
     rank = _serve(link, idle_s)
     if rank is not None:
         life.live(*rank)
-    os._exit(0)  # the interpreter's end takes torch apart, and triton writes to stderr what it then misses
+    os._exit(
+        0
+    )  # the interpreter's end takes torch apart, and triton writes to stderr what it then misses
 
 
 def why_unfit() -> str | None:
@@ -99,27 +106,36 @@ class _Lull:
 
 
 def _load_the_rest() -> None:
-    """Load what not every gang needs and DDP's constructor would import in each rank, which takes 1.3 s of a core."""
-    with contextlib.suppress(ImportError):  # a build of torch without it; the rank that wants it will say so
+    """Load what not every gang needs and DDP's constructor would import in each rank, which
+    takes 1.3 s of a core.
+    """
+    with contextlib.suppress(
+        ImportError
+    ):  # a build of torch without it; the rank that wants it will say so
         import torch._dynamo  # noqa: PLC0415, F401
     _freeze()
 
 
 def _freeze() -> None:
-    """Have the children's garbage collector not touch, and thereby copy, what they share with this process."""
+    """Have the children's garbage collector not touch, and thereby copy, what they share with
+    this process.
+    """
     gc.collect()
     gc.freeze()
 
 
 def _serve(link: socket.socket, idle_s: float) -> tuple[Sequence[int], int, LaunchPage] | None:
-    """Take orders; returns in a forked child, with what the rank lives by, and in the host itself when it is to end."""
+    """Take orders; returns in a forked child, with what the rank lives by, and in the host
+    itself when it is to end.
+    """
     children: set[int] = set()
     lull = _Lull(link)
     while True:
         ready = lull.until_asked(idle_s, busy=bool(children))
         if not ready and children:
             continue
-        # An order whose sender is gone, or gave this process up while it was stopped, must not be carried out late.
+        # An order whose sender is gone, or gave this process up while it was stopped, must not
+        # be carried out late.
         order = None if not ready or ready[0][1] & select.POLLHUP else _receive(link)
         if order is None:
             _kill_all()
@@ -139,7 +155,9 @@ def _serve(link: socket.socket, idle_s: float) -> tuple[Sequence[int], int, Laun
 
 
 def _reap(pid: int, children: set[int]) -> int:
-    """Return how a dead rank ended; with the last one goes all that the gang's ranks left behind, in whatever session."""
+    """Return how a dead rank ended; with the last one goes all that the gang's ranks left
+    behind, in whatever session.
+    """
     status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     children.discard(pid)
     if not children:
@@ -150,18 +168,23 @@ def _reap(pid: int, children: set[int]) -> int:
 def _kill_all() -> None:
     """Kill and reap every child, and those that become children by it, until there are none."""
     deadline = time.monotonic() + SWEEP_TIMEOUT_S
-    # Raised by waitid when there is no child left; and where the kernel doesn't list children, they are left alone.
+    # Raised by waitid when there is no child left; and where the kernel doesn't list children,
+    # they are left alone.
     with contextlib.suppress(ChildProcessError, FileNotFoundError):
         while time.monotonic() < deadline:
             if os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG) is None:
                 for pid in Path("/proc/thread-self/children").read_text().split():
                     with contextlib.suppress(PermissionError):  # it became another user's
-                        os.kill(int(pid), signal.SIGKILL)  # a child that nobody reaped: the number is still its own
+                        os.kill(
+                            int(pid), signal.SIGKILL
+                        )  # a child that nobody reaped: the number is still its own
                 time.sleep(0.001)
 
 
 def _fork(link: socket.socket) -> int | None:
-    """Fork; return the child's pid once it leads a session, before which nobody could kill it as one, and None in the child."""
+    """Fork; return the child's pid once it leads a session, before which nobody could kill it
+    as one, and None in the child.
+    """
     started_read, started_write = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -185,7 +208,7 @@ def _receive(link: socket.socket) -> _Order | None:
 def _become_rank(fds: Sequence[int]) -> tuple[Sequence[int], int, LaunchPage]:
     """Turn the forked child into what a fresh process would be."""
     host_pid = os.getppid()
-    launch, events, outcome, control, pulse, stdout, stderr, *store = fds
+    launch, events, outcome, control, heartbeat, stdout, stderr, *store = fds
     with Path(os.devnull).open("rb") as nothing:
         for source, target in ((nothing.fileno(), 0), (stdout, 1), (stderr, 2)):
             os.dup2(source, target)
@@ -196,20 +219,25 @@ def _become_rank(fds: Sequence[int]) -> tuple[Sequence[int], int, LaunchPage]:
     os.environ.clear()
     os.environ.update(page.environment)
     _forget_the_host(page.environment)
-    return (events, outcome, control, pulse), host_pid, page
+    return (events, outcome, control, heartbeat), host_pid, page
 
 
 def _forget_the_host(environment: dict[str, str]) -> None:
-    """Undo what a fresh process wouldn't share with its siblings: random states, the host's own thread limits, its argv."""
+    """Undo what a fresh process wouldn't share with its siblings: random states, the host's own
+    thread limits, its argv.
+    """
     import numpy as np  # noqa: PLC0415
     import torch  # noqa: PLC0415
 
     random.seed()
     np.random.seed()  # noqa: NPY002 - the global generator is what user code may use
     torch.seed()  # as in a fresh process: random, and another one on each rank
-    # Read by the libraries when they were loaded, in the host: a rank's own value must be set by hand.
+    # Read by the libraries when they were loaded, in the host: a rank's own value must be set
+    # by hand.
     wanted = environment.get("OMP_NUM_THREADS", "")
-    torch.set_num_threads(int(wanted) if wanted.isdecimal() and int(wanted) > 0 else len(os.sched_getaffinity(0)))
+    torch.set_num_threads(
+        int(wanted) if wanted.isdecimal() and int(wanted) > 0 else len(os.sched_getaffinity(0))
+    )
     sys.argv = ["prefect_torch_ddp.rank"]
 
 

@@ -1,9 +1,10 @@
 """Owns how a rank's random generators are seeded.
 
-Before the first step all ranks draw alike: models begin with equal weights. From the first step on each rank has a stream of its
-own, or dropout would drop the same units on every rank.
+Before the first step all ranks draw alike: models begin with equal weights. From the first step
+on each rank has a stream of its own, or dropout would drop the same units on every rank.
 
-Owns when a rank's random generators are seeded, and when they are put back to where a checkpoint had them.
+Owns when a rank's random generators are seeded, and when they are put back to where a
+checkpoint had them.
 """
 
 import random
@@ -37,11 +38,14 @@ def seed_rank(seed: int, step: int, rank: int) -> None:
 
 
 def seed_shared(seed: int, *of: int) -> None:
-    """Seed python, numpy and torch for what numbers name, such as a step and a virtual rank, alike on whichever rank that is."""
+    """Seed python, numpy and torch for what numbers name, such as a step and a virtual rank,
+    alike on whichever rank that is.
+    """
     value = mix_seed(seed, len(_STAGES) + 1, *of)
     random.seed(value)
     np.random.seed(value % 2**32)  # noqa: NPY002 - user code draws from the global generator
-    # Not torch.manual_seed: until CUDA is up it notes the stack for a later call, a tenth of a millisecond each time.
+    # Not torch.manual_seed: until CUDA is up it notes the stack for a later call, a tenth of a
+    # millisecond each time.
     torch.default_generator.manual_seed(value)
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.manual_seed_all(value)
@@ -70,22 +74,31 @@ class Generators:
 
     @property
     def are_the_users(self) -> bool:
-        """Whether a loop of the user's own draws from them, since this training never came to `steps`."""
+        """Whether a loop of the user's own draws from them, since this training never came to
+        `steps`.
+        """
         return not self.have_begun and (
-            self.restorer is None or self.restorer.manifest is None or self._state.position.in_own_loop
+            self.restorer is None
+            or self.restorer.manifest is None
+            or self._state.position.in_own_loop
         )
 
     def go_on(self) -> None:
-        """Put them back where a loop of the user's own goes on: behind the newest `track`, as far as anybody can tell."""
+        """Put them back where a loop of the user's own goes on: behind the newest `track`, as
+        far as anybody can tell.
+        """
         if self.restorer is not None and self._state.position.in_own_loop:
             self.restorer.restore_generators(self._place.rank)
 
     def begin(self) -> bool:
-        """Set them for the next step, where that is the first one of this process; return whether it is."""
+        """Set them for the next step, where that is the first one of this process; return
+        whether it is.
+        """
         if self.have_begun and not self._is_repeating:
             return False
         self.have_begun, self._is_repeating = True, False
-        # What an own loop left is no matter of the steps': undisturbed, they would begin with generators of their own too.
+        # What an own loop left is no matter of the steps': undisturbed, they would begin with
+        # generators of their own too.
         restorer = None if self._state.position.in_own_loop else self.restorer
         if restorer is None or not restorer.restore_generators(self._place.rank):
             seed_rank(self._config.seed, self._state.step, self._place.rank)
@@ -95,19 +108,30 @@ class Generators:
         return True
 
     def repeat(self) -> None:
-        """Set them for code that runs a second time, up to where the checkpoint was made; the next step sets them once more."""
+        """Set them for code that runs a second time, up to where the checkpoint was made; the
+        next step sets them once more.
+        """
         self.begin()
         self._is_repeating, self._num_saved_outside = True, 0
 
     def saved_outside(self) -> None:
-        """Take note of a checkpoint outside of `steps`: the first one behind the place was made before, the second was not."""
+        """Take note of a checkpoint outside of `steps`: the first one behind the place was made
+        before, the second was not.
+        """
         self._is_repeating &= self._num_saved_outside == 0
         self._num_saved_outside += 1
 
     def to_come(self) -> Any | None:
-        """Return the state that the next step will begin with, where that is restored and not what they are in now."""
+        """Return the state that the next step will begin with, where that is restored and not
+        what they are in now.
+        """
         restorer = self.restorer
-        if (self.have_begun and not self._is_repeating) or self.are_the_users or restorer is None or restorer.manifest is None:
+        if (
+            (self.have_begun and not self._is_repeating)
+            or self.are_the_users
+            or restorer is None
+            or restorer.manifest is None
+        ):
             return None
         found = restorer.manifest.find(rank_name(self._place.rank))
         source = self._config.resume_from

@@ -1,4 +1,6 @@
-"""Owns the rank's side of its pulse: marks of what it is at, for its seat to read; each costs a fraction of a microsecond."""
+"""Owns the rank's side of its heartbeat: marks of what it is at, for its agent to read; each
+costs a fraction of a microsecond.
+"""
 
 import faulthandler
 import mmap
@@ -8,25 +10,38 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from prefect_torch_ddp.protocol.heartbeat import ARMED, EPOCH, LISTENS, LOOK_SIGNAL, MOVED_NS, PAGE_BYTES, PHASE, SEQ, STEP, Phase
+from prefect_torch_ddp.protocol.heartbeat import (
+    ARMED,
+    EPOCH,
+    LISTENS,
+    LOOK_SIGNAL,
+    MOVED_NS,
+    PAGE_BYTES,
+    PHASE,
+    SEQ,
+    STEP,
+    Phase,
+)
 
 _now_ns = time.monotonic_ns
 _STEP, _EPOCH_END = int(Phase.STEP), int(Phase.EPOCH_END)
 
 
-class PulseBoard:
+class HeartbeatWriter:
     """Writes the page. Never waits, never fails; by itself it writes to nowhere."""
 
     def __init__(self, page: "mmap.mmap | bytearray | None" = None) -> None:
-        """Take the page that the seat reads; None: one that nobody does."""
+        """Take the page that the agent reads; None: one that nobody does."""
         self._words = memoryview(page if page is not None else bytearray(PAGE_BYTES)).cast("q")
         self._compiled_from = Phase.SETUP
 
     @classmethod
-    def shared(cls, fd: int) -> "PulseBoard":
-        """Take over the seat's file, and have this process write its stacks there when the seat sends LOOK_SIGNAL.
+    def shared(cls, fd: int) -> "HeartbeatWriter":
+        """Take over the agent's file, and have this process write its stacks there when the
+        agent sends LOOK_SIGNAL.
 
-        Not through Python: the signal's handler is C, and works while a thread holds the interpreter's lock for ever.
+        Not through Python: the signal's handler is C, and works while a thread holds the
+        interpreter's lock for ever.
         """
         os.set_inheritable(fd, False)  # noqa: FBT003 - the standard library takes it by position
         board = cls(mmap.mmap(fd, PAGE_BYTES))
@@ -37,7 +52,9 @@ class PulseBoard:
 
     def enter(self, phase: Phase) -> None:
         """Mark what the rank is at from now on; counts as progress."""
-        self._words[MOVED_NS] = _now_ns()  # first: a new phase with an old time would look like a long silence in it
+        self._words[MOVED_NS] = (
+            _now_ns()
+        )  # first: a new phase with an old time would look like a long silence in it
         self._words[PHASE] = phase
 
     def begin_step(self, step: int, epoch: int, *, is_last: bool) -> None:
@@ -75,7 +92,10 @@ class PulseBoard:
             self.enter(Phase.SETUP)
 
     def beat(self) -> None:
-        """Note how many collectives the rank has begun; a new one is progress. Called once a second, from a thread."""
+        """Note how many collectives the rank has begun; a new one is progress.
+
+        Called once a second, from a thread.
+        """
         self._watch_compiler()
         count = _collectives_begun()
         if count != self._words[SEQ]:
@@ -83,7 +103,9 @@ class PulseBoard:
             self._words[SEQ] = count
 
     def _watch_compiler(self) -> None:
-        """Have torch.compile tell when it begins and ends; asked again each time, since a reset may forget us."""
+        """Have torch.compile tell when it begins and ends; asked again each time, since a reset
+        may forget us.
+        """
         handler = getattr(sys.modules.get("torch._dynamo.callback"), "callback_handler", None)
         if handler is not None and self._compile_begins not in handler.start_callbacks:
             handler.register_start_callback(self._compile_begins)
@@ -106,7 +128,9 @@ def _collectives_begun() -> int:
         if dist is None or not dist.is_initialized():
             return 0
         group = dist.group.WORLD
-        backends = {id(backend): backend for backend in map(group._get_backend, group._device_types)}  # noqa: SLF001
+        backends = {
+            id(backend): backend for backend in map(group._get_backend, group._device_types)
+        }
         return sum(backend._get_sequence_number_for_group() for backend in backends.values())  # noqa: SLF001
     except (AttributeError, RuntimeError):  # half loaded, or being taken down
         return 0

@@ -1,4 +1,4 @@
-"""Owns a rank's end of the pipes to its seat: events out, orders in, and the outcome.
+"""Owns a rank's end of the pipes to its agent: events out, orders in, and the outcome.
 
 Owns the link by which a rank's context talks to the process around it.
 """
@@ -20,32 +20,40 @@ import cloudpickle
 
 from prefect_torch_ddp.protocol.heartbeat import Phase
 from prefect_torch_ddp.protocol.rank import Progress, RankFailure, Stopped
-from prefect_torch_ddp.rank.failure import is_collateral, outlook_of
-from prefect_torch_ddp.rank.heartbeat import PulseBoard
+from prefect_torch_ddp.rank.failure import is_collateral, retryability_of
+from prefect_torch_ddp.rank.heartbeat import HeartbeatWriter
 
 MAX_TEXT = 16_000
-"""Characters of a record; in the worst case each takes six bytes, and the seat takes 128 KiB."""
+"""Characters of a record; in the worst case each takes six bytes, and the agent takes 128
+KiB."""
 MAX_NAME = 200
 MAX_SUMMARY = 2_000
 STOP, LEAVE, BEAT = b"S", b"L", b"B"
 BEAT_S = 1.0
-"""How often the collectives that the rank has begun are counted, and the seat's beat is expected."""
-SEAT_SILENCE_S = 14.0
-"""A rank whose seat beat every second and then is silent for so long ends: its worker is stopped, or frozen for good."""
+"""How often the collectives that the rank has begun are counted, and the agent's beat is
+expected."""
+AGENT_TIMEOUT_S = 14.0
+"""A rank whose agent beat every second and then is silent for so long ends: its worker is
+stopped, or frozen for good."""
 _OUR_FRAMES = {str(Path(__file__).with_name(name)) for name in ("life.py", "entry.py")}
 
 
 class Channel:
-    """Talks to the seat that started this process. Records are datagrams, so threads and forked children may write too."""
+    """Talks to the agent that started this process.
 
-    def __init__(self, events_fd: int, outcome_fd: int, control_fd: int, pulse_fd: int) -> None:
-        """Take over the inherited file descriptors; children that are executed don't inherit them."""
+    Records are datagrams, so threads and forked children may write too.
+    """
+
+    def __init__(self, events_fd: int, outcome_fd: int, control_fd: int, heartbeat_fd: int) -> None:
+        """Take over the inherited file descriptors; children that are executed don't inherit
+        them.
+        """
         for fd in (events_fd, outcome_fd, control_fd):
             os.set_inheritable(fd, False)  # noqa: FBT003 - the standard library takes it by position
         self._events = socket.socket(fileno=events_fd)
         self._outcome: IO[bytes] = os.fdopen(outcome_fd, "wb")
         self._control = control_fd
-        self.pulse = PulseBoard.shared(pulse_fd)
+        self.heartbeat = HeartbeatWriter.shared(heartbeat_fd)
         self.copies: Path | None = None
         self._pid = os.getpid()
         self._is_settled = False
@@ -54,13 +62,18 @@ class Channel:
 
     def listen(self) -> None:
         """Start taking orders."""
-        threading.Thread(target=self._take_orders, name="prefect-torch-ddp-orders", daemon=True).start()
+        threading.Thread(
+            target=self._take_orders, name="prefect-torch-ddp-orders", daemon=True
+        ).start()
 
     def _take_orders(self) -> None:
         poller = select.poll()
         poller.register(self._control, select.POLLIN)
-        has_beat, missed = False, 0  # turns, not time: while this process is stopped itself it misses nothing
-        while not has_beat or missed * BEAT_S < SEAT_SILENCE_S:
+        has_beat, missed = (
+            False,
+            0,
+        )  # turns, not time: while this process is stopped itself it misses nothing
+        while not has_beat or missed * BEAT_S < AGENT_TIMEOUT_S:
             word = os.read(self._control, 1) if poller.poll(BEAT_S * 1000) else None
             if word == b"":
                 break
@@ -70,7 +83,7 @@ class Channel:
                 continue
             has_beat |= word == BEAT
             if not self._is_settled:
-                self.pulse.beat()
+                self.heartbeat.beat()
         _end_session()
 
     def wait_to_leave(self, timeout_s: float | None) -> bool:
@@ -97,7 +110,9 @@ class Channel:
             return
 
     def listens(self) -> None:
-        """Say that the training reacts to a stop from now on: its seat gives it time then instead of killing it."""
+        """Say that the training reacts to a stop from now on: its agent gives it time then
+        instead of killing it.
+        """
         self._send({"kind": "listens"})
 
     def send_stopped(self, stopped: Stopped) -> None:
@@ -105,22 +120,28 @@ class Channel:
         self._send({"kind": "stopped", **asdict(stopped)})
 
     def function_ended(self) -> None:
-        """Say that the function is over, though the last checkpoint may still wait for peers."""
+        """Say that the function is over, though the last checkpoint may still wait for
+        peers.
+        """
         self._send({"kind": "ended"})
 
     def send_log(self, level: int, logger: str, text: str) -> None:
         """Send a log record; long ones are cut."""
-        self._send({"kind": "log", "level": level, "logger": logger[:MAX_NAME], "text": text[:MAX_TEXT]})
+        self._send(
+            {"kind": "log", "level": level, "logger": logger[:MAX_NAME], "text": text[:MAX_TEXT]}
+        )
 
     def returned(self, value: Any, pickle_value: Callable[[Any], bytes]) -> None:
         """Hand over what the function returned; raises what the pickling raises."""
         self._write_outcome(pickle_value(value))
         self._is_settled = True
-        self.pulse.enter(Phase.RETURNED)
+        self.heartbeat.enter(Phase.RETURNED)
         self._send({"kind": "returned"})
 
     def failed(self, failure: RankFailure) -> None:
-        """Hand over how the function failed; nothing that goes wrong after it returned replaces its value."""
+        """Hand over how the function failed; nothing that goes wrong after it returned replaces
+        its value.
+        """
         if self._is_settled:
             return
         self._write_outcome(pickle.dumps(failure))
@@ -128,7 +149,9 @@ class Channel:
 
     def _write_outcome(self, data: bytes) -> None:
         if os.getpid() != self._pid:
-            os._exit(0)  # a child that user code forked and that came back out of the function: its outcome isn't the rank's
+            os._exit(
+                0
+            )  # a child that user code forked and that came back out of the function: its outcome isn't the rank's
         self._outcome.seek(0)
         self._outcome.truncate()
         self._outcome.write(data)
@@ -139,7 +162,9 @@ class Channel:
 
 
 def _end_session() -> None:
-    """End this rank and all that it started: the seat is gone or frozen, and with it whoever would do so."""
+    """End this rank and all that it started: the agent is gone or frozen, and with it whoever
+    would do so.
+    """
     if os.getpgrp() == os.getpid():
         os.killpg(0, signal.SIGKILL)
     os._exit(1)
@@ -153,7 +178,11 @@ def describe(error: BaseException, rank: int, host: str) -> RankFailure:
     """Turn an exception into a value that survives the trip home, whatever its class."""
     leaving = isinstance(error, SystemExit | KeyboardInterrupt)
     trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None and trace.tb_frame.f_code.co_filename in _OUR_FRAMES:
+    while (
+        trace is not None
+        and trace.tb_next is not None
+        and trace.tb_frame.f_code.co_filename in _OUR_FRAMES
+    ):
         trace = trace.tb_next  # the user's traceback begins at the user's code
     summary = "".join(traceback.format_exception_only(error)).strip()[:MAX_SUMMARY]
     if isinstance(error, SystemExit):
@@ -169,7 +198,7 @@ def describe(error: BaseException, rank: int, host: str) -> RankFailure:
         exception_type=f"{type(error).__module__}.{type(error).__qualname__}",
         exception_pickle=None if leaving else _pickle_exception(error),
         exit_code=_exit_code(error),
-        outlook=outlook_of(error),
+        retryability=retryability_of(error),
     )
 
 
@@ -180,7 +209,9 @@ def _exit_code(error: BaseException) -> int | None:
 
 
 def _pickle_exception(error: BaseException) -> bytes | None:
-    """Pickle the user's exception, if it also unpickles; many classes with arguments of their own don't."""
+    """Pickle the user's exception, if it also unpickles; many classes with arguments of their
+    own don't.
+    """
     try:
         data: bytes = cloudpickle.dumps(error)
         pickle.loads(data)
@@ -192,10 +223,11 @@ def _pickle_exception(error: BaseException) -> bytes | None:
 class ControlLink(Protocol):
     """What the supervisor's side offers to a rank; no call blocks."""
 
-    pulse: PulseBoard
+    heartbeat: HeartbeatWriter
     """Where the rank marks what it is at."""
     copies: Path | None
-    """Where copies of records outlive this process until the storage has them; None: nobody would look there."""
+    """Where copies of records outlive this process until the storage has them; None: nobody
+    would look there."""
 
     def send_progress(self, progress: Progress) -> None:
         """Send it if there is room, else drop it."""
@@ -214,7 +246,9 @@ class ControlLink(Protocol):
         ...
 
     def function_ended(self) -> None:
-        """Say that the user's function is over: a peer that waits for this rank in a collective waits in vain."""
+        """Say that the user's function is over: a peer that waits for this rank in a collective
+        waits in vain.
+        """
         ...
 
 
@@ -223,7 +257,7 @@ class NoLink:
 
     def __init__(self) -> None:
         """Mark on a page that nobody reads."""
-        self.pulse = PulseBoard()
+        self.heartbeat = HeartbeatWriter()
         self.copies: Path | None = None
 
     def send_progress(self, progress: Progress) -> None:
@@ -258,9 +292,10 @@ def current_link() -> ControlLink:
 
 
 def report_progress() -> None:
-    """Tell the supervisor that this rank makes progress, from a plain function that neither steps nor reports.
+    """Tell the supervisor that this rank makes progress, from a plain function that neither
+    steps nor reports.
 
-    Costs less than a microsecond. Once a rank has called it, its gang is expected to go on making progress, where its
-    `progress_timeout_s` is set. Outside of a gang it does nothing.
+    Costs less than a microsecond. Once a rank has called it, its gang is expected to go on
+    making progress, where its `progress_timeout_s` is set. Outside of a gang it does nothing.
     """
-    _link.pulse.progress()
+    _link.heartbeat.progress()

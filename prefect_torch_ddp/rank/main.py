@@ -1,4 +1,6 @@
-"""Owns the life of a rank process, from its launch page to its outcome, however it was started."""
+"""Owns the life of a rank process, from its launch page to its outcome, however it was
+started.
+"""
 
 import atexit
 import contextlib
@@ -27,7 +29,8 @@ from prefect_torch_ddp.rank.link import Channel, describe
 PR_SET_PDEATHSIG, PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 1, 15, 36  # prctl(2)
 
 LINGER_S = 2.0
-"""How long a rank that returned keeps its connections, so that peers finish reading the last collective."""
+"""How long a rank that returned keeps its connections, so that peers finish reading the last
+collective."""
 
 
 class _ChannelHandler(logging.Handler):
@@ -43,7 +46,9 @@ class _ChannelHandler(logging.Handler):
 
 
 def read_page(launch_fd: int, store_fd: int | None = None) -> LaunchPage:
-    """Read the launch page; a socket that came by another number than it was sent with is noted there."""
+    """Read the launch page; a socket that came by another number than it was sent with is noted
+    there.
+    """
     with os.fdopen(launch_fd, "rb") as file:
         page: LaunchPage = pickle.load(file)
     if store_fd is None:
@@ -55,7 +60,8 @@ def live(fds: Sequence[int], parent_pid: int, page: LaunchPage) -> None:
     """Run one rank to its end.
 
     Args:
-        fds: of the events' socket, the outcome's file, the control pipe and the pulse's page.
+        fds: of the events' socket, the outcome's file, the control pipe and the heartbeat's
+            page.
         parent_pid: the process to die with.
         page: what to run.
     """
@@ -67,13 +73,16 @@ def live(fds: Sequence[int], parent_pid: int, page: LaunchPage) -> None:
     _keep_leftovers_together(Path(page.scratch))
     channel.copies = Path(page.scratch, COPIES)
     _show_output(channel)
-    sys.path += [path for path in launch.extra_sys_path if path not in sys.path and Path(path).is_dir()]
+    sys.path += [
+        path for path in launch.extra_sys_path if path not in sys.path and Path(path).is_dir()
+    ]
     try:
         _run(launch, channel)
     except BaseException as error:  # noqa: BLE001 - whatever ends the function is the rank's outcome
         channel.failed(describe(error, launch.place.rank, launch.place.host))
         _flush()
-        # The seat kills the whole gang now. Not sys.exit: the interpreter's end may hang on what the failure left behind.
+        # The agent kills the whole gang now. Not sys.exit: the interpreter's end may hang on
+        # what the failure left behind.
         channel.wait_to_leave(None)
         os._exit(1)
     _leave()
@@ -90,7 +99,7 @@ def _run(launch: RankLaunch, channel: Channel) -> None:
     link.set_link(channel)
     device.choose_device(launch)
     with process_group.process_group(launch):
-        channel.pulse.enter(Phase.FUNCTION)
+        channel.heartbeat.enter(Phase.FUNCTION)
         value = _call(fn, args, kwargs)
     channel.returned(value, lambda value: values.pickle_value(value, launch.place.rank))
     _flush()
@@ -129,13 +138,17 @@ def show_name(name: str) -> None:
 
 
 def adopt_orphans() -> None:
-    """Have processes below this one become its children when their parent ends, whatever their session."""
+    """Have processes below this one become its children when their parent ends, whatever their
+    session.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
 def _die_with(parent_pid: int) -> None:
-    """Have the kernel kill this process when its parent ends, however it ends: the seat's thread, or the rank host."""
+    """Have the kernel kill this process when its parent ends, however it ends: the agent's
+    thread, or the rank host.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent_pid:
@@ -143,7 +156,9 @@ def _die_with(parent_pid: int) -> None:
 
 
 def _keep_leftovers_together(scratch: Path) -> None:
-    """Have this process and its children make their sockets and named semaphores where the seat finds them if they are killed."""
+    """Have this process and its children make their sockets and named semaphores where the
+    agent finds them if they are killed.
+    """
     scratch.mkdir(mode=0o700)
     config = multiprocessing.process.current_process()._config  # type: ignore[attr-defined]  # noqa: SLF001 - children inherit it
     config["tempdir"] = str(scratch)  # see multiprocessing.util.get_temp_dir
@@ -155,14 +170,18 @@ def _show_output(channel: Channel) -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True)
-    logging.basicConfig(level=logging.INFO, handlers=[_ChannelHandler(channel)], format="%(message)s")
+    logging.basicConfig(
+        level=logging.INFO, handlers=[_ChannelHandler(channel)], format="%(message)s"
+    )
     _keep_prefect_off_the_root()
 
 
 def _keep_prefect_off_the_root() -> None:
-    """Leave the root logger to us when a workload's module imports Prefect, which configures logging as it loads.
+    """Leave the root logger to us when a workload's module imports Prefect, which configures
+    logging as it loads.
 
-    It would put its own handler on the root, at WARNING, and a rank's records would no longer reach the run's log.
+    It would put its own handler on the root, at WARNING, and a rank's records would no longer
+    reach the run's log.
     """
     configure = logging.config.dictConfig
 
@@ -176,7 +195,9 @@ def _keep_prefect_off_the_root() -> None:
 
 
 def _leave() -> None:
-    """End as Python does, its exit handlers included, but without taking every module apart, which takes torch 0.3 s."""
+    """End as Python does, its exit handlers included, but without taking every module apart,
+    which takes torch 0.3 s.
+    """
     threading._shutdown()  # type: ignore[attr-defined]  # noqa: SLF001 - joins the user's threads, as the interpreter would
     atexit._run_exitfuncs()  # noqa: SLF001
     _flush()
@@ -185,5 +206,7 @@ def _leave() -> None:
 
 def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(AttributeError, ValueError, OSError):  # user code may have closed or replaced it
+        with contextlib.suppress(
+            AttributeError, ValueError, OSError
+        ):  # user code may have closed or replaced it
             stream.flush()

@@ -1,4 +1,5 @@
-"""Owns the parts behind a RankContext: made when they are first asked for, closed in order, and what they amount to.
+"""Owns the parts behind a RankContext: made when they are first asked for, closed in order, and
+what they amount to.
 
 Owns what `RankContext.local()` needs in place of a gang.
 """
@@ -28,13 +29,16 @@ if TYPE_CHECKING:
 
 
 FAILED_GRACE_S = 5.0
-"""How long a rank that failed goes on writing its records, after a checkpoint that is under way."""
+"""How long a rank that failed goes on writing its records, after a checkpoint that is under
+way."""
 
 logger = logging.getLogger(__name__)
 
 
 class ContextParts:
-    """What one stage on one rank is made of; those that load torch are made by whoever needs them."""
+    """What one stage on one rank is made of; those that load torch are made by whoever needs
+    them.
+    """
 
     def __init__(self, config: RankConfig, place: Place, link: ControlLink) -> None:
         """Make the light ones."""
@@ -59,7 +63,9 @@ class ContextParts:
         if self.made_tracker is None:
             from prefect_torch_ddp.rank.checkpointing import Tracker  # noqa: PLC0415 - loads torch
 
-            self.made_tracker = Tracker(self.config, self.place, self.state, self.reporter, self.link.pulse)
+            self.made_tracker = Tracker(
+                self.config, self.place, self.state, self.reporter, self.link.heartbeat
+            )
         return self.made_tracker
 
     @property
@@ -68,7 +74,9 @@ class ContextParts:
         if self._made_loop is None:
             from prefect_torch_ddp.rank.loop.steps import StepLoop  # noqa: PLC0415 - loads torch
 
-            self._made_loop = StepLoop(self.config, self.place, self.state, self.link, self.reporter, self.tracker)
+            self._made_loop = StepLoop(
+                self.config, self.place, self.state, self.link, self.reporter, self.tracker
+            )
         return self._made_loop
 
     def close(self, *, failed: bool, error: BaseException | None = None) -> None:
@@ -82,7 +90,13 @@ class ContextParts:
             if self.made_tracker is not None or (self.place.world_size > 1 and not failed):
                 self.tracker.close(failed=failed, error=error)
             if self.state.stopped_by is not None and self.made_tracker is not None and not failed:
-                self.link.send_stopped(Stopped(self.state.step, self.state.stopped_by, self.made_tracker.standing.last_step))
+                self.link.send_stopped(
+                    Stopped(
+                        self.state.step,
+                        self.state.stopped_by,
+                        self.made_tracker.checkpoint_status.last_step,
+                    )
+                )
         except BaseException:
             failed = True
             raise
@@ -97,7 +111,8 @@ class ContextParts:
         except StorageError as error:
             if not failed:
                 raise
-            # Beside the error that is on its way. What is in files, whoever started this rank brings to the storage.
+            # Beside the error that is on its way. What is in files, whoever started this rank
+            # brings to the storage.
             what = "are lost" if self.link.copies is None else "are left to the gang's caller"
             logger.warning("records of rank %d %s: %s", self.place.rank, what, error)
         finally:
@@ -106,19 +121,29 @@ class ContextParts:
 
     def outcome(self) -> dict[str, Any]:
         """See `RankContext.outcome`."""
-        tracked = self.made_tracker.standing.outcome() if self.made_tracker is not None else {}
+        tracked = (
+            self.made_tracker.checkpoint_status.outcome() if self.made_tracker is not None else {}
+        )
         none = {"last_checkpoint": None, "best_checkpoint": None, "resumed_from_step": None}
-        return {"num_steps": self.state.step, "num_epochs": self.state.position.epoch, **none, **tracked}
+        return {
+            "num_steps": self.state.step,
+            "num_epochs": self.state.position.epoch,
+            **none,
+            **tracked,
+        }
 
     def export_model(self, workload: str) -> str | None:
         """See `RankContext.export_model`."""
         if self.made_tracker is None or self.place.rank != 0 or self.state.stopped_by is not None:
             return None
-        return self.made_tracker.standing.export_model(workload)
+        return self.made_tracker.checkpoint_status.export_model(workload)
 
 
-def local_config(storage: Storage | str | Path | None, **config: Any) -> tuple[RankConfig, TemporaryDirectory[str] | None]:
-    """Describe a run of one rank in this process, claim its next attempt where it trains, and seed the process.
+def local_config(
+    storage: Storage | str | Path | None, **config: Any
+) -> tuple[RankConfig, TemporaryDirectory[str] | None]:
+    """Describe a run of one rank in this process, claim its next attempt where it trains, and
+    seed the process.
 
     Returns:
         The description, and the temporary folder to clean up where no storage was given.
@@ -136,7 +161,12 @@ def local_config(storage: Storage | str | Path | None, **config: Any) -> tuple[R
         config["resume_from"] = source_of(config["resume_from"], where, storage_from_uri)
     if config.get("source") is not None:
         config["source"], _ = readable_at(config["source"])
-    # Only a training is an attempt: who evaluates a checkpoint of a run, or prepares data for it, must not end one that is alive.
+    # Only a training is an attempt: who evaluates a checkpoint of a run, or prepares data for
+    # it, must not end one that is alive.
     trains = config["stage"] in ("train", "task")
-    attempt = claim_attempt(where, config["run_id"]) if trains else max(newest_attempt(where, config["run_id"]), 1)
+    attempt = (
+        claim_attempt(where, config["run_id"])
+        if trains
+        else max(newest_attempt(where, config["run_id"]), 1)
+    )
     return RankConfig(attempt=attempt, storage=where, **config), temporary

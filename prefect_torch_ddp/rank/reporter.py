@@ -1,4 +1,6 @@
-"""Owns what a rank puts on record: its metrics and its samples, once a step, and the progress that people see."""
+"""Owns what a rank puts on record: its metrics and its samples, once a step, and the progress
+that people see.
+"""
 
 import threading
 import time
@@ -26,8 +28,12 @@ PROGRESS_INTERVAL_S = 0.5
 class Reporter:
     """Merges what is reported in a step, and hands it on at the step's end."""
 
-    def __init__(self, config: RankConfig, place: Place, state: TrainingState, link: ControlLink) -> None:
-        """Only a training writes records: those of an evaluation would count as the training's."""
+    def __init__(
+        self, config: RankConfig, place: Place, state: TrainingState, link: ControlLink
+    ) -> None:
+        """Only a training writes records: those of an evaluation would count as the
+        training's.
+        """
         keeps = config.stage in ("train", "task")
         where = (config.storage, config.run_id, place.rank, config.attempt)
         self._log = MetricLog(*where, copies=link.copies) if keeps else None
@@ -43,7 +49,9 @@ class Reporter:
         self._closed = False
 
     def report(self, metrics: Mapping[str, Any]) -> None:
-        """Take metrics of the step under way; outside of a step they are a record of their own."""
+        """Take metrics of the step under way; outside of a step they are a record of their
+        own.
+        """
         for name, value in metrics.items():
             self._now[name] = _scalar(name, value)
         if self._state.share is None:
@@ -71,7 +79,9 @@ class Reporter:
         if self._ledger is not None:
             position = self._state.position
             place = position.batch * position.global_batch_size
-            self._ledger.put(EndLine(self._state.step + 1, position.epoch + 1, place, position.loop))
+            self._ledger.put(
+                EndLine(self._state.step + 1, position.epoch + 1, place, position.loop)
+            )
 
     def end_step(self) -> None:
         """Hand on the step's records."""
@@ -88,10 +98,16 @@ class Reporter:
     def _send_progress(self) -> None:
         self._next_progress = time.monotonic() + PROGRESS_INTERVAL_S
         state = self._state
-        self._link.send_progress(Progress(state.record_step, state.epoch, state.total_steps, self.newest(), state.trouble()))
+        self._link.send_progress(
+            Progress(
+                state.record_step, state.epoch, state.total_steps, self.newest(), state.trouble()
+            )
+        )
 
     def newest(self) -> dict[str, float]:
-        """Return the newest value of every metric that this rank reported; may wait for the device."""
+        """Return the newest value of every metric that this rank reported; may wait for the
+        device.
+        """
         self._newest = {name: float(value) for name, value in self._newest.items()}
         return dict(self._newest)
 
@@ -108,7 +124,8 @@ class Reporter:
         """Write all records.
 
         Args:
-            within_s: what isn't written by then is left; None: it takes as long as the storage takes.
+            within_s: what isn't written by then is left; None: it takes as long as the storage
+                takes.
 
         Raises:
             StorageError: records can't be written, or weren't in time.
@@ -126,7 +143,9 @@ class Reporter:
             self._close_within(within_s)
 
     def _close_within(self, limit_s: float) -> None:
-        """Write all records at once, in threads that are left behind: a storage may keep one waiting for minutes."""
+        """Write all records at once, in threads that are left behind: a storage may keep one
+        waiting for minutes.
+        """
         errors: list[str] = []
 
         def close(log: "RecordLog") -> None:
@@ -149,7 +168,15 @@ class Reporter:
     def _step_line(self, share: "BatchShare") -> StepLine:
         state = self._state
         place = share.batch * state.position.global_batch_size
-        return StepLine(state.step, state.epoch, state.position.loop, place, share.num_global, share.is_last, share.samples)
+        return StepLine(
+            state.step,
+            state.epoch,
+            state.position.loop,
+            place,
+            share.num_global,
+            share.is_last,
+            share.samples,
+        )
 
     def _record(self, metrics: Mapping[str, Any]) -> dict[str, Any]:
         return {
@@ -158,13 +185,17 @@ class Reporter:
             "rank": self._place.rank,
             "attempt": self._attempt,
             "time": time.time(),
-            "num_samples": 0 if self._state.share is None else self._state.share.num_local - self._state.share.num_skipped,
+            "num_samples": 0
+            if self._state.share is None
+            else self._state.share.num_local - self._state.share.num_skipped,
             "metrics": metrics,
         }
 
 
 class _DeviceScalar:
-    """A number that a device still computes; asking for it waits, so that is left to others than the step."""
+    """A number that a device still computes; asking for it waits, so that is left to others
+    than the step.
+    """
 
     def __init__(self, value: Any) -> None:
         import torch  # noqa: PLC0415 - loaded by whoever made the tensor
@@ -189,7 +220,11 @@ def _scalar(name: str, value: Any) -> Any:
         return float(value)
     if getattr(value, "ndim", None) == 0 and not _is_complex(value):
         device = getattr(value, "device", "cpu")
-        return float(value.item()) if getattr(device, "type", device) == "cpu" else _DeviceScalar(value)
+        return (
+            float(value.item())
+            if getattr(device, "type", device) == "cpu"
+            else _DeviceScalar(value)
+        )
     shape = f" of shape {list(value.shape)}" if hasattr(value, "shape") else ""
     msg = f"metric {name!r} is a {type(value).__name__}{shape}; report a number or a 0-d tensor, such as loss.mean()"
     raise InvalidParamsError(msg)

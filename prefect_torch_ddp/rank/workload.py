@@ -1,8 +1,10 @@
-"""Owns the functions that a gang runs on every rank: a user's function or a workload's stage, with a RankContext.
+"""Owns the functions that a gang runs on every rank: a user's function or a workload's stage,
+with a RankContext.
 
 Owns how a workload's name becomes its functions, on a rank.
 
-Owns how a workload reads its options: as one described model, in which a misspelt name is an error and not a default.
+Owns how a workload reads its options: as one described model, in which a misspelt name is an
+error and not a default.
 """
 
 import importlib
@@ -26,7 +28,10 @@ from prefect_torch_ddp.results import DatasetReport, Report
 
 
 def run_with_context(
-    config: RankConfig, fn: Callable[..., Any] | str, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    config: RankConfig,
+    fn: Callable[..., Any] | str,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
 ) -> Any:
     """Call `fn(context, *args, **kwargs)` on this rank and return its value.
 
@@ -51,9 +56,9 @@ def run_stage(config: RankConfig, workload: str) -> DatasetReport | Report | dic
         workload: `package.module` or `package.module:object`.
 
     Returns:
-        The DatasetReport of prepare, the Report of evaluate, or of train a dict with `value`, `num_steps`, `num_epochs`,
-        `last_checkpoint`, `best_checkpoint`, `resumed_from_step` and `model_uri`; checkpoints and model are None except on
-        rank 0.
+        The DatasetReport of prepare, the Report of evaluate, or of train a dict with `value`,
+        `num_steps`, `num_epochs`, `last_checkpoint`, `best_checkpoint`, `resumed_from_step` and
+        `model_uri`; checkpoints and model are None except on rank 0.
 
     Raises:
         InvalidParamsError: the workload has no such function.
@@ -84,7 +89,9 @@ def _prepare(config: RankConfig, function: Callable[..., Any]) -> DatasetReport:
 @contextmanager
 def _context(config: RankConfig, data: Path | None = None) -> Iterator[RankContext]:
     seed_stage(config.seed, config.stage)
-    with RankContext(config, Place.from_environment(), device=current_device(), link=current_link(), data=data) as context:
+    with RankContext(
+        config, Place.from_environment(), device=current_device(), link=current_link(), data=data
+    ) as context:
         yield context
 
 
@@ -97,7 +104,9 @@ def _report(value: Any, workload: str) -> Report:
         except ValidationError as error:
             msg = f"evaluate of {workload} returned a dict that is no Report: {error}"
             raise TypeError(msg) from error
-    msg = f"evaluate of {workload} returned {type(value).__name__}; return a prefect_torch_ddp.Report"
+    msg = (
+        f"evaluate of {workload} returned {type(value).__name__}; return a prefect_torch_ddp.Report"
+    )
     raise TypeError(msg)
 
 
@@ -118,7 +127,7 @@ def _plain_value(key: object, value: Any, workload: str) -> float | int | str | 
         return value
     msg = (
         f"train of {workload} returned {key!r} as {type(value).__module__}.{type(value).__qualname__}; its values are numbers, "
-        "texts, booleans or None: use .item() on a tensor, rank.save for files, rank.track for models"
+        "texts, booleans or None: use .item() on a tensor, ctx.save for files, ctx.track for models"
     )
     raise TypeError(msg)
 
@@ -161,15 +170,20 @@ def read_options(model: type[M], options: Mapping[str, Any]) -> M:
     """Return the options as a model.
 
     Args:
-        model: a `prefect_torch_ddp.params.Params` with a field for each option, its default and its limits.
-        options: `rank.options`.
+        model: a `prefect_torch_ddp.params.Params` with a field for each option, its default and
+            its limits.
+        options: `ctx.options`.
 
     Raises:
-        InvalidParamsError: one is unknown, missing or out of its limits; names it, and shows those there are.
+        InvalidParamsError: one is unknown, missing or out of its limits; names it, and shows
+            those there are.
     """
     try:
         return model.model_validate(dict(options))
     except ValidationError as error:
-        faults = "; ".join(f"{'.'.join(map(str, fault['loc'])) or 'they'}: {fault['msg']}" for fault in error.errors())
+        faults = "; ".join(
+            f"{'.'.join(map(str, fault['loc'])) or 'they'}: {fault['msg']}"
+            for fault in error.errors()
+        )
         msg = f"the workload's options can't be used: {faults}; there are {', '.join(model.model_fields)}"
         raise InvalidParamsError(msg) from error

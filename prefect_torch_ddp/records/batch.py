@@ -1,4 +1,6 @@
-"""Owns the lines that become one object: gathered in memory, with a copy in a file that outlives a process that is killed."""
+"""Owns the lines that become one object: gathered in memory, with a copy in a file that
+outlives a process that is killed.
+"""
 
 import contextlib
 import logging
@@ -14,7 +16,11 @@ logger = logging.getLogger(__name__)
 
 
 class RecordBatch:
-    """Grows by lines. What one process adds, another finds in the file, whatever becomes of the first: see `left_behind`."""
+    """Grows by lines.
+
+    What one process adds, another finds in the file, whatever becomes of the first: see
+    `left_behind`.
+    """
 
     def __init__(self, copy: Path | None) -> None:
         """Start without a line.
@@ -32,17 +38,27 @@ class RecordBatch:
         return len(self._lines)
 
     def add(self, line: bytes) -> None:
-        """Add a line with its end. To the file by one call of the kernel, which no kill cuts in two."""
+        """Add a line with its end.
+
+        To the file by one call of the kernel, which no kill cuts in two.
+        """
         self._lines.append(line)
         if self._copy is None:
             return
         try:
             if self._file is None:
                 self._copy.parent.mkdir(parents=True, exist_ok=True)
-                self._file = os.open(self._copy, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o600)
+                self._file = os.open(
+                    self._copy,
+                    os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC,
+                    0o600,
+                )
             os.write(self._file, line)
         except OSError as error:
-            logger.warning("records since the last write would be lost if this rank were killed: can't keep a copy: %s", error)
+            logger.warning(
+                "records since the last write would be lost if this rank were killed: can't keep a copy: %s",
+                error,
+            )
             self._forget_copy()
 
     def content(self) -> bytes:
@@ -65,7 +81,8 @@ class RecordBatch:
 
 
 def left_behind(folder: Path) -> Iterator[tuple[str, bytes]]:
-    """Yield (key, content) of the batches that ended processes had not written, in order; a last line that was cut is left out.
+    """Yield (key, content) of the batches that ended processes had not written, in order; a
+    last line that was cut is left out.
 
     Args:
         folder: below which the copies are, each named by the key of its object.
@@ -77,12 +94,14 @@ def left_behind(folder: Path) -> Iterator[tuple[str, bytes]]:
 
 
 def put_part(storage: Storage, key: str, content: bytes) -> str:
-    """Write a part of a rank's records under its key, or under the next free one; return that. Doing it twice is no error.
+    """Write a part of a rank's records under its key, or under the next free one; return that.
+    Doing it twice is no error.
 
     Args:
         storage: where to.
         key: `<folder>/<attempt>-<part>.jsonl`.
-        content: the same at every try: else what arrived though it seemed to fail would be there twice.
+        content: the same at every try: else what arrived though it seemed to fail would be
+            there twice.
 
     Raises:
         StorageError: it can't be written.

@@ -1,6 +1,8 @@
-"""Owns the ledger of a run: the record of which samples each rank trained on in each step, and how it is read back.
+"""Owns the ledger of a run: the record of which samples each rank trained on in each step, and
+how it is read back.
 
-Owns the check of a ledger: pure, from the lines that ranks wrote to what is missing or was taken twice.
+Owns the check of a ledger: pure, from the lines that ranks wrote to what is missing or was
+taken twice.
 """
 
 import json
@@ -11,7 +13,7 @@ from functools import cached_property
 from typing import Any
 
 from prefect_torch_ddp.records.log import RecordLog
-from prefect_torch_ddp.records.parts import first_steps, read_parts, record_parts, void_from
+from prefect_torch_ddp.records.parts import first_steps, read_parts, record_parts, superseded_from
 from prefect_torch_ddp.results import EpochLedger, LedgerReport
 from prefect_torch_ddp.storage.protocol import Storage, StoredObject
 
@@ -20,13 +22,15 @@ MAX_EXAMPLES = 5
 
 @dataclass(frozen=True)
 class LoopLine:
-    """What a loop over optimizer steps goes over, and where an attempt begins or goes on in it."""
+    """What a loop over optimizer steps goes over, and where an attempt begins or goes on in
+    it.
+    """
 
     step: int
     """The first step it is to do."""
     epoch: int
     loop: int
-    """Which call of `rank.steps` it is, from 0."""
+    """Which call of `ctx.steps` it is, from 0."""
     place: int
     """Samples of the epoch that are done before."""
     num_samples: int
@@ -40,7 +44,9 @@ class LoopLine:
     @property
     def num_due(self) -> int:
         """Samples of a whole epoch."""
-        return self.num_samples - (self.num_samples % self.global_batch_size if self.drop_last else 0)
+        return self.num_samples - (
+            self.num_samples % self.global_batch_size if self.drop_last else 0
+        )
 
 
 @dataclass(frozen=True)
@@ -76,7 +82,9 @@ class EndLine:
     attempt: int = 0
 
 
-def check_ledger(run_id: str, firsts: Mapping[int, int], lines: Iterable[LoopLine | StepLine | EndLine]) -> LedgerReport:
+def check_ledger(
+    run_id: str, firsts: Mapping[int, int], lines: Iterable[LoopLine | StepLine | EndLine]
+) -> LedgerReport:
     """Check the lines of all attempts, in any order.
 
     Args:
@@ -84,12 +92,14 @@ def check_ledger(run_id: str, firsts: Mapping[int, int], lines: Iterable[LoopLin
         firsts: the first step of every attempt; lines of others are left out.
         lines: may be read only once.
     """
-    void = void_from(firsts)
+    superseded = superseded_from(firsts)
     found = _Found()
     for line in lines:
-        if line.step < void.get(line.attempt, 0):
+        if line.step < superseded.get(line.attempt, 0):
             found.add(line)
-    return LedgerReport(run_id=run_id, epochs=tuple(map(found.check, found.epochs())), attempts=found.sizes())
+    return LedgerReport(
+        run_id=run_id, epochs=tuple(map(found.check, found.epochs())), attempts=found.sizes()
+    )
 
 
 @dataclass
@@ -116,7 +126,9 @@ class _Found:
         return {attempt: sizes.get(attempt, 0) for attempt in sorted(self.attempts)}
 
     def epochs(self) -> Sequence[int]:
-        """Return all epochs from the first to the last one, also those of which no line is left."""
+        """Return all epochs from the first to the last one, also those of which no line is
+        left.
+        """
         if not self.loops:
             return sorted(self.tallies)
         ended = [line.epoch if line.place else line.epoch - 1 for line in self.ends]
@@ -124,22 +136,35 @@ class _Found:
 
     @cached_property
     def newest_whole(self) -> int:
-        """Return the last epoch with a whole global batch: of what follows, not all ranks may have written before they died."""
-        return max((epoch for epoch, tally in self.tallies.items() if any(map(tally.is_whole, tally.batches))), default=0)
+        """Return the last epoch with a whole global batch: of what follows, not all ranks may
+        have written before they died.
+        """
+        return max(
+            (
+                epoch
+                for epoch, tally in self.tallies.items()
+                if any(map(tally.is_whole, tally.batches))
+            ),
+            default=0,
+        )
 
     def check(self, epoch: int) -> EpochLedger:
         tally = self.tallies.get(epoch, _Tally())
         loop = self._loop_of(epoch)
         if loop is None:
             num_seen = len(tally.counts) - tally.counts.count(0)
-            return EpochLedger(epoch=epoch, num_samples=num_seen, num_total=0, is_finished=tally.is_finished)
+            return EpochLedger(
+                epoch=epoch, num_samples=num_seen, num_total=0, is_finished=tally.is_finished
+            )
         first = min(self.loops, key=lambda line: (line.step, line.attempt))
         begins_at = first.place if first.epoch == epoch else 0
         counts = tally.counts[: loop.num_samples]
         num_seen = len(counts) - counts.count(0)
         is_due = tally.is_finished or self._is_past(epoch, loop)
         num_due = loop.num_due - begins_at
-        unknown = sorted(tally.negative) + [i for i in range(loop.num_samples, len(tally.counts)) if tally.counts[i]]
+        unknown = sorted(tally.negative) + [
+            i for i in range(loop.num_samples, len(tally.counts)) if tally.counts[i]
+        ]
         return EpochLedger(
             epoch=epoch,
             num_samples=num_seen,
@@ -147,8 +172,12 @@ class _Found:
             is_finished=tally.is_finished,
             begins_at=begins_at,
             num_left_out=loop.num_samples - loop.num_due if tally.is_finished else 0,
-            num_missing=max(0, num_due - num_seen) if is_due else _gaps(tally.batches, begins_at, self._end_in(epoch, loop)),
-            missing=_first_absent(counts, loop.num_samples) if is_due and num_due == loop.num_samples else (),
+            num_missing=max(0, num_due - num_seen)
+            if is_due
+            else _gaps(tally.batches, begins_at, self._end_in(epoch, loop)),
+            missing=_first_absent(counts, loop.num_samples)
+            if is_due and num_due == loop.num_samples
+            else (),
             num_repeated=counts.count(2),
             repeated=tuple(tally.again),
             repeated_in=tuple(tally.again.values()),
@@ -159,10 +188,13 @@ class _Found:
     def _loop_of(self, epoch: int) -> LoopLine | None:
         """Return the newest description of the loop that an epoch belongs to."""
         before = [line for line in self.loops if line.epoch <= epoch]
-        return max(before, key=lambda line: (line.epoch, line.step, line.attempt, line.loop), default=None)
+        return max(
+            before, key=lambda line: (line.epoch, line.step, line.attempt, line.loop), default=None
+        )
 
     def _is_past(self, epoch: int, loop: LoopLine) -> bool:
-        """Tell whether the loop went on to a later epoch: it goes through one before it begins the next.
+        """Tell whether the loop went on to a later epoch: it goes through one before it begins
+        the next.
 
         Only the user's leaving the loop, or its end, cuts an epoch off.
         """
@@ -188,7 +220,8 @@ class _Tally:
     """Some ids that were seen again, each with the step."""
     negative: set[int] = field(default_factory=set)
     batches: dict[int, tuple[int, int]] = field(default_factory=lambda: defaultdict(lambda: (0, 0)))
-    """For each global batch, by its place: how many samples it has, and how many are on record."""
+    """For each global batch, by its place: how many samples it has, and how many are on
+    record."""
 
     @property
     def is_finished(self) -> bool:
@@ -220,8 +253,9 @@ def _gaps(batches: Mapping[int, tuple[int, int]], begins_at: int, end: int | Non
     Args:
         batches: see _Tally.
         begins_at: the first place that is due.
-        end: the place where the loop ended; None: it is not known to have ended, and what follows the last global batch that is
-            whole was perhaps done and not written down by all ranks when they died.
+        end: the place where the loop ended; None: it is not known to have ended, and what
+            follows the last global batch that is whole was perhaps done and not written down by
+            all ranks when they died.
     """
     places = sorted(batches)
     while end is None and places and batches[places[-1]][1] < batches[places[-1]][0]:
@@ -245,15 +279,32 @@ def _first_absent(counts: bytearray, num_samples: int) -> tuple[int, ...]:
     return tuple(found)
 
 
-_encode = json.JSONEncoder(separators=(",", ":")).encode  # made once: json.dumps would make one for each line
+_encode = json.JSONEncoder(
+    separators=(",", ":")
+).encode  # made once: json.dumps would make one for each line
 
 
 class LedgerLog(RecordLog):
-    """Appends to `runs/<run_id>/ledger/rank-00000/<attempt>-<part>.jsonl`: a line for each step and each loop."""
+    """Appends to `runs/<run_id>/ledger/rank-00000/<attempt>-<part>.jsonl`: a line for each step
+    and each loop.
+    """
 
-    def __init__(self, storage: Storage, run_id: str, rank: int, attempt: int, **options: Any) -> None:
-        """Make it; nothing is written yet. See RecordLog for the options: first_interval_s and copies."""
-        super().__init__(storage, _folder(run_id), rank=rank, attempt=attempt, what="ledger", to_line=_line, **options)
+    def __init__(
+        self, storage: Storage, run_id: str, rank: int, attempt: int, **options: Any
+    ) -> None:
+        """Make it; nothing is written yet.
+
+        See RecordLog for the options: first_interval_s and copies.
+        """
+        super().__init__(
+            storage,
+            _folder(run_id),
+            rank=rank,
+            attempt=attempt,
+            what="ledger",
+            to_line=_line,
+            **options,
+        )
         self._who = {"rank": rank, "attempt": attempt}
 
     def put(self, line: LoopLine | StepLine | EndLine) -> None:

@@ -1,4 +1,5 @@
-"""Owns how the records of one rank reach the storage: batched, in the background, none lost at exit or by a kill.
+"""Owns how the records of one rank reach the storage: batched, in the background, none lost at
+exit or by a kill.
 
 Owns the lines in which a rank's metrics reach the storage.
 """
@@ -28,8 +29,8 @@ logger = logging.getLogger(__name__)
 class RecordLog:
     """Appends records to `<folder>/rank-00000/<attempt>-<part>.jsonl`.
 
-    While the storage fails, records are kept and tried again. Those that no part holds yet are in a file as well, if there is a
-    folder for it: whoever kills this process finds them there.
+    While the storage fails, records are kept and tried again. Those that no part holds yet are
+    in a file as well, if there is a folder for it: whoever kills this process finds them there.
     """
 
     def __init__(  # noqa: PLR0913 - what is written, by whom, and where to, all by name
@@ -53,7 +54,8 @@ class RecordLog:
             rank: which rank writes.
             attempt: in which attempt.
             what: what the records are, for messages: "metric".
-            to_line: makes a record a line of JSON with its line end; may wait for one that isn't ready.
+            to_line: makes a record a line of JSON with its line end; may wait for one that
+                isn't ready.
             is_ready: tells whether a record can be made a line without waiting.
             first_interval_s: seconds until the first part.
             copies: the folder for what isn't written yet; see `record_batch.left_behind`.
@@ -89,7 +91,9 @@ class RecordLog:
             self._thread.start()
 
     def flush(self) -> None:
-        """Write what was appended before; raises StorageError, and keeps what it couldn't write."""
+        """Write what was appended before; raises StorageError, and keeps what it couldn't
+        write.
+        """
         with self._writing:
             self._wait_for_all()
             if self._full is not None:
@@ -124,7 +128,11 @@ class RecordLog:
 
     @property
     def _num_pending(self) -> int:
-        return len(self._waiting) + self._growing.num_records + (self._full.num_records if self._full is not None else 0)
+        return (
+            len(self._waiting)
+            + self._growing.num_records
+            + (self._full.num_records if self._full is not None else 0)
+        )
 
     def _write_parts(self) -> None:
         is_failing, began_s, interval_s = False, time.monotonic(), self._first_interval_s
@@ -140,7 +148,9 @@ class RecordLog:
                 is_failing = True
 
     def _wait_for_all(self) -> None:
-        """Take all records that wait; not under the lock, since the step must not wait for them."""
+        """Take all records that wait; not under the lock, since the step must not wait for
+        them.
+        """
         while True:
             with self._taking:
                 if not self._waiting:
@@ -160,18 +170,23 @@ class RecordLog:
         written = put_part(self._storage, self._next_key, self._full.content())
         self._full.drop()
         self._full = None
-        self._next_key = part_key(self._prefix, int(written[len(self._prefix) :].partition(".")[0]) + 1)
+        self._next_key = part_key(
+            self._prefix, int(written[len(self._prefix) :].partition(".")[0]) + 1
+        )
 
     def _new_batch(self) -> RecordBatch:
         self._num_batches += 1
-        return RecordBatch(self._copies and self._copies / part_key(self._prefix, self._num_batches))
+        return RecordBatch(
+            self._copies and self._copies / part_key(self._prefix, self._num_batches)
+        )
 
 
 def next_interval_s(interval_s: float, age_s: float) -> float:
-    """Return how long to wait for the next part: 1, 2, 4 ... 30 seconds, later longer, at most five minutes.
+    """Return how long to wait for the next part: 1, 2, 4 ... 30 seconds, later longer, at most
+    five minutes.
 
-    So a short run shows its records soon, a long one to a 64th of its age, and a day of it leaves some 440 objects a rank, beside
-    one for each checkpoint.
+    So a short run shows its records soon, a long one to a 64th of its age, and a day of it
+    leaves some 440 objects a rank, beside one for each checkpoint.
 
     Args:
         interval_s: how long was waited last.
@@ -180,18 +195,25 @@ def next_interval_s(interval_s: float, age_s: float) -> float:
     return min(2 * interval_s, max(LONG_INTERVAL_S, min(age_s * SHARE_OF_AGE, LONGEST_INTERVAL_S)))
 
 
-_encode = json.JSONEncoder(allow_nan=False).encode  # made once: json.dumps would make one for each record
+_encode = json.JSONEncoder(
+    allow_nan=False
+).encode  # made once: json.dumps would make one for each record
 
 
 class MetricLog(RecordLog):
     """Appends records to `runs/<run_id>/metrics/rank-00000/<attempt>-<part>.jsonl`.
 
-    A record's metrics may be anything that `float()` takes. One that says by `is_ready()` that it isn't yet is waited for in the
-    background.
+    A record's metrics may be anything that `float()` takes. One that says by `is_ready()` that
+    it isn't yet is waited for in the background.
     """
 
-    def __init__(self, storage: Storage, run_id: str, rank: int, attempt: int, **options: Any) -> None:
-        """Make it; nothing is written yet. See RecordLog for the options: first_interval_s and copies."""
+    def __init__(
+        self, storage: Storage, run_id: str, rank: int, attempt: int, **options: Any
+    ) -> None:
+        """Make it; nothing is written yet.
+
+        See RecordLog for the options: first_interval_s and copies.
+        """
         super().__init__(
             storage,
             f"runs/{run_id}/metrics",
@@ -205,7 +227,10 @@ class MetricLog(RecordLog):
 
 
 def _is_ready(record: Mapping[str, Any]) -> bool:
-    return all(isinstance(value, float) or getattr(value, "is_ready", lambda: True)() for value in record["metrics"].values())
+    return all(
+        isinstance(value, float) or getattr(value, "is_ready", lambda: True)()
+        for value in record["metrics"].values()
+    )
 
 
 def _line(record: Mapping[str, Any]) -> str:
@@ -214,4 +239,6 @@ def _line(record: Mapping[str, Any]) -> str:
 
 
 def _json_number(value: float) -> float | str:
-    return value if math.isfinite(value) else str(value)  # JSON has no nan; float() reads the text back
+    return (
+        value if math.isfinite(value) else str(value)
+    )  # JSON has no nan; float() reads the text back

@@ -1,4 +1,6 @@
-"""Owns what is read back of a run's metrics: the records that count, the means per epoch and the curves."""
+"""Owns what is read back of a run's metrics: the records that count, the means per epoch and
+the curves.
+"""
 
 import math
 from collections import defaultdict
@@ -34,28 +36,43 @@ class Record:
 
 
 def read_records(storage: Storage, run_id: str) -> list[Record]:
-    """Read the records that count, in order of step and rank: none that a newer attempt has repeated or taken back."""
+    """Read the records that count, in order of step and rank: none that a newer attempt has
+    repeated or taken back.
+    """
     return surviving_records(read_all_records(storage, run_id))
 
 
 def read_all_records(storage: Storage, run_id: str) -> list[Record]:
-    """Read every record of every attempt. A damaged line is left out with a warning that names its object."""
+    """Read every record of every attempt.
+
+    A damaged line is left out with a warning that names its object.
+    """
     return list(read_parts(storage, record_parts(storage, f"runs/{run_id}/metrics"), _record))
 
 
 def surviving_records(records: Iterable[Record]) -> list[Record]:
-    """Keep what the run's final history consists of: nothing that a newer attempt has done again or taken back."""
+    """Keep what the run's final history consists of: nothing that a newer attempt has done
+    again or taken back.
+    """
     records = list(records)
-    return sorted(surviving(records, _first_steps(records)), key=lambda record: (record.step, record.rank, record.attempt))
+    return sorted(
+        surviving(records, _first_steps(records)),
+        key=lambda record: (record.step, record.rank, record.attempt),
+    )
 
 
 def _first_steps(records: Sequence[Record]) -> dict[int, int]:
-    """Return the first step of every attempt; what it reported before, with the step it was resumed from, takes nothing back."""
-    return first_steps(records) | first_steps(record for record in records if record.num_samples > 0)
+    """Return the first step of every attempt; what it reported before, with the step it was
+    resumed from, takes nothing back.
+    """
+    return first_steps(records) | first_steps(
+        record for record in records if record.num_samples > 0
+    )
 
 
 def lost_time_s(records: Iterable[Record]) -> float:
-    """Return the seconds that failures cost: from the last record that counts of an attempt to the first of the one after it.
+    """Return the seconds that failures cost: from the last record that counts of an attempt to
+    the first of the one after it.
 
     Args:
         records: of all attempts, as `read_all_records` gives them.
@@ -64,9 +81,14 @@ def lost_time_s(records: Iterable[Record]) -> float:
     lost_s = 0.0
     for attempt, first_step in sorted(_first_steps(records).items())[1:]:
         older = [record for record in records if record.attempt < attempt]
-        kept_until = [record.time for record in surviving_records(older) if record.step < first_step]
+        kept_until = [
+            record.time for record in surviving_records(older) if record.step < first_step
+        ]
         resumed_at = min(record.time for record in records if record.attempt == attempt)
-        lost_s += max(0.0, resumed_at - (max(kept_until) if kept_until else min(record.time for record in older)))
+        lost_s += max(
+            0.0,
+            resumed_at - (max(kept_until) if kept_until else min(record.time for record in older)),
+        )
     return lost_s
 
 
@@ -84,7 +106,9 @@ def metric_names(records: Iterable[Record]) -> tuple[str, ...]:
 
 
 def loss_curve(records: Iterable[Record], metric: str = "loss") -> list[tuple[int, float]]:
-    """Return (step, value) of one metric, averaged over the samples of all ranks at each step; nan and inf included."""
+    """Return (step, value) of one metric, averaged over the samples of all ranks at each step;
+    nan and inf included.
+    """
     by_step: dict[int, list[Record]] = defaultdict(list)
     for record in records:
         if metric in record.metrics:
@@ -153,21 +177,35 @@ def _record(line: dict[str, Any]) -> Record:
 
 def _epoch_row(epoch: int, records: Sequence[Record]) -> EpochRow:
     names = metric_names(records)
-    # One sample may be in several records (its loss, later its accuracy), so the records of one metric are counted; and held-out
-    # samples are no training samples, unless there are no others.
+    # One sample may be in several records (its loss, later its accuracy), so the records of one
+    # metric are counted; and held-out samples are no training samples, unless there are no
+    # others.
     counted = [name for name in names if not is_validation(name)] or names
-    num_samples = max((sum(record.num_samples for record in records if name in record.metrics) for name in counted), default=0)
+    num_samples = max(
+        (
+            sum(record.num_samples for record in records if name in record.metrics)
+            for name in counted
+        ),
+        default=0,
+    )
     return EpochRow(
         epoch=epoch,
         num_steps=len({record.step for record in records}),
         num_samples=num_samples,
-        metrics={name: _mean([record for record in records if name in record.metrics], name) for name in names},
+        metrics={
+            name: _mean([record for record in records if name in record.metrics], name)
+            for name in names
+        },
     )
 
 
 def _mean(records: Sequence[Record], metric: str) -> float:
-    """Weigh by samples; records of no samples count, equally, only where there are no others."""
-    weighed = [(record.metrics[metric], record.num_samples) for record in records if record.num_samples > 0]
+    """Weigh by samples; records of no samples count, equally, only where there are no
+    others.
+    """
+    weighed = [
+        (record.metrics[metric], record.num_samples) for record in records if record.num_samples > 0
+    ]
     weighed = weighed or [(record.metrics[metric], 1) for record in records]
     # Plain sum, not fsum: fsum raises on inf + -inf, and a diverged training has both.
     return sum(value * weight for value, weight in weighed) / sum(weight for _, weight in weighed)

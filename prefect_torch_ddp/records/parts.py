@@ -1,4 +1,6 @@
-"""Owns what is read back of the records that ranks wrote: their lines, and which attempts' count."""
+"""Owns what is read back of the records that ranks wrote: their lines, and which attempts'
+count.
+"""
 
 import json
 import logging
@@ -41,8 +43,11 @@ def record_parts(storage: Storage, folder: str) -> list[StoredObject]:
     return [found for found in storage.list(f"{folder}/") if found.key.endswith(".jsonl")]
 
 
-def read_parts(storage: Storage, parts: Sequence[StoredObject], parse: Callable[[dict[str, Any]], R]) -> Iterator[R]:
-    """Yield every record of the parts. A damaged line is left out with a warning that names its object.
+def read_parts(
+    storage: Storage, parts: Sequence[StoredObject], parse: Callable[[dict[str, Any]], R]
+) -> Iterator[R]:
+    """Yield every record of the parts. A damaged line is left out with a warning that names its
+    object.
 
     Raises:
         StorageError: a part can't be read.
@@ -56,10 +61,14 @@ def read_parts(storage: Storage, parts: Sequence[StoredObject], parse: Callable[
 
 
 def _contents(storage: Storage, parts: Sequence[StoredObject]) -> Sequence[bytes | StorageError]:
-    """Read them concurrently: a day's training leaves thousands of small objects, and S3 takes some 30 ms for each."""
+    """Read them concurrently: a day's training leaves thousands of small objects, and S3 takes
+    some 30 ms for each.
+    """
     if isinstance(storage, ReadsMany):
         return storage.read_many([ObjectPart(part.key, part.num_bytes) for part in parts])
-    with ThreadPoolExecutor(max_workers=NUM_PARALLEL_READS, thread_name_prefix="read-records") as pool:
+    with ThreadPoolExecutor(
+        max_workers=NUM_PARALLEL_READS, thread_name_prefix="read-records"
+    ) as pool:
         return list(pool.map(storage.read, [part.key for part in parts]))
 
 
@@ -71,22 +80,23 @@ def first_steps(records: Iterable[Numbered]) -> dict[int, int]:
     return first
 
 
-def void_from(firsts: Mapping[int, int]) -> dict[int, float]:
-    """Return the step from which on the records of each attempt are void; infinity where none are.
+def superseded_from(firsts: Mapping[int, int]) -> dict[int, float]:
+    """Return the step from which on the records of each attempt are void; infinity where none
+    are.
 
-    A resumed attempt begins after the checkpoint it restored, on all ranks at once. From its first step on, everything that older
-    attempts said is void, on every rank, also beyond the step that the new attempt has reached and also of ranks that it no
-    longer has.
+    A resumed attempt begins after the checkpoint it restored, on all ranks at once. From its
+    first step on, everything that older attempts said is void, on every rank, also beyond the
+    step that the new attempt has reached and also of ranks that it no longer has.
 
     Args:
         firsts: the first step of every attempt.
     """
-    void: dict[int, float] = {}
+    superseded: dict[int, float] = {}
     first_of_newer = math.inf
     for attempt in sorted(firsts, reverse=True):
-        void[attempt] = first_of_newer
+        superseded[attempt] = first_of_newer
         first_of_newer = min(first_of_newer, firsts[attempt])
-    return void
+    return superseded
 
 
 def surviving(records: Iterable[N], firsts: Mapping[int, int]) -> list[N]:
@@ -96,8 +106,8 @@ def surviving(records: Iterable[N], firsts: Mapping[int, int]) -> list[N]:
         records: of all attempts.
         firsts: the first step of every attempt.
     """
-    void = void_from(firsts)
-    return [record for record in records if record.step < void[record.attempt]]
+    superseded = superseded_from(firsts)
+    return [record for record in records if record.step < superseded[record.attempt]]
 
 
 def _parse(key: str, data: bytes, parse: Callable[[dict[str, Any]], R]) -> Iterator[R]:

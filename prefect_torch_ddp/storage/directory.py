@@ -1,4 +1,5 @@
-"""Owns a storage below a folder of a file system, local or shared: each object is a file that appears whole.
+"""Owns a storage below a folder of a file system, local or shared: each object is a file that
+appears whole.
 
 Owns what a person is told when a file system refuses.
 """
@@ -14,7 +15,12 @@ from io import FileIO
 from pathlib import Path
 from typing import BinaryIO, NoReturn, TypeVar
 
-from prefect_torch_ddp.errors import BadKeyError, InvalidParamsError, ObjectNotFoundError, StorageError
+from prefect_torch_ddp.errors import (
+    BadKeyError,
+    InvalidParamsError,
+    ObjectNotFoundError,
+    StorageError,
+)
 from prefect_torch_ddp.storage.directory_objects import is_local, list_files, read_part
 from prefect_torch_ddp.storage.keys import RESERVED_PART, check_key, check_prefix, is_key
 from prefect_torch_ddp.storage.probe import probe
@@ -43,7 +49,10 @@ def absolute_folder(folder: str | Path) -> Path:
 
 @dataclass(frozen=True)
 class DirectoryStorage:
-    """A storage in a folder, made when it is first written to. Links are followed inside the root only, and never listed."""
+    """A storage in a folder, made when it is first written to.
+
+    Links are followed inside the root only, and never listed.
+    """
 
     root: Path
     """Absolute; `~` is expanded when it is made."""
@@ -62,23 +71,36 @@ class DirectoryStorage:
             return file.readall()
 
     def read_seen(self, key: str, see: Callable[[memoryview], object]) -> memoryview:
-        """Return the whole object as `read` does, and call `see` with each part, in order, while the disk reads the next."""
+        """Return the whole object as `read` does, and call `see` with each part, in order,
+        while the disk reads the next.
+        """
         with self._opened(key) as file:
             return _read_seen(file, see)
 
     def open_file(self, key: str) -> BinaryIO | None:
-        """Open the object to map it; None on a file system of another machine, which may take it away under the mapping."""
+        """Open the object to map it; None on a file system of another machine, which may take
+        it away under the mapping.
+        """
         with self._opened(key) as file:
-            return os.fdopen(os.dup(file.fileno()), "rb", buffering=0) if is_local(self._path(key).parent) else None
+            return (
+                os.fdopen(os.dup(file.fileno()), "rb", buffering=0)
+                if is_local(self._path(key).parent)
+                else None
+            )
 
     def write(self, key: str, data: bytes | memoryview) -> None:
-        """Write the whole object, replacing what was there; readers see the old or the new, never a part."""
+        """Write the whole object, replacing what was there; readers see the old or the new,
+        never a part.
+        """
         path = self._path(key)
         with explained("write", path), self._finished_file(data) as temporary:
             self._place(temporary, path, os.replace)
 
     def write_if_absent(self, key: str, data: bytes) -> bool:
-        """Write the object unless one exists; return whether this call wrote it. Exactly one of several racing callers wins."""
+        """Write the object unless one exists; return whether this call wrote it.
+
+        Exactly one of several racing callers wins.
+        """
         path = self._path(key)
         with explained("write", path), self._finished_file(data) as temporary:
             if path.is_dir():
@@ -86,20 +108,28 @@ class DirectoryStorage:
             return self._place(temporary, path, _link)
 
     def list(self, prefix: str = "") -> Iterator[StoredObject]:
-        """Yield the objects whose key begins with `prefix` (a string prefix), in key order; half-written ones never show."""
+        """Yield the objects whose key begins with `prefix` (a string prefix), in key order;
+        half-written ones never show.
+        """
         check_prefix(prefix)
         return self._walk("", prefix)
 
     def read_many(self, parts: Sequence[ObjectPart]) -> Contents:
-        """Read all parts, one after the other; a failure is that part's value, whose name may be any."""
+        """Read all parts, one after the other; a failure is that part's value, whose name may
+        be any.
+        """
         return [read_part(self.root, part) for part in parts]
 
     def list_objects(self, prefix: str) -> Iterator[ListedObject]:
-        """Yield every file whose name begins with `prefix` (a string prefix), sorted by name; links are followed."""
+        """Yield every file whose name begins with `prefix` (a string prefix), sorted by name;
+        links are followed.
+        """
         return list_files(self.root, prefix)
 
     def delete(self, key: str) -> None:
-        """Delete the object, and the folders that it leaves empty; deleting an absent one is no error."""
+        """Delete the object, and the folders that it leaves empty; deleting an absent one is no
+        error.
+        """
         path = self._path(key)
         with explained("delete", path):
             try:
@@ -115,7 +145,9 @@ class DirectoryStorage:
                 return
 
     def check_writable(self) -> None:
-        """Write, conditionally write, read and delete a small probe; `StorageError` says what is wrong."""
+        """Write, conditionally write, read and delete a small probe; `StorageError` says what
+        is wrong.
+        """
         probe(self)
         self._sweep()
 
@@ -158,12 +190,17 @@ class DirectoryStorage:
             temporary.unlink(missing_ok=True)
 
     def _place(self, temporary: Path, path: Path, place: Callable[[Path, Path], T]) -> T:
-        """Put the file at its place, again where a delete of its neighbour took the empty folder away under it."""
+        """Put the file at its place, again where a delete of its neighbour took the empty
+        folder away under it.
+        """
         for remaining in reversed(range(NUM_PLACINGS)):
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 placed = place(temporary, path)
-            except (FileNotFoundError, FileExistsError):  # the latter is mkdir's, when the folder goes while it looks
+            except (
+                FileNotFoundError,
+                FileExistsError,
+            ):  # the latter is mkdir's, when the folder goes while it looks
                 if not remaining:
                     raise
             else:
@@ -186,7 +223,9 @@ class DirectoryStorage:
                 yield StoredObject(key=key, num_bytes=num_bytes)
 
     def _sorted_names(self, folder_key: str) -> tuple[str, ...]:
-        """Name the files and folders, these with a slash: sorted like that, a walk gives the keys in order."""
+        """Name the files and folders, these with a slash: sorted like that, a walk gives the
+        keys in order.
+        """
         path = self.root / folder_key
         names = []
         with explained("list", path), suppress(*_NO_OBJECT), os.scandir(path) as entries:
@@ -198,7 +237,9 @@ class DirectoryStorage:
         return tuple(sorted(names))
 
     def _sweep(self) -> None:
-        """Remove what killed processes left unfinished, a day later: nobody writes that long."""
+        """Remove what killed processes left unfinished, a day later: nobody writes that
+        long.
+        """
         for path in (self.root / RESERVED_PART).glob("*"):
             with suppress(OSError):
                 if path.stat().st_mtime < time.time() - STALE_AFTER_S:
@@ -221,7 +262,8 @@ def _link(temporary: Path, path: Path) -> bool:
     try:
         os.link(temporary, path)
     except FileExistsError:
-        # NFS may say so of our own link, when its first answer was lost: link(2). Then the file has two names.
+        # NFS may say so of our own link, when its first answer was lost: link(2). Then the file
+        # has two names.
         return temporary.stat().st_nlink > 1
     return True
 
@@ -254,7 +296,9 @@ _WAYS_OUT = {
 
 @contextmanager
 def explained(verb: str, path: Path) -> Iterator[None]:
-    """Turn what the file system says into a `StorageError` that says what was to be done, where, and what helps."""
+    """Turn what the file system says into a `StorageError` that says what was to be done,
+    where, and what helps.
+    """
     try:
         yield
     except OSError as error:

@@ -1,6 +1,8 @@
-"""Owns reading a folder's files as a dataset does: whole or in part, whatever their names, links followed.
+"""Owns reading a folder's files as a dataset does: whole or in part, whatever their names,
+links followed.
 
-Owns the question whether a file may be mapped into memory: a mapping whose server fails ends the process by SIGBUS.
+Owns the question whether a file may be mapped into memory: a mapping whose server fails ends
+the process by SIGBUS.
 """
 
 import os
@@ -8,7 +10,12 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from prefect_torch_ddp.errors import BadKeyError, ObjectChangedError, ObjectNotFoundError, StorageError
+from prefect_torch_ddp.errors import (
+    BadKeyError,
+    ObjectChangedError,
+    ObjectNotFoundError,
+    StorageError,
+)
 from prefect_torch_ddp.storage.keys import RESERVED_PART
 from prefect_torch_ddp.storage.protocol import ListedObject, ObjectPart
 
@@ -30,25 +37,37 @@ def read_part(root: Path, part: ObjectPart) -> bytes | StorageError:
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
         return ObjectNotFoundError(f"there is no {part.key} in {root}")
     except OSError as error:
-        return StorageError(f"can't read {path}: {error.strerror or error}; check the disk, or the mount")
+        return StorageError(
+            f"can't read {path}: {error.strerror or error}; check the disk, or the mount"
+        )
     if len(content) != part.num_bytes:
         return ObjectChangedError(f"can't read {path}: it has {found.st_size} bytes; {_CHANGED}")
     return content
 
 
 def list_files(root: Path, prefix: str) -> Iterator[ListedObject]:
-    """Yield the files below a folder whose key begins with the prefix, sorted as S3 sorts keys; links are followed."""
+    """Yield the files below a folder whose key begins with the prefix, sorted as S3 sorts keys;
+    links are followed.
+    """
     return _walk(root, "", prefix, frozenset())
 
 
-def _walk(root: Path, folder_key: str, prefix: str, above: frozenset[tuple[int, int]]) -> Iterator[ListedObject]:
-    """Walk a folder; `above` are the folders on the way to it, so that a link to one of them isn't followed for ever."""
+def _walk(
+    root: Path, folder_key: str, prefix: str, above: frozenset[tuple[int, int]]
+) -> Iterator[ListedObject]:
+    """Walk a folder; `above` are the folders on the way to it, so that a link to one of them
+    isn't followed for ever.
+    """
     for name, is_folder in _sorted_names(root / folder_key):
         key = folder_key + name
         if is_folder:
             found = (root / key).stat()
             place = found.st_dev, found.st_ino
-            if key != f"{RESERVED_PART}/" and place not in above and (key.startswith(prefix) or prefix.startswith(key)):
+            if (
+                key != f"{RESERVED_PART}/"
+                and place not in above
+                and (key.startswith(prefix) or prefix.startswith(key))
+            ):
                 yield from _walk(root, key, prefix, above | {place})
         elif key.startswith(prefix):
             with suppress(FileNotFoundError):  # deleted meanwhile, or a link to nothing
@@ -57,7 +76,9 @@ def _walk(root: Path, folder_key: str, prefix: str, above: frozenset[tuple[int, 
 
 
 def _sorted_names(path: Path) -> list[tuple[str, bool]]:
-    """Name the files and folders, these with a slash: sorted like that, a walk gives the keys in order."""
+    """Name the files and folders, these with a slash: sorted like that, a walk gives the keys
+    in order.
+    """
     names = []
     try:
         with os.scandir(path) as entries:
@@ -77,17 +98,25 @@ def _etag(found: os.stat_result) -> str:
 
 
 _LOCAL = frozenset({"btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "tmpfs", "xfs", "zfs"})
-"""File systems of this machine: a file that is open or mapped stays readable after its name is gone."""
+"""File systems of this machine: a file that is open or mapped stays readable after its name is
+gone."""
 
 
 def is_local(folder: Path) -> bool:
-    """Tell whether a folder is known to be on a file system of this machine; where nothing is known (not Linux), it isn't."""
+    """Tell whether a folder is known to be on a file system of this machine; where nothing is
+    known (not Linux), it isn't.
+    """
     device = folder.stat().st_dev
     name = f"{os.major(device)}:{os.minor(device)}"
     try:
         lines = Path("/proc/self/mountinfo").read_text().splitlines()
     except OSError:
         return False
-    # proc(5): mount id, parent id, device, root, mount point, options, any number of tags, "-", file system, ...
-    kinds = {rest.split()[0] for mount, _, rest in (line.partition(" - ") for line in lines) if mount.split()[2] == name}
+    # proc(5): mount id, parent id, device, root, mount point, options, any number of tags, "-",
+    # file system, ...
+    kinds = {
+        rest.split()[0]
+        for mount, _, rest in (line.partition(" - ") for line in lines)
+        if mount.split()[2] == name
+    }
     return bool(kinds) and kinds <= _LOCAL

@@ -1,4 +1,6 @@
-"""Owns the threads that do many small waits at once: started when they are needed, gone after some idle seconds."""
+"""Owns the threads that do many small waits at once: started when they are needed, gone after
+some idle seconds.
+"""
 
 import os
 import threading
@@ -16,13 +18,16 @@ IDLE_S = 5.0
 
 
 class FanOut(Generic[S, T, V]):
-    """Call a function for many items on a few threads, each of which has a thing of its own, such as a connection.
+    """Call a function for many items on a few threads, each of which has a thing of its own,
+    such as a connection.
 
-    Calls from several threads share the threads; the items of the earlier call go first. An object that crossed a fork
-    refuses: its threads live in the other process.
+    Calls from several threads share the threads; the items of the earlier call go first. An
+    object that crossed a fork refuses: its threads live in the other process.
     """
 
-    def __init__(self, num_threads: int, open_own: Callable[[], S], close_own: Callable[[S], None]) -> None:
+    def __init__(
+        self, num_threads: int, open_own: Callable[[], S], close_own: Callable[[S], None]
+    ) -> None:
         """Start nothing yet.
 
         Args:
@@ -41,7 +46,10 @@ class FanOut(Generic[S, T, V]):
         """Waiting or under way."""
 
     def map(self, function: Callable[[S, T], V], items: Sequence[T]) -> list[V]:
-        """Return the function's values in order. What it raises is raised here, after the others have stopped."""
+        """Return the function's values in order.
+
+        What it raises is raised here, after the others have stopped.
+        """
         if os.getpid() != self._process:
             msg = f"a client of process {self._process} is used in process {os.getpid()}: make one after the fork"
             raise StorageError(msg)
@@ -86,7 +94,9 @@ class FanOut(Generic[S, T, V]):
 
 
 class _Call(Generic[S, T, V]):
-    """One call of `map`: its items, of which each thread takes the next one until there is none."""
+    """One call of `map`: its items, of which each thread takes the next one until there is
+    none.
+    """
 
     def __init__(self, function: Callable[[S, T], V], items: Sequence[T]) -> None:
         self.num_turns = 0
@@ -101,7 +111,9 @@ class _Call(Generic[S, T, V]):
     def take_turn(self, own: S) -> None:
         """Work until no item is left."""
         try:
-            while (index := next(self._rest, None)) is not None:  # one step for the interpreter: no two threads get the same
+            while (
+                index := next(self._rest, None)
+            ) is not None:  # one step for the interpreter: no two threads get the same
                 self._values[index] = self._function(own, self._items[index])
         except BaseException as error:  # noqa: BLE001 - it belongs to the caller
             self._error = error

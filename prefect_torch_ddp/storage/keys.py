@@ -1,4 +1,6 @@
-"""Owns the one rule of which names an object may have: those that every storage can hold and that can't leave its root."""
+"""Owns the one rule of which names an object may have: those that every storage can hold and
+that can't leave its root.
+"""
 
 import re
 import unicodedata
@@ -20,7 +22,9 @@ def check_key(key: str) -> str:
 
 
 def check_prefix(prefix: str) -> str:
-    """Return the prefix of a listing as it is, or raise `BadKeyError` when no key can begin with it."""
+    """Return the prefix of a listing as it is, or raise `BadKeyError` when no key can begin
+    with it.
+    """
     folder, slash, _ = prefix.rpartition("/")
     fault = _fault(prefix) if prefix else None
     if fault is None and slash:
@@ -32,7 +36,9 @@ def check_prefix(prefix: str) -> str:
 
 
 def is_key(name: str) -> bool:
-    """Tell whether a name found in a storage is a key; others, which someone else put there, aren't ours to list."""
+    """Tell whether a name found in a storage is a key; others, which someone else put there,
+    aren't ours to list.
+    """
     return _fault(name) is None and _fault_of_parts(name) is None
 
 

@@ -33,9 +33,7 @@ def storage_from_uri(uri: str) -> Storage:
         return _s3(rest[2:])
     if scheme.lower() == "file" and rest.startswith("//"):
         return _local(rest[2:])
-    msg = (
-        f"{scheme}: names no storage that is known here; {WRITE_INSTEAD}; a path that begins like that is written ./{scheme}:..."
-    )
+    msg = f"{scheme}: names no storage that is known here; {WRITE_INSTEAD}; a path that begins like that is written ./{scheme}:..."
     raise InvalidParamsError(msg)
 
 
@@ -62,9 +60,7 @@ def storage_below(storage: Storage, folder: str) -> Storage:
 def _s3(rest: str) -> S3Storage:
     bucket, _, prefix = rest.partition("/")
     if ":" in bucket or "@" in bucket:  # the text isn't shown: a secret may be in it
-        msg = (
-            "an s3:// URI holds no credentials and no port; write them into a Prefect block, or as AWS_ACCESS_KEY_ID and the like"
-        )
+        msg = "an s3:// URI holds no credentials and no port; write them into a Prefect block, or as AWS_ACCESS_KEY_ID and the like"
         raise InvalidParamsError(msg)
     if not bucket or re.search(r"[?#\s]", bucket) or re.search(r"^/|[?#]", prefix):
         shown = re.split(r"[?#]", rest)[0]

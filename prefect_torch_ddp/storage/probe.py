@@ -1,4 +1,6 @@
-"""Owns the probe that shows, before a run starts, whether a storage does what checkpoints rely on."""
+"""Owns the probe that shows, before a run starts, whether a storage does what checkpoints rely
+on.
+"""
 
 import uuid
 from contextlib import suppress

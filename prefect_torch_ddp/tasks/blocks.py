@@ -1,4 +1,5 @@
-"""Owns how a Prefect block becomes a plain Storage, once, where the flow runs; ranks never see a block.
+"""Owns how a Prefect block becomes a plain Storage, once, where the flow runs; ranks never see
+a block.
 
 Owns the raw data of a run: found once, where the flow runs, and recognised by its listing.
 """
@@ -26,11 +27,13 @@ if TYPE_CHECKING:
 def resolve_storage(reference: str) -> Storage:
     """Make the storage that a block, a path or a URI names.
 
-    A block is its type's slug and its own name: `s3-bucket/nightly`, `remote-file-system/nightly` or `local-file-system/nightly`.
-    The relative path that reads the same is written `./s3-bucket/nightly`.
+    A block is its type's slug and its own name: `s3-bucket/nightly`,
+    `remote-file-system/nightly` or `local-file-system/nightly`. The relative path that reads
+    the same is written `./s3-bucket/nightly`.
 
     Raises:
-        InvalidParamsError: there is no such block, or no storage can be made of it; says what to do.
+        InvalidParamsError: there is no such block, or no storage can be made of it; says what
+            to do.
     """
     match = re.fullmatch(r"([a-z0-9-]+)/([^/]+)", reference)
     kind = match and _KINDS.get(match[1])
@@ -98,9 +101,13 @@ def _from_s3_bucket(block: Any, reference: str) -> S3Storage:
 
 
 def _limits(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Take over what botocore's configuration says of how long and how often a request is tried."""
+    """Take over what botocore's configuration says of how long and how often a request is
+    tried.
+    """
     retries: Mapping[str, Any] = config.get("retries") or {}
-    max_attempts = retries.get("total_max_attempts", retries["max_attempts"] + 1 if "max_attempts" in retries else None)
+    max_attempts = retries.get(
+        "total_max_attempts", retries["max_attempts"] + 1 if "max_attempts" in retries else None
+    )
     given = {
         "connect_timeout_s": config.get("connect_timeout"),
         "read_timeout_s": config.get("read_timeout"),

@@ -1,4 +1,6 @@
-"""Owns which training a call of a ddp_task is: the same call, when its flow run is retried, is the same training."""
+"""Owns which training a call of a ddp_task is: the same call, when its flow run is retried, is
+the same training.
+"""
 
 import dataclasses
 import hashlib
@@ -77,18 +79,25 @@ class CallBook:
 
 
 def begin_call(task: Task[Any, Any], parameters: Mapping[str, Any]) -> Call | None:
-    """Return the call that this is, by the flow run, the task and its arguments; None outside of a flow run.
+    """Return the call that this is, by the flow run, the task and its arguments; None outside
+    of a flow run.
 
-    Arguments count by what they are where that is plain: numbers, texts, paths, collections and models of them. Anything else
-    counts by its type, so that it is the same one after a retry; equal calls are told apart by their order.
+    Arguments count by what they are where that is plain: numbers, texts, paths, collections and
+    models of them. Anything else counts by its type, so that it is the same one after a retry;
+    equal calls are told apart by their order.
     """
     context, parent = FlowRunContext.get(), TaskRunContext.get()
     if context is None or context.flow_run is None:
         return None
     caller = [str(context.flow_run.id)]
-    if parent is not None:  # a task that calls it: other task runs do so as well, in no certain order
+    if (
+        parent is not None
+    ):  # a task that calls it: other task runs do so as well, in no certain order
         caller.append(str(parent.task_run.id))
-    what = json.dumps([*caller, task.name, getattr(task.fn, "__qualname__", ""), _plain(parameters)], sort_keys=True)
+    what = json.dumps(
+        [*caller, task.name, getattr(task.fn, "__qualname__", ""), _plain(parameters)],
+        sort_keys=True,
+    )
     return book_of(context).begin(hashlib.sha256(what.encode()).hexdigest()[:10])
 
 
@@ -110,7 +119,9 @@ def numbered(task: Numbered) -> Iterator[None]:
 
 
 class _NumberingRunner(TaskRunner[Any]):
-    """Stands before the flow's runner, since that is where a call's arguments are known, and each element of a map is a call."""
+    """Stands before the flow's runner, since that is where a call's arguments are known, and
+    each element of a map is a call.
+    """
 
     def __init__(self, context: FlowRunContext, task: Numbered) -> None:
         super().__init__()
@@ -122,10 +133,14 @@ class _NumberingRunner(TaskRunner[Any]):
     def duplicate(self) -> "_NumberingRunner":
         return self
 
-    def submit(self, task: Any, parameters: dict[str, Any], wait_for: Any = None, dependencies: Any = None) -> Any:
+    def submit(
+        self, task: Any, parameters: dict[str, Any], wait_for: Any = None, dependencies: Any = None
+    ) -> Any:
         call = begin_call(task, parameters)
         assert call is not None
-        call.future = self._inner.submit(self._task.for_call(call.key), parameters, wait_for, dependencies)
+        call.future = self._inner.submit(
+            self._task.for_call(call.key), parameters, wait_for, dependencies
+        )
         return call.future
 
 
@@ -150,5 +165,7 @@ def _content(value: Any) -> Any:
     if isinstance(value, BaseModel):
         return _plain(dict(value))
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return [[part.name, _plain(getattr(value, part.name))] for part in dataclasses.fields(value)]
+        return [
+            [part.name, _plain(getattr(value, part.name))] for part in dataclasses.fields(value)
+        ]
     return None  # a tensor, a future, a model: its type has to do

@@ -20,7 +20,7 @@ from prefect_dask import DaskTaskRunner
 
 from prefect_torch_ddp.errors import GangCancelledError, InvalidParamsError, SchedulerLostError
 from prefect_torch_ddp.gang.caller.placement import num_workers_needed
-from prefect_torch_ddp.gang.liveness import SILENCE_S
+from prefect_torch_ddp.gang.liveness import LIVENESS_TIMEOUT_S
 from prefect_torch_ddp.gang.warm import warm
 from prefect_torch_ddp.params import ClusterParams, TrainParams
 from prefect_torch_ddp.tasks.watch.cancel import SIGNALS, TaskCancelled, stop_task
@@ -34,9 +34,11 @@ if TYPE_CHECKING:
 R = TypeVar("R")
 
 CLUSTER_CONFIG = {
-    # Dask would set OMP_NUM_THREADS=1 and more in this process too, and leave it there; `env` below reaches the workers alone.
+    # Dask would set OMP_NUM_THREADS=1 and more in this process too, and leave it there; `env`
+    # below reaches the workers alone.
     "distributed.nanny.pre-spawn-environ": {},
-    # Of the two cores of a small machine an idle cluster of two takes 0.08 with Dask's defaults, 0.017 with these.
+    # Of the two cores of a small machine an idle cluster of two takes 0.08 with Dask's
+    # defaults, 0.017 with these.
     "distributed.worker.profile.enabled": False,
     "distributed.admin.tick.interval": "2s",
     "distributed.worker.memory.monitor-interval": "2s",
@@ -45,10 +47,12 @@ CLUSTER_CONFIG = {
 
 
 def connect(params: TrainParams) -> distributed.Client:
-    """Point the flow run's DaskTaskRunner at the cluster that the parameters name, start it if need be, connect and warm it.
+    """Point the flow run's DaskTaskRunner at the cluster that the parameters name, start it if
+    need be, connect and warm it.
 
     Raises:
-        InvalidParamsError: the address can't be reached, or the cluster class can't be imported or started.
+        InvalidParamsError: the address can't be reached, or the cluster class can't be imported
+            or started.
     """
     runner = _runner()
     cluster = params.cluster
@@ -65,8 +69,16 @@ def connect(params: TrainParams) -> distributed.Client:
         client = runner.client
     except Exception as error:
         made_by = cluster.cluster_class or "LocalCluster"
-        what = f"cluster.address {cluster.address!r}" if cluster.address else f"cluster class {made_by!r}"
-        do = "is its scheduler running, and reachable from here?" if cluster.address else "check cluster.cluster_kwargs"
+        what = (
+            f"cluster.address {cluster.address!r}"
+            if cluster.address
+            else f"cluster class {made_by!r}"
+        )
+        do = (
+            "is its scheduler running, and reachable from here?"
+            if cluster.address
+            else "check cluster.cluster_kwargs"
+        )
         msg = f"{what} gave no Dask cluster: {type(error).__name__}: {error}; {do}"
         raise InvalidParamsError(msg) from error
     warm(client)
@@ -93,7 +105,9 @@ def _configure(runner: DaskTaskRunner, cluster: ClusterParams, num_workers: int)
 
 
 def local_cluster(**kwargs: Any) -> distributed.LocalCluster:
-    """Start a local cluster for one run: a process and a thread per worker, little idle work, the cores shared out."""
+    """Start a local cluster for one run: a process and a thread per worker, little idle work,
+    the cores shared out.
+    """
     num_threads = str(max(1, CPU_COUNT // max(1, kwargs.get("n_workers") or 1)))
     # Dask runs the tasks of a killed worker again, silently; then a training would run twice.
     defaults = {
@@ -102,7 +116,9 @@ def local_cluster(**kwargs: Any) -> distributed.LocalCluster:
         "dashboard_address": "127.0.0.1:0",  # None would bind port 8787 all the same
         "scheduler_kwargs": {"allowed_failures": 0},
         "env": {
-            **dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), num_threads),
+            **dict.fromkeys(
+                ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), num_threads
+            ),
             "DASK_LOGGING__DISTRIBUTED": "warning",
         },
     }
@@ -114,7 +130,9 @@ def local_cluster(**kwargs: Any) -> distributed.LocalCluster:
 
 @contextmanager
 def _inherited(name: str, value: str) -> Iterator[None]:
-    """Set an environment variable, unless the user did, for processes that are started now: `env` comes after their imports."""
+    """Set an environment variable, unless the user did, for processes that are started now:
+    `env` comes after their imports.
+    """
     if name in os.environ:
         yield
         return
@@ -129,8 +147,9 @@ def _inherited(name: str, value: str) -> Iterator[None]:
 def current_client() -> Iterator[distributed.Client]:
     """Yield a client of the cluster that this task runs on, or that its flow uses.
 
-    On a Dask worker the task leaves the worker's thread for as long: its seat may need it. (prefect_dask.get_dask_client keeps
-    the thread, and a gang as large as the cluster would never start.)
+    On a Dask worker the task leaves the worker's thread for as long: its agent may need it.
+    (prefect_dask.get_dask_client keeps the thread, and a gang as large as the cluster would
+    never start.)
     """
     try:
         worker = distributed.get_worker()
@@ -148,12 +167,16 @@ def current_client() -> Iterator[distributed.Client]:
         yield client
 
 
-def _refuse_second_life(client: distributed.Client, worker: distributed.Worker, key: object) -> None:
-    """Refuse to go on in a task that Dask has taken from this worker: it would train beside the one that replaced it."""
+def _refuse_second_life(
+    client: distributed.Client, worker: distributed.Worker, key: object
+) -> None:
+    """Refuse to go on in a task that Dask has taken from this worker: it would train beside the
+    one that replaced it.
+    """
     scheduler: Any = client.scheduler
-    tasks = client.sync(lambda: answer_of(scheduler.processing(workers=None), SILENCE_S))
+    tasks = client.sync(lambda: answer_of(scheduler.processing(workers=None), LIVENESS_TIMEOUT_S))
     if tasks is None:
-        msg = f"the scheduler {scheduler.address} was silent for {SILENCE_S:g} s"
+        msg = f"the scheduler {scheduler.address} was silent for {LIVENESS_TIMEOUT_S:g} s"
         raise SchedulerLostError(msg)
     if key not in tasks.get(worker.address, ()):
         msg = f"Dask has taken this task from worker {worker.address}; training is not run twice"
@@ -161,10 +184,12 @@ def _refuse_second_life(client: distributed.Client, worker: distributed.Worker, 
 
 
 def result_of(future: PrefectFuture[R], stop_grace_s: float = 20.0) -> R:
-    """Return a submitted task's result, or raise what it raised; silent workers of a cluster that this run made are replaced.
+    """Return a submitted task's result, or raise what it raised; silent workers of a cluster
+    that this run made are replaced.
 
     Raises:
-        SupervisorLostError: the Dask worker that ran the task itself died or was silent for too long.
+        SupervisorLostError: the Dask worker that ran the task itself died or was silent for too
+            long.
         TaskCancelled: the flow was told to end, or the task was cancelled; it has ended by now.
         SchedulerLostError: the scheduler was lost.
     """
@@ -178,21 +203,30 @@ def result_of(future: PrefectFuture[R], stop_grace_s: float = 20.0) -> R:
 
 
 def is_supervisor_loss(error: Exception) -> bool:
-    """Tell a loss that the task itself could not outlive, on a cluster that is still there: it can be submitted again."""
+    """Tell a loss that the task itself could not outlive, on a cluster that is still there: it
+    can be submitted again.
+    """
     if not isinstance(error, SupervisorLostError | SchedulerLostError):
         return False
     client = _runner().client
     if client.status != "running":
         return False
     scheduler: Any = client.scheduler
-    return client.sync(lambda: answer_of(scheduler.identity(n_workers=0), SILENCE_S)) is not None
+    return (
+        client.sync(lambda: answer_of(scheduler.identity(n_workers=0), LIVENESS_TIMEOUT_S))
+        is not None
+    )
 
 
 def _runner() -> DaskTaskRunner:
     context = FlowRunContext.get()
     runner = context.task_runner if context else None
     if not isinstance(runner, DaskTaskRunner):
-        where = f"flow {context.flow.name!r} uses {type(runner).__name__}" if context and context.flow else "there is no flow run"
+        where = (
+            f"flow {context.flow.name!r} uses {type(runner).__name__}"
+            if context and context.flow
+            else "there is no flow run"
+        )
         msg = f"a DDP task needs the Dask cluster of its flow, but {where}; write @flow(task_runner=DaskTaskRunner(...))"
         raise InvalidParamsError(msg)
     return runner

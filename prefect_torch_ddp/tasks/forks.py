@@ -1,4 +1,6 @@
-"""Owns that processes can be forked where Prefect has run, such as the workers of a DataLoader in a task."""
+"""Owns that processes can be forked where Prefect has run, such as the workers of a DataLoader
+in a task.
+"""
 
 import os
 import threading
@@ -6,13 +8,17 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-# Prefect 3.8 resets its senders of logs and events in a forked child, and what they have registered for the exit stumbles over
-# the reset (an assertion in _internal/concurrency/services.py). A child of multiprocessing then ends with exit code 1, which a
-# DataLoader takes for a crash in the middle of its batches. Prefect 3.9 mends it: this module goes when the lower bound is 3.9.
+# Prefect 3.8 resets its senders of logs and events in a forked child, and what they have
+# registered for the exit stumbles over the reset (an assertion in
+# _internal/concurrency/services.py). A child of multiprocessing then ends with exit code 1,
+# which a DataLoader takes for a crash in the middle of its batches. Prefect 3.9 mends it: this
+# module goes when the lower bound is 3.9.
 
 
 def mend_forks() -> None:
-    """Have children that are forked from now on end as they would without Prefect; what they start themselves they still end."""
+    """Have children that are forked from now on end as they would without Prefect; what they
+    start themselves they still end.
+    """
     os.register_at_fork(after_in_child=_forget_prefects_exits)
 
 

@@ -1,4 +1,5 @@
-"""Owns the task that runs a function on a gang: its calls are told apart, and each is a training that retries resume.
+"""Owns the task that runs a function on a gang: its calls are told apart, and each is a
+training that retries resume.
 
 Owns what can be chosen of a ddp_task beyond Prefect's own options.
 """
@@ -20,12 +21,17 @@ from prefect_torch_ddp.checkpoint.source import Source, source_of
 from prefect_torch_ddp.gang.run import run_gang
 from prefect_torch_ddp.params import DEFAULT_STORAGE, CheckpointParams
 from prefect_torch_ddp.protocol.rank import Backend
-from prefect_torch_ddp.rank.config import CheckpointPolicy, Determinism, RankConfig, check_virtual_ranks
+from prefect_torch_ddp.rank.config import (
+    CheckpointPolicy,
+    Determinism,
+    RankConfig,
+    check_virtual_ranks,
+)
 from prefect_torch_ddp.storage.protocol import Storage
 from prefect_torch_ddp.tasks.blocks import resolve_storage
 from prefect_torch_ddp.tasks.call_book import begin_call, numbered
 from prefect_torch_ddp.tasks.cluster import current_client
-from prefect_torch_ddp.tasks.run import RUN_WITH_CONTEXT, RunJournal, log_to_run, slug
+from prefect_torch_ddp.tasks.run import RUN_WITH_CONTEXT, RunAttemptLog, log_to_run, slug
 from prefect_torch_ddp.tasks.watch.watched_task import WatchedTask
 
 
@@ -57,7 +63,9 @@ class GangOptions:
         """Refuse virtual ranks that can't be."""
         check_virtual_ranks(self.determinism, self.virtual_ranks, self.world_size)
 
-    def rank_config(self, run_id: str, attempt: int, storage: Storage, resume_from: Source | None) -> RankConfig:
+    def rank_config(
+        self, run_id: str, attempt: int, storage: Storage, resume_from: Source | None
+    ) -> RankConfig:
         """Describe the context of the ranks of one attempt."""
         return RankConfig(
             run_id=run_id,
@@ -132,8 +140,16 @@ class GangTask(WatchedTask[P, R]):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call it, as any task."""
-        given = {name: value for name, value in kwargs.items() if name not in ("return_state", "wait_for")}
-        call = begin_call(self, get_call_parameters(self.fn, args, given)) if self.call is None else None
+        given = {
+            name: value
+            for name, value in kwargs.items()
+            if name not in ("return_state", "wait_for")
+        }
+        call = (
+            begin_call(self, get_call_parameters(self.fn, args, given))
+            if self.call is None
+            else None
+        )
         if call is None:
             return super().__call__(*args, **kwargs)
         try:
@@ -146,7 +162,9 @@ class GangTask(WatchedTask[P, R]):
 
 
 def run_as_task(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Run the function on the ranks of the task that this process runs, and return rank 0's value."""
+    """Run the function on the ranks of the task that this process runs, and return rank 0's
+    value.
+    """
     context = TaskRunContext.get()
     assert context is not None
     task = context.task
@@ -160,9 +178,14 @@ def run_as_task(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str
         values: list[Any] = run_gang(
             client,
             RUN_WITH_CONTEXT,
-            args=lambda attempt: (task.gang.rank_config(run_id, attempt, where, resume_from), fn, args, kwargs),
+            args=lambda attempt: (
+                task.gang.rank_config(run_id, attempt, where, resume_from),
+                fn,
+                args,
+                kwargs,
+            ),
             name=run_id,
-            journal=RunJournal(where, run_id, knows_steps=False),
+            attempt_log=RunAttemptLog(where, run_id, knows_steps=False),
             on_event=log_to_run(),
             **task.gang.for_gang(),
         )
@@ -170,17 +193,21 @@ def run_as_task(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str
 
 
 def _run_id(task: GangTask[Any, Any], task_run_id: str) -> str:
-    """Name the training: the same for every retry of the flow run, where the task knows its call."""
+    """Name the training: the same for every retry of the flow run, where the task knows its
+    call.
+    """
     if task.call is None or flow_run.id is None:
         return f"{slug(task.name)}-{task_run_id}"
     return f"{slug(task.name)}-{flow_run.id[:8]}-{task.call}"
 
 
 def _source(reference: str | None, own: Storage, run_id: str) -> Source | None:
-    """Read resume_from, and refuse it before a rank starts where there is nothing to begin from."""
+    """Read resume_from, and refuse it before a rank starts where there is nothing to begin
+    from.
+    """
     if reference is None:
         return None
     source = source_of(reference, own, resolve_storage)
-    if newest(own, run_id) is None:  # else it goes on from its own
+    if newest(own, run_id) is None:  # else it resumes from its own
         source.find()
     return source

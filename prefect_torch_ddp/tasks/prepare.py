@@ -1,4 +1,6 @@
-"""Owns the task that has the workload write its dataset, once for the same code, options and sources."""
+"""Owns the task that has the workload write its dataset, once for the same code, options and
+sources.
+"""
 
 from typing import Any
 
@@ -19,14 +21,19 @@ def _cache_key(_context: TaskRunContext, parameters: dict[str, Any]) -> str:
     return f"train-ddp/prepare/{run.storage.uri}/{run.dataset_id}"
 
 
-# The flow sets refresh_cache where somebody deleted the data that a cached result would speak of.
+# The flow sets refresh_cache where somebody deleted the data that a cached result would speak
+# of.
 @task(name="prepare", cache_key_fn=_cache_key, persist_result=True, result_serializer="json")
 def prepare(run: Run) -> DatasetReport:
-    """Run the workload's `prepare` on a gang of one and publish what it wrote; do nothing where it is there already."""
+    """Run the workload's `prepare` on a gang of one and publish what it wrote; do nothing where
+    it is there already.
+    """
     there = find_dataset(run.storage, run.dataset_id)
     if there is None:
         return or_cancelled(_prepare, run)
-    get_run_logger().info("dataset %s is already at %s: nothing to prepare", there.dataset_id, there.uri)
+    get_run_logger().info(
+        "dataset %s is already at %s: nothing to prepare", there.dataset_id, there.uri
+    )
     return there
 
 

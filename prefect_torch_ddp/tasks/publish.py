@@ -22,7 +22,15 @@ from prefect_torch_ddp.records.metrics import (
     read_all_records,
     surviving_records,
 )
-from prefect_torch_ddp.results import CheckpointRef, DatasetReport, EpochRow, LedgerReport, Report, TrainingReport, TrainReport
+from prefect_torch_ddp.results import (
+    CheckpointRef,
+    DatasetReport,
+    EpochRow,
+    LedgerReport,
+    Report,
+    TrainingSummary,
+    TrainReport,
+)
 from prefect_torch_ddp.storage.protocol import Storage
 from prefect_torch_ddp.tasks.report.curves import render_curves
 from prefect_torch_ddp.tasks.report.live import ArtifactWriter, key
@@ -40,12 +48,14 @@ def publish(  # noqa: PLR0913, PLR0917 - each is another task's result, and Pref
     params: TrainParams,
     storage: Storage,
     dataset: DatasetReport,
-    training: TrainingReport,
+    training: TrainingSummary,
     evaluation: Report,
     checkpoint: CheckpointRef,
     model_uri: str | None,
 ) -> TrainReport:
-    """Publish what a run found, as artifacts to browse, and return it; refused where a newer attempt has begun."""
+    """Publish what a run found, as artifacts to browse, and return it; refused where a newer
+    attempt has begun.
+    """
     refuse_superseded(storage, training.run_id, training.attempt)
     all_records = read_all_records(storage, training.run_id)
     records = surviving_records(all_records)
@@ -63,8 +73,15 @@ def publish(  # noqa: PLR0913, PLR0917 - each is another task's result, and Pref
     curve = render_curves(curves(records), epoch_ends(records))
     whole = render_report(report, params, read_run_record(), curve, lost_time_s(all_records))
     with get_client(sync_client=True) as client:
-        num_artifacts = _put_all(ArtifactWriter(client, *get_task_and_flow_run_ids()), report, whole)
-    get_run_logger().info("published %d artifacts from %d records of %s", num_artifacts, len(all_records), training.run_id)
+        num_artifacts = _put_all(
+            ArtifactWriter(client, *get_task_and_flow_run_ids()), report, whole
+        )
+    get_run_logger().info(
+        "published %d artifacts from %d records of %s",
+        num_artifacts,
+        len(all_records),
+        training.run_id,
+    )
     return report
 
 
@@ -72,7 +89,8 @@ def _checked_ledger(storage: Storage, run_id: str) -> LedgerReport:
     ledger = read_ledger(storage, run_id)
     if ledger.is_clean:
         get_run_logger().info(
-            "the ledger of %d epochs is clean: each sample that was due was trained on once", len(ledger.epochs)
+            "the ledger of %d epochs is clean: each sample that was due was trained on once",
+            len(ledger.epochs),
         )
     else:
         get_run_logger().error("the ledger of run %s is not clean:\n%s", run_id, ledger)
@@ -80,11 +98,15 @@ def _checked_ledger(storage: Storage, run_id: str) -> LedgerReport:
 
 
 def epoch_cells(epochs: Sequence[EpochRow]) -> list[dict[str, Any]]:
-    """Return the epoch table's rows: the epoch and up to four metrics, losses and validation first."""
+    """Return the epoch table's rows: the epoch and up to four metrics, losses and validation
+    first.
+    """
     names = list(dict.fromkeys(name for row in epochs for name in row.metrics))
     names.sort(key=lambda name: (name != "loss", not is_validation(name)))
     return [
-        {"epoch": row.epoch} | {name: _cell(row.metrics.get(name)) for name in names[: MAX_TABLE_COLUMNS - 1]} for row in epochs
+        {"epoch": row.epoch}
+        | {name: _cell(row.metrics.get(name)) for name in names[: MAX_TABLE_COLUMNS - 1]}
+        for row in epochs
     ]
 
 
@@ -106,23 +128,31 @@ def _put_all(writer: ArtifactWriter, report: TrainReport, whole: str) -> int:
     run = f"Run {report.run_id}"
     num_artifacts = 2
     writer.put("markdown", key("report"), whole, run)
-    checkpoints = f"# Checkpoints\n\n{checkpoint_list(report)}\n\n{load_section(report.model_uri)}\n"
+    checkpoints = (
+        f"# Checkpoints\n\n{checkpoint_list(report)}\n\n{load_section(report.model_uri)}\n"
+    )
     writer.put("markdown", key("checkpoints"), checkpoints, f"{run}: model and checkpoints")
     if report.epochs:
-        writer.put_table(key("epochs"), epoch_cells(report.epochs), f"{run}: mean over all samples of all ranks")
+        writer.put_table(
+            key("epochs"), epoch_cells(report.epochs), f"{run}: mean over all samples of all ranks"
+        )
         num_artifacts += 1
     if report.evaluation.confusion_matrix:
         matrix = f"# Confusion matrix\n\n{confusion_table(report.evaluation)}\n"
         writer.put("markdown", key("confusion-matrix"), matrix, f"{run}: held-out data")
         num_artifacts += 1
     if report.evaluation.classes:
-        writer.put_table(key("class-scores"), class_cells(report.evaluation), f"{run}: held-out data")
+        writer.put_table(
+            key("class-scores"), class_cells(report.evaluation), f"{run}: held-out data"
+        )
         num_artifacts += 1
     return num_artifacts
 
 
 def _cell(value: float | None) -> float | str:
-    """Round to four digits that matter; what isn't finite becomes a word, since as a number it crashes the page."""
+    """Round to four digits that matter; what isn't finite becomes a word, since as a number it
+    crashes the page.
+    """
     if value is None:
         return ""
     return float(number(value)) if math.isfinite(value) else number(value)

@@ -1,4 +1,6 @@
-"""Owns how a person reads from Python what a run left in its storage, while it trains and later."""
+"""Owns how a person reads from Python what a run left in its storage, while it trains and
+later.
+"""
 
 import os
 import re
@@ -17,15 +19,19 @@ if TYPE_CHECKING:
     import pandas as pd
 
 
-def read_metrics(storage: Storage | str | Path, run_id: str, *, all_attempts: bool = False) -> "pd.DataFrame":
-    """Return a run's metrics as a pandas DataFrame: a row for each record of each rank, a column for each metric.
+def read_metrics(
+    storage: Storage | str | Path, run_id: str, *, all_attempts: bool = False
+) -> "pd.DataFrame":
+    """Return a run's metrics as a pandas DataFrame: a row for each record of each rank, a
+    column for each metric.
 
-    The columns before them are step, epoch (from 1), rank, attempt, time (Unix seconds) and num_samples. While the run trains,
-    its newest records are there after 1 to 30 seconds, in a long run after a 64th of its age.
+    The columns before them are step, epoch (from 1), rank, attempt, time (Unix seconds) and
+    num_samples. While the run trains, its newest records are there after 1 to 30 seconds, in a
+    long run after a 64th of its age.
 
     Args:
-        storage: where the run is: a directory, `s3://bucket/prefix` with AWS's own chain of credentials, a Prefect block such as
-            `s3-bucket/name`, or a Storage.
+        storage: where the run is: a directory, `s3://bucket/prefix` with AWS's own chain of
+            credentials, a Prefect block such as `s3-bucket/name`, or a Storage.
         run_id: the name of its folder below `runs`.
         all_attempts: also the records of steps that a later attempt did again, or took back.
 
@@ -42,13 +48,15 @@ def read_metrics(storage: Storage | str | Path, run_id: str, *, all_attempts: bo
 
 
 def read_ledger(storage: Storage | str | Path, run_id: str) -> LedgerReport:
-    """Check the ledger of a run: which samples it trained on in each epoch, over all its attempts.
+    """Check the ledger of a run: which samples it trained on in each epoch, over all its
+    attempts.
 
-    What counts is what survived: steps that a later attempt did again, or took back, don't. Memory: a byte for each sample and
-    epoch.
+    What counts is what survived: steps that a later attempt did again, or took back, don't.
+    Memory: a byte for each sample and epoch.
 
     Args:
-        storage: where the run is: a directory, `s3://bucket/prefix`, a Prefect block such as `s3-bucket/name`, or a Storage.
+        storage: where the run is: a directory, `s3://bucket/prefix`, a Prefect block such as
+            `s3-bucket/name`, or a Storage.
         run_id: the name of its folder below `runs`.
 
     Raises:
@@ -58,12 +66,14 @@ def read_ledger(storage: Storage | str | Path, run_id: str) -> LedgerReport:
 
 
 def read_result(storage: Storage | str | Path, run_id: str, path: str) -> bytes:
-    """Return a file that `rank.save(path, data)` wrote, as the newest attempt that saved it left it; also while the run trains.
+    """Return a file that `ctx.save(path, data)` wrote, as the newest attempt that saved it left
+    it; also while the run trains.
 
     Args:
-        storage: where the run is: a directory, `s3://bucket/prefix`, a Prefect block such as `s3-bucket/name`, or a Storage.
+        storage: where the run is: a directory, `s3://bucket/prefix`, a Prefect block such as
+            `s3-bucket/name`, or a Storage.
         run_id: the name of its folder below `runs`.
-        path: what was given to `rank.save`.
+        path: what was given to `ctx.save`.
 
     Raises:
         BadKeyError: the path would leave the results.

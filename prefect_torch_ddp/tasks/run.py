@@ -1,6 +1,7 @@
 """Owns what the tasks of one run share.
 
-Owns the journal of a run's attempts in its storage: counted, and their failures remembered, across Prefect's retries.
+Owns the attempt log of a run's attempts in its storage: counted, and their failures remembered,
+across Prefect's retries.
 """
 
 import re
@@ -16,7 +17,13 @@ from prefect_torch_ddp.checkpoint.run_files import read_failures, write_failure
 from prefect_torch_ddp.checkpoint.source import Source
 from prefect_torch_ddp.gang.caller.stop import rank_text, stack_line
 from prefect_torch_ddp.params import TrainParams
-from prefect_torch_ddp.protocol.rank import FailureRecord, GangEvent, LogLine, RankStack, RecordsLeft
+from prefect_torch_ddp.protocol.rank import (
+    FailureRecord,
+    GangEvent,
+    LogLine,
+    RankStack,
+    RecordsLeft,
+)
 from prefect_torch_ddp.rank.config import CheckpointPolicy, RankConfig, Stage
 from prefect_torch_ddp.records.batch import put_part
 from prefect_torch_ddp.storage.protocol import Readable, Storage
@@ -42,8 +49,12 @@ class Run:
     source: Readable | None = None
     """Where the raw data is."""
 
-    def rank_config(self, stage: Stage, attempt: int, restore_step: int | None = None) -> RankConfig:
-        """Describe the context of the ranks of one stage; a checkpoint to restore is one that this attempt made."""
+    def rank_config(
+        self, stage: Stage, attempt: int, restore_step: int | None = None
+    ) -> RankConfig:
+        """Describe the context of the ranks of one stage; a checkpoint to restore is one that
+        this attempt made.
+        """
         params = self.params
         return RankConfig(
             run_id=self.run_id,
@@ -51,8 +62,11 @@ class Run:
             stage=stage,
             storage=self.storage,
             dataset_id=self.dataset_id,
-            options=params.data_options if stage == "prepare" else {**params.data_options, **params.options},
-            # What prepare draws belongs to the dataset, which all seeds share; a seed for it is one of data_options.
+            options=params.data_options
+            if stage == "prepare"
+            else {**params.data_options, **params.options},
+            # What prepare draws belongs to the dataset, which all seeds share; a seed for it is
+            # one of data_options.
             seed=0 if stage == "prepare" else params.seed,
             checkpoint=CheckpointPolicy(**params.checkpoint.model_dump()),
             resume_from=self.resume_from if stage == "train" else None,
@@ -67,11 +81,15 @@ class Run:
 
     def gang_options(self) -> Mapping[str, Any]:
         """Return run_gang's arguments that all stages share."""
-        return self.params.model_dump(include={"backend", "workers_timeout_s", "queue_timeout_s", "stop_grace_s"})
+        return self.params.model_dump(
+            include={"backend", "workers_timeout_s", "queue_timeout_s", "stop_grace_s"}
+        )
 
 
 def run_id_of(flow_run_name: str, flow_run_id: str) -> str:
-    """Name a run so that a person finds it in the storage and in the UI; the same for every retry of the flow run."""
+    """Name a run so that a person finds it in the storage and in the UI; the same for every
+    retry of the flow run.
+    """
     return f"{slug(flow_run_name)}-{flow_run_id[:8]}"
 
 
@@ -81,7 +99,9 @@ def slug(name: str) -> str:
 
 
 def log_to_run(and_then: Callable[[GangEvent], None] | None = None) -> Callable[[GangEvent], None]:
-    """Make a receiver of gang events that writes the ranks' lines into the Prefect run's log, the rank in front."""
+    """Make a receiver of gang events that writes the ranks' lines into the Prefect run's log,
+    the rank in front.
+    """
     logger: logging.Logger | logging.LoggerAdapter[Any] = get_run_logger()
 
     def receive(event: GangEvent) -> None:
@@ -99,20 +119,24 @@ MAX_PARALLEL = 16
 
 
 @dataclass
-class RunJournal:
-    """Claims the attempts of a run, each of which fences off those before it. One task run has one."""
+class RunAttemptLog:
+    """Claims the attempts of a run, each of which fences off those before it.
+
+    One task run has one.
+    """
 
     storage: Storage
     run_id: str
     knows_steps: bool
-    """Whether its function makes its steps by `rank.steps`, as a workload does."""
+    """Whether its function makes its steps by `ctx.steps`, as a workload does."""
     _own_attempt: int | None = None
 
     def begin(self) -> int:
         """Claim the next attempt: any at first, then the one that follows this task run's own.
 
         Raises:
-            SupersededError: the training was begun elsewhere meanwhile, since this task run was taken for lost.
+            SupersededError: the training was begun elsewhere meanwhile, since this task run was
+                taken for lost.
         """
         if self._own_attempt is None:
             self._own_attempt = claim_attempt(self.storage, self.run_id)
@@ -138,7 +162,9 @@ class RunJournal:
         by_rank: dict[str, list[RecordsLeft]] = {}
         for part in left:
             by_rank.setdefault(part.key.rpartition("/")[0], []).append(part)
-        with ThreadPoolExecutor(max_workers=MAX_PARALLEL, thread_name_prefix="keep-records") as pool:
+        with ThreadPoolExecutor(
+            max_workers=MAX_PARALLEL, thread_name_prefix="keep-records"
+        ) as pool:
             done = [pool.submit(self._keep, parts) for parts in by_rank.values()]
         for each in done:
             each.result()

@@ -1,6 +1,7 @@
 """Owns the task that trains: a gang of ranks under supervision; a retry resumes.
 
-Owns the record of a finished training in its storage, by which a task run recognises it that has no result of Prefect's.
+Owns the record of a finished training in its storage, by which a task run recognises it that
+has no result of Prefect's.
 """
 
 import json
@@ -28,28 +29,39 @@ from prefect_torch_ddp.errors import (
 )
 from prefect_torch_ddp.gang.run import run_gang
 from prefect_torch_ddp.protocol.rank import AttemptBegan, GangEvent, Progress
-from prefect_torch_ddp.results import DatasetReport, FailedAttempt, TrainingReport
+from prefect_torch_ddp.results import DatasetReport, FailedAttempt, TrainingSummary
 from prefect_torch_ddp.tasks.cluster import current_client
 from prefect_torch_ddp.tasks.report.live import LiveReport
-from prefect_torch_ddp.tasks.run import RUN_STAGE, Run, RunJournal, log_to_run
+from prefect_torch_ddp.tasks.run import RUN_STAGE, Run, RunAttemptLog, log_to_run
 from prefect_torch_ddp.tasks.watch.cancel import or_cancelled
 
 
 def is_worth_a_retry(_task: Task[Any, Any], _task_run: TaskRun, state: State[Any]) -> bool:
-    """Tell Prefect whether another attempt may end better: not after a cancel, nor without a scheduler, nor with such input."""
+    """Tell Prefect whether another attempt may end better: not after a cancel, nor without a
+    scheduler, nor with such input.
+    """
     error = state.result(raise_on_failure=False)
     cause = getattr(error, "__cause__", None)
     if isinstance(error, RankFailedError) and error.why_final is not None:
         return False
-    if isinstance(error, GangCancelledError | InvalidParamsError | SchedulerLostError | SupersededError):
+    if isinstance(
+        error, GangCancelledError | InvalidParamsError | SchedulerLostError | SupersededError
+    ):
         return False
     return not isinstance(cause, ImportError | SyntaxError)
 
 
 def failed_attempts(run: Run) -> tuple[FailedAttempt, ...]:
-    """Return the attempts of the run that failed; those whose own Dask worker died left no word."""
+    """Return the attempts of the run that failed; those whose own Dask worker died left no
+    word.
+    """
     return tuple(
-        FailedAttempt(attempt=record.attempt, world_size=record.world_size, step=record.step, summary=record.summary)
+        FailedAttempt(
+            attempt=record.attempt,
+            world_size=record.world_size,
+            step=record.step,
+            summary=record.summary,
+        )
         for record in read_failures(run.storage, run.run_id)
     )
 
@@ -60,13 +72,21 @@ def _cache_key(_context: TaskRunContext, parameters: dict[str, Any]) -> str:
     return f"train-ddp/train/{run.storage.uri}/{run.run_id}"
 
 
-@task(name="train", cache_key_fn=_cache_key, persist_result=True, result_serializer="json", retry_condition_fn=is_worth_a_retry)
-def train(run: Run, dataset: DatasetReport) -> TrainingReport:
-    """Train on a gang, from the newest complete checkpoint where there is one; says at every retry where it goes on."""
+@task(
+    name="train",
+    cache_key_fn=_cache_key,
+    persist_result=True,
+    result_serializer="json",
+    retry_condition_fn=is_worth_a_retry,
+)
+def train(run: Run, dataset: DatasetReport) -> TrainingSummary:
+    """Train on a gang, from the newest complete checkpoint where there is one; says at every
+    retry where it goes on.
+    """
     return or_cancelled(_train, run, dataset)
 
 
-def _train(run: Run, dataset: DatasetReport) -> TrainingReport:
+def _train(run: Run, dataset: DatasetReport) -> TrainingSummary:
     done = finished_training(run)
     if done is None:
         done = _train_on_gang(run, dataset)
@@ -74,10 +94,15 @@ def _train(run: Run, dataset: DatasetReport) -> TrainingReport:
     return done
 
 
-def _train_on_gang(run: Run, dataset: DatasetReport) -> TrainingReport:
+def _train_on_gang(run: Run, dataset: DatasetReport) -> TrainingSummary:
     params = run.params
     first = AttemptBegan(newest_attempt(run.storage, run.run_id) + 1, params.world_size)
-    with LiveReport(run_id=run.run_id, workload=params.workload, world_size=params.world_size, attempt=first.attempt) as live:
+    with LiveReport(
+        run_id=run.run_id,
+        workload=params.workload,
+        world_size=params.world_size,
+        attempt=first.attempt,
+    ) as live:
         show = _Show(run, dataset, live, first)
         with current_client() as client:
             values = run_gang(
@@ -90,12 +115,12 @@ def _train_on_gang(run: Run, dataset: DatasetReport) -> TrainingReport:
                 max_restarts=params.max_restarts,
                 min_world_size=params.min_world_size,
                 world_size_divides=params.virtual_ranks,
-                journal=RunJournal(run.storage, run.run_id, knows_steps=True),
+                attempt_log=RunAttemptLog(run.storage, run.run_id, knows_steps=True),
                 progress_timeout_s=params.progress_timeout_s,
                 on_event=log_to_run(show.receive),
                 **run.gang_options(),
             )
-    return TrainingReport(
+    return TrainingSummary(
         run_id=run.run_id,
         attempt=show.began.attempt,
         world_size=show.began.world_size,
@@ -108,7 +133,9 @@ def _train_on_gang(run: Run, dataset: DatasetReport) -> TrainingReport:
 class _Show:
     """Shows how the training goes, attempt by attempt."""
 
-    def __init__(self, run: Run, dataset: DatasetReport, live: LiveReport, first: AttemptBegan) -> None:
+    def __init__(
+        self, run: Run, dataset: DatasetReport, live: LiveReport, first: AttemptBegan
+    ) -> None:
         self._run = run
         self._dataset = dataset
         self._live = live
@@ -124,13 +151,18 @@ class _Show:
             self.began, self.began_s = event, time.monotonic()
             self._live.begin_attempt(event)
             wanted = self._run.params.world_size
-            size = f"{event.world_size} ranks" + (f" of {wanted}" if event.world_size < wanted else "")
+            size = f"{event.world_size} ranks" + (
+                f" of {wanted}" if event.world_size < wanted else ""
+            )
             words = "attempt %d trains %s on %s, dataset %s"
-            self._logger.info(words, event.attempt, self._run.params.workload, size, self._dataset.dataset_id)
+            self._logger.info(
+                words, event.attempt, self._run.params.workload, size, self._dataset.dataset_id
+            )
 
 
-def record_finished(run: Run, report: TrainingReport) -> None:
-    """Put a finished training on record; trouble with that costs a warning, since the training itself is kept.
+def record_finished(run: Run, report: TrainingSummary) -> None:
+    """Put a finished training on record; trouble with that costs a warning, since the training
+    itself is kept.
 
     Raises:
         SupersededError: a newer attempt has begun.
@@ -139,31 +171,45 @@ def record_finished(run: Run, report: TrainingReport) -> None:
         refuse_superseded(run.storage, run.run_id, report.attempt)
         run.storage.write(finished_key(run.run_id), report.model_dump_json(indent=1).encode())
     except StorageError as error:
-        get_run_logger().warning("that the training has finished could not be put on record: %s", error)
+        get_run_logger().warning(
+            "that the training has finished could not be put on record: %s", error
+        )
 
 
-def finished_training(run: Run) -> TrainingReport | None:
-    """Return the report of the run's training where it has finished and what it left is still there; None otherwise.
+def finished_training(run: Run) -> TrainingSummary | None:
+    """Return the report of the run's training where it has finished and what it left is still
+    there; None otherwise.
 
     Raises:
         StorageError: the storage failed.
     """
     logger = get_run_logger()
     try:
-        report = TrainingReport.model_validate(json.loads(run.storage.read(finished_key(run.run_id))))
+        report = TrainingSummary.model_validate(
+            json.loads(run.storage.read(finished_key(run.run_id)))
+        )
         _check_left(run, report)
     except ObjectNotFoundError:
         return None
     except (ValidationError, ValueError, CheckpointError) as error:
-        logger.warning("the record of a finished training doesn't count, it is run again: %s", error)
+        logger.warning(
+            "the record of a finished training doesn't count, it is run again: %s", error
+        )
         return None
-    logger.info("the training has finished already, in attempt %d: it is not run again", report.attempt)
+    logger.info(
+        "the training has finished already, in attempt %d: it is not run again", report.attempt
+    )
     return report
 
 
-def _check_left(run: Run, report: TrainingReport) -> None:
-    """Raise CheckpointError where the training's last checkpoint is gone, or void: a newer attempt went on from one before it."""
+def _check_left(run: Run, report: TrainingSummary) -> None:
+    """Raise CheckpointError where the training's last checkpoint is gone, or void: a newer
+    attempt resumed from one before it.
+    """
     last = report.last_checkpoint
-    if last is not None and (newest := find_manifest(run.storage, run.run_id, last.step)).attempt != last.attempt:
+    if (
+        last is not None
+        and (newest := find_manifest(run.storage, run.run_id, last.step)).attempt != last.attempt
+    ):
         msg = f"the checkpoint of step {last.step} that counts is that of attempt {newest.attempt}, not of attempt {last.attempt}"
         raise CheckpointError(msg)

@@ -1,4 +1,6 @@
-"""Owns what can be known of a workload without running it: the flow process checks it and doesn't load torch for that."""
+"""Owns what can be known of a workload without running it: the flow process checks it and
+doesn't load torch for that.
+"""
 
 import ast
 import hashlib
@@ -24,16 +26,25 @@ class WorkloadSource:
     object_name: str | None
 
     def prepare_digest(self) -> str:
-        """Return a digest of `prepare` and of all that it uses in its module; comments and layout don't count.
+        """Return a digest of `prepare` and of all that it uses in its module; comments and
+        layout don't count.
 
         Of a `module:object` workload the whole module counts.
         """
-        statements = [(node, *_changed_and_used(node)) for node in self.tree.body if not _is_for_scripts(node)]
-        if self.object_name is not None or not any("prepare" in changed for _, changed, _ in statements):
+        statements = [
+            (node, *_changed_and_used(node)) for node in self.tree.body if not _is_for_scripts(node)
+        ]
+        if self.object_name is not None or not any(
+            "prepare" in changed for _, changed, _ in statements
+        ):
             return _digest(ast.dump(self.tree))
         wanted = {"prepare", "*"}
         needed: set[int] = set()
-        while more := {i for i, (_, changed, _) in enumerate(statements) if i not in needed and changed & wanted}:
+        while more := {
+            i
+            for i, (_, changed, _) in enumerate(statements)
+            if i not in needed and changed & wanted
+        }:
             needed |= more
             wanted |= {name for i in more for name in statements[i][2]}
         return _digest("\n".join(ast.dump(statements[i][0]) for i in sorted(needed)))
@@ -43,7 +54,8 @@ def read_workload(reference: str) -> WorkloadSource:
     """Find the workload's source and check that it has the three functions.
 
     Raises:
-        InvalidParamsError: there is no such module, it can't be parsed, or a function is missing.
+        InvalidParamsError: there is no such module, it can't be parsed, or a function is
+            missing.
     """
     module_name, _, object_name = reference.partition(":")
     source = _source_of(module_name, reference)
@@ -58,10 +70,23 @@ def read_workload(reference: str) -> WorkloadSource:
         if object_name not in _bound_in(scope) and has_all_names:
             msg = f"workload {reference!r}: module {module_name} defines no {object_name!r}; it defines {_listed(scope)}"
             raise InvalidParamsError(msg)
-        classes = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == object_name]
-        if len(classes) != 1 or classes[0].bases or classes[0].keywords or classes[0].decorator_list:
+        classes = [
+            node
+            for node in tree.body
+            if isinstance(node, ast.ClassDef) and node.name == object_name
+        ]
+        if (
+            len(classes) != 1
+            or classes[0].bases
+            or classes[0].keywords
+            or classes[0].decorator_list
+        ):
             return WorkloadSource(reference, tree, object_name)  # only running it tells what it has
-        (scope,) = (child for child in scope.get_children() if child.get_name() == object_name and child.get_type() == "class")
+        (scope,) = (
+            child
+            for child in scope.get_children()
+            if child.get_name() == object_name and child.get_type() == "class"
+        )
     missing = [name for name in FUNCTIONS if name not in _bound_in(scope)]
     if missing and has_all_names:
         msg = (
@@ -72,8 +97,13 @@ def read_workload(reference: str) -> WorkloadSource:
     return WorkloadSource(reference, tree, object_name or None)
 
 
-def dataset_id(workload: WorkloadSource, data_options: Mapping[str, Any], source: Mapping[str, str] | None = None) -> str:
-    """Return the name of the dataset that `prepare` makes: the same code, options and sources give the same name.
+def dataset_id(
+    workload: WorkloadSource,
+    data_options: Mapping[str, Any],
+    source: Mapping[str, str] | None = None,
+) -> str:
+    """Return the name of the dataset that `prepare` makes: the same code, options and sources
+    give the same name.
 
     Args:
         workload: what prepares it.
@@ -110,12 +140,21 @@ def _source_of(module_name: str, reference: str) -> Path:
 
 
 def _changed_and_used(statement: ast.stmt) -> tuple[set[str], set[str]]:
-    """Return the module's names that a statement binds or may change, and those that it uses; "*" stands for any name."""
+    """Return the module's names that a statement binds or may change, and those that it uses;
+    "*" stands for any name.
+    """
     scope = symtable.symtable(ast.unparse(statement), "<statement>", "exec")
     here = {symbol.get_name() for symbol in scope.get_symbols() if symbol.is_referenced()}
     changed = _bound_in(scope)
-    if not isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Import | ast.ImportFrom):
-        stores = (node for node in ast.walk(statement) if isinstance(getattr(node, "ctx", None), ast.Store))
+    if not isinstance(
+        statement,
+        ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Import | ast.ImportFrom,
+    ):
+        stores = (
+            node
+            for node in ast.walk(statement)
+            if isinstance(getattr(node, "ctx", None), ast.Store)
+        )
         is_plain = isinstance(statement, ast.Assign | ast.AnnAssign)
         if not is_plain or any(isinstance(node, ast.Attribute | ast.Subscript) for node in stores):
             changed |= here  # CLASSES.append("x"), OPTIONS["x"] = 1, for ... in ...
@@ -125,14 +164,22 @@ def _changed_and_used(statement: ast.stmt) -> tuple[set[str], set[str]]:
 
 
 def _bound_in(scope: symtable.SymbolTable) -> set[str]:
-    return {symbol.get_name() for symbol in scope.get_symbols() if symbol.is_assigned() or symbol.is_imported()}
+    return {
+        symbol.get_name()
+        for symbol in scope.get_symbols()
+        if symbol.is_assigned() or symbol.is_imported()
+    }
 
 
 def _globals_below(scope: symtable.SymbolTable) -> set[str]:
-    """Return the module's names that functions and classes in a scope use: a local variable of the same name is none."""
+    """Return the module's names that functions and classes in a scope use: a local variable of
+    the same name is none.
+    """
     found: set[str] = set()
     for child in scope.get_children():
-        found |= {symbol.get_name() for symbol in child.get_symbols() if symbol.is_global()} | _globals_below(child)
+        found |= {
+            symbol.get_name() for symbol in child.get_symbols() if symbol.is_global()
+        } | _globals_below(child)
     return found
 
 
@@ -148,15 +195,26 @@ def _is_star_import(node: ast.AST) -> bool:
 
 
 def _listed(scope: symtable.SymbolTable) -> str:
-    return ", ".join(symbol.get_name() for symbol in scope.get_symbols() if symbol.is_namespace()) or "no function"
+    return (
+        ", ".join(symbol.get_name() for symbol in scope.get_symbols() if symbol.is_namespace())
+        or "no function"
+    )
 
 
 def _fingerprint(value: object) -> str | None:
-    """Return a digest of names, sizes and times of a local source, so that changed files are prepared anew."""
+    """Return a digest of names, sizes and times of a local source, so that changed files are
+    prepared anew.
+    """
     if not isinstance(value, str) or not value or not Path(value).exists():
         return None
-    paths = [Path(value)] if Path(value).is_file() else sorted(path for path in Path(value).rglob("*") if path.is_file())
-    return _digest("\n".join(f"{path} {path.stat().st_size} {path.stat().st_mtime_ns}" for path in paths))
+    paths = (
+        [Path(value)]
+        if Path(value).is_file()
+        else sorted(path for path in Path(value).rglob("*") if path.is_file())
+    )
+    return _digest(
+        "\n".join(f"{path} {path.stat().st_size} {path.stat().st_mtime_ns}" for path in paths)
+    )
 
 
 def _digest(text: str) -> str:

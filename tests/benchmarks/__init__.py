@@ -1,1 +1,4 @@
-"""Owns the measurements: ratios against a reference in the same run, interleaved, medians. `make bench` runs them."""
+"""Owns the measurements: ratios against a reference in the same run, interleaved, medians.
+
+`make bench` runs them.
+"""

@@ -1,4 +1,5 @@
-"""What the cache costs beside local files: reading 35 kB objects, alone and decoded; and a shard read in order, by neighbours."""
+"""What the cache costs beside local files: reading 35 kB objects, alone and decoded; and a
+shard read in order, by neighbours."""
 
 import io
 import os
@@ -36,7 +37,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def parts_of(source: ReadsMany) -> list[list[ObjectPart]]:
     """Cut what a source lists into batches."""
-    parts = [ObjectPart(found.key, found.num_bytes, etag=found.etag) for found in source.list_objects("")]
+    parts = [
+        ObjectPart(found.key, found.num_bytes, etag=found.etag) for found in source.list_objects("")
+    ]
     return [parts[first : first + BATCH] for first in range(0, len(parts), BATCH)]
 
 
@@ -77,8 +80,11 @@ def of_files(folder: Path) -> Callable[[], None]:
     return read
 
 
-def test_reading_through_the_cache(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Processor time of an image: a local file, the cache, shards in order and by chance; each decoded and resized."""
+def test_reading_through_the_cache(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Processor time of an image: a local file, the cache, shards in order and by chance; each
+    decoded and resized."""
     local = DirectoryStorage(folder)
     ways = {
         "local files": of_files(folder),
@@ -94,4 +100,7 @@ def test_reading_through_the_cache(folder: Path, tmp_path: Path, capsys: pytest.
     with capsys.disabled():
         for name, all_ms in times.items():
             median = statistics.median(all_ms[1:])  # the first round fills the cache
-            print(f"\n{name:20} {median:6.3f} ms CPU an image, {median / unit:5.3f} of local files", end="")
+            print(
+                f"\n{name:20} {median:6.3f} ms CPU an image, {median / unit:5.3f} of local files",
+                end="",
+            )

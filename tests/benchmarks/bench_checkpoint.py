@@ -1,4 +1,5 @@
-"""What a checkpoint of 300 MB costs a training on two ranks, beside torch.save and dcp.async_save; how fast it is read back."""
+"""What a checkpoint of 300 MB costs a training on two ranks, beside torch.save and
+dcp.async_save; how fast it is read back."""
 
 import os
 import statistics
@@ -34,8 +35,11 @@ def client() -> Iterator[Client]:
         yield client
 
 
-def test_stall_of_a_save(client: Client, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Print the table of docs/performance.md: medians over the rounds, the first one, which fills buffers, apart."""
+def test_stall_of_a_save(
+    client: Client, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Print the table of docs/performance.md: medians over the rounds, the first one, which
+    fills buffers, apart."""
     others = tmp_path / "others"
     others.mkdir()
     config = RankConfig(
@@ -45,7 +49,12 @@ def test_stall_of_a_save(client: Client, tmp_path: Path, capsys: pytest.CaptureF
         storage=DirectoryStorage(tmp_path / "store"),
         checkpoint=ON_DEMAND,
     )
-    turns = run_gang(client, RUN_WITH_CONTEXT, args=(config, saved.in_turns, (ROUNDS + 1, str(others))), world_size=2)[0]
+    turns = run_gang(
+        client,
+        RUN_WITH_CONTEXT,
+        args=(config, saved.in_turns, (ROUNDS + 1, str(others))),
+        world_size=2,
+    )[0]
     by_way = {way: [turn[1:] for turn in turns if turn[0] == way] for way in saved.WAYS}
     quiet_s = statistics.median(rest for _, rest, _ in by_way[saved.NOTHING][1:])
     idle_s = statistics.median(stall for stall, _, _ in by_way[saved.NOTHING][1:])
@@ -56,9 +65,19 @@ def test_stall_of_a_save(client: Client, tmp_path: Path, capsys: pytest.CaptureF
         unfinished = statistics.median(left for _, _, left in seen)
         worst = max(stall for stall, _, _ in seen) - idle_s
         share = (stall + max(beside, 0.0)) / BETWEEN_SAVES_S
-        cells = [f"{seconds * 1000:.0f}" for seconds in (stall, worst, first - idle_s, beside, unfinished)]
+        cells = [
+            f"{seconds * 1000:.0f}"
+            for seconds in (stall, worst, first - idle_s, beside, unfinished)
+        ]
         rows.append((way, *cells, f"{share:.2%}"))
-    head = ("what", "stall: median ms", "worst ms", "the first ms", "later steps longer by ms", "not written after them ms")
+    head = (
+        "what",
+        "stall: median ms",
+        "worst ms",
+        "the first ms",
+        "later steps longer by ms",
+        "not written after them ms",
+    )
     show(capsys, (*head, f"of the time at a save in {BETWEEN_SAVES_S:.0f} s"), rows)
     with capsys.disabled():
         steps = saved.STEPS_OF_A_TURN - 1
@@ -81,24 +100,32 @@ def seconds_of(work: Callable[[], object]) -> float:
 
 
 def test_verify_and_load(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Print how fast 300 MB get back into a model and its optimizer, from the disk and from memory, beside only reading them."""
+    """Print how fast 300 MB get back into a model and its optimizer, from the disk and from
+    memory, beside only reading them."""
     objects = trained()
-    with RankContext.local(storage=tmp_path, checkpoint=ON_DEMAND) as rank:
-        rank.track(**objects)
-        rank.checkpoint(force=True)
+    with RankContext.local(storage=tmp_path, checkpoint=ON_DEMAND) as ctx:
+        ctx.track(**objects)
+        ctx.checkpoint(force=True)
     paths = sorted((tmp_path / "runs/local/checkpoints").rglob("*.pt"))
     num_bytes = sum(path.stat().st_size for path in paths)
     times = Times()
     for _ in range(ROUNDS):
         for name, way in WAYS_TO_READ.items():
             for where in ("from the disk", "from memory"):
-                with RankContext.local(storage=tmp_path, checkpoint=ON_DEMAND) as rank:
+                with RankContext.local(storage=tmp_path, checkpoint=ON_DEMAND) as ctx:
                     evict(paths if where == "from the disk" else ())
-                    times.note(f"{where}: {name}", partial(seconds_of, partial(way, paths, objects, rank)))
+                    times.note(
+                        f"{where}: {name}", partial(seconds_of, partial(way, paths, objects, ctx))
+                    )
     rows = []
     for name in sorted(times.seen):
-        reference, median = times.median_ms(f"{name.partition(':')[0]}: {REFERENCE}"), times.median_ms(name)
-        rows.append((name, f"{median:.0f}", f"{num_bytes / median / 1e3:.0f}", f"{reference / median:.2f}"))
+        reference, median = (
+            times.median_ms(f"{name.partition(':')[0]}: {REFERENCE}"),
+            times.median_ms(name),
+        )
+        rows.append(
+            (name, f"{median:.0f}", f"{num_bytes / median / 1e3:.0f}", f"{reference / median:.2f}")
+        )
     show(capsys, ("what", "median ms", "MB/s", "times only reading"), rows)
 
 
@@ -124,10 +151,14 @@ def plain_load(paths: Sequence[Path], objects: dict[str, Any], _rank: RankContex
             objects[path.stem].load_state_dict(torch.load(path, weights_only=True))
 
 
-def ours(_paths: Sequence[Path], objects: dict[str, Any], rank: RankContext) -> None:
+def ours(_paths: Sequence[Path], objects: dict[str, Any], ctx: RankContext) -> None:
     """Choose the checkpoint, verify it and load it."""
-    rank.track(**objects)
+    ctx.track(**objects)
 
 
 REFERENCE = "only read"
-WAYS_TO_READ = {REFERENCE: only_read, "torch.load and load_state_dict, unverified": plain_load, "verify and load": ours}
+WAYS_TO_READ = {
+    REFERENCE: only_read,
+    "torch.load and load_state_dict, unverified": plain_load,
+    "verify and load": ours,
+}

@@ -1,4 +1,5 @@
-"""How much processor time a GET of a small object takes, many side by side and boto3's beside them, of a static server."""
+"""How much processor time a GET of a small object takes, many side by side and boto3's beside
+them, of a static server."""
 
 import os
 import statistics
@@ -21,7 +22,8 @@ NUM_OBJECTS, NUM_BYTES, BATCH = 500, 35_000, 32
 
 
 def test_cpu_of_a_get(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Print milliseconds of this process's threads together, per GET; medians over interleaved rounds."""
+    """Print milliseconds of this process's threads together, per GET; medians over interleaved
+    rounds."""
     bucket, home = tmp_path / "b" / "bucket", tmp_path / "home"
     bucket.mkdir(parents=True)
     home.mkdir()
@@ -29,7 +31,13 @@ def test_cpu_of_a_get(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     key, secret = SECRETS_OF_NOBODY
     with run_nginx(bucket, home) as server:
         url = f"http://127.0.0.1:{server.port}"
-        storage = S3Storage("bucket", endpoint_url=url, region="us-east-1", access_key_id=key, secret_access_key=secret)
+        storage = S3Storage(
+            "bucket",
+            endpoint_url=url,
+            region="us-east-1",
+            access_key_id=key,
+            secret_access_key=secret,
+        )
         ways = {
             "boto3, one after the other": partial(_by_boto3, connect(storage)),
             "read_many, 32 at once": partial(_by_us, storage),
@@ -39,11 +47,15 @@ def test_cpu_of_a_get(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
             for name, work in ways.items():
                 began_cpu_s, began_s = time.process_time(), time.perf_counter()
                 work(parts)
-                seen[name].append((time.process_time() - began_cpu_s, time.perf_counter() - began_s))
+                seen[name].append(
+                    (time.process_time() - began_cpu_s, time.perf_counter() - began_s)
+                )
     rows = []
     for name, measured in seen.items():
         cpu_s, wall_s = (statistics.median(column) for column in zip(*measured[1:], strict=True))
-        rows.append((name, f"{1000 * cpu_s / NUM_OBJECTS:.2f}", f"{1000 * wall_s / NUM_OBJECTS:.2f}"))
+        rows.append(
+            (name, f"{1000 * cpu_s / NUM_OBJECTS:.2f}", f"{1000 * wall_s / NUM_OBJECTS:.2f}")
+        )
     show(capsys, ("a GET of 35 kB", "CPU ms", "ms"), rows)
 
 
@@ -59,4 +71,6 @@ def _by_boto3(client: Any, parts: list[ObjectPart]) -> None:
 
 def _by_us(storage: S3Storage, parts: list[ObjectPart]) -> None:
     for start in range(0, len(parts), BATCH):
-        assert all(isinstance(data, bytes) for data in storage.read_many(parts[start : start + BATCH]))
+        assert all(
+            isinstance(data, bytes) for data in storage.read_many(parts[start : start + BATCH])
+        )

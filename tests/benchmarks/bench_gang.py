@@ -52,7 +52,10 @@ def client() -> Iterator[Client]:
 
 def stamps(printed: str) -> list[tuple[float, int]]:
     """Return the times that ranks printed, each with a number beside it."""
-    return [(float(stamp), int(number)) for stamp, number in re.findall(r"(\d{10}\.\d{6}) (\d+)", printed)]
+    return [
+        (float(stamp), int(number))
+        for stamp, number in re.findall(r"(\d{10}\.\d{6}) (\d+)", printed)
+    ]
 
 
 TORCHRUN_RESTARTED = f"""{MEET}
@@ -70,7 +73,10 @@ os.write(1, f"{{first_step():.6f}} 0\\n".encode())
 def start_of(client: Client, launcher: str) -> float:
     """Return the seconds from the call to the first all-reduce done on all ranks."""
     started = time.time()
-    return max(run_gang(client, plain.time_of_first_all_reduce, world_size=2, launcher=launcher)) - started  # type: ignore[arg-type]
+    return (
+        max(run_gang(client, plain.time_of_first_all_reduce, world_size=2, launcher=launcher))
+        - started
+    )  # type: ignore[arg-type]
 
 
 def torchrun_start(script: Path) -> float:
@@ -80,7 +86,8 @@ def torchrun_start(script: Path) -> float:
 
 
 def death_of(client: Client, stamp: Path) -> float:
-    """Return the seconds from the SIGKILL of a rank to the exception in the caller, with all ranks gone."""
+    """Return the seconds from the SIGKILL of a rank to the exception in the caller, with all
+    ranks gone."""
     with pytest.raises(RankFailedError, match="SIGKILL"):
         run_gang(client, faulty.stamp_and_die, args=(str(stamp),), world_size=2)
     return time.time() - float(stamp.read_text())
@@ -93,8 +100,11 @@ def torchrun_death(script: Path) -> float:
 
 
 def restart_of(client: Client, stamp: Path) -> float:
-    """Return the seconds from the SIGKILL of a rank to the first step of the next attempt, done on all ranks."""
-    stepped = max(run_gang(client, timed.die_once, args=(str(stamp),), world_size=2, max_restarts=1))
+    """Return the seconds from the SIGKILL of a rank to the first step of the next attempt, done
+    on all ranks."""
+    stepped = max(
+        run_gang(client, timed.die_once, args=(str(stamp),), world_size=2, max_restarts=1)
+    )
     return stepped - float(stamp.read_text())
 
 
@@ -102,15 +112,20 @@ def torchrun_restart(script: Path, stamp: Path) -> float:
     """Return the same under torchrun with one restart.
 
     Raises:
-        TorchrunHungError: the second attempt met the first one's keys in torchrun's store, and waits for ever.
+        TorchrunHungError: the second attempt met the first one's keys in torchrun's store, and
+            waits for ever.
     """
-    _, printed, _ = torchrun(script, str(stamp), options=("--max-restarts", "1"), timeout_s=TORCHRUN_HANGS_AFTER_S)
+    _, printed, _ = torchrun(
+        script, str(stamp), options=("--max-restarts", "1"), timeout_s=TORCHRUN_HANGS_AFTER_S
+    )
     if len(stamps(printed)) != 2:
         raise TorchrunHungError
     return max(stamps(printed))[0] - float(stamp.read_text())
 
 
-def test_start_death_and_restart(client: Client, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_start_death_and_restart(
+    client: Client, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Print the first table of docs/performance.md."""
     scripts = {"start": TORCHRUN_START, "killed": TORCHRUN_KILLED, "restarted": TORCHRUN_RESTARTED}
     for name, text in scripts.items():
@@ -123,7 +138,9 @@ def test_start_death_and_restart(client: Client, tmp_path: Path, capsys: pytest.
         times.note("death: torchrun", lambda: torchrun_death(tmp_path / "killed.py"))
         times.note("death: run_gang", lambda: death_of(client, stamp))
         try:
-            times.note("restart: torchrun", lambda: torchrun_restart(tmp_path / "restarted.py", stamp))
+            times.note(
+                "restart: torchrun", lambda: torchrun_restart(tmp_path / "restarted.py", stamp)
+            )
         except TorchrunHungError:
             num_hung += 1
         times.note("restart: run_gang", lambda: restart_of(client, stamp))
@@ -131,7 +148,9 @@ def test_start_death_and_restart(client: Client, tmp_path: Path, capsys: pytest.
     for name in times.seen:
         reference = times.median_ms(name.partition(":")[0] + ": torchrun")
         median = times.median_ms(name)
-        rows.append((name, f"{median:.0f}", f"{times.worst_ms(name):.0f}", f"{median / reference:.3f}"))
+        rows.append(
+            (name, f"{median:.0f}", f"{times.worst_ms(name):.0f}", f"{median / reference:.3f}")
+        )
     show(capsys, ("what", "median ms", "worst ms", "times torchrun"), rows)
     with capsys.disabled():
         print(
@@ -148,13 +167,20 @@ def test_curve(client: Client, tmp_path: Path, capsys: pytest.CaptureFixture[str
         ours, theirs = [], []
         for number in range(CURVE_ROUNDS):
             began = time.time()
-            met = run_gang(client, timed.meet_and_weigh, world_size=world_size, ranks_per_worker=world_size // 2)
+            met = run_gang(
+                client,
+                timed.meet_and_weigh,
+                world_size=world_size,
+                ranks_per_worker=world_size // 2,
+            )
             ours.append((max(met)[0] - began, statistics.median(pss for _, pss in met)))
             if world_size <= 8 and number < CURVE_OF_TORCHRUN_ROUNDS:
                 began, printed, _ = torchrun(script, world_size=world_size)
                 met = stamps(printed)
                 theirs.append((max(met)[0] - began, statistics.median(pss for _, pss in met)))
-        rows.append((str(world_size), *columns(ours), *(columns(theirs) if theirs else ("not run", ""))))
+        rows.append(
+            (str(world_size), *columns(ours), *(columns(theirs) if theirs else ("not run", "")))
+        )
     show(capsys, ("ranks", "run_gang, warm: ms", "MB a rank", "torchrun: ms", "MB a rank"), rows)
 
 

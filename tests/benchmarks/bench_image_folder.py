@@ -1,10 +1,13 @@
-"""How fast images in a bucket are read, beside a local disk: a static file server and Ceph, 0 and 20 ms away.
+"""How fast images in a bucket are read, beside a local disk: a static file server and Ceph, 0
+and 20 ms away.
 
-Other libraries' ways run in environments of their own, `$PTD_BENCH_ENVS/<package>/bin/python`, which `image_envs.py` makes; where
-there is none, a line says which row is left out, and where one fails, how often. Each way is a process that stays, so that little
-but the epochs is repeated; the dataset, its client, its loader processes and its cache are new in each round. PTD_BENCH_ROUNDS
-and PTD_BENCH_IMAGES make it shorter or longer; 5 rounds of 1,500 images are meant to take under 20 minutes on two quiet cores.
-PTD_BENCH_WAYS chooses rows by a regular expression, so that some can have many rounds.
+Other libraries' ways run in environments of their own, `$PTD_BENCH_ENVS/<package>/bin/python`,
+which `image_envs.py` makes; where there is none, a line says which row is left out, and where
+one fails, how often. Each way is a process that stays, so that little but the epochs is
+repeated; the dataset, its client, its loader processes and its cache are new in each round.
+PTD_BENCH_ROUNDS and PTD_BENCH_IMAGES make it shorter or longer; 5 rounds of 1,500 images are
+meant to take under 20 minutes on two quiet cores. PTD_BENCH_WAYS chooses rows by a regular
+expression, so that some can have many rounds.
 """
 
 import json
@@ -43,7 +46,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @dataclass(frozen=True)
-class Way:
+class Route:
     """A row of the table."""
 
     title: str
@@ -51,7 +54,8 @@ class Way:
     env: str = ""
     options: tuple[tuple[str, Any], ...] = ()
     num_images: int = 0
-    """How many are read, in one epoch and in few rounds, and the time multiplied; 0: all, in two epochs and all rounds."""
+    """How many are read, in one epoch and in few rounds, and the time multiplied; 0: all, in
+    two epochs and all rounds."""
 
     @property
     def python(self) -> Path:
@@ -59,28 +63,32 @@ class Way:
         return ENVS / self.env / "bin" / "python" if self.env else Path(sys.executable)
 
 
-LOCAL = Way("ImageFolder, local disk", "local")
+LOCAL = Route("ImageFolder, local disk", "local")
 ORDER = (
-    Way("a new client for each image (dask-pytorch-ddp's way)", "new client each", num_images=32),
-    Way("boto3, item by item", "boto3", num_images=400),
-    Way("s3torchconnector: S3MapDataset", "S3MapDataset", "s3torchconnector", num_images=400),
-    Way("webdataset: streams shards; order only nearly random", "webdataset", "webdataset"),
-    Way("s3torchconnector's client, 16 threads, look-ahead", "CRT, look-ahead", "s3torchconnector"),
-    Way("S3ImageFolder", "ours"),
+    Route("a new client for each image (dask-pytorch-ddp's way)", "new client each", num_images=32),
+    Route("boto3, item by item", "boto3", num_images=400),
+    Route("s3torchconnector: S3MapDataset", "S3MapDataset", "s3torchconnector", num_images=400),
+    Route("webdataset: streams shards; order only nearly random", "webdataset", "webdataset"),
+    Route(
+        "s3torchconnector's client, 16 threads, look-ahead", "CRT, look-ahead", "s3torchconnector"
+    ),
+    Route("S3ImageFolder", "ours"),
     LOCAL,
-    Way("S3ImageFolder, cache", "ours", options=(("cache", True),)),
-    Way("S3ImageFolder, shards", "ours", options=(("shards", SHARDS),)),
-    Way("litdata: its chunks, then its cache", "litdata", "litdata"),
-    Way("mosaicml-streaming: its shards, then its cache", "streaming", "mosaicml-streaming"),
+    Route("S3ImageFolder, cache", "ours", options=(("cache", True),)),
+    Route("S3ImageFolder, shards", "ours", options=(("shards", SHARDS),)),
+    Route("litdata: its chunks, then its cache", "litdata", "litdata"),
+    Route("mosaicml-streaming: its shards, then its cache", "streaming", "mosaicml-streaming"),
 )
 """In which they run, the unit in their middle; every second round backwards."""
-ROWS = sorted(ORDER, key=lambda way: ("local", "ours").index(way.way) if way.way in {"local", "ours"} else 2)
+ROWS = sorted(
+    ORDER, key=lambda way: ("local", "ours").index(way.way) if way.way in {"local", "ours"} else 2
+)
 
 
 class Reader:
     """A process that reads in one way."""
 
-    def __init__(self, way: Way, scratch: Path, stack: ExitStack) -> None:
+    def __init__(self, way: Route, scratch: Path, stack: ExitStack) -> None:
         """Start it."""
         self.way, self.scratch, self.stack = way, scratch, stack
         self.failures: list[str] = []
@@ -88,12 +96,18 @@ class Reader:
 
     def start(self) -> None:
         """Start it, also anew."""
-        env = {**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}", "OMP_NUM_THREADS": "1"}
+        env = {
+            **os.environ,
+            "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}",
+            "OMP_NUM_THREADS": "1",
+        }
         command = [str(self.way.python), "-m", "tests.benchmarks.read_images", self.way.way]
         self.errors = self.scratch.with_suffix(f".{len(self.failures)}.log")
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         with self.errors.open("w") as errors:
-            self.process = self.stack.enter_context(subprocess.Popen(command, env=env, stderr=errors, **pipes))
+            self.process = self.stack.enter_context(
+                subprocess.Popen(command, env=env, stderr=errors, **pipes)
+            )
         self.stack.callback(self.process.kill)
 
     def hear(self) -> dict[str, Any]:
@@ -105,11 +119,26 @@ class Reader:
         return answer
 
     def read(self, plan: dict[str, Any]) -> dict[str, Any] | None:
-        """Have it read; seconds as if it had read all images. None: another library's way failed, and is started anew."""
+        """Have it read; seconds as if it had read all images.
+
+        None: another library's way failed, and is started anew.
+        """
         assert self.process.stdin is not None
-        keys = plan["keys"][:: len(plan["keys"]) // self.way.num_images or 1] if self.way.num_images else plan["keys"]
-        own = {"keys": keys, "epochs": 1 if self.way.num_images else 2, "scratch": str(self.scratch)}
-        print(json.dumps({**plan, **dict(self.way.options), **own}), file=self.process.stdin, flush=True)
+        keys = (
+            plan["keys"][:: len(plan["keys"]) // self.way.num_images or 1]
+            if self.way.num_images
+            else plan["keys"]
+        )
+        own = {
+            "keys": keys,
+            "epochs": 1 if self.way.num_images else 2,
+            "scratch": str(self.scratch),
+        }
+        print(
+            json.dumps({**plan, **dict(self.way.options), **own}),
+            file=self.process.stdin,
+            flush=True,
+        )
         try:
             seen = self.hear()
         except AssertionError as error:
@@ -120,7 +149,10 @@ class Reader:
             self.hear()
             return None
         factor = len(plan["keys"]) / len(keys)
-        return {"opened": seen["opened"], **{name: [value * factor for value in seen[name]] for name in ("epochs", "cpu")}}
+        return {
+            "opened": seen["opened"],
+            **{name: [value * factor for value in seen[name]] for name in ("epochs", "cpu")},
+        }
 
 
 @pytest.fixture(scope="module")
@@ -128,7 +160,11 @@ def readers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Reader]]:
     """Start the processes for all ways that have their environment."""
     home = tmp_path_factory.mktemp("r")
     with ExitStack() as stack:
-        ways = [way for way in ORDER if way.python.exists() and (way == LOCAL or CHOSEN.search(way.title))]
+        ways = [
+            way
+            for way in ORDER
+            if way.python.exists() and (way == LOCAL or CHOSEN.search(way.title))
+        ]
         started = [Reader(way, home / f"{number}", stack) for number, way in enumerate(ways)]
         for reader in started:
             reader.hear()
@@ -137,32 +173,47 @@ def readers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Reader]]:
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Make photos of about 35 kB, in a folder as a bucket has it, and all formats of them; return the bucket's."""
+    """Make photos of about 35 kB, in a folder as a bucket has it, and all formats of them;
+    return the bucket's."""
     bucket = tmp_path_factory.mktemp("served") / BUCKET
     generator = np.random.default_rng(0)
     for i in range(NUM_IMAGES):
         coarse = generator.integers(0, 256, (25, 33, 3), dtype=np.uint8)
-        image = np.asarray(Image.fromarray(coarse).resize((500, 375), Image.Resampling.BICUBIC), dtype=np.int16)
+        image = np.asarray(
+            Image.fromarray(coarse).resize((500, 375), Image.Resampling.BICUBIC), dtype=np.int16
+        )
         grainy = (image + generator.integers(-12, 13, image.shape)).clip(0, 255).astype(np.uint8)
         path = bucket / PREFIX / f"class{i % NUM_CLASSES}" / f"{i:06}.jpg"
         path.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(grainy).save(path, quality=72)
     # As many shards as make equal work for the loader processes of those who share out shards.
-    num_bytes = sum(-(-path.stat().st_size // 512) * 512 + 1536 for path in (bucket / PREFIX).rglob("*.jpg"))
+    num_bytes = sum(
+        -(-path.stat().st_size // 512) * 512 + 1536 for path in (bucket / PREFIX).rglob("*.jpg")
+    )
     shard_bytes = num_bytes // NUM_SHARDS + 2**16
     pack_shards(bucket / PREFIX, bucket / SHARDS, shard_bytes=shard_bytes, shuffle_seed=0)
     for way in ORDER:
         if way.env in {"litdata", "mosaicml-streaming"} and way.python.exists():
             where = [str(bucket / PREFIX), str(bucket / way.env), str(shard_bytes)]
             command = [str(way.python), "-m", "tests.benchmarks.other_formats", way.env, *where]
-            subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True, capture_output=True, timeout=300)
+            subprocess.run(
+                command,
+                env={**os.environ, "PYTHONPATH": str(ROOT)},
+                check=True,
+                capture_output=True,
+                timeout=300,
+            )
     return bucket
 
 
 @pytest.fixture(scope="module", params=["nginx", "ceph"])
-def server(request: pytest.FixtureRequest, served: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(
+    request: pytest.FixtureRequest, served: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
     """Serve all of it."""
-    with {"nginx": run_nginx, "ceph": run_filled_ceph}[request.param](served, tmp_path_factory.mktemp("s")) as running:
+    with {"nginx": run_nginx, "ceph": run_filled_ceph}[request.param](
+        served, tmp_path_factory.mktemp("s")
+    ) as running:
         yield running
 
 
@@ -186,7 +237,8 @@ def test_epochs(  # noqa: PLR0917 - fixtures
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Print each way's epochs in units of the local disk's in the same round, and their CPU; at last all places side by side."""
+    """Print each way's epochs in units of the local disk's in the same round, and their CPU; at
+    last all places side by side."""
     seen: Seen = {reader.way.title: [] for reader in readers}
     write_index(server.listed(PREFIX), tmp_path)
     with proxy(server.port, delay_s) as url:
@@ -194,7 +246,9 @@ def test_epochs(  # noqa: PLR0917 - fixtures
         for number in range(ROUNDS):
             units: dict[str, Any] = {}
             for reader in readers[:: -1 if number % 2 else 1]:
-                if (number < SLOW_ROUNDS or not reader.way.num_images) and (result := reader.read(plan)):
+                if (number < SLOW_ROUNDS or not reader.way.num_images) and (
+                    result := reader.read(plan)
+                ):
                     units[reader.way.title] = result
             for title, result in units.items():
                 seen[title].append({**result, "unit": units[LOCAL.title]})
@@ -203,24 +257,47 @@ def test_epochs(  # noqa: PLR0917 - fixtures
     print_all(tables, capsys)
     with capsys.disabled():
         for reader in filter(lambda reader: reader.failures, readers):
-            print(f"\nFailed so far: {reader.way.title}: {len(reader.failures)} times, at last by {reader.failures[-1]}", end="")
+            print(
+                f"\nFailed so far: {reader.way.title}: {len(reader.failures)} times, at last by {reader.failures[-1]}",
+                end="",
+            )
 
 
 def plan_of(server: Server, url: str, served: Path, index: Path) -> dict[str, Any]:
     """Say where everything is."""
     keys = [str(path.relative_to(served)) for path in sorted((served / PREFIX).rglob("*.jpg"))]
-    session = Session(aws_access_key_id=server.key, aws_secret_access_key=server.secret, region_name="us-east-1")
-    client = session.client("s3", endpoint_url=url, config=Config(signature_version="s3v4", s3={"addressing_style": "path"}))
+    session = Session(
+        aws_access_key_id=server.key, aws_secret_access_key=server.secret, region_name="us-east-1"
+    )
+    client = session.client(
+        "s3",
+        endpoint_url=url,
+        config=Config(signature_version="s3v4", s3={"addressing_style": "path"}),
+    )
     shards = sorted(str(path.relative_to(served)) for path in (served / SHARDS).glob("*.tar"))
-    urls = [client.generate_presigned_url("get_object", {"Bucket": BUCKET, "Key": key}, ExpiresIn=36_000) for key in shards]
+    urls = [
+        client.generate_presigned_url(
+            "get_object", {"Bucket": BUCKET, "Key": key}, ExpiresIn=36_000
+        )
+        for key in shards
+    ]
     client.close()
-    where = {"endpoint_url": url, "bucket": BUCKET, "prefix": PREFIX, "index": str(index), "folder": str(served / PREFIX)}
+    where = {
+        "endpoint_url": url,
+        "bucket": BUCKET,
+        "prefix": PREFIX,
+        "index": str(index),
+        "folder": str(served / PREFIX),
+    }
     return {**where, "key": server.key, "secret": server.secret, "keys": keys, "shard_urls": urls}
 
 
 def ratios(results: list[dict[str, Any]], epoch: int) -> list[float]:
-    """Return the seconds of an epoch in units of the local disk's in the same round; none where it wasn't read."""
-    return [r["epochs"][epoch] / r["unit"]["epochs"][epoch] for r in results if epoch < len(r["epochs"])]
+    """Return the seconds of an epoch in units of the local disk's in the same round; none where
+    it wasn't read."""
+    return [
+        r["epochs"][epoch] / r["unit"]["epochs"][epoch] for r in results if epoch < len(r["epochs"])
+    ]
 
 
 def cpu_ms(results: list[dict[str, Any]], epoch: int) -> list[float]:
@@ -266,14 +343,24 @@ def print_place(where: str, seen: Seen, capsys: pytest.CaptureFixture[str]) -> N
 def print_all(tables: dict[str, Seen], capsys: pytest.CaptureFixture[str]) -> None:
     """Print the places so far side by side: times, then CPU; and what is left out."""
     found = [row for row in ROWS if all(row.title in seen for seen in tables.values())]
-    for what, values in (("first / second epoch, times local disk", ratios), ("CPU beyond local, ms an image", cpu_ms)):
+    for what, values in (
+        ("first / second epoch, times local disk", ratios),
+        ("CPU beyond local, ms an image", cpu_ms),
+    ):
         show(capsys, (what, *tables), [(row.title, *_both(row, values, tables)) for row in found])
     with capsys.disabled():
         for row in ROWS:
             if not row.python.exists():
-                print(f"\nLeft out: {row.title}: there is no $PTD_BENCH_ENVS/{row.env}/bin/python.", end="")
+                print(
+                    f"\nLeft out: {row.title}: there is no $PTD_BENCH_ENVS/{row.env}/bin/python.",
+                    end="",
+                )
 
 
-def _both(row: Way, values: Callable[[list[dict[str, Any]], int], list[float]], tables: dict[str, Seen]) -> Iterator[str]:
+def _both(
+    row: Route, values: Callable[[list[dict[str, Any]], int], list[float]], tables: dict[str, Seen]
+) -> Iterator[str]:
     for seen in tables.values():
-        yield " / ".join(cell(values(seen[row.title], epoch)) for epoch in range(1 if row.num_images else 2))
+        yield " / ".join(
+            cell(values(seen[row.title], epoch)) for epoch in range(1 if row.num_images else 2)
+        )

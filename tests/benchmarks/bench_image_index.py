@@ -1,4 +1,5 @@
-"""How long it takes to sort out what was listed of an image folder, and what it takes of memory: for a simulated listing."""
+"""How long it takes to sort out what was listed of an image folder, and what it takes of
+memory: for a simulated listing."""
 
 import os
 import statistics
@@ -49,12 +50,18 @@ before, began = peak_mb(), time.perf_counter()
 kept = work()
 print(time.perf_counter() - began, peak_mb() - before)
 """
-WAYS = ("only the listing", "sorted out into classes", "written to a file by prepare", "read from that file, sorted out")
+WAYS = (
+    "only the listing",
+    "sorted out into classes",
+    "written to a file by prepare",
+    "read from that file, sorted out",
+)
 
 
 @pytest.mark.parametrize("num", [20_000, 1_000_000])
 def test_index(num: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Print seconds and the peak of memory beyond what was there before, each in a fresh process."""
+    """Print seconds and the peak of memory beyond what was there before, each in a fresh
+    process."""
     seen: dict[str, list[list[float]]] = {way: [] for way in WAYS}
     for _ in range(ROUNDS):
         for way in WAYS:

@@ -1,4 +1,5 @@
-"""How fast a RankLoader is beside torch's DataLoader with a DistributedSampler; what an epoch of ten million samples takes."""
+"""How fast a RankLoader is beside torch's DataLoader with a DistributedSampler; what an epoch
+of ten million samples takes."""
 
 import io
 import os
@@ -50,12 +51,17 @@ class Batches(Rows):
 
 
 class Images(Dataset[torch.Tensor]):
-    """Images of 96 times 96, decoded already, augmented by a random crop and flip, at a random angle."""
+    """Images of 96 times 96, decoded already, augmented by a random crop and flip, at a random
+    angle."""
 
     def __init__(self, num_samples: int) -> None:
         self._num_samples = num_samples
         self._images = torch.randint(0, 256, (64, 3, 96, 96), dtype=torch.uint8)
-        flips = [v2.RandomResizedCrop(64, antialias=True), v2.RandomHorizontalFlip(), v2.RandomRotation(10)]
+        flips = [
+            v2.RandomResizedCrop(64, antialias=True),
+            v2.RandomHorizontalFlip(),
+            v2.RandomRotation(10),
+        ]
         self._augment = v2.Compose([*flips, v2.ToDtype(torch.float32, scale=True)])
 
     def __len__(self) -> int:
@@ -66,7 +72,8 @@ class Images(Dataset[torch.Tensor]):
 
 
 class Photos(Dataset[torch.Tensor]):
-    """Photos of 500 times 375 in memory, as JPEG of some 35 kB: decoded, cropped and flipped by chance, as for ImageNet."""
+    """Photos of 500 times 375 in memory, as JPEG of some 35 kB: decoded, cropped and flipped by
+    chance, as for ImageNet."""
 
     def __init__(self, num_samples: int) -> None:
         self._num_samples = num_samples
@@ -84,7 +91,9 @@ class Photos(Dataset[torch.Tensor]):
 
 def _photo(generator: np.random.Generator) -> bytes:
     coarse = generator.integers(0, 256, (25, 33, 3), dtype=np.uint8)
-    image = np.asarray(Image.fromarray(coarse).resize((500, 375), Image.Resampling.BICUBIC), dtype=np.int16)
+    image = np.asarray(
+        Image.fromarray(coarse).resize((500, 375), Image.Resampling.BICUBIC), dtype=np.int16
+    )
     grainy = (image + generator.integers(-12, 13, image.shape)).clip(0, 255).astype(np.uint8)
     Image.fromarray(grainy).save(file := io.BytesIO(), "JPEG", quality=72)
     return file.getvalue()
@@ -102,7 +111,9 @@ KINDS: dict[str, tuple[Callable[[int], Dataset[Any]], int, int]] = {
 }
 
 
-def epochs_of(loader: DataLoader[Any], sampler: "DistributedSampler[Any]") -> Callable[[int], Iterable[Any]]:
+def epochs_of(
+    loader: DataLoader[Any], sampler: "DistributedSampler[Any]"
+) -> Callable[[int], Iterable[Any]]:
     """Return what gives an epoch's batches of torch's own loader."""
 
     def epoch(number: int) -> Iterable[Any]:
@@ -125,7 +136,9 @@ def pace(batches: Callable[[], Iterable[torch.Tensor]]) -> tuple[float, float]:
     """
     began_s, began_processor_s = time.perf_counter(), processor_s()
     num_samples = sum(len(batch) for batch in batches())
-    return num_samples / (time.perf_counter() - began_s), num_samples / (processor_s() - began_processor_s)
+    return num_samples / (time.perf_counter() - began_s), num_samples / (
+        processor_s() - began_processor_s
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -136,15 +149,29 @@ def test_throughput(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
     dataset = make(num_samples)
     sampler: DistributedSampler[Any] = DistributedSampler(dataset, num_replicas=WORLD_SIZE, rank=0)
     theirs = DataLoader(dataset, batch_size=LOCAL_BATCH, sampler=sampler, **options)
-    ours = RankLoader(dataset, global_batch_size=LOCAL_BATCH * WORLD_SIZE, rank=0, world_size=WORLD_SIZE, **options)
+    ours = RankLoader(
+        dataset,
+        global_batch_size=LOCAL_BATCH * WORLD_SIZE,
+        rank=0,
+        world_size=WORLD_SIZE,
+        **options,
+    )
     ways = {
         REFERENCE: epochs_of(theirs, sampler),
         OURS: lambda number: (batch for batch, _ in ours.lockstep(number)),
     }
     if num_workers:
         options["seed_samples"] = "torch" if isinstance(dataset, Images | Photos) else False
-        bare = RankLoader(dataset, global_batch_size=LOCAL_BATCH * WORLD_SIZE, rank=0, world_size=WORLD_SIZE, **options)
-        ways[f"{OURS}, seed_samples={options['seed_samples']!r}"] = lambda number: (batch for batch, _ in bare.lockstep(number))
+        bare = RankLoader(
+            dataset,
+            global_batch_size=LOCAL_BATCH * WORLD_SIZE,
+            rank=0,
+            world_size=WORLD_SIZE,
+            **options,
+        )
+        ways[f"{OURS}, seed_samples={options['seed_samples']!r}"] = lambda number: (
+            batch for batch, _ in bare.lockstep(number)
+        )
     paces: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
     for number in range(ROUNDS + 1):
         for name in list(ways)[:: 1 if number % 2 else -1]:
@@ -152,15 +179,29 @@ def test_throughput(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
     rows = []
     for name, seen in paces.items():
         pairs = list(zip(seen[1:], paces[REFERENCE][1:], strict=True))
-        ratios, of_processor = ([mine[i] / reference[i] for mine, reference in pairs] for i in range(2))
+        ratios, of_processor = (
+            [mine[i] / reference[i] for mine, reference in pairs] for i in range(2)
+        )
         spread = statistics.quantiles(ratios, n=4)
         cells = (
             f"{statistics.median(ratios):.3f}",
             f"{spread[0]:.3f} to {spread[2]:.3f}",
             f"{statistics.median(of_processor):.3f}",
         )
-        rows.append((f"{kind}: {name}", f"{statistics.median(pace for pace, _ in seen[1:]):.0f}", *cells))
-    show(capsys, ("what", "samples/s: median", "times DataLoader's", "middle half of the rounds", "by processor time"), rows)
+        rows.append(
+            (f"{kind}: {name}", f"{statistics.median(pace for pace, _ in seen[1:]):.0f}", *cells)
+        )
+    show(
+        capsys,
+        (
+            "what",
+            "samples/s: median",
+            "times DataLoader's",
+            "middle half of the rounds",
+            "by processor time",
+        ),
+        rows,
+    )
 
 
 TEN_MILLION = r"""
@@ -190,11 +231,17 @@ print(time.perf_counter() - began, memory_mb("VmHWM") - before)
 
 
 def test_ten_million_samples(capsys: pytest.CaptureFixture[str]) -> None:
-    """Print how long the first batch of an epoch of ten million samples takes, and its peak of memory, in a fresh process."""
+    """Print how long the first batch of an epoch of ten million samples takes, and its peak of
+    memory, in a fresh process."""
     rows = []
     for name, argument in ((REFERENCE, "theirs"), (OURS, "ours")):
         command = [sys.executable, "-c", TEN_MILLION, argument]
-        found = [subprocess.run(command, capture_output=True, text=True, check=True).stdout.split() for _ in range(ROUNDS)]
-        seconds, megabytes = (statistics.median(map(float, column)) for column in zip(*found, strict=True))
+        found = [
+            subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+            for _ in range(ROUNDS)
+        ]
+        seconds, megabytes = (
+            statistics.median(map(float, column)) for column in zip(*found, strict=True)
+        )
         rows.append((name, f"{seconds * 1000:.0f}", f"{megabytes:.0f}"))
     show(capsys, ("what", "first batch after ms", "peak of memory MB"), rows)

@@ -1,4 +1,5 @@
-"""How soon the loss of a Dask worker or of the scheduler is told, and how soon after it nothing of the gang is left."""
+"""How soon the loss of a Dask worker or of the scheduler is told, and how soon after it nothing
+of the gang is left."""
 
 import statistics
 import time
@@ -49,9 +50,15 @@ def _strike(cluster: SeparateCluster, how: Callable[[psutil.Process], None]) -> 
     return worker
 
 
-def measure(folder: Path, hit: Callable[[SeparateCluster], psutil.Process], error: type[Exception]) -> tuple[float, float]:
-    """Return the seconds from the blow to the exception in the caller, and to the end of the last rank."""
-    with separate_cluster(folder / "cluster") as cluster, Client(cluster.address, timeout=2) as client:
+def measure(
+    folder: Path, hit: Callable[[SeparateCluster], psutil.Process], error: type[Exception]
+) -> tuple[float, float]:
+    """Return the seconds from the blow to the exception in the caller, and to the end of the
+    last rank."""
+    with (
+        separate_cluster(folder / "cluster") as cluster,
+        Client(cluster.address, timeout=2) as client,
+    ):
         with sleeping_gang(client, folder / "pids") as (gang, ranks):
             began = time.monotonic()
             victim = hit(cluster)
@@ -65,8 +72,13 @@ def measure(folder: Path, hit: Callable[[SeparateCluster], psutil.Process], erro
 
 
 def test_losses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Print the table of docs/performance.md. Dask's own time limit for a silent worker is five minutes."""
-    cases: tuple[tuple[str, Callable[[SeparateCluster], psutil.Process], type[Exception], int], ...] = (
+    """Print the table of docs/performance.md.
+
+    Dask's own time limit for a silent worker is five minutes.
+    """
+    cases: tuple[
+        tuple[str, Callable[[SeparateCluster], psutil.Process], type[Exception], int], ...
+    ] = (
         ("a worker is killed", kill_worker, WorkerLostError, ROUNDS),
         ("the scheduler is killed", kill_scheduler, SchedulerLostError, ROUNDS),
         ("a worker is stopped", stop_worker, WorkerLostError, SILENT_ROUNDS),
@@ -81,6 +93,21 @@ def test_losses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
             seen.append(measure(folder, hit, error))
         told, gone = zip(*seen, strict=True)
         rows.append(
-            (name, *(f"{value:.2f}" for value in (statistics.median(told), max(told), statistics.median(gone), max(gone))))
+            (
+                name,
+                *(
+                    f"{value:.2f}"
+                    for value in (
+                        statistics.median(told),
+                        max(told),
+                        statistics.median(gone),
+                        max(gone),
+                    )
+                ),
+            )
         )
-    show(capsys, ("what happens", "told: median s", "worst s", "all ranks gone: median s", "worst s"), rows)
+    show(
+        capsys,
+        ("what happens", "told: median s", "worst s", "all ranks gone: median s", "worst s"),
+        rows,
+    )

@@ -1,4 +1,5 @@
-"""How fast objects of a checkpoint go to a Ceph RADOS Gateway and come back, through our storage and through plain boto3."""
+"""How fast objects of a checkpoint go to a Ceph RADOS Gateway and come back, through our
+storage and through plain boto3."""
 
 import io
 import os
@@ -28,7 +29,9 @@ REPEATS = {"35 kB": 50}
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CephServer]:
     """Run one that keeps its objects on the disk, as people's do."""
-    with run_ceph(tmp_path_factory.mktemp("ceph"), store="bluestore", room_bytes=16 * 2**30) as server:
+    with run_ceph(
+        tmp_path_factory.mktemp("ceph"), store="bluestore", room_bytes=16 * 2**30
+    ) as server:
         yield server
 
 
@@ -50,7 +53,8 @@ class Cpu:
 
 
 def test_objects(server: CephServer, capsys: pytest.CaptureFixture[str]) -> None:
-    """Print the table: medians over interleaved rounds; ours also hashes what it writes and checks what it reads."""
+    """Print the table: medians over interleaved rounds; ours also hashes what it writes and
+    checks what it reads."""
     storage = server.storage("bench")
     client = connect(storage)
     measured = Cpu()
@@ -66,18 +70,38 @@ def test_objects(server: CephServer, capsys: pytest.CaptureFixture[str]) -> None
         median_ms = measured.times.median_ms(name)
         rate = SIZES[size] / median_ms / 1000
         share = median_ms / measured.times.median_ms(reference)
-        rows.append((name, f"{median_ms:.1f}", f"{rate:.0f}", f"{measured.cpu.median_ms(name):.1f}", f"{share:.2f}"))
-    show(capsys, ("what", "median ms", "MB/s", "client's CPU ms", "times boto3's single request"), rows)
+        rows.append(
+            (
+                name,
+                f"{median_ms:.1f}",
+                f"{rate:.0f}",
+                f"{measured.cpu.median_ms(name):.1f}",
+                f"{share:.2f}",
+            )
+        )
+    show(
+        capsys,
+        ("what", "median ms", "MB/s", "client's CPU ms", "times boto3's single request"),
+        rows,
+    )
 
 
-def _ways(storage: S3Storage, client: Any, data: bytes) -> Iterator[tuple[str, Callable[[], object]]]:
+def _ways(
+    storage: S3Storage, client: Any, data: bytes
+) -> Iterator[tuple[str, Callable[[], object]]]:
     where = {"Bucket": storage.bucket, "Key": storage.name_of("plain")}
     yield "our write", partial(storage.write, "ours", data)
     yield "boto3 put_object", partial(client.put_object, **where, Body=data)
-    yield "boto3 upload_fileobj", lambda: client.upload_fileobj(io.BytesIO(data), where["Bucket"], where["Key"])
+    yield (
+        "boto3 upload_fileobj",
+        lambda: client.upload_fileobj(io.BytesIO(data), where["Bucket"], where["Key"]),
+    )
     yield "our read", partial(storage.read, "ours")
     yield "boto3 get_object", partial(_get, client, where)
-    yield "boto3 download_fileobj", lambda: client.download_fileobj(where["Bucket"], where["Key"], io.BytesIO())
+    yield (
+        "boto3 download_fileobj",
+        lambda: client.download_fileobj(where["Bucket"], where["Key"], io.BytesIO()),
+    )
 
 
 def _get(client: Any, where: dict[str, str]) -> bytes:
@@ -85,30 +109,37 @@ def _get(client: Any, where: dict[str, str]) -> bytes:
     return content
 
 
-def test_whole_checkpoint(server: CephServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Print how long a checkpoint of 105 MB takes until it is on record and until it is restored, beside torch.save and boto3."""
+def test_whole_checkpoint(
+    server: CephServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Print how long a checkpoint of 105 MB takes until it is on record and until it is
+    restored, beside torch.save and boto3."""
     measured = Cpu()
     for number in range(ROUNDS):
-        for name, storage in (("to Ceph", server.storage(f"checkpoint/{number}")), ("to a directory", tmp_path / str(number))):
+        for name, storage in (
+            ("to Ceph", server.storage(f"checkpoint/{number}")),
+            ("to a directory", tmp_path / str(number)),
+        ):
             model = torch.nn.Linear(3600, 7291, bias=False)
             policy = CheckpointPolicy(every_s=None)
-            with RankContext.local(storage=storage, checkpoint=policy) as rank:
-                rank.track(model=model)
-                measured.note(f"ours, {name}: until on record", partial(_save, rank), 1)
-            with RankContext.local(storage=storage, checkpoint=policy) as rank:
-                measured.note(f"ours, {name}: restored", partial(rank.track, model=model), 1)
+            with RankContext.local(storage=storage, checkpoint=policy) as ctx:
+                ctx.track(model=model)
+                measured.note(f"ours, {name}: until on record", partial(_save, ctx), 1)
+            with RankContext.local(storage=storage, checkpoint=policy) as ctx:
+                measured.note(f"ours, {name}: restored", partial(ctx.track, model=model), 1)
         client = connect(server.storage("plain"))
         measured.note("torch.save and upload_fileobj", partial(_save_plainly, client, model), 1)
         measured.note("get_object and torch.load", partial(_load_plainly, client, model), 1)
     rows = [
-        (name, f"{measured.times.median_ms(name):.0f}", f"{measured.cpu.median_ms(name):.0f}") for name in measured.times.seen
+        (name, f"{measured.times.median_ms(name):.0f}", f"{measured.cpu.median_ms(name):.0f}")
+        for name in measured.times.seen
     ]
     show(capsys, ("what", "median ms", "client's CPU ms"), rows)
 
 
-def _save(rank: RankContext) -> None:
-    rank.checkpoint(force=True)
-    rank._parts.made_tracker._checkpointer.wait()  # type: ignore[union-attr]
+def _save(ctx: RankContext) -> None:
+    ctx.checkpoint(force=True)
+    ctx._parts.made_tracker._checkpointer.wait()  # type: ignore[union-attr]
 
 
 def _save_plainly(client: Any, model: torch.nn.Module) -> None:

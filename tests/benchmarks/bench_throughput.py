@@ -1,7 +1,9 @@
-"""How fast steps are once a training runs, beside torchrun with the same code; and what Dask and the seats burn meanwhile.
+"""How fast steps are once a training runs, beside torchrun with the same code; and what Dask
+and the agents burn meanwhile.
 
-The trainings live side by side and train in turns of about a second; whoever has no turn is stopped with all its processes, by
-SIGSTOP. A turn's ratio compares blocks that are seconds apart, and the median of many is what is told.
+The trainings live side by side and train in turns of about a second; whoever has no turn is
+stopped with all its processes, by SIGSTOP. A turn's ratio compares blocks that are seconds
+apart, and the median of many is what is told.
 """
 
 import json
@@ -25,7 +27,8 @@ from tests.workloads import steady
 pytestmark = pytest.mark.timeout(900)
 NUM_TURNS = 31
 SETTLE_S = 0.2
-"""After it was stopped: timers that went off meanwhile have their say at once, which is no part of a steady training."""
+"""After it was stopped: timers that went off meanwhile have their say at once, which is no part
+of a steady training."""
 WORKS = ((128, 90), (256, 60), (768, 30))
 """Rows per rank and step, and steps in a turn: of about 6, 9 and 18 ms on two cores of 2026."""
 REFERENCE = "torchrun"
@@ -78,8 +81,13 @@ class Trainer:
             (process.suspend if stop else process.resume)()
 
     def _dask_s(self) -> float:
-        """Return the seconds of processor time of all that doesn't train: caller, scheduler, nannies, workers."""
-        times = [process.cpu_times() for process in self._processes() if not process.name().startswith("ddp-rank")]
+        """Return the seconds of processor time of all that doesn't train: caller, scheduler,
+        nannies, workers."""
+        times = [
+            process.cpu_times()
+            for process in self._processes()
+            if not process.name().startswith("ddp-rank")
+        ]
         return sum(spent.user + spent.system for spent in times)
 
 
@@ -96,13 +104,18 @@ def trainer(folder: Path, command: Sequence[str]) -> Iterator[Trainer]:
         yield made
     finally:
         made.close()
-        for each in [*psutil.Process(process.pid).children(recursive=True), process] if process.poll() is None else ():
+        for each in (
+            [*psutil.Process(process.pid).children(recursive=True), process]
+            if process.poll() is None
+            else ()
+        ):
             each.kill()
         process.wait()
 
 
 def test_steady_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Print the table of docs/performance.md: medians over the turns, and the median of the turns' ratios."""
+    """Print the table of docs/performance.md: medians over the turns, and the median of the
+    turns' ratios."""
     gang = (sys.executable, str(Path(steady_gang.__file__)))
     commands = {
         REFERENCE: command_of_torchrun(Path(steady.__file__)),
@@ -124,13 +137,31 @@ def test_steady_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
                 for name in names[number % 3 :] + names[: number % 3]:
                     seen[name].append(trainers[name].turn() * 1000)
             for name, paces in seen.items():
-                ratios = [theirs / ours for theirs, ours in zip(seen[REFERENCE], paces, strict=True)]
+                ratios = [
+                    theirs / ours for theirs, ours in zip(seen[REFERENCE], paces, strict=True)
+                ]
                 spread = statistics.quantiles(ratios, n=4)
-                cells = (f"{statistics.median(paces):.2f}", f"{max(paces):.2f}", f"{statistics.median(ratios):.3f}")
-                rows.append((f"{num_rows} rows: {name}", *cells, f"{spread[0]:.3f} to {spread[2]:.3f}"))
+                cells = (
+                    f"{statistics.median(paces):.2f}",
+                    f"{max(paces):.2f}",
+                    f"{statistics.median(ratios):.3f}",
+                )
+                rows.append(
+                    (f"{num_rows} rows: {name}", *cells, f"{spread[0]:.3f} to {spread[2]:.3f}")
+                )
         for each in trainers.values():
             each.finish()
-    show(capsys, ("steps of", "median ms", "worst ms", "throughput, times torchrun's", "middle half of the turns"), rows)
+    show(
+        capsys,
+        (
+            "steps of",
+            "median ms",
+            "worst ms",
+            "throughput, times torchrun's",
+            "middle half of the turns",
+        ),
+        rows,
+    )
     with capsys.disabled():
         cores = statistics.median(trainers["run_gang"].cores_of_dask)
         print(f"\nDask's processes and the caller take {cores:.3f} cores while a gang trains.")

@@ -1,4 +1,5 @@
-"""Owns the reference of every benchmark, torchrun on the same machine in the same minutes, and the tables that they print."""
+"""Owns the reference of every benchmark, torchrun on the same machine in the same minutes, and
+the tables that they print."""
 
 import statistics
 import subprocess
@@ -15,14 +16,20 @@ class TorchrunHungError(Exception):
     """Torchrun neither ended nor got on."""
 
 
-def command_of_torchrun(script: Path, world_size: int = 2, options: Sequence[str] = ()) -> tuple[str, ...]:
+def command_of_torchrun(
+    script: Path, world_size: int = 2, options: Sequence[str] = ()
+) -> tuple[str, ...]:
     """Return the command that runs a script; its arguments follow."""
     standalone = ("--standalone", "--nproc-per-node", str(world_size))
     return (sys.executable, "-m", "torch.distributed.run", *standalone, *options, str(script))
 
 
 def torchrun(
-    script: Path, *arguments: str, world_size: int = 2, options: Sequence[str] = (), timeout_s: float = 300
+    script: Path,
+    *arguments: str,
+    world_size: int = 2,
+    options: Sequence[str] = (),
+    timeout_s: float = 300,
 ) -> tuple[float, str, float]:
     """Run a script; return when it was started, what it printed, and when torchrun had ended.
 
@@ -31,7 +38,9 @@ def torchrun(
     """
     started = time.time()
     command = [*command_of_torchrun(script, world_size, options), *arguments]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
         try:
             printed, complained = process.communicate(timeout=timeout_s)
         except subprocess.TimeoutExpired as error:
@@ -63,7 +72,9 @@ class Times:
         return max(self.seen[name]) * 1000
 
 
-def show(capsys: pytest.CaptureFixture[str], head: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+def show(
+    capsys: pytest.CaptureFixture[str], head: Sequence[str], rows: Iterable[Sequence[str]]
+) -> None:
     """Print a markdown table, as it stands in docs/performance.md."""
     with capsys.disabled():
         print("\n")

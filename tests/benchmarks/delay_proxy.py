@@ -1,4 +1,7 @@
-"""Owns a proxy that lets every request wait: a process of its own that costs little CPU. Prints its port, ends with its stdin."""
+"""Owns a proxy that lets every request wait: a process of its own that costs little CPU.
+
+Prints its port, ends with its stdin.
+"""
 
 import asyncio
 import sys
@@ -21,7 +24,8 @@ class Upstream(asyncio.Protocol):
 
 
 class Client(asyncio.Protocol):
-    """Hands on what a client sends, later: a GET comes in one piece, so every request waits once."""
+    """Hands on what a client sends, later: a GET comes in one piece, so every request waits
+    once."""
 
     def __init__(self, host: str, port: int, delay_s: float) -> None:
         self.host, self.port, self.delay_s = host, port, delay_s
@@ -36,7 +40,9 @@ class Client(asyncio.Protocol):
     async def connect(self) -> None:
         """Hand on what came meanwhile."""
         loop = asyncio.get_running_loop()
-        transport, _ = await loop.create_connection(lambda: Upstream(self.client), self.host, self.port)
+        transport, _ = await loop.create_connection(
+            lambda: Upstream(self.client), self.host, self.port
+        )
         self.server = cast("asyncio.Transport", transport)
         for data in self.early:
             self.server.write(data)
@@ -64,7 +70,9 @@ class Client(asyncio.Protocol):
 async def serve(host: str, port: int, delay_s: float) -> None:
     """Serve until stdin ends."""
     loop = asyncio.get_running_loop()
-    server = await loop.create_server(lambda: Client(host, port, delay_s), "127.0.0.1", 0, backlog=1000)
+    server = await loop.create_server(
+        lambda: Client(host, port, delay_s), "127.0.0.1", 0, backlog=1000
+    )
     print(server.sockets[0].getsockname()[1], flush=True)
     await loop.run_in_executor(None, sys.stdin.read)
 

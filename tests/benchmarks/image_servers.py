@@ -1,4 +1,5 @@
-"""Owns the servers that images are read from, and the proxy in front of them that lets each request wait."""
+"""Owns the servers that images are read from, and the proxy in front of them that lets each
+request wait."""
 
 import os
 import shutil
@@ -39,7 +40,8 @@ class Server:
 
 
 class Listed:
-    """Tells the index what a server that can't list would tell: names, sizes and ETags of the local files."""
+    """Tells the index what a server that can't list would tell: names, sizes and ETags of the
+    local files."""
 
     def __init__(self, folder: Path, uri: str) -> None:
         self.folder, self.uri = folder, uri
@@ -73,7 +75,9 @@ def run_nginx(bucket: Path, home: Path) -> Iterator[Server]:
         f"proxy_temp_path {home}/proxy; fastcgi_temp_path {home}/f; uwsgi_temp_path {home}/u; scgi_temp_path {home}/s;\n"
         f"server {{ listen 127.0.0.1:{port}; root {bucket.parent}; }} }}\n"
     )
-    process = subprocess.Popen([shutil.which("nginx") or "nginx", "-e", f"{home}/error.log", "-c", f"{home}/nginx.conf"])
+    process = subprocess.Popen(
+        [shutil.which("nginx") or "nginx", "-e", f"{home}/error.log", "-c", f"{home}/nginx.conf"]
+    )
     try:
         deadline = time.monotonic() + 30
         while not _answers(port) and time.monotonic() < deadline and process.poll() is None:
@@ -106,15 +110,24 @@ def run_filled_ceph(bucket: Path, home: Path) -> Iterator[Server]:
         storage = running.storage("")
         paths = sorted(path for path in bucket.rglob("*") if path.is_file())
         with ThreadPoolExecutor(4) as pool:
-            list(pool.map(lambda path: storage.write(str(path.relative_to(bucket)), path.read_bytes()), paths))
-        yield Server("Ceph", int(running.endpoint_url.rpartition(":")[2]), key, secret, running.storage)
+            list(
+                pool.map(
+                    lambda path: storage.write(str(path.relative_to(bucket)), path.read_bytes()),
+                    paths,
+                )
+            )
+        yield Server(
+            "Ceph", int(running.endpoint_url.rpartition(":")[2]), key, secret, running.storage
+        )
 
 
 @contextmanager
 def proxy(port: int, delay_s: float) -> Iterator[str]:
     """Put a proxy in front of a server; give its URL."""
     command = [sys.executable, str(HERE / "delay_proxy.py"), "127.0.0.1", str(port), str(delay_s)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout is not None
         yield f"http://127.0.0.1:{process.stdout.readline().strip()}"
         process.kill()

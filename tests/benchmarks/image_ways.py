@@ -1,4 +1,5 @@
-"""Owns the ways to read images in files or objects of their own: local, ours, boto3's and s3torchconnector's.
+"""Owns the ways to read images in files or objects of their own: local, ours, boto3's and
+s3torchconnector's.
 
 Imported by the interpreters of other environments too: at the top only what all of them have.
 """
@@ -46,7 +47,8 @@ class ByKey(Dataset[Any]):
         self.load()
 
     def load(self) -> None:
-        """Load the library before loader processes are forked, as a training has done that reads from S3 at all."""
+        """Load the library before loader processes are forked, as a training has done that
+        reads from S3 at all."""
         import boto3.session  # noqa: F401
 
     def __len__(self) -> int:
@@ -56,7 +58,10 @@ class ByKey(Dataset[Any]):
         """Make a boto3 client."""
         from boto3.session import Session
 
-        names = {"aws_access_key_id": self.plan["key"], "aws_secret_access_key": self.plan["secret"]}
+        names = {
+            "aws_access_key_id": self.plan["key"],
+            "aws_secret_access_key": self.plan["secret"],
+        }
         session = Session(region_name="us-east-1", **names)
         return session.client("s3", endpoint_url=self.plan["endpoint_url"])
 
@@ -68,7 +73,9 @@ class ByKey(Dataset[Any]):
 
     def read(self, key: str) -> bytes:
         """Read an object."""
-        data: bytes = self.own_client().get_object(Bucket=self.plan["bucket"], Key=key)["Body"].read()
+        data: bytes = (
+            self.own_client().get_object(Bucket=self.plan["bucket"], Key=key)["Body"].read()
+        )
         return data
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
@@ -76,7 +83,8 @@ class ByKey(Dataset[Any]):
 
 
 class NewClientEach(ByKey):
-    """As dask-pytorch-ddp's S3ImageFolder reads: a client for each image, and its managed download (a HEAD and a GET)."""
+    """As dask-pytorch-ddp's S3ImageFolder reads: a client for each image, and its managed
+    download (a HEAD and a GET)."""
 
     def read(self, key: str) -> bytes:
         """Read an object."""
@@ -98,7 +106,9 @@ class Crt(ByKey):
         from s3torchconnector._s3client import S3Client
 
         return S3Client(
-            region="us-east-1", endpoint=self.plan["endpoint_url"], s3client_config=S3ClientConfig(force_path_style=True)
+            region="us-east-1",
+            endpoint=self.plan["endpoint_url"],
+            s3client_config=S3ClientConfig(force_path_style=True),
         )
 
     def read(self, key: str) -> bytes:
@@ -118,7 +128,9 @@ class CrtAhead(Crt):
         if self.ahead[0] != os.getpid():
             pool = ThreadPoolExecutor(NUM_THREADS)
             self.own_client()
-            read = ReadAhead(lambda batch: list(pool.map(lambda index: self.read(self.keys[index]), batch)))
+            read = ReadAhead(
+                lambda batch: list(pool.map(lambda index: self.read(self.keys[index]), batch))
+            )
             self.ahead = (os.getpid(), read, pool)
         found = zip(indices, self.ahead[1].read(indices), strict=True)
         return [(decode(data), class_of(self.keys[index])) for index, data in found]
@@ -129,7 +141,11 @@ def s3_map_dataset(plan: dict[str, Any]) -> Dataset[Any]:
     from s3torchconnector import S3ClientConfig, S3MapDataset
 
     uris = [f"s3://{plan['bucket']}/{key}" for key in plan["keys"]]
-    options = {"region": "us-east-1", "endpoint": plan["endpoint_url"], "s3client_config": S3ClientConfig(force_path_style=True)}
+    options = {
+        "region": "us-east-1",
+        "endpoint": plan["endpoint_url"],
+        "s3client_config": S3ClientConfig(force_path_style=True),
+    }
     made: Dataset[Any] = S3MapDataset.from_objects(
         uris, transform=lambda file: (decode(file.read()), class_of(file.key)), **options
     )
@@ -151,7 +167,9 @@ def ours(plan: dict[str, Any]) -> Dataset[Any]:
     )
     if plan.get("shards"):
         return S3ImageFolder(PackedObjects(replace(source, prefix=plan["shards"])), to_tensor)
-    return S3ImageFolder(source, to_tensor, index=plan["index"], cache=plan["scratch"] if plan.get("cache") else None)
+    return S3ImageFolder(
+        source, to_tensor, index=plan["index"], cache=plan["scratch"] if plan.get("cache") else None
+    )
 
 
 def local(plan: dict[str, Any]) -> Dataset[Any]:
@@ -165,11 +183,13 @@ def local(plan: dict[str, Any]) -> Dataset[Any]:
 def by_stock_loader(
     make: Callable[[dict[str, Any]], Dataset[Any]], *, is_ahead: bool = False
 ) -> Callable[[dict[str, Any]], Epoch]:
-    """Load a dataset by the stock DataLoader, in random order; with look-ahead if the dataset does that."""
+    """Load a dataset by the stock DataLoader, in random order; with look-ahead if the dataset
+    does that."""
 
     def way(plan: dict[str, Any]) -> Epoch:
         dataset = make(plan)
-        # So few that both loader processes have as much to do, where only some of the images are read.
+        # So few that both loader processes have as much to do, where only some of the images
+        # are read.
         size = max(1, min(BATCH, len(plan["keys"]) // (4 * NUM_WORKERS)))
 
         def epoch() -> Iterable[Any]:
@@ -178,7 +198,12 @@ def by_stock_loader(
                 from prefect_torch_ddp.data.lookahead import LookAhead
 
                 sampler = LookAhead(sampler, NUM_WORKERS)
-            return DataLoader(dataset, batch_sampler=sampler, num_workers=NUM_WORKERS, multiprocessing_context="fork")
+            return DataLoader(
+                dataset,
+                batch_sampler=sampler,
+                num_workers=NUM_WORKERS,
+                multiprocessing_context="fork",
+            )
 
         return epoch
 

@@ -1,6 +1,8 @@
-"""Owns the process that reads images in one way, by the interpreter that it is started with, one plan after the other.
+"""Owns the process that reads images in one way, by the interpreter that it is started with,
+one plan after the other.
 
-`python -m tests.benchmarks.read_images WAY` says {} when it is ready, then answers lines of JSON until its stdin ends.
+`python -m tests.benchmarks.read_images WAY` says {} when it is ready, then answers lines of
+JSON until its stdin ends.
 """
 
 import gc
@@ -25,7 +27,8 @@ def cpu_s() -> float:
 
 
 def read(way: str, plan: dict[str, Any]) -> dict[str, Any]:
-    """Read as the plan says, epoch by epoch, with an empty folder for what the way keeps on the local disk."""
+    """Read as the plan says, epoch by epoch, with an empty folder for what the way keeps on the
+    local disk."""
     shutil.rmtree(plan["scratch"], ignore_errors=True)
     Path(plan["scratch"]).mkdir()
     os.environ |= {"AWS_ACCESS_KEY_ID": plan["key"], "AWS_SECRET_ACCESS_KEY": plan["secret"]}

@@ -1,4 +1,5 @@
-"""Owns the process in which a gang trains for bench_throughput: the caller with its local cluster, as a flow run has it."""
+"""Owns the process in which a gang trains for bench_throughput: the caller with its local
+cluster, as a flow run has it."""
 
 import json
 import sys
@@ -16,7 +17,8 @@ from tests.workloads import plain, steady
 
 
 def main(kind: str, turns: steady.Turns) -> None:
-    """Train as a plain function or, by the kind "context", as a workload does; no checkpoint falls due."""
+    """Train as a plain function or, by the kind "context", as a workload does; no checkpoint
+    falls due."""
     with local_cluster(n_workers=2) as cluster, Client(cluster) as client:
         run_gang(client, plain.sum_of_ones, world_size=2)
         if kind == "plain":
@@ -29,7 +31,9 @@ def main(kind: str, turns: steady.Turns) -> None:
             storage=storage_from_uri(str(Path(turns.folder, "store"))),
             checkpoint=CheckpointPolicy(every_s=None),
         )
-        run_gang(client, RUN_WITH_CONTEXT, args=(config, steady.with_context, (turns,)), world_size=2)
+        run_gang(
+            client, RUN_WITH_CONTEXT, args=(config, steady.with_context, (turns,)), world_size=2
+        )
 
 
 if __name__ == "__main__":

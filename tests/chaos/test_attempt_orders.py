@@ -1,4 +1,5 @@
-"""Attempts of one run that race: the same as the integration test of that name, in many more orders."""
+"""Attempts of one run that race: the same as the integration test of that name, in many more
+orders."""
 
 import os
 from pathlib import Path
@@ -14,5 +15,9 @@ FIRST, NUM = int(os.environ.get("PTD_FIRST_ORDER", "1000")), 50
 @pytest.mark.parametrize("first", range(FIRST, FIRST + 40 * NUM, NUM))
 def test_in_random_orders(first: int, tmp_path: Path) -> None:
     """2,000 of them; PTD_FIRST_ORDER=5000 takes others."""
-    wrong = {seed: problems for seed in range(first, first + NUM) if (problems := Order(tmp_path / str(seed), seed).run())}
+    wrong = {
+        seed: problems
+        for seed in range(first, first + NUM)
+        if (problems := Order(tmp_path / str(seed), seed).run())
+    }
     assert not wrong

@@ -1,7 +1,8 @@
-"""Root cause: whatever strikes a rank, and wherever it and its peers are then, the caller is told the truth.
+"""Root cause: whatever strikes a rank, and wherever it and its peers are then, the caller is
+told the truth.
 
-The faults are drawn from a seed. A failure shows it in the test's name; `PTD_FAULT_SEED=<seed> make chaos ARGS="-k <name>"` runs
-that fault again.
+The faults are drawn from a seed. A failure shows it in the test's name; `PTD_FAULT_SEED=<seed>
+make chaos ARGS="-k <name>"` runs that fault again.
 """
 
 from pathlib import Path
@@ -19,5 +20,6 @@ pytestmark = pytest.mark.timeout(60)
 
 @pytest.mark.parametrize("fault", FAULTS, ids=seeded_faults.ids(FAULTS))
 def test_the_root_cause_is_named(dask_client: Client, tmp_path: Path, fault: Fault) -> None:
-    """E4: rank, kind, cause, signal and exit code are right, no consequence is blamed, and no rank is left."""
+    """E4: rank, kind, cause, signal and exit code are right, no consequence is blamed, and no
+    rank is left."""
     seeded_faults.strike(dask_client, fault, tmp_path)

@@ -1,8 +1,8 @@
 """Nothing lost, nothing twice: wherever a training is killed, it ends as if it had not been.
 
-The same bits in everything tracked, each sample once an epoch, every record, and nothing left of what was broken off. The kill
-points are drawn from a seed. A failure shows it in the test's name; `PTD_KILL_SEED=<seed> make chaos ARGS="-k <name>"` runs that
-point again.
+The same bits in everything tracked, each sample once an epoch, every record, and nothing left
+of what was broken off. The kill points are drawn from a seed. A failure shows it in the test's
+name; `PTD_KILL_SEED=<seed> make chaos ARGS="-k <name>"` runs that point again.
 """
 
 import pytest
@@ -18,11 +18,24 @@ ON_S3 = [point for point in POINTS if point.backend == "s3"]
 ON_CEPH = kill_points.sample(
     ON_S3,
     (
-        *("mid-save-after-on-1", "mid-commit-after", "retention-2", "restart-restores", "three-restarts", "sizes-4-2-1-4"),
-        *("wire-object-on-0-within", "wire-manifest-after", "wire-upload-part-after", "wire-upload-ends-after"),
+        *(
+            "mid-save-after-on-1",
+            "mid-commit-after",
+            "retention-2",
+            "restart-restores",
+            "three-restarts",
+            "sizes-4-2-1-4",
+        ),
+        *(
+            "wire-object-on-0-within",
+            "wire-manifest-after",
+            "wire-upload-part-after",
+            "wire-upload-ends-after",
+        ),
     ),
 )
-"""Of each kind one, on a store that people run: it is durable, and answers some requests in other ways."""
+"""Of each kind one, on a store that people run: it is durable, and answers some requests in
+other ways."""
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -43,7 +56,8 @@ def test_on_a_directory(strike_at: StrikeAt, point: KillPoint) -> None:  # noqa:
 @pytest.mark.usefixtures("open_s3_server")
 @pytest.mark.parametrize("point", ON_S3, ids=ids(ON_S3))
 def test_on_s3(strike_at: StrikeAt, point: KillPoint) -> None:  # noqa: F811
-    """A real server; also in the midst of a request and of an upload in parts, and before the answer is heard."""
+    """A real server; also in the midst of a request and of an upload in parts, and before the
+    answer is heard."""
     strike_at(point)
 
 

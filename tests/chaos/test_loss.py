@@ -1,4 +1,5 @@
-"""The slow losses: what is stopped shows by its silence alone, 12 s of it; our clusters and others, gangs and runs."""
+"""The slow losses: what is stopped shows by its silence alone, 12 s of it; our clusters and
+others, gangs and runs."""
 
 import contextlib
 import multiprocessing
@@ -62,7 +63,9 @@ def _call_gang(address: str, folder: str) -> None:
 @pytest.fixture
 def caller(dask_client: Client, tmp_path: Path) -> Iterator[psutil.Process]:
     """Run a gang from another process, its ranks there."""
-    process = multiprocessing.get_context("spawn").Process(target=_call_gang, args=(dask_client.scheduler.address, str(tmp_path)))
+    process = multiprocessing.get_context("spawn").Process(
+        target=_call_gang, args=(dask_client.scheduler.address, str(tmp_path))
+    )
     process.start()
     assert process.pid is not None
     try:
@@ -75,7 +78,8 @@ def caller(dask_client: Client, tmp_path: Path) -> Iterator[psutil.Process]:
 
 
 def test_a_stopped_caller(dask_client: Client, caller: psutil.Process, tmp_path: Path) -> None:
-    """SIGSTOP of the caller: its ranks are gone, the workers free; continued, it says what happened, and no cancel."""
+    """SIGSTOP of the caller: its ranks are gone, the workers free; continued, it says what
+    happened, and no cancel."""
     ranks = [psutil.Process(pid) for pid in pids_in(tmp_path, 2)]
     stop(caller)
     wait_until(lambda: all_gone(ranks), 30)
@@ -87,7 +91,10 @@ def test_a_stopped_caller(dask_client: Client, caller: psutil.Process, tmp_path:
 
 def test_a_stopped_scheduler(others: SeparateCluster, tmp_path: Path) -> None:
     """SIGSTOP of the scheduler: named after its silence, and the ranks end by themselves."""
-    with Client(others.address, timeout=2) as client, sleeping_gang(client, tmp_path / "pids") as (gang, ranks):
+    with (
+        Client(others.address, timeout=2) as client,
+        sleeping_gang(client, tmp_path / "pids") as (gang, ranks),
+    ):
         stop(others.scheduler)
         try:
             error = gang.exception(60)
@@ -99,7 +106,8 @@ def test_a_stopped_scheduler(others: SeparateCluster, tmp_path: Path) -> None:
 
 
 def test_a_gang_leaves_a_silent_worker_out(others: SeparateCluster) -> None:
-    """Of three workers one is stopped before the gang comes: two that answer are enough for two ranks."""
+    """Of three workers one is stopped before the gang comes: two that answer are enough for two
+    ranks."""
     with Client(others.address) as client:
         stop(next(iter(workers_of(client).values())))
         assert run_gang(client, plain.sum_of_ones, world_size=2) == [2.0, 2.0]
@@ -107,7 +115,8 @@ def test_a_gang_leaves_a_silent_worker_out(others: SeparateCluster) -> None:
 
 @pytest.mark.usefixtures("prefect_api")
 def test_the_scheduler_of_a_run_is_stopped(others: SeparateCluster, tmp_path: Path) -> None:
-    """E8: SIGSTOP of the scheduler of others under train_flow: a clear error, no task run Running, no rank left."""
+    """E8: SIGSTOP of the scheduler of others under train_flow: a clear error, no task run
+    Running, no rank left."""
     params = params_of(tmp_path, "pause", 2, cluster=ClusterParams(address=others.address))
     with ThreadPoolExecutor(1) as pool:
         rank = pool.submit(_stop_when_marked, others.scheduler, tmp_path / "mark" / "0")
@@ -121,9 +130,9 @@ def test_the_scheduler_of_a_run_is_stopped(others: SeparateCluster, tmp_path: Pa
     wait_until(lambda: "Running" not in train_states(newest_flow_run()), 60)
 
 
-def stop_own_worker(rank: RankContext, pid_folder: str) -> None:
+def stop_own_worker(ctx: RankContext, pid_folder: str) -> None:
     """SIGSTOP the Dask worker that this rank hangs from."""
-    write_pid(Path(pid_folder), rank.rank)
+    write_pid(Path(pid_folder), ctx.rank)
     os.kill(dask_worker_of(os.getpid()), signal.SIGSTOP)
     signal.pause()
 
@@ -132,14 +141,21 @@ def stop_own_worker(rank: RankContext, pid_folder: str) -> None:
 def test_a_ddp_task_whose_worker_was_stopped_is_submitted_again(tmp_path: Path) -> None:
     """E8: the same call is the same training: it resumes on other workers."""
     with separate_cluster(tmp_path / "cluster", 3) as cluster, ThreadPoolExecutor(1) as pool:
-        train = ddp_task(world_size=2, seed=5, checkpoint=CheckpointParams(every_steps=3), storage=str(tmp_path / "store"))
+        train = ddp_task(
+            world_size=2,
+            seed=5,
+            checkpoint=CheckpointParams(every_steps=3),
+            storage=str(tmp_path / "store"),
+        )
         training = train(retried_flow.fit).with_options(name="train")
         stopping = pool.submit(_stop_worker_of_task_when_marked, cluster.address, tmp_path / "mark")
 
         @flow(task_runner=DaskTaskRunner(address=cluster.address))
         def trains() -> tuple[Any, Any]:
             whole = training(None)
-            with pytest.raises(WorkerLostError, match="was silent for 12 s while it ran the task itself"):
+            with pytest.raises(
+                WorkerLostError, match="was silent for 12 s while it ran the task itself"
+            ):
                 training.submit(None, 2, str(tmp_path / "mark")).result()
             return whole, training.submit(None, 2, str(tmp_path / "mark")).result()
 
@@ -154,20 +170,33 @@ def _stop_worker_of_task_when_marked(address: str, mark: Path) -> None:
     """Stop the Dask worker that runs the task itself, when its training has come far enough."""
     wait_until(mark.exists, 120)
     with Client(address) as client:
-        (of_task,) = (worker for worker, keys in client.processing().items() if any(key.startswith("fit-") for key in keys))
+        (of_task,) = (
+            worker
+            for worker, keys in client.processing().items()
+            if any(key.startswith("fit-") for key in keys)
+        )
         process = psutil.Process(client.run(os.getpid, workers=[of_task])[of_task])
     stop(process)
 
 
 @pytest.mark.usefixtures("prefect_api")
 def test_the_worker_of_a_ddp_task_is_stopped(tmp_path: Path) -> None:
-    """E8: a flow that waits for a submitted ddp_task itself hears that its worker is silent; the task run is Crashed."""
-    stopping = ddp_task(world_size=1, storage=str(tmp_path / "store"))(stop_own_worker).with_options(name="train")
+    """E8: a flow that waits for a submitted ddp_task itself hears that its worker is silent;
+    the task run is Crashed."""
+    stopping = ddp_task(world_size=1, storage=str(tmp_path / "store"))(
+        stop_own_worker
+    ).with_options(name="train")
     heard = []
 
-    @flow(task_runner=DaskTaskRunner(cluster_kwargs={"n_workers": 2, "threads_per_worker": 1, "dashboard_address": ":0"}))
+    @flow(
+        task_runner=DaskTaskRunner(
+            cluster_kwargs={"n_workers": 2, "threads_per_worker": 1, "dashboard_address": ":0"}
+        )
+    )
     def waiting() -> None:
-        with pytest.raises(WorkerLostError, match="was silent for 12 s while it ran the task itself") as error:
+        with pytest.raises(
+            WorkerLostError, match="was silent for 12 s while it ran the task itself"
+        ) as error:
             stopping.submit(str(tmp_path)).result()
         heard.append(error.value)
         wait_until(lambda: not psutil.pid_exists(int((tmp_path / "0").read_text())), 10)
@@ -189,7 +218,8 @@ def _stop_when_marked(process: psutil.Process, mark: Path) -> psutil.Process:
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 @pytest.mark.parametrize("where", ["ours", "others"])
 def test_a_rank_of_a_run_loses_its_worker(how: signal.Signals, where: str, tmp_path: Path) -> None:
-    """E8: the worker of rank 0 is killed or stopped, with the train task on it or not: the training resumes, once."""
+    """E8: the worker of rank 0 is killed or stopped, with the train task on it or not: the
+    training resumes, once."""
     with separate_cluster(tmp_path / "cluster", 3) as cluster, ThreadPoolExecutor(1) as pool:
         more = {"cluster": ClusterParams(address=cluster.address)} if where == "others" else {}
         hurt = pool.submit(_hurt_worker_when_marked, how, tmp_path / "mark" / "0")
@@ -204,7 +234,8 @@ def _hurt_worker_when_marked(how: signal.Signals, mark: Path) -> None:
 
 
 def check_resumed_once(report: TrainReport) -> None:
-    """Expect a second attempt that went on from the first one's checkpoint, and no task run that is still Running."""
+    """Expect a second attempt that resumed from the first one's checkpoint, and no task run
+    that is still Running."""
     assert report.training.attempt == 2
     assert report.training.resumed_from_step in (5, 10)
     states = train_states(flow_run_id_of(report.flow_run_url))
@@ -213,7 +244,8 @@ def check_resumed_once(report: TrainReport) -> None:
 
 @contextlib.contextmanager
 def flow_in_a_process(params: TrainParams, folder: Path, mark: Path) -> Iterator[psutil.Process]:
-    """Run train_flow from a process of its own, as a script does; yield it when the training has left its mark."""
+    """Run train_flow from a process of its own, as a script does; yield it when the training
+    has left its mark."""
     script = folder / "run.py"
     script.write_text(
         "from prefect_torch_ddp import TrainParams, train_flow\n"
@@ -235,15 +267,20 @@ def flow_in_a_process(params: TrainParams, folder: Path, mark: Path) -> Iterator
 @pytest.fixture
 def flow_process(prefect_api: str, tmp_path: Path) -> Iterator[psutil.Process]:
     """Run train_flow on a local cluster; it pauses once a checkpoint is there."""
-    with flow_in_a_process(params_of(tmp_path, "pause", 2), tmp_path, tmp_path / "mark" / "0") as process:
+    with flow_in_a_process(
+        params_of(tmp_path, "pause", 2), tmp_path, tmp_path / "mark" / "0"
+    ) as process:
         yield process
 
 
 def test_the_flow_process_is_killed(flow_process: psutil.Process, tmp_path: Path) -> None:
-    """E8: SIGKILL of the flow with its local cluster: nothing of it is left, and no state stays Running."""
+    """E8: SIGKILL of the flow with its local cluster: nothing of it is left, and no state stays
+    Running."""
     family = flow_process.children(recursive=True)
     assert any(member.pid == int((tmp_path / "mark" / "0").read_text()) for member in family)
-    working = [member for member in family if not any("flow_watch" in word for word in member.cmdline())]
+    working = [
+        member for member in family if not any("flow_watch" in word for word in member.cmdline())
+    ]
     flow_process.kill()
     wait_until(lambda: all_gone(working), 15)
     wait_until(lambda: all_gone(family), 30)
@@ -252,8 +289,11 @@ def test_the_flow_process_is_killed(flow_process: psutil.Process, tmp_path: Path
 
 
 @pytest.mark.usefixtures("prefect_api")
-def test_the_flow_process_is_killed_beside_a_cluster_of_others(others: SeparateCluster, tmp_path: Path) -> None:
-    """E8: SIGKILL of the flow: its ranks on another's cluster stop with a checkpoint, no state stays Running, and it works."""
+def test_the_flow_process_is_killed_beside_a_cluster_of_others(
+    others: SeparateCluster, tmp_path: Path
+) -> None:
+    """E8: SIGKILL of the flow: its ranks on another's cluster stop with a checkpoint, no state
+    stays Running, and it works."""
     params = TrainParams(
         workload="tests.workloads.steered",
         storage=str(tmp_path / "store"),
@@ -264,7 +304,11 @@ def test_the_flow_process_is_killed_beside_a_cluster_of_others(others: SeparateC
     )
     with flow_in_a_process(params, tmp_path, tmp_path / "step") as process:
         ranks = [psutil.Process(pid) for pid in pids_in(tmp_path, 2)]
-        watch = [child for child in process.children() if any("flow_watch" in word for word in child.cmdline())]
+        watch = [
+            child
+            for child in process.children()
+            if any("flow_watch" in word for word in child.cmdline())
+        ]
         process.kill()
         wait_until(lambda: all_gone(ranks), 40)
         wait_until(lambda: all_gone(watch), 90)
@@ -283,7 +327,8 @@ def flow_state() -> str | None:
 
 
 def test_the_flow_process_is_stopped(flow_process: psutil.Process, tmp_path: Path) -> None:
-    """E8: SIGSTOP of the flow stops the scheduler in it: ranks end by themselves; continued, the run resumes and completes."""
+    """E8: SIGSTOP of the flow stops the scheduler in it: ranks end by themselves; continued,
+    the run resumes and completes."""
     rank = psutil.Process(int((tmp_path / "mark" / "0").read_text()))
     stop(flow_process)
     wait_until(lambda: all_gone([rank]), 30)

@@ -9,5 +9,6 @@ from tests.many_gangs import assert_nothing_is_left
 
 @pytest.mark.timeout(1800)
 def test_nothing_is_left_of_200_gangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No process, port, file descriptor, thread or temporary file is left; a dozen of the gangs are fresh processes."""
+    """No process, port, file descriptor, thread or temporary file is left; a dozen of the gangs
+    are fresh processes."""
     assert_nothing_is_left(tmp_path, monkeypatch, 200)

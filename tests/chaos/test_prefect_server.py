@@ -47,7 +47,9 @@ class Server:
             "--no-ui",
         ]
         with (self._home / "server.log").open("ab") as log:
-            self._process = subprocess.Popen(command, stdout=log, stderr=log, env=os.environ | {"PREFECT_HOME": str(self._home)})
+            self._process = subprocess.Popen(
+                command, stdout=log, stderr=log, env=os.environ | {"PREFECT_HOME": str(self._home)}
+            )
         wait_until(self._answers, 120)
 
     def _answers(self) -> bool:
@@ -78,7 +80,8 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
 
 
 def test_a_server_that_is_killed_and_comes_back(server: Server, tmp_path: Path) -> None:
-    """SIGKILL of the Prefect server in the middle of a training: ranks go on; it comes back, and the run ends Completed."""
+    """SIGKILL of the Prefect server in the middle of a training: ranks go on; it comes back,
+    and the run ends Completed."""
     params = TrainParams(
         workload="tests.workloads.steered",
         storage=str(tmp_path / "store"),
@@ -98,7 +101,8 @@ def test_a_server_that_is_killed_and_comes_back(server: Server, tmp_path: Path) 
 
 
 def _strike(server: Server, folder: Path) -> int:
-    """Kill the server in the middle of the training, start it when ranks went on without it; return how many steps they made."""
+    """Kill the server in the middle of the training, start it when ranks went on without it;
+    return how many steps they made."""
     try:
         wait_until(lambda: _step(folder) > 20, 200)
         server.kill()

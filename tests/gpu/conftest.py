@@ -1,4 +1,5 @@
-"""Owns what every test on a GPU relies on: that there is one, and a cluster whose workers all see it."""
+"""Owns what every test on a GPU relies on: that there is one, and a cluster whose workers all
+see it."""
 
 from collections.abc import Iterator
 
@@ -20,7 +21,9 @@ def num_gpus() -> int:
 def gpu_client(num_gpus: int) -> Iterator[Client]:
     """Run one worker more than there are GPUs; CUDA_VISIBLE_DEVICES is as it is."""
     with (
-        LocalCluster(n_workers=num_gpus + 1, threads_per_worker=1, processes=True, dashboard_address=":0") as cluster,
+        LocalCluster(
+            n_workers=num_gpus + 1, threads_per_worker=1, processes=True, dashboard_address=":0"
+        ) as cluster,
         Client(cluster) as client,
     ):
         client.wait_for_workers(num_gpus + 1, timeout=120)

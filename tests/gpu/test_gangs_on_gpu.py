@@ -1,4 +1,5 @@
-"""A7, A8: gangs on real CUDA devices: devices, backends, sharing, errors, and the fork of the rank host."""
+"""A7, A8: gangs on real CUDA devices: devices, backends, sharing, errors, and the fork of the
+rank host."""
 
 from collections.abc import Iterator
 
@@ -12,9 +13,12 @@ pytestmark = pytest.mark.timeout(300)
 
 
 def test_a_rank_for_each_gpu_talks_by_nccl(gpu_client: Client, num_gpus: int) -> None:
-    """One rank per GPU: a device each; CUDA tensors by NCCL and CPU tensors by gloo, in one group."""
+    """One rank per GPU: a device each; CUDA tensors by NCCL and CPU tensors by gloo, in one
+    group."""
     ranks = run_gang(gpu_client, on_gpu.where, world_size=num_gpus)
-    assert sorted(rank["device"] for rank in ranks) == sorted(f"cuda:{index}" for index in range(num_gpus))
+    assert sorted(rank["device"] for rank in ranks) == sorted(
+        f"cuda:{index}" for index in range(num_gpus)
+    )
     assert [rank["device"] for rank in ranks] == [f"cuda:{rank['current']}" for rank in ranks]
     assert len({rank["name"] for rank in ranks}) == num_gpus
     assert [rank["sums"] for rank in ranks] == [(num_gpus, num_gpus)] * num_gpus
@@ -28,8 +32,11 @@ def test_nccl_by_name(gpu_client: Client, num_gpus: int) -> None:
 
 
 @pytest.mark.parametrize("backend", ["auto", "gloo"])
-def test_several_ranks_on_one_gpu_talk_by_gloo(gpu_client: Client, num_gpus: int, backend: str) -> None:
-    """A rank more than GPUs: two share one, `auto` takes gloo as `gloo` does, and CUDA tensors are summed right."""
+def test_several_ranks_on_one_gpu_talk_by_gloo(
+    gpu_client: Client, num_gpus: int, backend: str
+) -> None:
+    """A rank more than GPUs: two share one, `auto` takes gloo as `gloo` does, and CUDA tensors
+    are summed right."""
     size = num_gpus + 1
     ranks = run_gang(gpu_client, on_gpu.where, world_size=size, backend=backend)
     assert all(rank["device"].startswith("cuda:") for rank in ranks)
@@ -45,15 +52,19 @@ def test_four_ranks_of_one_worker(gpu_client: Client) -> None:
 
 
 def test_nccl_with_more_ranks_than_gpus_is_refused(gpu_client: Client, num_gpus: int) -> None:
-    """Asked for by name, NCCL with two ranks on a device is refused before it starts, with ranks, host and device count."""
+    """Asked for by name, NCCL with two ranks on a device is refused before it starts, with
+    ranks, host and device count."""
     says = rf"backend 'nccl' can't be used: ranks .* on 127\.0\.0\.1 share one device \({num_gpus} CUDA devices are visible"
     with pytest.raises(RankFailedError, match=says):
         run_gang(gpu_client, on_gpu.where, world_size=num_gpus + 1, backend="nccl")
 
 
 @pytest.mark.parametrize("launcher", ["auto", "exec"])
-def test_cuda_works_after_the_fork_and_is_untouched_before(gpu_client: Client, launcher: str) -> None:
-    """The rank host has no device file open, also after a rank has used CUDA; its ranks do, twice in a row."""
+def test_cuda_works_after_the_fork_and_is_untouched_before(
+    gpu_client: Client, launcher: str
+) -> None:
+    """The rank host has no device file open, also after a rank has used CUDA; its ranks do,
+    twice in a row."""
     for _ in range(2):
         (rank,) = run_gang(gpu_client, on_gpu.where, world_size=1, launcher=launcher)  # type: ignore[arg-type]
         assert rank["own_devices"] > 0
@@ -80,7 +91,9 @@ def test_cuda_tensors_come_back_on_the_cpu(gpu_client: Client) -> None:
 
 def test_cuda_without_a_process_group(gpu_client: Client) -> None:
     """`process_group="none"` has a device too."""
-    assert run_gang(gpu_client, on_gpu.cuda_without_group, world_size=1, process_group="none") == [("cuda:0", 10.0)]
+    assert run_gang(gpu_client, on_gpu.cuda_without_group, world_size=1, process_group="none") == [
+        ("cuda:0", 10.0)
+    ]
 
 
 @pytest.fixture
@@ -92,10 +105,13 @@ def cuda_cluster() -> Iterator[Client]:
 
 
 def test_dask_cudas_cluster(cuda_cluster: Client, num_gpus: int) -> None:
-    """A8, A12: LocalCUDACluster as it is: every worker's rank takes that worker's own GPU, and NCCL serves them."""
+    """A8, A12: LocalCUDACluster as it is: every worker's rank takes that worker's own GPU, and
+    NCCL serves them."""
     cuda_cluster.wait_for_workers(num_gpus, timeout=120)
     ranks = run_gang(cuda_cluster, on_gpu.where)
-    assert [rank["device"] for rank in ranks] == ["cuda:0"] * num_gpus, "each worker sees its own first"
+    assert [rank["device"] for rank in ranks] == ["cuda:0"] * num_gpus, (
+        "each worker sees its own first"
+    )
     assert len({rank["name"] for rank in ranks}) == num_gpus
     assert {rank["backend"] for rank in ranks} == {"nccl"}
     assert [rank["sums"] for rank in ranks] == [(num_gpus, num_gpus)] * num_gpus

@@ -1,4 +1,5 @@
-"""The pipeline on CUDA: the digits are learnt there, and a resumed training gives the same bits."""
+"""The pipeline on CUDA: the digits are learnt there, and a resumed training gives the same
+bits."""
 
 from pathlib import Path
 
@@ -10,7 +11,8 @@ pytestmark = [pytest.mark.timeout(400), pytest.mark.usefixtures("prefect_api")]
 
 
 def test_digits_are_learnt_on_cuda(tmp_path: Path, num_gpus: int) -> None:
-    """Two ranks, on a GPU each or on one together: training and evaluation run there, and at least 95 % are right."""
+    """Two ranks, on a GPU each or on one together: training and evaluation run there, and at
+    least 95 % are right."""
     params = TrainParams(workload="tests.workloads.digits_on_gpu", storage=str(tmp_path), seed=7)
     report = train_flow(params)
     assert report.evaluation.accuracy is not None
@@ -19,7 +21,8 @@ def test_digits_are_learnt_on_cuda(tmp_path: Path, num_gpus: int) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_resume_on_cuda_is_bit_identical(tmp_path: Path, world_size: int) -> None:
-    """C4: killed at step 13 and resumed, with dropout on the device: the weights of the undisturbed training, to the bit."""
+    """C4: killed at step 13 and resumed, with dropout on the device: the weights of the
+    undisturbed training, to the bit."""
     plain = TrainParams(
         workload="tests.workloads.on_gpu",
         storage=str(tmp_path),
@@ -27,9 +30,13 @@ def test_a_resume_on_cuda_is_bit_identical(tmp_path: Path, world_size: int) -> N
         seed=3,
         checkpoint=CheckpointParams(every_steps=5),
     )
-    killed = plain.model_copy(update={"options": {"die_at_step": 13}, "retries": 1, "retry_delay_s": 0.1})
+    killed = plain.model_copy(
+        update={"options": {"die_at_step": 13}, "retries": 1, "retry_delay_s": 0.1}
+    )
     resumed = train_flow(killed)
     assert resumed.training.attempt == 2
-    assert resumed.training.resumed_from_step in (5, 10), "the commit of step 10 may have been under way"
+    assert resumed.training.resumed_from_step in (5, 10), (
+        "the commit of step 10 may have been under way"
+    )
     undisturbed = train_flow(plain)
     assert Path(undisturbed.model_uri).read_bytes() == Path(resumed.model_uri).read_bytes()

@@ -1,4 +1,5 @@
-"""Owns a real Ceph RADOS Gateway for tests: a monitor, one OSD and the gateway, all files and ports private, gone at the end."""
+"""Owns a real Ceph RADOS Gateway for tests: a monitor, one OSD and the gateway, all files and
+ports private, gone at the end."""
 
 import base64
 import json
@@ -23,7 +24,16 @@ import pytest
 from prefect_torch_ddp.storage.s3.client import client_of
 from tests.integration.s3_server import S3Server
 
-COMMANDS = ("ceph", "ceph-mon", "ceph-osd", "monmaptool", "radosgw", "radosgw-admin", "openssl", "setpriv")
+COMMANDS = (
+    "ceph",
+    "ceph-mon",
+    "ceph-osd",
+    "monmaptool",
+    "radosgw",
+    "radosgw-admin",
+    "openssl",
+    "setpriv",
+)
 PACKAGES = "ceph-mon ceph-osd radosgw ceph-common openssl"
 READY_S = 120.0
 NUM_TRIES = 3
@@ -36,8 +46,9 @@ CAPABILITIES = {
     "osd.0": ("mon 'allow profile osd'", "osd 'allow *'"),
 }
 
-# Ceph waits a second before each change of its maps, of which a new cluster makes dozens: hence paxos. Without tcp_nodelay a GET
-# takes 40 ms more. What is deleted takes room until it is collected, an hour by default.
+# Ceph waits a second before each change of its maps, of which a new cluster makes dozens: hence
+# paxos. Without tcp_nodelay a GET takes 40 ms more. What is deleted takes room until it is
+# collected, an hour by default.
 CONFIG = """
 [global]
 fsid = {fsid}
@@ -114,11 +125,13 @@ class CephServer(S3Server):
 def run_ceph(
     home: Path, store: Literal["memstore", "bluestore"] = "memstore", room_bytes: int = 4 * 2**30
 ) -> Iterator[CephServer]:
-    """Start a cluster of its own in an empty folder, wait until it answers, and kill it at the end.
+    """Start a cluster of its own in an empty folder, wait until it answers, and kill it at the
+    end.
 
     Args:
         home: its folder. Paths of sockets are limited to 107 bytes, so it should be short.
-        store: memstore starts in two seconds and keeps the objects in memory; bluestore, in a sparse file, is what people run.
+        store: memstore starts in two seconds and keeps the objects in memory; bluestore, in a
+            sparse file, is what people run.
         room_bytes: how much it can hold.
     """
     skip_without_ceph()
@@ -142,9 +155,17 @@ def _started(home: Path, store: str, room_bytes: int) -> Iterator[CephServer]:
     for folder in ("mon", "osd", "rgw", "run", "log"):
         (home / folder).mkdir(parents=True)
     with ExitStack() as stack:
-        mon_port, port, tls_port = (stack.enter_context(_held_port()).getsockname()[1] for _ in range(3))
+        mon_port, port, tls_port = (
+            stack.enter_context(_held_port()).getsockname()[1] for _ in range(3)
+        )
         fsid = str(uuid.uuid4())
-        values = {"mon_port": mon_port, "port": port, "tls_port": tls_port, "store": store, "room_bytes": room_bytes}
+        values = {
+            "mon_port": mon_port,
+            "port": port,
+            "tls_port": tls_port,
+            "store": store,
+            "room_bytes": room_bytes,
+        }
         (home / "ceph.conf").write_text(CONFIG.format(home=home, fsid=fsid, **values))
         (home / "keyring").write_text(_new_keyring())
         _new_certificate(home)
@@ -158,9 +179,20 @@ def _started(home: Path, store: str, room_bytes: int) -> Iterator[CephServer]:
         yield server
 
 
-def _start_cluster(stack: ExitStack, home: Path, fsid: str, mon_port: int) -> list[subprocess.Popen[bytes]]:
+def _start_cluster(
+    stack: ExitStack, home: Path, fsid: str, mon_port: int
+) -> list[subprocess.Popen[bytes]]:
     conf, monmap = ("--conf", f"{home}/ceph.conf"), f"{home}/monmap"
-    _run("monmaptool", "--create", "--fsid", fsid, "--addv", "a", f"[v2:127.0.0.1:{mon_port}]", monmap)
+    _run(
+        "monmaptool",
+        "--create",
+        "--fsid",
+        fsid,
+        "--addv",
+        "a",
+        f"[v2:127.0.0.1:{mon_port}]",
+        monmap,
+    )
     _run("ceph-mon", *conf, "-i", "a", "--mkfs", "--monmap", monmap, "--keyring", f"{home}/keyring")
     monitor = _daemon(stack, home, "ceph-mon", "-i", "a")
     osd_id = str(uuid.uuid4())
@@ -189,7 +221,8 @@ def _run(*command: str) -> str:
 
 @contextmanager
 def _held_port() -> Iterator[socket.socket]:
-    """Keep a port from others: a server that sets SO_REUSEADDR, too, may listen at it, since this socket doesn't."""
+    """Keep a port from others: a server that sets SO_REUSEADDR, too, may listen at it, since
+    this socket doesn't."""
     with socket.socket() as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         holder.bind(("127.0.0.1", 0))
@@ -202,7 +235,10 @@ def _new_keyring() -> str:
         # Ceph's own form of a secret: its kind, the time, and 16 bytes with their number.
         secret = struct.pack("<hIIh", 1, int(time.time()), 0, 16) + os.urandom(16)
         lines += [f"[{name}]", f"\tkey = {base64.b64encode(secret).decode()}"]
-        lines += ["\tcaps {} = {}".format(*capability.split(" ", 1)).replace("'", '"') for capability in capabilities]
+        lines += [
+            "\tcaps {} = {}".format(*capability.split(" ", 1)).replace("'", '"')
+            for capability in capabilities
+        ]
     return "\n".join(lines) + "\n"
 
 
@@ -228,7 +264,11 @@ def _wait_until_it_answers(daemons: list[subprocess.Popen[bytes]], port: int) ->
 def _answers(pid: int, port: int) -> bool:
     """Tell whether our own gateway answers, not somebody else's server at that port."""
     try:
-        ports = {found.laddr.port for found in psutil.Process(pid).net_connections("tcp") if found.status == psutil.CONN_LISTEN}
+        ports = {
+            found.laddr.port
+            for found in psutil.Process(pid).net_connections("tcp")
+            if found.status == psutil.CONN_LISTEN
+        }
         if port not in ports:
             return False
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/", timeout=5) as response:
@@ -256,8 +296,13 @@ def _make_bucket(server: CephServer) -> None:
         "Action": ["s3:GetObject", "s3:ListBucket"],
         "Resource": [arn, f"{arn}/*"],
     }
-    client.put_bucket_policy(Bucket=server.bucket, Policy=json.dumps({"Version": "2012-10-17", "Statement": [statement]}))
+    client.put_bucket_policy(
+        Bucket=server.bucket, Policy=json.dumps({"Version": "2012-10-17", "Statement": [statement]})
+    )
 
 
 def _logs(home: Path) -> str:
-    return "\n".join(f"{path.name}: {path.read_text(errors='replace')[-1500:]}" for path in sorted(home.glob("0/log/*")))
+    return "\n".join(
+        f"{path.name}: {path.read_text(errors='replace')[-1500:]}"
+        for path in sorted(home.glob("0/log/*"))
+    )

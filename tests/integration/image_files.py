@@ -1,4 +1,5 @@
-"""Owns small image folders for tests, every image another one, in classes of uneven sizes; and what ranks get of them."""
+"""Owns small image folders for tests, every image another one, in classes of uneven sizes; and
+what ranks get of them."""
 
 import io
 import random
@@ -39,12 +40,23 @@ def write_objects(storage: Storage, files: dict[str, bytes]) -> None:
 
 
 def global_batches(dataset: Any, world_size: int, **options: Any) -> dict[int, list[Any]]:
-    """Load an epoch on all ranks; return (index, label, pixel) of the samples of each global batch, in order."""
+    """Load an epoch on all ranks; return (index, label, pixel) of the samples of each global
+    batch, in order."""
     batches: dict[int, list[Any]] = {}
     for rank in range(world_size):
-        loader = RankLoader(dataset, global_batch_size=14, rank=rank, world_size=world_size, seed=3, keep_ids=True, **options)
+        loader = RankLoader(
+            dataset,
+            global_batch_size=14,
+            rank=rank,
+            world_size=world_size,
+            seed=3,
+            keep_ids=True,
+            **options,
+        )
         for (images, targets), share in loader.lockstep(epoch=1):
             pixels = [tuple(image[:, 0, 0].tolist()) for image in images[: share.num_local]]
-            samples = list(zip(share.samples, targets[: share.num_local].tolist(), pixels, strict=True))
+            samples = list(
+                zip(share.samples, targets[: share.num_local].tolist(), pixels, strict=True)
+            )
             batches.setdefault(share.batch, []).extend(samples)
     return batches

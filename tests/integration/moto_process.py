@@ -1,4 +1,5 @@
-"""Runs moto's server with one change: it looks at a condition and writes in two steps, between which another thread may write."""
+"""Runs moto's server with one change: it looks at a condition and writes in two steps, between
+which another thread may write."""
 
 import sys
 import threading

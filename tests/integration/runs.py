@@ -50,14 +50,18 @@ def logs_of(flow_run_id: UUID) -> list[Log]:
 def task_runs_of(flow_run_id: UUID) -> dict[str, TaskRun]:
     """Return the flow run's task runs by the task's name."""
     with get_client(sync_client=True) as client:
-        runs = client.read_task_runs(flow_run_filter=FlowRunFilter(id=FlowRunFilterId(any_=[flow_run_id])))
+        runs = client.read_task_runs(
+            flow_run_filter=FlowRunFilter(id=FlowRunFilterId(any_=[flow_run_id]))
+        )
     return {run.name.rsplit("-", 1)[0]: run for run in runs}
 
 
 def states_of(task_run: TaskRun) -> list[tuple[str, str]]:
     """Return name and message of all states a task run went through."""
     with get_client(sync_client=True) as client:
-        answer = client.request("GET", "/task_run_states/", params={"task_run_id": str(task_run.id)})
+        answer = client.request(
+            "GET", "/task_run_states/", params={"task_run_id": str(task_run.id)}
+        )
     states: list[dict[str, Any]] = sorted(answer.json(), key=lambda state: state["timestamp"])
     return [(state["name"], state["message"] or "") for state in states]
 
@@ -70,28 +74,51 @@ def artifacts_of(flow_run_id: UUID) -> dict[str, Artifact]:
 
 
 def flow_run_of(run_id: str) -> FlowRun:
-    """Return the flow run of one of our runs, whose id is the flow run's name and the beginning of its id."""
+    """Return the flow run of one of our runs, whose id is the flow run's name and the beginning
+    of its id."""
     name, _, begin = run_id.rpartition("-")
     with get_client(sync_client=True) as client:
-        named = client.read_flow_runs(flow_run_filter=FlowRunFilter(name=FlowRunFilterName(any_=[name])))
+        named = client.read_flow_runs(
+            flow_run_filter=FlowRunFilter(name=FlowRunFilterName(any_=[name]))
+        )
     (found,) = (run for run in named if str(run.id).startswith(begin))
     return found
 
 
 def retry_train_flow(api_url: str, run_id: str, home: Path) -> UUID:
-    """Have `prefect flow-run retry` run a train_flow again, see below. Return its flow run's id."""
+    """Have `prefect flow-run retry` run a train_flow again, see below.
+
+    Return its flow run's id.
+    """
     flow_run_id = flow_run_of(run_id).id
     retry_from_the_cli(
-        flow_run_id, f"{prefect_torch_ddp.flow.__file__}:train_flow", PREFECT_HOME=str(home), PREFECT_API_URL=api_url
+        flow_run_id,
+        f"{prefect_torch_ddp.flow.__file__}:train_flow",
+        PREFECT_HOME=str(home),
+        PREFECT_API_URL=api_url,
     )
     return flow_run_id
 
 
 def retry_from_the_cli(flow_run_id: UUID, entrypoint: str, **variables: str) -> str:
-    """Have `prefect flow-run retry` run a flow again in another process; it has to complete. Return what it prints."""
-    command = [sys.executable, "-m", "prefect", "flow-run", "retry", str(flow_run_id), "--entrypoint", entrypoint]
+    """Have `prefect flow-run retry` run a flow again in another process; it has to complete.
+
+    Return what it prints.
+    """
+    command = [
+        sys.executable,
+        "-m",
+        "prefect",
+        "flow-run",
+        "retry",
+        str(flow_run_id),
+        "--entrypoint",
+        entrypoint,
+    ]
     env = {**os.environ, **variables}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(
+        command, env=env, capture_output=True, text=True, timeout=300, check=False
+    )
     with get_client(sync_client=True) as client:
         state = client.read_flow_run(flow_run_id).state
     assert state is not None

@@ -1,4 +1,5 @@
-"""Owns a real S3 server for tests, with users and refusals, and a wire between client and server that can be cut."""
+"""Owns a real S3 server for tests, with users and refusals, and a wire between client and
+server that can be cut."""
 
 import http.client
 import itertools
@@ -42,22 +43,30 @@ class S3Server:
     def storage(self, prefix: str | None = None, user: str = "owner", **changes: Any) -> S3Storage:
         """Describe a storage, by default under a prefix of its own."""
         key, secret = self.keys.get(user, ("anyone", "anything"))
-        options = {"endpoint_url": self.endpoint_url, "access_key_id": key, "secret_access_key": secret} | changes
+        options = {
+            "endpoint_url": self.endpoint_url,
+            "access_key_id": key,
+            "secret_access_key": secret,
+        } | changes
         return S3Storage(
-            options.pop("bucket", self.bucket), f"test/{next(self._numbers)}" if prefix is None else prefix, **options
+            options.pop("bucket", self.bucket),
+            f"test/{next(self._numbers)}" if prefix is None else prefix,
+            **options,
         )
 
 
 @pytest.fixture(scope="module")
 def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
-    """Run a server that checks signatures and rights: user `owner` may do all, user `reader` reads."""
+    """Run a server that checks signatures and rights: user `owner` may do all, user `reader`
+    reads."""
     with run_server(tmp_path_factory.mktemp("s3") / "server.log", checks_rights=True) as server:
         yield server
 
 
 @pytest.fixture(scope="module")
 def open_s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
-    """Run a server that lets everyone in, so that a wire may change requests, which their signatures would not survive."""
+    """Run a server that lets everyone in, so that a wire may change requests, which their
+    signatures would not survive."""
     with run_server(tmp_path_factory.mktemp("s3") / "server.log", checks_rights=False) as server:
         yield server
 
@@ -72,9 +81,9 @@ def run_server(log_path: Path, *, checks_rights: bool) -> Iterator[S3Server]:
         process, endpoint_url = _start(env, log.fileno(), log_path)
         try:
             server = S3Server(endpoint_url, _make_users(endpoint_url) if checks_rights else {})
-            _boto3_client("s3", endpoint_url, *server.keys.get("owner", ("anyone", "anything"))).create_bucket(
-                Bucket=server.bucket
-            )
+            _boto3_client(
+                "s3", endpoint_url, *server.keys.get("owner", ("anyone", "anything"))
+            ).create_bucket(Bucket=server.bucket)
             yield server
         finally:
             process.kill()
@@ -84,7 +93,14 @@ def run_server(log_path: Path, *, checks_rights: bool) -> Iterator[S3Server]:
 def _start(env: dict[str, str], log: int, log_path: Path) -> tuple[subprocess.Popen[bytes], str]:
     for _ in range(3):  # another process may take the free port before the server does
         port = free_port()
-        command = [sys.executable, str(Path(__file__).with_name("moto_process.py")), "-H", "127.0.0.1", "-p", str(port)]
+        command = [
+            sys.executable,
+            str(Path(__file__).with_name("moto_process.py")),
+            "-H",
+            "127.0.0.1",
+            "-p",
+            str(port),
+        ]
         process = subprocess.Popen(command, stdout=log, stderr=log, env=env)
         url = f"http://127.0.0.1:{port}"
         deadline = time.monotonic() + READY_S
@@ -148,7 +164,10 @@ Fault = Callable[[BaseHTTPRequestHandler, Exchange], None]
 
 
 class Wire:
-    """A proxy in front of a server. Each queued fault takes the place of one answer to a request of its method."""
+    """A proxy in front of a server.
+
+    Each queued fault takes the place of one answer to a request of its method.
+    """
 
     def __init__(
         self,
@@ -165,7 +184,11 @@ class Wire:
         """
         self.exchanges: list[Exchange] = []
         self.faults: list[tuple[str, Fault]] = []
-        handler = type("Handler", (self._handler(),), {"wire": self, "upstream": endpoint_url.removeprefix("http://")})
+        handler = type(
+            "Handler",
+            (self._handler(),),
+            {"wire": self, "upstream": endpoint_url.removeprefix("http://")},
+        )
         self.without_header = without_header
         self.outage = outage
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
@@ -230,7 +253,9 @@ class _Handler(BaseHTTPRequestHandler):
                 connection.putheader(name, value)
         connection.endheaders(body)
         response = connection.getresponse()
-        exchange = Exchange(self.command, headers, response.status, tuple(response.getheaders()), response.read())
+        exchange = Exchange(
+            self.command, headers, response.status, tuple(response.getheaders()), response.read()
+        )
         connection.close()
         return exchange
 
@@ -256,14 +281,21 @@ def cut_in_the_body(handler: BaseHTTPRequestHandler, exchange: Exchange) -> None
 
 
 def lose_the_answer(handler: BaseHTTPRequestHandler, exchange: Exchange) -> None:
-    """Close the connection when the server has done what was asked, before anyone hears of it."""
+    """Close the connection when the server has done what was asked, before anyone hears of
+    it."""
 
 
 def answer(status: int, code: str, more: str = "") -> Fault:
     """Make a fault that answers with an error of S3's own form; `more` is XML within it."""
 
     def fault(handler: BaseHTTPRequestHandler, exchange: Exchange) -> None:
-        body = f"<Error><Code>{code}</Code><Message>made by the test</Message>{more}</Error>".encode()
-        send(handler, Exchange(exchange.method, {}, status, (("Content-Type", "application/xml"),), body), body)
+        body = (
+            f"<Error><Code>{code}</Code><Message>made by the test</Message>{more}</Error>".encode()
+        )
+        send(
+            handler,
+            Exchange(exchange.method, {}, status, (("Content-Type", "application/xml"),), body),
+            body,
+        )
 
     return fault

@@ -1,4 +1,5 @@
-"""Owns a Dask cluster as an operator runs it: scheduler, nannies, workers are processes of their own, to be killed or stopped."""
+"""Owns a Dask cluster as an operator runs it: scheduler, nannies, workers are processes of
+their own, to be killed or stopped."""
 
 import contextlib
 import os
@@ -40,7 +41,8 @@ def end(process: psutil.Process) -> None:
 
 
 class SeparateCluster:
-    """Its processes, found when asked for: a nanny starts another worker process when one has died."""
+    """Its processes, found when asked for: a nanny starts another worker process when one has
+    died."""
 
     def __init__(self, folder: Path) -> None:
         """Leave logs and the scheduler's address in the folder; nothing is started."""
@@ -56,18 +58,30 @@ class SeparateCluster:
         self.scheduler = self._run("scheduler", "--port", "0")
         scheduler_file = self._folder / "scheduler.json"
         wait_until(scheduler_file.exists, READY_S)
-        self.nannies = [self._run("worker", "--nthreads", "1", "--name", f"w{i}", *options) for i in range(num_workers)]
+        self.nannies = [
+            self._run("worker", "--nthreads", "1", "--name", f"w{i}", *options)
+            for i in range(num_workers)
+        ]
         with Client(scheduler_file=str(scheduler_file)) as client:
             client.wait_for_workers(num_workers, timeout=READY_S)
             self.address = client.scheduler.address
 
     def _run(self, what: str, *options: str) -> psutil.Process:
-        command = [sys.executable, "-m", "dask", what, "--scheduler-file", str(self._folder / "scheduler.json")]
+        command = [
+            sys.executable,
+            "-m",
+            "dask",
+            what,
+            "--scheduler-file",
+            str(self._folder / "scheduler.json"),
+        ]
         command += ["--host", "127.0.0.1", "--dashboard-address", "127.0.0.1:0", *options]
         work = self._folder / f"{what}-{len(self._started)}"
         work.mkdir()
         with (work / "log").open("wb") as log:
-            process = subprocess.Popen(command, cwd=work, stdout=log, stderr=log, env=dict(os.environ))
+            process = subprocess.Popen(
+                command, cwd=work, stdout=log, stderr=log, env=dict(os.environ)
+            )
         self._started.append(process)
         return psutil.Process(process.pid)
 
@@ -80,7 +94,9 @@ class SeparateCluster:
 
 
 @contextlib.contextmanager
-def separate_cluster(folder: Path, num_workers: int = 2, *options: str) -> Iterator[SeparateCluster]:
+def separate_cluster(
+    folder: Path, num_workers: int = 2, *options: str
+) -> Iterator[SeparateCluster]:
     """Run a scheduler and workers with nannies; options are of `dask worker`."""
     cluster = SeparateCluster(folder)
     try:

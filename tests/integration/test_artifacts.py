@@ -1,4 +1,5 @@
-"""Artifacts on a real Prefect server: live and updated in place, published whole, never in the training's way."""
+"""Artifacts on a real Prefect server: live and updated in place, published whole, never in the
+training's way."""
 
 import contextlib
 import dataclasses
@@ -25,7 +26,14 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from prefect_torch_ddp.params import TrainParams
 from prefect_torch_ddp.protocol.rank import AttemptBegan, Progress
-from prefect_torch_ddp.results import CheckpointRef, ClassScore, DatasetReport, Report, TrainingReport, TrainReport
+from prefect_torch_ddp.results import (
+    CheckpointRef,
+    ClassScore,
+    DatasetReport,
+    Report,
+    TrainingSummary,
+    TrainReport,
+)
 from prefect_torch_ddp.storage.protocol import StoredObject
 from prefect_torch_ddp.tasks.publish import publish
 from prefect_torch_ddp.tasks.report.live import ArtifactWriter, LiveReport, key
@@ -57,20 +65,29 @@ class Shelf:
 
 def live_report(**options) -> LiveReport:
     """Make a live report with a short interval."""
-    about = {"run_id": RUN, "workload": "flows.digits", "world_size": 2, "attempt": 1, "interval_s": INTERVAL_S}
+    about = {
+        "run_id": RUN,
+        "workload": "flows.digits",
+        "world_size": 2,
+        "attempt": 1,
+        "interval_s": INTERVAL_S,
+    }
     return LiveReport(**(about | options))
 
 
 def step(number: int, loss: float = 0.5) -> Progress:
     """Make the progress of one step."""
-    return Progress(step=number, epoch=(number - 1) // 10 + 1, total_steps=40, metrics={"loss": loss})
+    return Progress(
+        step=number, epoch=(number - 1) // 10 + 1, total_steps=40, metrics={"loss": loss}
+    )
 
 
 def artifacts_of(flow_run_id: Any) -> list[Artifact]:
     """Ask the API for all artifacts of a flow run."""
     with get_client(sync_client=True) as client:
         found = client.read_artifacts(
-            artifact_filter=ArtifactFilter(flow_run_id=ArtifactFilterFlowRunId(any_=[flow_run_id])), limit=200
+            artifact_filter=ArtifactFilter(flow_run_id=ArtifactFilterFlowRunId(any_=[flow_run_id])),
+            limit=200,
         )
     return sorted(found, key=lambda artifact: artifact.created)
 
@@ -92,7 +109,11 @@ def wait_for(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
 
 @pytest.mark.parametrize(
     ("name", "expected"),
-    [("report", "train-ddp-report"), ("Confusion Matrix", "train-ddp-confusion-matrix"), ("ä_b.c/", "train-ddp-b-c")],
+    [
+        ("report", "train-ddp-report"),
+        ("Confusion Matrix", "train-ddp-confusion-matrix"),
+        ("ä_b.c/", "train-ddp-b-c"),
+    ],
 )
 def test_keys_are_lowercase_letters_digits_and_dashes(name, expected):
     """Keys are lowercase letters digits and dashes."""
@@ -111,7 +132,12 @@ def test_the_live_report_is_two_artifacts_updated_in_place(prefect_api):
             for last in (10, 20):
                 for number in range(last - 9, last + 1):
                     live.update(step(number, loss=1 / number))
-                wait_for(lambda last=last: f"step {last}/40" in by_key(run_id).get("train-ddp-report", Artifact(data="")).data)
+                wait_for(
+                    lambda last=last: (
+                        f"step {last}/40"
+                        in by_key(run_id).get("train-ddp-report", Artifact(data="")).data
+                    )
+                )
                 seen.append(by_key(run_id))
         return str(TaskRunContext.get().task_run.id)
 
@@ -140,7 +166,9 @@ def test_a_flood_of_progress_is_written_at_most_once_an_interval_and_the_end_at_
     @task
     def train() -> tuple[float, float]:
         with live_report(interval_s=60.0) as live:
-            wait_for(lambda: "train-ddp-report" in by_key(TaskRunContext.get().task_run.flow_run_id))
+            wait_for(
+                lambda: "train-ddp-report" in by_key(TaskRunContext.get().task_run.flow_run_id)
+            )
             started = time.monotonic()
             for number in range(1, 5001):
                 live.update(step(number % 40 + 1))
@@ -161,7 +189,9 @@ def test_a_flood_of_progress_is_written_at_most_once_an_interval_and_the_end_at_
     assert "finished" in by_key(flow_run_id)["train-ddp-progress"].description
 
 
-def test_a_training_that_fails_shows_where_it_stopped_and_its_retry_updates_the_same_artifacts(prefect_api):
+def test_a_training_that_fails_shows_where_it_stopped_and_its_retry_updates_the_same_artifacts(
+    prefect_api,
+):
     """A training that fails shows where it stopped and its retry updates the same artifacts."""
     descriptions: list[tuple[Any, str]] = []
 
@@ -183,13 +213,16 @@ def test_a_training_that_fails_shows_where_it_stopped_and_its_retry_updates_the_
         return str(FlowRunContext.get().flow_run.id)
 
     last = by_key(run())
-    assert descriptions == [(last["train-ddp-progress"].id, "epoch 2, step 13/40, loss 0.5, stopped")]
+    assert descriptions == [
+        (last["train-ddp-progress"].id, "epoch 2, step 13/40, loss 0.5, stopped")
+    ]
     assert last["train-ddp-progress"].description == "epoch 3, step 26/40, loss 0.5, finished"
     assert "| Attempt | 2 |" in last["train-ddp-report"].data
 
 
 def test_a_restart_shows_its_attempt_and_its_size(prefect_api):
-    """A restart within the task goes on in the same report, with its own attempt and number of ranks."""
+    """A restart within the task goes on in the same report, with its own attempt and number of
+    ranks."""
 
     @flow
     def run() -> str:
@@ -214,8 +247,15 @@ def test_both_artifacts_say_since_when_there_is_no_checkpoint(prefect_api):
         run_id = TaskRunContext.get().task_run.flow_run_id
         with live_report() as live:
             live.update(dataclasses.replace(step(10), trouble=says))
-            wait_for(lambda: f"**{says}**" in by_key(run_id).get("train-ddp-report", Artifact(data="")).data)
-            assert by_key(run_id)["train-ddp-progress"].description == f"epoch 1, step 10/40, loss 0.5; {says}"
+            wait_for(
+                lambda: (
+                    f"**{says}**" in by_key(run_id).get("train-ddp-report", Artifact(data="")).data
+                )
+            )
+            assert (
+                by_key(run_id)["train-ddp-progress"].description
+                == f"epoch 1, step 10/40, loss 0.5; {says}"
+            )
             live.update(step(11))
             wait_for(lambda: says not in by_key(run_id)["train-ddp-report"].data)
         assert says not in by_key(run_id)["train-ddp-progress"].description
@@ -230,21 +270,28 @@ def test_both_artifacts_say_since_when_there_is_no_checkpoint(prefect_api):
 def test_an_api_that_is_down_costs_one_warning_and_no_error(caplog):
     """An api that is down costs one warning and no error."""
     with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))  # bound and not listening: refuses, and nobody else takes the port
-        with temporary_settings({PREFECT_API_URL: f"http://127.0.0.1:{listener.getsockname()[1]}/api"}):
+        listener.bind(
+            ("127.0.0.1", 0)
+        )  # bound and not listening: refuses, and nobody else takes the port
+        with temporary_settings(
+            {PREFECT_API_URL: f"http://127.0.0.1:{listener.getsockname()[1]}/api"}
+        ):
             started = time.monotonic()
             with caplog.at_level(logging.WARNING), live_report(interval_s=0.05) as live:
                 for number in range(1, 11):
                     live.update(step(number))
                     time.sleep(0.05)
             took_s = time.monotonic() - started
-    warnings = [record.getMessage() for record in caplog.records if "live report" in record.getMessage()]
+    warnings = [
+        record.getMessage() for record in caplog.records if "live report" in record.getMessage()
+    ]
     assert len(warnings) == 1
     assert took_s < 15
 
 
 def test_an_api_that_comes_back_gets_the_report(prefect_server, caplog):
-    """A door that first refuses and then leads to the server stands for a server that restarts."""
+    """A door that first refuses and then leads to the server stands for a server that
+    restarts."""
     host, port = re.match(r"http://([^:]+):(\d+)/", prefect_server).groups()
     door = socket.socket()
     door.bind(("127.0.0.1", 0))
@@ -259,10 +306,19 @@ def test_an_api_that_comes_back_gets_the_report(prefect_server, caplog):
         door.listen()
         with _Porter(door, (host, int(port))):
             live.update(step(7))
-            with temporary_settings({PREFECT_API_URL: prefect_server}), get_client(sync_client=True) as client:
-                # The newest: the server has more artifacts, of other tests, than it shows on a page.
+            with (
+                temporary_settings({PREFECT_API_URL: prefect_server}),
+                get_client(sync_client=True) as client,
+            ):
+                # The newest: the server has more artifacts, of other tests, than it shows on a
+                # page.
                 newest = partial(client.read_artifacts, sort=ArtifactSort.UPDATED_DESC)
-                wait_for(lambda: any(run_id in str(found.data) and "step 7/40" in str(found.data) for found in newest()))
+                wait_for(
+                    lambda: any(
+                        run_id in str(found.data) and "step 7/40" in str(found.data)
+                        for found in newest()
+                    )
+                )
             live.finish()
 
 
@@ -308,11 +364,19 @@ def records() -> dict[str, bytes]:
         metrics: dict[str, Any] = {"loss": loss} | (
             {"validation_accuracy": 0.9, "a": 1, "b": 2, "c": 3} if number % 10 == 0 else {}
         )
-        record = {"step": number, "epoch": (number - 1) // 10 + 1, "rank": rank, "attempt": 1, "time": float(number)}
+        record = {
+            "step": number,
+            "epoch": (number - 1) // 10 + 1,
+            "rank": rank,
+            "attempt": 1,
+            "time": float(number),
+        }
         return json.dumps(record | {"num_samples": 8, "metrics": metrics}).encode() + b"\n"
 
     return {
-        f"runs/{RUN}/metrics/rank-{rank:05d}/000001-000001.jsonl": b"".join(line(number, rank) for number in range(1, 41))
+        f"runs/{RUN}/metrics/rank-{rank:05d}/000001-000001.jsonl": b"".join(
+            line(number, rank) for number in range(1, 41)
+        )
         for rank in range(2)
     }
 
@@ -323,9 +387,18 @@ def publish_inputs() -> dict[str, Any]:
     return {
         "params": TrainParams(workload="flows.digits"),
         "storage": Shelf(objects=records()),
-        "dataset": DatasetReport(dataset_id="d", uri="s3://bucket/data/d", num_files=1, num_bytes=10, digest="9f2c"),
-        "training": TrainingReport(
-            run_id=RUN, attempt=1, world_size=2, num_steps=40, num_epochs=4, duration_s=1.0, value={}, last_checkpoint=last
+        "dataset": DatasetReport(
+            dataset_id="d", uri="s3://bucket/data/d", num_files=1, num_bytes=10, digest="9f2c"
+        ),
+        "training": TrainingSummary(
+            run_id=RUN,
+            attempt=1,
+            world_size=2,
+            num_steps=40,
+            num_epochs=4,
+            duration_s=1.0,
+            value={},
+            last_checkpoint=last,
         ),
         "evaluation": Report(
             num_samples=8,
@@ -353,7 +426,9 @@ def test_publish_shows_the_whole_run_and_returns_it(prefect_api):
     flow_run_id, report = run()
     epochs = report.epochs
     assert [row.epoch for row in epochs] == [1, 2, 3, 4]
-    assert epochs[0].metrics["loss"] == pytest.approx(sum(1 / number for number in range(1, 11)) / 10 + 0.5)
+    assert epochs[0].metrics["loss"] == pytest.approx(
+        sum(1 / number for number in range(1, 11)) / 10 + 0.5
+    )
     assert math.isnan(epochs[2].metrics["loss"])
     shown = by_key(flow_run_id)
     assert {name: artifact.type for name, artifact in shown.items()} == {
@@ -372,10 +447,31 @@ def test_publish_shows_the_whole_run_and_returns_it(prefect_api):
 
 def test_a_ledger_that_is_not_clean_is_said_first(prefect_api):
     """The report begins with it, and the run's log has an error."""
-    loop = {"step": 1, "epoch": 1, "loop": 0, "place": 0, "num_samples": 4, "global_batch_size": 2, "drop_last": False}
+    loop = {
+        "step": 1,
+        "epoch": 1,
+        "loop": 0,
+        "place": 0,
+        "num_samples": 4,
+        "global_batch_size": 2,
+        "drop_last": False,
+    }
     of_rank = {"world_size": 1, "rank": 0, "attempt": 1}
-    step = {"step": 1, "epoch": 1, "loop": 0, "place": 0, "num_global": 2, "is_last": False, "rank": 0, "attempt": 1}
-    lines = [loop | of_rank, step | {"samples": [0, 1]}, step | {"step": 2, "place": 2, "is_last": True, "samples": [3, 1]}]
+    step = {
+        "step": 1,
+        "epoch": 1,
+        "loop": 0,
+        "place": 0,
+        "num_global": 2,
+        "is_last": False,
+        "rank": 0,
+        "attempt": 1,
+    }
+    lines = [
+        loop | of_rank,
+        step | {"samples": [0, 1]},
+        step | {"step": 2, "place": 2, "is_last": True, "samples": [3, 1]},
+    ]
     part = "\n".join(map(json.dumps, lines)).encode()
     inputs = publish_inputs()
     storage = Shelf(objects=records() | {f"runs/{RUN}/ledger/rank-00000/000001-000001.jsonl": part})
@@ -383,7 +479,9 @@ def test_a_ledger_that_is_not_clean_is_said_first(prefect_api):
 
     @flow
     def run() -> tuple[str, TrainReport]:
-        return str(FlowRunContext.get().flow_run.id), publish(**inputs | {"storage": storage, "params": params})
+        return str(FlowRunContext.get().flow_run.id), publish(
+            **inputs | {"storage": storage, "params": params}
+        )
 
     flow_run_id, report = run()
     line = "epoch 1: 3 samples; 1 missing (2); 1 repeated (1 in step 2)"
@@ -391,7 +489,12 @@ def test_a_ledger_that_is_not_clean_is_said_first(prefect_api):
     page = by_key(flow_run_id)["train-ddp-report"].data
     assert "**The ledger is not clean**" in page.split("## ")[0]
     assert page.count(line) == 2
-    wait_for(lambda: any(f"is not clean:\n{line}" in log.message and log.level == logging.ERROR for log in logs_of(flow_run_id)))
+    wait_for(
+        lambda: any(
+            f"is not clean:\n{line}" in log.message and log.level == logging.ERROR
+            for log in logs_of(flow_run_id)
+        )
+    )
 
 
 def test_tables_have_at_most_five_columns_and_no_number_that_crashes_the_page(prefect_api):
@@ -407,8 +510,20 @@ def test_tables_have_at_most_five_columns_and_no_number_that_crashes_the_page(pr
     assert [list(row) for row in epochs] == [["epoch", "loss", "validation_accuracy", "a", "b"]] * 4
     assert [row["loss"] for row in epochs] == [0.7929, 0.5669, "nan", "inf"]
     scores = json.loads(shown["train-ddp-class-scores"].data, parse_constant=pytest.fail)
-    assert scores[0] == {"class": "a|b", "precision": 1.0, "recall": 0.75, "F1": 0.8571, "support": 4}
-    assert scores[2] == {"class": "never seen", "precision": 0.0, "recall": 0.0, "F1": 0.0, "support": 0}
+    assert scores[0] == {
+        "class": "a|b",
+        "precision": 1.0,
+        "recall": 0.75,
+        "F1": 0.8571,
+        "support": 4,
+    }
+    assert scores[2] == {
+        "class": "never seen",
+        "precision": 0.0,
+        "recall": 0.0,
+        "F1": 0.0,
+        "support": 0,
+    }
 
 
 def test_publishing_twice_in_one_task_run_makes_nothing_twice(prefect_api):

@@ -1,4 +1,5 @@
-"""How a block saved on a real Prefect server becomes a storage that works against a real S3 server."""
+"""How a block saved on a real Prefect server becomes a storage that works against a real S3
+server."""
 
 import asyncio
 import pickle
@@ -29,14 +30,17 @@ def _save_s3_bucket(name, server, folder="folder", **credentials):
     block = S3Bucket(
         bucket_name=server.bucket,
         bucket_folder=folder,
-        credentials=AwsCredentials(**({"aws_client_parameters": parameters, "region_name": "us-east-1"} | given)),
+        credentials=AwsCredentials(
+            **({"aws_client_parameters": parameters, "region_name": "us-east-1"} | given)
+        ),
     )
     block.save(name, overwrite=True)
     return block
 
 
 def test_every_kind_of_reference_works_on_ceph(ceph_server, monkeypatch, tmp_path):
-    """AwsCredentials, MinIOCredentials, s3fs and the AWS chain reach the same objects, with all that a storage needs."""
+    """AwsCredentials, MinIOCredentials, s3fs and the AWS chain reach the same objects, with all
+    that a storage needs."""
     from prefect.filesystems import LocalFileSystem, RemoteFileSystem
     from prefect_aws import AwsClientParameters, MinIOCredentials, S3Bucket
 
@@ -44,16 +48,27 @@ def test_every_kind_of_reference_works_on_ceph(ceph_server, monkeypatch, tmp_pat
     endpoint = ceph_server.endpoint_url
     _save_s3_bucket("ceph-aws", ceph_server, folder="kinds")
     minio = MinIOCredentials(
-        minio_root_user=key, minio_root_password=secret, aws_client_parameters=AwsClientParameters(endpoint_url=endpoint)
+        minio_root_user=key,
+        minio_root_password=secret,
+        aws_client_parameters=AwsClientParameters(endpoint_url=endpoint),
     )
     S3Bucket(bucket_name="bucket", bucket_folder="kinds", credentials=minio).save("ceph-minio")
     settings = {"key": key, "secret": secret, "endpoint_url": endpoint}
     RemoteFileSystem(basepath="s3://bucket/kinds", settings=settings).save("ceph")
     LocalFileSystem(basepath=str(tmp_path)).save("beside-ceph")
-    chain = {"AWS_ENDPOINT_URL": endpoint, "AWS_ACCESS_KEY_ID": key, "AWS_SECRET_ACCESS_KEY": secret}
+    chain = {
+        "AWS_ENDPOINT_URL": endpoint,
+        "AWS_ACCESS_KEY_ID": key,
+        "AWS_SECRET_ACCESS_KEY": secret,
+    }
     for name, value in chain.items():
         monkeypatch.setenv(name, value)
-    references = ("s3-bucket/ceph-aws", "s3-bucket/ceph-minio", "remote-file-system/ceph", "s3://bucket/kinds")
+    references = (
+        "s3-bucket/ceph-aws",
+        "s3-bucket/ceph-minio",
+        "remote-file-system/ceph",
+        "s3://bucket/kinds",
+    )
     storages = [resolve_storage(reference) for reference in references]
     for number, storage in enumerate(storages):
         storage.check_writable()
@@ -69,7 +84,8 @@ def test_every_kind_of_reference_works_on_ceph(ceph_server, monkeypatch, tmp_pat
 
 
 def test_an_s3_bucket_works_and_writes_where_the_block_does(s3_server):  # noqa: F811
-    """Credentials, endpoint and folder of the block are used: the block reads what the storage wrote."""
+    """Credentials, endpoint and folder of the block are used: the block reads what the storage
+    wrote."""
     block = _save_s3_bucket("aws", s3_server, folder="/blocks/aws/")
     storage = resolve_storage("s3-bucket/aws")
     assert storage.uri == "s3://bucket/blocks/aws"
@@ -78,7 +94,9 @@ def test_an_s3_bucket_works_and_writes_where_the_block_does(s3_server):  # noqa:
     storage.check_writable()
     storage.write("folder/object", b"content")
     assert (
-        block.credentials.get_client("s3").get_object(Bucket="bucket", Key="blocks/aws/folder/object")["Body"].read()
+        block.credentials.get_client("s3")
+        .get_object(Bucket="bucket", Key="blocks/aws/folder/object")["Body"]
+        .read()
         == b"content"
     )
     assert pickle.loads(pickle.dumps(storage)).read("folder/object") == b"content"
@@ -95,7 +113,9 @@ def test_minio_credentials_work(s3_server):  # noqa: F811
         minio_root_password=password,
         aws_client_parameters=AwsClientParameters(endpoint_url=s3_server.endpoint_url),
     )
-    S3Bucket(bucket_name="bucket", bucket_folder="blocks/minio", credentials=credentials).save("minio")
+    S3Bucket(bucket_name="bucket", bucket_folder="blocks/minio", credentials=credentials).save(
+        "minio"
+    )
     storage = resolve_storage("s3-bucket/minio")
     assert storage == s3_server.storage("blocks/minio")
     storage.check_writable()
@@ -119,28 +139,52 @@ def test_client_parameters_are_honoured(s3_server, tmp_path):  # noqa: F811
             "retries": {"max_attempts": 1},
         },
     )
-    _save_s3_bucket("parameters", s3_server, aws_client_parameters=parameters, aws_session_token="token")
+    _save_s3_bucket(
+        "parameters", s3_server, aws_client_parameters=parameters, aws_session_token="token"
+    )
     storage = resolve_storage("s3-bucket/parameters")
     assert isinstance(storage, S3Storage)
-    assert (storage.verify, storage.addressing_style, storage.session_token) == (str(bundle), "virtual", "token")
+    assert (storage.verify, storage.addressing_style, storage.session_token) == (
+        str(bundle),
+        "virtual",
+        "token",
+    )
     assert (storage.connect_timeout_s, storage.read_timeout_s, storage.max_attempts) == (3, 7, 2)
-    unsigned = AwsClientParameters(endpoint_url=s3_server.endpoint_url, verify=False, config={"signature_version": "unsigned"})
+    unsigned = AwsClientParameters(
+        endpoint_url=s3_server.endpoint_url, verify=False, config={"signature_version": "unsigned"}
+    )
     _save_s3_bucket("unsigned", s3_server, aws_client_parameters=unsigned)
     storage = resolve_storage("s3-bucket/unsigned")
     assert storage == S3Storage(
-        "bucket", "folder", endpoint_url=s3_server.endpoint_url, region="us-east-1", anonymous=True, verify=False
+        "bucket",
+        "folder",
+        endpoint_url=s3_server.endpoint_url,
+        region="us-east-1",
+        anonymous=True,
+        verify=False,
     )
 
 
 def test_a_profile_is_named_not_resolved(s3_server):  # noqa: F811
     """A profile's credentials stay on the machines that have it."""
-    _save_s3_bucket("profile", s3_server, aws_access_key_id=None, aws_secret_access_key=None, profile_name="training")
+    _save_s3_bucket(
+        "profile",
+        s3_server,
+        aws_access_key_id=None,
+        aws_secret_access_key=None,
+        profile_name="training",
+    )
     storage = resolve_storage("s3-bucket/profile")
-    assert (storage.profile, storage.access_key_id, storage.secret_access_key) == ("training", None, None)
+    assert (storage.profile, storage.access_key_id, storage.secret_access_key) == (
+        "training",
+        None,
+        None,
+    )
 
 
 def test_blocks_that_cannot_work_say_so(s3_server):  # noqa: F811
-    """A role that would expire, no TLS without an endpoint, a folder that leads elsewhere, half a key."""
+    """A role that would expire, no TLS without an endpoint, a folder that leads elsewhere, half
+    a key."""
     from prefect_aws import AwsClientParameters
 
     _save_s3_bucket("role", s3_server, assume_role_arn="arn:aws:iam::123456789012:role/x")
@@ -150,7 +194,9 @@ def test_blocks_that_cannot_work_say_so(s3_server):  # noqa: F811
     with pytest.raises(InvalidParamsError, match=r"s3-bucket/no-tls asks for no TLS"):
         resolve_storage("s3-bucket/no-tls")
     _save_s3_bucket("outside", s3_server, folder="a/../../b")
-    with pytest.raises(InvalidParamsError, match=r"s3-bucket/outside has a folder that can't be used"):
+    with pytest.raises(
+        InvalidParamsError, match=r"s3-bucket/outside has a folder that can't be used"
+    ):
         resolve_storage("s3-bucket/outside")
     _save_s3_bucket("half", s3_server, aws_access_key_id=None, aws_secret_access_key=SECRET)
     with pytest.raises(InvalidParamsError, match="give both") as caught:
@@ -168,8 +214,12 @@ def test_a_remote_file_system_on_s3_works(s3_server, where):  # noqa: F811
         settings = {"key": key, "secret": secret, "endpoint_url": s3_server.endpoint_url}
     else:
         kwargs = {"endpoint_url": s3_server.endpoint_url, "region_name": "us-east-1"}
-        settings = {"client_kwargs": {**kwargs, "aws_access_key_id": key, "aws_secret_access_key": secret}}
-    RemoteFileSystem(basepath=f"s3://bucket/remote/{where}/", settings=settings).save(where.replace("_", "-"))
+        settings = {
+            "client_kwargs": {**kwargs, "aws_access_key_id": key, "aws_secret_access_key": secret}
+        }
+    RemoteFileSystem(basepath=f"s3://bucket/remote/{where}/", settings=settings).save(
+        where.replace("_", "-")
+    )
     storage = resolve_storage(f"remote-file-system/{where.replace('_', '-')}")
     assert storage.uri == f"s3://bucket/remote/{where}"
     storage.check_writable()
@@ -180,7 +230,10 @@ def test_other_remote_file_systems_are_refused():
     from prefect.filesystems import RemoteFileSystem
 
     RemoteFileSystem(basepath="gcs://bucket/folder", settings={"token": SECRET}).save("google")
-    with pytest.raises(InvalidParamsError, match=r"remote-file-system/google is of the kind gcs://.*use an S3 bucket") as caught:
+    with pytest.raises(
+        InvalidParamsError,
+        match=r"remote-file-system/google is of the kind gcs://.*use an S3 bucket",
+    ) as caught:
         resolve_storage("remote-file-system/google")
     assert SECRET not in str(caught.value)
 
@@ -199,14 +252,24 @@ def test_a_local_file_system_is_a_directory(tmp_path):
 @pytest.mark.parametrize("slug", ["s3-bucket", "remote-file-system", "local-file-system"])
 def test_an_unknown_block_is_named_with_the_way_to_register_it(slug):
     """Never a folder of that name by mistake."""
-    with pytest.raises(InvalidParamsError, match=rf"there is no block {slug}/no-such-block .*register it"):
+    with pytest.raises(
+        InvalidParamsError, match=rf"there is no block {slug}/no-such-block .*register it"
+    ):
         resolve_storage(f"{slug}/no-such-block")
     with pytest.raises(InvalidParamsError, match=rf"there is no block {slug}/No such block "):
         resolve_storage(f"{slug}/No such block")
 
 
 @pytest.mark.parametrize(
-    "path", ["./s3-bucket/name", "s3-bucket/a/b", "s3-bucket", "other/name", "S3-bucket/name", "/s3-bucket/name"]
+    "path",
+    [
+        "./s3-bucket/name",
+        "s3-bucket/a/b",
+        "s3-bucket",
+        "other/name",
+        "S3-bucket/name",
+        "/s3-bucket/name",
+    ],
 )
 def test_everything_else_is_a_path_or_a_uri(path, tmp_path, monkeypatch):
     """Only the three slugs followed by one name are blocks."""

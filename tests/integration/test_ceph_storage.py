@@ -1,4 +1,5 @@
-"""The storage in a bucket of a real Ceph RADOS Gateway, which checks signatures, rights, clocks and certificates."""
+"""The storage in a bucket of a real Ceph RADOS Gateway, which checks signatures, rights, clocks
+and certificates."""
 
 import dataclasses
 from datetime import timedelta
@@ -38,7 +39,10 @@ def test_a_wrong_clock_is_named(ceph_server, monkeypatch):
     now = botocore.auth.get_current_datetime
     monkeypatch.setattr(botocore.auth, "get_current_datetime", lambda: now() - timedelta(hours=1))
     message = error_of(ceph_server.storage().write, "object", b"x")
-    assert "this machine's clock differs too much from the store's: set it, for instance by NTP (RequestTimeTooSkewed" in message
+    assert (
+        "this machine's clock differs too much from the store's: set it, for instance by NTP (RequestTimeTooSkewed"
+        in message
+    )
 
 
 def test_a_certificate_that_is_not_trusted_is_named(ceph_server):
@@ -58,14 +62,17 @@ def test_a_certificate_that_is_not_trusted_is_named(ceph_server):
 
 def test_an_endpoint_with_tls_is_named(ceph_server):
     """http:// to a port that speaks TLS."""
-    storage = ceph_server.storage(endpoint_url=ceph_server.tls_endpoint_url.replace("https://", "http://"), max_attempts=2)
+    storage = ceph_server.storage(
+        endpoint_url=ceph_server.tls_endpoint_url.replace("https://", "http://"), max_attempts=2
+    )
     message = error_of(storage.read, "object")
     assert f"at {storage.endpoint_url}: " in message
     assert "https:// " in message
 
 
 def test_a_store_that_is_full_is_given_up(tmp_path_factory):
-    """Ceph lets writes wait for ever when its disks are full, and says nothing: the error comes in bounded time; reads go on."""
+    """Ceph lets writes wait for ever when its disks are full, and says nothing: the error comes
+    in bounded time; reads go on."""
     with run_ceph(tmp_path_factory.mktemp("ceph"), room_bytes=32 * 2**20) as server:
         storage = dataclasses.replace(server.storage(), read_timeout_s=2.0, max_attempts=2)
         storage.write("object", b"old")
@@ -79,7 +86,8 @@ def test_a_store_that_is_full_is_given_up(tmp_path_factory):
 
 
 def test_many_processes_race(ceph_server):
-    """Of sixteen that write one key at once exactly one is told that it won, and its content is there, whole."""
+    """Of sixteen that write one key at once exactly one is told that it won, and its content is
+    there, whole."""
     storage = ceph_server.storage()
     barrier = FORK.Barrier(NUM_RACERS)
     contents = [bytes([racer]) * 50_000 for racer in range(NUM_RACERS)]

@@ -1,4 +1,5 @@
-"""Every object of a checkpoint, damaged in every way, in a directory and a bucket: the one before it is taken, or none."""
+"""Every object of a checkpoint, damaged in every way, in a directory and a bucket: the one
+before it is taken, or none."""
 
 import logging
 from collections.abc import Callable
@@ -39,19 +40,22 @@ DAMAGES: dict[str, Callable[[bytes], bytes | None]] = {
 
 
 def train(storage: Storage, num_steps: int) -> tuple[str, int | None]:
-    """Train; return the weights' digest and the step that it went on from."""
-    with RankContext.local(storage=storage, run_id="run", checkpoint=POLICY) as rank:
+    """Train; return the weights' digest and the step that it resumed from."""
+    with RankContext.local(storage=storage, run_id="run", checkpoint=POLICY) as ctx:
         model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Dropout(0.4)).double()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-        rank.track(model=model, optimizer=optimizer)
-        loader = rank.loader(torch.utils.data.TensorDataset(torch.ones(1, 3, dtype=torch.float64)), global_batch_size=1)
-        for (batch,) in rank.steps(loader, epochs=num_steps):
-            rank._parts.made_tracker._checkpointer.wait()
+        ctx.track(model=model, optimizer=optimizer)
+        loader = ctx.loader(
+            torch.utils.data.TensorDataset(torch.ones(1, 3, dtype=torch.float64)),
+            global_batch_size=1,
+        )
+        for (batch,) in ctx.steps(loader, epochs=num_steps):
+            ctx._parts.made_tracker._checkpointer.wait()
             loss = model(batch).square().mean()
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-    return sha256_of_weights(model), rank.outcome()["resumed_from_step"]
+    return sha256_of_weights(model), ctx.outcome()["resumed_from_step"]
 
 
 def copy(source: Storage, target: Storage) -> Storage:
@@ -79,7 +83,9 @@ def damage_in_the_store(storage: S3Storage, key: str) -> None:
 
 def objects_of(storage: Storage, step: int) -> list[str]:
     """Name a checkpoint's objects, the manifest too."""
-    return [item.key for item in read_manifest(storage, "run", step, 1).objects] + [manifest_key("run", step, 1)]
+    return [item.key for item in read_manifest(storage, "run", step, 1).objects] + [
+        manifest_key("run", step, 1)
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -87,16 +93,26 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Storage, str]:
     """Train three steps, a checkpoint each; and say what four make of the weights."""
     storage = DirectoryStorage(tmp_path_factory.mktemp("trained"))
     train(storage, NUM_STEPS)
-    return storage, train(copy(storage, DirectoryStorage(tmp_path_factory.mktemp("whole"))), NUM_STEPS + 1)[0]
+    return storage, train(
+        copy(storage, DirectoryStorage(tmp_path_factory.mktemp("whole"))), NUM_STEPS + 1
+    )[0]
 
 
 def check_each_object(
-    trained: tuple[Storage, str], make: Callable[[str], Storage], how: str, caplog: pytest.LogCaptureFixture
+    trained: tuple[Storage, str],
+    make: Callable[[str], Storage],
+    how: str,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Damage one object of the newest checkpoint after the other."""
     original, expected = trained
     keys = objects_of(original, NUM_STEPS)
-    assert [key.rsplit("/", 1)[1] for key in keys] == ["model.pt", "optimizer.pt", "rank-00000.pt", "manifest.json"]
+    assert [key.rsplit("/", 1)[1] for key in keys] == [
+        "model.pt",
+        "optimizer.pt",
+        "rank-00000.pt",
+        "manifest.json",
+    ]
     for key in keys:
         storage = copy(original, make(key.rsplit("/", 1)[1]))
         damage(storage, key, how)
@@ -105,16 +121,26 @@ def check_each_object(
             assert train(storage, NUM_STEPS + 1) == (expected, NUM_STEPS - 1)
         warned = [record.getMessage() for record in caplog.records if key in record.getMessage()]
         # A checkpoint without a manifest is none, as after a kill in the midst of a save.
-        assert bool(warned) == (how != "missing" or not key.endswith("manifest.json")), (key, how, caplog.text)
+        assert bool(warned) == (how != "missing" or not key.endswith("manifest.json")), (
+            key,
+            how,
+            caplog.text,
+        )
         manifests = list_manifests(storage, "run")
-        assert [(manifest.step, manifest.attempt) for manifest in manifests] == [(1, 1), (2, 1), (3, 2), (4, 2)]
+        assert [(manifest.step, manifest.attempt) for manifest in manifests] == [
+            (1, 1),
+            (2, 1),
+            (3, 2),
+            (4, 2),
+        ]
 
 
 @pytest.mark.parametrize("how", DAMAGES)
 def test_each_object_in_a_directory(
     trained: tuple[Storage, str], tmp_path: Path, how: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The one before is taken, a warning names the object, the weights are right, and the damaged one is replaced."""
+    """The one before is taken, a warning names the object, the weights are right, and the
+    damaged one is replaced."""
     check_each_object(trained, lambda name: DirectoryStorage(tmp_path / name), how, caplog)
 
 
@@ -131,29 +157,43 @@ def test_each_object_in_a_bucket(
 
 @pytest.mark.parametrize("which", ["model.pt", "manifest.json"])
 def test_what_the_store_itself_damaged_is_left_out(
-    trained: tuple[Storage, str], ceph_server: S3Server, which: str, caplog: pytest.LogCaptureFixture
+    trained: tuple[Storage, str],
+    ceph_server: S3Server,
+    which: str,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Content that isn't that of the digest beside it is a damaged checkpoint, not a storage that fails."""
+    """Content that isn't that of the digest beside it is a damaged checkpoint, not a storage
+    that fails."""
     original, expected = trained
     storage = ceph_server.storage(max_attempts=1)
     copy(original, storage)
     (key,) = [key for key in objects_of(original, NUM_STEPS) if key.endswith(which)]
     damage_in_the_store(storage, key)
     assert train(storage, NUM_STEPS + 1) == (expected, NUM_STEPS - 1)
-    assert any(key in record.getMessage() and "sha256" in record.getMessage() for record in caplog.records)
+    assert any(
+        key in record.getMessage() and "sha256" in record.getMessage() for record in caplog.records
+    )
 
 
 @pytest.mark.parametrize("which", ["model.pt", "manifest.json"])
 def test_a_run_whose_checkpoints_are_all_damaged_doesnt_begin_anew(
     trained: tuple[Storage, str], tmp_path: Path, which: str
 ) -> None:
-    """An error that names each of them, nothing is deleted; when a person has deleted them, the run begins anew."""
+    """An error that names each of them, nothing is deleted; when a person has deleted them, the
+    run begins anew."""
     storage = copy(trained[0], DirectoryStorage(tmp_path))
-    keys = [key for step in range(1, NUM_STEPS + 1) for key in objects_of(storage, step) if key.endswith(which)]
+    keys = [
+        key
+        for step in range(1, NUM_STEPS + 1)
+        for key in objects_of(storage, step)
+        if key.endswith(which)
+    ]
     for key in keys:
         damage(storage, key, "a bit flipped")
     before = [found.key for found in storage.list(checkpoints_prefix("run"))]
-    with pytest.raises(CheckpointError, match=r"has checkpoints in .*, and none of them can be restored") as caught:
+    with pytest.raises(
+        CheckpointError, match=r"has checkpoints in .*, and none of them can be restored"
+    ) as caught:
         train(storage, NUM_STEPS)
     assert all(key in str(caught.value) for key in keys)
     assert [found.key for found in storage.list(checkpoints_prefix("run"))] == before
@@ -162,7 +202,9 @@ def test_a_run_whose_checkpoints_are_all_damaged_doesnt_begin_anew(
     assert train(storage, NUM_STEPS)[1] is None
 
 
-def test_no_flipped_bit_of_a_manifest_goes_unnoticed(trained: tuple[Storage, str], tmp_path: Path) -> None:
+def test_no_flipped_bit_of_a_manifest_goes_unnoticed(
+    trained: tuple[Storage, str], tmp_path: Path
+) -> None:
     """Each bit of each byte: it is damaged, or it says the very same."""
     key = manifest_key("run", NUM_STEPS, 1)
     data = trained[0].read(key)

@@ -1,4 +1,5 @@
-"""Trainings whose way to S3 is bad, on Ceph and moto: they end as on a good one, or with a clear error; never silently wrong."""
+"""Trainings whose way to S3 is bad, on Ceph and moto: they end as on a good one, or with a
+clear error; never silently wrong."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -36,11 +37,15 @@ def server(request: pytest.FixtureRequest, s3_server: S3Server, ceph_server: S3S
     return {"moto": s3_server, "ceph": ceph_server}[request.param]
 
 
-def train(client: Client, storage: Storage, attempt: int, *, fails: bool = False, is_big: bool = False) -> list[dict[str, Any]]:
+def train(
+    client: Client, storage: Storage, attempt: int, *, fails: bool = False, is_big: bool = False
+) -> list[dict[str, Any]]:
     """Train on two ranks of real Dask workers, from the newest checkpoint on."""
     config = RankConfig("run", attempt, "task", storage, checkpoint=EVERY_OTHER_STEP)
     arguments = (config, networked.train, (fails, is_big))
-    return run_gang(client, "prefect_torch_ddp.rank.workload:run_with_context", args=arguments, world_size=2)
+    return run_gang(
+        client, "prefect_torch_ddp.rank.workload:run_with_context", args=arguments, world_size=2
+    )
 
 
 def train_and_fail(client: Client, storage: Storage) -> None:
@@ -51,15 +56,20 @@ def train_and_fail(client: Client, storage: Storage) -> None:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(dask_cluster: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[dict[str, Any]]]:
+def undisturbed(
+    dask_cluster: Any, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[list[dict[str, Any]]]:
     """What the training gives when nothing happens."""
     with Client(dask_cluster) as client:
         client.wait_for_workers(2, timeout=30)
         yield train(client, DirectoryStorage(tmp_path_factory.mktemp("undisturbed")), 1)
 
 
-def check_that_all_is_right(storage: S3Storage, values: list[dict[str, Any]], undisturbed: list[dict[str, Any]]) -> None:
-    """The weights are those of an undisturbed run; each record, checkpoint and file is there, once and whole."""
+def check_that_all_is_right(
+    storage: S3Storage, values: list[dict[str, Any]], undisturbed: list[dict[str, Any]]
+) -> None:
+    """The weights are those of an undisturbed run; each record, checkpoint and file is there,
+    once and whole."""
     assert [value["sha256"] for value in values] == [value["sha256"] for value in undisturbed]
     records = read_records(storage, "run")
     assert Counter((record.rank, record.step) for record in records) == {
@@ -70,10 +80,16 @@ def check_that_all_is_right(storage: S3Storage, values: list[dict[str, Any]], un
     for manifest in manifests:
         read_states(storage, manifest, manifest.objects)  # compares the digests
     kept = {item.key for manifest in manifests for item in manifest.objects}
-    there = {found.key for found in storage.list(checkpoints_prefix("run")) if not found.key.endswith("manifest.json")}
+    there = {
+        found.key
+        for found in storage.list(checkpoints_prefix("run"))
+        if not found.key.endswith("manifest.json")
+    }
     assert there == kept
     assert read_result(storage, "run", "note.txt") == networked.NOTE
-    assert "Uploads" not in client_of(storage).list_multipart_uploads(Bucket=storage.bucket, Prefix=storage.prefix)
+    assert "Uploads" not in client_of(storage).list_multipart_uploads(
+        Bucket=storage.bucket, Prefix=storage.prefix
+    )
 
 
 CASES = {
@@ -89,7 +105,8 @@ CASES = {
 def test_a_training_on_a_bad_network_ends_right(
     dask_client: Client, server: S3Server, undisturbed: list[dict[str, Any]], kinds: tuple[str, ...]
 ) -> None:
-    """A sixth of all answers is hit, in the first attempt and in the one that resumes; what is left is as on a good network."""
+    """A sixth of all answers is hit, in the first attempt and in the one that resumes; what is
+    left is as on a good network."""
     with FaultyWire(server.endpoint_url, kinds, rate=1 / 6, seed=1) as wire:
         storage = server.storage(endpoint_url=wire.endpoint_url, read_timeout_s=2.0, max_attempts=8)
         train_and_fail(dask_client, storage)
@@ -99,11 +116,16 @@ def test_a_training_on_a_bad_network_ends_right(
     check_that_all_is_right(replace(storage, endpoint_url=server.endpoint_url), values, undisturbed)
 
 
-def test_big_checkpoints_on_a_bad_network_are_whole(dask_client: Client, ceph_server: S3Server) -> None:
-    """Uploads in parts, with every kind of fault but one that no retry mends: all is right, and no part is left over."""
+def test_big_checkpoints_on_a_bad_network_are_whole(
+    dask_client: Client, ceph_server: S3Server
+) -> None:
+    """Uploads in parts, with every kind of fault but one that no retry mends: all is right, and
+    no part is left over."""
     kinds = tuple(FAULTS.keys() - {"wrong ETag"})
     with FaultyWire(ceph_server.endpoint_url, sorted(kinds), rate=1 / 10, seed=5) as wire:
-        storage = ceph_server.storage(endpoint_url=wire.endpoint_url, read_timeout_s=5.0, max_attempts=8)
+        storage = ceph_server.storage(
+            endpoint_url=wire.endpoint_url, read_timeout_s=5.0, max_attempts=8
+        )
         values = train(dask_client, storage, 1, is_big=True)
     assert wire.count("POST") >= 4, "nothing was uploaded in parts"
     direct = replace(storage, endpoint_url=ceph_server.endpoint_url)
@@ -112,15 +134,23 @@ def test_big_checkpoints_on_a_bad_network_are_whole(dask_client: Client, ceph_se
     for manifest in manifests:
         read_states(direct, manifest, manifest.objects)
     assert len({value["sha256"] for value in values}) == 1
-    # One whose answer was lost may have begun, and is found by nobody but a sweep: it has no part, so it takes no room.
+    # One whose answer was lost may have begun, and is found by nobody but a sweep: it has no
+    # part, so it takes no room.
     where = {"Bucket": direct.bucket}
-    for begun in client_of(direct).list_multipart_uploads(**where, Prefix=direct.prefix).get("Uploads", ()):
-        assert "Parts" not in client_of(direct).list_parts(**where, Key=begun["Key"], UploadId=begun["UploadId"])
+    for begun in (
+        client_of(direct).list_multipart_uploads(**where, Prefix=direct.prefix).get("Uploads", ())
+    ):
+        assert "Parts" not in client_of(direct).list_parts(
+            **where, Key=begun["Key"], UploadId=begun["UploadId"]
+        )
 
 
 @pytest.mark.parametrize("kind", ["truncated", "503", "reset"])
-def test_a_network_that_only_fails_ends_in_a_clear_error(dask_client: Client, ceph_server: S3Server, kind: str) -> None:
-    """A resume that can't read its checkpoint doesn't begin anew, and doesn't fall back: it says what can't be read and why."""
+def test_a_network_that_only_fails_ends_in_a_clear_error(
+    dask_client: Client, ceph_server: S3Server, kind: str
+) -> None:
+    """A resume that can't read its checkpoint doesn't begin anew, and doesn't fall back: it
+    says what can't be read and why."""
     storage = ceph_server.storage()
     train_and_fail(dask_client, storage)
     with FaultyWire(ceph_server.endpoint_url, (kind,), rate=1.0, seed=1) as wire:

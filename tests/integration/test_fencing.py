@@ -1,4 +1,5 @@
-"""Two attempts of one training at a time, in processes of their own: the older one loses every time, however late it is."""
+"""Two attempts of one training at a time, in processes of their own: the older one loses every
+time, however late it is."""
 
 import random
 from pathlib import Path
@@ -51,10 +52,18 @@ def check_history(storage: Storage, num_steps: int = NUM_STEPS) -> None:
         ("delete", "step-00000002/000001/manifest.json"),
         ("delete", "step-00000002/000001/model.pt"),
     ],
-    ids=["in the midst of a save", "right before the commit", "between commit and retention", "in the midst of retention"],
+    ids=[
+        "in the midst of a save",
+        "right before the commit",
+        "between commit and retention",
+        "in the midst of retention",
+    ],
 )
-def test_an_attempt_that_was_held_up_changes_nothing(tmp_path: Path, request_: str, text: str) -> None:
-    """Attempt 1 stands still at a request; attempt 2 trains to the end; attempt 1 goes on, and is refused everything."""
+def test_an_attempt_that_was_held_up_changes_nothing(
+    tmp_path: Path, request_: str, text: str
+) -> None:
+    """Attempt 1 stands still at a request; attempt 2 trains to the end; attempt 1 goes on, and
+    is refused everything."""
     storage = DirectoryStorage(tmp_path / "store")
     with attempt(PausingStorage(tmp_path / "store", request_, text), WHOLE) as old:
         old.wait_until_stopped()
@@ -62,44 +71,65 @@ def test_an_attempt_that_was_held_up_changes_nothing(tmp_path: Path, request_: s
         assert kind == "done"
         assert steps_of(storage) == [(11, 2), (12, 2)]
         old.go_on()
-        assert old.outcome() == ("superseded", "attempt 1 of run run has been superseded by attempt 2: it ends here")
+        assert old.outcome() == (
+            "superseded",
+            "attempt 1 of run run has been superseded by attempt 2: it ends here",
+        )
     assert digest == undisturbed(tmp_path / "undisturbed")
     assert steps_of(storage) == [(11, 2), (12, 2)]
     assert read_result(storage, "run", "newest.txt") == b"attempt 2"
     check_history(storage)
 
 
-@pytest.mark.parametrize("new", [Course(NUM_STEPS, every_steps=100, die_at=6), Course(NUM_STEPS, every_steps=5, die_at=6)])
+@pytest.mark.parametrize(
+    "new",
+    [Course(NUM_STEPS, every_steps=100, die_at=6), Course(NUM_STEPS, every_steps=5, die_at=6)],
+)
 def test_a_commit_that_comes_too_late_is_void(tmp_path: Path, new: Course) -> None:
-    """It lands where attempt 2, which began behind it, has no checkpoint; attempt 3 doesn't go on from it, no step is lost."""
+    """It lands where attempt 2, which began behind it, has no checkpoint; attempt 3 doesn't
+    resume from it, no step is lost."""
     storage = DirectoryStorage(tmp_path / "store")
-    held_up = PausingStorage(tmp_path / "store", "write_if_absent", "step-00000004/000001/manifest.json")
+    held_up = PausingStorage(
+        tmp_path / "store", "write_if_absent", "step-00000004/000001/manifest.json"
+    )
     with attempt(held_up, WHOLE) as old:
         old.wait_until_stopped()
         assert run_to_its_end(storage, new) is None, "it died"
         before = steps_of(storage)
         old.go_on()
         assert old.outcome()[0] == "superseded"
-    assert any((manifest.step, manifest.attempt) == (4, 1) for manifest in all_manifests(storage, "run")), "it did commit"
+    assert any(
+        (manifest.step, manifest.attempt) == (4, 1) for manifest in all_manifests(storage, "run")
+    ), "it did commit"
     assert steps_of(storage) == before
     kind, digest = run_to_its_end(storage, WHOLE)
     assert (kind, digest) == ("done", undisturbed(tmp_path / "undisturbed"))
     assert steps_of(storage) == [(11, 3), (12, 3)]
     assert len(all_manifests(storage, "run")) == 2
-    owners = {found.key.split("/")[4] for found in storage.list(checkpoints_prefix("run")) if found.key.endswith(".pt")}
+    owners = {
+        found.key.split("/")[4]
+        for found in storage.list(checkpoints_prefix("run"))
+        if found.key.endswith(".pt")
+    }
     assert owners == {"000003"}, "what the older ones had written is swept"
     check_history(storage)
 
 
 def test_a_file_that_comes_too_late_replaces_none(tmp_path: Path) -> None:
-    """Held up within rank.save, right before the write: it lands under its own attempt, and the newer one's is what is read."""
+    """Held up within ctx.save, right before the write: it lands under its own attempt, and the
+    newer one's is what is read."""
     storage = DirectoryStorage(tmp_path / "store")
-    with attempt(PausingStorage(tmp_path / "store", "write", "results/000001/newest.txt"), WHOLE) as old:
+    with attempt(
+        PausingStorage(tmp_path / "store", "write", "results/000001/newest.txt"), WHOLE
+    ) as old:
         old.wait_until_stopped()
         assert run_to_its_end(storage, Course(NUM_STEPS, die_at=6)) is None, "it died"
         before = steps_of(storage)
         old.go_on()
-        assert old.outcome() == ("superseded", "attempt 1 of run run has been superseded by attempt 2: it ends here")
+        assert old.outcome() == (
+            "superseded",
+            "attempt 1 of run run has been superseded by attempt 2: it ends here",
+        )
     assert storage.read("runs/run/results/000001/newest.txt") == b"attempt 1", "it did land"
     assert read_result(storage, "run", "newest.txt") == b"attempt 2"
     assert steps_of(storage) == before
@@ -109,10 +139,13 @@ def test_a_file_that_comes_too_late_replaces_none(tmp_path: Path) -> None:
 
 
 def race(storage: Storage, begin_at: int, expected: str) -> None:
-    """Have attempt 2 begin once attempt 1 has made so many steps, and attempt 3 at once after it; all as fast as they can."""
+    """Have attempt 2 begin once attempt 1 has made so many steps, and attempt 3 at once after
+    it; all as fast as they can."""
     course = Course(NUM_STEPS, wait_at=10)
     with attempt(storage, course, begins=False) as new, attempt(storage, course) as old:
-        wait_until(lambda: any(manifest.step >= begin_at for manifest in list_manifests(storage, "run")))
+        wait_until(
+            lambda: any(manifest.step >= begin_at for manifest in list_manifests(storage, "run"))
+        )
         new.begin()
         assert old.outcome()[0] == "superseded"
         with attempt(storage, WHOLE, begins=False) as newest:
@@ -126,21 +159,33 @@ def race(storage: Storage, begin_at: int, expected: str) -> None:
 
 
 def test_an_older_attempts_results_are_not_published(tmp_path: Path) -> None:
-    """The task publish ends before it shows anything, when a newer attempt has begun since the training ended."""
+    """The task publish ends before it shows anything, when a newer attempt has begun since the
+    training ended."""
     from prefect_torch_ddp import Report, TrainParams
-    from prefect_torch_ddp.results import CheckpointRef, DatasetReport, TrainingReport
+    from prefect_torch_ddp.results import CheckpointRef, DatasetReport, TrainingSummary
     from prefect_torch_ddp.tasks.publish import publish
 
     storage = DirectoryStorage(tmp_path)
     for _ in range(2):
         claim_attempt(storage, "run")
-    training = TrainingReport(
-        run_id="run", attempt=1, world_size=1, num_steps=1, num_epochs=1, duration_s=1.0, value={}, last_checkpoint=None
+    training = TrainingSummary(
+        run_id="run",
+        attempt=1,
+        world_size=1,
+        num_steps=1,
+        num_epochs=1,
+        duration_s=1.0,
+        value={},
+        last_checkpoint=None,
     )
     dataset = DatasetReport(dataset_id="d", uri="u", num_files=1, num_bytes=1, digest="00")
     checkpoint = CheckpointRef(step=1, attempt=1, uri="u")
-    with pytest.raises(SupersededError, match="attempt 1 of run run has been superseded by attempt 2"):
-        publish.fn(TrainParams(), storage, dataset, training, Report(num_samples=1), checkpoint, "u")
+    with pytest.raises(
+        SupersededError, match="attempt 1 of run run has been superseded by attempt 2"
+    ):
+        publish.fn(
+            TrainParams(), storage, dataset, training, Report(num_samples=1), checkpoint, "u"
+        )
 
 
 def test_of_attempts_that_race_the_older_loses(tmp_path: Path) -> None:
@@ -151,7 +196,9 @@ def test_of_attempts_that_race_the_older_loses(tmp_path: Path) -> None:
         race(DirectoryStorage(tmp_path / str(number)), draw.randrange(1, 9), expected)
 
 
-def test_of_attempts_that_race_on_s3_the_older_loses(open_s3_server: S3Server, tmp_path: Path) -> None:  # noqa: F811
+def test_of_attempts_that_race_on_s3_the_older_loses(
+    open_s3_server: S3Server, tmp_path: Path
+) -> None:
     """The same on a real S3 server."""
     expected = undisturbed(tmp_path / "undisturbed")
     for begin_at in (2, 7):

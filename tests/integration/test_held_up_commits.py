@@ -1,4 +1,5 @@
-"""An attempt is held up at each of its requests in turn, while a newer one begins and commits the same steps."""
+"""An attempt is held up at each of its requests in turn, while a newer one begins and commits
+the same steps."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -8,11 +9,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from prefect_torch_ddp.checkpoint.attempts import FROM_NOTHING, SupersededError, claim_attempt, record_beginning
+from prefect_torch_ddp.checkpoint.attempts import (
+    FROM_NOTHING,
+    SupersededError,
+    claim_attempt,
+    record_resume,
+)
 from prefect_torch_ddp.checkpoint.commit import Committer, Retention
 from prefect_torch_ddp.checkpoint.keys import checkpoints_prefix, manifest_key, object_key
 from prefect_torch_ddp.checkpoint.manifest import Manifest, ManifestObject, list_manifests
-from prefect_torch_ddp.checkpoint.rank_store import LonelyMeeting
+from prefect_torch_ddp.checkpoint.rank_store import LocalStore
 from prefect_torch_ddp.checkpoint.reading import digest_of, read_states
 from prefect_torch_ddp.checkpoint.restore import Restorer, find_resumable
 from prefect_torch_ddp.checkpoint.serial import to_bytes
@@ -32,9 +38,12 @@ KEEP_ALL = Retention(keep_last=99)
 
 
 class HeldUpStorage(ForwardingStorage):
-    """A storage whose client is held up right before the nth request of those that count, while something else happens."""
+    """A storage whose client is held up right before the nth request of those that count, while
+    something else happens."""
 
-    def __init__(self, inner: Storage, nth: int, meanwhile: Callable[[], None], counts: re.Pattern[str]) -> None:
+    def __init__(
+        self, inner: Storage, nth: int, meanwhile: Callable[[], None], counts: re.Pattern[str]
+    ) -> None:
         super().__init__(inner)
         self._num_to_come = nth
         self._meanwhile = meanwhile
@@ -77,7 +86,7 @@ def go_on(storage: Storage, attempt: int, until: int, retention: Retention) -> i
     """Resume as an attempt and commit a checkpoint of each step; return the first one."""
     found = find_resumable(storage, "run")
     begun = FROM_NOTHING if found is None else found[0].step
-    record_beginning(storage, "run", attempt, begun, 0 if found is None else found[0].attempt)
+    record_resume(storage, "run", attempt, begun, 0 if found is None else found[0].attempt)
     committer = Committer(storage, "run", attempt, retention)
     first = max(begun, 0) + 1
     for step in range(first, until + 1):
@@ -85,12 +94,15 @@ def go_on(storage: Storage, attempt: int, until: int, retention: Retention) -> i
         key = object_key("run", step, attempt, "model")
         storage.write(key, data)
         item = ManifestObject(name="model", key=key, num_bytes=len(data), digest=digest_of(data))
-        committer.commit(Manifest("run", step, attempt, epoch=1, position={}, world_size=1, objects=(item,)))
+        committer.commit(
+            Manifest("run", step, attempt, epoch=1, position={}, world_size=1, objects=(item,))
+        )
     return first
 
 
 def damage_newest(storage: Storage) -> None:
-    """Damage the newest checkpoint: who resumes takes the one before it, and makes its step again."""
+    """Damage the newest checkpoint: who resumes takes the one before it, and makes its step
+    again."""
     storage.write(list_manifests(storage, "run")[-1].objects[0].key, b"damaged")
 
 
@@ -100,8 +112,11 @@ def delete_all(storage: Storage) -> None:
         storage.delete(found.key)
 
 
-def check_held_up(storage: Storage, nth: int, before: Callable[[Storage], None], counts: re.Pattern[str]) -> str:
-    """Hold attempt 2 up at its nth request; attempt 3's checkpoints stay, and the next resume finds them. Return the request."""
+def check_held_up(
+    storage: Storage, nth: int, before: Callable[[Storage], None], counts: re.Pattern[str]
+) -> str:
+    """Hold attempt 2 up at its nth request; attempt 3's checkpoints stay, and the next resume
+    finds them. Return the request."""
     go_on(storage, claim_attempt(storage, "run"), 3, KEEP_ALL)
     damage_newest(storage)  # so attempt 2 makes step 3 again, where attempt 1 left a manifest
     first = 0
@@ -126,11 +141,16 @@ def check_held_up(storage: Storage, nth: int, before: Callable[[Storage], None],
                 read_states(storage, manifest, manifest.objects)
         found = find_resumable(storage, "run")
         assert found is not None, held_up.held_up_at
-        assert {name: int(value) for name, value in found[1]["model"].state.items()} == {"step": LAST, "attempt": 3}
+        assert {name: int(value) for name, value in found[1]["model"].state.items()} == {
+            "step": LAST,
+            "attempt": 3,
+        }
         go_on(storage, claim_attempt(storage, "run"), LAST + 1, KEEP_TWO)
         kept = [(LAST, 3), (LAST + 1, 4)]
         there = {found.key for found in storage.list(checkpoints_prefix("run"))}
-        expected = {object_key("run", *owner, "model") for owner in kept} | {manifest_key("run", *owner) for owner in kept}
+        expected = {object_key("run", *owner, "model") for owner in kept} | {
+            manifest_key("run", *owner) for owner in kept
+        }
         assert there == expected, held_up.held_up_at
     return held_up.held_up_at
 
@@ -142,7 +162,8 @@ MEANWHILE = {"resumes": lambda _: None, "falls back": damage_newest, "begins ane
 
 @pytest.mark.parametrize("how", MEANWHILE)
 def test_at_each_request_on_a_directory(tmp_path: Path, how: str) -> None:
-    """Whether it asks or changes something: the newer attempt's checkpoints are untouched, whole, and found."""
+    """Whether it asks or changes something: the newer attempt's checkpoints are untouched,
+    whole, and found."""
     held_up_at, nth = [], 1
     while request := check_held_up(DirectoryStorage(tmp_path / str(nth)), nth, MEANWHILE[how], ANY):
         held_up_at.append(request)
@@ -167,8 +188,11 @@ def test_at_each_change_of_a_manifest_on_s3(open_s3_server: S3Server, how: str) 
 
 
 @pytest.mark.parametrize("retention", [Retention(keep_last=1), KEEP_ALL])
-def test_an_attempt_that_is_held_up_while_it_resumes_ends(tmp_path: Path, retention: Retention) -> None:
-    """Before its first step, at whichever request; it doesn't tell anybody to delete the checkpoints that the newer one made."""
+def test_an_attempt_that_is_held_up_while_it_resumes_ends(
+    tmp_path: Path, retention: Retention
+) -> None:
+    """Before its first step, at whichever request; it doesn't tell anybody to delete the
+    checkpoints that the newer one made."""
     held_up_at, nth = [], 1
     while True:
         storage = DirectoryStorage(tmp_path / str(nth))
@@ -179,12 +203,12 @@ def test_an_attempt_that_is_held_up_while_it_resumes_ends(tmp_path: Path, retent
             go_on(storage, claim_attempt(storage, "run"), LAST, retention)
 
         held_up = HeldUpStorage(storage, nth, take_over, ANY)
-        meeting = LonelyMeeting()
+        rank_store = LocalStore()
         with suppress(SupersededError):
-            Restorer.choosing(Source(held_up, "run"), attempt, None, meeting)
+            Restorer.choosing(Source(held_up, "run"), attempt, None, rank_store)
         if not held_up.held_up_at:
             break
-        assert meeting.hear("resume") is None, held_up.held_up_at
+        assert rank_store.get("resume") is None, held_up.held_up_at
         found = find_resumable(storage, "run")
         assert found is not None, held_up.held_up_at
         assert (found[0].step, found[0].attempt) == (LAST, 3), held_up.held_up_at

@@ -1,4 +1,5 @@
-"""S3ImageFolder on a real server: torchvision's ImageFolder in meaning and order, whatever lies beside the images."""
+"""S3ImageFolder on a real server: torchvision's ImageFolder in meaning and order, whatever lies
+beside the images."""
 
 import logging
 import pickle
@@ -14,7 +15,13 @@ from PIL import Image
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Subset
 from torchvision.datasets import ImageFolder
 
-from prefect_torch_ddp import CorruptImageError, InvalidParamsError, NoImagesError, ObjectChangedError, ObjectNotFoundError
+from prefect_torch_ddp import (
+    CorruptImageError,
+    InvalidParamsError,
+    NoImagesError,
+    ObjectChangedError,
+    ObjectNotFoundError,
+)
 from prefect_torch_ddp.data import LookAhead, S3ImageFolder, image_folder, write_index
 from prefect_torch_ddp.data.loader import RankLoader
 from prefect_torch_ddp.errors import StorageError
@@ -49,7 +56,8 @@ def to_tensor(image):
 
 
 def fill(storage, num=NUM):
-    """Write images of three classes, of which each has its own colours, and what else lies in such buckets."""
+    """Write images of three classes, of which each has its own colours, and what else lies in
+    such buckets."""
     for i in range(num):
         folder = ("cat", "cat-x", "dog/deep")[i % 3]
         storage.write(f"{folder}/{i:03}.png", png(i))
@@ -88,7 +96,11 @@ def test_it_is_torchvisions_image_folder(filled, tmp_path):
     assert ours.classes == theirs.classes == ["cat", "cat-x", "dog"]
     assert ours.class_to_idx == theirs.class_to_idx
     assert ours.targets == theirs.targets
-    assert ours.samples == ours.imgs == [(path.replace(str(tmp_path), filled.uri), t) for path, t in theirs.samples]
+    assert (
+        ours.samples
+        == ours.imgs
+        == [(path.replace(str(tmp_path), filled.uri), t) for path, t in theirs.samples]
+    )
     assert len(ours) == len(theirs) == NUM
     for (image, target), (their_image, their_target) in zip(ours, theirs, strict=True):
         assert target == their_target
@@ -102,23 +114,32 @@ def test_it_is_torchvisions_image_folder(filled, tmp_path):
 
 def test_transforms_are_applied_and_any_loader_decodes(filled):
     """As in torchvision; the loader gets an open file."""
-    dataset = S3ImageFolder(filled, colour_of, str, loader=lambda file: Image.open(file).rotate(180))
+    dataset = S3ImageFolder(
+        filled, colour_of, str, loader=lambda file: Image.open(file).rotate(180)
+    )
     assert [dataset[i] for i in range(8)] == [(3 * i, "0") for i in range(8)]
 
 
 def test_markers_many_objects_and_a_neighbour_of_the_same_beginning(s3_server):  # noqa: F811
-    """1,100 objects take two pages; `train2` isn't `train`; folder markers are neither class nor image of their own."""
+    """1,100 objects take two pages; `train2` isn't `train`; folder markers are neither class
+    nor image of their own."""
     storage = s3_server.storage()
     client, data = client_of(storage), png(5)
     names = [f"train/c{i % 2}/{i:05}.png" for i in range(1100)]
     names += ["train2/c9/0.png", "train/c0/", "train/", "train.png"]
     for name in names:
-        client.put_object(Bucket=storage.bucket, Key=storage.name_of(name), Body=b"" if name.endswith("/") else data)
+        client.put_object(
+            Bucket=storage.bucket,
+            Key=storage.name_of(name),
+            Body=b"" if name.endswith("/") else data,
+        )
     dataset = S3ImageFolder("train", storage=storage)
     assert dataset.classes == ["c0", "c1"]
     assert len(dataset) == 1100
     assert S3ImageFolder(f"{storage.uri}/train", storage=storage).samples == dataset.samples
-    with pytest.raises(NoImagesError, match=rf"any class folder in {storage.uri}/train3: there is nothing"):
+    with pytest.raises(
+        NoImagesError, match=rf"any class folder in {storage.uri}/train3: there is nothing"
+    ):
         S3ImageFolder("train3", storage=storage)
 
 
@@ -154,7 +175,8 @@ def test_a_uri_finds_its_credentials_as_awss_tools_do(filled, s3_server, monkeyp
 
 
 def test_image_folder_takes_torchvisions_own_for_a_path(filled, tmp_path):
-    """A str, a Path, a storage, a folder in it; S3 gives ours; to skip, a folder is read by ours too."""
+    """A str, a Path, a storage, a folder in it; S3 gives ours; to skip, a folder is read by
+    ours too."""
     theirs = as_local(filled, tmp_path / "images")
     for place, options in [
         (str(tmp_path / "images"), {}),
@@ -205,35 +227,51 @@ def test_an_index_takes_the_place_of_the_listing(over_wire, tmp_path):
 
 
 def run_fresh(function, *arguments):
-    """Call a function in a new Python: what is forked from one that ran a Prefect flow can't end well, whatever it does."""
+    """Call a function in a new Python: what is forked from one that ran a Prefect flow can't
+    end well, whatever it does."""
     code = "import pickle, sys; f, a = pickle.load(sys.stdin.buffer); sys.stdout.buffer.write(b'RESULT' + pickle.dumps(f(*a)))"
     done = subprocess.run(
-        [sys.executable, "-c", code], input=pickle.dumps((function, arguments)), capture_output=True, timeout=170, check=False
+        [sys.executable, "-c", code],
+        input=pickle.dumps((function, arguments)),
+        capture_output=True,
+        timeout=170,
+        check=False,
     )
     assert done.returncode == 0, done.stderr.decode()[-3000:]
     return pickle.loads(done.stdout.partition(b"RESULT")[2])
 
 
 def read_all(storage, num_workers, context, *, is_told):
-    """Read all samples with the stock DataLoader, in a process that has read before; return them, and what was expected."""
+    """Read all samples with the stock DataLoader, in a process that has read before; return
+    them, and what was expected."""
     dataset = S3ImageFolder(storage, colour_of)
-    expected = sorted((colour, target) for colour, target in (dataset[i] for i in range(len(dataset))))
-    options = {"num_workers": num_workers, "multiprocessing_context": context} if num_workers else {}
+    expected = sorted(
+        (colour, target) for colour, target in (dataset[i] for i in range(len(dataset)))
+    )
+    options = (
+        {"num_workers": num_workers, "multiprocessing_context": context} if num_workers else {}
+    )
     sampler = BatchSampler(RandomSampler(dataset), 5, drop_last=False)
-    loader = DataLoader(dataset, batch_sampler=LookAhead(sampler, num_workers) if is_told else sampler, **options)
-    return sorted(pair for one in loader for pair in zip(*(column.tolist() for column in one), strict=True)), expected
+    loader = DataLoader(
+        dataset, batch_sampler=LookAhead(sampler, num_workers) if is_told else sampler, **options
+    )
+    return sorted(
+        pair for one in loader for pair in zip(*(column.tolist() for column in one), strict=True)
+    ), expected
 
 
 @pytest.mark.parametrize(("num_workers", "context"), [(0, None), (1, "spawn"), (1, "forkserver")])
 def test_a_dataloader_gives_each_sample_once_with_its_own_label(filled, num_workers, context):
-    """The stock DataLoader, looking ahead, in any kind of process, after the parent has read itself."""
+    """The stock DataLoader, looking ahead, in any kind of process, after the parent has read
+    itself."""
     seen, expected = read_all(filled, num_workers, context, is_told=True)
     assert len(expected) == NUM
     assert seen == expected
 
 
 def test_each_sample_is_one_request_and_the_next_batch_is_read_meanwhile(over_wire):
-    """The rank's loader in this process: nothing is read twice, nothing is left over, also when an epoch is left and resumed."""
+    """The rank's loader in this process: nothing is read twice, nothing is left over, also when
+    an epoch is left and resumed."""
     storage, wire = over_wire
     dataset = S3ImageFolder(storage, colour_of)
     before = wire.count("GET")
@@ -260,7 +298,14 @@ def drawn(storage, skips):
     for size, world_size in ((8, 1), (6, 2)):
         numbers_of = {}
         for rank in range(world_size):
-            loader = RankLoader(dataset, global_batch_size=size, rank=rank, world_size=world_size, seed=1, num_workers=1)
+            loader = RankLoader(
+                dataset,
+                global_batch_size=size,
+                rank=rank,
+                world_size=world_size,
+                seed=1,
+                num_workers=1,
+            )
             for (colours, numbers), _ in loader:
                 numbers_of |= dict(zip(colours.tolist(), numbers.tolist(), strict=True))
         seen.append(numbers_of)
@@ -268,7 +313,8 @@ def drawn(storage, skips):
 
 
 def read_in_forks(storage):
-    """Read all samples in forked processes: with the stock DataLoader as it is and looking ahead, and with the rank's."""
+    """Read all samples in forked processes: with the stock DataLoader as it is and looking
+    ahead, and with the rank's."""
     told, untold = (read_all(storage, 2, "fork", is_told=is_told) for is_told in (True, False))
     return told, untold, drawn(storage, skips=False), drawn(storage, skips=True)
 
@@ -314,7 +360,9 @@ def test_what_cannot_be_read_is_named(s3_server):  # noqa: F811
     storage = damage(fill(s3_server.storage()))
     dataset = S3ImageFolder(storage)
     strike(storage)
-    with pytest.raises(CorruptImageError, match=rf"{storage.uri}/cat/000.png can't be decoded: .*on_error='skip'"):
+    with pytest.raises(
+        CorruptImageError, match=rf"{storage.uri}/cat/000.png can't be decoded: .*on_error='skip'"
+    ):
         dataset[0]
     for index, kind in ((1, ObjectNotFoundError), (2, ObjectChangedError)):
         with pytest.raises(kind, match=f"cat/00{3 * index}.png"):
@@ -336,7 +384,9 @@ def test_what_is_skipped_is_counted_and_every_label_is_right(s3_server, caplog):
     assert "cat/000.png can't be decoded" in caplog.text
     assert "cat/003.png" in caplog.text
     seen, came = [], []
-    for (colours, targets), share in RankLoader(dataset, global_batch_size=8, rank=0, world_size=1, keep_ids=True).lockstep(0):
+    for (colours, targets), share in RankLoader(
+        dataset, global_batch_size=8, rank=0, world_size=1, keep_ids=True
+    ).lockstep(0):
         assert share.num_local == 8
         assert len(colours) == len(share.samples) == 8 - share.num_skipped
         seen += zip(colours.tolist(), targets.tolist(), strict=True)
@@ -346,7 +396,9 @@ def test_what_is_skipped_is_counted_and_every_label_is_right(s3_server, caplog):
     with pytest.raises(CorruptImageError, match="no image of a batch is left"):
         dataset.__getitems__([0, 1, 2])
     with pytest.raises(InvalidParamsError, match="determinism='elastic'"):
-        RankLoader(Subset(dataset, [1, 2]), global_batch_size=2, rank=0, world_size=1, virtual_ranks=2)
+        RankLoader(
+            Subset(dataset, [1, 2]), global_batch_size=2, rank=0, world_size=1, virtual_ranks=2
+        )
 
 
 def test_a_storage_that_refuses_is_never_skipped(s3_server):  # noqa: F811
@@ -359,13 +411,18 @@ def test_a_storage_that_refuses_is_never_skipped(s3_server):  # noqa: F811
 
 
 def test_a_bad_wire_costs_no_sample(over_wire):
-    """Cuts in the body and throttling while batches are read ahead: each sample with its own label, none twice."""
+    """Cuts in the body and throttling while batches are read ahead: each sample with its own
+    label, none twice."""
     storage, wire = over_wire
     dataset = S3ImageFolder(storage, colour_of)
     expected = sorted(dataset[i] for i in range(NUM))
     for _ in range(4):
         wire.faults += [("GET", cut_in_the_body), ("GET", answer(503, "SlowDown"))] * 2
         loader = RankLoader(dataset, global_batch_size=5, rank=0, world_size=1)
-        seen = [pair for colours, targets in loader for pair in zip(colours.tolist(), targets.tolist(), strict=True)]
+        seen = [
+            pair
+            for colours, targets in loader
+            for pair in zip(colours.tolist(), targets.tolist(), strict=True)
+        ]
         assert sorted(seen) == expected
     assert not wire.faults

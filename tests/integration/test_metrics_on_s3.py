@@ -1,4 +1,5 @@
-"""A13, C2: every record of every rank and every file handed over is in the bucket, whatever ended the ranks."""
+"""A13, C2: every record of every rank and every file handed over is in the bucket, whatever
+ended the ranks."""
 
 import math
 from collections.abc import Callable
@@ -8,12 +9,18 @@ from typing import Any
 import pytest
 from distributed import Client
 
-from prefect_torch_ddp import InvalidParamsError, RankFailedError, read_metrics, read_result, run_gang
+from prefect_torch_ddp import (
+    InvalidParamsError,
+    RankFailedError,
+    read_metrics,
+    read_result,
+    run_gang,
+)
 from prefect_torch_ddp.protocol.rank import GangEvent, Progress
 from prefect_torch_ddp.rank.config import CheckpointPolicy, RankConfig
 from prefect_torch_ddp.records.log import next_interval_s
 from prefect_torch_ddp.storage.s3.storage import S3Storage
-from prefect_torch_ddp.tasks.run import RUN_WITH_CONTEXT, RunJournal
+from prefect_torch_ddp.tasks.run import RUN_WITH_CONTEXT, RunAttemptLog
 from tests.integration.flow.test_s3_storage_flow import FOLDER, save_block
 from tests.integration.s3_server import S3Server, s3_server  # noqa: F401 - a fixture
 from tests.workloads import reporting
@@ -38,8 +45,16 @@ def train(
         config = RankConfig("run", attempt, "task", storage, options=options, checkpoint=SELDOM)
         return config, "tests.workloads.reporting:report_steps"
 
-    journal = RunJournal(storage, "run", knows_steps=True)
-    run_gang(client, RUN_WITH_CONTEXT, args=arguments, world_size=2, journal=journal, on_event=on_event, **gang)
+    attempt_log = RunAttemptLog(storage, "run", knows_steps=True)
+    run_gang(
+        client,
+        RUN_WITH_CONTEXT,
+        args=arguments,
+        world_size=2,
+        attempt_log=attempt_log,
+        on_event=on_event,
+        **gang,
+    )
 
 
 def each_step_of_each_rank(num_steps: int) -> list[tuple[int, int]]:
@@ -52,7 +67,8 @@ def test_all_records_are_in_the_bucket_and_read_while_it_trains(
     dask_client: Client,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """2 ranks x 1,500 steps: 3,000 records in few objects; read by the URI with the AWS chain while they are written."""
+    """2 ranks x 1,500 steps: 3,000 records in few objects; read by the URI with the AWS chain
+    while they are written."""
     storage = s3_server.storage()
     key, secret = s3_server.keys["owner"]
     names = ("AWS_ENDPOINT_URL", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_DEFAULT_REGION")
@@ -78,18 +94,23 @@ def test_all_records_are_in_the_bucket_and_read_while_it_trains(
     assert frame.groupby("epoch")["num_samples"].sum().tolist() == [2 * NUM_STEPS, 2 * NUM_STEPS]
     duration_s = frame["time"].max() - frame["time"].min()
     num_checkpoints = 3
-    num_parts = len([found for found in storage.list("runs/run/metrics/") if found.key.endswith(".jsonl")])
+    num_parts = len(
+        [found for found in storage.list("runs/run/metrics/") if found.key.endswith(".jsonl")]
+    )
     assert num_parts <= 2 * (num_checkpoints + 2 + math.log2(duration_s + 1) + duration_s / 30)
 
 
 def test_a_killed_rank_takes_no_record_along(s3_server: S3Server, dask_client: Client) -> None:  # noqa: F811
-    """Neither its own nor those of the other, which is killed with it and had its newest records nowhere else."""
+    """Neither its own nor those of the other, which is killed with it and had its newest
+    records nowhere else."""
     storage = s3_server.storage()
     options = {"num_steps": NUM_STEPS, "kill": {1: [1, 700]}}
     train(dask_client, storage, options, max_restarts=1)
     every = read_metrics(storage, "run", all_attempts=True)
     first = every[every["attempt"] == 1]
-    assert list(zip(first["step"], first["rank"], strict=True))[: 2 * 699] == each_step_of_each_rank(699)
+    assert list(zip(first["step"], first["rank"], strict=True))[
+        : 2 * 699
+    ] == each_step_of_each_rank(699)
     assert first["step"].max() <= 701
     assert not first.duplicated(["step", "rank"]).any()
     frame = read_metrics(storage, "run")
@@ -101,11 +122,16 @@ def test_a_killed_rank_takes_no_record_along(s3_server: S3Server, dask_client: C
 
 
 @pytest.mark.parametrize("how", ["kill", "raise"])
-def test_what_was_handed_over_outlives_a_failure(s3_server: S3Server, dask_client: Client, how: str) -> None:  # noqa: F811
-    """A13: a file of rank.save is in the bucket when the run fails later, and so is every record; there is no restart."""
+def test_what_was_handed_over_outlives_a_failure(
+    s3_server: S3Server, dask_client: Client, how: str
+) -> None:
+    """A13: a file of ctx.save is in the bucket when the run fails later, and so is every
+    record; there is no restart."""
     storage = s3_server.storage()
     fault = {"kill": {1: [0, 40]}} if how == "kill" else {"fail_at": 40}
-    with pytest.raises(RankFailedError, match="SIGKILL" if how == "kill" else "told to fail at step 40"):
+    with pytest.raises(
+        RankFailedError, match="SIGKILL" if how == "kill" else "told to fail at step 40"
+    ):
         train(dask_client, storage, {"num_steps": 100, **fault})
     assert read_result(storage, "run", "notes/first-step.txt").decode() == "of attempt 1: é"
     frame = read_metrics(storage, "run")
@@ -138,7 +164,9 @@ def test_thousands_of_small_objects_are_read_concurrently(s3_server: S3Server) -
     line = '{{"step": {0}, "epoch": 1, "rank": 0, "attempt": 1, "time": 0, "num_samples": 1, "metrics": {{"loss": {0}}}}}\n'
 
     def write(number: int) -> None:
-        storage.write(f"runs/run/metrics/rank-00000/000001-{number:06d}.jsonl", line.format(number).encode())
+        storage.write(
+            f"runs/run/metrics/rank-00000/000001-{number:06d}.jsonl", line.format(number).encode()
+        )
 
     with ThreadPoolExecutor(max_workers=8) as pool:
         list(pool.map(write, numbers))

@@ -1,4 +1,5 @@
-"""Reading many objects, as datasets do: right bytes, clear errors, whatever the wire and forks do."""
+"""Reading many objects, as datasets do: right bytes, clear errors, whatever the wire and forks
+do."""
 
 import hashlib
 import multiprocessing
@@ -23,13 +24,23 @@ from tests.integration.s3_server import (  # noqa: F401 - fixtures
 )
 from tests.integration.wire_faults import tell_another_range
 
-NAMES = ["cat/1.jpg", "cat/", "ä b/+&?#%41.png", "notes.txt", "cat/deep/a.jpg", "dog//x..y", "cat.jpg"]
+NAMES = [
+    "cat/1.jpg",
+    "cat/",
+    "ä b/+&?#%41.png",
+    "notes.txt",
+    "cat/deep/a.jpg",
+    "dog//x..y",
+    "cat.jpg",
+]
 
 
 @pytest.fixture(params=["directory", "s3"])
 def storage(request, tmp_path, s3_server):  # noqa: F811
     """Give either storage."""
-    return DirectoryStorage(tmp_path / "root") if request.param == "directory" else s3_server.storage()
+    return (
+        DirectoryStorage(tmp_path / "root") if request.param == "directory" else s3_server.storage()
+    )
 
 
 @pytest.fixture
@@ -65,7 +76,9 @@ def test_objects_and_parts_of_them_come_in_order(storage):
     assert storage.read_many([]) == []
     assert storage.read_many(parts + parts[:3]) == contents + contents[:3]
     ranges = [replace(part, start=i * 10, num_bytes=i) for i, part in enumerate(parts)]
-    assert storage.read_many(ranges) == [content[i * 10 : i * 11] for i, content in enumerate(contents)]
+    assert storage.read_many(ranges) == [
+        content[i * 10 : i * 11] for i, content in enumerate(contents)
+    ]
 
 
 def test_a_failure_is_the_value_of_its_part_alone(storage):
@@ -89,12 +102,22 @@ def test_names_are_listed_as_they_are_and_sorted_by_bytes(s3_server):  # noqa: F
 
     storage = s3_server.storage()
     for name in NAMES:
-        client_of(storage).put_object(Bucket=storage.bucket, Key=storage.name_of(name), Body=name.encode())
+        client_of(storage).put_object(
+            Bucket=storage.bucket, Key=storage.name_of(name), Body=name.encode()
+        )
     found = list(storage.list_objects(""))
     assert [item.key for item in found] == sorted(NAMES, key=str.encode)
-    assert [item.key for item in storage.list_objects("cat/")] == ["cat/", "cat/1.jpg", "cat/deep/a.jpg"]
-    assert [item.etag for item in found] == [hashlib.md5(item.key.encode()).hexdigest() for item in found]
-    assert storage.read_many([part_of(item) for item in found]) == [item.key.encode() for item in found]
+    assert [item.key for item in storage.list_objects("cat/")] == [
+        "cat/",
+        "cat/1.jpg",
+        "cat/deep/a.jpg",
+    ]
+    assert [item.etag for item in found] == [
+        hashlib.md5(item.key.encode()).hexdigest() for item in found
+    ]
+    assert storage.read_many([part_of(item) for item in found]) == [
+        item.key.encode() for item in found
+    ]
 
 
 def test_a_folder_is_listed_with_links_followed_and_without_loops(tmp_path):
@@ -133,7 +156,10 @@ def flipped(handler, exchange):
 
 def mislabelled(handler, exchange):
     """Send another object's ETag."""
-    headers = tuple((name, f'"{"0" * 32}"' if name.lower() == "etag" else value) for name, value in exchange.answer_headers)
+    headers = tuple(
+        (name, f'"{"0" * 32}"' if name.lower() == "etag" else value)
+        for name, value in exchange.answer_headers
+    )
     send(handler, replace(exchange, answer_headers=headers), exchange.answer)
 
 
@@ -149,12 +175,16 @@ FAULTS = [
 
 @pytest.mark.parametrize(("fault", "words"), FAULTS)
 def test_what_passes_is_tried_again_and_what_stays_is_named(over_wire, wire, fault, words):
-    """Two of three attempts fail: right bytes. All three fail: an error with object and endpoint."""
+    """Two of three attempts fail: right bytes.
+
+    All three fail: an error with object and endpoint.
+    """
     storage = replace(over_wire, max_attempts=3)
     (part,), contents = fill(storage, 1)
     wire.faults += [("GET", fault)] * 2
     assert storage.read_many([part]) == contents
-    # A lost answer on a kept connection is asked for again at once, since servers close those that are idle.
+    # A lost answer on a kept connection is asked for again at once, since servers close those
+    # that are idle.
     wire.faults += [("GET", fault)] * 6
     (error,) = storage.read_many([part])
     assert isinstance(error, StorageError)
@@ -209,7 +239,10 @@ def test_credentials_with_a_line_break_are_told_and_not_shown(s3_server, name): 
     """As they come out of a file that ends with one."""
     storage = s3_server.storage(**{name: "HUNTER2\n"})
     (error,) = storage.read_many([ObjectPart("some/key", 1)])
-    with pytest.raises(StorageError, match="look for spaces and line breaks in the endpoint URL and the credentials") as read:
+    with pytest.raises(
+        StorageError,
+        match="look for spaces and line breaks in the endpoint URL and the credentials",
+    ) as read:
         storage.read("some/key")
     for one in (error, read.value):
         assert isinstance(one, StorageError)
@@ -222,10 +255,16 @@ def test_refusals_name_what_to_do_and_no_secret(s3_server):  # noqa: F811
     secret = "hunter2-is-the-secret"
     cases = [
         (s3_server.storage(secret_access_key=secret), "the secret is wrong"),
-        (s3_server.storage(access_key_id="AKIANOBODY", secret_access_key=secret), "doesn't know this access key"),
+        (
+            s3_server.storage(access_key_id="AKIANOBODY", secret_access_key=secret),
+            "doesn't know this access key",
+        ),
         (s3_server.storage(bucket="nobucket"), "no such bucket"),
         (s3_server.storage(endpoint_url="http://127.0.0.1:1", max_attempts=2), "can't be reached"),
-        (s3_server.storage(profile="nobody", access_key_id=None, secret_access_key=None), "no such AWS profile"),
+        (
+            s3_server.storage(profile="nobody", access_key_id=None, secret_access_key=None),
+            "no such AWS profile",
+        ),
     ]
     for storage, words in cases:
         try:
@@ -247,19 +286,26 @@ def _read_in_child(storage, parts, digests, seed, answers):
     for _ in range(5):
         chosen = order.choices(range(len(parts)), k=20)
         values = storage.read_many([parts[i] for i in chosen])
-        wrong += sum(hashlib.sha256(value).hexdigest() != digests[i] for i, value in zip(chosen, values, strict=True))
+        wrong += sum(
+            hashlib.sha256(value).hexdigest() != digests[i]
+            for i, value in zip(chosen, values, strict=True)
+        )
     answers.put(wrong)
 
 
 def test_children_of_a_process_that_reads_get_their_own_bytes(open_s3_server):  # noqa: F811
-    """Fork while the parent has kept connections and goes on with them; grandchildren of another thread too. No wrong byte."""
+    """Fork while the parent has kept connections and goes on with them; grandchildren of
+    another thread too. No wrong byte."""
     storage = open_s3_server.storage()
     parts, contents = fill(storage)
     digests = [hashlib.sha256(content).hexdigest() for content in contents]
     context = multiprocessing.get_context("fork")
     answers = context.Queue()
     assert storage.read_many(parts) == contents
-    children = [context.Process(target=_read_in_child, args=(storage, parts, digests, i, answers)) for i in range(4)]
+    children = [
+        context.Process(target=_read_in_child, args=(storage, parts, digests, i, answers))
+        for i in range(4)
+    ]
     for child in children:
         child.start()
         assert storage.read_many(parts) == contents

@@ -9,19 +9,27 @@ from pathlib import Path
 import pytest
 
 README = Path(__file__).parents[2] / "README.md"
-EXAMPLES = re.findall(r"^```python\n(.*?)^```$", README.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+EXAMPLES = re.findall(
+    r"^```python\n(.*?)^```$", README.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL
+)
 LIMIT_S = 150
 
 
 def name_of(example: str) -> str:
-    """Return the file name that an example's first line gives it, else one made from what it imports from the package."""
+    """Return the file name that an example's first line gives it, else one made from what it
+    imports from the package."""
     given = re.match(r"# (\w+\.py)\n", example)
     used = re.search(r"from prefect_torch_ddp import ([\w, ]+)", example)
-    return given[1] if given else "_".join(re.findall(r"\w+", used[1] if used else "none")).lower() + "_example.py"
+    return (
+        given[1]
+        if given
+        else "_".join(re.findall(r"\w+", used[1] if used else "none")).lower() + "_example.py"
+    )
 
 
 def last_line(example: str, folder: Path) -> str:
-    """Run an example as a script in a folder and a home of its own; return the last line that it prints."""
+    """Run an example as a script in a folder and a home of its own; return the last line that
+    it prints."""
     script = folder / name_of(example)
     script.write_text(example, encoding="utf-8")
     environment = os.environ | {"HOME": str(folder), "PREFECT_HOME": str(folder / "prefect")}

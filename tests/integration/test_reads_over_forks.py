@@ -24,9 +24,12 @@ HANGS_AFTER_S = 90
 
 
 class Reader:
-    """What a process does: reads, alone and in threads and ahead, and forks, in an order that a seed draws."""
+    """What a process does: reads, alone and in threads and ahead, and forks, in an order that a
+    seed draws."""
 
-    def __init__(self, storage: S3Storage, parts: Sequence[ObjectPart], num_read: "Synchronized[int]") -> None:
+    def __init__(
+        self, storage: S3Storage, parts: Sequence[ObjectPart], num_read: "Synchronized[int]"
+    ) -> None:
         self.storage = storage
         self.parts = parts
         self.num_read = num_read
@@ -45,8 +48,12 @@ class Reader:
 
     def act(self, draw: random.Random, depth: int) -> None:
         """Do one thing."""
-        kind = draw.choice(["read", "ahead", "thread", "fork"] if depth < 2 else ["read", "ahead", "thread"])
-        chosen, following = (draw.choices(range(NUM_OBJECTS), k=draw.randint(1, 24)) for _ in range(2))
+        kind = draw.choice(
+            ["read", "ahead", "thread", "fork"] if depth < 2 else ["read", "ahead", "thread"]
+        )
+        chosen, following = (
+            draw.choices(range(NUM_OBJECTS), k=draw.randint(1, 24)) for _ in range(2)
+        )
         if kind == "read":
             self.read(chosen)
         elif kind == "ahead":
@@ -59,7 +66,9 @@ class Reader:
             if child == 0:
                 in_child(self, draw.random(), depth + 1)
             self.read(chosen)
-            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0, "a child read wrong bytes, or hung"
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0, (
+                "a child read wrong bytes, or hung"
+            )
 
     def run(self, seed: float, depth: int, num_acts: int) -> None:
         """Do so many things."""
@@ -90,11 +99,14 @@ def content(index: int) -> bytes:
 
 @pytest.mark.timeout(900)
 def test_no_read_is_wrong_or_hangs(open_s3_server: S3Server) -> None:  # noqa: F811
-    """Processes that read, read ahead, read in threads, fork meanwhile and fork again, until so many objects were read."""
+    """Processes that read, read ahead, read in threads, fork meanwhile and fork again, until so
+    many objects were read."""
     storage = open_s3_server.storage()
     for index in range(NUM_OBJECTS):
         storage.write(f"o/{index:03}", content(index))
-    parts = [ObjectPart(item.key, item.num_bytes, None, item.etag) for item in storage.list_objects("o/")]
+    parts = [
+        ObjectPart(item.key, item.num_bytes, None, item.etag) for item in storage.list_objects("o/")
+    ]
     num_read = multiprocessing.Value("i", 0)
     seed = 0
     while num_read.value < NUM_READS:

@@ -1,4 +1,5 @@
-"""The storage in a bucket, against a real server: the conformance suite, refusals, and a wire that is cut."""
+"""The storage in a bucket, against a real server: the conformance suite, refusals, and a wire
+that is cut."""
 
 import dataclasses
 import multiprocessing
@@ -7,7 +8,12 @@ import socket
 
 import pytest
 
-from prefect_torch_ddp.errors import BadKeyError, InvalidParamsError, ObjectNotFoundError, StorageError
+from prefect_torch_ddp.errors import (
+    BadKeyError,
+    InvalidParamsError,
+    ObjectNotFoundError,
+    StorageError,
+)
 from prefect_torch_ddp.storage.locate import storage_from_uri
 from prefect_torch_ddp.storage.protocol import ObjectPart
 from prefect_torch_ddp.storage.s3.client import client_of
@@ -67,7 +73,9 @@ def over_wire(open_s3_server, wire):  # noqa: F811
 def test_an_unreachable_endpoint_is_named():
     """Nobody listens: the endpoint is in the message."""
     endpoint = f"http://127.0.0.1:{free_port()}"
-    storage = S3Storage("bucket", endpoint_url=endpoint, access_key_id="k", secret_access_key=SECRET, max_attempts=2)
+    storage = S3Storage(
+        "bucket", endpoint_url=endpoint, access_key_id="k", secret_access_key=SECRET, max_attempts=2
+    )
     message = _error(storage.read, "object")
     assert endpoint in message
     assert "can't be reached" in message
@@ -113,7 +121,8 @@ def test_no_credentials_are_named(monkeypatch, tmp_path):
     ],
 )
 def test_other_refusals_say_what_to_do(wire, over_wire, status, code, expected):
-    """The clock, the region, the token, a store that can't: each has its way out, and the store's code."""
+    """The clock, the region, the token, a store that can't: each has its way out, and the
+    store's code."""
     storage = dataclasses.replace(over_wire, max_attempts=1)
     wire.faults = [("PUT", answer(status, code))]
     message = _error(storage.write_if_absent, "object", b"x")
@@ -161,10 +170,13 @@ def test_a_key_too_long_with_its_prefix_is_refused():
 
 
 def test_a_store_that_ignores_conditions_is_refused(open_s3_server):  # noqa: F811
-    """The probe finds out that the second conditional write won, says what that means, and cleans up."""
+    """The probe finds out that the second conditional write won, says what that means, and
+    cleans up."""
     with Wire(open_s3_server.endpoint_url, without_header="if-none-match") as wire:
         storage = open_s3_server.storage(endpoint_url=wire.endpoint_url)
-        with pytest.raises(StorageError, match=r"doesn't honour conditional writes .*two runs could commit"):
+        with pytest.raises(
+            StorageError, match=r"doesn't honour conditional writes .*two runs could commit"
+        ):
             storage.check_writable()
         assert list(storage.list()) == []
 
@@ -194,7 +206,8 @@ def test_the_environment_of_the_process_is_used(monkeypatch, s3_server):  # noqa
 
 
 def test_another_environment_is_another_client(monkeypatch, s3_server):  # noqa: F811
-    """A notebook that corrects its variables isn't held to the client of the wrong ones; the same ones have one client."""
+    """A notebook that corrects its variables isn't held to the client of the wrong ones; the
+    same ones have one client."""
     key, secret = s3_server.keys["owner"]
     for name, value in (
         ("AWS_ENDPOINT_URL", s3_server.endpoint_url),

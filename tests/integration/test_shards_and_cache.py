@@ -1,4 +1,5 @@
-"""Shards and the cache under a dataset in a real S3: the samples, labels and global batches of a local folder, for any ranks."""
+"""Shards and the cache under a dataset in a real S3: the samples, labels and global batches of
+a local folder, for any ranks."""
 
 import pickle
 
@@ -16,7 +17,14 @@ from prefect_torch_ddp.errors import InvalidParamsError, ObjectChangedError, Sto
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.storage.protocol import ObjectPart
 from tests.integration.image_files import global_batches, image_files, write_folder, write_objects
-from tests.integration.s3_server import Wire, answer, cut_in_the_body, open_s3_server, s3_server, send  # noqa: F401 - fixtures
+from tests.integration.s3_server import (  # noqa: F401 - fixtures
+    Wire,
+    answer,
+    cut_in_the_body,
+    open_s3_server,
+    s3_server,
+    send,
+)
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -53,19 +61,35 @@ def dataset(request, raw, shards, folder, tmp_path):
     if request.param == "shards in a directory":
         pack_shards(DirectoryStorage(folder), tmp_path / "shards", shard_bytes=30_000)
         return S3ImageFolder(packed_objects(DirectoryStorage(tmp_path / "shards")), pil_to_tensor)
-    source = {"shards": PackedObjects(shards), "cache": raw, "cached shards": PackedObjects(shards)}[request.param]
-    return S3ImageFolder(CachedReads(source, tmp_path / "cache") if "cache" in request.param else source, pil_to_tensor)
+    source = {
+        "shards": PackedObjects(shards),
+        "cache": raw,
+        "cached shards": PackedObjects(shards),
+    }[request.param]
+    return S3ImageFolder(
+        CachedReads(source, tmp_path / "cache") if "cache" in request.param else source,
+        pil_to_tensor,
+    )
 
 
 def test_it_is_the_folder(dataset, folder):
-    """Classes, their numbers, targets, names and pixels are torchvision's, also when pickled and read again."""
+    """Classes, their numbers, targets, names and pixels are torchvision's, also when pickled
+    and read again."""
     local = ImageFolder(folder, pil_to_tensor)
     for one in (dataset, pickle.loads(pickle.dumps(dataset))):
-        assert (one.classes, one.class_to_idx, one.targets) == (local.classes, local.class_to_idx, local.targets)
-        names, local_names = ([path.removeprefix(str(d.root)) for path, _ in d.samples] for d in (one, local))
+        assert (one.classes, one.class_to_idx, one.targets) == (
+            local.classes,
+            local.class_to_idx,
+            local.targets,
+        )
+        names, local_names = (
+            [path.removeprefix(str(d.root)) for path, _ in d.samples] for d in (one, local)
+        )
         assert names == local_names
         for _ in range(2):
-            for (image, target), (same_image, same_target) in zip(one.__getitems__(range(NUM_IMAGES)), local, strict=True):
+            for (image, target), (same_image, same_target) in zip(
+                one.__getitems__(range(NUM_IMAGES)), local, strict=True
+            ):
                 assert target == same_target
                 assert torch.equal(image, same_image)
         assert torch.equal(one[7][0], local[7][0])
@@ -73,11 +97,14 @@ def test_it_is_the_folder(dataset, folder):
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_every_rank_gets_the_folders_global_batches(dataset, folder, world_size):
-    """On 1, 2 and 3 ranks, with 2 forked loader processes each: every sample once, in the global batches of the local folder."""
+    """On 1, 2 and 3 ranks, with 2 forked loader processes each: every sample once, in the
+    global batches of the local folder."""
     expected = global_batches(ImageFolder(folder, pil_to_tensor), 1)
     got = global_batches(dataset, world_size, num_workers=2, multiprocessing_context="fork")
     assert got == expected
-    assert sorted(index for batch in got.values() for index, _, _ in batch) == list(range(NUM_IMAGES))
+    assert sorted(index for batch in got.values() for index, _, _ in batch) == list(
+        range(NUM_IMAGES)
+    )
 
 
 @pytest.mark.parametrize("dataset", ["cached shards"], indirect=True)
@@ -90,12 +117,17 @@ def test_spawned_loader_processes_read_the_same(dataset, folder):
 def test_a_plain_dataloader_reads_them_too(dataset, folder):
     """Without our loader: torch's own, forked after the dataset was used here."""
     assert dataset[0][1] == 0
-    loaded = [target for _, targets in DataLoader(dataset, batch_size=7, num_workers=2) for target in targets.tolist()]
+    loaded = [
+        target
+        for _, targets in DataLoader(dataset, batch_size=7, num_workers=2)
+        for target in targets.tolist()
+    ]
     assert loaded == ImageFolder(folder).targets
 
 
 def test_the_second_epoch_asks_the_server_for_nothing(open_s3_server, tmp_path):  # noqa: F811
-    """With a cache, one GET for each object in the first epoch, none in the second, from forked loader processes too."""
+    """With a cache, one GET for each object in the first epoch, none in the second, from forked
+    loader processes too."""
     with Wire(open_s3_server.endpoint_url) as wire:
         storage = open_s3_server.storage(endpoint_url=wire.endpoint_url)
         write_objects(storage, FILES)
@@ -108,7 +140,8 @@ def test_the_second_epoch_asks_the_server_for_nothing(open_s3_server, tmp_path):
 
 
 def test_a_changed_object_is_not_read_from_the_cache(s3_server, tmp_path):  # noqa: F811
-    """An object that is overwritten: the old dataset says so, or gives what it listed; a new one reads the new content."""
+    """An object that is overwritten: the old dataset says so, or gives what it listed; a new
+    one reads the new content."""
     storage = s3_server.storage()
     write_objects(storage, {"a/1.png": FILES[min(FILES)], "a/2.png": FILES[max(FILES)]})
     cached = CachedReads(storage, tmp_path / "cache")
@@ -138,21 +171,32 @@ def of_objects(fault):
 
 
 def test_faults_on_the_way_leave_no_trace(open_s3_server, tmp_path):  # noqa: F811
-    """Cut bodies and 503s while packing and while reading: the shards are right, and so is what is read from them."""
+    """Cut bodies and 503s while packing and while reading: the shards are right, and so is what
+    is read from them."""
     with Wire(open_s3_server.endpoint_url) as wire:
         storage = open_s3_server.storage(endpoint_url=wire.endpoint_url)
         write_objects(storage, FILES)
-        wire.faults += [("GET", of_objects(fault)) for fault in (cut_in_the_body, answer(503, "SlowDown"))] * 2
+        wire.faults += [
+            ("GET", of_objects(fault)) for fault in (cut_in_the_body, answer(503, "SlowDown"))
+        ] * 2
         shards = open_s3_server.storage(endpoint_url=wire.endpoint_url)
         packed = pack_shards(storage, shards, shard_bytes=30_000)
-        wire.faults += [("GET", of_objects(fault)) for fault in (cut_in_the_body, answer(503, "SlowDown"))] * 2
-        parts = [ObjectPart(found.key, found.num_bytes, etag=found.etag) for found in packed.list_objects("")]
-        assert dict(zip([part.key for part in parts], packed.read_many(parts), strict=True)) == FILES
+        wire.faults += [
+            ("GET", of_objects(fault)) for fault in (cut_in_the_body, answer(503, "SlowDown"))
+        ] * 2
+        parts = [
+            ObjectPart(found.key, found.num_bytes, etag=found.etag)
+            for found in packed.list_objects("")
+        ]
+        assert (
+            dict(zip([part.key for part in parts], packed.read_many(parts), strict=True)) == FILES
+        )
         assert not wire.faults
 
 
 def drain(loader):
-    """Go through all batches; an error leaves no loader process behind, though it holds the frames."""
+    """Go through all batches; an error leaves no loader process behind, though it holds the
+    frames."""
     batches = iter(loader)
     try:
         for _ in batches:
@@ -162,7 +206,8 @@ def drain(loader):
 
 
 def test_a_damaged_shard_stops_the_training_and_names_shard_and_sample(s3_server, raw):  # noqa: F811
-    """Out of a forked loader process as well; it is never another image, and never a wrong label."""
+    """Out of a forked loader process as well; it is never another image, and never a wrong
+    label."""
     storage = s3_server.storage()
     packed = pack_shards(raw, storage)
     sample = packed.index.find(max(FILES))
@@ -175,7 +220,8 @@ def test_a_damaged_shard_stops_the_training_and_names_shard_and_sample(s3_server
 
 
 def test_a_damaged_sample_may_be_skipped(shards, s3_server, raw):  # noqa: F811
-    """With on_error="skip" it is left out and counted; every other image keeps its own label."""
+    """With on_error="skip" it is left out and counted; every other image keeps its own
+    label."""
     storage = s3_server.storage()
     packed = pack_shards(raw, storage)
     damaged = sorted(FILES)[7]
@@ -196,7 +242,9 @@ def test_a_cache_by_its_folder_alone(raw, shards, tmp_path):
         given = {} if isinstance(source, CachedReads) else {"cache": tmp_path / "cache"}
         dataset = S3ImageFolder(source, pil_to_tensor, **given)
         dataset.__getitems__(range(NUM_IMAGES))
-        assert len(list((tmp_path / "cache").glob("v1/*/??/*"))) == NUM_IMAGES * (1 if source is raw else 2)
+        assert len(list((tmp_path / "cache").glob("v1/*/??/*"))) == NUM_IMAGES * (
+            1 if source is raw else 2
+        )
     with pytest.raises(InvalidParamsError, match="already"):
         S3ImageFolder(CachedReads(raw, tmp_path / "cache"), cache=tmp_path / "cache")
 

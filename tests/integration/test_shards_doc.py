@@ -23,17 +23,22 @@ def test_the_workload_packs_and_trains(tmp_path):
     spec.loader.exec_module(module)
     (tmp_path / "data").mkdir()
     images = write_folder(tmp_path / "images", image_files(20))
-    with RankContext.local(tmp_path / "data", source=images, stage="prepare") as rank:
-        module.prepare(rank)
-    assert sorted(path.name for path in (tmp_path / "data").iterdir()) == ["shard-000000.tar", "shards.jsonl.gz"]
-    with RankContext.local(tmp_path / "data") as rank:
-        assert module.train(rank) == {"steps": 6}
+    with RankContext.local(tmp_path / "data", source=images, stage="prepare") as ctx:
+        module.prepare(ctx)
+    assert sorted(path.name for path in (tmp_path / "data").iterdir()) == [
+        "shard-000000.tar",
+        "shards.jsonl.gz",
+    ]
+    with RankContext.local(tmp_path / "data") as ctx:
+        assert module.train(ctx) == {"steps": 6}
 
 
 def test_the_cache_in_a_line(s3_server, tmp_path, monkeypatch):  # noqa: F811
     """A bucket by its URI, read through a folder on local disk."""
     write_objects(s3_server.storage("images"), image_files(10))
-    for name, value in zip(("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"), s3_server.keys["owner"], strict=True):
+    for name, value in zip(
+        ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"), s3_server.keys["owner"], strict=True
+    ):
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("AWS_ENDPOINT_URL", s3_server.endpoint_url)
     monkeypatch.setenv("AWS_REGION", "us-east-1")

@@ -1,4 +1,5 @@
-"""Shards and the cache on a real Ceph RADOS Gateway: packed there, read by chance in ranges; what changed there is noticed."""
+"""Shards and the cache on a real Ceph RADOS Gateway: packed there, read by chance in ranges;
+what changed there is noticed."""
 
 import pytest
 import torch
@@ -36,7 +37,12 @@ def shards(raw, ceph_server):
 
 def test_it_packs_what_a_directory_packs(shards, tmp_path):
     """Byte by byte: each shard is the one that the same files on a local disk become."""
-    pack_shards(write_folder(tmp_path / "files", FILES), tmp_path / "shards", shard_bytes=30_000, shuffle_seed=1)
+    pack_shards(
+        write_folder(tmp_path / "files", FILES),
+        tmp_path / "shards",
+        shard_bytes=30_000,
+        shuffle_seed=1,
+    )
     local = DirectoryStorage(tmp_path / "shards")
     names = sorted(found.key for found in local.list() if found.key.endswith(".tar"))
     assert len(names) > 2
@@ -46,9 +52,12 @@ def test_it_packs_what_a_directory_packs(shards, tmp_path):
 
 @pytest.mark.parametrize("is_cached", [False, True])
 def test_ranks_get_the_folders_batches_in_random_order(shards, tmp_path, is_cached):
-    """On 2 ranks, with forked loader processes: every sample once, each in the global batch that a local folder has it in."""
+    """On 2 ranks, with forked loader processes: every sample once, each in the global batch
+    that a local folder has it in."""
     local = ImageFolder(write_folder(tmp_path / "files", FILES), pil_to_tensor)
-    dataset = image_folder(shards, pil_to_tensor, **({"cache": tmp_path / "cache"} if is_cached else {}))
+    dataset = image_folder(
+        shards, pil_to_tensor, **({"cache": tmp_path / "cache"} if is_cached else {})
+    )
     got = global_batches(dataset, 2, num_workers=2, multiprocessing_context="fork")
     order = [index for batch in got.values() for index, _, _ in batch]
     assert sorted(order) == list(range(len(FILES)))
@@ -58,7 +67,8 @@ def test_ranks_get_the_folders_batches_in_random_order(shards, tmp_path, is_cach
 
 
 def test_an_object_that_changed_is_noticed(raw, tmp_path):
-    """The gateway refuses it by its ETag; what is in the cache stays what was listed, and a new listing reads the new one."""
+    """The gateway refuses it by its ETag; what is in the cache stays what was listed, and a new
+    listing reads the new one."""
     first, second = sorted(FILES)[:2]
     cached = CachedReads(raw, tmp_path / "cache")
     old = S3ImageFolder(cached, pil_to_tensor)
@@ -74,7 +84,8 @@ def test_an_object_that_changed_is_noticed(raw, tmp_path):
 
 
 def test_shards_that_were_packed_anew_are_noticed(raw, shards):
-    """Who opened the old ones gets an error that names a shard, never another image; who opens them now gets the new ones."""
+    """Who opened the old ones gets an error that names a shard, never another image; who opens
+    them now gets the new ones."""
     old = S3ImageFolder(PackedObjects(shards), pil_to_tensor)
     before = [image for image, _ in old.__getitems__(range(len(FILES)))]
     pack_shards(raw, shards, shard_bytes=30_000, shuffle_seed=2)

@@ -1,4 +1,5 @@
-"""Storages that fail while ranks train: a disk that is full, one that is read-only, a server that is down, one rank's network."""
+"""Storages that fail while ranks train: a disk that is full, one that is read-only, a server
+that is down, one rank's network."""
 
 import os
 import subprocess
@@ -45,28 +46,44 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
-def config_for(storage: Storage, attempt: int = 1, policy: CheckpointPolicy = EVERY_STEP) -> RankConfig:
+def config_for(
+    storage: Storage, attempt: int = 1, policy: CheckpointPolicy = EVERY_STEP
+) -> RankConfig:
     """Describe the training."""
     return RankConfig("run", attempt, "task", storage, checkpoint=policy)
 
 
-def train(storage: Storage, place: Path | None = None, plan: dict[int, str] | None = None) -> list[dict[str, Any]]:
+def train(
+    storage: Storage, place: Path | None = None, plan: dict[int, str] | None = None
+) -> list[dict[str, Any]]:
     """Train on two real ranks."""
     config = config_for(storage, claim_attempt(storage, "run"))
-    return run_ranks(run_with_context, 2, config, struck_storage.train_through, (str(place), plan or {}), timeout_s=120)
+    return run_ranks(
+        run_with_context,
+        2,
+        config,
+        struck_storage.train_through,
+        (str(place), plan or {}),
+        timeout_s=120,
+    )
 
 
 def steps_of(storage: Storage) -> list[int]:
     """Return the steps of the complete checkpoints; nothing else may lie about."""
     manifests = list_manifests(storage, "run")
     needed = {item.key for manifest in manifests for item in manifest.objects}
-    found = {stored.key for stored in storage.list(checkpoints_prefix("run")) if not stored.key.endswith("manifest.json")}
+    found = {
+        stored.key
+        for stored in storage.list(checkpoints_prefix("run"))
+        if not stored.key.endswith("manifest.json")
+    }
     assert found == needed, "objects without a checkpoint, or a checkpoint with holes"
     return [manifest.step for manifest in manifests]
 
 
 def check_told(values: list[dict[str, Any]], plan: dict[int, str], reason: str) -> None:
-    """All ranks went on; rank 0 said since when there was no checkpoint and why, until there was one again."""
+    """All ranks went on; rank 0 said since when there was no checkpoint and why, until there
+    was one again."""
     struck, repaired = plan
     for step, trouble in values[0]["troubles"].items():
         if struck < step <= repaired:
@@ -81,15 +98,24 @@ def check_told(values: list[dict[str, Any]], plan: dict[int, str], reason: str) 
 
 @pytest.mark.parametrize(
     ("plan", "reason"),
-    [({4: "fill", 7: "free"}, "the disk is full: free space there"), ({4: "ro", 7: "rw"}, "isn't mounted read-only")],
+    [
+        ({4: "fill", 7: "free"}, "the disk is full: free space there"),
+        ({4: "ro", 7: "rw"}, "isn't mounted read-only"),
+    ],
     ids=["full", "read-only"],
 )
-def test_a_training_outlives_a_disk_that_fails(tmp_path: Path, small_disk: Path, plan: dict[int, str], reason: str) -> None:
-    """A real file system, full or read-only for three steps: a warning names the object; then it goes on, nothing is left."""
+def test_a_training_outlives_a_disk_that_fails(
+    tmp_path: Path, small_disk: Path, plan: dict[int, str], reason: str
+) -> None:
+    """A real file system, full or read-only for three steps: a warning names the object; then
+    it goes on, nothing is left."""
     storage = DirectoryStorage(small_disk / "store")
     values = train(storage, small_disk, plan)
     check_told(values, plan, reason)
-    assert any(f"runs/run/checkpoints/step-00000004/000001/model.pt: can't write {small_disk}" in s for s in values[0]["said"])
+    assert any(
+        f"runs/run/checkpoints/step-00000004/000001/model.pt: can't write {small_disk}" in s
+        for s in values[0]["said"]
+    )
     assert steps_of(storage) == [7, 8, 9]
     assert not list((small_disk / "store" / ".tmp").iterdir())
     undisturbed = train(DirectoryStorage(tmp_path / "undisturbed"))
@@ -97,35 +123,55 @@ def test_a_training_outlives_a_disk_that_fails(tmp_path: Path, small_disk: Path,
 
 
 @pytest.mark.parametrize("plan", [{4: "fill"}, {4: "ro"}], ids=["full", "read-only"])
-def test_a_disk_that_fails_to_the_end_keeps_the_last_good_checkpoint(small_disk: Path, plan: dict[int, str]) -> None:
-    """Nothing of the failed ones takes room; the training's end is an error; once repaired, a new attempt goes on from there."""
+def test_a_disk_that_fails_to_the_end_keeps_the_last_good_checkpoint(
+    small_disk: Path, plan: dict[int, str]
+) -> None:
+    """Nothing of the failed ones takes room; the training's end is an error; once repaired, a
+    new attempt resumes from there."""
     storage = DirectoryStorage(small_disk / "store")
     config = config_for(storage, claim_attempt(storage, "run"))
     arguments = (str(small_disk), plan)
-    with pytest.raises(AssertionError, match=r"CheckpointError: the last checkpoint of run run could not be written: runs/run/"):
-        run_ranks(run_with_context, 2, config, struck_storage.train_through, arguments, timeout_s=120)
+    with pytest.raises(
+        AssertionError,
+        match=r"CheckpointError: the last checkpoint of run run could not be written: runs/run/",
+    ):
+        run_ranks(
+            run_with_context, 2, config, struck_storage.train_through, arguments, timeout_s=120
+        )
     assert steps_of(storage) == [1, 2, 3]
     struck_storage.strike("free" if plan[4] == "fill" else "rw", small_disk)
     values = train(storage)
     assert steps_of(storage) == [7, 8, 9]
-    assert sorted(values[0]["troubles"]) == [4, 5, 6, 7, 8, 9], "it went on from step 3"
+    assert sorted(values[0]["troubles"]) == [4, 5, 6, 7, 8, 9], "it resumed from step 3"
 
 
-@pytest.mark.parametrize("fault", [answer(503, "SlowDown"), answer(507, "XMinioStorageFull")], ids=["503", "507"])
-def test_a_training_outlives_a_server_that_is_down(tmp_path: Path, open_s3_server: Any, fault: Any) -> None:  # noqa: F811
-    """A real S3 server answers nothing but errors for two steps; then checkpoints go on, nothing is left of the failed."""
+@pytest.mark.parametrize(
+    "fault", [answer(503, "SlowDown"), answer(507, "XMinioStorageFull")], ids=["503", "507"]
+)
+def test_a_training_outlives_a_server_that_is_down(
+    tmp_path: Path, open_s3_server: Any, fault: Any
+) -> None:
+    """A real S3 server answers nothing but errors for two steps; then checkpoints go on,
+    nothing is left of the failed."""
     place, plan = tmp_path / "down", {4: "down", 6: "up"}
-    with Wire(open_s3_server.endpoint_url, outage=lambda: fault if place.exists() else None) as wire:
+    with Wire(
+        open_s3_server.endpoint_url, outage=lambda: fault if place.exists() else None
+    ) as wire:
         storage = open_s3_server.storage(endpoint_url=wire.endpoint_url, max_attempts=2)
         values = train(storage, place, plan)
-        check_told(values, plan, "overloaded or down" if "503" in values[0]["troubles"][5] else "the store is full")
+        check_told(
+            values,
+            plan,
+            "overloaded or down" if "503" in values[0]["troubles"][5] else "the store is full",
+        )
         assert steps_of(storage) == [7, 8, 9]
     undisturbed = train(DirectoryStorage(tmp_path / "undisturbed"))
     assert {value["sha256"] for value in values} == {undisturbed[0]["sha256"]}
 
 
 def test_a_training_outlives_a_store_that_hangs(tmp_path: Path, ceph_server: Any) -> None:
-    """Ceph takes requests and answers none for two steps, as with full disks: each checkpoint is given up in bounded time."""
+    """Ceph takes requests and answers none for two steps, as with full disks: each checkpoint
+    is given up in bounded time."""
     plan = {4: "pause", 6: "unpause"}
     storage = ceph_server.storage(read_timeout_s=1.0, max_attempts=2)
     try:
@@ -139,7 +185,8 @@ def test_a_training_outlives_a_store_that_hangs(tmp_path: Path, ceph_server: Any
 
 
 def test_one_rank_that_cant_write_is_named(tmp_path: Path) -> None:
-    """Rank 0 says so for it; what rank 0 itself had written for that checkpoint is gone again."""
+    """Rank 0 says so for it; what rank 0 itself had written for that checkpoint is gone
+    again."""
     storage = FailingStorage(tmp_path, "step-00000004/000001/rank-00001")
     values = train(storage)
     assert values[0]["troubles"][5] == (
@@ -151,19 +198,28 @@ def test_one_rank_that_cant_write_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("refused", ["rank-00000", "rank-00001"])
 def test_a_training_that_is_to_fail_with_its_checkpoint_fails(tmp_path: Path, refused: str) -> None:
-    """on_failure="fail": within the next step, with a CheckpointError that names object and reason, also where rank 1 failed."""
+    """on_failure="fail": within the next step, with a CheckpointError that names object and
+    reason, also where rank 1 failed."""
     storage = FailingStorage(tmp_path, f"step-00000004/000001/{refused}")
-    config = replace(config_for(storage, claim_attempt(storage, "run")), checkpoint=replace(EVERY_STEP, on_failure="fail"))
+    config = replace(
+        config_for(storage, claim_attempt(storage, "run")),
+        checkpoint=replace(EVERY_STEP, on_failure="fail"),
+    )
     says = rf"could not be written: (rank 1: )?runs/run/checkpoints/step-00000004/000001/{refused}\.pt: the disk is full"
-    with pytest.raises(AssertionError, match=f"CheckpointError: the last checkpoint of run run {says}"):
-        run_ranks(run_with_context, 2, config, struck_storage.train_through, ("", {}), timeout_s=120)
+    with pytest.raises(
+        AssertionError, match=f"CheckpointError: the last checkpoint of run run {says}"
+    ):
+        run_ranks(
+            run_with_context, 2, config, struck_storage.train_through, ("", {}), timeout_s=120
+        )
     values = train(DirectoryStorage(tmp_path))
-    assert min(values[0]["troubles"]) == 4, "it went on from step 3"
+    assert min(values[0]["troubles"]) == 4, "it resumed from step 3"
     assert steps_of(DirectoryStorage(tmp_path)) == [7, 8, 9]
 
 
 def test_the_caller_of_a_gang_hears_of_it(dask_client: Client, tmp_path: Path) -> None:
-    """Progress carries the trouble and the log the warning; with on_failure="fail" the error's cause is the CheckpointError."""
+    """Progress carries the trouble and the log the warning; with on_failure="fail" the error's
+    cause is the CheckpointError."""
     storage = FailingStorage(tmp_path, "step-00000007/")
     events: list[Any] = []
     arguments = (struck_storage.train_through, ("", {}))
@@ -178,9 +234,13 @@ def test_the_caller_of_a_gang_hears_of_it(dask_client: Client, tmp_path: Path) -
     assert isinstance(caught.value.__cause__, CheckpointError)
     assert "step-00000007/000001/" in str(caught.value)
     assert "the disk is full" in str(caught.value)
-    assert any("no checkpoint of step 7, " in event.text for event in events if isinstance(event, LogLine))
+    assert any(
+        "no checkpoint of step 7, " in event.text for event in events if isinstance(event, LogLine)
+    )
     never = FailingStorage(tmp_path / "never", "rank-00000")
-    with pytest.raises(RankFailedError, match="the last checkpoint of run run could not be written"):
+    with pytest.raises(
+        RankFailedError, match="the last checkpoint of run run could not be written"
+    ):
         run_gang(
             dask_client,
             "prefect_torch_ddp.rank.workload:run_with_context",
@@ -189,4 +249,6 @@ def test_the_caller_of_a_gang_hears_of_it(dask_client: Client, tmp_path: Path) -
             on_event=events.append,
         )
     troubles = {event.trouble for event in events if isinstance(event, Progress)}
-    assert any(trouble.startswith("no checkpoint yet: runs/run/checkpoints/step-") for trouble in troubles), troubles
+    assert any(
+        trouble.startswith("no checkpoint yet: runs/run/checkpoints/step-") for trouble in troubles
+    ), troubles

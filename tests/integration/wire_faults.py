@@ -1,4 +1,5 @@
-"""Owns what a bad network or a bad proxy does to answers, and a wire that does it now and then, by a seed."""
+"""Owns what a bad network or a bad proxy does to answers, and a wire that does it now and then,
+by a seed."""
 
 import random
 import socket
@@ -10,7 +11,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler
 
-from tests.integration.s3_server import Exchange, Fault, Wire, answer, cut_in_the_body, lose_the_answer, send
+from tests.integration.s3_server import (
+    Exchange,
+    Fault,
+    Wire,
+    answer,
+    cut_in_the_body,
+    lose_the_answer,
+    send,
+)
 
 NUM_DRIPS = 20
 DRIP_PAUSE_S = 0.02
@@ -24,13 +33,19 @@ def reset_in_the_body(handler: BaseHTTPRequestHandler, exchange: Exchange) -> No
 
 
 def truncate(handler: BaseHTTPRequestHandler, exchange: Exchange) -> None:
-    """Send half of the content as if it were the whole: the length announced is that of the half."""
+    """Send half of the content as if it were the whole: the length announced is that of the
+    half."""
     half = exchange.answer[: len(exchange.answer) // 2]
-    send(handler, _with_header(replace(exchange, answer=half), "Content-Length", str(len(half))), half)
+    send(
+        handler,
+        _with_header(replace(exchange, answer=half), "Content-Length", str(len(half))),
+        half,
+    )
 
 
 def change_a_byte(handler: BaseHTTPRequestHandler, exchange: Exchange) -> None:
-    """Send other content of the same length, in an object: XML, which has no digest, is left to TCP's and TLS's checks."""
+    """Send other content of the same length, in an object: XML, which has no digest, is left to
+    TCP's and TLS's checks."""
     changed = bytearray(exchange.answer)
     if changed and not any("xml" in value for _, value in exchange.answer_headers):
         changed[len(changed) // 2] ^= 0xFF
@@ -44,7 +59,11 @@ def change_the_etag(handler: BaseHTTPRequestHandler, exchange: Exchange) -> None
 
 def tell_another_range(handler: BaseHTTPRequestHandler, exchange: Exchange) -> None:
     """Say that the bytes are those from another place of the object."""
-    send(handler, _with_header(exchange, "Content-Range", "bytes 900000-900009/1000000"), exchange.answer)
+    send(
+        handler,
+        _with_header(exchange, "Content-Range", "bytes 900000-900009/1000000"),
+        exchange.answer,
+    )
 
 
 def drip(handler: BaseHTTPRequestHandler, exchange: Exchange) -> None:
@@ -63,7 +82,9 @@ def never_answer(handler: BaseHTTPRequestHandler, exchange: Exchange) -> None:
 
 
 def _with_header(exchange: Exchange, name: str, value: str) -> Exchange:
-    others = tuple(header for header in exchange.answer_headers if header[0].lower() != name.lower())
+    others = tuple(
+        header for header in exchange.answer_headers if header[0].lower() != name.lower()
+    )
     return replace(exchange, answer_headers=(*others, (name, value)))
 
 

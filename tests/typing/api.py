@@ -1,6 +1,8 @@
-"""What the public names promise a type checker; tests/unit/test_typing.py runs mypy on it, nothing runs it.
+"""What the public names promise a type checker; tests/unit/test_typing.py runs mypy on it,
+nothing runs it.
 
-A line that must be refused carries `type: ignore` with the error's code: mypy warns about each that is not needed.
+A line that must be refused carries `type: ignore` with the error's code: mypy warns about each
+that is not needed.
 """
 
 from typing import Any, assert_type
@@ -13,15 +15,15 @@ from prefect_torch_ddp import RankContext, TrainParams, TrainReport, ddp_task, r
 
 
 @ddp_task(world_size=2, retries=1, tags=["nightly"])
-def train(rank: RankContext, lr: float, *, epochs: int = 1) -> dict[str, float]:
+def train(ctx: RankContext, lr: float, *, epochs: int = 1) -> dict[str, float]:
     """Take a positional and a keyword-only argument after the rank."""
-    return {"loss": lr * epochs * rank.world_size}
+    return {"loss": lr * epochs * ctx.world_size}
 
 
 @ddp_task
-def bare(rank: RankContext) -> int:
+def bare(ctx: RankContext) -> int:
     """Be decorated without parentheses."""
-    return rank.rank
+    return ctx.rank
 
 
 assert_type(bare, Task[[], int])
@@ -37,12 +39,12 @@ def a_flow() -> float:
     return train(lr=0.1)["loss"]
 
 
-def refused(rank: RankContext) -> None:
+def refused(ctx: RankContext) -> None:
     """Make each mistake once."""
     train()  # type: ignore[call-overload]
     train(lr="fast")  # type: ignore[call-overload]
     train(lr=0.1, momentum=0.9)  # type: ignore[call-overload]
-    train(rank, 0.1)  # type: ignore[call-overload]
+    train(ctx, 0.1)  # type: ignore[call-overload]
     train(0.1, 2)  # type: ignore[call-overload]
     bare(1)  # type: ignore[call-overload]
     ddp_task(world_size="two")  # type: ignore[call-overload]

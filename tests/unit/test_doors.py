@@ -1,4 +1,5 @@
-"""The package's doors: every public name opens, and none loads a library before it is needed."""
+"""The package's doors: every public name opens, and none loads a library before it is
+needed."""
 
 import ast
 import subprocess
@@ -9,14 +10,20 @@ import pytest
 
 import prefect_torch_ddp
 
-PREFECT, DASK, TORCH = ("prefect", "prefect_dask", "prefect_aws"), ("distributed", "dask"), ("torch", "torchvision")
+PREFECT, DASK, TORCH = (
+    ("prefect", "prefect_dask", "prefect_aws"),
+    ("distributed", "dask"),
+    ("torch", "torchvision"),
+)
 HEAVY = (*PREFECT, *DASK, *TORCH)
 
 
 def loaded_after(statement: str) -> set[str]:
     """Run a statement in a fresh interpreter; return which top-level packages it loaded."""
     code = f"import sys\nimport prefect_torch_ddp\n{statement}\nprint(*{{name.partition('.')[0] for name in sys.modules}})"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60
+    )
     assert done.returncode == 0, done.stderr
     return set(done.stdout.split())
 
@@ -28,10 +35,23 @@ def test_importing_the_package_loads_nothing_heavy() -> None:
 
 def test_asking_for_the_version_loads_nothing_heavy() -> None:
     """The version is the installed distribution's."""
-    assert not loaded_after("assert prefect_torch_ddp.__version__.count('.') == 2") & {*HEAVY, "pydantic"}
+    assert not loaded_after("assert prefect_torch_ddp.__version__.count('.') == 2") & {
+        *HEAVY,
+        "pydantic",
+    }
 
 
-@pytest.mark.parametrize("name", ["TrainParams", "ClusterParams", "CheckpointParams", "TrainReport", "Report", "RankFailedError"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "TrainParams",
+        "ClusterParams",
+        "CheckpointParams",
+        "TrainReport",
+        "Report",
+        "RankFailedError",
+    ],
+)
 def test_values_load_none_of_the_heavy_three(name: str) -> None:
     """Parameters, results and errors can be used anywhere."""
     assert not loaded_after(f"prefect_torch_ddp.{name}") & set(HEAVY)
@@ -47,7 +67,8 @@ def test_values_load_none_of_the_heavy_three(name: str) -> None:
     ],
 )
 def test_each_level_loads_its_own_library_alone(name: str, unneeded: tuple[str, ...]) -> None:
-    """The caller of a gang and the Dask worker need no torch, a rank no Dask and no Prefect, a flow's process no torch."""
+    """The caller of a gang and the Dask worker need no torch, a rank no Dask and no Prefect, a
+    flow's process no torch."""
     assert not loaded_after(f"prefect_torch_ddp.{name}") & set(unneeded)
 
 
@@ -73,7 +94,9 @@ def test_doors_and_types_agree() -> None:
     }
     assert {*for_types, "__version__"} == set(prefect_torch_ddp.__all__)
     homes = prefect_torch_ddp._HOMES
-    assert for_types == {name: f"prefect_torch_ddp.{homes.get(name, 'errors')}" for name in for_types}
+    assert for_types == {
+        name: f"prefect_torch_ddp.{homes.get(name, 'errors')}" for name in for_types
+    }
 
 
 def test_every_error_has_a_door() -> None:
@@ -81,7 +104,9 @@ def test_every_error_has_a_door() -> None:
     from prefect_torch_ddp import errors
 
     ours = {
-        name for name, value in vars(errors).items() if isinstance(value, type) and issubclass(value, errors.PrefectTorchDdpError)
+        name
+        for name, value in vars(errors).items()
+        if isinstance(value, type) and issubclass(value, errors.PrefectTorchDdpError)
     }
     assert ours <= set(prefect_torch_ddp.__all__)
 
@@ -93,6 +118,8 @@ def test_dir_lists_the_doors() -> None:
 
 def test_an_unknown_name_is_an_attribute_error() -> None:
     """A typo says which name of which module; hasattr works."""
-    with pytest.raises(AttributeError, match=r"module 'prefect_torch_ddp' has no attribute 'train_folw'"):
+    with pytest.raises(
+        AttributeError, match=r"module 'prefect_torch_ddp' has no attribute 'train_folw'"
+    ):
         prefect_torch_ddp.train_folw  # noqa: B018
     assert not hasattr(prefect_torch_ddp, "nothing")

@@ -20,8 +20,14 @@ def test_each_named_test_exists(file: str, test: str) -> None:
 
 def test_each_row_names_a_test_or_says_that_there_is_none() -> None:
     """No row promises something that nothing shows, and there are rows."""
-    rows = [line for line in PAGE.splitlines() if line.startswith("| ") and not line.startswith("| what ")]
+    rows = [
+        line
+        for line in PAGE.splitlines()
+        if line.startswith("| ") and not line.startswith("| what ")
+    ]
     assert len(rows) > 30
     for row in rows:
         shown_by = row.split(" | ")[-1]
-        assert "no test yet" in shown_by or re.search(r"`tests/[\w/]+\.py::test_\w+`", shown_by), row
+        assert "no test yet" in shown_by or re.search(r"`tests/[\w/]+\.py::test_\w+`", shown_by), (
+            row
+        )

@@ -1,4 +1,5 @@
-"""What is installed and deployed: pinned versions, the caps that keep a server working, and the deployment's description."""
+"""What is installed and deployed: pinned versions, the caps that keep a server working, and the
+deployment's description."""
 
 import ast
 import re
@@ -16,7 +17,11 @@ from prefect_torch_ddp import ClusterParams, TrainParams
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 REQUIREMENTS = {found.name: found for found in map(Requirement, PROJECT["dependencies"])}
-PINS = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if line and not line.startswith("#")]
+PINS = [
+    line
+    for line in (ROOT / "constraints.txt").read_text().splitlines()
+    if line and not line.startswith("#")
+]
 DEPLOYMENTS = yaml.safe_load((ROOT / "deployments" / "prefect.yaml").read_text())["deployments"]
 
 
@@ -28,8 +33,12 @@ def test_constraints_are_names_and_versions_alone() -> None:
 
 
 def test_constraints_satisfy_the_project() -> None:
-    """Every dependency, of the dev extra too, is pinned within the range that pyproject promises."""
-    pins = {name.lower().replace("_", "-"): Version(version) for name, _, version in (pin.partition("==") for pin in PINS)}
+    """Every dependency, of the dev extra too, is pinned within the range that pyproject
+    promises."""
+    pins = {
+        name.lower().replace("_", "-"): Version(version)
+        for name, _, version in (pin.partition("==") for pin in PINS)
+    }
     for text in PROJECT["dependencies"] + PROJECT["optional-dependencies"]["dev"]:
         wanted = Requirement(text)
         assert pins[wanted.name.lower()] in wanted.specifier, wanted.name
@@ -68,15 +77,20 @@ def test_a_deployment_names_an_entrypoint_that_exists(deployment: dict[str, Any]
 
 
 def test_nightly_runs_at_a_stated_hour_and_never_overlaps() -> None:
-    """Cron, time zone, one run at a time, in the pool that the README creates; its parameters are accepted."""
+    """Cron, time zone, one run at a time, in the pool that the README creates; its parameters
+    are accepted."""
     (nightly,) = [deployment for deployment in DEPLOYMENTS if deployment["name"] == "nightly"]
-    assert [(schedule["cron"], schedule["timezone"]) for schedule in nightly["schedules"]] == [("0 2 * * *", "UTC")]
+    assert [(schedule["cron"], schedule["timezone"]) for schedule in nightly["schedules"]] == [
+        ("0 2 * * *", "UTC")
+    ]
     assert nightly["concurrency_limit"] == {"limit": 1, "collision_strategy": "ENQUEUE"}
     assert nightly["work_pool"]["name"] == "train-ddp"
     assert TrainParams(**nightly["parameters"]["params"]).workload == "flows.digits"
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "deployments" / "clusters").glob("*.yaml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "deployments" / "clusters").glob("*.yaml")), ids=lambda path: path.stem
+)
 def test_cluster_examples_are_accepted(path: Path) -> None:
     """Each example is a value of params.cluster as it stands."""
     cluster = ClusterParams(**yaml.safe_load(path.read_text()))

@@ -12,7 +12,19 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_public_names_are_typed_as_promised() -> None:
-    """A ddp_task is called with its function's own parameters after the rank, and gives its value; mistakes are refused."""
-    command = [sys.executable, "-m", "mypy", "--strict", "--warn-unused-ignores", "tests/typing/api.py"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=170, check=False)
-    assert done.stdout.strip() == "Success: no issues found in 1 source file", done.stdout + done.stderr
+    """A ddp_task is called with its function's own parameters after the rank, and gives its
+    value; mistakes are refused."""
+    command = [
+        sys.executable,
+        "-m",
+        "mypy",
+        "--strict",
+        "--warn-unused-ignores",
+        "tests/typing/api.py",
+    ]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=170, check=False
+    )
+    assert done.stdout.strip() == "Success: no issues found in 1 source file", (
+        done.stdout + done.stderr
+    )

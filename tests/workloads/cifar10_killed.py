@@ -1,4 +1,5 @@
-"""Owns the workload flows.cifar10 whose rank 1 is killed in the midst of its second epoch, once a checkpoint is there."""
+"""Owns the workload flows.cifar10 whose rank 1 is killed in the midst of its second epoch, once
+a checkpoint is there."""
 
 import os
 import signal
@@ -12,29 +13,32 @@ from prefect_torch_ddp.checkpoint.manifest import list_checkpoints
 PATIENCE_S = 60.0
 
 
-def prepare(rank: RankContext) -> None:
+def prepare(ctx: RankContext) -> None:
     """Prepare as it does."""
-    cifar10.prepare(rank)
+    cifar10.prepare(ctx)
 
 
-def train(rank: RankContext) -> dict[str, float | None]:
-    """Train as it does; in attempt 1 rank 1 doesn't outlive what it reports of the step named by the option."""
-    report, kill_at = rank.report, rank.options["kill_at"]
-    rank.options = {name: value for name, value in rank.options.items() if name != "kill_at"}
+def train(ctx: RankContext) -> dict[str, float | None]:
+    """Train as it does; in attempt 1 rank 1 doesn't outlive what it reports of the step named
+    by the option."""
+    report, kill_at = ctx.report, ctx.options["kill_at"]
+    ctx.options = {name: value for name, value in ctx.options.items() if name != "kill_at"}
 
     def report_and_die(**metrics: Any) -> None:
         report(**metrics)
-        if (rank.attempt, rank.rank, rank.step) == (1, 1, kill_at):
+        if (ctx.attempt, ctx.rank, ctx.step) == (1, 1, kill_at):
             deadline = time.monotonic() + PATIENCE_S
-            while not list_checkpoints(rank.config.storage, rank.run_id) and time.monotonic() < deadline:
+            while (
+                not list_checkpoints(ctx.config.storage, ctx.run_id) and time.monotonic() < deadline
+            ):
                 time.sleep(0.02)
             os.kill(os.getpid(), signal.SIGKILL)
 
-    rank.report = report_and_die  # type: ignore[method-assign]
-    return cifar10.train(rank)
+    ctx.report = report_and_die  # type: ignore[method-assign]
+    return cifar10.train(ctx)
 
 
-def evaluate(rank: RankContext) -> Report:
+def evaluate(ctx: RankContext) -> Report:
     """Evaluate as it does."""
-    rank.options = {name: value for name, value in rank.options.items() if name != "kill_at"}
-    return cifar10.evaluate(rank)
+    ctx.options = {name: value for name, value in ctx.options.items() if name != "kill_at"}
+    return cifar10.evaluate(ctx)

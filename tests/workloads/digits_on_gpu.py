@@ -6,18 +6,18 @@ from flows import digits
 from prefect_torch_ddp import RankContext, Report
 
 
-def prepare(rank: RankContext) -> None:
+def prepare(ctx: RankContext) -> None:
     """Write the digits."""
-    digits.prepare(rank)
+    digits.prepare(ctx)
 
 
-def train(rank: RankContext) -> dict[str, Any]:
+def train(ctx: RankContext) -> dict[str, Any]:
     """Train on CUDA."""
-    assert rank.device.type == "cuda"
-    return dict(digits.train(rank))
+    assert ctx.device.type == "cuda"
+    return dict(digits.train(ctx))
 
 
-def evaluate(rank: RankContext) -> Report:
+def evaluate(ctx: RankContext) -> Report:
     """Evaluate on CUDA."""
-    assert rank.device.type == "cuda"
-    return digits.evaluate(rank)
+    assert ctx.device.type == "cuda"
+    return digits.evaluate(ctx)

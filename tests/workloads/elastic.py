@@ -1,4 +1,5 @@
-"""Owns trainings with elastic determinism, whose weights are the same for every number of ranks."""
+"""Owns trainings with elastic determinism, whose weights are the same for every number of
+ranks."""
 
 import os
 import random
@@ -22,7 +23,8 @@ NUM_SAMPLES, BATCH, EPOCHS = 45, 12, 2
 
 
 class NoisyImages(Dataset[tuple[torch.Tensor, int]]):
-    """Small random images of three classes, with augmentation that draws from all three global generators."""
+    """Small random images of three classes, with augmentation that draws from all three global
+    generators."""
 
     def __len__(self) -> int:
         return NUM_SAMPLES
@@ -52,19 +54,19 @@ class ImagesInShards(NoisyImages):
         return map(self.__getitem__, shard)
 
 
-def prepare(rank: RankContext) -> None:
+def prepare(ctx: RankContext) -> None:
     """Write nothing of use: the images are made from their numbers."""
-    (rank.data / "made").write_text("from numbers")
+    (ctx.data / "made").write_text("from numbers")
 
 
-def train(rank: RankContext) -> dict[str, Any]:
+def train(ctx: RankContext) -> dict[str, Any]:
     """Train undisturbed."""
-    return fit(rank)
+    return fit(ctx)
 
 
-def evaluate(rank: RankContext) -> Report:
+def evaluate(ctx: RankContext) -> Report:
     """Say how many samples there were."""
-    rank.track(model=make_net())
+    ctx.track(model=make_net())
     return Report(num_samples=NUM_SAMPLES, accuracy=1.0)
 
 
@@ -83,52 +85,67 @@ def make_net() -> nn.Sequential:
     )
 
 
-def fit(rank: RankContext, folder: str = "", plan: dict[int, dict[str, Any]] | None = None) -> dict[str, Any]:
+def fit(
+    ctx: RankContext, folder: str = "", plan: dict[int, dict[str, Any]] | None = None
+) -> dict[str, Any]:
     """Train with AdamW; say what weights and optimizer hash to.
 
     Args:
-        rank: options: sharded, global_batch_size, num_workers, max_samples, precision ("bfloat16", "scaled").
+        ctx: options: sharded, global_batch_size, num_workers, max_samples, precision
+            ("bfloat16", "scaled").
         folder: for a file of this rank's pid when it waits to be killed.
-        plan: by attempt: {"step", "how"}, where how is "wait", or "die" for the last rank's death between two micro-batches.
+        plan: by attempt: {"step", "how"}, where how is "wait", or "die" for the last rank's
+            death between two micro-batches.
     """
-    options = rank.options
-    torch.manual_seed(rank.rank)  # rank 0's weights are the ones that count
+    options = ctx.options
+    torch.manual_seed(ctx.rank)  # rank 0's weights are the ones that count
     net = make_net()
-    model = rank.wrap(net)
+    model = ctx.wrap(net)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     scaler = torch.amp.GradScaler("cpu", enabled=options.get("precision") == "scaled")
-    rank.track(model=model, optimizer=optimizer, scaler=scaler)
+    ctx.track(model=model, optimizer=optimizer, scaler=scaler)
     size, num_workers = options.get("global_batch_size", BATCH), options.get("num_workers", 0)
     dataset = ImagesInShards() if options.get("sharded") else NoisyImages()
-    loader = rank.loader(dataset, global_batch_size=size, num_workers=num_workers)
-    for batch in rank.steps(loader, epochs=EPOCHS):
+    loader = ctx.loader(dataset, global_batch_size=size, num_workers=num_workers)
+    for batch in ctx.steps(loader, epochs=EPOCHS):
         optimizer.zero_grad()
-        fault = (plan or {}).get(rank.attempt)
-        is_due = fault is not None and rank.step == fault["step"]
+        fault = (plan or {}).get(ctx.attempt)
+        is_due = fault is not None and ctx.step == fault["step"]
         losses, weights = [], []
-        for (images, labels), weight in rank.micro_batches(batch, max_samples=options.get("max_samples")):
+        for (images, labels), weight in ctx.micro_batches(
+            batch, max_samples=options.get("max_samples")
+        ):
             with torch.autocast("cpu", dtype=torch.bfloat16, enabled="precision" in options):
-                loss = nn.functional.cross_entropy(model(images.to(rank.device)), labels.to(rank.device))
+                loss = nn.functional.cross_entropy(
+                    model(images.to(ctx.device)), labels.to(ctx.device)
+                )
             scaler.scale(loss * weight).backward()
             losses.append(loss.item() * weight)
             weights.append(weight)
             if is_due:
-                _fail(rank, fault["how"], folder)
+                _fail(ctx, fault["how"], folder)
         scaler.unscale_(optimizer)
         nn.utils.clip_grad_norm_(net.parameters(), 1.0)
         scaler.step(optimizer)
         scaler.update()
-        rank.report(loss=sum(losses) / sum(weights))
+        ctx.report(loss=sum(losses) / sum(weights))
     state = optimizer.state_dict()["state"]
-    moments = torch.cat([values["exp_avg_sq"].flatten() for values in state.values()]).double().sum().item()
-    return {"sha256": sha256_of_weights(net), "moments": moments, "steps": rank.step}
+    moments = (
+        torch.cat([values["exp_avg_sq"].flatten() for values in state.values()])
+        .double()
+        .sum()
+        .item()
+    )
+    return {"sha256": sha256_of_weights(net), "moments": moments, "steps": ctx.step}
 
 
-def _fail(rank: RankContext, how: str, folder: str) -> None:
-    while not any(ref.step == rank.step - 1 for ref in list_checkpoints(rank.config.storage, rank.run_id)):
-        time.sleep(0.02)  # else it may go on from an earlier one
+def _fail(ctx: RankContext, how: str, folder: str) -> None:
+    while not any(
+        ref.step == ctx.step - 1 for ref in list_checkpoints(ctx.config.storage, ctx.run_id)
+    ):
+        time.sleep(0.02)  # else it may resume from an earlier one
     if how == "wait":
-        Path(folder, f"waits-{rank.attempt}-{rank.rank}").write_text(str(os.getpid()))
+        Path(folder, f"waits-{ctx.attempt}-{ctx.rank}").write_text(str(os.getpid()))
         signal.pause()
-    if rank.rank == rank.world_size - 1:
+    if ctx.rank == ctx.world_size - 1:
         os.kill(os.getpid(), signal.SIGKILL)

@@ -1,4 +1,5 @@
-"""Owns a training that goes on for ever and tells its processes, for tests that end it from outside."""
+"""Owns a training that goes on for ever and tells its processes, for tests that end it from
+outside."""
 
 import os
 from pathlib import Path
@@ -16,20 +17,26 @@ def config_in(folder: Path) -> RankConfig:
     """Describe a training that writes no checkpoint unless it is stopped."""
     storage = DirectoryStorage(folder / "store")
     policy = CheckpointPolicy(every_s=None)
-    return RankConfig(run_id="run", attempt=claim_attempt(storage, "run"), stage="train", storage=storage, checkpoint=policy)
+    return RankConfig(
+        run_id="run",
+        attempt=claim_attempt(storage, "run"),
+        stage="train",
+        storage=storage,
+        checkpoint=policy,
+    )
 
 
-def train(rank: RankContext, pid_folder: str) -> None:
+def train(ctx: RankContext, pid_folder: str) -> None:
     """Take small steps; write this rank's pid in the third."""
-    model = rank.wrap(torch.nn.Linear(2, 2))
+    model = ctx.wrap(torch.nn.Linear(2, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    rank.track(model=model, optimizer=optimizer)
-    loader = rank.loader(TensorDataset(torch.ones(4000, 2)), global_batch_size=4)
-    for (points,) in rank.steps(loader, epochs=10_000):
+    ctx.track(model=model, optimizer=optimizer)
+    loader = ctx.loader(TensorDataset(torch.ones(4000, 2)), global_batch_size=4)
+    for (points,) in ctx.steps(loader, epochs=10_000):
         optimizer.zero_grad()
         model(points).sum().backward()
         optimizer.step()
-        if rank.step == 3:
-            path = Path(pid_folder, str(rank.rank))
+        if ctx.step == 3:
+            path = Path(pid_folder, str(ctx.rank))
             path.with_suffix(".tmp").write_text(str(os.getpid()))
             path.with_suffix(".tmp").rename(path)

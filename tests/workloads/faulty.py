@@ -1,4 +1,7 @@
-"""Owns ranks that go wrong, each in one way. Torch is imported inside: the test process need not load it."""
+"""Owns ranks that go wrong, each in one way.
+
+Torch is imported inside: the test process need not load it.
+"""
 
 import os
 import signal
@@ -10,7 +13,8 @@ from typing import Any
 
 
 class AwkwardError(Exception):
-    """An exception that pickles but doesn't unpickle: its arguments aren't its constructor's."""
+    """An exception that pickles but doesn't unpickle: its arguments aren't its
+    constructor's."""
 
     def __init__(self, code: int, reason: str) -> None:
         """Keep one text only."""
@@ -91,12 +95,15 @@ def _collective_in_finally() -> str:
 
 
 def die_while_loading(context: str) -> None:
-    """Be killed on rank 1 with two DataLoader workers under it, as on rank 0, which waits in a collective."""
+    """Be killed on rank 1 with two DataLoader workers under it, as on rank 0, which waits in a
+    collective."""
     from torch.utils.data import DataLoader
 
     from tests.workloads.squares import Squares
 
-    batches = iter(DataLoader(Squares(10), batch_size=2, num_workers=2, multiprocessing_context=context))
+    batches = iter(
+        DataLoader(Squares(10), batch_size=2, num_workers=2, multiprocessing_context=context)
+    )
     next(batches)
     _wait_in_collective()
     if os.environ["RANK"] == "1":
@@ -125,7 +132,8 @@ def initialise_again() -> None:
 
 
 def stamp_and_die(path: str) -> None:
-    """Meet, write the time, and be killed, on rank 1; the others wait for it in a collective."""
+    """Meet, write the time, and be killed, on rank 1; the others wait for it in a
+    collective."""
     _wait_in_collective()
     if os.environ["RANK"] == "1":
         Path(path).write_text(repr(time.time()))

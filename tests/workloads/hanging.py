@@ -1,4 +1,7 @@
-"""Owns trainings that stop to move, each in one way, and ones that only look so. Each waits with a limit of its own."""
+"""Owns trainings that stop to move, each in one way, and ones that only look so.
+
+Each waits with a limit of its own.
+"""
 
 import ctypes
 import os
@@ -19,8 +22,11 @@ NUM_STEPS = 4
 class Numbers(Dataset[torch.Tensor]):
     """Samples, the first of which may be slow, or stop the process that reads it."""
 
-    def __init__(self, size: int, *, sleeps_s: float = 0.0, works_s: float = 0.0, stops_at: int | None = None) -> None:
-        """Say what happens to the first sample that a process reads, and at which sample it stops itself."""
+    def __init__(
+        self, size: int, *, sleeps_s: float = 0.0, works_s: float = 0.0, stops_at: int | None = None
+    ) -> None:
+        """Say what happens to the first sample that a process reads, and at which sample it
+        stops itself."""
         self._size = size
         self._sleeps_s = sleeps_s
         self._works_s = works_s
@@ -48,18 +54,21 @@ def work(for_s: float) -> None:
         sum(range(1000))
 
 
-def train(rank: RankContext, how: str, culprit: int) -> int:
-    """Make four steps with an all-reduce in each; one rank hangs in the third, in the way named."""
-    stops_at = 2 * rank.world_size + rank.rank if how == "data_worker" and rank.rank == culprit else None
-    dataset = Numbers(NUM_STEPS * rank.world_size, stops_at=stops_at)
+def train(ctx: RankContext, how: str, culprit: int) -> int:
+    """Make four steps with an all-reduce in each; one rank hangs in the third, in the way
+    named."""
+    stops_at = (
+        2 * ctx.world_size + ctx.rank if how == "data_worker" and ctx.rank == culprit else None
+    )
+    dataset = Numbers(NUM_STEPS * ctx.world_size, stops_at=stops_at)
     workers = {"num_workers": 1} if how == "data_worker" else {}
-    loader = rank.loader(dataset, global_batch_size=rank.world_size, shuffle=False, **workers)
-    for _ in rank.steps(loader, epochs=1):
-        if rank.rank == culprit and rank.step == 3:
+    loader = ctx.loader(dataset, global_batch_size=ctx.world_size, shuffle=False, **workers)
+    for _ in ctx.steps(loader, epochs=1):
+        if ctx.rank == culprit and ctx.step == 3:
             hang(how)
         dist.all_reduce(torch.ones(1))
-        rank.report(loss=1.0)
-    return rank.step
+        ctx.report(loss=1.0)
+    return ctx.step
 
 
 def hang(how: str) -> None:
@@ -72,7 +81,8 @@ def hang(how: str) -> None:
         case "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
         case "hold_the_lock":
-            # read(2) on an empty pipe, by a call that keeps the interpreter's lock; a signal does not end it.
+            # read(2) on an empty pipe, by a call that keeps the interpreter's lock; a signal
+            # does not end it.
             ctypes.PyDLL(None).read(os.pipe()[0], ctypes.create_string_buffer(1), 1)
         case "one_collective_more":
             dist.all_reduce(torch.ones(1))
@@ -95,28 +105,33 @@ class SlowState:
         time.sleep(self._seconds)
 
 
-def slow_but_fine(rank: RankContext, what: str, seconds: float) -> int:
-    """Take several times the limit for what may take long, with the other ranks waiting; return the steps."""
-    mine = seconds if rank.rank == 0 else 0.0
+def slow_but_fine(ctx: RankContext, what: str, seconds: float) -> int:
+    """Take several times the limit for what may take long, with the other ranks waiting; return
+    the steps."""
+    mine = seconds if ctx.rank == 0 else 0.0
     dataset = Numbers(
-        NUM_STEPS * rank.world_size,
+        NUM_STEPS * ctx.world_size,
         sleeps_s=mine if what == "loading_asleep" else 0.0,
         works_s=mine if what == "loading_at_work" else 0.0,
     )
     if what in ("saving", "restoring"):
-        rank.track(slow=SlowState(mine))
-    model = torch.compile(torch.nn.Linear(1, 1), backend=slow_compiler(mine)) if what == "compiling" else None
-    for batch in rank.steps(rank.loader(dataset, global_batch_size=rank.world_size), epochs=1):
+        ctx.track(slow=SlowState(mine))
+    model = (
+        torch.compile(torch.nn.Linear(1, 1), backend=slow_compiler(mine))
+        if what == "compiling"
+        else None
+    )
+    for batch in ctx.steps(ctx.loader(dataset, global_batch_size=ctx.world_size), epochs=1):
         if model is not None:
             model(batch.reshape(-1, 1))
-        if rank.rank == 0 and rank.step == 2 and what == "validating_at_work":
+        if ctx.rank == 0 and ctx.step == 2 and what == "validating_at_work":
             work(seconds)
-        if rank.epoch_ended and rank.rank == 0 and what == "validating_asleep":
+        if ctx.epoch_ended and ctx.rank == 0 and what == "validating_asleep":
             time.sleep(seconds)
         dist.all_reduce(torch.ones(1))
-        if rank.step == 2 and what == "saving":
-            rank.checkpoint(force=True)
-    return rank.step
+        if ctx.step == 2 and what == "saving":
+            ctx.checkpoint(force=True)
+    return ctx.step
 
 
 def slow_compiler(seconds: float) -> Any:

@@ -1,4 +1,5 @@
-"""Owns a small float64 workload whose results compare to the last bit, and the means to run functions on real gloo ranks."""
+"""Owns a small float64 workload whose results compare to the last bit, and the means to run
+functions on real gloo ranks."""
 
 import hashlib
 import io
@@ -26,27 +27,32 @@ NUM_CLASSES = 3
 PEER_S = 2.0
 
 
-def prepare(rank: RankContext) -> None:
+def prepare(ctx: RankContext) -> None:
     """Write `num_samples` points of 4 numbers, float64, and their classes."""
-    inputs, targets = points(rank.options.get("num_samples", 33))
-    torch.save({"inputs": inputs, "targets": targets}, rank.data / "points.pt")
+    inputs, targets = points(ctx.options.get("num_samples", 33))
+    torch.save({"inputs": inputs, "targets": targets}, ctx.data / "points.pt")
 
 
-def train(rank: RankContext) -> dict[str, Any]:
-    """Train with batch norm, dropout, momentum and a schedule; say what the weights hash to. Dies where the options say."""
-    data = rank.data / "points.pt"
+def train(ctx: RankContext) -> dict[str, Any]:
+    """Train with batch norm, dropout, momentum and a schedule; say what the weights hash to.
+
+    Dies where the options say.
+    """
+    data = ctx.data / "points.pt"
     dataset = TensorDataset(*torch.load(data, weights_only=True).values())
-    return fit(rank, dataset)
+    return fit(ctx, dataset)
 
 
-def evaluate(rank: RankContext) -> Report:
+def evaluate(ctx: RankContext) -> Report:
     """Say what the restored weights amount to."""
     model = make_net()
-    rank.track(model=model)
-    points = torch.load(rank.data / "points.pt", weights_only=True)
+    ctx.track(model=model)
+    points = torch.load(ctx.data / "points.pt", weights_only=True)
     model.eval()
     right = (model(points["inputs"]).argmax(dim=1) == points["targets"]).double().mean()
-    return Report(num_samples=len(points["targets"]), accuracy=right.item(), metrics={"step": rank.step})
+    return Report(
+        num_samples=len(points["targets"]), accuracy=right.item(), metrics={"step": ctx.step}
+    )
 
 
 def points(num_samples: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -58,38 +64,46 @@ def points(num_samples: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def make_net(dropout: float = 0.25) -> nn.Sequential:
     """Return a float64 network from [batch, 4] to [batch, 3]."""
-    layers = (nn.Linear(4, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(dropout), nn.Linear(16, NUM_CLASSES))
+    layers = (
+        nn.Linear(4, 16),
+        nn.BatchNorm1d(16),
+        nn.ReLU(),
+        nn.Dropout(dropout),
+        nn.Linear(16, NUM_CLASSES),
+    )
     return nn.Sequential(*layers).double()
 
 
-def fit(rank: RankContext, dataset: Dataset[Any]) -> dict[str, Any]:
-    """Train; options: epochs, global_batch_size, die_at (step), die_on (rank), stop_at, save_at."""
-    options = rank.options
+def fit(ctx: RankContext, dataset: Dataset[Any]) -> dict[str, Any]:
+    """Train; options: epochs, global_batch_size, die_at (step), die_on (rank), stop_at,
+    save_at."""
+    options = ctx.options
     bare = make_net()
-    model = rank.wrap(bare)
+    model = ctx.wrap(bare)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=4, gamma=0.5)
-    rank.track(optimizer=optimizer, model=model, scheduler=scheduler)
-    loader = rank.loader(dataset, global_batch_size=options.get("global_batch_size", 12))
-    for inputs, targets in rank.steps(loader, epochs=options.get("epochs", 4)):
-        loss = nn.functional.cross_entropy(model(inputs.to(rank.device)), targets.to(rank.device))
+    ctx.track(optimizer=optimizer, model=model, scheduler=scheduler)
+    loader = ctx.loader(dataset, global_batch_size=options.get("global_batch_size", 12))
+    for inputs, targets in ctx.steps(loader, epochs=options.get("epochs", 4)):
+        loss = nn.functional.cross_entropy(model(inputs.to(ctx.device)), targets.to(ctx.device))
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         scheduler.step()
-        rank.report(loss=loss)
-        if rank.step == options.get("stop_at") and rank.rank == options.get("stop_on", 0):
-            rank.request_stop("the test says so")
-        if rank.step == options.get("die_at") and rank.rank == options.get("die_on", 0):
-            _die_after_checkpoint(rank, options.get("die_after"))
-    return {"sha256": sha256_of_weights(bare), "steps": rank.step}
+        ctx.report(loss=loss)
+        if ctx.step == options.get("stop_at") and ctx.rank == options.get("stop_on", 0):
+            ctx.request_stop("the test says so")
+        if ctx.step == options.get("die_at") and ctx.rank == options.get("die_on", 0):
+            _die_after_checkpoint(ctx, options.get("die_after"))
+    return {"sha256": sha256_of_weights(bare), "steps": ctx.step}
 
 
-def _die_after_checkpoint(rank: RankContext, step: int | None) -> None:
-    """Kill this process, once the checkpoint of a step is on record: otherwise there may be none to resume from."""
+def _die_after_checkpoint(ctx: RankContext, step: int | None) -> None:
+    """Kill this process, once the checkpoint of a step is on record: otherwise there may be
+    none to resume from."""
     deadline = time.monotonic() + 20
     while step is not None and time.monotonic() < deadline:
-        if step in {manifest.step for manifest in list_manifests(rank.config.storage, rank.run_id)}:
+        if step in {manifest.step for manifest in list_manifests(ctx.config.storage, ctx.run_id)}:
             break
         time.sleep(0.01)
     os.kill(os.getpid(), signal.SIGKILL)
@@ -106,12 +120,14 @@ def sha256_of_weights(model: nn.Module) -> str:
     return digest.hexdigest()
 
 
-def draw(rank: RankContext) -> dict[str, Any]:
+def draw(ctx: RankContext) -> dict[str, Any]:
     """Say what the random generators give before the first step, and in it."""
     before = torch.rand(1).item()
     dataset = TensorDataset(torch.arange(8))
-    inside = [torch.rand(1).item() for _ in rank.steps(rank.loader(dataset, global_batch_size=4), epochs=1)]
-    return {"before": before, "inside": json.dumps(inside), "mixed": mix_seed(rank.seed)}
+    inside = [
+        torch.rand(1).item() for _ in ctx.steps(ctx.loader(dataset, global_batch_size=4), epochs=1)
+    ]
+    return {"before": before, "inside": json.dumps(inside), "mixed": mix_seed(ctx.seed)}
 
 
 # ---- Real ranks without a cluster.
@@ -124,18 +140,26 @@ class Died:
     exit_code: int | None
 
 
-def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 60.0) -> list[Any]:
-    """Run `fn(*args)` on gloo ranks that die alone, with torchrun's environment; return values or `Died`, by rank.
+def run_ranks(
+    fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 60.0
+) -> list[Any]:
+    """Run `fn(*args)` on gloo ranks that die alone, with torchrun's environment; return values
+    or `Died`, by rank.
 
-    When a rank dies the others are killed at once, as a gang is. An exception of a rank fails the test with its traceback.
+    When a rank dies the others are killed at once, as a gang is. An exception of a rank fails
+    the test with its traceback.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torchvision", "prefect_torch_ddp.rank.workload", "tests.workloads.healthy"])
+    context.set_forkserver_preload(
+        ["torch", "torchvision", "prefect_torch_ddp.rank.workload", "tests.workloads.healthy"]
+    )
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     pipes, processes = [], []
     for rank in range(world_size):
         receiver, sender = context.Pipe(duplex=False)
-        process = context.Process(target=_be_rank, args=(sender, store.port, rank, world_size, fn, args), daemon=True)
+        process = context.Process(
+            target=_be_rank, args=(sender, store.port, rank, world_size, fn, args), daemon=True
+        )
         process.start()
         sender.close()
         pipes.append(receiver)
@@ -173,9 +197,20 @@ def _gather(pipes: list[Connection], processes: list[Any], deadline: float) -> l
 
 
 def _be_rank(  # noqa: PLR0917 - positional, as Process passes them
-    sender: Connection, port: int, rank: int, world_size: int, fn: Callable[..., Any], args: tuple[Any, ...]
+    sender: Connection,
+    port: int,
+    rank: int,
+    world_size: int,
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
 ) -> None:
-    place = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world_size, "GROUP_RANK": 0}
+    place = {
+        "RANK": rank,
+        "WORLD_SIZE": world_size,
+        "LOCAL_RANK": rank,
+        "LOCAL_WORLD_SIZE": world_size,
+        "GROUP_RANK": 0,
+    }
     os.environ.update({name: str(value) for name, value in place.items()}, GLOO_SOCKET_IFNAME="lo")
     torch.set_num_threads(1)
     try:

@@ -1,4 +1,5 @@
-"""Owns a workload over images in folders, wherever they are: the raw data is read where it lies, from its index."""
+"""Owns a workload over images in folders, wherever they are: the raw data is read where it
+lies, from its index."""
 
 from typing import Any
 
@@ -14,47 +15,49 @@ from prefect_torch_ddp.rank.evaluation import ClassificationMeter
 SIZE = 8
 
 
-def prepare(rank: RankContext) -> None:
+def prepare(ctx: RankContext) -> None:
     """Write the index of the raw data."""
-    num_objects = write_index(rank.source, rank.data)
+    num_objects = write_index(ctx.source, ctx.data)
     print(f"indexed {num_objects} objects")
 
 
 def to_tensor(image: Image.Image) -> torch.Tensor:
     """Make a small tensor."""
-    return torch.from_numpy(np.asarray(image.resize((SIZE, SIZE)), dtype=np.float32) / 255).flatten()
+    return torch.from_numpy(
+        np.asarray(image.resize((SIZE, SIZE)), dtype=np.float32) / 255
+    ).flatten()
 
 
-def images(rank: RankContext) -> Dataset[Any]:
+def images(ctx: RankContext) -> Dataset[Any]:
     """Open the images."""
-    return image_folder(rank.source, to_tensor, index=rank.data)
+    return image_folder(ctx.source, to_tensor, index=ctx.data)
 
 
-def train(rank: RankContext) -> dict[str, Any]:
+def train(ctx: RankContext) -> dict[str, Any]:
     """Train a linear classifier."""
-    dataset = images(rank)
+    dataset = images(ctx)
     print(f"reads a {type(dataset).__name__} of {len(dataset)} images")  # type: ignore[arg-type]
-    torch.manual_seed(rank.seed)
-    model = rank.wrap(torch.nn.Linear(3 * SIZE * SIZE, 2))
+    torch.manual_seed(ctx.seed)
+    model = ctx.wrap(torch.nn.Linear(3 * SIZE * SIZE, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    rank.track(model=model, optimizer=optimizer)
-    loader = rank.loader(dataset, global_batch_size=8, num_workers=rank.options.get("num_workers", 1))
-    for pixels, labels in rank.steps(loader, epochs=3):
+    ctx.track(model=model, optimizer=optimizer)
+    loader = ctx.loader(dataset, global_batch_size=8, num_workers=ctx.options.get("num_workers", 1))
+    for pixels, labels in ctx.steps(loader, epochs=3):
         loss = cross_entropy(model(pixels), labels)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        rank.report(loss=loss)
+        ctx.report(loss=loss)
     return {"weight": float(sum(p.detach().double().sum() for p in model.parameters()))}
 
 
 @torch.no_grad()
-def evaluate(rank: RankContext) -> Report:
+def evaluate(ctx: RankContext) -> Report:
     """Count over the same images."""
     model = torch.nn.Linear(3 * SIZE * SIZE, 2)
-    rank.track(model=model)
-    dataset: Any = images(rank)
+    ctx.track(model=model)
+    dataset: Any = images(ctx)
     meter = ClassificationMeter(dataset.classes)
-    for pixels, labels in rank.loader(dataset, global_batch_size=16, shuffle=False):
+    for pixels, labels in ctx.loader(dataset, global_batch_size=16, shuffle=False):
         meter.update(model(pixels), labels)
     return meter.report()

@@ -1,4 +1,5 @@
-"""Owns a workload in one file with the call that runs it, as people write it: its module imports Prefect."""
+"""Owns a workload in one file with the call that runs it, as people write it: its module
+imports Prefect."""
 
 import logging
 
@@ -10,12 +11,12 @@ __all__ = ["evaluate", "prepare", "train", "train_flow"]
 prepare = tiny.prepare
 
 
-def train(rank: RankContext) -> dict[str, object]:
+def train(ctx: RankContext) -> dict[str, object]:
     """Log, then train."""
     logging.getLogger("user.code").info("logged by user code")
-    return tiny.train(rank)
+    return tiny.train(ctx)
 
 
-def evaluate(rank: RankContext) -> Report:
+def evaluate(ctx: RankContext) -> Report:
     """Score on the held-out points."""
-    return tiny.evaluate(rank)
+    return tiny.evaluate(ctx)

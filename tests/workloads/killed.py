@@ -70,7 +70,8 @@ class Executioner:
 
 
 class Samples:
-    """Points with their numbers; noise is drawn for each, and a DataLoader's worker may be killed at one."""
+    """Points with their numbers; noise is drawn for each, and a DataLoader's worker may be
+    killed at one."""
 
     def __init__(self, plan: Plan, executioner: Executioner) -> None:
         import torch
@@ -94,7 +95,8 @@ class Samples:
 
 
 class Ballast:
-    """Something tracked that changes with every step, and is passed by when it is saved and restored."""
+    """Something tracked that changes with every step, and is passed by when it is saved and
+    restored."""
 
     def __init__(self, num: int, executioner: Executioner) -> None:
         import torch
@@ -117,45 +119,62 @@ class Ballast:
         self.values.copy_(state["values"])
 
 
-def train(rank: "RankContext", plan: Plan) -> dict[str, Any]:
-    """Train, write down which samples were in which step, and say what everything tracked hashes to."""
+def train(ctx: "RankContext", plan: Plan) -> dict[str, Any]:
+    """Train, write down which samples were in which step, and say what everything tracked
+    hashes to."""
     import torch
 
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
-    signal.signal(signal.SIGXFSZ, signal.SIG_DFL)  # Python ignores it: a write beyond the limit would be an OSError
+    signal.signal(
+        signal.SIGXFSZ, signal.SIG_DFL
+    )  # Python ignores it: a write beyond the limit would be an OSError
     if plan.is_big:
         s3.MULTIPART_FROM_BYTES = s3.PART_BYTES = BIG_PART_BYTES
-    executioner = Executioner(plan, rank.attempt)
+    executioner = Executioner(plan, ctx.attempt)
     bare = _make_net(plan)
-    model = rank.wrap(bare)
+    model = ctx.wrap(bare)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=4, gamma=0.5)
     ballast = Ballast(BIG_BALLAST if plan.is_big else 50, executioner)
-    rank.track(model=model, optimizer=optimizer, scheduler=scheduler, ballast=ballast)
+    ctx.track(model=model, optimizer=optimizer, scheduler=scheduler, ballast=ballast)
     executioner.pass_by("tracked")
-    loader = rank.loader(Samples(plan, executioner), global_batch_size=BATCH, num_workers=plan.num_workers)
-    with Path(plan.folder, f"ledger-{rank.attempt}-{rank.rank}.jsonl").open("a", buffering=1) as ledger:
-        for batch in rank.steps(loader, epochs=EPOCHS):
-            executioner.pass_by("begin", rank.step)
-            executioner.pass_by("timer", rank.step)
+    loader = ctx.loader(
+        Samples(plan, executioner), global_batch_size=BATCH, num_workers=plan.num_workers
+    )
+    with Path(plan.folder, f"ledger-{ctx.attempt}-{ctx.rank}.jsonl").open(
+        "a", buffering=1
+    ) as ledger:
+        for batch in ctx.steps(loader, epochs=EPOCHS):
+            executioner.pass_by("begin", ctx.step)
+            executioner.pass_by("timer", ctx.step)
             optimizer.zero_grad()
-            loss, numbers = _backward(rank, model, batch, plan, lambda: executioner.pass_by("micro_batch", rank.step))
-            executioner.pass_by("backward", rank.step)
+            loss, numbers = _backward(
+                ctx, model, batch, plan, lambda: executioner.pass_by("micro_batch", ctx.step)
+            )
+            executioner.pass_by("backward", ctx.step)
             optimizer.step()
             scheduler.step()
-            ballast.step(rank.step)
-            counted = numbers[: rank._state.share.num_local]  # none of a stand-in
-            line = {"step": rank.step, "epoch": rank.epoch, "samples": counted, "rank": rank.rank, "attempt": rank.attempt}
+            ballast.step(ctx.step)
+            counted = numbers[: ctx._state.share.num_local]  # none of a stand-in
+            line = {
+                "step": ctx.step,
+                "epoch": ctx.epoch,
+                "samples": counted,
+                "rank": ctx.rank,
+                "attempt": ctx.attempt,
+            }
             ledger.write(json.dumps(line) + "\n")
-            rank.report(loss=loss)
-            executioner.pass_by("end", rank.step)
+            ctx.report(loss=loss)
+            executioner.pass_by("end", ctx.step)
     executioner.wait()
     executioner.pass_by("left")
     return {
-        "attempt": rank.attempt,
-        "step": rank.step,
+        "attempt": ctx.attempt,
+        "step": ctx.step,
         "sha256_of_parameters": _sha256(dict(bare.named_parameters())),
-        "sha256": _sha256([bare.state_dict(), optimizer.state_dict(), scheduler.state_dict(), ballast.values]),
+        "sha256": _sha256(
+            [bare.state_dict(), optimizer.state_dict(), scheduler.state_dict(), ballast.values]
+        ),
     }
 
 
@@ -168,7 +187,8 @@ def _make_net(plan: Plan) -> Any:
 
 
 def _make_centre(size: int) -> Any:
-    """Make a layer with a buffer that depends on the batches of rank 0, also on those of one sample, as BatchNorm's can't."""
+    """Make a layer with a buffer that depends on the batches of rank 0, also on those of one
+    sample, as BatchNorm's can't."""
     import torch
     from torch import nn
 
@@ -186,12 +206,13 @@ def _make_centre(size: int) -> Any:
 
 
 def _backward(
-    rank: "RankContext", model: Any, batch: Any, plan: Plan, between: Callable[[], None]
+    ctx: "RankContext", model: Any, batch: Any, plan: Plan, between: Callable[[], None]
 ) -> tuple["torch.Tensor", list[int]]:
-    """Run the backward pass, whole or sample by sample; return the mean loss, and the numbers of the samples.
+    """Run the backward pass, whole or sample by sample; return the mean loss, and the numbers
+    of the samples.
 
     Args:
-        rank: the context.
+        ctx: the context.
         model: wrapped.
         batch: numbers, inputs and targets.
         plan: of the training.
@@ -205,7 +226,9 @@ def _backward(
     if not plan.is_elastic:  # every generator has a part in the result
         scale += 0.1 * random.random() + 0.1 * float(np.random.random())  # noqa: NPY002
     total, seen = torch.zeros((), dtype=torch.float64), []
-    for (numbers, inputs, targets), weight in rank.micro_batches(batch, max_samples=1 if plan.accumulates else None):
+    for (numbers, inputs, targets), weight in ctx.micro_batches(
+        batch, max_samples=1 if plan.accumulates else None
+    ):
         loss = cross_entropy(scale * model(inputs), targets)
         (loss * weight).backward()
         total += loss.detach() * len(inputs)

@@ -1,4 +1,5 @@
-"""Owns a kill, and a storage whose caller is killed before, in the midst of or after one of its calls. Free of torch."""
+"""Owns a kill, and a storage whose caller is killed before, in the midst of or after one of its
+calls. Free of torch."""
 
 import os
 import re
@@ -15,12 +16,24 @@ from typing import Literal
 
 from prefect_torch_ddp.storage.protocol import KeepsUnfinished, Storage, StoredObject
 
-InTraining = Literal["tracked", "restoring", "begin", "micro_batch", "backward", "end", "timer", "staging", "data_worker", "left"]
+InTraining = Literal[
+    "tracked",
+    "restoring",
+    "begin",
+    "micro_batch",
+    "backward",
+    "end",
+    "timer",
+    "staging",
+    "data_worker",
+    "left",
+]
 InStorage = Literal["read", "write", "write_if_absent", "delete"]
-Moment = Literal["before", "torn", "within", "after"]
+CheckpointMetadata = Literal["before", "torn", "within", "after"]
 
 _PLACING = {"write": ("os.rename",), "write_if_absent": ("os.link",), "delete": ("os.rmdir",)}
-"""Python's audit events of the call that makes a finished file an object, and of the one that follows an object's removal."""
+"""Python's audit events of the call that makes a finished file an object, and of the one that
+follows an object's removal."""
 
 
 @dataclass(frozen=True)
@@ -35,8 +48,11 @@ class Kill:
     """In training; None: any."""
     key: str = ""
     """In the storage: what the object's key matches, a regular expression."""
-    moment: Moment = "before"
-    """In the storage. Torn: a part of the file is written; within: the file is whole, and not yet the object."""
+    moment: CheckpointMetadata = "before"
+    """In the storage.
+
+    Torn: a part of the file is written; within: the file is whole, and not yet the object.
+    """
     nth: int = 1
     delay_s: float = 0.0
     """Of a timer."""
@@ -116,7 +132,9 @@ class KillingStorage:
 
     @contextmanager
     def _killed(self, operation: InStorage, key: str, data: bytes = b"") -> Iterator[None]:
-        due = [k for k in self.kills if k.place == operation and re.search(k.key, key) and comes_by(k)]
+        due = [
+            k for k in self.kills if k.place == operation and re.search(k.key, key) and comes_by(k)
+        ]
         for kill in due:
             match kill.moment:
                 case "before":

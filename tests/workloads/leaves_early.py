@@ -6,16 +6,18 @@ from torch.utils.data import TensorDataset
 from prefect_torch_ddp import RankContext
 
 
-def train(rank: RankContext, leaver: int) -> int:
+def train(ctx: RankContext, leaver: int) -> int:
     """Track and step as a workload does; the leaver returns in step 5."""
-    model = rank.wrap(torch.nn.Linear(1, 1))
+    model = ctx.wrap(torch.nn.Linear(1, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    rank.track(model=model, optimizer=optimizer)
+    ctx.track(model=model, optimizer=optimizer)
     x = torch.linspace(-1, 1, 32).unsqueeze(1)
-    for inputs, targets in rank.steps(rank.loader(TensorDataset(x, 2 * x), global_batch_size=8), epochs=5):
-        if rank.step == 5 and rank.rank == leaver:
-            return rank.step
+    for inputs, targets in ctx.steps(
+        ctx.loader(TensorDataset(x, 2 * x), global_batch_size=8), epochs=5
+    ):
+        if ctx.step == 5 and ctx.rank == leaver:
+            return ctx.step
         optimizer.zero_grad()
         torch.nn.functional.mse_loss(model(inputs), targets).backward()
         optimizer.step()
-    return rank.step
+    return ctx.step

@@ -1,4 +1,5 @@
-"""Owns a training that leaves all there is in a storage: checkpoints, records and a file; it may fail on the way."""
+"""Owns a training that leaves all there is in a storage: checkpoints, records and a file; it
+may fail on the way."""
 
 from typing import Any
 
@@ -17,35 +18,39 @@ PART_BYTES = 5 * 2**20
 NOTE = b"what user code saved"
 
 
-def train(rank: RankContext, fails: bool, is_big: bool) -> dict[str, Any]:  # noqa: FBT001 - the gang calls it by position
+def train(ctx: RankContext, fails: bool, is_big: bool) -> dict[str, Any]:  # noqa: FBT001 - the gang calls it by position
     """Train on two ranks.
 
     Args:
-        rank: the context.
+        ctx: the context.
         fails: whether rank 0 raises in step 7, when the checkpoint of step 6 is on record.
         is_big: whether its checkpoints are uploaded to S3 in parts.
     """
     if is_big:
         s3.MULTIPART_FROM_BYTES = s3.PART_BYTES = PART_BYTES
     torch.manual_seed(3)
-    bare = nn.Sequential(nn.Linear(8, 1200 if is_big else 16), nn.Tanh(), nn.Linear(1200 if is_big else 16, 1200)).double()
-    model = rank.wrap(bare)
+    bare = nn.Sequential(
+        nn.Linear(8, 1200 if is_big else 16), nn.Tanh(), nn.Linear(1200 if is_big else 16, 1200)
+    ).double()
+    model = ctx.wrap(bare)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    rank.track(model=model, optimizer=optimizer)
+    ctx.track(model=model, optimizer=optimizer)
     generator = torch.Generator().manual_seed(7)
     inputs = torch.randn(12, 8, generator=generator, dtype=torch.float64)
     first = None
-    for (batch,) in rank.steps(rank.loader(TensorDataset(inputs), global_batch_size=4), epochs=NUM_STEPS // 3):
-        first = first or rank.step
-        if fails and rank.rank == 0 and rank.step == FAILS_AT:
-            rank._parts.made_tracker._checkpointer.wait()
+    for (batch,) in ctx.steps(
+        ctx.loader(TensorDataset(inputs), global_batch_size=4), epochs=NUM_STEPS // 3
+    ):
+        first = first or ctx.step
+        if fails and ctx.rank == 0 and ctx.step == FAILS_AT:
+            ctx._parts.made_tracker._checkpointer.wait()
             msg = "as the test wants it"
             raise RuntimeError(msg)
         loss = model(batch).square().mean()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        rank.report(loss=loss)
-    if rank.rank == 0:
-        rank.save("note.txt", NOTE)
+        ctx.report(loss=loss)
+    if ctx.rank == 0:
+        ctx.save("note.txt", NOTE)
     return {"sha256": sha256_of_weights(bare), "first": first}

@@ -70,7 +70,8 @@ def print_then_fail_together(num_lines: int) -> None:
 
 
 def kill_worker_at_exit() -> int:
-    """Return, and kill the Dask worker from the rank's exit handlers, while the worker still has the value to hand over."""
+    """Return, and kill the Dask worker from the rank's exit handlers, while the worker still
+    has the value to hand over."""
     atexit.register(lambda: os.kill(psutil.Process().parent().ppid(), signal.SIGKILL))  # type: ignore[union-attr]
     return 8
 
@@ -121,7 +122,9 @@ def fail_oddly(how: str) -> None:  # noqa: C901, PLR0912 - one branch an oddity
             raise ValueError("x" * 50_000_000)
         case "group":
             msg = "several"
-            raise ExceptionGroup(msg, [ValueError("one"), ExceptionGroup("inner", [OSError("two")])])
+            raise ExceptionGroup(
+                msg, [ValueError("one"), ExceptionGroup("inner", [OSError("two")])]
+            )
         case "chain":
             _long_chain()
         case "generator_exit":

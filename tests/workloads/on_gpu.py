@@ -1,4 +1,5 @@
-"""Owns what runs in ranks on CUDA devices: functions that tell where they are, and a small workload."""
+"""Owns what runs in ranks on CUDA devices: functions that tell where they are, and a small
+workload."""
 
 import os
 import signal
@@ -14,7 +15,8 @@ from tests.workloads import tiny
 
 
 def where() -> dict[str, Any]:
-    """All-reduce CUDA and CPU tensors; tell the device, the backend that took them, and what forked us."""
+    """All-reduce CUDA and CPU tensors; tell the device, the backend that took them, and what
+    forked us."""
     import torch.distributed as dist
 
     from prefect_torch_ddp.rank.distributed.backend import current_device, device_name
@@ -62,30 +64,33 @@ def tensors() -> dict[str, Any]:
     return {"on_gpu": torch.arange(3.0, device="cuda")}
 
 
-def prepare(rank: RankContext) -> None:
+def prepare(ctx: RankContext) -> None:
     """Write the points of the tiny workload."""
-    tiny.prepare(rank)
+    tiny.prepare(ctx)
 
 
-def train(rank: RankContext) -> dict[str, Any]:
-    """Train with dropout, so that the device's random generator counts; be killed at the step that the options name."""
-    assert rank.device.type == "cuda"
+def train(ctx: RankContext) -> dict[str, Any]:
+    """Train with dropout, so that the device's random generator counts; be killed at the step
+    that the options name."""
+    assert ctx.device.type == "cuda"
     net = nn.Sequential(nn.Linear(2, 32), nn.ReLU(), nn.Dropout(0.5), nn.Linear(32, 2))
-    model = rank.wrap(net)
+    model = ctx.wrap(net)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    rank.track(model=model, optimizer=optimizer)
-    for points, labels in rank.steps(rank.loader(tiny.read(rank, "train"), global_batch_size=8), epochs=4):
-        if rank.attempt == 1 and rank.step == rank.options.get("die_at_step"):
+    ctx.track(model=model, optimizer=optimizer)
+    for points, labels in ctx.steps(
+        ctx.loader(tiny.read(ctx, "train"), global_batch_size=8), epochs=4
+    ):
+        if ctx.attempt == 1 and ctx.step == ctx.options.get("die_at_step"):
             os.kill(os.getpid(), signal.SIGKILL)
-        loss = cross_entropy(model(points.to(rank.device)), labels.to(rank.device))
+        loss = cross_entropy(model(points.to(ctx.device)), labels.to(ctx.device))
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
-        rank.report(loss=loss)
-    return {"device": str(rank.device)}
+        ctx.report(loss=loss)
+    return {"device": str(ctx.device)}
 
 
-def evaluate(rank: RankContext) -> Report:
+def evaluate(ctx: RankContext) -> Report:
     """Score nothing: these tests look at the weights."""
     return Report(num_samples=1)
 

@@ -1,4 +1,7 @@
-"""Owns a training in a loop of its own, without rank.steps, that is killed where a plan says. Torch is imported inside."""
+"""Owns a training in a loop of its own, without ctx.steps, that is killed where a plan says.
+
+Torch is imported inside.
+"""
 
 import hashlib
 import resource
@@ -31,21 +34,24 @@ class Progress:
         self.num_rounds = state["num_rounds"]
 
 
-def train(rank: "RankContext", plan: Plan) -> dict[str, Any]:
-    """Train with data and dropout from the global generators; say what all that is tracked hashes to."""
+def train(ctx: "RankContext", plan: Plan) -> dict[str, Any]:
+    """Train with data and dropout from the global generators; say what all that is tracked
+    hashes to."""
     import torch
     from torch import nn
 
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
-    signal.signal(signal.SIGXFSZ, signal.SIG_DFL)  # Python ignores it: a write beyond the limit would be an OSError
-    executioner = Executioner(plan, rank.attempt)
+    signal.signal(
+        signal.SIGXFSZ, signal.SIG_DFL
+    )  # Python ignores it: a write beyond the limit would be an OSError
+    executioner = Executioner(plan, ctx.attempt)
     torch.manual_seed(3)
     bare = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.3), nn.Linear(8, 1)).double()
-    torch.manual_seed(100 + rank.rank)
-    model = rank.wrap(bare)
+    torch.manual_seed(100 + ctx.rank)
+    model = ctx.wrap(bare)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     progress = Progress()
-    rank.track(model=model, optimizer=optimizer, progress=progress)
+    ctx.track(model=model, optimizer=optimizer, progress=progress)
     executioner.pass_by("tracked")
     began = progress.num_rounds
     while progress.num_rounds < NUM_ROUNDS:
@@ -55,12 +61,16 @@ def train(rank: "RankContext", plan: Plan) -> dict[str, Any]:
         loss.backward()
         executioner.pass_by("backward", progress.num_rounds + 1)
         optimizer.step()
-        rank.report(loss=loss)
+        ctx.report(loss=loss)
         progress.num_rounds += 1
         if progress.num_rounds % SAVE_EVERY == 0:
-            rank.checkpoint(force=True)
+            ctx.checkpoint(force=True)
         executioner.pass_by("end", progress.num_rounds)
-    return {"began": began, "attempt": rank.attempt, "sha256": _sha256([bare.state_dict(), optimizer.state_dict()])}
+    return {
+        "began": began,
+        "attempt": ctx.attempt,
+        "sha256": _sha256([bare.state_dict(), optimizer.state_dict()]),
+    }
 
 
 def _sha256(states: list[dict[str, Any]]) -> str:
@@ -76,4 +86,8 @@ def _tensors(state: Any) -> "list[torch.Tensor]":
 
     if isinstance(state, torch.Tensor):
         return [state]
-    return [tensor for value in state.values() for tensor in _tensors(value)] if isinstance(state, dict) else []
+    return (
+        [tensor for value in state.values() for tensor in _tensors(value)]
+        if isinstance(state, dict)
+        else []
+    )

@@ -40,7 +40,13 @@ def sum_of_ones() -> float:
 
 
 def awkward_names(  # noqa: PLR0917 - names that launchers like to steal
-    key: int, retries: int, rank: int, workers: int, backend: str = "mine", timeout: float = 1.5, world_size: int = 9
+    key: int,
+    retries: int,
+    rank: int,
+    workers: int,
+    backend: str = "mine",
+    timeout: float = 1.5,
+    world_size: int = 9,
 ) -> Any:
     """Take arguments whose names launchers like to steal."""
     return {
@@ -111,7 +117,9 @@ def load_with_workers(context: str | None) -> int:
     from tests.workloads.squares import Squares
 
     transform = (lambda x: x + 1) if context == "fork" else None
-    loader = DataLoader(Squares(10, transform), batch_size=2, num_workers=2, multiprocessing_context=context)
+    loader = DataLoader(
+        Squares(10, transform), batch_size=2, num_workers=2, multiprocessing_context=context
+    )
     return int(sum(batch.sum() for batch in loader))
 
 

@@ -1,4 +1,5 @@
-"""Owns two attempts of one training that run at the same time, and a storage that holds its process up at a request."""
+"""Owns two attempts of one training that run at the same time, and a storage that holds its
+process up at a request."""
 
 import multiprocessing
 import os
@@ -27,7 +28,8 @@ NUM_SAMPLES = 4
 
 @dataclass(frozen=True)
 class PausingStorage(DirectoryStorage):
-    """A directory whose process stops (SIGSTOP) right before a request for a key that contains a text."""
+    """A directory whose process stops (SIGSTOP) right before a request for a key that contains
+    a text."""
 
     request: str = ""
     text: str = ""
@@ -65,34 +67,35 @@ class Course:
 
 
 def train(storage: Storage, course: Course) -> tuple[str, str]:
-    """Claim an attempt and train; return "done" and the weights' digest, or "superseded" and the error's text."""
+    """Claim an attempt and train; return "done" and the weights' digest, or "superseded" and
+    the error's text."""
     torch.set_num_threads(1)
     policy = CheckpointPolicy(every_steps=course.every_steps, every_s=None, keep_last=2)
     try:
-        with RankContext.local(storage=storage, run_id="run", checkpoint=policy) as rank:
-            return "done", _steps(rank, course)
+        with RankContext.local(storage=storage, run_id="run", checkpoint=policy) as ctx:
+            return "done", _steps(ctx, course)
     except SupersededError as error:
         return "superseded", str(error)
 
 
-def _steps(rank: RankContext, course: Course) -> str:
+def _steps(ctx: RankContext, course: Course) -> str:
     model = torch.nn.Linear(3, 2).double()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    rank.track(model=model, optimizer=optimizer)
+    ctx.track(model=model, optimizer=optimizer)
     inputs = torch.arange(3.0 * NUM_SAMPLES, dtype=torch.float64).reshape(NUM_SAMPLES, 3)
-    loader = rank.loader(TensorDataset(inputs), global_batch_size=1)
-    for (batch,) in rank.steps(loader, epochs=course.num_steps // NUM_SAMPLES):
-        rank._parts.made_tracker._checkpointer.wait()  # what became of the checkpoint before is known
+    loader = ctx.loader(TensorDataset(inputs), global_batch_size=1)
+    for (batch,) in ctx.steps(loader, epochs=course.num_steps // NUM_SAMPLES):
+        ctx._parts.made_tracker._checkpointer.wait()  # what became of the checkpoint before is known
         loss = torch.nn.functional.dropout(model(batch), 0.3).square().mean()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        rank.report(loss=loss)
-        rank.save("newest.txt", f"attempt {rank.attempt}")
-        if rank.step == course.die_at:
+        ctx.report(loss=loss)
+        ctx.save("newest.txt", f"attempt {ctx.attempt}")
+        if ctx.step == course.die_at:
             os._exit(1)
-        if rank.step == course.wait_at:
-            wait_until(lambda: newest_attempt(rank.config.storage, "run") > rank.attempt)
+        if ctx.step == course.wait_at:
+            wait_until(lambda: newest_attempt(ctx.config.storage, "run") > ctx.attempt)
     return sha256_of_weights(model)
 
 
@@ -109,9 +112,13 @@ class Attempt:
 
     def __init__(self, storage: Storage, course: Course) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torchvision", "prefect_torch_ddp.rank.workload", "tests.workloads.healthy"])
+        context.set_forkserver_preload(
+            ["torch", "torchvision", "prefect_torch_ddp.rank.workload", "tests.workloads.healthy"]
+        )
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_be_attempt, args=(theirs, storage, course), daemon=True)
+        self._process = context.Process(
+            target=_be_attempt, args=(theirs, storage, course), daemon=True
+        )
         self._process.start()
         theirs.close()
         assert self._hear() == "ready"

@@ -1,4 +1,7 @@
-"""Owns functions that fail in some attempts and not in others. Torch is imported inside: the test process need not load it."""
+"""Owns functions that fail in some attempts and not in others.
+
+Torch is imported inside: the test process need not load it.
+"""
 
 import json
 import os
@@ -21,7 +24,8 @@ def attempt_now() -> int:
 
 
 def fail_in(attempts: list[int], how: str, folder: str) -> dict[str, Any]:
-    """Leave the parent's pid in the folder; fail on the last rank in the attempts named; else return what the rank was told."""
+    """Leave the parent's pid in the folder; fail on the last rank in the attempts named; else
+    return what the rank was told."""
     import torch
     import torch.distributed as dist
 
@@ -32,7 +36,11 @@ def fail_in(attempts: list[int], how: str, folder: str) -> dict[str, Any]:
         fail(how)
     total = torch.ones(1)
     dist.all_reduce(total)
-    return {"total": float(total), "value": attempt_now(), **{name: os.environ[name] for name in LATER}}
+    return {
+        "total": float(total),
+        "value": attempt_now(),
+        **{name: os.environ[name] for name in LATER},
+    }
 
 
 def fail(how: str) -> None:
@@ -62,7 +70,8 @@ def fail_everywhere() -> None:
 
 
 def hold_in_first(folder: str) -> int:
-    """In the first attempt write this rank's pid and wait to be killed; later return the world's size."""
+    """In the first attempt write this rank's pid and wait to be killed; later return the
+    world's size."""
     import torch
     import torch.distributed as dist
 
@@ -76,42 +85,55 @@ def hold_in_first(folder: str) -> int:
     return int(total)
 
 
-def train_with_ledger(rank: "RankContext", folder: str, plan: dict[int, dict[str, Any]], epochs: int = 3) -> dict[str, Any]:
-    """Train, and write down which samples were in which step; in the attempts planned fail, or wait to be killed, at a step.
+def train_with_ledger(
+    ctx: "RankContext", folder: str, plan: dict[int, dict[str, Any]], epochs: int = 3
+) -> dict[str, Any]:
+    """Train, and write down which samples were in which step; in the attempts planned fail, or
+    wait to be killed, at a step.
 
     Args:
-        rank: the context.
-        folder: for a line per step, attempt and rank, and for a file of this rank's pid when it waits.
+        ctx: the context.
+        folder: for a line per step, attempt and rank, and for a file of this rank's pid when it
+            waits.
         plan: by attempt: {"step", "how"}, where how is a way to fail or "wait".
         epochs: over 24 samples in batches of 4.
     """
     import torch
     from torch.utils.data import TensorDataset
 
-    model = rank.wrap(torch.nn.Linear(1, 1))
+    model = ctx.wrap(torch.nn.Linear(1, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-    rank.track(model=model, optimizer=optimizer)
-    loader = rank.loader(TensorDataset(torch.arange(24), torch.linspace(-1, 1, 24)[:, None]), global_batch_size=4)
-    with Path(folder, f"ledger-{rank.attempt}-{rank.rank}.jsonl").open("a", buffering=1) as ledger:
-        for numbers, x in rank.steps(loader, epochs=epochs):
+    ctx.track(model=model, optimizer=optimizer)
+    loader = ctx.loader(
+        TensorDataset(torch.arange(24), torch.linspace(-1, 1, 24)[:, None]), global_batch_size=4
+    )
+    with Path(folder, f"ledger-{ctx.attempt}-{ctx.rank}.jsonl").open("a", buffering=1) as ledger:
+        for numbers, x in ctx.steps(loader, epochs=epochs):
             loss = (model(x) - 3 * x).square().mean()
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-            rank.report(loss=loss)
-            line = {"step": rank.step, "epoch": rank.epoch, "samples": numbers.tolist(), "rank": rank.rank}
-            ledger.write(json.dumps(line | {"attempt": rank.attempt, "world_size": rank.world_size}) + "\n")
-            fault = plan.get(rank.attempt)
-            if fault and rank.step == fault["step"]:
-                _fail_as_planned(rank, fault["how"], folder)
-    return {"attempt": rank.attempt, "world_size": rank.world_size}
+            ctx.report(loss=loss)
+            line = {
+                "step": ctx.step,
+                "epoch": ctx.epoch,
+                "samples": numbers.tolist(),
+                "rank": ctx.rank,
+            }
+            ledger.write(
+                json.dumps(line | {"attempt": ctx.attempt, "world_size": ctx.world_size}) + "\n"
+            )
+            fault = plan.get(ctx.attempt)
+            if fault and ctx.step == fault["step"]:
+                _fail_as_planned(ctx, fault["how"], folder)
+    return {"attempt": ctx.attempt, "world_size": ctx.world_size}
 
 
-def _fail_as_planned(rank: "RankContext", how: str, folder: str) -> None:
-    while not any(ref.step < rank.step for ref in list_checkpoints(rank.config.storage, rank.run_id)):
-        time.sleep(0.02)  # else there may be nothing to go on from
+def _fail_as_planned(ctx: "RankContext", how: str, folder: str) -> None:
+    while not any(ref.step < ctx.step for ref in list_checkpoints(ctx.config.storage, ctx.run_id)):
+        time.sleep(0.02)  # else there may be nothing to resume from
     if how == "wait":
-        Path(folder, f"waits-{rank.attempt}-{rank.rank}").write_text(str(os.getpid()))
+        Path(folder, f"waits-{ctx.attempt}-{ctx.rank}").write_text(str(os.getpid()))
         signal.pause()
-    if rank.rank == rank.world_size - 1:
+    if ctx.rank == ctx.world_size - 1:
         fail(how)

@@ -1,4 +1,5 @@
-"""A flow of a user's own with a ddp_task that fails once; `prefect flow-run retry` loads it from this file."""
+"""A flow of a user's own with a ddp_task that fails once; `prefect flow-run retry` loads it
+from this file."""
 
 import os
 import time
@@ -11,7 +12,9 @@ from prefect_dask import DaskTaskRunner
 from prefect_torch_ddp import CheckpointParams, RankContext, ddp_task
 
 
-def fit(rank: RankContext, fail_at: int | None = None, epochs: int = 2, mark: str = "") -> dict[str, object]:
+def fit(
+    ctx: RankContext, fail_at: int | None = None, epochs: int = 2, mark: str = ""
+) -> dict[str, object]:
     """Train, fail on rank 1 in the first attempt, say which steps this attempt made.
 
     With a mark the first attempt makes that file in step 8, and waits until it is stopped.
@@ -19,36 +22,43 @@ def fit(rank: RankContext, fail_at: int | None = None, epochs: int = 2, mark: st
     import torch
     from torch.utils.data import TensorDataset
 
-    model = rank.wrap(torch.nn.Sequential(torch.nn.Linear(1, 4), torch.nn.Dropout(0.3), torch.nn.Linear(4, 1)))
+    model = ctx.wrap(
+        torch.nn.Sequential(torch.nn.Linear(1, 4), torch.nn.Dropout(0.3), torch.nn.Linear(4, 1))
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-    rank.track(model=model, optimizer=optimizer)
-    loader = rank.loader(TensorDataset(torch.linspace(-1, 1, 24)[:, None]), global_batch_size=4)
+    ctx.track(model=model, optimizer=optimizer)
+    loader = ctx.loader(TensorDataset(torch.linspace(-1, 1, 24)[:, None]), global_batch_size=4)
     made = []
-    for (x,) in rank.steps(loader, epochs=epochs):
-        if (rank.rank, rank.attempt, rank.step) == (1, 1, fail_at):
+    for (x,) in ctx.steps(loader, epochs=epochs):
+        if (ctx.rank, ctx.attempt, ctx.step) == (1, 1, fail_at):
             msg = "told to fail"
             raise ValueError(msg)
-        if mark and (rank.attempt, rank.step) == (1, 8):
+        if mark and (ctx.attempt, ctx.step) == (1, 8):
             Path(mark).touch()
             time.sleep(200)
         optimizer.zero_grad()
         loss = (model(x) - 3 * x).square().mean()
         loss.backward()
         optimizer.step()
-        rank.report(loss=loss)
-        made.append(rank.step)
+        ctx.report(loss=loss)
+        made.append(ctx.step)
     weights = [parameter.tolist() for parameter in model.parameters()]
-    return {"attempt": rank.attempt, "run_id": rank.run_id, "made": made, "weights": weights}
+    return {"attempt": ctx.attempt, "run_id": ctx.run_id, "made": made, "weights": weights}
 
 
 train = ddp_task(
-    world_size=2, seed=5, checkpoint=CheckpointParams(every_steps=3), storage=os.environ.get("RETRIED_STORE", "/nowhere")
+    world_size=2,
+    seed=5,
+    checkpoint=CheckpointParams(every_steps=3),
+    storage=os.environ.get("RETRIED_STORE", "/nowhere"),
 )(fit)
 
 
 @flow(
     name="retried",
-    task_runner=DaskTaskRunner(cluster_kwargs={"n_workers": 2, "threads_per_worker": 1, "dashboard_address": "127.0.0.1:0"}),  # type: ignore[arg-type]
+    task_runner=DaskTaskRunner(
+        cluster_kwargs={"n_workers": 2, "threads_per_worker": 1, "dashboard_address": "127.0.0.1:0"}
+    ),  # type: ignore[arg-type]
 )
 def retried() -> str | None:
     """Train twice; the second training fails in its first attempt."""

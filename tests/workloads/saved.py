@@ -1,4 +1,5 @@
-"""Owns a DDP training of 300 MB that is saved in several ways, turn by turn, and tells what each save costs it."""
+"""Owns a DDP training of 300 MB that is saved in several ways, turn by turn, and tells what
+each save costs it."""
 
 import shutil
 import time
@@ -32,7 +33,8 @@ WAYS = (NOTHING, OURS, TORCH, DCP, DCP_KEPT)
 
 
 class Others:
-    """The ways to save that this package is compared with; each replaces its last checkpoint."""
+    """The ways to save that this package is compared with; each replaces its last
+    checkpoint."""
 
     def __init__(self, rank: int, state: Callable[[], dict[str, Any]], folder: Path) -> None:
         self._rank = rank
@@ -41,7 +43,10 @@ class Others:
         # Of its own: its thread's collectives would meet the training's.
         self._group = dist.new_group()
         # As async_save makes one by itself, yet kept, which lets it use its buffers again.
-        options = {f"use_{what}": False for what in ("pinned_memory", "shared_memory", "async_staging", "non_blocking_copy")}
+        options = {
+            f"use_{what}": False
+            for what in ("pinned_memory", "shared_memory", "async_staging", "non_blocking_copy")
+        }
         self._stager = DefaultStager(StagingOptions(**options))
         self._writing: Future[Any] | None = None
 
@@ -52,7 +57,9 @@ class Others:
             torch.save(self._state(), place)
         elif way in (DCP, DCP_KEPT):
             stager = self._stager if way == DCP_KEPT else None
-            writing = dcp.async_save(self._state(), checkpoint_id=place, process_group=self._group, async_stager=stager)
+            writing = dcp.async_save(
+                self._state(), checkpoint_id=place, process_group=self._group, async_stager=stager
+            )
             assert isinstance(writing, Future)
             self._writing = writing
 
@@ -74,19 +81,30 @@ def make_model() -> nn.Module:
     return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(NUM_LAYERS)))
 
 
-def in_turns(rank: RankContext, num_rounds: int, folder: str) -> list[tuple[str, float, float, float]]:
-    """Train; return for each turn the way, and in seconds: the gang's stall, the steps after it, what was still to be written.
+def in_turns(
+    ctx: RankContext, num_rounds: int, folder: str
+) -> list[tuple[str, float, float, float]]:
+    """Train; return for each turn the way, and in seconds: the gang's stall, the steps after
+    it, what was still to be written.
 
     The stall is from the end of a step on all ranks to the beginning of the next on all ranks.
     """
-    model = rank.wrap(make_model())
+    model = ctx.wrap(make_model())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
-    rank.track(model=model, optimizer=optimizer)
-    bare = model.module if rank.world_size > 1 else model
-    others = Others(rank.rank, lambda: {"model": bare.state_dict(), "optimizer": optimizer.state_dict()}, Path(folder))
-    rows = TensorDataset(torch.randn(rank.world_size * len(WAYS) * num_rounds * STEPS_OF_A_TURN, WIDTH))
+    ctx.track(model=model, optimizer=optimizer)
+    bare = model.module if ctx.world_size > 1 else model
+    others = Others(
+        ctx.rank,
+        lambda: {"model": bare.state_dict(), "optimizer": optimizer.state_dict()},
+        Path(folder),
+    )
+    rows = TensorDataset(
+        torch.randn(ctx.world_size * len(WAYS) * num_rounds * STEPS_OF_A_TURN, WIDTH)
+    )
     turns, ended, resumed = [], 0.0, 0.0
-    for number, (_row,) in enumerate(rank.steps(rank.loader(rows, global_batch_size=rank.world_size), epochs=1)):
+    for number, (_row,) in enumerate(
+        ctx.steps(ctx.loader(rows, global_batch_size=ctx.world_size), epochs=1)
+    ):
         turn, place = divmod(number, STEPS_OF_A_TURN)
         way = WAYS[(turn + turn // len(WAYS)) % len(WAYS)]
         if place == 1:
@@ -100,18 +118,18 @@ def in_turns(rank: RankContext, num_rounds: int, folder: str) -> list[tuple[str,
             dist.barrier()
             ended = time.perf_counter()
             others.save(way)
-            rank.checkpoint(force=way == OURS)
+            ctx.checkpoint(force=way == OURS)
         elif place == STEPS_OF_A_TURN - 1:
             dist.barrier()
             now = time.perf_counter()
-            finish(rank)
+            finish(ctx)
             others.wait()
             turns.append((way, resumed - ended, now - resumed, time.perf_counter() - now))
     return turns
 
 
-def finish(rank: RankContext) -> None:
+def finish(ctx: RankContext) -> None:
     """Wait until this rank's checkpoint is written."""
-    assert rank._parts.made_tracker is not None
-    assert rank._parts.made_tracker._checkpointer is not None
-    rank._parts.made_tracker._checkpointer.wait()
+    assert ctx._parts.made_tracker is not None
+    assert ctx._parts.made_tracker._checkpointer is not None
+    ctx._parts.made_tracker._checkpointer.wait()

@@ -1,4 +1,7 @@
-"""Owns a training that fails on rank 1 once its storage has fallen silent. Torch is imported inside."""
+"""Owns a training that fails on rank 1 once its storage has fallen silent.
+
+Torch is imported inside.
+"""
 
 import time
 from collections.abc import Callable
@@ -9,29 +12,33 @@ if TYPE_CHECKING:
     from prefect_torch_ddp import RankContext
 
 
-def train(rank: "RankContext", folder: str, how: str) -> int:
-    """Have the storage fall silent in step 3, and while something waits for it fail in step 6; or train to the end.
+def train(ctx: "RankContext", folder: str, how: str) -> int:
+    """Have the storage fall silent in step 3, and while something waits for it fail in step 6;
+    or train to the end.
 
     Args:
-        rank: this rank.
-        folder: a file "silent" in it silences the storage, for as long as it is there; "asked" says that something waits.
+        ctx: this rank.
+        folder: a file "silent" in it silences the storage, for as long as it is there; "asked"
+            says that something waits.
         how: "fails" or "goes on".
     """
     import torch
     from torch.utils.data import TensorDataset
 
-    model = rank.wrap(torch.nn.Linear(1, 1))
-    rank.track(model=model)
-    for (x,) in rank.steps(rank.loader(TensorDataset(torch.ones(24, 1)), global_batch_size=2), epochs=1):
+    model = ctx.wrap(torch.nn.Linear(1, 1))
+    ctx.track(model=model)
+    for (x,) in ctx.steps(
+        ctx.loader(TensorDataset(torch.ones(24, 1)), global_batch_size=2), epochs=1
+    ):
         model(x).sum().backward()
-        rank.report(loss=1.0)
-        rank.checkpoint(force=rank.step in (4, 10))
-        _pass_by(rank, Path(folder), how)
-    return rank.step
+        ctx.report(loss=1.0)
+        ctx.checkpoint(force=ctx.step in (4, 10))
+        _pass_by(ctx, Path(folder), how)
+    return ctx.step
 
 
-def _pass_by(rank: "RankContext", folder: Path, how: str) -> None:
-    match rank.step, rank.rank, how:
+def _pass_by(ctx: "RankContext", folder: Path, how: str) -> None:
+    match ctx.step, ctx.rank, how:
         case (3, 0, _):
             (folder / "silent").touch()
         case (6, 1, "fails"):

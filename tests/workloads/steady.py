@@ -1,7 +1,8 @@
-"""Owns a steady DDP training that is the same under torchrun, under run_gang and with a RankContext, and trains when told to.
+"""Owns a steady DDP training that is the same under torchrun, under run_gang and with a
+RankContext, and trains when told to.
 
-Two trainings are compared block by block, each waiting while the other has its turn: the pace of a machine drifts by more in
-some seconds than they differ by.
+Two trainings are compared block by block, each waiting while the other has its turn: the pace
+of a machine drifts by more in some seconds than they differ by.
 """
 
 import json
@@ -38,7 +39,8 @@ class Turns:
 
 
 class Rows(Dataset[Any]):
-    """Features that cost next to nothing to read: a batch at a time, as DataLoader asks for it; the same ones come again."""
+    """Features that cost next to nothing to read: a batch at a time, as DataLoader asks for it;
+    the same ones come again."""
 
     def __init__(self, num_rows: int) -> None:
         """Draw them."""
@@ -66,12 +68,15 @@ def same(batch: torch.Tensor) -> torch.Tensor:
 def make_model() -> torch.nn.Module:
     """Return an MLP of three square layers."""
     torch.manual_seed(0)
-    layers = [module for _ in range(3) for module in (torch.nn.Linear(WIDTH, WIDTH), torch.nn.ReLU())]
+    layers = [
+        module for _ in range(3) for module in (torch.nn.Linear(WIDTH, WIDTH), torch.nn.ReLU())
+    ]
     return torch.nn.Sequential(*layers)
 
 
 def in_blocks(batches: Iterable[Any], turns: Turns, num_steps: int) -> Iterator[Any]:
-    """Yield the batches; before each block wait for one's turn, and after it tell the seconds per step."""
+    """Yield the batches; before each block wait for one's turn, and after it tell the seconds
+    per step."""
     began, block = 0.0, WARM_UP + num_steps
     tell(turns, "ready")
     for number, batch in enumerate(batches):
@@ -100,7 +105,9 @@ def tell(turns: Turns, word: str) -> None:
             pipe.write(f"{word}\n")
 
 
-def train(batches: Iterable[torch.Tensor], model: torch.nn.Module, rank: "RankContext | None" = None) -> None:
+def train(
+    batches: Iterable[torch.Tensor], model: torch.nn.Module, ctx: "RankContext | None" = None
+) -> None:
     """Train, as any PyTorch code does."""
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     for batch in batches:
@@ -108,8 +115,8 @@ def train(batches: Iterable[torch.Tensor], model: torch.nn.Module, rank: "RankCo
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        if rank is not None:
-            rank.report(loss=loss)
+        if ctx is not None:
+            ctx.report(loss=loss)
 
 
 def plain(turns: Turns) -> None:
@@ -121,13 +128,13 @@ def plain(turns: Turns) -> None:
         train(in_blocks(loader, turns, num_steps), DistributedDataParallel(make_model()))
 
 
-def with_context(rank: "RankContext", turns: Turns) -> None:
-    """Train the same by rank.wrap, rank.loader, rank.steps and rank.report."""
+def with_context(ctx: "RankContext", turns: Turns) -> None:
+    """Train the same by ctx.wrap, ctx.loader, ctx.steps and ctx.report."""
     for local_batch, num_steps in turns.works:
-        global_batch = local_batch * rank.world_size
+        global_batch = local_batch * ctx.world_size
         rows = Rows(global_batch * (num_steps + WARM_UP) * turns.num_turns)
-        loader = rank.loader(rows, global_batch_size=global_batch, collate_fn=same)
-        train(in_blocks(rank.steps(loader, epochs=1), turns, num_steps), rank.wrap(make_model()), rank)
+        loader = ctx.loader(rows, global_batch_size=global_batch, collate_fn=same)
+        train(in_blocks(ctx.steps(loader, epochs=1), turns, num_steps), ctx.wrap(make_model()), ctx)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""Owns the training that a seeded fault strikes: which rank, how, and in which state that rank and its peers are then."""
+"""Owns the training that a seeded fault strikes: which rank, how, and in which state that rank
+and its peers are then."""
 
 import os
 import signal
@@ -10,12 +11,15 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Literal
 
-How = Literal["exception", "slow_finally", "SIGKILL", "SIGSEGV", "os_exit", "sys_exit", "return", "memory"]
+How = Literal[
+    "exception", "slow_finally", "SIGKILL", "SIGSEGV", "os_exit", "sys_exit", "return", "memory"
+]
 State = Literal["asleep", "collective", "forward", "backward", "loader"]
 
 NUM_STEPS = 6
 STRUCK_STEPS = (0, 2, 3)
-"""Not 1: the forward pass in which DDP lays its buckets out anew waits for all ranks, so none would arrive in a later state."""
+"""Not 1: the forward pass in which DDP lays its buckets out anew waits for all ranks, so none
+would arrive in a later state."""
 BATCH_SIZE = 2
 EXIT_CODE = 3
 WORDS = "the user's own words"
@@ -43,7 +47,8 @@ class Fault:
     from_outside: bool
     """Whether another process sends the signal."""
     destroys_group: bool
-    """Whether the slow cleanup takes the process group down first, as scripts for torchrun do."""
+    """Whether the slow cleanup takes the process group down first, as scripts for torchrun
+    do."""
 
 
 class _LeaveEarly(BaseException):
@@ -54,7 +59,8 @@ class Spot:
     """Where one rank stops and waits for the fault. Travels into forked DataLoader workers."""
 
     def __init__(self, fault: Fault, folder: Path, rank: int) -> None:
-        """Take the fault, the folder in which ranks tell that they arrived, and whose spot this is."""
+        """Take the fault, the folder in which ranks tell that they arrived, and whose spot this
+        is."""
         self._fault = fault
         self._folder = folder
         self._rank = rank
@@ -63,9 +69,15 @@ class Spot:
         _write(folder / f"pid-{rank}", os.getpid())
 
     def arm(self, step: int) -> None:
-        """At the start of the step in question: have the fault strike this process as soon as all ranks have arrived."""
+        """At the start of the step in question: have the fault strike this process as soon as
+        all ranks have arrived."""
         fault = self._fault
-        if step == fault.step and self.is_culprit and not fault.in_worker and not fault.from_outside:
+        if (
+            step == fault.step
+            and self.is_culprit
+            and not fault.in_worker
+            and not fault.from_outside
+        ):
             self._arm()
 
     def _arm(self) -> None:
@@ -79,12 +91,14 @@ class Spot:
         # To the thread that is in the state, as else its system call would not be interrupted.
         number = STRIKE if self._fault.how in BY_HANDLER else signal.Signals[self._fault.how]
         signal.pthread_kill(thread_id, number)
-        # Python notes a signal and calls the handler later: one that comes just before `sleep` does wouldn't wake it.
+        # Python notes a signal and calls the handler later: one that comes just before `sleep`
+        # does wouldn't wake it.
         while not self._heard.wait(0.2):
             signal.pthread_kill(thread_id, number)
 
     def at(self, state: State, step: int) -> None:
-        """Stay here for ever if this is the state and the step; for an early return, until the culprit has left."""
+        """Stay here for ever if this is the state and the step; for an early return, until the
+        culprit has left."""
         if step != self._fault.step or state != self._fault.states[self._rank]:
             return
         in_worker = os.getpid() != int((self._folder / f"pid-{self._rank}").read_text())
@@ -189,7 +203,9 @@ def _train(fault: Fault, spot: Spot) -> None:
     first = torch.nn.Linear(4, 8)
     first.register_forward_hook(lambda *_: spot.at("forward", step))
     first.register_full_backward_hook(lambda *_: spot.at("backward", step))
-    model = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(4, 4), first, torch.nn.Linear(8, 1)))
+    model = DistributedDataParallel(
+        torch.nn.Sequential(torch.nn.Linear(4, 4), first, torch.nn.Linear(8, 1))
+    )
     loader: DataLoader[Any] = DataLoader(
         _Numbers(spot),  # type: ignore[arg-type]  # a dataset is what has a length and items
         batch_size=BATCH_SIZE,

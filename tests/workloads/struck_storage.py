@@ -1,4 +1,5 @@
-"""Owns trainings whose storage fails while they run, and how it is made to: a disk filled, remounted, a server told to fail."""
+"""Owns trainings whose storage fails while they run, and how it is made to: a disk filled,
+remounted, a server told to fail."""
 
 import logging
 import subprocess
@@ -15,15 +16,18 @@ from tests.workloads.healthy import sha256_of_weights
 
 NUM_STEPS = 9
 ROOM_BYTES = 48 * 1024
-"""What a filled disk has left: enough for the small objects of a checkpoint, too little for the model's."""
+"""What a filled disk has left: enough for the small objects of a checkpoint, too little for the
+model's."""
 
 
-def train_through(rank: RankContext, place: str, plan: dict[int, str]) -> dict[str, Any]:
-    """Train nine steps with a checkpoint each; rank 0 does to the storage what the plan says, before the step's checkpoint.
+def train_through(ctx: RankContext, place: str, plan: dict[int, str]) -> dict[str, Any]:
+    """Train nine steps with a checkpoint each; rank 0 does to the storage what the plan says,
+    before the step's checkpoint.
 
     Args:
-        rank: the context; its checkpoints come every step.
-        place: the mounted file system, a file whose presence makes the server fail, or the configuration of a Ceph cluster.
+        ctx: the context; its checkpoints come every step.
+        place: the mounted file system, a file whose presence makes the server fail, or the
+            configuration of a Ceph cluster.
         plan: by step "fill", "free", "ro", "rw", "down", "up", "pause" or "unpause".
 
     Returns:
@@ -33,24 +37,26 @@ def train_through(rank: RankContext, place: str, plan: dict[int, str]) -> dict[s
     logging.getLogger("prefect_torch_ddp").addHandler(said)
     torch.manual_seed(3)
     bare = nn.Linear(64, 128).double()
-    model = rank.wrap(bare)
+    model = ctx.wrap(bare)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=4, gamma=0.5)
-    rank.track(model=model, scheduler=scheduler, optimizer=optimizer)
+    ctx.track(model=model, scheduler=scheduler, optimizer=optimizer)
     generator = torch.Generator().manual_seed(7)
     inputs = torch.randn(12, 64, generator=generator, dtype=torch.float64)
     troubles = {}
-    for (batch,) in rank.steps(rank.loader(TensorDataset(inputs), global_batch_size=4), epochs=NUM_STEPS // 3):
-        rank._parts.made_tracker._checkpointer.wait()  # what became of the checkpoint before is known
-        troubles[rank.step] = rank._state.trouble()
-        if rank.rank == 0 and rank.step in plan:
-            strike(plan[rank.step], Path(place))
+    for (batch,) in ctx.steps(
+        ctx.loader(TensorDataset(inputs), global_batch_size=4), epochs=NUM_STEPS // 3
+    ):
+        ctx._parts.made_tracker._checkpointer.wait()  # what became of the checkpoint before is known
+        troubles[ctx.step] = ctx._state.trouble()
+        if ctx.rank == 0 and ctx.step in plan:
+            strike(plan[ctx.step], Path(place))
         loss = model(batch).square().mean()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         scheduler.step()
-        rank.report(loss=loss)
+        ctx.report(loss=loss)
     return {"sha256": sha256_of_weights(bare), "said": said.lines, "troubles": troubles}
 
 
@@ -72,7 +78,11 @@ def strike(how: str, place: Path) -> None:
             place.unlink()
         case "pause" | "unpause":
             order = "set" if how == "pause" else "unset"
-            subprocess.run(["ceph", "--conf", str(place), "osd", order, "pause"], check=True, capture_output=True)
+            subprocess.run(
+                ["ceph", "--conf", str(place), "osd", order, "pause"],
+                check=True,
+                capture_output=True,
+            )
 
 
 def _fill(filler: Path) -> None:

@@ -1,4 +1,7 @@
-"""Owns what the ranks of the benchmarks do. They load nothing else than torch: what a rank imports counts as its start."""
+"""Owns what the ranks of the benchmarks do.
+
+They load nothing else than torch: what a rank imports counts as its start.
+"""
 
 import os
 import re
@@ -9,7 +12,8 @@ from tests.workloads import faulty, plain
 
 
 def first_step() -> float:
-    """Take one optimizer step with DDP, as a resumed training does first; return when it was done."""
+    """Take one optimizer step with DDP, as a resumed training does first; return when it was
+    done."""
     import torch
     from torch.nn.parallel import DistributedDataParallel
 
@@ -28,7 +32,8 @@ def die_once(path: str) -> float:
 
 
 def meet_and_weigh() -> tuple[float, int]:
-    """Return when the first all-reduce was done, and this rank's proportional set size in kB while all ranks are there."""
+    """Return when the first all-reduce was done, and this rank's proportional set size in kB
+    while all ranks are there."""
     import torch.distributed as dist
 
     done = plain.time_of_first_all_reduce()

@@ -10,7 +10,8 @@ INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_SOCKET_FAMILY")
 
 
 def whereabouts() -> dict[str, Any]:
-    """All-reduce over the default group and one of our own; tell the sum, the environment and the addresses in use."""
+    """All-reduce over the default group and one of our own; tell the sum, the environment and
+    the addresses in use."""
     import torch
     import torch.distributed as dist
 
@@ -21,8 +22,12 @@ def whereabouts() -> dict[str, Any]:
     found = {
         "sum": float(total),
         "env": {name: os.environ.get(name) for name in (*NAMES, *INTERFACES)},
-        "listens_at": sorted({_plain(c.laddr.ip) for c in connections if c.status == psutil.CONN_LISTEN}),
-        "talks_from": sorted({_plain(c.laddr.ip) for c in connections if c.status == psutil.CONN_ESTABLISHED}),
+        "listens_at": sorted(
+            {_plain(c.laddr.ip) for c in connections if c.status == psutil.CONN_LISTEN}
+        ),
+        "talks_from": sorted(
+            {_plain(c.laddr.ip) for c in connections if c.status == psutil.CONN_ESTABLISHED}
+        ),
     }
     dist.barrier()  # peers look at their connections to us too
     return found

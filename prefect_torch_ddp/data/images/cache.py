@@ -1,4 +1,6 @@
-"""Owns the read-through cache: what was fetched from a remote storage is kept on local disk, and checked at each read."""
+"""Owns the read-through cache: what was fetched from a remote storage is kept on local disk,
+and checked at each read.
+"""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -16,12 +18,15 @@ MAX_BYTES = 50 * 2**30
 
 @dataclass(frozen=True)
 class CachedReads:
-    """Reads objects through a folder on local disk; has the methods of what it reads from, and is as small to pickle.
+    """Reads objects through a folder on local disk; has the methods of what it reads from, and
+    is as small to pickle.
 
-    Any number of this user's processes may share a folder, with the same sources or others. What is read from it was verified
-    when it arrived (by its ETag where that is an MD5) and is verified again, by a SHA-256 of our own. A damaged file is fetched
-    again, with a warning. Parts without an ETag aren't kept, since nobody could tell whether they changed. Where the folder can't
-    be used, or the disk is full, reading goes on without it, and a warning says so once in a process.
+    Any number of this user's processes may share a folder, with the same sources or others.
+    What is read from it was verified when it arrived (by its ETag where that is an MD5) and is
+    verified again, by a SHA-256 of our own. A damaged file is fetched again, with a warning.
+    Parts without an ETag aren't kept, since nobody could tell whether they changed. Where the
+    folder can't be used, or the disk is full, reading goes on without it, and a warning says so
+    once in a process.
     """
 
     storage: ReadsMany
@@ -29,7 +34,10 @@ class CachedReads:
     folder: Path
     """On a local disk; made where there is none, for this user alone. `~` is expanded."""
     max_bytes: int = MAX_BYTES
-    """How much all sources together may hold in the folder. A twentieth of the disk, at most 4 GiB, is left free in any case."""
+    """How much all sources together may hold in the folder.
+
+    A twentieth of the disk, at most 4 GiB, is left free in any case.
+    """
 
     def __post_init__(self) -> None:
         if not callable(getattr(self.storage, "read_many", None)):
@@ -51,17 +59,25 @@ class CachedReads:
         return content_id(self.storage)
 
     def read_many(self, parts: Sequence[ObjectPart]) -> Contents:
-        """Read all parts, from the folder what it has and from the storage the rest; a failure is that part's value."""
+        """Read all parts, from the folder what it has and from the storage the rest; a failure
+        is that part's value.
+        """
         folder = folder_of(SourceInCache(str(self.folder / "v1"), self.content_id, self.max_bytes))
         if folder is None:
             return self.storage.read_many(parts)
-        found: list[bytes | StorageError | None] = [folder.get(part) if part.etag else None for part in parts]
+        found: list[bytes | StorageError | None] = [
+            folder.get(part) if part.etag else None for part in parts
+        ]
         missing = [number for number, data in enumerate(found) if data is None]
         if missing:
             fetched = self.storage.read_many([parts[number] for number in missing])
             for number, data in zip(missing, fetched, strict=True):
                 found[number] = data
-            arrived = [(parts[number], data) for number, data in zip(missing, fetched, strict=True) if isinstance(data, bytes)]
+            arrived = [
+                (parts[number], data)
+                for number, data in zip(missing, fetched, strict=True)
+                if isinstance(data, bytes)
+            ]
             folder.put((part, data) for part, data in arrived if part.etag)
         return cast("Contents", found)
 
@@ -71,7 +87,9 @@ class CachedReads:
 
 
 def content_id(storage: ReadsMany) -> str:
-    """Name what a storage reads from: the same for all descriptions of one place, and never the same for two; holds no secret."""
+    """Name what a storage reads from: the same for all descriptions of one place, and never the
+    same for two; holds no secret.
+    """
     named = getattr(storage, "content_id", None)
     if named is not None:
         return str(named)
@@ -80,5 +98,9 @@ def content_id(storage: ReadsMany) -> str:
     if where.startswith("s3://") and endpoint is None:
         # Where a description leaves it out, AWS's own settings say which store it is.
         profile = getattr(storage, "profile", None) or os.environ.get("AWS_PROFILE", "")
-        endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or f"AWS {profile}"
+        endpoint = (
+            os.environ.get("AWS_ENDPOINT_URL_S3")
+            or os.environ.get("AWS_ENDPOINT_URL")
+            or f"AWS {profile}"
+        )
     return f"{where} at {endpoint}" if endpoint else where

@@ -1,4 +1,6 @@
-"""Owns the files of the read-through cache: how an entry is written, believed, counted and evicted, among many processes."""
+"""Owns the files of the read-through cache: how an entry is written, believed, counted and
+evicted, among many processes.
+"""
 
 import hashlib
 import logging
@@ -21,7 +23,8 @@ PAUSE_S = 60.0
 """How long nothing is written after a write failed."""
 KEPT_FREE_BYTES = 4 * 2**30
 KEPT_FREE_PART = 20
-"""A twentieth of the disk, at most `KEPT_FREE_BYTES`, is left to others: checkpoints may lie on it too."""
+"""A twentieth of the disk, at most `KEPT_FREE_BYTES`, is left to others: checkpoints may lie on
+it too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +40,12 @@ class SourceInCache:
 
 
 class CacheFolder:
-    """The entries of one source, as this process and those forked from it see them; safe among threads.
+    """The entries of one source, as this process and those forked from it see them; safe among
+    threads.
 
-    An entry is a file: the object's bytes, then a SHA-256 over its name and them. The name is a digest of source, key, range,
-    size and ETag. So what is damaged, cut or at a wrong place is never believed. A file appears whole, by a rename.
+    An entry is a file: the object's bytes, then a SHA-256 over its name and them. The name is a
+    digest of source, key, range, size and ETag. So what is damaged, cut or at a wrong place is
+    never believed. A file appears whole, by a rename.
     """
 
     def __init__(self, described: SourceInCache) -> None:
@@ -50,7 +55,9 @@ class CacheFolder:
             OSError: they can't be made, or are another user's.
         """
         self._source = described.source
-        self._folder = os.path.join(described.root, hashlib.sha256(described.source.encode()).hexdigest()[:32])  # noqa: PTH118
+        self._folder = os.path.join(
+            described.root, hashlib.sha256(described.source.encode()).hexdigest()[:32]
+        )
         os.makedirs(self._unfinished, mode=0o700, exist_ok=True)  # noqa: PTH103 - plain paths: a Path costs as much as a read
         for path in (described.root, self._folder):
             if os.stat(path).st_uid != os.geteuid():  # noqa: PTH116
@@ -62,7 +69,9 @@ class CacheFolder:
         self._complaints = _Once()
 
     def get(self, part: ObjectPart) -> bytes | None:
-        """Return a part's bytes, None where they aren't there; a damaged file is removed, with a warning."""
+        """Return a part's bytes, None where they aren't there; a damaged file is removed, with
+        a warning.
+        """
         self._room.hold()
         name = self._name(part)
         path = self._path(name)
@@ -71,7 +80,9 @@ class CacheFolder:
         except FileNotFoundError:
             return None
         except OSError as error:
-            self._complaints.say(f"can't read the cache {self._folder}: {error.strerror}; its objects are fetched each time")
+            self._complaints.say(
+                f"can't read the cache {self._folder}: {error.strerror}; its objects are fetched each time"
+            )
             return None
         data, digest, last_use = found
         if digest != _digest(name, data):
@@ -85,10 +96,22 @@ class CacheFolder:
         return data
 
     def put(self, arrived: Iterable[tuple[ObjectPart, bytes]]) -> None:
-        """Keep what there is room for. Never raises for want of it: a warning says once why nothing is kept."""
-        new = [(self._path(name), name, data) for name, data in ((self._name(part), data) for part, data in arrived)]
-        # Another process may have been faster; and what can't fit must not push out everything else.
-        new = [entry for entry in new if len(entry[2]) + DIGEST_BYTES <= self._room.max_bytes and not os.path.lexists(entry[0])]
+        """Keep what there is room for.
+
+        Never raises for want of it: a warning says once why nothing is kept.
+        """
+        new = [
+            (self._path(name), name, data)
+            for name, data in ((self._name(part), data) for part, data in arrived)
+        ]
+        # Another process may have been faster; and what can't fit must not push out everything
+        # else.
+        new = [
+            entry
+            for entry in new
+            if len(entry[2]) + DIGEST_BYTES <= self._room.max_bytes
+            and not os.path.lexists(entry[0])
+        ]
         if not new or time.monotonic() < self._no_writes_before:
             return
         try:
@@ -178,7 +201,9 @@ def _read(path: str, num_bytes: int) -> tuple[bytes, bytes, float]:
         if status.st_size != num_bytes + DIGEST_BYTES:
             return b"", b"", status.st_mtime
         data = os.read(file, num_bytes)
-        while len(data) < num_bytes and (more := os.read(file, num_bytes - len(data))):  # Linux reads 2 GiB at most at once
+        while len(data) < num_bytes and (
+            more := os.read(file, num_bytes - len(data))
+        ):  # Linux reads 2 GiB at most at once
             data += more
         return data, os.read(file, DIGEST_BYTES), status.st_mtime
     finally:
@@ -196,7 +221,9 @@ _lock = threading.Lock()
 
 
 def folder_of(described: SourceInCache) -> CacheFolder | None:
-    """Return this process's folder of a source; None, and a warning once, where it can't be used."""
+    """Return this process's folder of a source; None, and a warning once, where it can't be
+    used.
+    """
     folder = _folders.get(described)
     if folder is not None or described in _folders:
         return folder
@@ -206,7 +233,11 @@ def folder_of(described: SourceInCache) -> CacheFolder | None:
                 _folders[described] = CacheFolder(described)
             except OSError as error:
                 reason = error.strerror or error
-                logger.warning("can't use the cache %s: %s; everything is fetched each time", described.root, reason)
+                logger.warning(
+                    "can't use the cache %s: %s; everything is fetched each time",
+                    described.root,
+                    reason,
+                )
                 _folders[described] = None
         return _folders[described]
 

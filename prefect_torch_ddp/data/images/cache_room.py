@@ -1,4 +1,6 @@
-"""Owns how much a cache may hold: the count that all processes of a host share, and which entries go when it is full."""
+"""Owns how much a cache may hold: the count that all processes of a host share, and which
+entries go when it is full.
+"""
 
 import fcntl
 import os
@@ -11,7 +13,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 LAST_USE_STEP_S = 3600.0
-"""A file's time says when it was last used, to this exactness: touching it at each read would cost."""
+"""A file's time says when it was last used, to this exactness: touching it at each read would
+cost."""
 OUTDATED_AFTER_S = 24 * 3600.0
 LOOK_AGAIN_S = 60.0
 SPARED_PART = 10
@@ -23,10 +26,12 @@ _COUNT = struct.Struct("<qd")
 class CacheRoom:
     """The room of a whole cache, over all its sources and all processes.
 
-    Entries that a running process may want in each epoch aren't replaced by each other: where a dataset is larger than the cache,
-    a cache that keeps what it has serves its share of each epoch, and one that replaces the least recently used serves less
-    and writes all the time (Mohan et al., "Analyzing and Mitigating Data Stalls in DNN Training", VLDB 2021, call it MinIO).
-    So what goes is what belongs to sources that no process has open, and what was used by nobody for a day, oldest first.
+    Entries that a running process may want in each epoch aren't replaced by each other: where a
+    dataset is larger than the cache, a cache that keeps what it has serves its share of each
+    epoch, and one that replaces the least recently used serves less and writes all the time
+    (Mohan et al., "Analyzing and Mitigating Data Stalls in DNN Training", VLDB 2021, call it
+    MinIO). So what goes is what belongs to sources that no process has open, and what was used
+    by nobody for a day, oldest first.
     """
 
     def __init__(self, root: str, own_source: str, max_bytes: int) -> None:
@@ -39,16 +44,21 @@ class CacheRoom:
         self._is_held = False
 
     def hold(self) -> None:
-        """Hold the source's lock, shared, for as long as this process or a fork of it lives: its entries are in use."""
-        # Without waiting: a process that makes room may have it just now, and a stopped one would for ever.
+        """Hold the source's lock, shared, for as long as this process or a fork of it lives:
+        its entries are in use.
+        """
+        # Without waiting: a process that makes room may have it just now, and a stopped one
+        # would for ever.
         self._is_held = self._is_held or _try_lock(self._in_use, fcntl.LOCK_SH)
 
     @contextmanager
     def taken(self, sizes: Sequence[int]) -> Iterator[int]:
-        """Give how many of the entries, from the first on, may be written in the block; their bytes are counted before.
+        """Give how many of the entries, from the first on, may be written in the block; their
+        bytes are counted before.
 
-        A process that is killed in between leaves the count too high, never too low. Never waits long for another process: where
-        one makes room just now, or is stopped in the midst of it, nothing is granted.
+        A process that is killed in between leaves the count too high, never too low. Never
+        waits long for another process: where one makes room just now, or is stopped in the
+        midst of it, nothing is granted.
         """
         writing = _open(f"{self.root}/writing.lock")
         try:
@@ -63,7 +73,8 @@ class CacheRoom:
             granted = self._take(sizes)
             if granted == len(sizes) or self.is_full:
                 return granted
-            # What others have taken and not written yet can't be seen on disk, so the count is only made anew when there is none.
+            # What others have taken and not written yet can't be seen on disk, so the count is
+            # only made anew when there is none.
             self._give_back(sizes[:granted])
             if _try_lock(writing, fcntl.LOCK_EX):
                 self._make_room(sum(sizes))
@@ -91,7 +102,9 @@ class CacheRoom:
                 count.full_until = time.time() + LOOK_AGAIN_S
 
     def _evict(self, wanted: int) -> tuple[int, int]:
-        """Make room for as many bytes at least; return the bytes of all entries found, and those of the entries removed."""
+        """Make room for as many bytes at least; return the bytes of all entries found, and
+        those of the entries removed.
+        """
         by_hour: Counter[int] = Counter()
         total = 0
         for size, last_use, may_go, _ in self._entries():
@@ -103,24 +116,34 @@ class CacheRoom:
             return total, 0
         hours = sorted(by_hour)
         reached = (
-            hour for hour, freed in zip(hours, accumulate(by_hour[hour] for hour in hours), strict=True) if freed >= excess
+            hour
+            for hour, freed in zip(hours, accumulate(by_hour[hour] for hour in hours), strict=True)
+            if freed >= excess
         )
         return total, self._remove_until(next(reached, hours[-1] if hours else 0), excess)
 
     def _remove_until(self, last_hour: int, excess: int) -> int:
-        """Remove entries last used in this hour or before; those of the hour itself only as far as needed."""
+        """Remove entries last used in this hour or before; those of the hour itself only as far
+        as needed.
+        """
         freed = 0
         for is_last in (False, True):
             for size, last_use, may_go, path in self._entries():
                 hour = int(last_use // LAST_USE_STEP_S)
-                if may_go and freed < excess and (hour == last_hour if is_last else hour < last_hour):
+                if (
+                    may_go
+                    and freed < excess
+                    and (hour == last_hour if is_last else hour < last_hour)
+                ):
                     with suppress(OSError):
                         os.unlink(path)  # noqa: PTH108
                         freed += size
         return freed
 
     def _entries(self) -> Iterator[tuple[int, float, bool, str]]:
-        """Yield size, last use, whether it may go, and path of each entry, without holding them all."""
+        """Yield size, last use, whether it may go, and path of each entry, without holding them
+        all.
+        """
         outdated = time.time() - OUTDATED_AFTER_S
         for source in _folders_in(self.root):
             with _unused(source) as is_unused:
@@ -130,7 +153,12 @@ class CacheRoom:
                     for entry in _scan(shelf):
                         with suppress(FileNotFoundError):  # removed meanwhile
                             status = entry.stat(follow_symlinks=False)
-                            yield status.st_size, status.st_mtime, is_unused or status.st_mtime < outdated, entry.path
+                            yield (
+                                status.st_size,
+                                status.st_mtime,
+                                is_unused or status.st_mtime < outdated,
+                                entry.path,
+                            )
 
     @contextmanager
     def _count(self) -> Iterator["_Count"]:
@@ -159,7 +187,8 @@ class _Count:
 
     num_bytes: int
     full_until: float
-    """No room can be made before this time (seconds since 1970): looking for it at each write would cost."""
+    """No room can be made before this time (seconds since 1970): looking for it at each write
+    would cost."""
 
 
 def _open(path: str) -> int:

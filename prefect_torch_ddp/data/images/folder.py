@@ -1,6 +1,8 @@
-"""Owns the dataset of images in a bucket: torchvision's ImageFolder, read batch by batch, concurrently and ahead of use.
+"""Owns the dataset of images in a bucket: torchvision's ImageFolder, read batch by batch,
+concurrently and ahead of use.
 
-Owns the one call that opens images in folders, wherever they are: torchvision's own dataset for a local path, else ours.
+Owns the one call that opens images in folders, wherever they are: torchvision's own dataset for
+a local path, else ours.
 """
 
 import logging
@@ -17,7 +19,13 @@ from prefect_torch_ddp.data.images.listing import list_dataset, read_index
 from prefect_torch_ddp.data.images.location import Place, opened, readable_at
 from prefect_torch_ddp.data.images.shard_index import INDEX_NAME as SHARD_INDEX_NAME
 from prefect_torch_ddp.data.lookahead import ReadAhead
-from prefect_torch_ddp.errors import CorruptImageError, InvalidParamsError, ObjectChangedError, ObjectNotFoundError, StorageError
+from prefect_torch_ddp.errors import (
+    CorruptImageError,
+    InvalidParamsError,
+    ObjectChangedError,
+    ObjectNotFoundError,
+    StorageError,
+)
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.storage.keys import RESERVED_PART
 from prefect_torch_ddp.storage.protocol import ListedObject, ObjectPart, Readable
@@ -26,7 +34,8 @@ logger = logging.getLogger(__name__)
 
 OnError = Literal["raise", "skip"]
 _ITS_OWN_FAULT = (CorruptImageError, ObjectNotFoundError, ObjectChangedError)
-"""What may be skipped; that a storage can't be reached, or refuses, is no fault of one image."""
+"""What may be skipped; that a storage can't be reached, or refuses, is no fault of one
+image."""
 
 
 def pil_loader(file: BinaryIO) -> Image.Image:
@@ -35,14 +44,17 @@ def pil_loader(file: BinaryIO) -> Image.Image:
 
 
 class S3ImageFolder(VisionDataset):  # type: ignore[misc]  # torchvision has no types
-    """Images in folders of a bucket, named `<class>/<name>.jpg`: torchvision's `ImageFolder` in meaning, order and attributes.
+    """Images in folders of a bucket, named `<class>/<name>.jpg`: torchvision's `ImageFolder` in
+    meaning, order and attributes.
 
-        dataset = S3ImageFolder("s3://bucket/images/train", transform)
-        for images, labels in rank.steps(rank.loader(dataset, global_batch_size=64, num_workers=2), epochs=5): ...
+        dataset = S3ImageFolder("s3://bucket/images/train", transform) for images, labels in
+        ctx.steps(ctx.loader(dataset, global_batch_size=64, num_workers=2), epochs=5): ...
 
-    A batch is read at once, over up to 32 connections, and the next one meanwhile: `rank.loader` sees to that, for a DataLoader
-    of your own `data.LookAhead` does. Each object is one request, tried again as the storage says, and compared with what was
-    listed. It may be used before and after any fork, and sent to other processes. Local folders can be read with it too.
+    A batch is read at once, over up to 32 connections, and the next one meanwhile: `ctx.loader`
+    sees to that, for a DataLoader of your own `data.LookAhead` does. Each object is one
+    request, tried again as the storage says, and compared with what was listed. It may be used
+    before and after any fork, and sent to other processes. Local folders can be read with it
+    too.
     """
 
     extensions = EXTENSIONS
@@ -74,23 +86,28 @@ class S3ImageFolder(VisionDataset):  # type: ignore[misc]  # torchvision has no 
             anonymous: whether requests aren't signed, as for public data.
             endpoint_url: of a store other than AWS.
             region: of the bucket.
-            cache: folder on a local disk that keeps what was read; for another limit than 50 GiB, give a `CachedReads` as uri.
+            cache: folder on a local disk that keeps what was read; for another limit than 50
+                GiB, give a `CachedReads` as uri.
             index: folder that `write_index` wrote to, so that nothing is listed.
-            on_error: what a corrupt, vanished or changed image is: an error that names it; or "skip": it is left out of its
-                batch, which is smaller by it, with a warning that counts.
+            on_error: what a corrupt, vanished or changed image is: an error that names it; or
+                "skip": it is left out of its batch, which is smaller by it, with a warning that
+                counts.
             loader: decodes; gets an open binary file, where torchvision's gets a path.
             is_valid_file: tells from a key whether it is an image; None: by its extension.
             allow_empty: whether a class may have no image.
 
         Raises:
-            InvalidParamsError: the arguments don't fit together, or the index is another dataset's.
+            InvalidParamsError: the arguments don't fit together, or the index is another
+                dataset's.
             NoImagesError: there is no class folder, or one without images.
             StorageError: the images can't be listed.
         """
         if on_error not in {"raise", "skip"}:
             msg = f"on_error is {on_error!r}; choose raise or skip"
             raise InvalidParamsError(msg)
-        source, prefix = readable_at(uri, storage, anonymous=anonymous, endpoint_url=endpoint_url, region=region)
+        source, prefix = readable_at(
+            uri, storage, anonymous=anonymous, endpoint_url=endpoint_url, region=region
+        )
         _find_way(source)
         self._source, self._prefix = opened(source, prefix, cache, may_be_shards=index is None)
         where = f"{self._source.uri.rstrip('/')}/{self._prefix}".rstrip("/")
@@ -108,7 +125,9 @@ class S3ImageFolder(VisionDataset):  # type: ignore[misc]  # torchvision has no 
 
     @property
     def samples(self) -> list[tuple[str, int]]:
-        """(URI, class number) of each image, made anew each time; to choose images take `torch.utils.data.Subset`."""
+        """(URI, class number) of each image, made anew each time; to choose images take
+        `torch.utils.data.Subset`.
+        """
         return [(self._uri(index), target) for index, target in enumerate(self._targets)]
 
     @property
@@ -142,7 +161,9 @@ class S3ImageFolder(VisionDataset):  # type: ignore[misc]  # torchvision has no 
         return self._sample(at, data)
 
     def __getitems__(self, indices: Sequence[int]) -> list[tuple[Any, Any]]:
-        """Return the images of a batch with their class numbers, as a DataLoader asks for them."""
+        """Return the images of a batch with their class numbers, as a DataLoader asks for
+        them.
+        """
         return self.fetch_seeded(indices)[1]
 
     def fetch_seeded(
@@ -152,10 +173,12 @@ class S3ImageFolder(VisionDataset):  # type: ignore[misc]  # torchvision has no 
 
         Args:
             indices: of the batch.
-            before_each: is called with its place before a sample is decoded and transformed, for instance to seed what is random.
+            before_each: is called with its place before a sample is decoded and transformed,
+                for instance to seed what is random.
 
         Raises:
-            CorruptImageError, StorageError: an image failed, and isn't to be skipped, or all of the batch failed.
+            CorruptImageError, StorageError: an image failed, and isn't to be skipped, or all of
+            the batch failed.
         """
         if self._ahead is None:
             self._ahead = ReadAhead(self._read)
@@ -185,7 +208,9 @@ class S3ImageFolder(VisionDataset):  # type: ignore[misc]  # torchvision has no 
 
     def _read(self, indices: Sequence[int]) -> list[bytes | StorageError]:
         found = [self._objects[index] for index in indices]
-        return self._source.read_many([ObjectPart(self._prefix + one.key, one.num_bytes, None, one.etag) for one in found])
+        return self._source.read_many(
+            [ObjectPart(self._prefix + one.key, one.num_bytes, None, one.etag) for one in found]
+        )
 
     def _sample(self, index: int, data: bytes | StorageError) -> tuple[Any, Any]:
         if isinstance(data, StorageError):
@@ -211,13 +236,24 @@ class S3ImageFolder(VisionDataset):  # type: ignore[misc]  # torchvision has no 
         if is_all:
             msg = f"no image of a batch is left, all of them were to be skipped; the last one: {error}"
             raise CorruptImageError(msg) from error
-        if self.num_skipped.bit_count() == 1:  # 1, 2, 4, 8, ...: a dataset full of them doesn't fill the log
-            logger.warning("%d skipped in this process of the dataset %s; the last one: %s", self.num_skipped, self.root, error)
+        if (
+            self.num_skipped.bit_count() == 1
+        ):  # 1, 2, 4, 8, ...: a dataset full of them doesn't fill the log
+            logger.warning(
+                "%d skipped in this process of the dataset %s; the last one: %s",
+                self.num_skipped,
+                self.root,
+                error,
+            )
 
 
 def _find_way(source: Any) -> None:
-    """Have a storage load and look up what it needs: forked loader processes inherit it, and wrong settings are told at once."""
-    while (behind := getattr(source, "storage", None)) is not None:  # caches and shards read from one
+    """Have a storage load and look up what it needs: forked loader processes inherit it, and
+    wrong settings are told at once.
+    """
+    while (
+        behind := getattr(source, "storage", None)
+    ) is not None:  # caches and shards read from one
         source = behind
     source.read_many([])
 
@@ -230,25 +266,35 @@ def image_folder(
     storage: Readable | None = None,
     **options: Any,
 ) -> "ImageFolder | S3ImageFolder":
-    """Return the images in folders, wherever they are: torchvision's own `ImageFolder` for a local path, else `S3ImageFolder`.
+    """Return the images in folders, wherever they are: torchvision's own `ImageFolder` for a
+    local path, else `S3ImageFolder`.
 
     Args:
-        uri: a path, `s3://bucket/prefix`, or a storage, such as `rank.source`.
+        uri: a path, `s3://bucket/prefix`, or a storage, such as `ctx.source`.
         transform: of an image.
         target_transform: of a class number.
         storage: what to read from; then `uri` is a path in it.
-        **options: of S3ImageFolder. A local folder needs no `index` and no `cache`; with on_error="skip", or with shards in it,
-            S3ImageFolder reads it too.
+        **options: of S3ImageFolder. A local folder needs no `index` and no `cache`; with
+            on_error="skip", or with shards in it, S3ImageFolder reads it too.
 
     Raises:
-        InvalidParamsError, NoImagesError, StorageError: see S3ImageFolder; torchvision raises a FileNotFoundError.
+        InvalidParamsError, NoImagesError, StorageError: see S3ImageFolder; torchvision raises a
+        FileNotFoundError.
     """
     ways = {name: options.get(name) for name in ("anonymous", "endpoint_url", "region")}
     source, prefix = readable_at(uri, storage, **ways)
     skips = options.get("on_error", "raise") != "raise"
-    if skips or not isinstance(source, DirectoryStorage) or (source.root / prefix / SHARD_INDEX_NAME).is_file():
+    if (
+        skips
+        or not isinstance(source, DirectoryStorage)
+        or (source.root / prefix / SHARD_INDEX_NAME).is_file()
+    ):
         return S3ImageFolder(uri, transform, target_transform, storage=storage, **options)
-    kept = {name: options[name] for name in ("loader", "is_valid_file", "allow_empty") if name in options}
+    kept = {
+        name: options[name]
+        for name in ("loader", "is_valid_file", "allow_empty")
+        if name in options
+    }
     unknown = options.keys() - kept.keys() - ways.keys() - {"cache", "index", "on_error"}
     if unknown:
         msg = f"image_folder has no argument {', '.join(sorted(unknown))}"
@@ -259,7 +305,9 @@ def image_folder(
 
 
 class _LeftByStorage(ImageFolder):  # type: ignore[misc]  # torchvision has no types
-    """A local folder that a `DirectoryStorage` wrote, where its folder of unfinished files is no class."""
+    """A local folder that a `DirectoryStorage` wrote, where its folder of unfinished files is
+    no class.
+    """
 
     def find_classes(self, directory: str | Path) -> tuple[list[str], dict[str, int]]:
         classes = [name for name in super().find_classes(directory)[0] if name != RESERVED_PART]

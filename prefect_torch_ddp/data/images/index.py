@@ -1,6 +1,8 @@
-"""Owns which listed objects are images of which class: torchvision's rules for a folder of folders, and its order. Pure.
+"""Owns which listed objects are images of which class: torchvision's rules for a folder of
+folders, and its order. Pure.
 
-Owns compact columns of listed objects: a few arrays, so a million of them are 100 MB, and forks share the memory.
+Owns compact columns of listed objects: a few arrays, so a million of them are 100 MB, and forks
+share the memory.
 """
 
 import zlib
@@ -27,7 +29,9 @@ class TextColumn:
 
     def __getitem__(self, index: int) -> str:
         """Return a text; the index counts from 0."""
-        return self._block[self._ends[index] : self._ends[index + 1]].decode("utf-8", "surrogateescape")
+        return self._block[self._ends[index] : self._ends[index + 1]].decode(
+            "utf-8", "surrogateescape"
+        )
 
     def append(self, text: str) -> None:
         """Add a text."""
@@ -130,12 +134,17 @@ class _ClassFolder:
 
 
 def index_images(
-    listed: Iterable[ListedObject], where: str, is_valid: Callable[[str], bool] | None = None, *, allow_empty: bool = False
+    listed: Iterable[ListedObject],
+    where: str,
+    is_valid: Callable[[str], bool] | None = None,
+    *,
+    allow_empty: bool = False,
 ) -> ImageIndex:
     """Sort out what was listed.
 
-    Classes are the folders of the first level, sorted; a folder is there when anything is in it, or its marker (`cats/`). Images
-    are files at any depth, of one class sorted by folder and name. Files beside the class folders don't count.
+    Classes are the folders of the first level, sorted; a folder is there when anything is in
+    it, or its marker (`cats/`). Images are files at any depth, of one class sorted by folder
+    and name. Files beside the class folders don't count.
 
     Args:
         listed: in any order; keys are relative to the dataset's root.
@@ -156,7 +165,11 @@ def index_images(
         folder = folders.get(name)
         if folder is None:
             folder = folders[name] = _ClassFolder()
-        if rest and rest[-1] != "/" and (item.key.lower().endswith(EXTENSIONS) if is_valid is None else is_valid(item.key)):
+        if (
+            rest
+            and rest[-1] != "/"
+            and (item.key.lower().endswith(EXTENSIONS) if is_valid is None else is_valid(item.key))
+        ):
             place = rest.rpartition("/")
             if (place[0], place[2]) < folder.last:
                 folder.is_sorted = False
@@ -170,7 +183,9 @@ def index_images(
     return _joined(folders)
 
 
-def _refuse_empty(folders: Mapping[str, _ClassFolder], where: str, *, by_extension: bool, allow_empty: bool) -> None:
+def _refuse_empty(
+    folders: Mapping[str, _ClassFolder], where: str, *, by_extension: bool, allow_empty: bool
+) -> None:
     empty = sorted(name for name, folder in folders.items() if not folder.objects)
     if empty and not allow_empty:
         msg = f"found no valid file for the classes {', '.join(empty)} in {where}; remove them, or pass allow_empty=True"

@@ -1,6 +1,8 @@
-"""Owns the listing of a whole dataset: its folders side by side, in order, in bounded memory whatever their number.
+"""Owns the listing of a whole dataset: its folders side by side, in order, in bounded memory
+whatever their number.
 
-Owns the index of a dataset in a storage: listed once, by `prepare`, in a file that ranks read instead of listing.
+Owns the index of a dataset in a storage: listed once, by `prepare`, in a file that ranks read
+instead of listing.
 """
 
 import gzip
@@ -28,7 +30,8 @@ NUM_PAGES = 4
 
 
 def list_dataset(source: ReadsMany, prefix: str = "") -> Iterator[ListedObject]:
-    """Yield what `source.list_objects(prefix)` yields; where levels can be listed, folders are listed at the same time.
+    """Yield what `source.list_objects(prefix)` yields; where levels can be listed, folders are
+    listed at the same time.
 
     Raises:
         StorageError: it can't be listed.
@@ -41,10 +44,14 @@ def list_dataset(source: ReadsMany, prefix: str = "") -> Iterator[ListedObject]:
 
 
 def digest_of_listing(source: ReadsMany) -> str:
-    """Return a digest of all names, sizes and ETags: the same as long as nobody changes anything."""
+    """Return a digest of all names, sizes and ETags: the same as long as nobody changes
+    anything.
+    """
     digest = hashlib.sha256()
     for item in list_dataset(source):
-        digest.update(repr((item.key, item.num_bytes, item.etag)).encode("utf-8", "surrogateescape"))
+        digest.update(
+            repr((item.key, item.num_bytes, item.etag)).encode("utf-8", "surrogateescape")
+        )
     return digest.hexdigest()
 
 
@@ -53,7 +60,9 @@ def _side_by_side(source: ReadsMany, level: Iterator[ListedObject | str]) -> Ite
     try:
         for entry in level:
             begun.append(_Folder(source, entry) if isinstance(entry, str) else entry)
-            while sum(isinstance(one, _Folder) for one in begun) >= NUM_FOLDERS or isinstance(begun[0], ListedObject):
+            while sum(isinstance(one, _Folder) for one in begun) >= NUM_FOLDERS or isinstance(
+                begun[0], ListedObject
+            ):
                 yield from _listed(begun.popleft())
                 if not begun:
                     break
@@ -77,7 +86,9 @@ class _Folder:
     def __init__(self, source: ReadsMany, prefix: str) -> None:
         self._pages: Queue[list[ListedObject] | BaseException] = Queue(NUM_PAGES)
         self._stopped = threading.Event()
-        threading.Thread(target=self._list, args=(source, prefix), name="ptd-list", daemon=True).start()
+        threading.Thread(
+            target=self._list, args=(source, prefix), name="ptd-list", daemon=True
+        ).start()
 
     def objects(self) -> Iterator[ListedObject]:
         """Yield its objects; a thread that failed raises here."""
@@ -116,13 +127,15 @@ INDEX_NAME = "objects.jsonl.gz"
 
 
 def write_index(source: Readable, folder: str | Path) -> int:
-    """List a dataset and write its index to a folder, such as `rank.data` in `prepare`; return the number of objects.
+    """List a dataset and write its index to a folder, such as `ctx.data` in `prepare`; return
+    the number of objects.
 
     Takes some seconds for 20,000 objects of a bucket, and the same memory for any number.
 
     Args:
-        source: the dataset, such as `rank.source`.
-        folder: exists. The file's name is `objects.jsonl.gz`: JSON lines of up to 1000 names, sizes and ETags.
+        source: the dataset, such as `ctx.source`.
+        folder: exists. The file's name is `objects.jsonl.gz`: JSON lines of up to 1000 names,
+            sizes and ETags.
 
     Raises:
         StorageError: it can't be listed.
@@ -131,7 +144,10 @@ def write_index(source: Readable, folder: str | Path) -> int:
     with gzip.open(Path(folder) / INDEX_NAME, "wt", encoding="utf-8", compresslevel=6) as file:
         file.write(_line({"format": FORMAT, "uri": source.uri}))
         while page := list(islice(objects, PAGE)):
-            columns = {name: [getattr(item, name) for item in page] for name in ("key", "num_bytes", "etag")}
+            columns = {
+                name: [getattr(item, name) for item in page]
+                for name in ("key", "num_bytes", "etag")
+            }
             file.write(_line(columns))
             num_objects += len(page)
         file.write(_line({"num_objects": num_objects}))
@@ -146,12 +162,13 @@ def read_index(path: str | Path, uri: str) -> Iterator[ListedObject]:
         uri: of the dataset, or of a folder in it: keys are relative to that.
 
     Raises:
-        InvalidParamsError: there is no such index, or it is another dataset's; or, at its end: it is damaged.
+        InvalidParamsError: there is no such index, or it is another dataset's; or, at its end:
+            it is damaged.
     """
     file = Path(path)
     file = file / INDEX_NAME if file.is_dir() else file
     if not file.is_file():
-        msg = f"there is no index {file}: write it by write_index(rank.source, rank.data) in prepare"
+        msg = f"there is no index {file}: write it by write_index(ctx.source, ctx.data) in prepare"
         raise InvalidParamsError(msg)
     return _read(file, uri.rstrip("/"))
 

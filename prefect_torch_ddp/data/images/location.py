@@ -16,10 +16,12 @@ Place: TypeAlias = str | Path | Readable
 
 
 def readable_at(place: Place, storage: Readable | None = None, **ways: Any) -> tuple[Readable, str]:
-    """Return what the dataset is read from, and the prefix of its names there: empty, or with a slash at its end.
+    """Return what the dataset is read from, and the prefix of its names there: empty, or with a
+    slash at its end.
 
     Args:
-        place: where it is; with a storage, its URI below the storage's, or its path in the storage.
+        place: where it is; with a storage, its URI below the storage's, or its path in the
+            storage.
         storage: what to read from, with its credentials.
         **ways: how to get to an s3:// URI: anonymous, endpoint_url, region.
 
@@ -44,8 +46,11 @@ def readable_at(place: Place, storage: Readable | None = None, **ways: Any) -> t
     return _checked(storage), _prefix_in(storage, str(place))
 
 
-def opened(source: Readable, prefix: str, cache: str | Path | None, *, may_be_shards: bool) -> tuple[Readable, str]:
-    """Return what reads a dataset's images: out of shards where there are some, through a cache where one is wanted.
+def opened(
+    source: Readable, prefix: str, cache: str | Path | None, *, may_be_shards: bool
+) -> tuple[Readable, str]:
+    """Return what reads a dataset's images: out of shards where there are some, through a cache
+    where one is wanted.
 
     Args:
         source: where the dataset is.
@@ -63,9 +68,18 @@ def opened(source: Readable, prefix: str, cache: str | Path | None, *, may_be_sh
             msg = f"{source.uri} is read through the cache {source.folder} already; leave out cache={str(cache)!r}"
             raise InvalidParamsError(msg)
         inner = cast("Readable", source.storage)
-    packed = packed_objects(inner, prefix) if may_be_shards and not isinstance(inner, PackedObjects) else None
-    if packed is not None:  # behind the cache, which keeps what has an ETag: samples have, ranges of shards don't
-        source, prefix = replace(source, storage=packed) if isinstance(source, CachedReads) else packed, ""
+    packed = (
+        packed_objects(inner, prefix)
+        if may_be_shards and not isinstance(inner, PackedObjects)
+        else None
+    )
+    if (
+        packed is not None
+    ):  # behind the cache, which keeps what has an ETag: samples have, ranges of shards don't
+        source, prefix = (
+            replace(source, storage=packed) if isinstance(source, CachedReads) else packed,
+            "",
+        )
     return source if cache is None else CachedReads(source, Path(cache)), prefix
 
 

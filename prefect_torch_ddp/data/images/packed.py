@@ -1,13 +1,28 @@
-"""Owns how objects that were packed into tar shards are read: one by one, by their old names, each byte checked."""
+"""Owns how objects that were packed into tar shards are read: one by one, by their old names,
+each byte checked.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from prefect_torch_ddp.data.images.cache import content_id
-from prefect_torch_ddp.data.images.shard_index import INDEX_NAME, PackedSample, ShardIndex, Span, digest_of, spans_of
+from prefect_torch_ddp.data.images.shard_index import (
+    INDEX_NAME,
+    PackedSample,
+    ShardIndex,
+    Span,
+    digest_of,
+    spans_of,
+)
 from prefect_torch_ddp.errors import ObjectChangedError, ObjectNotFoundError, StorageError
-from prefect_torch_ddp.storage.protocol import Contents, ListedObject, ObjectPart, ReadsMany, Storage
+from prefect_torch_ddp.storage.protocol import (
+    Contents,
+    ListedObject,
+    ObjectPart,
+    ReadsMany,
+    Storage,
+)
 
 
 class HoldsShards(ReadsMany, Protocol):
@@ -21,10 +36,12 @@ class HoldsShards(ReadsMany, Protocol):
 
 @dataclass(frozen=True)
 class PackedObjects:
-    """The objects in a folder of shards, under the names that they had before; `read_many` reads a range of a shard for each.
+    """The objects in a folder of shards, under the names that they had before; `read_many`
+    reads a range of a shard for each.
 
-    A dataset over it has the classes, samples and order that it has over the unpacked objects. Pickles small: another process
-    reads the index again, and a sample that isn't the one listed is an `ObjectChangedError`.
+    A dataset over it has the classes, samples and order that it has over the unpacked objects.
+    Pickles small: another process reads the index again, and a sample that isn't the one listed
+    is an `ObjectChangedError`.
     """
 
     storage: HoldsShards
@@ -47,7 +64,8 @@ class PackedObjects:
         """The index, read when it is first needed.
 
         Raises:
-            ObjectNotFoundError: there is none, so no shards were packed here, or not to the end.
+            ObjectNotFoundError: there is none, so no shards were packed here, or not to the
+                end.
             StorageError: it is damaged, or can't be read.
         """
         if not self._loaded:
@@ -60,12 +78,16 @@ class PackedObjects:
             yield ListedObject(sample.key, sample.num_bytes, sample.digest)
 
     def read_many(self, parts: Sequence[ObjectPart]) -> Contents:
-        """Read all parts; a value that isn't what was packed is an error that names shard and sample."""
+        """Read all parts; a value that isn't what was packed is an error that names shard and
+        sample.
+        """
         found = [self._find(part) for part in parts]
         samples = [sample for sample in found if isinstance(sample, PackedSample)]
         contents = iter(self._read(samples))
         return [
-            sample if isinstance(sample, StorageError) else self._checked(part, sample, next(contents))
+            sample
+            if isinstance(sample, StorageError)
+            else self._checked(part, sample, next(contents))
             for part, sample in zip(parts, found, strict=True)
         ]
 
@@ -82,7 +104,9 @@ class PackedObjects:
 
     def _index_text(self) -> bytes | None:
         key = self.prefix + INDEX_NAME
-        if isinstance(self.storage, Storage):  # which takes no right to list, and works where nothing can be listed
+        if isinstance(
+            self.storage, Storage
+        ):  # which takes no right to list, and works where nothing can be listed
             try:
                 return self.storage.read(key)
             except ObjectNotFoundError:
@@ -96,19 +120,30 @@ class PackedObjects:
         return text
 
     def _read(self, samples: Sequence[PackedSample]) -> Contents:
-        """Read the samples' ranges, neighbours by one request; where that fails, each by its own, to tell which one it is."""
+        """Read the samples' ranges, neighbours by one request; where that fails, each by its
+        own, to tell which one it is.
+        """
         spans = spans_of(samples)
         contents: Contents = [b""] * len(samples)
         single: list[int] = []
-        for span, data in zip(spans, self.storage.read_many([self._part(span) for span in spans]), strict=True):
+        for span, data in zip(
+            spans, self.storage.read_many([self._part(span) for span in spans]), strict=True
+        ):
             if isinstance(data, StorageError) and len(span.members) > 1:
                 single += span.members
                 continue
             for place in span.members:
                 begin = samples[place].start - span.start
-                contents[place] = data if isinstance(data, StorageError) else data[begin : begin + samples[place].num_bytes]
+                contents[place] = (
+                    data
+                    if isinstance(data, StorageError)
+                    else data[begin : begin + samples[place].num_bytes]
+                )
         if single:
-            parts = [ObjectPart(self._shard(s.shard), s.num_bytes, s.start) for s in (samples[place] for place in single)]
+            parts = [
+                ObjectPart(self._shard(s.shard), s.num_bytes, s.start)
+                for s in (samples[place] for place in single)
+            ]
             for place, data in zip(single, self.storage.read_many(parts), strict=True):
                 contents[place] = data
         return contents
@@ -129,7 +164,9 @@ class PackedObjects:
             )
         return sample
 
-    def _checked(self, part: ObjectPart, sample: PackedSample, data: bytes | StorageError) -> bytes | StorageError:
+    def _checked(
+        self, part: ObjectPart, sample: PackedSample, data: bytes | StorageError
+    ) -> bytes | StorageError:
         if isinstance(data, StorageError):
             return type(data)(f"can't read sample {sample.key} from its shard: {data}")
         if digest_of(data) != sample.digest:
@@ -142,7 +179,8 @@ class PackedObjects:
 
 
 def packed_objects(storage: HoldsShards, prefix: str = "") -> PackedObjects | None:
-    """Return the objects that were packed into shards in a folder of a storage, None where there are no shards.
+    """Return the objects that were packed into shards in a folder of a storage, None where
+    there are no shards.
 
     Raises:
         StorageError: their index is damaged, or can't be read.

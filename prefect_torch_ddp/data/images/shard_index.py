@@ -1,6 +1,8 @@
-"""Owns the index of tar shards: where each sample lies, and how it is recognised; compact in memory, plain text in a storage.
+"""Owns the index of tar shards: where each sample lies, and how it is recognised; compact in
+memory, plain text in a storage.
 
-Owns which samples of a shard are read by one request: neighbours, when a batch asks for them, as an evaluation does. Pure.
+Owns which samples of a shard are read by one request: neighbours, when a batch asks for them,
+as an evaluation does. Pure.
 """
 
 import gzip
@@ -40,7 +42,9 @@ class PackedSample(NamedTuple):
 class ShardIndex:
     """All samples, sorted by key. Takes some 40 bytes a sample, and its key."""
 
-    def __init__(self, shards: Sequence[str], classes: Sequence[str], samples: Iterable[PackedSample] = ()) -> None:
+    def __init__(
+        self, shards: Sequence[str], classes: Sequence[str], samples: Iterable[PackedSample] = ()
+    ) -> None:
         """Take the samples in.
 
         Raises:
@@ -52,7 +56,12 @@ class ShardIndex:
         """Sorted; a sample's label is the place of its key's first folder in it."""
         self._keys = bytearray()
         self._ends = array("Q", [0])
-        self._shards, self._starts, self._sizes, self._digests = array("L"), array("Q"), array("Q"), array("Q")
+        self._shards, self._starts, self._sizes, self._digests = (
+            array("L"),
+            array("Q"),
+            array("Q"),
+            array("Q"),
+        )
         rest = iter(samples)
         while chunk := list(islice(rest, CHUNK)):
             self._take(*zip(*chunk, strict=True))
@@ -65,7 +74,9 @@ class ShardIndex:
         """Return the sample of this number in the order of the keys."""
         key = self._key(number).decode("utf-8", "surrogateescape")
         digest = f"{self._digests[number]:016x}"
-        return PackedSample(key, self._shards[number], self._starts[number], self._sizes[number], digest)
+        return PackedSample(
+            key, self._shards[number], self._starts[number], self._sizes[number], digest
+        )
 
     def find(self, key: str) -> PackedSample | None:
         """Return the sample of a key, None where there is none."""
@@ -82,10 +93,19 @@ class ShardIndex:
             yield self[number]
 
     def dump(self) -> bytes:
-        """Return gzipped JSON lines: what is common, then columns of some thousand samples each, sorted by key."""
+        """Return gzipped JSON lines: what is common, then columns of some thousand samples
+        each, sorted by key.
+        """
         text = io.BytesIO()
-        head = {"format": FORMAT, "num_samples": len(self), "shards": self.shards, "classes": self.classes}
-        with gzip.GzipFile(fileobj=text, mode="wb", mtime=0, compresslevel=6) as file:  # no time: equal content, equal bytes
+        head = {
+            "format": FORMAT,
+            "num_samples": len(self),
+            "shards": self.shards,
+            "classes": self.classes,
+        }
+        with gzip.GzipFile(
+            fileobj=text, mode="wb", mtime=0, compresslevel=6
+        ) as file:  # no time: equal content, equal bytes
             file.write(json.dumps(head).encode() + b"\n")
             for first in range(0, len(self), CHUNK):
                 samples = [self[number] for number in range(first, min(first + CHUNK, len(self)))]
@@ -114,7 +134,15 @@ class ShardIndex:
                 for line in file:
                     index._take(**json.loads(line))
             index._check(head["num_samples"])
-        except (OSError, EOFError, ValueError, KeyError, TypeError, OverflowError, BadKeyError) as error:
+        except (
+            OSError,
+            EOFError,
+            ValueError,
+            KeyError,
+            TypeError,
+            OverflowError,
+            BadKeyError,
+        ) as error:
             msg = f"{where} is damaged ({error}); pack the shards again"
             raise StorageError(msg) from error
         return index
@@ -125,7 +153,12 @@ class ShardIndex:
             raise ValueError(msg)
 
     def _take(
-        self, key: Sequence[str], shard: Sequence[int], start: Sequence[int], num_bytes: Sequence[int], digest: Sequence[str]
+        self,
+        key: Sequence[str],
+        shard: Sequence[int],
+        start: Sequence[int],
+        num_bytes: Sequence[int],
+        digest: Sequence[str],
     ) -> None:
         """Take columns of samples in."""
         keys = [encoded(one) for one in key]
@@ -133,7 +166,9 @@ class ShardIndex:
         if not all(starmap(lt, pairwise([*last, *keys]))):
             msg = "its keys aren't sorted"
             raise ValueError(msg)
-        if not len(keys) == len(shard) == len(start) == len(num_bytes) == len(digest) or max(shard) >= len(self.shards):
+        if not len(keys) == len(shard) == len(start) == len(num_bytes) == len(digest) or max(
+            shard
+        ) >= len(self.shards):
             msg = "its columns don't fit each other, or the shards"
             raise ValueError(msg)
         self._keys += b"".join(keys)
@@ -154,12 +189,15 @@ def digest_of(data: bytes) -> str:
 
 
 def encoded(key: str) -> bytes:
-    """Return a key in the form that sorts as S3 does; also one from a file name that is no text."""
+    """Return a key in the form that sorts as S3 does; also one from a file name that is no
+    text.
+    """
     return key.encode("utf-8", "surrogateescape")
 
 
 LARGEST_GAP_BYTES = 8 * 1024
-"""Read and thrown away between two samples: a label, headers and filling are 2 kB, and a request costs as much CPU as 200 kB."""
+"""Read and thrown away between two samples: a label, headers and filling are 2 kB, and a
+request costs as much CPU as 200 kB."""
 LARGEST_SPAN_BYTES = 2**20
 """So that a batch is still read over several connections."""
 
@@ -188,7 +226,9 @@ class Span:
 def spans_of(samples: Sequence[PackedSample]) -> list[Span]:
     """Return ranges that hold all samples, each sample in one, neighbours together."""
     spans: list[Span] = []
-    for place in sorted(range(len(samples)), key=lambda place: (samples[place].shard, samples[place].start)):
+    for place in sorted(
+        range(len(samples)), key=lambda place: (samples[place].shard, samples[place].start)
+    ):
         sample = samples[place]
         end = sample.start + sample.num_bytes
         if not spans or not spans[-1].reaches(sample):

@@ -1,4 +1,6 @@
-"""Owns how small objects are packed into tar shards: equal sources give equal bytes, in bounded memory, the index last."""
+"""Owns how small objects are packed into tar shards: equal sources give equal bytes, in bounded
+memory, the index last.
+"""
 
 import re
 import tarfile
@@ -13,7 +15,13 @@ from prefect_torch_ddp.data.images.index import ImageIndex, index_images
 from prefect_torch_ddp.data.images.listing import list_dataset
 from prefect_torch_ddp.data.images.location import Place, readable_at
 from prefect_torch_ddp.data.images.packed import HoldsShards, PackedObjects
-from prefect_torch_ddp.data.images.shard_index import INDEX_NAME, PackedSample, ShardIndex, digest_of, encoded
+from prefect_torch_ddp.data.images.shard_index import (
+    INDEX_NAME,
+    PackedSample,
+    ShardIndex,
+    digest_of,
+    encoded,
+)
 from prefect_torch_ddp.errors import StorageError
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.storage.keys import RESERVED_PART
@@ -46,28 +54,38 @@ def pack_shards(  # noqa: PLR0913 - where from, where to, and the choices by nam
     shuffle_seed: int | None = None,
     is_valid: Callable[[str], bool] | None = None,
 ) -> PackedObjects:
-    """Pack an image folder, objects called class/name, into tar shards with an index; return what reads them by their names.
+    """Pack an image folder, objects called class/name, into tar shards with an index; return
+    what reads them by their names.
 
-    In a shard a sample is two files, as WebDataset wants them: `000000042.jpg` and `000000042.cls`, its label as text. The same
-    objects give the same bytes. The index, `shards.jsonl.gz`, is removed first and written last: without it there are no
-    shards for a reader. Memory: three shards, and some 300 bytes an object.
+    In a shard a sample is two files, as WebDataset wants them: `000000042.jpg` and
+    `000000042.cls`, its label as text. The same objects give the same bytes. The index,
+    `shards.jsonl.gz`, is removed first and written last: without it there are no shards for a
+    reader. Memory: three shards, and some 300 bytes an object.
 
     Args:
-        source: where the images are: a folder, an `s3://` URI or a storage, such as `rank.source`.
-        to: a folder, for instance `rank.data` in `prepare`, an `s3://` URI or a storage.
-        source_prefix: the folder in `source` whose sub-folders are the classes, such as `train`.
+        source: where the images are: a folder, an `s3://` URI or a storage, such as
+            `ctx.source`.
+        to: a folder, for instance `ctx.data` in `prepare`, an `s3://` URI or a storage.
+        source_prefix: the folder in `source` whose sub-folders are the classes, such as
+            `train`.
         prefix: the folder in `to` for shards and index.
         shard_bytes: about how large a shard becomes.
-        shuffle_seed: pack in an order of this seed, for readers that take shards as streams; None: sorted, so that reading in
-            order, as an evaluation does, reads neighbours. Our own readers take any order from both.
-        is_valid: tells from a key whether it is packed; None: by torchvision's endings of images.
+        shuffle_seed: pack in an order of this seed, for readers that take shards as streams;
+            None: sorted, so that reading in order, as an evaluation does, reads neighbours. Our
+            own readers take any order from both.
+        is_valid: tells from a key whether it is packed; None: by torchvision's endings of
+            images.
 
     Raises:
         NoImagesError: there is nothing to pack, or a class without images.
         InvalidParamsError: an argument can't work.
-        StorageError: an object is gone, was changed meanwhile or can't be read, or a shard can't be written; names it.
+        StorageError: an object is gone, was changed meanwhile or can't be read, or a shard
+            can't be written; names it.
     """
-    reads, storage = readable_at(source)[0], storage_from_uri(str(to)) if isinstance(to, str | Path) else to
+    reads, storage = (
+        readable_at(source)[0],
+        storage_from_uri(str(to)) if isinstance(to, str | Path) else to,
+    )
     source_prefix, prefix = _with_slash(source_prefix), _with_slash(prefix)
     images = index_images(_below(reads, source_prefix), f"{reads.uri}/{source_prefix}", is_valid)
     shards = _Shards(reads, storage, prefix, source_prefix)
@@ -106,7 +124,10 @@ def _order(images: ImageIndex, shuffle_seed: int | None) -> Sequence[int]:
     if shuffle_seed is None:
         return numbers
     # By digests: the same order on every machine and with every version of every library.
-    return sorted(numbers, key=lambda number: digest_of(encoded(f"{shuffle_seed}/{images.objects.key(number)}")))
+    return sorted(
+        numbers,
+        key=lambda number: digest_of(encoded(f"{shuffle_seed}/{images.objects.key(number)}")),
+    )
 
 
 def _padded(num_bytes: int) -> int:
@@ -114,9 +135,13 @@ def _padded(num_bytes: int) -> int:
 
 
 class _Shards:
-    """Writes planned shards, one while the next is being read, and keeps what the index needs."""
+    """Writes planned shards, one while the next is being read, and keeps what the index
+    needs.
+    """
 
-    def __init__(self, source: ReadsMany, storage: Storage, prefix: str, source_prefix: str) -> None:
+    def __init__(
+        self, source: ReadsMany, storage: Storage, prefix: str, source_prefix: str
+    ) -> None:
         self._source = source
         self._storage = storage
         self._prefix = prefix
@@ -137,10 +162,14 @@ class _Shards:
 
     def index(self, classes: list[str]) -> ShardIndex:
         shards = tuple(_shard_name(number) for number in range(self._num_shards))
-        return ShardIndex(shards, classes, sorted(self._samples, key=lambda sample: encoded(sample.key)))
+        return ShardIndex(
+            shards, classes, sorted(self._samples, key=lambda sample: encoded(sample.key))
+        )
 
     def remove_others(self) -> None:
-        """Remove shards of an earlier packing that had more of them: a reader of all tar files would take them too."""
+        """Remove shards of an earlier packing that had more of them: a reader of all tar files
+        would take them too.
+        """
         ours = {self._key(number) for number in range(self._num_shards)}
         for other in list(self._storage.list(f"{self._prefix}shard-")):
             if other.key not in ours and other.key.endswith(".tar"):
@@ -158,7 +187,12 @@ class _Shards:
         yield number, _closed(shard)
 
     def _read(self, batch: list[_Planned]) -> Iterator[bytes]:
-        parts = [ObjectPart(self._source_prefix + item.found.key, item.found.num_bytes, etag=item.found.etag) for item in batch]
+        parts = [
+            ObjectPart(
+                self._source_prefix + item.found.key, item.found.num_bytes, etag=item.found.etag
+            )
+            for item in batch
+        ]
         for data in self._source.read_many(parts):
             if isinstance(data, StorageError):
                 raise data
@@ -168,7 +202,9 @@ class _Shards:
         shard += _member(item.name + _ending(item.found.key), data)
         assert len(shard) - _padded(len(data)) == item.start, "the plan and the tar differ"
         shard += _member(f"{item.name}.cls", str(item.label).encode())
-        self._samples.append(PackedSample(item.found.key, item.shard, item.start, len(data), digest_of(data)))
+        self._samples.append(
+            PackedSample(item.found.key, item.shard, item.start, len(data), digest_of(data))
+        )
 
     def _key(self, number: int) -> str:
         return self._prefix + _shard_name(number)
@@ -189,7 +225,9 @@ def _batches(planned: Iterator[_Planned]) -> Iterator[list[_Planned]]:
     batch: list[_Planned] = []
     num_bytes = 0
     for item in planned:
-        if batch and (len(batch) == BATCH_OBJECTS or num_bytes + item.found.num_bytes > BATCH_BYTES):
+        if batch and (
+            len(batch) == BATCH_OBJECTS or num_bytes + item.found.num_bytes > BATCH_BYTES
+        ):
             yield batch
             batch, num_bytes = [], 0
         batch.append(item)
@@ -199,7 +237,9 @@ def _batches(planned: Iterator[_Planned]) -> Iterator[list[_Planned]]:
 
 
 def _member(name: str, data: bytes) -> bytes:
-    """Return a file as it stands in a tar: without time, owner or rights of its own, so that equal content gives equal bytes."""
+    """Return a file as it stands in a tar: without time, owner or rights of its own, so that
+    equal content gives equal bytes.
+    """
     head = tarfile.TarInfo(name)
     head.size = len(data)
     return head.tobuf(tarfile.GNU_FORMAT) + data + bytes(_padded(len(data)) - len(data))

@@ -1,4 +1,4 @@
-"""Owns one attempt of a gang: gather, place, seat, run, end; on the client's event loop."""
+"""Owns one attempt of a gang: gather, place, agent, run, end; on the client's event loop."""
 
 import asyncio
 import logging
@@ -11,7 +11,7 @@ from distributed import Client
 from prefect_torch_ddp.errors import WorkerLostError
 from prefect_torch_ddp.gang.caller.placement import choose, num_workers_needed, place
 from prefect_torch_ddp.gang.caller.plan import GangPlan
-from prefect_torch_ddp.gang.caller.reservation import Seating
+from prefect_torch_ddp.gang.caller.reservation import GangReservation
 from prefect_torch_ddp.gang.caller.supervisor import Supervision
 from prefect_torch_ddp.gang.caller.workers import WorkersNeeded, gather_workers
 from prefect_torch_ddp.gang.stop import StopSwitch
@@ -65,8 +65,14 @@ class GangSize:
         return num_workers_needed(fewest, self.ranks_per_worker)
 
 
-async def drive(  # noqa: PLR0913 - the loop over attempts to take seats needs all of run_gang's choices
-    client: Client, plan: GangPlan, size: GangSize, waits: Waits, *, sink: Callable[[GangEvent], None], stop: StopSwitch
+async def drive(  # noqa: PLR0913 - the loop over attempts to take agents needs all of run_gang's choices
+    client: Client,
+    plan: GangPlan,
+    size: GangSize,
+    waits: Waits,
+    *,
+    sink: Callable[[GangEvent], None],
+    stop: StopSwitch,
 ) -> list[bytes]:
     """Return the pickled values of the ranks, in rank order."""
     queue_deadline_s: float | None = None
@@ -75,30 +81,47 @@ async def drive(  # noqa: PLR0913 - the loop over attempts to take seats needs a
         if waits.queue_timeout_s is not None and queue_deadline_s is None:
             queue_deadline_s = time.monotonic() + waits.queue_timeout_s
         world_size = size.on(len(workers))
-        chosen = choose(workers, num_workers_needed(world_size, size.ranks_per_worker), plan.resources)
+        chosen = choose(
+            workers, num_workers_needed(world_size, size.ranks_per_worker), plan.resources
+        )
         placement = place(chosen, world_size, size.ranks_per_worker, plan.interface)
-        seating = Seating(client, plan, chosen, placement)
-        supervision = Supervision(plan, placement, seating.links)
+        gang_reservation = GangReservation(client, plan, chosen, placement)
+        supervision = Supervision(plan, placement, gang_reservation.links)
         try:
-            if await _seat(seating, queue_deadline_s, sink):
+            if await _reserve(gang_reservation, queue_deadline_s, sink):
                 sink(AttemptBegan(plan.attempt, world_size))
                 return await supervision.run(sink, stop)
         finally:
-            # Shielded: a caller that leaves by Ctrl-C or a timeout cancels this coroutine, and the ranks must go all the same.
+            # Shielded: a caller that leaves by Ctrl-C or a timeout cancels this coroutine, and
+            # the ranks must go all the same.
             await asyncio.shield(supervision.clear(sink))
 
 
-async def _gather(client: Client, plan: GangPlan, size: GangSize, waits: Waits) -> list[WorkerIdentity]:
-    need = WorkersNeeded(size.workers_for_all, size.workers_for_fewest, size.ranks_per_worker, plan.resources)
+async def _gather(
+    client: Client, plan: GangPlan, size: GangSize, waits: Waits
+) -> list[WorkerIdentity]:
+    need = WorkersNeeded(
+        size.workers_for_all, size.workers_for_fewest, size.ranks_per_worker, plan.resources
+    )
     return await gather_workers(
-        client, need, waits.workers_timeout_s, full_size_s=waits.full_size_s, warm=plan.launcher == "auto"
+        client,
+        need,
+        waits.workers_timeout_s,
+        full_size_s=waits.full_size_s,
+        warm=plan.launcher == "auto",
     )
 
 
-async def _seat(seating: Seating, deadline_s: float | None, sink: Callable[[GangEvent], None]) -> bool:
-    """Take all seats; False when the gang is to be placed anew, also since a worker left while it waited for it."""
+async def _reserve(
+    gang_reservation: GangReservation, deadline_s: float | None, sink: Callable[[GangEvent], None]
+) -> bool:
+    """Take all agents; False when the gang is to be placed anew, also since a worker left while
+    it waited for it.
+    """
     try:
-        return await seating.take(deadline_s, lambda text: sink(LogLine(NO_RANK, logging.INFO, text)))
+        return await gang_reservation.take(
+            deadline_s, lambda text: sink(LogLine(NO_RANK, logging.INFO, text))
+        )
     except WorkerLostError as error:
         sink(LogLine(NO_RANK, logging.WARNING, f"{error}; the gang is placed anew"))
         return False

@@ -1,4 +1,6 @@
-"""Owns the caller's watch over its gang's progress: takes the pulses that seats send, decides, gathers the stacks."""
+"""Owns the caller's watch over its gang's progress: takes the heartbeats that agents send,
+decides, gathers the stacks.
+"""
 
 import logging
 import time
@@ -7,24 +9,27 @@ from collections.abc import Callable, Iterable
 from prefect_torch_ddp.errors import GangHungError
 from prefect_torch_ddp.gang.caller.hang import Stall, describe, find_stall, summary
 from prefect_torch_ddp.gang.caller.placement import Placement
-from prefect_torch_ddp.protocol.agent import RankPulse
+from prefect_torch_ddp.protocol.agent import RankHeartbeat
 from prefect_torch_ddp.protocol.rank import NO_RANK, GangEvent, LogLine, RankStack
 
-DESERTED_S = 3.0
-"""How long after a rank's end its peers' last words are waited for; ranks count their collectives once a second."""
+EARLY_RETURN_S = 3.0
+"""How long after a rank's end its peers' last words are waited for; ranks count their
+collectives once a second."""
 STACKS_TIMEOUT_S = 8.0
 """How long to wait for the stacks of a gang that hangs."""
 
 
 class HangWatch:
-    """Over one attempt of one gang; without a limit it only looks for ranks that wait for one that has ended."""
+    """Over one attempt of one gang; without a limit it only looks for ranks that wait for one
+    that has ended.
+    """
 
     def __init__(self, limit_s: float | None, placement: Placement, *, from_start: bool) -> None:
         """Watch all ranks of the placement."""
         self._limit_s = limit_s
         self._from_start = from_start
         self._hosts = {place.rank: place.host for place in placement.places}
-        self._ranks: dict[int, RankPulse] = {}
+        self._ranks: dict[int, RankHeartbeat] = {}
         self._stacks: dict[int, str] = {}
         self._suspected: tuple[int, ...] = ()
         self._heard: set[int] = set()
@@ -32,32 +37,37 @@ class HangWatch:
         self._ended_s: dict[int, float] = {}
         self.stall: Stall | None = None
         """Set once the gang hangs."""
-        self.deserted: int | None = None
-        """A rank that is in a collective which another one, whose function is over, never joined."""
+        self.early_return: int | None = None
+        """A rank that is in a collective which another one, whose function is over, never
+        joined."""
 
     @property
     def has_found(self) -> bool:
         """Whether the gang can't go on."""
-        return self.stall is not None or self.deserted is not None
+        return self.stall is not None or self.early_return is not None
 
-    def take(self, pulses: Iterable[RankPulse], sink: Callable[[GangEvent], None]) -> bool:
-        """Take news of some ranks; return whether the gang is now known to hang. Warns of a wait that is long and allowed."""
-        for rank in pulses:
+    def take(self, heartbeats: Iterable[RankHeartbeat], sink: Callable[[GangEvent], None]) -> bool:
+        """Take news of some ranks; return whether the gang is now known to hang.
+
+        Warns of a wait that is long and allowed.
+        """
+        for rank in heartbeats:
             self._ranks[rank.rank] = rank
             self._heard.add(rank.rank)
-        if self.deserted is None:
-            self.deserted = self._find_deserted()
-        return self.deserted is not None or self._has_stalled(sink)
+        if self.early_return is None:
+            self.early_return = self._find_early_return()
+        return self.early_return is not None or self._has_stalled(sink)
 
     def _has_stalled(self, sink: Callable[[GangEvent], None]) -> bool:
         if self._limit_s is None or self.stall is not None or len(self._ranks) < len(self._hosts):
             return False
         stall = find_stall(tuple(self._ranks.values()), self._limit_s, from_start=self._from_start)
-        moved = tuple(rank.pulse.moved_ns for _, rank in sorted(self._ranks.items()))
+        moved = tuple(rank.heartbeat.moved_ns for _, rank in sorted(self._ranks.items()))
         if stall is None:
             self._suspected = ()
         elif stall.is_hung:
-            # Seen of all ranks twice, since seats send their ranks' pulses at different times.
+            # Seen of all ranks twice, since agents send their ranks' heartbeats at different
+            # times.
             if self._suspected != moved:
                 self._suspected, self._heard = moved, set()
             elif self._heard == self._hosts.keys():
@@ -72,14 +82,27 @@ class HangWatch:
         """Take note of a rank whose function is over."""
         self._ended_s[rank] = time.monotonic()
 
-    def _find_deserted(self) -> int | None:
-        """Return a rank that waits in vain: not for long enough to be a hang, but its collective lacks a rank for good."""
-        long_ago_s = time.monotonic() - DESERTED_S
-        ended = [self._ranks[rank].pulse.seq for rank, at_s in self._ended_s.items() if at_s < long_ago_s and rank in self._ranks]
+    def _find_early_return(self) -> int | None:
+        """Return a rank that waits in vain: not for long enough to be a hang, but its
+        collective lacks a rank for good.
+        """
+        long_ago_s = time.monotonic() - EARLY_RETURN_S
+        ended = [
+            self._ranks[rank].heartbeat.seq
+            for rank, at_s in self._ended_s.items()
+            if at_s < long_ago_s and rank in self._ranks
+        ]
         if not ended:
             return None
         others = (rank for rank in self._ranks.values() if rank.rank not in self._ended_s)
-        return next((rank.rank for rank in others if rank.pulse.seq > min(ended) and rank.silent_s > DESERTED_S), None)
+        return next(
+            (
+                rank.rank
+                for rank in others
+                if rank.heartbeat.seq > min(ended) and rank.silent_s > EARLY_RETURN_S
+            ),
+            None,
+        )
 
     def add_stack(self, stack: RankStack) -> None:
         """Take what a rank answered."""
@@ -87,7 +110,9 @@ class HangWatch:
 
     def lacks_stacks(self, asked_s: float) -> bool:
         """Tell whether it is worth to wait for more stacks; `asked_s` of `time.monotonic`."""
-        return len(self._stacks) < len(self._hosts) and time.monotonic() - asked_s < STACKS_TIMEOUT_S
+        return (
+            len(self._stacks) < len(self._hosts) and time.monotonic() - asked_s < STACKS_TIMEOUT_S
+        )
 
     def error(self, attempt: int) -> GangHungError:
         """Return the caller's error, with the stacks that came."""

@@ -37,7 +37,11 @@ class Placement:
 
 def natural_order(text: str) -> tuple[tuple[int, int, str], ...]:
     """Sort key under which worker 10 comes after worker 9."""
-    return tuple((0, int(part), "") if part.isdigit() else (1, 0, part) for part in re.split(r"(\d+)", text) if part)
+    return tuple(
+        (0, int(part), "") if part.isdigit() else (1, 0, part)
+        for part in re.split(r"(\d+)", text)
+        if part
+    )
 
 
 def num_workers_needed(world_size: int, ranks_per_worker: int) -> int:
@@ -48,24 +52,46 @@ def num_workers_needed(world_size: int, ranks_per_worker: int) -> int:
 def choose(
     workers: Sequence[WorkerIdentity], num_needed: int, resources: Mapping[str, float] | None = None
 ) -> tuple[WorkerIdentity, ...]:
-    """Choose the workers to sit on: free ones first, then in a fixed order, ranks of a host side by side.
+    """Choose the workers to sit on: free ones first, then in a fixed order, ranks of a host
+    side by side.
 
     Args:
         workers: those that have the resources, held by others or not.
         num_needed: how many of them.
-        resources: what a seat takes; a worker that has less of it left now isn't free.
+        resources: what an agent takes; a worker that has less of it left now isn't free.
     """
-    ordered = sorted(workers, key=lambda w: (not is_free(w, resources or {}), natural_order(w.host), natural_order(w.address)))
-    return tuple(sorted(ordered[:num_needed], key=lambda w: (natural_order(w.host), natural_order(w.address))))
+    ordered = sorted(
+        workers,
+        key=lambda w: (
+            not is_free(w, resources or {}),
+            natural_order(w.host),
+            natural_order(w.address),
+        ),
+    )
+    return tuple(
+        sorted(
+            ordered[:num_needed], key=lambda w: (natural_order(w.host), natural_order(w.address))
+        )
+    )
 
 
 def is_free(worker: WorkerIdentity, resources: Mapping[str, float]) -> bool:
-    """Whether nobody holds the worker's slot, its threads or the resources that a seat takes."""
-    return worker.occupant is None and all(worker.free_resources.get(name, 0) >= amount for name, amount in resources.items())
+    """Whether nobody holds the worker's slot, its threads or the resources that an agent
+    takes.
+    """
+    return worker.occupant is None and all(
+        worker.free_resources.get(name, 0) >= amount for name, amount in resources.items()
+    )
 
 
-def place(workers: Sequence[WorkerIdentity], world_size: int, ranks_per_worker: int, interface: str | None = None) -> Placement:
-    """Place ranks on the chosen workers, in their order, so that the ranks of a host are contiguous.
+def place(
+    workers: Sequence[WorkerIdentity],
+    world_size: int,
+    ranks_per_worker: int,
+    interface: str | None = None,
+) -> Placement:
+    """Place ranks on the chosen workers, in their order, so that the ranks of a host are
+    contiguous.
 
     Args:
         workers: in the order of `choose`, no more than needed.
@@ -93,19 +119,27 @@ def place(workers: Sequence[WorkerIdentity], world_size: int, ranks_per_worker: 
                 )
             )
             used[worker.host] += 1
-    return Placement(tuple(places), GangShape(world_size, len(hosts), tuple(used[host] for host in hosts)))
+    return Placement(
+        tuple(places), GangShape(world_size, len(hosts), tuple(used[host] for host in hosts))
+    )
 
 
-def _devices(workers: Sequence[WorkerIdentity], world_size: int, ranks_per_worker: int) -> tuple[int | None, ...]:
+def _devices(
+    workers: Sequence[WorkerIdentity], world_size: int, ranks_per_worker: int
+) -> tuple[int | None, ...]:
     """Return for each rank the position of its device among those that its worker sees."""
     of_ranks = [worker for worker in workers for _ in range(ranks_per_worker)][:world_size]
     by_host = itertools.groupby(of_ranks, key=lambda worker: worker.host)
-    shares = (share_out([visible_names(worker.visible_devices) for worker in group]) for _, group in by_host)
+    shares = (
+        share_out([visible_names(worker.visible_devices) for worker in group])
+        for _, group in by_host
+    )
     return tuple(itertools.chain.from_iterable(shares))
 
 
 def visible_names(cuda_visible_devices: str | None) -> tuple[str, ...] | None:
-    """Return the names in a CUDA_VISIBLE_DEVICES: numbers, or UUIDs of GPUs or MIG instances; None where it isn't set.
+    """Return the names in a CUDA_VISIBLE_DEVICES: numbers, or UUIDs of GPUs or MIG instances;
+    None where it isn't set.
 
     CUDA itself stops reading at the first name that is no device.
     """
@@ -121,10 +155,11 @@ def visible_names(cuda_visible_devices: str | None) -> tuple[str, ...] | None:
 
 
 def share_out(visible: Sequence[tuple[str, ...] | None]) -> tuple[int | None, ...]:
-    """Give each rank of a host, in order, the device that the fewest ranks before it have; the first in its list of those.
+    """Give each rank of a host, in order, the device that the fewest ranks before it have; the
+    first in its list of those.
 
-    One rule for all ways of sharing GPUs out: lists that are rotated (dask-cuda), that are the same everywhere, or that each
-    hold a worker's own devices.
+    One rule for all ways of sharing GPUs out: lists that are rotated (dask-cuda), that are the
+    same everywhere, or that each hold a worker's own devices.
 
     Args:
         visible: for each rank the names that its worker sees.
@@ -152,12 +187,13 @@ def rank_addresses(workers: Sequence[WorkerIdentity], interface: str | None) -> 
 
     Args:
         workers: those the gang sits on.
-        interface: an interface's name or a network (`10.1.0.0/16`); None: the address by which Dask knows the worker.
+        interface: an interface's name or a network (`10.1.0.0/16`); None: the address by which
+            Dask knows the worker.
 
     Raises:
         InvalidParamsError: a worker has no address there; says which it has.
-        GangError: the workers are on several machines, and one is known by an address that means something on its own
-            machine alone.
+        GangError: the workers are on several machines, and one is known by an address that
+            means something on its own machine alone.
     """
     addresses = {worker.address: _address(worker, interface) for worker in workers}
     if len({worker.machine for worker in workers}) > 1:
@@ -169,7 +205,9 @@ def rank_addresses(workers: Sequence[WorkerIdentity], interface: str | None) -> 
 
 
 def is_network(interface: str) -> bool:
-    """Whether the text is a network in CIDR notation, and not an interface's name: no name has a slash."""
+    """Whether the text is a network in CIDR notation, and not an interface's name: no name has
+    a slash.
+    """
     return "/" in interface
 
 
@@ -185,7 +223,13 @@ def _address(worker: WorkerIdentity, interface: str | None) -> str:
     if worker.host in found:
         return worker.host
     # Dask's own family first: the one that is known to be routed here.
-    return min(found, key=lambda address: (_local_scope(address) == "link-local", (":" in address) != (":" in worker.host)))
+    return min(
+        found,
+        key=lambda address: (
+            _local_scope(address) == "link-local",
+            (":" in address) != (":" in worker.host),
+        ),
+    )
 
 
 def _matches(name: str, address: str, interface: str) -> bool:
@@ -197,7 +241,9 @@ def _matches(name: str, address: str, interface: str) -> bool:
 
 
 def _local_scope(address: str) -> str | None:
-    """Return why an address means something on its own machine alone; None for one that others may reach, and for a name."""
+    """Return why an address means something on its own machine alone; None for one that others
+    may reach, and for a name.
+    """
     try:
         ip = ipaddress.ip_address(address)
     except ValueError:

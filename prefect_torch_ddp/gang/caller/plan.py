@@ -1,11 +1,14 @@
-"""Owns what is fixed about a gang before it is placed, and makes its tickets and launch orders. Pure."""
+"""Owns what is fixed about a gang before it is placed, and makes its tickets and launch orders.
+
+Pure.
+"""
 
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from prefect_torch_ddp.gang.caller.placement import Placement
-from prefect_torch_ddp.protocol.agent import SeatTicket, Seniority, WorkerIdentity
+from prefect_torch_ddp.protocol.agent import Reservation, Seniority, WorkerIdentity
 from prefect_torch_ddp.protocol.rank import Backend, Launcher, ProcessGroupMode, RankLaunch
 
 
@@ -24,15 +27,18 @@ class GangPlan:
     extra_sys_path: tuple[str, ...]
     progress_timeout_s: float | None = None
     watched_from_start: bool = False
-    """Whether progress is expected before a rank has shown any: of a plain function whose caller gave a limit."""
+    """Whether progress is expected before a rank has shown any: of a plain function whose
+    caller gave a limit."""
     launcher: Launcher = "auto"
     resources: Mapping[str, float] = field(default_factory=dict)
     interface: str | None = None
     stop_grace_s: float = 8.0
 
-    def ticket(self, worker: WorkerIdentity, *, hosts_store: bool, store_host: str) -> SeatTicket:
-        """Make the ticket for one worker; its token is never used twice."""
-        return SeatTicket(
+    def reservation(
+        self, worker: WorkerIdentity, *, hosts_store: bool, store_host: str
+    ) -> Reservation:
+        """Make the reservation for one worker; its token is never used twice."""
+        return Reservation(
             token=f"{self.seniority.gang_id}-{uuid.uuid4().hex[:12]}",
             gang_name=self.name,
             seniority=self.seniority,
@@ -43,7 +49,9 @@ class GangPlan:
             store_host=store_host,
         )
 
-    def launches(self, placement: Placement, worker: str, store_port: int) -> tuple[RankLaunch, ...]:
+    def launches(
+        self, placement: Placement, worker: str, store_port: int
+    ) -> tuple[RankLaunch, ...]:
         """Make the launch orders for one worker's ranks."""
         return tuple(
             RankLaunch(

@@ -1,4 +1,6 @@
-"""Owns the caller's thread while its gang runs: events as they come, and the end of the gang when the caller leaves."""
+"""Owns the caller's thread while its gang runs: events as they come, and the end of the gang
+when the caller leaves.
+"""
 
 import asyncio
 import contextlib
@@ -29,7 +31,9 @@ def log_event(event: GangEvent) -> None:
     """Log a rank's line with the rank in front."""
     if isinstance(event, LogLine):
         if not rank_logger.hasHandlers():
-            rank_logger.addHandler(logging.StreamHandler())  # a plain script: its ranks' prints must show
+            rank_logger.addHandler(
+                logging.StreamHandler()
+            )  # a plain script: its ranks' prints must show
         if rank_logger.level == logging.NOTSET:
             rank_logger.setLevel(logging.INFO)
         rank_logger.log(event.level, "%s", rank_text(event))
@@ -39,7 +43,9 @@ def log_event(event: GangEvent) -> None:
 
 def stack_line(stack: RankStack) -> LogLine:
     """Return a rank's stacks as one record of its log."""
-    return LogLine(stack.rank, logging.ERROR, f"is at, the innermost call first:\n{stack.text.rstrip()}")
+    return LogLine(
+        stack.rank, logging.ERROR, f"is at, the innermost call first:\n{stack.text.rstrip()}"
+    )
 
 
 def rank_text(line: LogLine) -> str:
@@ -65,10 +71,14 @@ def follow(
     on_event: Callable[[GangEvent], None],
     leaving: Leaving,
 ) -> list[bytes]:
-    """Hand out events in the caller's thread until the work is done; end the gang when the caller leaves or isn't wanted."""
+    """Hand out events in the caller's thread until the work is done; end the gang when the
+    caller leaves or isn't wanted.
+    """
     why_unwanted = own_task_watch()
     over = threading.Event()
-    done: ThreadFuture[list[bytes]] = asyncio.run_coroutine_threadsafe(_tell_when_over(work, over), _loop_of(client))
+    done: ThreadFuture[list[bytes]] = asyncio.run_coroutine_threadsafe(
+        _tell_when_over(work, over), _loop_of(client)
+    )
     done.add_done_callback(lambda _: events.put(None))
     try:
         while True:
@@ -82,8 +92,11 @@ def follow(
                 return done.result()
             on_event(event)
     except BaseException as error:
-        # Not the gang's own end: the ranks get their time to stop, before the error goes on. A second Ctrl-C ends that.
-        if not done.done() and leaving.stop.set(_loop_of(client), f"{type(error).__name__} in its caller"):
+        # Not the gang's own end: the ranks get their time to stop, before the error goes on. A
+        # second Ctrl-C ends that.
+        if not done.done() and leaving.stop.set(
+            _loop_of(client), f"{type(error).__name__} in its caller"
+        ):
             over.wait(leaving.grace_s + END_TIMEOUT_S)
             _tell_the_end(done, events, on_event)
         raise
@@ -102,9 +115,13 @@ def _heed(why: str, leaving: Leaving, client: Client) -> None:
 
 
 def _tell_the_end(
-    done: "ThreadFuture[list[bytes]]", events: "queue.SimpleQueue[GangEvent | None]", on_event: Callable[[GangEvent], None]
+    done: "ThreadFuture[list[bytes]]",
+    events: "queue.SimpleQueue[GangEvent | None]",
+    on_event: Callable[[GangEvent], None],
 ) -> None:
-    """Log what the ranks said meanwhile and how the gang ended; the caller's own receiver may be what failed."""
+    """Log what the ranks said meanwhile and how the gang ended; the caller's own receiver may
+    be what failed.
+    """
     while not events.empty():
         event = events.get()
         if isinstance(event, RecordsLeft):
@@ -123,7 +140,9 @@ def _loop_of(client: Client) -> asyncio.AbstractEventLoop:
 
 
 async def _tell_when_over(work: Any, over: threading.Event) -> list[bytes]:
-    """Await the work; a cancelled future is done at once, but `over` is set only when the ranks are gone."""
+    """Await the work; a cancelled future is done at once, but `over` is set only when the ranks
+    are gone.
+    """
     try:
         values: list[bytes] = await work
         return values

@@ -1,4 +1,6 @@
-"""The Dask worker's side of a gang: the agent that holds the worker's slot and runs its ranks' processes.
+"""The Dask worker's side of a gang: the agent that holds the worker's slot and runs its ranks'
+processes.
 
-Standard library, distributed and the protocol only: no torch, no user code. What the caller decides never comes here.
+Standard library, distributed and the protocol only: no torch, no user code. What the caller
+decides never comes here.
 """

@@ -1,6 +1,8 @@
-"""Owns the seat: the Dask task that holds a worker's slot for a gang and runs that worker's ranks.
+"""Owns the agent: the Dask task that holds a worker's slot for a gang and runs that worker's
+ranks.
 
-Owns the winding down of a seat's ranks: those that listen get time to stop at an agreed step and to write a checkpoint.
+Owns the winding down of an agent's ranks: those that listen get time to stop at an agreed step
+and to write a checkpoint.
 """
 
 import dataclasses
@@ -12,67 +14,77 @@ from collections.abc import Sequence
 from distributed import Worker, get_worker
 from distributed.core import Status
 
-from prefect_torch_ddp.gang.liveness import SILENCE_S, Silence
+from prefect_torch_ddp.gang.liveness import LIVENESS_TIMEOUT_S, Liveness
 from prefect_torch_ddp.gang.stop import UNWANTED_STATES
 from prefect_torch_ddp.gang.worker.mailbox import MAILBOXES, Alarm, Mailbox
-from prefect_torch_ddp.gang.worker.progress_probe import PulseWatch
+from prefect_torch_ddp.gang.worker.progress_probe import ProgressProbe
 from prefect_torch_ddp.gang.worker.rank_io import listen
 from prefect_torch_ddp.gang.worker.rank_process import RankProcess
 from prefect_torch_ddp.gang.worker.slots import SLOTS
-from prefect_torch_ddp.protocol.agent import SeatTicket
-from prefect_torch_ddp.protocol.rank import GangEvent, LogLine, RankFailedEvent, RankFailure, RankLaunch
+from prefect_torch_ddp.protocol.agent import Reservation
+from prefect_torch_ddp.protocol.rank import (
+    GangEvent,
+    LogLine,
+    RankFailedEvent,
+    RankFailure,
+    RankLaunch,
+)
 
 TICK_S = 0.1
-"""How often a seat looks whether its Dask task was cancelled."""
+"""How often an agent looks whether its Dask task was cancelled."""
 BEAT_S = 1.0
-"""How often ranks are told that their seat lives; see SEAT_SILENCE_S in `rank/link.py`."""
+"""How often ranks are told that their agent lives; see AGENT_TIMEOUT_S in `rank/link.py`."""
 EXIT_GRACE_S = 10.0
 """How long ranks that returned may take for their exit handlers."""
 
 
-class SeatRefusedError(RuntimeError):
-    """This run of the seat isn't the one its gang asked for: Dask ran it again, or elsewhere."""
+class AgentRefusedError(RuntimeError):
+    """This run of the agent isn't the one its gang asked for: Dask ran it again, or
+    elsewhere.
+    """
 
 
-def seat_key(token: str) -> str:
-    """Return the Dask key of a seat."""
-    return f"ddp-seat-{token}"
+def agent_key(token: str) -> str:
+    """Return the Dask key of an agent."""
+    return f"ddp-agent-{token}"
 
 
-def occupy_seat(ticket: SeatTicket) -> tuple[bytes, ...]:
-    """Hold the worker's slot, run the ranks the caller orders, and return their pickled values in rank order."""
+def run_agent(reservation: Reservation) -> tuple[bytes, ...]:
+    """Hold the worker's slot, run the ranks the caller orders, and return their pickled values
+    in rank order.
+    """
     worker = get_worker()
-    if worker.id != ticket.process_id:
-        msg = f"seat of gang {ticket.gang_name!r} is for another life of worker {ticket.worker}; training is not run again"
-        raise SeatRefusedError(msg)
-    box = MAILBOXES.open(ticket.token)
+    if worker.id != reservation.process_id:
+        msg = f"agent of gang {reservation.gang_name!r} is for another life of worker {reservation.worker}; training is not run again"
+        raise AgentRefusedError(msg)
+    box = MAILBOXES.open(reservation.token)
     if box.state != "absent":
-        msg = f"seat of gang {ticket.gang_name!r} on worker {ticket.worker} was already used; training is not run again"
-        raise SeatRefusedError(msg)
-    return _Seat(ticket, worker, box).run()
+        msg = f"agent of gang {reservation.gang_name!r} on worker {reservation.worker} was already used; training is not run again"
+        raise AgentRefusedError(msg)
+    return _Agent(reservation, worker, box).run()
 
 
-class _Seat:
-    def __init__(self, ticket: SeatTicket, worker: Worker, box: Mailbox) -> None:
-        self._ticket = ticket
+class _Agent:
+    def __init__(self, reservation: Reservation, worker: Worker, box: Mailbox) -> None:
+        self._reservation = reservation
         self._worker = worker
         self._box = box
-        self._key = seat_key(ticket.token)
+        self._key = agent_key(reservation.token)
         self._store: socket.socket | None = None
         self._ranks: list[RankProcess] = []
-        self._winding = WindDown(ticket.stop_grace_s)
+        self._shutdown = GracefulShutdown(reservation.stop_grace_s)
         self._left_s: float | None = None
-        self._pulses: PulseWatch | None = None
+        self._heartbeats: ProgressProbe | None = None
         self._alarm = Alarm()
         self._beat_s = 0.0
-        self._caller = Silence()
+        self._caller = Liveness()
         self._heard_s = box.last_poll_s
 
     def run(self) -> tuple[bytes, ...]:
         box = self._box
         box.enter("waiting")
         try:
-            with SLOTS.hold(self._ticket, self._must_end) as got_it:
+            with SLOTS.hold(self._reservation, self._must_end) as got_it:
                 if not got_it:
                     return ()
                 try:
@@ -85,18 +97,18 @@ class _Seat:
             box.enter("ended")
 
     def _run_on_slot(self) -> tuple[bytes, ...]:
-        if self._ticket.hosts_store:
-            self._store = listen(self._ticket.store_host)
-        self._box.enter("seated", self._store.getsockname()[1] if self._store else 0)
+        if self._reservation.hosts_store:
+            self._store = listen(self._reservation.store_host)
+        self._box.enter("reserved", self._store.getsockname()[1] if self._store else 0)
         while self._box.order is None:
             if self._must_end():
                 return ()
             self._box.wait_for_orders(TICK_S)
-        SLOTS.mark_running(self._ticket)
+        SLOTS.mark_running(self._reservation)
         self._box.enter("running")
         if not self._start(self._box.order.launches):
             return ()
-        self._pulses = PulseWatch(self._ranks, self._box.order.progress_timeout_s)
+        self._heartbeats = ProgressProbe(self._ranks, self._box.order.progress_timeout_s)
         return self._attend()
 
     def _start(self, launches: Sequence[RankLaunch]) -> bool:
@@ -116,8 +128,9 @@ class _Seat:
             return None
         if launch.process_group != "user":
             return self._store.fileno()
-        # Rank 0 will listen at this port itself. A socket that is bound but doesn't listen keeps others from getting the
-        # number, and SO_REUSEADDR on both sides lets rank 0 bind it all the same.
+        # Rank 0 will listen at this port itself. A socket that is bound but doesn't listen
+        # keeps others from getting the number, and SO_REUSEADDR on both sides lets rank 0 bind
+        # it all the same.
         address, family = self._store.getsockname(), self._store.family
         self._store.close()
         self._store = socket.socket(family, socket.SOCK_STREAM)
@@ -139,17 +152,19 @@ class _Seat:
             if self._left_s is not None and time.monotonic() - self._left_s > EXIT_GRACE_S:
                 break
         if not all(rank.returned for rank in self._ranks):
-            while not self._must_end():  # the caller ends the gang once it has settled what was the cause
+            while (
+                not self._must_end()
+            ):  # the caller ends the gang once it has settled what was the cause
                 self._box.wait_for_orders(TICK_S)
             return ()
         return tuple(rank.value() for rank in self._ranks)
 
     def _watch_progress(self) -> None:
-        assert self._pulses is not None
-        self._box.pulses = self._pulses.pulses() or self._box.pulses
+        assert self._heartbeats is not None
+        self._box.heartbeats = self._heartbeats.heartbeats() or self._box.heartbeats
         if self._box.look_requested:
-            self._pulses.look()
-            for stack in self._pulses.stacks():
+            self._heartbeats.look()
+            for stack in self._heartbeats.stacks():
                 self._box.post(stack)
 
     def _pass_on_orders(self) -> None:
@@ -170,7 +185,10 @@ class _Seat:
         self._alarm.quiet()
 
     def _beat(self) -> None:
-        """Tell the ranks that this seat lives. From the thread that attends them, so that they don't outlive it frozen."""
+        """Tell the ranks that this agent lives.
+
+        From the thread that attends them, so that they don't outlive it frozen.
+        """
         now = time.monotonic()
         if now - self._beat_s >= BEAT_S:
             self._beat_s = now
@@ -192,25 +210,33 @@ class _Seat:
             rank.tell(word)
 
     def _is_over(self) -> bool:
-        """Whether the ranks are to be killed: on the caller's word at once, else when they had their time to stop."""
+        """Whether the ranks are to be killed: on the caller's word at once, else when they had
+        their time to stop.
+        """
         if self._box.abort_requested:
             return True
         must_end = self._must_end()
-        return (must_end or self._box.stop_requested) and self._winding.is_over(self._ranks, leave_when_returned=must_end)
+        return (must_end or self._box.stop_requested) and self._shutdown.is_over(
+            self._ranks, leave_when_returned=must_end
+        )
 
     def _must_end(self) -> bool:
-        """Whether the caller, Dask or the worker wants this seat gone; a killed caller shows as a cancelled task."""
+        """Whether the caller, Dask or the worker wants this agent gone; a killed caller shows
+        as a cancelled task.
+        """
         task = self._worker.state.tasks.get(self._key)
         if self._box.abort_requested or task is None or task.state in UNWANTED_STATES:
             return True
         if self._worker.status in (Status.closing, Status.closed, Status.failed):
-            self._box.why_ended = f"worker {self._ticket.worker} was closed"
+            self._box.why_ended = f"worker {self._reservation.worker} was closed"
         elif self._has_lost_caller():
-            self._box.why_ended = f"worker {self._ticket.worker} had heard nothing from the caller for {SILENCE_S:g} s"
+            self._box.why_ended = f"worker {self._reservation.worker} had heard nothing from the caller for {LIVENESS_TIMEOUT_S:g} s"
         return bool(self._box.why_ended)
 
     def _has_lost_caller(self) -> bool:
-        """Whether the caller, which polls every second, is frozen or cut off; a killed one's task is cancelled by Dask."""
+        """Whether the caller, which polls every second, is frozen or cut off; a killed one's
+        task is cancelled by Dask.
+        """
         if self._box.last_poll_s != self._heard_s:
             self._heard_s = self._box.last_poll_s
             self._caller.heard()
@@ -222,7 +248,9 @@ class _Seat:
         for rank in self._ranks:
             if not rank.reaped:
                 for event in rank.bury():
-                    if isinstance(event, LogLine):  # how it ended is our doing, what it said before is not
+                    if isinstance(
+                        event, LogLine
+                    ):  # how it ended is our doing, what it said before is not
                         self._box.post(event)
             for left in rank.records_left():
                 self._box.post(left)
@@ -246,7 +274,7 @@ PEERS_GRACE_S = 0.5
 """How long ranks that have returned stay for the last reads of peers on other workers."""
 
 
-class WindDown:
+class GracefulShutdown:
     """Begins when it is first asked."""
 
     def __init__(self, grace_s: float) -> None:
@@ -257,10 +285,11 @@ class WindDown:
         self._is_worth_it = False
 
     def is_over(self, ranks: Sequence[RankProcess], *, leave_when_returned: bool) -> bool:
-        """Tell whether the ranks are to be killed now: none listens, their time is up, or they all have returned.
+        """Tell whether the ranks are to be killed now: none listens, their time is up, or they
+        all have returned.
 
         Args:
-            ranks: those of this seat.
+            ranks: those of this agent.
             leave_when_returned: whether nobody else will tell ranks that returned to leave.
         """
         now = time.monotonic()

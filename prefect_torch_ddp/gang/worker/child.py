@@ -1,4 +1,5 @@
-"""Owns how a rank's process starts and is reaped: behind this seam a fresh process and a fork of the rank host are alike.
+"""Owns how a rank's process starts and is reaped: behind this seam a fresh process and a fork
+of the rank host are alike.
 
 Owns the environment a rank starts with: its Dask worker's own, plus torchrun's contract. Pure.
 """
@@ -27,15 +28,15 @@ class RankFiles:
     events: int
     outcome: int
     control: int
-    pulse: int
-    """The page where the rank leaves its pulse, and its stacks when it is asked."""
+    heartbeat: int
+    """The page where the rank leaves its heartbeat, and its stacks when it is asked."""
     stdout: int
     stderr: int
     store: int | None = None
 
     def own(self) -> tuple[int, ...]:
         """Return those that the rank finds by number, beside its standard streams."""
-        return (self.launch, self.events, self.outcome, self.control, self.pulse)
+        return (self.launch, self.events, self.outcome, self.control, self.heartbeat)
 
 
 class Child(Protocol):
@@ -57,7 +58,9 @@ class Child(Protocol):
         ...
 
     def reap(self) -> int:
-        """Wait for its end; return the exit code, or the negated number of the signal that killed it."""
+        """Wait for its end; return the exit code, or the negated number of the signal that
+        killed it.
+        """
         ...
 
     def close(self) -> None:
@@ -72,7 +75,13 @@ class ExecChild:
         """Start it; raises OSError where that fails."""
         passed = files.own() + (() if files.store is None else (files.store,))
         self._popen = subprocess.Popen(  # noqa: S603 - our own module, by this Python
-            [sys.executable, "-m", "prefect_torch_ddp.rank", *map(str, files.own()), str(os.getpid())],
+            [
+                sys.executable,
+                "-m",
+                "prefect_torch_ddp.rank",
+                *map(str, files.own()),
+                str(os.getpid()),
+            ],
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=files.stdout,
@@ -106,7 +115,9 @@ class ExecChild:
 
 
 def kill_session(pid: int) -> None:
-    """Kill a process that leads a session of its own, and all that stayed in its process group."""
+    """Kill a process that leads a session of its own, and all that stayed in its process
+    group.
+    """
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
 
@@ -124,7 +135,8 @@ def wait_for_death(death_fd: int, timeout_s: float) -> bool:
 def rank_environment(worker_environment: Mapping[str, str], launch: RankLaunch) -> dict[str, str]:
     """Return the rank's environment; the worker's is not changed.
 
-    TORCHELASTIC_USE_AGENT_STORE is taken out: in the user mode rank 0 must listen at MASTER_PORT itself.
+    TORCHELASTIC_USE_AGENT_STORE is taken out: in the user mode rank 0 must listen at
+    MASTER_PORT itself.
     """
     place, shape = launch.place, launch.shape
     contract = {

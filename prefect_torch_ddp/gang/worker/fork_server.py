@@ -1,4 +1,6 @@
-"""Owns one rank host process as its Dask worker sees it: its start, the orders it takes, the ranks it forked."""
+"""Owns one rank host process as its Dask worker sees it: its start, the orders it takes, the
+ranks it forked.
+"""
 
 import json
 import logging
@@ -44,7 +46,12 @@ def idle_s() -> float:
             return seconds
     except (TypeError, ValueError):
         pass
-    logger.warning("%s is %r and must be a positive number of seconds; it is taken for %g", IDLE_SETTING, value, IDLE_S)
+    logger.warning(
+        "%s is %r and must be a positive number of seconds; it is taken for %g",
+        IDLE_SETTING,
+        value,
+        IDLE_S,
+    )
     return IDLE_S
 
 
@@ -55,10 +62,21 @@ class RankHost:
         """Start the process; it loads torch meanwhile, see `wait_until_ready`."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            # While numpy and torch load, each thread pool would start its threads, and a process with threads can't be forked.
-            environment = os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+            # While numpy and torch load, each thread pool would start its threads, and a
+            # process with threads can't be forked.
+            environment = os.environ | {
+                "OMP_NUM_THREADS": "1",
+                "OPENBLAS_NUM_THREADS": "1",
+                "MKL_NUM_THREADS": "1",
+            }
             self._process = subprocess.Popen(  # noqa: S603 - our own module, by this Python
-                [sys.executable, "-m", "prefect_torch_ddp.rank.fork_server", str(theirs.fileno()), str(idle_s())],
+                [
+                    sys.executable,
+                    "-m",
+                    "prefect_torch_ddp.rank.fork_server",
+                    str(theirs.fileno()),
+                    str(idle_s()),
+                ],
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
@@ -70,7 +88,8 @@ class RankHost:
         self._lock = threading.Lock()
         self._ready = False
         self.is_silent = False
-        """Whether it owed an answer once: it may have ranks that live on, and forks no further ones."""
+        """Whether it owed an answer once: it may have ranks that live on, and forks no further
+        ones."""
 
     @property
     def pid(self) -> int:
@@ -96,18 +115,24 @@ class RankHost:
                 if time.monotonic() > deadline or _stat(self.pid)[0] in "Tt":
                     msg = "the rank host is stopped, or does not get to load torch"
                     raise HostUnavailableError(msg)
-            verdict = self._receive()
-            if verdict["unfit"] is not None:
-                raise HostUnfitError(verdict["unfit"])
+            root_cause = self._receive()
+            if root_cause["unfit"] is not None:
+                raise HostUnfitError(root_cause["unfit"])
             self._ready = True
 
     def fork(self, files: RankFiles) -> "ForkedChild":
         """Fork a rank.
 
         Raises:
-            HostUnavailableError: the host is gone, silent or refuses; it will not fork this rank later either.
+            HostUnavailableError: the host is gone, silent or refuses; it will not fork this
+                rank later either.
         """
-        sent = [*files.own(), files.stdout, files.stderr, *([] if files.store is None else [files.store])]
+        sent = [
+            *files.own(),
+            files.stdout,
+            files.stderr,
+            *([] if files.store is None else [files.store]),
+        ]
         try:
             with self._lock:
                 socket.send_fds(self._socket, [json.dumps({"op": "fork"}).encode()], sent)
@@ -158,7 +183,9 @@ class RankHost:
 
 
 def _stat(pid: int) -> list[str]:
-    """Return the fields of /proc/<pid>/stat from the state on; a process that is gone has the state X."""
+    """Return the fields of /proc/<pid>/stat from the state on; a process that is gone has the
+    state X.
+    """
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -166,16 +193,26 @@ def _stat(pid: int) -> list[str]:
 
 
 def _status_of_zombie(pid: int, host_pid: int) -> int:
-    """Return the status of a dead rank that its host doesn't reap; without a host it was killed too."""
+    """Return the status of a dead rank that its host doesn't reap; without a host it was killed
+    too.
+    """
     state, parent, *others = _stat(pid)
-    return os.waitstatus_to_exitcode(int(others[-1])) if state == "Z" and int(parent) == host_pid else -int(signal.SIGKILL)
+    return (
+        os.waitstatus_to_exitcode(int(others[-1]))
+        if state == "Z" and int(parent) == host_pid
+        else -int(signal.SIGKILL)
+    )
 
 
 class ForkedChild:
-    """A rank that the host forked: not our child, so its death shows by its pidfd and its status is the host's to tell."""
+    """A rank that the host forked: not our child, so its death shows by its pidfd and its
+    status is the host's to tell.
+    """
 
     def __init__(self, host: RankHost, pid: int) -> None:
-        """Take over a rank that the host has just forked; the host reaps nothing unasked, so the number is its own."""
+        """Take over a rank that the host has just forked; the host reaps nothing unasked, so
+        the number is its own.
+        """
         self._host = host
         self._status: int | None = None
         self.pid = pid
@@ -184,7 +221,9 @@ class ForkedChild:
     @property
     def is_dead(self) -> bool:
         """Whether it has ended."""
-        return self._status is not None or (self.death_fd is not None and wait_for_death(self.death_fd, 0))
+        return self._status is not None or (
+            self.death_fd is not None and wait_for_death(self.death_fd, 0)
+        )
 
     def reap(self) -> int:
         """Wait for its end."""

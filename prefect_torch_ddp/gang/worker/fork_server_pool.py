@@ -1,4 +1,6 @@
-"""Owns the one rank host of a Dask worker: a warm helper process that has torch loaded and forks ranks in milliseconds."""
+"""Owns the one rank host of a Dask worker: a warm helper process that has torch loaded and
+forks ranks in milliseconds.
+"""
 
 import asyncio
 import contextlib
@@ -13,8 +15,9 @@ from prefect_torch_ddp.gang.worker.child import HAS_PIDFD
 from prefect_torch_ddp.gang.worker.fork_server import HostUnavailableError, HostUnfitError, RankHost
 from prefect_torch_ddp.gang.worker.slots import SLOTS
 
-SEAT_LIMIT_S = 30.0
-"""How long a worker that closes waits for its seat at most; its nanny may be quicker to kill it."""
+AGENT_LIMIT_S = 30.0
+"""How long a worker that closes waits for its agent at most; its nanny may be quicker to kill
+it."""
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +29,9 @@ class WorkersHost:
         """Start with none."""
         self._host: RankHost | None = None
         self._lock = threading.Lock()
-        self._unfit: str | None = None if HAS_PIDFD and sys.platform == "linux" else "it needs Linux with pidfd_open"
+        self._unfit: str | None = (
+            None if HAS_PIDFD and sys.platform == "linux" else "it needs Linux with pidfd_open"
+        )
 
     def warm_up(self) -> RankHost | None:
         """Start the host unless it runs or can't; doesn't wait for it."""
@@ -40,7 +45,8 @@ class WorkersHost:
             return self._host
 
     def ready(self) -> RankHost | None:
-        """Return the host once it is ready; None, with the reason logged, where ranks must be fresh processes.
+        """Return the host once it is ready; None, with the reason logged, where ranks must be
+        fresh processes.
 
         Only the holder of the worker's slot asks: no other gang has ranks of this host.
         """
@@ -63,7 +69,10 @@ class WorkersHost:
         return None
 
     def _give_up(self, host: RankHost, error: HostUnavailableError) -> None:
-        logger.warning("ranks of this worker start as fresh processes, since the rank host can't fork them: %s", error)
+        logger.warning(
+            "ranks of this worker start as fresh processes, since the rank host can't fork them: %s",
+            error,
+        )
         with self._lock:
             if isinstance(error, HostUnfitError):
                 self._unfit = str(error)
@@ -89,14 +98,16 @@ def host_of(worker: str) -> WorkersHost:
 
 
 class EndRankHost(WorkerPlugin):
-    """Ends a Dask worker's rank host when the worker closes; one that is killed closes the host's socket, which ends it too."""
+    """Ends a Dask worker's rank host when the worker closes; one that is killed closes the
+    host's socket, which ends it too.
+    """
 
     name = "prefect-torch-ddp-rank-host"
 
     async def teardown(self, worker: Worker) -> None:
         """End the host with all its ranks, once those that listen have stopped."""
-        deadline_s = time.monotonic() + SEAT_LIMIT_S
-        # Its seat sees that the worker closes, and ends itself, in its thread.
+        deadline_s = time.monotonic() + AGENT_LIMIT_S
+        # Its agent sees that the worker closes, and ends itself, in its thread.
         while SLOTS.occupant(worker.address) is not None and time.monotonic() < deadline_s:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
         host = _HOSTS.pop(worker.address, None)

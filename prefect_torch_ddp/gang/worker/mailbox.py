@@ -1,6 +1,7 @@
-"""Owns the mailboxes of a Dask worker's process: seats (threads) post events, the caller's polls (event loop) collect them.
+"""Owns the mailboxes of a Dask worker's process: agents (threads) post events, the caller's
+polls (event loop) collect them.
 
-Owns the waking of a seat that waits for its ranks and for orders at the same time.
+Owns the waking of an agent that waits for its ranks and for orders at the same time.
 """
 
 import asyncio
@@ -11,28 +12,35 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from prefect_torch_ddp.protocol.agent import Occupant, RankPulse, SeatNews, SeatState, StartOrder
+from prefect_torch_ddp.protocol.agent import (
+    AgentReport,
+    AgentState,
+    Occupant,
+    RankHeartbeat,
+    StartOrder,
+)
 from prefect_torch_ddp.protocol.rank import GangEvent
 
 CAPACITY = 5_000
-"""Events held for a caller that is slow to fetch them; a seat stops reading its ranks' output beyond this."""
+"""Events held for a caller that is slow to fetch them; an agent stops reading its ranks' output
+beyond this."""
 FORGET_AFTER_S = 600.0
-"""A mailbox whose seat never came is dropped after this long without a poll."""
+"""A mailbox whose agent never came is dropped after this long without a poll."""
 
 
 @dataclass
 class Mailbox:
-    """Two-way post between one seat and the caller of its gang. Safe between threads."""
+    """Two-way post between one agent and the caller of its gang. Safe between threads."""
 
     token: str
-    state: SeatState = "absent"
+    state: AgentState = "absent"
     store_port: int = 0
     order: StartOrder | None = None
     abort_requested: bool = False
     stop_requested: bool = False
     leave_requested: bool = False
     look_requested: bool = False
-    pulses: tuple[RankPulse, ...] = ()
+    heartbeats: tuple[RankHeartbeat, ...] = ()
     last_poll_s: float = field(default_factory=time.monotonic)
     """When the caller last gave a sign of life, of `time.monotonic`."""
     why_ended: str = ""
@@ -40,12 +48,15 @@ class Mailbox:
     _first_event: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _orders: threading.Event = field(default_factory=threading.Event)
-    _waiters: list[tuple[asyncio.AbstractEventLoop, "asyncio.Future[None]"]] = field(default_factory=list)
+    _waiters: list[tuple[asyncio.AbstractEventLoop, "asyncio.Future[None]"]] = field(
+        default_factory=list
+    )
 
     alarm: Callable[[], None] | None = None
-    """Called when an order comes, for a seat that waits for its ranks and for orders at the same time."""
+    """Called when an order comes, for an agent that waits for its ranks and for orders at the
+    same time."""
 
-    # The seat's side.
+    # The agent's side.
 
     def post(self, event: GangEvent) -> None:
         """Add an event for the caller."""
@@ -53,8 +64,8 @@ class Mailbox:
             self._events.append(event)
         self._wake_polls()
 
-    def enter(self, state: SeatState, store_port: int = 0) -> None:
-        """Tell the caller how far the seat is."""
+    def enter(self, state: AgentState, store_port: int = 0) -> None:
+        """Tell the caller how far the agent is."""
         with self._lock:
             self.state = state
             self.store_port = store_port or self.store_port
@@ -81,7 +92,7 @@ class Mailbox:
         leave: bool = False,
         look: bool = False,
     ) -> None:
-        """Hand the seat an order."""
+        """Hand the agent an order."""
         self.last_poll_s = time.monotonic()
         with self._lock:
             self.order = order or self.order
@@ -95,9 +106,15 @@ class Mailbox:
             alarm()
 
     async def news(
-        self, next_event: int, known_state: SeatState, wait_s: float, occupant: Callable[[], Occupant | None]
-    ) -> SeatNews:
-        """Return the events from `next_event` on and the state, as soon as either is new, at the latest after `wait_s`."""
+        self,
+        next_event: int,
+        known_state: AgentState,
+        wait_s: float,
+        occupant: Callable[[], Occupant | None],
+    ) -> AgentReport:
+        """Return the events from `next_event` on and the state, as soon as either is new, at
+        the latest after `wait_s`.
+        """
         self.last_poll_s = time.monotonic()
         deadline = self.last_poll_s + wait_s
         while True:
@@ -107,13 +124,21 @@ class Mailbox:
                 if self._events or self.state != known_state or time.monotonic() >= deadline:
                     events = tuple(self._events)
                     last = self._first_event + len(events)
-                    return SeatNews(self.state, events, last, self.store_port, occupant(), self.why_ended, self.pulses)
+                    return AgentReport(
+                        self.state,
+                        events,
+                        last,
+                        self.store_port,
+                        occupant(),
+                        self.why_ended,
+                        self.heartbeats,
+                    )
                 waiter = self._new_waiter()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(waiter, deadline - time.monotonic())
 
     async def until_ended(self, timeout_s: float) -> bool:
-        """Wait until the seat has ended, that is, until all its ranks are gone."""
+        """Wait until the agent has ended, that is, until all its ranks are gone."""
         deadline = time.monotonic() + timeout_s
         while self.state not in ("ended", "absent"):
             if time.monotonic() >= deadline:
@@ -154,7 +179,9 @@ def _wake(waiter: "asyncio.Future[None]") -> None:
 
 
 class Mailboxes:
-    """All mailboxes of this process, by token; made by whoever comes first, the seat or the caller's poll."""
+    """All mailboxes of this process, by token; made by whoever comes first, the agent or the
+    caller's poll.
+    """
 
     def __init__(self) -> None:
         """Start empty."""
@@ -176,7 +203,9 @@ class Mailboxes:
             self._by_token.pop(token, None)
 
     def drop_abandoned(self) -> None:
-        """Forget mailboxes without a seat that nobody polls any more: their caller was killed."""
+        """Forget mailboxes without an agent that nobody polls any more: their caller was
+        killed.
+        """
         now = time.monotonic()
         with self._lock:
             for box in list(self._by_token.values()):

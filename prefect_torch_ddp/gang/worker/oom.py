@@ -1,4 +1,6 @@
-"""Owns the question whether the kernel killed a rank for want of memory: what its counters and its log say."""
+"""Owns the question whether the kernel killed a rank for want of memory: what its counters and
+its log say.
+"""
 
 import contextlib
 import os
@@ -9,17 +11,25 @@ from pathlib import Path
 CGROUPS = Path("/sys/fs/cgroup")
 KERNEL_LOG = Path("/dev/kmsg")
 CLOCK_SLACK_S = 5.0
-"""The kernel's log has a clock of its own, which may be a little apart from the monotonic one."""
+"""The kernel's log has a clock of its own, which may be a little apart from the monotonic
+one."""
 MAX_RECORD_BYTES = 8192
 
-_KILLED = re.compile(r"Killed process (?P<pid>\d+) \((?P<name>.*?)\).*?anon-rss:(?P<anon>\d+)kB", re.DOTALL)
+_KILLED = re.compile(
+    r"Killed process (?P<pid>\d+) \((?P<name>.*?)\).*?anon-rss:(?P<anon>\d+)kB", re.DOTALL
+)
 
 
 class OomWatch:
-    """Remembers the kernel's count of kills in this process's control group, to tell later whether there were more."""
+    """Remembers the kernel's count of kills in this process's control group, to tell later
+    whether there were more.
+    """
 
     def __init__(
-        self, cgroups: Path = CGROUPS, kernel_log: Path = KERNEL_LOG, membership: Path = Path("/proc/self/cgroup")
+        self,
+        cgroups: Path = CGROUPS,
+        kernel_log: Path = KERNEL_LOG,
+        membership: Path = Path("/proc/self/cgroup"),
     ) -> None:
         """Read the count as it is now; a system that keeps none is no error."""
         self._counter = _counter_file(cgroups, membership)
@@ -28,8 +38,11 @@ class OomWatch:
         self._began_s = time.monotonic()
 
     def report(self, pid: int) -> str | None:
-        """Say what the kernel reports of a process that SIGKILL ended; None where it reports nothing, or can't be asked."""
-        # A container has process numbers of its own: there the log speaks of others, and the counter alone is left.
+        """Say what the kernel reports of a process that SIGKILL ended; None where it reports
+        nothing, or can't be asked.
+        """
+        # A container has process numbers of its own: there the log speaks of others, and the
+        # counter alone is left.
         said = find_kill(_read_log(self._kernel_log), pid, self._began_s - CLOCK_SLACK_S)
         if said is not None:
             return f"the kernel's OOM killer reports: {said}"
@@ -68,7 +81,9 @@ def memory_group(membership: str) -> tuple[str, str] | None:
 
 
 def count_of_kills(text: str) -> int | None:
-    """Return the count in a memory.events or memory.oom_control file; None where this kernel keeps none."""
+    """Return the count in a memory.events or memory.oom_control file; None where this kernel
+    keeps none.
+    """
     match = re.search(r"^oom_kill (\d+)$", text, re.MULTILINE)
     return int(match[1]) if match else None
 
@@ -79,7 +94,8 @@ def find_kill(log: str, pid: int, since_s: float) -> str | None:
     Args:
         log: records as /dev/kmsg gives them: `level,number,microseconds,flags;text`.
         pid: of the process.
-        since_s: seconds on the log's clock before which records are of another process with that number.
+        since_s: seconds on the log's clock before which records are of another process with
+            that number.
     """
     for record in reversed(log.splitlines()):
         head, _, text = record.partition(";")
@@ -89,7 +105,9 @@ def find_kill(log: str, pid: int, since_s: float) -> str | None:
             continue
         if int(fields[2]) / 1e6 >= since_s:
             where = (
-                "in its control group, at the group's limit" if "emory cgroup out of memory" in text else "of the whole machine"
+                "in its control group, at the group's limit"
+                if "emory cgroup out of memory" in text
+                else "of the whole machine"
             )
             return f"out of memory {where}: killed process {pid} ({match['name']}), which held {int(match['anon']) // 1024} MiB"
     return None
@@ -104,7 +122,11 @@ def _counter_file(cgroups: Path, membership: Path) -> Path | None:
         return None
     folder, name = group
     # In a container whose path is the host's, the mount itself is the container's group.
-    candidates = (cgroups / folder / name, cgroups / folder.partition("/")[0] / name, cgroups / name)
+    candidates = (
+        cgroups / folder / name,
+        cgroups / folder.partition("/")[0] / name,
+        cgroups / name,
+    )
     return next((path for path in candidates if path.is_file()), None)
 
 

@@ -1,6 +1,8 @@
-"""Owns what a seat does for the watch over its ranks' progress: reads their pulses, measures the silent ones, fetches stacks.
+"""Owns what an agent does for the watch over its ranks' progress: reads their heartbeats,
+measures the silent ones, fetches stacks.
 
-Owns how a seat tells a rank that works from one that waits: the CPU time and the bytes of all processes of its session.
+Owns how an agent tells a rank that works from one that waits: the CPU time and the bytes of all
+processes of its session.
 """
 
 import contextlib
@@ -13,13 +15,16 @@ from os import sysconf
 from pathlib import Path
 
 from prefect_torch_ddp.gang.worker.rank_process import RankProcess
-from prefect_torch_ddp.protocol.agent import RankPulse
+from prefect_torch_ddp.protocol.agent import RankHeartbeat
 from prefect_torch_ddp.protocol.heartbeat import LOOK_SIGNAL, Phase
 from prefect_torch_ddp.protocol.rank import RankStack
 
 TICKS_PER_S = sysconf("SC_CLK_TCK")
 ACTIVE_SHARE = 0.01
-"""Of one core; below it a process is taken to wait. A rank's own threads that wake now and then need less."""
+"""Of one core; below it a process is taken to wait.
+
+A rank's own threads that wake now and then need less.
+"""
 ACTIVE_LEAST_S = 0.03
 """CPU times come in ticks of 10 ms, so a few of them in a short window say nothing."""
 ACTIVE_BYTES_PER_S = 65_536
@@ -36,7 +41,9 @@ class Usage:
 
 
 def usage_of_sessions(sessions: Collection[int]) -> dict[int, Usage]:
-    """Add up the processes of each session, DataLoader workers included; nothing where the system has no /proc."""
+    """Add up the processes of each session, DataLoader workers included; nothing where the
+    system has no /proc.
+    """
     found: dict[int, Usage] = {}
     for entry in Path("/proc").glob("[0-9]*"):
         try:
@@ -45,9 +52,13 @@ def usage_of_sessions(sessions: Collection[int]) -> dict[int, Usage]:
             if session not in sessions:
                 continue
             before = found.get(session, Usage())
-            cpu_s = sum(map(int, fields[11:15])) / TICKS_PER_S  # its own, and that of children it has reaped
+            cpu_s = (
+                sum(map(int, fields[11:15])) / TICKS_PER_S
+            )  # its own, and that of children it has reaped
             stopped = f"process {pid} ({name})" if fields[0] == "T" else ""
-            found[session] = Usage(before.cpu_s + cpu_s, before.io_bytes + _io_bytes(entry), before.stopped or stopped)
+            found[session] = Usage(
+                before.cpu_s + cpu_s, before.io_bytes + _io_bytes(entry), before.stopped or stopped
+            )
         except (OSError, ValueError):  # it ended meanwhile
             continue
     return found
@@ -64,7 +75,11 @@ def _io_bytes(entry: Path) -> int:
         lines = (entry / "io").read_text().splitlines()
     except OSError:
         return 0
-    return sum(int(line.split()[1]) for line in lines if line.startswith(("rchar", "wchar", "read_bytes", "write_bytes")))
+    return sum(
+        int(line.split()[1])
+        for line in lines
+        if line.startswith(("rchar", "wchar", "read_bytes", "write_bytes"))
+    )
 
 
 class Idleness:
@@ -84,7 +99,9 @@ class Idleness:
         first_s, first = self._samples[0]
         span_s = now_s - first_s
         cpu_s, io_bytes = usage.cpu_s - first.cpu_s, usage.io_bytes - first.io_bytes
-        if cpu_s >= max(ACTIVE_SHARE * span_s, ACTIVE_LEAST_S) or (span_s > 0 and io_bytes >= ACTIVE_BYTES_PER_S * span_s):
+        if cpu_s >= max(ACTIVE_SHARE * span_s, ACTIVE_LEAST_S) or (
+            span_s > 0 and io_bytes >= ACTIVE_BYTES_PER_S * span_s
+        ):
             self._active_s = now_s
 
     def reset(self) -> None:
@@ -102,7 +119,8 @@ class Idleness:
 
         Args:
             now_s: of the clock that `add` is given.
-            silent_s: since its last progress, which ended its activity for sure if none was seen since.
+            silent_s: since its last progress, which ended its activity for sure if none was
+                seen since.
         """
         if not self._samples or self._samples[-1][0] - self._samples[0][0] < self._window_s / 2:
             return 0.0
@@ -115,7 +133,8 @@ class Idleness:
 
 READ_S = 0.1
 LOOK_TIMEOUT_S = 4.0
-"""How long a rank may take to write its stacks; the handler is C and needs no lock, so only a stopped rank takes longer."""
+"""How long a rank may take to write its stacks; the handler is C and needs no lock, so only a
+stopped rank takes longer."""
 LOOK_QUIET_S = 0.2
 """Stacks that don't grow for so long are whole: nothing marks their end."""
 
@@ -138,19 +157,21 @@ class _Look:
     grown_s: float = field(default_factory=time.monotonic)
 
 
-class PulseWatch:
-    """Over the ranks of one seat, in its thread; no call waits."""
+class ProgressProbe:
+    """Over the ranks of one agent, in its thread; no call waits."""
 
     def __init__(self, ranks: Sequence[RankProcess], limit_s: float | None) -> None:
-        """Watch these; without a limit stacks are fetched all the same when they are asked for."""
+        """Watch these; without a limit stacks are fetched all the same when they are asked
+        for.
+        """
         self._limit_s = limit_s
         self._ranks = [_Watched(rank, Idleness((limit_s or 0.0) / 2)) for rank in ranks]
         self._read_s = 0.0
         self._looks: list[_Look] | None = None
         self._look_ends_s = 0.0
 
-    def pulses(self) -> tuple[RankPulse, ...] | None:
-        """Return the pulses of the ranks, if it is time to look at them again."""
+    def heartbeats(self) -> tuple[RankHeartbeat, ...] | None:
+        """Return the heartbeats of the ranks, if it is time to look at them again."""
         now = time.monotonic()
         if now - self._read_s < READ_S:
             return None
@@ -158,18 +179,22 @@ class PulseWatch:
         alive = [watched for watched in self._ranks if not watched.process.reaped]
         if self._limit_s is not None:
             self._measure(alive, now, self._limit_s)
-        return tuple(_pulse_of(watched) for watched in alive)
+        return tuple(_heartbeat_of(watched) for watched in alive)
 
     def _measure(self, ranks: Sequence[_Watched], now: float, limit_s: float) -> None:
-        """Take the usage of those that have been silent for half of the limit; it costs a walk through /proc."""
+        """Take the usage of those that have been silent for half of the limit; it costs a walk
+        through /proc.
+        """
         due = []
         for watched in ranks:
-            pulse = watched.process.page.read()
-            if pulse.moved_ns != watched.moved_ns:
-                watched.moved_ns = pulse.moved_ns
+            heartbeat = watched.process.page.read()
+            if heartbeat.moved_ns != watched.moved_ns:
+                watched.moved_ns = heartbeat.moved_ns
                 watched.idleness.reset()
-            silent_s = (time.monotonic_ns() - pulse.moved_ns) / 1e9
-            if silent_s >= limit_s / 2 and now - watched.sampled_s >= min(max(limit_s / 20, READ_S), 5.0):
+            silent_s = (time.monotonic_ns() - heartbeat.moved_ns) / 1e9
+            if silent_s >= limit_s / 2 and now - watched.sampled_s >= min(
+                max(limit_s / 20, READ_S), 5.0
+            ):
                 watched.sampled_s = now
                 due.append(watched)
         if due:
@@ -182,9 +207,15 @@ class PulseWatch:
         """Ask all ranks for their stacks, once."""
         if self._looks is None:
             self._look_ends_s = time.monotonic() + LOOK_TIMEOUT_S
-            self._looks = [_Look(rank.process, rank.process.page.stacks_end()) for rank in self._ranks if not rank.process.reaped]
+            self._looks = [
+                _Look(rank.process, rank.process.page.stacks_end())
+                for rank in self._ranks
+                if not rank.process.reaped
+            ]
             for look in self._looks:
-                if look.process.page.read().phase is not Phase.NONE:  # before that the signal would kill it
+                if (
+                    look.process.page.read().phase is not Phase.NONE
+                ):  # before that the signal would kill it
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(look.process.pid, LOOK_SIGNAL)
 
@@ -199,18 +230,23 @@ class PulseWatch:
             if is_whole or now >= self._look_ends_s or look.process.reaped:
                 assert self._looks is not None
                 self._looks.remove(look)
-                text = look.process.page.stacks(look.begin) or "it did not answer: it is stopped, or has not come to itself\n"
+                text = (
+                    look.process.page.stacks(look.begin)
+                    or "it did not answer: it is stopped, or has not come to itself\n"
+                )
                 yield RankStack(look.process.place.rank, text)
 
 
-def _pulse_of(watched: _Watched) -> RankPulse:
+def _heartbeat_of(watched: _Watched) -> RankHeartbeat:
     # Read again, not kept from the measuring: a rank that moved since must not look silent.
-    pulse = watched.process.page.read()
-    silent_s = max(0.0, (time.monotonic_ns() - pulse.moved_ns) / 1e9)
-    return RankPulse(
+    heartbeat = watched.process.page.read()
+    silent_s = max(0.0, (time.monotonic_ns() - heartbeat.moved_ns) / 1e9)
+    return RankHeartbeat(
         rank=watched.process.place.rank,
-        pulse=pulse,
+        heartbeat=heartbeat,
         silent_s=silent_s,
-        idle_s=watched.idleness.idle_s(time.monotonic(), silent_s) if pulse.moved_ns == watched.moved_ns else 0.0,
+        idle_s=watched.idleness.idle_s(time.monotonic(), silent_s)
+        if heartbeat.moved_ns == watched.moved_ns
+        else 0.0,
         stopped=watched.idleness.stopped,
     )

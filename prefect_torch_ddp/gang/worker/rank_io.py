@@ -1,11 +1,13 @@
-"""Owns what Python's multiprocessing leaves in the file system when a rank is killed, and its removal.
+"""Owns what Python's multiprocessing leaves in the file system when a rank is killed, and its
+removal.
 
-DataLoader workers share memory through sockets in a temporary folder, and spawned ones through named semaphores. Whoever
-made them removes them at his exit, which a killed process has not.
+DataLoader workers share memory through sockets in a temporary folder, and spawned ones through
+named semaphores. Whoever made them removes them at his exit, which a killed process has not.
 
 Owns the cutting of a rank's output into lines as they are finished.
 
-Owns the seat's side of a rank's pulse: the page in shared memory, and the stacks behind it, read without asking the rank.
+Owns the agent's side of a rank's heartbeat: the page in shared memory, and the stacks behind
+it, read without asking the rank.
 
 Owns the socket that the ranks of a gang meet at.
 """
@@ -23,13 +25,15 @@ from pathlib import Path
 from typing import IO
 
 from prefect_torch_ddp.errors import GangError
-from prefect_torch_ddp.protocol.heartbeat import PAGE_BYTES, Pulse
+from prefect_torch_ddp.protocol.heartbeat import PAGE_BYTES, Heartbeat
 
 SEMAPHORES = Path("/dev/shm")  # noqa: S108 - where Linux keeps them: sem_overview(7)
 
 
 class Leftovers:
-    """A place and a name for what the processes of one rank make, given to it before it makes any."""
+    """A place and a name for what the processes of one rank make, given to it before it makes
+    any.
+    """
 
     def __init__(self) -> None:
         """Choose them; nothing is made."""
@@ -45,7 +49,8 @@ class Leftovers:
 
 
 MAX_LINE = 8_192
-"""A line longer than this many characters is passed on in pieces, so that output without line ends can't fill memory."""
+"""A line longer than this many characters is passed on in pieces, so that output without line
+ends can't fill memory."""
 TAIL_LINES = 20
 
 
@@ -59,7 +64,9 @@ class LineCutter:
         self.tail: deque[str] = deque(maxlen=TAIL_LINES)
 
     def feed(self, chunk: bytes, *, final: bool = False) -> list[str]:
-        """Return the lines that this chunk finishes; with `final` also an unfinished last one."""
+        """Return the lines that this chunk finishes; with `final` also an unfinished last
+        one.
+        """
         self._pending += self._decoder.decode(chunk, final)
         *lines, self._pending = re.split(r"\r\n|\r|\n", self._pending)
         while len(self._pending) > MAX_LINE:
@@ -77,14 +84,21 @@ MAX_STACKS_BYTES = 65_536
 """Of stacks that are longer the end is kept, where the main thread is."""
 
 
-class PulsePage:
-    """The file that a rank maps. Read, not mapped: a rank that cut its file short could not hurt the worker."""
+class HeartbeatPage:
+    """The file that a rank maps.
+
+    Read, not mapped: a rank that cut its file short could not hurt the worker.
+    """
 
     def __init__(self) -> None:
-        """Make it, in memory where the system can: on a disk that is busy its writer would wait."""
+        """Make it, in memory where the system can: on a disk that is busy its writer would
+        wait.
+        """
         self._file: IO[bytes]
         if hasattr(os, "memfd_create"):
-            self._file = os.fdopen(os.memfd_create("prefect-torch-ddp-pulse", os.MFD_CLOEXEC), "r+b", 0)
+            self._file = os.fdopen(
+                os.memfd_create("prefect-torch-ddp-heartbeat", os.MFD_CLOEXEC), "r+b", 0
+            )
         else:
             self._file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 - closed by our own close
         self._file.truncate(PAGE_BYTES)
@@ -93,9 +107,9 @@ class PulsePage:
         """Return the file descriptor that the rank inherits."""
         return self._file.fileno()
 
-    def read(self) -> Pulse:
+    def read(self) -> Heartbeat:
         """Return what the rank marked last."""
-        return Pulse.from_page(os.pread(self.fileno(), PAGE_BYTES, 0).ljust(PAGE_BYTES, b"\0"))
+        return Heartbeat.from_page(os.pread(self.fileno(), PAGE_BYTES, 0).ljust(PAGE_BYTES, b"\0"))
 
     def stacks_end(self) -> int:
         """Return where the stacks written so far end."""

@@ -1,4 +1,4 @@
-"""Owns one rank's process as its seat sees it: its start, its pipes, its death.
+"""Owns one rank's process as its agent sees it: its start, its pipes, its death.
 
 Owns what is said of a rank whose process ended before its function returned. Pure.
 """
@@ -16,11 +16,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
-from prefect_torch_ddp.gang.worker.child import Child, ExecChild, RankFiles, kill_session, rank_environment
+from prefect_torch_ddp.gang.worker.child import (
+    Child,
+    ExecChild,
+    RankFiles,
+    kill_session,
+    rank_environment,
+)
 from prefect_torch_ddp.gang.worker.fork_server import HostUnavailableError
 from prefect_torch_ddp.gang.worker.fork_server_pool import host_of
 from prefect_torch_ddp.gang.worker.oom import OomWatch
-from prefect_torch_ddp.gang.worker.rank_io import Leftovers, LineCutter, PulsePage
+from prefect_torch_ddp.gang.worker.rank_io import HeartbeatPage, Leftovers, LineCutter
 from prefect_torch_ddp.protocol.rank import (
     COPIES,
     FunctionEnded,
@@ -63,11 +69,14 @@ class RankProcess:
         environment = rank_environment(os.environ, launch)
         with contextlib.ExitStack() as ours, contextlib.ExitStack() as theirs:
             self._outcome: IO[bytes] = ours.enter_context(tempfile.TemporaryFile())
-            self.page = ours.enter_context(contextlib.closing(PulsePage()))
+            self.page = ours.enter_context(contextlib.closing(HeartbeatPage()))
             page = theirs.enter_context(tempfile.TemporaryFile())
-            pickle.dump(LaunchPage(launch, environment, str(Path.cwd()), str(self._leftovers.folder)), page)
+            pickle.dump(
+                LaunchPage(launch, environment, str(Path.cwd()), str(self._leftovers.folder)), page
+            )
             page.seek(0)
-            # Datagrams: a record stays whole also when forked DataLoader workers of the rank write at the same time.
+            # Datagrams: a record stays whole also when forked DataLoader workers of the rank
+            # write at the same time.
             self._events, events = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
             ours.enter_context(self._events)
             theirs.enter_context(events)
@@ -82,7 +91,7 @@ class RankProcess:
                 events=events.fileno(),
                 outcome=self._outcome.fileno(),
                 control=control.fileno(),
-                pulse=self.page.fileno(),
+                heartbeat=self.page.fileno(),
                 stdout=stdout.fileno(),
                 stderr=stderr.fileno(),
                 store=launch.store_fd,
@@ -109,15 +118,22 @@ class RankProcess:
             yield self._child.death_fd
 
     def read(self, *, to_the_end: bool = False) -> Iterator[GangEvent]:
-        """Yield what the rank has said so far, without waiting; a chunk of its output, or all there is."""
+        """Yield what the rank has said so far, without waiting; a chunk of its output, or all
+        there is.
+        """
         for pipe, cutter in ((self._stdout, self._out), (self._stderr, self._err)):
-            for _ in range(MAX_CHUNKS if to_the_end else 1):  # a process that left the session may write for ever
+            for _ in range(
+                MAX_CHUNKS if to_the_end else 1
+            ):  # a process that left the session may write for ever
                 if pipe.closed:
                     break
                 chunk = _read_chunk(pipe)
                 if chunk is None:
                     break
-                yield from (LogLine(self.place.rank, logging.INFO, line) for line in cutter.feed(chunk, final=not chunk))
+                yield from (
+                    LogLine(self.place.rank, logging.INFO, line)
+                    for line in cutter.feed(chunk, final=not chunk)
+                )
                 if not chunk:
                     pipe.close()
         yield from self._read_events()
@@ -131,7 +147,9 @@ class RankProcess:
             try:
                 event = self._decode(json.loads(record))
             except (ValueError, KeyError, TypeError):
-                logger.warning("rank %d sent a record that can't be read: %.80r", self.place.rank, record)
+                logger.warning(
+                    "rank %d sent a record that can't be read: %.80r", self.place.rank, record
+                )
                 continue
             if event is not None:
                 yield event
@@ -165,7 +183,9 @@ class RankProcess:
 
     def tell(self, word: bytes) -> None:
         """Write an order to the rank's control pipe; a rank that is gone needs none."""
-        with contextlib.suppress(BrokenPipeError, BlockingIOError):  # full: it was stopped for hours
+        with contextlib.suppress(
+            BrokenPipeError, BlockingIOError
+        ):  # full: it was stopped for hours
             os.write(self._control.fileno(), word)
 
     @property
@@ -174,7 +194,9 @@ class RankProcess:
         return self.reaped or self._child.is_dead
 
     def bury(self) -> Iterator[GangEvent]:
-        """Kill the process and all that its session left, reap it; yield its last words, and its death if that is news."""
+        """Kill the process and all that its session left, reap it; yield its last words, and
+        its death if that is news.
+        """
         # Before the reaping: until then the number can't be another process group's.
         kill_session(self.pid)
         status = self._child.reap()
@@ -218,27 +240,44 @@ class RankProcess:
         if not self.reaped:
             self._child.reap()
             self.reaped = True
-        for file in (self._stdout, self._stderr, self._events, self._control, self._outcome, self.page):
+        for file in (
+            self._stdout,
+            self._stderr,
+            self._events,
+            self._control,
+            self._outcome,
+            self.page,
+        ):
             file.close()
         self._child.close()
         self._leftovers.remove()
 
 
-def start_child(worker: str, files: RankFiles, environment: dict[str, str], launcher: Launcher) -> Child:
-    """Fork the rank from the worker's warm host, or start a fresh process where that can't be."""
+def start_child(
+    worker: str, files: RankFiles, environment: dict[str, str], launcher: Launcher
+) -> Child:
+    """Fork the rank from the worker's warm host, or start a fresh process where that can't
+    be.
+    """
     host = host_of(worker).ready() if launcher == "auto" else None
     if host is not None:
         try:
             return host.fork(files)
         except HostUnavailableError as error:
-            logger.warning("a rank starts as a fresh process, since the rank host failed: %s", error)
+            logger.warning(
+                "a rank starts as a fresh process, since the rank host failed: %s", error
+            )
     return ExecChild(files, environment)
 
 
-def _pipe(reader: contextlib.ExitStack, writer: contextlib.ExitStack) -> tuple[IO[bytes], IO[bytes]]:
+def _pipe(
+    reader: contextlib.ExitStack, writer: contextlib.ExitStack
+) -> tuple[IO[bytes], IO[bytes]]:
     """Open a pipe, each end for its owner to close."""
     read, write = os.pipe()
-    return reader.enter_context(os.fdopen(read, "rb", 0)), writer.enter_context(os.fdopen(write, "wb", 0))
+    return reader.enter_context(os.fdopen(read, "rb", 0)), writer.enter_context(
+        os.fdopen(write, "wb", 0)
+    )
 
 
 def _read_chunk(pipe: IO[bytes]) -> bytes | None:

@@ -1,4 +1,5 @@
-"""Owns the orders a Dask worker takes from callers of gangs, over Dask's connections: no port of ours, TLS where Dask has it.
+"""Owns the orders a Dask worker takes from callers of gangs, over Dask's connections: no port
+of ours, TLS where Dask has it.
 
 Owns what a Dask worker tells about its machine: which one it is, and the addresses that it has.
 """
@@ -19,7 +20,7 @@ from prefect_torch_ddp.errors import GangError
 from prefect_torch_ddp.gang.worker.fork_server_pool import EndRankHost, host_of
 from prefect_torch_ddp.gang.worker.mailbox import MAILBOXES
 from prefect_torch_ddp.gang.worker.slots import SLOTS
-from prefect_torch_ddp.protocol.agent import Cleared, Occupant, SeatState, WorkerIdentity
+from prefect_torch_ddp.protocol.agent import AgentState, Cleared, Occupant, WorkerIdentity
 
 if TYPE_CHECKING:
     from distributed import Client, Worker
@@ -37,33 +38,40 @@ class NoAnswerError(Exception):
     """A worker or the scheduler can't be reached, for now or for good."""
 
 
-async def open_switchboard(  # noqa: C901 - four small handlers that close over the worker
+async def register_rpc(  # noqa: C901 - four small handlers that close over the worker
     dask_worker: "Worker",
     *,
     warm: bool = False,
 ) -> WorkerIdentity:
-    """Teach the worker our orders and tell who it is; run on it by `Client.run`. Doing it twice changes nothing.
+    """Teach the worker our orders and tell who it is; run on it by `Client.run`. Doing it twice
+    changes nothing.
 
     With `warm` its rank host starts to load torch now, so that ranks can be forked later.
 
-    Handlers instead of further `Client.run` calls: those write a line to the worker's log each time.
+    Handlers instead of further `Client.run` calls: those write a line to the worker's log each
+    time.
     """
     MAILBOXES.drop_abandoned()
     if dask_worker.nanny and threading.current_thread() is threading.main_thread():
-        # Ctrl-C in a terminal, and Prefect's cancel, reach all processes of a local cluster. Its caller ends this worker, through
-        # the nanny, once the ranks have stopped. Not SIG_IGN, which ranks would inherit.
+        # Ctrl-C in a terminal, and Prefect's cancel, reach all processes of a local cluster.
+        # Its caller ends this worker, through the nanny, once the ranks have stopped. Not
+        # SIG_IGN, which ranks would inherit.
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, _leave_it_to_the_nanny)
 
     def identify() -> Answer:
         return _answer(_identity(dask_worker))
 
-    async def poll(token: str, next_event: int, known_state: SeatState, wait_s: float) -> Answer:
+    async def poll(token: str, next_event: int, known_state: AgentState, wait_s: float) -> Answer:
         box = MAILBOXES.open(token)
-        return _answer(await box.news(next_event, known_state, wait_s, lambda: _occupant(dask_worker, token)))
+        return _answer(
+            await box.news(next_event, known_state, wait_s, lambda: _occupant(dask_worker, token))
+        )
 
     async def clear(token: str, timeout_s: float) -> Answer:
-        """Stop the seat at once; answer when none of its ranks is left, with what they said meanwhile."""
+        """Stop the agent at once; answer when none of its ranks is left, with what they said
+        meanwhile.
+        """
         box = MAILBOXES.find(token)
         if box is None:
             return _answer(Cleared(ended=True))
@@ -79,7 +87,12 @@ async def open_switchboard(  # noqa: C901 - four small handlers that close over 
             box.give(**pickle.loads(order))
         return _answer(box is not None)
 
-    handlers: dict[str, Any] = {POLL_OP: poll, GIVE_OP: give, CLEAR_OP: clear, IDENTIFY_OP: identify}
+    handlers: dict[str, Any] = {
+        POLL_OP: poll,
+        GIVE_OP: give,
+        CLEAR_OP: clear,
+        IDENTIFY_OP: identify,
+    }
     for name, handler in handlers.items():
         dask_worker.handlers.setdefault(name, handler)
     if EndRankHost.name not in dask_worker.plugins:
@@ -118,7 +131,8 @@ def _occupant(worker: "Worker", token: str) -> Occupant | None:
 
 
 def _answer(value: Any) -> Answer:
-    # A dict, so that it can't be taken for the pickled exception by which Dask reports a broken connection.
+    # A dict, so that it can't be taken for the pickled exception by which Dask reports a broken
+    # connection.
     return {"answer": pickle.dumps(value)}
 
 
@@ -126,14 +140,17 @@ async def call_worker(client: "Client", address: str, op: str, **message: Any) -
     """Send one order to a worker, through the scheduler, and return its answer.
 
     Raises:
-        NoAnswerError: the worker, or the scheduler, could not be reached, or the worker doesn't know our orders.
+        NoAnswerError: the worker, or the scheduler, could not be reached, or the worker doesn't
+            know our orders.
         GangError: the order failed on the worker.
     """
     if client.scheduler is None:
         msg = f"the Dask client is {client.status}"
         raise NoAnswerError(msg)
     try:
-        replies = await client.scheduler.broadcast(msg={"op": op, **message}, workers=[address], on_error="return_pickle")
+        replies = await client.scheduler.broadcast(
+            msg={"op": op, **message}, workers=[address], on_error="return_pickle"
+        )
     except OSError as error:
         msg = f"the scheduler did not answer ({type(error).__name__}: {error})"
         raise NoAnswerError(msg) from error
@@ -148,7 +165,9 @@ async def call_worker(client: "Client", address: str, op: str, **message: Any) -
 
 
 def machine_id() -> str:
-    """Return what tells this machine from others; two containers with networks of their own are two machines."""
+    """Return what tells this machine from others; two containers with networks of their own are
+    two machines.
+    """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}"  # noqa: PTH116 - the link's target is what counts
@@ -157,7 +176,9 @@ def machine_id() -> str:
 
 
 def interface_addresses() -> tuple[tuple[str, str], ...]:
-    """Return this machine's internet addresses as (interface, address), in the system's order."""
+    """Return this machine's internet addresses as (interface, address), in the system's
+    order.
+    """
     return tuple(
         (name, entry.address)
         for name, entries in psutil.net_if_addrs().items()

@@ -37,7 +37,8 @@ class Claim:
 def own_backend(backend: str) -> str:
     """Turn `auto` into what this machine can do, and refuse a backend that it lacks.
 
-    With CUDA, `auto` is nccl for CUDA tensors and gloo for CPU tensors, as torch itself chooses.
+    With CUDA, `auto` is nccl for CUDA tensors and gloo for CPU tensors, as torch itself
+    chooses.
 
     Raises:
         RuntimeError: names the backend and what is missing.
@@ -46,7 +47,11 @@ def own_backend(backend: str) -> str:
     if backend == "auto":
         return BOTH if has_cuda and dist.is_nccl_available() else "gloo"
     if backend == "nccl" and not (has_cuda and dist.is_nccl_available()):
-        missing = "this build of torch has no NCCL" if not dist.is_nccl_available() else "torch sees no CUDA device"
+        missing = (
+            "this build of torch has no NCCL"
+            if not dist.is_nccl_available()
+            else "torch sees no CUDA device"
+        )
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "unset")
         msg = (
             f"backend 'nccl' can't be used on {socket.gethostname()}: {missing} "
@@ -77,10 +82,12 @@ def why_not_nccl(claims: Sequence[Claim]) -> str | None:
 def agree_on_backend(launch: RankLaunch, store: dist.Store) -> str:
     """Return the backend that all ranks of the gang take; each has to call this.
 
-    `auto` is gloo for all where NCCL can't be: a rank without CUDA, or several ranks on one device.
+    `auto` is gloo for all where NCCL can't be: a rank without CUDA, or several ranks on one
+    device.
 
     Raises:
-        RuntimeError: `nccl` was asked for and can't be; says which ranks, which host and how many devices it has.
+        RuntimeError: `nccl` was asked for and can't be; says which ranks, which host and how
+            many devices it has.
     """
     own = own_backend(launch.backend)
     if launch.backend == "gloo":
@@ -100,8 +107,14 @@ def agree_on_backend(launch: RankLaunch, store: dist.Store) -> str:
 def _exchange(launch: RankLaunch, store: dist.Store, device: str | None) -> list[Claim]:
     rank, world_size = launch.place.rank, launch.shape.world_size
     sees = num_devices_seen() if device is not None else ""
-    store.set(f"claim/{rank}", json.dumps(dataclasses.asdict(Claim(rank, launch.place.host, device, sees))))
-    return [Claim(**json.loads(text)) for text in store.multi_get([f"claim/{rank}" for rank in range(world_size)])]
+    store.set(
+        f"claim/{rank}",
+        json.dumps(dataclasses.asdict(Claim(rank, launch.place.host, device, sees))),
+    )
+    return [
+        Claim(**json.loads(text))
+        for text in store.multi_get([f"claim/{rank}" for rank in range(world_size)])
+    ]
 
 
 def _ranks(claims: Sequence[Claim]) -> str:
@@ -118,7 +131,8 @@ def device_index(position: int | None, local_rank: int, num_devices: int) -> int
     """Return the CUDA device of a rank. Pure.
 
     Args:
-        position: which of the names in its CUDA_VISIBLE_DEVICES was chosen for it; None where that isn't set.
+        position: which of the names in its CUDA_VISIBLE_DEVICES was chosen for it; None where
+            that isn't set.
         local_rank: the rank's number on its host.
         num_devices: devices that torch sees; of several MIG instances that is one.
     """
@@ -126,7 +140,9 @@ def device_index(position: int | None, local_rank: int, num_devices: int) -> int
 
 
 def choose_device(launch: RankLaunch) -> None:
-    """Choose the rank's device and make it the current one, whatever the backend; the CPU where there is no CUDA device."""
+    """Choose the rank's device and make it the current one, whatever the backend; the CPU where
+    there is no CUDA device.
+    """
     global _device  # noqa: PLW0603 - one process is one rank
     num_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if num_devices == 0:
@@ -142,7 +158,9 @@ def current_device() -> torch.device:
 
 
 def device_name(device: torch.device) -> str | None:
-    """Return what two ranks on one GPU have in common, as NCCL sees it: machine and bus; None for the CPU."""
+    """Return what two ranks on one GPU have in common, as NCCL sees it: machine and bus; None
+    for the CPU.
+    """
     if device.type != "cuda":
         return None
     properties = torch.cuda.get_device_properties(device)

@@ -1,4 +1,6 @@
-"""Owns the process group of a rank: its store, its start and end, and the refusal to initialise it twice."""
+"""Owns the process group of a rank: its store, its start and end, and the refusal to initialise
+it twice.
+"""
 
 import contextlib
 import functools
@@ -17,12 +19,15 @@ _RULE = 'run_gang and ddp_task initialise the process group themselves; for a fu
 
 
 _store: dist.Store | None = None
-"""Kept to the process's end: rank 0 serves it, and its peers may make new groups after rank 0's function has returned."""
+"""Kept to the process's end: rank 0 serves it, and its peers may make new groups after rank 0's
+function has returned."""
 
 
 @contextmanager
 def process_group(launch: RankLaunch) -> Iterator[None]:
-    """Bring the process group up as the mode says; it is left to the process's end to take it down."""
+    """Bring the process group up as the mode says; it is left to the process's end to take it
+    down.
+    """
     use_interface(launch)
     if launch.process_group != "default":
         yield
@@ -48,7 +53,9 @@ def process_group(launch: RankLaunch) -> Iterator[None]:
 
 
 def close_connections() -> None:
-    """Close this rank's connections, so that a peer that waits for it in a collective fails instead of waiting for ever."""
+    """Close this rank's connections, so that a peer that waits for it in a collective fails
+    instead of waiting for ever.
+    """
     # Not for NCCL: its teardown waits for the peers.
     if not dist.is_initialized() or dist.get_backend() != "gloo":
         return

@@ -20,7 +20,8 @@ class Interface:
     name: str
     address: str
     is_first: bool
-    """Whether gloo, told the interface alone, takes this very address: it takes the first one there."""
+    """Whether gloo, told the interface alone, takes this very address: it takes the first one
+    there."""
 
 
 def choose(wanted: Sequence[str], addresses: Sequence[tuple[str, str]]) -> Interface | None:
@@ -43,16 +44,20 @@ def settings(interface: Interface, *, several_hosts: bool) -> dict[str, str]:
     """Return the environment variables that tell gloo and NCCL of the interface. Pure."""
     told = {"GLOO_SOCKET_IFNAME": interface.name}
     if several_hosts:
-        told["NCCL_SOCKET_IFNAME"] = f"={interface.name}"  # without the sign NCCL takes eth10 for eth1 too
+        told["NCCL_SOCKET_IFNAME"] = (
+            f"={interface.name}"  # without the sign NCCL takes eth10 for eth1 too
+        )
         if ":" in interface.address:
             told["NCCL_SOCKET_FAMILY"] = "AF_INET6"
     return told
 
 
 def use_interface(launch: RankLaunch) -> None:
-    """Tell gloo and NCCL the interface of the address by which the rank's peers know it, unless the user chose one.
+    """Tell gloo and NCCL the interface of the address by which the rank's peers know it, unless
+    the user chose one.
 
-    Left alone gloo takes the one that the host's own name resolves to, which on Debian is loopback.
+    Left alone gloo takes the one that the host's own name resolves to, which on Debian is
+    loopback.
     """
     several_hosts = launch.shape.num_nodes > 1
     wanted = _wanted(launch.place.address or launch.place.host, several_hosts=several_hosts)
@@ -80,14 +85,18 @@ def _wanted(address: str, *, several_hosts: bool) -> list[str]:
 def _resolved(host: str) -> list[str]:
     """Return a host's addresses, itself where it is one."""
     try:
-        found = [str(entry[4][0]) for entry in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)]
+        found = [
+            str(entry[4][0]) for entry in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        ]
     except OSError:
         return [host]
     return [host, *found]
 
 
 def _on_the_way_to(host: str) -> list[str]:
-    """Return our address on the way to a host, as the kernel routes it: behind NAT nobody has the one that Dask names."""
+    """Return our address on the way to a host, as the kernel routes it: behind NAT nobody has
+    the one that Dask names.
+    """
     for family, kind, protocol, _, address in _address_infos(host):
         try:
             with socket.socket(family, kind, protocol) as probe:
@@ -108,13 +117,20 @@ def _address_infos(host: str) -> list[Any]:
 def _pin_gloo(address: str) -> None:
     """Have every gloo group of this process use one address of an interface that has several.
 
-    GLOO_SOCKET_IFNAME alone can't say that: gloo takes the first address there, which may be one of another network, or an
-    IPv4 one where the ranks are known by IPv6.
+    GLOO_SOCKET_IFNAME alone can't say that: gloo takes the first address there, which may be
+    one of another network, or an IPv4 one where the ranks are known by IPv6.
     """
     plain = dist.ProcessGroupGloo
 
     class GlooAtOneAddress(plain):  # type: ignore[misc, valid-type]
-        def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta | None = None, **_kwargs: Any) -> None:
+        def __init__(
+            self,
+            store: dist.Store,
+            rank: int,
+            size: int,
+            timeout: timedelta | None = None,
+            **_kwargs: Any,
+        ) -> None:
             options = plain._Options()  # type: ignore[attr-defined]  # noqa: SLF001 - how torch's own tests make one
             options._devices = [plain.create_device(hostname=address)]  # noqa: SLF001
             options._threads = 2  # noqa: SLF001 - torch's own number for one device

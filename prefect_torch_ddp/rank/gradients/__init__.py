@@ -1,4 +1,5 @@
-"""How gradients become those of the global batch: share weights, micro-batches, elastic determinism.
+"""How gradients become those of the global batch: share weights, micro-batches, elastic
+determinism.
 
 What loads or saves state never comes here.
 """

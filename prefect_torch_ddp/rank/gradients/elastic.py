@@ -1,6 +1,8 @@
-"""Owns elastic determinism: the same bits for every number of ranks, as all follows from virtual ranks, whose number is fixed.
+"""Owns elastic determinism: the same bits for every number of ranks, as all follows from
+virtual ranks, whose number is fixed.
 
-Owns taking the gradients of parameters as flat tensors, and putting flat sums back in their place.
+Owns taking the gradients of parameters as flat tensors, and putting flat sums back in their
+place.
 """
 
 import os
@@ -25,10 +27,11 @@ _CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 
 
 class VirtualRanks:
-    """The virtual ranks that this rank stands for: what each computes is the same on any rank, and summed in one order.
+    """The virtual ranks that this rank stands for: what each computes is the same on any rank,
+    and summed in one order.
 
-    Each has its share of the global batch, random numbers of its own for each step, and its gradient, which the ranks add up in
-    one fixed tree over all virtual ranks.
+    Each has its share of the global batch, random numbers of its own for each step, and its
+    gradient, which the ranks add up in one fixed tree over all virtual ranks.
     """
 
     def __init__(self, config: RankConfig, place: Place) -> None:
@@ -52,7 +55,8 @@ class VirtualRanks:
         self._settings.close()
 
     def wrap(self, model: nn.Module, device: torch.device) -> nn.Module:
-        """Move a model to the device and give all ranks the weights of rank 0; no DDP, which sums in an order of its own.
+        """Move a model to the device and give all ranks the weights of rank 0; no DDP, which
+        sums in an order of its own.
 
         Raises:
             InvalidParamsError: there are several ranks and the process group isn't up.
@@ -60,7 +64,7 @@ class VirtualRanks:
         model = model.to(device)
         if self._place.world_size > 1:
             if not dist.is_initialized():
-                msg = f"rank.wrap on {self._place.world_size} ranks needs the process group; call init_process_group first"
+                msg = f"ctx.wrap on {self._place.world_size} ranks needs the process group; call init_process_group first"
                 raise InvalidParamsError(msg)
             for value in (*model.parameters(), *model.buffers()):
                 _broadcast(value.detach())
@@ -78,23 +82,25 @@ class VirtualRanks:
         """Refuse a step whose gradients weren't summed.
 
         Raises:
-            InvalidParamsError: `rank.micro_batches` wasn't gone through to its end.
+            InvalidParamsError: `ctx.micro_batches` wasn't gone through to its end.
         """
         if self._owes:
             msg = (
-                f"step {self._step} was taken without going through all of rank.micro_batches(batch), which sums the gradients "
+                f"step {self._step} was taken without going through all of ctx.micro_batches(batch), which sums the gradients "
                 "under determinism='elastic'; call backward on the weighted loss of each micro-batch, on every rank"
             )
             raise InvalidParamsError(msg)
 
     def micro_batches(self, batch: Any, max_samples: int | None) -> Iterator[tuple[Any, float]]:
-        """Yield (micro-batch, weight) for each virtual rank of this rank, in order; then sum the gradients over all of them.
+        """Yield (micro-batch, weight) for each virtual rank of this rank, in order; then sum
+        the gradients over all of them.
 
         Raises:
-            InvalidParamsError: the batch isn't one of `steps`, or can't be cut, or a buffer of a model depends on it.
+            InvalidParamsError: the batch isn't one of `steps`, or can't be cut, or a buffer of
+                a model depends on it.
         """
         if not isinstance(batch, VirtualShares):
-            msg = f"rank.micro_batches got a {type(batch).__name__}; pass the batch as rank.steps gave it, before any change"
+            msg = f"ctx.micro_batches got a {type(batch).__name__}; pass the batch as ctx.steps gave it, before any change"
             raise InvalidParamsError(msg)
         self._owes = True
         self._refuse_running_statistics()
@@ -108,19 +114,25 @@ class VirtualRanks:
                 self._refuse_changed(buffers)
             taken = gradients.take()
             if virtual_rank in shares and not shares[virtual_rank].num_samples:
-                taken = [flat.zero_() for flat in taken]  # a stand-in's counts for nothing, nan or not
+                taken = [
+                    flat.zero_() for flat in taken
+                ]  # a stand-in's counts for nothing, nan or not
             tree.push(range(virtual_rank, virtual_rank + 1), taken)
         gradients.put(total_over_ranks(tree, self._place.world_size))
         if self._place.world_size > 1:
             self._spare += [flat for _, flat in tree.branches]
-        seed_shared(self._seed, self._step, self._parts.num_parts)  # what the rest of the step draws is the same on all ranks
+        seed_shared(
+            self._seed, self._step, self._parts.num_parts
+        )  # what the rest of the step draws is the same on all ranks
         self._owes = False
 
     def _add(self, left: Flat, right: Flat) -> Flat:
         self._spare.append(right)
         return add_in_place(left, right)
 
-    def _of_one(self, share: VirtualShare, num_global: int, max_samples: int | None) -> Iterator[tuple[Any, float]]:
+    def _of_one(
+        self, share: VirtualShare, num_global: int, max_samples: int | None
+    ) -> Iterator[tuple[Any, float]]:
         num_rows = count_rows(share.batch, max(share.num_samples, 1))
         seed_shared(self._seed, self._step, share.virtual_rank)
         for piece in pieces(num_rows, max_samples):
@@ -128,7 +140,9 @@ class VirtualRanks:
             yield cut(share.batch, piece), weight
 
     def _parameters(self) -> dict[str, nn.Parameter]:
-        """Return all that get gradients, once each, in an order that is the same on all ranks."""
+        """Return all that get gradients, once each, in an order that is the same on all
+        ranks.
+        """
         found = {
             id(parameter): (f"{position}.{name}" if position else name, parameter)
             for position, model in enumerate(self._models)
@@ -156,7 +170,10 @@ class VirtualRanks:
     def _buffers(self) -> dict[str, tuple[int, int]]:
         """Return what shows whether a buffer that is saved has changed."""
         return {
-            f"{prefix}.{name}".lstrip(".") + f" ({type(module).__name__})": (id(buffer), buffer._version)  # noqa: SLF001 - torch has no other
+            f"{prefix}.{name}".lstrip(".") + f" ({type(module).__name__})": (
+                id(buffer),
+                buffer._version,
+            )
             for model in self._models
             for prefix, module in model.named_modules()
             for name, buffer in module.named_buffers(recurse=False)
@@ -168,7 +185,7 @@ class VirtualRanks:
         if changed:
             msg = (
                 f"the buffers {', '.join(changed)} change in the forward pass, and how often a process does that depends on the "
-                "number of ranks, so determinism='elastic' refuses them; change them after rank.micro_batches, or use a layer "
+                "number of ranks, so determinism='elastic' refuses them; change them after ctx.micro_batches, or use a layer "
                 "without such a buffer"
             )
             raise InvalidParamsError(msg)
@@ -191,7 +208,8 @@ def _compute_alike() -> ExitStack:
     if _CUBLAS not in os.environ:
         undo.callback(os.environ.pop, _CUBLAS, None)
         os.environ[_CUBLAS] = ":4096:8"  # else cuBLAS, asked to be deterministic, refuses to work
-    # On a CPU the threads share out a sum, and their number follows from how many ranks a host has.
+    # On a CPU the threads share out a sum, and their number follows from how many ranks a host
+    # has.
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(mode=True)
     torch.backends.cudnn.benchmark = False
@@ -199,14 +217,18 @@ def _compute_alike() -> ExitStack:
 
 
 class FlatGradients:
-    """The gradients of some parameters as one flat tensor for each dtype and device, with marks of which parameters have one."""
+    """The gradients of some parameters as one flat tensor for each dtype and device, with marks
+    of which parameters have one.
+    """
 
     def __init__(self, parameters: Mapping[str, torch.nn.Parameter], spare: list[Flat]) -> None:
-        """Begin without gradients; those that there are come back with the sum, which is added to them.
+        """Begin without gradients; those that there are come back with the sum, which is added
+        to them.
 
         Args:
             parameters: by name.
-            spare: flat tensors of earlier steps to write to, since memory that is new to the process costs more than the copy.
+            spare: flat tensors of earlier steps to write to, since memory that is new to the
+                process costs more than the copy.
         """
         self._names = {id(parameter): name for name, parameter in parameters.items()}
         self._before = {id(parameter): parameter.grad for parameter in parameters.values()}
@@ -225,16 +247,24 @@ class FlatGradients:
         taken = []
         spare = self._spare.pop() if self._spare else [None] * len(self._kinds)
         for parameters, out in zip(self._kinds, spare, strict=True):
-            marks = _real(parameters[0]).new_tensor([float(parameter.grad is not None) for parameter in parameters])
-            taken.append(torch.cat([*(self._flat(parameter) for parameter in parameters), marks], out=out))
+            marks = _real(parameters[0]).new_tensor(
+                [float(parameter.grad is not None) for parameter in parameters]
+            )
+            taken.append(
+                torch.cat([*(self._flat(parameter) for parameter in parameters), marks], out=out)
+            )
             for parameter in parameters:
                 parameter.grad = None
         return taken
 
     def put(self, total: Flat) -> None:
-        """Give each parameter its part of the sum, of which it is a view; none to one that had no gradient anywhere."""
+        """Give each parameter its part of the sum, of which it is a view; none to one that had
+        no gradient anywhere.
+        """
         for parameters, flat in zip(self._kinds, total, strict=True):
-            *parts, marks = torch.split(flat, [*(_real(parameter).numel() for parameter in parameters), len(parameters)])
+            *parts, marks = torch.split(
+                flat, [*(_real(parameter).numel() for parameter in parameters), len(parameters)]
+            )
             for parameter, part, mark in zip(parameters, parts, marks.tolist(), strict=True):
                 before = self._before[id(parameter)]
                 parameter.grad = before

@@ -1,4 +1,6 @@
-"""Owns how gradients are averaged over the ranks: each rank's counts by its share of the global batch."""
+"""Owns how gradients are averaged over the ranks: each rank's counts by its share of the global
+batch.
+"""
 
 from functools import reduce
 from typing import Any
@@ -13,9 +15,14 @@ from prefect_torch_ddp.rank.loop.state import TrainingState
 
 
 def wrap_model(
-    model: nn.Module, state: TrainingState, device: torch.device, world_size: int, ddp_kwargs: dict[str, Any]
+    model: nn.Module,
+    state: TrainingState,
+    device: torch.device,
+    world_size: int,
+    ddp_kwargs: dict[str, Any],
 ) -> nn.Module:
-    """Move a model to the device, and where there are several ranks make it a DistributedDataParallel.
+    """Move a model to the device, and where there are several ranks make it a
+    DistributedDataParallel.
 
     Raises:
         InvalidParamsError: there are several ranks and the process group isn't up.
@@ -26,7 +33,9 @@ def wrap_model(
     if world_size == 1 or not any(parameter.requires_grad for parameter in model.parameters()):
         return model
     if not dist.is_initialized():
-        msg = f"rank.wrap on {world_size} ranks needs the process group; call init_process_group first"
+        msg = (
+            f"ctx.wrap on {world_size} ranks needs the process group; call init_process_group first"
+        )
         raise InvalidParamsError(msg)
     if device.type == "cuda":
         ddp_kwargs = {"device_ids": [device], **ddp_kwargs}
@@ -38,17 +47,27 @@ def wrap_model(
 
 
 def unwrapped(item: Any) -> Any:
-    """Return the bare module of a DDP or compiled one, whose weights load without a prefix; anything else as it is."""
+    """Return the bare module of a DDP or compiled one, whose weights load without a prefix;
+    anything else as it is.
+    """
     while isinstance(item, nn.Module):
-        inner = item.module if isinstance(item, DistributedDataParallel) else getattr(item, "_orig_mod", None)
+        inner = (
+            item.module
+            if isinstance(item, DistributedDataParallel)
+            else getattr(item, "_orig_mod", None)
+        )
         if not isinstance(inner, nn.Module):
             break
         item = inner
     return item
 
 
-def _sum_by_share(context: tuple[TrainingState, Any], bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Sum a bucket of gradients over the ranks, each scaled by its share; a DDP communication hook."""
+def _sum_by_share(
+    context: tuple[TrainingState, Any], bucket: dist.GradBucket
+) -> torch.futures.Future[torch.Tensor]:
+    """Sum a bucket of gradients over the ranks, each scaled by its share; a DDP communication
+    hook.
+    """
     state, group = context
     gradients = bucket.buffer()
     share = state.share
@@ -65,11 +84,15 @@ def _sum_by_share(context: tuple[TrainingState, Any], bucket: dist.GradBucket) -
 def _settle_buckets(ddp: DistributedDataParallel) -> None:
     """Have DDP lay out its buckets now, by a backward pass of zeros.
 
-    It would do so after the first real step, by which the order of summation changes (ring all-reduce, three ranks or more). A
-    resumed training would then differ in the last bit from one that was never interrupted.
+    It would do so after the first real step, by which the order of summation changes (ring
+    all-reduce, three ranks or more). A resumed training would then differ in the last bit from
+    one that was never interrupted.
     """
     parameters = [parameter for parameter in ddp.module.parameters() if parameter.requires_grad]
-    has_hooks = any(getattr(p, "_post_accumulate_grad_hooks", None) or getattr(p, "_backward_hooks", None) for p in parameters)
+    has_hooks = any(
+        getattr(p, "_post_accumulate_grad_hooks", None) or getattr(p, "_backward_hooks", None)
+        for p in parameters
+    )
     has_sparse = any(getattr(module, "sparse", False) for module in ddp.module.modules())
     if ddp.find_unused_parameters or ddp.static_graph or has_hooks or has_sparse:
         return  # DDP doesn't rebuild, or learns from the first pass, or the pass would have effects
@@ -77,7 +100,11 @@ def _settle_buckets(ddp: DistributedDataParallel) -> None:
 
     def zeros(*_args: Any, **_kwargs: Any) -> torch.Tensor:
         # A chain: its backward pass reaches the last parameter first, much as a real one does.
-        return reduce(lambda total, parameter: total + _zero(parameter).to(device), parameters, torch.zeros((), device=device))
+        return reduce(
+            lambda total, parameter: total + _zero(parameter).to(device),
+            parameters,
+            torch.zeros((), device=device),
+        )
 
     ddp._run_ddp_forward = zeros  # type: ignore[method-assign] # noqa: SLF001 - the module's own forward needs an input
     try:

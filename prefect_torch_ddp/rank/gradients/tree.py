@@ -1,6 +1,8 @@
-"""Owns one fixed order of summation: a balanced binary tree over numbered leaves, whoever holds which of them. Pure.
+"""Owns one fixed order of summation: a balanced binary tree over numbered leaves, whoever holds
+which of them. Pure.
 
-Owns the exchange in which ranks add up tensors in one fixed tree; traffic as of a ring all-reduce where branches fit ranks.
+Owns the exchange in which ranks add up tensors in one fixed tree; traffic as of a ring
+all-reduce where branches fit ranks.
 """
 
 from collections.abc import Callable
@@ -17,8 +19,8 @@ T = TypeVar("T")
 class TreeSum(Generic[T]):
     """Adds up values of leaves, or of whole branches, in the tree's order.
 
-    Each branch is the sum of its two halves. Values are pushed from left to right; what can be added is added at once, so no
-    more than one value for each level of the tree is held.
+    Each branch is the sum of its two halves. Values are pushed from left to right; what can be
+    added is added at once, so no more than one value for each level of the tree is held.
     """
 
     def __init__(self, num_leaves: int, add: Callable[[T, T], T]) -> None:
@@ -31,15 +33,20 @@ class TreeSum(Generic[T]):
         self.num_leaves = num_leaves
         self._add = add
         self.branches: list[tuple[range, T]] = []
-        """The largest branches that are complete, from left to right: the leaves of each, and its sum."""
+        """The largest branches that are complete, from left to right: the leaves of each, and
+        its sum."""
 
     def push(self, leaves: range, value: T) -> None:
         """Take the value of the branch of these leaves, which follow those pushed before."""
         self.branches.append((leaves, value))
-        while len(self.branches) > 1 and self._are_halves(self.branches[-2][0], self.branches[-1][0]):
+        while len(self.branches) > 1 and self._are_halves(
+            self.branches[-2][0], self.branches[-1][0]
+        ):
             right_leaves, right = self.branches.pop()
             left_leaves, left = self.branches.pop()
-            self.branches.append((range(left_leaves.start, right_leaves.stop), self._add(left, right)))
+            self.branches.append(
+                (range(left_leaves.start, right_leaves.stop), self._add(left, right))
+            )
 
     def _are_halves(self, left: range, right: range) -> bool:
         """Tell whether two neighbours are the halves of one branch."""
@@ -48,7 +55,9 @@ class TreeSum(Generic[T]):
             middle = branch.start + len(branch) // 2
             if (branch.start, middle, branch.stop) == (left.start, right.start, right.stop):
                 return True
-            branch = range(branch.start, middle) if right.stop <= middle else range(middle, branch.stop)
+            branch = (
+                range(branch.start, middle) if right.stop <= middle else range(middle, branch.stop)
+            )
         return False
 
 
@@ -65,14 +74,17 @@ Flat = list[torch.Tensor]
 
 
 def add_in_place(left: Flat, right: Flat) -> Flat:
-    """Add the right ones to the left ones; an element's sum doesn't depend on where it is in its tensor."""
+    """Add the right ones to the left ones; an element's sum doesn't depend on where it is in
+    its tensor.
+    """
     for ours, other in zip(left, right, strict=True):
         ours.add_(other)
     return left
 
 
 def total_over_ranks(tree: TreeSum[Flat], world_size: int) -> Flat:
-    """Return the sum over the whole tree on every rank, of which each rank has the branches of its leaves.
+    """Return the sum over the whole tree on every rank, of which each rank has the branches of
+    its leaves.
 
     Each rank adds up one slice of the elements for all, and gets the others' slices.
     """
@@ -80,7 +92,10 @@ def total_over_ranks(tree: TreeSum[Flat], world_size: int) -> Flat:
         ((_, total),) = tree.branches
         return total
     num_leaves = tree.num_leaves
-    by_rank = [branches_of(Parts.of_rank(rank, world_size, num_leaves).mine, num_leaves) for rank in range(world_size)]
+    by_rank = [
+        branches_of(Parts.of_rank(rank, world_size, num_leaves).mine, num_leaves)
+        for rank in range(world_size)
+    ]
     kinds = zip(*(flat for _, flat in tree.branches), strict=True)
     return [_total(list(mine), by_rank, num_leaves) for mine in kinds]
 
@@ -102,7 +117,9 @@ def _total(mine: Flat, by_rank: list[list[range]], num_leaves: int) -> torch.Ten
 
 
 def _all_to_all(send: torch.Tensor, nums_branches: list[int], chunk: int) -> torch.Tensor:
-    """Send each rank its slice of our branches; return everybody's branches of our slice, [branches, chunk]."""
+    """Send each rank its slice of our branches; return everybody's branches of our slice,
+    [branches, chunk].
+    """
     outgoing = _bytes_of(send)
     received = outgoing.new_empty(sum(nums_branches) * chunk * send.element_size())
     each = chunk * send.element_size()
@@ -123,6 +140,8 @@ def _all_gather(mine: torch.Tensor, world_size: int) -> torch.Tensor:
 
 
 def _bytes_of(values: torch.Tensor) -> torch.Tensor:
-    """Return plain bytes, which any backend carries, whatever the dtype; on the CPU where gloo carries them."""
+    """Return plain bytes, which any backend carries, whatever the dtype; on the CPU where gloo
+    carries them.
+    """
     device = torch.device("cpu") if dist.get_backend() == "gloo" else values.device
     return values.contiguous().to(device).view(-1).view(torch.uint8)

@@ -1,8 +1,10 @@
-"""Owns how ranks agree on the step after which something is done, without a collective and at next to no cost per step.
+"""Owns how ranks agree on the step after which something is done, without a collective and at
+next to no cost per step.
 
-Ranks pass *points* in the same order: the end of step n is 2n, being outside of a loop after step n is 2n + 1. When a rank wants
-something it opens a round in the gang's store. Every rank then *pledges* a point that it won't pass before it knows the
-outcome: a thread of its own does so while the training computes, so no rank waits for another one's step. The outcome is the
+Ranks pass *points* in the same order: the end of step n is 2n, being outside of a loop after
+step n is 2n + 1. When a rank wants something it opens a round in the gang's store. Every rank
+then *pledges* a point that it won't pass before it knows the outcome: a thread of its own does
+so while the training computes, so no rank waits for another one's step. The outcome is the
 furthest point pledged, which no rank has passed, and what any rank wanted.
 """
 
@@ -18,8 +20,9 @@ from enum import IntFlag
 import torch.distributed as dist
 
 POLL_S = 0.2
-"""How often a rank's thread looks whether a round was opened. Not a blocking wait: when rank 0 dies, which serves the store,
-torch would print a page of C++ frames on every other rank for each call that is under way."""
+"""How often a rank's thread looks whether a round was opened. Not a blocking wait: when rank 0
+dies, which serves the store, torch would print a page of C++ frames on every other rank for
+each call that is under way."""
 GATHER_POLL_S = 0.001
 MAX_GATHER_POLL_S = 0.05
 NEVER = 2**62
@@ -45,7 +48,9 @@ def end_of(step: int) -> int:
 
 
 def outside_after(step: int) -> int:
-    """Return the point outside of a loop, once a step was the last one of it; 0 before the first step."""
+    """Return the point outside of a loop, once a step was the last one of it; 0 before the
+    first step.
+    """
     return 2 * step + 1
 
 
@@ -58,7 +63,10 @@ class Outcome:
 
 
 class Agreement:
-    """Reaches one kind of agreement after another. The training's thread makes all calls; a thread of its own answers for it."""
+    """Reaches one kind of agreement after another.
+
+    The training's thread makes all calls; a thread of its own answers for it.
+    """
 
     def __init__(self, rank: int, world_size: int, point: int, *, ahead_s: float = 0.0) -> None:
         """Take part from now on; every rank has to make it, equally often.
@@ -67,8 +75,8 @@ class Agreement:
             rank: this one.
             world_size: with 1 there is nobody to ask, no thread and no store.
             point: where this rank is, outside of a loop.
-            ahead_s: how far ahead the one who asks pledges, so that he need not wait for the others' threads; 0 for what is to be
-                done as soon as can be.
+            ahead_s: how far ahead the one who asks pledges, so that he need not wait for the
+                others' threads; 0 for what is to be done as soon as can be.
 
         Raises:
             RuntimeError: there are several ranks and the process group isn't up.
@@ -108,7 +116,8 @@ class Agreement:
         return self.reach(point, next_point, want)
 
     def reach(self, point: int, next_point: int, want: Want) -> Outcome | None:
-        """Pass a point. Returns what is due there, or was at one that this rank skipped by leaving the loop; waits at a pledge.
+        """Pass a point. Returns what is due there, or was at one that this rank skipped by
+        leaving the loop; waits at a pledge.
 
         Args:
             point: where this rank is.
@@ -145,7 +154,9 @@ class Agreement:
             return
         self._thread.join()
         self._thread = None
-        with suppress(RuntimeError):  # the store went with the rank that had it: nobody is left to be told
+        with suppress(
+            RuntimeError
+        ):  # the store went with the rank that had it: nobody is left to be told
             self._answers.check([""])  # its answer says that the pledges sent before have arrived
             self._store.set(f"gone/{self._rank}", "")
 
@@ -162,7 +173,9 @@ class Agreement:
         return outcome
 
     def _ahead(self, point: int) -> int:
-        """Return the point to pledge for a round that this rank opens: this one, or some steps on, so that the others hear."""
+        """Return the point to pledge for a round that this rank opens: this one, or some steps
+        on, so that the others hear.
+        """
         if not self._ahead_s or point >= self._last_point:
             return point
         began_s, began_at = self._pace
@@ -171,7 +184,9 @@ class Agreement:
         return min(point + 2 * math.ceil(self._ahead_s / step_s), self._last_point)
 
     def _pledge(self, store: dist.Store, point: int, want: Want) -> None:
-        """Promise not to pass a point; with the lock held, so that the training can't pass it meanwhile."""
+        """Promise not to pass a point; with the lock held, so that the training can't pass it
+        meanwhile.
+        """
         store.set(f"pledge/{self._round}/{self._rank}", json.dumps([point, int(want)]))
         if want:
             store.set(f"open/{self._round}", "")
@@ -211,9 +226,13 @@ class Agreement:
 
 
 def _connect(name: str) -> dist.Store:
-    """Open a connection of its own to the gang's store: a client must not be used by two threads at a time."""
+    """Open a connection of its own to the gang's store: a client must not be used by two
+    threads at a time.
+    """
     if not dist.is_initialized():
-        msg = "rank.steps on several ranks needs the process group; call init_process_group before it"
+        msg = (
+            "ctx.steps on several ranks needs the process group; call init_process_group before it"
+        )
         raise RuntimeError(msg)
     store = dist.distributed_c10d._get_default_store()  # noqa: SLF001 - torch has no public way to it
     return dist.PrefixStore(name, store.clone())

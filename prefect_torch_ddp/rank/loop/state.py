@@ -48,15 +48,19 @@ class Position:
     """Global batches of the current epoch that are done."""
     global_batch_size: int = 0
     order: str = ""
-    """Says in words which order of samples the batches are of; another one can't be gone on with."""
+    """Says in words which order of samples the batches are of; another one can't be gone on
+    with."""
     stopped_early: bool = False
     """Whether the training itself asked to stop here, so that resuming it adds nothing."""
     num_own_saves: int = 0
-    """Checkpoints outside of `steps` that have a number of their own, since their step's was taken."""
+    """Checkpoints outside of `steps` that have a number of their own, since their step's was
+    taken."""
     is_behind: bool = False
-    """Whether the checkpoint was asked for behind this call of `steps`: it has ended, also where it was left half-way."""
+    """Whether the checkpoint was asked for behind this call of `steps`: it has ended, also
+    where it was left half-way."""
     in_own_loop: bool = False
-    """Whether `steps` had not begun: the generators are those of the user's own loop, which goes on behind `track`."""
+    """Whether `steps` had not begun: the generators are those of the user's own loop, which
+    goes on behind `track`."""
 
     def as_json(self) -> dict[str, Any]:
         """Return plain JSON values."""
@@ -87,26 +91,31 @@ class TrainingState:
     save_wanted: bool = False
     """A checkpoint was asked for at the end of this step."""
     wrapped: list[Any] = field(default_factory=list)
-    """The DDP modules of `rank.wrap`."""
+    """The DDP modules of `ctx.wrap`."""
     virtual: "VirtualRanks | None" = None
     """Set in a training with elastic determinism."""
     owes_gradients: bool = False
-    """Micro-batches of the step under way are done, and the ranks haven't summed their gradients yet."""
+    """Micro-batches of the step under way are done, and the ranks haven't summed their
+    gradients yet."""
     trouble: Callable[[], str] = field(default=str)
     """Says, on rank 0, what people should know of the training, or nothing."""
     saved: int | None = None
-    """The number of the newest checkpoint that was begun or restored; None where there is none of this run."""
+    """The number of the newest checkpoint that was begun or restored; None where there is none
+    of this run."""
 
     _num_before: int | None = None
 
     @property
     def checkpoint_number(self) -> int:
-        """The number by which a checkpoint made now is known: the step, and beyond it those that were made outside of `steps`."""
+        """The number by which a checkpoint made now is known: the step, and beyond it those
+        that were made outside of `steps`.
+        """
         return self.step + self.position.num_own_saves
 
     @property
     def record_step(self) -> int:
-        """The step of what is reported now. A loop of the user's own has no steps: what follows a checkpoint counts as the next.
+        """The step of what is reported now. A loop of the user's own has no steps: what follows
+        a checkpoint counts as the next.
 
         So a resume takes back what was reported behind its checkpoint, and nothing else.
         """

@@ -1,6 +1,8 @@
-"""Owns the loop over optimizer steps: where it goes on, what happens at a step's end, and how all ranks agree on both.
+"""Owns the loop over optimizer steps: where it goes on, what happens at a step's end, and how
+all ranks agree on both.
 
-Owns what SIGTERM means to a rank in its loop: that the training is to stop, as on a machine that is to be given back.
+Owns what SIGTERM means to a rank in its loop: that the training is to stop, as on a machine
+that is to be given back.
 """
 
 import logging
@@ -21,7 +23,14 @@ from prefect_torch_ddp.rank.checkpointing import Tracker
 from prefect_torch_ddp.rank.config import RankConfig
 from prefect_torch_ddp.rank.gradients.micro_batches import refuse_half_done
 from prefect_torch_ddp.rank.link import ControlLink
-from prefect_torch_ddp.rank.loop.agreement import POLL_S, Agreement, Outcome, Want, end_of, outside_after
+from prefect_torch_ddp.rank.loop.agreement import (
+    POLL_S,
+    Agreement,
+    Outcome,
+    Want,
+    end_of,
+    outside_after,
+)
 from prefect_torch_ddp.rank.loop.state import Place, Position, TrainingState
 from prefect_torch_ddp.rank.reporter import Reporter
 
@@ -32,7 +41,13 @@ class StepLoop:
     """Runs the loops of one training, one after the other."""
 
     def __init__(  # noqa: PLR0913, PLR0917 - the parts of a rank that meet at a step's end
-        self, config: RankConfig, place: Place, state: TrainingState, link: ControlLink, reporter: Reporter, tracker: Tracker
+        self,
+        config: RankConfig,
+        place: Place,
+        state: TrainingState,
+        link: ControlLink,
+        reporter: Reporter,
+        tracker: Tracker,
     ) -> None:
         """Make it; the agreements are made by the first loop."""
         self._config = config
@@ -53,7 +68,7 @@ class StepLoop:
             InvalidParamsError: an argument can't work, or another loop is under way.
         """
         if not isinstance(loader, RankLoader):
-            msg = f"rank.steps takes a loader from rank.loader(dataset, global_batch_size=...), not a {type(loader).__name__}"
+            msg = f"ctx.steps takes a loader from ctx.loader(dataset, global_batch_size=...), not a {type(loader).__name__}"
             raise InvalidParamsError(msg)
         if epochs < 0:
             msg = f"epochs is {epochs}; it can't be negative"
@@ -63,7 +78,7 @@ class StepLoop:
     def _run(self, loader: RankLoader, epochs: int) -> Iterator[Any]:
         state = self._state
         if state.share is not None:
-            msg = "rank.steps inside of rank.steps: end the outer loop first"
+            msg = "ctx.steps inside of ctx.steps: end the outer loop first"
             raise InvalidParamsError(msg)
         loop = self._num_loops
         self._num_loops += 1
@@ -72,7 +87,9 @@ class StepLoop:
             self._tracker.begin()
         enters = self._enter(loop, loader)
         before = state.position
-        self._tracker.pass_by(is_over=loop < before.loop, is_next=loop == before.loop and before.is_behind)
+        self._tracker.pass_by(
+            is_over=loop < before.loop, is_next=loop == before.loop and before.is_behind
+        )
         if not enters or state.position.stopped_early:
             return
         self._tracker.set_generators()
@@ -82,7 +99,7 @@ class StepLoop:
         self._reporter.begin_loop(loader.batches)
         self._termination.install()
         try:
-            with self._link.pulse.looping():
+            with self._link.heartbeat.looping():
                 if left == 0 or self._begin(left):
                     while state.position.loop_epoch < epochs and not state.stop_agreed:
                         yield from self._epoch(loader)
@@ -100,7 +117,8 @@ class StepLoop:
 
     def _make_agreements(self) -> None:
         place, here = self._place, outside_after(self._state.step)
-        # Two, so that a stop that all ranks ask for in one step comes after that very step, whatever else is being agreed on.
+        # Two, so that a stop that all ranks ask for in one step comes after that very step,
+        # whatever else is being agreed on.
         self._stops = Agreement(place.rank, place.world_size, here)
         if self._config.checkpoint.every_s is not None:
             self._saves = Agreement(place.rank, place.world_size, here, ahead_s=2 * POLL_S)
@@ -122,13 +140,17 @@ class StepLoop:
         return not self._state.stop_agreed
 
     def _enter(self, loop: int, loader: RankLoader) -> bool:
-        """Find the place in a loop that begins or goes on; return whether there is anything to do in it."""
+        """Find the place in a loop that begins or goes on; return whether there is anything to
+        do in it.
+        """
         state = self._state
         position = state.position
-        if loop < position.loop or (loop == position.loop and position.is_behind):  # a resumed training has left it behind
+        if loop < position.loop or (
+            loop == position.loop and position.is_behind
+        ):  # a resumed training has left it behind
             logger.warning(
-                "call %d of rank.steps was over before the checkpoint and adds no step, but the code behind it runs again; one "
-                "rank.steps(..., epochs=n) with rank.epoch_ended in its body is resumed where it was",
+                "call %d of ctx.steps was over before the checkpoint and adds no step, but the code behind it runs again; one "
+                "ctx.steps(..., epochs=n) with ctx.epoch_ended in its body is resumed where it was",
                 loop + 1,
             )
             return False
@@ -136,9 +158,12 @@ class StepLoop:
             return False
         order, size = loader.order, loader.global_batch_size
         if loop > position.loop:
-            # An epoch that was left half-way isn't taken up again: the next loop begins the next order.
+            # An epoch that was left half-way isn't taken up again: the next loop begins the
+            # next order.
             epoch = position.epoch + (position.batch > 0)
-            position = replace(position, loop=loop, loop_epoch=0, epoch=epoch, batch=0, is_behind=False)
+            position = replace(
+                position, loop=loop, loop_epoch=0, epoch=epoch, batch=0, is_behind=False
+            )
         elif position.batch and position.order not in ("", order):
             logger.warning(
                 "the checkpoint is from the midst of an epoch of %s, and the loader's are of %s: that epoch can't be finished, "
@@ -151,14 +176,17 @@ class StepLoop:
             done = position.batch * position.global_batch_size
             position = replace(position, batch=min(done // size, len(loader)))
             if done % size:
-                logger.warning("global_batch_size changed within an epoch: %d samples of it are seen twice", done % size)
+                logger.warning(
+                    "global_batch_size changed within an epoch: %d samples of it are seen twice",
+                    done % size,
+                )
         state.position = replace(position, global_batch_size=size, order=order)
         return True
 
     def _epoch(self, loader: RankLoader) -> Iterator[Any]:
         state = self._state
         state.epoch = state.position.epoch + 1
-        self._link.pulse.enter(Phase.LOADING)
+        self._link.heartbeat.enter(Phase.LOADING)
         for batch, share in loader.lockstep(state.position.epoch, state.position.batch):
             self._begin_step(share)
             try:
@@ -168,7 +196,7 @@ class StepLoop:
                 raise
             if self._end_step(share):
                 return
-            self._link.pulse.enter(Phase.LOADING)
+            self._link.heartbeat.enter(Phase.LOADING)
         if state.position.batch:  # resumed behind the last batch
             state.position = _after(state.position, is_last=True)
 
@@ -180,20 +208,26 @@ class StepLoop:
         state.owes_gradients = False
         if state.virtual is not None:
             state.virtual.begin_step(state.step)
-        self._link.pulse.begin_step(state.step, state.epoch, is_last=share.is_last)
+        self._link.heartbeat.begin_step(state.step, state.epoch, is_last=share.is_last)
 
     def _end_step(self, share: BatchShare) -> bool:
         """Do what is due after the loop's body; return whether all ranks stop here."""
         state = self._state
         refuse_half_done(state)
-        self._link.pulse.enter(Phase.STEP_END)
+        self._link.heartbeat.enter(Phase.STEP_END)
         assert self._stops is not None
         here = end_of(state.step)
-        then = end_of(state.step + 1) if state.step < (state.total_steps or 0) else outside_after(state.step)
+        then = (
+            end_of(state.step + 1)
+            if state.step < (state.total_steps or 0)
+            else outside_after(state.step)
+        )
         stop = self._stops.reach(here, then, self._stop_wanted())
         by_time = False
         if self._saves is not None and stop is None:
-            save = self._saves.reach(here, then, Want.SAVE if self._tracker.is_due_by_time() else Want.NOTHING)
+            save = self._saves.reach(
+                here, then, Want.SAVE if self._tracker.is_due_by_time() else Want.NOTHING
+            )
             by_time = save is not None and save.point == here
         self._reporter.end_step()
         state.share = None
@@ -204,7 +238,9 @@ class StepLoop:
         return state.stop_agreed
 
     def _heed(self, stop: Outcome | None) -> None:
-        """Take an agreement to stop over into the state, and tell the supervisor of one that isn't the training's own."""
+        """Take an agreement to stop over into the state, and tell the supervisor of one that
+        isn't the training's own.
+        """
         if stop is None:
             return
         state = self._state
@@ -212,7 +248,13 @@ class StepLoop:
         state.position = replace(state.position, stopped_early=Want.STOP_EARLY in stop.want)
         logger.info("all ranks stop after step %d", state.step)
         if Want.STOP_EARLY not in stop.want:
-            state.stopped_by = "order" if self._link.stop_requested() else "SIGTERM" if self._termination.requested else "peer"
+            state.stopped_by = (
+                "order"
+                if self._link.stop_requested()
+                else "SIGTERM"
+                if self._termination.requested
+                else "peer"
+            )
             self._link.send_stopped(Stopped(state.step, state.stopped_by))
 
     def _leave(self, share: BatchShare) -> None:
@@ -231,12 +273,16 @@ class StepLoop:
 def _after(position: Position, *, is_last: bool) -> Position:
     """Return the position after a batch."""
     if is_last:
-        return replace(position, loop_epoch=position.loop_epoch + 1, epoch=position.epoch + 1, batch=0)
+        return replace(
+            position, loop_epoch=position.loop_epoch + 1, epoch=position.epoch + 1, batch=0
+        )
     return replace(position, batch=position.batch + 1)
 
 
 class Termination:
-    """Notes SIGTERM while it is in force; where the user has a handler of his own it never is."""
+    """Notes SIGTERM while it is in force; where the user has a handler of his own it never
+    is.
+    """
 
     def __init__(self) -> None:
         """Start without a note."""
@@ -261,6 +307,7 @@ class Termination:
         if os.getpid() == self._pid:
             self.requested = True
             return
-        # A child that the rank forked, such as a worker of its DataLoader, which is ended by this signal.
+        # A child that the rank forked, such as a worker of its DataLoader, which is ended by
+        # this signal.
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)

@@ -1,4 +1,6 @@
-"""Owns what a failed S3 request is called and what to do about it, in words that hold no secret."""
+"""Owns what a failed S3 request is called and what to do about it, in words that hold no
+secret.
+"""
 
 from http import HTTPStatus
 from typing import TYPE_CHECKING
@@ -79,7 +81,8 @@ _BY_CLASS = {
 
 
 def explained(verb: str, where: str, error: Exception, tries: Tries) -> Exception:
-    """Make the StorageError that says what is wrong and what to do; an error of another kind is left as it is.
+    """Make the StorageError that says what is wrong and what to do; an error of another kind is
+    left as it is.
 
     Args:
         verb: what was tried, for instance "read".
@@ -96,7 +99,9 @@ def explained(verb: str, where: str, error: Exception, tries: Tries) -> Exceptio
     if isinstance(error, BotoCoreError | ResponseParserError | HTTPError | OSError):
         return unanswered(verb, where, error, tries)
     if isinstance(error, DamagedError):
-        way_out = "look for what changes it on its way (a proxy), or for a disk that fails in the store"
+        way_out = (
+            "look for what changes it on its way (a proxy), or for a disk that fails in the store"
+        )
         return DamagedObjectError(f"can't {verb} {where}: {error}{tries}; {way_out}")
     return error
 
@@ -109,7 +114,10 @@ def refused(verb: str, where: str, error: "ClientError", tries: Tries = ONCE) ->
     if code == "NoSuchKey":
         return ObjectNotFoundError(f"can't {verb} {where}: there is no such object")
     by_status = _BY_STATUS.get(
-        status, _BUSY if status >= HTTPStatus.INTERNAL_SERVER_ERROR else "look the code up in the store's manual"
+        status,
+        _BUSY
+        if status >= HTTPStatus.INTERNAL_SERVER_ERROR
+        else "look the code up in the store's manual",
     )
     way_out = _BY_CODE.get(code, by_status)
     if way_out.endswith(_REGION) and (region := answer.get("Region")):
@@ -119,5 +127,8 @@ def refused(verb: str, where: str, error: "ClientError", tries: Tries = ONCE) ->
 
 def unanswered(verb: str, where: str, error: Exception, tries: Tries = ONCE) -> StorageError:
     """Name why no usable answer came."""
-    way_out = next((_BY_CLASS[base.__name__] for base in type(error).__mro__ if base.__name__ in _BY_CLASS), str(error))
+    way_out = next(
+        (_BY_CLASS[base.__name__] for base in type(error).__mro__ if base.__name__ in _BY_CLASS),
+        str(error),
+    )
     return StorageError(f"can't {verb} {where}: {way_out} ({type(error).__name__}{tries})")

@@ -11,7 +11,9 @@ if TYPE_CHECKING:
 
 
 def objects_below(storage: "S3Storage", prefix: str) -> Iterator[ListedObject]:
-    """Yield every object whose name begins with the storage's prefix and this one, sorted by name, whatever it is called."""
+    """Yield every object whose name begins with the storage's prefix and this one, sorted by
+    name, whatever it is called.
+    """
     root = storage.name_of("")
     for found in _found(storage, root + prefix):
         yield _listed(found, root)
@@ -25,8 +27,12 @@ def level_below(storage: "S3Storage", prefix: str) -> Iterator[ListedObject | st
 
 
 def uploads_below(storage: "S3Storage", name_prefix: str) -> Iterator[dict[str, Any]]:
-    """Yield the uploads in parts that have begun and not ended, of objects whose whole name begins so."""
-    for page in _pages(storage, "list the unfinished uploads of", name_prefix, "list_multipart_uploads"):
+    """Yield the uploads in parts that have begun and not ended, of objects whose whole name
+    begins so.
+    """
+    for page in _pages(
+        storage, "list the unfinished uploads of", name_prefix, "list_multipart_uploads"
+    ):
         yield from page.get("Uploads", ())
 
 
@@ -36,8 +42,12 @@ def _found(storage: "S3Storage", name_prefix: str, **options: str) -> Iterator[d
         yield from sorted(found, key=_name) if options else found
 
 
-def _pages(storage: "S3Storage", verb: str, name_prefix: str, method: str, **options: str) -> Iterator[dict[str, Any]]:
-    """Yield the answers, each asked for again where it doesn't come or can't be read; botocore's paginator would end there."""
+def _pages(
+    storage: "S3Storage", verb: str, name_prefix: str, method: str, **options: str
+) -> Iterator[dict[str, Any]]:
+    """Yield the answers, each asked for again where it doesn't come or can't be read;
+    botocore's paginator would end there.
+    """
     after: dict[str, str] = {}
     while True:
         arguments = {"Bucket": storage.bucket, "Prefix": name_prefix, **options, **after}

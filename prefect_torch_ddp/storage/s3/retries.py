@@ -1,4 +1,6 @@
-"""Owns how often a request to S3 is made: what may pass is tried again, after a pause by chance, within limits."""
+"""Owns how often a request to S3 is made: what may pass is tried again, after a pause by
+chance, within limits.
+"""
 
 import random
 import time
@@ -12,21 +14,37 @@ T = TypeVar("T")
 
 PAUSE_S, LONGEST_PAUSE_S = 0.25, 10.0
 SHORT_PAUSE_S = 0.05
-"""Of one of many small reads side by side: a batch waits for its last one, and one that breaks off says little of the store."""
+"""Of one of many small reads side by side: a batch waits for its last one, and one that breaks
+off says little of the store."""
 
 _CHANCE = random.SystemRandom()
-"""Not the module's own generator: that one is the training's, whose draws a broken connection must not change."""
+"""Not the module's own generator: that one is the training's, whose draws a broken connection
+must not change."""
 
 _LASTING_STATUSES = {HTTPStatus.NOT_IMPLEMENTED, HTTPStatus.INSUFFICIENT_STORAGE}
 _PASSING_STATUSES = {HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.CONFLICT, HTTPStatus.TOO_MANY_REQUESTS}
-# Refusals whose status is that of a bad request: the store was busy, or what it got isn't what was sent.
+# Refusals whose status is that of a bad request: the store was busy, or what it got isn't what
+# was sent.
 _PASSING_CODES = {
-    *("SlowDown", "RequestTimeout", "Throttling", "ThrottlingException", "RequestLimitExceeded", "BandwidthLimitExceeded"),
+    *(
+        "SlowDown",
+        "RequestTimeout",
+        "Throttling",
+        "ThrottlingException",
+        "RequestLimitExceeded",
+        "BandwidthLimitExceeded",
+    ),
     *("BadDigest", "IncompleteBody", "XAmzContentSHA256Mismatch"),
 }
 # By name, since botocore loads when an object is touched.
 _PASSING_CLASSES = {
-    *("ConnectionError", "HTTPClientError", "IncompleteReadError", "FlexibleChecksumError", "CredentialRetrievalError"),
+    *(
+        "ConnectionError",
+        "HTTPClientError",
+        "IncompleteReadError",
+        "FlexibleChecksumError",
+        "CredentialRetrievalError",
+    ),
     *("ResponseParserError", "HTTPError"),
 }
 _LASTING_WORDS = ("CERTIFICATE_VERIFY_FAILED", "WRONG_VERSION_NUMBER")
@@ -80,7 +98,8 @@ def in_attempts(
                 if final is error:
                     raise
                 raise final from error
-        # By chance, so that ranks that failed together don't come back together; never at once, which keeps a busy store busy.
+        # By chance, so that ranks that failed together don't come back together; never at once,
+        # which keeps a busy store busy.
         time.sleep(min(LONGEST_PAUSE_S, pause_s * 2**attempt) * _CHANCE.uniform(0.5, 1))
     raise AssertionError
 
@@ -91,7 +110,13 @@ def may_pass(error: Exception) -> bool:
     if isinstance(response, dict) and "Error" in response:  # botocore's ClientError
         status = int(response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
         is_servers = status >= HTTPStatus.INTERNAL_SERVER_ERROR and status not in _LASTING_STATUSES
-        return is_servers or status in _PASSING_STATUSES or response["Error"].get("Code") in _PASSING_CODES
+        return (
+            is_servers
+            or status in _PASSING_STATUSES
+            or response["Error"].get("Code") in _PASSING_CODES
+        )
     if any(word in str(error) for word in _LASTING_WORDS):
         return False
-    return isinstance(error, OSError | DamagedError) or any(base.__name__ in _PASSING_CLASSES for base in type(error).__mro__)
+    return isinstance(error, OSError | DamagedError) or any(
+        base.__name__ in _PASSING_CLASSES for base in type(error).__mro__
+    )

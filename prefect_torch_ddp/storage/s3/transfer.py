@@ -1,6 +1,7 @@
 """Owns the upload of a big object in parts, several at once: whole at its end, or aborted.
 
-Owns how an object is read whole: a big one in parts, several at once; checked by the digest that was written with it.
+Owns how an object is read whole: a big one in parts, several at once; checked by the digest
+that was written with it.
 """
 
 import hashlib
@@ -31,7 +32,9 @@ class Request(Protocol):
         ...
 
 
-def upload_in_parts(ask: Request, data: bytes | memoryview, part_bytes: int, metadata: dict[str, str]) -> None:
+def upload_in_parts(
+    ask: Request, data: bytes | memoryview, part_bytes: int, metadata: dict[str, str]
+) -> None:
     """Upload an object.
 
     Args:
@@ -41,15 +44,21 @@ def upload_in_parts(ask: Request, data: bytes | memoryview, part_bytes: int, met
         metadata: of the object.
 
     Raises:
-        StorageError: it could not be uploaded; nothing of it is left where the store could still be reached.
+        StorageError: it could not be uploaded; nothing of it is left where the store could
+            still be reached.
     """
     writer = uuid.uuid4().hex
     upload_id = ask("create_multipart_upload", Metadata={**metadata, "writer": writer})["UploadId"]
     try:
-        parts = _upload(lambda **part: ask("upload_part", UploadId=upload_id, **part), memoryview(data), part_bytes)
+        parts = _upload(
+            lambda **part: ask("upload_part", UploadId=upload_id, **part),
+            memoryview(data),
+            part_bytes,
+        )
         _complete(ask, upload_id, parts, writer)
     except BaseException:
-        # Parts that are never put together are paid for, and in no listing. What can't be aborted now, a later commit drops.
+        # Parts that are never put together are paid for, and in no listing. What can't be
+        # aborted now, a later commit drops.
         with suppress(StorageError):
             ask("abort_multipart_upload", UploadId=upload_id)
         raise
@@ -76,13 +85,15 @@ def _complete(ask: Request, upload_id: str, parts: list[dict[str, Any]], writer:
         ask("complete_multipart_upload", UploadId=upload_id, MultipartUpload={"Parts": parts})
     except StorageError as error:
         code = getattr(error.__cause__, "response", {}).get("Error", {}).get("Code")
-        # The end may have been reached by a request whose answer was lost; asked again, the store knows no such upload.
+        # The end may have been reached by a request whose answer was lost; asked again, the
+        # store knows no such upload.
         if code != "NoSuchUpload" or ask("head_object")["Metadata"].get("writer") != writer:
             raise
 
 
 DIGEST = "sha256"
-"""In each object's own metadata, since an ETag is a digest in some stores and for some objects only."""
+"""In each object's own metadata, since an ETag is a digest in some stores and for some objects
+only."""
 NUM_THREADS = 4
 
 
@@ -94,12 +105,15 @@ class Again(Protocol):
         ...
 
 
-def download(client: Any, again: Again, where: dict[str, str], whole_below_bytes: int, part_bytes: int) -> bytes:
+def download(
+    client: Any, again: Again, where: dict[str, str], whole_below_bytes: int, part_bytes: int
+) -> bytes:
     """Return an object's content.
 
     Args:
         client: boto3's.
-        again: for the later parts of a big object, so that one that fails is no reason to read all anew.
+        again: for the later parts of a big object, so that one that fails is no reason to read
+            all anew.
         where: its bucket and key.
         whole_below_bytes: a smaller one is read by one request.
         part_bytes: of each part of a bigger one.
@@ -129,11 +143,15 @@ def download(client: Any, again: Again, where: dict[str, str], whole_below_bytes
     return b"".join(parts)  # no copy of a single one
 
 
-def _later_parts(again: Again, where: dict[str, str], ranges: list[tuple[int, int]]) -> Iterator[bytes]:
+def _later_parts(
+    again: Again, where: dict[str, str], ranges: list[tuple[int, int]]
+) -> Iterator[bytes]:
     pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="prefect-torch-ddp-download")
     try:
         # In order: each is hashed while those behind it arrive.
-        for part in pool.map(lambda of: again(partial(_read_range, where=where, first=of[0], last=of[1])), ranges):
+        for part in pool.map(
+            lambda of: again(partial(_read_range, where=where, first=of[0], last=of[1])), ranges
+        ):
             if part is None:
                 msg = "it was overwritten while it was read"
                 raise DamagedError(msg)

@@ -1,4 +1,6 @@
-"""Owns the picture of a training: its curves as one small SVG, inline in markdown, so that no page needs a network to show it."""
+"""Owns the picture of a training: its curves as one small SVG, inline in markdown, so that no
+page needs a network to show it.
+"""
 
 import base64
 import io
@@ -33,45 +35,74 @@ _DRAWING = threading.Lock()
 _NO_METADATA = {"Date": None, "Creator": None, "Format": None, "Type": None}
 
 
-def render_curves(curves: Mapping[str, Curve], epoch_ends: Sequence[float] = (), caption: str = "training curves") -> str:
-    """Return the curves as a markdown image with an SVG data URI, or an empty string where there is nothing to draw.
+def render_curves(
+    curves: Mapping[str, Curve], epoch_ends: Sequence[float] = (), caption: str = "training curves"
+) -> str:
+    """Return the curves as a markdown image with an SVG data URI, or an empty string where
+    there is nothing to draw.
 
     Args:
-        curves: by metric; nan and infinite values are left out. Losses, other metrics and validation metrics get a panel each.
+        curves: by metric; nan and infinite values are left out. Losses, other metrics and
+            validation metrics get a panel each.
         epoch_ends: last step of each epoch, marked by a thin line.
         caption: what a page shows instead of the picture; plain words.
     """
     svg = curves_svg(curves, epoch_ends)
-    return f"![{caption}](data:image/svg+xml;base64,{base64.b64encode(svg.encode()).decode()})" if svg else ""
+    return (
+        f"![{caption}](data:image/svg+xml;base64,{base64.b64encode(svg.encode()).decode()})"
+        if svg
+        else ""
+    )
 
 
 def curves_svg(curves: Mapping[str, Curve], epoch_ends: Sequence[float] = ()) -> str:
-    """Return the curves as an SVG document, or an empty string where there is nothing to draw."""
-    finite = {name: [(x, y) for x, y in curve if math.isfinite(x) and math.isfinite(y)] for name, curve in curves.items()}
+    """Return the curves as an SVG document, or an empty string where there is nothing to
+    draw.
+    """
+    finite = {
+        name: [(x, y) for x, y in curve if math.isfinite(x) and math.isfinite(y)]
+        for name, curve in curves.items()
+    }
     panels = _panels({name: curve for name, curve in finite.items() if curve})
     if not panels:
         return ""
     num_points = min(MAX_POINTS, MAX_POINTS_IN_ALL // sum(len(panel) for panel in panels.values()))
-    thin = {title: {name: downsample(curve, num_points) for name, curve in panel.items()} for title, panel in panels.items()}
+    thin = {
+        title: {name: downsample(curve, num_points) for name, curve in panel.items()}
+        for title, panel in panels.items()
+    }
     return _small(_draw(thin, epoch_ends))
 
 
 def downsample(curve: Curve, max_points: int = MAX_POINTS) -> list[tuple[float, float]]:
-    """Keep the first and the last point, and of each stretch between them its mean: noise shrinks, no stretch is lost."""
+    """Keep the first and the last point, and of each stretch between them its mean: noise
+    shrinks, no stretch is lost.
+    """
     if len(curve) <= max_points:
         return list(curve)
     inner, num_stretches = curve[1:-1], max(1, max_points - 2)
     bounds = [round(i * len(inner) / num_stretches) for i in range(num_stretches + 1)]
     stretches = [inner[start:end] for start, end in pairwise(bounds) if end > start]
-    means = [(math.fsum(x for x, _ in part) / len(part), math.fsum(y for _, y in part) / len(part)) for part in stretches]
+    means = [
+        (math.fsum(x for x, _ in part) / len(part), math.fsum(y for _, y in part) / len(part))
+        for part in stretches
+    ]
     return [curve[0], *means, curve[-1]]
 
 
 def _panels(curves: Mapping[str, Curve]) -> dict[str, dict[str, Curve]]:
     """Put what shares a scale into one panel."""
-    panels: dict[str, dict[str, Curve]] = {"training loss": {}, "validation loss": {}, "training": {}, "validation": {}}
+    panels: dict[str, dict[str, Curve]] = {
+        "training loss": {},
+        "validation loss": {},
+        "training": {},
+        "validation": {},
+    }
     for name, curve in curves.items():
-        data, kind = "validation" if is_validation(name) else "training", " loss" if "loss" in name.lower() else ""
+        data, kind = (
+            "validation" if is_validation(name) else "training",
+            " loss" if "loss" in name.lower() else "",
+        )
         panel = panels[data + kind]
         if len(panel) < MAX_CURVES_PER_PANEL:
             panel[name] = curve
@@ -79,16 +110,32 @@ def _panels(curves: Mapping[str, Curve]) -> dict[str, dict[str, Curve]]:
 
 
 def _draw(panels: Mapping[str, Mapping[str, Curve]], epoch_ends: Sequence[float]) -> str:
-    # Never pyplot: it keeps every figure for ever, and isn't safe in the threads that tasks run in.
+    # Never pyplot: it keeps every figure for ever, and isn't safe in the threads that tasks run
+    # in.
     import matplotlib as mpl  # noqa: PLC0415 - half a second, paid by the processes that draw
     from matplotlib.figure import Figure  # noqa: PLC0415
 
     num_columns = min(NUM_COLUMNS, len(panels))
     num_rows = math.ceil(len(panels) / num_columns)
-    # rc_context changes settings of the whole process: two threads in it at once would leave ours behind as everyone's.
-    # Without the salt every picture has other ids; with parse_math a `$` in a metric's name would be read as a formula.
-    with _DRAWING, mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "curves", "font.size": 9.0, "text.parse_math": False}):
-        figure = Figure((PANEL_INCHES[0] * num_columns, PANEL_INCHES[1] * num_rows), facecolor="white", layout="tight")
+    # rc_context changes settings of the whole process: two threads in it at once would leave
+    # ours behind as everyone's. Without the salt every picture has other ids; with parse_math a
+    # `$` in a metric's name would be read as a formula.
+    with (
+        _DRAWING,
+        mpl.rc_context(
+            {
+                "svg.fonttype": "none",
+                "svg.hashsalt": "curves",
+                "font.size": 9.0,
+                "text.parse_math": False,
+            }
+        ),
+    ):
+        figure = Figure(
+            (PANEL_INCHES[0] * num_columns, PANEL_INCHES[1] * num_rows),
+            facecolor="white",
+            layout="tight",
+        )
         cells = list(figure.subplots(num_rows, num_columns, squeeze=False).flat)
         for axes, (title, panel) in zip(cells, panels.items(), strict=False):
             _fill(axes, title, panel)
@@ -107,7 +154,9 @@ def _fill(axes: "Axes", title: str, panel: Mapping[str, Curve]) -> None:
     for colour, name, curve in zip(COLOURS, names, panel.values(), strict=False):
         dots = "." if len(curve) <= MAX_POINTS_WITH_DOTS else None
         x, y = zip(*curve, strict=True)
-        axes.plot(x, y, color=colour, linewidth=1.4, marker=dots, markersize=4, label=name, clip_on=False)
+        axes.plot(
+            x, y, color=colour, linewidth=1.4, marker=dots, markersize=4, label=name, clip_on=False
+        )
     axes.set_title(names[0] if len(names) == 1 else title, color=INK, fontsize=9)
     axes.set_xlabel("step", color=INK)
     axes.xaxis.set_major_locator(MaxNLocator(nbins=4, integer=True))
@@ -121,8 +170,13 @@ def _fill(axes: "Axes", title: str, panel: Mapping[str, Curve]) -> None:
 
 
 def _share_steps(all_axes: Sequence["Axes"], epoch_ends: Sequence[float]) -> None:
-    """Give all panels the same steps and mark the epochs, by one path each: twelve lines would cost 2 kB."""
-    limits = min(axes.get_xlim()[0] for axes in all_axes), max(axes.get_xlim()[1] for axes in all_axes)
+    """Give all panels the same steps and mark the epochs, by one path each: twelve lines would
+    cost 2 kB.
+    """
+    limits = (
+        min(axes.get_xlim()[0] for axes in all_axes),
+        max(axes.get_xlim()[1] for axes in all_axes),
+    )
     marks = _few([end for end in epoch_ends if limits[0] < end < limits[1]])
     for axes in all_axes:
         across = axes.get_xaxis_transform()
@@ -143,15 +197,25 @@ def _plain(name: str) -> str:
 
 
 def _small(svg: str) -> str:
-    """Drop what a browser doesn't need: prolog, comments, unused names, repeated styles, digits below a tenth of a point."""
+    """Drop what a browser doesn't need: prolog, comments, unused names, repeated styles, digits
+    below a tenth of a point.
+    """
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<!--.*?-->|<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     svg = re.sub(r"\s*\n\s*", " ", svg)
     # Inside tags only: between them stand the axes' labels, which must keep their digits.
     svg = re.sub(r"<[^>]*>", lambda tag: re.sub(r"(?<=\d\.\d)\d+", "", tag[0]), svg)
     svg = re.sub(
-        r' id="(figure|axes|patch|line2d|text|xtick|ytick|legend|matplotlib\.axis)_\d+"| transform="rotate\(-0 [^"]*"', "", svg
+        r' id="(figure|axes|patch|line2d|text|xtick|ytick|legend|matplotlib\.axis)_\d+"| transform="rotate\(-0 [^"]*"',
+        "",
+        svg,
     )
-    svg = re.sub(rf" font-family: [^;\"]*;|;? stroke-linecap: square|;? stroke-linejoin: miter|; fill: {INK}(?=\")", "", svg)
-    svg = svg.replace("</style>", f" text{{font-family: DejaVu Sans, sans-serif; fill: {INK}}}</style>", 1)
+    svg = re.sub(
+        rf" font-family: [^;\"]*;|;? stroke-linecap: square|;? stroke-linejoin: miter|; fill: {INK}(?=\")",
+        "",
+        svg,
+    )
+    svg = svg.replace(
+        "</style>", f" text{{font-family: DejaVu Sans, sans-serif; fill: {INK}}}</style>", 1
+    )
     return re.sub(r"<g\s*/>", "", re.sub(r">\s+<", "><", svg)).strip()

@@ -1,4 +1,5 @@
-"""Owns what a run shows in Prefect: its artifacts' keys, and the live report that is updated in place while ranks train.
+"""Owns what a run shows in Prefect: its artifacts' keys, and the live report that is updated in
+place while ranks train.
 
 Owns what rank 0's progress adds up to while a training runs: curves, speed, time left.
 """
@@ -19,7 +20,12 @@ from uuid import UUID
 
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.actions import ArtifactCreate, ArtifactUpdate
-from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterFlowRunId, ArtifactFilterKey, ArtifactFilterTaskRunId
+from prefect.client.schemas.filters import (
+    ArtifactFilter,
+    ArtifactFilterFlowRunId,
+    ArtifactFilterKey,
+    ArtifactFilterTaskRunId,
+)
 from prefect.exceptions import MissingContextError
 from prefect.logging import get_run_logger
 from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
@@ -36,21 +42,31 @@ FINISH_TIMEOUT_S = 10.0
 
 
 def key(name: str, kind: str = "train-ddp") -> str:
-    """Return an artifact's key, one series of versions for each kind of run: lowercase letters, digits and dashes alone."""
+    """Return an artifact's key, one series of versions for each kind of run: lowercase letters,
+    digits and dashes alone.
+    """
     return re.sub(r"[^a-z0-9]+", "-", f"{kind}-{name}".lower()).strip("-")
 
 
 class ArtifactWriter:
-    """Writes the artifacts of one flow run, each key once: a task that is retried, or comes later, updates what is there."""
+    """Writes the artifacts of one flow run, each key once: a task that is retried, or comes
+    later, updates what is there.
+    """
 
-    def __init__(self, client: SyncPrefectClient, task_run_id: UUID | None, flow_run_id: UUID | None) -> None:
+    def __init__(
+        self, client: SyncPrefectClient, task_run_id: UUID | None, flow_run_id: UUID | None
+    ) -> None:
         self._client = client
         self._task_run_id = task_run_id
         self._flow_run_id = flow_run_id
         self._ids: dict[str, UUID] = {}
 
-    def put(self, type_: ArtifactType, key: str, data: object, description: str | None = None) -> UUID:
-        """Create the artifact, or update it in place where this flow run has it; return its id."""
+    def put(
+        self, type_: ArtifactType, key: str, data: object, description: str | None = None
+    ) -> UUID:
+        """Create the artifact, or update it in place where this flow run has it; return its
+        id.
+        """
         artifact_id = self._ids.get(key) or self._find(key)
         if artifact_id is None:
             request = ArtifactCreate(
@@ -63,11 +79,15 @@ class ArtifactWriter:
             )
             artifact_id = self._client.create_artifact(request).id
         else:
-            self._client.update_artifact(artifact_id, ArtifactUpdate(data=data, description=description))
+            self._client.update_artifact(
+                artifact_id, ArtifactUpdate(data=data, description=description)
+            )
         self._ids[key] = artifact_id
         return artifact_id
 
-    def put_table(self, key: str, rows: Sequence[Mapping[str, Any]], description: str | None = None) -> UUID:
+    def put_table(
+        self, key: str, rows: Sequence[Mapping[str, Any]], description: str | None = None
+    ) -> UUID:
         """Write a table.
 
         Raises:
@@ -91,12 +111,26 @@ class ArtifactWriter:
 class LiveReport:
     """Shows a training in Prefect while it runs: a progress artifact and a markdown report.
 
-    Made in a task, used as a context manager round the training. `update` costs microseconds: a thread of its own talks to
-    Prefect, at most every `interval_s` and once at the end. Nothing that goes wrong there reaches the training.
+    Made in a task, used as a context manager round the training. `update` costs microseconds: a
+    thread of its own talks to Prefect, at most every `interval_s` and once at the end. Nothing
+    that goes wrong there reaches the training.
     """
 
-    def __init__(self, *, run_id: str, workload: str, world_size: int, attempt: int = 1, interval_s: float = 3.0) -> None:
-        self._about = {"run_id": run_id, "workload": workload, "world_size": world_size, "attempt": attempt}
+    def __init__(
+        self,
+        *,
+        run_id: str,
+        workload: str,
+        world_size: int,
+        attempt: int = 1,
+        interval_s: float = 3.0,
+    ) -> None:
+        self._about = {
+            "run_id": run_id,
+            "workload": workload,
+            "world_size": world_size,
+            "attempt": attempt,
+        }
         self._interval_s = interval_s
         self._history = History()
         self._lock = threading.Lock()
@@ -107,9 +141,12 @@ class LiveReport:
         self._run_ids = get_task_and_flow_run_ids()
         self._logger = _logger()
         self._warned = False
-        # Prefect's settings, the API's address with them, live in a context variable that a new thread would not see.
+        # Prefect's settings, the API's address with them, live in a context variable that a new
+        # thread would not see.
         context = contextvars.copy_context()
-        self._thread = threading.Thread(target=context.run, args=(self._keep_writing,), name="live-report", daemon=True)
+        self._thread = threading.Thread(
+            target=context.run, args=(self._keep_writing,), name="live-report", daemon=True
+        )
 
     def start(self) -> None:
         """Show that the training begins."""
@@ -139,7 +176,12 @@ class LiveReport:
         self.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.finish(succeeded=error is None)
 
     def _keep_writing(self) -> None:
@@ -160,7 +202,9 @@ class LiveReport:
 
     def _connect(self, stack: ExitStack) -> ArtifactWriter:
         # With settings of its own the client is not the one that the task's thread uses.
-        client = stack.enter_context(get_client(sync_client=True, httpx_settings={"timeout": REQUEST_TIMEOUT_S}))
+        client = stack.enter_context(
+            get_client(sync_client=True, httpx_settings={"timeout": REQUEST_TIMEOUT_S})
+        )
         return ArtifactWriter(client, *self._run_ids)
 
     def _write(self, writer: ArtifactWriter) -> None:
@@ -173,10 +217,17 @@ class LiveReport:
             epoch_ends = list(self._history.epoch_ends)
         try:
             done = 100.0 if view.status == "finished" else percent
-            trouble = f"; {view.progress.trouble}" if view.progress is not None and view.progress.trouble else ""
+            trouble = (
+                f"; {view.progress.trouble}"
+                if view.progress is not None and view.progress.trouble
+                else ""
+            )
             writer.put("progress", key("progress"), done, progress_line(view) + trouble)
             writer.put(
-                "markdown", key("report"), render_live(view, render_curves(curves, epoch_ends)), f"Run {view.run_id}, live"
+                "markdown",
+                key("report"),
+                render_live(view, render_curves(curves, epoch_ends)),
+                f"Run {view.run_id}, live",
             )
         except Exception:
             with self._lock:
@@ -198,7 +249,10 @@ class LiveReport:
     def _warn(self, error: Exception) -> None:
         if not self._warned:
             self._warned = True
-            self._logger.warning("the live report can't be written now, training goes on and it is tried again: %r", error)
+            self._logger.warning(
+                "the live report can't be written now, training goes on and it is tried again: %r",
+                error,
+            )
 
 
 def _logger() -> "logging.Logger | logging.LoggerAdapter[Any]":
@@ -213,7 +267,9 @@ SPEED_WINDOW_S = 30.0
 
 
 class History:
-    """Everything that was heard of one training so far; bounded in size however long it runs."""
+    """Everything that was heard of one training so far; bounded in size however long it
+    runs.
+    """
 
     def __init__(self) -> None:
         self.progress: Progress | None = None
@@ -227,7 +283,8 @@ class History:
         """Take in one event.
 
         Args:
-            progress: may go back, when the ranks were restarted from a checkpoint: what lies beyond is forgotten.
+            progress: may go back, when the ranks were restarted from a checkpoint: what lies
+                beyond is forgotten.
             now_s: a monotonic clock's time.
         """
         last = self.progress
@@ -274,7 +331,12 @@ class History:
                 self.curves[name] = downsample(curve, MAX_POINTS // 2)
 
     def _forget(self, step: int) -> None:
-        """Drop what a restart does again, and the speed, which has the restart's pause in it."""
-        self.curves = {name: [point for point in curve if point[0] < step] for name, curve in self.curves.items()}
+        """Drop what a restart does again, and the speed, which has the restart's pause in
+        it.
+        """
+        self.curves = {
+            name: [point for point in curve if point[0] < step]
+            for name, curve in self.curves.items()
+        }
         self.epoch_ends = [end for end in self.epoch_ends if end < step]
         self._seen.clear()

@@ -7,10 +7,13 @@ from collections.abc import Iterable, Sequence
 
 
 def text(value: object) -> str:
-    """Show a name as it is: nothing in it starts a table cell, a code span, emphasis, a link or an HTML tag."""
+    """Show a name as it is: nothing in it starts a table cell, a code span, emphasis, a link or
+    an HTML tag.
+    """
     escaped = html.escape(" ".join(str(value).split()), quote=False)
     escaped = re.sub(r"([\\`*\[\]|~])", r"\\\1", escaped)
-    # An underscore between letters starts nothing; left as it is, validation_loss stays searchable.
+    # An underscore between letters starts nothing; left as it is, validation_loss stays
+    # searchable.
     return re.sub(r"(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])", r"\\_", escaped)
 
 
@@ -36,7 +39,8 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]], *, align: str = 
     Args:
         header: one cell per column.
         rows: cells, as many as the header has.
-        align: a letter per column, `l` or `r`; without it the first column is left and the others right.
+        align: a letter per column, `l` or `r`; without it the first column is left and the
+            others right.
     """
     align = align or "l" + "r" * (len(header) - 1)
     rule = ["---:" if letter == "r" else ":---" for letter in align]

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-# torch's version is read from its metadata: importing it takes seconds, and this side of the package has no use for it.
+# torch's version is read from its metadata: importing it takes seconds, and this side of the
+# package has no use for it.
 PACKAGES = ("torch", "prefect", "dask", "distributed")
 GIT_TIMEOUT_S = 5.0
 
@@ -19,7 +20,8 @@ class RunRecord:
     code_version: str
     """Of this package."""
     git_commit: str | None
-    """Of the working directory; ends in `-dirty` where files differ from it; None outside of a repository."""
+    """Of the working directory; ends in `-dirty` where files differ from it; None outside of a
+    repository."""
     versions: Mapping[str, str]
     """By name: Python, then packages."""
 
@@ -28,15 +30,21 @@ def read_run_record(folder: Path | None = None) -> RunRecord:
     """Read the record of this process."""
     versions = {name: _version(name) for name in PACKAGES}
     return RunRecord(
-        _version("prefect-torch-ddp"), git_commit(folder or Path.cwd()), {"python": platform.python_version(), **versions}
+        _version("prefect-torch-ddp"),
+        git_commit(folder or Path.cwd()),
+        {"python": platform.python_version(), **versions},
     )
 
 
 def git_commit(folder: Path) -> str | None:
-    """Return the commit that is checked out in the folder, or None where there is no git or no commit."""
+    """Return the commit that is checked out in the folder, or None where there is no git or no
+    commit.
+    """
     command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
-        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=GIT_TIMEOUT_S, check=True)  # noqa: S603 - constant
+        done = subprocess.run(
+            command, cwd=folder, capture_output=True, text=True, timeout=GIT_TIMEOUT_S, check=True
+        )
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.strip() or None

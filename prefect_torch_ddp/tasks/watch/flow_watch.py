@@ -1,4 +1,6 @@
-"""Owns the watch over the flow's own process: one beside it that closes the run at Prefect when it is killed."""
+"""Owns the watch over the flow's own process: one beside it that closes the run at Prefect when
+it is killed.
+"""
 
 import os
 import subprocess
@@ -21,18 +23,27 @@ MESSAGE = "The process of the flow run ended without a word: it was killed."
 
 @contextmanager
 def closed_if_killed(flow_run_id: UUID, grace_s: float) -> Iterator[None]:
-    """Have the flow run and its task runs set Crashed if this process ends without leaving the block.
+    """Have the flow run and its task runs set Crashed if this process ends without leaving the
+    block.
 
-    A killed process closes nothing, Prefect's server doesn't notice, and only a deployment's runner would set the flow run's
-    state, none the task runs'.
+    A killed process closes nothing, Prefect's server doesn't notice, and only a deployment's
+    runner would set the flow run's state, none the task runs'.
 
     Args:
         flow_run_id: the run that this process runs.
-        grace_s: how long others get to set states first, from the death on: a runner, and tasks on a cluster that lives on.
+        grace_s: how long others get to set states first, from the death on: a runner, and tasks
+            on a cluster that lives on.
     """
-    # In a session of its own: neither a Ctrl-C in the terminal nor a runner that kills the flow's process group is meant for it.
+    # In a session of its own: neither a Ctrl-C in the terminal nor a runner that kills the
+    # flow's process group is meant for it.
     process = subprocess.Popen(  # noqa: S603 - our own module, by this Python
-        [sys.executable, "-m", "prefect_torch_ddp.tasks.watch.flow_watch_process", str(flow_run_id), str(grace_s)],
+        [
+            sys.executable,
+            "-m",
+            "prefect_torch_ddp.tasks.watch.flow_watch_process",
+            str(flow_run_id),
+            str(grace_s),
+        ],
         env=os.environ | get_current_settings().to_environment_variables(exclude_unset=True),
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
@@ -50,7 +61,9 @@ def closed_if_killed(flow_run_id: UUID, grace_s: float) -> Iterator[None]:
 
 
 def close(flow_run_id: UUID, grace_s: float) -> None:
-    """Set Crashed what is still open after the grace period; not what was begun since, by another process of the same run."""
+    """Set Crashed what is still open after the grace period; not what was begun since, by
+    another process of the same run.
+    """
     of_this_run = FlowRunFilter(id=FlowRunFilterId(any_=[flow_run_id]))
     with get_client(sync_client=True) as client:
         deadline = time.monotonic() + grace_s
@@ -59,7 +72,11 @@ def close(flow_run_id: UUID, grace_s: float) -> None:
         while True:
             flow_run = client.read_flow_run(flow_run_id)
             is_flow_open = flow_run.state_id == state_id and _is_open(flow_run)
-            left = [run.id for run in client.read_task_runs(flow_run_filter=of_this_run) if run.id in known and _is_open(run)]
+            left = [
+                run.id
+                for run in client.read_task_runs(flow_run_filter=of_this_run)
+                if run.id in known and _is_open(run)
+            ]
             if time.monotonic() > deadline or not (left or is_flow_open):
                 break
             time.sleep(LOOK_EVERY_S)

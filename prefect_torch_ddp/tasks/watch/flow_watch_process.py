@@ -1,4 +1,6 @@
-"""Owns the process that outlives a killed flow process: it waits on a pipe, with nothing loaded, and then closes the run."""
+"""Owns the process that outlives a killed flow process: it waits on a pipe, with nothing
+loaded, and then closes the run.
+"""
 
 import contextlib
 import sys

@@ -1,4 +1,7 @@
-"""Owns the watch over what a submitted task stands on: its Dask worker and the scheduler. Dask itself waits for ever."""
+"""Owns the watch over what a submitted task stands on: its Dask worker and the scheduler.
+
+Dask itself waits for ever.
+"""
 
 import asyncio
 import contextlib
@@ -9,15 +12,16 @@ from typing import Any, TypeVar
 from distributed import Client, Future
 
 from prefect_torch_ddp.errors import SchedulerLostError, WorkerLostError
-from prefect_torch_ddp.gang.liveness import SILENCE_S, Silence
+from prefect_torch_ddp.gang.liveness import LIVENESS_TIMEOUT_S, Liveness
 
 T = TypeVar("T")
 
 LOOK_EVERY_S = 1.0
 ANSWER_S = 2.0
 TAKE_IN_S = 60.0
-"""How long scheduler and worker may be silent before they have taken the task in: they unpickle it for that, which imports
-Prefect and the task's modules the first time, in the thread that answers."""
+"""How long scheduler and worker may be silent before they have taken the task in: they unpickle
+it for that, which imports Prefect and the task's modules the first time, in the thread that
+answers."""
 RESTART_S = 20.0
 """A nanny gives its worker four seconds to end, and starts another."""
 
@@ -28,51 +32,57 @@ logger = logging.getLogger(__name__)
 
 
 class SupervisorLostError(WorkerLostError):
-    """The Dask worker that ran a task itself is gone or silent; out of reach of the task's own retries."""
+    """The Dask worker that ran a task itself is gone or silent; out of reach of the task's own
+    retries.
+    """
 
 
-class Ear:
+class TaskLiveness:
     """Hears one process; patient until it has taken the task in."""
 
     def __init__(self) -> None:
         """Start with nothing missed."""
         self.limit_s = TAKE_IN_S
-        self._silence = Silence(TAKE_IN_S)
+        self._liveness = Liveness(TAKE_IN_S)
 
     def heard(self, *, has_task: bool) -> None:
         """Note a sign of life."""
-        if has_task and self.limit_s != SILENCE_S:
-            self.limit_s = SILENCE_S
-            self._silence = Silence()
-        self._silence.heard()
+        if has_task and self.limit_s != LIVENESS_TIMEOUT_S:
+            self.limit_s = LIVENESS_TIMEOUT_S
+            self._liveness = Liveness()
+        self._liveness.heard()
 
     @property
     def is_deaf(self) -> bool:
         """Whether nothing was heard for too long."""
-        return not self._silence.left_s
+        return not self._liveness.left_s
 
 
 class TaskWatch:
     """Looks after one task from its flow's thread."""
 
     def __init__(self, client: Client, future: "Future[Any]", *, owns_workers: bool) -> None:
-        """Watch a task; of a cluster that was made for this flow also all other workers, which hold its ranks."""
+        """Watch a task; of a cluster that was made for this flow also all other workers, which
+        hold its ranks.
+        """
         assert client.scheduler is not None
         self._client = client
         self._rpc: Any = client.scheduler
         self._future = future
         self._owns_workers = owns_workers
-        self._scheduler = Ear()
-        self._workers: dict[str, Ear] = {}
+        self._scheduler = TaskLiveness()
+        self._workers: dict[str, TaskLiveness] = {}
         self._answered: set[str] = set()
         self._address: str | None = None
 
     def look(self) -> None:
-        """Ask the scheduler, and through it the workers, for a sign of life; have a silent worker restarted.
+        """Ask the scheduler, and through it the workers, for a sign of life; have a silent
+        worker restarted.
 
         Raises:
             SchedulerLostError: the scheduler is gone, or was silent for too long.
-            SupervisorLostError: the worker that runs the task was silent for too long; Dask doesn't run the task again.
+            SupervisorLostError: the worker that runs the task was silent for too long; Dask
+                doesn't run the task again.
         """
         if self._client.status != "running":
             msg = f"the scheduler was lost (the Dask client is {self._client.status})"
@@ -81,11 +91,16 @@ class TaskWatch:
         if self._scheduler.is_deaf:
             msg = f"the scheduler {self._rpc.address} was silent for {self._scheduler.limit_s:g} s"
             raise SchedulerLostError(msg)
-        for address, ear in [(address, ear) for address, ear in self._workers.items() if ear.is_deaf]:
+        for address, ear in [
+            (address, ear) for address, ear in self._workers.items() if ear.is_deaf
+        ]:
             if address == self._address:
-                # Else Dask would run it again by itself, beside the one that is submitted in its place.
+                # Else Dask would run it again by itself, beside the one that is submitted in
+                # its place.
                 self._client.cancel([self._future], force=True)
-            logger.warning("Dask worker %s was silent for %g s and is restarted", address, ear.limit_s)
+            logger.warning(
+                "Dask worker %s was silent for %g s and is restarted", address, ear.limit_s
+            )
             self._client.sync(self._replace, address)
             del self._workers[address]
             if address == self._address:
@@ -96,25 +111,39 @@ class TaskWatch:
         tasks = await answer_of(self._rpc.processing(workers=None), ANSWER_S)
         if tasks is None:
             return
-        address = next((address for address, keys in tasks.items() if self._future.key in keys), None)
+        address = next(
+            (address for address, keys in tasks.items() if self._future.key in keys), None
+        )
         if self._address is not None and address not in (None, self._address):
-            logger.warning("Dask lost worker %s and runs its task again, on %s", self._address, address)
+            logger.warning(
+                "Dask lost worker %s and runs its task again, on %s", self._address, address
+            )
         self._scheduler.heard(has_task=address is not None)
         self._address = address
         watched = [each for each in tasks if self._owns_workers or each == address]
-        self._workers = {each: self._workers.get(each) or Ear() for each in watched}
+        self._workers = {each: self._workers.get(each) or TaskLiveness() for each in watched}
         await asyncio.gather(*map(self._look_at, watched))
 
     async def _look_at(self, address: str) -> None:
-        if await answer_of(self._rpc.broadcast(msg={"op": "identity"}, workers=[address]), ANSWER_S) is not None:
-            # Where one has the task, it was sent before this was first asked, and has arrived by the second time.
+        if (
+            await answer_of(
+                self._rpc.broadcast(msg={"op": "identity"}, workers=[address]), ANSWER_S
+            )
+            is not None
+        ):
+            # Where one has the task, it was sent before this was first asked, and has arrived
+            # by the second time.
             self._workers[address].heard(has_task=address in self._answered)
             if self._address is not None:
                 self._answered.add(address)
 
     async def _replace(self, address: str) -> None:
-        """Have the worker's nanny kill it and start another; where there is none that answers, have Dask forget it."""
-        restart = self._rpc.restart_workers(workers=[address], timeout=RESTART_S, on_error="return", stimulus_id=STIMULUS)
+        """Have the worker's nanny kill it and start another; where there is none that answers,
+        have Dask forget it.
+        """
+        restart = self._rpc.restart_workers(
+            workers=[address], timeout=RESTART_S, on_error="return", stimulus_id=STIMULUS
+        )
         done = await answer_of(restart, RESTART_S)
         if done is None or done.get(address) not in ("OK", "removed"):
             await answer_of(self._rpc.unregister(address=address, stimulus_id=STIMULUS), ANSWER_S)

@@ -1,4 +1,6 @@
-"""Owns the waiting for a submitted task under watch: Dask and Prefect wait for ever when its worker or scheduler is silent."""
+"""Owns the waiting for a submitted task under watch: Dask and Prefect wait for ever when its
+worker or scheduler is silent.
+"""
 
 import logging
 import time
@@ -27,12 +29,20 @@ R = TypeVar("R")
 logger = logging.getLogger(__name__)
 
 
-def follow(task: PrefectDaskFuture[Any], client: Client, *, owns_workers: bool, timeout_s: float = float("inf")) -> None:
+def follow(
+    task: PrefectDaskFuture[Any],
+    client: Client,
+    *,
+    owns_workers: bool,
+    timeout_s: float = float("inf"),
+) -> None:
     """Wait until the task has ended, well or not, or the time is over.
 
     Raises:
-        SupervisorLostError: the Dask worker that ran the task itself died or was silent for too long.
-        SchedulerLostError: the scheduler did. Of both Prefect is told, the task run is Crashed: it would stay Running for ever.
+        SupervisorLostError: the Dask worker that ran the task itself died or was silent for too
+            long.
+        SchedulerLostError: the scheduler did. Of both Prefect is told, the task run is Crashed:
+            it would stay Running for ever.
     """
     future: Future[Any] = task.wrapped_future
     watch = TaskWatch(client, future, owns_workers=owns_workers)
@@ -45,7 +55,9 @@ def follow(task: PrefectDaskFuture[Any], client: Client, *, owns_workers: bool, 
         if future.status != "pending":
             future.result()  # Prefect's state, also of a task that failed
     except KilledWorker as error:
-        lost = SupervisorLostError(f"Dask worker {error.last_worker.address} died while it ran the task itself")
+        lost = SupervisorLostError(
+            f"Dask worker {error.last_worker.address} died while it ran the task itself"
+        )
         _set_crashed(task.task_run_id, lost)
         raise lost from error
     except FutureCancelledError as error:
@@ -64,7 +76,9 @@ def _set_crashed(task_run_id: UUID, error: Exception) -> None:
         with get_client(sync_client=True) as client:
             set_state_if_known(client, task_run_id, Crashed(message=str(error)))
     except Exception as refused:  # noqa: BLE001 - whatever the API has, the loss is what the flow has to hear of
-        logger.warning("Prefect could not be told that task run %s is lost: %s", task_run_id, refused)
+        logger.warning(
+            "Prefect could not be told that task run %s is lost: %s", task_run_id, refused
+        )
 
 
 class WatchedFuture(PrefectDaskFuture[R]):
@@ -81,8 +95,14 @@ class WatchedFuture(PrefectDaskFuture[R]):
         if self._loss is not None or self._final_state is not None:
             return
         try:
-            # Other tasks may run on these workers, and for good reasons be silent: the task's own is watched, no other.
-            follow(self, self._client, owns_workers=False, timeout_s=float("inf") if timeout is None else timeout)
+            # Other tasks may run on these workers, and for good reasons be silent: the task's
+            # own is watched, no other.
+            follow(
+                self,
+                self._client,
+                owns_workers=False,
+                timeout_s=float("inf") if timeout is None else timeout,
+            )
         except (SupervisorLostError, SchedulerLostError) as error:
             self._loss = error
             if (context := FlowRunContext.get()) is not None:
@@ -94,7 +114,9 @@ class WatchedFuture(PrefectDaskFuture[R]):
                 super().wait()
 
     def result(self, timeout: float | None = None, raise_on_failure: bool = True) -> R:  # noqa: FBT001, FBT002 - Prefect's own
-        """Return the result, or raise what the task raised or how it was lost (SupervisorLostError, SchedulerLostError)."""
+        """Return the result, or raise what the task raised or how it was lost
+        (SupervisorLostError, SchedulerLostError).
+        """
         self.wait(timeout)
         if self._loss is None:
             return super().result(0 if timeout is not None else None, raise_on_failure)
@@ -104,7 +126,9 @@ class WatchedFuture(PrefectDaskFuture[R]):
 
 
 class WatchedTask(Task[P, R]):
-    """A task whose futures are watched, and that is stopped in good order when its flow leaves it behind."""
+    """A task whose futures are watched, and that is stopped in good order when its flow leaves
+    it behind.
+    """
 
     stop_grace_s = 20.0
 
@@ -135,20 +159,29 @@ class WatchedTask(Task[P, R]):
 
 
 def _stop_if_left(future: PrefectDaskFuture[Any], grace_s: float) -> None:
-    """Stop a task that its flow leaves by Ctrl-C, SIGTERM or an error: the cluster closes next, and would cut its ranks short."""
+    """Stop a task that its flow leaves by Ctrl-C, SIGTERM or an error: the cluster closes next,
+    and would cut its ranks short.
+    """
     if future.wrapped_future.status != "pending":
         return
     try:
         stop_task(future, grace_s)
     except Exception as trouble:  # noqa: BLE001 - what ended the flow must not be hidden by it
-        logger.warning("task run %s could not be stopped in good order: %s", future.task_run_id, trouble)
+        logger.warning(
+            "task run %s could not be stopped in good order: %s", future.task_run_id, trouble
+        )
 
 
 def _watched(made: Any, grace_s: float) -> Any:
     context = FlowRunContext.get()
-    if isinstance(made, PrefectDaskFuture) and context is not None and isinstance(context.task_runner, DaskTaskRunner):
+    if (
+        isinstance(made, PrefectDaskFuture)
+        and context is not None
+        and isinstance(context.task_runner, DaskTaskRunner)
+    ):
         watched = WatchedFuture(made, context.task_runner.client)
-        # The runner's client, and a cluster that it started, are closed by this stack too, after what came later.
+        # The runner's client, and a cluster that it started, are closed by this stack too,
+        # after what came later.
         context.task_runner._exit_stack.callback(_stop_if_left, made, grace_s)  # noqa: SLF001 - Prefect has no public hook
         return watched
     return made  # a state, or another runner's future

@@ -1,1 +1,2 @@
-"""Batch systems as they are met on real clusters: Slurm's own daemons, and PBS by stand-in commands."""
+"""Batch systems as they are met on real clusters: Slurm's own daemons, and PBS by stand-in
+commands."""

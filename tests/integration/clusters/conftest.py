@@ -9,7 +9,9 @@ from tests.integration.clusters.slurm import SlurmSite, running_slurm, skip_with
 
 
 @pytest.fixture(scope="session", params=["slurm", "pbs"])
-def batch_system(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmSite | PbsSite]:
+def batch_system(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[SlurmSite | PbsSite]:
     """Run Slurm's own daemons, then put stand-ins for PBS's commands in place."""
     if request.param == "slurm":
         skip_without_slurm()

@@ -1,4 +1,5 @@
-"""Owns a PBS cluster as far as programs can tell: qsub, qdel and qstat on a PATH of their own, run by pbs_commands.py."""
+"""Owns a PBS cluster as far as programs can tell: qsub, qdel and qstat on a PATH of their own,
+run by pbs_commands.py."""
 
 import os
 import shlex
@@ -31,12 +32,17 @@ class PbsSite:
     @property
     def environment(self) -> dict[str, str]:
         """What a process needs to talk to this PBS."""
-        return {"IMITATED_PBS_HOME": str(self.home), "PATH": os.pathsep.join([str(self.home / "bin"), os.environ["PATH"]])}
+        return {
+            "IMITATED_PBS_HOME": str(self.home),
+            "PATH": os.pathsep.join([str(self.home / "bin"), os.environ["PATH"]]),
+        }
 
     def call(self, *command: str) -> str:
         """Run one of the commands and return what it printed."""
         environment = os.environ | self.environment
-        return subprocess.run(command, env=environment, check=True, capture_output=True, text=True, timeout=STOP_S).stdout
+        return subprocess.run(
+            command, env=environment, check=True, capture_output=True, text=True, timeout=STOP_S
+        ).stdout
 
     def job_ids(self) -> list[str]:
         """Return the ids of all jobs that run or end now."""
@@ -52,12 +58,17 @@ class PbsSite:
 
     def processes(self, job_id: str | None = None) -> list[psutil.Process]:
         """Return the living processes of a job, or of all jobs."""
-        return processes_with(f"IMITATED_PBS_HOME={self.home}", f"{self.job_variable}={job_id or ''}", exact=bool(job_id))
+        return processes_with(
+            f"IMITATED_PBS_HOME={self.home}",
+            f"{self.job_variable}={job_id or ''}",
+            exact=bool(job_id),
+        )
 
 
 @contextmanager
 def running_pbs(home: Path) -> Iterator[PbsSite]:
-    """Put the commands below `home`; at the end delete all jobs and wait until they are gone."""
+    """Put the commands below `home`; at the end delete all jobs and wait until they are
+    gone."""
     (home / "jobs").mkdir()
     (home / "bin").mkdir()
     for name in ("qsub", "qdel", "qstat"):

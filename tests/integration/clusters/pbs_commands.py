@@ -1,4 +1,7 @@
-"""Owns stand-ins for PBS's qsub, qdel and qstat: they run job scripts here, as pbs_mom would. Standard library alone."""
+"""Owns stand-ins for PBS's qsub, qdel and qstat: they run job scripts here, as pbs_mom would.
+
+Standard library alone.
+"""
 
 import os
 import shutil
@@ -27,14 +30,23 @@ def qsub(home: Path, script: str) -> None:
     shutil.copy(script, job / "script")
     (job / "nodes").write_text(NODES[number % len(NODES)] + "\n")
     # The mom is nobody's child when this command ends.
-    quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": (job / "mom.log").open("wb")}
+    quiet = {
+        "stdin": subprocess.DEVNULL,
+        "stdout": subprocess.DEVNULL,
+        "stderr": (job / "mom.log").open("wb"),
+    }
     subprocess.Popen([sys.executable, __file__, "mom", str(job)], start_new_session=True, **quiet)  # type: ignore[call-overload]
     print(FORMAT.format(number))
 
 
 def mom(job: Path) -> None:
-    """Run a job's script in a session of its own until it ends or is deleted, and clear that session: PBS knows no other tie."""
-    directives = [line.split(maxsplit=2)[1:] for line in (job / "script").read_text().splitlines() if line.startswith("#PBS ")]
+    """Run a job's script in a session of its own until it ends or is deleted, and clear that
+    session: PBS knows no other tie."""
+    directives = [
+        line.split(maxsplit=2)[1:]
+        for line in (job / "script").read_text().splitlines()
+        if line.startswith("#PBS ")
+    ]
     options = {words[0]: words[-1] for words in directives}
     (job / "tmp").mkdir()
     environment = os.environ | {
@@ -49,7 +61,14 @@ def mom(job: Path) -> None:
     output = Path(options.get("-o", str(job)), FORMAT.format(job.name) + ".OU")
     with output.open("wb") as log:
         command = ["bash", str(job / "script")]
-        script = subprocess.Popen(command, stdout=log, stderr=log, cwd=Path.home(), env=environment, start_new_session=True)
+        script = subprocess.Popen(
+            command,
+            stdout=log,
+            stderr=log,
+            cwd=Path.home(),
+            env=environment,
+            start_new_session=True,
+        )
     (job / "session").write_text(str(script.pid))
     while script.poll() is None and not (job / "delete").exists():
         time.sleep(0.05)

@@ -7,16 +7,25 @@ from pathlib import Path
 import psutil
 
 
-def processes_with(mark: str, beginning: str, *, exact: bool) -> list[psutil.Process]:
-    """Return the living processes whose inherited environment has the entry `mark` and one that is, or begins with, another."""
+def processes_with(mark: str, resume_record: str, *, exact: bool) -> list[psutil.Process]:
+    """Return the living processes whose inherited environment has the entry `mark` and one that
+    is, or begins with, another."""
     found = []
     for process in psutil.process_iter():
         try:
             # A process that has ended, and waits for its parent to look, has none.
-            entries = Path(f"/proc/{process.pid}/environ").read_bytes().decode(errors="replace").split("\0")
+            entries = (
+                Path(f"/proc/{process.pid}/environ")
+                .read_bytes()
+                .decode(errors="replace")
+                .split("\0")
+            )
         except (OSError, psutil.Error):
             continue
-        if mark in entries and any(entry == beginning if exact else entry.startswith(beginning) for entry in entries):
+        if mark in entries and any(
+            entry == resume_record if exact else entry.startswith(resume_record)
+            for entry in entries
+        ):
             found.append(process)
     return found
 

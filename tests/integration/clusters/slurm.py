@@ -1,4 +1,5 @@
-"""Owns a real Slurm cluster on this machine: munged, slurmctld and two slurmd, all files and ports private, gone at the end."""
+"""Owns a real Slurm cluster on this machine: munged, slurmctld and two slurmd, all files and
+ports private, gone at the end."""
 
 import os
 import pwd
@@ -24,8 +25,9 @@ READY_S = 20.0
 STOP_S = 20.0
 NUM_TRIES = 3
 
-# Kills only the process group of a job's script, the least that Slurm has: ranks lead sessions of their own and must end by
-# themselves. config_overrides: the nodes have what is said here, whatever this machine has. KillWait: SIGTERM to SIGKILL.
+# Kills only the process group of a job's script, the least that Slurm has: ranks lead sessions
+# of their own and must end by themselves. config_overrides: the nodes have what is said here,
+# whatever this machine has. KillWait: SIGTERM to SIGKILL.
 CONFIG = """
 ClusterName=imitated
 SlurmctldHost=localhost(127.0.0.1)
@@ -75,7 +77,8 @@ class SlurmSite:
     name = "slurm"
     job_variable = "SLURM_JOB_ID"
     node_address = "127.0.0.1${SLURMD_NODENAME#node}"
-    """Shell for the address of a job's node: 127.0.0.11 or 127.0.0.12, all of which are loopback, so nodes count as two hosts."""
+    """Shell for the address of a job's node: 127.0.0.11 or 127.0.0.12, all of which are
+    loopback, so nodes count as two hosts."""
 
     @property
     def environment(self) -> dict[str, str]:
@@ -85,7 +88,9 @@ class SlurmSite:
     def call(self, *command: str) -> str:
         """Run one of Slurm's commands and return what it printed."""
         environment = os.environ | self.environment
-        return subprocess.run(command, env=environment, check=True, capture_output=True, text=True, timeout=READY_S).stdout
+        return subprocess.run(
+            command, env=environment, check=True, capture_output=True, text=True, timeout=READY_S
+        ).stdout
 
     def job_ids(self) -> list[str]:
         """Return the ids of all jobs that wait, run or end now."""
@@ -101,12 +106,17 @@ class SlurmSite:
 
     def processes(self, job_id: str | None = None) -> list[psutil.Process]:
         """Return the living processes of a job, or of all jobs."""
-        return processes_with(f"SLURM_CONF={self.home / 'slurm.conf'}", f"{self.job_variable}={job_id or ''}", exact=bool(job_id))
+        return processes_with(
+            f"SLURM_CONF={self.home / 'slurm.conf'}",
+            f"{self.job_variable}={job_id or ''}",
+            exact=bool(job_id),
+        )
 
 
 @contextmanager
 def running_slurm(home: Path) -> Iterator[SlurmSite]:
-    """Start Slurm below `home`; at the end cancel all jobs, wait until they are gone, and stop the daemons."""
+    """Start Slurm below `home`; at the end cancel all jobs, wait until they are gone, and stop
+    the daemons."""
     with ExitStack() as daemons:
         site = _start(home, daemons)
         try:
@@ -115,7 +125,9 @@ def running_slurm(home: Path) -> Iterator[SlurmSite]:
             for job_id in site.job_ids():
                 subprocess.run(["scancel", job_id], env=os.environ | site.environment, check=False)
             if not wait_until(lambda: not site.job_ids() and not site.processes(), STOP_S):
-                pytest.fail(f"jobs {site.job_ids()} or their processes did not end: {site.processes()}")
+                pytest.fail(
+                    f"jobs {site.job_ids()} or their processes did not end: {site.processes()}"
+                )
 
 
 def _start(home: Path, daemons: ExitStack) -> SlurmSite:
@@ -125,10 +137,18 @@ def _start(home: Path, daemons: ExitStack) -> SlurmSite:
         site = SlurmSite(folder)
         with ExitStack() as tried:
             _configure(site)
-            munge = ("--key-file=munge.key", "--seed-file=munge.seed", "--pid-file=munge.pid", "--socket=munge.socket")
-            # --force: pytest's folders are closed to other users, of which munged would complain; there are none here.
+            munge = (
+                "--key-file=munge.key",
+                "--seed-file=munge.seed",
+                "--pid-file=munge.pid",
+                "--socket=munge.socket",
+            )
+            # --force: pytest's folders are closed to other users, of which munged would
+            # complain; there are none here.
             options = [option.replace("=", f"={folder}/") for option in munge]
-            tried.enter_context(_daemon(site, "munged", "munged", "--foreground", "--force", *options))
+            tried.enter_context(
+                _daemon(site, "munged", "munged", "--foreground", "--force", *options)
+            )
             wait_until((folder / "munge.socket").exists, READY_S)
             tried.enter_context(_daemon(site, "slurmctld", "slurmctld", "-D"))
             for node in NODES:
@@ -136,18 +156,25 @@ def _start(home: Path, daemons: ExitStack) -> SlurmSite:
             if wait_until(lambda site=site: _num_idle(site) == len(NODES), READY_S):  # type: ignore[misc]
                 daemons.push(tried.pop_all())
                 return site
-    pytest.fail("Slurm did not start:\n" + "\n".join(path.read_text()[-2000:] for path in sorted(folder.glob("*.log"))))
+    pytest.fail(
+        "Slurm did not start:\n"
+        + "\n".join(path.read_text()[-2000:] for path in sorted(folder.glob("*.log")))
+    )
 
 
 def _configure(site: SlurmSite) -> None:
     home = site.home
     user = pwd.getpwuid(os.getuid()).pw_name
-    (home / "slurm.conf").write_text(CONFIG.format(home=home, ports=_free_ports(1 + len(NODES)), user=user))
+    (home / "slurm.conf").write_text(
+        CONFIG.format(home=home, ports=_free_ports(1 + len(NODES)), user=user)
+    )
     (home / "cgroup.conf").touch()
     # Slurm counts GPUs by their device files, and is content with any files.
     for number in range(2):
         (home / f"gpu{number}").touch()
-    (home / "gres.conf").write_text("".join(f"NodeName={node} Name=gpu File={home}/gpu[0-1]\n" for node in NODES))
+    (home / "gres.conf").write_text(
+        "".join(f"NodeName={node} Name=gpu File={home}/gpu[0-1]\n" for node in NODES)
+    )
     (home / "munge.key").write_bytes(secrets.token_bytes(128))
     (home / "munge.key").chmod(0o600)
     for name in ("state", *(f"spool-{node}" for node in NODES)):
@@ -157,7 +184,9 @@ def _configure(site: SlurmSite) -> None:
 @contextmanager
 def _daemon(site: SlurmSite, name: str, *command: str) -> Iterator[None]:
     with (site.home / f"{name}.output.log").open("wb") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log, env=os.environ | site.environment)
+        process = subprocess.Popen(
+            command, stdout=log, stderr=log, env=os.environ | site.environment
+        )
         try:
             yield
         finally:
@@ -171,7 +200,9 @@ def _daemon(site: SlurmSite, name: str, *command: str) -> Iterator[None]:
 
 def _num_idle(site: SlurmSite) -> int:
     command = ("sinfo", "--noheader", "--Node", "--format=%T")
-    answer = subprocess.run(command, env=os.environ | site.environment, check=False, capture_output=True, text=True)
+    answer = subprocess.run(
+        command, env=os.environ | site.environment, check=False, capture_output=True, text=True
+    )
     return answer.stdout.split().count("idle")
 
 
@@ -184,5 +215,6 @@ def _free_ports(count: int) -> list[int]:
 
 
 def _search_path() -> str:
-    """Return PATH with the folders in which Debian keeps daemons, which a user's PATH may lack."""
+    """Return PATH with the folders in which Debian keeps daemons, which a user's PATH may
+    lack."""
     return os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])

@@ -1,4 +1,5 @@
-"""A12: gangs on Dask workers that are jobs of a batch system, a real Slurm and an imitated PBS."""
+"""A12: gangs on Dask workers that are jobs of a batch system, a real Slurm and an imitated
+PBS."""
 
 import logging
 from collections.abc import Iterator
@@ -39,7 +40,11 @@ def two_jobs(site: SlurmSite | PbsSite, folder: Path) -> Iterator[Client]:
             log_directory=str(folder),
             job_script_prologue=[f'export TMPDIR="{scratch}"', 'mkdir -p "$TMPDIR"'],
             worker_extra_args=["--host", site.node_address],
-            scheduler_options={"host": "127.0.0.1", "dashboard_address": "127.0.0.1:0", "allowed_failures": 0},
+            scheduler_options={
+                "host": "127.0.0.1",
+                "dashboard_address": "127.0.0.1:0",
+                "allowed_failures": 0,
+            },
         ) as cluster,
         Client(cluster) as client,
     ):
@@ -47,12 +52,26 @@ def two_jobs(site: SlurmSite | PbsSite, folder: Path) -> Iterator[Client]:
         yield client
 
 
-def check_places(site: SlurmSite | PbsSite, folder: Path, environments: list[dict[str, str]]) -> None:
+def check_places(
+    site: SlurmSite | PbsSite, folder: Path, environments: list[dict[str, str]]
+) -> None:
     """Expect torchrun's contract for two ranks on two nodes, and each job's own settings."""
-    of_nodes = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_WORLD_SIZE": "2"}
+    of_nodes = {
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "1",
+        "GROUP_WORLD_SIZE": "2",
+    }
     for rank, environment in enumerate(environments):
-        expected = of_nodes | {"RANK": str(rank), "GROUP_RANK": str(rank), "MASTER_ADDR": "127.0.0.11"}
-        expected |= {"TMPDIR": f"{folder}/scratch-{environment[site.job_variable]}", "GLOO_SOCKET_IFNAME": "lo"}
+        expected = of_nodes | {
+            "RANK": str(rank),
+            "GROUP_RANK": str(rank),
+            "MASTER_ADDR": "127.0.0.11",
+        }
+        expected |= {
+            "TMPDIR": f"{folder}/scratch-{environment[site.job_variable]}",
+            "GLOO_SOCKET_IFNAME": "lo",
+        }
         assert {name: environment[name] for name in expected} == expected
     assert {environment[site.job_variable] for environment in environments} == set(site.job_ids())
 
@@ -72,8 +91,11 @@ def is_gone(pid: int) -> bool:
         return True
 
 
-def test_a_gang_over_two_jobs(site: SlurmSite | PbsSite, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """All-reduce, environment and lines are right; a killed job ends the gang; nothing outlives its job or the cluster."""
+def test_a_gang_over_two_jobs(
+    site: SlurmSite | PbsSite, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """All-reduce, environment and lines are right; a killed job ends the gang; nothing outlives
+    its job or the cluster."""
     pid_folder = tmp_path / "pids"
     pid_folder.mkdir()
     with two_jobs(site, tmp_path) as client, ThreadPoolExecutor(1) as pool:
@@ -84,13 +106,17 @@ def test_a_gang_over_two_jobs(site: SlurmSite | PbsSite, tmp_path: Path, caplog:
         environments: list[dict[str, Any]] = run_gang(client, plain.environment, world_size=2)
         check_places(site, tmp_path, environments)
 
-        training = pool.submit(run_gang, client, faulty.sleep_for_ever, args=(str(pid_folder),), world_size=2)
+        training = pool.submit(
+            run_gang, client, faulty.sleep_for_ever, args=(str(pid_folder),), world_size=2
+        )
         pids = pids_in(pid_folder)
         victim = environments[1][site.job_variable]
         assert pids[1] in {process.pid for process in site.processes(victim)}
         site.kill(victim)
         with pytest.raises(WorkerLostError, match=r"127\.0\.0\.12:\d+ was lost; it held rank 1"):
             training.result(GONE_S)
-        assert wait_until(lambda: all(map(is_gone, pids)) and not site.processes(victim), GONE_S), site.processes(victim)
+        assert wait_until(lambda: all(map(is_gone, pids)) and not site.processes(victim), GONE_S), (
+            site.processes(victim)
+        )
         assert run_gang(client, plain.sum_of_ones, world_size=1) == [1.0]
     assert wait_until(lambda: not site.job_ids() and not site.processes(), GONE_S), site.processes()

@@ -1,4 +1,5 @@
-"""A12: train_flow on Slurm and PBS, with the examples of deployments/clusters, through the loss of a job."""
+"""A12: train_flow on Slurm and PBS, with the examples of deployments/clusters, through the loss
+of a job."""
 
 import os
 from concurrent.futures import ThreadPoolExecutor
@@ -24,23 +25,31 @@ GONE_S = 30.0
 
 
 def example(site: SlurmSite | PbsSite, folder: Path) -> ClusterParams:
-    """Return the example's values with what an operator has to adapt: how many, which interface, where logs go."""
+    """Return the example's values with what an operator has to adapt: how many, which
+    interface, where logs go."""
     values = yaml.safe_load((EXAMPLES / f"{site.name}.yaml").read_text())
-    values["cluster_kwargs"] |= {"n_workers": 2, "interface": "lo", "log_directory": str(folder / "jobs")}
+    values["cluster_kwargs"] |= {
+        "n_workers": 2,
+        "interface": "lo",
+        "log_directory": str(folder / "jobs"),
+    }
     values["cluster_kwargs"]["scheduler_options"]["dashboard_address"] = "127.0.0.1:0"
     values["adapt_kwargs"] = {"minimum": 2, "maximum": 2}
     return ClusterParams(**values)
 
 
 def cancel_a_job(site: SlurmSite | PbsSite, folder: Path, *, of_task: bool) -> str:
-    """Wait until both ranks are held, cancel the job whose worker runs the task `train`, or the other one, and return its id."""
+    """Wait until both ranks are held, cancel the job whose worker runs the task `train`, or the
+    other one, and return its id."""
     assert wait_until(lambda: (folder / "0").exists() and (folder / "1").exists(), HELD_S)
     words = [word for process in site.processes() for word in process.cmdline()]
     scheduler = next(word for word in words if word.startswith("tcp://"))
     with Client(scheduler, set_as_default=False) as client:
         job_ids = client.run(os.getenv, site.job_variable)
         keys = client.processing()
-    of_tasks = {worker for worker in job_ids if any(key.startswith("train-") for key in keys[worker])}
+    of_tasks = {
+        worker for worker in job_ids if any(key.startswith("train-") for key in keys[worker])
+    }
     chosen = of_tasks if of_task else job_ids.keys() - of_tasks
     (job_id,) = {job_ids[worker] for worker in chosen}
     site.cancel(job_id)
@@ -48,7 +57,8 @@ def cancel_a_job(site: SlurmSite | PbsSite, folder: Path, *, of_task: bool) -> s
 
 
 def test_a_cancelled_job_costs_a_retry(site: SlurmSite | PbsSite, tmp_path: Path) -> None:
-    """A job is cancelled while it trains: another takes its place, the run resumes, and leaves no job or process."""
+    """A job is cancelled while it trains: another takes its place, the run resumes, and leaves
+    no job or process."""
     pid_folder = tmp_path / "pids"
     pid_folder.mkdir()
     params = TrainParams(
@@ -60,9 +70,13 @@ def test_a_cancelled_job_costs_a_retry(site: SlurmSite | PbsSite, tmp_path: Path
         workers_timeout_s=120,
         cluster=example(site, tmp_path),
     )
-    # On Slurm the job whose worker has ranks alone: Prefect retries the task. On PBS the one whose worker runs the task itself,
-    # out of reach of Prefect: the flow submits the task again. Dask takes 15 s to believe that a worker won't come back.
-    with ThreadPoolExecutor(1) as pool, dask.config.set({"distributed.deploy.lost-worker-timeout": "1s"}):
+    # On Slurm the job whose worker has ranks alone: Prefect retries the task. On PBS the one
+    # whose worker runs the task itself, out of reach of Prefect: the flow submits the task
+    # again. Dask takes 15 s to believe that a worker won't come back.
+    with (
+        ThreadPoolExecutor(1) as pool,
+        dask.config.set({"distributed.deploy.lost-worker-timeout": "1s"}),
+    ):
         operator = pool.submit(cancel_a_job, site, pid_folder, of_task=site.name == "pbs")
         report = train_flow(params)
         cancelled = operator.result()
@@ -72,7 +86,8 @@ def test_a_cancelled_job_costs_a_retry(site: SlurmSite | PbsSite, tmp_path: Path
     assert wait_until(lambda: not site.job_ids() and not site.processes(), GONE_S), site.processes()
     assert not site.processes(cancelled)
     flow_run_id = flow_run_id_of(report.flow_run_url)
-    # Where the task's own worker was lost there are two runs of `train`, the first of them Crashed; the report says how it ended.
+    # Where the task's own worker was lost there are two runs of `train`, the first of them
+    # Crashed; the report says how it ended.
     runs = task_runs_of(flow_run_id)
     assert {runs[name].state_name for name in ("prepare", "evaluate", "publish")} == {"Completed"}
     last = {f"[rank {rank}] step {NUM_STEPS}" for rank in (0, 1)}

@@ -1,4 +1,5 @@
-"""Bad input to the flow is refused with a clear error before a rank, or even a cluster, is started."""
+"""Bad input to the flow is refused with a clear error before a rank, or even a cluster, is
+started."""
 
 from pathlib import Path
 from typing import Any
@@ -7,7 +8,13 @@ import psutil
 import pytest
 from pydantic import ValidationError
 
-from prefect_torch_ddp import ClusterParams, InvalidParamsError, StorageError, TrainParams, train_flow
+from prefect_torch_ddp import (
+    ClusterParams,
+    InvalidParamsError,
+    StorageError,
+    TrainParams,
+    train_flow,
+)
 from tests.integration.runs import free_port
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("prefect_api")]
@@ -16,14 +23,30 @@ pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("prefect_api")]
 @pytest.mark.parametrize(
     ("params", "error", "says"),
     [
-        ({"workload": "tests.workloads.no_such"}, InvalidParamsError, "workload 'tests.workloads.no_such' can't be found"),
-        ({"workload": "no_such_package.module"}, InvalidParamsError, "No module named 'no_such_package'"),
-        ({"workload": "tests.workloads.no_train"}, InvalidParamsError, "has no function 'train'.* defines prepare, evaluate"),
+        (
+            {"workload": "tests.workloads.no_such"},
+            InvalidParamsError,
+            "workload 'tests.workloads.no_such' can't be found",
+        ),
+        (
+            {"workload": "no_such_package.module"},
+            InvalidParamsError,
+            "No module named 'no_such_package'",
+        ),
+        (
+            {"workload": "tests.workloads.no_train"},
+            InvalidParamsError,
+            "has no function 'train'.* defines prepare, evaluate",
+        ),
         ({"workload": "tests.workloads.tiny:Absent"}, InvalidParamsError, "defines no 'Absent'"),
         ({"storage": "/proc/nowhere"}, StorageError, "/proc/nowhere"),
         ({"storage": "ftp://host/x"}, InvalidParamsError, "ftp: names no storage"),
         ({"storage": "s3-bucket/absent"}, InvalidParamsError, "s3-bucket/absent"),
-        ({"cluster": ClusterParams(cluster_class="no_such.Cluster")}, InvalidParamsError, "no_such.Cluster"),
+        (
+            {"cluster": ClusterParams(cluster_class="no_such.Cluster")},
+            InvalidParamsError,
+            "no_such.Cluster",
+        ),
         ({"data_options": {"x": {1}}}, InvalidParamsError, "data_options can't be written as JSON"),
         ({"resume_from": "no-such-run"}, InvalidParamsError, "no-such-run"),
         (
@@ -31,26 +54,49 @@ pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("prefect_api")]
             InvalidParamsError,
             "no-such-run has no checkpoint of step 400",
         ),
-        ({"resume_from": "/no/such/store/runs/otter"}, InvalidParamsError, "/no/such/store holds no complete checkpoint"),
-        ({"resume_from": "/no/such/store"}, InvalidParamsError, "names no run; write a run's id, or <storage>/runs/<run id>"),
+        (
+            {"resume_from": "/no/such/store/runs/otter"},
+            InvalidParamsError,
+            "/no/such/store holds no complete checkpoint",
+        ),
+        (
+            {"resume_from": "/no/such/store"},
+            InvalidParamsError,
+            "names no run; write a run's id, or <storage>/runs/<run id>",
+        ),
         ({"resume_from": "s3-bucket/absent/runs/otter"}, InvalidParamsError, "s3-bucket/absent"),
     ],
 )
-def test_refused_before_a_process_starts(tmp_path: Path, params: dict[str, Any], error: type[Exception], says: str) -> None:
+def test_refused_before_a_process_starts(
+    tmp_path: Path, params: dict[str, Any], error: type[Exception], says: str
+) -> None:
     """Each error names the value and what to do; no Dask worker and no rank was started."""
     before = {process.pid for process in psutil.Process().children(recursive=True)}
     with pytest.raises(error, match=says):
-        train_flow(TrainParams(**{"workload": "tests.workloads.tiny", "storage": str(tmp_path), **params}))
+        train_flow(
+            TrainParams(**{"workload": "tests.workloads.tiny", "storage": str(tmp_path), **params})
+        )
     new = [p.cmdline() for p in psutil.Process().children(recursive=True) if p.pid not in before]
-    assert not [command for command in new if any("prefect_torch_ddp.rank" in part for part in command)]
+    assert not [
+        command for command in new if any("prefect_torch_ddp.rank" in part for part in command)
+    ]
     assert not (tmp_path / "runs").exists()
 
 
 def test_unreachable_address(tmp_path: Path) -> None:
     """A scheduler address where nobody listens is refused within its limit and named."""
     address = f"tcp://127.0.0.1:{free_port()}"
-    with pytest.raises(InvalidParamsError, match=f"cluster.address '{address}' gave no Dask cluster.*is its scheduler running"):
-        train_flow(TrainParams(workload="tests.workloads.tiny", storage=str(tmp_path), cluster=ClusterParams(address=address)))
+    with pytest.raises(
+        InvalidParamsError,
+        match=f"cluster.address '{address}' gave no Dask cluster.*is its scheduler running",
+    ):
+        train_flow(
+            TrainParams(
+                workload="tests.workloads.tiny",
+                storage=str(tmp_path),
+                cluster=ClusterParams(address=address),
+            )
+        )
 
 
 @pytest.mark.parametrize(
@@ -60,15 +106,22 @@ def test_unreachable_address(tmp_path: Path) -> None:
         ({"worldsize": 2}, "worldsize"),
         ({"workload": "not a module"}, "workload is 'not a module'"),
         ({"evaluate_on": "best"}, "checkpoint.best_metric is empty"),
-        ({"cluster": {"address": "tcp://x:1", "cluster_class": "a.B"}}, "leave cluster_class and cluster_kwargs empty"),
+        (
+            {"cluster": {"address": "tcp://x:1", "cluster_class": "a.B"}},
+            "leave cluster_class and cluster_kwargs empty",
+        ),
         ({"cluster": {"address": "tcp://x:1", "adapt_kwargs": {"minimum": 1}}}, "and adapt_kwargs"),
         ({"checkpoint": {"every_steps": 0}}, "every_steps"),
         ({"determinism": "elastic"}, "virtual_ranks is empty: give the most ranks"),
         ({"virtual_ranks": 4}, "virtual_ranks is 4, which needs determinism='elastic'"),
-        ({"determinism": "elastic", "virtual_ranks": 3}, "virtual_ranks is 3 and world_size 2; give a world_size that divides"),
+        (
+            {"determinism": "elastic", "virtual_ranks": 3},
+            "virtual_ranks is 3 and world_size 2; give a world_size that divides",
+        ),
     ],
 )
 def test_parameters_explain_themselves(params: dict[str, Any], says: str) -> None:
-    """An unknown or impossible parameter is refused by name, also when a deployment gives it."""
+    """An unknown or impossible parameter is refused by name, also when a deployment gives
+    it."""
     with pytest.raises(ValidationError, match=says):
         TrainParams.model_validate(params)

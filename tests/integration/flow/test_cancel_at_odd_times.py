@@ -1,4 +1,5 @@
-"""E5: a cancel that comes early, late, twice or to another flow: always state Cancelled, never a retry, nothing left."""
+"""E5: a cancel that comes early, late, twice or to another flow: always state Cancelled, never
+a retry, nothing left."""
 
 import os
 import signal
@@ -46,7 +47,8 @@ if __name__ == "__main__":
 
 
 def slow_cluster(mark: str) -> None:
-    """Stand for a cluster class that takes its time to start: a queue of a batch system, for instance."""
+    """Stand for a cluster class that takes its time to start: a queue of a batch system, for
+    instance."""
     Path(mark).touch()
     while True:
         signal.pause()
@@ -101,7 +103,9 @@ def train_states(flow_run_id: UUID) -> list[str]:
 def test_while_the_cluster_starts(tmp_path: Path, how: signal.Signals) -> None:
     """Nothing has begun: the flow is Cancelled at once."""
     mark = tmp_path / "mark"
-    cluster = ClusterParams(cluster_class=f"{__name__}.slow_cluster", cluster_kwargs={"mark": str(mark)})
+    cluster = ClusterParams(
+        cluster_class=f"{__name__}.slow_cluster", cluster_kwargs={"mark": str(mark)}
+    )
     params = params_of(tmp_path, cluster=cluster)
     with flow_process(tmp_path, params.model_dump_json()) as process:
         wait_until(mark.exists, 60)
@@ -111,11 +115,13 @@ def test_while_the_cluster_starts(tmp_path: Path, how: signal.Signals) -> None:
 
 
 def test_before_the_task_has_begun(tmp_path: Path) -> None:
-    """The workers of others are busy, so Prefect hasn't heard of the task yet: it is taken back, and never runs."""
+    """The workers of others are busy, so Prefect hasn't heard of the task yet: it is taken
+    back, and never runs."""
     with separate_cluster(tmp_path / "cluster") as cluster, Client(cluster.address) as client:
         release = str(tmp_path / "release")
         busy = [
-            client.submit(_until_there, release, i, workers=[address], pure=False) for i, address in enumerate(client.nthreads())
+            client.submit(_until_there, release, i, workers=[address], pure=False)
+            for i, address in enumerate(client.nthreads())
         ]
         params = params_of(tmp_path, cluster=ClusterParams(address=cluster.address))
         with flow_process(tmp_path, params.model_dump_json()) as process:
@@ -135,7 +141,11 @@ def _until_there(path: str, _number: int) -> None:
 
 def _unready(dask_scheduler: object) -> list[str]:
     tasks = dask_scheduler.tasks  # type: ignore[attr-defined]
-    return [str(key) for key, task in tasks.items() if task.state not in ("memory", "forgotten", "erred", "released")]
+    return [
+        str(key)
+        for key, task in tasks.items()
+        if task.state not in ("memory", "forgotten", "erred", "released")
+    ]
 
 
 def test_while_a_retry_waits(tmp_path: Path) -> None:
@@ -154,11 +164,21 @@ def test_while_a_retry_waits(tmp_path: Path) -> None:
 
 
 def test_ctrl_c_twice(tmp_path: Path) -> None:
-    """A rank that never ends its step uses the grace up; who presses again doesn't wait for it."""
+    """A rank that never ends its step uses the grace up; who presses again doesn't wait for
+    it."""
     params = params_of(tmp_path, stop_grace_s=250.0, progress_timeout_s=None)
     (tmp_path / "marks").mkdir()
-    params.options["fault"] = {"how": "hang", "step": 60, "rank": 1, "attempts": [1], "mark": str(tmp_path / "marks")}
-    with (tmp_path / "said").open("w") as said, flow_process(tmp_path, params.model_dump_json(), said=said) as process:
+    params.options["fault"] = {
+        "how": "hang",
+        "step": 60,
+        "rank": 1,
+        "attempts": [1],
+        "mark": str(tmp_path / "marks"),
+    }
+    with (
+        (tmp_path / "said").open("w") as said,
+        flow_process(tmp_path, params.model_dump_json(), said=said) as process,
+    ):
         ranks = pids_in(tmp_path / "pids", 2, timeout_s=150)
         wait_until((tmp_path / "marks" / "1").exists, 60)
         os.killpg(process.pid, signal.SIGINT)
@@ -175,9 +195,12 @@ def test_ctrl_c_twice(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("how", "to_group"), [(signal.SIGINT, True), (signal.SIGTERM, False)])
 def test_a_users_flow_with_a_ddp_task(tmp_path: Path, how: signal.Signals, to_group: bool) -> None:  # noqa: FBT001
-    """Its ranks stop after one step, with a checkpoint, before the flow's cluster closes; the task run is Cancelled."""
+    """Its ranks stop after one step, with a checkpoint, before the flow's cluster closes; the
+    task run is Cancelled."""
     (tmp_path / "pids").mkdir()
-    with flow_process(tmp_path, str(tmp_path / "pids"), str(tmp_path / "store"), text=USER_FLOW) as process:
+    with flow_process(
+        tmp_path, str(tmp_path / "pids"), str(tmp_path / "store"), text=USER_FLOW
+    ) as process:
         ranks = pids_in(tmp_path / "pids", 2, timeout_s=150)
         wait_until(lambda: list((tmp_path / "store").rglob("manifest.json")), 60)
         (os.killpg if to_group else os.kill)(process.pid, how)

@@ -1,4 +1,5 @@
-"""A12: gangs and train_flow on clusters that others started, and on a cluster class with its arguments."""
+"""A12: gangs and train_flow on clusters that others started, and on a cluster class with its
+arguments."""
 
 import os
 import subprocess
@@ -25,13 +26,19 @@ STOP_S = 10.0
 
 @pytest.fixture
 def scheduler_address(tmp_path: Path) -> Iterator[str]:
-    """Start `dask scheduler` and two `dask worker` with their nannies, as an operator would; give the scheduler's address."""
+    """Start `dask scheduler` and two `dask worker` with their nannies, as an operator would;
+    give the scheduler's address."""
     scheduler_file = tmp_path / "scheduler.json"
-    with started(tmp_path, "scheduler", "--port", "0", "--dashboard-address", "127.0.0.1:0") as scheduler:
+    with started(
+        tmp_path, "scheduler", "--port", "0", "--dashboard-address", "127.0.0.1:0"
+    ) as scheduler:
         wait_until(scheduler_file.exists, scheduler)
         names = ("first", "second")
         command = ("--nthreads", "1", "--dashboard-address", "127.0.0.1:0", "--name")
-        with started(tmp_path, "worker", *command, names[0]), started(tmp_path, "worker", *command, names[1]):
+        with (
+            started(tmp_path, "worker", *command, names[0]),
+            started(tmp_path, "worker", *command, names[1]),
+        ):
             with Client(scheduler_file=str(scheduler_file)) as client:
                 client.wait_for_workers(2, timeout=READY_S)
                 address = client.scheduler.address
@@ -41,15 +48,29 @@ def scheduler_address(tmp_path: Path) -> Iterator[str]:
 @contextmanager
 def started(folder: Path, what: str, *options: str) -> Iterator[subprocess.Popen[bytes]]:
     """Run a Dask command away from the repository; at the end stop it and all it started."""
-    command = [sys.executable, "-m", "dask", what, "--scheduler-file", str(folder / "scheduler.json"), "--host", "127.0.0.1"]
+    command = [
+        sys.executable,
+        "-m",
+        "dask",
+        what,
+        "--scheduler-file",
+        str(folder / "scheduler.json"),
+        "--host",
+        "127.0.0.1",
+    ]
     work = folder / f"{what}-{'-'.join(options[-1:])}".replace(":", "-")
     work.mkdir()
     with (work / "log").open("wb") as log:
-        process = subprocess.Popen([*command, *options], cwd=work, stdout=log, stderr=log, env=dict(os.environ))
+        process = subprocess.Popen(
+            [*command, *options], cwd=work, stdout=log, stderr=log, env=dict(os.environ)
+        )
         try:
             yield process
         finally:
-            family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+            family = [
+                psutil.Process(process.pid),
+                *psutil.Process(process.pid).children(recursive=True),
+            ]
             process.terminate()
             _, left = psutil.wait_procs(family, timeout=STOP_S)
             for member in left:
@@ -67,8 +88,13 @@ def wait_until(condition: Callable[[], bool], process: subprocess.Popen[bytes]) 
 
 
 def check(report: TrainReport) -> None:
-    """Expect a whole run: trained, evaluated, all four tasks and the run itself Completed, both ranks heard."""
-    assert (report.training.world_size, report.training.num_epochs, report.evaluation.num_samples) == (2, 3, 21)
+    """Expect a whole run: trained, evaluated, all four tasks and the run itself Completed, both
+    ranks heard."""
+    assert (
+        report.training.world_size,
+        report.training.num_epochs,
+        report.evaluation.num_samples,
+    ) == (2, 3, 21)
     assert Path(report.model_uri).exists()
     flow_run_id = flow_run_id_of(report.flow_run_url)
     with get_client(sync_client=True) as client:
@@ -76,22 +102,32 @@ def check(report: TrainReport) -> None:
     runs = task_runs_of(flow_run_id)
     assert runs.keys() == {"prepare", "train", "evaluate", "publish"}
     assert {run.state_name for run in runs.values()} <= {"Completed", "Cached"}
-    deadline = time.monotonic() + 20  # a Dask worker sends its log to the server in batches, on its own time
-    while not {"[rank 0] step 1", "[rank 1] step 1"} <= {line.message for line in logs_of(flow_run_id)}:
+    deadline = (
+        time.monotonic() + 20
+    )  # a Dask worker sends its log to the server in batches, on its own time
+    while not {"[rank 0] step 1", "[rank 1] step 1"} <= {
+        line.message for line in logs_of(flow_run_id)
+    }:
         assert time.monotonic() < deadline
         time.sleep(0.1)
 
 
 def test_scheduler_and_workers_of_others(scheduler_address: str, tmp_path: Path) -> None:
-    """By address, twice in a row: both runs complete, the second has nothing to prepare, and the cluster is still there."""
+    """By address, twice in a row: both runs complete, the second has nothing to prepare, and
+    the cluster is still there."""
     cluster = ClusterParams(address=scheduler_address)
-    params = TrainParams(workload="tests.workloads.tiny", storage=str(tmp_path / "store"), cluster=cluster)
+    params = TrainParams(
+        workload="tests.workloads.tiny", storage=str(tmp_path / "store"), cluster=cluster
+    )
     with Client(scheduler_address) as client:
         before = sorted(client.scheduler_info(n_workers=-1)["workers"])
     first, second = train_flow(params), train_flow(params)
     check(first)
     check(second)
-    states = [task_runs_of(flow_run_id_of(report.flow_run_url))["prepare"].state_name for report in (first, second)]
+    states = [
+        task_runs_of(flow_run_id_of(report.flow_run_url))["prepare"].state_name
+        for report in (first, second)
+    ]
     assert states == ["Completed", "Cached"]
     assert first.evaluation == second.evaluation
     with Client(scheduler_address) as client:
@@ -100,19 +136,30 @@ def test_scheduler_and_workers_of_others(scheduler_address: str, tmp_path: Path)
 
 
 def test_a_gang_on_scheduler_and_workers_of_others(scheduler_address: str) -> None:
-    """Without Prefect, twice: the functions are imported in the ranks though the workers run in folders of their own."""
+    """Without Prefect, twice: the functions are imported in the ranks though the workers run in
+    folders of their own."""
     with Client(scheduler_address) as client:
         assert run_gang(client, plain.sum_of_ones, world_size=2) == [2.0, 2.0]
         assert run_gang(client, "tests.workloads.plain:sum_of_ones", world_size=2) == [2.0, 2.0]
 
 
 def test_cluster_class_with_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A class by its import path, made for the run with the arguments given and gone after it."""
+    """A class by its import path, made for the run with the arguments given and gone after
+    it."""
     import dask
 
-    kwargs = {"n_workers": 2, "threads_per_worker": 1, "dashboard_address": "127.0.0.1:0", "name": "mine"}
+    kwargs = {
+        "n_workers": 2,
+        "threads_per_worker": 1,
+        "dashboard_address": "127.0.0.1:0",
+        "name": "mine",
+    }
     cluster = ClusterParams(cluster_class="distributed.LocalCluster", cluster_kwargs=kwargs)
     # Else Dask leaves the workers' OMP_NUM_THREADS and more in this process.
     with dask.config.set({"distributed.nanny.pre-spawn-environ": {}}):
-        report = train_flow(TrainParams(workload="tests.workloads.tiny", storage=str(tmp_path / "store"), cluster=cluster))
+        report = train_flow(
+            TrainParams(
+                workload="tests.workloads.tiny", storage=str(tmp_path / "store"), cluster=cluster
+            )
+        )
     check(report)

@@ -1,4 +1,5 @@
-"""Level 2: a function that takes a RankContext is a Prefect task on the ranks of its flow's Dask cluster."""
+"""Level 2: a function that takes a RankContext is a Prefect task on the ranks of its flow's
+Dask cluster."""
 
 import inspect
 import os
@@ -16,7 +17,14 @@ from prefect.client.schemas.objects import Log
 from prefect.runtime import flow_run
 from prefect_dask import DaskTaskRunner
 
-from prefect_torch_ddp import BadKeyError, CheckpointParams, InvalidParamsError, RankContext, RankFailedError, ddp_task
+from prefect_torch_ddp import (
+    BadKeyError,
+    CheckpointParams,
+    InvalidParamsError,
+    RankContext,
+    RankFailedError,
+    ddp_task,
+)
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from tests.integration.runs import logs_of, states_of, task_runs_of
 
@@ -28,51 +36,59 @@ NUM_SAMPLES = 24
 BATCH = 4
 
 
-def describe(rank: RankContext, lr: float, *, scale: float = 2.0) -> dict[str, Any]:
+def describe(ctx: RankContext, lr: float, *, scale: float = 2.0) -> dict[str, Any]:
     """Sum over the ranks and say who speaks."""
     import torch
     import torch.distributed as dist
 
-    total = torch.tensor([float(rank.rank + 1)])
+    total = torch.tensor([float(ctx.rank + 1)])
     dist.all_reduce(total)
     print(f"lr {lr}")
-    return {"rank": rank.rank, "world_size": rank.world_size, "total": total.item(), "lr": lr * scale, "run_id": rank.run_id}
+    return {
+        "rank": ctx.rank,
+        "world_size": ctx.world_size,
+        "total": total.item(),
+        "lr": lr * scale,
+        "run_id": ctx.run_id,
+    }
 
 
-def resume(rank: RankContext, fail_at: int | None) -> dict[str, Any]:
+def resume(ctx: RankContext, fail_at: int | None) -> dict[str, Any]:
     """Train, fail on rank 1 in the first attempt, say which steps this attempt made."""
     import torch
     from torch.utils.data import TensorDataset
 
-    model = rank.wrap(torch.nn.Linear(1, 1))
+    model = ctx.wrap(torch.nn.Linear(1, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-    rank.track(model=model, optimizer=optimizer)
-    loader = rank.loader(TensorDataset(torch.linspace(-1, 1, NUM_SAMPLES)[:, None]), global_batch_size=BATCH)
+    ctx.track(model=model, optimizer=optimizer)
+    loader = ctx.loader(
+        TensorDataset(torch.linspace(-1, 1, NUM_SAMPLES)[:, None]), global_batch_size=BATCH
+    )
     made = []
-    for (x,) in rank.steps(loader, epochs=2):
-        if (rank.rank, rank.attempt, rank.step) == (1, 1, fail_at):
+    for (x,) in ctx.steps(loader, epochs=2):
+        if (ctx.rank, ctx.attempt, ctx.step) == (1, 1, fail_at):
             msg = "told to fail"
             raise ValueError(msg)
         loss = (model(x) - 3 * x).square().mean()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        rank.report(loss=loss)
-        made.append(rank.step)
+        ctx.report(loss=loss)
+        made.append(ctx.step)
     weights = [parameter.tolist() for parameter in model.parameters()]
-    return {"attempt": rank.attempt, "made": made, "weights": weights}
+    return {"attempt": ctx.attempt, "made": made, "weights": weights}
 
 
-def save_and_fail(rank: RankContext) -> None:
+def save_and_fail(ctx: RankContext) -> None:
     """Hand over a text and bytes, try to leave the results, then fail, all ranks together."""
     import torch.distributed as dist
 
-    if rank.rank == 0:
-        rank.save("notes/a.txt", "before the failure: é")
-        rank.save("b.bin", b"\x00\x01")
+    if ctx.rank == 0:
+        ctx.save("notes/a.txt", "before the failure: é")
+        ctx.save("b.bin", b"\x00\x01")
         for path in ("../x", "a/../../x", "/tmp/x", "C:/x", "C:\\x", ""):
             try:
-                rank.save(path, b"lost")
+                ctx.save(path, b"lost")
             except BadKeyError:
                 continue
             else:
@@ -83,31 +99,39 @@ def save_and_fail(rank: RankContext) -> None:
     raise RuntimeError(msg)
 
 
-def add_offset(rank: RankContext, x: int) -> int:
+def add_offset(ctx: RankContext, x: int) -> int:
     """Use a constant of the module."""
     return x + OFFSET
 
 
 @ddp_task(world_size=2, storage=OF_THE_SESSION)
-def by_value(rank: RankContext, x: int) -> int:
+def by_value(ctx: RankContext, x: int) -> int:
     """Use a function of the module; pickle finds the task by this name, not the function."""
-    return add_offset(rank, x)
+    return add_offset(ctx, x)
 
 
 def on(cluster: LocalCluster) -> Any:
-    """Return a runner of a running cluster; Any, since Prefect's flow takes no runner whose futures are PrefectDaskFutures."""
+    """Return a runner of a running cluster; Any, since Prefect's flow takes no runner whose
+    futures are PrefectDaskFutures."""
     return DaskTaskRunner(address=cluster.scheduler_address)
 
 
 @pytest.fixture(params=["address", "cluster_kwargs"])
 def runner(request: pytest.FixtureRequest, dask_cluster: LocalCluster) -> Iterator[Any]:
-    """Give a runner of a running cluster, and one that makes its own: two workers of one thread each."""
+    """Give a runner of a running cluster, and one that makes its own: two workers of one thread
+    each."""
     if request.param == "address":
         yield on(dask_cluster)
         return
     # Else Dask leaves the workers' OMP_NUM_THREADS and more in this process.
     with dask.config.set({"distributed.nanny.pre-spawn-environ": {}}):
-        yield DaskTaskRunner(cluster_kwargs={"n_workers": 2, "threads_per_worker": 1, "dashboard_address": "127.0.0.1:0"})
+        yield DaskTaskRunner(
+            cluster_kwargs={
+                "n_workers": 2,
+                "threads_per_worker": 1,
+                "dashboard_address": "127.0.0.1:0",
+            }
+        )
 
 
 def run_id(flow_run_id: str | None) -> UUID:
@@ -117,7 +141,8 @@ def run_id(flow_run_id: str | None) -> UUID:
 
 
 def test_called_and_submitted_on_as_many_workers_as_ranks(runner: Any, tmp_path: Path) -> None:
-    """Called directly, submitted, and called again: rank 0's value each time, a training each time, lines in the run's log."""
+    """Called directly, submitted, and called again: rank 0's value each time, a training each
+    time, lines in the run's log."""
     train = ddp_task(world_size=2, storage=str(tmp_path))(describe)
 
     @flow(task_runner=runner)
@@ -127,7 +152,11 @@ def test_called_and_submitted_on_as_many_workers_as_ranks(runner: Any, tmp_path:
         return flow_run.id, [called, submitted, train(0.1)]
 
     flow_run_id, values = both_ways()
-    assert [(v["rank"], v["world_size"], v["total"], v["lr"]) for v in values] == [(0, 2, 3, 0.2), (0, 2, 3, 2.0), (0, 2, 3, 0.2)]
+    assert [(v["rank"], v["world_size"], v["total"], v["lr"]) for v in values] == [
+        (0, 2, 3, 0.2),
+        (0, 2, 3, 2.0),
+        (0, 2, 3, 0.2),
+    ]
     assert len({value["run_id"] for value in values}) == 3
     assert becomes_true(lambda: len(lines_with("] lr 0.", flow_run_id)) == 6)
     log = lines_with("] lr 0.", flow_run_id)
@@ -144,22 +173,29 @@ def test_called_and_submitted_on_as_many_workers_as_ranks(runner: Any, tmp_path:
 
 
 def test_sent_by_value_or_by_reference(dask_cluster: LocalCluster) -> None:
-    """A function whose name is its task's goes by value, one that is decorated elsewhere by reference; both see their module."""
+    """A function whose name is its task's goes by value, one that is decorated elsewhere by
+    reference; both see their module."""
     by_reference = ddp_task(world_size=2, storage=OF_THE_SESSION)(add_offset)
 
     @flow(task_runner=on(dask_cluster))
     def both() -> list[int]:
-        return [by_reference.submit(1).result(), by_value.submit(1).result(), by_reference(1), by_value(1)]
+        return [
+            by_reference.submit(1).result(),
+            by_value.submit(1).result(),
+            by_reference(1),
+            by_value(1),
+        ]
 
     assert both() == [OFFSET + 1] * 4
 
 
 def test_arguments_arrive_whatever_their_names(dask_cluster: LocalCluster, tmp_path: Path) -> None:
-    """A2: names that Dask, Prefect or we use ourselves are the function's own; defaults stay."""
+    """A2: names that Dask, Prefect or we use ourselves are the function's own; defaults
+    stay."""
 
     @ddp_task(world_size=2, storage=str(tmp_path))
     def awkward(  # noqa: PLR0917
-        rank: RankContext,
+        ctx: RankContext,
         /,
         key: int,
         retries: int,
@@ -190,22 +226,36 @@ def test_arguments_arrive_whatever_their_names(dask_cluster: LocalCluster, tmp_p
     def both_ways() -> list[Any]:
         return [awkward(1, **given), awkward.submit(1, **given).result()]
 
-    expected = {"key": 1, "retries": 2, "workers": "w", "timeout": 0.5, "fn": 6, "args": (7,), "world_size": "ws", "config": "c"}
-    expected |= {"client": 8, "name": "n", "others": {"backend": "mine", "run": 3, "rank": 9, "kwargs": {"x": 1}}}
+    expected = {
+        "key": 1,
+        "retries": 2,
+        "workers": "w",
+        "timeout": 0.5,
+        "fn": 6,
+        "args": (7,),
+        "world_size": "ws",
+        "config": "c",
+    }
+    expected |= {
+        "client": 8,
+        "name": "n",
+        "others": {"backend": "mine", "run": 3, "rank": 9, "kwargs": {"x": 1}},
+    }
     assert both_ways() == [expected, expected]
 
 
 def test_without_parentheses_it_takes_all_workers(
     dask_cluster: LocalCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The plain decorator: a Task of the function's name, documentation and signature; a rank per worker; default storage."""
+    """The plain decorator: a Task of the function's name, documentation and signature; a rank
+    per worker; default storage."""
     monkeypatch.setenv("HOME", str(tmp_path))
 
     @ddp_task
-    def plain(rank: RankContext, n: int = 5) -> tuple[int, int]:
+    def plain(ctx: RankContext, n: int = 5) -> tuple[int, int]:
         """Say how many."""
-        rank.save("n.txt", str(n))
-        return rank.world_size, n
+        ctx.save("n.txt", str(n))
+        return ctx.world_size, n
 
     assert isinstance(plain, Task)
     assert (plain.name, plain.description) == ("plain", "Say how many.")
@@ -224,7 +274,10 @@ def test_a_function_without_a_rank_is_refused() -> None:
     """The mistake shows where it is made, when the module is imported."""
     wrong: list[Any] = [lambda: 0, lambda *, rank: 0, lambda *args: 0]
     for function in wrong:
-        with pytest.raises(InvalidParamsError, match=r"<lambda> takes no positional argument.*takes a RankContext first"):
+        with pytest.raises(
+            InvalidParamsError,
+            match=r"<lambda> takes no positional argument.*takes a RankContext first",
+        ):
             ddp_task(world_size=2)(function)
     assert ddp_task(lambda rank, /: 0).name == "<lambda>"
 
@@ -232,7 +285,8 @@ def test_a_function_without_a_rank_is_refused() -> None:
 # What Prefect says of a task's log lines where there is no flow run to send them to.
 @pytest.mark.filterwarnings("ignore:Logger 'prefect.task_runs' attempted to send logs:UserWarning")
 def test_a_flow_without_dask_is_refused(tmp_path: Path) -> None:
-    """The error names the flow, its runner and what to write, called and submitted, and outside of a flow."""
+    """The error names the flow, its runner and what to write, called and submitted, and outside
+    of a flow."""
     train = ddp_task(world_size=2, storage=str(tmp_path))(describe)
 
     @flow(name="no-dask")
@@ -252,9 +306,17 @@ def test_a_flow_without_dask_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_retry_resumes(dask_cluster: LocalCluster, tmp_path: Path) -> None:
-    """E4: rank 1 fails at step 7; the second attempt goes on from the newest checkpoint, to the very same weights."""
+    """E4: rank 1 fails at step 7; the second attempt resumes from the newest checkpoint, to the
+    very same weights."""
     policy = CheckpointParams(every_steps=3)
-    train = ddp_task(world_size=2, storage=str(tmp_path), checkpoint=policy, seed=5, retries=1, retry_delay_seconds=0)(resume)
+    train = ddp_task(
+        world_size=2,
+        storage=str(tmp_path),
+        checkpoint=policy,
+        seed=5,
+        retries=1,
+        retry_delay_seconds=0,
+    )(resume)
 
     @flow(task_runner=on(dask_cluster))
     def trains() -> tuple[str | None, list[dict[str, Any]]]:
@@ -263,7 +325,10 @@ def test_a_retry_resumes(dask_cluster: LocalCluster, tmp_path: Path) -> None:
 
     flow_run_id, (faulty, whole) = trains()
     start = faulty["made"][0]
-    assert start in (4, 7)  # the checkpoint of step 6 is written while step 7 goes on, and may not be whole by then
+    assert start in (
+        4,
+        7,
+    )  # the checkpoint of step 6 is written while step 7 goes on, and may not be whole by then
     assert (faulty["attempt"], faulty["made"]) == (2, list(range(start, 13)))
     assert (whole["attempt"], whole["made"]) == (1, list(range(1, 13)))
     assert faulty["weights"] == whole["weights"]
@@ -272,13 +337,15 @@ def test_a_retry_resumes(dask_cluster: LocalCluster, tmp_path: Path) -> None:
     assert names in (["AwaitingRetry", "Retrying", "Completed"], ["Retrying", "Completed"])
     cause = "rank 1 on 127.0.0.1 failed in attempt 1: ValueError: told to fail"
     assert becomes_true(lambda: bool(lines_with(cause, flow_run_id)))
-    restored = f"goes on from the checkpoint of step {start - 1} of run faulty-"
+    restored = f"resumes from the checkpoint of step {start - 1} of run faulty-"
     assert becomes_true(lambda: bool(lines_with(restored, flow_run_id)))
 
 
 def test_input_that_cannot_work_is_not_retried(dask_cluster: LocalCluster, tmp_path: Path) -> None:
     """Three retries would fail as the first attempt did: a world size of 0 is refused once."""
-    train = ddp_task(world_size=0, storage=str(tmp_path), retries=3, retry_delay_seconds=0)(describe)
+    train = ddp_task(world_size=0, storage=str(tmp_path), retries=3, retry_delay_seconds=0)(
+        describe
+    )
     seen = []
 
     @flow(task_runner=on(dask_cluster))
@@ -294,7 +361,8 @@ def test_input_that_cannot_work_is_not_retried(dask_cluster: LocalCluster, tmp_p
 
 
 def test_saved_files_outlive_the_failure(dask_cluster: LocalCluster, tmp_path: Path) -> None:
-    """A13: what was handed over is in the run's results; paths that lead out are refused; nothing is lost when the run fails."""
+    """A13: what was handed over is in the run's results; paths that lead out are refused;
+    nothing is lost when the run fails."""
     train = ddp_task(world_size=2, storage=str(tmp_path / "store"))(save_and_fail)
     seen = []
 
@@ -312,11 +380,16 @@ def test_saved_files_outlive_the_failure(dask_cluster: LocalCluster, tmp_path: P
     assert results == {"notes/a.txt": "before the failure: é".encode(), "b.bin": b"\x00\x01"}
     assert [path.name for path in tmp_path.iterdir()] == ["store"]
     # Sent from a Dask worker in batches, on its own time.
-    assert becomes_true(lambda: bool(lines_with("on 127.0.0.1 failed in attempt 1: RuntimeError: after the files", seen[0])))
+    assert becomes_true(
+        lambda: bool(
+            lines_with("on 127.0.0.1 failed in attempt 1: RuntimeError: after the files", seen[0])
+        )
+    )
 
 
 def test_two_at_once_queue(dask_cluster: LocalCluster, tmp_path: Path) -> None:
-    """A9: both tasks run on the same two workers and each needs both: they take turns, and both complete."""
+    """A9: both tasks run on the same two workers and each needs both: they take turns, and both
+    complete."""
     train = ddp_task(world_size=2, storage=str(tmp_path))(describe)
 
     @flow(task_runner=on(dask_cluster))
@@ -329,21 +402,29 @@ def test_two_at_once_queue(dask_cluster: LocalCluster, tmp_path: Path) -> None:
     assert values[0]["run_id"] != values[1]["run_id"]
 
 
-def test_cached_results_belong_to_their_own_function(dask_cluster: LocalCluster, tmp_path: Path) -> None:
-    """Prefect tells persisted results of equal inputs apart by the function's source: the user's, not ours."""
+def test_cached_results_belong_to_their_own_function(
+    dask_cluster: LocalCluster, tmp_path: Path
+) -> None:
+    """Prefect tells persisted results of equal inputs apart by the function's source: the
+    user's, not ours."""
     options: dict[str, Any] = {"world_size": 1, "storage": str(tmp_path), "persist_result": True}
 
     @ddp_task(**options)
-    def first(rank: RankContext, x: int) -> str:
+    def first(ctx: RankContext, x: int) -> str:
         return f"first {x}"
 
     @ddp_task(**options)
-    def second(rank: RankContext, x: int) -> str:
+    def second(ctx: RankContext, x: int) -> str:
         return f"second {x}"
 
     @flow(task_runner=on(dask_cluster))
     def calls() -> list[str]:
-        return [first(1), second(1), second.with_options(name="renamed").submit(1).result(), first(1)]
+        return [
+            first(1),
+            second(1),
+            second.with_options(name="renamed").submit(1).result(),
+            first(1),
+        ]
 
     assert calls() == ["first 1", "second 1", "second 1", "first 1"]
 

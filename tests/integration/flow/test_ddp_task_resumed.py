@@ -1,4 +1,5 @@
-"""A ddp_task's training is the same one in a retry of its flow run, by whatever way, and resumes; calls don't mix."""
+"""A ddp_task's training is the same one in a retry of its flow run, by whatever way, and
+resumes; calls don't mix."""
 
 import os
 import subprocess
@@ -14,7 +15,13 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import FlowFilter, FlowFilterName
 from prefect_dask import DaskTaskRunner
 
-from prefect_torch_ddp import CheckpointParams, InvalidParamsError, RankFailedError, ddp_task, read_ledger
+from prefect_torch_ddp import (
+    CheckpointParams,
+    InvalidParamsError,
+    RankFailedError,
+    ddp_task,
+    read_ledger,
+)
 from prefect_torch_ddp.checkpoint.attempts import newest_attempt
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from tests.integration.runs import retry_from_the_cli
@@ -25,14 +32,19 @@ pytestmark = [pytest.mark.timeout(400), pytest.mark.usefixtures("prefect_api")]
 
 
 def on(cluster: LocalCluster) -> Any:
-    """Return a runner of a running cluster; Any, since Prefect's flow takes no runner whose futures are PrefectDaskFutures."""
+    """Return a runner of a running cluster; Any, since Prefect's flow takes no runner whose
+    futures are PrefectDaskFutures."""
     return DaskTaskRunner(address=cluster.scheduler_address)
 
 
 def task(folder: Path, **options: Any) -> Task[..., dict[str, Any]]:
     """Return the training as a task with a checkpoint every three steps."""
     made: Task[..., dict[str, Any]] = ddp_task(
-        world_size=2, seed=5, checkpoint=CheckpointParams(every_steps=3), storage=str(folder), **options
+        world_size=2,
+        seed=5,
+        checkpoint=CheckpointParams(every_steps=3),
+        storage=str(folder),
+        **options,
     )(fit)
     return made
 
@@ -48,8 +60,11 @@ def mapped(train: Any) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("calls", [in_order, mapped])
-def test_a_flow_retry_resumes_each_call(dask_cluster: LocalCluster, tmp_path: Path, calls: Callable[..., Any]) -> None:
-    """The second and the third call fail in their first attempts; what had ended adds no step, and all weights are the same."""
+def test_a_flow_retry_resumes_each_call(
+    dask_cluster: LocalCluster, tmp_path: Path, calls: Callable[..., Any]
+) -> None:
+    """The second and the third call fail in their first attempts; what had ended adds no step,
+    and all weights are the same."""
     train = task(tmp_path)
 
     @flow(task_runner=on(dask_cluster), retries=2)
@@ -60,19 +75,26 @@ def test_a_flow_retry_resumes_each_call(dask_cluster: LocalCluster, tmp_path: Pa
     assert len({value["run_id"] for value in (whole, second, third)}) == 3
     assert whole["made"] == []  # it had ended in the flow's first attempt
     assert third["attempt"] >= 2
-    assert third["made"][:1] in ([4], [7], [])  # the checkpoint of step 6 may not be whole when step 7 fails
+    assert third["made"][:1] in (
+        [4],
+        [7],
+        [],
+    )  # the checkpoint of step 6 may not be whole when step 7 fails
     assert whole["weights"] == second["weights"] == third["weights"]
     assert len(list((tmp_path / "runs").iterdir())) == 3
 
 
 def test_a_call_after_a_failure_takes_it_up(dask_cluster: LocalCluster, tmp_path: Path) -> None:
-    """A flow that catches the failure and submits the same again resumes it; after a success the same call is a new training."""
+    """A flow that catches the failure and submits the same again resumes it; after a success
+    the same call is a new training."""
     train = task(tmp_path)
 
     @flow(task_runner=on(dask_cluster))
     def trains() -> dict[str, Any]:
         for way in (train, lambda number: train.submit(number).result()):
-            with pytest.raises(RankFailedError, match="failed in attempt 1: ValueError: told to fail"):
+            with pytest.raises(
+                RankFailedError, match="failed in attempt 1: ValueError: told to fail"
+            ):
                 way(7)
             resumed: dict[str, Any] = way(7)
             assert resumed["attempt"] == 2
@@ -83,11 +105,15 @@ def test_a_call_after_a_failure_takes_it_up(dask_cluster: LocalCluster, tmp_path
     assert len(list((tmp_path / "runs").iterdir())) == 2
 
 
-def test_prefect_flow_run_retry_resumes_it(prefect_api: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prefect_flow_run_retry_resumes_it(
+    prefect_api: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """From the command line, in another process, with another Prefect home."""
     command = [sys.executable, "-c", "from tests.workloads.retried_flow import retried; retried()"]
     env = {**os.environ, "PREFECT_API_URL": prefect_api, "RETRIED_STORE": str(tmp_path / "store")}
-    failed = subprocess.run(command, env=env, capture_output=True, text=True, timeout=200, check=False)
+    failed = subprocess.run(
+        command, env=env, capture_output=True, text=True, timeout=200, check=False
+    )
     assert "failed in attempt 1: ValueError: told to fail" in failed.stderr
     (ended, broken) = sorted(path.name for path in (tmp_path / "store/runs").iterdir())
     with get_client(sync_client=True) as client:
@@ -98,11 +124,14 @@ def test_prefect_flow_run_retry_resumes_it(prefect_api: str, tmp_path: Path, mon
     storage = DirectoryStorage(tmp_path / "store")
     assert sorted(path.name for path in (tmp_path / "store/runs").iterdir()) == [ended, broken]
     assert [newest_attempt(storage, run_id) for run_id in (ended, broken)] == [2, 2]
-    assert "goes on from the checkpoint of step" in printed
+    assert "resumes from the checkpoint of step" in printed
 
 
-def test_a_new_run_begins_from_another_with_its_ledger(dask_cluster: LocalCluster, tmp_path: Path) -> None:
-    """resume_from takes a run's id, a place and a step, also by with_options; the ledger of the new run begins where it does."""
+def test_a_new_run_begins_from_another_with_its_ledger(
+    dask_cluster: LocalCluster, tmp_path: Path
+) -> None:
+    """resume_from takes a run's id, a place and a step, also by with_options; the ledger of the
+    new run begins where it does."""
     train = task(tmp_path, ledger=True)
 
     @flow(task_runner=on(dask_cluster))

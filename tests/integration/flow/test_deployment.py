@@ -1,4 +1,5 @@
-"""E2: a real server, a process work pool and a worker; `prefect deployment run train-ddp/nightly --watch` ends Completed."""
+"""E2: a real server, a process work pool and a worker; `prefect deployment run
+train-ddp/nightly --watch` ends Completed."""
 
 import contextlib
 import json
@@ -13,7 +14,12 @@ import psutil
 import pytest
 import yaml
 from prefect.client.orchestration import get_client
-from prefect.client.schemas.filters import DeploymentFilter, DeploymentFilterName, FlowRunFilter, FlowRunFilterState
+from prefect.client.schemas.filters import (
+    DeploymentFilter,
+    DeploymentFilterName,
+    FlowRunFilter,
+    FlowRunFilterState,
+)
 from prefect.client.schemas.filters import FlowRunFilterStateType as StateTypeFilter
 from prefect.client.schemas.objects import StateType
 
@@ -30,15 +36,24 @@ PREFECT = [sys.executable, "-m", "prefect", "--no-prompt"]
 
 
 def prefect(*command: str, timeout_s: float = 120) -> str:
-    """Run a Prefect command in the repository's root, as a person would, and return what it printed."""
-    done = subprocess.run([*PREFECT, *command], cwd=ROOT, capture_output=True, text=True, timeout=timeout_s, check=False)
+    """Run a Prefect command in the repository's root, as a person would, and return what it
+    printed."""
+    done = subprocess.run(
+        [*PREFECT, *command],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
     assert done.returncode == 0, f"{command}: {done.stdout[-3000:]}\n{done.stderr[-3000:]}"
     return done.stdout
 
 
 @pytest.fixture
 def deployed(prefect_api: str, tmp_path: Path) -> Iterator[str]:
-    """Create the work pool, deploy deployments/prefect.yaml and run a worker; gives the API URL."""
+    """Create the work pool, deploy deployments/prefect.yaml and run a worker; gives the API
+    URL."""
     prefect("work-pool", "create", "train-ddp", "--type", "process", "--overwrite")
     prefect("deploy", "--all", "--prefect-file", "deployments/prefect.yaml")
     with (tmp_path / "worker.log").open("wb") as log:
@@ -56,20 +71,37 @@ def deployed(prefect_api: str, tmp_path: Path) -> Iterator[str]:
 
 
 def test_nightly_runs_to_completed(deployed: str, tmp_path: Path) -> None:
-    """Deploy as documented, run the deployment by its name, and find its artifacts; the cron has scheduled runs."""
-    params = {"workload": "flows.digits", "storage": str(tmp_path / "store"), "options": {"epochs": 2}}
+    """Deploy as documented, run the deployment by its name, and find its artifacts; the cron
+    has scheduled runs."""
+    params = {
+        "workload": "flows.digits",
+        "storage": str(tmp_path / "store"),
+        "options": {"epochs": 2},
+    }
     printed = prefect(
-        "deployment", "run", "train-ddp/nightly", "--watch", "--param", f"params={json.dumps(params)}", timeout_s=240
+        "deployment",
+        "run",
+        "train-ddp/nightly",
+        "--watch",
+        "--param",
+        f"params={json.dumps(params)}",
+        timeout_s=240,
     )
     assert "Completed" in printed
     with get_client(sync_client=True) as client:
         where = DeploymentFilter(name=DeploymentFilterName(any_=["nightly"]))
-        completed = FlowRunFilter(state=FlowRunFilterState(type=StateTypeFilter(any_=[StateType.COMPLETED])))
+        completed = FlowRunFilter(
+            state=FlowRunFilterState(type=StateTypeFilter(any_=[StateType.COMPLETED]))
+        )
         (run,) = client.read_flow_runs(deployment_filter=where, flow_run_filter=completed)
         assert {"train-ddp-report", "train-ddp-progress"} <= artifacts_of(run.id).keys()
-        scheduled = FlowRunFilter(state=FlowRunFilterState(type=StateTypeFilter(any_=[StateType.SCHEDULED])))
+        scheduled = FlowRunFilter(
+            state=FlowRunFilterState(type=StateTypeFilter(any_=[StateType.SCHEDULED]))
+        )
         deadline = time.monotonic() + 60
-        while not (found := client.read_flow_runs(deployment_filter=where, flow_run_filter=scheduled)):
+        while not (
+            found := client.read_flow_runs(deployment_filter=where, flow_run_filter=scheduled)
+        ):
             assert time.monotonic() < deadline, "the cron schedule made no run"
             time.sleep(0.5)
         assert found[0].parameters.keys() == {"params"}
@@ -85,19 +117,31 @@ def test_prefect_yaml_keeps_runs_apart() -> None:
 
 
 @pytest.mark.parametrize("whose", ["its own", "others"])
-def test_cancel_leaves_a_checkpoint_and_nothing_else(deployed: str, tmp_path: Path, whose: str) -> None:
-    """E5: `prefect flow-run cancel`: one step for all ranks, its checkpoint, ranks gone, states Cancelled; any cluster."""
+def test_cancel_leaves_a_checkpoint_and_nothing_else(
+    deployed: str, tmp_path: Path, whose: str
+) -> None:
+    """E5: `prefect flow-run cancel`: one step for all ranks, its checkpoint, ranks gone, states
+    Cancelled; any cluster."""
     with contextlib.ExitStack() as stack:
         params = params_of(tmp_path)
         if whose == "others":
             address = stack.enter_context(separate_cluster(tmp_path / "cluster")).address
             params = params.model_copy(update={"cluster": ClusterParams(address=address)})
-        prefect("deployment", "run", "train-ddp/nightly", "--param", f"params={params.model_dump_json()}")
+        prefect(
+            "deployment",
+            "run",
+            "train-ddp/nightly",
+            "--param",
+            f"params={params.model_dump_json()}",
+        )
         ranks = [psutil.Process(pid) for pid in pids_in(tmp_path / "pids", 2, timeout_s=150)]
         family = list(ranks)
         if whose == "its own":
             family += [
-                parent for rank in ranks for parent in rank.parents() if "prefect_torch_ddp.rank.fork_server" in parent.cmdline()
+                parent
+                for rank in ranks
+                for parent in rank.parents()
+                if "prefect_torch_ddp.rank.fork_server" in parent.cmdline()
             ]
         flow_run_id, run_id = newest_run()
         wait_until(lambda: bool(steps_saved(tmp_path, run_id)), 60)

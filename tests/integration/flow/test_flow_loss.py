@@ -1,4 +1,5 @@
-"""When the ground of a run goes: the worker of the train task stopped, the scheduler killed; the task run never stays Running."""
+"""When the ground of a run goes: the worker of the train task stopped, the scheduler killed;
+the task run never stays Running."""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -11,7 +12,13 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
 from prefect.client.schemas.sorting import FlowRunSort
 
-from prefect_torch_ddp import CheckpointParams, ClusterParams, SchedulerLostError, TrainParams, train_flow
+from prefect_torch_ddp import (
+    CheckpointParams,
+    ClusterParams,
+    SchedulerLostError,
+    TrainParams,
+    train_flow,
+)
 from tests.integration.runs import flow_run_id_of
 from tests.integration.separate_cluster import SeparateCluster, separate_cluster, wait_until
 
@@ -26,7 +33,8 @@ def others(tmp_path: Path) -> Iterator[SeparateCluster]:
 
 
 def params_of(tmp_path: Path, how: str, world_size: int, **more: object) -> TrainParams:
-    """Let rank 0 go wrong in the first attempt once a checkpoint is there; one retry is left."""
+    """Let rank 0 go wrong in the first attempt once a checkpoint is there; one retry is
+    left."""
     (tmp_path / "mark").mkdir()
     fault = {"how": how, "step": 12, "rank": 0, "attempts": [1], "mark": str(tmp_path / "mark")}
     return TrainParams(
@@ -45,7 +53,9 @@ def params_of(tmp_path: Path, how: str, world_size: int, **more: object) -> Trai
 def train_states(flow_run_id: UUID) -> list[str]:
     """Return the state names of all train task runs."""
     with get_client(sync_client=True) as client:
-        runs = client.read_task_runs(flow_run_filter=FlowRunFilter(id=FlowRunFilterId(any_=[flow_run_id])))
+        runs = client.read_task_runs(
+            flow_run_filter=FlowRunFilter(id=FlowRunFilterId(any_=[flow_run_id]))
+        )
     return sorted(run.state_name or "" for run in runs if run.name.startswith("train"))
 
 
@@ -53,11 +63,14 @@ def newest_flow_run() -> UUID:
     """Return the id of the flow run that began last."""
     with get_client(sync_client=True) as client:
         runs = client.read_flow_runs(sort=FlowRunSort.START_TIME_DESC)
-    return next(run.id for run in runs if run.start_time is not None)  # those that a schedule has made have none yet
+    return next(
+        run.id for run in runs if run.start_time is not None
+    )  # those that a schedule has made have none yet
 
 
 def test_the_worker_of_the_train_task_is_stopped(tmp_path: Path) -> None:
-    """E8: SIGSTOP of the train task's own Dask worker: a new one is started, the task run is Crashed, the training goes on."""
+    """E8: SIGSTOP of the train task's own Dask worker: a new one is started, the task run is
+    Crashed, the training goes on."""
     report = train_flow(params_of(tmp_path, "stop_grandparent", world_size=1))
     assert report.training.attempt == 2
     assert report.training.resumed_from_step in (5, 10)
@@ -65,7 +78,8 @@ def test_the_worker_of_the_train_task_is_stopped(tmp_path: Path) -> None:
 
 
 def test_the_scheduler_is_killed(others: SeparateCluster, tmp_path: Path) -> None:
-    """E8: SIGKILL of the scheduler of others: the flow says so at once, no task run stays Running, no rank is left."""
+    """E8: SIGKILL of the scheduler of others: the flow says so at once, no task run stays
+    Running, no rank is left."""
     params = params_of(tmp_path, "pause", 2, cluster=ClusterParams(address=others.address))
     with ThreadPoolExecutor(1) as pool:
         killing = pool.submit(_kill_when_marked, others.scheduler, tmp_path / "mark" / "0")

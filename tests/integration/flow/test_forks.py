@@ -14,7 +14,9 @@ pytestmark = [pytest.mark.timeout(180), pytest.mark.usefixtures("prefect_api")]
 
 def load_all() -> int:
     """Add up what two forked workers of a plain DataLoader load."""
-    loader = DataLoader(TensorDataset(torch.arange(40)), batch_size=4, num_workers=2, multiprocessing_context="fork")
+    loader = DataLoader(
+        TensorDataset(torch.arange(40)), batch_size=4, num_workers=2, multiprocessing_context="fork"
+    )
     return sum(int(numbers.sum()) for (numbers,) in loader)
 
 

@@ -1,4 +1,5 @@
-"""A training over images in a bucket and over the same images in a folder: one workload, one result."""
+"""A training over images in a bucket and over the same images in a folder: one workload, one
+result."""
 
 from io import BytesIO
 from pathlib import Path
@@ -29,10 +30,14 @@ def images() -> dict[str, bytes]:
     return made
 
 
-def test_the_same_workload_trains_on_a_bucket_and_on_a_folder(s3_server: S3Server, tmp_path: Path) -> None:  # noqa: F811
-    """Data behind a block, read by two ranks' loader processes: the folder's training to the last bit; no secret is shown.
+def test_the_same_workload_trains_on_a_bucket_and_on_a_folder(
+    s3_server: S3Server, tmp_path: Path
+) -> None:
+    """Data behind a block, read by two ranks' loader processes: the folder's training to the
+    last bit; no secret is shown.
 
-    What was prepared has the name of the bucket's listing: the same until an object changes, and another one then.
+    What was prepared has the name of the bucket's listing: the same until an object changes,
+    and another one then.
     """
     key, secret = s3_server.keys["owner"]
     block = save_block("raw-images", s3_server, key, secret)
@@ -41,7 +46,11 @@ def test_the_same_workload_trains_on_a_bucket_and_on_a_folder(s3_server: S3Serve
         bucket.write(name, data)
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(data)
-    common = {"workload": "tests.workloads.image_classes", "storage": str(tmp_path / "store"), "ledger": True}
+    common = {
+        "workload": "tests.workloads.image_classes",
+        "storage": str(tmp_path / "store"),
+        "ledger": True,
+    }
     on_folder = train_flow(TrainParams(**common, source=str(folder)))
     on_bucket = train_flow(TrainParams(**common, source=block))
 
@@ -55,12 +64,20 @@ def test_the_same_workload_trains_on_a_bucket_and_on_a_folder(s3_server: S3Serve
     assert secret not in all_that_was_recorded(flow_run_id_of(on_bucket.flow_run_url))
 
     workload = read_workload("tests.workloads.image_classes")
-    assert dataset_id(workload, {}, fingerprint_of(resolve_source(block))) == on_bucket.dataset.dataset_id
+    assert (
+        dataset_id(workload, {}, fingerprint_of(resolve_source(block)))
+        == on_bucket.dataset.dataset_id
+    )
     bucket.delete("red/001.png")
-    assert dataset_id(workload, {}, fingerprint_of(resolve_source(block))) != on_bucket.dataset.dataset_id
+    assert (
+        dataset_id(workload, {}, fingerprint_of(resolve_source(block)))
+        != on_bucket.dataset.dataset_id
+    )
 
 
-def test_a_source_that_cannot_be_is_refused_before_anything_starts(s3_server: S3Server, tmp_path: Path) -> None:  # noqa: F811
+def test_a_source_that_cannot_be_is_refused_before_anything_starts(
+    s3_server: S3Server, tmp_path: Path
+) -> None:
     """No folder, nothing in the bucket: said by name."""
     common = {"workload": "tests.workloads.image_classes", "storage": str(tmp_path / "store")}
     with pytest.raises(InvalidParamsError, match=f"there is no folder {tmp_path}/nowhere"):
@@ -69,5 +86,7 @@ def test_a_source_that_cannot_be_is_refused_before_anything_starts(s3_server: S3
     save_block("empty", s3_server, key, secret)
     for item in s3_server.storage(FOLDER).list(""):
         s3_server.storage(FOLDER).delete(item.key)
-    with pytest.raises(InvalidParamsError, match=f"source is s3://bucket/{FOLDER}, and there is nothing"):
+    with pytest.raises(
+        InvalidParamsError, match=f"source is s3://bucket/{FOLDER}, and there is nothing"
+    ):
         train_flow(TrainParams(**common, source="s3-bucket/empty"))

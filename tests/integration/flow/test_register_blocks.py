@@ -1,4 +1,5 @@
-"""deployments/register_blocks.py on a real Prefect server: called again it changes what is there; a bucket on Ceph is reached."""
+"""deployments/register_blocks.py on a real Prefect server: called again it changes what is
+there; a bucket on Ceph is reached."""
 
 import os
 import subprocess
@@ -20,22 +21,39 @@ pytestmark = [pytest.mark.timeout(240), pytest.mark.usefixtures("prefect_api")]
 
 def register(**variables: str) -> subprocess.CompletedProcess[str]:
     """Call it as people do."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("AWS_", "S3_"))}
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith(("AWS_", "S3_"))
+    }
     command = [sys.executable, str(ROOT / "deployments" / "register_blocks.py")]
-    return subprocess.run(command, check=False, capture_output=True, text=True, env=environment | variables, timeout=120)
+    return subprocess.run(
+        command,
+        check=False,
+        capture_output=True,
+        text=True,
+        env=environment | variables,
+        timeout=120,
+    )
 
 
 def blocks() -> dict[str, Any]:
-    """Return every block that is on the server: its id by its name, also of those without a name."""
+    """Return every block that is on the server: its id by its name, also of those without a
+    name."""
     with get_client(sync_client=True) as client:
         found = client.read_block_documents(include_secrets=False)
     return {f"{block.block_type_name}/{block.name or block.id}": block.id for block in found}
 
 
 def test_called_again_it_changes_what_is_there(ceph_server: S3Server) -> None:
-    """Twice the same: the same blocks, by their ids. With other keys and another folder: these, in the same blocks."""
+    """Twice the same: the same blocks, by their ids.
+
+    With other keys and another folder: these, in the same blocks.
+    """
     key, secret = ceph_server.keys["owner"]
-    place = {"S3_BUCKET": ceph_server.bucket, "S3_BLOCK_NAME": "registered", "AWS_ENDPOINT_URL": ceph_server.endpoint_url}
+    place = {
+        "S3_BUCKET": ceph_server.bucket,
+        "S3_BLOCK_NAME": "registered",
+        "AWS_ENDPOINT_URL": ceph_server.endpoint_url,
+    }
     first = register(**place, S3_FOLDER="one", AWS_ACCESS_KEY_ID=key, AWS_SECRET_ACCESS_KEY="wrong")
     assert first.returncode == 0, first.stderr
     assert 'params={"storage": "s3-bucket/registered"}' in first.stdout
@@ -44,7 +62,9 @@ def test_called_again_it_changes_what_is_there(ceph_server: S3Server) -> None:
     with pytest.raises(StorageError, match="the secret is wrong"):
         resolve_storage("s3-bucket/registered").check_writable()
     for folder in ("one", "two", "two"):
-        again = register(**place, S3_FOLDER=folder, AWS_ACCESS_KEY_ID=key, AWS_SECRET_ACCESS_KEY=secret)
+        again = register(
+            **place, S3_FOLDER=folder, AWS_ACCESS_KEY_ID=key, AWS_SECRET_ACCESS_KEY=secret
+        )
         assert again.returncode == 0, again.stderr
         assert secret not in again.stdout + again.stderr
         assert blocks() == there
@@ -56,7 +76,10 @@ def test_called_again_it_changes_what_is_there(ceph_server: S3Server) -> None:
 def test_what_is_missing_is_named_and_nothing_is_registered() -> None:
     """No bucket, half of a key: the message names the variable, and shows no secret."""
     there = blocks()
-    for variables, missing in (({}, "S3_BUCKET"), ({"S3_BUCKET": "b", "AWS_SECRET_ACCESS_KEY": "hunter2"}, "AWS_ACCESS_KEY_ID")):
+    for variables, missing in (
+        ({}, "S3_BUCKET"),
+        ({"S3_BUCKET": "b", "AWS_SECRET_ACCESS_KEY": "hunter2"}, "AWS_ACCESS_KEY_ID"),
+    ):
         done = register(**variables)
         assert done.returncode != 0
         assert missing in done.stderr

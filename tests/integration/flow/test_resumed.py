@@ -1,4 +1,5 @@
-"""A training of train_flow that was broken off goes on by every way there is, and ends with the bits of an undisturbed one.
+"""A training of train_flow that was broken off goes on by every way there is, and ends with the
+bits of an undisturbed one.
 
 By a restart within the task: test_restarts.py; by a retry of the task: test_train_flow.py.
 """
@@ -19,7 +20,8 @@ KILLED = {"how": "SIGKILL", "step": 12, "rank": 1, "attempts": [1]}
 
 
 def params(store: Path, **changes: Any) -> TrainParams:
-    """Return parameters of the tiny workload, with a checkpoint every five steps, and no second attempt."""
+    """Return parameters of the tiny workload, with a checkpoint every five steps, and no second
+    attempt."""
     given: dict[str, Any] = {
         "workload": "tests.workloads.tiny",
         "storage": str(store),
@@ -50,15 +52,21 @@ def weights(report: Any) -> bytes:
 
 
 def test_a_flow_retry_resumes(undisturbed: dict[str, bytes], tmp_path: Path) -> None:
-    """The task has no retry left and fails; the flow's own retry goes on from its checkpoint."""
-    report = train_flow.with_options(retries=1)(params(tmp_path / "store", options={"fault": KILLED}))
+    """The task has no retry left and fails; the flow's own retry resumes from its
+    checkpoint."""
+    report = train_flow.with_options(retries=1)(
+        params(tmp_path / "store", options={"fault": KILLED})
+    )
     assert report.training.attempt == 2
     assert report.training.resumed_from_step in (5, 10)
     assert weights(report) == weights_of_undisturbed(undisturbed, tmp_path)
 
 
-def test_a_failed_run_is_gone_on_with(prefect_api: str, undisturbed: dict[str, bytes], tmp_path: Path) -> None:
-    """By a new run with resume_from, its id or its place, and by `prefect flow-run retry` in another process."""
+def test_a_failed_run_is_gone_on_with(
+    prefect_api: str, undisturbed: dict[str, bytes], tmp_path: Path
+) -> None:
+    """By a new run with resume_from, its id or its place, and by `prefect flow-run retry` in
+    another process."""
     store = tmp_path / "store"
     with pytest.raises(RankFailedError, match="SIGKILL"):
         train_flow(params(store, options={"fault": KILLED}))
@@ -72,7 +80,7 @@ def test_a_failed_run_is_gone_on_with(prefect_api: str, undisturbed: dict[str, b
     flow_run_id = retry_train_flow(prefect_api, failed, tmp_path / "home")
     assert newest_attempt(DirectoryStorage(store), failed) == 2
     assert any(
-        f"goes on from the checkpoint of step {step} of run {failed}" in line.message
+        f"resumes from the checkpoint of step {step} of run {failed}" in line.message
         for line in logs_of(flow_run_id)
         for step in (5, 10)
     )

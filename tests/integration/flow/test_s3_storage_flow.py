@@ -1,4 +1,5 @@
-"""E6: train_flow with a saved s3-bucket block, on a real Prefect server, and on Ceph and moto, which check who asks."""
+"""E6: train_flow with a saved s3-bucket block, on a real Prefect server, and on Ceph and moto,
+which check who asks."""
 
 import os
 from pathlib import Path
@@ -18,7 +19,8 @@ FOLDER = "team/models"
 
 
 def save_block(name: str, server: S3Server, key: str, secret: str) -> str:
-    """Save an s3-bucket block on the Prefect server, as a person does in the UI; return its reference."""
+    """Save an s3-bucket block on the Prefect server, as a person does in the UI; return its
+    reference."""
     from prefect_aws import AwsClientParameters, AwsCredentials, S3Bucket
 
     credentials = AwsCredentials(
@@ -27,12 +29,15 @@ def save_block(name: str, server: S3Server, key: str, secret: str) -> str:
         region_name="us-east-1",
         aws_client_parameters=AwsClientParameters(endpoint_url=server.endpoint_url),
     )
-    S3Bucket(bucket_name=server.bucket, bucket_folder=FOLDER, credentials=credentials).save(name, overwrite=True)
+    S3Bucket(bucket_name=server.bucket, bucket_folder=FOLDER, credentials=credentials).save(
+        name, overwrite=True
+    )
     return f"s3-bucket/{name}"
 
 
 def all_that_was_recorded(flow_run_id: UUID) -> str:
-    """Return as one text what the Prefect server tells of a run: its log, artifacts, parameters and states."""
+    """Return as one text what the Prefect server tells of a run: its log, artifacts, parameters
+    and states."""
     runs = task_runs_of(flow_run_id)
     with get_client(sync_client=True) as client:
         parts = [client.read_flow_run(flow_run_id).model_dump_json()]
@@ -55,9 +60,12 @@ def test_everything_of_a_run_is_in_the_bucket(
     caplog: pytest.LogCaptureFixture,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """Dataset, checkpoints and metrics are objects, the secret key is nowhere, and a second run prepares nothing."""
+    """Dataset, checkpoints and metrics are objects, the secret key is nowhere, and a second run
+    prepares nothing."""
     key, secret = ceph_server.keys["owner"]
-    params = TrainParams(workload="tests.workloads.tiny", storage=save_block("training", ceph_server, key, secret))
+    params = TrainParams(
+        workload="tests.workloads.tiny", storage=save_block("training", ceph_server, key, secret)
+    )
     before = persisted()
     first, second = train_flow(params), train_flow(params)
 
@@ -65,8 +73,13 @@ def test_everything_of_a_run_is_in_the_bucket(
     keys = [found.key for found in storage.list("")]
     run = f"runs/{first.run_id}/"
     metrics = {rank: storage.list(f"{run}metrics/rank-{rank:05d}/") for rank in (0, 1)}
-    records = {rank: b"".join(storage.read(part.key) for part in parts).splitlines() for rank, parts in metrics.items()}
-    assert {rank: len(lines) for rank, lines in records.items()} == dict.fromkeys((0, 1), first.training.num_steps)
+    records = {
+        rank: b"".join(storage.read(part.key) for part in parts).splitlines()
+        for rank, parts in metrics.items()
+    }
+    assert {rank: len(lines) for rank, lines in records.items()} == dict.fromkeys(
+        (0, 1), first.training.num_steps
+    )
     manifest = f"{run}checkpoints/step-{first.checkpoint.step:08d}/000001/manifest.json"
     assert manifest in keys
     assert first.checkpoint.uri == f"s3://{ceph_server.bucket}/{FOLDER}/{manifest}"
@@ -87,7 +100,9 @@ def test_everything_of_a_run_is_in_the_bucket(
     assert dataset == [found.key for found in storage.list("datasets/")]
 
     results = {path: data for path, data in persisted().items() if path not in before}
-    assert any(first.dataset.digest.encode() in data for data in results.values())  # we do look where results are
+    assert any(
+        first.dataset.digest.encode() in data for data in results.values()
+    )  # we do look where results are
     assert not [path for path, data in results.items() if secret.encode() in data]
     assert secret not in first.model_dump_json()
     printed = capfd.readouterr()
@@ -95,13 +110,18 @@ def test_everything_of_a_run_is_in_the_bucket(
 
 
 @pytest.mark.timeout(480)  # two whole flows
-def test_a_run_begins_from_the_checkpoint_of_another_storage(s3_server: S3Server, tmp_path: Path) -> None:  # noqa: F811
+def test_a_run_begins_from_the_checkpoint_of_another_storage(
+    s3_server: S3Server, tmp_path: Path
+) -> None:
     """From the bucket of a block into a directory; the bucket stays as it was."""
     block = save_block("resumed", s3_server, *s3_server.keys["owner"])
     policy = CheckpointParams(every_steps=5, keep_last=9)
     params = TrainParams(workload="tests.workloads.tiny", seed=3, checkpoint=policy)
     first = train_flow(params.model_copy(update={"storage": block, "options": {"epochs": 1}}))
-    there = {found.key: s3_server.storage(FOLDER).read(found.key) for found in s3_server.storage(FOLDER).list("runs/")}
+    there = {
+        found.key: s3_server.storage(FOLDER).read(found.key)
+        for found in s3_server.storage(FOLDER).list("runs/")
+    }
     in_folder = {"storage": str(tmp_path), "resume_from": f"{block}/runs/{first.run_id}"}
     second = train_flow(params.model_copy(update=in_folder))
     assert second.training.resumed_from_step == first.training.num_steps == 7
@@ -118,10 +138,16 @@ def test_a_run_begins_from_the_checkpoint_of_another_storage(s3_server: S3Server
         ("user", "the credentials need the rights"),
     ],
 )
-def test_wrong_credentials_are_refused_before_a_process_starts(ceph_server: S3Server, wrong: str, says: str) -> None:
-    """A wrong key or secret, or a user who may only read: the error names the place and the reason, and shows no secret."""
+def test_wrong_credentials_are_refused_before_a_process_starts(
+    ceph_server: S3Server, wrong: str, says: str
+) -> None:
+    """A wrong key or secret, or a user who may only read: the error names the place and the
+    reason, and shows no secret."""
     key, secret = ceph_server.keys["reader" if wrong == "user" else "owner"]
-    key, secret = (key[::-1] if wrong == "key" else key), (secret[::-1] if wrong == "secret" else secret)
+    key, secret = (
+        (key[::-1] if wrong == "key" else key),
+        (secret[::-1] if wrong == "secret" else secret),
+    )
     reference = save_block(f"wrong-{wrong}", ceph_server, key, secret)
     before = {process.pid for process in psutil.Process().children(recursive=True)}
     there = list(ceph_server.storage(FOLDER).list())
@@ -130,5 +156,7 @@ def test_wrong_credentials_are_refused_before_a_process_starts(ceph_server: S3Se
     assert says in str(caught.value)
     assert secret not in str(caught.value)
     assert secret not in repr(caught.value.__cause__)
-    assert not [p.cmdline() for p in psutil.Process().children(recursive=True) if p.pid not in before]
+    assert not [
+        p.cmdline() for p in psutil.Process().children(recursive=True) if p.pid not in before
+    ]
     assert list(ceph_server.storage(FOLDER).list()) == there

@@ -1,4 +1,5 @@
-"""E9: the workloads that people meet first, end to end on small data in the real formats, from a directory and from S3."""
+"""E9: the workloads that people meet first, end to end on small data in the real formats, from
+a directory and from S3."""
 
 import hashlib
 import io
@@ -10,7 +11,14 @@ import torch
 from PIL import Image
 
 from flows import land_use
-from prefect_torch_ddp import CheckpointParams, RankContext, TrainParams, read_metrics, read_result, train_flow
+from prefect_torch_ddp import (
+    CheckpointParams,
+    RankContext,
+    TrainParams,
+    read_metrics,
+    read_result,
+    train_flow,
+)
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.storage.protocol import Storage
 from tests.integration.runs import artifacts_of, flow_run_id_of
@@ -37,7 +45,8 @@ def some_names() -> list[str]:
 
 
 def test_pet_names(bucket: S3Server, tmp_path: Path) -> None:
-    """From a text file on S3 an LSTM learns, and 50 new names come out, none of which is on the list in any case."""
+    """From a text file on S3 an LSTM learns, and 50 new names come out, none of which is on the
+    list in any case."""
     source = bucket.storage()
     names = some_names()
     source.write("pets.txt", "\r\n".join(["", *names, names[0].upper(), "  "]).encode("utf-8-sig"))
@@ -51,7 +60,12 @@ def test_pet_names(bucket: S3Server, tmp_path: Path) -> None:
         )
     )
     new = read_result(tmp_path, report.run_id, "new_names.txt").decode().splitlines()
-    assert len(new) == len({name.casefold() for name in new}) == 50 == report.evaluation.metrics["new_names"]
+    assert (
+        len(new)
+        == len({name.casefold() for name in new})
+        == 50
+        == report.evaluation.metrics["new_names"]
+    )
     assert not {name.casefold() for name in new} & {name.casefold() for name in names}
     assert report.training.value["num_names"] == 216
     assert report.epochs[-1].metrics["loss"] < 0.8 * report.epochs[0].metrics["loss"]
@@ -63,7 +77,9 @@ def write_images(storage: Storage, classes: list[str], num_each: int) -> None:
     generator = np.random.default_rng(0)
     for number, name in enumerate(classes):
         for i in range(num_each):
-            pixels = generator.integers(0, 60, (64, 72, 3)) + 9 * np.array([number, 20 - number, number // 2])
+            pixels = generator.integers(0, 60, (64, 72, 3)) + 9 * np.array(
+                [number, 20 - number, number // 2]
+            )
             file = io.BytesIO()
             Image.fromarray(pixels.astype(np.uint8)).save(file, "JPEG")
             storage.write(f"{name}/{name}{i:02}.jpg", file.getvalue())
@@ -80,11 +96,14 @@ def write_cifar10(folder: Path, num_each: int) -> None:
         targets = np.arange(num_each, dtype=np.uint8) % 10
         pixels = generator.integers(0, 256, (num_each, 3, 1024), dtype=np.uint8)
         pixels[:, 0] = 25 * targets[:, None]
-        (folder / name).write_bytes(np.concatenate([targets[:, None], pixels.reshape(num_each, -1)], axis=1).tobytes())
+        (folder / name).write_bytes(
+            np.concatenate([targets[:, None], pixels.reshape(num_each, -1)], axis=1).tobytes()
+        )
 
 
 def test_cifar10_resumes_in_the_midst_of_an_epoch(tmp_path: Path) -> None:
-    """vgg11_bn on 50 images; a killed rank; the training goes on from its checkpoint, with validation after each epoch."""
+    """vgg11_bn on 50 images; a killed rank; the training resumes from its checkpoint, with
+    validation after each epoch."""
     write_cifar10(tmp_path / "cifar-10-batches-bin", 10)
     report = train_flow(
         TrainParams(
@@ -95,7 +114,11 @@ def test_cifar10_resumes_in_the_midst_of_an_epoch(tmp_path: Path) -> None:
             checkpoint=CheckpointParams(every_steps=4, every_s=None),
         )
     )
-    assert (report.training.attempt, report.training.num_steps, report.training.num_epochs) == (2, 6, 2)
+    assert (report.training.attempt, report.training.num_steps, report.training.num_epochs) == (
+        2,
+        6,
+        2,
+    )
     assert report.training.resumed_from_step == 4
     assert [row.num_samples for row in report.epochs] == [45, 45]
     for row in report.epochs:
@@ -103,11 +126,14 @@ def test_cifar10_resumes_in_the_midst_of_an_epoch(tmp_path: Path) -> None:
     assert report.evaluation.num_samples == 10
     assert [score.name for score in report.evaluation.classes][:2] == ["airplane", "automobile"]
     frame = read_metrics(tmp_path / "store", report.run_id)
-    assert sorted(zip(frame["step"], frame["rank"], strict=True)) == [(step, rank) for step in range(1, 7) for rank in range(2)]
+    assert sorted(zip(frame["step"], frame["rank"], strict=True)) == [
+        (step, rank) for step in range(1, 7) for rank in range(2)
+    ]
 
 
 def test_land_use(bucket: S3Server, tmp_path: Path) -> None:
-    """21 classes of small JPEG images on S3; in bfloat16, compiled, in micro-batches; the confusion matrix is in the report."""
+    """21 classes of small JPEG images on S3; in bfloat16, compiled, in micro-batches; the
+    confusion matrix is in the report."""
     how = {"micro_batch_size": 7, "precision": "bfloat16", "compile": "eager"}
     source = bucket.storage()
     write_images(source, [f"class{number:02}" for number in range(21)], num_each=5)
@@ -116,7 +142,13 @@ def test_land_use(bucket: S3Server, tmp_path: Path) -> None:
             workload="flows.land_use",
             storage=str(tmp_path),
             source=source.uri,
-            options={"size": 64, "model": "squeezenet1_1", "epochs": 1, "global_batch_size": 28, **how},
+            options={
+                "size": 64,
+                "model": "squeezenet1_1",
+                "epochs": 1,
+                "global_batch_size": 28,
+                **how,
+            },
         )
     )
     assert (report.training.num_steps, report.training.value["num_classes"]) == (3, 21)
@@ -133,12 +165,12 @@ def test_a_folder_and_a_bucket_are_the_same_to_a_workload(bucket: S3Server, tmp_
         write_images(place, ["field", "forest"], num_each=10)
         data = tmp_path / f"of-{type(place).__name__}"
         data.mkdir()
-        with RankContext.local(data=data, source=place.uri, stage="prepare") as rank:
-            land_use.prepare(rank)
+        with RankContext.local(data=data, source=place.uri, stage="prepare") as ctx:
+            land_use.prepare(ctx)
         options = {"size": 32, "model": "squeezenet1_1", "epochs": 1, "global_batch_size": 8}
-        with RankContext.local(data=data, source=place.uri, options=options, seed=4) as rank:
-            land_use.train(rank)
-            weights = rank._parts.tracker._objects["model"].state_dict()
+        with RankContext.local(data=data, source=place.uri, options=options, seed=4) as ctx:
+            land_use.train(ctx)
+            weights = ctx._parts.tracker._objects["model"].state_dict()
         found.append(((data / "split.json").read_text(), sha256_of_weights_in(weights)))
     assert found[0] == found[1]
 

@@ -1,4 +1,5 @@
-"""Owns a cluster of four workers that die and come again while a gang trains on it, as a test's script says."""
+"""Owns a cluster of four workers that die and come again while a gang trains on it, as a test's
+script says."""
 
 import os
 import signal
@@ -43,11 +44,16 @@ class Workers:
 
 
 @contextmanager
-def dying_workers(folder: Path, script: Callable[[Workers], None]) -> Iterator[tuple[Client, Callable[[], None]]]:
-    """Give a client, and what waits for the script's end and shows its failure; the script runs beside the test."""
+def dying_workers(
+    folder: Path, script: Callable[[Workers], None]
+) -> Iterator[tuple[Client, Callable[[], None]]]:
+    """Give a client, and what waits for the script's end and shows its failure; the script runs
+    beside the test."""
     failures: list[BaseException] = []
     with ExitStack() as stack:
-        cluster = stack.enter_context(LocalCluster(n_workers=1, threads_per_worker=1, dashboard_address=":0"))
+        cluster = stack.enter_context(
+            LocalCluster(n_workers=1, threads_per_worker=1, dashboard_address=":0")
+        )
         client = stack.enter_context(Client(cluster))
 
         def three() -> list[Any]:

@@ -1,7 +1,8 @@
-"""Owns hosts imitated by Linux network namespaces: each has its own interfaces, addresses and loopback.
+"""Owns hosts imitated by Linux network namespaces: each has its own interfaces, addresses and
+loopback.
 
-They have no names: a namespace lives as long as a file descriptor or a process holds it, so none outlives the tests, whatever
-ends them.
+They have no names: a namespace lives as long as a file descriptor or a process holds it, so
+none outlives the tests, whatever ends them.
 """
 
 import contextlib
@@ -33,7 +34,9 @@ def why_none() -> str | None:
         with Host("c") as c, c.inside():
             _ip("link add probe type bridge")
     except (OSError, subprocess.CalledProcessError) as error:
-        return f"this system doesn't let us make network namespaces, veth pairs and bridges: {error}"
+        return (
+            f"this system doesn't let us make network namespaces, veth pairs and bridges: {error}"
+        )
     return None
 
 
@@ -55,7 +58,9 @@ class Host:
             else:
                 self._fd = _own_namespace()
 
-        thread = threading.Thread(target=make)  # its own namespace ends with it, unless the file descriptor holds it
+        thread = threading.Thread(
+            target=make
+        )  # its own namespace ends with it, unless the file descriptor holds it
         thread.start()
         thread.join()
         if errors:
@@ -75,7 +80,8 @@ class Host:
 
     @contextlib.contextmanager
     def inside(self) -> Iterator[None]:
-        """Be on this host with this thread, and with the threads and processes that it starts meanwhile."""
+        """Be on this host with this thread, and with the threads and processes that it starts
+        meanwhile."""
         home = _own_namespace()
         try:
             _enter(self._fd)
@@ -105,13 +111,16 @@ class Switch:
             host: who gets it.
             interface: its name there.
             *addresses: with prefix lengths.
-            isolated: whether it reaches only those that aren't isolated, as on a management network.
+            isolated: whether it reaches only those that aren't isolated, as on a management
+                network.
         """
         port = f"port{self._num_ports}"
         self._num_ports += 1
         with host.inside():
             _ip(f"link add {interface} type veth peer name {port} netns {self._host.path}")
-            Path(f"/proc/sys/net/ipv6/conf/{interface}/accept_dad").write_text("0")  # else an address is unusable for a second
+            Path(f"/proc/sys/net/ipv6/conf/{interface}/accept_dad").write_text(
+                "0"
+            )  # else an address is unusable for a second
             for address in addresses:
                 _ip(f"addr add {address} dev {interface}")
             _ip(f"link set {interface} up")

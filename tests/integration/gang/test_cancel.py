@@ -1,4 +1,5 @@
-"""E5, C3: a gang that is cancelled stops after one step, leaves that step's checkpoint, and nothing else."""
+"""E5, C3: a gang that is cancelled stops after one step, leaves that step's checkpoint, and
+nothing else."""
 
 import os
 import signal
@@ -28,7 +29,9 @@ def saved_steps(folder: Path) -> list[int]:
     return [manifest.step for manifest in list_manifests(DirectoryStorage(folder / "store"), "run")]
 
 
-def start_training(client: Client, folder: Path) -> tuple[threading.Thread, list[GangError], list[int]]:
+def start_training(
+    client: Client, folder: Path
+) -> tuple[threading.Thread, list[GangError], list[int]]:
     """Train in a thread; return it, the list that its error goes to, and the ranks' pids."""
     pids = folder / "pids"
     pids.mkdir()
@@ -36,7 +39,12 @@ def start_training(client: Client, folder: Path) -> tuple[threading.Thread, list
 
     def run() -> None:
         try:
-            run_gang(client, run_with_context, args=(endless.config_in(folder), endless.train, (str(pids),)), world_size=2)
+            run_gang(
+                client,
+                run_with_context,
+                args=(endless.config_in(folder), endless.train, (str(pids),)),
+                world_size=2,
+            )
         except GangError as error:
             errors.append(error)
 
@@ -46,10 +54,15 @@ def start_training(client: Client, folder: Path) -> tuple[threading.Thread, list
 
 
 def test_client_cancel_leaves_a_checkpoint(dask_client: Client, tmp_path: Path) -> None:
-    """One seat's key is cancelled: all ranks stop after the same step; the error says which, and that it was saved."""
+    """One agent's key is cancelled: all ranks stop after the same step; the error says which,
+    and that it was saved."""
     thread, errors, ranks = start_training(dask_client, tmp_path)
-    seat = next(future for future in dask_client.futures.values() if str(future.key).startswith("ddp-seat-"))
-    dask_client.cancel([Future(seat.key, dask_client)], force=True)
+    agent = next(
+        future
+        for future in dask_client.futures.values()
+        if str(future.key).startswith("ddp-agent-")
+    )
+    dask_client.cancel([Future(agent.key, dask_client)], force=True)
     thread.join(60)
     (error,) = errors
     assert isinstance(error, GangCancelledError)
@@ -58,8 +71,11 @@ def test_client_cancel_leaves_a_checkpoint(dask_client: Client, tmp_path: Path) 
     assert run_gang(dask_client, plain.sum_of_ones, world_size=2) == [2.0, 2.0]
 
 
-def test_sigterm_of_a_rank_is_its_failure_and_leaves_a_checkpoint(dask_client: Client, tmp_path: Path) -> None:
-    """Preemption of one rank: no success and no cancel, so that a retry goes on from the step after which all stopped."""
+def test_sigterm_of_a_rank_is_its_failure_and_leaves_a_checkpoint(
+    dask_client: Client, tmp_path: Path
+) -> None:
+    """Preemption of one rank: no success and no cancel, so that a retry resumes from the step
+    after which all stopped."""
     thread, errors, ranks = start_training(dask_client, tmp_path)
     os.kill(ranks[1], signal.SIGTERM)
     thread.join(60)
@@ -85,13 +101,17 @@ if __name__ == "__main__":
 
 
 def test_ctrl_c_in_a_terminal_leaves_a_checkpoint(tmp_path: Path) -> None:
-    """The signal reaches the caller's whole process group, its local cluster too: ranks stop, save and are gone within 10 s."""
+    """The signal reaches the caller's whole process group, its local cluster too: ranks stop,
+    save and are gone within 10 s."""
     pids = tmp_path / "pids"
     pids.mkdir()
     script = tmp_path / "caller.py"
     script.write_text(CALLER)
     caller = subprocess.Popen(
-        [sys.executable, str(script), str(tmp_path)], start_new_session=True, stderr=subprocess.PIPE, text=True
+        [sys.executable, str(script), str(tmp_path)],
+        start_new_session=True,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     ranks = pids_in(pids, 2, timeout_s=90)
     os.killpg(caller.pid, signal.SIGINT)
@@ -100,5 +120,7 @@ def test_ctrl_c_in_a_terminal_leaves_a_checkpoint(tmp_path: Path) -> None:
     _, said = caller.communicate(timeout=40)
     assert caller.returncode != 0, f"after {time.monotonic() - began_s} s"
     (step,) = saved_steps(tmp_path)
-    assert f"all ranks stopped after step {step}; the newest checkpoint is of step {step}" in said, said
+    assert (
+        f"all ranks stopped after step {step}; the newest checkpoint is of step {step}" in said
+    ), said
     assert "KeyboardInterrupt" in said

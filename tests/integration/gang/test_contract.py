@@ -1,4 +1,5 @@
-"""The contract of level 1: values, arguments, environment, slots, modes, on real Dask processes and real gloo ranks."""
+"""The contract of level 1: values, arguments, environment, slots, modes, on real Dask processes
+and real gloo ranks."""
 
 import logging
 import os
@@ -16,7 +17,8 @@ pytestmark = pytest.mark.timeout(120)
 
 
 def test_process_group_is_up_and_the_workers_environment_is_untouched(dask_client: Client) -> None:
-    """A1: all-reduce of ones gives world_size on every rank; the Dask workers' environment is the same before and after."""
+    """A1: all-reduce of ones gives world_size on every rank; the Dask workers' environment is
+    the same before and after."""
     before = dask_client.run(lambda: dict(os.environ))
     assert run_gang(dask_client, plain.sum_of_ones, world_size=2) == [2.0, 2.0]
     assert dask_client.run(lambda: dict(os.environ)) == before
@@ -26,7 +28,17 @@ def test_arguments_arrive_whatever_their_names(dask_client: Client) -> None:
     """A2: positional and keyword arguments arrive intact, defaults stay."""
     kwargs = {"retries": 2, "rank": 3, "workers": 4, "world_size": 5}
     values = run_gang(dask_client, plain.awkward_names, args=(1,), kwargs=kwargs, world_size=1)
-    assert values == [{"key": 1, "retries": 2, "rank": 3, "workers": 4, "backend": "mine", "timeout": 1.5, "world_size": 5}]
+    assert values == [
+        {
+            "key": 1,
+            "retries": 2,
+            "rank": 3,
+            "workers": 4,
+            "backend": "mine",
+            "timeout": 1.5,
+            "world_size": 5,
+        }
+    ]
 
 
 @pytest.mark.parametrize("kind", ["none", "defaultdict", "dataclass", "numpy", "tensor", "nested"])
@@ -79,7 +91,10 @@ def test_too_few_workers_is_refused_with_both_numbers(dask_client: Client) -> No
 
 def test_smaller_gang_uses_fewer_workers_and_larger_ones_share_them() -> None:
     """A5, A6: 2 on 3 workers uses 2; 6 ranks on 3 workers, 2 each, know their local ranks."""
-    with LocalCluster(n_workers=3, threads_per_worker=1, dashboard_address=":0") as cluster, Client(cluster) as client:
+    with (
+        LocalCluster(n_workers=3, threads_per_worker=1, dashboard_address=":0") as cluster,
+        Client(cluster) as client,
+    ):
         two = run_gang(client, plain.environment, world_size=2)
         assert [env["WORLD_SIZE"] for env in two] == ["2", "2"]
         six = run_gang(client, plain.environment, world_size=6, ranks_per_worker=2)
@@ -101,7 +116,10 @@ def test_environment_contract(dask_client: Client) -> None:
 
 def test_user_mode_runs_torchrun_code_unchanged(dask_client: Client) -> None:
     """A function that initialises the process group itself runs with process_group="user"."""
-    assert run_gang(dask_client, plain.torchrun_style, world_size=2, process_group="user") == [2.0, 2.0]
+    assert run_gang(dask_client, plain.torchrun_style, world_size=2, process_group="user") == [
+        2.0,
+        2.0,
+    ]
 
 
 def test_script_for_torchrun(dask_client: Client, tmp_path: Path) -> None:
@@ -115,12 +133,15 @@ def test_script_for_torchrun(dask_client: Client, tmp_path: Path) -> None:
         "    dist.barrier()\n"
         "    sys.exit(0)\n"
     )
-    assert run_gang(dask_client, str(script), args=(tmp_path, 7), world_size=2, process_group="user") == [None, None]
+    assert run_gang(
+        dask_client, str(script), args=(tmp_path, 7), world_size=2, process_group="user"
+    ) == [None, None]
     assert [(tmp_path / str(rank)).read_text() for rank in (0, 1)] == ["7", "7"]
 
 
 def test_second_initialisation_is_refused_at_once(dask_client: Client) -> None:
-    """In the default mode init_process_group is refused with a message that names the option."""
+    """In the default mode init_process_group is refused with a message that names the
+    option."""
     with pytest.raises(RankFailedError, match=r'process_group="user"'):
         run_gang(dask_client, "tests.workloads.faulty:initialise_again", world_size=2)
 
@@ -137,19 +158,29 @@ def test_nccl_without_cuda_says_what_is_missing(dask_client: Client) -> None:
 
 @pytest.mark.parametrize("context", ["fork", "spawn"])
 def test_dataloader_workers_inside_a_rank(dask_client: Client, context: str) -> None:
-    """A11: DataLoader workers by fork (with a lambda transform) and by spawn, without any Dask setting."""
+    """A11: DataLoader workers by fork (with a lambda transform) and by spawn, without any Dask
+    setting."""
     expected = 285 + (10 if context == "fork" else 0)
-    assert run_gang(dask_client, plain.load_with_workers, args=(context,), world_size=2) == [expected, expected]
+    assert run_gang(dask_client, plain.load_with_workers, args=(context,), world_size=2) == [
+        expected,
+        expected,
+    ]
 
 
-def test_prints_and_logs_appear_with_the_rank_in_front(dask_client: Client, caplog: pytest.LogCaptureFixture) -> None:
+def test_prints_and_logs_appear_with_the_rank_in_front(
+    dask_client: Client, caplog: pytest.LogCaptureFixture
+) -> None:
     """A14: lines that ranks print or log appear at the caller."""
     with caplog.at_level(logging.INFO, logger="prefect_torch_ddp.ranks"):
         run_gang(dask_client, plain.speak, args=("x",), world_size=2)
     for rank in (0, 1):
         assert f"[rank {rank}] printed x" in caplog.messages
         assert f"[rank {rank}] complained x" in caplog.messages
-        assert ("prefect_torch_ddp.ranks", logging.WARNING, f"[rank {rank}] user.code: logged x") in caplog.record_tuples
+        assert (
+            "prefect_torch_ddp.ranks",
+            logging.WARNING,
+            f"[rank {rank}] user.code: logged x",
+        ) in caplog.record_tuples
 
 
 def test_ten_in_a_row_and_twice_means_twice(dask_client: Client) -> None:
@@ -162,9 +193,15 @@ def test_ten_in_a_row_and_twice_means_twice(dask_client: Client) -> None:
 def test_six_gangs_at_once_on_two_workers_with_two_threads() -> None:
     """A9: six submissions at once on 2 workers x 2 threads, all right, no deadlock."""
     values: list[Any] = []
-    with LocalCluster(n_workers=2, threads_per_worker=2, dashboard_address=":0") as cluster, Client(cluster) as client:
+    with (
+        LocalCluster(n_workers=2, threads_per_worker=2, dashboard_address=":0") as cluster,
+        Client(cluster) as client,
+    ):
         threads = [
-            threading.Thread(target=lambda: values.append(run_gang(client, plain.sum_of_ones, world_size=2))) for _ in range(6)
+            threading.Thread(
+                target=lambda: values.append(run_gang(client, plain.sum_of_ones, world_size=2))
+            )
+            for _ in range(6)
         ]
         for thread in threads:
             thread.start()
@@ -189,7 +226,9 @@ def test_six_gangs_at_once_on_two_workers_with_two_threads() -> None:
         ({"args": (threading.Lock(),)}, "can't be sent to the ranks"),
     ],
 )
-def test_bad_input_is_refused_before_anything_starts(dask_client: Client, wrong: dict[str, Any], says: str) -> None:
+def test_bad_input_is_refused_before_anything_starts(
+    dask_client: Client, wrong: dict[str, Any], says: str
+) -> None:
     """A wrong argument is named, with its value and what to do."""
     with pytest.raises(InvalidParamsError, match=says):
         run_gang(**{"client": dask_client, "fn": plain.sum_of_ones, "world_size": 1, **wrong})

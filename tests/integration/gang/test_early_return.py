@@ -1,4 +1,5 @@
-"""A rank whose function returns while its peers train on: a failure with a name, also where its checkpoint waits for them."""
+"""A rank whose function returns while its peers train on: a failure with a name, also where its
+checkpoint waits for them."""
 
 import re
 from pathlib import Path
@@ -16,10 +17,21 @@ pytestmark = pytest.mark.timeout(120)
 
 
 @pytest.mark.parametrize("leaver", [0, 1])
-def test_early_return_of_a_rank_that_tracks(dask_client: Client, tmp_path: Path, leaver: int) -> None:
+def test_early_return_of_a_rank_that_tracks(
+    dask_client: Client, tmp_path: Path, leaver: int
+) -> None:
     """The rank that left is named, not the one that waited for it in vain."""
-    config = RankConfig("early", 1, "task", DirectoryStorage(tmp_path), checkpoint=CheckpointPolicy(every_s=None))
-    with pytest.raises(RankFailedError, match=re.escape("its function had already returned")) as caught:
-        run_gang(dask_client, RUN_WITH_CONTEXT, args=(config, leaves_early.train, (leaver,)), world_size=2)
+    config = RankConfig(
+        "early", 1, "task", DirectoryStorage(tmp_path), checkpoint=CheckpointPolicy(every_s=None)
+    )
+    with pytest.raises(
+        RankFailedError, match=re.escape("its function had already returned")
+    ) as caught:
+        run_gang(
+            dask_client,
+            RUN_WITH_CONTEXT,
+            args=(config, leaves_early.train, (leaver,)),
+            world_size=2,
+        )
     assert caught.value.rank == leaver
     assert f"while rank {1 - leaver} waited for it in a collective" in str(caught.value)

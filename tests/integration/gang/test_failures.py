@@ -1,4 +1,5 @@
-"""When a rank fails: one error that names the right rank, nothing left behind, and the next gang works."""
+"""When a rank fails: one error that names the right rank, nothing left behind, and the next
+gang works."""
 
 import multiprocessing
 import os
@@ -13,7 +14,13 @@ import psutil
 import pytest
 from distributed import Client, LocalCluster
 
-from prefect_torch_ddp import GangCancelledError, NotEnoughWorkersError, RankFailedError, WorkerLostError, run_gang
+from prefect_torch_ddp import (
+    GangCancelledError,
+    NotEnoughWorkersError,
+    RankFailedError,
+    WorkerLostError,
+    run_gang,
+)
 from tests.workloads import faulty, odd, plain
 
 pytestmark = pytest.mark.timeout(120)
@@ -29,7 +36,10 @@ def wait_until(true: Callable[[], bool], timeout_s: float = 10.0) -> None:
 
 def pids_in(folder: Path, num_ranks: int, timeout_s: float = 30) -> list[int]:
     """Wait until all ranks have written their pids and return them."""
-    wait_until(lambda: len([path for path in folder.iterdir() if path.name.isdigit()]) == num_ranks, timeout_s)
+    wait_until(
+        lambda: len([path for path in folder.iterdir() if path.name.isdigit()]) == num_ranks,
+        timeout_s,
+    )
     return [int((folder / str(rank)).read_text()) for rank in range(num_ranks)]
 
 
@@ -51,8 +61,11 @@ def pids_in(folder: Path, num_ranks: int, timeout_s: float = 30) -> list[int]:
         ("SIGSEGV", r"killed by SIGSEGV \(11\)", {"signal": 11}),
     ],
 )
-def test_the_right_rank_is_blamed(dask_client: Client, how: str, says: str, fields: dict[str, object]) -> None:
-    """E4: rank 1 fails while rank 0 waits for it in a collective; the error names rank 1, its host, the attempt and the cause."""
+def test_the_right_rank_is_blamed(
+    dask_client: Client, how: str, says: str, fields: dict[str, object]
+) -> None:
+    """E4: rank 1 fails while rank 0 waits for it in a collective; the error names rank 1, its
+    host, the attempt and the cause."""
     with pytest.raises(RankFailedError, match=says) as caught:
         run_gang(dask_client, faulty.only_on, args=(1, how), world_size=2, attempt=2)
     error = caught.value
@@ -88,7 +101,9 @@ def test_the_next_gang_works_after_a_failed_one(dask_client: Client) -> None:
 
 def test_unpicklable_value_names_rank_and_type(dask_client: Client) -> None:
     """A value that doesn't pickle is an error that names rank and type."""
-    with pytest.raises(RankFailedError, match=r"rank 1 returned a value of type _thread.lock that can't be pickled"):
+    with pytest.raises(
+        RankFailedError, match=r"rank 1 returned a value of type _thread.lock that can't be pickled"
+    ):
         run_gang(dask_client, faulty.unpicklable_value, world_size=2)
 
 
@@ -99,8 +114,12 @@ def test_module_that_is_missing_at_the_rank(dask_client: Client) -> None:
 
 
 def test_lost_worker(tmp_path: Path) -> None:
-    """SIGKILL of a Dask worker: its ranks die with it, and the error names the worker and its ranks."""
-    with LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=":0") as cluster, Client(cluster) as client:
+    """SIGKILL of a Dask worker: its ranks die with it, and the error names the worker and its
+    ranks."""
+    with (
+        LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=":0") as cluster,
+        Client(cluster) as client,
+    ):
         victim = client.run(os.getpid)
         errors: list[BaseException] = []
 
@@ -123,15 +142,22 @@ def test_lost_worker(tmp_path: Path) -> None:
 
 
 def test_a_worker_lost_with_its_values() -> None:
-    """SIGKILL of a Dask worker after its rank returned, before its value was fetched: an error, no endless wait or second run."""
-    with LocalCluster(n_workers=1, threads_per_worker=1, dashboard_address=":0") as cluster, Client(cluster) as client:
-        with pytest.raises(WorkerLostError, match="after its ranks had returned, with their values"):
+    """SIGKILL of a Dask worker after its rank returned, before its value was fetched: an error,
+    no endless wait or second run."""
+    with (
+        LocalCluster(n_workers=1, threads_per_worker=1, dashboard_address=":0") as cluster,
+        Client(cluster) as client,
+    ):
+        with pytest.raises(
+            WorkerLostError, match="after its ranks had returned, with their values"
+        ):
             run_gang(client, odd.kill_worker_at_exit, world_size=1)
         assert run_gang(client, plain.sum_of_ones, world_size=1) == [1.0]
 
 
 def test_client_cancel_ends_the_gang(dask_client: Client, tmp_path: Path) -> None:
-    """A9: cancelled by its Dask keys from outside: GangCancelledError or WorkerLostError, ranks gone, the next gang works."""
+    """A9: cancelled by its Dask keys from outside: GangCancelledError or WorkerLostError, ranks
+    gone, the next gang works."""
     errors: list[BaseException] = []
 
     def run() -> None:
@@ -143,11 +169,13 @@ def test_client_cancel_ends_the_gang(dask_client: Client, tmp_path: Path) -> Non
     thread = threading.Thread(target=run)
     thread.start()
     ranks = pids_in(tmp_path, 2)
-    seats = [future for future in dask_client.futures.values() if future.key.startswith("ddp-seat-")]
-    assert len(seats) == 2
+    agents = [
+        future for future in dask_client.futures.values() if future.key.startswith("ddp-agent-")
+    ]
+    assert len(agents) == 2
     from distributed import Future
 
-    dask_client.cancel([Future(seat.key, dask_client) for seat in seats], force=True)
+    dask_client.cancel([Future(agent.key, dask_client) for agent in agents], force=True)
     thread.join(30)
     assert [type(error) for error in errors] == [GangCancelledError]
     wait_until(lambda: not any(psutil.pid_exists(pid) for pid in ranks))
@@ -161,9 +189,12 @@ def _call_gang(address: str, folder: str) -> None:
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_death_of_the_caller(dask_client: Client, tmp_path: Path, how: signal.Signals) -> None:
-    """Ctrl-C, SIGTERM or SIGKILL of the caller: ranks gone within 10 s, the next gang starts within 10 s more."""
+    """Ctrl-C, SIGTERM or SIGKILL of the caller: ranks gone within 10 s, the next gang starts
+    within 10 s more."""
     address = dask_client.scheduler.address
-    caller = multiprocessing.get_context("spawn").Process(target=_call_gang, args=(address, str(tmp_path)))
+    caller = multiprocessing.get_context("spawn").Process(
+        target=_call_gang, args=(address, str(tmp_path))
+    )
     caller.start()
     ranks = pids_in(tmp_path, 2)
     assert caller.pid is not None
@@ -177,8 +208,11 @@ def test_death_of_the_caller(dask_client: Client, tmp_path: Path, how: signal.Si
 
 
 def test_busy_workers_are_waited_for_and_named(dask_client: Client, tmp_path: Path) -> None:
-    """Two limits: the workers exist but are busy with another gang; the refusal says with whom."""
-    caller = multiprocessing.get_context("spawn").Process(target=_call_gang, args=(dask_client.scheduler.address, str(tmp_path)))
+    """Two limits: the workers exist but are busy with another gang; the refusal says with
+    whom."""
+    caller = multiprocessing.get_context("spawn").Process(
+        target=_call_gang, args=(dask_client.scheduler.address, str(tmp_path))
+    )
     caller.start()
     pids_in(tmp_path, 2)
     with pytest.raises(NotEnoughWorkersError, match="busy with gang 'sleep_for_ever'"):

@@ -1,4 +1,5 @@
-"""When a gang makes no progress: the rank that did not arrive is named, with its line; and what only looks so is left alone."""
+"""When a gang makes no progress: the rank that did not arrive is named, with its line; and what
+only looks so is left alone."""
 
 import logging
 import re
@@ -24,20 +25,30 @@ RUN = "prefect_torch_ddp.rank.workload:run_with_context"
 @pytest.fixture(scope="module")
 def client() -> Iterator[Client]:
     """Connect to a cluster of its own: two workers of one thread."""
-    with LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=":0") as cluster, Client(cluster) as client:
+    with (
+        LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=":0") as cluster,
+        Client(cluster) as client,
+    ):
         client.wait_for_workers(2, timeout=60)
         yield client
 
 
 def config_in(folder: Path) -> RankConfig:
-    """Describe a training that writes checkpoints when it is told to; claims its next attempt."""
+    """Describe a training that writes checkpoints when it is told to; claims its next
+    attempt."""
     storage = DirectoryStorage(folder)
     attempt = claim_attempt(storage, "run")
     return RankConfig("run", attempt, "task", storage, checkpoint=CheckpointPolicy(every_s=None))
 
 
 def run_hanging(
-    client: Client, folder: Path, how: str, *, culprit: int = 1, timeout_s: float = 3.0, **options: Any
+    client: Client,
+    folder: Path,
+    how: str,
+    *,
+    culprit: int = 1,
+    timeout_s: float = 3.0,
+    **options: Any,
 ) -> tuple[GangHungError, dict[int, str]]:
     """Run a training that hangs; return the error and the stacks that came as events."""
     events: list[GangEvent] = []
@@ -51,7 +62,9 @@ def run_hanging(
             on_event=events.append,
             **options,
         )
-    return caught.value, {event.rank: event.text for event in events if isinstance(event, RankStack)}
+    return caught.value, {
+        event.rank: event.text for event in events if isinstance(event, RankStack)
+    }
 
 
 def line_of(text: str) -> int:
@@ -61,17 +74,28 @@ def line_of(text: str) -> int:
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_a_rank_asleep_is_named_with_its_line(client: Client, tmp_path: Path, world_size: int) -> None:
-    """Three wait in an all-reduce for one that sleeps: rank, host, step, file, line and function; all stacks as events."""
+def test_a_rank_asleep_is_named_with_its_line(
+    client: Client, tmp_path: Path, world_size: int
+) -> None:
+    """Three wait in an all-reduce for one that sleeps: rank, host, step, file, line and
+    function; all stacks as events."""
     error, stacks = run_hanging(
-        client, tmp_path, "sleep", culprit=1, world_size=world_size, ranks_per_worker=world_size // 2, attempt=3
+        client,
+        tmp_path,
+        "sleep",
+        culprit=1,
+        world_size=world_size,
+        ranks_per_worker=world_size // 2,
+        attempt=3,
     )
     assert (error.ranks, error.hosts, error.attempt) == ((1,), ("127.0.0.1",), 3)
     assert (error.hang.phase, error.hang.step) == ("step", 3)
     others = "rank 0 waits" if world_size == 2 else "ranks 0, 2, 3 wait"
     at = f"hanging.py:{line_of('time.sleep(LONG_S)')} in hang"
     assert "rank 1 on 127.0.0.1 did not arrive: for " in str(error)
-    assert error.hang.summary.endswith(f"s it has been in step 3 at {at}, while {others} in a collective of step 3")
+    assert error.hang.summary.endswith(
+        f"s it has been in step 3 at {at}, while {others} in a collective of step 3"
+    )
     assert sorted(stacks) == sorted(error.stacks) == list(range(world_size))
     assert "in all_reduce" in stacks[0]
     assert "in hang" in stacks[1]
@@ -85,8 +109,11 @@ def test_a_rank_asleep_is_named_with_its_line(client: Client, tmp_path: Path, wo
         ("hold_the_lock", "in hang", 2.0),
     ],
 )
-def test_a_rank_that_runs_is_named_too(client: Client, tmp_path: Path, how: str, line: str, timeout_s: float) -> None:
-    """In an endless loop, and in C code that keeps the interpreter's lock: its stack comes all the same."""
+def test_a_rank_that_runs_is_named_too(
+    client: Client, tmp_path: Path, how: str, line: str, timeout_s: float
+) -> None:
+    """In an endless loop, and in C code that keeps the interpreter's lock: its stack comes all
+    the same."""
     error, stacks = run_hanging(client, tmp_path, how, timeout_s=timeout_s)
     assert error.ranks == (1,)
     assert "rank 1 on 127.0.0.1 did not arrive" in str(error)
@@ -102,7 +129,8 @@ def test_a_fresh_process_can_be_asked_too(client: Client, tmp_path: Path) -> Non
 
 
 def test_a_stopped_rank_is_called_stopped(client: Client, tmp_path: Path) -> None:
-    """SIGSTOP: it can't answer; the error says that it is stopped, and the gang ends all the same."""
+    """SIGSTOP: it can't answer; the error says that it is stopped, and the gang ends all the
+    same."""
     error, stacks = run_hanging(client, tmp_path, "stop")
     assert error.ranks == (1,)
     assert "(ddp-rank-1) of rank 1 is stopped (SIGSTOP)" in str(error)
@@ -111,11 +139,14 @@ def test_a_stopped_rank_is_called_stopped(client: Client, tmp_path: Path) -> Non
 
 
 def test_a_dead_data_worker_is_found(client: Client, tmp_path: Path) -> None:
-    """A stopped DataLoader worker: the rank waits for a batch that never comes, and the process is named."""
+    """A stopped DataLoader worker: the rank waits for a batch that never comes, and the process
+    is named."""
     error, _ = run_hanging(client, tmp_path, "data_worker")
     assert error.ranks == (1,)
     assert error.hang.phase == "loading"
-    assert re.search("it has been waiting for the batch of step [23] at", str(error))  # it had fetched ahead, or not yet
+    assert re.search(
+        "it has been waiting for the batch of step [23] at", str(error)
+    )  # it had fetched ahead, or not yet
     assert "of rank 1 is stopped (SIGSTOP)" in str(error)
 
 
@@ -129,7 +160,9 @@ def test_one_collective_more(client: Client, tmp_path: Path) -> None:
             world_size=2,
             progress_timeout_s=3.0,
         )
-    assert "different numbers of collectives" in str(caught.value) or "had already returned" in str(caught.value)
+    assert "different numbers of collectives" in str(caught.value) or "had already returned" in str(
+        caught.value
+    )
 
 
 @pytest.mark.parametrize(
@@ -143,8 +176,11 @@ def test_one_collective_more(client: Client, tmp_path: Path) -> None:
         ("compiling", 1.0),
     ],
 )
-def test_what_may_take_long_is_no_hang(client: Client, tmp_path: Path, what: str, timeout_s: float) -> None:
-    """Rank 0 takes four times the limit and rank 1 waits for it: a first batch, a save, a validation, a compilation."""
+def test_what_may_take_long_is_no_hang(
+    client: Client, tmp_path: Path, what: str, timeout_s: float
+) -> None:
+    """Rank 0 takes four times the limit and rank 1 waits for it: a first batch, a save, a
+    validation, a compilation."""
     events: list[GangEvent] = []
     values = run_gang(
         client,
@@ -156,15 +192,23 @@ def test_what_may_take_long_is_no_hang(client: Client, tmp_path: Path, what: str
     )
     assert values == [hanging.NUM_STEPS] * 2
     # It was seen, and judged right: else this test would show nothing.
-    warnings = [event.text for event in events if isinstance(event, LogLine) and "which may be right" in event.text]
+    warnings = [
+        event.text
+        for event in events
+        if isinstance(event, LogLine) and "which may be right" in event.text
+    ]
     assert any("rank 0" in text for text in warnings), warnings
 
 
 def test_a_slow_restore_is_no_hang(client: Client, tmp_path: Path) -> None:
     """A resumed training whose load_state_dict takes four times the limit makes its steps."""
     call = {"world_size": 2, "progress_timeout_s": 1.0}
-    run_gang(client, RUN, args=(config_in(tmp_path), hanging.slow_but_fine, ("saving", 0.0)), **call)
-    values = run_gang(client, RUN, args=(config_in(tmp_path), hanging.slow_but_fine, ("restoring", 4.0)), **call)
+    run_gang(
+        client, RUN, args=(config_in(tmp_path), hanging.slow_but_fine, ("saving", 0.0)), **call
+    )
+    values = run_gang(
+        client, RUN, args=(config_in(tmp_path), hanging.slow_but_fine, ("restoring", 4.0)), **call
+    )
     assert values == [hanging.NUM_STEPS] * 2
 
 
@@ -173,11 +217,17 @@ def test_a_plain_function_may_sleep(client: Client) -> None:
     assert run_gang(client, hanging.plain_sleep, args=(5.0,), world_size=2) == ["slept"] * 2
 
 
-def test_a_plain_function_that_opted_in_is_watched(client: Client, caplog: pytest.LogCaptureFixture) -> None:
-    """With a limit collectives count from the start; the stacks go to the log with the rank in front."""
+def test_a_plain_function_that_opted_in_is_watched(
+    client: Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With a limit collectives count from the start; the stacks go to the log with the rank in
+    front."""
     with (
         caplog.at_level(logging.INFO, "prefect_torch_ddp.ranks"),
-        pytest.raises(GangHungError, match=r"rank 0 on .* did not arrive: .* in its function at hanging.py:\d+ in plain_hang"),
+        pytest.raises(
+            GangHungError,
+            match=r"rank 0 on .* did not arrive: .* in its function at hanging.py:\d+ in plain_hang",
+        ),
     ):
         run_gang(client, hanging.plain_hang, args=(0,), world_size=2, progress_timeout_s=3.0)
     assert "[rank 0] is at, the innermost call first:" in caplog.text
@@ -186,4 +236,7 @@ def test_a_plain_function_that_opted_in_is_watched(client: Client, caplog: pytes
 
 def test_a_plain_function_that_reports_is_left_alone(client: Client) -> None:
     """report_progress() now and then: three limits of sleep in all."""
-    assert run_gang(client, hanging.plain_sleep, args=(9.0, 8), world_size=2, progress_timeout_s=3.0) == ["slept"] * 2
+    assert (
+        run_gang(client, hanging.plain_sleep, args=(9.0, 8), world_size=2, progress_timeout_s=3.0)
+        == ["slept"] * 2
+    )

@@ -1,8 +1,9 @@
-"""Several hosts for real: network namespaces with addresses of their own, Dask processes in them, a gang across them.
+"""Several hosts for real: network namespaces with addresses of their own, Dask processes in
+them, a gang across them.
 
-hosts alpha, beta:  mgmt 192.168.71.x (alpha and beta don't reach each other there)  data 10.71.0.x, 10.72.0.x and fd71::x
-hosts gamma, delta: v6 fd72::x and nothing else, not even 127.0.0.1
-host head:          on all three; the scheduler and the caller are there
+hosts alpha, beta:  mgmt 192.168.71.x (alpha and beta don't reach each other there)  data
+10.71.0.x, 10.72.0.x and fd71::x hosts gamma, delta: v6 fd72::x and nothing else, not even
+127.0.0.1 host head:          on all three; the scheduler and the caller are there
 """
 
 import contextlib
@@ -25,7 +26,12 @@ pytestmark = [pytest.mark.timeout(240)]
 
 WORKERS = {
     # resource that tells the workers apart: (host, address by which Dask knows it), ...
-    "data": (("alpha", "10.71.0.1"), ("alpha", "10.71.0.1"), ("beta", "10.71.0.2"), ("beta", "10.71.0.2")),
+    "data": (
+        ("alpha", "10.71.0.1"),
+        ("alpha", "10.71.0.1"),
+        ("beta", "10.71.0.2"),
+        ("beta", "10.71.0.2"),
+    ),
     "mgmt": (("alpha", "192.168.71.1"), ("beta", "192.168.71.2")),
     "v6": (("gamma", "fd72::1"), ("delta", "fd72::2")),
     "loopback": (("head", "127.0.0.1"),),
@@ -38,11 +44,22 @@ def hosts() -> Iterator[dict[str, Host]]:
     if (reason := namespaces.why_none()) is not None:
         pytest.skip(reason)
     with contextlib.ExitStack() as stack:
-        made = {name: stack.enter_context(Host(name)) for name in ("head", "alpha", "beta", "gamma", "delta")}
-        mgmt, data, v6 = (Switch(stack.enter_context(Host(f"switch {name}"))) for name in ("mgmt", "data", "v6"))
+        made = {
+            name: stack.enter_context(Host(name))
+            for name in ("head", "alpha", "beta", "gamma", "delta")
+        }
+        mgmt, data, v6 = (
+            Switch(stack.enter_context(Host(f"switch {name}"))) for name in ("mgmt", "data", "v6")
+        )
         for number, name in enumerate(("alpha", "beta"), 1):
             mgmt.plug(made[name], "mgmt", f"192.168.71.{number}/24", isolated=True)
-            data.plug(made[name], "data", f"10.71.0.{number}/24", f"10.72.0.{number}/24", f"fd71::{number}/64")
+            data.plug(
+                made[name],
+                "data",
+                f"10.71.0.{number}/24",
+                f"10.72.0.{number}/24",
+                f"fd71::{number}/64",
+            )
         for number, name in enumerate(("gamma", "delta"), 1):
             v6.plug(made[name], "only6", f"fd72::{number}/64")
             with made[name].inside():
@@ -82,7 +99,9 @@ def cluster(hosts: dict[str, Host], tmp_path_factory: pytest.TempPathFactory) ->
             try:
                 client.wait_for_workers(sum(map(len, WORKERS.values())), timeout=60)
             except TimeoutError:
-                logs = "\n".join(f"{log.name}:\n{log.read_text()[-2000:]}" for log in folder.glob("*.log"))
+                logs = "\n".join(
+                    f"{log.name}:\n{log.read_text()[-2000:]}" for log in folder.glob("*.log")
+                )
                 pytest.fail(f"not all workers came:\n{logs}")
         yield address
 
@@ -91,7 +110,9 @@ def cluster(hosts: dict[str, Host], tmp_path_factory: pytest.TempPathFactory) ->
 def dask(host: Host, command: list[str], folder: os.PathLike[str]) -> Iterator[None]:
     """Run one of Dask's processes on a host."""
     with host.inside(), open(os.path.join(folder, f"{host.name}.log"), "ab") as log:  # noqa: PTH118, PTH123
-        process = subprocess.Popen([sys.executable, "-m", "dask", *command], stdout=log, stderr=log, cwd=folder)
+        process = subprocess.Popen(
+            [sys.executable, "-m", "dask", *command], stdout=log, stderr=log, cwd=folder
+        )
     try:
         yield
     finally:
@@ -107,7 +128,8 @@ def client(hosts: dict[str, Host], cluster: str) -> Iterator[Client]:
 
 
 def test_ranks_of_a_host_are_contiguous_and_talk_by_dasks_network(client: Client) -> None:
-    """A6: two hosts with two workers each: local and group ranks, the sum, and no connection on loopback or mgmt."""
+    """A6: two hosts with two workers each: local and group ranks, the sum, and no connection on
+    loopback or mgmt."""
     ranks = run_gang(client, whereabouts, world_size=4, resources={"data": 1})
     assert [rank["sum"] for rank in ranks] == [16.0] * 4
     for number, rank in enumerate(ranks):
@@ -124,23 +146,40 @@ def test_ranks_of_a_host_are_contiguous_and_talk_by_dasks_network(client: Client
             "NCCL_SOCKET_FAMILY": None,
         }
         assert rank["talks_from"] == [address]
-        assert rank["listens_at"] == [address], "the store on rank 0 and gloo, at this address alone"
+        assert rank["listens_at"] == [address], (
+            "the store on rank 0 and gloo, at this address alone"
+        )
 
 
 def test_a_script_style_function_meets_across_hosts(client: Client) -> None:
-    """`process_group="user"` across hosts: rank 0 listens itself, gloo takes Dask's interface all the same."""
-    assert run_gang(client, plain.torchrun_style, world_size=4, resources={"data": 1}, process_group="user") == [4.0] * 4
+    """`process_group="user"` across hosts: rank 0 listens itself, gloo takes Dask's interface
+    all the same."""
+    assert (
+        run_gang(
+            client, plain.torchrun_style, world_size=4, resources={"data": 1}, process_group="user"
+        )
+        == [4.0] * 4
+    )
 
 
 def test_the_users_interface_is_kept(client: Client) -> None:
-    """What the user set in a Dask worker's environment stays as it is; what he left is chosen."""
-    workers = [address for address, worker in client.scheduler_info(-1)["workers"].items() if "data" in worker["resources"]]
+    """What the user set in a Dask worker's environment stays as it is; what he left is
+    chosen."""
+    workers = [
+        address
+        for address, worker in client.scheduler_info(-1)["workers"].items()
+        if "data" in worker["resources"]
+    ]
     client.run(lambda: os.environ.update(GLOO_SOCKET_IFNAME="mgmt,data"), workers=workers)
     try:
-        ranks = run_gang(client, interface_settings, world_size=4, resources={"data": 1}, process_group="none")
+        ranks = run_gang(
+            client, interface_settings, world_size=4, resources={"data": 1}, process_group="none"
+        )
     finally:
         client.run(lambda: os.environ.pop("GLOO_SOCKET_IFNAME"), workers=workers)
-    assert [(rank["GLOO_SOCKET_IFNAME"], rank["NCCL_SOCKET_IFNAME"]) for rank in ranks] == [("mgmt,data", "=data")] * 4
+    assert [(rank["GLOO_SOCKET_IFNAME"], rank["NCCL_SOCKET_IFNAME"]) for rank in ranks] == [
+        ("mgmt,data", "=data")
+    ] * 4
 
 
 @pytest.mark.parametrize(
@@ -148,12 +187,18 @@ def test_the_users_interface_is_kept(client: Client) -> None:
     [
         ("data", ["10.71.0.1", "10.71.0.2"]),
         ("10.71.0.0/16", ["10.71.0.1", "10.71.0.2"]),
-        ("10.72.0.0/16", ["10.72.0.1", "10.72.0.2"]),  # the interface's second address, which gloo wouldn't take by itself
+        (
+            "10.72.0.0/16",
+            ["10.72.0.1", "10.72.0.2"],
+        ),  # the interface's second address, which gloo wouldn't take by itself
         ("fd71::/64", ["fd71::1", "fd71::2"]),
     ],
 )
-def test_the_callers_network_where_dasks_wont_do(client: Client, interface: str, expected: list[str]) -> None:
-    """Workers that Dask knows by a network on which they don't reach each other train by the one that is named."""
+def test_the_callers_network_where_dasks_wont_do(
+    client: Client, interface: str, expected: list[str]
+) -> None:
+    """Workers that Dask knows by a network on which they don't reach each other train by the
+    one that is named."""
     ranks = run_gang(client, whereabouts, world_size=2, resources={"mgmt": 1}, interface=interface)
     assert [rank["sum"] for rank in ranks] == [4.0, 4.0]
     assert [rank["env"]["MASTER_ADDR"] for rank in ranks] == [expected[0]] * 2
@@ -165,7 +210,9 @@ def test_the_callers_network_where_dasks_wont_do(client: Client, interface: str,
 def test_hosts_with_ipv6_alone(client: Client, process_group: str) -> None:
     """Store and gloo work over IPv6 between hosts that have nothing else, in both modes."""
     if process_group == "user":
-        assert run_gang(client, plain.torchrun_style, world_size=2, resources={"v6": 1}, process_group="user") == [2.0, 2.0]
+        assert run_gang(
+            client, plain.torchrun_style, world_size=2, resources={"v6": 1}, process_group="user"
+        ) == [2.0, 2.0]
         return
     ranks = run_gang(client, whereabouts, world_size=2, resources={"v6": 1})
     assert [rank["sum"] for rank in ranks] == [4.0, 4.0]
@@ -182,11 +229,16 @@ def test_one_host_with_ipv6_alone(client: Client) -> None:
 
 def test_a_network_that_a_worker_lacks_is_refused(client: Client) -> None:
     """The error names the worker and what it has; nothing starts."""
-    with pytest.raises(InvalidParamsError, match=r"worker tcp://10\.71\.0\.1:\d+ has no interface 'ib0'; it has: .*mgmt 192"):
+    with pytest.raises(
+        InvalidParamsError,
+        match=r"worker tcp://10\.71\.0\.1:\d+ has no interface 'ib0'; it has: .*mgmt 192",
+    ):
         run_gang(client, plain.sum_of_ones, world_size=4, resources={"data": 1}, interface="ib0")
 
 
 def test_loopback_is_refused_on_several_hosts(client: Client) -> None:
     """A worker that Dask knows by 127.0.0.1 can't be part of a gang on several hosts."""
-    with pytest.raises(GangError, match=r"tcp://127\.0\.0\.1:\d+ is known by the loopback address 127\.0\.0\.1"):
+    with pytest.raises(
+        GangError, match=r"tcp://127\.0\.0\.1:\d+ is known by the loopback address 127\.0\.0\.1"
+    ):
         run_gang(client, plain.sum_of_ones, launcher="exec")

@@ -1,4 +1,5 @@
-"""A sample of the kill points of tests/chaos: in an epoch, a save, a commit and a clean-up, on a directory and on S3."""
+"""A sample of the kill points of tests/chaos: in an epoch, a save, a commit and a clean-up, on
+a directory and on S3."""
 
 import pytest
 
@@ -8,7 +9,9 @@ from tests.kill_points import KillPoint, ids
 from tests.kill_strike import StrikeAt, strike_at  # noqa: F401 - a fixture
 
 POINTS = kill_points.every_kill_point(kill_points.seed_from_environment())
-ON_A_DIRECTORY = kill_points.sample(POINTS, ("mid-save-torn-on-1", "mid-commit-within", "restart-sweeps-after", "sizes-4-2-1-4"))
+ON_A_DIRECTORY = kill_points.sample(
+    POINTS, ("mid-save-torn-on-1", "mid-commit-within", "restart-sweeps-after", "sizes-4-2-1-4")
+)
 ON_S3 = kill_points.sample(POINTS, ("wire-manifest-after", "wire-upload-part-within"))
 
 pytestmark = pytest.mark.timeout(180)
@@ -23,5 +26,6 @@ def test_on_a_directory(strike_at: StrikeAt, point: KillPoint) -> None:  # noqa:
 @pytest.mark.usefixtures("open_s3_server")
 @pytest.mark.parametrize("point", ON_S3, ids=ids(ON_S3))
 def test_on_s3(strike_at: StrikeAt, point: KillPoint) -> None:  # noqa: F811
-    """C4 and B6: also in the midst of an upload in parts, and where the commit is done and its answer never heard."""
+    """C4 and B6: also in the midst of an upload in parts, and where the commit is done and its
+    answer never heard."""
     strike_at(point)

@@ -1,4 +1,5 @@
-"""When the ground goes: workers, nannies, the scheduler and the caller, killed or stopped, while a gang runs or waits on them."""
+"""When the ground goes: workers, nannies, the scheduler and the caller, killed or stopped,
+while a gang runs or waits on them."""
 
 import contextlib
 import os
@@ -27,11 +28,15 @@ def others(tmp_path: Path) -> Iterator[SeparateCluster]:
 
 
 @contextlib.contextmanager
-def sleeping_gang(client: Client, folder: Path) -> Iterator[tuple["Future[list[object]]", list[psutil.Process]]]:
+def sleeping_gang(
+    client: Client, folder: Path
+) -> Iterator[tuple["Future[list[object]]", list[psutil.Process]]]:
     """Run a gang of two in a thread; give its future and its ranks, once both are there."""
     folder.mkdir(exist_ok=True)
     with ThreadPoolExecutor(1) as pool:
-        gang = pool.submit(run_gang, client, faulty.sleep_for_ever, args=(str(folder),), world_size=2)
+        gang = pool.submit(
+            run_gang, client, faulty.sleep_for_ever, args=(str(folder),), world_size=2
+        )
         yield gang, [psutil.Process(pid) for pid in pids_in(folder, 2, 60)]
 
 
@@ -42,12 +47,18 @@ def workers_of(client: Client) -> dict[str, psutil.Process]:
 
 def all_gone(processes: list[psutil.Process]) -> bool:
     """Tell whether none of them runs."""
-    return not any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in processes)
+    return not any(
+        process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in processes
+    )
 
 
 def test_a_stopped_worker(tmp_path: Path) -> None:
-    """SIGSTOP of a worker: the error names it and its silence, its ranks end by themselves, the others at once."""
-    with LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=":0") as cluster, Client(cluster) as client:
+    """SIGSTOP of a worker: the error names it and its silence, its ranks end by themselves, the
+    others at once."""
+    with (
+        LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=":0") as cluster,
+        Client(cluster) as client,
+    ):
         (_, (address, worker)) = workers_of(client).items()
         try:
             with sleeping_gang(client, tmp_path) as (gang, ranks):
@@ -63,14 +74,18 @@ def test_a_stopped_worker(tmp_path: Path) -> None:
 
 def test_a_killed_scheduler(others: SeparateCluster, tmp_path: Path) -> None:
     """SIGKILL of the scheduler: named at once, nothing of the gang left."""
-    with Client(others.address, timeout=2) as client, sleeping_gang(client, tmp_path / "pids") as (gang, ranks):
+    with (
+        Client(others.address, timeout=2) as client,
+        sleeping_gang(client, tmp_path / "pids") as (gang, ranks),
+    ):
         others.scheduler.kill()
         assert type(gang.exception(60)) is SchedulerLostError
         wait_until(lambda: all_gone(ranks), 5)
 
 
 def test_a_killed_nanny(others: SeparateCluster, tmp_path: Path) -> None:
-    """SIGKILL of a nanny takes its worker along: that worker is lost, its rank and the other one are gone."""
+    """SIGKILL of a nanny takes its worker along: that worker is lost, its rank and the other
+    one are gone."""
     with Client(others.address) as client:
         with sleeping_gang(client, tmp_path / "pids") as (gang, ranks):
             others.nannies[0].kill()
@@ -88,8 +103,12 @@ def test_a_stopped_nanny(others: SeparateCluster) -> None:
 
 
 def test_a_worker_that_is_retired_under_its_rank(tmp_path: Path) -> None:
-    """A worker that is retired while it holds a rank is lost, and not a cancel; the gang is gone."""
-    with LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=":0") as cluster, Client(cluster) as client:
+    """A worker that is retired while it holds a rank is lost, and not a cancel; the gang is
+    gone."""
+    with (
+        LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=":0") as cluster,
+        Client(cluster) as client,
+    ):
         address = next(iter(workers_of(client)))
         with sleeping_gang(client, tmp_path) as (gang, ranks):
             client.retire_workers([address])
@@ -100,14 +119,22 @@ def test_a_worker_that_is_retired_under_its_rank(tmp_path: Path) -> None:
 
 
 def test_a_worker_that_is_retired_while_a_gang_waits_for_it(tmp_path: Path) -> None:
-    """A gang waits for three workers, two of them busy; one of those leaves, another comes: the gang is placed anew and runs."""
-    with LocalCluster(n_workers=3, threads_per_worker=1, dashboard_address=":0") as cluster, Client(cluster) as client:
+    """A gang waits for three workers, two of them busy; one of those leaves, another comes: the
+    gang is placed anew and runs."""
+    with (
+        LocalCluster(n_workers=3, threads_per_worker=1, dashboard_address=":0") as cluster,
+        Client(cluster) as client,
+    ):
         held, release = list(workers_of(client)), tmp_path / "release"
         for address in held[:2]:
-            client.submit(_until_there, str(release), workers=[address], pure=False, key=f"busy-{address}")
+            client.submit(
+                _until_there, str(release), workers=[address], pure=False, key=f"busy-{address}"
+            )
         waiting = threading.Event()
         with ThreadPoolExecutor(1) as pool:
-            gang = pool.submit(run_gang, client, plain.sum_of_ones, world_size=3, on_event=lambda _: waiting.set())
+            gang = pool.submit(
+                run_gang, client, plain.sum_of_ones, world_size=3, on_event=lambda _: waiting.set()
+            )
             assert waiting.wait(60), "it says for whom it waits"
             cluster.scale(4)
             client.retire_workers([held[0]])

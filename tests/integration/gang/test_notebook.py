@@ -63,11 +63,21 @@ CLOSE = "client.close(); cluster.close()"
 
 
 def test_functions_and_classes_of_a_notebook_run_on_ranks(tmp_path: Any) -> None:
-    """A function, a closure, a lambda and a class of its cells run; edits count; values and errors are the cells' own classes."""
+    """A function, a closure, a lambda and a class of its cells run; edits count; values and
+    errors are the cells' own classes."""
     sources = [DEFINE, RUN, CLOSURE, LAMBDA, CLASS, CHANGE, FAIL, CLOSE]
-    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in sources])
-    NotebookClient(notebook, timeout=120, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}).execute()
-    _, ran, closure, by_lambda, of_class, changed, failed, _ = [text_of(cell) for cell in notebook.cells]
+    notebook = nbformat.v4.new_notebook(
+        cells=[nbformat.v4.new_code_cell(source) for source in sources]
+    )
+    NotebookClient(
+        notebook,
+        timeout=120,
+        kernel_name="python3",
+        resources={"metadata": {"path": str(tmp_path)}},
+    ).execute()
+    _, ran, closure, by_lambda, of_class, changed, failed, _ = [
+        text_of(cell) for cell in notebook.cells
+    ]
     assert ran["stdout"] == "[Score(rank=0, total=26.0), Score(rank=1, total=26.0)] True\n"
     assert "[rank 0] scored mine" in ran["stderr"]
     assert "[rank 1] scored mine" in ran["stderr"]

@@ -8,5 +8,6 @@ from tests.many_gangs import MIX, assert_nothing_is_left
 
 
 def test_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No process, port, file descriptor, thread or temporary file is left; one of the gangs is of fresh processes."""
+    """No process, port, file descriptor, thread or temporary file is left; one of the gangs is
+    of fresh processes."""
     assert_nothing_is_left(tmp_path, monkeypatch, len(MIX))

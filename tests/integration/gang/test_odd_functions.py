@@ -1,4 +1,5 @@
-"""Functions that behave oddly: their values and lines arrive, and what they leave behind is gone."""
+"""Functions that behave oddly: their values and lines arrive, and what they leave behind is
+gone."""
 
 import logging
 import pickle
@@ -31,11 +32,19 @@ def test_a_writer_left_behind_ends_with_its_rank(dask_client: Client) -> None:
     """Endless output of a process that a rank left is neither waited for nor collected."""
     before = {process.pid for process in psutil.process_iter() if process.name() == "yes"}
     assert run_gang(dask_client, odd.leave_a_writer, world_size=1) == [7]
-    wait_until(lambda: not {p.pid for p in psutil.process_iter() if p.name() == "yes" and p.status() != "zombie"} - before)
+    wait_until(
+        lambda: (
+            not {
+                p.pid for p in psutil.process_iter() if p.name() == "yes" and p.status() != "zombie"
+            }
+            - before
+        )
+    )
 
 
 def test_rank_0_may_return_first(dask_client: Client) -> None:
-    """Rank 0 serves the store: its peers may use it, and make groups without it, after its function returned."""
+    """Rank 0 serves the store: its peers may use it, and make groups without it, after its
+    function returned."""
     assert run_gang(dask_client, odd.meet_after_rank_0_returned, world_size=2) == [0, 1]
 
 
@@ -52,9 +61,20 @@ def test_lines_of_a_rank_that_is_killed_with_the_gang_arrive(
     """A14: what a rank had printed before the gang was stopped is passed on, all of it."""
     for _ in range(4):
         caplog.clear()
-        with caplog.at_level(logging.INFO, logger="prefect_torch_ddp.ranks"), pytest.raises(RankFailedError, match="all at once"):
-            run_gang(dask_client, odd.print_then_fail_together, args=(200,), world_size=2, launcher=launcher)  # type: ignore[arg-type]
-        assert [m for m in caplog.messages if "line " in m] == [f"[rank 0] line {number}" for number in range(200)]
+        with (
+            caplog.at_level(logging.INFO, logger="prefect_torch_ddp.ranks"),
+            pytest.raises(RankFailedError, match="all at once"),
+        ):
+            run_gang(
+                dask_client,
+                odd.print_then_fail_together,
+                args=(200,),
+                world_size=2,
+                launcher=launcher,
+            )  # type: ignore[arg-type]
+        assert [m for m in caplog.messages if "line " in m] == [
+            f"[rank 0] line {number}" for number in range(200)
+        ]
 
 
 @pytest.mark.parametrize(
@@ -76,7 +96,8 @@ def test_lines_of_a_rank_that_is_killed_with_the_gang_arrive(
     ],
 )
 def test_odd_failures_are_told(dask_client: Client, how: str, says: str) -> None:
-    """However a rank fails, and whatever its exception does when it is shown or pickled, rank 1 is named and how it ended."""
+    """However a rank fails, and whatever its exception does when it is shown or pickled, rank 1
+    is named and how it ended."""
     with pytest.raises(RankFailedError, match=says) as caught:
         run_gang(dask_client, odd.fail_oddly, args=(how,), world_size=2)
     assert caught.value.rank == 1
@@ -85,9 +106,19 @@ def test_odd_failures_are_told(dask_client: Client, how: str, says: str) -> None
 
 
 @pytest.mark.parametrize(
-    "how", ["thread", "handlers", "folder", "faulthandler", "no_death_signal", "other_group", "holds_stdout"]
+    "how",
+    [
+        "thread",
+        "handlers",
+        "folder",
+        "faulthandler",
+        "no_death_signal",
+        "other_group",
+        "holds_stdout",
+    ],
 )
 def test_odd_functions_end_well(dask_client: Client, how: str) -> None:
-    """What a function changed or left in its process keeps neither its value nor the next gang."""
+    """What a function changed or left in its process keeps neither its value nor the next
+    gang."""
     for _ in range(2):
         assert run_gang(dask_client, odd.end_well_oddly, args=(how,), world_size=2) == [9, 9]

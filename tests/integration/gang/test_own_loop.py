@@ -1,4 +1,5 @@
-"""A training in a loop of its own, without rank.steps: what it resumes from is the newest checkpoint that it asked for."""
+"""A training in a loop of its own, without ctx.steps: what it resumes from is the newest
+checkpoint that it asked for."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -16,7 +17,7 @@ from prefect_torch_ddp.rank.config import CheckpointPolicy, RankConfig
 from prefect_torch_ddp.records.metrics import loss_curve, read_records
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.storage.protocol import Storage
-from prefect_torch_ddp.tasks.run import RunJournal
+from prefect_torch_ddp.tasks.run import RunAttemptLog
 from tests.integration.s3_server import S3Server, open_s3_server  # noqa: F401 - a fixture
 from tests.killing_wire import KillingWire, WireKill
 from tests.workloads import own_loop
@@ -37,19 +38,25 @@ class Ended:
     storage: Storage
 
 
-def run(client: Client, storage: Storage, folder: Path, *kills: Kill, num_kills: int | None = None) -> Ended:
+def run(
+    client: Client, storage: Storage, folder: Path, *kills: Kill, num_kills: int | None = None
+) -> Ended:
     """Train on two ranks; a restart follows each kill."""
     num_kills = len(kills) if num_kills is None else num_kills
 
     def arguments(attempt: int) -> tuple[Any, ...]:
         mine = tuple(kill for kill in kills if kill.attempt == attempt)
         where = KillingStorage(storage, mine, str(folder))
-        config = RankConfig("run", attempt, "task", where, checkpoint=CheckpointPolicy(every_s=None))
+        config = RankConfig(
+            "run", attempt, "task", where, checkpoint=CheckpointPolicy(every_s=None)
+        )
         return config, own_loop.train, (Plan(str(folder), kills),)
 
-    journal = RunJournal(storage, "run", knows_steps=False)
+    attempt_log = RunAttemptLog(storage, "run", knows_steps=False)
     entry = "prefect_torch_ddp.rank.workload:run_with_context"
-    values = run_gang(client, entry, args=arguments, journal=journal, world_size=2, max_restarts=num_kills)
+    values = run_gang(
+        client, entry, args=arguments, attempt_log=attempt_log, world_size=2, max_restarts=num_kills
+    )
     carried_out = sorted(path.name for path in folder.glob("killed-*"))
     assert carried_out == [f"killed-{attempt}" for attempt in range(1, num_kills + 1)]
     return Ended(values, storage)
@@ -70,7 +77,9 @@ def calm() -> Callable[[Client, Path], Ended]:
 
 def check(ended: Ended, undisturbed: Ended) -> None:
     """The same bits, the same checkpoints and nothing else of any other, each record once."""
-    assert [value["sha256"] for value in ended.values] == [value["sha256"] for value in undisturbed.values]
+    assert [value["sha256"] for value in ended.values] == [
+        value["sha256"] for value in undisturbed.values
+    ]
     manifests = list_manifests(ended.storage, "run")
     assert [manifest.step for manifest in manifests] == [3, 4]
     kept = {item.key for manifest in manifests for item in manifest.objects}
@@ -94,7 +103,10 @@ KILLS = {
     "behind the commit": (Kill(1, "write_if_absent", key=MANIFEST, moment="after", nth=2),),
     "at the last commit": (Kill(1, "write_if_absent", key=MANIFEST, moment="after", nth=5),),
     "in the clean-up": (Kill(1, "delete", moment="after", nth=2),),
-    "twice": (Kill(1, "begin", rank=0, step=6), Kill(2, "write_if_absent", key=MANIFEST, moment="after")),
+    "twice": (
+        Kill(1, "begin", rank=0, step=6),
+        Kill(2, "write_if_absent", key=MANIFEST, moment="after"),
+    ),
 }
 
 
@@ -106,12 +118,17 @@ def test_on_a_directory(
     calm: Callable[[Client, Path], Ended],
     name: str,
 ) -> None:
-    """Wherever it is killed, it ends as if it had not been: also its data and its dropout, which the global generators draw."""
+    """Wherever it is killed, it ends as if it had not been: also its data and its dropout,
+    which the global generators draw."""
     undisturbed = calm(dask_client, tmp_path_factory.mktemp("undisturbed"))
-    check(run(dask_client, DirectoryStorage(tmp_path / "store"), tmp_path, *KILLS[name]), undisturbed)
+    check(
+        run(dask_client, DirectoryStorage(tmp_path / "store"), tmp_path, *KILLS[name]), undisturbed
+    )
 
 
-@pytest.mark.parametrize("name", ["behind a round", "before the commit", "behind the commit", "the answer is not heard"])
+@pytest.mark.parametrize(
+    "name", ["behind a round", "before the commit", "behind the commit", "the answer is not heard"]
+)
 def test_on_s3(  # noqa: PLR0917 - fixtures
     dask_client: Client,
     open_s3_server: S3Server,  # noqa: F811
@@ -128,5 +145,7 @@ def test_on_s3(  # noqa: PLR0917 - fixtures
         return
     kill = WireKill(1, "PUT", r"manifest\.json", "after", nth=2)
     with KillingWire(storage.endpoint_url, (kill,), tmp_path) as wire:
-        ended = run(dask_client, replace(storage, endpoint_url=wire.endpoint_url), tmp_path, num_kills=1)
+        ended = run(
+            dask_client, replace(storage, endpoint_url=wire.endpoint_url), tmp_path, num_kills=1
+        )
     check(replace(ended, storage=storage), undisturbed)

@@ -1,4 +1,5 @@
-"""Placement on real Dask processes: hosts imitated by loopback addresses, IPv6, resources, uneven tails."""
+"""Placement on real Dask processes: hosts imitated by loopback addresses, IPv6, resources,
+uneven tails."""
 
 import threading
 from collections.abc import Iterator
@@ -28,8 +29,14 @@ WORKERS = {
 @pytest.fixture(scope="module")
 def client() -> Iterator[Client]:
     """Run workers on 127.0.0.1, 127.0.0.2 and ::1 of one machine."""
-    workers = {name: {"cls": Nanny, "options": {"dashboard_address": None, **options}} for name, options in WORKERS.items()}
-    scheduler = {"cls": Scheduler, "options": {"host": "127.0.0.1", "port": 0, "dashboard_address": None}}
+    workers = {
+        name: {"cls": Nanny, "options": {"dashboard_address": None, **options}}
+        for name, options in WORKERS.items()
+    }
+    scheduler = {
+        "cls": Scheduler,
+        "options": {"host": "127.0.0.1", "port": 0, "dashboard_address": None},
+    }
     with SpecCluster(workers, scheduler) as cluster, Client(cluster) as client:
         client.wait_for_workers(len(WORKERS), timeout=60)
         yield client
@@ -48,7 +55,9 @@ def test_two_hosts_imitated_by_two_loopback_addresses(client: Client) -> None:
 def test_workers_on_ipv6(client: Client, process_group: str) -> None:
     """Workers at tcp://[::1]: the ranks meet there."""
     if process_group == "user":
-        assert run_gang(client, plain.torchrun_style, world_size=2, resources={"v6": 1}, process_group="user") == [2.0, 2.0]
+        assert run_gang(
+            client, plain.torchrun_style, world_size=2, resources={"v6": 1}, process_group="user"
+        ) == [2.0, 2.0]
         return
     ranks = run_gang(client, whereabouts, world_size=2, resources={"v6": 1})
     assert [rank["env"]["MASTER_ADDR"] for rank in ranks] == ["::1", "::1"]
@@ -56,17 +65,26 @@ def test_workers_on_ipv6(client: Client, process_group: str) -> None:
 
 
 def test_only_workers_with_the_resources_are_chosen(client: Client) -> None:
-    """`resources={"GPU": 1}`: the two that have one, whatever else is free; `world_size=None` takes them all."""
+    """`resources={"GPU": 1}`: the two that have one, whatever else is free; `world_size=None`
+    takes them all."""
     for world_size in (2, None):
         ranks = run_gang(client, plain.environment, world_size=world_size, resources=GPUS)
-        assert [(rank["LOCAL_RANK"], rank["GROUP_RANK"]) for rank in ranks] == [("0", "0"), ("0", "1")]
+        assert [(rank["LOCAL_RANK"], rank["GROUP_RANK"]) for rank in ranks] == [
+            ("0", "0"),
+            ("0", "1"),
+        ]
 
 
 def test_too_few_workers_with_the_resources_is_refused(client: Client) -> None:
     """Refused at the deadline with both numbers, not waited for for ever."""
-    with pytest.raises(NotEnoughWorkersError, match=r"the cluster has 2 workers with GPU>=1, need 3; it has 6 in all"):
+    with pytest.raises(
+        NotEnoughWorkersError,
+        match=r"the cluster has 2 workers with GPU>=1, need 3; it has 6 in all",
+    ):
         run_gang(client, plain.sum_of_ones, world_size=3, resources=GPUS, workers_timeout_s=0.5)
-    with pytest.raises(NotEnoughWorkersError, match=r"the cluster has 0 workers with GPU>=2, need 1;"):
+    with pytest.raises(
+        NotEnoughWorkersError, match=r"the cluster has 0 workers with GPU>=2, need 1;"
+    ):
         run_gang(client, plain.sum_of_ones, resources={"GPU": 2}, workers_timeout_s=0.5)
 
 
@@ -84,8 +102,13 @@ def hold(name: str) -> None:
 
 
 def test_a_held_resource_is_waited_for(client: Client) -> None:
-    """A gang whose workers' GPU is held by a task waits, says for what, is refused past its limit, and runs once it is free."""
-    gpus = [address for address, worker in client.scheduler_info(-1)["workers"].items() if "GPU" in worker["resources"]]
+    """A gang whose workers' GPU is held by a task waits, says for what, is refused past its
+    limit, and runs once it is free."""
+    gpus = [
+        address
+        for address, worker in client.scheduler_info(-1)["workers"].items()
+        if "GPU" in worker["resources"]
+    ]
     task = client.submit(hold, "gpu", resources=GPUS, workers=gpus[:1], pure=False)
     assert Event("gpu-held", client=client).wait(timeout=30)
     waits = threading.Event()
@@ -95,12 +118,19 @@ def test_a_held_resource_is_waited_for(client: Client) -> None:
             waits.set()
 
     try:
-        with pytest.raises(NotEnoughWorkersError, match=r"has waited .* 1 of 2 workers: .*needs the resources \{'GPU': 1\}"):
+        with pytest.raises(
+            NotEnoughWorkersError,
+            match=r"has waited .* 1 of 2 workers: .*needs the resources \{'GPU': 1\}",
+        ):
             run_gang(client, plain.sum_of_ones, world_size=2, resources=GPUS, queue_timeout_s=1.0)
-        assert run_gang(client, plain.sum_of_ones, world_size=1, resources=GPUS) == [1.0], "the other one is free"
+        assert run_gang(client, plain.sum_of_ones, world_size=1, resources=GPUS) == [1.0], (
+            "the other one is free"
+        )
         values: list[list[float]] = []
         gang = threading.Thread(
-            target=lambda: values.append(run_gang(client, plain.sum_of_ones, world_size=2, resources=GPUS, on_event=note))
+            target=lambda: values.append(
+                run_gang(client, plain.sum_of_ones, world_size=2, resources=GPUS, on_event=note)
+            )
         )
         gang.start()
         said = waits.wait(timeout=60)
@@ -113,8 +143,11 @@ def test_a_held_resource_is_waited_for(client: Client) -> None:
 
 
 def test_an_uneven_tail(client: Client) -> None:
-    """5 ranks with 2 on each worker: hosts have 4 and 1, and the ranks of a host are contiguous."""
-    ranks = run_gang(client, plain.environment, world_size=5, ranks_per_worker=2, resources={"v4": 1})
+    """5 ranks with 2 on each worker: hosts have 4 and 1, and the ranks of a host are
+    contiguous."""
+    ranks = run_gang(
+        client, plain.environment, world_size=5, ranks_per_worker=2, resources={"v4": 1}
+    )
     assert [rank["LOCAL_RANK"] for rank in ranks] == ["0", "1", "2", "3", "0"]
     assert [rank["LOCAL_WORLD_SIZE"] for rank in ranks] == ["4"] * 4 + ["1"]
     assert [rank["GROUP_WORLD_SIZE"] for rank in ranks] == ["2"] * 5

@@ -1,4 +1,5 @@
-"""The warm rank host: ranks are forked from one helper per Dask worker, and are all the same what a fresh process would be."""
+"""The warm rank host: ranks are forked from one helper per Dask worker, and are all the same
+what a fresh process would be."""
 
 import contextlib
 import os
@@ -25,7 +26,11 @@ pytestmark = pytest.mark.timeout(120)
 
 def hosts() -> list[psutil.Process]:
     """Return the living rank hosts below this process."""
-    return [process for process in psutil.Process().children(recursive=True) if process.name() == "ddp-rank-host"]
+    return [
+        process
+        for process in psutil.Process().children(recursive=True)
+        if process.name() == "ddp-rank-host"
+    ]
 
 
 def look_around() -> dict[str, Any]:
@@ -49,7 +54,8 @@ def look_around() -> dict[str, Any]:
 
 
 def test_ranks_are_forked_and_look_fresh(dask_client: Client) -> None:
-    """Own session, own random state, the worker's folder and threads, no file of the host's, CUDA untouched."""
+    """Own session, own random state, the worker's folder and threads, no file of the host's,
+    CUDA untouched."""
     zero, one = run_gang(dask_client, look_around, world_size=2, process_group="none")
     folders = dask_client.run(os.getcwd)
     for rank, seen in enumerate((zero, one)):
@@ -58,17 +64,25 @@ def test_ranks_are_forked_and_look_fresh(dask_client: Client) -> None:
         assert not seen["cuda"]
         assert seen["folder"] in folders.values()
         assert seen["threads"] == 1
-        assert seen["sockets"] <= (2 if rank == 0 else 1), "the events' socket, and on rank 0 the store's"
-    siblings = run_gang(dask_client, look_around, world_size=4, ranks_per_worker=2, process_group="none")
+        assert seen["sockets"] <= (2 if rank == 0 else 1), (
+            "the events' socket, and on rank 0 the store's"
+        )
+    siblings = run_gang(
+        dask_client, look_around, world_size=4, ranks_per_worker=2, process_group="none"
+    )
     for generator in range(3):
         assert len({seen["random"][generator] for seen in (zero, one, *siblings)}) == 6
 
 
 def test_an_idle_host_loads_what_ddp_imports(dask_client: Client) -> None:
-    """DDP's constructor imports torch._dynamo, for more than a second of each rank: a host does it ahead, when there is time."""
+    """DDP's constructor imports torch._dynamo, for more than a second of each rank: a host does
+    it ahead, when there is time."""
     run_gang(dask_client, look_around, world_size=2, process_group="none")
     deadline = time.monotonic() + 60
-    while not all(seen["ddp_is_quick"] for seen in run_gang(dask_client, look_around, world_size=2, process_group="none")):
+    while not all(
+        seen["ddp_is_quick"]
+        for seen in run_gang(dask_client, look_around, world_size=2, process_group="none")
+    ):
         assert time.monotonic() < deadline
         time.sleep(3)  # a lull
 
@@ -80,7 +94,9 @@ def test_exec_launcher_starts_fresh_processes(dask_client: Client) -> None:
     assert run_gang(dask_client, plain.sum_of_ones, world_size=2, launcher="exec") == [2.0, 2.0]
 
 
-def test_a_rank_sees_the_users_current_code(dask_client: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_sees_the_users_current_code(
+    dask_client: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A module edited between two gangs is read anew, though the host stays warm."""
     monkeypatch.syspath_prepend(str(tmp_path))
     module = tmp_path / "edited_between_gangs.py"
@@ -97,15 +113,23 @@ def test_a_killed_host_is_replaced(dask_client: Client, how: signal.Signals) -> 
     assert old
     for host in old:
         host.send_signal(how)
-    wait_until(lambda: not any(host.is_running() and host.status() != psutil.STATUS_ZOMBIE for host in old))
+    wait_until(
+        lambda: not any(host.is_running() and host.status() != psutil.STATUS_ZOMBIE for host in old)
+    )
     assert run_gang(dask_client, plain.sum_of_ones, world_size=2) == [2.0, 2.0]
 
 
-@pytest.mark.parametrize("close", [lambda cluster: None, lambda cluster: os.kill(cluster.workers[0].process.pid, signal.SIGKILL)])
+@pytest.mark.parametrize(
+    "close",
+    [lambda cluster: None, lambda cluster: os.kill(cluster.workers[0].process.pid, signal.SIGKILL)],
+)
 def test_hosts_end_with_their_worker(close: Callable[[LocalCluster], None]) -> None:
     """A worker that closes, or is killed, takes its host along."""
     before = set(hosts())
-    with LocalCluster(n_workers=1, threads_per_worker=1, dashboard_address=":0") as cluster, Client(cluster) as client:
+    with (
+        LocalCluster(n_workers=1, threads_per_worker=1, dashboard_address=":0") as cluster,
+        Client(cluster) as client,
+    ):
         run_gang(client, plain.sum_of_ones, world_size=1)
         (host,) = set(hosts()) - before
         close(cluster)
@@ -113,16 +137,22 @@ def test_hosts_end_with_their_worker(close: Callable[[LocalCluster], None]) -> N
 
 
 def open_files(pid: int) -> dict[int, tuple[str, int, int]]:
-    """Return what each open file descriptor of a process is: its kind, and by which numbers the kernel knows the file."""
+    """Return what each open file descriptor of a process is: its kind, and by which numbers the
+    kernel knows the file."""
     found = {}
     for fd in Path(f"/proc/{pid}/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):  # the one that lists them
-            found[int(fd.name)] = (str(fd.readlink()).partition(":")[0], fd.stat().st_dev, fd.stat().st_ino)
+            found[int(fd.name)] = (
+                str(fd.readlink()).partition(":")[0],
+                fd.stat().st_dev,
+                fd.stat().st_ino,
+            )
     return found
 
 
 def test_a_rank_has_no_file_of_its_siblings_or_of_the_host(dask_client: Client) -> None:
-    """Ranks forked one after the other from one host share nothing but /dev/null, and its link is closed in them."""
+    """Ranks forked one after the other from one host share nothing but /dev/null, and its link
+    is closed in them."""
 
     def look() -> tuple[dict[int, tuple[str, int, int]], dict[int, tuple[str, int, int]]]:
         return open_files(os.getpid()), open_files(os.getppid())
@@ -134,25 +164,38 @@ def test_a_rank_has_no_file_of_its_siblings_or_of_the_host(dask_client: Client) 
         assert not kept & set(of_host.values())
         for other, (its, _) in enumerate(ranks):
             assert other == rank or not kept & set(its.values()), f"rank {rank} and rank {other}"
-        streams = sorted(kind for fd, (kind, _, _) in mine.items() if fd > 2 and kind in ("pipe", "socket"))
-        assert streams == ["pipe", "socket", *["socket"] * (rank == 0)], "the control pipe, the events' socket, rank 0's store"
+        streams = sorted(
+            kind for fd, (kind, _, _) in mine.items() if fd > 2 and kind in ("pipe", "socket")
+        )
+        assert streams == ["pipe", "socket", *["socket"] * (rank == 0)], (
+            "the control pipe, the events' socket, rank 0's store"
+        )
 
 
 def alive(pids: Sequence[int]) -> list[int]:
     """Return those that still run."""
-    return [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE]
+    return [
+        pid
+        for pid in pids
+        if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    ]
 
 
 @pytest.mark.parametrize("context", ["fork", "spawn", "forkserver"])
-def test_dataloader_workers_die_with_their_rank(dask_client: Client, tmp_path: Path, context: str) -> None:
-    """A rank that is killed while its DataLoader works takes the loader's workers along, however they were started."""
+def test_dataloader_workers_die_with_their_rank(
+    dask_client: Client, tmp_path: Path, context: str
+) -> None:
+    """A rank that is killed while its DataLoader works takes the loader's workers along,
+    however they were started."""
 
     def load_and_die(folder: str) -> None:
         from torch.utils.data import DataLoader
 
         from tests.workloads.squares import Squares
 
-        loader = iter(DataLoader(Squares(1000), batch_size=2, num_workers=2, multiprocessing_context=context))
+        loader = iter(
+            DataLoader(Squares(1000), batch_size=2, num_workers=2, multiprocessing_context=context)
+        )
         next(loader)
         pids = [child.pid for child in psutil.Process().children(recursive=True)]
         Path(folder, "pids").write_text(" ".join(map(str, pids)))
@@ -166,13 +209,19 @@ def test_dataloader_workers_die_with_their_rank(dask_client: Client, tmp_path: P
 
 
 def test_daemons_of_a_rank_end_with_its_gang(dask_client: Client, tmp_path: Path) -> None:
-    """What a rank started in sessions of their own, some steps away, is gone when the caller hears that the gang is over."""
+    """What a rank started in sessions of their own, some steps away, is gone when the caller
+    hears that the gang is over."""
 
     def start_daemons(folder: str, *, fail: bool) -> None:
-        # A session of its own, in it a shell that starts a further session and ends: that one is nobody's child but the host's.
+        # A session of its own, in it a shell that starts a further session and ends: that one
+        # is nobody's child but the host's.
         script = 'echo $$ >> "$0"; setsid sh -c \'echo $$ >> "$0"; exec sleep 600\' "$0" & setsid sleep 600 & sleep 600'
         pids = Path(folder, "daemons")
-        subprocess.Popen(["setsid", "sh", "-c", script, str(pids)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        subprocess.Popen(
+            ["setsid", "sh", "-c", script, str(pids)],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
         wait_until(lambda: pids.exists() and len(pids.read_text().split()) == 2)
         if fail:
             msg = "told to fail"
@@ -183,22 +232,38 @@ def test_daemons_of_a_rank_end_with_its_gang(dask_client: Client, tmp_path: Path
         folder.mkdir()
         if fail:
             with pytest.raises(RankFailedError, match="told to fail"):
-                run_gang(dask_client, start_daemons, args=(str(folder),), kwargs={"fail": fail}, world_size=1)
+                run_gang(
+                    dask_client,
+                    start_daemons,
+                    args=(str(folder),),
+                    kwargs={"fail": fail},
+                    world_size=1,
+                )
         else:
-            run_gang(dask_client, start_daemons, args=(str(folder),), kwargs={"fail": fail}, world_size=1)
+            run_gang(
+                dask_client, start_daemons, args=(str(folder),), kwargs={"fail": fail}, world_size=1
+            )
         assert not alive([int(pid) for pid in (folder / "daemons").read_text().split()])
-        assert not [process for process in psutil.Process().children(recursive=True) if process.name() == "sleep"]
+        assert not [
+            process
+            for process in psutil.Process().children(recursive=True)
+            if process.name() == "sleep"
+        ]
 
 
 def test_a_stopped_host_costs_seconds_and_is_replaced() -> None:
-    """A gang whose host was stopped gets fresh processes; a host that stops under its rank doesn't hide how that ended."""
+    """A gang whose host was stopped gets fresh processes; a host that stops under its rank
+    doesn't hide how that ended."""
 
     def stop_the_host_and_leave() -> None:
         os.kill(os.getppid(), signal.SIGSTOP)
         os._exit(3)
 
     before = set(hosts())
-    with LocalCluster(n_workers=1, threads_per_worker=1, dashboard_address=":0") as cluster, Client(cluster) as client:
+    with (
+        LocalCluster(n_workers=1, threads_per_worker=1, dashboard_address=":0") as cluster,
+        Client(cluster) as client,
+    ):
         assert run_gang(client, plain.sum_of_ones, world_size=1) == [1.0]
         (stopped,) = set(hosts()) - before
         stopped.suspend()
@@ -207,7 +272,9 @@ def test_a_stopped_host_costs_seconds_and_is_replaced() -> None:
         wait_until(lambda: not stopped.is_running())
         with pytest.raises(RankFailedError, match="exit code 3"):
             run_gang(client, stop_the_host_and_leave, world_size=1)
-        assert run_gang(client, look_around, world_size=1)[0]["parent"] == "ddp-rank-host", "a new one"
+        assert run_gang(client, look_around, world_size=1)[0]["parent"] == "ddp-rank-host", (
+            "a new one"
+        )
 
 
 def test_each_fork_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,7 +294,17 @@ def test_each_fork_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         with Path(os.devnull).open("r+b") as nothing:
             fd = nothing.fileno()
             with pytest.raises(HostUnavailableError, match="it runs 2 threads"):
-                host.fork(RankFiles(launch=fd, events=fd, outcome=fd, control=fd, pulse=fd, stdout=fd, stderr=fd))
+                host.fork(
+                    RankFiles(
+                        launch=fd,
+                        events=fd,
+                        outcome=fd,
+                        control=fd,
+                        heartbeat=fd,
+                        stdout=fd,
+                        stderr=fd,
+                    )
+                )
         assert host.is_alive
     finally:
         host.close()

@@ -1,4 +1,5 @@
-"""A sample of the seeded faults of tests/chaos: every way to fail and every state of the failing rank and of its peers."""
+"""A sample of the seeded faults of tests/chaos: every way to fail and every state of the
+failing rank and of its peers."""
 
 from pathlib import Path
 
@@ -16,5 +17,6 @@ pytestmark = pytest.mark.timeout(60)
 
 @pytest.mark.parametrize("fault", FAULTS, ids=seeded_faults.ids(FAULTS))
 def test_the_root_cause_is_named(dask_client: Client, tmp_path: Path, fault: Fault) -> None:
-    """E4: rank, kind, cause, signal and exit code are right, no consequence is blamed, and no rank is left."""
+    """E4: rank, kind, cause, signal and exit code are right, no consequence is blamed, and no
+    rank is left."""
     seeded_faults.strike(dask_client, fault, tmp_path)

@@ -1,4 +1,5 @@
-"""A storage that takes requests and never answers: a failure is told first, and a training goes on."""
+"""A storage that takes requests and never answers: a failure is told first, and a training goes
+on."""
 
 import threading
 import time
@@ -14,12 +15,12 @@ from distributed import Client
 
 from prefect_torch_ddp import RankFailedError, run_gang
 from prefect_torch_ddp.checkpoint.manifest import list_manifests
-from prefect_torch_ddp.gang import restarts as patience
+from prefect_torch_ddp.gang import restarts as budget
 from prefect_torch_ddp.protocol.rank import GangEvent
 from prefect_torch_ddp.rank.config import CheckpointPolicy, RankConfig
 from prefect_torch_ddp.records.metrics import read_records
 from prefect_torch_ddp.storage.s3.storage import S3Storage
-from prefect_torch_ddp.tasks.run import RunJournal
+from prefect_torch_ddp.tasks.run import RunAttemptLog
 from tests.integration.s3_server import Exchange, Fault, S3Server, Wire, open_s3_server  # noqa: F401 - a fixture
 from tests.workloads import silenced
 
@@ -28,7 +29,8 @@ pytestmark = pytest.mark.timeout(240)
 
 @contextmanager
 def silenced_by(folder: Path, server: S3Server, **changes: Any) -> Iterator[S3Storage]:
-    """Give a storage that answers nothing while there is a file `silent`, and leaves one that says that it was asked."""
+    """Give a storage that answers nothing while there is a file `silent`, and leaves one that
+    says that it was asked."""
     over = threading.Event()
 
     def say_nothing(_handler: BaseHTTPRequestHandler, _exchange: Exchange) -> None:
@@ -46,21 +48,31 @@ def silenced_by(folder: Path, server: S3Server, **changes: Any) -> Iterator[S3St
         finally:
             over.set()
     deadline_s = time.monotonic() + 60
-    while left := [thread for thread in threading.enumerate() if thread not in before and "patience" in thread.name]:
+    while left := [
+        thread
+        for thread in threading.enumerate()
+        if thread not in before and "time budget" in thread.name
+    ]:
         left[0].join(max(0.0, deadline_s - time.monotonic()))
         assert time.monotonic() < deadline_s
 
 
-def run(client: Client, storage: S3Storage, folder: Path, how: str, events: list[GangEvent]) -> list[int]:
+def run(
+    client: Client, storage: S3Storage, folder: Path, how: str, events: list[GangEvent]
+) -> list[int]:
     """Train on two ranks; checkpoints are made when asked for."""
 
     def arguments(attempt: int) -> tuple[Any, ...]:
-        config = RankConfig("run", attempt, "task", storage, checkpoint=CheckpointPolicy(every_s=None))
+        config = RankConfig(
+            "run", attempt, "task", storage, checkpoint=CheckpointPolicy(every_s=None)
+        )
         return config, silenced.train, (str(folder), how)
 
     entry = "prefect_torch_ddp.rank.workload:run_with_context"
-    journal = RunJournal(storage, "run", knows_steps=True)
-    return run_gang(client, entry, args=arguments, journal=journal, world_size=2, on_event=events.append)
+    attempt_log = RunAttemptLog(storage, "run", knows_steps=True)
+    return run_gang(
+        client, entry, args=arguments, attempt_log=attempt_log, world_size=2, on_event=events.append
+    )
 
 
 def texts(events: list[GangEvent]) -> str:
@@ -74,19 +86,28 @@ def test_the_error_comes_first(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """While a checkpoint and records wait for a storage that its client gives up after minutes: the user's own error."""
-    monkeypatch.setattr(patience, "LIMIT_S", 5.0)
-    monkeypatch.setattr(patience, "QUIET_S", 1.0)
+    """While a checkpoint and records wait for a storage that its client gives up after minutes:
+    the user's own error."""
+    monkeypatch.setattr(budget, "LIMIT_S", 5.0)
+    monkeypatch.setattr(budget, "QUIET_S", 1.0)
     events: list[GangEvent] = []
     with silenced_by(tmp_path, open_s3_server) as storage:
         assert storage.read_timeout_s == 60
-        with pytest.raises(RankFailedError, match=r"rank 1 on 127.0.0.1 failed in attempt 1: ValueError: a bug of") as caught:
+        with pytest.raises(
+            RankFailedError, match=r"rank 1 on 127.0.0.1 failed in attempt 1: ValueError: a bug of"
+        ) as caught:
             run(dask_client, storage, tmp_path, "fails", events)
     assert isinstance(caught.value.__cause__, ValueError)
     said = texts(events)
-    assert "rank 1 failed: ValueError: a bug of the user's; it waits at most 5 s for its checkpoint" in said
+    assert (
+        "rank 1 failed: ValueError: a bug of the user's; it waits at most 5 s for its checkpoint"
+        in said
+    )
     assert "a bug of the user's\nthe storage has not answered for 1 s" in said.replace("\n\n", "\n")
-    assert "the failure of attempt 1 could not be put on record: the storage was silent for too long" in said
+    assert (
+        "the failure of attempt 1 could not be put on record: the storage was silent for too long"
+        in said
+    )
 
 
 def test_a_training_goes_on_beside_a_silent_storage(
@@ -94,14 +115,17 @@ def test_a_training_goes_on_beside_a_silent_storage(
     open_s3_server: S3Server,  # noqa: F811
     tmp_path: Path,
 ) -> None:
-    """The save that hangs holds up no step and is given up with a warning that names the object; the next one works."""
+    """The save that hangs holds up no step and is given up with a warning that names the
+    object; the next one works."""
     events: list[GangEvent] = []
     failures: list[BaseException] = []
 
     def speak_again() -> None:
         try:
             deadline_s = time.monotonic() + 120
-            while not (tmp_path / "on").exists() or "no checkpoint of step 4" not in texts(list(events)):
+            while not (tmp_path / "on").exists() or "no checkpoint of step 4" not in texts(
+                list(events)
+            ):
                 assert time.monotonic() < deadline_s, texts(list(events))
                 time.sleep(0.02)
             (tmp_path / "silent").unlink()
@@ -121,4 +145,6 @@ def test_a_training_goes_on_beside_a_silent_storage(
     assert "no checkpoint of step 4, the one before it stays the newest: " in said
     assert "runs/run/checkpoints/step-00000004/000001/" in said
     assert "didn't answer in time" in said
-    assert [record.step for record in read_records(direct, "run") if record.rank == 0] == list(range(1, 13))
+    assert [record.step for record in read_records(direct, "run") if record.rank == 0] == list(
+        range(1, 13)
+    )

@@ -1,4 +1,5 @@
-"""Warm clusters: rank hosts start with the cluster and with workers that join, and end after a settable idle time."""
+"""Warm clusters: rank hosts start with the cluster and with workers that join, and end after a
+settable idle time."""
 
 import os
 from collections.abc import Iterator
@@ -24,7 +25,9 @@ HOST_S = 90.0
 def cluster_of(num_workers: int, **options: Any) -> Iterator[tuple[LocalCluster, Client]]:
     """Start a cluster of its own, one thread a worker."""
     with (
-        LocalCluster(n_workers=num_workers, threads_per_worker=1, dashboard_address=":0", **options) as cluster,
+        LocalCluster(
+            n_workers=num_workers, threads_per_worker=1, dashboard_address=":0", **options
+        ) as cluster,
         Client(cluster) as client,
     ):
         client.wait_for_workers(num_workers, timeout=60)
@@ -32,17 +35,21 @@ def cluster_of(num_workers: int, **options: Any) -> Iterator[tuple[LocalCluster,
 
 
 def hosts_of(client: Client) -> list[psutil.Process]:
-    """Return the rank hosts below the cluster's workers that are up: they have taken their name."""
+    """Return the rank hosts below the cluster's workers that are up: they have taken their
+    name."""
 
     def pids() -> list[int]:
-        children = [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
+        children = [
+            child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE
+        ]
         return [child.pid for child in children if child.name() == "ddp-rank-host"]
 
     return [psutil.Process(pid) for found in client.run(pids).values() for pid in found]
 
 
 def test_hosts_start_with_the_cluster_and_with_workers_that_join() -> None:
-    """`warm` starts a host on each worker, on one that joins and on one started again; a gang is forked from them."""
+    """`warm` starts a host on each worker, on one that joins and on one started again; a gang
+    is forked from them."""
     with cluster_of(1) as (cluster, client):
         assert run_gang(client, plain.sum_of_ones, world_size=1, launcher="exec") == [1.0]
         assert hosts_of(client) == [], "nothing is warmed for fresh processes"
@@ -81,7 +88,8 @@ def plugins_of_workers(dask_scheduler: Any) -> list[str]:
 
 
 def test_an_idle_host_ends_and_the_next_gang_starts_another() -> None:
-    """The preload warms a worker as it starts; the idle time is Dask's configuration; a wrong one is no end of the world."""
+    """The preload warms a worker as it starts; the idle time is Dask's configuration; a wrong
+    one is no end of the world."""
     with (
         dask.config.set({"prefect-torch-ddp.rank-host.idle-s": 3}),
         cluster_of(1, preload=["prefect_torch_ddp.gang.warm"]) as (_, client),
@@ -93,12 +101,16 @@ def test_an_idle_host_ends_and_the_next_gang_starts_another() -> None:
 
 
 @pytest.mark.parametrize("wrong", [0, -1, "soon", None])
-def test_an_idle_time_that_can_not_work_is_the_default(wrong: object, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_idle_time_that_can_not_work_is_the_default(
+    wrong: object, caplog: pytest.LogCaptureFixture
+) -> None:
     """It is named in the log, and hosts live as long as they would without."""
     from prefect_torch_ddp.gang.worker.fork_server import IDLE_S, idle_s
 
     with dask.config.set({"prefect_torch_ddp.rank_host.idle_s": wrong}):
         assert idle_s() == IDLE_S
     assert "prefect-torch-ddp.rank-host.idle-s" in caplog.text
-    with dask.config.set(dask.config.collect_env({"DASK_PREFECT_TORCH_DDP__RANK_HOST__IDLE_S": "7.5"})):
+    with dask.config.set(
+        dask.config.collect_env({"DASK_PREFECT_TORCH_DDP__RANK_HOST__IDLE_S": "7.5"})
+    ):
         assert idle_s() == 7.5

@@ -1,4 +1,5 @@
-"""Shows what holds when attempts overlap, objects are damaged and storages fail; one process, real files."""
+"""Shows what holds when attempts overlap, objects are damaged and storages fail; one process,
+real files."""
 
 import logging
 import threading
@@ -51,18 +52,22 @@ class Counter:
 
 
 def count_to(
-    storage: Storage | Path, num_steps: int, policy: CheckpointPolicy = EVERY_STEP, metrics: dict[int, float] | None = None
+    storage: Storage | Path,
+    num_steps: int,
+    policy: CheckpointPolicy = EVERY_STEP,
+    metrics: dict[int, float] | None = None,
 ) -> Counter:
-    """Train a counter that adds one a step; each checkpoint is complete before the next step."""
-    with RankContext.local(storage=storage, checkpoint=policy) as rank:
+    """Train a counter that adds one a step; each checkpoint is complete before the next
+    step."""
+    with RankContext.local(storage=storage, checkpoint=policy) as ctx:
         counter = Counter()
-        rank.track(counter=counter)
+        ctx.track(counter=counter)
         dataset = torch.utils.data.TensorDataset(torch.zeros(1))
-        for _ in rank.steps(rank.loader(dataset, global_batch_size=1), epochs=num_steps):
-            rank._parts.made_tracker._checkpointer.wait()
+        for _ in ctx.steps(ctx.loader(dataset, global_batch_size=1), epochs=num_steps):
+            ctx._parts.made_tracker._checkpointer.wait()
             counter.value += 1
-            if metrics is not None and rank.step in metrics:
-                rank.report(accuracy=metrics[rank.step])
+            if metrics is not None and ctx.step in metrics:
+                ctx.report(accuracy=metrics[ctx.step])
     return counter
 
 
@@ -72,15 +77,23 @@ def steps_of(storage: Storage) -> list[int]:
 
 
 def test_a_superseded_attempt_cant_commit(tmp_path: Path) -> None:
-    """Once a newer attempt is claimed, the older one ends, and what it wrote meanwhile isn't a checkpoint."""
+    """Once a newer attempt is claimed, the older one ends, and what it wrote meanwhile isn't a
+    checkpoint."""
     storage = DirectoryStorage(tmp_path)
-    with pytest.raises(SupersededError, match="attempt 1 of run local has been superseded by attempt 2"):  # noqa: PT012, SIM117
-        with RankContext.local(storage=storage, checkpoint=EVERY_STEP) as rank:
-            rank.track(counter=Counter())
-            for _ in rank.steps(rank.loader(torch.utils.data.TensorDataset(torch.zeros(1)), global_batch_size=1), epochs=9):
-                rank._parts.made_tracker._checkpointer.wait()
-                if rank.step == 3:
-                    claim_attempt(storage, "local")
+    with (
+        pytest.raises(
+            SupersededError, match="attempt 1 of run local has been superseded by attempt 2"
+        ),
+        RankContext.local(storage=storage, checkpoint=EVERY_STEP) as ctx,
+    ):
+        ctx.track(counter=Counter())
+        for _ in ctx.steps(
+            ctx.loader(torch.utils.data.TensorDataset(torch.zeros(1)), global_batch_size=1),
+            epochs=9,
+        ):
+            ctx._parts.made_tracker._checkpointer.wait()
+            if ctx.step == 3:
+                claim_attempt(storage, "local")
     assert steps_of(storage) == [1, 2]
     assert (tmp_path / "runs/local/checkpoints/step-00000003/000001/counter.pt").exists()
 
@@ -90,8 +103,11 @@ def test_a_superseded_attempt_cant_commit(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["truncated", "missing", "changed"])
-def test_a_damaged_newest_checkpoint_falls_back(tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: str) -> None:
-    """To the one before it, with a warning that names the object; and the damaged one is replaced when its step comes again."""
+def test_a_damaged_newest_checkpoint_falls_back(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: str
+) -> None:
+    """To the one before it, with a warning that names the object; and the damaged one is
+    replaced when its step comes again."""
     storage = DirectoryStorage(tmp_path)
     count_to(storage, 3)
     key = "runs/local/checkpoints/step-00000003/000001/counter.pt"
@@ -106,7 +122,7 @@ def test_a_damaged_newest_checkpoint_falls_back(tmp_path: Path, caplog: pytest.L
         counter = count_to(storage, 5)
     warning = next(record for record in caplog.records if record.levelno == logging.WARNING)
     assert key in warning.getMessage()
-    assert "goes on from the checkpoint of step 2" in caplog.text
+    assert "resumes from the checkpoint of step 2" in caplog.text
     assert counter.value.item() == 5
     assert [(manifest.step, manifest.attempt) for manifest in list_manifests(storage, "local")] == [
         (1, 1),
@@ -125,14 +141,21 @@ def test_a_storage_that_fails_is_no_reason_to_fall_back(tmp_path: Path) -> None:
         def open_file(self, key: str) -> BinaryIO | None:
             if not key.endswith(".pt"):
                 return super().open_file(key)
-            return Path("/proc/self/mem").open("rb", buffering=0)  # opens, and can't be read at its beginning, as a bad disk
+            return Path("/proc/self/mem").open(
+                "rb", buffering=0
+            )  # opens, and can't be read at its beginning, as a bad disk
 
     count_to(tmp_path, 3)
-    with pytest.raises(StorageError, match=r"can't read runs/local/.*\.pt in .*: Input/output error; check the disk"):
+    with pytest.raises(
+        StorageError,
+        match=r"can't read runs/local/.*\.pt in .*: Input/output error; check the disk",
+    ):
         count_to(Unreadable(tmp_path), 5)
 
 
-def test_a_failed_write_is_warned_of_and_the_training_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failed_write_is_warned_of_and_the_training_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """The one before stays the newest, and the next one works."""
     counter = count_to(FailingStorage(tmp_path, "step-00000002/"), 3)
     assert counter.value.item() == 3
@@ -143,19 +166,26 @@ def test_a_failed_write_is_warned_of_and_the_training_goes_on(tmp_path: Path, ca
 
 def test_a_failed_last_checkpoint_is_an_error(tmp_path: Path) -> None:
     """Also after it has been tried twice, as a due one and as the last."""
-    with pytest.raises(CheckpointError, match=r"run local could not be written: .*counter.pt: the disk is full"):
+    with pytest.raises(
+        CheckpointError, match=r"run local could not be written: .*counter.pt: the disk is full"
+    ):
         count_to(FailingStorage(tmp_path, "step-00000003/"), 3)
     assert steps_of(DirectoryStorage(tmp_path)) == [1, 2]
 
 
 def test_retention_keeps_the_last_and_the_best(tmp_path: Path) -> None:
-    """Objects of the others are gone too; a resumed attempt knows the best of the one before."""
-    policy = CheckpointPolicy(every_steps=1, every_s=None, keep_last=2, keep_best=1, best_metric="accuracy")
+    """Objects of the others are gone too; a resumed attempt knows the best of the one
+    before."""
+    policy = CheckpointPolicy(
+        every_steps=1, every_s=None, keep_last=2, keep_best=1, best_metric="accuracy"
+    )
     count_to(tmp_path, 4, policy, {1: 0.1, 2: 0.9, 3: 0.5, 4: 0.5})
     assert steps_of(DirectoryStorage(tmp_path)) == [2, 3, 4]
     count_to(tmp_path, 6, policy, {5: 0.2})
     assert steps_of(DirectoryStorage(tmp_path)) == [2, 5, 6]
-    folders = {path.parent.parent.name for path in (tmp_path / "runs/local/checkpoints").rglob("*.pt")}
+    folders = {
+        path.parent.parent.name for path in (tmp_path / "runs/local/checkpoints").rglob("*.pt")
+    }
     assert folders == {"step-00000002", "step-00000005", "step-00000006"}
 
 
@@ -169,15 +199,19 @@ class WithoutRights(DirectoryStorage):
         raise StorageError(msg)
 
 
-def test_retention_needs_no_right_to_drop_uploads(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A store that forbids it leaves them, with one warning; old checkpoints are deleted all the same."""
+def test_retention_needs_no_right_to_drop_uploads(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A store that forbids it leaves them, with one warning; old checkpoints are deleted all
+    the same."""
     count_to(WithoutRights(tmp_path), 5, CheckpointPolicy(every_steps=1, every_s=None, keep_last=2))
     assert steps_of(DirectoryStorage(tmp_path)) == [4, 5]
     assert caplog.text.count("ListBucketMultipartUploads") == 1
 
 
 def test_what_follows_the_last_commit_is_made_up_for(tmp_path: Path) -> None:
-    """An attempt that was killed between its last commit and the clean-up: the next one adds no step, and cleans up."""
+    """An attempt that was killed between its last commit and the clean-up: the next one adds no
+    step, and cleans up."""
     count_to(tmp_path, 3)
     left = tmp_path / "runs/local/checkpoints/step-00000004/000001/counter.pt"
     left.parent.mkdir(parents=True)
@@ -191,21 +225,25 @@ def test_a_new_run_may_start_from_another(tmp_path: Path) -> None:
     """`resume_from` counts until the run has a checkpoint of its own; the other run's stays."""
     count_to(tmp_path, 3)
     for _ in range(2):
-        with RankContext.local(storage=tmp_path, run_id="next", resume_from="local") as rank:
+        with RankContext.local(storage=tmp_path, run_id="next", resume_from="local") as ctx:
             counter = Counter()
-            rank.track(counter=counter)
+            ctx.track(counter=counter)
             assert counter.value.item() == 3
-            assert rank.step == 3
+            assert ctx.step == 3
     assert [manifest.step for manifest in list_manifests(DirectoryStorage(tmp_path), "next")] == [3]
     assert steps_of(DirectoryStorage(tmp_path)) == [1, 2, 3]
     with (
         pytest.raises(CheckpointError, match="resume_from is 'nobody'"),
-        RankContext.local(storage=tmp_path, run_id="third", resume_from="nobody") as rank,
+        RankContext.local(storage=tmp_path, run_id="third", resume_from="nobody") as ctx,
     ):
-        rank.track(counter=Counter())
+        ctx.track(counter=Counter())
 
 
 def test_saving_leaves_no_thread(tmp_path: Path) -> None:
     """After close nothing runs on."""
     count_to(tmp_path, 2)
-    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("prefect-torch-ddp")]
+    assert not [
+        thread.name
+        for thread in threading.enumerate()
+        if thread.name.startswith("prefect-torch-ddp")
+    ]

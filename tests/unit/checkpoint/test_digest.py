@@ -1,4 +1,5 @@
-"""Shows that an object's digest is the same whether its content comes at once, in pieces, or in parts that others hash."""
+"""Shows that an object's digest is the same whether its content comes at once, in pieces, or in
+parts that others hash."""
 
 from blake3 import blake3
 from hypothesis import given, settings
@@ -10,8 +11,13 @@ BYTES = bytes(range(251)) * (3 * PART_BYTES // 251)
 
 
 @settings(deadline=None)
-@given(st.sampled_from([0, 1, PART_BYTES - 1, PART_BYTES, PART_BYTES + 1, 2 * PART_BYTES, len(BYTES)]), st.data())
-def test_the_digest_is_of_the_content_and_not_of_how_it_comes(num_bytes: int, data: st.DataObject) -> None:
+@given(
+    st.sampled_from([0, 1, PART_BYTES - 1, PART_BYTES, PART_BYTES + 1, 2 * PART_BYTES, len(BYTES)]),
+    st.data(),
+)
+def test_the_digest_is_of_the_content_and_not_of_how_it_comes(
+    num_bytes: int, data: st.DataObject
+) -> None:
     """At once, piece by piece, by parts."""
     content = memoryview(BYTES)[:num_bytes]
     cuts = sorted(data.draw(st.lists(st.integers(0, num_bytes), max_size=5)))
@@ -19,7 +25,11 @@ def test_the_digest_is_of_the_content_and_not_of_how_it_comes(num_bytes: int, da
     for start, end in zip([0, *cuts], [*cuts, num_bytes], strict=True):
         digest.update(content[start:end])
     parts = [content[start : start + PART_BYTES] for start in range(0, num_bytes, PART_BYTES)]
-    assert digest.hexdigest() == digest_of(content) == digest_of_parts(blake3(part).digest() for part in parts)
+    assert (
+        digest.hexdigest()
+        == digest_of(content)
+        == digest_of_parts(blake3(part).digest() for part in parts)
+    )
 
 
 def test_it_is_another_one_for_other_content() -> None:

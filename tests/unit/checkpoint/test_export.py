@@ -1,4 +1,5 @@
-"""Shows that a finished training's model is left once: by the newest attempt, and never replaced."""
+"""Shows that a finished training's model is left once: by the newest attempt, and never
+replaced."""
 
 import hashlib
 import json
@@ -40,13 +41,16 @@ def checkpoint(storage: Storage, attempt: int, value: float = 1.0) -> Manifest:
 
 
 def test_weights_and_a_card_of_plain_json(tmp_path: Path) -> None:
-    """In the run's folder `model`, the card with all that a reader of the weights may ask for."""
+    """In the run's folder `model`, the card with all that a reader of the weights may ask
+    for."""
     storage = DirectoryStorage(tmp_path)
     attempt = claim_attempt(storage, "run")
     uri = export_model(storage, checkpoint(storage, attempt), "model", attempt, ABOUT)
     assert uri == f"{tmp_path}/runs/run/model/model.safetensors"
     torch.nn.Linear(2, 2).load_state_dict(load_file(uri))
-    card = json.loads((tmp_path / "runs/run/model/model.json").read_bytes(), parse_constant=pytest.fail)
+    card = json.loads(
+        (tmp_path / "runs/run/model/model.json").read_bytes(), parse_constant=pytest.fail
+    )
     assert card == ABOUT | {
         "file": "model.safetensors",
         "sha256": hashlib.sha256(Path(uri).read_bytes()).hexdigest(),
@@ -64,17 +68,21 @@ def test_weights_and_a_card_of_plain_json(tmp_path: Path) -> None:
 
 
 def test_a_card_takes_every_option(tmp_path: Path) -> None:
-    """What JSON has no word for becomes text: after a whole training nothing may fail for that."""
+    """What JSON has no word for becomes text: after a whole training nothing may fail for
+    that."""
     storage = DirectoryStorage(tmp_path)
     attempt = claim_attempt(storage, "run")
     about = {"options": {"max_norm": math.inf, 3: [math.nan, (1, Path("x"))]}}
     export_model(storage, checkpoint(storage, attempt), "model", attempt, about)
-    card = json.loads((tmp_path / "runs/run/model/model.json").read_bytes(), parse_constant=pytest.fail)
+    card = json.loads(
+        (tmp_path / "runs/run/model/model.json").read_bytes(), parse_constant=pytest.fail
+    )
     assert card["options"] == {"max_norm": "inf", "3": ["nan", [1, "x"]]}
 
 
 def test_the_same_weights_stand_and_others_get_a_folder_of_their_own(tmp_path: Path) -> None:
-    """A later attempt that adds nothing finds the model there; one that trained on leaves the first one's as it is."""
+    """A later attempt that adds nothing finds the model there; one that trained on leaves the
+    first one's as it is."""
     storage = DirectoryStorage(tmp_path)
     first = claim_attempt(storage, "run")
     found = checkpoint(storage, first)
@@ -117,7 +125,8 @@ def test_damage_is_named(tmp_path: Path) -> None:
 
 @dataclass(frozen=True)
 class StopsBefore(DirectoryStorage):
-    """Stops its own process, by SIGSTOP, before it does the first thing to the model's folder."""
+    """Stops its own process, by SIGSTOP, before it does the first thing to the model's
+    folder."""
 
     def write_if_absent(self, key: str, data: bytes) -> bool:
         """Stop, go on when told to, and write."""
@@ -163,8 +172,11 @@ def stopped_attempt(
 
 
 @pytest.mark.parametrize("kind", [StopsBefore, StopsAtClaims])
-def test_an_older_attempt_that_wakes_up_changes_nothing(tmp_path: Path, kind: type[DirectoryStorage]) -> None:
-    """It is stopped before it looks for newer attempts, or right after that; the newer one's model is what stays."""
+def test_an_older_attempt_that_wakes_up_changes_nothing(
+    tmp_path: Path, kind: type[DirectoryStorage]
+) -> None:
+    """It is stopped before it looks for newer attempts, or right after that; the newer one's
+    model is what stays."""
     storage = DirectoryStorage(tmp_path)
     old = claim_attempt(storage, "run")
     with stopped_attempt(kind(tmp_path), checkpoint(storage, old), old) as process:

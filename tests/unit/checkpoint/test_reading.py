@@ -1,4 +1,5 @@
-"""Shows that the objects of a checkpoint are read together, verified, and come back as they were saved."""
+"""Shows that the objects of a checkpoint are read together, verified, and come back as they
+were saved."""
 
 import dataclasses
 import resource
@@ -43,7 +44,8 @@ class WholeObjects:
 
 @dataclasses.dataclass(frozen=True)
 class InParts(WholeObjects):
-    """The same, which shows what it reads; so does a directory on a file system of another machine."""
+    """The same, which shows what it reads; so does a directory on a file system of another
+    machine."""
 
     def read_seen(self, key: str, see: Callable[[memoryview], object]) -> memoryview:
         """Read it."""
@@ -61,30 +63,41 @@ def written(storage: Storage) -> Manifest:
     return Manifest("run", 3, 1, 1, {}, 1, {}, tuple(items))
 
 
-KINDS: dict[str, Any] = {"mapped": lambda storage: storage, "in parts": InParts, "whole": WholeObjects}
+KINDS: dict[str, Any] = {
+    "mapped": lambda storage: storage,
+    "in parts": InParts,
+    "whole": WholeObjects,
+}
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_states_come_back_by_name(tmp_path: Path, kind: str) -> None:
-    """From files, from a storage that shows what it reads, from one that gives whole objects; some are larger than a part."""
+    """From files, from a storage that shows what it reads, from one that gives whole objects;
+    some are larger than a part."""
     storage = KINDS[kind](DirectoryStorage(tmp_path))
     assert isinstance(storage, HasFiles) == (kind == "mapped")
     assert isinstance(storage, ShowsContent) == (kind != "whole")
     manifest = written(DirectoryStorage(tmp_path))
     read = read_states(storage, manifest, manifest.objects)
     assert {item.is_mapped for item in read.values()} == {kind == "mapped"}
-    for states in ({name: item.state for name, item in read.items()}, {name: item.to_keep() for name, item in read.items()}):
+    for states in (
+        {name: item.state for name, item in read.items()},
+        {name: item.to_keep() for name, item in read.items()},
+    ):
         assert states.keys() == STATES.keys()
         assert torch.equal(states["model"]["weight"], STATES["model"]["weight"])
         assert torch.equal(states["long"]["weight"], STATES["long"]["weight"])
         assert to_bytes(states["optimizer"]) == to_bytes(STATES["optimizer"])
     kept = read_states(storage, manifest, manifest.objects, {"model"})
-    assert [name for name, item in kept.items() if not item.is_mapped] == (["model"] if kind == "mapped" else list(kept))
+    assert [name for name, item in kept.items() if not item.is_mapped] == (
+        ["model"] if kind == "mapped" else list(kept)
+    )
     assert torch.equal(kept["model"].to_keep()["weight"], STATES["model"]["weight"])
 
 
 def test_nobody_keeps_a_deleted_checkpoint_mapped(tmp_path: Path) -> None:
-    """An optimizer keeps the tensors that it is given; were they the file, its room on the disk would not be free for as long."""
+    """An optimizer keeps the tensors that it is given; were they the file, its room on the disk
+    would not be free for as long."""
     storage = DirectoryStorage(tmp_path)
     model = torch.nn.Linear(300, 300)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -109,17 +122,22 @@ def test_nobody_keeps_a_deleted_checkpoint_mapped(tmp_path: Path) -> None:
 
 
 def test_a_thousand_ranks_generators_are_not_a_thousand_open_files(tmp_path: Path) -> None:
-    """Each rank has an object, and a process may have 1,024 files open by default; want of them was taken for damage."""
+    """Each rank has an object, and a process may have 1,024 files open by default; want of them
+    was taken for damage."""
     storage, data = DirectoryStorage(tmp_path), to_bytes({})
     names = [f"rank-{rank:05d}" for rank in range(3 * NUM_AHEAD)]
     for name in names:
         storage.write(f"{name}.pt", data)
-    objects = tuple(ManifestObject(name, f"{name}.pt", len(data), digest_of(data)) for name in names)
+    objects = tuple(
+        ManifestObject(name, f"{name}.pt", len(data), digest_of(data)) for name in names
+    )
     open_now = len(list(Path("/proc/self/fd").iterdir()))
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (open_now + 2 * NUM_AHEAD, hard))
     try:
-        assert read_states(storage, Manifest("run", 3, 1, 1, {}, 1, {}, objects), objects).keys() == set(names)
+        assert read_states(
+            storage, Manifest("run", 3, 1, 1, {}, 1, {}, objects), objects
+        ).keys() == set(names)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     (tmp_path / f"{names[NUM_AHEAD + 3]}.pt").unlink()
@@ -156,22 +174,43 @@ def test_what_verifies_and_cannot_be_decoded_is_named_too(tmp_path: Path) -> Non
     """Such as what another version of torch wrote."""
     storage = DirectoryStorage(tmp_path)
     storage.write("odd.pt", b"no checkpoint")
-    manifest = Manifest("run", 3, 1, 1, {}, 1, {}, (ManifestObject("odd", "odd.pt", 13, digest_of(b"no checkpoint")),))
-    with pytest.raises(CheckpointError, match=r"its object odd\.pt is what was written, and this version of torch can't read it"):
+    manifest = Manifest(
+        "run",
+        3,
+        1,
+        1,
+        {},
+        1,
+        {},
+        (ManifestObject("odd", "odd.pt", 13, digest_of(b"no checkpoint")),),
+    )
+    with pytest.raises(
+        CheckpointError,
+        match=r"its object odd\.pt is what was written, and this version of torch can't read it",
+    ):
         read_states(storage, manifest, manifest.objects)
 
 
 @pytest.mark.parametrize(
     "error",
     [
-        RuntimeError("unable to mmap 100001577 bytes from file </proc/self/fd/4>: Cannot allocate memory (12)"),
-        RuntimeError("[enforce fail at alloc_cpu.cpp:117] err == 0. DefaultCPUAllocator: can't allocate memory: you tried ..."),
-        RuntimeError("unable to open file </proc/self/fd/4> in read-only mode: Too many open files (24)"),
+        RuntimeError(
+            "unable to mmap 100001577 bytes from file </proc/self/fd/4>: Cannot allocate memory (12)"
+        ),
+        RuntimeError(
+            "[enforce fail at alloc_cpu.cpp:117] err == 0. DefaultCPUAllocator: can't allocate memory: you tried ..."
+        ),
+        RuntimeError(
+            "unable to open file </proc/self/fd/4> in read-only mode: Too many open files (24)"
+        ),
         MemoryError(),
     ],
 )
-def test_want_of_memory_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
-    """Else the checkpoint before would be taken, and this one, which is whole, be void and deleted."""
+def test_want_of_memory_is_no_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """Else the checkpoint before would be taken, and this one, which is whole, be void and
+    deleted."""
     storage = DirectoryStorage(tmp_path)
     manifest = written(storage)
 

@@ -24,7 +24,16 @@ from prefect_torch_ddp.storage.directory import DirectoryStorage
 def manifest(step: int, **metrics: float) -> Manifest:
     """Describe a checkpoint of one object."""
     item = ManifestObject("model", f"runs/run/checkpoints/step-{step:08d}/000001/model.pt", 3, "00")
-    return Manifest("run", step, 1, epoch=1, position={"batch": 2}, world_size=2, metrics=metrics, objects=(item,))
+    return Manifest(
+        "run",
+        step,
+        1,
+        epoch=1,
+        position={"batch": 2},
+        world_size=2,
+        metrics=metrics,
+        objects=(item,),
+    )
 
 
 def deleted(manifests: list[Manifest], **retention: object) -> list[int]:
@@ -39,13 +48,22 @@ def test_the_newest_stay() -> None:
 
 
 def test_the_best_stay_too() -> None:
-    """The best by a metric, of equals the older, nearer to the measurement; those without a finite value are never the best."""
+    """The best by a metric, of equals the older, nearer to the measurement; those without a
+    finite value are never the best."""
     accuracies = {10: 0.5, 20: 0.9, 30: 0.9, 40: math.nan, 50: math.inf, 60: 0.1}
     manifests = [manifest(step, accuracy=value) for step, value in accuracies.items()]
     assert deleted(manifests, keep_last=1, keep_best=1, best_metric="accuracy") == [10, 30, 40, 50]
     assert deleted(manifests, keep_last=1, keep_best=2, best_metric="accuracy") == [10, 40, 50]
-    assert deleted(manifests, keep_last=1, keep_best=1, best_metric="accuracy", best_mode="min") == [10, 20, 30, 40, 50]
-    assert deleted(manifests, keep_last=1, keep_best=0, best_metric="accuracy") == [10, 20, 30, 40, 50]
+    assert deleted(
+        manifests, keep_last=1, keep_best=1, best_metric="accuracy", best_mode="min"
+    ) == [10, 20, 30, 40, 50]
+    assert deleted(manifests, keep_last=1, keep_best=0, best_metric="accuracy") == [
+        10,
+        20,
+        30,
+        40,
+        50,
+    ]
     assert deleted(manifests, keep_last=1, keep_best=3, best_metric="loss") == [10, 20, 30, 40, 50]
 
 
@@ -58,9 +76,16 @@ def test_manifests_read_back(tmp_path: Path) -> None:
     json.loads(written[0].as_bytes(), parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
     again = read_manifest(storage, "run", 100, 1)
     assert math.isnan(again.metrics["loss"])
-    assert (again.objects, again.position, again.world_size) == (written[0].objects, {"batch": 2}, 2)
+    assert (again.objects, again.position, again.world_size) == (
+        written[0].objects,
+        {"batch": 2},
+        2,
+    )
     refs = list_checkpoints(storage, "run")
-    assert [(ref.step, ref.attempt, ref.metrics) for ref in refs] == [(9, 1, {"accuracy": 0.8}), (100, 1, {"accuracy": 0.75})]
+    assert [(ref.step, ref.attempt, ref.metrics) for ref in refs] == [
+        (9, 1, {"accuracy": 0.8}),
+        (100, 1, {"accuracy": 0.75}),
+    ]
     assert refs[1].uri == f"{tmp_path}/runs/run/checkpoints/step-00000100/000001/manifest.json"
     assert newest(storage, "run") == refs[1]
     assert best(storage, "run", "accuracy") == refs[0]
@@ -69,7 +94,9 @@ def test_manifests_read_back(tmp_path: Path) -> None:
     assert newest(storage, "other") is None
 
 
-def test_a_damaged_manifest_is_left_out_by_name(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_damaged_manifest_is_left_out_by_name(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """Not the end of everything that reads the run."""
     storage = DirectoryStorage(tmp_path)
     storage.write(manifest_key("run", 1, 1), manifest(1).as_bytes())

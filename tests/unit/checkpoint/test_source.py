@@ -1,4 +1,5 @@
-"""Shows how a person names the checkpoint that a new run begins from, and that a run does begin from there."""
+"""Shows how a person names the checkpoint that a new run begins from, and that a run does begin
+from there."""
 
 from pathlib import Path
 
@@ -22,9 +23,27 @@ OWN = DirectoryStorage(Path("/own"))
     [
         ("calm-otter-1a2b", OWN, "calm-otter-1a2b", None, None),
         ("calm-otter-1a2b/checkpoints/step-00000400", OWN, "calm-otter-1a2b", 400, None),
-        ("/data/store/runs/calm-otter", DirectoryStorage(Path("/data/store")), "calm-otter", None, None),
-        ("/data/store/runs/calm-otter/", DirectoryStorage(Path("/data/store")), "calm-otter", None, None),
-        ("/data/store/runs/calm-otter/checkpoints/step-00000400", DirectoryStorage(Path("/data/store")), "calm-otter", 400, None),
+        (
+            "/data/store/runs/calm-otter",
+            DirectoryStorage(Path("/data/store")),
+            "calm-otter",
+            None,
+            None,
+        ),
+        (
+            "/data/store/runs/calm-otter/",
+            DirectoryStorage(Path("/data/store")),
+            "calm-otter",
+            None,
+            None,
+        ),
+        (
+            "/data/store/runs/calm-otter/checkpoints/step-00000400",
+            DirectoryStorage(Path("/data/store")),
+            "calm-otter",
+            400,
+            None,
+        ),
         (
             "/data/runs/x/runs/otter/checkpoints/step-7/000002/manifest.json",
             DirectoryStorage(Path("/data/runs/x")),
@@ -32,35 +51,67 @@ OWN = DirectoryStorage(Path("/own"))
             7,
             2,
         ),
-        ("/data/runs/x/runs/otter/checkpoints/step-7/manifest.json", DirectoryStorage(Path("/data/runs/x")), "otter", 7, None),
+        (
+            "/data/runs/x/runs/otter/checkpoints/step-7/manifest.json",
+            DirectoryStorage(Path("/data/runs/x")),
+            "otter",
+            7,
+            None,
+        ),
         ("otter/checkpoints/step-00000007/000012", OWN, "otter", 7, 12),
         ("/runs/otter", DirectoryStorage(Path("/")), "otter", None, None),
         ("runs/otter", DirectoryStorage(Path()), "otter", None, None),
         ("~/store/runs/otter", DirectoryStorage(Path("~/store")), "otter", None, None),
-        ("file:///data/my%20store/runs/otter", DirectoryStorage(Path("/data/my store")), "otter", None, None),
-        ("s3://bucket/team/models/runs/otter", S3Storage("bucket", "team/models"), "otter", None, None),
-        ("s3://bucket/runs/otter/checkpoints/step-00000400", S3Storage("bucket"), "otter", 400, None),
+        (
+            "file:///data/my%20store/runs/otter",
+            DirectoryStorage(Path("/data/my store")),
+            "otter",
+            None,
+            None,
+        ),
+        (
+            "s3://bucket/team/models/runs/otter",
+            S3Storage("bucket", "team/models"),
+            "otter",
+            None,
+            None,
+        ),
+        (
+            "s3://bucket/runs/otter/checkpoints/step-00000400",
+            S3Storage("bucket"),
+            "otter",
+            400,
+            None,
+        ),
     ],
 )
-def test_a_reference_is_read(reference: str, storage: object, run_id: str, step: int | None, attempt: int | None) -> None:
-    """An id, a path, a URI; with the step or without; the place of a manifest, as reports show it, too."""
+def test_a_reference_is_read(
+    reference: str, storage: object, run_id: str, step: int | None, attempt: int | None
+) -> None:
+    """An id, a path, a URI; with the step or without; the place of a manifest, as reports show
+    it, too."""
     source = source_of(reference, OWN, storage_from_uri)
     assert source == Source(storage, run_id, step, attempt)  # type: ignore[arg-type]
     assert source_of(source.uri, OWN, storage_from_uri) == source
 
 
 @pytest.mark.parametrize(
-    "reference", ["", "/", ".", "..", "/data/store", "s3://bucket/otter", "a/b", "/data/runs/", "x/runs/a/b"]
+    "reference",
+    ["", "/", ".", "..", "/data/store", "s3://bucket/otter", "a/b", "/data/runs/", "x/runs/a/b"],
 )
 def test_what_names_no_run_is_refused(reference: str) -> None:
     """With the forms that there are."""
-    with pytest.raises(InvalidParamsError, match=r"names no run; write a run's id, or <storage>/runs/<run id>"):
+    with pytest.raises(
+        InvalidParamsError, match=r"names no run; write a run's id, or <storage>/runs/<run id>"
+    ):
         source_of(reference, OWN, storage_from_uri)
 
 
 def test_the_runs_own_bucket_is_reached_as_the_run_reaches_it() -> None:
     """With its endpoint and credentials, which a URI can't hold; another bucket isn't."""
-    own = S3Storage("bucket", "new", endpoint_url="http://minio:9000", access_key_id="k", secret_access_key="s")
+    own = S3Storage(
+        "bucket", "new", endpoint_url="http://minio:9000", access_key_id="k", secret_access_key="s"
+    )
     source = source_of("s3://bucket/old/runs/otter", own, storage_from_uri)
     assert source.storage == S3Storage(
         "bucket", "old", endpoint_url="http://minio:9000", access_key_id="k", secret_access_key="s"
@@ -70,26 +121,32 @@ def test_the_runs_own_bucket_is_reached_as_the_run_reaches_it() -> None:
 
 def begin(folder: Path, resume_from: str, run_id: str = "local") -> tuple[int, float]:
     """Begin a run there; return the step and the value that it begins with."""
-    with RankContext.local(storage=folder, run_id=run_id, resume_from=resume_from) as rank:
+    with RankContext.local(storage=folder, run_id=run_id, resume_from=resume_from) as ctx:
         counter = Counter()
-        rank.track(counter=counter)
-        return rank.step, counter.value.item()
+        ctx.track(counter=counter)
+        return ctx.step, counter.value.item()
 
 
 def test_a_run_begins_from_another_storage(tmp_path: Path) -> None:
-    """Also where both runs have the same id; the first step is the one behind; the other storage stays as it was."""
+    """Also where both runs have the same id; the first step is the one behind; the other
+    storage stays as it was."""
     old, new = tmp_path / "old", tmp_path / "new"
     count_to(old, 3)
     before = {path: path.read_bytes() for path in old.rglob("*") if path.is_file()}
     assert begin(new, f"{old}/runs/local") == (3, 3)
     assert begin(new, f"{old}/runs/local") == (3, 3)
     assert [manifest.step for manifest in list_manifests(DirectoryStorage(new), "local")] == [3]
-    with RankContext.local(storage=tmp_path / "third", resume_from=f"{old}/runs/local/checkpoints/step-00000002") as rank:
+    with RankContext.local(
+        storage=tmp_path / "third", resume_from=f"{old}/runs/local/checkpoints/step-00000002"
+    ) as ctx:
         counter = Counter()
-        rank.track(counter=counter)
-        for _ in rank.steps(rank.loader(torch.utils.data.TensorDataset(torch.zeros(1)), global_batch_size=1), epochs=5):
+        ctx.track(counter=counter)
+        for _ in ctx.steps(
+            ctx.loader(torch.utils.data.TensorDataset(torch.zeros(1)), global_batch_size=1),
+            epochs=5,
+        ):
             counter.value += 1
-    assert (rank.step, counter.value.item(), rank.outcome()["resumed_from_step"]) == (5, 5, 2)
+    assert (ctx.step, counter.value.item(), ctx.outcome()["resumed_from_step"]) == (5, 5, 2)
     assert {path: path.read_bytes() for path in old.rglob("*") if path.is_file()} == before
 
 
@@ -110,12 +167,17 @@ def test_a_step_that_was_asked_for_is_that_step(tmp_path: Path) -> None:
     storage = DirectoryStorage(tmp_path)
     assert Source(storage, "local", 3).find().step == Source(storage, "local").find().step == 3
     for source in (Source(storage, "local", 4), Source(storage, "nobody")):
-        with pytest.raises(InvalidParamsError, match=f"resume_from names {source.uri}, but .*no (complete )?checkpoint of"):
+        with pytest.raises(
+            InvalidParamsError,
+            match=f"resume_from names {source.uri}, but .*no (complete )?checkpoint of",
+        ):
             source.find()
 
 
 def test_a_secret_is_not_shown(tmp_path: Path) -> None:
     """Credentials in a URI that names no run."""
     with pytest.raises(InvalidParamsError, match="bucket/prefix/my-run") as error:
-        source_of("s3://KEY:SECRET@bucket/prefix/my-run", DirectoryStorage(tmp_path), storage_from_uri)
+        source_of(
+            "s3://KEY:SECRET@bucket/prefix/my-run", DirectoryStorage(tmp_path), storage_from_uri
+        )
     assert "SECRET" not in str(error.value)

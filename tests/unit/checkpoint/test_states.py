@@ -20,9 +20,14 @@ from prefect_torch_ddp.errors import CheckpointError
 
 
 def test_a_copy_is_apart_from_what_it_copies() -> None:
-    """Changing the state afterwards doesn't change the copy; keys, classes and a module's _metadata stay."""
+    """Changing the state afterwards doesn't change the copy; keys, classes and a module's
+    _metadata stay."""
     net = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))
-    state = {"net": net.state_dict(), "groups": [{"lr": 0.1, "params": [0, 1]}], "pair": (torch.ones(2), "text")}
+    state = {
+        "net": net.state_dict(),
+        "groups": [{"lr": 0.1, "params": [0, 1]}],
+        "pair": (torch.ones(2), "text"),
+    }
     copied = Staging().copy(state)
     expected = from_bytes(to_bytes(state))
     with torch.no_grad():
@@ -48,12 +53,15 @@ def test_buffers_are_used_again() -> None:
 
 
 def test_states_are_serialised_into_kept_memory() -> None:
-    """Larger, smaller and equal ones after each other are the bytes of a plain torch.save, in the same place."""
+    """Larger, smaller and equal ones after each other are the bytes of a plain torch.save, in
+    the same place."""
     serializer = Serializer()
     small, large = {"x": torch.arange(5.0)}, {"y": torch.randn(300, 1000), "names": ["a"] * 9}
     looked_at = [serializer.to_view(state) for state in (small, large, small, large)]
     assert looked_at[1].obj is looked_at[3].obj
-    assert looked_at[0].obj is not looked_at[1].obj, "who still looks at memory that is too small keeps it"
+    assert looked_at[0].obj is not looked_at[1].obj, (
+        "who still looks at memory that is too small keeps it"
+    )
     assert looked_at[3] == to_bytes(large)
     assert looked_at[3].readonly
     assert serializer.to_view({}) == to_bytes({})
@@ -74,7 +82,8 @@ def test_a_state_that_would_need_code_to_read_is_refused_by_name() -> None:
 
 
 def test_generators_go_on_where_they_were() -> None:
-    """All of them: python, numpy and torch give the same numbers again, after a way through bytes."""
+    """All of them: python, numpy and torch give the same numbers again, after a way through
+    bytes."""
 
     def numbers() -> list[object]:
         numpy = [np.random.rand(), np.random.randn()]  # noqa: NPY002 - the global generator is what is kept

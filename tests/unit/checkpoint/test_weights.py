@@ -1,4 +1,5 @@
-"""Shows which file a model's state becomes, and that plain PyTorch gets back what was trained."""
+"""Shows which file a model's state becomes, and that plain PyTorch gets back what was
+trained."""
 
 import io
 import sys
@@ -61,7 +62,9 @@ def file_of(state: Any) -> WeightsFile:
     "made",
     [
         pytest.param(lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)), id="buffers"),
-        pytest.param(lambda: nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last), id="channels last"),
+        pytest.param(
+            lambda: nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last), id="channels last"
+        ),
         pytest.param(Tied, id="tied weights"),
         pytest.param(Odd, id="odd dtypes and layouts"),
     ],
@@ -72,7 +75,9 @@ def test_every_value_comes_back_by_load_state_dict(made: Any) -> None:
     file = file_of(module.state_dict())
     assert file.name == "model.safetensors"
     state = load(file.data)
-    assert {name: value.dtype for name, value in state.items()} == {name: v.dtype for name, v in module.state_dict().items()}
+    assert {name: value.dtype for name, value in state.items()} == {
+        name: v.dtype for name, v in module.state_dict().items()
+    }
     other = made()
     for name, buffer in list(other.named_buffers(recurse=False)):
         other.register_buffer(name, buffer.clone())  # an expanded one can't be written to
@@ -86,7 +91,9 @@ def test_every_value_comes_back_by_load_state_dict(made: Any) -> None:
 def test_the_same_state_is_the_same_file() -> None:
     """Byte by byte, so that equal weights are seen by their digests."""
     state = nn.Linear(3, 2).state_dict()
-    assert file_of(state) == file_of({name: value.clone() for name, value in reversed(state.items())})
+    assert file_of(state) == file_of(
+        {name: value.clone() for name, value in reversed(state.items())}
+    )
 
 
 @pytest.mark.filterwarnings("ignore:Validating sparse tensor invariants")
@@ -94,14 +101,19 @@ def test_the_same_state_is_the_same_file() -> None:
     ("state", "says"),
     [
         (WithConfiguration(3, 2).state_dict(), "'_extra_state' in its state is a dict"),
-        ({"weight": torch.eye(3).to_sparse()}, "'weight' in its state is a Tensor and no plain, dense tensor"),
+        (
+            {"weight": torch.eye(3).to_sparse()},
+            "'weight' in its state is a Tensor and no plain, dense tensor",
+        ),
         ({3: torch.zeros(1)}, "3 in its state is a Tensor"),
         ([torch.zeros(1)], "its state is a list"),
         ({"weight": torch.zeros(2, dtype=torch.complex128)}, "safetensors refuses it"),
     ],
     ids=["extra state", "sparse", "no text for a name", "no dict", "unknown dtype"],
 )
-def test_what_safetensors_cannot_hold_is_left_for_torch_load(state: Any, says: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_safetensors_cannot_hold_is_left_for_torch_load(
+    state: Any, says: str, caplog: pytest.LogCaptureFixture
+) -> None:
     """As the checkpoint has it, with the reason in the log."""
     file = file_of(state)
     assert file.name == "model.pt"
@@ -111,7 +123,9 @@ def test_what_safetensors_cannot_hold_is_left_for_torch_load(state: Any, says: s
     assert len(again) == len(state)
 
 
-def test_without_safetensors_there_is_the_other_way(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_without_safetensors_there_is_the_other_way(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """On machines where it isn't installed."""
     monkeypatch.setitem(sys.modules, "safetensors.torch", None)
     module = nn.Linear(3, 2)

@@ -1,4 +1,5 @@
-"""The read-through cache on local disk: what it gives is always what the storage has, whatever happens to its files."""
+"""The read-through cache on local disk: what it gives is always what the storage has, whatever
+happens to its files."""
 
 import errno
 import hashlib
@@ -66,7 +67,10 @@ def content(seed, num_bytes=1000):
 
 def parts_of(storage):
     """List a storage's objects as what reads them whole."""
-    return [ObjectPart(found.key, found.num_bytes, etag=found.etag) for found in storage.list_objects("")]
+    return [
+        ObjectPart(found.key, found.num_bytes, etag=found.etag)
+        for found in storage.list_objects("")
+    ]
 
 
 def entries(folder):
@@ -86,14 +90,18 @@ def _new_process(monkeypatch):
 
 
 def test_the_second_time_nothing_is_fetched(storage, tmp_path):
-    """Same bytes in the same order, from the folder; a new description of the same folder finds them too."""
+    """Same bytes in the same order, from the folder; a new description of the same folder finds
+    them too."""
     cached, parts = CachedReads(storage, tmp_path / "cache"), parts_of(storage)
     assert isinstance(cached, ReadsMany)
     first = cached.read_many(parts)
     assert first == [content(number) for number in range(20)]
     assert storage.num_reads == 20
     assert cached.read_many(parts[::-1]) == first[::-1]
-    assert CachedReads(Counted(storage.root), str(tmp_path / "cache")).read_many(parts[3:5]) == first[3:5]
+    assert (
+        CachedReads(Counted(storage.root), str(tmp_path / "cache")).read_many(parts[3:5])
+        == first[3:5]
+    )
     assert storage.num_reads == 20
     assert list(cached.list_objects("1")) == list(storage.list_objects("1"))
 
@@ -110,7 +118,13 @@ def test_ranges_and_empty_objects_are_entries_of_their_own(storage, tmp_path):
     """A range is never taken for another range, or for the whole."""
     (storage.root / "empty").write_bytes(b"")
     cached, whole = CachedReads(storage, tmp_path / "cache"), parts_of(storage)[7]
-    wanted = [whole, *(replace(whole, start=start, num_bytes=num) for start, num in ((0, 10), (0, 11), (10, 10)))]
+    wanted = [
+        whole,
+        *(
+            replace(whole, start=start, num_bytes=num)
+            for start, num in ((0, 10), (0, 11), (10, 10))
+        ),
+    ]
     wanted += [part for part in parts_of(storage) if part.key == "empty"]
     data = content(7)
     for _ in range(2):
@@ -133,7 +147,10 @@ def test_another_etag_is_another_entry(storage, tmp_path):
 
 def test_what_has_no_etag_is_not_kept(storage, tmp_path):
     """Nobody could tell whether it changed."""
-    cached, parts = CachedReads(storage, tmp_path / "cache"), [replace(part, etag=None) for part in parts_of(storage)]
+    cached, parts = (
+        CachedReads(storage, tmp_path / "cache"),
+        [replace(part, etag=None) for part in parts_of(storage)],
+    )
     for _ in range(2):
         assert cached.read_many(parts) == [content(number) for number in range(20)]
     assert storage.num_reads == 40
@@ -163,7 +180,8 @@ DAMAGES = {
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_file_is_fetched_again_with_a_warning(storage, tmp_path, caplog, damage):
-    """Whatever happened to the file, the bytes are right; it is replaced, and the warning names file and object."""
+    """Whatever happened to the file, the bytes are right; it is replaced, and the warning names
+    file and object."""
     cached, parts = CachedReads(storage, tmp_path / "cache"), parts_of(storage)[:1]
     cached.read_many(parts)
     (path,) = entries(tmp_path / "cache")
@@ -178,7 +196,8 @@ def test_a_damaged_file_is_fetched_again_with_a_warning(storage, tmp_path, caplo
 
 
 def test_a_file_at_anothers_place_is_damaged(storage, tmp_path, caplog):
-    """Two good files that were mixed up, of equal size, never give one object's bytes for the other's."""
+    """Two good files that were mixed up, of equal size, never give one object's bytes for the
+    other's."""
     cached, parts = CachedReads(storage, tmp_path / "cache"), parts_of(storage)[:2]
     cached.read_many(parts)
     first, second = entries(tmp_path / "cache")
@@ -190,8 +209,12 @@ def test_a_file_at_anothers_place_is_damaged(storage, tmp_path, caplog):
 
 
 def test_two_sources_never_mix(tmp_path):
-    """Equal keys, sizes and ETags of two folders, buckets or endpoints are different entries of one cache."""
-    one, two = filled(tmp_path / "one" / "x", salt="one"), filled(tmp_path / "two" / "x", salt="two")
+    """Equal keys, sizes and ETags of two folders, buckets or endpoints are different entries of
+    one cache."""
+    one, two = (
+        filled(tmp_path / "one" / "x", salt="one"),
+        filled(tmp_path / "two" / "x", salt="two"),
+    )
     for number in range(20):
         os.utime(one.root / f"{number:02}", ns=(5, 5))
         os.utime(two.root / f"{number:02}", ns=(5, 5))
@@ -199,7 +222,9 @@ def test_two_sources_never_mix(tmp_path):
     for _ in range(2):
         for storage, salt in ((one, "one"), (two, "two")):
             cached = CachedReads(storage, tmp_path / "cache")
-            assert cached.read_many(parts_of(storage)) == [content(f"{salt}{number}") for number in range(20)]
+            assert cached.read_many(parts_of(storage)) == [
+                content(f"{salt}{number}") for number in range(20)
+            ]
     places = [
         S3Storage("bucket"),
         S3Storage("bucket2"),
@@ -213,7 +238,8 @@ def test_two_sources_never_mix(tmp_path):
 
 
 def test_the_environments_endpoint_is_another_source(monkeypatch):
-    """Where AWS's own settings name the store, they tell its entries apart, and credentials don't."""
+    """Where AWS's own settings name the store, they tell its entries apart, and credentials
+    don't."""
     plain = CachedReads(S3Storage("bucket"), "c").content_id
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://b:9000")
     assert CachedReads(S3Storage("bucket"), "c").content_id != plain
@@ -222,10 +248,14 @@ def test_the_environments_endpoint_is_another_source(monkeypatch):
     assert "secret" not in repr(CachedReads(keys, "c"))
 
 
-@pytest.mark.parametrize("key", ["../../outside", "/etc/passwd", "a/../../../b", "a\0b", "\udc80", "x" * 5000])
+@pytest.mark.parametrize(
+    "key", ["../../outside", "/etc/passwd", "a/../../../b", "a\0b", "\udc80", "x" * 5000]
+)
 def test_nothing_leaves_the_folder(tmp_path, key):
     """A file's name is a digest, whatever an object is called."""
-    folder = cache_folder.folder_of(cache_folder.SourceInCache(str(tmp_path / "cache/v1"), "source", 10**6))
+    folder = cache_folder.folder_of(
+        cache_folder.SourceInCache(str(tmp_path / "cache/v1"), "source", 10**6)
+    )
     part = ObjectPart(key, 3, etag=key)
     folder.put([(part, b"abc")])
     assert folder.get(part) == b"abc"
@@ -250,7 +280,8 @@ def test_links_in_the_folder_are_not_followed(storage, tmp_path):
 
 
 def test_the_limit_holds_and_what_is_in_use_stays(storage, tmp_path, caplog):
-    """A dataset larger than the cache: its first part stays and serves each epoch; one warning says that it is full."""
+    """A dataset larger than the cache: its first part stays and serves each epoch; one warning
+    says that it is full."""
     limit = 10 * 1032 + 500
     cached, parts = CachedReads(storage, tmp_path / "cache", limit), parts_of(storage)
     for epoch in range(1, 5):
@@ -285,7 +316,8 @@ def test_what_nobody_uses_makes_room(tmp_path, monkeypatch):
 
 
 def test_what_is_only_read_is_in_use_too(tmp_path):
-    """A process in its second epoch writes nothing: its entries stay, and another dataset gets the room that is left."""
+    """A process in its second epoch writes nothing: its entries stay, and another dataset gets
+    the room that is left."""
     limit = 25 * 1032
     mine, other = filled(tmp_path / "mine" / "x"), filled(tmp_path / "other" / "x", salt="other")
     _in_child(FORK, CachedReads(mine, tmp_path / "cache", limit).read_many, parts_of(mine))
@@ -303,7 +335,8 @@ def _folder_name(source):
 
 
 def test_what_was_not_used_for_a_day_makes_room(storage, tmp_path):
-    """Entries of a source in use go too when nobody reads them any more, such as those of objects that changed."""
+    """Entries of a source in use go too when nobody reads them any more, such as those of
+    objects that changed."""
     limit = 21 * 1032
     cached = CachedReads(storage, tmp_path / "cache", limit)
     cached.read_many(parts_of(storage))
@@ -330,7 +363,8 @@ def test_an_object_larger_than_the_cache_pushes_nothing_out(storage, tmp_path):
 
 
 def test_a_lost_or_wrong_count_is_made_anew(storage, tmp_path):
-    """Who removes the count, or damages it, costs a walk through the folder and no wrong limit."""
+    """Who removes the count, or damages it, costs a walk through the folder and no wrong
+    limit."""
     limit = 10 * 1032
     for damage in (lambda path: path.unlink(), lambda path: path.write_bytes(b"xy")):
         cached = CachedReads(storage, tmp_path / "cache", limit)
@@ -342,11 +376,14 @@ def test_a_lost_or_wrong_count_is_made_anew(storage, tmp_path):
 
 
 def test_a_count_that_is_too_high_is_mended(storage, tmp_path):
-    """Killed processes leave the count too high; when that makes the cache look full, it is counted anew."""
+    """Killed processes leave the count too high; when that makes the cache look full, it is
+    counted anew."""
     limit = 40 * 1032
     cached = CachedReads(storage, tmp_path / "cache", limit)
     cached.read_many(parts_of(storage)[:2])
-    folder = cache_folder.folder_of(cache_folder.SourceInCache(str(tmp_path / "cache/v1"), cached.content_id, limit))
+    folder = cache_folder.folder_of(
+        cache_folder.SourceInCache(str(tmp_path / "cache/v1"), cached.content_id, limit)
+    )
     with folder._room.taken([38 * 1032]) as granted:  # and is killed before it writes
         assert granted == 1
     cached.read_many(parts_of(storage))
@@ -354,7 +391,8 @@ def test_a_count_that_is_too_high_is_mended(storage, tmp_path):
 
 
 def test_a_removed_folder_is_made_again(storage, tmp_path):
-    """Somebody removes the whole cache while it is in use: reading goes on, and it fills again."""
+    """Somebody removes the whole cache while it is in use: reading goes on, and it fills
+    again."""
     import shutil
 
     cached, parts = CachedReads(storage, tmp_path / "cache"), parts_of(storage)
@@ -366,7 +404,8 @@ def test_a_removed_folder_is_made_again(storage, tmp_path):
 
 
 def test_a_full_disk_costs_the_cache_and_not_the_reading(storage, tmp_path, caplog):
-    """The file system refuses to write (by a limit on a file's size): reads go on, one warning says why, no half file stays."""
+    """The file system refuses to write (by a limit on a file's size): reads go on, one warning
+    says why, no half file stays."""
     cached, parts = CachedReads(storage, tmp_path / "cache"), parts_of(storage)
     cached.read_many(parts[:1])
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -463,11 +502,14 @@ def _read_by_chance(cached, parts, seed):
 
 
 def test_many_processes_at_once_keep_the_limit(tmp_path):
-    """Six processes read and write the same entries in a cache that is too small: right bytes, and never above the limit."""
+    """Six processes read and write the same entries in a cache that is too small: right bytes,
+    and never above the limit."""
     storage = filled(tmp_path / "objects", num=60, num_bytes=20_000)
     limit = 30 * 20_032
     cached, parts = CachedReads(storage, tmp_path / "cache", limit), parts_of(storage)
-    children = [FORK.Process(target=_read_by_chance, args=(cached, parts, seed)) for seed in range(6)]
+    children = [
+        FORK.Process(target=_read_by_chance, args=(cached, parts, seed)) for seed in range(6)
+    ]
     for child in children:
         child.start()
     while any(child.is_alive() for child in children):
@@ -488,7 +530,8 @@ def _entries_now(folder):
 
 
 def test_killed_in_the_midst_no_half_file_is_read(tmp_path):
-    """Processes that fill the cache are killed (-9) at random moments, thirty times: what is there afterwards is right."""
+    """Processes that fill the cache are killed (-9) at random moments, thirty times: what is
+    there afterwards is right."""
     storage = filled(tmp_path / "objects", num=60, num_bytes=200_000)
     cached, parts = CachedReads(storage, tmp_path / "cache"), parts_of(storage)
     for number in range(30):
@@ -517,7 +560,8 @@ def _fill_for_ever(cached, parts):
 
 
 def test_what_a_killed_process_left_is_removed(storage, tmp_path):
-    """Unfinished files go an hour later, when the folder is opened next; those being written stay."""
+    """Unfinished files go an hour later, when the folder is opened next; those being written
+    stay."""
     cached, parts = CachedReads(storage, tmp_path / "cache"), parts_of(storage)
     cached.read_many(parts)
     (unfinished,) = (tmp_path / "cache").rglob("unfinished")
@@ -530,7 +574,8 @@ def test_what_a_killed_process_left_is_removed(storage, tmp_path):
 
 
 def test_a_stopped_process_blocks_nobody(storage, tmp_path):
-    """A process is stopped while it holds the cache's count: others read on, and nothing is kept meanwhile."""
+    """A process is stopped while it holds the cache's count: others read on, and nothing is
+    kept meanwhile."""
     import fcntl
 
     cached, parts = CachedReads(storage, tmp_path / "cache"), parts_of(storage)

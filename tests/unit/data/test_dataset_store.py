@@ -1,4 +1,5 @@
-"""Datasets in a storage: whole or absent, moved and not copied where they lie, verified where they are copied."""
+"""Datasets in a storage: whole or absent, moved and not copied where they lie, verified where
+they are copied."""
 
 import json
 import multiprocessing
@@ -9,13 +10,24 @@ from pathlib import Path
 
 import pytest
 
-from prefect_torch_ddp.data.dataset_store import dataset_in_place, find_dataset, local_dataset, prepare_folder, publish_dataset
+from prefect_torch_ddp.data.dataset_store import (
+    dataset_in_place,
+    find_dataset,
+    local_dataset,
+    prepare_folder,
+    publish_dataset,
+)
 from prefect_torch_ddp.errors import BadKeyError, StorageError
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.storage.protocol import Storage
 from tests.forwarding import ForwardingStorage
 
-FILES = {"train/cat/1.png": b"one", "train/dog/2.png": b"second", "labels.txt": b"", "ünï/코드 b.txt": b"x" * 70_000}
+FILES = {
+    "train/cat/1.png": b"one",
+    "train/dog/2.png": b"second",
+    "labels.txt": b"",
+    "ünï/코드 b.txt": b"x" * 70_000,
+}
 
 
 class FarStorage(ForwardingStorage):
@@ -36,7 +48,11 @@ class FarStorage(ForwardingStorage):
 
 def _storage(kind: str, folder: Path) -> Storage:
     (folder / "storage").mkdir(exist_ok=True)
-    return DirectoryStorage(folder / "storage") if kind == "directory" else FarStorage(folder / "storage")
+    return (
+        DirectoryStorage(folder / "storage")
+        if kind == "directory"
+        else FarStorage(folder / "storage")
+    )
 
 
 def _fill(folder: Path, files: dict[str, bytes]) -> Path:
@@ -48,7 +64,11 @@ def _fill(folder: Path, files: dict[str, bytes]) -> Path:
 
 
 def _content(folder: Path) -> dict[str, bytes]:
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
 
 
 @pytest.fixture(params=["directory", "far"])
@@ -75,12 +95,21 @@ def test_round_trip(storage: Storage, tmp_path: Path) -> None:
 
 def test_the_digest_is_that_of_names_and_contents(tmp_path: Path) -> None:
     """The same on both kinds; another name or another byte gives another."""
-    folders = [FILES, FILES, {**FILES, "labels.txt": b"!"}, {"other.txt": b"", **{k: v for k, v in FILES.items() if v}}]
+    folders = [
+        FILES,
+        FILES,
+        {**FILES, "labels.txt": b"!"},
+        {"other.txt": b"", **{k: v for k, v in FILES.items() if v}},
+    ]
     digests = []
     for i, files in enumerate(folders):
         folder = _fill(tmp_path / f"folder {i}", files)
         (tmp_path / str(i)).mkdir()
-        digests.append(publish_dataset(_storage(["directory", "far"][i % 2], tmp_path / str(i)), "d", folder).digest)
+        digests.append(
+            publish_dataset(
+                _storage(["directory", "far"][i % 2], tmp_path / str(i)), "d", folder
+            ).digest
+        )
         assert _content(folder) == files, "a folder of the caller's own stays as it is"
     assert digests[0] == digests[1]
     assert len(set(digests)) == 3
@@ -106,7 +135,8 @@ def test_what_is_published_stays(storage: Storage, tmp_path: Path) -> None:
 
 
 def test_without_its_manifest_it_is_no_dataset(storage: Storage, tmp_path: Path) -> None:
-    """Files of a publisher that died, or whose manifest somebody deleted, are replaced by the next one's."""
+    """Files of a publisher that died, or whose manifest somebody deleted, are replaced by the
+    next one's."""
     publish_dataset(storage, "d", _fill(tmp_path / "a", FILES))
     storage.delete("datasets/d/manifest.json")
     assert find_dataset(storage, "d") is None
@@ -120,13 +150,16 @@ def test_an_empty_dataset_is_refused(storage: Storage) -> None:
     """A prepare that wrote nothing is told so, there and then."""
     with prepare_folder(storage, "d") as folder:
         (folder / "train").mkdir()
-        with pytest.raises(StorageError, match=r"dataset d is empty: prepare wrote no file under rank\.data"):
+        with pytest.raises(
+            StorageError, match=r"dataset d is empty: prepare wrote no file under rank\.data"
+        ):
             publish_dataset(storage, "d", folder)
     assert find_dataset(storage, "d") is None
 
 
 def test_links_are_refused(storage: Storage, tmp_path: Path) -> None:
-    """What a link points to may change behind the digest; a link to a folder would be left out silently."""
+    """What a link points to may change behind the digest; a link to a folder would be left out
+    silently."""
     (tmp_path / "elsewhere").mkdir()
     with prepare_folder(storage, "d") as folder:
         (folder / "train").symlink_to(tmp_path / "elsewhere")
@@ -153,7 +186,10 @@ def test_a_vanished_file_is_named(storage: Storage, tmp_path: Path) -> None:
     """Not a FileNotFoundError hours later."""
     publish_dataset(storage, "d", _fill(tmp_path / "a", FILES))
     storage.delete("datasets/d/files/train/dog/2.png")
-    with pytest.raises(StorageError, match=r"datasets/d/files/train/dog/2\.png is .*delete .*/datasets/d/manifest\.json"):
+    with pytest.raises(
+        StorageError,
+        match=r"datasets/d/files/train/dog/2\.png is .*delete .*/datasets/d/manifest\.json",
+    ):
         local_dataset(storage, "d", tmp_path / "cache")
     assert not list(tmp_path.glob("cache/**/*.png"))
 
@@ -235,7 +271,9 @@ def test_processes_of_one_host_download_once(tmp_path: Path) -> None:
     context = multiprocessing.get_context("fork")
     _run_all([context.Process(target=_read_whole, args=(tmp_path,)) for _ in range(4)])
     reads = (tmp_path / "reads").read_text().splitlines()
-    assert sorted(key for key in reads if "/files/" in key) == sorted(f"datasets/d/files/{key}" for key in FILES)
+    assert sorted(key for key in reads if "/files/" in key) == sorted(
+        f"datasets/d/files/{key}" for key in FILES
+    )
     assert not list((tmp_path / "cache" / ".staging").iterdir())
 
 
@@ -246,7 +284,12 @@ def test_two_that_publish_at_once_leave_one_whole_dataset(kind: str, tmp_path: P
     for round_ in range(5):
         folder = tmp_path / str(round_)
         folder.mkdir()
-        _run_all([context.Process(target=_publish_own, args=(kind, folder, number)) for number in range(2)])
+        _run_all(
+            [
+                context.Process(target=_publish_own, args=(kind, folder, number))
+                for number in range(2)
+            ]
+        )
         content = _content(local_dataset(_storage(kind, folder), "d", folder / "cache"))
         assert len(content) == 40
         assert len(set(content.values())) == 1
@@ -254,7 +297,8 @@ def test_two_that_publish_at_once_leave_one_whole_dataset(kind: str, tmp_path: P
 
 
 def test_a_dataset_in_place_is_a_storage_of_its_files(tmp_path: Path) -> None:
-    """Its keys are the files' names, nothing is copied, and what was never published is an error that says so."""
+    """Its keys are the files' names, nothing is copied, and what was never published is an
+    error that says so."""
     storage = DirectoryStorage(tmp_path / "storage")
     with prepare_folder(storage, "d1") as folder:
         for name, data in FILES.items():
@@ -267,8 +311,11 @@ def test_a_dataset_in_place_is_a_storage_of_its_files(tmp_path: Path) -> None:
         dataset_in_place(storage, "d2")
 
 
-def test_large_files_are_copied_few_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shards are whole in memory while they are copied, so there is a limit in bytes for all that are under way."""
+def test_large_files_are_copied_few_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Shards are whole in memory while they are copied, so there is a limit in bytes for all
+    that are under way."""
     monkeypatch.setattr("prefect_torch_ddp.data.dataset_store.IN_MEMORY_BYTES", 200_000)
     peak = [0]
 

@@ -1,4 +1,5 @@
-"""Which objects are images of which class, and the index that ranks read instead of listing: pure, and on a local disk."""
+"""Which objects are images of which class, and the index that ranks read instead of listing:
+pure, and on a local disk."""
 
 import gzip
 import pickle
@@ -13,7 +14,13 @@ from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from prefect_torch_ddp.data.images import listing
 from prefect_torch_ddp.data.images.index import EXTENSIONS, ObjectColumns, index_images
-from prefect_torch_ddp.data.images.listing import INDEX_NAME, digest_of_listing, list_dataset, read_index, write_index
+from prefect_torch_ddp.data.images.listing import (
+    INDEX_NAME,
+    digest_of_listing,
+    list_dataset,
+    read_index,
+    write_index,
+)
 from prefect_torch_ddp.errors import InvalidParamsError, NoImagesError, StorageError
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.storage.protocol import ListedObject
@@ -29,7 +36,8 @@ def listed(*keys):
 @settings(max_examples=60, deadline=None)
 @given(st.sets(st.lists(PARTS, min_size=1, max_size=4).map(tuple), min_size=1, max_size=12))
 def test_classes_samples_and_order_are_torchvisions(tmp_path_factory, names):
-    """For any tree of files: the same classes, the same numbers, the same images in the same order, the same refusals."""
+    """For any tree of files: the same classes, the same numbers, the same images in the same
+    order, the same refusals."""
     root = tmp_path_factory.mktemp("tree")
     files = {"/".join(parts) for parts in names}
     files = {name for name in files if not any(other.startswith(f"{name}/") for other in files)}
@@ -55,15 +63,23 @@ def test_extensions_are_torchvisions():
 
 def test_a_folder_marker_makes_a_class_and_no_image():
     """A class of which only the marker is there is empty, and named."""
-    found = index_images(listed("cat/", "cat/1.jpg", "dog/", "dog/2.jpg", "readme.txt", "3.jpg"), "here")
+    found = index_images(
+        listed("cat/", "cat/1.jpg", "dog/", "dog/2.jpg", "readme.txt", "3.jpg"), "here"
+    )
     assert found.classes == ["cat", "dog"]
     assert [item.key for item in found.objects] == ["cat/1.jpg", "dog/2.jpg"]
     with pytest.raises(NoImagesError, match=r"classes cow, dog in s3://b/p.*allow_empty.*\.jpg"):
         index_images(listed("cat/1.jpg", "cow/", "dog/notes.txt"), "s3://b/p")
-    assert index_images(listed("cat/1.jpg", "dog/"), "here", allow_empty=True).classes == ["cat", "dog"]
+    assert index_images(listed("cat/1.jpg", "dog/"), "here", allow_empty=True).classes == [
+        "cat",
+        "dog",
+    ]
 
 
-@pytest.mark.parametrize(("keys", "words"), [((), "nothing"), (("1.jpg", "notes.txt"), "2 objects, none of them in a folder")])
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [((), "nothing"), (("1.jpg", "notes.txt"), "2 objects, none of them in a folder")],
+)
 def test_no_class_folder_says_what_there_is(keys, words):
     """As a FileNotFoundError, as torchvision does."""
     with pytest.raises(FileNotFoundError, match=f"any class folder in s3://b/p: there is {words}"):
@@ -103,7 +119,11 @@ class Listed:
 
     def list_objects(self, prefix):
         """Make the objects as they are asked for."""
-        return (ListedObject(key, 35_000, f"{hash(key) & 2**64 - 1:032x}") for key in self.keys() if key.startswith(prefix))
+        return (
+            ListedObject(key, 35_000, f"{hash(key) & 2**64 - 1:032x}")
+            for key in self.keys()
+            if key.startswith(prefix)
+        )
 
 
 class Levels(Listed):
@@ -147,7 +167,8 @@ class Levels(Listed):
 
 
 def test_folders_listed_side_by_side_give_the_listing():
-    """The same objects in the same order as one after the other, from several threads, which all end."""
+    """The same objects in the same order as one after the other, from several threads, which
+    all end."""
     keys = ["0.txt", *(f"c{c:02}/{i:05}.jpg" for c in range(30) for i in range(1500)), "z.txt"]
     source = Levels(lambda: keys, beginners=2)
     assert [item.key for item in list_dataset(source)] == keys
@@ -161,7 +182,11 @@ def test_folders_listed_side_by_side_give_the_listing():
 def test_a_folder_that_cannot_be_listed_is_an_error():
     """Raised at who reads; what was listed ahead is given up, and its threads end."""
     with pytest.raises(StorageError, match="access denied"):
-        list(list_dataset(Levels(lambda: [f"{c}/{i}" for c in ("a", "bad", "c") for i in range(20000)])))
+        list(
+            list_dataset(
+                Levels(lambda: [f"{c}/{i}" for c in ("a", "bad", "c") for i in range(20000)])
+            )
+        )
     for thread in threading.enumerate():
         if thread.name == "ptd-list":
             thread.join(60)
@@ -183,7 +208,14 @@ def test_the_digest_of_a_listing_changes_with_every_object(tmp_path):
 
 def test_an_index_gives_the_listing_back_also_for_a_folder_of_it(tmp_path):
     """Keys are relative to the place that is asked for."""
-    source = Listed(lambda: [f"{part}/c{c}/{i}.jpg" for part in ("train", "train2", "val") for c in range(3) for i in range(900)])
+    source = Listed(
+        lambda: [
+            f"{part}/c{c}/{i}.jpg"
+            for part in ("train", "train2", "val")
+            for c in range(3)
+            for i in range(900)
+        ]
+    )
     assert write_index(source, tmp_path) == 8100
     assert list(read_index(tmp_path, "s3://bucket/data/")) == list(source.list_objects(""))
     below = list(read_index(tmp_path / INDEX_NAME, "s3://bucket/data/train"))
@@ -201,7 +233,12 @@ def test_an_index_that_does_not_fit_is_refused(tmp_path):
     path = tmp_path / INDEX_NAME
     whole = path.read_bytes()
     lines = gzip.decompress(whole).splitlines(keepends=True)
-    for broken in (whole[:-9], whole[:-20] + b"!!!" + whole[-17:], gzip.compress(b"".join(lines[:-1])), b"no index at all"):
+    for broken in (
+        whole[:-9],
+        whole[:-20] + b"!!!" + whole[-17:],
+        gzip.compress(b"".join(lines[:-1])),
+        b"no index at all",
+    ):
         path.write_bytes(broken)
         with pytest.raises(InvalidParamsError, match="run prepare again"):
             list(read_index(tmp_path, "s3://bucket/data"))
@@ -220,7 +257,8 @@ class Folders(Listed):
 
 
 def test_an_index_of_many_objects_takes_no_more_memory(tmp_path):
-    """Listing, writing and reading hold some pages of the objects, where all of them are several times as many."""
+    """Listing, writing and reading hold some pages of the objects, where all of them are
+    several times as many."""
     source = Folders(1500)
     tracemalloc.start()
     assert write_index(source, tmp_path) == 150_000

@@ -1,4 +1,5 @@
-"""The ledger's check: clean for every history of crashes and sizes in which nothing was lost, never when something was."""
+"""The ledger's check: clean for every history of crashes and sizes in which nothing was lost,
+never when something was."""
 
 import random
 from dataclasses import dataclass, field, replace
@@ -15,14 +16,24 @@ from prefect_torch_ddp.results import LedgerReport
 
 @dataclass
 class History:
-    """Lines as the ranks of several attempts write them, those that were flushed before each death."""
+    """Lines as the ranks of several attempts write them, those that were flushed before each
+    death."""
 
     batches: GlobalBatches
     epochs: int = 2
     lines: list[LoopLine | StepLine | EndLine] = field(default_factory=list)
 
-    def attempt(self, number: int, world_size: int, done: int, last: int, *, flushed: list[int] | None = None) -> None:
-        """Go on after step `done` up to step `last`; each rank's lines reach the storage up to the step that `flushed` says."""
+    def attempt(
+        self,
+        number: int,
+        world_size: int,
+        done: int,
+        last: int,
+        *,
+        flushed: list[int] | None = None,
+    ) -> None:
+        """Go on after step `done` up to step `last`; each rank's lines reach the storage up to
+        the step that `flushed` says."""
         per_epoch = self.batches.num_batches
         for rank in range(world_size):
             until = last if flushed is None else flushed[rank % len(flushed)]
@@ -41,13 +52,18 @@ class History:
                     attempt=number,
                 )
             )
-            self.lines += [self.step(step, rank, number, world_size) for step in range(done + 1, min(until, last) + 1)]
+            self.lines += [
+                self.step(step, rank, number, world_size)
+                for step in range(done + 1, min(until, last) + 1)
+            ]
 
     def end(self, number: int, world_size: int, last: int) -> None:
         """Write down on all ranks that the loop has ended after a step."""
         epoch, batch = divmod(last, self.batches.num_batches)
         place = batch * self.batches.global_batch_size
-        self.lines += [EndLine(last + 1, epoch + 1, place, 0, rank, number) for rank in range(world_size)]
+        self.lines += [
+            EndLine(last + 1, epoch + 1, place, 0, rank, number) for rank in range(world_size)
+        ]
 
     def step(self, step: int, rank: int, attempt: int, world_size: int) -> StepLine:
         """Make the line of one rank's step."""
@@ -55,25 +71,45 @@ class History:
         samples = self.batches.share(epoch, batch, rank, world_size)
         place = batch * self.batches.global_batch_size
         is_last = batch == self.batches.num_batches - 1
-        return StepLine(step, epoch + 1, 0, place, self.batches.num_global(batch), is_last, samples, rank, attempt)
+        return StepLine(
+            step,
+            epoch + 1,
+            0,
+            place,
+            self.batches.num_global(batch),
+            is_last,
+            samples,
+            rank,
+            attempt,
+        )
 
     def check(self) -> LedgerReport:
         """Check it, the lines of ranks and attempts mixed."""
-        lines = sorted(self.lines, key=lambda line: (isinstance(line, StepLine), line.rank, line.attempt))
+        lines = sorted(
+            self.lines, key=lambda line: (isinstance(line, StepLine), line.rank, line.attempt)
+        )
         return check_ledger("run", first_steps(lines), lines)
 
 
 @st.composite
 def histories(draw: st.DrawFn) -> History:
-    """Draw a training that is killed up to three times, each time resumed by any number of ranks at a checkpoint, and ends."""
+    """Draw a training that is killed up to three times, each time resumed by any number of
+    ranks at a checkpoint, and ends."""
     num_samples, size = draw(st.integers(1, 40)), draw(st.integers(1, 12))
     drop_last = draw(st.booleans()) and num_samples >= size
-    history = History(GlobalBatches(num_samples, size, draw(st.integers(0, 9)), shuffle=True, drop_last=drop_last), 3)
+    history = History(
+        GlobalBatches(
+            num_samples, size, draw(st.integers(0, 9)), shuffle=True, drop_last=drop_last
+        ),
+        3,
+    )
     total = history.epochs * history.batches.num_batches
     done = 0
     for number in range(1, draw(st.integers(1, 4))):
         last = draw(st.integers(done, total))
-        saved = draw(st.integers(done, last))  # each rank writes its lines before a checkpoint is committed
+        saved = draw(
+            st.integers(done, last)
+        )  # each rank writes its lines before a checkpoint is committed
         flushed = draw(st.lists(st.integers(saved, last), min_size=1, max_size=4))
         history.attempt(number, draw(st.integers(1, 4)), done, last, flushed=flushed)
         done = saved
@@ -86,12 +122,15 @@ def histories(draw: st.DrawFn) -> History:
 @settings(max_examples=150, deadline=None)
 @given(histories())
 def test_a_training_that_lost_nothing_is_clean(history: History) -> None:
-    """Whatever was killed, flushed and resumed, at any sizes: each epoch has each sample once, and says so."""
+    """Whatever was killed, flushed and resumed, at any sizes: each epoch has each sample once,
+    and says so."""
     report = history.check()
     assert report.is_clean, str(report)
     assert [epoch.epoch for epoch in report.epochs] == [1, 2, 3]
     due = history.batches.num_samples - (
-        history.batches.num_samples % history.batches.global_batch_size if history.batches.drop_last else 0
+        history.batches.num_samples % history.batches.global_batch_size
+        if history.batches.drop_last
+        else 0
     )
     assert [epoch.num_samples for epoch in report.epochs] == [due] * 3
     assert all(epoch.is_finished for epoch in report.epochs)
@@ -102,7 +141,11 @@ def test_a_training_that_lost_nothing_is_clean(history: History) -> None:
 @given(histories(), st.randoms(use_true_random=False))
 def test_a_line_that_counts_is_missed(history: History, rng: random.Random) -> None:
     """One lost line of the last attempt, or one more sample in it, isn't clean and is named."""
-    counted = [line for line in history.lines if isinstance(line, StepLine) and line.attempt == 9 and line.samples]
+    counted = [
+        line
+        for line in history.lines
+        if isinstance(line, StepLine) and line.attempt == 9 and line.samples
+    ]
     if not counted:
         return
     victim = rng.choice(counted)
@@ -117,7 +160,9 @@ def test_a_line_that_counts_is_missed(history: History, rng: random.Random) -> N
     assert f"1 repeated ({victim.samples[0]} in step {victim.step})" in str(epoch)
 
 
-def whole(num_samples: int = 10, size: int = 4, *, drop_last: bool = False, last: int = 6) -> History:
+def whole(
+    num_samples: int = 10, size: int = 4, *, drop_last: bool = False, last: int = 6
+) -> History:
     """Return two epochs of two ranks."""
     history = History(GlobalBatches(num_samples, size, shuffle=False, drop_last=drop_last))
     history.attempt(1, 2, 0, last)
@@ -125,7 +170,8 @@ def whole(num_samples: int = 10, size: int = 4, *, drop_last: bool = False, last
 
 
 def test_an_epoch_under_way_is_no_error() -> None:
-    """Nor are steps that only some ranks could write before they died: it says what is there."""
+    """Nor are steps that only some ranks could write before they died: it says what is
+    there."""
     history = whole(last=4)
     history.lines.append(history.step(5, 0, 1, 2))
     report = history.check()
@@ -137,7 +183,8 @@ def test_an_epoch_under_way_is_no_error() -> None:
 
 
 def test_steps_that_not_all_ranks_wrote_may_reach_into_the_next_epoch() -> None:
-    """They are no error at the end of a history, and are one as soon as a whole step follows."""
+    """They are no error at the end of a history, and are one as soon as a whole step
+    follows."""
     history = whole(last=2)
     history.lines += [history.step(3, 0, 1, 2), history.step(4, 0, 1, 2)]
     report = history.check()
@@ -151,19 +198,26 @@ def test_steps_that_not_all_ranks_wrote_may_reach_into_the_next_epoch() -> None:
 
 
 def test_a_loop_that_ended_lacks_nothing() -> None:
-    """What some ranks did not write down of the last steps is missing, once the loop is known to have ended."""
+    """What some ranks did not write down of the last steps is missing, once the loop is known
+    to have ended."""
     history = whole(last=4)
     history.lines.append(history.step(5, 0, 1, 2))
     history.end(1, 2, 5)
     assert str(history.check().epochs[1]) == "epoch 2: 6 samples of 10; 2 missing; not finished"
-    history.lines = [line for line in history.lines if not isinstance(line, StepLine) or line.step < 4]
+    history.lines = [
+        line for line in history.lines if not isinstance(line, StepLine) or line.step < 4
+    ]
     assert str(history.check().epochs[1]) == "epoch 2: 0 samples of 10; 8 missing; not finished"
 
 
 def test_a_gap_in_an_epoch_under_way_is_an_error() -> None:
     """A step that is missing before one that is there."""
     history = whole(last=5)
-    history.lines = [line for line in history.lines if not (isinstance(line, StepLine) and (line.step, line.rank) == (4, 1))]
+    history.lines = [
+        line
+        for line in history.lines
+        if not (isinstance(line, StepLine) and (line.step, line.rank) == (4, 1))
+    ]
     report = history.check()
     assert not report.is_clean
     assert str(report.epochs[1]) == "epoch 2: 6 samples of 10; 2 missing; not finished"
@@ -172,10 +226,19 @@ def test_a_gap_in_an_epoch_under_way_is_an_error() -> None:
 def test_an_epoch_that_was_left_for_the_next_one_in_the_same_loop_is_an_error() -> None:
     """A resume that goes on too far would look so."""
     history = whole()
-    history.lines = [line for line in history.lines if not (isinstance(line, StepLine) and line.step == 3)]
-    assert str(history.check().epochs[0]) == "epoch 1: 8 samples of 10; 2 missing (8, 9); not finished"
-    history.lines = [line for line in history.lines if not (isinstance(line, StepLine) and line.epoch == 1)]
-    assert str(history.check().epochs[0]) == "epoch 1: 0 samples of 10; 10 missing (0, 1, 2, 3, 4, ...); not finished"
+    history.lines = [
+        line for line in history.lines if not (isinstance(line, StepLine) and line.step == 3)
+    ]
+    assert (
+        str(history.check().epochs[0]) == "epoch 1: 8 samples of 10; 2 missing (8, 9); not finished"
+    )
+    history.lines = [
+        line for line in history.lines if not (isinstance(line, StepLine) and line.epoch == 1)
+    ]
+    assert (
+        str(history.check().epochs[0])
+        == "epoch 1: 0 samples of 10; 10 missing (0, 1, 2, 3, 4, ...); not finished"
+    )
 
 
 def test_drop_last_leaves_out_no_more_than_the_tail() -> None:
@@ -189,7 +252,9 @@ def test_ids_that_the_dataset_does_not_have_are_named() -> None:
     """Too large ones and negative ones."""
     history = whole()
     history.lines = [
-        replace(line, samples=[-1, 77]) if isinstance(line, StepLine) and (line.step, line.rank) == (3, 0) else line
+        replace(line, samples=[-1, 77])
+        if isinstance(line, StepLine) and (line.step, line.rank) == (3, 0)
+        else line
         for line in history.lines
     ]
     found = str(history.check().epochs[0])
@@ -202,11 +267,14 @@ def test_a_run_that_starts_in_the_middle_of_an_epoch_says_what_was_done_before()
     history.attempt(1, 2, 1, 6)
     report = history.check()
     assert report.is_clean
-    assert str(report.epochs[0]) == "epoch 1: 6 samples, each once; 4 done by the run it started from"
+    assert (
+        str(report.epochs[0]) == "epoch 1: 6 samples, each once; 4 done by the run it started from"
+    )
 
 
 def test_an_attempt_that_took_steps_back_and_made_none_counts() -> None:
-    """Resumed at step 2 and stopped before its first step: steps 3 and on of the attempt before are no part of the weights."""
+    """Resumed at step 2 and stopped before its first step: steps 3 and on of the attempt before
+    are no part of the weights."""
     history = whole(last=5)
     history.attempt(2, 2, 2, 2)
     history.end(2, 2, 2)
@@ -219,7 +287,11 @@ def test_an_attempt_that_took_steps_back_and_made_none_counts() -> None:
 def test_nothing_on_record_proves_nothing(kind: str) -> None:
     """No record isn't clean, and one without its loop neither."""
     history = whole()
-    history.lines = [] if kind == "no line" else [line for line in history.lines if isinstance(line, StepLine)]
+    history.lines = (
+        [] if kind == "no line" else [line for line in history.lines if isinstance(line, StepLine)]
+    )
     report = history.check()
     assert not report.is_clean
-    assert ("has no ledger" if kind == "no line" else "the record of its dataset is lost") in str(report)
+    assert ("has no ledger" if kind == "no line" else "the record of its dataset is lost") in str(
+        report
+    )

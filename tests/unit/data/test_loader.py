@@ -1,4 +1,5 @@
-"""A rank's loader: lockstep over ranks, exact passes, resume mid-epoch, worker processes, reproducible randomness."""
+"""A rank's loader: lockstep over ranks, exact passes, resume mid-epoch, worker processes,
+reproducible randomness."""
 
 import random
 from collections.abc import Callable, Iterator
@@ -10,7 +11,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.overrides import _get_current_function_mode_stack
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset, get_worker_info
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    Subset,
+    TensorDataset,
+    get_worker_info,
+)
 
 from prefect_torch_ddp.data.loader import RankLoader
 from prefect_torch_ddp.errors import InvalidParamsError
@@ -41,7 +49,9 @@ class Noise(Numbers):
     """Draws from all three global generators for each sample, as augmentations do."""
 
     def __getitem__(self, index: int) -> Any:
-        return torch.tensor([index, random.random(), np.random.rand(), torch.rand(()).item()], dtype=torch.float64)  # noqa: NPY002
+        return torch.tensor(
+            [index, random.random(), np.random.rand(), torch.rand(()).item()], dtype=torch.float64
+        )
 
 
 class Stream(IterableDataset[int]):
@@ -59,7 +69,10 @@ class NoLength(Dataset[int]):
 
 
 def _loaders(num: int, size: int, world: int, **kwargs: Any) -> list[RankLoader]:
-    return [RankLoader(Numbers(num), global_batch_size=size, rank=rank, world_size=world, **kwargs) for rank in range(world)]
+    return [
+        RankLoader(Numbers(num), global_batch_size=size, rank=rank, world_size=world, **kwargs)
+        for rank in range(world)
+    ]
 
 
 def _ledger(loaders: list[RankLoader], epoch: int, start_batch: int = 0) -> list[list[int]]:
@@ -69,9 +82,15 @@ def _ledger(loaders: list[RankLoader], epoch: int, start_batch: int = 0) -> list
         counted = [i for data, share in step for i in data[: share.num_local].tolist()]
         assert all(share.num_global == len(counted) for _, share in step)
         assert all(len(data) == max(share.num_local, 1) for data, share in step)
-        assert {int(i) for data, _ in step for i in data} == set(counted), "a stand-in is a sample of its own global batch"
-        assert {(share.epoch, share.batch) for _, share in step} == {(epoch, start_batch + len(batches))}
-        assert {share.is_last for _, share in step} == {start_batch + len(batches) == len(loaders[0]) - 1}
+        assert {int(i) for data, _ in step for i in data} == set(counted), (
+            "a stand-in is a sample of its own global batch"
+        )
+        assert {(share.epoch, share.batch) for _, share in step} == {
+            (epoch, start_batch + len(batches))
+        }
+        assert {share.is_last for _, share in step} == {
+            start_batch + len(batches) == len(loaders[0]) - 1
+        }
         batches.append(counted)
     return batches
 
@@ -88,7 +107,8 @@ def _ledger(loaders: list[RankLoader], epoch: int, start_batch: int = 0) -> list
 def test_lockstep_resumes_to_the_uninterrupted_suffix_at_any_world_size(
     *, num: int, size: int, worlds: tuple[int, int], epoch: int, seed: int, data: st.DataObject
 ) -> None:
-    """B6: every rank yields equally many batches; a resume at another world size continues the same global batches."""
+    """B6: every rank yields equally many batches; a resume at another world size continues the
+    same global batches."""
     whole = _ledger(_loaders(num, size, worlds[0], seed=seed), epoch)
     assert sorted(i for batch in whole for i in batch) == list(range(num))
     start = data.draw(st.integers(0, len(whole)))
@@ -109,7 +129,12 @@ def test_resume_does_not_load_the_skipped_batches() -> None:
 def test_exact_pass_leaves_a_rank_without_a_share_one_batch_fewer() -> None:
     """D1: no padding: 5 samples in batches of 4 give ranks 1, 2 and 3 nothing of the tail."""
     loaders = _loaders(5, 4, 4, shuffle=False)
-    assert [[data.tolist() for data in loader] for loader in loaders] == [[[0], [4]], [[1]], [[2]], [[3]]]
+    assert [[data.tolist() for data in loader] for loader in loaders] == [
+        [[0], [4]],
+        [[1]],
+        [[2]],
+        [[3]],
+    ]
     assert {len(loader) for loader in loaders} == {2}
 
 
@@ -127,9 +152,13 @@ def test_exact_pass_takes_the_order_of_its_epoch() -> None:
 @pytest.mark.parametrize("workers", WORKERS, ids=["none", "fork", "spawn"])
 def test_order_is_the_same_with_worker_processes(workers: dict[str, Any]) -> None:
     """A11: fork and spawn workers with prefetch yield what no worker yields."""
-    expected = [data.tolist() for data in RankLoader(Numbers(23), global_batch_size=6, rank=1, world_size=2)]
+    expected = [
+        data.tolist() for data in RankLoader(Numbers(23), global_batch_size=6, rank=1, world_size=2)
+    ]
     prefetch = {"prefetch_factor": 3} if workers["num_workers"] else {}
-    loader = RankLoader(Numbers(23), global_batch_size=6, rank=1, world_size=2, **workers, **prefetch)
+    loader = RankLoader(
+        Numbers(23), global_batch_size=6, rank=1, world_size=2, **workers, **prefetch
+    )
     assert [data.tolist() for data in loader] == expected
     assert [data.tolist() for data, _ in loader.lockstep(0, 2)] == expected[2:]
 
@@ -137,14 +166,21 @@ def test_order_is_the_same_with_worker_processes(workers: dict[str, Any]) -> Non
 def test_lambda_transform_with_forked_workers() -> None:
     """A11: a lambda needs no pickle where workers are forked."""
     loader = RankLoader(
-        Numbers(6, transform=lambda i: i * 10), global_batch_size=3, rank=0, world_size=1, shuffle=False, **FORKED
+        Numbers(6, transform=lambda i: i * 10),
+        global_batch_size=3,
+        rank=0,
+        world_size=1,
+        shuffle=False,
+        **FORKED,
     )
     assert [data.tolist() for data in loader] == [[0, 10, 20], [30, 40, 50]]
 
 
 def test_persistent_workers_follow_the_epoch() -> None:
     """Workers that live on yield each epoch's own order and augmentation."""
-    kept = RankLoader(Noise(12), global_batch_size=4, rank=0, world_size=1, persistent_workers=True, **FORKED)
+    kept = RankLoader(
+        Noise(12), global_batch_size=4, rank=0, world_size=1, persistent_workers=True, **FORKED
+    )
     fresh = RankLoader(Noise(12), global_batch_size=4, rank=0, world_size=1, **FORKED)
     for epoch in (1, 2):
         left, right = ([data for data, _ in loader.lockstep(epoch)] for loader in (kept, fresh))
@@ -159,24 +195,32 @@ class Modes(Numbers):
 
 
 def test_workers_begin_under_no_mode_of_ours() -> None:
-    """A forked worker inherits them, and each operation on its images would take a detour through Python."""
+    """A forked worker inherits them, and each operation on its images would take a detour
+    through Python."""
     loader = RankLoader(Modes(8), global_batch_size=4, rank=0, world_size=1, **FORKED)
     assert [batch.tolist() for batch in loader] == [[0] * 4] * 2
 
 
 def test_leaving_a_pass_early_leaves_the_next_one_whole() -> None:
     """Early stop in mid-epoch, then evaluation on the same loader."""
-    loader = RankLoader(Numbers(20), global_batch_size=2, rank=0, world_size=1, persistent_workers=True, **FORKED)
+    loader = RankLoader(
+        Numbers(20), global_batch_size=2, rank=0, world_size=1, persistent_workers=True, **FORKED
+    )
     next(loader.lockstep(3))
     assert sorted(int(i) for data in loader for i in data) == list(range(20))
 
 
 @pytest.mark.parametrize("workers", WORKERS[1:], ids=["fork", "spawn"])
-def test_augmentation_is_the_same_on_resume_and_for_any_number_of_workers(workers: dict[str, Any]) -> None:
-    """C4 with augmentation in workers: a sample's randomness follows from seed, epoch and index alone."""
+def test_augmentation_is_the_same_on_resume_and_for_any_number_of_workers(
+    workers: dict[str, Any],
+) -> None:
+    """C4 with augmentation in workers: a sample's randomness follows from seed, epoch and index
+    alone."""
 
     def epoch_of(epoch: int, start: int, seed: int = 7, **kwargs: Any) -> list[torch.Tensor]:
-        loader = RankLoader(Noise(30), global_batch_size=5, rank=0, world_size=1, seed=seed, **kwargs)
+        loader = RankLoader(
+            Noise(30), global_batch_size=5, rank=0, world_size=1, seed=seed, **kwargs
+        )
         return [data for data, _ in loader.lockstep(epoch, start)]
 
     whole = epoch_of(2, 0, **workers)
@@ -184,8 +228,12 @@ def test_augmentation_is_the_same_on_resume_and_for_any_number_of_workers(worker
     assert torch.equal(torch.cat(whole[2:]), torch.cat(epoch_of(2, 2, **one_worker)))
     noise = torch.cat(whole)[:, 1:]
     assert len(noise.unique()) == noise.numel(), "no two draws are equal"
-    assert not torch.isin(torch.cat(epoch_of(3, 0, **workers))[:, 1:], noise).any(), "each epoch draws anew"
-    assert not torch.isin(torch.cat(epoch_of(2, 0, seed=8, **workers))[:, 1:], noise).any(), "each seed draws anew"
+    assert not torch.isin(torch.cat(epoch_of(3, 0, **workers))[:, 1:], noise).any(), (
+        "each epoch draws anew"
+    )
+    assert not torch.isin(torch.cat(epoch_of(2, 0, seed=8, **workers))[:, 1:], noise).any(), (
+        "each seed draws anew"
+    )
 
 
 def _with_draws(samples: list[torch.Tensor]) -> tuple[torch.Tensor, float, float, float]:
@@ -201,7 +249,8 @@ class Quiet(Numbers):
 
 @pytest.mark.parametrize("dataset", [Quiet(30), Noise(30)], ids=["torch", "all"])
 def test_what_collating_draws_is_the_same_for_any_number_of_workers(dataset: Dataset[Any]) -> None:
-    """It follows from the batch's last sample, from all three generators, also after a resume."""
+    """It follows from the batch's last sample, from all three generators, also after a
+    resume."""
 
     def epoch_of(num_workers: int, start: int = 0) -> list[tuple[float, ...]]:
         workers = {**FORKED, "num_workers": num_workers, "collate_fn": _with_draws}
@@ -213,7 +262,8 @@ def test_what_collating_draws_is_the_same_for_any_number_of_workers(dataset: Dat
 
 
 def test_only_what_draws_needs_to_be_seeded() -> None:
-    """Unseeded samples come in the same order; what they draw differs by the number of workers then."""
+    """Unseeded samples come in the same order; what they draw differs by the number of workers
+    then."""
 
     def epoch_of(dataset: Dataset[Any], num_workers: int, *, seed_samples: Any) -> torch.Tensor:
         workers = {**FORKED, "num_workers": num_workers, "seed_samples": seed_samples}
@@ -225,7 +275,9 @@ def test_only_what_draws_needs_to_be_seeded() -> None:
     assert torch.equal(one[:, 0], seeded[:, 0])
     assert torch.equal(two[:, 0], seeded[:, 0])
     assert not torch.equal(one, two)
-    assert torch.equal(epoch_of(Quiet(30), 1, seed_samples="torch"), epoch_of(Quiet(30), 2, seed_samples=True))
+    assert torch.equal(
+        epoch_of(Quiet(30), 1, seed_samples="torch"), epoch_of(Quiet(30), 2, seed_samples=True)
+    )
     by_torch = epoch_of(Noise(30), 2, seed_samples="torch")
     assert torch.equal(by_torch[:, 3], seeded[:, 3])
     assert not torch.isin(by_torch[:, 1], seeded[:, 1]).any()
@@ -236,8 +288,17 @@ def test_samples_are_seeded_where_the_data_depend_on_it(seed_samples: Any) -> No
     """Told before anything is loaded."""
     words = f"seed_samples={seed_samples!r} can't be used with determinism='elastic'"
     with pytest.raises(InvalidParamsError, match=words):
-        RankLoader(Noise(30), global_batch_size=6, rank=0, world_size=1, virtual_ranks=2, seed_samples=seed_samples)
-    with pytest.raises(InvalidParamsError, match="seed_samples is 'numpy'; choose True, 'torch' or False"):
+        RankLoader(
+            Noise(30),
+            global_batch_size=6,
+            rank=0,
+            world_size=1,
+            virtual_ranks=2,
+            seed_samples=seed_samples,
+        )
+    with pytest.raises(
+        InvalidParamsError, match="seed_samples is 'numpy'; choose True, 'torch' or False"
+    ):
         RankLoader(Noise(30), global_batch_size=6, rank=0, world_size=1, seed_samples="numpy")  # type: ignore[arg-type]
 
 
@@ -251,9 +312,12 @@ def test_iterating_leaves_the_global_generators_alone(workers: dict[str, Any]) -
 
 
 def test_dataset_that_fetches_whole_batches_keeps_doing_so() -> None:
-    """`__getitems__` of the user's dataset (here a Subset's) is used, and seeded per batch in workers."""
+    """`__getitems__` of the user's dataset (here a Subset's) is used, and seeded per batch in
+    workers."""
     subset = Subset(Noise(40), range(10, 30))
-    loaders = [RankLoader(subset, global_batch_size=5, rank=0, world_size=2, **FORKED) for _ in range(2)]
+    loaders = [
+        RankLoader(subset, global_batch_size=5, rank=0, world_size=2, **FORKED) for _ in range(2)
+    ]
     runs = [torch.cat([data for data, _ in loader.lockstep(1)]) for loader in loaders]
     assert torch.equal(runs[0], runs[1])
     assert set(runs[0][:, 0].tolist()) <= set(range(10, 30))
@@ -266,16 +330,20 @@ def _shift(_: int) -> None:
 
 
 def test_worker_init_fn_reaches_the_users_dataset() -> None:
-    """What worker_init_fn reads from and sets on the worker's dataset is the user's own, as with a plain DataLoader."""
+    """What worker_init_fn reads from and sets on the worker's dataset is the user's own, as
+    with a plain DataLoader."""
     arguments: dict[str, Any] = {"worker_init_fn": _shift, "num_workers": 1}
     plain = [data.tolist() for data in DataLoader(Numbers(6), batch_size=3, **arguments)]
-    ours = RankLoader(Numbers(6), global_batch_size=3, rank=0, world_size=1, shuffle=False, **arguments)
+    ours = RankLoader(
+        Numbers(6), global_batch_size=3, rank=0, world_size=1, shuffle=False, **arguments
+    )
     assert [data.tolist() for data in ours] == plain
     assert plain == [[100, 101, 102], [103, 104, 105]]
 
 
 def test_a_default_device_of_the_user_does_not_matter() -> None:
-    """torch.set_default_device("cuda") breaks a plain DataLoader with a generator; "meta" stands for it without a GPU."""
+    """torch.set_default_device("cuda") breaks a plain DataLoader with a generator; "meta"
+    stands for it without a GPU."""
     with torch.device("meta"):
         loader = RankLoader(Numbers(5), global_batch_size=5, rank=0, world_size=1, collate_fn=list)
         assert [sorted(data) for data in loader] == [[0, 1, 2, 3, 4]]
@@ -288,13 +356,19 @@ def test_a_default_device_of_the_user_does_not_matter() -> None:
         (NoLength(), {}, "NoLength has no __len__"),
         (Numbers(0), {}, "0 samples"),
         (Numbers(3), {"batch_size": 2}, "batch_size can't be passed"),
-        (Numbers(3), {"sampler": [1], "batch_sampler": [[1]]}, "batch_sampler, sampler can't be passed"),
+        (
+            Numbers(3),
+            {"sampler": [1], "batch_sampler": [[1]]},
+            "batch_sampler, sampler can't be passed",
+        ),
         (Numbers(3), {"generator": torch.Generator()}, "generator can't be passed"),
         (Numbers(3), {"rank": 2, "world_size": 2}, "rank is 2 and world_size is 2"),
         (TensorDataset(torch.ones(3)), {"drop_last": True}, "drop_last leaves no batch"),
     ],
 )
-def test_what_cannot_work_is_refused_at_once(dataset: Dataset[Any], kwargs: dict[str, Any], words: str) -> None:
+def test_what_cannot_work_is_refused_at_once(
+    dataset: Dataset[Any], kwargs: dict[str, Any], words: str
+) -> None:
     """Before a worker process starts, with the name of what is wrong."""
     with pytest.raises(InvalidParamsError, match=words):
         RankLoader(dataset, **{"global_batch_size": 4, "rank": 0, "world_size": 1, **kwargs})
@@ -303,4 +377,6 @@ def test_what_cannot_work_is_refused_at_once(dataset: Dataset[Any], kwargs: dict
 def test_batches_out_of_order_are_refused() -> None:
     """They would be counted wrongly, and lost or repeated at a resume."""
     with pytest.raises(InvalidParamsError, match="in_order=False can't be passed"):
-        RankLoader(Numbers(8), global_batch_size=4, rank=0, world_size=1, num_workers=2, in_order=False)
+        RankLoader(
+            Numbers(8), global_batch_size=4, rank=0, world_size=1, num_workers=2, in_order=False
+        )

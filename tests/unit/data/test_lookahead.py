@@ -1,4 +1,5 @@
-"""The look-ahead: which batch a loader process gets next, read before it is asked for; bounded, and gone when it ends."""
+"""The look-ahead: which batch a loader process gets next, read before it is asked for; bounded,
+and gone when it ends."""
 
 import os
 import threading
@@ -6,7 +7,15 @@ from itertools import pairwise
 
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, SequentialSampler, Subset, get_worker_info
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    RandomSampler,
+    SequentialSampler,
+    Subset,
+    get_worker_info,
+)
 
 from prefect_torch_ddp.data.loader import RankLoader
 from prefect_torch_ddp.data.lookahead import Ahead, LookAhead, ReadAhead, ahead_of
@@ -14,7 +23,8 @@ from prefect_torch_ddp.errors import InvalidParamsError
 
 
 class Told(Dataset):
-    """A dataset whose samples are what it was told: its process, the batch, and the batches that follow."""
+    """A dataset whose samples are what it was told: its process, the batch, and the batches
+    that follow."""
 
     may_skip = False
 
@@ -26,7 +36,11 @@ class Told(Dataset):
 
     def __getitems__(self, indices):
         worker = get_worker_info()
-        return 0 if worker is None else worker.id, list(indices), [list(batch) for batch in getattr(indices, "following", ())]
+        return (
+            0 if worker is None else worker.id,
+            list(indices),
+            [list(batch) for batch in getattr(indices, "following", ())],
+        )
 
     def fetch_seeded(self, indices, before_each=None):
         """Look ahead."""
@@ -49,13 +63,19 @@ def check(seen, num_workers, num_batches):
 
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create 3:UserWarning")
-@pytest.mark.parametrize(("num_workers", "context"), [(0, None), (1, "fork"), (2, "fork"), (3, "fork"), (2, "spawn")])
+@pytest.mark.parametrize(
+    ("num_workers", "context"), [(0, None), (1, "fork"), (2, "fork"), (3, "fork"), (2, "spawn")]
+)
 def test_a_stock_dataloader_tells_each_process_its_next_batch(num_workers, context):
     """Two epochs of 11 batches; persistent workers too."""
     dataset = Told(43)
     sampler = LookAhead(BatchSampler(RandomSampler(dataset), 4, drop_last=False), num_workers)
-    options = {"persistent_workers": True, "multiprocessing_context": context} if num_workers else {}
-    loader = DataLoader(dataset, batch_sampler=sampler, num_workers=num_workers, collate_fn=as_it_is, **options)
+    options = (
+        {"persistent_workers": True, "multiprocessing_context": context} if num_workers else {}
+    )
+    loader = DataLoader(
+        dataset, batch_sampler=sampler, num_workers=num_workers, collate_fn=as_it_is, **options
+    )
     assert len(loader) == 11
     for _ in range(2):
         seen = list(loader)
@@ -68,7 +88,13 @@ def test_a_rank_loader_tells_each_process_its_next_batch(num_workers, context):
     """From any batch of an epoch on: what is told is what comes."""
     options = {"multiprocessing_context": context} if num_workers else {}
     loader = RankLoader(
-        Told(43), global_batch_size=8, rank=1, world_size=2, num_workers=num_workers, collate_fn=as_it_is, **options
+        Told(43),
+        global_batch_size=8,
+        rank=1,
+        world_size=2,
+        num_workers=num_workers,
+        collate_fn=as_it_is,
+        **options,
     )
     whole = [batch for (_, batch, _), _ in loader.lockstep(3)]
     for start in (0, 2, 5):
@@ -80,7 +106,9 @@ def test_a_rank_loader_tells_each_process_its_next_batch(num_workers, context):
 def test_a_subset_is_told_the_inner_indices():
     """Also a subset of a subset."""
     dataset = Subset(Subset(Told(100), range(50, 100)), [4, 3, 2, 1])
-    loader = RankLoader(dataset, global_batch_size=2, rank=0, world_size=1, shuffle=False, collate_fn=as_it_is)
+    loader = RankLoader(
+        dataset, global_batch_size=2, rank=0, world_size=1, shuffle=False, collate_fn=as_it_is
+    )
     assert list(loader) == [(0, [54, 53], [[52, 51]]), (0, [52, 51], [])]
 
 
@@ -89,7 +117,9 @@ def test_a_dataset_that_does_not_look_ahead_sees_plain_batches():
     values = torch.arange(10)
     sampler = BatchSampler(SequentialSampler(values), 3, drop_last=False)
     plain = [batch.tolist() for batch in DataLoader(values, batch_sampler=sampler)]
-    assert [batch.tolist() for batch in DataLoader(values, batch_sampler=LookAhead(sampler, 0))] == plain
+    assert [
+        batch.tolist() for batch in DataLoader(values, batch_sampler=LookAhead(sampler, 0))
+    ] == plain
 
 
 def test_the_other_samplers_attributes_show_through():
@@ -138,7 +168,8 @@ def test_the_next_batches_are_read_while_one_is_used(depth):
 
 
 def test_a_broken_off_epoch_leaves_nothing_behind():
-    """What isn't announced any more is dropped, and what is asked for without being announced is read."""
+    """What isn't announced any more is dropped, and what is asked for without being announced
+    is read."""
     ahead = ReadAhead(lambda indices: [index * 10 for index in indices])
     assert ahead.read(ahead_of([1], [[2]])) == [10]
     assert ahead.read(ahead_of([7], [[8]])) == [70]

@@ -21,50 +21,84 @@ def _global_batch(batches: GlobalBatches, epoch: int, batch: int, world_size: in
 
 
 @settings(max_examples=200, deadline=None)
-@given(n=SIZES, size=st.integers(1, 50), world=WORLD_SIZES, epoch=EPOCHS, seed=SEEDS, shuffle=st.booleans())
+@given(
+    n=SIZES,
+    size=st.integers(1, 50),
+    world=WORLD_SIZES,
+    epoch=EPOCHS,
+    seed=SEEDS,
+    shuffle=st.booleans(),
+)
 def test_each_sample_exactly_once_for_any_world_size(
     *, n: int, size: int, world: int, epoch: int, seed: int, shuffle: bool
 ) -> None:
     """B6: the ranks' shares together hold each sample once per epoch."""
     batches = GlobalBatches(n, size, seed, shuffle)
-    seen = [i for batch in range(batches.num_batches) for i in _global_batch(batches, epoch, batch, world)]
+    seen = [
+        i
+        for batch in range(batches.num_batches)
+        for i in _global_batch(batches, epoch, batch, world)
+    ]
     assert sorted(seen) == list(range(n))
     assert shuffle or seen == list(range(n))
 
 
 @settings(max_examples=200, deadline=None)
 @given(
-    n=SIZES, size=st.integers(1, 50), world=WORLD_SIZES, epoch=EPOCHS, shuffle=st.booleans(), drop=st.booleans(), data=st.data()
+    n=SIZES,
+    size=st.integers(1, 50),
+    world=WORLD_SIZES,
+    epoch=EPOCHS,
+    shuffle=st.booleans(),
+    drop=st.booleans(),
+    data=st.data(),
 )
 def test_many_shares_at_once_are_those_one_by_one(
     *, n: int, size: int, world: int, epoch: int, shuffle: bool, drop: bool, data: st.DataObject
 ) -> None:
-    """From any batch on, also where a share is empty, and over more batches than are cut at once."""
+    """From any batch on, also where a share is empty, and over more batches than are cut at
+    once."""
     batches = GlobalBatches(n, size, 5, shuffle, drop_last=drop and n >= size)
     start = data.draw(st.integers(0, batches.num_batches))
     rank = data.draw(st.integers(0, world - 1))
-    expected = [batches.share(epoch, batch, rank, world) for batch in range(start, batches.num_batches)]
+    expected = [
+        batches.share(epoch, batch, rank, world) for batch in range(start, batches.num_batches)
+    ]
     assert list(batches.shares(epoch, start, rank, world)) == expected
 
 
 @settings(max_examples=200, deadline=None)
-@given(n=SIZES, size=st.integers(1, 50), worlds=st.tuples(WORLD_SIZES, WORLD_SIZES), epoch=EPOCHS, seed=SEEDS, drop=st.booleans())
+@given(
+    n=SIZES,
+    size=st.integers(1, 50),
+    worlds=st.tuples(WORLD_SIZES, WORLD_SIZES),
+    epoch=EPOCHS,
+    seed=SEEDS,
+    drop=st.booleans(),
+)
 def test_same_global_batches_for_every_world_size(
     *, n: int, size: int, worlds: tuple[int, int], epoch: int, seed: int, drop: bool
 ) -> None:
-    """B6: a world of another size, in another process, cuts the same global batches in the same order."""
+    """B6: a world of another size, in another process, cuts the same global batches in the same
+    order."""
     drop = drop and n >= size
     one, other = (GlobalBatches(n, size, seed, drop_last=drop) for _ in range(2))
     for batch in range(one.num_batches):
-        left, right = (_global_batch(batches, epoch, batch, world) for batches, world in zip((one, other), worlds, strict=True))
+        left, right = (
+            _global_batch(batches, epoch, batch, world)
+            for batches, world in zip((one, other), worlds, strict=True)
+        )
         assert left == right
         assert len(left) == one.num_global(batch)
-        assert len(left) == size or (not drop and batch == one.num_batches - 1 and len(left) == n % size)
+        assert len(left) == size or (
+            not drop and batch == one.num_batches - 1 and len(left) == n % size
+        )
 
 
 @given(num=st.integers(0, 1000), world=st.integers(1, 64))
 def test_shares_differ_by_at_most_one_and_rank_0_has_the_largest(num: int, world: int) -> None:
-    """A share is never padded; rank 0, whose BatchNorm buffers the others take over, never has an empty one."""
+    """A share is never padded; rank 0, whose BatchNorm buffers the others take over, never has
+    an empty one."""
     shares = [share_range(num, rank, world) for rank in range(world)]
     assert [i for share in shares for i in share] == list(range(num))
     lengths = [len(share) for share in shares]
@@ -73,7 +107,8 @@ def test_shares_differ_by_at_most_one_and_rank_0_has_the_largest(num: int, world
 
 
 def test_epochs_and_seeds_give_different_orders_and_repeat() -> None:
-    """B7: reshuffled every epoch, reproducible by seed; going back to an earlier epoch gives its order again."""
+    """B7: reshuffled every epoch, reproducible by seed; going back to an earlier epoch gives
+    its order again."""
     batches = GlobalBatches(100, 100, seed=3)
     orders = [batches.share(epoch, 0, 0, 1) for epoch in range(4)]
     assert len({tuple(order) for order in orders}) == 4
@@ -82,14 +117,18 @@ def test_epochs_and_seeds_give_different_orders_and_repeat() -> None:
 
 
 def test_the_order_is_the_same_in_every_process_for_ever() -> None:
-    """A checkpoint of today must resume in the same order tomorrow: the mix of seeds is pinned."""
+    """A checkpoint of today must resume in the same order tomorrow: the mix of seeds is
+    pinned."""
     assert mix_seed(0, 1) == 6096812863120040317
     assert mix_seed(1, 2) != mix_seed(2, 1)
     assert mix_seed(1, 12) != mix_seed(11, 2)
 
 
 def test_ten_million_samples_take_four_bytes_each() -> None:
-    """B6 at scale: 40 MB for the current epoch's order, and that once. The time is a benchmark's (bench_loader.py)."""
+    """B6 at scale: 40 MB for the current epoch's order, and that once.
+
+    The time is a benchmark's (bench_loader.py).
+    """
     batches = GlobalBatches(10_000_000, 4096)
     assert len(batches.share(0, 17, 1, 8)) == 512
     tracemalloc.start()
@@ -101,7 +140,8 @@ def test_ten_million_samples_take_four_bytes_each() -> None:
 
 
 def test_the_order_is_the_same_whatever_it_is_kept_in() -> None:
-    """That of torch.randperm's own type: a checkpoint of a version that kept 8 bytes a sample resumes in the same order."""
+    """That of torch.randperm's own type: a checkpoint of a version that kept 8 bytes a sample
+    resumes in the same order."""
     generator = torch.Generator().manual_seed(mix_seed(5, 2))
     batches = GlobalBatches(100_003, 100_003, seed=5)
     assert batches.share(2, 0, 0, 1) == torch.randperm(100_003, generator=generator).tolist()
@@ -109,9 +149,15 @@ def test_the_order_is_the_same_whatever_it_is_kept_in() -> None:
 
 @pytest.mark.parametrize(
     ("num_samples", "size", "drop_last", "words"),
-    [(0, 4, False, "0 samples"), (10, 0, False, "global_batch_size is 0"), (3, 4, True, "drop_last leaves no batch")],
+    [
+        (0, 4, False, "0 samples"),
+        (10, 0, False, "global_batch_size is 0"),
+        (3, 4, True, "drop_last leaves no batch"),
+    ],
 )
-def test_sizes_that_cannot_work_are_refused(*, num_samples: int, size: int, drop_last: bool, words: str) -> None:
+def test_sizes_that_cannot_work_are_refused(
+    *, num_samples: int, size: int, drop_last: bool, words: str
+) -> None:
     """The message says which number is wrong."""
     with pytest.raises(InvalidParamsError, match=words):
         GlobalBatches(num_samples, size, drop_last=drop_last)

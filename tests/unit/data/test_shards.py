@@ -1,4 +1,5 @@
-"""Datasets that are read shard by shard: the same order for every number of ranks, each sample once, from any batch on."""
+"""Datasets that are read shard by shard: the same order for every number of ranks, each sample
+once, from any batch on."""
 
 import random
 import re
@@ -56,11 +57,20 @@ class Noisy(Shards):
             yield torch.tensor([number, *drawn], dtype=torch.float64)
 
 
-def batches(dataset: Shards, size: int, world: int, epoch: int = 0, start: int = 0, **options: Any) -> list[list[Any]]:
-    """Walk all ranks in lockstep; return the samples that count, a list for each global batch."""
-    loaders = [RankLoader(dataset, global_batch_size=size, rank=rank, world_size=world, **options) for rank in range(world)]
+def batches(
+    dataset: Shards, size: int, world: int, epoch: int = 0, start: int = 0, **options: Any
+) -> list[list[Any]]:
+    """Walk all ranks in lockstep; return the samples that count, a list for each global
+    batch."""
+    loaders = [
+        RankLoader(dataset, global_batch_size=size, rank=rank, world_size=world, **options)
+        for rank in range(world)
+    ]
     steps = zip(*(loader.lockstep(epoch, start) for loader in loaders), strict=True)
-    return [[sample for data, share in step for sample in data[: share.num_local].tolist()] for step in steps]
+    return [
+        [sample for data, share in step for sample in data[: share.num_local].tolist()]
+        for step in steps
+    ]
 
 
 @settings(max_examples=80, deadline=None)
@@ -80,7 +90,8 @@ def test_each_sample_once_and_the_same_batches_for_any_number_of_ranks(  # noqa:
     shuffle: bool,  # noqa: FBT001
     data: st.DataObject,
 ) -> None:
-    """Over sizes of shards, batches, buffers and worlds; begun anywhere it goes on with the same batches."""
+    """Over sizes of shards, batches, buffers and worlds; begun anywhere it goes on with the
+    same batches."""
     dataset = Shards(sizes, buffer)
     whole = batches(dataset, size, 1, epoch=1, shuffle=shuffle)
     flat = [sample for batch in whole for sample in batch]
@@ -93,10 +104,15 @@ def test_each_sample_once_and_the_same_batches_for_any_number_of_ranks(  # noqa:
 def test_shuffling_mixes_shards_and_the_samples_of_a_buffer_and_differs_by_epoch() -> None:
     """Shards come in another order, samples are mixed within the buffer and no further."""
     dataset = Shards([8] * 20, shuffle_buffer=8)
-    first, second = ([sample for batch in batches(dataset, 16, 1, epoch=epoch) for sample in batch] for epoch in (0, 1))
+    first, second = (
+        [sample for batch in batches(dataset, 16, 1, epoch=epoch) for sample in batch]
+        for epoch in (0, 1)
+    )
     assert first != second
     blocks = [first[i : i + 8] for i in range(0, 160, 8)]
-    assert all(len({sample // 8 for sample in block}) == 1 for block in blocks), "a buffer of a shard's size"
+    assert all(len({sample // 8 for sample in block}) == 1 for block in blocks), (
+        "a buffer of a shard's size"
+    )
     assert [block[0] // 8 for block in blocks] != list(range(20))
     assert any(block != sorted(block) for block in blocks)
 
@@ -105,16 +121,24 @@ def test_only_shards_that_are_needed_are_opened() -> None:
     """A rank whose share lies in whole shards, or that begins late, leaves the others alone."""
     dataset = Shards([4] * 10)
     loader = RankLoader(dataset, global_batch_size=8, rank=1, world_size=2, shuffle=False)
-    assert [data.tolist() for data, _ in loader.lockstep(0, 3)] == [[28, 29, 30, 31], [36, 37, 38, 39]]
+    assert [data.tolist() for data, _ in loader.lockstep(0, 3)] == [
+        [28, 29, 30, 31],
+        [36, 37, 38, 39],
+    ]
     assert dataset.opened == [7, 9]
 
 
 @pytest.mark.parametrize(
-    "workers", [{"num_workers": 0}, {"num_workers": 2, "multiprocessing_context": "fork"}], ids=["none", "fork"]
+    "workers",
+    [{"num_workers": 0}, {"num_workers": 2, "multiprocessing_context": "fork"}],
+    ids=["none", "fork"],
 )
 @pytest.mark.parametrize("start", [0, 3])
-def test_what_a_dataset_draws_is_the_same_wherever_it_is_read(workers: dict[str, Any], start: int) -> None:
-    """For any number of workers and ranks, from the middle on, whatever the generators stood at; they stand there afterwards."""
+def test_what_a_dataset_draws_is_the_same_wherever_it_is_read(
+    workers: dict[str, Any], start: int
+) -> None:
+    """For any number of workers and ranks, from the middle on, whatever the generators stood
+    at; they stand there afterwards."""
     expected = batches(Noisy([7, 9, 3, 11], 5), 6, 1)
     torch.manual_seed(start)
     before = random.getstate(), torch.get_rng_state()
@@ -138,25 +162,31 @@ def test_a_shard_of_another_size_than_it_says_is_refused(says: int, word: str) -
             return iter(range(4))
 
     loader = RankLoader(Lying(), global_batch_size=2, rank=0, world_size=1, shuffle=False)
-    with pytest.raises(InvalidParamsError, match=re.escape(f"shard 'b' has {word} samples than num_samples says, {says}")):
+    with pytest.raises(
+        InvalidParamsError,
+        match=re.escape(f"shard 'b' has {word} samples than num_samples says, {says}"),
+    ):
         list(loader)
 
 
 def test_the_ledger_names_samples_of_shards_by_their_number(tmp_path: Any) -> None:
-    """Left in the middle of an epoch, resumed there: each sample once, by its number over all shards."""
+    """Left in the middle of an epoch, resumed there: each sample once, by its number over all
+    shards."""
     for attempt in (1, 2):
-        with RankContext.local(storage=tmp_path, ledger=True) as rank:
-            rank.track(model=torch.nn.Linear(1, 1))
-            loader = rank.loader(Shards([5, 0, 7, 3]), global_batch_size=4)
-            seen = list(_until(rank, loader, last=3 if attempt == 1 else 99))
+        with RankContext.local(storage=tmp_path, ledger=True) as ctx:
+            ctx.track(model=torch.nn.Linear(1, 1))
+            loader = ctx.loader(Shards([5, 0, 7, 3]), global_batch_size=4)
+            seen = list(_until(ctx, loader, last=3 if attempt == 1 else 99))
             assert seen
-    assert str(read_ledger(tmp_path, "local")).splitlines() == [f"epoch {epoch}: 15 samples, each once" for epoch in (1, 2)]
+    assert str(read_ledger(tmp_path, "local")).splitlines() == [
+        f"epoch {epoch}: 15 samples, each once" for epoch in (1, 2)
+    ]
 
 
-def _until(rank: RankContext, loader: RankLoader, last: int) -> Iterator[Any]:
-    for batch in rank.steps(loader, epochs=2):
+def _until(ctx: RankContext, loader: RankLoader, last: int) -> Iterator[Any]:
+    for batch in ctx.steps(loader, epochs=2):
         yield batch
-        if rank.step == last:
+        if ctx.step == last:
             return
 
 
@@ -170,6 +200,7 @@ class Endless(IterableDataset[int]):
 def test_other_iterables_are_refused_with_the_way_out() -> None:
     """The message says which methods give shards."""
     with pytest.raises(
-        InvalidParamsError, match=r"Endless is an IterableDataset.*shards\(\).*num_samples\(shard\).*iter_shard\(shard\)"
+        InvalidParamsError,
+        match=r"Endless is an IterableDataset.*shards\(\).*num_samples\(shard\).*iter_shard\(shard\)",
     ):
         RankLoader(Endless(), global_batch_size=1, rank=0, world_size=1)

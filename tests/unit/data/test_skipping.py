@@ -1,4 +1,5 @@
-"""Images that can't be read and are to be skipped: what is left keeps its label and its weight, whatever the shares."""
+"""Images that can't be read and are to be skipped: what is left keeps its label and its weight,
+whatever the shares."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -24,17 +25,21 @@ OPTIONS = {"global_batch_size": 3, "seed": 1, "keep_ids": True}
 
 @pytest.fixture
 def damaged(tmp_path):
-    """Give seven images, of which that in the tail of epoch 1 is corrupt, with its number; and the same whole."""
+    """Give seven images, of which that in the tail of epoch 1 is corrupt, with its number; and
+    the same whole."""
     files = image_files(7)
     whole = S3ImageFolder(DirectoryStorage(write_folder(tmp_path / "whole", files)), pil_to_tensor)
-    (tail,) = [share.samples for _, share in RankLoader(whole, rank=0, world_size=1, **OPTIONS).lockstep(1)][-1]
+    (tail,) = [
+        share.samples for _, share in RankLoader(whole, rank=0, world_size=1, **OPTIONS).lockstep(1)
+    ][-1]
     root = write_folder(tmp_path / "damaged", files)
     (root / whole.samples[tail][0].removeprefix(f"{whole.root}/")).write_bytes(b"corrupt")
     return S3ImageFolder(DirectoryStorage(root), pil_to_tensor, on_error="skip"), tail, whole
 
 
 def test_a_share_of_which_nothing_is_left_counts_for_nothing(damaged):
-    """Three ranks, a tail of one corrupt image: all go on in lockstep; the others are used once each, with their labels."""
+    """Three ranks, a tail of one corrupt image: all go on in lockstep; the others are used once
+    each, with their labels."""
     dataset, tail, whole = damaged
     seen = []
     for rank in range(3):
@@ -61,7 +66,8 @@ def test_an_evaluation_never_counts_a_stand_in(damaged):
 
 
 def test_alone_an_empty_batch_is_an_error(damaged):
-    """With one rank nobody's gradients would outweigh a stand-in's: the error names the image."""
+    """With one rank nobody's gradients would outweigh a stand-in's: the error names the
+    image."""
     dataset, tail, _ = damaged
     with pytest.raises(CorruptImageError, match=dataset.samples[tail][0]):
         list(RankLoader(dataset, rank=0, world_size=1, **OPTIONS).lockstep(1))
@@ -87,24 +93,36 @@ def test_want_of_memory_is_never_skipped(damaged):
         dataset.__getitems__([0, 1])
 
 
-def gradients_of(rank: RankContext, root: str) -> list[float]:
-    """Train two epochs on images of one pixel's colour; return the size of each step's gradient."""
-    dataset = S3ImageFolder(DirectoryStorage(Path(root)), lambda image: pil_to_tensor(image)[:, 0, 0] / 255, on_error="skip")
+def gradients_of(ctx: RankContext, root: str) -> list[float]:
+    """Train two epochs on images of one pixel's colour; return the size of each step's
+    gradient."""
+    dataset = S3ImageFolder(
+        DirectoryStorage(Path(root)),
+        lambda image: pil_to_tensor(image)[:, 0, 0] / 255,
+        on_error="skip",
+    )
     torch.manual_seed(0)
     net = torch.nn.Linear(3, 3)
-    model = rank.wrap(net)
+    model = ctx.wrap(net)
     sizes = []
-    for batch in rank.steps(rank.loader(dataset, global_batch_size=3), epochs=2):
+    for batch in ctx.steps(ctx.loader(dataset, global_batch_size=3), epochs=2):
         net.zero_grad()
-        for (colours, labels), weight in rank.micro_batches(batch):
+        for (colours, labels), weight in ctx.micro_batches(batch):
             (torch.nn.functional.cross_entropy(model(colours), labels) * weight).backward()
         sizes.append(sum(parameter.grad.abs().sum().item() for parameter in net.parameters()))
     return sizes
 
 
 def test_the_gradient_of_a_share_that_is_skipped_is_zero(damaged, tmp_path):
-    """On three real ranks: a tail of which nothing is left moves no weight, and all ranks get through it together."""
+    """On three real ranks: a tail of which nothing is left moves no weight, and all ranks get
+    through it together."""
     dataset, _, _ = damaged
-    values = run_ranks(run_with_context, 3, replace(config_for(tmp_path / "runs"), seed=1), gradients_of, (dataset.root,))
+    values = run_ranks(
+        run_with_context,
+        3,
+        replace(config_for(tmp_path / "runs"), seed=1),
+        gradients_of,
+        (dataset.root,),
+    )
     assert values[0] == values[1] == values[2]
     assert [size == 0 for size in values[0]] == [False] * 5 + [True]

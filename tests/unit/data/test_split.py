@@ -1,4 +1,5 @@
-"""The split is fixed by its seed, disjoint, and as even over the classes as whole samples allow."""
+"""The split is fixed by its seed, disjoint, and as even over the classes as whole samples
+allow."""
 
 from collections import Counter
 
@@ -10,8 +11,15 @@ from prefect_torch_ddp.data.split import seeded_split
 from prefect_torch_ddp.errors import InvalidParamsError
 
 
-@given(n=st.integers(2, 300), held_out=st.floats(0.01, 0.99), seed=st.integers(0, 2**63), num_classes=st.integers(0, 5))
-def test_split_is_disjoint_complete_sorted_and_repeatable(n: int, held_out: float, seed: int, num_classes: int) -> None:
+@given(
+    n=st.integers(2, 300),
+    held_out=st.floats(0.01, 0.99),
+    seed=st.integers(0, 2**63),
+    num_classes=st.integers(0, 5),
+)
+def test_split_is_disjoint_complete_sorted_and_repeatable(
+    n: int, held_out: float, seed: int, num_classes: int
+) -> None:
     """B5: no leak between train and test, and the same split on a second run."""
     targets = [i % num_classes for i in range(n)] if num_classes else None
     train, held = seeded_split(n, held_out, seed, targets)
@@ -23,7 +31,9 @@ def test_split_is_disjoint_complete_sorted_and_repeatable(n: int, held_out: floa
 
 
 @given(sizes=st.lists(st.integers(1, 40), min_size=2, max_size=6), held_out=st.floats(0.05, 0.95))
-def test_stratified_split_holds_out_the_same_share_of_each_class(sizes: list[int], held_out: float) -> None:
+def test_stratified_split_holds_out_the_same_share_of_each_class(
+    sizes: list[int], held_out: float
+) -> None:
     """Within one sample of the exact share of the samples held out."""
     targets = [name for name, size in zip("abcdef", sizes, strict=False) for _ in range(size)]
     _, held = seeded_split(len(targets), held_out, 0, targets)

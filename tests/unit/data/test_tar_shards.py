@@ -1,4 +1,5 @@
-"""Packing an image folder into tar shards: whole, deterministic, readable by others, and never a wrong sample."""
+"""Packing an image folder into tar shards: whole, deterministic, readable by others, and never
+a wrong sample."""
 
 import gzip
 import io
@@ -20,7 +21,12 @@ from prefect_torch_ddp.data.images.index import index_images
 from prefect_torch_ddp.data.images.packed import PackedObjects, packed_objects
 from prefect_torch_ddp.data.images.shard_index import INDEX_NAME, PackedSample, ShardIndex
 from prefect_torch_ddp.data.images.tar_shards import pack_shards
-from prefect_torch_ddp.errors import NoImagesError, ObjectChangedError, ObjectNotFoundError, StorageError
+from prefect_torch_ddp.errors import (
+    NoImagesError,
+    ObjectChangedError,
+    ObjectNotFoundError,
+    StorageError,
+)
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.storage.protocol import ObjectPart, ReadsMany, Storage
 
@@ -37,7 +43,12 @@ ODD_NAMES = {
     "ä/😀.webp": os.urandom(5000),
     "..x/1.jpg": b"two dots",
 }
-NO_SAMPLES = {"notes.txt": b"n", "cat/notes.txt": b"n", "dog.jpg": b"no class", "dog/z.jpg.txt": b"n"}
+NO_SAMPLES = {
+    "notes.txt": b"n",
+    "cat/notes.txt": b"n",
+    "dog.jpg": b"no class",
+    "dog/z.jpg.txt": b"n",
+}
 
 
 def make_folder(root, files):
@@ -52,12 +63,17 @@ def make_folder(root, files):
 def some_files(num=200, seed=0):
     """Make files of different sizes in three classes."""
     rng = random.Random(seed)
-    return {f"{('cat', 'dog', 'eel')[n % 3]}/{n:04}.jpg": rng.randbytes(rng.randint(0, 3000)) for n in range(num)}
+    return {
+        f"{('cat', 'dog', 'eel')[n % 3]}/{n:04}.jpg": rng.randbytes(rng.randint(0, 3000))
+        for n in range(num)
+    }
 
 
 def whole(packed):
     """List what is packed, as what reads it whole."""
-    return [ObjectPart(found.key, found.num_bytes, etag=found.etag) for found in packed.list_objects("")]
+    return [
+        ObjectPart(found.key, found.num_bytes, etag=found.etag) for found in packed.list_objects("")
+    ]
 
 
 def contents(packed):
@@ -72,7 +88,8 @@ def folder_bytes(root):
 
 
 def test_what_was_packed_is_read_back(tmp_path):
-    """All images, whatever their names, by their old names and with their bytes; nothing else."""
+    """All images, whatever their names, by their old names and with their bytes; nothing
+    else."""
     source = make_folder(tmp_path / "in", ODD_NAMES | NO_SAMPLES)
     packed = pack_shards(source, tmp_path / "out")
     assert isinstance(packed, ReadsMany)
@@ -84,7 +101,8 @@ def test_what_was_packed_is_read_back(tmp_path):
 
 
 def test_classes_samples_and_labels_are_those_of_the_folder(tmp_path):
-    """A dataset over shards has the classes, the order and the targets of one over the folder, however they lie."""
+    """A dataset over shards has the classes, the order and the targets of one over the folder,
+    however they lie."""
     source = make_folder(tmp_path / "in", ODD_NAMES | NO_SAMPLES | some_files(50))
     unpacked = index_images(source.list_objects(""), "in")
     for seed in (None, 1, 2):
@@ -95,25 +113,36 @@ def test_classes_samples_and_labels_are_those_of_the_folder(tmp_path):
         assert packed.index.classes == tuple(unpacked.classes)
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(
     sizes=st.lists(st.sampled_from([0, 1, 511, 512, 513, 1024, 3000]), min_size=1, max_size=30),
     shard_bytes=st.sampled_from([1, 1000, 5000, 10**9]),
     seed_and_batch=st.tuples(st.sampled_from([None, 0, 7]), st.sampled_from([1, 3, 256])),
 )
 def test_any_sizes(tmp_path_factory, monkeypatch, sizes, shard_bytes, seed_and_batch):
-    """Sizes round a tar's blocks, shards of one sample or all: each byte is where the index says, and every tar file is sound."""
+    """Sizes round a tar's blocks, shards of one sample or all: each byte is where the index
+    says, and every tar file is sound."""
     seed, batch = seed_and_batch
     monkeypatch.setattr("prefect_torch_ddp.data.images.tar_shards.BATCH_OBJECTS", batch)
     tmp_path = tmp_path_factory.mktemp("sizes")
-    files = {f"{'ab'[n % 2]}/{n}.jpg": random.Random(n).randbytes(size) for n, size in enumerate(sizes)}
-    packed = pack_shards(make_folder(tmp_path / "in", files), tmp_path / "out", shard_bytes=shard_bytes, shuffle_seed=seed)
+    files = {
+        f"{'ab'[n % 2]}/{n}.jpg": random.Random(n).randbytes(size) for n, size in enumerate(sizes)
+    }
+    packed = pack_shards(
+        make_folder(tmp_path / "in", files),
+        tmp_path / "out",
+        shard_bytes=shard_bytes,
+        shuffle_seed=seed,
+    )
     assert contents(packed) == files
     assert Counter(data for _, data in stream(tmp_path / "out")) == Counter(files.values())
 
 
 def stream(folder):
-    """Read shards as WebDataset does, from front to end; yield label and content of each sample."""
+    """Read shards as WebDataset does, from front to end; yield label and content of each
+    sample."""
     for path in sorted(folder.glob("shard-*.tar")):
         with tarfile.open(path, "r|") as tar:
             waiting = None
@@ -132,13 +161,16 @@ def stream(folder):
 
 
 def test_a_stream_has_every_sample_with_its_label(tmp_path):
-    """Who reads the tar files as a stream, without our index, gets each sample once, with the label that the folder gives it."""
+    """Who reads the tar files as a stream, without our index, gets each sample once, with the
+    label that the folder gives it."""
     files = some_files()
     source = make_folder(tmp_path / "in", files)
     pack_shards(source, tmp_path / "out", shard_bytes=50_000)
     assert len(list((tmp_path / "out").glob("*.tar"))) > 3
     labels = {"cat": 0, "dog": 1, "eel": 2}
-    assert sorted(stream(tmp_path / "out")) == sorted((labels[key[:3]], data) for key, data in files.items())
+    assert sorted(stream(tmp_path / "out")) == sorted(
+        (labels[key[:3]], data) for key, data in files.items()
+    )
 
 
 def test_gnu_tar_reads_them(tmp_path):
@@ -153,7 +185,12 @@ def test_gnu_tar_reads_them(tmp_path):
         timeout=60,
     )
     assert not done.stderr
-    assert done.stdout.split()[:4] == ["000000000.jpg", "000000000.cls", "000000001.jpg", "000000001.cls"]
+    assert done.stdout.split()[:4] == [
+        "000000000.jpg",
+        "000000000.cls",
+        "000000001.jpg",
+        "000000001.cls",
+    ]
     assert len(list((tmp_path / "unpacked").iterdir())) == 18
 
 
@@ -166,17 +203,24 @@ for sample in webdataset.WebDataset(shards, shardshuffle=False, empty_check=Fals
 
 
 def test_webdataset_reads_them(tmp_path):
-    """WebDataset (in PTD_WEBDATASET_PYTHON's environment, or in this one) gets every sample with its label."""
+    """WebDataset (in PTD_WEBDATASET_PYTHON's environment, or in this one) gets every sample
+    with its label."""
     import hashlib
 
     python = os.environ.get("PTD_WEBDATASET_PYTHON", sys.executable)
-    if subprocess.run([python, "-c", "import webdataset"], capture_output=True, check=False, timeout=100).returncode:
+    if subprocess.run(
+        [python, "-c", "import webdataset"], capture_output=True, check=False, timeout=100
+    ).returncode:
         pytest.skip("webdataset isn't installed; PTD_WEBDATASET_PYTHON names a Python that has it")
     files = some_files()
     pack_shards(make_folder(tmp_path / "in", files), tmp_path / "out", shard_bytes=50_000)
     last = max((tmp_path / "out").glob("*.tar")).stem.removeprefix("shard-")
     done = subprocess.run(
-        [python, "-c", WEBDATASET, tmp_path / "out", last], capture_output=True, text=True, check=True, timeout=100
+        [python, "-c", WEBDATASET, tmp_path / "out", last],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=100,
     )
     labels = {"cat": 0, "dog": 1, "eel": 2}
     assert sorted(done.stdout.splitlines()) == sorted(
@@ -210,20 +254,32 @@ def test_a_seed_decides_the_order_in_the_shards(tmp_path):
 
 def test_packing_again_leaves_nothing_of_before(tmp_path):
     """Fewer shards than last time: the others go, and nobody reads old samples from them."""
-    pack_shards(make_folder(tmp_path / "in1", some_files(100)), tmp_path / "out", shard_bytes=10_000)
+    pack_shards(
+        make_folder(tmp_path / "in1", some_files(100)), tmp_path / "out", shard_bytes=10_000
+    )
     (tmp_path / "out/shard-notes.txt").write_text("not ours")
     fresh = some_files(10, seed=1)
     packed = pack_shards(make_folder(tmp_path / "in2", fresh), tmp_path / "out")
     assert contents(packed) == fresh
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["shard-000000.tar", "shard-notes.txt", INDEX_NAME]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "shard-000000.tar",
+        "shard-notes.txt",
+        INDEX_NAME,
+    ]
 
 
 def test_prefixes_on_both_sides(tmp_path):
-    """A split below a prefix is packed below another one; names are relative to the split, and train isn't train2."""
+    """A split below a prefix is packed below another one; names are relative to the split, and
+    train isn't train2."""
     train, other = some_files(20), some_files(5, seed=3)
-    files = {f"raw/train/{key}": data for key, data in train.items()} | {f"raw/train2/{key}": data for key, data in other.items()}
+    files = {f"raw/train/{key}": data for key, data in train.items()} | {
+        f"raw/train2/{key}": data for key, data in other.items()
+    }
     packed = pack_shards(
-        make_folder(tmp_path / "in", files), tmp_path / "out", source_prefix="raw/train", prefix="/shards/train/"
+        make_folder(tmp_path / "in", files),
+        tmp_path / "out",
+        source_prefix="raw/train",
+        prefix="/shards/train/",
     )
     assert contents(packed) == train
     assert packed_objects(DirectoryStorage(tmp_path / "out")) is None
@@ -244,7 +300,8 @@ def test_nothing_to_pack_is_refused_before_anything_is_removed(tmp_path):
 
 
 def test_a_source_object_that_changed_stops_the_packing(tmp_path):
-    """A file that changed after it was listed: an error that names it, and no index: nobody takes the rest for whole."""
+    """A file that changed after it was listed: an error that names it, and no index: nobody
+    takes the rest for whole."""
 
     @dataclass(frozen=True)
     class Changing(DirectoryStorage):
@@ -278,14 +335,17 @@ def test_the_index_comes_last(tmp_path):
     assert packed_objects(DirectoryStorage(tmp_path / "out")) is None
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(
     chosen=st.lists(st.integers(0, 39), max_size=60),
     gap=st.sampled_from([0, 2000, 10**6]),
     span=st.sampled_from([1, 5000, 10**6]),
 )
 def test_any_choice_in_any_order(forty, chosen, gap, span):
-    """Neighbours, strangers, the same sample twice, however they are read together: each value is that of its part."""
+    """Neighbours, strangers, the same sample twice, however they are read together: each value
+    is that of its part."""
     packed, files = forty
     parts = [whole(packed)[number] for number in chosen]
     with pytest.MonkeyPatch.context() as patched:
@@ -298,11 +358,14 @@ def test_any_choice_in_any_order(forty, chosen, gap, span):
 def forty(tmp_path):
     """Give forty packed samples of different sizes."""
     files = some_files(40)
-    return pack_shards(make_folder(tmp_path / "in", files), tmp_path / "out", shard_bytes=20_000), files
+    return pack_shards(
+        make_folder(tmp_path / "in", files), tmp_path / "out", shard_bytes=20_000
+    ), files
 
 
 def test_neighbours_are_read_by_one_request(tmp_path):
-    """Reading in order takes a request for up to a megabyte of neighbours, as many samples as that holds."""
+    """Reading in order takes a request for up to a megabyte of neighbours, as many samples as
+    that holds."""
 
     @dataclass(frozen=True)
     class Counted(DirectoryStorage):
@@ -333,7 +396,8 @@ def packed(tmp_path):
 
 
 def test_a_flipped_bit_names_shard_and_sample(packed, tmp_path):
-    """The damaged sample is an error in its place; its neighbours in the same shard are read."""
+    """The damaged sample is an error in its place; its neighbours in the same shard are
+    read."""
     target = packed.index.find("b/03.jpg")
     path = tmp_path / "out" / packed.index.shards[target.shard]
     data = bytearray(path.read_bytes())
@@ -350,10 +414,13 @@ def test_a_flipped_bit_names_shard_and_sample(packed, tmp_path):
 
 @pytest.mark.parametrize("shift", [1, 512, -512])
 def test_shards_that_do_not_fit_the_index_are_never_a_wrong_sample(packed, tmp_path, shift):
-    """Bytes inserted or removed in the midst: every sample behind is an error, none is another one's content."""
+    """Bytes inserted or removed in the midst: every sample behind is an error, none is another
+    one's content."""
     path = tmp_path / "out" / packed.index.shards[0]
     data = path.read_bytes()
-    path.write_bytes(data[:512] + bytes(shift) + data[512:] if shift > 0 else data[:512] + data[512 - shift :])
+    path.write_bytes(
+        data[:512] + bytes(shift) + data[512:] if shift > 0 else data[:512] + data[512 - shift :]
+    )
     for key, got in contents(packed).items():
         if packed.index.find(key).shard == 0:
             assert isinstance(got, StorageError)
@@ -394,10 +461,15 @@ def test_a_truncated_or_missing_shard_is_named(packed, tmp_path):
 
 
 def test_what_is_not_there_and_what_was_packed_again(packed, tmp_path):
-    """An unknown name is no object; a sample with another digest than the listed one is a changed one."""
+    """An unknown name is no object; a sample with another digest than the listed one is a
+    changed one."""
     known = whole(packed)[0]
     gone, changed, part = packed.read_many(
-        [replace(known, key="a/no.jpg"), replace(known, etag="0" * 16), replace(known, start=10, num_bytes=5)]
+        [
+            replace(known, key="a/no.jpg"),
+            replace(known, etag="0" * 16),
+            replace(known, start=10, num_bytes=5),
+        ]
     )
     assert isinstance(gone, ObjectNotFoundError)
     assert isinstance(changed, ObjectChangedError)
@@ -453,24 +525,37 @@ def test_it_is_small_to_send_and_reads_the_index_again(packed):
 
 
 @given(
-    keys=st.lists(st.text(st.characters(exclude_categories=("Cs",)), min_size=1, max_size=8), unique=True, max_size=40),
+    keys=st.lists(
+        st.text(st.characters(exclude_categories=("Cs",)), min_size=1, max_size=8),
+        unique=True,
+        max_size=40,
+    ),
     wanted=st.text(max_size=3),
 )
 def test_the_index_finds_what_it_has(keys, wanted):
     """By key and by beginning, in S3's order, before and after it was written."""
-    samples = [PackedSample(key, n % 3, n, n + 1, f"{n:016x}") for n, key in enumerate(sorted(keys, key=str.encode))]
+    samples = [
+        PackedSample(key, n % 3, n, n + 1, f"{n:016x}")
+        for n, key in enumerate(sorted(keys, key=str.encode))
+    ]
     index = ShardIndex(["a", "b", "c"], ["x"], samples)
     loaded = ShardIndex.load(index.dump(), "index")
     for one in (index, loaded):
         assert [one[n] for n in range(len(one))] == samples
-        assert list(one.beginning_with(wanted)) == [sample for sample in samples if sample.key.startswith(wanted)]
+        assert list(one.beginning_with(wanted)) == [
+            sample for sample in samples if sample.key.startswith(wanted)
+        ]
         assert [one.find(sample.key) for sample in samples] == samples
-        assert one.find(wanted) == next((sample for sample in samples if sample.key == wanted), None)
+        assert one.find(wanted) == next(
+            (sample for sample in samples if sample.key == wanted), None
+        )
 
 
 def test_the_index_is_plain_text(packed, tmp_path):
     """`zcat` shows it: the format, the shards and classes, then columns."""
-    head, columns = map(json.loads, gzip.decompress((tmp_path / "out" / INDEX_NAME).read_bytes()).splitlines())
+    head, columns = map(
+        json.loads, gzip.decompress((tmp_path / "out" / INDEX_NAME).read_bytes()).splitlines()
+    )
     assert head == {
         "format": "prefect-torch-ddp/tar-shards/1",
         "num_samples": 12,
@@ -485,7 +570,9 @@ def test_memory_is_bounded_by_the_shards(tmp_path):
     """Packing many times a shard's size holds a few shards and no more."""
     import tracemalloc
 
-    source = make_folder(tmp_path / "in", {f"a/{n:03}.jpg": os.urandom(200_000) for n in range(200)})
+    source = make_folder(
+        tmp_path / "in", {f"a/{n:03}.jpg": os.urandom(200_000) for n in range(200)}
+    )
     out = DirectoryStorage(tmp_path / "out")
     assert isinstance(out, Storage)
     with pytest.MonkeyPatch.context() as patched:
@@ -499,10 +586,19 @@ def test_memory_is_bounded_by_the_shards(tmp_path):
 
 
 def test_samples_with_odd_endings(tmp_path):
-    """With a choice of one's own, any file is a sample; its name in the tar is one that readers take apart alike."""
+    """With a choice of one's own, any file is a sample; its name in the tar is one that readers
+    take apart alike."""
     files = {"a/1.cls": b"1", "a/2": b"2", "a/3.TXT": b"3", "a/4.é": b"4", "a/5." + "x" * 100: b"5"}
-    packed = pack_shards(make_folder(tmp_path / "in", files), tmp_path / "out", is_valid=lambda key: True)
+    packed = pack_shards(
+        make_folder(tmp_path / "in", files), tmp_path / "out", is_valid=lambda key: True
+    )
     assert contents(packed) == files
     with tarfile.open(fileobj=io.BytesIO((tmp_path / "out/shard-000000.tar").read_bytes())) as tar:
         names = [name for name in tar.getnames() if not name.endswith(".cls")]
-    assert names == ["000000000.bin", "000000001.bin", "000000002.txt", "000000003.bin", "000000004.bin"]
+    assert names == [
+        "000000000.bin",
+        "000000001.bin",
+        "000000002.txt",
+        "000000003.bin",
+        "000000004.bin",
+    ]

@@ -1,4 +1,5 @@
-"""CIFAR-10's prepare: the binary version alone, split once; and the net that is made for its size."""
+"""CIFAR-10's prepare: the binary version alone, split once; and the net that is made for its
+size."""
 
 from pathlib import Path
 
@@ -14,8 +15,8 @@ from tests.integration.flow.test_workloads import write_cifar10
 def prepare(source: Path, data: Path, **options: float) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """Prepare into a folder; return images and targets of each split."""
     data.mkdir()
-    with RankContext.local(data=data, source=source, options=options, stage="prepare") as rank:
-        cifar10.prepare(rank)
+    with RankContext.local(data=data, source=source, options=options, stage="prepare") as ctx:
+        cifar10.prepare(ctx)
     files = {path.stem: np.load(path, allow_pickle=False) for path in data.iterdir()}
     return {split: (file["images"], file["targets"]) for split, file in files.items()}
 
@@ -24,7 +25,11 @@ def test_each_image_is_in_one_split(tmp_path: Path) -> None:
     """As it is in the file; the test split is the test file's; a second time the same."""
     write_cifar10(tmp_path / "bin", 20)
     splits = prepare(tmp_path / "bin", tmp_path / "data", validation=0.2)
-    assert {split: len(targets) for split, (_, targets) in splits.items()} == {"train": 80, "val": 20, "test": 20}
+    assert {split: len(targets) for split, (_, targets) in splits.items()} == {
+        "train": 80,
+        "val": 20,
+        "test": 20,
+    }
     for images, targets in splits.values():
         assert images.shape[1:] == (3, 32, 32)
         assert (images[:, 0] == 25 * targets[:, None, None]).all(), "the first plane is red"
@@ -40,7 +45,10 @@ def test_pickles_are_not_read(tmp_path: Path) -> None:
     """The python version is refused by name, with the one to take."""
     (tmp_path / "py").mkdir()
     (tmp_path / "py/data_batch_1").write_bytes(b"cos\nsystem\n(S'false'\ntR.")
-    with pytest.raises(InvalidParamsError, match=r"has no data_batch_\*.bin; give the folder .*: pickles aren't read"):
+    with pytest.raises(
+        InvalidParamsError,
+        match=r"has no data_batch_\*.bin; give the folder .*: pickles aren't read",
+    ):
         prepare(tmp_path / "py", tmp_path / "data")
 
 
@@ -49,7 +57,10 @@ def test_a_damaged_file_is_named(tmp_path: Path, damage: bytes) -> None:
     """Empty, cut, or with a class that isn't one."""
     write_cifar10(tmp_path / "bin", 2)
     (tmp_path / "bin/data_batch_3.bin").write_bytes(damage)
-    with pytest.raises(InvalidParamsError, match=r"data_batch_3.bin in .*bin is damaged, or not of CIFAR-10's binary version"):
+    with pytest.raises(
+        InvalidParamsError,
+        match=r"data_batch_3.bin in .*bin is damaged, or not of CIFAR-10's binary version",
+    ):
         prepare(tmp_path / "bin", tmp_path / "data")
 
 
@@ -64,8 +75,8 @@ def test_images_are_augmented_when_they_are_to_train(tmp_path: Path) -> None:
     """Another one each time; held-out ones stay."""
     write_cifar10(tmp_path / "bin", 2)
     prepare(tmp_path / "bin", tmp_path / "data")
-    with RankContext.local(data=tmp_path / "data", seed=1) as rank:
-        learnt, held_out = cifar10.Images(rank, "train", augmented=True), cifar10.Images(rank, "val")
+    with RankContext.local(data=tmp_path / "data", seed=1) as ctx:
+        learnt, held_out = cifar10.Images(ctx, "train", augmented=True), cifar10.Images(ctx, "val")
     assert len({learnt[0][0].numpy().tobytes() for _ in range(8)}) > 4
     assert torch.equal(held_out[0][0], held_out[0][0])
     assert learnt[0][0].shape == held_out[0][0].shape == (3, 32, 32)

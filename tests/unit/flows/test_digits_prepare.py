@@ -1,4 +1,5 @@
-"""The digits' prepare: every image once, in one of three splits that are fixed by the options."""
+"""The digits' prepare: every image once, in one of three splits that are fixed by the
+options."""
 
 import hashlib
 from pathlib import Path
@@ -19,9 +20,11 @@ SPLITS = ("train", "val", "test")
 def _prepared(folder: Path, **options: Any) -> dict[str, list[str]]:
     """Prepare into a folder; return each split's files by the number of their image."""
     folder.mkdir()
-    with RankContext.local(data=folder, options=options, stage="prepare") as rank:
-        digits.prepare(rank)
-    return {split: sorted(path.stem for path in (folder / split).rglob("*.png")) for split in SPLITS}
+    with RankContext.local(data=folder, options=options, stage="prepare") as ctx:
+        digits.prepare(ctx)
+    return {
+        split: sorted(path.stem for path in (folder / split).rglob("*.png")) for split in SPLITS
+    }
 
 
 @pytest.fixture(scope="module")
@@ -34,12 +37,21 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, 
 def test_each_image_is_in_exactly_one_split(prepared: tuple[Path, dict[str, list[str]]]) -> None:
     """B5: no leak: 1,797 images, a fifth held out, a tenth of the rest for validation."""
     _, splits = prepared
-    assert {split: len(names) for split, names in splits.items()} == {"train": 1294, "val": 144, "test": 359}
-    assert sorted(name for names in splits.values() for name in names) == [f"{i:04}" for i in range(1797)]
+    assert {split: len(names) for split, names in splits.items()} == {
+        "train": 1294,
+        "val": 144,
+        "test": 359,
+    }
+    assert sorted(name for names in splits.values() for name in names) == [
+        f"{i:04}" for i in range(1797)
+    ]
 
 
-def test_folders_are_the_true_classes_in_each_split(prepared: tuple[Path, dict[str, list[str]]]) -> None:
-    """The pixels are scikit-learn's, in the folder of their digit; each class is held out in the same share."""
+def test_folders_are_the_true_classes_in_each_split(
+    prepared: tuple[Path, dict[str, list[str]]],
+) -> None:
+    """The pixels are scikit-learn's, in the folder of their digit; each class is held out in
+    the same share."""
     folder, _ = prepared
     bundled = load_digits()
     for split in SPLITS:
@@ -54,12 +66,17 @@ def test_folders_are_the_true_classes_in_each_split(prepared: tuple[Path, dict[s
     assert np.all(np.abs(held_out - 0.2) < 0.01)
 
 
-def test_a_second_run_writes_the_same_bytes(prepared: tuple[Path, dict[str, list[str]]], tmp_path: Path) -> None:
-    """B5 and B8: the same options, the same data; another split_seed or held_out, another split."""
+def test_a_second_run_writes_the_same_bytes(
+    prepared: tuple[Path, dict[str, list[str]]], tmp_path: Path
+) -> None:
+    """B5 and B8: the same options, the same data; another split_seed or held_out, another
+    split."""
     folder, splits = prepared
 
     def digest(data: Path) -> str:
-        return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(data.rglob("*.png")))).hexdigest()
+        return hashlib.sha256(
+            b"".join(path.read_bytes() for path in sorted(data.rglob("*.png")))
+        ).hexdigest()
 
     assert _prepared(tmp_path / "again") == splits
     assert digest(tmp_path / "again") == digest(folder)
@@ -70,5 +87,9 @@ def test_a_second_run_writes_the_same_bytes(prepared: tuple[Path, dict[str, list
 def test_images_are_read_into_memory(prepared: tuple[Path, dict[str, list[str]]]) -> None:
     """Float images from 0 to 1 of one channel, whole-number targets."""
     images, targets = digits.images_of(prepared[0] / "val").tensors
-    assert (images.shape, images.dtype, targets.dtype) == ((144, 1, 8, 8), digits.torch.float32, digits.torch.int64)
+    assert (images.shape, images.dtype, targets.dtype) == (
+        (144, 1, 8, 8),
+        digits.torch.float32,
+        digits.torch.int64,
+    )
     assert (images.min().item(), images.max().item()) == (0, 1)

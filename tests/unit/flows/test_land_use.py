@@ -1,4 +1,5 @@
-"""Land use: what plain PyTorch offers is there by an option each, and what can't work is named."""
+"""Land use: what plain PyTorch offers is there by an option each, and what can't work is
+named."""
 
 import json
 import shutil
@@ -35,18 +36,28 @@ Prepared = tuple[Path, Path]
 def prepared(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Prepared:
     """Where the images are, and what prepare wrote."""
     data = tmp_path_factory.mktemp("prepared")
-    with RankContext.local(data=data, source=source, stage="prepare") as rank:
-        land_use.prepare(rank)
+    with RankContext.local(data=data, source=source, stage="prepare") as ctx:
+        land_use.prepare(ctx)
     return source, data
 
 
-def train(prepared: Prepared, storage: Path, **options: Any) -> tuple[torch.Tensor, list[dict[str, float]]]:
-    """Train squeezenet1_1; return the weights of its last layer and the metrics of each step."""
+def train(
+    prepared: Prepared, storage: Path, **options: Any
+) -> tuple[torch.Tensor, list[dict[str, float]]]:
+    """Train squeezenet1_1; return the weights of its last layer and the metrics of each
+    step."""
     source, data = prepared
-    given = {"size": 32, "model": "squeezenet1_1", "epochs": 2, "global_batch_size": 12, "lr": 0.01, **options}
-    with RankContext.local(data=data, source=source, options=given, storage=storage, seed=1) as rank:
-        land_use.train(rank)
-        weights = rank._parts.tracker._objects["model"].state_dict()
+    given = {
+        "size": 32,
+        "model": "squeezenet1_1",
+        "epochs": 2,
+        "global_batch_size": 12,
+        "lr": 0.01,
+        **options,
+    }
+    with RankContext.local(data=data, source=source, options=given, storage=storage, seed=1) as ctx:
+        land_use.train(ctx)
+        weights = ctx._parts.tracker._objects["model"].state_dict()
     metrics = [dict(record.metrics) for record in read_records(DirectoryStorage(storage), "local")]
     assert len(metrics) == 4
     assert torch.tensor([step["loss"] for step in metrics]).isfinite().all()
@@ -54,12 +65,16 @@ def train(prepared: Prepared, storage: Path, **options: Any) -> tuple[torch.Tens
 
 
 @pytest.fixture(scope="module")
-def plain(prepared: Prepared, tmp_path_factory: pytest.TempPathFactory) -> tuple[torch.Tensor, list[dict[str, float]]]:
+def plain(
+    prepared: Prepared, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[torch.Tensor, list[dict[str, float]]]:
     """What a training in float32 gives, that isn't compiled."""
     return train(prepared, tmp_path_factory.mktemp("plain"))
 
 
-def test_compiled_it_has_the_same_weights_by_the_same_names(prepared: Prepared, plain: Any, tmp_path: Path) -> None:
+def test_compiled_it_has_the_same_weights_by_the_same_names(
+    prepared: Prepared, plain: Any, tmp_path: Path
+) -> None:
     """C1: torch.compile, in place: here with the backend that changes no bit."""
     head, metrics = train(prepared, tmp_path, compile="eager")
     assert torch.equal(head, plain[0])
@@ -76,19 +91,34 @@ def test_in_bfloat16(prepared: Prepared, plain: Any, tmp_path: Path) -> None:
 
 
 def test_in_float16_with_a_scaler(prepared: Prepared, plain: Any, tmp_path: Path) -> None:
-    """C1: the loss is scaled by GradScaler, the gradient is clipped by its true norm, and the scale resumes."""
+    """C1: the loss is scaled by GradScaler, the gradient is clipped by its true norm, and the
+    scale resumes."""
     _, metrics = train(prepared, tmp_path, precision="float16")
     assert metrics[0]["loss_scale"] >= 2**13
     assert metrics[0]["loss"] == pytest.approx(plain[1][0]["loss"], rel=0.05)
     assert metrics[0]["gradient_norm"] == pytest.approx(plain[1][0]["gradient_norm"], rel=0.25)
 
 
-def test_in_micro_batches(prepared: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """C1: accumulated over an uneven cut, a step has the gradient of its whole batch. Without dropout, which is drawn anew."""
-    monkeypatch.setattr(land_use, "make_net", lambda _, num_classes: squeezenet1_1(num_classes=num_classes, dropout=0.0))
-    whole, cut = train(prepared, tmp_path / "whole"), train(prepared, tmp_path / "cut", micro_batch_size=5)
+def test_in_micro_batches(
+    prepared: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """C1: accumulated over an uneven cut, a step has the gradient of its whole batch.
+
+    Without dropout, which is drawn anew.
+    """
+    monkeypatch.setattr(
+        land_use,
+        "make_net",
+        lambda _, num_classes: squeezenet1_1(num_classes=num_classes, dropout=0.0),
+    )
+    whole, cut = (
+        train(prepared, tmp_path / "whole"),
+        train(prepared, tmp_path / "cut", micro_batch_size=5),
+    )
     assert torch.allclose(whole[0], cut[0], rtol=1e-3, atol=1e-5)
-    assert [step["loss"] for step in cut[1]] == pytest.approx([step["loss"] for step in whole[1]], rel=1e-3)
+    assert [step["loss"] for step in cut[1]] == pytest.approx(
+        [step["loss"] for step in whole[1]], rel=1e-3
+    )
 
 
 def test_held_out_images_are_the_same_share_of_each_class(prepared: Prepared) -> None:
@@ -97,8 +127,8 @@ def test_held_out_images_are_the_same_share_of_each_class(prepared: Prepared) ->
     assert split["classes"] == CLASSES
     assert sorted(split["train"] + split["test"]) == list(range(30))
     assert [sum(number // 10 == i for number in split["test"]) for i in range(3)] == [2, 2, 2]
-    with RankContext.local(data=prepared[1], source=prepared[0], options={"size": 40}) as rank:
-        classes, images = land_use.images_of(rank, "test")
+    with RankContext.local(data=prepared[1], source=prepared[0], options={"size": 40}) as ctx:
+        classes, images = land_use.images_of(ctx, "test")
     assert (classes, len(images)) == (CLASSES, 6)
     image, target = images[5]
     assert (image.shape, image.dtype, target) == ((3, 40, 40), torch.float32, 2)
@@ -115,15 +145,17 @@ def test_an_image_that_cannot_be_decoded_is_named(prepared: Prepared, tmp_path: 
 def test_a_folder_without_classes_is_refused(tmp_path: Path) -> None:
     """By its name."""
     with (
-        RankContext.local(data=tmp_path, source=tmp_path, stage="prepare") as rank,
+        RankContext.local(data=tmp_path, source=tmp_path, stage="prepare") as ctx,
         pytest.raises(FileNotFoundError, match=f"find any class folder in {tmp_path}"),
     ):
-        land_use.prepare(rank)
+        land_use.prepare(ctx)
 
 
 def test_an_unknown_model_is_refused() -> None:
     """With those that there are."""
-    with pytest.raises(InvalidParamsError, match=r"model is 'resnet19', .* there are alexnet, .*resnet18"):
+    with pytest.raises(
+        InvalidParamsError, match=r"model is 'resnet19', .* there are alexnet, .*resnet18"
+    ):
         make_net(Options(model="resnet19"), 21)
 
 
@@ -139,7 +171,11 @@ def test_weights_are_taken_but_for_the_last_layer(tmp_path: Path) -> None:
     safetensors.torch.save_file(ten.state_dict(), tmp_path / "ten.safetensors")
     path = str(tmp_path / "ten.safetensors")
     three = make_net(Options(model="squeezenet1_1", weights=path), 3)
-    assert torch.equal(three.state_dict()["features.0.weight"], ten.state_dict()["features.0.weight"])
+    assert torch.equal(
+        three.state_dict()["features.0.weight"], ten.state_dict()["features.0.weight"]
+    )
     assert three.state_dict()["classifier.1.weight"].shape[0] == 3
-    with pytest.raises(InvalidParamsError, match=r"ten.safetensors has \d+ of the \d+ tensors of resnet18"):
+    with pytest.raises(
+        InvalidParamsError, match=r"ten.safetensors has \d+ of the \d+ tensors of resnet18"
+    ):
         make_net(Options(weights=path), 3)

@@ -1,4 +1,5 @@
-"""The pet names' parts: what a list is, what is learnt from it, and what counts as a new name."""
+"""The pet names' parts: what a list is, what is learnt from it, and what counts as a new
+name."""
 
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,10 @@ def test_a_list_has_each_name_once_as_it_is_first_written() -> None:
     [
         (b"\xff\xfe", "names.txt is no UTF-8 text .* save it as UTF-8"),
         (b"Bello\n\nBELLO", "names.txt has 1 names; give at least 2"),
-        (b"Bello\n" + b"Rex, " * 40, "names.txt has a line of 199 characters, 'Rex, .* on each line"),
+        (
+            b"Bello\n" + b"Rex, " * 40,
+            "names.txt has a line of 199 characters, 'Rex, .* on each line",
+        ),
     ],
 )
 def test_what_is_no_list_is_refused(content: bytes, says: str) -> None:
@@ -65,7 +69,7 @@ def test_new_names_are_seeded_and_on_no_list() -> None:
 def test_bad_options_are_named(tmp_path: Path, options: dict[str, Any], says: str) -> None:
     """When the data is prepared."""
     with (
-        RankContext.local(data=tmp_path, source=tmp_path, options=options, stage="prepare") as rank,
+        RankContext.local(data=tmp_path, source=tmp_path, options=options, stage="prepare") as ctx,
         pytest.raises(InvalidParamsError, match=says),
     ):
-        pet_names.prepare(rank)
+        pet_names.prepare(ctx)

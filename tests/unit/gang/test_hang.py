@@ -1,4 +1,5 @@
-"""The rule by which a gang counts as hung, and the words for it: pure functions of what the seats saw."""
+"""The rule by which a gang counts as hung, and the words for it: pure functions of what the
+agents saw."""
 
 import pickle
 from typing import Any
@@ -8,21 +9,24 @@ import pytest
 from prefect_torch_ddp import GangHungError
 from prefect_torch_ddp.gang.caller.hang import describe, find_stall, summary
 from prefect_torch_ddp.gang.worker.progress_probe import Idleness, Usage
-from prefect_torch_ddp.protocol.agent import RankPulse
-from prefect_torch_ddp.protocol.heartbeat import Phase, Pulse
+from prefect_torch_ddp.protocol.agent import RankHeartbeat
+from prefect_torch_ddp.protocol.heartbeat import Heartbeat, Phase
 
 LIMIT_S = 10.0
 HOSTS = {0: "a", 1: "b", 2: "c"}
 
 
-def rank(number: int, phase: Phase = Phase.STEP, *, step: int = 5, seq: int = 0, **seen: Any) -> RankPulse:
-    """Describe a rank that has been silent and idle for 11 s, a bit more than the limit, unless told otherwise."""
-    pulse = Pulse(step=step, seq=seq, phase=phase, armed=seen.pop("armed", True))
+def rank(
+    number: int, phase: Phase = Phase.STEP, *, step: int = 5, seq: int = 0, **seen: Any
+) -> RankHeartbeat:
+    """Describe a rank that has been silent and idle for 11 s, a bit more than the limit, unless
+    told otherwise."""
+    heartbeat = Heartbeat(step=step, seq=seq, phase=phase, armed=seen.pop("armed", True))
     seen.setdefault("silent_s", 11.0)
-    return RankPulse(number, pulse, idle_s=seen.pop("idle_s", seen["silent_s"]), **seen)
+    return RankHeartbeat(number, heartbeat, idle_s=seen.pop("idle_s", seen["silent_s"]), **seen)
 
 
-def missing(*ranks: RankPulse, from_start: bool = False) -> list[int] | None:
+def missing(*ranks: RankHeartbeat, from_start: bool = False) -> list[int] | None:
     """Return who is missing in a gang that hangs; None where it doesn't hang."""
     stall = find_stall(ranks, LIMIT_S, from_start=from_start)
     return [one.rank for one in stall.behind] if stall is not None and stall.is_hung else None
@@ -39,7 +43,8 @@ def test_the_rank_in_an_earlier_step_is_missing() -> None:
 
 
 def test_a_rank_that_waits_behind_the_step_is_ahead_of_one_inside() -> None:
-    """Ranks that agree at the step's end, load or save have arrived; the one in the body has not."""
+    """Ranks that agree at the step's end, load or save have arrived; the one in the body has
+    not."""
     for phase in (Phase.STEP_END, Phase.SAVING, Phase.LOADING):
         assert missing(rank(0, phase), rank(1, Phase.STEP)) == [1]
 
@@ -58,13 +63,41 @@ def test_one_rank_that_moves_keeps_the_gang_alive() -> None:
         (Phase.STEP, 100.0, 0.0, True),
         (Phase.STEP_END, 10.0, 10.0, True),
         (Phase.FUNCTION, 10.0, 10.0, True),
-        *((phase, 99.0, 99.0, False) for phase in (Phase.LOADING, Phase.EPOCH_END, Phase.SAVING, Phase.RESTORING, Phase.SETUP)),
-        *((phase, 100.0, 100.0, True) for phase in (Phase.LOADING, Phase.EPOCH_END, Phase.SAVING, Phase.COMPILING, Phase.SETUP)),
-        *((phase, 1e6, 0.0, False) for phase in (Phase.LOADING, Phase.EPOCH_END, Phase.SAVING, Phase.COMPILING, Phase.SETUP)),
+        *(
+            (phase, 99.0, 99.0, False)
+            for phase in (
+                Phase.LOADING,
+                Phase.EPOCH_END,
+                Phase.SAVING,
+                Phase.RESTORING,
+                Phase.SETUP,
+            )
+        ),
+        *(
+            (phase, 100.0, 100.0, True)
+            for phase in (
+                Phase.LOADING,
+                Phase.EPOCH_END,
+                Phase.SAVING,
+                Phase.COMPILING,
+                Phase.SETUP,
+            )
+        ),
+        *(
+            (phase, 1e6, 0.0, False)
+            for phase in (
+                Phase.LOADING,
+                Phase.EPOCH_END,
+                Phase.SAVING,
+                Phase.COMPILING,
+                Phase.SETUP,
+            )
+        ),
     ],
 )
 def test_limits(phase: Phase, silent_s: float, idle_s: float, is_hung: bool) -> None:  # noqa: FBT001 - a parameter of the test
-    """In a step the limit holds for an idle rank, and ten times it for one that works; elsewhere only idle ranks are limited."""
+    """In a step the limit holds for an idle rank, and ten times it for one that works;
+    elsewhere only idle ranks are limited."""
     behind = rank(1, phase, step=3, silent_s=silent_s, idle_s=idle_s)
     assert (missing(rank(0, step=4, silent_s=silent_s), behind) == [1]) is is_hung
 
@@ -75,8 +108,12 @@ def test_a_rank_with_a_stopped_process_has_the_plain_limit() -> None:
 
 
 def test_nobody_is_watched_before_the_first_sign_of_progress() -> None:
-    """Loading torch, meeting, building a model: none of it counts, unless a plain function's caller asked for it."""
-    waiting = rank(0, Phase.SETUP, step=0, armed=False, silent_s=1e6), rank(1, Phase.FUNCTION, step=0, armed=False, silent_s=1e6)
+    """Loading torch, key-value store, building a model: none of it counts, unless a plain
+    function's caller asked for it."""
+    waiting = (
+        rank(0, Phase.SETUP, step=0, armed=False, silent_s=1e6),
+        rank(1, Phase.FUNCTION, step=0, armed=False, silent_s=1e6),
+    )
     assert missing(*waiting) is None
     assert missing(*waiting, from_start=True) == [1]
     assert missing(rank(0, Phase.STARTING, silent_s=1e6), waiting[1], from_start=True) is None
@@ -116,7 +153,13 @@ def test_the_text_says_who_where_and_who_waits() -> None:
         "while ranks 0, 2 wait in a collective of step 5"
     )
     error = pickle.loads(pickle.dumps(GangHungError(hang, attempt=3)))
-    assert (error.ranks, error.hosts, error.attempt, error.hang.step, error.hang.phase) == ((1,), ("b",), 3, 5, "step")
+    assert (error.ranks, error.hosts, error.attempt, error.hang.step, error.hang.phase) == (
+        (1,),
+        ("b",),
+        3,
+        5,
+        "step",
+    )
     assert error.stacks[0] == STACK_OF_WAITING
     assert str(error).startswith(f"the gang hung in attempt 3: {hang.summary}\n")
     assert 'File "/home/me/train.py", line 34 in forward' in str(error)
@@ -124,7 +167,8 @@ def test_the_text_says_who_where_and_who_waits() -> None:
 
 
 def test_collectives_that_dont_match_are_counted() -> None:
-    """Where the rank that is behind waits in a collective too, the numbers say what is wrong."""
+    """Where the rank that is behind waits in a collective too, the numbers say what is
+    wrong."""
     stall = find_stall((rank(0, seq=4), rank(1, seq=3)), LIMIT_S, from_start=False)
     assert stall is not None
     text = summary(stall, HOSTS, {0: STACK_OF_WAITING, 1: STACK_OF_WAITING})
@@ -136,7 +180,11 @@ def test_collectives_that_dont_match_are_counted() -> None:
 
 def test_the_text_without_stacks_and_with_a_stopped_process() -> None:
     """A rank that can't answer is named all the same."""
-    stall = find_stall((rank(0, Phase.STEP_END), rank(1, stopped="process 7 (ddp-rank-1)")), LIMIT_S, from_start=False)
+    stall = find_stall(
+        (rank(0, Phase.STEP_END), rank(1, stopped="process 7 (ddp-rank-1)")),
+        LIMIT_S,
+        from_start=False,
+    )
     assert stall is not None
     assert summary(stall, HOSTS, {}) == (
         "rank 1 on b did not arrive: for 11 s it has been in step 5, while rank 0 is at the end of step 5; "
@@ -145,7 +193,8 @@ def test_the_text_without_stacks_and_with_a_stopped_process() -> None:
 
 
 def idle_s_after(*samples: tuple[float, float, int], silent_s: float = 100.0) -> float:
-    """Return how idle a rank with a window of 10 s is at its last sample of (time, CPU seconds, bytes)."""
+    """Return how idle a rank with a window of 10 s is at its last sample of (time, CPU seconds,
+    bytes)."""
     idleness = Idleness(10.0)
     for at_s, cpu_s, io_bytes in samples:
         idleness.add(at_s, Usage(cpu_s, io_bytes))
@@ -153,7 +202,8 @@ def idle_s_after(*samples: tuple[float, float, int], silent_s: float = 100.0) ->
 
 
 def test_idle_is_what_uses_next_to_nothing_over_a_window() -> None:
-    """A tick now and then is idle; a hundredth of a core, or data, is not; too little seen is not known."""
+    """A tick now and then is idle; a hundredth of a core, or data, is not; too little seen is
+    not known."""
     assert idle_s_after((0.0, 1.0, 0)) == 0.0
     assert idle_s_after((0.0, 1.0, 0), (4.0, 1.0, 0)) == 0.0
     assert idle_s_after((0.0, 1.0, 0), (5.0, 1.02, 100)) == 100.0

@@ -1,4 +1,5 @@
-"""By which address ranks are reached is a pure decision; the socket they meet at listens there and nowhere else."""
+"""By which address ranks are reached is a pure decision; the socket they meet at listens there
+and nowhere else."""
 
 import socket
 
@@ -15,12 +16,28 @@ from prefect_torch_ddp.protocol.agent import WorkerIdentity
 def worker(host: str, machine: str, *addresses: tuple[str, str]) -> WorkerIdentity:
     """Make a worker that Dask knows by `host`."""
     address = f"tcp://[{host}]:1" if ":" in host else f"tcp://{host}:1"
-    return WorkerIdentity(address, "id", host, None, None, machine=machine, addresses=addresses or (("eth0", host),))
+    return WorkerIdentity(
+        address, "id", host, None, None, machine=machine, addresses=addresses or (("eth0", host),)
+    )
 
 
 TWO_NETWORKS = [
-    worker("192.168.7.1", "a", ("lo", "127.0.0.1"), ("mgmt", "192.168.7.1"), ("data", "10.1.0.1"), ("data", "fd00::1")),
-    worker("192.168.7.2", "b", ("lo", "127.0.0.1"), ("eth0", "192.168.7.2"), ("ib0", "10.1.0.2"), ("ib0", "fd00::2")),
+    worker(
+        "192.168.7.1",
+        "a",
+        ("lo", "127.0.0.1"),
+        ("mgmt", "192.168.7.1"),
+        ("data", "10.1.0.1"),
+        ("data", "fd00::1"),
+    ),
+    worker(
+        "192.168.7.2",
+        "b",
+        ("lo", "127.0.0.1"),
+        ("eth0", "192.168.7.2"),
+        ("ib0", "10.1.0.2"),
+        ("ib0", "fd00::2"),
+    ),
 ]
 
 
@@ -44,26 +61,50 @@ def test_a_network_by_cidr(interface: str, expected: list[str]) -> None:
 
 
 def test_an_interface_by_name_prefers_dasks_family() -> None:
-    """An interface with both families gives an address of the family that Dask uses, and link-local last."""
-    first = worker("192.168.7.1", "a", ("ib0", "fe80::1%ib0"), ("ib0", "fd00::1"), ("ib0", "10.1.0.1"), ("mgmt", "192.168.7.1"))
+    """An interface with both families gives an address of the family that Dask uses, and
+    link-local last."""
+    first = worker(
+        "192.168.7.1",
+        "a",
+        ("ib0", "fe80::1%ib0"),
+        ("ib0", "fd00::1"),
+        ("ib0", "10.1.0.1"),
+        ("mgmt", "192.168.7.1"),
+    )
     assert list(rank_addresses([first], "ib0").values()) == ["10.1.0.1"]
-    second = worker("fd07::1", "a", ("ib0", "10.1.0.1"), ("ib0", "fe80::1%ib0"), ("ib0", "fd00::1"), ("mgmt", "fd07::1"))
+    second = worker(
+        "fd07::1",
+        "a",
+        ("ib0", "10.1.0.1"),
+        ("ib0", "fe80::1%ib0"),
+        ("ib0", "fd00::1"),
+        ("mgmt", "fd07::1"),
+    )
     assert list(rank_addresses([second], "ib0").values()) == ["fd00::1"]
 
 
 def test_a_worker_without_the_interface_is_named() -> None:
     """The error names the worker and what it has."""
-    with pytest.raises(InvalidParamsError, match=r"tcp://192\.168\.7\.1:1 has no interface 'ib0'; it has: .*data 10\.1\.0\.1"):
+    with pytest.raises(
+        InvalidParamsError,
+        match=r"tcp://192\.168\.7\.1:1 has no interface 'ib0'; it has: .*data 10\.1\.0\.1",
+    ):
         rank_addresses(TWO_NETWORKS, "ib0")
     with pytest.raises(InvalidParamsError, match=r"has no address in the network '10\.9\.0\.0/16'"):
         rank_addresses(TWO_NETWORKS, "10.9.0.0/16")
 
 
-@pytest.mark.parametrize(("host", "scope"), [("127.0.0.1", "loopback"), ("::1", "loopback"), ("fe80::1%eth0", "link-local")])
+@pytest.mark.parametrize(
+    ("host", "scope"),
+    [("127.0.0.1", "loopback"), ("::1", "loopback"), ("fe80::1%eth0", "link-local")],
+)
 def test_an_address_of_one_machine_alone_is_refused_on_several(host: str, scope: str) -> None:
-    """Loopback and link-local addresses can't be reached from another machine; on one machine they may be used."""
+    """Loopback and link-local addresses can't be reached from another machine; on one machine
+    they may be used."""
     workers = [worker(host, "a"), worker("10.0.0.2", "b")]
-    with pytest.raises(GangError, match=rf"{scope} address {host}, which other machines can't reach: .*--interface"):
+    with pytest.raises(
+        GangError, match=rf"{scope} address {host}, which other machines can't reach: .*--interface"
+    ):
         rank_addresses(workers, None)
     assert len(rank_addresses([worker(host, "a"), worker("127.0.0.2", "a")], None)) == 2
 
@@ -75,7 +116,10 @@ def test_what_is_no_interface_is_refused(interface: object) -> None:
         check_interface(interface)
 
 
-@pytest.mark.parametrize(("host", "elsewhere"), [("127.0.0.1", "127.0.0.2"), ("127.0.0.2", "127.0.0.1"), ("localhost", None)])
+@pytest.mark.parametrize(
+    ("host", "elsewhere"),
+    [("127.0.0.1", "127.0.0.2"), ("127.0.0.2", "127.0.0.1"), ("localhost", None)],
+)
 def test_the_store_listens_at_one_address_alone(host: str, elsewhere: str | None) -> None:
     """A connection to the same port at another address of this machine is refused."""
     with listen(host) as listener:
@@ -87,6 +131,7 @@ def test_the_store_listens_at_one_address_alone(host: str, elsewhere: str | None
 
 
 def test_an_address_of_nobody_is_refused_with_the_way_out() -> None:
-    """A worker that is announced by an address it doesn't have (--contact-address, NAT) is told so."""
+    """A worker that is announced by an address it doesn't have (--contact-address, NAT) is told
+    so."""
     with pytest.raises(GangError, match=r"can't listen at 203\.0\.113\.9, .*interface="):
         listen("203.0.113.9")

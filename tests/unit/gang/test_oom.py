@@ -1,4 +1,5 @@
-"""What the kernel says of a killed process: parsed from its own formats, read where it can be."""
+"""What the kernel says of a killed process: parsed from its own formats, read where it can
+be."""
 
 from pathlib import Path
 
@@ -39,8 +40,12 @@ def test_counts() -> None:
 
 
 def test_the_log_names_the_process() -> None:
-    """With what it held, and whose limit it was; another process, and an older life of the number, are left out."""
-    assert find_kill(LOG, 41, 0) == "out of memory of the whole machine: killed process 41 (python), which held 2 MiB"
+    """With what it held, and whose limit it was; another process, and an older life of the
+    number, are left out."""
+    assert (
+        find_kill(LOG, 41, 0)
+        == "out of memory of the whole machine: killed process 41 (python), which held 2 MiB"
+    )
     assert "in its control group" in (find_kill(LOG, 42, 1999) or "")
     assert "1024 MiB" in (find_kill(LOG, 42, 1999) or "")
     assert find_kill(LOG, 42, 2001) is None
@@ -49,7 +54,10 @@ def test_the_log_names_the_process() -> None:
 
 @pytest.mark.parametrize(
     ("line", "name", "text"),
-    [("0::/w", "w/memory.events", V2_EVENTS), ("4:memory:/w", "memory/w/memory.oom_control", V1_CONTROL)],
+    [
+        ("0::/w", "w/memory.events", V2_EVENTS),
+        ("4:memory:/w", "memory/w/memory.oom_control", V1_CONTROL),
+    ],
 )
 def test_a_count_that_grew_is_reported(tmp_path: Path, line: str, name: str, text: str) -> None:
     """Since the rank started; a count that stayed says nothing."""

@@ -9,17 +9,31 @@ from prefect_torch_ddp.protocol.agent import WorkerIdentity
 
 
 def worker(
-    address: str, host: str, devices: str | None = None, occupant: str | None = None, free: dict[str, float] | None = None
+    address: str,
+    host: str,
+    devices: str | None = None,
+    occupant: str | None = None,
+    free: dict[str, float] | None = None,
 ) -> WorkerIdentity:
     """Make a worker."""
     return WorkerIdentity(address, address, host, devices, occupant, free_resources=free or {})
 
 
 def test_two_hosts_have_local_ranks_of_their_own() -> None:
-    """A6: two hosts imitated by 127.0.0.1 and 127.0.0.2: local ranks 0, 1, 0, 1; ranks of a host side by side."""
-    workers = [worker(f"tcp://{host}:{port}", host) for port in (9, 10) for host in ("127.0.0.2", "127.0.0.1")]
+    """A6: two hosts imitated by 127.0.0.1 and 127.0.0.2: local ranks 0, 1, 0, 1; ranks of a
+    host side by side."""
+    workers = [
+        worker(f"tcp://{host}:{port}", host)
+        for port in (9, 10)
+        for host in ("127.0.0.2", "127.0.0.1")
+    ]
     placement = place(choose(workers, 4), 4, 1)
-    assert [p.host for p in placement.places] == ["127.0.0.1", "127.0.0.1", "127.0.0.2", "127.0.0.2"]
+    assert [p.host for p in placement.places] == [
+        "127.0.0.1",
+        "127.0.0.1",
+        "127.0.0.2",
+        "127.0.0.2",
+    ]
     assert [p.local_rank for p in placement.places] == [0, 1, 0, 1]
     assert [p.node_rank for p in placement.places] == [0, 0, 1, 1]
     assert placement.shape.local_world_sizes == (2, 2)
@@ -28,12 +42,17 @@ def test_two_hosts_have_local_ranks_of_their_own() -> None:
 
 def test_free_workers_come_first() -> None:
     """A gang that doesn't need all workers sits where nobody is."""
-    workers = [worker("tcp://a:1", "a", occupant="gang 'x'"), worker("tcp://a:2", "a"), worker("tcp://a:3", "a")]
+    workers = [
+        worker("tcp://a:1", "a", occupant="gang 'x'"),
+        worker("tcp://a:2", "a"),
+        worker("tcp://a:3", "a"),
+    ]
     assert [w.address for w in choose(workers, 2)] == ["tcp://a:2", "tcp://a:3"]
 
 
 def test_devices_are_chosen_host_by_host() -> None:
-    """A8: dask-cuda shows each worker of a host another GPU first; workers that all see the same count up."""
+    """A8: dask-cuda shows each worker of a host another GPU first; workers that all see the
+    same count up."""
     workers = [
         worker("tcp://a:1", "a", "0,1"),
         worker("tcp://a:2", "a", "1,0"),
@@ -63,8 +82,12 @@ def test_workers_without_the_resources_are_not_chosen() -> None:
 def test_too_few_workers_with_resources_are_counted() -> None:
     """The refusal names both numbers, and the resource."""
     text = too_few_text(1, 3, 2, 1, {"GPU": 1}, 5.0)
-    assert text.startswith("the cluster has 1 worker with GPU>=1, need 2; it has 3 in all after 5 s")
-    assert "2 workers with GPU>=1, disk>=0.5, need 3 with 4 ranks each" in too_few_text(2, 2, 3, 4, {"GPU": 1, "disk": 0.5}, 5.0)
+    assert text.startswith(
+        "the cluster has 1 worker with GPU>=1, need 2; it has 3 in all after 5 s"
+    )
+    assert "2 workers with GPU>=1, disk>=0.5, need 3 with 4 ranks each" in too_few_text(
+        2, 2, 3, 4, {"GPU": 1, "disk": 0.5}, 5.0
+    )
 
 
 def test_an_uneven_tail_leaves_the_last_worker_fewer_ranks() -> None:
@@ -81,9 +104,14 @@ def test_an_uneven_tail_leaves_the_last_worker_fewer_ranks() -> None:
     ranks_per_worker=st.integers(1, 3),
     data=st.data(),
 )
-def test_every_placement_is_whole(hosts: list[int], ranks_per_worker: int, data: st.DataObject) -> None:
-    """Ranks are 0 to n-1, contiguous on each host, with local ranks from 0, and the order of workers given doesn't matter."""
-    workers = [worker(f"tcp://h{h}:{w}", f"h{h}") for h, count in enumerate(hosts) for w in range(count)]
+def test_every_placement_is_whole(
+    hosts: list[int], ranks_per_worker: int, data: st.DataObject
+) -> None:
+    """Ranks are 0 to n-1, contiguous on each host, with local ranks from 0, and the order of
+    workers given doesn't matter."""
+    workers = [
+        worker(f"tcp://h{h}:{w}", f"h{h}") for h, count in enumerate(hosts) for w in range(count)
+    ]
     world_size = data.draw(st.integers(1, len(workers) * ranks_per_worker))
     shuffled = data.draw(st.permutations(workers))
     needed = num_workers_needed(world_size, ranks_per_worker)

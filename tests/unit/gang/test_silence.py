@@ -1,6 +1,6 @@
 """What counts as silence: time in which this process itself was stopped doesn't."""
 
-from prefect_torch_ddp.gang.liveness import TURN_S, Silence
+from prefect_torch_ddp.gang.liveness import TURN_S, Liveness
 
 
 class Clock:
@@ -16,7 +16,7 @@ class Clock:
 def test_it_lasts_until_a_sign_of_life() -> None:
     """It counts down over looks, and starts anew when something is heard."""
     clock = Clock()
-    silence = Silence(5.0, clock)
+    silence = Liveness(5.0, clock)
     clock.now_s += 2
     assert silence.left_s == 3
     clock.now_s += 2
@@ -30,8 +30,9 @@ def test_it_lasts_until_a_sign_of_life() -> None:
 
 
 def test_time_in_which_one_was_stopped_oneself_does_not_count() -> None:
-    """A caller or worker that is continued after a minute doesn't take its peers for lost before it has listened again."""
+    """A caller or worker that is continued after a minute doesn't take its peers for lost
+    before it has listened again."""
     clock = Clock()
-    silence = Silence(12.0, clock)
+    silence = Liveness(12.0, clock)
     clock.now_s += 60
     assert silence.left_s == 12 - TURN_S

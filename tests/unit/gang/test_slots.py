@@ -3,13 +3,19 @@
 import threading
 
 from prefect_torch_ddp.gang.worker.slots import Slots
-from prefect_torch_ddp.protocol.agent import SeatTicket, Seniority
+from prefect_torch_ddp.protocol.agent import Reservation, Seniority
 
 
-def ticket(name: str, born_s: float) -> SeatTicket:
-    """Make a ticket for one worker."""
-    return SeatTicket(
-        name, name, Seniority(born_s, name), worker="tcp://a:1", process_id="p", hosts_store=False, stop_grace_s=8.0
+def reservation(name: str, born_s: float) -> Reservation:
+    """Make a reservation for one worker."""
+    return Reservation(
+        name,
+        name,
+        Seniority(born_s, name),
+        worker="tcp://a:1",
+        process_id="p",
+        hosts_store=False,
+        stop_grace_s=8.0,
     )
 
 
@@ -19,12 +25,14 @@ def test_the_senior_waiting_gang_is_next() -> None:
 
     def sit(name: str, born_s: float) -> None:
         waiting.wait(5)
-        with slots.hold(ticket(name, born_s), lambda: False) as got_it:
+        with slots.hold(reservation(name, born_s), lambda: False) as got_it:
             assert got_it
             order.append(name)
 
-    with slots.hold(ticket("first", 1.0), lambda: False):
-        threads = [threading.Thread(target=sit, args=args) for args in (("young", 3.0), ("old", 2.0))]
+    with slots.hold(reservation("first", 1.0), lambda: False):
+        threads = [
+            threading.Thread(target=sit, args=args) for args in (("young", 3.0), ("old", 2.0))
+        ]
         for thread in threads:
             thread.start()
         waiting.wait(5)
@@ -39,8 +47,9 @@ def test_the_senior_waiting_gang_is_next() -> None:
 
 
 def test_a_running_gang_waits_for_nobody() -> None:
-    """The holder's seniority is shown only while it still collects seats; giving up frees the place in the queue."""
-    slots, first = Slots(), ticket("first", 1.0)
+    """The holder's seniority is shown only while it still collects agents; giving up frees the
+    place in the queue."""
+    slots, first = Slots(), reservation("first", 1.0)
     with slots.hold(first, lambda: False):
         collecting = slots.occupant("tcp://a:1")
         assert collecting is not None
@@ -49,6 +58,6 @@ def test_a_running_gang_waits_for_nobody() -> None:
         running = slots.occupant("tcp://a:1")
         assert running is not None
         assert running.seniority is None
-        with slots.hold(ticket("second", 2.0), lambda: True) as got_it:
+        with slots.hold(reservation("second", 2.0), lambda: True) as got_it:
             assert not got_it
     assert slots.occupant("tcp://a:1") is None

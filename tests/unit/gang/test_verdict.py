@@ -16,7 +16,12 @@ from prefect_torch_ddp.gang.caller.root_cause import (
 from prefect_torch_ddp.protocol.rank import RankFailure, RankPlace
 
 CLOSED = RankFailure(
-    rank=0, host="a", pid=1, kind="exception", summary="RuntimeError: Connection closed by peer", is_collateral=True
+    rank=0,
+    host="a",
+    pid=1,
+    kind="exception",
+    summary="RuntimeError: Connection closed by peer",
+    is_collateral=True,
 )
 BOOM = RankFailure(rank=1, host="b", pid=2, kind="exception", summary="ValueError: boom")
 LOST = RankFailure(rank=2, host="b", pid=0, kind="worker_lost", summary="worker tcp://b:1 was lost")
@@ -24,9 +29,9 @@ LOST = RankFailure(rank=2, host="b", pid=0, kind="worker_lost", summary="worker 
 
 def test_a_cause_is_blamed_though_its_consequence_was_seen_first() -> None:
     """The collateral failure is listed as such."""
-    verdict = judge([CLOSED, BOOM])
-    assert (verdict.cause, verdict.collateral) == (BOOM, (CLOSED,))
-    error = error_for(verdict, attempt=3)
+    root_cause = judge([CLOSED, BOOM])
+    assert (root_cause.cause, root_cause.collateral) == (BOOM, (CLOSED,))
+    error = error_for(root_cause, attempt=3)
     assert isinstance(error, RankFailedError)
     assert str(error).startswith("rank 1 on b failed in attempt 3: ValueError: boom")
     assert "as a consequence:\n  rank 0 on a: RuntimeError: Connection closed by peer" in str(error)
@@ -35,8 +40,8 @@ def test_a_cause_is_blamed_though_its_consequence_was_seen_first() -> None:
 def test_a_rank_that_returned_early_is_blamed_when_all_else_is_consequence() -> None:
     """Returning while a peer waits in a collective names the rank that returned."""
     place = RankPlace(rank=1, local_rank=0, node_rank=1, slot=0, worker="tcp://b:1", host="b")
-    verdict = judge([CLOSED], [place])
-    assert (verdict.cause.rank, verdict.cause.kind) == (1, "returned")
+    root_cause = judge([CLOSED], [place])
+    assert (root_cause.cause.rank, root_cause.cause.kind) == (1, "returned")
     assert judge([CLOSED, BOOM], [place]).cause == BOOM
 
 
@@ -56,15 +61,20 @@ def test_a_lost_worker_names_all_its_ranks() -> None:
 
 
 def test_a_silent_rank_is_waited_for_longer() -> None:
-    """While all that was seen are consequences the cause may be a rank that is slow to say so, or a lost worker's."""
+    """While all that was seen are consequences the cause may be a rank that is slow to say so,
+    or a lost worker's."""
     assert settle_s([CLOSED], num_returned=0, world_size=2) == SILENT_SETTLE_S
     assert settle_s([CLOSED], num_returned=1, world_size=3) == SETTLE_S
     assert settle_s([CLOSED, BOOM], num_returned=0, world_size=3) == 0
 
 
 def test_equal_failures_are_one_line() -> None:
-    """Ranks that say the same are named together, by host, in the cause and among the consequences."""
-    bad = [replace(BOOM, rank=rank, host=host, summary="ValueError: bad lr") for rank, host in ((2, "b"), (0, "a"), (1, "a"))]
+    """Ranks that say the same are named together, by host, in the cause and among the
+    consequences."""
+    bad = [
+        replace(BOOM, rank=rank, host=host, summary="ValueError: bad lr")
+        for rank, host in ((2, "b"), (0, "a"), (1, "a"))
+    ]
     closed = [replace(CLOSED, rank=rank, host="c") for rank in (5, 4)]
     error = error_for(judge([*closed, *bad]), attempt=1)
     assert isinstance(error, RankFailedError)
@@ -78,7 +88,8 @@ def test_equal_failures_are_one_line() -> None:
 
 
 def test_equals_of_an_exception_are_waited_for() -> None:
-    """A moment, while other ranks may still raise the same; a kill has no equals, nor have consequences."""
+    """A moment, while other ranks may still raise the same; a kill has no equals, nor have
+    consequences."""
     assert equals_s([BOOM], num_returned=0, world_size=2) == EQUALS_S
     assert equals_s([BOOM, CLOSED], num_returned=0, world_size=2) == 0
     assert equals_s([CLOSED], num_returned=0, world_size=2) == 0

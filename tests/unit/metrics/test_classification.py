@@ -18,16 +18,26 @@ def test_scores_by_hand() -> None:
     assert (report.num_samples, report.accuracy, report.loss) == (6, 5 / 6, 0.25)
     cat, dog = report.classes
     assert (cat.name, cat.precision, cat.recall, cat.support) == ("cat", 1.0, 0.75, 4)
-    assert (dog.name, dog.precision, dog.recall, dog.support) == ("dog", pytest.approx(2 / 3), 1.0, 2)
+    assert (dog.name, dog.precision, dog.recall, dog.support) == (
+        "dog",
+        pytest.approx(2 / 3),
+        1.0,
+        2,
+    )
     assert cat.f1 == pytest.approx(6 / 7)
     assert dog.f1 == pytest.approx(0.8)
     assert report.confusion_matrix == ((3, 1), (0, 2))
 
 
 def test_classes_never_predicted_or_absent_score_zero() -> None:
-    """D3: class b is never predicted, class c is absent (and predicted once), class d is both."""
-    report = classification_report([[2, 0, 1, 0], [3, 0, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]], "abcd", loss=None)
-    assert [(score.precision, score.recall, score.f1, score.support) for score in report.classes[1:]] == [
+    """D3: class b is never predicted, class c is absent (and predicted once), class d is
+    both."""
+    report = classification_report(
+        [[2, 0, 1, 0], [3, 0, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]], "abcd", loss=None
+    )
+    assert [
+        (score.precision, score.recall, score.f1, score.support) for score in report.classes[1:]
+    ] == [
         (0, 0, 0, 3),
         (0, 0, 0, 0),
         (0, 0, 0, 0),
@@ -35,7 +45,13 @@ def test_classes_never_predicted_or_absent_score_zero() -> None:
     assert report.loss is None
 
 
-@given(st.integers(1, 6).flatmap(lambda n: st.lists(st.lists(st.integers(0, 9), min_size=n, max_size=n), min_size=n, max_size=n)))
+@given(
+    st.integers(1, 6).flatmap(
+        lambda n: st.lists(
+            st.lists(st.integers(0, 9), min_size=n, max_size=n), min_size=n, max_size=n
+        )
+    )
+)
 def test_every_value_is_finite_and_counts_add_up(matrix: list[list[int]]) -> None:
     """Prefect's page crashes on nan and inf: there is none, whatever the counts."""
     total = sum(map(sum, matrix))
@@ -48,7 +64,11 @@ def test_every_value_is_finite_and_counts_add_up(matrix: list[list[int]]) -> Non
     assert report.num_samples == total == sum(score.support for score in report.classes)
     right = sum(score.recall * score.support for score in report.classes)
     assert report.accuracy == pytest.approx(right / total)
-    assert all(0 <= value <= 1 for score in report.classes for value in (score.precision, score.recall, score.f1))
+    assert all(
+        0 <= value <= 1
+        for score in report.classes
+        for value in (score.precision, score.recall, score.f1)
+    )
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf])
@@ -59,7 +79,11 @@ def test_a_loss_that_is_no_number_is_none(loss: float) -> None:
 
 @pytest.mark.parametrize(
     ("matrix", "words"),
-    [([[1, 2]], r"got rows of \[2\]"), ([[1], [2]], "2 rows of 2 counts"), ([[1, -1], [0, 0]], "negative")],
+    [
+        ([[1, 2]], r"got rows of \[2\]"),
+        ([[1], [2]], "2 rows of 2 counts"),
+        ([[1, -1], [0, 0]], "negative"),
+    ],
 )
 def test_misshapen_matrices_are_refused(matrix: list[list[Any]], words: str) -> None:
     """The message says what a matrix looks like."""

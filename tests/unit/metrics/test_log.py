@@ -30,7 +30,8 @@ class BreakableStorage(DirectoryStorage):
 
 
 class DeafStorage(BreakableStorage):
-    """A directory that writes, and while it is broken says that it didn't: an answer that was lost."""
+    """A directory that writes, and while it is broken says that it didn't: an answer that was
+    lost."""
 
     def write_if_absent(self, key: str, data: bytes) -> bool:
         """Write it; say so, or not."""
@@ -50,7 +51,15 @@ def _whole_again() -> Any:
 
 def record(step: int, **metrics: Any) -> dict[str, Any]:
     """Make a record of rank 3."""
-    return {"step": step, "epoch": 1, "rank": 3, "attempt": 2, "time": 0.0, "num_samples": 4, "metrics": metrics}
+    return {
+        "step": step,
+        "epoch": 1,
+        "rank": 3,
+        "attempt": 2,
+        "time": 0.0,
+        "num_samples": 4,
+        "metrics": metrics,
+    }
 
 
 def test_close_writes_all(tmp_path: Path) -> None:
@@ -71,7 +80,10 @@ def test_nan_is_valid_json(tmp_path: Path) -> None:
     log.append(record(1, loss=math.nan, norm=-math.inf))
     log.close()
     line = (tmp_path / "runs/run/metrics/rank-00000/000001-000001.jsonl").read_text()
-    assert json.loads(line, parse_constant=pytest.fail)["metrics"] == {"loss": "nan", "norm": "-inf"}
+    assert json.loads(line, parse_constant=pytest.fail)["metrics"] == {
+        "loss": "nan",
+        "norm": "-inf",
+    }
     (found,) = read_all_records(DirectoryStorage(tmp_path), "run")
     assert math.isnan(found.metrics["loss"])
 
@@ -93,13 +105,17 @@ def test_the_background_writes_while_it_runs(tmp_path: Path) -> None:
     log.append(record(1, loss=1))
     appeared = threading.Event()
     for _ in range(500):
-        if list(DirectoryStorage(tmp_path).list("runs/run/metrics/rank-00000/000001-")) or appeared.wait(0.01):
+        if list(
+            DirectoryStorage(tmp_path).list("runs/run/metrics/rank-00000/000001-")
+        ) or appeared.wait(0.01):
             break
     assert len(read_all_records(DirectoryStorage(tmp_path), "run")) == 1
     log.close()
 
 
-def test_a_storage_that_recovers_loses_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_storage_that_recovers_loses_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """Records wait, one warning says so, and they are written once."""
     _broken.set()
     log = MetricLog(BreakableStorage(tmp_path), "run", rank=0, attempt=1, first_interval_s=0.01)

@@ -50,15 +50,36 @@ def part(rank: int, attempt: int = 1, number: int = 1) -> str:
 
 
 def line(
-    step: int, rank: int = 0, attempt: int = 1, *, epoch: int = 1, num_samples: int = 1, time: float = 0.0, **metrics
+    step: int,
+    rank: int = 0,
+    attempt: int = 1,
+    *,
+    epoch: int = 1,
+    num_samples: int = 1,
+    time: float = 0.0,
+    **metrics,
 ) -> bytes:
     """Write one record as a rank does."""
-    record = {"step": step, "epoch": epoch, "rank": rank, "attempt": attempt, "time": time, "num_samples": num_samples}
+    record = {
+        "step": step,
+        "epoch": epoch,
+        "rank": rank,
+        "attempt": attempt,
+        "time": time,
+        "num_samples": num_samples,
+    }
     return json.dumps(record | {"metrics": metrics}).encode() + b"\n"
 
 
 def record(
-    step: int, rank: int = 0, attempt: int = 1, *, epoch: int = 1, num_samples: int = 1, time: float = 0.0, **metrics
+    step: int,
+    rank: int = 0,
+    attempt: int = 1,
+    *,
+    epoch: int = 1,
+    num_samples: int = 1,
+    time: float = 0.0,
+    **metrics,
 ) -> Record:
     """Make one record."""
     return Record(step, epoch, rank, attempt, time, num_samples, metrics)
@@ -70,10 +91,14 @@ def test_two_ranks_of_1500_steps_are_read_whole_from_many_parts_in_order_of_step
     for rank in range(2):
         for number in range(15):
             steps = range(number * 100 + 1, number * 100 + 101)
-            objects[part(rank, number=number + 1)] = b"".join(line(step, rank, loss=step + rank / 10) for step in steps)
+            objects[part(rank, number=number + 1)] = b"".join(
+                line(step, rank, loss=step + rank / 10) for step in steps
+            )
     records = read_records(Shelf(objects), RUN)
     assert len(records) == 3000
-    assert [(found.step, found.rank) for found in records] == [(step, rank) for step in range(1, 1501) for rank in range(2)]
+    assert [(found.step, found.rank) for found in records] == [
+        (step, rank) for step in range(1, 1501) for rank in range(2)
+    ]
     assert records[-1].metrics == {"loss": 1500.1}
 
 
@@ -87,7 +112,9 @@ def test_a_run_without_records_has_none():
 def test_other_runs_whose_id_begins_alike_are_not_read():
     """Other runs whose id begins alike are not read."""
     other = part(0).replace(RUN, RUN + "-2")
-    assert [found.step for found in read_records(Shelf({part(0): line(1), other: line(2)}), RUN)] == [1]
+    assert [
+        found.step for found in read_records(Shelf({part(0): line(1), other: line(2)}), RUN)
+    ] == [1]
 
 
 def test_an_epoch_is_the_mean_over_all_samples_of_all_ranks():
@@ -100,9 +127,16 @@ def test_an_epoch_is_the_mean_over_all_samples_of_all_ranks():
         record(3, 0, epoch=2, num_samples=2, loss=7.0),
     ]
     first, second = epoch_rows(records)
-    assert first.metrics["loss"] == pytest.approx((3 * 1.0 + 1 * 2.0 + 4 * 0.5 + 2 * 4.0) / 10, abs=1e-12)
+    assert first.metrics["loss"] == pytest.approx(
+        (3 * 1.0 + 1 * 2.0 + 4 * 0.5 + 2 * 4.0) / 10, abs=1e-12
+    )
     assert (first.epoch, first.num_steps, first.num_samples) == (1, 2, 10)
-    assert (second.epoch, second.num_steps, second.num_samples, second.metrics) == (2, 1, 2, {"loss": 7.0})
+    assert (second.epoch, second.num_steps, second.num_samples, second.metrics) == (
+        2,
+        1,
+        2,
+        {"loss": 7.0},
+    )
 
 
 def test_records_of_no_samples_count_only_where_there_are_no_others():
@@ -117,7 +151,8 @@ def test_records_of_no_samples_count_only_where_there_are_no_others():
 
 
 def test_a_sample_reported_in_two_records_is_one_sample_and_held_out_samples_are_not_training_samples():
-    """A sample reported in two records is one sample and held out samples are not training samples."""
+    """A sample reported in two records is one sample and held out samples are not training
+    samples."""
     records = [
         record(1, num_samples=4, loss=1.0),
         record(1, num_samples=4, accuracy=0.5),
@@ -130,7 +165,11 @@ def test_a_sample_reported_in_two_records_is_one_sample_and_held_out_samples_are
 
 def test_a_curve_averages_each_step_over_the_ranks_samples():
     """A curve averages each step over the ranks samples."""
-    records = [record(1, 0, num_samples=1, loss=1.0), record(1, 1, num_samples=3, loss=5.0), record(2, 0, loss=2.0, lr=0.1)]
+    records = [
+        record(1, 0, num_samples=1, loss=1.0),
+        record(1, 1, num_samples=3, loss=5.0),
+        record(2, 0, loss=2.0, lr=0.1),
+    ]
     assert loss_curve(records) == [(1, 4.0), (2, 2.0)]
     assert curves(records) == {"loss": [(1, 4.0), (2, 2.0)], "lr": [(2, 0.1)]}
 
@@ -147,7 +186,8 @@ def test_the_attempt_that_repeats_steps_wins_on_every_rank():
 
 
 def test_what_a_resumed_attempt_reports_before_its_first_step_takes_nothing_back():
-    """The number of parameters, for instance, reported before or after the checkpoint was restored."""
+    """The number of parameters, for instance, reported before or after the checkpoint was
+    restored."""
     old = [record(step, 0, 1) for step in range(1, 6)]
     new = [record(step, 0, 2, num_samples=number) for step, number in ((0, 0), (3, 0), (4, 1))]
     found = [(found.step, found.attempt) for found in surviving_records(old + new)]
@@ -175,16 +215,20 @@ def test_an_attempt_that_resumed_earlier_takes_back_two_older_ones():
     first = [record(step, 0, 1) for step in range(1, 5)]
     second = [record(step, 0, 2) for step in range(4, 9)]
     third = [record(step, 0, 3) for step in range(2, 4)]
-    assert [(found.step, found.attempt) for found in surviving_records(first + second + third)] == [(1, 1), (2, 3), (3, 3)]
+    assert [(found.step, found.attempt) for found in surviving_records(first + second + third)] == [
+        (1, 1),
+        (2, 3),
+        (3, 3),
+    ]
 
 
 def test_ranks_that_a_smaller_new_attempt_no_longer_has_are_void_from_where_it_began():
     """Ranks that a smaller new attempt no longer has are void from where it began."""
     old = [record(step, rank, 1) for step in (1, 2, 3) for rank in range(3)]
     new = [record(step, 0, 2) for step in (3, 4)]
-    assert {(found.step, found.rank) for found in surviving_records(old + new) if found.attempt == 1} == {
-        (step, rank) for step in (1, 2) for rank in range(3)
-    }
+    assert {
+        (found.step, found.rank) for found in surviving_records(old + new) if found.attempt == 1
+    } == {(step, rank) for step in (1, 2) for rank in range(3)}
 
 
 def test_time_lost_is_from_the_last_record_kept_to_the_first_one_after_the_restart():
@@ -199,7 +243,14 @@ def test_time_lost_is_from_the_last_record_kept_to_the_first_one_after_the_resta
 
 def test_nan_and_inf_are_read_and_a_diverged_epoch_says_so():
     """Nan and inf are read and a diverged epoch says so."""
-    shelf = Shelf({part(0): line(1, loss="nan") + line(2, loss="inf") + line(3, loss="-inf") + line(4, loss=1.0)})
+    shelf = Shelf(
+        {
+            part(0): line(1, loss="nan")
+            + line(2, loss="inf")
+            + line(3, loss="-inf")
+            + line(4, loss=1.0)
+        }
+    )
     values = [value for _, value in loss_curve(read_records(shelf, RUN))]
     assert math.isnan(values[0])
     assert values[1:] == [math.inf, -math.inf, 1.0]
@@ -208,7 +259,14 @@ def test_nan_and_inf_are_read_and_a_diverged_epoch_says_so():
 
 @pytest.mark.parametrize(
     "damage",
-    [line(2, loss=0.5)[:37], b'{"step": 2}\n', b"[]\n", b"\xff\xfe\n", b'{"metrics": "\xc3\n', line(2, loss="a lot")],
+    [
+        line(2, loss=0.5)[:37],
+        b'{"step": 2}\n',
+        b"[]\n",
+        b"\xff\xfe\n",
+        b'{"metrics": "\xc3\n',
+        line(2, loss="a lot"),
+    ],
     ids=["cut in half", "fields missing", "no object", "no text", "cut in a letter", "no number"],
 )
 def test_a_damaged_line_is_left_out_with_a_warning_that_names_the_object(damage, caplog):
@@ -224,14 +282,30 @@ def test_a_damaged_line_is_left_out_with_a_warning_that_names_the_object(damage,
 
 def test_epoch_ends_are_the_last_steps():
     """Epoch ends are the last steps."""
-    assert epoch_ends([record(1), record(2), record(3, epoch=2), record(5, epoch=2), record(4, epoch=2)]) == [2, 5]
+    assert epoch_ends(
+        [record(1), record(2), record(3, epoch=2), record(5, epoch=2), record(4, epoch=2)]
+    ) == [2, 5]
 
 
 def test_a_frame_has_a_row_a_record_and_a_column_a_metric():
     """A frame has a row a record and a column a metric."""
-    shelf = Shelf({part(0): line(1, loss=1.0) + line(2, loss=0.5, accuracy=0.75), part(1): line(1, 1, loss="nan")})
+    shelf = Shelf(
+        {
+            part(0): line(1, loss=1.0) + line(2, loss=0.5, accuracy=0.75),
+            part(1): line(1, 1, loss="nan"),
+        }
+    )
     frame = records_frame(shelf, RUN)
-    assert list(frame.columns) == ["step", "epoch", "rank", "attempt", "time", "num_samples", "loss", "accuracy"]
+    assert list(frame.columns) == [
+        "step",
+        "epoch",
+        "rank",
+        "attempt",
+        "time",
+        "num_samples",
+        "loss",
+        "accuracy",
+    ]
     assert frame["step"].tolist() == [1, 1, 2]
     assert frame["loss"].mean() == pytest.approx(0.75)
     assert frame["accuracy"].isna().tolist() == [True, True, False]
@@ -248,5 +322,7 @@ def test_without_pandas_the_error_says_what_to_do():
         "except InvalidParamsError as error: print(error)\n"
         "assert not {'torch', 'prefect', 'matplotlib'} & set(sys.modules)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
     assert "pip install pandas" in done.stdout

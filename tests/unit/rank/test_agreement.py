@@ -1,4 +1,5 @@
-"""Shows on real gloo ranks that an agreement is one point for all, never passed, and comes where all asked for it."""
+"""Shows on real gloo ranks that an agreement is one point for all, never passed, and comes
+where all asked for it."""
 
 import os
 import random
@@ -25,7 +26,8 @@ def who() -> tuple[int, int]:
 
 
 def wander(seed: int, ahead_s: float, poll_s: float) -> list[Outcome]:
-    """Take loops of steps at a pace of this rank's own, without any collective, and ask now and then; return what was agreed."""
+    """Take loops of steps at a pace of this rank's own, without any collective, and ask now and
+    then; return what was agreed."""
     module.POLL_S = poll_s
     rank, world_size = who()
     alike, own = random.Random(seed), random.Random(f"{seed}-{rank}")
@@ -45,7 +47,8 @@ def wander(seed: int, ahead_s: float, poll_s: float) -> list[Outcome]:
                 break
             then = end_of(step + 1) if step < last else outside_after(step)
             found = agreement.reach(end_of(step), then, want_now(own))
-            # A round that the rank left behind with its loop may be found late; all others are found at their point.
+            # A round that the rank left behind with its loop may be found late; all others are
+            # found at their point.
             assert found is None or found.point == end_of(step), found
             agreed += [] if found is None else [found]
         agreement.leave(outside_after(step))
@@ -61,7 +64,8 @@ def want_now(own: random.Random) -> Want:
 
 @pytest.mark.parametrize(("world_size", "ahead_s"), [(2, 0.0), (3, 0.01), (4, 0.0)])
 def test_ranks_out_of_step_agree_on_the_same_points(world_size: int, ahead_s: float) -> None:
-    """Ranks whose paces differ eightfold, loops that are left half-way, random wishes: one sequence of agreements for all."""
+    """Ranks whose paces differ eightfold, loops that are left half-way, random wishes: one
+    sequence of agreements for all."""
     num_agreed = 0
     for seed in range(6):  # a loaded machine agrees less often in each
         first, *others = run_ranks(wander, world_size, seed, ahead_s, 0.002)
@@ -81,14 +85,19 @@ def all_ask_in_step(asked: int, pauses_s: tuple[float, ...]) -> list[Outcome]:
     found = [agreement.begin(outside_after(0), end_of(1), end_of(20), NOTHING)]
     for step in range(1, asked + 1):
         time.sleep(pauses_s[rank])
-        found.append(agreement.reach(end_of(step), end_of(step + 1), STOP_EARLY if step == asked else NOTHING))
+        found.append(
+            agreement.reach(
+                end_of(step), end_of(step + 1), STOP_EARLY if step == asked else NOTHING
+            )
+        )
     agreement.close()
     return [outcome for outcome in found if outcome]
 
 
 @pytest.mark.parametrize("pauses_s", [(0.0, 0.0, 0.0), (0.05, 0.0, 0.0), (0.0, 0.0, 0.05)])
 def test_where_all_ask_in_one_step_it_is_that_step(pauses_s: tuple[float, ...]) -> None:
-    """However far the ranks are apart when they come there: exact, and so the same in every run."""
+    """However far the ranks are apart when they come there: exact, and so the same in every
+    run."""
     assert run_ranks(all_ask_in_step, 3, 7, pauses_s) == [[Outcome(end_of(7), STOP_EARLY)]] * 3
 
 
@@ -101,7 +110,11 @@ def leave_alone(asked: int) -> list[Outcome]:
     for step in range(1, 21):
         if rank == 1 and step == 3:
             break
-        found.append(agreement.reach(end_of(step), end_of(step + 1), STOP if (rank, step) == (0, asked) else NOTHING))
+        found.append(
+            agreement.reach(
+                end_of(step), end_of(step + 1), STOP if (rank, step) == (0, asked) else NOTHING
+            )
+        )
         if found[-1]:
             break
     agreement.leave(outside_after(step))
@@ -125,10 +138,13 @@ time.sleep(600)
 
 
 def ask_when_the_store_is_gone() -> bool:
-    """Kill the process that serves the store, then ask; tell whether the error counts as another rank's failure."""
+    """Kill the process that serves the store, then ask; tell whether the error counts as
+    another rank's failure."""
     server = subprocess.Popen([sys.executable, "-c", SERVE], stdout=subprocess.PIPE, text=True)
     assert server.stdout is not None
-    store = dist.TCPStore("127.0.0.1", int(server.stdout.readline()), is_master=False, wait_for_workers=False)
+    store = dist.TCPStore(
+        "127.0.0.1", int(server.stdout.readline()), is_master=False, wait_for_workers=False
+    )
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     agreement = Agreement(0, 2, outside_after(0))
     server.kill()

@@ -35,5 +35,6 @@ def caught(*steps: BaseException) -> BaseException:
     ],
 )
 def test_the_first_of_the_chain_decides(steps: list[BaseException], expected: bool) -> None:  # noqa: FBT001
-    """A cause whose cleanup loses its peers stays a cause; a consequence that user code wraps stays a consequence."""
+    """A cause whose cleanup loses its peers stays a cause; a consequence that user code wraps
+    stays a consequence."""
     assert is_collateral(caught(*steps)) is expected

@@ -28,54 +28,74 @@ FOUR = TensorDataset(torch.arange(4.0))
 def fit(folder: Path, *, run_id: str = "local", **options: Any) -> dict[str, Any]:
     """Train the healthy workload here."""
     policy = CheckpointPolicy(every_steps=2, every_s=None)
-    with RankContext.local(options=options, storage=folder, run_id=run_id, checkpoint=policy) as rank:
-        value = healthy.fit(rank, TensorDataset(*healthy.points(33)))
-    return {**value, **rank.outcome()}
+    with RankContext.local(
+        options=options, storage=folder, run_id=run_id, checkpoint=policy
+    ) as ctx:
+        value = healthy.fit(ctx, TensorDataset(*healthy.points(33)))
+    return {**value, **ctx.outcome()}
 
 
 def test_importing_it_loads_no_torch() -> None:
     """Flow files import the name."""
-    code = (
-        "import sys; from prefect_torch_ddp import RankContext; assert not {'torch', 'prefect', 'distributed'} & set(sys.modules)"
-    )
+    code = "import sys; from prefect_torch_ddp import RankContext; assert not {'torch', 'prefect', 'distributed'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
 def test_it_says_what_it_is(tmp_path: Path) -> None:
     """World size 1, and what was chosen."""
-    with RankContext.local(data=tmp_path, options={"lr": 0.1}, seed=5) as rank:
-        assert (rank.rank, rank.world_size, rank.local_rank, rank.local_world_size, rank.node_rank) == (0, 1, 0, 1, 0)
-        assert (rank.stage, rank.seed, rank.options, rank.data, rank.attempt) == ("train", 5, {"lr": 0.1}, tmp_path, 1)
-        assert (rank.step, rank.epoch, rank.epoch_ended, rank.should_stop) == (0, 0, False, False)
-        assert rank.device.type == ("cuda" if torch.cuda.is_available() else "cpu")
+    with RankContext.local(data=tmp_path, options={"lr": 0.1}, seed=5) as ctx:
+        assert (ctx.rank, ctx.world_size, ctx.local_rank, ctx.local_world_size, ctx.node_rank) == (
+            0,
+            1,
+            0,
+            1,
+            0,
+        )
+        assert (ctx.stage, ctx.seed, ctx.options, ctx.data, ctx.attempt) == (
+            "train",
+            5,
+            {"lr": 0.1},
+            tmp_path,
+            1,
+        )
+        assert (ctx.step, ctx.epoch, ctx.epoch_ended, ctx.should_stop) == (0, 0, False, False)
+        assert ctx.device.type == ("cuda" if torch.cuda.is_available() else "cpu")
         model = nn.Linear(1, 1)
-        assert rank.wrap(model) is model
-        temporary = Path(rank.config.storage.uri)
+        assert ctx.wrap(model) is model
+        temporary = Path(ctx.config.storage.uri)
         assert temporary.exists()
     assert not temporary.exists()
 
 
 def test_steps_count_steps_and_epochs() -> None:
-    """From 1; the last step of an epoch says so; a second loop goes on counting, in a new order."""
+    """From 1; the last step of an epoch says so; a second loop goes on counting, in a new
+    order."""
     dataset = TensorDataset(torch.arange(50))
-    with RankContext.local() as rank:
-        loader = rank.loader(dataset, global_batch_size=20)
-        seen = [(rank.step, rank.epoch, rank.epoch_ended) for _ in rank.steps(loader, epochs=2)]
-        assert seen == [(1, 1, False), (2, 1, False), (3, 1, True), (4, 2, False), (5, 2, False), (6, 2, True)]
-        third = torch.cat([batch for (batch,) in rank.steps(loader, epochs=1)]).tolist()
-        assert (rank.step, rank.epoch) == (9, 3)
+    with RankContext.local() as ctx:
+        loader = ctx.loader(dataset, global_batch_size=20)
+        seen = [(ctx.step, ctx.epoch, ctx.epoch_ended) for _ in ctx.steps(loader, epochs=2)]
+        assert seen == [
+            (1, 1, False),
+            (2, 1, False),
+            (3, 1, True),
+            (4, 2, False),
+            (5, 2, False),
+            (6, 2, True),
+        ]
+        third = torch.cat([batch for (batch,) in ctx.steps(loader, epochs=1)]).tolist()
+        assert (ctx.step, ctx.epoch) == (9, 3)
         assert sorted(third) == list(range(50))
-    with RankContext.local() as rank:
-        loader = rank.loader(dataset, global_batch_size=20)
-        assert torch.cat([batch for (batch,) in rank.steps(loader, epochs=1)]).tolist() != third
+    with RankContext.local() as ctx:
+        loader = ctx.loader(dataset, global_batch_size=20)
+        assert torch.cat([batch for (batch,) in ctx.steps(loader, epochs=1)]).tolist() != third
 
 
 def test_two_runs_with_one_seed_give_the_same_weights(tmp_path: Path) -> None:
     """And another seed gives others."""
     first = fit(tmp_path / "a")["sha256"]
     assert fit(tmp_path / "b")["sha256"] == first
-    with RankContext.local(seed=1) as rank:
-        assert healthy.fit(rank, TensorDataset(*healthy.points(33)))["sha256"] != first
+    with RankContext.local(seed=1) as ctx:
+        assert healthy.fit(ctx, TensorDataset(*healthy.points(33)))["sha256"] != first
 
 
 class BreakError(Exception):
@@ -84,19 +104,23 @@ class BreakError(Exception):
 
 @pytest.mark.parametrize("at", range(1, 12))
 def test_a_resumed_training_is_the_uninterrupted_one(tmp_path: Path, at: int) -> None:
-    """Ended by an exception in any step, resumed at the newest checkpoint: the same weights to the last bit."""
+    """Ended by an exception in any step, resumed at the newest checkpoint: the same weights to
+    the last bit."""
     expected = fit(tmp_path / "whole")
     policy = CheckpointPolicy(every_steps=1, every_s=None)
-    with pytest.raises(BreakError), RankContext.local(storage=tmp_path / "broken", checkpoint=policy) as rank:  # noqa: PT012
-        report = rank.report
+    with (
+        pytest.raises(BreakError),
+        RankContext.local(storage=tmp_path / "broken", checkpoint=policy) as ctx,
+    ):
+        report = ctx.report
 
         def interrupt(**metrics: Any) -> None:
             report(**metrics)
-            if rank.step == at:
+            if ctx.step == at:
                 raise BreakError
 
-        rank.report = interrupt  # type: ignore[method-assign]
-        healthy.fit(rank, TensorDataset(*healthy.points(33)))
+        ctx.report = interrupt  # type: ignore[method-assign]
+        healthy.fit(ctx, TensorDataset(*healthy.points(33)))
     found = fit(tmp_path / "broken")
     assert found["resumed_from_step"] == (at - 1 or None)
     assert found["sha256"] == expected["sha256"]
@@ -106,9 +130,9 @@ def test_a_resumed_training_is_the_uninterrupted_one(tmp_path: Path, at: int) ->
 
 def test_the_weights_load_with_plain_torch(tmp_path: Path) -> None:
     """Two lines, no `module.` prefix, also of a compiled model."""
-    with RankContext.local(storage=tmp_path) as rank:
+    with RankContext.local(storage=tmp_path) as ctx:
         net = nn.Linear(3, 2)
-        rank.track(model=torch.compile(rank.wrap(net)))
+        ctx.track(model=torch.compile(ctx.wrap(net)))
     (path,) = tmp_path.rglob("model.pt")
     model = nn.Linear(3, 2)
     model.load_state_dict(torch.load(path, weights_only=True))
@@ -116,29 +140,30 @@ def test_the_weights_load_with_plain_torch(tmp_path: Path) -> None:
 
 
 def test_early_stop_ends_the_loop_and_stays_the_end(tmp_path: Path) -> None:
-    """Alone the stop is after this very step; loops behind it are skipped; a new run from it goes on."""
+    """Alone the stop is after this very step; loops behind it are skipped; a new run from it
+    goes on."""
     first = fit(tmp_path, stop_at=5)
     assert (first["steps"], first["last_checkpoint"]["step"]) == (5, 5)
     assert fit(tmp_path, stop_at=5)["steps"] == 5
-    with RankContext.local(storage=tmp_path, run_id="next", resume_from="local", options={}) as rank:
-        assert healthy.fit(rank, TensorDataset(*healthy.points(33)))["steps"] == 12
-    with RankContext.local() as rank:
-        loader = rank.loader(FOUR, global_batch_size=1)
-        for _ in rank.steps(loader, epochs=1):
-            rank.request_stop("enough")
-            assert rank.should_stop
-        assert list(rank.steps(loader, epochs=1)) == []
+    with RankContext.local(storage=tmp_path, run_id="next", resume_from="local", options={}) as ctx:
+        assert healthy.fit(ctx, TensorDataset(*healthy.points(33)))["steps"] == 12
+    with RankContext.local() as ctx:
+        loader = ctx.loader(FOUR, global_batch_size=1)
+        for _ in ctx.steps(loader, epochs=1):
+            ctx.request_stop("enough")
+            assert ctx.should_stop
+        assert list(ctx.steps(loader, epochs=1)) == []
 
 
 def test_leaving_the_loop_counts_the_step(tmp_path: Path) -> None:
     """`break` is an end like any other: the record and the checkpoint hold the step."""
-    with RankContext.local(storage=tmp_path) as rank:
-        rank.track(model=nn.Linear(1, 1))
-        for _ in rank.steps(rank.loader(FOUR, global_batch_size=1), epochs=1):
-            rank.report(loss=1)
-            if rank.step == 2:
+    with RankContext.local(storage=tmp_path) as ctx:
+        ctx.track(model=nn.Linear(1, 1))
+        for _ in ctx.steps(ctx.loader(FOUR, global_batch_size=1), epochs=1):
+            ctx.report(loss=1)
+            if ctx.step == 2:
                 break
-    assert rank.outcome()["last_checkpoint"]["step"] == 2
+    assert ctx.outcome()["last_checkpoint"]["step"] == 2
     records = read_records(DirectoryStorage(tmp_path), "local")
     assert [(record.step, record.num_samples) for record in records] == [(1, 1), (2, 1)]
 
@@ -148,12 +173,14 @@ def test_leaving_the_loop_counts_the_step(tmp_path: Path) -> None:
 
 def test_reports_of_a_step_are_one_record(tmp_path: Path) -> None:
     """Numbers of all kinds; what is reported outside of a step is a record of no samples."""
-    with RankContext.local(storage=tmp_path) as rank:
-        for _ in rank.steps(rank.loader(FOUR, global_batch_size=4), epochs=1):
+    with RankContext.local(storage=tmp_path) as ctx:
+        for _ in ctx.steps(ctx.loader(FOUR, global_batch_size=4), epochs=1):
             loss = torch.tensor(0.5, requires_grad=True)
-            rank.report(loss=loss, count=3)
-            rank.report(mean=np.float32(0.25), zero=np.array(1.5), flag=True, loss=torch.tensor(math.nan))
-        rank.report(final=1.0)
+            ctx.report(loss=loss, count=3)
+            ctx.report(
+                mean=np.float32(0.25), zero=np.array(1.5), flag=True, loss=torch.tensor(math.nan)
+            )
+        ctx.report(final=1.0)
     first, second = read_records(DirectoryStorage(tmp_path), "local")
     assert math.isnan(first.metrics["loss"])
     assert {name: value for name, value in first.metrics.items() if name != "loss"} == {
@@ -162,27 +189,38 @@ def test_reports_of_a_step_are_one_record(tmp_path: Path) -> None:
         "zero": 1.5,
         "flag": 1,
     }
-    assert (first.num_samples, first.epoch, second.metrics, second.num_samples) == (4, 1, {"final": 1.0}, 0)
+    assert (first.num_samples, first.epoch, second.metrics, second.num_samples) == (
+        4,
+        1,
+        {"final": 1.0},
+        0,
+    )
 
 
-@pytest.mark.parametrize("value", [torch.ones(2), torch.ones(1), "0.5", None, [1.0], np.ones(3), 1j, torch.tensor(1j)])
+@pytest.mark.parametrize(
+    "value", [torch.ones(2), torch.ones(1), "0.5", None, [1.0], np.ones(3), 1j, torch.tensor(1j)]
+)
 def test_what_is_no_number_is_refused_by_name(value: object) -> None:
     """At the call, with the way out."""
     with (
-        RankContext.local() as rank,
-        pytest.raises(InvalidParamsError, match=r"metric 'accuracy' is a .* report a number or a 0-d"),
+        RankContext.local() as ctx,
+        pytest.raises(
+            InvalidParamsError, match=r"metric 'accuracy' is a .* report a number or a 0-d"
+        ),
     ):
-        rank.report(accuracy=value)
+        ctx.report(accuracy=value)
 
 
 def test_metrics_survive_an_exception(tmp_path: Path) -> None:
     """What was reported in the step that failed is there too."""
-    with pytest.raises(BreakError), RankContext.local(storage=tmp_path) as rank:  # noqa: PT012
-        for _ in rank.steps(rank.loader(FOUR, global_batch_size=1), epochs=1):
-            rank.report(loss=rank.step)
-            if rank.step == 3:
+    with pytest.raises(BreakError), RankContext.local(storage=tmp_path) as ctx:  # noqa: PT012
+        for _ in ctx.steps(ctx.loader(FOUR, global_batch_size=1), epochs=1):
+            ctx.report(loss=ctx.step)
+            if ctx.step == 3:
                 raise BreakError
-    assert [record.metrics["loss"] for record in read_records(DirectoryStorage(tmp_path), "local")] == [1, 2, 3]
+    assert [
+        record.metrics["loss"] for record in read_records(DirectoryStorage(tmp_path), "local")
+    ] == [1, 2, 3]
 
 
 class Listener(NoLink):
@@ -201,9 +239,9 @@ def test_progress_reaches_the_link_now_and_then(tmp_path: Path) -> None:
     """At the first step, and then not more often than twice a second."""
     link = Listener()
     config = RankConfig(run_id="run", attempt=1, stage="train", storage=DirectoryStorage(tmp_path))
-    with RankContext(config, Place(), link=link) as rank:
-        for _ in rank.steps(rank.loader(FOUR, global_batch_size=1), epochs=100):
-            rank.report(loss=0.5)
+    with RankContext(config, Place(), link=link) as ctx:
+        for _ in ctx.steps(ctx.loader(FOUR, global_batch_size=1), epochs=100):
+            ctx.report(loss=0.5)
     assert link.sent[0] == Progress(step=1, epoch=1, total_steps=400, metrics={"loss": 0.5})
     assert len(link.sent) < 20
 
@@ -213,95 +251,116 @@ def test_progress_reaches_the_link_now_and_then(tmp_path: Path) -> None:
 
 def test_what_cant_be_tracked_is_refused_by_name() -> None:
     """No state_dict, a name twice, a name that is no name, too late."""
-    with RankContext.local() as rank:
-        with pytest.raises(InvalidParamsError, match="'lr' can't be tracked: float has no state_dict and no load_state_dict"):
-            rank.track(lr=0.1)
-        rank.track(model=nn.Linear(1, 1))
+    with RankContext.local() as ctx:
+        with pytest.raises(
+            InvalidParamsError,
+            match="'lr' can't be tracked: float has no state_dict and no load_state_dict",
+        ):
+            ctx.track(lr=0.1)
+        ctx.track(model=nn.Linear(1, 1))
         with pytest.raises(InvalidParamsError, match="'model' is tracked already"):
-            rank.track(model=nn.Linear(1, 1))
+            ctx.track(model=nn.Linear(1, 1))
         with pytest.raises(InvalidParamsError, match="can't name a tracked object"):
-            rank.track(**{"../model": nn.Linear(1, 1)})
-        for _ in rank.steps(rank.loader(FOUR, global_batch_size=4), epochs=1):
+            ctx.track(**{"../model": nn.Linear(1, 1)})
+        for _ in ctx.steps(ctx.loader(FOUR, global_batch_size=4), epochs=1):
             with pytest.raises(InvalidParamsError, match="track everything before the first step"):
-                rank.track(late=nn.Linear(1, 1))
+                ctx.track(late=nn.Linear(1, 1))
 
 
 def test_steps_refuse_what_they_cant_take() -> None:
     """A plain DataLoader, a negative number, a loop in a loop."""
-    with RankContext.local() as rank:
-        loader = rank.loader(FOUR, global_batch_size=4)
-        with pytest.raises(InvalidParamsError, match=r"takes a loader from rank.loader.* not a DataLoader"):
-            rank.steps(torch.utils.data.DataLoader(FOUR), epochs=1)  # type: ignore[arg-type]
+    with RankContext.local() as ctx:
+        loader = ctx.loader(FOUR, global_batch_size=4)
+        with pytest.raises(
+            InvalidParamsError, match=r"takes a loader from ctx.loader.* not a DataLoader"
+        ):
+            ctx.steps(torch.utils.data.DataLoader(FOUR), epochs=1)  # type: ignore[arg-type]
         with pytest.raises(InvalidParamsError, match="epochs is -1"):
-            rank.steps(loader, epochs=-1)
-        for _ in rank.steps(loader, epochs=1):
-            with pytest.raises(InvalidParamsError, match=r"inside of rank.steps"):
-                next(iter(rank.steps(loader, epochs=1)))
+            ctx.steps(loader, epochs=-1)
+        for _ in ctx.steps(loader, epochs=1):
+            with pytest.raises(InvalidParamsError, match=r"inside of ctx.steps"):
+                next(iter(ctx.steps(loader, epochs=1)))
 
 
 def test_evaluate_restores_exactly_or_refuses(tmp_path: Path) -> None:
     """Another step, an untracked name, a model that doesn't fit: each says so."""
     fit(tmp_path)
-    with RankContext.local(storage=tmp_path, stage="evaluate", restore_step=10) as rank:
-        rank.track(model=healthy.make_net())
-        assert rank.step == 10
-        with pytest.raises(CheckpointError, match=r"step 10 of run local has no object 'decoder'; it has .*model"):
-            rank.track(decoder=nn.Linear(1, 1))
+    with RankContext.local(storage=tmp_path, stage="evaluate", restore_step=10) as ctx:
+        ctx.track(model=healthy.make_net())
+        assert ctx.step == 10
+        with pytest.raises(
+            CheckpointError, match=r"step 10 of run local has no object 'decoder'; it has .*model"
+        ):
+            ctx.track(decoder=nn.Linear(1, 1))
     for step, model, message in [
         (11, healthy.make_net(), "no checkpoint of step 11"),
         (None, healthy.make_net(), "no checkpoint of run local was named"),
         (10, nn.Linear(1, 1), "step 10 of run local doesn't fit the tracked object 'model'"),
     ]:
         with (
-            RankContext.local(storage=tmp_path, stage="evaluate", restore_step=step) as rank,
+            RankContext.local(storage=tmp_path, stage="evaluate", restore_step=step) as ctx,
             pytest.raises(CheckpointError, match=message),
         ):
-            rank.track(model=model)
+            ctx.track(model=model)
 
 
 def test_who_evaluates_does_not_end_a_training(tmp_path: Path) -> None:
-    """In the midst of it, in a notebook for one: the training commits its next checkpoint, and nothing of it is changed."""
+    """In the midst of it, in a notebook for one: the training commits its next checkpoint, and
+    nothing of it is changed."""
     policy = CheckpointPolicy(every_steps=1, every_s=None)
     with RankContext.local(storage=tmp_path, checkpoint=policy) as training:
         model = nn.Linear(1, 1)
         training.track(model=model)
-        for _ in training.steps(training.loader(TensorDataset(torch.ones(4, 1)), global_batch_size=1), epochs=1):
+        for _ in training.steps(
+            training.loader(TensorDataset(torch.ones(4, 1)), global_batch_size=1), epochs=1
+        ):
             if training.step == 3:
-                with RankContext.local(storage=tmp_path, stage="evaluate", restore_step=1) as evaluating:
+                with RankContext.local(
+                    storage=tmp_path, stage="evaluate", restore_step=1
+                ) as evaluating:
                     evaluating.track(model=nn.Linear(1, 1))
                     assert evaluating.attempt == training.attempt == 1
-    assert [step.name for step in sorted((tmp_path / "runs/local/checkpoints").iterdir())][-1] == "step-00000004"
+    assert [step.name for step in sorted((tmp_path / "runs/local/checkpoints").iterdir())][
+        -1
+    ] == "step-00000004"
 
 
 def test_the_data_as_a_storage(tmp_path: Path) -> None:
     """Locally it is the folder that was given; without one the error says how to give it."""
     (tmp_path / "x").write_bytes(b"1")
-    with RankContext.local(data=tmp_path) as rank:
-        assert rank.data_storage.read("x") == b"1"
-    with RankContext.local() as rank, pytest.raises(InvalidParamsError, match="was given no dataset"):
-        _ = rank.data_storage
+    with RankContext.local(data=tmp_path) as ctx:
+        assert ctx.data_storage.read("x") == b"1"
+    with (
+        RankContext.local() as ctx,
+        pytest.raises(InvalidParamsError, match="was given no dataset"),
+    ):
+        _ = ctx.data_storage
 
 
 def test_a_stage_without_data_says_so() -> None:
     """With the way out."""
     with (
-        RankContext.local() as rank,
-        pytest.raises(InvalidParamsError, match=r"was given no dataset; RankContext.local\(data=...\)"),
+        RankContext.local() as ctx,
+        pytest.raises(
+            InvalidParamsError, match=r"was given no dataset; RankContext.local\(data=...\)"
+        ),
     ):
-        _ = rank.data
+        _ = ctx.data
 
 
 def test_save_keeps_files_of_the_run(tmp_path: Path) -> None:
     """Bytes and text, in folders; a path that leaves the results is refused."""
-    with RankContext.local(storage=tmp_path) as rank:
-        rank.save("names.txt", "Zoë\n")
-        rank.save("plots/loss.bin", b"\x00")
+    with RankContext.local(storage=tmp_path) as ctx:
+        ctx.save("names.txt", "Zoë\n")
+        ctx.save("plots/loss.bin", b"\x00")
         for path in ("../x", "/etc/x", "C:/x", "a/../../x", "a\\b", ""):
             with pytest.raises(BadKeyError):
-                rank.save(path, "no")
+                ctx.save(path, "no")
     results = tmp_path / "runs/local/results/000001"
     assert (results / "names.txt").read_bytes() == "Zoë\n".encode()
-    assert sorted(path.relative_to(results).as_posix() for path in results.rglob("*") if path.is_file()) == [
+    assert sorted(
+        path.relative_to(results).as_posix() for path in results.rglob("*") if path.is_file()
+    ) == [
         "names.txt",
         "plots/loss.bin",
     ]
@@ -309,10 +368,13 @@ def test_save_keeps_files_of_the_run(tmp_path: Path) -> None:
 
 def test_save_takes_bytes_and_text(tmp_path: Path) -> None:
     """Anything else is named."""
-    with RankContext.local(storage=tmp_path) as rank:
-        rank.save("a.bin", memoryview(b"ab"))
-        with pytest.raises(InvalidParamsError, match=r"rank.save\('scores.json'\) was given a dict; it takes bytes or text"):
-            rank.save("scores.json", {"accuracy": 1.0})
+    with RankContext.local(storage=tmp_path) as ctx:
+        ctx.save("a.bin", memoryview(b"ab"))
+        with pytest.raises(
+            InvalidParamsError,
+            match=r"ctx.save\('scores.json'\) was given a dict; it takes bytes or text",
+        ):
+            ctx.save("scores.json", {"accuracy": 1.0})
     assert (tmp_path / "runs/local/results/000001/a.bin").read_bytes() == b"ab"
 
 
@@ -321,13 +383,13 @@ def test_save_takes_bytes_and_text(tmp_path: Path) -> None:
 
 def test_a_forced_checkpoint_is_of_the_steps_end(tmp_path: Path) -> None:
     """What the body does after asking is in it."""
-    with RankContext.local(storage=tmp_path, checkpoint=CheckpointPolicy(every_s=None)) as rank:
+    with RankContext.local(storage=tmp_path, checkpoint=CheckpointPolicy(every_s=None)) as ctx:
         model = nn.Linear(1, 1)
-        rank.track(model=model)
-        for _ in rank.steps(rank.loader(FOUR, global_batch_size=1), epochs=1):
-            rank.checkpoint(force=rank.step == 2)
+        ctx.track(model=model)
+        for _ in ctx.steps(ctx.loader(FOUR, global_batch_size=1), epochs=1):
+            ctx.checkpoint(force=ctx.step == 2)
             with torch.no_grad():
-                model.weight.fill_(rank.step)
+                model.weight.fill_(ctx.step)
     steps = {
         int(path.parent.parent.name.removeprefix("step-")): torch.load(path)["weight"].item()
         for path in tmp_path.rglob("model.pt")
@@ -338,7 +400,7 @@ def test_a_forced_checkpoint_is_of_the_steps_end(tmp_path: Path) -> None:
 def test_checkpoints_come_by_time(tmp_path: Path) -> None:
     """As soon as so many seconds have passed."""
     policy = CheckpointPolicy(every_steps=None, every_s=1e-9, keep_last=9)
-    with RankContext.local(storage=tmp_path, checkpoint=policy) as rank:
-        rank.track(model=nn.Linear(1, 1))
-        assert len(list(rank.steps(rank.loader(FOUR, global_batch_size=1), epochs=1))) == 4
+    with RankContext.local(storage=tmp_path, checkpoint=policy) as ctx:
+        ctx.track(model=nn.Linear(1, 1))
+        assert len(list(ctx.steps(ctx.loader(FOUR, global_batch_size=1), epochs=1))) == 4
     assert len(list(tmp_path.rglob("manifest.json"))) == 4

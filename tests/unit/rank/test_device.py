@@ -1,4 +1,5 @@
-"""A8: the device of a rank is a pure rule, and so is whether NCCL can serve the devices chosen."""
+"""A8: the device of a rank is a pure rule, and so is whether NCCL can serve the devices
+chosen."""
 
 import threading
 from datetime import timedelta
@@ -8,7 +9,13 @@ import torch
 import torch.distributed as dist
 
 from prefect_torch_ddp.protocol.rank import GangShape, RankLaunch, RankPlace
-from prefect_torch_ddp.rank.distributed.backend import Claim, agree_on_backend, device_index, device_name, why_not_nccl
+from prefect_torch_ddp.rank.distributed.backend import (
+    Claim,
+    agree_on_backend,
+    device_index,
+    device_name,
+    why_not_nccl,
+)
 
 
 @pytest.mark.parametrize(
@@ -22,7 +29,9 @@ from prefect_torch_ddp.rank.distributed.backend import Claim, agree_on_backend, 
         (1, 1, 1, 0),  # two MIG instances are named, and CUDA shows a process the first alone
     ],
 )
-def test_device_index(position: int | None, local_rank: int, num_devices: int, expected: int) -> None:
+def test_device_index(
+    position: int | None, local_rank: int, num_devices: int, expected: int
+) -> None:
     """The rule for each way of sharing GPUs out."""
     assert device_index(position, local_rank, num_devices) == expected
 
@@ -33,14 +42,26 @@ def claim(rank: int, device: str | None, host: str = "gpu1") -> Claim:
 
 
 def test_nccl_serves_a_device_each() -> None:
-    """Ranks on devices of their own, also with the same number on different machines, can use NCCL."""
-    assert why_not_nccl([claim(0, "a 0000:01:00"), claim(1, "a 0000:02:00"), claim(2, "b 0000:01:00", "gpu2")]) is None
+    """Ranks on devices of their own, also with the same number on different machines, can use
+    NCCL."""
+    assert (
+        why_not_nccl(
+            [claim(0, "a 0000:01:00"), claim(1, "a 0000:02:00"), claim(2, "b 0000:01:00", "gpu2")]
+        )
+        is None
+    )
 
 
 def test_nccl_refuses_ranks_that_share_a_device() -> None:
-    """The reason names the ranks, the host and the number of devices, instead of two NCCL ranks silently on one device."""
+    """The reason names the ranks, the host and the number of devices, instead of two NCCL ranks
+    silently on one device."""
     reason = why_not_nccl(
-        [claim(0, "a 0000:01:00"), claim(1, "a 0000:02:00"), claim(2, "a 0000:01:00"), claim(3, "a 0000:01:00")]
+        [
+            claim(0, "a 0000:01:00"),
+            claim(1, "a 0000:02:00"),
+            claim(2, "a 0000:01:00"),
+            claim(3, "a 0000:01:00"),
+        ]
     )
     assert reason is not None
     assert "ranks 0, 2 and 3 on gpu1" in reason
@@ -49,12 +70,23 @@ def test_nccl_refuses_ranks_that_share_a_device() -> None:
 
 def test_nccl_needs_cuda_on_every_rank() -> None:
     """One rank without a device keeps all from NCCL: they have to use one backend."""
-    assert why_not_nccl([claim(0, "a 0000:01:00"), claim(1, None, "cpu7")]) == "rank 1 on cpu7 can't use it"
+    assert (
+        why_not_nccl([claim(0, "a 0000:01:00"), claim(1, None, "cpu7")])
+        == "rank 1 on cpu7 can't use it"
+    )
 
 
 def launch(rank: int, world_size: int, backend: str) -> RankLaunch:
     """Make the launch order of one rank."""
-    place = RankPlace(rank=rank, local_rank=rank, node_rank=0, slot=rank, worker="tcp://a:1", host="a", address="a")
+    place = RankPlace(
+        rank=rank,
+        local_rank=rank,
+        node_rank=0,
+        slot=rank,
+        worker="tcp://a:1",
+        host="a",
+        address="a",
+    )
     return RankLaunch(
         place=place,
         shape=GangShape(world_size, 1, (world_size,)),
@@ -73,22 +105,33 @@ def launch(rank: int, world_size: int, backend: str) -> RankLaunch:
     )
 
 
-def agreed(devices: list[str | None], backend: str, monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """Have ranks with these devices agree, over a real store; returns what each got, or the error it raised."""
+def agreed(
+    devices: list[str | None], backend: str, monkeypatch: pytest.MonkeyPatch
+) -> list[object]:
+    """Have ranks with these devices agree, over a real store; returns what each got, or the
+    error it raised."""
     from prefect_torch_ddp.rank.distributed import backend as module
 
     mine = threading.local()
     monkeypatch.setattr(module, "device_name", lambda _device: mine.device)
     monkeypatch.setattr(module, "num_devices_seen", lambda: "1 seen")
-    monkeypatch.setattr(module, "own_backend", lambda asked: module.BOTH if mine.device and asked == "auto" else "gloo")
+    monkeypatch.setattr(
+        module,
+        "own_backend",
+        lambda asked: module.BOTH if mine.device and asked == "auto" else "gloo",
+    )
     if backend == "nccl":
         monkeypatch.setattr(module, "own_backend", lambda asked: asked)
-    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20))
+    server = dist.TCPStore(
+        "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20)
+    )
     got: list[object] = [None] * len(devices)
 
     def run(rank: int) -> None:
         mine.device = devices[rank]
-        store = dist.TCPStore("127.0.0.1", server.port, wait_for_workers=False, timeout=timedelta(seconds=20))
+        store = dist.TCPStore(
+            "127.0.0.1", server.port, wait_for_workers=False, timeout=timedelta(seconds=20)
+        )
         try:
             got[rank] = agree_on_backend(launch(rank, len(devices), backend), store)
         except RuntimeError as error:
@@ -111,15 +154,22 @@ def agreed(devices: list[str | None], backend: str, monkeypatch: pytest.MonkeyPa
         ([None, None], "gloo"),
     ],
 )
-def test_auto_is_the_same_backend_on_all_ranks(devices: list[str | None], expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A7: `auto` takes nccl where every rank has a device of its own, else gloo, for all of them."""
+def test_auto_is_the_same_backend_on_all_ranks(
+    devices: list[str | None], expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A7: `auto` takes nccl where every rank has a device of its own, else gloo, for all of
+    them."""
     assert agreed(devices, "auto", monkeypatch) == [expected] * len(devices)
 
 
 def test_nccl_that_was_asked_for_is_refused_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A7: who asks for nccl with more ranks than devices is told so by each rank; nobody waits for the others."""
+    """A7: who asks for nccl with more ranks than devices is told so by each rank; nobody waits
+    for the others."""
     errors = agreed(["x", "x"], "nccl", monkeypatch)
-    assert all("backend 'nccl' can't be used: ranks 0 and 1 on a share one device (1 seen)" in str(error) for error in errors)
+    assert all(
+        "backend 'nccl' can't be used: ranks 0 and 1 on a share one device (1 seen)" in str(error)
+        for error in errors
+    )
     assert agreed(["x", "y"], "nccl", monkeypatch) == ["nccl", "nccl"]
 
 

@@ -1,4 +1,5 @@
-"""Elastic determinism: the same bits for every number of ranks that divides the virtual ranks; what can't be so is refused."""
+"""Elastic determinism: the same bits for every number of ranks that divides the virtual ranks;
+what can't be so is refused."""
 
 import os
 from collections.abc import Callable
@@ -28,7 +29,8 @@ pytestmark = pytest.mark.timeout(110)
 
 
 def config_for(folder: Path, virtual_ranks: int, **options: Any) -> RankConfig:
-    """Describe an elastic training with a checkpoint at each step; claims the run's next attempt."""
+    """Describe an elastic training with a checkpoint at each step; claims the run's next
+    attempt."""
     storage = DirectoryStorage(folder)
     attempt = claim_attempt(storage, "run")
     policy = CheckpointPolicy(every_steps=1, every_s=None)
@@ -49,19 +51,32 @@ def tree_of(num_leaves: int, push: list[tuple[range, str]]) -> list[tuple[range,
 
 @settings(max_examples=200, deadline=None)
 @given(st.integers(1, 64), st.data())
-def test_the_order_of_summation_does_not_depend_on_who_adds(num_leaves: int, data: st.DataObject) -> None:
-    """Ranks add what they hold, then the rest is added: the same brackets as where one adds all."""
+def test_the_order_of_summation_does_not_depend_on_who_adds(
+    num_leaves: int, data: st.DataObject
+) -> None:
+    """Ranks add what they hold, then the rest is added: the same brackets as where one adds
+    all."""
     leaves = [(range(leaf, leaf + 1), str(leaf)) for leaf in range(num_leaves)]
     ((whole, brackets),) = tree_of(num_leaves, leaves)
     assert whole == range(num_leaves)
-    world_size = data.draw(st.sampled_from([size for size in range(1, num_leaves + 1) if num_leaves % size == 0]))
+    world_size = data.draw(
+        st.sampled_from([size for size in range(1, num_leaves + 1) if num_leaves % size == 0])
+    )
     each = num_leaves // world_size
-    held = [tree_of(num_leaves, leaves[rank * each : (rank + 1) * each]) for rank in range(world_size)]
+    held = [
+        tree_of(num_leaves, leaves[rank * each : (rank + 1) * each]) for rank in range(world_size)
+    ]
     for rank, branches in enumerate(held):
-        assert branches_of(range(rank * each, (rank + 1) * each), num_leaves) == [branch for branch, _ in branches]
-    assert tree_of(num_leaves, [branch for branches in held for branch in branches]) == [(whole, brackets)]
+        assert branches_of(range(rank * each, (rank + 1) * each), num_leaves) == [
+            branch for branch, _ in branches
+        ]
+    assert tree_of(num_leaves, [branch for branches in held for branch in branches]) == [
+        (whole, brackets)
+    ]
     if each & (each - 1) == 0 and num_leaves & (num_leaves - 1) == 0:
-        assert {len(branches) for branches in held} == {1}  # powers of two: each rank sends one sum, as a ring all-reduce does
+        assert {len(branches) for branches in held} == {
+            1
+        }  # powers of two: each rank sends one sum, as a ring all-reduce does
 
 
 # ---- The same bits.
@@ -70,29 +85,43 @@ def test_the_order_of_summation_does_not_depend_on_who_adds(num_leaves: int, dat
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Train undisturbed on one rank with four virtual ones."""
-    (value,) = run_ranks(run_with_context, 1, config_for(tmp_path_factory.mktemp("one"), 4), elastic.fit)
+    (value,) = run_ranks(
+        run_with_context, 1, config_for(tmp_path_factory.mktemp("one"), 4), elastic.fit
+    )
     return value
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_one_two_and_four_ranks_end_with_the_same_bits(tmp_path: Path, expected: dict[str, Any], world_size: int) -> None:
-    """SHA-256 of the weights, with convolution, dropout, augmentation, clipping and AdamW, over uneven tails."""
+def test_one_two_and_four_ranks_end_with_the_same_bits(
+    tmp_path: Path, expected: dict[str, Any], world_size: int
+) -> None:
+    """SHA-256 of the weights, with convolution, dropout, augmentation, clipping and AdamW, over
+    uneven tails."""
     values = run_ranks(run_with_context, world_size, config_for(tmp_path, 4), elastic.fit)
     assert values == [expected] * world_size
     assert expected["steps"] == 8
 
 
 def test_the_default_differs(tmp_path: Path) -> None:
-    """The test above could fail: without elastic determinism two ranks and one end with other bits."""
+    """The test above could fail: without elastic determinism two ranks and one end with other
+    bits."""
     config = replace(config_for(tmp_path / "a", 4), determinism="default", virtual_ranks=None)
     values = run_ranks(run_with_context, 2, config, elastic.fit)
-    (alone,) = run_ranks(run_with_context, 1, replace(config, storage=DirectoryStorage(tmp_path / "b")), elastic.fit)
+    (alone,) = run_ranks(
+        run_with_context, 1, replace(config, storage=DirectoryStorage(tmp_path / "b")), elastic.fit
+    )
     assert values[0] == values[1] != alone
 
 
-def test_another_number_of_virtual_ranks_is_another_training(tmp_path: Path, expected: dict[str, Any]) -> None:
-    """Six virtual ranks on 1, 2, 3 and 6 ranks, where branches don't fall together with ranks."""
-    values = [run_ranks(run_with_context, n, config_for(tmp_path / str(n), 6), elastic.fit) for n in (1, 2, 3, 6)]
+def test_another_number_of_virtual_ranks_is_another_training(
+    tmp_path: Path, expected: dict[str, Any]
+) -> None:
+    """Six virtual ranks on 1, 2, 3 and 6 ranks, where branches don't fall together with
+    ranks."""
+    values = [
+        run_ranks(run_with_context, n, config_for(tmp_path / str(n), 6), elastic.fit)
+        for n in (1, 2, 3, 6)
+    ]
     assert all(value == values[0][0] for of_ranks in values for value in of_ranks)
     assert values[0][0]["sha256"] != expected["sha256"]
 
@@ -109,34 +138,62 @@ def test_another_number_of_virtual_ranks_is_another_training(tmp_path: Path, exp
     ids=["micro-batches", "autocast", "scaler", "a tail of one", "shards"],
 )
 def test_it_holds_for_other_trainings(tmp_path: Path, options: dict[str, Any]) -> None:
-    """Smaller micro-batches, mixed precision, a tail in which most ranks have nothing, data in shards."""
-    runs = [run_ranks(run_with_context, n, config_for(tmp_path / str(n), 4, **options), elastic.fit) for n in (1, 4)]
+    """Smaller micro-batches, mixed precision, a tail in which most ranks have nothing, data in
+    shards."""
+    runs = [
+        run_ranks(run_with_context, n, config_for(tmp_path / str(n), 4, **options), elastic.fit)
+        for n in (1, 4)
+    ]
     assert all(value == runs[0][0] for of_ranks in runs for value in of_ranks)
 
 
 def test_data_workers_change_nothing(tmp_path: Path, expected: dict[str, Any]) -> None:
     """Augmentation draws the same in worker processes and in the rank."""
-    with RankContext.local(storage=tmp_path, options={"num_workers": 2}, determinism="elastic", virtual_ranks=4) as rank:
-        assert elastic.fit(rank) == expected
+    with RankContext.local(
+        storage=tmp_path, options={"num_workers": 2}, determinism="elastic", virtual_ranks=4
+    ) as ctx:
+        assert elastic.fit(ctx) == expected
 
 
 def test_a_local_context_gives_the_same_bits(tmp_path: Path, expected: dict[str, Any]) -> None:
     """In a debugger too, and torch has its settings back afterwards."""
-    before = (torch.get_num_threads(), torch.are_deterministic_algorithms_enabled(), os.environ.get("CUBLAS_WORKSPACE_CONFIG"))
-    with RankContext.local(storage=tmp_path, run_id="run", determinism="elastic", virtual_ranks=4) as rank:
+    before = (
+        torch.get_num_threads(),
+        torch.are_deterministic_algorithms_enabled(),
+        os.environ.get("CUBLAS_WORKSPACE_CONFIG"),
+    )
+    with RankContext.local(
+        storage=tmp_path, run_id="run", determinism="elastic", virtual_ranks=4
+    ) as ctx:
         assert torch.get_num_threads() == 1
-        assert elastic.fit(rank) == expected
-    after = (torch.get_num_threads(), torch.are_deterministic_algorithms_enabled(), os.environ.get("CUBLAS_WORKSPACE_CONFIG"))
+        assert elastic.fit(ctx) == expected
+    after = (
+        torch.get_num_threads(),
+        torch.are_deterministic_algorithms_enabled(),
+        os.environ.get("CUBLAS_WORKSPACE_CONFIG"),
+    )
     assert after == before
 
 
-def test_four_then_two_then_one_then_four_ranks_by_kills(tmp_path: Path, expected: dict[str, Any]) -> None:
-    """SIGKILL between two micro-batches three times, another number of ranks each time: the same bits, each sample once."""
-    plan = {1: {"step": 3, "how": "die"}, 2: {"step": 5, "how": "die"}, 3: {"step": 7, "how": "die"}}
+def test_four_then_two_then_one_then_four_ranks_by_kills(
+    tmp_path: Path, expected: dict[str, Any]
+) -> None:
+    """SIGKILL between two micro-batches three times, another number of ranks each time: the
+    same bits, each sample once."""
+    plan = {
+        1: {"step": 3, "how": "die"},
+        2: {"step": 5, "how": "die"},
+        3: {"step": 7, "how": "die"},
+    }
     for world_size in (4, 2, 1):
         config = replace(config_for(tmp_path, 4), ledger=True)
-        assert Died(-9) in run_ranks(run_with_context, world_size, config, elastic.fit, (str(tmp_path), plan))
-    assert run_ranks(run_with_context, 4, replace(config_for(tmp_path, 4), ledger=True), elastic.fit) == [expected] * 4
+        assert Died(-9) in run_ranks(
+            run_with_context, world_size, config, elastic.fit, (str(tmp_path), plan)
+        )
+    assert (
+        run_ranks(run_with_context, 4, replace(config_for(tmp_path, 4), ledger=True), elastic.fit)
+        == [expected] * 4
+    )
     report = read_ledger(tmp_path, "run")
     assert report.is_clean, str(report)
     assert [epoch.num_samples for epoch in report.epochs] == [elastic.NUM_SAMPLES] * elastic.EPOCHS
@@ -145,30 +202,44 @@ def test_four_then_two_then_one_then_four_ranks_by_kills(tmp_path: Path, expecte
 # ---- The gradient.
 
 
-def gradients_of_epoch(rank: RankContext, num_samples: int, batch_size: int) -> list[torch.Tensor]:
-    """Return the flat gradient of every step of an epoch; a stand-in's loss is nan; one parameter is used by one sample alone."""
+def gradients_of_epoch(ctx: RankContext, num_samples: int, batch_size: int) -> list[torch.Tensor]:
+    """Return the flat gradient of every step of an epoch; a stand-in's loss is nan; one
+    parameter is used by one sample alone."""
     torch.manual_seed(3)
     net = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
     net.register_parameter("unused", nn.Parameter(torch.zeros(2)))
-    model = rank.wrap(net)
+    model = ctx.wrap(net)
     found = []
-    loader = rank.loader(TensorDataset(*healthy.points(num_samples)), global_batch_size=batch_size)
-    for batch in rank.steps(loader, epochs=1):
-        model.zero_grad(set_to_none=rank.step % 2 == 0)
-        is_stand_in = rank._state.share.num_local == 0
-        for (inputs, targets), weight in rank.micro_batches(batch, max_samples=2):
+    loader = ctx.loader(TensorDataset(*healthy.points(num_samples)), global_batch_size=batch_size)
+    for batch in ctx.steps(loader, epochs=1):
+        model.zero_grad(set_to_none=ctx.step % 2 == 0)
+        is_stand_in = ctx._state.share.num_local == 0
+        for (inputs, targets), weight in ctx.micro_batches(batch, max_samples=2):
             loss = nn.functional.cross_entropy(model(inputs), targets) * weight
             (loss * float("nan") if is_stand_in else loss).backward()
         assert net.unused.grad is None
         found.append(torch.cat([parameter.grad.flatten() for parameter in net[0].parameters()]))
-        found[-1] = torch.cat([found[-1], *(parameter.grad.flatten() for parameter in net[2].parameters())])
+        found[-1] = torch.cat(
+            [found[-1], *(parameter.grad.flatten() for parameter in net[2].parameters())]
+        )
     return found
 
 
-@pytest.mark.parametrize(("world_size", "num_samples", "batch_size"), [(1, 11, 5), (2, 13, 6), (3, 10, 8)])
-def test_gradients_are_those_of_the_global_batch(tmp_path: Path, world_size: int, num_samples: int, batch_size: int) -> None:
-    """On each rank, also with a tail smaller than the world; a parameter that nobody uses has none."""
-    values = run_ranks(run_with_context, world_size, config_for(tmp_path, 6), gradients_of_epoch, (num_samples, batch_size))
+@pytest.mark.parametrize(
+    ("world_size", "num_samples", "batch_size"), [(1, 11, 5), (2, 13, 6), (3, 10, 8)]
+)
+def test_gradients_are_those_of_the_global_batch(
+    tmp_path: Path, world_size: int, num_samples: int, batch_size: int
+) -> None:
+    """On each rank, also with a tail smaller than the world; a parameter that nobody uses has
+    none."""
+    values = run_ranks(
+        run_with_context,
+        world_size,
+        config_for(tmp_path, 6),
+        gradients_of_epoch,
+        (num_samples, batch_size),
+    )
     expected = expected_gradients(num_samples, batch_size)
     for found in values:
         for gradient, right in zip(found, expected, strict=True):
@@ -184,43 +255,43 @@ def local(**options: Any) -> RankContext:
     return RankContext.local(determinism="elastic", **{"virtual_ranks": 2, **options})
 
 
-def batches(rank: RankContext) -> Any:
+def batches(ctx: RankContext) -> Any:
     """Begin to train on 8 points."""
-    return rank.steps(rank.loader(TensorDataset(*healthy.points(8)), global_batch_size=4), epochs=1)
+    return ctx.steps(ctx.loader(TensorDataset(*healthy.points(8)), global_batch_size=4), epochs=1)
 
 
-def unpack(rank: RankContext) -> None:
+def unpack(ctx: RankContext) -> None:
     """Use the batch as in a default training."""
-    for _inputs, _targets in batches(rank):
+    for _inputs, _targets in batches(ctx):
         pytest.fail("it was unpacked")
 
 
-def move(rank: RankContext) -> None:
+def move(ctx: RankContext) -> None:
     """Use the batch as a mapping."""
-    for batch in batches(rank):
-        batch["inputs"].to(rank.device)
+    for batch in batches(ctx):
+        batch["inputs"].to(ctx.device)
 
 
-def ignore(rank: RankContext) -> None:
+def ignore(ctx: RankContext) -> None:
     """Make nothing of the batch."""
-    rank.wrap(nn.Linear(4, 3).double())
-    for _ in batches(rank):
+    ctx.wrap(nn.Linear(4, 3).double())
+    for _ in batches(ctx):
         pass
 
 
-def leave(rank: RankContext) -> None:
+def leave(ctx: RankContext) -> None:
     """Leave the micro-batches after the first one."""
-    model = rank.wrap(nn.Linear(4, 3).double())
-    for batch in batches(rank):
-        for (inputs, _), weight in rank.micro_batches(batch):
+    model = ctx.wrap(nn.Linear(4, 3).double())
+    for batch in batches(ctx):
+        for (inputs, _), weight in ctx.micro_batches(batch):
             (model(inputs).mean() * weight).backward()
             break
 
 
-def replace_batch(rank: RankContext) -> None:
+def replace_batch(ctx: RankContext) -> None:
     """Cut something else."""
-    for _ in batches(rank):
-        list(rank.micro_batches(torch.zeros(4)))
+    for _ in batches(ctx):
+        list(ctx.micro_batches(torch.zeros(4)))
 
 
 @pytest.mark.parametrize(
@@ -233,7 +304,9 @@ def replace_batch(rank: RankContext) -> None:
         (replace_batch, r"got a Tensor; pass the batch as rank\.steps gave it"),
     ],
 )
-def test_a_step_without_micro_batches_is_refused(train: Callable[[RankContext], None], says: str) -> None:
+def test_a_step_without_micro_batches_is_refused(
+    train: Callable[[RankContext], None], says: str
+) -> None:
     """However the batch is used, and also when it isn't."""
     with local() as rank, pytest.raises(InvalidParamsError, match=says):
         train(rank)
@@ -256,15 +329,21 @@ class Counting(nn.Module):
 @pytest.mark.parametrize(
     ("layer", "says"),
     [
-        (nn.BatchNorm1d(4).double(), r"1 \(BatchNorm1d\): running statistics.*GroupNorm or LayerNorm"),
+        (
+            nn.BatchNorm1d(4).double(),
+            r"1 \(BatchNorm1d\): running statistics.*GroupNorm or LayerNorm",
+        ),
         (nn.SyncBatchNorm(4, track_running_stats=False).double(), r"1 \(SyncBatchNorm\)"),
         (Counting(), r"the buffers 1\.calls \(Counting\) change in the forward pass"),
         (nn.BatchNorm1d(4, track_running_stats=False).double(), None),
         (nn.BatchNorm1d(4).double().eval(), None),
     ],
 )
-def test_buffers_that_depend_on_the_batch_are_refused_by_name(layer: nn.Module, says: str | None) -> None:
-    """Before the first step is taken; frozen ones and those without running statistics may stay."""
+def test_buffers_that_depend_on_the_batch_are_refused_by_name(
+    layer: nn.Module, says: str | None
+) -> None:
+    """Before the first step is taken; frozen ones and those without running statistics may
+    stay."""
 
     def train() -> None:
         with local() as rank:
@@ -280,17 +359,20 @@ def test_buffers_that_depend_on_the_batch_are_refused_by_name(layer: nn.Module, 
             train()
 
 
-def embed(rank: RankContext) -> None:
+def embed(ctx: RankContext) -> None:
     """Train with a sparse gradient."""
-    model = rank.wrap(nn.Embedding(4, 2, sparse=True))
-    for batch in batches(rank):
-        for (_inputs, targets), weight in rank.micro_batches(batch):
+    model = ctx.wrap(nn.Embedding(4, 2, sparse=True))
+    for batch in batches(ctx):
+        for (_inputs, targets), weight in ctx.micro_batches(batch):
             (model(targets).mean() * weight).backward()
 
 
 def test_sparse_gradients_are_refused_by_name() -> None:
     """They have no order of summation of ours."""
-    with local() as rank, pytest.raises(InvalidParamsError, match="the gradient of weight is sparse"):
+    with (
+        local() as rank,
+        pytest.raises(InvalidParamsError, match="the gradient of weight is sparse"),
+    ):
         embed(rank)
 
 
@@ -299,7 +381,11 @@ def test_ranks_that_do_not_divide_the_virtual_ones_are_refused(tmp_path: Path) -
     with pytest.raises(AssertionError, match="virtual_ranks is 4 and there are 3 ranks"):
         run_ranks(run_with_context, 3, config_for(tmp_path, 4), elastic.fit)
     for determinism, virtual_ranks, says in [
-        ("elastic", None, "determinism is 'elastic' and virtual_ranks is None; give the most ranks"),
+        (
+            "elastic",
+            None,
+            "determinism is 'elastic' and virtual_ranks is None; give the most ranks",
+        ),
         ("elastic", 0, "virtual_ranks is 0"),
         ("default", 4, "virtual_ranks is 4, which needs determinism='elastic'"),
         ("perfect", 4, "determinism is 'perfect'; choose one of default, elastic"),

@@ -29,7 +29,9 @@ def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def config(folder: Path, stage: Any) -> RankConfig:
     """Describe a stage."""
-    return RankConfig(run_id="run", attempt=1, stage=stage, storage=DirectoryStorage(folder), dataset_id="points")
+    return RankConfig(
+        run_id="run", attempt=1, stage=stage, storage=DirectoryStorage(folder), dataset_id="points"
+    )
 
 
 def outcome(folder: Path, stage: str, value: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
@@ -42,10 +44,24 @@ def test_train_gives_plain_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     """JSON scalars; nan as text; nothing tracked is no checkpoint."""
     import numpy as np
 
-    values = {"accuracy": np.float64(0.5), "name": "x", "count": 3, "good": True, "none": None, "loss": math.nan}
+    values = {
+        "accuracy": np.float64(0.5),
+        "name": "x",
+        "count": 3,
+        "good": True,
+        "none": None,
+        "loss": math.nan,
+    }
     found = outcome(tmp_path, "train", values, monkeypatch)
     assert found == {
-        "value": {"accuracy": 0.5, "name": "x", "count": 3, "good": True, "none": None, "loss": "nan"},
+        "value": {
+            "accuracy": 0.5,
+            "name": "x",
+            "count": 3,
+            "good": True,
+            "none": None,
+            "loss": "nan",
+        },
         "num_steps": 0,
         "num_epochs": 0,
         "last_checkpoint": None,
@@ -57,11 +73,15 @@ def test_train_gives_plain_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert outcome(tmp_path, "train", None, monkeypatch)["value"] == {}
 
 
-def test_train_refuses_other_values_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_train_refuses_other_values_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A tensor in the dict, or no dict at all."""
     import torch
 
-    with pytest.raises(TypeError, match=r"returned 'weights' as torch.Tensor.*rank.track for models"):
+    with pytest.raises(
+        TypeError, match=r"returned 'weights' as torch.Tensor.*ctx.track for models"
+    ):
         outcome(tmp_path, "train", {"weights": torch.ones(2)}, monkeypatch)
     with pytest.raises(TypeError, match="returned float; return a dict"):
         outcome(tmp_path, "train", 0.5, monkeypatch)
@@ -69,8 +89,12 @@ def test_train_refuses_other_values_by_name(tmp_path: Path, monkeypatch: pytest.
 
 def test_evaluate_gives_a_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Or a dict that makes one."""
-    assert outcome(tmp_path, "evaluate", Report(num_samples=2), monkeypatch) == Report(num_samples=2)
-    assert outcome(tmp_path, "evaluate", {"num_samples": 2, "accuracy": 0.5}, monkeypatch) == Report(num_samples=2, accuracy=0.5)
+    assert outcome(tmp_path, "evaluate", Report(num_samples=2), monkeypatch) == Report(
+        num_samples=2
+    )
+    assert outcome(
+        tmp_path, "evaluate", {"num_samples": 2, "accuracy": 0.5}, monkeypatch
+    ) == Report(num_samples=2, accuracy=0.5)
     with pytest.raises(TypeError, match="returned a dict that is no Report"):
         outcome(tmp_path, "evaluate", {"accuracy": 0.5}, monkeypatch)
     with pytest.raises(TypeError, match=r"returned float; return a prefect_torch_ddp.Report"):
@@ -81,7 +105,9 @@ def test_prepare_publishes_what_it_wrote(tmp_path: Path) -> None:
     """Under the dataset's id, where train finds it."""
     report = run_stage(config(tmp_path, "prepare"), "tests.workloads.healthy")
     assert (report.dataset_id, report.num_files) == ("points", 1)
-    found = run_with_context(config(tmp_path, "train"), lambda rank: sorted(path.name for path in rank.data.iterdir()))
+    found = run_with_context(
+        config(tmp_path, "train"), lambda ctx: sorted(path.name for path in ctx.data.iterdir())
+    )
     assert "points.pt" in found
 
 
@@ -96,15 +122,19 @@ def test_a_workload_that_lacks_a_function_is_refused(tmp_path: Path) -> None:
             run_stage(config(tmp_path, "prepare"), workload)
 
 
-def arguments(rank: RankContext, *args: Any, **kwargs: Any) -> Any:
+def arguments(ctx: RankContext, *args: Any, **kwargs: Any) -> Any:
     """Return them."""
-    return rank.stage, args, kwargs
+    return ctx.stage, args, kwargs
 
 
 def test_arguments_arrive_as_they_are(tmp_path: Path) -> None:
     """Whatever their names; functions also by import string."""
     kwargs = {"config": 1, "fn": 2, "args": 3, "kwargs": 4}
-    assert run_with_context(config(tmp_path, "task"), arguments, (1, 2), kwargs) == ("task", (1, 2), kwargs)
+    assert run_with_context(config(tmp_path, "task"), arguments, (1, 2), kwargs) == (
+        "task",
+        (1, 2),
+        kwargs,
+    )
     assert run_with_context(config(tmp_path, "task"), f"{__name__}:arguments") == ("task", (), {})
 
 
@@ -117,37 +147,54 @@ def test_train_leaves_the_model_that_is_evaluated(
     from torch import nn
     from torch.utils.data import TensorDataset
 
-    def train(rank: RankContext) -> None:
-        net = rank.wrap(nn.Linear(1, 1, bias=False))
-        rank.track(net=net)
-        for _ in rank.steps(rank.loader(TensorDataset(torch.zeros(3)), global_batch_size=1), epochs=1):
+    def train(ctx: RankContext) -> None:
+        net = ctx.wrap(nn.Linear(1, 1, bias=False))
+        ctx.track(net=net)
+        for _ in ctx.steps(
+            ctx.loader(TensorDataset(torch.zeros(3)), global_batch_size=1), epochs=1
+        ):
             with torch.no_grad():
-                net.weight.fill_(rank.step)
-            rank.report(accuracy=[0.1, 0.9, 0.5][rank.step - 1])
-            rank.checkpoint(force=True)
+                net.weight.fill_(ctx.step)
+            ctx.report(accuracy=[0.1, 0.9, 0.5][ctx.step - 1])
+            ctx.checkpoint(force=True)
 
     monkeypatch.setattr(returns, "train", train)
     policy = CheckpointPolicy(best_metric="accuracy", keep_last=5)
-    chosen = replace(config(tmp_path, "train"), checkpoint=policy, evaluate_on=evaluate_on, dataset_id=None, options={"lr": 1.0})
+    chosen = replace(
+        config(tmp_path, "train"),
+        checkpoint=policy,
+        evaluate_on=evaluate_on,
+        dataset_id=None,
+        options={"lr": 1.0},
+    )
     found = run_stage(chosen, f"{__name__}:returns")
     assert found["model_uri"] == f"{tmp_path}/runs/run/model/model.safetensors"
     assert load_file(found["model_uri"])["weight"].item() == weight
     card = json.loads((tmp_path / "runs/run/model/model.json").read_bytes())
-    assert (card["step"], card["tracked_as"], card["workload"]) == (step, "net", f"{__name__}:returns")
+    assert (card["step"], card["tracked_as"], card["workload"]) == (
+        step,
+        "net",
+        f"{__name__}:returns",
+    )
     assert (card["options"], card["dataset"]) == ({"lr": 1.0}, None)
     assert card["metrics"] == {"accuracy": {2: 0.9, 3: 0.5}[step]}
     assert card["versions"]["torch"] == version("torch")
 
 
-def test_two_modules_without_the_name_are_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_modules_without_the_name_are_no_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It can't be told which one it is; one named `model` can."""
     from torch import nn
 
-    def train(rank: RankContext) -> None:
-        rank.track(**{name: nn.Linear(1, 1) for name in rank.options["names"]})
+    def train(ctx: RankContext) -> None:
+        ctx.track(**{name: nn.Linear(1, 1) for name in ctx.options["names"]})
 
     monkeypatch.setattr(returns, "train", train)
     two = replace(config(tmp_path, "train"), dataset_id=None, options={"names": ["a", "b"]})
     assert run_stage(two, f"{__name__}:returns")["model_uri"] is None
     named = replace(two, run_id="other", options={"names": ["a", "model"]})
-    assert run_stage(named, f"{__name__}:returns")["model_uri"] == f"{tmp_path}/runs/other/model/model.safetensors"
+    assert (
+        run_stage(named, f"{__name__}:returns")["model_uri"]
+        == f"{tmp_path}/runs/other/model/model.safetensors"
+    )

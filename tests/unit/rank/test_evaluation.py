@@ -1,4 +1,5 @@
-"""Exact evaluation over real gloo ranks: no padding, no rank waits, the same number everywhere."""
+"""Exact evaluation over real gloo ranks: no padding, no rank waits, the same number
+everywhere."""
 
 from datetime import timedelta
 from pathlib import Path
@@ -23,12 +24,18 @@ TARGETS = torch.tensor([0, 1, 2, 0, 2])  # the last one is told wrongly: 0.8
 def _evaluate(rank: int, world_size: int, num_samples: int, folder: str) -> None:
     folder_path = Path(folder)
     dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size, timeout=timedelta(seconds=30)
+        "gloo",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=30),
     )
     meter = ClassificationMeter(NAMES)
     if num_samples:
         dataset = TensorDataset(LOGITS[:num_samples], TARGETS[:num_samples])
-        for logits, targets in RankLoader(dataset, global_batch_size=2, rank=rank, world_size=world_size, shuffle=False):
+        for logits, targets in RankLoader(
+            dataset, global_batch_size=2, rank=rank, world_size=world_size, shuffle=False
+        ):
             meter.update(logits, targets)
     try:
         reports = [meter.report().model_dump_json() for _ in range(2)]
@@ -40,26 +47,39 @@ def _evaluate(rank: int, world_size: int, num_samples: int, folder: str) -> None
 
 
 def _reports(world_size: int, num_samples: int, folder: Path) -> list[str]:
-    context = mp.spawn(_evaluate, args=(world_size, num_samples, str(folder)), nprocs=world_size, join=False)
+    context = mp.spawn(
+        _evaluate, args=(world_size, num_samples, str(folder)), nprocs=world_size, join=False
+    )
     while not context.join(timeout=60):
         pass
     return [(folder / f"rank-{rank}").read_text() for rank in range(world_size)]
 
 
-@pytest.mark.parametrize(("world_size", "num_samples", "accuracy"), [(2, 5, 0.8), (3, 5, 0.8), (4, 5, 0.8), (2, 1, 1.0)])
-def test_exact_counts_on_any_number_of_ranks(world_size: int, num_samples: int, accuracy: float, tmp_path: Path) -> None:
-    """D1: 5 samples on 2, 3 and 4 ranks are 0.8 exactly; 1 sample on 2 ranks leaves a rank without any."""
-    reports = [Report.model_validate_json(text) for text in _reports(world_size, num_samples, tmp_path)]
+@pytest.mark.parametrize(
+    ("world_size", "num_samples", "accuracy"), [(2, 5, 0.8), (3, 5, 0.8), (4, 5, 0.8), (2, 1, 1.0)]
+)
+def test_exact_counts_on_any_number_of_ranks(
+    world_size: int, num_samples: int, accuracy: float, tmp_path: Path
+) -> None:
+    """D1: 5 samples on 2, 3 and 4 ranks are 0.8 exactly; 1 sample on 2 ranks leaves a rank
+    without any."""
+    reports = [
+        Report.model_validate_json(text) for text in _reports(world_size, num_samples, tmp_path)
+    ]
     assert reports.count(reports[0]) == world_size
     assert reports[0].num_samples == num_samples
     assert reports[0].accuracy == accuracy
-    assert reports[0].loss == pytest.approx(cross_entropy(LOGITS[:num_samples], TARGETS[:num_samples]).item(), abs=1e-7)
+    assert reports[0].loss == pytest.approx(
+        cross_entropy(LOGITS[:num_samples], TARGETS[:num_samples]).item(), abs=1e-7
+    )
     assert sum(map(sum, reports[0].confusion_matrix)) == num_samples
 
 
 def test_no_sample_on_any_rank_is_an_error_on_every_rank(tmp_path: Path) -> None:
     """Never 0/0, and never a rank that waits for one that raised."""
-    assert all("nothing was evaluated: there were 0 samples" in text for text in _reports(2, 0, tmp_path))
+    assert all(
+        "nothing was evaluated: there were 0 samples" in text for text in _reports(2, 0, tmp_path)
+    )
 
 
 def test_single_process_counts_without_a_process_group() -> None:
@@ -87,15 +107,27 @@ def test_a_given_loss_and_plain_predictions() -> None:
     ("logits", "targets", "loss", "words"),
     [
         (torch.zeros(2, 4), torch.zeros(2).long(), None, r"logits has shape \[2, 4\]"),
-        (torch.zeros(2), torch.zeros(2).long(), None, r"logits has shape \[2\] and dtype torch.float32"),
+        (
+            torch.zeros(2),
+            torch.zeros(2).long(),
+            None,
+            r"logits has shape \[2\] and dtype torch.float32",
+        ),
         (torch.zeros(2, 3), torch.zeros(3).long(), None, r"targets has shape \[3\]"),
         (torch.zeros(2, 3), torch.zeros(2).long(), torch.zeros(()), r"loss has shape \[\]"),
         (torch.zeros(2, 3), torch.zeros(2), None, "targets has dtype torch.float32"),
         (torch.zeros(2, 3), torch.tensor([0, 3]), None, "targets has a class outside 0 to 2"),
-        (torch.tensor([0, -1]), torch.tensor([0, 1]), None, "predictions has a class outside 0 to 2"),
+        (
+            torch.tensor([0, -1]),
+            torch.tensor([0, 1]),
+            None,
+            "predictions has a class outside 0 to 2",
+        ),
     ],
 )
-def test_what_does_not_fit_is_refused(logits: torch.Tensor, targets: torch.Tensor, loss: torch.Tensor | None, words: str) -> None:
+def test_what_does_not_fit_is_refused(
+    logits: torch.Tensor, targets: torch.Tensor, loss: torch.Tensor | None, words: str
+) -> None:
     """A wrong shape or class is named; it never becomes a wrong number."""
     with pytest.raises(InvalidParamsError, match=words):
         ClassificationMeter(NAMES).update(logits, targets, loss)

@@ -1,4 +1,5 @@
-"""Shows the ledger of real ranks: what they trained on is on record, over kills, resumes and world sizes; damage is found."""
+"""Shows the ledger of real ranks: what they trained on is on record, over kills, resumes and
+world sizes; damage is found."""
 
 import json
 from collections.abc import Iterator
@@ -26,24 +27,30 @@ EACH_ONCE = [f"epoch {epoch}: {NUM_SAMPLES} samples, each once" for epoch in ran
 
 
 def config_for(folder: Path, **options: Any) -> RankConfig:
-    """Describe a training with a ledger whose checkpoints come every 2 steps; claims the run's next attempt."""
+    """Describe a training with a ledger whose checkpoints come every 2 steps; claims the run's
+    next attempt."""
     storage = DirectoryStorage(folder)
     attempt = claim_attempt(storage, "run")
     policy = CheckpointPolicy(every_steps=2, every_s=None)
-    return RankConfig("run", attempt, "train", storage, options=options, checkpoint=policy, ledger=True)
+    return RankConfig(
+        "run", attempt, "train", storage, options=options, checkpoint=policy, ledger=True
+    )
 
 
-def fit(rank: RankContext) -> str:
+def fit(ctx: RankContext) -> str:
     """Train the healthy workload; return what its weights hash to."""
-    value: str = healthy.fit(rank, TensorDataset(*healthy.points(NUM_SAMPLES)))["sha256"]
+    value: str = healthy.fit(ctx, TensorDataset(*healthy.points(NUM_SAMPLES)))["sha256"]
     return value
 
 
 def test_a_training_killed_twice_and_resumed_at_other_sizes_is_clean(tmp_path: Path) -> None:
-    """2 ranks, then 3, then 1: each sample once an epoch, told from what survived; and a lost part is missed."""
+    """2 ranks, then 3, then 1: each sample once an epoch, told from what survived; and a lost
+    part is missed."""
     first = config_for(tmp_path, die_at=5, die_on=1, die_after=4)
     assert Died(-9) in run_ranks(run_with_context, 2, first, fit)
-    assert Died(-9) in run_ranks(run_with_context, 3, config_for(tmp_path, die_at=9, die_on=0, die_after=8), fit)
+    assert Died(-9) in run_ranks(
+        run_with_context, 3, config_for(tmp_path, die_at=9, die_on=0, die_after=8), fit
+    )
     under_way = read_ledger(tmp_path, "run")
     assert under_way.is_clean, str(under_way)
     assert not under_way.epochs[-1].is_finished
@@ -55,7 +62,11 @@ def test_a_training_killed_twice_and_resumed_at_other_sizes_is_clean(tmp_path: P
     assert str(report).splitlines() == EACH_ONCE
     assert report.attempts == {1: 2, 2: 3, 3: 1}
 
-    lost = next(path for path in sorted((tmp_path / "runs/run/ledger/rank-00001").iterdir()) if path.name.startswith("000001"))
+    lost = next(
+        path
+        for path in sorted((tmp_path / "runs/run/ledger/rank-00001").iterdir())
+        if path.name.startswith("000001")
+    )
     lost.unlink()
     assert not read_ledger(tmp_path, "run").is_clean
 
@@ -89,17 +100,20 @@ class PointShards:
             yield inputs[i] + torch.rand(4, dtype=torch.float64) / 100, targets[i]
 
 
-def fit_shards(rank: RankContext) -> str:
+def fit_shards(ctx: RankContext) -> str:
     """Train on them; return what the weights hash to."""
-    value: str = healthy.fit(rank, PointShards())["sha256"]
+    value: str = healthy.fit(ctx, PointShards())["sha256"]
     return value
 
 
 def test_a_training_on_shards_resumes_to_the_same_bits(tmp_path: Path) -> None:
-    """Killed in the middle of a shard: the samples, and what was drawn for them, are those of the undisturbed run, each once."""
+    """Killed in the middle of a shard: the samples, and what was drawn for them, are those of
+    the undisturbed run, each once."""
     expected = run_ranks(run_with_context, 2, config_for(tmp_path / "whole"), fit_shards)
     broken = tmp_path / "broken"
-    assert Died(-9) in run_ranks(run_with_context, 2, config_for(broken, die_at=5, die_on=1, die_after=4), fit_shards)
+    assert Died(-9) in run_ranks(
+        run_with_context, 2, config_for(broken, die_at=5, die_on=1, die_after=4), fit_shards
+    )
     assert run_ranks(run_with_context, 2, config_for(broken), fit_shards) == expected
     report = read_ledger(broken, "run")
     assert str(report).splitlines() == EACH_ONCE
@@ -124,18 +138,27 @@ def lengths(words: list[str]) -> list[int]:
     return [len(word) for word in words]
 
 
-def read_words(rank: RankContext) -> list[int]:
-    """Read them in worker processes with a collate function; return the lengths, which are the ids."""
-    loader = rank.loader(Words(), global_batch_size=4, num_workers=2, multiprocessing_context="fork", collate_fn=lengths)
-    seen = [length for batch in rank.steps(loader, epochs=1) for length in batch]
-    assert [length for batch in loader for length in batch] == seen, "a pass for evaluation is as without"
+def read_words(ctx: RankContext) -> list[int]:
+    """Read them in worker processes with a collate function; return the lengths, which are the
+    ids."""
+    loader = ctx.loader(
+        Words(),
+        global_batch_size=4,
+        num_workers=2,
+        multiprocessing_context="fork",
+        collate_fn=lengths,
+    )
+    seen = [length for batch in ctx.steps(loader, epochs=1) for length in batch]
+    assert [length for batch in loader for length in batch] == seen, (
+        "a pass for evaluation is as without"
+    )
     return seen
 
 
 def test_the_ids_come_with_the_batch_through_worker_processes(tmp_path: Path) -> None:
     """Through the user's own collate function, which sees nothing of it."""
-    with RankContext.local(storage=tmp_path, ledger=True) as rank:
-        seen = read_words(rank)
+    with RankContext.local(storage=tmp_path, ledger=True) as ctx:
+        seen = read_words(ctx)
     assert sorted(seen) == list(range(11))
     assert str(read_ledger(tmp_path, "local")) == "epoch 1: 11 samples, each once"
     (part,) = (tmp_path / "runs/local/ledger/rank-00000").iterdir()
@@ -143,21 +166,21 @@ def test_the_ids_come_with_the_batch_through_worker_processes(tmp_path: Path) ->
     assert [sample for line in lines for sample in line.get("samples", [])] == seen
 
 
-def leave_and_stop(rank: RankContext) -> None:
+def leave_and_stop(ctx: RankContext) -> None:
     """Leave one loop by break and end the next by a stop."""
-    loader = rank.loader(TensorDataset(torch.arange(10)), global_batch_size=3, drop_last=True)
-    for _ in rank.steps(loader, epochs=3):
-        if rank.step == 5:
+    loader = ctx.loader(TensorDataset(torch.arange(10)), global_batch_size=3, drop_last=True)
+    for _ in ctx.steps(loader, epochs=3):
+        if ctx.step == 5:
             break
-    for _ in rank.steps(loader, epochs=3):
-        if rank.step == 9:
-            rank.request_stop("enough")
+    for _ in ctx.steps(loader, epochs=3):
+        if ctx.step == 9:
+            ctx.request_stop("enough")
 
 
 def test_loops_that_were_left_are_no_error(tmp_path: Path) -> None:
     """A break and an early stop leave epochs unfinished; the ledger says so, and is clean."""
-    with RankContext.local(storage=tmp_path, ledger=True) as rank:
-        leave_and_stop(rank)
+    with RankContext.local(storage=tmp_path, ledger=True) as ctx:
+        leave_and_stop(ctx)
     assert str(read_ledger(tmp_path, "local")).splitlines() == [
         "epoch 1: 9 samples, each once; 1 left out by drop_last",
         "epoch 2: 6 samples of 10, each once; not finished",
@@ -170,46 +193,59 @@ def test_another_batch_size_in_the_middle_of_an_epoch_is_told(tmp_path: Path) ->
     """Samples that are seen twice by it are named, as the log's warning says."""
     dataset = TensorDataset(torch.arange(10.0))
     for size, epochs in ((3, 1), (4, 1)):
-        with RankContext.local(storage=tmp_path, ledger=True) as rank:
-            rank.track(model=torch.nn.Linear(1, 1))
-            for _ in rank.steps(rank.loader(dataset, global_batch_size=size, shuffle=False), epochs=epochs):
-                if rank.attempt == 1 and rank.step == 3:
+        with RankContext.local(storage=tmp_path, ledger=True) as ctx:
+            ctx.track(model=torch.nn.Linear(1, 1))
+            for _ in ctx.steps(
+                ctx.loader(dataset, global_batch_size=size, shuffle=False), epochs=epochs
+            ):
+                if ctx.attempt == 1 and ctx.step == 3:
                     break
     assert str(read_ledger(tmp_path, "local")) == "epoch 1: 10 samples; 1 repeated (8 in step 4)"
 
 
 def test_a_damaged_line_is_missed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A warning names the object, and its samples are missing."""
-    with RankContext.local(storage=tmp_path, ledger=True) as rank:
-        for _ in rank.steps(rank.loader(TensorDataset(torch.arange(4)), global_batch_size=2, shuffle=False), epochs=1):
+    with RankContext.local(storage=tmp_path, ledger=True) as ctx:
+        for _ in ctx.steps(
+            ctx.loader(TensorDataset(torch.arange(4)), global_batch_size=2, shuffle=False), epochs=1
+        ):
             pass
     (part,) = (tmp_path / "runs/local/ledger/rank-00000").iterdir()
     part.write_bytes(part.read_bytes().replace(b'"samples":[2,3]', b'"samples":[2,'))
-    assert str(read_ledger(tmp_path, "local")) == "epoch 1: 2 samples of 4; 2 missing (2, 3); not finished"
+    assert (
+        str(read_ledger(tmp_path, "local"))
+        == "epoch 1: 2 samples of 4; 2 missing (2, 3); not finished"
+    )
     assert "000001-000001.jsonl is damaged and left out" in caplog.text
 
 
 def test_a_ledger_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
-    """A run that is to be proven doesn't end well without its proof; the metrics are written all the same."""
+    """A run that is to be proven doesn't end well without its proof; the metrics are written
+    all the same."""
     (tmp_path / "runs/local").mkdir(parents=True)
     (tmp_path / "runs/local/ledger").write_text("not a folder")
     with (  # noqa: PT012
         pytest.raises(StorageError, match="3 ledger records could not be written"),
-        RankContext.local(storage=tmp_path, ledger=True) as rank,
+        RankContext.local(storage=tmp_path, ledger=True) as ctx,
     ):
-        for _ in rank.steps(rank.loader(TensorDataset(torch.arange(4)), global_batch_size=4), epochs=1):
-            rank.report(loss=1.0)
+        for _ in ctx.steps(
+            ctx.loader(TensorDataset(torch.arange(4)), global_batch_size=4), epochs=1
+        ):
+            ctx.report(loss=1.0)
     assert list((tmp_path / "runs/local/metrics/rank-00000").iterdir())
 
 
 def test_virtual_ranks_are_on_record_too(tmp_path: Path) -> None:
-    """Under elastic determinism a batch comes in parts; all their samples are in the line of its step."""
+    """Under elastic determinism a batch comes in parts; all their samples are in the line of
+    its step."""
     options: dict[str, Any] = {"determinism": "elastic", "virtual_ranks": 4}
-    with RankContext.local(storage=tmp_path, ledger=True, **options) as rank:
-        model = rank.wrap(torch.nn.Linear(1, 1))
-        loader = rank.loader(TensorDataset(torch.arange(10.0)[:, None]), global_batch_size=7)
-        for batch in rank.steps(loader, epochs=2):
+    with RankContext.local(storage=tmp_path, ledger=True, **options) as ctx:
+        model = ctx.wrap(torch.nn.Linear(1, 1))
+        loader = ctx.loader(TensorDataset(torch.arange(10.0)[:, None]), global_batch_size=7)
+        for batch in ctx.steps(loader, epochs=2):
             model.zero_grad()
-            for (x,), weight in rank.micro_batches(batch):
+            for (x,), weight in ctx.micro_batches(batch):
                 (model(x).mean() * weight).backward()
-    assert str(read_ledger(tmp_path, "local")).splitlines() == [f"epoch {epoch}: 10 samples, each once" for epoch in (1, 2)]
+    assert str(read_ledger(tmp_path, "local")).splitlines() == [
+        f"epoch {epoch}: 10 samples, each once" for epoch in (1, 2)
+    ]

@@ -1,4 +1,5 @@
-"""Gradient accumulation: exact on real ranks with uneven shares, one exchange a step, mixed precision, kills in its midst."""
+"""Gradient accumulation: exact on real ranks with uneven shares, one exchange a step, mixed
+precision, kills in its midst."""
 
 from collections import UserDict, namedtuple
 from dataclasses import replace
@@ -33,7 +34,8 @@ def parts_of(batch: Any, max_samples: int | None) -> list[tuple[Any, float]]:
 
 
 def test_every_kind_of_batch_is_cut_alike() -> None:
-    """Tensors, tuples, lists, mappings, named tuples, nested ones, names of samples: the same rows of each, nothing lost."""
+    """Tensors, tuples, lists, mappings, named tuples, nested ones, names of samples: the same
+    rows of each, nothing lost."""
     x, y = torch.arange(10).reshape(5, 2), torch.arange(5)
     names = list("abcde")
     for batch, get in [
@@ -58,8 +60,16 @@ def test_every_kind_of_batch_is_cut_alike() -> None:
 @pytest.mark.parametrize(
     ("batch", "max_samples", "says"),
     [
-        ((torch.zeros(5, 2), torch.zeros(4)), 2, r"batch\[1\]: it has 4 rows where this rank's share has 5"),
-        ({"x": torch.zeros(3), "scale": torch.tensor(2.0)}, 2, r"batch\['scale'\]: it is a single number"),
+        (
+            (torch.zeros(5, 2), torch.zeros(4)),
+            2,
+            r"batch\[1\]: it has 4 rows where this rank's share has 5",
+        ),
+        (
+            {"x": torch.zeros(3), "scale": torch.tensor(2.0)},
+            2,
+            r"batch\['scale'\]: it is a single number",
+        ),
         ((torch.zeros(3), "train"), 2, r"batch\[1\], a str"),
         (({"x": object()},), 2, r"batch\[0\]\['x'\], a object"),
         ((), 2, "a tuple without a tensor"),
@@ -75,18 +85,27 @@ def test_what_cannot_be_cut_is_named(batch: Any, max_samples: int, says: str) ->
 
 
 def test_a_batch_of_something_else_than_samples_is_refused() -> None:
-    """In a step the share's size is known: images of a list, each with channels first, aren't cut by channels."""
-    with RankContext.local() as rank:
-        for _ in rank.steps(rank.loader(TensorDataset(torch.zeros(4)), global_batch_size=4), epochs=1):
-            with pytest.raises(InvalidParamsError, match=r"batch\[0\]: it has 3 rows where this rank's share has 4 samples"):
-                list(rank.micro_batches([torch.zeros(3, 8, 8)] * 4, max_samples=2))
+    """In a step the share's size is known: images of a list, each with channels first, aren't
+    cut by channels."""
+    with RankContext.local() as ctx:
+        for _ in ctx.steps(
+            ctx.loader(TensorDataset(torch.zeros(4)), global_batch_size=4), epochs=1
+        ):
+            with pytest.raises(
+                InvalidParamsError,
+                match=r"batch\[0\]: it has 3 rows where this rank's share has 4 samples",
+            ):
+                list(ctx.micro_batches([torch.zeros(3, 8, 8)] * 4, max_samples=2))
 
 
 # ---- Gradients on real ranks.
 
 
-def accumulated(rank: RankContext, num_samples: int, batch_size: int, max_samples: int) -> tuple[list[torch.Tensor], int]:
-    """Return the flat gradient of every step of an epoch, and how often the ranks talked; a stand-in's loss is nan."""
+def accumulated(
+    ctx: RankContext, num_samples: int, batch_size: int, max_samples: int
+) -> tuple[list[torch.Tensor], int]:
+    """Return the flat gradient of every step of an epoch, and how often the ranks talked; a
+    stand-in's loss is nan."""
     num_talks = 0
     sum_by_share = gradients._sum_by_share
 
@@ -99,14 +118,14 @@ def accumulated(rank: RankContext, num_samples: int, batch_size: int, max_sample
     gradients._sum_by_share = counting
     torch.manual_seed(3)
     net = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
-    model = rank.wrap(net)
+    model = ctx.wrap(net)
     num_talks = 0
     found = []
-    loader = rank.loader(TensorDataset(*healthy.points(num_samples)), global_batch_size=batch_size)
-    for batch in rank.steps(loader, epochs=1):
+    loader = ctx.loader(TensorDataset(*healthy.points(num_samples)), global_batch_size=batch_size)
+    for batch in ctx.steps(loader, epochs=1):
         model.zero_grad()
-        is_stand_in = rank._state.share.num_local == 0
-        for (inputs, targets), weight in rank.micro_batches(batch, max_samples=max_samples):
+        is_stand_in = ctx._state.share.num_local == 0
+        for (inputs, targets), weight in ctx.micro_batches(batch, max_samples=max_samples):
             loss = nn.functional.cross_entropy(model(inputs), targets) * weight
             (loss * float("nan") if is_stand_in else loss).backward()
         found.append(torch.cat([parameter.grad.flatten() for parameter in net.parameters()]))
@@ -114,12 +133,14 @@ def accumulated(rank: RankContext, num_samples: int, batch_size: int, max_sample
 
 
 @pytest.mark.parametrize(
-    ("world_size", "num_samples", "batch_size", "max_samples"), [(1, 11, 5, 2), (2, 11, 7, 2), (3, 10, 8, 2), (3, 13, 4, 1)]
+    ("world_size", "num_samples", "batch_size", "max_samples"),
+    [(1, 11, 5, 2), (2, 11, 7, 2), (3, 10, 8, 2), (3, 13, 4, 1)],
 )
 def test_gradients_are_those_of_the_global_batch(
     tmp_path: Path, world_size: int, num_samples: int, batch_size: int, max_samples: int
 ) -> None:
-    """Ranks with different numbers of micro-batches, tails smaller than the world: the single-process gradient, one exchange."""
+    """Ranks with different numbers of micro-batches, tails smaller than the world: the
+    single-process gradient, one exchange."""
     arguments = (num_samples, batch_size, max_samples)
     values = run_ranks(run_with_context, world_size, config_for(tmp_path), accumulated, arguments)
     expected = expected_gradients(num_samples, batch_size)
@@ -129,35 +150,39 @@ def test_gradients_are_those_of_the_global_batch(
             assert torch.allclose(gradient, right, rtol=0, atol=1e-12)
 
 
-def scaled_and_clipped(rank: RankContext, *, scales: bool) -> tuple[list[torch.Tensor], str]:
-    """Train with autocast, with or without a GradScaler, one of whose steps overflows; clip what was unscaled."""
+def scaled_and_clipped(ctx: RankContext, *, scales: bool) -> tuple[list[torch.Tensor], str]:
+    """Train with autocast, with or without a GradScaler, one of whose steps overflows; clip
+    what was unscaled."""
     torch.manual_seed(3)
     net = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
-    model = rank.wrap(net)
+    model = ctx.wrap(net)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     # Powers of two, so that scaling changes no bit.
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2, enabled=scales)
-    rank.track(model=model, optimizer=optimizer, scaler=scaler)
+    ctx.track(model=model, optimizer=optimizer, scaler=scaler)
     norms = []
     inputs, targets = healthy.points(11)
-    for batch in rank.steps(rank.loader(TensorDataset(inputs.float(), targets), global_batch_size=5), epochs=2):
+    for batch in ctx.steps(
+        ctx.loader(TensorDataset(inputs.float(), targets), global_batch_size=5), epochs=2
+    ):
         optimizer.zero_grad()
-        for (x, y), weight in rank.micro_batches(batch, max_samples=1):
+        for (x, y), weight in ctx.micro_batches(batch, max_samples=1):
             with torch.autocast("cpu", dtype=torch.bfloat16):
                 loss = nn.functional.cross_entropy(model(x), y)
-            if rank.step == 3:
+            if ctx.step == 3:
                 loss = loss * float("inf")
             scaler.scale(loss * weight).backward()
         scaler.unscale_(optimizer)
         norms.append(torch.nn.utils.clip_grad_norm_(net.parameters(), 0.5))
-        if scales or rank.step != 3:
+        if scales or ctx.step != 3:
             scaler.step(optimizer)
         scaler.update()
     return norms, healthy.sha256_of_weights(net)
 
 
 def test_mixed_precision_and_clipping(tmp_path: Path) -> None:
-    """Unscale, then clip: the norms and weights of a training without a scaler; all ranks leave out the step that overflows."""
+    """Unscale, then clip: the norms and weights of a training without a scaler; all ranks leave
+    out the step that overflows."""
     with_it = run_ranks(_keyword, 2, config_for(tmp_path / "a"), True)  # noqa: FBT003 - run_ranks passes positions
     without = run_ranks(_keyword, 2, config_for(tmp_path / "b"), False)  # noqa: FBT003
     assert with_it[0][1] == with_it[1][1] == without[0][1]
@@ -169,45 +194,61 @@ def _keyword(config: Any, scales: bool) -> Any:  # noqa: FBT001
     return run_with_context(config, scaled_and_clipped, (), {"scales": scales})
 
 
-def left_half_way(rank: RankContext) -> None:
+def left_half_way(ctx: RankContext) -> None:
     """Leave the micro-batches of step 2 after the first one."""
-    model = rank.wrap(nn.Linear(4, 3).double())
-    for batch in rank.steps(rank.loader(TensorDataset(*healthy.points(12)), global_batch_size=6), epochs=1):
-        for (inputs, targets), weight in rank.micro_batches(batch, max_samples=1):
+    model = ctx.wrap(nn.Linear(4, 3).double())
+    for batch in ctx.steps(
+        ctx.loader(TensorDataset(*healthy.points(12)), global_batch_size=6), epochs=1
+    ):
+        for (inputs, targets), weight in ctx.micro_batches(batch, max_samples=1):
             (nn.functional.cross_entropy(model(inputs), targets) * weight).backward()
-            if rank.step == 2:
+            if ctx.step == 2:
                 break
 
 
 def test_micro_batches_left_half_way_are_an_error(tmp_path: Path) -> None:
     """Each rank would step by a gradient of its own otherwise."""
-    with pytest.raises(AssertionError, match=r"step 2 left rank\.micro_batches before the last micro-batch"):
+    with pytest.raises(
+        AssertionError, match=r"step 2 left rank\.micro_batches before the last micro-batch"
+    ):
         run_ranks(run_with_context, 2, config_for(tmp_path), left_half_way)
 
 
 # ---- Resuming.
 
 
-def fit(rank: RankContext) -> dict[str, Any]:
-    """Train with dropout and AdamW; options: die_at (step), die_on (rank), which dies between two micro-batches."""
+def fit(ctx: RankContext) -> dict[str, Any]:
+    """Train with dropout and AdamW; options: die_at (step), die_on (rank), which dies between
+    two micro-batches."""
     torch.manual_seed(5)
     net = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Dropout(0.25), nn.Linear(16, 3)).double()
-    model = rank.wrap(net)
+    model = ctx.wrap(net)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    rank.track(model=model, optimizer=optimizer)
-    for batch in rank.steps(rank.loader(TensorDataset(*healthy.points(33)), global_batch_size=12), epochs=4):
+    ctx.track(model=model, optimizer=optimizer)
+    for batch in ctx.steps(
+        ctx.loader(TensorDataset(*healthy.points(33)), global_batch_size=12), epochs=4
+    ):
         optimizer.zero_grad()
-        for number, ((inputs, targets), weight) in enumerate(rank.micro_batches(batch, max_samples=2)):
-            if (rank.step, rank.rank, number) == (rank.options.get("die_at"), rank.options.get("die_on"), 1):
-                healthy._die_after_checkpoint(rank, (rank.step - 1) // 2 * 2)
+        for number, ((inputs, targets), weight) in enumerate(
+            ctx.micro_batches(batch, max_samples=2)
+        ):
+            if (ctx.step, ctx.rank, number) == (
+                ctx.options.get("die_at"),
+                ctx.options.get("die_on"),
+                1,
+            ):
+                healthy._die_after_checkpoint(ctx, (ctx.step - 1) // 2 * 2)
             (nn.functional.cross_entropy(model(inputs), targets) * weight).backward()
         optimizer.step()
-    return {"sha256": healthy.sha256_of_weights(net), "steps": rank.step}
+    return {"sha256": healthy.sha256_of_weights(net), "steps": ctx.step}
 
 
 @pytest.mark.parametrize(("world_size", "die_at", "die_on"), [(1, 5, 0), (2, 3, 1), (3, 8, 0)])
-def test_a_kill_between_two_micro_batches(tmp_path: Path, world_size: int, die_at: int, die_on: int) -> None:
-    """SIGKILL in the midst of an accumulation, then a resume: every bit is that of the uninterrupted run."""
+def test_a_kill_between_two_micro_batches(
+    tmp_path: Path, world_size: int, die_at: int, die_on: int
+) -> None:
+    """SIGKILL in the midst of an accumulation, then a resume: every bit is that of the
+    uninterrupted run."""
     expected = run_ranks(run_with_context, world_size, config_for(tmp_path / "whole"), fit)
     broken = config_for(tmp_path / "broken", die_at=die_at, die_on=die_on)
     assert Died(-9) in run_ranks(run_with_context, world_size, broken, fit)
@@ -215,33 +256,40 @@ def test_a_kill_between_two_micro_batches(tmp_path: Path, world_size: int, die_a
     assert found == expected
 
 
-def fit_scaled(rank: RankContext) -> dict[str, Any]:
-    """Train in mixed precision with a scale that grows, and falls in step 4; options as those of `fit`, and die_number."""
+def fit_scaled(ctx: RankContext) -> dict[str, Any]:
+    """Train in mixed precision with a scale that grows, and falls in step 4; options as those
+    of `fit`, and die_number."""
     torch.manual_seed(5)
     net = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Dropout(0.25), nn.Linear(16, 3))
-    model = rank.wrap(net)
+    model = ctx.wrap(net)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     scaler = torch.amp.GradScaler(
         "cpu", init_scale=1000.0, growth_factor=1.7, growth_interval=2
     )  # no powers of two: bits depend on it
-    rank.track(model=model, optimizer=optimizer, scaler=scaler)
+    ctx.track(model=model, optimizer=optimizer, scaler=scaler)
     inputs, targets = healthy.points(33)
-    death = rank.options.get("die_at"), rank.options.get("die_on"), rank.options.get("die_number")
-    for batch in rank.steps(rank.loader(TensorDataset(inputs.float(), targets), global_batch_size=12), epochs=4):
+    death = ctx.options.get("die_at"), ctx.options.get("die_on"), ctx.options.get("die_number")
+    for batch in ctx.steps(
+        ctx.loader(TensorDataset(inputs.float(), targets), global_batch_size=12), epochs=4
+    ):
         optimizer.zero_grad()
-        for number, ((x, y), weight) in enumerate(rank.micro_batches(batch, max_samples=2)):
-            if (rank.step, rank.rank, number) == death:
-                healthy._die_after_checkpoint(rank, (rank.step - 1) // 2 * 2)
+        for number, ((x, y), weight) in enumerate(ctx.micro_batches(batch, max_samples=2)):
+            if (ctx.step, ctx.rank, number) == death:
+                healthy._die_after_checkpoint(ctx, (ctx.step - 1) // 2 * 2)
             with torch.autocast("cpu", dtype=torch.bfloat16):
                 loss = nn.functional.cross_entropy(model(x), y)
-            scaler.scale(loss * weight * (float("inf") if rank.step == 4 else 1.0)).backward()
+            scaler.scale(loss * weight * (float("inf") if ctx.step == 4 else 1.0)).backward()
         scaler.unscale_(optimizer)
         torch.nn.utils.clip_grad_norm_(net.parameters(), 0.5)
         scaler.step(optimizer)
         scaler.update()
-        if (rank.step, rank.rank, None) == death:
-            healthy._die_after_checkpoint(rank, (rank.step - 1) // 2 * 2)
-    return {"sha256": healthy.sha256_of_weights(net), "steps": rank.step, "scaler": scaler.state_dict()}
+        if (ctx.step, ctx.rank, None) == death:
+            healthy._die_after_checkpoint(ctx, (ctx.step - 1) // 2 * 2)
+    return {
+        "sha256": healthy.sha256_of_weights(net),
+        "steps": ctx.step,
+        "scaler": scaler.state_dict(),
+    }
 
 
 @pytest.mark.parametrize(
@@ -249,8 +297,11 @@ def fit_scaled(rank: RankContext) -> dict[str, Any]:
     [(3, 1, 1), (5, 0, None), (5, 1, 2), (8, 0, 1)],
     ids=["grown", "fallen", "fallen-mid", "later"],
 )
-def test_a_grad_scaler_over_a_kill(tmp_path: Path, die_at: int, die_on: int, die_number: int | None) -> None:
-    """In the midst of an epoch or an accumulation, behind an overflow: scale and bits are those of the undisturbed run."""
+def test_a_grad_scaler_over_a_kill(
+    tmp_path: Path, die_at: int, die_on: int, die_number: int | None
+) -> None:
+    """In the midst of an epoch or an accumulation, behind an overflow: scale and bits are those
+    of the undisturbed run."""
     expected = run_ranks(run_with_context, 2, config_for(tmp_path / "whole"), fit_scaled)
     assert expected[0]["scaler"]["scale"] not in (1000.0, 1700.0)
     broken = config_for(tmp_path / "broken", die_at=die_at, die_on=die_on, die_number=die_number)

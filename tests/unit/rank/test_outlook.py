@@ -4,7 +4,7 @@ import pytest
 
 from prefect_torch_ddp.checkpoint.attempts import SupersededError
 from prefect_torch_ddp.errors import InvalidParamsError, StorageError
-from prefect_torch_ddp.rank.failure import outlook_of
+from prefect_torch_ddp.rank.failure import retryability_of
 
 
 class OutOfMemoryError(RuntimeError):
@@ -33,7 +33,7 @@ def chained(first: BaseException, then: BaseException, *, explicitly: bool) -> B
 
 
 @pytest.mark.parametrize(
-    ("error", "outlook"),
+    ("error", "retryability"),
     [
         (ValueError("bad"), "open"),
         (RuntimeError("shapes do not match"), "open"),
@@ -56,6 +56,6 @@ def chained(first: BaseException, then: BaseException, *, explicitly: bool) -> B
         (chained(OSError("gone"), ValueError("no sample"), explicitly=True), "transient"),
     ],
 )
-def test_outlook(error: BaseException, outlook: str) -> None:
+def test_outlook(error: BaseException, retryability: str) -> None:
     """Hopeless by its own class or the named cause's; transient by any of its chain's."""
-    assert outlook_of(error) == outlook
+    assert retryability_of(error) == retryability

@@ -1,4 +1,5 @@
-"""The page in which a rank leaves its pulse: what it marks is what its seat reads, and its stack comes with the lock held."""
+"""The page in which a rank leaves its heartbeat: what it marks is what its agent reads, and its
+stack comes with the lock held."""
 
 import subprocess
 import sys
@@ -13,10 +14,10 @@ import torch.distributed as dist
 from torch.utils.data import TensorDataset
 
 from prefect_torch_ddp import RankContext
-from prefect_torch_ddp.gang.worker.rank_io import PulsePage
-from prefect_torch_ddp.protocol.heartbeat import LOOK_SIGNAL, PAGE_BYTES, Phase, Pulse
+from prefect_torch_ddp.gang.worker.rank_io import HeartbeatPage
+from prefect_torch_ddp.protocol.heartbeat import LOOK_SIGNAL, PAGE_BYTES, Heartbeat, Phase
 from prefect_torch_ddp.rank.config import RankConfig
-from prefect_torch_ddp.rank.heartbeat import PulseBoard
+from prefect_torch_ddp.rank.heartbeat import HeartbeatWriter
 from prefect_torch_ddp.rank.link import NoLink
 from prefect_torch_ddp.rank.loop.state import Place
 from prefect_torch_ddp.storage.directory import DirectoryStorage
@@ -24,15 +25,16 @@ from prefect_torch_ddp.storage.directory import DirectoryStorage
 
 def test_an_untouched_page_is_of_a_rank_that_cant_be_asked() -> None:
     """Before a rank has come to itself its page says so: LOOK_SIGNAL would kill it."""
-    with closing(PulsePage()) as page:
-        assert page.read() == Pulse(phase=Phase.NONE)
+    with closing(HeartbeatPage()) as page:
+        assert page.read() == Heartbeat(phase=Phase.NONE)
 
 
 def test_the_seat_reads_what_the_loop_marks(tmp_path: Path) -> None:
-    """Every phase of a small training, its steps and epochs, in order, as a seat sees them while they last."""
+    """Every phase of a small training, its steps and epochs, in order, as an agent sees them
+    while they last."""
     page = bytearray(PAGE_BYTES)
     link = NoLink()
-    link.pulse = PulseBoard(page)
+    link.heartbeat = HeartbeatWriter(page)
     seen: list[tuple[Phase, int, int, bool]] = []
 
     class Watched(TensorDataset):
@@ -41,22 +43,29 @@ def test_the_seat_reads_what_the_loop_marks(tmp_path: Path) -> None:
             return super().__getitem__(index)
 
     def note() -> None:
-        pulse = Pulse.from_page(bytes(page))
-        if not seen or seen[-1] != (pulse.phase, pulse.step, pulse.epoch, pulse.listens):
-            seen.append((pulse.phase, pulse.step, pulse.epoch, pulse.listens))
+        heartbeat = Heartbeat.from_page(bytes(page))
+        if not seen or seen[-1] != (
+            heartbeat.phase,
+            heartbeat.step,
+            heartbeat.epoch,
+            heartbeat.listens,
+        ):
+            seen.append((heartbeat.phase, heartbeat.step, heartbeat.epoch, heartbeat.listens))
 
     class Slow(torch.nn.Linear):
         def state_dict(self, *args: Any, **kwargs: Any) -> Any:
             note()
             return super().state_dict(*args, **kwargs)
 
-    config = RankConfig(run_id="watched", attempt=1, stage="task", storage=DirectoryStorage(tmp_path))
-    with RankContext(config, Place(), link=link) as rank:
+    config = RankConfig(
+        run_id="watched", attempt=1, stage="task", storage=DirectoryStorage(tmp_path)
+    )
+    with RankContext(config, Place(), link=link) as ctx:
         note()
-        rank.track(model=Slow(1, 1))
-        for _ in rank.steps(rank.loader(Watched(torch.zeros(4, 1)), global_batch_size=2), epochs=1):
+        ctx.track(model=Slow(1, 1))
+        for _ in ctx.steps(ctx.loader(Watched(torch.zeros(4, 1)), global_batch_size=2), epochs=1):
             note()
-            rank.checkpoint(force=True)
+            ctx.checkpoint(force=True)
         note()
     assert seen == [
         (Phase.SETUP, 0, 0, False),
@@ -71,43 +80,47 @@ def test_the_seat_reads_what_the_loop_marks(tmp_path: Path) -> None:
 
 
 def test_collectives_count_as_progress() -> None:
-    """A beat notes the collectives begun on the default group; a beat without a new one moves nothing."""
+    """A beat notes the collectives begun on the default group; a beat without a new one moves
+    nothing."""
     page = bytearray(PAGE_BYTES)
-    board = PulseBoard(page)
+    board = HeartbeatWriter(page)
     board.beat()
-    assert Pulse.from_page(bytes(page)) == Pulse()
+    assert Heartbeat.from_page(bytes(page)) == Heartbeat()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         dist.all_reduce(torch.ones(1))
         board.beat()
-        first = Pulse.from_page(bytes(page))
+        first = Heartbeat.from_page(bytes(page))
         assert (first.seq > 0, first.moved_ns > 0, first.armed) == (True, True, False)
         board.beat()
-        assert Pulse.from_page(bytes(page)) == first
+        assert Heartbeat.from_page(bytes(page)) == first
         dist.barrier()
         board.beat()
-        assert Pulse.from_page(bytes(page)).seq > first.seq
+        assert Heartbeat.from_page(bytes(page)).seq > first.seq
     finally:
         dist.destroy_process_group()
 
 
 HOLDS_THE_LOCK = """
 import ctypes, os, sys
-from prefect_torch_ddp.rank.heartbeat import PulseBoard
+from prefect_torch_ddp.rank.heartbeat import HeartbeatWriter
 
 def hold_the_lock():
     ctypes.PyDLL(None).read(os.pipe()[0], ctypes.create_string_buffer(1), 1)
 
-PulseBoard.shared(int(sys.argv[1]))
+HeartbeatWriter.shared(int(sys.argv[1]))
 hold_the_lock()
 """
 
 
 def test_the_stack_of_a_process_that_holds_the_interpreters_lock() -> None:
-    """LOOK_SIGNAL writes all stacks while C code keeps Python from running, and the process lives on."""
-    with closing(PulsePage()) as page:
+    """LOOK_SIGNAL writes all stacks while C code keeps Python from running, and the process
+    lives on."""
+    with closing(HeartbeatPage()) as page:
         fd = page.fileno()
-        with subprocess.Popen([sys.executable, "-c", HOLDS_THE_LOCK, str(fd)], pass_fds=[fd]) as process:
+        with subprocess.Popen(
+            [sys.executable, "-c", HOLDS_THE_LOCK, str(fd)], pass_fds=[fd]
+        ) as process:
             try:
                 wait_for(lambda: page.read().phase is Phase.STARTING)
                 wait_for(lambda: "hold_the_lock" in ask(process, page))
@@ -116,7 +129,7 @@ def test_the_stack_of_a_process_that_holds_the_interpreters_lock() -> None:
                 process.kill()
 
 
-def ask(process: "subprocess.Popen[bytes]", page: PulsePage) -> str:
+def ask(process: "subprocess.Popen[bytes]", page: HeartbeatPage) -> str:
     """Ask for stacks and return all that came so far."""
     process.send_signal(LOOK_SIGNAL)
     return page.stacks(PAGE_BYTES)

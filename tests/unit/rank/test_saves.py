@@ -1,4 +1,5 @@
-"""Saves that come faster than the storage takes them, and the best one by a metric that is rarely reported."""
+"""Saves that come faster than the storage takes them, and the best one by a metric that is
+rarely reported."""
 
 import threading
 import time
@@ -34,18 +35,25 @@ class Slow(ForwardingStorage):
         super().write(key, data)
 
 
-def test_saves_wait_for_a_slow_storage(tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One is written and one waits, in its step: no third copy of the state is made, it is said, and none is lost."""
+def test_saves_wait_for_a_slow_storage(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One is written and one waits, in its step: no third copy of the state is made, it is
+    said, and none is lost."""
     monkeypatch.setattr(checkpointer, "QUIET_S", 0.1)
     storage = Slow(tmp_path)
     seen: dict[str, Any] = {}
 
     def train() -> None:
-        with RankContext.local(storage=storage, checkpoint=CheckpointPolicy(every_steps=1, every_s=None, keep_last=9)) as rank:
+        with RankContext.local(
+            storage=storage, checkpoint=CheckpointPolicy(every_steps=1, every_s=None, keep_last=9)
+        ) as ctx:
             model = nn.Linear(4, 1)
-            rank.track(model=model)
-            seen["rank"] = rank
-            for (x,) in rank.steps(rank.loader(TensorDataset(torch.ones(24, 4)), global_batch_size=4), epochs=1):
+            ctx.track(model=model)
+            seen["rank"] = ctx
+            for (x,) in ctx.steps(
+                ctx.loader(TensorDataset(torch.ones(24, 4)), global_batch_size=4), epochs=1
+            ):
                 model(x).sum().backward()
 
     thread = threading.Thread(target=train)
@@ -55,37 +63,54 @@ def test_saves_wait_for_a_slow_storage(tmp_path: Path, caplog: pytest.LogCapture
         assert time.monotonic() < deadline_s
         assert thread.is_alive()
         time.sleep(0.01)
-    rank = seen["rank"]
-    assert rank.step == 2
-    assert len(rank._parts.tracker._checkpointer._staging._used) == 2  # weight and bias, of step 1
+    ctx = seen["rank"]
+    assert ctx.step == 2
+    assert len(ctx._parts.tracker._checkpointer._staging._used) == 2  # weight and bias, of step 1
     assert list_manifests(storage.inner, "local") == []
-    monkeypatch.setattr(checkpointer, "QUIET_S", 60.0)  # on a busy machine the others may take their time, too
+    monkeypatch.setattr(
+        checkpointer, "QUIET_S", 60.0
+    )  # on a busy machine the others may take their time, too
     storage.opened.set()
     thread.join()
     assert "ask for fewer, by checkpoint.every_steps or every_s" in caplog.text
     assert caplog.text.count("the training waits in step") == 1
-    assert [manifest.step for manifest in list_manifests(storage.inner, "local")] == [1, 2, 3, 4, 5, 6]
+    assert [manifest.step for manifest in list_manifests(storage.inner, "local")] == [
+        1,
+        2,
+        3,
+        4,
+        5,
+        6,
+    ]
 
 
 def with_validation(folder: Path, *, saves_with_it: bool, dies_at: int | None = None) -> None:
-    """Train five epochs of four steps, validated at each end; a checkpoint every three steps, the last and the best one kept."""
-    policy = CheckpointPolicy(every_steps=3, every_s=None, keep_last=1, keep_best=1, best_metric="val_accuracy")
-    with RankContext.local(storage=folder, checkpoint=policy) as rank:
+    """Train five epochs of four steps, validated at each end; a checkpoint every three steps,
+    the last and the best one kept."""
+    policy = CheckpointPolicy(
+        every_steps=3, every_s=None, keep_last=1, keep_best=1, best_metric="val_accuracy"
+    )
+    with RankContext.local(storage=folder, checkpoint=policy) as ctx:
         model = nn.Linear(4, 1)
-        rank.track(model=model)
-        for (x,) in rank.steps(rank.loader(TensorDataset(torch.ones(16, 4)), global_batch_size=4), epochs=5):
-            if rank.step == dies_at:
+        ctx.track(model=model)
+        for (x,) in ctx.steps(
+            ctx.loader(TensorDataset(torch.ones(16, 4)), global_batch_size=4), epochs=5
+        ):
+            if ctx.step == dies_at:
                 raise InterruptedError
             model(x).sum().backward()
-            rank.report(loss=1.0)
-            if rank.epoch_ended:
-                rank.report(val_accuracy=(0.1, 0.9, 0.3, 0.2, 0.4)[rank.epoch - 1])
-            rank.checkpoint(force=saves_with_it and rank.epoch_ended)
+            ctx.report(loss=1.0)
+            if ctx.epoch_ended:
+                ctx.report(val_accuracy=(0.1, 0.9, 0.3, 0.2, 0.4)[ctx.epoch - 1])
+            ctx.checkpoint(force=saves_with_it and ctx.epoch_ended)
 
 
 @pytest.mark.parametrize(("saves_with_it", "expected"), [(False, 9), (True, 8)])
-def test_the_best_by_a_metric_of_each_epoch(tmp_path: Path, saves_with_it: bool, expected: int) -> None:  # noqa: FBT001
-    """The first checkpoint behind the best validation, or the one of that very step; also over a failure, long after it."""
+def test_the_best_by_a_metric_of_each_epoch(
+    tmp_path: Path, saves_with_it: bool, expected: int
+) -> None:
+    """The first checkpoint behind the best validation, or the one of that very step; also over
+    a failure, long after it."""
     with pytest.raises(InterruptedError):
         with_validation(tmp_path, saves_with_it=saves_with_it, dies_at=14)
     with_validation(tmp_path, saves_with_it=saves_with_it)

@@ -1,4 +1,5 @@
-"""Shows what real ranks do together in the loop: exact gradients, agreed stops, bit-identical resumes, no lost record."""
+"""Shows what real ranks do together in the loop: exact gradients, agreed stops, bit-identical
+resumes, no lost record."""
 
 import os
 import shutil
@@ -30,7 +31,8 @@ pytestmark = pytest.mark.timeout(110)
 
 
 def config_for(folder: Path, **options: Any) -> RankConfig:
-    """Describe a training whose checkpoints come every 2 steps; claims the run's next attempt."""
+    """Describe a training whose checkpoints come every 2 steps; claims the run's next
+    attempt."""
     storage = DirectoryStorage(folder)
     return RankConfig(
         run_id="run",
@@ -45,16 +47,18 @@ def config_for(folder: Path, **options: Any) -> RankConfig:
 # ---- Gradients.
 
 
-def gradients_of_epoch(rank: RankContext, num_samples: int, batch_size: int, num_backward: int) -> list[torch.Tensor]:
+def gradients_of_epoch(
+    ctx: RankContext, num_samples: int, batch_size: int, num_backward: int
+) -> list[torch.Tensor]:
     """Return the flat gradient of every step of an epoch; a stand-in's loss is nan."""
     torch.manual_seed(3)
     net = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
-    model = rank.wrap(net)
+    model = ctx.wrap(net)
     dataset = TensorDataset(*healthy.points(num_samples))
     found = []
-    for inputs, targets in rank.steps(rank.loader(dataset, global_batch_size=batch_size), epochs=1):
+    for inputs, targets in ctx.steps(ctx.loader(dataset, global_batch_size=batch_size), epochs=1):
         model.zero_grad()
-        is_stand_in = rank._state.share.num_local == 0
+        is_stand_in = ctx._state.share.num_local == 0
         for part in range(num_backward):
             loss = nn.functional.cross_entropy(model(inputs), targets) / num_backward
             (loss * float("nan") if is_stand_in else loss).backward()
@@ -78,10 +82,21 @@ def expected_gradients(num_samples: int, batch_size: int) -> list[torch.Tensor]:
     return expected
 
 
-@pytest.mark.parametrize(("world_size", "num_samples", "batch_size"), [(2, 11, 5), (3, 10, 8), (3, 13, 4)])
-def test_gradients_are_those_of_the_global_batch(tmp_path: Path, world_size: int, num_samples: int, batch_size: int) -> None:
-    """Shares that don't divide, tails smaller than the world: the single-process gradient; a stand-in's nan stays out."""
-    values = run_ranks(run_with_context, world_size, config_for(tmp_path), gradients_of_epoch, (num_samples, batch_size, 1))
+@pytest.mark.parametrize(
+    ("world_size", "num_samples", "batch_size"), [(2, 11, 5), (3, 10, 8), (3, 13, 4)]
+)
+def test_gradients_are_those_of_the_global_batch(
+    tmp_path: Path, world_size: int, num_samples: int, batch_size: int
+) -> None:
+    """Shares that don't divide, tails smaller than the world: the single-process gradient; a
+    stand-in's nan stays out."""
+    values = run_ranks(
+        run_with_context,
+        world_size,
+        config_for(tmp_path),
+        gradients_of_epoch,
+        (num_samples, batch_size, 1),
+    )
     expected = expected_gradients(num_samples, batch_size)
     for found in values:
         assert len(found) == len(expected)
@@ -96,13 +111,15 @@ def test_several_backward_passes_in_a_step_add_up(tmp_path: Path) -> None:
         assert torch.allclose(found, expected, rtol=0, atol=1e-12)
 
 
-def accumulated_without_sync(rank: RankContext) -> list[torch.Tensor]:
+def accumulated_without_sync(ctx: RankContext) -> list[torch.Tensor]:
     """Split each share in two, the first half without communication."""
     torch.manual_seed(3)
     net = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
-    model = rank.wrap(net)
+    model = ctx.wrap(net)
     found = []
-    for inputs, targets in rank.steps(rank.loader(TensorDataset(*healthy.points(11)), global_batch_size=5), epochs=1):
+    for inputs, targets in ctx.steps(
+        ctx.loader(TensorDataset(*healthy.points(11)), global_batch_size=5), epochs=1
+    ):
         model.zero_grad()
         with model.no_sync():
             (nn.functional.cross_entropy(model(inputs), targets) / 2).backward()
@@ -137,48 +154,79 @@ def train_config(folder: Path, dataset_folder: Path, **options: Any) -> RankConf
     return replace(config_for(folder, **options), dataset_id="points")
 
 
-@pytest.mark.parametrize(("world_size", "die_at", "die_on"), [(1, 5, 0), (2, 3, 1), (2, 8, 0), (3, 6, 2), (3, 7, 0)])
+@pytest.mark.parametrize(
+    ("world_size", "die_at", "die_on"), [(1, 5, 0), (2, 3, 1), (2, 8, 0), (3, 6, 2), (3, 7, 0)]
+)
 def test_a_killed_training_ends_with_the_same_weights(
     tmp_path: Path, dataset_folder: Path, world_size: int, die_at: int, die_on: int
 ) -> None:
-    """SIGKILL of a rank within or at the end of an epoch, then a resume: every bit is that of the uninterrupted run."""
+    """SIGKILL of a rank within or at the end of an epoch, then a resume: every bit is that of
+    the uninterrupted run."""
     whole, broken = tmp_path / "whole", tmp_path / "broken"
-    expected = run_ranks(run_stage, world_size, train_config(whole, dataset_folder), "tests.workloads.healthy")
-    killed = train_config(broken, dataset_folder, die_at=die_at, die_on=die_on, die_after=(die_at - 1) // 2 * 2)
+    expected = run_ranks(
+        run_stage, world_size, train_config(whole, dataset_folder), "tests.workloads.healthy"
+    )
+    killed = train_config(
+        broken, dataset_folder, die_at=die_at, die_on=die_on, die_after=(die_at - 1) // 2 * 2
+    )
     assert Died(-9) in run_ranks(run_stage, world_size, killed, "tests.workloads.healthy")
     assert expected[0]["resumed_from_step"] is None
 
-    found = run_ranks(run_stage, world_size, train_config(broken, dataset_folder), "tests.workloads.healthy")
+    found = run_ranks(
+        run_stage, world_size, train_config(broken, dataset_folder), "tests.workloads.healthy"
+    )
 
     assert found[0]["resumed_from_step"] == (die_at - 1) // 2 * 2
     assert found[0]["value"] == expected[0]["value"]
     assert found[0]["num_steps"] == 12
     assert found[0]["last_checkpoint"]["step"] == 12
-    weights = {folder: torch.load(_model_of(folder, found), weights_only=True) for folder in (whole, broken)}
+    weights = {
+        folder: torch.load(_model_of(folder, found), weights_only=True)
+        for folder in (whole, broken)
+    }
     for name, value in weights[whole].items():
         assert torch.equal(value, weights[broken][name])
     records = read_records(DirectoryStorage(broken), "run")
-    assert [(record.step, record.rank) for record in records] == [(s, r) for s in range(1, 13) for r in range(world_size)]
+    assert [(record.step, record.rank) for record in records] == [
+        (s, r) for s in range(1, 13) for r in range(world_size)
+    ]
 
 
 def _model_of(folder: Path, found: list[Any]) -> Path:
-    (manifest,) = [m for m in list_manifests(DirectoryStorage(folder), "run") if m.step == found[0]["last_checkpoint"]["step"]]
+    (manifest,) = [
+        m
+        for m in list_manifests(DirectoryStorage(folder), "run")
+        if m.step == found[0]["last_checkpoint"]["step"]
+    ]
     return folder / manifest.find("model").key
 
 
 def test_a_resume_may_have_more_ranks(tmp_path: Path, dataset_folder: Path) -> None:
-    """The world's size may change: new ranks get random generators of their own, every step is made."""
+    """The world's size may change: new ranks get random generators of their own, every step is
+    made."""
     killed = train_config(tmp_path, dataset_folder, die_at=7, die_after=6)
     assert Died(-9) in run_ranks(run_stage, 1, killed, "tests.workloads.healthy")
-    found = run_ranks(run_stage, 2, train_config(tmp_path, dataset_folder), "tests.workloads.healthy")
-    assert (found[0]["resumed_from_step"], found[0]["num_steps"], found[0]["num_epochs"]) == (6, 12, 4)
+    found = run_ranks(
+        run_stage, 2, train_config(tmp_path, dataset_folder), "tests.workloads.healthy"
+    )
+    assert (found[0]["resumed_from_step"], found[0]["num_steps"], found[0]["num_epochs"]) == (
+        6,
+        12,
+        4,
+    )
     assert found[1]["last_checkpoint"] is None
 
 
-def test_a_finished_training_adds_nothing_when_it_is_run_again(tmp_path: Path, dataset_folder: Path) -> None:
+def test_a_finished_training_adds_nothing_when_it_is_run_again(
+    tmp_path: Path, dataset_folder: Path
+) -> None:
     """A retry after the end finds everything done."""
-    first = run_ranks(run_stage, 2, train_config(tmp_path, dataset_folder), "tests.workloads.healthy")
-    again = run_ranks(run_stage, 2, train_config(tmp_path, dataset_folder), "tests.workloads.healthy")
+    first = run_ranks(
+        run_stage, 2, train_config(tmp_path, dataset_folder), "tests.workloads.healthy"
+    )
+    again = run_ranks(
+        run_stage, 2, train_config(tmp_path, dataset_folder), "tests.workloads.healthy"
+    )
     assert again[0]["resumed_from_step"] == 12
     assert again[0]["value"] == first[0]["value"]
     assert again[0]["last_checkpoint"] == first[0]["last_checkpoint"]
@@ -188,7 +236,9 @@ def test_evaluate_restores_the_step_it_is_told(tmp_path: Path, dataset_folder: P
     """Not the newest, when another is asked for."""
     config = train_config(tmp_path, dataset_folder)
     run_ranks(run_stage, 2, config, "tests.workloads.healthy")
-    reports = run_ranks(run_stage, 2, replace(config, stage="evaluate", restore_step=10), "tests.workloads.healthy")
+    reports = run_ranks(
+        run_stage, 2, replace(config, stage="evaluate", restore_step=10), "tests.workloads.healthy"
+    )
     assert [report.metrics["step"] for report in reports] == [10, 10]
 
 
@@ -196,19 +246,27 @@ def test_evaluate_restores_the_step_it_is_told(tmp_path: Path, dataset_folder: P
 
 
 @pytest.mark.parametrize("stop_on", [0, 1])
-def test_all_ranks_stop_after_the_same_step(tmp_path: Path, dataset_folder: Path, stop_on: int) -> None:
+def test_all_ranks_stop_after_the_same_step(
+    tmp_path: Path, dataset_folder: Path, stop_on: int
+) -> None:
     """One rank asks, all stop together, a checkpoint is there, and a retry adds no step."""
     options = {"stop_at": 4, "stop_on": stop_on}
-    values = run_ranks(run_stage, 2, train_config(tmp_path, dataset_folder, **options), "tests.workloads.healthy")
+    values = run_ranks(
+        run_stage, 2, train_config(tmp_path, dataset_folder, **options), "tests.workloads.healthy"
+    )
     steps = {value["num_steps"] for value in values}
     assert len(steps) == 1
     assert steps <= {4, 5}
     assert values[0]["last_checkpoint"]["step"] in steps
-    again = run_ranks(run_stage, 2, train_config(tmp_path, dataset_folder, **options), "tests.workloads.healthy")
+    again = run_ranks(
+        run_stage, 2, train_config(tmp_path, dataset_folder, **options), "tests.workloads.healthy"
+    )
     assert {value["num_steps"] for value in again} == steps
 
 
-def train_watched(config: RankConfig, ranks: tuple[int, ...], after_step: int) -> tuple[dict[str, Any], list[Stopped]]:
+def train_watched(
+    config: RankConfig, ranks: tuple[int, ...], after_step: int
+) -> tuple[dict[str, Any], list[Stopped]]:
     """Train under a supervisor; return the outcome and what the rank told it."""
     link = Supervisor(ranks, after_step)
     set_link(link)
@@ -218,7 +276,8 @@ def train_watched(config: RankConfig, ranks: tuple[int, ...], after_step: int) -
 
 
 class Supervisor(NoLink):
-    """A link whose supervisor wants ranks to stop, some from the beginning, or all within one step."""
+    """A link whose supervisor wants ranks to stop, some from the beginning, or all within one
+    step."""
 
     def __init__(self, ranks: tuple[int, ...], after_step: int = 0) -> None:
         super().__init__()
@@ -236,29 +295,45 @@ class Supervisor(NoLink):
         self.told.append(stopped)
 
 
-@pytest.mark.parametrize(("world_size", "ranks", "after_step"), [(1, (0,), 0), (2, (1,), 5), (2, (0, 1), 0), (3, (0, 1, 2), 4)])
+@pytest.mark.parametrize(
+    ("world_size", "ranks", "after_step"),
+    [(1, (0,), 0), (2, (1,), 5), (2, (0, 1), 0), (3, (0, 1, 2), 4)],
+)
 def test_a_stopped_training_resumes_to_the_same_weights(
     tmp_path: Path, dataset_folder: Path, world_size: int, ranks: tuple[int, ...], after_step: int
 ) -> None:
-    """Told to stop, also before the first step: one step for all, its checkpoint, and a resume that ends with the same bits."""
+    """Told to stop, also before the first step: one step for all, its checkpoint, and a resume
+    that ends with the same bits."""
     whole, broken = tmp_path / "whole", tmp_path / "broken"
-    expected = run_ranks(run_stage, world_size, train_config(whole, dataset_folder), "tests.workloads.healthy")
-    answers = run_ranks(train_watched, world_size, train_config(broken, dataset_folder), ranks, after_step)
+    expected = run_ranks(
+        run_stage, world_size, train_config(whole, dataset_folder), "tests.workloads.healthy"
+    )
+    answers = run_ranks(
+        train_watched, world_size, train_config(broken, dataset_folder), ranks, after_step
+    )
     (step,) = {value["num_steps"] for value, _ in answers}
     assert step == after_step if len(ranks) == world_size else step in (after_step, after_step + 1)
     assert answers[0][0]["last_checkpoint"]["step"] == step
     for rank, (_, told) in enumerate(answers):
         by = "order" if rank in ranks else "peer"
-        assert told == [Stopped(step, by), Stopped(step, by, checkpoint_step=step if rank == 0 else None)]
+        assert told == [
+            Stopped(step, by),
+            Stopped(step, by, checkpoint_step=step if rank == 0 else None),
+        ]
 
-    found = run_ranks(run_stage, world_size, train_config(broken, dataset_folder), "tests.workloads.healthy")
+    found = run_ranks(
+        run_stage, world_size, train_config(broken, dataset_folder), "tests.workloads.healthy"
+    )
 
     assert (found[0]["resumed_from_step"], found[0]["num_steps"]) == (step, 12)
-    assert [value["value"]["sha256"] for value in found] == [value["value"]["sha256"] for value in expected]
+    assert [value["value"]["sha256"] for value in found] == [
+        value["value"]["sha256"] for value in expected
+    ]
 
 
 def test_a_stop_while_saves_by_time_are_under_way(tmp_path: Path, dataset_folder: Path) -> None:
-    """Checkpoints by time at every turn delay no stop that all ranks ask for, and are themselves whole."""
+    """Checkpoints by time at every turn delay no stop that all ranks ask for, and are
+    themselves whole."""
     config = train_config(tmp_path, dataset_folder, epochs=100)
     often = replace(config, checkpoint=CheckpointPolicy(every_steps=None, every_s=0.001))
     answers = run_ranks(train_watched, 3, often, (0, 1, 2), 200)
@@ -269,17 +344,18 @@ def test_a_stop_while_saves_by_time_are_under_way(tmp_path: Path, dataset_folder
     assert 0 < min(kept) < 200
 
 
-def leave_by_break(rank: RankContext) -> tuple[int, int]:
-    """Break out of a loop with a stop asked for in that step; return the steps before and after the next loop."""
-    loader = rank.loader(TensorDataset(torch.zeros(40)), global_batch_size=2)
-    for _ in rank.steps(loader, epochs=1):
-        if rank.step == 4:
-            rank.request_stop("enough")
+def leave_by_break(ctx: RankContext) -> tuple[int, int]:
+    """Break out of a loop with a stop asked for in that step; return the steps before and after
+    the next loop."""
+    loader = ctx.loader(TensorDataset(torch.zeros(40)), global_batch_size=2)
+    for _ in ctx.steps(loader, epochs=1):
+        if ctx.step == 4:
+            ctx.request_stop("enough")
             break
-    broke_at = rank.step
-    for _ in rank.steps(loader, epochs=1):
+    broke_at = ctx.step
+    for _ in ctx.steps(loader, epochs=1):
         pass
-    return broke_at, rank.step
+    return broke_at, ctx.step
 
 
 def test_a_stop_asked_for_on_leaving_a_loop_comes_before_the_next(tmp_path: Path) -> None:
@@ -287,19 +363,21 @@ def test_a_stop_asked_for_on_leaving_a_loop_comes_before_the_next(tmp_path: Path
     assert run_ranks(run_with_context, 2, config_for(tmp_path), leave_by_break) == [(4, 4), (4, 4)]
 
 
-def terminated(rank: RankContext) -> tuple[int, bool, bool]:
-    """Send this process SIGTERM in step 3, on rank 1; say where it stopped, and whether the default action is back."""
-    loader = rank.loader(TensorDataset(torch.zeros(400)), global_batch_size=2)
+def terminated(ctx: RankContext) -> tuple[int, bool, bool]:
+    """Send this process SIGTERM in step 3, on rank 1; say where it stopped, and whether the
+    default action is back."""
+    loader = ctx.loader(TensorDataset(torch.zeros(400)), global_batch_size=2)
     before = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    for _ in rank.steps(loader, epochs=1):
+    for _ in ctx.steps(loader, epochs=1):
         torch.distributed.all_reduce(torch.ones(1))
-        if (rank.rank, rank.step) == (1, 3):
+        if (ctx.rank, ctx.step) == (1, 3):
             os.kill(os.getpid(), signal.SIGTERM)
-    return rank.step, before, signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    return ctx.step, before, signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
 def test_sigterm_of_one_rank_stops_all(tmp_path: Path) -> None:
-    """Preemption: the rank that got the signal asks the others to stop; outside of the loop it dies as any process."""
+    """Preemption: the rank that got the signal asks the others to stop; outside of the loop it
+    dies as any process."""
     first, second = run_ranks(run_with_context, 2, config_for(tmp_path), terminated)
     assert first == second
     assert first[0] in (3, 4)
@@ -309,21 +387,27 @@ def test_sigterm_of_one_rank_stops_all(tmp_path: Path) -> None:
 # ---- Records and seeds.
 
 
-def report_often(rank: RankContext, num_steps: int) -> int:
+def report_often(ctx: RankContext, num_steps: int) -> int:
     """Report in every step, in two calls."""
-    loader = rank.loader(TensorDataset(torch.zeros(2 * num_steps)), global_batch_size=2)
-    for _ in rank.steps(loader, epochs=1):
-        rank.report(loss=torch.tensor(float(rank.rank)))
-        rank.report(step=rank.step)
-    return rank.step
+    loader = ctx.loader(TensorDataset(torch.zeros(2 * num_steps)), global_batch_size=2)
+    for _ in ctx.steps(loader, epochs=1):
+        ctx.report(loss=torch.tensor(float(ctx.rank)))
+        ctx.report(step=ctx.step)
+    return ctx.step
 
 
 def test_no_record_is_lost(tmp_path: Path) -> None:
     """2 ranks of 1,500 steps leave 3,000 records, merged per step."""
-    assert run_ranks(run_with_context, 2, config_for(tmp_path), report_often, (1500,)) == [1500, 1500]
+    assert run_ranks(run_with_context, 2, config_for(tmp_path), report_often, (1500,)) == [
+        1500,
+        1500,
+    ]
     records = read_records(DirectoryStorage(tmp_path), "run")
     assert len(records) == 3000
-    assert all(record.metrics == {"loss": record.rank, "step": record.step} and record.num_samples == 1 for record in records)
+    assert all(
+        record.metrics == {"loss": record.rank, "step": record.step} and record.num_samples == 1
+        for record in records
+    )
 
 
 def test_ranks_draw_alike_before_the_first_step_and_differently_after(tmp_path: Path) -> None:
@@ -338,16 +422,18 @@ def test_ranks_draw_alike_before_the_first_step_and_differently_after(tmp_path: 
 # ---- Misuse.
 
 
-def track_on_rank_zero_alone(rank: RankContext) -> None:
+def track_on_rank_zero_alone(ctx: RankContext) -> None:
     """Do what scripts for torchrun do around torch.save."""
     net = nn.Linear(1, 1)
-    if rank.rank == 0:
-        rank.track(net=net)
-    for _ in rank.steps(rank.loader(TensorDataset(torch.zeros(40)), global_batch_size=2), epochs=1):
+    if ctx.rank == 0:
+        ctx.track(net=net)
+    for _ in ctx.steps(ctx.loader(TensorDataset(torch.zeros(40)), global_batch_size=2), epochs=1):
         pass
 
 
 def test_tracking_on_one_rank_alone_is_an_error_that_says_so(tmp_path: Path) -> None:
     """Not a hang."""
-    with pytest.raises(AssertionError, match=r"CheckpointError: .*rank 1: it took no part; rank.track"):
+    with pytest.raises(
+        AssertionError, match=r"CheckpointError: .*rank 1: it took no part; ctx.track"
+    ):
         run_ranks(run_with_context, 2, config_for(tmp_path), track_on_rank_zero_alone)

@@ -1,4 +1,5 @@
-"""C5: whichever ranks want to stop, and whenever their clocks say so, all ranks stop after the same step, and stay stopped."""
+"""C5: whichever ranks want to stop, and whenever their clocks say so, all ranks stop after the
+same step, and stay stopped."""
 
 import random
 import time
@@ -25,11 +26,16 @@ def config_for(folder: Path) -> RankConfig:
     """Describe a training; claims the run's next attempt."""
     storage = DirectoryStorage(folder)
     attempt = claim_attempt(storage, "run")
-    return RankConfig("run", attempt, "task", storage, checkpoint=CheckpointPolicy(every_steps=None, every_s=None))
+    return RankConfig(
+        "run", attempt, "task", storage, checkpoint=CheckpointPolicy(every_steps=None, every_s=None)
+    )
 
 
-def train(rank: RankContext, budgets_s: list[float], ask_at: list[int], paces_s: list[float]) -> tuple[int, int | None]:
-    """Train until a rank's time is up or its step has come; ranks have paces of their own and talk about nothing else.
+def train(
+    ctx: RankContext, budgets_s: list[float], ask_at: list[int], paces_s: list[float]
+) -> tuple[int, int | None]:
+    """Train until a rank's time is up or its step has come; ranks have paces of their own and
+    talk about nothing else.
 
     Returns:
         The step after which this rank stopped, and how far the weights say that it came.
@@ -37,39 +43,57 @@ def train(rank: RankContext, budgets_s: list[float], ask_at: list[int], paces_s:
     counter = torch.nn.Linear(1, 1)
     with torch.no_grad():
         counter.weight.zero_()
-    rank.track(counter=counter)
-    loader = rank.loader(TensorDataset(torch.zeros(NUM_STEPS * rank.world_size)), global_batch_size=rank.world_size)
+    ctx.track(counter=counter)
+    loader = ctx.loader(
+        TensorDataset(torch.zeros(NUM_STEPS * ctx.world_size)), global_batch_size=ctx.world_size
+    )
     began_s = time.monotonic()
-    for _ in rank.steps(loader, epochs=1):
-        time.sleep(paces_s[rank.rank])
+    for _ in ctx.steps(loader, epochs=1):
+        time.sleep(paces_s[ctx.rank])
         with torch.no_grad():
             counter.weight += 1
-        if time.monotonic() - began_s > budgets_s[rank.rank] or rank.step >= ask_at[rank.rank]:
-            rank.request_stop("it is time")
-    return rank.step, int(counter.weight.item())
+        if time.monotonic() - began_s > budgets_s[ctx.rank] or ctx.step >= ask_at[ctx.rank]:
+            ctx.request_stop("it is time")
+    return ctx.step, int(counter.weight.item())
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_all_ranks_stop_after_the_same_step(tmp_path: Path, seed: int) -> None:
-    """Each rank has a clock and a pace of its own and nothing but the agreement keeps them together; a retry adds no step."""
+    """Each rank has a clock and a pace of its own and nothing but the agreement keeps them
+    together; a retry adds no step."""
     chance = random.Random(seed)
     world_size = chance.choice([2, 3])
     budgets_s = [chance.uniform(0.0, 1.0) for _ in range(world_size)]
     paces_s = [chance.choice([0.0005, 0.002, 0.005]) for _ in range(world_size)]
-    found = run_ranks(run_with_context, world_size, config_for(tmp_path), train, (budgets_s, [NUM_STEPS] * world_size, paces_s))
+    found = run_ranks(
+        run_with_context,
+        world_size,
+        config_for(tmp_path),
+        train,
+        (budgets_s, [NUM_STEPS] * world_size, paces_s),
+    )
     (step,) = {step for step, _ in found}
     assert found == [(step, step)] * world_size
     assert 0 < step < NUM_STEPS
-    again = run_ranks(run_with_context, world_size, config_for(tmp_path), train, ([9.0] * 3, [NUM_STEPS] * 3, [0.0] * 3))
+    again = run_ranks(
+        run_with_context,
+        world_size,
+        config_for(tmp_path),
+        train,
+        ([9.0] * 3, [NUM_STEPS] * 3, [0.0] * 3),
+    )
     assert again == found, "a training that asked to stop was taken up again"
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_ranks_that_ask_in_steps_of_their_own_stop_together(tmp_path: Path, seed: int) -> None:
-    """Early stopping by a value that differs from rank to rank: no rank stops before the first one asked."""
+    """Early stopping by a value that differs from rank to rank: no rank stops before the first
+    one asked."""
     chance = random.Random(seed)
     ask_at = [chance.randrange(1, 60) for _ in range(3)]
-    found = run_ranks(run_with_context, 3, config_for(tmp_path), train, ([60.0] * 3, ask_at, [0.001] * 3))
+    found = run_ranks(
+        run_with_context, 3, config_for(tmp_path), train, ([60.0] * 3, ask_at, [0.001] * 3)
+    )
     (step,) = {step for step, _ in found}
     assert found == [(step, step)] * 3
     assert min(ask_at) <= step < NUM_STEPS

@@ -1,4 +1,5 @@
-"""A training that is taken up again in one of several loops, or with another order; checkpoints that are asked for oddly."""
+"""A training that is taken up again in one of several loops, or with another order; checkpoints
+that are asked for oddly."""
 
 import logging
 from pathlib import Path
@@ -26,15 +27,16 @@ ON_DEMAND = CheckpointPolicy(every_s=None)
 
 
 def in_loops(folder: Path, dies_at: int | None = None) -> torch.Tensor:
-    """Train three epochs as three loops, with dropout and draws between them; return the weights."""
-    with RankContext.local(storage=folder, checkpoint=EVERY_STEP) as rank:
+    """Train three epochs as three loops, with dropout and draws between them; return the
+    weights."""
+    with RankContext.local(storage=folder, checkpoint=EVERY_STEP) as ctx:
         model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 1))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        rank.track(model=model, optimizer=optimizer)
-        loader = rank.loader(TensorDataset(torch.ones(12, 4)), global_batch_size=4)
+        ctx.track(model=model, optimizer=optimizer)
+        loader = ctx.loader(TensorDataset(torch.ones(12, 4)), global_batch_size=4)
         for _ in range(3):
-            for (x,) in rank.steps(loader, epochs=1):
-                if rank.step == dies_at:
+            for (x,) in ctx.steps(loader, epochs=1):
+                if ctx.step == dies_at:
                     raise InterruptedError
                 optimizer.zero_grad()
                 model(x).sum().backward()
@@ -43,31 +45,38 @@ def in_loops(folder: Path, dies_at: int | None = None) -> torch.Tensor:
         return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
 
-def test_a_training_of_several_loops_resumes_to_the_same_bits(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The code between the loops draws again; the loop that goes on has its own generators all the same, and it is said."""
+def test_a_training_of_several_loops_resumes_to_the_same_bits(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The code between the loops draws again; the loop that goes on has its own generators all
+    the same, and it is said."""
     with pytest.raises(InterruptedError):
         in_loops(tmp_path / "killed", dies_at=8)
     with caplog.at_level(logging.WARNING):
         resumed = in_loops(tmp_path / "killed")
     assert torch.equal(resumed, in_loops(tmp_path / "whole"))
     assert [
-        record.getMessage().split(" was over")[0] for record in caplog.records if "was over before" in record.getMessage()
+        record.getMessage().split(" was over")[0]
+        for record in caplog.records
+        if "was over before" in record.getMessage()
     ] == [
-        "call 1 of rank.steps",
-        "call 2 of rank.steps",
+        "call 1 of ctx.steps",
+        "call 2 of ctx.steps",
     ]
 
 
-def samples_of(folder: Path, seed: int, num_samples: int, dies_at: int | None = None) -> list[tuple[int, list[int]]]:
+def samples_of(
+    folder: Path, seed: int, num_samples: int, dies_at: int | None = None
+) -> list[tuple[int, list[int]]]:
     """Train two epochs; return epoch and samples of each step of this attempt."""
     seen = []
-    with RankContext.local(storage=folder, checkpoint=EVERY_STEP, seed=seed) as rank:
-        rank.track(model=nn.Linear(1, 1))
-        loader = rank.loader(TensorDataset(torch.arange(num_samples)), global_batch_size=4)
-        for (numbers,) in rank.steps(loader, epochs=2):
-            if rank.step == dies_at:
+    with RankContext.local(storage=folder, checkpoint=EVERY_STEP, seed=seed) as ctx:
+        ctx.track(model=nn.Linear(1, 1))
+        loader = ctx.loader(TensorDataset(torch.arange(num_samples)), global_batch_size=4)
+        for (numbers,) in ctx.steps(loader, epochs=2):
+            if ctx.step == dies_at:
                 raise InterruptedError
-            seen.append((rank.epoch, numbers.tolist()))
+            seen.append((ctx.epoch, numbers.tolist()))
     return seen
 
 
@@ -75,7 +84,8 @@ def samples_of(folder: Path, seed: int, num_samples: int, dies_at: int | None = 
 def test_an_epoch_of_another_order_is_not_finished(
     tmp_path: Path, seed: int, num_samples: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Another seed or dataset in mid-epoch: the rest of that epoch would repeat some samples and lose others."""
+    """Another seed or dataset in mid-epoch: the rest of that epoch would repeat some samples
+    and lose others."""
     with pytest.raises(InterruptedError):
         samples_of(tmp_path, 0, 12, dies_at=3)
     seen = samples_of(tmp_path, seed, num_samples)
@@ -87,15 +97,18 @@ def test_an_epoch_of_another_order_is_not_finished(
     )
 
 
-def on_rank_0_alone(rank: RankContext) -> int:
-    """Ask for a checkpoint as scripts for torchrun do; all ranks wait for each other in each step."""
-    model = rank.wrap(nn.Linear(1, 1))
-    rank.track(model=model)
-    for (x,) in rank.steps(rank.loader(TensorDataset(torch.ones(12, 1)), global_batch_size=4), epochs=1):
+def on_rank_0_alone(ctx: RankContext) -> int:
+    """Ask for a checkpoint as scripts for torchrun do; all ranks wait for each other in each
+    step."""
+    model = ctx.wrap(nn.Linear(1, 1))
+    ctx.track(model=model)
+    for (x,) in ctx.steps(
+        ctx.loader(TensorDataset(torch.ones(12, 1)), global_batch_size=4), epochs=1
+    ):
         model(x).sum().backward()
-        if rank.rank == 0 and rank.epoch_ended:
-            rank.checkpoint(force=True)
-    return rank.step
+        if ctx.rank == 0 and ctx.epoch_ended:
+            ctx.checkpoint(force=True)
+    return ctx.step
 
 
 def test_a_checkpoint_that_one_rank_asks_for_alone_hangs_nobody(tmp_path: Path) -> None:
@@ -122,123 +135,159 @@ class Count:
 
 
 def test_each_checkpoint_of_an_own_loop_counts(tmp_path: Path) -> None:
-    """Without rank.steps each call makes one; the newest is resumed from, the last two are kept, and the best one."""
+    """Without ctx.steps each call makes one; the newest is resumed from, the last two are kept,
+    and the best one."""
     policy = CheckpointPolicy(every_s=None, best_metric="accuracy")
-    with RankContext.local(storage=tmp_path, checkpoint=policy) as rank:
+    with RankContext.local(storage=tmp_path, checkpoint=policy) as ctx:
         count = Count()
-        rank.track(count=count)
+        ctx.track(count=count)
         for accuracy in (0.1, 0.9, 0.5, 0.6):
             count.value += 1
-            rank.report(accuracy=accuracy)
-            rank.checkpoint(force=True)
-    assert [manifest.step for manifest in list_manifests(DirectoryStorage(tmp_path), "local")] == [1, 2, 3]
-    with RankContext.local(storage=tmp_path, checkpoint=policy) as rank:
+            ctx.report(accuracy=accuracy)
+            ctx.checkpoint(force=True)
+    assert [manifest.step for manifest in list_manifests(DirectoryStorage(tmp_path), "local")] == [
+        1,
+        2,
+        3,
+    ]
+    with RankContext.local(storage=tmp_path, checkpoint=policy) as ctx:
         again = Count()
-        rank.track(count=again)
+        ctx.track(count=again)
         assert again.value == 4
-        assert rank.step == 0
+        assert ctx.step == 0
 
 
-def test_what_an_own_loop_did_behind_its_last_checkpoint_is_saved_at_its_end(tmp_path: Path) -> None:
-    """Also where the process that ends it made no checkpoint; and no copy is made where nothing changed."""
+def test_what_an_own_loop_did_behind_its_last_checkpoint_is_saved_at_its_end(
+    tmp_path: Path,
+) -> None:
+    """Also where the process that ends it made no checkpoint; and no copy is made where nothing
+    changed."""
 
     def numbers() -> list[int]:
         return [manifest.step for manifest in list_manifests(DirectoryStorage(tmp_path), "local")]
 
     for change, expected in ((1, [0, 1]), (0, [0, 1]), (5, [1, 2])):
-        with RankContext.local(storage=tmp_path, checkpoint=ON_DEMAND) as rank:
+        with RankContext.local(storage=tmp_path, checkpoint=ON_DEMAND) as ctx:
             count = Count()
-            rank.track(model=nn.Linear(2, 2), count=count)
+            ctx.track(model=nn.Linear(2, 2), count=count)
             if not count.value:
-                rank.checkpoint(force=True)
+                ctx.checkpoint(force=True)
             count.value += change
         assert numbers() == expected
-    with RankContext.local(storage=tmp_path, checkpoint=ON_DEMAND) as rank:
-        rank.track(model=nn.Linear(2, 2), count=count)
+    with RankContext.local(storage=tmp_path, checkpoint=ON_DEMAND) as ctx:
+        ctx.track(model=nn.Linear(2, 2), count=count)
     assert count.value == 6
 
 
-def with_saves_between(folder: Path, dies_at: int | None = None, dies_behind: int | None = None) -> tuple[torch.Tensor, int]:
-    """Train three epochs as three loops, with a checkpoint of what changes behind each; return weights and count."""
-    with RankContext.local(storage=folder, checkpoint=EVERY_STEP) as rank:
+def with_saves_between(
+    folder: Path, dies_at: int | None = None, dies_behind: int | None = None
+) -> tuple[torch.Tensor, int]:
+    """Train three epochs as three loops, with a checkpoint of what changes behind each; return
+    weights and count."""
+    with RankContext.local(storage=folder, checkpoint=EVERY_STEP) as ctx:
         model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 1))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         count = Count()
-        rank.track(model=model, optimizer=optimizer, count=count)
-        rank.checkpoint(force=True)
-        loader = rank.loader(TensorDataset(torch.ones(12, 4)), global_batch_size=4)
+        ctx.track(model=model, optimizer=optimizer, count=count)
+        ctx.checkpoint(force=True)
+        loader = ctx.loader(TensorDataset(torch.ones(12, 4)), global_batch_size=4)
         for number in range(1, 4):
-            for (x,) in rank.steps(loader, epochs=1):
-                if rank.step == dies_at:
+            for (x,) in ctx.steps(loader, epochs=1):
+                if ctx.step == dies_at:
                     raise InterruptedError
                 optimizer.zero_grad()
                 model(x).sum().backward()
                 optimizer.step()
             torch.rand(7)
             count.value = max(count.value, number)
-            rank.checkpoint(force=True)
+            ctx.checkpoint(force=True)
             if number == dies_behind:
                 raise InterruptedError
-        return torch.cat([parameter.detach().flatten() for parameter in model.parameters()]), count.value
+        return torch.cat(
+            [parameter.detach().flatten() for parameter in model.parameters()]
+        ), count.value
 
 
-@pytest.mark.parametrize("death", [{"dies_at": 1}, {"dies_at": 5}, {"dies_at": 8}, {"dies_behind": 1}, {"dies_behind": 3}])
-def test_checkpoints_between_loops_keep_what_changed_there(tmp_path: Path, death: dict[str, int]) -> None:
-    """The newest one counts, also behind a step that has its own; resumed, the weights have the same bits."""
+@pytest.mark.parametrize(
+    "death",
+    [{"dies_at": 1}, {"dies_at": 5}, {"dies_at": 8}, {"dies_behind": 1}, {"dies_behind": 3}],
+)
+def test_checkpoints_between_loops_keep_what_changed_there(
+    tmp_path: Path, death: dict[str, int]
+) -> None:
+    """The newest one counts, also behind a step that has its own; resumed, the weights have the
+    same bits."""
     with pytest.raises(InterruptedError):
         with_saves_between(tmp_path / "killed", **death)
     storage = DirectoryStorage(tmp_path / "killed")
     (*_, newest) = list_manifests(storage, "local")
     state = read_states(storage, newest, newest.objects)
-    assert state["count"].state == {"value": death.get("dies_behind", (death.get("dies_at", 1) - 1) // 3)}
+    assert state["count"].state == {
+        "value": death.get("dies_behind", (death.get("dies_at", 1) - 1) // 3)
+    }
     weights, count = with_saves_between(tmp_path / "killed")
     expected, expected_count = with_saves_between(tmp_path / "whole")
     assert torch.equal(weights, expected)
     assert count == expected_count == 3
 
 
-def on_rank_0_alone_between_loops(rank: RankContext) -> int:
+def on_rank_0_alone_between_loops(ctx: RankContext) -> int:
     """Ask for a checkpoint behind a loop on rank 0 alone, then train on."""
     checkpointer.ABSENT_S = 0.5
-    model = rank.wrap(nn.Linear(1, 1))
-    rank.track(model=model, other=nn.Linear(1, 1))
+    model = ctx.wrap(nn.Linear(1, 1))
+    ctx.track(model=model, other=nn.Linear(1, 1))
     for number in range(2):
-        for (x,) in rank.steps(rank.loader(TensorDataset(torch.ones(12, 1)), global_batch_size=4), epochs=1):
+        for (x,) in ctx.steps(
+            ctx.loader(TensorDataset(torch.ones(12, 1)), global_batch_size=4), epochs=1
+        ):
             model(x).sum().backward()
-        if rank.rank == 0 and number == 0:
-            rank.checkpoint(force=True)
-            assert rank._parts.made_tracker is not None
-            assert rank._parts.made_tracker._checkpointer is not None
-            rank._parts.made_tracker._checkpointer.wait()
-    return rank.step
+        if ctx.rank == 0 and number == 0:
+            ctx.checkpoint(force=True)
+            assert ctx._parts.made_tracker is not None
+            assert ctx._parts.made_tracker._checkpointer is not None
+            ctx._parts.made_tracker._checkpointer.wait()
+    return ctx.step
 
 
-def test_a_checkpoint_that_one_rank_asks_for_between_loops_costs_that_one_alone(tmp_path: Path) -> None:
-    """It can't be complete; the others, by all ranks, are made as usual, and none is put together of two steps."""
+def test_a_checkpoint_that_one_rank_asks_for_between_loops_costs_that_one_alone(
+    tmp_path: Path,
+) -> None:
+    """It can't be complete; the others, by all ranks, are made as usual, and none is put
+    together of two steps."""
     storage = DirectoryStorage(tmp_path)
-    config = RankConfig("run", claim_attempt(storage, "run"), "task", storage, checkpoint=EVERY_STEP)
+    config = RankConfig(
+        "run", claim_attempt(storage, "run"), "task", storage, checkpoint=EVERY_STEP
+    )
     assert run_ranks(run_with_context, 2, config, on_rank_0_alone_between_loops, ()) == [6, 6]
     assert [manifest.step for manifest in list_manifests(storage, "run")] == [5, 6]
 
 
-def draws_after(rank: RankContext, max_samples: int | None) -> Any:
+def draws_after(ctx: RankContext, max_samples: int | None) -> Any:
     """Return what the step draws behind its micro-batches."""
-    model = rank.wrap(nn.Sequential(nn.Linear(1, 2), nn.Dropout(0.5), nn.Linear(2, 1)))
+    model = ctx.wrap(nn.Sequential(nn.Linear(1, 2), nn.Dropout(0.5), nn.Linear(2, 1)))
     drawn = []
-    loader = rank.loader(TensorDataset(torch.ones(8, 1)), global_batch_size=4)
-    for batch in rank.steps(loader, epochs=1):
-        for (x,), weight in rank.micro_batches(batch, max_samples=max_samples):
+    loader = ctx.loader(TensorDataset(torch.ones(8, 1)), global_batch_size=4)
+    for batch in ctx.steps(loader, epochs=1):
+        for (x,), weight in ctx.micro_batches(batch, max_samples=max_samples):
             (model(x).mean() * weight).backward()
         drawn.append(torch.rand(1).item())
     return drawn
 
 
 def test_all_ranks_draw_alike_behind_elastic_micro_batches(tmp_path: Path) -> None:
-    """Noise that an optimizer adds must not set the replicas apart, nor depend on their number."""
+    """Noise that an optimizer adds must not set the replicas apart, nor depend on their
+    number."""
 
     def config(name: str) -> RankConfig:
         storage = DirectoryStorage(tmp_path / name)
-        return RankConfig("run", claim_attempt(storage, "run"), "task", storage, determinism="elastic", virtual_ranks=2)
+        return RankConfig(
+            "run",
+            claim_attempt(storage, "run"),
+            "task",
+            storage,
+            determinism="elastic",
+            virtual_ranks=2,
+        )
 
     on_two = run_ranks(run_with_context, 2, config("two"), draws_after, (1,))
     (on_one,) = run_ranks(run_with_context, 1, config("one"), draws_after, (None,))

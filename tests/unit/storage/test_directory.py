@@ -11,7 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from prefect_torch_ddp.errors import BadKeyError, InvalidParamsError, ObjectNotFoundError, StorageError
+from prefect_torch_ddp.errors import (
+    BadKeyError,
+    InvalidParamsError,
+    ObjectNotFoundError,
+    StorageError,
+)
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from tests.storage_conformance import StorageConformance, in_processes
 
@@ -85,7 +90,8 @@ def test_deleting_prunes_empty_folders_up_to_the_root(storage):
 
 
 def test_writes_survive_deletes_of_neighbours(storage):
-    """A delete that takes the empty folder away between mkdir and the move doesn't fail the write."""
+    """A delete that takes the empty folder away between mkdir and the move doesn't fail the
+    write."""
 
     def churn(name):
         for _ in range(600):
@@ -108,7 +114,8 @@ def test_files_are_readable_as_the_umask_says(storage):
 
 
 def test_links_do_not_lead_out(storage, tmp_path):
-    """Neither a linked folder nor a linked file reads, writes, deletes or lists what lies outside the root."""
+    """Neither a linked folder nor a linked file reads, writes, deletes or lists what lies
+    outside the root."""
     outside = tmp_path / "outside"
     outside.mkdir()
     (outside / "secret").write_text("secret")
@@ -140,7 +147,8 @@ def test_the_root_itself_may_be_a_link(tmp_path):
 
 
 def test_a_name_is_a_file_or_a_folder(storage):
-    """One key can't be the beginning of another, and the message says so; nothing is taken for absent or won."""
+    """One key can't be the beginning of another, and the message says so; nothing is taken for
+    absent or won."""
     storage.write("a", b"1")
     with pytest.raises(StorageError, match="a file stands where a folder is needed"):
         storage.write("a/b", b"2")
@@ -167,15 +175,19 @@ def _without_rights(storage, operation, *arguments):
 
 
 @pytest.mark.parametrize(
-    ("operation", "arguments"), [("check_writable", ()), ("write", ("a", b"1")), ("read", ("kept",)), ("delete", ("kept",))]
+    ("operation", "arguments"),
+    [("check_writable", ()), ("write", ("a", b"1")), ("read", ("kept",)), ("delete", ("kept",))],
 )
 def test_missing_rights_are_named(storage, tmp_path, operation, arguments):
-    """Whoever may not is told the path, the reason and the way out; the message survives the trip between processes."""
+    """Whoever may not is told the path, the reason and the way out; the message survives the
+    trip between processes."""
     storage.write("kept", b"1")
     tmp_path.chmod(0o755)
     storage.root.chmod(0)
     try:
-        with pytest.raises(StorageError, match=r"storage.*Permission denied; give this user the right"):
+        with pytest.raises(
+            StorageError, match=r"storage.*Permission denied; give this user the right"
+        ):
             in_processes([(_without_rights, storage, operation, *arguments)])
     finally:
         storage.root.chmod(0o755)
@@ -204,12 +216,25 @@ def test_a_full_disk_is_named(tmp_path):
         f"storage = D(Path({str(disk)!r})); storage.write('small', b'1'); storage.write('big', b'x' * 2**20)"
     )
     # A disk of its own, seen by the child alone.
-    mount = f"mount -t tmpfs -o size=256k none {disk} && exec {sys.executable} -c {shlex.quote(code)}"
-    unshare = ["unshare", "--mount"] if os.geteuid() == 0 else ["unshare", "--mount", "--user", "--map-root-user"]
-    if subprocess.run([*unshare, "sh", "-c", f"mount -t tmpfs none {disk}"], check=False, capture_output=True).returncode:
+    mount = (
+        f"mount -t tmpfs -o size=256k none {disk} && exec {sys.executable} -c {shlex.quote(code)}"
+    )
+    unshare = (
+        ["unshare", "--mount"]
+        if os.geteuid() == 0
+        else ["unshare", "--mount", "--user", "--map-root-user"]
+    )
+    if subprocess.run(
+        [*unshare, "sh", "-c", f"mount -t tmpfs none {disk}"], check=False, capture_output=True
+    ).returncode:
         pytest.skip("this system lets no test mount a file system")
-    done = subprocess.run([*unshare, "sh", "-c", mount], check=False, capture_output=True, text=True, timeout=60)
-    assert f"can't write {disk}/big: No space left on device; the disk is full: free space there" in done.stderr
+    done = subprocess.run(
+        [*unshare, "sh", "-c", mount], check=False, capture_output=True, text=True, timeout=60
+    )
+    assert (
+        f"can't write {disk}/big: No space left on device; the disk is full: free space there"
+        in done.stderr
+    )
 
 
 def test_foreign_files_are_not_listed(storage):

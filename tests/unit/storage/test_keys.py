@@ -44,7 +44,19 @@ def test_bad_keys_are_refused_with_the_reason(key, reason):
 
 
 @pytest.mark.parametrize(
-    "key", ["a", "a/b/c.json", "...", "a/..b", ".hidden", "a/.tmp", "ä/Ω 😀", "ab:c", "k" * 255, LONG_KEY[:-1] + "b"]
+    "key",
+    [
+        "a",
+        "a/b/c.json",
+        "...",
+        "a/..b",
+        ".hidden",
+        "a/.tmp",
+        "ä/Ω 😀",
+        "ab:c",
+        "k" * 255,
+        LONG_KEY[:-1] + "b",
+    ],
 )
 def test_good_keys_pass_unchanged(key):
     """What every storage can hold is a key."""

@@ -41,7 +41,12 @@ def test_paths(uri, path, tmp_path):
 
 @pytest.mark.parametrize(
     ("uri", "bucket", "prefix"),
-    [("s3://b", "b", ""), ("s3://b/", "b", ""), ("s3://b/p/q/", "b", "p/q"), ("S3://b/p", "b", "p")],
+    [
+        ("s3://b", "b", ""),
+        ("s3://b/", "b", ""),
+        ("s3://b/p/q/", "b", "p/q"),
+        ("S3://b/p", "b", "p"),
+    ],
 )
 def test_buckets(uri, bucket, prefix):
     """s3:// is a bucket and a prefix, with whatever credentials are found."""
@@ -89,7 +94,13 @@ def test_anything_else_is_refused_with_what_to_write(uri):
 
 
 @pytest.mark.parametrize(
-    "uri", ["s3://AKIA:hunter2@bucket/p", "s3://AKIA:hun/hunter2@bucket", "https://u:hunter2@host/b", "s3://b?secret=hunter2"]
+    "uri",
+    [
+        "s3://AKIA:hunter2@bucket/p",
+        "s3://AKIA:hun/hunter2@bucket",
+        "https://u:hunter2@host/b",
+        "s3://b?secret=hunter2",
+    ],
 )
 def test_a_secret_in_a_uri_is_refused_and_not_shown(uri):
     """Credentials in a URI would end up in logs; the refusal doesn't put them there either."""
@@ -104,16 +115,22 @@ def test_naming_a_bucket_loads_no_boto3():
         "import sys; from prefect_torch_ddp.storage.locate import storage_from_uri; storage_from_uri('s3://b/p');"
         "print(sorted({'boto3', 'botocore', 'prefect', 'torch', 'distributed'} & set(sys.modules)))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
     assert done.stdout.strip() == "[]"
 
 
 def test_a_folder_of_a_storage_is_a_storage():
     """The same place and credentials, one folder further down; it can't lead out."""
     keys = {"endpoint_url": "http://a:9000", "access_key_id": "key", "secret_access_key": "secret"}
-    assert storage_below(S3Storage("b", "team", **keys), "x/y") == S3Storage("b", "team/x/y", **keys)
+    assert storage_below(S3Storage("b", "team", **keys), "x/y") == S3Storage(
+        "b", "team/x/y", **keys
+    )
     assert storage_below(S3Storage("b"), "x") == S3Storage("b", "x")
-    assert storage_below(DirectoryStorage(Path("/data")), "x/y") == DirectoryStorage(Path("/data/x/y"))
+    assert storage_below(DirectoryStorage(Path("/data")), "x/y") == DirectoryStorage(
+        Path("/data/x/y")
+    )
     for wrong in ("../x", "/x", "", "x/.."):
         with pytest.raises(BadKeyError):
             storage_below(S3Storage("b"), wrong)

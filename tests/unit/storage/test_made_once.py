@@ -19,7 +19,9 @@ class Client:
         self.storage = storage
 
 
-def test_tokens_that_change_each_hour_leave_no_clients_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_that_change_each_hour_leave_no_clients_behind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Each takes megabytes; one that is in use stays with its user."""
     made = MadeOnce(Client)
     storages = [S3Storage("bucket"), S3Storage("another")]
@@ -32,7 +34,9 @@ def test_tokens_that_change_each_hour_leave_no_clients_behind(monkeypatch: pytes
     assert [client() is not None for client in clients] == [False] * 8 + [True] * 2
 
 
-def test_variables_that_others_take_away_meanwhile_disturb_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variables_that_others_take_away_meanwhile_disturb_nobody(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Other threads of a Dask worker set and unset theirs."""
     made, storage, is_over = MadeOnce(Client), S3Storage("bucket"), threading.Event()
     monkeypatch.delenv("AWS_OF_ANOTHER_THREAD", raising=False)

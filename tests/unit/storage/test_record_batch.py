@@ -1,4 +1,5 @@
-"""Shows that the records of a process that is killed are found, and come to the storage once."""
+"""Shows that the records of a process that is killed are found, and come to the storage
+once."""
 
 import logging
 import signal
@@ -20,7 +21,15 @@ FOLDER = "runs/run/metrics/rank-00003"
 
 def record(step: int, loss: Any = 1.0) -> dict[str, Any]:
     """Make a record of rank 3."""
-    return {"step": step, "epoch": 1, "rank": 3, "attempt": 2, "time": 0.0, "num_samples": 4, "metrics": {"loss": loss}}
+    return {
+        "step": step,
+        "epoch": 1,
+        "rank": 3,
+        "attempt": 2,
+        "time": 0.0,
+        "num_samples": 4,
+        "metrics": {"loss": loss},
+    }
 
 
 def bring_home(copies: Path, storage: DirectoryStorage) -> list[int]:
@@ -49,8 +58,12 @@ def test_the_records_of_a_killed_process_are_found(tmp_path: Path) -> None:
     storage = DirectoryStorage(tmp_path / "store")
     assert len(read_all_records(storage, "run")) == 40
     assert bring_home(tmp_path / "copies", storage) == list(range(1, 101))
-    assert bring_home(tmp_path / "copies", storage) == list(range(1, 101)), "a second time changes nothing"
-    assert [found.key for found in storage.list(FOLDER)] == [f"{FOLDER}/000002-{part:06d}.jsonl" for part in (1, 2)]
+    assert bring_home(tmp_path / "copies", storage) == list(range(1, 101)), (
+        "a second time changes nothing"
+    )
+    assert [found.key for found in storage.list(FOLDER)] == [
+        f"{FOLDER}/000002-{part:06d}.jsonl" for part in (1, 2)
+    ]
 
 
 def test_a_part_that_arrived_before_its_writer_heard_so_is_not_there_twice(tmp_path: Path) -> None:
@@ -69,8 +82,14 @@ def test_a_part_that_arrived_before_its_writer_heard_so_is_not_there_twice(tmp_p
 def test_a_key_that_another_process_took_is_left_to_it(tmp_path: Path) -> None:
     """The records go behind it."""
     storage = DirectoryStorage(tmp_path)
-    assert put_part(storage, f"{FOLDER}/000002-000009.jsonl", b"a\n") == f"{FOLDER}/000002-000009.jsonl"
-    assert put_part(storage, f"{FOLDER}/000002-000009.jsonl", b"b\n") == f"{FOLDER}/000002-000010.jsonl"
+    assert (
+        put_part(storage, f"{FOLDER}/000002-000009.jsonl", b"a\n")
+        == f"{FOLDER}/000002-000009.jsonl"
+    )
+    assert (
+        put_part(storage, f"{FOLDER}/000002-000009.jsonl", b"b\n")
+        == f"{FOLDER}/000002-000010.jsonl"
+    )
     assert storage.read(f"{FOLDER}/000002-000009.jsonl") == b"a\n"
 
 
@@ -82,11 +101,15 @@ def test_a_line_that_was_cut_is_left_out(tmp_path: Path) -> None:
     assert list(left_behind(tmp_path)) == [("x/000001-000001.jsonl", b'{"a": 1}\n')]
 
 
-def test_without_room_for_copies_the_records_still_arrive(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_without_room_for_copies_the_records_still_arrive(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """One warning says what would be lost, and why."""
     (tmp_path / "copies").write_text("a file stands in the way")
     storage = DirectoryStorage(tmp_path / "store")
-    log = MetricLog(storage, "run", rank=3, attempt=2, first_interval_s=60, copies=tmp_path / "copies")
+    log = MetricLog(
+        storage, "run", rank=3, attempt=2, first_interval_s=60, copies=tmp_path / "copies"
+    )
     with caplog.at_level(logging.WARNING):
         log.append(record(1))
         log.append(record(2))
@@ -113,7 +136,8 @@ class Computed:
 
 
 def test_a_record_that_a_device_still_computes_holds_up_nobody(tmp_path: Path) -> None:
-    """It is copied with the first one that comes once it is there; the order stays; a flush waits for it."""
+    """It is copied with the first one that comes once it is there; the order stays; a flush
+    waits for it."""
     storage, copies = DirectoryStorage(tmp_path / "store"), tmp_path / "copies"
     log = MetricLog(storage, "run", rank=3, attempt=2, first_interval_s=60, copies=copies)
     first, last = Computed(), Computed()

@@ -1,4 +1,5 @@
-"""Signatures beside botocore's own: the same headers for any key, path, host, region and moment."""
+"""Signatures beside botocore's own: the same headers for any key, path, host, region and
+moment."""
 
 from datetime import UTC, datetime
 from urllib.parse import quote, urlsplit
@@ -36,13 +37,17 @@ def _by_botocore(url: str, region: str, credentials: Credentials, at_s: int) -> 
 @settings(max_examples=200)
 @given(
     host=st.sampled_from(HOSTS),
-    key=st.text(min_size=1, max_size=30).filter(lambda text: text.isprintable() and not text.startswith("/")),
+    key=st.text(min_size=1, max_size=30).filter(
+        lambda text: text.isprintable() and not text.startswith("/")
+    ),
     region=st.sampled_from(["us-east-1", "eu-central-1"]),
     secret=SECRETS,
     token=st.none() | SECRETS,
     at_s=st.integers(0, 4_000_000_000),
 )
-def test_the_same_as_botocore(*, host: str, key: str, region: str, secret: str, token: str | None, at_s: int) -> None:
+def test_the_same_as_botocore(
+    *, host: str, key: str, region: str, secret: str, token: str | None, at_s: int
+) -> None:
     """Of every header that botocore signs."""
     url = Target(f"{host}/bucket/", region, None).url_of(key)
     credentials = Credentials("AKIDEXAMPLE", secret, token)
@@ -53,15 +58,20 @@ def test_the_same_as_botocore(*, host: str, key: str, region: str, secret: str, 
 
 
 def test_a_new_day_and_new_credentials_have_a_key_of_their_own() -> None:
-    """Credentials that renew themselves are asked each time, and the key that is kept is that of one day."""
+    """Credentials that renew themselves are asked each time, and the key that is kept is that
+    of one day."""
     credentials = Credentials("AKIDEXAMPLE", "one", None)
     signer = GetSigner("http://127.0.0.1:9000/b/", "us-east-1", credentials)
     for secret, at_s in (("one", 86_399), ("one", 86_400), ("two", 86_400), ("one", 86_399)):
         credentials.secret_key = secret
-        expected = _by_botocore(f"http://127.0.0.1:9000/b/{quote('k')}", "us-east-1", credentials, at_s)["authorization"]
+        expected = _by_botocore(
+            f"http://127.0.0.1:9000/b/{quote('k')}", "us-east-1", credentials, at_s
+        )["authorization"]
         assert signer.headers("/b/k", at_s)["Authorization"] == expected
 
 
 def test_without_credentials_nothing_is_signed() -> None:
     """As for public data."""
-    assert GetSigner("https://data.example/b/", "us-east-1", None).headers("/b/k") == {"Host": "data.example"}
+    assert GetSigner("https://data.example/b/", "us-east-1", None).headers("/b/k") == {
+        "Host": "data.example"
+    }

@@ -1,4 +1,5 @@
-"""Answers over a real socket, in pieces of any size: read as http.client reads them, and what is broken is told in its words."""
+"""Answers over a real socket, in pieces of any size: read as http.client reads them, and what
+is broken is told in its words."""
 
 import http.client
 import random
@@ -21,7 +22,8 @@ ETAG = b'ETag: "abc"\r\n'
 
 @contextmanager
 def _sent(data: bytes, cuts: list[int], *, stays_open: bool) -> Iterator[socket.socket]:
-    """Give the end of a connection on which an answer comes, in pieces, once a request has come."""
+    """Give the end of a connection on which an answer comes, in pieces, once a request has
+    come."""
     ours, theirs = socket.socketpair()
     ours.settimeout(5)
 
@@ -67,17 +69,26 @@ def _by_us(data: bytes, cuts: list[int]) -> tuple[int, bytes, bool] | str:
 
 
 def _head(status: bytes, *headers: bytes) -> bytes:
-    return b"HTTP/1.1 " + status + b"\r\n" + b"".join(header + b"\r\n" for header in headers) + b"\r\n"
+    return (
+        b"HTTP/1.1 " + status + b"\r\n" + b"".join(header + b"\r\n" for header in headers) + b"\r\n"
+    )
 
 
 ANSWERS = {
-    "as S3 sends it": _head(b"200 OK", b'ETag: "abc"', b"Content-Length: 5", b"Connection: keep-alive") + b"12345",
+    "as S3 sends it": _head(
+        b"200 OK", b'ETag: "abc"', b"Content-Length: 5", b"Connection: keep-alive"
+    )
+    + b"12345",
     "a part": _head(b"206 Partial Content", b"content-length:5", b"X-Odd:\t v ") + b"12345",
     "nothing": _head(b"200 OK", b"Content-Length: 0"),
     "the last one": _head(b"200 OK", b"Content-Length: 5", b"Connection: close") + b"12345",
     "an error": _head(b"503 Slow Down", b"Content-Length: 4") + b"<x/>",
-    "in chunks": _head(b"200 OK", b"Transfer-Encoding: chunked") + b"3\r\n123\r\n2\r\n45\r\n0\r\n\r\n",
-    "in chunks, with a length": _head(b"200 OK", b"Content-Length: 9", b"Transfer-Encoding: chunked") + b"2\r\n12\r\n0\r\n\r\n",
+    "in chunks": _head(b"200 OK", b"Transfer-Encoding: chunked")
+    + b"3\r\n123\r\n2\r\n45\r\n0\r\n\r\n",
+    "in chunks, with a length": _head(
+        b"200 OK", b"Content-Length: 9", b"Transfer-Encoding: chunked"
+    )
+    + b"2\r\n12\r\n0\r\n\r\n",
     "of no length": _head(b"200 OK") + b"12345",
     "after a wait": _head(b"100 Continue") + _head(b"200 OK", b"Content-Length: 5") + b"12345",
     "old": b"HTTP/1.0 200 OK\r\nContent-Length: 5\r\n\r\n12345",
@@ -111,17 +122,43 @@ def test_read_as_http_client_reads_it(name: str) -> None:
     headers=st.lists(
         st.tuples(
             st.sampled_from(
-                [b"ETag", b"etag", b"Content-Length", b"Connection", b"Transfer-Encoding", b"x-amz-meta-a", b"bad name"]
+                [
+                    b"ETag",
+                    b"etag",
+                    b"Content-Length",
+                    b"Connection",
+                    b"Transfer-Encoding",
+                    b"x-amz-meta-a",
+                    b"bad name",
+                ]
             ),
-            st.sampled_from([b"5", b"0", b"chunked", b"close", b"keep-alive", b'"abc"', b"", b"\xe9", b"5, 5", b"+5"]),
+            st.sampled_from(
+                [
+                    b"5",
+                    b"0",
+                    b"chunked",
+                    b"close",
+                    b"keep-alive",
+                    b'"abc"',
+                    b"",
+                    b"\xe9",
+                    b"5, 5",
+                    b"+5",
+                ]
+            ),
         ),
         max_size=5,
     ),
     body=st.sampled_from([b"", b"12345", b"5\r\n12345\r\n0\r\n\r\n"]),
-    status=st.sampled_from([b"200 OK", b"206 Partial Content", b"304 Not Modified", b"404 Not Found"]),
+    status=st.sampled_from(
+        [b"200 OK", b"206 Partial Content", b"304 Not Modified", b"404 Not Found"]
+    ),
 )
-def test_any_head_is_read_as_http_client_reads_it(headers: list[tuple[bytes, bytes]], body: bytes, status: bytes) -> None:
-    """Also one that contradicts itself; but a connection on which more came than was announced is of no more use."""
+def test_any_head_is_read_as_http_client_reads_it(
+    headers: list[tuple[bytes, bytes]], body: bytes, status: bytes
+) -> None:
+    """Also one that contradicts itself; but a connection on which more came than was announced
+    is of no more use."""
     data = _head(status, *(name + b": " + value for name, value in headers)) + body
     expected, found = _by_http_client(data), _by_us(data, [])
     if isinstance(expected, str) or isinstance(found, str):
@@ -155,9 +192,14 @@ def test_silence_in_mid_body_is_a_timeout() -> None:
             ask(sock, REQUEST)
 
 
-@pytest.mark.parametrize("data", [ANSWERS["bare line feeds"], b"SSH-2.0-OpenSSH_9.2\r\n"], ids=["bare line feeds", "no HTTP"])
+@pytest.mark.parametrize(
+    "data",
+    [ANSWERS["bare line feeds"], b"SSH-2.0-OpenSSH_9.2\r\n"],
+    ids=["bare line feeds", "no HTTP"],
+)
 def test_what_is_out_of_the_ordinary_is_told_at_once(data: bytes) -> None:
-    """On a connection that stays open, too: nobody waits for the end of a head that has come."""
+    """On a connection that stays open, too: nobody waits for the end of a head that has
+    come."""
     with _sent(data, [], stays_open=True) as sock:
         if data.startswith(b"HTTP"):
             assert ask(sock, REQUEST).body == b"12345"
@@ -184,8 +226,11 @@ def test_a_large_body_is_in_memory_once() -> None:
 
 @pytest.mark.parametrize("etag", ['"a"\r\nX-Evil: 1', '"\u03b1"'])
 def test_no_line_of_a_request_ends_early(etag: str) -> None:
-    """A listed ETag with a line break in it sends no header of its own, and the error holds nothing of what was signed."""
-    with pytest.raises(ValueError, match="the listed ETag or the credentials hold a line break") as caught:
+    """A listed ETag with a line break in it sends no header of its own, and the error holds
+    nothing of what was signed."""
+    with pytest.raises(
+        ValueError, match="the listed ETag or the credentials hold a line break"
+    ) as caught:
         request_of("/b/k", {"x-amz-security-token": "hunter2", "If-Match": etag})
     assert "hunter2" not in repr(caught.value)
     assert caught.value.__context__ is None or "hunter2" not in repr(caught.value.__context__)
@@ -193,4 +238,7 @@ def test_no_line_of_a_request_ends_early(etag: str) -> None:
 
 def test_a_request_is_what_http_asks_for() -> None:
     """One piece, every line with its end."""
-    assert request_of("/b/k", {"Host": "h"}) == b"GET /b/k HTTP/1.1\r\nHost: h\r\nAccept-Encoding: identity\r\n\r\n"
+    assert (
+        request_of("/b/k", {"Host": "h"})
+        == b"GET /b/k HTTP/1.1\r\nHost: h\r\nAccept-Encoding: identity\r\n\r\n"
+    )

@@ -67,7 +67,8 @@ def test_equal_arguments_are_the_same_call(one: Any, other: Any) -> None:
 
 
 def test_calls_are_told_apart_by_their_order_and_those_that_failed_are_taken_up() -> None:
-    """The second of equal calls is another training, and the one after a failure is the one that failed."""
+    """The second of equal calls is another training, and the one after a failure is the one
+    that failed."""
     book = CallBook()
     calls: list[Call] = [book.begin("a"), book.begin("a"), book.begin("b")]
     assert len({call.key for call in calls}) == 3
@@ -75,4 +76,8 @@ def test_calls_are_told_apart_by_their_order_and_those_that_failed_are_taken_up(
     assert book.begin("a").key == calls[0].key
     assert book.begin("a").key not in {call.key for call in calls}
     again = CallBook()
-    assert [again.begin("b").key, again.begin("a").key, again.begin("a").key] == [calls[2].key, calls[0].key, calls[1].key]
+    assert [again.begin("b").key, again.begin("a").key, again.begin("a").key] == [
+        calls[2].key,
+        calls[0].key,
+        calls[1].key,
+    ]

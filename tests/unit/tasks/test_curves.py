@@ -12,7 +12,9 @@ import pytest
 
 from prefect_torch_ddp.tasks.report.curves import MAX_POINTS, curves_svg, downsample, render_curves
 
-LOSS = [(step, 2.3 * math.exp(-step / 300) + 0.05 * math.sin(step * 12.9898)) for step in range(1, 1501)]
+LOSS = [
+    (step, 2.3 * math.exp(-step / 300) + 0.05 * math.sin(step * 12.9898)) for step in range(1, 1501)
+]
 VALIDATION = [(150 * epoch, 1 - 0.5 * math.exp(-epoch / 3)) for epoch in range(1, 11)]
 EPOCH_ENDS = [150 * epoch for epoch in range(1, 11)]
 SVG = "{http://www.w3.org/2000/svg}"
@@ -25,18 +27,25 @@ def texts(svg: str) -> list[str]:
 
 def longest_path(svg: str) -> int:
     """Return how many points the longest line has."""
-    return max(len(re.findall("[ML]", element.get("d", ""))) for element in ET.fromstring(svg).iter(f"{SVG}path"))
+    return max(
+        len(re.findall("[ML]", element.get("d", "")))
+        for element in ET.fromstring(svg).iter(f"{SVG}path")
+    )
 
 
 def test_a_report_sized_picture_is_an_inline_svg_image_below_12_kb():
     """A report sized picture is an inline svg image below 12 kb."""
     markdown = render_curves({"loss": LOSS, "validation_accuracy": VALIDATION}, EPOCH_ENDS)
     assert len(markdown) < 12_000
-    data = re.fullmatch(r"!\[training curves\]\(data:image/svg\+xml;base64,([A-Za-z0-9+/=]+)\)", markdown)
+    data = re.fullmatch(
+        r"!\[training curves\]\(data:image/svg\+xml;base64,([A-Za-z0-9+/=]+)\)", markdown
+    )
     assert data
     svg = base64.b64decode(data[1]).decode()
     assert {"loss", "validation_accuracy", "step"} <= set(texts(svg))
-    assert "http" not in re.sub(r'xmlns(:\w+)?="[^"]*"', "", svg), "a page without a network must show it"
+    assert "http" not in re.sub(r'xmlns(:\w+)?="[^"]*"', "", svg), (
+        "a page without a network must show it"
+    )
 
 
 def test_the_whole_picture_has_an_opaque_white_background():
@@ -69,7 +78,9 @@ def test_epochs_are_marked_and_many_epochs_do_not_make_a_wall():
 
     def num_marks(ends) -> int:
         paths = ET.fromstring(curves_svg({"loss": LOSS}, ends)).iter(f"{SVG}path")
-        marks = [path for path in paths if "#d0d7de" in path.get("style", "") and "M" in path.get("d")]
+        marks = [
+            path for path in paths if "#d0d7de" in path.get("style", "") and "M" in path.get("d")
+        ]
         return max(path.get("d").count("M") for path in marks)
 
     assert num_marks(EPOCH_ENDS) == 10
@@ -110,7 +121,9 @@ def test_downsampling_keeps_the_ends_the_order_and_the_mean():
     assert (thin[0], thin[-1]) == (LOSS[0], LOSS[-1])
     assert [x for x, _ in thin] == sorted({x for x, _ in thin})
     inner = [y for _, y in LOSS[1:-1]]
-    assert math.fsum(y for _, y in thin[1:-1]) / (len(thin) - 2) == pytest.approx(math.fsum(inner) / len(inner), abs=0.01)
+    assert math.fsum(y for _, y in thin[1:-1]) / (len(thin) - 2) == pytest.approx(
+        math.fsum(inner) / len(inner), abs=0.01
+    )
     assert downsample(LOSS[:200]) == LOSS[:200]
     assert longest_path(curves_svg({"loss": LOSS})) <= MAX_POINTS
 
@@ -119,7 +132,9 @@ def test_threads_that_draw_at_once_do_not_disturb_each_other():
     """Threads that draw at once do not disturb each other."""
     expected = curves_svg({"loss": LOSS})
     drawn = []
-    threads = [threading.Thread(target=lambda: drawn.append(curves_svg({"loss": LOSS}))) for _ in range(4)]
+    threads = [
+        threading.Thread(target=lambda: drawn.append(curves_svg({"loss": LOSS}))) for _ in range(4)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -140,7 +155,8 @@ def test_drawing_leaves_pyplot_unloaded_and_importing_leaves_matplotlib_unloaded
 
 
 def test_axis_labels_keep_their_digits() -> None:
-    """Shrinking the SVG cuts coordinates, never what people read: ticks 0.02 apart stay apart."""
+    """Shrinking the SVG cuts coordinates, never what people read: ticks 0.02 apart stay
+    apart."""
     svg = curves_svg({"accuracy": [(step, 0.90 + step / 100) for step in range(9)]})
     labels = [text for text in re.findall(r"<text[^>]*>([^<]*)<", svg) if text.startswith("0.9")]
     assert len(labels) >= 3

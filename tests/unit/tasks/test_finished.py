@@ -1,4 +1,5 @@
-"""Shows when a training counts as finished: as long as its record and its last checkpoint are there."""
+"""Shows when a training counts as finished: as long as its record and its last checkpoint are
+there."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -8,10 +9,10 @@ import pytest
 from prefect.logging import disable_run_logger
 
 from prefect_torch_ddp import TrainParams
-from prefect_torch_ddp.checkpoint.attempts import SupersededError, claim_attempt, record_beginning
+from prefect_torch_ddp.checkpoint.attempts import SupersededError, claim_attempt, record_resume
 from prefect_torch_ddp.checkpoint.keys import finished_key, manifest_key
 from prefect_torch_ddp.checkpoint.manifest import Manifest, checkpoint_ref
-from prefect_torch_ddp.results import TrainingReport
+from prefect_torch_ddp.results import TrainingSummary
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.tasks.run import Run
 from prefect_torch_ddp.tasks.train import finished_training, record_finished
@@ -28,10 +29,10 @@ def run(tmp_path: Path) -> Iterator[Run]:
         yield Run("run", TrainParams(), storage, "dataset")
 
 
-def report_of(run: Run) -> TrainingReport:
+def report_of(run: Run) -> TrainingSummary:
     """Make the report of its training."""
     manifest = Manifest("run", 7, 1, epoch=1, position={}, world_size=2)
-    return TrainingReport(
+    return TrainingSummary(
         run_id="run",
         attempt=1,
         world_size=2,
@@ -51,22 +52,30 @@ def test_a_finished_training_is_recognised(run: Run) -> None:
     assert finished_training(replace(run, run_id="other")) is None
 
 
-@pytest.mark.parametrize("damage", ["no checkpoint", "a void checkpoint", "a damaged checkpoint", "a damaged record"])
+@pytest.mark.parametrize(
+    "damage", ["no checkpoint", "a void checkpoint", "a damaged checkpoint", "a damaged record"]
+)
 def test_it_counts_only_with_what_it_left(run: Run, damage: str) -> None:
-    """Where the checkpoint was deleted, or a newer attempt went on from one before it, or the record can't be read: run again."""
+    """Where the checkpoint was deleted, or a newer attempt resumed from one before it, or the
+    record can't be read: run again."""
     record_finished(run, report_of(run))
     if damage == "no checkpoint":
         run.storage.delete(manifest_key("run", 7, 1))
     elif damage == "a void checkpoint":
-        record_beginning(run.storage, "run", claim_attempt(run.storage, "run"), step=6, of_attempt=1)
+        record_resume(run.storage, "run", claim_attempt(run.storage, "run"), step=6, of_attempt=1)
     else:
-        run.storage.write(finished_key("run") if damage == "a damaged record" else manifest_key("run", 7, 1), b'{"attempt": 1')
+        run.storage.write(
+            finished_key("run") if damage == "a damaged record" else manifest_key("run", 7, 1),
+            b'{"attempt": 1',
+        )
     assert finished_training(run) is None
 
 
 def test_an_older_attempt_records_nothing(run: Run) -> None:
     """A newer one trains, so it hasn't finished."""
     claim_attempt(run.storage, "run")
-    with pytest.raises(SupersededError, match="attempt 1 of run run has been superseded by attempt 2"):
+    with pytest.raises(
+        SupersededError, match="attempt 1 of run run has been superseded by attempt 2"
+    ):
         record_finished(run, report_of(run))
     assert finished_training(run) is None

@@ -1,4 +1,5 @@
-"""Shows what the reports say of the model and the checkpoints, and that the code they show runs."""
+"""Shows what the reports say of the model and the checkpoints, and that the code they show
+runs."""
 
 import ast
 import subprocess
@@ -28,8 +29,12 @@ def test_a_checkpoint_in_several_roles_is_listed_once_and_its_place_is_no_link()
     """The model's line comes first, with its card."""
     lines = checkpoint_list(report()).splitlines()
     assert len(lines) == 2
-    assert lines[0].endswith("`s3://bucket/runs/r/model.pt`; their card: `s3://bucket/runs/r/model.json`")
-    assert lines[1].startswith("- **Evaluated and last checkpoint**, step 400, attempt 2, acc 0.5: `s3://")
+    assert lines[0].endswith(
+        "`s3://bucket/runs/r/model.pt`; their card: `s3://bucket/runs/r/model.json`"
+    )
+    assert lines[1].startswith(
+        "- **Evaluated and last checkpoint**, step 400, attempt 2, acc 0.5: `s3://"
+    )
     assert "](" not in "".join(lines)
 
 
@@ -50,11 +55,15 @@ def test_without_a_model_the_report_says_what_to_do() -> None:
         ("s3://bucket/model", "s3://bucket/model"),
     ],
 )
-def test_the_code_that_loads_the_model_is_three_lines_with_the_right_place(uri: str, place: str, suffix: str) -> None:
+def test_the_code_that_loads_the_model_is_three_lines_with_the_right_place(
+    uri: str, place: str, suffix: str
+) -> None:
     """Also of places whose names need quotes, and nothing in a file can run code."""
     source = source_of(uri + suffix)
     assert len(source.splitlines()) == 3
-    assert place + suffix in [node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant)]
+    assert place + suffix in [
+        node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant)
+    ]
     assert ("weights_only=True" in source) == (suffix == ".pt")
 
 

@@ -10,7 +10,15 @@ import pytest
 
 from prefect_torch_ddp.params import TrainParams
 from prefect_torch_ddp.protocol.rank import Progress
-from prefect_torch_ddp.results import CheckpointRef, ClassScore, DatasetReport, EpochRow, Report, TrainingReport, TrainReport
+from prefect_torch_ddp.results import (
+    CheckpointRef,
+    ClassScore,
+    DatasetReport,
+    EpochRow,
+    Report,
+    TrainingSummary,
+    TrainReport,
+)
 from prefect_torch_ddp.tasks.report.live import MAX_POINTS, History
 from prefect_torch_ddp.tasks.report.markdown import code, code_block, duration, number, text
 from prefect_torch_ddp.tasks.report.report import (
@@ -30,20 +38,31 @@ HOSTILE = "a|b `c` <script>alert(1)</script> **d** [e](http://f)\n# g __h__ ~~i~
 
 def evaluation(names=("cat", "dog"), matrix=((3, 1), (0, 4))) -> Report:
     """Make an evaluation of two classes."""
-    scores = tuple(ClassScore(name=name, precision=1.0, recall=0.75, f1=0.857142, support=4) for name in names)
+    scores = tuple(
+        ClassScore(name=name, precision=1.0, recall=0.75, f1=0.857142, support=4) for name in names
+    )
     return Report(num_samples=8, accuracy=0.875, loss=0.25, classes=scores, confusion_matrix=matrix)
 
 
 def report(**changes) -> TrainReport:
     """Make the report of a run that resumed once."""
     last = CheckpointRef(
-        step=400, attempt=2, uri="s3://bucket/runs/r/checkpoints/step-00000400/000002/manifest.json", metrics={"acc": 0.5}
+        step=400,
+        attempt=2,
+        uri="s3://bucket/runs/r/checkpoints/step-00000400/000002/manifest.json",
+        metrics={"acc": 0.5},
     )
     values = {
         "run_id": "calm-otter-12345678",
         "flow_run_url": None,
-        "dataset": DatasetReport(dataset_id="d", uri="s3://bucket/data/d", num_files=3, num_bytes=1_234_567, digest="9f2c"),
-        "training": TrainingReport(
+        "dataset": DatasetReport(
+            dataset_id="d",
+            uri="s3://bucket/data/d",
+            num_files=3,
+            num_bytes=1_234_567,
+            digest="9f2c",
+        ),
+        "training": TrainingSummary(
             run_id="calm-otter-12345678",
             attempt=2,
             world_size=4,
@@ -55,7 +74,12 @@ def report(**changes) -> TrainReport:
             resumed_from_step=200,
         ),
         "epochs": (
-            EpochRow(epoch=1, num_steps=40, num_samples=1280, metrics={"loss": 0.123456, "validation_accuracy": 0.5}),
+            EpochRow(
+                epoch=1,
+                num_steps=40,
+                num_samples=1280,
+                metrics={"loss": 0.123456, "validation_accuracy": 0.5},
+            ),
             EpochRow(epoch=2, num_steps=40, num_samples=1280, metrics={"loss": math.nan}),
         ),
         "evaluation": evaluation(),
@@ -83,7 +107,9 @@ def tables(markdown: str) -> list[list[list[str]]]:
 
 def test_the_report_has_all_that_a_reader_asks_for():
     """The report has all that a reader asks for."""
-    markdown = render_report(report(), TrainParams(workload="flows.digits", seed=17), RECORD, CURVE, time_lost_s=12.0)
+    markdown = render_report(
+        report(), TrainParams(workload="flows.digits", seed=17), RECORD, CURVE, time_lost_s=12.0
+    )
     assert markdown.splitlines()[0] == "# flows.digits: accuracy 87.50 %, loss 0.25, 8 samples"
     assert CURVE in markdown
     facts = {row[0]: row[1] for row in tables(markdown)[-1]}
@@ -102,7 +128,9 @@ def test_every_table_row_has_as_many_cells_as_its_header_also_with_hostile_names
     """Every table row has as many cells as its header also with hostile names."""
     hostile = report(
         evaluation=evaluation(names=(HOSTILE, "|")),
-        epochs=(EpochRow(epoch=1, num_steps=1, num_samples=1, metrics={HOSTILE: 1.0, "|`|": math.inf}),),
+        epochs=(
+            EpochRow(epoch=1, num_steps=1, num_samples=1, metrics={HOSTILE: 1.0, "|`|": math.inf}),
+        ),
     )
     markdown = render_report(hostile, TrainParams(), RECORD)
     for rows in tables(markdown):
@@ -120,7 +148,8 @@ def test_a_hostile_name_is_shown_and_starts_nothing():
 
 
 @pytest.mark.parametrize(
-    ("value", "expected"), [("a", "`a`"), ("a`b", "``a`b``"), ("`a", "`` `a ``"), ("a|b", "`a\\|b`"), ("", "")]
+    ("value", "expected"),
+    [("a", "`a`"), ("a`b", "``a`b``"), ("`a", "`` `a ``"), ("a|b", "`a\\|b`"), ("", "")],
 )
 def test_code_spans_hold_what_they_are_given(value, expected):
     """Code spans hold what they are given."""
@@ -142,7 +171,9 @@ def test_the_confusion_matrix_has_true_rows_and_predicted_columns_by_name():
 def test_a_wide_matrix_numbers_its_columns_and_names_its_rows():
     """A wide matrix numbers its columns and names its rows."""
     names = [f"a rather long class name {i}" for i in range(12)]
-    matrix = tuple(tuple(i + 5 if i == j else int((i, j) == (2, 7)) for j in range(12)) for i in range(12))
+    matrix = tuple(
+        tuple(i + 5 if i == j else int((i, j) == (2, 7)) for j in range(12)) for i in range(12)
+    )
     most, whole = tables(confusion_table(evaluation(names, matrix)))
     assert most[2:] == [[names[2], names[7], "1", "12.50 %"]]
     assert whole[0][1:] == [str(i) for i in range(1, 13)]
@@ -153,7 +184,9 @@ def test_a_wide_matrix_numbers_its_columns_and_names_its_rows():
 def test_a_matrix_of_many_classes_is_plain_text_that_a_page_can_scroll():
     """A matrix of many classes is plain text that a page can scroll."""
     names = [f"`` `class {i}" for i in range(21)]
-    matrix = tuple(tuple(30 + i if i == j else int((i, j) == (2, 7)) for j in range(21)) for i in range(21))
+    matrix = tuple(
+        tuple(30 + i if i == j else int((i, j) == (2, 7)) for j in range(21)) for i in range(21)
+    )
     markdown = confusion_table(evaluation(names, matrix))
     block = re.search(r"^(```+)text\n(.*)\n\1$", markdown, re.DOTALL | re.MULTILINE)[2].splitlines()
     assert block[0].split()[-21:] == [str(i) for i in range(1, 22)]
@@ -165,7 +198,9 @@ def test_a_matrix_of_many_classes_is_plain_text_that_a_page_can_scroll():
 
 def test_a_matrix_too_large_to_read_gives_way_to_its_confusions():
     """A matrix too large to read gives way to its confusions."""
-    matrix = tuple(tuple(2 if i == j else int(j == i + 1) for j in range(1000)) for i in range(1000))
+    matrix = tuple(
+        tuple(2 if i == j else int(j == i + 1) for j in range(1000)) for i in range(1000)
+    )
     markdown = confusion_table(evaluation([f"c{i}" for i in range(1000)], matrix))
     assert "1000 classes" in markdown
     assert len(markdown) < 2_000
@@ -180,7 +215,9 @@ def test_a_matrix_without_class_names_shows_their_numbers():
 
 def test_an_evaluation_of_a_loss_alone_and_no_epochs_makes_a_report():
     """An evaluation of a loss alone and no epochs makes a report."""
-    bare = report(evaluation=Report(num_samples=1, loss=1.5, metrics={"perplexity": 4.5}), epochs=())
+    bare = report(
+        evaluation=Report(num_samples=1, loss=1.5, metrics={"perplexity": 4.5}), epochs=()
+    )
     markdown = render_report(bare, TrainParams(), RunRecord("0.1.0", None, {}))
     assert markdown.startswith("# flows.digits: loss 1.5, perplexity 4.5, 1 samples")
     assert "Confusion" not in markdown
@@ -197,7 +234,10 @@ def test_the_epoch_table_says_nan_and_leaves_blank_what_was_not_measured():
 
 def test_of_many_epochs_the_newest_are_shown():
     """Of many epochs the newest are shown."""
-    rows = [EpochRow(epoch=epoch, num_steps=1, num_samples=1, metrics={"loss": 1.0}) for epoch in range(1, 301)]
+    rows = [
+        EpochRow(epoch=epoch, num_steps=1, num_samples=1, metrics={"loss": 1.0})
+        for epoch in range(1, 301)
+    ]
     markdown = epoch_table(rows)
     assert tables(markdown)[0][-1][0] == "300"
     assert "The first 250 epochs are left out." in markdown
@@ -221,7 +261,11 @@ def test_the_live_report_shows_where_the_training_is():
     assert CURVE in markdown
     facts = {row[0]: row[1] for row in tables(markdown)[0]}
     assert (facts["Run"], facts["World size"], facts["Attempt"]) == ("`calm-otter`", "4 ranks", "2")
-    assert (facts["Elapsed"], facts["Throughput"], facts["ETA"]) == ("1 min 5 s", "7 steps/s", "40 s")
+    assert (facts["Elapsed"], facts["Throughput"], facts["ETA"]) == (
+        "1 min 5 s",
+        "7 steps/s",
+        "40 s",
+    )
     assert tables(markdown)[1][2:] == [["loss", "0.1235"], [text(HOSTILE), "nan"]]
     assert "checkpoint" not in markdown
 
@@ -229,9 +273,14 @@ def test_the_live_report_shows_where_the_training_is():
 def test_the_live_report_says_since_when_there_is_no_checkpoint():
     """Right below its title, harmless whatever the reason says."""
     progress = Progress(120, 3, 400, trouble=f"no checkpoint since step 40: {HOSTILE}")
-    view = LiveView(run_id="r", workload="w", world_size=4, attempt=2, elapsed_s=65, progress=progress)
+    view = LiveView(
+        run_id="r", workload="w", world_size=4, attempt=2, elapsed_s=65, progress=progress
+    )
     lines = [line for line in render_live(view, CURVE).splitlines() if line]
-    assert lines[:2] == ["# Training: epoch 3, step 120/400", f"**no checkpoint since step 40: {text(HOSTILE)}**"]
+    assert lines[:2] == [
+        "# Training: epoch 3, step 120/400",
+        f"**no checkpoint since step 40: {text(HOSTILE)}**",
+    ]
 
 
 def test_the_progress_line_is_plain_and_says_how_it_ended():
@@ -240,7 +289,10 @@ def test_the_progress_line_is_plain_and_says_how_it_ended():
     running = Progress(step=120, epoch=3, total_steps=400)
     line = progress_line(LiveView(**view, progress=running, metrics={"loss": 0.123}, eta_s=40.0))
     assert line == "epoch 3, step 120/400, loss 0.123, ETA 40 s"
-    assert progress_line(LiveView(**view, status="stopped", progress=running, eta_s=9.0)) == "epoch 3, step 120/400, stopped"
+    assert (
+        progress_line(LiveView(**view, status="stopped", progress=running, eta_s=9.0))
+        == "epoch 3, step 120/400, stopped"
+    )
     assert progress_line(LiveView(**view, progress=Progress(5, 1, None))) == "epoch 1, step 5"
     assert progress_line(LiveView(**view)) == "no step yet"
     assert progress_line(LiveView(**view, status="stopped")) == "stopped before the first step"
@@ -299,7 +351,9 @@ def test_the_run_record_reads_versions_without_importing_torch():
         "record = read_run_record(); print(record.code_version, record.versions['torch'])\n"
         "assert not {'torch', 'prefect', 'dask'} & set(sys.modules)\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
+    )
     assert re.fullmatch(r"\d+\.\d+\S* \d+\.\d+\S*\n", done.stdout)
     assert set(read_run_record().versions) == {"python", "torch", "prefect", "dask", "distributed"}
 
@@ -313,7 +367,9 @@ def test_the_git_commit_is_that_of_the_folder_and_says_when_files_differ(tmp_pat
     subprocess.run([*git, "init", "-q"], check=True)
     subprocess.run([*git, "add", "file"], check=True)
     subprocess.run([*git, "commit", "-qm", "one"], check=True)
-    commit = subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
+    commit = subprocess.run(
+        [*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True
+    ).stdout.strip()
     assert git_commit(tmp_path) == commit
     (tmp_path / "file").write_text("2")
     assert git_commit(tmp_path) == f"{commit}-dirty"
@@ -321,7 +377,14 @@ def test_the_git_commit_is_that_of_the_folder_and_says_when_files_differ(tmp_pat
 
 @pytest.mark.parametrize(
     ("seconds", "expected"),
-    [(0.44, "0.4 s"), (40, "40 s"), (59.7, "1 min 0 s"), (200, "3 min 20 s"), (7500, "2 h 5 min"), (math.inf, "inf")],
+    [
+        (0.44, "0.4 s"),
+        (40, "40 s"),
+        (59.7, "1 min 0 s"),
+        (200, "3 min 20 s"),
+        (7500, "2 h 5 min"),
+        (math.inf, "inf"),
+    ],
 )
 def test_durations_read_as_a_person_says_them(seconds, expected):
     """Durations read as a person says them."""
@@ -329,7 +392,8 @@ def test_durations_read_as_a_person_says_them(seconds, expected):
 
 
 @pytest.mark.parametrize(
-    ("value", "expected"), [(0.123456, "0.1235"), (3, "3"), (-math.inf, "-inf"), (math.nan, "nan"), (1e-7, "1e-07")]
+    ("value", "expected"),
+    [(0.123456, "0.1235"), (3, "3"), (-math.inf, "-inf"), (math.nan, "nan"), (1e-7, "1e-07")],
 )
 def test_numbers_have_four_digits_that_matter(value, expected):
     """Numbers have four digits that matter."""

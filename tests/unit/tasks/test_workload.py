@@ -1,4 +1,5 @@
-"""What is read from a workload's source without running it: its functions, and what its dataset is called."""
+"""What is read from a workload's source without running it: its functions, and what its dataset
+is called."""
 
 import os
 import sys
@@ -28,7 +29,7 @@ def draw(n):
 
 def prepare(rank):
     train, val = draw(SIZE), draw(TEST)
-    (rank.data / "x.json").write_text(json.dumps([train, val, TRAIN, CLASSES]))
+    (ctx.data / "x.json").write_text(json.dumps([train, val, TRAIN, CLASSES]))
 
 
 def train(rank):
@@ -106,14 +107,17 @@ def test_reading_runs_nothing_of_the_module(write: Write) -> None:
     ],
 )
 def test_any_way_to_define_them_counts(write: Write, source: str) -> None:
-    """Imported, assigned, in a branch, from a star import that only running resolves: none of them is refused."""
+    """Imported, assigned, in a branch, from a star import that only running resolves: none of
+    them is refused."""
     assert read_workload(write(source)).object_name is None
 
 
 def test_a_name_inside_a_function_is_no_function_of_the_module(write: Write) -> None:
     """Only what the module itself binds counts."""
     with pytest.raises(InvalidParamsError, match="has no function 'evaluate'"):
-        read_workload(write("def prepare(rank): ...\ndef train(rank):\n    def evaluate(rank): ...\n"))
+        read_workload(
+            write("def prepare(rank): ...\ndef train(rank):\n    def evaluate(rank): ...\n")
+        )
 
 
 CLASS = """
@@ -132,21 +136,31 @@ made = Mine()
 
 
 def test_class_workload(write: Write) -> None:
-    """`module:Class`: its own methods are checked; what it inherits or an object has, only running tells."""
+    """`module:Class`: its own methods are checked; what it inherits or an object has, only
+    running tells."""
     module = write(CLASS.format(name="evaluate"))
     for name in ("Mine", "Heir", "made"):
         assert read_workload(f"{module}:{name}").object_name == name
-    with pytest.raises(InvalidParamsError, match=f"module {module} defines no 'Other'; it defines .*Mine"):
+    with pytest.raises(
+        InvalidParamsError, match=f"module {module} defines no 'Other'; it defines .*Mine"
+    ):
         read_workload(f"{module}:Other")
     lacking = write(CLASS.format(name="score"))
-    with pytest.raises(InvalidParamsError, match=f"workload '{lacking}:Mine' has no function 'evaluate'.*defines .*score"):
+    with pytest.raises(
+        InvalidParamsError,
+        match=f"workload '{lacking}:Mine' has no function 'evaluate'.*defines .*score",
+    ):
         read_workload(f"{lacking}:Mine")
     assert read_workload(f"{lacking}:Heir").object_name == "Heir"
 
 
 @pytest.mark.parametrize(
     ("source", "says"),
-    [("def prepare(:\n", "can't be parsed"), ("x = 1\0\n", "can't be parsed"), ("", "defines no function")],
+    [
+        ("def prepare(:\n", "can't be parsed"),
+        ("x = 1\0\n", "can't be parsed"),
+        ("", "defines no function"),
+    ],
 )
 def test_source_that_is_no_workload(write: Write, source: str, says: str) -> None:
     """A syntax error or an empty module is refused by the workload's name."""
@@ -157,7 +171,9 @@ def test_source_that_is_no_workload(write: Write, source: str, says: str) -> Non
 
 def test_source_in_another_encoding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Python reads such modules, by their first line, and so do we."""
-    (tmp_path / "latin_workload.py").write_bytes(b"# -*- coding: latin-1 -*-\nNAME = '\xe9'\n" + BASE.encode())
+    (tmp_path / "latin_workload.py").write_bytes(
+        b"# -*- coding: latin-1 -*-\nNAME = '\xe9'\n" + BASE.encode()
+    )
     monkeypatch.syspath_prepend(tmp_path)
     assert read_workload("latin_workload").name == "latin_workload"
 
@@ -172,10 +188,15 @@ def test_source_in_another_encoding(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         ("broken_package.mine", "the package is broken"),
     ],
 )
-def test_a_module_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reference: str, says: str) -> None:
-    """The error names the workload and what was looked for, also when the package around it can't be imported."""
+def test_a_module_that_is_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reference: str, says: str
+) -> None:
+    """The error names the workload and what was looked for, also when the package around it
+    can't be imported."""
     (tmp_path / "broken_package").mkdir()
-    (tmp_path / "broken_package" / "__init__.py").write_text("raise RuntimeError('the package is broken')")
+    (tmp_path / "broken_package" / "__init__.py").write_text(
+        "raise RuntimeError('the package is broken')"
+    )
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(InvalidParamsError, match=f"workload '{reference}' can't be found: {says}"):
         read_workload(reference)
@@ -197,7 +218,8 @@ def test_a_module_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     ],
 )
 def test_what_leaves_the_dataset_as_it_is(dataset: Callable[..., str], old: str, new: str) -> None:
-    """Comments, layout, other functions and what only they use, though prepare has a local variable of that name."""
+    """Comments, layout, other functions and what only they use, though prepare has a local
+    variable of that name."""
     assert BASE.count(old) == 1
     assert dataset(BASE.replace(old, new)) == dataset(BASE)
 
@@ -221,7 +243,8 @@ def test_what_leaves_the_dataset_as_it_is(dataset: Callable[..., str], old: str,
     ],
 )
 def test_what_makes_another_dataset(dataset: Callable[..., str], old: str, new: str) -> None:
-    """Prepare, a helper, an import or a constant that it uses, whichever way the constant is made."""
+    """Prepare, a helper, an import or a constant that it uses, whichever way the constant is
+    made."""
     assert BASE.count(old) == 1
     assert dataset(BASE.replace(old, new)) != dataset(BASE)
 
@@ -241,20 +264,28 @@ def test_constants_of_both_branches_count(dataset: Callable[..., str]) -> None:
         "if LR:\n    SIZE = 10\nelse:\n    SIZE = {}",
         "try:\n    SIZE = 10\nexcept ValueError:\n    SIZE = {}",
     ):
-        first, second = (dataset(BASE.replace("SIZE = 10", branches.format(number))) for number in (1, 2))
+        first, second = (
+            dataset(BASE.replace("SIZE = 10", branches.format(number))) for number in (1, 2)
+        )
         assert first != second
 
 
 def test_of_a_class_workload_the_module_counts(dataset: Callable[..., str]) -> None:
-    """What its methods use is not told from what they don't: too often prepared is right, too seldom is not."""
+    """What its methods use is not told from what they don't: too often prepared is right, too
+    seldom is not."""
     source = CLASS.format(name="evaluate")
-    assert dataset(source, "one_workload:Mine") == dataset(source + "# comment\n", "one_workload:Mine")
-    assert dataset(source, "one_workload:Mine") != dataset(source + "\nX = 1\n", "one_workload:Mine")
+    assert dataset(source, "one_workload:Mine") == dataset(
+        source + "# comment\n", "one_workload:Mine"
+    )
+    assert dataset(source, "one_workload:Mine") != dataset(
+        source + "\nX = 1\n", "one_workload:Mine"
+    )
     assert dataset(source, "one_workload:Mine") != dataset(source, "one_workload:made")
 
 
 def test_options_count(dataset: Callable[..., str]) -> None:
-    """Data options make another dataset, their order doesn't; what can't be written as JSON is refused."""
+    """Data options make another dataset, their order doesn't; what can't be written as JSON is
+    refused."""
     assert dataset(BASE, a=1, b="x") == dataset(BASE, b="x", a=1)
     assert len({dataset(BASE), dataset(BASE, a=1), dataset(BASE, a=2), dataset(BASE, b=1)}) == 4
     with pytest.raises(InvalidParamsError, match="data_options can't be written as JSON"):
@@ -262,7 +293,8 @@ def test_options_count(dataset: Callable[..., str]) -> None:
 
 
 def test_files_of_a_local_source_count(dataset: Callable[..., str], tmp_path: Path) -> None:
-    """A folder or a file that an option names: a file more, less, changed or renamed is another dataset."""
+    """A folder or a file that an option names: a file more, less, changed or renamed is another
+    dataset."""
     folder = tmp_path / "images" / "cats"
     folder.mkdir(parents=True)
     first = folder / "1.png"

@@ -1,4 +1,6 @@
-"""Owns the connections to an S3 endpoint: through the environment's proxy, with certificates checked, kept from GET to GET."""
+"""Owns the connections to an S3 endpoint: through the environment's proxy, with certificates
+checked, kept from GET to GET.
+"""
 
 import http.client
 import ssl
@@ -10,7 +12,7 @@ from prefect_torch_ddp.storage.s3.lean.target import Target
 from prefect_torch_ddp.storage.s3.lean.wire import Answer, ask
 
 
-class Way:
+class Route:
     """Makes connections to a target, through the proxy that the environment names for it."""
 
     def __init__(self, target: Target, connect_timeout_s: float) -> None:
@@ -34,7 +36,9 @@ class Way:
             host, port = proxy.hostname or "", proxy.port or 80
         if self._context is None:
             return http.client.HTTPConnection(host, port, timeout=self._timeout_s)
-        connection = http.client.HTTPSConnection(host, port, timeout=self._timeout_s, context=self._context)
+        connection = http.client.HTTPSConnection(
+            host, port, timeout=self._timeout_s, context=self._context
+        )
         if self._proxy:
             connection.set_tunnel(self._host, self._port or 443, _proxy_headers(self._proxy))
         return connection
@@ -47,7 +51,9 @@ def _tls_context(ca_bundle: str | None) -> ssl.SSLContext:
         context.verify_mode = ssl.CERT_NONE
         return context
     is_folder = Path(ca_bundle).is_dir()
-    return ssl.create_default_context(cafile=None if is_folder else ca_bundle, capath=ca_bundle if is_folder else None)
+    return ssl.create_default_context(
+        cafile=None if is_folder else ca_bundle, capath=ca_bundle if is_folder else None
+    )
 
 
 def _proxy_headers(proxy: str | None) -> dict[str, str]:
@@ -58,11 +64,11 @@ def _proxy_headers(proxy: str | None) -> dict[str, str]:
     return {"Proxy-Authorization": "Basic " + b64encode(user.encode()).decode()}
 
 
-class Line:
+class Connection:
     """A thread's connection, opened anew when it broke."""
 
-    def __init__(self, way: Way, read_timeout_s: float) -> None:
-        self._way = way
+    def __init__(self, route: Route, read_timeout_s: float) -> None:
+        self._route = route
         self._read_timeout_s = read_timeout_s
         self._connection: http.client.HTTPConnection | None = None
 
@@ -74,13 +80,14 @@ class Line:
         except (http.client.RemoteDisconnected, BrokenPipeError, ConnectionResetError):
             if not was_idle:
                 raise
-        # The server had closed the kept connection meanwhile, as servers do: that is no fault yet.
+        # The server had closed the kept connection meanwhile, as servers do: that is no fault
+        # yet.
         return self._ask(request)
 
     def _ask(self, request: bytes) -> Answer:
         connection, self._connection = self._connection, None
         if connection is None:
-            connection = self._way.open()
+            connection = self._route.open()
             connection.connect()
             connection.sock.settimeout(self._read_timeout_s)
         try:

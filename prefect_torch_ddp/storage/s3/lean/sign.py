@@ -1,4 +1,6 @@
-"""Owns how a GET is signed: AWS Signature Version 4, with what stays the same for a day worked out once."""
+"""Owns how a GET is signed: AWS Signature Version 4, with what stays the same for a day worked
+out once.
+"""
 
 import hashlib
 import hmac
@@ -14,8 +16,8 @@ _NOTHING = hashlib.sha256(b"").hexdigest()
 class GetSigner:
     """Makes the headers of a GET, signed where there are credentials.
 
-    botocore's signer makes the same (`test_s3_sign.py` compares them), in some 80 µs more: it derives the day's key,
-    and takes apart and sorts the headers, each time. See
+    botocore's signer makes the same (`test_s3_sign.py` compares them), in some 80 µs more: it
+    derives the day's key, and takes apart and sorts the headers, each time. See
     https://docs.aws.amazon.com/IAM/latest/UserGuide/create-signed-request.html
     """
 
@@ -29,10 +31,15 @@ class GetSigner:
         """
         parts = urlsplit(url)
         name = f"[{parts.hostname}]" if ":" in (parts.hostname or "") else parts.hostname
-        self._host = name if parts.port in {None, _DEFAULT_PORTS.get(parts.scheme)} else f"{name}:{parts.port}"
+        self._host = (
+            name
+            if parts.port in {None, _DEFAULT_PORTS.get(parts.scheme)}
+            else f"{name}:{parts.port}"
+        )
         self._region = region
         self._credentials = credentials
-        # Copied for each signature: unlike hmac.digest that keeps the interpreter, for which a thread would have to queue again.
+        # Copied for each signature: unlike hmac.digest that keeps the interpreter, for which a
+        # thread would have to queue again.
         self._known: tuple[Any, str, hmac.HMAC] = (None, "", hmac.new(b"", digestmod="sha256"))
 
     def headers(self, path: str, at_s: float | None = None) -> dict[str, str]:
@@ -53,7 +60,9 @@ class GetSigner:
         names = ";".join(headers)  # in the order of the alphabet, as they stand above
         lines = "".join(f"{name}:{' '.join(value.split())}\n" for name, value in headers.items())
         request = f"GET\n{path}\n\n{lines}\n{names}\n{_NOTHING}"
-        text = f"AWS4-HMAC-SHA256\n{moment}\n{scope}\n{hashlib.sha256(request.encode()).hexdigest()}"
+        text = (
+            f"AWS4-HMAC-SHA256\n{moment}\n{scope}\n{hashlib.sha256(request.encode()).hexdigest()}"
+        )
         keyed = self._keyed(frozen, moment[:8]).copy()
         keyed.update(text.encode())
         headers["Authorization"] = (

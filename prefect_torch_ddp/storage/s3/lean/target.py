@@ -1,4 +1,6 @@
-"""Owns where the objects of a bucket are asked for, as botocore would: address, region, certificates, proxy, credentials."""
+"""Owns where the objects of a bucket are asked for, as botocore would: address, region,
+certificates, proxy, credentials.
+"""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -10,7 +12,9 @@ if TYPE_CHECKING:
     from prefect_torch_ddp.storage.s3.storage import S3Storage
 
 
-_SAFE = "/~-._"  # as botocore's signer leaves them: what is signed and what is sent have to be the same
+_SAFE = (
+    "/~-._"  # as botocore's signer leaves them: what is signed and what is sent have to be the same
+)
 _PROBE = "k"
 
 
@@ -23,7 +27,8 @@ class Target:
     region: str
     """That requests are signed for."""
     ca_bundle: str | None
-    """Path of the certificates to trust; None: certificates aren't checked, or there is no TLS."""
+    """Path of the certificates to trust; None: certificates aren't checked, or there is no
+    TLS."""
 
     def url_of(self, name: str) -> str:
         """Return the URL of an object."""
@@ -58,7 +63,8 @@ def _resolve(storage: "S3Storage") -> Target:
 
 
 def credentials_of(storage: "S3Storage") -> Any:
-    """Return botocore's credentials, which renew themselves where they can; None where requests aren't signed.
+    """Return botocore's credentials, which renew themselves where they can; None where requests
+    aren't signed.
 
     Raises:
         BotoCoreError: there are none.
@@ -83,4 +89,5 @@ def _session(storage: "S3Storage") -> Any:
 
 
 target_of = MadeOnce(_resolve, crosses_forks=True).of
-"""Return the address of a storage's bucket, asked of botocore once: endpoint rules, profiles and variables are its business."""
+"""Return the address of a storage's bucket, asked of botocore once: endpoint rules, profiles
+and variables are its business."""

@@ -1,4 +1,6 @@
-"""Owns a GET on an open connection: sent in one piece, its answer taken in as it is usually sent, by http.client otherwise."""
+"""Owns a GET on an open connection: sent in one piece, its answer taken in as it is usually
+sent, by http.client otherwise.
+"""
 
 import http.client
 import io
@@ -35,7 +37,11 @@ def request_of(target: str, headers: Mapping[str, str]) -> bytes:
     Raises:
         ValueError: something in it would end a line, or can't be sent.
     """
-    lines = [f"GET {target} HTTP/1.1", *(f"{name}: {value}" for name, value in headers.items()), "Accept-Encoding: identity"]
+    lines = [
+        f"GET {target} HTTP/1.1",
+        *(f"{name}: {value}" for name, value in headers.items()),
+        "Accept-Encoding: identity",
+    ]
     text = "\r\n".join(lines)
     if text.count("\n") == text.count("\r") == len(lines) - 1:
         with suppress(UnicodeEncodeError):  # which would hold the text, with what was signed
@@ -47,8 +53,9 @@ def request_of(target: str, headers: Mapping[str, str]) -> bytes:
 def ask(sock: socket.socket, request: bytes) -> Answer:
     """Send a request and read the answer whole.
 
-    http.client reads any answer, and takes some 50 µs to take apart the head of one. An answer whose head comes in one piece and
-    is as S3 sends it is read here; what is out of the ordinary, in status, length or form, is http.client's.
+    http.client reads any answer, and takes some 50 µs to take apart the head of one. An answer
+    whose head comes in one piece and is as S3 sends it is read here; what is out of the
+    ordinary, in status, length or form, is http.client's.
 
     Raises:
         OSError: the connection broke, or was silent for as long as its timeout says.
@@ -69,21 +76,33 @@ def ask(sock: socket.socket, request: bytes) -> Answer:
         body = io.BufferedReader(_Begun(sock, body, length)).read(length)
         if len(body) < length:
             raise http.client.IncompleteRead(body, length - len(body))
-    # More than was announced belongs to nothing that was asked for: the next answer would be taken for another one's.
-    will_close = len(data) > end + length or headers.get("connection", "keep-alive").lower() != "keep-alive"
+    # More than was announced belongs to nothing that was asked for: the next answer would be
+    # taken for another one's.
+    will_close = (
+        len(data) > end + length or headers.get("connection", "keep-alive").lower() != "keep-alive"
+    )
     return Answer(status, headers, body, has_length=True, will_close=will_close)
 
 
 def _usual(head: bytes) -> dict[str, str] | None:
-    """Return the headers of an answer with a body of a known length; None where there may be more to it."""
+    """Return the headers of an answer with a body of a known length; None where there may be
+    more to it.
+    """
     match = _HEAD.fullmatch(head)
     if match is None:
         return None
-    found = [(name.lower().decode("latin-1"), value.decode("latin-1")) for name, value in _HEADER.findall(match[2])]
+    found = [
+        (name.lower().decode("latin-1"), value.decode("latin-1"))
+        for name, value in _HEADER.findall(match[2])
+    ]
     headers = dict(found)
     length = headers.get("content-length", "")
     is_number = length.isascii() and length.isdecimal() and len(length) <= _LONGEST_LENGTH
-    return headers if is_number and len(headers) == len(found) and "transfer-encoding" not in headers else None
+    return (
+        headers
+        if is_number and len(headers) == len(found) and "transfer-encoding" not in headers
+        else None
+    )
 
 
 def _unusual(sock: socket.socket, data: bytes) -> Answer:
@@ -92,7 +111,9 @@ def _unusual(sock: socket.socket, data: bytes) -> Answer:
         response.begin()
         body = response.read()
         headers = {name.lower(): response.getheader(name) or "" for name in response.headers}
-        return Answer(response.status, headers, body, response.length is not None, response.will_close)
+        return Answer(
+            response.status, headers, body, response.length is not None, response.will_close
+        )
     finally:
         response.close()
 
@@ -101,7 +122,9 @@ class _Begun(io.RawIOBase):
     """A connection of which some bytes were read already, as http.client wants one."""
 
     def __init__(self, sock: socket.socket, data: bytes, length: int | None = None) -> None:
-        """Go on where the bytes end; up to a length from where they begin, so that a buffer takes none of what follows."""
+        """Go on where the bytes end; up to a length from where they begin, so that a buffer
+        takes none of what follows.
+        """
         self._sock = sock
         self._data = memoryview(data)
         self._left = sys.maxsize if length is None else length
