@@ -38,9 +38,8 @@ def warm(client: Client) -> None:
         InvalidParamsError: the client isn't synchronous, or not connected.
     """
     check_client(client)
-    asyncio.run_coroutine_threadsafe(_register(client), client.loop.asyncio_loop).add_done_callback(
-        _note
-    )  # type: ignore[union-attr]
+    loop = client.loop.asyncio_loop  # type: ignore[union-attr]
+    asyncio.run_coroutine_threadsafe(_register(client), loop).add_done_callback(_note)
 
 
 async def dask_setup(worker: Worker) -> None:
