@@ -1,9 +1,12 @@
 # Needs Python 3.11 or newer, pip and make. Everything is installed into .venv, beside this file.
 PYTHON ?= python3
 ARGS ?=
-# Two processes, each with servers and clusters of its own, a file's tests in one of them: much of the suite is waiting. In the files'
-# order, so that the quick ones, the unit tests, tell first. ARGS="-n 0" runs them in one process, such as for a debugger.
-PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder
+# make chaos SEED=7 draws other faults and kill points; hypothesis takes the seed too.
+SEED ?=
+# Two processes, each with servers and clusters of its own: much of the suite is waiting. A process
+# that has run out of tests takes some of the other's. ARGS="-n 0" runs all in one, for a debugger.
+PARALLEL := -n 2 --dist worksteal
+PYTEST := $(if $(SEED),PTD_SEED=$(SEED) )$(BIN)/python -m pytest $(if $(SEED),--hypothesis-seed=$(SEED))
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -23,8 +26,8 @@ train: $(VENV)/.installed ## train and evaluate the digits example on this machi
 stop: ## stop the local Prefect server that make train left running for its UI
 	@if [ -x $(BIN)/prefect ]; then $(BIN)/prefect server stop; else echo 'nothing is installed here, so nothing runs'; fi
 
-test: $(VENV)/.installed-dev system-packages ## run all that CI runs: unit and integration tests
-	$(BIN)/python -m pytest tests/unit tests/integration $(PARALLEL) $(ARGS)
+test: $(VENV)/.installed-dev ## run the unit tests and the quick ones with real processes; 10 minutes
+	$(PYTEST) tests/unit tests/integration -m "not extended" $(PARALLEL) $(ARGS)
 
 lint: $(VENV)/.installed-dev ## check style, formatting, types and the layers
 	$(BIN)/ruff check .
@@ -32,25 +35,26 @@ lint: $(VENV)/.installed-dev ## check style, formatting, types and the layers
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-integration: $(VENV)/.installed-dev system-packages ## run the tests with real processes alone
-	$(BIN)/python -m pytest tests/integration $(PARALLEL) $(ARGS)
+integration: $(VENV)/.installed-dev system-packages ## run the rest: Ceph, Slurm, PBS, browsers, many kill points; 15 minutes
+	$(PYTEST) tests/integration -m extended $(PARALLEL) $(ARGS)
 
-chaos: $(VENV)/.installed-dev system-packages ## run the tests that kill, stop and starve processes; minutes
-	$(BIN)/python -m pytest tests/chaos $(ARGS)
+chaos: $(VENV)/.installed-dev system-packages ## kill, stop and starve processes at many points; SEED= draws other ones
+	$(PYTEST) tests/chaos $(ARGS)
 
 gpu: $(VENV)/.installed-dev ## run the tests that need a CUDA device; elsewhere they are skipped
-	$(BIN)/python -m pytest tests/gpu $(ARGS)
+	$(PYTEST) tests/gpu $(ARGS)
 
 bench: $(VENV)/.installed-dev system-packages ## measure; wants a quiet machine
-	$(BIN)/python -m pytest tests/benchmarks -s -o python_files='bench_*.py test_*.py' $(ARGS)
+	$(PYTEST) tests/benchmarks -s -o python_files='bench_*.py test_*.py' $(ARGS)
 
 clean: ## remove .venv, caches and builds; trained models stay where they are
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# Debian's packages for tests: Slurm's own daemons, and Ceph's, an S3 store; nginx serves files in benchmarks. Elsewhere than as root on
-# Debian or Ubuntu those tests are skipped, and say what to install. None of them is to run as a service of this machine: policy-rc.d is
-# how Debian is told so.
+# Debian's packages for make integration, chaos and bench: Slurm's own daemons, and Ceph's, an S3
+# store; nginx serves files in benchmarks. Elsewhere than as root on Debian or Ubuntu those tests are
+# skipped, and say what to install. None of them is to run as a service of this machine: policy-rc.d
+# is how Debian is told so.
 SYSTEM_PACKAGES := slurmctld slurmd slurm-client munge ceph-mon ceph-osd radosgw ceph-common openssl nginx-light
 SYSTEM_COMMANDS := slurmctld slurmd munged sbatch ceph-mon ceph-osd radosgw radosgw-admin openssl nginx
 POLICY := /usr/sbin/policy-rc.d

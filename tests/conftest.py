@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 pytest.register_assert_rewrite("tests.storage_conformance", "tests.s3_conformance")
 
 SESSION_ID = uuid.uuid4().hex
-GRACE_S = 5.0
-SERVER_READY_S = 120.0
+GRACE_S = 30.0
+SERVER_READY_S = 300.0
 ENVIRONMENT_OF_TOOLS = {
     *("PYTEST_CURRENT_TEST", "__DASK_PARENT_PID", "PYTHONHASHSEED"),
     *("KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK", "TORCHINDUCTOR_CACHE_DIR"),
@@ -38,6 +38,8 @@ ENVIRONMENT_OF_TOOLS = {
 """Set by pytest, by Dask's nanny in the process that starts workers, by scikit-learn as it
 loads, by torch's first optimizer."""
 FOLDERS = ("unit", "integration", "chaos", "gpu")
+NEEDS_PACKAGES = {"ceph_server", "batch_system"}
+"""Fixtures whose servers come from Debian packages: `make integration` installs them."""
 
 _home = Path(tempfile.mkdtemp(prefix="ptd-tests-"))
 
@@ -85,12 +87,13 @@ for _name in (
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark each test by its folder, so that `-m 'not chaos'` never depends on an author's
-    memory."""
+    """Mark each test by its folder and by what it needs, so that no selection depends on an author's memory."""
     for item in items:
         folder = item.path.relative_to(Path(__file__).parent).parts[0]
         if folder in FOLDERS[1:]:
             item.add_marker(folder)
+        if NEEDS_PACKAGES & set(getattr(item, "fixturenames", ())):
+            item.add_marker("extended")
 
 
 def _becomes_true(condition: Callable[[], bool], timeout_s: float) -> bool:

@@ -23,8 +23,8 @@ LAST = rf"step-{NUM_STEPS:08d}/"
 
 
 def seed_from_environment() -> int:
-    """Return the seed of this run: PTD_KILL_SEED, else always the same."""
-    return int(os.environ.get("PTD_KILL_SEED", "20261121"))
+    """Return the seed of this run: PTD_SEED, else always the same."""
+    return int(os.environ.get("PTD_SEED", "20261121"))
 
 
 @dataclass(frozen=True)

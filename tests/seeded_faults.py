@@ -27,8 +27,8 @@ MAX_DELAY_S = 0.03
 
 
 def seed_from_environment() -> int:
-    """Return the seed of this run: PTD_FAULT_SEED, else always the same."""
-    return int(os.environ.get("PTD_FAULT_SEED", "20261121"))
+    """Return the seed of this run: PTD_SEED, else always the same."""
+    return int(os.environ.get("PTD_SEED", "20261121"))
 
 
 def every_fault(seed: int) -> list[Fault]:

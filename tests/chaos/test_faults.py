@@ -1,8 +1,8 @@
 """Root cause: whatever strikes a rank, and wherever it and its peers are then, the caller is
 told the truth.
 
-The faults are drawn from a seed. A failure shows it in the test's name; `PTD_FAULT_SEED=<seed>
-make chaos ARGS="-k <name>"` runs that fault again.
+The faults are drawn from a seed. A failure shows it in the test's name; `make chaos SEED=<seed>
+ARGS="-k <name>"` runs that fault again.
 """
 
 from pathlib import Path

@@ -2,7 +2,7 @@
 
 The same bits in everything tracked, each sample once an epoch, every record, and nothing left
 of what was broken off. The kill points are drawn from a seed. A failure shows it in the test's
-name; `PTD_KILL_SEED=<seed> make chaos ARGS="-k <name>"` runs that point again.
+name; `make chaos SEED=<seed> ARGS="-k <name>"` runs that point again.
 """
 
 import pytest
