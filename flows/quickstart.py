@@ -102,7 +102,7 @@ def prefect_settings() -> tuple[str | None, str]:
     without importing prefect here.
     """
     code = "import json, prefect.settings as s; print(json.dumps([s.PREFECT_API_URL.value(), str(s.PREFECT_HOME.value())]))"
-    url, home = json.loads(subprocess.check_output([sys.executable, "-c", code], text=True))  # noqa: S603
+    url, home = json.loads(subprocess.check_output([sys.executable, "-c", code], text=True))
     return url, home
 
 

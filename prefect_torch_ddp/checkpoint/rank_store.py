@@ -75,7 +75,7 @@ def open_rank_store(world_size: int) -> KeyValueStore:
             "ctx.track on several ranks needs the process group; call init_process_group before it"
         )
         raise RuntimeError(msg)
-    return GroupStore(dist.distributed_c10d._get_default_store())  # noqa: SLF001 - torch has no public way to it
+    return GroupStore(dist.distributed_c10d._get_default_store())
 
 
 def say_gone(rank_store: KeyValueStore, rank: int) -> None:

@@ -149,7 +149,7 @@ def check_loadable(name: str, state: Any) -> None:
 def capture_generators() -> dict[str, Any]:
     """Return the state of all global generators, as tensors and plain values."""
     version, words, gauss = random.getstate()
-    _, keys, position, has_gauss, cached = np.random.get_state(legacy=True)  # noqa: NPY002 - the global one is what user code draws from
+    _, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     state: dict[str, Any] = {
         "python": {
             "version": version,
@@ -175,7 +175,7 @@ def restore_generators(state: dict[str, Any]) -> None:
     python, numpy = state["python"], state["numpy"]
     random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
     keys = numpy["keys"].numpy().astype(np.uint32)
-    np.random.set_state(("MT19937", keys, numpy["position"], numpy["has_gauss"], numpy["cached"]))  # noqa: NPY002
+    np.random.set_state(("MT19937", keys, numpy["position"], numpy["has_gauss"], numpy["cached"]))
     torch.set_rng_state(state["torch"])
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])

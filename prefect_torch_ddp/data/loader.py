@@ -54,7 +54,7 @@ class ShareSampler(Sampler[BatchKeys]):
             return shares
         return with_following(shares, _told, max(self.num_workers, 1), depth=1)
 
-    def _shares(self, epoch: int, start_batch: int, stand_ins: bool) -> Iterator[BatchKeys]:  # noqa: FBT001 - unpacked from the plan
+    def _shares(self, epoch: int, start_batch: int, stand_ins: bool) -> Iterator[BatchKeys]:
         shares = (
             self.batches.shares(epoch, start_batch, part, self.parts.num_parts)
             for part in self.parts.mine

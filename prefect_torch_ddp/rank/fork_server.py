@@ -230,7 +230,7 @@ def _forget_the_host(environment: dict[str, str]) -> None:
     import torch  # noqa: PLC0415
 
     random.seed()
-    np.random.seed()  # noqa: NPY002 - the global generator is what user code may use
+    np.random.seed()
     torch.seed()  # as in a fresh process: random, and another one on each rank
     # Read by the libraries when they were loaded, in the host: a rank's own value must be set
     # by hand.

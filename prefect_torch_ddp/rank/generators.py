@@ -43,7 +43,7 @@ def seed_shared(seed: int, *of: int) -> None:
     """
     value = mix_seed(seed, len(_STAGES) + 1, *of)
     random.seed(value)
-    np.random.seed(value % 2**32)  # noqa: NPY002 - user code draws from the global generator
+    np.random.seed(value % 2**32)
     # Not torch.manual_seed: until CUDA is up it notes the stack for a later call, a tenth of a
     # millisecond each time.
     torch.default_generator.manual_seed(value)
@@ -53,7 +53,7 @@ def seed_shared(seed: int, *of: int) -> None:
 
 def _seed_all(seed: int) -> None:
     random.seed(seed)
-    np.random.seed(seed % 2**32)  # noqa: NPY002 - user code draws from the global generator
+    np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
 
 

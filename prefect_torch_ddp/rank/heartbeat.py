@@ -131,6 +131,6 @@ def _collectives_begun() -> int:
         backends = {
             id(backend): backend for backend in map(group._get_backend, group._device_types)
         }
-        return sum(backend._get_sequence_number_for_group() for backend in backends.values())  # noqa: SLF001
+        return sum(backend._get_sequence_number_for_group() for backend in backends.values())
     except (AttributeError, RuntimeError):  # half loaded, or being taken down
         return 0

@@ -160,7 +160,7 @@ def _keep_leftovers_together(scratch: Path) -> None:
     agent finds them if they are killed.
     """
     scratch.mkdir(mode=0o700)
-    config = multiprocessing.process.current_process()._config  # type: ignore[attr-defined]  # noqa: SLF001 - children inherit it
+    config = multiprocessing.process.current_process()._config  # type: ignore[attr-defined]
     config["tempdir"] = str(scratch)  # see multiprocessing.util.get_temp_dir
     config["semprefix"] = f"/{scratch.name}"  # see multiprocessing.synchronize.SemLock
 
@@ -198,8 +198,8 @@ def _leave() -> None:
     """End as Python does, its exit handlers included, but without taking every module apart,
     which takes torch 0.3 s.
     """
-    threading._shutdown()  # type: ignore[attr-defined]  # noqa: SLF001 - joins the user's threads, as the interpreter would
-    atexit._run_exitfuncs()  # noqa: SLF001
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
     _flush()
     os._exit(0)
 

@@ -48,14 +48,14 @@ def test_there_are_as_many_as_promised() -> None:
 
 
 @pytest.mark.parametrize("point", ON_A_DIRECTORY, ids=ids(ON_A_DIRECTORY))
-def test_on_a_directory(strike_at: StrikeAt, point: KillPoint) -> None:  # noqa: F811
+def test_on_a_directory(strike_at: StrikeAt, point: KillPoint) -> None:
     """Real files; also within a system call, and with a file half written."""
     strike_at(point)
 
 
 @pytest.mark.usefixtures("open_s3_server")
 @pytest.mark.parametrize("point", ON_S3, ids=ids(ON_S3))
-def test_on_s3(strike_at: StrikeAt, point: KillPoint) -> None:  # noqa: F811
+def test_on_s3(strike_at: StrikeAt, point: KillPoint) -> None:
     """A real server; also in the midst of a request and of an upload in parts, and before the
     answer is heard."""
     strike_at(point)
@@ -63,6 +63,6 @@ def test_on_s3(strike_at: StrikeAt, point: KillPoint) -> None:  # noqa: F811
 
 @pytest.mark.usefixtures("ceph_server")
 @pytest.mark.parametrize("point", ON_CEPH, ids=ids(ON_CEPH))
-def test_on_ceph(strike_at: StrikeAt, point: KillPoint) -> None:  # noqa: F811
+def test_on_ceph(strike_at: StrikeAt, point: KillPoint) -> None:
     """A Ceph RADOS Gateway: the same."""
     strike_at(point)

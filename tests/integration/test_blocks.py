@@ -83,7 +83,7 @@ def test_every_kind_of_reference_works_on_ceph(ceph_server, monkeypatch, tmp_pat
     local.check_writable()
 
 
-def test_an_s3_bucket_works_and_writes_where_the_block_does(s3_server):  # noqa: F811
+def test_an_s3_bucket_works_and_writes_where_the_block_does(s3_server):
     """Credentials, endpoint and folder of the block are used: the block reads what the storage
     wrote."""
     block = _save_s3_bucket("aws", s3_server, folder="/blocks/aws/")
@@ -103,7 +103,7 @@ def test_an_s3_bucket_works_and_writes_where_the_block_does(s3_server):  # noqa:
     assert s3_server.keys["owner"][1] not in repr(storage)
 
 
-def test_minio_credentials_work(s3_server):  # noqa: F811
+def test_minio_credentials_work(s3_server):
     """The other kind of credentials that an S3Bucket takes."""
     from prefect_aws import AwsClientParameters, MinIOCredentials, S3Bucket
 
@@ -121,7 +121,7 @@ def test_minio_credentials_work(s3_server):  # noqa: F811
     storage.check_writable()
 
 
-def test_client_parameters_are_honoured(s3_server, tmp_path):  # noqa: F811
+def test_client_parameters_are_honoured(s3_server, tmp_path):
     """Certificates, addressing and anonymous use come along."""
     from prefect_aws import AwsClientParameters
 
@@ -165,7 +165,7 @@ def test_client_parameters_are_honoured(s3_server, tmp_path):  # noqa: F811
     )
 
 
-def test_a_profile_is_named_not_resolved(s3_server):  # noqa: F811
+def test_a_profile_is_named_not_resolved(s3_server):
     """A profile's credentials stay on the machines that have it."""
     _save_s3_bucket(
         "profile",
@@ -182,7 +182,7 @@ def test_a_profile_is_named_not_resolved(s3_server):  # noqa: F811
     )
 
 
-def test_blocks_that_cannot_work_say_so(s3_server):  # noqa: F811
+def test_blocks_that_cannot_work_say_so(s3_server):
     """A role that would expire, no TLS without an endpoint, a folder that leads elsewhere, half
     a key."""
     from prefect_aws import AwsClientParameters
@@ -205,7 +205,7 @@ def test_blocks_that_cannot_work_say_so(s3_server):  # noqa: F811
 
 
 @pytest.mark.parametrize("where", ["settings", "client_kwargs"])
-def test_a_remote_file_system_on_s3_works(s3_server, where):  # noqa: F811
+def test_a_remote_file_system_on_s3_works(s3_server, where):
     """The names that fsspec has for key, secret and endpoint, in either place."""
     from prefect.filesystems import RemoteFileSystem
 

@@ -147,7 +147,7 @@ def test_each_object_in_a_directory(
 @pytest.mark.parametrize("how", DAMAGES)
 def test_each_object_in_a_bucket(
     trained: tuple[Storage, str],
-    open_s3_server: S3Server,  # noqa: F811
+    open_s3_server: S3Server,
     how: str,
     caplog: pytest.LogCaptureFixture,
 ) -> None:

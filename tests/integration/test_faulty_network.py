@@ -32,7 +32,7 @@ EVERY_OTHER_STEP = CheckpointPolicy(every_steps=2, every_s=None, keep_last=3)
 
 
 @pytest.fixture
-def server(request: pytest.FixtureRequest, s3_server: S3Server, ceph_server: S3Server) -> S3Server:  # noqa: F811
+def server(request: pytest.FixtureRequest, s3_server: S3Server, ceph_server: S3Server) -> S3Server:
     """Give a real server of the kind that the test names."""
     return {"moto": s3_server, "ceph": ceph_server}[request.param]
 

@@ -179,7 +179,7 @@ def test_at_each_request_on_a_directory(tmp_path: Path, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["falls back", "begins anew"])
-def test_at_each_change_of_a_manifest_on_s3(open_s3_server: S3Server, how: str) -> None:  # noqa: F811
+def test_at_each_change_of_a_manifest_on_s3(open_s3_server: S3Server, how: str) -> None:
     """The same on a real S3 server: before each commit and each delete of one."""
     nth = 1
     while check_held_up(open_s3_server.storage(), nth, MEANWHILE[how], MANIFESTS):

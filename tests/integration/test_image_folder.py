@@ -67,13 +67,13 @@ def fill(storage, num=NUM):
 
 
 @pytest.fixture(scope="module")
-def filled(s3_server):  # noqa: F811
+def filled(s3_server):
     """Give a storage with images in a bucket; tests don't change it."""
     return fill(s3_server.storage())
 
 
 @pytest.fixture
-def over_wire(open_s3_server):  # noqa: F811
+def over_wire(open_s3_server):
     """Give images behind a wire, and the wire."""
     with Wire(open_s3_server.endpoint_url) as wire:
         yield fill(open_s3_server.storage(endpoint_url=wire.endpoint_url)), wire
@@ -120,7 +120,7 @@ def test_transforms_are_applied_and_any_loader_decodes(filled):
     assert [dataset[i] for i in range(8)] == [(3 * i, "0") for i in range(8)]
 
 
-def test_markers_many_objects_and_a_neighbour_of_the_same_beginning(s3_server):  # noqa: F811
+def test_markers_many_objects_and_a_neighbour_of_the_same_beginning(s3_server):
     """1,100 objects take two pages; `train2` isn't `train`; folder markers are neither class
     nor image of their own."""
     storage = s3_server.storage()
@@ -159,7 +159,7 @@ def test_places_that_cannot_be_are_refused(filled, tmp_path):
             S3ImageFolder(uri, **options)
 
 
-def test_a_uri_finds_its_credentials_as_awss_tools_do(filled, s3_server, monkeypatch):  # noqa: F811
+def test_a_uri_finds_its_credentials_as_awss_tools_do(filled, s3_server, monkeypatch):
     """Environment variables; without them, an error that says what to do."""
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE"):
@@ -355,7 +355,7 @@ def strike(storage):
     storage.write("cat/006.png", png(200))
 
 
-def test_what_cannot_be_read_is_named(s3_server):  # noqa: F811
+def test_what_cannot_be_read_is_named(s3_server):
     """Corrupt, vanished, changed: never another image's label, never silence."""
     storage = damage(fill(s3_server.storage()))
     dataset = S3ImageFolder(storage)
@@ -371,7 +371,7 @@ def test_what_cannot_be_read_is_named(s3_server):  # noqa: F811
             dataset.__getitems__([5, index, 6])
 
 
-def test_what_is_skipped_is_counted_and_every_label_is_right(s3_server, caplog):  # noqa: F811
+def test_what_is_skipped_is_counted_and_every_label_is_right(s3_server, caplog):
     """Batches are smaller by what is missing; the rank's loader says which samples came."""
     storage = damage(fill(s3_server.storage()))
     dataset = S3ImageFolder(storage, colour_of, on_error="skip")
@@ -401,7 +401,7 @@ def test_what_is_skipped_is_counted_and_every_label_is_right(s3_server, caplog):
         )
 
 
-def test_a_storage_that_refuses_is_never_skipped(s3_server):  # noqa: F811
+def test_a_storage_that_refuses_is_never_skipped(s3_server):
     """That is no fault of one image, and a training on nothing would be the answer."""
     storage = fill(s3_server.storage(), 6)
     dataset = S3ImageFolder(storage, on_error="skip")

@@ -63,7 +63,7 @@ def each_step_of_each_rank(num_steps: int) -> list[tuple[int, int]]:
 
 
 def test_all_records_are_in_the_bucket_and_read_while_it_trains(
-    s3_server: S3Server,  # noqa: F811
+    s3_server: S3Server,
     dask_client: Client,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -100,7 +100,7 @@ def test_all_records_are_in_the_bucket_and_read_while_it_trains(
     assert num_parts <= 2 * (num_checkpoints + 2 + math.log2(duration_s + 1) + duration_s / 30)
 
 
-def test_a_killed_rank_takes_no_record_along(s3_server: S3Server, dask_client: Client) -> None:  # noqa: F811
+def test_a_killed_rank_takes_no_record_along(s3_server: S3Server, dask_client: Client) -> None:
     """Neither its own nor those of the other, which is killed with it and had its newest
     records nowhere else."""
     storage = s3_server.storage()
@@ -140,7 +140,7 @@ def test_what_was_handed_over_outlives_a_failure(
     assert set(found[2 * 39 :]) <= {(40, 0), (40, 1)}
 
 
-def test_a_run_that_is_not_there_is_named(s3_server: S3Server) -> None:  # noqa: F811
+def test_a_run_that_is_not_there_is_named(s3_server: S3Server) -> None:
     """With the place that was looked at."""
     storage = s3_server.storage()
     with pytest.raises(InvalidParamsError, match=f"{storage.uri} holds no run 'nobody'"):
@@ -148,7 +148,7 @@ def test_a_run_that_is_not_there_is_named(s3_server: S3Server) -> None:  # noqa:
 
 
 @pytest.mark.usefixtures("prefect_api")
-def test_a_block_names_the_storage_too(s3_server: S3Server) -> None:  # noqa: F811
+def test_a_block_names_the_storage_too(s3_server: S3Server) -> None:
     """As a run's own `storage` parameter does."""
     block = save_block("reading", s3_server, *s3_server.keys["owner"])
     line = b'{"step": 1, "epoch": 1, "rank": 0, "attempt": 1, "time": 0, "num_samples": 1, "metrics": {"loss": "nan"}}\n'
@@ -157,7 +157,7 @@ def test_a_block_names_the_storage_too(s3_server: S3Server) -> None:  # noqa: F8
     assert frame["loss"].isna().tolist() == [True]
 
 
-def test_thousands_of_small_objects_are_read_concurrently(s3_server: S3Server) -> None:  # noqa: F811
+def test_thousands_of_small_objects_are_read_concurrently(s3_server: S3Server) -> None:
     """More than a listing's page has: in order, each once."""
     storage = s3_server.storage()
     numbers = range(1, 1201)

@@ -36,7 +36,7 @@ NAMES = [
 
 
 @pytest.fixture(params=["directory", "s3"])
-def storage(request, tmp_path, s3_server):  # noqa: F811
+def storage(request, tmp_path, s3_server):
     """Give either storage."""
     return (
         DirectoryStorage(tmp_path / "root") if request.param == "directory" else s3_server.storage()
@@ -44,14 +44,14 @@ def storage(request, tmp_path, s3_server):  # noqa: F811
 
 
 @pytest.fixture
-def wire(open_s3_server):  # noqa: F811
+def wire(open_s3_server):
     """Give a wire to the open server."""
     with Wire(open_s3_server.endpoint_url) as wire:
         yield wire
 
 
 @pytest.fixture
-def over_wire(open_s3_server, wire):  # noqa: F811
+def over_wire(open_s3_server, wire):
     """Give a storage behind the wire."""
     return open_s3_server.storage(endpoint_url=wire.endpoint_url)
 
@@ -96,7 +96,7 @@ def test_a_failure_is_the_value_of_its_part_alone(storage):
     assert good == contents[3]
 
 
-def test_names_are_listed_as_they_are_and_sorted_by_bytes(s3_server):  # noqa: F811
+def test_names_are_listed_as_they_are_and_sorted_by_bytes(s3_server):
     """Folder markers and odd names too, which are no keys of ours; each can be read."""
     from prefect_torch_ddp.storage.s3.client import client_of
 
@@ -235,7 +235,7 @@ def test_reading_again_leaves_the_trainings_generator_alone(over_wire, wire):
 
 
 @pytest.mark.parametrize("name", ["access_key_id", "session_token"])
-def test_credentials_with_a_line_break_are_told_and_not_shown(s3_server, name):  # noqa: F811
+def test_credentials_with_a_line_break_are_told_and_not_shown(s3_server, name):
     """As they come out of a file that ends with one."""
     storage = s3_server.storage(**{name: "HUNTER2\n"})
     (error,) = storage.read_many([ObjectPart("some/key", 1)])
@@ -250,7 +250,7 @@ def test_credentials_with_a_line_break_are_told_and_not_shown(s3_server, name): 
         assert "HUNTER2" not in repr(one)
 
 
-def test_refusals_name_what_to_do_and_no_secret(s3_server):  # noqa: F811
+def test_refusals_name_what_to_do_and_no_secret(s3_server):
     """A wrong secret, an unknown key, no such bucket, a user who may not."""
     secret = "hunter2-is-the-secret"
     cases = [
@@ -293,7 +293,7 @@ def _read_in_child(storage, parts, digests, seed, answers):
     answers.put(wrong)
 
 
-def test_children_of_a_process_that_reads_get_their_own_bytes(open_s3_server):  # noqa: F811
+def test_children_of_a_process_that_reads_get_their_own_bytes(open_s3_server):
     """Fork while the parent has kept connections and goes on with them; grandchildren of
     another thread too. No wrong byte."""
     storage = open_s3_server.storage()
@@ -321,7 +321,7 @@ def _refused(getter, part, answers):
         answers.put(str(error))
 
 
-def test_a_client_that_crossed_a_fork_is_refused(open_s3_server):  # noqa: F811
+def test_a_client_that_crossed_a_fork_is_refused(open_s3_server):
     """It would share its sockets with the parent: an error, at once."""
     storage = open_s3_server.storage()
     (part,), contents = fill(storage, 1)

@@ -98,7 +98,7 @@ def content(index: int) -> bytes:
 
 
 @pytest.mark.timeout(900)
-def test_no_read_is_wrong_or_hangs(open_s3_server: S3Server) -> None:  # noqa: F811
+def test_no_read_is_wrong_or_hangs(open_s3_server: S3Server) -> None:
     """Processes that read, read ahead, read in threads, fork meanwhile and fork again, until so
     many objects were read."""
     storage = open_s3_server.storage()

@@ -38,31 +38,31 @@ class TestS3Storage(StorageConformance, S3Conformance):
     num_examples = 20
 
     @pytest.fixture
-    def server(self, s3_server):  # noqa: F811
+    def server(self, s3_server):
         """Give the server."""
         return s3_server
 
     @pytest.fixture
-    def make_storage(self, s3_server):  # noqa: F811
+    def make_storage(self, s3_server):
         """Make storages under prefixes of their own."""
         return s3_server.storage
 
 
 @pytest.fixture
-def storage(s3_server):  # noqa: F811
+def storage(s3_server):
     """Give a storage under an empty prefix."""
     return s3_server.storage()
 
 
 @pytest.fixture
-def wire(open_s3_server):  # noqa: F811
+def wire(open_s3_server):
     """Give a wire to the open server."""
     with Wire(open_s3_server.endpoint_url) as wire:
         yield wire
 
 
 @pytest.fixture
-def over_wire(open_s3_server, wire):  # noqa: F811
+def over_wire(open_s3_server, wire):
     """Give a storage behind the wire."""
     return open_s3_server.storage(endpoint_url=wire.endpoint_url)
 
@@ -169,7 +169,7 @@ def test_a_key_too_long_with_its_prefix_is_refused():
 # ---- What the network does to requests.
 
 
-def test_a_store_that_ignores_conditions_is_refused(open_s3_server):  # noqa: F811
+def test_a_store_that_ignores_conditions_is_refused(open_s3_server):
     """The probe finds out that the second conditional write won, says what that means, and
     cleans up."""
     with Wire(open_s3_server.endpoint_url, without_header="if-none-match") as wire:
@@ -181,7 +181,7 @@ def test_a_store_that_ignores_conditions_is_refused(open_s3_server):  # noqa: F8
         assert list(storage.list()) == []
 
 
-def test_anonymous_requests_are_not_signed(wire, open_s3_server):  # noqa: F811
+def test_anonymous_requests_are_not_signed(wire, open_s3_server):
     """A public bucket is read without credentials."""
     client = client_of(open_s3_server.storage())
     client.put_object(Bucket="bucket", Key="public/object", Body=b"1", ACL="public-read")
@@ -192,7 +192,7 @@ def test_anonymous_requests_are_not_signed(wire, open_s3_server):  # noqa: F811
     assert "access denied" in _error(storage.read, "private")
 
 
-def test_the_environment_of_the_process_is_used(monkeypatch, s3_server):  # noqa: F811
+def test_the_environment_of_the_process_is_used(monkeypatch, s3_server):
     """A plain s3:// URI takes endpoint and credentials where AWS's own tools find them."""
     key, secret = s3_server.keys["owner"]
     monkeypatch.setenv("AWS_ENDPOINT_URL", s3_server.endpoint_url)
@@ -205,7 +205,7 @@ def test_the_environment_of_the_process_is_used(monkeypatch, s3_server):  # noqa
         storage.read("absent")
 
 
-def test_another_environment_is_another_client(monkeypatch, s3_server):  # noqa: F811
+def test_another_environment_is_another_client(monkeypatch, s3_server):
     """A notebook that corrects its variables isn't held to the client of the wrong ones; the
     same ones have one client."""
     key, secret = s3_server.keys["owner"]
@@ -230,7 +230,7 @@ def test_another_environment_is_another_client(monkeypatch, s3_server):  # noqa:
 # ---- Sizes, pages, processes.
 
 
-def test_a_neighbouring_prefix_is_not_listed(s3_server):  # noqa: F811
+def test_a_neighbouring_prefix_is_not_listed(s3_server):
     """`runs` isn't the beginning of `runs2`."""
     s3_server.storage("neighbour/runs2").write("x", b"")
     storage = s3_server.storage("neighbour/runs")

@@ -39,7 +39,7 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def raw(s3_server):  # noqa: F811
+def raw(s3_server):
     """Give the same images in a bucket."""
     storage = s3_server.storage("raw")
     write_objects(storage, FILES)
@@ -47,7 +47,7 @@ def raw(s3_server):  # noqa: F811
 
 
 @pytest.fixture(scope="module")
-def shards(raw, s3_server):  # noqa: F811
+def shards(raw, s3_server):
     """Give them packed into several shards in the bucket."""
     storage = s3_server.storage("shards")
     pack_shards(raw, storage, shard_bytes=30_000, shuffle_seed=1)
@@ -125,7 +125,7 @@ def test_a_plain_dataloader_reads_them_too(dataset, folder):
     assert loaded == ImageFolder(folder).targets
 
 
-def test_the_second_epoch_asks_the_server_for_nothing(open_s3_server, tmp_path):  # noqa: F811
+def test_the_second_epoch_asks_the_server_for_nothing(open_s3_server, tmp_path):
     """With a cache, one GET for each object in the first epoch, none in the second, from forked
     loader processes too."""
     with Wire(open_s3_server.endpoint_url) as wire:
@@ -139,7 +139,7 @@ def test_the_second_epoch_asks_the_server_for_nothing(open_s3_server, tmp_path):
         assert wire.count("GET") - before == NUM_IMAGES
 
 
-def test_a_changed_object_is_not_read_from_the_cache(s3_server, tmp_path):  # noqa: F811
+def test_a_changed_object_is_not_read_from_the_cache(s3_server, tmp_path):
     """An object that is overwritten: the old dataset says so, or gives what it listed; a new
     one reads the new content."""
     storage = s3_server.storage()
@@ -170,7 +170,7 @@ def of_objects(fault):
     return strike
 
 
-def test_faults_on_the_way_leave_no_trace(open_s3_server, tmp_path):  # noqa: F811
+def test_faults_on_the_way_leave_no_trace(open_s3_server, tmp_path):
     """Cut bodies and 503s while packing and while reading: the shards are right, and so is what
     is read from them."""
     with Wire(open_s3_server.endpoint_url) as wire:
@@ -205,7 +205,7 @@ def drain(loader):
         batches._shutdown_workers()
 
 
-def test_a_damaged_shard_stops_the_training_and_names_shard_and_sample(s3_server, raw):  # noqa: F811
+def test_a_damaged_shard_stops_the_training_and_names_shard_and_sample(s3_server, raw):
     """Out of a forked loader process as well; it is never another image, and never a wrong
     label."""
     storage = s3_server.storage()
@@ -219,7 +219,7 @@ def test_a_damaged_shard_stops_the_training_and_names_shard_and_sample(s3_server
         drain(DataLoader(dataset, batch_size=4, num_workers=1))
 
 
-def test_a_damaged_sample_may_be_skipped(shards, s3_server, raw):  # noqa: F811
+def test_a_damaged_sample_may_be_skipped(shards, s3_server, raw):
     """With on_error="skip" it is left out and counted; every other image keeps its own
     label."""
     storage = s3_server.storage()

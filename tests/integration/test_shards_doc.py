@@ -33,7 +33,7 @@ def test_the_workload_packs_and_trains(tmp_path):
         assert module.train(ctx) == {"steps": 6}
 
 
-def test_the_cache_in_a_line(s3_server, tmp_path, monkeypatch):  # noqa: F811
+def test_the_cache_in_a_line(s3_server, tmp_path, monkeypatch):
     """A bucket by its URI, read through a folder on local disk."""
     write_objects(s3_server.storage("images"), image_files(10))
     for name, value in zip(

@@ -224,7 +224,7 @@ def _backward(
 
     scale = 1.0
     if not plan.is_elastic:  # every generator has a part in the result
-        scale += 0.1 * random.random() + 0.1 * float(np.random.random())  # noqa: NPY002
+        scale += 0.1 * random.random() + 0.1 * float(np.random.random())
     total, seen = torch.zeros((), dtype=torch.float64), []
     for (numbers, inputs, targets), weight in ctx.micro_batches(
         batch, max_samples=1 if plan.accumulates else None

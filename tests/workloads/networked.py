@@ -18,7 +18,7 @@ PART_BYTES = 5 * 2**20
 NOTE = b"what user code saved"
 
 
-def train(ctx: RankContext, fails: bool, is_big: bool) -> dict[str, Any]:  # noqa: FBT001 - the gang calls it by position
+def train(ctx: RankContext, fails: bool, is_big: bool) -> dict[str, Any]:
     """Train on two ranks.
 
     Args:

@@ -40,7 +40,7 @@ class TextColumn:
 
     def extend(self, other: "TextColumn") -> None:
         """Add all of another column's."""
-        block, ends = other._block, other._ends  # noqa: SLF001 - of the same class
+        block, ends = other._block, other._ends
         shift = len(self._block)
         self._block += block
         self._ends.extend([end + shift for end in ends[1:]])
@@ -101,7 +101,7 @@ class ObjectColumns:
 
     def extend(self, other: "ObjectColumns") -> None:
         """Add all of another's."""
-        keys, sizes, etags = other._keys, other._sizes, other._etags  # noqa: SLF001 - of the same class
+        keys, sizes, etags = other._keys, other._sizes, other._etags
         self._keys.extend(keys)
         self._sizes.extend(sizes)
         self._etags.extend(etags)

@@ -52,7 +52,7 @@ class AgentClient:
         """Whether Dask's client let go of the agent, because it lost the scheduler and found
         it, or another, again.
         """
-        state = self.future._state  # noqa: SLF001 - nothing else tells this from a cancel
+        state = self.future._state
         return (
             state is not None
             and getattr(state.exception, "reason", "") == "scheduler-connection-lost"

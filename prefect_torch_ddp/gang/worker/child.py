@@ -74,7 +74,7 @@ class ExecChild:
     def __init__(self, files: RankFiles, environment: dict[str, str]) -> None:
         """Start it; raises OSError where that fails."""
         passed = files.own() + (() if files.store is None else (files.store,))
-        self._popen = subprocess.Popen(  # noqa: S603 - our own module, by this Python
+        self._popen = subprocess.Popen(
             [
                 sys.executable,
                 "-m",

@@ -69,7 +69,7 @@ class RankHost:
                 "OPENBLAS_NUM_THREADS": "1",
                 "MKL_NUM_THREADS": "1",
             }
-            self._process = subprocess.Popen(  # noqa: S603 - our own module, by this Python
+            self._process = subprocess.Popen(
                 [
                     sys.executable,
                     "-m",

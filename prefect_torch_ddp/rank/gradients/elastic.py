@@ -177,7 +177,7 @@ class VirtualRanks:
             for model in self._models
             for prefix, module in model.named_modules()
             for name, buffer in module.named_buffers(recurse=False)
-            if name not in module._non_persistent_buffers_set  # noqa: SLF001 - caches, in no checkpoint
+            if name not in module._non_persistent_buffers_set
         }
 
     def _refuse_changed(self, before: dict[str, tuple[int, int]]) -> None:

@@ -106,12 +106,12 @@ def _settle_buckets(ddp: DistributedDataParallel) -> None:
             torch.zeros((), device=device),
         )
 
-    ddp._run_ddp_forward = zeros  # type: ignore[method-assign] # noqa: SLF001 - the module's own forward needs an input
+    ddp._run_ddp_forward = zeros  # type: ignore[method-assign]
     try:
         with torch.enable_grad():
             ddp().backward()
     finally:
-        del ddp._run_ddp_forward  # noqa: SLF001
+        del ddp._run_ddp_forward
     for parameter in parameters:
         parameter.grad = None
 

@@ -234,5 +234,5 @@ def _connect(name: str) -> dist.Store:
             "ctx.steps on several ranks needs the process group; call init_process_group before it"
         )
         raise RuntimeError(msg)
-    store = dist.distributed_c10d._get_default_store()  # noqa: SLF001 - torch has no public way to it
+    store = dist.distributed_c10d._get_default_store()
     return dist.PrefixStore(name, store.clone())

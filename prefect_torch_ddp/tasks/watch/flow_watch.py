@@ -36,7 +36,7 @@ def closed_if_killed(flow_run_id: UUID, grace_s: float) -> Iterator[None]:
     """
     # In a session of its own: neither a Ctrl-C in the terminal nor a runner that kills the
     # flow's process group is meant for it.
-    process = subprocess.Popen(  # noqa: S603 - our own module, by this Python
+    process = subprocess.Popen(
         [
             sys.executable,
             "-m",

@@ -194,7 +194,7 @@ def test_ctrl_c_twice(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("how", "to_group"), [(signal.SIGINT, True), (signal.SIGTERM, False)])
-def test_a_users_flow_with_a_ddp_task(tmp_path: Path, how: signal.Signals, to_group: bool) -> None:  # noqa: FBT001
+def test_a_users_flow_with_a_ddp_task(tmp_path: Path, how: signal.Signals, to_group: bool) -> None:
     """Its ranks stop after one step, with a checkpoint, before the flow's cluster closes; the
     task run is Cancelled."""
     (tmp_path / "pids").mkdir()

@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.timeout(400), pytest.mark.usefixtures("prefect_api")]
 
 
 @pytest.fixture
-def bucket(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> S3Server:  # noqa: F811
+def bucket(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> S3Server:
     """Give a server that the AWS chain of this process, and of those that it starts, finds."""
     key, secret = s3_server.keys["owner"]
     names = ("AWS_ENDPOINT_URL", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_DEFAULT_REGION")

@@ -18,14 +18,14 @@ pytestmark = pytest.mark.timeout(180)
 
 
 @pytest.mark.parametrize("point", ON_A_DIRECTORY, ids=ids(ON_A_DIRECTORY))
-def test_on_a_directory(strike_at: StrikeAt, point: KillPoint) -> None:  # noqa: F811
+def test_on_a_directory(strike_at: StrikeAt, point: KillPoint) -> None:
     """C4 and B6: it ends as if it had not been killed."""
     strike_at(point)
 
 
 @pytest.mark.usefixtures("open_s3_server")
 @pytest.mark.parametrize("point", ON_S3, ids=ids(ON_S3))
-def test_on_s3(strike_at: StrikeAt, point: KillPoint) -> None:  # noqa: F811
+def test_on_s3(strike_at: StrikeAt, point: KillPoint) -> None:
     """C4 and B6: also in the midst of an upload in parts, and where the commit is done and its
     answer never heard."""
     strike_at(point)

@@ -131,7 +131,7 @@ def test_on_a_directory(
 )
 def test_on_s3(  # noqa: PLR0917 - fixtures
     dask_client: Client,
-    open_s3_server: S3Server,  # noqa: F811
+    open_s3_server: S3Server,
     tmp_path: Path,
     tmp_path_factory: pytest.TempPathFactory,
     calm: Callable[[Client, Path], Ended],

@@ -45,7 +45,7 @@ def look_around() -> dict[str, Any]:
         "name": psutil.Process().name(),
         "leads_session": os.getsid(0) == os.getpid() == os.getpgid(0),
         "sockets": sum(fd.is_socket() for fd in Path("/proc/self/fd").iterdir()),
-        "random": (random.random(), float(np.random.random()), int(torch.initial_seed())),  # noqa: NPY002
+        "random": (random.random(), float(np.random.random()), int(torch.initial_seed())),
         "threads": torch.get_num_threads(),
         "folder": str(Path.cwd()),
         "cuda": torch.cuda.is_initialized(),

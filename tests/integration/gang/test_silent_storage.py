@@ -82,7 +82,7 @@ def texts(events: list[GangEvent]) -> str:
 
 def test_the_error_comes_first(
     dask_client: Client,
-    open_s3_server: S3Server,  # noqa: F811
+    open_s3_server: S3Server,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -112,7 +112,7 @@ def test_the_error_comes_first(
 
 def test_a_training_goes_on_beside_a_silent_storage(
     dask_client: Client,
-    open_s3_server: S3Server,  # noqa: F811
+    open_s3_server: S3Server,
     tmp_path: Path,
 ) -> None:
     """The save that hangs holds up no step and is given up with a warning that names the

@@ -237,7 +237,7 @@ def test_augmentation_is_the_same_on_resume_and_for_any_number_of_workers(
 
 
 def _with_draws(samples: list[torch.Tensor]) -> tuple[torch.Tensor, float, float, float]:
-    return torch.stack(samples), random.random(), np.random.rand(), torch.rand(()).item()  # noqa: NPY002
+    return torch.stack(samples), random.random(), np.random.rand(), torch.rand(()).item()
 
 
 class Quiet(Numbers):
@@ -305,10 +305,10 @@ def test_samples_are_seeded_where_the_data_depend_on_it(seed_samples: Any) -> No
 @pytest.mark.parametrize("workers", WORKERS[:2], ids=["none", "fork"])
 def test_iterating_leaves_the_global_generators_alone(workers: dict[str, Any]) -> None:
     """C4: dropout after a resume draws what it would have drawn, so loading must not draw."""
-    before = (torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist())  # noqa: NPY002
+    before = (torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist())
     list(RankLoader(Numbers(9), global_batch_size=2, rank=0, world_size=2, **workers).lockstep(1))
     assert torch.equal(before[0], torch.get_rng_state())
-    assert before[1:] == (random.getstate(), np.random.get_state()[1].tolist())  # noqa: NPY002
+    assert before[1:] == (random.getstate(), np.random.get_state()[1].tolist())
 
 
 def test_dataset_that_fetches_whole_batches_keeps_doing_so() -> None:

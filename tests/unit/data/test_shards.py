@@ -53,7 +53,7 @@ class Noisy(Shards):
     def iter_shard(self, shard: int) -> Iterator[Any]:
         """Yield noise beside each number."""
         for number in super().iter_shard(shard):
-            drawn = [random.random(), np.random.rand(), torch.rand(()).item()]  # noqa: NPY002
+            drawn = [random.random(), np.random.rand(), torch.rand(()).item()]
             yield torch.tensor([number, *drawn], dtype=torch.float64)
 
 
@@ -87,7 +87,7 @@ def test_each_sample_once_and_the_same_batches_for_any_number_of_ranks(  # noqa:
     buffer: int,
     size: int,
     world: int,
-    shuffle: bool,  # noqa: FBT001
+    shuffle: bool,
     data: st.DataObject,
 ) -> None:
     """Over sizes of shards, batches, buffers and worlds; begun anywhere it goes on with the

@@ -95,7 +95,7 @@ def test_one_rank_that_moves_keeps_the_gang_alive() -> None:
         ),
     ],
 )
-def test_limits(phase: Phase, silent_s: float, idle_s: float, is_hung: bool) -> None:  # noqa: FBT001 - a parameter of the test
+def test_limits(phase: Phase, silent_s: float, idle_s: float, is_hung: bool) -> None:
     """In a step the limit holds for an idle rank, and ten times it for one that works;
     elsewhere only idle ranks are limited."""
     behind = rank(1, phase, step=3, silent_s=silent_s, idle_s=idle_s)

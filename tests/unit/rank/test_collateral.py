@@ -34,7 +34,7 @@ def caught(*steps: BaseException) -> BaseException:
         ([RuntimeError(GLOO), ValueError("cleanup failed")], True),
     ],
 )
-def test_the_first_of_the_chain_decides(steps: list[BaseException], expected: bool) -> None:  # noqa: FBT001
+def test_the_first_of_the_chain_decides(steps: list[BaseException], expected: bool) -> None:
     """A cause whose cleanup loses its peers stays a cause; a consequence that user code wraps
     stays a consequence."""
     assert is_collateral(caught(*steps)) is expected

@@ -213,7 +213,7 @@ def test_what_is_no_number_is_refused_by_name(value: object) -> None:
 
 def test_metrics_survive_an_exception(tmp_path: Path) -> None:
     """What was reported in the step that failed is there too."""
-    with pytest.raises(BreakError), RankContext.local(storage=tmp_path) as ctx:  # noqa: PT012
+    with pytest.raises(BreakError), RankContext.local(storage=tmp_path) as ctx:
         for _ in ctx.steps(ctx.loader(FOUR, global_batch_size=1), epochs=1):
             ctx.report(loss=ctx.step)
             if ctx.step == 3:

@@ -190,7 +190,7 @@ def test_mixed_precision_and_clipping(tmp_path: Path) -> None:
         assert not torch.isfinite(norm) if step == 3 else torch.equal(norm, right)
 
 
-def _keyword(config: Any, scales: bool) -> Any:  # noqa: FBT001
+def _keyword(config: Any, scales: bool) -> Any:
     return run_with_context(config, scaled_and_clipped, (), {"scales": scales})
 
 
