@@ -100,7 +100,7 @@ class CheckpointParams(Params):
     )
     on_failure: Literal["warn", "fail"] = Field(
         default="warn",
-        description="Whether a training whose checkpoint can't be written goes on with a warning, or fails.",
+        description="What a training does when a checkpoint can't be written; its last one must be.",
         json_schema_extra=_at(6),
     )
 

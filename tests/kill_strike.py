@@ -15,7 +15,8 @@ from distributed import Client
 from prefect_torch_ddp import RankFailedError, run_gang
 from prefect_torch_ddp.checkpoint.keys import checkpoints_prefix, manifest_key
 from prefect_torch_ddp.checkpoint.manifest import list_manifests
-from prefect_torch_ddp.rank.config import CheckpointPolicy, RankConfig
+from prefect_torch_ddp.params import CheckpointParams
+from prefect_torch_ddp.rank.config import RankConfig
 from prefect_torch_ddp.records.metrics import loss_curve, read_records
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.storage.protocol import Storage
@@ -53,7 +54,7 @@ def run(client: Client, point: KillPoint, storage: Storage, folder: Path) -> End
 
         def arguments(attempt: int) -> tuple[Any, ...]:
             kills = tuple(kill for kill in point.kills if kill.attempt == attempt)
-            policy = CheckpointPolicy(every_steps=SAVE_EVERY, every_s=None)
+            policy = CheckpointParams(every_steps=SAVE_EVERY, every_s=None)
             where = KillingStorage(for_ranks, kills, str(folder))
             config = RankConfig("run", attempt, "task", where, checkpoint=policy, ledger=True)
             if plan.virtual_ranks is not None:

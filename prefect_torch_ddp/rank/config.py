@@ -8,25 +8,11 @@ from typing import Any, Literal, get_args
 
 from prefect_torch_ddp.checkpoint.source import Source
 from prefect_torch_ddp.errors import InvalidParamsError
+from prefect_torch_ddp.params import CheckpointParams
 from prefect_torch_ddp.storage.protocol import Readable, Storage
 
 Stage = Literal["prepare", "train", "evaluate", "task"]
 Determinism = Literal["default", "elastic"]
-
-
-@dataclass(frozen=True)
-class CheckpointPolicy:
-    """When checkpoints are written and which are kept."""
-
-    every_steps: int | None = None
-    every_s: float | None = 60.0
-    keep_last: int = 2
-    keep_best: int = 1
-    best_metric: str | None = None
-    best_mode: Literal["max", "min"] = "max"
-    on_failure: Literal["warn", "fail"] = "warn"
-    """Whether a training goes on when a checkpoint can't be written; the last one of a training
-    is an error in any case."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +28,7 @@ class RankConfig:
     """The dataset below `<storage>/datasets/` that ctx.data stands for."""
     options: Mapping[str, Any] = field(default_factory=dict)
     seed: int = 0
-    checkpoint: CheckpointPolicy = field(default_factory=CheckpointPolicy)
+    checkpoint: CheckpointParams = field(default_factory=CheckpointParams)
     resume_from: Source | None = None
     """Where to take the first checkpoint from when this run has none of its own."""
     restore_step: int | None = None

@@ -7,8 +7,9 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from prefect_torch_ddp.errors import InvalidParamsError
+from prefect_torch_ddp.params import CheckpointParams
 from prefect_torch_ddp.protocol.heartbeat import Phase
-from prefect_torch_ddp.rank.config import CheckpointPolicy, Determinism, RankConfig, Stage
+from prefect_torch_ddp.rank.config import Determinism, RankConfig, Stage
 from prefect_torch_ddp.rank.link import ControlLink, NoLink
 from prefect_torch_ddp.rank.loop.state import Place
 from prefect_torch_ddp.rank.parts import ContextParts
@@ -91,7 +92,7 @@ class RankContext:
         *,
         run_id: str = "local",
         stage: Stage = "train",
-        checkpoint: CheckpointPolicy | None = None,
+        checkpoint: CheckpointParams | None = None,
         resume_from: str | None = None,
         restore_step: int | None = None,
         determinism: Determinism = "default",
@@ -129,7 +130,7 @@ class RankContext:
             stage=stage,
             options=dict(options or {}),
             seed=seed,
-            checkpoint=checkpoint or CheckpointPolicy(),
+            checkpoint=checkpoint or CheckpointParams(),
             resume_from=resume_from,
             restore_step=restore_step,
             determinism=determinism,

@@ -21,12 +21,7 @@ from prefect_torch_ddp.checkpoint.source import Source, source_of
 from prefect_torch_ddp.gang.run import run_gang
 from prefect_torch_ddp.params import DEFAULT_STORAGE, CheckpointParams
 from prefect_torch_ddp.protocol.rank import Backend
-from prefect_torch_ddp.rank.config import (
-    CheckpointPolicy,
-    Determinism,
-    RankConfig,
-    check_virtual_ranks,
-)
+from prefect_torch_ddp.rank.config import Determinism, RankConfig, check_virtual_ranks
 from prefect_torch_ddp.storage.protocol import Storage
 from prefect_torch_ddp.tasks.blocks import resolve_storage
 from prefect_torch_ddp.tasks.call_book import begin_call, numbered
@@ -74,7 +69,7 @@ class GangOptions:
             storage=storage,
             options=dict(self.options),
             seed=self.seed,
-            checkpoint=CheckpointPolicy(**self.checkpoint.model_dump()),
+            checkpoint=self.checkpoint,
             resume_from=resume_from,
             determinism=self.determinism,
             virtual_ranks=self.virtual_ranks,

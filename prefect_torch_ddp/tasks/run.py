@@ -24,7 +24,7 @@ from prefect_torch_ddp.protocol.rank import (
     RankStack,
     RecordsLeft,
 )
-from prefect_torch_ddp.rank.config import CheckpointPolicy, RankConfig, Stage
+from prefect_torch_ddp.rank.config import RankConfig, Stage
 from prefect_torch_ddp.records.batch import put_part
 from prefect_torch_ddp.storage.protocol import Readable, Storage
 
@@ -68,7 +68,7 @@ class Run:
             # What prepare draws belongs to the dataset, which all seeds share; a seed for it is
             # one of data_options.
             seed=0 if stage == "prepare" else params.seed,
-            checkpoint=CheckpointPolicy(**params.checkpoint.model_dump()),
+            checkpoint=params.checkpoint,
             resume_from=self.resume_from if stage == "train" else None,
             restore_step=restore_step,
             restore_attempt=None if restore_step is None else attempt,

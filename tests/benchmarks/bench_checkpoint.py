@@ -15,7 +15,8 @@ import torch
 from distributed import Client
 
 from prefect_torch_ddp import RankContext, run_gang
-from prefect_torch_ddp.rank.config import CheckpointPolicy, RankConfig
+from prefect_torch_ddp.params import CheckpointParams
+from prefect_torch_ddp.rank.config import RankConfig
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.tasks.cluster import local_cluster
 from prefect_torch_ddp.tasks.run import RUN_WITH_CONTEXT
@@ -25,7 +26,7 @@ from tests.workloads import saved
 pytestmark = pytest.mark.timeout(1800)
 ROUNDS = int(os.environ.get("PTD_BENCH_ROUNDS", "9"))
 BETWEEN_SAVES_S = 30.0
-ON_DEMAND = CheckpointPolicy(every_s=None)
+ON_DEMAND = CheckpointParams(every_s=None)
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from prefect_torch_ddp import RankContext
-from prefect_torch_ddp.rank.config import CheckpointPolicy
+from prefect_torch_ddp.params import CheckpointParams
 from prefect_torch_ddp.storage.s3.client import connect
 from prefect_torch_ddp.storage.s3.storage import S3Storage
 from tests.benchmarks.beside import Times, show
@@ -121,7 +121,7 @@ def test_whole_checkpoint(
             ("to a directory", tmp_path / str(number)),
         ):
             model = torch.nn.Linear(3600, 7291, bias=False)
-            policy = CheckpointPolicy(every_s=None)
+            policy = CheckpointParams(every_s=None)
             with RankContext.local(storage=storage, checkpoint=policy) as ctx:
                 ctx.track(model=model)
                 measured.note(f"ours, {name}: until on record", partial(_save, ctx), 1)

@@ -9,7 +9,8 @@ from pathlib import Path
 from distributed import Client
 
 from prefect_torch_ddp import run_gang
-from prefect_torch_ddp.rank.config import CheckpointPolicy, RankConfig
+from prefect_torch_ddp.params import CheckpointParams
+from prefect_torch_ddp.rank.config import RankConfig
 from prefect_torch_ddp.storage.locate import storage_from_uri
 from prefect_torch_ddp.tasks.cluster import local_cluster
 from prefect_torch_ddp.tasks.run import RUN_WITH_CONTEXT
@@ -29,7 +30,7 @@ def main(kind: str, turns: steady.Turns) -> None:
             attempt=1,
             stage="task",
             storage=storage_from_uri(str(Path(turns.folder, "store"))),
-            checkpoint=CheckpointPolicy(every_s=None),
+            checkpoint=CheckpointParams(every_s=None),
         )
         run_gang(
             client, RUN_WITH_CONTEXT, args=(config, steady.with_context, (turns,)), world_size=2

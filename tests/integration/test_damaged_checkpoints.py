@@ -13,7 +13,7 @@ from prefect_torch_ddp import RankContext
 from prefect_torch_ddp.checkpoint.keys import checkpoints_prefix, manifest_key
 from prefect_torch_ddp.checkpoint.manifest import Manifest, list_manifests, read_manifest
 from prefect_torch_ddp.errors import CheckpointError
-from prefect_torch_ddp.rank.config import CheckpointPolicy
+from prefect_torch_ddp.params import CheckpointParams
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.storage.protocol import Storage
 from prefect_torch_ddp.storage.s3.client import client_of
@@ -23,7 +23,7 @@ from tests.workloads.healthy import sha256_of_weights
 
 pytestmark = pytest.mark.timeout(180)
 
-POLICY = CheckpointPolicy(every_steps=1, every_s=None, keep_last=9)
+POLICY = CheckpointParams(every_steps=1, every_s=None, keep_last=9)
 NUM_STEPS = 3
 
 

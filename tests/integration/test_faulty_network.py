@@ -15,7 +15,8 @@ from prefect_torch_ddp.checkpoint.manifest import list_manifests
 from prefect_torch_ddp.checkpoint.reading import read_states
 from prefect_torch_ddp.checkpoint.run_files import read_result
 from prefect_torch_ddp.errors import CheckpointError, StorageError
-from prefect_torch_ddp.rank.config import CheckpointPolicy, RankConfig
+from prefect_torch_ddp.params import CheckpointParams
+from prefect_torch_ddp.rank.config import RankConfig
 from prefect_torch_ddp.records.metrics import read_records
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.storage.protocol import Storage
@@ -28,7 +29,7 @@ from tests.workloads.networked import NUM_STEPS, RESUMES_FROM
 
 pytestmark = pytest.mark.timeout(240)
 
-EVERY_OTHER_STEP = CheckpointPolicy(every_steps=2, every_s=None, keep_last=3)
+EVERY_OTHER_STEP = CheckpointParams(every_steps=2, every_s=None, keep_last=3)
 
 
 @pytest.fixture

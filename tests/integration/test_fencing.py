@@ -197,7 +197,8 @@ def test_of_attempts_that_race_the_older_loses(tmp_path: Path) -> None:
 
 
 def test_of_attempts_that_race_on_s3_the_older_loses(
-    open_s3_server: S3Server, tmp_path: Path
+    open_s3_server: S3Server,
+    tmp_path: Path,
 ) -> None:
     """The same on a real S3 server."""
     expected = undisturbed(tmp_path / "undisturbed")

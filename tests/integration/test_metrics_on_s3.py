@@ -16,8 +16,9 @@ from prefect_torch_ddp import (
     read_result,
     run_gang,
 )
+from prefect_torch_ddp.params import CheckpointParams
 from prefect_torch_ddp.protocol.rank import GangEvent, Progress
-from prefect_torch_ddp.rank.config import CheckpointPolicy, RankConfig
+from prefect_torch_ddp.rank.config import RankConfig
 from prefect_torch_ddp.records.log import next_interval_s
 from prefect_torch_ddp.storage.s3.storage import S3Storage
 from prefect_torch_ddp.tasks.run import RUN_WITH_CONTEXT, RunAttemptLog
@@ -28,7 +29,7 @@ from tests.workloads import reporting
 pytestmark = [pytest.mark.timeout(180)]
 
 NUM_STEPS = 1500
-SELDOM = CheckpointPolicy(every_steps=600, every_s=None)
+SELDOM = CheckpointParams(every_steps=600, every_s=None)
 
 
 def train(
@@ -123,7 +124,9 @@ def test_a_killed_rank_takes_no_record_along(s3_server: S3Server, dask_client: C
 
 @pytest.mark.parametrize("how", ["kill", "raise"])
 def test_what_was_handed_over_outlives_a_failure(
-    s3_server: S3Server, dask_client: Client, how: str
+    s3_server: S3Server,
+    dask_client: Client,
+    how: str,
 ) -> None:
     """A13: a file of ctx.save is in the bucket when the run fails later, and so is every
     record; there is no restart."""

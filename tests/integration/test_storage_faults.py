@@ -16,8 +16,9 @@ from prefect_torch_ddp.checkpoint.attempts import claim_attempt
 from prefect_torch_ddp.checkpoint.keys import checkpoints_prefix
 from prefect_torch_ddp.checkpoint.manifest import list_manifests
 from prefect_torch_ddp.errors import CheckpointError
+from prefect_torch_ddp.params import CheckpointParams
 from prefect_torch_ddp.protocol.rank import LogLine, Progress
-from prefect_torch_ddp.rank.config import CheckpointPolicy, RankConfig
+from prefect_torch_ddp.rank.config import RankConfig
 from prefect_torch_ddp.rank.workload import run_with_context
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.storage.protocol import Storage
@@ -28,7 +29,7 @@ from tests.workloads.healthy import run_ranks
 
 pytestmark = pytest.mark.timeout(180)
 
-EVERY_STEP = CheckpointPolicy(every_steps=1, every_s=None, keep_last=3)
+EVERY_STEP = CheckpointParams(every_steps=1, every_s=None, keep_last=3)
 
 
 @pytest.fixture
@@ -47,7 +48,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def config_for(
-    storage: Storage, attempt: int = 1, policy: CheckpointPolicy = EVERY_STEP
+    storage: Storage, attempt: int = 1, policy: CheckpointParams = EVERY_STEP
 ) -> RankConfig:
     """Describe the training."""
     return RankConfig("run", attempt, "task", storage, checkpoint=policy)
@@ -149,7 +150,9 @@ def test_a_disk_that_fails_to_the_end_keeps_the_last_good_checkpoint(
     "fault", [answer(503, "SlowDown"), answer(507, "XMinioStorageFull")], ids=["503", "507"]
 )
 def test_a_training_outlives_a_server_that_is_down(
-    tmp_path: Path, open_s3_server: Any, fault: Any
+    tmp_path: Path,
+    open_s3_server: Any,
+    fault: Any,
 ) -> None:
     """A real S3 server answers nothing but errors for two steps; then checkpoints go on,
     nothing is left of the failed."""

@@ -9,14 +9,15 @@ from torch.utils.data import TensorDataset
 
 from prefect_torch_ddp import RankContext
 from prefect_torch_ddp.checkpoint.attempts import claim_attempt
-from prefect_torch_ddp.rank.config import CheckpointPolicy, RankConfig
+from prefect_torch_ddp.params import CheckpointParams
+from prefect_torch_ddp.rank.config import RankConfig
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 
 
 def config_in(folder: Path) -> RankConfig:
     """Describe a training that writes no checkpoint unless it is stopped."""
     storage = DirectoryStorage(folder / "store")
-    policy = CheckpointPolicy(every_s=None)
+    policy = CheckpointParams(every_s=None)
     return RankConfig(
         run_id="run",
         attempt=claim_attempt(storage, "run"),

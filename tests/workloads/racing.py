@@ -17,7 +17,7 @@ from torch.utils.data import TensorDataset
 
 from prefect_torch_ddp import RankContext
 from prefect_torch_ddp.checkpoint.attempts import SupersededError, newest_attempt
-from prefect_torch_ddp.rank.config import CheckpointPolicy
+from prefect_torch_ddp.params import CheckpointParams
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.storage.protocol import Storage
 from tests.workloads.healthy import sha256_of_weights
@@ -70,7 +70,7 @@ def train(storage: Storage, course: Course) -> tuple[str, str]:
     """Claim an attempt and train; return "done" and the weights' digest, or "superseded" and
     the error's text."""
     torch.set_num_threads(1)
-    policy = CheckpointPolicy(every_steps=course.every_steps, every_s=None, keep_last=2)
+    policy = CheckpointParams(every_steps=course.every_steps, every_s=None, keep_last=2)
     try:
         with RankContext.local(storage=storage, run_id="run", checkpoint=policy) as ctx:
             return "done", _steps(ctx, course)

@@ -8,7 +8,8 @@ import pytest
 from distributed import Client
 
 from prefect_torch_ddp import RankFailedError, run_gang
-from prefect_torch_ddp.rank.config import CheckpointPolicy, RankConfig
+from prefect_torch_ddp.params import CheckpointParams
+from prefect_torch_ddp.rank.config import RankConfig
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.tasks.run import RUN_WITH_CONTEXT
 from tests.workloads import leaves_early
@@ -22,7 +23,7 @@ def test_early_return_of_a_rank_that_tracks(
 ) -> None:
     """The rank that left is named, not the one that waited for it in vain."""
     config = RankConfig(
-        "early", 1, "task", DirectoryStorage(tmp_path), checkpoint=CheckpointPolicy(every_s=None)
+        "early", 1, "task", DirectoryStorage(tmp_path), checkpoint=CheckpointParams(every_s=None)
     )
     with pytest.raises(
         RankFailedError, match=re.escape("its function had already returned")

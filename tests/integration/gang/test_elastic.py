@@ -11,7 +11,8 @@ from distributed import Client
 
 from prefect_torch_ddp import InvalidParamsError, run_gang
 from prefect_torch_ddp.gang import run as launch
-from prefect_torch_ddp.rank.config import CheckpointPolicy, RankConfig
+from prefect_torch_ddp.params import CheckpointParams
+from prefect_torch_ddp.rank.config import RankConfig
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.tasks.run import RunAttemptLog
 from tests.integration.gang.dying_workers import Workers, dying_workers
@@ -33,7 +34,7 @@ def train(
     storage = DirectoryStorage(folder / "store")
 
     def arguments(attempt: int) -> tuple[Any, ...]:
-        policy = CheckpointPolicy(every_steps=1, every_s=None)
+        policy = CheckpointParams(every_steps=1, every_s=None)
         config = RankConfig(
             "run",
             attempt,

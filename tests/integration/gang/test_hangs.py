@@ -12,8 +12,9 @@ from distributed import Client, LocalCluster
 
 from prefect_torch_ddp import GangHungError, RankFailedError, run_gang
 from prefect_torch_ddp.checkpoint.attempts import claim_attempt
+from prefect_torch_ddp.params import CheckpointParams
 from prefect_torch_ddp.protocol.rank import GangEvent, LogLine, RankStack
-from prefect_torch_ddp.rank.config import CheckpointPolicy, RankConfig
+from prefect_torch_ddp.rank.config import RankConfig
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from tests.workloads import hanging, plain
 
@@ -38,7 +39,7 @@ def config_in(folder: Path) -> RankConfig:
     attempt."""
     storage = DirectoryStorage(folder)
     attempt = claim_attempt(storage, "run")
-    return RankConfig("run", attempt, "task", storage, checkpoint=CheckpointPolicy(every_s=None))
+    return RankConfig("run", attempt, "task", storage, checkpoint=CheckpointParams(every_s=None))
 
 
 def run_hanging(

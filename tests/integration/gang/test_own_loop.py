@@ -13,7 +13,8 @@ from prefect_torch_ddp import run_gang
 from prefect_torch_ddp.checkpoint.keys import checkpoints_prefix, manifest_key
 from prefect_torch_ddp.checkpoint.manifest import list_manifests
 from prefect_torch_ddp.checkpoint.restore import find_resumable
-from prefect_torch_ddp.rank.config import CheckpointPolicy, RankConfig
+from prefect_torch_ddp.params import CheckpointParams
+from prefect_torch_ddp.rank.config import RankConfig
 from prefect_torch_ddp.records.metrics import loss_curve, read_records
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.storage.protocol import Storage
@@ -48,7 +49,7 @@ def run(
         mine = tuple(kill for kill in kills if kill.attempt == attempt)
         where = KillingStorage(storage, mine, str(folder))
         config = RankConfig(
-            "run", attempt, "task", where, checkpoint=CheckpointPolicy(every_s=None)
+            "run", attempt, "task", where, checkpoint=CheckpointParams(every_s=None)
         )
         return config, own_loop.train, (Plan(str(folder), kills),)
 

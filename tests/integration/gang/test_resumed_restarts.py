@@ -13,8 +13,9 @@ from prefect_torch_ddp import RankFailedError, read_ledger, run_gang
 from prefect_torch_ddp.checkpoint.attempts import SupersededError, newest_attempt
 from prefect_torch_ddp.checkpoint.run_files import read_failures
 from prefect_torch_ddp.gang import run as launch
+from prefect_torch_ddp.params import CheckpointParams
 from prefect_torch_ddp.protocol.rank import AttemptBegan
-from prefect_torch_ddp.rank.config import CheckpointPolicy, RankConfig
+from prefect_torch_ddp.rank.config import RankConfig
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.tasks.run import RunAttemptLog
 from tests.integration.gang.dying_workers import Workers, dying_workers
@@ -37,7 +38,7 @@ def train(
     storage = DirectoryStorage(folder / "store")
 
     def arguments(attempt: int) -> tuple[Any, ...]:
-        policy = CheckpointPolicy(every_steps=2, every_s=None)
+        policy = CheckpointParams(every_steps=2, every_s=None)
         config = RankConfig("run", attempt, "task", storage, checkpoint=policy, ledger=True)
         return config, restarting.train_with_ledger, (str(folder), plan, EPOCHS)
 

@@ -16,8 +16,9 @@ from distributed import Client
 from prefect_torch_ddp import RankFailedError, run_gang
 from prefect_torch_ddp.checkpoint.manifest import list_manifests
 from prefect_torch_ddp.gang import restarts as budget
+from prefect_torch_ddp.params import CheckpointParams
 from prefect_torch_ddp.protocol.rank import GangEvent
-from prefect_torch_ddp.rank.config import CheckpointPolicy, RankConfig
+from prefect_torch_ddp.rank.config import RankConfig
 from prefect_torch_ddp.records.metrics import read_records
 from prefect_torch_ddp.storage.s3.storage import S3Storage
 from prefect_torch_ddp.tasks.run import RunAttemptLog
@@ -64,7 +65,7 @@ def run(
 
     def arguments(attempt: int) -> tuple[Any, ...]:
         config = RankConfig(
-            "run", attempt, "task", storage, checkpoint=CheckpointPolicy(every_s=None)
+            "run", attempt, "task", storage, checkpoint=CheckpointParams(every_s=None)
         )
         return config, silenced.train, (str(folder), how)
 

@@ -15,11 +15,11 @@ from prefect_torch_ddp import RankContext
 from prefect_torch_ddp.checkpoint.attempts import SupersededError, claim_attempt
 from prefect_torch_ddp.checkpoint.manifest import list_manifests
 from prefect_torch_ddp.errors import CheckpointError, StorageError
-from prefect_torch_ddp.rank.config import CheckpointPolicy
+from prefect_torch_ddp.params import CheckpointParams
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.storage.protocol import Storage
 
-EVERY_STEP = CheckpointPolicy(every_steps=1, every_s=None, keep_last=100)
+EVERY_STEP = CheckpointParams(every_steps=1, every_s=None, keep_last=100)
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Counter:
 def count_to(
     storage: Storage | Path,
     num_steps: int,
-    policy: CheckpointPolicy = EVERY_STEP,
+    policy: CheckpointParams = EVERY_STEP,
     metrics: dict[int, float] | None = None,
 ) -> Counter:
     """Train a counter that adds one a step; each checkpoint is complete before the next
@@ -80,7 +80,7 @@ def test_a_superseded_attempt_cant_commit(tmp_path: Path) -> None:
     """Once a newer attempt is claimed, the older one ends, and what it wrote meanwhile isn't a
     checkpoint."""
     storage = DirectoryStorage(tmp_path)
-    with (
+    with (  # noqa: PT012
         pytest.raises(
             SupersededError, match="attempt 1 of run local has been superseded by attempt 2"
         ),
@@ -176,7 +176,7 @@ def test_a_failed_last_checkpoint_is_an_error(tmp_path: Path) -> None:
 def test_retention_keeps_the_last_and_the_best(tmp_path: Path) -> None:
     """Objects of the others are gone too; a resumed attempt knows the best of the one
     before."""
-    policy = CheckpointPolicy(
+    policy = CheckpointParams(
         every_steps=1, every_s=None, keep_last=2, keep_best=1, best_metric="accuracy"
     )
     count_to(tmp_path, 4, policy, {1: 0.1, 2: 0.9, 3: 0.5, 4: 0.5})
@@ -204,7 +204,7 @@ def test_retention_needs_no_right_to_drop_uploads(
 ) -> None:
     """A store that forbids it leaves them, with one warning; old checkpoints are deleted all
     the same."""
-    count_to(WithoutRights(tmp_path), 5, CheckpointPolicy(every_steps=1, every_s=None, keep_last=2))
+    count_to(WithoutRights(tmp_path), 5, CheckpointParams(every_steps=1, every_s=None, keep_last=2))
     assert steps_of(DirectoryStorage(tmp_path)) == [4, 5]
     assert caplog.text.count("ListBucketMultipartUploads") == 1
 
@@ -216,7 +216,7 @@ def test_what_follows_the_last_commit_is_made_up_for(tmp_path: Path) -> None:
     left = tmp_path / "runs/local/checkpoints/step-00000004/000001/counter.pt"
     left.parent.mkdir(parents=True)
     left.write_bytes(b"a checkpoint that was never committed")
-    count_to(tmp_path, 3, CheckpointPolicy(every_steps=1, every_s=None, keep_last=1))
+    count_to(tmp_path, 3, CheckpointParams(every_steps=1, every_s=None, keep_last=1))
     assert steps_of(DirectoryStorage(tmp_path)) == [3]
     assert not left.exists()
 

@@ -15,7 +15,7 @@ from torch.utils.data import TensorDataset
 from prefect_torch_ddp import RankContext
 from prefect_torch_ddp.data.loader import RankLoader
 from prefect_torch_ddp.data.sampler import GlobalBatches
-from prefect_torch_ddp.rank.config import CheckpointPolicy
+from prefect_torch_ddp.params import CheckpointParams
 
 pytestmark = pytest.mark.timeout(110)
 
@@ -204,7 +204,7 @@ def _train(  # noqa: PLR0917 - what hypothesis draws
 
     A step that is made again replaces the one before.
     """
-    policy = CheckpointPolicy(every_steps=every, every_s=None)
+    policy = CheckpointParams(every_steps=every, every_s=None)
     num_made = 0
     try:
         with RankContext.local(storage=folder, checkpoint=policy) as ctx:

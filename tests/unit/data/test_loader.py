@@ -50,7 +50,8 @@ class Noise(Numbers):
 
     def __getitem__(self, index: int) -> Any:
         return torch.tensor(
-            [index, random.random(), np.random.rand(), torch.rand(()).item()], dtype=torch.float64
+            [index, random.random(), np.random.rand(), torch.rand(()).item()],
+            dtype=torch.float64,
         )
 
 

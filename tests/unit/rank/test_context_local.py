@@ -14,8 +14,9 @@ from torch.utils.data import TensorDataset
 
 from prefect_torch_ddp import RankContext
 from prefect_torch_ddp.errors import BadKeyError, CheckpointError, InvalidParamsError
+from prefect_torch_ddp.params import CheckpointParams
 from prefect_torch_ddp.protocol.rank import Progress
-from prefect_torch_ddp.rank.config import CheckpointPolicy, RankConfig
+from prefect_torch_ddp.rank.config import RankConfig
 from prefect_torch_ddp.rank.link import NoLink
 from prefect_torch_ddp.rank.loop.state import Place
 from prefect_torch_ddp.records.metrics import read_records
@@ -27,7 +28,7 @@ FOUR = TensorDataset(torch.arange(4.0))
 
 def fit(folder: Path, *, run_id: str = "local", **options: Any) -> dict[str, Any]:
     """Train the healthy workload here."""
-    policy = CheckpointPolicy(every_steps=2, every_s=None)
+    policy = CheckpointParams(every_steps=2, every_s=None)
     with RankContext.local(
         options=options, storage=folder, run_id=run_id, checkpoint=policy
     ) as ctx:
@@ -107,8 +108,8 @@ def test_a_resumed_training_is_the_uninterrupted_one(tmp_path: Path, at: int) ->
     """Ended by an exception in any step, resumed at the newest checkpoint: the same weights to
     the last bit."""
     expected = fit(tmp_path / "whole")
-    policy = CheckpointPolicy(every_steps=1, every_s=None)
-    with (
+    policy = CheckpointParams(every_steps=1, every_s=None)
+    with (  # noqa: PT012
         pytest.raises(BreakError),
         RankContext.local(storage=tmp_path / "broken", checkpoint=policy) as ctx,
     ):
@@ -307,7 +308,7 @@ def test_evaluate_restores_exactly_or_refuses(tmp_path: Path) -> None:
 def test_who_evaluates_does_not_end_a_training(tmp_path: Path) -> None:
     """In the midst of it, in a notebook for one: the training commits its next checkpoint, and
     nothing of it is changed."""
-    policy = CheckpointPolicy(every_steps=1, every_s=None)
+    policy = CheckpointParams(every_steps=1, every_s=None)
     with RankContext.local(storage=tmp_path, checkpoint=policy) as training:
         model = nn.Linear(1, 1)
         training.track(model=model)
@@ -383,7 +384,7 @@ def test_save_takes_bytes_and_text(tmp_path: Path) -> None:
 
 def test_a_forced_checkpoint_is_of_the_steps_end(tmp_path: Path) -> None:
     """What the body does after asking is in it."""
-    with RankContext.local(storage=tmp_path, checkpoint=CheckpointPolicy(every_s=None)) as ctx:
+    with RankContext.local(storage=tmp_path, checkpoint=CheckpointParams(every_s=None)) as ctx:
         model = nn.Linear(1, 1)
         ctx.track(model=model)
         for _ in ctx.steps(ctx.loader(FOUR, global_batch_size=1), epochs=1):
@@ -399,7 +400,7 @@ def test_a_forced_checkpoint_is_of_the_steps_end(tmp_path: Path) -> None:
 
 def test_checkpoints_come_by_time(tmp_path: Path) -> None:
     """As soon as so many seconds have passed."""
-    policy = CheckpointPolicy(every_steps=None, every_s=1e-9, keep_last=9)
+    policy = CheckpointParams(every_steps=None, every_s=1e-9, keep_last=9)
     with RankContext.local(storage=tmp_path, checkpoint=policy) as ctx:
         ctx.track(model=nn.Linear(1, 1))
         assert len(list(ctx.steps(ctx.loader(FOUR, global_batch_size=1), epochs=1))) == 4

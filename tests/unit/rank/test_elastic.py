@@ -17,7 +17,8 @@ from torch.utils.data import TensorDataset
 from prefect_torch_ddp import RankContext, read_ledger
 from prefect_torch_ddp.checkpoint.attempts import claim_attempt
 from prefect_torch_ddp.errors import InvalidParamsError
-from prefect_torch_ddp.rank.config import CheckpointPolicy, RankConfig
+from prefect_torch_ddp.params import CheckpointParams
+from prefect_torch_ddp.rank.config import RankConfig
 from prefect_torch_ddp.rank.gradients.tree import TreeSum, branches_of
 from prefect_torch_ddp.rank.workload import run_with_context
 from prefect_torch_ddp.storage.directory import DirectoryStorage
@@ -33,7 +34,7 @@ def config_for(folder: Path, virtual_ranks: int, **options: Any) -> RankConfig:
     attempt."""
     storage = DirectoryStorage(folder)
     attempt = claim_attempt(storage, "run")
-    policy = CheckpointPolicy(every_steps=1, every_s=None)
+    policy = CheckpointParams(every_steps=1, every_s=None)
     common: dict[str, Any] = {"options": options, "checkpoint": policy, "determinism": "elastic"}
     return RankConfig("run", attempt, "train", storage, virtual_ranks=virtual_ranks, **common)
 

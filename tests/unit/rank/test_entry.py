@@ -13,7 +13,8 @@ import torch
 
 from prefect_torch_ddp import RankContext, Report
 from prefect_torch_ddp.errors import InvalidParamsError
-from prefect_torch_ddp.rank.config import CheckpointPolicy, RankConfig
+from prefect_torch_ddp.params import CheckpointParams
+from prefect_torch_ddp.rank.config import RankConfig
 from prefect_torch_ddp.rank.workload import run_stage, run_with_context
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 
@@ -159,7 +160,7 @@ def test_train_leaves_the_model_that_is_evaluated(
             ctx.checkpoint(force=True)
 
     monkeypatch.setattr(returns, "train", train)
-    policy = CheckpointPolicy(best_metric="accuracy", keep_last=5)
+    policy = CheckpointParams(best_metric="accuracy", keep_last=5)
     chosen = replace(
         config(tmp_path, "train"),
         checkpoint=policy,

@@ -14,7 +14,8 @@ from torch.utils.data import Dataset, TensorDataset
 from prefect_torch_ddp import RankContext, read_ledger
 from prefect_torch_ddp.checkpoint.attempts import claim_attempt
 from prefect_torch_ddp.errors import StorageError
-from prefect_torch_ddp.rank.config import CheckpointPolicy, RankConfig
+from prefect_torch_ddp.params import CheckpointParams
+from prefect_torch_ddp.rank.config import RankConfig
 from prefect_torch_ddp.rank.workload import run_with_context
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from tests.workloads import healthy
@@ -31,7 +32,7 @@ def config_for(folder: Path, **options: Any) -> RankConfig:
     next attempt."""
     storage = DirectoryStorage(folder)
     attempt = claim_attempt(storage, "run")
-    policy = CheckpointPolicy(every_steps=2, every_s=None)
+    policy = CheckpointParams(every_steps=2, every_s=None)
     return RankConfig(
         "run", attempt, "train", storage, options=options, checkpoint=policy, ledger=True
     )

@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 from prefect_torch_ddp import RankContext
 from prefect_torch_ddp.checkpoint import checkpointer
 from prefect_torch_ddp.checkpoint.manifest import best, list_manifests
-from prefect_torch_ddp.rank.config import CheckpointPolicy
+from prefect_torch_ddp.params import CheckpointParams
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from tests.forwarding import ForwardingStorage
 
@@ -46,7 +46,7 @@ def test_saves_wait_for_a_slow_storage(
 
     def train() -> None:
         with RankContext.local(
-            storage=storage, checkpoint=CheckpointPolicy(every_steps=1, every_s=None, keep_last=9)
+            storage=storage, checkpoint=CheckpointParams(every_steps=1, every_s=None, keep_last=9)
         ) as ctx:
             model = nn.Linear(4, 1)
             ctx.track(model=model)
@@ -87,7 +87,7 @@ def test_saves_wait_for_a_slow_storage(
 def with_validation(folder: Path, *, saves_with_it: bool, dies_at: int | None = None) -> None:
     """Train five epochs of four steps, validated at each end; a checkpoint every three steps,
     the last and the best one kept."""
-    policy = CheckpointPolicy(
+    policy = CheckpointParams(
         every_steps=3, every_s=None, keep_last=1, keep_best=1, best_metric="val_accuracy"
     )
     with RankContext.local(storage=folder, checkpoint=policy) as ctx:
@@ -107,7 +107,9 @@ def with_validation(folder: Path, *, saves_with_it: bool, dies_at: int | None = 
 
 @pytest.mark.parametrize(("saves_with_it", "expected"), [(False, 9), (True, 8)])
 def test_the_best_by_a_metric_of_each_epoch(
-    tmp_path: Path, saves_with_it: bool, expected: int
+    tmp_path: Path,
+    saves_with_it: bool,
+    expected: int,
 ) -> None:
     """The first checkpoint behind the best validation, or the one of that very step; also over
     a failure, long after it."""

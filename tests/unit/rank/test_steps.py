@@ -17,8 +17,9 @@ from prefect_torch_ddp import RankContext
 from prefect_torch_ddp.checkpoint.attempts import claim_attempt
 from prefect_torch_ddp.checkpoint.manifest import list_manifests
 from prefect_torch_ddp.data.sampler import GlobalBatches
+from prefect_torch_ddp.params import CheckpointParams
 from prefect_torch_ddp.protocol.rank import Stopped
-from prefect_torch_ddp.rank.config import CheckpointPolicy, RankConfig
+from prefect_torch_ddp.rank.config import RankConfig
 from prefect_torch_ddp.rank.link import NoLink, set_link
 from prefect_torch_ddp.rank.loop import agreement
 from prefect_torch_ddp.rank.workload import run_stage, run_with_context
@@ -40,7 +41,7 @@ def config_for(folder: Path, **options: Any) -> RankConfig:
         stage="train",
         storage=storage,
         options=options,
-        checkpoint=CheckpointPolicy(every_steps=2, every_s=None),
+        checkpoint=CheckpointParams(every_steps=2, every_s=None),
     )
 
 
@@ -335,7 +336,7 @@ def test_a_stop_while_saves_by_time_are_under_way(tmp_path: Path, dataset_folder
     """Checkpoints by time at every turn delay no stop that all ranks ask for, and are
     themselves whole."""
     config = train_config(tmp_path, dataset_folder, epochs=100)
-    often = replace(config, checkpoint=CheckpointPolicy(every_steps=None, every_s=0.001))
+    often = replace(config, checkpoint=CheckpointParams(every_steps=None, every_s=0.001))
     answers = run_ranks(train_watched, 3, often, (0, 1, 2), 200)
     assert [value["num_steps"] for value, _ in answers] == [200] * 3
     assert answers[0][0]["last_checkpoint"]["step"] == 200

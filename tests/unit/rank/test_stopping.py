@@ -11,7 +11,8 @@ from torch.utils.data import TensorDataset
 
 from prefect_torch_ddp import RankContext
 from prefect_torch_ddp.checkpoint.attempts import claim_attempt
-from prefect_torch_ddp.rank.config import CheckpointPolicy, RankConfig
+from prefect_torch_ddp.params import CheckpointParams
+from prefect_torch_ddp.rank.config import RankConfig
 from prefect_torch_ddp.rank.workload import run_with_context
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from tests.workloads.healthy import run_ranks
@@ -27,7 +28,7 @@ def config_for(folder: Path) -> RankConfig:
     storage = DirectoryStorage(folder)
     attempt = claim_attempt(storage, "run")
     return RankConfig(
-        "run", attempt, "task", storage, checkpoint=CheckpointPolicy(every_steps=None, every_s=None)
+        "run", attempt, "task", storage, checkpoint=CheckpointParams(every_steps=None, every_s=None)
     )
 
 

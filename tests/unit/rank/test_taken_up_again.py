@@ -15,15 +15,16 @@ from prefect_torch_ddp.checkpoint import checkpointer
 from prefect_torch_ddp.checkpoint.attempts import claim_attempt
 from prefect_torch_ddp.checkpoint.manifest import list_manifests
 from prefect_torch_ddp.checkpoint.reading import read_states
-from prefect_torch_ddp.rank.config import CheckpointPolicy, RankConfig
+from prefect_torch_ddp.params import CheckpointParams
+from prefect_torch_ddp.rank.config import RankConfig
 from prefect_torch_ddp.rank.workload import run_with_context
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from tests.workloads.healthy import run_ranks
 
 pytestmark = pytest.mark.timeout(110)
 
-EVERY_STEP = CheckpointPolicy(every_steps=1, every_s=None)
-ON_DEMAND = CheckpointPolicy(every_s=None)
+EVERY_STEP = CheckpointParams(every_steps=1, every_s=None)
+ON_DEMAND = CheckpointParams(every_s=None)
 
 
 def in_loops(folder: Path, dies_at: int | None = None) -> torch.Tensor:
@@ -137,7 +138,7 @@ class Count:
 def test_each_checkpoint_of_an_own_loop_counts(tmp_path: Path) -> None:
     """Without ctx.steps each call makes one; the newest is resumed from, the last two are kept,
     and the best one."""
-    policy = CheckpointPolicy(every_s=None, best_metric="accuracy")
+    policy = CheckpointParams(every_s=None, best_metric="accuracy")
     with RankContext.local(storage=tmp_path, checkpoint=policy) as ctx:
         count = Count()
         ctx.track(count=count)
