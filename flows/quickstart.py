@@ -85,7 +85,7 @@ def start_server(home: Path) -> None:
     ]
     print(f"Starting a local Prefect server; its log is {log}", flush=True)
     with log.open("ab") as out:
-        server = subprocess.Popen(  # noqa: S603
+        server = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True
         )
     (home / "server.pid").write_text(str(server.pid))  # where `prefect server stop` looks

@@ -55,7 +55,7 @@ class CacheFolder:
             OSError: they can't be made, or are another user's.
         """
         self._source = described.source
-        self._folder = os.path.join(  # noqa: PTH118
+        self._folder = os.path.join(
             described.root, hashlib.sha256(described.source.encode()).hexdigest()[:32]
         )
         os.makedirs(self._unfinished, mode=0o700, exist_ok=True)  # noqa: PTH103 - plain paths: a Path costs as much as a read

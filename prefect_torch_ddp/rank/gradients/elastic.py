@@ -172,7 +172,7 @@ class VirtualRanks:
         return {
             f"{prefix}.{name}".lstrip(".") + f" ({type(module).__name__})": (
                 id(buffer),
-                buffer._version,  # noqa: SLF001
+                buffer._version,
             )
             for model in self._models
             for prefix, module in model.named_modules()

@@ -42,7 +42,7 @@ def git_commit(folder: Path) -> str | None:
     """
     command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
-        done = subprocess.run(  # noqa: S603
+        done = subprocess.run(
             command, cwd=folder, capture_output=True, text=True, timeout=GIT_TIMEOUT_S, check=True
         )
     except (OSError, subprocess.SubprocessError):

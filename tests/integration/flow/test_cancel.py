@@ -107,7 +107,7 @@ def check_cancelled(folder: Path) -> None:
 def test_ctrl_c_and_sigterm_of_the_flow(
     tmp_path: Path,
     how: signal.Signals,
-    to_group: bool,  # noqa: FBT001
+    to_group: bool,
 ) -> None:
     """Ctrl-C in a terminal, which reaches the local cluster too, and SIGTERM of the flow's
     process."""

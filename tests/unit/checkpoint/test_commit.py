@@ -80,7 +80,7 @@ def test_a_superseded_attempt_cant_commit(tmp_path: Path) -> None:
     """Once a newer attempt is claimed, the older one ends, and what it wrote meanwhile isn't a
     checkpoint."""
     storage = DirectoryStorage(tmp_path)
-    with (  # noqa: PT012
+    with (
         pytest.raises(
             SupersededError, match="attempt 1 of run local has been superseded by attempt 2"
         ),

@@ -109,7 +109,7 @@ def test_a_resumed_training_is_the_uninterrupted_one(tmp_path: Path, at: int) ->
     the last bit."""
     expected = fit(tmp_path / "whole")
     policy = CheckpointParams(every_steps=1, every_s=None)
-    with (  # noqa: PT012
+    with (
         pytest.raises(BreakError),
         RankContext.local(storage=tmp_path / "broken", checkpoint=policy) as ctx,
     ):
