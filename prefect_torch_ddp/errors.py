@@ -87,6 +87,10 @@ class CheckpointError(PrefectTorchDdpError):
     """A checkpoint can't be written or restored; names the checkpoint and the object."""
 
 
+class SupersededError(CheckpointError):
+    """A newer attempt of the run has begun; this one must not change its checkpoints any more."""
+
+
 class GangError(PrefectTorchDdpError):
     """A gang could not run to its end."""
 

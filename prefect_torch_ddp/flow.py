@@ -12,7 +12,7 @@ from prefect.states import Cancelled
 from prefect_dask import DaskTaskRunner
 
 from prefect_torch_ddp.checkpoint.manifest import newest
-from prefect_torch_ddp.checkpoint.source import source_of
+from prefect_torch_ddp.checkpoint.resume_point import parse_resume_from
 from prefect_torch_ddp.data.dataset_store import find_dataset
 from prefect_torch_ddp.errors import SchedulerLostError, WorkerLostError
 from prefect_torch_ddp.params import TrainParams
@@ -127,7 +127,7 @@ def _check(params: TrainParams) -> Run:
     resume_from = (
         None
         if params.resume_from is None
-        else source_of(params.resume_from, storage, resolve_storage)
+        else parse_resume_from(params.resume_from, storage, resolve_storage)
     )
     context = FlowRunContext.get()
     assert context is not None

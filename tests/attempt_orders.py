@@ -9,16 +9,16 @@ from typing import Any
 
 import torch
 
-from prefect_torch_ddp.checkpoint.attempts import SupersededError, claim_attempt
+from prefect_torch_ddp.checkpoint.attempts import claim_attempt
 from prefect_torch_ddp.checkpoint.commit import Committer, Retention
 from prefect_torch_ddp.checkpoint.keys import object_key
 from prefect_torch_ddp.checkpoint.manifest import Manifest, ManifestObject, counting_manifests
+from prefect_torch_ddp.checkpoint.objects import digest_of, read_states
 from prefect_torch_ddp.checkpoint.rank_store import LocalStore
-from prefect_torch_ddp.checkpoint.reading import digest_of, read_states
 from prefect_torch_ddp.checkpoint.restore import Restorer, find_resumable
+from prefect_torch_ddp.checkpoint.resume_point import ResumePoint
 from prefect_torch_ddp.checkpoint.serial import to_bytes
-from prefect_torch_ddp.checkpoint.source import Source
-from prefect_torch_ddp.errors import CheckpointError
+from prefect_torch_ddp.errors import CheckpointError, SupersededError
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.storage.protocol import StoredObject
 from tests.forwarding import ForwardingStorage
@@ -172,7 +172,7 @@ class Order:
         attempt = claim_attempt(storage, "run")
         lineage, restorer = (
             Lineage(),
-            Restorer.choosing(Source(storage, "run"), attempt, None, LocalStore()),
+            Restorer.choose(ResumePoint(storage, "run"), attempt, None, LocalStore()),
         )
         restorer.restore("model", lineage)
         begun = restorer.manifest

@@ -17,14 +17,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from prefect_torch_ddp.checkpoint.keys import attempt_key, attempts_prefix, resume_key
-from prefect_torch_ddp.errors import CheckpointError, DamagedObjectError, ObjectNotFoundError
+from prefect_torch_ddp.errors import DamagedObjectError, ObjectNotFoundError, SupersededError
 from prefect_torch_ddp.storage.protocol import Storage
-
-
-class SupersededError(CheckpointError):
-    """A newer attempt of the run has begun; this one must not change its checkpoints any
-    more.
-    """
 
 
 def claim_attempt(storage: Storage, run_id: str) -> int:

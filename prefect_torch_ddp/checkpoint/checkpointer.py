@@ -8,19 +8,18 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from prefect_torch_ddp.checkpoint.attempts import SupersededError
 from prefect_torch_ddp.checkpoint.commit import Committer
 from prefect_torch_ddp.checkpoint.keys import object_key, rank_name
 from prefect_torch_ddp.checkpoint.manifest import Manifest, ManifestObject
-from prefect_torch_ddp.checkpoint.metadata import CheckpointMetadata, Writer
+from prefect_torch_ddp.checkpoint.objects import digest_of
 from prefect_torch_ddp.checkpoint.rank_store import KeyValueStore, wait_for
-from prefect_torch_ddp.checkpoint.reading import digest_of
 from prefect_torch_ddp.checkpoint.serial import Serializer, capture_generators, check_loadable
 from prefect_torch_ddp.checkpoint.staging import Staging, has_buffers
-from prefect_torch_ddp.errors import CheckpointError, StorageError
+from prefect_torch_ddp.errors import CheckpointError, StorageError, SupersededError
+from prefect_torch_ddp.storage.protocol import Storage
 
 ABSENT_S = 60.0
 """How long rank 0 waits in the midst of a training for a rank that hasn't begun the same
@@ -34,6 +33,47 @@ WAITS = (
 )
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Writer:
+    """Which rank of which attempt writes, and where to."""
+
+    storage: Storage
+    run_id: str
+    attempt: int
+    rank: int
+    world_size: int
+
+
+@dataclass(frozen=True)
+class CheckpointMetadata:
+    """What a checkpoint holds besides the tracked objects."""
+
+    step: int
+    """The number by which it is known: the optimizer steps, and beyond them the checkpoints
+    that were made outside of them."""
+    epoch: int
+    position: Mapping[str, Any]
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """The newest values; those of rank 0 count."""
+    is_last: bool = False
+    """Whether the training ends with it; it may follow another one of the same step."""
+    num_steps: int = 0
+    """Optimizer steps alone.
+
+    Where a rank left out a checkpoint outside of them, two moments of one number are not the
+    same.
+    """
+
+    @property
+    def turn(self) -> tuple[int, int]:
+        """What grows with every checkpoint, and is the same on all ranks."""
+        return 2 * self.step + self.is_last, self.num_steps
+
+    def note_key(self, rank: int) -> str:
+        """Return where a rank says what it wrote."""
+        return f"written/{self.turn[0]}/{self.turn[1]}/{rank}"
 
 
 class Checkpointer:

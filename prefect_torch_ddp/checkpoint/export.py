@@ -17,7 +17,7 @@ import torch
 from prefect_torch_ddp.checkpoint.attempts import refuse_superseded
 from prefect_torch_ddp.checkpoint.keys import model_prefix
 from prefect_torch_ddp.checkpoint.manifest import Manifest
-from prefect_torch_ddp.checkpoint.reading import read_object
+from prefect_torch_ddp.checkpoint.objects import read_object
 from prefect_torch_ddp.checkpoint.serial import from_bytes
 from prefect_torch_ddp.errors import CheckpointError
 from prefect_torch_ddp.storage.protocol import Storage

@@ -78,7 +78,7 @@ def open_rank_store(world_size: int) -> KeyValueStore:
     return GroupStore(dist.distributed_c10d._get_default_store())
 
 
-def say_gone(rank_store: KeyValueStore, rank: int) -> None:
+def set_gone(rank_store: KeyValueStore, rank: int) -> None:
     """Tell the others that this rank says nothing any more."""
     rank_store.set(f"gone/{rank}", "")
 

@@ -19,10 +19,10 @@ from prefect_torch_ddp.checkpoint.manifest import (
     counting_manifests,
     read_manifest,
 )
+from prefect_torch_ddp.checkpoint.objects import ReadState, read_state, read_states
 from prefect_torch_ddp.checkpoint.rank_store import KeyValueStore, wait_for
-from prefect_torch_ddp.checkpoint.reading import ReadState, read_state, read_states
+from prefect_torch_ddp.checkpoint.resume_point import ResumePoint
 from prefect_torch_ddp.checkpoint.serial import restore_generators
-from prefect_torch_ddp.checkpoint.source import Source
 from prefect_torch_ddp.errors import CheckpointError
 from prefect_torch_ddp.storage.protocol import Storage
 
@@ -71,14 +71,14 @@ class Restorer:
         if step is None:
             msg = f"no checkpoint of run {run_id} was named to restore from"
             raise CheckpointError(msg)
-        return cls(storage, Source(storage, run_id, step, attempt).manifest())
+        return cls(storage, ResumePoint(storage, run_id, step, attempt).manifest())
 
     @classmethod
-    def choosing(
+    def choose(
         cls,
-        own: Source,
+        own: ResumePoint,
         attempt: int,
-        resume_from: Source | None,
+        resume_from: ResumePoint | None,
         rank_store: KeyValueStore,
         kept: Collection[str] = (),
     ) -> Self:
@@ -114,7 +114,9 @@ class Restorer:
         return chosen
 
     @classmethod
-    def told(cls, own: Source, resume_from: Source | None, rank_store: KeyValueStore) -> Self:
+    def follow(
+        cls, own: ResumePoint, resume_from: ResumePoint | None, rank_store: KeyValueStore
+    ) -> Self:
         """Restore from what rank 0 chose.
 
         Raises:
@@ -136,7 +138,9 @@ class Restorer:
         return cls(where.storage, manifest, is_ours=choice["is_ours"])
 
     @classmethod
-    def _choose(cls, own: Source, resume_from: Source | None, kept: Collection[str]) -> Self:
+    def _choose(
+        cls, own: ResumePoint, resume_from: ResumePoint | None, kept: Collection[str]
+    ) -> Self:
         found, where = find_resumable(own.storage, own.run_id, kept), own
         if found is None and resume_from is not None:
             where = resume_from
@@ -207,7 +211,9 @@ def keeps_its_state(item: Any) -> bool:
     return not isinstance(item, torch.nn.Module)
 
 
-def _begin_from(source: Source, kept: Collection[str]) -> tuple[Manifest, dict[str, ReadState]]:
+def _begin_from(
+    source: ResumePoint, kept: Collection[str]
+) -> tuple[Manifest, dict[str, ReadState]]:
     """Return the checkpoint of the step that was asked for, or else the newest one that
     verifies.
     """

@@ -10,19 +10,18 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from prefect_torch_ddp.checkpoint.checkpointer import Checkpointer
+from prefect_torch_ddp.checkpoint.checkpointer import Checkpointer, CheckpointMetadata, Writer
 from prefect_torch_ddp.checkpoint.commit import Committer, Retention
 from prefect_torch_ddp.checkpoint.keys import check_name
 from prefect_torch_ddp.checkpoint.manifest import Manifest
-from prefect_torch_ddp.checkpoint.metadata import CheckpointMetadata, Writer
 from prefect_torch_ddp.checkpoint.rank_store import (
     KeyValueStore,
     open_rank_store,
-    say_gone,
+    set_gone,
     wait_for,
 )
 from prefect_torch_ddp.checkpoint.restore import Restorer, keeps_its_state
-from prefect_torch_ddp.checkpoint.source import Source
+from prefect_torch_ddp.checkpoint.resume_point import ResumePoint
 from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.protocol.heartbeat import Phase
 from prefect_torch_ddp.rank.checkpoint_status import CheckpointStatus
@@ -92,7 +91,7 @@ class Tracker:
         """Take no further objects."""
         self._has_begun = True
         if self._restorer is None:
-            self._say_gone()  # or ranks that track something would wait for this one
+            self._set_gone()  # or ranks that track something would wait for this one
 
     def set_generators(self) -> None:
         """Set this rank's random generators, before the first step of this process."""
@@ -158,7 +157,7 @@ class Tracker:
                 else:
                     self._finish(self._checkpointer)
         if not failed:  # else the gang ends, and asking a store whose host is gone may take minutes
-            self._say_gone()
+            self._set_gone()
 
     def _wait_a_little(self, checkpointer: Checkpointer, error: BaseException | None) -> None:
         """Let a rank that failed write its checkpoint.
@@ -179,13 +178,13 @@ class Tracker:
             )
         else:
             self._rank_store = self._rank_store or open_rank_store(self._place.world_size)
-            own = Source(config.storage, config.run_id)
+            own = ResumePoint(config.storage, config.run_id)
             if self._place.rank == 0:
-                restorer = Restorer.choosing(
+                restorer = Restorer.choose(
                     own, config.attempt, config.resume_from, self._rank_store, kept
                 )
             else:
-                restorer = Restorer.told(own, config.resume_from, self._rank_store)
+                restorer = Restorer.follow(own, config.resume_from, self._rank_store)
             self._checkpointer = self._make_checkpointer(self._rank_store)
             self._state.trouble = self.checkpoint_status.trouble
             self._generators.restorer = restorer
@@ -194,13 +193,13 @@ class Tracker:
             self._adopt(restorer.manifest, is_ours=restorer.is_ours)
         return restorer
 
-    def _say_gone(self) -> None:
+    def _set_gone(self) -> None:
         if self._config.stage in ("train", "task"):
             with suppress(
                 RuntimeError
             ):  # the process group isn't up, or its store went with the rank that had it
                 self._rank_store = self._rank_store or open_rank_store(self._place.world_size)
-                say_gone(self._rank_store, self._place.rank)
+                set_gone(self._rank_store, self._place.rank)
 
     def _make_checkpointer(self, rank_store: KeyValueStore) -> Checkpointer:
         config, policy = self._config, self._config.checkpoint

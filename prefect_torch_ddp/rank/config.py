@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-from prefect_torch_ddp.checkpoint.source import Source
+from prefect_torch_ddp.checkpoint.resume_point import ResumePoint
 from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.params import CheckpointParams
 from prefect_torch_ddp.storage.protocol import Readable, Storage
@@ -29,7 +29,7 @@ class RankConfig:
     options: Mapping[str, Any] = field(default_factory=dict)
     seed: int = 0
     checkpoint: CheckpointParams = field(default_factory=CheckpointParams)
-    resume_from: Source | None = None
+    resume_from: ResumePoint | None = None
     """Where to take the first checkpoint from when this run has none of its own."""
     restore_step: int | None = None
     """In the evaluate stage: the step of the checkpoint to restore."""

@@ -15,8 +15,7 @@ from typing import Any
 
 import cloudpickle
 
-from prefect_torch_ddp.checkpoint.attempts import SupersededError
-from prefect_torch_ddp.errors import InvalidParamsError, StorageError
+from prefect_torch_ddp.errors import InvalidParamsError, StorageError, SupersededError
 from prefect_torch_ddp.protocol.rank import Retryability
 
 # What gloo, NCCL and TCPStore say when a peer goes away; gathered from killed, exited and

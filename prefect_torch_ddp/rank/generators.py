@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from prefect_torch_ddp.checkpoint.keys import rank_name
-from prefect_torch_ddp.checkpoint.reading import read_state
+from prefect_torch_ddp.checkpoint.objects import read_state
 from prefect_torch_ddp.data.sampler import mix_seed
 from prefect_torch_ddp.rank.config import RankConfig, Stage
 from prefect_torch_ddp.rank.loop.state import Place, TrainingState

@@ -11,7 +11,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from prefect_torch_ddp.checkpoint.attempts import claim_attempt, newest_attempt
-from prefect_torch_ddp.checkpoint.source import source_of
+from prefect_torch_ddp.checkpoint.resume_point import parse_resume_from
 from prefect_torch_ddp.data.images.location import readable_at
 from prefect_torch_ddp.errors import StorageError
 from prefect_torch_ddp.protocol.rank import Stopped
@@ -158,7 +158,7 @@ def local_config(
     where = DirectoryStorage(Path(storage)) if isinstance(storage, str | os.PathLike) else storage
     seed_stage(config["seed"], config["stage"])
     if isinstance(config["resume_from"], str):
-        config["resume_from"] = source_of(config["resume_from"], where, storage_from_uri)
+        config["resume_from"] = parse_resume_from(config["resume_from"], where, storage_from_uri)
     if config.get("source") is not None:
         config["source"], _ = readable_at(config["source"])
     # Only a training is an attempt: who evaluates a checkpoint of a run, or prepares data for

@@ -15,7 +15,7 @@ from prefect_torch_ddp.rank.config import RankConfig
 from prefect_torch_ddp.rank.link import ControlLink
 from prefect_torch_ddp.rank.loop.state import Place, TrainingState
 from prefect_torch_ddp.records.ledger import EndLine, LedgerLog, LoopLine, StepLine
-from prefect_torch_ddp.records.log import MetricLog
+from prefect_torch_ddp.records.metrics import MetricLog
 
 if TYPE_CHECKING:
     from prefect_torch_ddp.data.sampler import BatchShare, GlobalBatches

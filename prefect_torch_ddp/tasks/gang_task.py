@@ -17,7 +17,7 @@ from prefect.runtime import flow_run
 from prefect.utilities.callables import get_call_parameters
 
 from prefect_torch_ddp.checkpoint.manifest import newest
-from prefect_torch_ddp.checkpoint.source import Source, source_of
+from prefect_torch_ddp.checkpoint.resume_point import ResumePoint, parse_resume_from
 from prefect_torch_ddp.gang.run import run_gang
 from prefect_torch_ddp.params import DEFAULT_STORAGE, CheckpointParams
 from prefect_torch_ddp.protocol.rank import Backend
@@ -59,7 +59,7 @@ class GangOptions:
         check_virtual_ranks(self.determinism, self.virtual_ranks, self.world_size)
 
     def rank_config(
-        self, run_id: str, attempt: int, storage: Storage, resume_from: Source | None
+        self, run_id: str, attempt: int, storage: Storage, resume_from: ResumePoint | None
     ) -> RankConfig:
         """Describe the context of the ranks of one attempt."""
         return RankConfig(
@@ -196,13 +196,13 @@ def _run_id(task: GangTask[Any, Any], task_run_id: str) -> str:
     return f"{slug(task.name)}-{flow_run.id[:8]}-{task.call}"
 
 
-def _source(reference: str | None, own: Storage, run_id: str) -> Source | None:
+def _source(reference: str | None, own: Storage, run_id: str) -> ResumePoint | None:
     """Read resume_from, and refuse it before a rank starts where there is nothing to begin
     from.
     """
     if reference is None:
         return None
-    source = source_of(reference, own, resolve_storage)
+    source = parse_resume_from(reference, own, resolve_storage)
     if newest(own, run_id) is None:  # else it resumes from its own
         source.find()
     return source

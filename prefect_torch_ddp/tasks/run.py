@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from prefect.logging import get_run_logger
 
 from prefect_torch_ddp.checkpoint.attempts import claim_attempt, claim_attempt_after
+from prefect_torch_ddp.checkpoint.resume_point import ResumePoint
 from prefect_torch_ddp.checkpoint.run_files import read_failures, write_failure
-from prefect_torch_ddp.checkpoint.source import Source
 from prefect_torch_ddp.gang.caller.stop import rank_text, stack_line
 from prefect_torch_ddp.params import TrainParams
 from prefect_torch_ddp.protocol.rank import (
@@ -25,7 +25,7 @@ from prefect_torch_ddp.protocol.rank import (
     RecordsLeft,
 )
 from prefect_torch_ddp.rank.config import RankConfig, Stage
-from prefect_torch_ddp.records.batch import put_part
+from prefect_torch_ddp.records.log import put_part
 from prefect_torch_ddp.storage.protocol import Readable, Storage
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class Run:
     params: TrainParams
     storage: Storage
     dataset_id: str
-    resume_from: Source | None = None
+    resume_from: ResumePoint | None = None
     source: Readable | None = None
     """Where the raw data is."""
 

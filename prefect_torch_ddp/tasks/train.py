@@ -14,7 +14,7 @@ from prefect.context import TaskRunContext
 from prefect.logging import get_run_logger
 from pydantic import ValidationError
 
-from prefect_torch_ddp.checkpoint.attempts import SupersededError, newest_attempt, refuse_superseded
+from prefect_torch_ddp.checkpoint.attempts import newest_attempt, refuse_superseded
 from prefect_torch_ddp.checkpoint.keys import finished_key
 from prefect_torch_ddp.checkpoint.manifest import find_manifest
 from prefect_torch_ddp.checkpoint.run_files import read_failures
@@ -26,6 +26,7 @@ from prefect_torch_ddp.errors import (
     RankFailedError,
     SchedulerLostError,
     StorageError,
+    SupersededError,
 )
 from prefect_torch_ddp.gang.run import run_gang
 from prefect_torch_ddp.protocol.rank import AttemptBegan, GangEvent, Progress

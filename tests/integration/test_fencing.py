@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from prefect_torch_ddp.checkpoint.attempts import SupersededError, claim_attempt, newest_attempt
+from prefect_torch_ddp.checkpoint.attempts import claim_attempt, newest_attempt
 from prefect_torch_ddp.checkpoint.keys import checkpoints_prefix
 from prefect_torch_ddp.checkpoint.manifest import all_manifests, list_manifests
-from prefect_torch_ddp.checkpoint.reading import read_object
+from prefect_torch_ddp.checkpoint.objects import read_object
 from prefect_torch_ddp.checkpoint.run_files import read_result
+from prefect_torch_ddp.errors import SupersededError
 from prefect_torch_ddp.records.metrics import read_records
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.storage.protocol import Storage

@@ -11,19 +11,18 @@ import torch
 
 from prefect_torch_ddp.checkpoint.attempts import (
     FROM_NOTHING,
-    SupersededError,
     claim_attempt,
     record_resume,
 )
 from prefect_torch_ddp.checkpoint.commit import Committer, Retention
 from prefect_torch_ddp.checkpoint.keys import checkpoints_prefix, manifest_key, object_key
 from prefect_torch_ddp.checkpoint.manifest import Manifest, ManifestObject, list_manifests
+from prefect_torch_ddp.checkpoint.objects import digest_of, read_states
 from prefect_torch_ddp.checkpoint.rank_store import LocalStore
-from prefect_torch_ddp.checkpoint.reading import digest_of, read_states
 from prefect_torch_ddp.checkpoint.restore import Restorer, find_resumable
+from prefect_torch_ddp.checkpoint.resume_point import ResumePoint
 from prefect_torch_ddp.checkpoint.serial import to_bytes
-from prefect_torch_ddp.checkpoint.source import Source
-from prefect_torch_ddp.errors import CheckpointError
+from prefect_torch_ddp.errors import CheckpointError, SupersededError
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.storage.protocol import Storage, StoredObject
 from tests.forwarding import ForwardingStorage
@@ -205,7 +204,7 @@ def test_an_attempt_that_is_held_up_while_it_resumes_ends(
         held_up = HeldUpStorage(storage, nth, take_over, ANY)
         rank_store = LocalStore()
         with suppress(SupersededError):
-            Restorer.choosing(Source(held_up, "run"), attempt, None, rank_store)
+            Restorer.choose(ResumePoint(held_up, "run"), attempt, None, rank_store)
         if not held_up.held_up_at:
             break
         assert rank_store.get("resume") is None, held_up.held_up_at

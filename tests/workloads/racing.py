@@ -16,7 +16,8 @@ import torch
 from torch.utils.data import TensorDataset
 
 from prefect_torch_ddp import RankContext
-from prefect_torch_ddp.checkpoint.attempts import SupersededError, newest_attempt
+from prefect_torch_ddp.checkpoint.attempts import newest_attempt
+from prefect_torch_ddp.errors import SupersededError
 from prefect_torch_ddp.params import CheckpointParams
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.storage.protocol import Storage

@@ -43,7 +43,7 @@ from prefect_torch_ddp.protocol.rank import (
     RecordsLeft,
     Stopped,
 )
-from prefect_torch_ddp.records.batch import left_behind
+from prefect_torch_ddp.records.log import left_behind
 
 logger = logging.getLogger(__name__)
 

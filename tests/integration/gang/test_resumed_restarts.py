@@ -10,8 +10,9 @@ import pytest
 from distributed import Client
 
 from prefect_torch_ddp import RankFailedError, read_ledger, run_gang
-from prefect_torch_ddp.checkpoint.attempts import SupersededError, newest_attempt
+from prefect_torch_ddp.checkpoint.attempts import newest_attempt
 from prefect_torch_ddp.checkpoint.run_files import read_failures
+from prefect_torch_ddp.errors import SupersededError
 from prefect_torch_ddp.gang import run as launch
 from prefect_torch_ddp.params import CheckpointParams
 from prefect_torch_ddp.protocol.rank import AttemptBegan

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from prefect_torch_ddp import RankContext
-from prefect_torch_ddp.checkpoint.attempts import SupersededError, claim_attempt
+from prefect_torch_ddp.checkpoint.attempts import claim_attempt
 from prefect_torch_ddp.checkpoint.manifest import list_manifests
-from prefect_torch_ddp.errors import CheckpointError, StorageError
+from prefect_torch_ddp.errors import CheckpointError, StorageError, SupersededError
 from prefect_torch_ddp.params import CheckpointParams
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.storage.protocol import Storage

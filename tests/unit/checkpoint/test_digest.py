@@ -5,7 +5,7 @@ from blake3 import blake3
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prefect_torch_ddp.checkpoint.reading import PART_BYTES, Digest, digest_of, digest_of_parts
+from prefect_torch_ddp.checkpoint.objects import PART_BYTES, Digest, digest_of, digest_of_parts
 
 BYTES = bytes(range(251)) * (3 * PART_BYTES // 251)
 

@@ -16,13 +16,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from prefect_torch_ddp.checkpoint.attempts import SupersededError, claim_attempt
+from prefect_torch_ddp.checkpoint.attempts import claim_attempt
 from prefect_torch_ddp.checkpoint.export import export_model
 from prefect_torch_ddp.checkpoint.keys import attempts_prefix, object_key
 from prefect_torch_ddp.checkpoint.manifest import Manifest, ManifestObject
-from prefect_torch_ddp.checkpoint.reading import digest_of
+from prefect_torch_ddp.checkpoint.objects import digest_of
 from prefect_torch_ddp.checkpoint.serial import to_bytes
-from prefect_torch_ddp.errors import CheckpointError
+from prefect_torch_ddp.errors import CheckpointError, SupersededError
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.storage.protocol import Storage, StoredObject
 

@@ -13,7 +13,7 @@ import torch
 from prefect_torch_ddp.checkpoint import reading
 from prefect_torch_ddp.checkpoint import reading as digest
 from prefect_torch_ddp.checkpoint.manifest import Manifest, ManifestObject
-from prefect_torch_ddp.checkpoint.reading import NUM_AHEAD, digest_of, read_states
+from prefect_torch_ddp.checkpoint.objects import NUM_AHEAD, digest_of, read_states
 from prefect_torch_ddp.checkpoint.restore import Restorer
 from prefect_torch_ddp.checkpoint.serial import to_bytes
 from prefect_torch_ddp.errors import CheckpointError

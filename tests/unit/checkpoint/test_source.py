@@ -8,7 +8,7 @@ import torch
 
 from prefect_torch_ddp import InvalidParamsError, RankContext
 from prefect_torch_ddp.checkpoint.manifest import list_checkpoints, list_manifests
-from prefect_torch_ddp.checkpoint.source import Source, source_of
+from prefect_torch_ddp.checkpoint.resume_point import ResumePoint, parse_resume_from
 from prefect_torch_ddp.errors import CheckpointError
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.storage.locate import storage_from_uri
@@ -90,9 +90,9 @@ def test_a_reference_is_read(
 ) -> None:
     """An id, a path, a URI; with the step or without; the place of a manifest, as reports show
     it, too."""
-    source = source_of(reference, OWN, storage_from_uri)
-    assert source == Source(storage, run_id, step, attempt)  # type: ignore[arg-type]
-    assert source_of(source.uri, OWN, storage_from_uri) == source
+    source = parse_resume_from(reference, OWN, storage_from_uri)
+    assert source == ResumePoint(storage, run_id, step, attempt)  # type: ignore[arg-type]
+    assert parse_resume_from(source.uri, OWN, storage_from_uri) == source
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_what_names_no_run_is_refused(reference: str) -> None:
     with pytest.raises(
         InvalidParamsError, match=r"names no run; write a run's id, or <storage>/runs/<run id>"
     ):
-        source_of(reference, OWN, storage_from_uri)
+        parse_resume_from(reference, OWN, storage_from_uri)
 
 
 def test_the_runs_own_bucket_is_reached_as_the_run_reaches_it() -> None:
@@ -112,11 +112,13 @@ def test_the_runs_own_bucket_is_reached_as_the_run_reaches_it() -> None:
     own = S3Storage(
         "bucket", "new", endpoint_url="http://minio:9000", access_key_id="k", secret_access_key="s"
     )
-    source = source_of("s3://bucket/old/runs/otter", own, storage_from_uri)
+    source = parse_resume_from("s3://bucket/old/runs/otter", own, storage_from_uri)
     assert source.storage == S3Storage(
         "bucket", "old", endpoint_url="http://minio:9000", access_key_id="k", secret_access_key="s"
     )
-    assert source_of("s3://other/runs/otter", own, storage_from_uri).storage == S3Storage("other")
+    assert parse_resume_from("s3://other/runs/otter", own, storage_from_uri).storage == S3Storage(
+        "other"
+    )
 
 
 def begin(folder: Path, resume_from: str, run_id: str = "local") -> tuple[int, float]:
@@ -165,8 +167,12 @@ def test_a_step_that_was_asked_for_is_that_step(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"step-00000002/000001/counter.pt is damaged"):
         begin(tmp_path, "local/checkpoints/step-00000002", "next")
     storage = DirectoryStorage(tmp_path)
-    assert Source(storage, "local", 3).find().step == Source(storage, "local").find().step == 3
-    for source in (Source(storage, "local", 4), Source(storage, "nobody")):
+    assert (
+        ResumePoint(storage, "local", 3).find().step
+        == ResumePoint(storage, "local").find().step
+        == 3
+    )
+    for source in (ResumePoint(storage, "local", 4), ResumePoint(storage, "nobody")):
         with pytest.raises(
             InvalidParamsError,
             match=f"resume_from names {source.uri}, but .*no (complete )?checkpoint of",
@@ -177,7 +183,7 @@ def test_a_step_that_was_asked_for_is_that_step(tmp_path: Path) -> None:
 def test_a_secret_is_not_shown(tmp_path: Path) -> None:
     """Credentials in a URI that names no run."""
     with pytest.raises(InvalidParamsError, match="bucket/prefix/my-run") as error:
-        source_of(
+        parse_resume_from(
             "s3://KEY:SECRET@bucket/prefix/my-run", DirectoryStorage(tmp_path), storage_from_uri
         )
     assert "SECRET" not in str(error.value)

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from prefect_torch_ddp.errors import StorageError
-from prefect_torch_ddp.records.log import MetricLog
-from prefect_torch_ddp.records.metrics import read_all_records
+from prefect_torch_ddp.records.metrics import MetricLog, read_all_records
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 
 _broken = threading.Event()

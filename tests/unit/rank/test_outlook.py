@@ -2,8 +2,7 @@
 
 import pytest
 
-from prefect_torch_ddp.checkpoint.attempts import SupersededError
-from prefect_torch_ddp.errors import InvalidParamsError, StorageError
+from prefect_torch_ddp.errors import InvalidParamsError, StorageError, SupersededError
 from prefect_torch_ddp.rank.failure import retryability_of
 
 

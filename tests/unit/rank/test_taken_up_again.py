@@ -14,7 +14,7 @@ from prefect_torch_ddp import RankContext
 from prefect_torch_ddp.checkpoint import checkpointer
 from prefect_torch_ddp.checkpoint.attempts import claim_attempt
 from prefect_torch_ddp.checkpoint.manifest import list_manifests
-from prefect_torch_ddp.checkpoint.reading import read_states
+from prefect_torch_ddp.checkpoint.objects import read_states
 from prefect_torch_ddp.params import CheckpointParams
 from prefect_torch_ddp.rank.config import RankConfig
 from prefect_torch_ddp.rank.workload import run_with_context

@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 
-from prefect_torch_ddp.records.batch import left_behind, put_part
-from prefect_torch_ddp.records.log import MetricLog
-from prefect_torch_ddp.records.metrics import read_all_records
+from prefect_torch_ddp.records.log import left_behind, put_part
+from prefect_torch_ddp.records.metrics import MetricLog, read_all_records
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 
 FOLDER = "runs/run/metrics/rank-00003"
@@ -43,7 +42,7 @@ def test_the_records_of_a_killed_process_are_found(tmp_path: Path) -> None:
     """All of them, in order, also those that came after the last part."""
     code = (
         "import os, sys; from pathlib import Path\n"
-        "from prefect_torch_ddp.records.log import MetricLog\n"
+        "from prefect_torch_ddp.records.metrics import MetricLog\n"
         "from prefect_torch_ddp.storage.directory import DirectoryStorage\n"
         "from tests.unit.storage.test_record_batch import record\n"
         "storage, copies = DirectoryStorage(Path(sys.argv[1])), Path(sys.argv[2])\n"

@@ -27,7 +27,7 @@ _FORMS = (
 
 
 @dataclass(frozen=True)
-class Source:
+class ResumePoint:
     """A checkpoint that a new run begins from."""
 
     storage: Storage
@@ -76,7 +76,9 @@ class Source:
         raise InvalidParamsError(msg)
 
 
-def source_of(reference: str, own: Storage, resolve: Callable[[str], Storage]) -> Source:
+def parse_resume_from(
+    reference: str, own: Storage, resolve: Callable[[str], Storage]
+) -> ResumePoint:
     """Read what a person wrote; nothing is looked for.
 
     Args:
@@ -99,7 +101,7 @@ def source_of(reference: str, own: Storage, resolve: Callable[[str], Storage]) -
         None if match[name] is None else int(match[name]) for name in ("step", "attempt")
     )
     if match["root"] is None:
-        return Source(own, match["run_id"], step, attempt)
+        return ResumePoint(own, match["run_id"], step, attempt)
     root = re.sub(r"(?<=.)/$", "", match["root"]) or "."
     storage = resolve(root)
     if (
@@ -109,4 +111,4 @@ def source_of(reference: str, own: Storage, resolve: Callable[[str], Storage]) -
         and "://" in root
     ):
         storage = replace(own, prefix=storage.prefix)
-    return Source(storage, match["run_id"], step, attempt)
+    return ResumePoint(storage, match["run_id"], step, attempt)
