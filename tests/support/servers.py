@@ -1,0 +1,145 @@
+"""Real servers as fixtures: Prefect, Dask, Ceph. Wide in scope, since they cost seconds."""
+
+import os
+import socket
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psutil
+import pytest
+
+from tests.support.waiting import becomes_true
+
+if TYPE_CHECKING:
+    from distributed import Client, LocalCluster
+
+    from tests.integration.ceph_server import CephServer
+
+STOP_S = 30.0
+READY_S = 300.0
+
+
+@pytest.fixture(scope="session")
+def prefect_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Run a real Prefect server, with a home and a SQLite file of its own; give its API URL."""
+    home = tmp_path_factory.mktemp("prefect-server")
+    with (home / "server.log").open("wb") as log:
+        process, url = _start_prefect_server(home, log.fileno())
+        try:
+            yield url
+        finally:
+            _drain_prefect()
+            process.terminate()
+            try:
+                process.wait(STOP_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def _drain_prefect() -> None:
+    """Have Prefect send what it still holds: at exit it would try a stopped server for a
+    minute."""
+    if module := sys.modules.get("prefect.logging.handlers"):
+        module.APILogWorker.drain_all(timeout=10)
+    if module := sys.modules.get("prefect.events.worker"):
+        module.EventsWorker.drain_all(timeout=10)
+
+
+def _start_prefect_server(home: Path, log: int) -> tuple[subprocess.Popen[bytes], str]:
+    for _ in range(3):  # another process may take the free port before the server does
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        command = [
+            sys.executable,
+            "-m",
+            "prefect",
+            "server",
+            "start",
+            "--host",
+            "127.0.0.1",
+            "--port",
+            str(port),
+            "--no-ui",
+        ]
+        process = subprocess.Popen(
+            command, stdout=log, stderr=log, env=os.environ | {"PREFECT_HOME": str(home)}
+        )
+        becomes_true(partial(_has_settled, process, port), READY_S)
+        if _is_ready(process, port):
+            return process, f"http://127.0.0.1:{port}/api"
+        process.kill()
+        process.wait()
+    pytest.fail("the Prefect server did not start:\n" + (home / "server.log").read_text()[-4000:])
+
+
+def _has_settled(process: subprocess.Popen[bytes], port: int) -> bool:
+    return process.poll() is not None or _is_ready(process, port)
+
+
+def _is_ready(process: subprocess.Popen[bytes], port: int) -> bool:
+    """Tell whether our own server answers: one of somebody else's on the same port would answer
+    too, and get our test's runs."""
+    try:
+        sockets = psutil.Process(process.pid).net_connections("tcp")
+        if not any(
+            found.status == psutil.CONN_LISTEN and found.laddr.port == port for found in sockets
+        ):
+            return False
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/api/health", timeout=2) as response:
+            return bool(response.status == 200)
+    except (OSError, psutil.Error):
+        return False
+
+
+@pytest.fixture
+def prefect_api(prefect_server: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Make the real server the one that flows of this test, and processes that it starts, talk
+    to."""
+    from prefect.settings import PREFECT_API_URL, temporary_settings
+
+    monkeypatch.setenv("PREFECT_API_URL", prefect_server)
+    with temporary_settings({PREFECT_API_URL: prefect_server}):
+        yield prefect_server
+
+
+@pytest.fixture(scope="session")
+def ceph_server() -> Iterator["CephServer"]:
+    """Run a real Ceph RADOS Gateway, or skip the test with what to install.
+
+    User `owner` may do all, user `reader` reads.
+    """
+    from tests.integration.ceph_server import run_ceph
+
+    with run_ceph(Path(os.environ["PTD_TEST_HOME"]) / "ceph") as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def dask_cluster() -> Iterator["LocalCluster"]:
+    """Run a real cluster: two worker processes of one thread.
+
+    A test that kills or stops workers makes its own.
+    """
+    from distributed import LocalCluster
+
+    with LocalCluster(
+        n_workers=2, threads_per_worker=1, processes=True, dashboard_address=":0"
+    ) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def dask_client(dask_cluster: "LocalCluster") -> Iterator["Client"]:
+    """Connect to the shared cluster, all its workers there."""
+    from distributed import Client
+
+    with Client(dask_cluster) as client:
+        client.wait_for_workers(2, timeout=30)
+        yield client
