@@ -2,7 +2,7 @@
 
 import re
 from types import ModuleType
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import (
     BaseModel,
@@ -15,7 +15,12 @@ from pydantic import (
     model_validator,
 )
 
+from prefect_torch_ddp.errors import InvalidParamsError
+
 DEFAULT_STORAGE = "~/prefect-torch-ddp"
+Determinism = Literal["default", "elastic"]
+"""elastic: a training's bits are the same for every number of ranks that divides
+`virtual_ranks`."""
 
 
 def _at(position: int) -> dict[str, JsonValue]:
@@ -207,7 +212,7 @@ class TrainParams(Params):
         description="Seconds that a cancelled training gets to stop at one step and write its checkpoint; Prefect gives it 30.",
         json_schema_extra=_at(19),
     )
-    determinism: Literal["default", "elastic"] = Field(
+    determinism: Determinism = Field(
         default="default",
         description="elastic: the same weights, to the last bit, for every number of ranks that divides virtual_ranks.",
         json_schema_extra=_at(20),
@@ -241,20 +246,37 @@ class TrainParams(Params):
             sizes = f"min_world_size is {self.min_world_size} and world_size {self.world_size}"
             msg = f"{sizes}; give a min_world_size of at most world_size"
             raise ValueError(msg)
-        self._refuse_virtual_ranks()
+        check_virtual_ranks(self.determinism, self.virtual_ranks, self.world_size)
         if not re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*(:[A-Za-z_]\w*)?", self.workload):
             msg = f"workload is {self.workload!r}; write it as package.module or package.module:object"
             raise ValueError(msg)
         return self
 
-    def _refuse_virtual_ranks(self) -> None:
-        if self.determinism == "default" and self.virtual_ranks is not None:
-            msg = f"virtual_ranks is {self.virtual_ranks}, which needs determinism='elastic'"
-            raise ValueError(msg)
-        if self.determinism == "elastic" and self.virtual_ranks is None:
-            msg = "determinism is 'elastic', but virtual_ranks is empty: give the most ranks that the training may ever have"
-            raise ValueError(msg)
-        if self.virtual_ranks is not None and self.virtual_ranks % self.world_size:
-            sizes = f"virtual_ranks is {self.virtual_ranks} and world_size {self.world_size}"
-            msg = f"{sizes}; give a world_size that divides virtual_ranks"
-            raise ValueError(msg)
+
+def check_virtual_ranks(
+    determinism: str, virtual_ranks: int | None, world_size: int | None = None
+) -> None:
+    """Refuse a kind of determinism and numbers of ranks that don't fit together.
+
+    Args:
+        determinism: the kind that was chosen.
+        virtual_ranks: how many, for elastic determinism.
+        world_size: how many ranks there are to be; None: not known yet.
+
+    Raises:
+        InvalidParamsError: says which, and what to give.
+    """
+    if determinism not in get_args(Determinism):
+        msg = f"determinism is {determinism!r}; choose one of {', '.join(get_args(Determinism))}"
+    elif determinism == "default" and virtual_ranks is not None:
+        msg = f"virtual_ranks is {virtual_ranks}, which needs determinism='elastic'"
+    elif determinism == "elastic" and (virtual_ranks is None or virtual_ranks < 1):
+        given = "empty" if virtual_ranks is None else virtual_ranks
+        most = "give the most ranks that the training may ever have"
+        msg = f"determinism is 'elastic', but virtual_ranks is {given}: {most}"
+    elif virtual_ranks is not None and world_size is not None and virtual_ranks % world_size:
+        sizes = f"virtual_ranks is {virtual_ranks} and world_size {world_size}"
+        msg = f"{sizes}; give a world_size that divides virtual_ranks"
+    else:
+        return
+    raise InvalidParamsError(msg)

@@ -4,15 +4,13 @@ torch.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from prefect_torch_ddp.checkpoint.resume_point import ResumePoint
-from prefect_torch_ddp.errors import InvalidParamsError
-from prefect_torch_ddp.params import CheckpointParams
+from prefect_torch_ddp.params import CheckpointParams, Determinism, check_virtual_ranks
 from prefect_torch_ddp.storage.protocol import Readable, Storage
 
 Stage = Literal["prepare", "train", "evaluate", "task"]
-Determinism = Literal["default", "elastic"]
 
 
 @dataclass(frozen=True)
@@ -48,30 +46,4 @@ class RankConfig:
 
     def __post_init__(self) -> None:
         """Refuse virtual ranks that can't be."""
-        check_virtual_ranks(self.determinism, self.virtual_ranks, None)
-
-
-def check_virtual_ranks(
-    determinism: str, virtual_ranks: int | None, world_size: int | None
-) -> None:
-    """Refuse a kind of determinism and numbers of ranks that don't fit together.
-
-    Args:
-        determinism: what was chosen.
-        virtual_ranks: how many, for elastic determinism.
-        world_size: how many ranks there are to be; None: not known yet.
-
-    Raises:
-        InvalidParamsError: says which, and what to give.
-    """
-    if determinism not in get_args(Determinism):
-        msg = f"determinism is {determinism!r}; choose one of {', '.join(get_args(Determinism))}"
-    elif determinism == "default" and virtual_ranks is not None:
-        msg = f"virtual_ranks is {virtual_ranks}, which needs determinism='elastic'"
-    elif determinism == "elastic" and (virtual_ranks is None or virtual_ranks < 1):
-        msg = f"determinism is 'elastic' and virtual_ranks is {virtual_ranks}; give the most ranks the training may ever have"
-    elif virtual_ranks is not None and world_size is not None and virtual_ranks % world_size:
-        msg = f"virtual_ranks is {virtual_ranks} and world_size {world_size}; give a world_size that divides virtual_ranks"
-    else:
-        return
-    raise InvalidParamsError(msg)
+        check_virtual_ranks(self.determinism, self.virtual_ranks)

@@ -7,9 +7,9 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from prefect_torch_ddp.errors import InvalidParamsError
-from prefect_torch_ddp.params import CheckpointParams
+from prefect_torch_ddp.params import CheckpointParams, Determinism
 from prefect_torch_ddp.protocol.heartbeat import Phase
-from prefect_torch_ddp.rank.config import Determinism, RankConfig, Stage
+from prefect_torch_ddp.rank.config import RankConfig, Stage
 from prefect_torch_ddp.rank.link import ControlLink, NoLink
 from prefect_torch_ddp.rank.loop.state import Place
 from prefect_torch_ddp.rank.parts import ContextParts

@@ -14,8 +14,9 @@ from prefect_torch_ddp.checkpoint.attempts import claim_attempt, newest_attempt
 from prefect_torch_ddp.checkpoint.resume_point import parse_resume_from
 from prefect_torch_ddp.data.images.location import readable_at
 from prefect_torch_ddp.errors import StorageError
+from prefect_torch_ddp.params import check_virtual_ranks
 from prefect_torch_ddp.protocol.rank import Stopped
-from prefect_torch_ddp.rank.config import RankConfig, check_virtual_ranks
+from prefect_torch_ddp.rank.config import RankConfig
 from prefect_torch_ddp.rank.link import ControlLink
 from prefect_torch_ddp.rank.loop.state import Place, TrainingState
 from prefect_torch_ddp.rank.reporter import Reporter
@@ -150,7 +151,7 @@ def local_config(
     """
     from prefect_torch_ddp.rank.generators import seed_stage  # noqa: PLC0415 - loads torch
 
-    check_virtual_ranks(config["determinism"], config["virtual_ranks"], world_size=1)
+    check_virtual_ranks(config["determinism"], config["virtual_ranks"])
     temporary = None
     if storage is None:
         temporary = TemporaryDirectory(prefix="prefect-torch-ddp-")

@@ -8,9 +8,8 @@ from typing import Any, Concatenate, ParamSpec, TypeVar, overload
 from prefect import Task
 
 from prefect_torch_ddp.errors import InvalidParamsError
-from prefect_torch_ddp.params import DEFAULT_STORAGE, CheckpointParams
+from prefect_torch_ddp.params import DEFAULT_STORAGE, CheckpointParams, Determinism
 from prefect_torch_ddp.protocol.rank import Backend
-from prefect_torch_ddp.rank.config import Determinism
 from prefect_torch_ddp.rank.context import RankContext
 from prefect_torch_ddp.tasks.gang_task import GangOptions, GangTask, run_as_task
 from prefect_torch_ddp.tasks.train import is_worth_a_retry

@@ -19,9 +19,14 @@ from prefect.utilities.callables import get_call_parameters
 from prefect_torch_ddp.checkpoint.manifest import newest
 from prefect_torch_ddp.checkpoint.resume_point import ResumePoint, parse_resume_from
 from prefect_torch_ddp.gang.run import run_gang
-from prefect_torch_ddp.params import DEFAULT_STORAGE, CheckpointParams
+from prefect_torch_ddp.params import (
+    DEFAULT_STORAGE,
+    CheckpointParams,
+    Determinism,
+    check_virtual_ranks,
+)
 from prefect_torch_ddp.protocol.rank import Backend
-from prefect_torch_ddp.rank.config import Determinism, RankConfig, check_virtual_ranks
+from prefect_torch_ddp.rank.config import RankConfig
 from prefect_torch_ddp.storage.protocol import Storage
 from prefect_torch_ddp.tasks.blocks import resolve_storage
 from prefect_torch_ddp.tasks.call_book import begin_call, numbered
