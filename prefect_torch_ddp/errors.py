@@ -1,7 +1,6 @@
-"""Owns every exception of the package. Errors cross processes by pickle, cause included, and
-none is a TimeoutError.
+"""Every exception of the package. They cross processes by pickle, cause included.
 
-Owns which failures of ranks say the same, and how several ranks are named. Pure.
+None is a TimeoutError: user code and libraries catch those for reasons of their own.
 """
 
 import pickle
@@ -15,48 +14,46 @@ def _rebuild(
     cls: type["PrefectTorchDdpError"], args: tuple[Any, ...], cause: bytes | None
 ) -> "PrefectTorchDdpError":
     error = cls(*args)
-    if cause is not None:
-        try:
-            error.__cause__ = pickle.loads(cause)
-        except Exception:  # noqa: BLE001 - the cause's class may not exist on this side; its text is in our message
-            error.__cause__ = None
+    error.__cause__ = None if cause is None else _unpickle(cause)
+    return error
+
+
+def _unpickle(cause: bytes) -> BaseException | None:
+    try:
+        error: BaseException = pickle.loads(cause)
+    except Exception:  # noqa: BLE001 - its class may not exist here; the message has its text
+        return None
     return error
 
 
 class PrefectTorchDdpError(Exception):
-    """The base of all our errors. Survives pickle with its fields and its `__cause__`."""
+    """Base of the package's errors. Survives pickling with its fields and its `__cause__`."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Carry the cause too, which pickle drops; a cause that can't be pickled is left out,
-        its text is in the message.
-        """
+        """Carry the cause too, which pickle drops; one that can't be pickled is left out."""
         cause = None
         if self.__cause__ is not None:
             try:
                 cause = pickle.dumps(self.__cause__)
                 pickle.loads(cause)
-            except Exception:  # noqa: BLE001 - any class of the user's may refuse in any way
+            except Exception:  # noqa: BLE001 - a user's class may refuse in any way
                 cause = None
         return _rebuild, (type(self), self.args, cause)
 
 
 class InvalidParamsError(PrefectTorchDdpError, ValueError):
-    """A value given by the caller can't work; says which, why and what to do.
+    """A value that the caller gave can't work; raised before any work starts.
 
-    Raised before any work starts.
+    The message says which value, why, and what to give instead.
     """
 
 
 class NoImagesError(InvalidParamsError, FileNotFoundError):
-    """A dataset has no class folder, or a class without images; a FileNotFoundError, as
-    torchvision's is.
-    """
+    """A dataset has no class folder, or a class without images, as in torchvision."""
 
 
 class StorageError(PrefectTorchDdpError):
-    """The storage can't do what was asked: names the object, the reason and the way out; shows
-    no secret.
-    """
+    """The storage can't do what was asked; names the object and the reason, shows no secret."""
 
 
 class ObjectNotFoundError(StorageError):
@@ -64,15 +61,11 @@ class ObjectNotFoundError(StorageError):
 
 
 class ObjectChangedError(StorageError):
-    """The object isn't the one that was listed: another content stands under its name by
-    now.
-    """
+    """The object isn't the one that was listed: its content was replaced since."""
 
 
 class DamagedObjectError(StorageError):
-    """The object's content isn't what was written, by the digest that was written with it, each
-    time it was read.
-    """
+    """The object's content doesn't match the digest written with it, however often it is read."""
 
 
 class BadKeyError(StorageError, ValueError):
@@ -80,7 +73,7 @@ class BadKeyError(StorageError, ValueError):
 
 
 class CorruptImageError(PrefectTorchDdpError):
-    """An object of a dataset was read whole and is no image that can be decoded; names it."""
+    """An object of a dataset was read whole and can't be decoded as an image; names it."""
 
 
 class CheckpointError(PrefectTorchDdpError):
@@ -91,30 +84,56 @@ class SupersededError(CheckpointError):
     """A newer attempt of the run has begun; this one must not change its checkpoints any more."""
 
 
+class UnpicklableValueError(PrefectTorchDdpError, TypeError):
+    """A rank returned a value that can't be pickled; names the rank and the type."""
+
+
 class GangError(PrefectTorchDdpError):
     """A gang could not run to its end."""
 
 
 class NotEnoughWorkersError(GangError):
-    """The cluster has too few workers, or they stayed busy past the limit; says how many there
-    are and how many are needed.
-    """
+    """The cluster has too few workers, or they stayed busy; says how many it has and needs."""
 
 
 class WorkerLostError(GangError):
     """A Dask worker that held ranks is gone; names the worker and its ranks."""
 
 
+class SupervisorLostError(WorkerLostError):
+    """The Dask worker that ran a task is gone or silent; the task itself can't retry."""
+
+
 class SchedulerLostError(GangError):
-    """The Dask scheduler is gone, or silent, and with it the way to the workers; ranks end by
-    themselves within seconds.
-    """
+    """The Dask scheduler is gone or silent; ranks end by themselves within seconds."""
+
+
+class SchedulerUnresponsiveError(SchedulerLostError):
+    """The Dask scheduler doesn't answer, for now or for good."""
+
+
+class AgentRefusedError(GangError):
+    """Dask ran an agent a second time, or on a restarted worker; training isn't run twice."""
+
+
+class AgentLostError(Exception):
+    """An agent's worker is gone, or Dask dropped the agent. Never leaves `gang`."""
+
+
+class NoAnswerError(Exception):
+    """A worker or the scheduler can't be reached, for now or for good. Never leaves `gang`."""
+
+
+class HostUnavailableError(Exception):
+    """Ranks can't be forked here now; the text says why. Never leaves `gang`."""
+
+
+class HostUnfitError(HostUnavailableError):
+    """Ranks can't be forked on this machine, now and later. Never leaves `gang`."""
 
 
 class GangCancelledError(GangError):
-    """The gang was cancelled from outside while it ran; `step` and `checkpoint_step` where they
-    are known.
-    """
+    """The gang was cancelled from outside while it ran."""
 
     def __init__(
         self, message: str, step: int | None = None, checkpoint_step: int | None = None
@@ -122,16 +141,16 @@ class GangCancelledError(GangError):
         """Keep what was lost and what is left.
 
         Args:
-            message: by what.
-            step: the step after which all ranks stopped.
-            checkpoint_step: step of the run's newest checkpoint.
+            message: by what it was cancelled.
+            step: the step after which all ranks stopped, if known.
+            checkpoint_step: step of the run's newest checkpoint, if known.
         """
         super().__init__(message, step, checkpoint_step)
         self.step = step
         self.checkpoint_step = checkpoint_step
 
     def __str__(self) -> str:
-        """Say by what, after which step, and from which checkpoint it may go on."""
+        """Say by what, after which step, and which checkpoint it may resume from."""
         text = str(self.args[0])
         if self.step is not None:
             text += f"; all ranks stopped after step {self.step}"
@@ -140,17 +159,20 @@ class GangCancelledError(GangError):
         return text
 
 
-class GangHungError(GangError):
-    """Ranks were alive and made no progress; the gang was stopped.
+class _LongError(GangError):
+    def __repr__(self) -> str:
+        """Show the first line: Prefect prints it where it announces a retry."""
+        return f"{type(self).__name__}({str(self).splitlines()[0]!r})"
 
-    Says who did not arrive, and where it is.
-    """
+
+class GangHungError(_LongError):
+    """Ranks were alive and made no progress; says who did not arrive, and where it is."""
 
     def __init__(self, hang: Hang, attempt: int) -> None:
         """Keep what was seen.
 
         Args:
-            hang: who hung, where, and everybody's stacks.
+            hang: who hung, where, and the stacks of all ranks.
             attempt: counts from 1.
         """
         super().__init__(hang, attempt)
@@ -172,31 +194,24 @@ class GangHungError(GangError):
         """The threads of each rank that answered."""
         return self.hang.stacks
 
-    def __repr__(self) -> str:
-        """Show the first line: Prefect writes it where it announces a retry."""
-        return f"{type(self).__name__}({str(self).splitlines()[0]!r})"
-
     def __str__(self) -> str:
-        """Say it in one line, then show the main thread of the first rank that did not
-        arrive.
-        """
-        lines = [f"the gang hung in attempt {self.attempt}: {self.hang.summary}"]
-        lines += [
-            "if a step may take so long, raise progress_timeout_s, or call report_progress() meanwhile"
+        """Say it in one line, then show the main thread of the first rank that did not arrive."""
+        lines = [
+            f"the gang hung in attempt {self.attempt}: {self.hang.summary}",
+            "if a step may take so long, raise progress_timeout_s, or call report_progress() "
+            "meanwhile",
         ]
-        if self.hang.ranks and (stack := self.hang.stacks.get(self.hang.ranks[0])):
+        if self.ranks and (stack := self.stacks.get(self.ranks[0])):
+            main_thread = stack.rstrip().rpartition("hread 0x")[2].splitlines()[1:]
             lines += [
                 "",
-                f"rank {self.hang.ranks[0]} is at (the innermost call first; all stacks are in the log):",
-            ]
-            lines += [
-                f"  {line.strip()}"
-                for line in stack.rstrip().rpartition("hread 0x")[2].splitlines()[1:]
+                f"rank {self.ranks[0]} is at (the innermost call first; all stacks are in the log):",
+                *(f"  {line.strip()}" for line in main_thread),
             ]
         return "\n".join(lines)
 
 
-class RankFailedError(GangError):
+class RankFailedError(_LongError):
     """A rank failed and the gang was stopped.
 
     `__cause__` is the user's own exception where it can be rebuilt here.
@@ -214,9 +229,8 @@ class RankFailedError(GangError):
         Args:
             failure: the root cause.
             attempt: counts from 1.
-            collateral: failures of other ranks: equal ones, and those that followed from it.
-            why_final: why another attempt would end in the same way, and none is made; None
-                where one may go better.
+            collateral: failures of other ranks: identical ones, and those that followed from it.
+            why_final: why another attempt would end in the same way; None where it might not.
         """
         super().__init__(failure, attempt, tuple(collateral), why_final)
         self.failure = failure
@@ -234,15 +248,10 @@ class RankFailedError(GangError):
     def from_failures(
         cls, failure: RankFailure, attempt: int, collateral: Sequence[RankFailure] = ()
     ) -> Self:
-        """Build the error with the user's own exception as its cause, where that unpickles on
-        this side.
-        """
+        """Build the error with the user's own exception as its cause, where that unpickles."""
         error = cls(failure, attempt, collateral)
         if failure.exception_pickle is not None:
-            try:
-                error.__cause__ = pickle.loads(failure.exception_pickle)
-            except Exception:  # noqa: BLE001 - class unknown here; type and text survive in the failure
-                error.__cause__ = None
+            error.__cause__ = _unpickle(failure.exception_pickle)
         return error
 
     @property
@@ -270,60 +279,37 @@ class RankFailedError(GangError):
         """The traceback as the rank formatted it, empty where there is none."""
         return self.failure.traceback_text
 
-    def __repr__(self) -> str:
-        """Show the first line: Prefect writes it where it announces a retry."""
-        return f"{type(self).__name__}({str(self).splitlines()[0]!r})"
-
     def __str__(self) -> str:
-        """Say who, where, which attempt and why; then the rank's traceback and what followed
-        from it.
-        """
+        """Say who, where, which attempt and why; then the traceback and the consequences."""
         first = self.failure
-        equal, others = split_equal(first, self.collateral)
-        lines = [f"{name_ranks([first, *equal])} failed in attempt {self.attempt}: {first.summary}"]
+        equal, *groups = _group_identical([first, *self.collateral])
+        lines = [f"{_name_ranks(equal)} failed in attempt {self.attempt}: {first.summary}"]
         if self.why_final:
             lines += [f"not tried again: {self.why_final}"]
         if first.traceback_text:
             lines += ["", first.traceback_text.rstrip()]
         if first.stderr_tail:
-            lines += [
-                "",
-                f"last lines on stderr of rank {first.rank}:",
-                *(f"  {line}" for line in first.stderr_tail),
-            ]
-        if others:
+            lines += ["", f"last lines on stderr of rank {first.rank}:"]
+            lines += [f"  {line}" for line in first.stderr_tail]
+        if groups:
             lines += ["", "as a consequence:"]
-            lines += [
-                f"  {name_ranks(group)}: {group[0].summary.splitlines()[0]}"
-                for group in groups_of_equals(others)
-            ]
+        for group in groups:
+            lines += [f"  {_name_ranks(group)}: {group[0].summary.splitlines()[0]}"]
         return "\n".join(lines)
 
 
-def groups_of_equals(failures: Sequence[RankFailure]) -> list[list[RankFailure]]:
-    """Put failures together that say the same; in the order in which each was seen first."""
+def _group_identical(failures: Sequence[RankFailure]) -> list[list[RankFailure]]:
     groups: dict[tuple[str, str, bool], list[RankFailure]] = {}
     for failure in failures:
-        groups.setdefault((failure.kind, failure.summary, failure.is_collateral), []).append(
-            failure
-        )
+        key = (failure.kind, failure.summary, failure.is_collateral)
+        groups.setdefault(key, []).append(failure)
     return list(groups.values())
 
 
-def split_equal(
-    cause: RankFailure, others: Sequence[RankFailure]
-) -> tuple[list[RankFailure], list[RankFailure]]:
-    """Part the other ranks' failures into those that say the same as the cause and the rest."""
-    together = next(group for group in groups_of_equals([cause, *others]) if group[0] is cause)
-    return together[1:], [
-        failure for failure in others if all(failure is not one for one in together)
-    ]
-
-
-def name_ranks(failures: Sequence[RankFailure]) -> str:
+def _name_ranks(failures: Sequence[RankFailure]) -> str:
     """Name ranks with their hosts: `rank 1 on b`, or `ranks 0, 1 on a, 2 on b`."""
-    by_host: dict[str, list[int]] = {}
+    by_host: dict[str, list[str]] = {}
     for failure in sorted(failures, key=lambda failure: failure.rank):
-        by_host.setdefault(failure.host, []).append(failure.rank)
-    places = ", ".join(f"{', '.join(map(str, ranks))} on {host}" for host, ranks in by_host.items())
-    return f"{'rank' if len(failures) == 1 else 'ranks'} {places}"
+        by_host.setdefault(failure.host, []).append(str(failure.rank))
+    named = ", ".join(f"{', '.join(ranks)} on {host}" for host, ranks in by_host.items())
+    return f"{'rank' if len(failures) == 1 else 'ranks'} {named}"

@@ -15,7 +15,12 @@ from typing import Any
 
 import cloudpickle
 
-from prefect_torch_ddp.errors import InvalidParamsError, StorageError, SupersededError
+from prefect_torch_ddp.errors import (
+    InvalidParamsError,
+    StorageError,
+    SupersededError,
+    UnpicklableValueError,
+)
 from prefect_torch_ddp.protocol.rank import Retryability
 
 # What gloo, NCCL and TCPStore say when a peer goes away; gathered from killed, exited and
@@ -98,10 +103,6 @@ def _chain(error: BaseException, *, with_context: bool) -> Iterator[BaseExceptio
         seen.add(id(link))
         yield link
         link = link.__cause__ or (link.__context__ if with_context else None)
-
-
-class UnpicklableValueError(TypeError):
-    """A rank returned something that can't be sent home."""
 
 
 class _HomePickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle is untyped

@@ -18,13 +18,18 @@ from prefect.futures import PrefectFuture
 from prefect.utilities.importtools import from_qualified_name
 from prefect_dask import DaskTaskRunner
 
-from prefect_torch_ddp.errors import GangCancelledError, InvalidParamsError, SchedulerLostError
+from prefect_torch_ddp.errors import (
+    GangCancelledError,
+    InvalidParamsError,
+    SchedulerLostError,
+    SupervisorLostError,
+)
 from prefect_torch_ddp.gang.caller.placement import num_workers_needed
 from prefect_torch_ddp.gang.liveness import LIVENESS_TIMEOUT_S
 from prefect_torch_ddp.gang.warm import warm
 from prefect_torch_ddp.params import ClusterParams, TrainParams
 from prefect_torch_ddp.tasks.watch.cancel import SIGNALS, TaskCancelled, stop_task
-from prefect_torch_ddp.tasks.watch.task_watch import SupervisorLostError, answer_of
+from prefect_torch_ddp.tasks.watch.task_watch import answer_of
 from prefect_torch_ddp.tasks.watch.watched_task import follow
 
 if TYPE_CHECKING:

@@ -7,10 +7,16 @@ from typing import Any
 
 from distributed import Client, Future
 
-from prefect_torch_ddp.errors import SchedulerLostError, WorkerLostError
-from prefect_torch_ddp.gang.caller.workers import SchedulerUnresponsiveError, look_for
+from prefect_torch_ddp.errors import (
+    AgentLostError,
+    NoAnswerError,
+    SchedulerLostError,
+    SchedulerUnresponsiveError,
+    WorkerLostError,
+)
+from prefect_torch_ddp.gang.caller.workers import look_for
 from prefect_torch_ddp.gang.liveness import LIVENESS_TIMEOUT_S, Liveness
-from prefect_torch_ddp.gang.worker.rpc import CLEAR_OP, GIVE_OP, POLL_OP, NoAnswerError, call_worker
+from prefect_torch_ddp.gang.worker.rpc import CLEAR_OP, GIVE_OP, POLL_OP, call_worker
 from prefect_torch_ddp.protocol.agent import AgentReport, AgentState, Cleared, WorkerIdentity
 
 LONG_POLL_S = 1.0
@@ -20,10 +26,6 @@ CLEAR_TIMEOUT_S = 10.0
 CLEAR_LIVENESS_S = 4.0
 """How long the end of a gang waits for a worker that doesn't answer; its ranks end by
 themselves (`rank/link.py`)."""
-
-
-class AgentLostError(Exception):
-    """An agent's worker is gone, or Dask dropped the agent."""
 
 
 @dataclass

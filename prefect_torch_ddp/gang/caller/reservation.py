@@ -9,8 +9,13 @@ from collections.abc import Callable, Sequence
 
 from distributed import Client
 
-from prefect_torch_ddp.errors import GangCancelledError, NotEnoughWorkersError, WorkerLostError
-from prefect_torch_ddp.gang.caller.agent_client import AgentClient, AgentLostError
+from prefect_torch_ddp.errors import (
+    AgentLostError,
+    GangCancelledError,
+    NotEnoughWorkersError,
+    WorkerLostError,
+)
+from prefect_torch_ddp.gang.caller.agent_client import AgentClient
 from prefect_torch_ddp.gang.caller.placement import Placement
 from prefect_torch_ddp.gang.caller.plan import GangPlan
 from prefect_torch_ddp.gang.caller.workers import free_workers

@@ -9,12 +9,14 @@ import time
 from collections.abc import Callable
 
 from prefect_torch_ddp.errors import (
+    AgentLostError,
+    AgentRefusedError,
     GangCancelledError,
     GangError,
     SchedulerLostError,
     WorkerLostError,
 )
-from prefect_torch_ddp.gang.caller.agent_client import CLEAR_TIMEOUT_S, AgentClient, AgentLostError
+from prefect_torch_ddp.gang.caller.agent_client import CLEAR_TIMEOUT_S, AgentClient
 from prefect_torch_ddp.gang.caller.hang_watch import HangWatch
 from prefect_torch_ddp.gang.caller.placement import Placement
 from prefect_torch_ddp.gang.caller.plan import GangPlan
@@ -28,7 +30,6 @@ from prefect_torch_ddp.gang.caller.root_cause import (
     stopped_unasked,
 )
 from prefect_torch_ddp.gang.stop import StopSwitch
-from prefect_torch_ddp.gang.worker.agent import AgentRefusedError
 from prefect_torch_ddp.protocol.agent import Cleared, StartOrder
 from prefect_torch_ddp.protocol.rank import (
     FunctionEnded,

@@ -14,7 +14,12 @@ from typing import Any, Literal
 
 from distributed import Client
 
-from prefect_torch_ddp.errors import GangError, NotEnoughWorkersError, SchedulerLostError
+from prefect_torch_ddp.errors import (
+    GangError,
+    NotEnoughWorkersError,
+    SchedulerLostError,
+    SchedulerUnresponsiveError,
+)
 from prefect_torch_ddp.gang.caller.placement import is_free
 from prefect_torch_ddp.gang.liveness import LIVENESS_TIMEOUT_S
 from prefect_torch_ddp.gang.worker.rpc import register_rpc
@@ -122,10 +127,6 @@ IMPORT_ERRORS = ("ImportError(", "ModuleNotFoundError(")
 SECOND_LOOK_S = 2.0
 """How long each worker may take to answer when not all of them did; all of them have had time
 for their imports by then."""
-
-
-class SchedulerUnresponsiveError(SchedulerLostError):
-    """The scheduler doesn't answer, for now or for good."""
 
 
 async def look_for(

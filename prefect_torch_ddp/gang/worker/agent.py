@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from distributed import Worker, get_worker
 from distributed.core import Status
 
+from prefect_torch_ddp.errors import AgentRefusedError
 from prefect_torch_ddp.gang.liveness import LIVENESS_TIMEOUT_S, Liveness
 from prefect_torch_ddp.gang.stop import UNWANTED_STATES
 from prefect_torch_ddp.gang.worker.mailbox import MAILBOXES, Alarm, Mailbox
@@ -36,12 +37,6 @@ BEAT_S = 1.0
 """How often ranks are told that their agent lives; see AGENT_TIMEOUT_S in `rank/link.py`."""
 EXIT_GRACE_S = 10.0
 """How long ranks that returned may take for their exit handlers."""
-
-
-class AgentRefusedError(RuntimeError):
-    """This run of the agent isn't the one its gang asked for: Dask ran it again, or
-    elsewhere.
-    """
 
 
 def agent_key(token: str) -> str:

@@ -17,6 +17,7 @@ from typing import Any
 
 import dask
 
+from prefect_torch_ddp.errors import HostUnavailableError, HostUnfitError
 from prefect_torch_ddp.gang.worker.child import RankFiles, wait_for_death
 
 logger = logging.getLogger(__name__)
@@ -28,14 +29,6 @@ IDLE_S = 1800.0
 """A host without ranks ends after so long; the next gang starts a new one."""
 IDLE_SETTING = "prefect-torch-ddp.rank-host.idle-s"
 """The setting in Dask's configuration that changes it, on the worker."""
-
-
-class HostUnavailableError(Exception):
-    """Ranks can't be forked here now; the text says why."""
-
-
-class HostUnfitError(HostUnavailableError):
-    """Ranks can't be forked on this machine, now and later."""
 
 
 def idle_s() -> float:

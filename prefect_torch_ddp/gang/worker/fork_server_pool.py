@@ -11,8 +11,9 @@ import time
 
 from distributed import Worker, WorkerPlugin
 
+from prefect_torch_ddp.errors import HostUnavailableError, HostUnfitError
 from prefect_torch_ddp.gang.worker.child import HAS_PIDFD
-from prefect_torch_ddp.gang.worker.fork_server import HostUnavailableError, HostUnfitError, RankHost
+from prefect_torch_ddp.gang.worker.fork_server import RankHost
 from prefect_torch_ddp.gang.worker.slots import SLOTS
 
 AGENT_LIMIT_S = 30.0

@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
+from prefect_torch_ddp.errors import HostUnavailableError
 from prefect_torch_ddp.gang.worker.child import (
     Child,
     ExecChild,
@@ -23,7 +24,6 @@ from prefect_torch_ddp.gang.worker.child import (
     kill_session,
     rank_environment,
 )
-from prefect_torch_ddp.gang.worker.fork_server import HostUnavailableError
 from prefect_torch_ddp.gang.worker.fork_server_pool import host_of
 from prefect_torch_ddp.gang.worker.oom import OomWatch
 from prefect_torch_ddp.gang.worker.rank_io import HeartbeatPage, Leftovers, LineCutter

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 from distributed.comm import get_address_host
 
-from prefect_torch_ddp.errors import GangError
+from prefect_torch_ddp.errors import GangError, NoAnswerError
 from prefect_torch_ddp.gang.worker.fork_server_pool import EndRankHost, host_of
 from prefect_torch_ddp.gang.worker.mailbox import MAILBOXES
 from prefect_torch_ddp.gang.worker.slots import SLOTS
@@ -32,10 +32,6 @@ CLEAR_OP = "prefect_torch_ddp_clear"
 IDENTIFY_OP = "prefect_torch_ddp_identify"
 
 Answer = dict[str, bytes]
-
-
-class NoAnswerError(Exception):
-    """A worker or the scheduler can't be reached, for now or for good."""
 
 
 async def register_rpc(  # noqa: C901 - four small handlers that close over the worker

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from distributed import Client, Future
 
-from prefect_torch_ddp.errors import SchedulerLostError, WorkerLostError
+from prefect_torch_ddp.errors import SchedulerLostError, SupervisorLostError
 from prefect_torch_ddp.gang.liveness import LIVENESS_TIMEOUT_S, Liveness
 
 T = TypeVar("T")
@@ -29,12 +29,6 @@ STIMULUS = "prefect-torch-ddp-silent-worker"
 """What Dask's own log of events names as the reason."""
 
 logger = logging.getLogger(__name__)
-
-
-class SupervisorLostError(WorkerLostError):
-    """The Dask worker that ran a task itself is gone or silent; out of reach of the task's own
-    retries.
-    """
 
 
 class TaskLiveness:

@@ -18,10 +18,10 @@ from prefect.states import Crashed
 from prefect_dask import DaskTaskRunner
 from prefect_dask.task_runners import PrefectDaskFuture
 
-from prefect_torch_ddp.errors import SchedulerLostError
+from prefect_torch_ddp.errors import SchedulerLostError, SupervisorLostError
 from prefect_torch_ddp.tasks.call_book import book_of
 from prefect_torch_ddp.tasks.watch.cancel import set_state_if_known, stop_task
-from prefect_torch_ddp.tasks.watch.task_watch import LOOK_EVERY_S, SupervisorLostError, TaskWatch
+from prefect_torch_ddp.tasks.watch.task_watch import LOOK_EVERY_S, TaskWatch
 
 P = ParamSpec("P")
 R = TypeVar("R")

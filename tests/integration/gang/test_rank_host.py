@@ -16,8 +16,9 @@ import pytest
 from distributed import Client, LocalCluster
 
 from prefect_torch_ddp import RankFailedError, run_gang
+from prefect_torch_ddp.errors import HostUnavailableError
 from prefect_torch_ddp.gang.worker.child import RankFiles
-from prefect_torch_ddp.gang.worker.fork_server import HostUnavailableError, RankHost
+from prefect_torch_ddp.gang.worker.fork_server import RankHost
 from tests.integration.gang.test_failures import wait_until
 from tests.workloads import plain
 
