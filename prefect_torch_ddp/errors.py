@@ -165,6 +165,11 @@ class _LongError(GangError):
         return f"{type(self).__name__}({str(self).splitlines()[0]!r})"
 
 
+_LONG_STEPS = (
+    "if a step may take so long, raise progress_timeout_s, or call report_progress() meanwhile"
+)
+
+
 class GangHungError(_LongError):
     """Ranks were alive and made no progress; says who did not arrive, and where it is."""
 
@@ -198,8 +203,7 @@ class GangHungError(_LongError):
         """Say it in one line, then show the main thread of the first rank that did not arrive."""
         lines = [
             f"the gang hung in attempt {self.attempt}: {self.hang.summary}",
-            "if a step may take so long, raise progress_timeout_s, or call report_progress() "
-            "meanwhile",
+            _LONG_STEPS,
         ]
         if self.ranks and (stack := self.stacks.get(self.ranks[0])):
             main_thread = stack.rstrip().rpartition("hread 0x")[2].splitlines()[1:]
