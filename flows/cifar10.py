@@ -1,6 +1,4 @@
-"""CIFAR-10: torchvision's vgg11_bn, cut down to 32x32 pixels, on the data set's binary version;
-validated after each epoch.
-"""
+"""CIFAR-10: torchvision's vgg11_bn for 32x32 pixels, validated after each epoch."""
 
 from typing import Any
 
@@ -13,19 +11,20 @@ from torch.utils.data import Dataset
 from torchvision.models import vgg11_bn
 from torchvision.transforms import v2
 
-from prefect_torch_ddp import InvalidParamsError, RankContext, Report
-from prefect_torch_ddp.data.files import read_files
-from prefect_torch_ddp.data.split import seeded_split
-from prefect_torch_ddp.params import Params
-from prefect_torch_ddp.rank.evaluation import ClassificationMeter
-from prefect_torch_ddp.rank.workload import read_options
-from prefect_torch_ddp.storage.protocol import Readable
+from prefect_torch_ddp import (
+    ClassificationMeter,
+    InvalidParamsError,
+    Params,
+    RankContext,
+    Report,
+    read_options,
+)
+from prefect_torch_ddp.data import read_files, seeded_split
 
 CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 IMAGE = (3, 32, 32)
 RECORD_BYTES = 1 + 3 * 32 * 32
-"""The class, then the pixels, red ones first: https://www.cs.toronto.edu/~kriz/cifar.html,
-"Binary version"."""
+"""The class, then the pixels, red first: https://www.cs.toronto.edu/~kriz/cifar.html."""
 AUGMENT = v2.Compose([v2.RandomCrop(32, padding=4), v2.RandomHorizontalFlip()])
 NORMALIZE = v2.Compose(
     [
@@ -52,11 +51,9 @@ class Options(Params):
 
 
 def prepare(ctx: RankContext) -> None:
-    """Write train.npz, val.npz and test.npz, with images uint8 [n, 3, 32, 32] and targets uint8
-    [n].
-    """
+    """Write {train,val,test}.npz: images uint8 [n, 3, 32, 32] and targets uint8 [n]."""
     options = read_options(Options, ctx.options)
-    learn, test = (records_in(ctx.source, begin) for begin in ("data_batch_", "test_batch"))
+    learn, test = records_in(ctx, "data_batch_"), records_in(ctx, "test_batch")
     train, val = seeded_split(
         len(learn), options.validation, options.split_seed, learn[:, 0].tolist()
     )
@@ -69,15 +66,15 @@ def prepare(ctx: RankContext) -> None:
 
 
 def train(ctx: RankContext) -> dict[str, float | None]:
-    """Train with SGD on a one-cycle learning rate; return the accuracy on the validation
-    split.
-    """
+    """Train with SGD on a one-cycle learning rate; return the validation accuracy."""
     options = read_options(Options, ctx.options)
     net = make_net()
     model = ctx.wrap(net)
-    images, held_out = Images(ctx, "train", augmented=True), Images(ctx, "val")
+    held_out = Images(ctx, "val")
     loader = ctx.loader(
-        images, global_batch_size=options.global_batch_size, num_workers=options.num_workers
+        Images(ctx, "train", augmented=True),
+        global_batch_size=options.global_batch_size,
+        num_workers=options.num_workers,
     )
     optimizer = torch.optim.SGD(
         model.parameters(),
@@ -115,11 +112,9 @@ def evaluate(ctx: RankContext) -> Report:
 
 
 def make_net() -> nn.Module:
-    """Return vgg11_bn for images of 32x32, of which five poolings leave one place: float32 [n,
-    3, 32, 32] to logits [n, 10].
-    """
+    """Return vgg11_bn for small images: float32 [n, 3, 32, 32] to logits [n, 10]."""
     net: nn.Module = vgg11_bn(num_classes=len(CLASSES))
-    net.avgpool = nn.Identity()
+    net.avgpool = nn.Identity()  # five poolings leave a single pixel of 32x32
     net.classifier = nn.Sequential(nn.Dropout(0.5), nn.Linear(512, len(CLASSES)))
     return net
 
@@ -153,31 +148,31 @@ def score(ctx: RankContext, net: nn.Module, images: Images) -> Report:
     return meter.report()
 
 
-def records_in(source: Readable, begin: str) -> "np.ndarray[Any, np.dtype[np.uint8]]":
-    """Read the files of the binary version whose name begins like that: uint8 [n, 3073].
+def records_in(ctx: RankContext, begin: str) -> "np.ndarray[Any, np.dtype[np.uint8]]":
+    """Read the source's .bin files whose name begins like that: uint8 [n, 3073].
 
     Raises:
         InvalidParamsError: there are none, or one is damaged.
     """
-    records = []
-    for name, content in read_files(source, begin):
+    uri, records = ctx.source.uri, []
+    for name, content in read_files(ctx.source, begin):
         if not name.endswith(".bin"):
             continue
         values = np.frombuffer(content, np.uint8)
-        if (
-            len(values) == 0
-            or len(values) % RECORD_BYTES
-            or values[::RECORD_BYTES].max() >= len(CLASSES)
-        ):
-            msg = f"{name} in {source.uri} is damaged, or not of CIFAR-10's binary version: records of {RECORD_BYTES} bytes"
+        num, rest = divmod(len(values), RECORD_BYTES)
+        if not num or rest or values[::RECORD_BYTES].max() >= len(CLASSES):
+            msg = (
+                f"{name} in {uri} is damaged, or not of CIFAR-10's binary version: "
+                f"records of {RECORD_BYTES} bytes"
+            )
             raise InvalidParamsError(msg)
         records.append(values.reshape(-1, RECORD_BYTES))
     if not records:
-        why = (
-            "pickles aren't read, since they can run code"
-            if next(source.list_objects(begin), None)
-            else "unpack that"
+        has_pickles = next(ctx.source.list_objects(begin), None) is not None
+        why = "pickles aren't read, since they can run code" if has_pickles else "unpack that"
+        msg = (
+            f"{uri} has no {begin}*.bin; give the folder cifar-10-batches-bin of "
+            f"cifar-10-binary.tar.gz: {why}"
         )
-        msg = f"{source.uri} has no {begin}*.bin; give the folder cifar-10-batches-bin of cifar-10-binary.tar.gz: {why}"
         raise InvalidParamsError(msg)
     return np.concatenate(records)

@@ -1,12 +1,11 @@
-"""Handwritten digits: a small CNN on the 1,797 images of 8x8 pixels that come with
-scikit-learn. No download.
-"""
+"""Handwritten digits: a small CNN on the 1,797 images of 8x8 pixels in scikit-learn."""
 
 from pathlib import Path
 from typing import Any
 
 import torch
 from PIL import Image
+from pydantic import Field, PositiveFloat, PositiveInt
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.nn.utils import clip_grad_norm_
@@ -14,27 +13,37 @@ from torch.utils.data import TensorDataset
 from torchvision.datasets import ImageFolder
 from torchvision.transforms import Compose, Grayscale, ToTensor
 
-from prefect_torch_ddp import RankContext, Report
-from prefect_torch_ddp.data.split import seeded_split
-from prefect_torch_ddp.rank.evaluation import ClassificationMeter
+from prefect_torch_ddp import ClassificationMeter, Params, RankContext, Report, read_options
+from prefect_torch_ddp.data import seeded_split
 
 CLASSES = [str(digit) for digit in range(10)]
 
 
-def prepare(ctx: RankContext) -> None:
-    """Write the images as PNG files, one folder per digit, split once and for all into train,
-    val and test.
-    """
-    from sklearn.datasets import load_digits  # noqa: PLC0415 - takes a second, which ranks that only train needn't wait for
+class Options(Params):
+    """The first three are data_options. Nothing is downloaded, so a run needs no source."""
 
-    digits = load_digits()
-    seed = ctx.options.get("split_seed", 0)
-    learn, test = seeded_split(
-        len(digits.target), ctx.options.get("held_out", 0.2), seed, digits.target
+    held_out: float = Field(
+        default=0.2, gt=0, lt=1, description="Share of the images that training never sees."
     )
-    train, val = seeded_split(
-        len(learn), ctx.options.get("validation", 0.1), seed, digits.target[learn]
+    validation: float = Field(
+        default=0.1, gt=0, lt=1, description="Share of the other images that only validate."
     )
+    split_seed: int = Field(default=0, ge=0)
+    epochs: PositiveInt = 20
+    global_batch_size: PositiveInt = 64
+    lr: PositiveFloat = 0.01
+    weight_decay: float = Field(default=0.05, ge=0)
+    dropout: float = Field(default=0.3, ge=0, lt=1)
+
+
+def prepare(ctx: RankContext) -> None:
+    """Write PNG files, one folder per digit, split once into train, val and test."""
+    from sklearn.datasets import load_digits  # noqa: PLC0415 - ranks that only train needn't wait
+
+    options = read_options(Options, ctx.options)
+    digits, seed = load_digits(), options.split_seed
+    learn, test = seeded_split(len(digits.target), options.held_out, seed, digits.target)
+    train, val = seeded_split(len(learn), options.validation, seed, digits.target[learn])
     splits = {"test": test, "train": [learn[i] for i in train], "val": [learn[i] for i in val]}
     for split, indices in splits.items():
         for digit in CLASSES:
@@ -45,25 +54,19 @@ def prepare(ctx: RankContext) -> None:
 
 
 def train(ctx: RankContext) -> dict[str, float | None]:
-    """Train with AdamW on a one-cycle learning rate; return the accuracy on the validation
-    split.
-    """
-    epochs = ctx.options.get("epochs", 20)
-    net = DigitNet(dropout=ctx.options.get("dropout", 0.3))
+    """Train with AdamW on a one-cycle learning rate; return the validation accuracy."""
+    options = read_options(Options, ctx.options)
+    net = DigitNet(options.dropout)
     model = ctx.wrap(net)
-    loader = ctx.loader(
-        images_of(ctx.data / "train"), global_batch_size=ctx.options.get("global_batch_size", 64)
-    )
+    loader = ctx.loader(images_of(ctx.data / "train"), global_batch_size=options.global_batch_size)
     validation = ctx.loader(images_of(ctx.data / "val"), global_batch_size=256, shuffle=False)
-    optimizer = torch.optim.AdamW(
-        model.parameters(), weight_decay=ctx.options.get("weight_decay", 0.05)
-    )
+    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=options.weight_decay)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, ctx.options.get("lr", 0.01), total_steps=epochs * len(loader)
+        optimizer, options.lr, total_steps=options.epochs * len(loader)
     )
     ctx.track(model=model, optimizer=optimizer, scheduler=scheduler)
 
-    for images, targets in ctx.steps(loader, epochs=epochs):
+    for images, targets in ctx.steps(loader, epochs=options.epochs):
         with torch.autocast(ctx.device.type, torch.bfloat16, enabled=ctx.device.type == "cuda"):
             loss = cross_entropy(model(images.to(ctx.device)), targets.to(ctx.device))
         optimizer.zero_grad()
@@ -82,33 +85,30 @@ def evaluate(ctx: RankContext) -> Report:
     """Score the trained model on the test split, which training never saw."""
     net = DigitNet().to(ctx.device)
     ctx.track(model=net)
-    return score(
-        ctx, net, ctx.loader(images_of(ctx.data / "test"), global_batch_size=256, shuffle=False)
-    )
+    test = ctx.loader(images_of(ctx.data / "test"), global_batch_size=256, shuffle=False)
+    return score(ctx, net, test)
 
 
 class DigitNet(nn.Sequential):
-    """Two convolutions and a linear layer: float images [batch, 1, 8, 8] from 0 to 1 to logits
-    [batch, 10].
-    """
+    """Two convolutions and a linear layer: images [n, 1, 8, 8] from 0 to 1 to logits [n, 10]."""
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__(
-            *(nn.Conv2d(1, 32, 3, padding=1, bias=False), nn.BatchNorm2d(32), nn.ReLU()),
-            *(
-                nn.Conv2d(32, 64, 3, padding=1, bias=False),
-                nn.BatchNorm2d(64),
-                nn.ReLU(),
-                nn.MaxPool2d(2),
-            ),
-            *(nn.Flatten(), nn.Dropout(dropout), nn.Linear(64 * 4 * 4, len(CLASSES))),
+            nn.Conv2d(1, 32, 3, padding=1, bias=False),
+            nn.BatchNorm2d(32),
+            nn.ReLU(),
+            nn.Conv2d(32, 64, 3, padding=1, bias=False),
+            nn.BatchNorm2d(64),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Flatten(),
+            nn.Dropout(dropout),
+            nn.Linear(64 * 4 * 4, len(CLASSES)),
         )
 
 
 def images_of(folder: Path) -> TensorDataset:
-    """Read an image folder into memory: images float32 [n, 1, 8, 8] from 0 to 1, targets int64
-    [n].
-    """
+    """Read an image folder: images float32 [n, 1, 8, 8] from 0 to 1, targets int64 [n]."""
     images, targets = zip(*ImageFolder(folder, Compose([Grayscale(), ToTensor()])), strict=True)
     return TensorDataset(torch.stack(images), torch.tensor(targets))
 

@@ -1,6 +1,4 @@
-"""Land use: any classifier of torchvision on an image folder, such as the 21 classes of UC
-Merced's aerial images.
-"""
+"""Land use: any classifier of torchvision on an image folder, such as UC Merced's 21 classes."""
 
 import json
 from collections.abc import Sequence
@@ -16,13 +14,16 @@ from torch.nn.utils import clip_grad_norm_
 from torch.utils.data import Subset
 from torchvision.transforms import v2
 
-from prefect_torch_ddp import InvalidParamsError, RankContext, Report
-from prefect_torch_ddp.data import image_folder, write_index
-from prefect_torch_ddp.data.split import seeded_split
-from prefect_torch_ddp.params import Params
-from prefect_torch_ddp.rank.evaluation import ClassificationMeter
-from prefect_torch_ddp.rank.workload import read_options
-from prefect_torch_ddp.storage.locate import storage_from_uri
+from prefect_torch_ddp import (
+    ClassificationMeter,
+    InvalidParamsError,
+    Params,
+    RankContext,
+    Report,
+    read_options,
+    storage_from_uri,
+)
+from prefect_torch_ddp.data import image_folder, seeded_split, write_index
 
 TO_TENSOR = [
     v2.ToImage(),
@@ -73,9 +74,7 @@ class Options(Params):
 
 
 def prepare(ctx: RankContext) -> None:
-    """Write the images' index, so that ranks don't list them, and a split for good, of each
-    class in the same share.
-    """
+    """Write the images' index, so that ranks don't list them, and a split of each class."""
     options = read_options(Options, ctx.options)
     write_index(ctx.source, ctx.data)
     found = image_folder(ctx.source, index=ctx.data)
@@ -86,9 +85,7 @@ def prepare(ctx: RankContext) -> None:
 
 
 def train(ctx: RankContext) -> dict[str, int]:
-    """Train with AdamW on a one-cycle rate; mixed precision, compiled and in micro-batches
-    where the options say so.
-    """
+    """Train with AdamW on a one-cycle rate; in mixed precision, compiled, in micro-batches."""
     options = read_options(Options, ctx.options)
     classes, dataset = images_of(ctx, "train", TURN)
     net = make_net(options, len(classes))
@@ -145,17 +142,11 @@ def evaluate(ctx: RankContext) -> Report:
 def images_of(
     ctx: RankContext, split: str, augment: Sequence[nn.Module] = ()
 ) -> tuple[list[str], Subset[Any]]:
-    """Return the classes, and a split's images: read where they are, float32 [3, size, size],
-    normalised.
-    """
-    options, numbers = (
-        read_options(Options, ctx.options),
-        json.loads((ctx.data / "split.json").read_text()),
-    )
-    to_size = v2.Resize((options.size, options.size))
-    found = image_folder(
-        ctx.source, v2.Compose([to_size, *augment, *TO_TENSOR]), index=ctx.data, cache=options.cache
-    )
+    """Return the classes, and a split's images: float32 [3, size, size], normalised."""
+    options = read_options(Options, ctx.options)
+    numbers = json.loads((ctx.data / "split.json").read_text())
+    transform = v2.Compose([v2.Resize((options.size, options.size)), *augment, *TO_TENSOR])
+    found = image_folder(ctx.source, transform, index=ctx.data, cache=options.cache)
     return numbers["classes"], Subset(found, numbers[split])
 
 
@@ -167,35 +158,39 @@ def autocast(ctx: RankContext, options: Options) -> torch.autocast:
 
 
 def make_net(options: Options, num_classes: int) -> nn.Module:
-    """Make the model for so many classes, with what fits of the weights: the last layer's may
-    be of other classes.
+    """Make the model for so many classes, with the weights that fit.
 
     Raises:
         InvalidParamsError: there is no such model, or the weights are another one's.
     """
     known = torchvision.models.list_models(module=torchvision.models)
     if options.model not in known:
-        msg = f"model is {options.model!r}, which is no classifier of torchvision; there are {', '.join(known)}"
+        msg = (
+            f"model is {options.model!r}, which is no classifier of torchvision; "
+            f"there are {', '.join(known)}"
+        )
         raise InvalidParamsError(msg)
-    one_head = (
-        {"aux_logits": False, "init_weights": True} if options.model in WITH_AUXILIARY_HEADS else {}
-    )
+    has_heads = options.model in WITH_AUXILIARY_HEADS
+    one_head = {"aux_logits": False, "init_weights": True} if has_heads else {}
     net: nn.Module = torchvision.models.get_model(
         options.model, weights=None, num_classes=num_classes, **one_head
     )
     if options.weights is not None:
-        folder, _, file = options.weights.rpartition("/")
-        given, own = (
-            safetensors.torch.load(storage_from_uri(folder or ".").read(file)),
-            net.state_dict(),
-        )
-        fitting = {
-            name: value
-            for name, value in given.items()
-            if name in own and own[name].shape == value.shape
-        }
-        if len(fitting) < len(own) - 2:  # the last layer has a weight and a bias
-            msg = f"{options.weights} has {len(fitting)} of the {len(own)} tensors of {options.model}; give that model's weights"
-            raise InvalidParamsError(msg)
-        net.load_state_dict(fitting, strict=False)
+        load_fitting(net, options.weights, options.model)
     return net
+
+
+def load_fitting(net: nn.Module, weights: str, model: str) -> None:
+    """Load all weights but the last layer's, which may be of other classes."""
+    folder, _, file = weights.rpartition("/")
+    given = safetensors.torch.load(storage_from_uri(folder or ".").read(file))
+    own = net.state_dict()
+    shapes = {name: value.shape for name, value in own.items()}
+    fitting = {name: value for name, value in given.items() if shapes.get(name) == value.shape}
+    if len(fitting) < len(own) - 2:  # the last layer has a weight and a bias
+        msg = (
+            f"{weights} has {len(fitting)} of the {len(own)} tensors of {model}; "
+            "give that model's weights"
+        )
+        raise InvalidParamsError(msg)
+    net.load_state_dict(fitting, strict=False)

@@ -14,14 +14,17 @@ from torch.nn.functional import cross_entropy
 from torch.nn.utils import clip_grad_norm_
 from torch.utils.data import TensorDataset
 
-from prefect_torch_ddp import InvalidParamsError, RankContext, Report
-from prefect_torch_ddp.data.files import read_files
-from prefect_torch_ddp.data.split import MIN_SAMPLES, seeded_split
-from prefect_torch_ddp.params import Params
-from prefect_torch_ddp.rank.evaluation import ClassificationMeter
-from prefect_torch_ddp.rank.workload import read_options
+from prefect_torch_ddp import (
+    ClassificationMeter,
+    InvalidParamsError,
+    Params,
+    RankContext,
+    Report,
+    read_options,
+)
+from prefect_torch_ddp.data import read_files, seeded_split
 
-LONGEST = 60
+LONGEST, FEWEST = 60, 2
 END, NO_LETTER = 0, -100
 
 
@@ -48,13 +51,14 @@ class Options(Params):
 
 
 def prepare(ctx: RankContext) -> None:
-    """Write the names, each once whatever its case, split once and for all, and their
-    alphabet.
-    """
+    """Write the names, each once whatever its case, their split and their alphabet."""
     options = read_options(Options, ctx.options)
     files = dict(read_files(ctx.source, options.file))
     if options.file not in files:
-        msg = f"{ctx.source.uri} has no {options.file}; name the list by data_options={{'file': ...}}, its folder by source"
+        msg = (
+            f"{ctx.source.uri} has no {options.file}; name the list by "
+            "data_options={'file': ...}, its folder by source"
+        )
         raise InvalidParamsError(msg)
     names = names_in(files[options.file], options.file)
     train, test = seeded_split(len(names), options.held_out, options.split_seed)
@@ -67,13 +71,9 @@ def prepare(ctx: RankContext) -> None:
 
 
 def train(ctx: RankContext) -> dict[str, int]:
-    """Train with AdamW on a falling learning rate, the gradient's norm clipped, as recurrent
-    nets need it.
-    """
-    options, data = (
-        read_options(Options, ctx.options),
-        json.loads((ctx.data / "names.json").read_text()),
-    )
+    """Train with AdamW on a falling rate; recurrent nets need the gradient's norm clipped."""
+    options = read_options(Options, ctx.options)
+    data = json.loads((ctx.data / "names.json").read_text())
     model = ctx.wrap(NameNet(len(data["alphabet"]), options.hidden, options.dropout))
     loader = ctx.loader(
         letters(data["train"], data["alphabet"]), global_batch_size=options.global_batch_size
@@ -87,9 +87,8 @@ def train(ctx: RankContext) -> dict[str, int]:
         losses = cross_entropy(
             logits.mT, wanted.to(ctx.device), ignore_index=NO_LETTER, reduction="none"
         )
-        loss = (
-            losses.sum(1) / (wanted != NO_LETTER).sum(1).to(ctx.device)
-        ).mean()  # a short name counts like a long one
+        num_letters = (wanted != NO_LETTER).sum(1).to(ctx.device)
+        loss = (losses.sum(1) / num_letters).mean()  # a short name counts like a long one
         optimizer.zero_grad()
         loss.backward()
         norm = clip_grad_norm_(model.parameters(), 1.0)
@@ -101,20 +100,15 @@ def train(ctx: RankContext) -> dict[str, int]:
 
 @torch.no_grad()
 def evaluate(ctx: RankContext) -> Report:
-    """Tell how well the letters of held-out names are foreseen; hand over new_names.txt, names
-    that are on no list.
-    """
-    options, data = (
-        read_options(Options, ctx.options),
-        json.loads((ctx.data / "names.json").read_text()),
-    )
+    """Score the letters of held-out names; save new_names.txt, names that are on no list."""
+    options = read_options(Options, ctx.options)
+    data = json.loads((ctx.data / "names.json").read_text())
     net = NameNet(len(data["alphabet"]), options.hidden).to(ctx.device)
     ctx.track(model=net)
     net.eval()
     meter = ClassificationMeter(["the end", *data["alphabet"]])
-    for given, wanted in ctx.loader(
-        letters(data["test"], data["alphabet"]), global_batch_size=256, shuffle=False
-    ):
+    held_out = letters(data["test"], data["alphabet"])
+    for given, wanted in ctx.loader(held_out, global_batch_size=256, shuffle=False):
         is_letter = wanted != NO_LETTER
         meter.update(net(given.to(ctx.device))[0][is_letter.to(ctx.device)], wanted[is_letter])
     scores = meter.report()
@@ -131,9 +125,7 @@ def evaluate(ctx: RankContext) -> Report:
 
 
 class NameNet(nn.Module):
-    """Letters int64 [batch, length] to logits of each next one [batch, length, letters and the
-    end], and the LSTM's state.
-    """
+    """Letters int64 [n, length] to logits of each next one [n, length, letters + 1] and state."""
 
     def __init__(self, num_letters: int, hidden: int, dropout: float = 0.0) -> None:
         super().__init__()
@@ -150,8 +142,10 @@ class NameNet(nn.Module):
 
 
 def names_in(content: bytes, file: str) -> list[str]:
-    """Read a list: each name as it is first written; raises InvalidParamsError where it is
-    none.
+    """Read a list: each name as it is first written.
+
+    Raises:
+        InvalidParamsError: it isn't UTF-8, has a long line, or too few names.
     """
     try:
         lines = unicodedata.normalize("NFC", content.decode("utf-8-sig")).splitlines()
@@ -161,41 +155,35 @@ def names_in(content: bytes, file: str) -> list[str]:
     names: dict[str, str] = {}
     for name in (" ".join(line.split()) for line in lines):
         if len(name) > LONGEST:
-            msg = f"{file} has a line of {len(name)} characters, {name[:40]!r}...; give a name of at most {LONGEST} on each line"
+            msg = (
+                f"{file} has a line of {len(name)} characters, {name[:40]!r}...; "
+                f"give a name of at most {LONGEST} on each line"
+            )
             raise InvalidParamsError(msg)
         if name:
             names.setdefault(name.casefold(), name)
-    if len(names) < MIN_SAMPLES:
-        msg = (
-            f"{file} has {len(names)} names; give at least {MIN_SAMPLES}, each on a line of its own"
-        )
+    if len(names) < FEWEST:
+        msg = f"{file} has {len(names)} names; give at least {FEWEST}, each on its own line"
         raise InvalidParamsError(msg)
     return list(names.values())
 
 
 def letters(names: Sequence[str], alphabet: Sequence[str]) -> TensorDataset:
-    """Return int64 [names, length]: what is given, from the start on, and what is wanted, to
-    the end.
-    """
+    """Return int64 [names, length]: given letters from the start, wanted ones to the end."""
     wanted = torch.full((len(names), max(map(len, names)) + 1), NO_LETTER)
     for row, name in zip(wanted, names, strict=True):
         row[: len(name) + 1] = torch.tensor([*(alphabet.index(letter) + 1 for letter in name), END])
-    return TensorDataset(
-        wanted.roll(1, dims=1).index_fill(1, torch.tensor([0]), END).clamp(min=END), wanted
-    )
+    given = wanted.roll(1, dims=1).index_fill(1, torch.tensor([0]), END).clamp(min=END)
+    return TensorDataset(given, wanted)
 
 
 def make_up(
     net: nn.Module, alphabet: Sequence[str], known: Sequence[str], options: Options, seed: int
 ) -> list[str]:
-    """Draw names that are not known in any case; fewer than wanted where a hundred tries for
-    each don't give enough.
-    """
-    generator, new, taken = (
-        torch.Generator().manual_seed(seed),
-        [],
-        {name.casefold() for name in known},
-    )
+    """Draw names that are not known in any case; at most a hundred tries for each."""
+    generator = torch.Generator().manual_seed(seed)
+    new: list[str] = []
+    taken = {name.casefold() for name in known}
     for _ in range(100 * options.num_new):
         name, given, state = "", END, None
         while len(name) < LONGEST:

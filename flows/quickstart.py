@@ -1,6 +1,4 @@
-"""What `make train` runs: the digits workload, on a Prefect server that is started if none is
-configured.
-"""
+"""What `make train` runs: the digits, on a Prefect server that is started if none is configured."""
 
 import json
 import os
@@ -27,8 +25,8 @@ def main() -> None:
     report = train_flow(TrainParams(workload="flows.digits"))
     accuracy = report.evaluation.accuracy or 0.0
     print(f"""
-Trained on {report.training.world_size} ranks, evaluated on {report.evaluation.num_samples} images that training never saw: \
-{accuracy:.1%} right.
+Trained on {report.training.world_size} ranks, evaluated on {report.evaluation.num_samples} images \
+that training never saw: {accuracy:.1%} right.
 
 See the run, its curves and tables:
     {report.flow_run_url}
@@ -42,14 +40,13 @@ Stop the Prefect server with: make stop""")
 
 
 def find_or_start_server() -> str:
-    """Return the API of the configured Prefect server, else of a local one, started in the
-    background if need be.
-    """
+    """Return the API of the configured Prefect server, else of a local one, which it starts."""
     configured, home = prefect_settings()
     if configured:
         if not is_prefect(configured):
             sys.exit(
-                f"PREFECT_API_URL is {configured}, but no Prefect server answers there: start it, or unset PREFECT_API_URL"
+                f"PREFECT_API_URL is {configured}, but no Prefect server answers there: "
+                "start it, or unset PREFECT_API_URL"
             )
         return configured
     if not is_prefect(LOCAL_API):
@@ -58,8 +55,7 @@ def find_or_start_server() -> str:
 
 
 def start_server(home: Path) -> None:
-    """Start a Prefect server that outlives this process; `make stop`, or `prefect server stop`,
-    ends it.
+    """Start a Prefect server that outlives this process, until `make stop`.
 
     Not by `prefect server start --background`: that server's output goes to a pipe that nobody
     reads, and it dies at its first log line (prefect 3.8.8).
@@ -68,21 +64,13 @@ def start_server(home: Path) -> None:
     with socket.socket() as probe:
         if probe.connect_ex((address.hostname, address.port)) == 0:
             sys.exit(
-                f"port {address.port} is taken by something that is no Prefect server: stop it, or set PREFECT_API_URL"
+                f"port {address.port} is taken by something that is no Prefect server: "
+                "stop it, or set PREFECT_API_URL"
             )
     home.mkdir(parents=True, exist_ok=True)
     log = home / "server.log"
-    command = [
-        sys.executable,
-        "-m",
-        "prefect",
-        "server",
-        "start",
-        "--host",
-        address.hostname or "",
-        "--port",
-        str(address.port),
-    ]
+    where = f"--host {address.hostname} --port {address.port}"
+    command = [sys.executable, "-m", *f"prefect server start {where}".split()]
     print(f"Starting a local Prefect server; its log is {log}", flush=True)
     with log.open("ab") as out:
         server = subprocess.Popen(
@@ -98,10 +86,11 @@ def start_server(home: Path) -> None:
 
 
 def prefect_settings() -> tuple[str | None, str]:
-    """Return the API's URL and the home that the environment or the Prefect profile names,
-    without importing prefect here.
-    """
-    code = "import json, prefect.settings as s; print(json.dumps([s.PREFECT_API_URL.value(), str(s.PREFECT_HOME.value())]))"
+    """Return the configured API's URL and Prefect's home, without importing prefect here."""
+    code = (
+        "import json, prefect.settings as s;"
+        "print(json.dumps([s.PREFECT_API_URL.value(), str(s.PREFECT_HOME.value())]))"
+    )
     url, home = json.loads(subprocess.check_output([sys.executable, "-c", code], text=True))
     return url, home
 

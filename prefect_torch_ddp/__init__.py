@@ -36,10 +36,13 @@ if TYPE_CHECKING:
     from prefect_torch_ddp.flow import train_flow
     from prefect_torch_ddp.gang.run import run_gang
     from prefect_torch_ddp.gang.warm import warm
-    from prefect_torch_ddp.params import CheckpointParams, ClusterParams, TrainParams
+    from prefect_torch_ddp.params import CheckpointParams, ClusterParams, Params, TrainParams
     from prefect_torch_ddp.rank.context import RankContext
+    from prefect_torch_ddp.rank.evaluation import ClassificationMeter
     from prefect_torch_ddp.rank.link import report_progress
+    from prefect_torch_ddp.rank.workload import read_options
     from prefect_torch_ddp.results import LedgerReport, Report, TrainReport
+    from prefect_torch_ddp.storage.locate import storage_from_uri
     from prefect_torch_ddp.tasks.ddp_task import ddp_task
     from prefect_torch_ddp.tasks.reading import read_ledger, read_metrics, read_result
 
@@ -50,6 +53,7 @@ __all__ = [
     "CachedReads",
     "CheckpointError",
     "CheckpointParams",
+    "ClassificationMeter",
     "ClusterParams",
     "CorruptImageError",
     "DamagedObjectError",
@@ -63,6 +67,7 @@ __all__ = [
     "ObjectChangedError",
     "ObjectNotFoundError",
     "PackedObjects",
+    "Params",
     "PrefectTorchDdpError",
     "RankContext",
     "RankFailedError",
@@ -79,9 +84,11 @@ __all__ = [
     "pack_shards",
     "read_ledger",
     "read_metrics",
+    "read_options",
     "read_result",
     "report_progress",
     "run_gang",
+    "storage_from_uri",
     "train_flow",
     "warm",
     "write_index",
@@ -90,9 +97,11 @@ __all__ = [
 _HOMES = {
     "CachedReads": "data.images.cache",
     "CheckpointParams": "params",
+    "ClassificationMeter": "rank.evaluation",
     "ClusterParams": "params",
     "LedgerReport": "results",
     "PackedObjects": "data.images.packed",
+    "Params": "params",
     "RankContext": "rank.context",
     "Report": "results",
     "S3ImageFolder": "data.images.folder",
@@ -103,9 +112,11 @@ _HOMES = {
     "pack_shards": "data.images.tar_shards",
     "read_ledger": "tasks.reading",
     "read_metrics": "tasks.reading",
+    "read_options": "rank.workload",
     "read_result": "tasks.reading",
     "report_progress": "rank.link",
     "run_gang": "gang.run",
+    "storage_from_uri": "storage.locate",
     "train_flow": "flow",
     "warm": "gang.warm",
     "write_index": "data.images.listing",

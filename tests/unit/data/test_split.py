@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefect_torch_ddp.data.split import seeded_split
+from prefect_torch_ddp.data.preparing import seeded_split
 from prefect_torch_ddp.errors import InvalidParamsError
 
 

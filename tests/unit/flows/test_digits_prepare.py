@@ -12,7 +12,7 @@ from sklearn.datasets import load_digits
 from torchvision.datasets import ImageFolder
 
 from flows import digits
-from prefect_torch_ddp import RankContext
+from prefect_torch_ddp import InvalidParamsError, RankContext
 
 SPLITS = ("train", "val", "test")
 
@@ -93,3 +93,13 @@ def test_images_are_read_into_memory(prepared: tuple[Path, dict[str, list[str]]]
         digits.torch.int64,
     )
     assert (images.min().item(), images.max().item()) == (0, 1)
+
+
+@pytest.mark.parametrize("stage", [digits.prepare, digits.train])
+def test_a_misspelt_option_is_named(stage: Any, tmp_path: Path) -> None:
+    """Rather than ignored: the error lists the options that there are."""
+    with (
+        RankContext.local(data=tmp_path, options={"epoch": 3}) as ctx,
+        pytest.raises(InvalidParamsError, match=r"epoch: Extra inputs .* there are held_out,"),
+    ):
+        stage(ctx)

@@ -1,0 +1,94 @@
+"""What a workload's `prepare` uses: whole files of the raw data, and a split for good."""
+
+from collections.abc import Hashable, Iterator, Sequence
+from itertools import islice
+
+import numpy as np
+
+from prefect_torch_ddp.errors import InvalidParamsError, StorageError
+from prefect_torch_ddp.storage.protocol import ObjectPart, Readable
+
+NUM_AT_ONCE = 64
+MIN_SAMPLES = 2  # one for each side
+
+
+def read_files(source: Readable, prefix: str = "") -> Iterator[tuple[str, bytes]]:
+    """Yield (name, content) of all files whose name begins with a prefix, sorted by name.
+
+    Reads 64 files at a time, and holds them in memory.
+
+    Args:
+        source: such as `ctx.source`.
+        prefix: a folder with its slash, the beginning of a name, or a whole name.
+
+    Raises:
+        StorageError: a file can't be listed or read.
+    """
+    listed = iter(source.list_objects(prefix))
+    while parts := [
+        ObjectPart(item.key, item.num_bytes, etag=item.etag) for item in islice(listed, NUM_AT_ONCE)
+    ]:
+        for part, content in zip(parts, source.read_many(parts), strict=True):
+            if isinstance(content, StorageError):
+                raise content
+            yield part.key, content
+
+
+def seeded_split(
+    num_samples: int, held_out: float, seed: int, targets: Sequence[Hashable] | None = None
+) -> tuple[list[int], list[int]]:
+    """Split sample indices into two sorted lists, always the same for the same arguments.
+
+    Args:
+        num_samples: at least 2.
+        held_out: share of the samples in the second list, between 0 and 1; each list gets at
+            least one sample.
+        seed: not negative.
+        targets: the class of each sample; given, every class is held out in the same share, as
+            near as whole samples allow.
+
+    Raises:
+        InvalidParamsError: no such split is possible.
+    """
+    _check(num_samples, held_out, seed, targets)
+    num_held_out = min(max(round(num_samples * held_out), 1), num_samples - 1)
+    classes = [range(num_samples)] if targets is None else _members_by_class(targets)
+    quotas = _apportion([len(members) for members in classes], num_held_out)
+    generator = np.random.default_rng(seed)
+    held: set[int] = set()
+    for members, num in zip(classes, quotas, strict=True):
+        held.update(members[i] for i in generator.permutation(len(members))[:num].tolist())
+    return [i for i in range(num_samples) if i not in held], sorted(held)
+
+
+def _check(
+    num_samples: int, held_out: float, seed: int, targets: Sequence[Hashable] | None
+) -> None:
+    if num_samples < MIN_SAMPLES:
+        msg = f"{num_samples} samples can't be split in two; at least {MIN_SAMPLES} are needed"
+    elif not 0 < held_out < 1:
+        msg = f"held_out is {held_out}; it is a share of the samples, between 0 and 1"
+    elif seed < 0:
+        msg = f"the split's seed is {seed}; it must not be negative"
+    elif targets is not None and len(targets) != num_samples:
+        msg = f"targets has {len(targets)} classes for {num_samples} samples; give one per sample"
+    else:
+        return
+    raise InvalidParamsError(msg)
+
+
+def _members_by_class(targets: Sequence[Hashable]) -> list[list[int]]:
+    members: dict[Hashable, list[int]] = {}  # classes in the order in which they first appear
+    for index, target in enumerate(targets):
+        members.setdefault(target, []).append(index)
+    return list(members.values())
+
+
+def _apportion(sizes: Sequence[int], num: int) -> list[int]:
+    """Share out `num` in proportion to the sizes, by largest remainder (Hamilton's method)."""
+    total = sum(sizes)
+    quotas = [size * num // total for size in sizes]
+    by_remainder = sorted(range(len(sizes)), key=lambda i: -(sizes[i] * num % total))
+    for i in by_remainder[: num - sum(quotas)]:
+        quotas[i] += 1
+    return quotas
