@@ -24,7 +24,7 @@ from prefect_torch_ddp.data.fetching import (
     untagged,
 )
 from prefect_torch_ddp.data.lookahead import ahead_of, with_following
-from prefect_torch_ddp.data.sampler import BatchShare, GlobalBatches, Parts, mix_seed
+from prefect_torch_ddp.data.sampler import BatchShare, GlobalBatches, RankShares, mix_seed
 from prefect_torch_ddp.data.shards import Sharded, ShardReader
 from prefect_torch_ddp.errors import InvalidParamsError
 
@@ -32,7 +32,7 @@ from prefect_torch_ddp.errors import InvalidParamsError
 class ShareSampler(Sampler[BatchKeys]):
     """Yields a rank's share of each global batch of the planned pass, part by part."""
 
-    def __init__(self, batches: GlobalBatches, parts: Parts, num_workers: int | None) -> None:
+    def __init__(self, batches: GlobalBatches, parts: RankShares, num_workers: int | None) -> None:
         """Plan the first epoch."""
         self.batches = batches
         self.parts = parts
@@ -56,15 +56,15 @@ class ShareSampler(Sampler[BatchKeys]):
 
     def _shares(self, epoch: int, start_batch: int, stand_ins: bool) -> Iterator[BatchKeys]:
         shares = (
-            self.batches.shares(epoch, start_batch, part, self.parts.num_parts)
-            for part in self.parts.mine
+            self.batches.shares(epoch, start_batch, part, self.parts.num_shares)
+            for part in self.parts.own
         )
         for batch, parts in enumerate(zip(*shares, strict=True), start_batch):
             for indices in parts:
                 if indices:
                     yield epoch, indices
             if stand_ins and not any(parts):
-                yield epoch, self.batches.share(epoch, batch, 0, self.parts.num_parts)[:1]
+                yield epoch, self.batches.share(epoch, batch, 0, self.parts.num_shares)[:1]
 
 
 def _told(keys: BatchKeys, following: list[BatchKeys]) -> BatchKeys:
@@ -139,7 +139,7 @@ class RankLoader:
         self.dataset = dataset
         self.rank = rank
         self.world_size = world_size
-        self._parts = Parts.of_rank(rank, world_size, virtual_ranks)
+        self._parts = RankShares.of_rank(rank, world_size, virtual_ranks)
         skips = may_skip(dataset)
         if skips and self._parts.is_virtual:
             msg = "on_error='skip' can't be used with determinism='elastic': pass on_error='raise', and replace what can't be read"

@@ -170,17 +170,17 @@ class GlobalBatches:
 
 
 @dataclass(frozen=True)
-class Parts:
-    """Each global batch is cut into `num_parts`, of which this rank holds those numbered
-    `mine`.
+class RankShares:
+    """Each global batch is cut into `num_shares`, of which this rank holds those numbered
+    `own`.
     """
 
-    mine: range
-    num_parts: int
+    own: range
+    num_shares: int
     is_virtual: bool
 
     @classmethod
-    def of_rank(cls, rank: int, world_size: int, virtual_ranks: int | None) -> "Parts":
+    def of_rank(cls, rank: int, world_size: int, virtual_ranks: int | None) -> "RankShares":
         """Return a rank's part; where there are virtual ranks, those of as many of them as each
         rank holds, in order.
 
@@ -200,7 +200,7 @@ class Parts:
 
     def sizes(self, num_global: int) -> dict[int, int]:
         """Return the samples of each of this rank's parts that isn't empty, by its number."""
-        sizes = {part: len(share_range(num_global, part, self.num_parts)) for part in self.mine}
+        sizes = {part: len(share_range(num_global, part, self.num_shares)) for part in self.own}
         return {part: size for part, size in sizes.items() if size}
 
     def num_local(self, num_global: int) -> int:
@@ -214,7 +214,7 @@ class Parts:
         for num_global in nums_global:
             # Where all parts are empty there is a stand-in, or a rank would have nothing to
             # show for the step.
-            sizes = self.sizes(num_global) or {self.mine[0]: 0}
+            sizes = self.sizes(num_global) or {self.own[0]: 0}
             yield VirtualShares(
                 tuple(VirtualShare(part, size, next(loaded)) for part, size in sizes.items()),
                 num_global,

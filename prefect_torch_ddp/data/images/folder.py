@@ -16,7 +16,7 @@ from torchvision.datasets import ImageFolder, VisionDataset
 
 from prefect_torch_ddp.data.images.index import EXTENSIONS, index_images
 from prefect_torch_ddp.data.images.listing import list_dataset, read_index
-from prefect_torch_ddp.data.images.location import Place, opened, readable_at
+from prefect_torch_ddp.data.images.location import Location, opened, readable_at
 from prefect_torch_ddp.data.images.shard_index import INDEX_NAME as SHARD_INDEX_NAME
 from prefect_torch_ddp.data.lookahead import ReadAhead
 from prefect_torch_ddp.errors import (
@@ -61,7 +61,7 @@ class S3ImageFolder(VisionDataset):  # type: ignore[misc]  # torchvision has no 
 
     def __init__(  # noqa: PLR0913 - torchvision's arguments and the way to a bucket, all by name
         self,
-        uri: Place,
+        uri: Location,
         transform: Callable[[Any], Any] | None = None,
         target_transform: Callable[[Any], Any] | None = None,
         *,
@@ -259,7 +259,7 @@ def _find_way(source: Any) -> None:
 
 
 def image_folder(
-    uri: Place,
+    uri: Location,
     transform: Callable[[Any], Any] | None = None,
     target_transform: Callable[[Any], Any] | None = None,
     *,

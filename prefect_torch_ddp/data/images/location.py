@@ -11,11 +11,13 @@ from prefect_torch_ddp.storage.locate import storage_from_uri
 from prefect_torch_ddp.storage.protocol import Readable, ReadsMany
 from prefect_torch_ddp.storage.s3.storage import S3Storage
 
-Place: TypeAlias = str | Path | Readable
+Location: TypeAlias = str | Path | Readable
 """A path, an s3:// URI, or what reads: a storage, a cache, shards."""
 
 
-def readable_at(place: Place, storage: Readable | None = None, **ways: Any) -> tuple[Readable, str]:
+def readable_at(
+    place: Location, storage: Readable | None = None, **ways: Any
+) -> tuple[Readable, str]:
     """Return what the dataset is read from, and the prefix of its names there: empty, or with a
     slash at its end.
 

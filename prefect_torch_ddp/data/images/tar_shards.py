@@ -13,7 +13,7 @@ from typing import cast
 
 from prefect_torch_ddp.data.images.index import ImageIndex, index_images
 from prefect_torch_ddp.data.images.listing import list_dataset
-from prefect_torch_ddp.data.images.location import Place, readable_at
+from prefect_torch_ddp.data.images.location import Location, readable_at
 from prefect_torch_ddp.data.images.packed import HoldsShards, PackedObjects
 from prefect_torch_ddp.data.images.shard_index import (
     INDEX_NAME,
@@ -45,7 +45,7 @@ class _Planned:
 
 
 def pack_shards(  # noqa: PLR0913 - where from, where to, and the choices by name
-    source: Place,
+    source: Location,
     to: Storage | str | Path,
     *,
     source_prefix: str = "",

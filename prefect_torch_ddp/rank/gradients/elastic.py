@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from prefect_torch_ddp.data.sampler import Parts, VirtualShare, VirtualShares
+from prefect_torch_ddp.data.sampler import RankShares, VirtualShare, VirtualShares
 from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.rank.config import RankConfig
 from prefect_torch_ddp.rank.generators import seed_shared
@@ -41,7 +41,7 @@ class VirtualRanks:
             InvalidParamsError: the number of ranks doesn't divide that of the virtual ones.
         """
         assert config.virtual_ranks is not None  # else the config would have been refused
-        self._parts = Parts.of_rank(place.rank, place.world_size, config.virtual_ranks)
+        self._shares = RankShares.of_rank(place.rank, place.world_size, config.virtual_ranks)
         self._place = place
         self._seed = config.seed
         self._step = 0
@@ -106,9 +106,9 @@ class VirtualRanks:
         self._refuse_running_statistics()
         buffers = self._buffers()
         gradients = FlatGradients(self._parameters(), self._spare)
-        tree: TreeSum[Flat] = TreeSum(self._parts.num_parts, self._add)
+        tree: TreeSum[Flat] = TreeSum(self._shares.num_shares, self._add)
         shares = {share.virtual_rank: share for share in batch.shares}
-        for virtual_rank in self._parts.mine:
+        for virtual_rank in self._shares.own:
             if virtual_rank in shares:
                 yield from self._of_one(shares[virtual_rank], batch.num_global, max_samples)
                 self._refuse_changed(buffers)
@@ -122,7 +122,7 @@ class VirtualRanks:
         if self._place.world_size > 1:
             self._spare += [flat for _, flat in tree.branches]
         seed_shared(
-            self._seed, self._step, self._parts.num_parts
+            self._seed, self._step, self._shares.num_shares
         )  # what the rest of the step draws is the same on all ranks
         self._owes = False
 

@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 import torch
 import torch.distributed as dist
 
-from prefect_torch_ddp.data.sampler import Parts
+from prefect_torch_ddp.data.sampler import RankShares
 
 T = TypeVar("T")
 
@@ -93,7 +93,7 @@ def total_over_ranks(tree: TreeSum[Flat], world_size: int) -> Flat:
         return total
     num_leaves = tree.num_leaves
     by_rank = [
-        branches_of(Parts.of_rank(rank, world_size, num_leaves).mine, num_leaves)
+        branches_of(RankShares.of_rank(rank, world_size, num_leaves).own, num_leaves)
         for rank in range(world_size)
     ]
     kinds = zip(*(flat for _, flat in tree.branches), strict=True)
