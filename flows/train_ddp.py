@@ -1,10 +1,9 @@
 """The deployable entrypoint: `train-ddp`, from data to a published, evaluated model.
 
-Read prefect_torch_ddp/flow.py for what it does; everything that can be chosen is in
-prefect_torch_ddp/params.py.
+`prefect_torch_ddp/flow.py` says what it does, `prefect_torch_ddp/params.py` what can be chosen.
 """
 
-from prefect_torch_ddp.flow import train_flow as train_ddp
+from prefect_torch_ddp import train_flow as train_ddp
 
 if __name__ == "__main__":
     print(train_ddp().model_dump_json(indent=2))

@@ -1,0 +1,29 @@
+"""Public names that load when first used, each listed once: in the stub beside `__init__`."""
+
+import ast
+import pkgutil
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+
+def lazy_names(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+    """Return `__getattr__`, `__dir__` and `__all__` for a package, from its `__init__.pyi`.
+
+    The stub is what type checkers read. Each of its lines `from module import name as name` is a
+    public name; the module is imported when the name is first used.
+    """
+    stub = ast.parse(pkgutil.get_data(package, "__init__.pyi") or b"")
+    imports = [node for node in stub.body if isinstance(node, ast.ImportFrom) and node.module]
+    homes = {alias.name: str(node.module) for node in imports for alias in node.names}
+
+    def getattr_(name: str) -> Any:
+        if name not in homes:
+            msg = f"module {package!r} has no attribute {name!r}"
+            raise AttributeError(msg)
+        value = getattr(import_module(homes[name]), name)
+        setattr(sys.modules[package], name, value)
+        return value
+
+    return getattr_, lambda: sorted(homes), sorted(homes)
