@@ -1,4 +1,4 @@
-"""Owns random orders of attempts of one run: each resumes from one request of the storage to
+"""Random orders of attempts of one run: each resumes from one request of the storage to
 its next, or is killed there."""
 
 import random

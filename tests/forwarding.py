@@ -1,4 +1,4 @@
-"""Owns a real storage behind the protocol's questions alone, for tests that change one of the
+"""A real storage behind the protocol's questions alone, for tests that change one of the
 answers."""
 
 from collections.abc import Iterator

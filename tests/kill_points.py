@@ -1,4 +1,4 @@
-"""Owns the drawing of seeded kill points: where a training is killed, and what that training is
+"""The drawing of seeded kill points: where a training is killed, and what that training is
 like."""
 
 import itertools

@@ -1,4 +1,4 @@
-"""Owns a run through a kill point, and the check that nothing is lost and nothing is there
+"""A run through a kill point, and the check that nothing is lost and nothing is there
 twice."""
 
 import json

@@ -1,4 +1,4 @@
-"""Owns a wire to an S3 server on which a client is killed in the midst of a request, or before
+"""A wire to an S3 server on which a client is killed in the midst of a request, or before
 it hears the answer."""
 
 import os

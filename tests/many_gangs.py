@@ -1,4 +1,4 @@
-"""Owns a mix of gangs that end in every way, and the comparison of what is there before and
+"""A mix of gangs that end in every way, and the comparison of what is there before and
 after it."""
 
 import collections

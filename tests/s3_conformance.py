@@ -1,4 +1,4 @@
-"""Owns what a storage on S3 must do beyond the suite of all storages: refusals that help, and a
+"""What a storage on S3 must do beyond the suite of all storages: refusals that help, and a
 network that fails."""
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""Owns the drawing of seeded faults and the check that the caller is told the truth about
+"""The drawing of seeded faults and the check that the caller is told the truth about
 each."""
 
 import itertools

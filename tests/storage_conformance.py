@@ -1,4 +1,4 @@
-"""Owns what every storage must do: one suite, run against each of them."""
+"""What every storage must do: one suite, run against each of them."""
 
 import multiprocessing
 import pickle

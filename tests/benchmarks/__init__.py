@@ -1,4 +1,4 @@
-"""Owns the measurements: ratios against a reference in the same run, interleaved, medians.
+"""The measurements: ratios against a reference in the same run, interleaved, medians.
 
 `make bench` runs them.
 """

@@ -12,8 +12,9 @@ from distributed import Client
 
 from prefect_torch_ddp import RankFailedError, run_gang
 from prefect_torch_ddp.tasks.cluster import local_cluster
+from tests.benchmarks import timed
 from tests.benchmarks.beside import Times, TorchrunHungError, show, torchrun
-from tests.workloads import faulty, plain, timed
+from tests.workloads import faulty, plain
 
 pytestmark = pytest.mark.timeout(900)
 ROUNDS = 9

@@ -20,9 +20,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.benchmarks import steady_gang
+from tests.benchmarks import steady, steady_gang
 from tests.benchmarks.beside import command_of_torchrun, show
-from tests.workloads import steady
 
 pytestmark = pytest.mark.timeout(900)
 NUM_TURNS = 31

@@ -1,4 +1,4 @@
-"""Owns the reference of every benchmark, torchrun on the same machine in the same minutes, and
+"""The reference of every benchmark, torchrun on the same machine in the same minutes, and
 the tables that they print."""
 
 import statistics

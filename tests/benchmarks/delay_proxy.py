@@ -1,4 +1,4 @@
-"""Owns a proxy that lets every request wait: a process of its own that costs little CPU.
+"""A proxy that lets every request wait: a process of its own that costs little CPU.
 
 Prints its port, ends with its stdin.
 """

@@ -1,4 +1,4 @@
-"""Owns the servers that images are read from, and the proxy in front of them that lets each
+"""The servers that images are read from, and the proxy in front of them that lets each
 request wait."""
 
 import os

@@ -1,4 +1,4 @@
-"""Owns the ways to read images in files or objects of their own: local, ours, boto3's and
+"""The ways to read images in files or objects of their own: local, ours, boto3's and
 s3torchconnector's.
 
 Imported by the interpreters of other environments too: at the top only what all of them have.

@@ -1,4 +1,4 @@
-"""Owns the ways of libraries that read images out of formats of their own: webdataset, litdata
+"""The ways of libraries that read images out of formats of their own: webdataset, litdata
 and mosaicml-streaming.
 
 Run as a script by such a library's environment it writes the format:

@@ -1,4 +1,4 @@
-"""Owns the process that reads images in one way, by the interpreter that it is started with,
+"""The process that reads images in one way, by the interpreter that it is started with,
 one plan after the other.
 
 `python -m tests.benchmarks.read_images WAY` says {} when it is ready, then answers lines of

@@ -1,4 +1,4 @@
-"""Owns the process in which a gang trains for bench_throughput: the caller with its local
+"""The process in which a gang trains for bench_throughput: the caller with its local
 cluster, as a flow run has it."""
 
 import json
@@ -14,7 +14,8 @@ from prefect_torch_ddp.rank.config import RankConfig
 from prefect_torch_ddp.storage.locate import storage_from_uri
 from prefect_torch_ddp.tasks.cluster import local_cluster
 from prefect_torch_ddp.tasks.run import RUN_WITH_CONTEXT
-from tests.workloads import plain, steady
+from tests.benchmarks import steady
+from tests.workloads import plain
 
 
 def main(kind: str, turns: steady.Turns) -> None:

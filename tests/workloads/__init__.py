@@ -1,1 +1,1 @@
-"""Owns the functions that tests run on ranks."""
+"""The functions that tests run on ranks."""

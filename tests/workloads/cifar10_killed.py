@@ -1,4 +1,4 @@
-"""Owns the workload flows.cifar10 whose rank 1 is killed in the midst of its second epoch, once
+"""The workload flows.cifar10 whose rank 1 is killed in the midst of its second epoch, once
 a checkpoint is there."""
 
 import os

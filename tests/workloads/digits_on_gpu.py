@@ -1,4 +1,4 @@
-"""Owns the digits as a workload that fails where its ranks aren't on a CUDA device."""
+"""The digits as a workload that fails where its ranks aren't on a CUDA device."""
 
 from typing import Any
 

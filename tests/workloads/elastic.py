@@ -1,4 +1,4 @@
-"""Owns trainings with elastic determinism, whose weights are the same for every number of
+"""Trainings with elastic determinism, whose weights are the same for every number of
 ranks."""
 
 import os

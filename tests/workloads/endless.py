@@ -1,4 +1,4 @@
-"""Owns a training that goes on for ever and tells its processes, for tests that end it from
+"""A training that goes on for ever and tells its processes, for tests that end it from
 outside."""
 
 import os

@@ -1,4 +1,4 @@
-"""Owns ranks that go wrong, each in one way.
+"""Ranks that go wrong, each in one way.
 
 Torch is imported inside: the test process need not load it.
 """

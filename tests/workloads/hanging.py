@@ -1,4 +1,4 @@
-"""Owns trainings that stop to move, each in one way, and ones that only look so.
+"""Trainings that stop to move, each in one way, and ones that only look so.
 
 Each waits with a limit of its own.
 """

@@ -1,4 +1,4 @@
-"""Owns a small float64 workload whose results compare to the last bit, and the means to run
+"""A small float64 workload whose results compare to the last bit, and the means to run
 functions on real gloo ranks."""
 
 import hashlib

@@ -1,4 +1,4 @@
-"""Owns a workload whose first attempt stops in the middle, with a checkpoint on record, until
+"""A workload whose first attempt stops in the middle, with a checkpoint on record, until
 somebody ends it from outside."""
 
 import time

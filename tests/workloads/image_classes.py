@@ -1,4 +1,4 @@
-"""Owns a workload over images in folders, wherever they are: the raw data is read where it
+"""A workload over images in folders, wherever they are: the raw data is read where it
 lies, from its index."""
 
 from typing import Any

@@ -1,4 +1,4 @@
-"""Owns a workload in one file with the call that runs it, as people write it: its module
+"""A workload in one file with the call that runs it, as people write it: its module
 imports Prefect."""
 
 import logging

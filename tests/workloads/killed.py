@@ -1,4 +1,4 @@
-"""Owns a training that is killed where a plan says. Torch is imported inside."""
+"""A training that is killed where a plan says. Torch is imported inside."""
 
 import hashlib
 import json

@@ -1,4 +1,4 @@
-"""Owns a kill, and a storage whose caller is killed before, in the midst of or after one of its
+"""A kill, and a storage whose caller is killed before, in the midst of or after one of its
 calls. Free of torch."""
 
 import os

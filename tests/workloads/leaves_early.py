@@ -1,4 +1,4 @@
-"""Owns a training that one rank leaves while the others go on."""
+"""A training that one rank leaves while the others go on."""
 
 import torch
 from torch.utils.data import TensorDataset

@@ -1,4 +1,4 @@
-"""Owns a workload whose stages wait for ever where they are told to, for tests that cancel a
+"""A workload whose stages wait for ever where they are told to, for tests that cancel a
 run there."""
 
 import signal

@@ -1,4 +1,4 @@
-"""Owns a training that leaves all there is in a storage: checkpoints, records and a file; it
+"""A training that leaves all there is in a storage: checkpoints, records and a file; it
 may fail on the way."""
 
 from typing import Any

@@ -1,4 +1,4 @@
-"""Owns a workload that lacks `train`."""
+"""A workload that lacks `train`."""
 
 
 def prepare(rank: object) -> None:

@@ -1,4 +1,4 @@
-"""Owns functions that behave oddly and end well, or whose end must be told right."""
+"""Functions that behave oddly and end well, or whose end must be told right."""
 
 import atexit
 import ctypes

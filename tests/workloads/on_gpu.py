@@ -1,4 +1,4 @@
-"""Owns what runs in ranks on CUDA devices: functions that tell where they are, and a small
+"""What runs in ranks on CUDA devices: functions that tell where they are, and a small
 workload."""
 
 import os

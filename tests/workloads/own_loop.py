@@ -1,4 +1,4 @@
-"""Owns a training in a loop of its own, without ctx.steps, that is killed where a plan says.
+"""A training in a loop of its own, without ctx.steps, that is killed where a plan says.
 
 Torch is imported inside.
 """

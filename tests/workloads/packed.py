@@ -1,4 +1,4 @@
-"""Owns a workload whose prepare packs images into shards, which its ranks read in place: a
+"""A workload whose prepare packs images into shards, which its ranks read in place: a
 directory's, or a bucket's."""
 
 import torch

@@ -1,4 +1,4 @@
-"""Owns plain functions for ranks: what they are, what they were given, what they return."""
+"""Plain functions for ranks: what they are, what they were given, what they return."""
 
 import collections
 import dataclasses

@@ -1,4 +1,4 @@
-"""Owns two attempts of one training that run at the same time, and a storage that holds its
+"""Two attempts of one training that run at the same time, and a storage that holds its
 process up at a request."""
 
 import multiprocessing

@@ -1,4 +1,4 @@
-"""Owns a training of many small steps whose every record counts; it may be killed, and may wait
+"""A training of many small steps whose every record counts; it may be killed, and may wait
 until somebody has read it."""
 
 import os

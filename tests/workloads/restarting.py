@@ -1,4 +1,4 @@
-"""Owns functions that fail in some attempts and not in others.
+"""Functions that fail in some attempts and not in others.
 
 Torch is imported inside: the test process need not load it.
 """

@@ -1,4 +1,4 @@
-"""Owns a training that fails on rank 1 once its storage has fallen silent.
+"""A training that fails on rank 1 once its storage has fallen silent.
 
 Torch is imported inside.
 """

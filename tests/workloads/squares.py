@@ -1,4 +1,4 @@
-"""Owns a small dataset that spawned DataLoader workers can import."""
+"""A small dataset that spawned DataLoader workers can import."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""Owns a training that goes on until a file tells it to stop, and leaves its newest step for
+"""A training that goes on until a file tells it to stop, and leaves its newest step for
 the test."""
 
 import time

@@ -1,4 +1,4 @@
-"""Owns the training that a seeded fault strikes: which rank, how, and in which state that rank
+"""The training that a seeded fault strikes: which rank, how, and in which state that rank
 and its peers are then."""
 
 import os

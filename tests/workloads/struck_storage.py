@@ -1,4 +1,4 @@
-"""Owns trainings whose storage fails while they run, and how it is made to: a disk filled,
+"""Trainings whose storage fails while they run, and how it is made to: a disk filled,
 remounted, a server told to fail."""
 
 import logging

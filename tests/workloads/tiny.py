@@ -1,4 +1,4 @@
-"""Owns the smallest whole workload: a linear classifier of points, quick to train, that fails
+"""The smallest whole workload: a linear classifier of points, quick to train, that fails
 where it is told to."""
 
 import os

@@ -1,4 +1,4 @@
-"""Owns functions for ranks that tell where they are on the network."""
+"""Functions for ranks that tell where they are on the network."""
 
 import os
 from typing import Any

@@ -1,4 +1,4 @@
-"""Owns a DDP training of 300 MB that is saved in several ways, turn by turn, and tells what
+"""A DDP training of 300 MB that is saved in several ways, turn by turn, and tells what
 each save costs it."""
 
 import shutil

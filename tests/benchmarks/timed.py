@@ -1,4 +1,4 @@
-"""Owns what the ranks of the benchmarks do.
+"""What the ranks of the benchmarks do.
 
 They load nothing else than torch: what a rank imports counts as its start.
 """

@@ -1,4 +1,4 @@
-"""Owns a steady DDP training that is the same under torchrun, under run_gang and with a
+"""A steady DDP training that is the same under torchrun, under run_gang and with a
 RankContext, and trains when told to.
 
 Two trainings are compared block by block, each waiting while the other has its turn: the pace
