@@ -7,7 +7,7 @@ import pickle
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
-from prefect_torch_ddp.protocol.rank import Hang, RankFailure
+from prefect_torch_ddp.protocol.events import Hang, RankFailure
 
 
 def _rebuild(

@@ -16,7 +16,7 @@ from prefect_torch_ddp.checkpoint.keys import (
     results_prefix,
 )
 from prefect_torch_ddp.errors import InvalidParamsError, ObjectNotFoundError
-from prefect_torch_ddp.protocol.rank import FailureRecord
+from prefect_torch_ddp.protocol.events import FailureRecord
 from prefect_torch_ddp.storage.keys import check_key
 from prefect_torch_ddp.storage.protocol import Storage
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from prefect_torch_ddp.errors import GangError, RankFailedError
-from prefect_torch_ddp.protocol.rank import FailureRecord, RecordsLeft
+from prefect_torch_ddp.protocol.events import FailureRecord, RecordsLeft
 
 _ADDRESS = re.compile(r"\b0x[0-9a-fA-F]+")
 

@@ -21,7 +21,7 @@ from prefect_torch_ddp.errors import (
     WorkerLostError,
 )
 from prefect_torch_ddp.gang.attempt_log import AttemptLog, record_of, why_hopeless
-from prefect_torch_ddp.protocol.rank import (
+from prefect_torch_ddp.protocol.events import (
     NO_RANK,
     AttemptBegan,
     FailureRecord,

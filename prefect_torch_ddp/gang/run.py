@@ -34,7 +34,8 @@ from prefect_torch_ddp.gang.payload import (
 from prefect_torch_ddp.gang.restarts import FULL_SIZE_S, Restarts
 from prefect_torch_ddp.gang.stop import StopSwitch
 from prefect_torch_ddp.protocol.agent import Seniority
-from prefect_torch_ddp.protocol.rank import Backend, GangEvent, Launcher, ProcessGroupMode
+from prefect_torch_ddp.protocol.events import GangEvent
+from prefect_torch_ddp.protocol.rank import Backend, Launcher, ProcessGroupMode
 
 
 def run_gang(  # noqa: PLR0913 - level 1 is one call; what can be left out is keyword-only

@@ -1,13 +1,27 @@
-"""Owns the values that the caller of a gang and the Dask workers exchange."""
+"""What the caller of a gang and the agents on its Dask workers say to each other."""
 
+import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from enum import StrEnum
+from typing import Any, Literal, Self
 
+from prefect_torch_ddp.protocol.events import GangEvent
 from prefect_torch_ddp.protocol.heartbeat import Heartbeat
-from prefect_torch_ddp.protocol.rank import GangEvent, RankLaunch
+from prefect_torch_ddp.protocol.rank import RankLaunch
 
 AgentState = Literal["absent", "waiting", "reserved", "running", "ended"]
+AgentOrder = Literal["stop", "leave", "look"]
+"""Have the ranks stop at an agreed step; have those that returned end; fetch their stacks."""
+
+
+class Rpc(StrEnum):
+    """The handlers that a Dask worker offers to callers."""
+
+    POLL = "prefect_torch_ddp_poll"
+    START = "prefect_torch_ddp_start"
+    GIVE = "prefect_torch_ddp_give"
+    CLEAR = "prefect_torch_ddp_clear"
 
 
 @dataclass(frozen=True)
@@ -16,15 +30,14 @@ class WorkerIdentity:
 
     address: str
     process_id: str
-    """Unique to this life of the worker: a worker restarted at the same address has another."""
+    """Of this life of the worker: one restarted at the same address has another."""
     host: str
     visible_devices: str | None
     """Its CUDA_VISIBLE_DEVICES."""
     occupant: str | None
     """Who holds its slot or its threads now, for people; None when it is free."""
     machine: str = ""
-    """Tells the machine, or container, from others; a machine may have several hosts'
-    addresses."""
+    """Tells machines and containers apart; one may have several hosts' addresses."""
     addresses: tuple[tuple[str, str], ...] = ()
     """Its machine's (interface, address) pairs."""
     free_resources: Mapping[str, float] = field(default_factory=dict)
@@ -49,10 +62,9 @@ class Reservation:
     worker: str
     process_id: str
     hosts_store: bool
-    """Whether rank 0 sits here, so that this agent opens the socket that the ranks meet at."""
+    """Whether rank 0 runs here, so that this agent opens the socket of the rendezvous."""
     stop_grace_s: float
-    """How long ranks in their loop get to stop at an agreed step, when the gang is
-    cancelled."""
+    """How long ranks in `ctx.steps` get to stop at an agreed step, when the gang is cancelled."""
     store_host: str = ""
     """The address to open it at."""
 
@@ -75,8 +87,7 @@ class RankHeartbeat:
     silent_s: float
     """Since its last progress."""
     idle_s: float
-    """How long its processes have used next to no CPU and moved next to no data; 0 while that
-    isn't known."""
+    """How long its processes have used next to no CPU and moved next to no data; 0: unknown."""
     stopped: str = ""
     """Which of its processes is stopped (SIGSTOP), for people."""
 
@@ -91,8 +102,7 @@ class AgentReport:
     store_port: int = 0
     occupant: Occupant | None = None
     why_ended: str = ""
-    """Set where the agent ended its ranks unasked: it lost touch with the caller, or its worker
-    closes."""
+    """Set where the agent ended its ranks by itself: it lost its caller, or its worker closes."""
     heartbeats: tuple[RankHeartbeat, ...] = ()
     """Of the agent's ranks, where they are watched."""
 
@@ -110,8 +120,36 @@ class Cleared:
 
 @dataclass(frozen=True)
 class StartOrder:
-    """Tells an agent to start its ranks."""
+    """Has an agent start its ranks."""
 
     launches: tuple[RankLaunch, ...]
+    payload: bytes
+    """cloudpickle of (fn or import string, args, kwargs): opened by ranks and by nobody else."""
     progress_timeout_s: float | None = None
     """Set where the ranks' progress is watched."""
+
+    def encode(self) -> dict[str, Any]:
+        """Return the RPC's arguments."""
+        return {
+            "launches": pickle.dumps(self.launches),
+            "payload": self.payload,
+            "progress_timeout_s": self.progress_timeout_s,
+        }
+
+    @classmethod
+    def decode(cls, launches: bytes, payload: bytes, progress_timeout_s: float | None) -> Self:
+        """Read the RPC's arguments."""
+        return cls(pickle.loads(launches), payload, progress_timeout_s)
+
+
+Answer = dict[str, bytes]
+
+
+def encode_answer(value: object) -> Answer:
+    """Return an RPC's answer: a dict, since Dask reports a broken connection by bare bytes."""
+    return {"answer": pickle.dumps(value)}
+
+
+def decode_answer(answer: Answer) -> Any:
+    """Return the value of an RPC's answer."""
+    return pickle.loads(answer["answer"])

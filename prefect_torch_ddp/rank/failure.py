@@ -21,7 +21,7 @@ from prefect_torch_ddp.errors import (
     SupersededError,
     UnpicklableValueError,
 )
-from prefect_torch_ddp.protocol.rank import Retryability
+from prefect_torch_ddp.protocol.events import Retryability
 
 # What gloo, NCCL and TCPStore say when a peer goes away; gathered from killed, exited and
 # raising peers on torch 2.11 to 2.15.

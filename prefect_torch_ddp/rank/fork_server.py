@@ -11,7 +11,6 @@ from another session, and is killed with the last rank of its gang.
 
 import contextlib
 import gc
-import json
 import os
 import random
 import select
@@ -20,11 +19,11 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from prefect_torch_ddp.protocol.rank import LaunchPage
+from prefect_torch_ddp.protocol.fork_server import ForkServerAnswer, ForkServerOrder
+from prefect_torch_ddp.protocol.rank import LaunchPage, RankFiles
 from prefect_torch_ddp.rank import main as life
 
 MAX_FDS = 8
@@ -37,12 +36,6 @@ LULL_S, BUSY_LULL_S = 1.0, 5.0
 run."""
 
 
-@dataclass(frozen=True)
-class _Order:
-    message: dict[str, Any]
-    fds: tuple[int, ...]
-
-
 def main(arguments: Sequence[str]) -> None:
     """Load torch, tell whether this process can be forked, then fork until the Dask worker is
     gone or nobody asked for long.
@@ -52,7 +45,7 @@ def main(arguments: Sequence[str]) -> None:
     life.show_name("ddp-rank-host")
     life.adopt_orphans()
     _load()
-    link.send(json.dumps({"unfit": why_unfit()}).encode())
+    link.send(ForkServerAnswer(unfit=why_unfit()).encode())
     _freeze()
     rank = _serve(link, idle_s)
     if rank is not None:
@@ -124,7 +117,11 @@ def _freeze() -> None:
     gc.freeze()
 
 
-def _serve(link: socket.socket, idle_s: float) -> tuple[Sequence[int], int, LaunchPage] | None:
+Life = tuple[Sequence[int], int, LaunchPage, bytes]
+"""What a rank lives by: the arguments of `live`."""
+
+
+def _serve(link: socket.socket, idle_s: float) -> Life | None:
     """Take orders; returns in a forked child, with what the rank lives by, and in the host
     itself when it is to end.
     """
@@ -140,18 +137,19 @@ def _serve(link: socket.socket, idle_s: float) -> tuple[Sequence[int], int, Laun
         if order is None:
             _kill_all()
             return None
-        if order.message["op"] == "reap":
-            link.send(json.dumps({"status": _reap(order.message["pid"], children)}).encode())
+        message, fds = order
+        if message.op == "reap":
+            link.send(ForkServerAnswer(status=_reap(message.pid, children)).encode())
             continue
         unfit = why_unfit()
         child = 0 if unfit else _fork(link)
         if child is None:
-            return _become_rank(order.fds)
-        for fd in order.fds:
+            return _become_rank(fds)
+        for fd in fds:
             os.close(fd)
         if child:
             children.add(child)
-        link.send(json.dumps({"pid": child, "unfit": unfit}).encode())
+        link.send(ForkServerAnswer(pid=child, unfit=unfit).encode())
 
 
 def _reap(pid: int, children: set[int]) -> int:
@@ -200,26 +198,28 @@ def _fork(link: socket.socket) -> int | None:
     return pid
 
 
-def _receive(link: socket.socket) -> _Order | None:
+def _receive(link: socket.socket) -> tuple[ForkServerOrder, list[int]] | None:
     data, fds, _, _ = socket.recv_fds(link, 65_536, MAX_FDS)
-    return _Order(json.loads(data), tuple(fds)) if data else None
+    return (ForkServerOrder.decode(data), fds) if data else None
 
 
-def _become_rank(fds: Sequence[int]) -> tuple[Sequence[int], int, LaunchPage]:
+def _become_rank(fds: Sequence[int]) -> Life:
     """Turn the forked child into what a fresh process would be."""
     host_pid = os.getppid()
-    launch, events, outcome, control, heartbeat, stdout, stderr, *store = fds
+    files = RankFiles(*fds)
     with Path(os.devnull).open("rb") as nothing:
-        for source, target in ((nothing.fileno(), 0), (stdout, 1), (stderr, 2)):
+        for source, target in ((nothing.fileno(), 0), (files.stdout, 1), (files.stderr, 2)):
             os.dup2(source, target)
-    os.close(stdout)
-    os.close(stderr)
-    page = life.read_page(launch, store_fd=store[0] if store else None)
+    os.close(files.stdout)
+    os.close(files.stderr)
+    page, payload = LaunchPage.read(files.launch)
+    # The socket came by another number than it was sent with.
+    page = replace(page, launch=replace(page.launch, store_fd=files.store))
     os.chdir(page.folder)
     os.environ.clear()
     os.environ.update(page.environment)
     _forget_the_host(page.environment)
-    return (events, outcome, control, heartbeat), host_pid, page
+    return (files.events, files.outcome, files.control, files.heartbeat), host_pid, page, payload
 
 
 def _forget_the_host(environment: dict[str, str]) -> None:

@@ -3,7 +3,6 @@
 Owns the link by which a rank's context talks to the process around it.
 """
 
-import json
 import os
 import pickle
 import select
@@ -12,23 +11,34 @@ import socket
 import threading
 import traceback
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any, Protocol
 
 import cloudpickle
 
+from prefect_torch_ddp.protocol.events import (
+    MAX_TEXT,
+    NO_RANK,
+    FailureWritten,
+    FunctionEnded,
+    LogLine,
+    Progress,
+    RankEvent,
+    RankFailure,
+    RankListens,
+    RankReturned,
+    RankStopped,
+    Stopped,
+    encode_event,
+)
 from prefect_torch_ddp.protocol.heartbeat import Phase
-from prefect_torch_ddp.protocol.rank import Progress, RankFailure, Stopped
+from prefect_torch_ddp.protocol.rank import RankOrder
 from prefect_torch_ddp.rank.failure import is_collateral, retryability_of
 from prefect_torch_ddp.rank.heartbeat import HeartbeatWriter
 
-MAX_TEXT = 16_000
-"""Characters of a record; in the worst case each takes six bytes, and the agent takes 128
-KiB."""
 MAX_NAME = 200
 MAX_SUMMARY = 2_000
-STOP, LEAVE, BEAT = b"S", b"L", b"B"
 BEAT_S = 1.0
 """How often the collectives that the rank has begun are counted, and the agent's beat is
 expected."""
@@ -78,10 +88,11 @@ class Channel:
             if word == b"":
                 break
             missed = missed + 1 if word is None else 0
-            if word in (STOP, LEAVE):
-                {STOP: self._stop, LEAVE: self._leave}[word].set()
+            order = RankOrder(word) if word else None
+            if order in (RankOrder.STOP, RankOrder.LEAVE):
+                (self._stop if order is RankOrder.STOP else self._leave).set()
                 continue
-            has_beat |= word == BEAT
+            has_beat |= order is RankOrder.BEAT
             if not self._is_settled:
                 self.heartbeat.beat()
         _end_session()
@@ -96,16 +107,9 @@ class Channel:
 
     def send_progress(self, progress: Progress) -> None:
         """Send it if there is room, else drop it: the next one says more."""
-        record = {
-            "kind": "progress",
-            "step": progress.step,
-            "epoch": progress.epoch,
-            "total_steps": progress.total_steps,
-            "metrics": dict(progress.metrics),
-            "trouble": progress.trouble[:MAX_SUMMARY],
-        }
+        short = replace(progress, trouble=progress.trouble[:MAX_SUMMARY])
         try:
-            self._events.send(_encode(record), socket.MSG_DONTWAIT)
+            self._events.send(encode_event(short), socket.MSG_DONTWAIT)
         except OSError:  # no room, too many metrics for one record, or nobody there
             return
 
@@ -113,30 +117,28 @@ class Channel:
         """Say that the training reacts to a stop from now on: its agent gives it time then
         instead of killing it.
         """
-        self._send({"kind": "listens"})
+        self._send(RankListens(NO_RANK))
 
     def send_stopped(self, stopped: Stopped) -> None:
         """Say that the training stopped before its end."""
-        self._send({"kind": "stopped", **asdict(stopped)})
+        self._send(RankStopped(NO_RANK, stopped))
 
     def function_ended(self) -> None:
         """Say that the function is over, though the last checkpoint may still wait for
         peers.
         """
-        self._send({"kind": "ended"})
+        self._send(FunctionEnded(NO_RANK))
 
     def send_log(self, level: int, logger: str, text: str) -> None:
         """Send a log record; long ones are cut."""
-        self._send(
-            {"kind": "log", "level": level, "logger": logger[:MAX_NAME], "text": text[:MAX_TEXT]}
-        )
+        self._send(LogLine(NO_RANK, level, text[:MAX_TEXT], logger[:MAX_NAME]))
 
     def returned(self, value: Any, pickle_value: Callable[[Any], bytes]) -> None:
         """Hand over what the function returned; raises what the pickling raises."""
         self._write_outcome(pickle_value(value))
         self._is_settled = True
         self.heartbeat.enter(Phase.RETURNED)
-        self._send({"kind": "returned"})
+        self._send(RankReturned(NO_RANK))
 
     def failed(self, failure: RankFailure) -> None:
         """Hand over how the function failed; nothing that goes wrong after it returned replaces
@@ -145,7 +147,7 @@ class Channel:
         if self._is_settled:
             return
         self._write_outcome(pickle.dumps(failure))
-        self._send({"kind": "failed"})
+        self._send(FailureWritten(NO_RANK))
 
     def _write_outcome(self, data: bytes) -> None:
         if os.getpid() != self._pid:
@@ -157,8 +159,8 @@ class Channel:
         self._outcome.write(data)
         self._outcome.flush()
 
-    def _send(self, record: dict[str, Any]) -> None:
-        self._events.send(_encode(record))
+    def _send(self, event: RankEvent) -> None:
+        self._events.send(encode_event(event))
 
 
 def _end_session() -> None:
@@ -168,10 +170,6 @@ def _end_session() -> None:
     if os.getpgrp() == os.getpid():
         os.killpg(0, signal.SIGKILL)
     os._exit(1)
-
-
-def _encode(record: dict[str, Any]) -> bytes:
-    return json.dumps(record, ensure_ascii=False).encode(errors="replace")
 
 
 def describe(error: BaseException, rank: int, host: str) -> RankFailure:

@@ -5,7 +5,6 @@ started.
 import atexit
 import contextlib
 import ctypes
-import dataclasses
 import functools
 import importlib
 import io
@@ -45,25 +44,15 @@ class _ChannelHandler(logging.Handler):
             self.handleError(record)
 
 
-def read_page(launch_fd: int, store_fd: int | None = None) -> LaunchPage:
-    """Read the launch page; a socket that came by another number than it was sent with is noted
-    there.
-    """
-    with os.fdopen(launch_fd, "rb") as file:
-        page: LaunchPage = pickle.load(file)
-    if store_fd is None:
-        return page
-    return dataclasses.replace(page, launch=dataclasses.replace(page.launch, store_fd=store_fd))
-
-
-def live(fds: Sequence[int], parent_pid: int, page: LaunchPage) -> None:
+def live(fds: Sequence[int], parent_pid: int, page: LaunchPage, payload: bytes) -> None:
     """Run one rank to its end.
 
     Args:
         fds: of the events' socket, the outcome's file, the control pipe and the heartbeat's
             page.
         parent_pid: the process to die with.
-        page: what to run.
+        page: how to run.
+        payload: what to run: the pickled call.
     """
     _die_with(parent_pid)
     channel = Channel(*fds)
@@ -77,7 +66,7 @@ def live(fds: Sequence[int], parent_pid: int, page: LaunchPage) -> None:
         path for path in launch.extra_sys_path if path not in sys.path and Path(path).is_dir()
     ]
     try:
-        _run(launch, channel)
+        _run(launch, payload, channel)
     except BaseException as error:  # noqa: BLE001 - whatever ends the function is the rank's outcome
         channel.failed(describe(error, launch.place.rank, launch.place.host))
         _flush()
@@ -88,8 +77,8 @@ def live(fds: Sequence[int], parent_pid: int, page: LaunchPage) -> None:
     _leave()
 
 
-def _run(launch: RankLaunch, channel: Channel) -> None:
-    fn, args, kwargs = pickle.loads(launch.payload)
+def _run(launch: RankLaunch, payload: bytes, channel: Channel) -> None:
+    fn, args, kwargs = pickle.loads(payload)
     # Torch is loaded after the user's own modules had their say in the environment.
     from prefect_torch_ddp.rank import failure as values  # noqa: PLC0415
     from prefect_torch_ddp.rank import link  # noqa: PLC0415

@@ -15,7 +15,7 @@ from prefect_torch_ddp.checkpoint.resume_point import parse_resume_from
 from prefect_torch_ddp.data.images.location import readable_at
 from prefect_torch_ddp.errors import StorageError
 from prefect_torch_ddp.params import check_virtual_ranks
-from prefect_torch_ddp.protocol.rank import Stopped
+from prefect_torch_ddp.protocol.events import Stopped
 from prefect_torch_ddp.rank.config import RankConfig
 from prefect_torch_ddp.rank.link import ControlLink
 from prefect_torch_ddp.rank.loop.state import Place, TrainingState

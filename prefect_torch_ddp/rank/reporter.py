@@ -10,7 +10,7 @@ from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 from prefect_torch_ddp.errors import InvalidParamsError, StorageError
-from prefect_torch_ddp.protocol.rank import Progress
+from prefect_torch_ddp.protocol.events import Progress
 from prefect_torch_ddp.rank.config import RankConfig
 from prefect_torch_ddp.rank.link import ControlLink
 from prefect_torch_ddp.rank.loop.state import Place, TrainingState

@@ -17,7 +17,7 @@ from prefect_torch_ddp.checkpoint.resume_point import ResumePoint
 from prefect_torch_ddp.checkpoint.run_files import read_failures, write_failure
 from prefect_torch_ddp.gang.caller.stop import rank_text, stack_line
 from prefect_torch_ddp.params import TrainParams
-from prefect_torch_ddp.protocol.rank import (
+from prefect_torch_ddp.protocol.events import (
     FailureRecord,
     GangEvent,
     LogLine,

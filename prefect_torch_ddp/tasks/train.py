@@ -29,7 +29,7 @@ from prefect_torch_ddp.errors import (
     SupersededError,
 )
 from prefect_torch_ddp.gang.run import run_gang
-from prefect_torch_ddp.protocol.rank import AttemptBegan, GangEvent, Progress
+from prefect_torch_ddp.protocol.events import AttemptBegan, GangEvent, Progress
 from prefect_torch_ddp.results import DatasetReport, FailedAttempt, TrainingSummary
 from prefect_torch_ddp.tasks.cluster import current_client
 from prefect_torch_ddp.tasks.report.live import LiveReport

@@ -25,7 +25,7 @@ from prefect.context import FlowRunContext, TaskRunContext
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from prefect_torch_ddp.params import TrainParams
-from prefect_torch_ddp.protocol.rank import AttemptBegan, Progress
+from prefect_torch_ddp.protocol.events import AttemptBegan, Progress
 from prefect_torch_ddp.results import (
     CheckpointRef,
     ClassScore,

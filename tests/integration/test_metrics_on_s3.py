@@ -17,7 +17,7 @@ from prefect_torch_ddp import (
     run_gang,
 )
 from prefect_torch_ddp.params import CheckpointParams
-from prefect_torch_ddp.protocol.rank import GangEvent, Progress
+from prefect_torch_ddp.protocol.events import GangEvent, Progress
 from prefect_torch_ddp.rank.config import RankConfig
 from prefect_torch_ddp.records.log import next_interval_s
 from prefect_torch_ddp.storage.s3.storage import S3Storage

@@ -17,7 +17,7 @@ from prefect_torch_ddp.checkpoint.keys import checkpoints_prefix
 from prefect_torch_ddp.checkpoint.manifest import list_manifests
 from prefect_torch_ddp.errors import CheckpointError
 from prefect_torch_ddp.params import CheckpointParams
-from prefect_torch_ddp.protocol.rank import LogLine, Progress
+from prefect_torch_ddp.protocol.events import LogLine, Progress
 from prefect_torch_ddp.rank.config import RankConfig
 from prefect_torch_ddp.rank.workload import run_with_context
 from prefect_torch_ddp.storage.directory import DirectoryStorage

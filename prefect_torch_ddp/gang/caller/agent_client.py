@@ -1,4 +1,4 @@
-"""Owns the caller's end of one agent: its Dask task, its news, and the orders that reach it."""
+"""The caller's end of one agent: its Dask task, its reports, and the orders that it gets."""
 
 import asyncio
 import pickle
@@ -9,6 +9,7 @@ from distributed import Client, Future
 
 from prefect_torch_ddp.errors import (
     AgentLostError,
+    GangError,
     NoAnswerError,
     SchedulerLostError,
     SchedulerUnresponsiveError,
@@ -16,8 +17,16 @@ from prefect_torch_ddp.errors import (
 )
 from prefect_torch_ddp.gang.caller.workers import look_for
 from prefect_torch_ddp.gang.liveness import LIVENESS_TIMEOUT_S, Liveness
-from prefect_torch_ddp.gang.worker.rpc import CLEAR_OP, GIVE_OP, POLL_OP, call_worker
-from prefect_torch_ddp.protocol.agent import AgentReport, AgentState, Cleared, WorkerIdentity
+from prefect_torch_ddp.protocol.agent import (
+    AgentOrder,
+    AgentReport,
+    AgentState,
+    Cleared,
+    Rpc,
+    StartOrder,
+    WorkerIdentity,
+    decode_answer,
+)
 
 LONG_POLL_S = 1.0
 MEMBERSHIP_S = 2.0
@@ -32,7 +41,7 @@ themselves (`rank/link.py`)."""
 class AgentClient:
     """Talks to one agent.
 
-    Every call raises AgentLostError once its worker is gone or was silent too long,
+    Every call raises AgentLostError once the worker is gone or was silent too long, and
     SchedulerLostError where the scheduler is.
     """
 
@@ -41,19 +50,22 @@ class AgentClient:
     token: str
     future: "Future[Any]"
     next_event: int = 0
-    news: AgentReport | None = None
+    report: AgentReport | None = None
     is_lost: bool = False
 
     @property
     def state(self) -> AgentState:
         """How far the agent is, as last heard."""
-        return self.news.state if self.news else "absent"
+        return self.report.state if self.report else "absent"
+
+    @property
+    def why_ended(self) -> str:
+        """Why the agent ended its ranks by itself; empty where it did not."""
+        return self.report.why_ended if self.report else ""
 
     @property
     def was_dropped_by_client(self) -> bool:
-        """Whether Dask's client let go of the agent, because it lost the scheduler and found
-        it, or another, again.
-        """
+        """Whether Dask's client let go of the agent, because it lost its scheduler for a time."""
         state = self.future._state
         return (
             state is not None
@@ -61,38 +73,40 @@ class AgentClient:
         )
 
     async def poll(self) -> AgentReport:
-        """Wait for news, at most a second, and return it."""
-        known, next_event = self.state, self.next_event
-        news: AgentReport = await self._call(
-            POLL_OP, next_event=next_event, known_state=known, wait_s=LONG_POLL_S
+        """Wait for news, at most a second, and return the report."""
+        report: AgentReport = await self._call(
+            Rpc.POLL, next_event=self.next_event, known_state=self.state, wait_s=LONG_POLL_S
         )
-        self.news, self.next_event = news, news.next_event
-        return news
+        self.report, self.next_event = report, report.next_event
+        return report
 
-    async def give(self, **order: Any) -> None:
-        """Hand the agent an order."""
-        await self._call(GIVE_OP, order=pickle.dumps(order))
+    async def start(self, order: StartOrder) -> None:
+        """Have the agent start its ranks; raises WorkerLostError."""
+        await self._call_or_raise("before its ranks had started", Rpc.START, **order.encode())
 
-    async def give_or_raise(self, when: str, **order: Any) -> None:
-        """Hand the agent an order; a lost agent is the caller's WorkerLostError, which says
-        when that was.
-        """
-        try:
-            await self.give(**order)
-        except AgentLostError as error:
-            self.is_lost = True
-            msg = f"{error} {when}"
-            raise WorkerLostError(msg) from error
+    async def leave(self) -> None:
+        """Let ranks that have returned end; raises WorkerLostError."""
+        when = "after its ranks had returned, with their values"
+        await self._call_or_raise(when, Rpc.GIVE, order="leave")
+
+    async def give(self, order: AgentOrder) -> None:
+        """Give the agent an order."""
+        await self._call(Rpc.GIVE, order=order)
+
+    async def clear(self) -> Cleared:
+        """End the agent with all its ranks; returns when they are gone."""
+        cleared: Cleared = await self._call(Rpc.CLEAR, CLEAR_LIVENESS_S, timeout_s=CLEAR_TIMEOUT_S)
+        return cleared
 
     async def values(self) -> tuple[bytes, ...]:
-        """Return the values of the agent's ranks; an agent whose worker was lost with them
-        waits in Dask for ever, so look.
+        """Return the values of the agent's ranks.
+
+        Watches the worker meanwhile: Dask waits for ever for an agent that was lost with its
+        worker.
         """
         fetch: asyncio.Task[tuple[bytes, ...]] = asyncio.create_task(self._fetch())
-        liveness = Liveness()  # of the worker: big values may take their time
         try:
-            while not (await asyncio.wait({fetch}, timeout=MEMBERSHIP_S))[0]:
-                await self._check_alive(liveness)
+            await self._watched(fetch, Liveness())
             return fetch.result()
         finally:
             fetch.cancel()
@@ -101,32 +115,36 @@ class AgentClient:
         values: tuple[bytes, ...] = await self.future
         return values
 
-    async def clear(self) -> Cleared:
-        """End the agent with all its ranks; returns when they are gone."""
-        cleared: Cleared = await self._call(CLEAR_OP, CLEAR_LIVENESS_S, timeout_s=CLEAR_TIMEOUT_S)
-        return cleared
+    async def _call_or_raise(self, when: str, rpc: Rpc, /, **message: Any) -> None:
+        try:
+            await self._call(rpc, **message)
+        except AgentLostError as error:
+            self.is_lost = True
+            msg = f"{error} {when}"
+            raise WorkerLostError(msg) from error
 
-    async def _call(self, op: str, silence_s: float = LIVENESS_TIMEOUT_S, /, **message: Any) -> Any:
-        liveness = Liveness(silence_s)
+    async def _call(self, rpc: Rpc, limit_s: float = LIVENESS_TIMEOUT_S, /, **message: Any) -> Any:
+        liveness = Liveness(limit_s)
         while True:
-            call = asyncio.create_task(
-                call_worker(self.client, self.worker.address, op, token=self.token, **message)
+            answer = _call_worker(
+                self.client, self.worker.address, rpc, token=self.token, **message
             )
+            call = asyncio.create_task(answer)
             try:
-                # In turns: to a worker that just died Dask goes on connecting for 30 s.
-                while not (await asyncio.wait({call}, timeout=min(MEMBERSHIP_S, liveness.left_s)))[
-                    0
-                ]:
-                    await self._check_alive(liveness)
-                return call.result()
+                return await self._watched(call, liveness)
             except NoAnswerError:
                 await self._check_alive(liveness)
             finally:
                 call.cancel()
             await asyncio.sleep(0.05)
 
+    async def _watched(self, task: "asyncio.Task[Any]", liveness: Liveness) -> Any:
+        # In turns: to a worker that just died Dask goes on connecting for 30 s.
+        while not (await asyncio.wait({task}, timeout=min(MEMBERSHIP_S, liveness.left_s)))[0]:
+            await self._check_alive(liveness)
+        return task.result()
+
     async def _check_alive(self, liveness: Liveness) -> None:
-        """Raise where the worker or the scheduler is gone, or silent for too long."""
         if self.client.status != "running":
             msg = f"the scheduler was lost (the Dask client is {self.client.status})"
             raise SchedulerLostError(msg)
@@ -144,3 +162,30 @@ class AgentClient:
         if not liveness.left_s:
             msg = f"worker {self.worker.address} was silent for {LIVENESS_TIMEOUT_S:g} s"
             raise AgentLostError(msg)
+
+
+async def _call_worker(client: Client, address: str, rpc: Rpc, **message: Any) -> Any:
+    """Call a handler of a worker, through the scheduler, and return its answer.
+
+    Raises:
+        NoAnswerError: worker or scheduler could not be reached, or the worker lacks the handler.
+        GangError: the handler failed.
+    """
+    if client.scheduler is None:
+        msg = f"the Dask client is {client.status}"
+        raise NoAnswerError(msg)
+    try:
+        answers = await client.scheduler.broadcast(
+            msg={"op": str(rpc), **message}, workers=[address], on_error="return_pickle"
+        )
+    except OSError as error:
+        msg = f"the scheduler did not answer ({type(error).__name__}: {error})"
+        raise NoAnswerError(msg) from error
+    answer = answers[address]
+    if isinstance(answer, dict) and "answer" in answer:
+        return decode_answer(answer)
+    if isinstance(answer, bytes):
+        msg = f"worker {address} did not answer ({pickle.loads(answer)!r})"
+        raise NoAnswerError(msg)
+    msg = f"worker {address} failed at {str(rpc)!r}: {answer}"
+    raise GangError(msg)

@@ -16,7 +16,7 @@ from prefect_torch_ddp.gang.caller.supervisor import Supervision
 from prefect_torch_ddp.gang.caller.workers import WorkersNeeded, gather_workers
 from prefect_torch_ddp.gang.stop import StopSwitch
 from prefect_torch_ddp.protocol.agent import WorkerIdentity
-from prefect_torch_ddp.protocol.rank import NO_RANK, AttemptBegan, GangEvent, LogLine
+from prefect_torch_ddp.protocol.events import NO_RANK, AttemptBegan, GangEvent, LogLine
 
 
 @dataclass(frozen=True)

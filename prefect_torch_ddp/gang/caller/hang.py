@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from prefect_torch_ddp.protocol.agent import RankHeartbeat
+from prefect_torch_ddp.protocol.events import Hang
 from prefect_torch_ddp.protocol.heartbeat import Phase
-from prefect_torch_ddp.protocol.rank import Hang
 
 WORKING_FACTOR = 10.0
 """How many times the limit a rank may take where long waits are usual, or while it works

@@ -10,7 +10,7 @@ from prefect_torch_ddp.errors import GangHungError
 from prefect_torch_ddp.gang.caller.hang import Stall, describe, find_stall, summary
 from prefect_torch_ddp.gang.caller.placement import Placement
 from prefect_torch_ddp.protocol.agent import RankHeartbeat
-from prefect_torch_ddp.protocol.rank import NO_RANK, GangEvent, LogLine, RankStack
+from prefect_torch_ddp.protocol.events import NO_RANK, GangEvent, LogLine, RankStack
 
 EARLY_RETURN_S = 3.0
 """How long after a rank's end its peers' last words are waited for; ranks count their

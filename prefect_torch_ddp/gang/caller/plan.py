@@ -68,7 +68,6 @@ class GangPlan:
                 rendezvous_timeout_s=self.rendezvous_timeout_s,
                 extra_sys_path=self.extra_sys_path,
                 launcher=self.launcher,
-                payload=self.payload,
             )
             for place in placement.ranks_of(worker)
         )

@@ -108,7 +108,7 @@ class GangReservation:
         wait for us as we for it.
         """
         for link in missing:
-            holder = link.news.occupant if link.news else None
+            holder = link.report.occupant if link.report else None
             if (
                 holder is not None
                 and holder.seniority is not None
@@ -134,8 +134,8 @@ class GangReservation:
         holders = "; ".join(
             link.worker.address
             + (
-                f" is busy with {link.news.occupant.text}"
-                if link.news and link.news.occupant
+                f" is busy with {link.report.occupant.text}"
+                if link.report and link.report.occupant
                 else ""
             )
             for link in missing
@@ -170,8 +170,8 @@ class GangReservation:
             raise GangCancelledError(msg)
         if link.future.status == "error":
             await link.future
-        if link.news is not None and link.news.why_ended:
-            raise AgentLostError(link.news.why_ended)
+        if link.report is not None and link.report.why_ended:
+            raise AgentLostError(link.report.why_ended)
 
 
 def _raise_first(tasks: Sequence["asyncio.Task[None]"]) -> None:

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from prefect_torch_ddp.errors import GangCancelledError, GangError, RankFailedError, WorkerLostError
 from prefect_torch_ddp.gang.caller.plan import GangPlan
-from prefect_torch_ddp.protocol.rank import RankFailure, RankPlace, RankStopped
+from prefect_torch_ddp.protocol.events import RankFailure, RankStopped
+from prefect_torch_ddp.protocol.rank import RankPlace
 
 SETTLE_S = 0.25
 """How long to wait for a better suspect while all failures seen are consequences; right in 240

@@ -16,7 +16,7 @@ from distributed import Client
 
 from prefect_torch_ddp.errors import GangCancelledError
 from prefect_torch_ddp.gang.stop import StopSwitch, own_task_watch
-from prefect_torch_ddp.protocol.rank import NO_RANK, GangEvent, LogLine, RankStack, RecordsLeft
+from prefect_torch_ddp.protocol.events import NO_RANK, GangEvent, LogLine, RankStack, RecordsLeft
 
 if TYPE_CHECKING:
     from concurrent.futures import Future as ThreadFuture

@@ -31,16 +31,16 @@ from prefect_torch_ddp.gang.caller.root_cause import (
 )
 from prefect_torch_ddp.gang.stop import StopSwitch
 from prefect_torch_ddp.protocol.agent import Cleared, StartOrder
-from prefect_torch_ddp.protocol.rank import (
+from prefect_torch_ddp.protocol.events import (
     FunctionEnded,
     GangEvent,
     RankFailedEvent,
     RankFailure,
-    RankPlace,
     RankReturned,
     RankStack,
     RankStopped,
 )
+from prefect_torch_ddp.protocol.rank import RankPlace
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ class Supervision:
         """Start the ranks on the agents taken and return their pickled values in rank order, or
         raise the one error.
         """
-        store = self._links[0].news
+        store = self._links[0].report
         assert store is not None
         # At once: while one of them doesn't answer, the others would hear nothing from their
         # caller.
@@ -92,9 +92,7 @@ class Supervision:
                     early_return(self._ended_places(), self._hang.early_return), self._plan.attempt
                 )
             for link in self._links:
-                await link.give_or_raise(
-                    "after its ranks had returned, with their values", leave=True
-                )
+                await link.leave()
             return await self._collect()
         finally:
             self._over = True
@@ -104,17 +102,12 @@ class Supervision:
 
     async def _start(self, link: AgentClient, store_port: int) -> None:
         launches = self._plan.launches(self._placement, link.worker.address, store_port)
-        await link.give_or_raise(
-            "before its ranks had started",
-            order=StartOrder(launches, self._plan.progress_timeout_s),
-        )
+        await link.start(StartOrder(launches, self._plan.payload, self._plan.progress_timeout_s))
 
     async def _obey(self, stop: StopSwitch) -> None:
         """Ask the ranks to agree on a step and stop there, once the caller wants it."""
         await stop.wait()
-        await asyncio.gather(
-            *(link.give(stop=True) for link in self._links), return_exceptions=True
-        )
+        await asyncio.gather(*(link.give("stop") for link in self._links), return_exceptions=True)
 
     def _raise_if_stopped(self, stop: StopSwitch) -> None:
         """A training that stopped before its end is no success, and what fails while it stops
@@ -126,7 +119,11 @@ class Supervision:
         was_cancelled = isinstance(self._broken, GangCancelledError)
         if was_cancelled or (stopped and not self._failures and self._broken is None):
             why_ended = next(
-                (link.news.why_ended for link in self._links if link.news and link.news.why_ended),
+                (
+                    link.report.why_ended
+                    for link in self._links
+                    if link.report and link.report.why_ended
+                ),
                 "",
             )
             places = self._placement.places
@@ -171,7 +168,7 @@ class Supervision:
         What fails from now on, woken by the signal for it, is not the cause.
         """
         asked_s = time.monotonic()
-        for look in [asyncio.create_task(link.give(look=True)) for link in self._links]:
+        for look in [asyncio.create_task(link.give("look")) for link in self._links]:
             with contextlib.suppress(AgentLostError):
                 await look
         while self._broken is None and self._hang.lacks_stacks(asked_s):
@@ -243,8 +240,8 @@ class Supervision:
         ):  # its task's end was heard of first, as by a caller that was stopped meanwhile
             with contextlib.suppress(AgentLostError, GangError):
                 await link.poll()
-        if link.news is not None and link.news.why_ended:
-            return WorkerLostError(f"{link.news.why_ended}; the rest of the gang was stopped")
+        if link.report is not None and link.report.why_ended:
+            return WorkerLostError(f"{link.report.why_ended}; the rest of the gang was stopped")
         for _ in range(20):  # the agent's end is heard of before its task's
             if link.future.status != "pending":
                 break

@@ -22,14 +22,9 @@ from prefect_torch_ddp.gang.worker.progress_probe import ProgressProbe
 from prefect_torch_ddp.gang.worker.rank_io import listen
 from prefect_torch_ddp.gang.worker.rank_process import RankProcess
 from prefect_torch_ddp.gang.worker.slots import SLOTS
-from prefect_torch_ddp.protocol.agent import Reservation
-from prefect_torch_ddp.protocol.rank import (
-    GangEvent,
-    LogLine,
-    RankFailedEvent,
-    RankFailure,
-    RankLaunch,
-)
+from prefect_torch_ddp.protocol.agent import Reservation, StartOrder
+from prefect_torch_ddp.protocol.events import GangEvent, LogLine, RankFailedEvent, RankFailure
+from prefect_torch_ddp.protocol.rank import RankLaunch, RankOrder
 
 TICK_S = 0.1
 """How often an agent looks whether its Dask task was cancelled."""
@@ -101,20 +96,21 @@ class _Agent:
             self._box.wait_for_orders(TICK_S)
         SLOTS.mark_running(self._reservation)
         self._box.enter("running")
-        if not self._start(self._box.order.launches):
+        if not self._start(self._box.order):
             return ()
         self._heartbeats = ProgressProbe(self._ranks, self._box.order.progress_timeout_s)
         return self._attend()
 
-    def _start(self, launches: Sequence[RankLaunch]) -> bool:
-        for launch in launches:
+    def _start(self, order: StartOrder) -> bool:
+        for launch in order.launches:
             fd = self._store_fd(launch)
             try:
-                self._ranks.append(RankProcess(dataclasses.replace(launch, store_fd=fd)))
+                launch_here = dataclasses.replace(launch, store_fd=fd)
+                self._ranks.append(RankProcess(launch_here, order.payload))
             except OSError as error:
                 self._box.post(RankFailedEvent(_start_failure(launch, error)))
                 return False
-        if self._store is not None and launches[0].process_group != "user":
+        if self._store is not None and order.launches[0].process_group != "user":
             self._store.close()  # rank 0 has it now
         return True
 
@@ -165,7 +161,7 @@ class _Agent:
     def _pass_on_orders(self) -> None:
         if self._box.leave_requested and self._left_s is None:
             self._left_s = time.monotonic()
-            self._tell(b"L")
+            self._tell(RankOrder.LEAVE)
 
     def _wait(self) -> None:
         room = self._box.has_room
@@ -187,7 +183,7 @@ class _Agent:
         now = time.monotonic()
         if now - self._beat_s >= BEAT_S:
             self._beat_s = now
-            self._tell(b"B")
+            self._tell(RankOrder.BEAT)
 
     def _new_events(self) -> Sequence[GangEvent]:
         events: list[GangEvent] = []
@@ -200,9 +196,9 @@ class _Agent:
                 events += rank.bury()
         return events
 
-    def _tell(self, word: bytes) -> None:
+    def _tell(self, order: RankOrder) -> None:
         for rank in self._ranks:
-            rank.tell(word)
+            rank.tell(order)
 
     def _is_over(self) -> bool:
         """Whether the ranks are to be killed: on the caller's word at once, else when they had
@@ -292,7 +288,7 @@ class GracefulShutdown:
             self._began_s = now
             self._is_worth_it = any(rank.listens for rank in ranks)
             for rank in ranks if self._is_worth_it else ():
-                rank.tell(b"S")
+                rank.tell(RankOrder.STOP)
         if leave_when_returned and all(rank.is_settled for rank in ranks):
             self._returned_s = self._returned_s or now
             return now - self._returned_s > PEERS_GRACE_S

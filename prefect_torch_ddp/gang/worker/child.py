@@ -11,32 +11,11 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Protocol
 
-from prefect_torch_ddp.protocol.rank import RankLaunch
+from prefect_torch_ddp.protocol.rank import RankFiles, RankLaunch
 
 HAS_PIDFD = hasattr(os, "pidfd_open")
-
-
-@dataclass(frozen=True)
-class RankFiles:
-    """The file descriptors a rank is started with; the caller keeps its own ends."""
-
-    launch: int
-    """A file with the pickled LaunchPage."""
-    events: int
-    outcome: int
-    control: int
-    heartbeat: int
-    """The page where the rank leaves its heartbeat, and its stacks when it is asked."""
-    stdout: int
-    stderr: int
-    store: int | None = None
-
-    def own(self) -> tuple[int, ...]:
-        """Return those that the rank finds by number, beside its standard streams."""
-        return (self.launch, self.events, self.outcome, self.control, self.heartbeat)
 
 
 class Child(Protocol):

@@ -2,7 +2,6 @@
 ranks it forked.
 """
 
-import json
 import logging
 import os
 import select
@@ -13,12 +12,13 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import Any
 
 import dask
 
 from prefect_torch_ddp.errors import HostUnavailableError, HostUnfitError
-from prefect_torch_ddp.gang.worker.child import RankFiles, wait_for_death
+from prefect_torch_ddp.gang.worker.child import wait_for_death
+from prefect_torch_ddp.protocol.fork_server import ForkServerAnswer, ForkServerOrder
+from prefect_torch_ddp.protocol.rank import RankFiles
 
 logger = logging.getLogger(__name__)
 
@@ -108,9 +108,9 @@ class RankHost:
                 if time.monotonic() > deadline or _stat(self.pid)[0] in "Tt":
                     msg = "the rank host is stopped, or does not get to load torch"
                     raise HostUnavailableError(msg)
-            root_cause = self._receive()
-            if root_cause["unfit"] is not None:
-                raise HostUnfitError(root_cause["unfit"])
+            ready = self._receive()
+            if ready.unfit is not None:
+                raise HostUnfitError(ready.unfit)
             self._ready = True
 
     def fork(self, files: RankFiles) -> "ForkedChild":
@@ -120,30 +120,24 @@ class RankHost:
             HostUnavailableError: the host is gone, silent or refuses; it will not fork this
                 rank later either.
         """
-        sent = [
-            *files.own(),
-            files.stdout,
-            files.stderr,
-            *([] if files.store is None else [files.store]),
-        ]
         try:
             with self._lock:
-                socket.send_fds(self._socket, [json.dumps({"op": "fork"}).encode()], sent)
+                socket.send_fds(self._socket, [ForkServerOrder("fork").encode()], files.sent())
                 answer = self._receive()
         except (OSError, HostUnavailableError) as error:
             self.close()  # stopped, it would carry the order out when it goes on, beside the rank that starts instead
             raise HostUnavailableError(str(error)) from error
-        if answer["unfit"]:
-            raise HostUnavailableError(answer["unfit"])
-        return ForkedChild(self, answer["pid"])
+        if answer.unfit:
+            raise HostUnavailableError(answer.unfit)
+        return ForkedChild(self, answer.pid)
 
     def reap(self, pid: int) -> int:
         """Return how a dead rank ended; one whose host died before was killed with it."""
         with self._lock:
             if not self.is_silent:
                 try:
-                    self._socket.send(json.dumps({"op": "reap", "pid": pid}).encode())
-                    status: int = self._receive()["status"]
+                    self._socket.send(ForkServerOrder("reap", pid).encode())
+                    status = self._receive().status
                 except (OSError, HostUnavailableError) as error:
                     logger.warning("a rank's end is not told by the rank host: %s", error)
                     self.is_silent = True
@@ -162,7 +156,7 @@ class RankHost:
         poller.register(self._socket, select.POLLIN)
         return bool(poller.poll(ANSWER_TIMEOUT_S * 1000))
 
-    def _receive(self) -> dict[str, Any]:
+    def _receive(self) -> ForkServerAnswer:
         try:
             answer = self._socket.recv(65_536)
         except OSError as error:
@@ -171,8 +165,7 @@ class RankHost:
         if not answer:
             msg = f"the rank host ended with status {self._process.wait()}"
             raise HostUnavailableError(msg)
-        message: dict[str, Any] = json.loads(answer)
-        return message
+        return ForkServerAnswer.decode(answer)
 
 
 def _stat(pid: int) -> list[str]:

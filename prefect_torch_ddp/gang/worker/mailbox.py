@@ -19,7 +19,7 @@ from prefect_torch_ddp.protocol.agent import (
     RankHeartbeat,
     StartOrder,
 )
-from prefect_torch_ddp.protocol.rank import GangEvent
+from prefect_torch_ddp.protocol.events import GangEvent
 
 CAPACITY = 5_000
 """Events held for a caller that is slow to fetch them; an agent stops reading its ranks' output

@@ -16,8 +16,8 @@ from pathlib import Path
 
 from prefect_torch_ddp.gang.worker.rank_process import RankProcess
 from prefect_torch_ddp.protocol.agent import RankHeartbeat
+from prefect_torch_ddp.protocol.events import RankStack
 from prefect_torch_ddp.protocol.heartbeat import LOOK_SIGNAL, Phase
-from prefect_torch_ddp.protocol.rank import RankStack
 
 TICKS_PER_S = sysconf("SC_CLK_TCK")
 ACTIVE_SHARE = 0.01

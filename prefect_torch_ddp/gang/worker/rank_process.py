@@ -4,7 +4,6 @@ Owns what is said of a rank whose process ended before its function returned. Pu
 """
 
 import contextlib
-import json
 import logging
 import os
 import pickle
@@ -14,34 +13,36 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from prefect_torch_ddp.errors import HostUnavailableError
-from prefect_torch_ddp.gang.worker.child import (
-    Child,
-    ExecChild,
-    RankFiles,
-    kill_session,
-    rank_environment,
-)
+from prefect_torch_ddp.gang.worker.child import Child, ExecChild, kill_session, rank_environment
 from prefect_torch_ddp.gang.worker.fork_server_pool import host_of
 from prefect_torch_ddp.gang.worker.oom import OomWatch
 from prefect_torch_ddp.gang.worker.rank_io import HeartbeatPage, Leftovers, LineCutter
-from prefect_torch_ddp.protocol.rank import (
-    COPIES,
+from prefect_torch_ddp.protocol.events import (
+    MAX_DATAGRAM_BYTES,
+    FailureWritten,
     FunctionEnded,
     GangEvent,
-    Launcher,
-    LaunchPage,
     LogLine,
     Progress,
+    RankEvent,
     RankFailedEvent,
     RankFailure,
-    RankLaunch,
+    RankListens,
     RankReturned,
     RankStopped,
     RecordsLeft,
-    Stopped,
+    decode_event,
+)
+from prefect_torch_ddp.protocol.rank import (
+    COPIES,
+    Launcher,
+    LaunchPage,
+    RankFiles,
+    RankLaunch,
+    RankOrder,
 )
 from prefect_torch_ddp.records.log import left_behind
 
@@ -49,13 +50,12 @@ logger = logging.getLogger(__name__)
 
 CHUNK_BYTES = 65_536
 MAX_CHUNKS = 64
-MAX_EVENT_BYTES = 131_072
 
 
 class RankProcess:
     """A process in a session of its own, which runs one rank."""
 
-    def __init__(self, launch: RankLaunch) -> None:
+    def __init__(self, launch: RankLaunch, payload: bytes) -> None:
         """Start the process; raises OSError where that fails, with nothing left behind."""
         self.place = launch.place
         self._out, self._err = LineCutter(), LineCutter()
@@ -71,10 +71,8 @@ class RankProcess:
             self._outcome: IO[bytes] = ours.enter_context(tempfile.TemporaryFile())
             self.page = ours.enter_context(contextlib.closing(HeartbeatPage()))
             page = theirs.enter_context(tempfile.TemporaryFile())
-            pickle.dump(
-                LaunchPage(launch, environment, str(Path.cwd()), str(self._leftovers.folder)), page
-            )
-            page.seek(0)
+            folders = str(Path.cwd()), str(self._leftovers.folder)
+            LaunchPage(launch, environment, *folders).write(page, payload)
             # Datagrams: a record stays whole also when forked DataLoader workers of the rank
             # write at the same time.
             self._events, events = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
@@ -141,11 +139,11 @@ class RankProcess:
     def _read_events(self) -> Iterator[GangEvent]:
         while True:
             try:
-                record = self._events.recv(MAX_EVENT_BYTES)
+                record = self._events.recv(MAX_DATAGRAM_BYTES)
             except BlockingIOError:
                 return
             try:
-                event = self._decode(json.loads(record))
+                event = self._take(decode_event(record, self.place.rank))
             except (ValueError, KeyError, TypeError):
                 logger.warning(
                     "rank %d sent a record that can't be read: %.80r", self.place.rank, record
@@ -154,26 +152,19 @@ class RankProcess:
             if event is not None:
                 yield event
 
-    def _decode(self, record: dict[str, Any]) -> GangEvent | None:  # noqa: PLR0911 - one for each kind
-        rank = self.place.rank
-        match record.pop("kind"):
-            case "log":
-                return LogLine(rank, record["level"], record["text"], record["logger"])
-            case "progress":
-                return Progress(**record)
-            case "listens":
+    def _take(self, event: RankEvent) -> GangEvent | None:
+        match event:
+            case RankListens():
                 self.listens = True
-            case "stopped":
-                return RankStopped(rank, Stopped(**record))
-            case "ended":
-                return FunctionEnded(rank)
-            case "returned" if not self.is_settled:
-                self.returned = True
-                return RankReturned(rank)
-            case "failed" if not self.is_settled:
+            case FailureWritten() if not self.is_settled:
                 self._outcome.seek(0)
                 self.failure = replace(pickle.load(self._outcome), step=self._step())
                 return RankFailedEvent(self.failure)
+            case RankReturned() if not self.is_settled:
+                self.returned = True
+                return event
+            case LogLine() | Progress() | RankStopped() | FunctionEnded():
+                return event
         return None
 
     def value(self) -> bytes:
@@ -181,12 +172,12 @@ class RankProcess:
         self._outcome.seek(0)
         return self._outcome.read()
 
-    def tell(self, word: bytes) -> None:
+    def tell(self, order: RankOrder) -> None:
         """Write an order to the rank's control pipe; a rank that is gone needs none."""
         with contextlib.suppress(
             BrokenPipeError, BlockingIOError
         ):  # full: it was stopped for hours
-            os.write(self._control.fileno(), word)
+            os.write(self._control.fileno(), order.value)
 
     @property
     def is_dead(self) -> bool:

@@ -5,7 +5,6 @@ Owns what a Dask worker tells about its machine: which one it is, and the addres
 """
 
 import os
-import pickle
 import signal
 import socket
 import threading
@@ -16,22 +15,23 @@ from typing import TYPE_CHECKING, Any
 import psutil
 from distributed.comm import get_address_host
 
-from prefect_torch_ddp.errors import GangError, NoAnswerError
 from prefect_torch_ddp.gang.worker.fork_server_pool import EndRankHost, host_of
 from prefect_torch_ddp.gang.worker.mailbox import MAILBOXES
 from prefect_torch_ddp.gang.worker.slots import SLOTS
-from prefect_torch_ddp.protocol.agent import AgentState, Cleared, Occupant, WorkerIdentity
+from prefect_torch_ddp.protocol.agent import (
+    AgentOrder,
+    AgentState,
+    Answer,
+    Cleared,
+    Occupant,
+    Rpc,
+    StartOrder,
+    WorkerIdentity,
+    encode_answer,
+)
 
 if TYPE_CHECKING:
-    from distributed import Client, Worker
-
-
-POLL_OP = "prefect_torch_ddp_poll"
-GIVE_OP = "prefect_torch_ddp_give"
-CLEAR_OP = "prefect_torch_ddp_clear"
-IDENTIFY_OP = "prefect_torch_ddp_identify"
-
-Answer = dict[str, bytes]
+    from distributed import Worker
 
 
 async def register_rpc(  # noqa: C901 - four small handlers that close over the worker
@@ -55,12 +55,9 @@ async def register_rpc(  # noqa: C901 - four small handlers that close over the 
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, _leave_it_to_the_nanny)
 
-    def identify() -> Answer:
-        return _answer(_identity(dask_worker))
-
     async def poll(token: str, next_event: int, known_state: AgentState, wait_s: float) -> Answer:
         box = MAILBOXES.open(token)
-        return _answer(
+        return encode_answer(
             await box.news(next_event, known_state, wait_s, lambda: _occupant(dask_worker, token))
         )
 
@@ -70,27 +67,30 @@ async def register_rpc(  # noqa: C901 - four small handlers that close over the 
         """
         box = MAILBOXES.find(token)
         if box is None:
-            return _answer(Cleared(ended=True))
+            return encode_answer(Cleared(ended=True))
         box.give(abort=True)
         ended = await box.until_ended(timeout_s)
         if ended:
             MAILBOXES.drop(token)
-        return _answer(Cleared(ended, box.first_event, box.leftovers()))
+        return encode_answer(Cleared(ended, box.first_event, box.leftovers()))
 
-    def give(token: str, order: bytes) -> Answer:
+    def start(
+        token: str, launches: bytes, payload: bytes, progress_timeout_s: float | None
+    ) -> Answer:
         box = MAILBOXES.find(token)
         if box is not None:
-            box.give(**pickle.loads(order))
-        return _answer(box is not None)
+            box.give(order=StartOrder.decode(launches, payload, progress_timeout_s))
+        return encode_answer(box is not None)
 
-    handlers: dict[str, Any] = {
-        POLL_OP: poll,
-        GIVE_OP: give,
-        CLEAR_OP: clear,
-        IDENTIFY_OP: identify,
-    }
+    def give(token: str, order: AgentOrder) -> Answer:
+        box = MAILBOXES.find(token)
+        if box is not None:
+            box.give(stop=order == "stop", leave=order == "leave", look=order == "look")
+        return encode_answer(box is not None)
+
+    handlers: dict[Rpc, Any] = {Rpc.POLL: poll, Rpc.START: start, Rpc.GIVE: give, Rpc.CLEAR: clear}
     for name, handler in handlers.items():
-        dask_worker.handlers.setdefault(name, handler)
+        dask_worker.handlers.setdefault(str(name), handler)
     if EndRankHost.name not in dask_worker.plugins:
         await dask_worker.plugin_add(plugin=EndRankHost(), name=EndRankHost.name)
     if warm:
@@ -124,40 +124,6 @@ def _occupant(worker: "Worker", token: str) -> Occupant | None:
     if len(running) >= worker.state.nthreads:
         return Occupant(f"task {running[0]!s}")
     return None
-
-
-def _answer(value: Any) -> Answer:
-    # A dict, so that it can't be taken for the pickled exception by which Dask reports a broken
-    # connection.
-    return {"answer": pickle.dumps(value)}
-
-
-async def call_worker(client: "Client", address: str, op: str, **message: Any) -> Any:
-    """Send one order to a worker, through the scheduler, and return its answer.
-
-    Raises:
-        NoAnswerError: the worker, or the scheduler, could not be reached, or the worker doesn't
-            know our orders.
-        GangError: the order failed on the worker.
-    """
-    if client.scheduler is None:
-        msg = f"the Dask client is {client.status}"
-        raise NoAnswerError(msg)
-    try:
-        replies = await client.scheduler.broadcast(
-            msg={"op": op, **message}, workers=[address], on_error="return_pickle"
-        )
-    except OSError as error:
-        msg = f"the scheduler did not answer ({type(error).__name__}: {error})"
-        raise NoAnswerError(msg) from error
-    reply = replies[address]
-    if isinstance(reply, dict) and "answer" in reply:
-        return pickle.loads(reply["answer"])
-    if isinstance(reply, bytes):
-        msg = f"worker {address} did not answer ({pickle.loads(reply)!r})"
-        raise NoAnswerError(msg)
-    msg = f"worker {address} failed at the order {op!r}: {reply}"
-    raise GangError(msg)
 
 
 def machine_id() -> str:

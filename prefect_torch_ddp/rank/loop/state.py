@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Self
 
-from prefect_torch_ddp.protocol.rank import StoppedBy
+from prefect_torch_ddp.protocol.events import StoppedBy
 
 if TYPE_CHECKING:
     from prefect_torch_ddp.data.sampler import BatchShare

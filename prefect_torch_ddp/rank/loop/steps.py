@@ -17,8 +17,8 @@ from typing import Any
 from prefect_torch_ddp.data.loader import RankLoader
 from prefect_torch_ddp.data.sampler import BatchShare
 from prefect_torch_ddp.errors import InvalidParamsError
+from prefect_torch_ddp.protocol.events import Stopped
 from prefect_torch_ddp.protocol.heartbeat import Phase
-from prefect_torch_ddp.protocol.rank import Stopped
 from prefect_torch_ddp.rank.checkpointing import Tracker
 from prefect_torch_ddp.rank.config import RankConfig
 from prefect_torch_ddp.rank.gradients.micro_batches import refuse_half_done

@@ -31,7 +31,7 @@ from prefect.logging import get_run_logger
 from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 from prefect.utilities.context import get_task_and_flow_run_ids
 
-from prefect_torch_ddp.protocol.rank import AttemptBegan, Progress
+from prefect_torch_ddp.protocol.events import AttemptBegan, Progress
 from prefect_torch_ddp.tasks.report.curves import downsample, render_curves
 from prefect_torch_ddp.tasks.report.report import LiveView, progress_line, render_live
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from prefect_torch_ddp.params import TrainParams
-from prefect_torch_ddp.protocol.rank import Progress
+from prefect_torch_ddp.protocol.events import Progress
 from prefect_torch_ddp.results import EpochRow, Report, TrainReport
 from prefect_torch_ddp.tasks.report.markdown import (
     code,

@@ -21,7 +21,7 @@ from tests.integration.gang.test_resumed_restarts import RUN_WITH_CONTEXT
 from tests.workloads import restarting
 
 if TYPE_CHECKING:
-    from prefect_torch_ddp.protocol.rank import GangEvent
+    from prefect_torch_ddp.protocol.events import GangEvent
 
 pytestmark = pytest.mark.timeout(180)
 

@@ -13,7 +13,7 @@ from distributed import Client, LocalCluster
 from prefect_torch_ddp import GangHungError, RankFailedError, run_gang
 from prefect_torch_ddp.checkpoint.attempts import claim_attempt
 from prefect_torch_ddp.params import CheckpointParams
-from prefect_torch_ddp.protocol.rank import GangEvent, LogLine, RankStack
+from prefect_torch_ddp.protocol.events import GangEvent, LogLine, RankStack
 from prefect_torch_ddp.rank.config import RankConfig
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from tests.workloads import hanging, plain

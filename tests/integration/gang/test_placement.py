@@ -8,7 +8,7 @@ import pytest
 from distributed import Client, Event, Nanny, Scheduler, SpecCluster
 
 from prefect_torch_ddp import InvalidParamsError, NotEnoughWorkersError, run_gang
-from prefect_torch_ddp.protocol.rank import GangEvent, LogLine
+from prefect_torch_ddp.protocol.events import GangEvent, LogLine
 from tests.workloads import plain
 from tests.workloads.whereabouts import whereabouts
 

@@ -17,8 +17,8 @@ from distributed import Client, LocalCluster
 
 from prefect_torch_ddp import RankFailedError, run_gang
 from prefect_torch_ddp.errors import HostUnavailableError
-from prefect_torch_ddp.gang.worker.child import RankFiles
 from prefect_torch_ddp.gang.worker.fork_server import RankHost
+from prefect_torch_ddp.protocol.rank import RankFiles
 from tests.integration.gang.test_failures import wait_until
 from tests.workloads import plain
 

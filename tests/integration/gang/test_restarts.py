@@ -22,7 +22,7 @@ from prefect_torch_ddp import (
     run_gang,
 )
 from prefect_torch_ddp.gang import run as launch
-from prefect_torch_ddp.protocol.rank import AttemptBegan, GangEvent, LogLine
+from prefect_torch_ddp.protocol.events import AttemptBegan, GangEvent, LogLine
 from tests.integration.gang.test_failures import pids_in
 from tests.workloads import restarting
 

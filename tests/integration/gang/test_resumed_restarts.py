@@ -15,7 +15,7 @@ from prefect_torch_ddp.checkpoint.run_files import read_failures
 from prefect_torch_ddp.errors import SupersededError
 from prefect_torch_ddp.gang import run as launch
 from prefect_torch_ddp.params import CheckpointParams
-from prefect_torch_ddp.protocol.rank import AttemptBegan
+from prefect_torch_ddp.protocol.events import AttemptBegan
 from prefect_torch_ddp.rank.config import RankConfig
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.tasks.run import RunAttemptLog
@@ -24,7 +24,7 @@ from tests.integration.gang.test_restarts import attempts_in
 from tests.workloads import restarting
 
 if TYPE_CHECKING:
-    from prefect_torch_ddp.protocol.rank import GangEvent
+    from prefect_torch_ddp.protocol.events import GangEvent
 
 pytestmark = pytest.mark.timeout(180)
 

@@ -17,7 +17,7 @@ from prefect_torch_ddp import RankFailedError, run_gang
 from prefect_torch_ddp.checkpoint.manifest import list_manifests
 from prefect_torch_ddp.gang import restarts as budget
 from prefect_torch_ddp.params import CheckpointParams
-from prefect_torch_ddp.protocol.rank import GangEvent
+from prefect_torch_ddp.protocol.events import GangEvent
 from prefect_torch_ddp.rank.config import RankConfig
 from prefect_torch_ddp.records.metrics import read_records
 from prefect_torch_ddp.storage.s3.storage import S3Storage

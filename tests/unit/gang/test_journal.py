@@ -7,7 +7,7 @@ import pytest
 
 from prefect_torch_ddp.errors import GangError, GangHungError, RankFailedError, WorkerLostError
 from prefect_torch_ddp.gang.attempt_log import CallAttemptLog, record_of, why_hopeless
-from prefect_torch_ddp.protocol.rank import Hang, RankFailure
+from prefect_torch_ddp.protocol.events import Hang, RankFailure
 
 BOOM = RankFailure(
     rank=1,

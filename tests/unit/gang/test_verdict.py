@@ -13,7 +13,8 @@ from prefect_torch_ddp.gang.caller.root_cause import (
     judge,
     settle_s,
 )
-from prefect_torch_ddp.protocol.rank import RankFailure, RankPlace
+from prefect_torch_ddp.protocol.events import RankFailure
+from prefect_torch_ddp.protocol.rank import RankPlace
 
 CLOSED = RankFailure(
     rank=0,

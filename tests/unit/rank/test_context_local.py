@@ -15,7 +15,7 @@ from torch.utils.data import TensorDataset
 from prefect_torch_ddp import RankContext
 from prefect_torch_ddp.errors import BadKeyError, CheckpointError, InvalidParamsError
 from prefect_torch_ddp.params import CheckpointParams
-from prefect_torch_ddp.protocol.rank import Progress
+from prefect_torch_ddp.protocol.events import Progress
 from prefect_torch_ddp.rank.config import RankConfig
 from prefect_torch_ddp.rank.link import NoLink
 from prefect_torch_ddp.rank.loop.state import Place

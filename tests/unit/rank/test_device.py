@@ -101,7 +101,6 @@ def launch(rank: int, world_size: int, backend: str) -> RankLaunch:
         rendezvous_timeout_s=20.0,
         extra_sys_path=(),
         launcher="auto",
-        payload=b"",
     )
 
 

@@ -18,7 +18,7 @@ from prefect_torch_ddp.checkpoint.attempts import claim_attempt
 from prefect_torch_ddp.checkpoint.manifest import list_manifests
 from prefect_torch_ddp.data.sampler import GlobalBatches
 from prefect_torch_ddp.params import CheckpointParams
-from prefect_torch_ddp.protocol.rank import Stopped
+from prefect_torch_ddp.protocol.events import Stopped
 from prefect_torch_ddp.rank.config import RankConfig
 from prefect_torch_ddp.rank.link import NoLink, set_link
 from prefect_torch_ddp.rank.loop import agreement

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from prefect_torch_ddp.params import TrainParams
-from prefect_torch_ddp.protocol.rank import Progress
+from prefect_torch_ddp.protocol.events import Progress
 from prefect_torch_ddp.results import (
     CheckpointRef,
     ClassScore,

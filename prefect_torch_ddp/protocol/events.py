@@ -1,0 +1,228 @@
+"""What a gang reports while it runs, and the datagrams by which a rank tells its agent."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Literal
+
+Retryability = Literal["open", "hopeless", "transient"]
+"""What a failure says about another attempt: it may end the same way, it is bound to, or it has
+nothing to do with the code."""
+StoppedBy = Literal["order", "SIGTERM", "peer"]
+"""Why a rank stopped: its agent ordered it, the signal did, or only another rank wanted it."""
+NO_RANK = -1
+
+
+@dataclass(frozen=True)
+class RankFailure:
+    """How one rank failed, as a value."""
+
+    rank: int
+    host: str
+    pid: int
+    kind: Literal["exception", "exit", "signal", "returned", "worker_lost", "start"]
+    summary: str
+    """One or a few lines for people: `ValueError: boom`, `was killed by SIGKILL (9)`."""
+    is_collateral: bool = False
+    """Whether it looks like a consequence: of a connection that a peer closed."""
+    traceback_text: str = ""
+    exception_type: str = ""
+    exception_pickle: bytes | None = None
+    exit_code: int | None = None
+    signal: int | None = None
+    stderr_tail: tuple[str, ...] = ()
+    step: int | None = None
+    """The optimizer step under way, or the last one; None before the first."""
+    retryability: Retryability = "transient"
+
+
+@dataclass(frozen=True)
+class FailureRecord:
+    """What is kept of a failed attempt, to tell whether the next one fails in the same way."""
+
+    attempt: int
+    world_size: int
+    summary: str
+    """One line for people."""
+    fingerprint: str | None
+    """Type and text of the exception; None where another attempt may well go better, e.g. after
+    a kill or an OSError."""
+    step: int | None
+    """The optimizer step it failed in; None before the first, or where steps aren't known."""
+
+
+@dataclass(frozen=True)
+class Hang:
+    """How a gang hung, as a value."""
+
+    summary: str
+    """One line for people: who did not arrive, where it is, and who waits for it."""
+    ranks: tuple[int, ...]
+    """Those that the others wait for; all of them where each waits for another."""
+    hosts: tuple[str, ...]
+    """Theirs, in the same order."""
+    phase: str
+    """What the first of them is at: `step`, `loading`, `saving`, ..."""
+    step: int
+    """The step that it is in, or made last."""
+    silent_s: float
+    """How long no rank of the gang made progress."""
+    stacks: Mapping[int, str] = field(default_factory=dict)
+    """The threads of each rank that answered."""
+
+
+@dataclass(frozen=True)
+class LogLine:
+    """A line a rank printed, or a record it logged."""
+
+    rank: int
+    """NO_RANK: the gang itself says it."""
+    level: int
+    """A level of the logging module."""
+    text: str
+    logger: str = ""
+    """Name of the rank's logger; empty for a printed line."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far rank 0 of a training is."""
+
+    step: int
+    epoch: int
+    total_steps: int | None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    trouble: str = ""
+    """What a person should know of: `no checkpoint since step 40: ...`."""
+
+
+@dataclass(frozen=True)
+class RankListens:
+    """A rank's training reacts to an order to stop: its agent gives it time instead of a kill."""
+
+    rank: int
+
+
+@dataclass(frozen=True)
+class FunctionEnded:
+    """A rank's function ended; its last checkpoint and metrics may still be being written."""
+
+    rank: int
+
+
+@dataclass(frozen=True)
+class RankReturned:
+    """A rank's function returned, and all that it leaves is written."""
+
+    rank: int
+
+
+@dataclass(frozen=True)
+class FailureWritten:
+    """A rank failed; the file of its outcome holds the pickled RankFailure."""
+
+    rank: int
+
+
+@dataclass(frozen=True)
+class RankFailedEvent:
+    """A rank failed."""
+
+    failure: RankFailure
+
+
+@dataclass(frozen=True)
+class AttemptBegan:
+    """A gang has its workers and starts its ranks; after a failure it may have another size."""
+
+    attempt: int
+    world_size: int
+
+
+@dataclass(frozen=True)
+class RankStack:
+    """Where a rank is; asked for when its gang makes no progress."""
+
+    rank: int
+    text: str
+    """All its threads as faulthandler writes them, the main one last; or why there is none."""
+
+
+@dataclass(frozen=True)
+class Stopped:
+    """A training stopped before its end, at a step that all ranks agreed on."""
+
+    step: int
+    by: StoppedBy
+    checkpoint_step: int | None = None
+    """Step of the newest checkpoint; known to rank 0 once it is written."""
+
+
+@dataclass(frozen=True)
+class RankStopped:
+    """A rank stopped; it comes a second time when rank 0 has written the last checkpoint."""
+
+    rank: int
+    stopped: Stopped
+
+
+@dataclass(frozen=True)
+class RecordsLeft:
+    """Records of a rank that ended, or was killed, before the storage had them."""
+
+    key: str
+    """Where they belong."""
+    content: bytes
+    """Lines of JSON."""
+
+
+GangEvent = (
+    LogLine
+    | Progress
+    | FunctionEnded
+    | RankReturned
+    | RankFailedEvent
+    | RankStopped
+    | AttemptBegan
+    | RankStack
+    | RecordsLeft
+)
+RankEvent = (
+    LogLine | Progress | RankListens | RankStopped | FunctionEnded | RankReturned | FailureWritten
+)
+"""What a rank sends itself."""
+
+MAX_DATAGRAM_BYTES = 131_072
+MAX_TEXT = 16_000
+"""Characters of a text; in the worst case each takes six bytes of a datagram."""
+_KINDS: dict[str, type[RankEvent]] = {
+    kind.__name__: kind
+    for kind in (
+        LogLine,
+        Progress,
+        RankListens,
+        RankStopped,
+        FunctionEnded,
+        RankReturned,
+        FailureWritten,
+    )
+}
+
+
+def encode_event(event: RankEvent) -> bytes:
+    """Return a rank's event as one datagram, without its rank, which the agent knows."""
+    fields = asdict(event)
+    fields.pop("rank", None)
+    record = {"kind": type(event).__name__, **fields}
+    return json.dumps(record, ensure_ascii=False).encode(errors="replace")
+
+
+def decode_event(datagram: bytes, rank: int) -> RankEvent:
+    """Read a rank's event; raises ValueError, KeyError or TypeError where it is none."""
+    fields = json.loads(datagram)
+    kind = _KINDS[fields.pop("kind")]
+    if kind is not Progress:
+        fields["rank"] = rank
+    if kind is RankStopped:
+        fields["stopped"] = Stopped(**fields["stopped"])
+    return kind(**fields)
