@@ -1,6 +1,4 @@
-"""Owns the read-through cache: what was fetched from a remote storage is kept on local disk,
-and checked at each read.
-"""
+"""The read-through cache: objects of a remote storage, kept on local disk and checked there."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -8,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
-from prefect_torch_ddp.data.images.cache_folder import SourceInCache, folder_of
+from prefect_torch_ddp.data.images.cache_folder import folder_of
 from prefect_torch_ddp.errors import InvalidParamsError, StorageError
 from prefect_torch_ddp.storage.directory import absolute_folder
 from prefect_torch_ddp.storage.protocol import Contents, ListedObject, ObjectPart, ReadsMany
@@ -18,15 +16,13 @@ MAX_BYTES = 50 * 2**30
 
 @dataclass(frozen=True)
 class CachedReads:
-    """Reads objects through a folder on local disk; has the methods of what it reads from, and
-    is as small to pickle.
+    """Reads objects through a folder on local disk; has the methods of what it reads from.
 
-    Any number of this user's processes may share a folder, with the same sources or others.
+    Any number of this user's processes may share a folder, with the same storages or others.
     What is read from it was verified when it arrived (by its ETag where that is an MD5) and is
-    verified again, by a SHA-256 of our own. A damaged file is fetched again, with a warning.
-    Parts without an ETag aren't kept, since nobody could tell whether they changed. Where the
-    folder can't be used, or the disk is full, reading goes on without it, and a warning says so
-    once in a process.
+    verified again, by a SHA-256. A damaged file is fetched again, with a warning. Objects
+    without an ETag aren't kept, since nobody could tell whether they changed. Where the folder
+    can't be used, or the disk is full, reading goes on without it, with one warning a process.
     """
 
     storage: ReadsMany
@@ -34,17 +30,21 @@ class CachedReads:
     folder: Path
     """On a local disk; made where there is none, for this user alone. `~` is expanded."""
     max_bytes: int = MAX_BYTES
-    """How much all sources together may hold in the folder.
-
-    A twentieth of the disk, at most 4 GiB, is left free in any case.
-    """
+    """Of all storages in the folder together. A twentieth of the disk, at most 4 GiB, is left
+    free in any case."""
 
     def __post_init__(self) -> None:
         if not callable(getattr(self.storage, "read_many", None)):
-            msg = f"a cache needs a storage that datasets read from (a directory or S3), and got {type(self.storage).__name__}"
+            msg = (
+                "a cache needs a storage that datasets read from (a directory or S3), "
+                f"and got {type(self.storage).__name__}"
+            )
             raise InvalidParamsError(msg)
         if self.max_bytes < 1:
-            msg = f"the cache's max_bytes is {self.max_bytes}; give the bytes that {self.folder} may hold, such as 50 * 2**30"
+            msg = (
+                f"the cache's max_bytes is {self.max_bytes}; "
+                f"give the bytes that {self.folder} may hold, such as 50 * 2**30"
+            )
             raise InvalidParamsError(msg)
         object.__setattr__(self, "folder", absolute_folder(self.folder))
 
@@ -59,10 +59,8 @@ class CachedReads:
         return content_id(self.storage)
 
     def read_many(self, parts: Sequence[ObjectPart]) -> Contents:
-        """Read all parts, from the folder what it has and from the storage the rest; a failure
-        is that part's value.
-        """
-        folder = folder_of(SourceInCache(str(self.folder / "v1"), self.content_id, self.max_bytes))
+        """Read all parts, those in the folder from there; a failure is that part's value."""
+        folder = folder_of(str(self.folder / "v1"), self.content_id, self.max_bytes)
         if folder is None:
             return self.storage.read_many(parts)
         found: list[bytes | StorageError | None] = [
@@ -70,15 +68,17 @@ class CachedReads:
         ]
         missing = [number for number, data in enumerate(found) if data is None]
         if missing:
-            fetched = self.storage.read_many([parts[number] for number in missing])
+            wanted = [parts[number] for number in missing]
+            fetched = self.storage.read_many(wanted)
             for number, data in zip(missing, fetched, strict=True):
                 found[number] = data
-            arrived = [
-                (parts[number], data)
-                for number, data in zip(missing, fetched, strict=True)
-                if isinstance(data, bytes)
-            ]
-            folder.put((part, data) for part, data in arrived if part.etag)
+            folder.put(
+                [
+                    (part, data)
+                    for part, data in zip(wanted, fetched, strict=True)
+                    if part.etag and isinstance(data, bytes)
+                ]
+            )
         return cast("Contents", found)
 
     def list_objects(self, prefix: str) -> Iterator[ListedObject]:
@@ -87,9 +87,7 @@ class CachedReads:
 
 
 def content_id(storage: ReadsMany) -> str:
-    """Name what a storage reads from: the same for all descriptions of one place, and never the
-    same for two; holds no secret.
-    """
+    """Name what a storage reads from: no two stores have the same; holds no secret."""
     named = getattr(storage, "content_id", None)
     if named is not None:
         return str(named)

@@ -1,161 +1,133 @@
-"""Owns the files of the read-through cache: how an entry is written, believed, counted and
-evicted, among many processes.
-"""
+"""The files of the read-through cache: written whole, checked when read, evicted when full."""
 
+import fcntl
 import hashlib
 import logging
 import os
-import threading
 import time
 import uuid
-from collections.abc import Iterable
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import cache
+from itertools import accumulate
 
-from prefect_torch_ddp.data.images.cache_room import LAST_USE_STEP_S, CacheRoom
 from prefect_torch_ddp.storage.protocol import ObjectPart
 
 logger = logging.getLogger(__name__)
 
 DIGEST_BYTES = 32
-STALE_AFTER_S = 3600.0
+TOUCH_AFTER_S = 3600.0
+"""A file's time is its last use, to the hour: touching it at each read would cost."""
+UNUSED_AFTER_S = 24 * 3600.0
 PAUSE_S = 60.0
-"""How long nothing is written after a write failed."""
-KEPT_FREE_BYTES = 4 * 2**30
-KEPT_FREE_PART = 20
-"""A twentieth of the disk, at most `KEPT_FREE_BYTES`, is left to others: checkpoints may lie on
-it too."""
-
-
-@dataclass(frozen=True, slots=True)
-class SourceInCache:
-    """What describes the entries of one source of objects: plain values."""
-
-    root: str
-    """The cache's folder, absolute."""
-    source: str
-    """Names bucket, endpoint and prefix; entries of two sources never mix."""
-    max_bytes: int
-    """Of the whole cache, over all sources and processes."""
+"""After a failed write, or a scan that found nothing to evict, before the next try."""
+KEPT_FREE_BYTES, KEPT_FREE_PART = 4 * 2**30, 20
+"""At most 4 GiB, or a twentieth of the disk: checkpoints may lie on it too."""
+PATIENCE_S, POLL_S = 1.0, 0.002
 
 
 class CacheFolder:
-    """The entries of one source, as this process and those forked from it see them; safe among
-    threads.
+    """The entries of one storage in a cache that many processes share; safe among threads.
 
-    An entry is a file: the object's bytes, then a SHA-256 over its name and them. The name is a
-    digest of source, key, range, size and ETag. So what is damaged, cut or at a wrong place is
-    never believed. A file appears whole, by a rename.
+    An entry is a file: the object's bytes, then a SHA-256 over the entry's name and them. The
+    name is a digest of storage, key, range, size and ETag. So a file that is damaged, cut or in
+    another's place is never believed.
+
+    The file `count` has the bytes of all entries, counted before they are written. When it says
+    that the cache is full, one process scans the folder and evicts, longest unused first, what
+    belongs to storages that no process has open, or was unused for a day. Entries in use stay:
+    with a new order each epoch, replacing them would miss more and write all the time (Mohan et
+    al., "Analyzing and Mitigating Data Stalls in DNN Training", VLDB 2021).
     """
 
-    def __init__(self, described: SourceInCache) -> None:
-        """Make the folders, and hold the source's lock, by which others see that it is in use.
+    def __init__(self, root: str, content_id: str, max_bytes: int) -> None:
+        """Make the folder, and hold its lock: its entries are in use.
+
+        Args:
+            root: the cache's folder, absolute.
+            content_id: tells the entries of one storage from another's.
+            max_bytes: of the whole cache.
 
         Raises:
-            OSError: they can't be made, or are another user's.
+            OSError: the folder can't be made, or is another user's.
         """
-        self._source = described.source
-        self._folder = os.path.join(
-            described.root, hashlib.sha256(described.source.encode()).hexdigest()[:32]
-        )
-        os.makedirs(self._unfinished, mode=0o700, exist_ok=True)  # noqa: PTH103 - plain paths: a Path costs as much as a read
-        for path in (described.root, self._folder):
+        self.root = root
+        self.max_bytes = max_bytes
+        self._content_id = content_id
+        self._folder = f"{root}/{hashlib.sha256(content_id.encode()).hexdigest()[:32]}"
+        self._no_writes_before = 0.0
+        os.makedirs(self._folder, mode=0o700, exist_ok=True)  # noqa: PTH103 - plain paths: a Path costs as much as a read
+        for path in (root, self._folder):
             if os.stat(path).st_uid != os.geteuid():  # noqa: PTH116
                 msg = f"{path} belongs to another user, who could put anything there"
                 raise PermissionError(msg)
-        self._room = CacheRoom(described.root, self._folder, described.max_bytes)
-        self._sweep()
-        self._no_writes_before = 0.0
-        self._complaints = _Once()
+        # Never closed: forks inherit the lock, and it ends with the last of them.
+        _lock(_open(f"{self._folder}/in_use.lock"), fcntl.LOCK_SH, PATIENCE_S)
 
     def get(self, part: ObjectPart) -> bytes | None:
-        """Return a part's bytes, None where they aren't there; a damaged file is removed, with
-        a warning.
-        """
-        self._room.hold()
+        """Return a part's bytes, None where it has none; a damaged file is removed."""
         name = self._name(part)
         path = self._path(name)
         try:
-            found = _read(path, part.num_bytes)
+            data, digest, last_use = _read(path, part.num_bytes)
         except FileNotFoundError:
             return None
         except OSError as error:
-            self._complaints.say(
-                f"can't read the cache {self._folder}: {error.strerror}; its objects are fetched each time"
+            _warn_once(
+                f"can't read the cache {self._folder}: {error.strerror}; "
+                "its objects are fetched each time"
             )
             return None
-        data, digest, last_use = found
         if digest != _digest(name, data):
             logger.warning("%s of the cache is damaged: %s is fetched again", path, part.key)
             with suppress(OSError):
                 os.unlink(path)  # noqa: PTH108
             return None
-        if time.time() - last_use > LAST_USE_STEP_S:
+        if time.time() - last_use > TOUCH_AFTER_S:
             with suppress(OSError):
                 os.utime(path)
         return data
 
-    def put(self, arrived: Iterable[tuple[ObjectPart, bytes]]) -> None:
-        """Keep what there is room for.
-
-        Never raises for want of it: a warning says once why nothing is kept.
-        """
+    def put(self, arrived: Sequence[tuple[ObjectPart, bytes]]) -> None:
+        """Keep what there is room for; where nothing can be written, warn once."""
+        named = [(self._name(part), data) for part, data in arrived]
+        # Another process may have been faster; what can't fit must not push out all the rest.
         new = [
-            (self._path(name), name, data)
-            for name, data in ((self._name(part), data) for part, data in arrived)
-        ]
-        # Another process may have been faster; and what can't fit must not push out everything
-        # else.
-        new = [
-            entry
-            for entry in new
-            if len(entry[2]) + DIGEST_BYTES <= self._room.max_bytes
-            and not os.path.lexists(entry[0])
+            (name, data)
+            for name, data in named
+            if len(data) + DIGEST_BYTES <= self.max_bytes and not os.path.lexists(self._path(name))
         ]
         if not new or time.monotonic() < self._no_writes_before:
             return
         try:
-            os.makedirs(self._unfinished, mode=0o700, exist_ok=True)  # noqa: PTH103 - somebody may have removed the whole cache
-            self._refuse_full_disk(sum(len(data) for _, _, data in new))
-            with self._room.taken([len(data) + DIGEST_BYTES for _, _, data in new]) as granted:
-                for path, name, data in new[:granted]:
-                    self._write(path, name, data)
+            os.makedirs(self._folder, mode=0o700, exist_ok=True)  # noqa: PTH103 - somebody may have removed it
+            self._refuse_full_disk(sum(len(data) for _, data in new))
+            with self._granted([len(data) + DIGEST_BYTES for _, data in new]) as num:
+                for name, data in new[:num]:
+                    self._write(name, data)
         except OSError as error:
             self._no_writes_before = time.monotonic() + PAUSE_S
-            self._complaints.say(
-                f"can't write to the cache {self._folder}: {error.strerror or error}; reading goes on without it"
+            _warn_once(
+                f"can't write to the cache {self._folder}: {error.strerror or error}; "
+                "reading goes on without it"
             )
-        else:
-            if self._room.is_full:
-                self._complaints.say(
-                    f"the cache {self._room.root} is full ({self._room.max_bytes} bytes), and all of it is in use: what doesn't "
-                    "fit is fetched each time; give it a larger max_bytes"
-                )
-
-    @property
-    def _unfinished(self) -> str:
-        return f"{self._folder}/unfinished"
 
     def _name(self, part: ObjectPart) -> str:
-        described = (self._source, part.key, part.start, part.num_bytes, part.etag)
+        described = (self._content_id, part.key, part.start, part.num_bytes, part.etag)
         return hashlib.sha256(repr(described).encode("utf-8", "surrogatepass")).hexdigest()[:40]
 
     def _path(self, name: str) -> str:
         return f"{self._folder}/{name[:2]}/{name}"
 
-    def _write(self, path: str, name: str, data: bytes) -> None:
-        unfinished = f"{self._unfinished}/{uuid.uuid4().hex}"
+    def _write(self, name: str, data: bytes) -> None:
+        path = self._path(name)
+        unfinished = f"{path}.{uuid.uuid4().hex}"
+        os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)  # noqa: PTH103, PTH120
         try:
-            with open(unfinished, "xb", buffering=0, opener=_private) as file:
-                for piece in (data, _digest(name, data)):
-                    view = memoryview(piece)
-                    while view:
-                        view = view[file.write(view) or 0 :]
-            try:
-                os.replace(unfinished, path)  # noqa: PTH105
-            except FileNotFoundError:
-                os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)  # noqa: PTH103, PTH120
-                os.replace(unfinished, path)  # noqa: PTH105
+            with open(unfinished, "xb", opener=_private) as file:
+                file.write(data)
+                file.write(_digest(name, data))
+            os.replace(unfinished, path)  # noqa: PTH105
         except BaseException:
             with suppress(OSError):
                 os.unlink(unfinished)  # noqa: PTH108
@@ -168,46 +140,99 @@ class CacheFolder:
             msg = "the disk is nearly full"
             raise OSError(msg)
 
-    def _sweep(self) -> None:
-        """Remove what killed processes left unfinished."""
-        with os.scandir(self._unfinished) as entries:
-            for entry in entries:
-                with suppress(OSError):
-                    if entry.stat(follow_symlinks=False).st_mtime < time.time() - STALE_AFTER_S:
-                        os.unlink(entry.path)  # noqa: PTH108
+    @contextmanager
+    def _granted(self, sizes: Sequence[int]) -> Iterator[int]:
+        """Give the number of entries, from the first on, that may be written in the block."""
+        with _opened(f"{self.root}/writing.lock") as lock:
+            if not _lock(lock, fcntl.LOCK_SH):  # another process makes room
+                yield 0
+                return
+            num = self._count(sizes)
+            if num < len(sizes):
+                # Alone, since what others have counted and not written yet can't be seen on
+                # disk. If they are writing, the count stays too high until the next scan.
+                is_alone = _lock(lock, fcntl.LOCK_EX)
+                num = self._count_after_evicting(sizes, lock) if is_alone else 0
+            yield num
+
+    def _count(self, sizes: Sequence[int], used: int | None = None) -> int:
+        """Add the entries that fit to the count, or to `used` in its place; return how many."""
+        with _opened(f"{self.root}/count") as file:
+            if not _lock(file, fcntl.LOCK_EX, PATIENCE_S):  # such as by a stopped process
+                return 0
+            if used is None:
+                text = os.pread(file, 32, 0)
+                used = int(text) if text.isdigit() else self.max_bytes  # lost: as if full
+            ends = list(accumulate(sizes, initial=used))
+            num = sum(end <= self.max_bytes for end in ends[1:])
+            os.pwrite(file, b"%020d" % ends[num], 0)
+        return num
+
+    def _count_after_evicting(self, sizes: Sequence[int], lock: int) -> int:
+        if time.time() >= os.fstat(lock).st_mtime:  # else a scan found nothing a moment ago
+            used = self._evict(sum(sizes))
+            num = self._count(sizes, used)
+            if num < len(sizes):
+                os.utime(lock, (time.time() + PAUSE_S,) * 2)
+        else:
+            num = self._count(sizes)
+        if num < len(sizes):
+            _warn_once(
+                f"the cache {self.root} is full ({self.max_bytes} bytes), and all of it is in "
+                "use: what doesn't fit is fetched each time; give it a larger max_bytes"
+            )
+        return num
+
+    def _evict(self, wanted: int) -> int:
+        """Make room for so many bytes, at least a tenth; return the bytes that are left."""
+        used, evictable = 0, []
+        for folder in _folders_in(self.root):
+            with _opened(f"{folder}/in_use.lock") as lock:
+                is_unused = _lock(lock, fcntl.LOCK_EX)
+            for shelf in _folders_in(folder):
+                for entry in _scan(shelf):
+                    with suppress(FileNotFoundError):  # removed meanwhile
+                        status = entry.stat(follow_symlinks=False)
+                        used += status.st_size
+                        if is_unused or time.time() - status.st_mtime > UNUSED_AFTER_S:
+                            evictable.append((status.st_mtime, status.st_size, entry.path))
+        excess = used + max(wanted, self.max_bytes // 10) - self.max_bytes
+        freed = 0
+        for _, size, path in sorted(evictable):
+            if freed >= excess:
+                break
+            with suppress(OSError):
+                os.unlink(path)  # noqa: PTH108
+                freed += size
+        return used - freed
 
 
-class _Once:
-    """Says each thing once in a process."""
+@cache
+def folder_of(root: str, content_id: str, max_bytes: int) -> CacheFolder | None:
+    """Return this process's folder of a storage; None where it can't be used."""
+    try:
+        return CacheFolder(root, content_id, max_bytes)
+    except OSError as error:
+        reason = error.strerror or error
+        _warn_once(f"can't use the cache {root}: {reason}; everything is fetched each time")
+        return None
 
-    def __init__(self) -> None:
-        self._said: set[str] = set()
 
-    def say(self, text: str) -> None:
-        if text not in self._said:
-            self._said.add(text)
-            logger.warning(text)
-
-
-def _private(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_CLOEXEC, 0o600)
+@cache
+def _warn_once(text: str) -> None:
+    logger.warning(text)
 
 
 def _read(path: str, num_bytes: int) -> tuple[bytes, bytes, float]:
-    """Return content, what stands behind it, and when it was last used."""
-    file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
+    """Return an entry's content, its digest, and when it was last used."""
+    with _opened(path, os.O_RDONLY) as file:
         status = os.fstat(file)
         if status.st_size != num_bytes + DIGEST_BYTES:
             return b"", b"", status.st_mtime
         data = os.read(file, num_bytes)
-        while len(data) < num_bytes and (
-            more := os.read(file, num_bytes - len(data))
-        ):  # Linux reads 2 GiB at most at once
-            data += more
+        while len(data) < num_bytes and (more := os.read(file, num_bytes - len(data))):
+            data += more  # Linux reads 2 GiB at most at once
         return data, os.read(file, DIGEST_BYTES), status.st_mtime
-    finally:
-        os.close(file)
 
 
 def _digest(name: str, data: bytes) -> bytes:
@@ -216,35 +241,43 @@ def _digest(name: str, data: bytes) -> bytes:
     return digest.digest()
 
 
-_folders: dict[SourceInCache, CacheFolder | None] = {}
-_lock = threading.Lock()
+def _open(path: str, flags: int = os.O_RDWR | os.O_CREAT) -> int:
+    return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
 
 
-def folder_of(described: SourceInCache) -> CacheFolder | None:
-    """Return this process's folder of a source; None, and a warning once, where it can't be
-    used.
-    """
-    folder = _folders.get(described)
-    if folder is not None or described in _folders:
-        return folder
-    with _lock:
-        if described not in _folders:
-            try:
-                _folders[described] = CacheFolder(described)
-            except OSError as error:
-                reason = error.strerror or error
-                logger.warning(
-                    "can't use the cache %s: %s; everything is fetched each time",
-                    described.root,
-                    reason,
-                )
-                _folders[described] = None
-        return _folders[described]
+def _private(path: str, flags: int) -> int:
+    return _open(path, flags)
 
 
-def _renew_lock() -> None:
-    global _lock  # noqa: PLW0603 - a fork may happen while another thread holds it, and the child would wait for ever
-    _lock = threading.Lock()
+@contextmanager
+def _opened(path: str, flags: int = os.O_RDWR | os.O_CREAT) -> Iterator[int]:
+    file = _open(path, flags)
+    try:
+        yield file
+    finally:
+        os.close(file)
 
 
-os.register_at_fork(after_in_child=_renew_lock)
+def _lock(file: int, kind: int, patience_s: float = 0.0) -> bool:
+    deadline = time.monotonic() + patience_s
+    while True:
+        try:
+            fcntl.flock(file, kind | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(POLL_S)
+        else:
+            return True
+
+
+def _folders_in(path: str) -> list[str]:
+    return sorted(entry.path for entry in _scan(path) if entry.is_dir(follow_symlinks=False))
+
+
+def _scan(path: str) -> list["os.DirEntry[str]"]:
+    try:
+        with os.scandir(path) as entries:
+            return list(entries)
+    except FileNotFoundError:
+        return []

@@ -10,6 +10,7 @@ import pickle
 import resource
 import signal
 import time
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -75,18 +76,28 @@ def parts_of(storage):
 
 def entries(folder):
     """Find the files that hold objects."""
-    return sorted(Path(folder).glob("v1/*/??/*"))
+    return sorted(path for path in Path(folder).glob("v1/*/??/*") if not path.suffix)
+
+
+def unfinished_in(folder):
+    """Find the files that are being written."""
+    return list(Path(folder).glob("v1/*/??/*.*"))
 
 
 def size_of(folder):
     """Add up all files, half-written ones too."""
-    return sum(path.stat().st_size for path in Path(folder).glob("v1/*/*/*"))
+    total = 0
+    for path in Path(folder).glob("v1/*/??/*"):
+        with suppress(FileNotFoundError):
+            total += path.stat().st_size
+    return total
 
 
 @pytest.fixture(autouse=True)
-def _new_process(monkeypatch):
+def _new_process():
     """Let each test say its warnings, as a new process would."""
-    monkeypatch.setattr(cache_folder, "_folders", {})
+    cache_folder.folder_of.cache_clear()
+    cache_folder._warn_once.cache_clear()
 
 
 def test_the_second_time_nothing_is_fetched(storage, tmp_path):
@@ -253,9 +264,7 @@ def test_the_environments_endpoint_is_another_source(monkeypatch):
 )
 def test_nothing_leaves_the_folder(tmp_path, key):
     """A file's name is a digest, whatever an object is called."""
-    folder = cache_folder.folder_of(
-        cache_folder.SourceInCache(str(tmp_path / "cache/v1"), "source", 10**6)
-    )
+    folder = cache_folder.CacheFolder(str(tmp_path / "cache/v1"), "a storage", 10**6)
     part = ObjectPart(key, 3, etag=key)
     folder.put([(part, b"abc")])
     assert folder.get(part) == b"abc"
@@ -381,11 +390,7 @@ def test_a_count_that_is_too_high_is_mended(storage, tmp_path):
     limit = 40 * 1032
     cached = CachedReads(storage, tmp_path / "cache", limit)
     cached.read_many(parts_of(storage)[:2])
-    folder = cache_folder.folder_of(
-        cache_folder.SourceInCache(str(tmp_path / "cache/v1"), cached.content_id, limit)
-    )
-    with folder._room.taken([38 * 1032]) as granted:  # and is killed before it writes
-        assert granted == 1
+    (tmp_path / "cache/v1/count").write_text(f"{limit:020}")
     cached.read_many(parts_of(storage))
     assert len(entries(tmp_path / "cache")) == 20
 
@@ -421,7 +426,7 @@ def test_a_full_disk_costs_the_cache_and_not_the_reading(storage, tmp_path, capl
     assert os.strerror(errno.EFBIG) in record.getMessage()
     assert "reading goes on without it" in record.getMessage()
     assert len(entries(tmp_path / "cache")) == 1
-    assert not list((tmp_path / "cache").rglob("unfinished/*"))
+    assert not unfinished_in(tmp_path / "cache")
 
 
 def test_a_disk_that_is_nearly_full_is_left_alone(storage, tmp_path, caplog, monkeypatch):
@@ -513,20 +518,10 @@ def test_many_processes_at_once_keep_the_limit(tmp_path):
     for child in children:
         child.start()
     while any(child.is_alive() for child in children):
-        assert _entries_now(tmp_path / "cache") <= limit
+        assert size_of(tmp_path / "cache") <= limit
         children[0].join(0.01)
     assert [child.exitcode for child in children] == [0] * 6
     assert 20 <= len(entries(tmp_path / "cache")) <= 30
-
-
-def _entries_now(folder):
-    total = 0
-    for path in Path(folder).glob("v1/*/??/*"):
-        try:
-            total += path.stat().st_size
-        except FileNotFoundError:
-            continue
-    return total
 
 
 def test_killed_in_the_midst_no_half_file_is_read(tmp_path):
@@ -538,7 +533,7 @@ def test_killed_in_the_midst_no_half_file_is_read(tmp_path):
         child = FORK.Process(target=_fill_for_ever, args=(cached, parts))
         child.start()
         while (
-            not list((tmp_path / "cache").rglob("unfinished/*"))
+            not unfinished_in(tmp_path / "cache")
             and child.is_alive()
             and len(entries(tmp_path / "cache")) < number * 2
         ):
@@ -559,18 +554,14 @@ def _fill_for_ever(cached, parts):
             path.unlink()
 
 
-def test_what_a_killed_process_left_is_removed(storage, tmp_path):
-    """Unfinished files go an hour later, when the folder is opened next; those being written
-    stay."""
-    cached, parts = CachedReads(storage, tmp_path / "cache"), parts_of(storage)
-    cached.read_many(parts)
-    (unfinished,) = (tmp_path / "cache").rglob("unfinished")
-    (unfinished / "old").write_bytes(b"half")
-    (unfinished / "new").write_bytes(b"half")
-    os.utime(unfinished / "old", (time.time() - 7200,) * 2)
-    cache_folder._folders.clear()
-    cached.read_many(parts)
-    assert [path.name for path in unfinished.iterdir()] == ["new"]
+def test_what_a_killed_process_left_makes_room(storage, tmp_path):
+    """Half files of storages that nobody has open go when the cache is full, like entries."""
+    other = filled(tmp_path / "other" / "x", salt="other")
+    _in_child(FORK, CachedReads(other, tmp_path / "cache").read_many, parts_of(other)[:1])
+    (path,) = entries(tmp_path / "cache")
+    path.with_suffix(".half").write_bytes(bytes(5000))
+    CachedReads(storage, tmp_path / "cache", 20 * 1032).read_many(parts_of(storage))
+    assert not unfinished_in(tmp_path / "cache")
 
 
 def test_a_stopped_process_blocks_nobody(storage, tmp_path):
