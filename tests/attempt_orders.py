@@ -10,15 +10,16 @@ from typing import Any
 import torch
 
 from prefect_torch_ddp.checkpoint.attempts import claim_attempt
-from prefect_torch_ddp.checkpoint.commit import Committer, Retention
+from prefect_torch_ddp.checkpoint.commit import Committer
 from prefect_torch_ddp.checkpoint.keys import object_key
-from prefect_torch_ddp.checkpoint.manifest import Manifest, ManifestObject, counting_manifests
+from prefect_torch_ddp.checkpoint.manifest import Manifest, ManifestObject, live_manifests
 from prefect_torch_ddp.checkpoint.objects import digest_of, read_states
 from prefect_torch_ddp.checkpoint.rank_store import LocalStore
 from prefect_torch_ddp.checkpoint.restore import Restorer, find_resumable
 from prefect_torch_ddp.checkpoint.resume_point import ResumePoint
 from prefect_torch_ddp.checkpoint.serial import to_bytes
 from prefect_torch_ddp.errors import CheckpointError, SupersededError
+from prefect_torch_ddp.params import CheckpointParams
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.storage.protocol import StoredObject
 from tests.forwarding import ForwardingStorage
@@ -123,8 +124,10 @@ class Order:
         """Choose what happens; nothing does yet."""
         self.folder = folder
         self.chance = random.Random(seed)
-        self.retention = Retention(
-            self.chance.randint(1, 3), 1, self.chance.choice([None, "value"])
+        self.retention = CheckpointParams(
+            keep_last=self.chance.randint(1, 3),
+            keep_best=1,
+            best_metric=self.chance.choice([None, "value"]),
         )
         self.num_steps = self.chance.randint(2, 4)
         self.acknowledged: list[tuple[int, int]] = []
@@ -206,7 +209,7 @@ class Order:
             for step in self.acknowledged
             if step not in lineage.steps
         ]
-        for manifest in counting_manifests(storage, "run"):
+        for manifest in live_manifests(storage, "run"):
             try:
                 read_states(storage, manifest, manifest.objects)
             except CheckpointError as error:

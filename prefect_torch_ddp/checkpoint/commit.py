@@ -1,12 +1,7 @@
-"""Owns the commit of a checkpoint, and what is cleaned up after it. Only rank 0 commits.
-
-Owns the decision which checkpoints are kept. Pure.
-"""
+"""The commit of a checkpoint, by rank 0, and the deletion of those that aren't needed any more."""
 
 import logging
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
-from typing import Literal
 
 from prefect_torch_ddp.checkpoint.attempts import refuse_superseded, superseded_test
 from prefect_torch_ddp.checkpoint.keys import (
@@ -22,47 +17,33 @@ from prefect_torch_ddp.errors import (
     ObjectNotFoundError,
     StorageError,
 )
+from prefect_torch_ddp.params import CheckpointParams
 from prefect_torch_ddp.storage.protocol import KeepsUnfinished, Storage
-
-
-@dataclass(frozen=True)
-class Retention:
-    """Which checkpoints are kept: the newest ones, and the best ones by a metric."""
-
-    keep_last: int = 2
-    keep_best: int = 1
-    best_metric: str | None = None
-    best_mode: Literal["max", "min"] = "max"
-
-
-def superfluous(manifests: Sequence[Manifest], retention: Retention) -> list[Manifest]:
-    """Return those that may be deleted, oldest first; the newest is never among them."""
-    by_step = sorted(manifests, key=lambda manifest: manifest.step)
-    kept = {manifest.step for manifest in by_step[-max(retention.keep_last, 1) :]}
-    if retention.best_metric is not None:
-        kept |= {
-            manifest.step
-            for manifest in ranked(by_step, retention.best_metric, retention.best_mode)[
-                : retention.keep_best
-            ]
-        }
-    return [manifest for manifest in by_step if manifest.step not in kept]
-
 
 logger = logging.getLogger(__name__)
 
 
-class Committer:
-    """Makes checkpoints of one attempt of a run complete, and deletes what isn't needed after
-    that.
-    """
+def superfluous(manifests: Sequence[Manifest], policy: CheckpointParams) -> list[Manifest]:
+    """Return those that may be deleted, oldest first; the newest is never among them."""
+    by_step = sorted(manifests, key=lambda manifest: manifest.step)
+    kept = {manifest.step for manifest in by_step[-policy.keep_last :]}
+    if policy.best_metric is not None:
+        order = ranked(by_step, policy.best_metric, policy.best_mode)
+        kept |= {manifest.step for manifest in order[: policy.keep_best]}
+    return [manifest for manifest in by_step if manifest.step not in kept]
 
-    def __init__(self, storage: Storage, run_id: str, attempt: int, retention: Retention) -> None:
-        """Know nothing yet of the run's checkpoints; the first commit lists them."""
+
+class Committer:
+    """Completes the checkpoints of one attempt of a run, and deletes what isn't needed then."""
+
+    def __init__(
+        self, storage: Storage, run_id: str, attempt: int, policy: CheckpointParams
+    ) -> None:
+        """Know nothing of the run's checkpoints yet; the first commit lists them."""
         self._storage = storage
         self._run_id = run_id
         self._attempt = attempt
-        self._retention = retention
+        self._policy = policy
         self._known: dict[int, Manifest] | None = None
         self.last: Manifest | None = None
         """The newest commit of this attempt."""
@@ -71,40 +52,33 @@ class Committer:
         """Put the checkpoint on record, and clean up.
 
         Raises:
-            SupersededError: a newer attempt has begun; it may have done so after this commit,
-                and before what that would delete.
+            SupersededError: a newer attempt has begun, perhaps right after this commit.
             StorageError: the manifest can't be written.
         """
         refuse_superseded(self._storage, self._run_id, self._attempt)
         self._put(manifest_key(self._run_id, manifest.step, self._attempt), manifest.as_bytes())
         self.last = manifest
         logger.info("checkpoint of step %d is complete", manifest.step)
-        self._try_to_clean_up(manifest)
+        self.clean_up(manifest)
 
-    def clean_up_after(self, manifest: Manifest) -> None:
-        """Clean up after the training's last checkpoint, which an older attempt committed and
-        may have been killed right then.
+    def clean_up(self, manifest: Manifest) -> None:
+        """Delete what the newest checkpoint made superfluous; warn where the storage fails.
 
         Raises:
             SupersededError: a newer attempt has begun.
-            StorageError: the storage doesn't say whether one has.
         """
-        refuse_superseded(self._storage, self._run_id, self._attempt)
-        self._try_to_clean_up(manifest)
-
-    def _try_to_clean_up(self, manifest: Manifest) -> None:
         try:
             self._clean_up(manifest)
         except StorageError as error:
             logger.warning("old checkpoints of run %s are not cleaned up: %s", self._run_id, error)
 
-    def _put(self, key: str, data: bytes) -> None:
-        """Write the manifest. One that is there already is this attempt's too, of a try that
-        arrived though it seemed to fail.
+    def look_again(self) -> None:
+        """List the checkpoints at the next commit: one failed, and may be there all the same."""
+        self._known = None
 
-        Not by a write that replaces: one that a storage carries out late would undo a newer
-        one.
-        """
+    def _put(self, key: str, data: bytes) -> None:
+        # Not by a write that replaces: one that a storage carries out late would undo a newer
+        # one. A manifest that is there is this attempt's, of a write that only seemed to fail.
         if self._storage.write_if_absent(key, data) or self._read(key) == data:
             return
         self._storage.delete(key)
@@ -119,41 +93,33 @@ class Committer:
             return None
 
     def _clean_up(self, manifest: Manifest) -> None:
-        """Delete what the commit made superfluous.
-
-        Who claims an attempt after the look for newer ones here sees the commit, and won't ask
-        for what is deleted. Whoever did so before it may not have seen it: then it may be void.
-        """
+        # Who claims an attempt after this check sees the commit and asks for nothing that is
+        # deleted here. Who did so before may not have seen it, so it may be superseded.
         refuse_superseded(self._storage, self._run_id, self._attempt)
         if self._known is None:
             self._known = self._look(manifest.step)
-        # A step beyond this one is what an older attempt left damaged, or this attempt would
-        # have been resumed from there.
+        # An older attempt left a later step damaged, or this attempt would have resumed there.
         damaged = [known for step, known in self._known.items() if step > manifest.step]
         self._known[manifest.step] = manifest
         good = [known for step, known in self._known.items() if step <= manifest.step]
-        for old in [*damaged, *superfluous(good, self._retention)]:
-            refuse_superseded(self._storage, self._run_id, self._attempt)
+        for old in [*damaged, *superfluous(good, self._policy)]:
             self._delete(old)
             del self._known[old.step]
 
     def _delete(self, old: Manifest) -> None:
-        """Delete a checkpoint of this or an older attempt: its manifest first, so that nobody
-        reads one with holes.
+        """Delete a checkpoint of this or an older attempt.
 
-        Nobody else's: a newer attempt that made the same step has it under keys of its own, so
-        a delete that is held up until then doesn't hit it.
+        A delete that is delayed hits no newer attempt's checkpoint, which has keys of its own.
         """
+        refuse_superseded(self._storage, self._run_id, self._attempt)
+        # The manifest first, so that nobody reads a checkpoint with holes.
         self._storage.delete(manifest_key(self._run_id, old.step, old.attempt))
         for item in old.objects:
             self._storage.delete(item.key)
 
     def _look(self, step: int) -> dict[int, Manifest]:
-        """Return what there is, by step; delete what a newer attempt made void or made anew,
-        and sweep the rest.
-        """
-        # A newer attempt may have begun since the look for it: what it makes is not ours to
-        # keep or to delete.
+        """Return the checkpoints by step; delete superseded and repeated ones, sweep the rest."""
+        # What a newer attempt made, since the check for one, is not ours to keep or delete.
         manifests = [
             known
             for known in all_manifests(self._storage, self._run_id)
@@ -167,25 +133,15 @@ class Committer:
         }
         for manifest in manifests:
             if manifest is not known.get(manifest.step):
-                refuse_superseded(self._storage, self._run_id, self._attempt)
                 self._delete(manifest)
         self._sweep(known.values(), step)
         return known
 
-    def look_again(self) -> None:
-        """Have the next commit list what there is: a checkpoint failed, and may have left
-        objects, or be there all the same.
-        """
-        self._known = None
-
     def _sweep(self, manifests: Collection[Manifest], step: int) -> None:
-        """Delete what is left of checkpoints that can't become complete any more: those of
-        older attempts, and of older steps.
-
-        Of later steps of this attempt other ranks may have written objects already.
-        """
+        """Delete what is left of checkpoints that can't become complete any more."""
 
         def is_over(key: str) -> bool:
+            # Of this attempt's later steps other ranks may have written objects already.
             owner = owner_of(self._run_id, key)
             return owner is not None and (
                 owner[1] < self._attempt or (owner[1] == self._attempt and owner[0] < step)
@@ -197,14 +153,13 @@ class Committer:
         needed |= {item.key for manifest in manifests for item in manifest.objects}
         prefix = checkpoints_prefix(self._run_id)
         there = [found.key for found in self._storage.list(prefix)]
-        # A manifest, one that is damaged or came too late, before what it names.
+        # A manifest, damaged or late, before what it names.
         for key in sorted(there, key=is_manifest, reverse=True):
             if is_over(key) and key not in needed:
                 self._storage.delete(key)
         if isinstance(self._storage, KeepsUnfinished):
             try:
                 self._storage.drop_unfinished(prefix, is_over)
-            except StorageError as error:  # it takes rights that nothing else does: retention must not fail for want of them
-                logger.warning(
-                    "what killed attempts left of uploads in parts is not cleaned up: %s", error
-                )
+            except StorageError as error:
+                # It takes rights that nothing else does; retention must not fail for want of them.
+                logger.warning("unfinished uploads of killed attempts are left: %s", error)

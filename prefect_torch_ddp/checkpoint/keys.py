@@ -1,4 +1,4 @@
-"""Owns the names of a run's objects in the storage. Pure."""
+"""The names of a run's objects in the storage."""
 
 import re
 
@@ -15,44 +15,33 @@ def attempts_prefix(run_id: str) -> str:
 
 
 def attempt_key(run_id: str, attempt: int) -> str:
-    """Return what claims an attempt, from 1."""
+    """Return the object that claims an attempt, from 1."""
     return f"{attempts_prefix(run_id)}{attempt:06d}"
 
 
 def resume_key(run_id: str, attempt: int) -> str:
-    """Return what says where an attempt went on."""
+    """Return an attempt's resume record."""
     return f"{attempt_key(run_id, attempt)}.json"
 
 
 def finished_key(run_id: str) -> str:
-    """Return what says that a run's training has finished, and what came of it."""
+    """Return the record that a run's training has finished, with its report."""
     return f"runs/{run_id}/training.json"
 
 
 def results_prefix(run_id: str) -> str:
-    """Return where the files of ctx.save are."""
+    """Return where the files of `ctx.save` are: `<attempt>/<path>`."""
     return f"runs/{run_id}/results/"
 
 
-def result_key(run_id: str, attempt: int, path: str) -> str:
-    """Return a file of ctx.save; each attempt has its own."""
-    return f"{results_prefix(run_id)}{attempt:06d}/{path}"
-
-
-def result_of(run_id: str, key: str) -> tuple[int, str] | None:
-    """Return attempt and path of a file of ctx.save; None for anything else that lies there."""
-    attempt, _, path = key.removeprefix(results_prefix(run_id)).partition("/")
-    return (int(attempt), path) if attempt.isdecimal() and path else None
-
-
 def failures_prefix(run_id: str) -> str:
-    """Return where a run's failed attempts are on record."""
+    """Return where a run's failed attempts are on record: `<attempt>.json`."""
     return f"runs/{run_id}/failures/"
 
 
-def failure_key(run_id: str, attempt: int) -> str:
-    """Return what says how an attempt failed."""
-    return f"{failures_prefix(run_id)}{attempt:06d}.json"
+def model_prefix(run_id: str) -> str:
+    """Return where a finished training's model is exported to."""
+    return f"runs/{run_id}/model/"
 
 
 def checkpoints_prefix(run_id: str) -> str:
@@ -61,27 +50,18 @@ def checkpoints_prefix(run_id: str) -> str:
 
 
 def manifest_key(run_id: str, step: int, attempt: int) -> str:
-    """Return the object whose presence makes a checkpoint complete; each attempt has its own,
-    which no other one writes.
-    """
+    """Return the object whose presence makes an attempt's checkpoint complete."""
     return f"{checkpoints_prefix(run_id)}step-{step:08d}/{attempt:06d}/{_MANIFEST}"
 
 
 def is_manifest(key: str) -> bool:
-    """Tell whether an object of a run's checkpoints is a manifest, by its name."""
+    """Tell by its name whether an object of a run's checkpoints is a manifest."""
     return key.endswith(f"/{_MANIFEST}")
 
 
 def object_key(run_id: str, step: int, attempt: int, name: str) -> str:
-    """Return an object of a checkpoint; each attempt has its own, so that two never write the
-    same one.
-    """
+    """Return an object of a checkpoint; no two attempts write the same one."""
     return f"{checkpoints_prefix(run_id)}step-{step:08d}/{attempt:06d}/{name}.pt"
-
-
-def model_prefix(run_id: str) -> str:
-    """Return where a finished training leaves its model to others."""
-    return f"runs/{run_id}/model/"
 
 
 def owner_of(run_id: str, key: str) -> tuple[int, int] | None:
@@ -91,16 +71,12 @@ def owner_of(run_id: str, key: str) -> tuple[int, int] | None:
 
 
 def rank_name(rank: int) -> str:
-    """Return the name under which a rank keeps what is its own, its random generators."""
+    """Return the name of the object that holds a rank's random generators."""
     return f"rank-{rank:05d}"
 
 
 def check_name(name: str) -> None:
-    """Refuse a name that can't be part of a key.
-
-    Raises:
-        InvalidParamsError: says which names work.
-    """
+    """Refuse a name that can't be part of a key; InvalidParamsError says which can."""
     if not _NAME.fullmatch(name):
         msg = f"{name!r} can't name a tracked object: use letters, digits and underscores"
         raise InvalidParamsError(msg)

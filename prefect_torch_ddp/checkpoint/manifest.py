@@ -1,6 +1,4 @@
-"""Owns the manifest that makes a checkpoint complete, and what is read of a run's checkpoints
-without torch.
-"""
+"""Manifests: what makes a checkpoint complete, and which of a run's checkpoints count."""
 
 import logging
 import math
@@ -34,7 +32,7 @@ class ManifestObject:
     key: str
     num_bytes: int
     digest: str
-    """As `checkpoint.digest` makes it."""
+    """As `objects.digest_of` makes it."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +44,7 @@ class Manifest:
     attempt: int
     epoch: int
     position: Mapping[str, Any]
-    """Where the training goes on; plain JSON values, understood by who wrote them."""
+    """Where the training resumes; plain JSON values, understood by who wrote them."""
     world_size: int
     metrics: Mapping[str, float] = field(default_factory=dict)
     """The newest values at the time."""
@@ -57,7 +55,7 @@ class Manifest:
         return next((item for item in self.objects if item.name == name), None)
 
     def as_bytes(self) -> bytes:
-        """Return it as JSON."""
+        """Return it as checksummed JSON."""
         metrics = {
             name: value if math.isfinite(value) else str(value)
             for name, value in self.metrics.items()
@@ -66,7 +64,7 @@ class Manifest:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Self:
-        """Read the JSON back; raises ValueError, TypeError or KeyError on anything else."""
+        """Read the JSON back; raises as `from_checksummed_json`."""
         values = from_checksummed_json(data)
         objects = tuple(ManifestObject(**item) for item in values.pop("objects"))
         metrics = {str(name): float(value) for name, value in values.pop("metrics").items()}
@@ -74,93 +72,89 @@ class Manifest:
 
 
 def read_manifest(storage: Storage, run_id: str, step: int, attempt: int) -> Manifest:
-    """Return the manifest of an attempt's checkpoint, void or not.
+    """Return the manifest of an attempt's checkpoint, superseded or not.
 
     Raises:
         CheckpointError: there is no such checkpoint, or its manifest is damaged.
     """
     key = manifest_key(run_id, step, attempt)
+    what = f"checkpoint of step {step} of attempt {attempt}"
     try:
         manifest = Manifest.from_bytes(storage.read(key))
     except ObjectNotFoundError as error:
-        msg = f"run {run_id} has no checkpoint of step {step} of attempt {attempt}: there is no {key} in {storage.uri}"
+        msg = f"run {run_id} has no {what}: there is no {key} in {storage.uri}"
         raise CheckpointError(msg) from error
     except (DamagedObjectError, ValueError, TypeError, KeyError, AttributeError) as error:
         msg = f"the manifest {key} is damaged: {error!r}"
         raise CheckpointError(msg) from error
-    if (manifest.run_id, manifest.step, manifest.attempt) != (run_id, step, attempt):
-        msg = f"the manifest {key} is that of step {manifest.step} of attempt {manifest.attempt} of run {manifest.run_id}"
+    found = (manifest.run_id, manifest.step, manifest.attempt)
+    if found != (run_id, step, attempt):
+        msg = "the manifest {} is that of run {}, step {}, attempt {}".format(key, *found)
         raise CheckpointError(msg)
     return manifest
 
 
 def find_manifest(storage: Storage, run_id: str, step: int) -> Manifest:
-    """Return the manifest of a step: of the newest attempt whose checkpoint of it counts.
+    """Return a step's manifest, of the newest attempt whose checkpoint of it counts.
 
     Raises:
         CheckpointError: there is none, or it is damaged; no other one is taken then.
     """
     attempts = [attempt for found, attempt in _owners(storage, run_id) if found == step]
     is_superseded = superseded_test(storage, run_id)
-    if counting := [attempt for attempt in attempts if not is_superseded(step, attempt)]:
-        return read_manifest(storage, run_id, step, counting[-1])
+    if live := [attempt for attempt in attempts if not is_superseded(step, attempt)]:
+        return read_manifest(storage, run_id, step, live[-1])
     msg = f"run {run_id} has no checkpoint of step {step} in {storage.uri}"
     if attempts:
-        msg += f" that counts: attempt {attempts[-1]} made one, and a newer attempt resumed from one before it"
+        msg += f" that counts: attempt {attempts[-1]} made one, and a newer one resumed before it"
     raise CheckpointError(msg)
 
 
 def all_manifests(storage: Storage, run_id: str) -> list[Manifest]:
-    """Return the manifests that there are, by step and attempt, void ones too; damaged ones are
-    left out with a warning.
-    """
-    return _read(storage, run_id, _owners(storage, run_id))
+    """Return all manifests, superseded ones too; damaged ones are left out with a warning."""
+    return _read_each(storage, run_id, _owners(storage, run_id))
 
 
-def counting_manifests(
+def live_manifests(
     storage: Storage, run_id: str, faults: list[str] | None = None
 ) -> list[Manifest]:
-    """Return the manifests of a run's complete checkpoints, by step and attempt: all that
-    aren't void.
+    """Return the manifests of a run's complete checkpoints that no newer attempt superseded.
 
-    A step may be there twice, where an attempt made the checkpoint again that it began with.
+    They are sorted by step and attempt. A step is there twice where an attempt made the
+    checkpoint again that it resumed from.
 
     Args:
         storage: where the run is.
         run_id: the run.
-        faults: gets what is said of each damaged one, which is left out with a warning.
+        faults: gets a message for each damaged one, which is left out with a warning.
     """
-    # The manifests before the beginnings: whoever commits between the two is void if a newer
-    # attempt didn't see it.
+    # Manifests before resume records: a commit between the two is superseded by any newer
+    # attempt that didn't see it.
     owners = _owners(storage, run_id, faults)
     is_superseded = superseded_test(storage, run_id)
-    return _read(storage, run_id, [owner for owner in owners if not is_superseded(*owner)], faults)
+    live = [owner for owner in owners if not is_superseded(*owner)]
+    return _read_each(storage, run_id, live, faults)
 
 
 def list_manifests(storage: Storage, run_id: str) -> list[Manifest]:
-    """Return the manifests of a run's complete checkpoints by step, of each step that of the
-    newest attempt (no void one).
-    """
-    return list(
-        {manifest.step: manifest for manifest in counting_manifests(storage, run_id)}.values()
-    )
+    """Return the manifests that count, by step; of each step the newest attempt's."""
+    return list({manifest.step: manifest for manifest in live_manifests(storage, run_id)}.values())
 
 
 def _owners(
     storage: Storage, run_id: str, faults: list[str] | None = None
 ) -> list[tuple[int, int]]:
-    """Return step and attempt of each manifest that there is, sorted."""
     owners = []
     for found in storage.list(checkpoints_prefix(run_id)):
         if is_manifest(found.key):
             if owner := owner_of(run_id, found.key):
                 owners.append(owner)
             else:
-                _tell(faults, f"{found.key} is not where an attempt's manifest belongs")
+                _add_fault(faults, f"{found.key} is not where an attempt's manifest belongs")
     return sorted(owners)
 
 
-def _read(
+def _read_each(
     storage: Storage,
     run_id: str,
     owners: Iterable[tuple[int, int]],
@@ -171,25 +165,25 @@ def _read(
         try:
             manifests.append(read_manifest(storage, run_id, step, attempt))
         except CheckpointError as error:
-            if not isinstance(
-                error.__cause__, ObjectNotFoundError
-            ):  # else it was deleted between the listing and now
-                _tell(faults, str(error))
+            # Else it was deleted since the listing.
+            if not isinstance(error.__cause__, ObjectNotFoundError):
+                _add_fault(faults, str(error))
     return manifests
 
 
-def _tell(faults: list[str] | None, fault: str) -> None:
+def _add_fault(faults: list[str] | None, fault: str) -> None:
     logger.warning("checkpoint left out: %s", fault)
     if faults is not None:
         faults.append(fault)
 
 
 def checkpoint_ref(storage: Storage, manifest: Manifest) -> CheckpointRef:
-    """Return what results say of a checkpoint."""
+    """Return the reference to a checkpoint that results hold."""
+    key = manifest_key(manifest.run_id, manifest.step, manifest.attempt)
     return CheckpointRef(
         step=manifest.step,
         attempt=manifest.attempt,
-        uri=f"{storage.uri.rstrip('/')}/{manifest_key(manifest.run_id, manifest.step, manifest.attempt)}",
+        uri=f"{storage.uri.rstrip('/')}/{key}",
         metrics={name: value for name, value in manifest.metrics.items() if math.isfinite(value)},
     )
 
@@ -207,9 +201,7 @@ def newest(storage: Storage, run_id: str) -> CheckpointRef | None:
 def best(
     storage: Storage, run_id: str, metric: str, mode: Literal["max", "min"] = "max"
 ) -> CheckpointRef | None:
-    """Return a run's best checkpoint by a metric, the oldest of equals (see `ranked`); None
-    where none has the metric.
-    """
+    """Return a run's best checkpoint, the first of `ranked`; None where none has the metric."""
     order = ranked(list_manifests(storage, run_id), metric, mode)
     return checkpoint_ref(storage, order[0]) if order else None
 
@@ -217,16 +209,13 @@ def best(
 def ranked(
     manifests: Iterable[Manifest], metric: str, mode: Literal["max", "min"]
 ) -> list[Manifest]:
-    """Return those that have a finite value of the metric, the best first, the older first of
-    equals.
+    """Return those with a finite value of the metric, the best first, the older first of equals.
 
-    Each checkpoint has the newest value there was: those that follow a validation all have the
-    same, the first is nearest to it.
+    A checkpoint has the newest value there was: of those that follow a validation, which all
+    have the same, the first is nearest to it.
     """
     sign = -1.0 if mode == "max" else 1.0
     rated = [
-        (sign * value, manifest)
-        for manifest in manifests
-        if math.isfinite(value := manifest.metrics.get(metric, math.nan))
+        manifest for manifest in manifests if math.isfinite(manifest.metrics.get(metric, math.nan))
     ]
-    return [manifest for _, manifest in sorted(rated, key=lambda pair: (pair[0], pair[1].step))]
+    return sorted(rated, key=lambda manifest: (sign * manifest.metrics[metric], manifest.step))

@@ -1,12 +1,7 @@
-"""Owns how the objects of a checkpoint are read: several at once, and hashed while they arrive;
-what verifies is decoded.
+"""The objects of a checkpoint: read several at once, verified while they arrive, then decoded.
 
-Owns the digest of a checkpoint's object: over those of its parts, so that several cores may
-verify one object.
-
-BLAKE3 (https://github.com/BLAKE3-team/BLAKE3), since it takes a third of the time of sha256,
-even where a CPU has instructions for that: the hashing is most of what verifying costs, and a
-part of each save.
+An object's digest is BLAKE3 (https://github.com/BLAKE3-team/BLAKE3), which takes a third of the
+time of sha256, over that of its 8 MiB parts, so that several cores may verify one object.
 """
 
 import os
@@ -17,7 +12,7 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from blake3 import blake3
@@ -32,6 +27,7 @@ from prefect_torch_ddp.errors import (
 )
 from prefect_torch_ddp.storage.protocol import HasFiles, ShowsContent, Storage
 
+PART_BYTES = 2**23
 NUM_THREADS = 4
 """Hashing, copying and waiting for a storage leave Python's lock to others."""
 NUM_AHEAD = 32
@@ -39,8 +35,24 @@ NUM_AHEAD = 32
 ranks has a thousand objects."""
 PIECE_BYTES = 2**18
 """Few enough to stay in a core's cache between reading and hashing."""
-_WANT = re.compile(r"allocate memory|Too many open files")
+_SHORTAGE = re.compile(r"allocate memory|Too many open files")
 """What this machine is short of, in torch's words: a RuntimeError."""
+
+
+@dataclass(frozen=True)
+class ReadState:
+    """A state that was read and verified, its tensors on the CPU."""
+
+    state: Any
+    """Where it is mapped its tensors are the object's file: to be copied, not to be kept."""
+    is_mapped: bool
+
+    def to_keep(self) -> Any:
+        """Return a state whose tensors may be kept.
+
+        A mapped one that is kept holds a deleted checkpoint's room on the disk.
+        """
+        return map_tensors(self.state, torch.clone) if self.is_mapped else self.state
 
 
 def read_object(storage: Storage, manifest: Manifest, item: ManifestObject) -> memoryview:
@@ -61,22 +73,6 @@ def read_object(storage: Storage, manifest: Manifest, item: ManifestObject) -> m
     return data
 
 
-@dataclass(frozen=True)
-class ReadState:
-    """A state that was read and verified, its tensors on the CPU."""
-
-    state: Any
-    """Where it is mapped its tensors are the object's file itself: to be copied from, and not
-    to be kept."""
-    is_mapped: bool
-
-    def to_keep(self) -> Any:
-        """Return a state whose tensors may be kept: who keeps a mapped one keeps a deleted
-        checkpoint's room on the disk.
-        """
-        return map_tensors(self.state, torch.clone) if self.is_mapped else self.state
-
-
 def read_state(storage: Storage, manifest: Manifest, item: ManifestObject) -> ReadState:
     """Return the state that an object holds; raises as `read_object`."""
     return read_states(storage, manifest, [item])[item.name]
@@ -92,16 +88,15 @@ def read_states(
 
     Args:
         storage: where they are.
-        manifest: what they belong to.
+        manifest: the checkpoint that they belong to.
         items: which.
-        kept: the names of those whose tensors will be kept: copied here, while others are still
-            being verified.
+        kept: the names of those whose tensors will be kept: copied here, while others are
+            still being verified.
     """
-    # The largest first: what remains at the end is short.
-    ordered = sorted(items, key=lambda item: -item.num_bytes)
     states = {}
     with ExitStack() as files, _threads() as pool:
-        to_come = iter(ordered)
+        # The largest first: what remains at the end is short.
+        to_come = iter(sorted(items, key=lambda item: -item.num_bytes))
         waits = deque(
             (item, _ask_for(pool, files, storage, manifest, item))
             for item in islice(to_come, NUM_AHEAD)
@@ -109,13 +104,11 @@ def read_states(
         while waits:
             item, wait = waits.popleft()
             state = wait()
-            states[item.name] = (
-                ReadState(state.to_keep(), is_mapped=False) if item.name in kept else state
-            )
-            waits.extend(
-                (item, _ask_for(pool, files, storage, manifest, item))
-                for item in islice(to_come, 1)
-            )
+            if item.name in kept:
+                state = ReadState(state.to_keep(), is_mapped=False)
+            states[item.name] = state
+            if (following := next(to_come, None)) is not None:
+                waits.append((following, _ask_for(pool, files, storage, manifest, following)))
     return states
 
 
@@ -132,27 +125,32 @@ def _threads() -> Iterator[Executor]:
 def _ask_for(
     pool: Executor, files: ExitStack, storage: Storage, manifest: Manifest, item: ManifestObject
 ) -> Callable[[], ReadState]:
-    """Have an object read and hashed by the pool; return what waits for that and decodes it."""
-    file = None
+    """Have the pool read and hash an object; return what waits for that and decodes it."""
     if isinstance(storage, HasFiles):
         with _explained_absence(manifest, item):
             file = storage.open_file(item.key)
-    if file is None:
-        whole = pool.submit(read_object, storage, manifest, item)
+        if file is not None:
+            return _ask_for_parts(pool, files.enter_context(file), storage, manifest, item)
+    whole = pool.submit(read_object, storage, manifest, item)
 
-        def wait() -> ReadState:
-            data = whole.result()
-            with _explained_decoding(manifest, item):
-                return ReadState(from_bytes(data), is_mapped=False)
+    def wait() -> ReadState:
+        data = whole.result()
+        with _explained_decoding(manifest, item):
+            return ReadState(from_bytes(data), is_mapped=False)
 
-        return wait
-    descriptor = files.enter_context(file).fileno()
+    return wait
+
+
+def _ask_for_parts(
+    pool: Executor, file: BinaryIO, storage: Storage, manifest: Manifest, item: ManifestObject
+) -> Callable[[], ReadState]:
+    descriptor = file.fileno()
     num_bytes = os.fstat(descriptor).st_size
     os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_WILLNEED)
     starts = range(0, max(num_bytes, item.num_bytes), PART_BYTES)
     parts = [pool.submit(_hash_part, descriptor, start) for start in starts]
 
-    def wait_for_parts() -> ReadState:
+    def wait() -> ReadState:
         try:
             digest = digest_of_parts([part.result() for part in parts])
         except OSError as error:
@@ -162,14 +160,11 @@ def _ask_for(
         with file, _explained_decoding(manifest, item):
             return ReadState(from_file(file), is_mapped=True)
 
-    return wait_for_parts
+    return wait
 
 
 def _hash_part(descriptor: int, start: int) -> bytes:
-    """Return the digest of a part of a file.
-
-    By reading, not by the mapping: a disk's error is then an error and no signal.
-    """
+    # By reading, not by the mapping: a disk's error is then an error and no signal.
     piece, digest, at, end = memoryview(bytearray(PIECE_BYTES)), blake3(), start, start + PART_BYTES
     while num_read := os.preadv(descriptor, [piece[: end - at]], at):
         digest.update(piece[:num_read])
@@ -179,11 +174,13 @@ def _hash_part(descriptor: int, start: int) -> bytes:
 
 def _check_digest(manifest: Manifest, item: ManifestObject, num_bytes: int, digest: str) -> None:
     if digest != item.digest:
-        msg = (
-            f"checkpoint of step {manifest.step} of run {manifest.run_id}: its object {item.key} is damaged "
-            f"({num_bytes} bytes of {item.num_bytes}; the digest differs)"
-        )
-        raise CheckpointError(msg)
+        reason = f"is damaged ({num_bytes} bytes of {item.num_bytes}; the digest differs)"
+        raise _unreadable(manifest, item, reason)
+
+
+def _unreadable(manifest: Manifest, item: ManifestObject, reason: str) -> CheckpointError:
+    checkpoint = f"checkpoint of step {manifest.step} of run {manifest.run_id}"
+    return CheckpointError(f"{checkpoint}: its object {item.key} {reason}")
 
 
 @contextmanager
@@ -191,11 +188,9 @@ def _explained_absence(manifest: Manifest, item: ManifestObject) -> Iterator[Non
     try:
         yield
     except ObjectNotFoundError as error:
-        msg = f"checkpoint of step {manifest.step} of run {manifest.run_id}: its object {item.key} is missing"
-        raise CheckpointError(msg) from error
+        raise _unreadable(manifest, item, "is missing") from error
     except DamagedObjectError as error:
-        msg = f"checkpoint of step {manifest.step} of run {manifest.run_id}: its object {item.key} is damaged: {error}"
-        raise CheckpointError(msg) from error
+        raise _unreadable(manifest, item, f"is damaged: {error}") from error
 
 
 @contextmanager
@@ -203,22 +198,14 @@ def _explained_decoding(manifest: Manifest, item: ManifestObject) -> Iterator[No
     try:
         yield
     except Exception as error:  # torch refuses in every way
-        if isinstance(error, MemoryError | OSError) or _WANT.search(str(error)):
-            raise  # the object is whole: the one before it must not be taken for that
-        msg = (
-            f"checkpoint of step {manifest.step} of run {manifest.run_id}: its object {item.key} is what was written, and "
-            f"this version of torch can't read it: {error}"
-        )
-        raise CheckpointError(msg) from error
-
-
-PART_BYTES = 2**23
+        if isinstance(error, MemoryError | OSError) or _SHORTAGE.search(str(error)):
+            raise  # the object is whole: an older checkpoint must not be taken for that
+        reason = f"is what was written, and this version of torch can't read it: {error}"
+        raise _unreadable(manifest, item, reason) from error
 
 
 def digest_of(data: bytes | memoryview) -> str:
-    """Return the BLAKE3 over the BLAKE3 of each 8 MiB of `data` (each 32 bytes, in order), in
-    hex.
-    """
+    """Return the BLAKE3 over the BLAKE3 of each 8 MiB (each 32 bytes, in order), in hex."""
     digest = Digest()
     digest.update(memoryview(data))
     return digest.hexdigest()
@@ -230,7 +217,7 @@ def digest_of_parts(digests: Iterable[bytes]) -> str:
 
 
 class Digest:
-    """Takes content as it comes."""
+    """The digest of content that arrives piece by piece."""
 
     def __init__(self) -> None:
         """Begin with nothing."""
@@ -239,7 +226,7 @@ class Digest:
         self._room = PART_BYTES
 
     def update(self, data: memoryview) -> None:
-        """Take what comes next."""
+        """Take the next piece."""
         while len(data):
             piece = data[: self._room]
             self._part.update(piece)
@@ -251,6 +238,5 @@ class Digest:
 
     def hexdigest(self) -> str:
         """Return the digest of all that came."""
-        return digest_of_parts(
-            [*self._parts, self._part.digest()] if self._room < PART_BYTES else self._parts
-        )
+        rest = [self._part.digest()] if self._room < PART_BYTES else []
+        return digest_of_parts([*self._parts, *rest])

@@ -1,69 +1,69 @@
-"""Owns how the ranks of a gang tell each other about checkpoints: through the process group's
-store, never by a collective.
-"""
+"""The key-value store in which a gang's ranks agree on checkpoints, without a collective."""
 
 import itertools
+import json
 import threading
+import time
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch.distributed as dist
 
 POLL_S = 0.01
 MAX_POLL_S = 0.2
+ABSENT_S = 60.0
+"""How long rank 0 waits, in the midst of a training, for a rank that hasn't begun the same
+checkpoint; a step apart is usual."""
 
 _num_rank_stores = itertools.count()
 
 
 class KeyValueStore(Protocol):
-    """A board on which ranks leave notes for each other."""
+    """Texts by key, shared by all ranks of a gang."""
 
     def set(self, key: str, text: str) -> None:
-        """Leave a note."""
+        """Set a value."""
         ...
 
     def get(self, key: str) -> str | None:
-        """Return a note, None where there is none yet; doesn't wait."""
+        """Return a value, None where there is none yet; doesn't wait."""
         ...
 
 
 class LocalStore:
-    """The board of a world of one."""
+    """The store of a world of one."""
 
     def __init__(self) -> None:
-        self._notes: dict[str, str] = {}
+        self._values: dict[str, str] = {}
 
     def set(self, key: str, text: str) -> None:
-        """Keep it."""
-        self._notes[key] = text
+        """Set a value."""
+        self._values[key] = text
 
     def get(self, key: str) -> str | None:
-        """Return what was said."""
-        return self._notes.get(key)
+        """Return a value."""
+        return self._values.get(key)
 
 
 class GroupStore:
-    """The board of a gang, in a store that all its ranks reach."""
+    """The store of a gang, in one that all its ranks reach."""
 
     def __init__(self, store: dist.Store) -> None:
-        """Use a connection of its own: others wait for the process group's, and hold it
-        meanwhile.
-        """
-        self._store = dist.PrefixStore(
-            f"prefect-torch-ddp-checkpoints-{next(_num_rank_stores)}", store.clone()
-        )
+        """Open a connection of its own: the process group's is held by those who wait for it."""
+        prefix = f"prefect-torch-ddp-checkpoints-{next(_num_rank_stores)}"
+        self._store = dist.PrefixStore(prefix, store.clone())
 
     def set(self, key: str, text: str) -> None:
-        """Leave a note."""
+        """Set a value."""
         self._store.set(key, text)
 
     def get(self, key: str) -> str | None:
-        """Return a note."""
+        """Return a value."""
         return self._store.get(key).decode() if self._store.check([key]) else None
 
 
 def open_rank_store(world_size: int) -> KeyValueStore:
-    """Return the board of this process's gang; every rank has to open it equally often.
+    """Return the store of this process's gang; every rank has to open it equally often.
 
     Raises:
         RuntimeError: there are several ranks and the process group isn't up.
@@ -79,23 +79,66 @@ def open_rank_store(world_size: int) -> KeyValueStore:
 
 
 def set_gone(rank_store: KeyValueStore, rank: int) -> None:
-    """Tell the others that this rank says nothing any more."""
+    """Put down that this rank sets nothing any more."""
     rank_store.set(f"gone/{rank}", "")
 
 
 def wait_for(
-    rank_store: KeyValueStore, key: str, speaker: int, is_over: Callable[[], bool] = lambda: False
+    rank_store: KeyValueStore, key: str, rank: int, is_over: Callable[[], bool] = lambda: False
 ) -> str | None:
-    """Wait for a note of a rank; return None when it won't come, since the speaker is gone or
-    `is_over`.
+    """Wait for a value that a rank sets; None where it won't: it is gone, or `is_over`.
 
-    A speaker that dies ends the whole gang, so there is no time limit.
+    A rank that dies ends the whole gang, so there is no time limit.
     """
     pause_s = POLL_S
     while True:
-        no_more = rank_store.get(f"gone/{speaker}") is not None or is_over()
-        # Heard after that: what was said before the end counts.
+        no_more = rank_store.get(f"gone/{rank}") is not None or is_over()
+        # Asked after that: what was set before the end counts.
         if (text := rank_store.get(key)) is not None or no_more:
             return text
         threading.Event().wait(pause_s)
         pause_s = min(1.5 * pause_s, MAX_POLL_S)
+
+
+Turn = tuple[int, int]
+"""What grows with every checkpoint, and is the same on all ranks."""
+
+
+def set_begun(rank_store: KeyValueStore, rank: int, turn: Turn) -> None:
+    """Put down that a rank takes part in a checkpoint."""
+    rank_store.set(f"begun/{rank}", json.dumps(turn))
+
+
+def set_report(rank_store: KeyValueStore, rank: int, turn: Turn, report: dict[str, Any]) -> None:
+    """Put down what a rank wrote of a checkpoint, as plain JSON values."""
+    rank_store.set(_report_key(rank, turn), json.dumps(report))
+
+
+def wait_for_report(
+    rank_store: KeyValueStore, rank: int, turn: Turn, *, is_last: bool
+) -> dict[str, Any] | None:
+    """Return what a rank wrote of a checkpoint; None where it takes no part in it.
+
+    Args:
+        rank_store: the gang's.
+        rank: who is waited for.
+        turn: the checkpoint.
+        is_last: whether the training ends with it.
+    """
+    began_s = time.monotonic()
+
+    def is_over() -> bool:
+        # The rank is past this checkpoint, or at its end, or doesn't come: perhaps rank 0 was
+        # alone in asking for it.
+        begun = tuple(json.loads(rank_store.get(f"begun/{rank}") or "[]"))
+        has_ended = rank_store.get(f"ended/{rank}") is not None and not is_last
+        is_late = time.monotonic() - began_s > ABSENT_S
+        return begun > turn or (begun < turn and (has_ended or is_late))
+
+    text = wait_for(rank_store, _report_key(rank, turn), rank, is_over)
+    report: dict[str, Any] | None = None if text is None else json.loads(text)
+    return report
+
+
+def _report_key(rank: int, turn: Turn) -> str:
+    return f"written/{turn[0]}/{turn[1]}/{rank}"

@@ -1,8 +1,4 @@
-"""Owns how a rank gets back what a checkpoint holds.
-
-Owns the choice of the checkpoint that a training resumes from: the newest one whose objects all
-verify.
-"""
+"""Restoring: the choice of the checkpoint to resume from, and the objects that get it back."""
 
 import json
 import logging
@@ -16,7 +12,7 @@ from prefect_torch_ddp.checkpoint.keys import checkpoints_prefix, rank_name
 from prefect_torch_ddp.checkpoint.manifest import (
     Manifest,
     ManifestObject,
-    counting_manifests,
+    live_manifests,
     read_manifest,
 )
 from prefect_torch_ddp.checkpoint.objects import ReadState, read_state, read_states
@@ -26,13 +22,14 @@ from prefect_torch_ddp.checkpoint.serial import restore_generators
 from prefect_torch_ddp.errors import CheckpointError
 from prefect_torch_ddp.storage.protocol import Storage
 
+Found = tuple[Manifest, dict[str, ReadState]]
+"""A checkpoint that verifies, with its states by name."""
+
 logger = logging.getLogger(__name__)
 
 
 class Restorer:
-    """Restores objects in place from one checkpoint, or leaves them as they are where there is
-    none.
-    """
+    """Restores objects in place from one checkpoint; where there is none, leaves them alone."""
 
     def __init__(
         self,
@@ -48,7 +45,7 @@ class Restorer:
             storage: where it is.
             manifest: None restores nothing.
             verified: states by name that were read already.
-            is_ours: whether it is of the run that goes on; then it has to have everything.
+            is_ours: whether it is of the run that resumes; then it must have everything.
         """
         self._storage = storage
         self.manifest = manifest
@@ -57,13 +54,7 @@ class Restorer:
 
     @classmethod
     def at_step(cls, storage: Storage, run_id: str, step: int | None, attempt: int | None) -> Self:
-        """Restore from one checkpoint and no other.
-
-        Args:
-            storage: where it is.
-            run_id: its run.
-            step: its step.
-            attempt: who made it; None: the newest attempt whose checkpoint of that step counts.
+        """Restore from one checkpoint and no other, as `ResumePoint` names it.
 
         Raises:
             CheckpointError: there is none.
@@ -82,14 +73,13 @@ class Restorer:
         rank_store: KeyValueStore,
         kept: Collection[str] = (),
     ) -> Self:
-        """Restore, on rank 0, from the newest checkpoint that verifies, of this run or else
-        from `resume_from`; tell the others.
+        """Restore, on rank 0, from the newest checkpoint that verifies; tell the other ranks.
 
         Args:
             own: this run.
-            attempt: this attempt; where it goes on is put on record.
+            attempt: this attempt; its resume record is written.
             resume_from: where a run without a checkpoint of its own begins.
-            rank_store: where the others hear of it.
+            rank_store: how the other ranks learn of it.
             kept: the names of objects that keep the tensors they are given; others may be
                 restored too.
 
@@ -107,8 +97,8 @@ class Restorer:
         at = None if chosen.manifest is None else (chosen.manifest.step, chosen.manifest.attempt)
         step, of_attempt = at or (FROM_NOTHING, 0)
         record_resume(own.storage, own.run_id, attempt, step, of_attempt if chosen.is_ours else 0)
-        # Whoever comes after this look sees the record. Without it a late attempt's steps would
-        # be in metrics and ledger.
+        # An attempt claimed after this check sees the record. One claimed before may have missed
+        # it, and this attempt's steps would stay in metrics and ledger.
         refuse_superseded(own.storage, own.run_id, attempt)
         rank_store.set("resume", json.dumps({"at": at, "is_ours": chosen.is_ours}))
         return chosen
@@ -123,38 +113,30 @@ class Restorer:
             CheckpointError: rank 0 didn't choose, or it can't be restored.
             StorageError: the storage failed.
         """
-        text = wait_for(rank_store, "resume", speaker=0)
+        text = wait_for(rank_store, "resume", rank=0)
         if text is None:
-            msg = f"rank 0 of run {own.run_id} ended without tracking anything; ctx.track belongs on every rank"
+            msg = f"rank 0 of run {own.run_id} tracked nothing; ctx.track belongs on every rank"
             raise CheckpointError(msg)
         choice = json.loads(text)
         where = own if choice["is_ours"] else resume_from
         assert where is not None
-        manifest = (
-            None
-            if choice["at"] is None
-            else read_manifest(where.storage, where.run_id, *choice["at"])
-        )
+        at = choice["at"]
+        manifest = None if at is None else read_manifest(where.storage, where.run_id, *at)
         return cls(where.storage, manifest, is_ours=choice["is_ours"])
 
     @classmethod
     def _choose(
         cls, own: ResumePoint, resume_from: ResumePoint | None, kept: Collection[str]
     ) -> Self:
-        found, where = find_resumable(own.storage, own.run_id, kept), own
+        where, found = own, find_resumable(own.storage, own.run_id, kept)
         if found is None and resume_from is not None:
-            where = resume_from
-            found = _begin_from(resume_from, kept)
+            where, found = resume_from, _read_resume_point(resume_from, kept)
         if found is None:
             return cls(own.storage, None)
         manifest, verified = found
-        of_other = f", {where.uri}" if where.storage != own.storage else ""
-        logger.info(
-            "resumes from the checkpoint of step %d of run %s%s",
-            manifest.step,
-            manifest.run_id,
-            of_other,
-        )
+        elsewhere = f", {where.uri}" if where.storage != own.storage else ""
+        text = "resuming from the checkpoint of step %d of run %s%s"
+        logger.info(text, manifest.step, manifest.run_id, elsewhere)
         return cls(where.storage, manifest, verified, is_ours=where is own)
 
     def restore(self, name: str, item: Any) -> None:
@@ -169,12 +151,13 @@ class Restorer:
         what = f"checkpoint of step {manifest.step} of run {manifest.run_id}"
         found = manifest.find(name)
         if found is None:
-            msg = f"the {what} has no object {name!r}; it has {', '.join(item.name for item in manifest.objects)}"
+            there = ", ".join(item.name for item in manifest.objects)
+            msg = f"the {what} has no object {name!r}; it has {there}"
             if not self.is_ours:
-                logger.warning("%s: it begins as it is", msg)
+                logger.warning("%s: it keeps its initial state", msg)
                 return
             raise CheckpointError(msg)
-        read = self._state_of(manifest, found)
+        read = self._take(manifest, found)
         try:
             item.load_state_dict(read.to_keep() if keeps_its_state(item) else read.state)
         except Exception as error:  # user classes refuse in every way
@@ -182,70 +165,54 @@ class Restorer:
             raise CheckpointError(msg) from error
 
     def restore_generators(self, rank: int) -> bool:
-        """Put a rank's random generators back; return False where the checkpoint has none for
-        it.
-        """
-        found = self.manifest.find(rank_name(rank)) if self.manifest is not None else None
+        """Put a rank's random generators back; False where the checkpoint has none for it."""
+        found = None if self.manifest is None else self.manifest.find(rank_name(rank))
         if self.manifest is None or found is None:
             return False
-        restore_generators(self._state_of(self.manifest, found).to_keep())
+        restore_generators(self._take(self.manifest, found).to_keep())
         return True
 
     def release(self) -> None:
         """Forget what was read and nobody asked for."""
         self._verified.clear()
 
-    def _state_of(self, manifest: Manifest, item: ManifestObject) -> ReadState:
-        # Taken out: nobody asks again, and the memory is needed.
-        return (
-            self._verified.pop(item.name)
-            if item.name in self._verified
-            else read_state(self._storage, manifest, item)
-        )
+    def _take(self, manifest: Manifest, item: ManifestObject) -> ReadState:
+        # Out of `verified`: nobody asks again, and the memory is needed.
+        if item.name in self._verified:
+            return self._verified.pop(item.name)
+        return read_state(self._storage, manifest, item)
 
 
 def keeps_its_state(item: Any) -> bool:
-    """Tell whether an object may keep the tensors that it is given: a module copies them; an
-    optimizer, among others, doesn't.
-    """
+    """Tell whether an object may keep the tensors it is given: optimizers do, modules copy."""
     return not isinstance(item, torch.nn.Module)
 
 
-def _begin_from(
-    source: ResumePoint, kept: Collection[str]
-) -> tuple[Manifest, dict[str, ReadState]]:
-    """Return the checkpoint of the step that was asked for, or else the newest one that
-    verifies.
-    """
-    if source.step is not None:
-        manifest = source.manifest()
-        return manifest, read_states(source.storage, manifest, manifest.objects, kept)
-    found = find_resumable(source.storage, source.run_id, kept)
+def _read_resume_point(point: ResumePoint, kept: Collection[str]) -> Found:
+    if point.step is not None:
+        manifest = point.manifest()
+        return manifest, read_states(point.storage, manifest, manifest.objects, kept)
+    found = find_resumable(point.storage, point.run_id, kept)
     if found is None:
-        msg = f"resume_from is {source.run_id!r}, but that run has no checkpoint in {source.storage.uri} that can be restored"
+        where = point.storage.uri
+        msg = f"resume_from is {point.run_id!r}, but that run has no checkpoint in {where}"
         raise CheckpointError(msg)
     return found
 
 
-logger = logging.getLogger(__name__)
-
-
-def find_resumable(
-    storage: Storage, run_id: str, kept: Collection[str] = ()
-) -> tuple[Manifest, dict[str, ReadState]] | None:
-    """Return the newest checkpoint whose objects all verify, with their states by name; warn
-    about each newer one that doesn't.
+def find_resumable(storage: Storage, run_id: str, kept: Collection[str] = ()) -> Found | None:
+    """Return the newest checkpoint whose objects all verify; warn about newer ones that don't.
 
     None where the run has no checkpoint.
 
     Raises:
-        CheckpointError: it has some, and none verifies. Whether to begin anew then is for a
-            person to say.
+        CheckpointError: it has some, and none verifies. Whether to start over is for a person
+            to decide.
         StorageError: the storage failed; falling back then would throw away work that isn't
             lost.
     """
     faults: list[str] = []
-    for manifest in reversed(counting_manifests(storage, run_id, faults)):
+    for manifest in reversed(live_manifests(storage, run_id, faults)):
         try:
             return manifest, read_states(storage, manifest, manifest.objects, kept)
         except CheckpointError as error:
@@ -253,8 +220,9 @@ def find_resumable(
             faults.append(str(error))
     if faults:
         msg = (
-            f"run {run_id} has checkpoints in {storage.uri}, and none of them can be restored: {'; '.join(faults)}. "
-            f"Repair them, or delete {checkpoints_prefix(run_id)} there to begin anew"
+            f"run {run_id} has checkpoints in {storage.uri}, and none of them can be restored: "
+            f"{'; '.join(faults)}. Repair them, or delete {checkpoints_prefix(run_id)} there to "
+            "begin anew"
         )
         raise CheckpointError(msg)
     return None

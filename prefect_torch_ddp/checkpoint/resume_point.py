@@ -1,6 +1,4 @@
-"""Owns where a new run begins from: a checkpoint of another run, perhaps in another storage, as
-a person writes it.
-"""
+"""Resume points: a checkpoint of another run, perhaps in another storage, to begin a run from."""
 
 import re
 from collections.abc import Callable
@@ -21,22 +19,22 @@ _REFERENCE = re.compile(
     r"(?:/checkpoints/step-(?P<step>\d+)(?:/(?P<attempt>\d+))?(?:/manifest\.json)?)?/?"
 )
 _FORMS = (
-    "write a run's id, or <storage>/runs/<run id>, or <storage>/runs/<run id>/checkpoints/step-00000400, "
+    "write a run's id, or <storage>/runs/<run id>, or "
+    "<storage>/runs/<run id>/checkpoints/step-00000400, "
     "perhaps with the attempt that made it: .../step-00000400/000002"
 )
 
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """A checkpoint that a new run begins from."""
+    """A run, or one checkpoint of it, to resume from."""
 
     storage: Storage
     run_id: str
     step: int | None = None
-    """None: the newest one that verifies."""
+    """None: the newest checkpoint that verifies."""
     attempt: int | None = None
-    """Who made the checkpoint of that step; None: the newest attempt whose checkpoint of it
-    counts."""
+    """Who made the checkpoint of that step; None: the newest attempt whose checkpoint counts."""
 
     @property
     def uri(self) -> str:
@@ -72,43 +70,37 @@ class ResumePoint:
         except CheckpointError as error:
             msg = f"resume_from names {self.uri}, but {error}"
             raise InvalidParamsError(msg) from error
-        msg = f"resume_from names {self.uri}, but {self.storage.uri} holds no complete checkpoint of a run of that id"
+        where = self.storage.uri
+        msg = f"resume_from names {self.uri}, but {where} holds no complete checkpoint of that run"
         raise InvalidParamsError(msg)
 
 
 def parse_resume_from(
     reference: str, own: Storage, resolve: Callable[[str], Storage]
 ) -> ResumePoint:
-    """Read what a person wrote; nothing is looked for.
+    """Parse what a person wrote; nothing is looked for.
 
     Args:
         reference: a run's id, or a place: a path, an `s3://` URI or a block's reference, then
             `/runs/<run id>`, then perhaps `/checkpoints/step-00000400`, and `/000002` for the
             attempt that made it.
-        own: the storage of the new run, which a mere id means. What is in its bucket is reached
-            as it is.
+        own: the new run's storage, where a mere id is; also the way to anything in its bucket.
         resolve: makes a storage of what comes before `/runs/`.
 
     Raises:
-        InvalidParamsError: it can't be read; says which forms there are.
+        InvalidParamsError: it names no run; says which forms there are.
     """
     match = _REFERENCE.fullmatch(reference)
     if match is None or (match["root"] is None and match["run_id"] in (".", "..")):
         shown = reference.rpartition("@")[2]  # what is before it may be a secret
         msg = f"resume_from is {shown!r}, which names no run; {_FORMS}"
         raise InvalidParamsError(msg)
-    step, attempt = (
-        None if match[name] is None else int(match[name]) for name in ("step", "attempt")
-    )
+    step = int(match["step"]) if match["step"] else None
+    attempt = int(match["attempt"]) if match["attempt"] else None
     if match["root"] is None:
         return ResumePoint(own, match["run_id"], step, attempt)
     root = re.sub(r"(?<=.)/$", "", match["root"]) or "."
     storage = resolve(root)
-    if (
-        isinstance(own, S3Storage)
-        and isinstance(storage, S3Storage)
-        and storage.bucket == own.bucket
-        and "://" in root
-    ):
-        storage = replace(own, prefix=storage.prefix)
+    if isinstance(own, S3Storage) and isinstance(storage, S3Storage) and "://" in root:
+        storage = replace(own, prefix=storage.prefix) if storage.bucket == own.bucket else storage
     return ResumePoint(storage, match["run_id"], step, attempt)

@@ -1,20 +1,13 @@
-"""Owns the record of a run's failed attempts, which outlives the process that saw them.
+"""A run's failure records, and the files that `ctx.save` wrote to its results.
 
-Owns the files of a run's results: each attempt has its own, so that one that was held up can't
-replace a newer one's.
+Each attempt has its own, so that a late one can't replace a newer one's.
 """
 
 import json
 import logging
 from dataclasses import asdict
 
-from prefect_torch_ddp.checkpoint.keys import (
-    failure_key,
-    failures_prefix,
-    result_key,
-    result_of,
-    results_prefix,
-)
+from prefect_torch_ddp.checkpoint.keys import failures_prefix, results_prefix
 from prefect_torch_ddp.errors import InvalidParamsError, ObjectNotFoundError
 from prefect_torch_ddp.protocol.events import FailureRecord
 from prefect_torch_ddp.storage.keys import check_key
@@ -25,15 +18,12 @@ logger = logging.getLogger(__name__)
 
 def write_failure(storage: Storage, run_id: str, record: FailureRecord) -> None:
     """Put a failed attempt on record."""
-    storage.write(
-        failure_key(run_id, record.attempt), json.dumps(asdict(record), indent=1).encode()
-    )
+    key = f"{failures_prefix(run_id)}{record.attempt:06d}.json"
+    storage.write(key, json.dumps(asdict(record), indent=1).encode())
 
 
 def read_failures(storage: Storage, run_id: str) -> list[FailureRecord]:
-    """Return the attempts that failed, oldest first; a record that can't be read is left out
-    with a warning.
-    """
+    """Return the attempts that failed, oldest first; damaged records are left out, warned of."""
     found = []
     for stored in storage.list(failures_prefix(run_id)):
         try:
@@ -61,9 +51,10 @@ def write_result(storage: Storage, run_id: str, attempt: int, path: str, data: o
     check_key(path)
     content = data.encode() if isinstance(data, str) else data
     if not isinstance(content, bytes | bytearray | memoryview):
-        msg = f"ctx.save({path!r}) was given a {type(data).__name__}; it takes bytes or text, such as json.dumps of plain values"
+        given = f"ctx.save({path!r}) was given a {type(data).__name__}"
+        msg = f"{given}; it takes bytes or text, such as json.dumps of plain values"
         raise InvalidParamsError(msg)
-    storage.write(result_key(run_id, attempt, path), bytes(content))
+    storage.write(f"{results_prefix(run_id)}{attempt:06d}/{path}", bytes(content))
 
 
 def read_result(storage: Storage, run_id: str, path: str) -> bytes:
@@ -75,13 +66,15 @@ def read_result(storage: Storage, run_id: str, path: str) -> bytes:
         StorageError: it can't be read.
     """
     check_key(path)
-    there = {
-        found.key: result_of(run_id, found.key) for found in storage.list(results_prefix(run_id))
-    }
-    saved = {result: key for key, result in there.items() if result is not None}
-    newest = max((attempt for attempt, name in saved if name == path), default=None)
-    if newest is None:
-        names = ", ".join(sorted({name for _, name in saved})) or "none"
-        msg = f"run {run_id} saved no {path} in {storage.uri}; its files are: {names}"
+    prefix, keys, names = results_prefix(run_id), {}, set()
+    for found in storage.list(prefix):
+        attempt, _, name = found.key.removeprefix(prefix).partition("/")
+        if attempt.isdecimal() and name:
+            names.add(name)
+            if name == path:
+                keys[int(attempt)] = found.key
+    if not keys:
+        there = ", ".join(sorted(names)) or "none"
+        msg = f"run {run_id} saved no {path} in {storage.uri}; its files are: {there}"
         raise ObjectNotFoundError(msg)
-    return storage.read(saved[newest, path])
+    return storage.read(keys[max(keys)])

@@ -1,6 +1,6 @@
-"""Owns how a state becomes bytes and back; nothing that is read from a storage can run code.
+"""From states to bytes and back: staging, serialising, loading; nothing that is read runs code.
 
-Owns the state of a rank's random generators: python's, numpy's, torch's and CUDA's.
+Also the state of a rank's random generators: Python's, NumPy's, torch's and CUDA's.
 """
 
 import io
@@ -13,6 +13,8 @@ import numpy as np
 import torch
 
 from prefect_torch_ddp.errors import CheckpointError
+
+_Layout = tuple[torch.Size, torch.dtype, tuple[int, ...], bool]
 
 
 def to_bytes(state: Any) -> bytes:
@@ -29,17 +31,14 @@ def from_bytes(data: bytes | memoryview) -> Any:
 
 
 def from_file(file: BinaryIO) -> Any:
-    """Return the state of an open file, its tensors on the CPU and mapped: the file isn't read
-    before they are.
-    """
+    """Return the state of an open file, its tensors mapped: they are read when they are used."""
     # By the descriptor, since another file may have the name by now.
-    return torch.load(
-        f"/proc/self/fd/{file.fileno()}", map_location="cpu", mmap=True, weights_only=True
-    )
+    path = f"/proc/self/fd/{file.fileno()}"
+    return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
 
 
 class _View(io.RawIOBase):
-    """A file to read that, other than BytesIO, makes no copy of what isn't `bytes`."""
+    """A file over memory; unlike BytesIO it copies nothing but what is read."""
 
     def __init__(self, data: memoryview) -> None:
         super().__init__()
@@ -56,9 +55,8 @@ class _View(io.RawIOBase):
         return self._at
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._at = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: len(self._data)}[
-            whence
-        ] + offset
+        origins = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: len(self._data)}
+        self._at = origins[whence] + offset
         return self._at
 
     def readinto(self, buffer: Any) -> int:
@@ -69,55 +67,99 @@ class _View(io.RawIOBase):
 
 
 class Serializer:
-    """Serialises one state at a time into memory that it keeps: fresh memory costs more than
-    all the rest.
-    """
+    """Serialises one state at a time into memory that it keeps: fresh memory costs most."""
 
     def __init__(self) -> None:
         """Take no memory yet; it grows to the largest state."""
-        self._kept = memoryview(bytearray())
+        self._buffer = io.BytesIO()
 
     def to_view(self, state: Any) -> memoryview:
-        """Return what `to_bytes` returns, valid until the next call."""
-        with _KeptFile(self._kept) as file:
-            torch.save(state, cast("IO[bytes]", file))
-            self._kept = file.memory
-            return self._kept[: file.tell()].toreadonly()
+        """Return what `to_bytes` returns; drop it before the next call, or lose the memory."""
+        self._buffer.seek(0)
+        try:
+            self._buffer.write(b"")
+        except BufferError:  # somebody still holds the last view, such as a traceback
+            self._buffer = io.BytesIO()
+        torch.save(state, self._buffer)
+        return self._buffer.getbuffer()[: self._buffer.tell()].toreadonly()
 
 
-class _KeptFile(io.RawIOBase):
-    """A file that is written from the beginning, into memory that outlives it."""
+class Staging:
+    """Copies states to the CPU during a step, so that the slow part happens beside the next.
 
-    def __init__(self, memory: memoryview) -> None:
-        super().__init__()
-        self.memory = memory
-        self._end = 0
+    The buffers of the previous copy are used again, so that one must not be needed any more.
+    """
 
-    def writable(self) -> bool:
-        return True
+    def __init__(self) -> None:
+        self._idle: dict[_Layout, list[torch.Tensor]] = {}
+        self._used: list[tuple[_Layout, torch.Tensor]] = []
+        self._copied: list[torch.cuda.Event] = []
 
-    def tell(self) -> int:
-        return self._end
+    def begin(self) -> None:
+        """Take all buffers back; those that the previous copy didn't need are freed."""
+        self._idle = {}
+        for layout, buffer in self._used:
+            self._idle.setdefault(layout, []).append(buffer)
+        self._used = []
 
-    def write(self, data: Any) -> int:
-        part = memoryview(data).cast("B")
-        end = self._end + len(part)
-        if end > len(self.memory):
-            # Another one: who still looks at the old one, such as a traceback, keeps that.
-            larger = memoryview(bytearray(max(end, 3 * len(self.memory) // 2)))
-            larger[: self._end] = self.memory[: self._end]
-            self.memory = larger
-        self.memory[self._end : end] = part
-        self._end = end
-        return len(part)
+    @torch.no_grad()
+    def copy(self, state: Any) -> Any:
+        """Return the state on the CPU; copies from a GPU may be under way until `wait`."""
+        copies: dict[tuple[Any, ...], torch.Tensor] = {}
+
+        def copied(tensor: torch.Tensor) -> torch.Tensor:
+            if not is_plain(tensor):
+                return tensor.detach().to("cpu", copy=True)
+            # Tied weights are stored once, as torch.save does.
+            place = (tensor.data_ptr(), tensor.device, tensor.dtype, tensor.shape, tensor.stride())
+            if tensor.numel() == 0 or place not in copies:
+                buffer = self._buffer_for(tensor)
+                copies[place] = buffer.copy_(tensor.detach(), non_blocking=tensor.is_cuda)
+            return copies[place]
+
+        result = map_tensors(state, copied)
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record()
+            self._copied.append(event)
+        return result
+
+    def wait(self) -> None:
+        """Wait until all copies have arrived."""
+        while self._copied:
+            self._copied.pop().synchronize()
+
+    def _buffer_for(self, tensor: torch.Tensor) -> torch.Tensor:
+        layout = (tensor.shape, tensor.dtype, tensor.stride(), tensor.is_cuda)
+        if idle := self._idle.get(layout):
+            buffer = idle.pop()
+        else:
+            buffer = torch.empty_like(
+                tensor, device="cpu", requires_grad=False, pin_memory=tensor.is_cuda
+            )
+        self._used.append((layout, buffer))
+        return buffer.detach()
+
+
+def is_plain(value: Any) -> bool:
+    """Tell whether a value is a dense tensor of no subclass."""
+    return type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout is torch.strided
+
+
+def has_buffers(item: Any) -> bool:
+    """Tell whether an object is a module with buffers, such as BatchNorm's statistics."""
+    return hasattr(item, "buffers") and any(True for _ in item.buffers())
 
 
 def map_tensors(state: Any, replace: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Copy a nest of dicts, lists and tuples, each tensor replaced; everything else is copied
-    deeply.
+    """Copy a nest of dicts, lists and tuples, each tensor replaced and all else copied deeply.
+
+    NumPy's numbers become Python's, which is all that `torch.load(weights_only=True)` takes.
     """
     if isinstance(state, torch.Tensor):
         return replace(state)
+    if isinstance(state, np.generic):
+        return state.item()
     if isinstance(state, dict):
         result = copy(state)  # keeps the class and its attributes, such as a module's _metadata
         for key, value in state.items():
@@ -133,22 +175,42 @@ def check_loadable(name: str, state: Any) -> None:
     """Refuse a state that couldn't be read back; tensors count as empty, so it costs little.
 
     Raises:
-        CheckpointError: names the tracked object.
+        CheckpointError: names the tracked object, and the place and type of what can't be kept.
     """
-    try:
-        from_bytes(to_bytes(map_tensors(state, lambda tensor: tensor.new_empty(0))))
-    except Exception as error:  # pickle and torch refuse in every way
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    error = _refusal(state)
+    if error is not None:
+        place, part = _refused_part(state, "")
+        kind = f"{type(part).__module__}.{type(part).__qualname__}"
         msg = (
-            f"the state of the tracked object {name!r} can't be read back with torch.load(weights_only=True): {reason}; "
-            "its state_dict() should hold tensors, numbers, texts, lists and plain dicts"
+            f"the state of the tracked object {name!r} can't be read back with "
+            f"torch.load(weights_only=True): state_dict(){place} is a {kind}; "
+            "it should hold tensors, numbers, texts, lists and plain dicts"
         )
         raise CheckpointError(msg) from error
+
+
+def _refusal(state: Any) -> Exception | None:
+    try:
+        from_bytes(to_bytes(map_tensors(state, lambda tensor: tensor.new_empty(0))))
+    except Exception as error:  # noqa: BLE001 - pickle and torch refuse in every way
+        return error
+    return None
+
+
+def _refused_part(state: Any, place: str) -> tuple[str, Any]:
+    """Return the innermost part that can't be read back, behind its place."""
+    is_sequence = isinstance(state, list | tuple)
+    items = state.items() if isinstance(state, dict) else enumerate(state) if is_sequence else ()
+    for key, value in items:
+        if _refusal(value) is not None:
+            return _refused_part(value, f"{place}[{key!r}]")
+    return place, state
 
 
 def capture_generators() -> dict[str, Any]:
     """Return the state of all global generators, as tensors and plain values."""
     version, words, gauss = random.getstate()
+    # The global ones, since user code draws from them.
     _, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     state: dict[str, Any] = {
         "python": {

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from prefect_torch_ddp.checkpoint.checkpointer import Checkpointer, CheckpointMetadata, Writer
-from prefect_torch_ddp.checkpoint.commit import Committer, Retention
+from prefect_torch_ddp.checkpoint.commit import Committer
 from prefect_torch_ddp.checkpoint.keys import check_name
 from prefect_torch_ddp.checkpoint.manifest import Manifest
 from prefect_torch_ddp.checkpoint.rank_store import (
@@ -203,13 +203,10 @@ class Tracker:
 
     def _make_checkpointer(self, rank_store: KeyValueStore) -> Checkpointer:
         config, policy = self._config, self._config.checkpoint
-        retention = Retention(
-            policy.keep_last, policy.keep_best, policy.best_metric, policy.best_mode
-        )
         writer = Writer(
             config.storage, config.run_id, config.attempt, self._place.rank, self._place.world_size
         )
-        committer = Committer(config.storage, config.run_id, config.attempt, retention)
+        committer = Committer(config.storage, config.run_id, config.attempt, policy)
         return Checkpointer(
             writer,
             rank_store,
@@ -274,7 +271,7 @@ class Tracker:
             self._rank_store.set(
                 "last", self._what_is_left(checkpointer, self._rank_store, has_changed=has_changed)
             )
-        number = wait_for(self._rank_store, "last", speaker=0)
+        number = wait_for(self._rank_store, "last", rank=0)
         if number:
             self._is_own_save = False
             self._state.take_number(int(number))

@@ -14,7 +14,7 @@ from prefect_torch_ddp.checkpoint.attempts import (
     claim_attempt,
     record_resume,
 )
-from prefect_torch_ddp.checkpoint.commit import Committer, Retention
+from prefect_torch_ddp.checkpoint.commit import Committer
 from prefect_torch_ddp.checkpoint.keys import checkpoints_prefix, manifest_key, object_key
 from prefect_torch_ddp.checkpoint.manifest import Manifest, ManifestObject, list_manifests
 from prefect_torch_ddp.checkpoint.objects import digest_of, read_states
@@ -23,6 +23,7 @@ from prefect_torch_ddp.checkpoint.restore import Restorer, find_resumable
 from prefect_torch_ddp.checkpoint.resume_point import ResumePoint
 from prefect_torch_ddp.checkpoint.serial import to_bytes
 from prefect_torch_ddp.errors import CheckpointError, SupersededError
+from prefect_torch_ddp.params import CheckpointParams
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.storage.protocol import Storage, StoredObject
 from tests.forwarding import ForwardingStorage
@@ -32,8 +33,8 @@ pytestmark = pytest.mark.timeout(300)
 
 LAST_OF_OLDER = 5
 LAST = 6
-KEEP_TWO = Retention(keep_last=2)
-KEEP_ALL = Retention(keep_last=99)
+KEEP_TWO = CheckpointParams(keep_last=2)
+KEEP_ALL = CheckpointParams(keep_last=99)
 
 
 class HeldUpStorage(ForwardingStorage):
@@ -81,7 +82,7 @@ class HeldUpStorage(ForwardingStorage):
         super().delete(key)
 
 
-def go_on(storage: Storage, attempt: int, until: int, retention: Retention) -> int:
+def go_on(storage: Storage, attempt: int, until: int, retention: CheckpointParams) -> int:
     """Resume as an attempt and commit a checkpoint of each step; return the first one."""
     found = find_resumable(storage, "run")
     begun = FROM_NOTHING if found is None else found[0].step
@@ -186,9 +187,9 @@ def test_at_each_change_of_a_manifest_on_s3(open_s3_server: S3Server, how: str) 
     assert nth > 7
 
 
-@pytest.mark.parametrize("retention", [Retention(keep_last=1), KEEP_ALL])
+@pytest.mark.parametrize("retention", [CheckpointParams(keep_last=1), KEEP_ALL])
 def test_an_attempt_that_is_held_up_while_it_resumes_ends(
-    tmp_path: Path, retention: Retention
+    tmp_path: Path, retention: CheckpointParams
 ) -> None:
     """Before its first step, at whichever request; it doesn't tell anybody to delete the
     checkpoints that the newer one made."""

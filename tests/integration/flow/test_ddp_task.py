@@ -337,7 +337,7 @@ def test_a_retry_resumes(dask_cluster: LocalCluster, tmp_path: Path) -> None:
     assert names in (["AwaitingRetry", "Retrying", "Completed"], ["Retrying", "Completed"])
     cause = "rank 1 on 127.0.0.1 failed in attempt 1: ValueError: told to fail"
     assert becomes_true(lambda: bool(lines_with(cause, flow_run_id)))
-    restored = f"resumes from the checkpoint of step {start - 1} of run faulty-"
+    restored = f"resuming from the checkpoint of step {start - 1} of run faulty-"
     assert becomes_true(lambda: bool(lines_with(restored, flow_run_id)))
 
 

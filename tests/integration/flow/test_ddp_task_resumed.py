@@ -124,7 +124,7 @@ def test_prefect_flow_run_retry_resumes_it(
     storage = DirectoryStorage(tmp_path / "store")
     assert sorted(path.name for path in (tmp_path / "store/runs").iterdir()) == [ended, broken]
     assert [newest_attempt(storage, run_id) for run_id in (ended, broken)] == [2, 2]
-    assert "resumes from the checkpoint of step" in printed
+    assert "resuming from the checkpoint of step" in printed
 
 
 def test_a_new_run_begins_from_another_with_its_ledger(

@@ -80,7 +80,7 @@ def test_a_failed_run_is_gone_on_with(
     flow_run_id = retry_train_flow(prefect_api, failed, tmp_path / "home")
     assert newest_attempt(DirectoryStorage(store), failed) == 2
     assert any(
-        f"resumes from the checkpoint of step {step} of run {failed}" in line.message
+        f"resuming from the checkpoint of step {step} of run {failed}" in line.message
         for line in logs_of(flow_run_id)
         for step in (5, 10)
     )

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from prefect_torch_ddp.checkpoint.attempts import FROM_NOTHING, claim_attempt, record_resume
-from prefect_torch_ddp.checkpoint.commit import Committer, Retention
+from prefect_torch_ddp.checkpoint.commit import Committer
 from prefect_torch_ddp.checkpoint.keys import (
     attempts_prefix,
     checkpoints_prefix,
@@ -16,12 +16,13 @@ from prefect_torch_ddp.checkpoint.keys import (
 from prefect_torch_ddp.checkpoint.manifest import (
     Manifest,
     all_manifests,
-    counting_manifests,
     find_manifest,
     list_manifests,
+    live_manifests,
 )
 from prefect_torch_ddp.checkpoint.restore import find_resumable
 from prefect_torch_ddp.errors import CheckpointError
+from prefect_torch_ddp.params import CheckpointParams
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.storage.protocol import Storage
 
@@ -35,7 +36,7 @@ def put(storage: Storage, *owners: tuple[int, int]) -> None:
 
 def counting(storage: Storage) -> list[tuple[int, int]]:
     """Return step and attempt of those that count."""
-    return [(manifest.step, manifest.attempt) for manifest in counting_manifests(storage, "run")]
+    return [(manifest.step, manifest.attempt) for manifest in live_manifests(storage, "run")]
 
 
 def test_what_lies_behind_a_newer_attempts_beginning_is_void(tmp_path: Path) -> None:
@@ -78,7 +79,7 @@ def test_a_beginning_that_comes_too_late_voids_nothing_that_a_newer_attempt_went
     found = find_resumable(storage, "run")
     assert found is not None
     # All was done: this cleaned step 3 away as void, and step 2 for its sake.
-    Committer(storage, "run", attempts[-1], Retention(keep_last=1)).clean_up_after(found[0])
+    Committer(storage, "run", attempts[-1], CheckpointParams(keep_last=1)).clean_up(found[0])
     assert counting(storage) == [(3, 1)]
     put(storage, (4, 3))
     record_resume(storage, "run", 5, step=4, of_attempt=3)

@@ -122,7 +122,7 @@ def test_a_damaged_newest_checkpoint_falls_back(
         counter = count_to(storage, 5)
     warning = next(record for record in caplog.records if record.levelno == logging.WARNING)
     assert key in warning.getMessage()
-    assert "resumes from the checkpoint of step 2" in caplog.text
+    assert "resuming from the checkpoint of step 2" in caplog.text
     assert counter.value.item() == 5
     assert [(manifest.step, manifest.attempt) for manifest in list_manifests(storage, "local")] == [
         (1, 1),

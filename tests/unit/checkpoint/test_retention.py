@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from prefect_torch_ddp.checkpoint.commit import Retention, superfluous
+from prefect_torch_ddp.checkpoint.commit import superfluous
 from prefect_torch_ddp.checkpoint.keys import manifest_key
 from prefect_torch_ddp.checkpoint.manifest import (
     Manifest,
@@ -18,6 +18,7 @@ from prefect_torch_ddp.checkpoint.manifest import (
     read_manifest,
 )
 from prefect_torch_ddp.errors import CheckpointError
+from prefect_torch_ddp.params import CheckpointParams
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 
 
@@ -38,7 +39,7 @@ def manifest(step: int, **metrics: float) -> Manifest:
 
 def deleted(manifests: list[Manifest], **retention: object) -> list[int]:
     """Return the steps that go."""
-    return [old.step for old in superfluous(manifests, Retention(**retention))]  # type: ignore[arg-type]
+    return [old.step for old in superfluous(manifests, CheckpointParams(**retention))]  # type: ignore[arg-type]
 
 
 def test_the_newest_stay() -> None:

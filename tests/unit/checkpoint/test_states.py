@@ -2,6 +2,8 @@
 
 import collections
 import random
+import threading
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,13 +11,13 @@ import torch
 
 from prefect_torch_ddp.checkpoint.serial import (
     Serializer,
+    Staging,
     capture_generators,
     check_loadable,
     from_bytes,
     restore_generators,
     to_bytes,
 )
-from prefect_torch_ddp.checkpoint.staging import Staging
 from prefect_torch_ddp.errors import CheckpointError
 
 
@@ -57,14 +59,15 @@ def test_states_are_serialised_into_kept_memory() -> None:
     the same place."""
     serializer = Serializer()
     small, large = {"x": torch.arange(5.0)}, {"y": torch.randn(300, 1000), "names": ["a"] * 9}
-    looked_at = [serializer.to_view(state) for state in (small, large, small, large)]
-    assert looked_at[1].obj is looked_at[3].obj
-    assert looked_at[0].obj is not looked_at[1].obj, (
-        "who still looks at memory that is too small keeps it"
-    )
-    assert looked_at[3] == to_bytes(large)
-    assert looked_at[3].readonly
-    assert serializer.to_view({}) == to_bytes({})
+    assert serializer.to_view(large) == to_bytes(large)
+    memory = id(serializer._buffer)
+    for state in (small, {}, large):
+        assert serializer.to_view(state) == to_bytes(state)
+        assert id(serializer._buffer) == memory
+    held = serializer.to_view(large)
+    assert held.readonly
+    assert serializer.to_view(small) == to_bytes(small)
+    assert held == to_bytes(large), "a view that is still held keeps its content"
 
 
 def test_tied_weights_are_stored_once() -> None:
@@ -74,11 +77,30 @@ def test_tied_weights_are_stored_once() -> None:
     assert len(to_bytes(copied)) < 1.5 * len(to_bytes({"encoder": weights}))
 
 
-def test_a_state_that_would_need_code_to_read_is_refused_by_name() -> None:
-    """A defaultdict in a state_dict loads with plain pickle only."""
-    with pytest.raises(CheckpointError, match="tracked object 'meter' can't be read back"):
-        check_loadable("meter", {"counts": collections.defaultdict(lambda: 0)})
-    check_loadable("net", torch.nn.Linear(2, 2).state_dict())
+@pytest.mark.parametrize(
+    ("part", "says"),
+    [
+        (
+            collections.defaultdict(lambda: 0),
+            r"\['groups'\]\[1\]\['x'\] is a collections.defaultdict",
+        ),
+        (np.zeros(2), r"\['groups'\]\[1\]\['x'\] is a numpy.ndarray"),
+        (threading.Lock(), r"\['groups'\]\[1\]\['x'\] is a _thread.lock"),
+    ],
+)
+def test_what_cannot_be_read_back_is_named_with_its_place(part: Any, says: str) -> None:
+    """Before it is written; torch's own advice would be to load unsafely."""
+    with pytest.raises(CheckpointError, match=f"object 'meter' can't be read back .*{says};"):
+        check_loadable("meter", {"groups": [{}, {"x": part}], "lr": 0.1})
+
+
+def test_numbers_of_numpy_become_pythons() -> None:
+    """As in `AdamW(lr=np.logspace(...)[i])` and `CosineAnnealingLR(T_max=np.int64(...))`."""
+    state = {"lr": np.float64(0.5), "groups": [(np.int64(3), np.bool_(1)), np.float32(2)]}
+    check_loadable("optimizer", state)
+    copied = Staging().copy(state)
+    assert from_bytes(to_bytes(copied)) == {"lr": 0.5, "groups": [(3, True), 2.0]}
+    assert [type(value) for value in (copied["lr"], *copied["groups"][0])] == [float, int, bool]
 
 
 def test_generators_go_on_where_they_were() -> None:

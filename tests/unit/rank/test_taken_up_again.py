@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from prefect_torch_ddp import RankContext
-from prefect_torch_ddp.checkpoint import checkpointer
+from prefect_torch_ddp.checkpoint import rank_store
 from prefect_torch_ddp.checkpoint.attempts import claim_attempt
 from prefect_torch_ddp.checkpoint.manifest import list_manifests
 from prefect_torch_ddp.checkpoint.objects import read_states
@@ -234,7 +234,7 @@ def test_checkpoints_between_loops_keep_what_changed_there(
 
 def on_rank_0_alone_between_loops(ctx: RankContext) -> int:
     """Ask for a checkpoint behind a loop on rank 0 alone, then train on."""
-    checkpointer.ABSENT_S = 0.5
+    rank_store.ABSENT_S = 0.5
     model = ctx.wrap(nn.Linear(1, 1))
     ctx.track(model=model, other=nn.Linear(1, 1))
     for number in range(2):

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from prefect_torch_ddp.checkpoint import reading
-from prefect_torch_ddp.checkpoint import reading as digest
+from prefect_torch_ddp.checkpoint import objects
 from prefect_torch_ddp.checkpoint.manifest import Manifest, ManifestObject
 from prefect_torch_ddp.checkpoint.objects import NUM_AHEAD, digest_of, read_states
 from prefect_torch_ddp.checkpoint.restore import Restorer
@@ -21,7 +20,7 @@ from prefect_torch_ddp.storage.directory import PART_BYTES, DirectoryStorage
 from prefect_torch_ddp.storage.directory_objects import is_local
 from prefect_torch_ddp.storage.protocol import HasFiles, ShowsContent, Storage
 
-PARTS_OF_DIGEST = 2 * digest.PART_BYTES // 8 + 1
+PARTS_OF_DIGEST = 2 * objects.PART_BYTES // 8 + 1
 """So many numbers are two parts of a digest and a little."""
 STATES: dict[str, Any] = {
     "model": {"weight": torch.randn(3, PART_BYTES // 4), "name": "text"},
@@ -217,7 +216,7 @@ def test_want_of_memory_is_no_damage(
     def refuse(_file: object) -> None:
         raise error
 
-    monkeypatch.setattr(reading, "from_file", refuse)
+    monkeypatch.setattr(objects, "from_file", refuse)
     with pytest.raises(type(error)) as raised:
         read_states(storage, manifest, manifest.objects)
     assert raised.value is error
