@@ -1,4 +1,4 @@
-"""Owns level 3: the flow train-ddp, from parameters to a published, evaluated model."""
+"""The flow train-ddp, level 3: from parameters to a published, evaluated model."""
 
 from uuid import UUID
 
@@ -11,8 +11,6 @@ from prefect.settings import PREFECT_API_URL, PREFECT_UI_URL, temporary_settings
 from prefect.states import Cancelled
 from prefect_dask import DaskTaskRunner
 
-from prefect_torch_ddp.checkpoint.manifest import newest
-from prefect_torch_ddp.checkpoint.resume_point import parse_resume_from
 from prefect_torch_ddp.data.dataset_store import find_dataset
 from prefect_torch_ddp.errors import SchedulerLostError, WorkerLostError
 from prefect_torch_ddp.params import TrainParams
@@ -22,7 +20,7 @@ from prefect_torch_ddp.tasks.cluster import connect, is_supervisor_loss, result_
 from prefect_torch_ddp.tasks.evaluate import chosen_checkpoint, evaluate
 from prefect_torch_ddp.tasks.prepare import prepare
 from prefect_torch_ddp.tasks.publish import publish
-from prefect_torch_ddp.tasks.run import Run, run_id_of
+from prefect_torch_ddp.tasks.run import Run, resume_point, run_id_of
 from prefect_torch_ddp.tasks.train import train
 from prefect_torch_ddp.tasks.watch.cancel import SIGNALS, TaskCancelled
 from prefect_torch_ddp.tasks.watch.flow_watch import closed_if_killed
@@ -35,11 +33,10 @@ OTHERS_GRACE_S = 25.0
 
 @flow(name="train-ddp", task_runner=DaskTaskRunner())  # type: ignore[arg-type]  # its futures are PrefectDaskFutures
 def train_flow(params: TrainParams = DEFAULTS) -> TrainReport:
-    """Prepare data, train with DDP on a Dask cluster, evaluate on held-out data, publish what
-    came of it.
+    """Prepare data, train with DDP on a Dask cluster, evaluate on held-out data, publish it all.
 
     Args:
-        params: everything that can be chosen; see TrainParams.
+        params: all that can be chosen; see TrainParams.
 
     Raises:
         InvalidParamsError, StorageError: something given can't work; raised before a rank
@@ -58,8 +55,7 @@ def train_flow(params: TrainParams = DEFAULTS) -> TrainReport:
 
 def _run(run: Run, params: TrainParams) -> TrainReport:
     grace_s = params.stop_grace_s
-    # Without a server each Dask worker would start one of its own: let them all use the flow
-    # run's.
+    # Without a server each Dask worker would start one of its own: all use the flow run's.
     api_url = str(get_client(sync_client=True).api_url)
     with (
         closed_if_killed(UUID(flow_run.id), _grace_s(params)),
@@ -94,18 +90,15 @@ def _run(run: Run, params: TrainParams) -> TrainReport:
 
 
 def _grace_s(params: TrainParams) -> float:
-    """How long task runs get to end by themselves after the flow's death: the training stops in
-    order on another's cluster.
-    """
+    """How long task runs get to end after the flow's death: on another's cluster in good order."""
     return params.stop_grace_s + OTHERS_GRACE_S if params.cluster.address else OURS_GRACE_S
 
 
 def _train(
     task: Task[[Run, DatasetReport], TrainingSummary], run: Run, dataset: DatasetReport
 ) -> TrainingSummary:
-    """Train; a Dask worker that dies under the task itself, out of reach of Prefect's retries,
-    costs one of them all the same.
-    """
+    # A Dask worker that dies under the task itself is out of reach of Prefect's retries, and costs
+    # one of them all the same.
     for left in reversed(range(run.params.retries + 1)):
         try:
             return result_of(task.submit(run, dataset), run.params.stop_grace_s)
@@ -124,26 +117,17 @@ def _check(params: TrainParams) -> Run:
     storage = resolve_storage(params.storage)
     storage.check_writable()
     source = None if params.source is None else resolve_source(params.source)
-    resume_from = (
-        None
-        if params.resume_from is None
-        else parse_resume_from(params.resume_from, storage, resolve_storage)
-    )
     context = FlowRunContext.get()
     assert context is not None
     assert context.flow_run is not None
-    run_id = run_id_of(context.flow_run.name, str(context.flow_run.id))
-    # A retry resumes from its own checkpoints; the one that it began from may have been
-    # replaced by then.
-    if resume_from is not None and newest(storage, run_id) is None:
-        resume_from.find()
+    run_id = run_id_of(context.flow_run.name, context.flow_run.id)
     return Run(
         run_id=run_id,
         params=params,
         storage=storage,
+        resume_from=resume_point(params.resume_from, storage, run_id),
+        source=source,
         dataset_id=dataset_id(
             workload, params.data_options, None if source is None else fingerprint_of(source)
         ),
-        resume_from=resume_from,
-        source=source,
     )

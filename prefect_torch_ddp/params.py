@@ -1,74 +1,170 @@
-"""Owns what a person chooses for a run: frozen, described, validated before any work starts."""
+"""The parameters of gangs, tasks and flows: each option with its type, default and meaning, once."""
 
+import difflib
+import inspect
+import ipaddress
+import math
 import re
+from collections.abc import Mapping
 from types import ModuleType
-from typing import Annotated, Any, Literal, Self, get_args
+from typing import Annotated, Any, Literal, Self, TypeVar, get_args
 
 from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
     Field,
-    JsonValue,
-    PositiveFloat,
-    PositiveInt,
+    ValidationError,
+    field_validator,
     model_validator,
 )
+from pydantic_core import ErrorDetails
+from typing_extensions import TypedDict  # what Prefect's are, to be joined with ours
 
 from prefect_torch_ddp.errors import InvalidParamsError
+from prefect_torch_ddp.protocol.rank import Backend, Launcher
 
-DEFAULT_STORAGE = "~/prefect-torch-ddp"
 Determinism = Literal["default", "elastic"]
-"""elastic: a training's bits are the same for every number of ranks that divides
-`virtual_ranks`."""
+Count = Annotated[int, Field(ge=1)]
+CountOrZero = Annotated[int, Field(ge=0)]
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
-def _at(position: int) -> dict[str, JsonValue]:
-    """Fix a field's place in Prefect's run form, which is mixed otherwise."""
-    return {"position": position}
-
-
-def _module_name(value: object) -> object:
-    return value.__name__ if isinstance(value, ModuleType) else value
+def _place_in_form(schema: dict[str, Any], model: type[BaseModel]) -> None:
+    """Give each field a place in Prefect's run form: a class's own fields before its base's."""
+    own_first = (name for base in model.__mro__ for name in inspect.get_annotations(base))
+    fields = dict.fromkeys(name for name in own_first if name in schema.get("properties", {}))
+    for position, name in enumerate(fields):
+        schema["properties"][name]["position"] = position
 
 
 class Params(BaseModel):
     """The base of all parameter models: frozen, and an unknown name is an error."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        use_attribute_docstrings=True,
+        json_schema_extra=_place_in_form,
+    )
 
 
-class ClusterParams(Params):
-    """Which Dask cluster trains.
+M = TypeVar("M", bound=Params)
 
-    Nothing given: a local one, made for the run and gone after it.
+
+def checked(model: type[M], options: Mapping[str, object]) -> M:
+    """Make parameters from Python values, not converted: True is no number of ranks.
+
+    Raises:
+        InvalidParamsError: names each option that is unknown or can't be so, and what to give.
     """
+    try:
+        return model.model_validate(dict(options), strict=True)
+    except ValidationError as error:
+        msg = "; ".join(_in_words(each, list(model.model_fields)) for each in error.errors())
+        raise InvalidParamsError(msg) from error
 
-    address: str | None = Field(
-        default=None,
-        description="Address of a running Dask scheduler, e.g. tcp://10.0.0.1:8786. Excludes cluster_class.",
-        json_schema_extra=_at(0),
-    )
-    cluster_class: str | None = Field(
-        default=None,
-        description="Import path of a cluster class to start for the run, e.g. dask_jobqueue.SLURMCluster. Excludes address.",
-        json_schema_extra=_at(1),
-    )
-    cluster_kwargs: dict[str, Any] = Field(
-        default_factory=dict,
-        description="Arguments of the cluster class (or of the local cluster).",
-        json_schema_extra=_at(2),
-    )
-    adapt_kwargs: dict[str, Any] = Field(
-        default_factory=dict,
-        description="Arguments of the cluster's adapt, e.g. {'minimum': 4, 'maximum': 4}: then Dask starts lost workers anew.",
-        json_schema_extra=_at(3),
-    )
+
+def _in_words(details: ErrorDetails, names: list[str]) -> str:
+    context = details.get("ctx", {})
+    if "error" in context:
+        return str(context["error"])  # a validator's own words
+    name = ".".join(map(str, details["loc"]))
+    if details["type"] == "extra_forbidden":
+        close = difflib.get_close_matches(name, names, 1)
+        return f"there is no option {name}" + "".join(f"; did you mean {each}?" for each in close)
+    if details["type"] == "literal_error":
+        choices = ", ".join(re.findall(r"'([^']*)'", context["expected"]))
+        return f"{name} is {details['input']!r}; choose one of {choices}"
+    return f"{name} is {details['input']!r}; {details['msg'].replace('Input', 'it')}"
+
+
+class GangOptions(TypedDict, total=False):
+    """Options of a gang by keyword, as `run_gang` and `ddp_task` take them; see GangParams."""
+
+    ranks_per_worker: int
+    backend: Backend
+    min_world_size: int | None
+    max_restarts: int
+    workers_timeout_s: float
+    queue_timeout_s: float | None
+    rendezvous_timeout_s: float
+    progress_timeout_s: float | None
+    stop_grace_s: float
+    resources: Mapping[str, float] | None
+    interface: str | None
+    launcher: Launcher
+
+
+class GangParams(Params):
+    """How a gang is placed, started, watched and stopped."""
+
+    world_size: Count | None = None
+    """Number of ranks; None takes one for each worker."""
+    ranks_per_worker: Count = 1
+    """Ranks on each Dask worker; more than one for a worker with several GPUs."""
+    backend: Backend = "auto"
+    """Collectives library; auto takes nccl where CUDA is, else gloo."""
+    min_world_size: Count | None = None
+    """Smallest acceptable number of ranks while workers are missing: at the start after
+    `workers_timeout_s`, at a restart after 10 s. Empty: `world_size`."""
+    max_restarts: CountOrZero = 0
+    """How often a failed gang is restarted at once, on warm workers, before Prefect's retries
+    count. A cancel, an ImportError or SyntaxError, and the same exception at the same step twice
+    in a row are not tried again."""
+    workers_timeout_s: Seconds = 60.0
+    """Seconds to wait until the cluster has enough workers."""
+    queue_timeout_s: Seconds | None = None
+    """Seconds to wait for workers that are busy; empty: no limit."""
+    rendezvous_timeout_s: Seconds = 300.0
+    """Seconds that ranks wait for one another at the start."""
+    # A function without a RankContext makes no steps, so nobody knows how long it may be quiet.
+    progress_timeout_s: Seconds | None = None
+    """Seconds that all ranks may go without progress while those behind are idle (ten times that
+    while they work or load); then the gang ends as hung. Progress is a collective, a step, a
+    report or `report_progress()`. Empty: no limit."""
+    stop_grace_s: Seconds = 20.0
+    """Seconds that ranks in `ctx.steps` get, when they are cancelled, to stop after the same step
+    and save it; Prefect gives a run 30. Other ranks are killed at once."""
+    resources: Mapping[str, float] | None = None
+    """Dask resources that the gang takes from each of its workers, e.g. `{"GPU": 1}`; workers
+    without them aren't used."""
+    interface: str | None = None
+    """Network that the ranks talk by: an interface's name (`ib0`) or a network in CIDR notation
+    (`10.1.0.0/16`; `::/0` is any IPv6 one). Empty: the address by which Dask knows each worker."""
+    launcher: Launcher = "auto"
+    """auto forks ranks from a warm helper process of each Dask worker, in milliseconds, where that
+    is safe; exec starts a fresh Python for each."""
+
+    @field_validator("resources")
+    @classmethod
+    def _check_resources(cls, given: Mapping[str, float] | None) -> Mapping[str, float] | None:
+        if not all(0 < amount < math.inf for amount in (given or {}).values()):
+            msg = f"resources is {given!r}; give positive amounts by name, e.g. {{'GPU': 1}}"
+            raise ValueError(msg)
+        return given
+
+    @field_validator("interface")
+    @classmethod
+    def _check_interface(cls, given: str | None) -> str | None:
+        hint = "give an interface's name, e.g. 'ib0', or a network, e.g. '10.1.0.0/16' or '::/0'"
+        if given == "":
+            msg = f"interface is ''; {hint}"
+            raise ValueError(msg)
+        if given is not None and "/" in given:
+            try:
+                ipaddress.ip_network(given, strict=False)
+            except ValueError as error:
+                msg = f"interface is {given!r}, which is no network ({error}); {hint}"
+                raise ValueError(msg) from error
+        return given
 
     @model_validator(mode="after")
-    def _refuse_impossible_pairs(self) -> Self:
-        if self.address and (self.cluster_class or self.cluster_kwargs or self.adapt_kwargs):
-            msg = "cluster.address names a running cluster; leave cluster_class and cluster_kwargs empty with it, and adapt_kwargs"
+    def _check_sizes(self) -> Self:
+        least, wanted = self.min_world_size, self.world_size
+        if least is not None and wanted is not None and least > wanted:
+            sizes = f"min_world_size is {least} and world_size {wanted}"
+            msg = f"{sizes}; give a min_world_size of at most world_size"
             raise ValueError(msg)
         return self
 
@@ -76,179 +172,134 @@ class ClusterParams(Params):
 class CheckpointParams(Params):
     """When checkpoints are written and which are kept."""
 
-    every_steps: PositiveInt | None = Field(
-        default=None,
-        description="Write one every so many optimizer steps.",
-        json_schema_extra=_at(0),
-    )
-    every_s: PositiveFloat | None = Field(
-        default=60.0, description="Write one every so many seconds.", json_schema_extra=_at(1)
-    )
-    keep_last: PositiveInt = Field(
-        default=2, description="How many of the newest are kept.", json_schema_extra=_at(2)
-    )
-    keep_best: int = Field(
-        default=1,
-        ge=0,
-        description="How many of the best by best_metric are kept.",
-        json_schema_extra=_at(3),
-    )
-    best_metric: str | None = Field(
-        default=None,
-        description="A metric that the training reports, e.g. validation_accuracy.",
-        json_schema_extra=_at(4),
-    )
-    best_mode: Literal["max", "min"] = Field(
-        default="max",
-        description="Whether a larger or a smaller value is better.",
-        json_schema_extra=_at(5),
-    )
-    on_failure: Literal["warn", "fail"] = Field(
-        default="warn",
-        description="What a training does when a checkpoint can't be written; its last one must be.",
-        json_schema_extra=_at(6),
-    )
+    every_steps: Count | None = None
+    """Write one every so many optimizer steps."""
+    every_s: Seconds | None = 60.0
+    """Write one every so many seconds."""
+    keep_last: Count = 2
+    """How many of the newest are kept."""
+    keep_best: CountOrZero = 1
+    """How many of the best by best_metric are kept."""
+    best_metric: str | None = None
+    """A metric that the training reports, e.g. validation_accuracy."""
+    best_mode: Literal["max", "min"] = "max"
+    """Whether a larger or a smaller value is better."""
+    on_failure: Literal["warn", "fail"] = "warn"
+    """What a training does when a checkpoint can't be written; its last one must be."""
 
 
-class TrainParams(Params):
-    """Everything one run of train-ddp is told."""
+class ContextOptions(GangOptions, total=False):
+    """Options of a training by keyword, as `ddp_task` takes them; see ContextParams."""
 
-    workload: Annotated[str, BeforeValidator(_module_name)] = Field(
-        default="flows.digits",
-        description="Module (or module:object) with the functions prepare, train and evaluate.",
-        json_schema_extra=_at(0),
-    )
-    world_size: PositiveInt = Field(
-        default=2, description="How many ranks train together.", json_schema_extra=_at(1)
-    )
-    options: dict[str, Any] = Field(
-        default_factory=dict,
-        description="Options of the workload's train and evaluate.",
-        json_schema_extra=_at(2),
-    )
-    data_options: dict[str, Any] = Field(
-        default_factory=dict,
-        description="Options of the workload's prepare; part of its cache key, and seen by train and evaluate too.",
-        json_schema_extra=_at(3),
-    )
-    seed: int = Field(
-        default=0, ge=0, lt=2**63, description="Seeds everything random.", json_schema_extra=_at(4)
-    )
-    storage: str = Field(
-        default=DEFAULT_STORAGE,
-        min_length=1,
-        description="Where data, checkpoints, metrics, results go: a directory, s3://bucket/prefix, or a block (s3-bucket/name).",
-        json_schema_extra=_at(5),
-    )
-    cluster: ClusterParams = Field(
-        default_factory=ClusterParams,
-        description="Which Dask cluster trains.",
-        json_schema_extra=_at(6),
-    )
-    ranks_per_worker: PositiveInt = Field(
-        default=1,
-        description="Ranks on each Dask worker; more than one for a worker with several GPUs.",
-        json_schema_extra=_at(7),
-    )
-    backend: Literal["auto", "gloo", "nccl"] = Field(
-        default="auto",
-        description="Collectives library; auto takes nccl where CUDA is, else gloo.",
-        json_schema_extra=_at(8),
-    )
-    checkpoint: CheckpointParams = Field(
-        default_factory=CheckpointParams,
-        description="When checkpoints are written, which are kept.",
-        json_schema_extra=_at(9),
-    )
-    evaluate_on: Literal["last", "best"] = Field(
-        default="last",
-        description="Which checkpoint is evaluated and published.",
-        json_schema_extra=_at(10),
-    )
-    retries: int = Field(
-        default=2,
-        ge=0,
-        description="How often Prefect retries a failed training; it resumes.",
-        json_schema_extra=_at(11),
-    )
-    retry_delay_s: float = Field(
-        default=5.0, ge=0, description="Seconds before a retry.", json_schema_extra=_at(12)
-    )
-    max_restarts: int = Field(
-        default=2,
-        ge=0,
-        description="How often a failed training is restarted at once, on warm workers, before Prefect's retries count.",
-        json_schema_extra=_at(13),
-    )
-    min_world_size: PositiveInt | None = Field(
-        default=None,
-        description="How few ranks will do while workers are missing; empty: no fewer than world_size.",
-        json_schema_extra=_at(14),
-    )
-    workers_timeout_s: PositiveFloat = Field(
-        default=60.0,
-        description="Seconds to wait until the cluster has enough workers.",
-        json_schema_extra=_at(15),
-    )
-    queue_timeout_s: PositiveFloat | None = Field(
-        default=None,
-        description="Seconds to wait for workers that are busy; empty: no limit.",
-        json_schema_extra=_at(16),
-    )
-    resume_from: str | None = Field(
-        default=None,
-        description="Run whose newest checkpoint this one starts from: its id, or <storage>/runs/<id> of another storage; "
-        "a certain checkpoint with /checkpoints/step-00000400 after it.",
-        json_schema_extra=_at(17),
-    )
-    progress_timeout_s: PositiveFloat | None = Field(
-        default=60.0,
-        description="Seconds without progress in a step after which a training counts as hung and is retried; empty: never.",
-        json_schema_extra=_at(18),
-    )
+    storage: str
+    seed: int
+    options: Mapping[str, Any]
+    checkpoint: CheckpointParams
+    resume_from: str | None
+    determinism: Determinism
+    virtual_ranks: int | None
+    ledger: bool
 
-    stop_grace_s: PositiveFloat = Field(
-        default=20.0,
-        description="Seconds that a cancelled training gets to stop at one step and write its checkpoint; Prefect gives it 30.",
-        json_schema_extra=_at(19),
-    )
-    determinism: Determinism = Field(
-        default="default",
-        description="elastic: the same weights, to the last bit, for every number of ranks that divides virtual_ranks.",
-        json_schema_extra=_at(20),
-    )
-    virtual_ranks: PositiveInt | None = Field(
-        default=None,
-        description="The most ranks that the training may ever have, for determinism elastic.",
-        json_schema_extra=_at(21),
-    )
-    ledger: bool = Field(
-        default=False,
-        description="Put on record which samples each step trains on; the report says whether each was used once.",
-        json_schema_extra=_at(22),
-    )
-    source: str | None = Field(
-        default=None,
-        min_length=1,
-        description="Raw data, for ctx.source: a directory, s3://bucket/prefix or a block; prepare runs anew when it changes.",
-        json_schema_extra=_at(23),
-    )
+
+class ContextParams(GangParams):
+    """What a gang needs whose function takes a RankContext."""
+
+    progress_timeout_s: Seconds | None = 60.0
+    """Seconds without progress in a step after which a training counts as hung and is tried again;
+    ten times that while its ranks work or load. Empty: never."""
+    storage: Annotated[str, Field(min_length=1)] = "~/prefect-torch-ddp"
+    """Where data, checkpoints, metrics and results go: a directory, s3://bucket/prefix, or a block
+    (s3-bucket/name)."""
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    """Seeds everything random."""
+    options: Mapping[str, Any] = Field(default_factory=dict)
+    """What the ranks find as ctx.options."""
+    checkpoint: CheckpointParams = Field(default_factory=CheckpointParams)
+    """When checkpoints are written, which are kept."""
+    resume_from: str | None = None
+    """Run whose newest checkpoint this one starts from: its id, or <storage>/runs/<id> of another
+    storage; a certain checkpoint with /checkpoints/step-00000400 after it."""
+    determinism: Determinism = "default"
+    """elastic: the same weights, to the last bit, for every number of ranks that divides
+    virtual_ranks, by ctx.micro_batches."""
+    virtual_ranks: Count | None = None
+    """The most ranks that the training may ever have, for determinism elastic."""
+    ledger: bool = False
+    """Put on record which samples each step trains on; `read_ledger` checks it, and the report says
+    whether each was used once."""
 
     @model_validator(mode="after")
-    def _refuse_impossible_pairs(self) -> Self:
+    def _check_determinism(self) -> Self:
+        check_virtual_ranks(self.determinism, self.virtual_ranks, self.world_size)
+        return self
+
+
+class ClusterParams(Params):
+    """Which Dask cluster trains; nothing given: a local one, made for the run and gone after it."""
+
+    address: str | None = None
+    """Address of a running Dask scheduler, e.g. tcp://10.0.0.1:8786. Excludes cluster_class."""
+    cluster_class: str | None = None
+    """Import path of a cluster class to start for the run, e.g. dask_jobqueue.SLURMCluster.
+    Excludes address."""
+    cluster_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of the cluster class (or of the local cluster)."""
+    adapt_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of the cluster's adapt, e.g. {'minimum': 4, 'maximum': 4}: then Dask replaces lost
+    workers."""
+
+    @model_validator(mode="after")
+    def _check_pairs(self) -> Self:
+        if self.address and (self.cluster_class or self.cluster_kwargs or self.adapt_kwargs):
+            others = "cluster_class and cluster_kwargs empty with it, and adapt_kwargs"
+            msg = f"cluster.address names a running cluster; leave {others}"
+            raise ValueError(msg)
+        return self
+
+
+def _module_name(value: object) -> object:
+    return value.__name__ if isinstance(value, ModuleType) else value
+
+
+class TrainParams(ContextParams):
+    """All parameters of a run of train-ddp."""
+
+    workload: Annotated[str, BeforeValidator(_module_name)] = "flows.digits"
+    """Module (or module:object) with the functions prepare, train and evaluate."""
+    world_size: Count = 2  # a local cluster is made for it, so it can't be left open
+    """How many ranks train together."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Options of the workload's train and evaluate."""
+    data_options: dict[str, Any] = Field(default_factory=dict)
+    """Options of the workload's prepare; part of its cache key, and seen by train and evaluate
+    too."""
+    source: Annotated[str, Field(min_length=1)] | None = None
+    """Raw data, for ctx.source: a directory, s3://bucket/prefix or a block; prepare runs anew when
+    it changes."""
+    cluster: ClusterParams = Field(default_factory=ClusterParams)
+    """Which Dask cluster trains."""
+    evaluate_on: Literal["last", "best"] = "last"
+    """Which checkpoint is evaluated and published."""
+    retries: CountOrZero = 2
+    """How often Prefect retries a failed training; it resumes."""
+    retry_delay_s: Annotated[float, Field(ge=0)] = 5.0
+    """Seconds before a retry."""
+    max_restarts: CountOrZero = 2  # a workload resumes; any other function would run twice
+    """How often a failed training is restarted at once, on warm workers, before Prefect's retries
+    count."""
+
+    @model_validator(mode="after")
+    def _check_train(self) -> Self:
         if self.evaluate_on == "best" and self.checkpoint.best_metric is None:
-            msg = "evaluate_on is 'best', but checkpoint.best_metric is empty: name the metric, or use evaluate_on='last'"
+            hint = "name the metric, or use evaluate_on='last'"
+            msg = f"evaluate_on is 'best', but checkpoint.best_metric is empty: {hint}"
             raise ValueError(msg)
         if self.evaluate_on == "best" and self.checkpoint.keep_best == 0:
             msg = "evaluate_on is 'best', but checkpoint.keep_best is 0: keep at least one"
             raise ValueError(msg)
-        if self.min_world_size is not None and self.min_world_size > self.world_size:
-            sizes = f"min_world_size is {self.min_world_size} and world_size {self.world_size}"
-            msg = f"{sizes}; give a min_world_size of at most world_size"
-            raise ValueError(msg)
-        check_virtual_ranks(self.determinism, self.virtual_ranks, self.world_size)
         if not re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*(:[A-Za-z_]\w*)?", self.workload):
-            msg = f"workload is {self.workload!r}; write it as package.module or package.module:object"
+            hint = "write it as package.module or package.module:object"
+            msg = f"workload is {self.workload!r}; {hint}"
             raise ValueError(msg)
         return self
 

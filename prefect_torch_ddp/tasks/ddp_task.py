@@ -1,23 +1,80 @@
-"""Owns level 2: a function becomes a Prefect task that runs on a gang of ranks."""
+"""ddp_task, level 2: a function becomes a Prefect task that runs on a gang of ranks."""
 
 import functools
+import hashlib
 import inspect
-from collections.abc import Callable, Mapping
-from typing import Any, Concatenate, ParamSpec, TypeVar, overload
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar, Unpack, cast, overload
 
 from prefect import Task
+from prefect.context import TaskRunContext
+from prefect.logging import get_run_logger
+from prefect.tasks import TaskOptions
+from prefect.utilities.hashing import hash_objects
 
+from prefect_torch_ddp.checkpoint.resume_point import ResumePoint
 from prefect_torch_ddp.errors import InvalidParamsError
-from prefect_torch_ddp.params import DEFAULT_STORAGE, CheckpointParams, Determinism
-from prefect_torch_ddp.protocol.rank import Backend
+from prefect_torch_ddp.gang.run import run_gang
+from prefect_torch_ddp.params import ContextOptions, ContextParams, GangOptions, checked
+from prefect_torch_ddp.rank.config import RankConfig
 from prefect_torch_ddp.rank.context import RankContext
-from prefect_torch_ddp.tasks.gang_task import GangOptions, GangTask, run_as_task
+from prefect_torch_ddp.storage.protocol import Storage
+from prefect_torch_ddp.tasks.blocks import resolve_storage
+from prefect_torch_ddp.tasks.cluster import current_client
+from prefect_torch_ddp.tasks.run import (
+    RUN_WITH_CONTEXT,
+    RunAttemptLog,
+    log_to_run,
+    resume_point,
+    run_id_of,
+    slug,
+)
 from prefect_torch_ddp.tasks.train import is_worth_a_retry
 from prefect_torch_ddp.tasks.watch.cancel import or_cancelled
+from prefect_torch_ddp.tasks.watch.watched_task import WatchedTask
 
 P = ParamSpec("P")
 R = TypeVar("R")
 RankFunction = Callable[Concatenate[RankContext, P], R]
+
+
+class DdpTaskOptions(ContextOptions, TaskOptions, total=False):
+    """Options of `ddp_task` by keyword: our own, as TaskParams explains them, and Prefect's."""
+
+    world_size: int | None
+    run_key: str | None
+
+
+class TaskParams(ContextParams):
+    """The parameters of a ddp_task beyond Prefect's own."""
+
+    run_key: str | None = None
+    """Names a training within its flow run. Calls of the task with the same key and equal arguments
+    are one training, also when the flow run is retried: a call resumes what the one before it left.
+    None: each task run is a training of its own, which its own retries alone resume."""
+
+    def rank_config(
+        self, run_id: str, attempt: int, storage: Storage, resume_from: ResumePoint | None
+    ) -> RankConfig:
+        """Describe the context of the ranks of one attempt."""
+        return RankConfig(
+            run_id=run_id,
+            attempt=attempt,
+            stage="task",
+            storage=storage,
+            options=dict(self.options),
+            seed=self.seed,
+            checkpoint=self.checkpoint,
+            resume_from=resume_from,
+            determinism=self.determinism,
+            virtual_ranks=self.virtual_ranks,
+            ledger=self.ledger,
+        )
+
+    def gang_options(self) -> GangOptions:
+        """Return the options of run_gang among them."""
+        names = GangOptions.__annotations__
+        return cast("GangOptions", {name: getattr(self, name) for name in names})
 
 
 @overload
@@ -26,122 +83,30 @@ def ddp_task(fn: RankFunction[P, R], /) -> Task[P, R]: ...
 
 @overload
 def ddp_task(
-    *,
-    world_size: int | None = None,
-    ranks_per_worker: int = 1,
-    backend: Backend = "auto",
-    storage: str = DEFAULT_STORAGE,
-    seed: int = 0,
-    options: Mapping[str, Any] | None = None,
-    checkpoint: CheckpointParams | None = None,
-    max_restarts: int = 0,
-    min_world_size: int | None = None,
-    workers_timeout_s: float = 60.0,
-    queue_timeout_s: float | None = None,
-    progress_timeout_s: float | None = 60.0,
-    resources: Mapping[str, float] | None = None,
-    interface: str | None = None,
-    stop_grace_s: float = 20.0,
-    determinism: Determinism = "default",
-    virtual_ranks: int | None = None,
-    resume_from: str | None = None,
-    ledger: bool = False,
-    **task_options: Any,
+    **options: Unpack[DdpTaskOptions],
 ) -> Callable[[RankFunction[P, R]], Task[P, R]]: ...
 
 
-def ddp_task(  # noqa: PLR0913 - a decorator's options are its documentation
-    fn: RankFunction[P, R] | None = None,
-    /,
-    *,
-    world_size: int | None = None,
-    ranks_per_worker: int = 1,
-    backend: Backend = "auto",
-    storage: str = DEFAULT_STORAGE,
-    seed: int = 0,
-    options: Mapping[str, Any] | None = None,
-    checkpoint: CheckpointParams | None = None,
-    max_restarts: int = 0,
-    min_world_size: int | None = None,
-    workers_timeout_s: float = 60.0,
-    queue_timeout_s: float | None = None,
-    progress_timeout_s: float | None = 60.0,
-    resources: Mapping[str, float] | None = None,
-    interface: str | None = None,
-    stop_grace_s: float = 20.0,
-    determinism: Determinism = "default",
-    virtual_ranks: int | None = None,
-    resume_from: str | None = None,
-    ledger: bool = False,
-    **task_options: Any,
+def ddp_task(
+    fn: RankFunction[P, R] | None = None, /, **options: Any
 ) -> Task[P, R] | Callable[[RankFunction[P, R]], Task[P, R]]:
-    """Make a function a Prefect task that runs on `world_size` ranks of the flow's Dask
-    cluster.
+    """Make a function a Prefect task that runs on ranks of the flow's Dask cluster.
 
-    The function takes a RankContext first; the task is called without it, and gives rank 0's
-    return value. Its flow uses a DaskTaskRunner. What the function tracks is resumed from its
-    newest checkpoint by a retry of the task, and by the same call in a retry of the flow run:
-    of the same task, by its name, with equal arguments, the first such call, the second, ... A
-    call that failed is taken up by the next one like it. `with_options` also takes the options
-    below.
+    The function takes a RankContext first; the task is called without it, and returns rank 0's
+    value. Its flow uses a DaskTaskRunner. A retry of the task resumes what the function tracks
+    from its newest checkpoint; see `run_key` for retries of the flow run. `with_options` takes the
+    same options.
 
     Args:
         fn: the function, when the decorator is written without parentheses.
-        world_size: number of ranks; None takes one for each worker.
-        ranks_per_worker: ranks on each Dask worker.
-        backend: "auto" takes nccl where CUDA is, else gloo.
-        storage: where checkpoints, metrics and results go: a directory, an s3:// URI, or a
-            Prefect block reference.
-        seed: seeds everything random.
-        options: what the function finds as `ctx.options`.
-        checkpoint: when checkpoints are written and which are kept.
-        max_restarts: how often a gang that failed is started again at once, on warm workers,
-            before Prefect's retries count. As with those none is made unless asked for: the
-            function would run a second time.
-        min_world_size: how few ranks will do while workers are missing; None: no fewer than
-            `world_size`.
-        workers_timeout_s: how long to wait until the cluster has enough workers.
-        queue_timeout_s: how long to wait for workers that are busy; None: as long as it takes.
-        progress_timeout_s: how long the gang may go without progress in a step, once it has
-            begun the first, before it ends as hung and retried; see `run_gang`. None: as long
-            as it takes.
-        resources: Dask resources that the gang takes from each of its workers, e.g. `{"GPU":
-            1}`; others aren't used.
-        interface: the network that the ranks talk by: an interface's name, or `"10.1.0.0/16"`;
-            None: the one Dask uses.
-        stop_grace_s: how long ranks in `ctx.steps` get, when the task is cancelled, to stop
-            after one step and to save it.
-        determinism: "elastic" gives the same bits on every number of ranks that divides
-            `virtual_ranks`, by `ctx.micro_batches`.
-        virtual_ranks: the most ranks that the training may ever have; see determinism.
-        resume_from: where a training begins that has no checkpoint of its own: another run's
-            id, as the log says it, or `<storage>/runs/<id>`, either perhaps with
-            `/checkpoints/step-00000400`.
-        ledger: put on record which samples each step trains on; `read_ledger` checks it.
-        **task_options: Prefect's own task options: retries, retry_delay_seconds, tags,
-            timeout_seconds, ...
+        **options: Prefect's own task options (retries, retry_delay_seconds, tags,
+            timeout_seconds, ...) and ours, which TaskParams and its bases explain: world_size,
+            run_key, storage, seed, options, checkpoint, resume_from, determinism, virtual_ranks,
+            ledger, and the options of `run_gang`.
+
+    Raises:
+        InvalidParamsError: an option is unknown or can't be so.
     """
-    gang = GangOptions(
-        world_size=world_size,
-        ranks_per_worker=ranks_per_worker,
-        backend=backend,
-        storage=storage,
-        seed=seed,
-        options=dict(options or {}),
-        checkpoint=checkpoint or CheckpointParams(),
-        max_restarts=max_restarts,
-        min_world_size=min_world_size,
-        workers_timeout_s=workers_timeout_s,
-        queue_timeout_s=queue_timeout_s,
-        progress_timeout_s=progress_timeout_s,
-        resources=resources,
-        interface=interface,
-        stop_grace_s=stop_grace_s,
-        determinism=determinism,
-        virtual_ranks=virtual_ranks,
-        resume_from=resume_from,
-        ledger=ledger,
-    )
 
     def decorate(fn: RankFunction[P, R]) -> Task[P, R]:
         def run(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -151,19 +116,97 @@ def ddp_task(  # noqa: PLR0913 - a decorator's options are its documentation
         functools.update_wrapper(run, fn)
         # Prefect asks this for the parameters, and looks through `__wrapped__` for the source
         # that cached results depend on.
-        run.__signature__ = _signature_without_rank(fn)  # type: ignore[attr-defined]
-        return GangTask.of(run, gang, **{"retry_condition_fn": is_worth_a_retry, **task_options})
+        run.__signature__ = _signature_without_context(fn)  # type: ignore[attr-defined]
+        task: GangTask[P, R] = GangTask(run, **{"retry_condition_fn": is_worth_a_retry, **prefects})
+        return task.with_params(params)
 
+    ours, prefects = _parted(options)
+    params = checked(TaskParams, ours)
     return decorate if fn is None else decorate(fn)
 
 
-def _signature_without_rank(fn: Callable[..., Any]) -> inspect.Signature:
+def _parted(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    prefects = TaskOptions.__annotations__.keys()
+    ours = {name: value for name, value in options.items() if name not in prefects}
+    return ours, {name: value for name, value in options.items() if name in prefects}
+
+
+def _signature_without_context(fn: Callable[..., Any]) -> inspect.Signature:
     signature = inspect.signature(fn)
     parameters = list(signature.parameters.values())
     if not parameters or parameters[0].kind not in (
         parameters[0].POSITIONAL_ONLY,
         parameters[0].POSITIONAL_OR_KEYWORD,
     ):
-        msg = f"{fn.__qualname__} takes no positional argument; a ddp_task's function takes a RankContext first"
+        needs = "a ddp_task's function takes a RankContext first"
+        msg = f"{fn.__qualname__} takes no positional argument; {needs}"
         raise InvalidParamsError(msg)
     return signature.replace(parameters=parameters[1:])
+
+
+class GangTask(WatchedTask[P, R]):
+    """A task whose function runs on ranks."""
+
+    params = TaskParams()
+
+    def with_params(self, params: TaskParams) -> Self:
+        """Take these parameters."""
+        self.params = params
+        self.stop_grace_s = params.stop_grace_s
+        return self
+
+    def with_options(self, **options: Any) -> Self:
+        """Make a task that differs in some options, Prefect's or those of `ddp_task`."""
+        ours, prefects = _parted(options)
+        given = {name: getattr(self.params, name) for name in self.params.model_fields_set}
+        return super().with_options(**prefects).with_params(checked(TaskParams, {**given, **ours}))
+
+
+def run_as_task(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Run the function on the ranks of this process's task run; return rank 0's value."""
+    context = TaskRunContext.get()
+    assert context is not None
+    task = context.task
+    assert isinstance(task, GangTask)
+    params = task.params
+    storage = resolve_storage(params.storage)
+    storage.check_writable()  # one that ignores conditions would let two attempts commit
+    run_id = _run_id(context, params, args, kwargs)
+    resume_from = resume_point(params.resume_from, storage, run_id)
+    get_run_logger().info("trains as run %s in %s", run_id, storage.uri)
+    with current_client() as client:
+        values: list[Any] = run_gang(
+            client,
+            RUN_WITH_CONTEXT,
+            args=lambda attempt: (
+                params.rank_config(run_id, attempt, storage, resume_from),
+                fn,
+                args,
+                kwargs,
+            ),
+            world_size=params.world_size,
+            world_size_divides=params.virtual_ranks,
+            name=run_id,
+            attempt_log=RunAttemptLog(storage, run_id, knows_steps=False),
+            on_event=log_to_run(),
+            **params.gang_options(),
+        )
+    return values[0]
+
+
+def _run_id(
+    context: TaskRunContext, params: TaskParams, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> str:
+    if params.run_key is None:
+        return run_id_of(context.task.name, context.task_run.id)
+    # All that makes another training of it: never may one resume a checkpoint of the other.
+    chosen = params.model_dump(include={"seed", "options", "determinism", "virtual_ranks"})
+    digest = hash_objects(
+        [str(context.task_run.flow_run_id), context.task.name, params.run_key, params.resume_from],
+        chosen,
+        args,
+        dict(kwargs),
+        hash_algo=hashlib.sha256,
+        raise_on_failure=True,
+    )
+    return f"{slug(context.task.name)}-{slug(params.run_key)}-{str(digest)[:12]}"

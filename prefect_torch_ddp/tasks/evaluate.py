@@ -1,4 +1,4 @@
-"""Owns the task that evaluates a checkpoint on held-out data."""
+"""The task that evaluates a checkpoint on held-out data."""
 
 from prefect import task
 from prefect.logging import get_run_logger
@@ -18,16 +18,12 @@ def chosen_checkpoint(run: Run, training: TrainingSummary) -> CheckpointRef:
         CheckpointError: there is none; says why.
     """
     if run.params.evaluate_on == "last":
-        chosen, why = (
-            training.last_checkpoint,
-            "the training tracked nothing: call ctx.track(model=...) in train",
-        )
+        chosen = training.last_checkpoint
+        why = "the training tracked nothing: call ctx.track(model=...) in train"
     else:
+        chosen = training.best_checkpoint
         metric = run.params.checkpoint.best_metric
-        chosen, why = (
-            training.best_checkpoint,
-            f"no checkpoint has the metric {metric!r}: does train report it?",
-        )
+        why = f"no checkpoint has the metric {metric!r}: does train report it?"
     if chosen is None:
         msg = f"run {run.run_id} has no {run.params.evaluate_on} checkpoint to evaluate; {why}"
         raise CheckpointError(msg)
@@ -36,14 +32,12 @@ def chosen_checkpoint(run: Run, training: TrainingSummary) -> CheckpointRef:
 
 @task(name="evaluate")
 def evaluate(run: Run, checkpoint: CheckpointRef, world_size: int) -> Report:
-    """Run the workload's `evaluate` on a gang with the checkpoint's weights; every rank has the
-    same exact report.
+    """Run the workload's `evaluate` on a gang with a checkpoint's weights; exact on every rank.
 
     Args:
         run: what was chosen.
         checkpoint: whose weights.
-        world_size: how many ranks the training ended with: workers that it did without are not
-            waited for.
+        world_size: how many ranks the training ended with; no others are waited for.
     """
     return or_cancelled(_evaluate, run, checkpoint, world_size)
 
@@ -58,18 +52,11 @@ def _evaluate(run: Run, checkpoint: CheckpointRef, world_size: int) -> Report:
                 run.params.workload,
             ),
             world_size=world_size,
-            min_world_size=min(run.params.min_world_size or world_size, world_size),
-            ranks_per_worker=run.params.ranks_per_worker,
             name=f"{run.run_id} evaluate",
             on_event=log_to_run(),
-            progress_timeout_s=run.params.progress_timeout_s,
-            **run.gang_options(),
+            **run.gang_options(world_size, max_restarts=0),
         )
     report = Report.model_validate(reports[0])
-    get_run_logger().info(
-        "evaluated step %d on %d samples: accuracy %s",
-        checkpoint.step,
-        report.num_samples,
-        report.accuracy,
-    )
+    words = "evaluated step %d on %d samples: accuracy %s"
+    get_run_logger().info(words, checkpoint.step, report.num_samples, report.accuracy)
     return report

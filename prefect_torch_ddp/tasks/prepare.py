@@ -1,6 +1,4 @@
-"""Owns the task that has the workload write its dataset, once for the same code, options and
-sources.
-"""
+"""The task that has the workload write its dataset, once for the same code, options, source."""
 
 from typing import Any
 
@@ -21,13 +19,10 @@ def _cache_key(_context: TaskRunContext, parameters: dict[str, Any]) -> str:
     return f"train-ddp/prepare/{run.storage.uri}/{run.dataset_id}"
 
 
-# The flow sets refresh_cache where somebody deleted the data that a cached result would speak
-# of.
+# The flow sets refresh_cache where somebody deleted the data that a cached result speaks of.
 @task(name="prepare", cache_key_fn=_cache_key, persist_result=True, result_serializer="json")
 def prepare(run: Run) -> DatasetReport:
-    """Run the workload's `prepare` on a gang of one and publish what it wrote; do nothing where
-    it is there already.
-    """
+    """Publish what the workload's `prepare` writes on a gang of one, unless it is there already."""
     there = find_dataset(run.storage, run.dataset_id)
     if there is None:
         return or_cancelled(_prepare, run)
@@ -47,7 +42,7 @@ def _prepare(run: Run) -> DatasetReport:
             process_group="none",
             name=f"{run.run_id} prepare",
             on_event=log_to_run(),
-            **run.gang_options(),
+            **run.gang_options(world_size=1, max_restarts=0, progress_timeout_s=None),
         )
     made = DatasetReport.model_validate(report)
     words = "prepared dataset %s: %d files, %d bytes, at %s"

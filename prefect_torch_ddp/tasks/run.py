@@ -1,22 +1,20 @@
-"""Owns what the tasks of one run share.
-
-Owns the attempt log of a run's attempts in its storage: counted, and their failures remembered,
-across Prefect's retries.
-"""
+"""What the tasks of one run share: its description, its name, its log and its attempt log."""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack, cast
+from uuid import UUID
 
 from prefect.logging import get_run_logger
 
 from prefect_torch_ddp.checkpoint.attempts import claim_attempt, claim_attempt_after
-from prefect_torch_ddp.checkpoint.resume_point import ResumePoint
+from prefect_torch_ddp.checkpoint.manifest import newest
+from prefect_torch_ddp.checkpoint.resume_point import ResumePoint, parse_resume_from
 from prefect_torch_ddp.checkpoint.run_files import read_failures, write_failure
 from prefect_torch_ddp.gang.caller.stop import rank_text, stack_line
-from prefect_torch_ddp.params import TrainParams
+from prefect_torch_ddp.params import GangOptions, TrainParams
 from prefect_torch_ddp.protocol.events import (
     FailureRecord,
     GangEvent,
@@ -27,6 +25,7 @@ from prefect_torch_ddp.protocol.events import (
 from prefect_torch_ddp.rank.config import RankConfig, Stage
 from prefect_torch_ddp.records.log import put_part
 from prefect_torch_ddp.storage.protocol import Readable, Storage
+from prefect_torch_ddp.tasks.blocks import resolve_storage
 
 if TYPE_CHECKING:
     import logging
@@ -52,9 +51,7 @@ class Run:
     def rank_config(
         self, stage: Stage, attempt: int, restore_step: int | None = None
     ) -> RankConfig:
-        """Describe the context of the ranks of one stage; a checkpoint to restore is one that
-        this attempt made.
-        """
+        """Describe the context of one stage's ranks; a checkpoint to restore is this attempt's."""
         params = self.params
         return RankConfig(
             run_id=self.run_id,
@@ -79,18 +76,21 @@ class Run:
             source=self.source,
         )
 
-    def gang_options(self) -> Mapping[str, Any]:
-        """Return run_gang's arguments that all stages share."""
-        return self.params.model_dump(
-            include={"backend", "workers_timeout_s", "queue_timeout_s", "stop_grace_s"}
-        )
+    def gang_options(self, world_size: int, **changes: Unpack[GangOptions]) -> GangOptions:
+        """Return the options of a gang of so many ranks for one stage."""
+        params = self.params
+        given = {name: getattr(params, name) for name in GangOptions.__annotations__}
+        given["min_world_size"] = min(params.min_world_size or world_size, world_size)
+        return cast("GangOptions", {**given, **changes})
 
 
-def run_id_of(flow_run_name: str, flow_run_id: str) -> str:
-    """Name a run so that a person finds it in the storage and in the UI; the same for every
-    retry of the flow run.
+def run_id_of(name: str, prefect_id: UUID) -> str:
+    """Name a training so that a person finds it in the storage and in the UI.
+
+    Of Prefect's id, equal for all retries, the last 12 digits count: they are random. The first
+    ones are the time, and those of runs that are scheduled together are equal.
     """
-    return f"{slug(flow_run_name)}-{flow_run_id[:8]}"
+    return f"{slug(name)}-{prefect_id.hex[-12:]}"
 
 
 def slug(name: str) -> str:
@@ -98,10 +98,24 @@ def slug(name: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:60] or "run"
 
 
-def log_to_run(and_then: Callable[[GangEvent], None] | None = None) -> Callable[[GangEvent], None]:
-    """Make a receiver of gang events that writes the ranks' lines into the Prefect run's log,
-    the rank in front.
+def resume_point(reference: str | None, own: Storage, run_id: str) -> ResumePoint | None:
+    """Find the checkpoint that a run begins from, which has to be there.
+
+    A run that has checkpoints of its own resumes from them: then it may be gone.
+
+    Raises:
+        InvalidParamsError, CheckpointError: there is none by that name, or it is damaged.
     """
+    if reference is None:
+        return None
+    point = parse_resume_from(reference, own, resolve_storage)
+    if newest(own, run_id) is None:
+        point.find()
+    return point
+
+
+def log_to_run(and_then: Callable[[GangEvent], None] | None = None) -> Callable[[GangEvent], None]:
+    """Make a receiver of gang events that logs the ranks' lines to the Prefect run, rank first."""
     logger: logging.Logger | logging.LoggerAdapter[Any] = get_run_logger()
 
     def receive(event: GangEvent) -> None:
@@ -120,10 +134,7 @@ MAX_PARALLEL = 16
 
 @dataclass
 class RunAttemptLog:
-    """Claims the attempts of a run, each of which fences off those before it.
-
-    One task run has one.
-    """
+    """Claims the attempts of one task run, each of which fences off those before it."""
 
     storage: Storage
     run_id: str

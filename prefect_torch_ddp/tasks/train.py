@@ -1,8 +1,4 @@
-"""Owns the task that trains: a gang of ranks under supervision; a retry resumes.
-
-Owns the record of a finished training in its storage, by which a task run recognises it that
-has no result of Prefect's.
-"""
+"""The task that trains: a gang of ranks under supervision, which a retry resumes."""
 
 import json
 import time
@@ -36,26 +32,21 @@ from prefect_torch_ddp.tasks.report.live import LiveReport
 from prefect_torch_ddp.tasks.run import RUN_STAGE, Run, RunAttemptLog, log_to_run
 from prefect_torch_ddp.tasks.watch.cancel import or_cancelled
 
+FINAL = (GangCancelledError, InvalidParamsError, SchedulerLostError, SupersededError)
+
 
 def is_worth_a_retry(_task: Task[Any, Any], _task_run: TaskRun, state: State[Any]) -> bool:
-    """Tell Prefect whether another attempt may end better: not after a cancel, nor without a
-    scheduler, nor with such input.
-    """
+    """Tell Prefect whether another attempt may end better."""
     error = state.result(raise_on_failure=False)
-    cause = getattr(error, "__cause__", None)
     if isinstance(error, RankFailedError) and error.why_final is not None:
         return False
-    if isinstance(
-        error, GangCancelledError | InvalidParamsError | SchedulerLostError | SupersededError
-    ):
+    if isinstance(error, FINAL):
         return False
-    return not isinstance(cause, ImportError | SyntaxError)
+    return not isinstance(getattr(error, "__cause__", None), ImportError | SyntaxError)
 
 
 def failed_attempts(run: Run) -> tuple[FailedAttempt, ...]:
-    """Return the attempts of the run that failed; those whose own Dask worker died left no
-    word.
-    """
+    """Return the run's attempts that failed; those whose own Dask worker died left no record."""
     return tuple(
         FailedAttempt(
             attempt=record.attempt,
@@ -81,9 +72,7 @@ def _cache_key(_context: TaskRunContext, parameters: dict[str, Any]) -> str:
     retry_condition_fn=is_worth_a_retry,
 )
 def train(run: Run, dataset: DatasetReport) -> TrainingSummary:
-    """Train on a gang, from the newest complete checkpoint where there is one; says at every
-    retry where it goes on.
-    """
+    """Train on a gang, from the newest complete checkpoint where there is one."""
     return or_cancelled(_train, run, dataset)
 
 
@@ -111,15 +100,11 @@ def _train_on_gang(run: Run, dataset: DatasetReport) -> TrainingSummary:
                 RUN_STAGE,
                 args=lambda attempt: (run.rank_config("train", attempt), params.workload),
                 world_size=params.world_size,
-                ranks_per_worker=params.ranks_per_worker,
-                name=f"{run.run_id} train",
-                max_restarts=params.max_restarts,
-                min_world_size=params.min_world_size,
                 world_size_divides=params.virtual_ranks,
+                name=f"{run.run_id} train",
                 attempt_log=RunAttemptLog(run.storage, run.run_id, knows_steps=True),
-                progress_timeout_s=params.progress_timeout_s,
                 on_event=log_to_run(show.receive),
-                **run.gang_options(),
+                **run.gang_options(params.world_size),
             )
     return TrainingSummary(
         run_id=run.run_id,
@@ -151,19 +136,15 @@ class _Show:
         elif isinstance(event, AttemptBegan):
             self.began, self.began_s = event, time.monotonic()
             self._live.begin_attempt(event)
-            wanted = self._run.params.world_size
-            size = f"{event.world_size} ranks" + (
-                f" of {wanted}" if event.world_size < wanted else ""
-            )
-            words = "attempt %d trains %s on %s, dataset %s"
-            self._logger.info(
-                words, event.attempt, self._run.params.workload, size, self._dataset.dataset_id
-            )
+            params = self._run.params
+            of = f" of {params.world_size}" if event.world_size < params.world_size else ""
+            words = "attempt %d trains %s on %d ranks%s, dataset %s"
+            values = (event.attempt, params.workload, event.world_size, of)
+            self._logger.info(words, *values, self._dataset.dataset_id)
 
 
 def record_finished(run: Run, report: TrainingSummary) -> None:
-    """Put a finished training on record; trouble with that costs a warning, since the training
-    itself is kept.
+    """Put a finished training on record; failing that, warn: the training itself is kept.
 
     Raises:
         SupersededError: a newer attempt has begun.
@@ -172,14 +153,12 @@ def record_finished(run: Run, report: TrainingSummary) -> None:
         refuse_superseded(run.storage, run.run_id, report.attempt)
         run.storage.write(finished_key(run.run_id), report.model_dump_json(indent=1).encode())
     except StorageError as error:
-        get_run_logger().warning(
-            "that the training has finished could not be put on record: %s", error
-        )
+        words = "that the training has finished could not be put on record: %s"
+        get_run_logger().warning(words, error)
 
 
 def finished_training(run: Run) -> TrainingSummary | None:
-    """Return the report of the run's training where it has finished and what it left is still
-    there; None otherwise.
+    """Return the summary of the run's training if it has finished and left all it should.
 
     Raises:
         StorageError: the storage failed.
@@ -204,13 +183,12 @@ def finished_training(run: Run) -> TrainingSummary | None:
 
 
 def _check_left(run: Run, report: TrainingSummary) -> None:
-    """Raise CheckpointError where the training's last checkpoint is gone, or void: a newer
-    attempt resumed from one before it.
-    """
+    # Its last checkpoint may be gone, or superseded: a newer attempt resumed from one before it.
     last = report.last_checkpoint
-    if (
-        last is not None
-        and (newest := find_manifest(run.storage, run.run_id, last.step)).attempt != last.attempt
-    ):
-        msg = f"the checkpoint of step {last.step} that counts is that of attempt {newest.attempt}, not of attempt {last.attempt}"
+    if last is None:
+        return
+    newest = find_manifest(run.storage, run.run_id, last.step)
+    if newest.attempt != last.attempt:
+        counts = f"the checkpoint of step {last.step} that counts is that of attempt"
+        msg = f"{counts} {newest.attempt}, not of attempt {last.attempt}"
         raise CheckpointError(msg)

@@ -139,7 +139,7 @@ def stop_own_worker(ctx: RankContext, pid_folder: str) -> None:
 
 @pytest.mark.usefixtures("prefect_api")
 def test_a_ddp_task_whose_worker_was_stopped_is_submitted_again(tmp_path: Path) -> None:
-    """E8: the same call is the same training: it resumes on other workers."""
+    """E8: by its key the next call is the same training: it resumes on other workers."""
     with separate_cluster(tmp_path / "cluster", 3) as cluster, ThreadPoolExecutor(1) as pool:
         train = ddp_task(
             world_size=2,
@@ -147,7 +147,7 @@ def test_a_ddp_task_whose_worker_was_stopped_is_submitted_again(tmp_path: Path) 
             checkpoint=CheckpointParams(every_steps=3),
             storage=str(tmp_path / "store"),
         )
-        training = train(retried_flow.fit).with_options(name="train")
+        training = train(retried_flow.fit).with_options(name="train", run_key="loss")
         stopping = pool.submit(_stop_worker_of_task_when_marked, cluster.address, tmp_path / "mark")
 
         @flow(task_runner=DaskTaskRunner(address=cluster.address))

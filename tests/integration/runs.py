@@ -74,14 +74,14 @@ def artifacts_of(flow_run_id: UUID) -> dict[str, Artifact]:
 
 
 def flow_run_of(run_id: str) -> FlowRun:
-    """Return the flow run of one of our runs, whose id is the flow run's name and the beginning
-    of its id."""
-    name, _, begin = run_id.rpartition("-")
+    """Return the flow run of one of our runs, whose id is the flow run's name and the end of its
+    id."""
+    name, _, end = run_id.rpartition("-")
     with get_client(sync_client=True) as client:
         named = client.read_flow_runs(
             flow_run_filter=FlowRunFilter(name=FlowRunFilterName(any_=[name]))
         )
-    (found,) = (run for run in named if str(run.id).startswith(begin))
+    (found,) = (run for run in named if str(run.id).endswith(end))
     return found
 
 

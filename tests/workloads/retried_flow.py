@@ -51,6 +51,7 @@ train = ddp_task(
     seed=5,
     checkpoint=CheckpointParams(every_steps=3),
     storage=os.environ.get("RETRIED_STORE", "/nowhere"),
+    run_key="night",
 )(fit)
 
 

@@ -4,7 +4,6 @@ worker or scheduler is silent.
 
 import logging
 import time
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ParamSpec, Self, TypeVar
 from uuid import UUID
 
@@ -19,7 +18,6 @@ from prefect_dask import DaskTaskRunner
 from prefect_dask.task_runners import PrefectDaskFuture
 
 from prefect_torch_ddp.errors import SchedulerLostError, SupervisorLostError
-from prefect_torch_ddp.tasks.call_book import book_of
 from prefect_torch_ddp.tasks.watch.cancel import set_state_if_known, stop_task
 from prefect_torch_ddp.tasks.watch.task_watch import LOOK_EVERY_S, TaskWatch
 
@@ -105,8 +103,6 @@ class WatchedFuture(PrefectDaskFuture[R]):
             )
         except (SupervisorLostError, SchedulerLostError) as error:
             self._loss = error
-            if (context := FlowRunContext.get()) is not None:
-                book_of(context).lose(self.task_run_id)
         except Exception:  # noqa: BLE001 - `result` raises it
             return
         else:
@@ -132,20 +128,13 @@ class WatchedTask(Task[P, R]):
 
     stop_grace_s = 20.0
 
-    def submitting(self) -> AbstractContextManager[None]:
-        """Surround each submission."""
-        return nullcontext()
-
     def submit(self, *args: Any, **kwargs: Any) -> Any:
         """Submit it, as any task."""
-        with self.submitting():
-            made = super().submit(*args, **kwargs)
-        return _watched(made, self.stop_grace_s)
+        return _watched(super().submit(*args, **kwargs), self.stop_grace_s)
 
     def map(self, *args: Any, **kwargs: Any) -> Any:
         """Submit it for each element, as any task."""
-        with self.submitting():
-            made: Any = super().map(*args, **kwargs)
+        made: Any = super().map(*args, **kwargs)
         made[:] = [_watched(each, self.stop_grace_s) for each in made]
         return made
 

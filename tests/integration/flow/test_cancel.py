@@ -51,7 +51,7 @@ def newest_run() -> tuple[UUID, str]:
     run = next(
         run for run in runs if run.start_time is not None
     )  # those that a schedule has made have none yet
-    return run.id, run_id_of(run.name, str(run.id))
+    return run.id, run_id_of(run.name, run.id)
 
 
 def steps_saved(folder: Path, run_id: str) -> list[int]:

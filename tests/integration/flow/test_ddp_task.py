@@ -282,6 +282,25 @@ def test_a_function_without_a_rank_is_refused() -> None:
     assert ddp_task(lambda rank, /: 0).name == "<lambda>"
 
 
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"world_size": 0}, "world_size is 0"),
+        ({"seed": True}, "seed is True"),
+        ({"backend": "mpi"}, "backend is 'mpi'; choose one of auto, gloo, nccl"),
+        ({"checkpoint": {"every_step": 3}}, "checkpoint"),
+        ({"retrys": 2, "sed": 1}, "there is no option retrys; there is no option sed; .* seed"),
+    ],
+)
+def test_a_wrong_option_is_refused_where_it_is_made(options: dict[str, Any], says: str) -> None:
+    """By its name and value, when the module is imported; also by with_options."""
+    with pytest.raises(InvalidParamsError, match=says):
+        ddp_task(**options)
+    made: Any = ddp_task(describe)
+    with pytest.raises(InvalidParamsError, match=says):
+        made.with_options(**options)
+
+
 # What Prefect says of a task's log lines where there is no flow run to send them to.
 @pytest.mark.filterwarnings("ignore:Logger 'prefect.task_runs' attempted to send logs:UserWarning")
 def test_a_flow_without_dask_is_refused(tmp_path: Path) -> None:
@@ -339,25 +358,6 @@ def test_a_retry_resumes(dask_cluster: LocalCluster, tmp_path: Path) -> None:
     assert becomes_true(lambda: bool(lines_with(cause, flow_run_id)))
     restored = f"resuming from the checkpoint of step {start - 1} of run faulty-"
     assert becomes_true(lambda: bool(lines_with(restored, flow_run_id)))
-
-
-def test_input_that_cannot_work_is_not_retried(dask_cluster: LocalCluster, tmp_path: Path) -> None:
-    """Three retries would fail as the first attempt did: a world size of 0 is refused once."""
-    train = ddp_task(world_size=0, storage=str(tmp_path), retries=3, retry_delay_seconds=0)(
-        describe
-    )
-    seen = []
-
-    @flow(task_runner=on(dask_cluster))
-    def trains() -> object:
-        seen.append(flow_run.id)
-        return train.submit(lr=0.1).result()
-
-    with pytest.raises(InvalidParamsError, match="world_size is 0"):
-        trains()
-    states = [name for name, _ in states_of(task_runs_of(run_id(seen[0]))["describe"])]
-    assert not {"AwaitingRetry", "Retrying"} & set(states)
-    assert states[-1] == "Failed"
 
 
 def test_saved_files_outlive_the_failure(dask_cluster: LocalCluster, tmp_path: Path) -> None:

@@ -1,10 +1,8 @@
-"""A ddp_task's training is the same one in a retry of its flow run, by whatever way, and
-resumes; calls don't mix."""
+"""Which training a call of a ddp_task is, and where it begins."""
 
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -49,60 +47,30 @@ def task(folder: Path, **options: Any) -> Task[..., dict[str, Any]]:
     return made
 
 
-def in_order(train: Any) -> list[dict[str, Any]]:
-    """Call it, submit it, and submit it once more with the same arguments."""
-    return [train(None), train.submit(7).result(), train.submit(7).result()]
-
-
-def mapped(train: Any) -> list[dict[str, Any]]:
-    """Map it over arguments of which two are equal."""
-    return [future.result() for future in train.map([None, 7, 7])]
-
-
-@pytest.mark.parametrize("calls", [in_order, mapped])
-def test_a_flow_retry_resumes_each_call(
-    dask_cluster: LocalCluster, tmp_path: Path, calls: Callable[..., Any]
+def test_calls_of_one_key_and_equal_arguments_are_one_training(
+    dask_cluster: LocalCluster, tmp_path: Path
 ) -> None:
-    """The second and the third call fail in their first attempts; what had ended adds no step,
-    and all weights are the same."""
-    train = task(tmp_path)
+    """Over a retry of the flow run, and after a failure that the flow caught, each resumes what it
+    left, to the same bits; with other arguments the key is another training."""
+    train = task(tmp_path, run_key="fit")
+    again = train.with_options(run_key="again")  # type: ignore[call-arg]
 
-    @flow(task_runner=on(dask_cluster), retries=2)
+    @flow(task_runner=on(dask_cluster), retries=1)
     def trains() -> list[dict[str, Any]]:
-        return calls(train)
+        whole, broken = train(None), train.submit(7).result()
+        with pytest.raises(RankFailedError, match="failed in attempt 1: ValueError: told to fail"):
+            again(7)
+        return [whole, broken, again.submit(7).result()]
 
-    whole, second, third = trains()
-    assert len({value["run_id"] for value in (whole, second, third)}) == 3
-    assert whole["made"] == []  # it had ended in the flow's first attempt
-    assert third["attempt"] >= 2
-    assert third["made"][:1] in (
-        [4],
-        [7],
-        [],
-    )  # the checkpoint of step 6 may not be whole when step 7 fails
-    assert whole["weights"] == second["weights"] == third["weights"]
-    assert len(list((tmp_path / "runs").iterdir())) == 3
-
-
-def test_a_call_after_a_failure_takes_it_up(dask_cluster: LocalCluster, tmp_path: Path) -> None:
-    """A flow that catches the failure and submits the same again resumes it; after a success
-    the same call is a new training."""
-    train = task(tmp_path)
-
-    @flow(task_runner=on(dask_cluster))
-    def trains() -> dict[str, Any]:
-        for way in (train, lambda number: train.submit(number).result()):
-            with pytest.raises(
-                RankFailedError, match="failed in attempt 1: ValueError: told to fail"
-            ):
-                way(7)
-            resumed: dict[str, Any] = way(7)
-            assert resumed["attempt"] == 2
-            assert resumed["made"][0] in (4, 7)
-        return resumed
-
-    trains()
-    assert len(list((tmp_path / "runs").iterdir())) == 2
+    whole, broken, taken_up = trains()
+    assert (whole["attempt"], whole["made"]) == (2, [])  # it had ended before the flow's retry
+    for value in (broken, taken_up):
+        # The checkpoint of step 6 may not be whole when step 7 fails.
+        assert (value["attempt"], value["made"][0] in (4, 7)) == (2, True)
+        assert value["weights"] == whole["weights"]
+    runs = {value["run_id"] for value in (whole, broken, taken_up)}
+    assert runs == {path.name for path in (tmp_path / "runs").iterdir()}
+    assert len(runs) == 3
 
 
 def test_prefect_flow_run_retry_resumes_it(
@@ -115,15 +83,16 @@ def test_prefect_flow_run_retry_resumes_it(
         command, env=env, capture_output=True, text=True, timeout=200, check=False
     )
     assert "failed in attempt 1: ValueError: told to fail" in failed.stderr
-    (ended, broken) = sorted(path.name for path in (tmp_path / "store/runs").iterdir())
+    storage = DirectoryStorage(tmp_path / "store")
+    begun = sorted(path.name for path in (tmp_path / "store/runs").iterdir())
+    assert len(begun) == 2
     with get_client(sync_client=True) as client:
         runs = client.read_flow_runs(flow_filter=FlowFilter(name=FlowFilterName(any_=["retried"])))
-    (flow_run,) = (run for run in runs if str(run.id).startswith(ended.split("-")[1]))
+    (flow_run,) = (run for run in runs if run.state_name == "Failed")
     env["PREFECT_HOME"] = str(tmp_path / "home")
     printed = retry_from_the_cli(flow_run.id, f"{retried_flow.__file__}:retried", **env)
-    storage = DirectoryStorage(tmp_path / "store")
-    assert sorted(path.name for path in (tmp_path / "store/runs").iterdir()) == [ended, broken]
-    assert [newest_attempt(storage, run_id) for run_id in (ended, broken)] == [2, 2]
+    assert sorted(path.name for path in (tmp_path / "store/runs").iterdir()) == begun
+    assert [newest_attempt(storage, run_id) for run_id in begun] == [2, 2]
     assert "resuming from the checkpoint of step" in printed
 
 

@@ -8,8 +8,8 @@ import pytest
 from prefect_torch_ddp import InvalidParamsError
 from prefect_torch_ddp.errors import GangError
 from prefect_torch_ddp.gang.caller.placement import rank_addresses
-from prefect_torch_ddp.gang.options import check_interface
 from prefect_torch_ddp.gang.worker.rank_io import listen
+from prefect_torch_ddp.params import GangParams, checked
 from prefect_torch_ddp.protocol.agent import WorkerIdentity
 
 
@@ -113,7 +113,7 @@ def test_an_address_of_one_machine_alone_is_refused_on_several(host: str, scope:
 def test_what_is_no_interface_is_refused(interface: object) -> None:
     """A wrong value is named before anything starts."""
     with pytest.raises(InvalidParamsError, match="interface is"):
-        check_interface(interface)
+        checked(GangParams, {"interface": interface})
 
 
 @pytest.mark.parametrize(

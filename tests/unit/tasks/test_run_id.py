@@ -1,0 +1,108 @@
+"""Which training a task run or a flow run is."""
+
+from dataclasses import dataclass
+from datetime import timedelta
+from decimal import Decimal
+from types import SimpleNamespace
+from typing import Any
+from uuid import UUID
+
+import numpy as np
+import pytest
+import torch
+
+from prefect_torch_ddp.tasks.ddp_task import TaskParams, _run_id
+from prefect_torch_ddp.tasks.run import run_id_of
+
+FLOW_RUN = UUID("01989fd2-7b1e-7c3a-9f00-1b2c3d4e5f60")
+TASK_RUN = UUID("01989fd2-7b1e-7c3a-9f00-a1a2a3a4a5a6")
+KEYED = TaskParams(run_key="night")
+
+
+@dataclass
+class Shape:
+    """A dataclass."""
+
+    size: int
+
+
+def first(_x: float) -> None:
+    """Be an argument."""
+
+
+def second(_x: float) -> None:
+    """Be another one."""
+
+
+def name_of(
+    params: TaskParams, *args: Any, flow_run: UUID = FLOW_RUN, name: str = "fit", **kwargs: Any
+) -> str:
+    """Name the training of a call."""
+    task_run = SimpleNamespace(id=TASK_RUN, flow_run_id=flow_run)
+    context: Any = SimpleNamespace(task=SimpleNamespace(name=name), task_run=task_run)
+    return _run_id(context, params, args, kwargs)
+
+
+def test_runs_that_are_scheduled_together_are_told_apart() -> None:
+    """Prefect's ids of runs that it schedules within a minute begin alike: their end counts."""
+    other = UUID("01989fd2-7b1e-7c3a-9f00-ffffffffffff")
+    assert run_id_of("Nightly run", FLOW_RUN) == "nightly-run-1b2c3d4e5f60"
+    assert run_id_of("Nightly run", other) != run_id_of("Nightly run", FLOW_RUN)
+
+
+def test_without_a_key_each_task_run_is_a_training() -> None:
+    """Whatever its arguments."""
+    assert name_of(TaskParams(), 1) == name_of(TaskParams(), 2) == "fit-a1a2a3a4a5a6"
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (1, 2),
+        (1, "1"),
+        (1, 1.0),
+        (True, 1),
+        (np.int64(1), np.int64(2)),
+        (np.float32(0.1), np.float32(0.9)),
+        (np.arange(3), np.array([0, 1, 5])),
+        (torch.ones(2), torch.zeros(2)),
+        (first, second),
+        (Shape, timedelta),
+        (range(2), range(3)),
+        (timedelta(1), timedelta(2)),
+        (Decimal("0.1"), Decimal("0.9")),
+        (Shape(1), Shape(2)),
+        ([1, 2], [2, 1]),
+        ({"lr": 0.1}, {"lr": 0.9}),
+    ],
+)
+def test_other_arguments_are_another_training(one: Any, other: Any) -> None:
+    """Whatever their types: no fold resumes another's checkpoint."""
+    assert name_of(KEYED, one) == name_of(KEYED, one)
+    assert name_of(KEYED, one) != name_of(KEYED, other)
+    assert name_of(KEYED, x=one) != name_of(KEYED, x=other)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"run_key": "day"},
+        {"seed": 1},
+        {"options": {"lr": 0.9}},
+        {"resume_from": "other-run"},
+        {"determinism": "elastic", "virtual_ranks": 4},
+    ],
+)
+def test_other_options_are_another_training(changed: dict[str, Any]) -> None:
+    """All that changes what is trained; by whom and how long it is waited for doesn't."""
+    assert name_of(TaskParams(**{"run_key": "night", **changed}), 1) != name_of(KEYED, 1)
+    assert name_of(TaskParams(run_key="night", world_size=3, max_restarts=1), 1) == name_of(
+        KEYED, 1
+    )
+
+
+def test_a_key_counts_within_its_flow_run_and_task() -> None:
+    """The next night trains anew."""
+    assert name_of(KEYED, 1).startswith("fit-night-")
+    assert name_of(KEYED, 1, flow_run=TASK_RUN) != name_of(KEYED, 1)
+    assert name_of(KEYED, 1, name="other") != name_of(KEYED, 1)
