@@ -1,4 +1,5 @@
-"""Images in folders and buckets: index, look-ahead reads, tar shards, cache.
+"""Images in folders, buckets and tar shards: listing, index, look-ahead reads, cache.
 
-Datasets here are map-style and know nothing of ranks; the exact order is one floor up.
+The datasets here are map-style and know nothing of ranks: the exact order is `data.loader`'s.
+What reads objects comes in by `storage.protocol`.
 """

@@ -1,9 +1,4 @@
-"""Owns the dataset of images in a bucket: torchvision's ImageFolder, read batch by batch,
-concurrently and ahead of use.
-
-Owns the one call that opens images in folders, wherever they are: torchvision's own dataset for
-a local path, else ours.
-"""
+"""Images in folders, anywhere: torchvision's `ImageFolder`, and its like for buckets."""
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
@@ -28,14 +23,13 @@ from prefect_torch_ddp.errors import (
 )
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.storage.keys import RESERVED_PART
-from prefect_torch_ddp.storage.protocol import ListedObject, ObjectPart, Readable
+from prefect_torch_ddp.storage.protocol import Contents, ListedObject, ObjectPart, Readable
 
 logger = logging.getLogger(__name__)
 
 OnError = Literal["raise", "skip"]
-_ITS_OWN_FAULT = (CorruptImageError, ObjectNotFoundError, ObjectChangedError)
-"""What may be skipped; that a storage can't be reached, or refuses, is no fault of one
-image."""
+_FAULTS_OF_AN_IMAGE = (CorruptImageError, ObjectNotFoundError, ObjectChangedError)
+"""What may be skipped; that a storage can't be reached, or refuses, is no fault of one image."""
 
 
 def pil_loader(file: BinaryIO) -> Image.Image:
@@ -44,17 +38,16 @@ def pil_loader(file: BinaryIO) -> Image.Image:
 
 
 class S3ImageFolder(VisionDataset):  # type: ignore[misc]  # torchvision has no types
-    """Images in folders of a bucket, named `<class>/<name>.jpg`: torchvision's `ImageFolder` in
-    meaning, order and attributes.
+    """Images in folders of a bucket, named `<class>/<name>.jpg`, as torchvision's `ImageFolder`.
 
-        dataset = S3ImageFolder("s3://bucket/images/train", transform) for images, labels in
-        ctx.steps(ctx.loader(dataset, global_batch_size=64, num_workers=2), epochs=5): ...
+        dataset = S3ImageFolder("s3://bucket/images/train", transform)
+        loader = ctx.loader(dataset, global_batch_size=64, num_workers=2)
+        for images, labels in ctx.steps(loader, epochs=5): ...
 
     A batch is read at once, over up to 32 connections, and the next one meanwhile: `ctx.loader`
     sees to that, for a DataLoader of your own `data.LookAhead` does. Each object is one
-    request, tried again as the storage says, and compared with what was listed. It may be used
-    before and after any fork, and sent to other processes. Local folders can be read with it
-    too.
+    request, tried again as the storage says, and compared with what was listed. The dataset may
+    be used before and after any fork, and sent to other processes. It reads local folders too.
     """
 
     extensions = EXTENSIONS
@@ -108,7 +101,7 @@ class S3ImageFolder(VisionDataset):  # type: ignore[misc]  # torchvision has no 
         source, prefix = readable_at(
             uri, storage, anonymous=anonymous, endpoint_url=endpoint_url, region=region
         )
-        _find_way(source)
+        _open_client(source)
         self._source, self._prefix = opened(source, prefix, cache, may_be_shards=index is None)
         where = f"{self._source.uri.rstrip('/')}/{self._prefix}".rstrip("/")
         super().__init__(where, transform=transform, target_transform=target_transform)
@@ -121,13 +114,11 @@ class S3ImageFolder(VisionDataset):  # type: ignore[misc]  # torchvision has no 
         self.num_skipped = 0
         """In this process."""
         self._objects, self._targets = found.objects, found.targets
-        self._ahead: ReadAhead[list[bytes | StorageError]] | None = None
+        self._ahead: ReadAhead[Contents] | None = None
 
     @property
     def samples(self) -> list[tuple[str, int]]:
-        """(URI, class number) of each image, made anew each time; to choose images take
-        `torch.utils.data.Subset`.
-        """
+        """(URI, class number) of each image; to choose images take `torch.utils.data.Subset`."""
         return [(self._uri(index), target) for index, target in enumerate(self._targets)]
 
     @property
@@ -161,38 +152,36 @@ class S3ImageFolder(VisionDataset):  # type: ignore[misc]  # torchvision has no 
         return self._sample(at, data)
 
     def __getitems__(self, indices: Sequence[int]) -> list[tuple[Any, Any]]:
-        """Return the images of a batch with their class numbers, as a DataLoader asks for
-        them.
-        """
+        """Return the images of a batch with their class numbers, as a DataLoader asks."""
         return self.fetch_seeded(indices)[1]
 
     def fetch_seeded(
         self, indices: Sequence[int], before_each: Callable[[int], None] | None = None
     ) -> tuple[list[int], list[tuple[Any, Any]]]:
-        """Return which of a batch came, as places in it, and their samples.
+        """Return which of a batch came, as positions in it, and their samples.
 
         Args:
             indices: of the batch.
-            before_each: is called with its place before a sample is decoded and transformed,
+            before_each: is called with its position before a sample is decoded and transformed,
                 for instance to seed what is random.
 
         Raises:
-            CorruptImageError, StorageError: an image failed, and isn't to be skipped, or all of
-            the batch failed.
+            CorruptImageError, StorageError: an image failed and isn't to be skipped, or all of
+                the batch failed.
         """
         if self._ahead is None:
             self._ahead = ReadAhead(self._read)
         kept: list[int] = []
         samples = []
-        for place, data in enumerate(self._ahead.read(indices)):
+        for position, data in enumerate(self._ahead.read(indices)):
             if before_each is not None:
-                before_each(place)
+                before_each(position)
             try:
-                samples.append(self._sample(indices[place], data))
-            except _ITS_OWN_FAULT as error:
-                self._skip(error, is_all=not kept and place == len(indices) - 1)
+                samples.append(self._sample(indices[position], data))
+            except _FAULTS_OF_AN_IMAGE as error:
+                self._skip(error, is_all=not kept and position == len(indices) - 1)
             else:
-                kept.append(place)
+                kept.append(position)
         return kept, samples
 
     def __getstate__(self) -> dict[str, Any]:
@@ -206,7 +195,7 @@ class S3ImageFolder(VisionDataset):  # type: ignore[misc]  # torchvision has no 
     def _uri(self, index: int) -> str:
         return f"{self.root}/{self._objects.key(index)}"
 
-    def _read(self, indices: Sequence[int]) -> list[bytes | StorageError]:
+    def _read(self, indices: Sequence[int]) -> Contents:
         found = [self._objects[index] for index in indices]
         return self._source.read_many(
             [ObjectPart(self._prefix + one.key, one.num_bytes, None, one.etag) for one in found]
@@ -220,7 +209,10 @@ class S3ImageFolder(VisionDataset):  # type: ignore[misc]  # torchvision has no 
         except MemoryError:  # no fault of the image
             raise
         except Exception as error:
-            msg = f"{self._uri(index)} can't be decoded: {type(error).__name__}: {error}; replace it, or pass on_error='skip'"
+            msg = (
+                f"{self._uri(index)} can't be decoded: {type(error).__name__}: {error}; "
+                "replace it, or pass on_error='skip'"
+            )
             raise CorruptImageError(msg) from error
         target: Any = self._targets[index]
         if self.transform is not None:
@@ -234,11 +226,9 @@ class S3ImageFolder(VisionDataset):  # type: ignore[misc]  # torchvision has no 
             raise error
         self.num_skipped += 1
         if is_all:
-            msg = f"no image of a batch is left, all of them were to be skipped; the last one: {error}"
+            msg = f"no image of a batch is left, all were to be skipped; the last one: {error}"
             raise CorruptImageError(msg) from error
-        if (
-            self.num_skipped.bit_count() == 1
-        ):  # 1, 2, 4, 8, ...: a dataset full of them doesn't fill the log
+        if self.num_skipped.bit_count() == 1:  # 1, 2, 4, 8, ...: so many don't fill the log
             logger.warning(
                 "%d skipped in this process of the dataset %s; the last one: %s",
                 self.num_skipped,
@@ -247,13 +237,9 @@ class S3ImageFolder(VisionDataset):  # type: ignore[misc]  # torchvision has no 
             )
 
 
-def _find_way(source: Any) -> None:
-    """Have a storage load and look up what it needs: forked loader processes inherit it, and
-    wrong settings are told at once.
-    """
-    while (
-        behind := getattr(source, "storage", None)
-    ) is not None:  # caches and shards read from one
+def _open_client(source: Any) -> None:
+    """Have a storage load what it needs: forks inherit it, and wrong settings show at once."""
+    while (behind := getattr(source, "storage", None)) is not None:  # of a cache, of shards
         source = behind
     source.read_many([])
 
@@ -266,8 +252,7 @@ def image_folder(
     storage: Readable | None = None,
     **options: Any,
 ) -> "ImageFolder | S3ImageFolder":
-    """Return the images in folders, wherever they are: torchvision's own `ImageFolder` for a
-    local path, else `S3ImageFolder`.
+    """Return torchvision's own `ImageFolder` for a local path, else an `S3ImageFolder`.
 
     Args:
         uri: a path, `s3://bucket/prefix`, or a storage, such as `ctx.source`.
@@ -279,35 +264,30 @@ def image_folder(
 
     Raises:
         InvalidParamsError, NoImagesError, StorageError: see S3ImageFolder; torchvision raises a
-        FileNotFoundError.
+            FileNotFoundError.
     """
-    ways = {name: options.get(name) for name in ("anonymous", "endpoint_url", "region")}
-    source, prefix = readable_at(uri, storage, **ways)
+    access = {name: options.get(name) for name in ("anonymous", "endpoint_url", "region")}
+    source, prefix = readable_at(uri, storage, **access)
     skips = options.get("on_error", "raise") != "raise"
-    if (
-        skips
-        or not isinstance(source, DirectoryStorage)
-        or (source.root / prefix / SHARD_INDEX_NAME).is_file()
-    ):
+    if skips or not isinstance(source, DirectoryStorage) or _has_shards(source.root / prefix):
         return S3ImageFolder(uri, transform, target_transform, storage=storage, **options)
-    kept = {
-        name: options[name]
-        for name in ("loader", "is_valid_file", "allow_empty")
-        if name in options
-    }
-    unknown = options.keys() - kept.keys() - ways.keys() - {"cache", "index", "on_error"}
+    theirs = {"loader", "is_valid_file", "allow_empty"}
+    unknown = options.keys() - theirs - access.keys() - {"cache", "index", "on_error"}
     if unknown:
         msg = f"image_folder has no argument {', '.join(sorted(unknown))}"
         raise TypeError(msg)
+    kept = {name: value for name, value in options.items() if name in theirs}
     folder = source.root / prefix
-    local = _LeftByStorage if (folder / RESERVED_PART).is_dir() else ImageFolder
+    local = _WrittenByStorage if (folder / RESERVED_PART).is_dir() else ImageFolder
     return local(str(folder), transform, target_transform, **kept)
 
 
-class _LeftByStorage(ImageFolder):  # type: ignore[misc]  # torchvision has no types
-    """A local folder that a `DirectoryStorage` wrote, where its folder of unfinished files is
-    no class.
-    """
+def _has_shards(folder: Path) -> bool:
+    return (folder / SHARD_INDEX_NAME).is_file()
+
+
+class _WrittenByStorage(ImageFolder):  # type: ignore[misc]  # torchvision has no types
+    """A local folder in which a `DirectoryStorage` has its unfinished files: no class."""
 
     def find_classes(self, directory: str | Path) -> tuple[list[str], dict[str, int]]:
         classes = [name for name in super().find_classes(directory)[0] if name != RESERVED_PART]

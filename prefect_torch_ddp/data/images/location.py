@@ -1,4 +1,4 @@
-"""Owns what a dataset's URI means: which storage it is read from, and which folder of it."""
+"""What a dataset's location means: which storage it is read from, and which folder of it."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -16,13 +16,12 @@ Location: TypeAlias = str | Path | Readable
 
 
 def readable_at(
-    place: Location, storage: Readable | None = None, **ways: Any
+    location: Location, storage: Readable | None = None, **ways: Any
 ) -> tuple[Readable, str]:
-    """Return what the dataset is read from, and the prefix of its names there: empty, or with a
-    slash at its end.
+    """Return what the dataset is read from, and the prefix of its names: empty, or with a slash.
 
     Args:
-        place: where it is; with a storage, its URI below the storage's, or its path in the
+        location: where it is; with a storage, its URI below the storage's, or its path in the
             storage.
         storage: what to read from, with its credentials.
         **ways: how to get to an s3:// URI: anonymous, endpoint_url, region.
@@ -31,28 +30,29 @@ def readable_at(
         InvalidParamsError: the arguments don't fit together, or name nothing that can be read.
     """
     given = {name: value for name, value in ways.items() if value}
-    if not isinstance(place, str | Path):
+    if not isinstance(location, str | Path):
         if storage is not None or given:
-            msg = f"{place.uri} is a storage by itself; leave out {', '.join(given) or 'storage'}"
+            msg = (
+                f"{location.uri} is a storage by itself; leave out {', '.join(given) or 'storage'}"
+            )
             raise InvalidParamsError(msg)
-        return _checked(place), ""
+        return _checked(location), ""
     if storage is None:
-        named = storage_from_uri(str(place))
+        named = storage_from_uri(str(location))
         if given and not isinstance(named, S3Storage):
-            msg = f"{place} is a folder; {', '.join(given)} belong to an s3:// URI"
+            msg = f"{location} is a folder; {', '.join(given)} belong to an s3:// URI"
             raise InvalidParamsError(msg)
         return _checked(replace(cast("Any", named), **given) if given else named), ""
     if given:
         msg = f"{', '.join(given)} can't be given along with a storage, which has its own"
         raise InvalidParamsError(msg)
-    return _checked(storage), _prefix_in(storage, str(place))
+    return _checked(storage), _prefix_in(storage, str(location))
 
 
 def opened(
     source: Readable, prefix: str, cache: str | Path | None, *, may_be_shards: bool
 ) -> tuple[Readable, str]:
-    """Return what reads a dataset's images: out of shards where there are some, through a cache
-    where one is wanted.
+    """Return what reads a dataset's images: out of shards, through a cache, or directly.
 
     Args:
         source: where the dataset is.
@@ -67,36 +67,39 @@ def opened(
     inner = source
     if isinstance(source, CachedReads):
         if cache is not None:
-            msg = f"{source.uri} is read through the cache {source.folder} already; leave out cache={str(cache)!r}"
+            msg = (
+                f"{source.uri} is read through the cache {source.folder} already; "
+                f"leave out cache={str(cache)!r}"
+            )
             raise InvalidParamsError(msg)
         inner = cast("Readable", source.storage)
-    packed = (
-        packed_objects(inner, prefix)
-        if may_be_shards and not isinstance(inner, PackedObjects)
-        else None
-    )
-    if (
-        packed is not None
-    ):  # behind the cache, which keeps what has an ETag: samples have, ranges of shards don't
-        source, prefix = (
-            replace(source, storage=packed) if isinstance(source, CachedReads) else packed,
-            "",
-        )
+    looks_for_shards = may_be_shards and not isinstance(inner, PackedObjects)
+    packed = packed_objects(inner, prefix) if looks_for_shards else None
+    if packed is not None:
+        # Behind the cache, which keeps what has an ETag: samples have, ranges of shards don't.
+        source = replace(source, storage=packed) if isinstance(source, CachedReads) else packed
+        prefix = ""
     return source if cache is None else CachedReads(source, Path(cache)), prefix
 
 
 def _checked(found: object) -> Readable:
     if not isinstance(found, ReadsMany) or not hasattr(found, "uri"):
-        msg = f"a dataset can't be read from a {type(found).__name__}; give a path, an s3:// URI, or a storage with read_many"
+        msg = (
+            f"a dataset can't be read from a {type(found).__name__}; "
+            "give a path, an s3:// URI, or a storage with read_many"
+        )
         raise InvalidParamsError(msg)
     return cast("Readable", found)
 
 
-def _prefix_in(storage: Readable, place: str) -> str:
+def _prefix_in(storage: Readable, path: str) -> str:
     root = storage.uri.rstrip("/")
-    below = place.removeprefix(root) if place == root or place.startswith(f"{root}/") else place
-    if "://" in below or (below == place and below.startswith("/")) or ".." in below.split("/"):
-        msg = f"{place} isn't in the storage {root}; give a path in it, such as train, or leave the storage out"
+    below = path.removeprefix(root) if path == root or path.startswith(f"{root}/") else path
+    if "://" in below or (below == path and below.startswith("/")) or ".." in below.split("/"):
+        msg = (
+            f"{path} isn't in the storage {root}; "
+            "give a path in it, such as train, or leave the storage out"
+        )
         raise InvalidParamsError(msg)
     below = below.strip("/")
     return "" if below in {"", "."} else f"{below}/"

@@ -1,50 +1,42 @@
-"""Owns how objects that were packed into tar shards are read: one by one, by their old names,
-each byte checked.
-"""
+"""Objects packed into tar shards, read one by one, by their old names, each byte checked."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from prefect_torch_ddp.data.images.cache import content_id
 from prefect_torch_ddp.data.images.shard_index import (
     INDEX_NAME,
     PackedSample,
     ShardIndex,
-    Span,
     digest_of,
-    spans_of,
 )
 from prefect_torch_ddp.errors import ObjectChangedError, ObjectNotFoundError, StorageError
 from prefect_torch_ddp.storage.protocol import (
     Contents,
     ListedObject,
     ObjectPart,
-    ReadsMany,
+    Readable,
     Storage,
 )
 
-
-class HoldsShards(ReadsMany, Protocol):
-    """What shards can be read from: a directory, or S3."""
-
-    @property
-    def uri(self) -> str:
-        """The root as a person would write it."""
-        ...
+LARGEST_GAP_BYTES = 8 * 1024
+"""Read and thrown away between two samples: a label, headers and filling are 2 kB, and a
+request costs as much CPU as 200 kB."""
+LARGEST_SPAN_BYTES = 2**20
+"""So that a batch is still read over several connections."""
 
 
 @dataclass(frozen=True)
 class PackedObjects:
-    """The objects in a folder of shards, under the names that they had before; `read_many`
-    reads a range of a shard for each.
+    """The objects in a folder of shards, under the names that they had before packing.
 
-    A dataset over it has the classes, samples and order that it has over the unpacked objects.
-    Pickles small: another process reads the index again, and a sample that isn't the one listed
-    is an `ObjectChangedError`.
+    `read_many` reads a range of a shard for each. A dataset over it has the classes, samples
+    and order that it has over the unpacked objects. Pickles small: another process reads the
+    index again, and a sample that isn't the one listed is an `ObjectChangedError`.
     """
 
-    storage: HoldsShards
+    storage: Readable
     prefix: str = ""
     """The shards' folder in the storage: empty, or ends with a slash."""
     _loaded: list[ShardIndex] = field(default_factory=list, init=False, repr=False, compare=False)
@@ -69,7 +61,7 @@ class PackedObjects:
             StorageError: it is damaged, or can't be read.
         """
         if not self._loaded:
-            self._loaded.append(self._load())
+            self._loaded.append(ShardIndex.load(self._index_data(), f"{self.uri}/{INDEX_NAME}"))
         return self._loaded[0]
 
     def list_objects(self, prefix: str) -> Iterator[ListedObject]:
@@ -78,81 +70,35 @@ class PackedObjects:
             yield ListedObject(sample.key, sample.num_bytes, sample.digest)
 
     def read_many(self, parts: Sequence[ObjectPart]) -> Contents:
-        """Read all parts; a value that isn't what was packed is an error that names shard and
-        sample.
-        """
+        """Read all parts; what isn't the sample that was packed is an error that names it."""
         found = [self._find(part) for part in parts]
-        samples = [sample for sample in found if isinstance(sample, PackedSample)]
-        contents = iter(self._read(samples))
+        contents = iter(self._read([one for one in found if isinstance(one, PackedSample)]))
         return [
-            sample
-            if isinstance(sample, StorageError)
-            else self._checked(part, sample, next(contents))
-            for part, sample in zip(parts, found, strict=True)
+            self._checked(part, one, next(contents)) if isinstance(one, PackedSample) else one
+            for part, one in zip(parts, found, strict=True)
         ]
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave the index out: worker processes that are started anew read it themselves."""
         return {"storage": self.storage, "prefix": self.prefix, "_loaded": []}
 
-    def _load(self) -> ShardIndex:
-        text = self._index_text()
-        if text is None:
-            msg = f"there are no shards in {self.uri}: no {INDEX_NAME}, which pack_shards writes at its end"
-            raise ObjectNotFoundError(msg)
-        return ShardIndex.load(text, f"{self.uri}/{INDEX_NAME}")
-
-    def _index_text(self) -> bytes | None:
+    def _index_data(self) -> bytes:
         key = self.prefix + INDEX_NAME
-        if isinstance(
-            self.storage, Storage
-        ):  # which takes no right to list, and works where nothing can be listed
+        none = ObjectNotFoundError(
+            f"there are no shards in {self.uri}: no {INDEX_NAME}, which pack_shards writes last"
+        )
+        if isinstance(self.storage, Storage):  # takes no right to list
             try:
                 return self.storage.read(key)
-            except ObjectNotFoundError:
-                return None
+            except ObjectNotFoundError as error:
+                raise none from error
         listed = next((found for found in self.storage.list_objects(key) if found.key == key), None)
         if listed is None:
-            return None
-        (text,) = self.storage.read_many([ObjectPart(key, listed.num_bytes, etag=listed.etag)])
-        if isinstance(text, StorageError):
-            raise text
-        return text
-
-    def _read(self, samples: Sequence[PackedSample]) -> Contents:
-        """Read the samples' ranges, neighbours by one request; where that fails, each by its
-        own, to tell which one it is.
-        """
-        spans = spans_of(samples)
-        contents: Contents = [b""] * len(samples)
-        single: list[int] = []
-        for span, data in zip(
-            spans, self.storage.read_many([self._part(span) for span in spans]), strict=True
-        ):
-            if isinstance(data, StorageError) and len(span.members) > 1:
-                single += span.members
-                continue
-            for place in span.members:
-                begin = samples[place].start - span.start
-                contents[place] = (
-                    data
-                    if isinstance(data, StorageError)
-                    else data[begin : begin + samples[place].num_bytes]
-                )
-        if single:
-            parts = [
-                ObjectPart(self._shard(s.shard), s.num_bytes, s.start)
-                for s in (samples[place] for place in single)
-            ]
-            for place, data in zip(single, self.storage.read_many(parts), strict=True):
-                contents[place] = data
-        return contents
-
-    def _part(self, span: Span) -> ObjectPart:
-        return ObjectPart(self._shard(span.shard), span.num_bytes, span.start)
-
-    def _shard(self, number: int) -> str:
-        return self.prefix + self.index.shards[number]
+            raise none
+        (data,) = self.storage.read_many([ObjectPart(key, listed.num_bytes, etag=listed.etag)])
+        if isinstance(data, StorageError):
+            raise data
+        return data
 
     def _find(self, part: ObjectPart) -> PackedSample | StorageError:
         sample = self.index.find(part.key)
@@ -160,9 +106,35 @@ class PackedObjects:
             return ObjectNotFoundError(f"there is no {part.key} in the shards of {self.uri}")
         if part.etag is not None and part.etag != sample.digest:
             return ObjectChangedError(
-                f"{part.key} in the shards of {self.uri} isn't the one that was listed: they were packed again; start anew"
+                f"{part.key} in the shards of {self.uri} isn't the one that was listed: "
+                "they were packed again; start anew"
             )
         return sample
+
+    def _read(self, samples: Sequence[PackedSample]) -> Contents:
+        """Read neighbours by one request; where that fails, each by its own, to name it."""
+        contents: Contents = [b""] * len(samples)
+        alone: list[int] = []
+        spans = spans_of(samples)
+        read = self.storage.read_many([self._part(span.shard, span.range) for span in spans])
+        for span, data in zip(spans, read, strict=True):
+            if isinstance(data, StorageError):
+                contents[span.members[0]] = data
+                alone += span.members if len(span.members) > 1 else []
+                continue
+            for number in span.members:
+                begin = samples[number].start - span.range.start
+                contents[number] = data[begin : begin + samples[number].num_bytes]
+        if alone:
+            parts = [
+                self._part(samples[number].shard, _range_of(samples[number])) for number in alone
+            ]
+            for number, content in zip(alone, self.storage.read_many(parts), strict=True):
+                contents[number] = content
+        return contents
+
+    def _part(self, shard: int, wanted: range) -> ObjectPart:
+        return ObjectPart(self.prefix + self.index.shards[shard], len(wanted), wanted.start)
 
     def _checked(
         self, part: ObjectPart, sample: PackedSample, data: bytes | StorageError
@@ -170,17 +142,16 @@ class PackedObjects:
         if isinstance(data, StorageError):
             return type(data)(f"can't read sample {sample.key} from its shard: {data}")
         if digest_of(data) != sample.digest:
-            shard = f"{self.storage.uri.rstrip('/')}/{self._shard(sample.shard)}"
             return ObjectChangedError(
-                f"sample {sample.key} in {shard} (from byte {sample.start}) is damaged: its SHA-256 isn't the one that the index "
-                "records; pack the shards again"
+                f"sample {sample.key} in {self.uri}/{self.index.shards[sample.shard]} (from byte "
+                f"{sample.start}) is damaged: its SHA-256 isn't the one that the index records; "
+                "pack the shards again"
             )
         return data if part.start is None else data[part.start : part.start + part.num_bytes]
 
 
-def packed_objects(storage: HoldsShards, prefix: str = "") -> PackedObjects | None:
-    """Return the objects that were packed into shards in a folder of a storage, None where
-    there are no shards.
+def packed_objects(storage: Readable, prefix: str = "") -> PackedObjects | None:
+    """Return the objects packed in a folder of a storage, None where there are no shards.
 
     Raises:
         StorageError: their index is damaged, or can't be read.
@@ -191,3 +162,36 @@ def packed_objects(storage: HoldsShards, prefix: str = "") -> PackedObjects | No
     except ObjectNotFoundError:
         return None
     return packed
+
+
+@dataclass
+class Span:
+    """A range of a shard that holds some of the samples."""
+
+    shard: int
+    range: range
+    members: list[int]
+    """Their positions in what was asked for."""
+
+
+def spans_of(samples: Sequence[PackedSample]) -> list[Span]:
+    """Return ranges that hold all samples, each sample in one, neighbours together."""
+    spans: list[Span] = []
+    for number in sorted(range(len(samples)), key=lambda i: (samples[i].shard, samples[i].start)):
+        shard, own = samples[number].shard, _range_of(samples[number])
+        last = spans[-1] if spans else None
+        if (
+            last is None
+            or last.shard != shard
+            or own.start - last.range.stop > LARGEST_GAP_BYTES
+            or own.stop - last.range.start > LARGEST_SPAN_BYTES
+        ):
+            spans.append(Span(shard, own, [number]))
+        else:  # the same sample may be asked for twice
+            last.range = range(last.range.start, max(last.range.stop, own.stop))
+            last.members.append(number)
+    return spans
+
+
+def _range_of(sample: PackedSample) -> range:
+    return range(sample.start, sample.start + sample.num_bytes)

@@ -1,6 +1,4 @@
-"""Owns how small objects are packed into tar shards: equal sources give equal bytes, in bounded
-memory, the index last.
-"""
+"""Packing small objects into tar shards: equal sources give equal bytes, in bounded memory."""
 
 import re
 import tarfile
@@ -11,22 +9,28 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import cast
 
+from prefect_torch_ddp.data.images.columns import encoded
 from prefect_torch_ddp.data.images.index import ImageIndex, index_images
 from prefect_torch_ddp.data.images.listing import list_dataset
 from prefect_torch_ddp.data.images.location import Location, readable_at
-from prefect_torch_ddp.data.images.packed import HoldsShards, PackedObjects
+from prefect_torch_ddp.data.images.packed import PackedObjects
 from prefect_torch_ddp.data.images.shard_index import (
     INDEX_NAME,
     PackedSample,
     ShardIndex,
     digest_of,
-    encoded,
 )
 from prefect_torch_ddp.errors import StorageError
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.storage.keys import RESERVED_PART
 from prefect_torch_ddp.storage.locate import storage_from_uri
-from prefect_torch_ddp.storage.protocol import ListedObject, ObjectPart, ReadsMany, Storage
+from prefect_torch_ddp.storage.protocol import (
+    ListedObject,
+    ObjectPart,
+    Readable,
+    ReadsMany,
+    Storage,
+)
 
 SHARD_BYTES = 64 * 2**20
 BATCH_BYTES, BATCH_OBJECTS = 16 * 2**20, 256
@@ -54,13 +58,12 @@ def pack_shards(  # noqa: PLR0913 - where from, where to, and the choices by nam
     shuffle_seed: int | None = None,
     is_valid: Callable[[str], bool] | None = None,
 ) -> PackedObjects:
-    """Pack an image folder, objects called class/name, into tar shards with an index; return
-    what reads them by their names.
+    """Pack an image folder, objects called class/name, into tar shards with an index.
 
     In a shard a sample is two files, as WebDataset wants them: `000000042.jpg` and
-    `000000042.cls`, its label as text. The same objects give the same bytes. The index,
-    `shards.jsonl.gz`, is removed first and written last: without it there are no shards for a
-    reader. Memory: three shards, and some 300 bytes an object.
+    `000000042.cls`, its label as text. The index, `shards.jsonl.gz`, is removed first and
+    written last: without it there are no shards for a reader. Memory: three shards, and some
+    300 bytes an object.
 
     Args:
         source: where the images are: a folder, an `s3://` URI or a storage, such as
@@ -76,16 +79,17 @@ def pack_shards(  # noqa: PLR0913 - where from, where to, and the choices by nam
         is_valid: tells from a key whether it is packed; None: by torchvision's endings of
             images.
 
+    Returns:
+        What reads the packed objects by their names.
+
     Raises:
         NoImagesError: there is nothing to pack, or a class without images.
         InvalidParamsError: an argument can't work.
         StorageError: an object is gone, was changed meanwhile or can't be read, or a shard
             can't be written; names it.
     """
-    reads, storage = (
-        readable_at(source)[0],
-        storage_from_uri(str(to)) if isinstance(to, str | Path) else to,
-    )
+    reads, _ = readable_at(source)
+    storage = storage_from_uri(str(to)) if isinstance(to, str | Path) else to
     source_prefix, prefix = _with_slash(source_prefix), _with_slash(prefix)
     images = index_images(_below(reads, source_prefix), f"{reads.uri}/{source_prefix}", is_valid)
     shards = _Shards(reads, storage, prefix, source_prefix)
@@ -96,7 +100,7 @@ def pack_shards(  # noqa: PLR0913 - where from, where to, and the choices by nam
     if isinstance(storage, DirectoryStorage):
         with suppress(OSError):  # it may be a folder that is published as it is
             (storage.root / RESERVED_PART).rmdir()
-    return PackedObjects(cast("HoldsShards", storage), prefix)
+    return PackedObjects(cast("Readable", storage), prefix)
 
 
 def _with_slash(folder: str) -> str:
@@ -109,25 +113,25 @@ def _below(source: ReadsMany, prefix: str) -> Iterator[ListedObject]:
 
 
 def _plan(images: ImageIndex, shard_bytes: int, shuffle_seed: int | None) -> Iterator[_Planned]:
-    shard, place = 0, 0
+    shard, offset = 0, 0
     for nth, number in enumerate(_order(images, shuffle_seed)):
         found, label = images.objects[number], images.targets[number]
         num_bytes = 2 * tarfile.BLOCKSIZE + _padded(found.num_bytes) + _padded(len(str(label)))
-        if place and place + num_bytes > shard_bytes:
-            shard, place = shard + 1, 0
-        yield _Planned(found, f"{nth:09d}", label, shard, place + tarfile.BLOCKSIZE)
-        place += num_bytes
+        if offset and offset + num_bytes > shard_bytes:
+            shard, offset = shard + 1, 0
+        yield _Planned(found, f"{nth:09d}", label, shard, offset + tarfile.BLOCKSIZE)
+        offset += num_bytes
 
 
 def _order(images: ImageIndex, shuffle_seed: int | None) -> Sequence[int]:
     numbers = range(len(images.objects))
     if shuffle_seed is None:
         return numbers
-    # By digests: the same order on every machine and with every version of every library.
-    return sorted(
-        numbers,
-        key=lambda number: digest_of(encoded(f"{shuffle_seed}/{images.objects.key(number)}")),
-    )
+
+    def digest(number: int) -> str:  # the same on every machine, with every version of a library
+        return digest_of(encoded(f"{shuffle_seed}/{images.objects.key(number)}"))
+
+    return sorted(numbers, key=digest)
 
 
 def _padded(num_bytes: int) -> int:
@@ -135,9 +139,7 @@ def _padded(num_bytes: int) -> int:
 
 
 class _Shards:
-    """Writes planned shards, one while the next is being read, and keeps what the index
-    needs.
-    """
+    """Writes planned shards, each while the next is read, and keeps what the index needs."""
 
     def __init__(
         self, source: ReadsMany, storage: Storage, prefix: str, source_prefix: str
@@ -152,39 +154,38 @@ class _Shards:
     def write(self, planned: Iterator[_Planned]) -> None:
         with ThreadPoolExecutor(1, "pack-shards") as pool:
             writing: Future[None] | None = None
-            for number, shard in self._filled(planned):
+            for shard in self._filled(planned):
                 if writing is not None:
                     writing.result()
-                writing = pool.submit(self._storage.write, self._key(number), memoryview(shard))
-                self._num_shards = number + 1
+                key = self._prefix + _shard_name(self._num_shards)
+                writing = pool.submit(self._storage.write, key, memoryview(shard))
+                self._num_shards += 1
             if writing is not None:
                 writing.result()
 
     def index(self, classes: list[str]) -> ShardIndex:
-        shards = tuple(_shard_name(number) for number in range(self._num_shards))
-        return ShardIndex(
-            shards, classes, sorted(self._samples, key=lambda sample: encoded(sample.key))
-        )
+        samples = sorted(self._samples, key=lambda sample: encoded(sample.key))
+        return ShardIndex(self._names(), classes, samples)
 
     def remove_others(self) -> None:
-        """Remove shards of an earlier packing that had more of them: a reader of all tar files
-        would take them too.
-        """
-        ours = {self._key(number) for number in range(self._num_shards)}
+        """Remove an earlier packing's shards: a reader of all tar files would take them too."""
+        own = {self._prefix + name for name in self._names()}
         for other in list(self._storage.list(f"{self._prefix}shard-")):
-            if other.key not in ours and other.key.endswith(".tar"):
+            if other.key not in own and other.key.endswith(".tar"):
                 self._storage.delete(other.key)
 
-    def _filled(self, planned: Iterator[_Planned]) -> Iterator[tuple[int, bytearray]]:
-        """Yield each shard whole."""
+    def _names(self) -> list[str]:
+        return [_shard_name(number) for number in range(self._num_shards)]
+
+    def _filled(self, planned: Iterator[_Planned]) -> Iterator[bytearray]:
         number, shard = 0, bytearray()
         for batch in _batches(planned):
             for item, data in zip(batch, self._read(batch), strict=True):
                 if item.shard != number:
-                    yield number, _closed(shard)
+                    yield _closed(shard)
                     number, shard = item.shard, bytearray()
                 self._add(shard, item, data)
-        yield number, _closed(shard)
+        yield _closed(shard)
 
     def _read(self, batch: list[_Planned]) -> Iterator[bytes]:
         parts = [
@@ -206,9 +207,6 @@ class _Shards:
             PackedSample(item.found.key, item.shard, item.start, len(data), digest_of(data))
         )
 
-    def _key(self, number: int) -> str:
-        return self._prefix + _shard_name(number)
-
 
 def _ending(key: str) -> str:
     """Return what readers choose a decoder by; a label has one that no sample may have."""
@@ -221,7 +219,6 @@ def _shard_name(number: int) -> str:
 
 
 def _batches(planned: Iterator[_Planned]) -> Iterator[list[_Planned]]:
-    """Cut what is planned into reads of a bounded size."""
     batch: list[_Planned] = []
     num_bytes = 0
     for item in planned:
@@ -237,9 +234,7 @@ def _batches(planned: Iterator[_Planned]) -> Iterator[list[_Planned]]:
 
 
 def _member(name: str, data: bytes) -> bytes:
-    """Return a file as it stands in a tar: without time, owner or rights of its own, so that
-    equal content gives equal bytes.
-    """
+    """Return a file as it stands in a tar: without a time or owner, which would differ."""
     head = tarfile.TarInfo(name)
     head.size = len(data)
     return head.tobuf(tarfile.GNU_FORMAT) + data + bytes(_padded(len(data)) - len(data))

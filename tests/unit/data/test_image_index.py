@@ -13,7 +13,8 @@ from torchvision.datasets import ImageFolder
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from prefect_torch_ddp.data.images import listing
-from prefect_torch_ddp.data.images.index import EXTENSIONS, ObjectColumns, index_images
+from prefect_torch_ddp.data.images.columns import ObjectColumns
+from prefect_torch_ddp.data.images.index import EXTENSIONS, index_images
 from prefect_torch_ddp.data.images.listing import (
     INDEX_NAME,
     digest_of_listing,

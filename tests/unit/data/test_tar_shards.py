@@ -349,8 +349,8 @@ def test_any_choice_in_any_order(forty, chosen, gap, span):
     packed, files = forty
     parts = [whole(packed)[number] for number in chosen]
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("prefect_torch_ddp.data.images.shard_index.LARGEST_GAP_BYTES", gap)
-        patched.setattr("prefect_torch_ddp.data.images.shard_index.LARGEST_SPAN_BYTES", span)
+        patched.setattr("prefect_torch_ddp.data.images.packed.LARGEST_GAP_BYTES", gap)
+        patched.setattr("prefect_torch_ddp.data.images.packed.LARGEST_SPAN_BYTES", span)
         assert packed.read_many(parts) == [files[part.key] for part in parts]
 
 
@@ -477,13 +477,14 @@ def test_what_is_not_there_and_what_was_packed_again(packed, tmp_path):
     assert part == b"\1" * 5
 
 
-def _edit(head=None, column=None):
+def _edit(head=None, column=None, end=None):
     """Return what changes an index's text."""
 
     def edit(data):
         lines = [json.loads(line) for line in gzip.decompress(data).splitlines()]
         lines[0] |= head or {}
         lines[1] |= column or {}
+        lines[2] |= end or {}
         return gzip.compress(b"\n".join(json.dumps(line).encode() for line in lines))
 
     return edit
@@ -494,7 +495,7 @@ INDEX_DAMAGES = {
     "a flipped bit": (lambda data: data[:-6] + bytes([data[-6] ^ 1]) + data[-5:], "damaged"),
     "no gzip": (lambda data: b"hello", "damaged"),
     "empty": (lambda data: b"", "damaged"),
-    "another number": (_edit(head={"num_samples": 13}), "lists 12 samples and announces 13"),
+    "another number": (_edit(end={"num_rows": 13}), "lists 12 rows and announces 13"),
     "another format": (_edit(head={"format": "tar-shards/9"}), "format tar-shards/9"),
     "a shard outside": (_edit(head={"shards": ["../x.tar", "b", "c", "d"]}), "damaged"),
     "too few shards": (_edit(head={"shards": ["shard-000000.tar"]}), "damaged"),
@@ -553,15 +554,15 @@ def test_the_index_finds_what_it_has(keys, wanted):
 
 def test_the_index_is_plain_text(packed, tmp_path):
     """`zcat` shows it: the format, the shards and classes, then columns."""
-    head, columns = map(
+    head, columns, end = map(
         json.loads, gzip.decompress((tmp_path / "out" / INDEX_NAME).read_bytes()).splitlines()
     )
     assert head == {
         "format": "prefect-torch-ddp/tar-shards/1",
-        "num_samples": 12,
         "shards": list(packed.index.shards),
         "classes": ["a", "b"],
     }
+    assert end == {"num_rows": 12}
     assert list(columns) == ["key", "shard", "start", "num_bytes", "digest"]
     assert columns["key"][0] == "a/00.jpg"
 
