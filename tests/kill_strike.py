@@ -17,11 +17,12 @@ from prefect_torch_ddp.checkpoint.keys import checkpoints_prefix, manifest_key
 from prefect_torch_ddp.checkpoint.manifest import list_manifests
 from prefect_torch_ddp.params import CheckpointParams
 from prefect_torch_ddp.rank.config import RankConfig
-from prefect_torch_ddp.records.metrics import loss_curve, read_records
+from prefect_torch_ddp.records.metrics import Record, read_records
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.storage.protocol import Storage
 from prefect_torch_ddp.storage.s3.client import client_of
 from prefect_torch_ddp.storage.s3.storage import S3Storage
+from prefect_torch_ddp.tasks.report.curves import MetricCurves
 from prefect_torch_ddp.tasks.run import RunAttemptLog
 from tests.integration.s3_server import S3Server
 from tests.kill_points import KillPoint
@@ -197,7 +198,7 @@ def _check_records(ended: Ended, calm: Ended) -> None:
     assert Counter(record.step for record in records if record.rank == 0) == Counter(
         range(1, NUM_STEPS + 1)
     )
-    curve, expected = loss_curve(records), loss_curve(read_records(calm.storage, "run"))
+    curve, expected = _loss(records), _loss(read_records(calm.storage, "run"))
     assert [step for step, _ in curve] == list(range(1, NUM_STEPS + 1))
     assert [value for _, value in curve] == pytest.approx(
         [value for _, value in expected], rel=1e-9
@@ -227,3 +228,7 @@ def _check_checkpoints(ended: Ended, calm: Ended) -> None:
         )
         begun = [upload["Key"] for upload in answer.get("Uploads", ())]
         assert not begun, f"uploads were begun and never ended: {begun}"
+
+
+def _loss(records: list[Record]) -> list[tuple[float, float]]:
+    return MetricCurves(records).curves["loss"]

@@ -44,12 +44,22 @@ def read_records(storage: Storage, run_id: str) -> list[Record]:
     return surviving_records(read_all_records(storage, run_id))
 
 
-def read_all_records(storage: Storage, run_id: str) -> list[Record]:
+def read_all_records(storage: Storage, run_id: str, known: set[str] | None = None) -> list[Record]:
     """Read every record of every attempt.
 
     A damaged line is left out with a warning that names its object.
+
+    Args:
+        storage: where the run is.
+        run_id: the run.
+        known: keys of parts that were read before; they are left out, and new ones are added.
     """
-    return list(read_parts(storage, record_parts(storage, f"runs/{run_id}/metrics"), _record))
+    known = set() if known is None else known
+    found = record_parts(storage, f"runs/{run_id}/metrics")
+    new = [part for part in found if part.key not in known]
+    records = list(read_parts(storage, new, _record))
+    known.update(part.key for part in new)
+    return records
 
 
 def surviving_records(records: Iterable[Record]) -> list[Record]:
@@ -107,31 +117,6 @@ def metric_names(records: Iterable[Record]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for record in records for name in record.metrics))
 
 
-def loss_curve(records: Iterable[Record], metric: str = "loss") -> list[tuple[int, float]]:
-    """Return (step, value) of one metric, averaged over the samples of all ranks at each step;
-    nan and inf included.
-    """
-    by_step: dict[int, list[Record]] = defaultdict(list)
-    for record in records:
-        if metric in record.metrics:
-            by_step[record.step].append(record)
-    return [(step, _mean(by_step[step], metric)) for step in sorted(by_step)]
-
-
-def curves(records: Iterable[Record]) -> dict[str, list[tuple[int, float]]]:
-    """Return the curve of every metric."""
-    records = list(records)
-    return {name: loss_curve(records, name) for name in metric_names(records)}
-
-
-def epoch_ends(records: Iterable[Record]) -> list[int]:
-    """Return the last step of every epoch."""
-    last: dict[int, int] = {}
-    for record in records:
-        last[record.epoch] = max(record.step, last.get(record.epoch, 0))
-    return [last[epoch] for epoch in sorted(last)]
-
-
 def is_validation(metric: str) -> bool:
     """Tell by its name whether a metric was measured on held-out data."""
     return metric.lower().startswith(VALIDATION_PREFIXES)
@@ -151,7 +136,10 @@ def records_frame(storage: Storage, run_id: str, *, all_attempts: bool = False) 
     try:
         import pandas as pd  # noqa: PLC0415 - optional, and heavy
     except ImportError as error:
-        msg = "records_frame needs pandas, which isn't installed: run `pip install pandas`, or use read_records"
+        msg = (
+            "read_metrics returns a pandas DataFrame, and pandas isn't installed: run "
+            "`pip install pandas`, or install prefect-torch-ddp with its extra `analysis`"
+        )
         raise InvalidParamsError(msg) from error
     plain = ["step", "epoch", "rank", "attempt", "time", "num_samples"]
     records = read_all_records(storage, run_id)

@@ -14,8 +14,6 @@ from prefect_torch_ddp.checkpoint.attempts import refuse_superseded
 from prefect_torch_ddp.params import TrainParams
 from prefect_torch_ddp.records.ledger import read_ledger
 from prefect_torch_ddp.records.metrics import (
-    curves,
-    epoch_ends,
     epoch_rows,
     is_validation,
     lost_time_s,
@@ -32,9 +30,10 @@ from prefect_torch_ddp.results import (
     TrainReport,
 )
 from prefect_torch_ddp.storage.protocol import Storage
-from prefect_torch_ddp.tasks.report.curves import render_curves
-from prefect_torch_ddp.tasks.report.live import ArtifactWriter, key
+from prefect_torch_ddp.tasks.report.artifacts import ArtifactWriter, key
+from prefect_torch_ddp.tasks.report.curves import MetricCurves
 from prefect_torch_ddp.tasks.report.markdown import number
+from prefect_torch_ddp.tasks.report.plot import render_curves
 from prefect_torch_ddp.tasks.report.report import confusion_table, render_report
 from prefect_torch_ddp.tasks.report.run_record import read_run_record
 from prefect_torch_ddp.tasks.report.sections import checkpoint_list, load_section
@@ -70,7 +69,8 @@ def publish(  # noqa: PLR0913, PLR0917 - each is another task's result, and Pref
         model_uri=model_uri,
         ledger=_checked_ledger(storage, training.run_id) if params.ledger else None,
     )
-    curve = render_curves(curves(records), epoch_ends(records))
+    curves = MetricCurves(records)
+    curve = render_curves(curves.curves, curves.epoch_ends)
     whole = render_report(report, params, read_run_record(), curve, lost_time_s(all_records))
     with get_client(sync_client=True) as client:
         num_artifacts = _put_all(

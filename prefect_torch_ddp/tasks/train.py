@@ -29,6 +29,7 @@ from prefect_torch_ddp.protocol.events import AttemptBegan, GangEvent, Progress
 from prefect_torch_ddp.results import DatasetReport, FailedAttempt, TrainingSummary
 from prefect_torch_ddp.tasks.cluster import current_client
 from prefect_torch_ddp.tasks.report.live import LiveReport
+from prefect_torch_ddp.tasks.report.progress import TrainingProgress
 from prefect_torch_ddp.tasks.run import RUN_STAGE, Run, RunAttemptLog, log_to_run
 from prefect_torch_ddp.tasks.watch.cancel import or_cancelled
 
@@ -87,12 +88,8 @@ def _train(run: Run, dataset: DatasetReport) -> TrainingSummary:
 def _train_on_gang(run: Run, dataset: DatasetReport) -> TrainingSummary:
     params = run.params
     first = AttemptBegan(newest_attempt(run.storage, run.run_id) + 1, params.world_size)
-    with LiveReport(
-        run_id=run.run_id,
-        workload=params.workload,
-        world_size=params.world_size,
-        attempt=first.attempt,
-    ) as live:
+    shown = TrainingProgress(run.run_id, params.workload, params.world_size, first.attempt)
+    with LiveReport(run.storage, shown) as live:
         show = _Show(run, dataset, live, first)
         with current_client() as client:
             values = run_gang(

@@ -1,4 +1,5 @@
-"""What people see of a run: the live report, the final one, curves, tables, the run record.
+"""What people see of a run: the live report, the final one, their curves, the run record.
 
-Pure functions from values to markdown, but for the one writer of artifacts.
+Text and pictures are made by pure functions of values. Only `artifacts` and `live` talk to
+Prefect; nothing here knows ranks, gangs or torch.
 """

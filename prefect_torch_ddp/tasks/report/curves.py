@@ -1,221 +1,122 @@
-"""Owns the picture of a training: its curves as one small SVG, inline in markdown, so that no
-page needs a network to show it.
-"""
+"""The curves of a run, from its records: each metric's mean over ranks and samples, by step."""
 
-import base64
-import io
 import math
-import re
-import threading
-from collections.abc import Mapping, Sequence
-from itertools import pairwise
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 
-from prefect_torch_ddp.records.metrics import is_validation
+from prefect_torch_ddp.records.metrics import Record
+from prefect_torch_ddp.records.parts import superseded_from
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+MAX_BINS = 2000
 
 
-Curve = Sequence[tuple[float, float]]
-"""(step, value) in order of step."""
+@dataclass
+class _Bin:
+    """Sums over the records of one metric in a few steps."""
 
-MAX_POINTS = 200
-MAX_POINTS_IN_ALL = 400
-MAX_CURVES_PER_PANEL = 4
-MAX_EPOCH_MARKS = 12
-MAX_POINTS_WITH_DOTS = 40
-COLOURS = ("#1f6feb", "#d1495b", "#2a9d54", "#8a5cd1")
-INK = "#24292f"
-PALE = "#d0d7de"
-NUM_COLUMNS = 2
-PANEL_INCHES = (4.6, 2.7)
+    weighted: float = 0.0
+    num_samples: int = 0
+    plain: float = 0.0
+    count: int = 0
+    steps: int = 0
 
-_DRAWING = threading.Lock()
-_NO_METADATA = {"Date": None, "Creator": None, "Format": None, "Type": None}
+    def add(self, other: "_Bin") -> None:
+        self.weighted += other.weighted
+        self.num_samples += other.num_samples
+        self.plain += other.plain
+        self.count += other.count
+        self.steps += other.steps
+
+    @property
+    def point(self) -> tuple[float, float]:
+        """(step, value), weighed by samples; equally only where no record has any."""
+        by_samples = self.num_samples > 0
+        value = self.weighted / self.num_samples if by_samples else self.plain / self.count
+        return self.steps / self.count, value
 
 
-def render_curves(
-    curves: Mapping[str, Curve], epoch_ends: Sequence[float] = (), caption: str = "training curves"
-) -> str:
-    """Return the curves as a markdown image with an SVG data URI, or an empty string where
-    there is nothing to draw.
+@dataclass
+class _Attempt:
+    """What one attempt reported."""
 
-    Args:
-        curves: by metric; nan and infinite values are left out. Losses, other metrics and
-            validation metrics get a panel each.
-        epoch_ends: last step of each epoch, marked by a thin line.
-        caption: what a page shows instead of the picture; plain words.
+    first_reported: int
+    first_step: int | None = None
+    """The first with samples: what a resumed attempt reports before it takes nothing back."""
+    bins: dict[str, dict[int, _Bin]] = field(default_factory=dict)
+    """By metric and step."""
+    epoch_ends: dict[int, int] = field(default_factory=dict)
+
+
+class MetricCurves:
+    """Builds curves from records in any order; bounded in size, however long the training.
+
+    Steps share a bin where a curve would have more than `MAX_BINS` points. What a newer attempt
+    repeated, or took back, is left out.
     """
-    svg = curves_svg(curves, epoch_ends)
-    return (
-        f"![{caption}](data:image/svg+xml;base64,{base64.b64encode(svg.encode()).decode()})"
-        if svg
-        else ""
-    )
+
+    def __init__(self, records: Iterable[Record] = ()) -> None:
+        self._attempts: dict[int, _Attempt] = {}
+        self._width = 1
+        self.add(records)
+
+    def add(self, records: Iterable[Record]) -> None:
+        """Take in records of any rank and attempt, each once."""
+        for record in records:
+            attempt = self._attempts.setdefault(record.attempt, _Attempt(record.step))
+            attempt.first_reported = min(attempt.first_reported, record.step)
+            if record.num_samples > 0:
+                attempt.first_step = min(attempt.first_step or record.step, record.step)
+            newest = attempt.epoch_ends.get(record.epoch, 0)
+            attempt.epoch_ends[record.epoch] = max(newest, record.step)
+            for name, value in record.metrics.items():
+                weighted = value * record.num_samples if record.num_samples else 0.0
+                one = _Bin(weighted, record.num_samples, value, 1, record.step)
+                self._put(attempt.bins.setdefault(name, {}), record.step, one)
+
+    @property
+    def curves(self) -> dict[str, list[tuple[float, float]]]:
+        """(step, value) of each metric, in order of step; nan and inf included."""
+        merged: dict[str, dict[int, _Bin]] = {}
+        for attempt, end in self._counting():
+            for name, bins in attempt.bins.items():
+                into = merged.setdefault(name, {})
+                for index, one in bins.items():
+                    if index * self._width < end:
+                        into.setdefault(index, _Bin()).add(one)
+        return {
+            name: [bins[index].point for index in sorted(bins)] for name, bins in merged.items()
+        }
+
+    @property
+    def epoch_ends(self) -> list[int]:
+        """The last step of each epoch."""
+        last: dict[int, int] = {}
+        for attempt, end in self._counting():
+            for epoch, step in attempt.epoch_ends.items():
+                if step < end:
+                    last[epoch] = max(step, last.get(epoch, 0))
+        return [last[epoch] for epoch in sorted(last)]
+
+    def _counting(self) -> list[tuple[_Attempt, float]]:
+        firsts = {
+            number: one.first_step or one.first_reported for number, one in self._attempts.items()
+        }
+        ends = superseded_from(firsts)
+        return [(self._attempts[number], ends[number]) for number in sorted(self._attempts)]
+
+    def _put(self, bins: dict[int, _Bin], step: int, one: _Bin) -> None:
+        if self._width > 1 and not math.isfinite(one.plain):
+            return  # it would hide its neighbours' values
+        bins.setdefault(step // self._width, _Bin()).add(one)
+        if len(bins) > MAX_BINS:
+            self._width *= 2
+            for attempt in self._attempts.values():
+                attempt.bins = {name: _halved(each) for name, each in attempt.bins.items()}
 
 
-def curves_svg(curves: Mapping[str, Curve], epoch_ends: Sequence[float] = ()) -> str:
-    """Return the curves as an SVG document, or an empty string where there is nothing to
-    draw.
-    """
-    finite = {
-        name: [(x, y) for x, y in curve if math.isfinite(x) and math.isfinite(y)]
-        for name, curve in curves.items()
-    }
-    panels = _panels({name: curve for name, curve in finite.items() if curve})
-    if not panels:
-        return ""
-    num_points = min(MAX_POINTS, MAX_POINTS_IN_ALL // sum(len(panel) for panel in panels.values()))
-    thin = {
-        title: {name: downsample(curve, num_points) for name, curve in panel.items()}
-        for title, panel in panels.items()
-    }
-    return _small(_draw(thin, epoch_ends))
-
-
-def downsample(curve: Curve, max_points: int = MAX_POINTS) -> list[tuple[float, float]]:
-    """Keep the first and the last point, and of each stretch between them its mean: noise
-    shrinks, no stretch is lost.
-    """
-    if len(curve) <= max_points:
-        return list(curve)
-    inner, num_stretches = curve[1:-1], max(1, max_points - 2)
-    bounds = [round(i * len(inner) / num_stretches) for i in range(num_stretches + 1)]
-    stretches = [inner[start:end] for start, end in pairwise(bounds) if end > start]
-    means = [
-        (math.fsum(x for x, _ in part) / len(part), math.fsum(y for _, y in part) / len(part))
-        for part in stretches
-    ]
-    return [curve[0], *means, curve[-1]]
-
-
-def _panels(curves: Mapping[str, Curve]) -> dict[str, dict[str, Curve]]:
-    """Put what shares a scale into one panel."""
-    panels: dict[str, dict[str, Curve]] = {
-        "training loss": {},
-        "validation loss": {},
-        "training": {},
-        "validation": {},
-    }
-    for name, curve in curves.items():
-        data, kind = (
-            "validation" if is_validation(name) else "training",
-            " loss" if "loss" in name.lower() else "",
-        )
-        panel = panels[data + kind]
-        if len(panel) < MAX_CURVES_PER_PANEL:
-            panel[name] = curve
-    return {title: panel for title, panel in panels.items() if panel}
-
-
-def _draw(panels: Mapping[str, Mapping[str, Curve]], epoch_ends: Sequence[float]) -> str:
-    # Never pyplot: it keeps every figure for ever, and isn't safe in the threads that tasks run
-    # in.
-    import matplotlib as mpl  # noqa: PLC0415 - half a second, paid by the processes that draw
-    from matplotlib.figure import Figure  # noqa: PLC0415
-
-    num_columns = min(NUM_COLUMNS, len(panels))
-    num_rows = math.ceil(len(panels) / num_columns)
-    # rc_context changes settings of the whole process: two threads in it at once would leave
-    # ours behind as everyone's. Without the salt every picture has other ids; with parse_math a
-    # `$` in a metric's name would be read as a formula.
-    with (
-        _DRAWING,
-        mpl.rc_context(
-            {
-                "svg.fonttype": "none",
-                "svg.hashsalt": "curves",
-                "font.size": 9.0,
-                "text.parse_math": False,
-            }
-        ),
-    ):
-        figure = Figure(
-            (PANEL_INCHES[0] * num_columns, PANEL_INCHES[1] * num_rows),
-            facecolor="white",
-            layout="tight",
-        )
-        cells = list(figure.subplots(num_rows, num_columns, squeeze=False).flat)
-        for axes, (title, panel) in zip(cells, panels.items(), strict=False):
-            _fill(axes, title, panel)
-        for axes in cells[len(panels) :]:
-            axes.remove()
-        _share_steps(cells[: len(panels)], epoch_ends)
-        text = io.StringIO()
-        figure.savefig(text, format="svg", metadata=_NO_METADATA)
-    return text.getvalue()
-
-
-def _fill(axes: "Axes", title: str, panel: Mapping[str, Curve]) -> None:
-    from matplotlib.ticker import MaxNLocator  # noqa: PLC0415
-
-    names = [_plain(name) for name in panel]
-    for colour, name, curve in zip(COLOURS, names, panel.values(), strict=False):
-        dots = "." if len(curve) <= MAX_POINTS_WITH_DOTS else None
-        x, y = zip(*curve, strict=True)
-        axes.plot(
-            x, y, color=colour, linewidth=1.4, marker=dots, markersize=4, label=name, clip_on=False
-        )
-    axes.set_title(names[0] if len(names) == 1 else title, color=INK, fontsize=9)
-    axes.set_xlabel("step", color=INK)
-    axes.xaxis.set_major_locator(MaxNLocator(nbins=4, integer=True))
-    axes.yaxis.set_major_locator(MaxNLocator(nbins=4))
-    axes.ticklabel_format(useOffset=False)
-    axes.tick_params(colors=INK, length=0)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.spines[["left", "bottom"]].set_color(PALE)
-    if len(names) > 1:
-        axes.legend(frameon=False, fontsize=8, labelcolor=INK)
-
-
-def _share_steps(all_axes: Sequence["Axes"], epoch_ends: Sequence[float]) -> None:
-    """Give all panels the same steps and mark the epochs, by one path each: twelve lines would
-    cost 2 kB.
-    """
-    limits = (
-        min(axes.get_xlim()[0] for axes in all_axes),
-        max(axes.get_xlim()[1] for axes in all_axes),
-    )
-    marks = _few([end for end in epoch_ends if limits[0] < end < limits[1]])
-    for axes in all_axes:
-        across = axes.get_xaxis_transform()
-        x, y = [at for end in marks for at in (end, end, end)], [0, 1, math.nan] * len(marks)
-        axes.plot(x, y, color=PALE, linewidth=0.8, transform=across, zorder=0, clip_on=False)
-        axes.set_xlim(*limits)
-
-
-def _few(epoch_ends: Sequence[float]) -> Sequence[float]:
-    """Mark every n-th epoch where marks of all would make a grey wall."""
-    stride = math.ceil(len(epoch_ends) / MAX_EPOCH_MARKS)
-    return epoch_ends[stride - 1 :: stride] if stride else ()
-
-
-def _plain(name: str) -> str:
-    """Take from a name what matplotlib reads as "don't list this curve"."""
-    return name.lstrip("_") or "metric"
-
-
-def _small(svg: str) -> str:
-    """Drop what a browser doesn't need: prolog, comments, unused names, repeated styles, digits
-    below a tenth of a point.
-    """
-    svg = svg[svg.index("<svg") :]
-    svg = re.sub(r"<!--.*?-->|<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
-    svg = re.sub(r"\s*\n\s*", " ", svg)
-    # Inside tags only: between them stand the axes' labels, which must keep their digits.
-    svg = re.sub(r"<[^>]*>", lambda tag: re.sub(r"(?<=\d\.\d)\d+", "", tag[0]), svg)
-    svg = re.sub(
-        r' id="(figure|axes|patch|line2d|text|xtick|ytick|legend|matplotlib\.axis)_\d+"| transform="rotate\(-0 [^"]*"',
-        "",
-        svg,
-    )
-    svg = re.sub(
-        rf" font-family: [^;\"]*;|;? stroke-linecap: square|;? stroke-linejoin: miter|; fill: {INK}(?=\")",
-        "",
-        svg,
-    )
-    svg = svg.replace(
-        "</style>", f" text{{font-family: DejaVu Sans, sans-serif; fill: {INK}}}</style>", 1
-    )
-    return re.sub(r"<g\s*/>", "", re.sub(r">\s+<", "><", svg)).strip()
+def _halved(bins: dict[int, _Bin]) -> dict[int, _Bin]:
+    wider: dict[int, _Bin] = {}
+    for index, one in bins.items():
+        if math.isfinite(one.plain):
+            wider.setdefault(index // 2, _Bin()).add(one)
+    return wider

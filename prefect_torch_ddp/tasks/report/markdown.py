@@ -1,35 +1,32 @@
-"""Owns how values become markdown: escaped names, rounded numbers, tables, code."""
+"""Values as markdown: escaped names, rounded numbers, tables, code."""
 
 import html
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 
 def text(value: object) -> str:
-    """Show a name as it is: nothing in it starts a table cell, a code span, emphasis, a link or
-    an HTML tag.
-    """
+    """Escape a name: nothing in it starts a cell, code, emphasis, a link or an HTML tag."""
     escaped = html.escape(" ".join(str(value).split()), quote=False)
     escaped = re.sub(r"([\\`*\[\]|~])", r"\\\1", escaped)
-    # An underscore between letters starts nothing; left as it is, validation_loss stays
-    # searchable.
+    # An underscore between letters starts nothing, and validation_loss stays searchable.
     return re.sub(r"(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])", r"\\_", escaped)
 
 
 def code(value: object) -> str:
-    """Show an identifier or a place as a code span that may stand in a table."""
+    """Show an identifier or a location as a code span that may stand in a table."""
     plain = " ".join(str(value).split()).replace("|", "\\|")
     if not plain:
         return ""
-    fence = "`" * (max((len(run) for run in re.findall("`+", plain)), default=0) + 1)
+    fence = "`" * (_longest_backticks(plain) + 1)
     pad = " " if plain[0] == "`" or plain[-1] == "`" else ""
     return f"{fence}{pad}{plain}{pad}{fence}"
 
 
 def code_block(source: str, language: str = "python") -> str:
     """Fence a piece of source so that nothing in it can end the fence."""
-    fence = "`" * max(3, max((len(run) for run in re.findall("`+", source)), default=0) + 1)
+    fence = "`" * max(3, _longest_backticks(source) + 1)
     return f"{fence}{language}\n{source}\n{fence}"
 
 
@@ -39,16 +36,26 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]], *, align: str = 
     Args:
         header: one cell per column.
         rows: cells, as many as the header has.
-        align: a letter per column, `l` or `r`; without it the first column is left and the
-            others right.
+        align: a letter per column, `l` or `r`; by default `lrr...`.
     """
     align = align or "l" + "r" * (len(header) - 1)
     rule = ["---:" if letter == "r" else ":---" for letter in align]
     return "\n".join("| " + " | ".join(cells) + " |" for cells in (header, rule, *rows))
 
 
+def fact_table(facts: Mapping[str, str]) -> str:
+    """Lay out names and values that are markdown already; empty values are left out."""
+    rows = [[name, value] for name, value in facts.items() if value]
+    return table(["what", "value"], rows, align="ll")
+
+
+def join(*parts: str) -> str:
+    """Put the parts of a page together, those that are empty left out."""
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
 def number(value: float) -> str:
-    """Round to four digits that matter; nan and inf are words."""
+    """Round to four significant digits; nan and inf are words."""
     if not math.isfinite(value):
         return "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"
     return str(value) if isinstance(value, int) else f"{value:.4g}"
@@ -75,3 +82,7 @@ def duration(seconds: float) -> str:
     if hours:
         return f"{hours} h {rest_min} min"
     return f"{minutes} min {rest_s} s" if minutes else f"{rest_s} s"
+
+
+def _longest_backticks(source: str) -> int:
+    return max((len(run) for run in re.findall("`+", source)), default=0)

@@ -1,4 +1,4 @@
-"""Owns what is on record of the code and the environment of a run."""
+"""The run record: which code ran, and in which environment."""
 
 import platform
 import subprocess
@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-# torch's version is read from its metadata: importing it takes seconds, and this side of the
-# package has no use for it.
+# torch's version is read from its metadata: importing it takes seconds, for this line alone.
 PACKAGES = ("torch", "prefect", "dask", "distributed")
 GIT_TIMEOUT_S = 5.0
 
@@ -20,8 +19,7 @@ class RunRecord:
     code_version: str
     """Of this package."""
     git_commit: str | None
-    """Of the working directory; ends in `-dirty` where files differ from it; None outside of a
-    repository."""
+    """Of the working directory, with `-dirty` where files differ from it; None outside of git."""
     versions: Mapping[str, str]
     """By name: Python, then packages."""
 
@@ -37,9 +35,7 @@ def read_run_record(folder: Path | None = None) -> RunRecord:
 
 
 def git_commit(folder: Path) -> str | None:
-    """Return the commit that is checked out in the folder, or None where there is no git or no
-    commit.
-    """
+    """Return the commit that is checked out in a folder, or None without git or a commit."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
         done = subprocess.run(

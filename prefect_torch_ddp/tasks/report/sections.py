@@ -1,10 +1,4 @@
-"""Owns what the reports say of a run's model and checkpoints: where they are, and how plain
-PyTorch loads the model. Pure.
-
-Owns what the report says of the ledger. Pure.
-
-Owns the table of a run's failed attempts. Pure.
-"""
+"""Sections of the report: the model and its checkpoints, the ledger, the failed attempts."""
 
 from collections.abc import Sequence
 from itertools import groupby
@@ -19,37 +13,39 @@ from prefect_torch_ddp.results import (
 )
 from prefect_torch_ddp.tasks.report.markdown import code, code_block, count, number, table, text
 
+MAX_WARNED_EPOCHS = 3
+MAX_LEDGER_LINES = 50
+MAX_FAILURES = 50
+
 
 def checkpoint_list(report: TrainReport) -> str:
     """List where the model and the checkpoints are.
 
-    Places are code, since `s3://` is no link that a browser could follow, and no table cells,
-    which cut them off.
+    Locations are code, since a browser can't follow `s3://`, and no table cells, which cut them.
     """
     training = report.training
-    roles: dict[tuple[int, int, str], list[str]] = {}
-    refs: dict[tuple[int, int, str], CheckpointRef] = {}
+    roles: dict[str, list[str]] = {}
+    refs: dict[str, CheckpointRef] = {}
     for role, ref in (
         ("evaluated", report.checkpoint),
         ("best", training.best_checkpoint),
         ("last", training.last_checkpoint),
     ):
         if ref is not None:
-            place = (ref.step, ref.attempt, ref.uri)
-            refs[place] = ref
-            roles.setdefault(place, []).append(role)
+            refs[ref.uri] = ref
+            roles.setdefault(ref.uri, []).append(role)
     lines = []
     if report.model_uri is not None:
-        card = f"{report.model_uri.rpartition('/')[0]}/model.json"
+        card = code(f"{report.model_uri.rpartition('/')[0]}/model.json")
+        step = count(report.checkpoint.step)
         lines.append(
-            f"- **Model weights** of step {count(report.checkpoint.step)}: {code(report.model_uri)}; their card: {code(card)}"
+            f"- **Model weights** of step {step}: {code(report.model_uri)}; their card: {card}"
         )
-    for place, ref in refs.items():
+    for uri, ref in refs.items():
         metrics = "".join(f", {text(name)} {number(value)}" for name, value in ref.metrics.items())
-        which = " and ".join(roles[place]).capitalize()
-        lines.append(
-            f"- **{which} checkpoint**, step {count(ref.step)}, attempt {ref.attempt}{metrics}: {code(ref.uri)}"
-        )
+        which = " and ".join(roles[uri]).capitalize()
+        about = f"step {count(ref.step)}, attempt {ref.attempt}{metrics}"
+        lines.append(f"- **{which} checkpoint**, {about}: {code(uri)}")
     return "\n".join(lines)
 
 
@@ -61,65 +57,51 @@ def load_section(model_uri: str | None) -> str:
 
 
 def load_code(model_uri: str) -> str:
-    """Show the three lines that load the model."""
+    """Show the three lines that load the model; fsspec reads it where it isn't a local file."""
     parts = urlsplit(model_uri)
-    is_local, is_safetensors = parts.scheme in {"", "file"}, model_uri.endswith(".safetensors")
     path = repr(unquote(parts.path) if parts.scheme else model_uri)
-    place = path if is_local else f"fsspec.open({model_uri!r}).open()"
+    is_local, is_safetensors = parts.scheme in {"", "file"}, model_uri.endswith(".safetensors")
+    modules = ["safetensors.torch" if is_safetensors else "torch"]
     load = 'torch.load(file, map_location="cpu", weights_only=True)'
     if is_safetensors:
-        load = (
-            "safetensors.torch.load_file(file)"
-            if is_local
-            else "safetensors.torch.load(file.read())"
-        )
-    modules = ([] if is_local else ["fsspec"]) + [
-        "safetensors.torch" if is_safetensors else "torch"
-    ]
-    return code_block(f"import {', '.join(modules)}\nfile = {place}\nmodel.load_state_dict({load})")
+        loader = "load_file(file)" if is_local else "load(file.read())"
+        load = f"safetensors.torch.{loader}"
+    if not is_local:
+        modules.insert(0, "fsspec")
+        path = f"fsspec.open({model_uri!r}).open()"
+    lines = (f"import {', '.join(modules)}", f"file = {path}", f"model.load_state_dict({load})")
+    return code_block("\n".join(lines))
 
 
-MAX_LINES = 50
-MAX_WARNED = 3
-
-
-def ledger_warning(ledger: LedgerReport | None) -> list[str]:
-    """Say it where the ledger isn't clean; nothing otherwise."""
+def ledger_warning(ledger: LedgerReport | None) -> str:
+    """Warn where the ledger isn't clean; nothing otherwise."""
     if ledger is None or ledger.is_clean:
-        return []
+        return ""
     wrong = [str(epoch) for epoch in ledger.epochs if not epoch.is_clean] or [str(ledger)]
-    more = [f"{len(wrong) - MAX_WARNED} more epochs"] if len(wrong) > MAX_WARNED else []
-    lines = "\n".join(f"- {text(line)}" for line in [*wrong[:MAX_WARNED], *more])
-    return [
-        f"**The ledger is not clean**, so it is not shown that each sample was trained on once an epoch:\n\n{lines}"
-    ]
+    shown = wrong[:MAX_WARNED_EPOCHS]
+    if len(wrong) > len(shown):
+        shown.append(f"{len(wrong) - len(shown)} more epochs")
+    lines = "\n".join(f"- {text(line)}" for line in shown)
+    says = "so it is not shown that each sample was trained on once an epoch"
+    return f"**The ledger is not clean**, {says}:\n\n{lines}"
 
 
-def ledger_section(ledger: LedgerReport | None) -> list[str]:
-    """List what the ledger holds under a heading, equal epochs in one line; nothing where none
-    was kept.
-    """
+def ledger_section(ledger: LedgerReport | None) -> str:
+    """List what the ledger holds, equal epochs in one line; nothing where none was kept."""
     if ledger is None:
-        return []
-    lines = [_group_line(list(group)) for _, group in groupby(ledger.epochs, key=_kind)] or [
-        str(ledger)
-    ]
-    shown = [f"- {text(line)}" for line in lines[-MAX_LINES:]]
-    left_out = (
-        [f"- the first {len(lines) - MAX_LINES} lines are left out"]
-        if len(lines) > MAX_LINES
-        else []
-    )
+        return ""
+    groups = [list(group) for _, group in groupby(ledger.epochs, key=_without_number)]
+    lines = [_group_line(group) for group in groups] or [str(ledger)]
+    num_left_out = max(0, len(lines) - MAX_LEDGER_LINES)
+    shown = [f"- {text(line)}" for line in lines[num_left_out:]]
+    if num_left_out:
+        shown.insert(0, f"- the first {num_left_out} lines are left out")
     sizes = ", ".join(f"{attempt} ({size} ranks)" for attempt, size in ledger.attempts.items())
-    return [
-        "## Ledger",
-        "\n".join([*left_out, *shown]),
-        f"By the steps that count, of attempt {sizes}." if sizes else "",
-    ]
+    ending = f"\n\nBy the steps that count, of attempt {sizes}." if sizes else ""
+    return "## Ledger\n\n" + "\n".join(shown) + ending
 
 
-def _kind(epoch: EpochLedger) -> object:
-    """Return what epochs have in common that are told in one line."""
+def _without_number(epoch: EpochLedger) -> EpochLedger:
     return epoch.model_copy(update={"epoch": 0}) if epoch.is_clean else epoch
 
 
@@ -127,29 +109,14 @@ def _group_line(epochs: Sequence[EpochLedger]) -> str:
     first, last = epochs[0], epochs[-1]
     if first is last:
         return str(first)
-    what = str(first).partition(": ")[2]
-    return f"epochs {first.epoch} to {last.epoch}: {what}"
+    return f"epochs {first.epoch} to {last.epoch}: {str(first).partition(': ')[2]}"
 
 
-MAX_ROWS = 50
-
-
-def failure_section(failures: Sequence[FailedAttempt]) -> list[str]:
-    """Lay out the attempts that failed under a heading, the newest ones where there are many;
-    nothing where none failed.
-    """
-    if not failures:
-        return []
-    lines = [
-        [
-            str(one.attempt),
-            str(one.world_size or ""),
-            "" if one.step is None else count(one.step),
-            text(one.summary),
-        ]
-        for one in failures[-MAX_ROWS:]
-    ]
-    return [
-        "## Failed attempts",
-        table(["attempt", "ranks", "step", "failure"], lines, align="rrrl"),
-    ]
+def failure_section(failures: Sequence[FailedAttempt]) -> str:
+    """Lay out the attempts that failed, the newest where there are many; nothing without any."""
+    lines = []
+    for one in failures[-MAX_FAILURES:]:
+        step = "" if one.step is None else count(one.step)
+        lines.append([str(one.attempt), str(one.world_size or ""), step, text(one.summary)])
+    rows = table(["attempt", "ranks", "step", "failure"], lines, align="rrrl")
+    return f"## Failed attempts\n\n{rows}" if lines else ""

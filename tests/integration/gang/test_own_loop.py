@@ -15,9 +15,10 @@ from prefect_torch_ddp.checkpoint.manifest import list_manifests
 from prefect_torch_ddp.checkpoint.restore import find_resumable
 from prefect_torch_ddp.params import CheckpointParams
 from prefect_torch_ddp.rank.config import RankConfig
-from prefect_torch_ddp.records.metrics import loss_curve, read_records
+from prefect_torch_ddp.records.metrics import read_records
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.storage.protocol import Storage
+from prefect_torch_ddp.tasks.report.curves import MetricCurves
 from prefect_torch_ddp.tasks.run import RunAttemptLog
 from tests.integration.s3_server import S3Server, open_s3_server  # noqa: F401 - a fixture
 from tests.killing_wire import KillingWire, WireKill
@@ -91,7 +92,8 @@ def check(ended: Ended, undisturbed: Ended) -> None:
     assert newest[1]["progress"].state == {"num_rounds": NUM_ROUNDS}
     records = read_records(ended.storage, "run")
     assert [record.step for record in records if record.rank == 1] == [0, 0, 1, 1, 2, 2, 3, 3, 4]
-    assert loss_curve(records) == loss_curve(read_records(undisturbed.storage, "run"))
+    undisturbed_records = read_records(undisturbed.storage, "run")
+    assert MetricCurves(records).curves == MetricCurves(undisturbed_records).curves
 
 
 KILLS = {

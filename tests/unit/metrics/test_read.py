@@ -12,10 +12,7 @@ import pytest
 
 from prefect_torch_ddp.records.metrics import (
     Record,
-    curves,
-    epoch_ends,
     epoch_rows,
-    loss_curve,
     lost_time_s,
     read_all_records,
     read_records,
@@ -106,7 +103,6 @@ def test_a_run_without_records_has_none():
     """A run without records has none."""
     assert read_records(Shelf(), RUN) == []
     assert epoch_rows([]) == ()
-    assert loss_curve([]) == []
 
 
 def test_other_runs_whose_id_begins_alike_are_not_read():
@@ -163,17 +159,6 @@ def test_a_sample_reported_in_two_records_is_one_sample_and_held_out_samples_are
     assert row.metrics == {"loss": 1.0, "accuracy": 0.5, "validation_accuracy": 0.25}
 
 
-def test_a_curve_averages_each_step_over_the_ranks_samples():
-    """A curve averages each step over the ranks samples."""
-    records = [
-        record(1, 0, num_samples=1, loss=1.0),
-        record(1, 1, num_samples=3, loss=5.0),
-        record(2, 0, loss=2.0, lr=0.1),
-    ]
-    assert loss_curve(records) == [(1, 4.0), (2, 2.0)]
-    assert curves(records) == {"loss": [(1, 4.0), (2, 2.0)], "lr": [(2, 0.1)]}
-
-
 def test_the_attempt_that_repeats_steps_wins_on_every_rank():
     """The attempt that repeats steps wins on every rank."""
     old = [record(step, rank, 1, loss=1.0) for step in range(1, 6) for rank in range(2)]
@@ -182,7 +167,8 @@ def test_the_attempt_that_repeats_steps_wins_on_every_rank():
     assert [(found.step, found.rank, found.attempt) for found in survivors] == [
         (step, rank, 1 if step < 4 else 2) for step in range(1, 8) for rank in range(2)
     ]
-    assert loss_curve(survivors) == [(step, 1.0 if step < 4 else 2.0) for step in range(1, 8)]
+    values = [found.metrics["loss"] for found in survivors if found.rank == 0]
+    assert values == [1.0] * 3 + [2.0] * 4
 
 
 def test_what_a_resumed_attempt_reports_before_its_first_step_takes_nothing_back():
@@ -251,7 +237,7 @@ def test_nan_and_inf_are_read_and_a_diverged_epoch_says_so():
             + line(4, loss=1.0)
         }
     )
-    values = [value for _, value in loss_curve(read_records(shelf, RUN))]
+    values = [found.metrics["loss"] for found in read_records(shelf, RUN)]
     assert math.isnan(values[0])
     assert values[1:] == [math.inf, -math.inf, 1.0]
     assert math.isnan(epoch_rows(read_records(shelf, RUN))[0].metrics["loss"])
@@ -278,13 +264,6 @@ def test_a_damaged_line_is_left_out_with_a_warning_that_names_the_object(damage,
     (warning,) = [entry.getMessage() for entry in caplog.records]
     assert part(0) in warning
     assert "line 2" in warning
-
-
-def test_epoch_ends_are_the_last_steps():
-    """Epoch ends are the last steps."""
-    assert epoch_ends(
-        [record(1), record(2), record(3, epoch=2), record(5, epoch=2), record(4, epoch=2)]
-    ) == [2, 5]
 
 
 def test_a_frame_has_a_row_a_record_and_a_column_a_metric():

@@ -1,15 +1,11 @@
-"""The reports' text: complete, safe from hostile names, true to the numbers."""
+"""The final report's text: complete, safe from hostile names, true to the numbers."""
 
 import math
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 from prefect_torch_ddp.params import TrainParams
-from prefect_torch_ddp.protocol.events import Progress
 from prefect_torch_ddp.results import (
     CheckpointRef,
     ClassScore,
@@ -19,17 +15,9 @@ from prefect_torch_ddp.results import (
     TrainingSummary,
     TrainReport,
 )
-from prefect_torch_ddp.tasks.report.live import MAX_POINTS, History
 from prefect_torch_ddp.tasks.report.markdown import code, code_block, duration, number, text
-from prefect_torch_ddp.tasks.report.report import (
-    LiveView,
-    confusion_table,
-    epoch_table,
-    progress_line,
-    render_live,
-    render_report,
-)
-from prefect_torch_ddp.tasks.report.run_record import RunRecord, git_commit, read_run_record
+from prefect_torch_ddp.tasks.report.report import confusion_table, epoch_table, render_report
+from prefect_torch_ddp.tasks.report.run_record import RunRecord
 
 RECORD = RunRecord("0.1.0", "abc123-dirty", {"python": "3.11.7", "torch": "2.15.0"})
 CURVE = "![training curves](data:image/svg+xml;base64,AAAA)"
@@ -241,138 +229,6 @@ def test_of_many_epochs_the_newest_are_shown():
     markdown = epoch_table(rows)
     assert tables(markdown)[0][-1][0] == "300"
     assert "The first 250 epochs are left out." in markdown
-
-
-def test_the_live_report_shows_where_the_training_is():
-    """The live report shows where the training is."""
-    view = LiveView(
-        run_id="calm-otter",
-        workload="flows.digits",
-        world_size=4,
-        attempt=2,
-        elapsed_s=65,
-        progress=Progress(step=120, epoch=3, total_steps=400),
-        metrics={"loss": 0.12345, HOSTILE: math.nan},
-        steps_per_s=7.0,
-        eta_s=40.2,
-    )
-    markdown = render_live(view, CURVE)
-    assert markdown.startswith("# Training: epoch 3, step 120/400, loss 0.1235")
-    assert CURVE in markdown
-    facts = {row[0]: row[1] for row in tables(markdown)[0]}
-    assert (facts["Run"], facts["World size"], facts["Attempt"]) == ("`calm-otter`", "4 ranks", "2")
-    assert (facts["Elapsed"], facts["Throughput"], facts["ETA"]) == (
-        "1 min 5 s",
-        "7 steps/s",
-        "40 s",
-    )
-    assert tables(markdown)[1][2:] == [["loss", "0.1235"], [text(HOSTILE), "nan"]]
-    assert "checkpoint" not in markdown
-
-
-def test_the_live_report_says_since_when_there_is_no_checkpoint():
-    """Right below its title, harmless whatever the reason says."""
-    progress = Progress(120, 3, 400, trouble=f"no checkpoint since step 40: {HOSTILE}")
-    view = LiveView(
-        run_id="r", workload="w", world_size=4, attempt=2, elapsed_s=65, progress=progress
-    )
-    lines = [line for line in render_live(view, CURVE).splitlines() if line]
-    assert lines[:2] == [
-        "# Training: epoch 3, step 120/400",
-        f"**no checkpoint since step 40: {text(HOSTILE)}**",
-    ]
-
-
-def test_the_progress_line_is_plain_and_says_how_it_ended():
-    """The progress line is plain and says how it ended."""
-    view = {"run_id": "r", "workload": "w", "world_size": 1, "attempt": 1, "elapsed_s": 1.0}
-    running = Progress(step=120, epoch=3, total_steps=400)
-    line = progress_line(LiveView(**view, progress=running, metrics={"loss": 0.123}, eta_s=40.0))
-    assert line == "epoch 3, step 120/400, loss 0.123, ETA 40 s"
-    assert (
-        progress_line(LiveView(**view, status="stopped", progress=running, eta_s=9.0))
-        == "epoch 3, step 120/400, stopped"
-    )
-    assert progress_line(LiveView(**view, progress=Progress(5, 1, None))) == "epoch 1, step 5"
-    assert progress_line(LiveView(**view)) == "no step yet"
-    assert progress_line(LiveView(**view, status="stopped")) == "stopped before the first step"
-
-
-def test_history_knows_speed_time_left_and_epoch_ends():
-    """History knows speed time left and epoch ends."""
-    history = History()
-    for step in range(1, 101):
-        history.add(Progress(step, (step - 1) // 40 + 1, 400, {"loss": 1 / step}), now_s=step * 0.5)
-    assert history.steps_per_s == pytest.approx(2.0)
-    assert history.eta_s == pytest.approx(150.0)
-    assert history.percent == 25.0
-    assert history.epoch_ends == [40, 80]
-    assert history.curves["loss"][-1] == (100, 0.01)
-
-
-def test_history_forgets_what_a_restart_does_again():
-    """History forgets what a restart does again."""
-    history = History()
-    for step in range(1, 51):
-        history.add(Progress(step, (step - 1) // 20 + 1, 100, {"loss": 1.0}), now_s=float(step))
-    history.add(Progress(31, 2, 100, {"loss": 2.0}), now_s=80.0)
-    assert history.curves["loss"][-2:] == [(30, 1.0), (31, 2.0)]
-    assert history.epoch_ends == [20]
-    assert history.steps_per_s is None
-    history.add(Progress(32, 2, 100, {"loss": 2.0}), now_s=81.0)
-    assert history.steps_per_s == pytest.approx(1.0)
-
-
-def test_history_stays_small_and_follows_a_change_of_speed():
-    """History stays small and follows a change of speed."""
-    history = History()
-    for step in range(1, 20_001):
-        now_s = step / 10 if step < 10_000 else 1000 + (step - 10_000) / 100
-        history.add(Progress(step, 1, None, {"loss": float(step)}), now_s)
-    assert len(history.curves["loss"]) <= MAX_POINTS
-    assert (history.curves["loss"][0], history.curves["loss"][-1]) == ((1, 1.0), (20_000, 20_000.0))
-    assert history.steps_per_s == pytest.approx(100.0, rel=0.01)
-    assert (history.eta_s, history.percent) == (None, 0.0)
-
-
-def test_two_events_of_one_step_are_one_point_and_both_metrics():
-    """Two events of one step are one point and both metrics."""
-    history = History()
-    history.add(Progress(1, 1, 10, {"loss": 1.0}), now_s=0.0)
-    history.add(Progress(1, 1, 10, {"loss": 0.5, "validation_loss": 2.0}), now_s=0.0)
-    assert history.curves == {"loss": [(1, 0.5)], "validation_loss": [(1, 2.0)]}
-    assert history.steps_per_s is None
-
-
-def test_the_run_record_reads_versions_without_importing_torch():
-    """The run record reads versions without importing torch."""
-    program = (
-        "import sys; from prefect_torch_ddp.tasks.report.run_record import read_run_record\n"
-        "record = read_run_record(); print(record.code_version, record.versions['torch'])\n"
-        "assert not {'torch', 'prefect', 'dask'} & set(sys.modules)\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
-    )
-    assert re.fullmatch(r"\d+\.\d+\S* \d+\.\d+\S*\n", done.stdout)
-    assert set(read_run_record().versions) == {"python", "torch", "prefect", "dask", "distributed"}
-
-
-def test_the_git_commit_is_that_of_the_folder_and_says_when_files_differ(tmp_path: Path):
-    """The git commit is that of the folder and says when files differ."""
-    assert git_commit(tmp_path) is None
-    assert git_commit(tmp_path / "absent") is None
-    git = ["git", "-c", "user.name=a", "-c", "user.email=a@example.com", "-C", str(tmp_path)]
-    (tmp_path / "file").write_text("1")
-    subprocess.run([*git, "init", "-q"], check=True)
-    subprocess.run([*git, "add", "file"], check=True)
-    subprocess.run([*git, "commit", "-qm", "one"], check=True)
-    commit = subprocess.run(
-        [*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True
-    ).stdout.strip()
-    assert git_commit(tmp_path) == commit
-    (tmp_path / "file").write_text("2")
-    assert git_commit(tmp_path) == f"{commit}-dirty"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,78 @@
+"""Prefect's artifacts: their keys, and the one writer that updates them in place."""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+from uuid import UUID
+
+from prefect.client.orchestration import SyncPrefectClient
+from prefect.client.schemas.actions import ArtifactCreate, ArtifactUpdate
+from prefect.client.schemas.filters import (
+    ArtifactFilter,
+    ArtifactFilterFlowRunId,
+    ArtifactFilterKey,
+    ArtifactFilterTaskRunId,
+)
+
+ArtifactType = Literal["markdown", "table", "progress"]
+
+
+def key(name: str, kind: str = "train-ddp") -> str:
+    """Return an artifact's key: lowercase letters, digits and dashes alone."""
+    return re.sub(r"[^a-z0-9]+", "-", f"{kind}-{name}".lower()).strip("-")
+
+
+class ArtifactWriter:
+    """Writes the artifacts of one flow run, each key once: what is there already is updated."""
+
+    def __init__(
+        self, client: SyncPrefectClient, task_run_id: UUID | None, flow_run_id: UUID | None
+    ) -> None:
+        self._client = client
+        self._task_run_id = task_run_id
+        self._flow_run_id = flow_run_id
+        self._ids: dict[str, UUID] = {}
+
+    def put(
+        self, type_: ArtifactType, key: str, data: object, description: str | None = None
+    ) -> UUID:
+        """Create the artifact, or update it where this flow run has it; return its id."""
+        artifact_id = self._ids.get(key) or self._find(key)
+        if artifact_id is None:
+            request = ArtifactCreate(
+                type=type_,
+                key=key,
+                data=data,
+                description=description,
+                task_run_id=self._task_run_id,
+                flow_run_id=self._flow_run_id,
+            )
+            artifact_id = self._client.create_artifact(request).id
+        else:
+            update = ArtifactUpdate(data=data, description=description)
+            self._client.update_artifact(artifact_id, update)
+        self._ids[key] = artifact_id
+        return artifact_id
+
+    def put_table(
+        self, key: str, rows: Sequence[Mapping[str, Any]], description: str | None = None
+    ) -> UUID:
+        """Write a table.
+
+        Raises:
+            ValueError: a cell is nan or infinite, which crashes the page that shows it.
+        """
+        return self.put("table", key, json.dumps(list(rows), allow_nan=False), description)
+
+    def _find(self, key: str) -> UUID | None:
+        whose: dict[str, ArtifactFilterFlowRunId | ArtifactFilterTaskRunId]
+        if self._flow_run_id is not None:
+            whose = {"flow_run_id": ArtifactFilterFlowRunId(any_=[self._flow_run_id])}
+        elif self._task_run_id is not None:
+            whose = {"task_run_id": ArtifactFilterTaskRunId(any_=[self._task_run_id])}
+        else:
+            return None
+        mine = ArtifactFilter.model_validate({"key": ArtifactFilterKey(any_=[key]), **whose})
+        found = self._client.read_artifacts(artifact_filter=mine, limit=1)
+        return found[0].id if found else None

@@ -1,0 +1,74 @@
+"""What the reports do in processes: load little, read git, show code that runs."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from prefect_torch_ddp.tasks.report.run_record import git_commit, read_run_record
+from prefect_torch_ddp.tasks.report.sections import load_code
+
+WEIGHTS = "{'weight': torch.ones(1, 2), 'bias': torch.ones(1)}"
+SAVE = {
+    ".pt": f"torch.save({WEIGHTS}, file)",
+    ".safetensors": f"import safetensors.torch; file.write(safetensors.torch.save({WEIGHTS}))",
+}
+HANG_S = 110
+
+
+def run(program: str) -> None:
+    """Run a program in a fresh interpreter, which must end well."""
+    subprocess.run([sys.executable, "-c", program], timeout=HANG_S, check=True)
+
+
+def test_drawing_loads_no_pyplot_and_importing_no_matplotlib():
+    """Nor does it leave its settings behind."""
+    run(
+        "import sys; from prefect_torch_ddp.tasks.report.plot import curves_svg\n"
+        "assert not {'matplotlib', 'torch', 'prefect'} & set(sys.modules), 'loaded by the import'\n"
+        "assert curves_svg({'loss': [(1, 2.0), (2, 1.0)]})\n"
+        "assert 'matplotlib.pyplot' not in sys.modules\n"
+        "import matplotlib; assert matplotlib.rcParams['svg.fonttype'] == 'path'\n"
+    )
+
+
+@pytest.mark.parametrize("suffix", SAVE)
+@pytest.mark.parametrize("where", ["file", "memory"])
+def test_the_code_that_loads_the_model_runs(tmp_path: Path, suffix: str, where: str) -> None:
+    """From a file, and by fsspec from elsewhere."""
+    uri = f"{tmp_path}/model{suffix}" if where == "file" else f"memory://bucket/model{suffix}"
+    shown = "\n".join(load_code(uri).splitlines()[1:-1])
+    run(
+        f"import torch, fsspec\nmodel = torch.nn.Linear(2, 1)\n"
+        f"with fsspec.open({uri!r}, 'wb') as file: {SAVE[suffix]}\n"
+        f"{shown}\nassert model(torch.ones(1, 2)).item() == 3.0\n"
+    )
+
+
+def test_the_run_record_reads_versions_without_importing_torch():
+    """They come from the packages' metadata."""
+    run(
+        "import sys; from prefect_torch_ddp.tasks.report.run_record import read_run_record\n"
+        "record = read_run_record(); assert record.code_version[0].isdigit()\n"
+        "assert record.versions['torch'][0].isdigit()\n"
+        "assert not {'torch', 'prefect', 'dask'} & set(sys.modules)\n"
+    )
+    assert set(read_run_record().versions) == {"python", "torch", "prefect", "dask", "distributed"}
+
+
+def test_the_git_commit_is_that_of_the_folder_and_says_when_files_differ(tmp_path: Path):
+    """The git commit is that of the folder and says when files differ."""
+    assert git_commit(tmp_path) is None
+    assert git_commit(tmp_path / "absent") is None
+    git = ["git", "-c", "user.name=a", "-c", "user.email=a@example.com", "-C", str(tmp_path)]
+    (tmp_path / "file").write_text("1")
+    subprocess.run([*git, "init", "-q"], check=True)
+    subprocess.run([*git, "add", "file"], check=True)
+    subprocess.run([*git, "commit", "-qm", "one"], check=True)
+    commit = subprocess.run(
+        [*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True
+    ).stdout.strip()
+    assert git_commit(tmp_path) == commit
+    (tmp_path / "file").write_text("2")
+    assert git_commit(tmp_path) == f"{commit}-dirty"

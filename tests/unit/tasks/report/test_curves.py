@@ -1,0 +1,70 @@
+"""Curves from records: means over ranks, whatever the order, bounded in size."""
+
+import math
+import random
+
+import pytest
+
+from prefect_torch_ddp.records.metrics import Record
+from prefect_torch_ddp.tasks.report.curves import MAX_BINS, MetricCurves
+
+
+def record(
+    step: int, rank: int = 0, attempt: int = 1, num_samples: int = 1, epoch: int = 1, **metrics
+):
+    """Make one rank's record of one step."""
+    return Record(step, epoch, rank, attempt, float(step), num_samples, metrics)
+
+
+def test_a_step_is_the_mean_over_the_samples_of_all_ranks():
+    """Records of no samples count, equally, only where there are no others."""
+    records = [
+        record(1, 0, num_samples=1, loss=1.0),
+        record(1, 1, num_samples=3, loss=5.0),
+        record(1, 2, num_samples=0, loss=100.0),
+        record(2, 0, loss=2.0, lr=0.1),
+        record(3, 0, num_samples=0, accuracy=0.25),
+        record(3, 1, num_samples=0, accuracy=0.75),
+    ]
+    expected = {"loss": [(1, 4.0), (2, 2.0)], "lr": [(2, 0.1)], "accuracy": [(3, 0.5)]}
+    assert MetricCurves(records).curves == expected
+
+
+def test_what_a_newer_attempt_repeats_or_takes_back_is_left_out_in_any_order_of_arrival():
+    """One that begins again at step 4 voids all from there on; reports before it void nothing."""
+    old = [
+        record(step, rank, epoch=1 + step // 4, loss=1.0) for step in range(1, 9) for rank in (0, 1)
+    ]
+    new = [record(3, 0, 2, num_samples=0, parameters=7.0), record(4, 0, 2, epoch=2, loss=2.0)]
+    records = old + new
+    random.Random(1).shuffle(records)
+    curves = MetricCurves()
+    for one in records:
+        curves.add([one])
+    assert curves.curves == {
+        "loss": [(1, 1.0), (2, 1.0), (3, 1.0), (4, 2.0)],
+        "parameters": [(3, 7.0)],
+    }
+    assert curves.epoch_ends == [3, 4]
+
+
+def test_a_long_training_shares_bins_and_keeps_its_mean_and_its_ends():
+    """Ranks that are read one after the other fall into the same bins; nan hides no neighbour."""
+    num_steps = 5 * MAX_BINS
+    curves = MetricCurves()
+    for rank in range(2):
+        curves.add(record(step, rank, loss=float(step + rank)) for step in range(1, num_steps + 1))
+    curves.add([record(9, 0, loss=math.nan)])
+    (curve,) = curves.curves.values()
+    assert MAX_BINS / 2 <= len(curve) <= MAX_BINS
+    assert [step for step, _ in curve] == sorted({step for step, _ in curve})
+    assert all(value == pytest.approx(step + 0.5) for step, value in curve)
+    assert curve[0][0] < 10
+    assert curve[-1][0] > num_steps - 10
+
+
+def test_a_short_training_shows_nan_and_inf():
+    """They are in the curve; the picture leaves them out."""
+    (curve,) = MetricCurves([record(1, loss=math.nan), record(2, loss=math.inf)]).curves.values()
+    assert math.isnan(curve[0][1])
+    assert curve[1] == (2, math.inf)
