@@ -1,6 +1,4 @@
-"""Owns what can be known of a workload without running it: the flow process checks it and
-doesn't load torch for that.
-"""
+"""What is known of a workload without running it, which would load torch in the flow's process."""
 
 import ast
 import hashlib
@@ -26,75 +24,80 @@ class WorkloadSource:
     object_name: str | None
 
     def prepare_digest(self) -> str:
-        """Return a digest of `prepare` and of all that it uses in its module; comments and
-        layout don't count.
+        """Return a digest of the module but for its functions `train` and `evaluate`.
 
-        Of a `module:object` workload the whole module counts.
+        Comments and layout don't count. Of a `module:object` workload the whole module counts.
         """
-        statements = [
-            (node, *_changed_and_used(node)) for node in self.tree.body if not _is_for_scripts(node)
-        ]
-        if self.object_name is not None or not any(
-            "prepare" in changed for _, changed, _ in statements
-        ):
-            return _digest(ast.dump(self.tree))
-        wanted = {"prepare", "*"}
-        needed: set[int] = set()
-        while more := {
-            i
-            for i, (_, changed, _) in enumerate(statements)
-            if i not in needed and changed & wanted
-        }:
-            needed |= more
-            wanted |= {name for i in more for name in statements[i][2]}
-        return _digest("\n".join(ast.dump(statements[i][0]) for i in sorted(needed)))
+        counting = [node for node in self.tree.body if self.object_name or not _is_no_data(node)]
+        return _digest("\n".join(ast.dump(node) for node in counting))
+
+
+def _is_no_data(node: ast.stmt) -> bool:
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        return node.name in ("train", "evaluate")
+    # `if __name__ == "__main__"`: no rank runs it.
+    return isinstance(node, ast.If) and any(
+        isinstance(part, ast.Name) and part.id == "__name__" for part in ast.walk(node.test)
+    )
 
 
 def read_workload(reference: str) -> WorkloadSource:
     """Find the workload's source and check that it has the three functions.
+
+    What an object has that isn't a plain class only running the module tells.
 
     Raises:
         InvalidParamsError: there is no such module, it can't be parsed, or a function is
             missing.
     """
     module_name, _, object_name = reference.partition(":")
-    source = _source_of(module_name, reference)
+    path = _path_of(module_name, reference)
     try:
-        tree = ast.parse(source.read_bytes(), filename=str(source))
-        scope = symtable.symtable(ast.unparse(tree), str(source), "exec")
+        tree = ast.parse(path.read_bytes(), filename=str(path))
+        scope = symtable.symtable(ast.unparse(tree), str(path), "exec")
     except (SyntaxError, ValueError) as error:
         msg = f"workload {reference!r} can't be parsed: {error}"
         raise InvalidParamsError(msg) from error
-    has_all_names = not any(_is_star_import(node) for node in ast.walk(tree))
-    if object_name:
-        if object_name not in _bound_in(scope) and has_all_names:
-            msg = f"workload {reference!r}: module {module_name} defines no {object_name!r}; it defines {_listed(scope)}"
-            raise InvalidParamsError(msg)
-        classes = [
-            node
-            for node in tree.body
-            if isinstance(node, ast.ClassDef) and node.name == object_name
-        ]
-        if (
-            len(classes) != 1
-            or classes[0].bases
-            or classes[0].keywords
-            or classes[0].decorator_list
-        ):
-            return WorkloadSource(reference, tree, object_name)  # only running it tells what it has
-        (scope,) = (
-            child
-            for child in scope.get_children()
-            if child.get_name() == object_name and child.get_type() == "class"
-        )
-    missing = [name for name in FUNCTIONS if name not in _bound_in(scope)]
-    if missing and has_all_names:
-        msg = (
-            f"workload {reference!r} has no function {', '.join(map(repr, missing))}: "
-            f"a workload defines prepare(rank), train(rank) and evaluate(rank); {source.name} defines {_listed(scope)}"
-        )
+    found = WorkloadSource(reference, tree, object_name or None)
+    if any(isinstance(node, ast.ImportFrom) and _is_star(node) for node in ast.walk(tree)):
+        return found
+    if object_name and object_name not in _bound_in(scope):
+        defines = f"module {module_name} defines no {object_name!r}; it defines {_listed(scope)}"
+        msg = f"workload {reference!r}: {defines}"
         raise InvalidParamsError(msg)
-    return WorkloadSource(reference, tree, object_name or None)
+    if object_name:
+        if not any(_is_plain_class(node, object_name) for node in tree.body):
+            return found
+        *_, scope = (child for child in scope.get_children() if child.get_name() == object_name)
+    missing = ", ".join(repr(name) for name in FUNCTIONS if name not in _bound_in(scope))
+    if missing:
+        needs = "a workload defines prepare(ctx), train(ctx) and evaluate(ctx)"
+        defines = f"{needs}; {path.name} defines {_listed(scope)}"
+        msg = f"workload {reference!r} has no function {missing}: {defines}"
+        raise InvalidParamsError(msg)
+    return found
+
+
+def _bound_in(scope: symtable.SymbolTable) -> set[str]:
+    symbols = scope.get_symbols()
+    return {each.get_name() for each in symbols if each.is_assigned() or each.is_imported()}
+
+
+def _listed(scope: symtable.SymbolTable) -> str:
+    names = [each.get_name() for each in scope.get_symbols() if each.is_namespace()]
+    return ", ".join(names) or "no function"
+
+
+def _is_star(node: ast.ImportFrom) -> bool:
+    return node.names[0].name == "*"
+
+
+def _is_plain_class(node: ast.stmt, name: str) -> bool:
+    return (
+        isinstance(node, ast.ClassDef)
+        and node.name == name
+        and not (node.bases or node.keywords or node.decorator_list)
+    )
 
 
 def dataset_id(
@@ -102,119 +105,39 @@ def dataset_id(
     data_options: Mapping[str, Any],
     source: Mapping[str, str] | None = None,
 ) -> str:
-    """Return the name of the dataset that `prepare` makes: the same code, options and sources
-    give the same name.
+    """Name the dataset that `prepare` makes: the same code, options and source, the same name.
 
     Args:
         workload: what prepares it.
-        data_options: of the run.
+        data_options: of the run; a path among them counts as a text.
         source: place and listing's digest of the raw data, where the run has some.
     """
     parts = {
         "workload": workload.name,
         "prepare": workload.prepare_digest(),
         "options": data_options,
-        "sources": {name: _fingerprint(value) for name, value in data_options.items()},
+        "source": None if source is None else dict(source),
     }
-    if source is not None:
-        parts["source"] = dict(source)
     try:
-        text = json.dumps(parts, sort_keys=True)
+        return _digest(json.dumps(parts, sort_keys=True))[:16]
     except TypeError as error:
         msg = f"data_options can't be written as JSON ({error}); give plain values"
         raise InvalidParamsError(msg) from error
-    return _digest(text)[:16]
 
 
-def _source_of(module_name: str, reference: str) -> Path:
+def _path_of(module_name: str, reference: str) -> Path:
     try:
         spec = importlib.util.find_spec(module_name)
     except Exception as error:
         # Finding package.module runs the package's own __init__, which may raise anything.
-        msg = f"workload {reference!r} can't be found: {error}; its package must be importable here and on the Dask workers"
+        needs = "its package must be importable here and on the Dask workers"
+        msg = f"workload {reference!r} can't be found: {error}; {needs}"
         raise InvalidParamsError(msg) from error
     if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
-        msg = f"workload {reference!r} can't be found: no module {module_name}; write it as package.module, and install it"
+        hint = "write it as package.module, and install it"
+        msg = f"workload {reference!r} can't be found: no module {module_name}; {hint}"
         raise InvalidParamsError(msg)
     return Path(spec.origin)
-
-
-def _changed_and_used(statement: ast.stmt) -> tuple[set[str], set[str]]:
-    """Return the module's names that a statement binds or may change, and those that it uses;
-    "*" stands for any name.
-    """
-    scope = symtable.symtable(ast.unparse(statement), "<statement>", "exec")
-    here = {symbol.get_name() for symbol in scope.get_symbols() if symbol.is_referenced()}
-    changed = _bound_in(scope)
-    if not isinstance(
-        statement,
-        ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Import | ast.ImportFrom,
-    ):
-        stores = (
-            node
-            for node in ast.walk(statement)
-            if isinstance(getattr(node, "ctx", None), ast.Store)
-        )
-        is_plain = isinstance(statement, ast.Assign | ast.AnnAssign)
-        if not is_plain or any(isinstance(node, ast.Attribute | ast.Subscript) for node in stores):
-            changed |= here  # CLASSES.append("x"), OPTIONS["x"] = 1, for ... in ...
-    if any(_is_star_import(node) for node in ast.walk(statement)):
-        changed.add("*")
-    return changed, here | _globals_below(scope)
-
-
-def _bound_in(scope: symtable.SymbolTable) -> set[str]:
-    return {
-        symbol.get_name()
-        for symbol in scope.get_symbols()
-        if symbol.is_assigned() or symbol.is_imported()
-    }
-
-
-def _globals_below(scope: symtable.SymbolTable) -> set[str]:
-    """Return the module's names that functions and classes in a scope use: a local variable of
-    the same name is none.
-    """
-    found: set[str] = set()
-    for child in scope.get_children():
-        found |= {
-            symbol.get_name() for symbol in child.get_symbols() if symbol.is_global()
-        } | _globals_below(child)
-    return found
-
-
-def _is_for_scripts(statement: ast.stmt) -> bool:
-    """Tell `if __name__ == "__main__"`, which no rank runs."""
-    return isinstance(statement, ast.If) and any(
-        isinstance(node, ast.Name) and node.id == "__name__" for node in ast.walk(statement.test)
-    )
-
-
-def _is_star_import(node: ast.AST) -> bool:
-    return isinstance(node, ast.ImportFrom) and node.names[0].name == "*"
-
-
-def _listed(scope: symtable.SymbolTable) -> str:
-    return (
-        ", ".join(symbol.get_name() for symbol in scope.get_symbols() if symbol.is_namespace())
-        or "no function"
-    )
-
-
-def _fingerprint(value: object) -> str | None:
-    """Return a digest of names, sizes and times of a local source, so that changed files are
-    prepared anew.
-    """
-    if not isinstance(value, str) or not value or not Path(value).exists():
-        return None
-    paths = (
-        [Path(value)]
-        if Path(value).is_file()
-        else sorted(path for path in Path(value).rglob("*") if path.is_file())
-    )
-    return _digest(
-        "\n".join(f"{path} {path.stat().st_size} {path.stat().st_mtime_ns}" for path in paths)
-    )
 
 
 def _digest(text: str) -> str:

@@ -1,7 +1,6 @@
 """What is read from a workload's source without running it: its functions, and what its dataset
 is called."""
 
-import os
 import sys
 from collections.abc import Callable
 from itertools import count
@@ -27,16 +26,16 @@ def draw(n):
     return [n * step for step in range(n)]
 
 
-def prepare(rank):
+def prepare(ctx):
     train, val = draw(SIZE), draw(TEST)
     (ctx.data / "x.json").write_text(json.dumps([train, val, TRAIN, CLASSES]))
 
 
-def train(rank):
+def train(ctx):
     return {"lr": LR}
 
 
-def evaluate(rank):
+def evaluate(ctx):
     return {"num_samples": TEST}
 
 
@@ -44,7 +43,7 @@ if __name__ == "__main__":
     prepare(None)
     train(None)
 """
-OTHERS = "def train(rank): ...\nasync def evaluate(rank): ...\n"
+OTHERS = "def train(ctx): ...\nasync def evaluate(ctx): ...\n"
 Write = Callable[[str], str]
 numbers = count()
 
@@ -97,11 +96,11 @@ def test_reading_runs_nothing_of_the_module(write: Write) -> None:
     "source",
     [
         "from somewhere import prepare, train\nfrom elsewhere import score as evaluate\n",
-        "prepare, train = make()\nevaluate = lambda rank: None\n",
+        "prepare, train = make()\nevaluate = lambda ctx: None\n",
         "prepare = train = evaluate = None\n",
-        "try:\n    import fast\nexcept ImportError:\n    def prepare(rank): ...\n" + OTHERS,
+        "try:\n    import fast\nexcept ImportError:\n    def prepare(ctx): ...\n" + OTHERS,
         "with quiet():\n    from somewhere import prepare, train, evaluate\n",
-        "if FAST:\n    def prepare(rank): ...\nelse:\n    def prepare(rank): ...\n" + OTHERS,
+        "if FAST:\n    def prepare(ctx): ...\nelse:\n    def prepare(ctx): ...\n" + OTHERS,
         "from somewhere import *\n",
         "try:\n    from somewhere import *\nexcept ImportError:\n    pass\n",
     ],
@@ -116,18 +115,18 @@ def test_a_name_inside_a_function_is_no_function_of_the_module(write: Write) -> 
     """Only what the module itself binds counts."""
     with pytest.raises(InvalidParamsError, match="has no function 'evaluate'"):
         read_workload(
-            write("def prepare(rank): ...\ndef train(rank):\n    def evaluate(rank): ...\n")
+            write("def prepare(ctx): ...\ndef train(ctx):\n    def evaluate(ctx): ...\n")
         )
 
 
 CLASS = """
 class Mine:
     @staticmethod
-    def prepare(rank): ...
+    def prepare(ctx): ...
     @staticmethod
-    def train(rank): ...
+    def train(ctx): ...
     @staticmethod
-    def {name}(rank): ...
+    def {name}(ctx): ...
 
 class Heir(Mine): ...
 
@@ -206,68 +205,27 @@ def test_a_module_that_is_not_there(
 
 
 @pytest.mark.parametrize(
-    ("old", "new"),
+    ("old", "new", "is_other"),
     [
-        ("SIZE = 10\n", "# A comment.\nSIZE = 10  # and another\n\n\n"),
-        ("draw(SIZE), draw(TEST)", "(draw( SIZE ),\n        draw(TEST) )"),
-        ("LR = 0.1", "LR = 0.2"),
-        ('return {"lr": LR}', 'return {"lr": LR * 2}'),
-        ('return {"num_samples": TEST}', 'return {"num_samples": TEST + 1}'),
-        ("    prepare(None)\n", "    prepare(1)\n"),
-        ("import json\n", "import json\nimport unused\n"),
+        ("SIZE = 10\n", "# A comment.\nSIZE = 10  # and another\n\n\n", False),
+        ("draw(SIZE), draw(TEST)", "(draw( SIZE ),\n        draw(TEST) )", False),
+        ('return {"lr": LR}', 'return {"lr": LR * 2}', False),
+        ('return {"num_samples": TEST}', 'return {"num_samples": TEST + 1}', False),
+        ("    prepare(None)\n", "    prepare(1)\n", False),
+        ("[train, val, TRAIN, CLASSES]", "[val, train, TRAIN, CLASSES]", True),
+        ("SIZE = 10", "SIZE = 11", True),
+        ("n * step", "n + step", True),
+        ("import json\n", "import json5 as json\n", True),
+        ("LR = 0.1", 'LR = 0.1\nCLASSES.append("b")', True),
+        ("LR = 0.1", "LR = 0.2", True),  # who uses it isn't asked
     ],
 )
-def test_what_leaves_the_dataset_as_it_is(dataset: Callable[..., str], old: str, new: str) -> None:
-    """Comments, layout, other functions and what only they use, though prepare has a local
-    variable of that name."""
+def test_the_module_but_for_train_and_evaluate_makes_the_dataset(
+    dataset: Callable[..., str], old: str, new: str, *, is_other: bool
+) -> None:
+    """Comments and layout don't count either, nor what is run as a script."""
     assert BASE.count(old) == 1
-    assert dataset(BASE.replace(old, new)) == dataset(BASE)
-
-
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ("[train, val, TRAIN, CLASSES]", "[val, train, TRAIN, CLASSES]"),
-        ("SIZE = 10", "SIZE = 11"),
-        ("TRAIN, TEST = 8, 2", "TRAIN, TEST = 7, 2"),
-        ("n * step", "n + step"),
-        ("import json\n", "import json5 as json\n"),
-        ("LR = 0.1", 'LR = 0.1\nCLASSES.append("b")'),
-        ("LR = 0.1", "LR = 0.1\nCLASSES[0] = 'b'"),
-        ("LR = 0.1", "LR = 0.1\nSIZE += 1"),
-        ("LR = 0.1", "LR = 0.1\nfor name in 'bc':\n    CLASSES.append(name)"),
-        ("SIZE = 10", "if LR:\n    SIZE = 1\nelse:\n    SIZE = 10"),
-        ("def prepare(rank)", "@draw\ndef prepare(rank)"),
-        ("def prepare(rank)", "def prepare(rank, size=SIZE)"),
-        ("LR = 0.1", "LR = 0.1\nfrom somewhere import *"),
-    ],
-)
-def test_what_makes_another_dataset(dataset: Callable[..., str], old: str, new: str) -> None:
-    """Prepare, a helper, an import or a constant that it uses, whichever way the constant is
-    made."""
-    assert BASE.count(old) == 1
-    assert dataset(BASE.replace(old, new)) != dataset(BASE)
-
-
-def test_a_helpers_helper_counts(dataset: Callable[..., str]) -> None:
-    """What a class or a helper uses in turn makes another dataset too."""
-    maker = "\nclass Maker:\n    def make(self, n):\n        return lambda: SCALE * n\n"
-    deep = BASE.replace("n * step", "Maker().make(n)") + maker
-    assert dataset(deep + "\nSCALE = 1\n") != dataset(deep + "\nSCALE = 2\n")
-    assert dataset(deep + "\nSCALE: int = 1\n") != dataset(deep + "\nSCALE: int = 2\n")
-
-
-def test_constants_of_both_branches_count(dataset: Callable[..., str]) -> None:
-    """A name that is bound twice is more than its last binding."""
-    for branches in (
-        "if LR:\n    SIZE = {}\nelse:\n    SIZE = 10",
-        "if LR:\n    SIZE = 10\nelse:\n    SIZE = {}",
-        "try:\n    SIZE = 10\nexcept ValueError:\n    SIZE = {}",
-    ):
-        first, second = (
-            dataset(BASE.replace("SIZE = 10", branches.format(number))) for number in (1, 2)
-        )
-        assert first != second
+    assert (dataset(BASE.replace(old, new)) != dataset(BASE)) == is_other
 
 
 def test_of_a_class_workload_the_module_counts(dataset: Callable[..., str]) -> None:
@@ -284,32 +242,9 @@ def test_of_a_class_workload_the_module_counts(dataset: Callable[..., str]) -> N
 
 
 def test_options_count(dataset: Callable[..., str]) -> None:
-    """Data options make another dataset, their order doesn't; what can't be written as JSON is
-    refused."""
+    """Data options make another dataset, their order doesn't; a path counts as a text."""
     assert dataset(BASE, a=1, b="x") == dataset(BASE, b="x", a=1)
+    assert dataset(BASE, a="/") == dataset(BASE, a="/")
     assert len({dataset(BASE), dataset(BASE, a=1), dataset(BASE, a=2), dataset(BASE, b=1)}) == 4
     with pytest.raises(InvalidParamsError, match="data_options can't be written as JSON"):
         dataset(BASE, a=object())
-
-
-def test_files_of_a_local_source_count(dataset: Callable[..., str], tmp_path: Path) -> None:
-    """A folder or a file that an option names: a file more, less, changed or renamed is another
-    dataset."""
-    folder = tmp_path / "images" / "cats"
-    folder.mkdir(parents=True)
-    first = folder / "1.png"
-    first.write_bytes(b"one")
-    seen = [dataset(BASE, source=str(tmp_path / "images"))]
-    assert dataset(BASE, source=str(tmp_path / "images")) == seen[0]
-    (folder / "2.png").write_bytes(b"two")
-    seen.append(dataset(BASE, source=str(tmp_path / "images")))
-    (folder / "2.png").rename(folder / "3.png")
-    seen.append(dataset(BASE, source=str(tmp_path / "images")))
-    first.write_bytes(b"longer")
-    seen.append(dataset(BASE, source=str(tmp_path / "images")))
-    os.utime(first, ns=(1, 1))
-    seen.append(dataset(BASE, source=str(tmp_path / "images")))
-    seen.append(dataset(BASE, source=str(first)))
-    first.unlink()
-    seen.extend((dataset(BASE, source=str(tmp_path / "images")), dataset(BASE, source=str(first))))
-    assert len(set(seen)) == len(seen)
