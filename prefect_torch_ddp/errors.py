@@ -132,6 +132,13 @@ class HostUnfitError(HostUnavailableError):
     """Ranks can't be forked on this machine, now and later. Never leaves `gang`."""
 
 
+class TaskCancelled(BaseException):
+    """A task of the flow was cancelled, by the flow's own end or from outside; says how it ended.
+
+    No Exception: what a flow does about failures is not meant.
+    """
+
+
 class GangCancelledError(GangError):
     """The gang was cancelled from outside while it ran."""
 

@@ -1,5 +1,6 @@
 """The flow train-ddp, level 3: from parameters to a published, evaluated model."""
 
+from typing import Any
 from uuid import UUID
 
 from prefect import Task, flow
@@ -12,7 +13,7 @@ from prefect.states import Cancelled
 from prefect_dask import DaskTaskRunner
 
 from prefect_torch_ddp.data.dataset_store import find_dataset
-from prefect_torch_ddp.errors import SchedulerLostError, WorkerLostError
+from prefect_torch_ddp.errors import SchedulerLostError, TaskCancelled, WorkerLostError
 from prefect_torch_ddp.params import TrainParams
 from prefect_torch_ddp.results import DatasetReport, TrainingSummary, TrainReport
 from prefect_torch_ddp.tasks.blocks import fingerprint_of, resolve_source, resolve_storage
@@ -22,7 +23,7 @@ from prefect_torch_ddp.tasks.prepare import prepare
 from prefect_torch_ddp.tasks.publish import publish
 from prefect_torch_ddp.tasks.run import Run, resume_point, run_id_of
 from prefect_torch_ddp.tasks.train import train
-from prefect_torch_ddp.tasks.watch.cancel import SIGNALS, TaskCancelled
+from prefect_torch_ddp.tasks.watch.cancel import SIGNALS
 from prefect_torch_ddp.tasks.watch.flow_watch import closed_if_killed
 from prefect_torch_ddp.tasks.workload import dataset_id, read_workload
 
@@ -50,7 +51,8 @@ def train_flow(params: TrainParams = DEFAULTS) -> TrainReport:
         return _run(_check(params), params)
     except (TaskCancelled, *SIGNALS) as cancelled:
         why = f"cancelled: {cancelled}" if isinstance(cancelled, TaskCancelled) else "cancelled"
-        return Cancelled(message=why)  # type: ignore[return-value]  # Prefect takes a state for what it is
+        state: Any = Cancelled(message=why)  # Prefect takes a state for what it is
+        return state  # type: ignore[no-any-return]
 
 
 def _run(run: Run, params: TrainParams) -> TrainReport:

@@ -1,4 +1,4 @@
-"""The parameters of gangs, tasks and flows: each option with its type, default and meaning, once."""
+"""The parameters of gangs, tasks and flows: each option, its type, default and meaning, once."""
 
 import difflib
 import inspect

@@ -1,8 +1,4 @@
-"""Owns how a Prefect block becomes a plain Storage, once, where the flow runs; ranks never see
-a block.
-
-Owns the raw data of a run: found once, where the flow runs, and recognised by its listing.
-"""
+"""Prefect blocks: each becomes a plain Storage, once, where the flow runs; ranks see no block."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -56,8 +52,9 @@ def _load(block_class: type[Block], slug: str, name: str) -> Block:
         if not isinstance(error.__cause__, ObjectNotFound):
             raise
         msg = (
-            f"there is no block {slug}/{name} on this Prefect server; register it in the UI under Blocks, or by "
-            f"{block_class.__name__}(...).save({name!r}); `prefect block ls` shows those there are"
+            f"there is no block {slug}/{name} on this Prefect server; register it in the UI under "
+            f"Blocks, or by {block_class.__name__}(...).save({name!r}); `prefect block ls` shows "
+            "those there are"
         )
         raise InvalidParamsError(msg) from error
     return block
@@ -76,16 +73,15 @@ def _from_s3_bucket(block: Any, reference: str) -> S3Storage:
     parameters = credentials.aws_client_parameters
     config: Mapping[str, Any] = parameters.config or {}
     if not parameters.use_ssl and parameters.endpoint_url is None:
-        msg = f"the block {reference} asks for no TLS and names no endpoint; give its endpoint_url as http://..."
+        asks = f"the block {reference} asks for no TLS and names no endpoint"
+        msg = f"{asks}; give its endpoint_url as http://..."
         raise InvalidParamsError(msg)
     anonymous = config.get("signature_version") == "unsigned"
-    keys = (
-        {}
-        if anonymous
-        else _minio_keys(credentials)
-        if isinstance(credentials, MinIOCredentials)
-        else _aws_keys(credentials, reference)
-    )
+    keys: dict[str, Any] = {}
+    if not anonymous and isinstance(credentials, MinIOCredentials):
+        keys = _minio_keys(credentials)
+    elif not anonymous:
+        keys = _aws_keys(credentials, reference)
     verify = str(parameters.verify_cert_path) if parameters.verify_cert_path else parameters.verify
     return S3Storage(
         block.bucket_name,
@@ -101,9 +97,6 @@ def _from_s3_bucket(block: Any, reference: str) -> S3Storage:
 
 
 def _limits(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Take over what botocore's configuration says of how long and how often a request is
-    tried.
-    """
     retries: Mapping[str, Any] = config.get("retries") or {}
     max_attempts = retries.get(
         "total_max_attempts", retries["max_attempts"] + 1 if "max_attempts" in retries else None
@@ -126,8 +119,9 @@ def _minio_keys(credentials: Any) -> dict[str, Any]:
 def _aws_keys(credentials: Any, reference: str) -> dict[str, Any]:
     if credentials.assume_role_arn:
         msg = (
-            f"the block {reference} assumes a role, whose credentials would expire during a long training; "
-            "put the role into a profile of ~/.aws/config on the Dask workers and name it as the block's profile_name"
+            f"the block {reference} assumes a role, whose credentials would expire during a long "
+            "training; put the role into a profile of ~/.aws/config on the Dask workers and name "
+            "it as the block's profile_name"
         )
         raise InvalidParamsError(msg)
     secret = credentials.aws_secret_access_key
@@ -143,8 +137,8 @@ def _from_remote_file_system(block: Any, reference: str) -> S3Storage:
     scheme, _, rest = block.basepath.partition("://")
     if scheme not in {"s3", "s3a"}:
         msg = (
-            f"the block {reference} is of the kind {scheme}://, and only s3:// can be written conditionally here; "
-            "use an S3 bucket, or mount the storage and give its directory"
+            f"the block {reference} is of the kind {scheme}://, and only s3:// can be written "
+            "conditionally here; use an S3 bucket, or mount the storage and give its directory"
         )
         raise InvalidParamsError(msg)
     named = storage_from_uri(f"s3://{rest}")
@@ -170,7 +164,8 @@ def _from_remote_file_system(block: Any, reference: str) -> S3Storage:
 
 def _from_local_file_system(block: Any, reference: str) -> DirectoryStorage:
     if not block.basepath:
-        msg = f"the block {reference} has no basepath, so each process would write elsewhere; give it an absolute path"
+        has = f"the block {reference} has no basepath, so each process would write elsewhere"
+        msg = f"{has}; give it an absolute path"
         raise InvalidParamsError(msg)
     return DirectoryStorage(Path(block.basepath))
 
@@ -193,7 +188,8 @@ def resolve_source(reference: str) -> Readable:
     """
     found = resolve_storage(reference)
     if isinstance(found, DirectoryStorage) and not found.root.is_dir():
-        msg = f"source is {reference}, and there is no folder {found.root} here; the flow and the ranks have to see the same one"
+        sees = "the flow and the ranks have to see the same one"
+        msg = f"source is {reference}, and there is no folder {found.root} here; {sees}"
         raise InvalidParamsError(msg)
     assert isinstance(found, DirectoryStorage | S3Storage)  # blocks resolve to nothing else
     return found
@@ -209,6 +205,7 @@ def fingerprint_of(source: Readable) -> Mapping[str, str]:
         StorageError: it can't be listed.
     """
     if next(source.list_objects(""), None) is None:
-        msg = f"source is {source.uri}, and there is nothing; give the place of the raw data, or leave source out"
+        hint = "give the place of the raw data, or leave source out"
+        msg = f"source is {source.uri}, and there is nothing; {hint}"
         raise InvalidParamsError(msg)
     return {"uri": source.uri, "listing": digest_of_listing(source)}

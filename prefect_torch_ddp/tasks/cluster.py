@@ -1,4 +1,4 @@
-"""Owns the way from a Prefect run to its Dask cluster."""
+"""The way from a Prefect run to its Dask cluster."""
 
 import contextlib
 import logging
@@ -23,12 +23,13 @@ from prefect_torch_ddp.errors import (
     InvalidParamsError,
     SchedulerLostError,
     SupervisorLostError,
+    TaskCancelled,
 )
 from prefect_torch_ddp.gang.caller.placement import num_workers_needed
 from prefect_torch_ddp.gang.liveness import LIVENESS_TIMEOUT_S
 from prefect_torch_ddp.gang.warm import warm
 from prefect_torch_ddp.params import ClusterParams, TrainParams
-from prefect_torch_ddp.tasks.watch.cancel import SIGNALS, TaskCancelled, stop_task
+from prefect_torch_ddp.tasks.watch.cancel import SIGNALS, stop_task
 from prefect_torch_ddp.tasks.watch.task_watch import answer_of
 from prefect_torch_ddp.tasks.watch.watched_task import follow
 
@@ -52,8 +53,7 @@ CLUSTER_CONFIG = {
 
 
 def connect(params: TrainParams) -> distributed.Client:
-    """Point the flow run's DaskTaskRunner at the cluster that the parameters name, start it if
-    need be, connect and warm it.
+    """Point the flow run's DaskTaskRunner at its cluster, start that if need be, and warm it.
 
     Raises:
         InvalidParamsError: the address can't be reached, or the cluster class can't be imported
@@ -67,23 +67,18 @@ def connect(params: TrainParams) -> distributed.Client:
         already = None
     if already is not None and (cluster.address or cluster.cluster_class):
         address = already.scheduler.address if already.scheduler else already.status
-        msg = f"a Dask client of {address} is open in this process and would be used: close it, or leave params.cluster empty"
+        do = "close it, or leave params.cluster empty"
+        msg = f"a Dask client of {address} is open in this process and would be used: {do}"
         raise InvalidParamsError(msg)
     _configure(runner, cluster, num_workers_needed(params.world_size, params.ranks_per_worker))
     try:
         client = runner.client
     except Exception as error:
         made_by = cluster.cluster_class or "LocalCluster"
-        what = (
-            f"cluster.address {cluster.address!r}"
-            if cluster.address
-            else f"cluster class {made_by!r}"
-        )
-        do = (
-            "is its scheduler running, and reachable from here?"
-            if cluster.address
-            else "check cluster.cluster_kwargs"
-        )
+        what, do = f"cluster class {made_by!r}", "check cluster.cluster_kwargs"
+        if cluster.address:
+            what = f"cluster.address {cluster.address!r}"
+            do = "is its scheduler running, and reachable from here?"
         msg = f"{what} gave no Dask cluster: {type(error).__name__}: {error}; {do}"
         raise InvalidParamsError(msg) from error
     warm(client)
@@ -110,9 +105,7 @@ def _configure(runner: DaskTaskRunner, cluster: ClusterParams, num_workers: int)
 
 
 def local_cluster(**kwargs: Any) -> distributed.LocalCluster:
-    """Start a local cluster for one run: a process and a thread per worker, little idle work,
-    the cores shared out.
-    """
+    """Start a local cluster for one run: a process and a thread per worker, the cores shared."""
     num_threads = str(max(1, CPU_COUNT // max(1, kwargs.get("n_workers") or 1)))
     # Dask runs the tasks of a killed worker again, silently; then a training would run twice.
     defaults = {
@@ -135,9 +128,7 @@ def local_cluster(**kwargs: Any) -> distributed.LocalCluster:
 
 @contextmanager
 def _inherited(name: str, value: str) -> Iterator[None]:
-    """Set an environment variable, unless the user did, for processes that are started now:
-    `env` comes after their imports.
-    """
+    # For processes that are started now: the cluster's `env` comes after their imports.
     if name in os.environ:
         yield
         return
@@ -175,9 +166,7 @@ def current_client() -> Iterator[distributed.Client]:
 def _refuse_second_life(
     client: distributed.Client, worker: distributed.Worker, key: object
 ) -> None:
-    """Refuse to go on in a task that Dask has taken from this worker: it would train beside the
-    one that replaced it.
-    """
+    # A task that Dask has taken from this worker would train beside the one that replaced it.
     scheduler: Any = client.scheduler
     tasks = client.sync(lambda: answer_of(scheduler.processing(workers=None), LIVENESS_TIMEOUT_S))
     if tasks is None:
@@ -189,8 +178,9 @@ def _refuse_second_life(
 
 
 def result_of(future: PrefectFuture[R], stop_grace_s: float = 20.0) -> R:
-    """Return a submitted task's result, or raise what it raised; silent workers of a cluster
-    that this run made are replaced.
+    """Return a submitted task's result, or raise what it raised.
+
+    Silent workers of a cluster that this run made are replaced.
 
     Raises:
         SupervisorLostError: the Dask worker that ran the task itself died or was silent for too
@@ -208,9 +198,7 @@ def result_of(future: PrefectFuture[R], stop_grace_s: float = 20.0) -> R:
 
 
 def is_supervisor_loss(error: Exception) -> bool:
-    """Tell a loss that the task itself could not outlive, on a cluster that is still there: it
-    can be submitted again.
-    """
+    """Whether a task was lost with its worker on a cluster that is still there: submit it anew."""
     if not isinstance(error, SupervisorLostError | SchedulerLostError):
         return False
     client = _runner().client
@@ -232,6 +220,7 @@ def _runner() -> DaskTaskRunner:
             if context and context.flow
             else "there is no flow run"
         )
-        msg = f"a DDP task needs the Dask cluster of its flow, but {where}; write @flow(task_runner=DaskTaskRunner(...))"
+        needs = f"a DDP task needs the Dask cluster of its flow, but {where}"
+        msg = f"{needs}; write @flow(task_runner=DaskTaskRunner(...))"
         raise InvalidParamsError(msg)
     return runner

@@ -1,6 +1,4 @@
-"""Owns that processes can be forked where Prefect has run, such as the workers of a DataLoader
-in a task.
-"""
+"""Forks of a process where Prefect has run, such as a DataLoader's workers: a fault of 3.8's."""
 
 import os
 import threading
@@ -16,9 +14,7 @@ from typing import Any
 
 
 def mend_forks() -> None:
-    """Have children that are forked from now on end as they would without Prefect; what they
-    start themselves they still end.
-    """
+    """Have children that are forked from now on end as they would without Prefect."""
     os.register_at_fork(after_in_child=_forget_prefects_exits)
 
 

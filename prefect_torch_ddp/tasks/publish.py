@@ -1,4 +1,4 @@
-"""Owns the task that publishes a finished run: its report and its tables, as artifacts."""
+"""The task that publishes a finished run: its report and its tables, as artifacts."""
 
 import math
 from collections.abc import Sequence
@@ -52,8 +52,10 @@ def publish(  # noqa: PLR0913, PLR0917 - each is another task's result, and Pref
     checkpoint: CheckpointRef,
     model_uri: str | None,
 ) -> TrainReport:
-    """Publish what a run found, as artifacts to browse, and return it; refused where a newer
-    attempt has begun.
+    """Publish what a run found, as artifacts to browse, and return it.
+
+    Raises:
+        SupersededError: a newer attempt has begun.
     """
     refuse_superseded(storage, training.run_id, training.attempt)
     all_records = read_all_records(storage, training.run_id)
@@ -98,9 +100,7 @@ def _checked_ledger(storage: Storage, run_id: str) -> LedgerReport:
 
 
 def epoch_cells(epochs: Sequence[EpochRow]) -> list[dict[str, Any]]:
-    """Return the epoch table's rows: the epoch and up to four metrics, losses and validation
-    first.
-    """
+    """Return the epoch table's rows: epoch and up to four metrics, loss and validation first."""
     names = list(dict.fromkeys(name for row in epochs for name in row.metrics))
     names.sort(key=lambda name: (name != "loss", not is_validation(name)))
     return [
@@ -150,9 +150,7 @@ def _put_all(writer: ArtifactWriter, report: TrainReport, whole: str) -> int:
 
 
 def _cell(value: float | None) -> float | str:
-    """Round to four digits that matter; what isn't finite becomes a word, since as a number it
-    crashes the page.
-    """
+    # Four digits that matter; what isn't finite becomes a word: as a number it crashes the page.
     if value is None:
         return ""
     return float(number(value)) if math.isfinite(value) else number(value)

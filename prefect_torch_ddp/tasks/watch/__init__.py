@@ -1,4 +1,5 @@
-"""The watch over what a task stands on: cancels, lost workers and schedulers, killed flows.
+"""The watch over what a flow's tasks stand on: cancels, lost workers and schedulers, killed flows.
 
-What a gang watches itself (ranks, their hosts) is in `gang`.
+It turns each into a state of Prefect's. What a gang watches itself (ranks, their hosts) is never
+here, but in `gang`.
 """

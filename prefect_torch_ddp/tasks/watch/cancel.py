@@ -1,6 +1,4 @@
-"""Owns how a cancel reaches a task that trains, and how it becomes Prefect's state
-Cancelled.
-"""
+"""Cancels: how one reaches a task that trains, and becomes Prefect's state Cancelled."""
 
 import logging
 import time
@@ -37,43 +35,32 @@ logger = logging.getLogger(__name__)
 
 
 def or_cancelled(work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-    """Do a task's work; where its gang is cancelled, return the state Cancelled: no failure, so
-    it is never tried again.
-    """
+    """Do a task's work, or return the state Cancelled: no failure, so it is never tried again."""
     try:
         return work(*args, **kwargs)
     except GangCancelledError as error:
         get_run_logger().warning("%s", error)
-        return Cancelled(message=str(error))  # type: ignore[return-value]  # Prefect takes a state for what it is
-
-
-class TaskCancelled(BaseException):
-    """A task of the flow was cancelled, by the flow's own end or from outside; the text says
-    how it ended.
-
-    No Exception: what a flow does about failures is not meant.
-    """
+        state: Any = Cancelled(message=str(error))  # Prefect takes a state for what it is
+        return state  # type: ignore[no-any-return]
 
 
 def stop_task(task: PrefectDaskFuture[Any], grace_s: float) -> str:
-    """Cancel a task's Dask key, which its gang notices, and wait for the task run's end; the
-    cluster must live so long.
+    """Cancel a task's Dask key, which its gang notices, and wait for the task run's end.
+
+    The cluster must live so long.
 
     Returns:
         What the task run says about it.
     """
-    _say(
-        "cancelled: the task gets %g s to end, a training after one step and saved; Ctrl-C again ends it at once",
-        grace_s,
-    )
+    gets = "the task gets %g s to end, a training after one step and saved"
+    _say(f"cancelled: {gets}; Ctrl-C again ends it at once", grace_s)
     if task.wrapped_future.status == "pending":
         task.wrapped_future.cancel(force=True)
     with get_client(sync_client=True) as client:
         try:
             return _await_end(client, task.task_run_id, grace_s)
-        except (
-            SIGNALS
-        ):  # pressed again: the cluster goes at once, and nobody else would close the task run
+        except SIGNALS:
+            # Pressed again: the cluster goes at once, and nobody else would close the task run.
             _close(client, task.task_run_id)
             raise
 
@@ -112,9 +99,7 @@ def _close(client: SyncPrefectClient, task_run_id: UUID) -> None:
 
 
 def set_state_if_known(client: SyncPrefectClient, task_run_id: UUID, state: State[Any]) -> None:
-    """Set a task run's state, whatever it is in; a task that hasn't begun on its worker is
-    nothing to Prefect, and needs none.
-    """
+    """Set a task run's state, whatever it is in; Prefect knows of none before it has begun."""
     try:
         client.set_task_run_state(task_run_id, state, force=True)
     except PrefectHTTPStatusError as refused:

@@ -1,49 +1,46 @@
-"""Owns the watch over the flow's own process: one beside it that closes the run at Prefect when
-it is killed.
+"""The flow watch: a process beside the flow's that closes the run at Prefect if that is killed.
+
+It waits on a pipe with nothing loaded: this module imports Prefect only where it is needed.
 """
 
+import contextlib
 import os
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from typing import TYPE_CHECKING
 from uuid import UUID
 
-from prefect.client.orchestration import get_client
-from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
-from prefect.client.schemas.objects import FlowRun, TaskRun
-from prefect.settings import get_current_settings
-from prefect.states import Crashed
+if TYPE_CHECKING:
+    from prefect.client.schemas.objects import FlowRun, TaskRun
 
 END_S = 5.0
 LOOK_EVERY_S = 0.5
+TRIES = 10
+RETRY_S = 5.0
+"""For an API that is down just now."""
 MESSAGE = "The process of the flow run ended without a word: it was killed."
 
 
-@contextmanager
+@contextlib.contextmanager
 def closed_if_killed(flow_run_id: UUID, grace_s: float) -> Iterator[None]:
-    """Have the flow run and its task runs set Crashed if this process ends without leaving the
-    block.
+    """Have the flow run and its task runs set Crashed if this process dies within the block.
 
-    A killed process closes nothing, Prefect's server doesn't notice, and only a deployment's
-    runner would set the flow run's state, none the task runs'.
+    A killed process closes nothing, Prefect's server doesn't notice, and a deployment's runner
+    sets the flow run's state alone, none of the task runs'.
 
     Args:
         flow_run_id: the run that this process runs.
         grace_s: how long others get to set states first, from the death on: a runner, and tasks
             on a cluster that lives on.
     """
+    from prefect.settings import get_current_settings  # noqa: PLC0415
+
     # In a session of its own: neither a Ctrl-C in the terminal nor a runner that kills the
     # flow's process group is meant for it.
     process = subprocess.Popen(
-        [
-            sys.executable,
-            "-m",
-            "prefect_torch_ddp.tasks.watch.flow_watch_process",
-            str(flow_run_id),
-            str(grace_s),
-        ],
+        [sys.executable, "-m", __name__, str(flow_run_id), str(grace_s)],
         env=os.environ | get_current_settings().to_environment_variables(exclude_unset=True),
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
@@ -60,10 +57,26 @@ def closed_if_killed(flow_run_id: UUID, grace_s: float) -> Iterator[None]:
             process.wait()
 
 
+def main(flow_run_id: UUID, grace_s: float) -> None:
+    """Wait until the flow's process has left its block, or is gone."""
+    if sys.stdin.buffer.read():
+        return
+    for _ in range(TRIES):
+        with contextlib.suppress(Exception):
+            close(flow_run_id, grace_s)
+            return
+        time.sleep(RETRY_S)
+
+
 def close(flow_run_id: UUID, grace_s: float) -> None:
-    """Set Crashed what is still open after the grace period; not what was begun since, by
-    another process of the same run.
+    """Set Crashed what is still open after the grace period.
+
+    What another process of the same run has begun since then stays as it is.
     """
+    from prefect.client.orchestration import get_client  # noqa: PLC0415 - seconds and 100 MB
+    from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId  # noqa: PLC0415
+    from prefect.states import Crashed  # noqa: PLC0415
+
     of_this_run = FlowRunFilter(id=FlowRunFilterId(any_=[flow_run_id]))
     with get_client(sync_client=True) as client:
         deadline = time.monotonic() + grace_s
@@ -72,11 +85,8 @@ def close(flow_run_id: UUID, grace_s: float) -> None:
         while True:
             flow_run = client.read_flow_run(flow_run_id)
             is_flow_open = flow_run.state_id == state_id and _is_open(flow_run)
-            left = [
-                run.id
-                for run in client.read_task_runs(flow_run_filter=of_this_run)
-                if run.id in known and _is_open(run)
-            ]
+            task_runs = client.read_task_runs(flow_run_filter=of_this_run)
+            left = [run.id for run in task_runs if run.id in known and _is_open(run)]
             if time.monotonic() > deadline or not (left or is_flow_open):
                 break
             time.sleep(LOOK_EVERY_S)
@@ -86,5 +96,9 @@ def close(flow_run_id: UUID, grace_s: float) -> None:
             client.set_flow_run_state(flow_run_id, Crashed(message=MESSAGE), force=True)
 
 
-def _is_open(run: FlowRun | TaskRun) -> bool:
+def _is_open(run: "FlowRun | TaskRun") -> bool:
     return run.state is not None and not run.state.is_final()
+
+
+if __name__ == "__main__":
+    main(UUID(sys.argv[1]), float(sys.argv[2]))

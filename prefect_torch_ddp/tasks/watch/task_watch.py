@@ -1,7 +1,4 @@
-"""Owns the watch over what a submitted task stands on: its Dask worker and the scheduler.
-
-Dask itself waits for ever.
-"""
+"""The watch over a submitted task's Dask worker and scheduler, for which Dask waits for ever."""
 
 import asyncio
 import contextlib
@@ -56,9 +53,7 @@ class TaskWatch:
     """Looks after one task from its flow's thread."""
 
     def __init__(self, client: Client, future: "Future[Any]", *, owns_workers: bool) -> None:
-        """Watch a task; of a cluster that was made for this flow also all other workers, which
-        hold its ranks.
-        """
+        """Watch a task; of a cluster made for this flow all workers, since they hold its ranks."""
         assert client.scheduler is not None
         self._client = client
         self._rpc: Any = client.scheduler
@@ -70,8 +65,7 @@ class TaskWatch:
         self._address: str | None = None
 
     def look(self) -> None:
-        """Ask the scheduler, and through it the workers, for a sign of life; have a silent
-        worker restarted.
+        """Ask scheduler and workers for a sign of life; have a silent worker restarted.
 
         Raises:
             SchedulerLostError: the scheduler is gone, or was silent for too long.
@@ -85,33 +79,28 @@ class TaskWatch:
         if self._scheduler.is_deaf:
             msg = f"the scheduler {self._rpc.address} was silent for {self._scheduler.limit_s:g} s"
             raise SchedulerLostError(msg)
-        for address, ear in [
-            (address, ear) for address, ear in self._workers.items() if ear.is_deaf
-        ]:
+        for address, ear in [each for each in self._workers.items() if each[1].is_deaf]:
             if address == self._address:
                 # Else Dask would run it again by itself, beside the one that is submitted in
                 # its place.
                 self._client.cancel([self._future], force=True)
-            logger.warning(
-                "Dask worker %s was silent for %g s and is restarted", address, ear.limit_s
-            )
+            words = "Dask worker %s was silent for %g s and is restarted"
+            logger.warning(words, address, ear.limit_s)
             self._client.sync(self._replace, address)
             del self._workers[address]
             if address == self._address:
-                msg = f"Dask worker {address} was silent for {ear.limit_s:g} s while it ran the task itself"
+                silent = f"Dask worker {address} was silent for {ear.limit_s:g} s"
+                msg = f"{silent} while it ran the task itself"
                 raise SupervisorLostError(msg)
 
     async def _look(self) -> None:
         tasks = await answer_of(self._rpc.processing(workers=None), ANSWER_S)
         if tasks is None:
             return
-        address = next(
-            (address for address, keys in tasks.items() if self._future.key in keys), None
-        )
+        address = next((each for each, keys in tasks.items() if self._future.key in keys), None)
         if self._address is not None and address not in (None, self._address):
-            logger.warning(
-                "Dask lost worker %s and runs its task again, on %s", self._address, address
-            )
+            words = "Dask lost worker %s and runs its task again, on %s"
+            logger.warning(words, self._address, address)
         self._scheduler.heard(has_task=address is not None)
         self._address = address
         watched = [each for each in tasks if self._owns_workers or each == address]
@@ -119,22 +108,17 @@ class TaskWatch:
         await asyncio.gather(*map(self._look_at, watched))
 
     async def _look_at(self, address: str) -> None:
-        if (
-            await answer_of(
-                self._rpc.broadcast(msg={"op": "identity"}, workers=[address]), ANSWER_S
-            )
-            is not None
-        ):
-            # Where one has the task, it was sent before this was first asked, and has arrived
-            # by the second time.
-            self._workers[address].heard(has_task=address in self._answered)
-            if self._address is not None:
-                self._answered.add(address)
+        identity = self._rpc.broadcast(msg={"op": "identity"}, workers=[address])
+        if await answer_of(identity, ANSWER_S) is None:
+            return
+        # Where one has the task, it was sent before this was first asked, and has arrived by the
+        # second time.
+        self._workers[address].heard(has_task=address in self._answered)
+        if self._address is not None:
+            self._answered.add(address)
 
     async def _replace(self, address: str) -> None:
-        """Have the worker's nanny kill it and start another; where there is none that answers,
-        have Dask forget it.
-        """
+        # Its nanny kills it and starts another; where none answers, Dask forgets the worker.
         restart = self._rpc.restart_workers(
             workers=[address], timeout=RESTART_S, on_error="return", stimulus_id=STIMULUS
         )

@@ -1,6 +1,4 @@
-"""Owns the waiting for a submitted task under watch: Dask and Prefect wait for ever when its
-worker or scheduler is silent.
-"""
+"""Waiting for a submitted task under watch, where Dask and Prefect would wait for ever."""
 
 import logging
 import time
@@ -39,8 +37,8 @@ def follow(
     Raises:
         SupervisorLostError: the Dask worker that ran the task itself died or was silent for too
             long.
-        SchedulerLostError: the scheduler did. Of both Prefect is told, the task run is Crashed:
-            it would stay Running for ever.
+        SchedulerLostError: the scheduler did. After both the task run is Crashed at Prefect,
+            where it would stay Running for ever.
     """
     future: Future[Any] = task.wrapped_future
     watch = TaskWatch(client, future, owns_workers=owns_workers)
@@ -53,9 +51,8 @@ def follow(
         if future.status != "pending":
             future.result()  # Prefect's state, also of a task that failed
     except KilledWorker as error:
-        lost = SupervisorLostError(
-            f"Dask worker {error.last_worker.address} died while it ran the task itself"
-        )
+        died = f"Dask worker {error.last_worker.address} died while it ran the task itself"
+        lost = SupervisorLostError(died)
         _set_crashed(task.task_run_id, lost)
         raise lost from error
     except FutureCancelledError as error:
@@ -74,13 +71,12 @@ def _set_crashed(task_run_id: UUID, error: Exception) -> None:
         with get_client(sync_client=True) as client:
             set_state_if_known(client, task_run_id, Crashed(message=str(error)))
     except Exception as refused:  # noqa: BLE001 - whatever the API has, the loss is what the flow has to hear of
-        logger.warning(
-            "Prefect could not be told that task run %s is lost: %s", task_run_id, refused
-        )
+        words = "Prefect could not be told that task run %s is lost: %s"
+        logger.warning(words, task_run_id, refused)
 
 
 class WatchedFuture(PrefectDaskFuture[R]):
-    """Who waits for it hears of the loss of the worker that runs it, and of the scheduler's."""
+    """A future whose waiter hears of the loss of the task's worker, and of the scheduler's."""
 
     def __init__(self, future: PrefectDaskFuture[R], client: Client) -> None:
         """Take the place of a task's future."""
@@ -110,8 +106,10 @@ class WatchedFuture(PrefectDaskFuture[R]):
                 super().wait()
 
     def result(self, timeout: float | None = None, raise_on_failure: bool = True) -> R:  # noqa: FBT002 - Prefect's own
-        """Return the result, or raise what the task raised or how it was lost
-        (SupervisorLostError, SchedulerLostError).
+        """Return the result, or raise what the task raised or how it was lost.
+
+        Raises:
+            SupervisorLostError, SchedulerLostError: the task was lost.
         """
         self.wait(timeout)
         if self._loss is None:
@@ -122,9 +120,7 @@ class WatchedFuture(PrefectDaskFuture[R]):
 
 
 class WatchedTask(Task[P, R]):
-    """A task whose futures are watched, and that is stopped in good order when its flow leaves
-    it behind.
-    """
+    """A task whose futures are watched, and that is stopped in good order if its flow leaves it."""
 
     stop_grace_s = 20.0
 
@@ -148,17 +144,15 @@ class WatchedTask(Task[P, R]):
 
 
 def _stop_if_left(future: PrefectDaskFuture[Any], grace_s: float) -> None:
-    """Stop a task that its flow leaves by Ctrl-C, SIGTERM or an error: the cluster closes next,
-    and would cut its ranks short.
-    """
+    # The flow leaves it by Ctrl-C, SIGTERM or an error; the cluster closes next, and would cut its
+    # ranks short.
     if future.wrapped_future.status != "pending":
         return
     try:
         stop_task(future, grace_s)
     except Exception as trouble:  # noqa: BLE001 - what ended the flow must not be hidden by it
-        logger.warning(
-            "task run %s could not be stopped in good order: %s", future.task_run_id, trouble
-        )
+        words = "task run %s could not be stopped in good order: %s"
+        logger.warning(words, future.task_run_id, trouble)
 
 
 def _watched(made: Any, grace_s: float) -> Any:

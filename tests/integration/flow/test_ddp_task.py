@@ -210,7 +210,7 @@ def test_arguments_arrive_whatever_their_names(dask_cluster: LocalCluster, tmp_p
         name: str = "n",
         **others: Any,
     ) -> dict[str, Any]:
-        return {name: value for name, value in locals().items() if name != "rank"}
+        return {name: value for name, value in locals().items() if name != "ctx"}
 
     given: dict[str, Any] = {
         "retries": 2,

@@ -114,9 +114,7 @@ def test_any_way_to_define_them_counts(write: Write, source: str) -> None:
 def test_a_name_inside_a_function_is_no_function_of_the_module(write: Write) -> None:
     """Only what the module itself binds counts."""
     with pytest.raises(InvalidParamsError, match="has no function 'evaluate'"):
-        read_workload(
-            write("def prepare(ctx): ...\ndef train(ctx):\n    def evaluate(ctx): ...\n")
-        )
+        read_workload(write("def prepare(ctx): ...\ndef train(ctx):\n    def evaluate(ctx): ...\n"))
 
 
 CLASS = """
