@@ -124,7 +124,8 @@ class Checkpointer:
             generators: the state of this rank's random generators; None: as they are now.
 
         Raises:
-            CheckpointError: an object's state couldn't be read back, or see `raise_if_over`.
+            InvalidParamsError: an object's state couldn't be read back.
+            CheckpointError: see `raise_if_over`.
         """
         self.wait()
         self.raise_if_over()

@@ -12,7 +12,7 @@ from typing import IO, Any, BinaryIO, cast
 import numpy as np
 import torch
 
-from prefect_torch_ddp.errors import CheckpointError
+from prefect_torch_ddp.errors import InvalidParamsError
 
 _Layout = tuple[torch.Size, torch.dtype, tuple[int, ...], bool]
 
@@ -175,7 +175,7 @@ def check_loadable(name: str, state: Any) -> None:
     """Refuse a state that couldn't be read back; tensors count as empty, so it costs little.
 
     Raises:
-        CheckpointError: names the tracked object, and the place and type of what can't be kept.
+        InvalidParamsError: names the tracked object, and the place and type of what can't be kept.
     """
     error = _refusal(state)
     if error is not None:
@@ -186,7 +186,7 @@ def check_loadable(name: str, state: Any) -> None:
             f"torch.load(weights_only=True): state_dict(){place} is a {kind}; "
             "it should hold tensors, numbers, texts, lists and plain dicts"
         )
-        raise CheckpointError(msg) from error
+        raise InvalidParamsError(msg) from error
 
 
 def _refusal(state: Any) -> Exception | None:

@@ -22,6 +22,7 @@ from prefect_torch_ddp.checkpoint.rank_store import (
 )
 from prefect_torch_ddp.checkpoint.restore import Restorer, keeps_its_state
 from prefect_torch_ddp.checkpoint.resume_point import ResumePoint
+from prefect_torch_ddp.checkpoint.serial import check_loadable
 from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.protocol.heartbeat import Phase
 from prefect_torch_ddp.rank.checkpoint_status import CheckpointStatus
@@ -83,6 +84,8 @@ class Tracker:
                 )
             for name, item in objects.items():
                 bare = unwrapped(item)
+                if self._checkpointer is not None:
+                    check_loadable(name, bare.state_dict())  # not only at the first checkpoint
                 self._restorer.restore(name, bare)
                 self._objects[name] = bare
             self._generators.go_on()

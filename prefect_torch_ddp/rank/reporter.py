@@ -66,7 +66,7 @@ class Reporter:
             step=self._state.step + 1,
             epoch=position.epoch + 1,
             loop=position.loop,
-            place=position.batch * position.global_batch_size,
+            offset=position.batch * position.global_batch_size,
             num_samples=batches.num_samples,
             global_batch_size=batches.global_batch_size,
             drop_last=batches.drop_last,
@@ -78,9 +78,9 @@ class Reporter:
         """Put on the ledger that a loop has ended in order, and where."""
         if self._ledger is not None:
             position = self._state.position
-            place = position.batch * position.global_batch_size
+            offset = position.batch * position.global_batch_size
             self._ledger.put(
-                EndLine(self._state.step + 1, position.epoch + 1, place, position.loop)
+                EndLine(self._state.step + 1, position.epoch + 1, position.loop, offset)
             )
 
     def end_step(self) -> None:

@@ -1,5 +1,4 @@
-"""What ranks put on record while they train: metrics and the ledger of samples.
+"""Records of ranks: metrics and the ledger of samples, as JSON lines in the storage.
 
-Records are JSON lines in a storage, written in parts by one rank each, read by anyone, without
-torch.
+Each rank writes its own in parts; anyone reads them. Nothing here loads torch, Prefect or Dask.
 """

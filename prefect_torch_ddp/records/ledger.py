@@ -1,9 +1,4 @@
-"""Owns the ledger of a run: the record of which samples each rank trained on in each step, and
-how it is read back.
-
-Owns the check of a ledger: pure, from the lines that ranks wrote to what is missing or was
-taken twice.
-"""
+"""The ledger of a run: which samples each rank trained on in each step, and the check of it."""
 
 import json
 from collections import defaultdict
@@ -15,299 +10,80 @@ from typing import Any
 from prefect_torch_ddp.records.log import RecordLog
 from prefect_torch_ddp.records.parts import first_steps, read_parts, record_parts, superseded_from
 from prefect_torch_ddp.results import EpochLedger, LedgerReport
-from prefect_torch_ddp.storage.protocol import Storage, StoredObject
+from prefect_torch_ddp.storage.protocol import Storage
 
 MAX_EXAMPLES = 5
 
+_encode = json.JSONEncoder(separators=(",", ":")).encode  # json.dumps would make one for each line
+
 
 @dataclass(frozen=True)
-class LoopLine:
-    """What a loop over optimizer steps goes over, and where an attempt begins or goes on in
-    it.
-    """
+class Line:
+    """What all lines of the ledger say."""
 
     step: int
-    """The first step it is to do."""
+    """The step that was done; of a loop's beginning or end, the step that would be next."""
     epoch: int
     loop: int
     """Which call of `ctx.steps` it is, from 0."""
-    place: int
-    """Samples of the epoch that are done before."""
+    offset: int
+    """Samples of the epoch that come before."""
+    rank: int = field(default=0, kw_only=True)
+    attempt: int = field(default=0, kw_only=True)
+
+
+@dataclass(frozen=True)
+class LoopLine(Line):
+    """A loop over optimizer steps begins, or resumes."""
+
     num_samples: int
     """Of the dataset."""
     global_batch_size: int
     drop_last: bool
     world_size: int
-    rank: int = 0
-    attempt: int = 0
 
     @property
     def num_due(self) -> int:
         """Samples of a whole epoch."""
-        return self.num_samples - (
-            self.num_samples % self.global_batch_size if self.drop_last else 0
-        )
+        num_left_out = self.num_samples % self.global_batch_size if self.drop_last else 0
+        return self.num_samples - num_left_out
 
 
 @dataclass(frozen=True)
-class StepLine:
-    """Which samples one rank trained on in one step."""
+class StepLine(Line):
+    """The samples one rank trained on in one step; `offset` is the global batch's."""
 
-    step: int
-    epoch: int
-    loop: int
-    place: int
-    """Of the global batch's first sample in the order of the epoch."""
     num_global: int
     """Samples of the global batch, over all ranks."""
     is_last: bool
     """Whether the global batch is the last one of its epoch."""
     samples: Sequence[int]
-    rank: int = 0
-    attempt: int = 0
 
 
 @dataclass(frozen=True)
-class EndLine:
-    """Where a loop ended in order: no line of it before this place may be missing."""
-
-    step: int
-    """The one that would be next."""
-    epoch: int
-    """Of the next sample."""
-    place: int
-    """Samples of that epoch that are done."""
-    loop: int
-    rank: int = 0
-    attempt: int = 0
-
-
-def check_ledger(
-    run_id: str, firsts: Mapping[int, int], lines: Iterable[LoopLine | StepLine | EndLine]
-) -> LedgerReport:
-    """Check the lines of all attempts, in any order.
-
-    Args:
-        run_id: the run that they belong to.
-        firsts: the first step of every attempt; lines of others are left out.
-        lines: may be read only once.
-    """
-    superseded = superseded_from(firsts)
-    found = _Found()
-    for line in lines:
-        if line.step < superseded.get(line.attempt, 0):
-            found.add(line)
-    return LedgerReport(
-        run_id=run_id, epochs=tuple(map(found.check, found.epochs())), attempts=found.sizes()
-    )
-
-
-@dataclass
-class _Found:
-    """The lines that count."""
-
-    loops: list[LoopLine] = field(default_factory=list)
-    ends: list[EndLine] = field(default_factory=list)
-    tallies: dict[int, "_Tally"] = field(default_factory=dict)
-    attempts: set[int] = field(default_factory=set)
-    """Those that did steps."""
-
-    def add(self, line: LoopLine | StepLine | EndLine) -> None:
-        if isinstance(line, LoopLine):
-            self.loops.append(line)
-        elif isinstance(line, EndLine):
-            self.ends.append(line)
-        else:
-            self.tallies.setdefault(line.epoch, _Tally()).add(line)
-            self.attempts.add(line.attempt)
-
-    def sizes(self) -> dict[int, int]:
-        sizes = {line.attempt: line.world_size for line in self.loops}
-        return {attempt: sizes.get(attempt, 0) for attempt in sorted(self.attempts)}
-
-    def epochs(self) -> Sequence[int]:
-        """Return all epochs from the first to the last one, also those of which no line is
-        left.
-        """
-        if not self.loops:
-            return sorted(self.tallies)
-        ended = [line.epoch if line.place else line.epoch - 1 for line in self.ends]
-        return range(min(line.epoch for line in self.loops), max([0, *self.tallies, *ended]) + 1)
-
-    @cached_property
-    def newest_whole(self) -> int:
-        """Return the last epoch with a whole global batch: of what follows, not all ranks may
-        have written before they died.
-        """
-        return max(
-            (
-                epoch
-                for epoch, tally in self.tallies.items()
-                if any(map(tally.is_whole, tally.batches))
-            ),
-            default=0,
-        )
-
-    def check(self, epoch: int) -> EpochLedger:
-        tally = self.tallies.get(epoch, _Tally())
-        loop = self._loop_of(epoch)
-        if loop is None:
-            num_seen = len(tally.counts) - tally.counts.count(0)
-            return EpochLedger(
-                epoch=epoch, num_samples=num_seen, num_total=0, is_finished=tally.is_finished
-            )
-        first = min(self.loops, key=lambda line: (line.step, line.attempt))
-        begins_at = first.place if first.epoch == epoch else 0
-        counts = tally.counts[: loop.num_samples]
-        num_seen = len(counts) - counts.count(0)
-        is_due = tally.is_finished or self._is_past(epoch, loop)
-        num_due = loop.num_due - begins_at
-        unknown = sorted(tally.negative) + [
-            i for i in range(loop.num_samples, len(tally.counts)) if tally.counts[i]
-        ]
-        return EpochLedger(
-            epoch=epoch,
-            num_samples=num_seen,
-            num_total=loop.num_samples,
-            is_finished=tally.is_finished,
-            begins_at=begins_at,
-            num_left_out=loop.num_samples - loop.num_due if tally.is_finished else 0,
-            num_missing=max(0, num_due - num_seen)
-            if is_due
-            else _gaps(tally.batches, begins_at, self._end_in(epoch, loop)),
-            missing=_first_absent(counts, loop.num_samples)
-            if is_due and num_due == loop.num_samples
-            else (),
-            num_repeated=counts.count(2),
-            repeated=tuple(tally.again),
-            repeated_in=tuple(tally.again.values()),
-            num_unknown=len(unknown),
-            unknown=tuple(unknown[:MAX_EXAMPLES]),
-        )
-
-    def _loop_of(self, epoch: int) -> LoopLine | None:
-        """Return the newest description of the loop that an epoch belongs to."""
-        before = [line for line in self.loops if line.epoch <= epoch]
-        return max(
-            before, key=lambda line: (line.epoch, line.step, line.attempt, line.loop), default=None
-        )
-
-    def _is_past(self, epoch: int, loop: LoopLine) -> bool:
-        """Tell whether the loop went on to a later epoch: it goes through one before it begins
-        the next.
-
-        Only the user's leaving the loop, or its end, cuts an epoch off.
-        """
-        if any(line.loop == loop.loop and line.epoch > epoch for line in self.ends):
-            return True
-        later = self._loop_of(epoch + 1)
-        return later is not None and later.loop == loop.loop and self.newest_whole > epoch
-
-    def _end_in(self, epoch: int, loop: LoopLine) -> int | None:
-        places = [line.place for line in self.ends if (line.loop, line.epoch) == (loop.loop, epoch)]
-        return max(places, default=None)
-
-
-@dataclass
-class _Tally:
-    """What the lines of one epoch add up to."""
-
-    last_place: int | None = None
-    """Of the epoch's last global batch, once it was seen."""
-    counts: bytearray = field(default_factory=bytearray)
-    """For each id 0, 1, or 2 for any more."""
-    again: dict[int, int] = field(default_factory=dict)
-    """Some ids that were seen again, each with the step."""
-    negative: set[int] = field(default_factory=set)
-    batches: dict[int, tuple[int, int]] = field(default_factory=lambda: defaultdict(lambda: (0, 0)))
-    """For each global batch, by its place: how many samples it has, and how many are on
-    record."""
-
-    @property
-    def is_finished(self) -> bool:
-        return self.last_place is not None and self.is_whole(self.last_place)
-
-    def is_whole(self, place: int) -> bool:
-        """Tell whether all samples of a global batch are on record."""
-        num_global, num_found = self.batches[place]
-        return num_found >= num_global
-
-    def add(self, line: StepLine) -> None:
-        self.last_place = line.place if line.is_last else self.last_place
-        _, num_found = self.batches[line.place]
-        self.batches[line.place] = (line.num_global, num_found + len(line.samples))
-        if line.samples:
-            self.counts.extend(bytes(max(0, max(line.samples) + 1 - len(self.counts))))
-        for sample in line.samples:
-            if sample < 0:
-                self.negative.add(sample)
-                continue
-            if self.counts[sample] and len(self.again) < MAX_EXAMPLES:
-                self.again[sample] = line.step
-            self.counts[sample] = 2 if self.counts[sample] else 1
-
-
-def _gaps(batches: Mapping[int, tuple[int, int]], begins_at: int, end: int | None) -> int:
-    """Count the samples that are missing of an epoch that was cut off.
-
-    Args:
-        batches: see _Tally.
-        begins_at: the first place that is due.
-        end: the place where the loop ended; None: it is not known to have ended, and what
-            follows the last global batch that is whole was perhaps done and not written down by
-            all ranks when they died.
-    """
-    places = sorted(batches)
-    while end is None and places and batches[places[-1]][1] < batches[places[-1]][0]:
-        places.pop()
-    num_missing, done = 0, begins_at
-    for place in places:
-        num_global, num_found = batches[place]
-        num_missing += max(0, place - done) + max(0, num_global - num_found)
-        done = place + num_global
-    return num_missing + max(0, (end or 0) - done)
-
-
-def _first_absent(counts: bytearray, num_samples: int) -> tuple[int, ...]:
-    """Return the first ids that were never seen."""
-    found: list[int] = []
-    at = counts.find(0)
-    while at >= 0 and len(found) < MAX_EXAMPLES:
-        found.append(at)
-        at = counts.find(0, at + 1)
-    found += range(len(counts), num_samples)[: MAX_EXAMPLES - len(found)]
-    return tuple(found)
-
-
-_encode = json.JSONEncoder(
-    separators=(",", ":")
-).encode  # made once: json.dumps would make one for each line
+class EndLine(Line):
+    """A loop ended in order: no line of it before this offset may be missing."""
 
 
 class LedgerLog(RecordLog):
-    """Appends to `runs/<run_id>/ledger/rank-00000/<attempt>-<part>.jsonl`: a line for each step
-    and each loop.
-    """
+    """Appends lines to `runs/<run_id>/ledger/rank-00000/<attempt>-<part>.jsonl`."""
 
     def __init__(
         self, storage: Storage, run_id: str, rank: int, attempt: int, **options: Any
     ) -> None:
-        """Make it; nothing is written yet.
-
-        See RecordLog for the options: first_interval_s and copies.
-        """
+        """Make it; nothing is written yet. Options: RecordLog's first_interval_s and copies."""
         super().__init__(
             storage,
             _folder(run_id),
             rank=rank,
             attempt=attempt,
             what="ledger",
-            to_line=_line,
+            to_line=lambda record: _encode(record) + "\n",
             **options,
         )
         self._who = {"rank": rank, "attempt": attempt}
 
-    def put(self, line: LoopLine | StepLine | EndLine) -> None:
+    def put(self, line: Line) -> None:
         """Put a line on record, as this rank's."""
         self.append({**vars(line), **self._who})
 
@@ -320,26 +96,196 @@ def read_ledger(storage: Storage, run_id: str) -> LedgerReport:
     """
     parts = record_parts(storage, _folder(run_id))
     # Steps only grow, so the first part of each rank has its attempt's first step.
-    firsts = first_steps(read_parts(storage, _first_parts(parts), _parse))
+    first_parts = {part.key.rpartition("-")[0]: part for part in reversed(parts)}
+    firsts = first_steps(read_parts(storage, list(first_parts.values()), _parse))
     return check_ledger(run_id, firsts, read_parts(storage, parts, _parse))
-
-
-def _first_parts(parts: Sequence[StoredObject]) -> list[StoredObject]:
-    first: dict[str, StoredObject] = {}
-    for part in parts:
-        first.setdefault(part.key.rpartition("-")[0], part)
-    return list(first.values())
 
 
 def _folder(run_id: str) -> str:
     return f"runs/{run_id}/ledger"
 
 
-def _line(record: Mapping[str, Any]) -> str:
-    return _encode(record) + "\n"
-
-
-def _parse(line: dict[str, Any]) -> LoopLine | StepLine | EndLine:
+def _parse(line: dict[str, Any]) -> Line:
     if "samples" in line:
         return StepLine(**line)
     return LoopLine(**line) if "num_samples" in line else EndLine(**line)
+
+
+def check_ledger(run_id: str, firsts: Mapping[int, int], lines: Iterable[Line]) -> LedgerReport:
+    """Check the lines of all attempts, in any order; `lines` are read once.
+
+    Args:
+        run_id: the run that they belong to.
+        firsts: the first step of every attempt; lines of others are left out.
+        lines: what ranks wrote.
+    """
+    superseded = superseded_from(firsts)
+    found = _Found()
+    for line in lines:
+        if line.step < superseded.get(line.attempt, 0):
+            found.add(line)
+    return LedgerReport(
+        run_id=run_id, epochs=tuple(map(found.check, found.epochs())), attempts=found.sizes()
+    )
+
+
+@dataclass
+class _Tally:
+    """What the lines of one epoch add up to."""
+
+    last_offset: int | None = None
+    """Of the epoch's last global batch, once it was seen."""
+    counts: bytearray = field(default_factory=bytearray)
+    """For each id 0, 1, or 2 for any more."""
+    again: dict[int, int] = field(default_factory=dict)
+    """Some ids that were seen again, each with the step."""
+    negative: set[int] = field(default_factory=set)
+    batches: dict[int, tuple[int, int]] = field(default_factory=lambda: defaultdict(lambda: (0, 0)))
+    """By its offset, how many samples a global batch has, and how many are on record."""
+
+    @property
+    def is_finished(self) -> bool:
+        return self.last_offset is not None and self.is_whole(self.last_offset)
+
+    @property
+    def num_seen(self) -> int:
+        return len(self.counts) - self.counts.count(0)
+
+    def is_whole(self, offset: int) -> bool:
+        num_global, num_found = self.batches[offset]
+        return num_found >= num_global
+
+    def add(self, line: StepLine) -> None:
+        self.last_offset = line.offset if line.is_last else self.last_offset
+        _, num_found = self.batches[line.offset]
+        self.batches[line.offset] = (line.num_global, num_found + len(line.samples))
+        self.counts.extend(bytes(max(0, max(line.samples, default=-1) + 1 - len(self.counts))))
+        for sample in line.samples:
+            if sample < 0:
+                self.negative.add(sample)
+                continue
+            if self.counts[sample] and len(self.again) < MAX_EXAMPLES:
+                self.again[sample] = line.step
+            self.counts[sample] = 2 if self.counts[sample] else 1
+
+    def gaps(self, begins_at: int, end: int | None) -> int:
+        """Count the samples missing of an epoch that was cut off at `end`.
+
+        Without a known end, ranks may have died before they wrote down what follows the last
+        whole global batch; that isn't missing.
+        """
+        offsets = sorted(self.batches)
+        while end is None and offsets and not self.is_whole(offsets[-1]):
+            offsets.pop()
+        num_missing, done = 0, begins_at
+        for offset in offsets:
+            num_global, num_found = self.batches[offset]
+            num_missing += max(0, offset - done) + max(0, num_global - num_found)
+            done = offset + num_global
+        return num_missing + max(0, (end or 0) - done)
+
+    def first_absent(self, num_samples: int) -> tuple[int, ...]:
+        """Return the first ids that were never seen."""
+        found: list[int] = []
+        at = self.counts.find(0)
+        while 0 <= at < num_samples and len(found) < MAX_EXAMPLES:
+            found.append(at)
+            at = self.counts.find(0, at + 1)
+        found += range(len(self.counts), num_samples)[: MAX_EXAMPLES - len(found)]
+        return tuple(found)
+
+
+@dataclass
+class _Found:
+    """The lines that count."""
+
+    loops: list[LoopLine] = field(default_factory=list)
+    ends: list[EndLine] = field(default_factory=list)
+    tallies: dict[int, _Tally] = field(default_factory=dict)
+    attempts: set[int] = field(default_factory=set)
+    """Those that did steps."""
+
+    def add(self, line: Line) -> None:
+        if isinstance(line, LoopLine):
+            self.loops.append(line)
+        elif isinstance(line, EndLine):
+            self.ends.append(line)
+        elif isinstance(line, StepLine):
+            self.tallies.setdefault(line.epoch, _Tally()).add(line)
+            self.attempts.add(line.attempt)
+
+    def sizes(self) -> dict[int, int]:
+        """Return the world size of each attempt that did steps."""
+        sizes = {line.attempt: line.world_size for line in self.loops}
+        return {attempt: sizes.get(attempt, 0) for attempt in sorted(self.attempts)}
+
+    def epochs(self) -> Sequence[int]:
+        """Return all epochs from the first to the last, also those without any line left."""
+        if not self.loops:
+            return sorted(self.tallies)
+        ended = [line.epoch if line.offset else line.epoch - 1 for line in self.ends]
+        return range(min(line.epoch for line in self.loops), max([0, *self.tallies, *ended]) + 1)
+
+    def check(self, epoch: int) -> EpochLedger:
+        tally = self.tallies.get(epoch, _Tally())
+        is_finished = tally.is_finished
+        loop = self._loop_of(epoch)
+        if loop is None:
+            return EpochLedger(
+                epoch=epoch, num_samples=tally.num_seen, num_total=0, is_finished=is_finished
+            )
+        first = min(self.loops, key=lambda line: (line.step, line.attempt))
+        begins_at = first.offset if first.epoch == epoch else 0
+        beyond = [i for i in range(loop.num_samples, len(tally.counts)) if tally.counts[i]]
+        num_seen = tally.num_seen - len(beyond)
+        unknown = [*sorted(tally.negative), *beyond]
+        is_due = is_finished or self._is_past(epoch, loop)
+        num_due = loop.num_due - begins_at
+        num_gaps = 0 if is_due else tally.gaps(begins_at, self._end_in(epoch, loop))
+        names_missing = is_due and num_due == loop.num_samples
+        return EpochLedger(
+            epoch=epoch,
+            num_samples=num_seen,
+            num_total=loop.num_samples,
+            is_finished=is_finished,
+            begins_at=begins_at,
+            num_left_out=loop.num_samples - loop.num_due if is_finished else 0,
+            num_missing=max(0, num_due - num_seen) if is_due else num_gaps,
+            missing=tally.first_absent(loop.num_samples) if names_missing else (),
+            num_repeated=tally.counts[: loop.num_samples].count(2),
+            repeated=tuple(tally.again),
+            repeated_in=tuple(tally.again.values()),
+            num_unknown=len(unknown),
+            unknown=tuple(unknown[:MAX_EXAMPLES]),
+        )
+
+    @cached_property
+    def _newest_whole(self) -> int:
+        """The last epoch with a whole global batch; of later ones ranks may have died writing."""
+        whole = [
+            epoch
+            for epoch, tally in self.tallies.items()
+            if any(map(tally.is_whole, tally.batches))
+        ]
+        return max(whole, default=0)
+
+    def _loop_of(self, epoch: int) -> LoopLine | None:
+        """Return the newest description of the loop that an epoch belongs to."""
+        before = [line for line in self.loops if line.epoch <= epoch]
+        return max(
+            before, key=lambda line: (line.epoch, line.step, line.attempt, line.loop), default=None
+        )
+
+    def _is_past(self, epoch: int, loop: LoopLine) -> bool:
+        """Tell whether the loop came to a later epoch, and so must be through with this one.
+
+        Only where the user leaves the loop, or it ends, is an epoch cut off.
+        """
+        if any(line.loop == loop.loop and line.epoch > epoch for line in self.ends):
+            return True
+        later = self._loop_of(epoch + 1)
+        return later is not None and later.loop == loop.loop and self._newest_whole > epoch
+
+    def _end_in(self, epoch: int, loop: LoopLine) -> int | None:
+        ends = [line.offset for line in self.ends if (line.loop, line.epoch) == (loop.loop, epoch)]
+        return max(ends, default=None)

@@ -1,16 +1,12 @@
-"""Owns how the records of one rank reach the storage: batched, in the background, none lost at
-exit or by a kill.
+"""How a rank's records reach the storage: in parts, in the background, none lost by a kill."""
 
-Owns the lines in which a rank's metrics reach the storage.
-"""
-
-import contextlib
 import logging
 import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,115 +22,11 @@ PAUSE_S = 0.2
 logger = logging.getLogger(__name__)
 
 
-class RecordBatch:
-    """Grows by lines.
-
-    What one process adds, another finds in the file, whatever becomes of the first: see
-    `left_behind`.
-    """
-
-    def __init__(self, copy: Path | None) -> None:
-        """Start without a line.
-
-        Args:
-            copy: the file, which must not exist; None: no copy is kept.
-        """
-        self._copy = copy
-        self._file: int | None = None
-        self._lines: list[bytes] = []
-
-    @property
-    def num_records(self) -> int:
-        """How many lines it has."""
-        return len(self._lines)
-
-    def add(self, line: bytes) -> None:
-        """Add a line with its end.
-
-        To the file by one call of the kernel, which no kill cuts in two.
-        """
-        self._lines.append(line)
-        if self._copy is None:
-            return
-        try:
-            if self._file is None:
-                self._copy.parent.mkdir(parents=True, exist_ok=True)
-                self._file = os.open(
-                    self._copy,
-                    os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC,
-                    0o600,
-                )
-            os.write(self._file, line)
-        except OSError as error:
-            logger.warning(
-                "records since the last write would be lost if this rank were killed: can't keep a copy: %s",
-                error,
-            )
-            self._forget_copy()
-
-    def content(self) -> bytes:
-        """Return all lines."""
-        return b"".join(self._lines)
-
-    def drop(self) -> None:
-        """Forget the lines: they are where they belong."""
-        self._lines.clear()
-        self._forget_copy()
-
-    def _forget_copy(self) -> None:
-        if self._file is not None:
-            os.close(self._file)
-            self._file = None
-        if self._copy is not None:
-            with contextlib.suppress(OSError):  # never made
-                self._copy.unlink()
-            self._copy = None
-
-
-def left_behind(folder: Path) -> Iterator[tuple[str, bytes]]:
-    """Yield (key, content) of the batches that ended processes had not written, in order; a
-    last line that was cut is left out.
-
-    Args:
-        folder: below which the copies are, each named by the key of its object.
-    """
-    for path in sorted(folder.rglob(f"*{SUFFIX}")):
-        content = path.read_bytes()
-        if whole := content[: content.rfind(b"\n") + 1]:
-            yield path.relative_to(folder).as_posix(), whole
-
-
-def put_part(storage: Storage, key: str, content: bytes) -> str:
-    """Write a part of a rank's records under its key, or under the next free one; return that.
-    Doing it twice is no error.
-
-    Args:
-        storage: where to.
-        key: `<folder>/<attempt>-<part>.jsonl`.
-        content: the same at every try: else what arrived though it seemed to fail would be
-            there twice.
-
-    Raises:
-        StorageError: it can't be written.
-    """
-    while not storage.write_if_absent(key, content):
-        if storage.read(key) == content:
-            break  # an earlier try arrived though it seemed to fail, or its writer was killed before it heard so
-        stem, _, number = key.removesuffix(SUFFIX).rpartition("-")
-        key = part_key(f"{stem}-", int(number) + 1)
-    return key
-
-
-def part_key(prefix: str, number: int) -> str:
-    """Return the key of a part, which sorts by its number."""
-    return f"{prefix}{number:06d}{SUFFIX}"
-
-
 class RecordLog:
     """Appends records to `<folder>/rank-00000/<attempt>-<part>.jsonl`.
 
     While the storage fails, records are kept and tried again. Those that no part holds yet are
-    in a file as well, if there is a folder for it: whoever kills this process finds them there.
+    in a file as well, where `left_behind` finds them after this process was killed.
     """
 
     def __init__(  # noqa: PLR0913 - what is written, by whom, and where to, all by name
@@ -162,7 +54,7 @@ class RecordLog:
                 isn't ready.
             is_ready: tells whether a record can be made a line without waiting.
             first_interval_s: seconds until the first part.
-            copies: the folder for what isn't written yet; see `record_batch.left_behind`.
+            copies: the folder for what isn't written yet; None: no copies are kept.
         """
         self._storage = storage
         self._prefix = f"{folder}/rank-{rank:05d}/{attempt:06d}-"
@@ -176,7 +68,7 @@ class RecordLog:
         self._num_batches = 0
         self._growing = self._new_batch()
         self._next_key = part_key(self._prefix, 1)
-        self._full: RecordBatch | None = None
+        self._full: _Batch | None = None
         """What is being written; after an error the same again."""
         self._taking = threading.Lock()
         self._writing = threading.Lock()
@@ -195,48 +87,39 @@ class RecordLog:
             self._thread.start()
 
     def flush(self) -> None:
-        """Write what was appended before; raises StorageError, and keeps what it couldn't
-        write.
-        """
+        """Write what was appended before; raises StorageError, and keeps what isn't written."""
         with self._writing:
             self._wait_for_all()
             if self._full is not None:
                 self._write_full()
             with self._taking:
-                if not self._growing.num_records:
+                if not self._growing.lines:
                     return
                 self._full, self._growing = self._growing, self._new_batch()
             self._write_full()
 
     def close(self) -> None:
-        """Write all that is left.
-
-        Raises:
-            StorageError: it can't be written, after a few tries.
-        """
+        """Write all that is left; raises StorageError after a few tries."""
         if self._thread is None:
             return
         self._closing.set()
         self._thread.join()
         self._thread = None
         tries_left = NUM_LAST_TRIES
-        while self._num_pending:
+        while num_pending := self._num_pending():
             try:
                 self.flush()
             except StorageError as error:
                 tries_left -= 1
                 if tries_left == 0:
-                    msg = f"{self._num_pending} {self._what} records could not be written to {self._next_key}: {error}"
+                    what = f"{num_pending} {self._what} records"
+                    msg = f"{what} could not be written to {self._next_key}: {error}"
                     raise StorageError(msg) from error
                 threading.Event().wait(PAUSE_S)
 
-    @property
     def _num_pending(self) -> int:
-        return (
-            len(self._waiting)
-            + self._growing.num_records
-            + (self._full.num_records if self._full is not None else 0)
-        )
+        num_full = 0 if self._full is None else len(self._full.lines)
+        return len(self._waiting) + len(self._growing.lines) + num_full
 
     def _write_parts(self) -> None:
         is_failing, began_s, interval_s = False, time.monotonic(), self._first_interval_s
@@ -245,16 +128,14 @@ class RecordLog:
             try:
                 self.flush()
                 is_failing = False
-            except Exception as error:  # noqa: BLE001 - the training goes on; close() raises what lasts
+            except Exception as error:  # noqa: BLE001 - the training continues; close() raises what lasts
                 if not is_failing:
-                    words = "%s records can't be written to %s, and are kept to try again: %s"
-                    logger.warning(words, self._what, self._next_key, error)
+                    text = "%s records can't be written to %s, and are kept to try again: %s"
+                    logger.warning(text, self._what, self._next_key, error)
                 is_failing = True
 
     def _wait_for_all(self) -> None:
-        """Take all records that wait; not under the lock, since the step must not wait for
-        them.
-        """
+        # Not under the lock all the time, since the step must not wait for a device here.
         while True:
             with self._taking:
                 if not self._waiting:
@@ -271,29 +152,102 @@ class RecordLog:
 
     def _write_full(self) -> None:
         assert self._full is not None
-        written = put_part(self._storage, self._next_key, self._full.content())
+        written = put_part(self._storage, self._next_key, b"".join(self._full.lines))
         self._full.drop()
         self._full = None
-        self._next_key = part_key(
-            self._prefix, int(written[len(self._prefix) :].partition(".")[0]) + 1
-        )
+        number = int(written.removeprefix(self._prefix).removesuffix(SUFFIX))
+        self._next_key = part_key(self._prefix, number + 1)
 
-    def _new_batch(self) -> RecordBatch:
+    def _new_batch(self) -> "_Batch":
         self._num_batches += 1
-        return RecordBatch(
-            self._copies and self._copies / part_key(self._prefix, self._num_batches)
-        )
+        name = part_key(self._prefix, self._num_batches)
+        return _Batch(None if self._copies is None else self._copies / name)
+
+
+class _Batch:
+    """Lines that become one part, with a copy in a file that outlives a kill."""
+
+    def __init__(self, copy: Path | None) -> None:
+        self.lines: list[bytes] = []
+        self._copy = copy
+        self._file: int | None = None
+
+    def add(self, line: bytes) -> None:
+        self.lines.append(line)
+        if self._copy is None:
+            return
+        try:
+            if self._file is None:
+                self._copy.parent.mkdir(parents=True, exist_ok=True)
+                flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
+                self._file = os.open(self._copy, flags, 0o600)
+            os.write(self._file, line)  # one call of the kernel, which no kill cuts in two
+        except OSError as error:
+            text = (
+                "a kill of this rank would lose records since the last write: can't keep a copy: %s"
+            )
+            logger.warning(text, error)
+            self._forget_copy()
+
+    def drop(self) -> None:
+        """Forget the lines: they are where they belong."""
+        self.lines.clear()
+        self._forget_copy()
+
+    def _forget_copy(self) -> None:
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+        if self._copy is not None:
+            with suppress(OSError):  # never made
+                self._copy.unlink()
+            self._copy = None
+
+
+def left_behind(folder: Path) -> Iterator[tuple[str, bytes]]:
+    """Yield (key, content) of the batches that killed processes had not written, in order.
+
+    A last line that was cut is left out.
+
+    Args:
+        folder: below which the copies are, each named by the key of its part.
+    """
+    for path in sorted(folder.rglob(f"*{SUFFIX}")):
+        content = path.read_bytes()
+        if whole := content[: content.rfind(b"\n") + 1]:
+            yield path.relative_to(folder).as_posix(), whole
+
+
+def put_part(storage: Storage, key: str, content: bytes) -> str:
+    """Write a part under its key or the next free one, and return that; twice is no error.
+
+    Args:
+        storage: where to.
+        key: `<folder>/<attempt>-<part>.jsonl`.
+        content: the same at every try: else what arrived though it seemed to fail would be
+            there twice.
+
+    Raises:
+        StorageError: it can't be written.
+    """
+    while not storage.write_if_absent(key, content):
+        if storage.read(key) == content:
+            break  # an earlier try arrived though it seemed to fail, or its writer was killed
+        stem, _, number = key.removesuffix(SUFFIX).rpartition("-")
+        key = part_key(f"{stem}-", int(number) + 1)
+    return key
+
+
+def part_key(prefix: str, number: int) -> str:
+    """Return the key of a part, which sorts by its number."""
+    return f"{prefix}{number:06d}{SUFFIX}"
 
 
 def next_interval_s(interval_s: float, age_s: float) -> float:
-    """Return how long to wait for the next part: 1, 2, 4 ... 30 seconds, later longer, at most
-    five minutes.
+    """Return how long to wait for the next part, after such an interval at such an age.
 
-    So a short run shows its records soon, a long one to a 64th of its age, and a day of it
-    leaves some 440 objects a rank, beside one for each checkpoint.
-
-    Args:
-        interval_s: how long was waited last.
-        age_s: of the log.
+    1, 2, 4 ... 30 seconds, later a 64th of the log's age, at most five minutes: a short run
+    shows its records soon, and a day leaves some 440 objects a rank, beside one for each
+    checkpoint.
     """
     return min(2 * interval_s, max(LONG_INTERVAL_S, min(age_s * SHARE_OF_AGE, LONGEST_INTERVAL_S)))

@@ -1,6 +1,4 @@
-"""Owns what is read back of a run's metrics: the records that count, the means per epoch and
-the curves.
-"""
+"""Metrics of a run: how a rank writes them, and what is read back: records, epochs, curves."""
 
 import json
 import math
@@ -18,8 +16,52 @@ from prefect_torch_ddp.storage.protocol import Storage
 if TYPE_CHECKING:
     import pandas as pd
 
-
 VALIDATION_PREFIXES = ("validation", "valid_", "val_", "eval_", "test_")
+
+_encode = json.JSONEncoder(allow_nan=False).encode  # json.dumps would make one for each record
+
+
+class MetricLog(RecordLog):
+    """Appends records to `runs/<run_id>/metrics/rank-00000/<attempt>-<part>.jsonl`.
+
+    A record's metrics may be anything that `float()` takes. One that says by `is_ready()` that
+    it isn't yet is waited for in the background.
+    """
+
+    def __init__(
+        self, storage: Storage, run_id: str, rank: int, attempt: int, **options: Any
+    ) -> None:
+        """Make it; nothing is written yet. Options: RecordLog's first_interval_s and copies."""
+        super().__init__(
+            storage,
+            _folder(run_id),
+            rank=rank,
+            attempt=attempt,
+            what="metric",
+            to_line=_line,
+            is_ready=_is_ready,
+            **options,
+        )
+
+
+def _folder(run_id: str) -> str:
+    return f"runs/{run_id}/metrics"
+
+
+def _is_ready(record: Mapping[str, Any]) -> bool:
+    return all(
+        isinstance(value, float) or getattr(value, "is_ready", lambda: True)()
+        for value in record["metrics"].values()
+    )
+
+
+def _line(record: Mapping[str, Any]) -> str:
+    metrics = {name: _json_number(float(value)) for name, value in record["metrics"].items()}
+    return _encode({**record, "metrics": metrics}) + "\n"
+
+
+def _json_number(value: float) -> float | str:
+    return value if math.isfinite(value) else str(value)  # float() reads the text back
 
 
 @dataclass(frozen=True)
@@ -37,35 +79,37 @@ class Record:
     metrics: Mapping[str, float]
 
 
+def _record(line: dict[str, Any]) -> Record:
+    return Record(
+        step=int(line["step"]),
+        epoch=int(line["epoch"]),
+        rank=int(line["rank"]),
+        attempt=int(line["attempt"]),
+        time=float(line["time"]),
+        num_samples=int(line["num_samples"]),
+        metrics={str(name): float(value) for name, value in line["metrics"].items()},
+    )
+
+
 def read_records(storage: Storage, run_id: str) -> list[Record]:
-    """Read the records that count, in order of step and rank: none that a newer attempt has
-    repeated or taken back.
-    """
+    """Read the records that no newer attempt superseded, in order of step and rank."""
     return surviving_records(read_all_records(storage, run_id))
 
 
 def read_all_records(storage: Storage, run_id: str, known: set[str] | None = None) -> list[Record]:
-    """Read every record of every attempt.
+    """Read every record of every attempt; damaged lines are left out, with a warning.
 
-    A damaged line is left out with a warning that names its object.
-
-    Args:
-        storage: where the run is.
-        run_id: the run.
-        known: keys of parts that were read before; they are left out, and new ones are added.
+    Parts whose keys are in `known` were read before and are left out; new ones are added to it.
     """
     known = set() if known is None else known
-    found = record_parts(storage, f"runs/{run_id}/metrics")
-    new = [part for part in found if part.key not in known]
+    new = [part for part in record_parts(storage, _folder(run_id)) if part.key not in known]
     records = list(read_parts(storage, new, _record))
     known.update(part.key for part in new)
     return records
 
 
 def surviving_records(records: Iterable[Record]) -> list[Record]:
-    """Keep what the run's final history consists of: nothing that a newer attempt has done
-    again or taken back.
-    """
+    """Keep what no newer attempt superseded, in order of step and rank."""
     records = list(records)
     return sorted(
         surviving(records, _first_steps(records)),
@@ -74,33 +118,25 @@ def surviving_records(records: Iterable[Record]) -> list[Record]:
 
 
 def _first_steps(records: Sequence[Record]) -> dict[int, int]:
-    """Return the first step of every attempt; what it reported before, with the step it was
-    resumed from, takes nothing back.
-    """
-    return first_steps(records) | first_steps(
-        record for record in records if record.num_samples > 0
-    )
+    # What an attempt reports before its first step bears the step it resumed from, and must not
+    # supersede that.
+    trained = [record for record in records if record.num_samples > 0]
+    return first_steps(records) | first_steps(trained)
 
 
 def lost_time_s(records: Iterable[Record]) -> float:
-    """Return the seconds that failures cost: from the last record that counts of an attempt to
-    the first of the one after it.
+    """Return the seconds that failures cost, from the records of all attempts.
 
-    Args:
-        records: of all attempts, as `read_all_records` gives them.
+    Each costs from the last record that counts to the first one of the next attempt.
     """
     records = list(records)
     lost_s = 0.0
     for attempt, first_step in sorted(_first_steps(records).items())[1:]:
         older = [record for record in records if record.attempt < attempt]
-        kept_until = [
-            record.time for record in surviving_records(older) if record.step < first_step
-        ]
         resumed_at = min(record.time for record in records if record.attempt == attempt)
-        lost_s += max(
-            0.0,
-            resumed_at - (max(kept_until) if kept_until else min(record.time for record in older)),
-        )
+        began_at = min(record.time for record in older)
+        kept = [record.time for record in surviving_records(older) if record.step < first_step]
+        lost_s += max(0.0, resumed_at - max(kept, default=began_at))
     return lost_s
 
 
@@ -110,6 +146,33 @@ def epoch_rows(records: Iterable[Record]) -> tuple[EpochRow, ...]:
     for record in records:
         by_epoch[record.epoch].append(record)
     return tuple(_epoch_row(epoch, by_epoch[epoch]) for epoch in sorted(by_epoch))
+
+
+def _epoch_row(epoch: int, records: Sequence[Record]) -> EpochRow:
+    having = {
+        name: [record for record in records if name in record.metrics]
+        for name in metric_names(records)
+    }
+    # One sample may be in several records (its loss, later its accuracy), so those of one metric
+    # are counted. Held-out samples are no training samples, unless there are no others.
+    counted = [name for name in having if not is_validation(name)] or list(having)
+    sizes = [sum(record.num_samples for record in having[name]) for name in counted]
+    return EpochRow(
+        epoch=epoch,
+        num_steps=len({record.step for record in records}),
+        num_samples=max(sizes, default=0),
+        metrics={name: _mean(some, name) for name, some in having.items()},
+    )
+
+
+def _mean(records: Sequence[Record], metric: str) -> float:
+    # Records without samples count, equally, only where there are no others.
+    weighed = [
+        (record.metrics[metric], record.num_samples) for record in records if record.num_samples > 0
+    ]
+    weighed = weighed or [(record.metrics[metric], 1) for record in records]
+    # Not fsum, which raises on inf + -inf; a training that diverged has both.
+    return sum(value * weight for value, weight in weighed) / sum(weight for _, weight in weighed)
 
 
 def metric_names(records: Iterable[Record]) -> tuple[str, ...]:
@@ -123,12 +186,9 @@ def is_validation(metric: str) -> bool:
 
 
 def records_frame(storage: Storage, run_id: str, *, all_attempts: bool = False) -> "pd.DataFrame":
-    """Return the records that count as a pandas DataFrame: a row a record, a column a metric.
+    """Return the records as a pandas DataFrame: a row a record, a column a metric.
 
-    Args:
-        storage: where the run is.
-        run_id: the run.
-        all_attempts: also those that a newer attempt has repeated or taken back.
+    With `all_attempts` also those that a newer attempt superseded.
 
     Raises:
         InvalidParamsError: pandas isn't installed.
@@ -151,100 +211,3 @@ def records_frame(storage: Storage, run_id: str, *, all_attempts: bool = False) 
     for name in metric_names(records):
         columns.setdefault(name, [record.metrics.get(name, math.nan) for record in records])
     return pd.DataFrame(columns)
-
-
-def _record(line: dict[str, Any]) -> Record:
-    return Record(
-        step=int(line["step"]),
-        epoch=int(line["epoch"]),
-        rank=int(line["rank"]),
-        attempt=int(line["attempt"]),
-        time=float(line["time"]),
-        num_samples=int(line["num_samples"]),
-        metrics={str(name): float(value) for name, value in line["metrics"].items()},
-    )
-
-
-def _epoch_row(epoch: int, records: Sequence[Record]) -> EpochRow:
-    names = metric_names(records)
-    # One sample may be in several records (its loss, later its accuracy), so the records of one
-    # metric are counted; and held-out samples are no training samples, unless there are no
-    # others.
-    counted = [name for name in names if not is_validation(name)] or names
-    num_samples = max(
-        (
-            sum(record.num_samples for record in records if name in record.metrics)
-            for name in counted
-        ),
-        default=0,
-    )
-    return EpochRow(
-        epoch=epoch,
-        num_steps=len({record.step for record in records}),
-        num_samples=num_samples,
-        metrics={
-            name: _mean([record for record in records if name in record.metrics], name)
-            for name in names
-        },
-    )
-
-
-def _mean(records: Sequence[Record], metric: str) -> float:
-    """Weigh by samples; records of no samples count, equally, only where there are no
-    others.
-    """
-    weighed = [
-        (record.metrics[metric], record.num_samples) for record in records if record.num_samples > 0
-    ]
-    weighed = weighed or [(record.metrics[metric], 1) for record in records]
-    # Plain sum, not fsum: fsum raises on inf + -inf, and a diverged training has both.
-    return sum(value * weight for value, weight in weighed) / sum(weight for _, weight in weighed)
-
-
-_encode = json.JSONEncoder(
-    allow_nan=False
-).encode  # made once: json.dumps would make one for each record
-
-
-class MetricLog(RecordLog):
-    """Appends records to `runs/<run_id>/metrics/rank-00000/<attempt>-<part>.jsonl`.
-
-    A record's metrics may be anything that `float()` takes. One that says by `is_ready()` that
-    it isn't yet is waited for in the background.
-    """
-
-    def __init__(
-        self, storage: Storage, run_id: str, rank: int, attempt: int, **options: Any
-    ) -> None:
-        """Make it; nothing is written yet.
-
-        See RecordLog for the options: first_interval_s and copies.
-        """
-        super().__init__(
-            storage,
-            f"runs/{run_id}/metrics",
-            rank=rank,
-            attempt=attempt,
-            what="metric",
-            to_line=_line,
-            is_ready=_is_ready,
-            **options,
-        )
-
-
-def _is_ready(record: Mapping[str, Any]) -> bool:
-    return all(
-        isinstance(value, float) or getattr(value, "is_ready", lambda: True)()
-        for value in record["metrics"].values()
-    )
-
-
-def _line(record: Mapping[str, Any]) -> str:
-    metrics = {name: _json_number(float(value)) for name, value in record["metrics"].items()}
-    return _encode({**record, "metrics": metrics}) + "\n"
-
-
-def _json_number(value: float) -> float | str:
-    return (
-        value if math.isfinite(value) else str(value)
-    )  # JSON has no nan; float() reads the text back

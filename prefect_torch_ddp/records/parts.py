@@ -1,6 +1,4 @@
-"""Owns what is read back of the records that ranks wrote: their lines, and which attempts'
-count.
-"""
+"""Reading records back: the lines of all ranks' parts, and which attempts' lines count."""
 
 import json
 import logging
@@ -22,17 +20,13 @@ logger = logging.getLogger(__name__)
 
 
 class Numbered(Protocol):
-    """What every record says: its step and its attempt."""
+    """A record: it has a step, from 1, and the attempt that did it."""
 
     @property
-    def step(self) -> int:
-        """The optimizer step, from 1."""
-        ...
+    def step(self) -> int: ...  # noqa: D102
 
     @property
-    def attempt(self) -> int:
-        """The attempt that did it."""
-        ...
+    def attempt(self) -> int: ...  # noqa: D102
 
 
 N = TypeVar("N", bound=Numbered)
@@ -46,8 +40,7 @@ def record_parts(storage: Storage, folder: str) -> list[StoredObject]:
 def read_parts(
     storage: Storage, parts: Sequence[StoredObject], parse: Callable[[dict[str, Any]], R]
 ) -> Iterator[R]:
-    """Yield every record of the parts. A damaged line is left out with a warning that names its
-    object.
+    """Yield every record of the parts; damaged lines are left out, with a warning.
 
     Raises:
         StorageError: a part can't be read.
@@ -61,15 +54,21 @@ def read_parts(
 
 
 def _contents(storage: Storage, parts: Sequence[StoredObject]) -> Sequence[bytes | StorageError]:
-    """Read them concurrently: a day's training leaves thousands of small objects, and S3 takes
-    some 30 ms for each.
-    """
+    # Concurrently: a day's training leaves thousands of small objects, and S3 takes some 30 ms
+    # for each.
     if isinstance(storage, ReadsMany):
         return storage.read_many([ObjectPart(part.key, part.num_bytes) for part in parts])
-    with ThreadPoolExecutor(
-        max_workers=NUM_PARALLEL_READS, thread_name_prefix="read-records"
-    ) as pool:
+    with ThreadPoolExecutor(NUM_PARALLEL_READS, thread_name_prefix="read-records") as pool:
         return list(pool.map(storage.read, [part.key for part in parts]))
+
+
+def _parse(key: str, data: bytes, parse: Callable[[dict[str, Any]], R]) -> Iterator[R]:
+    for number, line in enumerate(data.split(b"\n"), start=1):
+        if line.strip():
+            try:
+                yield parse(json.loads(line))
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                logger.warning("line %d of %s is damaged and left out: %r", number, key, error)
 
 
 def first_steps(records: Iterable[Numbered]) -> dict[int, int]:
@@ -81,12 +80,11 @@ def first_steps(records: Iterable[Numbered]) -> dict[int, int]:
 
 
 def superseded_from(firsts: Mapping[int, int]) -> dict[int, float]:
-    """Return the step from which on the records of each attempt are void; infinity where none
-    are.
+    """Return the step from which on each attempt's records are superseded; infinity for none.
 
-    A resumed attempt begins after the checkpoint it restored, on all ranks at once. From its
-    first step on, everything that older attempts said is void, on every rank, also beyond the
-    step that the new attempt has reached and also of ranks that it no longer has.
+    A resumed attempt begins after the checkpoint it restored, on all ranks at once. Its first
+    step supersedes everything that older attempts recorded from there on, on every rank, also
+    of steps that it hasn't reached and of ranks that it no longer has.
 
     Args:
         firsts: the first step of every attempt.
@@ -100,21 +98,6 @@ def superseded_from(firsts: Mapping[int, int]) -> dict[int, float]:
 
 
 def surviving(records: Iterable[N], firsts: Mapping[int, int]) -> list[N]:
-    """Keep what the run's final history consists of.
-
-    Args:
-        records: of all attempts.
-        firsts: the first step of every attempt.
-    """
+    """Return the records, of all attempts, that no newer attempt superseded."""
     superseded = superseded_from(firsts)
     return [record for record in records if record.step < superseded[record.attempt]]
-
-
-def _parse(key: str, data: bytes, parse: Callable[[dict[str, Any]], R]) -> Iterator[R]:
-    for number, line in enumerate(data.split(b"\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            yield parse(json.loads(line))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            logger.warning("line %d of %s is damaged and left out: %r", number, key, error)

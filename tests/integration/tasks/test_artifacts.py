@@ -429,14 +429,14 @@ def test_publish_shows_the_whole_run_and_returns_it(prefect_api):
 
 def test_a_ledger_that_is_not_clean_is_said_first(prefect_api):
     """The report begins with it, and the run's log has an error."""
-    place = {"step": 1, "epoch": 1, "loop": 0, "place": 0}
+    place = {"step": 1, "epoch": 1, "loop": 0, "offset": 0}
     loop = place | {"num_samples": 4, "global_batch_size": 2, "drop_last": False}
     of_rank = {"world_size": 1, "rank": 0, "attempt": 1}
     step = place | {"num_global": 2, "is_last": False, "rank": 0, "attempt": 1}
     lines = [
         loop | of_rank,
         step | {"samples": [0, 1]},
-        step | {"step": 2, "place": 2, "is_last": True, "samples": [3, 1]},
+        step | {"step": 2, "offset": 2, "is_last": True, "samples": [3, 1]},
     ]
     part = "\n".join(map(json.dumps, lines)).encode()
     inputs = publish_inputs()

@@ -3,12 +3,14 @@
 import collections
 import random
 import threading
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from prefect_torch_ddp import RankContext
 from prefect_torch_ddp.checkpoint.serial import (
     Serializer,
     Staging,
@@ -18,7 +20,7 @@ from prefect_torch_ddp.checkpoint.serial import (
     restore_generators,
     to_bytes,
 )
-from prefect_torch_ddp.errors import CheckpointError
+from prefect_torch_ddp.errors import InvalidParamsError
 
 
 def test_a_copy_is_apart_from_what_it_copies() -> None:
@@ -90,7 +92,7 @@ def test_tied_weights_are_stored_once() -> None:
 )
 def test_what_cannot_be_read_back_is_named_with_its_place(part: Any, says: str) -> None:
     """Before it is written; torch's own advice would be to load unsafely."""
-    with pytest.raises(CheckpointError, match=f"object 'meter' can't be read back .*{says};"):
+    with pytest.raises(InvalidParamsError, match=f"object 'meter' can't be read back .*{says};"):
         check_loadable("meter", {"groups": [{}, {"x": part}], "lr": 0.1})
 
 
@@ -101,6 +103,16 @@ def test_numbers_of_numpy_become_pythons() -> None:
     copied = Staging().copy(state)
     assert from_bytes(to_bytes(copied)) == {"lr": 0.5, "groups": [(3, True), 2.0]}
     assert [type(value) for value in (copied["lr"], *copied["groups"][0])] == [float, int, bool]
+
+
+def test_what_cannot_be_kept_is_refused_when_it_is_tracked(tmp_path: Path) -> None:
+    """At once, not at the first checkpoint or the training's end."""
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.param_groups[0]["schedule"] = np.zeros(3)
+    says = r"'optimizer' can't .*state_dict\(\)\['param_groups'\]\[0\]\['schedule'\] is a numpy.ndarray"
+    with RankContext.local(storage=tmp_path) as ctx, pytest.raises(InvalidParamsError, match=says):
+        ctx.track(optimizer=optimizer)
 
 
 def test_generators_go_on_where_they_were() -> None:

@@ -43,7 +43,7 @@ class History:
                     step=done + 1,
                     epoch=done // per_epoch + 1,
                     loop=0,
-                    place=place,
+                    offset=place,
                     num_samples=self.batches.num_samples,
                     global_batch_size=self.batches.global_batch_size,
                     drop_last=self.batches.drop_last,
@@ -62,7 +62,8 @@ class History:
         epoch, batch = divmod(last, self.batches.num_batches)
         place = batch * self.batches.global_batch_size
         self.lines += [
-            EndLine(last + 1, epoch + 1, place, 0, rank, number) for rank in range(world_size)
+            EndLine(last + 1, epoch + 1, 0, place, rank=rank, attempt=number)
+            for rank in range(world_size)
         ]
 
     def step(self, step: int, rank: int, attempt: int, world_size: int) -> StepLine:
@@ -79,8 +80,8 @@ class History:
             self.batches.num_global(batch),
             is_last,
             samples,
-            rank,
-            attempt,
+            rank=rank,
+            attempt=attempt,
         )
 
     def check(self) -> LedgerReport:

@@ -115,7 +115,7 @@ def test_without_room_for_copies_the_records_still_arrive(
     log.close()
     assert [found.step for found in read_all_records(storage, "run")] == [1, 2]
     assert len(caplog.records) == 1
-    assert "would be lost if this rank were killed" in caplog.text
+    assert "a kill of this rank would lose records" in caplog.text
 
 
 class Computed:
