@@ -124,11 +124,11 @@ class NoAnswerError(Exception):
     """A worker or the scheduler can't be reached, for now or for good. Never leaves `gang`."""
 
 
-class HostUnavailableError(Exception):
+class ForkServerUnavailableError(Exception):
     """Ranks can't be forked here now; the text says why. Never leaves `gang`."""
 
 
-class HostUnfitError(HostUnavailableError):
+class ForkServerUnfitError(ForkServerUnavailableError):
     """Ranks can't be forked on this machine, now and later. Never leaves `gang`."""
 
 

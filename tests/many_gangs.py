@@ -152,7 +152,7 @@ def files_in(temporary: Path) -> set[Path]:
 
 
 def belongings() -> dict[int, Belongings]:
-    """Describe this process, the Dask processes and rank hosts below it, and whatever else is
+    """Describe this process, the Dask processes and fork servers below it, and whatever else is
     alive there."""
     found = {}
     for process in [psutil.Process(), *psutil.Process().children(recursive=True)]:

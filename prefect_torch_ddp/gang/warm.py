@@ -1,4 +1,4 @@
-"""Owns the warming of a cluster: its workers' rank hosts load torch before the first gang
+"""Owns the warming of a cluster: its workers' fork servers load torch before the first gang
 comes, while data is prepared.
 
 This module is also a preload of Dask's: `dask worker --preload prefect_torch_ddp.gang.warm`.
@@ -23,11 +23,11 @@ PLUGIN_NAME = "prefect-torch-ddp-warm"
 
 
 def warm(client: Client) -> None:
-    """Have the rank host of every Dask worker load torch now, so that the first gang starts as
+    """Have the fork server of every Dask worker load torch now, so that the first gang starts as
     fast as the next ones.
 
     Doesn't wait for it. Workers that join later are warmed as well, for as long as an idle host
-    lives: 1800 s, or the workers' setting `prefect-torch-ddp.rank-host.idle-s` in Dask's
+    lives: 1800 s, or the workers' setting `prefect-torch-ddp.fork-server.idle-s` in Dask's
     configuration. Nothing goes wrong where it can't be done: the ranks start slower. Calling it
     again is free.
 
@@ -62,7 +62,7 @@ def _plugin(asked_s: float) -> WorkerPlugin:
     class Warm(WorkerPlugin):
         async def setup(self, worker: Worker) -> None:
             try:
-                from prefect_torch_ddp.gang.worker.fork_server import idle_s  # noqa: PLC0415
+                from prefect_torch_ddp.gang.worker.fork_client import idle_s  # noqa: PLC0415
                 from prefect_torch_ddp.gang.worker.rpc import register_rpc  # noqa: PLC0415
             except ImportError:  # a gang says so, by name
                 return

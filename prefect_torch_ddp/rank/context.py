@@ -10,7 +10,7 @@ from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.params import CheckpointParams, Determinism
 from prefect_torch_ddp.protocol.heartbeat import Phase
 from prefect_torch_ddp.rank.config import RankConfig, Stage
-from prefect_torch_ddp.rank.link import ControlLink, NoLink
+from prefect_torch_ddp.rank.link import Link
 from prefect_torch_ddp.rank.loop.state import Place
 from prefect_torch_ddp.rank.parts import ContextParts
 from prefect_torch_ddp.storage.protocol import Readable, Storage
@@ -50,7 +50,7 @@ class RankContext:
         place: Place,
         *,
         device: "torch.device | None" = None,
-        link: ControlLink | None = None,
+        link: Link | None = None,
         data: Path | None = None,
     ) -> None:
         """Make it for one stage on one rank; user code gets it as its first argument, or from
@@ -77,7 +77,7 @@ class RankContext:
         self.seed = config.seed
         self._device = device
         self._data = data
-        link = link or NoLink()
+        link = link or Link()
         link.heartbeat.enter(Phase.SETUP)
         self._parts = ContextParts(config, place, link)
         self._state = self._parts.state

@@ -1,16 +1,13 @@
-"""Owns the decision whether a rank's exception is a cause or the consequence of another rank's
-failure. Pure.
-
-Owns what an exception says about another attempt: bound to fail again, nothing to do with the
-code, or open. Pure.
-
-Owns how a rank's return value is sent home.
-"""
+"""What a rank sends home at its end: how it failed, as a value, or what it returned."""
 
 import io
+import os
+import pickle
 import re
 import sys
+import traceback
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import cloudpickle
@@ -21,45 +18,19 @@ from prefect_torch_ddp.errors import (
     SupersededError,
     UnpicklableValueError,
 )
-from prefect_torch_ddp.protocol.events import Retryability
+from prefect_torch_ddp.protocol.events import MAX_TEXT, RankFailure, Retryability
 
 # What gloo, NCCL and TCPStore say when a peer goes away; gathered from killed, exited and
 # raising peers on torch 2.11 to 2.15.
 _PEER_GONE = re.compile(
-    r"connection (was )?(closed|reset|refused|aborted)|connection reset by peer|broken pipe|gloo/transport|"
-    r"application timeout caused pair closure|nccl (error|communicator)|remote process exited|"
-    r"failed to recv, got 0 bytes|timed out waiting .*ms for (recv|send) operation|socket closed|"
+    r"connection (was )?(closed|reset|refused|aborted)|connection reset by peer|broken pipe|"
+    r"gloo/transport|application timeout caused pair closure|nccl (error|communicator)|"
+    r"remote process exited|failed to recv, got 0 bytes|"
+    r"timed out waiting .*ms for (recv|send) operation|socket closed|"
     r"connectFullMesh failed|failed to connect to .* store",
     re.IGNORECASE,
 )
 _DISTRIBUTED_ERRORS = {"DistBackendError", "DistNetworkError", "DistStoreError"}
-
-
-def is_collateral(error: BaseException) -> bool:
-    """Tell whether what went wrong first was a connection to another rank.
-
-    The first exception of the chain decides: a cleanup that fails because its peers are gone
-    doesn't turn a cause into a consequence, and user code that wraps a closed connection in an
-    error of its own doesn't turn a consequence into a cause.
-    """
-    first = error
-    seen = {id(first)}
-    while (before := first.__cause__ or first.__context__) is not None and id(before) not in seen:
-        seen.add(id(before))
-        first = before
-    if type(first).__name__ in _DISTRIBUTED_ERRORS:
-        return True
-    # The user's own network trouble (a requests or socket error) is his, whatever its text.
-    return type(first) is RuntimeError and _PEER_GONE.search(_text(first)) is not None
-
-
-def _text(error: BaseException) -> str:
-    try:
-        return str(error)
-    except BaseException:  # noqa: BLE001 - an argument's own __str__ may raise anything
-        return ""
-
-
 # A superseded attempt that began again would fence off its successor.
 _HOPELESS = (ImportError, SyntaxError, InvalidParamsError, SupersededError)
 _TRANSIENT = (OSError, MemoryError, StorageError)
@@ -69,34 +40,81 @@ _TRANSIENT_TEXT = re.compile(
     r"DataLoader worker .* (is killed|exited unexpectedly)",
     re.IGNORECASE | re.DOTALL,
 )
+MAX_SUMMARY = 2_000
+_OUR_FRAMES = {str(Path(__file__).with_name(name)) for name in ("main.py", "workload.py")}
+
+
+def describe(error: BaseException, rank: int, host: str) -> RankFailure:
+    """Turn an exception into a value that survives the trip home, whatever its class."""
+    summary = "".join(traceback.format_exception_only(error)).strip()[:MAX_SUMMARY]
+    exit_code = None
+    if isinstance(error, SystemExit):
+        summary = f"left by sys.exit({error.code!r}) before its function returned"
+        exit_code = error.code if isinstance(error.code, int) else int(error.code is not None)
+    leaving = isinstance(error, SystemExit | KeyboardInterrupt)
+    trace = error.__traceback__
+    while trace and trace.tb_next and trace.tb_frame.f_code.co_filename in _OUR_FRAMES:
+        trace = trace.tb_next  # the user's traceback begins at the user's code
+    return RankFailure(
+        rank=rank,
+        host=host,
+        pid=os.getpid(),
+        kind="exit" if isinstance(error, SystemExit) else "exception",
+        summary=summary,
+        is_collateral=is_collateral(error),
+        traceback_text="".join(traceback.format_exception(type(error), error, trace))[-MAX_TEXT:],
+        exception_type=f"{type(error).__module__}.{type(error).__qualname__}",
+        exception_pickle=None if leaving else _pickle_exception(error),
+        exit_code=exit_code,
+        retryability=retryability_of(error),
+    )
+
+
+def _pickle_exception(error: BaseException) -> bytes | None:
+    """Pickle an exception if it also unpickles; many classes with own arguments don't."""
+    try:
+        data: bytes = cloudpickle.dumps(error)
+        pickle.loads(data)
+    except BaseException:  # noqa: BLE001 - user classes refuse in every way; the text survives
+        return None
+    return data
+
+
+def is_collateral(error: BaseException) -> bool:
+    """Tell whether what went wrong first was a connection to another rank.
+
+    The first exception of the chain decides. A cleanup that fails because its peers are gone
+    doesn't turn a cause into a consequence, and user code that wraps a closed connection in an
+    error of its own doesn't turn a consequence into a cause.
+    """
+    *_, first = _chain(error)
+    if type(first).__name__ in _DISTRIBUTED_ERRORS:
+        return True
+    # A socket error is the user's own network trouble, whatever its text.
+    return type(first) is RuntimeError and _PEER_GONE.search(_text(first)) is not None
 
 
 def retryability_of(error: BaseException) -> Retryability:
     """Tell what an exception of a rank says about another attempt.
 
-    An ImportError counts where it was raised, or was named as the cause by `raise ... from`:
-    that somewhere before an optional module was looked for and not found says nothing. An
-    OSError counts wherever it is in the chain.
+    An ImportError counts where it was raised, or where `raise ... from` names it as the cause:
+    code may look for an optional module, not find it, and go on. An OSError counts anywhere in
+    the chain.
     """
     if isinstance(error, SystemExit | KeyboardInterrupt):
         return "transient"
     if any(isinstance(link, _HOPELESS) for link in _chain(error, with_context=False)):
         return "hopeless"
-    if any(_is_transient(link) for link in _chain(error, with_context=True)):
-        return "transient"
-    return "open"
+    return "transient" if any(map(_is_transient, _chain(error))) else "open"
 
 
 def _is_transient(error: BaseException) -> bool:
     if isinstance(error, _TRANSIENT) or type(error).__name__ == "OutOfMemoryError":
         return True
-    try:
-        return isinstance(error, RuntimeError) and _TRANSIENT_TEXT.search(str(error)) is not None
-    except Exception:  # noqa: BLE001 - a class's own __str__ may raise anything
-        return False
+    return isinstance(error, RuntimeError) and _TRANSIENT_TEXT.search(_text(error)) is not None
 
 
-def _chain(error: BaseException, *, with_context: bool) -> Iterator[BaseException]:
+def _chain(error: BaseException, *, with_context: bool = True) -> Iterator[BaseException]:
     seen: set[int] = set()
     link: BaseException | None = error
     while link is not None and id(link) not in seen:
@@ -105,10 +123,16 @@ def _chain(error: BaseException, *, with_context: bool) -> Iterator[BaseExceptio
         link = link.__cause__ or (link.__context__ if with_context else None)
 
 
+def _text(error: BaseException) -> str:
+    try:
+        return str(error)
+    except BaseException:  # noqa: BLE001 - a user class's own __str__ may raise anything
+        return ""
+
+
 class _HomePickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle is untyped
     def reducer_override(self, obj: Any) -> Any:
-        # The caller may have no GPU, and must not be handed memory of one that a dead process
-        # held.
+        # The caller may have no GPU, and can't be given memory of one that a dead process held.
         torch = sys.modules.get("torch")  # whoever returns a tensor has loaded it
         if torch is not None and isinstance(obj, torch.Tensor) and obj.device.type != "cpu":
             return obj.detach().cpu().__reduce_ex__(4)
@@ -126,6 +150,9 @@ def pickle_value(value: Any, rank: int) -> bytes:
         _HomePickler(buffer).dump(value)
     except Exception as error:
         kind = f"{type(value).__module__}.{type(value).__qualname__}"
-        msg = f"rank {rank} returned a value of type {kind} that can't be pickled: {error}; return plain data"
+        msg = (
+            f"rank {rank} returned a value of type {kind} that can't be pickled: {error}; "
+            "return plain data"
+        )
         raise UnpicklableValueError(msg) from error
     return buffer.getvalue()

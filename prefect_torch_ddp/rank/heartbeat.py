@@ -1,6 +1,4 @@
-"""Owns the rank's side of its heartbeat: marks of what it is at, for its agent to read; each
-costs a fraction of a microsecond.
-"""
+"""The rank's side of its heartbeat: marks of what it does, at a fraction of a microsecond each."""
 
 import faulthandler
 import mmap
@@ -9,6 +7,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Self
 
 from prefect_torch_ddp.protocol.heartbeat import (
     ARMED,
@@ -28,33 +27,30 @@ _STEP, _EPOCH_END = int(Phase.STEP), int(Phase.EPOCH_END)
 
 
 class HeartbeatWriter:
-    """Writes the page. Never waits, never fails; by itself it writes to nowhere."""
+    """Writes the heartbeat page. Never waits, never fails."""
 
     def __init__(self, page: "mmap.mmap | bytearray | None" = None) -> None:
-        """Take the page that the agent reads; None: one that nobody does."""
+        """Write to the page that the agent reads; None: to one that nobody reads."""
         self._words = memoryview(page if page is not None else bytearray(PAGE_BYTES)).cast("q")
         self._compiled_from = Phase.SETUP
 
     @classmethod
-    def shared(cls, fd: int) -> "HeartbeatWriter":
-        """Take over the agent's file, and have this process write its stacks there when the
-        agent sends LOOK_SIGNAL.
+    def shared(cls, fd: int) -> Self:
+        """Map the agent's file, and write all stacks to it on LOOK_SIGNAL.
 
-        Not through Python: the signal's handler is C, and works while a thread holds the
-        interpreter's lock for ever.
+        The signal's handler is C: it works while a thread holds the interpreter's lock for ever.
         """
-        os.set_inheritable(fd, False)  # noqa: FBT003 - the standard library takes it by position
-        board = cls(mmap.mmap(fd, PAGE_BYTES))
+        os.set_inheritable(fd, False)  # noqa: FBT003 - positional in the standard library
+        writer = cls(mmap.mmap(fd, PAGE_BYTES))
         os.lseek(fd, PAGE_BYTES, os.SEEK_SET)
         faulthandler.register(LOOK_SIGNAL, file=fd, all_threads=True)
-        board.enter(Phase.STARTING)
-        return board
+        writer.enter(Phase.STARTING)
+        return writer
 
     def enter(self, phase: Phase) -> None:
-        """Mark what the rank is at from now on; counts as progress."""
-        self._words[MOVED_NS] = (
-            _now_ns()
-        )  # first: a new phase with an old time would look like a long silence in it
+        """Mark the phase that the rank enters; counts as progress."""
+        # The time first: a new phase with an old time would look like a long silence in it.
+        self._words[MOVED_NS] = _now_ns()
         self._words[PHASE] = phase
 
     def begin_step(self, step: int, epoch: int, *, is_last: bool) -> None:
@@ -66,13 +62,13 @@ class HeartbeatWriter:
         words[PHASE] = _EPOCH_END if is_last else _STEP
 
     def progress(self) -> None:
-        """Mark that the rank moves; from now on it is expected to go on doing so."""
+        """Mark progress; from now on the rank is expected to keep making it."""
         self._words[MOVED_NS] = _now_ns()
         self._words[ARMED] = 1
 
     @contextmanager
     def during(self, phase: Phase) -> Iterator[None]:
-        """Mark a phase, and the one before it again behind it."""
+        """Mark a phase, and the one before it again at the end."""
         before = Phase(self._words[PHASE])
         self.enter(phase)
         try:
@@ -82,7 +78,7 @@ class HeartbeatWriter:
 
     @contextmanager
     def looping(self) -> Iterator[None]:
-        """Mark that the rank is inside of `steps`."""
+        """Mark that the rank is inside `steps`."""
         self._words[LISTENS] = 1
         self.progress()
         try:
@@ -92,10 +88,7 @@ class HeartbeatWriter:
             self.enter(Phase.SETUP)
 
     def beat(self) -> None:
-        """Note how many collectives the rank has begun; a new one is progress.
-
-        Called once a second, from a thread.
-        """
+        """Count the collectives begun; a new one is progress. A thread calls it every second."""
         self._watch_compiler()
         count = _collectives_begun()
         if count != self._words[SEQ]:
@@ -103,9 +96,7 @@ class HeartbeatWriter:
             self._words[SEQ] = count
 
     def _watch_compiler(self) -> None:
-        """Have torch.compile tell when it begins and ends; asked again each time, since a reset
-        may forget us.
-        """
+        # Registered again each time, since a reset of torch.compile may drop our callbacks.
         handler = getattr(sys.modules.get("torch._dynamo.callback"), "callback_handler", None)
         if handler is not None and self._compile_begins not in handler.start_callbacks:
             handler.register_start_callback(self._compile_begins)
@@ -122,7 +113,7 @@ class HeartbeatWriter:
 
 
 def _collectives_begun() -> int:
-    """Return the collectives begun on the default group; 0 where there is none, or no torch."""
+    """Return the collectives begun on the default group; 0 without one, or without torch."""
     dist = sys.modules.get("torch.distributed")
     try:
         if dist is None or not dist.is_initialized():

@@ -1,6 +1,4 @@
-"""Owns the life of a rank process, from its launch page to its outcome, however it was
-started.
-"""
+"""The main of a rank process: from its launch page to its outcome, fresh or forked."""
 
 import atexit
 import contextlib
@@ -23,78 +21,71 @@ from typing import Any
 
 from prefect_torch_ddp.protocol.heartbeat import Phase
 from prefect_torch_ddp.protocol.rank import COPIES, LaunchPage, RankLaunch
-from prefect_torch_ddp.rank.link import Channel, describe
+from prefect_torch_ddp.rank.failure import describe, pickle_value
+from prefect_torch_ddp.rank.link import AgentLink, set_link
 
 PR_SET_PDEATHSIG, PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 1, 15, 36  # prctl(2)
-
 LINGER_S = 2.0
-"""How long a rank that returned keeps its connections, so that peers finish reading the last
-collective."""
+"""How long a rank that returned keeps its connections, for peers in their last collective."""
 
 
-class _ChannelHandler(logging.Handler):
-    def __init__(self, channel: Channel) -> None:
-        super().__init__()
-        self._channel = channel
-
-    def emit(self, record: logging.LogRecord) -> None:
-        try:
-            self._channel.send_log(record.levelno, record.name, self.format(record))
-        except Exception:  # noqa: BLE001 - logging must never fail the training
-            self.handleError(record)
+def main(arguments: Sequence[str]) -> None:
+    """Run one rank in a fresh process, by `python -m prefect_torch_ddp.rank.main`."""
+    launch_fd, *fds, parent_pid = map(int, arguments)
+    run_rank(fds, parent_pid, *LaunchPage.read(launch_fd))
 
 
-def live(fds: Sequence[int], parent_pid: int, page: LaunchPage, payload: bytes) -> None:
-    """Run one rank to its end.
+def run_rank(fds: Sequence[int], parent_pid: int, page: LaunchPage, payload: bytes) -> None:
+    """Run one rank to its end; doesn't return.
 
     Args:
-        fds: of the events' socket, the outcome's file, the control pipe and the heartbeat's
-            page.
+        fds: of the events' socket, the outcome's file, the control pipe and the heartbeat page.
         parent_pid: the process to die with.
         page: how to run.
         payload: what to run: the pickled call.
     """
     _die_with(parent_pid)
-    channel = Channel(*fds)
     launch = page.launch
-    show_name(f"ddp-rank-{launch.place.rank}")
-    channel.listen()
-    _keep_leftovers_together(Path(page.scratch))
-    channel.copies = Path(page.scratch, COPIES)
-    _show_output(channel)
+    name_process(f"ddp-rank-{launch.place.rank}")
+    sys.argv = ["prefect_torch_ddp.rank"]  # else user code would parse our arguments
+    link = AgentLink(*fds)
+    _set_scratch(Path(page.scratch))
+    link.copies = Path(page.scratch, COPIES)
+    _show_output(link)
     sys.path += [
         path for path in launch.extra_sys_path if path not in sys.path and Path(path).is_dir()
     ]
     try:
-        _run(launch, payload, channel)
-    except BaseException as error:  # noqa: BLE001 - whatever ends the function is the rank's outcome
-        channel.failed(describe(error, launch.place.rank, launch.place.host))
+        _run(launch, payload, link)
+    except BaseException as error:  # noqa: BLE001 - whatever ends the function is the outcome
+        link.failed(describe(error, launch.place.rank, launch.place.host))
         _flush()
         # The agent kills the whole gang now. Not sys.exit: the interpreter's end may hang on
         # what the failure left behind.
-        channel.wait_to_leave(None)
+        link.wait_to_leave(None)
         os._exit(1)
     _leave()
 
 
-def _run(launch: RankLaunch, payload: bytes, channel: Channel) -> None:
+def _run(launch: RankLaunch, payload: bytes, link: AgentLink) -> None:
     fn, args, kwargs = pickle.loads(payload)
-    # Torch is loaded after the user's own modules had their say in the environment.
-    from prefect_torch_ddp.rank import failure as values  # noqa: PLC0415
-    from prefect_torch_ddp.rank import link  # noqa: PLC0415
-    from prefect_torch_ddp.rank.distributed import backend as device  # noqa: PLC0415
-    from prefect_torch_ddp.rank.distributed import group as process_group  # noqa: PLC0415
+    # Torch loads after the user's own modules, which may set its environment variables.
+    from prefect_torch_ddp.rank.distributed.device import choose_device  # noqa: PLC0415
+    from prefect_torch_ddp.rank.distributed.group import (  # noqa: PLC0415
+        close_connections,
+        process_group,
+    )
 
-    link.set_link(channel)
-    device.choose_device(launch)
-    with process_group.process_group(launch):
-        channel.heartbeat.enter(Phase.FUNCTION)
+    set_link(link)
+    choose_device(launch)
+    with process_group(launch):
+        link.heartbeat.enter(Phase.FUNCTION)
         value = _call(fn, args, kwargs)
-    channel.returned(value, lambda value: values.pickle_value(value, launch.place.rank))
+    link.returned(value, lambda value: pickle_value(value, launch.place.rank))
     _flush()
-    if not channel.wait_to_leave(LINGER_S):
-        process_group.close_connections()
-        channel.wait_to_leave(None)
+    if not link.wait_to_leave(LINGER_S):
+        close_connections()
+        link.wait_to_leave(None)
 
 
 def _call(fn: Callable[..., Any] | str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -120,57 +111,62 @@ def _run_script(path: str, args: Sequence[Any]) -> None:
             raise
 
 
-def show_name(name: str) -> None:
+def name_process(name: str) -> None:
     """Name this process in `ps -o comm` and `top`, where all would be called python."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_NAME, name.encode()[:15])
+    _prctl(PR_SET_NAME, name.encode()[:15])
 
 
 def adopt_orphans() -> None:
-    """Have processes below this one become its children when their parent ends, whatever their
-    session.
-    """
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+    """Become the parent of processes below this one when theirs ends, whatever their session."""
+    _prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
 def _die_with(parent_pid: int) -> None:
-    """Have the kernel kill this process when its parent ends, however it ends: the agent's
-    thread, or the rank host.
-    """
+    """Have the kernel kill this process when its parent ends: agent's thread or fork server."""
+    _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if sys.platform == "linux" and os.getppid() != parent_pid:
+        os._exit(1)  # it ended before we asked
+
+
+def _prctl(option: int, value: int | bytes) -> None:
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent_pid:
-            os._exit(1)  # it ended before we asked
+        ctypes.CDLL(None).prctl(option, value)
 
 
-def _keep_leftovers_together(scratch: Path) -> None:
-    """Have this process and its children make their sockets and named semaphores where the
-    agent finds them if they are killed.
-    """
+def _set_scratch(scratch: Path) -> None:
+    """Have multiprocessing put sockets and semaphores where the agent finds and removes them."""
     scratch.mkdir(mode=0o700)
-    config = multiprocessing.process.current_process()._config  # type: ignore[attr-defined]
+    process = multiprocessing.process.current_process()
+    config = process._config  # type: ignore[attr-defined]  # noqa: SLF001 - children inherit it
     config["tempdir"] = str(scratch)  # see multiprocessing.util.get_temp_dir
     config["semprefix"] = f"/{scratch.name}"  # see multiprocessing.synchronize.SemLock
 
 
-def _show_output(channel: Channel) -> None:
+class _LinkHandler(logging.Handler):
+    def __init__(self, link: AgentLink) -> None:
+        super().__init__()
+        self._link = link
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            self._link.send_log(record.levelno, record.name, self.format(record))
+        except Exception:  # noqa: BLE001 - logging must never fail the training
+            self.handleError(record)
+
+
+def _show_output(link: AgentLink) -> None:
     """Send prints at each line's end, and log records with their level."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True)
-    logging.basicConfig(
-        level=logging.INFO, handlers=[_ChannelHandler(channel)], format="%(message)s"
-    )
+    logging.basicConfig(level=logging.INFO, handlers=[_LinkHandler(link)], format="%(message)s")
     _keep_prefect_off_the_root()
 
 
 def _keep_prefect_off_the_root() -> None:
-    """Leave the root logger to us when a workload's module imports Prefect, which configures
-    logging as it loads.
+    """Keep Prefect, which configures logging on import, from replacing our root handler.
 
-    It would put its own handler on the root, at WARNING, and a rank's records would no longer
-    reach the run's log.
+    Its own is at WARNING, so a rank's records would no longer reach the run's log.
     """
     configure = logging.config.dictConfig
 
@@ -184,18 +180,20 @@ def _keep_prefect_off_the_root() -> None:
 
 
 def _leave() -> None:
-    """End as Python does, its exit handlers included, but without taking every module apart,
-    which takes torch 0.3 s.
-    """
-    threading._shutdown()  # type: ignore[attr-defined]
-    atexit._run_exitfuncs()
+    """End as Python does, exit handlers included, but don't tear torch down, which takes 0.3 s."""
+    # Joins the user's threads, as the interpreter would.
+    threading._shutdown()  # type: ignore[attr-defined]  # noqa: SLF001
+    atexit._run_exitfuncs()  # noqa: SLF001
     _flush()
     os._exit(0)
 
 
 def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(
-            AttributeError, ValueError, OSError
-        ):  # user code may have closed or replaced it
+        # User code may have closed or replaced it.
+        with contextlib.suppress(AttributeError, ValueError, OSError):
             stream.flush()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

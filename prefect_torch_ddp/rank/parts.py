@@ -17,7 +17,7 @@ from prefect_torch_ddp.errors import StorageError
 from prefect_torch_ddp.params import check_virtual_ranks
 from prefect_torch_ddp.protocol.events import Stopped
 from prefect_torch_ddp.rank.config import RankConfig
-from prefect_torch_ddp.rank.link import ControlLink
+from prefect_torch_ddp.rank.link import Link
 from prefect_torch_ddp.rank.loop.state import Place, TrainingState
 from prefect_torch_ddp.rank.reporter import Reporter
 from prefect_torch_ddp.storage.directory import DirectoryStorage
@@ -41,7 +41,7 @@ class ContextParts:
     them.
     """
 
-    def __init__(self, config: RankConfig, place: Place, link: ControlLink) -> None:
+    def __init__(self, config: RankConfig, place: Place, link: Link) -> None:
         """Make the light ones."""
         self.config = config
         self.place = place

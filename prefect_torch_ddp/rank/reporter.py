@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from prefect_torch_ddp.errors import InvalidParamsError, StorageError
 from prefect_torch_ddp.protocol.events import Progress
 from prefect_torch_ddp.rank.config import RankConfig
-from prefect_torch_ddp.rank.link import ControlLink
+from prefect_torch_ddp.rank.link import Link
 from prefect_torch_ddp.rank.loop.state import Place, TrainingState
 from prefect_torch_ddp.records.ledger import EndLine, LedgerLog, LoopLine, StepLine
 from prefect_torch_ddp.records.metrics import MetricLog
@@ -29,7 +29,7 @@ class Reporter:
     """Merges what is reported in a step, and hands it on at the step's end."""
 
     def __init__(
-        self, config: RankConfig, place: Place, state: TrainingState, link: ControlLink
+        self, config: RankConfig, place: Place, state: TrainingState, link: Link
     ) -> None:
         """Only a training writes records: those of an evaluation would count as the
         training's.

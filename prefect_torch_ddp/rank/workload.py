@@ -20,7 +20,7 @@ from prefect_torch_ddp.data.dataset_store import prepare_folder, publish_dataset
 from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.rank.config import RankConfig
 from prefect_torch_ddp.rank.context import RankContext
-from prefect_torch_ddp.rank.distributed.backend import current_device
+from prefect_torch_ddp.rank.distributed.device import current_device
 from prefect_torch_ddp.rank.generators import seed_stage
 from prefect_torch_ddp.rank.link import current_link
 from prefect_torch_ddp.rank.loop.state import Place

@@ -1,5 +1,5 @@
 """A7, A8: gangs on real CUDA devices: devices, backends, sharing, errors, and the fork of the
-rank host."""
+fork server."""
 
 from collections.abc import Iterator
 
@@ -63,13 +63,13 @@ def test_nccl_with_more_ranks_than_gpus_is_refused(gpu_client: Client, num_gpus:
 def test_cuda_works_after_the_fork_and_is_untouched_before(
     gpu_client: Client, launcher: str
 ) -> None:
-    """The rank host has no device file open, also after a rank has used CUDA; its ranks do,
+    """The fork server has no device file open, also after a rank has used CUDA; its ranks do,
     twice in a row."""
     for _ in range(2):
         (rank,) = run_gang(gpu_client, on_gpu.where, world_size=1, launcher=launcher)  # type: ignore[arg-type]
         assert rank["own_devices"] > 0
         assert rank["parents_devices"] == 0
-        assert (rank["parent"] == "ddp-rank-host") == (launcher == "auto")
+        assert (rank["parent"] == "ddp-fork-server") == (launcher == "auto")
 
 
 def test_out_of_memory_reaches_the_caller(gpu_client: Client) -> None:

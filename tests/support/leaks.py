@@ -83,7 +83,7 @@ def _no_leaked_processes() -> Iterator[None]:
         return [
             process
             for process in _descendants()
-            if process not in before and not _is_rank_host(process)
+            if process not in before and not _is_fork_server(process)
         ]
 
     yield
@@ -117,11 +117,11 @@ def _descendants() -> list[psutil.Process]:
     return found
 
 
-def _is_rank_host(process: psutil.Process) -> bool:
-    """Tell a Dask worker's warm rank host, which ends with its worker, from the ranks that it
+def _is_fork_server(process: psutil.Process) -> bool:
+    """Tell a Dask worker's warm fork server, which ends with its worker, from the ranks that it
     forks: those are ddp-rank-<n>."""
     with contextlib.suppress(psutil.Error):
-        is_rank = process.name().startswith("ddp-rank-") and process.name() != "ddp-rank-host"
+        is_rank = process.name().startswith("ddp-rank-") and process.name() != "ddp-fork-server"
         return "prefect_torch_ddp.rank.fork_server" in process.cmdline() and not is_rank
     return False
 

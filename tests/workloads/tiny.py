@@ -99,7 +99,7 @@ def wait_for_checkpoint(ctx: RankContext, before_step: int) -> None:
 
 
 def dask_worker_of(rank_pid: int) -> int:
-    """Return the Dask worker's pid: the parent of the rank host, or of a fresh rank."""
+    """Return the Dask worker's pid: the parent of the fork server, or of a fresh rank."""
     parent = psutil.Process(rank_pid).parent()
     while parent is not None and "prefect_torch_ddp.rank.fork_server" in parent.cmdline():
         parent = parent.parent()

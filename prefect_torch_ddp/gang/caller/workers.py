@@ -49,7 +49,7 @@ async def gather_workers(
     """Wait until the cluster has the workers wanted, or after `full_size_s` enough of them, and
     return all it has.
 
-    With `warm` their rank hosts start to load torch.
+    With `warm` their fork servers start to load torch.
 
     Raises:
         NotEnoughWorkersError: not even enough were there after `timeout_s`; says how many are

@@ -1,15 +1,9 @@
-"""Owns the agent: the Dask task that holds a worker's slot for a gang and runs that worker's
-ranks.
-
-Owns the winding down of an agent's ranks: those that listen get time to stop at an agreed step
-and to write a checkpoint.
-"""
+"""The agent: the Dask task that holds a worker's slot for a gang and runs that worker's ranks."""
 
 import dataclasses
 import select
-import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from distributed import Worker, get_worker
 from distributed.core import Status
@@ -19,19 +13,21 @@ from prefect_torch_ddp.gang.liveness import LIVENESS_TIMEOUT_S, Liveness
 from prefect_torch_ddp.gang.stop import UNWANTED_STATES
 from prefect_torch_ddp.gang.worker.mailbox import MAILBOXES, Alarm, Mailbox
 from prefect_torch_ddp.gang.worker.progress_probe import ProgressProbe
-from prefect_torch_ddp.gang.worker.rank_io import listen
 from prefect_torch_ddp.gang.worker.rank_process import RankProcess
 from prefect_torch_ddp.gang.worker.slots import SLOTS
+from prefect_torch_ddp.gang.worker.store_socket import StoreSocket
 from prefect_torch_ddp.protocol.agent import Reservation, StartOrder
 from prefect_torch_ddp.protocol.events import GangEvent, LogLine, RankFailedEvent, RankFailure
 from prefect_torch_ddp.protocol.rank import RankLaunch, RankOrder
 
 TICK_S = 0.1
-"""How often an agent looks whether its Dask task was cancelled."""
+"""How often an agent checks whether its Dask task was cancelled."""
 BEAT_S = 1.0
-"""How often ranks are told that their agent lives; see AGENT_TIMEOUT_S in `rank/link.py`."""
+"""How often ranks get a beat from their agent; see AGENT_TIMEOUT_S in `rank/link.py`."""
 EXIT_GRACE_S = 10.0
 """How long ranks that returned may take for their exit handlers."""
+PEERS_GRACE_S = 0.5
+"""How long ranks that have returned stay for the last reads of peers on other workers."""
 
 
 def agent_key(token: str) -> str:
@@ -40,16 +36,22 @@ def agent_key(token: str) -> str:
 
 
 def run_agent(reservation: Reservation) -> tuple[bytes, ...]:
-    """Hold the worker's slot, run the ranks the caller orders, and return their pickled values
-    in rank order.
+    """Run the agent: hold the worker's slot and run the ranks that the caller orders.
+
+    Returns:
+        The ranks' pickled values in rank order; nothing where the gang ended early.
+
+    Raises:
+        AgentRefusedError: Dask runs this agent again, or elsewhere.
     """
     worker = get_worker()
+    gang, name = repr(reservation.gang_name), reservation.worker
     if worker.id != reservation.process_id:
-        msg = f"agent of gang {reservation.gang_name!r} is for another life of worker {reservation.worker}; training is not run again"
+        msg = f"worker {name} restarted since gang {gang} reserved it; refusing to train twice"
         raise AgentRefusedError(msg)
     box = MAILBOXES.open(reservation.token)
     if box.state != "absent":
-        msg = f"agent of gang {reservation.gang_name!r} on worker {reservation.worker} was already used; training is not run again"
+        msg = f"the agent of gang {gang} on worker {name} has run before; refusing to train twice"
         raise AgentRefusedError(msg)
     return _Agent(reservation, worker, box).run()
 
@@ -60,19 +62,18 @@ class _Agent:
         self._worker = worker
         self._box = box
         self._key = agent_key(reservation.token)
-        self._store: socket.socket | None = None
+        self._store: StoreSocket | None = None
         self._ranks: list[RankProcess] = []
-        self._shutdown = GracefulShutdown(reservation.stop_grace_s)
+        self._shutdown = _GracefulShutdown(reservation.stop_grace_s)
         self._left_s: float | None = None
-        self._heartbeats: ProgressProbe | None = None
         self._alarm = Alarm()
         self._beat_s = 0.0
         self._caller = Liveness()
         self._heard_s = box.last_poll_s
 
     def run(self) -> tuple[bytes, ...]:
-        box = self._box
-        box.enter("waiting")
+        self._box.alarm = self._alarm
+        self._box.enter("waiting")
         try:
             with SLOTS.hold(self._reservation, self._must_end) as got_it:
                 if not got_it:
@@ -82,28 +83,35 @@ class _Agent:
                 finally:
                     self._close()
         finally:
-            box.alarm = None
+            self._box.alarm = None
             self._alarm.close()
-            box.enter("ended")
+            self._box.enter("ended")
 
     def _run_on_slot(self) -> tuple[bytes, ...]:
         if self._reservation.hosts_store:
-            self._store = listen(self._reservation.store_host)
-        self._box.enter("reserved", self._store.getsockname()[1] if self._store else 0)
+            self._store = StoreSocket(self._reservation.store_host)
+        self._box.enter("reserved", self._store.address[1] if self._store else 0)
         while self._box.order is None:
             if self._must_end():
                 return ()
-            self._box.wait_for_orders(TICK_S)
+            self._alarm.wait(TICK_S)
         SLOTS.mark_running(self._reservation)
         self._box.enter("running")
         if not self._start(self._box.order):
             return ()
-        self._heartbeats = ProgressProbe(self._ranks, self._box.order.progress_timeout_s)
-        return self._attend()
+        if not self._attend(ProgressProbe(self._ranks, self._box.order.progress_timeout_s)):
+            return ()
+        if all(rank.returned for rank in self._ranks):
+            return tuple(rank.value() for rank in self._ranks)
+        while not self._must_end():  # the caller ends the gang once it knows the root cause
+            self._alarm.wait(TICK_S)
+        return ()
 
     def _start(self, order: StartOrder) -> bool:
         for launch in order.launches:
-            fd = self._store_fd(launch)
+            fd = None
+            if self._store is not None and launch.place.rank == 0:
+                fd = self._store.fd_for_rank_0(launch.process_group)
             try:
                 launch_here = dataclasses.replace(launch, store_fd=fd)
                 self._ranks.append(RankProcess(launch_here, order.payload))
@@ -114,96 +122,55 @@ class _Agent:
             self._store.close()  # rank 0 has it now
         return True
 
-    def _store_fd(self, launch: RankLaunch) -> int | None:
-        if self._store is None or launch.place.rank != 0:
-            return None
-        if launch.process_group != "user":
-            return self._store.fileno()
-        # Rank 0 will listen at this port itself. A socket that is bound but doesn't listen
-        # keeps others from getting the number, and SO_REUSEADDR on both sides lets rank 0 bind
-        # it all the same.
-        address, family = self._store.getsockname(), self._store.family
-        self._store.close()
-        self._store = socket.socket(family, socket.SOCK_STREAM)
-        self._store.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        self._store.bind(address)
-        return None
-
-    def _attend(self) -> tuple[bytes, ...]:
-        """Pass on what the ranks say until all have left, or until the gang must end."""
-        self._box.alarm = self._alarm.ring
-        while not all(rank.reaped for rank in self._ranks):
+    def _attend(self, probe: ProgressProbe) -> bool:
+        """Pass on what the ranks say until all have left; False where the gang must end before."""
+        while not all(rank.is_reaped for rank in self._ranks):
             self._wait()
             for event in self._new_events():
                 self._box.post(event)
-            self._watch_progress()
+            self._box.heartbeats = probe.heartbeats() or self._box.heartbeats
+            if self._box.look_requested:
+                for stack in probe.stacks():
+                    self._box.post(stack)
             if self._is_over():
-                return ()
-            self._pass_on_orders()
+                return False
+            if self._box.leave_requested and self._left_s is None:
+                self._left_s = time.monotonic()
+                self._tell(RankOrder.LEAVE)
             if self._left_s is not None and time.monotonic() - self._left_s > EXIT_GRACE_S:
                 break
-        if not all(rank.returned for rank in self._ranks):
-            while (
-                not self._must_end()
-            ):  # the caller ends the gang once it has settled what was the cause
-                self._box.wait_for_orders(TICK_S)
-            return ()
-        return tuple(rank.value() for rank in self._ranks)
-
-    def _watch_progress(self) -> None:
-        assert self._heartbeats is not None
-        self._box.heartbeats = self._heartbeats.heartbeats() or self._box.heartbeats
-        if self._box.look_requested:
-            self._heartbeats.look()
-            for stack in self._heartbeats.stacks():
-                self._box.post(stack)
-
-    def _pass_on_orders(self) -> None:
-        if self._box.leave_requested and self._left_s is None:
-            self._left_s = time.monotonic()
-            self._tell(RankOrder.LEAVE)
+        return True
 
     def _wait(self) -> None:
-        room = self._box.has_room
         poller = select.poll()
         for rank in self._ranks:
-            if not rank.reaped:
-                for fd in rank.file_descriptors(with_output=room):
+            if not rank.is_reaped:
+                for fd in rank.file_descriptors(with_output=self._box.has_room):
                     poller.register(fd, select.POLLIN)
         poller.register(self._alarm.fd, select.POLLIN)
-        self._beat()
-        poller.poll(TICK_S * 1000)
-        self._alarm.quiet()
-
-    def _beat(self) -> None:
-        """Tell the ranks that this agent lives.
-
-        From the thread that attends them, so that they don't outlive it frozen.
-        """
+        # Beats come from the thread that attends the ranks: they don't outlive it frozen.
         now = time.monotonic()
         if now - self._beat_s >= BEAT_S:
             self._beat_s = now
             self._tell(RankOrder.BEAT)
+        poller.poll(TICK_S * 1000)
+        self._alarm.quiet()
 
-    def _new_events(self) -> Sequence[GangEvent]:
-        events: list[GangEvent] = []
+    def _new_events(self) -> Iterator[GangEvent]:
         for rank in self._ranks:
-            if rank.reaped:
+            if rank.is_reaped:
                 continue
             if self._box.has_room:
-                events += rank.read()
+                yield from rank.read()
             if rank.is_dead:
-                events += rank.bury()
-        return events
+                yield from rank.bury()
 
     def _tell(self, order: RankOrder) -> None:
         for rank in self._ranks:
             rank.tell(order)
 
     def _is_over(self) -> bool:
-        """Whether the ranks are to be killed: on the caller's word at once, else when they had
-        their time to stop.
-        """
+        """Tell whether to kill the ranks: on the caller's abort at once, else after their grace."""
         if self._box.abort_requested:
             return True
         must_end = self._must_end()
@@ -212,22 +179,20 @@ class _Agent:
         )
 
     def _must_end(self) -> bool:
-        """Whether the caller, Dask or the worker wants this agent gone; a killed caller shows
-        as a cancelled task.
-        """
+        """Tell whether the caller, Dask or the worker wants this agent gone."""
         task = self._worker.state.tasks.get(self._key)
         if self._box.abort_requested or task is None or task.state in UNWANTED_STATES:
-            return True
+            return True  # Dask cancels the task of a killed caller
+        name = self._reservation.worker
         if self._worker.status in (Status.closing, Status.closed, Status.failed):
-            self._box.why_ended = f"worker {self._reservation.worker} was closed"
+            self._box.why_ended = f"worker {name} was closed"
         elif self._has_lost_caller():
-            self._box.why_ended = f"worker {self._reservation.worker} had heard nothing from the caller for {LIVENESS_TIMEOUT_S:g} s"
+            heard = f"had heard nothing from the caller for {LIVENESS_TIMEOUT_S:g} s"
+            self._box.why_ended = f"worker {name} {heard}"
         return bool(self._box.why_ended)
 
     def _has_lost_caller(self) -> bool:
-        """Whether the caller, which polls every second, is frozen or cut off; a killed one's
-        task is cancelled by Dask.
-        """
+        """Tell whether the caller, which polls every second, is frozen or cut off."""
         if self._box.last_poll_s != self._heard_s:
             self._heard_s = self._box.last_poll_s
             self._caller.heard()
@@ -237,11 +202,10 @@ class _Agent:
         for rank in self._ranks:
             rank.kill()
         for rank in self._ranks:
-            if not rank.reaped:
+            if not rank.is_reaped:
+                # How it ended is our doing, what it said before is not.
                 for event in rank.bury():
-                    if isinstance(
-                        event, LogLine
-                    ):  # how it ended is our doing, what it said before is not
+                    if isinstance(event, LogLine):
                         self._box.post(event)
             for left in rank.records_left():
                 self._box.post(left)
@@ -261,27 +225,20 @@ def _start_failure(launch: RankLaunch, error: OSError) -> RankFailure:
     )
 
 
-PEERS_GRACE_S = 0.5
-"""How long ranks that have returned stay for the last reads of peers on other workers."""
-
-
-class GracefulShutdown:
-    """Begins when it is first asked."""
+class _GracefulShutdown:
+    """Gives ranks that listen time to stop at an agreed step and to write a checkpoint."""
 
     def __init__(self, grace_s: float) -> None:
-        """Give the ranks so many seconds."""
         self._grace_s = grace_s
         self._began_s: float | None = None
         self._returned_s: float | None = None
         self._is_worth_it = False
 
     def is_over(self, ranks: Sequence[RankProcess], *, leave_when_returned: bool) -> bool:
-        """Tell whether the ranks are to be killed now: none listens, their time is up, or they
-        all have returned.
+        """Begin when first asked; tell whether to kill the ranks now.
 
-        Args:
-            ranks: those of this agent.
-            leave_when_returned: whether nobody else will tell ranks that returned to leave.
+        That is when none listens, when their time is up, or when all have returned and nobody
+        else will tell them to leave (`leave_when_returned`).
         """
         now = time.monotonic()
         if self._began_s is None:

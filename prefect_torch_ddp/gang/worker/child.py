@@ -1,90 +1,74 @@
-"""Owns how a rank's process starts and is reaped: behind this seam a fresh process and a fork
-of the rank host are alike.
-
-Owns the environment a rank starts with: its Dask worker's own, plus torchrun's contract. Pure.
-"""
+"""A rank's process as the system shows it: its start as a fresh Python, its death, its status."""
 
 import contextlib
+import functools
 import os
 import select
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
-from typing import Protocol
+from collections.abc import Callable, Mapping
 
 from prefect_torch_ddp.protocol.rank import RankFiles, RankLaunch
 
-HAS_PIDFD = hasattr(os, "pidfd_open")
+DEATH_TIMEOUT_S = 5.0
+"""How long a killed process may take to be dead."""
 
 
-class Child(Protocol):
-    """A started rank process, in a session of its own."""
+@functools.cache
+def has_pidfd() -> bool:
+    """Tell whether this kernel and sandbox let us open pidfds; asked once, by opening one."""
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except (AttributeError, OSError):
+        return False
+    return True
 
-    @property
-    def pid(self) -> int:
-        """The process id, also that of its session."""
-        ...
 
-    @property
-    def death_fd(self) -> int | None:
-        """A file descriptor that becomes readable when it ends, where the system has such."""
-        ...
+class Child:
+    """A started rank process, fresh or forked, which leads a session of its own."""
 
-    @property
-    def is_dead(self) -> bool:
-        """Whether it has ended, reaped or not."""
-        ...
+    def __init__(self, pid: int, reap: Callable[[], int]) -> None:
+        """Watch a process that nobody reaps but this object.
 
-    def reap(self) -> int:
-        """Wait for its end; return the exit code, or the negated number of the signal that
-        killed it.
+        Args:
+            pid: its process id, also that of its session and process group.
+            reap: waits for its end; returns the exit code, or the negated signal's number.
         """
-        ...
-
-    def close(self) -> None:
-        """Close what was opened to watch it."""
-        ...
-
-
-class ExecChild:
-    """A fresh Python process: works everywhere, and pays for importing torch."""
-
-    def __init__(self, files: RankFiles, environment: dict[str, str]) -> None:
-        """Start it; raises OSError where that fails."""
-        passed = files.own() + (() if files.store is None else (files.store,))
-        self._popen = subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "prefect_torch_ddp.rank",
-                *map(str, files.own()),
-                str(os.getpid()),
-            ],
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=files.stdout,
-            stderr=files.stderr,
-            pass_fds=passed,
-            start_new_session=True,
-        )
-        self.death_fd: int | None = os.pidfd_open(self._popen.pid) if HAS_PIDFD else None
+        self.pid = pid
+        self.death_fd = os.pidfd_open(pid) if has_pidfd() else None
+        """Becomes readable when the process ends; None where the system has no such thing."""
+        self._reap = reap
+        self._status: int | None = None
 
     @property
-    def pid(self) -> int:
-        """The process id."""
-        return self._popen.pid
+    def is_reaped(self) -> bool:
+        """Whether the process is gone and its status known."""
+        return self._status is not None
 
     @property
     def is_dead(self) -> bool:
-        """Whether it has ended."""
-        if self._popen.returncode is not None:
+        """Whether the process has ended, reaped or not."""
+        if self.is_reaped:
             return True
-        return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None
+        if self.death_fd is not None:
+            return _is_readable(self.death_fd, 0)
+        options = os.WEXITED | os.WNOWAIT | os.WNOHANG
+        return os.waitid(os.P_PID, self.pid, options) is not None
 
     def reap(self) -> int:
-        """Wait for its end."""
-        return self._popen.wait()
+        """Wait for the end; return the exit code, or the negated number of the signal."""
+        if self._status is None:
+            if self.death_fd is not None:
+                _is_readable(self.death_fd, DEATH_TIMEOUT_S)
+            self._status = self._reap()
+        return self._status
+
+    def kill(self) -> None:
+        """Kill the process, and all that stayed in its process group."""
+        if not self.is_reaped:  # from then on the number may be another group's
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, signal.SIGKILL)
 
     def close(self) -> None:
         """Close the pidfd."""
@@ -93,30 +77,34 @@ class ExecChild:
             self.death_fd = None
 
 
-def kill_session(pid: int) -> None:
-    """Kill a process that leads a session of its own, and all that stayed in its process
-    group.
-    """
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(pid, signal.SIGKILL)
-
-
-def wait_for_death(death_fd: int, timeout_s: float) -> bool:
-    """Wait until the process behind a pidfd has ended, at most so long."""
+def _is_readable(fd: int, timeout_s: float) -> bool:
     poller = select.poll()
-    poller.register(death_fd, select.POLLIN)
+    poller.register(fd, select.POLLIN)
     return bool(poller.poll(timeout_s * 1000))
 
 
-# Names and meaning: https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables
+def start_fresh(files: RankFiles, environment: dict[str, str]) -> Child:
+    """Start a rank as a fresh Python: works everywhere, and pays for importing torch.
+
+    Raises:
+        OSError: the process can't be started.
+    """
+    own = [str(fd) for fd in files.own()]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "prefect_torch_ddp.rank.main", *own, str(os.getpid())],
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=files.stdout,
+        stderr=files.stderr,
+        pass_fds=files.own() + (() if files.store is None else (files.store,)),
+        start_new_session=True,
+    )
+    return Child(process.pid, process.wait)
 
 
 def rank_environment(worker_environment: Mapping[str, str], launch: RankLaunch) -> dict[str, str]:
-    """Return the rank's environment; the worker's is not changed.
-
-    TORCHELASTIC_USE_AGENT_STORE is taken out: in the user mode rank 0 must listen at
-    MASTER_PORT itself.
-    """
+    """Return the environment of a rank: its Dask worker's, plus torchrun's contract. Pure."""
+    # https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables
     place, shape = launch.place, launch.shape
     contract = {
         "RANK": place.rank,
@@ -134,5 +122,6 @@ def rank_environment(worker_environment: Mapping[str, str], launch: RankLaunch) 
         "TORCHELASTIC_MAX_RESTARTS": launch.max_restarts,
     }
     environment = dict(worker_environment) | {name: str(value) for name, value in contract.items()}
+    # In the user mode rank 0 must listen at MASTER_PORT itself.
     environment.pop("TORCHELASTIC_USE_AGENT_STORE", None)
     return environment

@@ -1,11 +1,8 @@
-"""Owns the mailboxes of a Dask worker's process: agents (threads) post events, the caller's
-polls (event loop) collect them.
-
-Owns the waking of an agent that waits for its ranks and for orders at the same time.
-"""
+"""Mailboxes: agents, in threads, post events; the callers' polls, on the event loop, take them."""
 
 import asyncio
 import contextlib
+import select
 import socket
 import threading
 import time
@@ -15,6 +12,7 @@ from dataclasses import dataclass, field
 from prefect_torch_ddp.protocol.agent import (
     AgentReport,
     AgentState,
+    Cleared,
     Occupant,
     RankHeartbeat,
     StartOrder,
@@ -22,10 +20,46 @@ from prefect_torch_ddp.protocol.agent import (
 from prefect_torch_ddp.protocol.events import GangEvent
 
 CAPACITY = 5_000
-"""Events held for a caller that is slow to fetch them; an agent stops reading its ranks' output
-beyond this."""
+"""Events held for a slow caller; beyond it the agent stops reading its ranks' output."""
 FORGET_AFTER_S = 600.0
-"""A mailbox whose agent never came is dropped after this long without a poll."""
+"""A mailbox without an agent is dropped after this long without a poll."""
+
+
+class Alarm:
+    """Wakes a thread that waits in poll()."""
+
+    def __init__(self) -> None:
+        """Open it, quiet."""
+        self._reader, self._writer = socket.socketpair()
+        self._reader.setblocking(False)
+        self._writer.setblocking(False)
+
+    @property
+    def fd(self) -> int:
+        """The file descriptor to wait on."""
+        return self._reader.fileno()
+
+    def ring(self) -> None:
+        """Wake the thread, from any other."""
+        with contextlib.suppress(OSError):  # full: it rings already; closed: nobody waits
+            self._writer.send(b"!")
+
+    def quiet(self) -> None:
+        """Be ready to ring again."""
+        with contextlib.suppress(BlockingIOError):
+            self._reader.recv(64)
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait until it rings, at most this long."""
+        poller = select.poll()
+        poller.register(self.fd, select.POLLIN)
+        poller.poll(timeout_s * 1000)
+        self.quiet()
+
+    def close(self) -> None:
+        """Close both ends."""
+        self._reader.close()
+        self._writer.close()
 
 
 @dataclass
@@ -40,6 +74,8 @@ class Mailbox:
     stop_requested: bool = False
     leave_requested: bool = False
     look_requested: bool = False
+    alarm: Alarm | None = None
+    """Rung when an order comes."""
     heartbeats: tuple[RankHeartbeat, ...] = ()
     last_poll_s: float = field(default_factory=time.monotonic)
     """When the caller last gave a sign of life, of `time.monotonic`."""
@@ -47,14 +83,7 @@ class Mailbox:
     _events: list[GangEvent] = field(default_factory=list)
     _first_event: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
-    _orders: threading.Event = field(default_factory=threading.Event)
-    _waiters: list[tuple[asyncio.AbstractEventLoop, "asyncio.Future[None]"]] = field(
-        default_factory=list
-    )
-
-    alarm: Callable[[], None] | None = None
-    """Called when an order comes, for an agent that waits for its ranks and for orders at the
-    same time."""
+    _waiters: "list[asyncio.Future[None]]" = field(default_factory=list)
 
     # The agent's side.
 
@@ -65,7 +94,7 @@ class Mailbox:
         self._wake_polls()
 
     def enter(self, state: AgentState, store_port: int = 0) -> None:
-        """Tell the caller how far the agent is."""
+        """Report the agent's state to the caller."""
         with self._lock:
             self.state = state
             self.store_port = store_port or self.store_port
@@ -76,10 +105,12 @@ class Mailbox:
         """Whether the caller keeps up with the events."""
         return len(self._events) < CAPACITY
 
-    def wait_for_orders(self, timeout_s: float) -> None:
-        """Wait until the caller says anything new, at most so long."""
-        if self._orders.wait(timeout_s):
-            self._orders.clear()
+    def _wake_polls(self) -> None:
+        with self._lock:
+            waiters, self._waiters = self._waiters, []
+        for waiter in waiters:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: the worker is ending
+                waiter.get_loop().call_soon_threadsafe(_wake, waiter)
 
     # The caller's side, on the worker's event loop.
 
@@ -92,7 +123,7 @@ class Mailbox:
         leave: bool = False,
         look: bool = False,
     ) -> None:
-        """Hand the agent an order."""
+        """Give the agent an order."""
         self.last_poll_s = time.monotonic()
         with self._lock:
             self.order = order or self.order
@@ -101,9 +132,8 @@ class Mailbox:
             self.leave_requested |= leave
             self.look_requested |= look
             alarm = self.alarm
-        self._orders.set()
         if alarm is not None:
-            alarm()
+            alarm.ring()
 
     async def news(
         self,
@@ -112,65 +142,45 @@ class Mailbox:
         wait_s: float,
         occupant: Callable[[], Occupant | None],
     ) -> AgentReport:
-        """Return the events from `next_event` on and the state, as soon as either is new, at
-        the latest after `wait_s`.
+        """Return the state and the events from `next_event` on, once either is new.
+
+        Waits at most `wait_s` seconds.
         """
         self.last_poll_s = time.monotonic()
         deadline = self.last_poll_s + wait_s
         while True:
+            waiter = self._new_waiter()  # before the look: what is posted behind it isn't missed
             with self._lock:
                 del self._events[: max(0, next_event - self._first_event)]
                 self._first_event = max(self._first_event, next_event)
                 if self._events or self.state != known_state or time.monotonic() >= deadline:
-                    events = tuple(self._events)
-                    last = self._first_event + len(events)
                     return AgentReport(
-                        self.state,
-                        events,
-                        last,
-                        self.store_port,
-                        occupant(),
-                        self.why_ended,
-                        self.heartbeats,
+                        state=self.state,
+                        events=tuple(self._events),
+                        next_event=self._first_event + len(self._events),
+                        store_port=self.store_port,
+                        occupant=occupant(),
+                        why_ended=self.why_ended,
+                        heartbeats=self.heartbeats,
                     )
-                waiter = self._new_waiter()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(waiter, deadline - time.monotonic())
 
-    async def until_ended(self, timeout_s: float) -> bool:
-        """Wait until the agent has ended, that is, until all its ranks are gone."""
+    async def clear(self, timeout_s: float) -> Cleared:
+        """Have the agent kill its ranks; return once none is left, or after the timeout."""
+        self.give(abort=True)
         deadline = time.monotonic() + timeout_s
-        while self.state not in ("ended", "absent"):
-            if time.monotonic() >= deadline:
-                return False
-            with self._lock:
-                waiter = self._new_waiter()
+        while (is_running := self.state not in ("ended", "absent")) and time.monotonic() < deadline:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(waiter, min(0.1, timeout_s))
-        return True
-
-    @property
-    def first_event(self) -> int:
-        """The number of the first event that is still held."""
-        return self._first_event
-
-    def leftovers(self) -> tuple[GangEvent, ...]:
-        """Return the events that no poll has fetched."""
+                await asyncio.wait_for(self._new_waiter(), min(0.1, timeout_s))
         with self._lock:
-            return tuple(self._events)
+            return Cleared(not is_running, self._first_event, tuple(self._events))
 
     def _new_waiter(self) -> "asyncio.Future[None]":
-        loop = asyncio.get_running_loop()
-        waiter: asyncio.Future[None] = loop.create_future()
-        self._waiters.append((loop, waiter))
-        return waiter
-
-    def _wake_polls(self) -> None:
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         with self._lock:
-            waiters, self._waiters = self._waiters, []
-        for loop, waiter in waiters:
-            with contextlib.suppress(RuntimeError):  # the loop closed: the worker is on its way out
-                loop.call_soon_threadsafe(_wake, waiter)
+            self._waiters.append(waiter)
+        return waiter
 
 
 def _wake(waiter: "asyncio.Future[None]") -> None:
@@ -179,9 +189,7 @@ def _wake(waiter: "asyncio.Future[None]") -> None:
 
 
 class Mailboxes:
-    """All mailboxes of this process, by token; made by whoever comes first, the agent or the
-    caller's poll.
-    """
+    """All mailboxes of this process, by token; the agent and the caller's poll both make them."""
 
     def __init__(self) -> None:
         """Start empty."""
@@ -203,9 +211,7 @@ class Mailboxes:
             self._by_token.pop(token, None)
 
     def drop_abandoned(self) -> None:
-        """Forget mailboxes without an agent that nobody polls any more: their caller was
-        killed.
-        """
+        """Forget mailboxes without an agent that nobody polls: their caller was killed."""
         now = time.monotonic()
         with self._lock:
             for box in list(self._by_token.values()):
@@ -214,33 +220,3 @@ class Mailboxes:
 
 
 MAILBOXES = Mailboxes()
-
-
-class Alarm:
-    """Wakes a thread that waits in poll()."""
-
-    def __init__(self) -> None:
-        """Open it, quiet."""
-        self._reader, self._writer = socket.socketpair()
-        self._reader.setblocking(False)  # noqa: FBT003 - the standard library takes it by position
-        self._writer.setblocking(False)  # noqa: FBT003
-
-    @property
-    def fd(self) -> int:
-        """What to wait on."""
-        return self._reader.fileno()
-
-    def ring(self) -> None:
-        """Wake the thread, from any other."""
-        with contextlib.suppress(OSError):  # full: it rings already; closed: nobody waits any more
-            self._writer.send(b"!")
-
-    def quiet(self) -> None:
-        """Be ready to ring again."""
-        with contextlib.suppress(BlockingIOError):
-            self._reader.recv(64)
-
-    def close(self) -> None:
-        """Close both ends."""
-        self._reader.close()
-        self._writer.close()

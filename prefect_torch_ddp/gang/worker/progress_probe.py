@@ -1,9 +1,4 @@
-"""Owns what an agent does for the watch over its ranks' progress: reads their heartbeats,
-measures the silent ones, fetches stacks.
-
-Owns how an agent tells a rank that works from one that waits: the CPU time and the bytes of all
-processes of its session.
-"""
+"""The progress probe: reads ranks' heartbeats, measures silent ranks, fetches their stacks."""
 
 import contextlib
 import os
@@ -11,74 +6,67 @@ import time
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from os import sysconf
-from pathlib import Path
+
+import psutil
 
 from prefect_torch_ddp.gang.worker.rank_process import RankProcess
 from prefect_torch_ddp.protocol.agent import RankHeartbeat
 from prefect_torch_ddp.protocol.events import RankStack
 from prefect_torch_ddp.protocol.heartbeat import LOOK_SIGNAL, Phase
 
-TICKS_PER_S = sysconf("SC_CLK_TCK")
 ACTIVE_SHARE = 0.01
-"""Of one core; below it a process is taken to wait.
-
-A rank's own threads that wake now and then need less.
-"""
+"""Of one core; a process below it waits. Threads that wake now and then need less."""
 ACTIVE_LEAST_S = 0.03
 """CPU times come in ticks of 10 ms, so a few of them in a short window say nothing."""
 ACTIVE_BYTES_PER_S = 65_536
+READ_S = 0.1
+LOOK_TIMEOUT_S = 4.0
+"""How long a rank may take to write its stacks; only a stopped one takes longer."""
+LOOK_QUIET_S = 0.2
+"""Stacks that don't grow for this long are complete: nothing marks their end."""
 
 
 @dataclass(frozen=True)
 class Usage:
-    """What a session had used at one moment."""
+    """What the processes of a session have used so far."""
 
     cpu_s: float = 0.0
     io_bytes: int = 0
     stopped: str = ""
-    """A process of it in state T, for people."""
+    """One of them that is stopped (SIGSTOP), for people."""
 
 
 def usage_of_sessions(sessions: Collection[int]) -> dict[int, Usage]:
-    """Add up the processes of each session, DataLoader workers included; nothing where the
-    system has no /proc.
-    """
+    """Add up the processes of each session, DataLoader workers included."""
     found: dict[int, Usage] = {}
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            pid, name, fields = _stat(entry)
-            session = int(fields[3])
+    for process in psutil.process_iter():
+        # It may end meanwhile; an OSError comes from getsid, the other from psutil.
+        with contextlib.suppress(OSError, psutil.Error):
+            session = os.getsid(process.pid)
             if session not in sessions:
                 continue
+            with process.oneshot():
+                used = _usage_of(process)
             before = found.get(session, Usage())
-            cpu_s = (
-                sum(map(int, fields[11:15])) / TICKS_PER_S
-            )  # its own, and that of children it has reaped
-            stopped = f"process {pid} ({name})" if fields[0] == "T" else ""
             found[session] = Usage(
-                before.cpu_s + cpu_s, before.io_bytes + _io_bytes(entry), before.stopped or stopped
+                before.cpu_s + used.cpu_s,
+                before.io_bytes + used.io_bytes,
+                before.stopped or used.stopped,
             )
-        except (OSError, ValueError):  # it ended meanwhile
-            continue
     return found
 
 
-def _stat(entry: Path) -> tuple[int, str, list[str]]:
-    head, _, rest = (entry / "stat").read_text(errors="replace").rpartition(")")
-    pid, _, name = head.partition(" (")
-    return int(pid), name, rest.split()
-
-
-def _io_bytes(entry: Path) -> int:
-    try:
-        lines = (entry / "io").read_text().splitlines()
-    except OSError:
-        return 0
-    return sum(
-        int(line.split()[1])
-        for line in lines
-        if line.startswith(("rchar", "wchar", "read_bytes", "write_bytes"))
+def _usage_of(process: psutil.Process) -> Usage:
+    cpu = process.cpu_times()
+    io_bytes = 0
+    with contextlib.suppress(psutil.AccessDenied):
+        io = process.io_counters()
+        io_bytes = io.read_chars + io.write_chars + io.read_bytes + io.write_bytes
+    is_stopped = process.status() == psutil.STATUS_STOPPED
+    return Usage(
+        cpu.user + cpu.system + cpu.children_user + cpu.children_system,
+        io_bytes,
+        f"process {process.pid} ({process.name()})" if is_stopped else "",
     )
 
 
@@ -86,7 +74,7 @@ class Idleness:
     """How long one rank has been idle, from usages taken now and then."""
 
     def __init__(self, window_s: float) -> None:
-        """Judge by the usage over so long a time."""
+        """Judge by the usage over this time."""
         self._window_s = window_s
         self._samples: deque[tuple[float, Usage]] = deque()
         self._active_s: float | None = None
@@ -99,9 +87,8 @@ class Idleness:
         first_s, first = self._samples[0]
         span_s = now_s - first_s
         cpu_s, io_bytes = usage.cpu_s - first.cpu_s, usage.io_bytes - first.io_bytes
-        if cpu_s >= max(ACTIVE_SHARE * span_s, ACTIVE_LEAST_S) or (
-            span_s > 0 and io_bytes >= ACTIVE_BYTES_PER_S * span_s
-        ):
+        uses_cpu = cpu_s >= max(ACTIVE_SHARE * span_s, ACTIVE_LEAST_S)
+        if uses_cpu or (span_s > 0 and io_bytes >= ACTIVE_BYTES_PER_S * span_s):
             self._active_s = now_s
 
     def reset(self) -> None:
@@ -119,8 +106,7 @@ class Idleness:
 
         Args:
             now_s: of the clock that `add` is given.
-            silent_s: since its last progress, which ended its activity for sure if none was
-                seen since.
+            silent_s: since its last progress, after which it was active only if `add` saw so.
         """
         if not self._samples or self._samples[-1][0] - self._samples[0][0] < self._window_s / 2:
             return 0.0
@@ -131,20 +117,25 @@ class Idleness:
         return min(silent_s, now_s - self._active_s)
 
 
-READ_S = 0.1
-LOOK_TIMEOUT_S = 4.0
-"""How long a rank may take to write its stacks; the handler is C and needs no lock, so only a
-stopped rank takes longer."""
-LOOK_QUIET_S = 0.2
-"""Stacks that don't grow for so long are whole: nothing marks their end."""
-
-
 @dataclass
 class _Watched:
     process: RankProcess
     idleness: Idleness
     moved_ns: int = 0
     sampled_s: float = 0.0
+
+    def heartbeat(self) -> RankHeartbeat:
+        # Read again, not kept from the measuring: a rank that moved since must not look silent.
+        heartbeat = self.process.page.read()
+        silent_s = _since_s(heartbeat.moved_ns)
+        has_moved = heartbeat.moved_ns != self.moved_ns
+        return RankHeartbeat(
+            rank=self.process.place.rank,
+            heartbeat=heartbeat,
+            silent_s=silent_s,
+            idle_s=0.0 if has_moved else self.idleness.idle_s(time.monotonic(), silent_s),
+            stopped=self.idleness.stopped,
+        )
 
 
 @dataclass
@@ -158,12 +149,10 @@ class _Look:
 
 
 class ProgressProbe:
-    """Over the ranks of one agent, in its thread; no call waits."""
+    """Watches the ranks of one agent, in its thread; no call waits."""
 
     def __init__(self, ranks: Sequence[RankProcess], limit_s: float | None) -> None:
-        """Watch these; without a limit stacks are fetched all the same when they are asked
-        for.
-        """
+        """Watch these ranks; without a limit only stacks are fetched, on request."""
         self._limit_s = limit_s
         self._ranks = [_Watched(rank, Idleness((limit_s or 0.0) / 2)) for rank in ranks]
         self._read_s = 0.0
@@ -171,82 +160,63 @@ class ProgressProbe:
         self._look_ends_s = 0.0
 
     def heartbeats(self) -> tuple[RankHeartbeat, ...] | None:
-        """Return the heartbeats of the ranks, if it is time to look at them again."""
+        """Return the heartbeats of the living ranks; None if it isn't time to read them again."""
         now = time.monotonic()
         if now - self._read_s < READ_S:
             return None
         self._read_s = now
-        alive = [watched for watched in self._ranks if not watched.process.reaped]
+        alive = [watched for watched in self._ranks if not watched.process.is_reaped]
         if self._limit_s is not None:
             self._measure(alive, now, self._limit_s)
-        return tuple(_heartbeat_of(watched) for watched in alive)
+        return tuple(watched.heartbeat() for watched in alive)
 
     def _measure(self, ranks: Sequence[_Watched], now: float, limit_s: float) -> None:
-        """Take the usage of those that have been silent for half of the limit; it costs a walk
-        through /proc.
-        """
+        """Take the usage of ranks silent for half the limit; it costs a walk over all processes."""
         due = []
         for watched in ranks:
-            heartbeat = watched.process.page.read()
-            if heartbeat.moved_ns != watched.moved_ns:
-                watched.moved_ns = heartbeat.moved_ns
+            moved_ns = watched.process.page.read().moved_ns
+            if moved_ns != watched.moved_ns:
+                watched.moved_ns = moved_ns
                 watched.idleness.reset()
-            silent_s = (time.monotonic_ns() - heartbeat.moved_ns) / 1e9
-            if silent_s >= limit_s / 2 and now - watched.sampled_s >= min(
-                max(limit_s / 20, READ_S), 5.0
-            ):
+            pause_s = min(max(limit_s / 20, READ_S), 5.0)
+            if _since_s(moved_ns) >= limit_s / 2 and now - watched.sampled_s >= pause_s:
                 watched.sampled_s = now
                 due.append(watched)
-        if due:
-            usages = usage_of_sessions({watched.process.pid for watched in due})
-            for watched in due:
-                if watched.process.pid in usages:
-                    watched.idleness.add(time.monotonic(), usages[watched.process.pid])
-
-    def look(self) -> None:
-        """Ask all ranks for their stacks, once."""
-        if self._looks is None:
-            self._look_ends_s = time.monotonic() + LOOK_TIMEOUT_S
-            self._looks = [
-                _Look(rank.process, rank.process.page.stacks_end())
-                for rank in self._ranks
-                if not rank.process.reaped
-            ]
-            for look in self._looks:
-                if (
-                    look.process.page.read().phase is not Phase.NONE
-                ):  # before that the signal would kill it
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(look.process.pid, LOOK_SIGNAL)
+        usages = usage_of_sessions({watched.process.pid for watched in due}) if due else {}
+        for watched in due:
+            if watched.process.pid in usages:
+                watched.idleness.add(time.monotonic(), usages[watched.process.pid])
 
     def stacks(self) -> Iterator[RankStack]:
-        """Yield the stacks that are whole by now, or overdue."""
+        """Ask all ranks for their stacks, once; yield those that are complete by now, or overdue."""
+        if self._looks is None:
+            self._looks = self._ask()
         now = time.monotonic()
-        for look in list(self._looks or ()):
-            size = look.process.page.stacks_end()
+        for look in list(self._looks):
+            page = look.process.page
+            size = page.stacks_end()
             if size != look.size:
                 look.size, look.grown_s = size, now
             is_whole = size > look.begin and now - look.grown_s >= LOOK_QUIET_S
-            if is_whole or now >= self._look_ends_s or look.process.reaped:
-                assert self._looks is not None
+            if is_whole or now >= self._look_ends_s or look.process.is_reaped:
                 self._looks.remove(look)
-                text = (
-                    look.process.page.stacks(look.begin)
-                    or "it did not answer: it is stopped, or has not come to itself\n"
-                )
-                yield RankStack(look.process.place.rank, text)
+                silence = "it did not answer: it is stopped, or has not come to itself\n"
+                yield RankStack(look.process.place.rank, page.stacks(look.begin) or silence)
+
+    def _ask(self) -> list[_Look]:
+        self._look_ends_s = time.monotonic() + LOOK_TIMEOUT_S
+        looks = [
+            _Look(watched.process, watched.process.page.stacks_end())
+            for watched in self._ranks
+            if not watched.process.is_reaped
+        ]
+        for look in looks:
+            # Without its handler, set up when the first phase begins, the signal would kill it.
+            if look.process.page.read().phase is not Phase.NONE:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(look.process.pid, LOOK_SIGNAL)
+        return looks
 
 
-def _heartbeat_of(watched: _Watched) -> RankHeartbeat:
-    # Read again, not kept from the measuring: a rank that moved since must not look silent.
-    heartbeat = watched.process.page.read()
-    silent_s = max(0.0, (time.monotonic_ns() - heartbeat.moved_ns) / 1e9)
-    return RankHeartbeat(
-        rank=watched.process.place.rank,
-        heartbeat=heartbeat,
-        silent_s=silent_s,
-        idle_s=watched.idleness.idle_s(time.monotonic(), silent_s)
-        if heartbeat.moved_ns == watched.moved_ns
-        else 0.0,
-        stopped=watched.idleness.stopped,
-    )
+def _since_s(moved_ns: int) -> float:
+    return max(0.0, (time.monotonic_ns() - moved_ns) / 1e9)

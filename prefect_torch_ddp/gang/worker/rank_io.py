@@ -1,16 +1,4 @@
-"""Owns what Python's multiprocessing leaves in the file system when a rank is killed, and its
-removal.
-
-DataLoader workers share memory through sockets in a temporary folder, and spawned ones through
-named semaphores. Whoever made them removes them at his exit, which a killed process has not.
-
-Owns the cutting of a rank's output into lines as they are finished.
-
-Owns the agent's side of a rank's heartbeat: the page in shared memory, and the stacks behind
-it, read without asking the rank.
-
-Owns the socket that the ranks of a gang meet at.
-"""
+"""What an agent and a rank share: files, pipes, the heartbeat page and a scratch folder."""
 
 import codecs
 import contextlib
@@ -21,37 +9,128 @@ import shutil
 import socket
 import tempfile
 from collections import deque
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
-from prefect_torch_ddp.errors import GangError
+from prefect_torch_ddp.protocol.events import MAX_DATAGRAM_BYTES
 from prefect_torch_ddp.protocol.heartbeat import PAGE_BYTES, Heartbeat
+from prefect_torch_ddp.protocol.rank import RankFiles, RankOrder
 
 SEMAPHORES = Path("/dev/shm")  # noqa: S108 - where Linux keeps them: sem_overview(7)
+CHUNK_BYTES = 65_536
+MAX_LINE = 8_192
+"""Longer lines, in characters, are passed on in pieces: endless ones can't fill memory."""
+TAIL_LINES = 20
+MAX_STACKS_BYTES = 65_536
+"""Of longer stacks the end is kept, where the main thread is."""
 
 
-class Leftovers:
-    """A place and a name for what the processes of one rank make, given to it before it makes
-    any.
-    """
+class RankIO:
+    """The agent's ends of a rank's pipes and files, and a scratch folder for the rank."""
 
     def __init__(self) -> None:
-        """Choose them; nothing is made."""
-        name = f"ddp-{secrets.token_hex(5)}"  # short: a socket's path in the folder has room for some 100 characters
-        self.folder = Path(tempfile.gettempdir(), name)
+        """Open both ends of everything; the rank's are in `files`, with no store."""
+        # Short: a socket's path in the folder has room for some 100 characters.
+        self.scratch = Path(tempfile.gettempdir(), f"ddp-{secrets.token_hex(5)}")
+        """The rank makes it: multiprocessing's sockets, and a name for its semaphores."""
+        self._ours, self._theirs = contextlib.ExitStack(), contextlib.ExitStack()
+        with contextlib.ExitStack() as undo:
+            undo.callback(self.close)
+            self.launch: IO[bytes] = self._theirs.enter_context(tempfile.TemporaryFile())
+            self._outcome: IO[bytes] = self._ours.enter_context(tempfile.TemporaryFile())
+            self.page = self._ours.enter_context(contextlib.closing(HeartbeatPage()))
+            # Datagrams: a record stays whole when forked children of the rank write as well.
+            self._events, events = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+            self._ours.enter_context(self._events).setblocking(False)
+            self._theirs.enter_context(events)
+            events.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**20)
+            control, self._control = self._open_pipe(self._theirs, self._ours)
+            os.set_blocking(self._control.fileno(), False)
+            out, stdout = self._open_pipe(self._ours, self._theirs)
+            err, stderr = self._open_pipe(self._ours, self._theirs)
+            self._out, self._err = _Output(out), _Output(err)
+            self.files = RankFiles(
+                launch=self.launch.fileno(),
+                events=events.fileno(),
+                outcome=self._outcome.fileno(),
+                control=control.fileno(),
+                heartbeat=self.page.fileno(),
+                stdout=stdout.fileno(),
+                stderr=stderr.fileno(),
+            )
+            undo.pop_all()
 
-    def remove(self) -> None:
-        """Remove all there is; nobody uses it any more."""
-        shutil.rmtree(self.folder, ignore_errors=True)
-        for path in SEMAPHORES.glob(f"sem.{self.folder.name}-*"):
+    @staticmethod
+    def _open_pipe(
+        reader: contextlib.ExitStack, writer: contextlib.ExitStack
+    ) -> tuple[IO[bytes], IO[bytes]]:
+        read, write = os.pipe()
+        return (
+            reader.enter_context(os.fdopen(read, "rb", 0)),
+            writer.enter_context(os.fdopen(write, "wb", 0)),
+        )
+
+    def close_rank_ends(self) -> None:
+        """Close the rank's ends: it has its own by now, or didn't start."""
+        self._theirs.close()
+
+    def readable(self) -> list[int]:
+        """Return the file descriptors by which the rank speaks."""
+        pipes = [output.pipe for output in (self._out, self._err) if not output.pipe.closed]
+        return [self._events.fileno(), *(pipe.fileno() for pipe in pipes)]
+
+    def lines(self, *, max_chunks: int = 1) -> Iterator[str]:
+        """Yield the lines printed so far, from that many chunks of stdout and of stderr."""
+        for output in (self._out, self._err):
+            yield from output.lines(max_chunks)
+
+    def records(self) -> Iterator[bytes]:
+        """Yield the records sent so far."""
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                yield self._events.recv(MAX_DATAGRAM_BYTES)
+
+    @property
+    def stderr_tail(self) -> tuple[str, ...]:
+        """The last lines of stderr."""
+        return tuple(self._err.cutter.tail)
+
+    def outcome(self) -> bytes:
+        """Return the pickle that the rank left."""
+        self._outcome.seek(0)
+        return self._outcome.read()
+
+    def tell(self, order: RankOrder) -> None:
+        """Write an order to the rank; one that is gone needs none."""
+        # The pipe is full if the rank was stopped for hours.
+        with contextlib.suppress(BrokenPipeError, BlockingIOError):
+            os.write(self._control.fileno(), order.value)
+
+    def close(self) -> None:
+        """Close everything, and remove what killed processes of the rank left behind."""
+        self._theirs.close()
+        self._ours.close()
+        shutil.rmtree(self.scratch, ignore_errors=True)
+        for path in SEMAPHORES.glob(f"sem.{self.scratch.name}-*"):
             with contextlib.suppress(OSError):  # another user's
                 path.unlink()
 
 
-MAX_LINE = 8_192
-"""A line longer than this many characters is passed on in pieces, so that output without line
-ends can't fill memory."""
-TAIL_LINES = 20
+class _Output:
+    def __init__(self, pipe: IO[bytes]) -> None:
+        self.pipe = pipe
+        os.set_blocking(pipe.fileno(), False)
+        self.cutter = LineCutter()
+
+    def lines(self, max_chunks: int) -> Iterator[str]:
+        for _ in range(max_chunks):
+            chunk = None if self.pipe.closed else self.pipe.read(CHUNK_BYTES)
+            if chunk is None:  # there is nothing yet
+                return
+            yield from self.cutter.feed(chunk, final=not chunk)
+            if not chunk:
+                self.pipe.close()
 
 
 class LineCutter:
@@ -64,43 +143,28 @@ class LineCutter:
         self.tail: deque[str] = deque(maxlen=TAIL_LINES)
 
     def feed(self, chunk: bytes, *, final: bool = False) -> list[str]:
-        """Return the lines that this chunk finishes; with `final` also an unfinished last
-        one.
-        """
+        """Return the lines that this chunk finishes; if `final`, an unfinished last one too."""
         self._pending += self._decoder.decode(chunk, final)
         *lines, self._pending = re.split(r"\r\n|\r|\n", self._pending)
-        while len(self._pending) > MAX_LINE:
+        while len(self._pending) > MAX_LINE or (final and self._pending):
             lines.append(self._pending[:MAX_LINE])
             self._pending = self._pending[MAX_LINE:]
-        if final and self._pending:
-            lines.append(self._pending)
-            self._pending = ""
         lines = [line for line in lines if line.strip()]
         self.tail.extend(lines)
         return lines
 
 
-MAX_STACKS_BYTES = 65_536
-"""Of stacks that are longer the end is kept, where the main thread is."""
-
-
 class HeartbeatPage:
-    """The file that a rank maps.
-
-    Read, not mapped: a rank that cut its file short could not hurt the worker.
-    """
+    """The file that a rank maps; read here, not mapped: a rank could cut it short."""
 
     def __init__(self) -> None:
-        """Make it, in memory where the system can: on a disk that is busy its writer would
-        wait.
-        """
+        """Make it in memory where the system can: a busy disk would make the rank wait."""
         self._file: IO[bytes]
         if hasattr(os, "memfd_create"):
-            self._file = os.fdopen(
-                os.memfd_create("prefect-torch-ddp-heartbeat", os.MFD_CLOEXEC), "r+b", 0
-            )
+            fd = os.memfd_create("prefect-torch-ddp-heartbeat", os.MFD_CLOEXEC)
+            self._file = os.fdopen(fd, "r+b", 0)
         else:
-            self._file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 - closed by our own close
+            self._file = tempfile.TemporaryFile(buffering=0)
         self._file.truncate(PAGE_BYTES)
 
     def fileno(self) -> int:
@@ -124,32 +188,3 @@ class HeartbeatPage:
     def close(self) -> None:
         """Close the file."""
         self._file.close()
-
-
-def listen(host: str) -> socket.socket:
-    """Listen at a free port of one address, IPv4 or IPv6, and at no other interface.
-
-    Raises:
-        GangError: the address isn't this machine's, or can't be resolved.
-    """
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-        listener = socket.socket(family, kind, protocol)
-    except OSError as error:
-        raise _refusal(host, error) from error
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen(1024)
-    except OSError as error:
-        listener.close()
-        raise _refusal(host, error) from error
-    return listener
-
-
-def _refusal(host: str, error: OSError) -> GangError:
-    msg = (
-        f"rank 0's worker can't listen at {host}, by which Dask knows it: {error}. Behind --contact-address or NAT name a "
-        f"network that all workers are on: run_gang(..., interface=...)"
-    )
-    return GangError(msg)

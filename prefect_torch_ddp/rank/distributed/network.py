@@ -1,4 +1,4 @@
-"""Owns the choice of the network interface by which a rank talks to its peers."""
+"""The network interface by which a rank talks to its peers."""
 
 import os
 import socket
@@ -15,13 +15,38 @@ from prefect_torch_ddp.protocol.rank import RankLaunch
 
 @dataclass(frozen=True)
 class Interface:
-    """The way to the peers."""
+    """A network interface and the address to use there."""
 
     name: str
     address: str
     is_first: bool
-    """Whether gloo, told the interface alone, takes this very address: it takes the first one
-    there."""
+    """Whether it is the interface's first address, which gloo takes if given the name alone."""
+
+
+def use_interface(launch: RankLaunch) -> None:
+    """Have gloo and NCCL use the interface by which the peers know this rank.
+
+    Variables that the user set stay. Left alone, gloo takes the interface that the host's own
+    name resolves to, which on Debian is loopback.
+    """
+    several_hosts = launch.shape.num_nodes > 1
+    wanted = _resolved(launch.place.address or launch.place.host)
+    if not several_hosts:
+        wanted = ["127.0.0.1", "::1", *wanted]
+    addresses = [
+        (name, entry.address)
+        for name, entries in psutil.net_if_addrs().items()
+        for entry in entries
+        if entry.family in (socket.AF_INET, socket.AF_INET6)
+    ]
+    interface = choose(wanted, addresses) or choose(route_to(launch.master_addr), addresses)
+    if interface is None:
+        return
+    user_chose = "GLOO_SOCKET_IFNAME" in os.environ
+    for name, value in settings(interface, several_hosts=several_hosts).items():
+        os.environ.setdefault(name, value)
+    if not user_chose and not interface.is_first:
+        _pin_gloo(interface.address)
 
 
 def choose(wanted: Sequence[str], addresses: Sequence[tuple[str, str]]) -> Interface | None:
@@ -41,63 +66,27 @@ def choose(wanted: Sequence[str], addresses: Sequence[tuple[str, str]]) -> Inter
 
 
 def settings(interface: Interface, *, several_hosts: bool) -> dict[str, str]:
-    """Return the environment variables that tell gloo and NCCL of the interface. Pure."""
-    told = {"GLOO_SOCKET_IFNAME": interface.name}
+    """Return the environment variables that name the interface to gloo and NCCL. Pure."""
+    variables = {"GLOO_SOCKET_IFNAME": interface.name}
     if several_hosts:
-        told["NCCL_SOCKET_IFNAME"] = (
-            f"={interface.name}"  # without the sign NCCL takes eth10 for eth1 too
-        )
+        # Without the = NCCL takes eth10 for eth1 too.
+        variables["NCCL_SOCKET_IFNAME"] = f"={interface.name}"
         if ":" in interface.address:
-            told["NCCL_SOCKET_FAMILY"] = "AF_INET6"
-    return told
-
-
-def use_interface(launch: RankLaunch) -> None:
-    """Tell gloo and NCCL the interface of the address by which the rank's peers know it, unless
-    the user chose one.
-
-    Left alone gloo takes the one that the host's own name resolves to, which on Debian is
-    loopback.
-    """
-    several_hosts = launch.shape.num_nodes > 1
-    wanted = _wanted(launch.place.address or launch.place.host, several_hosts=several_hosts)
-    addresses = [
-        (name, entry.address)
-        for name, entries in psutil.net_if_addrs().items()
-        for entry in entries
-        if entry.family in (socket.AF_INET, socket.AF_INET6)
-    ]
-    interface = choose(wanted, addresses) or choose(_on_the_way_to(launch.master_addr), addresses)
-    if interface is None:
-        return
-    user_chose = "GLOO_SOCKET_IFNAME" in os.environ
-    for name, value in settings(interface, several_hosts=several_hosts).items():
-        os.environ.setdefault(name, value)
-    if not user_chose and not interface.is_first:
-        _pin_gloo(interface.address)
-
-
-def _wanted(address: str, *, several_hosts: bool) -> list[str]:
-    own = _resolved(address)
-    return own if several_hosts else ["127.0.0.1", "::1", *own]
+            variables["NCCL_SOCKET_FAMILY"] = "AF_INET6"
+    return variables
 
 
 def _resolved(host: str) -> list[str]:
-    """Return a host's addresses, itself where it is one."""
-    try:
-        found = [
-            str(entry[4][0]) for entry in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-        ]
-    except OSError:
-        return [host]
-    return [host, *found]
+    entries = _address_infos(host, socket.SOCK_STREAM)
+    return [host, *(str(address[0]) for *_, address in entries)]
 
 
-def _on_the_way_to(host: str) -> list[str]:
-    """Return our address on the way to a host, as the kernel routes it: behind NAT nobody has
-    the one that Dask names.
+def route_to(host: str) -> list[str]:
+    """Return our address on the route to a host, if any, as the kernel chooses it.
+
+    Behind NAT no interface has the address that Dask knows.
     """
-    for family, kind, protocol, _, address in _address_infos(host):
+    for family, kind, protocol, _, address in _address_infos(host, socket.SOCK_DGRAM):
         try:
             with socket.socket(family, kind, protocol) as probe:
                 probe.connect(address)  # a datagram socket: nothing is sent
@@ -107,9 +96,9 @@ def _on_the_way_to(host: str) -> list[str]:
     return []
 
 
-def _address_infos(host: str) -> list[Any]:
+def _address_infos(host: str, kind: socket.SocketKind) -> list[Any]:
     try:
-        return list(socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM))
+        return list(socket.getaddrinfo(host, 9, type=kind))
     except OSError:
         return []
 
@@ -117,8 +106,8 @@ def _address_infos(host: str) -> list[Any]:
 def _pin_gloo(address: str) -> None:
     """Have every gloo group of this process use one address of an interface that has several.
 
-    GLOO_SOCKET_IFNAME alone can't say that: gloo takes the first address there, which may be
-    one of another network, or an IPv4 one where the ranks are known by IPv6.
+    GLOO_SOCKET_IFNAME can't: gloo takes the first address there, which may be of another
+    network, or an IPv4 one where the ranks are known by IPv6.
     """
     plain = dist.ProcessGroupGloo
 
@@ -131,11 +120,11 @@ def _pin_gloo(address: str) -> None:
             timeout: timedelta | None = None,
             **_kwargs: Any,
         ) -> None:
-            options = plain._Options()  # type: ignore[attr-defined]
-            options._devices = [plain.create_device(hostname=address)]
-            options._threads = 2
+            options = plain._Options()  # type: ignore[attr-defined]  # noqa: SLF001 - as torch's tests
+            options._devices = [plain.create_device(hostname=address)]  # noqa: SLF001
+            options._threads = 2  # noqa: SLF001 - torch's own number for one device
             if timeout is not None:
-                options._timeout = timeout
+                options._timeout = timeout  # noqa: SLF001
             super().__init__(store, rank, size, options)
 
     dist.distributed_c10d.ProcessGroupGloo = GlooAtOneAddress  # type: ignore[assignment, misc]

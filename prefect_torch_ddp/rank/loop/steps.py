@@ -22,7 +22,7 @@ from prefect_torch_ddp.protocol.heartbeat import Phase
 from prefect_torch_ddp.rank.checkpointing import Tracker
 from prefect_torch_ddp.rank.config import RankConfig
 from prefect_torch_ddp.rank.gradients.micro_batches import refuse_half_done
-from prefect_torch_ddp.rank.link import ControlLink
+from prefect_torch_ddp.rank.link import Link
 from prefect_torch_ddp.rank.loop.agreement import (
     POLL_S,
     Agreement,
@@ -45,7 +45,7 @@ class StepLoop:
         config: RankConfig,
         place: Place,
         state: TrainingState,
-        link: ControlLink,
+        link: Link,
         reporter: Reporter,
         tracker: Tracker,
     ) -> None:
