@@ -1,4 +1,4 @@
-"""Warm clusters: rank hosts start with the cluster and with workers that join, and end after a
+"""Warm clusters: fork servers start with the cluster and with workers that join, and end after a
 settable idle time."""
 
 import os
@@ -35,14 +35,14 @@ def cluster_of(num_workers: int, **options: Any) -> Iterator[tuple[LocalCluster,
 
 
 def hosts_of(client: Client) -> list[psutil.Process]:
-    """Return the rank hosts below the cluster's workers that are up: they have taken their
+    """Return the fork servers below the cluster's workers that are up: they have taken their
     name."""
 
     def pids() -> list[int]:
         children = [
             child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE
         ]
-        return [child.pid for child in children if child.name() == "ddp-rank-host"]
+        return [child.pid for child in children if child.name() == "ddp-fork-server"]
 
     return [psutil.Process(pid) for found in client.run(pids).values() for pid in found]
 
@@ -91,7 +91,7 @@ def test_an_idle_host_ends_and_the_next_gang_starts_another() -> None:
     """The preload warms a worker as it starts; the idle time is Dask's configuration; a wrong
     one is no end of the world."""
     with (
-        dask.config.set({"prefect-torch-ddp.rank-host.idle-s": 3}),
+        dask.config.set({"prefect-torch-ddp.fork-server.idle-s": 3}),
         cluster_of(1, preload=["prefect_torch_ddp.gang.warm"]) as (_, client),
     ):
         wait_until(lambda: len(hosts_of(client)) == 1, HOST_S)
@@ -105,12 +105,12 @@ def test_an_idle_time_that_can_not_work_is_the_default(
     wrong: object, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It is named in the log, and hosts live as long as they would without."""
-    from prefect_torch_ddp.gang.worker.fork_server import IDLE_S, idle_s
+    from prefect_torch_ddp.gang.worker.fork_client import IDLE_S, idle_s
 
-    with dask.config.set({"prefect_torch_ddp.rank_host.idle_s": wrong}):
+    with dask.config.set({"prefect_torch_ddp.fork_server.idle_s": wrong}):
         assert idle_s() == IDLE_S
-    assert "prefect-torch-ddp.rank-host.idle-s" in caplog.text
+    assert "prefect-torch-ddp.fork-server.idle-s" in caplog.text
     with dask.config.set(
-        dask.config.collect_env({"DASK_PREFECT_TORCH_DDP__RANK_HOST__IDLE_S": "7.5"})
+        dask.config.collect_env({"DASK_PREFECT_TORCH_DDP__FORK_SERVER__IDLE_S": "7.5"})
     ):
         assert idle_s() == 7.5

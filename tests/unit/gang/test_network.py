@@ -1,14 +1,10 @@
-"""By which address ranks are reached is a pure decision; the socket they meet at listens there
-and nowhere else."""
-
-import socket
+"""By which address ranks are reached is a pure decision."""
 
 import pytest
 
 from prefect_torch_ddp import InvalidParamsError
 from prefect_torch_ddp.errors import GangError
 from prefect_torch_ddp.gang.caller.placement import rank_addresses
-from prefect_torch_ddp.gang.worker.rank_io import listen
 from prefect_torch_ddp.params import GangParams, checked
 from prefect_torch_ddp.protocol.agent import WorkerIdentity
 
@@ -114,24 +110,3 @@ def test_what_is_no_interface_is_refused(interface: object) -> None:
     """A wrong value is named before anything starts."""
     with pytest.raises(InvalidParamsError, match="interface is"):
         checked(GangParams, {"interface": interface})
-
-
-@pytest.mark.parametrize(
-    ("host", "elsewhere"),
-    [("127.0.0.1", "127.0.0.2"), ("127.0.0.2", "127.0.0.1"), ("localhost", None)],
-)
-def test_the_store_listens_at_one_address_alone(host: str, elsewhere: str | None) -> None:
-    """A connection to the same port at another address of this machine is refused."""
-    with listen(host) as listener:
-        port = listener.getsockname()[1]
-        socket.create_connection((listener.getsockname()[0], port), timeout=5).close()
-        if elsewhere is not None:
-            with pytest.raises(ConnectionRefusedError):
-                socket.create_connection((elsewhere, port), timeout=5)
-
-
-def test_an_address_of_nobody_is_refused_with_the_way_out() -> None:
-    """A worker that is announced by an address it doesn't have (--contact-address, NAT) is told
-    so."""
-    with pytest.raises(GangError, match=r"can't listen at 203\.0\.113\.9, .*interface="):
-        listen("203.0.113.9")

@@ -17,7 +17,7 @@ from prefect_torch_ddp.errors import BadKeyError, CheckpointError, InvalidParams
 from prefect_torch_ddp.params import CheckpointParams
 from prefect_torch_ddp.protocol.events import Progress
 from prefect_torch_ddp.rank.config import RankConfig
-from prefect_torch_ddp.rank.link import NoLink
+from prefect_torch_ddp.rank.link import Link
 from prefect_torch_ddp.rank.loop.state import Place
 from prefect_torch_ddp.records.metrics import read_records
 from prefect_torch_ddp.storage.directory import DirectoryStorage
@@ -224,7 +224,7 @@ def test_metrics_survive_an_exception(tmp_path: Path) -> None:
     ] == [1, 2, 3]
 
 
-class Listener(NoLink):
+class Listener(Link):
     """A link that keeps what it gets."""
 
     def __init__(self) -> None:

@@ -20,7 +20,7 @@ from prefect_torch_ddp.data.sampler import GlobalBatches
 from prefect_torch_ddp.params import CheckpointParams
 from prefect_torch_ddp.protocol.events import Stopped
 from prefect_torch_ddp.rank.config import RankConfig
-from prefect_torch_ddp.rank.link import NoLink, set_link
+from prefect_torch_ddp.rank.link import Link, set_link
 from prefect_torch_ddp.rank.loop import agreement
 from prefect_torch_ddp.rank.workload import run_stage, run_with_context
 from prefect_torch_ddp.records.metrics import read_records
@@ -276,7 +276,7 @@ def train_watched(
     return run_stage(config, "tests.workloads.healthy"), link.told
 
 
-class Supervisor(NoLink):
+class Supervisor(Link):
     """A link whose supervisor wants ranks to stop, some from the beginning, or all within one
     step."""
 

@@ -1,4 +1,4 @@
-"""The warm rank host: ranks are forked from one helper per Dask worker, and are all the same
+"""The warm fork server: ranks are forked from one helper per Dask worker, and are all the same
 what a fresh process would be."""
 
 import contextlib
@@ -15,9 +15,10 @@ import psutil
 import pytest
 from distributed import Client, LocalCluster
 
+
 from prefect_torch_ddp import RankFailedError, run_gang
-from prefect_torch_ddp.errors import HostUnavailableError
-from prefect_torch_ddp.gang.worker.fork_server import RankHost
+from prefect_torch_ddp.errors import ForkServerUnavailableError
+from prefect_torch_ddp.gang.worker.fork_client import ForkServer
 from prefect_torch_ddp.protocol.rank import RankFiles
 from tests.integration.gang.test_failures import wait_until
 from tests.workloads import plain
@@ -26,11 +27,11 @@ pytestmark = pytest.mark.timeout(120)
 
 
 def hosts() -> list[psutil.Process]:
-    """Return the living rank hosts below this process."""
+    """Return the living fork servers below this process."""
     return [
         process
         for process in psutil.Process().children(recursive=True)
-        if process.name() == "ddp-rank-host"
+        if process.name() == "ddp-fork-server"
     ]
 
 
@@ -60,7 +61,7 @@ def test_ranks_are_forked_and_look_fresh(dask_client: Client) -> None:
     zero, one = run_gang(dask_client, look_around, world_size=2, process_group="none")
     folders = dask_client.run(os.getcwd)
     for rank, seen in enumerate((zero, one)):
-        assert (seen["parent"], seen["name"]) == ("ddp-rank-host", f"ddp-rank-{rank}")
+        assert (seen["parent"], seen["name"]) == ("ddp-fork-server", f"ddp-rank-{rank}")
         assert seen["leads_session"]
         assert not seen["cuda"]
         assert seen["folder"] in folders.values()
@@ -91,7 +92,7 @@ def test_an_idle_host_loads_what_ddp_imports(dask_client: Client) -> None:
 def test_exec_launcher_starts_fresh_processes(dask_client: Client) -> None:
     """`launcher="exec"` is the same contract without the host."""
     zero, one = run_gang(dask_client, look_around, world_size=2, launcher="exec")
-    assert "ddp-rank-host" not in (zero["parent"], one["parent"])
+    assert "ddp-fork-server" not in (zero["parent"], one["parent"])
     assert run_gang(dask_client, plain.sum_of_ones, world_size=2, launcher="exec") == [2.0, 2.0]
 
 
@@ -269,11 +270,11 @@ def test_a_stopped_host_costs_seconds_and_is_replaced() -> None:
         (stopped,) = set(hosts()) - before
         stopped.suspend()
         parent = run_gang(client, look_around, world_size=1)[0]["parent"]
-        assert parent != "ddp-rank-host"
+        assert parent != "ddp-fork-server"
         wait_until(lambda: not stopped.is_running())
         with pytest.raises(RankFailedError, match="exit code 3"):
             run_gang(client, stop_the_host_and_leave, world_size=1)
-        assert run_gang(client, look_around, world_size=1)[0]["parent"] == "ddp-rank-host", (
+        assert run_gang(client, look_around, world_size=1)[0]["parent"] == "ddp-fork-server", (
             "a new one"
         )
 
@@ -287,14 +288,14 @@ def test_each_fork_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         "signal.signal(signal.SIGUSR1, start)\n"
     )
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *filter(None, sys.path)]))
-    host = RankHost()
+    host = ForkServer()
     try:
         host.wait_until_ready()
         os.kill(host.pid, signal.SIGUSR1)
         wait_until(lambda: psutil.Process(host.pid).num_threads() == 2)
         with Path(os.devnull).open("r+b") as nothing:
             fd = nothing.fileno()
-            with pytest.raises(HostUnavailableError, match="it runs 2 threads"):
+            with pytest.raises(ForkServerUnavailableError, match="it runs 2 threads"):
                 host.fork(
                     RankFiles(
                         launch=fd,

@@ -18,7 +18,7 @@ from prefect_torch_ddp.gang.worker.rank_io import HeartbeatPage
 from prefect_torch_ddp.protocol.heartbeat import LOOK_SIGNAL, PAGE_BYTES, Heartbeat, Phase
 from prefect_torch_ddp.rank.config import RankConfig
 from prefect_torch_ddp.rank.heartbeat import HeartbeatWriter
-from prefect_torch_ddp.rank.link import NoLink
+from prefect_torch_ddp.rank.link import Link
 from prefect_torch_ddp.rank.loop.state import Place
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 
@@ -33,7 +33,7 @@ def test_the_seat_reads_what_the_loop_marks(tmp_path: Path) -> None:
     """Every phase of a small training, its steps and epochs, in order, as an agent sees them
     while they last."""
     page = bytearray(PAGE_BYTES)
-    link = NoLink()
+    link = Link()
     link.heartbeat = HeartbeatWriter(page)
     seen: list[tuple[Phase, int, int, bool]] = []
 

@@ -1,0 +1,65 @@
+"""How the death of a rank's process is put into words, and what the kernel says of it."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from prefect_torch_ddp.gang.worker.child import has_pidfd
+from prefect_torch_ddp.gang.worker.rank_process import oom_kills, words_of_death
+
+EVENTS = "low 0\nhigh 0\nmax 31\noom 2\noom_kill 3\noom_group_kill 0\n"
+
+
+@pytest.mark.parametrize(
+    ("status", "kills", "words"),
+    [
+        (3, 0, "left with exit code 3 before its function returned"),
+        (-11, 0, "was killed by SIGSEGV (11) before its function returned"),
+        (-9, 0, "was killed by SIGKILL (9) before its function returned"),
+        (
+            -9,
+            1,
+            "was killed by SIGKILL (9) before its function returned, probably for want of memory: "
+            "the kernel's OOM killer reports 1 kill in this Dask worker's control group since the "
+            "rank started",
+        ),
+    ],
+)
+def test_words_of_death(status: int, kills: int, words: str) -> None:
+    """The signal by its name, and memory where the kernel counted kills."""
+    assert words_of_death(status, kills) == words
+
+
+@pytest.mark.parametrize("folder", ["jobs/worker.service", "."])
+def test_the_kernels_count(tmp_path: Path, folder: str) -> None:
+    """Of this process's own group, or of the mount where a container shows the host's path."""
+    membership, events = tmp_path / "cgroup", tmp_path / folder / "memory.events"
+    membership.write_text("4:memory:/old\n0::/jobs/worker.service\n")
+    events.parent.mkdir(parents=True, exist_ok=True)
+    events.write_text(EVENTS)
+    assert oom_kills(membership, tmp_path) == 3
+
+
+def test_a_kernel_that_counts_nothing(tmp_path: Path) -> None:
+    """No control groups of version 2, no file, or no such line: nothing is said."""
+    membership = tmp_path / "cgroup"
+    assert oom_kills(membership, tmp_path) is None
+    membership.write_text("4:memory:/jobs\n")
+    assert oom_kills(membership, tmp_path) is None
+    membership.write_text("0::/\n")
+    assert oom_kills(membership, tmp_path) is None
+    (tmp_path / "memory.events").write_text("oom 1\n")
+    assert oom_kills(membership, tmp_path) is None
+    assert oom_kills() is None or isinstance(oom_kills(), int)
+
+
+@pytest.mark.parametrize("refusal", [OSError(38, "ENOSYS"), PermissionError(1, "EPERM")])
+def test_a_system_without_pidfd_open(refusal: OSError, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An old kernel, or a sandbox that refuses: asked by calling, since Python always has it."""
+
+    def refuse(_pid: int) -> int:
+        raise refusal
+
+    monkeypatch.setattr(os, "pidfd_open", refuse)
+    assert not has_pidfd.__wrapped__()

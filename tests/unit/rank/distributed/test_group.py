@@ -1,0 +1,137 @@
+"""A8: the device of a rank is a pure rule, and so is whether NCCL can serve those chosen."""
+
+import threading
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from prefect_torch_ddp.protocol.rank import GangShape, RankLaunch, RankPlace
+from prefect_torch_ddp.rank.distributed import group
+from prefect_torch_ddp.rank.distributed.device import device_index, device_name
+
+
+@pytest.mark.parametrize(
+    ("position", "local_rank", "num_devices", "expected"),
+    [
+        (0, 3, 4, 0),  # dask-cuda: a worker per GPU, each sees its own first
+        (1, 3, 4, 1),  # the second of two ranks on such a worker
+        (None, 3, 4, 3),  # nobody set CUDA_VISIBLE_DEVICES: all see all GPUs, by their numbers
+        (None, 5, 4, 1),  # more ranks than GPUs share them
+        (None, 2, 1, 0),  # a scheduler that shows each worker its one GPU as number 0
+        (1, 1, 1, 0),  # two MIG instances are named, and CUDA shows a process the first alone
+    ],
+)
+def test_device_index(
+    position: int | None, local_rank: int, num_devices: int, expected: int
+) -> None:
+    """The rule for each way of sharing GPUs out."""
+    assert device_index(position, local_rank, num_devices) == expected
+
+
+def test_the_cpu_has_no_device_name() -> None:
+    """Ranks on the CPU never share a device."""
+    assert device_name(torch.device("cpu")) is None
+
+
+@pytest.mark.parametrize(
+    ("devices", "reason"),
+    [
+        # The same number on different machines is another device.
+        (["gpu1 01:00", "gpu1 02:00", "gpu2 01:00"], None),
+        (
+            ["gpu1 01:00", "gpu1 02:00", "gpu1 01:00", "gpu1 01:00"],
+            "ranks 0, 2 and 3 on gpu1 share one device (1 seen), which NCCL refuses",
+        ),
+        (["gpu1 01:00", None], "rank 1 on gpu1 can't use it"),
+    ],
+)
+def test_nccl_needs_a_device_for_each_rank(devices: list[str | None], reason: str | None) -> None:
+    """The reason names the ranks, the host and its devices."""
+    claims = [
+        group.Claim(rank, (device or "gpu1").split()[0], device, "1 seen")
+        for rank, device in enumerate(devices)
+    ]
+    assert group.why_not_nccl(claims) == reason
+
+
+def launch(rank: int, world_size: int, backend: str) -> RankLaunch:
+    """Make the launch order of one rank."""
+    return RankLaunch(
+        place=RankPlace(rank, rank, 0, rank, worker="tcp://a:1", host="a", address="a"),
+        shape=GangShape(world_size, 1, (world_size,)),
+        gang_id="g",
+        attempt=1,
+        max_restarts=0,
+        master_addr="a",
+        master_port=1,
+        store_fd=None,
+        process_group="default",
+        backend=backend,  # type: ignore[arg-type]
+        rendezvous_timeout_s=20.0,
+        extra_sys_path=(),
+        launcher="auto",
+    )
+
+
+def agreed(
+    devices: list[str | None], backend: str, monkeypatch: pytest.MonkeyPatch
+) -> list[object]:
+    """Have ranks with these devices agree over a store; return what each got or raised."""
+    mine = threading.local()
+
+    def own_backend(asked: str) -> str:
+        if asked == "nccl":
+            return asked
+        return group.BOTH if mine.device and asked == "auto" else "gloo"
+
+    monkeypatch.setattr(group, "device_name", lambda _device: mine.device)
+    monkeypatch.setattr(group, "num_devices_seen", lambda: "1 seen")
+    monkeypatch.setattr(group, "own_backend", own_backend)
+    server = dist.TCPStore(
+        "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
+    )
+    got: list[object] = [None] * len(devices)
+
+    def run(rank: int) -> None:
+        mine.device = devices[rank]
+        store = dist.TCPStore(
+            "127.0.0.1", server.port, wait_for_workers=False, timeout=timedelta(seconds=60)
+        )
+        try:
+            got[rank] = group.agree_on_backend(launch(rank, len(devices), backend), store)
+        except RuntimeError as error:
+            got[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(devices))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return got
+
+
+@pytest.mark.parametrize(
+    ("devices", "backend", "expected"),
+    [
+        (["x", "y"], "auto", "cpu:gloo,cuda:nccl"),
+        (["x", "x"], "auto", "gloo"),  # two ranks on one GPU still train
+        (["x", None], "auto", "gloo"),  # one host of the gang has no GPU
+        ([None, None], "auto", "gloo"),
+        (["x", "y"], "nccl", "nccl"),
+    ],
+)
+def test_all_ranks_take_the_same_backend(
+    devices: list[str | None], backend: str, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A7: `auto` takes nccl where every rank has a device of its own, else gloo, for all."""
+    assert agreed(devices, backend, monkeypatch) == [expected] * len(devices)
+
+
+def test_nccl_that_was_asked_for_is_refused_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A7: with more ranks than devices each rank is told so; nobody waits for the others."""
+    for error in agreed(["x", "x"], "nccl", monkeypatch):
+        assert "backend 'nccl' can't be used: ranks 0 and 1 on a share one device (1 seen)" in str(
+            error
+        )

@@ -1,0 +1,104 @@
+"""What an exception says, consequence or cause and fit for another attempt, is a pure decision."""
+
+import pytest
+
+from prefect_torch_ddp.errors import InvalidParamsError, StorageError, SupersededError
+from prefect_torch_ddp.rank import main
+from prefect_torch_ddp.rank.failure import describe, is_collateral, retryability_of
+
+GLOO = (
+    "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:561] Connection closed by peer "
+    "[127.0.0.1]:35522."
+)
+
+
+class OutOfMemoryError(RuntimeError):
+    """Is called as torch's is."""
+
+
+class MuteError(RuntimeError):
+    """Has no text."""
+
+    def __str__(self) -> str:
+        """Refuse."""
+        raise ZeroDivisionError
+
+
+def caught(*steps: BaseException, explicitly: bool = False) -> BaseException:
+    """Raise the exceptions, each while the one before is handled, and return the last."""
+    last: BaseException | None = None
+    for step in steps:
+        if explicitly:
+            step.__cause__ = last
+        try:
+            try:
+                if last is not None:
+                    raise last
+            finally:
+                raise step
+        except BaseException as error:  # noqa: BLE001
+            last = error
+    assert last is not None
+    return last
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (RuntimeError(GLOO), True),
+        (ValueError("boom"), False),
+        (MuteError(), False),
+        (RuntimeError("CUDA out of memory"), False),
+        (ConnectionResetError("Connection reset by peer"), False),
+        (caught(ValueError("boom"), RuntimeError(GLOO)), False),
+        (caught(RuntimeError(GLOO), ValueError("cleanup failed")), True),
+    ],
+)
+def test_the_first_of_the_chain_decides(error: BaseException, *, expected: bool) -> None:
+    """A cause whose cleanup loses its peers stays a cause; a wrapped consequence stays one."""
+    assert is_collateral(error) is expected
+
+
+@pytest.mark.parametrize(
+    ("error", "retryability"),
+    [
+        (ValueError("bad"), "open"),
+        (RuntimeError("shapes do not match"), "open"),
+        (MuteError(), "open"),
+        (ModuleNotFoundError("no"), "hopeless"),
+        (SyntaxError("no"), "hopeless"),
+        (InvalidParamsError("no"), "hopeless"),
+        (SupersededError("newer"), "hopeless"),
+        (FileNotFoundError("no"), "transient"),
+        (TimeoutError("slow"), "transient"),
+        (StorageError("down"), "transient"),
+        (MemoryError(), "transient"),
+        (OutOfMemoryError("CUDA"), "transient"),
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), "transient"),
+        (RuntimeError("DataLoader worker (pid 12) is killed by signal: Killed."), "transient"),
+        (SystemExit(3), "transient"),
+        (caught(ImportError("no"), ValueError("bad"), explicitly=True), "hopeless"),
+        (caught(ImportError("no apex here"), ValueError("bad")), "open"),
+        (caught(OSError("gone"), ValueError("no sample")), "transient"),
+        (caught(OSError("gone"), ValueError("no sample"), explicitly=True), "transient"),
+    ],
+)
+def test_retryability(error: BaseException, retryability: str) -> None:
+    """Hopeless by its own class or the named cause's; transient by any of its chain's."""
+    assert retryability_of(error) == retryability
+
+
+def test_the_traceback_begins_at_the_users_code() -> None:
+    """Our own frames, which called the function, say nothing to the user."""
+
+    def users_function() -> None:
+        msg = "boom"
+        raise ValueError(msg)
+
+    try:
+        main._call(users_function, (), {})
+    except ValueError as error:
+        error.__traceback__ = error.__traceback__.tb_next  # this test's own frame
+        text = describe(error, 0, "a").traceback_text
+    assert "users_function" in text
+    assert "main.py" not in text
