@@ -8,8 +8,7 @@ import socket
 import threading
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from prefect_torch_ddp.protocol.events import (
     MAX_TEXT,
@@ -29,6 +28,9 @@ from prefect_torch_ddp.protocol.events import (
 from prefect_torch_ddp.protocol.heartbeat import Phase
 from prefect_torch_ddp.protocol.rank import RankOrder
 from prefect_torch_ddp.rank.heartbeat import HeartbeatWriter
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 MAX_NAME = 200
 MAX_TROUBLE = 2_000

@@ -28,9 +28,7 @@ PROGRESS_INTERVAL_S = 0.5
 class Reporter:
     """Merges what is reported in a step, and hands it on at the step's end."""
 
-    def __init__(
-        self, config: RankConfig, place: Place, state: TrainingState, link: Link
-    ) -> None:
+    def __init__(self, config: RankConfig, place: Place, state: TrainingState, link: Link) -> None:
         """Only a training writes records: those of an evaluation would count as the
         training's.
         """

@@ -243,7 +243,7 @@ class CloseForkServer(WorkerPlugin):
         """End the server with all its ranks, once those that listen have stopped."""
         deadline_s = time.monotonic() + AGENT_LIMIT_S
         # Its agent, in another thread, sees that the worker closes and ends itself.
-        while SLOTS.occupant(worker.address) is not None and time.monotonic() < deadline_s:
+        while SLOTS.occupant(worker.address) is not None and time.monotonic() < deadline_s:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
         client = _CLIENTS.pop(worker.address, None)
         if client is not None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import os
 import select
 import socket
 import threading
@@ -31,8 +32,8 @@ class Alarm:
     def __init__(self) -> None:
         """Open it, quiet."""
         self._reader, self._writer = socket.socketpair()
-        self._reader.setblocking(False)
-        self._writer.setblocking(False)
+        for end in (self._reader, self._writer):
+            os.set_blocking(end.fileno(), False)
 
     @property
     def fd(self) -> int:

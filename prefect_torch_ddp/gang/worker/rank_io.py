@@ -42,7 +42,8 @@ class RankIO:
             self.page = self._ours.enter_context(contextlib.closing(HeartbeatPage()))
             # Datagrams: a record stays whole when forked children of the rank write as well.
             self._events, events = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
-            self._ours.enter_context(self._events).setblocking(False)
+            self._ours.enter_context(self._events)
+            os.set_blocking(self._events.fileno(), False)
             self._theirs.enter_context(events)
             events.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**20)
             control, self._control = self._open_pipe(self._theirs, self._ours)
@@ -164,7 +165,7 @@ class HeartbeatPage:
             fd = os.memfd_create("prefect-torch-ddp-heartbeat", os.MFD_CLOEXEC)
             self._file = os.fdopen(fd, "r+b", 0)
         else:
-            self._file = tempfile.TemporaryFile(buffering=0)
+            self._file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 - see close
         self._file.truncate(PAGE_BYTES)
 
     def fileno(self) -> int:

@@ -15,7 +15,6 @@ import psutil
 import pytest
 from distributed import Client, LocalCluster
 
-
 from prefect_torch_ddp import RankFailedError, run_gang
 from prefect_torch_ddp.errors import ForkServerUnavailableError
 from prefect_torch_ddp.gang.worker.fork_client import ForkServer

@@ -20,9 +20,11 @@ EVENTS = "low 0\nhigh 0\nmax 31\noom 2\noom_kill 3\noom_group_kill 0\n"
         (
             -9,
             1,
-            "was killed by SIGKILL (9) before its function returned, probably for want of memory: "
-            "the kernel's OOM killer reports 1 kill in this Dask worker's control group since the "
-            "rank started",
+            (
+                "was killed by SIGKILL (9) before its function returned, probably for want of memory: "
+                "the kernel's OOM killer reports 1 kill in this Dask worker's control group since the "
+                "rank started"
+            ),
         ),
     ],
 )
