@@ -42,10 +42,7 @@ class Params(BaseModel):
     """The base of all parameter models: frozen, and an unknown name is an error."""
 
     model_config = ConfigDict(
-        frozen=True,
-        extra="forbid",
-        use_attribute_docstrings=True,
-        json_schema_extra=_place_in_form,
+        frozen=True, extra="forbid", use_attribute_docstrings=True, json_schema_extra=_place_in_form
     )
 
 

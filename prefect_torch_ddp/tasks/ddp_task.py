@@ -82,9 +82,7 @@ def ddp_task(fn: RankFunction[P, R], /) -> Task[P, R]: ...
 
 
 @overload
-def ddp_task(
-    **options: Unpack[DdpTaskOptions],
-) -> Callable[[RankFunction[P, R]], Task[P, R]]: ...
+def ddp_task(**options: Unpack[DdpTaskOptions]) -> Callable[[RankFunction[P, R]], Task[P, R]]: ...
 
 
 def ddp_task(

@@ -105,9 +105,7 @@ def check_cancelled(folder: Path) -> None:
 
 @pytest.mark.parametrize(("how", "to_group"), [(signal.SIGINT, True), (signal.SIGTERM, False)])
 def test_ctrl_c_and_sigterm_of_the_flow(
-    tmp_path: Path,
-    how: signal.Signals,
-    to_group: bool,
+    tmp_path: Path, how: signal.Signals, to_group: bool
 ) -> None:
     """Ctrl-C in a terminal, which reaches the local cluster too, and SIGTERM of the flow's
     process."""

@@ -31,8 +31,7 @@ def images() -> dict[str, bytes]:
 
 
 def test_the_same_workload_trains_on_a_bucket_and_on_a_folder(
-    s3_server: S3Server,
-    tmp_path: Path,
+    s3_server: S3Server, tmp_path: Path
 ) -> None:
     """Data behind a block, read by two ranks' loader processes: the folder's training to the
     last bit; no secret is shown.
@@ -77,8 +76,7 @@ def test_the_same_workload_trains_on_a_bucket_and_on_a_folder(
 
 
 def test_a_source_that_cannot_be_is_refused_before_anything_starts(
-    s3_server: S3Server,
-    tmp_path: Path,
+    s3_server: S3Server, tmp_path: Path
 ) -> None:
     """No folder, nothing in the bucket: said by name."""
     common = {"workload": "tests.workloads.image_classes", "storage": str(tmp_path / "store")}

@@ -56,9 +56,7 @@ def persisted() -> dict[Path, bytes]:
 
 @pytest.mark.timeout(480)  # two whole flows
 def test_everything_of_a_run_is_in_the_bucket(
-    ceph_server: S3Server,
-    caplog: pytest.LogCaptureFixture,
-    capfd: pytest.CaptureFixture[str],
+    ceph_server: S3Server, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Dataset, checkpoints and metrics are objects, the secret key is nowhere, and a second run
     prepares nothing."""
@@ -111,8 +109,7 @@ def test_everything_of_a_run_is_in_the_bucket(
 
 @pytest.mark.timeout(480)  # two whole flows
 def test_a_run_begins_from_the_checkpoint_of_another_storage(
-    s3_server: S3Server,
-    tmp_path: Path,
+    s3_server: S3Server, tmp_path: Path
 ) -> None:
     """From the bucket of a block into a directory; the bucket stays as it was."""
     block = save_block("resumed", s3_server, *s3_server.keys["owner"])

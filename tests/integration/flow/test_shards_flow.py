@@ -14,9 +14,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.usefixture
 
 
 def test_shards_are_read_in_place_and_each_sample_once(
-    s3_server: S3Server,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    s3_server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In a bucket, with a rank killed at step 9, the ledger is clean and the weights are those
     of a directory's run."""
