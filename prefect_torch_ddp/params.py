@@ -1,24 +1,21 @@
 """The parameters of gangs, tasks and flows: each option, its type, default and meaning, once."""
 
-import difflib
 import inspect
 import ipaddress
 import math
 import re
 from collections.abc import Mapping
 from types import ModuleType
-from typing import Annotated, Any, Literal, Self, TypeVar, get_args
+from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
     Field,
-    ValidationError,
     field_validator,
     model_validator,
 )
-from pydantic_core import ErrorDetails
 from typing_extensions import TypedDict  # what Prefect's are, to be joined with ours
 
 from prefect_torch_ddp.errors import InvalidParamsError
@@ -44,36 +41,6 @@ class Params(BaseModel):
     model_config = ConfigDict(
         frozen=True, extra="forbid", use_attribute_docstrings=True, json_schema_extra=_place_in_form
     )
-
-
-M = TypeVar("M", bound=Params)
-
-
-def checked(model: type[M], options: Mapping[str, object]) -> M:
-    """Make parameters from Python values, not converted: True is no number of ranks.
-
-    Raises:
-        InvalidParamsError: names each option that is unknown or can't be so, and what to give.
-    """
-    try:
-        return model.model_validate(dict(options), strict=True)
-    except ValidationError as error:
-        msg = "; ".join(_in_words(each, list(model.model_fields)) for each in error.errors())
-        raise InvalidParamsError(msg) from error
-
-
-def _in_words(details: ErrorDetails, names: list[str]) -> str:
-    context = details.get("ctx", {})
-    if "error" in context:
-        return str(context["error"])  # a validator's own words
-    name = ".".join(map(str, details["loc"]))
-    if details["type"] == "extra_forbidden":
-        close = difflib.get_close_matches(name, names, 1)
-        return f"there is no option {name}" + "".join(f"; did you mean {each}?" for each in close)
-    if details["type"] == "literal_error":
-        choices = ", ".join(re.findall(r"'([^']*)'", context["expected"]))
-        return f"{name} is {details['input']!r}; choose one of {choices}"
-    return f"{name} is {details['input']!r}; {details['msg'].replace('Input', 'it')}"
 
 
 class GangOptions(TypedDict, total=False):
@@ -306,24 +273,19 @@ def check_virtual_ranks(
 ) -> None:
     """Refuse a kind of determinism and numbers of ranks that don't fit together.
 
-    Args:
-        determinism: the kind that was chosen.
-        virtual_ranks: how many, for elastic determinism.
-        world_size: how many ranks there are to be; None: not known yet.
-
     Raises:
         InvalidParamsError: says which, and what to give.
     """
+    sizes = f"virtual_ranks is {virtual_ranks} and world_size {world_size}"
+    most = "give the most ranks that the training may ever have"
     if determinism not in get_args(Determinism):
         msg = f"determinism is {determinism!r}; choose one of {', '.join(get_args(Determinism))}"
     elif determinism == "default" and virtual_ranks is not None:
         msg = f"virtual_ranks is {virtual_ranks}, which needs determinism='elastic'"
-    elif determinism == "elastic" and (virtual_ranks is None or virtual_ranks < 1):
+    elif determinism == "elastic" and not (virtual_ranks and virtual_ranks > 0):
         given = "empty" if virtual_ranks is None else virtual_ranks
-        most = "give the most ranks that the training may ever have"
         msg = f"determinism is 'elastic', but virtual_ranks is {given}: {most}"
     elif virtual_ranks is not None and world_size is not None and virtual_ranks % world_size:
-        sizes = f"virtual_ranks is {virtual_ranks} and world_size {world_size}"
         msg = f"{sizes}; give a world_size that divides virtual_ranks"
     else:
         return

@@ -1,17 +1,48 @@
-"""The checks of run_gang's arguments: each names the value and what to give, before work starts."""
+"""Checks of options: each names the value and what to give, before work starts."""
 
+import difflib
 import re
 from collections.abc import Mapping, Sequence
-from typing import Self
+from typing import Self, TypeVar
 
 from distributed import Client
-from pydantic import model_validator
+from pydantic import ValidationError, model_validator
+from pydantic_core import ErrorDetails
 
 from prefect_torch_ddp.errors import InvalidParamsError
-from prefect_torch_ddp.params import Count, GangParams
+from prefect_torch_ddp.params import Count, GangParams, Params
 from prefect_torch_ddp.protocol.rank import ProcessGroupMode
 
 IMPORT_STRING = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
+
+M = TypeVar("M", bound=Params)
+
+
+def checked(model: type[M], options: Mapping[str, object]) -> M:
+    """Make parameters from Python values, not converted: True is no number of ranks.
+
+    Raises:
+        InvalidParamsError: names each option that is unknown or can't be so, and what to give.
+    """
+    try:
+        return model.model_validate(dict(options), strict=True)
+    except ValidationError as error:
+        msg = "; ".join(_in_words(each, list(model.model_fields)) for each in error.errors())
+        raise InvalidParamsError(msg) from error
+
+
+def _in_words(details: ErrorDetails, names: list[str]) -> str:
+    context = details.get("ctx", {})
+    if "error" in context:
+        return str(context["error"])  # a validator's own words
+    name = ".".join(map(str, details["loc"]))
+    if details["type"] == "extra_forbidden":
+        close = difflib.get_close_matches(name, names, 1)
+        return f"there is no option {name}" + "".join(f"; did you mean {each}?" for each in close)
+    if details["type"] == "literal_error":
+        choices = ", ".join(re.findall(r"'([^']*)'", context["expected"]))
+        return f"{name} is {details['input']!r}; choose one of {choices}"
+    return f"{name} is {details['input']!r}; {details['msg'].replace('Input', 'it')}"
 
 
 class CallParams(GangParams):

@@ -13,7 +13,7 @@ from prefect_torch_ddp.gang.attempt_log import AttemptLog, CallAttemptLog
 from prefect_torch_ddp.gang.caller.attempt import GangSize, Waits, drive
 from prefect_torch_ddp.gang.caller.plan import GangPlan
 from prefect_torch_ddp.gang.caller.stop import Leaving, follow, log_event
-from prefect_torch_ddp.gang.options import CallParams, check_call, check_client
+from prefect_torch_ddp.gang.options import CallParams, check_call, check_client, checked
 from prefect_torch_ddp.gang.payload import (
     brings_context,
     name_of,
@@ -23,7 +23,7 @@ from prefect_torch_ddp.gang.payload import (
 )
 from prefect_torch_ddp.gang.restarts import FULL_SIZE_S, Restarts
 from prefect_torch_ddp.gang.stop import StopSwitch
-from prefect_torch_ddp.params import GangOptions, checked
+from prefect_torch_ddp.params import GangOptions
 from prefect_torch_ddp.protocol.agent import Seniority
 from prefect_torch_ddp.protocol.events import GangEvent
 from prefect_torch_ddp.protocol.rank import ProcessGroupMode

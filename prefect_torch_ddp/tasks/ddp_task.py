@@ -14,8 +14,9 @@ from prefect.utilities.hashing import hash_objects
 
 from prefect_torch_ddp.checkpoint.resume_point import ResumePoint
 from prefect_torch_ddp.errors import InvalidParamsError
+from prefect_torch_ddp.gang.options import checked
 from prefect_torch_ddp.gang.run import run_gang
-from prefect_torch_ddp.params import ContextOptions, ContextParams, GangOptions, checked
+from prefect_torch_ddp.params import ContextOptions, ContextParams, GangOptions
 from prefect_torch_ddp.rank.config import RankConfig
 from prefect_torch_ddp.rank.context import RankContext
 from prefect_torch_ddp.storage.protocol import Storage

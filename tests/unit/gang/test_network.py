@@ -5,7 +5,8 @@ import pytest
 from prefect_torch_ddp import InvalidParamsError
 from prefect_torch_ddp.errors import GangError
 from prefect_torch_ddp.gang.caller.placement import rank_addresses
-from prefect_torch_ddp.params import GangParams, checked
+from prefect_torch_ddp.gang.options import checked
+from prefect_torch_ddp.params import GangParams
 from prefect_torch_ddp.protocol.agent import WorkerIdentity
 
 
