@@ -14,7 +14,7 @@ from prefect_torch_ddp.checkpoint.commit import Committer
 from prefect_torch_ddp.checkpoint.keys import object_key
 from prefect_torch_ddp.checkpoint.manifest import Manifest, ManifestObject, live_manifests
 from prefect_torch_ddp.checkpoint.objects import digest_of, read_states
-from prefect_torch_ddp.checkpoint.rank_store import LocalStore
+from prefect_torch_ddp.checkpoint.rank_store import open_rank_store
 from prefect_torch_ddp.checkpoint.restore import Restorer, find_resumable
 from prefect_torch_ddp.checkpoint.resume_point import ResumePoint
 from prefect_torch_ddp.checkpoint.serial import to_bytes
@@ -175,13 +175,13 @@ class Order:
         attempt = claim_attempt(storage, "run")
         lineage, restorer = (
             Lineage(),
-            Restorer.choose(ResumePoint(storage, "run"), attempt, None, LocalStore()),
+            Restorer.choose(ResumePoint(storage, "run"), attempt, None, open_rank_store(1)),
         )
         restorer.restore("model", lineage)
         begun = restorer.manifest
         committer = Committer(storage, "run", attempt, self.retention)
         if begun is not None and begun.step == self.num_steps:
-            committer.clean_up_after(begun)
+            committer.clean_up(begun)
             self.acknowledged.append(lineage.steps[-1])
         for step in range(1 if begun is None else begun.step + 1, self.num_steps + 1):
             lineage.steps.append((step, attempt))

@@ -75,17 +75,7 @@ def record_resume(storage: Storage, run_id: str, attempt: int, step: int, of_att
 
     A process that hangs between its check for newer attempts and its commit may commit hours
     later. The record excludes that checkpoint from the run's history: the newer attempt made
-    those steps itself.
-
-    Args:
-        storage: where the run is.
-        run_id: the run.
-        attempt: the attempt that begins.
-        step: the checkpoint's.
-        of_attempt: who made it; 0 where it is another run's, or there is none.
-
-    Raises:
-        StorageError: it can't be written.
+    those steps itself. `of_attempt`, who made it, is 0 for another run's and for none.
     """
     record = to_checksummed_json({"step": step, "of_attempt": of_attempt})
     storage.write(resume_key(run_id, attempt), record)

@@ -84,13 +84,7 @@ class Checkpointer:
     ) -> None:
         """Make it; nothing is written yet.
 
-        Args:
-            writer: this rank.
-            rank_store: where the ranks report to each other.
-            committer: used on rank 0.
-            before_commit: writes what a run resumed from this checkpoint must not have lost;
-                may raise StorageError.
-            on_failure: whether the training continues when a checkpoint can't be written.
+        `before_commit` writes what a run resumed from the checkpoint must not have lost.
         """
         self._writer = writer
         self._rank_store = rank_store
@@ -118,10 +112,8 @@ class Checkpointer:
     ) -> None:
         """Copy the state and write it in the background; waits for the previous checkpoint.
 
-        Args:
-            metadata: what to put down beside the objects.
-            objects: what is tracked, the same on all ranks.
-            generators: the state of this rank's random generators; None: as they are now.
+        All ranks give the same objects. This rank's random generators are saved as they are
+        now, or as given.
 
         Raises:
             InvalidParamsError: an object's state couldn't be read back.

@@ -34,14 +34,8 @@ def export_model(
 
     Nothing there is ever replaced or deleted, so an older attempt can't undo what a newer one
     left. Equal weights of an earlier attempt stand; beside others this attempt's are written to
-    a folder that bears its number.
-
-    Args:
-        storage: where the run is.
-        manifest: the checkpoint.
-        name: the tracked object that is the model.
-        attempt: this attempt.
-        about: what else the card, `model.json`, says: workload, options, data, versions.
+    a folder that bears its number. `name` is the tracked object that is the model, `about`
+    what else the card, `model.json`, says.
 
     Raises:
         SupersededError: a newer attempt has begun.

@@ -29,16 +29,6 @@ def finished_key(run_id: str) -> str:
     return f"runs/{run_id}/training.json"
 
 
-def results_prefix(run_id: str) -> str:
-    """Return where the files of `ctx.save` are: `<attempt>/<path>`."""
-    return f"runs/{run_id}/results/"
-
-
-def failures_prefix(run_id: str) -> str:
-    """Return where a run's failed attempts are on record: `<attempt>.json`."""
-    return f"runs/{run_id}/failures/"
-
-
 def model_prefix(run_id: str) -> str:
     """Return where a finished training's model is exported to."""
     return f"runs/{run_id}/model/"

@@ -120,13 +120,9 @@ def live_manifests(
 ) -> list[Manifest]:
     """Return the manifests of a run's complete checkpoints that no newer attempt superseded.
 
-    They are sorted by step and attempt. A step is there twice where an attempt made the
-    checkpoint again that it resumed from.
-
-    Args:
-        storage: where the run is.
-        run_id: the run.
-        faults: gets a message for each damaged one, which is left out with a warning.
+    They are sorted by step and attempt; a step is there twice where an attempt made the
+    checkpoint again that it resumed from. Damaged ones are left out with a warning, which is
+    added to `faults`.
     """
     # Manifests before resume records: a commit between the two is superseded by any newer
     # attempt that didn't see it.

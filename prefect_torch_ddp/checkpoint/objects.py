@@ -86,12 +86,8 @@ def read_states(
 ) -> dict[str, ReadState]:
     """Return the states of several objects by name; raises as `read_object`.
 
-    Args:
-        storage: where they are.
-        manifest: the checkpoint that they belong to.
-        items: which.
-        kept: the names of those whose tensors will be kept: copied here, while others are
-            still being verified.
+    Those named in `kept`, whose tensors will be kept, are copied here, while others are still
+    being verified.
     """
     states = {}
     with ExitStack() as files, _threads() as pool:

@@ -5,7 +5,7 @@ import json
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch.distributed as dist
 
@@ -18,47 +18,19 @@ checkpoint; a step apart is usual."""
 _num_rank_stores = itertools.count()
 
 
-class KeyValueStore(Protocol):
+class KeyValueStore:
     """Texts by key, shared by all ranks of a gang."""
 
-    def set(self, key: str, text: str) -> None:
-        """Set a value."""
-        ...
-
-    def get(self, key: str) -> str | None:
-        """Return a value, None where there is none yet; doesn't wait."""
-        ...
-
-
-class LocalStore:
-    """The store of a world of one."""
-
-    def __init__(self) -> None:
-        self._values: dict[str, str] = {}
-
-    def set(self, key: str, text: str) -> None:
-        """Set a value."""
-        self._values[key] = text
-
-    def get(self, key: str) -> str | None:
-        """Return a value."""
-        return self._values.get(key)
-
-
-class GroupStore:
-    """The store of a gang, in one that all its ranks reach."""
-
     def __init__(self, store: dist.Store) -> None:
-        """Open a connection of its own: the process group's is held by those who wait for it."""
-        prefix = f"prefect-torch-ddp-checkpoints-{next(_num_rank_stores)}"
-        self._store = dist.PrefixStore(prefix, store.clone())
+        """Keep them in a torch store that all ranks reach."""
+        self._store = store
 
     def set(self, key: str, text: str) -> None:
         """Set a value."""
         self._store.set(key, text)
 
     def get(self, key: str) -> str | None:
-        """Return a value."""
+        """Return a value, None where there is none yet; doesn't wait."""
         return self._store.get(key).decode() if self._store.check([key]) else None
 
 
@@ -69,13 +41,16 @@ def open_rank_store(world_size: int) -> KeyValueStore:
         RuntimeError: there are several ranks and the process group isn't up.
     """
     if world_size == 1:
-        return LocalStore()
+        return KeyValueStore(dist.HashStore())
     if not dist.is_initialized():
         msg = (
             "ctx.track on several ranks needs the process group; call init_process_group before it"
         )
         raise RuntimeError(msg)
-    return GroupStore(dist.distributed_c10d._get_default_store())
+    store = dist.distributed_c10d._get_default_store()
+    prefix = f"prefect-torch-ddp-checkpoints-{next(_num_rank_stores)}"
+    # A connection of its own: the process group's is held by those who wait for it.
+    return KeyValueStore(dist.PrefixStore(prefix, store.clone()))
 
 
 def set_gone(rank_store: KeyValueStore, rank: int) -> None:
@@ -117,14 +92,7 @@ def set_report(rank_store: KeyValueStore, rank: int, turn: Turn, report: dict[st
 def wait_for_report(
     rank_store: KeyValueStore, rank: int, turn: Turn, *, is_last: bool
 ) -> dict[str, Any] | None:
-    """Return what a rank wrote of a checkpoint; None where it takes no part in it.
-
-    Args:
-        rank_store: the gang's.
-        rank: who is waited for.
-        turn: the checkpoint.
-        is_last: whether the training ends with it.
-    """
+    """Return what a rank wrote of a checkpoint; None where it takes no part in it."""
     began_s = time.monotonic()
 
     def is_over() -> bool:

@@ -39,13 +39,10 @@ class Restorer:
         *,
         is_ours: bool = True,
     ) -> None:
-        """Restore from the checkpoint of the manifest.
+        """Restore from the checkpoint of the manifest; None restores nothing.
 
-        Args:
-            storage: where it is.
-            manifest: None restores nothing.
-            verified: states by name that were read already.
-            is_ours: whether it is of the run that resumes; then it must have everything.
+        `verified` are states by name that were read already. A checkpoint that `is_ours`, of
+        the run that resumes, must have everything.
         """
         self._storage = storage
         self.manifest = manifest
@@ -75,13 +72,8 @@ class Restorer:
     ) -> Self:
         """Restore, on rank 0, from the newest checkpoint that verifies; tell the other ranks.
 
-        Args:
-            own: this run.
-            attempt: this attempt; its resume record is written.
-            resume_from: where a run without a checkpoint of its own begins.
-            rank_store: how the other ranks learn of it.
-            kept: the names of objects that keep the tensors they are given; others may be
-                restored too.
+        A run without a checkpoint of its own begins from `resume_from`. The attempt's resume
+        record is written. `kept` names objects that keep the tensors they are given.
 
         Raises:
             CheckpointError: there are checkpoints and none can be restored.

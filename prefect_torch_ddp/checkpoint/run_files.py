@@ -7,7 +7,6 @@ import json
 import logging
 from dataclasses import asdict
 
-from prefect_torch_ddp.checkpoint.keys import failures_prefix, results_prefix
 from prefect_torch_ddp.errors import InvalidParamsError, ObjectNotFoundError
 from prefect_torch_ddp.protocol.events import FailureRecord
 from prefect_torch_ddp.storage.keys import check_key
@@ -16,16 +15,24 @@ from prefect_torch_ddp.storage.protocol import Storage
 logger = logging.getLogger(__name__)
 
 
+def _failures_prefix(run_id: str) -> str:
+    return f"runs/{run_id}/failures/"
+
+
+def _results_prefix(run_id: str) -> str:
+    return f"runs/{run_id}/results/"
+
+
 def write_failure(storage: Storage, run_id: str, record: FailureRecord) -> None:
     """Put a failed attempt on record."""
-    key = f"{failures_prefix(run_id)}{record.attempt:06d}.json"
+    key = f"{_failures_prefix(run_id)}{record.attempt:06d}.json"
     storage.write(key, json.dumps(asdict(record), indent=1).encode())
 
 
 def read_failures(storage: Storage, run_id: str) -> list[FailureRecord]:
     """Return the attempts that failed, oldest first; damaged records are left out, warned of."""
     found = []
-    for stored in storage.list(failures_prefix(run_id)):
+    for stored in storage.list(_failures_prefix(run_id)):
         try:
             found.append(FailureRecord(**json.loads(storage.read(stored.key))))
         except (ValueError, TypeError) as error:
@@ -34,14 +41,7 @@ def read_failures(storage: Storage, run_id: str) -> list[FailureRecord]:
 
 
 def write_result(storage: Storage, run_id: str, attempt: int, path: str, data: object) -> None:
-    """Write a file to the results of an attempt.
-
-    Args:
-        storage: where the run is.
-        run_id: the run.
-        attempt: whose it is.
-        path: relative, with forward slashes.
-        data: the whole content, bytes or text; text is written as UTF-8.
+    """Write a file to the results of an attempt, from bytes or text, which becomes UTF-8.
 
     Raises:
         InvalidParamsError: the data are neither bytes nor text.
@@ -54,7 +54,7 @@ def write_result(storage: Storage, run_id: str, attempt: int, path: str, data: o
         given = f"ctx.save({path!r}) was given a {type(data).__name__}"
         msg = f"{given}; it takes bytes or text, such as json.dumps of plain values"
         raise InvalidParamsError(msg)
-    storage.write(f"{results_prefix(run_id)}{attempt:06d}/{path}", bytes(content))
+    storage.write(f"{_results_prefix(run_id)}{attempt:06d}/{path}", bytes(content))
 
 
 def read_result(storage: Storage, run_id: str, path: str) -> bytes:
@@ -66,7 +66,7 @@ def read_result(storage: Storage, run_id: str, path: str) -> bytes:
         StorageError: it can't be read.
     """
     check_key(path)
-    prefix, keys, names = results_prefix(run_id), {}, set()
+    prefix, keys, names = _results_prefix(run_id), {}, set()
     for found in storage.list(prefix):
         attempt, _, name = found.key.removeprefix(prefix).partition("/")
         if attempt.isdecimal() and name:

@@ -112,13 +112,7 @@ def _parse(line: dict[str, Any]) -> Line:
 
 
 def check_ledger(run_id: str, firsts: Mapping[int, int], lines: Iterable[Line]) -> LedgerReport:
-    """Check the lines of all attempts, in any order; `lines` are read once.
-
-    Args:
-        run_id: the run that they belong to.
-        firsts: the first step of every attempt; lines of others are left out.
-        lines: what ranks wrote.
-    """
+    """Check the lines of all attempts, in any order, given each attempt's first step."""
     superseded = superseded_from(firsts)
     found = _Found()
     for line in lines:

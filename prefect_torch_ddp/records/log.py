@@ -49,9 +49,8 @@ class RecordLog:
             folder: the key of the folder of all ranks.
             rank: which rank writes.
             attempt: in which attempt.
-            what: what the records are, for messages: "metric".
-            to_line: makes a record a line of JSON with its line end; may wait for one that
-                isn't ready.
+            what: the records' name in messages: "metric".
+            to_line: makes a record a line of JSON; waits for one that isn't ready.
             is_ready: tells whether a record can be made a line without waiting.
             first_interval_s: seconds until the first part.
             copies: the folder for what isn't written yet; None: no copies are kept.
@@ -207,10 +206,8 @@ class _Batch:
 def left_behind(folder: Path) -> Iterator[tuple[str, bytes]]:
     """Yield (key, content) of the batches that killed processes had not written, in order.
 
-    A last line that was cut is left out.
-
-    Args:
-        folder: below which the copies are, each named by the key of its part.
+    The copies below the folder are named by their parts' keys; a last line that was cut is left
+    out.
     """
     for path in sorted(folder.rglob(f"*{SUFFIX}")):
         content = path.read_bytes()
@@ -219,16 +216,10 @@ def left_behind(folder: Path) -> Iterator[tuple[str, bytes]]:
 
 
 def put_part(storage: Storage, key: str, content: bytes) -> str:
-    """Write a part under its key or the next free one, and return that; twice is no error.
+    """Write a part under its key or the next free one, and return that.
 
-    Args:
-        storage: where to.
-        key: `<folder>/<attempt>-<part>.jsonl`.
-        content: the same at every try: else what arrived though it seemed to fail would be
-            there twice.
-
-    Raises:
-        StorageError: it can't be written.
+    The key is `<folder>/<attempt>-<part>.jsonl`. The content must be the same at every try:
+    else what arrived though it seemed to fail would be there twice.
     """
     while not storage.write_if_absent(key, content):
         if storage.read(key) == content:

@@ -85,9 +85,6 @@ def superseded_from(firsts: Mapping[int, int]) -> dict[int, float]:
     A resumed attempt begins after the checkpoint it restored, on all ranks at once. Its first
     step supersedes everything that older attempts recorded from there on, on every rank, also
     of steps that it hasn't reached and of ranks that it no longer has.
-
-    Args:
-        firsts: the first step of every attempt.
     """
     superseded: dict[int, float] = {}
     first_of_newer = math.inf

@@ -18,7 +18,7 @@ from prefect_torch_ddp.checkpoint.commit import Committer
 from prefect_torch_ddp.checkpoint.keys import checkpoints_prefix, manifest_key, object_key
 from prefect_torch_ddp.checkpoint.manifest import Manifest, ManifestObject, list_manifests
 from prefect_torch_ddp.checkpoint.objects import digest_of, read_states
-from prefect_torch_ddp.checkpoint.rank_store import LocalStore
+from prefect_torch_ddp.checkpoint.rank_store import open_rank_store
 from prefect_torch_ddp.checkpoint.restore import Restorer, find_resumable
 from prefect_torch_ddp.checkpoint.resume_point import ResumePoint
 from prefect_torch_ddp.checkpoint.serial import to_bytes
@@ -203,7 +203,7 @@ def test_an_attempt_that_is_held_up_while_it_resumes_ends(
             go_on(storage, claim_attempt(storage, "run"), LAST, retention)
 
         held_up = HeldUpStorage(storage, nth, take_over, ANY)
-        rank_store = LocalStore()
+        rank_store = open_rank_store(1)
         with suppress(SupersededError):
             Restorer.choose(ResumePoint(held_up, "run"), attempt, None, rank_store)
         if not held_up.held_up_at:
