@@ -213,10 +213,11 @@ class GangHungError(_LongError):
             _LONG_STEPS,
         ]
         if self.ranks and (stack := self.stacks.get(self.ranks[0])):
+            where = "(the innermost call first; all stacks are in the log)"
             main_thread = stack.rstrip().rpartition("hread 0x")[2].splitlines()[1:]
             lines += [
                 "",
-                f"rank {self.ranks[0]} is at (the innermost call first; all stacks are in the log):",
+                f"rank {self.ranks[0]} is at {where}:",
                 *(f"  {line.strip()}" for line in main_thread),
             ]
         return "\n".join(lines)

@@ -1,34 +1,33 @@
-"""Owns the numbering of a gang's attempts, and the memory of how they failed that tells a
-chance failure from one that stays.
-"""
+"""The attempt log: it numbers a gang's attempts and keeps how they failed."""
 
-import re
-from collections.abc import Sequence
-from dataclasses import replace
-from typing import Protocol
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Protocol, TypeVar
 
-from prefect_torch_ddp.errors import GangError, RankFailedError
 from prefect_torch_ddp.protocol.events import FailureRecord, RecordsLeft
 
-_ADDRESS = re.compile(r"\b0x[0-9a-fA-F]+")
+QUIET_S = 3.0
+"""How long a storage may take before people hear what it holds up."""
+LIMIT_S = 30.0
+"""How long it may take in all; what it hasn't taken by then is left."""
+
+R = TypeVar("R")
 
 
 class AttemptLog(Protocol):
-    """Numbers the attempts of one training and remembers their failures, across calls of
-    run_gang where it is kept.
-    """
+    """Numbers the attempts of one training and keeps their failures."""
 
     @property
     def knows_steps(self) -> bool:
-        """Whether a failure without a step was one before the first step; else it says nothing
-        about when it was.
+        """Whether a failure without a step was one before the first step.
+
+        Otherwise such a failure may have happened at any step.
         """
         ...
 
     def begin(self) -> int:
-        """Return the number of the next attempt, from 1; older attempts are over from here
-        on.
-        """
+        """Return the number of the next attempt, from 1; older attempts are over from here on."""
         ...
 
     def last_failure(self) -> FailureRecord | None:
@@ -36,7 +35,7 @@ class AttemptLog(Protocol):
         ...
 
     def record_failure(self, record: FailureRecord) -> None:
-        """Remember a failure."""
+        """Keep a failure."""
         ...
 
     def keep_records(self, left: Sequence[RecordsLeft]) -> None:
@@ -45,9 +44,7 @@ class AttemptLog(Protocol):
 
 
 class CallAttemptLog:
-    """The attempt log of a single call: it counts from a number given, and forgets all when the
-    call is over.
-    """
+    """The attempt log of a single call of run_gang, which forgets all when the call is over."""
 
     knows_steps = False
 
@@ -73,46 +70,52 @@ class CallAttemptLog:
         """Do nothing: a call alone has no storage."""
 
 
-def record_of(error: GangError, attempt: int, world_size: int) -> FailureRecord:
-    """Make the record of a failed attempt."""
-    summary = str(error).splitlines()[0]
-    record = FailureRecord(attempt, world_size, summary, fingerprint=None, step=None)
-    if not isinstance(error, RankFailedError):
-        return record
-    failure = error.failure
-    record = replace(record, step=failure.step)
-    if failure.kind != "exception" or failure.is_collateral or failure.retryability == "transient":
-        return record
-    # An object without a __repr__ shows its address, which is another one in each attempt.
-    return replace(
-        record, fingerprint=_ADDRESS.sub("0x...", f"{failure.exception_type}: {failure.summary}")
-    )
+class TimeBudget:
+    """Limits the time of work with a storage, whose client may take minutes to give up."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        """Start with the whole budget.
+
+        Args:
+            say: tells people that the storage is waited for.
+        """
+        self._say = say
+        self._left_s = LIMIT_S
+        self._has_said = False
+
+    def spend_on(self, work: Callable[[], R]) -> R | None:
+        """Return what the work returns or raise what it raises; None where it takes too long.
+
+        Work that takes too long may still finish in its thread.
+        """
+        if self._left_s <= 0:
+            return None
+        done: Future[R] = Future()
+        # A daemon: it must not keep the process from ending.
+        name = "prefect-torch-ddp-time budget"
+        threading.Thread(target=_do, args=(work, done), name=name, daemon=True).start()
+        while self._left_s > 0:
+            turn_s = min(QUIET_S, self._left_s)
+            try:
+                return done.result(turn_s)
+            except TimeoutError:
+                if done.done():
+                    raise  # the work's own
+                self._left_s -= turn_s
+                self._say_once()
+        return None
+
+    def _say_once(self) -> None:
+        if not self._has_said:
+            self._has_said = True
+            self._say(
+                f"the storage has not answered for {QUIET_S:g} s: "
+                f"it gets {LIMIT_S:g} s to take what is left to put on record"
+            )
 
 
-def why_hopeless(
-    error: GangError, now: FailureRecord, before: FailureRecord | None, *, knows_steps: bool
-) -> str | None:
-    """Say why another attempt would end in the same way; None where it may go better.
-
-    Args:
-        error: how the attempt failed.
-        now: its record.
-        before: the record of the attempt that failed before it, if one did.
-        knows_steps: whether a failure without a step was one before the first step.
-    """
-    if not isinstance(error, RankFailedError):
-        return None
-    name = error.failure.exception_type.rpartition(".")[2]
-    if error.failure.retryability == "hopeless":
-        return f"a failure by {name} comes back at every attempt until code, installation or parameters are changed"
-    if (
-        before is None
-        or now.fingerprint is None
-        or now.fingerprint != before.fingerprint
-        or now.step != before.step
-    ):
-        return None
-    if now.step is None and not knows_steps:
-        return None
-    where = "before the first step" if now.step is None else f"at step {now.step}"
-    return f"the same {name} {where} ended attempt {before.attempt} too, so it comes from the code or its input, not from chance"
+def _do(work: Callable[[], R], done: Future[R]) -> None:
+    try:
+        done.set_result(work())
+    except BaseException as error:  # noqa: BLE001 - whoever waits shall have it
+        done.set_exception(error)

@@ -1,9 +1,11 @@
-"""Owns the measure of silence between processes: who hears nothing for this long takes the
-other for lost.
-"""
+"""Liveness: after how long a silence the other side counts as lost, and who is still wanted."""
 
 import time
 from collections.abc import Callable
+
+from distributed import Worker, get_worker
+from distributed.core import Status
+from distributed.worker import thread_state
 
 LIVENESS_TIMEOUT_S = 12.0
 """For callers, agents, workers and the scheduler. A rank waits two seconds longer for its agent
@@ -24,17 +26,46 @@ class Liveness:
         self._limit_s = limit_s
         self._now = now
         self._looked_s = now()
-        self._lasted_s = 0.0
+        self._silent_s = 0.0
 
     def heard(self) -> None:
         """Note a sign of life."""
         self._looked_s = self._now()
-        self._lasted_s = 0.0
+        self._silent_s = 0.0
 
     @property
     def left_s(self) -> float:
-        """How much longer it may last; counts the time since the last look."""
+        """How much longer the silence may last; counts the time since the last look."""
         now = self._now()
-        self._lasted_s += min(now - self._looked_s, TURN_S)
+        self._silent_s += min(now - self._looked_s, TURN_S)
         self._looked_s = now
-        return max(0.0, self._limit_s - self._lasted_s)
+        return max(0.0, self._limit_s - self._silent_s)
+
+
+def is_closing(worker: Worker) -> bool:
+    """Whether the Dask worker is on its way out."""
+    return worker.status in (Status.closing, Status.closed, Status.failed)
+
+
+def is_unwanted(worker: Worker, key: object) -> bool:
+    """Whether Dask let go of a task of the worker; a killed client's tasks are cancelled too."""
+    task = worker.state.tasks.get(key)  # type: ignore[call-overload]  # keys are strings here
+    return task is None or task.state in ("cancelled", "released", "forgotten")
+
+
+def own_task_watch() -> Callable[[], str]:
+    """Return a check of the Dask task that this thread runs: why it isn't wanted, or empty."""
+    try:
+        worker = get_worker()
+        key = thread_state.key
+    except (ValueError, AttributeError):
+        return lambda: ""  # no Dask task
+
+    def why_unwanted() -> str:
+        if is_closing(worker):
+            return f"the closing of worker {worker.address}, which ran its caller"
+        return (
+            "the cancellation of the Dask task that called it" if is_unwanted(worker, key) else ""
+        )
+
+    return why_unwanted

@@ -1,18 +1,13 @@
-"""Owns the restarts of a gang within one call: which failures are tried again, how often, and
-what is said of it.
-
-Owns how long a failure waits for a storage that is silent: it is told first, and then not kept
-waiting for ever.
-"""
+"""The restarts of a gang within one call: which failures are tried again, and how often."""
 
 import logging
-import threading
+import re
 from collections.abc import Callable
-from concurrent.futures import Future
-from typing import TypeVar
+from dataclasses import replace
 
 from prefect_torch_ddp.errors import (
     CheckpointError,
+    GangError,
     GangHungError,
     NotEnoughWorkersError,
     PrefectTorchDdpError,
@@ -20,7 +15,7 @@ from prefect_torch_ddp.errors import (
     StorageError,
     WorkerLostError,
 )
-from prefect_torch_ddp.gang.attempt_log import AttemptLog, record_of, why_hopeless
+from prefect_torch_ddp.gang.attempt_log import AttemptLog, TimeBudget
 from prefect_torch_ddp.protocol.events import (
     NO_RANK,
     AttemptBegan,
@@ -30,26 +25,25 @@ from prefect_torch_ddp.protocol.events import (
     RecordsLeft,
 )
 
-Restartable = RankFailedError | WorkerLostError | GangHungError
 RESTARTABLE = (RankFailedError, WorkerLostError, GangHungError)
-
 FULL_SIZE_S = 10.0
 """How long a gang that restarts holds out for all its ranks, when there are workers for its
 fewest."""
-
-OnEvent = Callable[[GangEvent], None]
+_ADDRESS = re.compile(r"\b0x[0-9a-fA-F]+")
 
 
 class Restarts:
     """Runs a gang until an attempt succeeds, fails for good, or no restart is left."""
 
-    def __init__(self, attempt_log: AttemptLog, max_restarts: int, on_event: OnEvent) -> None:
-        """Make it; nothing has begun.
+    def __init__(
+        self, attempt_log: AttemptLog, max_restarts: int, on_event: Callable[[GangEvent], None]
+    ) -> None:
+        """Begin nothing yet.
 
         Args:
             attempt_log: numbers the attempts.
             max_restarts: how many more attempts follow the first one, at most.
-            on_event: receives the gang's events, and is told of each restart.
+            on_event: receives the gang's events, and a line about each restart.
         """
         self._attempt_log = attempt_log
         self._max_restarts = max_restarts
@@ -66,9 +60,7 @@ class Restarts:
         return self._max_restarts - self.num_made
 
     def size_to_ask_for(self, world_size: int | None) -> int | None:
-        """Return how many ranks the next attempt is to have: where that was left open, as many
-        as the first one had.
-        """
+        """Return how many ranks the next attempt is to have; where open, as many as the first."""
         return world_size or self._first_size
 
     def run(self, attempt_once: Callable[[int], list[bytes]]) -> list[bytes]:
@@ -81,7 +73,7 @@ class Restarts:
             RankFailedError, WorkerLostError, GangHungError: the last attempt failed; a
                 RankFailedError says so where it was not tried again because it would come back.
             NotEnoughWorkersError, and what the attempt log raises: no restart could be made;
-            the cause is the failure before.
+                the cause is the failure before.
         """
         failed: PrefectTorchDdpError | None = None
         while True:
@@ -100,9 +92,7 @@ class Restarts:
                 raise
 
     def receive(self, event: GangEvent) -> None:
-        """Take in an event and pass it on; what is the storage's goes there when the attempt is
-        over.
-        """
+        """Take in an event and pass it on; records for the storage wait for the attempt's end."""
         if isinstance(event, RecordsLeft):
             self._left.append(event)
             return
@@ -111,10 +101,10 @@ class Restarts:
             self._first_size = self._first_size or event.world_size
         self._on_event(event)
 
-    def _decide(self, error: Restartable, attempt: int) -> None:
+    def _decide(self, error: GangError, attempt: int) -> None:
         """Return when the gang is to be run again; raise the error otherwise."""
         record = record_of(error, attempt, self._world_size)
-        before = self._put_on_record(error, record, self._take_records())
+        before = self._put_on_record(error, record)
         why_not = why_hopeless(error, record, before, knows_steps=self._attempt_log.knows_steps)
         if why_not is not None and isinstance(error, RankFailedError):
             raise error.as_final(why_not)
@@ -125,22 +115,19 @@ class Restarts:
             f"{error}\nthe gang is started again: restart {self.num_made} of {self._max_restarts}"
         )
 
-    def _put_on_record(
-        self, error: Restartable, record: FailureRecord, left: list[RecordsLeft]
-    ) -> FailureRecord | None:
-        """Bring what the ranks left and the failure to the storage; return the failure before,
-        None where that isn't known.
+    def _put_on_record(self, error: GangError, record: FailureRecord) -> FailureRecord | None:
+        """Bring ranks' records and the failure to the storage; return the failure before it.
+
+        What goes wrong with the storage must not hide the failure, which is told first.
         """
+        left = self._take_records()
         budget = TimeBudget(lambda text: self._say(f"{error}\n{text}"))
         self._say(budget.spend_on(lambda: self._keep_records(left)) or "")
-        before, trouble = budget.spend_on(lambda: self._remember(record)) or (
-            None,
-            "the storage was silent for too long",
-        )
-        self._say(
-            trouble
-            and f"the failure of attempt {record.attempt} could not be put on record: {trouble}"
-        )
+        found = budget.spend_on(lambda: self._remember(record))
+        before, trouble = found or (None, "the storage was silent for too long")
+        if trouble:
+            what = f"the failure of attempt {record.attempt} could not be put on record"
+            self._say(f"{what}: {trouble}")
         return before
 
     def _take_records(self) -> list[RecordsLeft]:
@@ -157,9 +144,7 @@ class Restarts:
         return ""
 
     def _remember(self, record: FailureRecord) -> tuple[FailureRecord | None, str]:
-        """Put the failure on record; return the one before, and what is wrong: that must not
-        hide the failure.
-        """
+        """Return the failure before this one, and what is wrong."""
         try:
             before = self._attempt_log.last_failure()
             self._attempt_log.record_failure(record)
@@ -172,61 +157,48 @@ class Restarts:
             self._on_event(LogLine(NO_RANK, logging.WARNING, text))
 
 
-QUIET_S = 3.0
-"""How long a storage may take before people are told what it holds up."""
-LIMIT_S = 30.0
-"""How long it may take in all; what it hasn't taken by then is left."""
+def record_of(error: GangError, attempt: int, world_size: int) -> FailureRecord:
+    """Make the record of a failed attempt."""
+    summary = str(error).splitlines()[0]
+    record = FailureRecord(attempt, world_size, summary, fingerprint=None, step=None)
+    if not isinstance(error, RankFailedError):
+        return record
+    failure = error.failure
+    record = replace(record, step=failure.step)
+    if failure.kind != "exception" or failure.is_collateral or failure.retryability == "transient":
+        return record
+    # An object without a __repr__ shows its address, which differs in each attempt.
+    fingerprint = _ADDRESS.sub("0x...", f"{failure.exception_type}: {failure.summary}")
+    return replace(record, fingerprint=fingerprint)
 
-R = TypeVar("R")
 
+def why_hopeless(
+    error: GangError, now: FailureRecord, before: FailureRecord | None, *, knows_steps: bool
+) -> str | None:
+    """Say why another attempt would end in the same way; None where it may go better.
 
-class TimeBudget:
-    """Spends a limited time on work with a storage, which its client alone may give up after
-    many minutes.
+    Args:
+        error: how the attempt failed.
+        now: its record.
+        before: the record of the attempt that failed before it, if one did.
+        knows_steps: whether a failure without a step was one before the first step.
     """
-
-    def __init__(self, say: Callable[[str], None]) -> None:
-        """Make it.
-
-        Args:
-            say: tells people that the storage is waited for.
-        """
-        self._say = say
-        self._left_s = LIMIT_S
-        self._has_said = False
-
-    def spend_on(self, work: Callable[[], R]) -> R | None:
-        """Return what the work returns, or None where it takes too long; it may go on in its
-        thread. Raises what it raises.
-        """
-        if self._left_s <= 0:
-            return None
-        done: Future[R] = Future()
-        # A daemon: it must not keep the process from ending.
-        threading.Thread(
-            target=_do, args=(work, done), name="prefect-torch-ddp-time budget", daemon=True
-        ).start()
-        while self._left_s > 0:
-            turn_s = min(QUIET_S, self._left_s)
-            try:
-                return done.result(turn_s)
-            except TimeoutError:
-                if done.done():
-                    raise  # the work's own
-                self._left_s -= turn_s
-                self._tell()
+    if not isinstance(error, RankFailedError):
         return None
-
-    def _tell(self) -> None:
-        if not self._has_said:
-            self._has_said = True
-            self._say(
-                f"the storage has not answered for {QUIET_S:g} s: it gets {LIMIT_S:g} s to take what is left to put on record"
-            )
-
-
-def _do(work: Callable[[], R], done: Future[R]) -> None:
-    try:
-        done.set_result(work())
-    except BaseException as error:  # noqa: BLE001 - whoever waits shall have it
-        done.set_exception(error)
+    name = error.failure.exception_type.rpartition(".")[2]
+    if error.failure.retryability == "hopeless":
+        return (
+            f"a failure by {name} comes back at every attempt "
+            f"until code, installation or parameters are changed"
+        )
+    if before is None or now.fingerprint is None:
+        return None
+    if (now.fingerprint, now.step) != (before.fingerprint, before.step):
+        return None
+    if now.step is None and not knows_steps:
+        return None
+    where = "before the first step" if now.step is None else f"at step {now.step}"
+    return (
+        f"the same {name} {where} ended attempt {before.attempt} too, "
+        f"so it comes from the code or its input, not from chance"
+    )

@@ -1,6 +1,7 @@
 """run_gang, level 1: a function on N ranks across the workers of a Dask cluster."""
 
 import functools
+import pickle
 import queue
 import time
 import uuid
@@ -9,20 +10,21 @@ from typing import Any, Unpack
 
 from distributed import Client
 
+from prefect_torch_ddp.errors import GangError
 from prefect_torch_ddp.gang.attempt_log import AttemptLog, CallAttemptLog
-from prefect_torch_ddp.gang.caller.attempt import GangSize, Waits, drive
-from prefect_torch_ddp.gang.caller.plan import GangPlan
-from prefect_torch_ddp.gang.caller.stop import Leaving, follow, log_event
-from prefect_torch_ddp.gang.options import CallParams, check_call, check_client, checked
-from prefect_torch_ddp.gang.payload import (
+from prefect_torch_ddp.gang.caller.attempt import run_attempt
+from prefect_torch_ddp.gang.caller.placement import GangSize
+from prefect_torch_ddp.gang.caller.plan import (
+    GangPlan,
     brings_context,
     name_of,
     own_code_paths,
     pickle_call,
-    unpickle_value,
 )
+from prefect_torch_ddp.gang.caller.stop import StopSwitch, follow, log_event
+from prefect_torch_ddp.gang.caller.workers import Waits
+from prefect_torch_ddp.gang.options import CallParams, check_call, check_client, checked
 from prefect_torch_ddp.gang.restarts import FULL_SIZE_S, Restarts
-from prefect_torch_ddp.gang.stop import StopSwitch
 from prefect_torch_ddp.params import GangOptions
 from prefect_torch_ddp.protocol.agent import Seniority
 from prefect_torch_ddp.protocol.events import GangEvent
@@ -132,8 +134,19 @@ def run_gang(  # noqa: PLR0913 - level 1 is one call
             FULL_SIZE_S if restarts.num_made else given.workers_timeout_s,
         )
         events: queue.SimpleQueue[GangEvent | None] = queue.SimpleQueue()
-        stop = StopSwitch()
-        work = drive(client, this_plan, size, waits, sink=events.put, stop=stop)
-        return follow(client, work, events, restarts.receive, Leaving(stop, given.stop_grace_s))
+        stop = StopSwitch(given.stop_grace_s)
+        work = run_attempt(client, this_plan, size, waits, sink=events.put, stop=stop)
+        return follow(client, work, events, restarts.receive, stop)
 
-    return [unpickle_value(data, rank) for rank, data in enumerate(restarts.run(attempt_once))]
+    return [_unpickle_value(data, rank) for rank, data in enumerate(restarts.run(attempt_once))]
+
+
+def _unpickle_value(data: bytes, rank: int) -> Any:
+    try:
+        return pickle.loads(data)
+    except Exception as error:
+        msg = (
+            f"the value that rank {rank} returned can't be rebuilt here: "
+            f"{type(error).__name__}: {error}"
+        )
+        raise GangError(msg) from error

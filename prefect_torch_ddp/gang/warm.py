@@ -1,5 +1,4 @@
-"""Owns the warming of a cluster: its workers' fork servers load torch before the first gang
-comes, while data is prepared.
+"""Warming a cluster: its workers load torch before the first gang, while data is prepared.
 
 This module is also a preload of Dask's: `dask worker --preload prefect_torch_ddp.gang.warm`.
 """
@@ -16,20 +15,17 @@ from prefect_torch_ddp.gang.options import check_client
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
-
 logger = logging.getLogger(__name__)
 
 PLUGIN_NAME = "prefect-torch-ddp-warm"
 
 
 def warm(client: Client) -> None:
-    """Have the fork server of every Dask worker load torch now, so that the first gang starts as
-    fast as the next ones.
+    """Have every Dask worker load torch now, in its fork server, so that gangs start fast.
 
-    Doesn't wait for it. Workers that join later are warmed as well, for as long as an idle host
-    lives: 1800 s, or the workers' setting `prefect-torch-ddp.fork-server.idle-s` in Dask's
-    configuration. Nothing goes wrong where it can't be done: the ranks start slower. Calling it
-    again is free.
+    Doesn't wait for it. Workers that join later are warmed as well, for as long as an idle fork
+    server lives: 1800 s, or the workers' setting `prefect-torch-ddp.fork-server.idle-s` in Dask's
+    configuration. Where it can't be done, ranks start slower. Calling it again is free.
 
     Args:
         client: a synchronous Dask client.
@@ -50,15 +46,13 @@ async def dask_setup(worker: Worker) -> None:
 
 
 async def _register(client: Client) -> None:
-    await client.register_plugin(
-        _plugin(time.time()), PLUGIN_NAME
-    )  # on the client's own loop it gives an awaitable
+    # On the client's own loop it returns an awaitable.
+    await client.register_plugin(_plugin(time.time()), PLUGIN_NAME)
 
 
 def _plugin(asked_s: float) -> WorkerPlugin:
     # Within a function, so that it is pickled by value: a worker that joins and can't unpickle
-    # a plugin of its scheduler's does not start, and there may be workers without this package,
-    # which are no business of ours.
+    # a plugin of its scheduler's does not start, and there may be workers without this package.
     class Warm(WorkerPlugin):
         async def setup(self, worker: Worker) -> None:
             try:
@@ -66,8 +60,8 @@ def _plugin(asked_s: float) -> WorkerPlugin:
                 from prefect_torch_ddp.gang.worker.rpc import register_rpc  # noqa: PLC0415
             except ImportError:  # a gang says so, by name
                 return
-            # The scheduler keeps the plugin when its client is long gone; a host for nobody
-            # would be 200 MB on each new worker.
+            # The scheduler keeps the plugin when its client is long gone; a fork server for
+            # nobody would be 200 MB on each new worker.
             if time.time() - asked_s < idle_s():
                 await register_rpc(worker, warm=True)
 

@@ -1,6 +1,4 @@
-"""Owns the layout of the page in which a rank leaves its heartbeat: the rank writes it, its
-agent reads it, nobody waits.
-"""
+"""The page of shared memory in which a rank leaves its heartbeat for its agent to read."""
 
 import signal
 import struct

@@ -22,6 +22,7 @@ from prefect_torch_ddp.protocol.agent import (
     AgentReport,
     AgentState,
     Cleared,
+    Occupant,
     Rpc,
     StartOrder,
     WorkerIdentity,
@@ -64,13 +65,16 @@ class AgentClient:
         return self.report.why_ended if self.report else ""
 
     @property
+    def occupant(self) -> Occupant | None:
+        """Who holds the worker's slot, where that is another gang or task."""
+        return self.report.occupant if self.report else None
+
+    @property
     def was_dropped_by_client(self) -> bool:
         """Whether Dask's client let go of the agent, because it lost its scheduler for a time."""
         state = self.future._state
-        return (
-            state is not None
-            and getattr(state.exception, "reason", "") == "scheduler-connection-lost"
-        )
+        reason = getattr(state.exception, "reason", "") if state is not None else ""
+        return reason == "scheduler-connection-lost"
 
     async def poll(self) -> AgentReport:
         """Wait for news, at most a second, and return the report."""

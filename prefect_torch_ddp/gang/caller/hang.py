@@ -1,41 +1,30 @@
-"""Owns the rule by which a gang is taken to hang, and who is missing in it. Pure.
+"""The hang rule: when a gang is taken to hang, and which of its ranks are missing."""
 
-Owns what people are told about a gang that hangs: who did not arrive, where it is, who waits
-for it. Pure.
-"""
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
 
-import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-
+from prefect_torch_ddp.errors import GangHungError
+from prefect_torch_ddp.gang.caller.hang_message import Stall, describe, summarize
+from prefect_torch_ddp.gang.caller.placement import Placement
 from prefect_torch_ddp.protocol.agent import RankHeartbeat
-from prefect_torch_ddp.protocol.events import Hang
+from prefect_torch_ddp.protocol.events import NO_RANK, GangEvent, LogLine, RankStack
 from prefect_torch_ddp.protocol.heartbeat import Phase
 
 WORKING_FACTOR = 10.0
-"""How many times the limit a rank may take where long waits are usual, or while it works
-hard."""
+"""How many times the limit a rank gets where long waits are usual, or while it works hard."""
 IN_BODY = {Phase.FUNCTION, Phase.STEP, Phase.EPOCH_END, Phase.COMPILING}
 STRICT = {Phase.FUNCTION, Phase.STEP, Phase.STEP_END}
 """Where a rank that is idle waits for nothing that could come from elsewhere than its gang."""
-
-
-@dataclass(frozen=True)
-class Stall:
-    """A gang without progress."""
-
-    behind: tuple[RankHeartbeat, ...]
-    """The ranks that have come least far; the others, if there are any, wait for them."""
-    ahead: tuple[RankHeartbeat, ...]
-    returned: tuple[RankHeartbeat, ...]
-    silent_s: float
-    is_hung: bool
-    """Whether nothing explains it any more; else it is only worth a word."""
+EARLY_RETURN_S = 3.0
+"""How long after a rank's end its peers' last words are waited for; ranks count their
+collectives once a second."""
+STACKS_TIMEOUT_S = 8.0
+"""How long to wait for the stacks of a gang that hangs."""
 
 
 def find_stall(ranks: Sequence[RankHeartbeat], limit_s: float, *, from_start: bool) -> Stall | None:
-    """Judge a gang by the heartbeats of all its ranks; None where it moves, or isn't watched
-    yet.
+    """Judge a gang by the heartbeats of all its ranks; None where it moves or isn't watched yet.
 
     Args:
         ranks: all of the gang.
@@ -52,8 +41,8 @@ def find_stall(ranks: Sequence[RankHeartbeat], limit_s: float, *, from_start: bo
     silent_s = min(rank.silent_s for rank in running)
     if silent_s < limit_s:
         return None
-    least = min(map(_place, running))
-    behind = tuple(rank for rank in running if _place(rank) == least)
+    least = min(map(_progress_of, running))
+    behind = tuple(rank for rank in running if _progress_of(rank) == least)
     return Stall(
         behind=behind,
         ahead=tuple(rank for rank in running if rank not in behind),
@@ -63,7 +52,7 @@ def find_stall(ranks: Sequence[RankHeartbeat], limit_s: float, *, from_start: bo
     )
 
 
-def _place(rank: RankHeartbeat) -> tuple[int, bool, int]:
+def _progress_of(rank: RankHeartbeat) -> tuple[int, bool, int]:
     heartbeat = rank.heartbeat
     return heartbeat.step, heartbeat.phase not in IN_BODY, heartbeat.seq
 
@@ -81,122 +70,93 @@ def _is_over(rank: RankHeartbeat, limit_s: float) -> bool:
     return rank.idle_s >= WORKING_FACTOR * limit_s
 
 
-_FRAME = re.compile(r'^\s*File "(?P<path>.*)", line (?P<line>\S+) in (?P<function>.*)$')
-_NOT_THE_USERS = re.compile(
-    r"/(site|dist)-packages/|/lib/python3[.\d]*/|^<|/prefect_torch_ddp/(rank|data|checkpoint|metrics|storage)/"
-)
+class HangWatch:
+    """Watches one attempt of a gang by the heartbeats that its agents send.
 
-
-def main_thread(stack: str) -> list[tuple[str, str, str]]:
-    """Return path, line and function of each call of the main thread, the innermost first;
-    faulthandler writes it last.
+    Without a limit it only looks for ranks that wait for one whose function has ended.
     """
-    *_, last = re.split(r"^(?:Current thread|Thread) .*$", stack, flags=re.MULTILINE)
-    matches = map(_FRAME.match, last.splitlines())
-    return [(match["path"], match["line"], match["function"]) for match in matches if match]
 
+    def __init__(self, limit_s: float | None, placement: Placement, *, from_start: bool) -> None:
+        """Watch all ranks of the placement."""
+        self._limit_s = limit_s
+        self._from_start = from_start
+        self._hosts = {place.rank: place.host for place in placement.places}
+        self._ranks: dict[int, RankHeartbeat] = {}
+        self._stacks: dict[int, str] = {}
+        self._suspected: tuple[int, ...] = ()
+        self._heard: set[int] = set()
+        self._warned: tuple[int, ...] = ()
+        self._ended_s: dict[int, float] = {}
+        self.stall: Stall | None = None
+        """Set once the gang hangs."""
+        self.waits_in_vain: int | None = None
+        """A rank in a collective that another one, whose function has ended, never joined."""
 
-def is_in_collective(stack: str) -> bool:
-    """Tell whether the main thread waits in torch.distributed, or in a backward pass, which
-    ends with DDP's all-reduce.
-    """
-    innermost = main_thread(stack)[:3]
-    return any(
-        "/torch/distributed/" in path or function == "_engine_run_backward"
-        for path, _, function in innermost
-    )
+    @property
+    def has_found(self) -> bool:
+        """Whether the gang can't go on."""
+        return self.stall is not None or self.waits_in_vain is not None
 
+    def take(self, heartbeats: Iterable[RankHeartbeat], sink: Callable[[GangEvent], None]) -> bool:
+        """Take news of some ranks; return whether the gang can't go on.
 
-def spot(stack: str) -> str:
-    """Return the user's innermost call as ` at train.py:34 in forward`, with torch's own behind
-    it; empty without a stack.
-    """
-    calls = main_thread(stack)
-    if not calls:
-        return ""
-    path, line, function = next(
-        (call for call in calls if not _NOT_THE_USERS.search(call[0])), calls[0]
-    )
-    return f" at {path.rpartition('/')[2]}:{line} in {function}"
+        Warns of a wait that is long and allowed.
+        """
+        for rank in heartbeats:
+            self._ranks[rank.rank] = rank
+            self._heard.add(rank.rank)
+        if self.waits_in_vain is None:
+            self.waits_in_vain = self._find_vain_wait()
+        if self._limit_s is not None and self.stall is None:
+            self._look_for_stall(self._limit_s, sink)
+        return self.has_found
 
+    def _look_for_stall(self, limit_s: float, sink: Callable[[GangEvent], None]) -> None:
+        if len(self._ranks) < len(self._hosts):
+            return
+        stall = find_stall(tuple(self._ranks.values()), limit_s, from_start=self._from_start)
+        moved = tuple(rank.heartbeat.moved_ns for _, rank in sorted(self._ranks.items()))
+        if stall is None:
+            self._suspected = ()
+        elif stall.is_hung:
+            # Seen of all ranks twice: agents send their ranks' heartbeats at different times.
+            if self._suspected != moved:
+                self._suspected, self._heard = moved, set()
+            elif self._heard == self._hosts.keys():
+                self.stall = stall
+        elif self._warned != moved:
+            self._warned = moved
+            what = summarize(stall, self._hosts, {})
+            text = f"no progress for {stall.silent_s:.0f} s, which may be right: {what}"
+            sink(LogLine(NO_RANK, logging.WARNING, text))
 
-def doing(rank: RankHeartbeat) -> str:
-    """Return what a rank is at, in words."""
-    step = rank.heartbeat.step
-    after = f" after step {step}" if step else ""
-    return {
-        Phase.FUNCTION: "in its function" + (f", in step {step}" if step else ""),
-        Phase.SETUP: f"outside of ctx.steps{after}",
-        Phase.RESTORING: "restoring a checkpoint",
-        Phase.LOADING: f"waiting for the batch of step {step + 1}",
-        Phase.STEP: f"in step {step}",
-        Phase.EPOCH_END: f"in step {step}, the last of epoch {rank.heartbeat.epoch},",
-        Phase.COMPILING: f"compiling in step {step}",
-        Phase.STEP_END: f"at the end of step {step}",
-        Phase.SAVING: f"saving the checkpoint of step {step}",
-    }.get(rank.heartbeat.phase, "starting")
+    def add_end(self, rank: int) -> None:
+        """Take note of a rank whose function has ended."""
+        self._ended_s[rank] = time.monotonic()
 
+    def _find_vain_wait(self) -> int | None:
+        long_ago_s = time.monotonic() - EARLY_RETURN_S
+        ended = [
+            self._ranks[rank].heartbeat.seq
+            for rank, at_s in self._ended_s.items()
+            if at_s < long_ago_s and rank in self._ranks
+        ]
+        for rank in self._ranks.values() if ended else ():
+            has_begun_more = rank.heartbeat.seq > min(ended)
+            if rank.rank not in self._ended_s and has_begun_more and rank.silent_s > EARLY_RETURN_S:
+                return rank.rank
+        return None
 
-def summary(stall: Stall, hosts: Mapping[int, str], stacks: Mapping[int, str]) -> str:
-    """Say it in one line."""
-    behind = stall.behind
-    each = [(doing(rank) + spot(stacks.get(rank.rank, ""))).rstrip(",") for rank in behind]
-    named = [f"rank {rank.rank} on {hosts[rank.rank]}" for rank in behind]
-    is_waiting = all(is_in_collective(stacks.get(rank.rank, "")) for rank in behind)
-    if len(behind) == 1:
-        verb = "waits for a rank that does not come" if is_waiting else "did not arrive"
-        text = f"{named[0]} {verb}: for {behind[0].silent_s:.0f} s it has been {each[0]}"
-    else:
-        which = ", ".join(f"{who} is {what}" for who, what in zip(named, each, strict=True))
-        text = f"{len(behind)} ranks made no progress for {stall.silent_s:.0f} s: {which}"
-    if others := _others(stall, stacks):
-        text += f", while {others}"
-    counted = sorted((*behind, *stall.ahead), key=lambda rank: rank.rank)
-    if is_waiting and len({rank.heartbeat.seq for rank in counted}) > 1:
-        begun = ", ".join(f"rank {rank.rank} {rank.heartbeat.seq}" for rank in counted)
-        text += f"; they have begun different numbers of collectives: {begun}"
-    return text + "".join(
-        f"; {rank.stopped} of rank {rank.rank} is stopped (SIGSTOP)"
-        for rank in behind
-        if rank.stopped
-    )
+    def add_stack(self, stack: RankStack) -> None:
+        """Take what a rank answered."""
+        self._stacks[stack.rank] = stack.text
 
+    def lacks_stacks(self, asked_s: float) -> bool:
+        """Whether to wait for more stacks; `asked_s` of `time.monotonic`."""
+        is_early = time.monotonic() - asked_s < STACKS_TIMEOUT_S
+        return is_early and len(self._stacks) < len(self._hosts)
 
-def describe(stall: Stall, hosts: Mapping[int, str], stacks: Mapping[int, str]) -> Hang:
-    """Make the value that the error carries."""
-    first = stall.behind[0]
-    return Hang(
-        summary=summary(stall, hosts, stacks),
-        ranks=tuple(rank.rank for rank in stall.behind),
-        hosts=tuple(hosts[rank.rank] for rank in stall.behind),
-        phase=first.heartbeat.phase.name.lower(),
-        step=first.heartbeat.step,
-        silent_s=stall.silent_s,
-        stacks=dict(stacks),
-    )
-
-
-def _others(stall: Stall, stacks: Mapping[int, str]) -> str:
-    """Say what the ranks are at that are not missing, those at the same thing together."""
-    groups: dict[tuple[str, str, str], list[int]] = {}
-    for rank in stall.ahead:
-        stack = stacks.get(rank.rank, "")
-        if is_in_collective(stack):
-            what = (
-                "waits",
-                "wait",
-                f"in a collective of step {rank.heartbeat.step}"
-                if rank.heartbeat.step
-                else "in a collective",
-            )
-        else:
-            what = ("is", "are", (doing(rank) + spot(stack)).rstrip(","))
-        groups.setdefault(what, []).append(rank.rank)
-    for rank in stall.returned:
-        groups.setdefault(("has", "have", "returned"), []).append(rank.rank)
-    return " and ".join(
-        f"rank {ranks[0]} {singular} {what}"
-        if len(ranks) == 1
-        else f"ranks {', '.join(map(str, ranks))} {plural} {what}"
-        for (singular, plural, what), ranks in groups.items()
-    )
+    def error(self, attempt: int) -> GangHungError:
+        """Return the caller's error, with the stacks that came."""
+        assert self.stall is not None
+        return GangHungError(describe(self.stall, self._hosts, self._stacks), attempt)

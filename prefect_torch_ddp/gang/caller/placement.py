@@ -1,9 +1,4 @@
-"""Owns the decision which rank runs where. Pure.
-
-Owns the decision which of its worker's visible CUDA devices a rank takes. Pure.
-
-Owns the decision by which address the ranks of a Dask worker are reached. Pure.
-"""
+"""The placement: which rank runs where, on which device, and at which address. Pure."""
 
 import ipaddress
 import itertools
@@ -35,50 +30,72 @@ class Placement:
         return tuple(place for place in self.places if place.worker == worker)
 
 
-def natural_order(text: str) -> tuple[tuple[int, int, str], ...]:
-    """Sort key under which worker 10 comes after worker 9."""
-    return tuple(
-        (0, int(part), "") if part.isdigit() else (1, 0, part)
-        for part in re.split(r"(\d+)", text)
-        if part
-    )
+@dataclass(frozen=True)
+class GangSize:
+    """How many ranks a gang may have."""
+
+    most: int | None
+    """None: as many as there is room for."""
+    fewest: int | None
+    """None: no fewer than the most."""
+    ranks_per_worker: int
+    divides: int | None = None
+    """A number that every size divides; None: any size will do."""
+
+    def on(self, num_workers: int) -> int:
+        """Return the size that so many workers give."""
+        room = num_workers * self.ranks_per_worker
+        size = room if self.most is None else min(self.most, room)
+        while self.divides is not None and self.divides % size:
+            size -= 1
+        return size
+
+    @property
+    def workers_for_all(self) -> int:
+        """How many workers hold all ranks; at least one where that number is open."""
+        return num_workers_needed(self.most or self.fewest or 1, self.ranks_per_worker)
+
+    @property
+    def workers_for_fewest(self) -> int:
+        """How many workers hold the fewest ranks."""
+        fewest = self.fewest or self.most or 1
+        while self.divides is not None and self.divides % fewest:
+            fewest += 1
+        return num_workers_needed(fewest, self.ranks_per_worker)
 
 
 def num_workers_needed(world_size: int, ranks_per_worker: int) -> int:
-    """Return how many workers a gang sits on."""
+    """Return how many workers a gang needs."""
     return -(-world_size // ranks_per_worker)
 
 
 def choose(
     workers: Sequence[WorkerIdentity], num_needed: int, resources: Mapping[str, float] | None = None
 ) -> tuple[WorkerIdentity, ...]:
-    """Choose the workers to sit on: free ones first, then in a fixed order, ranks of a host
-    side by side.
+    """Choose the workers of a gang: free ones first, then in a fixed order, hosts side by side.
 
     Args:
         workers: those that have the resources, held by others or not.
         num_needed: how many of them.
         resources: what an agent takes; a worker that has less of it left now isn't free.
     """
-    ordered = sorted(
-        workers,
-        key=lambda w: (
-            not is_free(w, resources or {}),
-            natural_order(w.host),
-            natural_order(w.address),
-        ),
-    )
-    return tuple(
-        sorted(
-            ordered[:num_needed], key=lambda w: (natural_order(w.host), natural_order(w.address))
-        )
-    )
+    ordered = sorted(workers, key=_by_host)
+    free_first = sorted(ordered, key=lambda worker: not is_free(worker, resources or {}))
+    return tuple(sorted(free_first[:num_needed], key=_by_host))
+
+
+def _by_host(worker: WorkerIdentity) -> tuple[object, object]:
+    return _natural_order(worker.host), _natural_order(worker.address)
+
+
+def _natural_order(text: str) -> list[tuple[int, int, str]]:
+    """Sort key under which worker 10 comes after worker 9."""
+    parts = filter(None, re.split(r"(\d+)", text))
+    return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in parts]
 
 
 def is_free(worker: WorkerIdentity, resources: Mapping[str, float]) -> bool:
-    """Whether nobody holds the worker's slot, its threads or the resources that an agent
-    takes.
-    """
+    """Whether nobody holds the worker's slot, its threads or the resources an agent takes."""
     return worker.occupant is None and all(
         worker.free_resources.get(name, 0) >= amount for name, amount in resources.items()
     )
@@ -90,8 +107,7 @@ def place(
     ranks_per_worker: int,
     interface: str | None = None,
 ) -> Placement:
-    """Place ranks on the chosen workers, in their order, so that the ranks of a host are
-    contiguous.
+    """Place ranks on the chosen workers, in their order, with the ranks of a host contiguous.
 
     Args:
         workers: in the order of `choose`, no more than needed.
@@ -106,60 +122,52 @@ def place(
     places: list[RankPlace] = []
     for worker in workers:
         for slot in range(min(ranks_per_worker, world_size - len(places))):
-            places.append(
-                RankPlace(
-                    rank=len(places),
-                    local_rank=used[worker.host],
-                    node_rank=hosts.index(worker.host),
-                    slot=slot,
-                    worker=worker.address,
-                    host=worker.host,
-                    address=addresses[worker.address],
-                    device_position=devices[len(places)],
-                )
+            rank_place = RankPlace(
+                rank=len(places),
+                local_rank=used[worker.host],
+                node_rank=hosts.index(worker.host),
+                slot=slot,
+                worker=worker.address,
+                host=worker.host,
+                address=addresses[worker.address],
+                device_position=devices[len(places)],
             )
+            places.append(rank_place)
             used[worker.host] += 1
-    return Placement(
-        tuple(places), GangShape(world_size, len(hosts), tuple(used[host] for host in hosts))
-    )
+    return Placement(tuple(places), GangShape(world_size, len(hosts), tuple(used.values())))
 
 
 def _devices(
     workers: Sequence[WorkerIdentity], world_size: int, ranks_per_worker: int
-) -> tuple[int | None, ...]:
-    """Return for each rank the position of its device among those that its worker sees."""
+) -> list[int | None]:
     of_ranks = [worker for worker in workers for _ in range(ranks_per_worker)][:world_size]
-    by_host = itertools.groupby(of_ranks, key=lambda worker: worker.host)
-    shares = (
-        share_out([visible_names(worker.visible_devices) for worker in group])
-        for _, group in by_host
-    )
-    return tuple(itertools.chain.from_iterable(shares))
+    positions: list[int | None] = []
+    for _, group in itertools.groupby(of_ranks, key=lambda worker: worker.host):
+        positions += share_out([visible_names(worker.visible_devices) for worker in group])
+    return positions
 
 
 def visible_names(cuda_visible_devices: str | None) -> tuple[str, ...] | None:
-    """Return the names in a CUDA_VISIBLE_DEVICES: numbers, or UUIDs of GPUs or MIG instances;
-    None where it isn't set.
+    """Return the names in a CUDA_VISIBLE_DEVICES; None where it isn't set.
 
-    CUDA itself stops reading at the first name that is no device.
+    They are numbers, or UUIDs of GPUs or MIG instances. CUDA itself stops reading at the first
+    name that is no device.
     """
     if cuda_visible_devices is None:
         return None
-    names: list[str] = []
-    for part in cuda_visible_devices.split(","):
-        name = part.strip()
-        if not name or name.startswith("-") or name in ("NoDevFiles", "void", "none"):
-            break
-        names.append(name)
-    return tuple(names)
+    names = (part.strip() for part in cuda_visible_devices.split(","))
+    return tuple(itertools.takewhile(_names_a_device, names))
+
+
+def _names_a_device(name: str) -> bool:
+    return bool(name) and not name.startswith("-") and name not in ("NoDevFiles", "void", "none")
 
 
 def share_out(visible: Sequence[tuple[str, ...] | None]) -> tuple[int | None, ...]:
-    """Give each rank of a host, in order, the device that the fewest ranks before it have; the
-    first in its list of those.
+    """Give each rank of a host, in order, the device that the fewest ranks before it have.
 
-    One rule for all ways of sharing GPUs out: lists that are rotated (dask-cuda), that are the
-    same everywhere, or that each hold a worker's own devices.
+    One rule for all ways of sharing GPUs: lists that are rotated (dask-cuda), that are the same
+    everywhere, or that each hold a worker's own devices. Ties go to the first in the list.
 
     Args:
         visible: for each rank the names that its worker sees.
@@ -170,23 +178,23 @@ def share_out(visible: Sequence[tuple[str, ...] | None]) -> tuple[int | None, ..
     used: Counter[str] = Counter()
     positions: list[int | None] = []
     for names in visible:
-        if not names:
-            positions.append(None)
-            continue
-        position = min(range(len(names)), key=lambda index: (used[names[index]], index))
-        used[names[position]] += 1
-        positions.append(position)
+        least_used = min(names, key=lambda name: used[name]) if names else None
+        positions.append(names.index(least_used) if names and least_used else None)
+        used.update([least_used] if least_used else [])
     return tuple(positions)
 
 
-_WAY_OUT = "start the worker with --host or --interface, or name a network that all workers are on: run_gang(..., interface=...)"
+_WAY_OUT = (
+    "start the worker with --host or --interface, or name a network that all workers are on: "
+    "run_gang(..., interface=...)"
+)
 
 
 def rank_addresses(workers: Sequence[WorkerIdentity], interface: str | None) -> dict[str, str]:
     """Return for each worker, by its Dask address, the address at which its ranks are reached.
 
     Args:
-        workers: those the gang sits on.
+        workers: those of the gang.
         interface: an interface's name or a network (`10.1.0.0/16`); None: the address by which
             Dask knows the worker.
 
@@ -199,15 +207,16 @@ def rank_addresses(workers: Sequence[WorkerIdentity], interface: str | None) -> 
     if len({worker.machine for worker in workers}) > 1:
         for worker, address in addresses.items():
             if scope := _local_scope(address):
-                msg = f"worker {worker} is known by the {scope} address {address}, which other machines can't reach: {_WAY_OUT}"
+                msg = (
+                    f"worker {worker} is known by the {scope} address {address}, which other "
+                    f"machines can't reach: {_WAY_OUT}"
+                )
                 raise GangError(msg)
     return addresses
 
 
 def is_network(interface: str) -> bool:
-    """Whether the text is a network in CIDR notation, and not an interface's name: no name has
-    a slash.
-    """
+    """Whether the text is a network in CIDR notation; no interface's name has a slash."""
     return "/" in interface
 
 
@@ -222,14 +231,13 @@ def _address(worker: WorkerIdentity, interface: str | None) -> str:
         raise InvalidParamsError(msg)
     if worker.host in found:
         return worker.host
-    # Dask's own family first: the one that is known to be routed here.
-    return min(
-        found,
-        key=lambda address: (
-            _local_scope(address) == "link-local",
-            (":" in address) != (":" in worker.host),
-        ),
-    )
+
+    def rank_by_use(address: str) -> tuple[bool, bool]:
+        # Dask's own family first: the one that is known to be routed here.
+        is_other_family = (":" in address) != (":" in worker.host)
+        return _local_scope(address) == "link-local", is_other_family
+
+    return min(found, key=rank_by_use)
 
 
 def _matches(name: str, address: str, interface: str) -> bool:
@@ -241,13 +249,11 @@ def _matches(name: str, address: str, interface: str) -> bool:
 
 
 def _local_scope(address: str) -> str | None:
-    """Return why an address means something on its own machine alone; None for one that others
-    may reach, and for a name.
-    """
+    """Return why an address means something on its own machine alone; None where it doesn't."""
     try:
         ip = ipaddress.ip_address(address)
     except ValueError:
-        return None
+        return None  # a name
     if ip.is_loopback:
         return "loopback"
     return "link-local" if ip.version == 6 and ip.is_link_local else None  # noqa: PLR2004 - IPv6

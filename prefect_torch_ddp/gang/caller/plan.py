@@ -1,14 +1,19 @@
-"""Owns what is fixed about a gang before it is placed, and makes its tickets and launch orders.
+"""The plan of a gang: the call that it makes, and what is fixed before it is placed."""
 
-Pure.
-"""
-
+import site
+import sys
+import sysconfig
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
+import cloudpickle
+
+from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.gang.caller.placement import Placement
-from prefect_torch_ddp.protocol.agent import Reservation, Seniority, WorkerIdentity
+from prefect_torch_ddp.protocol.agent import Reservation, Seniority, StartOrder, WorkerIdentity
 from prefect_torch_ddp.protocol.rank import Backend, Launcher, ProcessGroupMode, RankLaunch
 
 
@@ -34,9 +39,7 @@ class GangPlan:
     interface: str | None = None
     stop_grace_s: float = 8.0
 
-    def reservation(
-        self, worker: WorkerIdentity, *, hosts_store: bool, store_host: str
-    ) -> Reservation:
+    def reservation(self, worker: WorkerIdentity, placement: Placement) -> Reservation:
         """Make the reservation for one worker; its token is never used twice."""
         return Reservation(
             token=f"{self.seniority.gang_id}-{uuid.uuid4().hex[:12]}",
@@ -44,16 +47,14 @@ class GangPlan:
             seniority=self.seniority,
             worker=worker.address,
             process_id=worker.process_id,
-            hosts_store=hosts_store,
+            hosts_store=worker.address == placement.workers[0],
             stop_grace_s=self.stop_grace_s,
-            store_host=store_host,
+            store_host=placement.places[0].address,
         )
 
-    def launches(
-        self, placement: Placement, worker: str, store_port: int
-    ) -> tuple[RankLaunch, ...]:
-        """Make the launch orders for one worker's ranks."""
-        return tuple(
+    def start_order(self, placement: Placement, worker: str, store_port: int) -> StartOrder:
+        """Make the order that starts one worker's ranks."""
+        launches = tuple(
             RankLaunch(
                 place=place,
                 shape=placement.shape,
@@ -71,3 +72,50 @@ class GangPlan:
             )
             for place in placement.ranks_of(worker)
         )
+        return StartOrder(launches, self.payload, self.progress_timeout_s)
+
+
+def pickle_call(
+    fn: Callable[..., Any] | str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> bytes:
+    """Pickle the call, a script by its whole path; raises InvalidParamsError where that fails."""
+    if isinstance(fn, str) and fn.endswith(".py"):
+        fn = str(Path(fn).resolve())
+    try:
+        payload: bytes = cloudpickle.dumps((fn, args, kwargs))
+    except Exception as error:
+        msg = (
+            f"{name_of(fn)} or its arguments can't be sent to the ranks: "
+            f"{type(error).__name__}: {error}"
+        )
+        raise InvalidParamsError(msg) from error
+    return payload
+
+
+def brings_context(fn: Callable[..., Any] | str) -> bool:
+    """Whether this is our own entry with a RankContext, which says from when it is watched."""
+    return isinstance(fn, str) and fn.startswith("prefect_torch_ddp.rank.workload:")
+
+
+def name_of(fn: Callable[..., Any] | str) -> str:
+    """Return the function's name for people."""
+    return fn if isinstance(fn, str) else getattr(fn, "__qualname__", type(fn).__name__)
+
+
+def own_code_paths() -> tuple[str, ...]:
+    """Return the caller's import paths with the user's own code, without installed packages.
+
+    A function that is pickled by reference must be importable at its rank, also when the Dask
+    worker was started elsewhere on the same machine or a shared file system.
+    """
+    installed = [
+        sys.prefix,
+        sys.base_prefix,
+        sysconfig.get_path("stdlib"),
+        *site.getsitepackages(),
+        site.getusersitepackages(),
+    ]
+    paths = dict.fromkeys(Path(path).resolve() for path in sys.path)
+    return tuple(
+        str(path) for path in paths if not any(path.is_relative_to(folder) for folder in installed)
+    )

@@ -1,6 +1,4 @@
-"""Owns the taking of agents from the caller's side: all of them or none, giving way where two
-gangs would wait for each other.
-"""
+"""The reservation of a gang's workers: all or none, without two gangs waiting for each other."""
 
 import asyncio
 import contextlib
@@ -23,16 +21,15 @@ from prefect_torch_ddp.gang.worker.agent import agent_key, run_agent
 from prefect_torch_ddp.protocol.agent import WorkerIdentity
 
 LOOK_AGAIN_S = 2.0
-"""How often a waiting gang looks whether other workers than the chosen ones have become
-free."""
+"""How often a waiting gang looks whether other workers have become free."""
 WAIT_MESSAGE_S = 10.0
-"""How often the caller is told for whom its gang waits."""
+"""How often the caller hears whom its gang waits for."""
 STAY_IN_TOUCH_S = 2.0
-"""How often an agent that was taken is polled while others are still waited for."""
+"""How often an agent that is reserved is polled while others are still waited for."""
 
 
 class GangReservation:
-    """Runs on the client's event loop, for one attempt to agent one gang."""
+    """Reserves the workers of one attempt; runs on the client's event loop."""
 
     def __init__(
         self,
@@ -46,13 +43,15 @@ class GangReservation:
         self._plan = plan
         self._placement = placement
         self._workers = {worker.address: worker for worker in workers}
-        self.links: list[AgentClient] = []
+        self.agents: list[AgentClient] = []
         self._all_reserved = asyncio.Event()
         self._looked_s = time.monotonic()
 
-    async def take(self, deadline_s: float | None, say: Callable[[str], None]) -> bool:
-        """Take all agents, or none; False when a more senior gang or a better choice of workers
-        made it give way.
+    async def reserve(self, deadline_s: float | None, say: Callable[[str], None]) -> bool:
+        """Start an agent on every worker and wait until each has its slot.
+
+        Returns False when the gang has to be placed anew: a more senior gang waits for one of
+        its workers, or enough others have become free.
 
         Raises:
             NotEnoughWorkersError: the workers stayed busy past the deadline (of
@@ -60,12 +59,12 @@ class GangReservation:
         """
         self._submit()
         started = last_said = time.monotonic()
-        polls = [asyncio.create_task(self._poll_until_all_reserved(link)) for link in self.links]
+        polls = [asyncio.create_task(self._poll_until_all_reserved(agent)) for agent in self.agents]
         try:
             while True:
                 await asyncio.wait(polls, timeout=0.25)
                 _raise_first(polls)
-                missing = [link for link in self.links if link.state != "reserved"]
+                missing = [agent for agent in self.agents if agent.state != "reserved"]
                 if not missing:
                     return True
                 now = time.monotonic()
@@ -82,14 +81,9 @@ class GangReservation:
             await asyncio.gather(*polls, return_exceptions=True)
 
     def _submit(self) -> None:
-        first_worker = self._placement.workers[0]
         for address in self._placement.workers:
             worker = self._workers[address]
-            reservation = self._plan.reservation(
-                worker,
-                hosts_store=address == first_worker,
-                store_host=self._placement.places[0].address,
-            )
+            reservation = self._plan.reservation(worker, self._placement)
             # Pinned hard: with loose restrictions Dask may steal a waiting agent for another
             # worker. Not pure, never retried.
             future = self._client.submit(
@@ -101,77 +95,63 @@ class GangReservation:
                 retries=0,
                 resources=dict(self._plan.resources) or None,
             )
-            self.links.append(AgentClient(self._client, worker, reservation.token, future))
+            self.agents.append(AgentClient(self._client, worker, reservation.token, future))
 
     def _must_give_way(self, missing: Sequence[AgentClient]) -> bool:
-        """Whether a more senior gang that also still waits holds one of our agents: it would
-        wait for us as we for it.
+        """Whether a more senior gang that also still waits holds one of our workers.
+
+        It would wait for us as we for it.
         """
-        for link in missing:
-            holder = link.report.occupant if link.report else None
-            if (
-                holder is not None
-                and holder.seniority is not None
-                and holder.seniority < self._plan.seniority
-            ):
+        for agent in missing:
+            seniority = agent.occupant.seniority if agent.occupant else None
+            if seniority is not None and seniority < self._plan.seniority:
                 return True
         return False
 
     async def _has_better_choice(self, missing: Sequence[AgentClient], now_s: float) -> bool:
-        """Whether enough other workers have become free since the gang was placed."""
         if now_s - self._looked_s < LOOK_AGAIN_S:
             return False
         self._looked_s = now_s
-        taken = {link.worker.address for link in self.links}
-        others = [
-            worker
-            for worker in await free_workers(self._client, self._plan.resources)
-            if worker.address not in taken
-        ]
-        return len(others) >= len(missing)
+        taken = {agent.worker.address for agent in self.agents}
+        free = await free_workers(self._client, self._plan.resources)
+        return sum(worker.address not in taken for worker in free) >= len(missing)
 
     def _busy_text(self, missing: Sequence[AgentClient], waited_s: float) -> str:
+        plan = self._plan
         holders = "; ".join(
-            link.worker.address
-            + (
-                f" is busy with {link.report.occupant.text}"
-                if link.report and link.report.occupant
-                else ""
-            )
-            for link in missing
+            agent.worker.address
+            + (f" is busy with {agent.occupant.text}" if agent.occupant else "")
+            for agent in missing
         )
+        needs = f"; needs the resources {dict(plan.resources)}" if plan.resources else ""
         return (
-            f"gang {self._plan.name!r} has waited {waited_s:.0f} s for {len(missing)} of {len(self.links)} workers: {holders}"
-            + (
-                f"; needs the resources {dict(self._plan.resources)}"
-                if self._plan.resources
-                else ""
-            )
+            f"gang {plan.name!r} has waited {waited_s:.0f} s for {len(missing)} of "
+            f"{len(self.agents)} workers: {holders}{needs}"
         )
 
-    async def _poll_until_all_reserved(self, link: AgentClient) -> None:
-        while link.state != "reserved":
-            await self._poll(link)
-        if all(link.state == "reserved" for link in self.links):
+    async def _poll_until_all_reserved(self, agent: AgentClient) -> None:
+        while agent.state != "reserved":
+            await self._poll(agent)
+        if all(agent.state == "reserved" for agent in self.agents):
             self._all_reserved.set()
         # An agent that has heard nothing from its caller for long takes it for lost.
         while not await self._are_all_reserved(STAY_IN_TOUCH_S):
-            await self._poll(link)
+            await self._poll(agent)
 
     async def _are_all_reserved(self, wait_s: float) -> bool:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._all_reserved.wait(), wait_s)
         return self._all_reserved.is_set()
 
-    async def _poll(self, link: AgentClient) -> None:
-        await link.poll()
-        if link.future.status in ("cancelled", "lost"):
+    async def _poll(self, agent: AgentClient) -> None:
+        await agent.poll()
+        if agent.future.status in ("cancelled", "lost"):
             msg = f"gang {self._plan.name!r} was cancelled while it waited for its workers"
             raise GangCancelledError(msg)
-        if link.future.status == "error":
-            await link.future
-        if link.report is not None and link.report.why_ended:
-            raise AgentLostError(link.report.why_ended)
+        if agent.future.status == "error":
+            await agent.future
+        if agent.why_ended:
+            raise AgentLostError(agent.why_ended)
 
 
 def _raise_first(tasks: Sequence["asyncio.Task[None]"]) -> None:

@@ -1,9 +1,4 @@
-"""Owns the gathering of workers: how many there are, who they are, and the refusal when they
-are too few.
-
-Owns the questions which workers the scheduler counts as running, who they are, whether they
-answer; none waits for ever.
-"""
+"""The workers of the cluster: which are running, who they are, and whether they are enough."""
 
 import asyncio
 import contextlib
@@ -20,63 +15,67 @@ from prefect_torch_ddp.errors import (
     SchedulerLostError,
     SchedulerUnresponsiveError,
 )
-from prefect_torch_ddp.gang.caller.placement import is_free
+from prefect_torch_ddp.gang.caller.placement import GangSize, is_free
 from prefect_torch_ddp.gang.liveness import LIVENESS_TIMEOUT_S
 from prefect_torch_ddp.gang.worker.rpc import register_rpc
 from prefect_torch_ddp.protocol.agent import WorkerIdentity
 
 POLL_S = 0.1
+IMPORT_ERRORS = ("ImportError(", "ModuleNotFoundError(")
+SECOND_LOOK_S = 2.0
+"""How long each worker may take to answer when not all of them did; all of them have had time
+for their imports by then."""
 
 
 @dataclass(frozen=True)
-class WorkersNeeded:
-    """How many workers a gang wants, how many it can do with, and what they must have."""
+class Waits:
+    """How long a gang waits for workers."""
 
-    wanted: int
-    enough: int
-    ranks_per_worker: int
-    resources: Mapping[str, float]
+    workers_timeout_s: float
+    """Until there are enough."""
+    queue_timeout_s: float | None
+    """Until they are free."""
+    full_size_s: float
+    """Until there are enough for all ranks, when there are enough for the fewest already."""
 
 
 async def gather_workers(
     client: Client,
-    need: WorkersNeeded,
-    timeout_s: float,
+    size: GangSize,
+    waits: Waits,
+    resources: Mapping[str, float],
     *,
-    full_size_s: float | None = None,
     warm: bool = False,
 ) -> list[WorkerIdentity]:
-    """Wait until the cluster has the workers wanted, or after `full_size_s` enough of them, and
-    return all it has.
+    """Wait until the cluster has workers for all ranks, or later for the fewest; return all.
 
     With `warm` their fork servers start to load torch.
 
     Raises:
-        NotEnoughWorkersError: not even enough were there after `timeout_s`; says how many are
-            and how many are needed.
+        NotEnoughWorkersError: not even enough for the fewest were there in time; says how many
+            there are and how many are needed.
         GangError: this package can't be imported on a worker.
         SchedulerLostError: the scheduler is gone or silent.
     """
     started = time.monotonic()
-    workers: list[WorkerIdentity] = []
+    timeout_s = waits.workers_timeout_s
     while True:
         waited_s = time.monotonic() - started
-        num_enough = (
-            need.enough
-            if waited_s >= min(timeout_s if full_size_s is None else full_size_s, timeout_s)
-            else need.wanted
-        )
+        holds_out = waited_s < min(waits.full_size_s, timeout_s)
+        num_enough = size.workers_for_all if holds_out else size.workers_for_fewest
         running = await running_workers(client)
-        addresses = with_resources(running, need.resources)
+        addresses = with_resources(running, resources)
+        answering: list[WorkerIdentity] = []
         if len(addresses) >= num_enough:
-            workers = await identify(client, addresses, warm=warm)
-            if len(workers) >= num_enough:
-                return workers
+            answering = await identify(client, addresses, warm=warm)
+            if len(answering) >= num_enough:
+                return answering
         if waited_s >= timeout_s:
-            have, rpw = len(addresses), need.ranks_per_worker
-            msg = too_few_text(have, len(running), need.enough, rpw, need.resources, timeout_s)
-            if have >= need.enough:
-                msg = f"{len(workers)} of {have} workers answer: {msg}"
+            have, need = len(addresses), size.workers_for_fewest
+            rpw = size.ranks_per_worker
+            msg = too_few_text(have, len(running), need, rpw, resources, timeout_s)
+            if have >= need:
+                msg = f"{len(answering)} of {have} workers answer: {msg}"
             raise NotEnoughWorkersError(msg)
         await asyncio.sleep(POLL_S)
 
@@ -84,9 +83,7 @@ async def gather_workers(
 def with_resources(
     running: Mapping[str, Mapping[str, float]], resources: Mapping[str, float]
 ) -> list[str]:
-    """Return the addresses of the workers that have as much of each resource, held by others or
-    not. Pure.
-    """
+    """Return the addresses of the workers with these resources, held by others or not. Pure."""
     return [
         address
         for address, has in running.items()
@@ -106,14 +103,16 @@ def too_few_text(  # noqa: PLR0913, PLR0917 - the numbers that it says
     per_worker = f" with {ranks_per_worker} ranks each" if ranks_per_worker > 1 else ""
     if not resources:
         return (
-            f"the cluster has too few workers after {timeout_s:g} s: have {num_have}, need {num_needed}{per_worker}; "
+            f"the cluster has too few workers after {timeout_s:g} s: have {num_have}, "
+            f"need {num_needed}{per_worker}; "
             f"add workers, lower world_size, or raise workers_timeout_s"
         )
     what = ", ".join(f"{name}>={amount:g}" for name, amount in resources.items())
     workers = "worker" if num_have == 1 else "workers"
     return (
-        f"the cluster has {num_have} {workers} with {what}, need {num_needed}{per_worker}; it has {num_running} in all "
-        f"after {timeout_s:g} s: start workers with --resources, lower world_size, or raise workers_timeout_s"
+        f"the cluster has {num_have} {workers} with {what}, need {num_needed}{per_worker}; "
+        f"it has {num_running} in all after {timeout_s:g} s: "
+        f"start workers with --resources, lower world_size, or raise workers_timeout_s"
     )
 
 
@@ -123,16 +122,10 @@ async def free_workers(client: Client, resources: Mapping[str, float]) -> list[W
     return [worker for worker in await identify(client, addresses) if is_free(worker, resources)]
 
 
-IMPORT_ERRORS = ("ImportError(", "ModuleNotFoundError(")
-SECOND_LOOK_S = 2.0
-"""How long each worker may take to answer when not all of them did; all of them have had time
-for their imports by then."""
-
-
 async def look_for(
     client: Client, worker: WorkerIdentity, timeout_s: float
 ) -> Literal["answers", "silent", "gone"]:
-    """Tell whether the worker is still part of the cluster, in the same life, and answers.
+    """Tell whether the worker is still part of the cluster, wasn't restarted, and answers.
 
     Raises:
         SchedulerUnresponsiveError: the scheduler itself doesn't answer.
@@ -141,23 +134,18 @@ async def look_for(
     if worker.address not in await running_workers(client, timeout_s):
         return "gone"
     try:
-        now = await asyncio.wait_for(_ask(client, [worker.address]), timeout_s)
+        found = await asyncio.wait_for(_ask(client, [worker.address]), timeout_s)
     except TimeoutError:
         return "silent"
-    if not now:
+    if not found:
         return "silent"
-    return "answers" if now[0].process_id == worker.process_id else "gone"
+    return "answers" if found[0].process_id == worker.process_id else "gone"
 
 
 async def running_workers(
     client: Client, timeout_s: float = LIVENESS_TIMEOUT_S
 ) -> dict[str, Mapping[str, float]]:
-    """Return the running workers' resources, by address.
-
-    Raises:
-        SchedulerUnresponsiveError: the scheduler doesn't answer.
-        SchedulerLostError: it is gone.
-    """
+    """Return the running workers' resources, by address; raises as `look_for`."""
     if client.scheduler is None:
         msg = f"the scheduler was lost (the Dask client is {client.status})"
         raise SchedulerLostError(msg)
@@ -170,8 +158,7 @@ async def running_workers(
         msg = f"the scheduler {client.scheduler.address} was silent for {LIVENESS_TIMEOUT_S:g} s"
         raise SchedulerUnresponsiveError(msg) from None
     except OSError as error:
-        msg = f"the scheduler was lost ({type(error).__name__}: {error})"
-        raise SchedulerLostError(msg) from error
+        raise _scheduler_lost(error) from error
     return {
         address: worker["resources"]
         for address, worker in info["workers"].items()
@@ -182,17 +169,14 @@ async def running_workers(
 async def identify(
     client: Client, addresses: list[str], *, warm: bool = False
 ) -> list[WorkerIdentity]:
-    """Return the workers that answer; a stopped one neither answers nor leaves the cluster, for
-    five minutes.
-    """
+    """Return the workers that answer; a stopped one stays in the cluster for five minutes."""
     with contextlib.suppress(TimeoutError):
         return await asyncio.wait_for(_ask(client, addresses, warm=warm), LIVENESS_TIMEOUT_S)
     each = [
         asyncio.wait_for(_ask(client, [address], warm=warm), SECOND_LOOK_S) for address in addresses
     ]
-    answers = await asyncio.gather(*each, return_exceptions=True)
     found: list[WorkerIdentity] = []
-    for answer in answers:
+    for answer in await asyncio.gather(*each, return_exceptions=True):
         if isinstance(answer, GangError):
             raise answer
         found += [] if isinstance(answer, BaseException) else answer
@@ -203,17 +187,21 @@ async def _ask(client: Client, addresses: list[str], *, warm: bool = False) -> l
     try:
         answers = await client.run(register_rpc, warm=warm, workers=addresses, on_error="return")
     except OSError as error:
-        msg = f"the scheduler was lost ({type(error).__name__}: {error})"
-        raise SchedulerLostError(msg) from error
-    workers = []
+        raise _scheduler_lost(error) from error
     for address, answer in answers.items():
-        # Dask sends the text alone of an exception that doesn't come through pickle and tblib
-        # whole, and this one doesn't.
+        # Of an exception that doesn't come through pickle and tblib whole, such as this one,
+        # Dask sends the text alone.
         if isinstance(answer, ImportError) or (
             isinstance(answer, Exception) and str(answer).startswith(IMPORT_ERRORS)
         ):
-            msg = f"worker {address} can't import prefect_torch_ddp ({answer}): install it there, in the same version as here"
+            msg = (
+                f"worker {address} can't import prefect_torch_ddp ({answer}): "
+                f"install it there, in the same version as here"
+            )
             raise GangError(msg) from answer
-        if isinstance(answer, WorkerIdentity):  # anything else: the worker left meanwhile
-            workers.append(answer)
-    return workers
+    # Anything else: the worker left meanwhile.
+    return [answer for answer in answers.values() if isinstance(answer, WorkerIdentity)]
+
+
+def _scheduler_lost(error: OSError) -> SchedulerLostError:
+    return SchedulerLostError(f"the scheduler was lost ({type(error).__name__}: {error})")

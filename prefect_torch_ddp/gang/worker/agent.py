@@ -6,11 +6,9 @@ import time
 from collections.abc import Iterator, Sequence
 
 from distributed import Worker, get_worker
-from distributed.core import Status
 
 from prefect_torch_ddp.errors import AgentRefusedError
-from prefect_torch_ddp.gang.liveness import LIVENESS_TIMEOUT_S, Liveness
-from prefect_torch_ddp.gang.stop import UNWANTED_STATES
+from prefect_torch_ddp.gang.liveness import LIVENESS_TIMEOUT_S, Liveness, is_closing, is_unwanted
 from prefect_torch_ddp.gang.worker.mailbox import MAILBOXES, Alarm, Mailbox
 from prefect_torch_ddp.gang.worker.progress_probe import ProgressProbe
 from prefect_torch_ddp.gang.worker.rank_process import RankProcess
@@ -180,11 +178,10 @@ class _Agent:
 
     def _must_end(self) -> bool:
         """Tell whether the caller, Dask or the worker wants this agent gone."""
-        task = self._worker.state.tasks.get(self._key)
-        if self._box.abort_requested or task is None or task.state in UNWANTED_STATES:
+        if self._box.abort_requested or is_unwanted(self._worker, self._key):
             return True  # Dask cancels the task of a killed caller
         name = self._reservation.worker
-        if self._worker.status in (Status.closing, Status.closed, Status.failed):
+        if is_closing(self._worker):
             self._box.why_ended = f"worker {name} was closed"
         elif self._has_lost_caller():
             heard = f"had heard nothing from the caller for {LIVENESS_TIMEOUT_S:g} s"

@@ -83,7 +83,7 @@ def test_sigterm_of_a_rank_is_its_failure_and_leaves_a_checkpoint(
     assert isinstance(error, RankFailedError)
     assert (error.rank, error.signal) == (1, signal.SIGTERM)
     (step,) = saved_steps(tmp_path)
-    assert f"was told to end by SIGTERM (15); all ranks stopped after step {step}" in str(error)
+    assert f"was ended by SIGTERM (15); all ranks stopped after step {step}" in str(error)
 
 
 CALLER = """

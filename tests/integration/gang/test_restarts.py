@@ -263,7 +263,7 @@ def test_equal_failures_are_named_together(
     """Every rank raises the same: one line with all of them, and nobody is a consequence."""
     from prefect_torch_ddp.gang.caller import root_cause
 
-    monkeypatch.setattr(root_cause, "EQUALS_S", 60.0)  # ends as soon as all ranks have failed
+    monkeypatch.setattr(root_cause, "IDENTICAL_S", 60.0)  # ends as soon as all ranks have failed
     with pytest.raises(
         RankFailedError, match=r"ranks 0, 1 on 127\.0\.0\.1 failed in attempt 1: ValueError: bad lr"
     ) as caught:

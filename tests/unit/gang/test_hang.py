@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from prefect_torch_ddp import GangHungError
-from prefect_torch_ddp.gang.caller.hang import describe, find_stall, summary
+from prefect_torch_ddp.gang.caller.hang import find_stall
+from prefect_torch_ddp.gang.caller.hang_message import describe, summarize
 from prefect_torch_ddp.gang.worker.progress_probe import Idleness, Usage
 from prefect_torch_ddp.protocol.agent import RankHeartbeat
 from prefect_torch_ddp.protocol.heartbeat import Heartbeat, Phase
@@ -126,7 +127,7 @@ def test_a_rank_that_has_returned_is_not_missing() -> None:
     assert missing(rank(0, Phase.RETURNED)) is None
     stall = find_stall(gang, LIMIT_S, from_start=False)
     assert stall is not None
-    assert summary(stall, HOSTS, {}).endswith("while rank 0 has returned")
+    assert summarize(stall, HOSTS, {}).endswith("while rank 0 has returned")
 
 
 STACK_OF_MISSING = """Thread 0x00007f01 (most recent call first):
@@ -171,7 +172,7 @@ def test_collectives_that_dont_match_are_counted() -> None:
     wrong."""
     stall = find_stall((rank(0, seq=4), rank(1, seq=3)), LIMIT_S, from_start=False)
     assert stall is not None
-    text = summary(stall, HOSTS, {0: STACK_OF_WAITING, 1: STACK_OF_WAITING})
+    text = summarize(stall, HOSTS, {0: STACK_OF_WAITING, 1: STACK_OF_WAITING})
     assert text.startswith(
         "rank 1 on b waits for a rank that does not come: for 11 s it has been in step 5 at train.py:52 in train"
     )
@@ -186,7 +187,7 @@ def test_the_text_without_stacks_and_with_a_stopped_process() -> None:
         from_start=False,
     )
     assert stall is not None
-    assert summary(stall, HOSTS, {}) == (
+    assert summarize(stall, HOSTS, {}) == (
         "rank 1 on b did not arrive: for 11 s it has been in step 5, while rank 0 is at the end of step 5; "
         "process 7 (ddp-rank-1) of rank 1 is stopped (SIGSTOP)"
     )

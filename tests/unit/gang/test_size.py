@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefect_torch_ddp.gang.caller.attempt import GangSize
+from prefect_torch_ddp.gang.caller.placement import GangSize
 
 
 def test_a_size_that_divides_is_taken() -> None:

@@ -4,12 +4,11 @@ from dataclasses import replace
 
 from prefect_torch_ddp.errors import RankFailedError, WorkerLostError
 from prefect_torch_ddp.gang.caller.root_cause import (
-    EQUALS_S,
+    IDENTICAL_S,
     SETTLE_S,
     SILENT_SETTLE_S,
-    equals_s,
     error_for,
-    has_suspect,
+    identical_s,
     judge,
     settle_s,
 )
@@ -49,7 +48,6 @@ def test_a_rank_that_returned_early_is_blamed_when_all_else_is_consequence() -> 
 def test_only_consequences_blame_the_first_seen() -> None:
     """Something must be blamed, and it is said that it is a lost connection."""
     other = replace(CLOSED, rank=3)
-    assert not has_suspect([CLOSED, other])
     assert settle_s([CLOSED, other], num_returned=0, world_size=2) == SETTLE_S
     assert judge([CLOSED, other]).cause == CLOSED
 
@@ -91,7 +89,7 @@ def test_equal_failures_are_one_line() -> None:
 def test_equals_of_an_exception_are_waited_for() -> None:
     """A moment, while other ranks may still raise the same; a kill has no equals, nor have
     consequences."""
-    assert equals_s([BOOM], num_returned=0, world_size=2) == EQUALS_S
-    assert equals_s([BOOM, CLOSED], num_returned=0, world_size=2) == 0
-    assert equals_s([CLOSED], num_returned=0, world_size=2) == 0
-    assert equals_s([replace(BOOM, kind="signal", signal=9)], num_returned=0, world_size=2) == 0
+    assert identical_s([BOOM], num_returned=0, world_size=2) == IDENTICAL_S
+    assert identical_s([BOOM, CLOSED], num_returned=0, world_size=2) == 0
+    assert identical_s([CLOSED], num_returned=0, world_size=2) == 0
+    assert identical_s([replace(BOOM, kind="signal", signal=9)], num_returned=0, world_size=2) == 0
