@@ -1,0 +1,91 @@
+"""Measures the house: `python -m tests.yardsticks 25ab4f4 .` prints a table of both states.
+
+Each argument is a git revision, or `.` for the working tree.
+"""
+
+import ast
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+from statistics import median
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = "prefect_torch_ddp"
+CIRCLES = """
+import grimp, sys
+graph = grimp.build_graph(sys.argv[1], cache_dir=None)
+imported = {module: graph.find_upstream_modules(module) for module in graph.modules}
+circles = set()
+for module, others in imported.items():
+    circle = {other for other in others if module in imported[other]} - {module}
+    if circle:
+        circles.add(frozenset({module, *circle}))
+print(len(circles))
+for circle in circles:
+    print(*sorted(circle), file=sys.stderr)
+"""
+
+
+def measure(tree: Path) -> dict[str, str]:
+    """Measure one state of the repository."""
+    package = {path: path.read_text("utf-8") for path in sorted((tree / PACKAGE).rglob("*.py"))}
+    modules = {path: text for path, text in package.items() if path.name != "__init__.py"}
+    lengths = sorted(text.count("\n") for text in modules.values())
+    folders = Counter(path.parent.relative_to(tree) for path in modules)
+    fullest, num_fullest = folders.most_common(1)[0]
+    functions = sorted(length for text in package.values() for length in function_lengths(text))
+    widest = max(len(line) for text in package.values() for line in text.splitlines())
+    tests = sum(path.read_text("utf-8").count("\n") for path in (tree / "tests").rglob("*.py"))
+    counted = subprocess.run(
+        [sys.executable, "-c", CIRCLES, PACKAGE],
+        cwd=tree,
+        env={"PYTHONPATH": str(tree)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return {
+        "package, lines": f"{sum(text.count(chr(10)) for text in package.values()):,}",
+        "package, modules (without `__init__`)": str(len(modules)),
+        "fullest folder, modules beside subfolders": f"{num_fullest} (`{fullest}`)",
+        "module, median and most lines": f"{median(lengths):.0f}, {lengths[-1]}",
+        "function, median, 95th percentile and most lines": (
+            f"{median(functions):.0f}, {functions[len(functions) * 95 // 100]}, {functions[-1]}"
+        ),
+        "longest line, columns": str(widest),
+        "import circles, imports for types counted": counted.stdout.strip(),
+        "tests, lines": f"{tests:,}",
+    }
+
+
+def function_lengths(text: str) -> list[int]:
+    """Return the number of lines of each function, its docstring included."""
+    kinds = ast.FunctionDef | ast.AsyncFunctionDef
+    functions = [node for node in ast.walk(ast.parse(text)) if isinstance(node, kinds)]
+    return [(node.end_lineno or node.lineno) - node.lineno + 1 for node in functions]
+
+
+def measure_revision(revision: str) -> dict[str, str]:
+    """Measure a git revision, or the working tree for `.`."""
+    if revision == ".":
+        return measure(ROOT)
+    with tempfile.TemporaryDirectory() as folder:
+        command = ["git", "archive", revision, PACKAGE, "tests"]
+        archive = subprocess.run(command, cwd=ROOT, capture_output=True, check=True).stdout
+        subprocess.run(["tar", "-x", "-C", folder], input=archive, check=True)
+        return measure(Path(folder))
+
+
+def table(revisions: list[str]) -> str:
+    """Lay the revisions out as the columns of a markdown table."""
+    columns = [measure_revision(revision) for revision in revisions]
+    titles = ["now" if revision == "." else f"`{revision}`" for revision in revisions]
+    rows = [["", *titles], ["---"] * (len(titles) + 1)]
+    rows += [[name, *(column[name] for column in columns)] for name in columns[0]]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+if __name__ == "__main__":
+    print(table(sys.argv[1:] or ["."]))
