@@ -151,7 +151,7 @@ def test_an_empty_dataset_is_refused(storage: Storage) -> None:
     with prepare_folder(storage, "d") as folder:
         (folder / "train").mkdir()
         with pytest.raises(
-            StorageError, match=r"dataset d is empty: prepare wrote no file under rank\.data"
+            StorageError, match=r"dataset d is empty: prepare wrote no file under ctx\.data"
         ):
             publish_dataset(storage, "d", folder)
     assert find_dataset(storage, "d") is None

@@ -298,11 +298,11 @@ def replace_batch(ctx: RankContext) -> None:
 @pytest.mark.parametrize(
     ("train", "says"),
     [
-        (unpack, r"`for piece, weight in rank\.micro_batches\(batch\):`"),
-        (move, r"`for piece, weight in rank\.micro_batches\(batch\):`"),
-        (ignore, r"step 1 was taken without going through all of rank\.micro_batches"),
-        (leave, r"step 1 was taken without going through all of rank\.micro_batches"),
-        (replace_batch, r"got a Tensor; pass the batch as rank\.steps gave it"),
+        (unpack, r"`for piece, weight in ctx\.micro_batches\(batch\):`"),
+        (move, r"`for piece, weight in ctx\.micro_batches\(batch\):`"),
+        (ignore, r"step 1 was taken without going through all of ctx\.micro_batches"),
+        (leave, r"step 1 was taken without going through all of ctx\.micro_batches"),
+        (replace_batch, r"got a Tensor; pass the batch as ctx\.steps gave it"),
     ],
 )
 def test_a_step_without_micro_batches_is_refused(
@@ -385,7 +385,7 @@ def test_ranks_that_do_not_divide_the_virtual_ones_are_refused(tmp_path: Path) -
         (
             "elastic",
             None,
-            "determinism is 'elastic' and virtual_ranks is None; give the most ranks",
+            "determinism is 'elastic', but virtual_ranks is empty: give the most ranks",
         ),
         ("elastic", 0, "virtual_ranks is 0"),
         ("default", 4, "virtual_ranks is 4, which needs determinism='elastic'"),

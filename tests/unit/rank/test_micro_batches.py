@@ -209,7 +209,7 @@ def left_half_way(ctx: RankContext) -> None:
 def test_micro_batches_left_half_way_are_an_error(tmp_path: Path) -> None:
     """Each rank would step by a gradient of its own otherwise."""
     with pytest.raises(
-        AssertionError, match=r"step 2 left rank\.micro_batches before the last micro-batch"
+        AssertionError, match=r"step 2 left ctx\.micro_batches before the last micro-batch"
     ):
         run_ranks(run_with_context, 2, config_for(tmp_path), left_half_way)
 
