@@ -33,11 +33,11 @@ from prefect_torch_ddp import (
 )
 from prefect_torch_ddp.checkpoint.manifest import list_checkpoints
 from prefect_torch_ddp.storage.directory import DirectoryStorage
-from tests.integration.flow.test_flow_loss import newest_flow_run, params_of, train_states
 from tests.integration.gang.test_failures import pids_in, wait_until
 from tests.integration.gang.test_loss import all_gone, sleeping_gang, workers_of
-from tests.integration.runs import flow_run_id_of
+from tests.integration.runs import flow_run_id_of, newest_flow_run, train_states
 from tests.integration.separate_cluster import SeparateCluster, end, separate_cluster, stop
+from tests.integration.tasks.test_flow_loss import params_of
 from tests.workloads import faulty, plain, retried_flow
 from tests.workloads.tiny import dask_worker_of, write_pid
 
@@ -127,7 +127,7 @@ def test_the_scheduler_of_a_run_is_stopped(others: SeparateCluster, tmp_path: Pa
             wait_until(lambda: all_gone(ranks), 10)
         finally:
             others.scheduler.resume()
-    wait_until(lambda: "Running" not in train_states(newest_flow_run()), 60)
+    wait_until(lambda: "Running" not in train_states(newest_flow_run().id), 60)
 
 
 def stop_own_worker(ctx: RankContext, pid_folder: str) -> None:
@@ -163,7 +163,7 @@ def test_a_ddp_task_whose_worker_was_stopped_is_submitted_again(tmp_path: Path) 
         stopping.result()
     assert (resumed["attempt"], resumed["weights"]) == (2, whole["weights"])
     assert resumed["made"][0] in (4, 7)
-    assert sorted(train_states(newest_flow_run())) == ["Completed", "Completed", "Crashed"]
+    assert sorted(train_states(newest_flow_run().id)) == ["Completed", "Completed", "Crashed"]
 
 
 def _stop_worker_of_task_when_marked(address: str, mark: Path) -> None:
@@ -203,7 +203,7 @@ def test_the_worker_of_a_ddp_task_is_stopped(tmp_path: Path) -> None:
 
     waiting()
     assert heard
-    assert train_states(newest_flow_run()) == ["Crashed"]
+    assert train_states(newest_flow_run().id) == ["Crashed"]
 
 
 def _stop_when_marked(process: psutil.Process, mark: Path) -> psutil.Process:
@@ -284,7 +284,7 @@ def test_the_flow_process_is_killed(flow_process: psutil.Process, tmp_path: Path
     flow_process.kill()
     wait_until(lambda: all_gone(working), 15)
     wait_until(lambda: all_gone(family), 30)
-    assert train_states(newest_flow_run()) == ["Crashed"]
+    assert train_states(newest_flow_run().id) == ["Crashed"]
     assert flow_state() == "Crashed"
 
 
@@ -312,7 +312,7 @@ def test_the_flow_process_is_killed_beside_a_cluster_of_others(
         process.kill()
         wait_until(lambda: all_gone(ranks), 40)
         wait_until(lambda: all_gone(watch), 90)
-    assert train_states(newest_flow_run()) == ["Cancelled"]
+    assert train_states(newest_flow_run().id) == ["Cancelled"]
     assert flow_state() == "Crashed"
     (run,) = (tmp_path / "store" / "runs").iterdir()
     assert list_checkpoints(DirectoryStorage(tmp_path / "store"), run.name)
@@ -323,7 +323,7 @@ def test_the_flow_process_is_killed_beside_a_cluster_of_others(
 def flow_state() -> str | None:
     """Return the state of the flow run that began last."""
     with get_client(sync_client=True) as client:
-        return client.read_flow_run(newest_flow_run()).state_name
+        return client.read_flow_run(newest_flow_run().id).state_name
 
 
 def test_the_flow_process_is_stopped(flow_process: psutil.Process, tmp_path: Path) -> None:
@@ -336,4 +336,4 @@ def test_the_flow_process_is_stopped(flow_process: psutil.Process, tmp_path: Pat
     flow_process.wait(200)
     output = (tmp_path / "output").read_text()
     assert "attempt 2 10" in output or "attempt 2 5" in output, output[-3000:]
-    assert "Running" not in train_states(newest_flow_run())
+    assert "Running" not in train_states(newest_flow_run().id)

@@ -1,4 +1,4 @@
-"""Owns how integration tests read what a Prefect run left behind, through the real API."""
+"""What a Prefect run left behind, read through the real API."""
 
 import os
 import socket
@@ -19,6 +19,7 @@ from prefect.client.schemas.filters import (
     LogFilterFlowRunId,
 )
 from prefect.client.schemas.objects import Artifact, FlowRun, Log, TaskRun
+from prefect.client.schemas.sorting import FlowRunSort
 
 import prefect_torch_ddp.flow
 
@@ -35,6 +36,13 @@ def flow_run_id_of(url: str | None) -> UUID:
     """Return the id at the end of a flow run's URL."""
     assert url is not None
     return UUID(url.rsplit("/", 1)[-1])
+
+
+def newest_flow_run() -> FlowRun:
+    """Return the flow run that began last; those that a schedule has made haven't begun."""
+    with get_client(sync_client=True) as client:
+        runs = client.read_flow_runs(sort=FlowRunSort.START_TIME_DESC)
+    return next(run for run in runs if run.start_time is not None)
 
 
 def logs_of(flow_run_id: UUID) -> list[Log]:
@@ -64,6 +72,20 @@ def states_of(task_run: TaskRun) -> list[tuple[str, str]]:
         )
     states: list[dict[str, Any]] = sorted(answer.json(), key=lambda state: state["timestamp"])
     return [(state["name"], state["message"] or "") for state in states]
+
+
+def states_passed(flow_run_id: UUID, task: str = "train") -> list[str]:
+    """Return the states that a task went through, but for those of any task run."""
+    states = states_of(task_runs_of(flow_run_id)[task])
+    return [name for name, _ in states if name not in ("Pending", "Running")]
+
+
+def train_states(flow_run_id: UUID) -> list[str]:
+    """Return the last states of all task runs of train."""
+    with get_client(sync_client=True) as client:
+        where = FlowRunFilter(id=FlowRunFilterId(any_=[flow_run_id]))
+        runs = client.read_task_runs(flow_run_filter=where)
+    return sorted(run.state_name or "" for run in runs if run.name.startswith("train"))
 
 
 def artifacts_of(flow_run_id: UUID) -> dict[str, Artifact]:

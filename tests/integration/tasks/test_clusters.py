@@ -4,8 +4,7 @@ arguments."""
 import os
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from prefect.client.orchestration import get_client
 
 from prefect_torch_ddp import ClusterParams, TrainParams, TrainReport, run_gang, train_flow
 from tests.integration.runs import flow_run_id_of, logs_of, task_runs_of
+from tests.support.waiting import wait_until
 from tests.workloads import plain
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240), pytest.mark.usefixtures("prefect_api")]
@@ -29,10 +29,8 @@ def scheduler_address(tmp_path: Path) -> Iterator[str]:
     """Start `dask scheduler` and two `dask worker` with their nannies, as an operator would;
     give the scheduler's address."""
     scheduler_file = tmp_path / "scheduler.json"
-    with started(
-        tmp_path, "scheduler", "--port", "0", "--dashboard-address", "127.0.0.1:0"
-    ) as scheduler:
-        wait_until(scheduler_file.exists, scheduler)
+    with started(tmp_path, "scheduler", "--port", "0", "--dashboard-address", "127.0.0.1:0"):
+        wait_until(scheduler_file.exists)
         names = ("first", "second")
         command = ("--nthreads", "1", "--dashboard-address", "127.0.0.1:0", "--name")
         with (
@@ -78,15 +76,6 @@ def started(folder: Path, what: str, *options: str) -> Iterator[subprocess.Popen
             process.wait()
 
 
-def wait_until(condition: Callable[[], bool], process: subprocess.Popen[bytes]) -> None:
-    """Wait until something is so that a process brings about."""
-    deadline = time.monotonic() + READY_S
-    while not condition():
-        assert process.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
 def check(report: TrainReport) -> None:
     """Expect a whole run: trained, evaluated, all four tasks and the run itself Completed, both
     ranks heard."""
@@ -102,14 +91,9 @@ def check(report: TrainReport) -> None:
     runs = task_runs_of(flow_run_id)
     assert runs.keys() == {"prepare", "train", "evaluate", "publish"}
     assert {run.state_name for run in runs.values()} <= {"Completed", "Cached"}
-    deadline = (
-        time.monotonic() + 20
-    )  # a Dask worker sends its log to the server in batches, on its own time
-    while not {"[rank 0] step 1", "[rank 1] step 1"} <= {
-        line.message for line in logs_of(flow_run_id)
-    }:
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    # A Dask worker sends its log to the server in batches, on its own time.
+    printed = {"[rank 0] step 1", "[rank 1] step 1"}
+    wait_until(lambda: printed <= {line.message for line in logs_of(flow_run_id)})
 
 
 def test_scheduler_and_workers_of_others(scheduler_address: str, tmp_path: Path) -> None:

@@ -1,16 +1,11 @@
-"""When the ground of a run goes: the worker of the train task stopped, the scheduler killed;
-the task run never stays Running."""
+"""When the ground of a run goes: the train task's worker lost, the scheduler killed."""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from uuid import UUID
 
 import psutil
 import pytest
-from prefect.client.orchestration import get_client
-from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
-from prefect.client.schemas.sorting import FlowRunSort
 
 from prefect_torch_ddp import (
     CheckpointParams,
@@ -19,8 +14,9 @@ from prefect_torch_ddp import (
     TrainParams,
     train_flow,
 )
-from tests.integration.runs import flow_run_id_of
-from tests.integration.separate_cluster import SeparateCluster, separate_cluster, wait_until
+from tests.integration.runs import flow_run_id_of, newest_flow_run, train_states
+from tests.integration.separate_cluster import SeparateCluster, separate_cluster
+from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("prefect_api")]
 
@@ -50,28 +46,11 @@ def params_of(tmp_path: Path, how: str, world_size: int, **more: object) -> Trai
     )
 
 
-def train_states(flow_run_id: UUID) -> list[str]:
-    """Return the state names of all train task runs."""
-    with get_client(sync_client=True) as client:
-        runs = client.read_task_runs(
-            flow_run_filter=FlowRunFilter(id=FlowRunFilterId(any_=[flow_run_id]))
-        )
-    return sorted(run.state_name or "" for run in runs if run.name.startswith("train"))
-
-
-def newest_flow_run() -> UUID:
-    """Return the id of the flow run that began last."""
-    with get_client(sync_client=True) as client:
-        runs = client.read_flow_runs(sort=FlowRunSort.START_TIME_DESC)
-    return next(
-        run.id for run in runs if run.start_time is not None
-    )  # those that a schedule has made have none yet
-
-
-def test_the_worker_of_the_train_task_is_stopped(tmp_path: Path) -> None:
-    """E8: SIGSTOP of the train task's own Dask worker: a new one is started, the task run is
-    Crashed, the training goes on."""
-    report = train_flow(params_of(tmp_path, "stop_grandparent", world_size=1))
+@pytest.mark.parametrize("how", ["kill_grandparent", "stop_grandparent"])
+def test_the_worker_of_the_train_task_is_lost(tmp_path: Path, how: str) -> None:
+    """E8: SIGKILL or SIGSTOP of the train task's own Dask worker: a new one is started, the task
+    run is Crashed, the training resumes."""
+    report = train_flow(params_of(tmp_path, how, world_size=1))
     assert report.training.attempt == 2
     assert report.training.resumed_from_step in (5, 10)
     assert train_states(flow_run_id_of(report.flow_run_url)) == ["Completed", "Crashed"]
@@ -86,12 +65,12 @@ def test_the_scheduler_is_killed(others: SeparateCluster, tmp_path: Path) -> Non
         with pytest.raises(SchedulerLostError):
             train_flow(params)
         killing.result()
-    assert "Running" not in train_states(newest_flow_run())
+    assert "Running" not in train_states(newest_flow_run().id)
 
 
 def _kill_when_marked(scheduler: psutil.Process, mark: Path) -> None:
     """Kill the scheduler when the training has come far enough; expect rank 0 to end."""
-    wait_until(mark.exists, 120)
+    wait_until(mark.exists)
     rank = psutil.Process(int(mark.read_text()))
     scheduler.kill()
-    wait_until(lambda: not rank.is_running(), 10)
+    wait_until(lambda: not rank.is_running())

@@ -1,10 +1,10 @@
-"""Level 2: a function that takes a RankContext is a Prefect task on the ranks of its flow's
-Dask cluster."""
+"""Level 2: a function that takes a RankContext is a Prefect task on its flow's Dask cluster."""
 
 import inspect
 import os
-import time
-from collections.abc import Callable, Iterator
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from uuid import UUID
@@ -13,6 +13,8 @@ import dask
 import pytest
 from distributed import LocalCluster
 from prefect import Task, flow
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.filters import FlowFilter, FlowFilterName
 from prefect.client.schemas.objects import Log
 from prefect.runtime import flow_run
 from prefect_dask import DaskTaskRunner
@@ -24,16 +26,19 @@ from prefect_torch_ddp import (
     RankContext,
     RankFailedError,
     ddp_task,
+    read_ledger,
 )
+from prefect_torch_ddp.checkpoint.attempts import newest_attempt
 from prefect_torch_ddp.storage.directory import DirectoryStorage
-from tests.integration.runs import logs_of, states_of, task_runs_of
+from tests.integration.runs import logs_of, retry_from_the_cli, states_of, task_runs_of
+from tests.support.waiting import becomes_true
+from tests.workloads import retried_flow
+from tests.workloads.retried_flow import fit
 
-pytestmark = [pytest.mark.timeout(180), pytest.mark.usefixtures("prefect_api")]
+pytestmark = [pytest.mark.timeout(400), pytest.mark.usefixtures("prefect_api")]
 
 OF_THE_SESSION = str(Path(os.environ["PREFECT_HOME"]) / "ddp-tasks")
 OFFSET = 41
-NUM_SAMPLES = 24
-BATCH = 4
 
 
 def describe(ctx: RankContext, lr: float, *, scale: float = 2.0) -> dict[str, Any]:
@@ -51,32 +56,6 @@ def describe(ctx: RankContext, lr: float, *, scale: float = 2.0) -> dict[str, An
         "lr": lr * scale,
         "run_id": ctx.run_id,
     }
-
-
-def resume(ctx: RankContext, fail_at: int | None) -> dict[str, Any]:
-    """Train, fail on rank 1 in the first attempt, say which steps this attempt made."""
-    import torch
-    from torch.utils.data import TensorDataset
-
-    model = ctx.wrap(torch.nn.Linear(1, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-    ctx.track(model=model, optimizer=optimizer)
-    loader = ctx.loader(
-        TensorDataset(torch.linspace(-1, 1, NUM_SAMPLES)[:, None]), global_batch_size=BATCH
-    )
-    made = []
-    for (x,) in ctx.steps(loader, epochs=2):
-        if (ctx.rank, ctx.attempt, ctx.step) == (1, 1, fail_at):
-            msg = "told to fail"
-            raise ValueError(msg)
-        loss = (model(x) - 3 * x).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        ctx.report(loss=loss)
-        made.append(ctx.step)
-    weights = [parameter.tolist() for parameter in model.parameters()]
-    return {"attempt": ctx.attempt, "made": made, "weights": weights}
 
 
 def save_and_fail(ctx: RankContext) -> None:
@@ -138,6 +117,11 @@ def run_id(flow_run_id: str | None) -> UUID:
     """Return a flow run's id."""
     assert flow_run_id is not None
     return UUID(flow_run_id)
+
+
+def lines_with(text: str, flow_run_id: str | None) -> list[Log]:
+    """Return the lines of a flow run's log that have a text."""
+    return [line for line in logs_of(run_id(flow_run_id)) if text in line.message]
 
 
 def test_called_and_submitted_on_as_many_workers_as_ranks(runner: Any, tmp_path: Path) -> None:
@@ -327,15 +311,7 @@ def test_a_flow_without_dask_is_refused(tmp_path: Path) -> None:
 def test_a_retry_resumes(dask_cluster: LocalCluster, tmp_path: Path) -> None:
     """E4: rank 1 fails at step 7; the second attempt resumes from the newest checkpoint, to the
     very same weights."""
-    policy = CheckpointParams(every_steps=3)
-    train = ddp_task(
-        world_size=2,
-        storage=str(tmp_path),
-        checkpoint=policy,
-        seed=5,
-        retries=1,
-        retry_delay_seconds=0,
-    )(resume)
+    train: Any = task(tmp_path, retries=1, retry_delay_seconds=0)
 
     @flow(task_runner=on(dask_cluster))
     def trains() -> tuple[str | None, list[dict[str, Any]]]:
@@ -429,14 +405,112 @@ def test_cached_results_belong_to_their_own_function(
     assert calls() == ["first 1", "second 1", "second 1", "first 1"]
 
 
-def lines_with(text: str, flow_run_id: str | None) -> list[Log]:
-    """Return the lines of a flow run's log that have a text."""
-    return [line for line in logs_of(run_id(flow_run_id)) if text in line.message]
+def task(folder: Path, **options: Any) -> Task[..., dict[str, Any]]:
+    """Return the training as a task with a checkpoint every three steps."""
+    made: Task[..., dict[str, Any]] = ddp_task(
+        world_size=2,
+        seed=5,
+        checkpoint=CheckpointParams(every_steps=3),
+        storage=str(folder),
+        **options,
+    )(fit)
+    return made
 
 
-def becomes_true(condition: Callable[[], bool], timeout_s: float = 20) -> bool:
-    """Wait until a condition holds."""
-    deadline = time.monotonic() + timeout_s
-    while not (true := condition()) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    return true
+def test_calls_of_one_key_and_equal_arguments_are_one_training(
+    dask_cluster: LocalCluster, tmp_path: Path
+) -> None:
+    """Over a retry of the flow run, and after a failure that the flow caught, each resumes what it
+    left, to the same bits; with other arguments the key is another training."""
+    train = task(tmp_path, run_key="fit")
+    again = train.with_options(run_key="again")  # type: ignore[call-arg]
+
+    @flow(task_runner=on(dask_cluster), retries=1)
+    def trains() -> list[dict[str, Any]]:
+        whole, broken = train(None), train.submit(7).result()
+        with pytest.raises(RankFailedError, match="failed in attempt 1: ValueError: told to fail"):
+            again(7)
+        return [whole, broken, again.submit(7).result()]
+
+    whole, broken, taken_up = trains()
+    assert (whole["attempt"], whole["made"]) == (2, [])  # it had ended before the flow's retry
+    for value in (broken, taken_up):
+        # The checkpoint of step 6 may not be whole when step 7 fails.
+        assert (value["attempt"], value["made"][0] in (4, 7)) == (2, True)
+        assert value["weights"] == whole["weights"]
+    runs = {value["run_id"] for value in (whole, broken, taken_up)}
+    assert runs == {path.name for path in (tmp_path / "runs").iterdir()}
+    assert len(runs) == 3
+
+
+def test_prefect_flow_run_retry_resumes_it(
+    prefect_api: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the command line, in another process, with another Prefect home."""
+    command = [sys.executable, "-c", "from tests.workloads.retried_flow import retried; retried()"]
+    env = {**os.environ, "PREFECT_API_URL": prefect_api, "RETRIED_STORE": str(tmp_path / "store")}
+    failed = subprocess.run(
+        command, env=env, capture_output=True, text=True, timeout=200, check=False
+    )
+    assert "failed in attempt 1: ValueError: told to fail" in failed.stderr
+    storage = DirectoryStorage(tmp_path / "store")
+    begun = sorted(path.name for path in (tmp_path / "store/runs").iterdir())
+    assert len(begun) == 2
+    with get_client(sync_client=True) as client:
+        runs = client.read_flow_runs(flow_filter=FlowFilter(name=FlowFilterName(any_=["retried"])))
+    (flow_run,) = (run for run in runs if run.state_name == "Failed")
+    env["PREFECT_HOME"] = str(tmp_path / "home")
+    printed = retry_from_the_cli(flow_run.id, f"{retried_flow.__file__}:retried", **env)
+    assert sorted(path.name for path in (tmp_path / "store/runs").iterdir()) == begun
+    assert [newest_attempt(storage, run_id) for run_id in begun] == [2, 2]
+    assert "resuming from the checkpoint of step" in printed
+
+
+def test_a_new_run_begins_from_another_with_its_ledger(
+    dask_cluster: LocalCluster, tmp_path: Path
+) -> None:
+    """resume_from takes a run's id, a place and a step, also by with_options; the ledger of the
+    new run begins where it does."""
+    train = task(tmp_path, ledger=True)
+
+    @flow(task_runner=on(dask_cluster))
+    def first() -> dict[str, Any]:
+        return train(None, epochs=1)
+
+    @flow(task_runner=on(dask_cluster))
+    def then(reference: str) -> dict[str, Any]:
+        return train.with_options(resume_from=reference, name="later").submit(None).result()
+
+    @flow(task_runner=on(dask_cluster))
+    def whole() -> dict[str, Any]:
+        return train.with_options(ledger=False, seed=5)(None)
+
+    begun = first()
+    undisturbed = whole()
+    at_3 = f"{tmp_path}/runs/{begun['run_id']}/checkpoints/step-00000003"
+    for reference, made in ((begun["run_id"], range(7, 13)), (at_3, range(4, 13))):
+        later = then(reference)
+        assert later["made"] == list(made)
+        assert later["weights"] == undisturbed["weights"]
+        proof = read_ledger(tmp_path, later["run_id"])
+        assert proof.is_clean, str(proof)
+        assert [(epoch.epoch, epoch.begins_at, epoch.num_samples) for epoch in proof.epochs] == (
+            [(2, 0, 24)] if made[0] == 7 else [(1, 12, 12), (2, 0, 24)]
+        )
+    assert read_ledger(tmp_path, begun["run_id"]).is_clean
+    assert read_ledger(tmp_path, undisturbed["run_id"]).epochs == ()
+
+
+def test_a_source_that_is_not_there_is_refused(dask_cluster: LocalCluster, tmp_path: Path) -> None:
+    """Before a rank starts, once though retries are left."""
+    train = task(tmp_path, resume_from="no-such-run", retries=3, retry_delay_seconds=0)
+
+    @flow(task_runner=on(dask_cluster))
+    def trains() -> dict[str, Any]:
+        return train(None)
+
+    with pytest.raises(InvalidParamsError, match=r"resume_from names .*no-such-run"):
+        trains()
+    assert not list((tmp_path / "runs").glob("*/attempts/*"))
+    with pytest.raises(InvalidParamsError, match="virtual_ranks is 3 and world_size 2"):
+        train.with_options(determinism="elastic", virtual_ranks=3)  # type: ignore[call-arg]

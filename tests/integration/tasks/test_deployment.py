@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,10 +23,16 @@ from prefect.client.schemas.filters import FlowRunFilterStateType as StateTypeFi
 from prefect.client.schemas.objects import StateType
 
 from prefect_torch_ddp import ClusterParams
-from tests.integration.flow.test_cancel import check_cancelled, newest_run, params_of, steps_saved
-from tests.integration.gang.test_failures import pids_in, wait_until
+from tests.integration.gang.test_failures import pids_in
 from tests.integration.runs import artifacts_of
 from tests.integration.separate_cluster import separate_cluster
+from tests.integration.tasks.test_cancel import (
+    check_cancelled,
+    newest_run,
+    params_of,
+    wait_for_checkpoint,
+)
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -98,12 +103,11 @@ def test_nightly_runs_to_completed(deployed: str, tmp_path: Path) -> None:
         scheduled = FlowRunFilter(
             state=FlowRunFilterState(type=StateTypeFilter(any_=[StateType.SCHEDULED]))
         )
-        deadline = time.monotonic() + 60
-        while not (
-            found := client.read_flow_runs(deployment_filter=where, flow_run_filter=scheduled)
-        ):
-            assert time.monotonic() < deadline, "the cron schedule made no run"
-            time.sleep(0.5)
+        wait_until(
+            lambda: client.read_flow_runs(deployment_filter=where, flow_run_filter=scheduled),
+            what="a run by the cron schedule",
+        )
+        found = client.read_flow_runs(deployment_filter=where, flow_run_filter=scheduled)
         assert found[0].parameters.keys() == {"params"}
 
 
@@ -143,8 +147,7 @@ def test_cancel_leaves_a_checkpoint_and_nothing_else(
                 for parent in rank.parents()
                 if "prefect_torch_ddp.rank.fork_server" in parent.cmdline()
             ]
-        flow_run_id, run_id = newest_run()
-        wait_until(lambda: bool(steps_saved(tmp_path, run_id)), 60)
-        prefect("flow-run", "cancel", str(flow_run_id))
-        wait_until(lambda: not any(process.is_running() for process in family), 30)
+        wait_for_checkpoint(tmp_path)
+        prefect("flow-run", "cancel", str(newest_run()[0]))
+        wait_until(lambda: not any(process.is_running() for process in family))
         check_cancelled(tmp_path)

@@ -1,0 +1,302 @@
+"""E5: a run that is cancelled, by Ctrl-C, SIGTERM or Prefect, early, late or twice: all ranks stop
+after one step with its checkpoint; state Cancelled, never a retry, nothing left."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from uuid import UUID
+
+import psutil
+import pytest
+from distributed import Client
+from prefect.client.orchestration import get_client
+
+from prefect_torch_ddp import CheckpointParams, ClusterParams, TrainParams
+from prefect_torch_ddp.checkpoint.manifest import list_manifests
+from prefect_torch_ddp.storage.directory import DirectoryStorage
+from prefect_torch_ddp.tasks.run import run_id_of
+from tests.integration.gang.test_failures import pids_in
+from tests.integration.runs import logs_of, newest_flow_run, states_of, states_passed, task_runs_of
+from tests.integration.separate_cluster import separate_cluster
+from tests.support.waiting import HANG_S, wait_until
+
+pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("prefect_api")]
+
+FLOW = """
+import sys
+from prefect_torch_ddp import TrainParams, train_flow
+if __name__ == "__main__":
+    train_flow(TrainParams.model_validate_json(sys.argv[1]))
+"""
+USER_FLOW = """
+import sys
+from prefect import flow
+from prefect_dask import DaskTaskRunner
+from prefect_torch_ddp import CheckpointParams, ddp_task
+from tests.workloads import endless
+
+train = ddp_task(
+    world_size=2,
+    storage=sys.argv[2],
+    checkpoint=CheckpointParams(every_steps=50, every_s=None),
+    retries=3,
+)(endless.train).with_options(name="train")
+
+CLUSTER = {"n_workers": 2, "threads_per_worker": 1, "dashboard_address": ":0"}
+
+@flow(name="of-a-user", task_runner=DaskTaskRunner(cluster_kwargs=CLUSTER))
+def of_a_user(folder: str) -> None:
+    train.submit(folder).result()
+
+if __name__ == "__main__":
+    of_a_user(sys.argv[1])
+"""
+
+
+def params_of(folder: Path, **more: object) -> TrainParams:
+    """Train for ever, with a checkpoint every 50 steps."""
+    (folder / "pids").mkdir()
+    return TrainParams(
+        workload="tests.workloads.tiny",
+        storage=str(folder / "store"),
+        options={"pid_folder": str(folder / "pids"), "epochs": 1_000_000},
+        checkpoint=CheckpointParams(every_steps=50, every_s=None),
+        **more,
+    )
+
+
+@contextmanager
+def flow_process(
+    folder: Path, *arguments: str, text: str = FLOW
+) -> Iterator["subprocess.Popen[bytes]"]:
+    """Run a flow's script in a process group of its own; what it says is in the file `said`."""
+    (folder / "flow.py").write_text(text)
+    command = [sys.executable, str(folder / "flow.py"), *arguments]
+    with (folder / "said").open("wb") as said:
+        process = subprocess.Popen(
+            command, start_new_session=True, stdout=said, stderr=subprocess.STDOUT
+        )
+        try:
+            yield process
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def ranks_of(folder: Path, num_ranks: int = 2) -> list[int]:
+    """Wait until the ranks have begun."""
+    return pids_in(folder / "pids", num_ranks, timeout_s=HANG_S)
+
+
+def newest_run() -> tuple[UUID, str]:
+    """Return the flow run that began last, and its id in the storage."""
+    run = newest_flow_run()
+    return run.id, run_id_of(run.name, run.id)
+
+
+def steps_saved(folder: Path, run_id: str) -> list[int]:
+    """Return the steps of the run's checkpoints."""
+    storage = DirectoryStorage(folder / "store")
+    return [manifest.step for manifest in list_manifests(storage, run_id)]
+
+
+def wait_for_checkpoint(folder: Path) -> None:
+    """Wait until the newest run has a checkpoint."""
+    wait_until(lambda: bool(steps_saved(folder, newest_run()[1])))
+
+
+def wait_until_gone(pids: list[int]) -> None:
+    """Wait until no such process is there."""
+    wait_until(lambda: not any(psutil.pid_exists(pid) for pid in pids))
+
+
+def check_flow_cancelled(message: str = "") -> UUID:
+    """Expect the newest flow run in state Cancelled with these words; return its id."""
+    flow_run_id, _ = newest_run()
+    with get_client(sync_client=True) as client:
+        wait_until(lambda: client.read_flow_run(flow_run_id).state_name == "Cancelled")
+        state = client.read_flow_run(flow_run_id).state
+    assert state is not None
+    assert message in (state.message or "")
+    return flow_run_id
+
+
+def check_task_cancelled(flow_run_id: UUID, stage: str = "train") -> str:
+    """Expect its task run Cancelled, and no retry; return the message."""
+    name, message = states_of(task_runs_of(flow_run_id)[stage])[-1]
+    assert name == "Cancelled"
+    assert not {"AwaitingRetry", "Retrying"} & set(states_passed(flow_run_id, stage))
+    return message
+
+
+def check_cancelled(folder: Path) -> None:
+    """Expect both Cancelled, with the step that all ranks agreed on, and that step's checkpoint."""
+    flow_run_id = check_flow_cancelled()
+    message = check_task_cancelled(flow_run_id)
+    words = r"all ranks stopped after step (\d+); the newest checkpoint is of step (\d+)"
+    found = re.search(words, message)
+    assert found is not None, (message, [line.message for line in logs_of(flow_run_id)][-40:])
+    assert found[1] == found[2]
+    assert int(found[1]) in steps_saved(folder, newest_run()[1])
+
+
+@pytest.mark.parametrize(("how", "to_group"), [(signal.SIGINT, True), (signal.SIGTERM, False)])
+def test_ctrl_c_and_sigterm_of_the_flow(
+    tmp_path: Path, how: signal.Signals, to_group: bool
+) -> None:
+    """Ctrl-C in a terminal, which reaches the local cluster too, and SIGTERM of the flow's
+    process."""
+    with flow_process(tmp_path, params_of(tmp_path).model_dump_json()) as process:
+        ranks = ranks_of(tmp_path)
+        wait_for_checkpoint(tmp_path)
+        (os.killpg if to_group else os.kill)(process.pid, how)
+        wait_until_gone(ranks)
+        assert process.wait(HANG_S) != 0
+    assert "CancelledRun" in (tmp_path / "said").read_text()
+    check_cancelled(tmp_path)
+
+
+def test_sigterm_of_a_flow_on_the_cluster_of_others(tmp_path: Path) -> None:
+    """The cluster goes on to live, and the next run on it works."""
+    with separate_cluster(tmp_path / "cluster") as cluster:
+        on_it = ClusterParams(address=cluster.address)
+        with flow_process(
+            tmp_path, params_of(tmp_path, cluster=on_it).model_dump_json()
+        ) as process:
+            ranks = ranks_of(tmp_path)
+            wait_for_checkpoint(tmp_path)
+            process.terminate()
+            wait_until_gone(ranks)
+            process.wait(HANG_S)
+        check_cancelled(tmp_path)
+        next_run = TrainParams(
+            workload="tests.workloads.tiny", storage=str(tmp_path / "store"), cluster=on_it
+        )
+        command = [sys.executable, str(tmp_path / "flow.py"), next_run.model_dump_json()]
+        subprocess.run(command, check=True, timeout=HANG_S, capture_output=True)
+
+
+@pytest.mark.parametrize(("stage", "num_ranks"), [("prepare", 1), ("evaluate", 2)])
+def test_cancel_of_a_run_that_does_not_train(tmp_path: Path, stage: str, num_ranks: int) -> None:
+    """What only prepares or evaluates has nothing to save: its ranks go at once, and its states
+    are Cancelled as well."""
+    (tmp_path / "pids").mkdir()
+    params = TrainParams(
+        workload="tests.workloads.lingers",
+        storage=str(tmp_path / "store"),
+        data_options={"linger": {"stage": stage, "pids": str(tmp_path / "pids")}},
+    )
+    with flow_process(tmp_path, params.model_dump_json()) as process:
+        ranks = ranks_of(tmp_path, num_ranks)
+        process.terminate()
+        wait_until_gone(ranks)
+        process.wait(HANG_S)
+    assert "CancelledRun" in (tmp_path / "said").read_text()
+    check_task_cancelled(check_flow_cancelled(), stage)
+
+
+def slow_cluster(mark: str) -> None:
+    """Stand for a cluster class that takes its time to start: a batch system's queue, say."""
+    Path(mark).touch()
+    while True:
+        signal.pause()
+
+
+def test_while_the_cluster_starts(tmp_path: Path) -> None:
+    """Nothing has begun: the flow is Cancelled at once."""
+    mark = tmp_path / "mark"
+    cluster = ClusterParams(
+        cluster_class=f"{__name__}.slow_cluster", cluster_kwargs={"mark": str(mark)}
+    )
+    params = params_of(tmp_path, cluster=cluster)
+    with flow_process(tmp_path, params.model_dump_json()) as process:
+        wait_until(mark.exists)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(HANG_S) != 0
+    assert not task_runs_of(check_flow_cancelled("cancelled"))
+
+
+def test_before_the_task_has_begun(tmp_path: Path) -> None:
+    """The workers of others are busy, so Prefect hasn't heard of the task yet: it is taken
+    back, and never runs."""
+    with separate_cluster(tmp_path / "cluster") as cluster, Client(cluster.address) as client:
+        release = str(tmp_path / "release")
+        busy = [
+            client.submit(_until_there, release, i, workers=[address], pure=False)
+            for i, address in enumerate(client.nthreads())
+        ]
+        params = params_of(tmp_path, cluster=ClusterParams(address=cluster.address))
+        with flow_process(tmp_path, params.model_dump_json()) as process:
+            wait_until(lambda: len(client.run_on_scheduler(_unready)) > len(busy))
+            process.terminate()
+            assert process.wait(HANG_S) != 0
+        flow_run_id = check_flow_cancelled("its task had not begun")
+        Path(release).touch()
+        client.gather(busy)
+        wait_until(lambda: not client.run_on_scheduler(_unready))
+    assert not task_runs_of(flow_run_id)
+
+
+def _until_there(path: str, _number: int) -> None:
+    wait_until(Path(path).exists, 2 * HANG_S)
+
+
+def _unready(dask_scheduler: object) -> list[str]:
+    over = ("memory", "forgotten", "erred", "released")
+    tasks = dask_scheduler.tasks  # type: ignore[attr-defined]
+    return [str(key) for key, task in tasks.items() if task.state not in over]
+
+
+def test_while_a_retry_waits(tmp_path: Path) -> None:
+    """Between two attempts nothing runs: no grace is waited for, and the retry doesn't come."""
+    params = params_of(tmp_path, retries=2, retry_delay_s=200.0, max_restarts=0)
+    params.options["fault"] = {"how": "raise", "step": 60, "rank": 1, "attempts": [1]}
+    with flow_process(tmp_path, params.model_dump_json()) as process:
+        ranks_of(tmp_path)
+        flow_run_id, _ = newest_run()
+        wait_until(lambda: states_passed(flow_run_id)[-1:] == ["AwaitingRetry"])
+        process.terminate()
+        assert process.wait(HANG_S) != 0
+    assert check_flow_cancelled("its task waited for a retry") == flow_run_id
+    assert states_passed(flow_run_id) == ["AwaitingRetry", "Cancelled"]
+
+
+def test_ctrl_c_twice(tmp_path: Path) -> None:
+    """A rank that never ends its step uses the grace up; who presses again doesn't wait for
+    it."""
+    params = params_of(tmp_path, stop_grace_s=250.0, progress_timeout_s=None)
+    (tmp_path / "marks").mkdir()
+    fault = {"how": "hang", "step": 60, "rank": 1, "attempts": [1], "mark": str(tmp_path / "marks")}
+    params.options["fault"] = fault
+    with flow_process(tmp_path, params.model_dump_json()) as process:
+        ranks = ranks_of(tmp_path)
+        wait_until((tmp_path / "marks" / "1").exists)
+        os.killpg(process.pid, signal.SIGINT)
+        wait_until(lambda: "Ctrl-C again ends it at once" in (tmp_path / "said").read_text())
+        assert all(psutil.pid_exists(pid) for pid in ranks)
+        os.killpg(process.pid, signal.SIGINT)
+        process.wait(HANG_S)
+    wait_until_gone(ranks)
+    check_task_cancelled(check_flow_cancelled("cancelled"))
+
+
+def test_ctrl_c_of_a_users_flow_with_a_ddp_task(tmp_path: Path) -> None:
+    """Its ranks stop after one step, with a checkpoint, before the flow's cluster closes; the
+    task run is Cancelled."""
+    (tmp_path / "pids").mkdir()
+    places = (str(tmp_path / "pids"), str(tmp_path / "store"))
+    with flow_process(tmp_path, *places, text=USER_FLOW) as process:
+        ranks = ranks_of(tmp_path)
+        wait_until(lambda: list((tmp_path / "store").rglob("manifest.json")))
+        os.killpg(process.pid, signal.SIGINT)
+        assert process.wait(HANG_S) != 0
+    wait_until_gone(ranks)
+    message = check_task_cancelled(newest_run()[0])
+    assert "all ranks stopped after step" in message
+    assert "the newest checkpoint is of step" in message

@@ -1,0 +1,263 @@
+"""A training of train_flow that fails, hangs or is broken off goes on, by every way there is."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from distributed import LocalCluster
+
+from prefect_torch_ddp import (
+    CheckpointParams,
+    ClusterParams,
+    GangHungError,
+    RankFailedError,
+    TrainParams,
+    TrainReport,
+    train_flow,
+)
+from prefect_torch_ddp.checkpoint.attempts import newest_attempt
+from prefect_torch_ddp.records.metrics import read_all_records
+from prefect_torch_ddp.storage.directory import DirectoryStorage
+from tests.integration.runs import (
+    artifacts_of,
+    flow_run_id_of,
+    logs_of,
+    newest_flow_run,
+    retry_train_flow,
+    states_of,
+    states_passed,
+    task_runs_of,
+    train_states,
+)
+
+pytestmark = [pytest.mark.timeout(400), pytest.mark.usefixtures("prefect_api")]
+
+Params = Callable[..., TrainParams]
+KILLED = {"how": "SIGKILL", "step": 12, "rank": 1, "attempts": [1]}
+
+
+@pytest.fixture
+def params(dask_cluster: LocalCluster, tmp_path: Path) -> Params:
+    """Return a maker of parameters: the tiny workload, a checkpoint every five steps, one attempt,
+    the shared cluster."""
+
+    def make(**changes: Any) -> TrainParams:
+        given = {
+            "workload": "tests.workloads.tiny",
+            "storage": str(tmp_path / "store"),
+            "seed": 3,
+            "retries": 0,
+            "retry_delay_s": 0.1,
+            "max_restarts": 0,
+            "cluster": ClusterParams(address=dask_cluster.scheduler_address),
+            "checkpoint": CheckpointParams(every_steps=5),
+        }
+        return TrainParams(**{**given, **changes})
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def undisturbed(
+    prefect_server: str, dask_cluster: LocalCluster, tmp_path_factory: pytest.TempPathFactory
+) -> TrainReport:
+    """Train as the others do, and nothing happens."""
+    from prefect.settings import PREFECT_API_URL, temporary_settings
+
+    with temporary_settings({PREFECT_API_URL: prefect_server}):
+        return train_flow(
+            TrainParams(
+                workload="tests.workloads.tiny",
+                storage=str(tmp_path_factory.mktemp("undisturbed")),
+                seed=3,
+                cluster=ClusterParams(address=dask_cluster.scheduler_address),
+                checkpoint=CheckpointParams(every_steps=5),
+            )
+        )
+
+
+def weights(report: TrainReport) -> bytes:
+    """Return the exported model."""
+    assert report.model_uri is not None
+    return Path(report.model_uri).read_bytes()
+
+
+def test_a_killed_rank_costs_no_retry(params: Params, undisturbed: TrainReport) -> None:
+    """Rank 1 is killed at step 12: attempt 2 resumes in the same task run, to the very same
+    weights; the report names both."""
+    report = train_flow(params(options={"fault": KILLED}, max_restarts=2, ledger=True))
+    training = report.training
+    assert (training.attempt, training.world_size) == (2, 2)
+    assert training.resumed_from_step in (5, 10)
+    (failure,) = training.failures
+    assert (failure.attempt, failure.world_size, failure.step) == (1, 2, 12)
+    assert "rank 1 on 127.0.0.1 failed in attempt 1: was killed by SIGKILL (9)" in failure.summary
+    flow_run_id = flow_run_id_of(report.flow_run_url)
+    assert states_passed(flow_run_id) == ["Completed"]
+    log = [line.message for line in logs_of(flow_run_id)]
+    assert any("was killed by SIGKILL (9)" in line and "restart 1 of 2" in line for line in log)
+    for attempt in (1, 2):
+        said = f"attempt {attempt} trains tests.workloads.tiny on 2 ranks"
+        assert any(said in line for line in log)
+    page = str(artifacts_of(flow_run_id)["train-ddp-report"].data)
+    assert "## Failed attempts" in page
+    assert "failed in attempt 1: was killed by SIGKILL" in page
+    assert report.ledger is not None
+    assert report.ledger.is_clean
+    assert len(report.ledger.epochs) == report.training.num_epochs
+    assert "## Ledger" in page
+    assert "samples, each once" in page
+    assert "not clean" not in page
+    assert any("the ledger of" in line and "is clean" in line for line in log)
+    assert weights(report) == weights(undisturbed)
+    assert report.epochs == undisturbed.epochs
+    assert undisturbed.training.failures == ()
+    assert undisturbed.ledger is None
+
+
+def test_prefects_retries_come_after_the_restarts(params: Params, undisturbed: TrainReport) -> None:
+    """One restart, used up by a second kill; then one retry of Prefect's, which resumes; the log
+    names rank, host and cause."""
+    fault = {**KILLED, "attempts": [1, 2]}
+    report = train_flow(params(options={"fault": fault}, retries=1, max_restarts=1))
+    assert report.training.attempt == 3
+    assert report.training.resumed_from_step in (5, 10)
+    assert [failure.attempt for failure in report.training.failures] == [1, 2]
+    flow_run_id = flow_run_id_of(report.flow_run_url)
+    assert states_passed(flow_run_id) == ["AwaitingRetry", "Retrying", "Completed"]
+    cause = "rank 1 on 127.0.0.1 failed in attempt 2: was killed by SIGKILL (9)"
+    log = [line.message for line in logs_of(flow_run_id)]
+    assert any(cause in line and "Retry 1/1 will start" in line for line in log)
+    assert weights(report) == weights(undisturbed)
+    assert report.epochs == undisturbed.epochs
+
+
+@pytest.mark.parametrize(("max_restarts", "between"), [(3, []), (0, ["AwaitingRetry", "Retrying"])])
+def test_an_error_that_comes_back_is_not_tried_a_third_time(
+    params: Params, max_restarts: int, between: list[str]
+) -> None:
+    """The same ValueError at the same step ends it after the second attempt, a restart or a
+    retry; the flow raises it, and the task's message says why."""
+    fault = {"how": "raise", "step": 7, "rank": 0, "attempts": list(range(1, 9))}
+    says = "rank 0 on 127.0.0.1 failed in attempt 2: ValueError: told to fail"
+    with pytest.raises(RankFailedError, match=says) as caught:
+        train_flow(params(options={"fault": fault}, retries=3, max_restarts=max_restarts))
+    assert isinstance(caught.value.__cause__, ValueError)
+    flow_run_id = newest_flow_run().id
+    assert states_passed(flow_run_id) == [*between, "Failed"]
+    _, message = states_of(task_runs_of(flow_run_id)["train"])[-1]
+    for said in (says, "not tried again: the same ValueError at step 7 ended attempt 1 too"):
+        assert said in str(caught.value)
+        assert said in message
+
+
+def hanging(params: Params, retries: int) -> TrainParams:
+    """Describe a training whose rank 1 hangs in step 6, behind the first checkpoint."""
+    return params(
+        options={"fault": {"how": "hang", "rank": 1, "step": 6, "attempts": [1]}},
+        checkpoint=CheckpointParams(every_steps=2, every_s=None),
+        retries=retries,
+        progress_timeout_s=4.0,
+    )
+
+
+def test_a_hang_is_tried_again_and_resumed(params: Params) -> None:
+    """The log names rank, step and line, and has all ranks' stacks; a retry resumes from the
+    checkpoint."""
+    report = train_flow(hanging(params, retries=1))
+    assert report.training.attempt == 2
+    assert report.training.resumed_from_step in (2, 4)
+    flow_run_id = flow_run_id_of(report.flow_run_url)
+    assert "Retrying" in states_passed(flow_run_id)
+    log = [line.message for line in logs_of(flow_run_id)]
+    hung = r"hung in attempt 1: rank 1 on 127\.0\.0\.1 did not arrive"
+    where = rf"{hung}: for \d+ s it has been in step 6 at tiny\.py:\d+ in fail"
+    assert any(re.search(where, message) for message in log)
+    for rank in (0, 1):
+        begin = f"[rank {rank}] is at, the innermost call first:"
+        assert "in train" in next(message for message in log if message.startswith(begin))
+
+
+def test_a_hang_without_retries_is_the_flows_error(params: Params) -> None:
+    """The exception keeps its type and fields over Dask and Prefect, and the task's state says
+    the same."""
+    with pytest.raises(GangHungError, match=r"rank 1 on 127\.0\.0\.1 did not arrive") as caught:
+        train_flow(hanging(params, retries=0))
+    assert (caught.value.ranks, caught.value.hang.step, caught.value.attempt) == ((1,), 6, 1)
+    assert sorted(caught.value.stacks) == [0, 1]
+    name, message = states_of(task_runs_of(newest_flow_run().id)["train"])[-1]
+    assert name == "Failed"
+    assert "rank 1 on 127.0.0.1 did not arrive" in message
+
+
+def test_a_flow_retry_resumes_and_trains_no_more_than_needed(
+    params: Params, undisturbed: TrainReport, tmp_path: Path
+) -> None:
+    """The task has no retry left and fails: the flow's retry resumes from its checkpoint. Then the
+    evaluation fails: the next retry finds the training Cached, and evaluates."""
+    options = {"fault": KILLED, "fail_evaluation_once": str(tmp_path / "failed")}
+    report = train_flow.with_options(retries=2)(params(options=options))
+    assert report.training.attempt == 2
+    assert report.training.resumed_from_step in (5, 10)
+    assert report.evaluation.num_samples == 21
+    assert weights(report) == weights(undisturbed)
+    flow_run_id = flow_run_id_of(report.flow_run_url)
+    assert train_states(flow_run_id) == ["Cached", "Completed", "Failed"]
+
+
+def test_a_failed_run_is_resumed(
+    prefect_api: str, params: Params, undisturbed: TrainReport, tmp_path: Path
+) -> None:
+    """By a new run with resume_from, its id or its place, and by `prefect flow-run retry` in
+    another process."""
+    store = tmp_path / "store"
+    with pytest.raises(RankFailedError, match="SIGKILL"):
+        train_flow(params(options={"fault": KILLED}))
+    (failed,) = (path.name for path in (store / "runs").iterdir())
+    elsewhere = str(tmp_path / "elsewhere")
+    for reference, where in ((failed, str(store)), (f"{store}/runs/{failed}", elsewhere)):
+        report = train_flow(params(storage=where, resume_from=reference))
+        assert report.training.resumed_from_step in (5, 10)
+        assert (report.training.attempt, report.run_id != failed) == (1, True)
+        assert weights(report) == weights(undisturbed)
+    flow_run_id = retry_train_flow(prefect_api, failed, tmp_path / "home")
+    assert newest_attempt(DirectoryStorage(store), failed) == 2
+    said = {f"resuming from the checkpoint of step {step} of run {failed}" for step in (5, 10)}
+    log = [line.message for line in logs_of(flow_run_id)]
+    assert any(words in line for line in log for words in said)
+    exported = store / "runs" / failed / "model" / "model.safetensors"
+    assert exported.read_bytes() == weights(undisturbed)
+
+
+def test_a_finished_training_is_not_run_again_on_another_machine(
+    prefect_api: str, params: Params, tmp_path: Path
+) -> None:
+    """The flow failed in its evaluation; `prefect flow-run retry` with another Prefect home, where
+    Prefect's result is out of reach, evaluates, and makes no attempt."""
+    options = {"fail_evaluation_once": str(tmp_path / "failed")}
+    with pytest.raises(RankFailedError, match="told to fail once"):
+        train_flow(params(world_size=1, options=options))
+    (folder,) = (tmp_path / "store" / "runs").iterdir()
+    storage = DirectoryStorage(tmp_path / "store")
+    before = read_all_records(storage, folder.name)
+    flow_run_id = retry_train_flow(prefect_api, folder.name, tmp_path / "home")
+    said = "the training has finished already, in attempt 1"
+    assert any(said in line.message for line in logs_of(flow_run_id))
+    assert newest_attempt(storage, folder.name) == 1
+    assert read_all_records(storage, folder.name) == before
+
+
+def test_two_elastic_ranks_end_with_the_bits_of_one(params: Params) -> None:
+    """SHA-256 of the weights, by two flow runs with four virtual ranks."""
+    common = {
+        "workload": "tests.workloads.elastic",
+        "determinism": "elastic",
+        "virtual_ranks": 4,
+        "seed": 0,
+    }
+    one, two = (train_flow(params(**common, world_size=world_size)) for world_size in (1, 2))
+    assert (one.training.world_size, two.training.world_size) == (1, 2)
+    assert two.training.value == one.training.value
+    assert one.training.num_steps == 8
