@@ -14,7 +14,7 @@ from prefect_torch_ddp import SchedulerLostError, WorkerLostError
 from tests.benchmarks.beside import show
 from tests.integration.gang.test_failures import wait_until
 from tests.integration.gang.test_loss import all_gone, sleeping_gang, workers_of
-from tests.integration.separate_cluster import SeparateCluster, separate_cluster, stop
+from tests.support.separate_cluster import SeparateCluster, separate_cluster, stop
 
 pytestmark = pytest.mark.timeout(900)
 ROUNDS = 5

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from distributed import Client
 
-from tests import seeded_faults
+from tests.support import seeded_faults
 from tests.workloads.struck import Fault
 
 FAULTS = seeded_faults.every_fault(seeded_faults.seed_from_environment())

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.many_gangs import assert_nothing_is_left
+from tests.support.many_gangs import assert_nothing_is_left
 
 
 @pytest.mark.timeout(1800)

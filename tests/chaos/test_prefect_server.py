@@ -15,8 +15,8 @@ from prefect.client.orchestration import get_client
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from prefect_torch_ddp import TrainParams, train_flow
-from tests.integration.runs import flow_run_id_of, free_port, train_states
-from tests.integration.separate_cluster import end, wait_until
+from tests.support.runs import flow_run_id_of, free_port, train_states
+from tests.support.separate_cluster import end, wait_until
 
 pytestmark = pytest.mark.timeout(400)
 

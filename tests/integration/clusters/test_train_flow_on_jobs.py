@@ -14,7 +14,7 @@ from prefect_torch_ddp import CheckpointParams, ClusterParams, TrainParams, trai
 from tests.integration.clusters.pbs import PbsSite
 from tests.integration.clusters.processes import wait_until
 from tests.integration.clusters.slurm import SlurmSite
-from tests.integration.runs import flow_run_id_of, logs_of, task_runs_of
+from tests.support.runs import flow_run_id_of, logs_of, task_runs_of
 from tests.workloads.held import HELD_AT, NUM_STEPS
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.usefixtures("prefect_api")]

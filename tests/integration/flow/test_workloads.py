@@ -21,8 +21,8 @@ from prefect_torch_ddp import (
 )
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.storage.protocol import Storage
-from tests.integration.runs import artifacts_of, flow_run_id_of
 from tests.integration.s3_server import S3Server, s3_server  # noqa: F401 - a fixture
+from tests.support.runs import artifacts_of, flow_run_id_of
 
 pytestmark = [pytest.mark.timeout(400), pytest.mark.usefixtures("prefect_api")]
 

@@ -3,10 +3,10 @@ a directory and on S3."""
 
 import pytest
 
-from tests import kill_points
 from tests.integration.s3_server import open_s3_server  # noqa: F401 - a fixture
-from tests.kill_points import KillPoint, ids
-from tests.kill_strike import StrikeAt, strike_at  # noqa: F401 - a fixture
+from tests.support import kill_points
+from tests.support.kill_points import KillPoint, ids
+from tests.support.kill_strike import StrikeAt, strike_at  # noqa: F401 - a fixture
 
 POINTS = kill_points.every_kill_point(kill_points.seed_from_environment())
 ON_A_DIRECTORY = kill_points.sample(

@@ -14,7 +14,7 @@ from distributed import Client, LocalCluster
 
 from prefect_torch_ddp import SchedulerLostError, WorkerLostError, run_gang
 from tests.integration.gang.test_failures import pids_in, wait_until
-from tests.integration.separate_cluster import SeparateCluster, separate_cluster, stop
+from tests.support.separate_cluster import SeparateCluster, separate_cluster, stop
 from tests.workloads import faulty, plain
 
 pytestmark = pytest.mark.timeout(180)

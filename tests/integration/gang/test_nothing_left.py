@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.many_gangs import MIX, assert_nothing_is_left
+from tests.support.many_gangs import MIX, assert_nothing_is_left
 
 
 def test_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,7 +39,7 @@ from prefect_torch_ddp.tasks.publish import publish
 from prefect_torch_ddp.tasks.report.artifacts import ArtifactWriter, key
 from prefect_torch_ddp.tasks.report.live import LiveReport
 from prefect_torch_ddp.tasks.report.progress import TrainingProgress
-from tests.integration.runs import logs_of
+from tests.support.runs import logs_of
 from tests.support.waiting import wait_until
 
 RUN = "calm-otter-12345678"

@@ -15,7 +15,7 @@ from prefect_torch_ddp import (
     TrainParams,
     train_flow,
 )
-from tests.integration.runs import free_port
+from tests.support.runs import free_port
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("prefect_api")]
 

@@ -14,7 +14,7 @@ from distributed import Client
 from prefect.client.orchestration import get_client
 
 from prefect_torch_ddp import ClusterParams, TrainParams, TrainReport, run_gang, train_flow
-from tests.integration.runs import flow_run_id_of, logs_of, task_runs_of
+from tests.support.runs import flow_run_id_of, logs_of, task_runs_of
 from tests.support.waiting import wait_until
 from tests.workloads import plain
 

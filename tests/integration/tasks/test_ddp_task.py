@@ -30,7 +30,7 @@ from prefect_torch_ddp import (
 )
 from prefect_torch_ddp.checkpoint.attempts import newest_attempt
 from prefect_torch_ddp.storage.directory import DirectoryStorage
-from tests.integration.runs import logs_of, retry_from_the_cli, states_of, task_runs_of
+from tests.support.runs import logs_of, retry_from_the_cli, states_of, task_runs_of
 from tests.support.waiting import becomes_true
 from tests.workloads import retried_flow
 from tests.workloads.retried_flow import fit

@@ -20,7 +20,7 @@ from prefect_torch_ddp import (
 from prefect_torch_ddp.checkpoint.attempts import newest_attempt
 from prefect_torch_ddp.records.metrics import read_all_records
 from prefect_torch_ddp.storage.directory import DirectoryStorage
-from tests.integration.runs import (
+from tests.support.runs import (
     artifacts_of,
     flow_run_id_of,
     logs_of,

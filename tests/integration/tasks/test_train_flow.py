@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from prefect_torch_ddp import CheckpointParams, ClusterParams, TrainParams, TrainReport, train_flow
 from prefect_torch_ddp.checkpoint.manifest import list_checkpoints
 from prefect_torch_ddp.storage.directory import DirectoryStorage
-from tests.integration.runs import artifacts_of, flow_run_id_of, logs_of, task_runs_of
+from tests.support.runs import artifacts_of, flow_run_id_of, logs_of, task_runs_of
 from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.timeout(240)]

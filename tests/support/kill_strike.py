@@ -25,8 +25,8 @@ from prefect_torch_ddp.storage.s3.storage import S3Storage
 from prefect_torch_ddp.tasks.report.curves import MetricCurves
 from prefect_torch_ddp.tasks.run import RunAttemptLog
 from tests.integration.s3_server import S3Server
-from tests.kill_points import KillPoint
 from tests.killing_wire import KillingWire
+from tests.support.kill_points import KillPoint
 from tests.workloads import killed
 from tests.workloads.killed import BATCH, EPOCHS, NUM_SAMPLES, NUM_STEPS, SAVE_EVERY, Plan
 from tests.workloads.killing_storage import KillingStorage
