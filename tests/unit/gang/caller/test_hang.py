@@ -1,5 +1,4 @@
-"""The rule by which a gang counts as hung, and the words for it: pure functions of what the
-agents saw."""
+"""The hang rule and its message: pure functions of what the agents saw."""
 
 import pickle
 from typing import Any
@@ -9,12 +8,12 @@ import pytest
 from prefect_torch_ddp import GangHungError
 from prefect_torch_ddp.gang.caller.hang import find_stall
 from prefect_torch_ddp.gang.caller.hang_message import describe, summarize
-from prefect_torch_ddp.gang.worker.progress_probe import Idleness, Usage
 from prefect_torch_ddp.protocol.agent import RankHeartbeat
 from prefect_torch_ddp.protocol.heartbeat import Heartbeat, Phase
 
 LIMIT_S = 10.0
 HOSTS = {0: "a", 1: "b", 2: "c"}
+WAITING = (Phase.LOADING, Phase.EPOCH_END, Phase.SAVING, Phase.SETUP)
 
 
 def rank(
@@ -33,21 +32,20 @@ def missing(*ranks: RankHeartbeat, from_start: bool = False) -> list[int] | None
     return [one.rank for one in stall.behind] if stall is not None and stall.is_hung else None
 
 
-def test_the_rank_that_has_begun_fewer_collectives_is_missing() -> None:
-    """In the same step the number of collectives decides who waits for whom."""
-    assert missing(rank(0, seq=8), rank(1, seq=7), rank(2, seq=8)) == [1]
-
-
-def test_the_rank_in_an_earlier_step_is_missing() -> None:
-    """Also where its collectives are more, those of other groups aside."""
-    assert missing(rank(0, step=6, seq=1), rank(1, step=5, seq=9)) == [1]
-
-
-def test_a_rank_that_waits_behind_the_step_is_ahead_of_one_inside() -> None:
-    """Ranks that agree at the step's end, load or save have arrived; the one in the body has
-    not."""
-    for phase in (Phase.STEP_END, Phase.SAVING, Phase.LOADING):
-        assert missing(rank(0, phase), rank(1, Phase.STEP)) == [1]
+@pytest.mark.parametrize(
+    "gang",
+    [
+        (rank(0, seq=8), rank(1, seq=7), rank(2, seq=8)),  # collectives decide in the same step
+        (rank(0, step=6, seq=1), rank(1, step=5, seq=9)),  # an earlier step, whatever they are
+        *(
+            (rank(0, phase), rank(1, Phase.STEP))  # behind the step, and inside of it
+            for phase in (Phase.STEP_END, Phase.SAVING, Phase.LOADING)
+        ),
+    ],
+)
+def test_the_rank_that_has_come_least_far_is_missing(gang: tuple[RankHeartbeat, ...]) -> None:
+    """By its step, whether it is still inside the step's body, and its collectives."""
+    assert missing(*gang) == [1]
 
 
 def test_one_rank_that_moves_keeps_the_gang_alive() -> None:
@@ -64,36 +62,9 @@ def test_one_rank_that_moves_keeps_the_gang_alive() -> None:
         (Phase.STEP, 100.0, 0.0, True),
         (Phase.STEP_END, 10.0, 10.0, True),
         (Phase.FUNCTION, 10.0, 10.0, True),
-        *(
-            (phase, 99.0, 99.0, False)
-            for phase in (
-                Phase.LOADING,
-                Phase.EPOCH_END,
-                Phase.SAVING,
-                Phase.RESTORING,
-                Phase.SETUP,
-            )
-        ),
-        *(
-            (phase, 100.0, 100.0, True)
-            for phase in (
-                Phase.LOADING,
-                Phase.EPOCH_END,
-                Phase.SAVING,
-                Phase.COMPILING,
-                Phase.SETUP,
-            )
-        ),
-        *(
-            (phase, 1e6, 0.0, False)
-            for phase in (
-                Phase.LOADING,
-                Phase.EPOCH_END,
-                Phase.SAVING,
-                Phase.COMPILING,
-                Phase.SETUP,
-            )
-        ),
+        *((phase, 99.0, 99.0, False) for phase in (*WAITING, Phase.RESTORING)),
+        *((phase, 100.0, 100.0, True) for phase in (*WAITING, Phase.COMPILING)),
+        *((phase, 1e6, 0.0, False) for phase in (*WAITING, Phase.COMPILING)),
     ],
 )
 def test_limits(phase: Phase, silent_s: float, idle_s: float, is_hung: bool) -> None:
@@ -168,13 +139,13 @@ def test_the_text_says_who_where_and_who_waits() -> None:
 
 
 def test_collectives_that_dont_match_are_counted() -> None:
-    """Where the rank that is behind waits in a collective too, the numbers say what is
-    wrong."""
+    """Where the rank that is behind waits in a collective too, the numbers say what is wrong."""
     stall = find_stall((rank(0, seq=4), rank(1, seq=3)), LIMIT_S, from_start=False)
     assert stall is not None
     text = summarize(stall, HOSTS, {0: STACK_OF_WAITING, 1: STACK_OF_WAITING})
     assert text.startswith(
-        "rank 1 on b waits for a rank that does not come: for 11 s it has been in step 5 at train.py:52 in train"
+        "rank 1 on b waits for a rank that does not come: "
+        "for 11 s it has been in step 5 at train.py:52 in train"
     )
     assert text.endswith("; they have begun different numbers of collectives: rank 0 4, rank 1 3")
 
@@ -188,32 +159,7 @@ def test_the_text_without_stacks_and_with_a_stopped_process() -> None:
     )
     assert stall is not None
     assert summarize(stall, HOSTS, {}) == (
-        "rank 1 on b did not arrive: for 11 s it has been in step 5, while rank 0 is at the end of step 5; "
+        "rank 1 on b did not arrive: for 11 s it has been in step 5, "
+        "while rank 0 is at the end of step 5; "
         "process 7 (ddp-rank-1) of rank 1 is stopped (SIGSTOP)"
     )
-
-
-def idle_s_after(*samples: tuple[float, float, int], silent_s: float = 100.0) -> float:
-    """Return how idle a rank with a window of 10 s is at its last sample of (time, CPU seconds,
-    bytes)."""
-    idleness = Idleness(10.0)
-    for at_s, cpu_s, io_bytes in samples:
-        idleness.add(at_s, Usage(cpu_s, io_bytes))
-    return idleness.idle_s(samples[-1][0], silent_s)
-
-
-def test_idle_is_what_uses_next_to_nothing_over_a_window() -> None:
-    """A tick now and then is idle; a hundredth of a core, or data, is not; too little seen is
-    not known."""
-    assert idle_s_after((0.0, 1.0, 0)) == 0.0
-    assert idle_s_after((0.0, 1.0, 0), (4.0, 1.0, 0)) == 0.0
-    assert idle_s_after((0.0, 1.0, 0), (5.0, 1.02, 100)) == 100.0
-    assert idle_s_after((0.0, 1.0, 0), (10.0, 1.1, 0)) == 0.0
-    assert idle_s_after((0.0, 1.0, 0), (10.0, 1.0, 1_000_000)) == 0.0
-
-
-def test_idle_begins_anew_after_work() -> None:
-    """Work long ago does not count for ever, and work just now ends an idle time."""
-    worked_early = [(0.0, 0.0, 0), (5.0, 3.0, 0), *((float(at), 3.0, 0) for at in range(10, 41, 5))]
-    assert 25.0 <= idle_s_after(*worked_early) <= 35.0
-    assert idle_s_after(*worked_early, (45.0, 6.0, 0)) == 0.0

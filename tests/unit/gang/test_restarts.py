@@ -1,5 +1,4 @@
-"""What of a failure is remembered, and what that says of the next attempt, are pure
-decisions."""
+"""What is kept of a failure, and what that says about another attempt, are pure decisions."""
 
 from dataclasses import replace
 
@@ -22,7 +21,7 @@ BOOM = RankFailure(
 )
 
 
-def root_cause(now: RankFailure, before: RankFailure, *, knows_steps: bool = True) -> str | None:
+def why_final(now: RankFailure, before: RankFailure, *, knows_steps: bool = True) -> str | None:
     """Judge the second of two attempts that failed."""
     error = RankFailedError(now, 2)
     records = record_of(error, 2, 4), record_of(RankFailedError(before, 1), 1, 4)
@@ -30,13 +29,11 @@ def root_cause(now: RankFailure, before: RankFailure, *, knows_steps: bool = Tru
 
 
 def test_the_same_exception_at_the_same_step_twice_is_hopeless() -> None:
-    """The error says that it isn't tried again, and why; on which rank it was seen first says
-    nothing."""
-    why = root_cause(replace(BOOM, rank=3, host="c"), BOOM)
+    """The error says that no other attempt is made, and why; the rank doesn't matter."""
+    why = why_final(replace(BOOM, rank=3, host="c"), BOOM)
     assert why is not None
     assert "the same ValueError at step 12 ended attempt 1 too" in why
-    error = RankFailedError(BOOM, 2).as_final(why)
-    assert str(error).splitlines()[:2] == [
+    assert str(RankFailedError(BOOM, 2).as_final(why)).splitlines()[:2] == [
         "rank 1 on b failed in attempt 2: ValueError: boom",
         f"not tried again: {why}",
     ]
@@ -54,7 +51,7 @@ def test_the_same_exception_at_the_same_step_twice_is_hopeless() -> None:
 )
 def test_anything_else_is_tried_again(other: RankFailure) -> None:
     """Another step, text or type, and a kill before it."""
-    assert root_cause(BOOM, other) is None
+    assert why_final(BOOM, other) is None
 
 
 @pytest.mark.parametrize(
@@ -69,30 +66,28 @@ def test_anything_else_is_tried_again(other: RankFailure) -> None:
 def test_what_may_pass_is_tried_again_however_often(failure: RankFailure) -> None:
     """OSErrors, memory, kills and lost connections leave no fingerprint."""
     assert record_of(RankFailedError(failure, 1), 1, 2).fingerprint is None
-    assert root_cause(failure, failure) is None
+    assert why_final(failure, failure) is None
 
 
 def test_before_the_first_step_counts_where_steps_are_known() -> None:
-    """A plain function may have made any number of steps of its own: of that nobody knows."""
+    """A plain function may have made any number of steps of its own."""
     early = replace(BOOM, step=None)
-    assert "the same ValueError before the first step" in (root_cause(early, early) or "")
-    assert root_cause(early, early, knows_steps=False) is None
+    assert "the same ValueError before the first step" in (why_final(early, early) or "")
+    assert why_final(early, early, knows_steps=False) is None
 
 
 def test_addresses_in_the_text_are_no_difference() -> None:
     """An object without a __repr__ shows another address in each attempt."""
     texts = (f"ValueError: <Thing object at {address}> is odd" for address in ("0x7f01", "0x7fee"))
-    assert root_cause(*(replace(BOOM, summary=text) for text in texts)) is not None
+    assert why_final(*(replace(BOOM, summary=text) for text in texts)) is not None
 
 
 def test_a_hopeless_failure_is_not_tried_again_at_all() -> None:
     """An ImportError needs no second time."""
-    error = RankFailedError(
-        replace(BOOM, retryability="hopeless", exception_type="builtins.ImportError"), 1
-    )
+    hopeless = replace(BOOM, retryability="hopeless", exception_type="builtins.ImportError")
+    error = RankFailedError(hopeless, 1)
     why = why_hopeless(error, record_of(error, 1, 2), None, knows_steps=False)
-    assert why is not None
-    assert "ImportError comes back at every attempt" in why
+    assert "ImportError comes back at every attempt" in (why or "")
 
 
 HUNG = GangHungError(Hang("rank 1 did not arrive", (1,), ("a",), "step", 5, 60.0), attempt=1)
@@ -102,17 +97,13 @@ HUNG = GangHungError(Hang("rank 1 did not arrive", (1,), ("a",), "step", 5, 60.0
 def test_losses_and_hangs_are_never_hopeless(error: GangError) -> None:
     """They are recorded, in a line for people."""
     record = record_of(error, 3, 2)
-    assert (record.attempt, record.world_size, record.fingerprint, record.summary) == (
-        3,
-        2,
-        None,
-        str(error).splitlines()[0],
-    )
+    assert (record.attempt, record.world_size, record.fingerprint) == (3, 2, None)
+    assert record.summary == str(error).splitlines()[0]
     assert why_hopeless(error, record, record, knows_steps=True) is None
 
 
 def test_a_call_counts_from_the_number_given() -> None:
-    """And remembers the last failure alone."""
+    """And keeps the last failure alone."""
     attempt_log = CallAttemptLog(4)
     assert [attempt_log.begin(), attempt_log.begin()] == [4, 5]
     assert attempt_log.last_failure() is None

@@ -1,6 +1,8 @@
-"""Who is to blame is a pure decision."""
+"""Which failure is the root cause is a pure decision."""
 
 from dataclasses import replace
+
+import pytest
 
 from prefect_torch_ddp.errors import RankFailedError, WorkerLostError
 from prefect_torch_ddp.gang.caller.root_cause import (
@@ -15,16 +17,11 @@ from prefect_torch_ddp.gang.caller.root_cause import (
 from prefect_torch_ddp.protocol.events import RankFailure
 from prefect_torch_ddp.protocol.rank import RankPlace
 
-CLOSED = RankFailure(
-    rank=0,
-    host="a",
-    pid=1,
-    kind="exception",
-    summary="RuntimeError: Connection closed by peer",
-    is_collateral=True,
-)
-BOOM = RankFailure(rank=1, host="b", pid=2, kind="exception", summary="ValueError: boom")
-LOST = RankFailure(rank=2, host="b", pid=0, kind="worker_lost", summary="worker tcp://b:1 was lost")
+CLOSED_TEXT = "RuntimeError: Connection closed by peer"
+CLOSED = RankFailure(0, "a", 1, "exception", CLOSED_TEXT, is_collateral=True)
+BOOM = RankFailure(1, "b", 2, "exception", "ValueError: boom")
+KILLED = replace(BOOM, kind="signal", signal=9)
+LOST = RankFailure(2, "b", 0, "worker_lost", "worker tcp://b:1 was lost")
 
 
 def test_a_cause_is_blamed_though_its_consequence_was_seen_first() -> None:
@@ -34,7 +31,7 @@ def test_a_cause_is_blamed_though_its_consequence_was_seen_first() -> None:
     error = error_for(root_cause, attempt=3)
     assert isinstance(error, RankFailedError)
     assert str(error).startswith("rank 1 on b failed in attempt 3: ValueError: boom")
-    assert "as a consequence:\n  rank 0 on a: RuntimeError: Connection closed by peer" in str(error)
+    assert f"as a consequence:\n  rank 0 on a: {CLOSED_TEXT}" in str(error)
 
 
 def test_a_rank_that_returned_early_is_blamed_when_all_else_is_consequence() -> None:
@@ -43,13 +40,7 @@ def test_a_rank_that_returned_early_is_blamed_when_all_else_is_consequence() -> 
     root_cause = judge([CLOSED], [place])
     assert (root_cause.cause.rank, root_cause.cause.kind) == (1, "returned")
     assert judge([CLOSED, BOOM], [place]).cause == BOOM
-
-
-def test_only_consequences_blame_the_first_seen() -> None:
-    """Something must be blamed, and it is said that it is a lost connection."""
-    other = replace(CLOSED, rank=3)
-    assert settle_s([CLOSED, other], num_returned=0, world_size=2) == SETTLE_S
-    assert judge([CLOSED, other]).cause == CLOSED
+    assert judge([CLOSED, replace(CLOSED, rank=3)]).cause == CLOSED, "else the first seen"
 
 
 def test_a_lost_worker_names_all_its_ranks() -> None:
@@ -59,17 +50,8 @@ def test_a_lost_worker_names_all_its_ranks() -> None:
     assert "worker tcp://b:1 was lost; it held ranks 2, 3 in attempt 1" in str(error)
 
 
-def test_a_silent_rank_is_waited_for_longer() -> None:
-    """While all that was seen are consequences the cause may be a rank that is slow to say so,
-    or a lost worker's."""
-    assert settle_s([CLOSED], num_returned=0, world_size=2) == SILENT_SETTLE_S
-    assert settle_s([CLOSED], num_returned=1, world_size=3) == SETTLE_S
-    assert settle_s([CLOSED, BOOM], num_returned=0, world_size=3) == 0
-
-
-def test_equal_failures_are_one_line() -> None:
-    """Ranks that say the same are named together, by host, in the cause and among the
-    consequences."""
+def test_identical_failures_are_one_line() -> None:
+    """They are reported once, with all their ranks by host, as cause and as consequence."""
     bad = [
         replace(BOOM, rank=rank, host=host, summary="ValueError: bad lr")
         for rank, host in ((2, "b"), (0, "a"), (1, "a"))
@@ -82,14 +64,32 @@ def test_equal_failures_are_one_line() -> None:
         "ranks 0, 1 on a, 2 on b failed in attempt 1: ValueError: bad lr",
         "",
         "as a consequence:",
-        "  ranks 4, 5 on c: RuntimeError: Connection closed by peer",
+        f"  ranks 4, 5 on c: {CLOSED_TEXT}",
     ]
 
 
-def test_equals_of_an_exception_are_waited_for() -> None:
-    """A moment, while other ranks may still raise the same; a kill has no equals, nor have
-    consequences."""
-    assert identical_s([BOOM], num_returned=0, world_size=2) == IDENTICAL_S
-    assert identical_s([BOOM, CLOSED], num_returned=0, world_size=2) == 0
-    assert identical_s([CLOSED], num_returned=0, world_size=2) == 0
-    assert identical_s([replace(BOOM, kind="signal", signal=9)], num_returned=0, world_size=2) == 0
+@pytest.mark.parametrize(
+    ("failures", "num_returned", "world_size", "expected_s"),
+    [
+        ([CLOSED], 0, 2, SILENT_SETTLE_S),  # the cause may be slow to say so, or its worker lost
+        ([CLOSED], 1, 3, SETTLE_S),  # a rank that returned is cause enough
+        ([CLOSED, replace(CLOSED, rank=3)], 0, 2, SETTLE_S),  # all have failed
+        ([CLOSED, BOOM], 0, 3, 0),
+    ],
+)
+def test_a_cause_is_waited_for(
+    failures: list[RankFailure], num_returned: int, world_size: int, expected_s: float
+) -> None:
+    """For longer while a rank is silent, and not at all once a cause has shown."""
+    assert settle_s(failures, num_returned, world_size) == expected_s
+
+
+@pytest.mark.parametrize(
+    ("failures", "expected_s"),
+    [([BOOM], IDENTICAL_S), ([BOOM, CLOSED], 0), ([CLOSED], 0), ([KILLED], 0)],
+)
+def test_identical_exceptions_are_waited_for(
+    failures: list[RankFailure], expected_s: float
+) -> None:
+    """A moment, while other ranks may still raise the same; nothing is identical to a kill."""
+    assert identical_s(failures, num_returned=0, world_size=2) == expected_s

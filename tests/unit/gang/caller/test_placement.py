@@ -1,0 +1,262 @@
+"""Placement is a pure decision: which rank runs where, on which device, at which address."""
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from prefect_torch_ddp import InvalidParamsError
+from prefect_torch_ddp.errors import GangError
+from prefect_torch_ddp.gang.caller.placement import (
+    GangSize,
+    choose,
+    num_workers_needed,
+    place,
+    rank_addresses,
+    share_out,
+    visible_names,
+)
+from prefect_torch_ddp.gang.caller.workers import too_few_text, with_resources
+from prefect_torch_ddp.gang.options import checked
+from prefect_torch_ddp.params import GangParams
+from prefect_torch_ddp.protocol.agent import WorkerIdentity
+
+
+def worker(
+    host: str,
+    port: int = 1,
+    devices: str | None = None,
+    occupant: str | None = None,
+    free: dict[str, float] | None = None,
+) -> WorkerIdentity:
+    """Make a worker of a host."""
+    address = f"tcp://{host}:{port}"
+    return WorkerIdentity(address, address, host, devices, occupant, free_resources=free or {})
+
+
+def test_two_hosts_have_local_ranks_of_their_own() -> None:
+    """A6: two hosts have local ranks 0, 1, 0, 1; the ranks of a host are side by side."""
+    hosts = ("127.0.0.2", "127.0.0.1")
+    placement = place(choose([worker(host, port) for port in (9, 10) for host in hosts], 4), 4, 1)
+    assert [p.host for p in placement.places] == ["127.0.0.1"] * 2 + ["127.0.0.2"] * 2
+    assert [p.local_rank for p in placement.places] == [0, 1, 0, 1]
+    assert [p.node_rank for p in placement.places] == [0, 0, 1, 1]
+    assert placement.shape.local_world_sizes == (2, 2)
+    assert placement.workers[0] == "tcp://127.0.0.1:9"
+
+
+def test_an_uneven_tail_leaves_the_last_worker_fewer_ranks() -> None:
+    """5 ranks, 2 on each worker: 2, 2 and 1."""
+    workers = [worker("a", port) for port in (1, 2, 3)]
+    placement = place(choose(workers, num_workers_needed(5, 2)), 5, 2)
+    assert [len(placement.ranks_of(w)) for w in placement.workers] == [2, 2, 1]
+    assert [p.local_rank for p in placement.places] == [0, 1, 2, 3, 4]
+    assert [p.slot for p in placement.places] == [0, 1, 0, 1, 0]
+
+
+@given(
+    hosts=st.lists(st.integers(1, 4), min_size=1, max_size=4),
+    ranks_per_worker=st.integers(1, 3),
+    data=st.data(),
+)
+def test_every_placement_is_whole(
+    hosts: list[int], ranks_per_worker: int, data: st.DataObject
+) -> None:
+    """Ranks count from 0, also on each host, whatever the order in which workers are given."""
+    workers = [worker(f"h{h}", port) for h, count in enumerate(hosts) for port in range(count)]
+    world_size = data.draw(st.integers(1, len(workers) * ranks_per_worker))
+    shuffled = data.draw(st.permutations(workers))
+    needed = num_workers_needed(world_size, ranks_per_worker)
+    placement = place(choose(shuffled, needed), world_size, ranks_per_worker)
+    assert placement == place(choose(workers, needed), world_size, ranks_per_worker)
+    assert [p.rank for p in placement.places] == list(range(world_size))
+    nodes = [p.node_rank for p in placement.places]
+    assert nodes == sorted(nodes)
+    for node, size in enumerate(placement.shape.local_world_sizes):
+        assert [p.local_rank for p in placement.places if p.node_rank == node] == list(range(size))
+    assert sum(placement.shape.local_world_sizes) == world_size
+
+
+def test_free_workers_come_first() -> None:
+    """A held slot, or a held GPU that the gang needs, makes a worker one to wait for."""
+    workers = [worker("a", 1, occupant="gang 'x'"), worker("a", 2), worker("a", 3)]
+    assert [w.address for w in choose(workers, 2)] == ["tcp://a:2", "tcp://a:3"]
+    held, free = worker("a", 1, free={"GPU": 0}), worker("a", 2, free={"GPU": 1})
+    assert choose([held, free], 1, {"GPU": 1}) == (free,)
+    assert choose([held, free], 1) == (held,)
+
+
+def test_too_few_workers_with_the_resources_are_counted() -> None:
+    """Only workers with as much of every resource count, whoever holds it; the error says so."""
+    running = {"one": {"GPU": 1.0}, "none": {}, "many": {"GPU": 2, "disk": 5}}
+    assert with_resources(running, {"GPU": 1}) == ["one", "many"]
+    assert with_resources(running, {"GPU": 2}) == ["many"]
+    assert with_resources(running, {}) == ["one", "none", "many"]
+    text = too_few_text(1, 3, 2, 1, {"GPU": 1}, 5.0)
+    start = "the cluster has 1 worker with GPU>=1, need 2; it has 3 in all after 5 s"
+    assert text.startswith(start)
+    text = too_few_text(2, 2, 3, 4, {"GPU": 1, "disk": 0.5}, 5.0)
+    assert "2 workers with GPU>=1, disk>=0.5, need 3 with 4 ranks each" in text
+
+
+def test_a_size_that_divides_is_taken() -> None:
+    """Three workers hold two of four ranks; three are too few where four workers must come."""
+    size = GangSize(most=4, fewest=1, ranks_per_worker=1, divides=4)
+    assert [size.on(num_workers) for num_workers in range(1, 6)] == [1, 2, 2, 4, 4]
+    assert GangSize(most=4, fewest=3, ranks_per_worker=1, divides=4).workers_for_fewest == 4
+    open_size = GangSize(None, None, 2, divides=6)
+    assert [open_size.on(num_workers) for num_workers in range(1, 5)] == [2, 3, 6, 6]
+
+
+@given(st.integers(1, 24), st.data())
+def test_enough_workers_hold_a_size_between_the_fewest_and_the_most(
+    divides: int, data: st.DataObject
+) -> None:
+    """From the fewest workers on every size is a divisor within bounds; more hold no fewer."""
+    most = data.draw(st.sampled_from([n for n in range(1, divides + 1) if divides % n == 0]))
+    fewest = data.draw(st.integers(1, most))
+    size = GangSize(most, fewest, data.draw(st.integers(1, 4)), divides)
+    assert size.workers_for_fewest <= size.workers_for_all
+    sizes = [size.on(n) for n in range(size.workers_for_fewest, size.workers_for_all + 3)]
+    assert all(fewest <= n <= most and divides % n == 0 for n in sizes)
+    assert sizes == sorted(sizes)
+    assert sizes[-1] == most
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        (None, None),
+        ("", ()),
+        ("-1", ()),
+        ("NoDevFiles", ()),
+        ("0,1", ("0", "1")),
+        (" 1 , 0 ", ("1", "0")),
+        ("0,-1,1", ("0",)),  # CUDA stops there
+        ("GPU-8932f937,MIG-5c2a", ("GPU-8932f937", "MIG-5c2a")),
+    ],
+)
+def test_names_in_cuda_visible_devices(text: str | None, names: tuple[str, ...] | None) -> None:
+    """Numbers, UUIDs of GPUs and of MIG instances, and the ways to say none."""
+    assert visible_names(text) == names
+
+
+@pytest.mark.parametrize(
+    ("lists", "devices"),
+    [
+        (["0,1", "1,0"], ["0", "1"]),  # dask-cuda: each worker its own first
+        (["0,1", "1,0", "0,1", "1,0"], ["0", "1", "0", "1"]),  # two such workers a GPU
+        (["0,1"] * 2 + ["1,0"] * 2, ["0", "1", "1", "0"]),  # two ranks on each of them
+        (["0,1,2,3"] * 4, ["0", "1", "2", "3"]),  # a rank per GPU, or workers that see all
+        (["0", "1"], ["0", "1"]),  # a scheduler gives each worker one
+        (["0,1"] * 2 + ["2,3"] * 2, ["0", "1", "2", "3"]),  # and here two
+        (["GPU-a", "GPU-b"], ["GPU-a", "GPU-b"]),
+        (["MIG-a,MIG-b"] * 2, ["MIG-a", "MIG-b"]),
+        (["0,1"] * 3, ["0", "1", "0"]),  # more ranks than devices
+        (["1,0", None, "0"], ["1", None, "0"]),
+        (["0,1", ""], ["0", None]),
+    ],
+)
+def test_devices_of_a_hosts_ranks(lists: list[str | None], devices: list[str | None]) -> None:
+    """A8: the device of each rank, for every way of sharing GPUs that is known."""
+    visible = [visible_names(text) for text in lists]
+    chosen = [
+        names[position] if names and position is not None else None
+        for names, position in zip(visible, share_out(visible), strict=True)
+    ]
+    assert chosen == devices
+
+
+def test_devices_are_chosen_host_by_host() -> None:
+    """A8: each host counts its own devices, and a worker that sees none gives no position."""
+    seen = [("a", "0,1"), ("a", "1,0"), ("b", "0,1"), ("b", "0,1"), ("c", None)]
+    workers = [worker(host, port, devices) for port, (host, devices) in enumerate(seen)]
+    assert [p.device_position for p in place(workers, 5, 1).places] == [0, 0, 0, 1, None]
+
+
+@given(num_devices=st.integers(1, 8), num_ranks=st.integers(1, 20), data=st.data())
+def test_devices_are_shared_evenly_whatever_the_order_of_the_lists(
+    num_devices: int, num_ranks: int, data: st.DataObject
+) -> None:
+    """Where all see the same devices, in any order, none has two ranks more than another."""
+    names = [str(number) for number in range(num_devices)]
+    visible = [tuple(data.draw(st.permutations(names))) for _ in range(num_ranks)]
+    counts = Counter(
+        seen[position]
+        for seen, position in zip(visible, share_out(visible), strict=True)
+        if position is not None
+    )
+    assert sum(counts.values()) == num_ranks
+    assert max(counts.values()) - min(counts[name] for name in names) <= 1
+
+
+def known_by(host: str, machine: str, *addresses: tuple[str, str]) -> WorkerIdentity:
+    """Make a worker that Dask knows by `host`, on a machine with these addresses."""
+    address = f"tcp://[{host}]:1" if ":" in host else f"tcp://{host}:1"
+    found = addresses or (("eth0", host),)
+    return WorkerIdentity(address, "id", host, None, None, machine=machine, addresses=found)
+
+
+TWO_NETWORKS = [
+    known_by(
+        "192.168.7.1",
+        "a",
+        *(("lo", "127.0.0.1"), ("mgmt", "192.168.7.1"), ("data", "10.1.0.1"), ("data", "fd00::1")),
+    ),
+    known_by(
+        "192.168.7.2",
+        "b",
+        *(("lo", "127.0.0.1"), ("eth0", "192.168.7.2"), ("ib0", "10.1.0.2"), ("ib0", "fd00::2")),
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("interface", "expected"),
+    [
+        (None, ["192.168.7.1", "192.168.7.2"]),  # by which Dask knows the worker
+        ("10.1.0.0/16", ["10.1.0.1", "10.1.0.2"]),  # whatever the interfaces are called
+        ("fd00::/64", ["fd00::1", "fd00::2"]),
+        ("::/0", ["fd00::1", "fd00::2"]),  # IPv6, never loopback
+        ("0.0.0.0/0", ["192.168.7.1", "192.168.7.2"]),  # IPv4: Dask's own address first
+    ],
+)
+def test_a_network_by_cidr(interface: str | None, expected: list[str]) -> None:
+    """A network, or a family, is found on every host by its addresses."""
+    assert list(rank_addresses(TWO_NETWORKS, interface).values()) == expected
+
+
+@pytest.mark.parametrize(("host", "expected"), [("10.7.0.1", "10.1.0.1"), ("fd07::1", "fd00::1")])
+def test_an_interface_by_name_prefers_dasks_family(host: str, expected: str) -> None:
+    """Of an interface with both families the one that Dask uses, and link-local last."""
+    addresses = ("ib0", "fe80::1%ib0"), ("ib0", "fd00::1"), ("ib0", "10.1.0.1"), ("mgmt", host)
+    assert list(rank_addresses([known_by(host, "a", *addresses)], "ib0").values()) == [expected]
+
+
+def test_a_worker_without_the_interface_is_named() -> None:
+    """The error names the worker and what it has."""
+    says = r"tcp://192\.168\.7\.1:1 has no interface 'ib0'; it has: .*data 10\.1\.0\.1"
+    with pytest.raises(InvalidParamsError, match=says):
+        rank_addresses(TWO_NETWORKS, "ib0")
+    with pytest.raises(InvalidParamsError, match=r"has no address in the network '10\.9\.0\.0/16'"):
+        rank_addresses(TWO_NETWORKS, "10.9.0.0/16")
+
+
+@pytest.mark.parametrize(
+    ("host", "scope"),
+    [("127.0.0.1", "loopback"), ("::1", "loopback"), ("fe80::1%eth0", "link-local")],
+)
+def test_an_address_of_one_machine_alone_is_refused_on_several(host: str, scope: str) -> None:
+    """Other machines can't reach loopback and link-local addresses; on one machine they do."""
+    says = rf"{scope} address {host}, which other machines can't reach: .*--interface"
+    with pytest.raises(GangError, match=says):
+        rank_addresses([known_by(host, "a"), known_by("10.0.0.2", "b")], None)
+    assert len(rank_addresses([known_by(host, "a"), known_by("127.0.0.2", "a")], None)) == 2
+
+
+@pytest.mark.parametrize("interface", ["", 7, "10.1.0.0/33", "eth0/1"])
+def test_what_is_no_interface_is_refused(interface: object) -> None:
+    """A wrong value is named before anything starts."""
+    with pytest.raises(InvalidParamsError, match="interface is"):
+        checked(GangParams, {"interface": interface})
