@@ -12,9 +12,9 @@ from distributed import Client
 
 from prefect_torch_ddp import SchedulerLostError, WorkerLostError
 from tests.benchmarks.beside import show
-from tests.integration.gang.test_failures import wait_until
-from tests.integration.gang.test_loss import all_gone, sleeping_gang, workers_of
+from tests.support.gangs import all_gone, sleeping_gang, workers_of
 from tests.support.separate_cluster import SeparateCluster, separate_cluster, stop
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(900)
 ROUNDS = 5

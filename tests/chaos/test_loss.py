@@ -33,11 +33,11 @@ from prefect_torch_ddp import (
 )
 from prefect_torch_ddp.checkpoint.manifest import list_checkpoints
 from prefect_torch_ddp.storage.directory import DirectoryStorage
-from tests.integration.gang.test_failures import pids_in, wait_until
-from tests.integration.gang.test_loss import all_gone, sleeping_gang, workers_of
 from tests.integration.tasks.test_flow_loss import params_of
+from tests.support.gangs import all_gone, pids_in, sleeping_gang, workers_of
 from tests.support.runs import flow_run_id_of, newest_flow_run, train_states
 from tests.support.separate_cluster import SeparateCluster, end, separate_cluster, stop
+from tests.support.waiting import wait_until
 from tests.workloads import faulty, plain, retried_flow
 from tests.workloads.tiny import dask_worker_of, write_pid
 

@@ -16,7 +16,8 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from prefect_torch_ddp import TrainParams, train_flow
 from tests.support.runs import flow_run_id_of, free_port, train_states
-from tests.support.separate_cluster import end, wait_until
+from tests.support.separate_cluster import end
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(400)
 

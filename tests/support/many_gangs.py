@@ -15,7 +15,8 @@ from distributed import Client, Future, LocalCluster
 from prefect_torch_ddp import GangCancelledError, NotEnoughWorkersError, RankFailedError, run_gang
 from prefect_torch_ddp.gang.worker.rank_io import SEMAPHORES
 from prefect_torch_ddp.protocol.rank import Launcher
-from tests.integration.gang.test_failures import pids_in, wait_until
+from tests.support.gangs import pids_in
+from tests.support.waiting import wait_until
 from tests.workloads import faulty, plain
 
 MIX = (

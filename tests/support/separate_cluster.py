@@ -1,28 +1,20 @@
-"""Owns a Dask cluster as an operator runs it: scheduler, nannies, workers are processes of
-their own, to be killed or stopped."""
+"""A Dask cluster as an operator runs it: every scheduler, nanny and worker is a process."""
 
 import contextlib
 import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 from distributed import Client
 
+from tests.support.waiting import wait_until
+
 READY_S = 60.0
 STOP_S = 10.0
-
-
-def wait_until(true: Callable[[], object], timeout_s: float = 10.0) -> None:
-    """Wait for a condition."""
-    deadline = time.monotonic() + timeout_s
-    while not true():
-        assert time.monotonic() < deadline, "the condition did not come true in time"
-        time.sleep(0.02)
 
 
 def stop(process: psutil.Process) -> None:

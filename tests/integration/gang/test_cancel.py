@@ -1,27 +1,30 @@
-"""E5, C3: a gang that is cancelled stops after one step, leaves that step's checkpoint, and
-nothing else."""
+"""A gang that is cancelled ends whole; a training stops after one step and saves it."""
 
+import contextlib
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
-import threading
-import time
+from collections.abc import Iterator
+from concurrent.futures import Future as ThreadFuture
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import psutil
 import pytest
 from distributed import Client, Future
 
-from prefect_torch_ddp import GangCancelledError, RankFailedError, run_gang
+from prefect_torch_ddp import GangCancelledError, NotEnoughWorkersError, RankFailedError, run_gang
 from prefect_torch_ddp.checkpoint.manifest import list_manifests
-from prefect_torch_ddp.errors import GangError
 from prefect_torch_ddp.rank.workload import run_with_context
 from prefect_torch_ddp.storage.directory import DirectoryStorage
-from tests.integration.gang.test_failures import pids_in, wait_until
-from tests.workloads import endless, plain
+from tests.support.gangs import all_gone, pids_in, sleeping_gang
+from tests.support.waiting import HANG_S, wait_until
+from tests.workloads import endless, faulty, plain
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(300)
 
 
 def saved_steps(folder: Path) -> list[int]:
@@ -29,57 +32,53 @@ def saved_steps(folder: Path) -> list[int]:
     return [manifest.step for manifest in list_manifests(DirectoryStorage(folder / "store"), "run")]
 
 
-def start_training(
+@contextlib.contextmanager
+def training(
     client: Client, folder: Path
-) -> tuple[threading.Thread, list[GangError], list[int]]:
-    """Train in a thread; return it, the list that its error goes to, and the ranks' pids."""
+) -> Iterator[tuple["ThreadFuture[list[object]]", list[int]]]:
+    """Train in a thread; give its future and the ranks' pids."""
     pids = folder / "pids"
     pids.mkdir()
-    errors: list[GangError] = []
+    args = endless.config_in(folder), endless.train, (str(pids),)
+    with ThreadPoolExecutor(1) as pool:
+        gang = pool.submit(run_gang, client, run_with_context, args=args, world_size=2)
+        yield gang, pids_in(pids, 2)
 
-    def run() -> None:
-        try:
-            run_gang(
-                client,
-                run_with_context,
-                args=(endless.config_in(folder), endless.train, (str(pids),)),
-                world_size=2,
-            )
-        except GangError as error:
-            errors.append(error)
 
-    thread = threading.Thread(target=run)
-    thread.start()
-    return thread, errors, pids_in(pids, 2, timeout_s=60)
+def cancel_agents(client: Client, num_agents: int) -> None:
+    """Cancel so many agents from outside, by their Dask keys."""
+    keys = [key for key in map(str, client.futures) if key.startswith("ddp-agent-")]
+    assert len(keys) == 2
+    client.cancel([Future(key, client) for key in keys[:num_agents]], force=True)
+
+
+def test_client_cancel_ends_the_gang(dask_client: Client, tmp_path: Path) -> None:
+    """A9: cancelled by its Dask keys: ranks of a plain function are gone, the next gang works."""
+    with sleeping_gang(dask_client, tmp_path) as (gang, ranks):
+        cancel_agents(dask_client, 2)
+        assert type(gang.exception(HANG_S)) is GangCancelledError
+        wait_until(lambda: all_gone(ranks))
+    assert run_gang(dask_client, plain.sum_of_ones, world_size=2) == [2.0, 2.0]
 
 
 def test_client_cancel_leaves_a_checkpoint(dask_client: Client, tmp_path: Path) -> None:
-    """One agent's key is cancelled: all ranks stop after the same step; the error says which,
-    and that it was saved."""
-    thread, errors, ranks = start_training(dask_client, tmp_path)
-    agent = next(
-        future
-        for future in dask_client.futures.values()
-        if str(future.key).startswith("ddp-agent-")
-    )
-    dask_client.cancel([Future(agent.key, dask_client)], force=True)
-    thread.join(60)
-    (error,) = errors
+    """E5: one agent is cancelled: all ranks stop after the same step, which is saved and named."""
+    with training(dask_client, tmp_path) as (gang, ranks):
+        cancel_agents(dask_client, 1)
+        error = gang.exception(HANG_S)
     assert isinstance(error, GangCancelledError)
     assert saved_steps(tmp_path) == [error.step] == [error.checkpoint_step]
-    wait_until(lambda: not any(psutil.pid_exists(pid) for pid in ranks))
+    wait_until(lambda: not any(map(psutil.pid_exists, ranks)))
     assert run_gang(dask_client, plain.sum_of_ones, world_size=2) == [2.0, 2.0]
 
 
 def test_sigterm_of_a_rank_is_its_failure_and_leaves_a_checkpoint(
     dask_client: Client, tmp_path: Path
 ) -> None:
-    """Preemption of one rank: no success and no cancel, so that a retry resumes from the step
-    after which all stopped."""
-    thread, errors, ranks = start_training(dask_client, tmp_path)
-    os.kill(ranks[1], signal.SIGTERM)
-    thread.join(60)
-    (error,) = errors
+    """C3: preemption of one rank is no success and no cancel, so that a retry resumes."""
+    with training(dask_client, tmp_path) as (gang, ranks):
+        os.kill(ranks[1], signal.SIGTERM)
+        error = gang.exception(HANG_S)
     assert isinstance(error, RankFailedError)
     assert (error.rank, error.signal) == (1, signal.SIGTERM)
     (step,) = saved_steps(tmp_path)
@@ -89,38 +88,70 @@ def test_sigterm_of_a_rank_is_its_failure_and_leaves_a_checkpoint(
 CALLER = """
 import sys
 from pathlib import Path
-from distributed import Client, LocalCluster
 from prefect_torch_ddp import run_gang
 from prefect_torch_ddp.rank.workload import run_with_context
+from tests.support.gangs import own_cluster
 from tests.workloads import endless
 if __name__ == "__main__":
     folder = Path(sys.argv[1])
-    with LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=":0") as cluster, Client(cluster) as client:
-        run_gang(client, run_with_context, args=(endless.config_in(folder), endless.train, (str(folder / "pids"),)), world_size=2)
+    args = endless.config_in(folder), endless.train, (str(folder / "pids"),)
+    with own_cluster(2) as (_, client):
+        run_gang(client, run_with_context, args=args, world_size=2)
 """
 
 
 def test_ctrl_c_in_a_terminal_leaves_a_checkpoint(tmp_path: Path) -> None:
-    """The signal reaches the caller's whole process group, its local cluster too: ranks stop,
-    save and are gone within 10 s."""
+    """E5: the signal reaches the whole process group, workers too: ranks stop, save and go."""
     pids = tmp_path / "pids"
     pids.mkdir()
     script = tmp_path / "caller.py"
     script.write_text(CALLER)
-    caller = subprocess.Popen(
-        [sys.executable, str(script), str(tmp_path)],
-        start_new_session=True,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    ranks = pids_in(pids, 2, timeout_s=90)
+    command = [sys.executable, str(script), str(tmp_path)]
+    caller = subprocess.Popen(command, start_new_session=True, stderr=subprocess.PIPE, text=True)
+    ranks = pids_in(pids, 2)
     os.killpg(caller.pid, signal.SIGINT)
-    began_s = time.monotonic()
-    wait_until(lambda: not any(psutil.pid_exists(pid) for pid in ranks), 10)
-    _, said = caller.communicate(timeout=40)
-    assert caller.returncode != 0, f"after {time.monotonic() - began_s} s"
+    wait_until(lambda: not any(map(psutil.pid_exists, ranks)))
+    _, said = caller.communicate(timeout=HANG_S)
+    assert caller.returncode != 0
     (step,) = saved_steps(tmp_path)
-    assert (
-        f"all ranks stopped after step {step}; the newest checkpoint is of step {step}" in said
-    ), said
+    says = f"all ranks stopped after step {step}; the newest checkpoint is of step {step}"
+    assert says in said, said
     assert "KeyboardInterrupt" in said
+
+
+def _call_gang(address: str, folder: str) -> None:
+    with Client(address) as client:
+        run_gang(client, faulty.sleep_for_ever, args=(folder,), world_size=2)
+
+
+def start_caller(client: Client, folder: Path) -> BaseProcess:
+    """Run a gang from a process of its own."""
+    args = client.scheduler.address, str(folder)
+    caller = multiprocessing.get_context("spawn").Process(target=_call_gang, args=args)
+    caller.start()
+    return caller
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_death_of_the_caller(dask_client: Client, tmp_path: Path, how: signal.Signals) -> None:
+    """Ctrl-C, SIGTERM or SIGKILL of the caller: its ranks go, and the next gang runs."""
+    caller = start_caller(dask_client, tmp_path)
+    ranks = pids_in(tmp_path, 2)
+    assert caller.pid is not None
+    os.kill(caller.pid, how)
+    wait_until(lambda: not any(map(psutil.pid_exists, ranks)))
+    assert run_gang(dask_client, plain.sum_of_ones, world_size=2) == [2.0, 2.0]
+    caller.join(HANG_S)
+    assert caller.exitcode not in (None, 0)
+
+
+def test_busy_workers_are_waited_for_and_named(dask_client: Client, tmp_path: Path) -> None:
+    """The workers exist but are busy with another gang; the refusal says with whom."""
+    caller = start_caller(dask_client, tmp_path)
+    pids_in(tmp_path, 2)
+    with pytest.raises(NotEnoughWorkersError, match="busy with gang 'sleep_for_ever'"):
+        run_gang(dask_client, plain.sum_of_ones, world_size=2, queue_timeout_s=1.5)
+    caller.kill()
+    caller.join(HANG_S)
+    gang = run_gang(dask_client, plain.sum_of_ones, world_size=2, queue_timeout_s=HANG_S)
+    assert gang == [2.0, 2.0]

@@ -1,54 +1,30 @@
-"""When a rank fails: one error that names the right rank, nothing left behind, and the next
-gang works."""
+"""A rank fails: one error names the right rank, nothing is left behind, the next gang works."""
 
-import multiprocessing
-import os
 import pickle
-import signal
-import threading
-import time
-from collections.abc import Callable
+import re
 from pathlib import Path
 
-import psutil
 import pytest
-from distributed import Client, LocalCluster
+from distributed import Client
 
-from prefect_torch_ddp import (
-    GangCancelledError,
-    NotEnoughWorkersError,
-    RankFailedError,
-    WorkerLostError,
-    run_gang,
-)
-from tests.workloads import faulty, odd, plain
+from prefect_torch_ddp import RankFailedError, run_gang
+from prefect_torch_ddp.params import CheckpointParams
+from prefect_torch_ddp.rank.config import RankConfig
+from prefect_torch_ddp.storage.directory import DirectoryStorage
+from tests.support.gangs import RUN_WITH_CONTEXT
+from tests.workloads import faulty, leaves_early, plain
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(180)
 
-
-def wait_until(true: Callable[[], bool], timeout_s: float = 10.0) -> None:
-    """Wait for a condition."""
-    deadline = time.monotonic() + timeout_s
-    while not true():
-        assert time.monotonic() < deadline, "the condition did not come true in time"
-        time.sleep(0.02)
-
-
-def pids_in(folder: Path, num_ranks: int, timeout_s: float = 30) -> list[int]:
-    """Wait until all ranks have written their pids and return them."""
-    wait_until(
-        lambda: len([path for path in folder.iterdir() if path.name.isdigit()]) == num_ranks,
-        timeout_s,
-    )
-    return [int((folder / str(rank)).read_text()) for rank in range(num_ranks)]
+OWN_WORDS = "ValueError: the user's own words"
 
 
 @pytest.mark.parametrize(
     ("how", "says", "fields"),
     [
-        ("raise", "ValueError: the user's own words", {"cause": ValueError}),
-        ("slow_finally", "ValueError: the user's own words", {"cause": ValueError}),
-        ("slow_after_leaving", "ValueError: the user's own words", {"cause": ValueError}),
+        ("raise", OWN_WORDS, {"cause": ValueError}),
+        ("slow_finally", OWN_WORDS, {"cause": ValueError}),
+        ("slow_after_leaving", OWN_WORDS, {"cause": ValueError}),
         ("collective_in_finally", "the user's own words", {}),
         ("raise_timeout", "TimeoutError: the user's own timeout", {"cause": TimeoutError}),
         ("raise_awkward", "AwkwardError: won't unpickle \\(3\\)", {"cause": None}),
@@ -64,17 +40,14 @@ def pids_in(folder: Path, num_ranks: int, timeout_s: float = 30) -> list[int]:
 def test_the_right_rank_is_blamed(
     dask_client: Client, how: str, says: str, fields: dict[str, object]
 ) -> None:
-    """E4: rank 1 fails while rank 0 waits for it in a collective; the error names rank 1, its
-    host, the attempt and the cause."""
+    """E4: rank 1 fails while rank 0 waits; the error names rank, host, attempt and cause."""
     with pytest.raises(RankFailedError, match=says) as caught:
         run_gang(dask_client, faulty.only_on, args=(1, how), world_size=2, attempt=2)
     error = caught.value
     assert (error.rank, error.attempt, error.host) == (1, 2, "127.0.0.1")
     assert not isinstance(error, TimeoutError)
     assert str(error).startswith("rank 1 on 127.0.0.1 failed in attempt 2: ")
-    for name in ("exit_code", "signal"):
-        if name in fields:
-            assert getattr(error, name) == fields[name]
+    assert (error.exit_code, error.signal) == (fields.get("exit_code"), fields.get("signal"))
     if "cause" in fields:
         expected = fields["cause"]
         assert error.__cause__ is None if expected is None else type(error.__cause__) is expected
@@ -101,9 +74,8 @@ def test_the_next_gang_works_after_a_failed_one(dask_client: Client) -> None:
 
 def test_unpicklable_value_names_rank_and_type(dask_client: Client) -> None:
     """A value that doesn't pickle is an error that names rank and type."""
-    with pytest.raises(
-        RankFailedError, match=r"rank 1 returned a value of type _thread.lock that can't be pickled"
-    ):
+    says = r"rank 1 returned a value of type _thread.lock that can't be pickled"
+    with pytest.raises(RankFailedError, match=says):
         run_gang(dask_client, faulty.unpicklable_value, world_size=2)
 
 
@@ -113,111 +85,16 @@ def test_module_that_is_missing_at_the_rank(dask_client: Client) -> None:
         run_gang(dask_client, "no_such_module:fn", world_size=2)
 
 
-def test_lost_worker(tmp_path: Path) -> None:
-    """SIGKILL of a Dask worker: its ranks die with it, and the error names the worker and its
-    ranks."""
-    with (
-        LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=":0") as cluster,
-        Client(cluster) as client,
-    ):
-        victim = client.run(os.getpid)
-        errors: list[BaseException] = []
-
-        def run() -> None:
-            try:
-                run_gang(client, faulty.sleep_for_ever, args=(str(tmp_path),), world_size=2)
-            except WorkerLostError as error:
-                errors.append(error)
-
-        thread = threading.Thread(target=run)
-        thread.start()
-        ranks = pids_in(tmp_path, 2)
-        address, pid = sorted(victim.items())[1]
-        os.kill(pid, signal.SIGKILL)
-        thread.join(30)
-        assert [type(error) for error in errors] == [WorkerLostError]
-        assert address in str(errors[0])
-        wait_until(lambda: not any(psutil.pid_exists(pid) for pid in ranks))
-        assert run_gang(client, plain.sum_of_ones, world_size=2) == [2.0, 2.0]
-
-
-def test_a_worker_lost_with_its_values() -> None:
-    """SIGKILL of a Dask worker after its rank returned, before its value was fetched: an error,
-    no endless wait or second run."""
-    with (
-        LocalCluster(n_workers=1, threads_per_worker=1, dashboard_address=":0") as cluster,
-        Client(cluster) as client,
-    ):
-        with pytest.raises(
-            WorkerLostError, match="after its ranks had returned, with their values"
-        ):
-            run_gang(client, odd.kill_worker_at_exit, world_size=1)
-        assert run_gang(client, plain.sum_of_ones, world_size=1) == [1.0]
-
-
-def test_client_cancel_ends_the_gang(dask_client: Client, tmp_path: Path) -> None:
-    """A9: cancelled by its Dask keys from outside: GangCancelledError or WorkerLostError, ranks
-    gone, the next gang works."""
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            run_gang(dask_client, faulty.sleep_for_ever, args=(str(tmp_path),), world_size=2)
-        except GangCancelledError as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    ranks = pids_in(tmp_path, 2)
-    agents = [
-        future for future in dask_client.futures.values() if future.key.startswith("ddp-agent-")
-    ]
-    assert len(agents) == 2
-    from distributed import Future
-
-    dask_client.cancel([Future(agent.key, dask_client) for agent in agents], force=True)
-    thread.join(30)
-    assert [type(error) for error in errors] == [GangCancelledError]
-    wait_until(lambda: not any(psutil.pid_exists(pid) for pid in ranks))
-    assert run_gang(dask_client, plain.sum_of_ones, world_size=2) == [2.0, 2.0]
-
-
-def _call_gang(address: str, folder: str) -> None:
-    with Client(address) as client:
-        run_gang(client, faulty.sleep_for_ever, args=(folder,), world_size=2)
-
-
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_death_of_the_caller(dask_client: Client, tmp_path: Path, how: signal.Signals) -> None:
-    """Ctrl-C, SIGTERM or SIGKILL of the caller: ranks gone within 10 s, the next gang starts
-    within 10 s more."""
-    address = dask_client.scheduler.address
-    caller = multiprocessing.get_context("spawn").Process(
-        target=_call_gang, args=(address, str(tmp_path))
-    )
-    caller.start()
-    ranks = pids_in(tmp_path, 2)
-    assert caller.pid is not None
-    os.kill(caller.pid, how)
-    wait_until(lambda: not any(psutil.pid_exists(pid) for pid in ranks), 10)
-    started = time.monotonic()
-    assert run_gang(dask_client, plain.sum_of_ones, world_size=2) == [2.0, 2.0]
-    assert time.monotonic() - started < 10
-    caller.join(20)
-    assert caller.exitcode not in (None, 0)
-
-
-def test_busy_workers_are_waited_for_and_named(dask_client: Client, tmp_path: Path) -> None:
-    """Two limits: the workers exist but are busy with another gang; the refusal says with
-    whom."""
-    caller = multiprocessing.get_context("spawn").Process(
-        target=_call_gang, args=(dask_client.scheduler.address, str(tmp_path))
-    )
-    caller.start()
-    pids_in(tmp_path, 2)
-    with pytest.raises(NotEnoughWorkersError, match="busy with gang 'sleep_for_ever'"):
-        run_gang(dask_client, plain.sum_of_ones, world_size=2, queue_timeout_s=1.5)
-    assert caller.pid is not None
-    os.kill(caller.pid, signal.SIGKILL)
-    caller.join(20)
-    assert run_gang(dask_client, plain.sum_of_ones, world_size=2, queue_timeout_s=30) == [2.0, 2.0]
+@pytest.mark.parametrize("leaver", [0, 1])
+def test_early_return_of_a_rank_that_tracks(
+    dask_client: Client, tmp_path: Path, leaver: int
+) -> None:
+    """The rank that left is named, also where the checkpoint waits for its peers."""
+    policy = CheckpointParams(every_s=None)
+    config = RankConfig("early", 1, "task", DirectoryStorage(tmp_path), checkpoint=policy)
+    args = config, leaves_early.train, (leaver,)
+    says = re.escape("its function had already returned")
+    with pytest.raises(RankFailedError, match=says) as caught:
+        run_gang(dask_client, RUN_WITH_CONTEXT, args=args, world_size=2)
+    assert caught.value.rank == leaver
+    assert f"while rank {1 - leaver} waited for it in a collective" in str(caught.value)

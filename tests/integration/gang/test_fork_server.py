@@ -19,7 +19,7 @@ from prefect_torch_ddp import RankFailedError, run_gang
 from prefect_torch_ddp.errors import ForkServerUnavailableError
 from prefect_torch_ddp.gang.worker.fork_client import ForkServer
 from prefect_torch_ddp.protocol.rank import RankFiles
-from tests.integration.gang.test_failures import wait_until
+from tests.support.waiting import wait_until
 from tests.workloads import plain
 
 pytestmark = pytest.mark.timeout(120)

@@ -1,23 +1,20 @@
-"""When the ground goes: workers, nannies, the scheduler and the caller, killed or stopped,
-while a gang runs or waits on them."""
+"""Workers, nannies and the scheduler, killed or stopped, while a gang runs or waits on them."""
 
-import contextlib
-import os
 import threading
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import psutil
 import pytest
-from distributed import Client, LocalCluster
+from distributed import Client
 
 from prefect_torch_ddp import SchedulerLostError, WorkerLostError, run_gang
-from tests.integration.gang.test_failures import pids_in, wait_until
+from tests.support.gangs import all_gone, own_cluster, sleeping_gang, workers_of
 from tests.support.separate_cluster import SeparateCluster, separate_cluster, stop
-from tests.workloads import faulty, plain
+from tests.support.waiting import HANG_S, wait_until
+from tests.workloads import odd, plain
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.fixture
@@ -27,71 +24,67 @@ def others(tmp_path: Path) -> Iterator[SeparateCluster]:
         yield cluster
 
 
-@contextlib.contextmanager
-def sleeping_gang(
-    client: Client, folder: Path
-) -> Iterator[tuple["Future[list[object]]", list[psutil.Process]]]:
-    """Run a gang of two in a thread; give its future and its ranks, once both are there."""
-    folder.mkdir(exist_ok=True)
-    with ThreadPoolExecutor(1) as pool:
-        gang = pool.submit(
-            run_gang, client, faulty.sleep_for_ever, args=(str(folder),), world_size=2
-        )
-        yield gang, [psutil.Process(pid) for pid in pids_in(folder, 2, 60)]
+@pytest.mark.parametrize("how", ["killed", "retired"])
+def test_lost_worker(tmp_path: Path, how: str) -> None:
+    """A worker with a rank goes: a loss that names it, no cancel; ranks go, the next gang runs."""
+    with own_cluster(2) as (_, client):
+        (address, worker), _ = workers_of(client).items()
+        with sleeping_gang(client, tmp_path) as (gang, ranks):
+            if how == "killed":
+                worker.kill()
+            else:
+                client.retire_workers([address])
+            error = gang.exception(HANG_S)
+            assert type(error) is WorkerLostError
+            assert address in str(error)
+            wait_until(lambda: all_gone(ranks))
+        if how == "killed":
+            assert run_gang(client, plain.sum_of_ones, world_size=2) == [2.0, 2.0]
 
 
-def workers_of(client: Client) -> dict[str, psutil.Process]:
-    """Return the worker processes by address, in order."""
-    return {address: psutil.Process(pid) for address, pid in sorted(client.run(os.getpid).items())}
-
-
-def all_gone(processes: list[psutil.Process]) -> bool:
-    """Tell whether none of them runs."""
-    return not any(
-        process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in processes
-    )
+def test_a_worker_lost_with_its_values() -> None:
+    """Killed after its rank returned, before its value was fetched: an error, no second run."""
+    with own_cluster(1) as (_, client):
+        says = "after its ranks had returned, with their values"
+        with pytest.raises(WorkerLostError, match=says):
+            run_gang(client, odd.kill_worker_at_exit, world_size=1)
+        assert run_gang(client, plain.sum_of_ones, world_size=1) == [1.0]
 
 
 def test_a_stopped_worker(tmp_path: Path) -> None:
-    """SIGSTOP of a worker: the error names it and its silence, its ranks end by themselves, the
-    others at once."""
-    with (
-        LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=":0") as cluster,
-        Client(cluster) as client,
-    ):
+    """SIGSTOP of a worker: the error names it and its silence, and all ranks go."""
+    with own_cluster(2) as (_, client):
         (_, (address, worker)) = workers_of(client).items()
         try:
             with sleeping_gang(client, tmp_path) as (gang, ranks):
                 stop(worker)
-                error = gang.exception(60)
+                error = gang.exception(HANG_S)
                 assert type(error) is WorkerLostError
                 assert f"worker {address} was silent for 12 s; it held rank" in str(error)
-                wait_until(lambda: all_gone(ranks), 5)
+                wait_until(lambda: all_gone(ranks))
         finally:
             worker.resume()
         assert run_gang(client, plain.sum_of_ones, world_size=2) == [2.0, 2.0]
 
 
 def test_a_killed_scheduler(others: SeparateCluster, tmp_path: Path) -> None:
-    """SIGKILL of the scheduler: named at once, nothing of the gang left."""
+    """SIGKILL of the scheduler: it is named, and nothing of the gang is left."""
     with (
         Client(others.address, timeout=2) as client,
         sleeping_gang(client, tmp_path / "pids") as (gang, ranks),
     ):
         others.scheduler.kill()
-        assert type(gang.exception(60)) is SchedulerLostError
-        wait_until(lambda: all_gone(ranks), 5)
+        assert type(gang.exception(HANG_S)) is SchedulerLostError
+        wait_until(lambda: all_gone(ranks))
 
 
 def test_a_killed_nanny(others: SeparateCluster, tmp_path: Path) -> None:
-    """SIGKILL of a nanny takes its worker along: that worker is lost, its rank and the other
-    one are gone."""
+    """SIGKILL of a nanny takes its worker along: that worker is lost, and all ranks go."""
     with Client(others.address) as client:
         with sleeping_gang(client, tmp_path / "pids") as (gang, ranks):
             others.nannies[0].kill()
-            error = gang.exception(60)
-            assert type(error) is WorkerLostError
-            wait_until(lambda: all_gone(ranks), 5)
+            assert type(gang.exception(HANG_S)) is WorkerLostError
+            wait_until(lambda: all_gone(ranks))
         assert run_gang(client, plain.sum_of_ones, world_size=1) == [1.0]
 
 
@@ -102,45 +95,25 @@ def test_a_stopped_nanny(others: SeparateCluster) -> None:
         assert run_gang(client, plain.sum_of_ones, world_size=2) == [2.0, 2.0]
 
 
-def test_a_worker_that_is_retired_under_its_rank(tmp_path: Path) -> None:
-    """A worker that is retired while it holds a rank is lost, and not a cancel; the gang is
-    gone."""
-    with (
-        LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=":0") as cluster,
-        Client(cluster) as client,
-    ):
-        address = next(iter(workers_of(client)))
-        with sleeping_gang(client, tmp_path) as (gang, ranks):
-            client.retire_workers([address])
-            error = gang.exception(60)
-            assert type(error) is WorkerLostError
-            assert address in str(error)
-            wait_until(lambda: all_gone(ranks), 5)
-
-
 def test_a_worker_that_is_retired_while_a_gang_waits_for_it(tmp_path: Path) -> None:
-    """A gang waits for three workers, two of them busy; one of those leaves, another comes: the
-    gang is placed anew and runs."""
-    with (
-        LocalCluster(n_workers=3, threads_per_worker=1, dashboard_address=":0") as cluster,
-        Client(cluster) as client,
-    ):
+    """One of the busy workers it waits for leaves, another comes: it is placed anew and runs."""
+    with own_cluster(3) as (cluster, client), ThreadPoolExecutor(1) as pool:
         held, release = list(workers_of(client)), tmp_path / "release"
         for address in held[:2]:
-            client.submit(
-                _until_there, str(release), workers=[address], pure=False, key=f"busy-{address}"
-            )
+            key = f"busy-{address}"
+            client.submit(_until_there, str(release), workers=[address], pure=False, key=key)
         waiting = threading.Event()
-        with ThreadPoolExecutor(1) as pool:
-            gang = pool.submit(
-                run_gang, client, plain.sum_of_ones, world_size=3, on_event=lambda _: waiting.set()
-            )
-            assert waiting.wait(60), "it says for whom it waits"
-            cluster.scale(4)
-            client.retire_workers([held[0]])
-            release.touch()
-            assert gang.result(90) == [3.0, 3.0, 3.0]
+
+        def note(_event: object) -> None:
+            waiting.set()
+
+        gang = pool.submit(run_gang, client, plain.sum_of_ones, world_size=3, on_event=note)
+        assert waiting.wait(HANG_S), "it says for whom it waits"
+        cluster.scale(4)
+        client.retire_workers([held[0]])
+        release.touch()
+        assert gang.result(HANG_S) == [3.0, 3.0, 3.0]
 
 
 def _until_there(path: str) -> None:
-    wait_until(Path(path).exists, 120)
+    wait_until(Path(path).exists)

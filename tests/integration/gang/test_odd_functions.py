@@ -10,7 +10,7 @@ import pytest
 from distributed import Client
 
 from prefect_torch_ddp import RankFailedError, run_gang
-from tests.integration.gang.test_failures import wait_until
+from tests.support.waiting import wait_until
 from tests.workloads import odd
 
 pytestmark = pytest.mark.timeout(60)

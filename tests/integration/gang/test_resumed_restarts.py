@@ -1,11 +1,17 @@
-"""Restarts of functions with a RankContext: each attempt is claimed in the storage and resumes;
-the data stay what they were."""
+"""Restarts of functions with a RankContext: each attempt is claimed and resumes."""
 
 import json
+import os
+import signal
 from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import psutil
 import pytest
 from distributed import Client
 
@@ -15,54 +21,161 @@ from prefect_torch_ddp.checkpoint.run_files import read_failures
 from prefect_torch_ddp.errors import SupersededError
 from prefect_torch_ddp.gang import run as launch
 from prefect_torch_ddp.params import CheckpointParams
-from prefect_torch_ddp.protocol.events import AttemptBegan
+from prefect_torch_ddp.protocol.events import AttemptBegan, GangEvent
 from prefect_torch_ddp.rank.config import RankConfig
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.tasks.run import RunAttemptLog
-from tests.integration.gang.dying_workers import Workers, dying_workers
-from tests.integration.gang.test_restarts import attempts_in
+from tests.support.gangs import RUN_WITH_CONTEXT, attempts_in, extra_worker, own_cluster
+from tests.support.waiting import wait_until
 from tests.workloads import restarting
 
-if TYPE_CHECKING:
-    from prefect_torch_ddp.protocol.events import GangEvent
+pytestmark = pytest.mark.timeout(300)
 
-pytestmark = pytest.mark.timeout(180)
-
-NUM_SAMPLES, BATCH, EPOCHS = 24, 4, 3
-RUN_WITH_CONTEXT = "prefect_torch_ddp.rank.workload:run_with_context"
+NUM_SAMPLES, EPOCHS = 24, 3
+ELASTIC = {"determinism": "elastic", "virtual_ranks": 4}
 
 
 def train(
-    client: Client, folder: Path, plan: dict[int, dict[str, Any]], **options: Any
+    client: Client,
+    folder: Path,
+    plan: dict[int, dict[str, Any]],
+    *,
+    elastic: bool = False,
+    **options: Any,
 ) -> list[dict[str, Any]]:
-    """Run the ledger's training with checkpoints every two steps, as the tasks do."""
+    """Run a training as the tasks do: the ledger's, or one of four virtual ranks."""
     storage = DirectoryStorage(folder / "store")
+    policy = CheckpointParams(every_steps=1 if elastic else 2, every_s=None)
+    fn = "tests.workloads.elastic:fit" if elastic else restarting.train_with_ledger
+    own = (str(folder), plan) if elastic else (str(folder), plan, EPOCHS)
+    kind = ELASTIC if elastic else {"ledger": True}
 
     def arguments(attempt: int) -> tuple[Any, ...]:
-        policy = CheckpointParams(every_steps=2, every_s=None)
-        config = RankConfig("run", attempt, "task", storage, checkpoint=policy, ledger=True)
-        return config, restarting.train_with_ledger, (str(folder), plan, EPOCHS)
+        config = RankConfig("run", attempt, "task", storage, checkpoint=policy, **kind)
+        return config, fn, own
 
     attempt_log = RunAttemptLog(storage, "run", knows_steps=True)
+    if elastic:
+        options["world_size_divides"] = 4
     return run_gang(client, RUN_WITH_CONTEXT, args=arguments, attempt_log=attempt_log, **options)
 
 
-def ledger_of(folder: Path) -> list[dict[str, Any]]:
-    """Return the lines of all ranks in all attempts."""
-    return [
-        json.loads(line)
-        for path in folder.glob("ledger-*")
-        for line in path.read_text().splitlines()
-    ]
+@dataclass
+class Workers:
+    """Four workers that a script kills and starts while a gang trains on them."""
+
+    folder: Path
+    extra: list[psutil.Process]
+    """Three processes, one worker each; a fourth worker is the cluster's own."""
+    come_again: Callable[[], None]
+    """Starts three new ones."""
+
+    def waiting(self, attempt: int, num_ranks: int) -> list[int]:
+        """Wait until all ranks of an attempt wait to be killed; return their pids."""
+
+        def texts() -> list[str]:
+            found = self.folder.glob(f"waits-{attempt}-*")
+            return list(filter(None, (path.read_text() for path in found)))
+
+        wait_until(lambda: len(texts()) == num_ranks, what=f"attempt {attempt}")
+        return list(map(int, texts()))
+
+    def come_again_to_the_last(self, attempt: int) -> None:
+        """Start three new workers while an attempt of one rank waits, then kill that rank."""
+        (pid,) = self.waiting(attempt, 1)
+        self.come_again()
+        os.kill(pid, signal.SIGKILL)
+
+
+@contextmanager
+def dying_workers(
+    folder: Path, script: Callable[[Workers], None]
+) -> Iterator[tuple[Client, "Future[None]"]]:
+    """Give a client and the future of the script, which runs beside the test."""
+    with ExitStack() as stack:
+        cluster, client = stack.enter_context(own_cluster(1))
+
+        def three() -> list[psutil.Process]:
+            return [stack.enter_context(extra_worker(cluster, 2 + i)) for i in range(3)]
+
+        workers = Workers(folder, three(), lambda: workers.extra.extend(three()))
+        yield client, stack.enter_context(ThreadPoolExecutor(1)).submit(script, workers)
+
+
+def leave_two_then_one(workers: Workers) -> None:
+    """Kill two of four workers, then one more, then start three."""
+    workers.waiting(1, 4)
+    for worker in workers.extra[1:]:
+        worker.kill()
+    workers.waiting(2, 2)
+    workers.extra[0].kill()
+    workers.come_again_to_the_last(3)
+
+
+def leave_three_then_one(workers: Workers) -> None:
+    """Kill one of four workers, whose three hold two ranks, as three don't divide four."""
+    workers.waiting(1, 4)
+    workers.extra[0].kill()
+    pids = workers.waiting(2, 2)
+    for worker in workers.extra[1:]:
+        worker.kill()
+    os.kill(pids[0], signal.SIGKILL)  # those workers may hold none of the two ranks
+    workers.come_again_to_the_last(3)
+
+
+@pytest.mark.parametrize("elastic", [False, True], ids=["ledger", "elastic"])
+def test_four_then_two_then_one_then_four_ranks(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    elastic: bool,
+) -> None:
+    """B6: as many ranks as there is room for, the same batches, each sample once an epoch.
+
+    With elastic determinism the weights have the SHA-256 of one undisturbed rank.
+    """
+    monkeypatch.setattr(launch, "FULL_SIZE_S", 3.0)
+    steps = (3, 5, 7) if elastic else (4, 8, 14)
+    plan = {attempt: {"step": step, "how": "wait"} for attempt, step in enumerate(steps, 1)}
+    events: list[GangEvent] = []
+    options = {"min_world_size": 1, "max_restarts": 3, "on_event": events.append}
+    undisturbed = tmp_path / "undisturbed"
+    undisturbed.mkdir()
+    script = leave_three_then_one if elastic else leave_two_then_one
+    with dying_workers(tmp_path, script) as (client, over):
+        values = train(client, tmp_path, plan, elastic=elastic, world_size=4, **options)
+        over.result()
+        calm = train(client, undisturbed, {}, elastic=elastic, world_size=1)
+    assert attempts_in(events) == [(1, 4), (2, 2), (3, 1), (4, 4)]
+    if elastic:
+        assert values == calm * 4
+        return
+    assert [value["world_size"] for value in values] == [4] * 4
+    check_samples(tmp_path, undisturbed)
+    records = read_failures(DirectoryStorage(tmp_path / "store"), "run")
+    assert [(record.attempt, record.world_size) for record in records] == [(1, 4), (2, 2), (3, 1)]
+
+
+def check_samples(folder: Path, undisturbed: Path) -> None:
+    """The same batches as undisturbed, each sample once an epoch, and the ledger says so."""
+    batches = batches_that_count(folder)
+    assert batches == batches_that_count(undisturbed)
+    seen = Counter((epoch, sample) for epoch, samples in batches.values() for sample in samples)
+    epochs = range(1, EPOCHS + 1)
+    assert seen == Counter((epoch, sample) for epoch in epochs for sample in range(NUM_SAMPLES))
+    proof = read_ledger(folder / "store", "run")
+    assert proof.is_clean
+    lines = [f"epoch {epoch}: {NUM_SAMPLES} samples, each once" for epoch in epochs]
+    assert str(proof).splitlines() == lines
+    assert proof.attempts == {1: 4, 2: 2, 3: 1, 4: 4}
 
 
 def batches_that_count(folder: Path) -> dict[int, tuple[int, list[int]]]:
     """Return epoch and samples of each step, as the last attempt made it."""
-    lines = ledger_of(folder)
-    last = {
-        step: max(line["attempt"] for line in lines if line["step"] == step)
-        for step in {line["step"] for line in lines}
-    }
+    files = sorted(folder.glob("ledger-*"))
+    lines = [json.loads(line) for path in files for line in path.read_text().splitlines()]
+    last: dict[int, int] = {}
+    for line in lines:
+        last[line["step"]] = max(last.get(line["step"], 0), line["attempt"])
     batches: dict[int, tuple[int, list[int]]] = {}
     for line in lines:
         if line["attempt"] == last[line["step"]]:
@@ -72,78 +185,17 @@ def batches_that_count(folder: Path) -> dict[int, tuple[int, list[int]]]:
     return {step: (epoch, sorted(samples)) for step, (epoch, samples) in sorted(batches.items())}
 
 
-def test_four_then_two_then_one_then_four_ranks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Workers die and come: as many ranks as there is room for, each sample once an epoch, the
-    same batches."""
-    monkeypatch.setattr(launch, "FULL_SIZE_S", 3.0)
-    plan = {
-        1: {"step": 4, "how": "wait"},
-        2: {"step": 8, "how": "wait"},
-        3: {"step": 14, "how": "wait"},
-    }
-    events: list[GangEvent] = []
-
-    def script(workers: Workers) -> None:
-        workers.waiting(1, 4)
-        for worker in workers.extra[1:]:
-            worker.kill()
-        workers.waiting(2, 2)
-        workers.extra[0].kill()
-        workers.come_again_to_the_last(3)
-
-    with dying_workers(tmp_path, script) as (client, over):
-        values = train(
-            client,
-            tmp_path,
-            plan,
-            world_size=4,
-            min_world_size=1,
-            max_restarts=3,
-            on_event=events.append,
-        )
-        over()
-        assert attempts_in(events) == [(1, 4), (2, 2), (3, 1), (4, 4)]
-        assert [value["world_size"] for value in values] == [4] * 4
-        undisturbed = tmp_path / "undisturbed"
-        undisturbed.mkdir()
-        train(client, undisturbed, {}, world_size=1)
-    batches = batches_that_count(tmp_path)
-    assert batches == batches_that_count(undisturbed)
-    for epoch in range(1, EPOCHS + 1):
-        seen = Counter(
-            sample for e, samples in batches.values() if e == epoch for sample in samples
-        )
-        assert seen == Counter(range(NUM_SAMPLES))
-    proof = read_ledger(tmp_path / "store", "run")
-    assert proof.is_clean
-    assert str(proof).splitlines() == [
-        f"epoch {epoch}: {NUM_SAMPLES} samples, each once" for epoch in range(1, EPOCHS + 1)
-    ]
-    assert proof.attempts == {1: 4, 2: 2, 3: 1, 4: 4}
-    records = read_failures(DirectoryStorage(tmp_path / "store"), "run")
-    assert [(record.attempt, record.world_size) for record in records] == [(1, 4), (2, 2), (3, 1)]
-
-
 def test_the_same_error_at_the_same_step_twice_ends_it(dask_client: Client, tmp_path: Path) -> None:
-    """Attempt 2 is the last one though three restarts are left; the error says why, keeps its
-    cause, and the record is kept."""
+    """Attempt 2 is the last though restarts are left; the error says why, a later call knows."""
     plan = {attempt: {"step": 4, "how": "ValueError"} for attempt in range(1, 9)}
     says = "not tried again: the same ValueError at step 4 ended attempt 1 too"
     with pytest.raises(RankFailedError, match=says) as caught:
         train(dask_client, tmp_path, plan, world_size=2, max_restarts=3)
     assert (caught.value.attempt, type(caught.value.__cause__)) == (2, ValueError)
     storage = DirectoryStorage(tmp_path / "store")
-    first, second = read_failures(storage, "run")
-    assert (
-        (first.step, first.fingerprint)
-        == (second.step, second.fingerprint)
-        == (4, "builtins.ValueError: ValueError: told to fail")
-    )
-    with pytest.raises(
-        RankFailedError, match="at step 4 ended attempt 2 too"
-    ):  # a later call, e.g. a retry, remembers
+    found = {(record.step, record.fingerprint) for record in read_failures(storage, "run")}
+    assert found == {(4, "builtins.ValueError: ValueError: told to fail")}
+    with pytest.raises(RankFailedError, match="at step 4 ended attempt 2 too"):
         train(dask_client, tmp_path, plan, world_size=2, max_restarts=3)
     assert newest_attempt(storage, "run") == 3
 
@@ -160,8 +212,7 @@ def test_the_same_error_at_the_same_step_twice_ends_it(dask_client: Client, tmp_
 def test_what_may_pass_is_tried_again(
     dask_client: Client, tmp_path: Path, faults: list[tuple[int, str]]
 ) -> None:
-    """The same error at another step, an OSError at the same one, and errors with something
-    else between them."""
+    """The same error at another step, an OSError, and errors with something else between them."""
     plan = {
         attempt: {"step": step, "how": how} for attempt, (step, how) in enumerate(faults, start=1)
     }
@@ -183,27 +234,18 @@ def test_a_record_that_cannot_be_written_hides_no_failure(
 
 
 def test_a_restart_does_not_supersede_a_successor(dask_client: Client, tmp_path: Path) -> None:
-    """While attempt 1 ran, somebody who took it for lost began attempt 2: no restart fences
-    that one off."""
+    """While attempt 1 ran, somebody who took it for lost began attempt 2: that one goes on."""
     storage = DirectoryStorage(tmp_path / "store")
     attempt_log = RunAttemptLog(storage, "run", knows_steps=False)
-    args = ([1], "SIGKILL", str(tmp_path))
 
-    def succeed(event: "GangEvent") -> None:
+    def succeed(event: GangEvent) -> None:
         if isinstance(event, AttemptBegan):
             RunAttemptLog(storage, "run", knows_steps=False).begin()
 
-    with pytest.raises(
-        SupersededError, match="attempt 1 of run run has been superseded by attempt 2"
-    ) as caught:
-        run_gang(
-            dask_client,
-            restarting.fail_in,
-            args=args,
-            world_size=2,
-            max_restarts=3,
-            attempt_log=attempt_log,
-            on_event=succeed,
-        )
+    options = {"max_restarts": 3, "attempt_log": attempt_log, "on_event": succeed}
+    args = ([1], "SIGKILL", str(tmp_path))
+    says = "attempt 1 of run run has been superseded by attempt 2"
+    with pytest.raises(SupersededError, match=says) as caught:
+        run_gang(dask_client, restarting.fail_in, args=args, world_size=2, **options)
     assert isinstance(caught.value.__cause__, RankFailedError)
     assert newest_attempt(storage, "run") == 2

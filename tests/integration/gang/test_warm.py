@@ -13,7 +13,7 @@ import pytest
 from distributed import Client, LocalCluster
 
 from prefect_torch_ddp import GangError, InvalidParamsError, run_gang, warm
-from tests.integration.gang.test_failures import wait_until
+from tests.support.waiting import wait_until
 from tests.workloads import plain
 
 pytestmark = pytest.mark.timeout(300)

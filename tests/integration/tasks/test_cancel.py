@@ -20,7 +20,7 @@ from prefect_torch_ddp import CheckpointParams, ClusterParams, TrainParams
 from prefect_torch_ddp.checkpoint.manifest import list_manifests
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.tasks.run import run_id_of
-from tests.integration.gang.test_failures import pids_in
+from tests.support.gangs import pids_in
 from tests.support.runs import logs_of, newest_flow_run, states_of, states_passed, task_runs_of
 from tests.support.separate_cluster import separate_cluster
 from tests.support.waiting import HANG_S, wait_until

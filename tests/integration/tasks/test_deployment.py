@@ -23,13 +23,13 @@ from prefect.client.schemas.filters import FlowRunFilterStateType as StateTypeFi
 from prefect.client.schemas.objects import StateType
 
 from prefect_torch_ddp import ClusterParams
-from tests.integration.gang.test_failures import pids_in
 from tests.integration.tasks.test_cancel import (
     check_cancelled,
     newest_run,
     params_of,
     wait_for_checkpoint,
 )
+from tests.support.gangs import pids_in
 from tests.support.runs import artifacts_of
 from tests.support.separate_cluster import separate_cluster
 from tests.support.waiting import wait_until

@@ -1,0 +1,87 @@
+"""Gangs for tests: clusters of their own, gangs in a thread, and what their ranks left."""
+
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import psutil
+from distributed import Client, LocalCluster
+
+from prefect_torch_ddp import run_gang
+from prefect_torch_ddp.protocol.events import AttemptBegan, GangEvent
+from tests.support.waiting import HANG_S, wait_until
+from tests.workloads import faulty
+
+RUN_WITH_CONTEXT = "prefect_torch_ddp.rank.workload:run_with_context"
+
+
+@contextlib.contextmanager
+def own_cluster(
+    num_workers: int, threads_per_worker: int = 1, **options: Any
+) -> Iterator[tuple[LocalCluster, Client]]:
+    """Start a cluster that the test may harm."""
+    options |= {"n_workers": num_workers, "threads_per_worker": threads_per_worker}
+    with LocalCluster(dashboard_address=":0", **options) as cluster, Client(cluster) as client:
+        client.wait_for_workers(num_workers, timeout=HANG_S)
+        yield cluster, client
+
+
+@contextlib.contextmanager
+def extra_worker(cluster: LocalCluster, num_workers: int) -> Iterator[psutil.Process]:
+    """Join a worker without a nanny to a cluster: once killed it never comes back."""
+    options = ["--no-nanny", "--nthreads", "1", "--no-dashboard"]
+    command = [sys.executable, "-m", "dask", "worker", cluster.scheduler_address, *options]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        with Client(cluster) as client:
+            client.wait_for_workers(num_workers, timeout=HANG_S)
+        yield psutil.Process(process.pid)
+    finally:
+        process.kill()
+        process.wait()
+
+
+def pids_in(folder: Path, num_ranks: int, timeout_s: float = HANG_S) -> list[int]:
+    """Wait until all ranks have written their pids and return them."""
+
+    def texts() -> list[str]:
+        return [path.read_text() for path in sorted(folder.iterdir()) if path.name.isdigit()]
+
+    wait_until(lambda: len(list(filter(None, texts()))) == num_ranks, timeout_s, "all ranks' pids")
+    return [int((folder / str(rank)).read_text()) for rank in range(num_ranks)]
+
+
+@contextlib.contextmanager
+def sleeping_gang(
+    client: Client, folder: Path
+) -> Iterator[tuple["Future[list[object]]", list[psutil.Process]]]:
+    """Run a gang of two in a thread; give its future and its ranks, once both are there."""
+    folder.mkdir(exist_ok=True)
+    with ThreadPoolExecutor(1) as pool:
+        args = (str(folder),)
+        gang = pool.submit(run_gang, client, faulty.sleep_for_ever, args=args, world_size=2)
+        yield gang, [psutil.Process(pid) for pid in pids_in(folder, 2)]
+
+
+def workers_of(client: Client) -> dict[str, psutil.Process]:
+    """Return the worker processes by address, in order."""
+    return {address: psutil.Process(pid) for address, pid in sorted(client.run(os.getpid).items())}
+
+
+def all_gone(processes: Sequence[psutil.Process]) -> bool:
+    """Tell whether none of them runs."""
+    return not any(
+        process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in processes
+    )
+
+
+def attempts_in(events: Sequence[GangEvent]) -> list[tuple[int, int]]:
+    """Return number and size of each attempt."""
+    return [
+        (event.attempt, event.world_size) for event in events if isinstance(event, AttemptBegan)
+    ]
