@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Mapping
 from types import ModuleType
-from typing import Annotated, Any, Literal, Self, get_args
+from typing import Annotated, Any, Literal, Self, cast, get_args
 
 from pydantic import (
     BaseModel,
@@ -99,6 +99,12 @@ class GangParams(Params):
     launcher: Launcher = "auto"
     """auto forks ranks from a warm helper process of each Dask worker, in milliseconds, where that
     is safe; exec starts a fresh Python for each."""
+
+    def options_of_gang(self) -> GangOptions:
+        """Return those that `run_gang` takes by keyword."""
+        return cast(
+            "GangOptions", {name: getattr(self, name) for name in GangOptions.__annotations__}
+        )
 
     @field_validator("resources")
     @classmethod

@@ -79,7 +79,8 @@ def _from_s3_bucket(block: Any, reference: str) -> S3Storage:
     anonymous = config.get("signature_version") == "unsigned"
     keys: dict[str, Any] = {}
     if not anonymous and isinstance(credentials, MinIOCredentials):
-        keys = _minio_keys(credentials)
+        keys["access_key_id"] = credentials.minio_root_user
+        keys["secret_access_key"] = credentials.minio_root_password.get_secret_value()
     elif not anonymous:
         keys = _aws_keys(credentials, reference)
     verify = str(parameters.verify_cert_path) if parameters.verify_cert_path else parameters.verify
@@ -107,13 +108,6 @@ def _limits(config: Mapping[str, Any]) -> dict[str, Any]:
         "max_attempts": max_attempts,
     }
     return {name: value for name, value in given.items() if value is not None}
-
-
-def _minio_keys(credentials: Any) -> dict[str, Any]:
-    return {
-        "access_key_id": credentials.minio_root_user,
-        "secret_access_key": credentials.minio_root_password.get_secret_value(),
-    }
 
 
 def _aws_keys(credentials: Any, reference: str) -> dict[str, Any]:

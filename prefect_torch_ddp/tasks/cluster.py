@@ -114,9 +114,7 @@ def local_cluster(**kwargs: Any) -> distributed.LocalCluster:
         "dashboard_address": "127.0.0.1:0",  # None would bind port 8787 all the same
         "scheduler_kwargs": {"allowed_failures": 0},
         "env": {
-            **dict.fromkeys(
-                ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), num_threads
-            ),
+            **{f"{lib}_NUM_THREADS": num_threads for lib in ("OMP", "MKL", "OPENBLAS")},
             "DASK_LOGGING__DISTRIBUTED": "warning",
         },
     }
@@ -205,21 +203,17 @@ def is_supervisor_loss(error: Exception) -> bool:
     if client.status != "running":
         return False
     scheduler: Any = client.scheduler
-    return (
-        client.sync(lambda: answer_of(scheduler.identity(n_workers=0), LIVENESS_TIMEOUT_S))
-        is not None
-    )
+    identity = client.sync(lambda: answer_of(scheduler.identity(n_workers=0), LIVENESS_TIMEOUT_S))
+    return identity is not None
 
 
 def _runner() -> DaskTaskRunner:
     context = FlowRunContext.get()
     runner = context.task_runner if context else None
     if not isinstance(runner, DaskTaskRunner):
-        where = (
-            f"flow {context.flow.name!r} uses {type(runner).__name__}"
-            if context and context.flow
-            else "there is no flow run"
-        )
+        where = "there is no flow run"
+        if context and context.flow:
+            where = f"flow {context.flow.name!r} uses {type(runner).__name__}"
         needs = f"a DDP task needs the Dask cluster of its flow, but {where}"
         msg = f"{needs}; write @flow(task_runner=DaskTaskRunner(...))"
         raise InvalidParamsError(msg)

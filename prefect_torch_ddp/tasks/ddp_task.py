@@ -4,7 +4,7 @@ import functools
 import hashlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Concatenate, ParamSpec, Self, TypeVar, Unpack, cast, overload
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar, Unpack, overload
 
 from prefect import Task
 from prefect.context import TaskRunContext
@@ -12,20 +12,18 @@ from prefect.logging import get_run_logger
 from prefect.tasks import TaskOptions
 from prefect.utilities.hashing import hash_objects
 
-from prefect_torch_ddp.checkpoint.resume_point import ResumePoint
 from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.gang.options import checked
 from prefect_torch_ddp.gang.run import run_gang
-from prefect_torch_ddp.params import ContextOptions, ContextParams, GangOptions
-from prefect_torch_ddp.rank.config import RankConfig
+from prefect_torch_ddp.params import ContextOptions, ContextParams
 from prefect_torch_ddp.rank.context import RankContext
-from prefect_torch_ddp.storage.protocol import Storage
 from prefect_torch_ddp.tasks.blocks import resolve_storage
 from prefect_torch_ddp.tasks.cluster import current_client
 from prefect_torch_ddp.tasks.run import (
     RUN_WITH_CONTEXT,
     RunAttemptLog,
     log_to_run,
+    rank_config,
     resume_point,
     run_id_of,
     slug,
@@ -53,29 +51,6 @@ class TaskParams(ContextParams):
     """Names a training within its flow run. Calls of the task with the same key and equal arguments
     are one training, also when the flow run is retried: a call resumes what the one before it left.
     None: each task run is a training of its own, which its own retries alone resume."""
-
-    def rank_config(
-        self, run_id: str, attempt: int, storage: Storage, resume_from: ResumePoint | None
-    ) -> RankConfig:
-        """Describe the context of the ranks of one attempt."""
-        return RankConfig(
-            run_id=run_id,
-            attempt=attempt,
-            stage="task",
-            storage=storage,
-            options=dict(self.options),
-            seed=self.seed,
-            checkpoint=self.checkpoint,
-            resume_from=resume_from,
-            determinism=self.determinism,
-            virtual_ranks=self.virtual_ranks,
-            ledger=self.ledger,
-        )
-
-    def gang_options(self) -> GangOptions:
-        """Return the options of run_gang among them."""
-        names = GangOptions.__annotations__
-        return cast("GangOptions", {name: getattr(self, name) for name in names})
 
 
 @overload
@@ -178,7 +153,7 @@ def run_as_task(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str
             client,
             RUN_WITH_CONTEXT,
             args=lambda attempt: (
-                params.rank_config(run_id, attempt, storage, resume_from),
+                rank_config(params, run_id, attempt, "task", storage, resume_from=resume_from),
                 fn,
                 args,
                 kwargs,
@@ -188,7 +163,7 @@ def run_as_task(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str
             name=run_id,
             attempt_log=RunAttemptLog(storage, run_id, knows_steps=False),
             on_event=log_to_run(),
-            **params.gang_options(),
+            **params.options_of_gang(),
         )
     return values[0]
 

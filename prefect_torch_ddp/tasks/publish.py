@@ -75,25 +75,18 @@ def publish(  # noqa: PLR0913, PLR0917 - each is another task's result, and Pref
     curve = render_curves(curves.curves, curves.epoch_ends)
     whole = render_report(report, params, read_run_record(), curve, lost_time_s(all_records))
     with get_client(sync_client=True) as client:
-        num_artifacts = _put_all(
-            ArtifactWriter(client, *get_task_and_flow_run_ids()), report, whole
-        )
-    get_run_logger().info(
-        "published %d artifacts from %d records of %s",
-        num_artifacts,
-        len(all_records),
-        training.run_id,
-    )
+        writer = ArtifactWriter(client, *get_task_and_flow_run_ids())
+        num_artifacts = _put_all(writer, report, whole)
+    words = "published %d artifacts from %d records of %s"
+    get_run_logger().info(words, num_artifacts, len(all_records), training.run_id)
     return report
 
 
 def _checked_ledger(storage: Storage, run_id: str) -> LedgerReport:
     ledger = read_ledger(storage, run_id)
     if ledger.is_clean:
-        get_run_logger().info(
-            "the ledger of %d epochs is clean: each sample that was due was trained on once",
-            len(ledger.epochs),
-        )
+        words = "the ledger of %d epochs is clean: each sample that was due was trained on once"
+        get_run_logger().info(words, len(ledger.epochs))
     else:
         get_run_logger().error("the ledger of run %s is not clean:\n%s", run_id, ledger)
     return ledger
@@ -125,28 +118,25 @@ def class_cells(evaluation: Report) -> list[dict[str, Any]]:
 
 
 def _put_all(writer: ArtifactWriter, report: TrainReport, whole: str) -> int:
-    run = f"Run {report.run_id}"
-    num_artifacts = 2
-    writer.put("markdown", key("report"), whole, run)
-    checkpoints = (
-        f"# Checkpoints\n\n{checkpoint_list(report)}\n\n{load_section(report.model_uri)}\n"
-    )
-    writer.put("markdown", key("checkpoints"), checkpoints, f"{run}: model and checkpoints")
-    if report.epochs:
-        writer.put_table(
-            key("epochs"), epoch_cells(report.epochs), f"{run}: mean over all samples of all ranks"
-        )
-        num_artifacts += 1
-    if report.evaluation.confusion_matrix:
-        matrix = f"# Confusion matrix\n\n{confusion_table(report.evaluation)}\n"
-        writer.put("markdown", key("confusion-matrix"), matrix, f"{run}: held-out data")
-        num_artifacts += 1
-    if report.evaluation.classes:
-        writer.put_table(
-            key("class-scores"), class_cells(report.evaluation), f"{run}: held-out data"
-        )
-        num_artifacts += 1
-    return num_artifacts
+    found = report.evaluation
+    checkpoints = f"{checkpoint_list(report)}\n\n{load_section(report.model_uri)}"
+    texts = [
+        ("report", whole, ""),
+        ("checkpoints", f"# Checkpoints\n\n{checkpoints}\n", ": model and checkpoints"),
+    ]
+    if found.confusion_matrix:
+        matrix = f"# Confusion matrix\n\n{confusion_table(found)}\n"
+        texts.append(("confusion-matrix", matrix, ": held-out data"))
+    tables = [
+        ("epochs", epoch_cells(report.epochs), ": mean over all samples of all ranks"),
+        ("class-scores", class_cells(found), ": held-out data"),
+    ]
+    tables = [table for table in tables if table[1]]
+    for name, text, what in texts:
+        writer.put("markdown", key(name), text, f"Run {report.run_id}{what}")
+    for name, rows, what in tables:
+        writer.put_table(key(name), rows, f"Run {report.run_id}{what}")
+    return len(texts) + len(tables)
 
 
 def _cell(value: float | None) -> float | str:

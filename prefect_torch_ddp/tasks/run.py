@@ -4,7 +4,8 @@ import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Unpack, cast
+from functools import partial
+from typing import TYPE_CHECKING, Any, Unpack
 from uuid import UUID
 
 from prefect.logging import get_run_logger
@@ -14,7 +15,7 @@ from prefect_torch_ddp.checkpoint.manifest import newest
 from prefect_torch_ddp.checkpoint.resume_point import ResumePoint, parse_resume_from
 from prefect_torch_ddp.checkpoint.run_files import read_failures, write_failure
 from prefect_torch_ddp.gang.caller.stop import rank_text, stack_line
-from prefect_torch_ddp.params import GangOptions, TrainParams
+from prefect_torch_ddp.params import ContextParams, GangOptions, TrainParams
 from prefect_torch_ddp.protocol.events import (
     FailureRecord,
     GangEvent,
@@ -53,35 +54,41 @@ class Run:
     ) -> RankConfig:
         """Describe the context of one stage's ranks; a checkpoint to restore is this attempt's."""
         params = self.params
-        return RankConfig(
-            run_id=self.run_id,
-            attempt=attempt,
-            stage=stage,
-            storage=self.storage,
+        config = partial(
+            rank_config, params, self.run_id, attempt, stage, self.storage, source=self.source
+        )
+        if stage == "prepare":
+            # What it draws belongs to the dataset, which all seeds share; a seed for it is one of
+            # data_options.
+            return config(dataset_id=self.dataset_id, options=params.data_options, seed=0)
+        return config(
             dataset_id=self.dataset_id,
-            options=params.data_options
-            if stage == "prepare"
-            else {**params.data_options, **params.options},
-            # What prepare draws belongs to the dataset, which all seeds share; a seed for it is
-            # one of data_options.
-            seed=0 if stage == "prepare" else params.seed,
-            checkpoint=params.checkpoint,
+            options={**params.data_options, **params.options},
             resume_from=self.resume_from if stage == "train" else None,
             restore_step=restore_step,
             restore_attempt=None if restore_step is None else attempt,
-            determinism=params.determinism,
-            virtual_ranks=params.virtual_ranks,
             evaluate_on=params.evaluate_on,
-            ledger=params.ledger,
-            source=self.source,
         )
 
     def gang_options(self, world_size: int, **changes: Unpack[GangOptions]) -> GangOptions:
         """Return the options of a gang of so many ranks for one stage."""
-        params = self.params
-        given = {name: getattr(params, name) for name in GangOptions.__annotations__}
-        given["min_world_size"] = min(params.min_world_size or world_size, world_size)
-        return cast("GangOptions", {**given, **changes})
+        least = min(self.params.min_world_size or world_size, world_size)
+        return {**self.params.options_of_gang(), "min_world_size": least, **changes}
+
+
+def rank_config(
+    params: ContextParams, run_id: str, attempt: int, stage: Stage, storage: Storage, **more: Any
+) -> RankConfig:
+    """Describe the context of a gang's ranks, as the parameters and what comes on top say."""
+    chosen = {
+        "options": dict(params.options),
+        "seed": params.seed,
+        "checkpoint": params.checkpoint,
+        "determinism": params.determinism,
+        "virtual_ranks": params.virtual_ranks,
+        "ledger": params.ledger,
+    }
+    return RankConfig(run_id, attempt, stage, storage, **{**chosen, **more})
 
 
 def run_id_of(name: str, prefect_id: UUID) -> str:
@@ -173,9 +180,7 @@ class RunAttemptLog:
         by_rank: dict[str, list[RecordsLeft]] = {}
         for part in left:
             by_rank.setdefault(part.key.rpartition("/")[0], []).append(part)
-        with ThreadPoolExecutor(
-            max_workers=MAX_PARALLEL, thread_name_prefix="keep-records"
-        ) as pool:
+        with ThreadPoolExecutor(MAX_PARALLEL, thread_name_prefix="keep-records") as pool:
             done = [pool.submit(self._keep, parts) for parts in by_rank.values()]
         for each in done:
             each.result()

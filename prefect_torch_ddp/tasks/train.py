@@ -1,6 +1,5 @@
 """The task that trains: a gang of ranks under supervision, which a retry resumes."""
 
-import json
 import time
 from typing import Any
 
@@ -8,7 +7,6 @@ from prefect import Task, task
 from prefect.client.schemas.objects import State, TaskRun
 from prefect.context import TaskRunContext
 from prefect.logging import get_run_logger
-from pydantic import ValidationError
 
 from prefect_torch_ddp.checkpoint.attempts import newest_attempt, refuse_superseded
 from prefect_torch_ddp.checkpoint.keys import finished_key
@@ -162,20 +160,16 @@ def finished_training(run: Run) -> TrainingSummary | None:
     """
     logger = get_run_logger()
     try:
-        report = TrainingSummary.model_validate(
-            json.loads(run.storage.read(finished_key(run.run_id)))
-        )
+        report = TrainingSummary.model_validate_json(run.storage.read(finished_key(run.run_id)))
         _check_left(run, report)
     except ObjectNotFoundError:
         return None
-    except (ValidationError, ValueError, CheckpointError) as error:
-        logger.warning(
-            "the record of a finished training doesn't count, it is run again: %s", error
-        )
+    except (ValueError, CheckpointError) as error:
+        words = "the record of a finished training doesn't count, it is run again: %s"
+        logger.warning(words, error)
         return None
-    logger.info(
-        "the training has finished already, in attempt %d: it is not run again", report.attempt
-    )
+    words = "the training has finished already, in attempt %d: it is not run again"
+    logger.info(words, report.attempt)
     return report
 
 

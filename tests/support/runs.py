@@ -22,6 +22,7 @@ from prefect.client.schemas.objects import Artifact, FlowRun, Log, TaskRun
 from prefect.client.schemas.sorting import FlowRunSort
 
 import prefect_torch_ddp.flow
+from tests.support.waiting import wait_until
 
 
 def free_port() -> int:
@@ -53,6 +54,17 @@ def logs_of(flow_run_id: UUID) -> list[Log]:
         while page := client.read_logs(where, limit=200, offset=len(lines)):
             lines += page
     return lines
+
+
+def wait_until_said(flow_run_id: UUID, *texts: str) -> None:
+    """Wait for a line in the flow run's log that has all the texts.
+
+    Dask workers send their lines in batches, on their own time.
+    """
+    wait_until(
+        lambda: any(all(t in line.message for t in texts) for line in logs_of(flow_run_id)),
+        what=f"a line with {texts}",
+    )
 
 
 def task_runs_of(flow_run_id: UUID) -> dict[str, TaskRun]:

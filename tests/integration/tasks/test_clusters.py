@@ -14,7 +14,7 @@ from distributed import Client
 from prefect.client.orchestration import get_client
 
 from prefect_torch_ddp import ClusterParams, TrainParams, TrainReport, run_gang, train_flow
-from tests.support.runs import flow_run_id_of, logs_of, task_runs_of
+from tests.support.runs import flow_run_id_of, task_runs_of, wait_until_said
 from tests.support.waiting import wait_until
 from tests.workloads import plain
 
@@ -91,9 +91,8 @@ def check(report: TrainReport) -> None:
     runs = task_runs_of(flow_run_id)
     assert runs.keys() == {"prepare", "train", "evaluate", "publish"}
     assert {run.state_name for run in runs.values()} <= {"Completed", "Cached"}
-    # A Dask worker sends its log to the server in batches, on its own time.
-    printed = {"[rank 0] step 1", "[rank 1] step 1"}
-    wait_until(lambda: printed <= {line.message for line in logs_of(flow_run_id)})
+    for rank in (0, 1):
+        wait_until_said(flow_run_id, f"[rank {rank}] step 1")
 
 
 def test_scheduler_and_workers_of_others(scheduler_address: str, tmp_path: Path) -> None:

@@ -30,7 +30,9 @@ from tests.support.runs import (
     states_passed,
     task_runs_of,
     train_states,
+    wait_until_said,
 )
+from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.timeout(400), pytest.mark.usefixtures("prefect_api")]
 
@@ -96,11 +98,9 @@ def test_a_killed_rank_costs_no_retry(params: Params, undisturbed: TrainReport) 
     assert "rank 1 on 127.0.0.1 failed in attempt 1: was killed by SIGKILL (9)" in failure.summary
     flow_run_id = flow_run_id_of(report.flow_run_url)
     assert states_passed(flow_run_id) == ["Completed"]
-    log = [line.message for line in logs_of(flow_run_id)]
-    assert any("was killed by SIGKILL (9)" in line and "restart 1 of 2" in line for line in log)
+    wait_until_said(flow_run_id, "was killed by SIGKILL (9)", "restart 1 of 2")
     for attempt in (1, 2):
-        said = f"attempt {attempt} trains tests.workloads.tiny on 2 ranks"
-        assert any(said in line for line in log)
+        wait_until_said(flow_run_id, f"attempt {attempt} trains tests.workloads.tiny on 2 ranks")
     page = str(artifacts_of(flow_run_id)["train-ddp-report"].data)
     assert "## Failed attempts" in page
     assert "failed in attempt 1: was killed by SIGKILL" in page
@@ -110,7 +110,7 @@ def test_a_killed_rank_costs_no_retry(params: Params, undisturbed: TrainReport) 
     assert "## Ledger" in page
     assert "samples, each once" in page
     assert "not clean" not in page
-    assert any("the ledger of" in line and "is clean" in line for line in log)
+    wait_until_said(flow_run_id, "the ledger of", "is clean")
     assert weights(report) == weights(undisturbed)
     assert report.epochs == undisturbed.epochs
     assert undisturbed.training.failures == ()
@@ -128,8 +128,7 @@ def test_prefects_retries_come_after_the_restarts(params: Params, undisturbed: T
     flow_run_id = flow_run_id_of(report.flow_run_url)
     assert states_passed(flow_run_id) == ["AwaitingRetry", "Retrying", "Completed"]
     cause = "rank 1 on 127.0.0.1 failed in attempt 2: was killed by SIGKILL (9)"
-    log = [line.message for line in logs_of(flow_run_id)]
-    assert any(cause in line and "Retry 1/1 will start" in line for line in log)
+    wait_until_said(flow_run_id, cause, "Retry 1/1 will start")
     assert weights(report) == weights(undisturbed)
     assert report.epochs == undisturbed.epochs
 
@@ -171,13 +170,12 @@ def test_a_hang_is_tried_again_and_resumed(params: Params) -> None:
     assert report.training.resumed_from_step in (2, 4)
     flow_run_id = flow_run_id_of(report.flow_run_url)
     assert "Retrying" in states_passed(flow_run_id)
-    log = [line.message for line in logs_of(flow_run_id)]
-    hung = r"hung in attempt 1: rank 1 on 127\.0\.0\.1 did not arrive"
-    where = rf"{hung}: for \d+ s it has been in step 6 at tiny\.py:\d+ in fail"
-    assert any(re.search(where, message) for message in log)
     for rank in (0, 1):
         begin = f"[rank {rank}] is at, the innermost call first:"
-        assert "in train" in next(message for message in log if message.startswith(begin))
+        wait_until_said(flow_run_id, begin, "in train")
+    hung = r"hung in attempt 1: rank 1 on 127\.0\.0\.1 did not arrive"
+    where = rf"{hung}: for \d+ s it has been in step 6 at tiny\.py:\d+ in fail"
+    wait_until(lambda: any(re.search(where, line.message) for line in logs_of(flow_run_id)))
 
 
 def test_a_hang_without_retries_is_the_flows_error(params: Params) -> None:
@@ -214,7 +212,8 @@ def test_a_failed_run_is_resumed(
     another process."""
     store = tmp_path / "store"
     with pytest.raises(RankFailedError, match="SIGKILL"):
-        train_flow(params(options={"fault": KILLED}))
+        # The command line loads the flow from its file, which workers of others don't know.
+        train_flow(params(options={"fault": KILLED}, cluster=ClusterParams()))
     (failed,) = (path.name for path in (store / "runs").iterdir())
     elsewhere = str(tmp_path / "elsewhere")
     for reference, where in ((failed, str(store)), (f"{store}/runs/{failed}", elsewhere)):
@@ -224,9 +223,7 @@ def test_a_failed_run_is_resumed(
         assert weights(report) == weights(undisturbed)
     flow_run_id = retry_train_flow(prefect_api, failed, tmp_path / "home")
     assert newest_attempt(DirectoryStorage(store), failed) == 2
-    said = {f"resuming from the checkpoint of step {step} of run {failed}" for step in (5, 10)}
-    log = [line.message for line in logs_of(flow_run_id)]
-    assert any(words in line for line in log for words in said)
+    wait_until_said(flow_run_id, "resuming from the checkpoint of step", f"of run {failed}")
     exported = store / "runs" / failed / "model" / "model.safetensors"
     assert exported.read_bytes() == weights(undisturbed)
 
@@ -238,13 +235,12 @@ def test_a_finished_training_is_not_run_again_on_another_machine(
     Prefect's result is out of reach, evaluates, and makes no attempt."""
     options = {"fail_evaluation_once": str(tmp_path / "failed")}
     with pytest.raises(RankFailedError, match="told to fail once"):
-        train_flow(params(world_size=1, options=options))
+        train_flow(params(world_size=1, options=options, cluster=ClusterParams()))
     (folder,) = (tmp_path / "store" / "runs").iterdir()
     storage = DirectoryStorage(tmp_path / "store")
     before = read_all_records(storage, folder.name)
     flow_run_id = retry_train_flow(prefect_api, folder.name, tmp_path / "home")
-    said = "the training has finished already, in attempt 1"
-    assert any(said in line.message for line in logs_of(flow_run_id))
+    wait_until_said(flow_run_id, "the training has finished already, in attempt 1")
     assert newest_attempt(storage, folder.name) == 1
     assert read_all_records(storage, folder.name) == before
 

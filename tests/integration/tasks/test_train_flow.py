@@ -16,8 +16,13 @@ from safetensors.torch import load_file
 from prefect_torch_ddp import CheckpointParams, ClusterParams, TrainParams, TrainReport, train_flow
 from prefect_torch_ddp.checkpoint.manifest import list_checkpoints
 from prefect_torch_ddp.storage.directory import DirectoryStorage
-from tests.support.runs import artifacts_of, flow_run_id_of, logs_of, task_runs_of
-from tests.support.waiting import wait_until
+from tests.support.runs import (
+    artifacts_of,
+    flow_run_id_of,
+    logs_of,
+    task_runs_of,
+    wait_until_said,
+)
 
 pytestmark = [pytest.mark.timeout(240)]
 
@@ -167,8 +172,8 @@ def test_the_best_checkpoint_is_evaluated(dask_cluster: LocalCluster, tmp_path: 
     assert exported.keys() == weights.keys()
     assert all(torch.equal(exported[name], weights[name]) for name in weights)
     flow_run_id = flow_run_id_of(report.flow_run_url)
-    printed = {"[rank 0] step 1", "[rank 1] step 1"}
-    wait_until(lambda: printed <= {line.message for line in logs_of(flow_run_id)})
+    for rank in (0, 1):
+        wait_until_said(flow_run_id, f"[rank {rank}] step 1")
 
 
 @pytest.mark.usefixtures("prefect_api")
@@ -185,6 +190,8 @@ def test_a_workload_whose_module_imports_prefect_still_logs(
             world_size=1,
         )
     )
-    messages = [line.message for line in logs_of(flow_run_id_of(report.flow_run_url))]
-    assert messages.count("[rank 0] user.code: logged by user code") == 1
-    assert any("checkpoint of step" in message for message in messages)
+    flow_run_id = flow_run_id_of(report.flow_run_url)
+    wait_until_said(flow_run_id, "checkpoint of step")
+    said = "[rank 0] user.code: logged by user code"
+    wait_until_said(flow_run_id, said)
+    assert [line.message for line in logs_of(flow_run_id)].count(said) == 1
