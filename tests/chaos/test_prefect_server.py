@@ -50,7 +50,7 @@ class Server:
             self._process = subprocess.Popen(
                 command, stdout=log, stderr=log, env=os.environ | {"PREFECT_HOME": str(self._home)}
             )
-        wait_until(self._answers, 120)
+        wait_until(self._answers)
 
     def _answers(self) -> bool:
         with suppress(OSError), urllib.request.urlopen(f"{self.url}/health", timeout=2) as response:
@@ -97,7 +97,7 @@ def test_a_server_that_is_killed_and_comes_back(server: Server, tmp_path: Path) 
     run_id = flow_run_id_of(report.flow_run_url)
     with get_client(sync_client=True) as client:
         assert client.read_flow_run(run_id).state_name == "Completed"
-    wait_until(lambda: train_states(run_id) == ["Completed"], 60)
+    wait_until(lambda: train_states(run_id) == ["Completed"])
 
 
 def _strike(server: Server, folder: Path) -> int:

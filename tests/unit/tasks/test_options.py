@@ -1,0 +1,132 @@
+"""Options: declared once, in the same words at every level, and refused by name."""
+
+from typing import Any, get_type_hints
+
+import pytest
+from prefect.utilities.callables import parameter_schema
+from pydantic import ValidationError
+
+from prefect_torch_ddp import InvalidParamsError, RankContext, TrainParams, ddp_task
+from prefect_torch_ddp.gang.options import checked
+from prefect_torch_ddp.params import ContextOptions, ContextParams, GangOptions, GangParams
+from prefect_torch_ddp.tasks.ddp_task import DdpTaskOptions, TaskParams
+
+
+def fit(ctx: RankContext, lr: float = 0.1) -> float:
+    """Be made a task."""
+    return lr * ctx.world_size
+
+
+@pytest.mark.parametrize(
+    ("options", "params"), [(GangOptions, GangParams), (ContextOptions, ContextParams)]
+)
+def test_each_option_can_be_given_by_keyword(options: Any, params: Any) -> None:
+    """With the type of its declaration; `world_size` comes first where a gang is run."""
+    declared, keywords = get_type_hints(params), get_type_hints(options)
+    named = set(params.model_fields) - {"world_size"}
+    assert keywords == {name: declared[name] for name in named}
+    assert set(TaskParams.model_fields) <= set(DdpTaskOptions.__annotations__)
+
+
+def test_all_levels_have_all_options_of_a_gang() -> None:
+    """The flow too, and with the same defaults but for three that say why they differ."""
+    differing = {
+        name
+        for name, declared in GangParams.model_fields.items()
+        if TrainParams.model_fields[name].default != declared.default
+    }
+    assert differing == {"world_size", "max_restarts", "progress_timeout_s"}
+
+
+def test_the_form_is_in_order_and_explains_each_field() -> None:
+    """A run's own fields come before those of its training and of its gang."""
+
+    def flow(params: TrainParams) -> None: ...
+
+    for name, model in (parameter_schema(flow).definitions or {}).items():
+        fields = model["properties"]
+        places = sorted((field["position"], key) for key, field in fields.items())
+        assert [place for place, _ in places] == list(range(len(fields))), name
+        assert all(field.get("description") for field in fields.values()), name
+        if name == "TrainParams":
+            assert [key for _, key in places][:2] == ["workload", "world_size"]
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"world_size": 0}, "world_size is 0; it should be greater than"),
+        ({"seed": True}, "seed is True; it should be a valid integer"),
+        ({"backend": "mpi"}, "backend is 'mpi'; choose one of auto, gloo, nccl"),
+        ({"checkpoint": {"every_step": 3}}, "checkpoint"),
+        ({"sed": 1}, "there is no option sed; did you mean seed?"),
+        ({"retrys": 2, "world_size": 0}, "world_size is 0.*; there is no option retrys"),
+        ({"resources": {"GPU": 0}}, r"resources is \{'GPU': 0.0\}; give positive amounts"),
+        ({"interface": "10.1.0.0/99"}, "interface is '10.1.0.0/99', which is no network"),
+        ({"min_world_size": 3, "world_size": 2}, "give a min_world_size of at most world_size"),
+        (
+            {"determinism": "elastic", "virtual_ranks": 4, "world_size": 3},
+            "virtual_ranks is 4 and world_size 3; give a world_size that divides",
+        ),
+        ({"virtual_ranks": 4}, "virtual_ranks is 4, which needs determinism='elastic'"),
+    ],
+)
+def test_a_wrong_option_of_a_task_is_refused(options: dict[str, Any], says: str) -> None:
+    """By its name and value, when the module is imported; also by with_options."""
+    with pytest.raises(InvalidParamsError, match=says):
+        ddp_task(**options)
+    made: Any = ddp_task(fit)
+    with pytest.raises(InvalidParamsError, match=says):
+        made.with_options(**options)
+
+
+def test_options_are_kept_and_changed() -> None:
+    """Prefect's and ours, each where it belongs; what isn't named stays."""
+    made: Any = ddp_task(world_size=2, seed=5, retries=1)(fit)
+    changed = made.with_options(seed=6, retries=3, name="other")
+    assert (made.params.seed, made.retries, made.name) == (5, 1, "fit")
+    assert (changed.params.seed, changed.params.world_size) == (6, 2)
+    assert (changed.retries, changed.name) == (3, "other")
+
+
+@pytest.mark.parametrize("function", [lambda: 0, lambda *, ctx: 0, lambda *args: 0])
+def test_a_function_without_a_context_is_refused(function: Any) -> None:
+    """The mistake shows where it is made, when the module is imported."""
+    says = r"<lambda> takes no positional argument.*takes a RankContext first"
+    with pytest.raises(InvalidParamsError, match=says):
+        ddp_task(world_size=2)(function)
+    assert ddp_task(lambda ctx, /: 0).name == "<lambda>"
+
+
+@pytest.mark.parametrize(
+    ("params", "says"),
+    [
+        ({"world_size": 0}, "world_size"),
+        ({"worldsize": 2}, "worldsize"),
+        ({"workload": "not a module"}, "workload is 'not a module'"),
+        ({"evaluate_on": "best"}, "checkpoint.best_metric is empty"),
+        (
+            {"cluster": {"address": "tcp://x:1", "cluster_class": "a.B"}},
+            "leave cluster_class and cluster_kwargs empty",
+        ),
+        ({"cluster": {"address": "tcp://x:1", "adapt_kwargs": {"minimum": 1}}}, "and adapt_kwargs"),
+        ({"checkpoint": {"every_steps": 0}}, "every_steps"),
+        ({"determinism": "elastic"}, "virtual_ranks is empty: give the most ranks"),
+        ({"virtual_ranks": 4}, "virtual_ranks is 4, which needs determinism='elastic'"),
+        (
+            {"determinism": "elastic", "virtual_ranks": 3},
+            "virtual_ranks is 3 and world_size 2; give a world_size that divides",
+        ),
+    ],
+)
+def test_a_wrong_parameter_of_a_run_is_refused(params: dict[str, Any], says: str) -> None:
+    """An unknown or impossible one, by name, also when a deployment gives it."""
+    with pytest.raises(ValidationError, match=says):
+        TrainParams.model_validate(params)
+
+
+def test_a_forms_texts_are_read_as_numbers() -> None:
+    """A run's parameters may come as JSON or from an automation's template; a call's may not."""
+    assert TrainParams.model_validate({"world_size": "3"}).world_size == 3
+    with pytest.raises(InvalidParamsError, match="world_size is '3'"):
+        checked(GangParams, {"world_size": "3"})
