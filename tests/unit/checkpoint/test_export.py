@@ -1,33 +1,33 @@
-"""Shows that a finished training's model is left once: by the newest attempt, and never
-replaced."""
+"""A finished training's model is exported once, by the newest attempt, as a file that plain
+PyTorch loads."""
 
 import hashlib
+import io
 import json
 import math
-import multiprocessing
-import os
-import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+import sys
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load, load_file
+from torch import nn
 
 from prefect_torch_ddp.checkpoint.attempts import claim_attempt
-from prefect_torch_ddp.checkpoint.export import export_model
+from prefect_torch_ddp.checkpoint.export import export_model, weights_file
 from prefect_torch_ddp.checkpoint.keys import attempts_prefix, object_key
 from prefect_torch_ddp.checkpoint.manifest import Manifest, ManifestObject
 from prefect_torch_ddp.checkpoint.objects import digest_of
-from prefect_torch_ddp.checkpoint.serial import to_bytes
+from prefect_torch_ddp.checkpoint.serial import from_bytes, to_bytes
 from prefect_torch_ddp.errors import CheckpointError, SupersededError
 from prefect_torch_ddp.storage.directory import DirectoryStorage
-from prefect_torch_ddp.storage.protocol import Storage, StoredObject
+from prefect_torch_ddp.storage.protocol import Storage
+from tests.forwarding import ForwardingStorage
 
 ABOUT = {"workload": "flows.digits", "options": {"lr": 0.1}, "seed": 3}
-SPAWN = multiprocessing.get_context("spawn")
 
 
 def checkpoint(storage: Storage, attempt: int, value: float = 1.0) -> Manifest:
@@ -40,6 +40,13 @@ def checkpoint(storage: Storage, attempt: int, value: float = 1.0) -> Manifest:
     return Manifest("run", 4, attempt, 2, {}, 1, metrics, (item,))
 
 
+def card_in(folder: Path) -> dict[str, Any]:
+    """Read the card, which must be JSON by the standard."""
+    text = (folder / "runs/run/model/model.json").read_bytes()
+    card: dict[str, Any] = json.loads(text, parse_constant=pytest.fail)
+    return card
+
+
 def test_weights_and_a_card_of_plain_json(tmp_path: Path) -> None:
     """In the run's folder `model`, the card with all that a reader of the weights may ask
     for."""
@@ -48,10 +55,7 @@ def test_weights_and_a_card_of_plain_json(tmp_path: Path) -> None:
     uri = export_model(storage, checkpoint(storage, attempt), "model", attempt, ABOUT)
     assert uri == f"{tmp_path}/runs/run/model/model.safetensors"
     torch.nn.Linear(2, 2).load_state_dict(load_file(uri))
-    card = json.loads(
-        (tmp_path / "runs/run/model/model.json").read_bytes(), parse_constant=pytest.fail
-    )
-    assert card == ABOUT | {
+    assert card_in(tmp_path) == ABOUT | {
         "file": "model.safetensors",
         "sha256": hashlib.sha256(Path(uri).read_bytes()).hexdigest(),
         "num_bytes": Path(uri).stat().st_size,
@@ -74,10 +78,7 @@ def test_a_card_takes_every_option(tmp_path: Path) -> None:
     attempt = claim_attempt(storage, "run")
     about = {"options": {"max_norm": math.inf, 3: [math.nan, (1, Path("x"))]}}
     export_model(storage, checkpoint(storage, attempt), "model", attempt, about)
-    card = json.loads(
-        (tmp_path / "runs/run/model/model.json").read_bytes(), parse_constant=pytest.fail
-    )
-    assert card["options"] == {"max_norm": "inf", "3": ["nan", [1, "x"]]}
+    assert card_in(tmp_path)["options"] == {"max_norm": "inf", "3": ["nan", [1, "x"]]}
 
 
 def test_the_same_weights_stand_and_others_get_a_folder_of_their_own(tmp_path: Path) -> None:
@@ -123,69 +124,166 @@ def test_damage_is_named(tmp_path: Path) -> None:
     assert not (tmp_path / "runs/run/model").exists()
 
 
-@dataclass(frozen=True)
-class StopsBefore(DirectoryStorage):
-    """Stops its own process, by SIGSTOP, before it does the first thing to the model's
-    folder."""
+class HeldUpStorage(ForwardingStorage):
+    """Something happens right before its first request of a kind, as if its client hung there."""
+
+    def __init__(self, inner: Storage, before: str, meanwhile: Callable[[], None]) -> None:
+        super().__init__(inner)
+        self._before = before
+        self._meanwhile: Callable[[], None] | None = meanwhile
+
+    def _come(self, request: str) -> None:
+        if request == self._before and self._meanwhile is not None:
+            meanwhile, self._meanwhile = self._meanwhile, None
+            meanwhile()
 
     def write_if_absent(self, key: str, data: bytes) -> bool:
-        """Stop, go on when told to, and write."""
-        if "/model/" in key and key.endswith(".safetensors"):
-            os.kill(os.getpid(), signal.SIGSTOP)
+        """See Storage.write_if_absent."""
+        self._come(f"write {key}")
         return super().write_if_absent(key, data)
 
-
-@dataclass(frozen=True)
-class StopsAtClaims(DirectoryStorage):
-    """Stops its own process before it looks for newer attempts."""
-
-    def list(self, prefix: str = "") -> Iterator[StoredObject]:
-        """Stop, go on when told to, and list."""
-        if prefix == attempts_prefix("run"):
-            os.kill(os.getpid(), signal.SIGSTOP)
+    def list(self, prefix: str = "") -> Any:
+        """See Storage.list."""
+        self._come(f"list {prefix}")
         return super().list(prefix)
 
 
-def export_as(storage: DirectoryStorage, manifest: Manifest, attempt: int) -> None:
-    """Be an attempt, in a process of its own; end with 3 where a newer one has it."""
-    try:
-        export_model(storage, manifest, "model", attempt, ABOUT)
-    except SupersededError:
-        raise SystemExit(3) from None
-
-
-@contextmanager
-def stopped_attempt(
-    storage: DirectoryStorage, manifest: Manifest, attempt: int
-) -> "Iterator[multiprocessing.process.BaseProcess]":
-    """Start an attempt, and wait until it has stopped itself."""
-    process = SPAWN.Process(target=export_as, args=(storage, manifest, attempt))
-    process.start()
-    assert process.pid is not None
-    _, status = os.waitpid(process.pid, os.WUNTRACED)
-    try:
-        assert os.WIFSTOPPED(status)
-        yield process
-    finally:
-        process.kill()
-        process.join(30)
-
-
-@pytest.mark.parametrize("kind", [StopsBefore, StopsAtClaims])
-def test_an_older_attempt_that_wakes_up_changes_nothing(
-    tmp_path: Path, kind: type[DirectoryStorage]
-) -> None:
-    """It is stopped before it looks for newer attempts, or right after that; the newer one's
-    model is what stays."""
+@pytest.mark.parametrize(
+    "before", ["write runs/run/model/model.safetensors", f"list {attempts_prefix('run')}"]
+)
+def test_an_older_attempt_that_was_held_up_changes_nothing(tmp_path: Path, before: str) -> None:
+    """Right before it looks for newer attempts, or right after; the newer one's model stays."""
     storage = DirectoryStorage(tmp_path)
     old = claim_attempt(storage, "run")
-    with stopped_attempt(kind(tmp_path), checkpoint(storage, old), old) as process:
+    left: dict[Path, bytes] = {}
+
+    def export_as_newer() -> None:
         new = claim_attempt(storage, "run")
         uri = export_model(storage, checkpoint(storage, new, 2.0), "model", new, ABOUT)
-        left = {path: path.read_bytes() for path in Path(uri).parent.glob("model.*")}
-        os.kill(process.pid or 0, signal.SIGCONT)
-        process.join(60)
-        assert process.exitcode == 3
-    assert uri == f"{tmp_path}/runs/run/model/model.safetensors"
-    assert left == {path: path.read_bytes() for path in Path(uri).parent.iterdir()}
+        left.update({path: path.read_bytes() for path in Path(uri).parent.glob("model.*")})
+
+    held_up = HeldUpStorage(storage, before, export_as_newer)
+    with pytest.raises(SupersededError):
+        export_model(held_up, checkpoint(storage, old), "model", old, ABOUT)
+    folder = tmp_path / "runs/run/model"
+    assert left == {path: path.read_bytes() for path in folder.iterdir()}
     assert len(left) == 2
+
+
+class Tied(nn.Module):
+    """An embedding whose weights are the output's too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(7, 3)
+        self.output = nn.Linear(3, 7, bias=False)
+        self.output.weight = self.embedding.weight
+
+
+class Odd(nn.Module):
+    """Tensors of kinds that files of weights seldom hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mask", torch.tensor([True, False, True]))
+        self.register_buffer("phase", torch.randn(3, dtype=torch.complex64))
+        self.register_buffer("bfloat", torch.randn(3).to(torch.bfloat16))
+        self.register_buffer("none", torch.zeros(0, 4))
+        self.register_buffer("also_none", torch.zeros(0, 4))
+        self.register_buffer("count", torch.tensor(2**40))
+        self.register_buffer("turned", torch.randn(4, 3).t())
+        self.register_buffer("row", torch.randn(4, 3)[1])
+        self.register_buffer("spread", torch.randn(1, 3).expand(4, 3))
+        self.register_buffer("conjugate", torch.randn(3, dtype=torch.complex64).conj())
+
+
+class WithConfiguration(nn.Linear):
+    """A module with state that is no tensor."""
+
+    def get_extra_state(self) -> dict[str, int]:
+        """Return it."""
+        return {"version": 3}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        """Take it back."""
+        assert state == {"version": 3}
+
+
+def file_of(state: Any) -> tuple[str, bytes]:
+    """Make the file of a state as a checkpoint holds it."""
+    return weights_file(from_bytes(to_bytes(state)), to_bytes(state))
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        pytest.param(lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)), id="buffers"),
+        pytest.param(
+            lambda: nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last), id="channels last"
+        ),
+        pytest.param(Tied, id="tied weights"),
+        pytest.param(Odd, id="odd dtypes and layouts"),
+    ],
+)
+def test_every_value_comes_back_by_load_state_dict(made: Any) -> None:
+    """Into a new module, strictly, to the last bit."""
+    module = made()
+    name, data = file_of(module.state_dict())
+    assert name == "model.safetensors"
+    state = load(data)
+    assert {name: value.dtype for name, value in state.items()} == {
+        name: v.dtype for name, v in module.state_dict().items()
+    }
+    other = made()
+    for name, buffer in list(other.named_buffers(recurse=False)):
+        other.register_buffer(name, buffer.clone())  # an expanded one can't be written to
+    other.load_state_dict(state)
+    for key, value in module.state_dict().items():
+        assert torch.equal(other.state_dict()[key], value), key
+
+
+def test_the_same_state_is_the_same_file() -> None:
+    """Byte by byte, so that equal weights are seen by their digests."""
+    state = nn.Linear(3, 2).state_dict()
+    assert file_of(state) == file_of(
+        {name: value.clone() for name, value in reversed(state.items())}
+    )
+
+
+@pytest.mark.filterwarnings("ignore:Validating sparse tensor invariants")
+@pytest.mark.parametrize(
+    ("state", "says"),
+    [
+        (WithConfiguration(3, 2).state_dict(), "'_extra_state' in its state is a dict"),
+        (
+            {"weight": torch.eye(3).to_sparse()},
+            "'weight' in its state is a Tensor and no plain, dense tensor",
+        ),
+        ({3: torch.zeros(1)}, "3 in its state is a Tensor"),
+        ([torch.zeros(1)], "its state is a list"),
+        ({"weight": torch.zeros(2, dtype=torch.complex128)}, "safetensors refuses it"),
+    ],
+    ids=["extra state", "sparse", "no text for a name", "no dict", "unknown dtype"],
+)
+def test_what_safetensors_cannot_hold_is_left_for_torch_load(
+    state: Any, says: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As the checkpoint has it, with the reason in the log."""
+    name, data = file_of(state)
+    assert name == "model.pt"
+    assert says in caplog.text
+    again = torch.load(io.BytesIO(data), weights_only=True)
+    assert type(again) is type(state)
+    assert len(again) == len(state)
+
+
+def test_without_safetensors_there_is_the_other_way(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """On machines where it isn't installed."""
+    monkeypatch.setitem(sys.modules, "safetensors.torch", None)
+    module = nn.Linear(3, 2)
+    name, data = file_of(module.state_dict())
+    assert name == "model.pt"
+    assert "safetensors is not installed here" in caplog.text
+    nn.Linear(3, 2).load_state_dict(torch.load(io.BytesIO(data), weights_only=True))

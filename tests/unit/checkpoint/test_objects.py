@@ -1,5 +1,4 @@
-"""Shows that the objects of a checkpoint are read together, verified, and come back as they
-were saved."""
+"""The objects of a checkpoint are read together, verified, and come back as they were saved."""
 
 import dataclasses
 import resource
@@ -9,10 +8,19 @@ from typing import Any
 
 import pytest
 import torch
+from blake3 import blake3
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from prefect_torch_ddp.checkpoint import objects
 from prefect_torch_ddp.checkpoint.manifest import Manifest, ManifestObject
-from prefect_torch_ddp.checkpoint.objects import NUM_AHEAD, digest_of, read_states
+from prefect_torch_ddp.checkpoint.objects import (
+    NUM_AHEAD,
+    Digest,
+    digest_of,
+    digest_of_parts,
+    read_states,
+)
 from prefect_torch_ddp.checkpoint.restore import Restorer
 from prefect_torch_ddp.checkpoint.serial import to_bytes
 from prefect_torch_ddp.errors import CheckpointError
@@ -52,11 +60,11 @@ class InParts(WholeObjects):
         return self.inner.read_seen(key, see)
 
 
-def written(storage: Storage) -> Manifest:
-    """Write the states as a checkpoint's objects."""
+def written(storage: Storage, states: dict[str, Any] = STATES) -> Manifest:
+    """Write states as a checkpoint's objects."""
     items = []
-    for name, state in STATES.items():
-        data = to_bytes(state)
+    for name, state in states.items():
+        data = state if isinstance(state, bytes) else to_bytes(state)
         storage.write(f"{name}.pt", data)
         items.append(ManifestObject(name, f"{name}.pt", len(data), digest_of(data)))
     return Manifest("run", 3, 1, 1, {}, 1, {}, tuple(items))
@@ -104,12 +112,7 @@ def test_nobody_keeps_a_deleted_checkpoint_mapped(tmp_path: Path) -> None:
     optimizer.step()
     items = {"model": model, "optimizer": optimizer}
     expected = to_bytes([model.state_dict(), optimizer.state_dict()])
-    objects = []
-    for name, item in items.items():
-        data = to_bytes(item.state_dict())
-        storage.write(f"{name}.pt", data)
-        objects.append(ManifestObject(name, f"{name}.pt", len(data), digest_of(data)))
-    manifest = Manifest("run", 3, 1, 1, {}, 1, {}, tuple(objects))
+    manifest = written(storage, {name: item.state_dict() for name, item in items.items()})
     optimizer.step()
     restorer = Restorer(storage, manifest, read_states(storage, manifest, manifest.objects))
     assert str(tmp_path) in Path("/proc/self/maps").read_text()
@@ -123,25 +126,19 @@ def test_nobody_keeps_a_deleted_checkpoint_mapped(tmp_path: Path) -> None:
 def test_a_thousand_ranks_generators_are_not_a_thousand_open_files(tmp_path: Path) -> None:
     """Each rank has an object, and a process may have 1,024 files open by default; want of them
     was taken for damage."""
-    storage, data = DirectoryStorage(tmp_path), to_bytes({})
+    storage = DirectoryStorage(tmp_path)
     names = [f"rank-{rank:05d}" for rank in range(3 * NUM_AHEAD)]
-    for name in names:
-        storage.write(f"{name}.pt", data)
-    objects = tuple(
-        ManifestObject(name, f"{name}.pt", len(data), digest_of(data)) for name in names
-    )
+    manifest = written(storage, {name: {} for name in names})
     open_now = len(list(Path("/proc/self/fd").iterdir()))
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (open_now + 2 * NUM_AHEAD, hard))
     try:
-        assert read_states(
-            storage, Manifest("run", 3, 1, 1, {}, 1, {}, objects), objects
-        ).keys() == set(names)
+        assert read_states(storage, manifest, manifest.objects).keys() == set(names)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    (tmp_path / f"{names[NUM_AHEAD + 3]}.pt").unlink()
+    storage.delete(f"{names[NUM_AHEAD + 3]}.pt")
     with pytest.raises(CheckpointError, match="missing"):
-        read_states(storage, Manifest("run", 3, 1, 1, {}, 1, {}, objects), objects)
+        read_states(storage, manifest, manifest.objects)
     assert len(list(Path("/proc/self/fd").iterdir())) == open_now
 
 
@@ -172,36 +169,18 @@ def test_what_is_damaged_is_named(tmp_path: Path, name: str, damage: str, kind: 
 def test_what_verifies_and_cannot_be_decoded_is_named_too(tmp_path: Path) -> None:
     """Such as what another version of torch wrote."""
     storage = DirectoryStorage(tmp_path)
-    storage.write("odd.pt", b"no checkpoint")
-    manifest = Manifest(
-        "run",
-        3,
-        1,
-        1,
-        {},
-        1,
-        {},
-        (ManifestObject("odd", "odd.pt", 13, digest_of(b"no checkpoint")),),
-    )
-    with pytest.raises(
-        CheckpointError,
-        match=r"its object odd\.pt is what was written, and this version of torch can't read it",
-    ):
+    manifest = written(storage, {"odd": b"no checkpoint"})
+    says = r"its object odd\.pt is what was written, and this version of torch can't read it"
+    with pytest.raises(CheckpointError, match=says):
         read_states(storage, manifest, manifest.objects)
 
 
 @pytest.mark.parametrize(
     "error",
     [
-        RuntimeError(
-            "unable to mmap 100001577 bytes from file </proc/self/fd/4>: Cannot allocate memory (12)"
-        ),
-        RuntimeError(
-            "[enforce fail at alloc_cpu.cpp:117] err == 0. DefaultCPUAllocator: can't allocate memory: you tried ..."
-        ),
-        RuntimeError(
-            "unable to open file </proc/self/fd/4> in read-only mode: Too many open files (24)"
-        ),
+        RuntimeError("unable to mmap 9 bytes from file </x>: Cannot allocate memory (12)"),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried ..."),
+        RuntimeError("unable to open file </x> in read-only mode: Too many open files (24)"),
         MemoryError(),
     ],
 )
@@ -220,3 +199,46 @@ def test_want_of_memory_is_no_damage(
     with pytest.raises(type(error)) as raised:
         read_states(storage, manifest, manifest.objects)
     assert raised.value is error
+
+
+BYTES = bytes(range(251)) * (3 * objects.PART_BYTES // 251)
+
+
+@settings(deadline=None)
+@given(
+    st.sampled_from(
+        [
+            0,
+            1,
+            objects.PART_BYTES - 1,
+            objects.PART_BYTES,
+            objects.PART_BYTES + 1,
+            2 * objects.PART_BYTES,
+            len(BYTES),
+        ]
+    ),
+    st.data(),
+)
+def test_the_digest_is_of_the_content_and_not_of_how_it_comes(
+    num_bytes: int, data: st.DataObject
+) -> None:
+    """At once, piece by piece, by parts."""
+    content = memoryview(BYTES)[:num_bytes]
+    cuts = sorted(data.draw(st.lists(st.integers(0, num_bytes), max_size=5)))
+    digest = Digest()
+    for start, end in zip([0, *cuts], [*cuts, num_bytes], strict=True):
+        digest.update(content[start:end])
+    size = objects.PART_BYTES
+    parts = [content[start : start + size] for start in range(0, num_bytes, size)]
+    assert (
+        digest.hexdigest()
+        == digest_of(content)
+        == digest_of_parts(blake3(part).digest() for part in parts)
+    )
+
+
+def test_it_is_another_one_for_other_content() -> None:
+    """Swapped parts, one part less, and a part's digest in place of the part among them."""
+    one, two = BYTES[: objects.PART_BYTES], BYTES[objects.PART_BYTES : 2 * objects.PART_BYTES]
+    contents = [b"", b"\0", one, two, one + two, two + one, one + two + b"\0", blake3(one).digest()]
+    assert len({digest_of(content) for content in contents}) == len(contents)

@@ -1,5 +1,4 @@
-"""Shows how a person names the checkpoint that a new run begins from, and that a run does begin
-from there."""
+"""How a person names the checkpoint that a new run begins from, and that it does begin there."""
 
 from pathlib import Path
 
@@ -18,81 +17,37 @@ from tests.unit.checkpoint.test_commit import Counter, count_to
 OWN = DirectoryStorage(Path("/own"))
 
 
+def at(path: str) -> DirectoryStorage:
+    """Return the storage of a folder."""
+    return DirectoryStorage(Path(path))
+
+
 @pytest.mark.parametrize(
-    ("reference", "storage", "run_id", "step", "attempt"),
+    ("reference", "point"),
     [
-        ("calm-otter-1a2b", OWN, "calm-otter-1a2b", None, None),
-        ("calm-otter-1a2b/checkpoints/step-00000400", OWN, "calm-otter-1a2b", 400, None),
-        (
-            "/data/store/runs/calm-otter",
-            DirectoryStorage(Path("/data/store")),
-            "calm-otter",
-            None,
-            None,
-        ),
-        (
-            "/data/store/runs/calm-otter/",
-            DirectoryStorage(Path("/data/store")),
-            "calm-otter",
-            None,
-            None,
-        ),
-        (
-            "/data/store/runs/calm-otter/checkpoints/step-00000400",
-            DirectoryStorage(Path("/data/store")),
-            "calm-otter",
-            400,
-            None,
-        ),
-        (
-            "/data/runs/x/runs/otter/checkpoints/step-7/000002/manifest.json",
-            DirectoryStorage(Path("/data/runs/x")),
-            "otter",
-            7,
-            2,
-        ),
-        (
-            "/data/runs/x/runs/otter/checkpoints/step-7/manifest.json",
-            DirectoryStorage(Path("/data/runs/x")),
-            "otter",
-            7,
-            None,
-        ),
-        ("otter/checkpoints/step-00000007/000012", OWN, "otter", 7, 12),
-        ("/runs/otter", DirectoryStorage(Path("/")), "otter", None, None),
-        ("runs/otter", DirectoryStorage(Path()), "otter", None, None),
-        ("~/store/runs/otter", DirectoryStorage(Path("~/store")), "otter", None, None),
-        (
-            "file:///data/my%20store/runs/otter",
-            DirectoryStorage(Path("/data/my store")),
-            "otter",
-            None,
-            None,
-        ),
-        (
-            "s3://bucket/team/models/runs/otter",
-            S3Storage("bucket", "team/models"),
-            "otter",
-            None,
-            None,
-        ),
+        ("calm-otter", ResumePoint(OWN, "calm-otter")),
+        ("calm-otter/checkpoints/step-00000400", ResumePoint(OWN, "calm-otter", 400)),
+        ("otter/checkpoints/step-00000007/000012", ResumePoint(OWN, "otter", 7, 12)),
+        ("/data/store/runs/otter", ResumePoint(at("/data/store"), "otter")),
+        ("/data/store/runs/otter/", ResumePoint(at("/data/store"), "otter")),
+        ("/data/runs/x/runs/o/checkpoints/step-7", ResumePoint(at("/data/runs/x"), "o", 7)),
+        ("/x/runs/o/checkpoints/step-7/manifest.json", ResumePoint(at("/x"), "o", 7)),
+        ("/x/runs/o/checkpoints/step-7/000002/manifest.json", ResumePoint(at("/x"), "o", 7, 2)),
+        ("/runs/otter", ResumePoint(at("/"), "otter")),
+        ("runs/otter", ResumePoint(at("."), "otter")),
+        ("~/store/runs/otter", ResumePoint(at("~/store"), "otter")),
+        ("file:///data/my%20store/runs/otter", ResumePoint(at("/data/my store"), "otter")),
+        ("s3://bucket/a/b/runs/otter", ResumePoint(S3Storage("bucket", "a/b"), "otter")),
         (
             "s3://bucket/runs/otter/checkpoints/step-00000400",
-            S3Storage("bucket"),
-            "otter",
-            400,
-            None,
+            ResumePoint(S3Storage("bucket"), "otter", 400),
         ),
     ],
 )
-def test_a_reference_is_read(
-    reference: str, storage: object, run_id: str, step: int | None, attempt: int | None
-) -> None:
-    """An id, a path, a URI; with the step or without; the place of a manifest, as reports show
-    it, too."""
-    source = parse_resume_from(reference, OWN, storage_from_uri)
-    assert source == ResumePoint(storage, run_id, step, attempt)  # type: ignore[arg-type]
-    assert parse_resume_from(source.uri, OWN, storage_from_uri) == source
+def test_a_reference_is_parsed(reference: str, point: ResumePoint) -> None:
+    """An id, a path, a URI; with the step or without; a manifest's place, as reports show it."""
+    assert parse_resume_from(reference, OWN, storage_from_uri) == point
+    assert parse_resume_from(point.uri, OWN, storage_from_uri) == point
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Shows which file of a run's results is read where several attempts saved one of that name."""
+"""Which file of a run's results is read where several attempts saved one of that name."""
 
 from pathlib import Path
 

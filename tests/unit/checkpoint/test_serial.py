@@ -1,4 +1,4 @@
-"""Shows that states are copied, serialised and read back as they were."""
+"""States are copied, serialised and read back as they were; what could not be is refused."""
 
 import collections
 import random
