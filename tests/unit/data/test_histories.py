@@ -31,7 +31,7 @@ SEEDS = st.integers(0, 2**63 - 1)
 def test_what_was_asked_before_changes_no_share(
     *, n: int, size: int, world: int, seed: int, data: st.DataObject
 ) -> None:
-    """B6, B7: a share follows from seed, epoch, batch and rank alone: asked in any order, of
+    """A share follows from seed, epoch, batch and rank alone: asked in any order, of
     any epoch, it is what it is."""
     used = GlobalBatches(n, size, seed)
     places = st.tuples(
@@ -68,7 +68,7 @@ def test_drop_last_leaves_out_the_tail_of_the_same_order(
 @settings(max_examples=100, deadline=None)
 @given(n=st.integers(1, 40), size=st.integers(1, 20), world=WORLD_SIZES, start=st.integers(0, 10))
 def test_the_ranks_weights_add_up_to_one(*, n: int, size: int, world: int, start: int) -> None:
-    """B6: at every step the ranks' gradients, weighted by their shares, are one mean; a rank
+    """At every step the ranks' gradients, weighted by their shares, are one mean; a rank
     without a share has weight 0."""
     loaders = [
         RankLoader(TensorDataset(torch.arange(n)), global_batch_size=size, rank=r, world_size=world)
@@ -110,7 +110,7 @@ ATTEMPTS = st.builds(Attempt, WORLD_SIZES, st.integers(0, 12), st.integers(0, 4)
 def test_attempts_of_any_sizes_make_one_history(
     *, n: int, size: int, attempts: list[Attempt], last: int, seed: int
 ) -> None:
-    """B6: what survives of any attempts, each with its own number of ranks, is the undisturbed
+    """What survives of any attempts, each with its own number of ranks, is the undisturbed
     sequence of global batches."""
     epochs = 3
     order = GlobalBatches(n, size, seed)
@@ -175,7 +175,7 @@ class DiedError(Exception):
 def test_a_loop_that_dies_anywhere_ends_with_each_sample_once(
     *, n: int, size: int, every: int, epochs: tuple[int, int], deaths: list[int]
 ) -> None:
-    """B6, C4: two loops one after the other, dying at any steps: what the last attempt of each
+    """Two loops one after the other, dying at any steps: what the last attempt of each
     step saw is the whole order."""
     with TemporaryDirectory() as folder:
         steps: dict[int, tuple[int, list[int]]] = {}

@@ -2,6 +2,7 @@
 never when something was."""
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -23,27 +24,19 @@ class History:
     epochs: int = 2
     lines: list[LoopLine | StepLine | EndLine] = field(default_factory=list)
 
-    def attempt(
-        self,
-        number: int,
-        world_size: int,
-        done: int,
-        last: int,
-        *,
-        flushed: list[int] | None = None,
-    ) -> None:
-        """Go on after step `done` up to step `last`; each rank's lines reach the storage up to
-        the step that `flushed` says."""
+    def attempt(self, number, world_size, done, last, *, flushed=None) -> None:
+        """Resume after step `done` up to `last`; of each rank's lines those up to the step that
+        `flushed` says reach the storage."""
         per_epoch = self.batches.num_batches
         for rank in range(world_size):
             until = last if flushed is None else flushed[rank % len(flushed)]
-            place = done % per_epoch * self.batches.global_batch_size
+            offset = done % per_epoch * self.batches.global_batch_size
             self.lines.append(
                 LoopLine(
                     step=done + 1,
                     epoch=done // per_epoch + 1,
                     loop=0,
-                    offset=place,
+                    offset=offset,
                     num_samples=self.batches.num_samples,
                     global_batch_size=self.batches.global_batch_size,
                     drop_last=self.batches.drop_last,
@@ -60,9 +53,9 @@ class History:
     def end(self, number: int, world_size: int, last: int) -> None:
         """Write down on all ranks that the loop has ended after a step."""
         epoch, batch = divmod(last, self.batches.num_batches)
-        place = batch * self.batches.global_batch_size
+        offset = batch * self.batches.global_batch_size
         self.lines += [
-            EndLine(last + 1, epoch + 1, 0, place, rank=rank, attempt=number)
+            EndLine(last + 1, epoch + 1, 0, offset, rank=rank, attempt=number)
             for rank in range(world_size)
         ]
 
@@ -70,19 +63,17 @@ class History:
         """Make the line of one rank's step."""
         epoch, batch = divmod(step - 1, self.batches.num_batches)
         samples = self.batches.share(epoch, batch, rank, world_size)
-        place = batch * self.batches.global_batch_size
+        offset = batch * self.batches.global_batch_size
         is_last = batch == self.batches.num_batches - 1
-        return StepLine(
-            step,
-            epoch + 1,
-            0,
-            place,
-            self.batches.num_global(batch),
-            is_last,
-            samples,
-            rank=rank,
-            attempt=attempt,
-        )
+        size = self.batches.num_global(batch)
+        who = {"rank": rank, "attempt": attempt}
+        return StepLine(step, epoch + 1, 0, offset, size, is_last, samples, **who)
+
+    def drop(self, lost: Callable[[StepLine], bool]) -> None:
+        """Lose the lines of some steps."""
+        self.lines = [
+            line for line in self.lines if not (isinstance(line, StepLine) and lost(line))
+        ]
 
     def check(self) -> LedgerReport:
         """Check it, the lines of ranks and attempts mixed."""
@@ -161,11 +152,9 @@ def test_a_line_that_counts_is_missed(history: History, rng: random.Random) -> N
     assert f"1 repeated ({victim.samples[0]} in step {victim.step})" in str(epoch)
 
 
-def whole(
-    num_samples: int = 10, size: int = 4, *, drop_last: bool = False, last: int = 6
-) -> History:
-    """Return two epochs of two ranks."""
-    history = History(GlobalBatches(num_samples, size, shuffle=False, drop_last=drop_last))
+def whole(*, drop_last: bool = False, last: int = 6) -> History:
+    """Return two epochs of 10 samples in batches of 4 on two ranks."""
+    history = History(GlobalBatches(10, 4, shuffle=False, drop_last=drop_last))
     history.attempt(1, 2, 0, last)
     return history
 
@@ -205,20 +194,14 @@ def test_a_loop_that_ended_lacks_nothing() -> None:
     history.lines.append(history.step(5, 0, 1, 2))
     history.end(1, 2, 5)
     assert str(history.check().epochs[1]) == "epoch 2: 6 samples of 10; 2 missing; not finished"
-    history.lines = [
-        line for line in history.lines if not isinstance(line, StepLine) or line.step < 4
-    ]
+    history.drop(lambda line: line.step >= 4)
     assert str(history.check().epochs[1]) == "epoch 2: 0 samples of 10; 8 missing; not finished"
 
 
 def test_a_gap_in_an_epoch_under_way_is_an_error() -> None:
     """A step that is missing before one that is there."""
     history = whole(last=5)
-    history.lines = [
-        line
-        for line in history.lines
-        if not (isinstance(line, StepLine) and (line.step, line.rank) == (4, 1))
-    ]
+    history.drop(lambda line: (line.step, line.rank) == (4, 1))
     report = history.check()
     assert not report.is_clean
     assert str(report.epochs[1]) == "epoch 2: 6 samples of 10; 2 missing; not finished"
@@ -227,15 +210,11 @@ def test_a_gap_in_an_epoch_under_way_is_an_error() -> None:
 def test_an_epoch_that_was_left_for_the_next_one_in_the_same_loop_is_an_error() -> None:
     """A resume that goes on too far would look so."""
     history = whole()
-    history.lines = [
-        line for line in history.lines if not (isinstance(line, StepLine) and line.step == 3)
-    ]
+    history.drop(lambda line: line.step == 3)
     assert (
         str(history.check().epochs[0]) == "epoch 1: 8 samples of 10; 2 missing (8, 9); not finished"
     )
-    history.lines = [
-        line for line in history.lines if not (isinstance(line, StepLine) and line.epoch == 1)
-    ]
+    history.drop(lambda line: line.epoch == 1)
     assert (
         str(history.check().epochs[0])
         == "epoch 1: 0 samples of 10; 10 missing (0, 1, 2, 3, 4, ...); not finished"

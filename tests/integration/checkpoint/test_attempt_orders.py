@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.attempt_orders import Order
+from tests.integration.checkpoint.attempt_orders import Order
 
 pytestmark = pytest.mark.timeout(300)
 

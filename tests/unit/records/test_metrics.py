@@ -1,0 +1,216 @@
+"""What is read back of metrics: means by hand, resumed attempts, damaged lines."""
+
+import json
+import logging
+import math
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import pytest
+
+from prefect_torch_ddp.errors import InvalidParamsError
+from prefect_torch_ddp.records.metrics import (
+    Record,
+    epoch_rows,
+    lost_time_s,
+    read_all_records,
+    read_records,
+    records_frame,
+    surviving_records,
+)
+from prefect_torch_ddp.storage.protocol import StoredObject
+
+RUN = "calm-otter-12345678"
+
+
+@dataclass(frozen=True)
+class Shelf:
+    """A storage in memory, as far as reading goes."""
+
+    objects: dict[str, bytes] = field(default_factory=dict)
+
+    def list(self, prefix: str = "") -> Iterator[StoredObject]:
+        """Yield what is there, in key order."""
+        for key in sorted(self.objects):
+            if key.startswith(prefix):
+                yield StoredObject(key, len(self.objects[key]))
+
+    def read(self, key: str) -> bytes:
+        """Return the whole object."""
+        return self.objects[key]
+
+
+def part(rank: int, attempt: int = 1, number: int = 1) -> str:
+    """Name the object of one part."""
+    return f"runs/{RUN}/metrics/rank-{rank:05d}/{attempt:06d}-{number:06d}.jsonl"
+
+
+def record(step, rank=0, attempt=1, *, epoch=1, num_samples=1, time=0.0, **metrics) -> Record:
+    """Make one record."""
+    return Record(step, epoch, rank, attempt, time, num_samples, metrics)
+
+
+def line(*args, **options) -> bytes:
+    """Write one record as a rank does."""
+    return json.dumps(vars(record(*args, **options))).encode() + b"\n"
+
+
+def kept(*attempts: list[Record]) -> list[tuple[int, int, int]]:
+    """Return step, rank and attempt of the records that survive."""
+    records = surviving_records([found for attempt in attempts for found in attempt])
+    return [(found.step, found.rank, found.attempt) for found in records]
+
+
+def test_all_parts_of_all_ranks_are_read_in_order_of_step():
+    """And none of another run whose id begins alike."""
+    objects = {part(0).replace(RUN, RUN + "-2"): line(1)}
+    for rank in range(2):
+        for number in range(15):
+            steps = range(number * 100 + 1, number * 100 + 101)
+            objects[part(rank, number=number + 1)] = b"".join(
+                line(step, rank, loss=step + rank / 10) for step in steps
+            )
+    records = read_records(Shelf(objects), RUN)
+    assert [(found.step, found.rank) for found in records] == [
+        (step, rank) for step in range(1, 1501) for rank in range(2)
+    ]
+    assert records[-1].metrics == {"loss": 1500.1}
+    assert read_records(Shelf(), RUN) == []
+
+
+def test_parts_that_are_known_are_not_read_again():
+    """As the live report does."""
+    known: set[str] = set()
+    assert len(read_all_records(Shelf({part(0): line(1)}), RUN, known)) == 1
+    more = Shelf({part(0): b"not read", part(0, number=2): line(2)})
+    assert [found.step for found in read_all_records(more, RUN, known)] == [2]
+
+
+def test_an_epoch_is_the_mean_over_all_samples_of_all_ranks():
+    """Weighed by their numbers."""
+    records = [
+        record(1, 0, num_samples=3, loss=1.0),
+        record(1, 1, num_samples=1, loss=2.0),
+        record(2, 0, num_samples=4, loss=0.5),
+        record(2, 1, num_samples=2, loss=4.0),
+        record(3, 0, epoch=2, num_samples=2, loss=7.0),
+    ]
+    first, second = epoch_rows(records)
+    assert first.metrics["loss"] == pytest.approx((3 * 1.0 + 2.0 + 4 * 0.5 + 2 * 4.0) / 10)
+    assert (first.epoch, first.num_steps, first.num_samples) == (1, 2, 10)
+    assert (second.epoch, second.num_steps, second.num_samples) == (2, 1, 2)
+    assert second.metrics == {"loss": 7.0}
+    assert epoch_rows([]) == ()
+
+
+def test_records_without_samples_count_only_where_there_are_no_others():
+    """Such as a learning rate, reported outside of a step."""
+    records = [
+        record(1, num_samples=4, loss=1.0),
+        record(2, num_samples=0, loss=99.0, learning_rate=0.1),
+        record(3, num_samples=0, learning_rate=0.3),
+    ]
+    (row,) = epoch_rows(records)
+    assert row.metrics == pytest.approx({"loss": 1.0, "learning_rate": 0.2})
+
+
+def test_a_sample_in_two_records_is_one_and_held_out_samples_are_no_training_samples():
+    """Its loss first, its accuracy later; and a validation in the same epoch."""
+    records = [
+        record(1, num_samples=4, loss=1.0),
+        record(1, num_samples=4, accuracy=0.5),
+        record(1, num_samples=100, validation_accuracy=0.25),
+    ]
+    (row,) = epoch_rows(records)
+    assert row.num_samples == 4
+    assert row.metrics == {"loss": 1.0, "accuracy": 0.5, "validation_accuracy": 0.25}
+
+
+def test_a_resumed_attempt_supersedes_all_that_follows_its_first_step():
+    """On every rank, also steps that it hasn't reached and ranks that it has no more."""
+    old = [record(step, rank, 1) for step in range(1, 10) for rank in range(2)]
+    before = [(step, rank, 1) for step in (1, 2, 3) for rank in range(2)]
+    new = [record(step, rank, 2) for step in range(4, 12) for rank in range(2)]
+    assert kept(old, new) == before + [(found.step, found.rank, 2) for found in new]
+    assert kept(old, [record(4, 0, 2)]) == [*before, (4, 0, 2)]
+
+
+def test_an_attempt_that_resumed_earlier_supersedes_two_older_ones():
+    """Whatever the one between had made."""
+    first = [record(step, 0, 1) for step in range(1, 5)]
+    second = [record(step, 0, 2) for step in range(4, 9)]
+    third = [record(step, 0, 3) for step in range(2, 4)]
+    assert kept(first, second, third) == [(1, 0, 1), (2, 0, 3), (3, 0, 3)]
+
+
+def test_what_a_resumed_attempt_reports_before_its_first_step_supersedes_nothing():
+    """The number of parameters, for instance, before or after the checkpoint was restored."""
+    old = [record(step, 0, 1) for step in range(1, 6)]
+    new = [record(step, 0, 2, num_samples=number) for step, number in ((0, 0), (3, 0), (4, 1))]
+    expected = [(0, 0, 2), (1, 0, 1), (2, 0, 1), (3, 0, 1), (3, 0, 2), (4, 0, 2)]
+    assert kept(old, new) == expected
+
+
+def test_time_lost_is_from_the_last_record_kept_to_the_first_one_after_the_restart():
+    """And from the beginning where nothing is kept."""
+    old = [record(step, 0, 1, time=100.0 + step) for step in range(1, 8)]
+    new = [record(step, 0, 2, time=120.0 + step) for step in range(4, 6)]
+    assert lost_time_s(old) == 0.0
+    assert lost_time_s(old + new) == pytest.approx(124.0 - 103.0)
+    from_scratch = [record(1, 0, 2, time=150.0)]
+    assert lost_time_s(old + from_scratch) == pytest.approx(150.0 - 101.0)
+
+
+def test_nan_and_inf_are_read_and_a_diverged_epoch_is_nan():
+    """A plain sum of inf and -inf, where fsum would raise."""
+    losses = ["nan", "inf", "-inf", 1.0]
+    lines = b"".join(line(step, loss=loss) for step, loss in enumerate(losses, start=1))
+    shelf = Shelf({part(0): lines})
+    values = [found.metrics["loss"] for found in read_records(shelf, RUN)]
+    assert math.isnan(values[0])
+    assert values[1:] == [math.inf, -math.inf, 1.0]
+    assert math.isnan(epoch_rows(read_records(shelf, RUN))[0].metrics["loss"])
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        line(2, loss=0.5)[:37],
+        b'{"step": 2}\n',
+        b"[]\n",
+        b"\xff\xfe\n",
+        b'{"metrics": "\xc3\n',
+        line(2, loss="a lot"),
+    ],
+    ids=["cut in half", "fields missing", "no object", "no text", "cut in a letter", "no number"],
+)
+def test_a_damaged_line_is_left_out_with_a_warning(damage, caplog):
+    """It names the object and the line; the others are read."""
+    shelf = Shelf({part(0): line(1, loss=1.0) + damage, part(1): line(1, 1, loss=3.0)})
+    with caplog.at_level(logging.WARNING):
+        records = read_all_records(shelf, RUN)
+    assert [(found.step, found.rank) for found in records] == [(1, 0), (1, 1)]
+    (warning,) = [entry.getMessage() for entry in caplog.records]
+    assert part(0) in warning
+    assert "line 2" in warning
+
+
+def test_a_frame_has_a_row_a_record_and_a_column_a_metric():
+    """After the six columns that every record has."""
+    lines = line(1, loss=1.0) + line(2, loss=0.5, accuracy=0.75)
+    shelf = Shelf({part(0): lines, part(1): line(1, 1, loss="nan")})
+    frame = records_frame(shelf, RUN)
+    columns = ["step", "epoch", "rank", "attempt", "time", "num_samples", "loss", "accuracy"]
+    assert list(frame.columns) == columns
+    assert frame["step"].tolist() == [1, 1, 2]
+    assert frame["loss"].mean() == pytest.approx(0.75)
+    assert frame["accuracy"].isna().tolist() == [True, True, False]
+    assert records_frame(Shelf(), RUN).empty
+
+
+def test_without_pandas_the_error_says_what_to_do(monkeypatch):
+    """In the words of the public function."""
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(InvalidParamsError, match=r"read_metrics .* `pip install pandas`"):
+        records_frame(Shelf(), RUN)
