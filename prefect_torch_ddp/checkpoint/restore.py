@@ -164,6 +164,13 @@ class Restorer:
         restore_generators(self._take(self.manifest, found).to_keep())
         return True
 
+    def read_generators(self, rank: int) -> Any | None:
+        """Return the state of a rank's random generators; None where there is none for it."""
+        found = self.manifest.find(rank_name(rank)) if self.manifest is not None else None
+        if self.manifest is None or found is None:
+            return None
+        return read_state(self._storage, self.manifest, found).state
+
     def release(self) -> None:
         """Forget what was read and nobody asked for."""
         self._verified.clear()

@@ -1,10 +1,9 @@
-"""Owns the description a RankContext is made from: equal on all ranks, picklable, free of
-torch.
-"""
+"""What a RankContext is made from: the run, equal on all ranks, and which rank this is."""
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from prefect_torch_ddp.checkpoint.resume_point import ResumePoint
 from prefect_torch_ddp.params import CheckpointParams, Determinism, check_virtual_ranks
@@ -15,7 +14,7 @@ Stage = Literal["prepare", "train", "evaluate", "task"]
 
 @dataclass(frozen=True)
 class RankConfig:
-    """What the ranks of one gang share beyond torch.distributed."""
+    """The run as all its ranks see it; picklable, free of torch."""
 
     run_id: str
     """Names the run's folder: `<storage>/runs/<run_id>/`."""
@@ -36,8 +35,6 @@ class RankConfig:
     evaluate_on: Literal["last", "best"] = "last"
     """Which checkpoint's model a finished training leaves to others."""
     determinism: Determinism = "default"
-    """"elastic": a training's bits are the same for every number of ranks that divides
-    `virtual_ranks`."""
     virtual_ranks: int | None = None
     ledger: bool = False
     """Whether each step's samples are put on record."""
@@ -47,3 +44,35 @@ class RankConfig:
     def __post_init__(self) -> None:
         """Refuse virtual ranks that can't be."""
         check_virtual_ranks(self.determinism, self.virtual_ranks)
+
+    @property
+    def trains(self) -> bool:
+        """Whether the stage is a training: it claims an attempt, writes checkpoints and records."""
+        return self.stage in ("train", "task")
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether it is a training with elastic determinism."""
+        return self.determinism == "elastic" and self.trains
+
+
+@dataclass(frozen=True)
+class RankInfo:
+    """Which rank this is."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    node_rank: int = 0
+
+    @classmethod
+    def from_environment(cls) -> Self:
+        """Read torchrun's environment variables, which every rank has."""
+        return cls(
+            rank=int(os.environ["RANK"]),
+            world_size=int(os.environ["WORLD_SIZE"]),
+            local_rank=int(os.environ["LOCAL_RANK"]),
+            local_world_size=int(os.environ["LOCAL_WORLD_SIZE"]),
+            node_rank=int(os.environ["GROUP_RANK"]),
+        )

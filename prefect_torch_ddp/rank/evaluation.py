@@ -1,8 +1,4 @@
-"""Owns exact counting of a classifier's hits over all ranks.
-
-Owns what a confusion matrix says: accuracy, and precision, recall, F1 and support of each
-class.
-"""
+"""A classifier's scores: exact counts over all ranks, and what a confusion matrix says."""
 
 import math
 from collections.abc import Sequence
@@ -28,7 +24,7 @@ class ClassificationMeter:
             class_names: in the order of the logits' columns.
         """
         if not class_names:
-            msg = "class_names is empty; give the name of each class, in the order of the logits' columns"
+            msg = "class_names is empty; name each class, in the order of the logits' columns"
             raise InvalidParamsError(msg)
         self.class_names = tuple(class_names)
         self._counts = torch.zeros(len(class_names) ** 2, dtype=torch.int64, device="cpu")
@@ -58,7 +54,8 @@ class ClassificationMeter:
         predictions = logits.argmax(dim=1) if logits.dim() > 1 else logits.long()
         for name, classes in (("targets", targets), ("predictions", predictions)):
             if ((classes < 0) | (classes >= num_classes)).any():
-                msg = f"{name} has a class outside 0 to {num_classes - 1}; there are {num_classes} class names"
+                outside = f"{name} has a class outside 0 to {num_classes - 1}"
+                msg = f"{outside}; there are {num_classes} class names"
                 raise InvalidParamsError(msg)
         counts = torch.bincount(targets * num_classes + predictions, minlength=num_classes**2)
         self._counts = self._counts.to(logits.device) + counts
@@ -69,46 +66,39 @@ class ClassificationMeter:
             self._loss_sum = self._loss_sum.to(loss.device) + loss.double().sum()
 
     def report(self) -> Report:
-        """Return the report over the samples of all ranks, the same on each; every rank of the
-        group must call it.
+        """Return the report over the samples of all ranks, each of which must call it.
 
-        The loss is None unless every sample had one.
+        It is the same on all ranks. The loss is None unless every sample had one.
 
         Raises:
             InvalidParamsError: no rank counted a sample; raised on every rank.
         """
-        num_with_loss = torch.tensor(
-            [self._num_with_loss], dtype=torch.int64, device=self._counts.device
-        )
-        counts = torch.cat([self._counts, num_with_loss])
+        counts = torch.cat([self._counts, self._counts.new_tensor([self._num_with_loss])])
         loss_sum = self._loss_sum.clone()
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             counts, loss_sum = (_summed(value) for value in (counts, loss_sum))
         *cells, total_with_loss = counts.tolist()
         num_classes, num_samples = len(self.class_names), sum(cells)
-        loss = (
-            loss_sum.item() / num_samples
-            if num_samples and total_with_loss == num_samples
-            else None
-        )
+        has_loss = num_samples and total_with_loss == num_samples
+        loss = loss_sum.item() / num_samples if has_loss else None
         matrix = [cells[row : row + num_classes] for row in range(0, num_classes**2, num_classes)]
         return classification_report(matrix, self.class_names, loss)
 
     def _refuse_misfits(
         self, logits: torch.Tensor, targets: torch.Tensor, loss: torch.Tensor | None
     ) -> None:
-        scores = logits.dim() > 1
-        if logits.is_floating_point() != scores or tuple(logits.shape[1:]) != (
-            (len(self.class_names),) if scores else ()
-        ):
+        num_classes, scores = len(self.class_names), logits.dim() > 1
+        expected = [num_classes] if scores else []
+        if logits.is_floating_point() != scores or list(logits.shape[1:]) != expected:
             msg = (
-                f"logits has shape {list(logits.shape)} and dtype {logits.dtype}; expected floating scores [batch, "
-                f"{len(self.class_names)}], or integer predictions [batch]"
+                f"logits has shape {list(logits.shape)} and dtype {logits.dtype}; expected "
+                f"floating scores [batch, {num_classes}], or integer predictions [batch]"
             )
             raise InvalidParamsError(msg)
         for name, values in (("targets", targets), ("loss", loss)):
             if values is not None and values.shape != logits.shape[:1]:
-                msg = f"{name} has shape {list(values.shape)}; expected one value for each of the {len(logits)} rows of logits"
+                one = f"expected one value for each of the {len(logits)} rows of logits"
+                msg = f"{name} has shape {list(values.shape)}; {one}"
                 raise InvalidParamsError(msg)
         if targets.is_floating_point():
             msg = f"targets has dtype {targets.dtype}; expected integer classes"
@@ -116,16 +106,11 @@ class ClassificationMeter:
 
 
 def _summed(value: torch.Tensor) -> torch.Tensor:
-    """Return the sum over all ranks, on the device that the process group's backend can
-    reach.
-    """
     # A rank that never updated still holds CPU zeros, which NCCL would refuse while its peers
     # wait.
-    device = (
-        torch.device("cuda", torch.cuda.current_device())
-        if dist.get_backend() == "nccl"
-        else torch.device("cpu")
-    )
+    device = torch.device("cpu")
+    if dist.get_backend() == "nccl":
+        device = torch.device("cuda", torch.cuda.current_device())
     total = value.to(device, copy=True)
     dist.all_reduce(total)
     return total
@@ -152,7 +137,8 @@ def classification_report(
     _refuse_misshapen(rows, len(class_names))
     num_samples = sum(map(sum, rows))
     if num_samples == 0:
-        msg = "nothing was evaluated: there were 0 samples on all ranks together; check the evaluated split"
+        nothing = "nothing was evaluated: there were 0 samples on all ranks together"
+        msg = f"{nothing}; check the evaluated split"
         raise InvalidParamsError(msg)
     return Report(
         num_samples=num_samples,
@@ -166,7 +152,8 @@ def classification_report(
 def _refuse_misshapen(rows: list[list[int]], num_classes: int) -> None:
     if len(rows) != num_classes or any(len(row) != num_classes for row in rows):
         shape = f"{num_classes} rows of {num_classes} counts"
-        msg = f"a confusion matrix of {num_classes} classes has {shape}; got rows of {[len(row) for row in rows]}"
+        sizes = [len(row) for row in rows]
+        msg = f"a confusion matrix of {num_classes} classes has {shape}; got rows of {sizes}"
         raise InvalidParamsError(msg)
     if any(count < 0 for row in rows for count in row):
         msg = "a confusion matrix holds counts, and one of these is negative"
@@ -174,23 +161,16 @@ def _refuse_misshapen(rows: list[list[int]], num_classes: int) -> None:
 
 
 def _class_scores(rows: list[list[int]], class_names: Sequence[str]) -> tuple[ClassScore, ...]:
-    """Score each class with scikit-learn, the matrix's cells as weighted samples."""
-    from sklearn.metrics import precision_recall_fscore_support  # noqa: PLC0415 - a second, which only evaluating pays
+    scores = []
+    for i, name in enumerate(class_names):
+        hits, support, num_predicted = rows[i][i], sum(rows[i]), sum(row[i] for row in rows)
+        precision, recall = _ratio(hits, num_predicted), _ratio(hits, support)
+        f1 = _ratio(2 * hits, support + num_predicted)
+        scores.append(
+            ClassScore(name=name, precision=precision, recall=recall, f1=f1, support=support)
+        )
+    return tuple(scores)
 
-    cells = [
-        (true, predicted, count)
-        for true, row in enumerate(rows)
-        for predicted, count in enumerate(row)
-        if count
-    ]
-    targets, predictions, counts = zip(*cells, strict=True)
-    precision, recall, f1, _ = precision_recall_fscore_support(
-        targets, predictions, labels=range(len(rows)), sample_weight=counts, zero_division=0
-    )
-    scores = zip(
-        class_names, precision.tolist(), recall.tolist(), f1.tolist(), map(sum, rows), strict=True
-    )
-    return tuple(
-        ClassScore(name=name, precision=p, recall=r, f1=f, support=support)
-        for name, p, r, f, support in scores
-    )
+
+def _ratio(part: int, whole: int) -> float:
+    return part / whole if whole else 0.0

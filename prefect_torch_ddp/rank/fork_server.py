@@ -79,9 +79,8 @@ def _load_torch() -> None:
     import torch.distributed  # noqa: PLC0415
     import torch.utils.data  # noqa: PLC0415, F401
 
-    from prefect_torch_ddp.rank import checkpointing, workload  # noqa: PLC0415, F401
+    from prefect_torch_ddp.rank import workload  # noqa: PLC0415, F401
     from prefect_torch_ddp.rank.distributed import group  # noqa: PLC0415, F401
-    from prefect_torch_ddp.rank.gradients import share_weights  # noqa: PLC0415, F401
     from prefect_torch_ddp.rank.loop import steps  # noqa: PLC0415, F401
 
 

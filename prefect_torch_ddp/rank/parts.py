@@ -1,110 +1,217 @@
-"""Owns the parts behind a RankContext: made when they are first asked for, closed in order, and
-what they amount to.
-
-Owns what `RankContext.local()` needs in place of a gang.
-"""
+"""The parts behind a RankContext: made when first needed, closed in order, and their outcome."""
 
 import logging
 import os
+from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
-from prefect_torch_ddp.checkpoint.attempts import claim_attempt, newest_attempt
+from prefect_torch_ddp.checkpoint.attempts import claim_attempt, newest_attempt, refuse_superseded
 from prefect_torch_ddp.checkpoint.resume_point import parse_resume_from
+from prefect_torch_ddp.checkpoint.run_files import write_result
 from prefect_torch_ddp.data.images.location import readable_at
-from prefect_torch_ddp.errors import StorageError
-from prefect_torch_ddp.params import check_virtual_ranks
+from prefect_torch_ddp.errors import InvalidParamsError, StorageError
+from prefect_torch_ddp.params import CheckpointParams, Determinism, check_virtual_ranks
 from prefect_torch_ddp.protocol.events import Stopped
-from prefect_torch_ddp.rank.config import RankConfig
+from prefect_torch_ddp.protocol.heartbeat import Phase
+from prefect_torch_ddp.rank.config import RankConfig, RankInfo, Stage
 from prefect_torch_ddp.rank.link import Link
-from prefect_torch_ddp.rank.loop.state import Place, TrainingState
-from prefect_torch_ddp.rank.reporter import Reporter
+from prefect_torch_ddp.rank.saving.reporter import Reporter
+from prefect_torch_ddp.rank.saving.state import TrainingState
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.storage.locate import storage_from_uri
-from prefect_torch_ddp.storage.protocol import Storage
+from prefect_torch_ddp.storage.protocol import Readable, Storage
 
 if TYPE_CHECKING:
-    from prefect_torch_ddp.rank.checkpointing import Tracker
+    import torch
+
+    from prefect_torch_ddp.rank.gradients.elastic import VirtualRanks
+    from prefect_torch_ddp.rank.gradients.share_weights import ShareWeights
     from prefect_torch_ddp.rank.loop.steps import StepLoop
+    from prefect_torch_ddp.rank.saving.tracker import Tracker
 
 
 FAILED_GRACE_S = 5.0
-"""How long a rank that failed goes on writing its records, after a checkpoint that is under
-way."""
+"""How long a rank that failed goes on writing its records, after a checkpoint under way."""
 
 logger = logging.getLogger(__name__)
 
 
 class ContextParts:
-    """What one stage on one rank is made of; those that load torch are made by whoever needs
-    them.
-    """
+    """What one stage on one rank is made of; parts that load torch are made when needed."""
 
-    def __init__(self, config: RankConfig, place: Place, link: Link) -> None:
-        """Make the light ones."""
+    def __init__(
+        self,
+        config: RankConfig,
+        info: RankInfo,
+        link: Link | None = None,
+        *,
+        device: "torch.device | None" = None,
+        data: Path | None = None,
+    ) -> None:
+        """Make the light ones.
+
+        Args:
+            config: equal on all ranks.
+            info: which rank this is.
+            link: the way to the supervisor; None: there is none.
+            device: where this rank computes; None: the first CUDA device, else the CPU.
+            data: the local dataset, or in the prepare stage the folder to write to; None: found
+                in the storage.
+        """
         self.config = config
-        self.place = place
-        self.link = link
+        self.info = info
+        self.link = link or Link()
+        self.link.heartbeat.enter(Phase.SETUP)
         self.state = TrainingState()
-        if config.determinism == "elastic" and config.stage in ("train", "task"):
-            from prefect_torch_ddp.rank.gradients.elastic import VirtualRanks  # noqa: PLC0415 - loads torch
-
-            self.state.virtual = VirtualRanks(config, place)
-        self.reporter = Reporter(config, place, self.state, link)
-        self.made_tracker: Tracker | None = None
+        if config.is_elastic:
+            _ = self.gradients  # from now on torch computes alike
+        self.reporter = Reporter(config, info, self.state, self.link)
         self.temporary: TemporaryDirectory[str] | None = None
         """A folder to remove at the end."""
-        self._made_loop: StepLoop | None = None
+        self._device = device
+        self._data = data
         self._closed = False
 
+    @cached_property
+    def device(self) -> "torch.device":
+        """See `RankContext.device`."""
+        import torch  # noqa: PLC0415 - user code has loaded it by now
+
+        if self._device is not None:
+            return self._device
+        has_cuda = torch.cuda.is_available()
+        return (
+            torch.device("cuda", torch.cuda.current_device()) if has_cuda else torch.device("cpu")
+        )
+
+    @cached_property
+    def data(self) -> Path:
+        """See `RankContext.data`."""
+        from prefect_torch_ddp.data.dataset_store import local_dataset  # noqa: PLC0415 - only who asks for data pays
+
+        config = self.config
+        if self._data is not None:
+            return self._data
+        if config.dataset_id is None:
+            given = f"the {config.stage} stage of run {config.run_id} was given no dataset"
+            msg = f"{given}; RankContext.local(data=...) sets one"
+            raise InvalidParamsError(msg)
+        return local_dataset(config.storage, config.dataset_id)
+
     @property
+    def data_storage(self) -> Storage:
+        """See `RankContext.data_storage`."""
+        from prefect_torch_ddp.data.dataset_store import dataset_in_place  # noqa: PLC0415 - only who asks for data pays
+
+        if self._data is None and self.config.dataset_id is not None:
+            return dataset_in_place(self.config.storage, self.config.dataset_id)
+        return DirectoryStorage(self.data)
+
+    @property
+    def source(self) -> Readable:
+        """See `RankContext.source`."""
+        if self.config.source is None:
+            msg = (
+                f"run {self.config.run_id} was given no source: name the raw data's place as "
+                "TrainParams(source=...), a directory, s3://bucket/prefix or a block, or as "
+                "RankContext.local(source=...)"
+            )
+            raise InvalidParamsError(msg)
+        return self.config.source
+
+    @cached_property
+    def loader_identity(self) -> dict[str, Any]:
+        """What a loader of this rank has beside the user's choices."""
+        return {
+            "rank": self.info.rank,
+            "world_size": self.info.world_size,
+            "seed": self.config.seed,
+            "virtual_ranks": self.config.virtual_ranks if self.config.is_elastic else None,
+            "keep_ids": self.config.ledger,
+        }
+
+    @cached_property
+    def gradients(self) -> "ShareWeights | VirtualRanks":
+        """What makes gradients those of the global batch."""
+        from prefect_torch_ddp.rank.gradients.elastic import VirtualRanks  # noqa: PLC0415 - loads torch
+        from prefect_torch_ddp.rank.gradients.share_weights import ShareWeights  # noqa: PLC0415
+
+        if self.config.is_elastic:
+            return VirtualRanks(self.config, self.info)
+        return ShareWeights(self.info.world_size)
+
+    @cached_property
     def tracker(self) -> "Tracker":
         """What saves and restores."""
-        if self.made_tracker is None:
-            from prefect_torch_ddp.rank.checkpointing import Tracker  # noqa: PLC0415 - loads torch
+        from prefect_torch_ddp.rank.saving.tracker import Tracker  # noqa: PLC0415 - loads torch
 
-            self.made_tracker = Tracker(
-                self.config, self.place, self.state, self.reporter, self.link.heartbeat
-            )
-        return self.made_tracker
+        return Tracker(self.config, self.info, self.state, self.reporter, self.link.heartbeat)
 
-    @property
+    @cached_property
     def loop(self) -> "StepLoop":
         """What goes through the steps."""
-        if self._made_loop is None:
-            from prefect_torch_ddp.rank.loop.steps import StepLoop  # noqa: PLC0415 - loads torch
+        from prefect_torch_ddp.rank.loop.steps import StepLoop  # noqa: PLC0415 - loads torch
 
-            self._made_loop = StepLoop(
-                self.config, self.place, self.state, self.link, self.reporter, self.tracker
-            )
-        return self._made_loop
+        return StepLoop(
+            self.config,
+            self.info,
+            self.state,
+            self.link,
+            self.reporter,
+            self.tracker,
+            self.gradients,
+        )
+
+    def save(self, path: str, data: bytes | str) -> None:
+        """See `RankContext.save`."""
+        run = (self.config.storage, self.config.run_id, self.config.attempt)
+        if self.config.trains:  # the others claim no attempt, so that none can supersede them
+            refuse_superseded(*run)
+        write_result(*run, path, data)
 
     def close(self, *, failed: bool, error: BaseException | None = None) -> None:
         """See `RankContext.close`; the error is what it failed with."""
         if self._closed:
             return
         self._closed = True
+        state = self.state
         try:
-            if self._made_loop is not None:
-                self._made_loop.close(failed=failed)
-            if self.made_tracker is not None or (self.place.world_size > 1 and not failed):
+            if self._has("loop"):
+                self.loop.close(failed=failed)
+            if self._has("tracker") or (self.info.world_size > 1 and not failed):
                 self.tracker.close(failed=failed, error=error)
-            if self.state.stopped_by is not None and self.made_tracker is not None and not failed:
-                self.link.send_stopped(
-                    Stopped(
-                        self.state.step,
-                        self.state.stopped_by,
-                        self.made_tracker.checkpoint_status.last_step,
-                    )
-                )
+            if state.stopped_by is not None and not failed:
+                last_step = self.tracker.checkpoint_status.last_step
+                self.link.send_stopped(Stopped(state.step, state.stopped_by, last_step))
         except BaseException:
             failed = True
             raise
         finally:
-            if self.state.virtual is not None:
-                self.state.virtual.close()
+            if self._has("gradients"):
+                self.gradients.close()
             self._close_reporter(failed=failed)
+
+    def outcome(self) -> dict[str, Any]:
+        """Return counts, checkpoints and the step resumed from, of a closed training."""
+        tracked = self.tracker.checkpoint_status.outcome() if self._has("tracker") else {}
+        none = {"last_checkpoint": None, "best_checkpoint": None, "resumed_from_step": None}
+        state = self.state
+        return {"num_steps": state.step, "num_epochs": state.position.epoch, **none, **tracked}
+
+    def export_model(self, workload: str) -> str | None:
+        """Export a closed training's model, on rank 0; return its URI.
+
+        None where none was tracked or the training was stopped.
+        """
+        if self.info.rank != 0 or self.state.stopped_by is not None or not self._has("tracker"):
+            return None
+        return self.tracker.checkpoint_status.export_model(workload)
+
+    def _has(self, part: str) -> bool:
+        return part in vars(self)
 
     def _close_reporter(self, *, failed: bool) -> None:
         try:
@@ -115,59 +222,68 @@ class ContextParts:
             # Beside the error that is on its way. What is in files, whoever started this rank
             # brings to the storage.
             what = "are lost" if self.link.copies is None else "are left to the gang's caller"
-            logger.warning("records of rank %d %s: %s", self.place.rank, what, error)
+            logger.warning("records of rank %d %s: %s", self.info.rank, what, error)
         finally:
             if self.temporary is not None:
                 self.temporary.cleanup()
 
-    def outcome(self) -> dict[str, Any]:
-        """See `RankContext.outcome`."""
-        tracked = (
-            self.made_tracker.checkpoint_status.outcome() if self.made_tracker is not None else {}
-        )
-        none = {"last_checkpoint": None, "best_checkpoint": None, "resumed_from_step": None}
-        return {
-            "num_steps": self.state.step,
-            "num_epochs": self.state.position.epoch,
-            **none,
-            **tracked,
-        }
 
-    def export_model(self, workload: str) -> str | None:
-        """See `RankContext.export_model`."""
-        if self.made_tracker is None or self.place.rank != 0 or self.state.stopped_by is not None:
-            return None
-        return self.made_tracker.checkpoint_status.export_model(workload)
+class LocalOptions(TypedDict, total=False):
+    """What `RankContext.local` takes by name."""
+
+    run_id: str
+    """Names the run's folder; the same one again resumes it. "local", where it isn't given."""
+    stage: Stage
+    """"evaluate" restores the checkpoint of `restore_step`; "train", where it isn't given."""
+    checkpoint: CheckpointParams
+    """When checkpoints are written, and which are kept."""
+    resume_from: str | None
+    """Run to take the first checkpoint from: its id, or `<path or s3:// URI of its
+    storage>/runs/<id>`, either perhaps with `/checkpoints/step-00000400`."""
+    restore_step: int | None
+    """See stage."""
+    determinism: Determinism
+    """"elastic" gives the bits that any number of ranks dividing `virtual_ranks` gives."""
+    virtual_ranks: int | None
+    """See determinism."""
+    ledger: bool
+    """Put on record which samples each step trains on; `read_ledger` checks it."""
+    source: Readable | str | Path | None
+    """What `ctx.source` is to be: a storage, a path or an s3:// URI."""
 
 
-def local_config(
-    storage: Storage | str | Path | None, **config: Any
-) -> tuple[RankConfig, TemporaryDirectory[str] | None]:
-    """Describe a run of one rank in this process, claim its next attempt where it trains, and
-    seed the process.
+def local_parts(
+    data: str | Path | None,
+    options: Mapping[str, Any] | None,
+    seed: int,
+    storage: Storage | str | Path | None,
+    chosen: LocalOptions,
+) -> ContextParts:
+    """Make the parts of one rank in this process; claim an attempt, seed the process.
 
-    Returns:
-        The description, and the temporary folder to clean up where no storage was given.
+    See `RankContext.local`.
     """
     from prefect_torch_ddp.rank.generators import seed_stage  # noqa: PLC0415 - loads torch
 
-    check_virtual_ranks(config["determinism"], config["virtual_ranks"])
+    config: dict[str, Any] = {"run_id": "local", "stage": "train", **chosen}
+    check_virtual_ranks(config.get("determinism", "default"), config.get("virtual_ranks"))
     temporary = None
     if storage is None:
         temporary = TemporaryDirectory(prefix="prefect-torch-ddp-")
         storage = temporary.name
     where = DirectoryStorage(Path(storage)) if isinstance(storage, str | os.PathLike) else storage
-    seed_stage(config["seed"], config["stage"])
-    if isinstance(config["resume_from"], str):
-        config["resume_from"] = parse_resume_from(config["resume_from"], where, storage_from_uri)
+    run_id, stage = config["run_id"], config["stage"]
+    seed_stage(seed, stage)
+    if isinstance(given := config.get("resume_from"), str):
+        config["resume_from"] = parse_resume_from(given, where, storage_from_uri)
     if config.get("source") is not None:
         config["source"], _ = readable_at(config["source"])
     # Only a training is an attempt: who evaluates a checkpoint of a run, or prepares data for
     # it, must not end one that is alive.
-    trains = config["stage"] in ("train", "task")
-    attempt = (
-        claim_attempt(where, config["run_id"])
-        if trains
-        else max(newest_attempt(where, config["run_id"]), 1)
-    )
-    return RankConfig(attempt=attempt, storage=where, **config), temporary
+    trains = stage in ("train", "task")
+    attempt = claim_attempt(where, run_id) if trains else max(newest_attempt(where, run_id), 1)
+    config |= {"attempt": attempt, "storage": where, "options": dict(options or {}), "seed": seed}
+    folder = None if data is None else Path(data)
+    parts = ContextParts(RankConfig(**config), RankInfo(), data=folder)
+    parts.temporary = temporary
+    return parts

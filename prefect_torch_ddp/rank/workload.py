@@ -1,16 +1,8 @@
-"""Owns the functions that a gang runs on every rank: a user's function or a workload's stage,
-with a RankContext.
-
-Owns how a workload's name becomes its functions, on a rank.
-
-Owns how a workload reads its options: as one described model, in which a misspelt name is an
-error and not a default.
-"""
+"""What a gang runs on every rank: a user's function, or a workload's stage, with a RankContext."""
 
 import importlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,13 +10,15 @@ from pydantic import BaseModel, ValidationError
 
 from prefect_torch_ddp.data.dataset_store import prepare_folder, publish_dataset
 from prefect_torch_ddp.errors import InvalidParamsError
-from prefect_torch_ddp.rank.config import RankConfig
+from prefect_torch_ddp.rank.config import RankConfig, RankInfo
 from prefect_torch_ddp.rank.context import RankContext
 from prefect_torch_ddp.rank.distributed.device import current_device
 from prefect_torch_ddp.rank.generators import seed_stage
 from prefect_torch_ddp.rank.link import current_link
-from prefect_torch_ddp.rank.loop.state import Place
+from prefect_torch_ddp.rank.parts import ContextParts
 from prefect_torch_ddp.results import DatasetReport, Report
+
+M = TypeVar("M", bound=BaseModel)
 
 
 def run_with_context(
@@ -42,7 +36,7 @@ def run_with_context(
         kwargs: its keyword arguments.
     """
     function = resolve(fn) if isinstance(fn, str) else fn
-    with _context(config) as context:
+    with RankContext(_parts(config)) as context:
         value = function(context, *args, **(kwargs or {}))
         current_link().function_ended()
         return value
@@ -67,69 +61,14 @@ def run_stage(config: RankConfig, workload: str) -> DatasetReport | Report | dic
     function = stage_function(workload, config.stage)
     if config.stage == "prepare":
         return _prepare(config, function)
-    with _context(config) as context:
+    parts = _parts(config)
+    with RankContext(parts) as context:
         value = function(context)
         current_link().function_ended()
         if config.stage == "evaluate":
             return _report(value, workload)
         plain = _plain_values(value, workload)
-    return {"value": plain, **context.outcome(), "model_uri": context.export_model(workload)}
-
-
-def _prepare(config: RankConfig, function: Callable[..., Any]) -> DatasetReport:
-    if config.dataset_id is None:
-        msg = f"run {config.run_id} has no dataset_id to prepare a dataset for"
-        raise InvalidParamsError(msg)
-    with prepare_folder(config.storage, config.dataset_id) as folder:
-        with _context(config, data=folder) as context:
-            function(context)
-        return publish_dataset(config.storage, config.dataset_id, folder)
-
-
-@contextmanager
-def _context(config: RankConfig, data: Path | None = None) -> Iterator[RankContext]:
-    seed_stage(config.seed, config.stage)
-    with RankContext(
-        config, Place.from_environment(), device=current_device(), link=current_link(), data=data
-    ) as context:
-        yield context
-
-
-def _report(value: Any, workload: str) -> Report:
-    if isinstance(value, Report):
-        return value
-    if isinstance(value, Mapping):
-        try:
-            return Report.model_validate(dict(value))
-        except ValidationError as error:
-            msg = f"evaluate of {workload} returned a dict that is no Report: {error}"
-            raise TypeError(msg) from error
-    msg = (
-        f"evaluate of {workload} returned {type(value).__name__}; return a prefect_torch_ddp.Report"
-    )
-    raise TypeError(msg)
-
-
-def _plain_values(value: Any, workload: str) -> dict[str, float | int | str | bool | None]:
-    """Return the dict that train returned; None counts as an empty one."""
-    if value is None:
-        return {}
-    if not isinstance(value, Mapping):
-        msg = f"train of {workload} returned {type(value).__name__}; return a dict of plain values"
-        raise TypeError(msg)
-    return {str(key): _plain_value(key, item, workload) for key, item in value.items()}
-
-
-def _plain_value(key: object, value: Any, workload: str) -> float | int | str | bool | None:
-    if isinstance(value, float):  # numpy's float64 is one too
-        return float(value) if math.isfinite(value) else str(value)  # JSON has no nan
-    if value is None or isinstance(value, bool | int | str):
-        return value
-    msg = (
-        f"train of {workload} returned {key!r} as {type(value).__module__}.{type(value).__qualname__}; its values are numbers, "
-        "texts, booleans or None: use .item() on a tensor, ctx.save for files, ctx.track for models"
-    )
-    raise TypeError(msg)
+    return {"value": plain, **parts.outcome(), "model_uri": parts.export_model(workload)}
 
 
 def resolve(reference: str) -> Any:
@@ -144,7 +83,8 @@ def resolve(reference: str) -> Any:
         try:
             target = getattr(target, part)
         except AttributeError as error:
-            msg = f"{reference!r}: {target!r} has no {part!r}; write it as package.module or package.module:object"
+            form = "write it as package.module or package.module:object"
+            msg = f"{reference!r}: {target!r} has no {part!r}; {form}"
             raise InvalidParamsError(msg) from error
     return target
 
@@ -158,16 +98,14 @@ def stage_function(workload: str, stage: str) -> Callable[..., Any]:
     function = getattr(resolve(workload), stage, None)
     if not callable(function):
         what = "has no" if function is None else f"has a {type(function).__name__} instead of a"
-        msg = f"workload {workload!r} {what} function {stage!r}: a workload defines prepare(rank), train(rank) and evaluate(rank)"
+        defines = "a workload defines prepare(ctx), train(ctx) and evaluate(ctx)"
+        msg = f"workload {workload!r} {what} function {stage!r}: {defines}"
         raise InvalidParamsError(msg)
     return function  # type: ignore[no-any-return]
 
 
-M = TypeVar("M", bound=BaseModel)
-
-
 def read_options(model: type[M], options: Mapping[str, Any]) -> M:
-    """Return the options as a model.
+    """Return the options as a model, in which a misspelt name is an error and not a default.
 
     Args:
         model: a `prefect_torch_ddp.params.Params` with a field for each option, its default and
@@ -181,9 +119,61 @@ def read_options(model: type[M], options: Mapping[str, Any]) -> M:
     try:
         return model.model_validate(dict(options))
     except ValidationError as error:
-        faults = "; ".join(
-            f"{'.'.join(map(str, fault['loc'])) or 'they'}: {fault['msg']}"
-            for fault in error.errors()
-        )
-        msg = f"the workload's options can't be used: {faults}; there are {', '.join(model.model_fields)}"
+        places = [".".join(map(str, fault["loc"])) or "they" for fault in error.errors()]
+        texts = [fault["msg"] for fault in error.errors()]
+        faults = "; ".join(f"{at}: {text}" for at, text in zip(places, texts, strict=True))
+        known = ", ".join(model.model_fields)
+        msg = f"the workload's options can't be used: {faults}; there are {known}"
         raise InvalidParamsError(msg) from error
+
+
+def _parts(config: RankConfig, data: Path | None = None) -> ContextParts:
+    seed_stage(config.seed, config.stage)
+    info = RankInfo.from_environment()
+    return ContextParts(config, info, current_link(), device=current_device(), data=data)
+
+
+def _prepare(config: RankConfig, function: Callable[..., Any]) -> DatasetReport:
+    if config.dataset_id is None:
+        msg = f"run {config.run_id} has no dataset_id to prepare a dataset for"
+        raise InvalidParamsError(msg)
+    with prepare_folder(config.storage, config.dataset_id) as folder:
+        with RankContext(_parts(config, data=folder)) as context:
+            function(context)
+        return publish_dataset(config.storage, config.dataset_id, folder)
+
+
+def _report(value: Any, workload: str) -> Report:
+    if isinstance(value, Report):
+        return value
+    if isinstance(value, Mapping):
+        try:
+            return Report.model_validate(dict(value))
+        except ValidationError as error:
+            msg = f"evaluate of {workload} returned a dict that is no Report: {error}"
+            raise TypeError(msg) from error
+    kind = type(value).__name__
+    msg = f"evaluate of {workload} returned {kind}; return a prefect_torch_ddp.Report"
+    raise TypeError(msg)
+
+
+def _plain_values(value: Any, workload: str) -> dict[str, float | int | str | bool | None]:
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        msg = f"train of {workload} returned {type(value).__name__}; return a dict of plain values"
+        raise TypeError(msg)
+    return {str(key): _plain_value(key, item, workload) for key, item in value.items()}
+
+
+def _plain_value(key: object, value: Any, workload: str) -> float | int | str | bool | None:
+    if isinstance(value, float):  # numpy's float64 is one too
+        return float(value) if math.isfinite(value) else str(value)  # JSON has no nan
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    kind = f"{type(value).__module__}.{type(value).__qualname__}"
+    msg = (
+        f"train of {workload} returned {key!r} as {kind}; its values are numbers, texts, booleans "
+        "or None: use .item() on a tensor, ctx.save for files, ctx.track for models"
+    )
+    raise TypeError(msg)

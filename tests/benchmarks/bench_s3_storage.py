@@ -139,7 +139,7 @@ def test_whole_checkpoint(
 
 def _save(ctx: RankContext) -> None:
     ctx.checkpoint(force=True)
-    ctx._parts.made_tracker._checkpointer.wait()  # type: ignore[union-attr]
+    ctx._parts.tracker._checkpointer.wait()  # type: ignore[union-attr]
 
 
 def _save_plainly(client: Any, model: torch.nn.Module) -> None:

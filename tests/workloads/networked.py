@@ -43,7 +43,7 @@ def train(ctx: RankContext, fails: bool, is_big: bool) -> dict[str, Any]:
     ):
         first = first or ctx.step
         if fails and ctx.rank == 0 and ctx.step == FAILS_AT:
-            ctx._parts.made_tracker._checkpointer.wait()
+            ctx._parts.tracker._checkpointer.wait()
             msg = "as the test wants it"
             raise RuntimeError(msg)
         loss = model(batch).square().mean()

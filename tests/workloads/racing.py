@@ -86,7 +86,7 @@ def _steps(ctx: RankContext, course: Course) -> str:
     inputs = torch.arange(3.0 * NUM_SAMPLES, dtype=torch.float64).reshape(NUM_SAMPLES, 3)
     loader = ctx.loader(TensorDataset(inputs), global_batch_size=1)
     for (batch,) in ctx.steps(loader, epochs=course.num_steps // NUM_SAMPLES):
-        ctx._parts.made_tracker._checkpointer.wait()  # what became of the checkpoint before is known
+        ctx._parts.tracker._checkpointer.wait()  # what became of the checkpoint before is known
         loss = torch.nn.functional.dropout(model(batch), 0.3).square().mean()
         optimizer.zero_grad()
         loss.backward()

@@ -47,7 +47,7 @@ def train_through(ctx: RankContext, place: str, plan: dict[int, str]) -> dict[st
     for (batch,) in ctx.steps(
         ctx.loader(TensorDataset(inputs), global_batch_size=4), epochs=NUM_STEPS // 3
     ):
-        ctx._parts.made_tracker._checkpointer.wait()  # what became of the checkpoint before is known
+        ctx._parts.tracker._checkpointer.wait()  # what became of the checkpoint before is known
         troubles[ctx.step] = ctx._state.trouble()
         if ctx.rank == 0 and ctx.step in plan:
             strike(plan[ctx.step], Path(place))

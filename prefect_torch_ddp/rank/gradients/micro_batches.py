@@ -1,6 +1,4 @@
-"""Owns gradient accumulation: a rank's batch cut into micro-batches whose weighted losses add
-up to the whole batch's.
-"""
+"""Cutting a batch into micro-batches, whatever structure of tensors it is."""
 
 import copy
 from collections.abc import Iterator, Mapping, MutableMapping
@@ -9,61 +7,15 @@ from typing import Any
 import torch
 
 from prefect_torch_ddp.errors import InvalidParamsError
-from prefect_torch_ddp.rank.loop.state import TrainingState
 
-
-def micro_batches(
-    batch: Any, state: TrainingState, max_samples: int | None
-) -> Iterator[tuple[Any, float]]:
-    """Yield (micro-batch, weight); wrapped models talk to the other ranks in the backward pass
-    of the last one alone.
-
-    Raises:
-        InvalidParamsError: the batch can't be cut, or `max_samples` isn't positive.
-    """
-    if state.virtual is not None:
-        yield from state.virtual.micro_batches(batch, max_samples)
-        return
-    # A stand-in is one sample, whose gradient the ranks don't count.
-    num_rows = count_rows(
-        batch,
-        None if state.share is None else max(state.share.num_local - state.share.num_skipped, 1),
-    )
-    parts = pieces(num_rows, max_samples)
-    talked = [model.require_backward_grad_sync for model in state.wrapped]
-    try:
-        for part in parts:
-            is_last = part is parts[-1]
-            state.owes_gradients = not is_last
-            for model, talks in zip(state.wrapped, talked, strict=True):
-                # What `no_sync` sets: as a context it would end here, before the user's
-                # backward pass.
-                model.require_backward_grad_sync = is_last and talks
-            yield cut(batch, part), len(part) / num_rows
-    finally:
-        for model, talks in zip(state.wrapped, talked, strict=True):
-            model.require_backward_grad_sync = talks
-
-
-def refuse_half_done(state: TrainingState) -> None:
-    """Refuse to end a step whose micro-batches were left before the last one.
-
-    Raises:
-        InvalidParamsError: they were, and the ranks' gradients have not been summed.
-    """
-    if state.virtual is not None:
-        state.virtual.end_step()
-    if state.owes_gradients and state.wrapped:
-        msg = (
-            f"step {state.step} left ctx.micro_batches before the last micro-batch, in which the ranks sum their gradients; "
-            "go through all of them, on every rank"
-        )
-        raise InvalidParamsError(msg)
+_CANT_CUT = "ctx.micro_batches can't cut"
+_FIRST_DIMENSION = "the first dimension of every tensor is the sample's"
 
 
 def pieces(num_rows: int, max_samples: int | None) -> list[range]:
-    """Cut so many rows into pieces of `max_samples`, of which the last may be smaller; None
-    leaves them whole.
+    """Cut so many rows into pieces of `max_samples`, of which the last may be smaller.
+
+    None leaves them whole.
 
     Raises:
         InvalidParamsError: `max_samples` isn't positive.
@@ -88,15 +40,14 @@ def count_rows(batch: Any, expected: int | None) -> int:
     """
     sizes = {name: _num_rows(column, name) for name, column in _columns(batch, "batch")}
     if not sizes:
-        msg = f"ctx.micro_batches can't cut a {type(batch).__name__} without a tensor in it; pass the batch as the loader gave it"
+        what = f"a {type(batch).__name__} without a tensor in it"
+        msg = f"{_CANT_CUT} {what}; pass the batch as the loader gave it"
         raise InvalidParamsError(msg)
     num_rows = next(iter(sizes.values())) if expected is None else expected
     for name, size in sizes.items():
         if size != num_rows or size == 0:
-            msg = (
-                f"ctx.micro_batches can't cut {name}: it has {size} rows where this rank's share has {num_rows} samples; the "
-                "first dimension of every tensor is the sample's"
-            )
+            rows = f"it has {size} rows where this rank's share has {num_rows} samples"
+            msg = f"{_CANT_CUT} {name}: {rows}; {_FIRST_DIMENSION}"
             raise InvalidParamsError(msg)
     return num_rows
 
@@ -128,24 +79,20 @@ def _columns(item: Any, name: str) -> Iterator[tuple[str, Any]]:
         for position, value in enumerate(item):
             yield from _columns(value, f"{name}[{position}]")
     elif item is not None:
-        msg = (
-            f"ctx.micro_batches can't cut {name}, a {type(item).__name__}; it cuts tensors, and mappings, tuples and lists of "
-            "them: have collate_fn give those"
-        )
+        cuts = "it cuts tensors, and mappings, tuples and lists of them: have collate_fn give those"
+        msg = f"{_CANT_CUT} {name}, a {type(item).__name__}; {cuts}"
         raise InvalidParamsError(msg)
 
 
 def _num_rows(column: Any, name: str) -> int:
     if isinstance(column, torch.Tensor) and column.ndim == 0:
-        msg = f"ctx.micro_batches can't cut {name}: it is a single number; the first dimension of every tensor is the sample's"
+        msg = f"{_CANT_CUT} {name}: it is a single number; {_FIRST_DIMENSION}"
         raise InvalidParamsError(msg)
     return len(column)
 
 
 def _is_plain_list(item: Any) -> bool:
-    """Tell a list of a value for each sample, such as names, from a list of parts of the
-    batch.
-    """
+    """Tell a list of a value for each sample, such as names, from a list of the batch's parts."""
     if not isinstance(item, tuple | list) or hasattr(item, "_fields") or not item:
         return False
     return not any(

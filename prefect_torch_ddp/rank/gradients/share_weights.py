@@ -1,7 +1,6 @@
-"""Owns how gradients are averaged over the ranks: each rank's counts by its share of the global
-batch.
-"""
+"""Gradients averaged over the ranks by DDP, each rank's by its share of the global batch."""
 
+from collections.abc import Iterator
 from functools import reduce
 from typing import Any
 
@@ -10,73 +9,121 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from prefect_torch_ddp.data.sampler import BatchShare
 from prefect_torch_ddp.errors import InvalidParamsError
-from prefect_torch_ddp.rank.loop.state import TrainingState
+from prefect_torch_ddp.rank.gradients.micro_batches import count_rows, cut, pieces
 
 
-def wrap_model(
-    model: nn.Module,
-    state: TrainingState,
-    device: torch.device,
-    world_size: int,
-    ddp_kwargs: dict[str, Any],
-) -> nn.Module:
-    """Move a model to the device, and where there are several ranks make it a
-    DistributedDataParallel.
+def require_group(world_size: int) -> None:
+    """Refuse to wrap a model before the ranks can talk.
 
     Raises:
-        InvalidParamsError: there are several ranks and the process group isn't up.
+        InvalidParamsError: the process group isn't up.
     """
-    if state.virtual is not None:
-        return state.virtual.wrap(model, device)
-    model = model.to(device)
-    if world_size == 1 or not any(parameter.requires_grad for parameter in model.parameters()):
-        return model
     if not dist.is_initialized():
-        msg = (
-            f"ctx.wrap on {world_size} ranks needs the process group; call init_process_group first"
-        )
+        needs = f"ctx.wrap on {world_size} ranks needs the process group"
+        msg = f"{needs}; call init_process_group first"
         raise InvalidParamsError(msg)
-    if device.type == "cuda":
-        ddp_kwargs = {"device_ids": [device], **ddp_kwargs}
-    ddp = DistributedDataParallel(model, **ddp_kwargs)
-    ddp.register_comm_hook((state, ddp.process_group), _sum_by_share)
-    _settle_buckets(ddp)
-    state.wrapped.append(ddp)
-    return ddp
 
 
-def unwrapped(item: Any) -> Any:
-    """Return the bare module of a DDP or compiled one, whose weights load without a prefix;
-    anything else as it is.
-    """
-    while isinstance(item, nn.Module):
-        inner = (
-            item.module
-            if isinstance(item, DistributedDataParallel)
-            else getattr(item, "_orig_mod", None)
-        )
-        if not isinstance(inner, nn.Module):
-            break
-        item = inner
-    return item
+class ShareWeights:
+    """The wrapped models of a training, and the share that their gradients count by."""
+
+    def __init__(self, world_size: int) -> None:
+        """Begin outside of a step, without a model."""
+        self._world_size = world_size
+        self._models: list[DistributedDataParallel] = []
+        self._share: BatchShare | None = None
+        self._owes = False
+        """Whether the step made micro-batches whose gradients the ranks haven't summed yet."""
+
+    def wrap(self, model: nn.Module, device: torch.device, ddp_kwargs: dict[str, Any]) -> nn.Module:
+        """Move a model to the device, and where there are several ranks make it a DDP.
+
+        Raises:
+            InvalidParamsError: there are several ranks and the process group isn't up.
+        """
+        model = model.to(device)
+        trains = any(parameter.requires_grad for parameter in model.parameters())
+        if self._world_size == 1 or not trains:
+            return model
+        require_group(self._world_size)
+        if device.type == "cuda":
+            ddp_kwargs = {"device_ids": [device], **ddp_kwargs}
+        ddp = DistributedDataParallel(model, **ddp_kwargs)
+        ddp.register_comm_hook((self, ddp.process_group), _sum_by_share)
+        _settle_buckets(ddp)
+        self._models.append(ddp)
+        return ddp
+
+    def begin_step(self, _step: int, share: BatchShare) -> None:
+        """Count gradients by this share from now on."""
+        self._share = share
+        self._owes = False
+
+    def end_step(self, step: int) -> None:
+        """Refuse a step whose micro-batches were left before the last one.
+
+        Raises:
+            InvalidParamsError: they were, and the ranks' gradients have not been summed.
+        """
+        if self._owes and self._models:
+            msg = (
+                f"step {step} left ctx.micro_batches before the last micro-batch, in which the "
+                "ranks sum their gradients; go through all of them, on every rank"
+            )
+            raise InvalidParamsError(msg)
+
+    def leave_step(self) -> None:
+        """Average plainly again: a step has ended, in whatever way."""
+        self._share = None
+
+    def micro_batches(self, batch: Any, max_samples: int | None) -> Iterator[tuple[Any, float]]:
+        """Yield (micro-batch, weight); the ranks talk in the backward pass of the last one alone.
+
+        Raises:
+            InvalidParamsError: the batch can't be cut, or `max_samples` isn't positive.
+        """
+        share = self._share
+        # A stand-in is one sample, whose gradient the ranks don't count.
+        expected = None if share is None else max(share.num_local - share.num_skipped, 1)
+        num_rows = count_rows(batch, expected)
+        parts = pieces(num_rows, max_samples)
+        talked = [model.require_backward_grad_sync for model in self._models]
+        try:
+            for part in parts:
+                is_last = part is parts[-1]
+                self._owes = not is_last
+                for model, talks in zip(self._models, talked, strict=True):
+                    # What `no_sync` sets: as a context it would end here, before the user's
+                    # backward pass.
+                    model.require_backward_grad_sync = is_last and talks
+                yield cut(batch, part), len(part) / num_rows
+        finally:
+            for model, talks in zip(self._models, talked, strict=True):
+                model.require_backward_grad_sync = talks
+
+    def scale(self, gradients: torch.Tensor, group: dist.ProcessGroup) -> None:
+        """Scale this rank's gradients, so that the sum over the ranks is the global batch's."""
+        share = self._share
+        if share is None:
+            gradients.div_(dist.get_world_size(group))
+        elif share.num_local == share.num_skipped:
+            gradients.zero_()  # not times 0: the stand-in's gradient may be nan
+        else:
+            gradients.mul_(share.num_local / share.num_global)
+
+    def close(self) -> None:
+        """Nothing is to be taken back."""
 
 
 def _sum_by_share(
-    context: tuple[TrainingState, Any], bucket: dist.GradBucket
+    context: tuple[ShareWeights, dist.ProcessGroup], bucket: dist.GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
-    """Sum a bucket of gradients over the ranks, each scaled by its share; a DDP communication
-    hook.
-    """
-    state, group = context
+    """Sum a bucket of gradients over the ranks; a DDP communication hook."""
+    weights, group = context
     gradients = bucket.buffer()
-    share = state.share
-    if share is None:
-        gradients.div_(dist.get_world_size(group))  # outside of `steps`: the plain mean over ranks
-    elif share.num_local == share.num_skipped:
-        gradients.zero_()  # not times 0: the stand-in's gradient may be nan
-    else:
-        gradients.mul_(share.num_local / share.num_global)
+    weights.scale(gradients, group)
     future = dist.all_reduce(gradients, group=group, async_op=True).get_future()
     return future.then(lambda done: done.value()[0])
 
@@ -90,21 +137,18 @@ def _settle_buckets(ddp: DistributedDataParallel) -> None:
     """
     parameters = [parameter for parameter in ddp.module.parameters() if parameter.requires_grad]
     has_hooks = any(
-        getattr(p, "_post_accumulate_grad_hooks", None) or getattr(p, "_backward_hooks", None)
-        for p in parameters
+        getattr(parameter, "_post_accumulate_grad_hooks", None)
+        or getattr(parameter, "_backward_hooks", None)
+        for parameter in parameters
     )
     has_sparse = any(getattr(module, "sparse", False) for module in ddp.module.modules())
     if ddp.find_unused_parameters or ddp.static_graph or has_hooks or has_sparse:
         return  # DDP doesn't rebuild, or learns from the first pass, or the pass would have effects
-    device = parameters[0].device
+    zero = torch.zeros((), device=parameters[0].device)
 
     def zeros(*_args: Any, **_kwargs: Any) -> torch.Tensor:
         # A chain: its backward pass reaches the last parameter first, much as a real one does.
-        return reduce(
-            lambda total, parameter: total + _zero(parameter).to(device),
-            parameters,
-            torch.zeros((), device=device),
-        )
+        return reduce(lambda total, one: total + _zero(one).to(zero.device), parameters, zero)
 
     ddp._run_ddp_forward = zeros  # type: ignore[method-assign]
     try:

@@ -1,9 +1,4 @@
-"""Owns one fixed order of summation: a balanced binary tree over numbered leaves, whoever holds
-which of them. Pure.
-
-Owns the exchange in which ranks add up tensors in one fixed tree; traffic as of a ring
-all-reduce where branches fit ranks.
-"""
+"""One fixed order of summation over numbered leaves, and the exchange by which ranks follow it."""
 
 from collections.abc import Callable
 from typing import Generic, TypeVar
@@ -12,12 +7,13 @@ import torch
 import torch.distributed as dist
 
 from prefect_torch_ddp.data.sampler import RankShares
+from prefect_torch_ddp.rank.gradients.flat import Flat, add_in_place
 
 T = TypeVar("T")
 
 
 class TreeSum(Generic[T]):
-    """Adds up values of leaves, or of whole branches, in the tree's order.
+    """Adds up values of leaves, or of whole branches, in the order of a balanced binary tree.
 
     Each branch is the sum of its two halves. Values are pushed from left to right; what can be
     added is added at once, so no more than one value for each level of the tree is held.
@@ -33,31 +29,26 @@ class TreeSum(Generic[T]):
         self.num_leaves = num_leaves
         self._add = add
         self.branches: list[tuple[range, T]] = []
-        """The largest branches that are complete, from left to right: the leaves of each, and
-        its sum."""
+        """The largest complete branches, from left to right: the leaves of each, and its sum."""
 
     def push(self, leaves: range, value: T) -> None:
         """Take the value of the branch of these leaves, which follow those pushed before."""
         self.branches.append((leaves, value))
-        while len(self.branches) > 1 and self._are_halves(
-            self.branches[-2][0], self.branches[-1][0]
-        ):
-            right_leaves, right = self.branches.pop()
-            left_leaves, left = self.branches.pop()
-            self.branches.append(
-                (range(left_leaves.start, right_leaves.stop), self._add(left, right))
-            )
+        while len(self.branches) > 1:
+            (left_leaves, left), (right_leaves, right) = self.branches[-2:]
+            if not self._are_halves(left_leaves, right_leaves):
+                return
+            branch = range(left_leaves.start, right_leaves.stop)
+            self.branches[-2:] = [(branch, self._add(left, right))]
 
     def _are_halves(self, left: range, right: range) -> bool:
-        """Tell whether two neighbours are the halves of one branch."""
         branch = range(self.num_leaves)
         while len(branch) > 1:
             middle = branch.start + len(branch) // 2
             if (branch.start, middle, branch.stop) == (left.start, right.start, right.stop):
                 return True
-            branch = (
-                range(branch.start, middle) if right.stop <= middle else range(middle, branch.stop)
-            )
+            is_left = right.stop <= middle
+            branch = range(branch.start, middle) if is_left else range(middle, branch.stop)
         return False
 
 
@@ -69,60 +60,47 @@ def branches_of(leaves: range, num_leaves: int) -> list[range]:
     return [branch for branch, _ in tree.branches]
 
 
-Flat = list[torch.Tensor]
-"""Flat tensors, one for each kind of gradient."""
-
-
-def add_in_place(left: Flat, right: Flat) -> Flat:
-    """Add the right ones to the left ones; an element's sum doesn't depend on where it is in
-    its tensor.
-    """
-    for ours, other in zip(left, right, strict=True):
-        ours.add_(other)
-    return left
-
-
 def total_over_ranks(tree: TreeSum[Flat], world_size: int) -> Flat:
-    """Return the sum over the whole tree on every rank, of which each rank has the branches of
-    its leaves.
+    """Return the sum over the whole tree on every rank, each of which has its leaves' branches.
 
-    Each rank adds up one slice of the elements for all, and gets the others' slices.
+    Each rank adds up one slice of the elements for all, and gets the others' slices: traffic as
+    of a ring all-reduce, where branches fit ranks.
     """
     if world_size == 1:
         ((_, total),) = tree.branches
         return total
     num_leaves = tree.num_leaves
-    by_rank = [
-        branches_of(RankShares.of_rank(rank, world_size, num_leaves).own, num_leaves)
-        for rank in range(world_size)
-    ]
+    leaves = [RankShares.of_rank(rank, world_size, num_leaves).own for rank in range(world_size)]
+    by_rank = [branches_of(of_rank, num_leaves) for of_rank in leaves]
     kinds = zip(*(flat for _, flat in tree.branches), strict=True)
-    return [_total(list(mine), by_rank, num_leaves) for mine in kinds]
+    return [_total(list(own), by_rank, num_leaves) for own in kinds]
 
 
-def _total(mine: Flat, by_rank: list[list[range]], num_leaves: int) -> torch.Tensor:
-    world_size, size, like = len(by_rank), mine[0].numel(), mine[0]
+def _total(own: Flat, by_rank: list[list[range]], num_leaves: int) -> torch.Tensor:
+    world_size, size, like = len(by_rank), own[0].numel(), own[0]
     chunk = -(-size // world_size)
-    send = like.new_zeros(world_size, len(mine), chunk)
-    for i, flat in enumerate(mine):
+    send = like.new_zeros(world_size, len(own), chunk)
+    for i, flat in enumerate(own):
         padded = torch.nn.functional.pad(flat, (0, world_size * chunk - size))
         send[:, i] = padded.view(world_size, chunk)
-    pieces = _all_to_all(send, [len(branches) for branches in by_rank], chunk)
+    slices = _all_to_all(send, [len(branches) for branches in by_rank], chunk)
     tree: TreeSum[Flat] = TreeSum(num_leaves, add_in_place)
     branches = [branch for of_rank in by_rank for branch in of_rank]
-    for branch, piece in zip(branches, pieces, strict=True):
-        tree.push(branch, [piece])
+    for branch, part in zip(branches, slices, strict=True):
+        tree.push(branch, [part])
     ((_, (total,)),) = tree.branches
     return _all_gather(total, world_size)[:size].to(like.device)
 
 
 def _all_to_all(send: torch.Tensor, nums_branches: list[int], chunk: int) -> torch.Tensor:
-    """Send each rank its slice of our branches; return everybody's branches of our slice,
-    [branches, chunk].
+    """Send each rank its slice of our branches.
+
+    Returns:
+        Everybody's branches of our slice, of shape [branches, chunk].
     """
     outgoing = _bytes_of(send)
-    received = outgoing.new_empty(sum(nums_branches) * chunk * send.element_size())
     each = chunk * send.element_size()
+    received = outgoing.new_empty(sum(nums_branches) * each)
     dist.all_to_all_single(
         received,
         outgoing,
@@ -132,16 +110,14 @@ def _all_to_all(send: torch.Tensor, nums_branches: list[int], chunk: int) -> tor
     return received.view(send.dtype).view(-1, chunk)
 
 
-def _all_gather(mine: torch.Tensor, world_size: int) -> torch.Tensor:
-    outgoing = _bytes_of(mine)
+def _all_gather(own: torch.Tensor, world_size: int) -> torch.Tensor:
+    outgoing = _bytes_of(own)
     received = outgoing.new_empty(world_size * outgoing.numel())
     dist.all_gather_into_tensor(received, outgoing)
-    return received.view(mine.dtype)
+    return received.view(own.dtype)
 
 
 def _bytes_of(values: torch.Tensor) -> torch.Tensor:
-    """Return plain bytes, which any backend carries, whatever the dtype; on the CPU where gloo
-    carries them.
-    """
+    """Return plain bytes, which any backend carries, on the CPU where gloo carries them."""
     device = torch.device("cpu") if dist.get_backend() == "gloo" else values.device
     return values.contiguous().to(device).view(-1).view(torch.uint8)

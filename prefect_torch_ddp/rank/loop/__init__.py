@@ -1,5 +1,4 @@
-"""The loop over optimizer steps: where it resumes, and how all ranks agree on what happens at a
-step's end.
+"""The loop over optimizer steps, and how all ranks agree where it stops and saves.
 
-No collective is ever made here.
+What is written to a storage never comes here.
 """

@@ -1,5 +1,4 @@
-"""Owns how ranks agree on the step after which something is done, without a collective and at
-next to no cost per step.
+"""How ranks agree on the step after which something is done: no collective, next to no cost.
 
 Ranks pass *points* in the same order: the end of step n is 2n, being outside of a loop after
 step n is 2n + 1. When a rank wants something it opens a round in the gang's store. Every rank
@@ -20,9 +19,8 @@ from enum import IntFlag
 import torch.distributed as dist
 
 POLL_S = 0.2
-"""How often a rank's thread looks whether a round was opened. Not a blocking wait: when rank 0
-dies, which serves the store, torch would print a page of C++ frames on every other rank for
-each call that is under way."""
+"""How often a rank's thread looks for an open round. Not a blocking wait: when rank 0 dies, which
+serves the store, torch would print a page of C++ frames on every other rank."""
 GATHER_POLL_S = 0.001
 MAX_GATHER_POLL_S = 0.05
 NEVER = 2**62
@@ -48,9 +46,7 @@ def end_of(step: int) -> int:
 
 
 def outside_after(step: int) -> int:
-    """Return the point outside of a loop, once a step was the last one of it; 0 before the
-    first step.
-    """
+    """Return the point outside of a loop whose last step this was; 0 before the first step."""
     return 2 * step + 1
 
 
@@ -75,8 +71,8 @@ class Agreement:
             rank: this one.
             world_size: with 1 there is nobody to ask, no thread and no store.
             point: where this rank is, outside of a loop.
-            ahead_s: how far ahead the one who asks pledges, so that he need not wait for the
-                others' threads; 0 for what is to be done as soon as can be.
+            ahead_s: how far ahead the rank that asks pledges, so that it need not wait for the
+                others' threads; 0 for what is to be done as soon as possible.
 
         Raises:
             RuntimeError: there are several ranks and the process group isn't up.
@@ -116,8 +112,9 @@ class Agreement:
         return self.reach(point, next_point, want)
 
     def reach(self, point: int, next_point: int, want: Want) -> Outcome | None:
-        """Pass a point. Returns what is due there, or was at one that this rank skipped by
-        leaving the loop; waits at a pledge.
+        """Pass a point, and return what is due there; waits at a pledge.
+
+        What was due at a point that this rank skipped by leaving the loop is due now.
 
         Args:
             point: where this rank is.
@@ -154,9 +151,7 @@ class Agreement:
             return
         self._thread.join()
         self._thread = None
-        with suppress(
-            RuntimeError
-        ):  # the store went with the rank that had it: nobody is left to be told
+        with suppress(RuntimeError):  # the store went with the rank that served it
             self._answers.check([""])  # its answer says that the pledges sent before have arrived
             self._store.set(f"gone/{self._rank}", "")
 
@@ -173,9 +168,7 @@ class Agreement:
         return outcome
 
     def _ahead(self, point: int) -> int:
-        """Return the point to pledge for a round that this rank opens: this one, or some steps
-        on, so that the others hear.
-        """
+        """Return the point to pledge in a round that this rank opens: here, or some steps on."""
         if not self._ahead_s or point >= self._last_point:
             return point
         began_s, began_at = self._pace
@@ -184,9 +177,7 @@ class Agreement:
         return min(point + 2 * math.ceil(self._ahead_s / step_s), self._last_point)
 
     def _pledge(self, store: dist.Store, point: int, want: Want) -> None:
-        """Promise not to pass a point; with the lock held, so that the training can't pass it
-        meanwhile.
-        """
+        """Promise not to pass a point; the lock is held, or the training could pass it now."""
         store.set(f"pledge/{self._round}/{self._rank}", json.dumps([point, int(want)]))
         if want:
             store.set(f"open/{self._round}", "")
@@ -210,7 +201,8 @@ class Agreement:
         while True:
             for rank in list(missing):
                 gone = self._store.check([f"gone/{rank}"])
-                key = f"pledge/{self._round}/{rank}"  # looked for after that: what was pledged before the end counts
+                # Looked for after that: what was pledged before the end counts.
+                key = f"pledge/{self._round}/{rank}"
                 if self._store.check([key]):
                     pledges[rank] = tuple(json.loads(self._store.get(key)))
                 if gone or rank in pledges:
@@ -226,13 +218,10 @@ class Agreement:
 
 
 def _connect(name: str) -> dist.Store:
-    """Open a connection of its own to the gang's store: a client must not be used by two
-    threads at a time.
-    """
+    # A connection of its own: a client must not be used by two threads at a time.
     if not dist.is_initialized():
-        msg = (
-            "ctx.steps on several ranks needs the process group; call init_process_group before it"
-        )
+        needs = "ctx.steps on several ranks needs the process group"
+        msg = f"{needs}; call init_process_group before it"
         raise RuntimeError(msg)
     store = dist.distributed_c10d._get_default_store()
     return dist.PrefixStore(name, store.clone())

@@ -50,12 +50,12 @@ def train(storage: Storage, num_steps: int) -> tuple[str, int | None]:
             global_batch_size=1,
         )
         for (batch,) in ctx.steps(loader, epochs=num_steps):
-            ctx._parts.made_tracker._checkpointer.wait()
+            ctx._parts.tracker._checkpointer.wait()
             loss = model(batch).square().mean()
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-    return sha256_of_weights(model), ctx.outcome()["resumed_from_step"]
+    return sha256_of_weights(model), ctx._parts.outcome()["resumed_from_step"]
 
 
 def copy(source: Storage, target: Storage) -> Storage:

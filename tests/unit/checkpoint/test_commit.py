@@ -64,7 +64,7 @@ def count_to(
         ctx.track(counter=counter)
         dataset = torch.utils.data.TensorDataset(torch.zeros(1))
         for _ in ctx.steps(ctx.loader(dataset, global_batch_size=1), epochs=num_steps):
-            ctx._parts.made_tracker._checkpointer.wait()
+            ctx._parts.tracker._checkpointer.wait()
             counter.value += 1
             if metrics is not None and ctx.step in metrics:
                 ctx.report(accuracy=metrics[ctx.step])
@@ -91,7 +91,7 @@ def test_a_superseded_attempt_cant_commit(tmp_path: Path) -> None:
             ctx.loader(torch.utils.data.TensorDataset(torch.zeros(1)), global_batch_size=1),
             epochs=9,
         ):
-            ctx._parts.made_tracker._checkpointer.wait()
+            ctx._parts.tracker._checkpointer.wait()
             if ctx.step == 3:
                 claim_attempt(storage, "local")
     assert steps_of(storage) == [1, 2]

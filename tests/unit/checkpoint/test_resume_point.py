@@ -103,7 +103,7 @@ def test_a_run_begins_from_another_storage(tmp_path: Path) -> None:
             epochs=5,
         ):
             counter.value += 1
-    assert (ctx.step, counter.value.item(), ctx.outcome()["resumed_from_step"]) == (5, 5, 2)
+    assert (ctx.step, counter.value.item(), ctx._parts.outcome()["resumed_from_step"]) == (5, 5, 2)
     assert {path: path.read_bytes() for path in old.rglob("*") if path.is_file()} == before
 
 

@@ -16,9 +16,9 @@ from prefect_torch_ddp import RankContext
 from prefect_torch_ddp.errors import BadKeyError, CheckpointError, InvalidParamsError
 from prefect_torch_ddp.params import CheckpointParams
 from prefect_torch_ddp.protocol.events import Progress
-from prefect_torch_ddp.rank.config import RankConfig
+from prefect_torch_ddp.rank.config import RankConfig, RankInfo
 from prefect_torch_ddp.rank.link import Link
-from prefect_torch_ddp.rank.loop.state import Place
+from prefect_torch_ddp.rank.parts import ContextParts
 from prefect_torch_ddp.records.metrics import read_records
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from tests.workloads import healthy
@@ -33,7 +33,7 @@ def fit(folder: Path, *, run_id: str = "local", **options: Any) -> dict[str, Any
         options=options, storage=folder, run_id=run_id, checkpoint=policy
     ) as ctx:
         value = healthy.fit(ctx, TensorDataset(*healthy.points(33)))
-    return {**value, **ctx.outcome()}
+    return {**value, **ctx._parts.outcome()}
 
 
 def test_importing_it_loads_no_torch() -> None:
@@ -164,7 +164,7 @@ def test_leaving_the_loop_counts_the_step(tmp_path: Path) -> None:
             ctx.report(loss=1)
             if ctx.step == 2:
                 break
-    assert ctx.outcome()["last_checkpoint"]["step"] == 2
+    assert ctx._parts.outcome()["last_checkpoint"]["step"] == 2
     records = read_records(DirectoryStorage(tmp_path), "local")
     assert [(record.step, record.num_samples) for record in records] == [(1, 1), (2, 1)]
 
@@ -240,7 +240,7 @@ def test_progress_reaches_the_link_now_and_then(tmp_path: Path) -> None:
     """At the first step, and then not more often than twice a second."""
     link = Listener()
     config = RankConfig(run_id="run", attempt=1, stage="train", storage=DirectoryStorage(tmp_path))
-    with RankContext(config, Place(), link=link) as ctx:
+    with RankContext(ContextParts(config, RankInfo(), link)) as ctx:
         for _ in ctx.steps(ctx.loader(FOUR, global_batch_size=1), epochs=100):
             ctx.report(loss=0.5)
     assert link.sent[0] == Progress(step=1, epoch=1, total_steps=400, metrics={"loss": 0.5})

@@ -16,10 +16,10 @@ from torch.utils.data import TensorDataset
 from prefect_torch_ddp import RankContext
 from prefect_torch_ddp.gang.worker.rank_io import HeartbeatPage
 from prefect_torch_ddp.protocol.heartbeat import LOOK_SIGNAL, PAGE_BYTES, Heartbeat, Phase
-from prefect_torch_ddp.rank.config import RankConfig
+from prefect_torch_ddp.rank.config import RankConfig, RankInfo
 from prefect_torch_ddp.rank.heartbeat import HeartbeatWriter
 from prefect_torch_ddp.rank.link import Link
-from prefect_torch_ddp.rank.loop.state import Place
+from prefect_torch_ddp.rank.parts import ContextParts
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 
 
@@ -60,7 +60,7 @@ def test_the_seat_reads_what_the_loop_marks(tmp_path: Path) -> None:
     config = RankConfig(
         run_id="watched", attempt=1, stage="task", storage=DirectoryStorage(tmp_path)
     )
-    with RankContext(config, Place(), link=link) as ctx:
+    with RankContext(ContextParts(config, RankInfo(), link)) as ctx:
         note()
         ctx.track(model=Slow(1, 1))
         for _ in ctx.steps(ctx.loader(Watched(torch.zeros(4, 1)), global_batch_size=2), epochs=1):

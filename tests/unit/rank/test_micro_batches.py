@@ -14,8 +14,7 @@ from torch.utils.data import TensorDataset
 from prefect_torch_ddp import RankContext
 from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.rank.gradients import share_weights as gradients
-from prefect_torch_ddp.rank.gradients.micro_batches import micro_batches
-from prefect_torch_ddp.rank.loop.state import TrainingState
+from prefect_torch_ddp.rank.gradients.share_weights import ShareWeights
 from prefect_torch_ddp.rank.workload import run_with_context
 from tests.unit.rank.test_steps import config_for, expected_gradients
 from tests.workloads import healthy
@@ -30,7 +29,7 @@ Pair = namedtuple("Pair", "images labels")  # noqa: PYI024 - the kind that a use
 
 def parts_of(batch: Any, max_samples: int | None) -> list[tuple[Any, float]]:
     """Cut a batch outside of a training."""
-    return list(micro_batches(batch, TrainingState(), max_samples))
+    return list(ShareWeights(1).micro_batches(batch, max_samples))
 
 
 def test_every_kind_of_batch_is_cut_alike() -> None:

@@ -1,7 +1,6 @@
 """A training that is taken up again in one of several loops, or with another order; checkpoints
 that are asked for oddly."""
 
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +26,17 @@ EVERY_STEP = CheckpointParams(every_steps=1, every_s=None)
 ON_DEMAND = CheckpointParams(every_s=None)
 
 
-def in_loops(folder: Path, dies_at: int | None = None) -> torch.Tensor:
-    """Train three epochs as three loops, with dropout and draws between them; return the
-    weights."""
+def in_loops(folder: Path, dies_at: int | None = None) -> tuple[torch.Tensor, float]:
+    """Train four epochs as four loops, with dropout, draws and a scheduler's step between them;
+    return the weights and the learning rate."""
     with RankContext.local(storage=folder, checkpoint=EVERY_STEP) as ctx:
         model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 1))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        ctx.track(model=model, optimizer=optimizer)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+        ctx.track(model=model, optimizer=optimizer, scheduler=scheduler)
         loader = ctx.loader(TensorDataset(torch.ones(12, 4)), global_batch_size=4)
-        for _ in range(3):
+        optimizer.step()  # or torch warns of schedulers that step first in a resumed training
+        for _ in range(4):
             for (x,) in ctx.steps(loader, epochs=1):
                 if ctx.step == dies_at:
                     raise InterruptedError
@@ -43,27 +44,21 @@ def in_loops(folder: Path, dies_at: int | None = None) -> torch.Tensor:
                 model(x).sum().backward()
                 optimizer.step()
             torch.rand(7)  # as a validation with a plain DataLoader does
-        return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+            scheduler.step()
+        weights = [parameter.detach().flatten() for parameter in model.parameters()]
+        return torch.cat(weights), optimizer.param_groups[0]["lr"]
 
 
-def test_a_training_of_several_loops_resumes_to_the_same_bits(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The code between the loops draws again; the loop that goes on has its own generators all
-    the same, and it is said."""
+@pytest.mark.parametrize("dies_at", [2, 4, 8, 12])
+def test_a_training_of_several_loops_resumes_to_the_same_bits(tmp_path: Path, dies_at: int) -> None:
+    """The code between the loops runs again, and what it changes counts once: draws, a
+    scheduler's steps."""
     with pytest.raises(InterruptedError):
-        in_loops(tmp_path / "killed", dies_at=8)
-    with caplog.at_level(logging.WARNING):
-        resumed = in_loops(tmp_path / "killed")
-    assert torch.equal(resumed, in_loops(tmp_path / "whole"))
-    assert [
-        record.getMessage().split(" was over")[0]
-        for record in caplog.records
-        if "was over before" in record.getMessage()
-    ] == [
-        "call 1 of ctx.steps",
-        "call 2 of ctx.steps",
-    ]
+        in_loops(tmp_path / "killed", dies_at=dies_at)
+    weights, rate = in_loops(tmp_path / "killed")
+    expected, expected_rate = in_loops(tmp_path / "whole")
+    assert torch.equal(weights, expected)
+    assert rate == expected_rate == 1 / 16
 
 
 def samples_of(
@@ -244,9 +239,8 @@ def on_rank_0_alone_between_loops(ctx: RankContext) -> int:
             model(x).sum().backward()
         if ctx.rank == 0 and number == 0:
             ctx.checkpoint(force=True)
-            assert ctx._parts.made_tracker is not None
-            assert ctx._parts.made_tracker._checkpointer is not None
-            ctx._parts.made_tracker._checkpointer.wait()
+            assert ctx._parts.tracker._checkpointer is not None
+            ctx._parts.tracker._checkpointer.wait()
     return ctx.step
 
 

@@ -1,6 +1,4 @@
-"""Owns what a rank puts on record: its metrics and its samples, once a step, and the progress
-that people see.
-"""
+"""The reporter: a rank's metrics and samples of each step, and the progress that people see."""
 
 import threading
 import time
@@ -11,16 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 from prefect_torch_ddp.errors import InvalidParamsError, StorageError
 from prefect_torch_ddp.protocol.events import Progress
-from prefect_torch_ddp.rank.config import RankConfig
+from prefect_torch_ddp.rank.config import RankConfig, RankInfo
 from prefect_torch_ddp.rank.link import Link
-from prefect_torch_ddp.rank.loop.state import Place, TrainingState
+from prefect_torch_ddp.rank.saving.state import TrainingState
 from prefect_torch_ddp.records.ledger import EndLine, LedgerLog, LoopLine, StepLine
+from prefect_torch_ddp.records.log import RecordLog
 from prefect_torch_ddp.records.metrics import MetricLog
 
 if TYPE_CHECKING:
     from prefect_torch_ddp.data.sampler import BatchShare, GlobalBatches
-    from prefect_torch_ddp.records.log import RecordLog
-
 
 PROGRESS_INTERVAL_S = 0.5
 
@@ -28,16 +25,16 @@ PROGRESS_INTERVAL_S = 0.5
 class Reporter:
     """Merges what is reported in a step, and hands it on at the step's end."""
 
-    def __init__(self, config: RankConfig, place: Place, state: TrainingState, link: Link) -> None:
-        """Only a training writes records: those of an evaluation would count as the
-        training's.
-        """
-        keeps = config.stage in ("train", "task")
-        where = (config.storage, config.run_id, place.rank, config.attempt)
-        self._log = MetricLog(*where, copies=link.copies) if keeps else None
-        self._ledger = LedgerLog(*where, copies=link.copies) if keeps and config.ledger else None
+    def __init__(
+        self, config: RankConfig, info: RankInfo, state: TrainingState, link: Link
+    ) -> None:
+        """Only a training writes records: those of an evaluation would count as the training's."""
+        run = (config.storage, config.run_id, info.rank, config.attempt)
+        self._log = MetricLog(*run, copies=link.copies) if config.trains else None
+        keeps_ledger = config.trains and config.ledger
+        self._ledger = LedgerLog(*run, copies=link.copies) if keeps_ledger else None
         self._logs: list[RecordLog] = [log for log in (self._log, self._ledger) if log is not None]
-        self._place = place
+        self._info = info
         self._attempt = config.attempt
         self._state = state
         self._link = link
@@ -47,16 +44,14 @@ class Reporter:
         self._closed = False
 
     def report(self, metrics: Mapping[str, Any]) -> None:
-        """Take metrics of the step under way; outside of a step they are a record of their
-        own.
-        """
+        """Take metrics of the step under way; outside of one they are a record of their own."""
         for name, value in metrics.items():
             self._now[name] = _scalar(name, value)
         if self._state.share is None:
             self.end_step()
 
     def begin_loop(self, batches: "GlobalBatches") -> None:
-        """Put on the ledger what a loop goes over, from the place where the training is."""
+        """Put on the ledger what a loop goes over, from where the training is."""
         if self._ledger is None:
             return
         position = self._state.position
@@ -68,7 +63,7 @@ class Reporter:
             num_samples=batches.num_samples,
             global_batch_size=batches.global_batch_size,
             drop_last=batches.drop_last,
-            world_size=self._place.world_size,
+            world_size=self._info.world_size,
         )
         self._ledger.put(line)
 
@@ -77,9 +72,8 @@ class Reporter:
         if self._ledger is not None:
             position = self._state.position
             offset = position.batch * position.global_batch_size
-            self._ledger.put(
-                EndLine(self._state.step + 1, position.epoch + 1, position.loop, offset)
-            )
+            line = EndLine(self._state.step + 1, position.epoch + 1, position.loop, offset)
+            self._ledger.put(line)
 
     def end_step(self) -> None:
         """Hand on the step's records."""
@@ -90,22 +84,11 @@ class Reporter:
             self._newest.update(metrics)
             if self._log is not None:
                 self._log.append(self._record(metrics))
-        if self._place.rank == 0 and time.monotonic() >= self._next_progress:
+        if self._info.rank == 0 and time.monotonic() >= self._next_progress:
             self._send_progress()
 
-    def _send_progress(self) -> None:
-        self._next_progress = time.monotonic() + PROGRESS_INTERVAL_S
-        state = self._state
-        self._link.send_progress(
-            Progress(
-                state.record_step, state.epoch, state.total_steps, self.newest(), state.trouble()
-            )
-        )
-
     def newest(self) -> dict[str, float]:
-        """Return the newest value of every metric that this rank reported; may wait for the
-        device.
-        """
+        """Return the newest value of each metric of this rank; may wait for the device."""
         self._newest = {name: float(value) for name, value in self._newest.items()}
         return dict(self._newest)
 
@@ -130,8 +113,8 @@ class Reporter:
         """
         if self._now:
             self.end_step()
-        if not self._closed and self._place.rank == 0 and self._state.step > 0:
-            self._send_progress()  # else what people see would end up to half a second before the end
+        if not self._closed and self._info.rank == 0 and self._state.step > 0:
+            self._send_progress()  # else what people see would end up to half a second too early
         self._closed = True
         if within_s is None:
             with ExitStack() as stack:  # all are closed, whatever one of them raises
@@ -141,12 +124,10 @@ class Reporter:
             self._close_within(within_s)
 
     def _close_within(self, limit_s: float) -> None:
-        """Write all records at once, in threads that are left behind: a storage may keep one
-        waiting for minutes.
-        """
+        # In threads that are left behind: a storage may keep one waiting for minutes.
         errors: list[str] = []
 
-        def close(log: "RecordLog") -> None:
+        def close(log: RecordLog) -> None:
             try:
                 log.close()
             except StorageError as error:
@@ -163,37 +144,35 @@ class Reporter:
         if errors:
             raise StorageError("; ".join(errors))
 
-    def _step_line(self, share: "BatchShare") -> StepLine:
+    def _send_progress(self) -> None:
+        self._next_progress = time.monotonic() + PROGRESS_INTERVAL_S
         state = self._state
-        place = share.batch * state.position.global_batch_size
-        return StepLine(
-            state.step,
-            state.epoch,
-            state.position.loop,
-            place,
-            share.num_global,
-            share.is_last,
-            share.samples,
+        step, trouble = state.record_step, state.trouble()
+        self._link.send_progress(
+            Progress(step, state.epoch, state.total_steps, self.newest(), trouble)
         )
 
+    def _step_line(self, share: "BatchShare") -> StepLine:
+        state = self._state
+        offset = share.batch * state.position.global_batch_size
+        batch = (offset, share.num_global, share.is_last, share.samples)
+        return StepLine(state.step, state.epoch, state.position.loop, *batch)
+
     def _record(self, metrics: Mapping[str, Any]) -> dict[str, Any]:
+        share = self._state.share
         return {
             "step": self._state.record_step,
             "epoch": self._state.epoch,
-            "rank": self._place.rank,
+            "rank": self._info.rank,
             "attempt": self._attempt,
             "time": time.time(),
-            "num_samples": 0
-            if self._state.share is None
-            else self._state.share.num_local - self._state.share.num_skipped,
+            "num_samples": 0 if share is None else share.num_local - share.num_skipped,
             "metrics": metrics,
         }
 
 
 class _DeviceScalar:
-    """A number that a device still computes; asking for it waits, so that is left to others
-    than the step.
-    """
+    """A number that a device still computes: asking for it waits, which a step must not do."""
 
     def __init__(self, value: Any) -> None:
         import torch  # noqa: PLC0415 - loaded by whoever made the tensor
@@ -216,17 +195,11 @@ def _scalar(name: str, value: Any) -> Any:
     """Return a float, or something that becomes one later."""
     if isinstance(value, Real):
         return float(value)
-    if getattr(value, "ndim", None) == 0 and not _is_complex(value):
+    if getattr(value, "ndim", None) == 0 and "complex" not in str(value.dtype):
         device = getattr(value, "device", "cpu")
-        return (
-            float(value.item())
-            if getattr(device, "type", device) == "cpu"
-            else _DeviceScalar(value)
-        )
+        is_here = getattr(device, "type", device) == "cpu"
+        return float(value.item()) if is_here else _DeviceScalar(value)
     shape = f" of shape {list(value.shape)}" if hasattr(value, "shape") else ""
-    msg = f"metric {name!r} is a {type(value).__name__}{shape}; report a number or a 0-d tensor, such as loss.mean()"
+    kind = f"a {type(value).__name__}{shape}"
+    msg = f"metric {name!r} is {kind}; report a number or a 0-d tensor, such as loss.mean()"
     raise InvalidParamsError(msg)
-
-
-def _is_complex(value: Any) -> bool:
-    return "complex" in str(value.dtype)

@@ -1,0 +1,138 @@
+"""How far a training is: shared by the parts of one rank, free of torch."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Self
+
+from prefect_torch_ddp.protocol.events import StoppedBy
+
+if TYPE_CHECKING:
+    from prefect_torch_ddp.data.sampler import BatchShare
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where a training resumes: the next batch it would take."""
+
+    loop: int = 0
+    """Which call of `steps` it is, from 0."""
+    loop_epoch: int = 0
+    """Epochs that this call has completed."""
+    epoch: int = 0
+    """Epochs that all calls have completed; numbers the order of the samples."""
+    batch: int = 0
+    """Global batches of the current epoch that are done."""
+    global_batch_size: int = 0
+    order: str = ""
+    """Names the order of samples that the batches are of; only the same one can be continued."""
+    stopped_early: bool = False
+    """Whether the training itself asked to stop here, so that resuming it adds nothing."""
+    num_own_numbers: int = 0
+    """Checkpoints outside of `steps` that have a number of their own: their step's was taken."""
+    num_saves_behind: int = 0
+    """Checkpoints asked for behind this call of `steps`; above 0 it has ended, also by a break."""
+    in_own_loop: bool = False
+    """Whether `steps` had not begun: the generators are those of the user's own loop, which
+    resumes at `track`."""
+
+    @property
+    def is_outside(self) -> bool:
+        """Whether the checkpoint was made outside of `steps`."""
+        return self.in_own_loop or self.num_saves_behind > 0
+
+    def as_json(self) -> dict[str, Any]:
+        """Return plain JSON values."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Self:
+        """Rebuild it."""
+        return cls(**values)
+
+    def after_batch(self, *, is_last: bool) -> Self:
+        """Return the position after a batch, the last one of its epoch or not."""
+        if not is_last:
+            return replace(self, batch=self.batch + 1)
+        return replace(self, loop_epoch=self.loop_epoch + 1, epoch=self.epoch + 1, batch=0)
+
+    def in_loop(self, loop: int) -> Self:
+        """Return the position at the begin of a later loop.
+
+        An epoch that was left half-way isn't continued: the next loop begins the next order.
+        """
+        epoch = self.epoch + (self.batch > 0)
+        return replace(self, loop=loop, loop_epoch=0, epoch=epoch, batch=0, num_saves_behind=0)
+
+
+@dataclass
+class TrainingState:
+    """How far the training is."""
+
+    step: int = 0
+    epoch: int = 0
+    epoch_ended: bool = False
+    position: Position = field(default_factory=Position)
+    share: "BatchShare | None" = None
+    """The share of the step under way; None outside of the loop."""
+    total_steps: int | None = None
+    stop_wanted: bool = False
+    """This rank's training asked to stop."""
+    stop_agreed: bool = False
+    stopped_by: StoppedBy | None = None
+    """Set when all ranks agreed to stop and the training itself had not asked for it."""
+    save_wanted: bool = False
+    """A checkpoint was asked for at the end of this step."""
+    trouble: Callable[[], str] = field(default=str)
+    """Says, on rank 0, what people should know of the training, or nothing."""
+    saved: int | None = None
+    """The number of this run's newest checkpoint, begun or restored."""
+
+    _before: Position = field(default_factory=Position)
+
+    @property
+    def checkpoint_number(self) -> int:
+        """The number of a checkpoint made now: the step, and beyond it those made outside."""
+        return self.step + self.position.num_own_numbers
+
+    @property
+    def record_step(self) -> int:
+        """The step of what is reported now.
+
+        A loop of the user's own has no steps: what follows a checkpoint counts as the next. So a
+        resume takes back what was reported behind its checkpoint, and nothing else.
+        """
+        if self.step > 0 or self.share is not None:
+            return self.step
+        return self.checkpoint_number + (self.saved == self.checkpoint_number)
+
+    def adopt(self, number: int, epoch: int, position: Position, *, is_ours: bool) -> None:
+        """Continue from a checkpoint, of this run or of another one."""
+        self.step = number - position.num_own_numbers
+        self.epoch = epoch
+        self.position = position if is_ours else replace(position, stopped_early=False)
+        self.saved = number if is_ours else None
+
+    def take_number(self, number: int) -> None:
+        """Number the checkpoint of this step."""
+        self.position = replace(self.position, num_own_numbers=number - self.step)
+
+    def count_own_save(self, *, is_behind: bool) -> None:
+        """Count a checkpoint outside of `steps`, perhaps behind one of its calls.
+
+        It has a number of its own where this step's is taken.
+        """
+        self._before = before = self.position
+        if self.saved == self.checkpoint_number:
+            self.take_number(self.checkpoint_number + 1)
+        if is_behind:
+            self.position = replace(self.position, num_saves_behind=before.num_saves_behind + 1)
+
+    def uncount_own_save(self) -> None:
+        """Count the newest checkpoint outside of `steps` as none."""
+        before, now = self._before, self.position
+        same = before.loop == now.loop
+        num_saves = before.num_saves_behind if same else now.num_saves_behind
+        self.position = replace(
+            now, num_own_numbers=before.num_own_numbers, num_saves_behind=num_saves
+        )
+        self.saved = self.checkpoint_number
