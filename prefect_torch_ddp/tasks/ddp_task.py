@@ -62,7 +62,7 @@ def ddp_task(**options: Unpack[DdpTaskOptions]) -> Callable[[RankFunction[P, R]]
 
 
 def ddp_task(
-    fn: RankFunction[P, R] | None = None, /, **options: Any
+    fn: RankFunction[P, R] | None = None, /, **options: Unpack[DdpTaskOptions]
 ) -> Task[P, R] | Callable[[RankFunction[P, R]], Task[P, R]]:
     """Make a function a Prefect task that runs on ranks of the flow's Dask cluster.
 
@@ -99,7 +99,7 @@ def ddp_task(
     return decorate if fn is None else decorate(fn)
 
 
-def _parted(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def _parted(options: Mapping[str, object]) -> tuple[dict[str, Any], dict[str, Any]]:
     prefects = TaskOptions.__annotations__.keys()
     ours = {name: value for name, value in options.items() if name not in prefects}
     return ours, {name: value for name, value in options.items() if name in prefects}
