@@ -38,14 +38,11 @@ class RankContext:
     def __init__(self, parts: ContextParts) -> None:
         """User code is given one, or calls `RankContext.local()`."""
         self.config = config = parts.config
-        self.rank = parts.info.rank
-        self.world_size = parts.info.world_size
+        self.rank, self.world_size = parts.info.rank, parts.info.world_size
         self.local_rank = parts.info.local_rank
         self.local_world_size = parts.info.local_world_size
         self.node_rank = parts.info.node_rank
-        self.run_id = config.run_id
-        self.attempt = config.attempt
-        self.stage = config.stage
+        self.run_id, self.attempt, self.stage = config.run_id, config.attempt, config.stage
         self.options: Mapping[str, Any] = config.options
         self.seed = config.seed
         self._parts = parts
@@ -66,7 +63,7 @@ class RankContext:
             data: what `ctx.data` is to be.
             options: what `ctx.options` is to be.
             seed: seeds everything random.
-            storage: a Storage or a directory; None: a temporary one, removed at the end.
+            storage: None: a temporary one, removed at the end.
             **chosen: run_id, stage, checkpoint, resume_from, ...: see `LocalOptions`.
         """
         return cls(local_parts(data, options, seed, storage, chosen))
@@ -109,11 +106,10 @@ class RankContext:
 
     @property
     def data_storage(self) -> Storage:
-        """The dataset as a storage, where it lies, to read by ranges; in prepare the folder.
+        """The dataset where it lies, to read by ranges; in prepare the folder.
 
         Raises:
-            InvalidParamsError: this rank was given no dataset.
-            StorageError: it was never published.
+            InvalidParamsError, StorageError: there is none, or it was never published.
         """
         return self._parts.data_storage
 
@@ -129,13 +125,13 @@ class RankContext:
     def wrap(self, model: "torch.nn.Module", **ddp_kwargs: Any) -> "torch.nn.Module":
         """Move a model to the rank's device and have its gradients averaged over all ranks.
 
-        Inside `steps` each rank's gradient counts by its share of the global batch: an uneven
-        tail, also one smaller than the world, gives exactly the gradient of the mean loss over
-        the global batch. Several backward passes in a step add up; see `micro_batches`.
+        Inside `steps` each rank's gradient counts by its share of the global batch: also an
+        uneven tail gives exactly the gradient of the mean loss over it. Several backward passes
+        in a step add up; see `micro_batches`.
 
         Args:
             model: equal on all ranks; its loss is the mean over the local samples.
-            **ddp_kwargs: for torch's DistributedDataParallel.
+            **ddp_kwargs: for DistributedDataParallel.
         """
         return self._parts.gradients.wrap(model, self.device, ddp_kwargs)
 
@@ -151,17 +147,16 @@ class RankContext:
     ) -> "RankLoader":
         """Make a loader of this rank's share of each global batch.
 
-        Each epoch has every sample once, in an order that is the same for any world size.
+        Each epoch has every sample once, in the same order for any world size.
 
         Args:
-            dataset: map-style, or in shards: with shards(), num_samples(shard) and
-                iter_shard(shard).
+            dataset: map-style, or with shards(), num_samples(shard) and iter_shard(shard).
             global_batch_size: samples per step over all ranks together.
             shuffle: a new order each epoch, from the run's seed.
             drop_last: leave out the uneven tail of an epoch.
-            seed_samples: seed python, numpy and torch in worker processes for each sample: the
-                same augmentation on any number of ranks and workers. "torch" seeds torch alone,
-                which is enough for torchvision's v2 transforms; False seeds none.
+            seed_samples: seed python, numpy and torch for each sample in worker processes, for
+                the same augmentation on any number of them; "torch" (enough for torchvision's
+                v2 transforms) alone, or False: none.
             **dataloader_kwargs: for torch's DataLoader, such as num_workers or collate_fn.
         """
         from prefect_torch_ddp.data.loader import RankLoader  # noqa: PLC0415 - loads torch
@@ -179,15 +174,15 @@ class RankContext:
     def track(self, **objects: Any) -> None:
         """Put objects into every checkpoint, and restore them in place on resume.
 
-        Call it on every rank, with the same names, before `steps`. Their state must be equal on
-        all ranks; random generators, position and step counters come along by themselves.
+        Call it before `steps`, on every rank with the same names. Random generators, position
+        and step counters come along by themselves.
 
         Args:
             **objects: anything with `state_dict` and `load_state_dict`: model, scheduler, ...
 
         Raises:
             InvalidParamsError: an object can't be tracked, or its name is taken.
-            CheckpointError: the checkpoint doesn't have it, or it doesn't fit.
+            CheckpointError: it isn't in the checkpoint, or doesn't fit.
         """
         self._parts.tracker.track(objects)
 
@@ -195,8 +190,8 @@ class RankContext:
         """Yield a batch per optimizer step until all epochs are done or all ranks stop.
 
         A resumed run continues in mid-epoch, where its checkpoint was made. A checkpoint that is
-        due is written when the loop's body has ended. Batches stay where the loader put them. On
-        a rank whose share of a tail is empty the batch is a stand-in without a gradient.
+        due is written when the loop's body has ended. On a rank whose share of a tail is empty
+        the batch is a stand-in without a gradient.
 
         A second call numbers steps and epochs on. On resume, finished calls yield nothing and
         the code after them runs again; then tracked objects are restored once more, so that what
@@ -225,8 +220,7 @@ class RankContext:
         determinism weights are parts of the global batch, and gradients come at the loop's end.
 
         Args:
-            batch: from `steps`: tensors of shape [samples, ...], or tuples, lists and mappings
-                of them.
+            batch: from `steps`: tensors [samples, ...], or tuples, lists and mappings of them.
             max_samples: how many samples a micro-batch has at most; None: all of this rank's.
 
         Raises:
@@ -237,7 +231,7 @@ class RankContext:
     def report(self, **metrics: Any) -> None:
         """Record metrics of this step; never waits for a rank, a device or the storage.
 
-        Several calls in one step make one record. Outside of `steps` each call makes its own.
+        The calls of one step make one record; outside of `steps` each makes its own.
 
         Args:
             **metrics: numbers or 0-d tensors.
@@ -252,8 +246,8 @@ class RankContext:
         """Ask for a checkpoint, on every rank alike: at this step's end, or outside at once.
 
         In `steps` those that are due come without asking. Outside, each forced one has the next
-        number: in a loop of your own they count 0, 1, 2, ... There a resumed run finds tracked
-        objects and random generators as they were at the newest one.
+        number: in a loop of your own 0, 1, 2, ..., where a resumed run finds tracked objects and
+        random generators as they were at the newest one.
 
         Args:
             force: also when none is due.
@@ -266,27 +260,22 @@ class RankContext:
             self._parts.tracker.save_if(forced=False)
 
     def request_stop(self, reason: str) -> None:
-        """Have all ranks end `steps` after the same step; a retry of the run adds no step.
-
-        That is this step where all ranks ask in it, else this one or the next.
-        """
+        """Have all ranks end `steps` after the same step, this one or the next, for good."""
         logger.info("rank %d asks to stop after step %d: %s", self.rank, self.step, reason)
         self._state.stop_wanted = True
 
     def save(self, path: str, data: bytes | str) -> None:
         """Write a file to the run's results, at once; `read_result` finds it.
 
-        It is `runs/<run id>/results/<attempt>/<path>`: each attempt has files of its own.
+        Each attempt has files of its own: `runs/<run id>/results/<attempt>/<path>`.
 
         Args:
             path: relative, with forward slashes.
             data: the whole content; text is written as UTF-8.
 
         Raises:
-            InvalidParamsError: the data are neither bytes nor text.
-            BadKeyError: the path would leave the results.
-            SupersededError: a newer attempt of this training has begun.
-            StorageError: it can't be written.
+            InvalidParamsError, BadKeyError: the data aren't text or bytes; a path is outside.
+            SupersededError, StorageError: a newer attempt has begun; it can't be written.
         """
         self._parts.save(path, data)
 
@@ -297,8 +286,7 @@ class RankContext:
             failed: by an exception: no last checkpoint is made, and nothing here raises.
 
         Raises:
-            CheckpointError: the last checkpoint can't be written.
-            StorageError: metrics, or the ledger, can't be written.
+            CheckpointError, StorageError: the last checkpoint, or records, can't be written.
         """
         self._parts.close(failed=failed)
 

@@ -98,10 +98,7 @@ class Tracker:
         self._num_passed += 1
 
     def resume(self) -> None:
-        """Be where the checkpoint was made: set the generators for what follows.
-
-        What code that ran again changed in tracked objects is restored.
-        """
+        """Be where the checkpoint was made: generators, and objects that code changed since."""
         if self._has_resumed:
             return
         restorer = self._restorer if self._config.trains else None
@@ -140,12 +137,9 @@ class Tracker:
             self._save(self._checkpointer)
 
     def save_outside(self) -> None:
-        """Save at once, outside of `steps`, under a number of its own where the step's is taken.
-
-        Not behind a loop that was stopped from outside, where that code comes too early.
-        """
+        """Save at once, outside of `steps`, under a number of its own where the step's is taken."""
         if self._checkpointer is None or self._state.stopped_by is not None:
-            return
+            return  # behind a loop that was stopped from outside that code comes too early
         self._checkpointer.raise_if_over()
         if not self._is_running_again:
             self._save(self._checkpointer, is_own=True)
