@@ -4,7 +4,7 @@ None is a TimeoutError: user code and libraries catch those for reasons of their
 """
 
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Self
 
 from prefect_torch_ddp.protocol.events import Hang, RankFailure
@@ -178,7 +178,10 @@ _LONG_STEPS = (
 
 
 class GangHungError(_LongError):
-    """Ranks were alive and made no progress; says who did not arrive, and where it is."""
+    """Ranks were alive and made no progress; says who did not arrive, and where it is.
+
+    `ranks` did not arrive, on `hosts`; `stacks` has the threads of each rank that answered.
+    """
 
     def __init__(self, hang: Hang, attempt: int) -> None:
         """Keep what was seen.
@@ -190,21 +193,9 @@ class GangHungError(_LongError):
         super().__init__(hang, attempt)
         self.hang = hang
         self.attempt = attempt
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """The ranks that did not arrive."""
-        return self.hang.ranks
-
-    @property
-    def hosts(self) -> tuple[str, ...]:
-        """Their hosts."""
-        return self.hang.hosts
-
-    @property
-    def stacks(self) -> Mapping[int, str]:
-        """The threads of each rank that answered."""
-        return self.hang.stacks
+        self.ranks = hang.ranks
+        self.hosts = hang.hosts
+        self.stacks = hang.stacks
 
     def __str__(self) -> str:
         """Say it in one line, then show the main thread of the first rank that did not arrive."""
@@ -226,7 +217,9 @@ class GangHungError(_LongError):
 class RankFailedError(_LongError):
     """A rank failed and the gang was stopped.
 
-    `__cause__` is the user's own exception where it can be rebuilt here.
+    `__cause__` is the user's own exception where it can be rebuilt here. `rank` failed first, on
+    `host`; it left by `exit_code` or was killed by `signal`, where these aren't None, and
+    `traceback_text` is what it formatted, empty where there is none.
     """
 
     def __init__(
@@ -249,6 +242,11 @@ class RankFailedError(_LongError):
         self.attempt = attempt
         self.collateral = tuple(collateral)
         self.why_final = why_final
+        self.rank = failure.rank
+        self.host = failure.host
+        self.exit_code = failure.exit_code
+        self.signal = failure.signal
+        self.traceback_text = failure.traceback_text
 
     def as_final(self, why: str) -> Self:
         """Return the same error, which also says why no other attempt is made."""
@@ -265,31 +263,6 @@ class RankFailedError(_LongError):
         if failure.exception_pickle is not None:
             error.__cause__ = _unpickle(failure.exception_pickle)
         return error
-
-    @property
-    def rank(self) -> int:
-        """The rank that failed first."""
-        return self.failure.rank
-
-    @property
-    def host(self) -> str:
-        """The host it ran on."""
-        return self.failure.host
-
-    @property
-    def exit_code(self) -> int | None:
-        """Its exit code, where it left by one."""
-        return self.failure.exit_code
-
-    @property
-    def signal(self) -> int | None:
-        """The signal that killed it, where one did."""
-        return self.failure.signal
-
-    @property
-    def traceback_text(self) -> str:
-        """The traceback as the rank formatted it, empty where there is none."""
-        return self.failure.traceback_text
 
     def __str__(self) -> str:
         """Say who, where, which attempt and why; then the traceback and the consequences."""

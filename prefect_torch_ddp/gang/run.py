@@ -1,11 +1,11 @@
 """run_gang, level 1: a function on N ranks across the workers of a Dask cluster."""
 
-import functools
 import pickle
 import queue
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Unpack
 
 from distributed import Client
@@ -22,7 +22,6 @@ from prefect_torch_ddp.gang.caller.plan import (
     pickle_call,
 )
 from prefect_torch_ddp.gang.caller.stop import StopSwitch, follow, log_event
-from prefect_torch_ddp.gang.caller.workers import Waits
 from prefect_torch_ddp.gang.options import CallParams, check_call, check_client, checked
 from prefect_torch_ddp.gang.restarts import FULL_SIZE_S, Restarts
 from prefect_torch_ddp.params import GangOptions
@@ -96,46 +95,33 @@ def run_gang(  # noqa: PLR0913 - level 1 is one call
         "world_size_divides": world_size_divides,
     }
     given = checked(CallParams, {**own, **options})
-    plan = functools.partial(
-        GangPlan,
+    plan = GangPlan(
         name=name or name_of(fn),
         seniority=Seniority(time.time(), uuid.uuid4().hex[:12]),
+        options=given,
         process_group=given.process_group,
-        backend=given.backend,
-        rendezvous_timeout_s=given.rendezvous_timeout_s,
         extra_sys_path=own_code_paths(),
-        progress_timeout_s=given.progress_timeout_s,
         watched_from_start=not brings_context(fn),
-        launcher=given.launcher,
-        resources=dict(given.resources or {}),
-        interface=given.interface,
-        stop_grace_s=given.stop_grace_s,
     )
     log = attempt_log or CallAttemptLog(attempt)
     restarts = Restarts(log, given.max_restarts, on_event or log_event)
 
     def attempt_once(number: int) -> list[bytes]:
-        payload = pickle_call(
-            fn, tuple(args(number) if callable(args) else args), dict(kwargs or {})
+        own_args = tuple(args(number) if callable(args) else args)
+        this_plan = replace(
+            plan,
+            payload=pickle_call(fn, own_args, dict(kwargs or {})),
+            attempt=number,
+            # As torchrun counts: from the start of the whole job, never beyond the maximum.
+            max_restarts=number - 1 + restarts.num_left,
+            full_size_s=FULL_SIZE_S if restarts.num_made else given.workers_timeout_s,
         )
-        # As torchrun counts: from the start of the whole job, and never beyond the maximum.
-        this_plan = plan(
-            payload=payload, attempt=number, max_restarts=number - 1 + restarts.num_left
-        )
-        size = GangSize(
-            restarts.size_to_ask_for(world_size),
-            given.min_world_size,
-            given.ranks_per_worker,
-            given.world_size_divides,
-        )
-        waits = Waits(
-            given.workers_timeout_s,
-            given.queue_timeout_s,
-            FULL_SIZE_S if restarts.num_made else given.workers_timeout_s,
-        )
+        most = restarts.size_to_ask_for(world_size)
+        divides = given.world_size_divides
+        size = GangSize(most, given.min_world_size, given.ranks_per_worker, divides)
         events: queue.SimpleQueue[GangEvent | None] = queue.SimpleQueue()
         stop = StopSwitch(given.stop_grace_s)
-        work = run_attempt(client, this_plan, size, waits, sink=events.put, stop=stop)
+        work = run_attempt(client, this_plan, size, events.put, stop)
         return follow(client, work, events, restarts.receive, stop)
 
     return [_unpickle_value(data, rank) for rank, data in enumerate(restarts.run(attempt_once))]

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 Retryability = Literal["open", "hopeless", "transient"]
 """What a failure says about another attempt: it may end the same way, it is bound to, or it has
@@ -195,18 +195,7 @@ RankEvent = (
 MAX_DATAGRAM_BYTES = 131_072
 MAX_TEXT = 16_000
 """Characters of a text; in the worst case each takes six bytes of a datagram."""
-_KINDS: dict[str, type[RankEvent]] = {
-    kind.__name__: kind
-    for kind in (
-        LogLine,
-        Progress,
-        RankListens,
-        RankStopped,
-        FunctionEnded,
-        RankReturned,
-        FailureWritten,
-    )
-}
+_KINDS: dict[str, type[RankEvent]] = {kind.__name__: kind for kind in get_args(RankEvent)}
 
 
 def encode_event(event: RankEvent) -> bytes:

@@ -13,30 +13,28 @@ from prefect_torch_ddp.gang.caller.plan import GangPlan
 from prefect_torch_ddp.gang.caller.reservation import GangReservation
 from prefect_torch_ddp.gang.caller.stop import StopSwitch
 from prefect_torch_ddp.gang.caller.supervisor import Supervisor
-from prefect_torch_ddp.gang.caller.workers import Waits, gather_workers
+from prefect_torch_ddp.gang.caller.workers import gather_workers
 from prefect_torch_ddp.protocol.events import NO_RANK, AttemptBegan, GangEvent, LogLine
 
 
-async def run_attempt(  # noqa: PLR0913 - it needs all of run_gang's choices
+async def run_attempt(
     client: Client,
     plan: GangPlan,
     size: GangSize,
-    waits: Waits,
-    *,
     sink: Callable[[GangEvent], None],
     stop: StopSwitch,
 ) -> list[bytes]:
     """Return the pickled values of the ranks, in rank order."""
+    options = plan.options
     queue_deadline_s: float | None = None
-    is_warm = plan.launcher == "auto"
     while True:
-        workers = await gather_workers(client, size, waits, plan.resources, warm=is_warm)
-        if waits.queue_timeout_s is not None and queue_deadline_s is None:
-            queue_deadline_s = time.monotonic() + waits.queue_timeout_s
+        workers = await gather_workers(client, plan, size)
+        if options.queue_timeout_s is not None and queue_deadline_s is None:
+            queue_deadline_s = time.monotonic() + options.queue_timeout_s
         world_size = size.on(len(workers))
         num_workers = num_workers_needed(world_size, size.ranks_per_worker)
         chosen = choose(workers, num_workers, plan.resources)
-        placement = place(chosen, world_size, size.ranks_per_worker, plan.interface)
+        placement = place(chosen, world_size, size.ranks_per_worker, options.interface)
         reservation = GangReservation(client, plan, chosen, placement)
         supervisor = Supervisor(plan, placement, reservation.agents)
         try:

@@ -4,8 +4,8 @@ import site
 import sys
 import sysconfig
 import uuid
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,9 @@ import cloudpickle
 
 from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.gang.caller.placement import Placement
+from prefect_torch_ddp.params import GangParams
 from prefect_torch_ddp.protocol.agent import Reservation, Seniority, StartOrder, WorkerIdentity
-from prefect_torch_ddp.protocol.rank import Backend, Launcher, ProcessGroupMode, RankLaunch
+from prefect_torch_ddp.protocol.rank import ProcessGroupMode, RankLaunch
 
 
 @dataclass(frozen=True)
@@ -23,21 +24,22 @@ class GangPlan:
 
     name: str
     seniority: Seniority
-    payload: bytes
+    options: GangParams
     process_group: ProcessGroupMode
-    backend: Backend
-    attempt: int
-    max_restarts: int
-    rendezvous_timeout_s: float
     extra_sys_path: tuple[str, ...]
-    progress_timeout_s: float | None = None
-    watched_from_start: bool = False
+    watched_from_start: bool
     """Whether progress is expected before a rank has shown any: of a plain function whose
     caller gave a limit."""
-    launcher: Launcher = "auto"
-    resources: Mapping[str, float] = field(default_factory=dict)
-    interface: str | None = None
-    stop_grace_s: float = 8.0
+    payload: bytes = b""
+    attempt: int = 1
+    max_restarts: int = 0
+    full_size_s: float = 0.0
+    """How long the gang holds out for all its ranks while there are workers for its fewest."""
+
+    @property
+    def resources(self) -> dict[str, float]:
+        """What the gang takes from each of its workers."""
+        return dict(self.options.resources or {})
 
     def reservation(self, worker: WorkerIdentity, placement: Placement) -> Reservation:
         """Make the reservation for one worker; its token is never used twice."""
@@ -48,7 +50,7 @@ class GangPlan:
             worker=worker.address,
             process_id=worker.process_id,
             hosts_store=worker.address == placement.workers[0],
-            stop_grace_s=self.stop_grace_s,
+            stop_grace_s=self.options.stop_grace_s,
             store_host=placement.places[0].address,
         )
 
@@ -65,14 +67,14 @@ class GangPlan:
                 master_port=store_port,
                 store_fd=None,
                 process_group=self.process_group,
-                backend=self.backend,
-                rendezvous_timeout_s=self.rendezvous_timeout_s,
+                backend=self.options.backend,
+                rendezvous_timeout_s=self.options.rendezvous_timeout_s,
                 extra_sys_path=self.extra_sys_path,
-                launcher=self.launcher,
+                launcher=self.options.launcher,
             )
             for place in placement.ranks_of(worker)
         )
-        return StartOrder(launches, self.payload, self.progress_timeout_s)
+        return StartOrder(launches, self.payload, self.options.progress_timeout_s)
 
 
 def pickle_call(

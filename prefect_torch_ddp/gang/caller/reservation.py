@@ -93,7 +93,7 @@ class GangReservation:
                 workers=[address],
                 pure=False,
                 retries=0,
-                resources=dict(self._plan.resources) or None,
+                resources=self._plan.resources or None,
             )
             self.agents.append(AgentClient(self._client, worker, reservation.token, future))
 
@@ -123,7 +123,7 @@ class GangReservation:
             + (f" is busy with {agent.occupant.text}" if agent.occupant else "")
             for agent in missing
         )
-        needs = f"; needs the resources {dict(plan.resources)}" if plan.resources else ""
+        needs = f"; needs the resources {plan.resources}" if plan.resources else ""
         return (
             f"gang {plan.name!r} has waited {waited_s:.0f} s for {len(missing)} of "
             f"{len(self.agents)} workers: {holders}{needs}"

@@ -58,9 +58,8 @@ class Supervisor:
         self._ended: set[int] = set()
         self._stopped: list[RankStopped] = []
         self._broken: GangError | None = None
-        self._hang = HangWatch(
-            plan.progress_timeout_s, placement, from_start=plan.watched_from_start
-        )
+        limit_s = plan.options.progress_timeout_s
+        self._hang = HangWatch(limit_s, placement, from_start=plan.watched_from_start)
         # Python 3.11's asyncio.wait_for can swallow a cancellation; a watch ends by this too.
         self._over = False
         self._changed = asyncio.Event()

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, Literal
 
 from distributed import Client
@@ -16,6 +15,7 @@ from prefect_torch_ddp.errors import (
     SchedulerUnresponsiveError,
 )
 from prefect_torch_ddp.gang.caller.placement import GangSize, is_free
+from prefect_torch_ddp.gang.caller.plan import GangPlan
 from prefect_torch_ddp.gang.liveness import LIVENESS_TIMEOUT_S
 from prefect_torch_ddp.gang.worker.rpc import register_rpc
 from prefect_torch_ddp.protocol.agent import WorkerIdentity
@@ -27,29 +27,10 @@ SECOND_LOOK_S = 2.0
 for their imports by then."""
 
 
-@dataclass(frozen=True)
-class Waits:
-    """How long a gang waits for workers."""
-
-    workers_timeout_s: float
-    """Until there are enough."""
-    queue_timeout_s: float | None
-    """Until they are free."""
-    full_size_s: float
-    """Until there are enough for all ranks, when there are enough for the fewest already."""
-
-
-async def gather_workers(
-    client: Client,
-    size: GangSize,
-    waits: Waits,
-    resources: Mapping[str, float],
-    *,
-    warm: bool = False,
-) -> list[WorkerIdentity]:
+async def gather_workers(client: Client, plan: GangPlan, size: GangSize) -> list[WorkerIdentity]:
     """Wait until the cluster has workers for all ranks, or later for the fewest; return all.
 
-    With `warm` their fork servers start to load torch.
+    Where ranks are forked, the workers' fork servers start to load torch.
 
     Raises:
         NotEnoughWorkersError: not even enough for the fewest were there in time; says how many
@@ -58,10 +39,11 @@ async def gather_workers(
         SchedulerLostError: the scheduler is gone or silent.
     """
     started = time.monotonic()
-    timeout_s = waits.workers_timeout_s
+    timeout_s, resources = plan.options.workers_timeout_s, plan.resources
+    warm = plan.options.launcher == "auto"
     while True:
         waited_s = time.monotonic() - started
-        holds_out = waited_s < min(waits.full_size_s, timeout_s)
+        holds_out = waited_s < min(plan.full_size_s, timeout_s)
         num_enough = size.workers_for_all if holds_out else size.workers_for_fewest
         running = await running_workers(client)
         addresses = with_resources(running, resources)

@@ -1,19 +1,20 @@
-"""The contract of level 1: values, arguments, environment, slots, modes, on real Dask processes
-and real gloo ranks."""
+"""The contract of level 1: values, arguments, environment, slots and modes."""
 
 import logging
 import os
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
-from distributed import Client, LocalCluster
+from distributed import Client
 
 from prefect_torch_ddp import InvalidParamsError, NotEnoughWorkersError, RankFailedError, run_gang
+from tests.support.gangs import own_cluster
 from tests.workloads import plain
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(180)
 
 
 def test_process_group_is_up_and_the_workers_environment_is_untouched(dask_client: Client) -> None:
@@ -28,17 +29,7 @@ def test_arguments_arrive_whatever_their_names(dask_client: Client) -> None:
     """A2: positional and keyword arguments arrive intact, defaults stay."""
     kwargs = {"retries": 2, "rank": 3, "workers": 4, "world_size": 5}
     values = run_gang(dask_client, plain.awkward_names, args=(1,), kwargs=kwargs, world_size=1)
-    assert values == [
-        {
-            "key": 1,
-            "retries": 2,
-            "rank": 3,
-            "workers": 4,
-            "backend": "mine",
-            "timeout": 1.5,
-            "world_size": 5,
-        }
-    ]
+    assert values == [{"key": 1, **kwargs, "backend": "mine", "timeout": 1.5}]
 
 
 @pytest.mark.parametrize("kind", ["none", "defaultdict", "dataclass", "numpy", "tensor", "nested"])
@@ -91,10 +82,7 @@ def test_too_few_workers_is_refused_with_both_numbers(dask_client: Client) -> No
 
 def test_smaller_gang_uses_fewer_workers_and_larger_ones_share_them() -> None:
     """A5, A6: 2 on 3 workers uses 2; 6 ranks on 3 workers, 2 each, know their local ranks."""
-    with (
-        LocalCluster(n_workers=3, threads_per_worker=1, dashboard_address=":0") as cluster,
-        Client(cluster) as client,
-    ):
+    with own_cluster(3) as (_, client):
         two = run_gang(client, plain.environment, world_size=2)
         assert [env["WORLD_SIZE"] for env in two] == ["2", "2"]
         six = run_gang(client, plain.environment, world_size=6, ranks_per_worker=2)
@@ -114,34 +102,28 @@ def test_environment_contract(dask_client: Client) -> None:
         assert env["HOME"] == worker["HOME"]
 
 
-def test_user_mode_runs_torchrun_code_unchanged(dask_client: Client) -> None:
-    """A function that initialises the process group itself runs with process_group="user"."""
-    assert run_gang(dask_client, plain.torchrun_style, world_size=2, process_group="user") == [
-        2.0,
-        2.0,
-    ]
+SCRIPT = """
+import sys, torch.distributed as dist
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    open(f"{sys.argv[1]}/{dist.get_rank()}", "w").write(sys.argv[2])
+    dist.barrier()
+    sys.exit(0)
+"""
 
 
-def test_script_for_torchrun(dask_client: Client, tmp_path: Path) -> None:
-    """A script runs unchanged, and its exit code 0 is success."""
+def test_user_mode_runs_torchrun_code_unchanged(dask_client: Client, tmp_path: Path) -> None:
+    """A function or script that initialises the process group; exit code 0 is success."""
+    call = {"world_size": 2, "process_group": "user"}
+    assert run_gang(dask_client, plain.torchrun_style, **call) == [2.0, 2.0]
     script = tmp_path / "train.py"
-    script.write_text(
-        "import sys, torch.distributed as dist\n"
-        "if __name__ == '__main__':\n"
-        "    dist.init_process_group('gloo')\n"
-        "    open(f'{sys.argv[1]}/{dist.get_rank()}', 'w').write(sys.argv[2])\n"
-        "    dist.barrier()\n"
-        "    sys.exit(0)\n"
-    )
-    assert run_gang(
-        dask_client, str(script), args=(tmp_path, 7), world_size=2, process_group="user"
-    ) == [None, None]
+    script.write_text(SCRIPT)
+    assert run_gang(dask_client, str(script), args=(tmp_path, 7), **call) == [None, None]
     assert [(tmp_path / str(rank)).read_text() for rank in (0, 1)] == ["7", "7"]
 
 
 def test_second_initialisation_is_refused_at_once(dask_client: Client) -> None:
-    """In the default mode init_process_group is refused with a message that names the
-    option."""
+    """In the default mode init_process_group is refused, and the option named."""
     with pytest.raises(RankFailedError, match=r'process_group="user"'):
         run_gang(dask_client, "tests.workloads.faulty:initialise_again", world_size=2)
 
@@ -156,15 +138,11 @@ def test_nccl_without_cuda_says_what_is_missing(dask_client: Client) -> None:
         run_gang(dask_client, plain.sum_of_ones, world_size=2, backend="nccl")
 
 
-@pytest.mark.parametrize("context", ["fork", "spawn"])
-def test_dataloader_workers_inside_a_rank(dask_client: Client, context: str) -> None:
-    """A11: DataLoader workers by fork (with a lambda transform) and by spawn, without any Dask
-    setting."""
-    expected = 285 + (10 if context == "fork" else 0)
-    assert run_gang(dask_client, plain.load_with_workers, args=(context,), world_size=2) == [
-        expected,
-        expected,
-    ]
+@pytest.mark.parametrize(("context", "total"), [("fork", 295), ("spawn", 285)])
+def test_dataloader_workers_inside_a_rank(dask_client: Client, context: str, total: int) -> None:
+    """A11: DataLoader workers by fork, with a lambda transform, and by spawn; no Dask setting."""
+    values = run_gang(dask_client, plain.load_with_workers, args=(context,), world_size=2)
+    assert values == [total, total]
 
 
 def test_prints_and_logs_appear_with_the_rank_in_front(
@@ -189,25 +167,11 @@ def test_ten_in_a_row_and_twice_means_twice(dask_client: Client) -> None:
     assert len(set(pids)) == 20
 
 
-@pytest.mark.timeout(180)
 def test_six_gangs_at_once_on_two_workers_with_two_threads() -> None:
     """A9: six submissions at once on 2 workers x 2 threads, all right, no deadlock."""
-    values: list[Any] = []
-    with (
-        LocalCluster(n_workers=2, threads_per_worker=2, dashboard_address=":0") as cluster,
-        Client(cluster) as client,
-    ):
-        threads = [
-            threading.Thread(
-                target=lambda: values.append(run_gang(client, plain.sum_of_ones, world_size=2))
-            )
-            for _ in range(6)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert values == [[2.0, 2.0]] * 6
+    with own_cluster(2, threads_per_worker=2) as (_, client), ThreadPoolExecutor(6) as pool:
+        gangs = [pool.submit(run_gang, client, plain.sum_of_ones, world_size=2) for _ in range(6)]
+        assert [gang.result() for gang in gangs] == [[2.0, 2.0]] * 6
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,4 @@
-"""When a gang makes no progress: the rank that did not arrive is named, with its line; and what
-only looks so is left alone."""
+"""A gang makes no progress: the rank that did not arrive is named; what looks so is left alone."""
 
 import logging
 import re
@@ -8,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from distributed import Client, LocalCluster
+from distributed import Client
 
 from prefect_torch_ddp import GangHungError, RankFailedError, run_gang
 from prefect_torch_ddp.checkpoint.attempts import claim_attempt
@@ -16,21 +15,16 @@ from prefect_torch_ddp.params import CheckpointParams
 from prefect_torch_ddp.protocol.events import GangEvent, LogLine, RankStack
 from prefect_torch_ddp.rank.config import RankConfig
 from prefect_torch_ddp.storage.directory import DirectoryStorage
+from tests.support.gangs import RUN_WITH_CONTEXT, own_cluster
 from tests.workloads import hanging, plain
 
 pytestmark = pytest.mark.timeout(180)
-
-RUN = "prefect_torch_ddp.rank.workload:run_with_context"
 
 
 @pytest.fixture(scope="module")
 def client() -> Iterator[Client]:
     """Connect to a cluster of its own: two workers of one thread."""
-    with (
-        LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=":0") as cluster,
-        Client(cluster) as client,
-    ):
-        client.wait_for_workers(2, timeout=60)
+    with own_cluster(2) as (_, client):
         yield client
 
 
@@ -57,7 +51,7 @@ def run_hanging(
     with pytest.raises(GangHungError) as caught:
         run_gang(
             client,
-            RUN,
+            RUN_WITH_CONTEXT,
             args=(config_in(folder), hanging.train, (how, culprit)),
             progress_timeout_s=timeout_s,
             on_event=events.append,
@@ -104,29 +98,22 @@ def test_a_rank_asleep_is_named_with_its_line(
 
 
 @pytest.mark.parametrize(
-    ("how", "line", "timeout_s"),
+    ("how", "line", "options"),
     [
-        ("busy", "in work", 1.0),  # as long as it works it gets ten times the limit
-        ("hold_the_lock", "in hang", 2.0),
+        ("busy", "in work", {"timeout_s": 1.0}),  # as long as it works it gets ten times the limit
+        ("hold_the_lock", "in hang", {"timeout_s": 2.0}),  # C code keeps the interpreter's lock
+        ("sleep", "in hang", {"launcher": "exec"}),  # a fresh process can be asked too
     ],
 )
 def test_a_rank_that_runs_is_named_too(
-    client: Client, tmp_path: Path, how: str, line: str, timeout_s: float
+    client: Client, tmp_path: Path, how: str, line: str, options: dict[str, Any]
 ) -> None:
-    """In an endless loop, and in C code that keeps the interpreter's lock: its stack comes all
-    the same."""
-    error, stacks = run_hanging(client, tmp_path, how, timeout_s=timeout_s)
+    """In an endless loop or in C code, forked or not: its stack comes all the same."""
+    error, stacks = run_hanging(client, tmp_path, how, **options)
     assert error.ranks == (1,)
     assert "rank 1 on 127.0.0.1 did not arrive" in str(error)
     assert line in str(error).splitlines()[0]
     assert sorted(stacks) == [0, 1]
-
-
-def test_a_fresh_process_can_be_asked_too(client: Client, tmp_path: Path) -> None:
-    """With launcher="exec" the page and the signal work as in a forked rank."""
-    error, stacks = run_hanging(client, tmp_path, "sleep", launcher="exec")
-    assert error.ranks == (1,)
-    assert "in hang" in stacks[1]
 
 
 def test_a_stopped_rank_is_called_stopped(client: Client, tmp_path: Path) -> None:
@@ -153,17 +140,10 @@ def test_a_dead_data_worker_is_found(client: Client, tmp_path: Path) -> None:
 
 def test_one_collective_more(client: Client, tmp_path: Path) -> None:
     """Collectives that don't match: the error says that the numbers differ, or who had left."""
-    with pytest.raises((GangHungError, RankFailedError)) as caught:
-        run_gang(
-            client,
-            RUN,
-            args=(config_in(tmp_path), hanging.train, ("one_collective_more", 1)),
-            world_size=2,
-            progress_timeout_s=3.0,
-        )
-    assert "different numbers of collectives" in str(caught.value) or "had already returned" in str(
-        caught.value
-    )
+    args = config_in(tmp_path), hanging.train, ("one_collective_more", 1)
+    says = "different numbers of collectives|had already returned"
+    with pytest.raises((GangHungError, RankFailedError), match=says):
+        run_gang(client, RUN_WITH_CONTEXT, args=args, world_size=2, progress_timeout_s=3.0)
 
 
 @pytest.mark.parametrize(
@@ -180,64 +160,50 @@ def test_one_collective_more(client: Client, tmp_path: Path) -> None:
 def test_what_may_take_long_is_no_hang(
     client: Client, tmp_path: Path, what: str, timeout_s: float
 ) -> None:
-    """Rank 0 takes four times the limit and rank 1 waits for it: a first batch, a save, a
-    validation, a compilation."""
+    """Rank 0 takes four times the limit to load, save, validate or compile, and rank 1 waits."""
     events: list[GangEvent] = []
-    values = run_gang(
-        client,
-        RUN,
-        args=(config_in(tmp_path), hanging.slow_but_fine, (what, 4 * timeout_s)),
-        world_size=2,
-        progress_timeout_s=timeout_s,
-        on_event=events.append,
-    )
+    args = config_in(tmp_path), hanging.slow_but_fine, (what, 4 * timeout_s)
+    options = {"progress_timeout_s": timeout_s, "on_event": events.append}
+    values = run_gang(client, RUN_WITH_CONTEXT, args=args, world_size=2, **options)
     assert values == [hanging.NUM_STEPS] * 2
     # It was seen, and judged right: else this test would show nothing.
-    warnings = [
-        event.text
-        for event in events
-        if isinstance(event, LogLine) and "which may be right" in event.text
-    ]
-    assert any("rank 0" in text for text in warnings), warnings
+    lines = [event.text for event in events if isinstance(event, LogLine)]
+    assert any("which may be right" in line and "rank 0" in line for line in lines), lines
 
 
 def test_a_slow_restore_is_no_hang(client: Client, tmp_path: Path) -> None:
     """A resumed training whose load_state_dict takes four times the limit makes its steps."""
-    call = {"world_size": 2, "progress_timeout_s": 1.0}
-    run_gang(
-        client, RUN, args=(config_in(tmp_path), hanging.slow_but_fine, ("saving", 0.0)), **call
-    )
-    values = run_gang(
-        client, RUN, args=(config_in(tmp_path), hanging.slow_but_fine, ("restoring", 4.0)), **call
-    )
-    assert values == [hanging.NUM_STEPS] * 2
+    for what, seconds in (("saving", 0.0), ("restoring", 4.0)):
+        args = config_in(tmp_path), hanging.slow_but_fine, (what, seconds)
+        call = {"args": args, "world_size": 2, "progress_timeout_s": 1.0}
+        assert run_gang(client, RUN_WITH_CONTEXT, **call) == [hanging.NUM_STEPS] * 2
 
 
-def test_a_plain_function_may_sleep(client: Client) -> None:
-    """Without a limit nobody watches."""
-    assert run_gang(client, hanging.plain_sleep, args=(5.0,), world_size=2) == ["slept"] * 2
+@pytest.mark.parametrize(
+    ("args", "limit_s"),
+    [
+        ((5.0,), None),  # without a limit nobody watches
+        ((9.0, 8), 3.0),  # report_progress() now and then: three limits of sleep in all
+    ],
+)
+def test_a_plain_function_may_sleep(
+    client: Client, args: tuple[float, ...], limit_s: float | None
+) -> None:
+    """Whoever isn't watched, or reports, is left alone."""
+    call = {"args": args, "world_size": 2, "progress_timeout_s": limit_s}
+    assert run_gang(client, hanging.plain_sleep, **call) == ["slept"] * 2
 
 
 def test_a_plain_function_that_opted_in_is_watched(
     client: Client, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """With a limit collectives count from the start; the stacks go to the log with the rank in
-    front."""
+    """With a limit collectives count from the start; all stacks go to the log with the rank."""
+    says = r"rank 0 on .* did not arrive: .* in its function at hanging.py:\d+ in plain_hang"
+    call = {"args": (0,), "world_size": 2, "progress_timeout_s": 3.0}
     with (
         caplog.at_level(logging.INFO, "prefect_torch_ddp.ranks"),
-        pytest.raises(
-            GangHungError,
-            match=r"rank 0 on .* did not arrive: .* in its function at hanging.py:\d+ in plain_hang",
-        ),
+        pytest.raises(GangHungError, match=says),
     ):
-        run_gang(client, hanging.plain_hang, args=(0,), world_size=2, progress_timeout_s=3.0)
-    assert "[rank 0] is at, the innermost call first:" in caplog.text
-    assert "[rank 1] is at, the innermost call first:" in caplog.text
-
-
-def test_a_plain_function_that_reports_is_left_alone(client: Client) -> None:
-    """report_progress() now and then: three limits of sleep in all."""
-    assert (
-        run_gang(client, hanging.plain_sleep, args=(9.0, 8), world_size=2, progress_timeout_s=3.0)
-        == ["slept"] * 2
-    )
+        run_gang(client, hanging.plain_hang, **call)
+    for rank in (0, 1):
+        assert f"[rank {rank}] is at, the innermost call first:" in caplog.text

@@ -45,7 +45,10 @@ print(run_gang(client, make_closure(), args=("b",), world_size=2))
 """
 LAMBDA = "print(run_gang(client, lambda: dist.get_world_size(), world_size=2))"
 CLASS = "print(run_gang(client, Score, kwargs={'rank': 7, 'total': 0.5}, world_size=2))"
-CHANGE = "OFFSET = 0.0\nprint(run_gang(client, score, args=(1.0,), kwargs={'key': 'again'}, world_size=2)[1].total)"
+CHANGE = """
+OFFSET = 0.0
+print(run_gang(client, score, args=(1.0,), kwargs={"key": "again"}, world_size=2)[1].total)
+"""
 FAIL = """
 class MyError(Exception): pass
 

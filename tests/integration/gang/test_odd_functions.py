@@ -1,9 +1,9 @@
-"""Functions that behave oddly: their values and lines arrive, and what they leave behind is
-gone."""
+"""Functions that behave oddly: their values and lines arrive, and what they leave is gone."""
 
 import logging
 import pickle
 import re
+from typing import Any
 
 import psutil
 import pytest
@@ -13,7 +13,7 @@ from prefect_torch_ddp import RankFailedError, run_gang
 from tests.support.waiting import wait_until
 from tests.workloads import odd
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(180)
 
 
 def test_closed_stdout_does_not_replace_the_value(dask_client: Client) -> None:
@@ -28,18 +28,18 @@ def test_a_long_record_is_cut(dask_client: Client, caplog: pytest.LogCaptureFixt
     assert any(message.startswith("[rank 0] user.code: \U0001f600") for message in caplog.messages)
 
 
+def writers() -> set[int]:
+    """Return the processes that write for ever."""
+    processes = psutil.process_iter(["pid", "name", "status"])
+    infos = [process.info for process in processes]
+    return {info["pid"] for info in infos if info["name"] == "yes" and info["status"] != "zombie"}
+
+
 def test_a_writer_left_behind_ends_with_its_rank(dask_client: Client) -> None:
     """Endless output of a process that a rank left is neither waited for nor collected."""
-    before = {process.pid for process in psutil.process_iter() if process.name() == "yes"}
+    before = writers()
     assert run_gang(dask_client, odd.leave_a_writer, world_size=1) == [7]
-    wait_until(
-        lambda: (
-            not {
-                p.pid for p in psutil.process_iter() if p.name() == "yes" and p.status() != "zombie"
-            }
-            - before
-        )
-    )
+    wait_until(lambda: not writers() - before)
 
 
 def test_rank_0_may_return_first(dask_client: Client) -> None:
@@ -59,22 +59,16 @@ def test_lines_of_a_rank_that_is_killed_with_the_gang_arrive(
     dask_client: Client, caplog: pytest.LogCaptureFixture, launcher: str
 ) -> None:
     """A14: what a rank had printed before the gang was stopped is passed on, all of it."""
+    call: dict[str, Any] = {"args": (200,), "world_size": 2, "launcher": launcher}
     for _ in range(4):
         caplog.clear()
         with (
             caplog.at_level(logging.INFO, logger="prefect_torch_ddp.ranks"),
             pytest.raises(RankFailedError, match="all at once"),
         ):
-            run_gang(
-                dask_client,
-                odd.print_then_fail_together,
-                args=(200,),
-                world_size=2,
-                launcher=launcher,
-            )  # type: ignore[arg-type]
-        assert [m for m in caplog.messages if "line " in m] == [
-            f"[rank 0] line {number}" for number in range(200)
-        ]
+            run_gang(dask_client, odd.print_then_fail_together, **call)
+        lines = [message for message in caplog.messages if "line " in message]
+        assert lines == [f"[rank 0] line {number}" for number in range(200)]
 
 
 @pytest.mark.parametrize(
@@ -96,8 +90,7 @@ def test_lines_of_a_rank_that_is_killed_with_the_gang_arrive(
     ],
 )
 def test_odd_failures_are_told(dask_client: Client, how: str, says: str) -> None:
-    """However a rank fails, and whatever its exception does when it is shown or pickled, rank 1
-    is named and how it ended."""
+    """Whatever its exception does when it is shown or pickled, rank 1 is named."""
     with pytest.raises(RankFailedError, match=says) as caught:
         run_gang(dask_client, odd.fail_oddly, args=(how,), world_size=2)
     assert caught.value.rank == 1
@@ -105,20 +98,14 @@ def test_odd_failures_are_told(dask_client: Client, how: str, says: str) -> None
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "how",
-    [
-        "thread",
-        "handlers",
-        "folder",
-        "faulthandler",
-        "no_death_signal",
-        "other_group",
-        "holds_stdout",
-    ],
+ENDS_WELL = (
+    *("thread", "handlers", "folder", "faulthandler"),
+    *("no_death_signal", "other_group", "holds_stdout"),
 )
+
+
+@pytest.mark.parametrize("how", ENDS_WELL)
 def test_odd_functions_end_well(dask_client: Client, how: str) -> None:
-    """What a function changed or left in its process keeps neither its value nor the next
-    gang."""
+    """What a function left in its process holds up neither its value nor the next gang."""
     for _ in range(2):
         assert run_gang(dask_client, odd.end_well_oddly, args=(how,), world_size=2) == [9, 9]

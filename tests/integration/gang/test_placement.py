@@ -1,14 +1,15 @@
-"""Placement on real Dask processes: hosts imitated by loopback addresses, IPv6, resources,
-uneven tails."""
+"""Placement on real Dask processes: imitated hosts, IPv6, resources, uneven tails."""
 
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from distributed import Client, Event, Nanny, Scheduler, SpecCluster
 
 from prefect_torch_ddp import InvalidParamsError, NotEnoughWorkersError, run_gang
 from prefect_torch_ddp.protocol.events import GangEvent, LogLine
+from tests.support.waiting import HANG_S
 from tests.workloads import plain
 from tests.workloads.whereabouts import whereabouts
 
@@ -51,22 +52,17 @@ def test_two_hosts_imitated_by_two_loopback_addresses(client: Client) -> None:
     assert [rank["sum"] for rank in ranks] == [16.0] * 4
 
 
-@pytest.mark.parametrize("process_group", ["default", "user"])
-def test_workers_on_ipv6(client: Client, process_group: str) -> None:
-    """Workers at tcp://[::1]: the ranks meet there."""
-    if process_group == "user":
-        assert run_gang(
-            client, plain.torchrun_style, world_size=2, resources={"v6": 1}, process_group="user"
-        ) == [2.0, 2.0]
-        return
+def test_workers_on_ipv6(client: Client) -> None:
+    """Workers at tcp://[::1]: the ranks meet there, whoever initialises the process group."""
     ranks = run_gang(client, whereabouts, world_size=2, resources={"v6": 1})
     assert [rank["env"]["MASTER_ADDR"] for rank in ranks] == ["::1", "::1"]
     assert [rank["sum"] for rank in ranks] == [4.0, 4.0]
+    call = {"world_size": 2, "resources": {"v6": 1}, "process_group": "user"}
+    assert run_gang(client, plain.torchrun_style, **call) == [2.0, 2.0]
 
 
 def test_only_workers_with_the_resources_are_chosen(client: Client) -> None:
-    """`resources={"GPU": 1}`: the two that have one, whatever else is free; `world_size=None`
-    takes them all."""
+    """`resources={"GPU": 1}`: the two that have one, and all of them for `world_size=None`."""
     for world_size in (2, None):
         ranks = run_gang(client, plain.environment, world_size=world_size, resources=GPUS)
         assert [(rank["LOCAL_RANK"], rank["GROUP_RANK"]) for rank in ranks] == [
@@ -75,17 +71,20 @@ def test_only_workers_with_the_resources_are_chosen(client: Client) -> None:
         ]
 
 
-def test_too_few_workers_with_the_resources_is_refused(client: Client) -> None:
+@pytest.mark.parametrize(
+    ("world_size", "num_gpus", "says"),
+    [
+        (3, 1, "the cluster has 2 workers with GPU>=1, need 3; it has 6 in all"),
+        (None, 2, "the cluster has 0 workers with GPU>=2, need 1;"),
+    ],
+)
+def test_too_few_workers_with_the_resources_is_refused(
+    client: Client, world_size: int | None, num_gpus: int, says: str
+) -> None:
     """Refused at the deadline with both numbers, not waited for for ever."""
-    with pytest.raises(
-        NotEnoughWorkersError,
-        match=r"the cluster has 2 workers with GPU>=1, need 3; it has 6 in all",
-    ):
-        run_gang(client, plain.sum_of_ones, world_size=3, resources=GPUS, workers_timeout_s=0.5)
-    with pytest.raises(
-        NotEnoughWorkersError, match=r"the cluster has 0 workers with GPU>=2, need 1;"
-    ):
-        run_gang(client, plain.sum_of_ones, resources={"GPU": 2}, workers_timeout_s=0.5)
+    call = {"resources": {"GPU": num_gpus}, "workers_timeout_s": 0.5}
+    with pytest.raises(NotEnoughWorkersError, match=says):
+        run_gang(client, plain.sum_of_ones, world_size=world_size, **call)
 
 
 @pytest.mark.parametrize("resources", [{"GPU": 0}, {"GPU": "1"}, {1: 1}, ["GPU"]])
@@ -102,44 +101,32 @@ def hold(name: str) -> None:
 
 
 def test_a_held_resource_is_waited_for(client: Client) -> None:
-    """A gang whose workers' GPU is held by a task waits, says for what, is refused past its
-    limit, and runs once it is free."""
-    gpus = [
-        address
-        for address, worker in client.scheduler_info(-1)["workers"].items()
-        if "GPU" in worker["resources"]
-    ]
+    """A gang whose workers' GPU a task holds waits, says for what, and runs once it is free."""
+    workers = client.scheduler_info(-1)["workers"].items()
+    gpus = [address for address, worker in workers if "GPU" in worker["resources"]]
     task = client.submit(hold, "gpu", resources=GPUS, workers=gpus[:1], pure=False)
-    assert Event("gpu-held", client=client).wait(timeout=30)
+    assert Event("gpu-held", client=client).wait(timeout=HANG_S)
     waits = threading.Event()
 
     def note(event: GangEvent) -> None:
         if isinstance(event, LogLine) and "needs the resources {'GPU': 1}" in event.text:
             waits.set()
 
+    two = {"world_size": 2, "resources": GPUS}
     try:
-        with pytest.raises(
-            NotEnoughWorkersError,
-            match=r"has waited .* 1 of 2 workers: .*needs the resources \{'GPU': 1\}",
-        ):
-            run_gang(client, plain.sum_of_ones, world_size=2, resources=GPUS, queue_timeout_s=1.0)
-        assert run_gang(client, plain.sum_of_ones, world_size=1, resources=GPUS) == [1.0], (
-            "the other one is free"
-        )
-        values: list[list[float]] = []
-        gang = threading.Thread(
-            target=lambda: values.append(
-                run_gang(client, plain.sum_of_ones, world_size=2, resources=GPUS, on_event=note)
-            )
-        )
-        gang.start()
-        said = waits.wait(timeout=60)
+        says = r"has waited .* 1 of 2 workers: .*needs the resources \{'GPU': 1\}"
+        with pytest.raises(NotEnoughWorkersError, match=says):
+            run_gang(client, plain.sum_of_ones, queue_timeout_s=1.0, **two)
+        one = run_gang(client, plain.sum_of_ones, world_size=1, resources=GPUS)
+        assert one == [1.0], "the other one is free"
+        with ThreadPoolExecutor(1) as pool:
+            gang = pool.submit(run_gang, client, plain.sum_of_ones, on_event=note, **two)
+            assert waits.wait(timeout=HANG_S)
+            Event("gpu-let-go", client=client).set()
+            assert gang.result(HANG_S) == [2.0, 2.0]
     finally:
         Event("gpu-let-go", client=client).set()
-    gang.join(timeout=60)
-    task.result(timeout=30)
-    assert said
-    assert values == [[2.0, 2.0]]
+    task.result(timeout=HANG_S)
 
 
 def test_an_uneven_tail(client: Client) -> None:
