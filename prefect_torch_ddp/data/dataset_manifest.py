@@ -1,6 +1,4 @@
-"""Owns the manifest of a dataset: what is recorded of its files, where it lies, and how a
-folder is held against it.
-"""
+"""The manifest of a dataset: its files, where it lies, and how a folder is compared with it."""
 
 import hashlib
 import re
@@ -55,43 +53,40 @@ def scan_folder(dataset_id: str, folder: Path) -> DatasetManifest:
         StorageError: the folder holds no file, or something else than files and folders.
         BadKeyError: a file's name can't be stored everywhere.
     """
-    paths = sorted(path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir())
+    paths = [path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir()]
     if not paths:
         msg = f"dataset {dataset_id} is empty: prepare wrote no file under ctx.data ({folder})"
         raise StorageError(msg)
     for path in paths:
+        key = path.relative_to(folder).as_posix()
         if path.is_symlink() or not path.is_file():
-            name = path.relative_to(folder)
-            msg = f"{name} in dataset {dataset_id} is a link or a special file: prepare has to write plain files"
+            msg = (
+                f"{key} in dataset {dataset_id} is a link or a special file: "
+                "prepare has to write plain files"
+            )
             raise StorageError(msg)
+        check_key(f"{files_key(dataset_id)}/{key}")
 
     def scan(path: Path) -> DatasetFile:
         with path.open("rb") as file:
             sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-        return DatasetFile(
-            key=path.relative_to(folder).as_posix(), num_bytes=path.stat().st_size, sha256=sha256
-        )
+        key = path.relative_to(folder).as_posix()
+        return DatasetFile(key=key, num_bytes=path.stat().st_size, sha256=sha256)
 
-    for path in paths:
-        check_key(f"datasets/{dataset_id}/files/{path.relative_to(folder).as_posix()}")
     files = tuple(sorted(in_parallel(scan, paths), key=lambda file: file.key))
     num_bytes = sum(file.num_bytes for file in files)
     return DatasetManifest(
-        dataset_id=dataset_id, digest=digest_of(files), num_bytes=num_bytes, files=files
+        dataset_id=dataset_id, digest=_digest_of(files), num_bytes=num_bytes, files=files
     )
 
 
-def digest_of(files: Iterable[DatasetFile]) -> str:
-    """Return the digest over names and contents."""
-    return hashlib.sha256(
-        "".join(f"{file.sha256}  {file.key}\n" for file in files).encode()
-    ).hexdigest()
+def _digest_of(files: Iterable[DatasetFile]) -> str:
+    lines = "".join(f"{file.sha256}  {file.key}\n" for file in files)
+    return hashlib.sha256(lines.encode()).hexdigest()
 
 
 def first_misfit(folder: Path, manifest: DatasetManifest) -> DatasetFile | None:
-    """Return the first file that is missing or of another size; contents were checked when they
-    were written.
-    """
+    """Return the first file that is missing or of another size: contents aren't read again."""
     for file in manifest.files:
         path = folder / file.key
         if not path.is_file() or path.stat().st_size != file.num_bytes:
@@ -102,9 +97,7 @@ def first_misfit(folder: Path, manifest: DatasetManifest) -> DatasetFile | None:
 def in_parallel(
     function: Callable[[In], Out], items: Iterable[In], num_threads: int = NUM_THREADS
 ) -> list[Out]:
-    """Apply the function to each item in threads; results in the order of the items, or the
-    first error.
-    """
+    """Apply the function to each item in threads; return the results in order."""
     with ThreadPoolExecutor(num_threads) as pool:
         return list(pool.map(function, items))
 
@@ -115,27 +108,30 @@ def read_manifest(storage: Storage, dataset_id: str) -> DatasetManifest | None:
     Raises:
         StorageError: it is damaged.
     """
-    key = manifest_key(dataset_id)
     try:
-        manifest = DatasetManifest.model_validate_json(storage.read(key))
+        manifest = DatasetManifest.model_validate_json(storage.read(manifest_key(dataset_id)))
     except ObjectNotFoundError:
         return None
     except ValidationError as error:
-        raise damaged(
-            storage, dataset_id, "manifest.json", f"can't be read: {error.errors()[0]['msg']}"
-        ) from error
-    if manifest.digest != digest_of(manifest.files):
-        raise damaged(
-            storage, dataset_id, "manifest.json", "is damaged: its digest isn't that of its entries"
-        )
+        why = f"can't be read: {error.errors()[0]['msg']}"
+        raise damaged(storage, dataset_id, "manifest.json", why) from error
+    if manifest.digest != _digest_of(manifest.files):
+        why = "is damaged: its digest isn't that of its entries"
+        raise damaged(storage, dataset_id, "manifest.json", why)
     return manifest
 
 
-def not_there(storage: Storage, dataset_id: str) -> StorageError:
-    """Say that a dataset wasn't published."""
-    return StorageError(
-        f"there is no dataset {dataset_id} in {storage.uri}: prepare has not run, or not to its end"
-    )
+def published_manifest(storage: Storage, dataset_id: str) -> DatasetManifest:
+    """Return a dataset's manifest.
+
+    Raises:
+        StorageError: there is none, or it is damaged.
+    """
+    manifest = read_manifest(storage, dataset_id)
+    if manifest is None:
+        msg = f"there is no dataset {dataset_id} in {storage.uri}: prepare has not run to its end"
+        raise StorageError(msg)
+    return manifest
 
 
 def damaged(storage: Storage, dataset_id: str, name: str, what: str) -> StorageError:
@@ -146,24 +142,26 @@ def damaged(storage: Storage, dataset_id: str, name: str, what: str) -> StorageE
     )
 
 
-def checked_id(dataset_id: str) -> str:
-    """Return the id as it is, or raise `BadKeyError`."""
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", dataset_id):
-        msg = f"{dataset_id!r} can't be a dataset's id: it may have letters, digits, dots, dashes and underscores"
-        raise BadKeyError(msg)
-    return dataset_id
-
-
 def dataset_key(dataset_id: str) -> str:
-    """Name a dataset's folder."""
-    return f"datasets/{checked_id(dataset_id)}"
+    """Return the key of a dataset's folder.
+
+    Raises:
+        BadKeyError: the id can't name a folder.
+    """
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", dataset_id):
+        msg = (
+            f"{dataset_id!r} can't be a dataset's id: "
+            "it may have letters, digits, dots, dashes and underscores"
+        )
+        raise BadKeyError(msg)
+    return f"datasets/{dataset_id}"
 
 
 def files_key(dataset_id: str) -> str:
-    """Name the folder of a dataset's files."""
+    """Return the key of the folder of a dataset's files."""
     return f"{dataset_key(dataset_id)}/files"
 
 
 def manifest_key(dataset_id: str) -> str:
-    """Name a dataset's manifest."""
+    """Return the key of a dataset's manifest."""
     return f"{dataset_key(dataset_id)}/manifest.json"

@@ -1,6 +1,4 @@
-"""Owns how a prepared dataset gets into and out of a Storage: files first, the manifest last,
-as the commit.
-"""
+"""Prepared datasets in a storage: files first, the manifest last, as the commit."""
 
 import fcntl
 import hashlib
@@ -16,14 +14,13 @@ from prefect_torch_ddp.data.dataset_manifest import (
     NUM_THREADS,
     DatasetFile,
     DatasetManifest,
-    checked_id,
     damaged,
     dataset_key,
     files_key,
     first_misfit,
     in_parallel,
     manifest_key,
-    not_there,
+    published_manifest,
     read_manifest,
     scan_folder,
 )
@@ -38,17 +35,14 @@ IN_MEMORY_BYTES = 256 * 2**20
 
 
 def find_dataset(storage: Storage, dataset_id: str) -> DatasetReport | None:
-    """Return what is known of a published dataset, or None where there is none; reads only its
-    manifest.
-    """
+    """Return what the manifest of a published dataset says, None where there is none."""
     manifest = read_manifest(storage, dataset_id)
     return None if manifest is None else _report(storage, manifest)
 
 
 @contextmanager
 def prepare_folder(storage: Storage, dataset_id: str) -> Iterator[Path]:
-    """Give an empty local folder to write a dataset into; what wasn't published is removed at
-    the end.
+    """Give an empty local folder for a dataset; what wasn't published is removed at the end.
 
     For a directory it lies inside the storage, so publishing is one rename. Elsewhere it is a
     temporary folder.
@@ -58,16 +52,16 @@ def prepare_folder(storage: Storage, dataset_id: str) -> Iterator[Path]:
             (staged / "files").mkdir()
             yield staged / "files"
     else:
-        with TemporaryDirectory(prefix=f"prefect-torch-ddp-{checked_id(dataset_id)}-") as folder:
+        dataset_key(dataset_id)  # refuses an id that is no name
+        with TemporaryDirectory(prefix=f"prefect-torch-ddp-{dataset_id}-") as folder:
             yield Path(folder)
 
 
 def publish_dataset(storage: Storage, dataset_id: str, folder: Path) -> DatasetReport:
-    """Publish the files of a folder under a dataset id, unless that is published already;
-    return what the storage then holds.
+    """Publish the files of a folder under a dataset id; return what the storage then holds.
 
-    Several may publish one id at once: what they leave is one whole dataset. A folder from
-    `prepare_folder` may be moved away; any other one is left as it is.
+    What is published already stays. Several may publish one id at once: what they leave is one
+    whole dataset. A folder from `prepare_folder` may be moved away; any other one stays.
 
     Raises:
         StorageError: the folder holds no file, or something else than files and folders, or the
@@ -85,8 +79,7 @@ def publish_dataset(storage: Storage, dataset_id: str, folder: Path) -> DatasetR
 
 
 def local_dataset(storage: Storage, dataset_id: str, cache_root: Path | None = None) -> Path:
-    """Return a local folder that holds a published dataset: a directory's own, otherwise a
-    verified copy in a cache.
+    """Return a local folder that holds a published dataset, a verified copy if need be.
 
     Safe among processes: of several on a host one downloads, the others wait for it, and the
     folder appears whole.
@@ -94,27 +87,21 @@ def local_dataset(storage: Storage, dataset_id: str, cache_root: Path | None = N
     Args:
         storage: where the dataset was published.
         dataset_id: its id.
-        cache_root: the folder of all cached datasets; left out, one in the user's cache
+        cache_root: the folder of all copies; left out, one in the user's cache
             (`XDG_CACHE_HOME`, else `~/.cache`).
 
     Raises:
         StorageError: the dataset, or one of its files, is missing or damaged; names the file.
     """
-    manifest = read_manifest(storage, dataset_id)
-    if manifest is None:
-        raise not_there(storage, dataset_id)
-    if isinstance(storage, DirectoryStorage):
-        folder = storage.root / files_key(dataset_id)
-        misfit = first_misfit(folder, manifest)
-        if misfit is not None:
-            raise damaged(
-                storage,
-                dataset_id,
-                f"files/{misfit.key}",
-                "is missing or has another size than its manifest records",
-            )
-        return folder
-    return _cached(storage, manifest, _default_cache() if cache_root is None else cache_root)
+    manifest = published_manifest(storage, dataset_id)
+    if not isinstance(storage, DirectoryStorage):
+        return _copied(storage, manifest, cache_root or _default_cache())
+    folder = storage.root / files_key(dataset_id)
+    misfit = first_misfit(folder, manifest)
+    if misfit is not None:
+        why = "is missing or has another size than its manifest records"
+        raise damaged(storage, dataset_id, f"files/{misfit.key}", why)
+    return folder
 
 
 def dataset_in_place(storage: Storage, dataset_id: str) -> Storage:
@@ -123,8 +110,7 @@ def dataset_in_place(storage: Storage, dataset_id: str) -> Storage:
     Raises:
         StorageError: there is no such dataset.
     """
-    if read_manifest(storage, dataset_id) is None:
-        raise not_there(storage, dataset_id)
+    published_manifest(storage, dataset_id)
     return storage_below(storage, files_key(dataset_id))
 
 
@@ -145,18 +131,18 @@ def _move_in(storage: DirectoryStorage, manifest: DatasetManifest, folder: Path)
                 target.rename(own / "replaced")
             staged.rename(target)
         except OSError as error:
-            if (
-                find_dataset(storage, manifest.dataset_id) is None
-            ):  # otherwise another publisher was faster, with a whole one
-                msg = f"can't move dataset {manifest.dataset_id} to {target}: {error.strerror or error}"
-                raise StorageError(msg) from error
+            if find_dataset(storage, manifest.dataset_id) is not None:
+                return  # another publisher was faster, with a whole one
+            reason = error.strerror or error
+            msg = f"can't move dataset {manifest.dataset_id} to {target}: {reason}"
+            raise StorageError(msg) from error
 
 
 def _upload(storage: Storage, manifest: DatasetManifest, folder: Path) -> None:
+    files = files_key(manifest.dataset_id)
+
     def upload(file: DatasetFile) -> None:
-        storage.write(
-            f"{files_key(manifest.dataset_id)}/{file.key}", (folder / file.key).read_bytes()
-        )
+        storage.write(f"{files}/{file.key}", (folder / file.key).read_bytes())
 
     key, text = manifest_key(manifest.dataset_id), manifest.model_dump_json(indent=1).encode()
     in_parallel(upload, manifest.files, _threads_for(manifest))
@@ -171,58 +157,57 @@ def _upload(storage: Storage, manifest: DatasetManifest, folder: Path) -> None:
 
 
 def _threads_for(manifest: DatasetManifest) -> int:
-    """Each file is whole in memory while it is copied: few large ones at a time, such as
-    shards.
-    """
+    # Each file is whole in memory while it is copied: few large ones at a time, as of shards.
     largest = max(file.num_bytes for file in manifest.files)
     return max(1, min(NUM_THREADS, IN_MEMORY_BYTES // max(largest, 1)))
 
 
-def _cached(storage: Storage, manifest: DatasetManifest, cache_root: Path) -> Path:
-    """Return the cache's folder of this content, downloaded first where it isn't there
-    whole.
-    """
+def _copied(storage: Storage, manifest: DatasetManifest, cache_root: Path) -> Path:
     folder = cache_root / manifest.digest
     try:
         cache_root.mkdir(parents=True, exist_ok=True)
         with _one_at_a_time(cache_root / f"{manifest.digest}.lock"):
-            if folder.exists() and first_misfit(folder, manifest) is None:
-                return folder
-            with _staging(cache_root / ".staging", manifest.dataset_id) as staged:
-                in_parallel(
-                    lambda file: _download(storage, manifest.dataset_id, file, staged / "files"),
-                    manifest.files,
-                    _threads_for(manifest),
-                )
-                if folder.exists() and first_misfit(folder, manifest) is not None:
-                    folder.rename(staged / "replaced")
-                try:
-                    (staged / "files").rename(folder)
-                except OSError:  # where locks don't work, another process may have been faster
-                    if not folder.exists() or first_misfit(folder, manifest) is not None:
-                        raise
+            if not _is_whole(folder, manifest):
+                _download_all(storage, manifest, folder)
     except OSError as error:
-        reason = error.strerror or error
-        msg = f"can't keep dataset {manifest.dataset_id} in {cache_root}: {reason}; free space there or set XDG_CACHE_HOME"
+        msg = (
+            f"can't keep dataset {manifest.dataset_id} in {cache_root}: "
+            f"{error.strerror or error}; free space there or set XDG_CACHE_HOME"
+        )
         raise StorageError(msg) from error
     return folder
 
 
-def _download(storage: Storage, dataset_id: str, file: DatasetFile, folder: Path) -> None:
+def _is_whole(folder: Path, manifest: DatasetManifest) -> bool:
+    return folder.exists() and first_misfit(folder, manifest) is None
+
+
+def _download_all(storage: Storage, manifest: DatasetManifest, folder: Path) -> None:
+    def download(file: DatasetFile) -> None:
+        path = staged / "files" / file.key
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(_read_verified(storage, manifest.dataset_id, file))
+
+    with _staging(folder.parent / ".staging", manifest.dataset_id) as staged:
+        in_parallel(download, manifest.files, _threads_for(manifest))
+        if folder.exists() and not _is_whole(folder, manifest):
+            folder.rename(staged / "replaced")
+        try:
+            (staged / "files").rename(folder)
+        except OSError:  # where locks don't work, another process may have been faster
+            if not _is_whole(folder, manifest):
+                raise
+
+
+def _read_verified(storage: Storage, dataset_id: str, file: DatasetFile) -> bytes:
     try:
         data = storage.read(f"{files_key(dataset_id)}/{file.key}")
     except ObjectNotFoundError as error:
         raise damaged(storage, dataset_id, f"files/{file.key}", "is gone") from error
     if hashlib.sha256(data).hexdigest() != file.sha256:
-        raise damaged(
-            storage,
-            dataset_id,
-            f"files/{file.key}",
-            "is damaged: its sha256 isn't the one its manifest records",
-        )
-    path = folder / file.key
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(data)
+        why = "is damaged: its sha256 isn't the one its manifest records"
+        raise damaged(storage, dataset_id, f"files/{file.key}", why)
+    return data
 
 
 def _report(storage: Storage, manifest: DatasetManifest) -> DatasetReport:
@@ -240,22 +225,21 @@ def _staging_root(storage: DirectoryStorage) -> Path:
 
 
 def _default_cache() -> Path:
-    return (
-        Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-        / "prefect-torch-ddp"
-        / "datasets"
-    )
+    caches = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    return caches / "prefect-torch-ddp" / "datasets"
 
 
 @contextmanager
 def _staging(root: Path, dataset_id: str) -> Iterator[Path]:
+    dataset_key(dataset_id)  # refuses an id that is no name
     # Not tempfile.mkdtemp: its folders can't be read by other users, and these are renamed to
     # where all read.
-    folder = root / f"{checked_id(dataset_id)}-{uuid.uuid4().hex}"
+    folder = root / f"{dataset_id}-{uuid.uuid4().hex}"
     try:
         folder.mkdir(parents=True)
     except OSError as error:
-        msg = f"can't make a folder in {root}: {error.strerror or error}; it has to be writable for this user"
+        reason = error.strerror or error
+        msg = f"can't make a folder in {root}: {reason}; it has to be writable for this user"
         raise StorageError(msg) from error
     try:
         yield folder
@@ -266,8 +250,7 @@ def _staging(root: Path, dataset_id: str) -> Iterator[Path]:
 @contextmanager
 def _one_at_a_time(path: Path) -> Iterator[None]:
     with path.open("w") as file:
-        with suppress(
-            OSError
-        ):  # a file system without locks: each process downloads for itself, which is slower and as safe
+        # On a file system without locks each process downloads for itself: slower, as safe.
+        with suppress(OSError):
             fcntl.flock(file, fcntl.LOCK_EX)
         yield

@@ -1,11 +1,10 @@
-"""Owns the look-ahead: the batch sampler tells who loads a batch which one comes next, and that
-one is read meanwhile.
-"""
+"""The look-ahead: who loads a batch knows which one comes next, and reads it meanwhile."""
 
 import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from itertools import islice
 from typing import Any, Generic, TypeVar
 
@@ -19,20 +18,16 @@ V = TypeVar("V")
 
 
 class Ahead(list[int]):
-    """The indices of a batch, and those of the batches that the same process loads next.
-
-    A list to everyone else.
-    """
+    """The indices of a batch, with those of the batches that the same process loads next."""
 
     following: tuple[list[int], ...] = ()
 
 
 class LookAhead(Sampler[list[int]]):
-    """A batch sampler that yields the batches of another one, each with those that the same
-    loader process gets next.
+    """A batch sampler that tells each loader process which batches it gets next.
 
-        sampler = BatchSampler(RandomSampler(dataset), batch_size=64, drop_last=False) loader =
-        DataLoader(dataset, batch_sampler=LookAhead(sampler, num_workers=2), num_workers=2)
+        sampler = BatchSampler(RandomSampler(dataset), batch_size=64, drop_last=False)
+        loader = DataLoader(dataset, batch_sampler=LookAhead(sampler, 2), num_workers=2)
 
     A DataLoader hands out batches in turn, so a process's next batch is `num_workers` further
     on. Datasets that don't look ahead see plain lists. `RankContext.loader` does so by itself.
@@ -41,7 +36,7 @@ class LookAhead(Sampler[list[int]]):
     def __init__(
         self, batch_sampler: Iterable[Sequence[int]], num_workers: int, depth: int = 1
     ) -> None:
-        """Keep what it takes.
+        """Wrap a batch sampler.
 
         Args:
             batch_sampler: yields lists of indices.
@@ -52,7 +47,10 @@ class LookAhead(Sampler[list[int]]):
             InvalidParamsError: a number can't be.
         """
         if num_workers < 0 or depth < 1:
-            msg = f"num_workers is {num_workers} and depth {depth}; give the DataLoader's num_workers, and a depth of at least 1"
+            msg = (
+                f"num_workers is {num_workers} and depth {depth}; "
+                "give the DataLoader's num_workers, and a depth of at least 1"
+            )
             raise InvalidParamsError(msg)
         self.batch_sampler = batch_sampler
         self.num_workers = num_workers
@@ -60,7 +58,7 @@ class LookAhead(Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         """Yield the batches of one epoch."""
-        return with_following(self.batch_sampler, _ahead, max(self.num_workers, 1), self.depth)
+        return with_following(self.batch_sampler, ahead_of, max(self.num_workers, 1), self.depth)
 
     def __len__(self) -> int:
         """Return the batches of an epoch."""
@@ -74,14 +72,14 @@ class LookAhead(Sampler[list[int]]):
 
 
 def with_following(
-    batches: Iterable[B], tell: Callable[[B, list[B]], V], num_workers: int, depth: int
+    batches: Iterable[B], announce: Callable[[B, list[B]], V], num_workers: int, depth: int
 ) -> Iterator[V]:
-    """Yield `tell(batch, the next ones of the same process)` for each batch."""
+    """Yield `announce(batch, the next ones of the same process)` for each batch."""
     rest = iter(batches)
     window: deque[B] = deque(islice(rest, num_workers * depth + 1))
     while window:
         batch = window.popleft()
-        yield tell(batch, list(islice(window, num_workers - 1, None, num_workers)))
+        yield announce(batch, list(islice(window, num_workers - 1, None, num_workers)))
         window.extend(islice(rest, 1))
 
 
@@ -92,14 +90,8 @@ def ahead_of(indices: Sequence[int], following: Iterable[Sequence[int]]) -> Ahea
     return ahead
 
 
-def _ahead(batch: Sequence[int], following: list[Sequence[int]]) -> list[int]:
-    return ahead_of(batch, following)
-
-
 class ReadAhead(Generic[V]):
-    """Reads batches in threads of this process before they are asked for; holds those that were
-    announced last, no others.
-    """
+    """Reads batches in threads before they are asked for; holds those announced last alone."""
 
     def __init__(self, read: Callable[[Sequence[int]], V]) -> None:
         """Begin with nothing.
@@ -109,7 +101,7 @@ class ReadAhead(Generic[V]):
         """
         self._read = read
         self._process = os.getpid()
-        self._begun: dict[tuple[int, ...], _Reading[V]] = {}
+        self._begun: dict[tuple[int, ...], Future[V]] = {}
 
     def read(self, indices: Sequence[int]) -> V:
         """Return a batch, and begin with those that follow it (`Ahead.following`)."""
@@ -120,35 +112,23 @@ class ReadAhead(Generic[V]):
         if now is None and not following:
             self._begun = {}
             return self._read(indices)
-        now = now or _Reading(self._read, list(indices))
+        now = now or self._begin(list(indices))
         # A batch that isn't announced any more, since the epoch was broken off, is dropped.
         self._begun = {
-            tuple(batch): self._begun.get(tuple(batch)) or _Reading(self._read, batch)
-            for batch in following
+            tuple(batch): self._begun.get(tuple(batch)) or self._begin(batch) for batch in following
         }
         return now.result()
 
+    def _begin(self, batch: Sequence[int]) -> Future[V]:
+        # A thread of its own and not a pool's, which may not be used after a fork.
+        reading: Future[V] = Future()
+        threading.Thread(
+            target=self._fulfil, args=(reading, batch), name="ptd-ahead", daemon=True
+        ).start()
+        return reading
 
-class _Reading(Generic[V]):
-    """A batch that a thread of its own reads; the thread ends with it."""
-
-    def __init__(self, read: Callable[[Sequence[int]], V], batch: Sequence[int]) -> None:
-        self._value: V
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(
-            target=self._run, args=(read, batch), name="ptd-ahead", daemon=True
-        )
-        self._thread.start()
-
-    def _run(self, read: Callable[[Sequence[int]], V], batch: Sequence[int]) -> None:
+    def _fulfil(self, reading: Future[V], batch: Sequence[int]) -> None:
         try:
-            self._value = read(batch)
+            reading.set_result(self._read(batch))
         except BaseException as error:  # noqa: BLE001 - it belongs to who asks for the batch
-            self._error = error
-
-    def result(self) -> V:
-        """Wait for it."""
-        self._thread.join()
-        if self._error is not None:
-            raise self._error
-        return self._value
+            reading.set_exception(error)

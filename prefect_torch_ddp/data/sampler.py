@@ -1,21 +1,22 @@
-"""Owns the exact data order: one order of all samples per seed and epoch, cut into global
-batches, shared among the ranks.
-
-Owns which parts of a global batch a rank holds: one, or under elastic determinism one for each
-of its virtual ranks.
-"""
+"""The exact order: one order of all samples per seed and epoch, in global batches and shares."""
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 import torch
+from torch.utils.data import Sampler
 
+from prefect_torch_ddp.data.lookahead import ahead_of, with_following
 from prefect_torch_ddp.errors import InvalidParamsError
 
 BATCHES_AT_ONCE = 64
 """A call of torch costs more than a few dozen numbers of its result."""
+
+
+BatchKeys: TypeAlias = tuple[int, list[int]]
+"""(epoch, sample indices): the epoch comes along, so that persistent workers know it too."""
 
 
 class BatchShare(NamedTuple):
@@ -23,7 +24,7 @@ class BatchShare(NamedTuple):
 
     epoch: int
     batch: int
-    """Place of the global batch in its epoch, from 0."""
+    """Number of the global batch in its epoch, from 0."""
     num_local: int
     """Samples that count on this rank; 0 when the rank only holds a stand-in."""
     num_global: int
@@ -31,15 +32,13 @@ class BatchShare(NamedTuple):
     is_last: bool
     """Whether this is the epoch's last global batch."""
     samples: tuple[int, ...] = ()
-    """Ids of the samples that count on this rank, as they came with the batch; only where a
-    ledger is kept."""
+    """Ids of the samples that count on this rank; only where a ledger is kept."""
     num_skipped: int = 0
-    """How many of `num_local` the dataset left out of the batch, because they can't be read."""
+    """How many of `num_local` the dataset left out, because they can't be read."""
 
 
 def mix_seed(*parts: int) -> int:
-    """Mix whole numbers into one seed of 63 bits: the same on every machine, Python and
-    process.
+    """Mix whole numbers into one seed of 63 bits: the same on every machine and Python.
 
     Python's `hash` isn't stable and a sum isn't safe: seed 1 in epoch 2 would repeat seed 2 in
     epoch 1.
@@ -49,9 +48,7 @@ def mix_seed(*parts: int) -> int:
 
 
 def share_range(num_global: int, rank: int, world_size: int) -> range:
-    """Return the places of a global batch that a rank holds: contiguous, sizes differ by at
-    most one, the first ranks larger.
-    """
+    """Return the positions of a global batch that a rank holds: contiguous, the first larger."""
     size, remainder = divmod(num_global, world_size)
     start = rank * size + min(rank, remainder)
     return range(start, start + size + (rank < remainder))
@@ -89,8 +86,8 @@ class GlobalBatches:
             raise InvalidParamsError(msg)
         if self.num_batches == 0:
             msg = (
-                f"drop_last leaves no batch: {self.num_samples} samples don't fill a global batch of {self.global_batch_size}; "
-                "lower global_batch_size or use drop_last=False"
+                f"drop_last leaves no batch: {self.num_samples} samples don't fill a global batch "
+                f"of {self.global_batch_size}; lower global_batch_size or use drop_last=False"
             )
             raise InvalidParamsError(msg)
 
@@ -102,87 +99,65 @@ class GlobalBatches:
 
     def num_global(self, batch: int) -> int:
         """Return how many samples a global batch has; only the last one may be smaller."""
-        return len(self._places(batch))
+        return len(self._positions(batch))
 
     def share(self, epoch: int, batch: int, rank: int, world_size: int) -> list[int]:
-        """Return the sample indices of a rank's share of a global batch; empty when the batch
-        has fewer samples than ranks.
-        """
-        places = self._places(batch)
-        own = share_range(len(places), rank, world_size)
-        return self._samples(epoch, places[own.start : own.stop])
+        """Return the sample indices of a rank's share of a global batch, possibly none."""
+        positions = self._positions(batch)
+        own = share_range(len(positions), rank, world_size)
+        chosen = positions[own.start : own.stop]
+        if not self.shuffle:
+            return list(chosen)
+        indices: list[int] = self._epoch_order(epoch)[chosen.start : chosen.stop].tolist()
+        return indices
 
     def shares(
         self, epoch: int, start_batch: int, rank: int, world_size: int
     ) -> Iterator[list[int]]:
-        """Yield a rank's share of each global batch of an epoch from one on, as `share` returns
-        it, at a fraction of the cost.
-        """
-        own = share_range(self.global_batch_size, rank, world_size)
-        num_full = self.num_samples // self.global_batch_size
+        """Yield a rank's share of each global batch from one on, faster than `share` does."""
+        size = self.global_batch_size
+        own = share_range(size, rank, world_size)
+        num_full = self.num_samples // size if self.shuffle else start_batch
         for first in range(start_batch, num_full, BATCHES_AT_ONCE):
-            yield from self._full_shares(
-                epoch, range(first, min(first + BATCHES_AT_ONCE, num_full)), own
-            )
+            num = min(BATCHES_AT_ONCE, num_full - first)
+            order = self._epoch_order(epoch)[first * size : (first + num) * size]
+            yield from order.view(num, size)[:, own.start : own.stop].tolist()
         for batch in range(max(start_batch, num_full), self.num_batches):
             yield self.share(epoch, batch, rank, world_size)
 
-    def _full_shares(self, epoch: int, batches: range, own: range) -> list[list[int]]:
-        size = self.global_batch_size
-        if not self.shuffle:
-            return [
-                list(range(batch * size + own.start, batch * size + own.stop)) for batch in batches
-            ]
-        order = self._epoch_order(epoch)[batches.start * size : batches.stop * size]
-        shares: list[list[int]] = order.view(len(batches), size)[:, own.start : own.stop].tolist()
-        return shares
-
-    def _places(self, batch: int) -> range:
+    def _positions(self, batch: int) -> range:
         if not 0 <= batch < self.num_batches:
             msg = f"batch {batch} is outside the epoch's {self.num_batches} global batches"
             raise InvalidParamsError(msg)
         start = batch * self.global_batch_size
         return range(start, min(start + self.global_batch_size, self.num_samples))
 
-    def _samples(self, epoch: int, places: range) -> list[int]:
-        if not self.shuffle or not places:
-            return list(places)
-        order: list[int] = self._epoch_order(epoch)[places.start : places.stop].tolist()
-        return order
-
     def _epoch_order(self, epoch: int) -> torch.Tensor:
-        """Return the permutation of an epoch, whole numbers of shape [num_samples], on the
-        CPU.
-        """
+        """Return the permutation of an epoch: whole numbers [num_samples], on the CPU."""
         if self._order is None or self._order[0] != epoch:
             self._order = None  # or two permutations would be in memory at once
+            # The device is named because torch.set_default_device("cuda") would clash with the
+            # generator's. int32 takes half the memory, and gives the same order.
             generator = torch.Generator(device="cpu").manual_seed(mix_seed(self.seed, epoch))
-            # The device is named because a user's torch.set_default_device("cuda") would clash
-            # with the generator's.
-            dtype = (
-                torch.int32 if self.num_samples < 2**31 else torch.int64
-            )  # half the memory, and the same order
-            self._order = (
-                epoch,
-                torch.randperm(self.num_samples, generator=generator, device="cpu", dtype=dtype),
-            )
+            dtype = torch.int32 if self.num_samples < 2**31 else torch.int64
+            order = torch.randperm(self.num_samples, generator=generator, device="cpu", dtype=dtype)
+            self._order = (epoch, order)
         return self._order[1]
 
 
 @dataclass(frozen=True)
 class RankShares:
-    """Each global batch is cut into `num_shares`, of which this rank holds those numbered
-    `own`.
-    """
+    """Which shares of each global batch a rank holds: its own, or those of its virtual ranks."""
 
     own: range
+    """Numbers of the shares."""
     num_shares: int
+    """Into so many each global batch is cut."""
     is_virtual: bool
 
     @classmethod
     def of_rank(cls, rank: int, world_size: int, virtual_ranks: int | None) -> "RankShares":
-        """Return a rank's part; where there are virtual ranks, those of as many of them as each
-        rank holds, in order.
+        """Return a rank's share, or those of as many virtual ranks as each rank holds, in order.
 
         Raises:
             InvalidParamsError: the ranks can't hold equally many virtual ranks.
@@ -191,35 +166,65 @@ class RankShares:
             return cls(range(rank, rank + 1), world_size, is_virtual=False)
         if virtual_ranks < 1 or virtual_ranks % world_size:
             msg = (
-                f"virtual_ranks is {virtual_ranks} and there are {world_size} ranks; their number must divide virtual_ranks, so "
-                "that each rank holds equally many"
+                f"virtual_ranks is {virtual_ranks} and there are {world_size} ranks; their number "
+                "must divide virtual_ranks, so that each rank holds equally many"
             )
             raise InvalidParamsError(msg)
         each = virtual_ranks // world_size
         return cls(range(rank * each, (rank + 1) * each), virtual_ranks, is_virtual=True)
 
     def sizes(self, num_global: int) -> dict[int, int]:
-        """Return the samples of each of this rank's parts that isn't empty, by its number."""
-        sizes = {part: len(share_range(num_global, part, self.num_shares)) for part in self.own}
-        return {part: size for part, size in sizes.items() if size}
+        """Return the samples of each share that isn't empty, by its number."""
+        sizes = {share: len(share_range(num_global, share, self.num_shares)) for share in self.own}
+        return {share: size for share, size in sizes.items() if size}
 
-    def num_local(self, num_global: int) -> int:
-        """Return how many samples of a global batch this rank holds."""
-        return sum(self.sizes(num_global).values())
 
-    def gathered(self, loaded: Iterator[Any], nums_global: Iterable[int]) -> Iterator[Any]:
-        """Yield a rank's batch for each global batch of those sizes, from what was loaded part
-        by part.
+class ShareSampler(Sampler[BatchKeys]):
+    """Yields a rank's shares of each global batch of the planned pass."""
+
+    def __init__(self, batches: GlobalBatches, shares: RankShares, num_workers: int | None) -> None:
+        """Plan the first epoch.
+
+        Args:
+            batches: the global batches.
+            shares: which of each the rank holds.
+            num_workers: the DataLoader's, where the dataset looks ahead; else None.
         """
-        for num_global in nums_global:
-            # Where all parts are empty there is a stand-in, or a rank would have nothing to
-            # show for the step.
-            sizes = self.sizes(num_global) or {self.own[0]: 0}
-            yield VirtualShares(
-                tuple(VirtualShare(part, size, next(loaded)) for part, size in sizes.items()),
-                num_global,
-            )
-        yield from loaded  # nothing is left: lets the DataLoader end its workers
+        self.batches = batches
+        self.plan = (0, 0, False)
+        """Epoch, first batch, whether a stand-in takes the place of an empty share."""
+        self._shares = shares
+        self._num_workers = num_workers
+
+    def __len__(self) -> int:
+        """Return the global batches of an epoch."""
+        return self.batches.num_batches
+
+    def __iter__(self) -> Iterator[BatchKeys]:
+        """Yield the planned pass."""
+        # The plan is read now: a pass under way keeps its own when the next one is planned.
+        keys = self._keys(*self.plan)
+        if self._num_workers is None:
+            return keys
+        return with_following(keys, _announced, max(self._num_workers, 1), depth=1)
+
+    def _keys(self, epoch: int, start_batch: int, stand_ins: bool) -> Iterator[BatchKeys]:  # noqa: FBT001 - unpacked from the plan
+        num_shares = self._shares.num_shares
+        shares = (
+            self.batches.shares(epoch, start_batch, number, num_shares)
+            for number in self._shares.own
+        )
+        for batch, own in enumerate(zip(*shares, strict=True), start_batch):
+            for indices in own:
+                if indices:
+                    yield epoch, indices
+            if stand_ins and not any(own):
+                yield epoch, self.batches.share(epoch, batch, 0, num_shares)[:1]
+
+
+def _announced(keys: BatchKeys, following: list[BatchKeys]) -> BatchKeys:
+    epoch, indices = keys
+    return epoch, ahead_of(indices, (others for _, others in following))
 
 
 @dataclass(frozen=True)
@@ -233,9 +238,7 @@ class VirtualShare:
 
 
 class VirtualShares:
-    """A rank's batch under elastic determinism, for `ctx.micro_batches` alone; any other use of
-    it is an error that says so.
-    """
+    """A rank's batch under elastic determinism; any use but by `ctx.micro_batches` is an error."""
 
     def __init__(self, shares: tuple[VirtualShare, ...], num_global: int) -> None:
         """Keep them.
@@ -264,7 +267,8 @@ class VirtualShares:
 
 def _refuse() -> NoReturn:
     msg = (
-        "determinism='elastic' cuts the batch by virtual ranks: don't use it as it is, but take each piece from "
-        "`for piece, weight in ctx.micro_batches(batch):` and call backward on its weighted loss"
+        "determinism='elastic' cuts the batch by virtual ranks: don't use it as it is, but take "
+        "each piece from `for piece, weight in ctx.micro_batches(batch):` and call backward on "
+        "its weighted loss"
     )
     raise InvalidParamsError(msg)

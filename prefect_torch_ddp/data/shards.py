@@ -1,6 +1,4 @@
-"""Owns how a dataset that can only be read shard by shard is read in an exact order, from any
-place in it.
-"""
+"""A dataset that is read shard by shard, in an exact order, from any position."""
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
@@ -10,8 +8,8 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch.utils.data import Dataset
 
-from prefect_torch_ddp.data.fetching import BatchKeys, Tagged, generators_kept, seed_on_cpu
-from prefect_torch_ddp.data.sampler import mix_seed
+from prefect_torch_ddp.data.fetching import Tagged, generators_kept, seed_on_cpu
+from prefect_torch_ddp.data.sampler import BatchKeys, mix_seed
 from prefect_torch_ddp.errors import InvalidParamsError
 
 SHUFFLE_BUFFER = 1024
@@ -22,11 +20,10 @@ _SHARDS, _BLOCK, _DRAWS = range(3)
 
 @runtime_checkable
 class Sharded(Protocol):
-    """What a dataset without `__getitem__` has to have for `ctx.loader`: shards of known sizes,
-    equal on all ranks.
+    """What a dataset without `__getitem__` needs for `ctx.loader`: shards of known sizes.
 
-    An attribute `shuffle_buffer` may say how many samples are shuffled among one another, and
-    are in memory for it.
+    They are equal on all ranks. An attribute `shuffle_buffer` may say how many samples are
+    shuffled among one another, and are in memory for it.
     """
 
     def shards(self) -> Sequence[Any]:
@@ -43,19 +40,19 @@ class Sharded(Protocol):
 
 
 class ShardReader(Dataset[Any]):
-    """Fetches samples by their place in an epoch.
+    """Fetches samples by their position in an epoch.
 
-    The order: all shards, shuffled, one after the other; what that gives is cut into blocks of
+    The order: all shards, shuffled, one after the other; that is cut into blocks of
     `shuffle_buffer` samples, and each block is shuffled. It follows from seed and epoch alone.
     A process reads forward, block by block; to begin in the middle it skips to the block within
     a shard, and opens no shard of which it needs nothing.
 
-    Random generators are set for each block from (seed, epoch, block) while it is read, and put
-    back afterwards: what `iter_shard` draws is the same on every rank, for every number of
-    workers, and after a resume.
+    The random generators are seeded for each block from (seed, epoch, block), and put back
+    afterwards: what `iter_shard` draws is the same on every rank, for every number of workers,
+    and after a resume.
     """
 
-    def __init__(self, dataset: Sharded, seed: int, *, shuffle: bool, keep_ids: bool) -> None:
+    def __init__(self, dataset: Sharded, seed: int, *, shuffle: bool) -> None:
         """Ask for the shards and their sizes; nothing is read yet.
 
         Raises:
@@ -66,11 +63,13 @@ class ShardReader(Dataset[Any]):
         self._sizes = [dataset.num_samples(shard) for shard in self._shards]
         self.block_size = getattr(dataset, "shuffle_buffer", SHUFFLE_BUFFER)
         if self.block_size < 1 or any(size < 0 for size in self._sizes):
-            msg = f"{type(dataset).__name__}: shuffle_buffer has to be at least 1, and no shard's num_samples negative"
+            msg = (
+                f"{type(dataset).__name__}: shuffle_buffer has to be at least 1, "
+                "and no shard's num_samples negative"
+            )
             raise InvalidParamsError(msg)
         self._seed = seed
         self._shuffle = shuffle
-        self._keep_ids = keep_ids
         self._first_ids = [0, *accumulate(self._sizes)]
         self._epoch: tuple[int, list[int], list[int]] | None = None
         self._block: tuple[int, int, list[tuple[int, Any]]] | None = None
@@ -80,21 +79,18 @@ class ShardReader(Dataset[Any]):
         """Return the samples of all shards."""
         return self._first_ids[-1]
 
-    def __getitems__(self, keys: BatchKeys) -> Any:
-        """Return the samples at these places, and their ids where they are kept: the number of
-        those before it in `shards()`.
-        """
-        epoch, places = keys
-        found = [self._at(epoch, place) for place in places]
-        samples = [sample for _, sample in found]
-        return Tagged(tuple(number for number, _ in found), samples) if self._keep_ids else samples
+    def __getitems__(self, keys: BatchKeys) -> Tagged:
+        """Return the samples at these positions; an id counts the samples before in `shards()`."""
+        epoch, positions = keys
+        found = [self._at(epoch, position) for position in positions]
+        return Tagged(tuple(number for number, _ in found), [sample for _, sample in found])
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what is open, so that worker processes can be given it."""
         return self.__dict__ | {"_cursor": None, "_block": None}
 
-    def _at(self, epoch: int, place: int) -> tuple[int, Any]:
-        block, offset = divmod(place, self.block_size)
+    def _at(self, epoch: int, position: int) -> tuple[int, Any]:
+        block, offset = divmod(position, self.block_size)
         if self._block is None or self._block[:2] != (epoch, block):
             self._block = None  # or two blocks would be in memory at once
             self._block = (epoch, block, self._read_block(epoch, block))
@@ -112,34 +108,36 @@ class ShardReader(Dataset[Any]):
 
     def _read(self, epoch: int, block: int) -> Iterator[tuple[int, Any]]:
         """Yield (id, sample) of a block, in the order of the shards."""
-        place = block * self.block_size
-        end = min(place + self.block_size, len(self))
-        while place < end:
-            shard, start = self._locate(epoch, place)
-            num = min(end - place, self._sizes[shard] - start)
+        position = block * self.block_size
+        end = min(position + self.block_size, len(self))
+        while position < end:
+            shard, start = self._locate(epoch, position)
+            num = min(end - position, self._sizes[shard] - start)
             for i, sample in enumerate(self._cursor_at(epoch, shard, start).take(num), start=start):
                 yield self._first_ids[shard] + i, sample
-            place += num
+            position += num
 
-    def _locate(self, epoch: int, place: int) -> tuple[int, int]:
-        """Return the shard that a place lies in, and how far from its beginning."""
+    def _locate(self, epoch: int, position: int) -> tuple[int, int]:
+        """Return the shard that a position lies in, and how far from its beginning."""
         order, starts = self._order(epoch)
-        nth = bisect_right(starts, place) - 1
-        return order[nth], place - starts[nth]
+        nth = bisect_right(starts, position) - 1
+        return order[nth], position - starts[nth]
 
     def _cursor_at(self, epoch: int, shard: int, start: int) -> "_Cursor":
         cursor = self._cursor
-        if cursor is None or (cursor.epoch, cursor.shard) != (epoch, shard) or cursor.place > start:
+        if (
+            cursor is None
+            or (cursor.epoch, cursor.shard) != (epoch, shard)
+            or cursor.position > start
+        ):
             cursor = self._cursor = _Cursor(
                 self._dataset, self._shards[shard], self._sizes[shard], epoch, shard
             )
-        cursor.skip(start - cursor.place)
+        cursor.skip(start - cursor.position)
         return cursor
 
     def _order(self, epoch: int) -> tuple[list[int], list[int]]:
-        """Return the shards of an epoch in order, and the place at which each begins; empty
-        ones are left out.
-        """
+        """Return an epoch's shards that aren't empty, in order, and where each begins."""
         if self._epoch is None or self._epoch[0] != epoch:
             num = len(self._shards)
             order = self._permutation(num, epoch, 0, _SHARDS) if self._shuffle else list(range(num))
@@ -158,7 +156,7 @@ class _Cursor:
     """An open shard, and how far it was read."""
 
     def __init__(self, dataset: Sharded, name: Any, size: int, epoch: int, shard: int) -> None:
-        self.epoch, self.shard, self.place = epoch, shard, 0
+        self.epoch, self.shard, self.position = epoch, shard, 0
         self._name, self._size = name, size
         self._samples = iter(dataset.iter_shard(name))
 
@@ -172,13 +170,15 @@ class _Cursor:
         Raises:
             InvalidParamsError: the shard has more or fewer than `num_samples` said.
         """
-        end = self.place + num
+        end = self.position + num
         for sample in islice(self._samples, num):
-            self.place += 1
+            self.position += 1
             yield sample
-        if self.place < end or (
-            num and end == self._size and next(self._samples, self) is not self
-        ):
-            than = f"{'fewer' if self.place < end else 'more'} samples than num_samples says, {self._size}"
-            msg = f"shard {self._name!r} has {than}: samples would be lost or come twice"
+        is_short = self.position < end
+        is_long = num and end == self._size and next(self._samples, self) is not self
+        if is_short or is_long:
+            msg = (
+                f"shard {self._name!r} has {'fewer' if is_short else 'more'} samples than "
+                f"num_samples says, {self._size}: samples would be lost or come twice"
+            )
             raise InvalidParamsError(msg)

@@ -19,12 +19,12 @@ class TextColumn:
 
     def __init__(self) -> None:
         """Begin with none."""
-        self._block = bytearray()
-        self._ends = array("Q", [0])
+        self.block = bytearray()
+        self.ends = array("Q", [0])
 
     def __len__(self) -> int:
         """Return the number of texts."""
-        return len(self._ends) - 1
+        return len(self.ends) - 1
 
     def __getitem__(self, index: int) -> str:
         """Return a text; the index counts from 0."""
@@ -32,32 +32,31 @@ class TextColumn:
 
     def encoded(self, index: int) -> bytes:
         """Return a text as it is stored, see `encoded`."""
-        return bytes(self._block[self._ends[index] : self._ends[index + 1]])
+        return bytes(self.block[self.ends[index] : self.ends[index + 1]])
 
     def append(self, text: str) -> None:
         """Add a text."""
-        self._block += encoded(text)
-        self._ends.append(len(self._block))
+        self.block += encoded(text)
+        self.ends.append(len(self.block))
 
     def extend(self, other: "TextColumn") -> None:
         """Add all of another column's."""
-        block, ends = other._block, other._ends
-        shift = len(self._block)
-        self._block += block
-        self._ends.extend([end + shift for end in ends[1:]])
+        shift = len(self.block)
+        self.block += other.block
+        self.ends.extend([end + shift for end in other.ends[1:]])
 
     def __getstate__(self) -> tuple[bytes, bytes]:
         """Pickle small."""
-        lengths = array("I", (self._ends[i + 1] - self._ends[i] for i in range(len(self))))
-        return zlib.compress(self._block, 1), zlib.compress(lengths, 1)
+        lengths = array("I", (self.ends[i + 1] - self.ends[i] for i in range(len(self))))
+        return zlib.compress(self.block, 1), zlib.compress(lengths, 1)
 
     def __setstate__(self, state: tuple[bytes, bytes]) -> None:
         """Unpickle."""
         block, lengths = state
-        self._block = bytearray(zlib.decompress(block))
-        self._ends = array("Q", [0])
+        self.block = bytearray(zlib.decompress(block))
+        self.ends = array("Q", [0])
         end = 0
-        self._ends.extend([end := end + length for length in array("I", zlib.decompress(lengths))])
+        self.ends.extend([end := end + length for length in array("I", zlib.decompress(lengths))])
 
 
 class ObjectColumns:
@@ -65,17 +64,17 @@ class ObjectColumns:
 
     def __init__(self, objects: Iterable[ListedObject] = ()) -> None:
         """Take them."""
-        self._keys, self._sizes, self._etags = TextColumn(), array("Q"), TextColumn()
+        self.keys, self.sizes, self.etags = TextColumn(), array("Q"), TextColumn()
         for item in objects:
             self.append(item)
 
     def __len__(self) -> int:
         """Return their number."""
-        return len(self._sizes)
+        return len(self.sizes)
 
     def __getitem__(self, index: int) -> ListedObject:
         """Return one; the index counts from 0."""
-        return ListedObject(self._keys[index], self._sizes[index], self._etags[index])
+        return ListedObject(self.keys[index], self.sizes[index], self.etags[index])
 
     def __iter__(self) -> Iterator[ListedObject]:
         """Yield all."""
@@ -83,34 +82,29 @@ class ObjectColumns:
 
     def append(self, item: ListedObject) -> None:
         """Add one."""
-        self._keys.append(item.key)
-        self._sizes.append(item.num_bytes)
-        self._etags.append(item.etag)
-
-    def key(self, index: int) -> str:
-        """Return the key alone."""
-        return self._keys[index]
+        self.keys.append(item.key)
+        self.sizes.append(item.num_bytes)
+        self.etags.append(item.etag)
 
     def extend(self, other: "ObjectColumns") -> None:
         """Add all of another's."""
-        keys, sizes, etags = other._keys, other._sizes, other._etags
-        self._keys.extend(keys)
-        self._sizes.extend(sizes)
-        self._etags.extend(etags)
+        self.keys.extend(other.keys)
+        self.sizes.extend(other.sizes)
+        self.etags.extend(other.etags)
 
     def sorted(self, by: Callable[[str], Any]) -> "ObjectColumns":
         """Return the same objects in the order of a function of their keys."""
-        order = sorted(range(len(self)), key=lambda index: by(self._keys[index]))
+        order = sorted(range(len(self)), key=lambda index: by(self.keys[index]))
         return ObjectColumns(map(self.__getitem__, order))
 
     def __getstate__(self) -> tuple[TextColumn, bytes, TextColumn]:
         """Pickle small."""
-        return self._keys, zlib.compress(self._sizes.tobytes(), 1), self._etags
+        return self.keys, zlib.compress(self.sizes.tobytes(), 1), self.etags
 
     def __setstate__(self, state: tuple[TextColumn, bytes, TextColumn]) -> None:
         """Unpickle."""
-        self._keys, sizes, self._etags = state
-        self._sizes = array("Q", zlib.decompress(sizes))
+        self.keys, sizes, self.etags = state
+        self.sizes = array("Q", zlib.decompress(sizes))
 
 
 def encoded(text: str) -> bytes:

@@ -193,7 +193,7 @@ class S3ImageFolder(VisionDataset):  # type: ignore[misc]  # torchvision has no 
             yield ListedObject(item.key.removeprefix(self._prefix), item.num_bytes, item.etag)
 
     def _uri(self, index: int) -> str:
-        return f"{self.root}/{self._objects.key(index)}"
+        return f"{self.root}/{self._objects.keys[index]}"
 
     def _read(self, indices: Sequence[int]) -> Contents:
         found = [self._objects[index] for index in indices]

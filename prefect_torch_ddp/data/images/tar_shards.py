@@ -129,7 +129,7 @@ def _order(images: ImageIndex, shuffle_seed: int | None) -> Sequence[int]:
         return numbers
 
     def digest(number: int) -> str:  # the same on every machine, with every version of a library
-        return digest_of(encoded(f"{shuffle_seed}/{images.objects.key(number)}"))
+        return digest_of(encoded(f"{shuffle_seed}/{images.objects.keys[number]}"))
 
     return sorted(numbers, key=digest)
 
