@@ -32,7 +32,7 @@ def seed_on_cpu(seed: int, seed_samples: SeedSamples = True) -> None:  # noqa: F
     """Seed the global generators that datasets draw from."""
     if seed_samples is True:
         random.seed(seed)
-        np.random.seed(seed % 2**32)  # noqa: NPY002 - augmentations draw from the global generator
+        np.random.seed(seed % 2**32)
     # Not torch.manual_seed: before CUDA is up it queues one call per sample, for ever.
     torch.default_generator.manual_seed(seed)
 
@@ -40,12 +40,12 @@ def seed_on_cpu(seed: int, seed_samples: SeedSamples = True) -> None:  # noqa: F
 @contextmanager
 def generators_kept() -> Iterator[None]:
     """Put python's, NumPy's and torch's global generators back at the end."""
-    states = random.getstate(), np.random.get_state(), torch.default_generator.get_state()  # noqa: NPY002
+    states = random.getstate(), np.random.get_state(), torch.default_generator.get_state()
     try:
         yield
     finally:
         random.setstate(states[0])
-        np.random.set_state(states[1])  # noqa: NPY002
+        np.random.set_state(states[1])
         torch.default_generator.set_state(states[2])
 
 

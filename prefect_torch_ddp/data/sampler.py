@@ -208,7 +208,7 @@ class ShareSampler(Sampler[BatchKeys]):
             return keys
         return with_following(keys, _announced, max(self._num_workers, 1), depth=1)
 
-    def _keys(self, epoch: int, start_batch: int, stand_ins: bool) -> Iterator[BatchKeys]:  # noqa: FBT001 - unpacked from the plan
+    def _keys(self, epoch: int, start_batch: int, stand_ins: bool) -> Iterator[BatchKeys]:
         num_shares = self._shares.num_shares
         shares = (
             self.batches.shares(epoch, start_batch, number, num_shares)

@@ -2,8 +2,6 @@
 they are copied."""
 
 import json
-import multiprocessing
-import shutil
 import threading
 import time
 from pathlib import Path
@@ -46,7 +44,8 @@ class FarStorage(ForwardingStorage):
         return super().read(key)
 
 
-def _storage(kind: str, folder: Path) -> Storage:
+def storage_of(kind: str, folder: Path) -> Storage:
+    """Make a storage of either kind."""
     (folder / "storage").mkdir(exist_ok=True)
     return (
         DirectoryStorage(folder / "storage")
@@ -55,7 +54,8 @@ def _storage(kind: str, folder: Path) -> Storage:
     )
 
 
-def _fill(folder: Path, files: dict[str, bytes]) -> Path:
+def fill(folder: Path, files: dict[str, bytes]) -> Path:
+    """Write files below a folder; return it."""
     for name, data in files.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -63,7 +63,8 @@ def _fill(folder: Path, files: dict[str, bytes]) -> Path:
     return folder
 
 
-def _content(folder: Path) -> dict[str, bytes]:
+def content_of(folder: Path) -> dict[str, bytes]:
+    """Read all files below a folder."""
     return {
         path.relative_to(folder).as_posix(): path.read_bytes()
         for path in folder.rglob("*")
@@ -74,21 +75,21 @@ def _content(folder: Path) -> dict[str, bytes]:
 @pytest.fixture(params=["directory", "far"])
 def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
     """Either kind."""
-    return _storage(request.param, tmp_path)
+    return storage_of(request.param, tmp_path)
 
 
 def test_round_trip(storage: Storage, tmp_path: Path) -> None:
     """What prepare wrote is what a rank reads, byte for byte; nothing else is left."""
     assert find_dataset(storage, "d1") is None
     with prepare_folder(storage, "d1") as folder:
-        _fill(folder, FILES)
+        fill(folder, FILES)
         report = publish_dataset(storage, "d1", folder)
     assert not folder.exists()
     assert find_dataset(storage, "d1") == report
     assert (report.dataset_id, report.num_files, report.num_bytes) == ("d1", 4, 70_009)
     assert report.uri == f"{storage.uri}/datasets/d1/files"
     local = local_dataset(storage, "d1", tmp_path / "cache")
-    assert _content(local) == FILES
+    assert content_of(local) == FILES
     expected = {"datasets/d1/manifest.json"} | {f"datasets/d1/files/{key}" for key in FILES}
     assert {stored.key for stored in storage.list()} == expected
 
@@ -103,14 +104,14 @@ def test_the_digest_is_that_of_names_and_contents(tmp_path: Path) -> None:
     ]
     digests = []
     for i, files in enumerate(folders):
-        folder = _fill(tmp_path / f"folder {i}", files)
+        folder = fill(tmp_path / f"folder {i}", files)
         (tmp_path / str(i)).mkdir()
         digests.append(
             publish_dataset(
-                _storage(["directory", "far"][i % 2], tmp_path / str(i)), "d", folder
+                storage_of(["directory", "far"][i % 2], tmp_path / str(i)), "d", folder
             ).digest
         )
-        assert _content(folder) == files, "a folder of the caller's own stays as it is"
+        assert content_of(folder) == files, "a folder of the caller's own stays as it is"
     assert digests[0] == digests[1]
     assert len(set(digests)) == 3
 
@@ -119,7 +120,7 @@ def test_a_directory_moves_the_files_and_reads_them_in_place(tmp_path: Path) -> 
     """No copy on the way in or out: the file is the same inode."""
     storage = DirectoryStorage(tmp_path)
     with prepare_folder(storage, "d") as folder:
-        _fill(folder, FILES)
+        fill(folder, FILES)
         inode = (folder / "labels.txt").stat().st_ino
         publish_dataset(storage, "d", folder)
     local = local_dataset(storage, "d")
@@ -129,21 +130,23 @@ def test_a_directory_moves_the_files_and_reads_them_in_place(tmp_path: Path) -> 
 
 def test_what_is_published_stays(storage: Storage, tmp_path: Path) -> None:
     """The same id, the same data: a second publisher gets the first one's report."""
-    first = publish_dataset(storage, "d", _fill(tmp_path / "a", FILES))
-    assert publish_dataset(storage, "d", _fill(tmp_path / "b", {"other": b"1"})) == first
-    assert _content(local_dataset(storage, "d", tmp_path / "cache")) == FILES
+    first = publish_dataset(storage, "d", fill(tmp_path / "a", FILES))
+    assert publish_dataset(storage, "d", fill(tmp_path / "b", {"other": b"1"})) == first
+    assert content_of(local_dataset(storage, "d", tmp_path / "cache")) == FILES
 
 
 def test_without_its_manifest_it_is_no_dataset(storage: Storage, tmp_path: Path) -> None:
     """Files of a publisher that died, or whose manifest somebody deleted, are replaced by the
     next one's."""
-    publish_dataset(storage, "d", _fill(tmp_path / "a", FILES))
+    publish_dataset(storage, "d", fill(tmp_path / "a", FILES))
     storage.delete("datasets/d/manifest.json")
     assert find_dataset(storage, "d") is None
     with pytest.raises(StorageError, match=r"there is no dataset d in .*: prepare has not run"):
         local_dataset(storage, "d", tmp_path / "cache")
-    publish_dataset(storage, "d", _fill(tmp_path / "b", {"train/cat/1.png": b"new"}))
-    assert _content(local_dataset(storage, "d", tmp_path / "cache")) == {"train/cat/1.png": b"new"}
+    publish_dataset(storage, "d", fill(tmp_path / "b", {"train/cat/1.png": b"new"}))
+    assert content_of(local_dataset(storage, "d", tmp_path / "cache")) == {
+        "train/cat/1.png": b"new"
+    }
 
 
 def test_an_empty_dataset_is_refused(storage: Storage) -> None:
@@ -178,13 +181,13 @@ def test_an_id_that_is_no_name_is_refused(storage: Storage, dataset_id: str) -> 
 def test_a_file_name_that_is_no_key_is_refused(storage: Storage, tmp_path: Path, name: str) -> None:
     """The same on every storage, and before anything is written."""
     with pytest.raises(BadKeyError, match="can't be the key of an object"):
-        publish_dataset(storage, "d", _fill(tmp_path / "a", {name: b"1"}))
+        publish_dataset(storage, "d", fill(tmp_path / "a", {name: b"1"}))
     assert list(storage.list()) == []
 
 
 def test_a_vanished_file_is_named(storage: Storage, tmp_path: Path) -> None:
     """Not a FileNotFoundError hours later."""
-    publish_dataset(storage, "d", _fill(tmp_path / "a", FILES))
+    publish_dataset(storage, "d", fill(tmp_path / "a", FILES))
     storage.delete("datasets/d/files/train/dog/2.png")
     with pytest.raises(
         StorageError,
@@ -196,8 +199,8 @@ def test_a_vanished_file_is_named(storage: Storage, tmp_path: Path) -> None:
 
 def test_a_damaged_file_is_named(tmp_path: Path) -> None:
     """A download of the right size and the wrong bytes never reaches the cache."""
-    storage = _storage("far", tmp_path)
-    publish_dataset(storage, "d", _fill(tmp_path / "a", FILES))
+    storage = storage_of("far", tmp_path)
+    publish_dataset(storage, "d", fill(tmp_path / "a", FILES))
     storage.write("datasets/d/files/train/cat/1.png", b"0ne")
     with pytest.raises(StorageError, match=r"train/cat/1\.png is damaged: its sha256"):
         local_dataset(storage, "d", tmp_path / "cache")
@@ -207,8 +210,8 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize("key", ["../../../evil", "/etc/evil", "a/../../evil"])
 def test_a_manifest_cannot_write_outside_the_cache(tmp_path: Path, key: str) -> None:
     """Whoever may write to the storage must not write to the ranks' hosts."""
-    storage = _storage("far", tmp_path)
-    publish_dataset(storage, "d", _fill(tmp_path / "a", FILES))
+    storage = storage_of("far", tmp_path)
+    publish_dataset(storage, "d", fill(tmp_path / "a", FILES))
     manifest = json.loads(storage.read("datasets/d/manifest.json"))
     manifest["files"][0]["key"] = key
     storage.write("datasets/d/manifest.json", json.dumps(manifest).encode())
@@ -218,7 +221,7 @@ def test_a_manifest_cannot_write_outside_the_cache(tmp_path: Path, key: str) -> 
 
 def test_a_manifest_that_was_changed_is_refused(storage: Storage, tmp_path: Path) -> None:
     """Its entries must give its digest."""
-    publish_dataset(storage, "d", _fill(tmp_path / "a", FILES))
+    publish_dataset(storage, "d", fill(tmp_path / "a", FILES))
     text = storage.read("datasets/d/manifest.json").replace(b"labels.txt", b"l4bels.txt")
     storage.write("datasets/d/manifest.json", text)
     with pytest.raises(StorageError, match=r"manifest\.json is damaged"):
@@ -227,73 +230,23 @@ def test_a_manifest_that_was_changed_is_refused(storage: Storage, tmp_path: Path
 
 def test_a_cached_copy_with_a_lost_or_cut_file_is_replaced(tmp_path: Path) -> None:
     """A cleaner of old cache files doesn't break the next run."""
-    storage = _storage("far", tmp_path)
-    publish_dataset(storage, "d", _fill(tmp_path / "a", FILES))
+    storage = storage_of("far", tmp_path)
+    publish_dataset(storage, "d", fill(tmp_path / "a", FILES))
     local = local_dataset(storage, "d", tmp_path / "cache")
     (local / "train/cat/1.png").unlink()
-    assert _content(local_dataset(storage, "d", tmp_path / "cache")) == FILES
+    assert content_of(local_dataset(storage, "d", tmp_path / "cache")) == FILES
     (local / "train/dog/2.png").write_bytes(b"s")
     assert local_dataset(storage, "d", tmp_path / "cache") == local
-    assert _content(local) == FILES
+    assert content_of(local) == FILES
 
 
 def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     """The way out is in the message."""
-    storage = _storage("far", tmp_path)
-    publish_dataset(storage, "d", _fill(tmp_path / "a", FILES))
+    storage = storage_of("far", tmp_path)
+    publish_dataset(storage, "d", fill(tmp_path / "a", FILES))
     (tmp_path / "cache").write_text("a file")
     with pytest.raises(StorageError, match=r"can't keep dataset d in .*/cache: .*XDG_CACHE_HOME"):
         local_dataset(storage, "d", tmp_path / "cache")
-
-
-def _read_whole(folder: Path) -> None:
-    assert _content(local_dataset(_storage("far", folder), "d", folder / "cache")) == FILES
-
-
-def _publish_own(kind: str, folder: Path, number: int) -> None:
-    storage = _storage(kind, folder)
-    with prepare_folder(storage, "d") as own:
-        _fill(own, {f"{i}.txt": f"{number}".encode() for i in range(40)})
-        publish_dataset(storage, "d", own)
-
-
-def _run_all(processes: list[multiprocessing.process.BaseProcess]) -> None:
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(60)
-    assert [process.exitcode for process in processes] == [0] * len(processes)
-
-
-def test_processes_of_one_host_download_once(tmp_path: Path) -> None:
-    """Four ranks ask at once: each file is read once, and each rank sees it whole."""
-    publish_dataset(_storage("far", tmp_path), "d", _fill(tmp_path / "a", FILES))
-    context = multiprocessing.get_context("fork")
-    _run_all([context.Process(target=_read_whole, args=(tmp_path,)) for _ in range(4)])
-    reads = (tmp_path / "reads").read_text().splitlines()
-    assert sorted(key for key in reads if "/files/" in key) == sorted(
-        f"datasets/d/files/{key}" for key in FILES
-    )
-    assert not list((tmp_path / "cache" / ".staging").iterdir())
-
-
-@pytest.mark.parametrize("kind", ["directory", "far"])
-def test_two_that_publish_at_once_leave_one_whole_dataset(kind: str, tmp_path: Path) -> None:
-    """Also when their prepare isn't deterministic: never a mixture of both."""
-    context = multiprocessing.get_context("fork")
-    for round_ in range(5):
-        folder = tmp_path / str(round_)
-        folder.mkdir()
-        _run_all(
-            [
-                context.Process(target=_publish_own, args=(kind, folder, number))
-                for number in range(2)
-            ]
-        )
-        content = _content(local_dataset(_storage(kind, folder), "d", folder / "cache"))
-        assert len(content) == 40
-        assert len(set(content.values())) == 1
-        shutil.rmtree(folder)
 
 
 def test_a_dataset_in_place_is_a_storage_of_its_files(tmp_path: Path) -> None:

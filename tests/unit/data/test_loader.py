@@ -1,5 +1,4 @@
-"""A rank's loader: lockstep over ranks, exact passes, resume mid-epoch, worker processes,
-reproducible randomness."""
+"""A rank's loader: lockstep over ranks, exact passes, resume mid-epoch, what is refused."""
 
 import random
 from collections.abc import Callable, Iterator
@@ -10,23 +9,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.overrides import _get_current_function_mode_stack
 from torch.utils.data import (
-    DataLoader,
     Dataset,
     IterableDataset,
-    Subset,
     TensorDataset,
-    get_worker_info,
 )
 
 from prefect_torch_ddp.data.loader import RankLoader
 from prefect_torch_ddp.errors import InvalidParamsError
 
 pytestmark = pytest.mark.timeout(180)
-FORKED = {"num_workers": 2, "multiprocessing_context": "fork"}
-SPAWNED = {"num_workers": 2, "multiprocessing_context": "spawn"}
-WORKERS = [{"num_workers": 0}, FORKED, SPAWNED]
 
 
 class Numbers(Dataset[int]):
@@ -150,140 +142,6 @@ def test_exact_pass_takes_the_order_of_its_epoch() -> None:
     assert orders[0] != orders[1]
 
 
-@pytest.mark.parametrize("workers", WORKERS, ids=["none", "fork", "spawn"])
-def test_order_is_the_same_with_worker_processes(workers: dict[str, Any]) -> None:
-    """A11: fork and spawn workers with prefetch yield what no worker yields."""
-    expected = [
-        data.tolist() for data in RankLoader(Numbers(23), global_batch_size=6, rank=1, world_size=2)
-    ]
-    prefetch = {"prefetch_factor": 3} if workers["num_workers"] else {}
-    loader = RankLoader(
-        Numbers(23), global_batch_size=6, rank=1, world_size=2, **workers, **prefetch
-    )
-    assert [data.tolist() for data in loader] == expected
-    assert [data.tolist() for data, _ in loader.lockstep(0, 2)] == expected[2:]
-
-
-def test_lambda_transform_with_forked_workers() -> None:
-    """A11: a lambda needs no pickle where workers are forked."""
-    loader = RankLoader(
-        Numbers(6, transform=lambda i: i * 10),
-        global_batch_size=3,
-        rank=0,
-        world_size=1,
-        shuffle=False,
-        **FORKED,
-    )
-    assert [data.tolist() for data in loader] == [[0, 10, 20], [30, 40, 50]]
-
-
-def test_persistent_workers_follow_the_epoch() -> None:
-    """Workers that live on yield each epoch's own order and augmentation."""
-    kept = RankLoader(
-        Noise(12), global_batch_size=4, rank=0, world_size=1, persistent_workers=True, **FORKED
-    )
-    fresh = RankLoader(Noise(12), global_batch_size=4, rank=0, world_size=1, **FORKED)
-    for epoch in (1, 2):
-        left, right = ([data for data, _ in loader.lockstep(epoch)] for loader in (kept, fresh))
-        assert torch.equal(torch.cat(left), torch.cat(right))
-
-
-class Modes(Numbers):
-    """Tells through how many modes each operation of torch goes."""
-
-    def __getitem__(self, index: int) -> int:
-        return len(_get_current_function_mode_stack())
-
-
-def test_workers_begin_under_no_mode_of_ours() -> None:
-    """A forked worker inherits them, and each operation on its images would take a detour
-    through Python."""
-    loader = RankLoader(Modes(8), global_batch_size=4, rank=0, world_size=1, **FORKED)
-    assert [batch.tolist() for batch in loader] == [[0] * 4] * 2
-
-
-def test_leaving_a_pass_early_leaves_the_next_one_whole() -> None:
-    """Early stop in mid-epoch, then evaluation on the same loader."""
-    loader = RankLoader(
-        Numbers(20), global_batch_size=2, rank=0, world_size=1, persistent_workers=True, **FORKED
-    )
-    next(loader.lockstep(3))
-    assert sorted(int(i) for data in loader for i in data) == list(range(20))
-
-
-@pytest.mark.parametrize("workers", WORKERS[1:], ids=["fork", "spawn"])
-def test_augmentation_is_the_same_on_resume_and_for_any_number_of_workers(
-    workers: dict[str, Any],
-) -> None:
-    """C4 with augmentation in workers: a sample's randomness follows from seed, epoch and index
-    alone."""
-
-    def epoch_of(epoch: int, start: int, seed: int = 7, **kwargs: Any) -> list[torch.Tensor]:
-        loader = RankLoader(
-            Noise(30), global_batch_size=5, rank=0, world_size=1, seed=seed, **kwargs
-        )
-        return [data for data, _ in loader.lockstep(epoch, start)]
-
-    whole = epoch_of(2, 0, **workers)
-    one_worker = {**workers, "num_workers": 1}
-    assert torch.equal(torch.cat(whole[2:]), torch.cat(epoch_of(2, 2, **one_worker)))
-    noise = torch.cat(whole)[:, 1:]
-    assert len(noise.unique()) == noise.numel(), "no two draws are equal"
-    assert not torch.isin(torch.cat(epoch_of(3, 0, **workers))[:, 1:], noise).any(), (
-        "each epoch draws anew"
-    )
-    assert not torch.isin(torch.cat(epoch_of(2, 0, seed=8, **workers))[:, 1:], noise).any(), (
-        "each seed draws anew"
-    )
-
-
-def _with_draws(samples: list[torch.Tensor]) -> tuple[torch.Tensor, float, float, float]:
-    return torch.stack(samples), random.random(), np.random.rand(), torch.rand(()).item()
-
-
-class Quiet(Numbers):
-    """Draws from torch's generator alone, as most augmentations do."""
-
-    def __getitem__(self, index: int) -> Any:
-        return torch.tensor([index, torch.rand(()).item()])
-
-
-@pytest.mark.parametrize("dataset", [Quiet(30), Noise(30)], ids=["torch", "all"])
-def test_what_collating_draws_is_the_same_for_any_number_of_workers(dataset: Dataset[Any]) -> None:
-    """It follows from the batch's last sample, from all three generators, also after a
-    resume."""
-
-    def epoch_of(num_workers: int, start: int = 0) -> list[tuple[float, ...]]:
-        workers = {**FORKED, "num_workers": num_workers, "collate_fn": _with_draws}
-        loader = RankLoader(dataset, global_batch_size=5, rank=0, world_size=1, seed=7, **workers)
-        return [draws for (_, *draws), _ in loader.lockstep(2, start)]
-
-    assert epoch_of(1) == epoch_of(2)
-    assert epoch_of(2)[3:] == epoch_of(1, 3)
-
-
-def test_only_what_draws_needs_to_be_seeded() -> None:
-    """Unseeded samples come in the same order; what they draw differs by the number of workers
-    then."""
-
-    def epoch_of(dataset: Dataset[Any], num_workers: int, *, seed_samples: Any) -> torch.Tensor:
-        workers = {**FORKED, "num_workers": num_workers, "seed_samples": seed_samples}
-        loader = RankLoader(dataset, global_batch_size=5, rank=0, world_size=1, seed=7, **workers)
-        return torch.cat([data for data, _ in loader.lockstep(2)])
-
-    one, two = (epoch_of(Noise(30), num_workers, seed_samples=False) for num_workers in (1, 2))
-    seeded = epoch_of(Noise(30), 2, seed_samples=True)
-    assert torch.equal(one[:, 0], seeded[:, 0])
-    assert torch.equal(two[:, 0], seeded[:, 0])
-    assert not torch.equal(one, two)
-    assert torch.equal(
-        epoch_of(Quiet(30), 1, seed_samples="torch"), epoch_of(Quiet(30), 2, seed_samples=True)
-    )
-    by_torch = epoch_of(Noise(30), 2, seed_samples="torch")
-    assert torch.equal(by_torch[:, 3], seeded[:, 3])
-    assert not torch.isin(by_torch[:, 1], seeded[:, 1]).any()
-
-
 @pytest.mark.parametrize("seed_samples", [False, "torch"])
 def test_samples_are_seeded_where_the_data_depend_on_it(seed_samples: Any) -> None:
     """Told before anything is loaded."""
@@ -303,43 +161,12 @@ def test_samples_are_seeded_where_the_data_depend_on_it(seed_samples: Any) -> No
         RankLoader(Noise(30), global_batch_size=6, rank=0, world_size=1, seed_samples="numpy")  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("workers", WORKERS[:2], ids=["none", "fork"])
-def test_iterating_leaves_the_global_generators_alone(workers: dict[str, Any]) -> None:
+def test_iterating_leaves_the_global_generators_alone() -> None:
     """C4: dropout after a resume draws what it would have drawn, so loading must not draw."""
     before = (torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist())
-    list(RankLoader(Numbers(9), global_batch_size=2, rank=0, world_size=2, **workers).lockstep(1))
+    list(RankLoader(Numbers(9), global_batch_size=2, rank=0, world_size=2).lockstep(1))
     assert torch.equal(before[0], torch.get_rng_state())
     assert before[1:] == (random.getstate(), np.random.get_state()[1].tolist())
-
-
-def test_dataset_that_fetches_whole_batches_keeps_doing_so() -> None:
-    """`__getitems__` of the user's dataset (here a Subset's) is used, and seeded per batch in
-    workers."""
-    subset = Subset(Noise(40), range(10, 30))
-    loaders = [
-        RankLoader(subset, global_batch_size=5, rank=0, world_size=2, **FORKED) for _ in range(2)
-    ]
-    runs = [torch.cat([data for data, _ in loader.lockstep(1)]) for loader in loaders]
-    assert torch.equal(runs[0], runs[1])
-    assert set(runs[0][:, 0].tolist()) <= set(range(10, 30))
-
-
-def _shift(_: int) -> None:
-    info = get_worker_info()
-    assert info is not None
-    info.dataset.transform = [100, 200][info.dataset.num - 6 + info.id].__add__
-
-
-def test_worker_init_fn_reaches_the_users_dataset() -> None:
-    """What worker_init_fn reads from and sets on the worker's dataset is the user's own, as
-    with a plain DataLoader."""
-    arguments: dict[str, Any] = {"worker_init_fn": _shift, "num_workers": 1}
-    plain = [data.tolist() for data in DataLoader(Numbers(6), batch_size=3, **arguments)]
-    ours = RankLoader(
-        Numbers(6), global_batch_size=3, rank=0, world_size=1, shuffle=False, **arguments
-    )
-    assert [data.tolist() for data in ours] == plain
-    assert plain == [[100, 101, 102], [103, 104, 105]]
 
 
 def test_a_default_device_of_the_user_does_not_matter() -> None:

@@ -9,7 +9,7 @@ import torch
 
 from flows import cifar10
 from prefect_torch_ddp import InvalidParamsError, RankContext
-from tests.integration.flow.test_workloads import write_cifar10
+from tests.integration.data.image_files import write_cifar10
 
 
 def prepare(source: Path, data: Path, **options: float) -> dict[str, tuple[np.ndarray, np.ndarray]]:

@@ -16,7 +16,7 @@ from flows.land_use import Options, make_net
 from prefect_torch_ddp import InvalidParamsError, RankContext
 from prefect_torch_ddp.records.metrics import read_records
 from prefect_torch_ddp.storage.directory import DirectoryStorage
-from tests.integration.flow.test_workloads import write_images
+from tests.integration.data.image_files import write_images
 
 CLASSES = ["field", "forest", "harbor"]
 

@@ -1,22 +1,17 @@
 """Images that can't be read and are to be skipped: what is left keeps its label and its weight,
 whatever the shares."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from torchvision.transforms.functional import pil_to_tensor
 
-from prefect_torch_ddp import RankContext
 from prefect_torch_ddp.data.images.folder import S3ImageFolder
 from prefect_torch_ddp.data.loader import RankLoader
 from prefect_torch_ddp.errors import CorruptImageError
-from prefect_torch_ddp.rank.workload import run_with_context
 from prefect_torch_ddp.storage.directory import DirectoryStorage
-from tests.integration.image_files import image_files, write_folder
-from tests.unit.rank.test_steps import config_for
-from tests.workloads.healthy import run_ranks
+from tests.integration.data.image_files import image_files, write_folder
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -25,8 +20,13 @@ OPTIONS = {"global_batch_size": 3, "seed": 1, "keep_ids": True}
 
 @pytest.fixture
 def damaged(tmp_path):
-    """Give seven images, of which that in the tail of epoch 1 is corrupt, with its number; and
-    the same whole."""
+    """Give seven images, of which one is corrupt."""
+    return damaged_images(tmp_path)
+
+
+def damaged_images(tmp_path):
+    """Return seven images, of which that in the tail of epoch 1 is corrupt, its number, and the
+    same images whole."""
     files = image_files(7)
     whole = S3ImageFolder(DirectoryStorage(write_folder(tmp_path / "whole", files)), pil_to_tensor)
     (tail,) = [
@@ -91,38 +91,3 @@ def test_want_of_memory_is_never_skipped(damaged):
     dataset = S3ImageFolder(DirectoryStorage(Path(whole.root)), on_error="skip", loader=loader)
     with pytest.raises(MemoryError):
         dataset.__getitems__([0, 1])
-
-
-def gradients_of(ctx: RankContext, root: str) -> list[float]:
-    """Train two epochs on images of one pixel's colour; return the size of each step's
-    gradient."""
-    dataset = S3ImageFolder(
-        DirectoryStorage(Path(root)),
-        lambda image: pil_to_tensor(image)[:, 0, 0] / 255,
-        on_error="skip",
-    )
-    torch.manual_seed(0)
-    net = torch.nn.Linear(3, 3)
-    model = ctx.wrap(net)
-    sizes = []
-    for batch in ctx.steps(ctx.loader(dataset, global_batch_size=3), epochs=2):
-        net.zero_grad()
-        for (colours, labels), weight in ctx.micro_batches(batch):
-            (torch.nn.functional.cross_entropy(model(colours), labels) * weight).backward()
-        sizes.append(sum(parameter.grad.abs().sum().item() for parameter in net.parameters()))
-    return sizes
-
-
-def test_the_gradient_of_a_share_that_is_skipped_is_zero(damaged, tmp_path):
-    """On three real ranks: a tail of which nothing is left moves no weight, and all ranks get
-    through it together."""
-    dataset, _, _ = damaged
-    values = run_ranks(
-        run_with_context,
-        3,
-        replace(config_for(tmp_path / "runs"), seed=1),
-        gradients_of,
-        (dataset.root,),
-    )
-    assert values[0] == values[1] == values[2]
-    assert [size == 0 for size in values[0]] == [False] * 5 + [True]

@@ -1,14 +1,15 @@
-"""Owns small image folders for tests, every image another one, in classes of uneven sizes; and
-what ranks get of them."""
+"""Small image folders for tests, every image another one, and what ranks get of them."""
 
 import io
 import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from PIL import Image
 
 from prefect_torch_ddp.data.loader import RankLoader
+from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.storage.protocol import Storage
 
 
@@ -60,3 +61,32 @@ def global_batches(dataset: Any, world_size: int, **options: Any) -> dict[int, l
             )
             batches.setdefault(share.batch, []).extend(samples)
     return batches
+
+
+def write_images(storage: Storage, classes: list[str], num_each: int) -> None:
+    """Write JPEG images of 72x64 pixels, noise on a colour that tells the class."""
+    generator = np.random.default_rng(0)
+    for number, name in enumerate(classes):
+        for i in range(num_each):
+            pixels = generator.integers(0, 60, (64, 72, 3)) + 9 * np.array(
+                [number, 20 - number, number // 2]
+            )
+            file = io.BytesIO()
+            Image.fromarray(pixels.astype(np.uint8)).save(file, "JPEG")
+            storage.write(f"{name}/{name}{i:02}.jpg", file.getvalue())
+    storage.write("notes.txt", b"no class")
+    if isinstance(storage, DirectoryStorage):
+        (storage.root / ".tmp").rmdir()  # where it wrote; torchvision would take it for a class
+
+
+def write_cifar10(folder: Path, num_each: int) -> None:
+    """Write the binary version's six files, with images whose red tells their class."""
+    folder.mkdir()
+    generator = np.random.default_rng(0)
+    for name in (*(f"data_batch_{number}.bin" for number in range(1, 6)), "test_batch.bin"):
+        targets = np.arange(num_each, dtype=np.uint8) % 10
+        pixels = generator.integers(0, 256, (num_each, 3, 1024), dtype=np.uint8)
+        pixels[:, 0] = 25 * targets[:, None]
+        (folder / name).write_bytes(
+            np.concatenate([targets[:, None], pixels.reshape(num_each, -1)], axis=1).tobytes()
+        )

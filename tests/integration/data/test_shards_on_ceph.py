@@ -12,7 +12,12 @@ from prefect_torch_ddp.data.images.packed import PackedObjects
 from prefect_torch_ddp.data.images.tar_shards import pack_shards
 from prefect_torch_ddp.errors import ObjectChangedError
 from prefect_torch_ddp.storage.directory import DirectoryStorage
-from tests.integration.image_files import global_batches, image_files, write_folder, write_objects
+from tests.integration.data.image_files import (
+    global_batches,
+    image_files,
+    write_folder,
+    write_objects,
+)
 
 pytestmark = pytest.mark.timeout(300)
 

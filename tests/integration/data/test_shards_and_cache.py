@@ -16,7 +16,12 @@ from prefect_torch_ddp.data.images.tar_shards import pack_shards
 from prefect_torch_ddp.errors import InvalidParamsError, ObjectChangedError, StorageError
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.storage.protocol import ObjectPart
-from tests.integration.image_files import global_batches, image_files, write_folder, write_objects
+from tests.integration.data.image_files import (
+    global_batches,
+    image_files,
+    write_folder,
+    write_objects,
+)
 from tests.integration.s3_server import (  # noqa: F401 - fixtures
     Wire,
     answer,

@@ -2,13 +2,10 @@
 a directory and from S3."""
 
 import hashlib
-import io
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from PIL import Image
 
 from flows import land_use
 from prefect_torch_ddp import (
@@ -20,7 +17,7 @@ from prefect_torch_ddp import (
     train_flow,
 )
 from prefect_torch_ddp.storage.directory import DirectoryStorage
-from prefect_torch_ddp.storage.protocol import Storage
+from tests.integration.data.image_files import write_cifar10, write_images
 from tests.integration.s3_server import S3Server, s3_server  # noqa: F401 - a fixture
 from tests.support.runs import artifacts_of, flow_run_id_of
 
@@ -70,35 +67,6 @@ def test_pet_names(bucket: S3Server, tmp_path: Path) -> None:
     assert report.training.value["num_names"] == 216
     assert report.epochs[-1].metrics["loss"] < 0.8 * report.epochs[0].metrics["loss"]
     assert report.evaluation.loss is not None
-
-
-def write_images(storage: Storage, classes: list[str], num_each: int) -> None:
-    """Write JPEG images of 72x64 pixels, noise on a colour that tells the class."""
-    generator = np.random.default_rng(0)
-    for number, name in enumerate(classes):
-        for i in range(num_each):
-            pixels = generator.integers(0, 60, (64, 72, 3)) + 9 * np.array(
-                [number, 20 - number, number // 2]
-            )
-            file = io.BytesIO()
-            Image.fromarray(pixels.astype(np.uint8)).save(file, "JPEG")
-            storage.write(f"{name}/{name}{i:02}.jpg", file.getvalue())
-    storage.write("notes.txt", b"no class")
-    if isinstance(storage, DirectoryStorage):
-        (storage.root / ".tmp").rmdir()  # where it wrote; torchvision would take it for a class
-
-
-def write_cifar10(folder: Path, num_each: int) -> None:
-    """Write the binary version's six files, with images whose red tells their class."""
-    folder.mkdir()
-    generator = np.random.default_rng(0)
-    for name in (*(f"data_batch_{number}.bin" for number in range(1, 6)), "test_batch.bin"):
-        targets = np.arange(num_each, dtype=np.uint8) % 10
-        pixels = generator.integers(0, 256, (num_each, 3, 1024), dtype=np.uint8)
-        pixels[:, 0] = 25 * targets[:, None]
-        (folder / name).write_bytes(
-            np.concatenate([targets[:, None], pixels.reshape(num_each, -1)], axis=1).tobytes()
-        )
 
 
 def test_cifar10_resumes_in_the_midst_of_an_epoch(tmp_path: Path) -> None:

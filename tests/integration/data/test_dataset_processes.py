@@ -1,0 +1,60 @@
+"""A prepared dataset among processes: downloaded once a host, published whole by one of two."""
+
+import multiprocessing
+import shutil
+from pathlib import Path
+
+import pytest
+
+from prefect_torch_ddp.data.dataset_store import local_dataset, prepare_folder, publish_dataset
+from tests.unit.data.test_dataset_store import FILES, content_of, fill, storage_of
+
+
+def _read_whole(folder: Path) -> None:
+    assert content_of(local_dataset(storage_of("far", folder), "d", folder / "cache")) == FILES
+
+
+def _publish_own(kind: str, folder: Path, number: int) -> None:
+    storage = storage_of(kind, folder)
+    with prepare_folder(storage, "d") as own:
+        fill(own, {f"{i}.txt": f"{number}".encode() for i in range(40)})
+        publish_dataset(storage, "d", own)
+
+
+def _run_all(processes: list[multiprocessing.process.BaseProcess]) -> None:
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+    assert [process.exitcode for process in processes] == [0] * len(processes)
+
+
+def test_processes_of_one_host_download_once(tmp_path: Path) -> None:
+    """Four ranks ask at once: each file is read once, and each rank sees it whole."""
+    publish_dataset(storage_of("far", tmp_path), "d", fill(tmp_path / "a", FILES))
+    context = multiprocessing.get_context("fork")
+    _run_all([context.Process(target=_read_whole, args=(tmp_path,)) for _ in range(4)])
+    reads = (tmp_path / "reads").read_text().splitlines()
+    assert sorted(key for key in reads if "/files/" in key) == sorted(
+        f"datasets/d/files/{key}" for key in FILES
+    )
+    assert not list((tmp_path / "cache" / ".staging").iterdir())
+
+
+@pytest.mark.parametrize("kind", ["directory", "far"])
+def test_two_that_publish_at_once_leave_one_whole_dataset(kind: str, tmp_path: Path) -> None:
+    """Also when their prepare isn't deterministic: never a mixture of both."""
+    context = multiprocessing.get_context("fork")
+    for round_ in range(5):
+        folder = tmp_path / str(round_)
+        folder.mkdir()
+        _run_all(
+            [
+                context.Process(target=_publish_own, args=(kind, folder, number))
+                for number in range(2)
+            ]
+        )
+        found = content_of(local_dataset(storage_of(kind, folder), "d", folder / "cache"))
+        assert len(found) == 40
+        assert len(set(found.values())) == 1
+        shutil.rmtree(folder)
