@@ -9,18 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Self
 
-from prefect_torch_ddp.protocol.heartbeat import (
-    ARMED,
-    EPOCH,
-    LISTENS,
-    LOOK_SIGNAL,
-    MOVED_NS,
-    PAGE_BYTES,
-    PHASE,
-    SEQ,
-    STEP,
-    Phase,
-)
+from prefect_torch_ddp.protocol import heartbeat as layout
+from prefect_torch_ddp.protocol.heartbeat import LOOK_SIGNAL, MOVED_NS, PAGE_BYTES, PHASE, Phase
 
 _now_ns = time.monotonic_ns
 _STEP, _EPOCH_END = int(Phase.STEP), int(Phase.EPOCH_END)
@@ -57,14 +47,14 @@ class HeartbeatWriter:
         """Mark the begin of a step's body."""
         words = self._words
         words[MOVED_NS] = _now_ns()
-        words[STEP] = step
-        words[EPOCH] = epoch
+        words[layout.STEP] = step
+        words[layout.EPOCH] = epoch
         words[PHASE] = _EPOCH_END if is_last else _STEP
 
     def progress(self) -> None:
         """Mark progress; from now on the rank is expected to keep making it."""
         self._words[MOVED_NS] = _now_ns()
-        self._words[ARMED] = 1
+        self._words[layout.ARMED] = 1
 
     @contextmanager
     def during(self, phase: Phase) -> Iterator[None]:
@@ -79,21 +69,21 @@ class HeartbeatWriter:
     @contextmanager
     def looping(self) -> Iterator[None]:
         """Mark that the rank is inside `steps`."""
-        self._words[LISTENS] = 1
+        self._words[layout.LISTENS] = 1
         self.progress()
         try:
             yield
         finally:
-            self._words[LISTENS] = 0
+            self._words[layout.LISTENS] = 0
             self.enter(Phase.SETUP)
 
     def beat(self) -> None:
         """Count the collectives begun; a new one is progress. A thread calls it every second."""
         self._watch_compiler()
         count = _collectives_begun()
-        if count != self._words[SEQ]:
+        if count != self._words[layout.SEQ]:
             self._words[MOVED_NS] = _now_ns()
-            self._words[SEQ] = count
+            self._words[layout.SEQ] = count
 
     def _watch_compiler(self) -> None:
         # Registered again each time, since a reset of torch.compile may drop our callbacks.

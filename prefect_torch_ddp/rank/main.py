@@ -124,13 +124,12 @@ def adopt_orphans() -> None:
 def _die_with(parent_pid: int) -> None:
     """Have the kernel kill this process when its parent ends: agent's thread or fork server."""
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if sys.platform == "linux" and os.getppid() != parent_pid:
+    if os.getppid() != parent_pid:
         os._exit(1)  # it ended before we asked
 
 
 def _prctl(option: int, value: int | bytes) -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(option, value)
+    ctypes.CDLL(None).prctl(option, value)
 
 
 def _set_scratch(scratch: Path) -> None:

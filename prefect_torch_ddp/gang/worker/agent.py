@@ -1,7 +1,6 @@
 """The agent: the Dask task that holds a worker's slot for a gang and runs that worker's ranks."""
 
 import dataclasses
-import select
 import time
 from collections.abc import Iterator, Sequence
 
@@ -9,7 +8,7 @@ from distributed import Worker, get_worker
 
 from prefect_torch_ddp.errors import AgentRefusedError
 from prefect_torch_ddp.gang.liveness import LIVENESS_TIMEOUT_S, Liveness, is_closing, is_unwanted
-from prefect_torch_ddp.gang.worker.mailbox import MAILBOXES, Alarm, Mailbox
+from prefect_torch_ddp.gang.worker.mailbox import Mailbox, open_mailbox
 from prefect_torch_ddp.gang.worker.progress_probe import ProgressProbe
 from prefect_torch_ddp.gang.worker.rank_process import RankProcess
 from prefect_torch_ddp.gang.worker.slots import SLOTS
@@ -47,7 +46,7 @@ def run_agent(reservation: Reservation) -> tuple[bytes, ...]:
     if worker.id != reservation.process_id:
         msg = f"worker {name} restarted since gang {gang} reserved it; refusing to train twice"
         raise AgentRefusedError(msg)
-    box = MAILBOXES.open(reservation.token)
+    box = open_mailbox(reservation.token)
     if box.state != "absent":
         msg = f"the agent of gang {gang} on worker {name} has run before; refusing to train twice"
         raise AgentRefusedError(msg)
@@ -64,16 +63,14 @@ class _Agent:
         self._ranks: list[RankProcess] = []
         self._shutdown = _GracefulShutdown(reservation.stop_grace_s)
         self._left_s: float | None = None
-        self._alarm = Alarm()
         self._beat_s = 0.0
         self._caller = Liveness()
         self._heard_s = box.last_poll_s
 
     def run(self) -> tuple[bytes, ...]:
-        self._box.alarm = self._alarm
         self._box.enter("waiting")
         try:
-            with SLOTS.hold(self._reservation, self._must_end) as got_it:
+            with SLOTS.hold(self._reservation, self._must_end) as got_it, self._box.alarm():
                 if not got_it:
                     return ()
                 try:
@@ -81,28 +78,26 @@ class _Agent:
                 finally:
                     self._close()
         finally:
-            self._box.alarm = None
-            self._alarm.close()
             self._box.enter("ended")
 
     def _run_on_slot(self) -> tuple[bytes, ...]:
         if self._reservation.hosts_store:
             self._store = StoreSocket(self._reservation.store_host)
         self._box.enter("reserved", self._store.address[1] if self._store else 0)
-        while self._box.order is None:
+        while (order := self._box.start) is None:
             if self._must_end():
                 return ()
-            self._alarm.wait(TICK_S)
+            self._box.wait(TICK_S)
         SLOTS.mark_running(self._reservation)
         self._box.enter("running")
-        if not self._start(self._box.order):
+        if not self._start(order):
             return ()
-        if not self._attend(ProgressProbe(self._ranks, self._box.order.progress_timeout_s)):
+        if not self._attend(ProgressProbe(self._ranks, order.progress_timeout_s)):
             return ()
         if all(rank.returned for rank in self._ranks):
             return tuple(rank.value() for rank in self._ranks)
         while not self._must_end():  # the caller ends the gang once it knows the root cause
-            self._alarm.wait(TICK_S)
+            self._box.wait(TICK_S)
         return ()
 
     def _start(self, order: StartOrder) -> bool:
@@ -127,12 +122,12 @@ class _Agent:
             for event in self._new_events():
                 self._box.post(event)
             self._box.heartbeats = probe.heartbeats() or self._box.heartbeats
-            if self._box.look_requested:
+            if "look" in self._box.orders:
                 for stack in probe.stacks():
                     self._box.post(stack)
             if self._is_over():
                 return False
-            if self._box.leave_requested and self._left_s is None:
+            if "leave" in self._box.orders and self._left_s is None:
                 self._left_s = time.monotonic()
                 self._tell(RankOrder.LEAVE)
             if self._left_s is not None and time.monotonic() - self._left_s > EXIT_GRACE_S:
@@ -140,19 +135,16 @@ class _Agent:
         return True
 
     def _wait(self) -> None:
-        poller = select.poll()
-        for rank in self._ranks:
-            if not rank.is_reaped:
-                for fd in rank.file_descriptors(with_output=self._box.has_room):
-                    poller.register(fd, select.POLLIN)
-        poller.register(self._alarm.fd, select.POLLIN)
         # Beats come from the thread that attends the ranks: they don't outlive it frozen.
         now = time.monotonic()
         if now - self._beat_s >= BEAT_S:
             self._beat_s = now
             self._tell(RankOrder.BEAT)
-        poller.poll(TICK_S * 1000)
-        self._alarm.quiet()
+        alive = [rank for rank in self._ranks if not rank.is_reaped]
+        has_room = self._box.has_room
+        self._box.wait(
+            TICK_S, [fd for rank in alive for fd in rank.file_descriptors(with_output=has_room)]
+        )
 
     def _new_events(self) -> Iterator[GangEvent]:
         for rank in self._ranks:
@@ -169,16 +161,16 @@ class _Agent:
 
     def _is_over(self) -> bool:
         """Tell whether to kill the ranks: on the caller's abort at once, else after their grace."""
-        if self._box.abort_requested:
+        if "abort" in self._box.orders:
             return True
         must_end = self._must_end()
-        return (must_end or self._box.stop_requested) and self._shutdown.is_over(
+        return (must_end or "stop" in self._box.orders) and self._shutdown.is_over(
             self._ranks, leave_when_returned=must_end
         )
 
     def _must_end(self) -> bool:
         """Tell whether the caller, Dask or the worker wants this agent gone."""
-        if self._box.abort_requested or is_unwanted(self._worker, self._key):
+        if "abort" in self._box.orders or is_unwanted(self._worker, self._key):
             return True  # Dask cancels the task of a killed caller
         name = self._reservation.worker
         if is_closing(self._worker):

@@ -4,17 +4,17 @@ import asyncio
 import contextlib
 import os
 import select
-import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Literal
 
 from prefect_torch_ddp.protocol.agent import (
+    AgentOrder,
     AgentReport,
     AgentState,
     Cleared,
-    Occupant,
     RankHeartbeat,
     StartOrder,
 )
@@ -26,57 +26,15 @@ FORGET_AFTER_S = 600.0
 """A mailbox without an agent is dropped after this long without a poll."""
 
 
-class Alarm:
-    """Wakes a thread that waits in poll()."""
-
-    def __init__(self) -> None:
-        """Open it, quiet."""
-        self._reader, self._writer = socket.socketpair()
-        for end in (self._reader, self._writer):
-            os.set_blocking(end.fileno(), False)
-
-    @property
-    def fd(self) -> int:
-        """The file descriptor to wait on."""
-        return self._reader.fileno()
-
-    def ring(self) -> None:
-        """Wake the thread, from any other."""
-        with contextlib.suppress(OSError):  # full: it rings already; closed: nobody waits
-            self._writer.send(b"!")
-
-    def quiet(self) -> None:
-        """Be ready to ring again."""
-        with contextlib.suppress(BlockingIOError):
-            self._reader.recv(64)
-
-    def wait(self, timeout_s: float) -> None:
-        """Wait until it rings, at most this long."""
-        poller = select.poll()
-        poller.register(self.fd, select.POLLIN)
-        poller.poll(timeout_s * 1000)
-        self.quiet()
-
-    def close(self) -> None:
-        """Close both ends."""
-        self._reader.close()
-        self._writer.close()
-
-
 @dataclass
 class Mailbox:
     """Two-way post between one agent and the caller of its gang. Safe between threads."""
 
-    token: str
     state: AgentState = "absent"
     store_port: int = 0
-    order: StartOrder | None = None
-    abort_requested: bool = False
-    stop_requested: bool = False
-    leave_requested: bool = False
-    look_requested: bool = False
-    alarm: Alarm | None = None
-    """Rung when an order comes."""
+    start: StartOrder | None = None
+    orders: set[AgentOrder | Literal["abort"]] = field(default_factory=set)
+    """All that were given; abort: kill the ranks at once."""
     heartbeats: tuple[RankHeartbeat, ...] = ()
     last_poll_s: float = field(default_factory=time.monotonic)
     """When the caller last gave a sign of life, of `time.monotonic`."""
@@ -85,8 +43,31 @@ class Mailbox:
     _first_event: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _waiters: "list[asyncio.Future[None]]" = field(default_factory=list)
+    _alarm_fd: int | None = None
 
     # The agent's side.
+
+    @contextlib.contextmanager
+    def alarm(self) -> Iterator[int]:
+        """Yield a file descriptor that becomes readable when an order comes."""
+        fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._alarm_fd = fd
+        try:
+            yield fd
+        finally:
+            with self._lock:  # `give` must not write to another file of the same number
+                self._alarm_fd = None
+                os.close(fd)
+
+    def wait(self, timeout_s: float, fds: Iterable[int] = ()) -> None:
+        """Wait for an order, or until one of the files is readable; needs the alarm."""
+        assert self._alarm_fd is not None
+        poller = select.poll()
+        for fd in (self._alarm_fd, *fds):
+            poller.register(fd, select.POLLIN)
+        poller.poll(timeout_s * 1000)
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._alarm_fd)
 
     def post(self, event: GangEvent) -> None:
         """Add an event for the caller."""
@@ -115,34 +96,18 @@ class Mailbox:
 
     # The caller's side, on the worker's event loop.
 
-    def give(
-        self,
-        *,
-        order: StartOrder | None = None,
-        abort: bool = False,
-        stop: bool = False,
-        leave: bool = False,
-        look: bool = False,
-    ) -> None:
+    def give(self, order: AgentOrder | StartOrder | Literal["abort"]) -> None:
         """Give the agent an order."""
         self.last_poll_s = time.monotonic()
         with self._lock:
-            self.order = order or self.order
-            self.abort_requested |= abort
-            self.stop_requested |= stop
-            self.leave_requested |= leave
-            self.look_requested |= look
-            alarm = self.alarm
-        if alarm is not None:
-            alarm.ring()
+            if isinstance(order, StartOrder):
+                self.start = order
+            else:
+                self.orders.add(order)
+            if self._alarm_fd is not None:
+                os.eventfd_write(self._alarm_fd, 1)
 
-    async def news(
-        self,
-        next_event: int,
-        known_state: AgentState,
-        wait_s: float,
-        occupant: Callable[[], Occupant | None],
-    ) -> AgentReport:
+    async def news(self, next_event: int, known_state: AgentState, wait_s: float) -> AgentReport:
         """Return the state and the events from `next_event` on, once either is new.
 
         Waits at most `wait_s` seconds.
@@ -160,7 +125,6 @@ class Mailbox:
                         events=tuple(self._events),
                         next_event=self._first_event + len(self._events),
                         store_port=self.store_port,
-                        occupant=occupant(),
                         why_ended=self.why_ended,
                         heartbeats=self.heartbeats,
                     )
@@ -169,7 +133,7 @@ class Mailbox:
 
     async def clear(self, timeout_s: float) -> Cleared:
         """Have the agent kill its ranks; return once none is left, or after the timeout."""
-        self.give(abort=True)
+        self.give("abort")
         deadline = time.monotonic() + timeout_s
         while (is_running := self.state not in ("ended", "absent")) and time.monotonic() < deadline:
             with contextlib.suppress(TimeoutError):
@@ -189,35 +153,18 @@ def _wake(waiter: "asyncio.Future[None]") -> None:
         waiter.set_result(None)
 
 
-class Mailboxes:
-    """All mailboxes of this process, by token; the agent and the caller's poll both make them."""
-
-    def __init__(self) -> None:
-        """Start empty."""
-        self._by_token: dict[str, Mailbox] = {}
-        self._lock = threading.Lock()
-
-    def open(self, token: str) -> Mailbox:
-        """Return the mailbox, making it where there is none."""
-        with self._lock:
-            return self._by_token.setdefault(token, Mailbox(token))
-
-    def find(self, token: str) -> Mailbox | None:
-        """Return the mailbox if there is one."""
-        return self._by_token.get(token)
-
-    def drop(self, token: str) -> None:
-        """Forget the mailbox."""
-        with self._lock:
-            self._by_token.pop(token, None)
-
-    def drop_abandoned(self) -> None:
-        """Forget mailboxes without an agent that nobody polls: their caller was killed."""
-        now = time.monotonic()
-        with self._lock:
-            for box in list(self._by_token.values()):
-                if box.state in ("absent", "ended") and now - box.last_poll_s > FORGET_AFTER_S:
-                    del self._by_token[box.token]
+MAILBOXES: dict[str, Mailbox] = {}
+"""All mailboxes of this process, by token; an agent and its caller's first poll both make one."""
 
 
-MAILBOXES = Mailboxes()
+def open_mailbox(token: str) -> Mailbox:
+    """Return the mailbox, making it where there is none."""
+    return MAILBOXES.setdefault(token, Mailbox())
+
+
+def drop_abandoned() -> None:
+    """Forget mailboxes without an agent that nobody polls: their caller was killed."""
+    now = time.monotonic()
+    for token, box in list(MAILBOXES.items()):
+        if box.state in ("absent", "ended") and now - box.last_poll_s > FORGET_AFTER_S:
+            MAILBOXES.pop(token, None)

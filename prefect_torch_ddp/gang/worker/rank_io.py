@@ -159,13 +159,9 @@ class HeartbeatPage:
     """The file that a rank maps; read here, not mapped: a rank could cut it short."""
 
     def __init__(self) -> None:
-        """Make it in memory where the system can: a busy disk would make the rank wait."""
-        self._file: IO[bytes]
-        if hasattr(os, "memfd_create"):
-            fd = os.memfd_create("prefect-torch-ddp-heartbeat", os.MFD_CLOEXEC)
-            self._file = os.fdopen(fd, "r+b", 0)
-        else:
-            self._file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 - see close
+        """Make it in memory: on a busy disk its writer would wait."""
+        fd = os.memfd_create("prefect-torch-ddp-heartbeat", os.MFD_CLOEXEC)
+        self._file = os.fdopen(fd, "r+b", 0)
         self._file.truncate(PAGE_BYTES)
 
     def fileno(self) -> int:

@@ -7,16 +7,16 @@ import os
 import signal
 import socket
 import threading
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 import psutil
 from distributed import Worker
 from distributed.comm import get_address_host
 
 from prefect_torch_ddp.gang.worker.fork_client import CloseForkServer, fork_client
-from prefect_torch_ddp.gang.worker.mailbox import MAILBOXES
+from prefect_torch_ddp.gang.worker.mailbox import MAILBOXES, drop_abandoned, open_mailbox
 from prefect_torch_ddp.gang.worker.slots import SLOTS
 from prefect_torch_ddp.protocol.agent import (
     AgentOrder,
@@ -41,7 +41,7 @@ async def register_rpc(dask_worker: Worker, *, warm: bool = False) -> WorkerIden
         dask_worker: filled in by Dask.
         warm: start the worker's fork server now, so that ranks can be forked later.
     """
-    MAILBOXES.drop_abandoned()
+    drop_abandoned()
     if dask_worker.nanny and threading.current_thread() is threading.main_thread():
         # Ctrl-C in a terminal, and Prefect's cancel, reach all processes of a local cluster.
         # Its caller ends this worker, through the nanny, once the ranks have stopped. Not
@@ -49,14 +49,8 @@ async def register_rpc(dask_worker: Worker, *, warm: bool = False) -> WorkerIden
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, _leave_it_to_the_nanny)
     handlers = _Handlers(dask_worker)
-    by_name: dict[Rpc, Any] = {
-        Rpc.POLL: handlers.poll,
-        Rpc.START: handlers.start,
-        Rpc.GIVE: handlers.give,
-        Rpc.CLEAR: handlers.clear,
-    }
-    for name, handler in by_name.items():
-        dask_worker.handlers.setdefault(str(name), handler)
+    for rpc in Rpc:
+        dask_worker.handlers.setdefault(str(rpc), getattr(handlers, rpc.name.lower()))
     if CloseForkServer.name not in dask_worker.plugins:
         await dask_worker.plugin_add(plugin=CloseForkServer(), name=CloseForkServer.name)
     if warm:
@@ -69,38 +63,34 @@ def _leave_it_to_the_nanny(number: int, frame: FrameType | None) -> None:
 
 
 class _Handlers:
+    """A method for each Rpc, by its name."""
+
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
 
     async def poll(
         self, token: str, next_event: int, known_state: AgentState, wait_s: float
     ) -> Answer:
-        report = await MAILBOXES.open(token).news(
-            next_event, known_state, wait_s, lambda: _occupant(self._worker, token)
-        )
-        return encode_answer(report)
+        box = open_mailbox(token)
+        report = await box.news(next_event, known_state, wait_s)
+        return encode_answer(replace(report, occupant=_occupant(self._worker, token)))
 
     async def clear(self, token: str, timeout_s: float) -> Answer:
-        box = MAILBOXES.find(token)
-        if box is None:
-            return encode_answer(Cleared(ended=True))
-        cleared = await box.clear(timeout_s)
+        box = MAILBOXES.get(token)
+        cleared = await box.clear(timeout_s) if box else Cleared(ended=True)
         if cleared.ended:
-            MAILBOXES.drop(token)
+            MAILBOXES.pop(token, None)
         return encode_answer(cleared)
 
     def start(
         self, token: str, launches: bytes, payload: bytes, progress_timeout_s: float | None
     ) -> Answer:
-        box = MAILBOXES.find(token)
-        if box is not None:
-            box.give(order=StartOrder.decode(launches, payload, progress_timeout_s))
-        return encode_answer(box is not None)
+        return self.give(token, StartOrder.decode(launches, payload, progress_timeout_s))
 
-    def give(self, token: str, order: AgentOrder) -> Answer:
-        box = MAILBOXES.find(token)
+    def give(self, token: str, order: AgentOrder | StartOrder) -> Answer:
+        box = MAILBOXES.get(token)
         if box is not None:
-            box.give(stop=order == "stop", leave=order == "leave", look=order == "look")
+            box.give(order)
         return encode_answer(box is not None)
 
 
