@@ -6,9 +6,8 @@ import select
 import signal
 import socket
 import threading
-from collections.abc import Callable
 from dataclasses import replace
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING
 
 from prefect_torch_ddp.protocol.events import (
     MAX_TEXT,
@@ -145,9 +144,9 @@ class AgentLink(Link):
         """Send a log record; long ones are cut."""
         self._send(LogLine(NO_RANK, level, text[:MAX_TEXT], logger[:MAX_NAME]))
 
-    def returned(self, value: Any, pickle_value: Callable[[Any], bytes]) -> None:
-        """Hand over what the function returned; raises what `pickle_value` raises."""
-        self._write_outcome(pickle_value(value))
+    def returned(self, pickled_value: bytes) -> None:
+        """Hand over what the function returned."""
+        self._write_outcome(pickled_value)
         self._is_settled = True
         self.heartbeat.enter(Phase.RETURNED)
         self._send(RankReturned(NO_RANK))

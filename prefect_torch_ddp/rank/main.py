@@ -81,7 +81,7 @@ def _run(launch: RankLaunch, payload: bytes, link: AgentLink) -> None:
     with process_group(launch):
         link.heartbeat.enter(Phase.FUNCTION)
         value = _call(fn, args, kwargs)
-    link.returned(value, lambda value: pickle_value(value, launch.place.rank))
+    link.returned(pickle_value(value, launch.place.rank))
     _flush()
     if not link.wait_to_leave(LINGER_S):
         close_connections()

@@ -1,6 +1,5 @@
-"""The Dask worker's side of a gang: the agent that holds the worker's slot and runs its ranks'
-processes.
+"""In the Dask worker: the agent that holds the worker's slot, and its ranks' processes.
 
-Standard library, distributed and the protocol only: no torch, no user code. What the caller
-decides never comes here.
+Standard library, distributed, psutil and the protocol come in; torch and user code never do.
+What the caller decides is not decided here.
 """

@@ -95,7 +95,7 @@ class _Agent:
         if not self._attend(ProgressProbe(self._ranks, order.progress_timeout_s)):
             return ()
         if all(rank.returned for rank in self._ranks):
-            return tuple(rank.value() for rank in self._ranks)
+            return tuple(rank.io.outcome() for rank in self._ranks)
         while not self._must_end():  # the caller ends the gang once it knows the root cause
             self._box.wait(TICK_S)
         return ()
@@ -117,7 +117,7 @@ class _Agent:
 
     def _attend(self, probe: ProgressProbe) -> bool:
         """Pass on what the ranks say until all have left; False where the gang must end before."""
-        while not all(rank.is_reaped for rank in self._ranks):
+        while not all(rank.child.is_reaped for rank in self._ranks):
             self._wait()
             for event in self._new_events():
                 self._box.post(event)
@@ -140,7 +140,7 @@ class _Agent:
         if now - self._beat_s >= BEAT_S:
             self._beat_s = now
             self._tell(RankOrder.BEAT)
-        alive = [rank for rank in self._ranks if not rank.is_reaped]
+        alive = [rank for rank in self._ranks if not rank.child.is_reaped]
         has_room = self._box.has_room
         self._box.wait(
             TICK_S, [fd for rank in alive for fd in rank.file_descriptors(with_output=has_room)]
@@ -148,16 +148,16 @@ class _Agent:
 
     def _new_events(self) -> Iterator[GangEvent]:
         for rank in self._ranks:
-            if rank.is_reaped:
+            if rank.child.is_reaped:
                 continue
             if self._box.has_room:
                 yield from rank.read()
-            if rank.is_dead:
+            if rank.child.is_dead:
                 yield from rank.bury()
 
     def _tell(self, order: RankOrder) -> None:
         for rank in self._ranks:
-            rank.tell(order)
+            rank.io.tell(order)
 
     def _is_over(self) -> bool:
         """Tell whether to kill the ranks: on the caller's abort at once, else after their grace."""
@@ -189,9 +189,9 @@ class _Agent:
 
     def _close(self) -> None:
         for rank in self._ranks:
-            rank.kill()
+            rank.child.kill()
         for rank in self._ranks:
-            if not rank.is_reaped:
+            if not rank.child.is_reaped:
                 # How it ended is our doing, what it said before is not.
                 for event in rank.bury():
                     if isinstance(event, LogLine):
@@ -234,7 +234,7 @@ class _GracefulShutdown:
             self._began_s = now
             self._is_worth_it = any(rank.listens for rank in ranks)
             for rank in ranks if self._is_worth_it else ():
-                rank.tell(RankOrder.STOP)
+                rank.io.tell(RankOrder.STOP)
         if leave_when_returned and all(rank.is_settled for rank in ranks):
             self._returned_s = self._returned_s or now
             return now - self._returned_s > PEERS_GRACE_S

@@ -126,7 +126,7 @@ class _Watched:
 
     def heartbeat(self) -> RankHeartbeat:
         # Read again, not kept from the measuring: a rank that moved since must not look silent.
-        heartbeat = self.process.page.read()
+        heartbeat = self.process.io.page.read()
         silent_s = _since_s(heartbeat.moved_ns)
         has_moved = heartbeat.moved_ns != self.moved_ns
         return RankHeartbeat(
@@ -165,7 +165,7 @@ class ProgressProbe:
         if now - self._read_s < READ_S:
             return None
         self._read_s = now
-        alive = [watched for watched in self._ranks if not watched.process.is_reaped]
+        alive = [watched for watched in self._ranks if not watched.process.child.is_reaped]
         if self._limit_s is not None:
             self._measure(alive, now, self._limit_s)
         return tuple(watched.heartbeat() for watched in alive)
@@ -174,7 +174,7 @@ class ProgressProbe:
         """Take the usage of ranks silent for half the limit; it costs a walk over all processes."""
         due = []
         for watched in ranks:
-            moved_ns = watched.process.page.read().moved_ns
+            moved_ns = watched.process.io.page.read().moved_ns
             if moved_ns != watched.moved_ns:
                 watched.moved_ns = moved_ns
                 watched.idleness.reset()
@@ -182,10 +182,10 @@ class ProgressProbe:
             if _since_s(moved_ns) >= limit_s / 2 and now - watched.sampled_s >= pause_s:
                 watched.sampled_s = now
                 due.append(watched)
-        usages = usage_of_sessions({watched.process.pid for watched in due}) if due else {}
+        usages = usage_of_sessions({watched.process.child.pid for watched in due}) if due else {}
         for watched in due:
-            if watched.process.pid in usages:
-                watched.idleness.add(time.monotonic(), usages[watched.process.pid])
+            if watched.process.child.pid in usages:
+                watched.idleness.add(time.monotonic(), usages[watched.process.child.pid])
 
     def stacks(self) -> Iterator[RankStack]:
         """Ask all ranks for their stacks, once; yield those that are complete by now, or overdue."""
@@ -193,12 +193,12 @@ class ProgressProbe:
             self._looks = self._ask()
         now = time.monotonic()
         for look in list(self._looks):
-            page = look.process.page
+            page = look.process.io.page
             size = page.stacks_end()
             if size != look.size:
                 look.size, look.grown_s = size, now
             is_whole = size > look.begin and now - look.grown_s >= LOOK_QUIET_S
-            if is_whole or now >= self._look_ends_s or look.process.is_reaped:
+            if is_whole or now >= self._look_ends_s or look.process.child.is_reaped:
                 self._looks.remove(look)
                 silence = "it did not answer: it is stopped, or has not come to itself\n"
                 yield RankStack(look.process.place.rank, page.stacks(look.begin) or silence)
@@ -206,15 +206,15 @@ class ProgressProbe:
     def _ask(self) -> list[_Look]:
         self._look_ends_s = time.monotonic() + LOOK_TIMEOUT_S
         looks = [
-            _Look(watched.process, watched.process.page.stacks_end())
+            _Look(watched.process, watched.process.io.page.stacks_end())
             for watched in self._ranks
-            if not watched.process.is_reaped
+            if not watched.process.child.is_reaped
         ]
         for look in looks:
             # Without its handler, set up when the first phase begins, the signal would kill it.
-            if look.process.page.read().phase is not Phase.NONE:
+            if look.process.io.page.read().phase is not Phase.NONE:
                 with contextlib.suppress(ProcessLookupError):
-                    os.kill(look.process.pid, LOOK_SIGNAL)
+                    os.kill(look.process.child.pid, LOOK_SIGNAL)
         return looks
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from prefect_torch_ddp.errors import ForkServerUnavailableError
 from prefect_torch_ddp.gang.worker.child import Child, rank_environment, start_fresh
 from prefect_torch_ddp.gang.worker.fork_client import fork_client
-from prefect_torch_ddp.gang.worker.rank_io import HeartbeatPage, RankIO
+from prefect_torch_ddp.gang.worker.rank_io import RankIO
 from prefect_torch_ddp.protocol.events import (
     FailureWritten,
     FunctionEnded,
@@ -28,7 +28,7 @@ from prefect_torch_ddp.protocol.events import (
     RecordsLeft,
     decode_event,
 )
-from prefect_torch_ddp.protocol.rank import COPIES, LaunchPage, RankFiles, RankLaunch, RankOrder
+from prefect_torch_ddp.protocol.rank import COPIES, LaunchPage, RankFiles, RankLaunch
 from prefect_torch_ddp.records.log import left_behind
 
 logger = logging.getLogger(__name__)
@@ -48,59 +48,35 @@ class RankProcess:
         """Whether its training reacts to a stop."""
         self.failure: RankFailure | None = None
         self._oom_kills = oom_kills()
-        self._io = RankIO()
+        self.io = RankIO()
         try:
             environment = rank_environment(os.environ, launch)
-            page = LaunchPage(launch, environment, str(Path.cwd()), str(self._io.scratch))
-            page.write(self._io.launch, payload)
-            files = dataclasses.replace(self._io.files, store=launch.store_fd)
-            self._child = _start(launch, files, environment)
+            page = LaunchPage(launch, environment, str(Path.cwd()), str(self.io.scratch))
+            page.write(self.io.launch, payload)
+            files = dataclasses.replace(self.io.files, store=launch.store_fd)
+            self.child = _start(launch, files, environment)
         except BaseException:
-            self._io.close()
+            self.io.close()
             raise
-        self._io.close_rank_ends()
-
-    @property
-    def pid(self) -> int:
-        """The process id, also the id of its session and process group."""
-        return self._child.pid
-
-    @property
-    def page(self) -> HeartbeatPage:
-        """Where the rank leaves its heartbeat."""
-        return self._io.page
+        self.io.close_rank_ends()
 
     @property
     def is_settled(self) -> bool:
         """Whether the rank's outcome is known."""
         return self.returned or self.failure is not None
 
-    @property
-    def is_dead(self) -> bool:
-        """Whether the process has ended, reaped or not."""
-        return self._child.is_dead
-
-    @property
-    def is_reaped(self) -> bool:
-        """Whether the process is gone, and all it said was read."""
-        return self._child.is_reaped
-
     def file_descriptors(self, *, with_output: bool) -> Iterator[int]:
         """Yield what to wait on: output and events of the rank, and its death."""
         if with_output:
-            yield from self._io.readable()
-        if self._child.death_fd is not None:
-            yield self._child.death_fd
-
-    def tell(self, order: RankOrder) -> None:
-        """Give the rank an order."""
-        self._io.tell(order)
+            yield from self.io.readable()
+        if self.child.death_fd is not None:
+            yield self.child.death_fd
 
     def read(self, *, max_chunks: int = 1) -> Iterator[GangEvent]:
         """Yield what the rank has said so far, without waiting."""
-        for line in self._io.lines(max_chunks=max_chunks):
+        for line in self.io.lines(max_chunks=max_chunks):
             yield LogLine(self.place.rank, logging.INFO, line)
-        for record in self._io.records():
+        for record in self.io.records():
             try:
                 event = self._take(decode_event(record, self.place.rank))
             except (ValueError, KeyError, TypeError):
@@ -115,7 +91,7 @@ class RankProcess:
             case RankListens():
                 self.listens = True
             case FailureWritten() if not self.is_settled:
-                failure = pickle.loads(self._io.outcome())
+                failure = pickle.loads(self.io.outcome())
                 self.failure = dataclasses.replace(failure, step=self._step())
                 return RankFailedEvent(self.failure)
             case RankReturned() if not self.is_settled:
@@ -125,14 +101,10 @@ class RankProcess:
                 return event
         return None
 
-    def value(self) -> bytes:
-        """Return the pickle of what the rank's function returned."""
-        return self._io.outcome()
-
     def bury(self) -> Iterator[GangEvent]:
         """Kill and reap the process; yield its last words, and its death if that is news."""
-        self._child.kill()
-        status = self._child.reap()
+        self.child.kill()
+        status = self.child.reap()
         # What it said last may hold its outcome, which says more than its death.
         yield from self.read(max_chunks=LAST_CHUNKS)
         if not self.is_settled:
@@ -147,32 +119,28 @@ class RankProcess:
         return RankFailure(
             rank=self.place.rank,
             host=self.place.host,
-            pid=self.pid,
+            pid=self.child.pid,
             kind="signal" if was_signal else "exit",
             summary=words_of_death(status, kills),
             exit_code=None if was_signal else status,
             signal=-status if was_signal else None,
-            stderr_tail=self._io.stderr_tail,
+            stderr_tail=self.io.stderr_tail,
             step=self._step(),
         )
 
     def _step(self) -> int | None:
-        return self.page.read().step or None
+        return self.io.page.read().step or None
 
     def records_left(self) -> Iterator[RecordsLeft]:
         """Yield the records that a dead rank had not written to the storage."""
-        yield from (RecordsLeft(*batch) for batch in left_behind(self._io.scratch / COPIES))
-
-    def kill(self) -> None:
-        """Kill the rank and all of its session, at once."""
-        self._child.kill()
+        yield from (RecordsLeft(*batch) for batch in left_behind(self.io.scratch / COPIES))
 
     def close(self) -> None:
         """Kill and reap what is left, and close every file."""
-        self._child.kill()
-        self._child.reap()
-        self._child.close()
-        self._io.close()
+        self.child.kill()
+        self.child.reap()
+        self.child.close()
+        self.io.close()
 
 
 def _start(launch: RankLaunch, files: RankFiles, environment: dict[str, str]) -> Child:

@@ -1,2 +1,1 @@
-"""Batch systems as they are met on real clusters: Slurm's own daemons, and PBS by stand-in
-commands."""
+"""Batch systems as real clusters have them: Slurm's own daemons, and stand-ins for PBS."""

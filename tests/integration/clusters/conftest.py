@@ -1,4 +1,4 @@
-"""Owns the batch systems that these tests run on."""
+"""The batch systems that these tests run on."""
 
 from collections.abc import Iterator
 

@@ -1,5 +1,4 @@
-"""Owns a PBS cluster as far as programs can tell: qsub, qdel and qstat on a PATH of their own,
-run by pbs_commands.py."""
+"""A PBS cluster as far as programs can tell: qsub, qdel and qstat, run by pbs_commands.py."""
 
 import os
 import shlex
@@ -11,12 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
-import pytest
 
 from tests.integration.clusters import pbs_commands
-from tests.integration.clusters.processes import processes_with, wait_until
-
-STOP_S = 20.0
+from tests.integration.clusters.processes import processes_with
+from tests.support.waiting import wait_until
 
 
 @dataclass(frozen=True)
@@ -41,7 +38,7 @@ class PbsSite:
         """Run one of the commands and return what it printed."""
         environment = os.environ | self.environment
         return subprocess.run(
-            command, env=environment, check=True, capture_output=True, text=True, timeout=STOP_S
+            command, env=environment, check=True, capture_output=True, text=True
         ).stdout
 
     def job_ids(self) -> list[str]:
@@ -67,8 +64,7 @@ class PbsSite:
 
 @contextmanager
 def running_pbs(home: Path) -> Iterator[PbsSite]:
-    """Put the commands below `home`; at the end delete all jobs and wait until they are
-    gone."""
+    """Put the commands below `home`; at the end delete all jobs and wait for their end."""
     (home / "jobs").mkdir()
     (home / "bin").mkdir()
     for name in ("qsub", "qdel", "qstat"):
@@ -81,5 +77,4 @@ def running_pbs(home: Path) -> Iterator[PbsSite]:
     finally:
         for job_id in site.job_ids():
             subprocess.run(["qdel", job_id], env=os.environ | site.environment, check=False)
-        if not wait_until(lambda: not site.job_ids() and not site.processes(), STOP_S):
-            pytest.fail(f"jobs {site.job_ids()} or their processes did not end: {site.processes()}")
+        wait_until(lambda: not site.job_ids() and not site.processes(), what="the jobs' end")

@@ -1,4 +1,4 @@
-"""Owns stand-ins for PBS's qsub, qdel and qstat: they run job scripts here, as pbs_mom would.
+"""Stand-ins for PBS's qsub, qdel and qstat: they run job scripts here, as pbs_mom would.
 
 Standard library alone.
 """
@@ -40,8 +40,7 @@ def qsub(home: Path, script: str) -> None:
 
 
 def mom(job: Path) -> None:
-    """Run a job's script in a session of its own until it ends or is deleted, and clear that
-    session: PBS knows no other tie."""
+    """Run a job's script in a session until it ends or is deleted, and kill that session."""
     directives = [
         line.split(maxsplit=2)[1:]
         for line in (job / "script").read_text().splitlines()

@@ -1,5 +1,4 @@
-"""Owns a real Slurm cluster on this machine: munged, slurmctld and two slurmd, all files and
-ports private, gone at the end."""
+"""A real Slurm cluster on this machine: munged, slurmctld and two slurmd, gone at the end."""
 
 import os
 import pwd
@@ -16,13 +15,14 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.integration.clusters.processes import processes_with, wait_until
+from tests.integration.clusters.processes import processes_with
+from tests.support.waiting import becomes_true, wait_until
 
 NODES = ("node1", "node2")
 COMMANDS = ("munged", "slurmctld", "slurmd", "sbatch", "scancel", "squeue", "sinfo")
 PACKAGES = "slurmctld slurmd slurm-client munge"
-READY_S = 20.0
-STOP_S = 20.0
+READY_S = 60.0
+STOP_S = 60.0
 NUM_TRIES = 3
 
 # Kills only the process group of a job's script, the least that Slurm has: ranks lead sessions
@@ -55,8 +55,9 @@ ReturnToService=2
 MpiDefault=none
 KillWait=5
 GresTypes=gpu
-NodeName=node1 NodeHostname=localhost NodeAddr=127.0.0.1 Port={ports[1]} CPUs=16 RealMemory=100000 Gres=gpu:2
-NodeName=node2 NodeHostname=localhost NodeAddr=127.0.0.1 Port={ports[2]} CPUs=16 RealMemory=100000 Gres=gpu:2
+NodeName=DEFAULT NodeHostname=localhost NodeAddr=127.0.0.1 CPUs=16 RealMemory=100000 Gres=gpu:2
+NodeName=node1 Port={ports[1]}
+NodeName=node2 Port={ports[2]}
 PartitionName=batch Nodes=node1,node2 Default=YES MaxTime=INFINITE State=UP
 """
 
@@ -65,7 +66,8 @@ def skip_without_slurm() -> None:
     """Skip the test, with what to install, on a machine that lacks Slurm."""
     if missing := [name for name in COMMANDS if not shutil.which(name, path=_search_path())]:
         pytest.skip(
-            f"Slurm is not installed ({', '.join(missing)} not found): apt-get install {PACKAGES}, or make system-packages"
+            f"Slurm is not installed ({', '.join(missing)} not found): apt-get install {PACKAGES}, "
+            "or make system-packages"
         )
 
 
@@ -115,8 +117,7 @@ class SlurmSite:
 
 @contextmanager
 def running_slurm(home: Path) -> Iterator[SlurmSite]:
-    """Start Slurm below `home`; at the end cancel all jobs, wait until they are gone, and stop
-    the daemons."""
+    """Start Slurm below `home`; at the end cancel all jobs, wait for them, stop the daemons."""
     with ExitStack() as daemons:
         site = _start(home, daemons)
         try:
@@ -124,10 +125,7 @@ def running_slurm(home: Path) -> Iterator[SlurmSite]:
         finally:
             for job_id in site.job_ids():
                 subprocess.run(["scancel", job_id], env=os.environ | site.environment, check=False)
-            if not wait_until(lambda: not site.job_ids() and not site.processes(), STOP_S):
-                pytest.fail(
-                    f"jobs {site.job_ids()} or their processes did not end: {site.processes()}"
-                )
+            wait_until(lambda: not site.job_ids() and not site.processes(), what="the jobs' end")
 
 
 def _start(home: Path, daemons: ExitStack) -> SlurmSite:
@@ -149,11 +147,11 @@ def _start(home: Path, daemons: ExitStack) -> SlurmSite:
             tried.enter_context(
                 _daemon(site, "munged", "munged", "--foreground", "--force", *options)
             )
-            wait_until((folder / "munge.socket").exists, READY_S)
+            becomes_true((folder / "munge.socket").exists, READY_S)
             tried.enter_context(_daemon(site, "slurmctld", "slurmctld", "-D"))
             for node in NODES:
                 tried.enter_context(_daemon(site, node, "slurmd", "-D", "-N", node))
-            if wait_until(lambda site=site: _num_idle(site) == len(NODES), READY_S):  # type: ignore[misc]
+            if becomes_true(lambda site=site: _num_idle(site) == len(NODES), READY_S):  # type: ignore[misc]
                 daemons.push(tried.pop_all())
                 return site
     pytest.fail(
@@ -215,6 +213,5 @@ def _free_ports(count: int) -> list[int]:
 
 
 def _search_path() -> str:
-    """Return PATH with the folders in which Debian keeps daemons, which a user's PATH may
-    lack."""
+    """Return PATH with the folders of Debian's daemons, which a user's PATH may lack."""
     return os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])

@@ -1,5 +1,4 @@
-"""A12: gangs on Dask workers that are jobs of a batch system, a real Slurm and an imitated
-PBS."""
+"""A12: gangs on Dask workers that are jobs of a batch system: a real Slurm, an imitated PBS."""
 
 import logging
 from collections.abc import Iterator
@@ -15,14 +14,11 @@ from distributed import Client
 
 from prefect_torch_ddp import WorkerLostError, run_gang
 from tests.integration.clusters.pbs import PbsSite
-from tests.integration.clusters.processes import wait_until
 from tests.integration.clusters.slurm import SlurmSite
+from tests.support.waiting import HANG_S, wait_until
 from tests.workloads import faulty, plain
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
-
-GONE_S = 30.0
-JOBS_S = 60.0
 
 
 @contextmanager
@@ -48,7 +44,7 @@ def two_jobs(site: SlurmSite | PbsSite, folder: Path) -> Iterator[Client]:
         ) as cluster,
         Client(cluster) as client,
     ):
-        client.wait_for_workers(2, timeout=JOBS_S)
+        client.wait_for_workers(2, timeout=HANG_S)
         yield client
 
 
@@ -79,7 +75,7 @@ def check_places(
 def pids_in(folder: Path) -> list[int]:
     """Wait until both ranks have written their pids and return them."""
     paths = [folder / "0", folder / "1"]
-    assert wait_until(lambda: all(path.exists() for path in paths), JOBS_S)
+    wait_until(lambda: all(path.exists() for path in paths))
     return [int(path.read_text()) for path in paths]
 
 
@@ -94,8 +90,7 @@ def is_gone(pid: int) -> bool:
 def test_a_gang_over_two_jobs(
     site: SlurmSite | PbsSite, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """All-reduce, environment and lines are right; a killed job ends the gang; nothing outlives
-    its job or the cluster."""
+    """All is as elsewhere; a killed job ends the gang; nothing outlives its job or the cluster."""
     pid_folder = tmp_path / "pids"
     pid_folder.mkdir()
     with two_jobs(site, tmp_path) as client, ThreadPoolExecutor(1) as pool:
@@ -114,9 +109,7 @@ def test_a_gang_over_two_jobs(
         assert pids[1] in {process.pid for process in site.processes(victim)}
         site.kill(victim)
         with pytest.raises(WorkerLostError, match=r"127\.0\.0\.12:\d+ was lost; it held rank 1"):
-            training.result(GONE_S)
-        assert wait_until(lambda: all(map(is_gone, pids)) and not site.processes(victim), GONE_S), (
-            site.processes(victim)
-        )
+            training.result(HANG_S)
+        wait_until(lambda: all(map(is_gone, pids)) and not site.processes(victim))
         assert run_gang(client, plain.sum_of_ones, world_size=1) == [1.0]
-    assert wait_until(lambda: not site.job_ids() and not site.processes(), GONE_S), site.processes()
+    wait_until(lambda: not site.job_ids() and not site.processes())

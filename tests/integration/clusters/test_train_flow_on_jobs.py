@@ -1,5 +1,4 @@
-"""A12: train_flow on Slurm and PBS, with the examples of deployments/clusters, through the loss
-of a job."""
+"""A12: train_flow on Slurm and PBS by the examples of deployments/clusters; a job is lost."""
 
 import os
 from concurrent.futures import ThreadPoolExecutor
@@ -12,21 +11,18 @@ from distributed import Client
 
 from prefect_torch_ddp import CheckpointParams, ClusterParams, TrainParams, train_flow
 from tests.integration.clusters.pbs import PbsSite
-from tests.integration.clusters.processes import wait_until
 from tests.integration.clusters.slurm import SlurmSite
 from tests.support.runs import flow_run_id_of, logs_of, task_runs_of
+from tests.support.waiting import wait_until
 from tests.workloads.held import HELD_AT, NUM_STEPS
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.usefixtures("prefect_api")]
 
 EXAMPLES = Path(__file__).parents[3] / "deployments" / "clusters"
-HELD_S = 150.0
-GONE_S = 30.0
 
 
 def example(site: SlurmSite | PbsSite, folder: Path) -> ClusterParams:
-    """Return the example's values with what an operator has to adapt: how many, which
-    interface, where logs go."""
+    """Return the example with what an operator adapts: how many, which interface, where logs."""
     values = yaml.safe_load((EXAMPLES / f"{site.name}.yaml").read_text())
     values["cluster_kwargs"] |= {
         "n_workers": 2,
@@ -39,9 +35,8 @@ def example(site: SlurmSite | PbsSite, folder: Path) -> ClusterParams:
 
 
 def cancel_a_job(site: SlurmSite | PbsSite, folder: Path, *, of_task: bool) -> str:
-    """Wait until both ranks are held, cancel the job whose worker runs the task `train`, or the
-    other one, and return its id."""
-    assert wait_until(lambda: (folder / "0").exists() and (folder / "1").exists(), HELD_S)
+    """Cancel the job whose worker runs the task `train`, or the other one; return its id."""
+    wait_until(lambda: (folder / "0").exists() and (folder / "1").exists())
     words = [word for process in site.processes() for word in process.cmdline()]
     scheduler = next(word for word in words if word.startswith("tcp://"))
     with Client(scheduler, set_as_default=False) as client:
@@ -57,8 +52,7 @@ def cancel_a_job(site: SlurmSite | PbsSite, folder: Path, *, of_task: bool) -> s
 
 
 def test_a_cancelled_job_costs_a_retry(site: SlurmSite | PbsSite, tmp_path: Path) -> None:
-    """A job is cancelled while it trains: another takes its place, the run resumes, and leaves
-    no job or process."""
+    """A job is cancelled while it trains: another takes its place, and the run resumes."""
     pid_folder = tmp_path / "pids"
     pid_folder.mkdir()
     params = TrainParams(
@@ -83,7 +77,7 @@ def test_a_cancelled_job_costs_a_retry(site: SlurmSite | PbsSite, tmp_path: Path
     assert (report.training.attempt, report.training.num_steps) == (2, NUM_STEPS)
     assert 0 < (report.training.resumed_from_step or 0) <= HELD_AT
     assert (report.training.world_size, report.evaluation.num_samples) == (2, 12)
-    assert wait_until(lambda: not site.job_ids() and not site.processes(), GONE_S), site.processes()
+    wait_until(lambda: not site.job_ids() and not site.processes())
     assert not site.processes(cancelled)
     flow_run_id = flow_run_id_of(report.flow_run_url)
     # Where the task's own worker was lost there are two runs of `train`, the first of them
@@ -91,4 +85,4 @@ def test_a_cancelled_job_costs_a_retry(site: SlurmSite | PbsSite, tmp_path: Path
     runs = task_runs_of(flow_run_id)
     assert {runs[name].state_name for name in ("prepare", "evaluate", "publish")} == {"Completed"}
     last = {f"[rank {rank}] step {NUM_STEPS}" for rank in (0, 1)}
-    assert wait_until(lambda: last <= {line.message for line in logs_of(flow_run_id)}, GONE_S)
+    wait_until(lambda: last <= {line.message for line in logs_of(flow_run_id)})

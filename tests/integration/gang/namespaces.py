@@ -1,5 +1,4 @@
-"""Owns hosts imitated by Linux network namespaces: each has its own interfaces, addresses and
-loopback.
+"""Hosts imitated by Linux network namespaces, each with interfaces and loopback of its own.
 
 They have no names: a namespace lives as long as a file descriptor or a process holds it, so
 none outlives the tests, whatever ends them.
@@ -80,8 +79,7 @@ class Host:
 
     @contextlib.contextmanager
     def inside(self) -> Iterator[None]:
-        """Be on this host with this thread, and with the threads and processes that it starts
-        meanwhile."""
+        """Be on this host with this thread, and with what it starts meanwhile."""
         home = _own_namespace()
         try:
             _enter(self._fd)

@@ -1,5 +1,4 @@
-"""The warm fork server: ranks are forked from one helper per Dask worker, and are all the same
-what a fresh process would be."""
+"""The fork server: ranks forked from one helper per Dask worker are what fresh ones would be."""
 
 import contextlib
 import os
@@ -7,7 +6,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,19 +19,38 @@ from prefect_torch_ddp import RankFailedError, run_gang
 from prefect_torch_ddp.errors import ForkServerUnavailableError
 from prefect_torch_ddp.gang.worker.fork_client import ForkServer
 from prefect_torch_ddp.protocol.rank import RankFiles
-from tests.support.waiting import wait_until
+from tests.support.waiting import HANG_S, wait_until
 from tests.workloads import plain
 
-pytestmark = pytest.mark.timeout(120)
+NAME = "ddp-fork-server"
 
 
-def hosts() -> list[psutil.Process]:
+def servers() -> list[psutil.Process]:
     """Return the living fork servers below this process."""
-    return [
-        process
-        for process in psutil.Process().children(recursive=True)
-        if process.name() == "ddp-fork-server"
-    ]
+    children = psutil.Process().children(recursive=True)
+    return [process for process in children if process.name() == NAME]
+
+
+def is_alive(process: psutil.Process) -> bool:
+    """Tell whether a process runs; one that nobody has reaped yet doesn't."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+def alive(pids: Iterable[int]) -> list[int]:
+    """Return those that run."""
+    return [pid for pid in pids if psutil.pid_exists(pid) and is_alive(psutil.Process(pid))]
+
+
+@contextmanager
+def one_worker() -> Iterator[tuple[LocalCluster, Client]]:
+    """Start a cluster of one worker."""
+    with (
+        LocalCluster(n_workers=1, threads_per_worker=1, dashboard_address=":0") as cluster,
+        Client(cluster) as client,
+    ):
+        yield cluster, client
 
 
 def look_around() -> dict[str, Any]:
@@ -44,8 +63,8 @@ def look_around() -> dict[str, Any]:
     return {
         "parent": psutil.Process().parent().name(),  # type: ignore[union-attr]
         "name": psutil.Process().name(),
+        "arguments": sys.argv[1:],
         "leads_session": os.getsid(0) == os.getpid() == os.getpgid(0),
-        "sockets": sum(fd.is_socket() for fd in Path("/proc/self/fd").iterdir()),
         "random": (random.random(), float(np.random.random()), int(torch.initial_seed())),
         "threads": torch.get_num_threads(),
         "folder": str(Path.cwd()),
@@ -55,50 +74,44 @@ def look_around() -> dict[str, Any]:
 
 
 def test_ranks_are_forked_and_look_fresh(dask_client: Client) -> None:
-    """Own session, own random state, the worker's folder and threads, no file of the host's,
-    CUDA untouched."""
-    zero, one = run_gang(dask_client, look_around, world_size=2, process_group="none")
-    folders = dask_client.run(os.getcwd)
-    for rank, seen in enumerate((zero, one)):
-        assert (seen["parent"], seen["name"]) == ("ddp-fork-server", f"ddp-rank-{rank}")
+    """Own session, own random state, the worker's folder and threads, CUDA untouched."""
+    ranks = run_gang(dask_client, look_around, world_size=2, process_group="none")
+    folders = dask_client.run(os.getcwd).values()
+    for number, seen in enumerate(ranks):
+        assert (seen["parent"], seen["name"]) == (NAME, f"ddp-rank-{number}")
+        assert (seen["arguments"], seen["threads"], seen["cuda"]) == ([], 1, False)
         assert seen["leads_session"]
-        assert not seen["cuda"]
-        assert seen["folder"] in folders.values()
-        assert seen["threads"] == 1
-        assert seen["sockets"] <= (2 if rank == 0 else 1), (
-            "the events' socket, and on rank 0 the store's"
-        )
-    siblings = run_gang(
+        assert seen["folder"] in folders
+    ranks += run_gang(
         dask_client, look_around, world_size=4, ranks_per_worker=2, process_group="none"
     )
     for generator in range(3):
-        assert len({seen["random"][generator] for seen in (zero, one, *siblings)}) == 6
+        assert len({seen["random"][generator] for seen in ranks}) == len(ranks)
 
 
-def test_an_idle_host_loads_what_ddp_imports(dask_client: Client) -> None:
-    """DDP's constructor imports torch._dynamo, for more than a second of each rank: a host does
-    it ahead, when there is time."""
-    run_gang(dask_client, look_around, world_size=2, process_group="none")
-    deadline = time.monotonic() + 60
+def test_exec_launcher_starts_fresh_processes(dask_client: Client) -> None:
+    """`launcher="exec"` is the same contract without the fork server."""
+    ranks = run_gang(dask_client, look_around, world_size=2, launcher="exec")
+    assert NAME not in {seen["parent"] for seen in ranks}
+    assert [seen["arguments"] for seen in ranks] == [[], []]
+    assert run_gang(dask_client, plain.sum_of_ones, world_size=2, launcher="exec") == [2.0, 2.0]
+
+
+def test_an_idle_server_loads_what_ddp_imports(dask_client: Client) -> None:
+    """DDP's constructor imports torch._dynamo for over a second: an idle server does it ahead."""
+    deadline = time.monotonic() + HANG_S
     while not all(
         seen["ddp_is_quick"]
         for seen in run_gang(dask_client, look_around, world_size=2, process_group="none")
     ):
         assert time.monotonic() < deadline
-        time.sleep(3)  # a lull
-
-
-def test_exec_launcher_starts_fresh_processes(dask_client: Client) -> None:
-    """`launcher="exec"` is the same contract without the host."""
-    zero, one = run_gang(dask_client, look_around, world_size=2, launcher="exec")
-    assert "ddp-fork-server" not in (zero["parent"], one["parent"])
-    assert run_gang(dask_client, plain.sum_of_ones, world_size=2, launcher="exec") == [2.0, 2.0]
+        time.sleep(3)  # leaves the servers alone: they load when nobody asks for ranks
 
 
 def test_a_rank_sees_the_users_current_code(
     dask_client: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A module edited between two gangs is read anew, though the host stays warm."""
+    """A module edited between two gangs is read anew, though the fork server stays."""
     monkeypatch.syspath_prepend(str(tmp_path))
     module = tmp_path / "edited_between_gangs.py"
     for answer in (1, 22):
@@ -107,87 +120,66 @@ def test_a_rank_sees_the_users_current_code(
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
-def test_a_killed_host_is_replaced(dask_client: Client, how: signal.Signals) -> None:
-    """The next gang starts a new host where one died."""
+def test_a_killed_server_is_replaced(dask_client: Client, how: signal.Signals) -> None:
+    """The next gang starts a new fork server where one died."""
     run_gang(dask_client, plain.sum_of_ones, world_size=2)
-    old = hosts()
+    old = servers()
     assert old
-    for host in old:
-        host.send_signal(how)
-    wait_until(
-        lambda: not any(host.is_running() and host.status() != psutil.STATUS_ZOMBIE for host in old)
-    )
+    for server in old:
+        server.send_signal(how)
+    wait_until(lambda: not any(map(is_alive, old)))
     assert run_gang(dask_client, plain.sum_of_ones, world_size=2) == [2.0, 2.0]
 
 
 @pytest.mark.parametrize(
     "close",
     [lambda cluster: None, lambda cluster: os.kill(cluster.workers[0].process.pid, signal.SIGKILL)],
+    ids=["closed", "killed"],
 )
-def test_hosts_end_with_their_worker(close: Callable[[LocalCluster], None]) -> None:
-    """A worker that closes, or is killed, takes its host along."""
-    before = set(hosts())
-    with (
-        LocalCluster(n_workers=1, threads_per_worker=1, dashboard_address=":0") as cluster,
-        Client(cluster) as client,
-    ):
+def test_servers_end_with_their_worker(close: Callable[[LocalCluster], None]) -> None:
+    """A worker that closes, or is killed, takes its fork server along."""
+    before = set(servers())
+    with one_worker() as (cluster, client):
         run_gang(client, plain.sum_of_ones, world_size=1)
-        (host,) = set(hosts()) - before
+        (server,) = set(servers()) - before
         close(cluster)
-    wait_until(lambda: not host.is_running())
+    wait_until(lambda: not server.is_running())
 
 
 def open_files(pid: int) -> dict[int, tuple[str, int, int]]:
-    """Return what each open file descriptor of a process is: its kind, and by which numbers the
-    kernel knows the file."""
+    """Return the kind of each open file of a process, and the kernel's numbers for it."""
     found = {}
     for fd in Path(f"/proc/{pid}/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):  # the one that lists them
-            found[int(fd.name)] = (
-                str(fd.readlink()).partition(":")[0],
-                fd.stat().st_dev,
-                fd.stat().st_ino,
-            )
+            kind = str(fd.readlink()).partition(":")[0]
+            found[int(fd.name)] = (kind, fd.stat().st_dev, fd.stat().st_ino)
     return found
 
 
-def test_a_rank_has_no_file_of_its_siblings_or_of_the_host(dask_client: Client) -> None:
-    """Ranks forked one after the other from one host share nothing but /dev/null, and its link
-    is closed in them."""
+def test_a_rank_has_no_file_of_its_siblings_or_of_the_server(dask_client: Client) -> None:
+    """Ranks forked one after the other share nothing but /dev/null."""
 
     def look() -> tuple[dict[int, tuple[str, int, int]], dict[int, tuple[str, int, int]]]:
         return open_files(os.getpid()), open_files(os.getppid())
 
     ranks = run_gang(dask_client, look, world_size=4, ranks_per_worker=2, process_group="none")
-    for rank, (mine, of_host) in enumerate(ranks):
+    for rank, (mine, of_server) in enumerate(ranks):
         assert {0, 1, 2} <= mine.keys()
         kept = {file for file in mine.values() if file[0] != "/dev/null"}
-        assert not kept & set(of_host.values())
+        assert not kept & set(of_server.values())
         for other, (its, _) in enumerate(ranks):
             assert other == rank or not kept & set(its.values()), f"rank {rank} and rank {other}"
-        streams = sorted(
-            kind for fd, (kind, _, _) in mine.items() if fd > 2 and kind in ("pipe", "socket")
-        )
-        assert streams == ["pipe", "socket", *["socket"] * (rank == 0)], (
-            "the control pipe, the events' socket, rank 0's store"
-        )
-
-
-def alive(pids: Sequence[int]) -> list[int]:
-    """Return those that still run."""
-    return [
-        pid
-        for pid in pids
-        if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    ]
+        streams = [kind for fd, (kind, _, _) in mine.items() if fd > 2]
+        # The control pipe, the events' socket, and on rank 0 the store.
+        assert streams.count("pipe") == 1
+        assert streams.count("socket") == (2 if rank == 0 else 1)
 
 
 @pytest.mark.parametrize("context", ["fork", "spawn", "forkserver"])
 def test_dataloader_workers_die_with_their_rank(
     dask_client: Client, tmp_path: Path, context: str
 ) -> None:
-    """A rank that is killed while its DataLoader works takes the loader's workers along,
-    however they were started."""
+    """A rank killed while its DataLoader works takes the loader's workers along."""
 
     def load_and_die(folder: str) -> None:
         from torch.utils.data import DataLoader
@@ -209,77 +201,67 @@ def test_dataloader_workers_die_with_their_rank(
     wait_until(lambda: not alive(pids))
 
 
-def test_daemons_of_a_rank_end_with_its_gang(dask_client: Client, tmp_path: Path) -> None:
-    """What a rank started in sessions of their own, some steps away, is gone when the caller
-    hears that the gang is over."""
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_a_rank_started_ends_with_its_gang(
+    dask_client: Client, tmp_path: Path, *, fails: bool
+) -> None:
+    """In its own session, and in others some steps away: gone when the caller hears the end."""
 
-    def start_daemons(folder: str, *, fail: bool) -> None:
+    def start_processes(folder: str, *, fails: bool) -> None:
         # A session of its own, in it a shell that starts a further session and ends: that one
-        # is nobody's child but the host's.
-        script = 'echo $$ >> "$0"; setsid sh -c \'echo $$ >> "$0"; exec sleep 600\' "$0" & setsid sleep 600 & sleep 600'
-        pids = Path(folder, "daemons")
+        # is nobody's child but the fork server's.
+        shell = 'echo $$ >> "$0"; setsid sh -c \'echo $$ >> "$0"; exec sleep 600\' "$0"'
+        script = f"{shell} & setsid sleep 600 & sleep 600"
+        pids = Path(folder, "pids")
         subprocess.Popen(
             ["setsid", "sh", "-c", script, str(pids)],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
+        child = subprocess.Popen(["sleep", "600"])
         wait_until(lambda: pids.exists() and len(pids.read_text().split()) == 2)
-        if fail:
+        with pids.open("a") as file:
+            file.write(f"{child.pid}\n")
+        if fails:
             msg = "told to fail"
             raise ValueError(msg)
 
-    for fail in (False, True):
-        folder = tmp_path / str(fail)
-        folder.mkdir()
-        if fail:
-            with pytest.raises(RankFailedError, match="told to fail"):
-                run_gang(
-                    dask_client,
-                    start_daemons,
-                    args=(str(folder),),
-                    kwargs={"fail": fail},
-                    world_size=1,
-                )
-        else:
-            run_gang(
-                dask_client, start_daemons, args=(str(folder),), kwargs={"fail": fail}, world_size=1
-            )
-        assert not alive([int(pid) for pid in (folder / "daemons").read_text().split()])
-        assert not [
-            process
-            for process in psutil.Process().children(recursive=True)
-            if process.name() == "sleep"
-        ]
+    with (
+        pytest.raises(RankFailedError, match="told to fail") if fails else contextlib.nullcontext()
+    ):
+        run_gang(
+            dask_client,
+            start_processes,
+            args=(str(tmp_path),),
+            kwargs={"fails": fails},
+            world_size=1,
+        )
+    assert not alive(int(pid) for pid in (tmp_path / "pids").read_text().split())
+    below = psutil.Process().children(recursive=True)
+    assert not [process for process in below if process.name() == "sleep"]
 
 
-def test_a_stopped_host_costs_seconds_and_is_replaced() -> None:
-    """A gang whose host was stopped gets fresh processes; a host that stops under its rank
-    doesn't hide how that ended."""
+def test_a_stopped_server_costs_seconds_and_is_replaced() -> None:
+    """A gang gets fresh processes then; a server stopped under its rank hides no exit code."""
 
-    def stop_the_host_and_leave() -> None:
+    def stop_the_server_and_leave() -> None:
         os.kill(os.getppid(), signal.SIGSTOP)
         os._exit(3)
 
-    before = set(hosts())
-    with (
-        LocalCluster(n_workers=1, threads_per_worker=1, dashboard_address=":0") as cluster,
-        Client(cluster) as client,
-    ):
+    before = set(servers())
+    with one_worker() as (_, client):
         assert run_gang(client, plain.sum_of_ones, world_size=1) == [1.0]
-        (stopped,) = set(hosts()) - before
+        (stopped,) = set(servers()) - before
         stopped.suspend()
-        parent = run_gang(client, look_around, world_size=1)[0]["parent"]
-        assert parent != "ddp-fork-server"
+        assert run_gang(client, look_around, world_size=1)[0]["parent"] != NAME
         wait_until(lambda: not stopped.is_running())
         with pytest.raises(RankFailedError, match="exit code 3"):
-            run_gang(client, stop_the_host_and_leave, world_size=1)
-        assert run_gang(client, look_around, world_size=1)[0]["parent"] == "ddp-fork-server", (
-            "a new one"
-        )
+            run_gang(client, stop_the_server_and_leave, world_size=1)
+        assert run_gang(client, look_around, world_size=1)[0]["parent"] == NAME
 
 
 def test_each_fork_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A host that got a second thread after it was ready refuses to fork, and says why."""
+    """A server that got a second thread after it was ready refuses to fork, and says why."""
     (tmp_path / "sitecustomize.py").write_text(
         "import signal, threading\n"
         "def start(*_):\n"
@@ -287,40 +269,39 @@ def test_each_fork_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         "signal.signal(signal.SIGUSR1, start)\n"
     )
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *filter(None, sys.path)]))
-    host = ForkServer()
-    try:
-        host.wait_until_ready()
-        os.kill(host.pid, signal.SIGUSR1)
-        wait_until(lambda: psutil.Process(host.pid).num_threads() == 2)
-        with Path(os.devnull).open("r+b") as nothing:
-            fd = nothing.fileno()
-            with pytest.raises(ForkServerUnavailableError, match="it runs 2 threads"):
-                host.fork(
-                    RankFiles(
-                        launch=fd,
-                        events=fd,
-                        outcome=fd,
-                        control=fd,
-                        heartbeat=fd,
-                        stdout=fd,
-                        stderr=fd,
-                    )
-                )
-        assert host.is_alive
-    finally:
-        host.close()
+    server = ForkServer()
+    with contextlib.closing(server), Path(os.devnull).open("r+b") as nothing:
+        server.wait_until_ready()
+        os.kill(server.pid, signal.SIGUSR1)
+        wait_until(lambda: psutil.Process(server.pid).num_threads() == 2)
+        with pytest.raises(ForkServerUnavailableError, match="it runs 2 threads"):
+            server.fork(RankFiles(*[nothing.fileno()] * 7))
+        assert server.is_alive
 
 
-def test_nested_processes_die_with_their_rank(dask_client: Client, tmp_path: Path) -> None:
-    """What a rank started in its session is gone when its gang is."""
+def test_a_system_without_pidfd_open_starts_fresh_processes(tmp_path: Path) -> None:
+    """On an old kernel or in a sandbox gangs run, fail and end as elsewhere, without forks."""
 
-    def start_and_fail(folder: str) -> None:
-        child = subprocess.Popen(["sleep", "600"])
-        Path(folder, os.environ["RANK"]).write_text(str(child.pid))
-        msg = "told to fail"
-        raise ValueError(msg)
+    def forbid() -> None:
+        from prefect_torch_ddp.gang.worker.child import has_pidfd
 
-    with pytest.raises(Exception, match="told to fail"):
-        run_gang(dask_client, start_and_fail, args=(str(tmp_path),), world_size=1)
-    pid = int((tmp_path / "0").read_text())
-    wait_until(lambda: not alive([pid]))
+        def refuse(_pid: int) -> int:
+            raise PermissionError(1, "Operation not permitted")
+
+        os.pidfd_open = refuse
+        has_pidfd.cache_clear()
+
+    def sleep_or_die(folder: str) -> None:
+        if os.environ["RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGKILL)
+        Path(folder, "pid").write_text(str(os.getpid()))
+        time.sleep(600)
+
+    with one_worker() as (_, client):
+        client.run(forbid)
+        ranks = run_gang(client, look_around, world_size=2, ranks_per_worker=2)
+        assert NAME not in {seen["parent"] for seen in ranks}
+        with pytest.raises(RankFailedError, match="SIGKILL"):
+            run_gang(client, sleep_or_die, args=(str(tmp_path),), world_size=2, ranks_per_worker=2)
+        pids = [int(path.read_text()) for path in tmp_path.glob("pid")]
+        assert not alive(pids)

@@ -1,9 +1,8 @@
-"""Several hosts for real: network namespaces with addresses of their own, Dask processes in
-them, a gang across them.
+"""Several hosts for real: network namespaces, Dask processes in them, a gang across them.
 
-hosts alpha, beta:  mgmt 192.168.71.x (alpha and beta don't reach each other there)  data
-10.71.0.x, 10.72.0.x and fd71::x hosts gamma, delta: v6 fd72::x and nothing else, not even
-127.0.0.1 host head:          on all three; the scheduler and the caller are there
+alpha, beta: mgmt 192.168.71.x, without a way to each other; data 10.71.0.x, 10.72.0.x, fd71::x
+gamma, delta: v6 fd72::x and nothing else, not even 127.0.0.1
+head: on all three networks; the scheduler and the caller are there
 """
 
 import contextlib
@@ -128,8 +127,7 @@ def client(hosts: dict[str, Host], cluster: str) -> Iterator[Client]:
 
 
 def test_ranks_of_a_host_are_contiguous_and_talk_by_dasks_network(client: Client) -> None:
-    """A6: two hosts with two workers each: local and group ranks, the sum, and no connection on
-    loopback or mgmt."""
+    """A6: two hosts with two workers each; no connection is on loopback or mgmt."""
     ranks = run_gang(client, whereabouts, world_size=4, resources={"data": 1})
     assert [rank["sum"] for rank in ranks] == [16.0] * 4
     for number, rank in enumerate(ranks):
@@ -152,8 +150,7 @@ def test_ranks_of_a_host_are_contiguous_and_talk_by_dasks_network(client: Client
 
 
 def test_a_script_style_function_meets_across_hosts(client: Client) -> None:
-    """`process_group="user"` across hosts: rank 0 listens itself, gloo takes Dask's interface
-    all the same."""
+    """`process_group="user"`: rank 0 listens itself, gloo takes Dask's interface all the same."""
     assert (
         run_gang(
             client, plain.torchrun_style, world_size=4, resources={"data": 1}, process_group="user"
@@ -163,8 +160,7 @@ def test_a_script_style_function_meets_across_hosts(client: Client) -> None:
 
 
 def test_the_users_interface_is_kept(client: Client) -> None:
-    """What the user set in a Dask worker's environment stays as it is; what he left is
-    chosen."""
+    """What the user set in a Dask worker's environment stays; what is unset is chosen."""
     workers = [
         address
         for address, worker in client.scheduler_info(-1)["workers"].items()
@@ -197,8 +193,7 @@ def test_the_users_interface_is_kept(client: Client) -> None:
 def test_the_callers_network_where_dasks_wont_do(
     client: Client, interface: str, expected: list[str]
 ) -> None:
-    """Workers that Dask knows by a network on which they don't reach each other train by the
-    one that is named."""
+    """Workers that don't reach each other where Dask knows them train by the network named."""
     ranks = run_gang(client, whereabouts, world_size=2, resources={"mgmt": 1}, interface=interface)
     assert [rank["sum"] for rank in ranks] == [4.0, 4.0]
     assert [rank["env"]["MASTER_ADDR"] for rank in ranks] == [expected[0]] * 2

@@ -1,8 +1,6 @@
-"""A storage that takes requests and never answers: a failure is told first, and a training goes
-on."""
+"""A storage that never answers: the user's failure comes first, and a training goes on."""
 
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -23,6 +21,7 @@ from prefect_torch_ddp.records.metrics import read_records
 from prefect_torch_ddp.storage.s3.storage import S3Storage
 from prefect_torch_ddp.tasks.run import RunAttemptLog
 from tests.integration.s3_server import Exchange, Fault, S3Server, Wire, open_s3_server  # noqa: F401 - a fixture
+from tests.support.waiting import HANG_S, wait_until
 from tests.workloads import silenced
 
 pytestmark = pytest.mark.timeout(240)
@@ -30,8 +29,7 @@ pytestmark = pytest.mark.timeout(240)
 
 @contextmanager
 def silenced_by(folder: Path, server: S3Server, **changes: Any) -> Iterator[S3Storage]:
-    """Give a storage that answers nothing while there is a file `silent`, and leaves one that
-    says that it was asked."""
+    """Give a storage that is silent while a file `silent` exists, and makes `asked` if asked."""
     over = threading.Event()
 
     def say_nothing(_handler: BaseHTTPRequestHandler, _exchange: Exchange) -> None:
@@ -48,14 +46,10 @@ def silenced_by(folder: Path, server: S3Server, **changes: Any) -> Iterator[S3St
             yield replace(server.storage(), endpoint_url=wire.endpoint_url, **changes)
         finally:
             over.set()
-    deadline_s = time.monotonic() + 60
-    while left := [
-        thread
-        for thread in threading.enumerate()
-        if thread not in before and "time budget" in thread.name
-    ]:
-        left[0].join(max(0.0, deadline_s - time.monotonic()))
-        assert time.monotonic() < deadline_s
+    for thread in threading.enumerate():
+        if thread not in before and "time budget" in thread.name:
+            thread.join(HANG_S)
+            assert not thread.is_alive()
 
 
 def run(
@@ -87,8 +81,7 @@ def test_the_error_comes_first(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """While a checkpoint and records wait for a storage that its client gives up after minutes:
-    the user's own error."""
+    """While checkpoint and records wait for a storage that its client gives up after minutes."""
     monkeypatch.setattr(budget, "LIMIT_S", 5.0)
     monkeypatch.setattr(budget, "QUIET_S", 1.0)
     events: list[GangEvent] = []
@@ -116,19 +109,17 @@ def test_a_training_goes_on_beside_a_silent_storage(
     open_s3_server: S3Server,
     tmp_path: Path,
 ) -> None:
-    """The save that hangs holds up no step and is given up with a warning that names the
-    object; the next one works."""
+    """The save that hangs holds up no step; a warning names its object; the next one works."""
     events: list[GangEvent] = []
     failures: list[BaseException] = []
 
     def speak_again() -> None:
         try:
-            deadline_s = time.monotonic() + 120
-            while not (tmp_path / "on").exists() or "no checkpoint of step 4" not in texts(
-                list(events)
-            ):
-                assert time.monotonic() < deadline_s, texts(list(events))
-                time.sleep(0.02)
+            wait_until(
+                lambda: (
+                    (tmp_path / "on").exists() and "no checkpoint of step 4" in texts(list(events))
+                )
+            )
             (tmp_path / "silent").unlink()
         except BaseException as error:  # noqa: BLE001 - the test shall show it
             failures.append(error)

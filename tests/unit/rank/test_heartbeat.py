@@ -1,10 +1,5 @@
-"""The page in which a rank leaves its heartbeat: what it marks is what its agent reads, and its
-stack comes with the lock held."""
+"""The page in which a rank leaves its heartbeat: what it marks is what its agent reads."""
 
-import subprocess
-import sys
-import time
-from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -15,7 +10,7 @@ from torch.utils.data import TensorDataset
 
 from prefect_torch_ddp import RankContext
 from prefect_torch_ddp.gang.worker.rank_io import HeartbeatPage
-from prefect_torch_ddp.protocol.heartbeat import LOOK_SIGNAL, PAGE_BYTES, Heartbeat, Phase
+from prefect_torch_ddp.protocol.heartbeat import PAGE_BYTES, Heartbeat, Phase
 from prefect_torch_ddp.rank.config import RankConfig, RankInfo
 from prefect_torch_ddp.rank.heartbeat import HeartbeatWriter
 from prefect_torch_ddp.rank.link import Link
@@ -29,7 +24,7 @@ def test_an_untouched_page_is_of_a_rank_that_cant_be_asked() -> None:
         assert page.read() == Heartbeat(phase=Phase.NONE)
 
 
-def test_the_seat_reads_what_the_loop_marks(tmp_path: Path) -> None:
+def test_the_agent_reads_what_the_loop_marks(tmp_path: Path) -> None:
     """Every phase of a small training, its steps and epochs, in order, as an agent sees them
     while they last."""
     page = bytearray(PAGE_BYTES)
@@ -83,61 +78,19 @@ def test_collectives_count_as_progress() -> None:
     """A beat notes the collectives begun on the default group; a beat without a new one moves
     nothing."""
     page = bytearray(PAGE_BYTES)
-    board = HeartbeatWriter(page)
-    board.beat()
+    writer = HeartbeatWriter(page)
+    writer.beat()
     assert Heartbeat.from_page(bytes(page)) == Heartbeat()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         dist.all_reduce(torch.ones(1))
-        board.beat()
+        writer.beat()
         first = Heartbeat.from_page(bytes(page))
         assert (first.seq > 0, first.moved_ns > 0, first.armed) == (True, True, False)
-        board.beat()
+        writer.beat()
         assert Heartbeat.from_page(bytes(page)) == first
         dist.barrier()
-        board.beat()
+        writer.beat()
         assert Heartbeat.from_page(bytes(page)).seq > first.seq
     finally:
         dist.destroy_process_group()
-
-
-HOLDS_THE_LOCK = """
-import ctypes, os, sys
-from prefect_torch_ddp.rank.heartbeat import HeartbeatWriter
-
-def hold_the_lock():
-    ctypes.PyDLL(None).read(os.pipe()[0], ctypes.create_string_buffer(1), 1)
-
-HeartbeatWriter.shared(int(sys.argv[1]))
-hold_the_lock()
-"""
-
-
-def test_the_stack_of_a_process_that_holds_the_interpreters_lock() -> None:
-    """LOOK_SIGNAL writes all stacks while C code keeps Python from running, and the process
-    lives on."""
-    with closing(HeartbeatPage()) as page:
-        fd = page.fileno()
-        with subprocess.Popen(
-            [sys.executable, "-c", HOLDS_THE_LOCK, str(fd)], pass_fds=[fd]
-        ) as process:
-            try:
-                wait_for(lambda: page.read().phase is Phase.STARTING)
-                wait_for(lambda: "hold_the_lock" in ask(process, page))
-                assert process.poll() is None
-            finally:
-                process.kill()
-
-
-def ask(process: "subprocess.Popen[bytes]", page: HeartbeatPage) -> str:
-    """Ask for stacks and return all that came so far."""
-    process.send_signal(LOOK_SIGNAL)
-    return page.stacks(PAGE_BYTES)
-
-
-def wait_for(true: Callable[[], bool], timeout_s: float = 30.0) -> None:
-    """Wait for a condition."""
-    deadline = time.monotonic() + timeout_s
-    while not true():
-        assert time.monotonic() < deadline, "the condition did not come true in time"
-        time.sleep(0.05)

@@ -1,4 +1,4 @@
-"""Output becomes lines however it is chunked."""
+"""What a rank prints becomes lines, however it is chunked."""
 
 from hypothesis import given
 from hypothesis import strategies as st

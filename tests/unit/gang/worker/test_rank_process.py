@@ -11,21 +11,20 @@ from prefect_torch_ddp.gang.worker.rank_process import oom_kills, words_of_death
 EVENTS = "low 0\nhigh 0\nmax 31\noom 2\noom_kill 3\noom_group_kill 0\n"
 
 
+KILLED = "was killed by SIGKILL (9) before its function returned"
+MEMORY = (
+    "probably for want of memory: the kernel's OOM killer reports 1 kill in this Dask worker's "
+    "control group since the rank started"
+)
+
+
 @pytest.mark.parametrize(
     ("status", "kills", "words"),
     [
         (3, 0, "left with exit code 3 before its function returned"),
         (-11, 0, "was killed by SIGSEGV (11) before its function returned"),
-        (-9, 0, "was killed by SIGKILL (9) before its function returned"),
-        (
-            -9,
-            1,
-            (
-                "was killed by SIGKILL (9) before its function returned, probably for want of memory: "
-                "the kernel's OOM killer reports 1 kill in this Dask worker's control group since the "
-                "rank started"
-            ),
-        ),
+        (-9, 0, KILLED),
+        (-9, 1, f"{KILLED}, {MEMORY}"),
     ],
 )
 def test_words_of_death(status: int, kills: int, words: str) -> None:
