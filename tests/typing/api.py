@@ -49,6 +49,7 @@ def refused(ctx: RankContext) -> None:
     bare(1)  # type: ignore[call-overload]
     ddp_task(world_size="two")  # type: ignore[call-overload]
     ddp_task(backend="mpi")  # type: ignore[call-overload]
+    ddp_task(retrys=1)  # type: ignore[call-overload]
 
 
 @ddp_task(world_size=2)  # type: ignore[arg-type]
@@ -60,7 +61,10 @@ def without_rank(lr: float) -> float:
 def level_1(client: Client) -> None:
     """Get a list, one value for each rank."""
     assert_type(run_gang(client, max, args=(1, 2), world_size=2), list[Any])
+    run_gang(client, max, resources={"GPU": 1}, interface="ib0", max_restarts=1)
     run_gang(client, 3)  # type: ignore[arg-type]
+    run_gang(client, max, backend="mpi")  # type: ignore[arg-type]
+    run_gang(client, max, backnd="gloo")  # type: ignore[call-arg]
     run_gang(client, max, process_group="mine")  # type: ignore[arg-type]
 
 
@@ -70,5 +74,6 @@ def level_3() -> None:
     assert_type(train_flow(), TrainReport)
     assert_type(train_flow(TrainParams()).evaluation.accuracy, float | None)
     train_flow("flows.digits")  # type: ignore[call-overload]
+    TrainParams(resources={"GPU": 1}, interface="ib0")
     TrainParams(worldsize=2)  # type: ignore[call-arg]
     TrainParams().seed = 1  # type: ignore[misc]
