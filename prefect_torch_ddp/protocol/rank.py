@@ -1,10 +1,11 @@
-"""What a rank process is started with, and the orders that its agent sends it."""
+"""What a rank process is started with, by fork or not, and the orders that its agent sends it."""
 
+import json
 import os
 import pickle
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from enum import Enum
-from typing import IO, Literal
+from typing import IO, Literal, Self
 
 ProcessGroupMode = Literal["default", "user", "none"]
 Backend = Literal["auto", "gloo", "nccl"]
@@ -121,3 +122,38 @@ class RankOrder(Enum):
     """Stop the training at the next step that all ranks agree on."""
     LEAVE = b"L"
     """All ranks have returned: end the process."""
+
+
+class _Message:
+    def encode(self) -> bytes:
+        """Return it as one packet."""
+        return json.dumps(asdict(self)).encode()  # type: ignore[call-overload]  # a dataclass
+
+    @classmethod
+    def decode(cls, packet: bytes) -> Self:
+        """Read a packet."""
+        return cls(**json.loads(packet))
+
+
+@dataclass(frozen=True)
+class ForkServerOrder(_Message):
+    """A Dask worker's order to its fork server.
+
+    The file descriptors of a fork, `RankFiles.sent()`, come along by SCM_RIGHTS.
+    """
+
+    op: Literal["fork", "reap"]
+    pid: int = 0
+    """Whom to reap."""
+
+
+@dataclass(frozen=True)
+class ForkServerAnswer(_Message):
+    """The fork server's answer to an order, and its first word when it is ready."""
+
+    pid: int = 0
+    """The rank that was forked; 0 where none was."""
+    status: int = 0
+    """How a reaped rank ended: its exit code, or the negated number of the signal."""
+    unfit: str | None = None
+    """Why forking is not safe; None where it is."""

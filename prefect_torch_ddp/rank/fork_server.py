@@ -21,8 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from prefect_torch_ddp.protocol.fork_server import ForkServerAnswer, ForkServerOrder
-from prefect_torch_ddp.protocol.rank import LaunchPage, RankFiles
+from prefect_torch_ddp.protocol.rank import ForkServerAnswer, ForkServerOrder, LaunchPage, RankFiles
 from prefect_torch_ddp.rank.main import adopt_orphans, name_process, run_rank
 
 MAX_FDS = 8

@@ -19,8 +19,7 @@ from distributed import Worker, WorkerPlugin
 from prefect_torch_ddp.errors import ForkServerUnavailableError, ForkServerUnfitError
 from prefect_torch_ddp.gang.worker.child import Child, has_pidfd
 from prefect_torch_ddp.gang.worker.slots import SLOTS
-from prefect_torch_ddp.protocol.fork_server import ForkServerAnswer, ForkServerOrder
-from prefect_torch_ddp.protocol.rank import RankFiles
+from prefect_torch_ddp.protocol.rank import ForkServerAnswer, ForkServerOrder, RankFiles
 
 logger = logging.getLogger(__name__)
 
