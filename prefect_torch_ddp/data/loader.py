@@ -43,7 +43,7 @@ class RankLoader:
     the batch an epoch is resumed at (a dataset with `__getitems__` is seeded once per fetched
     batch, by its first index: the same at the same world size). With `num_workers=0` the
     dataset draws from the rank's own global generators, in order: a resumed training reproduces
-    it when their state is restored, as checkpoints do.
+    it when their state is restored, as checkpoints do. No worker starts before it is iterated.
 
     Args:
         dataset: has `__len__` and `__getitem__`; or gives shards, see `data.shards.Sharded`.
@@ -82,7 +82,6 @@ class RankLoader:
         seed_samples: SeedSamples = True,
         **dataloader_kwargs: Any,
     ) -> None:
-        """Make the loader; no worker starts before it is iterated."""
         if not 0 <= rank < world_size:
             sizes = f"rank is {rank} and world_size is {world_size}"
             msg = f"{sizes}; ranks count from 0 to world_size - 1"
@@ -91,8 +90,7 @@ class RankLoader:
         self.dataset = dataset
         self.rank = rank
         self.world_size = world_size
-        self.epoch = 0
-        """The epoch whose order `iter(loader)` takes."""
+        self.epoch = 0  # whose order `iter(loader)` takes
         self._keeps_ids = keep_ids
         self._shares = RankShares.of_rank(rank, world_size, virtual_ranks)
         _check_choices(dataset, seed_samples, is_virtual=self._shares.is_virtual)
@@ -105,19 +103,19 @@ class RankLoader:
                 shuffle = False  # of positions, not ids: the order is the reader's
             num_samples = len(fetched)
         else:
-            by_index = cast("Dataset[Any]", dataset)
-            num_samples = _num_samples(by_index)
+            num_samples = _num_samples(dataset)
             # Alone, a rank has nobody whose gradients make its stand-in's count for nothing.
-            stands_in = may_skip(dataset) and world_size > 1
-            seeds_here = self._shares.is_virtual
             fetched = SeededDataset(
-                by_index, seed, seed_samples, seeds_here=seeds_here, stands_in=stands_in
+                cast("Dataset[Any]", dataset),
+                seed,
+                seed_samples,
+                seeds_here=self._shares.is_virtual,
+                stands_in=may_skip(dataset) and world_size > 1,
             )
         self.batches = GlobalBatches(num_samples, global_batch_size, seed, shuffle, drop_last)
         self.order = f"{num_samples} samples in {order}"
         """Describes the order that the global batches are cut from; equal words, equal orders."""
-        looks_ahead = seeded_fetch(dataset) is not None
-        num_workers = dataloader_kwargs.get("num_workers", 0) if looks_ahead else None
+        num_workers = dataloader_kwargs.get("num_workers", 0) if seeded_fetch(dataset) else None
         self._sampler = ShareSampler(self.batches, self._shares, num_workers)
         self._generator = torch.Generator(device="cpu")
         collate = dataloader_kwargs.pop("collate_fn", None) or default_collate
@@ -244,7 +242,7 @@ def _is_sharded(dataset: object) -> TypeGuard[Sharded]:
     return isinstance(dataset, Sharded) and (isinstance(dataset, IterableDataset) or not has_items)
 
 
-def _num_samples(dataset: Dataset[Any]) -> int:
+def _num_samples(dataset: object) -> int:
     name = type(dataset).__name__
     if isinstance(dataset, IterableDataset):
         msg = (

@@ -57,11 +57,9 @@ class LookAhead(Sampler[list[int]]):
         self.depth = depth
 
     def __iter__(self) -> Iterator[list[int]]:
-        """Yield the batches of one epoch."""
         return with_following(self.batch_sampler, ahead_of, max(self.num_workers, 1), self.depth)
 
     def __len__(self) -> int:
-        """Return the batches of an epoch."""
         return len(self.batch_sampler)  # type: ignore[arg-type]  # what has none fails as it does without us
 
     def __getattr__(self, name: str) -> Any:

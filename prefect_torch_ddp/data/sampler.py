@@ -197,11 +197,9 @@ class ShareSampler(Sampler[BatchKeys]):
         self._num_workers = num_workers
 
     def __len__(self) -> int:
-        """Return the global batches of an epoch."""
         return self.batches.num_batches
 
     def __iter__(self) -> Iterator[BatchKeys]:
-        """Yield the planned pass."""
         # The plan is read now: a pass under way keeps its own when the next one is planned.
         keys = self._keys(*self.plan)
         if self._num_workers is None:
@@ -238,15 +236,14 @@ class VirtualShare:
 
 
 class VirtualShares:
-    """A rank's batch under elastic determinism; any use but by `ctx.micro_batches` is an error."""
+    """A rank's batch under elastic determinism; any use but by `ctx.micro_batches` is an error.
+
+    Args:
+        shares: those of this rank's virtual ranks that have samples; else one stand-in.
+        num_global: samples of the global batch.
+    """
 
     def __init__(self, shares: tuple[VirtualShare, ...], num_global: int) -> None:
-        """Keep them.
-
-        Args:
-            shares: those of this rank's virtual ranks that have samples; else one stand-in.
-            num_global: samples of the global batch.
-        """
         self.shares = shares
         self.num_global = num_global
 

@@ -76,7 +76,6 @@ class ShardReader(Dataset[Any]):
         self._cursor: _Cursor | None = None
 
     def __len__(self) -> int:
-        """Return the samples of all shards."""
         return self._first_ids[-1]
 
     def __getitems__(self, keys: BatchKeys) -> Tagged:

@@ -18,16 +18,13 @@ class TextColumn:
     """Texts one behind the other in one block of memory, which forks share."""
 
     def __init__(self) -> None:
-        """Begin with none."""
         self.block = bytearray()
         self.ends = array("Q", [0])
 
     def __len__(self) -> int:
-        """Return the number of texts."""
         return len(self.ends) - 1
 
     def __getitem__(self, index: int) -> str:
-        """Return a text; the index counts from 0."""
         return self.encoded(index).decode("utf-8", "surrogateescape")
 
     def encoded(self, index: int) -> bytes:
@@ -46,12 +43,10 @@ class TextColumn:
         self.ends.extend([end + shift for end in other.ends[1:]])
 
     def __getstate__(self) -> tuple[bytes, bytes]:
-        """Pickle small."""
         lengths = array("I", (self.ends[i + 1] - self.ends[i] for i in range(len(self))))
         return zlib.compress(self.block, 1), zlib.compress(lengths, 1)
 
     def __setstate__(self, state: tuple[bytes, bytes]) -> None:
-        """Unpickle."""
         block, lengths = state
         self.block = bytearray(zlib.decompress(block))
         self.ends = array("Q", [0])
@@ -63,21 +58,17 @@ class ObjectColumns:
     """Listed objects, in the order in which they were added."""
 
     def __init__(self, objects: Iterable[ListedObject] = ()) -> None:
-        """Take them."""
         self.keys, self.sizes, self.etags = TextColumn(), array("Q"), TextColumn()
         for item in objects:
             self.append(item)
 
     def __len__(self) -> int:
-        """Return their number."""
         return len(self.sizes)
 
     def __getitem__(self, index: int) -> ListedObject:
-        """Return one; the index counts from 0."""
         return ListedObject(self.keys[index], self.sizes[index], self.etags[index])
 
     def __iter__(self) -> Iterator[ListedObject]:
-        """Yield all."""
         return map(self.__getitem__, range(len(self)))
 
     def append(self, item: ListedObject) -> None:
@@ -98,11 +89,9 @@ class ObjectColumns:
         return ObjectColumns(map(self.__getitem__, order))
 
     def __getstate__(self) -> tuple[TextColumn, bytes, TextColumn]:
-        """Pickle small."""
         return self.keys, zlib.compress(self.sizes.tobytes(), 1), self.etags
 
     def __setstate__(self, state: tuple[TextColumn, bytes, TextColumn]) -> None:
-        """Unpickle."""
         self.keys, sizes, self.etags = state
         self.sizes = array("Q", zlib.decompress(sizes))
 

@@ -48,6 +48,30 @@ class S3ImageFolder(VisionDataset):  # type: ignore[misc]  # torchvision has no 
     sees to that, for a DataLoader of your own `data.LookAhead` does. Each object is one
     request, tried again as the storage says, and compared with what was listed. The dataset may
     be used before and after any fork, and sent to other processes. It reads local folders too.
+
+    Args:
+        uri: `s3://bucket/prefix`, a folder, or a storage; with `storage`, a path in that.
+        transform: of an image, after it was decoded.
+        target_transform: of a class number.
+        storage: what to read from, with its credentials; None: AWS's own chain finds them.
+        anonymous: whether requests aren't signed, as for public data.
+        endpoint_url: of a store other than AWS.
+        region: of the bucket.
+        cache: folder on a local disk that keeps what was read; for another limit than 50
+            GiB, give a `CachedReads` as uri.
+        index: folder that `write_index` wrote to, so that nothing is listed.
+        on_error: what a corrupt, vanished or changed image is: an error that names it; or
+            "skip": it is left out of its batch, which is smaller by it, with a warning that
+            counts.
+        loader: decodes; gets an open binary file, where torchvision's gets a path.
+        is_valid_file: tells from a key whether it is an image; None: by its extension.
+        allow_empty: whether a class may have no image.
+
+    Raises:
+        InvalidParamsError: the arguments don't fit together, or the index is another
+            dataset's.
+        NoImagesError: there is no class folder, or one without images.
+        StorageError: the images can't be listed.
     """
 
     extensions = EXTENSIONS
@@ -69,32 +93,6 @@ class S3ImageFolder(VisionDataset):  # type: ignore[misc]  # torchvision has no 
         is_valid_file: Callable[[str], bool] | None = None,
         allow_empty: bool = False,
     ) -> None:
-        """List the images, or take the list from an index.
-
-        Args:
-            uri: `s3://bucket/prefix`, a folder, or a storage; with `storage`, a path in that.
-            transform: of an image, after it was decoded.
-            target_transform: of a class number.
-            storage: what to read from, with its credentials; None: AWS's own chain finds them.
-            anonymous: whether requests aren't signed, as for public data.
-            endpoint_url: of a store other than AWS.
-            region: of the bucket.
-            cache: folder on a local disk that keeps what was read; for another limit than 50
-                GiB, give a `CachedReads` as uri.
-            index: folder that `write_index` wrote to, so that nothing is listed.
-            on_error: what a corrupt, vanished or changed image is: an error that names it; or
-                "skip": it is left out of its batch, which is smaller by it, with a warning that
-                counts.
-            loader: decodes; gets an open binary file, where torchvision's gets a path.
-            is_valid_file: tells from a key whether it is an image; None: by its extension.
-            allow_empty: whether a class may have no image.
-
-        Raises:
-            InvalidParamsError: the arguments don't fit together, or the index is another
-                dataset's.
-            NoImagesError: there is no class folder, or one without images.
-            StorageError: the images can't be listed.
-        """
         if on_error not in {"raise", "skip"}:
             msg = f"on_error is {on_error!r}; choose raise or skip"
             raise InvalidParamsError(msg)
@@ -137,7 +135,6 @@ class S3ImageFolder(VisionDataset):  # type: ignore[misc]  # torchvision has no 
         return self.on_error == "skip"
 
     def __len__(self) -> int:
-        """Return the number of images."""
         return len(self._targets)
 
     def __getitem__(self, index: int) -> tuple[Any, Any]:

@@ -63,7 +63,6 @@ class ShardIndex:
         self._digests.append(int(sample.digest, 16))
 
     def __len__(self) -> int:
-        """Return the number of samples."""
         return len(self._keys)
 
     def __getitem__(self, number: int) -> PackedSample:
