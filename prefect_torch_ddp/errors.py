@@ -68,6 +68,14 @@ class DamagedObjectError(StorageError):
     """The object's content doesn't match the digest written with it, however often it is read."""
 
 
+class BadAnswerError(PrefectTorchDdpError):
+    """What a storage answered isn't what was asked for; internal, since it is asked again."""
+
+
+class OtherObjectError(BadAnswerError):
+    """Another object came than the one that was listed, by a proxy's mistake perhaps; internal."""
+
+
 class BadKeyError(StorageError, ValueError):
     """A key would leave the storage's root or isn't portable."""
 
