@@ -11,7 +11,7 @@ import pytest
 
 from prefect_torch_ddp.errors import DamagedObjectError, ObjectNotFoundError, StorageError
 from prefect_torch_ddp.storage.s3 import retries as s3_attempts
-from prefect_torch_ddp.storage.s3 import storage as s3
+from prefect_torch_ddp.storage.s3 import transfer
 from prefect_torch_ddp.storage.s3.client import client_of
 from prefect_torch_ddp.storage.s3.storage import S3Storage
 from tests.integration.s3_server import (
@@ -63,8 +63,8 @@ class S3Conformance:
     @pytest.fixture
     def in_small_parts(self, monkeypatch: pytest.MonkeyPatch) -> bytes:
         """Have eleven megabytes be an upload of three parts; give them."""
-        monkeypatch.setattr(s3, "MULTIPART_FROM_BYTES", 6 * 2**20)
-        monkeypatch.setattr(s3, "PART_BYTES", 5 * 2**20)
+        monkeypatch.setattr(transfer, "MULTIPART_FROM_BYTES", 6 * 2**20)
+        monkeypatch.setattr(transfer, "PART_BYTES", 5 * 2**20)
         return hashlib.sha256(b"seed").digest() * (11 * 2**20 // 32)
 
     # ---- Refusals: each names bucket, key and the way out, and shows no secret.
@@ -140,7 +140,7 @@ class S3Conformance:
         wire.faults = [("PUT", elsewhere)] * 2
         message = error_of(over_wire.write, "object", b"x")
         assert (
-            "signed for another region: give the bucket's region, in the block or as AWS_REGION: eu-central-1"
+            "signed for another region: give the bucket's region, in the block or as AWS_DEFAULT_REGION: eu-central-1"
             in message
         )
 

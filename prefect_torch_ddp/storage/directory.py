@@ -1,8 +1,4 @@
-"""Owns a storage below a folder of a file system, local or shared: each object is a file that
-appears whole.
-
-Owns what a person is told when a file system refuses.
-"""
+"""A storage in a folder of a file system, local or shared: an object is a file."""
 
 import errno
 import os
@@ -13,15 +9,17 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
-from typing import BinaryIO, NoReturn, TypeVar
+from typing import BinaryIO, TypeVar
 
-from prefect_torch_ddp.errors import (
-    BadKeyError,
-    InvalidParamsError,
-    ObjectNotFoundError,
-    StorageError,
+from prefect_torch_ddp.errors import BadKeyError, InvalidParamsError, ObjectNotFoundError
+from prefect_torch_ddp.storage.directory_files import (
+    NO_OBJECT,
+    explained,
+    is_local,
+    list_files,
+    read_part,
+    walk,
 )
-from prefect_torch_ddp.storage.directory_objects import is_local, list_files, read_part
 from prefect_torch_ddp.storage.keys import RESERVED_PART, check_key, check_prefix, is_key
 from prefect_torch_ddp.storage.probe import probe
 from prefect_torch_ddp.storage.protocol import Contents, ListedObject, ObjectPart, StoredObject
@@ -29,9 +27,9 @@ from prefect_torch_ddp.storage.protocol import Contents, ListedObject, ObjectPar
 T = TypeVar("T")
 
 STALE_AFTER_S = 24 * 3600.0
+"""Nobody writes a file that long: what is older was left by a killed process."""
 NUM_PLACINGS = 100
 PART_BYTES = 4 * 2**20
-_NO_OBJECT = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 
 
 def absolute_folder(folder: str | Path) -> Path:
@@ -51,11 +49,12 @@ def absolute_folder(folder: str | Path) -> Path:
 class DirectoryStorage:
     """A storage in a folder, made when it is first written to.
 
-    Links are followed inside the root only, and never listed.
+    Links are followed inside the root only, and never listed; `read_many` and `list_objects`, by
+    which datasets read, follow them all.
     """
 
     root: Path
-    """Absolute; `~` is expanded when it is made."""
+    """Absolute; `~` is expanded when the storage is made."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "root", absolute_folder(self.root))
@@ -66,75 +65,63 @@ class DirectoryStorage:
         return str(self.root)
 
     def read(self, key: str) -> bytes:
-        """Return the whole object; raise `ObjectNotFoundError` where there is none."""
+        """See `Storage.read`."""
         with self._opened(key) as file:
             return file.readall()
 
     def read_seen(self, key: str, see: Callable[[memoryview], object]) -> memoryview:
-        """Return the whole object as `read` does, and call `see` with each part, in order,
-        while the disk reads the next.
-        """
+        """See `ShowsContent.read_seen`; the disk reads the next part while `see` looks at one."""
         with self._opened(key) as file:
-            return _read_seen(file, see)
+            content = memoryview(bytearray(os.fstat(file.fileno()).st_size))
+            with suppress(OSError):  # advice that not every file system takes
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
+            arrived = 0
+            while num_read := file.readinto(content[arrived : arrived + PART_BYTES]):
+                see(content[arrived : arrived + num_read])
+                arrived += num_read
+            return content[:arrived]
 
     def open_file(self, key: str) -> BinaryIO | None:
-        """Open the object to map it; None on a file system of another machine, which may take
-        it away under the mapping.
-        """
+        """See `HasFiles.open_file`."""
         with self._opened(key) as file:
-            return (
-                os.fdopen(os.dup(file.fileno()), "rb", buffering=0)
-                if is_local(self._path(key).parent)
-                else None
-            )
+            if not is_local(self._path(key).parent):
+                return None
+            return os.fdopen(os.dup(file.fileno()), "rb", buffering=0)
 
     def write(self, key: str, data: bytes | memoryview) -> None:
-        """Write the whole object, replacing what was there; readers see the old or the new,
-        never a part.
-        """
+        """See `Storage.write`."""
         path = self._path(key)
         with explained("write", path), self._finished_file(data) as temporary:
-            self._place(temporary, path, os.replace)
+            _place(temporary, path, os.replace)
 
     def write_if_absent(self, key: str, data: bytes) -> bool:
-        """Write the object unless one exists; return whether this call wrote it.
-
-        Exactly one of several racing callers wins.
-        """
+        """See `Storage.write_if_absent`."""
         path = self._path(key)
         with explained("write", path), self._finished_file(data) as temporary:
             if path.is_dir():
                 raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-            return self._place(temporary, path, _link)
+            return _place(temporary, path, _link)
 
     def list(self, prefix: str = "") -> Iterator[StoredObject]:
-        """Yield the objects whose key begins with `prefix` (a string prefix), in key order;
-        half-written ones never show.
-        """
-        check_prefix(prefix)
-        return self._walk("", prefix)
+        """See `Storage.list`."""
+        found = walk(self.root, check_prefix(prefix), follows_links=False)
+        return (StoredObject(key, status.st_size) for key, status in found if is_key(key))
 
     def read_many(self, parts: Sequence[ObjectPart]) -> Contents:
-        """Read all parts, one after the other; a failure is that part's value, whose name may
-        be any.
-        """
+        """See `ReadsMany.read_many`; one after the other."""
         return [read_part(self.root, part) for part in parts]
 
     def list_objects(self, prefix: str) -> Iterator[ListedObject]:
-        """Yield every file whose name begins with `prefix` (a string prefix), sorted by name;
-        links are followed.
-        """
+        """See `ReadsMany.list_objects`; links are followed."""
         return list_files(self.root, prefix)
 
     def delete(self, key: str) -> None:
-        """Delete the object, and the folders that it leaves empty; deleting an absent one is no
-        error.
-        """
+        """See `Storage.delete`; the folders that are left empty go too."""
         path = self._path(key)
         with explained("delete", path):
             try:
                 path.unlink()
-            except _NO_OBJECT:
+            except NO_OBJECT:
                 return
         for folder in path.parents:
             if folder == self.root:
@@ -145,11 +132,12 @@ class DirectoryStorage:
                 return
 
     def check_writable(self) -> None:
-        """Write, conditionally write, read and delete a small probe; `StorageError` says what
-        is wrong.
-        """
+        """See `Storage.check_writable`; removes what killed processes left unfinished."""
         probe(self)
-        self._sweep()
+        for path in (self.root / RESERVED_PART).glob("*"):
+            with suppress(OSError):
+                if path.stat().st_mtime < time.time() - STALE_AFTER_S:
+                    path.unlink()
 
     def _path(self, key: str) -> Path:
         path = self.root / check_key(key)
@@ -164,14 +152,17 @@ class DirectoryStorage:
             try:
                 with path.open("rb", buffering=0) as file:
                     yield file
-            except _NO_OBJECT as error:
+            except NO_OBJECT as error:
                 msg = f"there is no {key} in {self.uri}"
                 raise ObjectNotFoundError(msg) from error
 
     def _keep_inside(self, path: Path, key: str) -> None:
         real, root = os.path.realpath(path), os.path.realpath(self.root)
         if os.path.commonpath([real, root]) != root:
-            msg = f"{key} leads out of {self.uri} by a symbolic link, to {real}; remove the link, or move the root"
+            msg = (
+                f"{key} leads out of {self.uri} by a symbolic link, to {real}; "
+                "remove the link, or move the root"
+            )
             raise BadKeyError(msg)
 
     @contextmanager
@@ -181,7 +172,7 @@ class DirectoryStorage:
         folder.mkdir(parents=True, exist_ok=True)
         temporary = folder / uuid.uuid4().hex
         try:
-            with temporary.open("xb") as file:  # not tempfile's: those can't be read by other users
+            with temporary.open("xb") as file:  # tempfile's can't be read by other users
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
@@ -189,73 +180,20 @@ class DirectoryStorage:
         finally:
             temporary.unlink(missing_ok=True)
 
-    def _place(self, temporary: Path, path: Path, place: Callable[[Path, Path], T]) -> T:
-        """Put the file at its place, again where a delete of its neighbour took the empty
-        folder away under it.
-        """
-        for remaining in reversed(range(NUM_PLACINGS)):
-            try:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                placed = place(temporary, path)
-            except (
-                FileNotFoundError,
-                FileExistsError,
-            ):  # the latter is mkdir's, when the folder goes while it looks
-                if not remaining:
-                    raise
-            else:
-                _sync_folder(path.parent)
-                return placed
-        raise AssertionError
 
-    def _walk(self, folder_key: str, prefix: str) -> Iterator[StoredObject]:
-        for name in self._sorted_names(folder_key):
-            key = folder_key + name
-            if key.endswith("/"):
-                is_ours = key != f"{RESERVED_PART}/"
-                if is_ours and (key.startswith(prefix) or prefix.startswith(key)):
-                    yield from self._walk(key, prefix)
-            elif key.startswith(prefix) and is_key(key):
-                try:
-                    num_bytes = (self.root / key).lstat().st_size
-                except FileNotFoundError:  # deleted meanwhile
-                    continue
-                yield StoredObject(key=key, num_bytes=num_bytes)
-
-    def _sorted_names(self, folder_key: str) -> tuple[str, ...]:
-        """Name the files and folders, these with a slash: sorted like that, a walk gives the
-        keys in order.
-        """
-        path = self.root / folder_key
-        names = []
-        with explained("list", path), suppress(*_NO_OBJECT), os.scandir(path) as entries:
-            for entry in entries:
-                if entry.is_dir(follow_symlinks=False):
-                    names.append(f"{entry.name}/")
-                elif entry.is_file(follow_symlinks=False):
-                    names.append(entry.name)
-        return tuple(sorted(names))
-
-    def _sweep(self) -> None:
-        """Remove what killed processes left unfinished, a day later: nobody writes that
-        long.
-        """
-        for path in (self.root / RESERVED_PART).glob("*"):
-            with suppress(OSError):
-                if path.stat().st_mtime < time.time() - STALE_AFTER_S:
-                    path.unlink()
-
-
-def _read_seen(file: FileIO, see: Callable[[memoryview], object]) -> memoryview:
-    num_bytes = os.fstat(file.fileno()).st_size
-    content = memoryview(bytearray(num_bytes))
-    with suppress(OSError):  # advice that not every file system takes
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
-    arrived = 0
-    while num_read := file.readinto(content[arrived : arrived + PART_BYTES]):
-        see(content[arrived : arrived + num_read])
-        arrived += num_read
-    return content[:arrived]
+def _place(temporary: Path, path: Path, place: Callable[[Path, Path], T]) -> T:
+    """Move the file into place, again where a neighbour's delete took the empty folder away."""
+    for remaining in reversed(range(NUM_PLACINGS)):
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            placed = place(temporary, path)
+        except (FileNotFoundError, FileExistsError):  # mkdir raises both, as the folder goes
+            if not remaining:
+                raise
+        else:
+            _sync_folder(path.parent)
+            return placed
+    raise AssertionError
 
 
 def _link(temporary: Path, path: Path) -> bool:
@@ -276,36 +214,3 @@ def _sync_folder(folder: Path) -> None:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
-
-
-_WAYS_OUT = {
-    errno.EACCES: "give this user the right to do so, or choose another storage",
-    errno.EPERM: "give this user the right to do so, or choose another storage",
-    errno.EROFS: "choose a storage that isn't mounted read-only",
-    errno.ENOSPC: "the disk is full: free space there, or choose another storage",
-    errno.EDQUOT: "the quota is used up: free space there, or choose another storage",
-    errno.EFBIG: "the file is larger than the file system or the process's limit (ulimit -f) allows",
-    errno.ENOTDIR: "a file stands where a folder is needed: rename it, or choose another storage",
-    errno.EEXIST: "a file stands where a folder is needed: rename it, or choose another storage",
-    errno.EISDIR: "a folder stands where the file is needed: one name can't be a key and the beginning of other keys too",
-    errno.EXDEV: "another file system is mounted below the storage's root: make that one the storage",
-    errno.EOPNOTSUPP: "this file system has no hard links, by which of several writers one wins: choose another one",
-    errno.ENAMETOOLONG: "choose a storage with a shorter path",
-}
-
-
-@contextmanager
-def explained(verb: str, path: Path) -> Iterator[None]:
-    """Turn what the file system says into a `StorageError` that says what was to be done,
-    where, and what helps.
-    """
-    try:
-        yield
-    except OSError as error:
-        _refuse(verb, path, error)
-
-
-def _refuse(verb: str, path: Path, error: OSError) -> NoReturn:
-    way_out = _WAYS_OUT.get(error.errno or 0, "check the disk, or the mount")
-    msg = f"can't {verb} {path}: {error.strerror or error}; {way_out}"
-    raise StorageError(msg) from error

@@ -1,6 +1,4 @@
-"""Owns the one rule of which names an object may have: those that every storage can hold and
-that can't leave its root.
-"""
+"""Keys: the names that every storage can hold and that can't leave its root."""
 
 import re
 import unicodedata
@@ -9,6 +7,7 @@ from prefect_torch_ddp.errors import BadKeyError
 
 MAX_KEY_BYTES = 900  # S3 allows 1024 for the storage's prefix and the key together
 MAX_PART_BYTES = 255  # the longest file name of common file systems
+MAX_SHOWN = 120
 RESERVED_PART = ".tmp"  # where a directory keeps what isn't whole yet
 
 
@@ -22,28 +21,23 @@ def check_key(key: str) -> str:
 
 
 def check_prefix(prefix: str) -> str:
-    """Return the prefix of a listing as it is, or raise `BadKeyError` when no key can begin
-    with it.
-    """
+    """Return the prefix as it is, or raise `BadKeyError` where no key can begin with it."""
     folder, slash, _ = prefix.rpartition("/")
-    fault = _fault(prefix) if prefix else None
-    if fault is None and slash:
-        fault = _fault_of_parts(folder)
+    fault = _fault(prefix) or (_fault_of_parts(folder) if slash else None)
     if fault is not None:
-        msg = f"{_shown(prefix)} can't be the prefix of a listing: {fault}; write it like folder/ or folder/na"
+        shown = f"{_shown(prefix)} can't be the prefix of a listing"
+        msg = f"{shown}: {fault}; write it like folder/ or folder/na"
         raise BadKeyError(msg)
     return prefix
 
 
 def is_key(name: str) -> bool:
-    """Tell whether a name found in a storage is a key; others, which someone else put there,
-    aren't ours to list.
-    """
+    """Return whether a name is a key; others, which someone else put there, aren't listed."""
     return _fault(name) is None and _fault_of_parts(name) is None
 
 
 def _fault(key: str) -> str | None:
-    """Find what no text of a key, whole or begun, may have."""
+    """Find what neither a key nor the beginning of one may have."""
     if key.startswith("/"):
         return "it is absolute"
     if re.match(r"[A-Za-z]:", key):
@@ -72,4 +66,4 @@ def _fault_of_parts(key: str) -> str | None:
 
 
 def _shown(key: str) -> str:
-    return repr(key) if len(key) <= 120 else f"{key[:120]!r}..."  # noqa: PLR2004 - enough to recognise it by
+    return repr(key) if len(key) <= MAX_SHOWN else f"{key[:MAX_SHOWN]!r}..."

@@ -1,4 +1,4 @@
-"""Owns how a text names a storage: a path, file:// or s3://bucket/prefix."""
+"""How a text names a storage: a path, file:// or s3://bucket/prefix."""
 
 import re
 from dataclasses import replace
@@ -11,7 +11,10 @@ from prefect_torch_ddp.storage.keys import check_key
 from prefect_torch_ddp.storage.protocol import Storage
 from prefect_torch_ddp.storage.s3.storage import S3Storage
 
-WRITE_INSTEAD = "write a directory (/data/runs, ~/runs), s3://bucket/prefix, or a Prefect block such as s3-bucket/name"
+WRITE_INSTEAD = (
+    "write a directory (/data/runs, ~/runs), s3://bucket/prefix, "
+    "or a Prefect block such as s3-bucket/name"
+)
 
 
 def storage_from_uri(uri: str) -> Storage:
@@ -33,38 +36,43 @@ def storage_from_uri(uri: str) -> Storage:
         return _s3(rest[2:])
     if scheme.lower() == "file" and rest.startswith("//"):
         return _local(rest[2:])
-    msg = f"{scheme}: names no storage that is known here; {WRITE_INSTEAD}; a path that begins like that is written ./{scheme}:..."
+    way_out = f"{WRITE_INSTEAD}; a path that begins like that is written ./{scheme}:..."
+    msg = f"{scheme}: names no known storage; {way_out}"
     raise InvalidParamsError(msg)
 
 
 def storage_below(storage: Storage, folder: str) -> Storage:
-    """Return a folder of a storage as a storage of its own.
+    """Return a folder of a directory or of S3 as a storage of its own.
 
     Args:
-        storage: a directory or S3.
+        storage: which.
         folder: a key, without a slash at its end.
 
     Raises:
         BadKeyError: the folder would leave the storage.
-        InvalidParamsError: the storage has no folders that are known here.
+        InvalidParamsError: the storage is of another kind.
     """
     check_key(folder)
     if isinstance(storage, DirectoryStorage):
         return replace(storage, root=storage.root / folder)
     if isinstance(storage, S3Storage):
         return replace(storage, prefix=storage.name_of(folder))
-    msg = f"{type(storage).__name__} has no folders that can be storages by themselves; use a directory or S3"
+    kind = type(storage).__name__
+    msg = f"{kind} has no folders that can be storages by themselves; use a directory or S3"
     raise InvalidParamsError(msg)
 
 
 def _s3(rest: str) -> S3Storage:
     bucket, _, prefix = rest.partition("/")
     if ":" in bucket or "@" in bucket:  # the text isn't shown: a secret may be in it
-        msg = "an s3:// URI holds no credentials and no port; write them into a Prefect block, or as AWS_ACCESS_KEY_ID and the like"
+        msg = (
+            "an s3:// URI holds no credentials and no port; "
+            "write them into a Prefect block, or as AWS_ACCESS_KEY_ID and the like"
+        )
         raise InvalidParamsError(msg)
     if not bucket or re.search(r"[?#\s]", bucket) or re.search(r"^/|[?#]", prefix):
-        shown = re.split(r"[?#]", rest)[0]
-        msg = f"s3://{shown} can't be used; write s3://bucket/prefix, and endpoint or region in a block"
+        shown = f"s3://{re.split('[?#]', rest)[0]} can't be used"
+        msg = f"{shown}; write s3://bucket/prefix, and endpoint or region in a block"
         raise InvalidParamsError(msg)
     try:
         return S3Storage(bucket, prefix)

@@ -1,8 +1,8 @@
-"""Owns the storage seam: the handful of questions the rest of the package asks of a place for
-bytes.
+"""The storage seam: what the package asks of a place for bytes.
 
-Owns the seam by which datasets read: many objects at once, parts of objects, and the names that
-others gave them.
+To add a storage: write a frozen, picklable class with the methods of `Storage`, and of the other
+protocols here that it can serve (`ReadsMany` for datasets); have `tests/storage_conformance.py`
+pass with it; name it in `locate.py`, which turns texts into storages.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -14,7 +14,7 @@ from prefect_torch_ddp.errors import StorageError
 
 @dataclass(frozen=True)
 class StoredObject:
-    """One object as a listing shows it."""
+    """One object as `Storage.list` shows it."""
 
     key: str
     """Relative to the storage's root, with forward slashes."""
@@ -25,17 +25,15 @@ class StoredObject:
 class Storage(Protocol):
     """A root under which objects are written whole and read whole.
 
-    Implementations are small picklable descriptions: they hold no open client, so a Storage may
-    be sent to another process or cross a fork. Keys are relative, use forward slashes, and
-    can't leave the root: `BadKeyError` is raised for an absolute key, a drive, a backslash, an
-    empty part, `.` or `..`.
+    Implementations are small picklable descriptions: they hold no open client, so a Storage may be
+    sent to another process or cross a fork. Keys are relative and can't leave the root:
+    `keys.check_key` raises `BadKeyError` for others. Whatever else fails is a `StorageError` that
+    names the object, the reason and the way out.
     """
 
     @property
     def uri(self) -> str:
-        """The root as a person would write it (an absolute path or `s3://bucket/prefix`); holds
-        no secret.
-        """
+        """The root as a person writes it, a path or `s3://bucket/prefix`; holds no secret."""
         ...
 
     def read(self, key: str) -> bytes:
@@ -43,10 +41,9 @@ class Storage(Protocol):
         ...
 
     def write(self, key: str, data: bytes | memoryview) -> None:
-        """Write the whole object, replacing what was there; readers see the old or the new,
-        never a part.
+        """Write the whole object, replacing what was there.
 
-        A view is only valid during the call.
+        Readers see the old or the new, never a part. A view is only valid during the call.
         """
         ...
 
@@ -58,9 +55,7 @@ class Storage(Protocol):
         ...
 
     def list(self, prefix: str = "") -> Iterator[StoredObject]:
-        """Yield the objects whose key begins with `prefix` (a string prefix), in key order;
-        half-written ones never show.
-        """
+        """Yield the whole objects whose key begins with the string `prefix`, in key order."""
         ...
 
     def delete(self, key: str) -> None:
@@ -68,61 +63,46 @@ class Storage(Protocol):
         ...
 
     def check_writable(self) -> None:
-        """Write, conditionally write, read and delete a small probe; raise a `StorageError`
-        that says what to do.
-        """
+        """Raise a `StorageError` that says what to do where `probe.probe` fails."""
         ...
 
 
 @runtime_checkable
 class KeepsUnfinished(Protocol):
-    """What a storage also has where a writer that is killed leaves a part of an object: nobody
-    can read it, and it takes room.
-    """
+    """A storage where a killed writer leaves a part of an object that nobody can read."""
 
     def drop_unfinished(self, prefix: str, is_over: Callable[[str], bool]) -> None:
-        """Drop the parts of objects below `prefix` of which `is_over(key)` says that nobody
-        writes them any more.
-        """
+        """Drop such parts below `prefix` where `is_over(key)` says that nobody writes them."""
         ...
 
 
 @runtime_checkable
 class ShowsContent(Protocol):
-    """What a storage also has that can show content as it arrives, so that it is hashed while
-    it is read.
-    """
+    """A storage that shows content as it arrives, so that it is hashed while it is read."""
 
     def read_seen(self, key: str, see: Callable[[memoryview], object]) -> memoryview:
-        """Return the whole object as `read` does, and call `see` with each part of it, in
-        order.
-        """
+        """Return the whole object as `read` does; call `see` with each part of it, in order."""
         ...
 
 
 @runtime_checkable
 class HasFiles(Protocol):
-    """What a storage also has whose objects are files that may be mapped into memory, so that
-    nothing is copied to be read.
-    """
+    """A storage whose objects are files that may be mapped into memory instead of copied."""
 
     def open_file(self, key: str) -> BinaryIO | None:
-        """Open the object, whose content stays what it is until the file is closed and no
-        mapping of it is left.
+        """Open the object; its content stays until it is closed and no mapping of it is left.
 
-        None where the file system can't promise that; raises `ObjectNotFoundError` where there
-        is no such object.
+        None where the file system can't promise that; raises `ObjectNotFoundError`.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class ListedObject:
-    """One object as a listing shows it."""
+    """One object as datasets list it."""
 
     key: str
-    """Relative to the storage's root; as it is, also where it is no key by our own rules
-    (`cats/`, `a//b`)."""
+    """Relative to the storage's root; any name that is found there (`cats/`, `a//b`)."""
     num_bytes: int
     etag: str
     """Changes with the content: S3's ETag without quotes, or for a file its time and size."""
@@ -138,10 +118,7 @@ class ObjectPart:
     start: int | None = None
     """Where the range begins; None: the whole object."""
     etag: str | None = None
-    """What it had when it was listed: another one by now is an `ObjectChangedError`.
-
-    None: whatever is there.
-    """
+    """What was listed: another one by now is an `ObjectChangedError`. None: whatever is there."""
 
 
 Contents: TypeAlias = list[bytes | StorageError]
@@ -150,30 +127,22 @@ Contents: TypeAlias = list[bytes | StorageError]
 
 @runtime_checkable
 class ReadsMany(Protocol):
-    """What a storage also has that serves datasets.
-
-    It only reads, so a key may be any name that is found there.
-    """
+    """A storage that serves datasets: any name that is found there may be read."""
 
     def read_many(self, parts: Sequence[ObjectPart]) -> Contents:
-        """Read all parts, concurrently where that helps; the values come in the parts' order,
-        and a failure is that part's value.
+        """Read all parts, concurrently where that helps; a failure is that part's value.
 
-        Threads may call it at the same time. A value has exactly `num_bytes`.
+        Values come in the parts' order, each of exactly `num_bytes`. Threads may call it at once.
         """
         ...
 
     def list_objects(self, prefix: str) -> Iterator[ListedObject]:
-        """Yield every object whose name begins with `prefix` (a string prefix), sorted by
-        name.
-        """
+        """Yield every object whose name begins with the string `prefix`, sorted by name."""
         ...
 
 
 class Readable(ReadsMany, Protocol):
-    """Where a dataset is read from: a storage, or what stands in front of one, such as a
-    cache.
-    """
+    """Where a dataset is read from: a storage, or what stands in front of one, such as a cache."""
 
     @property
     def uri(self) -> str:
@@ -183,12 +152,8 @@ class Readable(ReadsMany, Protocol):
 
 @runtime_checkable
 class ListsLevels(Protocol):
-    """What a storage also has that can list one level of its names, so that the folders below
-    are listed side by side.
-    """
+    """A storage that can list one level of its names, so that folders are listed side by side."""
 
     def list_level(self, prefix: str) -> Iterator[ListedObject | str]:
-        """Yield the objects whose name goes on without a slash after `prefix`, and the folders
-        (`prefix` to slash), sorted.
-        """
+        """Yield what has no slash behind `prefix`, and the folders (up to their slash), sorted."""
         ...

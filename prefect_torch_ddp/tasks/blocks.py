@@ -91,7 +91,7 @@ def _from_s3_bucket(block: Any, reference: str) -> S3Storage:
         region=credentials.region_name or config.get("region_name"),
         anonymous=anonymous,
         verify=verify if verify is None or isinstance(verify, bool) else str(verify),
-        addressing_style=config.get("s3", {}).get("addressing_style", "auto"),
+        addressing_style=config.get("s3", {}).get("addressing_style"),
         **keys,
         **_limits(config),
     )
@@ -151,7 +151,7 @@ def _from_remote_file_system(block: Any, reference: str) -> S3Storage:
         session_token=settings.get("token") or client.get("aws_session_token"),
         anonymous=bool(settings.get("anon", False)),
         verify=client.get("verify"),
-        addressing_style=config.get("s3", {}).get("addressing_style", "auto"),
+        addressing_style=config.get("s3", {}).get("addressing_style"),
         **_limits(config),
     )
 

@@ -12,7 +12,6 @@ import pytest
 from prefect_torch_ddp.errors import ObjectChangedError, ObjectNotFoundError, StorageError
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.storage.protocol import ObjectPart, ReadsMany
-from prefect_torch_ddp.storage.s3.lean.get import S3Getter
 from tests.integration.s3_server import (  # noqa: F401 - fixtures
     Wire,
     answer,
@@ -312,24 +311,3 @@ def test_children_of_a_process_that_reads_get_their_own_bytes(open_s3_server):
     assert [answers.get(timeout=100) for _ in children] == [0] * 4
     for child in children:
         child.join()
-
-
-def _refused(getter, part, answers):
-    try:
-        getter.get_many([part])
-    except StorageError as error:
-        answers.put(str(error))
-
-
-def test_a_client_that_crossed_a_fork_is_refused(open_s3_server):
-    """It would share its sockets with the parent: an error, at once."""
-    storage = open_s3_server.storage()
-    (part,), contents = fill(storage, 1)
-    getter = S3Getter(storage)
-    assert getter.get_many([part]) == contents
-    context = multiprocessing.get_context("fork")
-    answers = context.Queue()
-    child = context.Process(target=_refused, args=(getter, part, answers))
-    child.start()
-    assert "make one after the fork" in answers.get(timeout=60)
-    child.join()

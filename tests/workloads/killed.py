@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from prefect_torch_ddp.storage.s3 import storage as s3
+from prefect_torch_ddp.storage.s3 import transfer
 from tests.workloads.killing_storage import InTraining, Kill, comes_by, die
 
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ def train(ctx: "RankContext", plan: Plan) -> dict[str, Any]:
         signal.SIGXFSZ, signal.SIG_DFL
     )  # Python ignores it: a write beyond the limit would be an OSError
     if plan.is_big:
-        s3.MULTIPART_FROM_BYTES = s3.PART_BYTES = BIG_PART_BYTES
+        transfer.MULTIPART_FROM_BYTES = transfer.PART_BYTES = BIG_PART_BYTES
     executioner = Executioner(plan, ctx.attempt)
     bare = _make_net(plan)
     model = ctx.wrap(bare)

@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from prefect_torch_ddp import RankContext
-from prefect_torch_ddp.storage.s3 import storage as s3
+from prefect_torch_ddp.storage.s3 import transfer
 from tests.workloads.healthy import sha256_of_weights
 
 NUM_STEPS = 12
@@ -27,7 +27,7 @@ def train(ctx: RankContext, fails: bool, is_big: bool) -> dict[str, Any]:
         is_big: whether its checkpoints are uploaded to S3 in parts.
     """
     if is_big:
-        s3.MULTIPART_FROM_BYTES = s3.PART_BYTES = PART_BYTES
+        transfer.MULTIPART_FROM_BYTES = transfer.PART_BYTES = PART_BYTES
     torch.manual_seed(3)
     bare = nn.Sequential(
         nn.Linear(8, 1200 if is_big else 16), nn.Tanh(), nn.Linear(1200 if is_big else 16, 1200)

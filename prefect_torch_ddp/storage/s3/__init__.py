@@ -1,5 +1,5 @@
-"""A storage below a prefix of an S3 bucket, on boto3.
+"""A storage below a prefix of an S3 bucket, on botocore, which boto3 stands on.
 
-What S3 says never leaves this folder: callers see the seam of `storage.protocol` and the errors
-of `errors`.
+`location` is what all modules here take; `storage` is what others use. What S3 says never leaves
+this folder: callers see the protocols of `storage.protocol` and the errors of `errors`.
 """

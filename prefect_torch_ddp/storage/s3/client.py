@@ -1,115 +1,106 @@
-"""Owns one boto3 client per storage and process, made when it is first needed.
-
-Owns what is made once for each S3 storage in each process: clients, and what botocore was asked
-about them.
-"""
+"""botocore's client of an S3 location, one in each process."""
 
 import os
 import threading
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any, Generic, TypeAlias, TypeVar
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from prefect_torch_ddp.storage.s3.storage import S3Storage
-
+from prefect_torch_ddp.storage.s3.location import S3Location
 
 T = TypeVar("T")
-
-
-class MadeOnce(Generic[T]):
-    """Makes a thing when it is first asked for, and again when the AWS chain's variables have
-    changed.
-    """
-
-    def __init__(self, make: "Callable[[S3Storage], T]", *, crosses_forks: bool = False) -> None:
-        """Make nothing yet; kept for the life of the process.
-
-        Args:
-            make: makes it; one of other variables is forgotten then.
-            crosses_forks: whether a forked child uses its parent's. A client can't: it shares
-                its kept-alive sockets and silently returns another process's bytes. In the
-                child the parent's is left alone: closed or collected it might wait for a lock
-                that nobody holds there.
-        """
-        self._make = make
-        self._crosses_forks = crosses_forks
-        self._made: dict[tuple[int, S3Storage], tuple[tuple[tuple[bytes, bytes], ...], T]] = {}
-        self._lock = threading.Lock()
-        os.register_at_fork(after_in_child=self._renew_lock)
-
-    def of(self, storage: "S3Storage") -> T:
-        """Return this process's; threads may share it."""
-        key, chain = (0 if self._crosses_forks else os.getpid(), storage), _chain()
-        with self._lock:
-            if key not in self._made or self._made[key][0] != chain:
-                # Who still uses the one before keeps it: tokens change each hour, and a client
-                # takes megabytes.
-                self._made[key] = chain, self._make(storage)
-            return self._made[key][1]
-
-    def _renew_lock(self) -> None:
-        self._lock = (
-            threading.Lock()
-        )  # a fork may happen while another thread holds it, and the child would wait for ever
-
-
-def _chain() -> tuple[tuple[bytes, bytes], ...]:
-    """Return the variables that the AWS chain reads: in a notebook they change under a storage
-    that is the same.
-    """
-    names = sorted(name for name in os.environb if name.startswith(b"AWS_"))
-    # Not by items(): that raises KeyError when another thread takes any variable away
-    # meanwhile.
-    return tuple((name, os.environb.get(name, b"")) for name in names)
-
+Variables: TypeAlias = tuple[tuple[bytes, bytes], ...]
 
 _CHECKSUM_OPTIONS = ("request_checksum_calculation", "response_checksum_validation")
 
 
-def connect(storage: "S3Storage", *, signs: bool = True) -> Any:
-    """Make a client.
+class PerProcess(Generic[T]):
+    """Makes a thing for a location once in a process, and again when `AWS_` variables changed.
 
-    Args:
-        storage: says which.
-        signs: whether it needs credentials and uses them.
+    A forked child never uses its parent's: a client would share its kept-alive sockets and
+    silently return another process's bytes. Nor is it closed there, or collected: it might wait
+    for a lock that nobody holds in the child.
     """
-    from boto3.session import Session  # noqa: PLC0415 - boto3 takes half a second, and many only name a storage
-    from botocore import UNSIGNED  # noqa: PLC0415
+
+    def __init__(self, make: Callable[[S3Location], T]) -> None:
+        self._make = make
+        self._made: dict[tuple[int, S3Location], tuple[Variables, T]] = {}
+        self._lock = threading.Lock()
+        os.register_at_fork(after_in_child=self._renew_lock)
+
+    def of(self, location: S3Location) -> T:
+        """Return this process's; threads may share it."""
+        key, variables = (os.getpid(), location), aws_variables()
+        with self._lock:
+            if key not in self._made or self._made[key][0] != variables:
+                # The one before is dropped: tokens change each hour, a client takes megabytes.
+                self._made[key] = variables, self._make(location)
+            return self._made[key][1]
+
+    def _renew_lock(self) -> None:
+        # A fork may happen while another thread holds it, and the child would wait for ever.
+        self._lock = threading.Lock()
+
+
+def aws_variables() -> Variables:
+    """Return the variables that AWS's tools read: in a notebook they change."""
+    names = sorted(name for name in os.environb if name.startswith(b"AWS_"))
+    # Not by items(): that raises KeyError when another thread takes a variable away meanwhile.
+    return tuple((name, os.environb.get(name, b"")) for name in names)
+
+
+def session_of(location: S3Location) -> Any:
+    """Make botocore's session, which finds credentials and settings."""
+    from botocore.session import Session  # noqa: PLC0415 - half a second; many only name a storage
+
+    session = Session(profile=location.profile)
+    if location.access_key_id is not None:
+        keys = location.access_key_id, location.secret_access_key, location.session_token
+        session.set_credentials(*keys)
+    return session
+
+
+def connect(location: S3Location) -> Any:
+    """Make a client whose answers say where they came from, in `ResponseMetadata["Route"]`."""
+    from botocore import UNSIGNED  # noqa: PLC0415 - as above
     from botocore.config import Config  # noqa: PLC0415
 
-    session = Session(
-        aws_access_key_id=storage.access_key_id,
-        aws_secret_access_key=storage.secret_access_key,
-        aws_session_token=storage.session_token,
-        profile_name=storage.profile,
-    )
+    session, style = session_of(location), location.addressing_style
     config = Config(
-        connect_timeout=storage.connect_timeout_s,
-        read_timeout=storage.read_timeout_s,
-        retries={
-            "mode": "standard",
-            "total_max_attempts": 1,
-        },  # we try again ourselves, bodies and unreadable answers too
-        s3={"addressing_style": storage.addressing_style},
+        connect_timeout=location.connect_timeout_s,
+        read_timeout=location.read_timeout_s,
+        # We try again ourselves, bodies and unreadable answers too.
+        retries={"mode": "standard", "total_max_attempts": 1},
+        s3=None if style is None else {"addressing_style": style},
         max_pool_connections=32,
-        signature_version=UNSIGNED if storage.anonymous or not signs else None,
-        # Stores other than AWS may not know the newer checksums; lengths are compared, and
-        # checkpoints have digests of their own.
-        **(
-            {}
-            if storage.endpoint_url is None
-            else dict.fromkeys(_CHECKSUM_OPTIONS, "when_required")
-        ),
+        signature_version=UNSIGNED if location.anonymous else None,
+        **_checksums(location, session.get_scoped_config()),
     )
-    return session.client(
+    client = session.create_client(
         "s3",
-        endpoint_url=storage.endpoint_url,
-        region_name=storage.region,
-        verify=storage.verify,
+        endpoint_url=location.endpoint_url,
+        region_name=location.region,
+        verify=location.verify,
         config=config,
     )
+    client.meta.events.register("after-call.s3", _note_route)
+    return client
 
 
-client_of = MadeOnce(connect).of
-"""Return this process's client of a storage; threads may share it."""
+def _checksums(location: S3Location, profile: Mapping[str, Any]) -> dict[str, str]:
+    """Leave out the newer checksums, which stores other than AWS may not know.
+
+    Lengths are compared all the same, and checkpoints have digests of their own.
+    """
+    if location.endpoint is None:
+        return {}
+    chosen = {*profile, *(name.removeprefix("AWS_").lower() for name in os.environ)}
+    return {name: "when_required" for name in _CHECKSUM_OPTIONS if name not in chosen}
+
+
+def _note_route(http_response: Any, parsed: Any, context: Any, **_: Any) -> None:
+    signing = {"auth_type": context.get("auth_type"), **context.get("signing", {})}
+    parsed.setdefault("ResponseMetadata", {})["Route"] = http_response.url, signing
+
+
+client_of = PerProcess(connect).of
+"""Return this process's client of a location; threads may share it."""

@@ -1,122 +1,93 @@
-"""Owns how often a request to S3 is made: what may pass is tried again, after a pause by
-chance, within limits.
-"""
+"""How a request to S3 is made: again where its error may pass, within limits."""
 
 import random
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from http import HTTPStatus
 from itertools import count
-from typing import TypeVar
+from typing import Any, TypeVar
+
+from prefect_torch_ddp.errors import BadAnswerError
+from prefect_torch_ddp.storage.s3.client import client_of
+from prefect_torch_ddp.storage.s3.errors import explained
+from prefect_torch_ddp.storage.s3.location import S3Location
 
 T = TypeVar("T")
 
 PAUSE_S, LONGEST_PAUSE_S = 0.25, 10.0
 SHORT_PAUSE_S = 0.05
-"""Of one of many small reads side by side: a batch waits for its last one, and one that breaks
-off says little of the store."""
+"""Of one of many small reads side by side: a batch waits for its last one."""
 
 _CHANCE = random.SystemRandom()
-"""Not the module's own generator: that one is the training's, whose draws a broken connection
-must not change."""
+"""Not the module's own generator: a broken connection must not change what a training draws."""
 
 _LASTING_STATUSES = {HTTPStatus.NOT_IMPLEMENTED, HTTPStatus.INSUFFICIENT_STORAGE}
 _PASSING_STATUSES = {HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.CONFLICT, HTTPStatus.TOO_MANY_REQUESTS}
-# Refusals whose status is that of a bad request: the store was busy, or what it got isn't what
-# was sent.
-_PASSING_CODES = {
-    *(
-        "SlowDown",
-        "RequestTimeout",
-        "Throttling",
-        "ThrottlingException",
-        "RequestLimitExceeded",
-        "BandwidthLimitExceeded",
-    ),
-    *("BadDigest", "IncompleteBody", "XAmzContentSHA256Mismatch"),
-}
-# By name, since botocore loads when an object is touched.
-_PASSING_CLASSES = {
-    *(
-        "ConnectionError",
-        "HTTPClientError",
-        "IncompleteReadError",
-        "FlexibleChecksumError",
-        "CredentialRetrievalError",
-    ),
-    *("ResponseParserError", "HTTPError"),
-}
+# With the status of a bad request: the store was busy, or got something else than was sent.
+_PASSING_CODES = {"SlowDown", "RequestTimeout", "Throttling", "ThrottlingException"}
+_PASSING_CODES |= {"RequestLimitExceeded", "BandwidthLimitExceeded"}
+_PASSING_CODES |= {"BadDigest", "IncompleteBody", "XAmzContentSHA256Mismatch"}
+# By name, since botocore and urllib3 load when an object is touched.
+_PASSING_CLASSES = {"ConnectionError", "HTTPClientError", "IncompleteReadError", "HTTPError"}
+_PASSING_CLASSES |= {"FlexibleChecksumError", "CredentialRetrievalError", "ResponseParserError"}
+# Of a TLS error: the other end won't be another one the next time.
 _LASTING_WORDS = ("CERTIFICATE_VERIFY_FAILED", "WRONG_VERSION_NUMBER")
-"""Of a TLS error: whom we talk to won't be another one the next time."""
 
 
-class DamagedError(Exception):
-    """What came isn't what was sent."""
-
-
-@dataclass(frozen=True)
-class Tries:
-    """How often something was tried, and for how long."""
-
-    num: int
-    seconds: float
-
-    def __str__(self) -> str:
-        """Say it, for the end of an error's text."""
-        return "" if self.num == 1 else f"; tried {self.num} times in {self.seconds:.0f} s"
-
-
-ONCE = Tries(1, 0.0)
-
-
-def in_attempts(
-    ask: Callable[[], T],
-    max_attempts: int,
-    give_up_after_s: float,
-    explain: Callable[[Exception, Tries], Exception],
+def ask(
+    location: S3Location,
+    verb: str,
+    name: str,
+    call: Callable[[Any], T],
     *,
     is_one_of_many: bool = False,
 ) -> T:
-    """Return what `ask` returns, asked again where its error may pass.
+    """Give `call` the client, again where its error may pass.
 
     Args:
-        ask: makes one request, and reads its answer whole.
-        max_attempts: how often at most.
-        give_up_after_s: no attempt begins later than that.
-        explain: makes the error that is raised at last.
+        location: whose client, and whose limits.
+        verb: what is tried, for the error's text, for instance "read".
+        name: of the object, whole.
+        call: makes one request, and reads its answer whole.
         is_one_of_many: whether pauses are short.
+
+    Raises:
+        StorageError: made of the last error.
     """
     began_s, pause_s = time.monotonic(), SHORT_PAUSE_S if is_one_of_many else PAUSE_S
     for attempt in count(1):
         try:
-            return ask()
+            return call(client_of(location))
         except Exception as error:
-            tries = Tries(attempt, time.monotonic() - began_s)
-            if attempt >= max_attempts or tries.seconds >= give_up_after_s or not may_pass(error):
-                final = explain(error, tries)
+            spent_s = time.monotonic() - began_s
+            is_last = attempt >= location.max_attempts or spent_s >= location.give_up_after_s
+            if is_last or not may_pass(error):
+                tries = f"; tried {attempt} times in {spent_s:.0f} s" if attempt > 1 else ""
+                final = explained(verb, location.where(name), error, tries)
                 if final is error:
                     raise
                 raise final from error
-        # By chance, so that ranks that failed together don't come back together; never at once,
+        # At random, so that ranks that failed together don't come back together; never at once,
         # which keeps a busy store busy.
         time.sleep(min(LONGEST_PAUSE_S, pause_s * 2**attempt) * _CHANCE.uniform(0.5, 1))
     raise AssertionError
 
 
+def request(location: S3Location, verb: str, name: str, method: str, **arguments: Any) -> Any:
+    """Ask by a method of the client; bucket and key are added to its arguments."""
+    where = {"Bucket": location.bucket, "Key": name}
+    return ask(location, verb, name, lambda client: getattr(client, method)(**where, **arguments))
+
+
 def may_pass(error: Exception) -> bool:
-    """Tell whether the same request may go well the next time."""
+    """Return whether the same request may go well the next time."""
     response = getattr(error, "response", None)
     if isinstance(response, dict) and "Error" in response:  # botocore's ClientError
         status = int(response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
         is_servers = status >= HTTPStatus.INTERNAL_SERVER_ERROR and status not in _LASTING_STATUSES
-        return (
-            is_servers
-            or status in _PASSING_STATUSES
-            or response["Error"].get("Code") in _PASSING_CODES
-        )
+        is_passing = status in _PASSING_STATUSES or response["Error"].get("Code") in _PASSING_CODES
+        return is_servers or is_passing
     if any(word in str(error) for word in _LASTING_WORDS):
         return False
-    return isinstance(error, OSError | DamagedError) or any(
-        base.__name__ in _PASSING_CLASSES for base in type(error).__mro__
-    )
+    names = {base.__name__ for base in type(error).__mro__}
+    return isinstance(error, OSError | BadAnswerError) or bool(names & _PASSING_CLASSES)

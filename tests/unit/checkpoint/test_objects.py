@@ -25,7 +25,7 @@ from prefect_torch_ddp.checkpoint.restore import Restorer
 from prefect_torch_ddp.checkpoint.serial import to_bytes
 from prefect_torch_ddp.errors import CheckpointError
 from prefect_torch_ddp.storage.directory import PART_BYTES, DirectoryStorage
-from prefect_torch_ddp.storage.directory_objects import is_local
+from prefect_torch_ddp.storage.directory_files import is_local
 from prefect_torch_ddp.storage.protocol import HasFiles, ShowsContent, Storage
 
 PARTS_OF_DIGEST = 2 * objects.PART_BYTES // 8 + 1

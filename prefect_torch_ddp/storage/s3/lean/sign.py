@@ -1,6 +1,4 @@
-"""Owns how a GET is signed: AWS Signature Version 4, with what stays the same for a day worked
-out once.
-"""
+"""How a GET is signed: AWS Signature Version 4, with the key of a day worked out once."""
 
 import hashlib
 import hmac
@@ -9,15 +7,14 @@ from typing import Any
 from urllib.parse import urlsplit
 
 _DEFAULT_PORTS = {"http": 80, "https": 443}
-_NOTHING = hashlib.sha256(b"").hexdigest()
-"""Of the body, which a GET hasn't."""
+_NO_BODY = hashlib.sha256(b"").hexdigest()
 
 
 class GetSigner:
     """Makes the headers of a GET, signed where there are credentials.
 
-    botocore's signer makes the same (`test_s3_sign.py` compares them), in some 80 µs more: it
-    derives the day's key, and takes apart and sorts the headers, each time. See
+    botocore's signer makes the same (`test_sign.py` compares them), in some 80 µs more: it derives
+    the day's key, and takes apart and sorts the headers, each time. See
     https://docs.aws.amazon.com/IAM/latest/UserGuide/create-signed-request.html
     """
 
@@ -30,12 +27,9 @@ class GetSigner:
             credentials: botocore's, which may renew themselves; None: requests aren't signed.
         """
         parts = urlsplit(url)
-        name = f"[{parts.hostname}]" if ":" in (parts.hostname or "") else parts.hostname
-        self._host = (
-            name
-            if parts.port in {None, _DEFAULT_PORTS.get(parts.scheme)}
-            else f"{name}:{parts.port}"
-        )
+        host = f"[{parts.hostname}]" if ":" in (parts.hostname or "") else f"{parts.hostname}"
+        is_default = parts.port in {None, _DEFAULT_PORTS.get(parts.scheme)}
+        self._host = host if is_default else f"{host}:{parts.port}"
         self._region = region
         self._credentials = credentials
         # Copied for each signature: unlike hmac.digest that keeps the interpreter, for which a
@@ -50,23 +44,22 @@ class GetSigner:
             at_s: Unix seconds; None: now.
         """
         if self._credentials is None:
-            return {"Host": f"{self._host}"}
-        frozen = self._credentials.get_frozen_credentials()  # each time: they may have been renewed
+            return {"host": self._host}
+        frozen = self._credentials.get_frozen_credentials()  # each time: they may be renewed
         moment = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime(at_s))
         scope = f"{moment[:8]}/{self._region}/s3/aws4_request"
-        headers = {"host": f"{self._host}", "x-amz-content-sha256": _NOTHING, "x-amz-date": moment}
+        headers = {"host": self._host, "x-amz-content-sha256": _NO_BODY, "x-amz-date": moment}
         if frozen.token:
             headers["x-amz-security-token"] = frozen.token
         names = ";".join(headers)  # in the order of the alphabet, as they stand above
         lines = "".join(f"{name}:{' '.join(value.split())}\n" for name, value in headers.items())
-        request = f"GET\n{path}\n\n{lines}\n{names}\n{_NOTHING}"
-        text = (
-            f"AWS4-HMAC-SHA256\n{moment}\n{scope}\n{hashlib.sha256(request.encode()).hexdigest()}"
-        )
+        request = f"GET\n{path}\n\n{lines}\n{names}\n{_NO_BODY}"
+        digest = hashlib.sha256(request.encode()).hexdigest()
         keyed = self._keyed(frozen, moment[:8]).copy()
-        keyed.update(text.encode())
+        keyed.update(f"AWS4-HMAC-SHA256\n{moment}\n{scope}\n{digest}".encode())
         headers["Authorization"] = (
-            f"AWS4-HMAC-SHA256 Credential={frozen.access_key}/{scope}, SignedHeaders={names}, Signature={keyed.hexdigest()}"
+            f"AWS4-HMAC-SHA256 Credential={frozen.access_key}/{scope}, "
+            f"SignedHeaders={names}, Signature={keyed.hexdigest()}"
         )
         return headers
 
