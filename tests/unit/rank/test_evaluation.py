@@ -1,85 +1,21 @@
-"""Exact evaluation over real gloo ranks: no padding, no rank waits, the same number
-everywhere."""
+"""A classifier's scores: hand-computed, scikit-learn's, never nan; what doesn't fit is refused."""
 
-from datetime import timedelta
-from pathlib import Path
+import math
+from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sklearn.metrics import precision_recall_fscore_support
 from torch.nn.functional import cross_entropy
-from torch.utils.data import TensorDataset
 
-from prefect_torch_ddp.data.loader import RankLoader
 from prefect_torch_ddp.errors import InvalidParamsError
-from prefect_torch_ddp.rank.evaluation import ClassificationMeter
-from prefect_torch_ddp.results import Report
+from prefect_torch_ddp.rank.evaluation import ClassificationMeter, classification_report
 
 NAMES = ("a", "b", "c")
 LOGITS = torch.tensor([[3.0, 1, 0], [0, 3, 1], [0, 1, 3], [3, 0, 1], [0, 4, 0]])
 TARGETS = torch.tensor([0, 1, 2, 0, 2])  # the last one is told wrongly: 0.8
-
-
-def _evaluate(rank: int, world_size: int, num_samples: int, folder: str) -> None:
-    folder_path = Path(folder)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/store",
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=30),
-    )
-    meter = ClassificationMeter(NAMES)
-    if num_samples:
-        dataset = TensorDataset(LOGITS[:num_samples], TARGETS[:num_samples])
-        for logits, targets in RankLoader(
-            dataset, global_batch_size=2, rank=rank, world_size=world_size, shuffle=False
-        ):
-            meter.update(logits, targets)
-    try:
-        reports = [meter.report().model_dump_json() for _ in range(2)]
-        assert reports[0] == reports[1], "a report doesn't change what it counts"
-        (folder_path / f"rank-{rank}").write_text(reports[0])
-    except InvalidParamsError as error:
-        (folder_path / f"rank-{rank}").write_text(str(error))
-    dist.destroy_process_group()
-
-
-def _reports(world_size: int, num_samples: int, folder: Path) -> list[str]:
-    context = mp.spawn(
-        _evaluate, args=(world_size, num_samples, str(folder)), nprocs=world_size, join=False
-    )
-    while not context.join(timeout=60):
-        pass
-    return [(folder / f"rank-{rank}").read_text() for rank in range(world_size)]
-
-
-@pytest.mark.parametrize(
-    ("world_size", "num_samples", "accuracy"), [(2, 5, 0.8), (3, 5, 0.8), (4, 5, 0.8), (2, 1, 1.0)]
-)
-def test_exact_counts_on_any_number_of_ranks(
-    world_size: int, num_samples: int, accuracy: float, tmp_path: Path
-) -> None:
-    """D1: 5 samples on 2, 3 and 4 ranks are 0.8 exactly; 1 sample on 2 ranks leaves a rank
-    without any."""
-    reports = [
-        Report.model_validate_json(text) for text in _reports(world_size, num_samples, tmp_path)
-    ]
-    assert reports.count(reports[0]) == world_size
-    assert reports[0].num_samples == num_samples
-    assert reports[0].accuracy == accuracy
-    assert reports[0].loss == pytest.approx(
-        cross_entropy(LOGITS[:num_samples], TARGETS[:num_samples]).item(), abs=1e-7
-    )
-    assert sum(map(sum, reports[0].confusion_matrix)) == num_samples
-
-
-def test_no_sample_on_any_rank_is_an_error_on_every_rank(tmp_path: Path) -> None:
-    """Never 0/0, and never a rank that waits for one that raised."""
-    assert all(
-        "nothing was evaluated: there were 0 samples" in text for text in _reports(2, 0, tmp_path)
-    )
 
 
 def test_single_process_counts_without_a_process_group() -> None:
@@ -146,3 +82,89 @@ def test_counts_on_the_device_of_the_logits() -> None:
     meter = ClassificationMeter(NAMES)
     meter.update(LOGITS.cuda(), TARGETS)
     assert meter.report().accuracy == 0.8
+
+
+# ---- The report of a confusion matrix.
+
+
+def test_scores_by_hand() -> None:
+    """D3: rows are true classes: cat 3 of 4 found; what is called dog is right in 2 of 3."""
+    report = classification_report([[3, 1], [0, 2]], ["cat", "dog"], loss=0.25)
+    assert (report.num_samples, report.accuracy, report.loss) == (6, 5 / 6, 0.25)
+    cat, dog = report.classes
+    assert (cat.name, cat.precision, cat.recall, cat.support) == ("cat", 1.0, 0.75, 4)
+    assert (dog.name, dog.precision, dog.recall, dog.support) == (
+        "dog",
+        pytest.approx(2 / 3),
+        1.0,
+        2,
+    )
+    assert cat.f1 == pytest.approx(6 / 7)
+    assert dog.f1 == pytest.approx(0.8)
+    assert report.confusion_matrix == ((3, 1), (0, 2))
+
+
+def test_classes_never_predicted_or_absent_score_zero() -> None:
+    """D3: class b is never predicted, class c is absent (and predicted once), class d is
+    both."""
+    report = classification_report(
+        [[2, 0, 1, 0], [3, 0, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]], "abcd", loss=None
+    )
+    assert [
+        (score.precision, score.recall, score.f1, score.support) for score in report.classes[1:]
+    ] == [
+        (0, 0, 0, 3),
+        (0, 0, 0, 0),
+        (0, 0, 0, 0),
+    ]
+    assert report.loss is None
+
+
+@settings(deadline=None)
+@given(
+    st.integers(1, 6).flatmap(
+        lambda n: st.lists(
+            st.lists(st.integers(0, 9), min_size=n, max_size=n), min_size=n, max_size=n
+        )
+    )
+)
+def test_scores_are_those_of_scikit_learn(matrix: list[list[int]]) -> None:
+    """They are scikit-learn's, never nan or inf, on which Prefect's page crashes."""
+    total = sum(map(sum, matrix))
+    names = [f"class {i}" for i in range(len(matrix))]
+    if total == 0:
+        with pytest.raises(InvalidParamsError, match="nothing was evaluated"):
+            classification_report(matrix, names)
+        return
+    report = classification_report(matrix, names, loss=1.0)
+    assert report.num_samples == total == sum(score.support for score in report.classes)
+    right = sum(score.recall * score.support for score in report.classes)
+    assert report.accuracy == pytest.approx(right / total)
+    cells = [(i, j, count) for i, row in enumerate(matrix) for j, count in enumerate(row)]
+    targets, predictions, counts = zip(*cells, strict=True)
+    expected = precision_recall_fscore_support(
+        targets, predictions, sample_weight=counts, labels=range(len(matrix)), zero_division=0
+    )
+    found = [(each.precision, each.recall, each.f1, each.support) for each in report.classes]
+    for scores, right in zip(zip(*found, strict=True), expected, strict=True):
+        assert scores == pytest.approx(right.tolist(), rel=1e-12)
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf])
+def test_a_loss_that_is_no_number_is_none(loss: float) -> None:
+    """A diverged model still gets its report."""
+    assert classification_report([[1]], ["a"], loss).loss is None
+
+
+@pytest.mark.parametrize(
+    ("matrix", "words"),
+    [
+        ([[1, 2]], r"got rows of \[2\]"),
+        ([[1], [2]], "2 rows of 2 counts"),
+        ([[1, -1], [0, 0]], "negative"),
+    ],
+)
+def test_misshapen_matrices_are_refused(matrix: list[list[Any]], words: str) -> None:
+    """The message says what a matrix looks like."""
+    with pytest.raises(InvalidParamsError, match=words):
+        classification_report(matrix, ["a", "b"])

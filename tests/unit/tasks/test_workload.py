@@ -246,3 +246,20 @@ def test_options_count(dataset: Callable[..., str]) -> None:
     assert len({dataset(BASE), dataset(BASE, a=1), dataset(BASE, a=2), dataset(BASE, b=1)}) == 4
     with pytest.raises(InvalidParamsError, match="data_options can't be written as JSON"):
         dataset(BASE, a=object())
+
+
+def test_the_dataset_is_another_one_when_the_raw_data_is() -> None:
+    """The same listing at the same place gives the same name; without a source it is as it
+    was."""
+    workload = read_workload("tests.workloads.tiny")
+    ids = [
+        dataset_id(workload, {}, source)
+        for source in (
+            None,
+            {"uri": "a", "listing": "1"},
+            {"uri": "a", "listing": "2"},
+            {"uri": "b", "listing": "1"},
+        )
+    ]
+    assert len(set(ids)) == 4
+    assert dataset_id(workload, {}, {"uri": "a", "listing": "1"}) == ids[1]

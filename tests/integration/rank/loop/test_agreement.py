@@ -159,11 +159,3 @@ def ask_when_the_store_is_gone() -> bool:
 def test_the_loss_of_the_store_is_no_hang_and_no_cause() -> None:
     """Rank 0 died: the ranks that wait for an agreement fail, and aren't blamed."""
     assert run_ranks(ask_when_the_store_is_gone, 1) == [True]
-
-
-def test_alone_it_is_decided_at_once() -> None:
-    """A world of one: no store, no thread."""
-    agreement = Agreement(0, 1, outside_after(0))
-    assert agreement.begin(outside_after(0), end_of(1), end_of(2), NOTHING) is None
-    assert agreement.reach(end_of(1), end_of(2), STOP | SAVE) == Outcome(end_of(1), STOP | SAVE)
-    agreement.close()

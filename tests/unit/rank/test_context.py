@@ -1,8 +1,6 @@
 """Shows what user code meets in RankContext, in one process without a process group."""
 
 import math
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +19,7 @@ from prefect_torch_ddp.rank.link import Link
 from prefect_torch_ddp.rank.parts import ContextParts
 from prefect_torch_ddp.records.metrics import read_records
 from prefect_torch_ddp.storage.directory import DirectoryStorage
+from prefect_torch_ddp.storage.s3.storage import S3Storage
 from tests.workloads import healthy
 
 FOUR = TensorDataset(torch.arange(4.0))
@@ -34,12 +33,6 @@ def fit(folder: Path, *, run_id: str = "local", **options: Any) -> dict[str, Any
     ) as ctx:
         value = healthy.fit(ctx, TensorDataset(*healthy.points(33)))
     return {**value, **ctx._parts.outcome()}
-
-
-def test_importing_it_loads_no_torch() -> None:
-    """Flow files import the name."""
-    code = "import sys; from prefect_torch_ddp import RankContext; assert not {'torch', 'prefect', 'distributed'} & set(sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
 def test_it_says_what_it_is(tmp_path: Path) -> None:
@@ -405,3 +398,24 @@ def test_checkpoints_come_by_time(tmp_path: Path) -> None:
         ctx.track(model=nn.Linear(1, 1))
         assert len(list(ctx.steps(ctx.loader(FOUR, global_batch_size=1), epochs=1))) == 4
     assert len(list(tmp_path.rglob("manifest.json"))) == 4
+
+
+def test_the_source_of_a_local_context_is_a_path_a_uri_or_a_storage(tmp_path: Path) -> None:
+    """As image_folder takes it."""
+    storage = S3Storage("bucket", "raw")
+    for source, expected in [
+        (tmp_path, DirectoryStorage(tmp_path)),
+        ("s3://bucket/raw", storage),
+        (storage, storage),
+    ]:
+        with RankContext.local(source=source) as ctx:
+            assert ctx.source == expected
+
+
+def test_a_context_without_a_source_says_how_to_give_one() -> None:
+    """An error with the ways to name it, when it is asked for."""
+    with (
+        RankContext.local() as ctx,
+        pytest.raises(InvalidParamsError, match=r"TrainParams\(source=\.\.\.\)"),
+    ):
+        _ = ctx.source

@@ -2,15 +2,12 @@
 what can't be so is refused."""
 
 import os
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -19,10 +16,9 @@ from prefect_torch_ddp.checkpoint.attempts import claim_attempt
 from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.params import CheckpointParams
 from prefect_torch_ddp.rank.config import RankConfig
-from prefect_torch_ddp.rank.gradients.tree import TreeSum, branches_of
 from prefect_torch_ddp.rank.workload import run_with_context
 from prefect_torch_ddp.storage.directory import DirectoryStorage
-from tests.unit.rank.test_steps import expected_gradients
+from tests.integration.rank.loop.test_steps import expected_gradients
 from tests.workloads import elastic, healthy
 from tests.workloads.healthy import Died, run_ranks
 
@@ -40,44 +36,6 @@ def config_for(folder: Path, virtual_ranks: int, **options: Any) -> RankConfig:
 
 
 # ---- The tree.
-
-
-def tree_of(num_leaves: int, push: list[tuple[range, str]]) -> list[tuple[range, str]]:
-    """Return what is left when values are pushed that show how they were added."""
-    tree: TreeSum[str] = TreeSum(num_leaves, lambda left, right: f"({left}+{right})")
-    for leaves, value in push:
-        tree.push(leaves, value)
-    return tree.branches
-
-
-@settings(max_examples=200, deadline=None)
-@given(st.integers(1, 64), st.data())
-def test_the_order_of_summation_does_not_depend_on_who_adds(
-    num_leaves: int, data: st.DataObject
-) -> None:
-    """Ranks add what they hold, then the rest is added: the same brackets as where one adds
-    all."""
-    leaves = [(range(leaf, leaf + 1), str(leaf)) for leaf in range(num_leaves)]
-    ((whole, brackets),) = tree_of(num_leaves, leaves)
-    assert whole == range(num_leaves)
-    world_size = data.draw(
-        st.sampled_from([size for size in range(1, num_leaves + 1) if num_leaves % size == 0])
-    )
-    each = num_leaves // world_size
-    held = [
-        tree_of(num_leaves, leaves[rank * each : (rank + 1) * each]) for rank in range(world_size)
-    ]
-    for rank, branches in enumerate(held):
-        assert branches_of(range(rank * each, (rank + 1) * each), num_leaves) == [
-            branch for branch, _ in branches
-        ]
-    assert tree_of(num_leaves, [branch for branches in held for branch in branches]) == [
-        (whole, brackets)
-    ]
-    if each & (each - 1) == 0 and num_leaves & (num_leaves - 1) == 0:
-        assert {len(branches) for branches in held} == {
-            1
-        }  # powers of two: each rank sends one sum, as a ring all-reduce does
 
 
 # ---- The same bits.
@@ -249,132 +207,6 @@ def test_gradients_are_those_of_the_global_batch(
 
 
 # ---- Refusals.
-
-
-def local(**options: Any) -> RankContext:
-    """Make an elastic context here."""
-    return RankContext.local(determinism="elastic", **{"virtual_ranks": 2, **options})
-
-
-def batches(ctx: RankContext) -> Any:
-    """Begin to train on 8 points."""
-    return ctx.steps(ctx.loader(TensorDataset(*healthy.points(8)), global_batch_size=4), epochs=1)
-
-
-def unpack(ctx: RankContext) -> None:
-    """Use the batch as in a default training."""
-    for _inputs, _targets in batches(ctx):
-        pytest.fail("it was unpacked")
-
-
-def move(ctx: RankContext) -> None:
-    """Use the batch as a mapping."""
-    for batch in batches(ctx):
-        batch["inputs"].to(ctx.device)
-
-
-def ignore(ctx: RankContext) -> None:
-    """Make nothing of the batch."""
-    ctx.wrap(nn.Linear(4, 3).double())
-    for _ in batches(ctx):
-        pass
-
-
-def leave(ctx: RankContext) -> None:
-    """Leave the micro-batches after the first one."""
-    model = ctx.wrap(nn.Linear(4, 3).double())
-    for batch in batches(ctx):
-        for (inputs, _), weight in ctx.micro_batches(batch):
-            (model(inputs).mean() * weight).backward()
-            break
-
-
-def replace_batch(ctx: RankContext) -> None:
-    """Cut something else."""
-    for _ in batches(ctx):
-        list(ctx.micro_batches(torch.zeros(4)))
-
-
-@pytest.mark.parametrize(
-    ("train", "says"),
-    [
-        (unpack, r"`for piece, weight in ctx\.micro_batches\(batch\):`"),
-        (move, r"`for piece, weight in ctx\.micro_batches\(batch\):`"),
-        (ignore, r"step 1 was taken without going through all of ctx\.micro_batches"),
-        (leave, r"step 1 was taken without going through all of ctx\.micro_batches"),
-        (replace_batch, r"got a Tensor; pass the batch as ctx\.steps gave it"),
-    ],
-)
-def test_a_step_without_micro_batches_is_refused(
-    train: Callable[[RankContext], None], says: str
-) -> None:
-    """However the batch is used, and also when it isn't."""
-    with local() as rank, pytest.raises(InvalidParamsError, match=says):
-        train(rank)
-
-
-class Counting(nn.Module):
-    """Counts its calls in a buffer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(4, dtype=torch.float64))
-        self.register_buffer("calls", torch.zeros(()))
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Scale, and count."""
-        self.calls += 1
-        return inputs * self.weight
-
-
-@pytest.mark.parametrize(
-    ("layer", "says"),
-    [
-        (
-            nn.BatchNorm1d(4).double(),
-            r"1 \(BatchNorm1d\): running statistics.*GroupNorm or LayerNorm",
-        ),
-        (nn.SyncBatchNorm(4, track_running_stats=False).double(), r"1 \(SyncBatchNorm\)"),
-        (Counting(), r"the buffers 1\.calls \(Counting\) change in the forward pass"),
-        (nn.BatchNorm1d(4, track_running_stats=False).double(), None),
-        (nn.BatchNorm1d(4).double().eval(), None),
-    ],
-)
-def test_buffers_that_depend_on_the_batch_are_refused_by_name(
-    layer: nn.Module, says: str | None
-) -> None:
-    """Before the first step is taken; frozen ones and those without running statistics may
-    stay."""
-
-    def train() -> None:
-        with local() as rank:
-            model = rank.wrap(nn.Sequential(nn.Linear(4, 4).double(), layer))
-            for batch in batches(rank):
-                for (inputs, _targets), weight in rank.micro_batches(batch):
-                    (model(inputs).square().mean() * weight).backward()
-
-    if says is None:
-        train()
-    else:
-        with pytest.raises(InvalidParamsError, match=says):
-            train()
-
-
-def embed(ctx: RankContext) -> None:
-    """Train with a sparse gradient."""
-    model = ctx.wrap(nn.Embedding(4, 2, sparse=True))
-    for batch in batches(ctx):
-        for (_inputs, targets), weight in ctx.micro_batches(batch):
-            (model(targets).mean() * weight).backward()
-
-
-def test_sparse_gradients_are_refused_by_name() -> None:
-    """They have no order of summation of ours."""
-    with (
-        local() as rank,
-        pytest.raises(InvalidParamsError, match="the gradient of weight is sparse"),
-    ):
-        embed(rank)
 
 
 def test_ranks_that_do_not_divide_the_virtual_ones_are_refused(tmp_path: Path) -> None:
