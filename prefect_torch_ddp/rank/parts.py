@@ -235,7 +235,7 @@ class LocalOptions(TypedDict, total=False):
     """Names the run's folder; the same one again resumes it. "local", where it isn't given."""
     stage: Stage
     """"evaluate" restores the checkpoint of `restore_step`; "train", where it isn't given."""
-    checkpoint: CheckpointParams
+    checkpoint: CheckpointParams | None
     """When checkpoints are written, and which are kept."""
     resume_from: str | None
     """Run to take the first checkpoint from: its id, or `<path or s3:// URI of its
@@ -265,7 +265,12 @@ def local_parts(
     """
     from prefect_torch_ddp.rank.generators import seed_stage  # noqa: PLC0415 - loads torch
 
-    config: dict[str, Any] = {"run_id": "local", "stage": "train", **chosen}
+    unknown = sorted(chosen.keys() - LocalOptions.__annotations__.keys())
+    if unknown:  # before an attempt is claimed
+        msg = f"RankContext.local() got an unexpected keyword argument {unknown[0]!r}"
+        raise TypeError(msg)
+    given = {name: value for name, value in chosen.items() if value is not None}
+    config: dict[str, Any] = {"run_id": "local", "stage": "train", **given}
     check_virtual_ranks(config.get("determinism", "default"), config.get("virtual_ranks"))
     temporary = None
     if storage is None:
@@ -274,9 +279,9 @@ def local_parts(
     where = DirectoryStorage(Path(storage)) if isinstance(storage, str | os.PathLike) else storage
     run_id, stage = config["run_id"], config["stage"]
     seed_stage(seed, stage)
-    if isinstance(given := config.get("resume_from"), str):
-        config["resume_from"] = parse_resume_from(given, where, storage_from_uri)
-    if config.get("source") is not None:
+    if isinstance(config.get("resume_from"), str):
+        config["resume_from"] = parse_resume_from(config["resume_from"], where, storage_from_uri)
+    if "source" in config:
         config["source"], _ = readable_at(config["source"])
     # Only a training is an attempt: who evaluates a checkpoint of a run, or prepares data for
     # it, must not end one that is alive.
