@@ -1,5 +1,4 @@
-"""Owns what every test on a GPU relies on: that there is one, and a cluster whose workers all
-see it."""
+"""What every test on a GPU relies on: that there is one, and a cluster whose workers see it."""
 
 from collections.abc import Iterator
 

@@ -1,5 +1,4 @@
-"""A7, A8: gangs on real CUDA devices: devices, backends, sharing, errors, and the fork of the
-fork server."""
+"""A7, A8: gangs on real CUDA devices: devices, backends, sharing, errors, forks."""
 
 from collections.abc import Iterator
 
@@ -54,7 +53,10 @@ def test_four_ranks_of_one_worker(gpu_client: Client) -> None:
 def test_nccl_with_more_ranks_than_gpus_is_refused(gpu_client: Client, num_gpus: int) -> None:
     """Asked for by name, NCCL with two ranks on a device is refused before it starts, with
     ranks, host and device count."""
-    says = rf"backend 'nccl' can't be used: ranks .* on 127\.0\.0\.1 share one device \({num_gpus} CUDA devices are visible"
+    says = (
+        r"backend 'nccl' can't be used: ranks .* on 127\.0\.0\.1 share one device "
+        rf"\({num_gpus} CUDA devices are visible"
+    )
     with pytest.raises(RankFailedError, match=says):
         run_gang(gpu_client, on_gpu.where, world_size=num_gpus + 1, backend="nccl")
 

@@ -188,7 +188,7 @@ class ProgressProbe:
                 watched.idleness.add(time.monotonic(), usages[watched.process.child.pid])
 
     def stacks(self) -> Iterator[RankStack]:
-        """Ask all ranks for their stacks, once; yield those that are complete by now, or overdue."""
+        """Ask all ranks for stacks, once; yield those that are complete by now, or overdue."""
         if self._looks is None:
             self._looks = self._ask()
         now = time.monotonic()

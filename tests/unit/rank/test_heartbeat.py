@@ -25,8 +25,7 @@ def test_an_untouched_page_is_of_a_rank_that_cant_be_asked() -> None:
 
 
 def test_the_agent_reads_what_the_loop_marks(tmp_path: Path) -> None:
-    """Every phase of a small training, its steps and epochs, in order, as an agent sees them
-    while they last."""
+    """Every phase of a small training, its steps and epochs, in order, while they last."""
     page = bytearray(PAGE_BYTES)
     link = Link()
     link.heartbeat = HeartbeatWriter(page)
@@ -38,14 +37,10 @@ def test_the_agent_reads_what_the_loop_marks(tmp_path: Path) -> None:
             return super().__getitem__(index)
 
     def note() -> None:
-        heartbeat = Heartbeat.from_page(bytes(page))
-        if not seen or seen[-1] != (
-            heartbeat.phase,
-            heartbeat.step,
-            heartbeat.epoch,
-            heartbeat.listens,
-        ):
-            seen.append((heartbeat.phase, heartbeat.step, heartbeat.epoch, heartbeat.listens))
+        now = Heartbeat.from_page(bytes(page))
+        mark = (now.phase, now.step, now.epoch, now.listens)
+        if not seen or seen[-1] != mark:
+            seen.append(mark)
 
     class Slow(torch.nn.Linear):
         def state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -64,6 +59,7 @@ def test_the_agent_reads_what_the_loop_marks(tmp_path: Path) -> None:
         note()
     assert seen == [
         (Phase.SETUP, 0, 0, False),
+        (Phase.RESTORING, 0, 0, False),  # `track` looks whether the state can be kept
         (Phase.LOADING, 0, 0, True),
         (Phase.STEP, 1, 1, True),
         (Phase.SAVING, 1, 1, True),
@@ -75,8 +71,7 @@ def test_the_agent_reads_what_the_loop_marks(tmp_path: Path) -> None:
 
 
 def test_collectives_count_as_progress() -> None:
-    """A beat notes the collectives begun on the default group; a beat without a new one moves
-    nothing."""
+    """A beat notes the collectives begun; a beat without a new one moves nothing."""
     page = bytearray(PAGE_BYTES)
     writer = HeartbeatWriter(page)
     writer.beat()
