@@ -3,6 +3,7 @@
 import os
 
 import pytest
+import torch
 from torch.nn.functional import cross_entropy
 from torch.utils.data import TensorDataset
 
@@ -10,10 +11,13 @@ from prefect_torch_ddp.data.loader import RankLoader
 from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.rank.evaluation import ClassificationMeter
 from prefect_torch_ddp.results import Report
-from tests.unit.rank.test_evaluation import LOGITS, NAMES, TARGETS
 from tests.workloads.healthy import run_ranks
 
 pytestmark = pytest.mark.timeout(110)
+
+NAMES = ("a", "b", "c")
+LOGITS = torch.tensor([[3.0, 1, 0], [0, 3, 1], [0, 1, 3], [3, 0, 1], [0, 4, 0]])
+TARGETS = torch.tensor([0, 1, 2, 0, 2])  # the last one is predicted wrongly: 0.8
 
 
 def evaluate(nums_samples: tuple[int, ...]) -> list[Report | str]:

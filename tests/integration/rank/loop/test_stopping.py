@@ -20,7 +20,7 @@ from tests.workloads.healthy import run_ranks
 pytestmark = pytest.mark.timeout(110)
 
 NUM_STEPS = 5000
-SEEDS = range(20261121, 20261125)
+SEEDS = range(20261121, 20261123)
 
 
 def config_for(folder: Path) -> RankConfig:
