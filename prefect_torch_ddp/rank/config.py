@@ -22,7 +22,7 @@ class RankConfig:
     stage: Stage
     storage: Storage
     dataset_id: str | None = None
-    """The dataset below `<storage>/datasets/` that ctx.data stands for."""
+    """The dataset below `<storage>/datasets/` behind ctx.data."""
     options: Mapping[str, Any] = field(default_factory=dict)
     seed: int = 0
     checkpoint: CheckpointParams = field(default_factory=CheckpointParams)

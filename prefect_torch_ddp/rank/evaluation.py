@@ -14,7 +14,7 @@ from prefect_torch_ddp.results import ClassScore, Report
 class ClassificationMeter:
     """Count predictions on this rank; sum them up exactly over all ranks.
 
-    Only `report` talks to other ranks, so ranks may update any number of times, also never.
+    Only `report` communicates, so ranks may update any number of times, also never.
     """
 
     def __init__(self, class_names: Sequence[str]) -> None:

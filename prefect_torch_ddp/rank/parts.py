@@ -18,7 +18,7 @@ from prefect_torch_ddp.protocol.events import Stopped
 from prefect_torch_ddp.protocol.heartbeat import Phase
 from prefect_torch_ddp.rank.config import RankConfig, RankInfo, Stage
 from prefect_torch_ddp.rank.link import Link
-from prefect_torch_ddp.rank.saving.reporter import Reporter
+from prefect_torch_ddp.rank.saving.reporter import FAILED_GRACE_S, Reporter
 from prefect_torch_ddp.rank.saving.state import TrainingState
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.storage.locate import storage_from_uri
@@ -32,9 +32,6 @@ if TYPE_CHECKING:
     from prefect_torch_ddp.rank.loop.steps import StepLoop
     from prefect_torch_ddp.rank.saving.tracker import Tracker
 
-
-FAILED_GRACE_S = 5.0
-"""How long a rank that failed goes on writing its records, after a checkpoint under way."""
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from prefect_torch_ddp.rank.gradients.micro_batches import count_rows, cut, piec
 
 
 def require_group(world_size: int) -> None:
-    """Refuse to wrap a model before the ranks can talk.
+    """Refuse to wrap a model before the ranks are connected.
 
     Raises:
         InvalidParamsError: the process group isn't up.
@@ -79,7 +79,7 @@ class ShareWeights:
         self._share = None
 
     def micro_batches(self, batch: Any, max_samples: int | None) -> Iterator[tuple[Any, float]]:
-        """Yield (micro-batch, weight); the ranks talk in the backward pass of the last one alone.
+        """Yield (micro-batch, weight); ranks communicate in the last backward pass alone.
 
         Raises:
             InvalidParamsError: the batch can't be cut, or `max_samples` isn't positive.
@@ -89,19 +89,19 @@ class ShareWeights:
         expected = None if share is None else max(share.num_local - share.num_skipped, 1)
         num_rows = count_rows(batch, expected)
         parts = pieces(num_rows, max_samples)
-        talked = [model.require_backward_grad_sync for model in self._models]
+        synced = [model.require_backward_grad_sync for model in self._models]
         try:
             for part in parts:
                 is_last = part is parts[-1]
                 self._owes = not is_last
-                for model, talks in zip(self._models, talked, strict=True):
+                for model, syncs in zip(self._models, synced, strict=True):
                     # What `no_sync` sets: as a context it would end here, before the user's
                     # backward pass.
-                    model.require_backward_grad_sync = is_last and talks
+                    model.require_backward_grad_sync = is_last and syncs
                 yield cut(batch, part), len(part) / num_rows
         finally:
-            for model, talks in zip(self._models, talked, strict=True):
-                model.require_backward_grad_sync = talks
+            for model, syncs in zip(self._models, synced, strict=True):
+                model.require_backward_grad_sync = syncs
 
     def scale(self, gradients: torch.Tensor, group: dist.ProcessGroup) -> None:
         """Scale this rank's gradients, so that the sum over the ranks is the global batch's."""

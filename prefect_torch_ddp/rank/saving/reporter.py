@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from prefect_torch_ddp.data.sampler import BatchShare, GlobalBatches
 
 PROGRESS_INTERVAL_S = 0.5
+FAILED_GRACE_S = 5.0
+"""How long a rank that failed still writes: a checkpoint under way, then its records."""
 
 
 class Reporter:

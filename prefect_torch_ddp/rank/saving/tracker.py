@@ -23,17 +23,15 @@ from prefect_torch_ddp.rank.config import RankConfig, RankInfo
 from prefect_torch_ddp.rank.generators import seed_rank
 from prefect_torch_ddp.rank.heartbeat import HeartbeatWriter
 from prefect_torch_ddp.rank.saving.checkpoint_status import CheckpointStatus
-from prefect_torch_ddp.rank.saving.reporter import Reporter
+from prefect_torch_ddp.rank.saving.reporter import FAILED_GRACE_S, Reporter
 from prefect_torch_ddp.rank.saving.state import Position, TrainingState
 from prefect_torch_ddp.rank.saving.tracked import check_trackable, unwrapped
 
 logger = logging.getLogger(__name__)
 
 CHANGED = "changed"
-FAILED_GRACE_S = 5.0
-"""How long a rank that failed goes on writing a checkpoint that is under way."""
 QUIET_S = 0.5
-"""How long it does so before it logs its error."""
+"""How long a rank that failed writes its checkpoint before it logs its error."""
 
 
 class Tracker:
