@@ -173,7 +173,7 @@ class RankLoader:
             num_local = sum(sizes.values())
             pieces = [next(loaded) for _ in sizes or (0,)]  # a stand-in where there are none
             data = self._virtual(pieces, num_global) if self._shares.is_virtual else pieces[0].data
-            ids = tuple(number for piece in pieces for number in piece.samples if num_local)
+            ids: tuple[int, ...] = sum((piece.samples for piece in pieces if num_local), ())
             kept, num_skipped = ids if self._keeps_ids else (), num_local - len(ids)
             yield (
                 data,

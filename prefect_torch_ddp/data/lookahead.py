@@ -12,7 +12,6 @@ from torch.utils.data import Sampler
 
 from prefect_torch_ddp.errors import InvalidParamsError
 
-K = TypeVar("K")
 B = TypeVar("B", bound=Sequence[Any])
 V = TypeVar("V")
 

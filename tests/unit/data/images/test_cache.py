@@ -327,28 +327,17 @@ def test_an_object_larger_than_the_cache_pushes_nothing_out(storage, tmp_path):
     assert len(entries(tmp_path / "cache")) == 3
 
 
-def test_a_lost_or_wrong_count_is_made_anew(storage, tmp_path):
-    """Who removes the count, or damages it, costs a walk through the folder and no wrong
-    limit."""
+@pytest.mark.parametrize("count", [None, b"xy", b"%020d" % 10**6], ids=["lost", "damaged", "high"])
+def test_a_wrong_count_is_made_anew(storage, tmp_path, count):
+    """Lost, damaged, or too high as killed processes leave it: that costs a scan and no room."""
     limit = 10 * 1032
-    for damage in (lambda path: path.unlink(), lambda path: path.write_bytes(b"xy")):
-        cached = CachedReads(storage, tmp_path / "cache", limit)
-        cached.read_many(parts_of(storage)[:6])
-        damage(tmp_path / "cache/v1/count")
-        cached.read_many(parts_of(storage))
-        assert size_of(tmp_path / "cache") <= limit
-        assert len(entries(tmp_path / "cache")) == 10
-
-
-def test_a_count_that_is_too_high_is_mended(storage, tmp_path):
-    """Killed processes leave the count too high; when that makes the cache look full, it is
-    counted anew."""
-    limit = 40 * 1032
     cached = CachedReads(storage, tmp_path / "cache", limit)
-    cached.read_many(parts_of(storage)[:2])
-    (tmp_path / "cache/v1/count").write_text(f"{limit:020}")
+    cached.read_many(parts_of(storage)[:6])
+    path = tmp_path / "cache/v1/count"
+    path.unlink() if count is None else path.write_bytes(count)
     cached.read_many(parts_of(storage))
-    assert len(entries(tmp_path / "cache")) == 20
+    assert size_of(tmp_path / "cache") <= limit
+    assert len(entries(tmp_path / "cache")) == 10
 
 
 def test_a_removed_folder_is_made_again(storage, tmp_path):
