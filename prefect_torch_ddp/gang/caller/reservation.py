@@ -123,7 +123,8 @@ class GangReservation:
             + (f" is busy with {agent.occupant.text}" if agent.occupant else "")
             for agent in missing
         )
-        needs = f"; needs the resources {plan.resources}" if plan.resources else ""
+        wanted = ", ".join(f"{name}={amount:g}" for name, amount in plan.resources.items())
+        needs = f"; needs the resources {wanted}" if wanted else ""
         return (
             f"gang {plan.name!r} has waited {waited_s:.0f} s for {len(missing)} of "
             f"{len(self.agents)} workers: {holders}{needs}"

@@ -90,7 +90,7 @@ def test_too_few_workers_with_the_resources_is_refused(
 @pytest.mark.parametrize("resources", [{"GPU": 0}, {"GPU": "1"}, {1: 1}, ["GPU"]])
 def test_resources_that_cannot_be_are_refused(client: Client, resources: object) -> None:
     """A wrong value is named before anything starts."""
-    with pytest.raises(InvalidParamsError, match="resources is"):
+    with pytest.raises(InvalidParamsError, match=r"resources(\.\S+)? is"):
         run_gang(client, plain.sum_of_ones, resources=resources)  # type: ignore[arg-type]
 
 
@@ -109,12 +109,12 @@ def test_a_held_resource_is_waited_for(client: Client) -> None:
     waits = threading.Event()
 
     def note(event: GangEvent) -> None:
-        if isinstance(event, LogLine) and "needs the resources {'GPU': 1}" in event.text:
+        if isinstance(event, LogLine) and "needs the resources GPU=1" in event.text:
             waits.set()
 
     two = {"world_size": 2, "resources": GPUS}
     try:
-        says = r"has waited .* 1 of 2 workers: .*needs the resources \{'GPU': 1\}"
+        says = r"has waited .* 1 of 2 workers: .*needs the resources GPU=1"
         with pytest.raises(NotEnoughWorkersError, match=says):
             run_gang(client, plain.sum_of_ones, queue_timeout_s=1.0, **two)
         one = run_gang(client, plain.sum_of_ones, world_size=1, resources=GPUS)
