@@ -1,7 +1,7 @@
 """A real storage behind the protocol's questions alone, for tests that change one of the
 answers."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from prefect_torch_ddp.storage.directory import DirectoryStorage
@@ -43,3 +43,36 @@ class ForwardingStorage:
     def check_writable(self) -> None:
         """See Storage.check_writable."""
         self.inner.check_writable()
+
+
+class WatchedStorage(ForwardingStorage):
+    """The same, which first calls `before` with each request, such as "read runs/run/x"."""
+
+    def __init__(self, inner: Path | Storage, before: Callable[[str], object]) -> None:
+        super().__init__(inner)
+        self._before = before
+
+    def read(self, key: str) -> bytes:
+        """See Storage.read."""
+        self._before(f"read {key}")
+        return super().read(key)
+
+    def write(self, key: str, data: bytes | memoryview) -> None:
+        """See Storage.write."""
+        self._before(f"write {key}")
+        super().write(key, data)
+
+    def write_if_absent(self, key: str, data: bytes) -> bool:
+        """See Storage.write_if_absent."""
+        self._before(f"write_if_absent {key}")
+        return super().write_if_absent(key, data)
+
+    def list(self, prefix: str = "") -> Iterator[StoredObject]:
+        """See Storage.list."""
+        self._before(f"list {prefix}")
+        return iter(list(super().list(prefix)))
+
+    def delete(self, key: str) -> None:
+        """See Storage.delete."""
+        self._before(f"delete {key}")
+        super().delete(key)

@@ -82,10 +82,7 @@ class Checkpointer:
         before_commit: Callable[[], None],
         on_failure: Literal["warn", "fail"] = "warn",
     ) -> None:
-        """Make it; nothing is written yet.
-
-        `before_commit` writes what a run resumed from the checkpoint must not have lost.
-        """
+        """`before_commit` writes what a run resumed from the checkpoint must not have lost."""
         self._writer = writer
         self._rank_store = rank_store
         self._committer = committer
@@ -180,13 +177,12 @@ class Checkpointer:
 
     def raise_failure(self) -> None:
         """Raise CheckpointError, with object and reason, if this rank's last write failed."""
-        failure = self._failure
-        if isinstance(failure, SupersededError):
-            raise failure
-        if failure is not None:
-            run_id = self._writer.run_id
-            msg = f"the last checkpoint of run {run_id} could not be written: {failure}"
-            raise CheckpointError(msg) from failure
+        if isinstance(self._failure, SupersededError):
+            raise self._failure
+        if self._failure is not None:
+            checkpoint = f"the last checkpoint of run {self._writer.run_id}"
+            msg = f"{checkpoint} could not be written: {self._failure}"
+            raise CheckpointError(msg) from self._failure
 
     def clean_up_after(self, manifest: Manifest) -> None:
         """Clean up, on rank 0, where an older attempt committed the training's last checkpoint.
@@ -289,11 +285,8 @@ class Checkpointer:
         self.trouble = str(error)
         self._committer.look_again()
         if not isinstance(error, SupersededError):
-            logger.warning(
-                "no checkpoint of step %d, the one before it stays the newest: %s",
-                metadata.step,
-                error,
-            )
+            text = "no checkpoint of step %d, the one before it stays the newest: %s"
+            logger.warning(text, metadata.step, error)
 
     def _discard(self, keys: Iterable[str]) -> None:
         """Delete objects of a checkpoint that failed; a later commit sweeps what stays."""

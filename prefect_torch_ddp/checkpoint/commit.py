@@ -39,12 +39,11 @@ class Committer:
     def __init__(
         self, storage: Storage, run_id: str, attempt: int, policy: CheckpointParams
     ) -> None:
-        """Know nothing of the run's checkpoints yet; the first commit lists them."""
         self._storage = storage
         self._run_id = run_id
         self._attempt = attempt
         self._policy = policy
-        self._known: dict[int, Manifest] | None = None
+        self._known: dict[int, Manifest] | None = None  # the first commit lists them
         self.last: Manifest | None = None
         """The newest commit of this attempt."""
 

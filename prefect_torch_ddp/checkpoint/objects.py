@@ -216,7 +216,6 @@ class Digest:
     """The digest of content that arrives piece by piece."""
 
     def __init__(self) -> None:
-        """Begin with nothing."""
         self._parts: list[bytes] = []
         self._part = blake3()
         self._room = PART_BYTES

@@ -19,10 +19,9 @@ _num_rank_stores = itertools.count()
 
 
 class KeyValueStore:
-    """Texts by key, shared by all ranks of a gang."""
+    """Texts by key, in a torch store that all ranks of a gang reach."""
 
     def __init__(self, store: dist.Store) -> None:
-        """Keep them in a torch store that all ranks reach."""
         self._store = store
 
     def set(self, key: str, text: str) -> None:

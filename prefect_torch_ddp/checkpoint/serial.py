@@ -70,7 +70,6 @@ class Serializer:
     """Serialises one state at a time into memory that it keeps: fresh memory costs most."""
 
     def __init__(self) -> None:
-        """Take no memory yet; it grows to the largest state."""
         self._buffer = io.BytesIO()
 
     def to_view(self, state: Any) -> memoryview:

@@ -71,7 +71,7 @@ class LedgerLog(RecordLog):
     def __init__(
         self, storage: Storage, run_id: str, rank: int, attempt: int, **options: Any
     ) -> None:
-        """Make it; nothing is written yet. Options: RecordLog's first_interval_s and copies."""
+        """Take RecordLog's options first_interval_s and copies."""
         super().__init__(
             storage,
             _folder(run_id),

@@ -3,7 +3,6 @@ its next, or is killed there."""
 
 import random
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +20,8 @@ from prefect_torch_ddp.checkpoint.serial import to_bytes
 from prefect_torch_ddp.errors import CheckpointError, SupersededError
 from prefect_torch_ddp.params import CheckpointParams
 from prefect_torch_ddp.storage.directory import DirectoryStorage
-from prefect_torch_ddp.storage.protocol import StoredObject
-from tests.forwarding import ForwardingStorage
+from prefect_torch_ddp.storage.protocol import Storage
+from tests.forwarding import WatchedStorage
 
 PATIENCE_S = 60.0
 
@@ -43,7 +42,7 @@ class Turns:
         self._may_go, self._has_come = threading.Semaphore(0), threading.Semaphore(0)
         self._one_at_a_time = threading.Lock()
 
-    def come(self) -> None:
+    def come(self, _request: str) -> None:
         """Wait for the turn; an attempt may read with several threads."""
         with self._one_at_a_time:
             if not self._is_killed:
@@ -66,39 +65,6 @@ class Turns:
         self._is_killed = kill
         self._may_go.release()
         self.hear()
-
-
-class TakingTurns(ForwardingStorage):
-    """A directory of which one attempt asks something when it is its turn."""
-
-    def __init__(self, folder: Path, turns: Turns) -> None:
-        super().__init__(folder)
-        self._turns = turns
-
-    def read(self, key: str) -> bytes:
-        """See Storage.read."""
-        self._turns.come()
-        return super().read(key)
-
-    def write(self, key: str, data: bytes | memoryview) -> None:
-        """See Storage.write."""
-        self._turns.come()
-        super().write(key, data)
-
-    def write_if_absent(self, key: str, data: bytes) -> bool:
-        """See Storage.write_if_absent."""
-        self._turns.come()
-        return super().write_if_absent(key, data)
-
-    def list(self, prefix: str = "") -> Iterator[StoredObject]:
-        """See Storage.list."""
-        self._turns.come()
-        return iter(list(super().list(prefix)))
-
-    def delete(self, key: str) -> None:
-        """See Storage.delete."""
-        self._turns.come()
-        super().delete(key)
 
 
 class Lineage:
@@ -137,10 +103,8 @@ class Order:
     def run(self) -> list[str]:
         """Run the attempts to their ends; return what went wrong."""
         to_begin = [Turns() for _ in range(self.chance.randint(2, 4))]
-        change, kill = (
-            self.chance.choice([0.05, 0.2, 0.5, 0.9]),
-            self.chance.choice([0.0, 0.005, 0.02]),
-        )
+        change = self.chance.choice([0.05, 0.2, 0.5, 0.9])
+        kill = self.chance.choice([0.0, 0.005, 0.02])
         living: list[Turns] = []
         at_turn: Turns | None = None
         threads = []
@@ -163,20 +127,18 @@ class Order:
 
     def _take_part(self, turns: Turns) -> None:
         try:
-            self._train(TakingTurns(self.folder, turns))
+            self._train(WatchedStorage(self.folder, turns.come))
         except (SupersededError, KilledError):
             pass
         except BaseException as error:  # noqa: BLE001 - in a thread nobody else would hear of it
             self.problems.append(repr(error))
         turns.end()
 
-    def _train(self, storage: TakingTurns) -> None:
+    def _train(self, storage: Storage) -> None:
         """Resume and commit a checkpoint of each step, as rank 0 does."""
         attempt = claim_attempt(storage, "run")
-        lineage, restorer = (
-            Lineage(),
-            Restorer.choose(ResumePoint(storage, "run"), attempt, None, open_rank_store(1)),
-        )
+        lineage, own = Lineage(), ResumePoint(storage, "run")
+        restorer = Restorer.choose(own, attempt, None, open_rank_store(1))
         restorer.restore("model", lineage)
         begun = restorer.manifest
         committer = Committer(storage, "run", attempt, self.retention)
@@ -198,9 +160,8 @@ class Order:
         storage = DirectoryStorage(self.folder)
         found = find_resumable(storage, "run")
         if found is None:
-            self.problems += [f"all is lost; acknowledged were {self.acknowledged}"] * bool(
-                self.acknowledged
-            )
+            if self.acknowledged:
+                self.problems.append(f"all is lost; acknowledged were {self.acknowledged}")
             return
         lineage = Lineage()
         lineage.load_state_dict(found[1]["model"].state)
@@ -214,7 +175,6 @@ class Order:
                 read_states(storage, manifest, manifest.objects)
             except CheckpointError as error:
                 self.problems.append(str(error))
-            if (manifest.step, manifest.attempt) not in lineage.steps:
-                self.problems.append(
-                    f"{(manifest.step, manifest.attempt)} counts and isn't in {lineage.steps}"
-                )
+            owner = manifest.step, manifest.attempt
+            if owner not in lineage.steps:
+                self.problems.append(f"{owner} counts and isn't in {lineage.steps}")

@@ -2,7 +2,7 @@
 the same steps."""
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -25,8 +25,8 @@ from prefect_torch_ddp.checkpoint.serial import to_bytes
 from prefect_torch_ddp.errors import CheckpointError, SupersededError
 from prefect_torch_ddp.params import CheckpointParams
 from prefect_torch_ddp.storage.directory import DirectoryStorage
-from prefect_torch_ddp.storage.protocol import Storage, StoredObject
-from tests.forwarding import ForwardingStorage
+from prefect_torch_ddp.storage.protocol import Storage
+from tests.forwarding import WatchedStorage
 from tests.integration.s3_server import S3Server, open_s3_server  # noqa: F401 - a fixture
 
 pytestmark = pytest.mark.timeout(300)
@@ -37,14 +37,14 @@ KEEP_TWO = CheckpointParams(keep_last=2)
 KEEP_ALL = CheckpointParams(keep_last=99)
 
 
-class HeldUpStorage(ForwardingStorage):
+class HeldUpStorage(WatchedStorage):
     """A storage whose client is held up right before the nth request of those that count, while
     something else happens."""
 
     def __init__(
         self, inner: Storage, nth: int, meanwhile: Callable[[], None], counts: re.Pattern[str]
     ) -> None:
-        super().__init__(inner)
+        super().__init__(inner, self._come)
         self._num_to_come = nth
         self._meanwhile = meanwhile
         self._counts = counts
@@ -56,33 +56,8 @@ class HeldUpStorage(ForwardingStorage):
             self.held_up_at = request
             self._meanwhile()
 
-    def read(self, key: str) -> bytes:
-        """See Storage.read."""
-        self._come(f"read {key}")
-        return super().read(key)
 
-    def write(self, key: str, data: bytes | memoryview) -> None:
-        """See Storage.write."""
-        self._come(f"write {key}")
-        super().write(key, data)
-
-    def write_if_absent(self, key: str, data: bytes) -> bool:
-        """See Storage.write_if_absent."""
-        self._come(f"write_if_absent {key}")
-        return super().write_if_absent(key, data)
-
-    def list(self, prefix: str = "") -> Iterator[StoredObject]:
-        """See Storage.list."""
-        self._come(f"list {prefix}")
-        return super().list(prefix)
-
-    def delete(self, key: str) -> None:
-        """See Storage.delete."""
-        self._come(f"delete {key}")
-        super().delete(key)
-
-
-def go_on(storage: Storage, attempt: int, until: int, retention: CheckpointParams) -> int:
+def resume(storage: Storage, attempt: int, until: int, retention: CheckpointParams) -> int:
     """Resume as an attempt and commit a checkpoint of each step; return the first one."""
     found = find_resumable(storage, "run")
     begun = FROM_NOTHING if found is None else found[0].step
@@ -93,10 +68,8 @@ def go_on(storage: Storage, attempt: int, until: int, retention: CheckpointParam
         data = to_bytes({"step": torch.tensor(step), "attempt": torch.tensor(attempt)})
         key = object_key("run", step, attempt, "model")
         storage.write(key, data)
-        item = ManifestObject(name="model", key=key, num_bytes=len(data), digest=digest_of(data))
-        committer.commit(
-            Manifest("run", step, attempt, epoch=1, position={}, world_size=1, objects=(item,))
-        )
+        item = ManifestObject("model", key, len(data), digest_of(data))
+        committer.commit(Manifest("run", step, attempt, 1, {}, 1, {}, (item,)))
     return first
 
 
@@ -117,7 +90,7 @@ def check_held_up(
 ) -> str:
     """Hold attempt 2 up at its nth request; attempt 3's checkpoints stay, and the next resume
     finds them. Return the request."""
-    go_on(storage, claim_attempt(storage, "run"), 3, KEEP_ALL)
+    resume(storage, claim_attempt(storage, "run"), 3, KEEP_ALL)
     damage_newest(storage)  # so attempt 2 makes step 3 again, where attempt 1 left a manifest
     first = 0
 
@@ -125,13 +98,13 @@ def check_held_up(
         nonlocal first
         attempt = claim_attempt(storage, "run")
         before(storage)
-        first = go_on(storage, attempt, LAST, KEEP_ALL)
+        first = resume(storage, attempt, LAST, KEEP_ALL)
 
     attempt = claim_attempt(storage, "run")
     held_up = HeldUpStorage(storage, nth, take_over, counts)
     # Where all was deleted while it resumed, it finds checkpoints with holes.
     with suppress(CheckpointError if before is delete_all else SupersededError):
-        go_on(held_up, attempt, LAST_OF_OLDER, KEEP_TWO)
+        resume(held_up, attempt, LAST_OF_OLDER, KEEP_TWO)
     if held_up.held_up_at:
         manifests = list_manifests(storage, "run")
         newer = [manifest.step for manifest in manifests if manifest.attempt == 3]
@@ -141,11 +114,9 @@ def check_held_up(
                 read_states(storage, manifest, manifest.objects)
         found = find_resumable(storage, "run")
         assert found is not None, held_up.held_up_at
-        assert {name: int(value) for name, value in found[1]["model"].state.items()} == {
-            "step": LAST,
-            "attempt": 3,
-        }
-        go_on(storage, claim_attempt(storage, "run"), LAST + 1, KEEP_TWO)
+        state = found[1]["model"].state
+        assert (int(state["step"]), int(state["attempt"])) == (LAST, 3)
+        resume(storage, claim_attempt(storage, "run"), LAST + 1, KEEP_TWO)
         kept = [(LAST, 3), (LAST + 1, 4)]
         there = {found.key for found in storage.list(checkpoints_prefix("run"))}
         expected = {object_key("run", *owner, "model") for owner in kept} | {
@@ -196,11 +167,11 @@ def test_an_attempt_that_is_held_up_while_it_resumes_ends(
     held_up_at, nth = [], 1
     while True:
         storage = DirectoryStorage(tmp_path / str(nth))
-        go_on(storage, claim_attempt(storage, "run"), 3, KEEP_TWO)
+        resume(storage, claim_attempt(storage, "run"), 3, KEEP_TWO)
         attempt = claim_attempt(storage, "run")
 
         def take_over(storage: Storage = storage) -> None:
-            go_on(storage, claim_attempt(storage, "run"), LAST, retention)
+            resume(storage, claim_attempt(storage, "run"), LAST, retention)
 
         held_up = HeldUpStorage(storage, nth, take_over, ANY)
         rank_store = open_rank_store(1)

@@ -6,7 +6,6 @@ import io
 import json
 import math
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ import torch
 from safetensors.torch import load, load_file
 from torch import nn
 
-from prefect_torch_ddp.checkpoint.attempts import claim_attempt
+from prefect_torch_ddp.checkpoint.attempts import claim_attempt, newest_attempt
 from prefect_torch_ddp.checkpoint.export import export_model, weights_file
 from prefect_torch_ddp.checkpoint.keys import attempts_prefix, object_key
 from prefect_torch_ddp.checkpoint.manifest import Manifest, ManifestObject
@@ -25,7 +24,7 @@ from prefect_torch_ddp.checkpoint.serial import from_bytes, to_bytes
 from prefect_torch_ddp.errors import CheckpointError, SupersededError
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.storage.protocol import Storage
-from tests.forwarding import ForwardingStorage
+from tests.forwarding import WatchedStorage
 
 ABOUT = {"workload": "flows.digits", "options": {"lr": 0.1}, "seed": 3}
 
@@ -124,45 +123,23 @@ def test_damage_is_named(tmp_path: Path) -> None:
     assert not (tmp_path / "runs/run/model").exists()
 
 
-class HeldUpStorage(ForwardingStorage):
-    """Something happens right before its first request of a kind, as if its client hung there."""
-
-    def __init__(self, inner: Storage, before: str, meanwhile: Callable[[], None]) -> None:
-        super().__init__(inner)
-        self._before = before
-        self._meanwhile: Callable[[], None] | None = meanwhile
-
-    def _come(self, request: str) -> None:
-        if request == self._before and self._meanwhile is not None:
-            meanwhile, self._meanwhile = self._meanwhile, None
-            meanwhile()
-
-    def write_if_absent(self, key: str, data: bytes) -> bool:
-        """See Storage.write_if_absent."""
-        self._come(f"write {key}")
-        return super().write_if_absent(key, data)
-
-    def list(self, prefix: str = "") -> Any:
-        """See Storage.list."""
-        self._come(f"list {prefix}")
-        return super().list(prefix)
-
-
 @pytest.mark.parametrize(
-    "before", ["write runs/run/model/model.safetensors", f"list {attempts_prefix('run')}"]
+    "where", ["write_if_absent runs/run/model/model.safetensors", f"list {attempts_prefix('run')}"]
 )
-def test_an_older_attempt_that_was_held_up_changes_nothing(tmp_path: Path, before: str) -> None:
+def test_an_older_attempt_that_was_held_up_changes_nothing(tmp_path: Path, where: str) -> None:
     """Right before it looks for newer attempts, or right after; the newer one's model stays."""
     storage = DirectoryStorage(tmp_path)
     old = claim_attempt(storage, "run")
     left: dict[Path, bytes] = {}
 
-    def export_as_newer() -> None:
+    def export_as_newer(request: str) -> None:
+        if request != where or newest_attempt(storage, "run") > old:
+            return
         new = claim_attempt(storage, "run")
         uri = export_model(storage, checkpoint(storage, new, 2.0), "model", new, ABOUT)
         left.update({path: path.read_bytes() for path in Path(uri).parent.glob("model.*")})
 
-    held_up = HeldUpStorage(storage, before, export_as_newer)
+    held_up = WatchedStorage(storage, export_as_newer)
     with pytest.raises(SupersededError):
         export_model(held_up, checkpoint(storage, old), "model", old, ABOUT)
     folder = tmp_path / "runs/run/model"
