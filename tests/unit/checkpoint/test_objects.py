@@ -161,7 +161,8 @@ def test_what_is_damaged_is_named(tmp_path: Path, name: str, damage: str, kind: 
     storage = KINDS[kind](DirectoryStorage(tmp_path))
     if damage != "missing":
         path.write_bytes({"flipped": data, "truncated": data[:-1], "longer": data + b"\0"}[damage])
-    says = rf"step 3 of run run: its object {name}\.pt is {'missing' if damage == 'missing' else 'damaged'}"
+    reason = "missing" if damage == "missing" else "damaged"
+    says = rf"step 3 of run run: its object {name}\.pt is {reason}"
     with pytest.raises(CheckpointError, match=says):
         read_states(storage, manifest, manifest.objects)
 
