@@ -26,7 +26,11 @@ EVERY_GANG_MODULE = (
         pytest.param("ours.ddp_task", TORCH, id="level 2"),
         pytest.param("ours.train_flow", TORCH, id="level 3"),
         pytest.param("ours.RankContext", HEAVY, id="a rank"),
-        pytest.param("ours.S3Storage, ours.DirectoryStorage", HEAVY, id="storages"),
+        pytest.param(
+            "ours.S3Storage('b', 'p'), ours.DirectoryStorage('p')",
+            HEAVY | {"boto3", "botocore"},
+            id="storages",
+        ),
         pytest.param(EVERY_GANG_MODULE, TORCH, id="a Dask worker"),
     ],
 )

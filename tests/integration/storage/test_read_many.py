@@ -12,6 +12,7 @@ import pytest
 from prefect_torch_ddp.errors import ObjectChangedError, ObjectNotFoundError, StorageError
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.storage.protocol import ObjectPart, ReadsMany
+from prefect_torch_ddp.storage.s3.lean.read import NUM_MISSES
 from tests.integration.s3_server import (  # noqa: F401 - fixtures
     Wire,
     answer,
@@ -228,6 +229,43 @@ def test_reading_again_leaves_the_trainings_generator_alone(over_wire, wire):
     assert over_wire.read(parts[0].key) == contents[0]
     assert not wire.faults
     assert random.getstate() == before
+
+
+def in_chunks(handler, exchange):
+    """Send the right content in another form: without a length."""
+    headers = tuple(
+        header for header in exchange.answer_headers if header[0].lower() != "content-length"
+    )
+    handler.send_response_only(exchange.status)
+    for name, value in (*headers, ("Transfer-Encoding", "chunked")):
+        handler.send_header(name, value)
+    handler.end_headers()
+    handler.wfile.write(f"{len(exchange.answer):x}\r\n".encode() + exchange.answer)
+    handler.wfile.write(b"\r\n0\r\n\r\n")
+
+
+def test_an_answer_out_of_the_ordinary_is_asked_for_once_more(over_wire, wire):
+    """By botocore, which reads any; a store that always answers so is asked by it alone."""
+    (part,), contents = fill(over_wire, 1)
+    wire.faults += [("GET", in_chunks)] * 100
+    before = wire.count("GET")
+    for _ in range(20):
+        assert over_wire.read_many([part]) == contents
+    assert wire.count("GET") - before <= 20 + NUM_MISSES
+    wire.faults.clear()
+
+
+def test_gets_go_to_the_region_that_the_store_names(over_wire, wire):
+    """Botocore follows what the store says, and the lean GETs follow botocore."""
+    parts, contents = fill(over_wire, 3)
+    elsewhere = answer(400, "AuthorizationHeaderMalformed", "<Region>eu-central-1</Region>")
+    wire.faults += [("GET", elsewhere)]
+    assert over_wire.read_many(parts[:1]) == contents[:1]
+    before = len(wire.exchanges)
+    assert over_wire.read_many(parts) == contents
+    asked = [exchange.headers["Authorization"] for exchange in wire.exchanges[before:]]
+    assert len(asked) == len(parts)
+    assert all("/eu-central-1/s3/" in header for header in asked)
 
 
 # ---- Refusals
