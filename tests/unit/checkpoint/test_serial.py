@@ -111,7 +111,7 @@ def test_what_cannot_be_kept_is_refused_when_it_is_tracked(tmp_path: Path) -> No
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer.param_groups[0]["schedule"] = np.zeros(3)
     says = r"'optimizer' can't .*\['param_groups'\]\[0\]\['schedule'\] is a numpy.ndarray"
-    with RankContext.local(storage=tmp_path) as ctx, pytest.raises(InvalidParamsError, match=says):
+    with pytest.raises(InvalidParamsError, match=says), RankContext.local(storage=tmp_path) as ctx:
         ctx.track(optimizer=optimizer)
 
 
