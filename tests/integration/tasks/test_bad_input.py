@@ -38,7 +38,7 @@ pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("prefect_api")]
         ),
         ({"workload": "tests.workloads.tiny:Absent"}, InvalidParamsError, "defines no 'Absent'"),
         ({"storage": "/proc/nowhere"}, StorageError, "/proc/nowhere"),
-        ({"storage": "ftp://host/x"}, InvalidParamsError, "ftp: names no storage"),
+        ({"storage": "ftp://host/x"}, InvalidParamsError, "ftp: names no known storage"),
         ({"storage": "s3-bucket/absent"}, InvalidParamsError, "s3-bucket/absent"),
         (
             {"cluster": ClusterParams(cluster_class="no_such.Cluster")},
