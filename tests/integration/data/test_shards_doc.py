@@ -1,4 +1,4 @@
-"""What docs/shards.md shows works as it stands."""
+"""What docs/images.md shows works as it stands."""
 
 import importlib.util
 import re
@@ -10,7 +10,7 @@ from prefect_torch_ddp import RankContext, image_folder
 from tests.integration.data.image_files import image_files, write_folder, write_objects
 from tests.integration.s3_server import s3_server  # noqa: F401 - a fixture
 
-PAGE = (Path(__file__).parents[3] / "docs/shards.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[3] / "docs/images.md").read_text(encoding="utf-8")
 WORKLOAD, CACHE = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
 
 
