@@ -1,6 +1,4 @@
-"""Owns what a run gives back: small typed values that any process can read and print as
-JSON.
-"""
+"""Results of a run: small typed values that any process can read and print as JSON."""
 
 from pydantic import BaseModel, ConfigDict
 
@@ -176,15 +174,13 @@ class LedgerReport(Result):
 
     @property
     def is_clean(self) -> bool:
-        """Whether there is a record, and each sample that was due was trained on once in each
-        epoch.
-        """
+        """Whether there is a record, and each sample due was trained on once in each epoch."""
         return bool(self.epochs) and all(epoch.is_clean for epoch in self.epochs)
 
     def __str__(self) -> str:
         """Say it in a line for each epoch."""
         if not self.epochs:
-            return f"run {self.run_id} has no ledger: it is kept of what goes through ctx.steps, with ledger=True"
+            return f"run {self.run_id} has no ledger: ctx.steps keeps one with ledger=True"
         return "\n".join(map(str, self.epochs))
 
 

@@ -1,6 +1,4 @@
-"""Owns how a person reads from Python what a run left in its storage, while it trains and
-later.
-"""
+"""Reading from Python what a run left in its storage, while it trains and later."""
 
 import os
 import re
@@ -22,10 +20,9 @@ if TYPE_CHECKING:
 def read_metrics(
     storage: Storage | str | Path, run_id: str, *, all_attempts: bool = False
 ) -> "pd.DataFrame":
-    """Return a run's metrics as a pandas DataFrame: a row for each record of each rank, a
-    column for each metric.
+    """Return a run's metrics as a pandas DataFrame: a row per record, a column per metric.
 
-    The columns before them are step, epoch (from 1), rank, attempt, time (Unix seconds) and
+    Every rank writes a record for each step in which it reported. The columns before them are step, epoch (from 1), rank, attempt, time (Unix seconds) and
     num_samples. While the run trains, its newest records are there after 1 to 30 seconds, in a
     long run after a 64th of its age.
 
@@ -48,8 +45,7 @@ def read_metrics(
 
 
 def read_ledger(storage: Storage | str | Path, run_id: str) -> LedgerReport:
-    """Check the ledger of a run: which samples it trained on in each epoch, over all its
-    attempts.
+    """Check the ledger of a run: the samples of each epoch, over all its attempts.
 
     What counts is what survived: steps that a later attempt did again, or took back, don't.
     Memory: a byte for each sample and epoch.
@@ -66,8 +62,9 @@ def read_ledger(storage: Storage | str | Path, run_id: str) -> LedgerReport:
 
 
 def read_result(storage: Storage | str | Path, run_id: str, path: str) -> bytes:
-    """Return a file that `ctx.save(path, data)` wrote, as the newest attempt that saved it left
-    it; also while the run trains.
+    """Return a file that `ctx.save(path, data)` wrote, as the newest attempt left it.
+
+    It can be read while the run trains.
 
     Args:
         storage: where the run is: a directory, `s3://bucket/prefix`, a Prefect block such as
