@@ -22,8 +22,8 @@ def read_metrics(
 ) -> "pd.DataFrame":
     """Return a run's metrics as a pandas DataFrame: a row per record, a column per metric.
 
-    Every rank writes a record for each step in which it reported. The columns before them are step, epoch (from 1), rank, attempt, time (Unix seconds) and
-    num_samples. While the run trains, its newest records are there after 1 to 30 seconds, in a
+    The columns before the metrics are step, epoch (from 1), rank, attempt, time (Unix seconds)
+    and num_samples. While the run trains, its newest records are there after 1 to 30 seconds, in a
     long run after a 64th of its age.
 
     Args:
@@ -39,7 +39,8 @@ def read_metrics(
     where = _storage_of(storage)
     frame = records_frame(where, run_id, all_attempts=all_attempts)
     if frame.empty and next(iter(where.list(f"runs/{run_id}/")), None) is None:
-        msg = f"{where.uri} holds no run {run_id!r}; a run's id is the name of its folder below {where.uri.rstrip('/')}/runs"
+        folder = f"{where.uri.rstrip('/')}/runs"
+        msg = f"{where.uri} holds no run {run_id!r}; a run's id is its folder's name below {folder}"
         raise InvalidParamsError(msg)
     return frame
 
