@@ -9,9 +9,9 @@ import pytest
 
 from prefect_torch_ddp.storage.protocol import ObjectPart
 from tests.integration.ceph_server import run_ceph
-from tests.integration.clusters.processes import wait_until
 from tests.s3_conformance import S3Conformance, error_of
 from tests.storage_conformance import FORK, StorageConformance, in_processes
+from tests.support.waiting import becomes_true
 
 NUM_RACERS, NUM_RACES = 16, 10
 
@@ -78,7 +78,7 @@ def test_a_store_that_is_full_is_given_up(tmp_path_factory):
         storage.write("object", b"old")
         for number in range(10):
             storage.write(f"filler/{number}", bytes(4 * 2**20))
-        assert wait_until(lambda: "OSD_FULL" in server.ceph("health", "detail"), 60)
+        assert becomes_true(lambda: "OSD_FULL" in server.ceph("health", "detail"), 60)
         message = error_of(storage.write, "object", b"new")
         assert "the endpoint didn't answer in time" in message
         assert "some stores are silent, too, when they are full" in message
