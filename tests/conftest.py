@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 pytest_plugins = ["tests.support.leaks", "tests.support.servers"]
-pytest.register_assert_rewrite("tests.storage_conformance", "tests.s3_conformance")
+pytest.register_assert_rewrite("tests.support")
 
 FOLDERS = ("unit", "integration", "chaos", "gpu")
 NEEDS_PACKAGES = {"ceph_server", "batch_system"}

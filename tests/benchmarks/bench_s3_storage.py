@@ -17,7 +17,7 @@ from prefect_torch_ddp.params import CheckpointParams
 from prefect_torch_ddp.storage.s3.client import connect
 from prefect_torch_ddp.storage.s3.storage import S3Storage
 from tests.benchmarks.beside import Times, show
-from tests.integration.ceph_server import CephServer, run_ceph
+from tests.support.ceph_server import CephServer, run_ceph
 
 pytestmark = pytest.mark.timeout(1800)
 ROUNDS = int(os.environ.get("PTD_BENCH_ROUNDS", "9"))

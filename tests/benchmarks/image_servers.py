@@ -19,8 +19,8 @@ import pytest
 
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.storage.protocol import ListedObject, Readable
-from tests.integration.ceph_server import run_ceph
-from tests.integration.s3_server import free_port
+from tests.support.ceph_server import run_ceph
+from tests.support.s3_server import free_port
 
 HERE = Path(__file__).parent
 SECRETS_OF_NOBODY = ("key", "secret")

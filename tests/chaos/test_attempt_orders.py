@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.checkpoint.attempt_orders import Order
+from tests.support.attempt_orders import Order
 
 pytestmark = pytest.mark.timeout(1800)
 FIRST, NUM = int(os.environ.get("PTD_FIRST_ORDER", "1000")), 50

@@ -15,8 +15,6 @@ from tests.workloads.struck import Fault
 
 FAULTS = seeded_faults.every_fault(seeded_faults.seed_from_environment())
 
-pytestmark = pytest.mark.timeout(60)
-
 
 @pytest.mark.parametrize("fault", FAULTS, ids=seeded_faults.ids(FAULTS))
 def test_the_root_cause_is_named(dask_client: Client, tmp_path: Path, fault: Fault) -> None:

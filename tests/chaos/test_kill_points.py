@@ -5,12 +5,12 @@ of what was broken off. The kill points are drawn from a seed. A failure shows i
 name; `make chaos SEED=<seed> ARGS="-k <name>"` runs that point again.
 """
 
+from collections.abc import Callable
+
 import pytest
 
-from tests.integration.s3_server import open_s3_server  # noqa: F401 - a fixture
 from tests.support import kill_points
 from tests.support.kill_points import KillPoint, ids
-from tests.support.kill_strike import StrikeAt, strike_at  # noqa: F401 - a fixture
 
 POINTS = kill_points.every_kill_point(kill_points.seed_from_environment())
 ON_A_DIRECTORY = [point for point in POINTS if point.backend == "directory"]
@@ -37,8 +37,6 @@ ON_CEPH = kill_points.sample(
 """Of each kind one, on a store that people run: it is durable, and answers some requests in
 other ways."""
 
-pytestmark = pytest.mark.timeout(180)
-
 
 def test_there_are_as_many_as_promised() -> None:
     """At least fifty, on both storages, and no two of one name."""
@@ -48,14 +46,14 @@ def test_there_are_as_many_as_promised() -> None:
 
 
 @pytest.mark.parametrize("point", ON_A_DIRECTORY, ids=ids(ON_A_DIRECTORY))
-def test_on_a_directory(strike_at: StrikeAt, point: KillPoint) -> None:
+def test_on_a_directory(strike_at: Callable[[KillPoint], None], point: KillPoint) -> None:
     """Real files; also within a system call, and with a file half written."""
     strike_at(point)
 
 
 @pytest.mark.usefixtures("open_s3_server")
 @pytest.mark.parametrize("point", ON_S3, ids=ids(ON_S3))
-def test_on_s3(strike_at: StrikeAt, point: KillPoint) -> None:
+def test_on_s3(strike_at: Callable[[KillPoint], None], point: KillPoint) -> None:
     """A real server; also in the midst of a request and of an upload in parts, and before the
     answer is heard."""
     strike_at(point)
@@ -63,6 +61,6 @@ def test_on_s3(strike_at: StrikeAt, point: KillPoint) -> None:
 
 @pytest.mark.usefixtures("ceph_server")
 @pytest.mark.parametrize("point", ON_CEPH, ids=ids(ON_CEPH))
-def test_on_ceph(strike_at: StrikeAt, point: KillPoint) -> None:
+def test_on_ceph(strike_at: Callable[[KillPoint], None], point: KillPoint) -> None:
     """A Ceph RADOS Gateway: the same."""
     strike_at(point)

@@ -8,8 +8,6 @@ from distributed import Client
 from prefect_torch_ddp import RankFailedError, run_gang
 from tests.workloads import on_gpu
 
-pytestmark = pytest.mark.timeout(300)
-
 
 def test_a_rank_for_each_gpu_talks_by_nccl(gpu_client: Client, num_gpus: int) -> None:
     """One rank per GPU: a device each; CUDA tensors by NCCL and CPU tensors by gloo, in one

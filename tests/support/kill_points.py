@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from tests.killing_wire import WireKill
+from tests.support.killing_wire import WireKill
 from tests.workloads.killed import NUM_STEPS, SAVE_EVERY, Plan
 from tests.workloads.killing_storage import Kill
 

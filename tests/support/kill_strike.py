@@ -24,9 +24,9 @@ from prefect_torch_ddp.storage.s3.client import client_of
 from prefect_torch_ddp.storage.s3.storage import S3Storage
 from prefect_torch_ddp.tasks.report.curves import MetricCurves
 from prefect_torch_ddp.tasks.run import RunAttemptLog
-from tests.integration.s3_server import S3Server
-from tests.killing_wire import KillingWire
 from tests.support.kill_points import KillPoint
+from tests.support.killing_wire import KillingWire
+from tests.support.s3_server import S3Server
 from tests.workloads import killed
 from tests.workloads.killed import BATCH, EPOCHS, NUM_SAMPLES, NUM_STEPS, SAVE_EVERY, Plan
 from tests.workloads.killing_storage import KillingStorage
@@ -94,27 +94,6 @@ def undisturbed(client: Client, point: KillPoint, new_folder: Callable[[], Path]
         calm = KillPoint("undisturbed", "directory", sizes=(size,), plan=plan)
         _undisturbed[plan, size] = run(client, calm, DirectoryStorage(folder / "store"), folder)
     return _undisturbed[plan, size]
-
-
-StrikeAt = Callable[[KillPoint], None]
-
-
-@pytest.fixture
-def strike_at(
-    request: pytest.FixtureRequest,
-    dask_client: Client,
-    tmp_path: Path,
-    tmp_path_factory: pytest.TempPathFactory,
-) -> StrikeAt:
-    """Return what runs the training through a point's kills; on S3 the test uses the fixture
-    open_s3_server or ceph_server."""
-    of_s3 = "ceph_server" if "ceph_server" in request.fixturenames else "open_s3_server"
-
-    def at(point: KillPoint) -> None:
-        server = request.getfixturevalue(of_s3) if point.backend == "s3" else None
-        strike(dask_client, point, server, tmp_path, lambda: tmp_path_factory.mktemp("undisturbed"))
-
-    return at
 
 
 def strike(

@@ -5,7 +5,7 @@ import socket
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,7 +18,9 @@ from tests.support.waiting import becomes_true
 if TYPE_CHECKING:
     from distributed import Client, LocalCluster
 
-    from tests.integration.ceph_server import CephServer
+    from tests.support.ceph_server import CephServer
+    from tests.support.kill_points import KillPoint
+    from tests.support.s3_server import S3Server
 
 STOP_S = 30.0
 READY_S = 300.0
@@ -115,7 +117,7 @@ def ceph_server() -> Iterator["CephServer"]:
 
     User `owner` may do all, user `reader` reads.
     """
-    from tests.integration.ceph_server import run_ceph
+    from tests.support.ceph_server import run_ceph
 
     with run_ceph(Path(os.environ["PTD_TEST_HOME"]) / "ceph") as server:
         yield server
@@ -143,3 +145,43 @@ def dask_client(dask_cluster: "LocalCluster") -> Iterator["Client"]:
     with Client(dask_cluster) as client:
         client.wait_for_workers(2, timeout=30)
         yield client
+
+
+@pytest.fixture(scope="module")
+def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator["S3Server"]:
+    """Run an S3 server that checks rights: user `owner` may do all, user `reader` reads."""
+    from tests.support.s3_server import run_server
+
+    with run_server(tmp_path_factory.mktemp("s3") / "server.log", checks_rights=True) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def open_s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator["S3Server"]:
+    """Run one that lets everyone in: a wire may change requests, which no signature survives."""
+    from tests.support.s3_server import run_server
+
+    with run_server(tmp_path_factory.mktemp("s3") / "server.log", checks_rights=False) as server:
+        yield server
+
+
+@pytest.fixture
+def strike_at(
+    request: pytest.FixtureRequest,
+    dask_client: "Client",
+    tmp_path: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> "Callable[[KillPoint], None]":
+    """Return what runs a training through a point's kills.
+
+    On S3 the test uses the fixture open_s3_server or ceph_server.
+    """
+    from tests.support.kill_strike import strike
+
+    of_s3 = "ceph_server" if "ceph_server" in request.fixturenames else "open_s3_server"
+
+    def at(point: "KillPoint") -> None:
+        server = request.getfixturevalue(of_s3) if point.backend == "s3" else None
+        strike(dask_client, point, server, tmp_path, lambda: tmp_path_factory.mktemp("undisturbed"))
+
+    return at

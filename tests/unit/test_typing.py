@@ -4,13 +4,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(180)
 def test_public_names_are_typed_as_promised() -> None:
     """A ddp_task is called with its function's own parameters after the rank, and gives its
     value; mistakes are refused."""

@@ -3,11 +3,7 @@ nothing on record is lost."""
 
 from pathlib import Path
 
-import pytest
-
-from tests.integration.checkpoint.attempt_orders import Order
-
-pytestmark = pytest.mark.timeout(300)
+from tests.support.attempt_orders import Order
 
 
 def test_in_random_orders(tmp_path: Path) -> None:

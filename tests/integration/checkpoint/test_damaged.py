@@ -18,10 +18,8 @@ from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.storage.protocol import Storage
 from prefect_torch_ddp.storage.s3.client import client_of
 from prefect_torch_ddp.storage.s3.storage import S3Storage
-from tests.integration.s3_server import S3Server, open_s3_server  # noqa: F401 - a fixture
+from tests.support.s3_server import S3Server
 from tests.workloads.healthy import sha256_of_weights
-
-pytestmark = pytest.mark.timeout(180)
 
 POLICY = CheckpointParams(every_steps=1, every_s=None, keep_last=9)
 NUM_STEPS = 3

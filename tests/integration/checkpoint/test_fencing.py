@@ -15,10 +15,8 @@ from prefect_torch_ddp.errors import SupersededError
 from prefect_torch_ddp.records.metrics import read_records
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.storage.protocol import Storage
-from tests.integration.s3_server import S3Server, open_s3_server  # noqa: F401 - a fixture
+from tests.support.s3_server import S3Server
 from tests.workloads.racing import Course, PausingStorage, attempt, run_to_its_end, wait_until
-
-pytestmark = pytest.mark.timeout(180)
 
 NUM_STEPS = 12
 WHOLE = Course(NUM_STEPS)

@@ -26,10 +26,11 @@ from prefect_torch_ddp.errors import CheckpointError, SupersededError
 from prefect_torch_ddp.params import CheckpointParams
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.storage.protocol import Storage
-from tests.forwarding import WatchedStorage
-from tests.integration.s3_server import S3Server, open_s3_server  # noqa: F401 - a fixture
+from tests.support.forwarding import WatchedStorage
+from tests.support.s3_server import S3Server
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.extended
+
 
 LAST_OF_OLDER = 5
 LAST = 6

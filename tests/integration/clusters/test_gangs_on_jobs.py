@@ -18,8 +18,6 @@ from tests.integration.clusters.slurm import SlurmSite
 from tests.support.waiting import HANG_S, wait_until
 from tests.workloads import faulty, plain
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
-
 
 @contextmanager
 def two_jobs(site: SlurmSite | PbsSite, folder: Path) -> Iterator[Client]:

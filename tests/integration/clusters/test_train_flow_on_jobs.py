@@ -16,7 +16,7 @@ from tests.support.runs import flow_run_id_of, logs_of, task_runs_of
 from tests.support.waiting import wait_until
 from tests.workloads.held import HELD_AT, NUM_STEPS
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.usefixtures("prefect_api")]
+pytestmark = pytest.mark.usefixtures("prefect_api")
 
 EXAMPLES = Path(__file__).parents[3] / "deployments" / "clusters"
 

@@ -23,8 +23,6 @@ FORK = multiprocessing.get_context("fork")
 SPAWN = multiprocessing.get_context("spawn")
 PATIENCE_S = 60.0
 
-pytestmark = pytest.mark.timeout(120)
-
 
 @pytest.fixture
 def storage(tmp_path):

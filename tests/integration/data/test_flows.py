@@ -17,11 +17,15 @@ from prefect_torch_ddp import (
 from prefect_torch_ddp.tasks.blocks import fingerprint_of, resolve_source
 from prefect_torch_ddp.tasks.workload import dataset_id, read_workload
 from tests.integration.data.image_files import image_files, write_folder, write_objects
-from tests.integration.s3_server import S3Server, s3_server  # noqa: F401 - a fixture
 from tests.integration.tasks.test_s3_storage_flow import FOLDER, all_that_was_recorded, save_block
 from tests.support.runs import flow_run_id_of, logs_of
+from tests.support.s3_server import S3Server
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400), pytest.mark.usefixtures("prefect_api")]
+pytestmark = [
+    pytest.mark.extended,
+    pytest.mark.timeout(400),
+    pytest.mark.usefixtures("prefect_api"),
+]
 
 NUM = 50
 

@@ -27,13 +27,7 @@ from prefect_torch_ddp.data.loader import RankLoader
 from prefect_torch_ddp.errors import StorageError
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.storage.s3.client import client_of
-from tests.integration.s3_server import (  # noqa: F401 - fixtures
-    Wire,
-    answer,
-    cut_in_the_body,
-    open_s3_server,
-    s3_server,
-)
+from tests.support.s3_server import Wire, answer, cut_in_the_body
 
 NUM = 24
 
@@ -319,7 +313,6 @@ def read_in_forks(storage):
     return told, untold, drawn(storage, skips=False), drawn(storage, skips=True)
 
 
-@pytest.mark.timeout(200)
 def test_forked_processes_give_each_sample_once_with_its_own_seed(filled):
     """Augmentation depends on the sample alone, whatever the world size and the batch."""
     told, untold, raising, skipping = run_fresh(read_in_forks, filled)

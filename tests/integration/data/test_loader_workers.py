@@ -22,8 +22,6 @@ from tests.unit.data.test_loader import Noise, Numbers
 from tests.unit.data.test_lookahead import check_rank_loader, check_stock_loader
 from tests.unit.data.test_shards import Noisy, batches
 
-pytestmark = pytest.mark.timeout(180)
-
 FORKED = {"num_workers": 2, "multiprocessing_context": "fork"}
 SPAWNED = {"num_workers": 2, "multiprocessing_context": "spawn"}
 

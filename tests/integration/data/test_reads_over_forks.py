@@ -13,7 +13,9 @@ import pytest
 from prefect_torch_ddp.data.lookahead import ReadAhead, ahead_of
 from prefect_torch_ddp.storage.protocol import ObjectPart
 from prefect_torch_ddp.storage.s3.storage import S3Storage
-from tests.integration.s3_server import S3Server, open_s3_server  # noqa: F401 - a fixture
+from tests.support.s3_server import S3Server
+
+pytestmark = pytest.mark.extended
 
 if TYPE_CHECKING:
     from multiprocessing.sharedctypes import Synchronized

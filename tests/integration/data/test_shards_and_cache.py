@@ -22,16 +22,7 @@ from tests.integration.data.image_files import (
     write_folder,
     write_objects,
 )
-from tests.integration.s3_server import (  # noqa: F401 - fixtures
-    Wire,
-    answer,
-    cut_in_the_body,
-    open_s3_server,
-    s3_server,
-    send,
-)
-
-pytestmark = pytest.mark.timeout(300)
+from tests.support.s3_server import Wire, answer, cut_in_the_body, send
 
 NUM_IMAGES = 60
 FILES = image_files(NUM_IMAGES)

@@ -8,7 +8,6 @@ import pytest
 
 from prefect_torch_ddp import RankContext, image_folder
 from tests.integration.data.image_files import image_files, write_folder, write_objects
-from tests.integration.s3_server import s3_server  # noqa: F401 - a fixture
 
 PAGE = (Path(__file__).parents[3] / "docs/images.md").read_text(encoding="utf-8")
 WORKLOAD, CACHE = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)

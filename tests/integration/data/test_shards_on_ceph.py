@@ -19,8 +19,6 @@ from tests.integration.data.image_files import (
     write_objects,
 )
 
-pytestmark = pytest.mark.timeout(300)
-
 FILES = image_files(60)
 
 

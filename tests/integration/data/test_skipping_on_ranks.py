@@ -3,7 +3,6 @@
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
 import torch
 from torchvision.transforms.functional import pil_to_tensor
 
@@ -14,8 +13,6 @@ from prefect_torch_ddp.storage.directory import DirectoryStorage
 from tests.integration.rank.loop.test_steps import config_for
 from tests.unit.data.images.test_skipping import damaged_images
 from tests.workloads.healthy import run_ranks
-
-pytestmark = pytest.mark.timeout(180)
 
 
 def gradients_of(ctx: RankContext, root: str) -> list[float]:

@@ -18,10 +18,14 @@ from prefect_torch_ddp import (
 )
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from tests.integration.data.image_files import write_cifar10, write_images
-from tests.integration.s3_server import S3Server, s3_server  # noqa: F401 - a fixture
 from tests.support.runs import artifacts_of, flow_run_id_of
+from tests.support.s3_server import S3Server
 
-pytestmark = [pytest.mark.timeout(400), pytest.mark.usefixtures("prefect_api")]
+pytestmark = [
+    pytest.mark.extended,
+    pytest.mark.timeout(400),
+    pytest.mark.usefixtures("prefect_api"),
+]
 
 
 @pytest.fixture

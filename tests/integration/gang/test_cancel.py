@@ -24,8 +24,6 @@ from tests.support.gangs import all_gone, pids_in, sleeping_gang
 from tests.support.waiting import HANG_S, wait_until
 from tests.workloads import endless, faulty, plain
 
-pytestmark = pytest.mark.timeout(300)
-
 
 def saved_steps(folder: Path) -> list[int]:
     """Return the steps of the run's checkpoints."""

@@ -14,8 +14,6 @@ from prefect_torch_ddp import InvalidParamsError, NotEnoughWorkersError, RankFai
 from tests.support.gangs import own_cluster
 from tests.workloads import plain
 
-pytestmark = pytest.mark.timeout(180)
-
 
 def test_process_group_is_up_and_the_workers_environment_is_untouched(dask_client: Client) -> None:
     """A1: all-reduce of ones gives world_size on every rank; the Dask workers' environment is

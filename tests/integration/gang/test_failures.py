@@ -14,8 +14,6 @@ from prefect_torch_ddp.storage.directory import DirectoryStorage
 from tests.support.gangs import RUN_WITH_CONTEXT
 from tests.workloads import faulty, leaves_early, plain
 
-pytestmark = pytest.mark.timeout(180)
-
 OWN_WORDS = "ValueError: the user's own words"
 
 

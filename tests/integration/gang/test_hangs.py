@@ -18,8 +18,6 @@ from prefect_torch_ddp.storage.directory import DirectoryStorage
 from tests.support.gangs import RUN_WITH_CONTEXT, own_cluster
 from tests.workloads import hanging, plain
 
-pytestmark = pytest.mark.timeout(180)
-
 
 @pytest.fixture(scope="module")
 def client() -> Iterator[Client]:

@@ -21,7 +21,8 @@ from tests.integration.gang.namespaces import Host, Switch
 from tests.workloads import plain
 from tests.workloads.whereabouts import interface_settings, whereabouts
 
-pytestmark = [pytest.mark.timeout(240)]
+pytestmark = pytest.mark.extended
+
 
 WORKERS = {
     # resource that tells the workers apart: (host, address by which Dask knows it), ...

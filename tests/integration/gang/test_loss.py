@@ -14,8 +14,6 @@ from tests.support.separate_cluster import SeparateCluster, separate_cluster, st
 from tests.support.waiting import HANG_S, wait_until
 from tests.workloads import odd, plain
 
-pytestmark = pytest.mark.timeout(300)
-
 
 @pytest.fixture
 def others(tmp_path: Path) -> Iterator[SeparateCluster]:

@@ -6,7 +6,8 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.extended
+
 
 DEFINE = """
 import torch

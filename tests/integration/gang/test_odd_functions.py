@@ -13,8 +13,6 @@ from prefect_torch_ddp import RankFailedError, run_gang
 from tests.support.waiting import wait_until
 from tests.workloads import odd
 
-pytestmark = pytest.mark.timeout(180)
-
 
 def test_closed_stdout_does_not_replace_the_value(dask_client: Client) -> None:
     """What goes wrong after the function returned isn't its outcome."""

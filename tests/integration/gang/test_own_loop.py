@@ -20,14 +20,15 @@ from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.storage.protocol import Storage
 from prefect_torch_ddp.tasks.report.curves import MetricCurves
 from prefect_torch_ddp.tasks.run import RunAttemptLog
-from tests.integration.s3_server import S3Server, open_s3_server  # noqa: F401 - a fixture
-from tests.killing_wire import KillingWire, WireKill
+from tests.support.killing_wire import KillingWire, WireKill
+from tests.support.s3_server import S3Server
 from tests.workloads import own_loop
 from tests.workloads.killed import Plan
 from tests.workloads.killing_storage import Kill, KillingStorage
 from tests.workloads.own_loop import NUM_ROUNDS
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.extended
+
 
 MODEL, MANIFEST = r"model\.pt$", r"manifest\.json$"
 

@@ -13,8 +13,6 @@ from tests.support.waiting import HANG_S
 from tests.workloads import plain
 from tests.workloads.whereabouts import whereabouts
 
-pytestmark = pytest.mark.timeout(180)
-
 GPUS = {"GPU": 1}
 WORKERS = {
     # Two threads where there is a GPU: a task that holds the GPU leaves one free.

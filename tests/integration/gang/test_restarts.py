@@ -23,8 +23,6 @@ from prefect_torch_ddp.protocol.events import GangEvent, LogLine
 from tests.support.gangs import attempts_in, extra_worker, own_cluster, pids_in
 from tests.workloads import restarting
 
-pytestmark = pytest.mark.timeout(300)
-
 
 def test_a_killed_rank_is_started_again_on_warm_hosts(dask_client: Client, tmp_path: Path) -> None:
     """Attempt 2 runs in the same call, forked by the same helpers, counted as torchrun does."""

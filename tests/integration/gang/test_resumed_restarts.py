@@ -29,7 +29,8 @@ from tests.support.gangs import RUN_WITH_CONTEXT, attempts_in, extra_worker, own
 from tests.support.waiting import wait_until
 from tests.workloads import restarting
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.extended
+
 
 NUM_SAMPLES, EPOCHS = 24, 3
 ELASTIC = {"determinism": "elastic", "virtual_ranks": 4}

@@ -1,16 +1,17 @@
 """Samples of what tests/chaos does at length: kill points, seeded faults, and nothing left."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from distributed import Client
 
-from tests.integration.s3_server import open_s3_server  # noqa: F401 - a fixture
 from tests.support import kill_points, seeded_faults
 from tests.support.kill_points import KillPoint
-from tests.support.kill_strike import StrikeAt, strike_at  # noqa: F401 - a fixture
 from tests.support.many_gangs import MIX, assert_nothing_is_left
 from tests.workloads.struck import Fault
+
+pytestmark = pytest.mark.extended
 
 POINTS = kill_points.every_kill_point(kill_points.seed_from_environment())
 ON_A_DIRECTORY = kill_points.sample(
@@ -20,18 +21,16 @@ ON_S3 = kill_points.sample(POINTS, ("wire-manifest-after", "wire-upload-part-wit
 SEED = seeded_faults.seed_from_environment()
 FAULTS = seeded_faults.sample(seeded_faults.every_fault(SEED), 24, SEED)
 
-pytestmark = pytest.mark.timeout(180)
-
 
 @pytest.mark.parametrize("point", ON_A_DIRECTORY, ids=kill_points.ids(ON_A_DIRECTORY))
-def test_killed_on_a_directory(strike_at: StrikeAt, point: KillPoint) -> None:
+def test_killed_on_a_directory(strike_at: Callable[[KillPoint], None], point: KillPoint) -> None:
     """C4 and B6: killed in an epoch, a save, a commit or a clean-up, it ends as if it were not."""
     strike_at(point)
 
 
 @pytest.mark.usefixtures("open_s3_server")
 @pytest.mark.parametrize("point", ON_S3, ids=kill_points.ids(ON_S3))
-def test_killed_on_s3(strike_at: StrikeAt, point: KillPoint) -> None:
+def test_killed_on_s3(strike_at: Callable[[KillPoint], None], point: KillPoint) -> None:
     """C4 and B6: also within an upload in parts, and where the commit's answer is never heard."""
     strike_at(point)
 

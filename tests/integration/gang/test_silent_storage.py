@@ -20,11 +20,11 @@ from prefect_torch_ddp.rank.config import RankConfig
 from prefect_torch_ddp.records.metrics import read_records
 from prefect_torch_ddp.storage.s3.storage import S3Storage
 from prefect_torch_ddp.tasks.run import RunAttemptLog
-from tests.integration.s3_server import Exchange, Fault, S3Server, Wire, open_s3_server  # noqa: F401 - a fixture
+from tests.support.s3_server import Exchange, Fault, S3Server, Wire
 from tests.support.waiting import HANG_S, wait_until
 from tests.workloads import silenced
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.extended
 
 
 @contextmanager

@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -17,8 +16,6 @@ from prefect_torch_ddp.rank.config import RankConfig
 from prefect_torch_ddp.rank.workload import run_with_context
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from tests.workloads.healthy import run_ranks
-
-pytestmark = pytest.mark.timeout(110)
 
 EVERY_STEP = CheckpointParams(every_steps=1, every_s=None)
 ON_DEMAND = CheckpointParams(every_s=None)

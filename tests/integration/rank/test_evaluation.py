@@ -13,8 +13,6 @@ from prefect_torch_ddp.rank.evaluation import ClassificationMeter
 from prefect_torch_ddp.results import Report
 from tests.workloads.healthy import run_ranks
 
-pytestmark = pytest.mark.timeout(110)
-
 NAMES = ("a", "b", "c")
 LOGITS = torch.tensor([[3.0, 1, 0], [0, 3, 1], [0, 1, 3], [3, 0, 1], [0, 4, 0]])
 TARGETS = torch.tensor([0, 1, 2, 0, 2])  # the last one is predicted wrongly: 0.8

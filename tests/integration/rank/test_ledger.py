@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch.utils.data import Dataset, TensorDataset
 
@@ -18,8 +17,6 @@ from prefect_torch_ddp.rank.workload import run_with_context
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from tests.workloads import healthy
 from tests.workloads.healthy import Died, run_ranks
-
-pytestmark = pytest.mark.timeout(110)
 
 NUM_SAMPLES, EPOCHS = 33, 4
 

@@ -21,11 +21,9 @@ from prefect_torch_ddp.protocol.events import GangEvent, Progress
 from prefect_torch_ddp.rank.config import RankConfig
 from prefect_torch_ddp.storage.s3.storage import S3Storage
 from prefect_torch_ddp.tasks.run import RUN_WITH_CONTEXT, RunAttemptLog
-from tests.integration.s3_server import S3Server, s3_server  # noqa: F401 - a fixture
 from tests.integration.tasks.test_s3_storage_flow import FOLDER, save_block
+from tests.support.s3_server import S3Server
 from tests.workloads import reporting
-
-pytestmark = [pytest.mark.timeout(180)]
 
 NUM_STEPS = 1500
 SELDOM = CheckpointParams(every_steps=600, every_s=None)

@@ -8,9 +8,9 @@ import psutil
 import pytest
 
 from prefect_torch_ddp.storage.protocol import ObjectPart
-from tests.integration.ceph_server import run_ceph
-from tests.s3_conformance import S3Conformance, error_of
-from tests.storage_conformance import FORK, StorageConformance, in_processes
+from tests.support.ceph_server import run_ceph
+from tests.support.s3_conformance import S3Conformance, error_of
+from tests.support.storage_conformance import FORK, StorageConformance, in_processes
 from tests.support.waiting import becomes_true
 
 NUM_RACERS, NUM_RACES = 16, 10

@@ -18,7 +18,7 @@ from prefect_torch_ddp.errors import (
     StorageError,
 )
 from prefect_torch_ddp.storage.directory import DirectoryStorage
-from tests.storage_conformance import StorageConformance, in_processes
+from tests.support.storage_conformance import StorageConformance, in_processes
 
 NOBODY = 65534
 

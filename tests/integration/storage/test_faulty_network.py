@@ -22,12 +22,13 @@ from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.storage.protocol import Storage
 from prefect_torch_ddp.storage.s3.client import client_of
 from prefect_torch_ddp.storage.s3.storage import S3Storage
-from tests.integration.s3_server import S3Server, s3_server  # noqa: F401 - a fixture
-from tests.integration.wire_faults import FAULTS, FaultyWire
+from tests.support.s3_server import S3Server
+from tests.support.wire_faults import FAULTS, FaultyWire
 from tests.workloads import networked
 from tests.workloads.networked import NUM_STEPS, RESUMES_FROM
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.extended
+
 
 EVERY_OTHER_STEP = CheckpointParams(every_steps=2, every_s=None, keep_last=3)
 

@@ -13,16 +13,8 @@ from prefect_torch_ddp.errors import ObjectChangedError, ObjectNotFoundError, St
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.storage.protocol import ObjectPart, ReadsMany
 from prefect_torch_ddp.storage.s3.lean.read import NUM_MISSES
-from tests.integration.s3_server import (  # noqa: F401 - fixtures
-    Wire,
-    answer,
-    cut_in_the_body,
-    lose_the_answer,
-    open_s3_server,
-    s3_server,
-    send,
-)
-from tests.integration.wire_faults import tell_another_range
+from tests.support.s3_server import Wire, answer, cut_in_the_body, lose_the_answer, send
+from tests.support.wire_faults import tell_another_range
 
 NAMES = [
     "cat/1.jpg",

@@ -18,18 +18,10 @@ from prefect_torch_ddp.storage.locate import storage_from_uri
 from prefect_torch_ddp.storage.protocol import ObjectPart
 from prefect_torch_ddp.storage.s3.client import client_of
 from prefect_torch_ddp.storage.s3.storage import S3Storage
-from tests.integration.s3_server import (  # noqa: F401 - fixtures
-    Wire,
-    answer,
-    cut_in_the_body,
-    free_port,
-    lose_the_answer,
-    open_s3_server,
-    s3_server,
-)
-from tests.s3_conformance import SECRET, S3Conformance
-from tests.s3_conformance import error_of as _error
-from tests.storage_conformance import StorageConformance, in_processes
+from tests.support.s3_conformance import SECRET, S3Conformance
+from tests.support.s3_conformance import error_of as _error
+from tests.support.s3_server import Wire, answer, free_port
+from tests.support.storage_conformance import StorageConformance, in_processes
 
 
 class TestS3Storage(StorageConformance, S3Conformance):

@@ -22,12 +22,13 @@ from prefect_torch_ddp.rank.config import RankConfig
 from prefect_torch_ddp.rank.workload import run_with_context
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.storage.protocol import Storage
-from tests.integration.s3_server import Wire, answer, open_s3_server  # noqa: F401 - a fixture
+from tests.support.s3_server import Wire, answer
 from tests.unit.checkpoint.test_commit import FailingStorage
 from tests.workloads import struck_storage
 from tests.workloads.healthy import run_ranks
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.extended
+
 
 EVERY_STEP = CheckpointParams(every_steps=1, every_s=None, keep_last=3)
 

@@ -15,7 +15,7 @@ from prefect_torch_ddp import (
 )
 from tests.support.runs import free_port
 
-pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("prefect_api")]
+pytestmark = pytest.mark.usefixtures("prefect_api")
 
 
 @pytest.mark.parametrize(

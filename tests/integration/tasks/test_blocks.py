@@ -11,7 +11,6 @@ from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.storage.s3.storage import S3Storage
 from prefect_torch_ddp.tasks.blocks import resolve_storage
-from tests.integration.s3_server import s3_server  # noqa: F401 - a fixture
 
 SECRET = "hunter2-is-the-secret"
 

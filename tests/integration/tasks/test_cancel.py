@@ -25,7 +25,7 @@ from tests.support.runs import logs_of, newest_flow_run, states_of, states_passe
 from tests.support.separate_cluster import separate_cluster
 from tests.support.waiting import HANG_S, wait_until
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("prefect_api")]
+pytestmark = pytest.mark.usefixtures("prefect_api")
 
 FLOW = """
 import sys

@@ -18,7 +18,7 @@ from tests.support.runs import flow_run_id_of, task_runs_of, wait_until_said
 from tests.support.waiting import wait_until
 from tests.workloads import plain
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240), pytest.mark.usefixtures("prefect_api")]
+pytestmark = [pytest.mark.extended, pytest.mark.usefixtures("prefect_api")]
 
 READY_S = 60.0
 STOP_S = 10.0

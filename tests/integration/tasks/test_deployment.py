@@ -34,7 +34,8 @@ from tests.support.runs import artifacts_of
 from tests.support.separate_cluster import separate_cluster
 from tests.support.waiting import wait_until
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.extended
+
 
 ROOT = Path(__file__).parents[3]
 PREFECT = [sys.executable, "-m", "prefect", "--no-prompt"]

@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import prefect_torch_ddp.tasks  # noqa: F401 - it mends forks for the whole process
 
-pytestmark = [pytest.mark.timeout(180), pytest.mark.usefixtures("prefect_api")]
+pytestmark = pytest.mark.usefixtures("prefect_api")
 
 
 def load_all() -> int:

@@ -34,7 +34,11 @@ from tests.support.runs import (
 )
 from tests.support.waiting import wait_until
 
-pytestmark = [pytest.mark.timeout(400), pytest.mark.usefixtures("prefect_api")]
+pytestmark = [
+    pytest.mark.extended,
+    pytest.mark.timeout(400),
+    pytest.mark.usefixtures("prefect_api"),
+]
 
 Params = Callable[..., TrainParams]
 KILLED = {"how": "SIGKILL", "step": 12, "rank": 1, "attempts": [1]}

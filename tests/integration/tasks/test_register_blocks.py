@@ -12,11 +12,11 @@ from prefect.client.orchestration import get_client
 
 from prefect_torch_ddp import StorageError
 from prefect_torch_ddp.tasks.blocks import resolve_storage
-from tests.integration.s3_server import S3Server
+from tests.support.s3_server import S3Server
 
 ROOT = Path(__file__).parents[3]
 
-pytestmark = [pytest.mark.timeout(240), pytest.mark.usefixtures("prefect_api")]
+pytestmark = [pytest.mark.extended, pytest.mark.usefixtures("prefect_api")]
 
 
 def register(**variables: str) -> subprocess.CompletedProcess[str]:

@@ -10,10 +10,10 @@ import pytest
 from prefect.client.orchestration import get_client
 
 from prefect_torch_ddp import CheckpointParams, StorageError, TrainParams, train_flow
-from tests.integration.s3_server import S3Server, s3_server  # noqa: F401 - a fixture
 from tests.support.runs import artifacts_of, flow_run_id_of, logs_of, states_of, task_runs_of
+from tests.support.s3_server import S3Server
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240), pytest.mark.usefixtures("prefect_api")]
+pytestmark = [pytest.mark.extended, pytest.mark.usefixtures("prefect_api")]
 
 FOLDER = "team/models"
 

@@ -24,8 +24,6 @@ from tests.support.runs import (
     wait_until_said,
 )
 
-pytestmark = [pytest.mark.timeout(240)]
-
 
 @pytest.fixture(scope="module")
 def two_runs(

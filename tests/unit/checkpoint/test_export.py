@@ -24,7 +24,7 @@ from prefect_torch_ddp.checkpoint.serial import from_bytes, to_bytes
 from prefect_torch_ddp.errors import CheckpointError, SupersededError
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.storage.protocol import Storage
-from tests.forwarding import WatchedStorage
+from tests.support.forwarding import WatchedStorage
 
 ABOUT = {"workload": "flows.digits", "options": {"lr": 0.1}, "seed": 3}
 

@@ -18,7 +18,7 @@ from prefect_torch_ddp.data.dataset_store import (
 from prefect_torch_ddp.errors import BadKeyError, StorageError
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.storage.protocol import Storage
-from tests.forwarding import ForwardingStorage
+from tests.support.forwarding import ForwardingStorage
 
 FILES = {
     "train/cat/1.png": b"one",

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,8 +15,6 @@ from prefect_torch_ddp import RankContext
 from prefect_torch_ddp.data.loader import RankLoader
 from prefect_torch_ddp.data.sampler import GlobalBatches
 from prefect_torch_ddp.params import CheckpointParams
-
-pytestmark = pytest.mark.timeout(110)
 
 WORLD_SIZES = st.integers(1, 8)
 SEEDS = st.integers(0, 2**63 - 1)

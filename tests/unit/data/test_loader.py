@@ -18,8 +18,6 @@ from torch.utils.data import (
 from prefect_torch_ddp.data.loader import RankLoader
 from prefect_torch_ddp.errors import InvalidParamsError
 
-pytestmark = pytest.mark.timeout(180)
-
 
 class Numbers(Dataset[int]):
     """The numbers 0 to n - 1, and a ledger of those read."""

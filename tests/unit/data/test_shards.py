@@ -17,8 +17,6 @@ from prefect_torch_ddp import RankContext, read_ledger
 from prefect_torch_ddp.data.loader import RankLoader
 from prefect_torch_ddp.errors import InvalidParamsError
 
-pytestmark = pytest.mark.timeout(180)
-
 
 class Shards(IterableDataset[int]):
     """Shards of given sizes; its samples are numbered on through all of them."""

@@ -22,8 +22,6 @@ from tests.integration.rank.loop.test_steps import expected_gradients
 from tests.workloads import elastic, healthy
 from tests.workloads.healthy import Died, run_ranks
 
-pytestmark = pytest.mark.timeout(110)
-
 
 def config_for(folder: Path, virtual_ranks: int, **options: Any) -> RankConfig:
     """Describe an elastic training with a checkpoint at each step; claims the run's next

@@ -17,9 +17,6 @@ from tests.integration.rank.loop.test_steps import config_for, expected_gradient
 from tests.workloads import healthy
 from tests.workloads.healthy import Died, run_ranks
 
-pytestmark = pytest.mark.timeout(110)
-
-
 # ---- Cutting.
 
 

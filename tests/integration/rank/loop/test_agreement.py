@@ -15,8 +15,6 @@ from prefect_torch_ddp.rank.loop import agreement as module
 from prefect_torch_ddp.rank.loop.agreement import Agreement, Outcome, Want, end_of, outside_after
 from tests.workloads.healthy import run_ranks
 
-pytestmark = pytest.mark.timeout(110)
-
 NOTHING, STOP, STOP_EARLY, SAVE = Want.NOTHING, Want.STOP, Want.STOP_EARLY, Want.SAVE
 
 

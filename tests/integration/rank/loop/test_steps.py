@@ -28,8 +28,6 @@ from prefect_torch_ddp.storage.directory import DirectoryStorage
 from tests.workloads import healthy
 from tests.workloads.healthy import Died, run_ranks
 
-pytestmark = pytest.mark.timeout(110)
-
 
 def config_for(folder: Path, **options: Any) -> RankConfig:
     """Describe a training whose checkpoints come every 2 steps; claims the run's next

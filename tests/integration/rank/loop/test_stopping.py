@@ -17,8 +17,6 @@ from prefect_torch_ddp.rank.workload import run_with_context
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from tests.workloads.healthy import run_ranks
 
-pytestmark = pytest.mark.timeout(110)
-
 NUM_STEPS = 5000
 SEEDS = range(20261121, 20261123)
 

@@ -24,8 +24,6 @@ from prefect_torch_ddp.storage.s3.storage import S3Storage
 
 PATIENCE_S = 60.0
 
-pytestmark = pytest.mark.timeout(120)
-
 
 @dataclass(frozen=True)
 class Counted(DirectoryStorage):

@@ -13,8 +13,6 @@ from prefect_torch_ddp.errors import CorruptImageError
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from tests.integration.data.image_files import image_files, write_folder
 
-pytestmark = pytest.mark.timeout(180)
-
 OPTIONS = {"global_batch_size": 3, "seed": 1, "keep_ids": True}
 
 

@@ -28,8 +28,6 @@ from prefect_torch_ddp.errors import (
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.storage.protocol import ObjectPart, ReadsMany, Storage
 
-pytestmark = pytest.mark.timeout(120)
-
 ODD_NAMES = {
     "cat/2.jpg": b"two",
     "cat/10.JPEG": b"ten",

@@ -15,9 +15,6 @@ from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.rank.gradients.tree import TreeSum, branches_of
 from tests.workloads import healthy
 
-pytestmark = pytest.mark.timeout(110)
-
-
 # ---- The tree.
 
 

@@ -11,7 +11,6 @@ from prefect_torch_ddp import RankContext
 from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.rank.gradients.share_weights import ShareWeights
 
-pytestmark = pytest.mark.timeout(110)
 Pair = namedtuple("Pair", "images labels")  # noqa: PYI024 - the kind that a user's collate_fn gives
 
 

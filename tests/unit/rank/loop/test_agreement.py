@@ -1,10 +1,6 @@
 """An agreement of a world of one."""
 
-import pytest
-
 from prefect_torch_ddp.rank.loop.agreement import Agreement, Outcome, Want, end_of, outside_after
-
-pytestmark = pytest.mark.timeout(110)
 
 NOTHING, STOP, STOP_EARLY, SAVE = Want.NOTHING, Want.STOP, Want.STOP_EARLY, Want.SAVE
 

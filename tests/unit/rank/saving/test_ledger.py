@@ -15,8 +15,6 @@ from prefect_torch_ddp.params import CheckpointParams
 from prefect_torch_ddp.rank.config import RankConfig
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 
-pytestmark = pytest.mark.timeout(110)
-
 NUM_SAMPLES, EPOCHS = 33, 4
 
 

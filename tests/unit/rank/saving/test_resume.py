@@ -14,8 +14,6 @@ from prefect_torch_ddp.checkpoint.objects import read_states
 from prefect_torch_ddp.params import CheckpointParams
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 
-pytestmark = pytest.mark.timeout(110)
-
 EVERY_STEP = CheckpointParams(every_steps=1, every_s=None)
 ON_DEMAND = CheckpointParams(every_s=None)
 

@@ -16,9 +16,7 @@ from prefect_torch_ddp.checkpoint import checkpointer
 from prefect_torch_ddp.checkpoint.manifest import best, list_manifests
 from prefect_torch_ddp.params import CheckpointParams
 from prefect_torch_ddp.storage.directory import DirectoryStorage
-from tests.forwarding import ForwardingStorage
-
-pytestmark = pytest.mark.timeout(110)
+from tests.support.forwarding import ForwardingStorage
 
 
 class Slow(ForwardingStorage):

@@ -55,22 +55,6 @@ class S3Server:
         )
 
 
-@pytest.fixture(scope="module")
-def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
-    """Run a server that checks signatures and rights: user `owner` may do all, user `reader`
-    reads."""
-    with run_server(tmp_path_factory.mktemp("s3") / "server.log", checks_rights=True) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def open_s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
-    """Run a server that lets everyone in, so that a wire may change requests, which their
-    signatures would not survive."""
-    with run_server(tmp_path_factory.mktemp("s3") / "server.log", checks_rights=False) as server:
-        yield server
-
-
 @contextmanager
 def run_server(log_path: Path, *, checks_rights: bool) -> Iterator[S3Server]:
     """Start moto in a process of its own, wait until it answers, and kill it at the end."""

@@ -22,7 +22,7 @@ import psutil
 import pytest
 
 from prefect_torch_ddp.storage.s3.client import client_of
-from tests.integration.s3_server import S3Server
+from tests.support.s3_server import S3Server
 
 COMMANDS = (
     "ceph",

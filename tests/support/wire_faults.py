@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler
 
-from tests.integration.s3_server import (
+from tests.support.s3_server import (
     Exchange,
     Fault,
     Wire,

@@ -21,7 +21,7 @@ from prefect_torch_ddp.errors import CheckpointError, SupersededError
 from prefect_torch_ddp.params import CheckpointParams
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.storage.protocol import Storage
-from tests.forwarding import WatchedStorage
+from tests.support.forwarding import WatchedStorage
 
 PATIENCE_S = 60.0
 

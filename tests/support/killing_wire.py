@@ -13,7 +13,7 @@ from typing import Literal
 
 import psutil
 
-from tests.integration.s3_server import Wire, _Handler
+from tests.support.s3_server import Wire, _Handler
 from tests.workloads.killing_storage import leave_mark
 
 

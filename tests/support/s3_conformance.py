@@ -14,15 +14,8 @@ from prefect_torch_ddp.storage.s3 import retries as s3_attempts
 from prefect_torch_ddp.storage.s3 import transfer
 from prefect_torch_ddp.storage.s3.client import client_of
 from prefect_torch_ddp.storage.s3.storage import S3Storage
-from tests.integration.s3_server import (
-    S3Server,
-    Wire,
-    answer,
-    cut_in_the_body,
-    lose_the_answer,
-    send,
-)
-from tests.integration.wire_faults import (
+from tests.support.s3_server import S3Server, Wire, answer, cut_in_the_body, lose_the_answer, send
+from tests.support.wire_faults import (
     change_a_byte,
     change_the_etag,
     never_answer,
