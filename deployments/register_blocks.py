@@ -1,5 +1,6 @@
-"""Registers an S3 bucket with Prefect, for `storage` of the parameters. Call it again after a
-change: the block is replaced.
+"""Registers an S3 bucket with Prefect, for `storage` of the parameters.
+
+Call it again after a change: the block is replaced.
 
 Everything comes from the environment, since other users of a machine can read a command line:
 
@@ -45,7 +46,8 @@ class BucketSettings:
         pair = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
         missing = [name for name in pair if name not in given]
         if len(missing) == 1:
-            msg = f"{missing[0]} is not set: set both of {' and '.join(pair)}, or neither to use each machine's own credentials"
+            way_out = "or neither to use each machine's own credentials"
+            msg = f"{missing[0]} is not set: set both of {' and '.join(pair)}, {way_out}"
             raise ValueError(msg)
         return cls(
             bucket=given["S3_BUCKET"],
@@ -60,9 +62,7 @@ class BucketSettings:
 
 
 def register(settings: BucketSettings) -> str:
-    """Create or replace the credentials and the bucket block; return how parameters refer to
-    it.
-    """
+    """Create or replace credentials and bucket block; return how parameters refer to it."""
     # prefect_aws takes seconds to import: a missing variable should be told at once.
     from prefect_aws import AwsClientParameters, AwsCredentials, S3Bucket  # noqa: PLC0415
 

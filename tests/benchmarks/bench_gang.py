@@ -155,7 +155,8 @@ def test_start_death_and_restart(
     show(capsys, ("what", "median ms", "worst ms", "times torchrun"), rows)
     with capsys.disabled():
         print(
-            f"\n{num_hung} of {ROUNDS} restarts by torchrun failed, or hung for {TORCHRUN_HANGS_AFTER_S:.0f} s, and have no time."
+            f"\n{num_hung} of {ROUNDS} restarts by torchrun failed, or hung for "
+            f"{TORCHRUN_HANGS_AFTER_S:.0f} s, and have no time."
         )
 
 

@@ -258,7 +258,8 @@ def test_epochs(  # noqa: PLR0917 - fixtures
     with capsys.disabled():
         for reader in filter(lambda reader: reader.failures, readers):
             print(
-                f"\nFailed so far: {reader.way.title}: {len(reader.failures)} times, at last by {reader.failures[-1]}",
+                f"\nFailed so far: {reader.way.title}: {len(reader.failures)} times, at "
+                f"last by {reader.failures[-1]}",
                 end="",
             )
 

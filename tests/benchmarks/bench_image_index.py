@@ -29,7 +29,8 @@ class Simulated:
     def list_objects(self, prefix):
         each = -(-self.num // 100)
         for i in range(self.num):
-            yield ListedObject(f"n{i // each:08d}/ILSVRC2012_{i:012d}.jpg", 100_000 + i, f"{i * 2654435761 % 2**128:032x}")
+            name = f"n{i // each:08d}/ILSVRC2012_{i:012d}.jpg"
+            yield ListedObject(name, 100_000 + i, f"{i * 2654435761 % 2**128:032x}")
 
 def peak_mb():
     return int(re.search(r"VmHWM:\s+([0-9]+) kB", open("/proc/self/status").read())[1]) / 1024

@@ -218,10 +218,13 @@ class Many(torch.utils.data.Dataset):
 def memory_mb(what):
     return int(re.search(what + r":\s+([0-9]+) kB", open("/proc/self/status").read())[1]) / 1024
 
-if sys.argv[1] == "ours":
-    first = lambda: next(RankLoader(Many(), global_batch_size=512, rank=0, world_size=2).lockstep(1))
-else:
-    first = lambda: next(iter(DataLoader(Many(), batch_size=256, sampler=DistributedSampler(Many(), num_replicas=2, rank=0))))
+def first():
+    if sys.argv[1] == "ours":
+        loader = RankLoader(Many(), global_batch_size=512, rank=0, world_size=2)
+        return next(loader.lockstep(1))
+    sampler = DistributedSampler(Many(), num_replicas=2, rank=0)
+    return next(iter(DataLoader(Many(), batch_size=256, sampler=sampler)))
+
 torch.randperm(1000)
 open("/proc/self/clear_refs", "w").write("5")  # the peak begins anew
 before, began = memory_mb("VmRSS"), time.perf_counter()

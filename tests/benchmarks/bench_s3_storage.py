@@ -66,7 +66,8 @@ def test_objects(server: CephServer, capsys: pytest.CaptureFixture[str]) -> None
     rows = []
     for name in measured.times.seen:
         size, _, what = name.partition(": ")
-        reference = f"{size}: boto3 {'put_object' if 'write' in what or 'put' in what or 'upload' in what else 'get_object'}"
+        writes = any(word in what for word in ("write", "put", "upload"))
+        reference = f"{size}: boto3 {'put_object' if writes else 'get_object'}"
         median_ms = measured.times.median_ms(name)
         rate = SIZES[size] / median_ms / 1000
         share = median_ms / measured.times.median_ms(reference)

@@ -69,10 +69,13 @@ def run_nginx(bucket: Path, home: Path) -> Iterator[Server]:
         pytest.skip("nginx is not installed: apt-get install nginx, or make system-packages")
     port = free_port()
     (home / "nginx.conf").write_text(
-        f"daemon off; worker_processes 1; pid {home}/pid; error_log {home}/error.log; user {os.environ.get('USER', 'root')};\n"
+        f"daemon off; worker_processes 1; pid {home}/pid; "
+        f"error_log {home}/error.log; user {os.environ.get('USER', 'root')};\n"
         "events { worker_connections 1024; }\n"
-        f"http {{ access_log off; sendfile on; tcp_nopush off; keepalive_requests 1000000; client_body_temp_path {home}/body;\n"
-        f"proxy_temp_path {home}/proxy; fastcgi_temp_path {home}/f; uwsgi_temp_path {home}/u; scgi_temp_path {home}/s;\n"
+        "http { access_log off; sendfile on; tcp_nopush off; keepalive_requests 1000000;\n"
+        f"client_body_temp_path {home}/body;\n"
+        f"proxy_temp_path {home}/proxy; fastcgi_temp_path {home}/f; uwsgi_temp_path "
+        f"{home}/u; scgi_temp_path {home}/s;\n"
         f"server {{ listen 127.0.0.1:{port}; root {bucket.parent}; }} }}\n"
     )
     process = subprocess.Popen(

@@ -88,7 +88,7 @@ bluestore fsck on mount = false
 osd memory target = 939524096
 [client.rgw]
 rgw data = {home}/rgw
-rgw frontends = beast endpoint=127.0.0.1:{port} ssl_endpoint=127.0.0.1:{tls_port} ssl_certificate={home}/tls.pem tcp_nodelay=1
+rgw frontends = beast endpoint=127.0.0.1:{port} {tls} tcp_nodelay=1
 rgw thread pool size = 64
 rgw gc obj min wait = 20
 rgw gc processor period = 20
@@ -100,7 +100,8 @@ def skip_without_ceph() -> None:
     """Skip the test, with what to install, on a machine that lacks Ceph."""
     if missing := [name for name in COMMANDS if not shutil.which(name)]:
         pytest.skip(
-            f"Ceph is not installed ({', '.join(missing)} not found): apt-get install {PACKAGES}, or make system-packages"
+            f"Ceph is not installed ({', '.join(missing)} not found): apt-get install "
+            f"{PACKAGES}, or make system-packages"
         )
 
 
@@ -166,7 +167,8 @@ def _started(home: Path, store: str, room_bytes: int) -> Iterator[CephServer]:
             "store": store,
             "room_bytes": room_bytes,
         }
-        (home / "ceph.conf").write_text(CONFIG.format(home=home, fsid=fsid, **values))
+        tls = f"ssl_endpoint=127.0.0.1:{tls_port} ssl_certificate={home}/tls.pem"
+        (home / "ceph.conf").write_text(CONFIG.format(home=home, fsid=fsid, tls=tls, **values))
         (home / "keyring").write_text(_new_keyring())
         _new_certificate(home)
         daemons = _start_cluster(stack, home, fsid, mon_port)

@@ -143,7 +143,8 @@ def assert_nothing_is_left(tmp_path: Path, patch: pytest.MonkeyPatch, num_gangs:
         for pid, old in before.items():
             grown = (after[pid].rss_bytes - old.rss_bytes) / 2**20
             print(
-                f"{old.name} ({pid}) grew by {grown:.1f} MiB over {num_gangs} gangs; {after[pid].files}"
+                f"{old.name} ({pid}) grew by {grown:.1f} MiB over {num_gangs} gangs; "
+                f"{after[pid].files}"
             )
 
 

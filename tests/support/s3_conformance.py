@@ -133,8 +133,8 @@ class S3Conformance:
         wire.faults = [("PUT", elsewhere)] * 2
         message = error_of(over_wire.write, "object", b"x")
         assert (
-            "signed for another region: give the bucket's region, in the block or as AWS_DEFAULT_REGION: eu-central-1"
-            in message
+            "signed for another region: give the bucket's region, in the block or as "
+            "AWS_DEFAULT_REGION: eu-central-1" in message
         )
 
     def test_an_endpoint_without_tls_is_named(self, server):

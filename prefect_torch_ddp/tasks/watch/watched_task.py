@@ -105,7 +105,7 @@ class WatchedFuture(PrefectDaskFuture[R]):
             if self.wrapped_future.status != "pending":
                 super().wait()
 
-    def result(self, timeout: float | None = None, raise_on_failure: bool = True) -> R:  # noqa: FBT002 - Prefect's own
+    def result(self, timeout: float | None = None, raise_on_failure: bool = True) -> R:  # noqa: FBT002 - Prefect's
         """Return the result, or raise what the task raised or how it was lost.
 
         Raises:

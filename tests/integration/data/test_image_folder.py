@@ -223,7 +223,10 @@ def test_an_index_takes_the_place_of_the_listing(over_wire, tmp_path):
 def run_fresh(function, *arguments):
     """Call a function in a new Python: what is forked from one that ran a Prefect flow can't
     end well, whatever it does."""
-    code = "import pickle, sys; f, a = pickle.load(sys.stdin.buffer); sys.stdout.buffer.write(b'RESULT' + pickle.dumps(f(*a)))"
+    code = (
+        "import pickle, sys; f, a = pickle.load(sys.stdin.buffer); "
+        "sys.stdout.buffer.write(b'RESULT' + pickle.dumps(f(*a)))"
+    )
     done = subprocess.run(
         [sys.executable, "-c", code],
         input=pickle.dumps((function, arguments)),

@@ -35,7 +35,8 @@ def test_gnu_tar_reads_them(tmp_path):
 WEBDATASET = """
 import sys, webdataset, hashlib
 shards = "file:" + sys.argv[1] + "/shard-{000000..%s}.tar" % sys.argv[2]
-for sample in webdataset.WebDataset(shards, shardshuffle=False, empty_check=False).to_tuple("jpg", "cls"):
+samples = webdataset.WebDataset(shards, shardshuffle=False, empty_check=False)
+for sample in samples.to_tuple("jpg", "cls"):
     print(hashlib.sha256(sample[0]).hexdigest(), int(sample[1]))
 """
 

@@ -151,7 +151,10 @@ def test_a_run_that_is_not_there_is_named(s3_server: S3Server) -> None:
 def test_a_block_names_the_storage_too(s3_server: S3Server) -> None:
     """As a run's own `storage` parameter does."""
     block = save_block("reading", s3_server, *s3_server.keys["owner"])
-    line = b'{"step": 1, "epoch": 1, "rank": 0, "attempt": 1, "time": 0, "num_samples": 1, "metrics": {"loss": "nan"}}\n'
+    line = (
+        b'{"step": 1, "epoch": 1, "rank": 0, "attempt": 1, "time": 0, "num_samples": 1, '
+        b'"metrics": {"loss": "nan"}}\n'
+    )
     s3_server.storage(FOLDER).write("runs/run/metrics/rank-00000/000001-000001.jsonl", line)
     frame = read_metrics(block, "run")
     assert frame["loss"].isna().tolist() == [True]
@@ -161,7 +164,10 @@ def test_thousands_of_small_objects_are_read_concurrently(s3_server: S3Server) -
     """More than a listing's page has: in order, each once."""
     storage = s3_server.storage()
     numbers = range(1, 1201)
-    line = '{{"step": {0}, "epoch": 1, "rank": 0, "attempt": 1, "time": 0, "num_samples": 1, "metrics": {{"loss": {0}}}}}\n'
+    line = (
+        '{{"step": {0}, "epoch": 1, "rank": 0, "attempt": 1, "time": 0, "num_samples": 1, '
+        '"metrics": {{"loss": {0}}}}}\n'
+    )
 
     def write(number: int) -> None:
         storage.write(

@@ -40,8 +40,8 @@ def test_a_wrong_clock_is_named(ceph_server, monkeypatch):
     monkeypatch.setattr(botocore.auth, "get_current_datetime", lambda: now() - timedelta(hours=1))
     message = error_of(ceph_server.storage().write, "object", b"x")
     assert (
-        "this machine's clock differs too much from the store's: set it, for instance by NTP (RequestTimeTooSkewed"
-        in message
+        "this machine's clock differs too much from the store's: set it, for instance by "
+        "NTP (RequestTimeTooSkewed" in message
     )
 
 

@@ -212,8 +212,10 @@ def test_a_full_disk_is_named(tmp_path):
     disk = tmp_path / "disk"
     disk.mkdir()
     code = (
-        "from pathlib import Path; from prefect_torch_ddp.storage.directory import DirectoryStorage as D;"
-        f"storage = D(Path({str(disk)!r})); storage.write('small', b'1'); storage.write('big', b'x' * 2**20)"
+        "from pathlib import Path; from prefect_torch_ddp.storage.directory import "
+        "DirectoryStorage as D;"
+        f"storage = D(Path({str(disk)!r})); storage.write('small', b'1'); "
+        "storage.write('big', b'x' * 2**20)"
     )
     # A disk of its own, seen by the child alone.
     mount = (

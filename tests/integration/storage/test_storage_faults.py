@@ -194,7 +194,8 @@ def test_one_rank_that_cant_write_is_named(tmp_path: Path) -> None:
     storage = FailingStorage(tmp_path, "step-00000004/000001/rank-00001")
     values = train(storage)
     assert values[0]["troubles"][5] == (
-        "no checkpoint since step 3: rank 1: runs/run/checkpoints/step-00000004/000001/rank-00001.pt: the disk is full"
+        "no checkpoint since step 3: rank 1: "
+        "runs/run/checkpoints/step-00000004/000001/rank-00001.pt: the disk is full"
     )
     assert values[0]["troubles"][6] == ""
     assert steps_of(DirectoryStorage(tmp_path)) == [7, 8, 9]
@@ -209,7 +210,8 @@ def test_a_training_that_is_to_fail_with_its_checkpoint_fails(tmp_path: Path, re
         config_for(storage, claim_attempt(storage, "run")),
         checkpoint=replace(EVERY_STEP, on_failure="fail"),
     )
-    says = rf"could not be written: (rank 1: )?runs/run/checkpoints/step-00000004/000001/{refused}\.pt: the disk is full"
+    key = rf"runs/run/checkpoints/step-00000004/000001/{refused}\.pt"
+    says = rf"could not be written: (rank 1: )?{key}: the disk is full"
     with pytest.raises(
         AssertionError, match=f"CheckpointError: the last checkpoint of run run {says}"
     ):

@@ -1,4 +1,4 @@
-"""Answers over a real socket, in pieces of any size: read as http.client reads them, or not at all."""
+"""Answers over a real socket, in pieces: read as http.client reads them, or not at all."""
 
 import http.client
 import random
