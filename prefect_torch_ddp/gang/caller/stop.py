@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 rank_logger = logging.getLogger("prefect_torch_ddp.ranks")
 
 END_TIMEOUT_S = 15.0
+TURN_S = 0.5
 
 
 class StopSwitch:
@@ -70,11 +71,14 @@ def follow(
     done = asyncio.run_coroutine_threadsafe(_tell_when_over(work, over), loop)
     done.add_done_callback(lambda _: events.put(None))
     try:
+        # In short turns, so that Ctrl-C and Prefect's task timeout take effect here: at the jump
+        # back to the loop's start, for which Python 3.11 and 3.12 look one instruction before it
+        # for the handler. Were the loop the first in its `try`, that would find none.
+        turn_s = TURN_S
         while True:
             _obey(why_unwanted(), stop, loop)
             try:
-                # In short turns, so that Ctrl-C and Prefect's task timeout take effect here.
-                event = events.get(timeout=0.5)
+                event = events.get(timeout=turn_s)
             except queue.Empty:
                 continue
             if event is None:
