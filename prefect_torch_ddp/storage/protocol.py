@@ -1,8 +1,9 @@
-"""The storage seam: what the package asks of a place for bytes.
+"""The protocols of a storage: what the package needs from a place that keeps bytes.
 
 To add a storage: write a frozen, picklable class with the methods of `Storage`, and of the other
-protocols here that it can serve (`ReadsMany` for datasets); have `tests/storage_conformance.py`
-pass with it; name it in `locate.py`, which turns texts into storages.
+protocols here that it can serve (`ReadsMany` for datasets). Run the suite
+`tests/support/storage_conformance.py` against it. Add its URI scheme to `locate.py`, which turns
+strings into storages.
 """
 
 from collections.abc import Callable, Iterator, Sequence
