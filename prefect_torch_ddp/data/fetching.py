@@ -1,6 +1,7 @@
 """What a DataLoader fetches through: the user's dataset, seeded for each sample, with ids."""
 
 import random
+import reprlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -109,7 +110,19 @@ class TaggedCollate:
 
     def __call__(self, fetched: Tagged) -> Tagged:
         """Collate a fetched batch."""
-        return Tagged(fetched.samples, self.collate(fetched.data))
+        try:
+            return Tagged(fetched.samples, self.collate(fetched.data))
+        except StopIteration as error:
+            raise ended_early(self.collate, fetched.samples) from error
+
+
+def ended_early(what: object, loaded: Sequence[Any]) -> RuntimeError:
+    """Return the error in place of a StopIteration, at which a DataLoader's pass just ends."""
+    name = getattr(what, "__qualname__", type(what).__name__)
+    return RuntimeError(
+        f"{name} raised StopIteration, reading {reprlib.repr(list(loaded))}: it would end the epoch "
+        "there and lose samples; give next() a default, or catch it"
+    )
 
 
 class SeededDataset(Dataset[Any]):
@@ -149,6 +162,12 @@ class SeededDataset(Dataset[Any]):
 
     def __getitems__(self, keys: BatchKeys) -> Tagged:
         epoch, indices = keys
+        try:
+            return self._fetch_tagged(epoch, indices)
+        except StopIteration as error:
+            raise ended_early(self._dataset, indices) from error
+
+    def _fetch_tagged(self, epoch: int, indices: list[int]) -> Tagged:
         fetch = seeded_fetch(self._dataset) if self._looks_ahead else None
         if fetch is None:
             return Tagged(tuple(indices), self._fetch(epoch, indices))

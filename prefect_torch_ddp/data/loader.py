@@ -197,7 +197,31 @@ class RankLoader:
         # Not where that is the CPU anyway: worker processes would inherit the mode, and with it
         # a detour of every operation (0.2 ms an augmented image).
         with nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu"):
-            return iter(self._loader)
+            loaded = iter(self._loader)
+        return _to_the_end(loaded, self._num_loads(start_batch, stand_ins=stand_ins))
+
+    def _num_loads(self, start_batch: int, *, stand_ins: bool) -> int:
+        """Return how many batches the DataLoader has to give; one for each share."""
+        least = 1 if stand_ins else 0
+        last = len(self) - 1
+        full, tail = (
+            max(len(self._shares.sizes(num_global)), least)
+            for num_global in (self.global_batch_size, self.batches.num_global(last))
+        )
+        return full * (last - start_batch) + tail
+
+
+def _to_the_end(loaded: Iterator[Tagged], num: int) -> Iterator[Tagged]:
+    """Yield all; refuse a pass that ends earlier, whatever in the DataLoader raised the end."""
+    num_loaded = 0
+    for num_loaded, tagged in enumerate(loaded, start=1):  # noqa: B007 - read behind the loop
+        yield tagged
+    if num_loaded < num:
+        msg = (
+            f"the DataLoader's pass ended after {num_loaded} of {num} batches: samples would be "
+            "lost; look for a StopIteration in what it calls, such as pin_memory or worker_init_fn"
+        )
+        raise RuntimeError(msg)
 
 
 def _refuse_clashes(dataloader_kwargs: dict[str, Any]) -> None:

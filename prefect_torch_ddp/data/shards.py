@@ -8,7 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch.utils.data import Dataset
 
-from prefect_torch_ddp.data.fetching import Tagged, generators_kept, seed_on_cpu
+from prefect_torch_ddp.data.fetching import Tagged, ended_early, generators_kept, seed_on_cpu
 from prefect_torch_ddp.data.sampler import BatchKeys, mix_seed
 from prefect_torch_ddp.errors import InvalidParamsError
 
@@ -157,7 +157,10 @@ class _Cursor:
     def __init__(self, dataset: Sharded, name: Any, size: int, epoch: int, shard: int) -> None:
         self.epoch, self.shard, self.position = epoch, shard, 0
         self._name, self._size = name, size
-        self._samples = iter(dataset.iter_shard(name))
+        try:
+            self._samples = iter(dataset.iter_shard(name))
+        except StopIteration as error:
+            raise ended_early(dataset, [name]) from error
 
     def skip(self, num: int) -> None:
         for _ in self.take(num):

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable, Iterator
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -9,11 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import (
-    Dataset,
-    IterableDataset,
-    TensorDataset,
-)
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
 from prefect_torch_ddp.data.loader import RankLoader
 from prefect_torch_ddp.errors import InvalidParamsError
@@ -206,3 +203,65 @@ def test_batches_out_of_order_are_refused() -> None:
         RankLoader(
             Numbers(8), global_batch_size=4, rank=0, world_size=1, num_workers=2, in_order=False
         )
+
+
+class Exhausted(Numbers):
+    """Raises StopIteration at sample 5, as a bare `next` does."""
+
+    def __getitem__(self, index: int) -> int:
+        return index if index != 5 else next(iter(()))
+
+
+class ExhaustedShards:
+    """Raises StopIteration when its second shard is opened."""
+
+    def shards(self) -> list[int]:
+        """Two shards."""
+        return [0, 1]
+
+    def num_samples(self, shard: int) -> int:
+        """Both have four."""
+        return 4
+
+    def iter_shard(self, shard: int) -> Iterator[int]:
+        """Zeros, or the end."""
+        return iter([0] * 4) if shard == 0 else next(iter(()))
+
+
+def _exhausted(samples: list[int]) -> list[int]:
+    return samples if 5 not in samples else next(iter(()))
+
+
+@pytest.mark.parametrize("size", [2, 8], ids=["in mid-epoch", "in the first batch"])
+@pytest.mark.parametrize("is_lockstep", [False, True])
+@pytest.mark.parametrize(
+    ("dataset", "collate", "name"),
+    [
+        (Exhausted(8), None, "Exhausted"),
+        (Subset(Exhausted(8), range(8)), None, "Subset"),
+        (Numbers(8), _exhausted, "_exhausted"),
+        (ExhaustedShards(), None, "ExhaustedShards"),
+    ],
+)
+def test_a_stop_iteration_of_the_users_code_is_an_error_that_names_it(
+    *, dataset: Any, collate: Any, name: str, size: int, is_lockstep: bool
+) -> None:
+    """It would end the epoch without a word."""
+    options = {"rank": 0, "world_size": 1, "shuffle": False, "collate_fn": collate}
+    loader = RankLoader(dataset, global_batch_size=size, **options)
+    with pytest.raises(RuntimeError, match=f"^{name} raised StopIteration, reading "):
+        list(loader.lockstep(0) if is_lockstep else loader)
+
+
+def test_a_pass_that_ends_before_its_last_batch_is_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whatever ended it; ranks with and without a share of the tail count their own batches."""
+    loaders = _loaders(9, 4, 3)
+    assert [len(list(loader)) for loader in loaders] == [3, 2, 2]
+    whole = DataLoader.__iter__
+    monkeypatch.setattr(DataLoader, "__iter__", lambda loader: islice(whole(loader), 1))
+    with pytest.raises(RuntimeError, match="ended after 1 of 2 batches"):
+        list(loaders[1])
+    with pytest.raises(RuntimeError, match="ended after 1 of 3 batches"):
+        list(loaders[1].lockstep(0))
