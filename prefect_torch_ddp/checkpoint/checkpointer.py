@@ -18,6 +18,7 @@ from prefect_torch_ddp.checkpoint.rank_store import (
     set_report,
     wait_for_report,
 )
+from prefect_torch_ddp.checkpoint.reports import check_reports
 from prefect_torch_ddp.checkpoint.serial import (
     Serializer,
     Staging,
@@ -25,9 +26,16 @@ from prefect_torch_ddp.checkpoint.serial import (
     check_loadable,
     has_buffers,
 )
-from prefect_torch_ddp.errors import CheckpointError, StorageError, SupersededError
+from prefect_torch_ddp.errors import (
+    CheckpointError,
+    InvalidParamsError,
+    StorageError,
+    SupersededError,
+)
 from prefect_torch_ddp.storage.protocol import Storage
 
+FATAL = (SupersededError, InvalidParamsError)
+"""What ends a training whatever `on_failure` says: no later checkpoint would be better."""
 QUIET_S = 2.0
 """How long a step may wait for the previous checkpoint without a warning."""
 
@@ -109,7 +117,7 @@ class Checkpointer:
     ) -> None:
         """Copy the state and write it in the background; waits for the previous checkpoint.
 
-        All ranks give the same objects. This rank's random generators are saved as they are
+        All ranks give the same objects, in one order. This rank's random generators are saved as they are
         now, or as given.
 
         Raises:
@@ -129,7 +137,7 @@ class Checkpointer:
         self._failure = None
         self._thread = threading.Thread(
             target=self._write_share,
-            args=(metadata, staged),
+            args=(metadata, staged, list(objects)),
             name="prefect-torch-ddp-checkpoint",
             daemon=True,
         )
@@ -171,13 +179,13 @@ class Checkpointer:
             self._thread.join(timeout_s)
 
     def raise_if_over(self) -> None:
-        """Raise where the training must end: superseded, or `on_failure` is "fail"."""
-        if self._on_failure == "fail" or isinstance(self._failure, SupersededError):
+        """Raise where the training must end: by what is `FATAL`, or `on_failure` is "fail"."""
+        if self._on_failure == "fail" or isinstance(self._failure, FATAL):
             self.raise_failure()
 
     def raise_failure(self) -> None:
         """Raise CheckpointError, with object and reason, if this rank's last write failed."""
-        if isinstance(self._failure, SupersededError):
+        if isinstance(self._failure, FATAL):
             raise self._failure
         if self._failure is not None:
             checkpoint = f"the last checkpoint of run {self._writer.run_id}"
@@ -209,8 +217,10 @@ class Checkpointer:
             if (0 if has_buffers(item) else i % world_size) == rank
         }
 
-    def _write_share(self, metadata: CheckpointMetadata, staged: dict[str, Any]) -> None:
-        report: dict[str, Any] = {"objects": [], "error": None}
+    def _write_share(
+        self, metadata: CheckpointMetadata, staged: dict[str, Any], tracked: list[str]
+    ) -> None:
+        report: dict[str, Any] = {"tracked": tracked, "objects": [], "error": None}
         try:
             self._staging.wait()
             written = [self._write(metadata.step, name, state) for name, state in staged.items()]
@@ -244,16 +254,13 @@ class Checkpointer:
     def _commit(self, metadata: CheckpointMetadata, own: dict[str, Any]) -> None:
         others = range(1, self._writer.world_size)
         reports = [own, *(self._report_of(rank, metadata) for rank in others)]
-        errors = [
-            f"rank {rank}: {report['error']}"
-            for rank, report in enumerate(reports)
-            if report["error"]
-        ]
-        if errors:
+        try:
+            check_reports(reports)
+        except (CheckpointError, InvalidParamsError) as error:
             self._discard(item["key"] for report in reports for item in report["objects"])
-            if own["error"]:
-                return
-            raise CheckpointError(errors[0])
+            if own["error"] and not isinstance(error, FATAL):
+                return  # which is known already
+            raise
         self._committer.commit(
             Manifest(
                 run_id=self._writer.run_id,
