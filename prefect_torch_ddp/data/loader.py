@@ -1,6 +1,6 @@
 """How a rank reads its share of the data: torch's DataLoader over the exact order."""
 
-from collections.abc import Iterator, Sized
+from collections.abc import Callable, Iterator, Sized
 from contextlib import nullcontext
 from functools import cache
 from typing import Any, TypeGuard, cast
@@ -56,6 +56,7 @@ class RankLoader:
         virtual_ranks: cut each global batch into so many shares, of which each rank loads its
             own one by one, so that nothing that is loaded depends on the number of ranks.
         keep_ids: have `lockstep` tell which samples each batch was made of, for a ledger.
+        keeps_epoch: tells whether `epoch` stays, since the number of passes isn't saved.
         seed_samples: which generators are seeded. "torch": torch's alone, for a dataset and a
             collate_fn that draw from no other one, as torchvision's v2 transforms do; False:
             none, for those that draw nothing. Either saves some microseconds a sample, which
@@ -79,6 +80,7 @@ class RankLoader:
         drop_last: bool = False,
         virtual_ranks: int | None = None,
         keep_ids: bool = False,
+        keeps_epoch: Callable[[], bool] = lambda: False,
         seed_samples: SeedSamples = True,
         **dataloader_kwargs: Any,
     ) -> None:
@@ -90,7 +92,9 @@ class RankLoader:
         self.dataset = dataset
         self.rank = rank
         self.world_size = world_size
-        self.epoch = 0  # whose order `iter(loader)` takes
+        self.epoch = 0
+        """Whose order `iter(loader)` takes."""
+        self._keeps_epoch = keeps_epoch
         self._keeps_ids = keep_ids
         self._shares = RankShares.of_rank(rank, world_size, virtual_ranks)
         _check_choices(dataset, seed_samples, is_virtual=self._shares.is_virtual)
@@ -137,13 +141,26 @@ class RankLoader:
         return self.batches.num_batches
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield this rank's batches of one exact pass, for evaluation.
+        """Yield this rank's batches of one exact pass, for evaluation or a loop of one's own.
+
+        A pass has the order and augmentation of `epoch`, which moves on when the second batch is
+        asked for: a rank that looks at a first batch alone keeps the order of the others.
 
         Ranks may yield different numbers of batches, since some may have an empty share of the
         tail, so nothing that waits for other ranks belongs in the loop's body.
         """
-        batches = self._load(self.epoch, start_batch=0, stand_ins=False)
-        return (tagged.data for tagged in batches if tagged.samples)
+        return self._pass(self.epoch, self._load(self.epoch, start_batch=0, stand_ins=False))
+
+    def _pass(self, epoch: int, loaded: Iterator[Tagged]) -> Iterator[Any]:
+        for tagged in loaded:
+            if tagged.samples:
+                yield tagged.data
+            self._pass_counts(epoch)
+        self._pass_counts(epoch)  # without a batch, too: other ranks may have one
+
+    def _pass_counts(self, epoch: int) -> None:
+        if self.epoch == epoch and not self._keeps_epoch():
+            self.epoch = epoch + 1
 
     def lockstep(self, epoch: int, start_batch: int = 0) -> Iterator[tuple[Any, BatchShare]]:
         """Yield (batch, share) for each global batch of an epoch from `start_batch` on.

@@ -147,7 +147,8 @@ class RankContext:
     ) -> "RankLoader":
         """Make a loader of this rank's share of each global batch.
 
-        Each epoch has every sample once, in the same order for any world size.
+        Each epoch has every sample once, in the same order for any world size. Each pass of your
+        own, `for batch in loader:`, is the next epoch; after a call of `steps` all are the same.
 
         Args:
             dataset: map-style, or with shards(), num_samples(shard) and iter_shard(shard).

@@ -128,6 +128,8 @@ class ContextParts:
             "seed": self.config.seed,
             "virtual_ranks": self.config.virtual_ranks if self.config.is_elastic else None,
             "keep_ids": self.config.ledger,
+            # From the first call of ctx.steps on: a resumed training has forgotten the passes.
+            "keeps_epoch": lambda: self._has("loop"),
         }
 
     @cached_property

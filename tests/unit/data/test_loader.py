@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
+from prefect_torch_ddp import RankContext
 from prefect_torch_ddp.data.loader import RankLoader
 from prefect_torch_ddp.errors import InvalidParamsError
 
@@ -127,7 +128,7 @@ def test_exact_pass_leaves_a_rank_without_a_share_one_batch_fewer() -> None:
 
 
 def test_exact_pass_takes_the_order_of_its_epoch() -> None:
-    """A shuffled pass is that of epoch 0, unless another is set."""
+    """A shuffled pass is that of epoch 0 at first, unless another is set."""
     loader = RankLoader(Numbers(50), global_batch_size=50, rank=0, world_size=1)
     orders = {}
     for epoch in (0, 1):
@@ -135,6 +136,42 @@ def test_exact_pass_takes_the_order_of_its_epoch() -> None:
         orders[epoch] = next(iter(loader)).tolist()
         assert orders[epoch] == next(loader.lockstep(epoch))[0].tolist()
     assert orders[0] != orders[1]
+
+
+def test_a_loop_of_ones_own_shuffles_and_augments_each_epoch_anew() -> None:
+    """As people expect of shuffling; each rank's pass is the same epoch, also without a batch."""
+    loaders = _loaders(9, 4, 5)
+    passes = [[i for loader in loaders for data in loader for i in data.tolist()] for _ in "abc"]
+    assert all(sorted(samples) == list(range(9)) for samples in passes)
+    assert len({tuple(samples) for samples in passes}) == 3
+    noise = RankLoader(  # seeded here too
+        Noise(3), global_batch_size=2, rank=0, world_size=1, shuffle=False, virtual_ranks=1
+    )
+    drawn = [[data[:, 1:].tolist() for data in noise] for _ in "ab"]
+    assert drawn[0] != drawn[1]
+
+
+def test_a_pass_counts_once_its_second_batch_is_asked_for() -> None:
+    """One rank may look at a first batch; a loop that is left early is an epoch nevertheless."""
+    loader = RankLoader(Numbers(8), global_batch_size=2, rank=0, world_size=1)
+    next(iter(loader))
+    assert loader.epoch == 0
+    for number, _ in enumerate(loader):
+        if number == 1:
+            break
+    assert loader.epoch == 1
+    loader.epoch = 7
+    list(loader)
+    assert loader.epoch == 8
+
+
+def test_evaluations_between_steps_keep_their_order() -> None:
+    """Their number is in no checkpoint: a resumed training would evaluate in another order."""
+    with RankContext.local() as ctx:
+        train, held_out = (ctx.loader(Numbers(20), global_batch_size=20) for _ in "ab")
+        steps = ctx.steps(train, epochs=3)
+        seen = [[data.tolist() for data in held_out] for _ in steps]
+    assert seen[0] == seen[1] == seen[2]
 
 
 @pytest.mark.parametrize("seed_samples", [False, "torch"])
