@@ -1,6 +1,7 @@
 """Cutting a batch into micro-batches, whatever structure of tensors it is."""
 
 import copy
+from collections import UserDict
 from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any
 
@@ -57,15 +58,37 @@ def cut(item: Any, rows: range) -> Any:
     if isinstance(item, torch.Tensor) or _is_plain_list(item):
         return item[rows.start : rows.stop]
     if isinstance(item, MutableMapping):
-        part = copy.copy(item)  # keeps a class of the user's, as the DataLoader does
-        part.update({key: cut(value, rows) for key, value in item.items()})
-        return part
+        return _cut_in_copy(item, {key: cut(value, rows) for key, value in item.items()})
     if isinstance(item, Mapping):
         return {key: cut(value, rows) for key, value in item.items()}
     if isinstance(item, tuple | list):
         parts = [cut(value, rows) for value in item]
         return type(item)(*parts) if hasattr(item, "_fields") else type(item)(parts)
     return item
+
+
+def _cut_in_copy(item: MutableMapping[Any, Any], cuts: dict[Any, Any]) -> Any:
+    """Return the mapping with other values; keeps a class of the user's, as the DataLoader does.
+
+    Raises:
+        InvalidParamsError: the copy shares what it holds with the batch: the next piece would be
+            cut out of this one, and samples be lost.
+    """
+    sizes = [len(column) for _, column in _columns(item, "batch")]
+    part = copy.copy(item)
+    for name, held in getattr(part, "__dict__", {}).items():
+        if isinstance(held, dict | UserDict):  # the values, where the class has no __copy__
+            part.__dict__[name] = copy.copy(held)
+    for key, value in cuts.items():
+        part[key] = value  # not update, which some classes refuse
+    if sizes != [len(column) for _, column in _columns(item, "batch")]:
+        kind = type(item).__name__
+        msg = (
+            f"{_CANT_CUT} a {kind}: copy.copy of one shares its values; give {kind} a __copy__ "
+            "that copies what holds them, or have collate_fn give a dict"
+        )
+        raise InvalidParamsError(msg)
+    return part
 
 
 def _columns(item: Any, name: str) -> Iterator[tuple[str, Any]]:

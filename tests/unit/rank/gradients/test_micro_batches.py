@@ -1,6 +1,7 @@
 """Batches of every structure are cut into micro-batches, or refused by name."""
 
-from collections import UserDict, namedtuple
+from collections import OrderedDict, UserDict, namedtuple
+from collections.abc import Iterator, MutableMapping
 from typing import Any
 
 import pytest
@@ -10,6 +11,44 @@ from torch.utils.data import TensorDataset
 from prefect_torch_ddp import RankContext
 from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.rank.gradients.share_weights import ShareWeights
+
+
+class Encoding(MutableMapping[str, Any]):
+    """A mapping of a user's own, without a `__copy__`: a copy of one shares its values."""
+
+    def __init__(self, **values: Any) -> None:
+        self.values_by_name = values
+
+    def __getitem__(self, name: str) -> Any:
+        return self.values_by_name[name]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self.values_by_name[name] = value
+
+    def __delitem__(self, name: str) -> None:
+        del self.values_by_name[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.values_by_name)
+
+    def __len__(self) -> int:
+        return len(self.values_by_name)
+
+
+class SharedEncoding(Encoding):
+    """Can't be copied."""
+
+    def __copy__(self) -> "SharedEncoding":
+        return self
+
+
+class Output(OrderedDict[str, Any]):
+    """As a ModelOutput of transformers: refuses `update`."""
+
+    def update(self, *_args: Any, **_values: Any) -> None:
+        """Refuse."""
+        raise TypeError
+
 
 Pair = namedtuple("Pair", "images labels")  # noqa: PYI024 - the kind that a user's collate_fn gives
 
@@ -34,6 +73,9 @@ def test_every_kind_of_batch_is_cut_alike() -> None:
         (Pair(x, y), lambda part: (part.images, part.labels)),
         ({"x": x, "y": y}, lambda part: (part["x"], part["y"])),
         (UserDict(x=x, y=y), lambda part: (part["x"], part["y"])),
+        (Encoding(x=x, y=y), lambda part: (part["x"], part["y"])),
+        (Output(x=x, y=y), lambda part: (part["x"], part["y"])),
+        ((Encoding(x=UserDict(x=x)), y), lambda part: (part[0]["x"]["x"], part[1])),
         (({"x": [x, None]}, y), lambda part: (part[0]["x"][0], part[1])),
     ]:
         parts = parts_of(batch, 2)
@@ -64,6 +106,7 @@ def test_every_kind_of_batch_is_cut_alike() -> None:
         ((), 2, "a tuple without a tensor"),
         (torch.zeros(0, 2), 2, "it has 0 rows"),
         (torch.zeros(3), 0, "max_samples is 0"),
+        (SharedEncoding(x=torch.zeros(3)), 2, "a SharedEncoding: copy.copy of one shares"),
         ((torch.zeros(3), ["a", "b"]), 2, r"batch\[1\]: it has 2 rows"),
     ],
 )
