@@ -7,23 +7,32 @@ from distributed import Worker, get_worker
 from distributed.core import Status
 from distributed.worker import thread_state
 
-LIVENESS_TIMEOUT_S = 12.0
-"""For callers, agents, workers and the scheduler. A rank waits two seconds longer for its agent
-(`rank/link.py`), so that the caller names the silent worker before that worker's ranks end
-themselves and their peers fail."""
+from prefect_torch_ddp.gang.settings import seconds_setting
+
+LIVENESS_TIMEOUT_S = 60.0
+"""For callers, agents, workers and the scheduler. Another task may hold the GIL of a shared
+cluster's worker for many seconds, which says nothing of the ranks."""
+LIVENESS_SETTING = "prefect-torch-ddp.liveness-timeout-s"
+"""The setting in Dask's configuration that changes it, where a gang is called: agents and ranks
+get their caller's."""
 TURN_S = 3.0
 """The most that counts between two looks: longer, and this process was itself stopped, or its
 machine was asleep."""
+
+
+def liveness_timeout_s() -> float:
+    """Return after how many seconds of silence this process takes another for lost."""
+    return seconds_setting(LIVENESS_SETTING, LIVENESS_TIMEOUT_S)
 
 
 class Liveness:
     """How long nothing was heard, as far as this process lived through it."""
 
     def __init__(
-        self, limit_s: float = LIVENESS_TIMEOUT_S, now: Callable[[], float] = time.monotonic
+        self, limit_s: float | None = None, now: Callable[[], float] = time.monotonic
     ) -> None:
-        """Start with nothing missed."""
-        self._limit_s = limit_s
+        """Start with nothing missed; the default limit is this process's setting."""
+        self.limit_s = liveness_timeout_s() if limit_s is None else limit_s
         self._now = now
         self._looked_s = now()
         self._silent_s = 0.0
@@ -39,7 +48,7 @@ class Liveness:
         now = self._now()
         self._silent_s += min(now - self._looked_s, TURN_S)
         self._looked_s = now
-        return max(0.0, self._limit_s - self._silent_s)
+        return max(0.0, self.limit_s - self._silent_s)
 
 
 def is_closing(worker: Worker) -> bool:

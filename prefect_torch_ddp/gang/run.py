@@ -22,6 +22,7 @@ from prefect_torch_ddp.gang.caller.plan import (
     pickle_call,
 )
 from prefect_torch_ddp.gang.caller.stop import StopSwitch, follow, log_event
+from prefect_torch_ddp.gang.liveness import liveness_timeout_s
 from prefect_torch_ddp.gang.options import CallParams, check_call, check_client, checked
 from prefect_torch_ddp.gang.restarts import FULL_SIZE_S, Restarts
 from prefect_torch_ddp.params import GangOptions
@@ -100,6 +101,7 @@ def run_gang(  # noqa: PLR0913 - level 1 is one call
         seniority=Seniority(time.time(), uuid.uuid4().hex[:12]),
         options=given,
         process_group=given.process_group,
+        liveness_timeout_s=liveness_timeout_s(),
         extra_sys_path=own_code_paths(),
         watched_from_start=not brings_context(fn),
     )

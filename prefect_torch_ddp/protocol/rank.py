@@ -56,6 +56,8 @@ class RankLaunch:
     process_group: ProcessGroupMode
     backend: Backend
     rendezvous_timeout_s: float
+    agent_timeout_s: float
+    """The rank ends itself when its agent has sent beats and then none for this long."""
     extra_sys_path: tuple[str, ...]
     launcher: Launcher
 

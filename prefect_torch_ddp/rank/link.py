@@ -1,5 +1,6 @@
 """The link of a rank to its agent: events and the outcome go out, orders come in."""
 
+import contextlib
 import os
 import pickle
 import select
@@ -25,7 +26,7 @@ from prefect_torch_ddp.protocol.events import (
     encode_event,
 )
 from prefect_torch_ddp.protocol.heartbeat import Phase
-from prefect_torch_ddp.protocol.rank import RankOrder
+from prefect_torch_ddp.protocol.rank import RankLaunch, RankOrder
 from prefect_torch_ddp.rank.heartbeat import HeartbeatWriter
 
 if TYPE_CHECKING:
@@ -35,8 +36,6 @@ MAX_NAME = 200
 MAX_TROUBLE = 2_000
 BEAT_S = 1.0
 """How often the agent's beat is expected, and the rank's collectives are counted."""
-AGENT_TIMEOUT_S = 14.0
-"""A rank ends itself when its agent has sent beats and then none for this long."""
 
 
 class Link:
@@ -74,7 +73,14 @@ class AgentLink(Link):
     Records are datagrams, so threads and forked children may send them too.
     """
 
-    def __init__(self, events_fd: int, outcome_fd: int, control_fd: int, heartbeat_fd: int) -> None:
+    def __init__(
+        self,
+        launch: RankLaunch,
+        events_fd: int,
+        outcome_fd: int,
+        control_fd: int,
+        heartbeat_fd: int,
+    ) -> None:
         """Take over the inherited file descriptors; executed children don't inherit them."""
         super().__init__()
         for fd in (events_fd, outcome_fd, control_fd):
@@ -84,7 +90,8 @@ class AgentLink(Link):
         self._control = control_fd
         self.heartbeat = HeartbeatWriter.shared(heartbeat_fd)
         self._pid = os.getpid()
-        self._is_settled = False
+        self._launch = launch
+        self._is_settled = self._has_failed = False
         self._stop = threading.Event()
         self._leave = threading.Event()
         threading.Thread(
@@ -96,7 +103,8 @@ class AgentLink(Link):
         poller.register(self._control, select.POLLIN)
         has_beat = False
         missed = 0  # turns, not time: a rank that is stopped itself misses nothing meanwhile
-        while not has_beat or missed * BEAT_S < AGENT_TIMEOUT_S:
+        limit_s = self._launch.agent_timeout_s
+        while not has_beat or missed * BEAT_S < limit_s:
             byte = os.read(self._control, 1) if poller.poll(BEAT_S * 1000) else None
             if byte == b"":
                 break
@@ -110,7 +118,18 @@ class AgentLink(Link):
                 has_beat |= order is RankOrder.BEAT
                 if not self._is_settled:
                     self.heartbeat.beat()
+        else:
+            self._say_agent_silent()
         _end_session()
+
+    def _say_agent_silent(self) -> None:
+        """Leave word for an agent that goes on: it would report a kill by somebody unknown."""
+        place, limit_s = self._launch.place, self._launch.agent_timeout_s
+        why = f"worker {place.worker} gave its ranks no sign of life for {limit_s:g} s"
+        lost = RankFailure(place.rank, place.host, os.getpid(), "worker_lost", why)
+        with contextlib.suppress(OSError):  # nobody has read for long: there may be no room
+            self._events.setblocking(False)  # noqa: FBT003 - positional in the standard library
+            self.failed(lost)
 
     def wait_to_leave(self, timeout_s: float | None) -> bool:
         """Wait until all ranks of the gang have returned, at most `timeout_s` seconds."""
@@ -152,8 +171,9 @@ class AgentLink(Link):
         self._send(RankReturned(NO_RANK))
 
     def failed(self, failure: RankFailure) -> None:
-        """Hand over how the function failed, unless it has already returned a value."""
-        if not self._is_settled:
+        """Hand over how the function failed, unless its outcome is there already."""
+        if not (self._is_settled or self._has_failed):
+            self._has_failed = True
             self._write_outcome(pickle.dumps(failure))
             self._send(FailureWritten(NO_RANK))
 

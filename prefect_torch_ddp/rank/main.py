@@ -48,7 +48,7 @@ def run_rank(fds: Sequence[int], parent_pid: int, page: LaunchPage, payload: byt
     launch = page.launch
     name_process(f"ddp-rank-{launch.place.rank}")
     sys.argv = ["prefect_torch_ddp.rank"]  # else user code would parse our arguments
-    link = AgentLink(*fds)
+    link = AgentLink(launch, *fds)
     _set_scratch(Path(page.scratch))
     link.copies = Path(page.scratch, COPIES)
     _show_output(link)

@@ -26,7 +26,7 @@ from prefect_torch_ddp.errors import (
     TaskCancelled,
 )
 from prefect_torch_ddp.gang.caller.placement import num_workers_needed
-from prefect_torch_ddp.gang.liveness import LIVENESS_TIMEOUT_S
+from prefect_torch_ddp.gang.liveness import liveness_timeout_s
 from prefect_torch_ddp.gang.warm import warm
 from prefect_torch_ddp.params import ClusterParams, TrainParams
 from prefect_torch_ddp.tasks.watch.cancel import SIGNALS, stop_task
@@ -166,9 +166,10 @@ def _refuse_second_life(
 ) -> None:
     # A task that Dask has taken from this worker would train beside the one that replaced it.
     scheduler: Any = client.scheduler
-    tasks = client.sync(lambda: answer_of(scheduler.processing(workers=None), LIVENESS_TIMEOUT_S))
+    limit_s = liveness_timeout_s()
+    tasks = client.sync(lambda: answer_of(scheduler.processing(workers=None), limit_s))
     if tasks is None:
-        msg = f"the scheduler {scheduler.address} was silent for {LIVENESS_TIMEOUT_S:g} s"
+        msg = f"the scheduler {scheduler.address} was silent for {limit_s:g} s"
         raise SchedulerLostError(msg)
     if key not in tasks.get(worker.address, ()):
         msg = f"Dask has taken this task from worker {worker.address}; training is not run twice"
@@ -203,7 +204,8 @@ def is_supervisor_loss(error: Exception) -> bool:
     if client.status != "running":
         return False
     scheduler: Any = client.scheduler
-    identity = client.sync(lambda: answer_of(scheduler.identity(n_workers=0), LIVENESS_TIMEOUT_S))
+    limit_s = liveness_timeout_s()
+    identity = client.sync(lambda: answer_of(scheduler.identity(n_workers=0), limit_s))
     return identity is not None
 
 

@@ -71,6 +71,7 @@ def measure(
     return told_s, gone_s
 
 
+@pytest.mark.usefixtures("short_liveness")
 def test_losses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Print the table of docs/performance.md.
 

@@ -40,7 +40,7 @@ from tests.support.waiting import wait_until
 from tests.workloads import faulty, plain, retried_flow
 from tests.workloads.tiny import dask_worker_of, write_pid
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = [pytest.mark.timeout(400), pytest.mark.usefixtures("short_liveness")]
 
 
 @pytest.fixture

@@ -138,6 +138,16 @@ def dask_cluster() -> Iterator["LocalCluster"]:
 
 
 @pytest.fixture
+def short_liveness(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Take what was silent for 12 s for lost, here and in processes that the test starts."""
+    import dask.config
+
+    monkeypatch.setenv("DASK_PREFECT_TORCH_DDP__LIVENESS_TIMEOUT_S", "12")
+    with dask.config.set({"prefect-torch-ddp.liveness-timeout-s": 12}):
+        yield
+
+
+@pytest.fixture
 def dask_client(dask_cluster: "LocalCluster") -> Iterator["Client"]:
     """Connect to the shared cluster, all its workers there."""
     from distributed import Client

@@ -16,7 +16,7 @@ from prefect_torch_ddp.errors import (
     WorkerLostError,
 )
 from prefect_torch_ddp.gang.caller.workers import look_for
-from prefect_torch_ddp.gang.liveness import LIVENESS_TIMEOUT_S, Liveness
+from prefect_torch_ddp.gang.liveness import Liveness
 from prefect_torch_ddp.protocol.agent import (
     AgentOrder,
     AgentReport,
@@ -127,7 +127,7 @@ class AgentClient:
             msg = f"{error} {when}"
             raise WorkerLostError(msg) from error
 
-    async def _call(self, rpc: Rpc, limit_s: float = LIVENESS_TIMEOUT_S, /, **message: Any) -> Any:
+    async def _call(self, rpc: Rpc, limit_s: float | None = None, /, **message: Any) -> Any:
         liveness = Liveness(limit_s)
         while True:
             answer = _call_worker(
@@ -164,7 +164,7 @@ class AgentClient:
             msg = f"worker {self.worker.address} was lost"
             raise AgentLostError(msg)
         if not liveness.left_s:
-            msg = f"worker {self.worker.address} was silent for {LIVENESS_TIMEOUT_S:g} s"
+            msg = f"worker {self.worker.address} was silent for {liveness.limit_s:g} s"
             raise AgentLostError(msg)
 
 

@@ -17,6 +17,10 @@ from prefect_torch_ddp.params import GangParams
 from prefect_torch_ddp.protocol.agent import Reservation, Seniority, StartOrder, WorkerIdentity
 from prefect_torch_ddp.protocol.rank import ProcessGroupMode, RankLaunch
 
+RANK_PATIENCE_S = 2.0
+"""How much longer than its caller a rank waits for its agent, so that the caller names a silent
+worker before that worker's ranks end themselves and their peers fail."""
+
 
 @dataclass(frozen=True)
 class GangPlan:
@@ -26,6 +30,7 @@ class GangPlan:
     seniority: Seniority
     options: GangParams
     process_group: ProcessGroupMode
+    liveness_timeout_s: float
     extra_sys_path: tuple[str, ...]
     watched_from_start: bool
     """Whether progress is expected before a rank has shown any: of a plain function whose
@@ -51,6 +56,7 @@ class GangPlan:
             process_id=worker.process_id,
             hosts_store=worker.address == placement.workers[0],
             stop_grace_s=self.options.stop_grace_s,
+            liveness_timeout_s=self.liveness_timeout_s,
             store_host=placement.places[0].address,
         )
 
@@ -69,6 +75,7 @@ class GangPlan:
                 process_group=self.process_group,
                 backend=self.options.backend,
                 rendezvous_timeout_s=self.options.rendezvous_timeout_s,
+                agent_timeout_s=self.liveness_timeout_s + RANK_PATIENCE_S,
                 extra_sys_path=self.extra_sys_path,
                 launcher=self.options.launcher,
             )

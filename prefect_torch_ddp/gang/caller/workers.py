@@ -16,12 +16,14 @@ from prefect_torch_ddp.errors import (
 )
 from prefect_torch_ddp.gang.caller.placement import GangSize, is_free
 from prefect_torch_ddp.gang.caller.plan import GangPlan
-from prefect_torch_ddp.gang.liveness import LIVENESS_TIMEOUT_S
+from prefect_torch_ddp.gang.liveness import liveness_timeout_s
 from prefect_torch_ddp.gang.worker.rpc import register_rpc
 from prefect_torch_ddp.protocol.agent import WorkerIdentity
 
 POLL_S = 0.1
 IMPORT_ERRORS = ("ImportError(", "ModuleNotFoundError(")
+FIRST_LOOK_S = 12.0
+"""How long all workers may take to answer before those that do are a gang's choice: no loss."""
 SECOND_LOOK_S = 2.0
 """How long each worker may take to answer when not all of them did; all of them have had time
 for their imports by then."""
@@ -125,19 +127,20 @@ async def look_for(
 
 
 async def running_workers(
-    client: Client, timeout_s: float = LIVENESS_TIMEOUT_S
+    client: Client, timeout_s: float | None = None
 ) -> dict[str, Mapping[str, float]]:
     """Return the running workers' resources, by address; raises as `look_for`."""
     if client.scheduler is None:
         msg = f"the scheduler was lost (the Dask client is {client.status})"
         raise SchedulerLostError(msg)
+    limit_s = liveness_timeout_s()
     try:
         # Client.scheduler_info() has no workers on an asynchronous client.
         info: dict[str, Any] = await asyncio.wait_for(
-            client.scheduler.identity(n_workers=-1), timeout_s
+            client.scheduler.identity(n_workers=-1), timeout_s or limit_s
         )
     except TimeoutError:
-        msg = f"the scheduler {client.scheduler.address} was silent for {LIVENESS_TIMEOUT_S:g} s"
+        msg = f"the scheduler {client.scheduler.address} was silent for {limit_s:g} s"
         raise SchedulerUnresponsiveError(msg) from None
     except OSError as error:
         raise _scheduler_lost(error) from error
@@ -153,7 +156,7 @@ async def identify(
 ) -> list[WorkerIdentity]:
     """Return the workers that answer; a stopped one stays in the cluster for five minutes."""
     with contextlib.suppress(TimeoutError):
-        return await asyncio.wait_for(_ask(client, addresses, warm=warm), LIVENESS_TIMEOUT_S)
+        return await asyncio.wait_for(_ask(client, addresses, warm=warm), FIRST_LOOK_S)
     each = [
         asyncio.wait_for(_ask(client, [address], warm=warm), SECOND_LOOK_S) for address in addresses
     ]

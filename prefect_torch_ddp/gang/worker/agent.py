@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from distributed import Worker, get_worker
 
 from prefect_torch_ddp.errors import AgentRefusedError
-from prefect_torch_ddp.gang.liveness import LIVENESS_TIMEOUT_S, Liveness, is_closing, is_unwanted
+from prefect_torch_ddp.gang.liveness import Liveness, is_closing, is_unwanted
 from prefect_torch_ddp.gang.worker.mailbox import Mailbox, open_mailbox
 from prefect_torch_ddp.gang.worker.progress_probe import ProgressProbe
 from prefect_torch_ddp.gang.worker.rank_process import RankProcess
@@ -20,7 +20,7 @@ from prefect_torch_ddp.protocol.rank import RankLaunch, RankOrder
 TICK_S = 0.1
 """How often an agent checks whether its Dask task was cancelled."""
 BEAT_S = 1.0
-"""How often ranks get a beat from their agent; see AGENT_TIMEOUT_S in `rank/link.py`."""
+"""How often ranks get a beat from their agent; see `RankLaunch.agent_timeout_s`."""
 EXIT_GRACE_S = 10.0
 """How long ranks that returned may take for their exit handlers."""
 PEERS_GRACE_S = 0.5
@@ -64,7 +64,7 @@ class _Agent:
         self._shutdown = _GracefulShutdown(reservation.stop_grace_s)
         self._left_s: float | None = None
         self._beat_s = 0.0
-        self._caller = Liveness()
+        self._caller = Liveness(reservation.liveness_timeout_s)
         self._heard_s = box.last_poll_s
 
     def run(self) -> tuple[bytes, ...]:
@@ -176,7 +176,7 @@ class _Agent:
         if is_closing(self._worker):
             self._box.why_ended = f"worker {name} was closed"
         elif self._has_lost_caller():
-            heard = f"had heard nothing from the caller for {LIVENESS_TIMEOUT_S:g} s"
+            heard = f"had heard nothing from the caller for {self._caller.limit_s:g} s"
             self._box.why_ended = f"worker {name} {heard}"
         return bool(self._box.why_ended)
 

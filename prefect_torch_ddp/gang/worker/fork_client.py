@@ -13,10 +13,10 @@ import time
 from functools import partial
 from pathlib import Path
 
-import dask
 from distributed import Worker, WorkerPlugin
 
 from prefect_torch_ddp.errors import ForkServerUnavailableError, ForkServerUnfitError
+from prefect_torch_ddp.gang.settings import seconds_setting
 from prefect_torch_ddp.gang.worker.child import Child, has_pidfd
 from prefect_torch_ddp.gang.worker.slots import SLOTS
 from prefect_torch_ddp.protocol.rank import ForkServerAnswer, ForkServerOrder, RankFiles
@@ -36,16 +36,7 @@ IDLE_SETTING = "prefect-torch-ddp.fork-server.idle-s"
 
 def idle_s() -> float:
     """Return how many seconds a fork server of this Dask worker may live without ranks."""
-    value = dask.config.get(IDLE_SETTING, default=IDLE_S)
-    try:
-        if (seconds := float(value)) > 0:
-            return seconds
-    except (TypeError, ValueError):
-        pass
-    logger.warning(
-        "%s is %r and must be a positive number of seconds; using %g", IDLE_SETTING, value, IDLE_S
-    )
-    return IDLE_S
+    return seconds_setting(IDLE_SETTING, IDLE_S)
 
 
 class ForkServer:

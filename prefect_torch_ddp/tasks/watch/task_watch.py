@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from distributed import Client, Future
 
 from prefect_torch_ddp.errors import SchedulerLostError, SupervisorLostError
-from prefect_torch_ddp.gang.liveness import LIVENESS_TIMEOUT_S, Liveness
+from prefect_torch_ddp.gang.liveness import Liveness, liveness_timeout_s
 
 T = TypeVar("T")
 
@@ -33,13 +33,18 @@ class TaskLiveness:
 
     def __init__(self) -> None:
         """Start with nothing missed."""
-        self.limit_s = TAKE_IN_S
-        self._liveness = Liveness(TAKE_IN_S)
+        self._has_task = False
+        self._liveness = Liveness(max(TAKE_IN_S, liveness_timeout_s()))
+
+    @property
+    def limit_s(self) -> float:
+        """How long it may be silent now."""
+        return self._liveness.limit_s
 
     def heard(self, *, has_task: bool) -> None:
         """Note a sign of life."""
-        if has_task and self.limit_s != LIVENESS_TIMEOUT_S:
-            self.limit_s = LIVENESS_TIMEOUT_S
+        if has_task and not self._has_task:
+            self._has_task = True
             self._liveness = Liveness()
         self._liveness.heard()
 

@@ -18,7 +18,7 @@ from tests.support.runs import flow_run_id_of, newest_flow_run, train_states
 from tests.support.separate_cluster import SeparateCluster, separate_cluster
 from tests.support.waiting import wait_until
 
-pytestmark = [pytest.mark.extended, pytest.mark.usefixtures("prefect_api")]
+pytestmark = [pytest.mark.extended, pytest.mark.usefixtures("prefect_api", "short_liveness")]
 
 
 @pytest.fixture

@@ -1,6 +1,10 @@
 """What counts as silence: time in which this process itself was stopped doesn't."""
 
+import dask.config
+import pytest
+
 from prefect_torch_ddp.gang.liveness import TURN_S, Liveness
+from prefect_torch_ddp.tasks.watch.task_watch import TAKE_IN_S, TaskLiveness
 
 
 class Clock:
@@ -30,3 +34,26 @@ def test_time_in_which_one_was_stopped_oneself_does_not_count() -> None:
     liveness = Liveness(12.0, clock)
     clock.now_s += 60
     assert liveness.left_s == 12 - TURN_S
+
+
+def test_the_default_outlives_another_tasks_hold_of_the_gil() -> None:
+    """Another task of a shared cluster may hold a worker's GIL for many seconds."""
+    assert Liveness().left_s == pytest.approx(60, abs=5)
+
+
+@pytest.mark.parametrize("limit_s", [12, 300])
+def test_the_limit_is_a_setting(limit_s: float) -> None:
+    """A submitted task is watched by it, too, once it was taken in."""
+    with dask.config.set({"prefect-torch-ddp.liveness-timeout-s": limit_s}):
+        assert Liveness().limit_s == limit_s
+        task = TaskLiveness()
+        assert task.limit_s == max(TAKE_IN_S, limit_s)
+        task.heard(has_task=True)
+        assert task.limit_s == limit_s
+
+
+def test_a_setting_that_can_not_work_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    """The default holds then."""
+    with dask.config.set({"prefect-torch-ddp.liveness-timeout-s": "soon"}):
+        assert Liveness().limit_s == 60
+    assert "prefect-torch-ddp.liveness-timeout-s" in caplog.text

@@ -12,7 +12,14 @@ WORKER = "tcp://a:1"
 def reservation(name: str, born_s: float) -> Reservation:
     """Make a reservation for one worker."""
     return Reservation(
-        name, name, Seniority(born_s, name), WORKER, "p", hosts_store=False, stop_grace_s=8.0
+        name,
+        name,
+        Seniority(born_s, name),
+        WORKER,
+        "p",
+        hosts_store=False,
+        stop_grace_s=8.0,
+        liveness_timeout_s=60.0,
     )
 
 

@@ -70,6 +70,7 @@ def launch(rank: int, world_size: int, backend: str) -> RankLaunch:
         process_group="default",
         backend=backend,  # type: ignore[arg-type]
         rendezvous_timeout_s=20.0,
+        agent_timeout_s=62.0,
         extra_sys_path=(),
         launcher="auto",
     )
