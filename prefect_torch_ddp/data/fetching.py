@@ -5,11 +5,11 @@ import reprlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, Self, TypeAlias, runtime_checkable
+from typing import Any, Literal, Protocol, Self, TypeAlias, TypeGuard, runtime_checkable
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset, Subset, get_worker_info
+from torch.utils.data import Dataset, StackDataset, Subset, get_worker_info
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from prefect_torch_ddp.data.lookahead import Ahead, ahead_of
@@ -70,10 +70,12 @@ def seeded_fetch(dataset: object) -> Fetch | None:
     """Return what fetches a batch of such a dataset, or of torch's Subset of one; else None."""
     if isinstance(dataset, FetchesSeeded):
         return dataset.fetch_seeded
-    inner = seeded_fetch(dataset.dataset) if type(dataset) is Subset else None
+    if not _is_subset(dataset):
+        return None
+    inner = seeded_fetch(dataset.dataset)
     if inner is None:
         return None
-    chosen: Sequence[int] = dataset.indices  # type: ignore[attr-defined]
+    chosen: Sequence[int] = dataset.indices
 
     def fetch(indices: Sequence[int], before_each: BeforeEach) -> tuple[Sequence[int], list[Any]]:
         following = indices.following if isinstance(indices, Ahead) else ()
@@ -85,9 +87,24 @@ def seeded_fetch(dataset: object) -> Fetch | None:
 
 def may_skip(dataset: object) -> bool:
     """Tell whether a dataset, or torch's Subset of it, may leave samples out of a batch."""
-    while type(dataset) is Subset:
+    while _is_subset(dataset):
         dataset = dataset.dataset
     return isinstance(dataset, FetchesSeeded) and dataset.may_skip
+
+
+def reads_at_once(dataset: object) -> bool:
+    """Tell whether a dataset has a `__getitems__` that is more than torch's loop over samples."""
+    if _is_subset(dataset):
+        return reads_at_once(dataset.dataset)
+    if getattr(type(dataset), "__getitems__", None) is StackDataset.__getitems__:
+        stacked = dataset.datasets  # type: ignore[attr-defined]
+        return any(map(reads_at_once, stacked.values() if isinstance(stacked, dict) else stacked))
+    return getattr(dataset, "__getitems__", None) is not None
+
+
+def _is_subset(dataset: object) -> TypeGuard[Subset[Any]]:
+    """Tell whether a dataset is torch's Subset, or a class of it that reads batches alike."""
+    return getattr(type(dataset), "__getitems__", None) is Subset.__getitems__
 
 
 @dataclass(frozen=True)
@@ -120,8 +137,8 @@ def ended_early(what: object, loaded: Sequence[Any]) -> RuntimeError:
     """Return the error in place of a StopIteration, at which a DataLoader's pass just ends."""
     name = getattr(what, "__qualname__", type(what).__name__)
     return RuntimeError(
-        f"{name} raised StopIteration, reading {reprlib.repr(list(loaded))}: it would end the epoch "
-        "there and lose samples; give next() a default, or catch it"
+        f"{name} raised StopIteration, reading {reprlib.repr(list(loaded))}: it would end the "
+        "epoch there and lose samples; give next() a default, or catch it"
     )
 
 
@@ -158,6 +175,7 @@ class SeededDataset(Dataset[Any]):
             _stands_in=stands_in,
             # Asked once: to compare with a protocol takes longer than to fetch some samples.
             _looks_ahead=seeded_fetch(dataset) is not None,
+            _reads_at_once=reads_at_once(dataset),
         )
 
     def __getitems__(self, keys: BatchKeys) -> Tagged:
@@ -193,7 +211,7 @@ class SeededDataset(Dataset[Any]):
     def _fetch(self, epoch: int, indices: list[int]) -> Any:
         dataset, seed_samples, seeds = self._dataset, self._seed_samples, self._seeds()
         fetch_all = getattr(dataset, "__getitems__", None)
-        if fetch_all is not None:
+        if fetch_all is not None and (self._reads_at_once or not seeds):
             if seeds:
                 seed_on_cpu(mix_seed(self._seed, epoch, indices[0]), seed_samples)
             return fetch_all(indices)
@@ -205,7 +223,7 @@ class SeededDataset(Dataset[Any]):
         samples = []
         for index, seed in zip(indices, seed_of, strict=True):
             seed_on_cpu(seed, seed_samples)
-            samples.append(dataset[index])
+            samples.append(dataset[index] if fetch_all is None else fetch_all([index])[0])
         return samples
 
     def _seeds(self) -> bool:

@@ -10,9 +10,18 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    StackDataset,
+    Subset,
+    TensorDataset,
+    random_split,
+)
 
 from prefect_torch_ddp import RankContext
+from prefect_torch_ddp.data.fetching import SeededDataset, generators_kept, may_skip
 from prefect_torch_ddp.data.loader import RankLoader
 from prefect_torch_ddp.errors import InvalidParamsError
 
@@ -240,6 +249,71 @@ def test_batches_out_of_order_are_refused() -> None:
         RankLoader(
             Numbers(8), global_batch_size=4, rank=0, world_size=1, num_workers=2, in_order=False
         )
+
+
+class NoiseAtOnce(Noise):
+    """Reads a batch at once."""
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        return [self[index] for index in indices]
+
+
+class Part(Subset[Any]):
+    """A user's own Subset."""
+
+
+def _drawn(dataset: Any, shares: list[list[int]]) -> list[str]:
+    """Fetch the samples of these shares of a batch, as a worker process would."""
+    seeded = SeededDataset(dataset, 1, seed_samples=True, seeds_here=True, stands_in=False)
+    with generators_kept():
+        return [str(sample) for share in shares for sample in seeded.__getitems__((0, share)).data]
+
+
+@pytest.mark.parametrize(
+    "dataset",
+    [
+        Noise(8),
+        Subset(Noise(8), range(8)),
+        Part(Noise(8), range(8)),
+        random_split(Noise(8), [8, 0], torch.Generator())[0],
+        Subset(Subset(Noise(9), range(9)), range(8)),
+        StackDataset(Noise(8), Subset(Noise(8), range(8))),
+        Subset(StackDataset(a=Noise(8), b=Noise(8)), range(8)),
+    ],
+)
+def test_what_a_sample_draws_follows_from_the_sample_alone(dataset: Any) -> None:
+    """Else augmentation depended on how many ranks share the batch."""
+    whole, parts = _drawn(dataset, [[0, 1, 2, 3]]), _drawn(dataset, [[0, 1], [2, 3]])
+    assert whole == parts
+
+
+def test_a_dataset_that_reads_at_once_is_seeded_for_each_batch() -> None:
+    """Also behind a Subset: it is asked for the whole batch, as it is meant to be."""
+    dataset = Subset(NoiseAtOnce(8), range(8))
+    whole, parts = _drawn(dataset, [[0, 1, 2, 3]]), _drawn(dataset, [[0, 1], [2, 3]])
+    assert whole[:2] == parts[:2]
+    assert whole[2:] != parts[2:]
+
+
+class NoiseAhead(NoiseAtOnce):
+    """Reads ahead, seeds each sample, and may skip some, as S3ImageFolder."""
+
+    may_skip = True
+
+    def fetch_seeded(self, indices: Any, before_each: Any = None) -> tuple[range, list[Any]]:
+        """Return the batch."""
+        samples = []
+        for position, index in enumerate(indices):
+            before_each(position)
+            samples.append(self[index])
+        return range(len(indices)), samples
+
+
+def test_a_users_subset_of_images_is_read_as_torchs_own() -> None:
+    """Ahead of use, each sample seeded by itself, and skipping is known of."""
+    for subset in (Subset(NoiseAhead(8), range(8)), Part(NoiseAhead(8), range(8))):
+        assert _drawn(subset, [[0, 1, 2, 3]]) == _drawn(subset, [[0, 1], [2, 3]])
+        assert may_skip(subset)
 
 
 class Exhausted(Numbers):
