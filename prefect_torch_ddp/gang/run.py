@@ -102,7 +102,7 @@ def run_gang(  # noqa: PLR0913 - level 1 is one call
         options=given,
         process_group=given.process_group,
         liveness_timeout_s=liveness_timeout_s(),
-        extra_sys_path=own_code_paths(),
+        code_paths=own_code_paths(),
         watched_from_start=not brings_context(fn),
     )
     log = attempt_log or CallAttemptLog(attempt)

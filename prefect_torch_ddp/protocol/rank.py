@@ -3,8 +3,10 @@
 import json
 import os
 import pickle
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from enum import Enum
+from pathlib import Path
 from typing import IO, Literal, Self
 
 ProcessGroupMode = Literal["default", "user", "none"]
@@ -41,6 +43,21 @@ class GangShape:
 
 
 @dataclass(frozen=True)
+class CodePaths:
+    """The caller's import paths with the user's own code, in the caller's order."""
+
+    first: tuple[str, ...] = ()
+    """Those before Python's own and the installed packages, such as a script's folder."""
+    last: tuple[str, ...] = ()
+
+    def around(self, path: Sequence[str]) -> list[str]:
+        """Return a rank's import path with those of them that are there."""
+        first = [folder for folder in self.first if Path(folder).is_dir()]
+        last = [folder for folder in self.last if Path(folder).is_dir() and folder not in path]
+        return [*first, *(folder for folder in path if folder not in first), *last]
+
+
+@dataclass(frozen=True)
 class RankLaunch:
     """What the caller decides about a rank process."""
 
@@ -58,7 +75,7 @@ class RankLaunch:
     rendezvous_timeout_s: float
     agent_timeout_s: float
     """The rank ends itself when its agent has sent beats and then none for this long."""
-    extra_sys_path: tuple[str, ...]
+    code_paths: CodePaths
     launcher: Launcher
 
 

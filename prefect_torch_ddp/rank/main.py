@@ -52,9 +52,7 @@ def run_rank(fds: Sequence[int], parent_pid: int, page: LaunchPage, payload: byt
     _set_scratch(Path(page.scratch))
     link.copies = Path(page.scratch, COPIES)
     _show_output(link)
-    sys.path += [
-        path for path in launch.extra_sys_path if path not in sys.path and Path(path).is_dir()
-    ]
+    sys.path[:] = launch.code_paths.around(sys.path)
     try:
         _run(launch, payload, link)
     except BaseException as error:  # noqa: BLE001 - whatever ends the function is the outcome

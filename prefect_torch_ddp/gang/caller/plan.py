@@ -4,7 +4,7 @@ import site
 import sys
 import sysconfig
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.gang.caller.placement import Placement
 from prefect_torch_ddp.params import GangParams
 from prefect_torch_ddp.protocol.agent import Reservation, Seniority, StartOrder, WorkerIdentity
-from prefect_torch_ddp.protocol.rank import ProcessGroupMode, RankLaunch
+from prefect_torch_ddp.protocol.rank import CodePaths, ProcessGroupMode, RankLaunch
 
 RANK_PATIENCE_S = 2.0
 """How much longer than its caller a rank waits for its agent, so that the caller names a silent
@@ -31,7 +31,7 @@ class GangPlan:
     options: GangParams
     process_group: ProcessGroupMode
     liveness_timeout_s: float
-    extra_sys_path: tuple[str, ...]
+    code_paths: CodePaths
     watched_from_start: bool
     """Whether progress is expected before a rank has shown any: of a plain function whose
     caller gave a limit."""
@@ -76,7 +76,7 @@ class GangPlan:
                 backend=self.options.backend,
                 rendezvous_timeout_s=self.options.rendezvous_timeout_s,
                 agent_timeout_s=self.liveness_timeout_s + RANK_PATIENCE_S,
-                extra_sys_path=self.extra_sys_path,
+                code_paths=self.code_paths,
                 launcher=self.options.launcher,
             )
             for place in placement.ranks_of(worker)
@@ -111,20 +111,32 @@ def name_of(fn: Callable[..., Any] | str) -> str:
     return fn if isinstance(fn, str) else getattr(fn, "__qualname__", type(fn).__name__)
 
 
-def own_code_paths() -> tuple[str, ...]:
+def own_code_paths() -> CodePaths:
     """Return the caller's import paths with the user's own code, without installed packages.
 
     A function that is pickled by reference must be importable at its rank, also when the Dask
-    worker was started elsewhere on the same machine or a shared file system.
+    worker was started elsewhere on the same machine or a shared file system; and a name that the
+    user's own module shares with an installed package must mean the same there.
     """
-    installed = [
-        sys.prefix,
-        sys.base_prefix,
+    packages = [
         sysconfig.get_path("stdlib"),
         *site.getsitepackages(),
         site.getusersitepackages(),
     ]
-    paths = dict.fromkeys(Path(path).resolve() for path in sys.path)
-    return tuple(
-        str(path) for path in paths if not any(path.is_relative_to(folder) for folder in installed)
+    installed = _resolved([sys.prefix, sys.base_prefix, *packages])
+    paths = _resolved(sys.path)
+    where = [paths.index(folder) for folder in _resolved(packages) if folder in paths]
+    own = [(at, path) for at, path in enumerate(paths) if not _is_in(path, installed)]
+    boundary = min(where, default=len(paths))
+    return CodePaths(
+        first=tuple(str(path) for at, path in own if at < boundary),
+        last=tuple(str(path) for at, path in own if at > boundary),
     )
+
+
+def _resolved(paths: Sequence[str]) -> list[Path]:
+    return list(dict.fromkeys(Path(path).resolve() for path in paths))
+
+
+def _is_in(path: Path, folders: Sequence[Path]) -> bool:
+    return any(path.is_relative_to(folder) for folder in folders)

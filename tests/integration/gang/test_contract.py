@@ -11,6 +11,7 @@ import pytest
 from distributed import Client
 
 from prefect_torch_ddp import InvalidParamsError, NotEnoughWorkersError, RankFailedError, run_gang
+from prefect_torch_ddp.protocol.rank import Launcher
 from tests.support.gangs import own_cluster
 from tests.workloads import plain
 
@@ -28,6 +29,21 @@ def test_arguments_arrive_whatever_their_names(dask_client: Client) -> None:
     kwargs = {"retries": 2, "rank": 3, "workers": 4, "world_size": 5}
     values = run_gang(dask_client, plain.awkward_names, args=(1,), kwargs=kwargs, world_size=1)
     assert values == [{"key": 1, **kwargs, "backend": "mine", "timeout": 1.5}]
+
+
+@pytest.mark.parametrize("launcher", ["auto", "exec"])
+def test_a_scripts_own_modules_come_before_installed_ones(
+    dask_client: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launcher: Launcher
+) -> None:
+    """As at the caller: a module of the name of an installed package, and one in a folder."""
+    (tmp_path / "flows").mkdir()
+    (tmp_path / "flows" / "__init__.py").touch()
+    for path in ("iniconfig.py", "flows/deep.py"):
+        (tmp_path / path).write_text("def where():\n    return __file__\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    for module, path in (("iniconfig", "iniconfig.py"), ("flows.deep", "flows/deep.py")):
+        found = run_gang(dask_client, f"{module}:where", world_size=1, launcher=launcher)
+        assert found == [str(tmp_path / path)]
 
 
 @pytest.mark.parametrize("kind", ["none", "defaultdict", "dataclass", "numpy", "tensor", "nested"])

@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from prefect_torch_ddp.protocol.events import FailureWritten, RankFailure, decode_event
-from prefect_torch_ddp.protocol.rank import GangShape, RankLaunch, RankOrder, RankPlace
+from prefect_torch_ddp.protocol.rank import CodePaths, GangShape, RankLaunch, RankOrder, RankPlace
 from prefect_torch_ddp.rank import link as link_module
 from prefect_torch_ddp.rank.heartbeat import HeartbeatWriter
 from prefect_torch_ddp.rank.link import AgentLink
@@ -27,7 +27,7 @@ LAUNCH = RankLaunch(
     backend="auto",
     rendezvous_timeout_s=20.0,
     agent_timeout_s=1.5,
-    extra_sys_path=(),
+    code_paths=CodePaths(),
     launcher="auto",
 )
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from prefect_torch_ddp.protocol.rank import GangShape, RankLaunch, RankPlace
+from prefect_torch_ddp.protocol.rank import CodePaths, GangShape, RankLaunch, RankPlace
 from prefect_torch_ddp.rank.distributed import group
 from prefect_torch_ddp.rank.distributed.device import device_index, device_name
 
@@ -71,7 +71,7 @@ def launch(rank: int, world_size: int, backend: str) -> RankLaunch:
         backend=backend,  # type: ignore[arg-type]
         rendezvous_timeout_s=20.0,
         agent_timeout_s=62.0,
-        extra_sys_path=(),
+        code_paths=CodePaths(),
         launcher="auto",
     )
 
