@@ -75,11 +75,11 @@ def test_stall_of_a_save(
         "what",
         "stall: median ms",
         "worst ms",
-        "the first ms",
+        "first ms",
         "later steps longer by ms",
         "not written after them ms",
     )
-    show(capsys, (*head, f"of the time at a save in {BETWEEN_SAVES_S:.0f} s"), rows)
+    show(capsys, (*head, f"share of time, a save every {BETWEEN_SAVES_S:.0f} s"), rows)
     with capsys.disabled():
         steps = saved.STEPS_OF_A_TURN - 1
         print(f"\nA step takes {quiet_s / steps * 1000:.0f} ms; the later steps are {steps}.")

@@ -109,6 +109,6 @@ def test_losses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         )
     show(
         capsys,
-        ("what happens", "told: median s", "worst s", "all ranks gone: median s", "worst s"),
+        ("what happens", "exception: median s", "worst s", "all ranks gone: median s", "worst s"),
         rows,
     )
