@@ -1,6 +1,7 @@
 """The writing of checkpoints beside the training: each rank its share, rank 0 the commit."""
 
 import logging
+import socket
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
@@ -18,7 +19,7 @@ from prefect_torch_ddp.checkpoint.rank_store import (
     set_report,
     wait_for_report,
 )
-from prefect_torch_ddp.checkpoint.reports import check_reports
+from prefect_torch_ddp.checkpoint.reports import check_reports, refuse_unshared
 from prefect_torch_ddp.checkpoint.serial import (
     Serializer,
     Staging,
@@ -221,6 +222,7 @@ class Checkpointer:
         self, metadata: CheckpointMetadata, staged: dict[str, Any], tracked: list[str]
     ) -> None:
         report: dict[str, Any] = {"tracked": tracked, "objects": [], "error": None}
+        report["host"] = socket.gethostname()
         try:
             self._staging.wait()
             written = [self._write(metadata.step, name, state) for name, state in staged.items()]
@@ -252,29 +254,30 @@ class Checkpointer:
         return ManifestObject(name, key, len(data), digest_of(data))
 
     def _commit(self, metadata: CheckpointMetadata, own: dict[str, Any]) -> None:
-        others = range(1, self._writer.world_size)
+        writer = self._writer
+        others = range(1, writer.world_size)
         reports = [own, *(self._report_of(rank, metadata) for rank in others)]
+        written = [ManifestObject(**item) for report in reports for item in report["objects"]]
+        manifest = Manifest(
+            run_id=writer.run_id,
+            step=metadata.step,
+            attempt=writer.attempt,
+            epoch=metadata.epoch,
+            position=metadata.position,
+            world_size=writer.world_size,
+            metrics=metadata.metrics,
+            objects=tuple(written),
+        )
         try:
             check_reports(reports)
-        except (CheckpointError, InvalidParamsError) as error:
-            self._discard(item["key"] for report in reports for item in report["objects"])
+            if others and self._committer.last is None:  # a storage is shared or it isn't
+                refuse_unshared(writer.storage, manifest, reports)
+        except (CheckpointError, InvalidParamsError, StorageError) as error:
+            self._discard(item.key for item in written)
             if own["error"] and not isinstance(error, FATAL):
                 return  # which is known already
             raise
-        self._committer.commit(
-            Manifest(
-                run_id=self._writer.run_id,
-                step=metadata.step,
-                attempt=self._writer.attempt,
-                epoch=metadata.epoch,
-                position=metadata.position,
-                world_size=self._writer.world_size,
-                metrics=metadata.metrics,
-                objects=tuple(
-                    ManifestObject(**item) for report in reports for item in report["objects"]
-                ),
-            )
-        )
+        self._committer.commit(manifest)
         self.trouble = ""
 
     def _report_of(self, rank: int, metadata: CheckpointMetadata) -> dict[str, Any]:

@@ -1,16 +1,25 @@
 """The ranks' reports on a checkpoint, which rank 0 compares before it commits."""
 
+import socket
+import threading
+import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from prefect_torch_ddp.checkpoint.attempts import refuse_superseded
+from prefect_torch_ddp.checkpoint.keys import object_key
+from prefect_torch_ddp.checkpoint.manifest import Manifest
 from prefect_torch_ddp.errors import CheckpointError, InvalidParamsError
+from prefect_torch_ddp.storage.protocol import Storage
 
+LOOK_S = 30.0
+"""For how long rank 0 looks for what other ranks wrote: a network's folder may show it late."""
 NUM_SHOWN = 8
 """How many ranks an error lists."""
 
 Report = Mapping[str, Any]
-"""What a rank did: the names `tracked` there, the `objects` that it wrote, its `error`. Of a
+"""What a rank did: its `host`, the names `tracked` there, the `objects` that it wrote, its `error`. Of a
 rank that took no part only the last two."""
 
 
@@ -27,6 +36,41 @@ def check_reports(reports: Sequence[Report]) -> None:
             msg = f"rank {rank}: {report['error']}"
             raise CheckpointError(msg)
     _refuse_incomplete(reports)
+
+
+def refuse_unshared(storage: Storage, manifest: Manifest, reports: Sequence[Report]) -> None:
+    """Refuse a storage where rank 0 doesn't find what the other ranks wrote, by names and sizes.
+
+    Raises:
+        InvalidParamsError: names the ranks, their hosts, and what to use instead.
+        SupersededError: a newer attempt has begun, which deletes what this one wrote.
+        StorageError: the storage can't be listed.
+    """
+    ends_at = time.monotonic() + LOOK_S
+    while lacking := _lacking(storage, manifest, reports):
+        refuse_superseded(storage, manifest.run_id, manifest.attempt)
+        if time.monotonic() > ends_at:
+            shown = lacking[:NUM_SHOWN]
+            there = ", ".join(f"rank {rank} on {reports[rank]['host']}" for rank in shown)
+            msg = (
+                f"the hosts don't share the storage {storage.uri}: rank 0 on "
+                f"{socket.gethostname()} doesn't find there what was written by {there}"
+                f"{', ...' if len(lacking) > NUM_SHOWN else ''}; use a folder that all hosts "
+                "mount under this path, or s3://bucket/prefix"
+            )
+            raise InvalidParamsError(msg)
+        threading.Event().wait(LOOK_S / 30)
+
+
+def _lacking(storage: Storage, manifest: Manifest, reports: Sequence[Report]) -> list[int]:
+    folder = object_key(manifest.run_id, manifest.step, manifest.attempt, "").rpartition("/")[0]
+    there = {found.key: found.num_bytes for found in storage.list(f"{folder}/")}
+    return [
+        rank
+        for rank, report in enumerate(reports)
+        if rank > 0
+        and any(there.get(item["key"]) != item["num_bytes"] for item in report["objects"])
+    ]
 
 
 def _refuse_unequal(reports: Sequence[Report]) -> None:
