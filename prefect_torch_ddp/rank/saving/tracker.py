@@ -71,17 +71,18 @@ class Tracker:
         self._saved_at = time.monotonic()
 
     def track(self, objects: Mapping[str, Any]) -> None:
-        """Take objects, and restore them where there is a checkpoint."""
+        """Take objects, all or none, and restore them where there is a checkpoint."""
         check_trackable(objects, self._objects, self._config.stage, has_begun=self._has_begun)
         with self._heartbeat.during(Phase.RESTORING):
             if self._restorer is None:
                 kept = {name for name, item in objects.items() if keeps_its_state(unwrapped(item))}
                 self._restorer = self._open(kept)
-            for name, item in objects.items():
-                self._objects[name] = unwrapped(item)
-                self._restorer.restore(name, self._objects[name])
+            bare = {name: unwrapped(item) for name, item in objects.items()}
+            for name, item in bare.items():
+                self._restorer.restore(name, item)
                 if self._checkpointer is not None:  # not only at the first checkpoint
-                    check_loadable(name, self._objects[name].state_dict())
+                    check_loadable(name, item.state_dict())
+            self._objects.update(bare)  # or who catches an error would get it again at the end
             if self._config.trains and self._state.position.in_own_loop:
                 self._restorer.restore_generators(self._info.rank)
 
