@@ -127,7 +127,8 @@ class RankContext:
 
         Inside `steps` each rank's gradient counts by its share of the global batch: also an
         uneven tail gives exactly the gradient of the mean loss over it. Several backward passes
-        in a step add up; see `micro_batches`.
+        in a step add up; see `micro_batches`. A copy (`copy.deepcopy`, `AveragedModel`) counts in
+        the same way, and no rank has to wait for the others to make one.
 
         Args:
             model: equal on all ranks; its loss is the mean over the local samples.

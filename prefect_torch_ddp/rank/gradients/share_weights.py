@@ -1,8 +1,11 @@
 """Gradients averaged over the ranks by DDP, each rank's by its share of the global batch."""
 
+import copy
+import copyreg
 from collections.abc import Iterator
 from functools import reduce
-from typing import Any
+from typing import Any, Self
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -32,7 +35,7 @@ class ShareWeights:
     def __init__(self, world_size: int) -> None:
         """Begin outside of a step, without a model."""
         self._world_size = world_size
-        self._models: list[DistributedDataParallel] = []
+        self._models: WeakSet[DistributedDataParallel] = WeakSet()
         self._share: BatchShare | None = None
         self._owes = False
         """Whether the step made micro-batches whose gradients the ranks haven't summed yet."""
@@ -50,11 +53,16 @@ class ShareWeights:
         require_group(self._world_size)
         if device.type == "cuda":
             ddp_kwargs = {"device_ids": [device], **ddp_kwargs}
-        ddp = DistributedDataParallel(model, **ddp_kwargs)
-        ddp.register_comm_hook((self, ddp.process_group), _sum_by_share)
+        ddp = ShareDDP(model, **ddp_kwargs)
+        self.take(ddp)
         _settle_buckets(ddp)
-        self._models.append(ddp)
         return ddp
+
+    def take(self, ddp: "ShareDDP") -> None:
+        """Count a model's gradients by share; talks to no other rank."""
+        ddp.share_weights = self
+        ddp.register_comm_hook((self, ddp.process_group), _sum_by_share)
+        self._models.add(ddp)
 
     def begin_step(self, _step: int, share: BatchShare) -> None:
         """Count gradients by this share from now on."""
@@ -89,18 +97,18 @@ class ShareWeights:
         expected = None if share is None else max(share.num_local - share.num_skipped, 1)
         num_rows = count_rows(batch, expected)
         parts = pieces(num_rows, max_samples)
-        synced = [model.require_backward_grad_sync for model in self._models]
+        synced = [(model, model.require_backward_grad_sync) for model in self._models]
         try:
             for part in parts:
                 is_last = part is parts[-1]
                 self._owes = not is_last
-                for model, syncs in zip(self._models, synced, strict=True):
+                for model, syncs in synced:
                     # What `no_sync` sets: as a context it would end here, before the user's
                     # backward pass.
                     model.require_backward_grad_sync = is_last and syncs
                 yield cut(batch, part), len(part) / num_rows
         finally:
-            for model, syncs in zip(self._models, synced, strict=True):
+            for model, syncs in synced:
                 model.require_backward_grad_sync = syncs
 
     def scale(self, gradients: torch.Tensor, group: dist.ProcessGroup) -> None:
@@ -115,6 +123,37 @@ class ShareWeights:
 
     def close(self) -> None:
         """Nothing is to be taken back."""
+
+
+class ShareDDP(DistributedDataParallel):
+    """A DDP whose copies count by share as well; pickled, it is a plain DDP.
+
+    Copying talks to no other rank, as with plain DDP: rank 0 alone may do it.
+    """
+
+    share_weights: ShareWeights
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what a copy registers anew: the hook, whose process group can't be copied."""
+        state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
+        del state["share_weights"]
+        return {**state, "_comm_hooks": []}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Return a copy with weights of its own."""
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        copied.__setstate__(copy.deepcopy(self.__getstate__(), memo))  # type: ignore[no-untyped-call]
+        self.share_weights.take(copied)
+        return copied
+
+    def __reduce_ex__(self, _protocol: Any) -> tuple[Any, ...]:
+        """Be loaded without this package."""
+        make_empty = copyreg._reconstructor  # type: ignore[attr-defined]
+        return make_empty, (DistributedDataParallel, object, None), self.__getstate__()
+
+    def _get_name(self) -> str:
+        return DistributedDataParallel.__name__
 
 
 def _sum_by_share(

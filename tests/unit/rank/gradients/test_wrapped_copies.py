@@ -1,0 +1,78 @@
+"""What people do with a model in DDP beside training it: copy, average, save and forget it."""
+
+import copy
+import gc
+import io
+import weakref
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
+
+from prefect_torch_ddp.data.sampler import BatchShare
+from prefect_torch_ddp.rank.gradients.share_weights import ShareWeights
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _group() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def gradient(model: nn.Module) -> float:
+    """Return the gradient of one backward pass from ones."""
+    model.zero_grad()
+    model(torch.ones(1, 1)).sum().backward()
+    (parameter,) = model.parameters()
+    assert parameter.grad is not None
+    return parameter.grad.item()
+
+
+def test_a_copy_is_trained_by_share_as_well() -> None:
+    """Plain averaging would count an uneven tail wrongly, silently; the copy's weights are its
+    own."""
+    # The group has one rank, of two that share the batch: 3 samples of 4 are here.
+    weights = ShareWeights(2)
+    model = weights.wrap(nn.Linear(1, 1, bias=False), CPU, {})
+    copied = copy.deepcopy(model)
+    assert str(copied) == str(model)
+    weights.begin_step(1, BatchShare(1, 0, num_local=3, num_global=4, is_last=True))
+    assert [gradient(model), gradient(copied)] == [0.75, 0.75]
+    with torch.no_grad():
+        next(copied.parameters()).fill_(7)
+    assert next(model.parameters()).item() != 7
+
+
+def test_averaged_and_saved_as_plain_ddp() -> None:
+    """`AveragedModel` takes it, and what `torch.save` writes is a plain DDP."""
+    model = ShareWeights(2).wrap(nn.Linear(1, 1, bias=False), CPU, {})
+    averaged = AveragedModel(model)
+    averaged.update_parameters(model)
+    file = io.BytesIO()
+    torch.save(model, file)
+    assert b"prefect_torch_ddp" not in file.getvalue()
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    assert type(loaded) is DistributedDataParallel
+    x = torch.ones(1, 1)
+    assert model(x) == averaged(x) == loaded(x)
+
+
+def test_a_model_that_nobody_holds_is_freed() -> None:
+    """Else a cross-validation fills the memory with the models of earlier folds."""
+    weights = ShareWeights(2)
+    model = weights.wrap(nn.Linear(1, 1, bias=False), CPU, {})
+    gradient(model)
+    seen = weakref.ref(model)
+    del model
+    gc.collect()
+    assert seen() is None
+    for (x,), _ in weights.micro_batches((torch.ones(2, 1),), 1):
+        assert len(x) == 1
