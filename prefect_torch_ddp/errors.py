@@ -30,8 +30,7 @@ class PrefectTorchDdpError(Exception):
     """Base of the package's errors. Survives pickling with its fields and its `__cause__`."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Carry the cause too, which pickle drops; one that can't be pickled is left out."""
-        cause = None
+        cause = None  # pickle drops it; one that can't be pickled is left out
         if self.__cause__ is not None:
             try:
                 cause = pickle.dumps(self.__cause__)
@@ -165,7 +164,6 @@ class GangCancelledError(GangError):
         self.checkpoint_step = checkpoint_step
 
     def __str__(self) -> str:
-        """Say by what, after which step, and which checkpoint it may resume from."""
         text = str(self.args[0])
         if self.step is not None:
             text += f"; all ranks stopped after step {self.step}"
@@ -176,7 +174,7 @@ class GangCancelledError(GangError):
 
 class _LongError(GangError):
     def __repr__(self) -> str:
-        """Show the first line: Prefect prints it where it announces a retry."""
+        # Prefect prints it where it announces a retry.
         return f"{type(self).__name__}({str(self).splitlines()[0]!r})"
 
 
@@ -206,11 +204,7 @@ class GangHungError(_LongError):
         self.stacks = hang.stacks
 
     def __str__(self) -> str:
-        """Say it in one line, then show the main thread of the first rank that did not arrive."""
-        lines = [
-            f"the gang hung in attempt {self.attempt}: {self.hang.summary}",
-            _LONG_STEPS,
-        ]
+        lines = [f"the gang hung in attempt {self.attempt}: {self.hang.summary}", _LONG_STEPS]
         if self.ranks and (stack := self.stacks.get(self.ranks[0])):
             where = "(the innermost call first; all stacks are in the log)"
             main_thread = stack.rstrip().rpartition("hread 0x")[2].splitlines()[1:]
@@ -273,7 +267,6 @@ class RankFailedError(_LongError):
         return error
 
     def __str__(self) -> str:
-        """Say who, where, which attempt and why; then the traceback and the consequences."""
         first = self.failure
         equal, *groups = _group_identical([first, *self.collateral])
         lines = [f"{_name_ranks(equal)} failed in attempt {self.attempt}: {first.summary}"]
