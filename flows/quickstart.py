@@ -73,7 +73,7 @@ def start_server(home: Path) -> None:
     command = [sys.executable, "-m", *f"prefect server start {where}".split()]
     print(f"Starting a local Prefect server; its log is {log}", flush=True)
     with log.open("ab") as out:
-        server = subprocess.Popen(
+        server = subprocess.Popen(  # noqa: S603
             command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True
         )
     (home / "server.pid").write_text(str(server.pid))  # where `prefect server stop` looks
@@ -91,7 +91,7 @@ def prefect_settings() -> tuple[str | None, str]:
         "import json, prefect.settings as s;"
         "print(json.dumps([s.PREFECT_API_URL.value(), str(s.PREFECT_HOME.value())]))"
     )
-    url, home = json.loads(subprocess.check_output([sys.executable, "-c", code], text=True))
+    url, home = json.loads(subprocess.check_output([sys.executable, "-c", code], text=True))  # noqa: S603
     return url, home
 
 

@@ -118,8 +118,8 @@ class Checkpointer:
     ) -> None:
         """Copy the state and write it in the background; waits for the previous checkpoint.
 
-        All ranks give the same objects, in one order. This rank's random generators are saved as they are
-        now, or as given.
+        All ranks give the same objects, in one order. This rank's random generators are saved
+        as they are now, or as given.
 
         Raises:
             InvalidParamsError: an object's state couldn't be read back.

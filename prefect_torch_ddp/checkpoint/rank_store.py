@@ -46,7 +46,7 @@ def open_rank_store(world_size: int) -> KeyValueStore:
             "ctx.track on several ranks needs the process group; call init_process_group before it"
         )
         raise RuntimeError(msg)
-    store = dist.distributed_c10d._get_default_store()
+    store = dist.distributed_c10d._get_default_store()  # noqa: SLF001 - torch has no public way to it
     prefix = f"prefect-torch-ddp-checkpoints-{next(_num_rank_stores)}"
     # A connection of its own: the process group's is held by those who wait for it.
     return KeyValueStore(dist.PrefixStore(prefix, store.clone()))

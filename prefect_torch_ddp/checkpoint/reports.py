@@ -19,8 +19,8 @@ NUM_SHOWN = 8
 """How many ranks an error lists."""
 
 Report = Mapping[str, Any]
-"""What a rank did: its `host`, the names `tracked` there, the `objects` that it wrote, its `error`. Of a
-rank that took no part only the last two."""
+"""What a rank did: its `host`, the names `tracked` there, the `objects` that it wrote, its `error`.
+Of a rank that took no part only the last two."""
 
 
 def check_reports(reports: Sequence[Report]) -> None:

@@ -210,7 +210,7 @@ def capture_generators() -> dict[str, Any]:
     """Return the state of all global generators, as tensors and plain values."""
     version, words, gauss = random.getstate()
     # The global ones, since user code draws from them.
-    _, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    _, keys, position, has_gauss, cached = np.random.get_state(legacy=True)  # noqa: NPY002 - the global one is what user code draws from
     state: dict[str, Any] = {
         "python": {
             "version": version,
@@ -236,7 +236,7 @@ def restore_generators(state: dict[str, Any]) -> None:
     python, numpy = state["python"], state["numpy"]
     random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
     keys = numpy["keys"].numpy().astype(np.uint32)
-    np.random.set_state(("MT19937", keys, numpy["position"], numpy["has_gauss"], numpy["cached"]))
+    np.random.set_state(("MT19937", keys, numpy["position"], numpy["has_gauss"], numpy["cached"]))  # noqa: NPY002
     torch.set_rng_state(state["torch"])
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])

@@ -33,7 +33,7 @@ def seed_on_cpu(seed: int, seed_samples: SeedSamples = True) -> None:  # noqa: F
     """Seed the global generators that datasets draw from."""
     if seed_samples is True:
         random.seed(seed)
-        np.random.seed(seed % 2**32)
+        np.random.seed(seed % 2**32)  # noqa: NPY002 - user code draws from the global generator
     # Not torch.manual_seed: before CUDA is up it queues one call per sample, for ever.
     torch.default_generator.manual_seed(seed)
 
@@ -41,12 +41,12 @@ def seed_on_cpu(seed: int, seed_samples: SeedSamples = True) -> None:  # noqa: F
 @contextmanager
 def generators_kept() -> Iterator[None]:
     """Put python's, NumPy's and torch's global generators back at the end."""
-    states = random.getstate(), np.random.get_state(), torch.default_generator.get_state()
+    states = random.getstate(), np.random.get_state(), torch.default_generator.get_state()  # noqa: NPY002
     try:
         yield
     finally:
         random.setstate(states[0])
-        np.random.set_state(states[1])
+        np.random.set_state(states[1])  # noqa: NPY002
         torch.default_generator.set_state(states[2])
 
 

@@ -206,7 +206,7 @@ class ShareSampler(Sampler[BatchKeys]):
             return keys
         return with_following(keys, _announced, max(self._num_workers, 1), depth=1)
 
-    def _keys(self, epoch: int, start_batch: int, stand_ins: bool) -> Iterator[BatchKeys]:
+    def _keys(self, epoch: int, start_batch: int, stand_ins: bool) -> Iterator[BatchKeys]:  # noqa: FBT001
         num_shares = self._shares.num_shares
         shares = (
             self.batches.shares(epoch, start_batch, number, num_shares)

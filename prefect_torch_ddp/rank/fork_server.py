@@ -208,7 +208,7 @@ def _reset_libraries(environment: dict[str, str]) -> None:
     import torch  # noqa: PLC0415
 
     random.seed()
-    np.random.seed()
+    np.random.seed()  # noqa: NPY002 - the global generator is what user code may use
     torch.seed()
     # The libraries read OMP_NUM_THREADS when the server loaded them, where it was 1.
     wanted = environment.get("OMP_NUM_THREADS", "")

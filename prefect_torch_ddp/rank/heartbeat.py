@@ -110,8 +110,9 @@ def _collectives_begun() -> int:
             return 0
         group = dist.group.WORLD
         backends = {
-            id(backend): backend for backend in map(group._get_backend, group._device_types)
+            id(backend): backend
+            for backend in map(group._get_backend, group._device_types)  # noqa: SLF001
         }
-        return sum(backend._get_sequence_number_for_group() for backend in backends.values())
+        return sum(backend._get_sequence_number_for_group() for backend in backends.values())  # noqa: SLF001
     except (AttributeError, RuntimeError):  # half loaded, or being taken down
         return 0

@@ -134,7 +134,7 @@ def _set_scratch(scratch: Path) -> None:
     """Have multiprocessing put sockets and semaphores where the agent finds and removes them."""
     scratch.mkdir(mode=0o700)
     process = multiprocessing.process.current_process()
-    config = process._config  # type: ignore[attr-defined]
+    config = process._config  # type: ignore[attr-defined]  # noqa: SLF001 - children inherit it
     config["tempdir"] = str(scratch)  # see multiprocessing.util.get_temp_dir
     config["semprefix"] = f"/{scratch.name}"  # see multiprocessing.synchronize.SemLock
 
@@ -179,8 +179,8 @@ def _keep_prefect_off_the_root() -> None:
 def _leave() -> None:
     """End as Python does, exit handlers included, but don't tear torch down, which takes 0.3 s."""
     # Joins the user's threads, as the interpreter would.
-    threading._shutdown()  # type: ignore[attr-defined]
-    atexit._run_exitfuncs()
+    threading._shutdown()  # type: ignore[attr-defined]  # noqa: SLF001 - joins the user's threads, as the interpreter would
+    atexit._run_exitfuncs()  # noqa: SLF001
     _flush()
     os._exit(0)
 

@@ -72,7 +72,7 @@ class AgentClient:
     @property
     def was_dropped_by_client(self) -> bool:
         """Whether Dask's client let go of the agent, because it lost its scheduler for a time."""
-        state = self.future._state
+        state = self.future._state  # noqa: SLF001 - nothing else tells this from a cancel
         reason = getattr(state.exception, "reason", "") if state is not None else ""
         return reason == "scheduler-connection-lost"
 

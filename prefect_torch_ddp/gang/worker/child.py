@@ -90,7 +90,7 @@ def start_fresh(files: RankFiles, environment: dict[str, str]) -> Child:
         OSError: the process can't be started.
     """
     own = [str(fd) for fd in files.own()]
-    process = subprocess.Popen(
+    process = subprocess.Popen(  # noqa: S603 - our own module, by this Python
         [sys.executable, "-m", "prefect_torch_ddp.rank.main", *own, str(os.getpid())],
         env=environment,
         stdin=subprocess.DEVNULL,

@@ -51,7 +51,7 @@ class ForkServer:
         )
         module, fd = "prefect_torch_ddp.rank.fork_server", theirs.fileno()
         with theirs:
-            self._process = subprocess.Popen(
+            self._process = subprocess.Popen(  # noqa: S603 - our own module, by this Python
                 [sys.executable, "-m", module, str(fd), str(idle_s())],
                 env=os.environ | one_thread,
                 stdin=subprocess.DEVNULL,

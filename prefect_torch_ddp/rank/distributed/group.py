@@ -81,7 +81,7 @@ def close_connections() -> None:
     # Not for NCCL: its teardown waits for the peers.
     if not dist.is_initialized() or dist.get_backend() != "gloo":
         return
-    for group in list(dist.distributed_c10d._world.pg_names):
+    for group in list(dist.distributed_c10d._world.pg_names):  # noqa: SLF001 - nothing public lists the groups
         with contextlib.suppress(RuntimeError):  # a backend without it
             # Else the next line waits for ever for a collective that peers never joined.
             group.abort()

@@ -120,11 +120,11 @@ def _pin_gloo(address: str) -> None:
             timeout: timedelta | None = None,
             **_kwargs: Any,
         ) -> None:
-            options = plain._Options()  # type: ignore[attr-defined]
-            options._devices = [plain.create_device(hostname=address)]
-            options._threads = 2
+            options = plain._Options()  # type: ignore[attr-defined]  # noqa: SLF001 - how torch's own tests make one
+            options._devices = [plain.create_device(hostname=address)]  # noqa: SLF001
+            options._threads = 2  # noqa: SLF001 - torch's own number for one device
             if timeout is not None:
-                options._timeout = timeout
+                options._timeout = timeout  # noqa: SLF001
             super().__init__(store, rank, size, options)
 
     dist.distributed_c10d.ProcessGroupGloo = GlooAtOneAddress  # type: ignore[assignment, misc]

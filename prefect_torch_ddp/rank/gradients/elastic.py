@@ -171,12 +171,12 @@ def _saved_buffers(models: list[nn.Module]) -> dict[str, tuple[int, int]]:
     return {
         f"{prefix}.{name}".lstrip(".") + f" ({type(module).__name__})": (
             id(buffer),
-            buffer._version,
+            buffer._version,  # noqa: SLF001 - torch has no other
         )
         for model in models
         for prefix, module in model.named_modules()
         for name, buffer in module.named_buffers(recurse=False)
-        if name not in module._non_persistent_buffers_set
+        if name not in module._non_persistent_buffers_set  # noqa: SLF001 - caches, in no checkpoint
     }
 
 

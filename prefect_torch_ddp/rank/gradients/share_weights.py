@@ -149,7 +149,7 @@ class ShareDDP(DistributedDataParallel):
 
     def __reduce_ex__(self, _protocol: Any) -> tuple[Any, ...]:
         """Be loaded without this package."""
-        make_empty = copyreg._reconstructor  # type: ignore[attr-defined]
+        make_empty = copyreg._reconstructor  # type: ignore[attr-defined]  # noqa: SLF001
         return make_empty, (DistributedDataParallel, object, None), self.__getstate__()
 
     def _get_name(self) -> str:
@@ -189,12 +189,12 @@ def _settle_buckets(ddp: DistributedDataParallel) -> None:
         # A chain: its backward pass reaches the last parameter first, much as a real one does.
         return reduce(lambda total, one: total + _zero(one).to(zero.device), parameters, zero)
 
-    ddp._run_ddp_forward = zeros  # type: ignore[method-assign]
+    ddp._run_ddp_forward = zeros  # type: ignore[method-assign]  # noqa: SLF001
     try:
         with torch.enable_grad():
             ddp().backward()
     finally:
-        del ddp._run_ddp_forward
+        del ddp._run_ddp_forward  # noqa: SLF001
     for parameter in parameters:
         parameter.grad = None
 

@@ -223,5 +223,5 @@ def _connect(name: str) -> dist.Store:
         needs = "ctx.steps on several ranks needs the process group"
         msg = f"{needs}; call init_process_group before it"
         raise RuntimeError(msg)
-    store = dist.distributed_c10d._get_default_store()
+    store = dist.distributed_c10d._get_default_store()  # noqa: SLF001 - torch has no public way to it
     return dist.PrefixStore(name, store.clone())

@@ -38,7 +38,7 @@ def git_commit(folder: Path) -> str | None:
     """Return the commit that is checked out in a folder, or None without git or a commit."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
-        done = subprocess.run(
+        done = subprocess.run(  # noqa: S603
             command, cwd=folder, capture_output=True, text=True, timeout=GIT_TIMEOUT_S, check=True
         )
     except (OSError, subprocess.SubprocessError):

@@ -39,7 +39,7 @@ def closed_if_killed(flow_run_id: UUID, grace_s: float) -> Iterator[None]:
 
     # In a session of its own: neither a Ctrl-C in the terminal nor a runner that kills the
     # flow's process group is meant for it.
-    process = subprocess.Popen(
+    process = subprocess.Popen(  # noqa: S603 - our own module, by this Python
         [sys.executable, "-m", __name__, str(flow_run_id), str(grace_s)],
         env=os.environ | get_current_settings().to_environment_variables(exclude_unset=True),
         stdin=subprocess.PIPE,

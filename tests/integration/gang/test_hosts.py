@@ -109,7 +109,7 @@ def cluster(hosts: dict[str, Host], tmp_path_factory: pytest.TempPathFactory) ->
 @contextlib.contextmanager
 def dask(host: Host, command: list[str], folder: os.PathLike[str]) -> Iterator[None]:
     """Run one of Dask's processes on a host."""
-    with host.inside(), open(os.path.join(folder, f"{host.name}.log"), "ab") as log:  # noqa: PTH123
+    with host.inside(), open(os.path.join(folder, f"{host.name}.log"), "ab") as log:  # noqa: PTH118, PTH123
         process = subprocess.Popen(
             [sys.executable, "-m", "dask", *command], stdout=log, stderr=log, cwd=folder
         )
