@@ -1,4 +1,4 @@
-"""The writing of checkpoints beside the training: each rank its share, rank 0 the commit."""
+"""Writing checkpoints during a training: each rank writes its share, and rank 0 commits."""
 
 import logging
 import socket

@@ -1,4 +1,4 @@
-"""The commit of a checkpoint, by rank 0, and the deletion of those that aren't needed any more."""
+"""The commit of a checkpoint by rank 0, and the deletion of those that are no longer needed."""
 
 import logging
 from collections.abc import Collection, Sequence

@@ -1,4 +1,4 @@
-"""Restoring: the choice of the checkpoint to resume from, and the objects that get it back."""
+"""Restoring: the choice of the checkpoint to resume from, and its way into the tracked objects."""
 
 import json
 import logging

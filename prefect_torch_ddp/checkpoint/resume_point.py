@@ -1,4 +1,4 @@
-"""Resume points: a checkpoint of another run, perhaps in another storage, to begin a run from."""
+"""Resume points: the checkpoint of another run, in any storage, that a new run starts from."""
 
 import re
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""From states to bytes and back: staging, serialising, loading; nothing that is read runs code.
+"""From states to bytes and back: staging, serialising, and loading that never runs code.
 
 Also the state of a rank's random generators: Python's, NumPy's, torch's and CUDA's.
 """

@@ -1,4 +1,4 @@
-"""What a DataLoader fetches through: the user's dataset, seeded for each sample, with ids."""
+"""The dataset that a DataLoader reads: the user's own, seeded for each sample, with sample ids."""
 
 import random
 import reprlib

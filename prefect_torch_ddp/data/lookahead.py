@@ -1,4 +1,4 @@
-"""The look-ahead: who loads a batch knows which one comes next, and reads it meanwhile."""
+"""The look-ahead: a process that loads a batch knows its next one, and reads that meanwhile."""
 
 import os
 import threading

@@ -1,4 +1,4 @@
-"""What a workload's `prepare` uses: whole files of the raw data, and a split for good."""
+"""Helpers for a workload's `prepare`: whole files of the raw data, and a reproducible split."""
 
 from collections.abc import Hashable, Iterator, Sequence
 from itertools import islice

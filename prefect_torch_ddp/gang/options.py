@@ -1,4 +1,4 @@
-"""Checks of options: each names the value and what to give, before work starts."""
+"""Checks of `run_gang`'s arguments before work starts; its options are declared in `params`."""
 
 import difflib
 import re

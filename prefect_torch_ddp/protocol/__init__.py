@@ -1,5 +1,5 @@
-"""The values and bytes that cross a process: caller, Dask worker, rank.
+"""The values and bytes that processes exchange: caller, Dask worker, rank.
 
-All are small, frozen and free of torch, distributed and prefect; their codecs stand beside them.
-What only one kind of process knows never comes here.
+All are small, frozen and free of torch, distributed and prefect; each has its codec beside it.
+Values that only one kind of process uses never come here.
 """

@@ -1,4 +1,4 @@
-"""What the caller of a gang and the agents on its Dask workers say to each other."""
+"""The messages between the caller of a gang and the agents on its Dask workers."""
 
 import pickle
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""What a gang reports while it runs, and the datagrams by which a rank tells its agent."""
+"""The events of a gang, failures included, and the datagrams in which a rank sends its own."""
 
 import json
 from collections.abc import Mapping

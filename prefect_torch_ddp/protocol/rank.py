@@ -1,4 +1,4 @@
-"""What a rank process is started with, by fork or not, and the orders that its agent sends it."""
+"""What a rank process starts with, forked or not, and the orders that its agent sends it."""
 
 import json
 import os

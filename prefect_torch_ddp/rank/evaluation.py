@@ -1,4 +1,4 @@
-"""A classifier's scores: exact counts over all ranks, and what a confusion matrix says."""
+"""A classifier's scores: exact counts over all ranks, and the metrics of a confusion matrix."""
 
 import math
 from collections.abc import Sequence

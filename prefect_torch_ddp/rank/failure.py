@@ -1,4 +1,4 @@
-"""What a rank sends home at its end: how it failed, as a value, or what it returned."""
+"""What a rank sends to the caller at its end: its failure as a value, or its pickled result."""
 
 import io
 import os

@@ -1,4 +1,4 @@
-"""A folder's files: listed, read as datasets do, and what a file system's refusal means."""
+"""Files in a folder: listing, reading for datasets, and the errors of file systems in words."""
 
 import errno
 import os

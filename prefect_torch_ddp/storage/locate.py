@@ -1,4 +1,4 @@
-"""How a text names a storage: a path, file:// or s3://bucket/prefix."""
+"""How a string names a storage: a path, file:// or s3://bucket/prefix."""
 
 import re
 from dataclasses import replace

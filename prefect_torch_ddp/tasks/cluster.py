@@ -1,4 +1,4 @@
-"""The way from a Prefect run to its Dask cluster."""
+"""The Dask cluster of a Prefect run: its task runner, its client, and what went wrong with it."""
 
 import contextlib
 import logging

@@ -1,4 +1,4 @@
-"""Forks of a process where Prefect has run, such as a DataLoader's workers: a fault of 3.8's."""
+"""A fix for Prefect 3.8: forks of a process where Prefect has run, such as DataLoader workers."""
 
 import os
 import threading

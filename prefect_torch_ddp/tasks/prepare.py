@@ -1,4 +1,4 @@
-"""The task that has the workload write its dataset, once for the same code, options, source."""
+"""The task that prepares a workload's dataset, once for the same code, options and source."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Images in folders, anywhere: torchvision's `ImageFolder`, and its like for buckets."""
+"""Images in folders, anywhere: torchvision's `ImageFolder`, and the same for buckets."""
 
 import logging
 from collections.abc import Callable, Iterator, Sequence

@@ -1,4 +1,4 @@
-"""What a dataset's location means: which storage it is read from, and which folder of it."""
+"""The location of a dataset: the storage that it is read from, and the folder in it."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Objects packed into tar shards, read one by one, by their old names, each byte checked."""
+"""Objects packed into tar shards: read one by one under their old names, every byte checked."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field

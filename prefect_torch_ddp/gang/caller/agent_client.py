@@ -1,4 +1,4 @@
-"""The caller's end of one agent: its Dask task, its reports, and the orders that it gets."""
+"""The caller's side of one agent: its Dask task, its reports, orders to it, and its loss."""
 
 import asyncio
 import pickle

@@ -1,4 +1,4 @@
-"""The hang rule: when a gang is taken to hang, and which of its ranks are missing."""
+"""The hang rule: when a gang counts as hung, and which of its ranks are missing."""
 
 import logging
 import time

@@ -1,4 +1,4 @@
-"""The message about a gang that hangs: who did not arrive, where it is, who waits for it. Pure."""
+"""The message about a hung gang: who did not arrive, where it is, who waits for it. Pure."""
 
 import re
 from collections.abc import Mapping

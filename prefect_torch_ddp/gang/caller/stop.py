@@ -1,4 +1,4 @@
-"""The caller's thread while its gang runs: events as they come, and the end when it leaves."""
+"""The caller's thread while its gang runs: it handles events, and stops the gang when it leaves."""
 
 import asyncio
 import contextlib

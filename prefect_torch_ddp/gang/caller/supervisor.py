@@ -1,4 +1,4 @@
-"""The supervisor of a reserved gang: it starts the ranks, watches them, and ends them whole."""
+"""The supervisor of a reserved gang: it starts all ranks, watches them, and ends them together."""
 
 import asyncio
 import contextlib

@@ -1,5 +1,5 @@
 """In the Dask worker: the agent that holds the worker's slot, and its ranks' processes.
 
-Standard library, distributed, psutil and the protocol come in; torch and user code never do.
-What the caller decides is not decided here.
+It imports the standard library, distributed, psutil and the protocol, never torch or user code.
+Decisions about the gang belong to the caller, not here.
 """

@@ -1,4 +1,4 @@
-"""A rank's process as the system shows it: its start as a fresh Python, its death, its status."""
+"""A rank's process at the system's level: its start as a fresh Python, its status, its death."""
 
 import contextlib
 import functools

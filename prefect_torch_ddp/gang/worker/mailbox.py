@@ -1,4 +1,4 @@
-"""Mailboxes: agents, in threads, post events; the callers' polls, on the event loop, take them."""
+"""Mailboxes: agents post events from threads; callers' polls take them on the event loop."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""One rank's process as its agent sees it: its start, what it says, and its death."""
+"""One rank's process as its agent sees it: its start, its output, and its death."""
 
 import dataclasses
 import logging

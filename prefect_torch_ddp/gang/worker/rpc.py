@@ -1,6 +1,6 @@
 """The RPC handlers of a Dask worker: they take a caller's orders over Dask's own connections.
 
-No port of ours, and TLS where Dask has it.
+They need no port of their own, and have TLS where Dask has it.
 """
 
 import os

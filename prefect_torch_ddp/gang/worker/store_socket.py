@@ -1,4 +1,4 @@
-"""The socket at which the ranks of a gang meet; the agent of rank 0 opens it."""
+"""The rendezvous socket of a gang's ranks; the agent of rank 0 opens it."""
 
 import socket
 

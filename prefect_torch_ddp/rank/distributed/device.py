@@ -1,4 +1,4 @@
-"""The CUDA device of a rank: which one it takes, and what tells devices apart."""
+"""The CUDA device of a rank: which one it takes, and how devices are identified."""
 
 import os
 import socket

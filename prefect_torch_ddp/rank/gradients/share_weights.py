@@ -1,4 +1,4 @@
-"""Gradients averaged over the ranks by DDP, each rank's by its share of the global batch."""
+"""DDP's average of gradients, with each rank's weight by its share of the global batch."""
 
 import copy
 import copyreg

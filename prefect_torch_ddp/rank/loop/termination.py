@@ -1,4 +1,4 @@
-"""What SIGTERM means to a rank in its loop: the training is to stop, as on a preempted machine."""
+"""SIGTERM during a rank's loop: it stops the training in order, as on a preempted machine."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""What a training keeps: how far it is, its records and its checkpoints.
+"""What a training keeps: its progress, its records and its checkpoints.
 
 The steps themselves and gradients never come here.
 """

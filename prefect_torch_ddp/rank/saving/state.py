@@ -1,4 +1,4 @@
-"""How far a training is: shared by the parts of one rank, free of torch."""
+"""The progress of a training, shared by the parts of one rank; free of torch."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace

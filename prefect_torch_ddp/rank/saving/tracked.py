@@ -1,4 +1,4 @@
-"""The objects that user code tracks: which can be, what they are unwrapped, which is the model."""
+"""The objects that user code tracks: which are allowed, how they unwrap, which is the model."""
 
 from collections.abc import Container, Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""What a failed S3 request is called and what to do about it, in words that hold no secret."""
+"""The errors of failed S3 requests: what each one means and what to do, without any secret."""
 
 from http import HTTPStatus
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""How the names in a bucket are listed, page by page."""
+"""Listing the names in a bucket, page by page."""
 
 from collections.abc import Iterator
 from functools import partial

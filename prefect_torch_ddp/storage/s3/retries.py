@@ -1,4 +1,4 @@
-"""How a request to S3 is made: again where its error may pass, within limits."""
+"""Retries of S3 requests: each is repeated while its error may pass, within limits."""
 
 import random
 import time

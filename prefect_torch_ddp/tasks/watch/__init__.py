@@ -1,5 +1,5 @@
-"""The watch over what a flow's tasks stand on: cancels, lost workers and schedulers, killed flows.
+"""The watch over a flow's tasks: cancels, killed flows, loss of a task's own worker or scheduler.
 
-It turns each into a state of Prefect's. What a gang watches itself (ranks, their hosts) is never
-here, but in `gang`.
+Each of these becomes a Prefect state. A gang watches its own ranks and their Dask workers in
+`gang.caller`, not here.
 """

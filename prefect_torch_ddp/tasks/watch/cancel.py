@@ -1,4 +1,4 @@
-"""Cancels: how one reaches a task that trains, and becomes Prefect's state Cancelled."""
+"""How a cancel reaches a task that trains, and becomes Prefect's state Cancelled."""
 
 import logging
 import time

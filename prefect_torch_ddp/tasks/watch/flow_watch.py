@@ -1,4 +1,4 @@
-"""The flow watch: a process beside the flow's that closes the run at Prefect if that is killed.
+"""The flow watch: a process beside the flow's that ends the run in Prefect if that is killed.
 
 It waits on a pipe with nothing loaded: this module imports Prefect only where it is needed.
 """

@@ -1,4 +1,4 @@
-"""The watch over a submitted task's Dask worker and scheduler, for which Dask waits for ever."""
+"""The watch over a submitted task's Dask worker and scheduler, where Dask would wait forever."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""Waiting for a submitted task under watch, where Dask and Prefect would wait for ever."""
+"""Waiting for a submitted task under watch, where Dask and Prefect would wait forever."""
 
 import logging
 import time

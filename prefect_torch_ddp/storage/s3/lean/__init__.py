@@ -1,5 +1,5 @@
-"""The lean GET of small objects: the plain good answer, at a seventh of botocore's processor time.
+"""The lean GET of small objects, for plain successes, at a seventh of botocore's processor time.
 
-Whatever isn't that is asked for once more by botocore, which decides and explains. The proof that
-requests are signed and answers read as botocore does is in `tests/unit/storage/s3/lean`.
+botocore repeats any other request, and its answer counts. The tests that compare signatures and
+answers with botocore's are in `tests/unit/storage/s3/lean`.
 """

@@ -1,4 +1,4 @@
-"""Kept connections to a host, and the one kind of answer read from them: the plain good one."""
+"""Persistent connections to a host; they read one kind of answer only, a plain success."""
 
 import re
 import socket

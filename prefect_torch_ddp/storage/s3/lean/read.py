@@ -1,4 +1,4 @@
-"""How many objects are read from S3: each by a lean GET, and what that can't do by botocore."""
+"""Reading many objects from S3: each by a lean GET, or by botocore where that isn't enough."""
 
 import hashlib
 import re

@@ -1,4 +1,4 @@
-"""How a GET is signed: AWS Signature Version 4, with the key of a day worked out once."""
+"""Signing a GET: AWS Signature Version 4, with the day's key computed once."""
 
 import hashlib
 import hmac

@@ -1,4 +1,4 @@
-"""Daemon threads that do many small waits at once, and end after some idle seconds."""
+"""Daemon threads for many short waits at once; they end after some idle seconds."""
 
 import threading
 from collections.abc import Callable, Sequence
