@@ -160,13 +160,12 @@ class Checkpointer:
         if self.is_writing:
             self._num_long_waits += 1
             if self._num_long_waits.bit_count() == 1:  # the 1st, 2nd, 4th, 8th, ...
-                logger.warning(
+                text = (
                     "the training waits in step %d until the previous checkpoint is written (long "
                     "wait number %d): the storage is slower than they are asked for; ask for "
-                    "fewer, by checkpoint.every_steps or every_s",
-                    step,
-                    self._num_long_waits,
+                    "fewer, by checkpoint.every_steps or every_s"
                 )
+                logger.warning(text, step, self._num_long_waits)
             self.wait()
 
     @property

@@ -55,9 +55,9 @@ ReturnToService=2
 MpiDefault=none
 KillWait=5
 GresTypes=gpu
-NodeName=DEFAULT NodeHostname=localhost NodeAddr=127.0.0.1 CPUs=16 RealMemory=100000 Gres=gpu:2
-NodeName=node1 Port={ports[1]}
-NodeName=node2 Port={ports[2]}
+NodeName=DEFAULT CPUs=16 RealMemory=100000 Gres=gpu:2
+NodeName=node1 NodeHostname=localhost NodeAddr=127.0.0.1 Port={ports[1]}
+NodeName=node2 NodeHostname=localhost NodeAddr=127.0.0.1 Port={ports[2]}
 PartitionName=batch Nodes=node1,node2 Default=YES MaxTime=INFINITE State=UP
 """
 

@@ -208,7 +208,7 @@ def test_a_training_that_is_to_fail_with_its_checkpoint_fails(tmp_path: Path, re
     storage = FailingStorage(tmp_path, f"step-00000004/000001/{refused}")
     config = replace(
         config_for(storage, claim_attempt(storage, "run")),
-        checkpoint=replace(EVERY_STEP, on_failure="fail"),
+        checkpoint=EVERY_STEP.model_copy(update={"on_failure": "fail"}),
     )
     key = rf"runs/run/checkpoints/step-00000004/000001/{refused}\.pt"
     says = rf"could not be written: (rank 1: )?{key}: the disk is full"
@@ -233,7 +233,10 @@ def test_the_caller_of_a_gang_hears_of_it(dask_client: Client, tmp_path: Path) -
         run_gang(
             dask_client,
             "prefect_torch_ddp.rank.workload:run_with_context",
-            args=(config_for(storage, policy=replace(EVERY_STEP, on_failure="fail")), *arguments),
+            args=(
+                config_for(storage, policy=EVERY_STEP.model_copy(update={"on_failure": "fail"})),
+                *arguments,
+            ),
             world_size=2,
             on_event=events.append,
         )
