@@ -41,7 +41,7 @@ class PrefectTorchDdpError(Exception):
 
 
 class InvalidParamsError(PrefectTorchDdpError, ValueError):
-    """A value that the caller gave can't work; raised before any work starts.
+    """A given value can't work; raised before any work starts.
 
     The message says which value, why, and what to give instead.
     """
@@ -68,7 +68,7 @@ class DamagedObjectError(StorageError):
 
 
 class BadAnswerError(PrefectTorchDdpError):
-    """What a storage answered isn't what was asked for; internal, since it is asked again."""
+    """A storage's answer isn't what was requested; internal, since the request is repeated."""
 
 
 class OtherObjectError(BadAnswerError):
@@ -142,7 +142,7 @@ class ForkServerUnfitError(ForkServerUnavailableError):
 class TaskCancelled(BaseException):
     """A task of the flow was cancelled, by the flow's own end or from outside; says how it ended.
 
-    No Exception: what a flow does about failures is not meant.
+    It isn't an Exception: a flow's handlers of failures shouldn't catch it.
     """
 
 

@@ -37,7 +37,7 @@ def train_flow(params: TrainParams = DEFAULTS) -> TrainReport:
     """Prepare data, train with DDP on a Dask cluster, evaluate on held-out data, publish it all.
 
     Args:
-        params: all that can be chosen; see TrainParams.
+        params: the parameters of the run; see TrainParams.
 
     Raises:
         InvalidParamsError, StorageError: something given can't work; raised before a rank

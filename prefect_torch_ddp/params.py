@@ -94,10 +94,10 @@ class GangParams(Params):
     """Dask resources that the gang takes from each of its workers, e.g. `{"GPU": 1}`; workers
     without them aren't used."""
     interface: str | None = None
-    """Network that the ranks talk by: an interface's name (`ib0`) or a network in CIDR notation
+    """Network that the ranks use: an interface's name (`ib0`) or a network in CIDR notation
     (`10.1.0.0/16`; `::/0` is any IPv6 one). Empty: the address by which Dask knows each worker."""
     launcher: Launcher = "auto"
-    """auto forks ranks from a warm helper process of each Dask worker, in milliseconds, where that
+    """auto forks ranks from the warm fork server of each Dask worker, in milliseconds, where that
     is safe; exec starts a fresh Python for each."""
 
     def options_of_gang(self) -> GangOptions:
@@ -143,9 +143,9 @@ class CheckpointParams(Params):
     """When checkpoints are written and which are kept."""
 
     every_steps: Count | None = None
-    """Write one every so many optimizer steps."""
+    """Number of optimizer steps between two checkpoints."""
     every_s: Seconds | None = 60.0
-    """Write one every so many seconds."""
+    """Number of seconds between two checkpoints."""
     keep_last: Count = 2
     """How many of the newest are kept."""
     keep_best: CountOrZero = 1
@@ -172,7 +172,7 @@ class ContextOptions(GangOptions, total=False):
 
 
 class ContextParams(GangParams):
-    """What a gang needs whose function takes a RankContext."""
+    """The parameters of a gang whose function takes a RankContext."""
 
     progress_timeout_s: Seconds | None = 60.0
     """Seconds without progress in a step after which a training counts as hung and is tried again;
@@ -183,19 +183,19 @@ class ContextParams(GangParams):
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Seeds everything random."""
     options: Mapping[str, Any] = Field(default_factory=dict)
-    """What the ranks find as ctx.options."""
+    """Available to the ranks as ctx.options."""
     checkpoint: CheckpointParams = Field(default_factory=CheckpointParams)
     """When checkpoints are written, which are kept."""
     resume_from: str | None = None
     """Run whose newest checkpoint this one starts from: its id, or <storage>/runs/<id> of another
-    storage; a certain checkpoint with /checkpoints/step-00000400 after it."""
+    storage; append /checkpoints/step-00000400 for a certain checkpoint."""
     determinism: Determinism = "default"
     """elastic: the same weights, to the last bit, for every number of ranks that divides
-    virtual_ranks, by ctx.micro_batches."""
+    virtual_ranks; requires ctx.micro_batches."""
     virtual_ranks: Count | None = None
     """The most ranks that the training may ever have, for determinism elastic."""
     ledger: bool = False
-    """Put on record which samples each step trains on; `read_ledger` checks it, and the report says
+    """Record which samples each step trains on; `read_ledger` checks it, and the report says
     whether each was used once."""
 
     @model_validator(mode="after")
@@ -205,7 +205,7 @@ class ContextParams(GangParams):
 
 
 class ClusterParams(Params):
-    """Which Dask cluster trains; nothing given: a local one, made for the run and gone after it."""
+    """Which Dask cluster trains; by default a local one that lives as long as the run."""
 
     address: str | None = None
     """Address of a running Dask scheduler, e.g. tcp://10.0.0.1:8786. Excludes cluster_class."""
@@ -244,14 +244,14 @@ class TrainParams(ContextParams):
     """Options of the workload's prepare; part of its cache key, and seen by train and evaluate
     too."""
     source: Annotated[str, Field(min_length=1)] | None = None
-    """Raw data, for ctx.source: a directory, s3://bucket/prefix or a block; prepare runs anew when
-    it changes."""
+    """Raw data, for ctx.source: a directory, s3://bucket/prefix or a block; prepare runs again
+    when it changes."""
     cluster: ClusterParams = Field(default_factory=ClusterParams)
     """Which Dask cluster trains."""
     evaluate_on: Literal["last", "best"] = "last"
     """Which checkpoint is evaluated and published."""
     retries: CountOrZero = 2
-    """How often Prefect retries a failed training; it resumes."""
+    """How often Prefect retries a failed training; each retry resumes."""
     retry_delay_s: Annotated[float, Field(ge=0)] = 5.0
     """Seconds before a retry."""
     max_restarts: CountOrZero = 2  # a workload resumes; any other function would run twice
@@ -277,7 +277,7 @@ class TrainParams(ContextParams):
 def check_virtual_ranks(
     determinism: str, virtual_ranks: int | None, world_size: int | None = None
 ) -> None:
-    """Refuse a kind of determinism and numbers of ranks that don't fit together.
+    """Refuse a determinism and numbers of ranks that don't fit together.
 
     Raises:
         InvalidParamsError: says which, and what to give.

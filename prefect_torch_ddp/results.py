@@ -23,7 +23,7 @@ class DatasetReport(Result):
 
 
 class ClassScore(Result):
-    """How well one class was told from the others."""
+    """How well one class was distinguished from the others."""
 
     name: str
     precision: float
@@ -80,7 +80,7 @@ class FailedAttempt(Result):
 
 
 class TrainingSummary(Result):
-    """What the train task gives back."""
+    """What the train task returns."""
 
     run_id: str
     attempt: int
@@ -112,7 +112,7 @@ class EpochLedger(Result):
     num_total: int
     """Samples of the dataset; 0 where the record of it is lost."""
     is_finished: bool
-    """Whether it was gone through to its end; otherwise it is under way, or was left early."""
+    """Whether it was completed; otherwise it is under way, or was left early."""
     begins_at: int = 0
     """Samples of it that the run this one started from had done; they are in that run's
     ledger."""
@@ -120,7 +120,7 @@ class EpochLedger(Result):
     """Samples of the tail that `drop_last` left out."""
     num_missing: int = 0
     missing: tuple[int, ...] = ()
-    """Some of their ids; none where these can't be told."""
+    """Some of their ids; none where these aren't known."""
     num_repeated: int = 0
     """Samples that were trained on more than once."""
     repeated: tuple[int, ...] = ()

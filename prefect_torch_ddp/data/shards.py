@@ -53,7 +53,7 @@ class ShardReader(Dataset[Any]):
     """
 
     def __init__(self, dataset: Sharded, seed: int, *, shuffle: bool) -> None:
-        """Ask for the shards and their sizes; nothing is read yet.
+        """Get the shards and their sizes; nothing is read yet.
 
         Raises:
             InvalidParamsError: a size or the buffer isn't a number that can be.

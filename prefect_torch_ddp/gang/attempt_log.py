@@ -8,9 +8,9 @@ from typing import Protocol, TypeVar
 from prefect_torch_ddp.protocol.events import FailureRecord, RecordsLeft
 
 QUIET_S = 3.0
-"""How long a storage may take before people hear what it holds up."""
+"""How long a storage may take before a message says what it delays."""
 LIMIT_S = 30.0
-"""How long it may take in all; what it hasn't taken by then is left."""
+"""How long it may take in all; what isn't written by then is dropped."""
 
 R = TypeVar("R")
 
@@ -77,7 +77,7 @@ class TimeBudget:
         """Start with the whole budget.
 
         Args:
-            say: tells people that the storage is waited for.
+            say: logs that the gang waits for the storage.
         """
         self._say = say
         self._left_s = LIMIT_S

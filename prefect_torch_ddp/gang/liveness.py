@@ -38,7 +38,7 @@ class Liveness:
         self._silent_s = 0.0
 
     def heard(self) -> None:
-        """Note a sign of life."""
+        """Note that the other side answered."""
         self._looked_s = self._now()
         self._silent_s = 0.0
 

@@ -27,18 +27,17 @@ from prefect_torch_ddp.protocol.events import (
 
 RESTARTABLE = (RankFailedError, WorkerLostError, GangHungError)
 FULL_SIZE_S = 10.0
-"""How long a gang that restarts holds out for all its ranks, when there are workers for its
-fewest."""
+"""How long a restart waits for all ranks, when there are workers for the fewest."""
 _ADDRESS = re.compile(r"\b0x[0-9a-fA-F]+")
 
 
 class Restarts:
-    """Runs a gang until an attempt succeeds, fails for good, or no restart is left."""
+    """Runs a gang until an attempt succeeds, a failure is final, or no restart is left."""
 
     def __init__(
         self, attempt_log: AttemptLog, max_restarts: int, on_event: Callable[[GangEvent], None]
     ) -> None:
-        """Begin nothing yet.
+        """Start with all restarts left.
 
         Args:
             attempt_log: numbers the attempts.
@@ -60,7 +59,7 @@ class Restarts:
         return self._max_restarts - self.num_made
 
     def size_to_ask_for(self, world_size: int | None) -> int | None:
-        """Return how many ranks the next attempt is to have; where open, as many as the first."""
+        """Return how many ranks the next attempt should have; if open, as many as the first."""
         return world_size or self._first_size
 
     def run(self, attempt_once: Callable[[int], list[bytes]]) -> list[bytes]:
@@ -102,7 +101,7 @@ class Restarts:
         self._on_event(event)
 
     def _decide(self, error: GangError, attempt: int) -> None:
-        """Return when the gang is to be run again; raise the error otherwise."""
+        """Return if the gang should run again; raise the error otherwise."""
         record = record_of(error, attempt, self._world_size)
         before = self._put_on_record(error, record)
         why_not = why_hopeless(error, record, before, knows_steps=self._attempt_log.knows_steps)
@@ -118,7 +117,7 @@ class Restarts:
     def _put_on_record(self, error: GangError, record: FailureRecord) -> FailureRecord | None:
         """Bring ranks' records and the failure to the storage; return the failure before it.
 
-        What goes wrong with the storage must not hide the failure, which is told first.
+        Errors of the storage must not hide the failure, which is reported first.
         """
         left = self._take_records()
         budget = TimeBudget(lambda text: self._say(f"{error}\n{text}"))
@@ -175,7 +174,7 @@ def record_of(error: GangError, attempt: int, world_size: int) -> FailureRecord:
 def why_hopeless(
     error: GangError, now: FailureRecord, before: FailureRecord | None, *, knows_steps: bool
 ) -> str | None:
-    """Say why another attempt would end in the same way; None where it may go better.
+    """Say why another attempt would end in the same way; None where it might not.
 
     Args:
         error: how the attempt failed.

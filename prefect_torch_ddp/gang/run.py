@@ -61,7 +61,7 @@ def run_gang(  # noqa: PLR0913 - level 1 is one call
             the environment, as under torchrun; "none": there is none.
         world_size_divides: a number that the number of ranks divides in every attempt; None:
             any number of ranks will do.
-        name: shown to gangs that queue behind this one.
+        name: shown to gangs that wait for this one.
         attempt: number of the first attempt, from 1; ranks see it as TORCHELASTIC_RESTART_COUNT
             + 1.
         attempt_log: numbers the attempts in place of `attempt`, and keeps their failures beyond

@@ -30,7 +30,7 @@ class WorkerIdentity:
 
     address: str
     process_id: str
-    """Of this life of the worker: one restarted at the same address has another."""
+    """Of this process: a worker restarted at the same address has another."""
     host: str
     visible_devices: str | None
     """Its CUDA_VISIBLE_DEVICES."""

@@ -6,8 +6,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Literal, get_args
 
 Retryability = Literal["open", "hopeless", "transient"]
-"""What a failure says about another attempt: it may end the same way, it is bound to, or it has
-nothing to do with the code."""
+"""What a failure says about another attempt: it may end the same way (open), it is bound to
+(hopeless), or the failure had nothing to do with the code (transient)."""
 StoppedBy = Literal["order", "SIGTERM", "peer"]
 """Why a rank stopped: its agent ordered it, the signal did, or only another rank wanted it."""
 NO_RANK = -1
@@ -93,7 +93,7 @@ class Progress:
     total_steps: int | None
     metrics: Mapping[str, float] = field(default_factory=dict)
     trouble: str = ""
-    """What a person should know of: `no checkpoint since step 40: ...`."""
+    """A warning for people: `no checkpoint since step 40: ...`."""
 
 
 @dataclass(frozen=True)
@@ -119,14 +119,14 @@ class RankReturned:
 
 @dataclass(frozen=True)
 class FailureWritten:
-    """A rank failed; the file of its outcome holds the pickled RankFailure."""
+    """Sent by a rank that failed; its outcome file holds the pickled RankFailure."""
 
     rank: int
 
 
 @dataclass(frozen=True)
 class RankFailedEvent:
-    """A rank failed."""
+    """The agent's report of a failed rank, with the RankFailure."""
 
     failure: RankFailure
 
@@ -190,7 +190,7 @@ GangEvent = (
 RankEvent = (
     LogLine | Progress | RankListens | RankStopped | FunctionEnded | RankReturned | FailureWritten
 )
-"""What a rank sends itself."""
+"""Events that a rank itself sends."""
 
 MAX_DATAGRAM_BYTES = 131_072
 MAX_TEXT = 16_000

@@ -8,12 +8,12 @@ from typing import Self
 
 
 class Phase(IntEnum):
-    """What a rank is at."""
+    """What a rank is doing."""
 
     NONE = 0
-    """Its process hasn't come to itself: it can't be asked for its stack."""
+    """Its process isn't ready yet: it can't be asked for its stack."""
     STARTING = 1
-    """It loads, and meets the others."""
+    """It loads, and joins the rendezvous."""
     FUNCTION = 2
     """In a plain function."""
     SETUP = 3
@@ -27,7 +27,7 @@ class Phase(IntEnum):
     """In the body of an epoch's last step, where people validate."""
     COMPILING = 8
     STEP_END = 9
-    """Behind the body: agrees with the others."""
+    """After the body: agrees with the others."""
     SAVING = 10
     RETURNED = 11
 
@@ -55,7 +55,7 @@ class Heartbeat:
     """Collectives it has begun on the default process group; up to a second old."""
     phase: Phase = Phase.NONE
     listens: bool = False
-    """Whether it is inside `steps`, where it would follow a wish to stop."""
+    """Whether it is inside `steps`, where it would obey an order to stop."""
     armed: bool = False
     """Whether it has shown that it makes progress: entered `steps`, or reported."""
 

@@ -20,9 +20,9 @@ logger = logging.getLogger(__name__)
 
 
 class RankContext:
-    """What this rank is, and what every training needs and plain PyTorch lacks.
+    """The context of a rank: its place in the gang, and what a training needs beyond PyTorch.
 
-    Every call is optional. A training is plain PyTorch:
+    Every method is optional. A training is plain PyTorch:
 
         model = ctx.wrap(Net())
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -36,7 +36,7 @@ class RankContext:
     """
 
     def __init__(self, parts: ContextParts) -> None:
-        """User code is given one, or calls `RankContext.local()`."""
+        """Ranks are given one; elsewhere call `RankContext.local()`."""
         self.config = config = parts.config
         self.rank, self.world_size = parts.info.rank, parts.info.world_size
         self.local_rank = parts.info.local_rank
@@ -60,8 +60,8 @@ class RankContext:
         """Make one in this process, of world size 1, seeded as a rank; use it in a `with`.
 
         Args:
-            data: what `ctx.data` is to be.
-            options: what `ctx.options` is to be.
+            data: the value of `ctx.data`.
+            options: the value of `ctx.options`.
             seed: seeds everything random.
             storage: None: a temporary one, removed at the end.
             **chosen: run_id, stage, checkpoint, resume_from, ...: see `LocalOptions`.
@@ -70,7 +70,7 @@ class RankContext:
 
     @property
     def step(self) -> int:
-        """Optimizer steps, the one under way included."""
+        """Number of optimizer steps, including the one under way."""
         return self._state.step
 
     @property
@@ -125,8 +125,8 @@ class RankContext:
     def wrap(self, model: "torch.nn.Module", **ddp_kwargs: Any) -> "torch.nn.Module":
         """Move a model to the rank's device and have its gradients averaged over all ranks.
 
-        Inside `steps` each rank's gradient counts by its share of the global batch: also an
-        uneven tail gives exactly the gradient of the mean loss over it. Several backward passes
+        Inside `steps` each rank's gradient is weighted by its share of the global batch: an
+        uneven tail also gives exactly the gradient of its mean loss. Several backward passes
         in a step add up; see `micro_batches`. A copy (`copy.deepcopy`, `AveragedModel`) counts in
         the same way, and no rank has to wait for the others to make one.
 
@@ -177,7 +177,7 @@ class RankContext:
         """Put objects into every checkpoint, and restore them in place on resume.
 
         Call it before `steps`, on every rank with the same names. Random generators, position
-        and step counters come along by themselves.
+        and step counters are included automatically.
 
         Args:
             **objects: anything with `state_dict` and `load_state_dict`: model, scheduler, ...
@@ -245,11 +245,11 @@ class RankContext:
         self._parts.link.heartbeat.progress()
 
     def checkpoint(self, *, force: bool = False) -> None:
-        """Ask for a checkpoint, on every rank alike: at this step's end, or outside at once.
+        """Request a checkpoint, on every rank: at this step's end; outside of `steps` at once.
 
-        In `steps` those that are due come without asking. Outside, each forced one has the next
-        number: in a loop of your own 0, 1, 2, ..., where a resumed run finds tracked objects and
-        random generators as they were at the newest one.
+        Within `steps`, due checkpoints are written without a request. Outside, each forced one has
+        the next number: in a loop of your own 0, 1, 2, ... A resumed run finds tracked objects and
+        random generators there as they were at the newest one.
 
         Args:
             force: also when none is due.
@@ -262,7 +262,7 @@ class RankContext:
             self._parts.tracker.save_if(forced=False)
 
     def request_stop(self, reason: str) -> None:
-        """Have all ranks end `steps` after the same step, this one or the next, for good."""
+        """Have all ranks end `steps` after the same step, this or the next; a resume adds none."""
         logger.info("rank %d asks to stop after step %d: %s", self.rank, self.step, reason)
         self._state.stop_wanted = True
 

@@ -45,7 +45,7 @@ _OUR_FRAMES = {str(Path(__file__).with_name(name)) for name in ("main.py", "work
 
 
 def describe(error: BaseException, rank: int, host: str) -> RankFailure:
-    """Turn an exception into a value that survives the trip home, whatever its class."""
+    """Turn an exception into a value that can be sent to the caller, whatever its class."""
     summary = "".join(traceback.format_exception_only(error)).strip()[:MAX_SUMMARY]
     exit_code = None
     if isinstance(error, SystemExit):

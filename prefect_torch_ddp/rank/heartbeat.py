@@ -28,7 +28,7 @@ class HeartbeatWriter:
     def shared(cls, fd: int) -> Self:
         """Map the agent's file, and write all stacks to it on LOOK_SIGNAL.
 
-        The signal's handler is C: it works while a thread holds the interpreter's lock for ever.
+        The signal's handler is C: it works while a thread holds the GIL forever.
         """
         os.set_inheritable(fd, False)  # noqa: FBT003 - positional in the standard library
         writer = cls(mmap.mmap(fd, PAGE_BYTES))

@@ -39,7 +39,7 @@ BEAT_S = 1.0
 
 
 class Link:
-    """What a rank can tell the process around it; this base class has nobody to tell.
+    """What a rank can report to the process around it; this base class reports to nobody.
 
     No call blocks. `RankContext.local()` uses the base class as it is.
     """

@@ -189,7 +189,7 @@ class _Batch:
             self._forget_copy()
 
     def drop(self) -> None:
-        """Forget the lines: they are where they belong."""
+        """Forget the lines: they are in the storage."""
         self.lines.clear()
         self._forget_copy()
 

@@ -102,7 +102,7 @@ def walk(
         root: the folder that keys are relative to.
         prefix: a string prefix.
         folder_key: where to begin, empty or with a slash at its end.
-        above: the folders on the way to it: a link to one of them isn't followed for ever.
+        above: the folders on the way to it: a link to one of them isn't followed forever.
         follows_links: whether links are followed, or left out.
     """
     for name in _sorted_names(root / folder_key, follows_links=follows_links):

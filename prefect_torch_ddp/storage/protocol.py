@@ -29,7 +29,7 @@ class Storage(Protocol):
     Implementations are small picklable descriptions: they hold no open client, so a Storage may be
     sent to another process or cross a fork. Keys are relative and can't leave the root:
     `keys.check_key` raises `BadKeyError` for others. Whatever else fails is a `StorageError` that
-    names the object, the reason and the way out.
+    names the object, the reason and a remedy.
     """
 
     @property

@@ -184,7 +184,7 @@ def result_of(future: PrefectFuture[R], stop_grace_s: float = 20.0) -> R:
     Raises:
         SupervisorLostError: the Dask worker that ran the task itself died or was silent for too
             long.
-        TaskCancelled: the flow was told to end, or the task was cancelled; it has ended by now.
+        TaskCancelled: the flow was ended from outside, or the task was cancelled; it has ended.
         SchedulerLostError: the scheduler was lost.
     """
     task = cast("PrefectDaskFuture[R]", future)
@@ -197,7 +197,7 @@ def result_of(future: PrefectFuture[R], stop_grace_s: float = 20.0) -> R:
 
 
 def is_supervisor_loss(error: Exception) -> bool:
-    """Whether a task was lost with its worker on a cluster that is still there: submit it anew."""
+    """Whether a task was lost with its worker while its cluster lives: submit it again."""
     if not isinstance(error, SupervisorLostError | SchedulerLostError):
         return False
     client = _runner().client

@@ -49,8 +49,8 @@ class TaskParams(ContextParams):
 
     run_key: str | None = None
     """Names a training within its flow run. Calls of the task with the same key and equal arguments
-    are one training, also when the flow run is retried: a call resumes what the one before it left.
-    None: each task run is a training of its own, which its own retries alone resume."""
+    are one training, also when the flow run is retried: a call resumes the previous one.
+    None: each task run is a training of its own, which only its own retries resume."""
 
 
 @overload

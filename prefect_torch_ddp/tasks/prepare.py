@@ -22,7 +22,7 @@ def _cache_key(_context: TaskRunContext, parameters: dict[str, Any]) -> str:
 # The flow sets refresh_cache where somebody deleted the data that a cached result speaks of.
 @task(name="prepare", cache_key_fn=_cache_key, persist_result=True, result_serializer="json")
 def prepare(run: Run) -> DatasetReport:
-    """Publish what the workload's `prepare` writes on a gang of one, unless it is there already."""
+    """Run the workload's `prepare` on one rank and publish its dataset, unless it exists."""
     there = find_dataset(run.storage, run.dataset_id)
     if there is None:
         return or_cancelled(_prepare, run)

@@ -39,7 +39,7 @@ RUN_WITH_CONTEXT = "prefect_torch_ddp.rank.workload:run_with_context"
 
 @dataclass(frozen=True)
 class Run:
-    """One run of train-ddp: what was chosen, and where it leaves things."""
+    """One run of train-ddp: its parameters, its id and its storage."""
 
     run_id: str
     params: TrainParams

@@ -153,7 +153,7 @@ def record_finished(run: Run, report: TrainingSummary) -> None:
 
 
 def finished_training(run: Run) -> TrainingSummary | None:
-    """Return the summary of the run's training if it has finished and left all it should.
+    """Return the summary of the run's training if it has finished and its results are complete.
 
     Raises:
         StorageError: the storage failed.

@@ -55,7 +55,7 @@ class CachedReads:
 
     @property
     def content_id(self) -> str:
-        """What the cache's entries are told apart by."""
+        """What distinguishes this storage's entries in the cache."""
         return content_id(self.storage)
 
     def read_many(self, parts: Sequence[ObjectPart]) -> Contents:

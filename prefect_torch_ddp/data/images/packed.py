@@ -48,7 +48,7 @@ class PackedObjects:
 
     @property
     def content_id(self) -> str:
-        """What a cache tells its entries by."""
+        """What distinguishes this storage's entries in a cache."""
         return f"shards in {self.prefix!r} of {content_id(self.storage)}"
 
     @property

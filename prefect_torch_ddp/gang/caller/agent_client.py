@@ -31,7 +31,7 @@ from prefect_torch_ddp.protocol.agent import (
 
 LONG_POLL_S = 1.0
 MEMBERSHIP_S = 2.0
-"""How often a worker that owes an answer is looked up in the cluster."""
+"""How often to check that a worker which owes an answer is still in the cluster."""
 CLEAR_TIMEOUT_S = 10.0
 CLEAR_LIVENESS_S = 4.0
 """How long the end of a gang waits for a worker that doesn't answer; its ranks end by
@@ -105,7 +105,7 @@ class AgentClient:
     async def values(self) -> tuple[bytes, ...]:
         """Return the values of the agent's ranks.
 
-        Watches the worker meanwhile: Dask waits for ever for an agent that was lost with its
+        Watches the worker meanwhile: Dask waits forever for an agent that was lost with its
         worker.
         """
         fetch: asyncio.Task[tuple[bytes, ...]] = asyncio.create_task(self._fetch())

@@ -12,12 +12,12 @@ from prefect_torch_ddp.protocol.events import NO_RANK, GangEvent, LogLine, RankS
 from prefect_torch_ddp.protocol.heartbeat import Phase
 
 WORKING_FACTOR = 10.0
-"""How many times the limit a rank gets where long waits are usual, or while it works hard."""
+"""How many times the limit applies where long waits are usual, or while a rank works hard."""
 IN_BODY = {Phase.FUNCTION, Phase.STEP, Phase.EPOCH_END, Phase.COMPILING}
 STRICT = {Phase.FUNCTION, Phase.STEP, Phase.STEP_END}
 """Where a rank that is idle waits for nothing that could come from elsewhere than its gang."""
 EARLY_RETURN_S = 3.0
-"""How long after a rank's end its peers' last words are waited for; ranks count their
+"""How long after a rank's end to wait for its peers' last reports; ranks count their
 collectives once a second."""
 STACKS_TIMEOUT_S = 8.0
 """How long to wait for the stacks of a gang that hangs."""

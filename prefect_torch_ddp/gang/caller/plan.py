@@ -39,7 +39,7 @@ class GangPlan:
     attempt: int = 1
     max_restarts: int = 0
     full_size_s: float = 0.0
-    """How long the gang holds out for all its ranks while there are workers for its fewest."""
+    """How long the gang waits for all its ranks while there are workers for its fewest."""
 
     @property
     def resources(self) -> dict[str, float]:

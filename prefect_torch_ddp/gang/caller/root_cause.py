@@ -9,14 +9,14 @@ from prefect_torch_ddp.protocol.events import RankFailure, RankStopped
 from prefect_torch_ddp.protocol.rank import RankPlace
 
 SETTLE_S = 0.25
-"""How long to wait for a better suspect while all failures seen are consequences; enough in 240
-of 240 trials."""
+"""How long to wait for a cause while all failures seen are consequences; enough in 240 of 240
+trials."""
 SILENT_SETTLE_S = 5.0
 """The same while a rank is silent: it may have closed its connections and be slow to end, or
 its worker be lost."""
 IDENTICAL_S = 0.025
-"""How long to wait for ranks that raise the same, e.g. for a bad parameter: they tend to do so
-within milliseconds."""
+"""How long to wait for identical failures, e.g. of a bad parameter: they tend to come within
+milliseconds."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ def cancelled(gang_name: str, why: str, stopped: Sequence[RankStopped]) -> GangC
     Args:
         gang_name: for people.
         why: by what or from where, as the end of a sentence.
-        stopped: what the ranks said of it.
+        stopped: the ranks' events about it.
     """
     step = stopped[0].stopped.step if stopped else None
     saved = [event.stopped.checkpoint_step for event in stopped]

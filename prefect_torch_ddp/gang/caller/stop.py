@@ -119,7 +119,7 @@ def _log_the_end(
     events: "queue.SimpleQueue[GangEvent | None]",
     on_event: Callable[[GangEvent], None],
 ) -> None:
-    """Log what the ranks said meanwhile; the caller's own receiver may be what failed."""
+    """Log what the ranks reported meanwhile; the caller's own receiver may have failed."""
     while not events.empty():
         event = events.get()
         if isinstance(event, RecordsLeft):

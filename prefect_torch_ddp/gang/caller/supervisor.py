@@ -160,7 +160,7 @@ class Supervisor:
             self._changed.clear()
 
     async def _settle(self) -> None:
-        """Give the cause a moment to show, then identical failures of other ranks."""
+        """Wait shortly for the cause, then for identical failures of other ranks."""
         size = self._placement.shape.world_size
         for limit_s in (settle_s, identical_s):
             started = time.monotonic()

@@ -116,7 +116,7 @@ class _Agent:
         return True
 
     def _attend(self, probe: ProgressProbe) -> bool:
-        """Pass on what the ranks say until all have left; False where the gang must end before."""
+        """Pass on ranks' events until all have left; False where the gang must end before."""
         while not all(rank.child.is_reaped for rank in self._ranks):
             self._wait()
             for event in self._new_events():

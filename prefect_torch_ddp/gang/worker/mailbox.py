@@ -37,7 +37,7 @@ class Mailbox:
     """All that were given; abort: kill the ranks at once."""
     heartbeats: tuple[RankHeartbeat, ...] = ()
     last_poll_s: float = field(default_factory=time.monotonic)
-    """When the caller last gave a sign of life, of `time.monotonic`."""
+    """When the caller last polled, by `time.monotonic`."""
     why_ended: str = ""
     _events: list[GangEvent] = field(default_factory=list)
     _first_event: int = 0

@@ -77,7 +77,7 @@ class RankIO:
         self._theirs.close()
 
     def readable(self) -> list[int]:
-        """Return the file descriptors by which the rank speaks."""
+        """Return the file descriptors of the rank's output and events."""
         pipes = [output.pipe for output in (self._out, self._err) if not output.pipe.closed]
         return [self._events.fileno(), *(pipe.fileno() for pipe in pipes)]
 

@@ -34,7 +34,7 @@ from prefect_torch_ddp.records.log import left_behind
 logger = logging.getLogger(__name__)
 
 LAST_CHUNKS = 64
-"""Read from a dead rank's output at most; a process that left its session may write for ever."""
+"""Read from a dead rank's output at most; a process that left its session may write forever."""
 
 
 class RankProcess:
@@ -66,14 +66,14 @@ class RankProcess:
         return self.returned or self.failure is not None
 
     def file_descriptors(self, *, with_output: bool) -> Iterator[int]:
-        """Yield what to wait on: output and events of the rank, and its death."""
+        """Yield the descriptors to wait on: output and events of the rank, and its death."""
         if with_output:
             yield from self.io.readable()
         if self.child.death_fd is not None:
             yield self.child.death_fd
 
     def read(self, *, max_chunks: int = 1) -> Iterator[GangEvent]:
-        """Yield what the rank has said so far, without waiting."""
+        """Yield the rank's events and lines so far, without waiting."""
         for line in self.io.lines(max_chunks=max_chunks):
             yield LogLine(self.place.rank, logging.INFO, line)
         for record in self.io.records():
@@ -102,7 +102,7 @@ class RankProcess:
         return None
 
     def bury(self) -> Iterator[GangEvent]:
-        """Kill and reap the process; yield its last words, and its death if that is news."""
+        """Kill and reap the process; yield its last output, and its death if that is news."""
         self.child.kill()
         status = self.child.reap()
         # What it said last may hold its outcome, which says more than its death.
@@ -159,7 +159,7 @@ def words_of_death(status: int, oom_kills: int) -> str:
 
     Args:
         status: the exit code, or the negated number of the signal that killed it.
-        oom_kills: how many processes the kernel killed for want of memory meanwhile.
+        oom_kills: how many processes the kernel killed for lack of memory meanwhile.
     """
     if status >= 0:
         return f"left with exit code {status} before its function returned"

@@ -145,7 +145,7 @@ class Agreement:
             self._next_point = self._last_point = point
 
     def close(self, *, failed: bool = False) -> None:
-        """Take no part any more; the others go on without this rank, unless it failed."""
+        """Leave the agreement; the others continue without this rank, unless it failed."""
         self._over.set()
         if self._thread is None or failed:
             return

@@ -172,7 +172,7 @@ class StepLoop:
         self._link.heartbeat.begin_step(state.step, state.epoch, is_last=share.is_last)
 
     def _end_step(self, share: BatchShare) -> bool:
-        """Do what is due after the loop's body; return whether all ranks stop here."""
+        """Save and stop as agreed after the loop's body; return whether all ranks stop here."""
         state = self._state
         self._gradients.end_step(state.step)
         self._link.heartbeat.enter(Phase.STEP_END)
@@ -198,7 +198,7 @@ class StepLoop:
         self._gradients.leave_step()
 
     def _heed(self, stop: Outcome | None) -> None:
-        """Take over an agreement to stop; report one that isn't the training's own wish."""
+        """Obey an agreement to stop; report one that the training itself didn't request."""
         if stop is None:
             return
         state = self._state

@@ -21,7 +21,7 @@ class CheckpointStatus:
     """What is known of a training's checkpoints; rank 0 knows."""
 
     def __init__(self, config: RankConfig, info: RankInfo, objects: Mapping[str, Any]) -> None:
-        """Know of nothing yet but the objects that are tracked."""
+        """Start with the tracked objects alone."""
         self._config = config
         self._info = info
         self._objects = objects

@@ -66,7 +66,7 @@ class Position:
 
 @dataclass
 class TrainingState:
-    """How far the training is."""
+    """The progress of the training."""
 
     step: int = 0
     epoch: int = 0

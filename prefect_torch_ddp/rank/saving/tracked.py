@@ -60,7 +60,7 @@ def unwrapped(item: Any) -> Any:
 
 
 def model_among(objects: Mapping[str, Any]) -> str | None:
-    """Return the name of the model: "model", or the only module; None where it can't be told."""
+    """Return the name of the model: "model", or the only module; None where it isn't clear."""
     if "model" in objects:
         return "model"
     modules = [name for name, item in objects.items() if isinstance(item, nn.Module)]

@@ -97,7 +97,7 @@ class Tracker:
         self._num_passed += 1
 
     def resume(self) -> None:
-        """Be where the checkpoint was made: generators, and objects that code changed since."""
+        """Restore the checkpoint's point: generators, and objects that code changed since."""
         if self._has_resumed:
             return
         restorer = self._restorer if self._config.trains else None

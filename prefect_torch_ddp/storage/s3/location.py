@@ -13,7 +13,7 @@ from prefect_torch_ddp.storage.keys import check_key
 class S3Location:
     """A bucket, a prefix and how to get there.
 
-    What is left out is found as AWS's own tools find it.
+    Whatever isn't given is looked up as AWS's own tools do.
     """
 
     bucket: str
@@ -34,7 +34,7 @@ class S3Location:
     read_timeout_s: float = 60.0
     max_attempts: int = 5
     give_up_after_s: float = 100.0
-    """No request is tried again later than that after its first try."""
+    """No request is repeated later than this after its first try."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prefix", self.prefix.strip("/"))

@@ -13,7 +13,7 @@ MAX_LINE_METRICS = 3
 
 @dataclass
 class TrainingProgress:
-    """What is known of a training that runs; bounded in size, however long it does."""
+    """What is known of a running training; bounded in size, however long it runs."""
 
     run_id: str
     workload: str

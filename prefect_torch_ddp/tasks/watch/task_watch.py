@@ -16,11 +16,11 @@ T = TypeVar("T")
 LOOK_EVERY_S = 1.0
 ANSWER_S = 2.0
 TAKE_IN_S = 60.0
-"""How long scheduler and worker may be silent before they have taken the task in: they unpickle
-it for that, which imports Prefect and the task's modules the first time, in the thread that
+"""How long scheduler and worker may be silent until they have loaded the task: they unpickle
+it, which imports Prefect and the task's modules the first time, in the thread that
 answers."""
 RESTART_S = 20.0
-"""A nanny gives its worker four seconds to end, and starts another."""
+"""How long a restart may take: a nanny gives its worker four seconds to end."""
 
 STIMULUS = "prefect-torch-ddp-silent-worker"
 """What Dask's own log of events names as the reason."""
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 class TaskLiveness:
-    """Hears one process; patient until it has taken the task in."""
+    """The liveness of one process; with a longer limit until it has loaded the task."""
 
     def __init__(self) -> None:
         """Start with nothing missed."""
@@ -42,7 +42,7 @@ class TaskLiveness:
         return self._liveness.limit_s
 
     def heard(self, *, has_task: bool) -> None:
-        """Note a sign of life."""
+        """Note that the process answered."""
         if has_task and not self._has_task:
             self._has_task = True
             self._liveness = Liveness()
@@ -70,7 +70,7 @@ class TaskWatch:
         self._address: str | None = None
 
     def look(self) -> None:
-        """Ask scheduler and workers for a sign of life; have a silent worker restarted.
+        """Ask scheduler and workers whether they answer; have a silent worker restarted.
 
         Raises:
             SchedulerLostError: the scheduler is gone, or was silent for too long.

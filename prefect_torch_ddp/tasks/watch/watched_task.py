@@ -38,7 +38,7 @@ def follow(
         SupervisorLostError: the Dask worker that ran the task itself died or was silent for too
             long.
         SchedulerLostError: the scheduler did. After both the task run is Crashed at Prefect,
-            where it would stay Running for ever.
+            where it would stay Running forever.
     """
     future: Future[Any] = task.wrapped_future
     watch = TaskWatch(client, future, owns_workers=owns_workers)
@@ -120,7 +120,7 @@ class WatchedFuture(PrefectDaskFuture[R]):
 
 
 class WatchedTask(Task[P, R]):
-    """A task whose futures are watched, and that is stopped in good order if its flow leaves it."""
+    """A task whose futures are watched; it is stopped gracefully if its flow leaves it."""
 
     stop_grace_s = 20.0
 
