@@ -63,7 +63,7 @@ class BucketSettings:
 
 def register(settings: BucketSettings) -> str:
     """Create or replace credentials and bucket block; return how parameters refer to it."""
-    # prefect_aws takes seconds to import: a missing variable should be told at once.
+    # prefect_aws takes seconds to import: a missing variable should be reported at once.
     from prefect_aws import AwsClientParameters, AwsCredentials, S3Bucket  # noqa: PLC0415
 
     credentials = AwsCredentials(

@@ -1,6 +1,6 @@
 """The deployable entrypoint: `train-ddp`, from data to a published, evaluated model.
 
-`prefect_torch_ddp/flow.py` says what it does, `prefect_torch_ddp/params.py` what can be chosen.
+`prefect_torch_ddp/flow.py` defines the flow, `prefect_torch_ddp/params.py` its parameters.
 """
 
 from prefect_torch_ddp import train_flow as train_ddp

@@ -1,5 +1,5 @@
-"""How soon the loss of a Dask worker or of the scheduler is told, and how soon after it nothing
-of the gang is left."""
+"""How soon the loss of a Dask worker or of the scheduler is reported, and how soon nothing of
+the gang is left."""
 
 import statistics
 import time

@@ -3,7 +3,7 @@ and the agents burn meanwhile.
 
 The trainings live side by side and train in turns of about a second; whoever has no turn is
 stopped with all its processes, by SIGSTOP. A turn's ratio compares blocks that are seconds
-apart, and the median of many is what is told.
+apart, and the median of many is reported.
 """
 
 import json

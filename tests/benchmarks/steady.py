@@ -1,5 +1,5 @@
 """A steady DDP training that is the same under torchrun, under run_gang and with a
-RankContext, and trains when told to.
+RankContext, and trains on command.
 
 Two trainings are compared block by block, each waiting while the other has its turn: the pace
 of a machine drifts by more in some seconds than they differ by.

@@ -1,4 +1,4 @@
-"""Owns a real Ceph RADOS Gateway for tests: a monitor, one OSD and the gateway, all files and
+"""A real Ceph RADOS Gateway for tests: a monitor, one OSD and the gateway, all files and
 ports private, gone at the end."""
 
 import base64

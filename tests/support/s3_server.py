@@ -1,4 +1,4 @@
-"""Owns a real S3 server for tests, with users and refusals, and a wire between client and
+"""A real S3 server for tests, with users and refusals, and a connection between client and
 server that can be cut."""
 
 import http.client

@@ -1,4 +1,4 @@
-"""Owns what a bad network or a bad proxy does to answers, and a wire that does it now and then,
+"""What a bad network or a bad proxy does to answers, and a connection that does it now and then,
 by a seed."""
 
 import random
