@@ -34,7 +34,7 @@ def seed_on_cpu(seed: int, seed_samples: SeedSamples = True) -> None:  # noqa: F
     if seed_samples is True:
         random.seed(seed)
         np.random.seed(seed % 2**32)  # noqa: NPY002 - user code draws from the global generator
-    # Not torch.manual_seed: before CUDA is up it queues one call per sample, for ever.
+    # Not torch.manual_seed: before CUDA is up it queues one call per sample, forever.
     torch.default_generator.manual_seed(seed)
 
 

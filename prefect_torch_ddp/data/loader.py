@@ -232,7 +232,7 @@ class RankLoader:
 def _to_the_end(loaded: Iterator[Tagged], num: int) -> Iterator[Tagged]:
     """Yield all; refuse a pass that ends earlier, whatever in the DataLoader raised the end."""
     num_loaded = 0
-    for num_loaded, tagged in enumerate(loaded, start=1):  # noqa: B007 - read behind the loop
+    for num_loaded, tagged in enumerate(loaded, start=1):  # noqa: B007 - read after the loop
         yield tagged
     if num_loaded < num:
         msg = (

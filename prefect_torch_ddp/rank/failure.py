@@ -34,7 +34,7 @@ _DISTRIBUTED_ERRORS = {"DistBackendError", "DistNetworkError", "DistStoreError"}
 # A superseded attempt that began again would fence off its successor.
 _HOPELESS = (ImportError, SyntaxError, InvalidParamsError, SupersededError)
 _TRANSIENT = (OSError, MemoryError, StorageError)
-# A device, a driver or the kernel speaks here, in exceptions that are RuntimeErrors to Python.
+# Messages of a device, a driver or the kernel, in exceptions that Python calls RuntimeErrors.
 _TRANSIENT_TEXT = re.compile(
     r"out of memory|CUDA error|CUDA driver|CUDNN_STATUS|cuDNN error|CUBLAS_STATUS|"
     r"DataLoader worker .* (is killed|exited unexpectedly)",

@@ -19,7 +19,7 @@ def _cache_key(_context: TaskRunContext, parameters: dict[str, Any]) -> str:
     return f"train-ddp/prepare/{run.storage.uri}/{run.dataset_id}"
 
 
-# The flow sets refresh_cache where somebody deleted the data that a cached result speaks of.
+# The flow sets refresh_cache where somebody deleted the data that a cached result refers to.
 @task(name="prepare", cache_key_fn=_cache_key, persist_result=True, result_serializer="json")
 def prepare(run: Run) -> DatasetReport:
     """Run the workload's `prepare` on one rank and publish its dataset, unless it exists."""

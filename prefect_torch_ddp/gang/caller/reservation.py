@@ -135,7 +135,7 @@ class GangReservation:
             await self._poll(agent)
         if all(agent.state == "reserved" for agent in self.agents):
             self._all_reserved.set()
-        # An agent that has heard nothing from its caller for long takes it for lost.
+        # An agent that hears nothing from its caller for too long considers it lost.
         while not await self._are_all_reserved(STAY_IN_TOUCH_S):
             await self._poll(agent)
 

@@ -189,7 +189,7 @@ class Supervisor:
             for each in self._agents:
                 each.is_lost = True  # there is no way to the others either
             self._break(error)
-        except Exception as error:  # noqa: BLE001 - unseen, the caller would wait for ever
+        except Exception as error:  # noqa: BLE001 - unseen, the caller would wait forever
             msg = f"the agent on {agent.worker.address} could not be watched: {error!r}"
             broken = GangError(msg)
             broken.__cause__ = error

@@ -83,7 +83,7 @@ def close_connections() -> None:
         return
     for group in list(dist.distributed_c10d._world.pg_names):  # noqa: SLF001 - nothing public lists the groups
         with contextlib.suppress(RuntimeError):  # a backend without it
-            # Else the next line waits for ever for a collective that peers never joined.
+            # Else the next line waits forever for a collective that peers never joined.
             group.abort()
     dist.destroy_process_group()
 

@@ -160,7 +160,7 @@ class StepLoop:
             if self._end_step(share):
                 return
             self._link.heartbeat.enter(Phase.LOADING)
-        if state.position.batch:  # resumed behind the last batch
+        if state.position.batch:  # resumed after the last batch
             state.position = state.position.after_batch(is_last=True)
 
     def _begin_step(self, share: BatchShare) -> None:

@@ -37,7 +37,7 @@ class PerProcess(Generic[T]):
             return self._made[key][1]
 
     def _renew_lock(self) -> None:
-        # A fork may happen while another thread holds it, and the child would wait for ever.
+        # A fork may happen while another thread holds it, and the child would wait forever.
         self._lock = threading.Lock()
 
 

@@ -109,7 +109,7 @@ def _panels(curves: Mapping[str, Curve]) -> Panels:
 
 
 def _draw(panels: Panels, epoch_ends: Sequence[float]) -> str:
-    # Never pyplot: it keeps every figure for ever, and isn't safe in the threads of tasks.
+    # Never pyplot: it keeps every figure forever, and isn't safe in the threads of tasks.
     import matplotlib as mpl  # noqa: PLC0415 - half a second, paid by the processes that draw
     from matplotlib.figure import Figure  # noqa: PLC0415
 
