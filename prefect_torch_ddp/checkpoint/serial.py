@@ -197,7 +197,7 @@ def _refusal(state: Any) -> Exception | None:
 
 
 def _refused_part(state: Any, place: str) -> tuple[str, Any]:
-    """Return the innermost part that can't be read back, behind its place."""
+    """Return the innermost part that can't be read back, after its place."""
     is_sequence = isinstance(state, list | tuple)
     items = state.items() if isinstance(state, dict) else enumerate(state) if is_sequence else ()
     for key, value in items:

@@ -95,7 +95,7 @@ class LaunchPage:
     removed when the rank has ended."""
 
     def write(self, file: IO[bytes], payload: bytes) -> None:
-        """Write the page and behind it the pickled call, which only the rank opens."""
+        """Write the page, then the pickled call, which only the rank opens."""
         pickle.dump(self, file)
         file.write(payload)
         file.seek(0)

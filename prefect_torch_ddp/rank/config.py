@@ -22,7 +22,7 @@ class RankConfig:
     stage: Stage
     storage: Storage
     dataset_id: str | None = None
-    """The dataset below `<storage>/datasets/` behind ctx.data."""
+    """The dataset below `<storage>/datasets/` that ctx.data shows."""
     options: Mapping[str, Any] = field(default_factory=dict)
     seed: int = 0
     checkpoint: CheckpointParams = field(default_factory=CheckpointParams)
@@ -37,7 +37,7 @@ class RankConfig:
     determinism: Determinism = "default"
     virtual_ranks: int | None = None
     ledger: bool = False
-    """Whether each step's samples are put on record."""
+    """Whether each step's samples are recorded."""
     source: Readable | None = None
     """Where the raw data is."""
 

@@ -123,7 +123,7 @@ class AgentLink(Link):
         _end_session()
 
     def _say_agent_silent(self) -> None:
-        """Leave word for an agent that goes on: it would report a kill by somebody unknown."""
+        """Leave a message for an agent that continues: it would report an unexplained kill."""
         place, limit_s = self._launch.place, self._launch.agent_timeout_s
         why = f"worker {place.worker} gave its ranks no sign of life for {limit_s:g} s"
         lost = RankFailure(place.rank, place.host, os.getpid(), "worker_lost", why)

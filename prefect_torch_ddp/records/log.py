@@ -63,7 +63,7 @@ class RecordLog:
         self._first_interval_s = first_interval_s
         self._copies = copies
         self._waiting: deque[Mapping[str, Any]] = deque()
-        """Records that a device still computes, and those behind them."""
+        """Records that a device still computes, and those after them."""
         self._num_batches = 0
         self._growing = self._new_batch()
         self._next_key = part_key(self._prefix, 1)

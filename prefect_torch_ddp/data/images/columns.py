@@ -15,7 +15,7 @@ ROWS_PER_LINE = 1000
 
 
 class TextColumn:
-    """Texts one behind the other in one block of memory, which forks share."""
+    """Texts one after the other in one block of memory, which forks share."""
 
     def __init__(self) -> None:
         self.block = bytearray()

@@ -30,7 +30,7 @@ class Position:
     num_own_numbers: int = 0
     """Checkpoints outside of `steps` that have a number of their own: their step's was taken."""
     num_saves_behind: int = 0
-    """Checkpoints asked for behind this call of `steps`; above 0 it has ended, also by a break."""
+    """Checkpoints requested after this call of `steps`; above 0 it has ended, also by a break."""
     in_own_loop: bool = False
     """Whether `steps` had not begun: the generators are those of the user's own loop, which
     resumes at `track`."""

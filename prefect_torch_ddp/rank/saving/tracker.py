@@ -280,7 +280,7 @@ class Tracker:
             checkpointer.raise_failure()
 
     def _has_changed(self, checkpointer: Checkpointer) -> bool:
-        """Tell whether this rank has to save what is behind a checkpoint outside of `steps`."""
+        """Tell whether this rank has to save changes since a checkpoint outside of `steps`."""
         if self._state.stopped_by is not None:
             return False
         manifest = self._restorer.manifest if self._restorer is not None else None

@@ -17,7 +17,7 @@ def objects_below(location: S3Location, prefix: str) -> Iterator[ListedObject]:
 
 
 def level_below(location: S3Location, prefix: str) -> Iterator[ListedObject | str]:
-    """Yield the objects whose name goes on without a slash, and the folders; sorted."""
+    """Yield the objects without a further slash in their names, and the folders; sorted."""
     root, whole = location.name_of(""), location.name_of(prefix)
     for page in _pages(location, "list", whole, "list_objects_v2", Delimiter="/"):
         found = {item["Key"]: _listed(location, item) for item in page.get("Contents", ())}

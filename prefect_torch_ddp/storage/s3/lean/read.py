@@ -49,7 +49,7 @@ class Target(NamedTuple):
 
 
 _TARGETS: dict[S3Location, tuple[Variables, Target]] = {}
-"""With the variables it was found by; a forked child goes on with what its parent found."""
+"""With the variables it was found by; a forked child uses what its parent found."""
 
 
 class S3Reader:
