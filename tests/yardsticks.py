@@ -1,4 +1,4 @@
-"""Measures the size of the code: `python -m tests.yardsticks 25ab4f4 .` prints a table of both states.
+"""Measures the code: `python -m tests.yardsticks 25ab4f4 .` prints a table of both states.
 
 Each argument is a git revision, or `.` for the working tree.
 """

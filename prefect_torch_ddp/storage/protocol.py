@@ -156,5 +156,5 @@ class ListsLevels(Protocol):
     """A storage that can list one level of its names, so that folders are listed side by side."""
 
     def list_level(self, prefix: str) -> Iterator[ListedObject | str]:
-        """Yield names without a slash after `prefix`, and the folders (up to their slash), sorted."""
+        """Yield names without a slash after `prefix`, and folders (up to their slash), sorted."""
         ...

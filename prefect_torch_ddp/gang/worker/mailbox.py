@@ -115,9 +115,8 @@ class Mailbox:
         self.last_poll_s = time.monotonic()
         deadline = self.last_poll_s + wait_s
         while True:
-            waiter = (
-                self._new_waiter()
-            )  # before the look, so that nothing posted after it is missed
+            # Before the look, so that nothing posted after it is missed.
+            waiter = self._new_waiter()
             with self._lock:
                 del self._events[: max(0, next_event - self._first_event)]
                 self._first_event = max(self._first_event, next_event)
