@@ -71,7 +71,7 @@ def _superseded(run_id: str, attempt: int, newest: int, outcome: str) -> Superse
 
 
 def record_resume(storage: Storage, run_id: str, attempt: int, step: int, of_attempt: int) -> None:
-    """Put on record which checkpoint an attempt resumes from, before its first step.
+    """Record which checkpoint an attempt resumes from, before its first step.
 
     A process that hangs between its check for newer attempts and its commit may commit hours
     later. The record excludes that checkpoint from the run's history: the newer attempt made

@@ -31,7 +31,7 @@ PART_BYTES = 2**23
 NUM_THREADS = 4
 """Hashing, copying and waiting for a storage leave Python's lock to others."""
 NUM_AHEAD = 32
-"""Objects that are asked for at a time: each may be an open file, and a gang of a thousand
+"""Objects requested at a time: each may be an open file, and a gang of a thousand
 ranks has a thousand objects."""
 PIECE_BYTES = 2**18
 """Few enough to stay in a core's cache between reading and hashing."""

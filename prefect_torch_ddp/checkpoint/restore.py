@@ -172,7 +172,7 @@ class Restorer:
         return read_state(self._storage, self.manifest, found).state
 
     def release(self) -> None:
-        """Forget what was read and nobody asked for."""
+        """Forget states that were read but not used."""
         self._verified.clear()
 
     def _take(self, manifest: Manifest, item: ManifestObject) -> ReadState:

@@ -144,8 +144,8 @@ class RankLoader:
     def __iter__(self) -> Iterator[Any]:
         """Yield this rank's batches of one exact pass, for evaluation or a loop of one's own.
 
-        A pass has the order and augmentation of `epoch`, which moves on when the second batch is
-        asked for: a rank that looks at a first batch alone keeps the order of the others.
+        A pass has the order and augmentation of `epoch`, which advances when the second batch is
+        requested: a rank that looks at a first batch alone keeps the order of the others.
 
         Ranks may yield different numbers of batches, since some may have an empty share of the
         tail, so nothing that waits for other ranks belongs in the loop's body.

@@ -88,10 +88,10 @@ def ahead_of(indices: Sequence[int], following: Iterable[Sequence[int]]) -> Ahea
 
 
 class ReadAhead(Generic[V]):
-    """Reads batches in threads before they are asked for; holds those announced last alone."""
+    """Reads batches in threads before they are asked for; holds only those announced last."""
 
     def __init__(self, read: Callable[[Sequence[int]], V]) -> None:
-        """Begin with nothing.
+        """Start with nothing read.
 
         Args:
             read: reads a batch; called in threads.

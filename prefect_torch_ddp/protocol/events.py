@@ -141,7 +141,7 @@ class AttemptBegan:
 
 @dataclass(frozen=True)
 class RankStack:
-    """Where a rank is; asked for when its gang makes no progress."""
+    """Where a rank is; requested when its gang makes no progress."""
 
     rank: int
     text: str

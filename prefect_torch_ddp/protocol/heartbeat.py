@@ -11,7 +11,7 @@ class Phase(IntEnum):
     """What a rank is doing."""
 
     NONE = 0
-    """Its process isn't ready yet: it can't be asked for its stack."""
+    """Its process isn't ready yet, and can't write its stack."""
     STARTING = 1
     """It loads, and joins the rendezvous."""
     FUNCTION = 2

@@ -14,7 +14,7 @@ _STAGES: dict[Stage, int] = {"prepare": 0, "train": 1, "evaluate": 2, "task": 3}
 
 
 def seed_stage(seed: int, stage: Stage) -> None:
-    """Seed alike on all ranks."""
+    """Seed all ranks equally."""
     _seed_all(mix_seed(seed, _STAGES[stage]))
 
 
@@ -24,7 +24,7 @@ def seed_rank(seed: int, step: int, rank: int) -> None:
 
 
 def seed_shared(seed: int, *of: int) -> None:
-    """Seed for what the numbers name, such as a step and a virtual rank, alike on any rank."""
+    """Seed from numbers, such as a step and a virtual rank, equally on any rank."""
     value = mix_seed(seed, len(_STAGES) + 1, *of)
     seed_on_cpu(value)
     # Not torch.manual_seed: until CUDA is up it notes the stack for a later call, a tenth of a

@@ -246,7 +246,7 @@ class LocalOptions(TypedDict, total=False):
     virtual_ranks: int | None
     """See determinism."""
     ledger: bool
-    """Put on record which samples each step trains on; `read_ledger` checks it."""
+    """Record which samples each step trains on; `read_ledger` checks it."""
     source: Readable | str | Path | None
     """What `ctx.source` is to be: a storage, a path or an s3:// URI."""
 

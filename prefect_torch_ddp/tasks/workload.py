@@ -44,7 +44,7 @@ def _is_no_data(node: ast.stmt) -> bool:
 def read_workload(reference: str) -> WorkloadSource:
     """Find the workload's source and check that it has the three functions.
 
-    What an object has that isn't a plain class only running the module tells.
+    Objects that aren't plain classes can't be checked without running the module.
 
     Raises:
         InvalidParamsError: there is no such module, it can't be parsed, or a function is

@@ -171,7 +171,7 @@ class Span:
     shard: int
     range: range
     members: list[int]
-    """Their positions in what was asked for."""
+    """Their positions in the request."""
 
 
 def spans_of(samples: Sequence[PackedSample]) -> list[Span]:

@@ -23,7 +23,7 @@ from prefect_torch_ddp.protocol.agent import WorkerIdentity
 LOOK_AGAIN_S = 2.0
 """How often a waiting gang looks whether other workers have become free."""
 WAIT_MESSAGE_S = 10.0
-"""How often the caller hears whom its gang waits for."""
+"""How often to log whom the gang waits for."""
 STAY_IN_TOUCH_S = 2.0
 """How often an agent that is reserved is polled while others are still waited for."""
 

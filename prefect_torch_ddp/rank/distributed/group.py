@@ -90,7 +90,7 @@ def close_connections() -> None:
 
 @dataclass(frozen=True)
 class Claim:
-    """What a rank tells the others before they agree on a backend."""
+    """What a rank sends to the others before they agree on a backend."""
 
     rank: int
     host: str

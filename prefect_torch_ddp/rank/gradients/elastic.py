@@ -30,7 +30,7 @@ class VirtualRanks:
     """
 
     def __init__(self, config: RankConfig, info: RankInfo) -> None:
-        """Have torch compute alike in every run; `close` takes that back.
+        """Make torch compute the same in every run; `close` undoes that.
 
         Raises:
             InvalidParamsError: the number of ranks doesn't divide that of the virtual ones.
@@ -69,7 +69,7 @@ class VirtualRanks:
         return model
 
     def begin_step(self, step: int, _share: BatchShare) -> None:
-        """Have all ranks draw alike until the first micro-batch."""
+        """Have all ranks draw the same numbers until the first micro-batch."""
         self._step = step
         self._owes = bool(self._models)
         seed_shared(self._seed, step)

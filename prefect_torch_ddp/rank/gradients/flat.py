@@ -24,7 +24,7 @@ class FlatGradients:
     """The gradients of some parameters as flat tensors, with marks of which parameters have one."""
 
     def __init__(self, parameters: Mapping[str, torch.nn.Parameter], spare: list[Flat]) -> None:
-        """Begin without gradients; those that there are come back added to the sum.
+        """Start without gradients; existing ones are added to the sum later.
 
         Args:
             parameters: by name.

@@ -33,9 +33,9 @@ class Want(IntFlag):
 
     NOTHING = 0
     STOP = 1
-    """The supervisor asked for it: a cancel or a preemption."""
+    """Requested by the supervisor: a cancel or a preemption."""
     STOP_EARLY = 2
-    """The training asked for it."""
+    """Requested by the training itself."""
     SAVE = 4
     """A checkpoint is due by time."""
 

@@ -95,7 +95,7 @@ class Reporter:
         return dict(self._newest)
 
     def restore(self, newest: Mapping[str, float]) -> None:
-        """Begin with the metrics of a checkpoint."""
+        """Start with the metrics of a checkpoint."""
         self._newest = dict(newest)
 
     def flush(self) -> None:

@@ -79,9 +79,9 @@ class TrainingState:
     """This rank's training asked to stop."""
     stop_agreed: bool = False
     stopped_by: StoppedBy | None = None
-    """Set when all ranks agreed to stop and the training itself had not asked for it."""
+    """Set when all ranks agreed to stop without a request of the training itself."""
     save_wanted: bool = False
-    """A checkpoint was asked for at the end of this step."""
+    """A checkpoint was requested at the end of this step."""
     trouble: Callable[[], str] = field(default=str)
     """Says, on rank 0, what people should know of the training, or nothing."""
     saved: int | None = None

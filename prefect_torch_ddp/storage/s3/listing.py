@@ -36,7 +36,7 @@ def uploads_below(location: S3Location, prefix: str) -> Iterator[dict[str, Any]]
 def _pages(
     location: S3Location, verb: str, whole_prefix: str, method: str, **options: str
 ) -> Iterator[dict[str, Any]]:
-    """Yield the answers, each asked for again where it doesn't come or can't be read.
+    """Yield the answers; a request is repeated if its answer is missing or can't be read.
 
     botocore's paginator would end there.
     """

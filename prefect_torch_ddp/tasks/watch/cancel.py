@@ -28,7 +28,7 @@ R = TypeVar("R")
 SIGNALS = (KeyboardInterrupt, TerminationSignal)
 """What Ctrl-C, SIGTERM and Prefect's cancel are in a flow's thread."""
 SLACK_S = 5.0
-"""How long a task may take to hear of its cancel, and Prefect to hear of its end."""
+"""How long a task may take to notice its cancel, and Prefect to notice its end."""
 LOOK_S = 0.25
 
 logger = logging.getLogger(__name__)

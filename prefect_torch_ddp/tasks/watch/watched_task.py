@@ -76,7 +76,7 @@ def _set_crashed(task_run_id: UUID, error: Exception) -> None:
 
 
 class WatchedFuture(PrefectDaskFuture[R]):
-    """A future whose waiter hears of the loss of the task's worker, and of the scheduler's."""
+    """A future that raises when the task's worker, or the scheduler, is lost."""
 
     def __init__(self, future: PrefectDaskFuture[R], client: Client) -> None:
         """Take the place of a task's future."""

@@ -18,7 +18,7 @@ _HEADER = re.compile(rb"([^:]+):[ \t]*([^\r\n]*?)[ \t]*\r\n")
 
 
 class Answer(NamedTuple):
-    """A plain good answer."""
+    """A plain success."""
 
     status: int
     headers: Mapping[str, str]
