@@ -6,12 +6,12 @@ SEED ?=
 # Two processes, each with servers and clusters of its own: much of the suite is waiting. A process
 # that has run out of tests takes some of the other's. ARGS="-n 0" runs all in one, for a debugger.
 PARALLEL := -n 2 --dist worksteal
-PYTEST := $(if $(SEED),PTD_SEED=$(SEED) )$(BIN)/python -m pytest $(if $(SEED),--hypothesis-seed=$(SEED))
 
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 INPUTS := pyproject.toml constraints.txt
+PYTEST := $(if $(SEED),PTD_SEED=$(SEED)) $(BIN)/python -m pytest $(if $(SEED),--hypothesis-seed=$(SEED))
 
 .DEFAULT_GOAL := help
 .PHONY: help train stop test lint integration chaos gpu bench clean system-packages
