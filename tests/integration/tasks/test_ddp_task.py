@@ -384,6 +384,7 @@ def task(folder: Path, **options: Any) -> Task[..., dict[str, Any]]:
     return made
 
 
+@pytest.mark.extended
 def test_calls_of_one_key_and_equal_arguments_are_one_training(
     dask_cluster: LocalCluster, tmp_path: Path
 ) -> None:
@@ -410,6 +411,7 @@ def test_calls_of_one_key_and_equal_arguments_are_one_training(
     assert len(runs) == 3
 
 
+@pytest.mark.extended
 def test_prefect_flow_run_retry_resumes_it(
     prefect_api: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
