@@ -98,7 +98,8 @@ def prefect_settings() -> tuple[str | None, str]:
 def is_prefect(api: str) -> bool:
     """Tell whether a Prefect server answers."""
     try:
-        with urllib.request.urlopen(f"{api}/health", timeout=5) as answer:  # noqa: S310 - http, from LOCAL_API or the settings
+        # Http, from LOCAL_API or the settings.
+        with urllib.request.urlopen(f"{api}/health", timeout=5) as answer:  # noqa: S310
             return json.load(answer) is True
     except (OSError, ValueError, urllib.error.URLError):
         return False

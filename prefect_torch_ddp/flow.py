@@ -32,7 +32,8 @@ OURS_GRACE_S = 5.0
 OTHERS_GRACE_S = 25.0
 
 
-@flow(name="train-ddp", task_runner=DaskTaskRunner())  # type: ignore[arg-type]  # its futures are PrefectDaskFutures
+# Its futures are PrefectDaskFutures.
+@flow(name="train-ddp", task_runner=DaskTaskRunner())  # type: ignore[arg-type]
 def train_flow(params: TrainParams = DEFAULTS) -> TrainReport:
     """Prepare data, train with DDP on a Dask cluster, evaluate on held-out data, publish it all.
 

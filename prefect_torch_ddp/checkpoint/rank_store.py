@@ -46,7 +46,8 @@ def open_rank_store(world_size: int) -> KeyValueStore:
             "ctx.track on several ranks needs the process group; call init_process_group before it"
         )
         raise RuntimeError(msg)
-    store = dist.distributed_c10d._get_default_store()  # noqa: SLF001 - torch has no public way to it
+    # Torch has no public way to it.
+    store = dist.distributed_c10d._get_default_store()  # noqa: SLF001
     prefix = f"prefect-torch-ddp-checkpoints-{next(_num_rank_stores)}"
     # A connection of its own: the process group's is held by those who wait for it.
     return KeyValueStore(dist.PrefixStore(prefix, store.clone()))

@@ -210,7 +210,8 @@ def capture_generators() -> dict[str, Any]:
     """Return the state of all global generators, as tensors and plain values."""
     version, words, gauss = random.getstate()
     # The global ones, since user code draws from them.
-    _, keys, position, has_gauss, cached = np.random.get_state(legacy=True)  # noqa: NPY002 - the global one is what user code draws from
+    # The global one is what user code draws from.
+    _, keys, position, has_gauss, cached = np.random.get_state(legacy=True)  # noqa: NPY002
     state: dict[str, Any] = {
         "python": {
             "version": version,

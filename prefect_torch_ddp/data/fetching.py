@@ -29,7 +29,8 @@ BeforeEach: TypeAlias = Callable[[int], None] | None
 Fetch: TypeAlias = Callable[[Sequence[int], BeforeEach], tuple[Sequence[int], list[Any]]]
 
 
-def seed_on_cpu(seed: int, seed_samples: SeedSamples = True) -> None:  # noqa: FBT002 - a choice of three
+# `seed_samples` is a choice of three.
+def seed_on_cpu(seed: int, seed_samples: SeedSamples = True) -> None:  # noqa: FBT002
     """Seed the global generators that datasets draw from."""
     if seed_samples is True:
         random.seed(seed)

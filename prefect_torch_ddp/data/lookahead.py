@@ -59,7 +59,8 @@ class LookAhead(Sampler[list[int]]):
         return with_following(self.batch_sampler, ahead_of, max(self.num_workers, 1), self.depth)
 
     def __len__(self) -> int:
-        return len(self.batch_sampler)  # type: ignore[arg-type]  # what has none fails as it does without us
+        # What has none fails as it does without us.
+        return len(self.batch_sampler)  # type: ignore[arg-type]
 
     def __getattr__(self, name: str) -> Any:
         """Show what the other sampler has: batch_size, sampler, set_epoch."""

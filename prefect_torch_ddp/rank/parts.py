@@ -87,7 +87,8 @@ class ContextParts:
     @cached_property
     def data(self) -> Path:
         """See `RankContext.data`."""
-        from prefect_torch_ddp.data.dataset_store import local_dataset  # noqa: PLC0415 - only who asks for data pays
+        # Only who asks for data pays.
+        from prefect_torch_ddp.data.dataset_store import local_dataset  # noqa: PLC0415
 
         config = self.config
         if self._data is not None:
@@ -101,7 +102,8 @@ class ContextParts:
     @property
     def data_storage(self) -> Storage:
         """See `RankContext.data_storage`."""
-        from prefect_torch_ddp.data.dataset_store import dataset_in_place  # noqa: PLC0415 - only who asks for data pays
+        # Only who asks for data pays.
+        from prefect_torch_ddp.data.dataset_store import dataset_in_place  # noqa: PLC0415
 
         if self._data is None and self.config.dataset_id is not None:
             return dataset_in_place(self.config.storage, self.config.dataset_id)
@@ -135,7 +137,8 @@ class ContextParts:
     @cached_property
     def gradients(self) -> "ShareWeights | VirtualRanks":
         """What makes gradients those of the global batch."""
-        from prefect_torch_ddp.rank.gradients.elastic import VirtualRanks  # noqa: PLC0415 - loads torch
+        # Loads torch.
+        from prefect_torch_ddp.rank.gradients.elastic import VirtualRanks  # noqa: PLC0415
         from prefect_torch_ddp.rank.gradients.share_weights import ShareWeights  # noqa: PLC0415
 
         if self.config.is_elastic:

@@ -43,7 +43,8 @@ MAX_TABLE_COLUMNS = 5
 
 # The storage may hold credentials: no cache key is made of the inputs.
 @task(name="publish", cache_policy=NO_CACHE)
-def publish(  # noqa: PLR0913, PLR0917 - each is another task's result, and Prefect draws the run's graph by them
+# Each is another task's result, and Prefect draws the run's graph by them.
+def publish(  # noqa: PLR0913, PLR0917
     params: TrainParams,
     storage: Storage,
     dataset: DatasetReport,

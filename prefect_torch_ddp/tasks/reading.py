@@ -85,7 +85,8 @@ def _storage_of(storage: Storage | str | Path) -> Storage:
     if not isinstance(storage, str | os.PathLike):
         return storage
     if isinstance(storage, str) and re.fullmatch(r"[a-z0-9-]+/[^/]+", storage):
-        from prefect_torch_ddp.tasks.blocks import resolve_storage  # noqa: PLC0415 - loads Prefect, which no other form needs
+        # Loads Prefect, which no other form needs.
+        from prefect_torch_ddp.tasks.blocks import resolve_storage  # noqa: PLC0415
 
         return resolve_storage(storage)
     return storage_from_uri(os.fspath(storage))

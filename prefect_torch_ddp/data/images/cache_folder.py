@@ -56,7 +56,8 @@ class CacheFolder:
         self._content_id = content_id
         self._folder = f"{root}/{hashlib.sha256(content_id.encode()).hexdigest()[:32]}"
         self._no_writes_before = 0.0
-        os.makedirs(self._folder, mode=0o700, exist_ok=True)  # noqa: PTH103 - plain paths: a Path costs as much as a read
+        # Plain paths: a Path costs as much as a read.
+        os.makedirs(self._folder, mode=0o700, exist_ok=True)  # noqa: PTH103
         for path in (root, self._folder):
             if os.stat(path).st_uid != os.geteuid():  # noqa: PTH116
                 msg = f"{path} belongs to another user, who could put anything there"
@@ -100,7 +101,8 @@ class CacheFolder:
         if not new or time.monotonic() < self._no_writes_before:
             return
         try:
-            os.makedirs(self._folder, mode=0o700, exist_ok=True)  # noqa: PTH103 - somebody may have removed it
+            # Somebody may have removed it.
+            os.makedirs(self._folder, mode=0o700, exist_ok=True)  # noqa: PTH103
             self._refuse_full_disk(sum(len(data) for _, data in new))
             with self._granted([len(data) + DIGEST_BYTES for _, data in new]) as num:
                 for name, data in new[:num]:

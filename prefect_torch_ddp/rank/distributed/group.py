@@ -81,7 +81,8 @@ def close_connections() -> None:
     # Not for NCCL: its teardown waits for the peers.
     if not dist.is_initialized() or dist.get_backend() != "gloo":
         return
-    for group in list(dist.distributed_c10d._world.pg_names):  # noqa: SLF001 - nothing public lists the groups
+    # Nothing public lists the groups.
+    for group in list(dist.distributed_c10d._world.pg_names):  # noqa: SLF001
         with contextlib.suppress(RuntimeError):  # a backend without it
             # Else the next line waits forever for a collective that peers never joined.
             group.abort()

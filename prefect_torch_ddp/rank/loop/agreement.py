@@ -223,5 +223,6 @@ def _connect(name: str) -> dist.Store:
         needs = "ctx.steps on several ranks needs the process group"
         msg = f"{needs}; call init_process_group before it"
         raise RuntimeError(msg)
-    store = dist.distributed_c10d._get_default_store()  # noqa: SLF001 - torch has no public way to it
+    # Torch has no public way to it.
+    store = dist.distributed_c10d._get_default_store()  # noqa: SLF001
     return dist.PrefixStore(name, store.clone())

@@ -42,7 +42,8 @@ class TrainingProgress:
         self.newest = progress
         self.metrics |= progress.metrics
         self._seen.append((now_s, progress.step))
-        while len(self._seen) > 2 and now_s - self._seen[1][0] > SPEED_WINDOW_S:  # noqa: PLR2004 - two make a speed
+        # Two make a speed.
+        while len(self._seen) > 2 and now_s - self._seen[1][0] > SPEED_WINDOW_S:  # noqa: PLR2004
             self._seen.popleft()
 
     @property

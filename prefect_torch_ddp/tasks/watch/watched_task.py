@@ -105,7 +105,8 @@ class WatchedFuture(PrefectDaskFuture[R]):
             if self.wrapped_future.status != "pending":
                 super().wait()
 
-    def result(self, timeout: float | None = None, raise_on_failure: bool = True) -> R:  # noqa: FBT001, FBT002 - Prefect's
+    # The signature is Prefect's.
+    def result(self, timeout: float | None = None, raise_on_failure: bool = True) -> R:  # noqa: FBT001, FBT002
         """Return the result, or raise what the task raised or how it was lost.
 
         Raises:
@@ -165,6 +166,7 @@ def _watched(made: Any, grace_s: float) -> Any:
         watched = WatchedFuture(made, context.task_runner.client)
         # The runner's client, and a cluster that it started, are closed by this stack too,
         # after what came later.
-        context.task_runner._exit_stack.callback(_stop_if_left, made, grace_s)  # noqa: SLF001 - Prefect has no public hook
+        # Prefect has no public hook.
+        context.task_runner._exit_stack.callback(_stop_if_left, made, grace_s)  # noqa: SLF001
         return watched
     return made  # a state, or another runner's future
