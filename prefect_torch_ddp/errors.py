@@ -174,8 +174,7 @@ class GangCancelledError(GangError):
 
 class _LongError(GangError):
     def __repr__(self) -> str:
-        # Prefect prints it where it announces a retry.
-        return f"{type(self).__name__}({str(self).splitlines()[0]!r})"
+        return f"{type(self).__name__}({str(self).splitlines()[0]!r})"  # in Prefect's retry line
 
 
 _LONG_STEPS = (
