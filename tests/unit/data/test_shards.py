@@ -192,6 +192,7 @@ def test_other_iterables_are_refused_with_the_way_out() -> None:
     """The message says which methods give shards."""
     with pytest.raises(
         InvalidParamsError,
-        match=r"Endless is an IterableDataset.*shards\(\).*num_samples\(.*iter_shard\(shard\)",
+        match=r"Endless is an IterableDataset.*shards\(\).*num_samples\(shard\)"
+        r".*iter_shard\(shard\)",
     ):
         RankLoader(Endless(), global_batch_size=1, rank=0, world_size=1)
