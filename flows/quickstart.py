@@ -22,7 +22,7 @@ def main() -> None:
 
     from prefect_torch_ddp import TrainParams, train_flow  # noqa: PLC0415
 
-    report = train_flow(TrainParams(workload="flows.digits"))
+    report = train_flow(TrainParams(workload="prefect_torch_ddp.examples.digits"))
     accuracy = report.evaluation.accuracy or 0.0
     print(f"""
 Trained on {report.training.world_size} ranks, evaluated on {report.evaluation.num_samples} images \
@@ -32,7 +32,7 @@ See the run, its curves and tables:
     {report.flow_run_url}
 
 Load the model with plain torch:
-    from safetensors.torch import load_file; from flows.digits import DigitNet
+    from safetensors.torch import load_file; from prefect_torch_ddp.examples.digits import DigitNet
     net = DigitNet()
     net.load_state_dict(load_file("{report.model_uri}"))
 

@@ -234,7 +234,7 @@ def _module_name(value: object) -> object:
 class TrainParams(ContextParams):
     """All parameters of a run of train-ddp."""
 
-    workload: Annotated[str, BeforeValidator(_module_name)] = "flows.digits"
+    workload: Annotated[str, BeforeValidator(_module_name)] = "prefect_torch_ddp.examples.digits"
     """Module (or module:object) with the functions prepare, train and evaluate."""
     world_size: Count = 2  # a local cluster is made for it, so it can't be left open
     """How many ranks train together."""

@@ -73,7 +73,7 @@ def level_3() -> None:
     assert_type(train_flow(TrainParams()), TrainReport)
     assert_type(train_flow(), TrainReport)
     assert_type(train_flow(TrainParams()).evaluation.accuracy, float | None)
-    train_flow("flows.digits")  # type: ignore[call-overload]
+    train_flow("prefect_torch_ddp.examples.digits")  # type: ignore[call-overload]
     TrainParams(resources={"GPU": 1}, interface="ib0")
     TrainParams(worldsize=2)  # type: ignore[call-arg]
     TrainParams().seed = 1  # type: ignore[misc]

@@ -38,10 +38,17 @@ def test_every_error_that_a_public_docstring_names_is_public() -> None:
 
 
 @pytest.mark.parametrize(
-    "page", ["README.md", *sorted(f"flows/{path.name}" for path in ROOT.glob("flows/*.py"))]
+    "page",
+    [
+        "README.md",
+        *sorted(
+            str(path.relative_to(ROOT))
+            for path in [*ROOT.glob("flows/*.py"), *ROOT.glob("prefect_torch_ddp/examples/*.py")]
+        ),
+    ],
 )
 def test_examples_import_public_names_alone(page: str) -> None:
-    """What README and flows import comes from the package itself, or from its topic `data`."""
+    """What README and the examples import comes from the package itself, or from its topic `data`."""
     source = (ROOT / page).read_text(encoding="utf-8")
     blocks = re.findall(r"^```python\n(.*?)^```$", source, re.MULTILINE | re.DOTALL)
     for block in blocks if page.endswith(".md") else [source]:

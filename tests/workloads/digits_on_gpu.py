@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from flows import digits
+from prefect_torch_ddp.examples import digits
 from prefect_torch_ddp import RankContext, Report
 
 

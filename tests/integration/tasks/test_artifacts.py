@@ -70,7 +70,7 @@ def live_report(
     run_id: str = RUN, world_size: int = 2, attempt: int = 1, interval_s: float = INTERVAL_S
 ) -> LiveReport:
     """Make a live report with a short interval, of a run whose ranks wrote records."""
-    shown = TrainingProgress(run_id, "flows.digits", world_size, attempt)
+    shown = TrainingProgress(run_id, "prefect_torch_ddp.examples.digits", world_size, attempt)
     return LiveReport(Shelf(objects=records()), shown, interval_s=interval_s)
 
 
@@ -367,7 +367,7 @@ def publish_inputs() -> dict[str, Any]:
     """Make the results of the tasks before."""
     last = CheckpointRef(step=40, attempt=1, uri="s3://bucket/prefix/manifest.json")
     return {
-        "params": TrainParams(workload="flows.digits"),
+        "params": TrainParams(workload="prefect_torch_ddp.examples.digits"),
         "storage": Shelf(objects=records()),
         "dataset": DatasetReport(
             dataset_id="d", uri="s3://bucket/data/d", num_files=1, num_bytes=10, digest="9f2c"

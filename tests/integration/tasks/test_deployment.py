@@ -80,7 +80,7 @@ def test_nightly_runs_to_completed(deployed: str, tmp_path: Path) -> None:
     """Deploy as documented, run the deployment by its name, and find its artifacts; the cron
     has scheduled runs."""
     params = {
-        "workload": "flows.digits",
+        "workload": "prefect_torch_ddp.examples.digits",
         "storage": str(tmp_path / "store"),
         "options": {"epochs": 2},
     }

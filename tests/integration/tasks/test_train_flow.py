@@ -33,7 +33,7 @@ def two_runs(
     from prefect.settings import PREFECT_API_URL, temporary_settings
 
     storage = tmp_path_factory.mktemp("storage")
-    params = TrainParams(workload="flows.digits", storage=str(storage), seed=7)
+    params = TrainParams(workload="prefect_torch_ddp.examples.digits", storage=str(storage), seed=7)
     with temporary_settings({PREFECT_API_URL: prefect_server}):
         return train_flow(params), train_flow(params)
 
@@ -69,7 +69,7 @@ def test_the_model_loads_with_plain_torch(two_runs: tuple[TrainReport, TrainRepo
     `module.`; a card is beside them."""
     report = two_runs[0]
     code = (
-        "import torch; from flows.digits import DigitNet; net = DigitNet();"
+        "import torch; from prefect_torch_ddp.examples.digits import DigitNet; net = DigitNet();"
         "from safetensors.torch import load_file;"
         f"net.load_state_dict(load_file({report.model_uri!r})); print('loaded')"
     )
@@ -80,7 +80,7 @@ def test_the_model_loads_with_plain_torch(two_runs: tuple[TrainReport, TrainRepo
     assert report.model_uri is not None
     card = json.loads(Path(report.model_uri).with_name("model.json").read_bytes())
     assert (card["workload"], card["seed"], card["step"]) == (
-        "flows.digits",
+        "prefect_torch_ddp.examples.digits",
         7,
         report.checkpoint.step,
     )

@@ -26,7 +26,7 @@ from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.storage.protocol import Storage
 from tests.support.forwarding import WatchedStorage
 
-ABOUT = {"workload": "flows.digits", "options": {"lr": 0.1}, "seed": 3}
+ABOUT = {"workload": "prefect_torch_ddp.examples.digits", "options": {"lr": 0.1}, "seed": 3}
 
 
 def checkpoint(storage: Storage, attempt: int, value: float = 1.0) -> Manifest:

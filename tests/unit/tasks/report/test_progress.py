@@ -12,7 +12,7 @@ from tests.unit.tasks.report.test_report import CURVE, HOSTILE, tables
 
 def training(*steps: tuple[int, float], total: int | None = 400, **changes) -> TrainingProgress:
     """Make a training that was heard of at steps, each with its time."""
-    made = TrainingProgress("calm-otter", "flows.digits", 4)
+    made = TrainingProgress("calm-otter", "prefect_torch_ddp.examples.digits", 4)
     for step, now_s in steps:
         made.add(Progress(step, (step - 1) // 40 + 1, total, {"loss": 0.12345}), now_s)
     for name, value in changes.items():

@@ -11,7 +11,7 @@ from PIL import Image
 from sklearn.datasets import load_digits
 from torchvision.datasets import ImageFolder
 
-from flows import digits
+from prefect_torch_ddp.examples import digits
 from prefect_torch_ddp import InvalidParamsError, RankContext
 
 SPLITS = ("train", "val", "test")
