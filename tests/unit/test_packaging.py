@@ -85,7 +85,10 @@ def test_nightly_runs_at_a_stated_hour_and_never_overlaps() -> None:
     ]
     assert nightly["concurrency_limit"] == {"limit": 1, "collision_strategy": "ENQUEUE"}
     assert nightly["work_pool"]["name"] == "train-ddp"
-    assert TrainParams(**nightly["parameters"]["params"]).workload == "prefect_torch_ddp.examples.digits"
+    assert (
+        TrainParams(**nightly["parameters"]["params"]).workload
+        == "prefect_torch_ddp.examples.digits"
+    )
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,7 @@ def test_every_error_that_a_public_docstring_names_is_public() -> None:
     ],
 )
 def test_examples_import_public_names_alone(page: str) -> None:
-    """What README and the examples import comes from the package itself, or from its topic `data`."""
+    """README and examples import from the package itself, or from its topic `data`."""
     source = (ROOT / page).read_text(encoding="utf-8")
     blocks = re.findall(r"^```python\n(.*?)^```$", source, re.MULTILINE | re.DOTALL)
     for block in blocks if page.endswith(".md") else [source]:

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from prefect_torch_ddp.examples import digits
 from prefect_torch_ddp import RankContext, Report
+from prefect_torch_ddp.examples import digits
 
 
 def prepare(ctx: RankContext) -> None:

@@ -11,8 +11,8 @@ from PIL import Image
 from sklearn.datasets import load_digits
 from torchvision.datasets import ImageFolder
 
-from prefect_torch_ddp.examples import digits
 from prefect_torch_ddp import InvalidParamsError, RankContext
+from prefect_torch_ddp.examples import digits
 
 SPLITS = ("train", "val", "test")
 

@@ -96,9 +96,16 @@ def tables(markdown: str) -> list[list[list[str]]]:
 def test_the_report_has_all_that_a_reader_asks_for():
     """The report has all that a reader asks for."""
     markdown = render_report(
-        report(), TrainParams(workload="prefect_torch_ddp.examples.digits", seed=17), RECORD, CURVE, time_lost_s=12.0
+        report(),
+        TrainParams(workload="prefect_torch_ddp.examples.digits", seed=17),
+        RECORD,
+        CURVE,
+        time_lost_s=12.0,
     )
-    assert markdown.splitlines()[0] == "# prefect_torch_ddp.examples.digits: accuracy 87.50 %, loss 0.25, 8 samples"
+    assert (
+        markdown.splitlines()[0]
+        == "# prefect_torch_ddp.examples.digits: accuracy 87.50 %, loss 0.25, 8 samples"
+    )
     assert CURVE in markdown
     facts = {row[0]: row[1] for row in tables(markdown)[-1]}
     assert facts["run"] == "`calm-otter-12345678`"
@@ -207,7 +214,9 @@ def test_an_evaluation_of_a_loss_alone_and_no_epochs_makes_a_report():
         evaluation=Report(num_samples=1, loss=1.5, metrics={"perplexity": 4.5}), epochs=()
     )
     markdown = render_report(bare, TrainParams(), RunRecord("0.1.0", None, {}))
-    assert markdown.startswith("# prefect_torch_ddp.examples.digits: loss 1.5, perplexity 4.5, 1 samples")
+    assert markdown.startswith(
+        "# prefect_torch_ddp.examples.digits: loss 1.5, perplexity 4.5, 1 samples"
+    )
     assert "Confusion" not in markdown
     assert "git commit" not in markdown
 
