@@ -1,0 +1,191 @@
+"""What people run: the whole of train_flow, beside the same training under torchrun."""
+
+import itertools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.objects import TaskRun
+from prefect.client.schemas.sorting import TaskRunSort
+
+from tests.benchmarks import job_flow, job_plain
+from tests.benchmarks.beside import command_of_torchrun, show
+
+pytestmark = pytest.mark.timeout(1800)
+ROUNDS = int(os.environ.get("PTD_BENCH_ROUNDS", "5"))
+TORCHRUN, FRESH, WARM = "torchrun", "train_flow, fresh process", "train_flow, warm cluster"
+PARTS = (
+    "import",
+    "flow begins",
+    "cluster",
+    "prepare",
+    "train to its first step",
+    "loop",
+    "after the last step",
+    "evaluate",
+    "publish",
+    "close",
+)
+FIRST_EPOCHS = 3
+
+
+class Job:
+    """One measured job."""
+
+    def __init__(self, marks: Sequence[float], steps: Sequence[float]) -> None:
+        """Take the times at which the parts began and the last one ended, and those of steps."""
+        self.whole_s = marks[-1] - marks[0]
+        self.parts_s = [after - before for before, after in itertools.pairwise(marks)]
+        self.step_ms = 1000 * (steps[-1] - steps[0]) / (len(steps) - 1)
+        early = steps[: 1 + (len(steps) - 1) * FIRST_EPOCHS // 20]
+        self.early_step_ms = 1000 * (early[-1] - early[0]) / (len(early) - 1)
+
+
+def run_torchrun(data: Path, times: Path) -> Job:
+    """Train by torchrun; nothing else is in it."""
+    began = time.time()
+    command = command_of_torchrun(Path(job_plain.__file__))
+    subprocess.run([*command, str(data), str(times)], check=True, capture_output=True)
+    return Job((began, time.time()), json.loads(times.read_text()))
+
+
+def run_fresh(storage: Path, times: Path) -> Job:
+    """Run the flow in a process of its own, which starts its cluster."""
+    began = time.time()
+    command = [sys.executable, "-m", job_flow.__name__, str(storage), str(times)]
+    called, _ = json.loads(subprocess.run(command, check=True, capture_output=True).stdout)
+    return _job(began, called, time.time(), times)
+
+
+class WarmFlows:
+    """A process that runs flows, one after the other, on a cluster that it keeps."""
+
+    def __init__(self, process: "subprocess.Popen[str]") -> None:
+        """Take the process, which waits for lines."""
+        self._process = process
+
+    def run(self, storage: Path, times: Path) -> Job:
+        """Run one."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps([str(storage), str(times)]) + "\n")
+        self._process.stdin.flush()
+        called, returned = json.loads(self._process.stdout.readline())
+        return _job(called, called, returned, times)
+
+
+@contextmanager
+def warm_flows() -> Iterator[WarmFlows]:
+    """Start the process."""
+    command = [sys.executable, "-m", job_flow.__name__]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True
+    ) as process:
+        yield WarmFlows(process)
+
+
+def _job(began: float, called: float, ended: float, times: Path) -> Job:
+    steps = json.loads(times.read_text())
+    tasks = _newest_tasks()
+    starts = {name: _seconds(run.start_time) for name, run in tasks.items()}
+    ends = {name: _seconds(run.end_time) for name, run in tasks.items()}
+    # The flow run begins when Prefect's engine has told the server of it.
+    marks = (
+        began,
+        called,
+        _flow_began(tasks["prepare"]),
+        starts["prepare"],
+        starts["train"],
+        steps[1],
+        steps[-1],
+        ends["train"],
+        ends["evaluate"],
+        ends["publish"],
+        ended,
+    )
+    return Job(marks, steps)
+
+
+def _newest_tasks() -> dict[str, TaskRun]:
+    with get_client(sync_client=True) as client:
+        runs = client.read_task_runs(sort=TaskRunSort.END_TIME_DESC, limit=4)
+    return {run.name.rsplit("-", 1)[0]: run for run in runs}
+
+
+def _flow_began(task_run: TaskRun) -> float:
+    with get_client(sync_client=True) as client:
+        return _seconds(client.read_flow_run(task_run.flow_run_id).start_time)
+
+
+def _seconds(moment: object) -> float:
+    return moment.timestamp()  # type: ignore[attr-defined,no-any-return]
+
+
+def test_whole_job(prefect_api: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Print the tables of docs/performance.md: medians of the rounds, and of their ratios."""
+    storage, times = tmp_path / "runs", tmp_path / "times.json"
+    jobs: dict[str, list[Job]] = {name: [] for name in (TORCHRUN, FRESH, WARM)}
+    with warm_flows() as warm:
+        warm.run(storage, times)  # prepares the dataset
+        (data,) = {found.parent for found in storage.rglob("train") if found.is_dir()}
+        for number in range(ROUNDS):
+            runs = {
+                TORCHRUN: lambda: run_torchrun(data, times),
+                FRESH: lambda: run_fresh(storage, times),
+                WARM: lambda: warm.run(storage, times),
+            }
+            names = list(runs)
+            for name in names[number % 3 :] + names[: number % 3]:
+                jobs[name].append(runs[name]())
+    show(
+        capsys,
+        (
+            "job",
+            "median s",
+            "worst s",
+            "times torchrun",
+            "all rounds",
+            "mean step ms",
+            "times torchrun",
+            f"of the first {FIRST_EPOCHS} epochs",
+        ),
+        [_summary(name, jobs) for name in jobs],
+    )
+    show(
+        capsys,
+        ("where the seconds go", FRESH, WARM),
+        [
+            (
+                part,
+                *(f"{statistics.median(j.parts_s[i] for j in jobs[n]):.2f}" for n in (FRESH, WARM)),
+            )
+            for i, part in enumerate(PARTS)
+        ],
+    )
+
+
+def _summary(name: str, jobs: dict[str, list[Job]]) -> tuple[str, ...]:
+    def ratio(of: str) -> float:
+        pairs = zip(jobs[name], jobs[TORCHRUN], strict=True)
+        return statistics.median(getattr(j, of) / getattr(ref, of) for j, ref in pairs)
+
+    whole = [job.whole_s for job in jobs[name]]
+    return (
+        name,
+        f"{statistics.median(whole):.1f}",
+        f"{max(whole):.1f}",
+        f"{ratio('whole_s'):.2f}",
+        " ".join(f"{seconds:.1f}" for seconds in whole),
+        f"{statistics.median(job.step_ms for job in jobs[name]):.2f}",
+        f"{ratio('step_ms'):.3f}",
+        f"{ratio('early_step_ms'):.3f}",
+    )
