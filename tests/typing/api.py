@@ -1,5 +1,4 @@
-"""What the public names promise a type checker; tests/unit/test_typing.py runs mypy on it,
-nothing runs it.
+"""What the public names promise a type checker: mypy reads it, nothing runs it.
 
 A line that must be refused carries `type: ignore` with the error's code: mypy warns about each
 that is not needed.
