@@ -3,7 +3,6 @@
 import codecs
 import contextlib
 import os
-import re
 import secrets
 import shutil
 import socket
@@ -135,7 +134,10 @@ class _Output:
 
 
 class LineCutter:
-    """Turns chunks of bytes into lines; a carriage return ends a line too (progress bars)."""
+    """Turns chunks of bytes into lines, each as a terminal shows it at its end.
+
+    A carriage return begins the line anew: a progress bar is one line, not one for each update.
+    """
 
     def __init__(self) -> None:
         """Start with nothing pending."""
@@ -146,13 +148,19 @@ class LineCutter:
     def feed(self, chunk: bytes, *, final: bool = False) -> list[str]:
         """Return the lines that this chunk finishes; if `final`, an unfinished last one too."""
         self._pending += self._decoder.decode(chunk, final)
-        *lines, self._pending = re.split(r"\r\n|\r|\n", self._pending)
+        *lines, pending = map(_last_shown, self._pending.split("\n"))
+        # The end of the chunk may be in the midst of "\r\n".
+        self._pending = pending + "\r" * self._pending.endswith("\r")
         while len(self._pending) > MAX_LINE or (final and self._pending):
             lines.append(self._pending[:MAX_LINE])
             self._pending = self._pending[MAX_LINE:]
-        lines = [line for line in lines if line.strip()]
+        lines = [line.rstrip("\r") for line in lines if line.strip()]
         self.tail.extend(lines)
         return lines
+
+
+def _last_shown(line: str) -> str:
+    return line.rstrip("\r").rpartition("\r")[2]
 
 
 class HeartbeatPage:

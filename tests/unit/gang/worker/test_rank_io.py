@@ -18,8 +18,11 @@ def test_chunks_do_not_matter(text: str, cuts: list[int]) -> None:
 
 
 def test_progress_bars_and_endless_lines() -> None:
-    """A carriage return ends a line; output without line ends is passed on in pieces."""
+    """A bar is one line, as it was at its end; output without line ends is passed on in pieces."""
     cutter = LineCutter()
-    assert cutter.feed(b"10%\r20%\r\n30") == ["10%", "20%"]
+    assert cutter.feed(b"\r10%\r20%") == []
+    assert cutter.feed(b"\r30%\r") == []
+    assert cutter.feed(b"\n40%\r\nlost\r100%") == ["30%", "40%"]
     assert [len(piece) for piece in cutter.feed(b"x" * 2 * MAX_LINE)] == [MAX_LINE, MAX_LINE]
-    assert cutter.tail[0] == "10%"
+    assert cutter.feed(b"\r  \rend\r", final=True) == ["end"]
+    assert cutter.tail[0] == "30%"
