@@ -4,15 +4,23 @@ import os
 from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
+from weakref import ref
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from prefect_torch_ddp.data.sampler import BatchShare, RankShares, VirtualShare, VirtualShares
+from prefect_torch_ddp.data.sampler import (
+    BatchShare,
+    GlobalBatches,
+    RankShares,
+    VirtualShare,
+    VirtualShares,
+)
 from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.rank.config import RankConfig, RankInfo
+from prefect_torch_ddp.rank.distributed.device import current_device
 from prefect_torch_ddp.rank.generators import seed_shared
 from prefect_torch_ddp.rank.gradients.flat import Flat, FlatGradients, add_in_place
 from prefect_torch_ddp.rank.gradients.micro_batches import count_rows, cut, pieces
@@ -39,7 +47,9 @@ class VirtualRanks:
         self._world_size = info.world_size
         self._seed = config.seed
         self._step = 0
+        self._wrapped: list[ref[nn.Module]] = []
         self._models: list[nn.Module] = []
+        """Those that are trained in the loop under way."""
         self._spare: list[Flat] = []
         self._owes = False
         """Whether the step's gradients are still to be summed."""
@@ -65,8 +75,26 @@ class VirtualRanks:
             for value in (*model.parameters(), *model.buffers()):
                 _broadcast(value.detach())
         if any(parameter.requires_grad for parameter in model.parameters()):
+            self._wrapped.append(ref(model))
             self._models.append(model)
         return model
+
+    def begin_loop(self, _batches: GlobalBatches) -> None:
+        """Sum, from now on, the gradients of the models that every rank still has.
+
+        Who trains one after the other, such as in a cross-validation, has the earlier ones freed.
+        """
+        models = [model() for model in self._wrapped]
+        held = torch.tensor([model is not None for model in models], dtype=torch.int32)
+        if self._world_size > 1 and models:
+            device = torch.device("cpu") if dist.get_backend() == "gloo" else current_device()
+            dist.all_reduce(held := held.to(device), op=dist.ReduceOp.MIN)
+        chosen = zip(models, held.tolist(), strict=True)
+        self._models = [model for model, is_held in chosen if model is not None and is_held]
+
+    def leave_loop(self) -> None:
+        """Hold no model beyond its loop."""
+        self._models = []
 
     def begin_step(self, step: int, _share: BatchShare) -> None:
         """Have all ranks draw the same numbers until the first micro-batch."""
@@ -87,9 +115,6 @@ class VirtualRanks:
                 "weighted loss of each micro-batch, on every rank"
             )
             raise InvalidParamsError(msg)
-
-    def leave_step(self) -> None:
-        """Nothing ends with a step."""
 
     def micro_batches(self, batch: Any, max_samples: int | None) -> Iterator[tuple[Any, float]]:
         """Yield (micro-batch, weight) for each virtual rank of this rank, then sum all gradients.

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from prefect_torch_ddp.data.sampler import BatchShare
+from prefect_torch_ddp.data.sampler import BatchShare, GlobalBatches
 from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.rank.gradients.micro_batches import count_rows, cut, pieces
 
@@ -64,6 +64,29 @@ class ShareWeights:
         ddp.register_comm_hook((self, ddp.process_group), _sum_by_share)
         self._models.add(ddp)
 
+    def begin_loop(self, batches: GlobalBatches) -> None:
+        """Refuse layers that talk to other ranks where these hold unequal shares of a batch.
+
+        Raises:
+            InvalidParamsError: names the layers.
+        """
+        sizes = sorted({batches.num_global(0), batches.num_global(batches.num_batches - 1)})
+        names = [
+            name
+            for model in self._models
+            for name, module in model.module.named_modules()
+            if isinstance(module, nn.SyncBatchNorm) and module.training
+        ]
+        if names and any(size % self._world_size for size in sizes):
+            msg = (
+                f"SyncBatchNorm ({', '.join(names)}) needs equal shares of each global batch on "
+                f"all ranks, and {' and '.join(map(str, sizes))} samples on {self._world_size} "
+                "ranks have none: the gradient wouldn't be the global batch's. Choose a "
+                "global_batch_size that the number of ranks divides, with drop_last=True, or use "
+                "BatchNorm, GroupNorm or LayerNorm"
+            )
+            raise InvalidParamsError(msg)
+
     def begin_step(self, _step: int, share: BatchShare) -> None:
         """Count gradients by this share from now on."""
         self._share = share
@@ -82,8 +105,8 @@ class ShareWeights:
             )
             raise InvalidParamsError(msg)
 
-    def leave_step(self) -> None:
-        """Average plainly again: a step has ended, in whatever way."""
+    def leave_loop(self) -> None:
+        """Average plainly again: a loop has ended, in whatever way."""
         self._share = None
 
     def micro_batches(self, batch: Any, max_samples: int | None) -> Iterator[tuple[Any, float]]:

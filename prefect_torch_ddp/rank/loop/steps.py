@@ -89,6 +89,7 @@ class StepLoop:
             return
         left = (epochs - state.position.loop_epoch) * len(loader) - state.position.batch
         state.total_steps = state.step + max(left, 0)
+        self._gradients.begin_loop(loader.batches)
         self._reporter.begin_loop(loader.batches)
         self._termination.install()
         try:
@@ -99,7 +100,8 @@ class StepLoop:
                 self._reporter.end_loop()
         finally:
             self._termination.remove()
-            self._leave_step()
+            state.share = None
+            self._gradients.leave_loop()
             for agreement in self._agreements():
                 agreement.leave(outside_after(state.step))
 
@@ -154,7 +156,7 @@ class StepLoop:
                 yield batch
             except GeneratorExit:  # the user left the loop: the step's record and place count
                 self._reporter.end_step()
-                self._leave_step()
+                state.share = None
                 state.position = state.position.after_batch(is_last=share.is_last)
                 raise
             if self._end_step(share):
@@ -186,16 +188,12 @@ class StepLoop:
             save = self._saves.reach(here, then, want)
             by_time = save is not None and save.point == here
         self._reporter.end_step()
-        self._leave_step()
+        state.share = None
         state.position = state.position.after_batch(is_last=share.is_last)
         self._heed(stop)
         self._tracker.save_if(forced=state.save_wanted or state.stop_agreed, by_time=by_time)
         state.save_wanted = False
         return state.stop_agreed
-
-    def _leave_step(self) -> None:
-        self._state.share = None
-        self._gradients.leave_step()
 
     def _heed(self, stop: Outcome | None) -> None:
         """Obey an agreement to stop; report one that the training itself didn't request."""

@@ -1,5 +1,7 @@
 """What elastic determinism refuses, and its order of summation."""
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -189,3 +191,20 @@ def test_sparse_gradients_are_refused_by_name() -> None:
         pytest.raises(InvalidParamsError, match="the gradient of weight is sparse"),
     ):
         embed(rank)
+
+
+def test_a_model_of_an_earlier_fold_is_freed() -> None:
+    """And the next one is trained without it."""
+    with local() as rank:
+        seen = []
+        for _fold in range(2):
+            model = rank.wrap(nn.Linear(4, 3).double())
+            seen.append(weakref.ref(model))
+            for batch in batches(rank):
+                for (inputs, _targets), weight in rank.micro_batches(batch):
+                    (model(inputs).mean() * weight).backward()
+                assert model.weight.grad is not None
+                assert all(model() is None for model in seen[:-1])
+        del model
+        gc.collect()
+        assert [model() for model in seen] == [None, None]

@@ -13,7 +13,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
-from prefect_torch_ddp.data.sampler import BatchShare
+from prefect_torch_ddp.data.sampler import BatchShare, GlobalBatches
+from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.rank.gradients.share_weights import ShareWeights
 
 CPU = torch.device("cpu")
@@ -76,3 +77,20 @@ def test_a_model_that_nobody_holds_is_freed() -> None:
     assert seen() is None
     for (x,), _ in weights.micro_batches((torch.ones(2, 1),), 1):
         assert len(x) == 1
+
+
+@pytest.mark.parametrize(("num_samples", "global_batch_size"), [(11, 4), (12, 3)])
+def test_layers_that_talk_to_other_ranks_need_equal_shares(
+    num_samples: int, global_batch_size: int
+) -> None:
+    """Before the first step, where a tail or each batch can't be shared out equally: gradients
+    would be wrong, and a stand-in would enter the statistics."""
+    weights = ShareWeights(2)
+    model = weights.wrap(nn.Sequential(nn.Linear(1, 1), nn.BatchNorm1d(1)), CPU, {})
+    nn.SyncBatchNorm.convert_sync_batchnorm(model)  # behind wrap, since DDP wants a GPU for it
+    uneven = GlobalBatches(num_samples, global_batch_size)
+    with pytest.raises(InvalidParamsError, match=r"SyncBatchNorm \(1\) needs equal shares"):
+        weights.begin_loop(uneven)
+    weights.begin_loop(GlobalBatches(11, 4, drop_last=True))
+    model.eval()
+    weights.begin_loop(uneven)
