@@ -298,4 +298,10 @@ class RankContext:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Close it."""
+        if isinstance(error, ValueError) and "more than 1 value per channel" in str(error):
+            error.add_note(
+                "BatchNorm can't train on a single sample, which is all that this rank has of the "
+                "global batch: pass drop_last=True to ctx.loader, or choose a global_batch_size "
+                "that leaves each rank two samples or more of an epoch's tail"
+            )
         self._parts.close(failed=error is not None, error=error)

@@ -41,7 +41,7 @@ _TRANSIENT_TEXT = re.compile(
     re.IGNORECASE | re.DOTALL,
 )
 MAX_SUMMARY = 2_000
-_OUR_FRAMES = {str(Path(__file__).with_name(name)) for name in ("main.py", "workload.py")}
+_OUR_FRAMES = {str(Path(__file__).with_name(name)) for name in ("main.py", "stages.py")}
 
 
 def describe(error: BaseException, rank: int, host: str) -> RankFailure:

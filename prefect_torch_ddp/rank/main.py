@@ -8,6 +8,7 @@ import importlib
 import io
 import logging
 import logging.config
+import multiprocessing.context
 import multiprocessing.process
 import os
 import pickle
@@ -47,6 +48,7 @@ def run_rank(fds: Sequence[int], parent_pid: int, page: LaunchPage, payload: byt
     _die_with(parent_pid)
     launch = page.launch
     name_process(f"ddp-rank-{launch.place.rank}")
+    default_to_fork()
     sys.argv = ["prefect_torch_ddp.rank"]  # else user code would parse our arguments
     link = AgentLink(launch, *fds)
     _set_scratch(Path(page.scratch))
@@ -128,6 +130,16 @@ def _die_with(parent_pid: int) -> None:
 
 def _prctl(option: int, value: int | bytes) -> None:
     ctypes.CDLL(None).prctl(option, value)
+
+
+def default_to_fork() -> None:
+    """Have DataLoader workers forked where the user chooses no start method.
+
+    From Python 3.14 on they would be started by a fork server, which a dataset defined in a
+    script or a notebook can't reach. Not set_start_method: the user's own call would raise.
+    """
+    default: Any = multiprocessing.context._default_context  # type: ignore[attr-defined]  # noqa: SLF001
+    default._default_context = multiprocessing.get_context("fork")  # noqa: SLF001
 
 
 def _set_scratch(scratch: Path) -> None:

@@ -18,6 +18,7 @@ from prefect_torch_ddp.protocol.events import Stopped
 from prefect_torch_ddp.protocol.heartbeat import Phase
 from prefect_torch_ddp.rank.config import RankConfig, RankInfo, Stage
 from prefect_torch_ddp.rank.link import Link
+from prefect_torch_ddp.rank.main import default_to_fork
 from prefect_torch_ddp.rank.saving.reporter import FAILED_GRACE_S, Reporter
 from prefect_torch_ddp.rank.saving.state import TrainingState
 from prefect_torch_ddp.storage.directory import DirectoryStorage
@@ -267,6 +268,7 @@ def local_parts(
     """
     from prefect_torch_ddp.rank.generators import seed_stage  # noqa: PLC0415 - loads torch
 
+    default_to_fork()
     unknown = sorted(chosen.keys() - LocalOptions.__annotations__.keys())
     if unknown:  # before an attempt is claimed
         msg = f"RankContext.local() got an unexpected keyword argument {unknown[0]!r}"

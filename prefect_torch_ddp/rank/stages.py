@@ -42,6 +42,15 @@ def run_with_context(
         return value
 
 
+def run_task(*call: Any) -> Any:
+    """Call a `ddp_task`'s function as `run_with_context` does; return rank 0's value alone.
+
+    Another rank's would be of no use, and could only fail on its way.
+    """
+    value = run_with_context(*call)
+    return value if RankInfo.from_environment().rank == 0 else None
+
+
 def run_stage(config: RankConfig, workload: str) -> DatasetReport | Report | dict[str, Any]:
     """Run the stage of a workload that the config names.
 

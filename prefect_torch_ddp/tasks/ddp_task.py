@@ -20,7 +20,7 @@ from prefect_torch_ddp.rank.context import RankContext
 from prefect_torch_ddp.tasks.blocks import resolve_storage
 from prefect_torch_ddp.tasks.cluster import current_client
 from prefect_torch_ddp.tasks.run import (
-    RUN_WITH_CONTEXT,
+    RUN_TASK,
     RunAttemptLog,
     log_to_run,
     rank_config,
@@ -151,7 +151,7 @@ def run_as_task(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str
     with current_client() as client:
         values: list[Any] = run_gang(
             client,
-            RUN_WITH_CONTEXT,
+            RUN_TASK,
             args=lambda attempt: (
                 rank_config(params, run_id, attempt, "task", storage, resume_from=resume_from),
                 fn,

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
 
 # Named, not imported: what it leads to loads torch, which only ranks do.
-RUN_STAGE = "prefect_torch_ddp.rank.workload:run_stage"
-RUN_WITH_CONTEXT = "prefect_torch_ddp.rank.workload:run_with_context"
+RUN_STAGE = "prefect_torch_ddp.rank.stages:run_stage"
+RUN_TASK = "prefect_torch_ddp.rank.stages:run_task"
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,9 @@ from prefect_torch_ddp.params import CheckpointParams
 from prefect_torch_ddp.rank.config import RankConfig
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.tasks.cluster import local_cluster
-from prefect_torch_ddp.tasks.run import RUN_WITH_CONTEXT
 from tests.benchmarks import saved
 from tests.benchmarks.beside import Times, show
+from tests.support.gangs import RUN_WITH_CONTEXT
 
 pytestmark = pytest.mark.timeout(1800)
 ROUNDS = int(os.environ.get("PTD_BENCH_ROUNDS", "9"))

@@ -13,8 +13,8 @@ from prefect_torch_ddp.params import CheckpointParams
 from prefect_torch_ddp.rank.config import RankConfig
 from prefect_torch_ddp.storage.locate import storage_from_uri
 from prefect_torch_ddp.tasks.cluster import local_cluster
-from prefect_torch_ddp.tasks.run import RUN_WITH_CONTEXT
 from tests.benchmarks import steady
+from tests.support.gangs import RUN_WITH_CONTEXT
 from tests.workloads import plain
 
 

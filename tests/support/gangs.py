@@ -17,7 +17,7 @@ from prefect_torch_ddp.protocol.events import AttemptBegan, GangEvent
 from tests.support.waiting import HANG_S, wait_until
 from tests.workloads import faulty
 
-RUN_WITH_CONTEXT = "prefect_torch_ddp.rank.workload:run_with_context"
+RUN_WITH_CONTEXT = "prefect_torch_ddp.rank.stages:run_with_context"
 
 
 @contextlib.contextmanager

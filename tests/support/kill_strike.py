@@ -31,7 +31,7 @@ from tests.workloads import killed
 from tests.workloads.killed import BATCH, EPOCHS, NUM_SAMPLES, NUM_STEPS, SAVE_EVERY, Plan
 from tests.workloads.killing_storage import KillingStorage
 
-RUN_WITH_CONTEXT = "prefect_torch_ddp.rank.workload:run_with_context"
+RUN_WITH_CONTEXT = "prefect_torch_ddp.rank.stages:run_with_context"
 
 
 @dataclass(frozen=True)

@@ -151,7 +151,7 @@ def run_ranks(
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(
-        ["torch", "torchvision", "prefect_torch_ddp.rank.workload", "tests.workloads.healthy"]
+        ["torch", "torchvision", "prefect_torch_ddp.rank.stages", "tests.workloads.healthy"]
     )
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     pipes, processes = [], []

@@ -114,7 +114,7 @@ class Attempt:
     def __init__(self, storage: Storage, course: Course) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(
-            ["torch", "torchvision", "prefect_torch_ddp.rank.workload", "tests.workloads.healthy"]
+            ["torch", "torchvision", "prefect_torch_ddp.rank.stages", "tests.workloads.healthy"]
         )
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(

@@ -103,7 +103,7 @@ def pickle_call(
 
 def brings_context(fn: Callable[..., Any] | str) -> bool:
     """Whether this is our own entry with a RankContext, which says from when it is watched."""
-    return isinstance(fn, str) and fn.startswith("prefect_torch_ddp.rank.workload:")
+    return isinstance(fn, str) and fn.startswith("prefect_torch_ddp.rank.stages:")
 
 
 def name_of(fn: Callable[..., Any] | str) -> str:

@@ -8,7 +8,7 @@ from torchvision.transforms.functional import pil_to_tensor
 
 from prefect_torch_ddp import RankContext
 from prefect_torch_ddp.data.images.folder import S3ImageFolder
-from prefect_torch_ddp.rank.workload import run_with_context
+from prefect_torch_ddp.rank.stages import run_with_context
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from tests.integration.rank.loop.test_steps import config_for
 from tests.unit.data.images.test_skipping import damaged_images

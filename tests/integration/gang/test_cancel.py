@@ -18,7 +18,7 @@ from distributed import Client, Future
 
 from prefect_torch_ddp import GangCancelledError, NotEnoughWorkersError, RankFailedError, run_gang
 from prefect_torch_ddp.checkpoint.manifest import list_manifests
-from prefect_torch_ddp.rank.workload import run_with_context
+from prefect_torch_ddp.rank.stages import run_with_context
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from tests.support.gangs import all_gone, pids_in, sleeping_gang
 from tests.support.waiting import HANG_S, wait_until
@@ -87,7 +87,7 @@ CALLER = """
 import sys
 from pathlib import Path
 from prefect_torch_ddp import run_gang
-from prefect_torch_ddp.rank.workload import run_with_context
+from prefect_torch_ddp.rank.stages import run_with_context
 from tests.support.gangs import own_cluster
 from tests.workloads import endless
 if __name__ == "__main__":

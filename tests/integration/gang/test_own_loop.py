@@ -56,7 +56,7 @@ def run(
         return config, own_loop.train, (Plan(str(folder), kills),)
 
     attempt_log = RunAttemptLog(storage, "run", knows_steps=False)
-    entry = "prefect_torch_ddp.rank.workload:run_with_context"
+    entry = "prefect_torch_ddp.rank.stages:run_with_context"
     values = run_gang(
         client, entry, args=arguments, attempt_log=attempt_log, world_size=2, max_restarts=num_kills
     )

@@ -63,7 +63,7 @@ def run(
         )
         return config, silenced.train, (str(folder), how)
 
-    entry = "prefect_torch_ddp.rank.workload:run_with_context"
+    entry = "prefect_torch_ddp.rank.stages:run_with_context"
     attempt_log = RunAttemptLog(storage, "run", knows_steps=True)
     return run_gang(
         client, entry, args=arguments, attempt_log=attempt_log, world_size=2, on_event=events.append

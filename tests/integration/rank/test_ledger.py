@@ -13,7 +13,7 @@ from prefect_torch_ddp import RankContext, read_ledger
 from prefect_torch_ddp.checkpoint.attempts import claim_attempt
 from prefect_torch_ddp.params import CheckpointParams
 from prefect_torch_ddp.rank.config import RankConfig
-from prefect_torch_ddp.rank.workload import run_with_context
+from prefect_torch_ddp.rank.stages import run_with_context
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from tests.workloads import healthy
 from tests.workloads.healthy import Died, run_ranks

@@ -20,8 +20,9 @@ from prefect_torch_ddp.params import CheckpointParams
 from prefect_torch_ddp.protocol.events import GangEvent, Progress
 from prefect_torch_ddp.rank.config import RankConfig
 from prefect_torch_ddp.storage.s3.storage import S3Storage
-from prefect_torch_ddp.tasks.run import RUN_WITH_CONTEXT, RunAttemptLog
+from prefect_torch_ddp.tasks.run import RunAttemptLog
 from tests.integration.tasks.test_s3_storage_flow import FOLDER, save_block
+from tests.support.gangs import RUN_WITH_CONTEXT
 from tests.support.s3_server import S3Server
 from tests.workloads import reporting
 

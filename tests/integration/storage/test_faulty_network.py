@@ -46,7 +46,7 @@ def train(
     config = RankConfig("run", attempt, "task", storage, checkpoint=EVERY_OTHER_STEP)
     arguments = (config, networked.train, (fails, is_big))
     return run_gang(
-        client, "prefect_torch_ddp.rank.workload:run_with_context", args=arguments, world_size=2
+        client, "prefect_torch_ddp.rank.stages:run_with_context", args=arguments, world_size=2
     )
 
 

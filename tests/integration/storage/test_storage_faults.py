@@ -19,7 +19,7 @@ from prefect_torch_ddp.errors import CheckpointError
 from prefect_torch_ddp.params import CheckpointParams
 from prefect_torch_ddp.protocol.events import LogLine, Progress
 from prefect_torch_ddp.rank.config import RankConfig
-from prefect_torch_ddp.rank.workload import run_with_context
+from prefect_torch_ddp.rank.stages import run_with_context
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.storage.protocol import Storage
 from tests.support.s3_server import Wire, answer
@@ -232,7 +232,7 @@ def test_the_caller_of_a_gang_hears_of_it(dask_client: Client, tmp_path: Path) -
     with pytest.raises(RankFailedError) as caught:
         run_gang(
             dask_client,
-            "prefect_torch_ddp.rank.workload:run_with_context",
+            "prefect_torch_ddp.rank.stages:run_with_context",
             args=(
                 config_for(storage, policy=EVERY_STEP.model_copy(update={"on_failure": "fail"})),
                 *arguments,
@@ -252,7 +252,7 @@ def test_the_caller_of_a_gang_hears_of_it(dask_client: Client, tmp_path: Path) -
     ):
         run_gang(
             dask_client,
-            "prefect_torch_ddp.rank.workload:run_with_context",
+            "prefect_torch_ddp.rank.stages:run_with_context",
             args=(config_for(never), *arguments),
             world_size=2,
             on_event=events.append,

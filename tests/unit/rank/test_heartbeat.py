@@ -4,6 +4,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.utils.data import TensorDataset
@@ -11,7 +12,9 @@ from torch.utils.data import TensorDataset
 from prefect_torch_ddp import RankContext
 from prefect_torch_ddp.gang.worker.rank_io import HeartbeatPage
 from prefect_torch_ddp.protocol.heartbeat import PAGE_BYTES, Heartbeat, Phase
+from prefect_torch_ddp.rank import link as link_module
 from prefect_torch_ddp.rank.config import RankConfig, RankInfo
+from prefect_torch_ddp.rank.evaluation import ClassificationMeter
 from prefect_torch_ddp.rank.heartbeat import HeartbeatWriter
 from prefect_torch_ddp.rank.link import Link
 from prefect_torch_ddp.rank.parts import ContextParts
@@ -68,6 +71,16 @@ def test_the_agent_reads_what_the_loop_marks(tmp_path: Path) -> None:
         (Phase.SAVING, 2, 1, True),
         (Phase.SETUP, 2, 1, False),
     ]
+
+
+def test_counting_predictions_is_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 may validate alone in the midst of an epoch, as long as its peers wait."""
+    page = bytearray(PAGE_BYTES)
+    link = Link()
+    link.heartbeat = HeartbeatWriter(page)
+    monkeypatch.setattr(link_module, "_link", link)
+    ClassificationMeter(["a", "b"]).update(torch.tensor([0]), torch.tensor([1]))
+    assert Heartbeat.from_page(bytes(page)).moved_ns > 0
 
 
 def test_collectives_count_as_progress() -> None:

@@ -15,7 +15,7 @@ from prefect_torch_ddp import RankContext, Report
 from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.params import CheckpointParams
 from prefect_torch_ddp.rank.config import RankConfig
-from prefect_torch_ddp.rank.workload import run_stage, run_with_context
+from prefect_torch_ddp.rank.stages import run_stage, run_task, run_with_context
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 
 returns = SimpleNamespace(train=None, evaluate=None, prepare="not a function")
@@ -137,6 +137,16 @@ def test_arguments_arrive_as_they_are(tmp_path: Path) -> None:
         kwargs,
     )
     assert run_with_context(config(tmp_path, "task"), f"{__name__}:arguments") == ("task", (), {})
+
+
+@pytest.mark.parametrize(("rank", "expected"), [(0, 7), (1, None)])
+def test_a_task_returns_what_rank_0_returns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int, expected: object
+) -> None:
+    """The others' values, which nobody uses, can't fail it by a class that only they know."""
+    monkeypatch.setenv("RANK", str(rank))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert run_task(config(tmp_path, "task"), lambda _ctx: 7) == expected
 
 
 @pytest.mark.parametrize(("evaluate_on", "step", "weight"), [("last", 3, 3.0), ("best", 2, 2.0)])
