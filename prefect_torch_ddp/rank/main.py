@@ -138,7 +138,7 @@ def default_to_fork() -> None:
     From Python 3.14 on they would be started by a fork server, which a dataset defined in a
     script or a notebook can't reach. Not set_start_method: the user's own call would raise.
     """
-    default: Any = multiprocessing.context._default_context  # type: ignore[attr-defined]  # noqa: SLF001
+    default: Any = multiprocessing.context._default_context  # noqa: SLF001
     default._default_context = multiprocessing.get_context("fork")  # noqa: SLF001
 
 
