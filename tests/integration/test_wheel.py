@@ -1,0 +1,165 @@
+"""What is installed is the product: the wheel alone, with the checkout on no path."""
+
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+import venv
+from pathlib import Path
+from zipfile import ZipFile
+
+import pytest
+
+from tests.support.waiting import wait_until
+
+pytestmark = pytest.mark.usefixtures("prefect_api")
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = re.findall(
+    r"^```python\n(.*?)^```$",
+    (ROOT / "README.md").read_text(encoding="utf-8"),
+    re.MULTILINE | re.DOTALL,
+)
+LIMIT_S = 150
+INSTALL_S = 900
+DEFAULTS = """
+from prefect.flows import load_flow_from_entrypoint
+from prefect_torch_ddp import TrainParams
+
+if __name__ == "__main__":
+    train_flow = load_flow_from_entrypoint("prefect_torch_ddp.flow:train_flow")
+    print(train_flow(TrainParams(options={"epochs": 1})).evaluation.num_samples)
+"""
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Build the wheel, as `pip install .` does."""
+    folder = tmp_path_factory.mktemp("wheel")
+    run(sys.executable, "-m", "pip", "wheel", "--no-deps", "--wheel-dir", str(folder), str(ROOT))
+    (built,) = folder.glob("*.whl")
+    return built
+
+
+@pytest.fixture(scope="module")
+def lent(tmp_path_factory: pytest.TempPathFactory, wheel: Path) -> Path:
+    """Install the wheel where this environment lends its packages; give the Python.
+
+    Of the folder that a .pth file names Python reads no .pth files: the checkout isn't there.
+    """
+    folder = tmp_path_factory.mktemp("lent")
+    python = python_of(folder)
+    (packages,) = folder.glob("lib/python*/site-packages")
+    (packages / "lent.pth").write_text(sysconfig.get_path("purelib"))
+    pip(python, "install", "--no-deps", "--no-index", str(wheel))
+    return python
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory, wheel: Path) -> Path:
+    """Install the wheel with all that it requires into an empty environment; give the Python."""
+    python = python_of(tmp_path_factory.mktemp("installed"))
+    pip(python, "install", "--constraint", str(ROOT / "constraints.txt"), str(wheel))
+    return python
+
+
+def python_of(folder: Path) -> Path:
+    """Make an empty virtual environment; return its Python."""
+    venv.create(folder, symlinks=True)
+    return folder / "bin" / "python"
+
+
+def pip(python: Path, *command: str) -> None:
+    """Run this environment's pip for another."""
+    run(sys.executable, "-m", "pip", "--python", str(python), *command, timeout_s=INSTALL_S)
+
+
+def run(*command: str, folder: Path | None = None, timeout_s: float = LIMIT_S) -> str:
+    """Run a command, in a folder that is also its home, and return the last line it prints."""
+    changed = {"HOME": str(folder), "PREFECT_HOME": f"{folder}/prefect"} if folder else {}
+    environment = {**os.environ, **changed}
+    environment.pop("PYTHONPATH", None)
+    done = subprocess.run(
+        command,
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return done.stdout.strip().rpartition("\n")[2]
+
+
+def run_script(python: Path, folder: Path, name: str, source: str) -> str:
+    """Run a script in a folder of its own; return the last line that it prints."""
+    script = folder / name
+    script.write_text(source, encoding="utf-8")
+    return run(str(python), str(script), folder=folder)
+
+
+def name_of(example: str) -> str:
+    """Return the file name that an example's first line gives it, else one made from what it
+    imports from the package."""
+    given = re.match(r"# (\w+\.py)\n", example)
+    used = re.search(r"from prefect_torch_ddp import ([\w, ]+)", example)
+    return (
+        given[1]
+        if given
+        else "_".join(re.findall(r"\w+", used[1] if used else "none")).lower() + "_example.py"
+    )
+
+
+def test_the_wheel_brings_one_package_and_its_default_workload(
+    wheel: Path, lent: Path, tmp_path: Path
+) -> None:
+    """No generic name such as `flows` is installed; TrainParams() trains, on ranks that see no
+    checkout, from the entry point that the documents name."""
+    tops = {name.partition("/")[0] for name in ZipFile(wheel).namelist()}
+    assert {top for top in tops if not top.endswith(".dist-info")} == {"prefect_torch_ddp"}
+    seen = (
+        "import prefect_torch_ddp as ours; from importlib.util import find_spec;"
+        "print(ours.__file__, find_spec('flows'))"
+    )
+    home, flows = run(str(lent), "-c", seen, folder=tmp_path).split()
+    assert Path(home).is_relative_to(lent.parents[1])
+    assert flows == "None"
+    assert run_script(lent, tmp_path, "defaults.py", DEFAULTS) == "359"
+
+
+@pytest.mark.extended
+@pytest.mark.timeout(INSTALL_S + LIMIT_S + 60)
+@pytest.mark.parametrize("example", EXAMPLES, ids=name_of)
+def test_the_example_runs_as_it_stands(installed: Path, tmp_path: Path, example: str) -> None:
+    """Copied into a file and run after `pip install` alone, each of the README's Python examples
+    ends well and prints what the README promises."""
+    result = run_script(installed, tmp_path, name_of(example), example)
+    if "run_gang" in example:
+        assert result == "[3.0, 3.0]"
+    elif "model_uri" in example:
+        assert Path(result).is_relative_to(tmp_path / "prefect-torch-ddp")
+        assert Path(result).is_file()
+    elif "ddp_task" in example:
+        assert float(result) < 0.1
+    else:
+        assert float(result) >= 0.9
+
+
+@pytest.mark.extended
+@pytest.mark.timeout(INSTALL_S + 3 * LIMIT_S)
+def test_deployed_from_the_package(installed: Path, tmp_path: Path) -> None:
+    """In an empty folder, `prefect deploy` takes the flow by its module, and a worker runs it."""
+    prefect = (str(installed), "-m", "prefect", "--no-prompt")
+
+    def do(*command: str) -> str:
+        return run(*prefect, *command, folder=tmp_path)
+
+    entrypoint = "prefect_torch_ddp.flow:train_flow"
+    do("work-pool", "create", "of-the-wheel", "--type", "process")
+    do("deploy", entrypoint, "--name", "of-the-wheel", "--pool", "of-the-wheel")
+    do("deployment", "run", "train-ddp/of-the-wheel", "-p", 'params={"options": {"epochs": 1}}')
+    do("worker", "start", "--pool", "of-the-wheel", "--run-once")
+    models = tmp_path / "prefect-torch-ddp"
+    wait_until(lambda: [*models.glob("runs/*/**/model.safetensors")], what="a model")
