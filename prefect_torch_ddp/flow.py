@@ -64,7 +64,7 @@ def _run(run: Run, params: TrainParams) -> TrainReport:
         closed_if_killed(UUID(flow_run.id), _grace_s(params)),
         temporary_settings({PREFECT_API_URL: api_url}),
     ):
-        connect(params)
+        connect(params, run.storage)
         # The result at each hop: a failed task's future would hide the cause from the next
         # (UnfinishedRun), and Dask runs a finished task again when its worker is lost while the
         # future lives.

@@ -6,9 +6,11 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar, cast
+from uuid import uuid4
 
 import dask
 import distributed
+import psutil
 from dask.system import CPU_COUNT
 from distributed.client import FutureCancelledError
 from distributed.worker import thread_state
@@ -29,6 +31,8 @@ from prefect_torch_ddp.gang.caller.placement import num_workers_needed
 from prefect_torch_ddp.gang.liveness import liveness_timeout_s
 from prefect_torch_ddp.gang.warm import warm
 from prefect_torch_ddp.params import ClusterParams, TrainParams
+from prefect_torch_ddp.storage.directory import DirectoryStorage
+from prefect_torch_ddp.storage.protocol import Storage
 from prefect_torch_ddp.tasks.watch.cancel import SIGNALS, stop_task
 from prefect_torch_ddp.tasks.watch.task_watch import answer_of
 from prefect_torch_ddp.tasks.watch.watched_task import follow
@@ -38,6 +42,9 @@ if TYPE_CHECKING:
 
 
 R = TypeVar("R")
+
+LOOK_S = 10.0
+"""How long workers may take to say whether they see the storage."""
 
 CLUSTER_CONFIG = {
     # Dask would set OMP_NUM_THREADS=1 and more in this process too, and leave it there; `env`
@@ -52,12 +59,12 @@ CLUSTER_CONFIG = {
 }
 
 
-def connect(params: TrainParams) -> distributed.Client:
+def connect(params: TrainParams, storage: Storage) -> None:
     """Point the flow run's DaskTaskRunner at its cluster, start that if need be, and warm it.
 
     Raises:
-        InvalidParamsError: the address can't be reached, or the cluster class can't be imported
-            or started.
+        InvalidParamsError: the address can't be reached, the cluster class can't be imported or
+            started, or the workers there are don't share the storage.
     """
     runner = _runner()
     cluster = params.cluster
@@ -81,8 +88,33 @@ def connect(params: TrainParams) -> distributed.Client:
             do = "is its scheduler running, and reachable from here?"
         msg = f"{what} gave no Dask cluster: {type(error).__name__}: {error}; {do}"
         raise InvalidParamsError(msg) from error
+    if isinstance(storage, DirectoryStorage):
+        _refuse_unshared(client, storage)
     warm(client)
-    return client
+
+
+def _refuse_unshared(client: distributed.Client, storage: DirectoryStorage) -> None:
+    # Workers that come later, or don't answer, are found out by the first checkpoint.
+    here = {each.address for addresses in psutil.net_if_addrs().values() for each in addresses}
+    workers = client.scheduler_info(n_workers=-1)["workers"]
+    away = {worker["host"]: at for at, worker in workers.items() if worker["host"] not in here}
+    if not away:
+        return
+    key = f"probes/{uuid4().hex}"
+    storage.write(key, b"")
+    path, asked = str(storage.root / key), [*away.values()]
+    seen = client.sync(
+        lambda: answer_of(
+            client.run(os.path.exists, path, workers=asked, on_error="ignore"), LOOK_S
+        )
+    )
+    storage.delete(key)
+    blind = sorted(host for host, at in away.items() if (seen or {}).get(at) is False)
+    if blind:
+        dont = f"{', '.join(blind)} don't see there what the flow writes"
+        do = "use a folder that all hosts mount under one path, or S3"
+        msg = f"the hosts don't share the storage {storage.uri}: {dont}; {do}"
+        raise InvalidParamsError(msg)
 
 
 def _configure(runner: DaskTaskRunner, cluster: ClusterParams, num_workers: int) -> None:

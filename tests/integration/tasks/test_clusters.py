@@ -10,10 +10,17 @@ from pathlib import Path
 
 import psutil
 import pytest
-from distributed import Client
+from distributed import Client, LocalCluster
 from prefect.client.orchestration import get_client
 
-from prefect_torch_ddp import ClusterParams, TrainParams, TrainReport, run_gang, train_flow
+from prefect_torch_ddp import (
+    ClusterParams,
+    InvalidParamsError,
+    TrainParams,
+    TrainReport,
+    run_gang,
+    train_flow,
+)
 from tests.support.runs import flow_run_id_of, task_runs_of, wait_until_said
 from tests.support.waiting import wait_until
 from tests.workloads import plain
@@ -136,6 +143,7 @@ def test_cluster_class_with_arguments(tmp_path: Path, monkeypatch: pytest.Monkey
         "threads_per_worker": 1,
         "dashboard_address": "127.0.0.1:0",
         "name": "mine",
+        "security": True,  # TLS, by certificates of its own
     }
     cluster = ClusterParams(cluster_class="distributed.LocalCluster", cluster_kwargs=kwargs)
     # Else Dask leaves the workers' OMP_NUM_THREADS and more in this process.
@@ -146,3 +154,34 @@ def test_cluster_class_with_arguments(tmp_path: Path, monkeypatch: pytest.Monkey
             )
         )
     check(report)
+
+
+def test_a_folder_that_a_workers_host_does_not_share(tmp_path: Path) -> None:
+    """The flow looks before anything is prepared: what it writes there isn't seen on the host of a
+    worker, which has another folder mounted under that path."""
+    storage = tmp_path / "store"
+    storage.mkdir()
+    mount = ["unshare", "--mount", "sh", "-c", f'mount -t tmpfs none "{storage}" && exec "$@"']
+    if subprocess.run([*mount, "sh", "true"], check=False, capture_output=True).returncode:
+        pytest.skip("mount namespaces need root")
+    command = ["worker", "--no-nanny", "--no-dashboard", "--host", "127.0.0.2"]
+    with LocalCluster(n_workers=0, dashboard_address="127.0.0.1:0") as cluster:
+        address = cluster.scheduler_address
+        worker = subprocess.Popen(
+            [*mount, "sh", sys.executable, "-m", "dask", *command, address], cwd=tmp_path
+        )
+        try:
+            with Client(cluster) as client:
+                client.wait_for_workers(1, timeout=READY_S)
+            params = TrainParams(
+                workload="tests.workloads.tiny",
+                storage=str(storage),
+                cluster=ClusterParams(address=address),
+            )
+            says = rf"the hosts don't share the storage .*{storage}: 127\.0\.0\.2 don't see there"
+            with pytest.raises(InvalidParamsError, match=says):
+                train_flow(params)
+        finally:
+            worker.kill()
+            worker.wait()
+    assert not any(storage.glob("**/*.json"))
