@@ -1,20 +1,16 @@
 """The ledger of a run: which samples each rank trained on in each step, and the check of it."""
 
-import json
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from prefect_torch_ddp.records.log import RecordLog
-from prefect_torch_ddp.records.parts import first_steps, read_parts, record_parts, superseded_from
+from prefect_torch_ddp.records.parts import read_parts, record_parts, superseded_from
 from prefect_torch_ddp.results import EpochLedger, LedgerReport
 from prefect_torch_ddp.storage.protocol import Storage
 
 MAX_EXAMPLES = 5
-
-_encode = json.JSONEncoder(separators=(",", ":")).encode  # json.dumps would make one for each line
 
 
 @dataclass(frozen=True)
@@ -65,50 +61,31 @@ class EndLine(Line):
     """A loop ended in order: no line of it before this offset may be missing."""
 
 
-class LedgerLog(RecordLog):
-    """Appends lines to `runs/<run_id>/ledger/rank-00000/<attempt>-<part>.jsonl`."""
-
-    def __init__(
-        self, storage: Storage, run_id: str, rank: int, attempt: int, **options: Any
-    ) -> None:
-        """Take RecordLog's options first_interval_s and copies."""
-        super().__init__(
-            storage,
-            _folder(run_id),
-            rank=rank,
-            attempt=attempt,
-            what="ledger",
-            to_line=lambda record: _encode(record) + "\n",
-            **options,
-        )
-        self._who = {"rank": rank, "attempt": attempt}
-
-    def put(self, line: Line) -> None:
-        """Put a line on record, as this rank's."""
-        self.append({**vars(line), **self._who})
-
-
 def read_ledger(storage: Storage, run_id: str) -> LedgerReport:
     """Check the ledger of a run; see `prefect_torch_ddp.read_ledger`.
 
     Raises:
         StorageError: the storage can't be read.
     """
-    parts = record_parts(storage, _folder(run_id))
+    parts = record_parts(storage, run_id, "ledger")
     # Steps only grow, so the first part of each rank has its attempt's first step.
     first_parts = {part.key.rpartition("-")[0]: part for part in reversed(parts)}
     firsts = first_steps(read_parts(storage, list(first_parts.values()), _parse))
     return check_ledger(run_id, firsts, read_parts(storage, parts, _parse))
 
 
-def _folder(run_id: str) -> str:
-    return f"runs/{run_id}/ledger"
-
-
 def _parse(line: dict[str, Any]) -> Line:
     if "samples" in line:
         return StepLine(**line)
     return LoopLine(**line) if "num_samples" in line else EndLine(**line)
+
+
+def first_steps(lines: Iterable[Line]) -> dict[int, int]:
+    """Return the first step of every attempt."""
+    firsts: dict[int, int] = {}
+    for line in lines:
+        firsts[line.attempt] = min(line.step, firsts.get(line.attempt, line.step))
+    return firsts
 
 
 def check_ledger(run_id: str, firsts: Mapping[int, int], lines: Iterable[Line]) -> LedgerReport:

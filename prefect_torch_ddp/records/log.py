@@ -1,14 +1,17 @@
 """How a rank's records reach the storage: in parts, in the background, none lost by a kill."""
 
 import logging
+import math
 import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+import orjson
 
 from prefect_torch_ddp.errors import StorageError
 from prefect_torch_ddp.storage.protocol import Storage
@@ -16,6 +19,8 @@ from prefect_torch_ddp.storage.protocol import Storage
 SUFFIX = ".jsonl"
 LONG_INTERVAL_S, LONGEST_INTERVAL_S = 30.0, 300.0
 SHARE_OF_AGE = 1 / 64
+FULL_BYTES = 2**23
+"""A part that is as large is written at once."""
 NUM_LAST_TRIES = 3
 PAUSE_S = 0.2
 
@@ -23,22 +28,20 @@ logger = logging.getLogger(__name__)
 
 
 class RecordLog:
-    """Appends records to `<folder>/rank-00000/<attempt>-<part>.jsonl`.
+    """Appends records to `runs/<run_id>/<kind>/rank-00000/<attempt>-<part>.jsonl`.
 
     While the storage fails, records are kept and tried again. Those that no part holds yet are
     in a file as well, where `left_behind` finds them after this process was killed.
     """
 
-    def __init__(  # noqa: PLR0913 - what is written, by whom, and where to, all by name
+    def __init__(  # noqa: PLR0913 - what is written, by whom, and where to
         self,
         storage: Storage,
-        folder: str,
+        run_id: str,
+        kind: str,
         *,
         rank: int,
         attempt: int,
-        what: str,
-        to_line: Callable[[Mapping[str, Any]], str],
-        is_ready: Callable[[Mapping[str, Any]], bool] = lambda _: True,
         first_interval_s: float = 1.0,
         copies: Path | None = None,
     ) -> None:
@@ -46,23 +49,19 @@ class RecordLog:
 
         Args:
             storage: where to.
-            folder: the key of the folder of all ranks.
+            run_id: of which run.
+            kind: "metrics" or "ledger".
             rank: which rank writes.
             attempt: in which attempt.
-            what: the records' name in messages: "metric".
-            to_line: makes a record a line of JSON; waits for one that isn't ready.
-            is_ready: tells whether a record can be made a line without waiting.
             first_interval_s: seconds until the first part.
             copies: the folder for what isn't written yet; None: no copies are kept.
         """
         self._storage = storage
-        self._prefix = f"{folder}/rank-{rank:05d}/{attempt:06d}-"
-        self._what = what
-        self._to_line = to_line
-        self._is_ready = is_ready
+        self._prefix = f"{records_folder(run_id, kind)}/rank-{rank:05d}/{attempt:06d}-"
+        self._kind = kind
         self._first_interval_s = first_interval_s
         self._copies = copies
-        self._waiting: deque[Mapping[str, Any]] = deque()
+        self._waiting: deque[Any] = deque()
         """Records that a device still computes, and those after them."""
         self._num_batches = 0
         self._growing = self._new_batch()
@@ -71,17 +70,24 @@ class RecordLog:
         """What is being written; after an error the same again."""
         self._taking = threading.Lock()
         self._writing = threading.Lock()
-        self._closing = threading.Event()
+        self._wake = threading.Event()
+        self._is_closing = False
         self._thread: threading.Thread | None = None
 
-    def append(self, record: Mapping[str, Any]) -> None:
-        """Take a record; it must not change any more."""
+    def append(self, record: Any) -> None:
+        """Take a record, which must not change any more: a dict, or a dataclass.
+
+        The values of its "metrics" may be anything that `float()` takes. One that says by
+        `is_ready()` that it isn't yet is waited for in the background.
+        """
         with self._taking:
             self._waiting.append(record)
-            while self._waiting and self._is_ready(self._waiting[0]):
-                self._take_first()
+            while self._waiting and _is_ready(self._waiting[0]):
+                self._growing.add(_line(self._waiting.popleft()))
+        if len(self._growing.content) > FULL_BYTES and self._full is None:
+            self._wake.set()
         if self._thread is None:
-            name = f"prefect-torch-ddp-{self._what}-records"
+            name = f"prefect-torch-ddp-{self._kind}"
             self._thread = threading.Thread(target=self._write_parts, name=name, daemon=True)
             self._thread.start()
 
@@ -92,7 +98,7 @@ class RecordLog:
             if self._full is not None:
                 self._write_full()
             with self._taking:
-                if not self._growing.lines:
+                if not self._growing.content:
                     return
                 self._full, self._growing = self._growing, self._new_batch()
             self._write_full()
@@ -101,7 +107,8 @@ class RecordLog:
         """Write all that is left; raises StorageError after a few tries."""
         if self._thread is None:
             return
-        self._closing.set()
+        self._is_closing = True
+        self._wake.set()
         self._thread.join()
         self._thread = None
         tries_left = NUM_LAST_TRIES
@@ -111,26 +118,30 @@ class RecordLog:
             except StorageError as error:
                 tries_left -= 1
                 if tries_left == 0:
-                    what = f"{num_pending} {self._what} records"
+                    what = f"{num_pending} records of {self._kind}"
                     msg = f"{what} could not be written to {self._next_key}: {error}"
                     raise StorageError(msg) from error
                 threading.Event().wait(PAUSE_S)
 
     def _num_pending(self) -> int:
-        num_full = 0 if self._full is None else len(self._full.lines)
-        return len(self._waiting) + len(self._growing.lines) + num_full
+        num_full = 0 if self._full is None else self._full.content.count(b"\n")
+        return len(self._waiting) + self._growing.content.count(b"\n") + num_full
 
     def _write_parts(self) -> None:
         is_failing, began_s, interval_s = False, time.monotonic(), self._first_interval_s
-        while not self._closing.wait(interval_s):
-            interval_s = next_interval_s(interval_s, time.monotonic() - began_s)
+        while True:
+            if not self._wake.wait(interval_s):
+                interval_s = next_interval_s(interval_s, time.monotonic() - began_s)
+            self._wake.clear()
+            if self._is_closing:
+                return
             try:
                 self.flush()
                 is_failing = False
             except Exception as error:  # noqa: BLE001 - the training continues; close() raises what lasts
                 if not is_failing:
-                    text = "%s records can't be written to %s, and are kept to try again: %s"
-                    logger.warning(text, self._what, self._next_key, error)
+                    text = "records can't be written to %s, and are kept to try again: %s"
+                    logger.warning(text, self._next_key, error)
                 is_failing = True
 
     def _wait_for_all(self) -> None:
@@ -140,18 +151,14 @@ class RecordLog:
                 if not self._waiting:
                     return
                 first = self._waiting[0]
-            self._to_line(first)  # waits
+            _line(first)  # waits
             with self._taking:
                 if self._waiting and self._waiting[0] is first:
-                    self._take_first()
-
-    def _take_first(self) -> None:
-        self._growing.add(self._to_line(self._waiting[0]).encode())
-        self._waiting.popleft()
+                    self._growing.add(_line(self._waiting.popleft()))
 
     def _write_full(self) -> None:
         assert self._full is not None
-        written = put_part(self._storage, self._next_key, b"".join(self._full.lines))
+        written = put_part(self._storage, self._next_key, bytes(self._full.content))
         self._full.drop()
         self._full = None
         number = int(written.removeprefix(self._prefix).removesuffix(SUFFIX))
@@ -163,16 +170,40 @@ class RecordLog:
         return _Batch(None if self._copies is None else self._copies / name)
 
 
+def records_folder(run_id: str, kind: str) -> str:
+    """Return the key of the folder that has a kind of records of all ranks."""
+    return f"runs/{run_id}/{kind}"
+
+
+def _is_ready(record: Any) -> bool:
+    if isinstance(record, dict):
+        for value in record["metrics"].values():
+            if type(value) is not float and not getattr(value, "is_ready", lambda: True)():
+                return False
+    return True
+
+
+def _line(record: Any) -> bytes:
+    line = orjson.dumps(record, default=float, option=orjson.OPT_APPEND_NEWLINE)
+    if b"null" in line:  # JSON has no number for nan and infinity; float() reads their text back
+        values = {name: float(value) for name, value in record["metrics"].items()}
+        metrics = {
+            name: value if math.isfinite(value) else str(value) for name, value in values.items()
+        }
+        line = orjson.dumps({**record, "metrics": metrics}, option=orjson.OPT_APPEND_NEWLINE)
+    return line
+
+
 class _Batch:
     """Lines that become one part, with a copy in a file that outlives a kill."""
 
     def __init__(self, copy: Path | None) -> None:
-        self.lines: list[bytes] = []
+        self.content = bytearray()
         self._copy = copy
         self._file: int | None = None
 
     def add(self, line: bytes) -> None:
-        self.lines.append(line)
+        self.content += line
         if self._copy is None:
             return
         try:
@@ -190,7 +221,7 @@ class _Batch:
 
     def drop(self) -> None:
         """Forget the lines: they are in the storage."""
-        self.lines.clear()
+        self.content.clear()
         self._forget_copy()
 
     def _forget_copy(self) -> None:

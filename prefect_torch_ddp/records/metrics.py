@@ -1,15 +1,16 @@
-"""Metrics of a run: how a rank writes them, and what is read back: records, epochs, curves."""
+"""Metrics of a run, read back in columns: its records, its epochs, and what failures cost."""
 
-import json
-import math
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from array import array
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from prefect_torch_ddp.errors import InvalidParamsError
-from prefect_torch_ddp.records.log import RecordLog
-from prefect_torch_ddp.records.parts import first_steps, read_parts, record_parts, surviving
+from prefect_torch_ddp.records.parts import read_parts, record_parts, superseded_from
 from prefect_torch_ddp.results import EpochRow
 from prefect_torch_ddp.storage.protocol import Storage
 
@@ -17,167 +18,172 @@ if TYPE_CHECKING:
     import pandas as pd
 
 VALIDATION_PREFIXES = ("validation", "valid_", "val_", "eval_", "test_")
+ROW = np.dtype(
+    [
+        ("step", np.int64),
+        ("epoch", np.int32),
+        ("rank", np.int32),
+        ("attempt", np.int32),
+        ("time", np.float64),
+        ("num_samples", np.int64),
+    ]
+)
+"""What every record has, beside its metrics; epochs count from 1, the time is in Unix seconds."""
 
-_encode = json.JSONEncoder(allow_nan=False).encode  # json.dumps would make one for each record
+Ints = NDArray[np.signedinteger[Any]]
+Floats = NDArray[np.float64]
 
-
-class MetricLog(RecordLog):
-    """Appends records to `runs/<run_id>/metrics/rank-00000/<attempt>-<part>.jsonl`.
-
-    A record's metrics may be anything that `float()` takes. One that says by `is_ready()` that
-    it isn't yet is waited for in the background.
-    """
-
-    def __init__(
-        self, storage: Storage, run_id: str, rank: int, attempt: int, **options: Any
-    ) -> None:
-        """Take RecordLog's options first_interval_s and copies."""
-        super().__init__(
-            storage,
-            _folder(run_id),
-            rank=rank,
-            attempt=attempt,
-            what="metric",
-            to_line=_line,
-            is_ready=_is_ready,
-            **options,
-        )
-
-
-def _folder(run_id: str) -> str:
-    return f"runs/{run_id}/metrics"
-
-
-def _is_ready(record: Mapping[str, Any]) -> bool:
-    return all(
-        isinstance(value, float) or getattr(value, "is_ready", lambda: True)()
-        for value in record["metrics"].values()
-    )
-
-
-def _line(record: Mapping[str, Any]) -> str:
-    metrics = {name: _json_number(float(value)) for name, value in record["metrics"].items()}
-    return _encode({**record, "metrics": metrics}) + "\n"
-
-
-def _json_number(value: float) -> float | str:
-    return value if math.isfinite(value) else str(value)  # float() reads the text back
+_plain = itemgetter(*ROW.names or ())
 
 
 @dataclass(frozen=True)
-class Record:
-    """What one rank reported at one step."""
+class Records:
+    """What ranks reported, in columns; a row is what one rank reported at one step."""
 
-    step: int
-    epoch: int
-    """Counts from 1."""
-    rank: int
-    attempt: int
-    time: float
-    """Unix seconds."""
-    num_samples: int
-    metrics: Mapping[str, float]
+    rows: NDArray[Any]
+    """Of ROW: `rows["step"]` are all steps."""
+    metrics: Mapping[str, tuple[Ints, Floats]]
+    """By name: the numbers of the rows that have the metric, and its values in them."""
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def where(self, mask: NDArray[np.bool_]) -> "Records":
+        """Return some of the rows."""
+        numbers = np.cumsum(mask) - 1
+        metrics = {
+            name: (numbers[having[mask[having]]], values[mask[having]])
+            for name, (having, values) in self.metrics.items()
+            if mask[having].any()
+        }
+        return Records(self.rows[mask], metrics)
+
+    def sums(self, metric: str, bins: Ints, num_bins: int, *, only_finite: bool = False) -> Floats:
+        """Add up a metric's records by the bins of all rows; those of bin -1 are left out.
+
+        Returns:
+            [5, num_bins]: the values times samples, the samples, the values, their number, and
+            their steps. `means` makes means of it; sums of two may be added.
+        """
+        having, values = self.metrics[metric]
+        kept = bins[having] >= 0
+        if only_finite:
+            kept &= np.isfinite(values)
+        having, values = having[kept], values[kept]
+        weights = self.rows["num_samples"][having].astype(np.float64)
+        with np.errstate(invalid="ignore"):  # a training that diverged has inf and -inf
+            weighted = np.where(weights > 0, values * weights, 0.0)
+        columns = (weighted, weights, values, np.ones(len(having)), self.rows["step"][having])
+        return np.stack([np.bincount(bins[having], column, num_bins) for column in columns])
 
 
-def _record(line: dict[str, Any]) -> Record:
-    return Record(
-        step=int(line["step"]),
-        epoch=int(line["epoch"]),
-        rank=int(line["rank"]),
-        attempt=int(line["attempt"]),
-        time=float(line["time"]),
-        num_samples=int(line["num_samples"]),
-        metrics={str(name): float(value) for name, value in line["metrics"].items()},
-    )
+def means(sums: Floats) -> Floats:
+    """Return the mean of each bin that has records, weighed by their samples.
+
+    Records without samples count, equally, only where there are no others.
+    """
+    weighted, samples, plain, count = sums[:4]
+    by_samples = samples > 0
+    values: Floats = np.where(by_samples, weighted, plain) / np.where(by_samples, samples, count)
+    return values
 
 
-def read_records(storage: Storage, run_id: str) -> list[Record]:
-    """Read the records that no newer attempt superseded, in order of step and rank."""
-    return surviving_records(read_all_records(storage, run_id))
+def records_of(lines: Iterable[tuple[tuple[Any, ...], Mapping[str, float]]]) -> Records:
+    """Make columns of the plain values and the metrics of each record."""
+    found: dict[str, tuple[array[int], array[float]]] = {}
+
+    def rows() -> Iterator[tuple[Any, ...]]:
+        for number, (plain, metrics) in enumerate(lines):
+            for name, value in metrics.items():
+                if name not in found:
+                    found[name] = (array("i"), array("d"))
+                numbers, values = found[name]
+                numbers.append(number)
+                values.append(value)
+            yield plain
+
+    plain = np.fromiter(rows(), ROW)
+    metrics = {name: (np.array(each[0]), np.array(each[1])) for name, each in found.items()}
+    return Records(plain, metrics)
 
 
-def read_all_records(storage: Storage, run_id: str, known: set[str] | None = None) -> list[Record]:
+def _parse(line: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, float]]:
+    return _plain(line), {name: float(value) for name, value in line["metrics"].items()}
+
+
+def read_all_records(storage: Storage, run_id: str, known: set[str] | None = None) -> Records:
     """Read every record of every attempt; damaged lines are left out, with a warning.
 
     Parts whose keys are in `known` were read before and are left out; new ones are added to it.
     """
     known = set() if known is None else known
-    new = [part for part in record_parts(storage, _folder(run_id)) if part.key not in known]
-    records = list(read_parts(storage, new, _record))
+    new = [part for part in record_parts(storage, run_id, "metrics") if part.key not in known]
+    records = records_of(read_parts(storage, new, _parse))
     known.update(part.key for part in new)
     return records
 
 
-def surviving_records(records: Iterable[Record]) -> list[Record]:
-    """Keep what no newer attempt superseded, in order of step and rank."""
-    records = list(records)
-    return sorted(
-        surviving(records, _first_steps(records)),
-        key=lambda record: (record.step, record.rank, record.attempt),
-    )
+def first_steps(records: Records) -> dict[int, int]:
+    """Return the first step of every attempt.
+
+    What one reports before that bears the step it resumed from, and must not supersede it.
+    """
+    firsts = {}
+    for attempt in np.unique(records.rows["attempt"]).tolist():
+        of_it = records.rows["attempt"] == attempt
+        trained = of_it & (records.rows["num_samples"] > 0)
+        firsts[attempt] = int(records.rows["step"][trained if trained.any() else of_it].min())
+    return firsts
 
 
-def _first_steps(records: Sequence[Record]) -> dict[int, int]:
-    # What an attempt reports before its first step bears the step it resumed from, and must not
-    # supersede that.
-    trained = [record for record in records if record.num_samples > 0]
-    return first_steps(records) | first_steps(trained)
+def surviving_records(records: Records) -> Records:
+    """Keep what no newer attempt superseded."""
+    counts = np.ones(len(records), bool)
+    for attempt, end in superseded_from(first_steps(records)).items():
+        counts &= (records.rows["attempt"] != attempt) | (records.rows["step"] < end)
+    return records if counts.all() else records.where(counts)
 
 
-def lost_time_s(records: Iterable[Record]) -> float:
+def lost_time_s(records: Records) -> float:
     """Return the seconds that failures cost, from the records of all attempts.
 
     Each costs from the last record that counts to the first one of the next attempt.
     """
-    records = list(records)
     lost_s = 0.0
-    for attempt, first_step in sorted(_first_steps(records).items())[1:]:
-        older = [record for record in records if record.attempt < attempt]
-        resumed_at = min(record.time for record in records if record.attempt == attempt)
-        began_at = min(record.time for record in older)
-        kept = [record.time for record in surviving_records(older) if record.step < first_step]
-        lost_s += max(0.0, resumed_at - max(kept, default=began_at))
+    for attempt, first_step in sorted(first_steps(records).items())[1:]:
+        older = records.where(records.rows["attempt"] < attempt)
+        kept = surviving_records(older)
+        resumed_at = records.rows["time"][records.rows["attempt"] == attempt].min()
+        lost_at = kept.rows["time"][kept.rows["step"] < first_step].max(
+            initial=older.rows["time"].min()
+        )
+        lost_s += max(0.0, float(resumed_at - lost_at))
     return lost_s
 
 
-def epoch_rows(records: Iterable[Record]) -> tuple[EpochRow, ...]:
+def epoch_rows(records: Records) -> tuple[EpochRow, ...]:
     """Average every metric of every epoch over the samples of all ranks."""
-    by_epoch: dict[int, list[Record]] = defaultdict(list)
-    for record in records:
-        by_epoch[record.epoch].append(record)
-    return tuple(_epoch_row(epoch, by_epoch[epoch]) for epoch in sorted(by_epoch))
-
-
-def _epoch_row(epoch: int, records: Sequence[Record]) -> EpochRow:
-    having = {
-        name: [record for record in records if name in record.metrics]
-        for name in metric_names(records)
-    }
-    # One sample may be in several records (its loss, later its accuracy), so those of one metric
-    # are counted. Held-out samples are no training samples, unless there are no others.
-    counted = [name for name in having if not is_validation(name)] or list(having)
-    sizes = [sum(record.num_samples for record in having[name]) for name in counted]
-    return EpochRow(
-        epoch=epoch,
-        num_steps=len({record.step for record in records}),
-        num_samples=max(sizes, default=0),
-        metrics={name: _mean(some, name) for name, some in having.items()},
+    epochs, index = np.unique(records.rows["epoch"], return_inverse=True)
+    span = records.rows["step"].max(initial=0) + 1
+    num_steps = np.bincount(
+        np.unique(index * span + records.rows["step"]) // span, minlength=len(epochs)
     )
-
-
-def _mean(records: Sequence[Record], metric: str) -> float:
-    # Records without samples count, equally, only where there are no others.
-    weighed = [
-        (record.metrics[metric], record.num_samples) for record in records if record.num_samples > 0
-    ]
-    weighed = weighed or [(record.metrics[metric], 1) for record in records]
-    # Not fsum, which raises on inf + -inf; a training that diverged has both.
-    return sum(value * weight for value, weight in weighed) / sum(weight for _, weight in weighed)
-
-
-def metric_names(records: Iterable[Record]) -> tuple[str, ...]:
-    """Return the names of all metrics, in the order in which they were first reported."""
-    return tuple(dict.fromkeys(name for record in records for name in record.metrics))
+    sums = {name: records.sums(name, index, len(epochs)) for name in records.metrics}
+    rows = []
+    for at, epoch in enumerate(epochs.tolist()):
+        here = {name: each[:, at] for name, each in sums.items() if each[3, at]}
+        # One sample may be in several records (its loss, later its accuracy), so those of one
+        # metric are counted. Held-out samples are no training samples, unless there are no others.
+        counted = [name for name in here if not is_validation(name)] or list(here)
+        rows.append(
+            EpochRow(
+                epoch=epoch,
+                num_steps=int(num_steps[at]),
+                num_samples=max((int(here[name][1]) for name in counted), default=0),
+                metrics={name: float(means(each)) for name, each in here.items()},
+            )
+        )
+    return tuple(rows)
 
 
 def is_validation(metric: str) -> bool:
@@ -201,13 +207,12 @@ def records_frame(storage: Storage, run_id: str, *, all_attempts: bool = False) 
             "`pip install pandas`, or install prefect-torch-ddp with its extra `analysis`"
         )
         raise InvalidParamsError(msg) from error
-    plain = ["step", "epoch", "rank", "attempt", "time", "num_samples"]
     records = read_all_records(storage, run_id)
-    if all_attempts:
-        records.sort(key=lambda record: (record.attempt, record.step, record.rank))
-    else:
-        records = surviving_records(records)
-    columns = {name: [getattr(record, name) for record in records] for name in plain}
-    for name in metric_names(records):
-        columns.setdefault(name, [record.metrics.get(name, math.nan) for record in records])
-    return pd.DataFrame(columns)
+    records = records if all_attempts else surviving_records(records)
+    columns = {name: records.rows[name] for name in ROW.names or ()}
+    for name, (having, values) in records.metrics.items():
+        if name not in columns:
+            columns[name] = np.full(len(records), np.nan)
+            columns[name][having] = values
+    order = ["attempt", "step", "rank"] if all_attempts else ["step", "rank", "attempt"]
+    return pd.DataFrame(columns).sort_values(order, kind="stable", ignore_index=True)

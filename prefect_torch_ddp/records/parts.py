@@ -1,56 +1,54 @@
 """Reading records back: the lines of all ranks' parts, and which attempts' lines count."""
 
-import json
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Protocol, TypeVar
+from itertools import accumulate, groupby
+from typing import Any, TypeVar
+
+import orjson
 
 from prefect_torch_ddp.errors import StorageError
+from prefect_torch_ddp.records.log import SUFFIX, records_folder
 from prefect_torch_ddp.storage.protocol import ObjectPart, ReadsMany, Storage, StoredObject
 
 NUM_PARALLEL_READS = 8
-NUM_AHEAD = 256
-"""Objects that are in memory at a time."""
+BYTES_AHEAD = 2**25
+"""What is in memory at a time, at least a part."""
 
 R = TypeVar("R")
 
 logger = logging.getLogger(__name__)
 
 
-class Numbered(Protocol):
-    """A record: it has a step, from 1, and the attempt that did it."""
-
-    @property
-    def step(self) -> int: ...  # noqa: D102
-
-    @property
-    def attempt(self) -> int: ...  # noqa: D102
-
-
-N = TypeVar("N", bound=Numbered)
-
-
-def record_parts(storage: Storage, folder: str) -> list[StoredObject]:
-    """Return all parts that ranks wrote below a folder, in order of rank, attempt and part."""
-    return [found for found in storage.list(f"{folder}/") if found.key.endswith(".jsonl")]
+def record_parts(storage: Storage, run_id: str, kind: str) -> list[StoredObject]:
+    """Return all parts that ranks wrote of a kind, in order of rank, attempt and part."""
+    prefix = f"{records_folder(run_id, kind)}/"
+    return [found for found in storage.list(prefix) if found.key.endswith(SUFFIX)]
 
 
 def read_parts(
     storage: Storage, parts: Sequence[StoredObject], parse: Callable[[dict[str, Any]], R]
 ) -> Iterator[R]:
-    """Yield every record of the parts; damaged lines are left out, with a warning.
+    """Yield what `parse` makes of each record; damaged lines are left out, with a warning.
 
     Raises:
         StorageError: a part can't be read.
     """
-    for start in range(0, len(parts), NUM_AHEAD):
-        some = parts[start : start + NUM_AHEAD]
+    ends = accumulate(part.num_bytes for part in parts)
+    for _, batch in groupby(zip(ends, parts, strict=True), lambda each: each[0] // BYTES_AHEAD):
+        some = [part for _, part in batch]
         for part, data in zip(some, _contents(storage, some), strict=True):
             if isinstance(data, StorageError):
                 raise data
-            yield from _parse(part.key, data, parse)
+            for number, line in enumerate(data.split(b"\n"), start=1):
+                try:
+                    if line:
+                        yield parse(orjson.loads(line))
+                except (ValueError, KeyError, TypeError, AttributeError) as error:
+                    text = "line %d of %s is damaged and left out: %r"
+                    logger.warning(text, number, part.key, error)
 
 
 def _contents(storage: Storage, parts: Sequence[StoredObject]) -> Sequence[bytes | StorageError]:
@@ -62,29 +60,15 @@ def _contents(storage: Storage, parts: Sequence[StoredObject]) -> Sequence[bytes
         return list(pool.map(storage.read, [part.key for part in parts]))
 
 
-def _parse(key: str, data: bytes, parse: Callable[[dict[str, Any]], R]) -> Iterator[R]:
-    for number, line in enumerate(data.split(b"\n"), start=1):
-        if line.strip():
-            try:
-                yield parse(json.loads(line))
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
-                logger.warning("line %d of %s is damaged and left out: %r", number, key, error)
-
-
-def first_steps(records: Iterable[Numbered]) -> dict[int, int]:
-    """Return the first step of every attempt."""
-    first: dict[int, int] = {}
-    for record in records:
-        first[record.attempt] = min(record.step, first.get(record.attempt, record.step))
-    return first
-
-
 def superseded_from(firsts: Mapping[int, int]) -> dict[int, float]:
     """Return the step from which on each attempt's records are superseded; infinity for none.
 
     A resumed attempt begins after the checkpoint it restored, on all ranks at once. Its first
     step supersedes everything that older attempts recorded from there on, on every rank, also
     of steps that it hasn't reached and of ranks that it no longer has.
+
+    Args:
+        firsts: the first step of each attempt.
     """
     superseded: dict[int, float] = {}
     first_of_newer = math.inf
@@ -92,9 +76,3 @@ def superseded_from(firsts: Mapping[int, int]) -> dict[int, float]:
         superseded[attempt] = first_of_newer
         first_of_newer = min(first_of_newer, firsts[attempt])
     return superseded
-
-
-def surviving(records: Iterable[N], firsts: Mapping[int, int]) -> list[N]:
-    """Return the records, of all attempts, that no newer attempt superseded."""
-    superseded = superseded_from(firsts)
-    return [record for record in records if record.step < superseded[record.attempt]]

@@ -17,7 +17,7 @@ from prefect_torch_ddp.checkpoint.keys import checkpoints_prefix, manifest_key
 from prefect_torch_ddp.checkpoint.manifest import list_manifests
 from prefect_torch_ddp.params import CheckpointParams
 from prefect_torch_ddp.rank.config import RankConfig
-from prefect_torch_ddp.records.metrics import Record, read_records
+from prefect_torch_ddp.records.metrics import read_all_records
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.storage.protocol import Storage
 from prefect_torch_ddp.storage.s3.client import client_of
@@ -26,6 +26,7 @@ from prefect_torch_ddp.tasks.report.curves import MetricCurves
 from prefect_torch_ddp.tasks.run import RunAttemptLog
 from tests.support.kill_points import KillPoint
 from tests.support.killing_wire import KillingWire
+from tests.support.records import read_records
 from tests.support.s3_server import S3Server
 from tests.workloads import killed
 from tests.workloads.killed import BATCH, EPOCHS, NUM_SAMPLES, NUM_STEPS, SAVE_EVERY, Plan
@@ -174,10 +175,10 @@ def _check_records(ended: Ended, calm: Ended) -> None:
     """No metric record is lost or there twice, and the loss is that of the undisturbed
     training."""
     records = read_records(ended.storage, "run")
-    assert Counter(record.step for record in records if record.rank == 0) == Counter(
-        range(1, NUM_STEPS + 1)
+    assert [found.step for found in records if found.rank == 0] == list(range(1, NUM_STEPS + 1))
+    curve, expected = (
+        MetricCurves(read_all_records(each.storage, "run")).curves["loss"] for each in (ended, calm)
     )
-    curve, expected = _loss(records), _loss(read_records(calm.storage, "run"))
     assert [step for step, _ in curve] == list(range(1, NUM_STEPS + 1))
     assert [value for _, value in curve] == pytest.approx(
         [value for _, value in expected], rel=1e-9
@@ -207,7 +208,3 @@ def _check_checkpoints(ended: Ended, calm: Ended) -> None:
         )
         begun = [upload["Key"] for upload in answer.get("Uploads", ())]
         assert not begun, f"uploads were begun and never ended: {begun}"
-
-
-def _loss(records: list[Record]) -> list[tuple[float, float]]:
-    return MetricCurves(records).curves["loss"]

@@ -12,9 +12,8 @@ from prefect_torch_ddp.protocol.events import Progress
 from prefect_torch_ddp.rank.config import RankConfig, RankInfo
 from prefect_torch_ddp.rank.link import Link
 from prefect_torch_ddp.rank.saving.state import TrainingState
-from prefect_torch_ddp.records.ledger import EndLine, LedgerLog, LoopLine, StepLine
+from prefect_torch_ddp.records.ledger import EndLine, LoopLine, StepLine
 from prefect_torch_ddp.records.log import RecordLog
-from prefect_torch_ddp.records.metrics import MetricLog
 
 if TYPE_CHECKING:
     from prefect_torch_ddp.data.sampler import BatchShare, GlobalBatches
@@ -31,13 +30,14 @@ class Reporter:
         self, config: RankConfig, info: RankInfo, state: TrainingState, link: Link
     ) -> None:
         """Only a training writes records: those of an evaluation would count as the training's."""
-        run = (config.storage, config.run_id, info.rank, config.attempt)
-        self._log = MetricLog(*run, copies=link.copies) if config.trains else None
+        run = (config.storage, config.run_id)
+        self._who: dict[str, Any] = {"rank": info.rank, "attempt": config.attempt}
+        kept = {**self._who, "copies": link.copies}
+        self._log = RecordLog(*run, "metrics", **kept) if config.trains else None
         keeps_ledger = config.trains and config.ledger
-        self._ledger = LedgerLog(*run, copies=link.copies) if keeps_ledger else None
+        self._ledger = RecordLog(*run, "ledger", **kept) if keeps_ledger else None
         self._logs: list[RecordLog] = [log for log in (self._log, self._ledger) if log is not None]
         self._info = info
-        self._attempt = config.attempt
         self._state = state
         self._link = link
         self._now: dict[str, Any] = {}
@@ -66,21 +66,22 @@ class Reporter:
             global_batch_size=batches.global_batch_size,
             drop_last=batches.drop_last,
             world_size=self._info.world_size,
+            **self._who,
         )
-        self._ledger.put(line)
+        self._ledger.append(line)
 
     def end_loop(self) -> None:
         """Put on the ledger that a loop has ended in order, and where."""
         if self._ledger is not None:
             position = self._state.position
             offset = position.batch * position.global_batch_size
-            line = EndLine(self._state.step + 1, position.epoch + 1, position.loop, offset)
-            self._ledger.put(line)
+            at = (self._state.step + 1, position.epoch + 1, position.loop, offset)
+            self._ledger.append(EndLine(*at, **self._who))
 
     def end_step(self) -> None:
         """Hand on the step's records."""
         if self._ledger is not None and self._state.share is not None and not self._closed:
-            self._ledger.put(self._step_line(self._state.share))
+            self._ledger.append(self._step_line(self._state.share))
         if self._now and not self._closed:
             metrics, self._now = self._now, {}
             self._newest.update(metrics)
@@ -158,15 +159,14 @@ class Reporter:
         state = self._state
         offset = share.batch * state.position.global_batch_size
         batch = (offset, share.num_global, share.is_last, share.samples)
-        return StepLine(state.step, state.epoch, state.position.loop, *batch)
+        return StepLine(state.step, state.epoch, state.position.loop, *batch, **self._who)
 
     def _record(self, metrics: Mapping[str, Any]) -> dict[str, Any]:
         share = self._state.share
         return {
             "step": self._state.record_step,
             "epoch": self._state.epoch,
-            "rank": self._info.rank,
-            "attempt": self._attempt,
+            **self._who,
             "time": time.time(),
             "num_samples": 0 if share is None else share.num_local - share.num_skipped,
             "metrics": metrics,

@@ -1,91 +1,81 @@
 """The curves of a run, from its records: each metric's mean over ranks and samples, by step."""
 
-import math
-from collections.abc import Iterable
+from collections import defaultdict
 from dataclasses import dataclass, field
 
-from prefect_torch_ddp.records.metrics import Record
+import numpy as np
+
+from prefect_torch_ddp.records.metrics import Floats, Records, means
 from prefect_torch_ddp.records.parts import superseded_from
 
 MAX_BINS = 2000
+NEVER = 2**62
 
 
-@dataclass
-class _Bin:
-    """Sums over the records of one metric in a few steps."""
-
-    weighted: float = 0.0
-    num_samples: int = 0
-    plain: float = 0.0
-    count: int = 0
-    steps: int = 0
-
-    def add(self, other: "_Bin") -> None:
-        self.weighted += other.weighted
-        self.num_samples += other.num_samples
-        self.plain += other.plain
-        self.count += other.count
-        self.steps += other.steps
-
-    @property
-    def point(self) -> tuple[float, float]:
-        """(step, value), weighed by samples; equally only where no record has any."""
-        by_samples = self.num_samples > 0
-        value = self.weighted / self.num_samples if by_samples else self.plain / self.count
-        return self.steps / self.count, value
+def _no_sums() -> Floats:
+    return np.zeros((5, MAX_BINS))
 
 
 @dataclass
 class _Attempt:
     """What one attempt reported."""
 
-    first_reported: int
-    first_step: int | None = None
+    first_reported: int = NEVER
+    first_step: int = NEVER
     """The first with samples: what a resumed attempt reports before it takes nothing back."""
-    bins: dict[str, dict[int, _Bin]] = field(default_factory=dict)
-    """By metric and step."""
+    sums: dict[str, Floats] = field(default_factory=lambda: defaultdict(_no_sums))
+    """By metric, as `Records.sums` gives them."""
     epoch_ends: dict[int, int] = field(default_factory=dict)
 
 
 class MetricCurves:
     """Builds curves from records in any order; bounded in size, however long the training.
 
-    Steps share a bin where a curve would have more than `MAX_BINS` points. What a newer attempt
+    Steps share a bin where a curve could have more than `MAX_BINS` points. What a newer attempt
     repeated, or took back, is left out.
     """
 
-    def __init__(self, records: Iterable[Record] = ()) -> None:
-        self._attempts: dict[int, _Attempt] = {}
+    def __init__(self, records: Records | None = None) -> None:
+        self._attempts: dict[int, _Attempt] = defaultdict(_Attempt)
         self._width = 1
-        self.add(records)
+        if records is not None:
+            self.add(records)
 
-    def add(self, records: Iterable[Record]) -> None:
+    def add(self, records: Records) -> None:
         """Take in records of any rank and attempt, each once."""
-        for record in records:
-            attempt = self._attempts.setdefault(record.attempt, _Attempt(record.step))
-            attempt.first_reported = min(attempt.first_reported, record.step)
-            if record.num_samples > 0:
-                attempt.first_step = min(attempt.first_step or record.step, record.step)
-            newest = attempt.epoch_ends.get(record.epoch, 0)
-            attempt.epoch_ends[record.epoch] = max(newest, record.step)
-            for name, value in record.metrics.items():
-                weighted = value * record.num_samples if record.num_samples else 0.0
-                one = _Bin(weighted, record.num_samples, value, 1, record.step)
-                self._put(attempt.bins.setdefault(name, {}), record.step, one)
+        while records.rows["step"].max(initial=0) // self._width >= MAX_BINS:
+            self._widen()
+        for number in np.unique(records.rows["attempt"]).tolist():
+            attempt = self._attempts[number]
+            of_it = records.rows["attempt"] == number
+            steps = records.rows["step"][of_it]
+            trained = steps[records.rows["num_samples"][of_it] > 0]
+            attempt.first_reported = min(attempt.first_reported, int(steps.min()))
+            attempt.first_step = int(trained.min(initial=attempt.first_step))
+            epochs, index = np.unique(records.rows["epoch"][of_it], return_inverse=True)
+            ends = np.zeros(len(epochs), np.int64)
+            np.maximum.at(ends, index, steps)
+            for epoch, end in zip(epochs.tolist(), ends.tolist(), strict=True):
+                attempt.epoch_ends[epoch] = max(end, attempt.epoch_ends.get(epoch, 0))
+            bins = np.where(of_it, records.rows["step"] // self._width, -1)
+            for name in records.metrics:
+                attempt.sums[name] += records.sums(name, bins, MAX_BINS, only_finite=True)
 
     @property
     def curves(self) -> dict[str, list[tuple[float, float]]]:
-        """(step, value) of each metric, in order of step; nan and inf included."""
-        merged: dict[str, dict[int, _Bin]] = {}
+        """(step, value) of each metric, in order of step; nan and infinite values are left out."""
+        merged: dict[str, Floats] = defaultdict(_no_sums)
+        first_steps = np.arange(MAX_BINS) * self._width
         for attempt, end in self._counting():
-            for name, bins in attempt.bins.items():
-                into = merged.setdefault(name, {})
-                for index, one in bins.items():
-                    if index * self._width < end:
-                        into.setdefault(index, _Bin()).add(one)
-        return {
-            name: [bins[index].point for index in sorted(bins)] for name, bins in merged.items()
-        }
+            for name, sums in attempt.sums.items():
+                merged[name] += np.where(first_steps < end, sums, 0.0)
+        curves = {}
+        for name, sums in merged.items():
+            some = sums[:, sums[3] > 0]
+            if some.size:
+                steps, values = some[4] / some[3], means(some)
+                curves[name] = list(zip(steps.tolist(), values.tolist(), strict=True))
+        return curves
 
     @property
     def epoch_ends(self) -> list[int]:
@@ -99,24 +89,15 @@ class MetricCurves:
 
     def _counting(self) -> list[tuple[_Attempt, float]]:
         firsts = {
-            number: one.first_step or one.first_reported for number, one in self._attempts.items()
+            number: one.first_reported if one.first_step == NEVER else one.first_step
+            for number, one in self._attempts.items()
         }
         ends = superseded_from(firsts)
         return [(self._attempts[number], ends[number]) for number in sorted(self._attempts)]
 
-    def _put(self, bins: dict[int, _Bin], step: int, one: _Bin) -> None:
-        if self._width > 1 and not math.isfinite(one.plain):
-            return  # it would hide its neighbours' values
-        bins.setdefault(step // self._width, _Bin()).add(one)
-        if len(bins) > MAX_BINS:
-            self._width *= 2
-            for attempt in self._attempts.values():
-                attempt.bins = {name: _halved(each) for name, each in attempt.bins.items()}
-
-
-def _halved(bins: dict[int, _Bin]) -> dict[int, _Bin]:
-    wider: dict[int, _Bin] = {}
-    for index, one in bins.items():
-        if math.isfinite(one.plain):
-            wider.setdefault(index // 2, _Bin()).add(one)
-    return wider
+    def _widen(self) -> None:
+        self._width *= 2
+        for attempt in self._attempts.values():
+            for name, sums in attempt.sums.items():
+                wide = sums.reshape(5, MAX_BINS // 2, 2).sum(axis=2)
+                attempt.sums[name] = np.hstack([wide, np.zeros_like(wide)])

@@ -12,9 +12,9 @@ from prefect_torch_ddp.checkpoint.manifest import all_manifests, list_manifests
 from prefect_torch_ddp.checkpoint.objects import read_object
 from prefect_torch_ddp.checkpoint.run_files import read_result
 from prefect_torch_ddp.errors import SupersededError
-from prefect_torch_ddp.records.metrics import read_records
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.storage.protocol import Storage
+from tests.support.records import read_records
 from tests.support.s3_server import S3Server
 from tests.workloads.racing import Course, PausingStorage, attempt, run_to_its_end, wait_until
 

@@ -15,12 +15,13 @@ from prefect_torch_ddp.checkpoint.manifest import list_manifests
 from prefect_torch_ddp.checkpoint.restore import find_resumable
 from prefect_torch_ddp.params import CheckpointParams
 from prefect_torch_ddp.rank.config import RankConfig
-from prefect_torch_ddp.records.metrics import read_records
+from prefect_torch_ddp.records.metrics import read_all_records
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.storage.protocol import Storage
 from prefect_torch_ddp.tasks.report.curves import MetricCurves
 from prefect_torch_ddp.tasks.run import RunAttemptLog
 from tests.support.killing_wire import KillingWire, WireKill
+from tests.support.records import read_records
 from tests.support.s3_server import S3Server
 from tests.workloads import own_loop
 from tests.workloads.killed import Plan
@@ -93,8 +94,10 @@ def check(ended: Ended, undisturbed: Ended) -> None:
     assert newest[1]["progress"].state == {"num_rounds": NUM_ROUNDS}
     records = read_records(ended.storage, "run")
     assert [record.step for record in records if record.rank == 1] == [0, 0, 1, 1, 2, 2, 3, 3, 4]
-    undisturbed_records = read_records(undisturbed.storage, "run")
-    assert MetricCurves(records).curves == MetricCurves(undisturbed_records).curves
+    ours, expected = (
+        MetricCurves(read_all_records(each.storage, "run")).curves for each in (ended, undisturbed)
+    )
+    assert ours == expected
 
 
 KILLS = {

@@ -17,9 +17,9 @@ from prefect_torch_ddp.gang import attempt_log as budget
 from prefect_torch_ddp.params import CheckpointParams
 from prefect_torch_ddp.protocol.events import GangEvent
 from prefect_torch_ddp.rank.config import RankConfig
-from prefect_torch_ddp.records.metrics import read_records
 from prefect_torch_ddp.storage.s3.storage import S3Storage
 from prefect_torch_ddp.tasks.run import RunAttemptLog
+from tests.support.records import read_records
 from tests.support.s3_server import Exchange, Fault, S3Server, Wire
 from tests.support.waiting import HANG_S, wait_until
 from tests.workloads import silenced

@@ -5,8 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from prefect_torch_ddp.records.metrics import read_all_records
 from prefect_torch_ddp.storage.directory import DirectoryStorage
+from tests.support.records import read_records
 from tests.unit.records.test_log import FOLDER, bring_home
 
 CODE = f"""
@@ -26,7 +26,7 @@ def test_the_records_of_a_killed_process_are_found(tmp_path: Path) -> None:
     command = [sys.executable, "-c", CODE, str(tmp_path / "store"), str(tmp_path / "copies")]
     assert subprocess.run(command, check=False, timeout=60).returncode == -signal.SIGKILL
     storage = DirectoryStorage(tmp_path / "store")
-    assert len(read_all_records(storage, "run")) == 40
+    assert len(read_records(storage, "run")) == 40
     assert bring_home(tmp_path / "copies", storage) == list(range(1, 101))
     assert bring_home(tmp_path / "copies", storage) == list(range(1, 101)), (
         "a second time changes nothing"

@@ -17,11 +17,11 @@ from prefect_torch_ddp.checkpoint.run_files import read_result
 from prefect_torch_ddp.errors import CheckpointError, StorageError
 from prefect_torch_ddp.params import CheckpointParams
 from prefect_torch_ddp.rank.config import RankConfig
-from prefect_torch_ddp.records.metrics import read_records
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.storage.protocol import Storage
 from prefect_torch_ddp.storage.s3.client import client_of
 from prefect_torch_ddp.storage.s3.storage import S3Storage
+from tests.support.records import read_records
 from tests.support.s3_server import S3Server
 from tests.support.wire_faults import FAULTS, FaultyWire
 from tests.workloads import networked

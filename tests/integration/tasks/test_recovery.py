@@ -18,8 +18,8 @@ from prefect_torch_ddp import (
     train_flow,
 )
 from prefect_torch_ddp.checkpoint.attempts import newest_attempt
-from prefect_torch_ddp.records.metrics import read_all_records
 from prefect_torch_ddp.storage.directory import DirectoryStorage
+from tests.support.records import read_records
 from tests.support.runs import (
     artifacts_of,
     flow_run_id_of,
@@ -242,11 +242,11 @@ def test_a_finished_training_is_not_run_again_on_another_machine(
         train_flow(params(world_size=1, options=options, cluster=ClusterParams()))
     (folder,) = (tmp_path / "store" / "runs").iterdir()
     storage = DirectoryStorage(tmp_path / "store")
-    before = read_all_records(storage, folder.name)
+    before = read_records(storage, folder.name)
     flow_run_id = retry_train_flow(prefect_api, folder.name, tmp_path / "home")
     wait_until_said(flow_run_id, "the training has finished already, in attempt 1")
     assert newest_attempt(storage, folder.name) == 1
-    assert read_all_records(storage, folder.name) == before
+    assert read_records(storage, folder.name) == before
 
 
 def test_two_elastic_ranks_end_with_the_bits_of_one(params: Params) -> None:

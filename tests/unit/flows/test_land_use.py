@@ -14,9 +14,9 @@ from torchvision.models import squeezenet1_1
 from flows import land_use
 from flows.land_use import Options, make_net
 from prefect_torch_ddp import InvalidParamsError, RankContext
-from prefect_torch_ddp.records.metrics import read_records
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from tests.integration.data.image_files import write_images
+from tests.support.records import read_records
 
 CLASSES = ["field", "forest", "harbor"]
 

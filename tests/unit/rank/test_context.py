@@ -17,9 +17,9 @@ from prefect_torch_ddp.protocol.events import Progress
 from prefect_torch_ddp.rank.config import RankConfig, RankInfo
 from prefect_torch_ddp.rank.link import Link
 from prefect_torch_ddp.rank.parts import ContextParts
-from prefect_torch_ddp.records.metrics import read_records
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.storage.s3.storage import S3Storage
+from tests.support.records import read_records
 from tests.workloads import healthy
 
 FOUR = TensorDataset(torch.arange(4.0))

@@ -10,8 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prefect_torch_ddp.data.sampler import GlobalBatches
-from prefect_torch_ddp.records.ledger import EndLine, LoopLine, StepLine, check_ledger
-from prefect_torch_ddp.records.parts import first_steps
+from prefect_torch_ddp.records.ledger import (
+    EndLine,
+    LoopLine,
+    StepLine,
+    check_ledger,
+    first_steps,
+)
 from prefect_torch_ddp.results import LedgerReport
 
 

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from prefect_torch_ddp.errors import StorageError
-from prefect_torch_ddp.records.log import left_behind, next_interval_s, put_part
-from prefect_torch_ddp.records.metrics import MetricLog, read_all_records
+from prefect_torch_ddp.records.log import RecordLog, left_behind, next_interval_s, put_part
 from prefect_torch_ddp.storage.directory import DirectoryStorage
+from tests.support.records import read_records
 
 _broken = threading.Event()
 
@@ -61,14 +61,15 @@ def record(step: int, loss: Any = 1.0, **metrics: Any) -> dict[str, Any]:
     return {"step": step, **who, "metrics": {"loss": loss, **metrics}}
 
 
-def log_in(storage: DirectoryStorage, **options: Any) -> MetricLog:
+def log_in(storage: DirectoryStorage, **options: Any) -> RecordLog:
     """Make the log of rank 3; without options its thread writes nothing by itself."""
-    return MetricLog(storage, "run", rank=3, attempt=2, **{"first_interval_s": 60.0, **options})
+    options = {"first_interval_s": 60.0, **options}
+    return RecordLog(storage, "run", "metrics", rank=3, attempt=2, **options)
 
 
 def steps_in(storage: DirectoryStorage) -> list[int]:
     """Return the steps of all records."""
-    return [found.step for found in read_all_records(storage, "run")]
+    return [found.step for found in read_records(storage, "run")]
 
 
 def bring_home(copies: Path, storage: DirectoryStorage) -> list[int]:
@@ -94,7 +95,7 @@ def test_close_writes_all(tmp_path: Path) -> None:
         log.append(record(step, 1 / step))
     log.close()
     assert steps_in(storage) == list(range(1, 501))
-    assert read_all_records(storage, "run")[3].metrics == {"loss": 0.25}
+    assert read_records(storage, "run")[3].metrics == {"loss": 0.25}
     assert (tmp_path / f"{FOLDER}/000002-000001.jsonl").exists()
 
 
@@ -106,7 +107,7 @@ def test_nan_is_valid_json(tmp_path: Path) -> None:
     line = (tmp_path / f"{FOLDER}/000002-000001.jsonl").read_text()
     written = json.loads(line, parse_constant=pytest.fail)["metrics"]
     assert written == {"loss": "nan", "norm": "-inf"}
-    (found,) = read_all_records(DirectoryStorage(tmp_path), "run")
+    (found,) = read_records(DirectoryStorage(tmp_path), "run")
     assert math.isnan(found.metrics["loss"])
 
 
@@ -165,7 +166,7 @@ def test_a_storage_that_stays_broken_is_an_error(tmp_path: Path) -> None:
     log = log_in(BreakableStorage(tmp_path))
     log.append(record(1))
     log.append(record(2))
-    with pytest.raises(StorageError, match=r"2 metric records could not be written to .*503"):
+    with pytest.raises(StorageError, match=r"2 records of metrics could not be written to .*503"):
         log.close()
 
 
@@ -271,6 +272,6 @@ def test_a_record_that_a_device_still_computes_holds_up_nobody(tmp_path: Path) -
     assert content.count(b"\n") == 2
     threading.Timer(0.05, last.done.set).start()
     log.flush()
-    found = read_all_records(storage, "run")
+    found = read_records(storage, "run")
     assert [(item.step, item.metrics["loss"]) for item in found] == [(1, 0.5), (2, 1.0), (3, 0.5)]
     log.close()

@@ -11,15 +11,14 @@ import pytest
 
 from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.records.metrics import (
-    Record,
     epoch_rows,
     lost_time_s,
     read_all_records,
-    read_records,
     records_frame,
     surviving_records,
 )
 from prefect_torch_ddp.storage.protocol import StoredObject
+from tests.support.records import Record, columns, read_records, rows
 
 RUN = "calm-otter-12345678"
 
@@ -58,8 +57,8 @@ def line(*args, **options) -> bytes:
 
 def kept(*attempts: list[Record]) -> list[tuple[int, int, int]]:
     """Return step, rank and attempt of the records that survive."""
-    records = surviving_records([found for attempt in attempts for found in attempt])
-    return [(found.step, found.rank, found.attempt) for found in records]
+    records = surviving_records(columns(found for attempt in attempts for found in attempt))
+    return [(found.step, found.rank, found.attempt) for found in rows(records)]
 
 
 def test_all_parts_of_all_ranks_are_read_in_order_of_step():
@@ -84,7 +83,7 @@ def test_parts_that_are_known_are_not_read_again():
     known: set[str] = set()
     assert len(read_all_records(Shelf({part(0): line(1)}), RUN, known)) == 1
     more = Shelf({part(0): b"not read", part(0, number=2): line(2)})
-    assert [found.step for found in read_all_records(more, RUN, known)] == [2]
+    assert read_all_records(more, RUN, known).rows["step"].tolist() == [2]
 
 
 def test_an_epoch_is_the_mean_over_all_samples_of_all_ranks():
@@ -96,12 +95,12 @@ def test_an_epoch_is_the_mean_over_all_samples_of_all_ranks():
         record(2, 1, num_samples=2, loss=4.0),
         record(3, 0, epoch=2, num_samples=2, loss=7.0),
     ]
-    first, second = epoch_rows(records)
+    first, second = epoch_rows(columns(records))
     assert first.metrics["loss"] == pytest.approx((3 * 1.0 + 2.0 + 4 * 0.5 + 2 * 4.0) / 10)
     assert (first.epoch, first.num_steps, first.num_samples) == (1, 2, 10)
     assert (second.epoch, second.num_steps, second.num_samples) == (2, 1, 2)
     assert second.metrics == {"loss": 7.0}
-    assert epoch_rows([]) == ()
+    assert epoch_rows(columns([])) == ()
 
 
 def test_records_without_samples_count_only_where_there_are_no_others():
@@ -111,7 +110,7 @@ def test_records_without_samples_count_only_where_there_are_no_others():
         record(2, num_samples=0, loss=99.0, learning_rate=0.1),
         record(3, num_samples=0, learning_rate=0.3),
     ]
-    (row,) = epoch_rows(records)
+    (row,) = epoch_rows(columns(records))
     assert row.metrics == pytest.approx({"loss": 1.0, "learning_rate": 0.2})
 
 
@@ -122,7 +121,7 @@ def test_a_sample_in_two_records_is_one_and_held_out_samples_are_no_training_sam
         record(1, num_samples=4, accuracy=0.5),
         record(1, num_samples=100, validation_accuracy=0.25),
     ]
-    (row,) = epoch_rows(records)
+    (row,) = epoch_rows(columns(records))
     assert row.num_samples == 4
     assert row.metrics == {"loss": 1.0, "accuracy": 0.5, "validation_accuracy": 0.25}
 
@@ -156,10 +155,10 @@ def test_time_lost_is_from_the_last_record_kept_to_the_first_one_after_the_resta
     """And from the beginning where nothing is kept."""
     old = [record(step, 0, 1, time=100.0 + step) for step in range(1, 8)]
     new = [record(step, 0, 2, time=120.0 + step) for step in range(4, 6)]
-    assert lost_time_s(old) == 0.0
-    assert lost_time_s(old + new) == pytest.approx(124.0 - 103.0)
+    assert lost_time_s(columns(old)) == 0.0
+    assert lost_time_s(columns(old + new)) == pytest.approx(124.0 - 103.0)
     from_scratch = [record(1, 0, 2, time=150.0)]
-    assert lost_time_s(old + from_scratch) == pytest.approx(150.0 - 101.0)
+    assert lost_time_s(columns(old + from_scratch)) == pytest.approx(150.0 - 101.0)
 
 
 def test_nan_and_inf_are_read_and_a_diverged_epoch_is_nan():
@@ -170,7 +169,7 @@ def test_nan_and_inf_are_read_and_a_diverged_epoch_is_nan():
     values = [found.metrics["loss"] for found in read_records(shelf, RUN)]
     assert math.isnan(values[0])
     assert values[1:] == [math.inf, -math.inf, 1.0]
-    assert math.isnan(epoch_rows(read_records(shelf, RUN))[0].metrics["loss"])
+    assert math.isnan(epoch_rows(read_all_records(shelf, RUN))[0].metrics["loss"])
 
 
 @pytest.mark.parametrize(
@@ -189,7 +188,7 @@ def test_a_damaged_line_is_left_out_with_a_warning(damage, caplog):
     """It names the object and the line; the others are read."""
     shelf = Shelf({part(0): line(1, loss=1.0) + damage, part(1): line(1, 1, loss=3.0)})
     with caplog.at_level(logging.WARNING):
-        records = read_all_records(shelf, RUN)
+        records = read_records(shelf, RUN)
     assert [(found.step, found.rank) for found in records] == [(1, 0), (1, 1)]
     (warning,) = [entry.getMessage() for entry in caplog.records]
     assert part(0) in warning

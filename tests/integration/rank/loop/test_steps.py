@@ -23,8 +23,8 @@ from prefect_torch_ddp.rank.config import RankConfig
 from prefect_torch_ddp.rank.link import Link, set_link
 from prefect_torch_ddp.rank.loop import agreement
 from prefect_torch_ddp.rank.stages import run_stage, run_with_context
-from prefect_torch_ddp.records.metrics import read_records
 from prefect_torch_ddp.storage.directory import DirectoryStorage
+from tests.support.records import read_records
 from tests.workloads import healthy
 from tests.workloads.healthy import Died, run_ranks
 

@@ -88,7 +88,7 @@ def test_a_ledger_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "runs/local").mkdir(parents=True)
     (tmp_path / "runs/local/ledger").write_text("not a folder")
     with (
-        pytest.raises(StorageError, match="3 ledger records could not be written"),
+        pytest.raises(StorageError, match="3 records of ledger could not be written"),
         RankContext.local(storage=tmp_path, ledger=True) as ctx,
     ):
         for _ in ctx.steps(

@@ -5,8 +5,8 @@ import random
 
 import pytest
 
-from prefect_torch_ddp.records.metrics import Record
 from prefect_torch_ddp.tasks.report.curves import MAX_BINS, MetricCurves
+from tests.support.records import Record, columns
 
 
 def record(
@@ -27,7 +27,7 @@ def test_a_step_is_the_mean_over_the_samples_of_all_ranks():
         record(3, 1, num_samples=0, accuracy=0.75),
     ]
     expected = {"loss": [(1, 4.0), (2, 2.0)], "lr": [(2, 0.1)], "accuracy": [(3, 0.5)]}
-    assert MetricCurves(records).curves == expected
+    assert MetricCurves(columns(records)).curves == expected
 
 
 def test_what_a_newer_attempt_repeats_or_takes_back_is_left_out_in_any_order_of_arrival():
@@ -40,7 +40,7 @@ def test_what_a_newer_attempt_repeats_or_takes_back_is_left_out_in_any_order_of_
     random.Random(1).shuffle(records)
     curves = MetricCurves()
     for one in records:
-        curves.add([one])
+        curves.add(columns([one]))
     assert curves.curves == {
         "loss": [(1, 1.0), (2, 1.0), (3, 1.0), (4, 2.0)],
         "parameters": [(3, 7.0)],
@@ -53,8 +53,9 @@ def test_a_long_training_shares_bins_and_keeps_its_mean_and_its_ends():
     num_steps = 5 * MAX_BINS
     curves = MetricCurves()
     for rank in range(2):
-        curves.add(record(step, rank, loss=float(step + rank)) for step in range(1, num_steps + 1))
-    curves.add([record(9, 0, loss=math.nan)])
+        steps = range(1, num_steps + 1)
+        curves.add(columns(record(step, rank, loss=float(step + rank)) for step in steps))
+    curves.add(columns([record(9, 0, loss=math.nan)]))
     (curve,) = curves.curves.values()
     assert MAX_BINS / 2 <= len(curve) <= MAX_BINS
     assert [step for step, _ in curve] == sorted({step for step, _ in curve})
@@ -63,8 +64,7 @@ def test_a_long_training_shares_bins_and_keeps_its_mean_and_its_ends():
     assert curve[-1][0] > num_steps - 10
 
 
-def test_a_short_training_shows_nan_and_inf():
-    """They are in the curve; the picture leaves them out."""
-    (curve,) = MetricCurves([record(1, loss=math.nan), record(2, loss=math.inf)]).curves.values()
-    assert math.isnan(curve[0][1])
-    assert curve[1] == (2, math.inf)
+def test_nan_and_infinite_values_are_left_out():
+    """As a picture must; the curve goes on behind them."""
+    records = [record(1, loss=math.nan), record(2, loss=math.inf), record(3, loss=1.0)]
+    assert MetricCurves(columns(records)).curves == {"loss": [(3, 1.0)]}
