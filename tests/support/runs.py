@@ -101,10 +101,13 @@ def train_states(flow_run_id: UUID) -> list[str]:
 
 
 def artifacts_of(flow_run_id: UUID) -> dict[str, Artifact]:
-    """Return the flow run's artifacts by key."""
+    """Return the flow run's artifacts by key, each of which may be there once."""
     with get_client(sync_client=True) as client:
         where = ArtifactFilter(flow_run_id=ArtifactFilterFlowRunId(any_=[flow_run_id]))
-        return {str(found.key): found for found in client.read_artifacts(artifact_filter=where)}
+        found = client.read_artifacts(artifact_filter=where)
+    by_key = {str(artifact.key): artifact for artifact in found}
+    assert len(by_key) == len(found), "an artifact was made twice"
+    return by_key
 
 
 def flow_run_of(run_id: str) -> FlowRun:

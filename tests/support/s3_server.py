@@ -226,7 +226,7 @@ class _Handler(BaseHTTPRequestHandler):
             fault(self, exchange)
             self.close_connection = True
 
-    do_GET = do_PUT = do_HEAD = do_DELETE = do_POST = do_request  # noqa: N815 - http.server's names
+    do_GET = do_PUT = do_HEAD = do_DELETE = do_POST = do_PATCH = do_request  # noqa: N815 - http.server's names
 
     def _forward(self, body: bytes) -> Exchange:
         connection = http.client.HTTPConnection(self.upstream, timeout=30)

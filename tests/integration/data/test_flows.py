@@ -17,7 +17,8 @@ from prefect_torch_ddp import (
 from prefect_torch_ddp.tasks.blocks import fingerprint_of, resolve_source
 from prefect_torch_ddp.tasks.workload import dataset_id, read_workload
 from tests.integration.data.image_files import image_files, write_folder, write_objects
-from tests.integration.tasks.test_s3_storage_flow import FOLDER, all_that_was_recorded, save_block
+from tests.integration.tasks.test_s3_storage_flow import all_that_was_recorded
+from tests.support.blocks import FOLDER, save_block
 from tests.support.runs import flow_run_id_of, logs_of
 from tests.support.s3_server import S3Server
 
@@ -50,8 +51,8 @@ def test_the_same_workload_trains_on_a_bucket_and_on_a_folder(
     What was prepared has the name of the bucket's listing: the same until an object changes,
     and another one then.
     """
-    key, secret = s3_server.keys["owner"]
-    block = save_block("raw-images", s3_server, key, secret)
+    _, secret = s3_server.keys["owner"]
+    block = save_block("raw-images", s3_server)
     bucket, folder = s3_server.storage(FOLDER), tmp_path / "images"
     for name, data in images().items():
         bucket.write(name, data)
@@ -93,8 +94,7 @@ def test_a_source_that_cannot_be_is_refused_before_anything_starts(
     common = {"workload": "tests.workloads.image_classes", "storage": str(tmp_path / "store")}
     with pytest.raises(InvalidParamsError, match=f"there is no folder {tmp_path}/nowhere"):
         train_flow(TrainParams(**common, source=str(tmp_path / "nowhere")))
-    key, secret = s3_server.keys["reader"]
-    save_block("empty", s3_server, key, secret)
+    save_block("empty", s3_server, "reader")
     for item in s3_server.storage(FOLDER).list(""):
         s3_server.storage(FOLDER).delete(item.key)
     with pytest.raises(

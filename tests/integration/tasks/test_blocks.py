@@ -2,70 +2,70 @@
 server."""
 
 import asyncio
+import os
 import pickle
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from prefect.client.orchestration import get_client
 
-from prefect_torch_ddp.errors import InvalidParamsError
+from prefect_torch_ddp.errors import InvalidParamsError, StorageError
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.storage.s3.storage import S3Storage
 from prefect_torch_ddp.tasks.blocks import resolve_storage
+from tests.support.blocks import save_block
+from tests.support.s3_server import S3Server
+
+pytestmark = pytest.mark.usefixtures("prefect_api")
 
 SECRET = "hunter2-is-the-secret"
+ROOT = Path(__file__).parents[3]
 
 
-@pytest.fixture(autouse=True)
-def _server(prefect_api):
-    """Have a real server hold the blocks."""
-
-
-def _save_s3_bucket(name, server, folder="folder", **credentials):
-    from prefect_aws import AwsClientParameters, AwsCredentials, S3Bucket
-
-    key, secret = server.keys["owner"]
-    given = {"aws_access_key_id": key, "aws_secret_access_key": secret} | credentials
-    parameters = AwsClientParameters(endpoint_url=server.endpoint_url)
-    block = S3Bucket(
-        bucket_name=server.bucket,
-        bucket_folder=folder,
-        credentials=AwsCredentials(
-            **({"aws_client_parameters": parameters, "region_name": "us-east-1"} | given)
-        ),
-    )
-    block.save(name, overwrite=True)
-    return block
-
-
-def test_every_kind_of_reference_works_on_ceph(ceph_server, monkeypatch, tmp_path):
-    """AwsCredentials, MinIOCredentials, s3fs and the AWS chain reach the same objects, with all
-    that a storage needs."""
-    from prefect.filesystems import LocalFileSystem, RemoteFileSystem
+def save_minio(name: str, server: S3Server, folder: str) -> str:
+    """Save a bucket with the other kind of credentials that it takes."""
     from prefect_aws import AwsClientParameters, MinIOCredentials, S3Bucket
 
-    key, secret = ceph_server.keys["owner"]
-    endpoint = ceph_server.endpoint_url
-    _save_s3_bucket("ceph-aws", ceph_server, folder="kinds")
-    minio = MinIOCredentials(
-        minio_root_user=key,
-        minio_root_password=secret,
-        aws_client_parameters=AwsClientParameters(endpoint_url=endpoint),
+    user, password = server.keys["owner"]
+    credentials = MinIOCredentials(
+        minio_root_user=user,
+        minio_root_password=password,
+        aws_client_parameters=AwsClientParameters(endpoint_url=server.endpoint_url),
     )
-    S3Bucket(bucket_name="bucket", bucket_folder="kinds", credentials=minio).save("ceph-minio")
-    settings = {"key": key, "secret": secret, "endpoint_url": endpoint}
-    RemoteFileSystem(basepath="s3://bucket/kinds", settings=settings).save("ceph")
-    LocalFileSystem(basepath=str(tmp_path)).save("beside-ceph")
-    chain = {
-        "AWS_ENDPOINT_URL": endpoint,
-        "AWS_ACCESS_KEY_ID": key,
-        "AWS_SECRET_ACCESS_KEY": secret,
-    }
-    for name, value in chain.items():
+    S3Bucket(bucket_name="bucket", bucket_folder=folder, credentials=credentials).save(name)
+    return f"s3-bucket/{name}"
+
+
+def save_remote(name: str, server: S3Server, folder: str, *, for_client: bool = False) -> str:
+    """Save one on s3fs: it has the names of fsspec, in its settings or for its client."""
+    from prefect.filesystems import RemoteFileSystem
+
+    key, secret = server.keys["owner"]
+    settings: dict[str, Any] = {"key": key, "secret": secret, "endpoint_url": server.endpoint_url}
+    if for_client:
+        named = {"aws_access_key_id": key, "aws_secret_access_key": secret}
+        where = {"endpoint_url": server.endpoint_url, "region_name": "us-east-1"}
+        settings = {"client_kwargs": where | named}
+    RemoteFileSystem(basepath=f"s3://bucket/{folder}/", settings=settings).save(name)
+    return f"remote-file-system/{name}"
+
+
+def check_every_reference(server: S3Server, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Expect AwsCredentials, MinIOCredentials, s3fs and the AWS chain to reach the same objects."""
+    from prefect_aws import S3Bucket
+
+    key, secret = server.keys["owner"]
+    names = ("AWS_ENDPOINT_URL", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_DEFAULT_REGION")
+    for name, value in zip(names, (server.endpoint_url, key, secret, "us-east-1"), strict=True):
         monkeypatch.setenv(name, value)
     references = (
-        "s3-bucket/ceph-aws",
-        "s3-bucket/ceph-minio",
-        "remote-file-system/ceph",
+        save_block(f"{kind}-aws", server, folder="/kinds/"),
+        save_minio(f"{kind}-minio", server, "kinds"),
+        save_remote(kind, server, "kinds"),
+        save_remote(f"{kind}-client", server, "kinds", for_client=True),
         "s3://bucket/kinds",
     )
     storages = [resolve_storage(reference) for reference in references]
@@ -73,217 +73,203 @@ def test_every_kind_of_reference_works_on_ceph(ceph_server, monkeypatch, tmp_pat
         storage.check_writable()
         storage.write(f"object/{number}", b"1")
         assert storage.write_if_absent("claim", b"1") is (number == 0)
-    keys = ["claim", *(f"object/{number}" for number in range(4))]
+    keys = ["claim", *(f"object/{number}" for number in range(len(storages)))]
     for storage in storages:
         assert [found.key for found in storage.list()] == keys
         assert storage.uri == "s3://bucket/kinds"
         assert secret not in repr(storage)
-    local = resolve_storage("local-file-system/beside-ceph")
-    local.check_writable()
+        assert pickle.loads(pickle.dumps(storage)).read("claim") == b"1"
+    client = S3Bucket.load(f"{kind}-aws").credentials.get_client("s3")
+    assert client.get_object(Bucket="bucket", Key="kinds/claim")["Body"].read() == b"1"
 
 
-def test_an_s3_bucket_works_and_writes_where_the_block_does(s3_server):
-    """Credentials, endpoint and folder of the block are used: the block reads what the storage
-    wrote."""
-    block = _save_s3_bucket("aws", s3_server, folder="/blocks/aws/")
-    storage = resolve_storage("s3-bucket/aws")
-    assert storage.uri == "s3://bucket/blocks/aws"
-    assert storage.endpoint_url == s3_server.endpoint_url
-    assert storage.region == "us-east-1"
-    storage.check_writable()
-    storage.write("folder/object", b"content")
-    assert (
-        block.credentials.get_client("s3")
-        .get_object(Bucket="bucket", Key="blocks/aws/folder/object")["Body"]
-        .read()
-        == b"content"
-    )
-    assert pickle.loads(pickle.dumps(storage)).read("folder/object") == b"content"
-    assert s3_server.keys["owner"][1] not in repr(storage)
+def test_every_kind_of_reference_works(
+    s3_server: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With all that a storage needs; the block's own client finds what the storage wrote."""
+    check_every_reference(s3_server, "moto", monkeypatch)
 
 
-def test_minio_credentials_work(s3_server):
-    """The other kind of credentials that an S3Bucket takes."""
-    from prefect_aws import AwsClientParameters, MinIOCredentials, S3Bucket
-
-    user, password = s3_server.keys["owner"]
-    credentials = MinIOCredentials(
-        minio_root_user=user,
-        minio_root_password=password,
-        aws_client_parameters=AwsClientParameters(endpoint_url=s3_server.endpoint_url),
-    )
-    S3Bucket(bucket_name="bucket", bucket_folder="blocks/minio", credentials=credentials).save(
-        "minio"
-    )
-    storage = resolve_storage("s3-bucket/minio")
-    assert storage == s3_server.storage("blocks/minio")
-    storage.check_writable()
+def test_every_kind_of_reference_works_on_ceph(
+    ceph_server: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same on another server."""
+    check_every_reference(ceph_server, "ceph", monkeypatch)
 
 
-def test_client_parameters_are_honoured(s3_server, tmp_path):
-    """Certificates, addressing and anonymous use come along."""
+def test_client_parameters_are_honoured(s3_server: S3Server, tmp_path: Path) -> None:
+    """Certificates, addressing and anonymous use come along; a profile is named, not resolved:
+    its credentials stay on the machines that have it."""
     from prefect_aws import AwsClientParameters
 
     bundle = tmp_path / "ca.pem"
     bundle.write_text("")
+    config = {
+        "s3": {"addressing_style": "virtual"},
+        "connect_timeout": 3,
+        "read_timeout": 7,
+        "retries": {"max_attempts": 1},
+    }
     # prefect-aws drops the path of a block that is loaded again, unless verify is on too.
     parameters = AwsClientParameters(
-        endpoint_url="https://s3.internal:9000",
-        verify=True,
-        verify_cert_path=bundle,
-        config={
-            "s3": {"addressing_style": "virtual"},
-            "connect_timeout": 3,
-            "read_timeout": 7,
-            "retries": {"max_attempts": 1},
-        },
+        endpoint_url="https://s3.internal:9000", verify=True, verify_cert_path=bundle, config=config
     )
-    _save_s3_bucket(
-        "parameters", s3_server, aws_client_parameters=parameters, aws_session_token="token"
-    )
-    storage = resolve_storage("s3-bucket/parameters")
+    token = {"aws_session_token": "token", "aws_client_parameters": parameters}
+    storage = resolve_storage(save_block("parameters", s3_server, **token))
     assert isinstance(storage, S3Storage)
-    assert (storage.verify, storage.addressing_style, storage.session_token) == (
-        str(bundle),
-        "virtual",
-        "token",
-    )
+    expected = (str(bundle), "virtual", "token")
+    assert (storage.verify, storage.addressing_style, storage.session_token) == expected
     assert (storage.connect_timeout_s, storage.read_timeout_s, storage.max_attempts) == (3, 7, 2)
+    endpoint = {"endpoint_url": s3_server.endpoint_url}
     unsigned = AwsClientParameters(
-        endpoint_url=s3_server.endpoint_url, verify=False, config={"signature_version": "unsigned"}
+        **endpoint, verify=False, config={"signature_version": "unsigned"}
     )
-    _save_s3_bucket("unsigned", s3_server, aws_client_parameters=unsigned)
-    storage = resolve_storage("s3-bucket/unsigned")
-    assert storage == S3Storage(
-        "bucket",
-        "folder",
-        endpoint_url=s3_server.endpoint_url,
-        region="us-east-1",
-        anonymous=True,
-        verify=False,
+    unsigned_block = save_block(
+        "unsigned", s3_server, folder="folder", aws_client_parameters=unsigned
     )
+    assert resolve_storage(unsigned_block) == S3Storage(
+        "bucket", "folder", **endpoint, region="us-east-1", anonymous=True, verify=False
+    )
+    no_keys = {"aws_access_key_id": None, "aws_secret_access_key": None}
+    named = resolve_storage(save_block("profile", s3_server, profile_name="training", **no_keys))
+    assert (named.profile, named.access_key_id, named.secret_access_key) == ("training", None, None)
 
 
-def test_a_profile_is_named_not_resolved(s3_server):
-    """A profile's credentials stay on the machines that have it."""
-    _save_s3_bucket(
-        "profile",
-        s3_server,
-        aws_access_key_id=None,
-        aws_secret_access_key=None,
-        profile_name="training",
-    )
-    storage = resolve_storage("s3-bucket/profile")
-    assert (storage.profile, storage.access_key_id, storage.secret_access_key) == (
-        "training",
-        None,
-        None,
-    )
-
-
-def test_blocks_that_cannot_work_say_so(s3_server):
+def test_blocks_that_cannot_work_say_so(s3_server: S3Server) -> None:
     """A role that would expire, no TLS without an endpoint, a folder that leads elsewhere, half
-    a key."""
+    a key, another kind of store: no secret is shown."""
+    from prefect.filesystems import LocalFileSystem, RemoteFileSystem
     from prefect_aws import AwsClientParameters
 
-    _save_s3_bucket("role", s3_server, assume_role_arn="arn:aws:iam::123456789012:role/x")
-    with pytest.raises(InvalidParamsError, match=r"s3-bucket/role assumes a role.*profile"):
-        resolve_storage("s3-bucket/role")
-    _save_s3_bucket("no-tls", s3_server, aws_client_parameters=AwsClientParameters(use_ssl=False))
-    with pytest.raises(InvalidParamsError, match=r"s3-bucket/no-tls asks for no TLS"):
-        resolve_storage("s3-bucket/no-tls")
-    _save_s3_bucket("outside", s3_server, folder="a/../../b")
-    with pytest.raises(
-        InvalidParamsError, match=r"s3-bucket/outside has a folder that can't be used"
-    ):
-        resolve_storage("s3-bucket/outside")
-    _save_s3_bucket("half", s3_server, aws_access_key_id=None, aws_secret_access_key=SECRET)
-    with pytest.raises(InvalidParamsError, match="give both") as caught:
-        resolve_storage("s3-bucket/half")
-    assert SECRET not in str(caught.value)
-
-
-@pytest.mark.parametrize("where", ["settings", "client_kwargs"])
-def test_a_remote_file_system_on_s3_works(s3_server, where):
-    """The names that fsspec has for key, secret and endpoint, in either place."""
-    from prefect.filesystems import RemoteFileSystem
-
-    key, secret = s3_server.keys["owner"]
-    if where == "settings":
-        settings = {"key": key, "secret": secret, "endpoint_url": s3_server.endpoint_url}
-    else:
-        kwargs = {"endpoint_url": s3_server.endpoint_url, "region_name": "us-east-1"}
-        settings = {
-            "client_kwargs": {**kwargs, "aws_access_key_id": key, "aws_secret_access_key": secret}
-        }
-    RemoteFileSystem(basepath=f"s3://bucket/remote/{where}/", settings=settings).save(
-        where.replace("_", "-")
-    )
-    storage = resolve_storage(f"remote-file-system/{where.replace('_', '-')}")
-    assert storage.uri == f"s3://bucket/remote/{where}"
-    storage.check_writable()
-
-
-def test_other_remote_file_systems_are_refused():
-    """What can't be written conditionally is refused by its scheme."""
-    from prefect.filesystems import RemoteFileSystem
-
+    half = {"aws_access_key_id": None, "aws_secret_access_key": SECRET}
+    no_tls = {"aws_client_parameters": AwsClientParameters(use_ssl=False)}
     RemoteFileSystem(basepath="gcs://bucket/folder", settings={"token": SECRET}).save("google")
-    with pytest.raises(
-        InvalidParamsError,
-        match=r"remote-file-system/google is of the kind gcs://.*use an S3 bucket",
-    ) as caught:
-        resolve_storage("remote-file-system/google")
-    assert SECRET not in str(caught.value)
+    LocalFileSystem().save("nowhere")
+    for reference, says in (
+        (
+            save_block("role", s3_server, assume_role_arn="arn:aws:iam::123456789012:role/x"),
+            r"s3-bucket/role assumes a role.*profile",
+        ),
+        (save_block("no-tls", s3_server, **no_tls), "s3-bucket/no-tls asks for no TLS"),
+        (
+            save_block("outside", s3_server, folder="a/../../b"),
+            "s3-bucket/outside has a folder that can't be used",
+        ),
+        (save_block("half", s3_server, **half), "give both"),
+        (
+            "remote-file-system/google",
+            "remote-file-system/google is of the kind gcs://.*use an S3 bucket",
+        ),
+        ("local-file-system/nowhere", "no basepath"),
+    ):
+        with pytest.raises(InvalidParamsError, match=says) as caught:
+            resolve_storage(reference)
+        assert SECRET not in str(caught.value)
 
 
-def test_a_local_file_system_is_a_directory(tmp_path):
-    """Its basepath is the root; without one each process would write elsewhere."""
+def test_a_local_file_system_is_a_directory(tmp_path: Path) -> None:
+    """Its basepath is the root; also in an async flow, where Prefect's own load would return a
+    coroutine."""
     from prefect.filesystems import LocalFileSystem
 
     LocalFileSystem(basepath=str(tmp_path)).save("here")
+
+    async def resolve() -> Any:
+        return resolve_storage("local-file-system/here")
+
     assert resolve_storage("local-file-system/here") == DirectoryStorage(tmp_path)
-    LocalFileSystem().save("nowhere")
-    with pytest.raises(InvalidParamsError, match="no basepath"):
-        resolve_storage("local-file-system/nowhere")
+    assert asyncio.run(resolve()) == DirectoryStorage(tmp_path)
 
 
 @pytest.mark.parametrize("slug", ["s3-bucket", "remote-file-system", "local-file-system"])
-def test_an_unknown_block_is_named_with_the_way_to_register_it(slug):
+@pytest.mark.parametrize("name", ["no-such-block", "No such block"])
+def test_an_unknown_block_is_named_with_the_way_to_register_it(slug: str, name: str) -> None:
     """Never a folder of that name by mistake."""
-    with pytest.raises(
-        InvalidParamsError, match=rf"there is no block {slug}/no-such-block .*register it"
-    ):
-        resolve_storage(f"{slug}/no-such-block")
-    with pytest.raises(InvalidParamsError, match=rf"there is no block {slug}/No such block "):
-        resolve_storage(f"{slug}/No such block")
+    with pytest.raises(InvalidParamsError, match=f"there is no block {slug}/{name} .*register it"):
+        resolve_storage(f"{slug}/{name}")
 
 
 @pytest.mark.parametrize(
     "path",
     [
-        "./s3-bucket/name",
-        "s3-bucket/a/b",
-        "s3-bucket",
-        "other/name",
-        "S3-bucket/name",
-        "/s3-bucket/name",
+        *("./s3-bucket/name", "s3-bucket/a/b", "s3-bucket"),
+        *("other/name", "S3-bucket/name", "/s3-bucket/name"),
     ],
 )
-def test_everything_else_is_a_path_or_a_uri(path, tmp_path, monkeypatch):
+def test_everything_else_is_a_path_or_a_uri(
+    path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Only the three slugs followed by one name are blocks."""
     monkeypatch.chdir(tmp_path)
     assert resolve_storage(path) == DirectoryStorage(Path(path))
     assert resolve_storage("s3://bucket/p") == S3Storage("bucket", "p")
 
 
-def test_it_works_in_an_async_flow(tmp_path):
-    """Prefect's own load would return a coroutine there."""
-    from prefect.filesystems import LocalFileSystem
+# ---- deployments/register_blocks.py
 
-    LocalFileSystem(basepath=str(tmp_path)).save("async", overwrite=True)
 
-    async def resolve():
-        return resolve_storage("local-file-system/async")
+def register(**variables: str) -> "subprocess.CompletedProcess[str]":
+    """Call it as people do."""
+    kept = {name: value for name, value in os.environ.items() if name[:3] not in ("AWS", "S3_")}
+    command = [sys.executable, str(ROOT / "deployments" / "register_blocks.py")]
+    return subprocess.run(
+        command, check=False, capture_output=True, text=True, env=kept | variables, timeout=120
+    )
 
-    assert asyncio.run(resolve()) == DirectoryStorage(tmp_path)
+
+def blocks() -> dict[str, Any]:
+    """Return every block that is on the server: its id by its name, also of those without a
+    name."""
+    with get_client(sync_client=True) as client:
+        found = client.read_block_documents(include_secrets=False)
+    return {f"{block.block_type_name}/{block.name or block.id}": block.id for block in found}
+
+
+@pytest.mark.extended
+def test_registered_again_a_block_is_changed(s3_server: S3Server) -> None:
+    """Twice the same: the same blocks, by their ids.
+
+    With other keys and another folder: these, in the same blocks.
+    """
+    key, secret = s3_server.keys["owner"]
+    place = {
+        "S3_BUCKET": s3_server.bucket,
+        "S3_BLOCK_NAME": "registered",
+        "AWS_ENDPOINT_URL": s3_server.endpoint_url,
+        "AWS_ACCESS_KEY_ID": key,
+    }
+    first = register(**place, S3_FOLDER="one", AWS_SECRET_ACCESS_KEY="wrong")
+    assert first.returncode == 0, first.stderr
+    assert 'params={"storage": "s3-bucket/registered"}' in first.stdout
+    there = blocks()
+    assert {"S3 Bucket/registered", "AWS Credentials/registered-credentials"} <= there.keys()
+    with pytest.raises(StorageError, match="the secret is wrong"):
+        resolve_storage("s3-bucket/registered").check_writable()
+    for folder in ("one", "two", "two"):
+        again = register(**place, S3_FOLDER=folder, AWS_SECRET_ACCESS_KEY=secret)
+        assert again.returncode == 0, again.stderr
+        assert secret not in again.stdout + again.stderr
+        assert blocks() == there
+        storage = resolve_storage("s3-bucket/registered")
+        assert storage.uri == f"s3://{s3_server.bucket}/{folder}"
+        storage.check_writable()
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize(
+    ("variables", "missing"),
+    [
+        ({}, "S3_BUCKET"),
+        ({"S3_BUCKET": "b", "AWS_SECRET_ACCESS_KEY": SECRET}, "AWS_ACCESS_KEY_ID"),
+    ],
+)
+def test_what_is_missing_is_named_and_nothing_is_registered(
+    variables: dict[str, str], missing: str
+) -> None:
+    """No bucket, half of a key: the message names the variable, and shows no secret."""
+    there = blocks()
+    done = register(**variables)
+    assert done.returncode != 0
+    assert missing in done.stderr
+    assert SECRET not in done.stdout + done.stderr
+    assert blocks() == there
