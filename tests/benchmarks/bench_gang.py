@@ -14,7 +14,7 @@ from prefect_torch_ddp import RankFailedError, run_gang
 from prefect_torch_ddp.tasks.cluster import local_cluster
 from tests.benchmarks import timed
 from tests.benchmarks.beside import Times, TorchrunHungError, show, torchrun
-from tests.workloads import faulty, plain
+from tests.workloads import failing, plain
 
 pytestmark = pytest.mark.timeout(900)
 ROUNDS = 9
@@ -90,7 +90,7 @@ def death_of(client: Client, stamp: Path) -> float:
     """Return the seconds from the SIGKILL of a rank to the exception in the caller, with all
     ranks gone."""
     with pytest.raises(RankFailedError, match="SIGKILL"):
-        run_gang(client, faulty.stamp_and_die, args=(str(stamp),), world_size=2)
+        run_gang(client, failing.stamp_and_die, args=(str(stamp),), world_size=2)
     return time.time() - float(stamp.read_text())
 
 

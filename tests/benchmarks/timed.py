@@ -8,7 +8,7 @@ import re
 import time
 from pathlib import Path
 
-from tests.workloads import faulty, plain
+from tests.workloads import failing, plain
 
 
 def first_step() -> float:
@@ -27,7 +27,7 @@ def first_step() -> float:
 def die_once(path: str) -> float:
     """Be killed on rank 1 in the first attempt; in the next one take a step."""
     if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-        faulty.stamp_and_die(path)
+        failing.stamp_and_die(path)
     return first_step()
 
 

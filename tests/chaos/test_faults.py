@@ -11,7 +11,7 @@ import pytest
 from distributed import Client
 
 from tests.support import seeded_faults
-from tests.workloads.struck import Fault
+from tests.support.struck import Fault
 
 FAULTS = seeded_faults.every_fault(seeded_faults.seed_from_environment())
 

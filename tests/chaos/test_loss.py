@@ -37,7 +37,8 @@ from tests.support.gangs import all_gone, pids_in, sleeping_gang, workers_of
 from tests.support.runs import flow_run_id_of, newest_flow_run, train_states
 from tests.support.separate_cluster import SeparateCluster, end, separate_cluster, stop
 from tests.support.waiting import wait_until
-from tests.workloads import faulty, plain, retried_flow
+from tests.workloads import failing, plain
+from tests.workloads import flows as retried_flow
 from tests.workloads.tiny import dask_worker_of, write_pid
 
 pytestmark = [pytest.mark.timeout(400), pytest.mark.usefixtures("short_liveness")]
@@ -53,7 +54,7 @@ def others(tmp_path: Path) -> Iterator[SeparateCluster]:
 def _call_gang(address: str, folder: str) -> None:
     with Client(address) as client:
         try:
-            run_gang(client, faulty.sleep_for_ever, args=(folder,), world_size=2)
+            run_gang(client, failing.sleep_for_ever, args=(folder,), world_size=2)
         except WorkerLostError as error:
             Path(folder, "error.tmp").write_text(str(error))
             Path(folder, "error.tmp").rename(Path(folder, "error"))
@@ -294,7 +295,7 @@ def test_the_flow_process_is_killed_beside_a_cluster_of_others(
     """E8: SIGKILL of the flow: its ranks on another's cluster stop with a checkpoint, no state
     stays Running, and it works."""
     params = TrainParams(
-        workload="tests.workloads.steered",
+        workload="tests.workloads.tiny:Steered",
         storage=str(tmp_path / "store"),
         world_size=2,
         options={"folder": str(tmp_path)},

@@ -83,7 +83,7 @@ def test_a_server_that_is_killed_and_comes_back(server: Server, tmp_path: Path) 
     """SIGKILL of the Prefect server in the middle of a training: ranks go on; it comes back,
     and the run ends Completed."""
     params = TrainParams(
-        workload="tests.workloads.steered",
+        workload="tests.workloads.tiny:Steered",
         storage=str(tmp_path / "store"),
         world_size=2,
         options={"folder": str(tmp_path)},

@@ -6,7 +6,7 @@ import pytest
 from distributed import Client
 
 from prefect_torch_ddp import RankFailedError, run_gang
-from tests.workloads import on_gpu
+from tests.gpu import on_gpu
 
 
 def test_a_rank_for_each_gpu_talks_by_nccl(gpu_client: Client, num_gpus: int) -> None:

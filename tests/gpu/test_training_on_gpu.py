@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.timeout(400), pytest.mark.usefixtures("prefect_api")]
 def test_digits_are_learnt_on_cuda(tmp_path: Path, num_gpus: int) -> None:
     """Two ranks, on a GPU each or on one together: training and evaluation run there, and at
     least 95 % are right."""
-    params = TrainParams(workload="tests.workloads.digits_on_gpu", storage=str(tmp_path), seed=7)
+    params = TrainParams(workload="tests.gpu.on_gpu:Digits", storage=str(tmp_path), seed=7)
     report = train_flow(params)
     assert report.evaluation.accuracy is not None
     assert report.evaluation.accuracy >= 0.95
@@ -24,7 +24,7 @@ def test_a_resume_on_cuda_is_bit_identical(tmp_path: Path, world_size: int) -> N
     """C4: killed at step 13 and resumed, with dropout on the device: the weights of the
     undisturbed training, to the bit."""
     plain = TrainParams(
-        workload="tests.workloads.on_gpu",
+        workload="tests.gpu.on_gpu",
         storage=str(tmp_path),
         world_size=world_size,
         seed=3,

@@ -15,7 +15,7 @@ from distributed import Client, LocalCluster
 from prefect_torch_ddp import run_gang
 from prefect_torch_ddp.protocol.events import AttemptBegan, GangEvent
 from tests.support.waiting import HANG_S, wait_until
-from tests.workloads import faulty
+from tests.workloads import failing
 
 RUN_WITH_CONTEXT = "prefect_torch_ddp.rank.stages:run_with_context"
 
@@ -64,7 +64,7 @@ def sleeping_gang(
     folder.mkdir(exist_ok=True)
     with ThreadPoolExecutor(1) as pool:
         args = (str(folder),)
-        gang = pool.submit(run_gang, client, faulty.sleep_for_ever, args=args, world_size=2)
+        gang = pool.submit(run_gang, client, failing.sleep_for_ever, args=args, world_size=2)
         yield gang, [psutil.Process(pid) for pid in pids_in(folder, 2)]
 
 

@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from tests.support.killing_storage import Kill
 from tests.support.killing_wire import WireKill
 from tests.workloads.killed import NUM_STEPS, SAVE_EVERY, Plan
-from tests.workloads.killing_storage import Kill
 
 Backend = Literal["directory", "s3"]
 BACKENDS: tuple[Backend, ...] = ("directory", "s3")

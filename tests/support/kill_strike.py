@@ -25,12 +25,12 @@ from prefect_torch_ddp.storage.s3.storage import S3Storage
 from prefect_torch_ddp.tasks.report.curves import MetricCurves
 from prefect_torch_ddp.tasks.run import RunAttemptLog
 from tests.support.kill_points import KillPoint
+from tests.support.killing_storage import KillingStorage
 from tests.support.killing_wire import KillingWire
 from tests.support.records import read_records
 from tests.support.s3_server import S3Server
 from tests.workloads import killed
 from tests.workloads.killed import BATCH, EPOCHS, NUM_SAMPLES, NUM_STEPS, SAVE_EVERY, Plan
-from tests.workloads.killing_storage import KillingStorage
 
 RUN_WITH_CONTEXT = "prefect_torch_ddp.rank.stages:run_with_context"
 

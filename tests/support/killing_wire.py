@@ -13,8 +13,8 @@ from typing import Literal
 
 import psutil
 
+from tests.support.killing_storage import leave_mark
 from tests.support.s3_server import Wire, _Handler
-from tests.workloads.killing_storage import leave_mark
 
 
 @dataclass(frozen=True)

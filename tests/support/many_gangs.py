@@ -17,7 +17,7 @@ from prefect_torch_ddp.gang.worker.rank_io import SEMAPHORES
 from prefect_torch_ddp.protocol.rank import Launcher
 from tests.support.gangs import pids_in
 from tests.support.waiting import wait_until
-from tests.workloads import faulty, plain
+from tests.workloads import failing, plain
 
 MIX = (
     "good",
@@ -53,12 +53,12 @@ def run_mix(client: Client, folder: Path, number: int, launcher: Launcher = "aut
             ) == [285, 285]
         case "raise" | "SIGKILL" | "os_exit":
             with pytest.raises(RankFailedError, match="rank 1 "):
-                run_gang(client, faulty.only_on, args=(1, how), world_size=2, launcher=launcher)
+                run_gang(client, failing.only_on, args=(1, how), world_size=2, launcher=launcher)
         case "loader_killed":
             with pytest.raises(RankFailedError, match=r"rank 1 .* SIGKILL"):
                 run_gang(
                     client,
-                    faulty.die_while_loading,
+                    failing.die_while_loading,
                     args=("spawn",),
                     world_size=2,
                     launcher=launcher,
@@ -84,7 +84,7 @@ def _disturb(client: Client, place: Path, how: str, launcher: Launcher) -> None:
     def run() -> None:
         try:
             run_gang(
-                client, faulty.sleep_for_ever, args=(str(place),), world_size=2, launcher=launcher
+                client, failing.sleep_for_ever, args=(str(place),), world_size=2, launcher=launcher
             )
         except (RankFailedError, GangCancelledError) as error:
             errors.append(error)

@@ -17,8 +17,8 @@ import pytest
 from distributed import Client
 
 from prefect_torch_ddp import RankFailedError, run_gang
-from tests.workloads import struck
-from tests.workloads.struck import EXIT_CODE, WORDS, Fault, How, State
+from tests.support import struck
+from tests.support.struck import EXIT_CODE, WORDS, Fault, How, State
 
 HOWS: tuple[How, ...] = get_args(How)
 STATES: tuple[State, ...] = get_args(State)

@@ -1,1 +1,35 @@
-"""The functions that tests run on ranks."""
+"""What ranks run in tests, and what several of these trainings do."""
+
+import os
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from prefect_torch_ddp import RankContext
+
+
+def descend(ctx: "RankContext", optimizer: Any, loss: Any) -> None:
+    """Take the optimizer's step down the loss, and report it."""
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    ctx.report(loss=loss)
+
+
+def write_pid(folder: str | Path, name: object, pid: int | None = None) -> None:
+    """Leave this process's pid, or another one, for the test: the file is whole from its start."""
+    path = Path(folder, str(name))
+    path.with_suffix(".tmp").write_text(str(pid or os.getpid()))
+    path.with_suffix(".tmp").rename(path)
+
+
+def wait_for_checkpoint(ctx: "RankContext", before_step: int) -> None:
+    """Wait until a checkpoint of an earlier step is on record: else there may be none to resume
+    from."""
+    from prefect_torch_ddp.checkpoint.manifest import list_checkpoints
+
+    while not any(
+        ref.step < before_step for ref in list_checkpoints(ctx.config.storage, ctx.run_id)
+    ):
+        time.sleep(0.02)

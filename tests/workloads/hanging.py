@@ -1,19 +1,22 @@
-"""Trainings that stop to move, each in one way, and ones that only look so.
-
-Each waits with a limit of its own.
-"""
+"""Trainings that stop to move, ones that only look so, and one that goes on for ever."""
 
 import ctypes
 import os
 import signal
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, TensorDataset
 
 from prefect_torch_ddp import RankContext, report_progress
+from prefect_torch_ddp.checkpoint.attempts import claim_attempt
+from prefect_torch_ddp.params import CheckpointParams
+from prefect_torch_ddp.rank.config import RankConfig
+from prefect_torch_ddp.storage.directory import DirectoryStorage
+from tests.workloads import descend, write_pid
 
 LONG_S = 300.0
 NUM_STEPS = 4
@@ -25,19 +28,15 @@ class Numbers(Dataset[torch.Tensor]):
     def __init__(
         self, size: int, *, sleeps_s: float = 0.0, works_s: float = 0.0, stops_at: int | None = None
     ) -> None:
-        """Say what happens to the first sample that a process reads, and at which sample it
-        stops itself."""
         self._size = size
         self._sleeps_s = sleeps_s
         self._works_s = works_s
         self._stops_at = stops_at
 
     def __len__(self) -> int:
-        """Return the number of samples."""
         return self._size
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        """Return a sample."""
         sleeps_s, self._sleeps_s = self._sleeps_s, 0.0
         works_s, self._works_s = self._works_s, 0.0
         time.sleep(sleeps_s)
@@ -89,19 +88,16 @@ def hang(how: str) -> None:
 
 
 class SlowState:
-    """Something tracked whose state takes its time."""
+    """Something tracked whose state takes its time to be saved and restored."""
 
     def __init__(self, seconds: float) -> None:
-        """Take so long to save and to restore."""
         self._seconds = seconds
 
     def state_dict(self) -> dict[str, int]:
-        """Return next to nothing."""
         time.sleep(self._seconds)
         return {"value": 1}
 
     def load_state_dict(self, _state: dict[str, Any]) -> None:
-        """Take nothing."""
         time.sleep(self._seconds)
 
 
@@ -159,3 +155,21 @@ def plain_sleep(seconds: float, num_reports: int = 0) -> str:
         report_progress()
     time.sleep(seconds / (num_reports + 1))
     return "slept"
+
+
+def config_in(folder: Path) -> RankConfig:
+    """Describe a training that writes no checkpoint unless it is told to, in its next attempt."""
+    storage, policy = DirectoryStorage(folder / "store"), CheckpointParams(every_s=None)
+    return RankConfig("run", claim_attempt(storage, "run"), "train", storage, checkpoint=policy)
+
+
+def train_for_ever(ctx: RankContext, pid_folder: str) -> None:
+    """Take small steps; write this rank's pid in the third."""
+    model = ctx.wrap(torch.nn.Linear(2, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    ctx.track(model=model, optimizer=optimizer)
+    loader = ctx.loader(TensorDataset(torch.ones(4000, 2)), global_batch_size=4)
+    for (points,) in ctx.steps(loader, epochs=10_000):
+        descend(ctx, optimizer, model(points).sum())
+        if ctx.step == 3:
+            write_pid(pid_folder, ctx.rank)

@@ -1,30 +1,27 @@
-"""A small float64 workload whose results compare to the last bit, and the means to run
-functions on real gloo ranks."""
+"""Small trainings whose results compare to the last bit: in float64, and with elastic
+determinism."""
 
 import hashlib
-import io
 import json
-import multiprocessing
 import os
+import random
 import signal
 import time
-import traceback
-from collections.abc import Callable
-from dataclasses import dataclass
-from multiprocessing.connection import Connection, wait
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
 from prefect_torch_ddp import RankContext, Report
 from prefect_torch_ddp.checkpoint.manifest import list_manifests
-from prefect_torch_ddp.data.sampler import mix_seed
+from tests.workloads import descend, wait_for_checkpoint, write_pid
+from tests.workloads.failing import fail
 
 NUM_CLASSES = 3
-PEER_S = 2.0
 
 
 def prepare(ctx: RankContext) -> None:
@@ -34,13 +31,9 @@ def prepare(ctx: RankContext) -> None:
 
 
 def train(ctx: RankContext) -> dict[str, Any]:
-    """Train with batch norm, dropout, momentum and a schedule; say what the weights hash to.
-
-    Dies where the options say.
-    """
-    data = ctx.data / "points.pt"
-    dataset = TensorDataset(*torch.load(data, weights_only=True).values())
-    return fit(ctx, dataset)
+    """Train on them; say what the weights hash to."""
+    saved = torch.load(ctx.data / "points.pt", weights_only=True)
+    return fit(ctx, TensorDataset(*saved.values()))
 
 
 def evaluate(ctx: RankContext) -> Report:
@@ -75,8 +68,11 @@ def make_net(dropout: float = 0.25) -> nn.Sequential:
 
 
 def fit(ctx: RankContext, dataset: Dataset[Any]) -> dict[str, Any]:
-    """Train; options: epochs, global_batch_size, die_at (step), die_on (rank), stop_at,
-    save_at."""
+    """Train with batch norm, dropout, momentum and a schedule.
+
+    Options: epochs, global_batch_size, stop_at (step), stop_on (rank), die_at, die_on, die_after
+    (step of the checkpoint that is to be on record first).
+    """
     options = ctx.options
     bare = make_net()
     model = ctx.wrap(bare)
@@ -86,11 +82,8 @@ def fit(ctx: RankContext, dataset: Dataset[Any]) -> dict[str, Any]:
     loader = ctx.loader(dataset, global_batch_size=options.get("global_batch_size", 12))
     for inputs, targets in ctx.steps(loader, epochs=options.get("epochs", 4)):
         loss = nn.functional.cross_entropy(model(inputs.to(ctx.device)), targets.to(ctx.device))
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+        descend(ctx, optimizer, loss)
         scheduler.step()
-        ctx.report(loss=loss)
         if ctx.step == options.get("stop_at") and ctx.rank == options.get("stop_on", 0):
             ctx.request_stop("the test says so")
         if ctx.step == options.get("die_at") and ctx.rank == options.get("die_on", 0):
@@ -99,8 +92,7 @@ def fit(ctx: RankContext, dataset: Dataset[Any]) -> dict[str, Any]:
 
 
 def _die_after_checkpoint(ctx: RankContext, step: int | None) -> None:
-    """Kill this process, once the checkpoint of a step is on record: otherwise there may be
-    none to resume from."""
+    """Kill this process, once the checkpoint of a step is on record."""
     deadline = time.monotonic() + 20
     while step is not None and time.monotonic() < deadline:
         if step in {manifest.step for manifest in list_manifests(ctx.config.storage, ctx.run_id)}:
@@ -113,112 +105,164 @@ def sha256_of_weights(model: nn.Module) -> str:
     """Hash parameters and buffers, to the last bit."""
     digest = hashlib.sha256()
     for name, value in model.state_dict().items():
-        buffer = io.BytesIO()
-        buffer.write(name.encode())
-        buffer.write(value.detach().cpu().contiguous().numpy().tobytes())
-        digest.update(buffer.getvalue())
+        digest.update(name.encode() + value.detach().cpu().contiguous().numpy().tobytes())
     return digest.hexdigest()
 
 
-def draw(ctx: RankContext) -> dict[str, Any]:
-    """Say what the random generators give before the first step, and in it."""
-    before = torch.rand(1).item()
-    dataset = TensorDataset(torch.arange(8))
-    inside = [
-        torch.rand(1).item() for _ in ctx.steps(ctx.loader(dataset, global_batch_size=4), epochs=1)
-    ]
-    return {"before": before, "inside": json.dumps(inside), "mixed": mix_seed(ctx.seed)}
+# ---- With elastic determinism, and restarted.
+
+NUM_SAMPLES, BATCH, EPOCHS = 45, 12, 2
+"""Four steps an epoch; the last one has 9 samples."""
 
 
-# ---- Real ranks without a cluster.
+class NoisyImages(Dataset[tuple[torch.Tensor, int]]):
+    """Small random images of three classes, with augmentation that draws from all three global
+    generators."""
+
+    def __len__(self) -> int:
+        return NUM_SAMPLES
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        image = torch.randn(1, 8, 8, generator=torch.Generator().manual_seed(index))
+        noise = torch.rand(()).item() + random.random() + np.random.rand()
+        return image + index % 3 + 0.1 * noise, index % 3
 
 
-@dataclass(frozen=True)
-class Died:
-    """A rank that left no value."""
+class ImagesInShards(NoisyImages):
+    """The same in shards of uneven sizes, read one after the other."""
 
-    exit_code: int | None
+    __len__ = None  # type: ignore[assignment] # else it were a map-style dataset
+    shuffle_buffer = 16
+
+    def shards(self) -> list[range]:
+        """Name them by what they hold."""
+        return [range(20), range(20, 27), range(27, NUM_SAMPLES)]
+
+    def num_samples(self, shard: range) -> int:
+        """Return a shard's size."""
+        return len(shard)
+
+    def iter_shard(self, shard: range) -> Iterator[tuple[torch.Tensor, int]]:
+        """Yield a shard's samples."""
+        return map(self.__getitem__, shard)
 
 
-def run_ranks(
-    fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 60.0
-) -> list[Any]:
-    """Run `fn(*args)` on gloo ranks that die alone, with torchrun's environment; return values
-    or `Died`, by rank.
-
-    When a rank dies the others are killed at once, as a gang is. An exception of a rank fails
-    the test with its traceback.
-    """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(
-        ["torch", "torchvision", "prefect_torch_ddp.rank.stages", "tests.workloads.healthy"]
+def make_elastic_net() -> nn.Sequential:
+    """Return a float32 network with convolution, norm and dropout."""
+    return nn.Sequential(
+        nn.Conv2d(1, 8, 3),
+        nn.GroupNorm(2, 8),
+        nn.GELU(),
+        nn.Flatten(),
+        nn.Dropout(0.3),
+        nn.Linear(8 * 6 * 6, 32),
+        nn.LayerNorm(32),
+        nn.ReLU(),
+        nn.Linear(32, 3),
     )
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    pipes, processes = [], []
-    for rank in range(world_size):
-        receiver, sender = context.Pipe(duplex=False)
-        process = context.Process(
-            target=_be_rank, args=(sender, store.port, rank, world_size, fn, args), daemon=True
-        )
-        process.start()
-        sender.close()
-        pipes.append(receiver)
-        processes.append(process)
-    try:
-        return _gather(pipes, processes, time.monotonic() + timeout_s)
-    finally:
-        for process, pipe in zip(processes, pipes, strict=True):
-            process.kill()
-            process.join()
-            process.close()
-            pipe.close()
 
 
-def _gather(pipes: list[Connection], processes: list[Any], deadline: float) -> list[Any]:
-    values: list[Any] = [None] * len(pipes)
-    open_pipes = dict(enumerate(pipes))
-    while open_pipes:
-        ready = wait(list(open_pipes.values()), max(0.0, deadline - time.monotonic()))
-        assert ready, f"ranks {sorted(open_pipes)} did not end in time"
-        for rank, pipe in list(open_pipes.items()):
-            if pipe not in ready:
-                continue
-            del open_pipes[rank]
-            try:
-                kind, values[rank] = pipe.recv()
-            except EOFError:
-                processes[rank].join()
-                values[rank] = Died(processes[rank].exitcode)
-                return values
-            if kind != "value" and wait([process.sentinel for process in processes], PEER_S):
-                continue  # it failed because a peer died, and was heard of first
-            assert kind == "value", f"rank {rank} failed:\n{values[rank]}"
-    return values
+def fit_elastic(
+    ctx: RankContext, folder: str = "", plan: dict[int, dict[str, Any]] | None = None
+) -> dict[str, Any]:
+    """Train with AdamW; say what weights and optimizer hash to.
+
+    Args:
+        ctx: options: sharded, global_batch_size, num_workers, max_samples, precision
+            ("bfloat16", "scaled").
+        folder: for a file of this rank's pid when it waits to be killed.
+        plan: see `fail_as_planned`; the last rank fails between two micro-batches.
+    """
+    options = ctx.options
+    torch.manual_seed(ctx.rank)  # rank 0's weights are the ones that count
+    net = make_elastic_net()
+    model = ctx.wrap(net)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    scaler = torch.amp.GradScaler("cpu", enabled=options.get("precision") == "scaled")
+    ctx.track(model=model, optimizer=optimizer, scaler=scaler)
+    size, num_workers = options.get("global_batch_size", BATCH), options.get("num_workers", 0)
+    dataset = ImagesInShards() if options.get("sharded") else NoisyImages()
+    loader = ctx.loader(dataset, global_batch_size=size, num_workers=num_workers)
+    for batch in ctx.steps(loader, epochs=EPOCHS):
+        optimizer.zero_grad()
+        losses, weights = [], []
+        for (images, labels), weight in ctx.micro_batches(
+            batch, max_samples=options.get("max_samples")
+        ):
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled="precision" in options):
+                loss = nn.functional.cross_entropy(
+                    model(images.to(ctx.device)), labels.to(ctx.device)
+                )
+            scaler.scale(loss * weight).backward()
+            losses.append(loss.item() * weight)
+            weights.append(weight)
+            fail_as_planned(ctx, plan or {}, folder)
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        ctx.report(loss=sum(losses) / sum(weights))
+    state = optimizer.state_dict()["state"]
+    squares = torch.cat([values["exp_avg_sq"].flatten() for values in state.values()])
+    moments = squares.double().sum().item()
+    return {"sha256": sha256_of_weights(net), "moments": moments, "steps": ctx.step}
 
 
-def _be_rank(  # noqa: PLR0917 - positional, as Process passes them
-    sender: Connection,
-    port: int,
-    rank: int,
-    world_size: int,
-    fn: Callable[..., Any],
-    args: tuple[Any, ...],
-) -> None:
-    place = {
-        "RANK": rank,
-        "WORLD_SIZE": world_size,
-        "LOCAL_RANK": rank,
-        "LOCAL_WORLD_SIZE": world_size,
-        "GROUP_RANK": 0,
-    }
-    os.environ.update({name: str(value) for name, value in place.items()}, GLOO_SOCKET_IFNAME="lo")
-    torch.set_num_threads(1)
-    try:
-        if world_size > 1:
-            store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
-            dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
-        sender.send(("value", fn(*args)))
-    except BaseException:  # noqa: BLE001 - whatever it is, the test shall show it
-        sender.send(("error", traceback.format_exc()))
-    # Peers may still read what this rank sent last: the test ends the process.
-    time.sleep(600)
+class Elastic:
+    """The workload of it."""
+
+    @staticmethod
+    def prepare(ctx: RankContext) -> None:
+        """Write nothing of use: the images are made from their numbers."""
+        (ctx.data / "made").write_text("from numbers")
+
+    @staticmethod
+    def train(ctx: RankContext) -> dict[str, Any]:
+        """Train undisturbed."""
+        return fit_elastic(ctx)
+
+    @staticmethod
+    def evaluate(ctx: RankContext) -> Report:
+        """Say how many samples there were."""
+        ctx.track(model=make_elastic_net())
+        return Report(num_samples=NUM_SAMPLES, accuracy=1.0)
+
+
+def fit_with_ledger(
+    ctx: RankContext, folder: str, plan: dict[int, dict[str, Any]], epochs: int = 3
+) -> dict[str, Any]:
+    """Train over 24 samples in batches of 4, and write down which were in which step.
+
+    Args:
+        ctx: the context.
+        folder: for a line per step, attempt and rank, and for a file of this rank's pid when it
+            waits.
+        plan: see `fail_as_planned`.
+        epochs: how many.
+    """
+    model = ctx.wrap(nn.Linear(1, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    ctx.track(model=model, optimizer=optimizer)
+    dataset = TensorDataset(torch.arange(24), torch.linspace(-1, 1, 24)[:, None])
+    loader = ctx.loader(dataset, global_batch_size=4)
+    with Path(folder, f"ledger-{ctx.attempt}-{ctx.rank}.jsonl").open("a", buffering=1) as ledger:
+        for numbers, x in ctx.steps(loader, epochs=epochs):
+            descend(ctx, optimizer, (model(x) - 3 * x).square().mean())
+            line = {"step": ctx.step, "epoch": ctx.epoch, "attempt": ctx.attempt}
+            ledger.write(json.dumps(line | {"samples": numbers.tolist()}) + "\n")
+            fail_as_planned(ctx, plan, folder)
+    return {"attempt": ctx.attempt, "world_size": ctx.world_size}
+
+
+def fail_as_planned(ctx: RankContext, plan: dict[int, dict[str, Any]], folder: str) -> None:
+    """Fail in the attempts planned, at a step: {attempt: {"step", "how"}}, where how is "wait",
+    for all ranks to be killed, or the last rank's way to fail."""
+    fault = plan.get(ctx.attempt)
+    if fault is None or ctx.step != fault["step"]:
+        return
+    wait_for_checkpoint(ctx, ctx.step)
+    if fault["how"] == "wait":
+        write_pid(folder, f"waits-{ctx.attempt}-{ctx.rank}")
+        signal.pause()
+    if ctx.rank == ctx.world_size - 1:
+        fail(fault["how"])

@@ -1,4 +1,4 @@
-"""A training that is killed where a plan says. Torch is imported inside."""
+"""Trainings that are killed where a plan says, with ctx.steps and in a loop of their own."""
 
 import hashlib
 import json
@@ -9,15 +9,16 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import numpy as np
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from prefect_torch_ddp import RankContext
 from prefect_torch_ddp.storage.s3 import transfer
-from tests.workloads.killing_storage import InTraining, Kill, comes_by, die
-
-if TYPE_CHECKING:
-    import torch
-
-    from prefect_torch_ddp import RankContext
+from tests.support.killing_storage import InTraining, Kill, comes_by, die
 
 NUM_SAMPLES, BATCH, EPOCHS = 33, 8, 3
 """Four full batches and a tail of one sample, fewer than ranks."""
@@ -74,8 +75,6 @@ class Samples:
     killed at one."""
 
     def __init__(self, plan: Plan, executioner: Executioner) -> None:
-        import torch
-
         generator = torch.Generator().manual_seed(7)
         self._inputs = torch.randn(NUM_SAMPLES, 4, generator=generator, dtype=torch.float64)
         self._targets = torch.randint(3, (NUM_SAMPLES,), generator=generator)
@@ -85,9 +84,7 @@ class Samples:
     def __len__(self) -> int:
         return NUM_SAMPLES
 
-    def __getitem__(self, number: int) -> tuple[int, "torch.Tensor", "torch.Tensor"]:
-        import torch
-
+    def __getitem__(self, number: int) -> tuple[int, torch.Tensor, torch.Tensor]:
         if torch.utils.data.get_worker_info() is not None:
             self._executioner.pass_by("data_worker")
         noise = 0.1 * torch.randn(4, dtype=torch.float64) if self._is_noisy else 0.0
@@ -99,8 +96,6 @@ class Ballast:
     restored."""
 
     def __init__(self, num: int, executioner: Executioner) -> None:
-        import torch
-
         self.values = torch.arange(num, dtype=torch.float64)
         self._executioner = executioner
 
@@ -119,15 +114,10 @@ class Ballast:
         self.values.copy_(state["values"])
 
 
-def train(ctx: "RankContext", plan: Plan) -> dict[str, Any]:
+def train(ctx: RankContext, plan: Plan) -> dict[str, Any]:
     """Train, write down which samples were in which step, and say what everything tracked
     hashes to."""
-    import torch
-
-    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
-    signal.signal(
-        signal.SIGXFSZ, signal.SIG_DFL
-    )  # Python ignores it: a write beyond the limit would be an OSError
+    _die_of_long_writes()
     if plan.is_big:
         transfer.MULTIPART_FROM_BYTES = transfer.PART_BYTES = BIG_PART_BYTES
     executioner = Executioner(plan, ctx.attempt)
@@ -156,14 +146,8 @@ def train(ctx: "RankContext", plan: Plan) -> dict[str, Any]:
             scheduler.step()
             ballast.step(ctx.step)
             counted = numbers[: ctx._state.share.num_local]  # none of a stand-in
-            line = {
-                "step": ctx.step,
-                "epoch": ctx.epoch,
-                "samples": counted,
-                "rank": ctx.rank,
-                "attempt": ctx.attempt,
-            }
-            ledger.write(json.dumps(line) + "\n")
+            line = {"step": ctx.step, "epoch": ctx.epoch, "attempt": ctx.attempt}
+            ledger.write(json.dumps(line | {"samples": counted}) + "\n")
             ctx.report(loss=loss)
             executioner.pass_by("end", ctx.step)
     executioner.wait()
@@ -178,36 +162,29 @@ def train(ctx: "RankContext", plan: Plan) -> dict[str, Any]:
     }
 
 
-def _make_net(plan: Plan) -> Any:
-    from torch import nn
+class Centre(nn.Module):
+    """A layer with a buffer that depends on the batches of rank 0, also on those of one sample,
+    as BatchNorm's can't."""
 
-    own = [] if plan.is_elastic else [_make_centre(16)]
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(size))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.mean.lerp_(x.detach().mean(dim=0), 0.1)
+        return x - self.mean
+
+
+def _make_net(plan: Plan) -> Any:
+    own = [] if plan.is_elastic else [Centre(16)]
     own += [] if plan.is_elastic and plan.virtual_ranks is None else [nn.Dropout(0.25)]
     return nn.Sequential(nn.Linear(4, 16), nn.Tanh(), *own, nn.Linear(16, 3)).double()
 
 
-def _make_centre(size: int) -> Any:
-    """Make a layer with a buffer that depends on the batches of rank 0, also on those of one
-    sample, as BatchNorm's can't."""
-    import torch
-    from torch import nn
-
-    class Centre(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("mean", torch.zeros(size))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            if self.training:
-                self.mean.lerp_(x.detach().mean(dim=0), 0.1)
-            return x - self.mean
-
-    return Centre()
-
-
 def _backward(
-    ctx: "RankContext", model: Any, batch: Any, plan: Plan, between: Callable[[], None]
-) -> tuple["torch.Tensor", list[int]]:
+    ctx: RankContext, model: Any, batch: Any, plan: Plan, between: Callable[[], None]
+) -> tuple[torch.Tensor, list[int]]:
     """Run the backward pass, whole or sample by sample; return the mean loss, and the numbers
     of the samples.
 
@@ -218,10 +195,6 @@ def _backward(
         plan: of the training.
         between: called after each micro-batch.
     """
-    import numpy as np
-    import torch
-    from torch.nn.functional import cross_entropy
-
     scale = 1.0
     if not plan.is_elastic:  # every generator has a part in the result
         scale += 0.1 * random.random() + 0.1 * float(np.random.random())
@@ -237,6 +210,13 @@ def _backward(
     return total / len(seen), seen
 
 
+def _die_of_long_writes() -> None:
+    """Without a core dump; Python ignores SIGXFSZ, and a write beyond the limit would be an
+    OSError."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+    signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+
+
 def _sha256(state: Any) -> str:
     digest = hashlib.sha256()
     for part in _parts(state):
@@ -246,8 +226,6 @@ def _sha256(state: Any) -> str:
 
 def _parts(state: Any) -> Iterator[bytes]:
     """Yield a nest of states as bytes, in an order of its own."""
-    import torch
-
     if isinstance(state, torch.Tensor):
         yield state.detach().cpu().contiguous().numpy().tobytes()
     elif isinstance(state, dict):
@@ -259,3 +237,55 @@ def _parts(state: Any) -> Iterator[bytes]:
             yield from _parts(item)
     else:
         yield repr(state).encode()
+
+
+# ---- In a loop of its own, without ctx.steps.
+
+NUM_ROUNDS = 9
+"""Not a multiple of SAVE_EVERY: the last round has no checkpoint of its own."""
+
+
+class Progress:
+    """How far the loop is, as user code keeps it."""
+
+    def __init__(self) -> None:
+        self.num_rounds = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"num_rounds": self.num_rounds}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.num_rounds = state["num_rounds"]
+
+
+def train_in_own_loop(ctx: RankContext, plan: Plan) -> dict[str, Any]:
+    """Train with data and dropout from the global generators; say what all that is tracked
+    hashes to."""
+    _die_of_long_writes()
+    executioner = Executioner(plan, ctx.attempt)
+    torch.manual_seed(3)
+    bare = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.3), nn.Linear(8, 1)).double()
+    torch.manual_seed(100 + ctx.rank)
+    model = ctx.wrap(bare)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    progress = Progress()
+    ctx.track(model=model, optimizer=optimizer, progress=progress)
+    executioner.pass_by("tracked")
+    began = progress.num_rounds
+    while progress.num_rounds < NUM_ROUNDS:
+        executioner.pass_by("begin", progress.num_rounds + 1)
+        optimizer.zero_grad()
+        loss = model(torch.randn(6, 4, dtype=torch.float64)).square().mean()
+        loss.backward()
+        executioner.pass_by("backward", progress.num_rounds + 1)
+        optimizer.step()
+        ctx.report(loss=loss)
+        progress.num_rounds += 1
+        if progress.num_rounds % SAVE_EVERY == 0:
+            ctx.checkpoint(force=True)
+        executioner.pass_by("end", progress.num_rounds)
+    return {
+        "began": began,
+        "attempt": ctx.attempt,
+        "sha256": _sha256([bare.state_dict(), optimizer.state_dict()]),
+    }

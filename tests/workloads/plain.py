@@ -1,25 +1,33 @@
-"""Plain functions for ranks: what they are, what they were given, what they return."""
+"""Functions without a context: what ranks are, are given and return, and odd ones that end well.
 
+Torch is imported inside: the test process need not load it.
+"""
+
+import atexit
 import collections
+import ctypes
 import dataclasses
+import logging
 import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import psutil
+
 CONTRACT = (
-    "RANK",
-    "WORLD_SIZE",
-    "LOCAL_RANK",
-    "LOCAL_WORLD_SIZE",
-    "GROUP_RANK",
-    "GROUP_WORLD_SIZE",
-    "ROLE_RANK",
-    "ROLE_WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-    "TORCHELASTIC_RUN_ID",
-    "TORCHELASTIC_RESTART_COUNT",
-    "TORCHELASTIC_MAX_RESTARTS",
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"),
+    *("ROLE_RANK", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+    *("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS"),
 )
+NAMES = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "MASTER_ADDR")
+INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_SOCKET_FAMILY")
 
 
 @dataclasses.dataclass
@@ -27,6 +35,21 @@ class Point:
     """A value of a user's own class."""
 
     x: int
+
+
+class Squares:
+    """A dataset of the squares of 0 to n-1, which spawned DataLoader workers can import."""
+
+    def __init__(self, num_samples: int, transform: Callable[[int], int] | None = None) -> None:
+        self._num_samples = num_samples
+        self._transform = transform
+
+    def __len__(self) -> int:
+        return self._num_samples
+
+    def __getitem__(self, index: int) -> int:
+        square = index * index
+        return self._transform(square) if self._transform else square
 
 
 def sum_of_ones() -> float:
@@ -48,20 +71,12 @@ def awkward_names(  # noqa: PLR0917 - names that launchers like to steal
     timeout: float = 1.5,
     world_size: int = 9,
 ) -> Any:
-    """Take arguments whose names launchers like to steal."""
-    return {
-        "key": key,
-        "retries": retries,
-        "rank": rank,
-        "workers": workers,
-        "backend": backend,
-        "timeout": timeout,
-        "world_size": world_size,
-    }
+    """Return the arguments, whose names launchers like to steal."""
+    return locals()
 
 
-def value_of(kind: str) -> Any:
-    """Return a value of the kind named, marked with the rank."""
+def values() -> dict[str, Any]:
+    """Return values of all kinds, marked with the rank."""
     import numpy as np
     import torch
 
@@ -75,7 +90,7 @@ def value_of(kind: str) -> Any:
         "numpy": np.full(3, rank),
         "tensor": torch.full((2,), float(rank)),
         "nested": {"loss": [rank, (rank, {"x": torch.tensor(rank)})]},
-    }[kind]
+    }
 
 
 def environment() -> dict[str, str]:
@@ -90,21 +105,16 @@ def process_id() -> int:
 
 def torchrun_style() -> float:
     """Initialise the process group as everything written for torchrun does."""
-    import torch
     import torch.distributed as dist
 
     dist.init_process_group("gloo")
-    ones = torch.ones(1)
-    dist.all_reduce(ones)
+    total = sum_of_ones()
     dist.destroy_process_group()
-    return float(ones)
+    return total
 
 
 def speak(text: str) -> None:
     """Print, write to stderr and log."""
-    import logging
-    import sys
-
     print(f"printed {text}")
     print(f"complained {text}", file=sys.stderr)
     logging.getLogger("user.code").warning("logged %s", text)
@@ -114,18 +124,98 @@ def load_with_workers(context: str | None) -> int:
     """Read a dataset through two DataLoader workers."""
     from torch.utils.data import DataLoader
 
-    from tests.workloads.squares import Squares
-
-    transform = (lambda x: x + 1) if context == "fork" else None
-    loader = DataLoader(
-        Squares(10, transform), batch_size=2, num_workers=2, multiprocessing_context=context
-    )
+    squares: Any = Squares(10, (lambda x: x + 1) if context == "fork" else None)
+    loader = DataLoader(squares, batch_size=2, num_workers=2, multiprocessing_context=context)
     return int(sum(batch.sum() for batch in loader))
 
 
 def time_of_first_all_reduce() -> float:
     """Return when this rank's first all-reduce was done, in seconds since the epoch."""
-    import time
-
     sum_of_ones()
     return time.time()
+
+
+def whereabouts() -> dict[str, Any]:
+    """All-reduce over the default group and one of our own; tell the sum, the environment and
+    the addresses in use."""
+    import torch
+    import torch.distributed as dist
+
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    dist.all_reduce(total, group=dist.new_group(backend="gloo"))
+    connections = psutil.Process().net_connections("tcp")
+
+    def addresses(status: str) -> list[str]:
+        # An IPv4 address may be written as an IPv6 one.
+        own = (each.laddr.ip for each in connections if each.status == status)
+        return sorted({address.removeprefix("::ffff:") for address in own})
+
+    found = {
+        "sum": float(total),
+        "env": {name: os.environ.get(name) for name in (*NAMES, *INTERFACES)},
+        "listens_at": addresses(psutil.CONN_LISTEN),
+        "talks_from": addresses(psutil.CONN_ESTABLISHED),
+    }
+    dist.barrier()  # peers look at their connections to us too
+    return found
+
+
+def interface_settings() -> dict[str, str | None]:
+    """Tell which interfaces gloo and NCCL were told, without a process group."""
+    return {name: os.environ.get(name) for name in INTERFACES}
+
+
+def meet_after_rank_0_returned() -> int:
+    """On rank 1, use the store and make a group long after rank 0 returned."""
+    import torch.distributed as dist
+
+    if dist.get_rank() == 1:
+        time.sleep(4)
+        group = dist.new_group([1], use_local_synchronization=True)
+        dist.barrier(group)
+    return dist.get_rank()
+
+
+def kill_worker_at_exit() -> int:
+    """Return, and kill the Dask worker from the rank's exit handlers, while the worker still
+    has the value to hand over."""
+    atexit.register(lambda: os.kill(psutil.Process().parent().ppid(), signal.SIGKILL))  # type: ignore[union-attr]
+    return 8
+
+
+def end_well_oddly(*hows: str) -> int:
+    """Do what a launcher does not expect, and return."""
+    for how in hows:
+        _be_odd(how)
+    return 9
+
+
+def _be_odd(how: str) -> None:  # noqa: C901 - one branch an oddity
+    match how:
+        case "closes_stdout":
+            sys.stdout.close()
+        case "logs_much":
+            logging.getLogger("user.code").info("\U0001f600" * 100_000)
+        case "leaves_a_writer":
+            subprocess.Popen(["yes"])
+        case "thread":
+            threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
+        case "handlers":
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD, signal.SIGHUP):
+                signal.signal(number, signal.SIG_IGN)
+        case "folder":
+            gone = Path(tempfile.mkdtemp())
+            os.chdir(gone)
+            gone.rmdir()
+        case "faulthandler":
+            import faulthandler
+
+            faulthandler.enable()
+            faulthandler.dump_traceback()
+        case "no_death_signal":
+            ctypes.CDLL(None).prctl(1, 0)
+        case "other_group":
+            subprocess.Popen(["sleep", "30"], process_group=0)
+        case "holds_stdout":
+            subprocess.Popen(["sleep", "3"], start_new_session=True)

@@ -1,5 +1,5 @@
-"""The smallest whole workload: a linear classifier of points, quick to train, that fails
-where it is told to."""
+"""The smallest whole workload: a linear classifier of points, quick to train, that fails or
+waits where it is told to."""
 
 import os
 import signal
@@ -14,14 +14,15 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import TensorDataset
 
 from prefect_torch_ddp import RankContext, Report
-from prefect_torch_ddp.checkpoint.manifest import list_checkpoints
 from prefect_torch_ddp.rank.evaluation import ClassificationMeter
+from tests.workloads import descend, wait_for_checkpoint, write_pid
 
 CLASSES = ["below", "above"]
 
 
 def prepare(ctx: RankContext) -> None:
     """Write points in the plane, labelled by the line they lie below or above."""
+    linger_if_told(ctx, "prepare")
     generator = np.random.default_rng(0)
     for split, size in (("train", ctx.options.get("num_samples", 50)), ("test", 21)):
         points = generator.normal(size=(size, 2)).astype(np.float32)
@@ -39,63 +40,50 @@ def train(ctx: RankContext) -> dict[str, Any]:
     ctx.track(model=model, optimizer=optimizer)
     loader = ctx.loader(read(ctx, "train"), global_batch_size=8)
     if "pid_folder" in ctx.options:
-        write_pid(Path(ctx.options["pid_folder"]), ctx.rank)
+        write_pid(ctx.options["pid_folder"], ctx.rank)
     for points, labels in ctx.steps(loader, epochs=ctx.options.get("epochs", 3)):
         fail_if_told(ctx)
-        loss = cross_entropy(model(points), labels)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        ctx.report(loss=loss)
+        descend(ctx, optimizer, cross_entropy(model(points), labels))
         if ctx.step < 1000:
             print(f"step {ctx.step}")
     return {"steps": ctx.step}
 
 
-def write_pid(folder: Path, rank: int) -> None:
-    """Leave this rank's pid for the test."""
-    path = folder / str(rank)
-    path.with_suffix(".tmp").write_text(str(os.getpid()))
-    path.with_suffix(".tmp").rename(path)
-
-
 def fail_if_told(ctx: RankContext) -> None:
-    """Raise or be killed, as `options["fault"]` says: {"how", "step", "rank", "attempts"}."""
+    """Raise, wait or be killed, as `options["fault"]` says: {"how", "step", "rank", "attempts"};
+    a rank of None means all."""
     fault = ctx.options.get("fault")
     if (
-        fault
-        and ctx.rank == fault["rank"]
-        and ctx.step == fault["step"]
-        and ctx.attempt in fault["attempts"]
+        not fault
+        or fault["rank"] not in (None, ctx.rank)
+        or ctx.step != fault["step"]
+        or ctx.attempt not in fault["attempts"]
     ):
-        if fault["how"] == "raise":
-            msg = "told to fail"
-            raise ValueError(msg)
-        if fault["how"] in ("kill_grandparent", "stop_grandparent", "pause"):
-            wait_for_checkpoint(ctx, fault["step"])
-            if fault["how"] == "pause":
-                write_pid(Path(fault["mark"]), ctx.rank)
-            else:
-                os.kill(
-                    dask_worker_of(os.getpid()),
-                    signal.SIGKILL if fault["how"] == "kill_grandparent" else signal.SIGSTOP,
-                )
+        return
+    how = fault["how"]
+    if how == "raise":
+        msg = "told to fail"
+        raise ValueError(msg)
+    if how in ("kill_grandparent", "stop_grandparent", "pause", "hang"):
+        wait_for_checkpoint(ctx, fault["step"])
+        if "mark" in fault:
+            write_pid(fault["mark"], ctx.rank)
+        if how.endswith("grandparent"):
+            number = signal.SIGKILL if how == "kill_grandparent" else signal.SIGSTOP
+            os.kill(dask_worker_of(os.getpid()), number)
+        signal.pause()
+        while how == "hang":
+            signal.pause()  # returns at each signal, also at the one that asks for stacks
+    os.kill(os.getpid(), signal.Signals[how])
+
+
+def linger_if_told(ctx: RankContext, stage: str) -> None:
+    """Leave the rank's pid and wait for ever, if `options["linger"]` names this stage."""
+    linger = ctx.options.get("linger")
+    if linger and linger["stage"] == stage:
+        write_pid(linger["pids"], ctx.rank)
+        while True:
             signal.pause()
-        if fault["how"] == "hang":
-            wait_for_checkpoint(ctx, fault["step"])
-            if "mark" in fault:
-                write_pid(Path(fault["mark"]), ctx.rank)
-            while True:
-                signal.pause()  # returns at each signal, also at the one that asks for stacks
-        os.kill(os.getpid(), signal.Signals[fault["how"]])
-
-
-def wait_for_checkpoint(ctx: RankContext, before_step: int) -> None:
-    """Wait until a checkpoint of an earlier step is on record."""
-    while not any(
-        ref.step < before_step for ref in list_checkpoints(ctx.config.storage, ctx.run_id)
-    ):
-        time.sleep(0.05)
 
 
 def dask_worker_of(rank_pid: int) -> int:
@@ -110,6 +98,7 @@ def dask_worker_of(rank_pid: int) -> int:
 def evaluate(ctx: RankContext) -> Report:
     """Score on the held-out points; fail once if `options["fail_evaluation_once"]` names a file
     that isn't there yet."""
+    linger_if_told(ctx, "evaluate")
     marker = ctx.options.get("fail_evaluation_once")
     if marker and not Path(marker).exists():
         Path(marker).touch()
@@ -128,3 +117,36 @@ def read(ctx: RankContext, split: str) -> TensorDataset:
     """Read points float32 [n, 2] and labels int64 [n]."""
     arrays = np.load(ctx.data / f"{split}.npz")
     return TensorDataset(torch.from_numpy(arrays["points"]), torch.from_numpy(arrays["labels"]))
+
+
+class Steered:
+    """The same, trained until a file in `options["folder"]`, `enough`, ends it: `step` in it is
+    the newest one, `<rank>` a pid."""
+
+    @staticmethod
+    def prepare(ctx: RankContext) -> None:
+        """Write the points."""
+        prepare(ctx)
+
+    @staticmethod
+    def train(ctx: RankContext) -> dict[str, Any]:
+        """Train until it is enough."""
+        folder = Path(ctx.options["folder"])
+        model = ctx.wrap(torch.nn.Linear(2, 2))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        ctx.track(model=model, optimizer=optimizer)
+        write_pid(folder, ctx.rank)
+        loader = ctx.loader(read(ctx, "train"), global_batch_size=8)
+        for points, labels in ctx.steps(loader, epochs=100_000):
+            descend(ctx, optimizer, cross_entropy(model(points), labels))
+            time.sleep(0.02)  # the pace of a step with work in it
+            if ctx.rank == 0:
+                write_pid(folder, "step", ctx.step)
+            if (folder / "enough").exists():
+                ctx.request_stop("told to")
+        return {"steps": ctx.step}
+
+    @staticmethod
+    def evaluate(ctx: RankContext) -> Report:
+        """Score on the held-out points."""
+        return evaluate(ctx)

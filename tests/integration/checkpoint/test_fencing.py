@@ -14,9 +14,11 @@ from prefect_torch_ddp.checkpoint.run_files import read_result
 from prefect_torch_ddp.errors import SupersededError
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.storage.protocol import Storage
+from tests.support.racing import attempt, run_to_its_end
 from tests.support.records import read_records
 from tests.support.s3_server import S3Server
-from tests.workloads.racing import Course, PausingStorage, attempt, run_to_its_end, wait_until
+from tests.support.waiting import wait_until
+from tests.workloads.stored import Course, PausingStorage
 
 NUM_STEPS = 12
 WHOLE = Course(NUM_STEPS)

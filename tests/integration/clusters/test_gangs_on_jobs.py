@@ -16,7 +16,7 @@ from prefect_torch_ddp import WorkerLostError, run_gang
 from tests.integration.clusters.pbs import PbsSite
 from tests.integration.clusters.slurm import SlurmSite
 from tests.support.waiting import HANG_S, wait_until
-from tests.workloads import faulty, plain
+from tests.workloads import failing, plain
 
 
 @contextmanager
@@ -100,7 +100,7 @@ def test_a_gang_over_two_jobs(
         check_places(site, tmp_path, environments)
 
         training = pool.submit(
-            run_gang, client, faulty.sleep_for_ever, args=(str(pid_folder),), world_size=2
+            run_gang, client, failing.sleep_for_ever, args=(str(pid_folder),), world_size=2
         )
         pids = pids_in(pid_folder)
         victim = environments[1][site.job_variable]

@@ -14,7 +14,8 @@ from tests.integration.clusters.pbs import PbsSite
 from tests.integration.clusters.slurm import SlurmSite
 from tests.support.runs import flow_run_id_of, logs_of, task_runs_of
 from tests.support.waiting import wait_until
-from tests.workloads.held import HELD_AT, NUM_STEPS
+
+HELD_AT, NUM_STEPS = 6, 21
 
 pytestmark = pytest.mark.usefixtures("prefect_api")
 
@@ -55,10 +56,11 @@ def test_a_cancelled_job_costs_a_retry(site: SlurmSite | PbsSite, tmp_path: Path
     """A job is cancelled while it trains: another takes its place, and the run resumes."""
     pid_folder = tmp_path / "pids"
     pid_folder.mkdir()
+    fault = {"how": "hang", "step": HELD_AT, "rank": None, "attempts": [1], "mark": str(pid_folder)}
     params = TrainParams(
-        workload="tests.workloads.held",
+        workload="tests.workloads.tiny",
         storage=str(tmp_path / "store"),
-        options={"pid_folder": str(pid_folder)},
+        options={"fault": fault},
         checkpoint=CheckpointParams(every_steps=2),
         retry_delay_s=0,
         workers_timeout_s=120,
@@ -76,7 +78,7 @@ def test_a_cancelled_job_costs_a_retry(site: SlurmSite | PbsSite, tmp_path: Path
         cancelled = operator.result()
     assert (report.training.attempt, report.training.num_steps) == (2, NUM_STEPS)
     assert 0 < (report.training.resumed_from_step or 0) <= HELD_AT
-    assert (report.training.world_size, report.evaluation.num_samples) == (2, 12)
+    assert (report.training.world_size, report.evaluation.num_samples) == (2, 21)
     wait_until(lambda: not site.job_ids() and not site.processes())
     assert not site.processes(cancelled)
     flow_run_id = flow_run_id_of(report.flow_run_url)

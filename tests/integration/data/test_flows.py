@@ -59,7 +59,7 @@ def test_the_same_workload_trains_on_a_bucket_and_on_a_folder(
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(data)
     common = {
-        "workload": "tests.workloads.image_classes",
+        "workload": "tests.workloads.data:Indexed",
         "storage": str(tmp_path / "store"),
         "ledger": True,
     }
@@ -75,7 +75,7 @@ def test_the_same_workload_trains_on_a_bucket_and_on_a_folder(
         assert any(f"reads a {kind} of {NUM} images" in line for line in lines)
     assert secret not in all_that_was_recorded(flow_run_id_of(on_bucket.flow_run_url))
 
-    workload = read_workload("tests.workloads.image_classes")
+    workload = read_workload("tests.workloads.data:Indexed")
     assert (
         dataset_id(workload, {}, fingerprint_of(resolve_source(block)))
         == on_bucket.dataset.dataset_id
@@ -91,7 +91,7 @@ def test_a_source_that_cannot_be_is_refused_before_anything_starts(
     s3_server: S3Server, tmp_path: Path
 ) -> None:
     """No folder, nothing in the bucket: said by name."""
-    common = {"workload": "tests.workloads.image_classes", "storage": str(tmp_path / "store")}
+    common = {"workload": "tests.workloads.data:Indexed", "storage": str(tmp_path / "store")}
     with pytest.raises(InvalidParamsError, match=f"there is no folder {tmp_path}/nowhere"):
         train_flow(TrainParams(**common, source=str(tmp_path / "nowhere")))
     save_block("empty", s3_server, "reader")
@@ -116,7 +116,7 @@ def test_shards_are_read_in_place_and_each_sample_once(
     monkeypatch.setenv("AWS_REGION", "us-east-1")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     common = {
-        "workload": "tests.workloads.packed",
+        "workload": "tests.workloads.data:Packed",
         "ledger": True,
         "checkpoint": CheckpointParams(every_steps=4),
     }

@@ -79,7 +79,7 @@ def test_cifar10_resumes_in_the_midst_of_an_epoch(tmp_path: Path) -> None:
     write_cifar10(tmp_path / "cifar-10-batches-bin", 10)
     report = train_flow(
         TrainParams(
-            workload="tests.workloads.cifar10_killed",
+            workload="tests.workloads.data:KilledCifar10",
             storage=str(tmp_path / "store"),
             source=str(tmp_path / "cifar-10-batches-bin"),
             options={"epochs": 2, "global_batch_size": 15, "kill_at": 5},

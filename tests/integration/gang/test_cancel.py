@@ -22,7 +22,7 @@ from prefect_torch_ddp.rank.stages import run_with_context
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from tests.support.gangs import all_gone, pids_in, sleeping_gang
 from tests.support.waiting import HANG_S, wait_until
-from tests.workloads import endless, faulty, plain
+from tests.workloads import failing, hanging, plain
 
 
 def saved_steps(folder: Path) -> list[int]:
@@ -37,7 +37,7 @@ def training(
     """Train in a thread; give its future and the ranks' pids."""
     pids = folder / "pids"
     pids.mkdir()
-    args = endless.config_in(folder), endless.train, (str(pids),)
+    args = hanging.config_in(folder), hanging.train_for_ever, (str(pids),)
     with ThreadPoolExecutor(1) as pool:
         gang = pool.submit(run_gang, client, run_with_context, args=args, world_size=2)
         yield gang, pids_in(pids, 2)
@@ -89,10 +89,10 @@ from pathlib import Path
 from prefect_torch_ddp import run_gang
 from prefect_torch_ddp.rank.stages import run_with_context
 from tests.support.gangs import own_cluster
-from tests.workloads import endless
+from tests.workloads import hanging
 if __name__ == "__main__":
     folder = Path(sys.argv[1])
-    args = endless.config_in(folder), endless.train, (str(folder / "pids"),)
+    args = hanging.config_in(folder), hanging.train_for_ever, (str(folder / "pids"),)
     with own_cluster(2) as (_, client):
         run_gang(client, run_with_context, args=args, world_size=2)
 """
@@ -119,7 +119,7 @@ def test_ctrl_c_in_a_terminal_leaves_a_checkpoint(tmp_path: Path) -> None:
 
 def _call_gang(address: str, folder: str) -> None:
     with Client(address) as client:
-        run_gang(client, faulty.sleep_for_ever, args=(folder,), world_size=2)
+        run_gang(client, failing.sleep_for_ever, args=(folder,), world_size=2)
 
 
 def start_caller(client: Client, folder: Path) -> BaseProcess:

@@ -12,7 +12,7 @@ from prefect_torch_ddp.params import CheckpointParams
 from prefect_torch_ddp.rank.config import RankConfig
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from tests.support.gangs import RUN_WITH_CONTEXT
-from tests.workloads import faulty, leaves_early, plain
+from tests.workloads import failing, plain
 
 OWN_WORDS = "ValueError: the user's own words"
 
@@ -40,7 +40,7 @@ def test_the_right_rank_is_blamed(
 ) -> None:
     """E4: rank 1 fails while rank 0 waits; the error names rank, host, attempt and cause."""
     with pytest.raises(RankFailedError, match=says) as caught:
-        run_gang(dask_client, faulty.only_on, args=(1, how), world_size=2, attempt=2)
+        run_gang(dask_client, failing.only_on, args=(1, how), world_size=2, attempt=2)
     error = caught.value
     assert (error.rank, error.attempt, error.host) == (1, 2, "127.0.0.1")
     assert not isinstance(error, TimeoutError)
@@ -60,13 +60,13 @@ def test_the_right_rank_is_blamed(
 def test_leaving_by_exit_0_is_a_failure(dask_client: Client, code: int | None) -> None:
     """`sys.exit(0)` of one rank while others train is a failure with a name."""
     with pytest.raises(RankFailedError, match=rf"rank 1 .*left by sys.exit\({code}\)"):
-        run_gang(dask_client, faulty.only_on, args=(1, "sys_exit", code), world_size=2)
+        run_gang(dask_client, failing.only_on, args=(1, "sys_exit", code), world_size=2)
 
 
 def test_the_next_gang_works_after_a_failed_one(dask_client: Client) -> None:
     """A9: after a failed gang the same cluster runs the next."""
     with pytest.raises(RankFailedError):
-        run_gang(dask_client, faulty.only_on, args=(0, "raise"), world_size=2)
+        run_gang(dask_client, failing.only_on, args=(0, "raise"), world_size=2)
     assert run_gang(dask_client, plain.sum_of_ones, world_size=2) == [2.0, 2.0]
 
 
@@ -74,7 +74,7 @@ def test_unpicklable_value_names_rank_and_type(dask_client: Client) -> None:
     """A value that doesn't pickle is an error that names rank and type."""
     says = r"rank 1 returned a value of type _thread.lock that can't be pickled"
     with pytest.raises(RankFailedError, match=says):
-        run_gang(dask_client, faulty.unpicklable_value, world_size=2)
+        run_gang(dask_client, failing.unpicklable_value, world_size=2)
 
 
 def test_module_that_is_missing_at_the_rank(dask_client: Client) -> None:
@@ -90,7 +90,7 @@ def test_early_return_of_a_rank_that_tracks(
     """The rank that left is named, also where the checkpoint waits for its peers."""
     policy = CheckpointParams(every_s=None)
     config = RankConfig("early", 1, "task", DirectoryStorage(tmp_path), checkpoint=policy)
-    args = config, leaves_early.train, (leaver,)
+    args = config, failing.leave_early, (leaver,)
     says = re.escape("its function had already returned")
     with pytest.raises(RankFailedError, match=says) as caught:
         run_gang(dask_client, RUN_WITH_CONTEXT, args=args, world_size=2)

@@ -184,7 +184,7 @@ def test_dataloader_workers_die_with_their_rank(
     def load_and_die(folder: str) -> None:
         from torch.utils.data import DataLoader
 
-        from tests.workloads.squares import Squares
+        from tests.workloads.plain import Squares
 
         loader = iter(
             DataLoader(Squares(1000), batch_size=2, num_workers=2, multiprocessing_context=context)

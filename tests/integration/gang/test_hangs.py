@@ -10,11 +10,7 @@ import pytest
 from distributed import Client
 
 from prefect_torch_ddp import GangHungError, RankFailedError, run_gang
-from prefect_torch_ddp.checkpoint.attempts import claim_attempt
-from prefect_torch_ddp.params import CheckpointParams
 from prefect_torch_ddp.protocol.events import GangEvent, LogLine, RankStack
-from prefect_torch_ddp.rank.config import RankConfig
-from prefect_torch_ddp.storage.directory import DirectoryStorage
 from tests.support.gangs import RUN_WITH_CONTEXT, own_cluster
 from tests.workloads import hanging, plain
 
@@ -24,14 +20,6 @@ def client() -> Iterator[Client]:
     """Connect to a cluster of its own: two workers of one thread."""
     with own_cluster(2) as (_, client):
         yield client
-
-
-def config_in(folder: Path) -> RankConfig:
-    """Describe a training that writes checkpoints when it is told to; claims its next
-    attempt."""
-    storage = DirectoryStorage(folder)
-    attempt = claim_attempt(storage, "run")
-    return RankConfig("run", attempt, "task", storage, checkpoint=CheckpointParams(every_s=None))
 
 
 def run_hanging(
@@ -50,7 +38,7 @@ def run_hanging(
         run_gang(
             client,
             RUN_WITH_CONTEXT,
-            args=(config_in(folder), hanging.train, (how, culprit)),
+            args=(hanging.config_in(folder), hanging.train, (how, culprit)),
             progress_timeout_s=timeout_s,
             on_event=events.append,
             **options,
@@ -138,7 +126,7 @@ def test_a_dead_data_worker_is_found(client: Client, tmp_path: Path) -> None:
 
 def test_one_collective_more(client: Client, tmp_path: Path) -> None:
     """Collectives that don't match: the error says that the numbers differ, or who had left."""
-    args = config_in(tmp_path), hanging.train, ("one_collective_more", 1)
+    args = hanging.config_in(tmp_path), hanging.train, ("one_collective_more", 1)
     says = "different numbers of collectives|had already returned"
     with pytest.raises((GangHungError, RankFailedError), match=says):
         run_gang(client, RUN_WITH_CONTEXT, args=args, world_size=2, progress_timeout_s=3.0)
@@ -160,7 +148,7 @@ def test_what_may_take_long_is_no_hang(
 ) -> None:
     """Rank 0 takes four times the limit to load, save, validate or compile, and rank 1 waits."""
     events: list[GangEvent] = []
-    args = config_in(tmp_path), hanging.slow_but_fine, (what, 4 * timeout_s)
+    args = hanging.config_in(tmp_path), hanging.slow_but_fine, (what, 4 * timeout_s)
     options = {"progress_timeout_s": timeout_s, "on_event": events.append}
     values = run_gang(client, RUN_WITH_CONTEXT, args=args, world_size=2, **options)
     assert values == [hanging.NUM_STEPS] * 2
@@ -172,7 +160,7 @@ def test_what_may_take_long_is_no_hang(
 def test_a_slow_restore_is_no_hang(client: Client, tmp_path: Path) -> None:
     """A resumed training whose load_state_dict takes four times the limit makes its steps."""
     for what, seconds in (("saving", 0.0), ("restoring", 4.0)):
-        args = config_in(tmp_path), hanging.slow_but_fine, (what, seconds)
+        args = hanging.config_in(tmp_path), hanging.slow_but_fine, (what, seconds)
         call = {"args": args, "world_size": 2, "progress_timeout_s": 1.0}
         assert run_gang(client, RUN_WITH_CONTEXT, **call) == [hanging.NUM_STEPS] * 2
 

@@ -19,7 +19,7 @@ from prefect_torch_ddp.errors import GangError
 from tests.integration.gang import namespaces
 from tests.integration.gang.namespaces import Host, Switch
 from tests.workloads import plain
-from tests.workloads.whereabouts import interface_settings, whereabouts
+from tests.workloads.plain import interface_settings, whereabouts
 
 pytestmark = pytest.mark.extended
 

@@ -12,7 +12,7 @@ from prefect_torch_ddp import SchedulerLostError, WorkerLostError, run_gang
 from tests.support.gangs import all_gone, own_cluster, sleeping_gang, workers_of
 from tests.support.separate_cluster import SeparateCluster, separate_cluster, stop
 from tests.support.waiting import HANG_S, wait_until
-from tests.workloads import odd, plain
+from tests.workloads import plain
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def test_a_worker_lost_with_its_values() -> None:
     with own_cluster(1) as (_, client):
         says = "after its ranks had returned, with their values"
         with pytest.raises(WorkerLostError, match=says):
-            run_gang(client, odd.kill_worker_at_exit, world_size=1)
+            run_gang(client, plain.kill_worker_at_exit, world_size=1)
         assert run_gang(client, plain.sum_of_ones, world_size=1) == [1.0]
 
 

@@ -20,13 +20,12 @@ from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.storage.protocol import Storage
 from prefect_torch_ddp.tasks.report.curves import MetricCurves
 from prefect_torch_ddp.tasks.run import RunAttemptLog
+from tests.support.killing_storage import Kill, KillingStorage
 from tests.support.killing_wire import KillingWire, WireKill
 from tests.support.records import read_records
 from tests.support.s3_server import S3Server
-from tests.workloads import own_loop
-from tests.workloads.killed import Plan
-from tests.workloads.killing_storage import Kill, KillingStorage
-from tests.workloads.own_loop import NUM_ROUNDS
+from tests.workloads import killed
+from tests.workloads.killed import NUM_ROUNDS, Plan
 
 pytestmark = pytest.mark.extended
 
@@ -54,7 +53,7 @@ def run(
         config = RankConfig(
             "run", attempt, "task", where, checkpoint=CheckpointParams(every_s=None)
         )
-        return config, own_loop.train, (Plan(str(folder), kills),)
+        return config, killed.train_in_own_loop, (Plan(str(folder), kills),)
 
     attempt_log = RunAttemptLog(storage, "run", knows_steps=False)
     entry = "prefect_torch_ddp.rank.stages:run_with_context"

@@ -11,7 +11,7 @@ from prefect_torch_ddp import InvalidParamsError, NotEnoughWorkersError, run_gan
 from prefect_torch_ddp.protocol.events import GangEvent, LogLine
 from tests.support.waiting import HANG_S
 from tests.workloads import plain
-from tests.workloads.whereabouts import whereabouts
+from tests.workloads.plain import whereabouts
 
 GPUS = {"GPU": 1}
 WORKERS = {

@@ -21,7 +21,7 @@ from prefect_torch_ddp.gang import run as launch
 from prefect_torch_ddp.gang.caller import root_cause
 from prefect_torch_ddp.protocol.events import GangEvent, LogLine
 from tests.support.gangs import attempts_in, extra_worker, own_cluster, pids_in
-from tests.workloads import restarting
+from tests.workloads import failing
 
 
 def test_a_killed_rank_is_started_again_on_warm_hosts(dask_client: Client, tmp_path: Path) -> None:
@@ -29,7 +29,7 @@ def test_a_killed_rank_is_started_again_on_warm_hosts(dask_client: Client, tmp_p
     events: list[GangEvent] = []
     options = {"max_restarts": 2, "on_event": events.append}
     args = ([1], "SIGKILL", str(tmp_path))
-    values = run_gang(dask_client, restarting.fail_in, args=args, world_size=2, **options)
+    values = run_gang(dask_client, failing.fail_in, args=args, world_size=2, **options)
     assert [value["total"] for value in values] == [2.0, 2.0]
     for value in values:
         assert value["TORCHELASTIC_RESTART_COUNT"] == "1"
@@ -50,10 +50,10 @@ def test_restarts_are_used_up(dask_client: Client, tmp_path: Path) -> None:
     call = {"args": ([1, 2, 3, 4], "SIGKILL", str(tmp_path)), "world_size": 2}
     says = r"rank 1 on 127\.0\.0\.1 failed in attempt 3: was killed"
     with pytest.raises(RankFailedError, match=says) as caught:
-        run_gang(dask_client, restarting.fail_in, max_restarts=2, **call)
+        run_gang(dask_client, failing.fail_in, max_restarts=2, **call)
     assert caught.value.why_final is None
     with pytest.raises(RankFailedError, match="failed in attempt 1"):
-        run_gang(dask_client, restarting.fail_in, **call)
+        run_gang(dask_client, failing.fail_in, **call)
 
 
 def test_an_import_error_is_not_tried_again(dask_client: Client, tmp_path: Path) -> None:
@@ -61,7 +61,7 @@ def test_an_import_error_is_not_tried_again(dask_client: Client, tmp_path: Path)
     args = ([1], "ImportError", str(tmp_path))
     says = "not tried again: a failure by ModuleNotFoundError comes back"
     with pytest.raises(RankFailedError, match=says) as caught:
-        run_gang(dask_client, restarting.fail_in, args=args, world_size=2, max_restarts=3)
+        run_gang(dask_client, failing.fail_in, args=args, world_size=2, max_restarts=3)
     assert caught.value.attempt == 1
     assert isinstance(caught.value.__cause__, ModuleNotFoundError)
 
@@ -78,7 +78,7 @@ def test_an_error_that_may_pass_is_tried_again(
     def arguments(attempt: int) -> tuple[object, ...]:
         return [attempt] if attempt < 3 else [], how, str(tmp_path)
 
-    values = run_gang(dask_client, restarting.fail_in, args=arguments, world_size=2, max_restarts=3)
+    values = run_gang(dask_client, failing.fail_in, args=arguments, world_size=2, max_restarts=3)
     assert [value["value"] for value in values] == [3, 3]
 
 
@@ -101,7 +101,7 @@ def test_counts_that_cannot_be_are_refused(
 ) -> None:
     """Each names the value and what to give."""
     with pytest.raises(InvalidParamsError, match=says):
-        run_gang(dask_client, restarting.fail_everywhere, **{"world_size": 2, **options})
+        run_gang(dask_client, failing.fail_everywhere, **{"world_size": 2, **options})
 
 
 def kill_when_all_hold(folder: Path, num_ranks: int, victim: Callable[[], int]) -> None:
@@ -132,11 +132,11 @@ def test_a_worker_lost_for_good_leaves_a_smaller_gang(
     ):
         killed = pool.submit(kill_when_all_hold, tmp_path, 2, lambda: worker.pid)
         if fewest:
-            assert run_gang(client, restarting.hold_in_first, **call) == [1]
+            assert run_gang(client, failing.hold_in_first, **call) == [1]
             assert attempts_in(events) == [(1, 2), (2, 1)]
         else:
             with pytest.raises(NotEnoughWorkersError, match="have 1, need 2") as caught:
-                run_gang(client, restarting.hold_in_first, **call)
+                run_gang(client, failing.hold_in_first, **call)
             assert isinstance(caught.value.__cause__, WorkerLostError)
         killed.result()
 
@@ -149,7 +149,7 @@ def test_a_worker_that_comes_back_is_waited_for(tmp_path: Path) -> None:
         pids = client.run(os.getpid)
         killed = pool.submit(kill_when_all_hold, tmp_path, 2, lambda: max(pids.items())[1])
         args = (str(tmp_path),)
-        gang = run_gang(client, restarting.hold_in_first, args=args, world_size=2, **options)
+        gang = run_gang(client, failing.hold_in_first, args=args, world_size=2, **options)
         assert gang == [2, 2]
         assert attempts_in(events) == [(1, 2), (2, 2)]
         killed.result()
@@ -169,7 +169,7 @@ def test_a_world_size_left_open_stays_what_it_was(tmp_path: Path) -> None:
 
         killed = pool.submit(kill_when_all_hold, tmp_path, 1, the_rank)
         options = {"max_restarts": 1, "on_event": events.append}
-        assert run_gang(client, restarting.hold_in_first, args=(str(tmp_path),), **options) == [1]
+        assert run_gang(client, failing.hold_in_first, args=(str(tmp_path),), **options) == [1]
         assert attempts_in(events) == [(1, 1), (2, 1)]
         killed.result()
 
@@ -181,5 +181,5 @@ def test_identical_failures_are_reported_once(
     monkeypatch.setattr(root_cause, "IDENTICAL_S", 60.0)  # ends as soon as all ranks have failed
     says = r"ranks 0, 1 on 127\.0\.0\.1 failed in attempt 1: ValueError: bad lr"
     with pytest.raises(RankFailedError, match=says) as caught:
-        run_gang(dask_client, restarting.fail_everywhere, world_size=2)
+        run_gang(dask_client, failing.fail_everywhere, world_size=2)
     assert "as a consequence" not in str(caught.value)

@@ -27,7 +27,7 @@ from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.tasks.run import RunAttemptLog
 from tests.support.gangs import RUN_WITH_CONTEXT, attempts_in, extra_worker, own_cluster
 from tests.support.waiting import wait_until
-from tests.workloads import restarting
+from tests.workloads import failing, healthy
 
 pytestmark = pytest.mark.extended
 
@@ -47,7 +47,7 @@ def train(
     """Run a training as the tasks do: the ledger's, or one of four virtual ranks."""
     storage = DirectoryStorage(folder / "store")
     policy = CheckpointParams(every_steps=1 if elastic else 2, every_s=None)
-    fn = "tests.workloads.elastic:fit" if elastic else restarting.train_with_ledger
+    fn = "tests.workloads.healthy:fit_elastic" if elastic else healthy.fit_with_ledger
     own = (str(folder), plan) if elastic else (str(folder), plan, EPOCHS)
     kind = ELASTIC if elastic else {"ledger": True}
 
@@ -126,9 +126,7 @@ def leave_three_then_one(workers: Workers) -> None:
 
 @pytest.mark.parametrize("elastic", [False, True], ids=["ledger", "elastic"])
 def test_four_then_two_then_one_then_four_ranks(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    elastic: bool,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, elastic: bool
 ) -> None:
     """B6: as many ranks as there is room for, the same batches, each sample once an epoch.
 
@@ -247,6 +245,6 @@ def test_a_restart_does_not_supersede_a_successor(dask_client: Client, tmp_path:
     args = ([1], "SIGKILL", str(tmp_path))
     says = "attempt 1 of run run has been superseded by attempt 2"
     with pytest.raises(SupersededError, match=says) as caught:
-        run_gang(dask_client, restarting.fail_in, args=args, world_size=2, **options)
+        run_gang(dask_client, failing.fail_in, args=args, world_size=2, **options)
     assert isinstance(caught.value.__cause__, RankFailedError)
     assert newest_attempt(storage, "run") == 2

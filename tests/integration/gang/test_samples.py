@@ -9,7 +9,7 @@ from distributed import Client
 from tests.support import kill_points, seeded_faults
 from tests.support.kill_points import KillPoint
 from tests.support.many_gangs import MIX, assert_nothing_is_left
-from tests.workloads.struck import Fault
+from tests.support.struck import Fault
 
 pytestmark = pytest.mark.extended
 

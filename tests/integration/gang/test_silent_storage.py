@@ -22,7 +22,7 @@ from prefect_torch_ddp.tasks.run import RunAttemptLog
 from tests.support.records import read_records
 from tests.support.s3_server import Exchange, Fault, S3Server, Wire
 from tests.support.waiting import HANG_S, wait_until
-from tests.workloads import silenced
+from tests.workloads import stored
 
 pytestmark = pytest.mark.extended
 
@@ -61,7 +61,7 @@ def run(
         config = RankConfig(
             "run", attempt, "task", storage, checkpoint=CheckpointParams(every_s=None)
         )
-        return config, silenced.train, (str(folder), how)
+        return config, stored.train_beside_silence, (str(folder), how)
 
     entry = "prefect_torch_ddp.rank.stages:run_with_context"
     attempt_log = RunAttemptLog(storage, "run", knows_steps=True)
@@ -76,10 +76,7 @@ def texts(events: list[GangEvent]) -> str:
 
 
 def test_the_error_comes_first(
-    dask_client: Client,
-    open_s3_server: S3Server,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    dask_client: Client, open_s3_server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While checkpoint and records wait for a storage that its client gives up after minutes."""
     monkeypatch.setattr(budget, "LIMIT_S", 5.0)
@@ -105,9 +102,7 @@ def test_the_error_comes_first(
 
 
 def test_a_training_goes_on_beside_a_silent_storage(
-    dask_client: Client,
-    open_s3_server: S3Server,
-    tmp_path: Path,
+    dask_client: Client, open_s3_server: S3Server, tmp_path: Path
 ) -> None:
     """The save that hangs holds up no step; a warning names its object; the next one works."""
     events: list[GangEvent] = []

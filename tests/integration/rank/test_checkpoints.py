@@ -15,7 +15,7 @@ from prefect_torch_ddp.params import CheckpointParams
 from prefect_torch_ddp.rank.config import RankConfig
 from prefect_torch_ddp.rank.stages import run_with_context
 from prefect_torch_ddp.storage.directory import DirectoryStorage
-from tests.workloads.healthy import run_ranks
+from tests.support.ranks import run_ranks
 
 EVERY_STEP = CheckpointParams(every_steps=1, every_s=None)
 ON_DEMAND = CheckpointParams(every_s=None)

@@ -11,7 +11,7 @@ from prefect_torch_ddp.data.loader import RankLoader
 from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.rank.evaluation import ClassificationMeter
 from prefect_torch_ddp.results import Report
-from tests.workloads.healthy import run_ranks
+from tests.support.ranks import run_ranks
 
 NAMES = ("a", "b", "c")
 LOGITS = torch.tensor([[3.0, 1, 0], [0, 3, 1], [0, 1, 3], [3, 0, 1], [0, 4, 0]])

@@ -15,8 +15,8 @@ from prefect_torch_ddp.params import CheckpointParams
 from prefect_torch_ddp.rank.config import RankConfig
 from prefect_torch_ddp.rank.stages import run_with_context
 from prefect_torch_ddp.storage.directory import DirectoryStorage
+from tests.support.ranks import Died, run_ranks
 from tests.workloads import healthy
-from tests.workloads.healthy import Died, run_ranks
 
 NUM_SAMPLES, EPOCHS = 33, 4
 

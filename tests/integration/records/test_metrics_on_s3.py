@@ -24,7 +24,7 @@ from prefect_torch_ddp.tasks.run import RunAttemptLog
 from tests.support.blocks import FOLDER, save_block
 from tests.support.gangs import RUN_WITH_CONTEXT
 from tests.support.s3_server import S3Server
-from tests.workloads import reporting
+from tests.workloads import stored
 
 NUM_STEPS = 1500
 SELDOM = CheckpointParams(every_steps=600, every_s=None)
@@ -42,7 +42,7 @@ def train(
 
     def arguments(attempt: int) -> tuple[Any, ...]:
         config = RankConfig("run", attempt, "task", storage, options=options, checkpoint=SELDOM)
-        return config, "tests.workloads.reporting:report_steps"
+        return config, "tests.workloads.stored:report_steps"
 
     attempt_log = RunAttemptLog(storage, "run", knows_steps=True)
     run_gang(
@@ -78,8 +78,8 @@ def test_all_records_are_in_the_bucket_and_read_while_it_trains(
     def read_on(event: GangEvent) -> None:
         if isinstance(event, Progress):
             seen.append(len(read_metrics(storage.uri, "run")))
-            if seen[-1] and not any(storage.list(reporting.GO_ON)):
-                storage.write(reporting.GO_ON, b"!")
+            if seen[-1] and not any(storage.list(stored.GO_ON)):
+                storage.write(stored.GO_ON, b"!")
 
     with_wait = {"num_steps": NUM_STEPS, "wait_at": 1000}
     storage.write("runs/run/began", b"")  # so that it is a run before its first record

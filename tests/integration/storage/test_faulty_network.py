@@ -24,8 +24,8 @@ from prefect_torch_ddp.storage.s3.storage import S3Storage
 from tests.support.records import read_records
 from tests.support.s3_server import S3Server
 from tests.support.wire_faults import FAULTS, FaultyWire
-from tests.workloads import networked
-from tests.workloads.networked import NUM_STEPS, RESUMES_FROM
+from tests.workloads import stored
+from tests.workloads.stored import NUM_STEPS, RESUMES_FROM
 
 pytestmark = pytest.mark.extended
 
@@ -44,7 +44,7 @@ def train(
 ) -> list[dict[str, Any]]:
     """Train on two ranks of real Dask workers, from the newest checkpoint on."""
     config = RankConfig("run", attempt, "task", storage, checkpoint=EVERY_OTHER_STEP)
-    arguments = (config, networked.train, (fails, is_big))
+    arguments = (config, stored.leave_all, (fails, is_big))
     return run_gang(
         client, "prefect_torch_ddp.rank.stages:run_with_context", args=arguments, world_size=2
     )
@@ -88,7 +88,7 @@ def check_that_all_is_right(
         if not found.key.endswith("manifest.json")
     }
     assert there == kept
-    assert read_result(storage, "run", "note.txt") == networked.NOTE
+    assert read_result(storage, "run", "note.txt") == stored.NOTE
     assert "Uploads" not in client_of(storage).list_multipart_uploads(
         Bucket=storage.bucket, Prefix=storage.prefix
     )

@@ -22,10 +22,10 @@ from prefect_torch_ddp.rank.config import RankConfig
 from prefect_torch_ddp.rank.stages import run_with_context
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.storage.protocol import Storage
+from tests.support.ranks import run_ranks
 from tests.support.s3_server import Wire, answer
 from tests.unit.checkpoint.test_commit import FailingStorage
-from tests.workloads import struck_storage
-from tests.workloads.healthy import run_ranks
+from tests.workloads import stored
 
 pytestmark = pytest.mark.extended
 
@@ -64,7 +64,7 @@ def train(
         run_with_context,
         2,
         config,
-        struck_storage.train_through,
+        stored.train_through,
         (str(place), plan or {}),
         timeout_s=120,
     )
@@ -137,11 +137,9 @@ def test_a_disk_that_fails_to_the_end_keeps_the_last_good_checkpoint(
         AssertionError,
         match=r"CheckpointError: the last checkpoint of run run could not be written: runs/run/",
     ):
-        run_ranks(
-            run_with_context, 2, config, struck_storage.train_through, arguments, timeout_s=120
-        )
+        run_ranks(run_with_context, 2, config, stored.train_through, arguments, timeout_s=120)
     assert steps_of(storage) == [1, 2, 3]
-    struck_storage.strike("free" if plan[4] == "fill" else "rw", small_disk)
+    stored.strike("free" if plan[4] == "fill" else "rw", small_disk)
     values = train(storage)
     assert steps_of(storage) == [7, 8, 9]
     assert sorted(values[0]["troubles"]) == [4, 5, 6, 7, 8, 9], "it resumed from step 3"
@@ -215,9 +213,7 @@ def test_a_training_that_is_to_fail_with_its_checkpoint_fails(tmp_path: Path, re
     with pytest.raises(
         AssertionError, match=f"CheckpointError: the last checkpoint of run run {says}"
     ):
-        run_ranks(
-            run_with_context, 2, config, struck_storage.train_through, ("", {}), timeout_s=120
-        )
+        run_ranks(run_with_context, 2, config, stored.train_through, ("", {}), timeout_s=120)
     values = train(DirectoryStorage(tmp_path))
     assert min(values[0]["troubles"]) == 4, "it resumed from step 3"
     assert steps_of(DirectoryStorage(tmp_path)) == [7, 8, 9]
@@ -228,7 +224,7 @@ def test_the_caller_of_a_gang_hears_of_it(dask_client: Client, tmp_path: Path) -
     cause is the CheckpointError."""
     storage = FailingStorage(tmp_path, "step-00000007/")
     events: list[Any] = []
-    arguments = (struck_storage.train_through, ("", {}))
+    arguments = (stored.train_through, ("", {}))
     with pytest.raises(RankFailedError) as caught:
         run_gang(
             dask_client,

@@ -41,14 +41,14 @@ import sys
 from prefect import flow
 from prefect_dask import DaskTaskRunner
 from prefect_torch_ddp import CheckpointParams, ddp_task
-from tests.workloads import endless
+from tests.workloads import hanging
 
 train = ddp_task(
     world_size=2,
     storage=sys.argv[2],
     checkpoint=CheckpointParams(every_steps=50, every_s=None),
     retries=3,
-)(endless.train).with_options(name="train")
+)(hanging.train_for_ever).with_options(name="train")
 
 CLUSTER = {"n_workers": 2, "threads_per_worker": 1, "dashboard_address": ":0"}
 
@@ -193,7 +193,7 @@ def test_cancel_of_a_run_that_does_not_train(tmp_path: Path, stage: str, num_ran
     are Cancelled as well."""
     (tmp_path / "pids").mkdir()
     params = TrainParams(
-        workload="tests.workloads.lingers",
+        workload="tests.workloads.tiny",
         storage=str(tmp_path / "store"),
         data_options={"linger": {"stage": stage, "pids": str(tmp_path / "pids")}},
     )

@@ -32,8 +32,8 @@ from prefect_torch_ddp.checkpoint.attempts import newest_attempt
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from tests.support.runs import logs_of, retry_from_the_cli, states_of, task_runs_of
 from tests.support.waiting import becomes_true
-from tests.workloads import retried_flow
-from tests.workloads.retried_flow import fit
+from tests.workloads import flows as retried_flow
+from tests.workloads.flows import fit
 
 pytestmark = [pytest.mark.timeout(400), pytest.mark.usefixtures("prefect_api")]
 
@@ -416,7 +416,7 @@ def test_prefect_flow_run_retry_resumes_it(
     prefect_api: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From the command line, in another process, with another Prefect home."""
-    command = [sys.executable, "-c", "from tests.workloads.retried_flow import retried; retried()"]
+    command = [sys.executable, "-c", "from tests.workloads.flows import retried; retried()"]
     env = {**os.environ, "PREFECT_API_URL": prefect_api, "RETRIED_STORE": str(tmp_path / "store")}
     failed = subprocess.run(
         command, env=env, capture_output=True, text=True, timeout=200, check=False

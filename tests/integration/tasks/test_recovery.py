@@ -252,7 +252,7 @@ def test_a_finished_training_is_not_run_again_on_another_machine(
 def test_two_elastic_ranks_end_with_the_bits_of_one(params: Params) -> None:
     """SHA-256 of the weights, by two flow runs with four virtual ranks."""
     common = {
-        "workload": "tests.workloads.elastic",
+        "workload": "tests.workloads.healthy:Elastic",
         "determinism": "elastic",
         "virtual_ranks": 4,
         "seed": 0,

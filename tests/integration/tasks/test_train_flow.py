@@ -182,7 +182,7 @@ def test_a_workload_whose_module_imports_prefect_still_logs(
     the same."""
     report = train_flow(
         TrainParams(
-            workload="tests.workloads.imports_prefect",
+            workload="tests.workloads.flows:Logging",
             storage=str(tmp_path),
             cluster=ClusterParams(address=dask_cluster.scheduler_address),
             world_size=1,

@@ -115,7 +115,7 @@ def test_prepare_publishes_what_it_wrote(tmp_path: Path) -> None:
 def test_a_workload_that_lacks_a_function_is_refused(tmp_path: Path) -> None:
     """Missing, not a function, no such object, nothing to prepare for."""
     for workload, message in [
-        ("tests.workloads.squares", "has no function 'prepare'"),
+        ("tests.workloads.plain", "has no function 'prepare'"),
         (f"{__name__}:returns", "has a str instead of a function 'prepare'"),
         ("tests.workloads.healthy:nothing", "has no 'nothing'"),
     ]:

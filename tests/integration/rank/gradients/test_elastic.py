@@ -19,8 +19,8 @@ from prefect_torch_ddp.rank.config import RankConfig
 from prefect_torch_ddp.rank.stages import run_with_context
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from tests.integration.rank.loop.test_steps import expected_gradients
-from tests.workloads import elastic, healthy
-from tests.workloads.healthy import Died, run_ranks
+from tests.support.ranks import Died, run_ranks
+from tests.workloads import healthy
 
 
 def config_for(folder: Path, virtual_ranks: int, **options: Any) -> RankConfig:
@@ -43,7 +43,7 @@ def config_for(folder: Path, virtual_ranks: int, **options: Any) -> RankConfig:
 def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Train undisturbed on one rank with four virtual ones."""
     (value,) = run_ranks(
-        run_with_context, 1, config_for(tmp_path_factory.mktemp("one"), 4), elastic.fit
+        run_with_context, 1, config_for(tmp_path_factory.mktemp("one"), 4), healthy.fit_elastic
     )
     return value
 
@@ -54,7 +54,7 @@ def test_one_two_and_four_ranks_end_with_the_same_bits(
 ) -> None:
     """SHA-256 of the weights, with convolution, dropout, augmentation, clipping and AdamW, over
     uneven tails."""
-    values = run_ranks(run_with_context, world_size, config_for(tmp_path, 4), elastic.fit)
+    values = run_ranks(run_with_context, world_size, config_for(tmp_path, 4), healthy.fit_elastic)
     assert values == [expected] * world_size
     assert expected["steps"] == 8
 
@@ -63,9 +63,12 @@ def test_the_default_differs(tmp_path: Path) -> None:
     """The test above could fail: without elastic determinism two ranks and one end with other
     bits."""
     config = replace(config_for(tmp_path / "a", 4), determinism="default", virtual_ranks=None)
-    values = run_ranks(run_with_context, 2, config, elastic.fit)
+    values = run_ranks(run_with_context, 2, config, healthy.fit_elastic)
     (alone,) = run_ranks(
-        run_with_context, 1, replace(config, storage=DirectoryStorage(tmp_path / "b")), elastic.fit
+        run_with_context,
+        1,
+        replace(config, storage=DirectoryStorage(tmp_path / "b")),
+        healthy.fit_elastic,
     )
     assert values[0] == values[1] != alone
 
@@ -76,7 +79,7 @@ def test_another_number_of_virtual_ranks_is_another_training(
     """Six virtual ranks on 1, 2, 3 and 6 ranks, where branches don't fall together with
     ranks."""
     values = [
-        run_ranks(run_with_context, n, config_for(tmp_path / str(n), 6), elastic.fit)
+        run_ranks(run_with_context, n, config_for(tmp_path / str(n), 6), healthy.fit_elastic)
         for n in (1, 2, 3, 6)
     ]
     assert all(value == values[0][0] for of_ranks in values for value in of_ranks)
@@ -98,7 +101,9 @@ def test_it_holds_for_other_trainings(tmp_path: Path, options: dict[str, Any]) -
     """Smaller micro-batches, mixed precision, a tail in which most ranks have nothing, data in
     shards."""
     runs = [
-        run_ranks(run_with_context, n, config_for(tmp_path / str(n), 4, **options), elastic.fit)
+        run_ranks(
+            run_with_context, n, config_for(tmp_path / str(n), 4, **options), healthy.fit_elastic
+        )
         for n in (1, 4)
     ]
     assert all(value == runs[0][0] for of_ranks in runs for value in of_ranks)
@@ -109,7 +114,7 @@ def test_data_workers_change_nothing(tmp_path: Path, expected: dict[str, Any]) -
     with RankContext.local(
         storage=tmp_path, options={"num_workers": 2}, determinism="elastic", virtual_ranks=4
     ) as ctx:
-        assert elastic.fit(ctx) == expected
+        assert healthy.fit_elastic(ctx) == expected
 
 
 def test_a_local_context_gives_the_same_bits(tmp_path: Path, expected: dict[str, Any]) -> None:
@@ -123,7 +128,7 @@ def test_a_local_context_gives_the_same_bits(tmp_path: Path, expected: dict[str,
         storage=tmp_path, run_id="run", determinism="elastic", virtual_ranks=4
     ) as ctx:
         assert torch.get_num_threads() == 1
-        assert elastic.fit(ctx) == expected
+        assert healthy.fit_elastic(ctx) == expected
     after = (
         torch.get_num_threads(),
         torch.are_deterministic_algorithms_enabled(),
@@ -138,22 +143,24 @@ def test_four_then_two_then_one_then_four_ranks_by_kills(
     """SIGKILL between two micro-batches three times, another number of ranks each time: the
     same bits, each sample once."""
     plan = {
-        1: {"step": 3, "how": "die"},
-        2: {"step": 5, "how": "die"},
-        3: {"step": 7, "how": "die"},
+        1: {"step": 3, "how": "SIGKILL"},
+        2: {"step": 5, "how": "SIGKILL"},
+        3: {"step": 7, "how": "SIGKILL"},
     }
     for world_size in (4, 2, 1):
         config = replace(config_for(tmp_path, 4), ledger=True)
         assert Died(-9) in run_ranks(
-            run_with_context, world_size, config, elastic.fit, (str(tmp_path), plan)
+            run_with_context, world_size, config, healthy.fit_elastic, (str(tmp_path), plan)
         )
     assert (
-        run_ranks(run_with_context, 4, replace(config_for(tmp_path, 4), ledger=True), elastic.fit)
+        run_ranks(
+            run_with_context, 4, replace(config_for(tmp_path, 4), ledger=True), healthy.fit_elastic
+        )
         == [expected] * 4
     )
     report = read_ledger(tmp_path, "run")
     assert report.is_clean, str(report)
-    assert [epoch.num_samples for epoch in report.epochs] == [elastic.NUM_SAMPLES] * elastic.EPOCHS
+    assert [epoch.num_samples for epoch in report.epochs] == [healthy.NUM_SAMPLES] * healthy.EPOCHS
 
 
 # ---- The gradient.
@@ -210,7 +217,7 @@ def test_gradients_are_those_of_the_global_batch(
 def test_ranks_that_do_not_divide_the_virtual_ones_are_refused(tmp_path: Path) -> None:
     """Before anything else; and so is no number of them."""
     with pytest.raises(AssertionError, match="virtual_ranks is 4 and there are 3 ranks"):
-        run_ranks(run_with_context, 3, config_for(tmp_path, 4), elastic.fit)
+        run_ranks(run_with_context, 3, config_for(tmp_path, 4), healthy.fit_elastic)
     for determinism, virtual_ranks, says in [
         (
             "elastic",

@@ -14,8 +14,8 @@ from prefect_torch_ddp import RankContext
 from prefect_torch_ddp.rank.gradients import share_weights as gradients
 from prefect_torch_ddp.rank.stages import run_with_context
 from tests.integration.rank.loop.test_steps import config_for, expected_gradients
+from tests.support.ranks import Died, run_ranks
 from tests.workloads import healthy
-from tests.workloads.healthy import Died, run_ranks
 
 # ---- Cutting.
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from prefect_torch_ddp.rank.failure import is_collateral
 from prefect_torch_ddp.rank.loop import agreement as module
 from prefect_torch_ddp.rank.loop.agreement import Agreement, Outcome, Want, end_of, outside_after
-from tests.workloads.healthy import run_ranks
+from tests.support.ranks import run_ranks
 
 NOTHING, STOP, STOP_EARLY, SAVE = Want.NOTHING, Want.STOP, Want.STOP_EARLY, Want.SAVE
 

@@ -24,9 +24,9 @@ from prefect_torch_ddp.rank.link import Link, set_link
 from prefect_torch_ddp.rank.loop import agreement
 from prefect_torch_ddp.rank.stages import run_stage, run_with_context
 from prefect_torch_ddp.storage.directory import DirectoryStorage
+from tests.support.ranks import Died, run_ranks
 from tests.support.records import read_records
 from tests.workloads import healthy
-from tests.workloads.healthy import Died, run_ranks
 
 
 def config_for(folder: Path, **options: Any) -> RankConfig:
@@ -409,10 +409,16 @@ def test_no_record_is_lost(tmp_path: Path) -> None:
     )
 
 
+def draw(ctx: RankContext) -> dict[str, Any]:
+    """Say what the random generators give before the first step, and in it."""
+    before = torch.rand(1).item()
+    loader = ctx.loader(TensorDataset(torch.arange(8)), global_batch_size=4)
+    return {"before": before, "inside": [torch.rand(1).item() for _ in ctx.steps(loader, epochs=1)]}
+
+
 def test_ranks_draw_alike_before_the_first_step_and_differently_after(tmp_path: Path) -> None:
     """Models begin equal, dropout isn't; and the same seed gives the same numbers again."""
-    first = run_ranks(run_with_context, 2, config_for(tmp_path), healthy.draw)
-    again = run_ranks(run_with_context, 2, config_for(tmp_path), "tests.workloads.healthy:draw")
+    first, again = (run_ranks(run_with_context, 2, config_for(tmp_path), draw) for _ in range(2))
     assert first == again
     assert first[0]["before"] == first[1]["before"]
     assert first[0]["inside"] != first[1]["inside"]

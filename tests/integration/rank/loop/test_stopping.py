@@ -15,7 +15,7 @@ from prefect_torch_ddp.params import CheckpointParams
 from prefect_torch_ddp.rank.config import RankConfig
 from prefect_torch_ddp.rank.stages import run_with_context
 from prefect_torch_ddp.storage.directory import DirectoryStorage
-from tests.workloads.healthy import run_ranks
+from tests.support.ranks import run_ranks
 
 NUM_STEPS = 5000
 SEEDS = range(20261121, 20261123)

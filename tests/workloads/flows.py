@@ -1,6 +1,7 @@
-"""A flow of a user's own with a ddp_task that fails once; `prefect flow-run retry` loads it
-from this file."""
+"""A flow of a user's own with a ddp_task that fails once, and a workload beside its flow: modules
+that import Prefect at their tops. `prefect flow-run retry` loads this file."""
 
+import logging
 import os
 import time
 from pathlib import Path
@@ -9,7 +10,8 @@ from prefect import flow
 from prefect.runtime import flow_run
 from prefect_dask import DaskTaskRunner
 
-from prefect_torch_ddp import CheckpointParams, RankContext, ddp_task
+from prefect_torch_ddp import CheckpointParams, RankContext, Report, ddp_task
+from tests.workloads import descend
 
 
 def fit(
@@ -20,11 +22,10 @@ def fit(
     With a mark the first attempt makes that file in step 8, and waits until it is stopped.
     """
     import torch
+    from torch import nn
     from torch.utils.data import TensorDataset
 
-    model = ctx.wrap(
-        torch.nn.Sequential(torch.nn.Linear(1, 4), torch.nn.Dropout(0.3), torch.nn.Linear(4, 1))
-    )
+    model = ctx.wrap(nn.Sequential(nn.Linear(1, 4), nn.Dropout(0.3), nn.Linear(4, 1)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     ctx.track(model=model, optimizer=optimizer)
     loader = ctx.loader(TensorDataset(torch.linspace(-1, 1, 24)[:, None]), global_batch_size=4)
@@ -36,11 +37,7 @@ def fit(
         if mark and (ctx.attempt, ctx.step) == (1, 8):
             Path(mark).touch()
             time.sleep(200)
-        optimizer.zero_grad()
-        loss = (model(x) - 3 * x).square().mean()
-        loss.backward()
-        optimizer.step()
-        ctx.report(loss=loss)
+        descend(ctx, optimizer, (model(x) - 3 * x).square().mean())
         made.append(ctx.step)
     weights = [parameter.tolist() for parameter in model.parameters()]
     return {"attempt": ctx.attempt, "run_id": ctx.run_id, "made": made, "weights": weights}
@@ -66,3 +63,29 @@ def retried() -> str | None:
     train(None)
     train.submit(7).result()
     return flow_run.id
+
+
+class Logging:
+    """The tiny workload, whose train also logs."""
+
+    @staticmethod
+    def prepare(ctx: RankContext) -> None:
+        """Write the points."""
+        from tests.workloads import tiny
+
+        tiny.prepare(ctx)
+
+    @staticmethod
+    def train(ctx: RankContext) -> dict[str, object]:
+        """Log, then train."""
+        from tests.workloads import tiny
+
+        logging.getLogger("user.code").info("logged by user code")
+        return tiny.train(ctx)
+
+    @staticmethod
+    def evaluate(ctx: RankContext) -> Report:
+        """Score on the held-out points."""
+        from tests.workloads import tiny
+
+        return tiny.evaluate(ctx)

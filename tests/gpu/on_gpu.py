@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from prefect_torch_ddp import RankContext, Report
+from prefect_torch_ddp.examples import digits
 from tests.workloads import tiny
 
 
@@ -104,3 +105,24 @@ def _nvidia_files(pid: int) -> int:
         except OSError:  # closed meanwhile
             continue
     return count
+
+
+class Digits:
+    """The digits, which fail where their ranks aren't on a CUDA device."""
+
+    @staticmethod
+    def prepare(ctx: RankContext) -> None:
+        """Write the digits."""
+        digits.prepare(ctx)
+
+    @staticmethod
+    def train(ctx: RankContext) -> dict[str, Any]:
+        """Train on CUDA."""
+        assert ctx.device.type == "cuda"
+        return dict(digits.train(ctx))
+
+    @staticmethod
+    def evaluate(ctx: RankContext) -> Report:
+        """Evaluate on CUDA."""
+        assert ctx.device.type == "cuda"
+        return digits.evaluate(ctx)

@@ -1,0 +1,142 @@
+"""Workloads over images, wherever they are, and one of ours with a rank that is killed."""
+
+import os
+import signal
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch.nn.functional import cross_entropy
+from torch.utils.data import Dataset
+from torchvision.transforms.functional import pil_to_tensor
+
+from prefect_torch_ddp import RankContext, Report, image_folder, write_index
+from prefect_torch_ddp.data.images.folder import S3ImageFolder
+from prefect_torch_ddp.data.images.packed import PackedObjects
+from prefect_torch_ddp.data.images.tar_shards import pack_shards
+from prefect_torch_ddp.rank.evaluation import ClassificationMeter
+from tests.workloads import descend, wait_for_checkpoint
+from tests.workloads.tiny import fail_if_told
+
+SIZE = 8
+
+
+def _train(ctx: RankContext, dataset: Any, num_inputs: int, size: int, epochs: int) -> Any:
+    torch.manual_seed(ctx.seed)
+    model = ctx.wrap(torch.nn.Linear(num_inputs, len(dataset.classes)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    ctx.track(model=model, optimizer=optimizer)
+    loader = ctx.loader(dataset, global_batch_size=size, num_workers=1)
+    for inputs, labels in ctx.steps(loader, epochs=epochs):
+        fail_if_told(ctx)
+        descend(ctx, optimizer, cross_entropy(model(inputs), labels))
+    return model
+
+
+@torch.no_grad()
+def _evaluate(ctx: RankContext, dataset: Any, num_inputs: int) -> Report:
+    model = torch.nn.Linear(num_inputs, len(dataset.classes))
+    ctx.track(model=model)
+    meter = ClassificationMeter(dataset.classes)
+    for inputs, labels in ctx.loader(dataset, global_batch_size=16, shuffle=False):
+        meter.update(model(inputs), labels)
+    return meter.report()
+
+
+class Indexed:
+    """Reads the raw data where it lies, from its index."""
+
+    @staticmethod
+    def prepare(ctx: RankContext) -> None:
+        """Write the index of the raw data."""
+        print(f"indexed {write_index(ctx.source, ctx.data)} objects")
+
+    @staticmethod
+    def train(ctx: RankContext) -> dict[str, Any]:
+        """Train a linear classifier."""
+        dataset: Any = _images(ctx)
+        print(f"reads a {type(dataset).__name__} of {len(dataset)} images")
+        model = _train(ctx, dataset, 3 * SIZE * SIZE, 8, 3)
+        return {"weight": float(sum(p.detach().double().sum() for p in model.parameters()))}
+
+    @staticmethod
+    def evaluate(ctx: RankContext) -> Report:
+        """Count over the same images."""
+        return _evaluate(ctx, _images(ctx), 3 * SIZE * SIZE)
+
+
+def _images(ctx: RankContext) -> Dataset[Any]:
+    return image_folder(ctx.source, _to_tensor, index=ctx.data)
+
+
+def _to_tensor(image: Image.Image) -> torch.Tensor:
+    small = np.asarray(image.resize((SIZE, SIZE)), dtype=np.float32)
+    return torch.from_numpy(small / 255).flatten()
+
+
+class Packed:
+    """Packs the images into shards, which its ranks read in place: a directory's, or a bucket's."""
+
+    @staticmethod
+    def prepare(ctx: RankContext) -> None:
+        """Pack the raw images."""
+        pack_shards(ctx.source, ctx.data, shard_bytes=30_000)
+
+    @staticmethod
+    def train(ctx: RankContext) -> dict[str, int]:
+        """Train on all of them."""
+        _train(ctx, _packed(ctx), 3, 6, 2)
+        return {"steps": ctx.step}
+
+    @staticmethod
+    def evaluate(ctx: RankContext) -> Report:
+        """Score on all of them."""
+        return _evaluate(ctx, _packed(ctx), 3)
+
+
+def _packed(ctx: RankContext) -> S3ImageFolder:
+    objects = PackedObjects(ctx.data_storage)
+    return S3ImageFolder(objects, lambda image: pil_to_tensor(image)[:, 0, 0] / 255)
+
+
+class KilledCifar10:
+    """The workload flows.cifar10 whose rank 1 is killed in attempt 1, at the step `kill_at`, once
+    a checkpoint is there."""
+
+    @staticmethod
+    def prepare(ctx: RankContext) -> None:
+        """Prepare as it does."""
+        from flows import cifar10
+
+        cifar10.prepare(ctx)
+
+    @staticmethod
+    def train(ctx: RankContext) -> dict[str, float | None]:
+        """Train as it does; rank 1 doesn't outlive what it reports of the step."""
+        from flows import cifar10
+
+        report, kill_at = ctx.report, _take_option(ctx)
+
+        def report_and_die(**metrics: Any) -> None:
+            report(**metrics)
+            if (ctx.attempt, ctx.rank, ctx.step) == (1, 1, kill_at):
+                wait_for_checkpoint(ctx, kill_at)
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        ctx.report = report_and_die  # type: ignore[method-assign]
+        return cifar10.train(ctx)
+
+    @staticmethod
+    def evaluate(ctx: RankContext) -> Report:
+        """Evaluate as it does."""
+        from flows import cifar10
+
+        _take_option(ctx)
+        return cifar10.evaluate(ctx)
+
+
+def _take_option(ctx: RankContext) -> int:
+    """Take our option out of those that cifar10 knows."""
+    ctx.options = dict(ctx.options)
+    return int(ctx.options.pop("kill_at"))
