@@ -41,7 +41,6 @@ os.environ.update(
         "DO_NOT_TRACK": "1",
         "DASK_LOGGING__DISTRIBUTED": "warning",
         "AWS_EC2_METADATA_DISABLED": "true",
-        "MPLBACKEND": "Agg",
     }
 )
 # A plain LocalCluster's nanny sets these in this process and leaves them there, unless they are

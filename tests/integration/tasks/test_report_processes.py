@@ -22,17 +22,6 @@ def run(program: str) -> None:
     subprocess.run([sys.executable, "-c", program], timeout=HANG_S, check=True)
 
 
-def test_drawing_loads_no_pyplot_and_importing_no_matplotlib():
-    """Nor does it leave its settings behind."""
-    run(
-        "import sys; from prefect_torch_ddp.tasks.report.plot import curves_svg\n"
-        "assert not {'matplotlib', 'torch', 'prefect'} & set(sys.modules), 'loaded by the import'\n"
-        "assert curves_svg({'loss': [(1, 2.0), (2, 1.0)]})\n"
-        "assert 'matplotlib.pyplot' not in sys.modules\n"
-        "import matplotlib; assert matplotlib.rcParams['svg.fonttype'] == 'path'\n"
-    )
-
-
 @pytest.mark.parametrize("suffix", SAVE)
 @pytest.mark.parametrize("where", ["file", "memory"])
 def test_the_code_that_loads_the_model_runs(tmp_path: Path, suffix: str, where: str) -> None:
