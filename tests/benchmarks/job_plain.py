@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 from torch.utils.data import DataLoader, DistributedSampler
 
-from flows import digits
+from prefect_torch_ddp.examples import digits
 
 
 def train(data: Path, times_file: Path) -> None:
