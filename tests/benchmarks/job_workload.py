@@ -8,8 +8,8 @@ import torch
 from torch.nn.functional import cross_entropy
 from torch.nn.utils import clip_grad_norm_
 
-from prefect_torch_ddp.examples import digits
 from prefect_torch_ddp import RankContext, Report, read_options
+from prefect_torch_ddp.examples import digits
 
 
 class Options(digits.Options):
