@@ -1,4 +1,4 @@
-"""The manifest of a dataset: its files, where it lies, and how a folder is compared with it."""
+"""The manifest of a dataset: its files, where they lie, and how a folder is compared with it."""
 
 import hashlib
 import re
@@ -7,10 +7,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
-from pydantic import ValidationError, field_validator
+from pydantic import Field, ValidationError, field_validator
 
 from prefect_torch_ddp.errors import BadKeyError, ObjectNotFoundError, StorageError
-from prefect_torch_ddp.results import Result
+from prefect_torch_ddp.results import DatasetReport, Result
 from prefect_torch_ddp.storage.keys import check_key
 from prefect_torch_ddp.storage.protocol import Storage
 
@@ -22,10 +22,10 @@ Out = TypeVar("Out")
 
 
 class DatasetFile(Result):
-    """One file of a dataset as its manifest records it."""
+    """One file of a dataset."""
 
     key: str
-    """Relative to the dataset's `files/`, with forward slashes."""
+    """Relative to the folder of files, with forward slashes."""
     num_bytes: int
     sha256: str
 
@@ -43,7 +43,32 @@ class DatasetManifest(Result):
     """sha256 of a line `<sha256>  <key>` for each file, as sha256sum prints them: over names
     and contents."""
     num_bytes: int
+    folder: str = Field(pattern=r"^files(-[0-9a-f]+)?$")
+    """Beside the manifest, with the files."""
     files: tuple[DatasetFile, ...]
+
+    @property
+    def files_key(self) -> str:
+        """The key of the folder of files."""
+        return f"{dataset_key(self.dataset_id)}/{self.folder}"
+
+    def report(self, storage: Storage) -> DatasetReport:
+        """Return what is said about the dataset."""
+        return DatasetReport(
+            dataset_id=self.dataset_id,
+            uri=f"{storage.uri.rstrip('/')}/{self.files_key}",
+            num_files=len(self.files),
+            num_bytes=self.num_bytes,
+            digest=self.digest,
+        )
+
+    def first_misfit(self, folder: Path) -> DatasetFile | None:
+        """Return the first file that is missing or of another size; contents aren't read."""
+        for file in self.files:
+            path = folder / file.key
+            if not path.is_file() or path.stat().st_size != file.num_bytes:
+                return file
+        return None
 
 
 def scan_folder(dataset_id: str, folder: Path) -> DatasetManifest:
@@ -57,7 +82,8 @@ def scan_folder(dataset_id: str, folder: Path) -> DatasetManifest:
     if not paths:
         msg = f"dataset {dataset_id} is empty: prepare wrote no file under ctx.data ({folder})"
         raise StorageError(msg)
-    for path in paths:
+
+    def scan(path: Path) -> DatasetFile:
         key = path.relative_to(folder).as_posix()
         if path.is_symlink() or not path.is_file():
             msg = (
@@ -65,33 +91,25 @@ def scan_folder(dataset_id: str, folder: Path) -> DatasetManifest:
                 "prepare has to write plain files"
             )
             raise StorageError(msg)
-        check_key(f"{files_key(dataset_id)}/{key}")
-
-    def scan(path: Path) -> DatasetFile:
+        check_key(f"{dataset_key(dataset_id)}/{folder.name}/{key}")
         with path.open("rb") as file:
             sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-        key = path.relative_to(folder).as_posix()
         return DatasetFile(key=key, num_bytes=path.stat().st_size, sha256=sha256)
 
     files = tuple(sorted(in_parallel(scan, paths), key=lambda file: file.key))
     num_bytes = sum(file.num_bytes for file in files)
     return DatasetManifest(
-        dataset_id=dataset_id, digest=_digest_of(files), num_bytes=num_bytes, files=files
+        dataset_id=dataset_id,
+        digest=_digest_of(files),
+        num_bytes=num_bytes,
+        folder=folder.name,
+        files=files,
     )
 
 
 def _digest_of(files: Iterable[DatasetFile]) -> str:
     lines = "".join(f"{file.sha256}  {file.key}\n" for file in files)
     return hashlib.sha256(lines.encode()).hexdigest()
-
-
-def first_misfit(folder: Path, manifest: DatasetManifest) -> DatasetFile | None:
-    """Return the first file that is missing or of another size: contents aren't read again."""
-    for file in manifest.files:
-        path = folder / file.key
-        if not path.is_file() or path.stat().st_size != file.num_bytes:
-            return file
-    return None
 
 
 def in_parallel(
@@ -155,11 +173,6 @@ def dataset_key(dataset_id: str) -> str:
         )
         raise BadKeyError(msg)
     return f"datasets/{dataset_id}"
-
-
-def files_key(dataset_id: str) -> str:
-    """Return the key of the folder of a dataset's files."""
-    return f"{dataset_key(dataset_id)}/files"
 
 
 def manifest_key(dataset_id: str) -> str:

@@ -5,10 +5,10 @@ import hashlib
 import os
 import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from typing import IO
 
 from prefect_torch_ddp.data.dataset_manifest import (
     NUM_THREADS,
@@ -16,8 +16,6 @@ from prefect_torch_ddp.data.dataset_manifest import (
     DatasetManifest,
     damaged,
     dataset_key,
-    files_key,
-    first_misfit,
     in_parallel,
     manifest_key,
     published_manifest,
@@ -29,7 +27,7 @@ from prefect_torch_ddp.results import DatasetReport
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.storage.keys import RESERVED_PART
 from prefect_torch_ddp.storage.locate import storage_below
-from prefect_torch_ddp.storage.protocol import Storage
+from prefect_torch_ddp.storage.protocol import KeepsUnfinished, Storage
 
 IN_MEMORY_BYTES = 256 * 2**20
 
@@ -37,45 +35,53 @@ IN_MEMORY_BYTES = 256 * 2**20
 def find_dataset(storage: Storage, dataset_id: str) -> DatasetReport | None:
     """Return what the manifest of a published dataset says, None where there is none."""
     manifest = read_manifest(storage, dataset_id)
-    return None if manifest is None else _report(storage, manifest)
+    return None if manifest is None else manifest.report(storage)
 
 
-@contextmanager
-def prepare_folder(storage: Storage, dataset_id: str) -> Iterator[Path]:
-    """Give an empty local folder for a dataset; what wasn't published is removed at the end.
-
-    For a directory it lies inside the storage, so publishing is one rename. Elsewhere it is a
-    temporary folder.
-    """
-    if isinstance(storage, DirectoryStorage):
-        with _staging(_staging_root(storage), dataset_id) as staged:
-            (staged / "files").mkdir()
-            yield staged / "files"
-    else:
-        dataset_key(dataset_id)  # refuses an id that is no name
-        with TemporaryDirectory(prefix=f"prefect-torch-ddp-{dataset_id}-") as folder:
-            yield Path(folder)
-
-
-def publish_dataset(storage: Storage, dataset_id: str, folder: Path) -> DatasetReport:
-    """Publish the files of a folder under a dataset id; return what the storage then holds.
+def publish_dataset(
+    storage: Storage, dataset_id: str, write: Callable[[Path], object]
+) -> DatasetReport:
+    """Have a dataset written to an empty folder, and publish it; return what the storage holds.
 
     What is published already stays. Several may publish one id at once: what they leave is one
-    whole dataset. A folder from `prepare_folder` may be moved away; any other one stays.
+    whole dataset. What killed processes left of the same dataset is removed.
+
+    Args:
+        storage: for a directory the folder lies inside of it, so publishing is one rename.
+            Elsewhere it lies in the user's cache.
+        dataset_id: letters, digits, dots, dashes and underscores.
+        write: is given the folder.
 
     Raises:
-        StorageError: the folder holds no file, or something else than files and folders, or the
+        StorageError: no file was written, or something else than files and folders, or the
             storage failed.
     """
-    published = find_dataset(storage, dataset_id)
-    if published is not None:
-        return published
-    manifest = scan_folder(dataset_id, folder)
-    if isinstance(storage, DirectoryStorage):
-        _move_in(storage, manifest, folder)
-    else:
-        _upload(storage, manifest, folder)
-    return find_dataset(storage, dataset_id) or _report(storage, manifest)
+    dataset_key(dataset_id)  # refuses an id that is no name
+    inside = storage.root if isinstance(storage, DirectoryStorage) else None
+    root = inside / RESERVED_PART / "datasets" if inside else _cache() / "preparing"
+    with _staged(root, dataset_id, fcntl.LOCK_SH) as staged:
+        # Uploads of several publishers must not mix.
+        files = staged / "dataset" / ("files" if inside else f"files-{uuid.uuid4().hex}")
+        files.mkdir(parents=True)
+        write(files)
+        published = find_dataset(storage, dataset_id)
+        if published is not None:
+            return published
+        manifest = scan_folder(dataset_id, files)
+        try:
+            if inside:
+                _move_in(inside / dataset_key(dataset_id), manifest, staged)
+            else:
+                _upload(storage, manifest, files)
+        except (OSError, StorageError) as error:
+            published = find_dataset(storage, dataset_id)
+            if published is not None:  # another publisher was faster, with a whole one
+                return published
+            if isinstance(error, StorageError):
+                raise
+            msg = f"can't move dataset {dataset_id} into {storage.uri}: {error.strerror or error}"
+            raise StorageError(msg) from error
+    return find_dataset(storage, dataset_id) or manifest.report(storage)
 
 
 def local_dataset(storage: Storage, dataset_id: str, cache_root: Path | None = None) -> Path:
@@ -95,12 +101,12 @@ def local_dataset(storage: Storage, dataset_id: str, cache_root: Path | None = N
     """
     manifest = published_manifest(storage, dataset_id)
     if not isinstance(storage, DirectoryStorage):
-        return _copied(storage, manifest, cache_root or _default_cache())
-    folder = storage.root / files_key(dataset_id)
-    misfit = first_misfit(folder, manifest)
+        return _copied(storage, manifest, cache_root or _cache() / "datasets")
+    folder = storage.root / manifest.files_key
+    misfit = manifest.first_misfit(folder)
     if misfit is not None:
         why = "is missing or has another size than its manifest records"
-        raise damaged(storage, dataset_id, f"files/{misfit.key}", why)
+        raise damaged(storage, dataset_id, f"{manifest.folder}/{misfit.key}", why)
     return folder
 
 
@@ -110,50 +116,36 @@ def dataset_in_place(storage: Storage, dataset_id: str) -> Storage:
     Raises:
         StorageError: there is no such dataset.
     """
-    published_manifest(storage, dataset_id)
-    return storage_below(storage, files_key(dataset_id))
+    return storage_below(storage, published_manifest(storage, dataset_id).files_key)
 
 
-def _move_in(storage: DirectoryStorage, manifest: DatasetManifest, folder: Path) -> None:
+def _move_in(target: Path, manifest: DatasetManifest, staged: Path) -> None:
     """Make the whole dataset, manifest included, appear by one rename."""
-    root = _staging_root(storage)
-    target = storage.root / dataset_key(manifest.dataset_id)
-    with _staging(root, manifest.dataset_id) as own:
-        staged = folder.parent if folder.parent.parent == root else own
-        try:
-            if staged == own:
-                shutil.copytree(folder, own / "files")
-            (staged / "manifest.json").write_text(manifest.model_dump_json(indent=1))
-            target.parent.mkdir(exist_ok=True)
-            # Without a manifest it is no dataset: someone deleted the manifest to have it
-            # prepared again.
-            if target.exists() and not (target / "manifest.json").exists():
-                target.rename(own / "replaced")
-            staged.rename(target)
-        except OSError as error:
-            if find_dataset(storage, manifest.dataset_id) is not None:
-                return  # another publisher was faster, with a whole one
-            reason = error.strerror or error
-            msg = f"can't move dataset {manifest.dataset_id} to {target}: {reason}"
-            raise StorageError(msg) from error
+    text = manifest.model_dump_json(indent=1)
+    (staged / "dataset/manifest.json").write_text(text, encoding="utf-8")
+    target.parent.mkdir(exist_ok=True)
+    # Without a manifest it is no dataset: someone deleted that to have it prepared again.
+    if target.exists() and not (target / "manifest.json").exists():
+        target.rename(staged / "replaced")
+    (staged / "dataset").rename(target)
 
 
 def _upload(storage: Storage, manifest: DatasetManifest, folder: Path) -> None:
-    files = files_key(manifest.dataset_id)
+    own = f"{manifest.files_key}/"
 
     def upload(file: DatasetFile) -> None:
-        storage.write(f"{files}/{file.key}", (folder / file.key).read_bytes())
+        storage.write(own + file.key, (folder / file.key).read_bytes())
 
-    key, text = manifest_key(manifest.dataset_id), manifest.model_dump_json(indent=1).encode()
     in_parallel(upload, manifest.files, _threads_for(manifest))
-    if storage.write_if_absent(key, text):
-        return
-    other = read_manifest(storage, manifest.dataset_id)
-    if other is None or other.digest != manifest.digest:
-        # Our files may lie over those of a publisher that was faster and whose prepare wrote
-        # others: make them all ours.
-        in_parallel(upload, manifest.files, _threads_for(manifest))
-        storage.write(key, text)
+    text = manifest.model_dump_json(indent=1).encode()
+    is_first = storage.write_if_absent(manifest_key(manifest.dataset_id), text)
+    # The manifest names one publisher's files; nobody can use what any other has written, was
+    # killed while it wrote, or still writes.
+    every = f"{dataset_key(manifest.dataset_id)}/files-"
+    if is_first and isinstance(storage, KeepsUnfinished):
+        storage.drop_unfinished(every, lambda key: not key.startswith(own))
+    found = [item.key for item in storage.list(every if is_first else own)]
+    in_parallel(storage.delete, [key for key in found if not (is_first and key.startswith(own))])
 
 
 def _threads_for(manifest: DatasetManifest) -> int:
@@ -164,11 +156,30 @@ def _threads_for(manifest: DatasetManifest) -> int:
 
 def _copied(storage: Storage, manifest: DatasetManifest, cache_root: Path) -> Path:
     folder = cache_root / manifest.digest
+
+    def is_whole() -> bool:
+        return folder.exists() and manifest.first_misfit(folder) is None
+
+    def download(file: DatasetFile) -> None:
+        path = staged / "files" / file.key
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(_read_verified(storage, manifest, file))
+
     try:
-        cache_root.mkdir(parents=True, exist_ok=True)
-        with _one_at_a_time(cache_root / f"{manifest.digest}.lock"):
-            if not _is_whole(folder, manifest):
-                _download_all(storage, manifest, folder)
+        if is_whole():
+            return folder
+        # Where locks don't work each process downloads for itself: slower, as safe.
+        with _staged(cache_root / ".staging", manifest.digest, fcntl.LOCK_EX) as staged:
+            if is_whole():
+                return folder
+            in_parallel(download, manifest.files, _threads_for(manifest))
+            if folder.exists() and not is_whole():
+                folder.rename(staged / "replaced")
+            try:
+                (staged / "files").rename(folder)
+            except OSError:  # another process may have been faster
+                if not is_whole():
+                    raise
     except OSError as error:
         msg = (
             f"can't keep dataset {manifest.dataset_id} in {cache_root}: "
@@ -178,79 +189,57 @@ def _copied(storage: Storage, manifest: DatasetManifest, cache_root: Path) -> Pa
     return folder
 
 
-def _is_whole(folder: Path, manifest: DatasetManifest) -> bool:
-    return folder.exists() and first_misfit(folder, manifest) is None
-
-
-def _download_all(storage: Storage, manifest: DatasetManifest, folder: Path) -> None:
-    def download(file: DatasetFile) -> None:
-        path = staged / "files" / file.key
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(_read_verified(storage, manifest.dataset_id, file))
-
-    with _staging(folder.parent / ".staging", manifest.dataset_id) as staged:
-        in_parallel(download, manifest.files, _threads_for(manifest))
-        if folder.exists() and not _is_whole(folder, manifest):
-            folder.rename(staged / "replaced")
-        try:
-            (staged / "files").rename(folder)
-        except OSError:  # where locks don't work, another process may have been faster
-            if not _is_whole(folder, manifest):
-                raise
-
-
-def _read_verified(storage: Storage, dataset_id: str, file: DatasetFile) -> bytes:
+def _read_verified(storage: Storage, manifest: DatasetManifest, file: DatasetFile) -> bytes:
+    name = f"{manifest.folder}/{file.key}"
     try:
-        data = storage.read(f"{files_key(dataset_id)}/{file.key}")
+        data = storage.read(f"{manifest.files_key}/{file.key}")
     except ObjectNotFoundError as error:
-        raise damaged(storage, dataset_id, f"files/{file.key}", "is gone") from error
+        raise damaged(storage, manifest.dataset_id, name, "is gone") from error
     if hashlib.sha256(data).hexdigest() != file.sha256:
         why = "is damaged: its sha256 isn't the one its manifest records"
-        raise damaged(storage, dataset_id, f"files/{file.key}", why)
+        raise damaged(storage, manifest.dataset_id, name, why)
     return data
 
 
-def _report(storage: Storage, manifest: DatasetManifest) -> DatasetReport:
-    return DatasetReport(
-        dataset_id=manifest.dataset_id,
-        uri=f"{storage.uri.rstrip('/')}/{files_key(manifest.dataset_id)}",
-        num_files=len(manifest.files),
-        num_bytes=manifest.num_bytes,
-        digest=manifest.digest,
-    )
-
-
-def _staging_root(storage: DirectoryStorage) -> Path:
-    return storage.root / RESERVED_PART  # which its listings leave out
-
-
-def _default_cache() -> Path:
+def _cache() -> Path:
     caches = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-    return caches / "prefect-torch-ddp" / "datasets"
+    return caches / "prefect-torch-ddp"
 
 
 @contextmanager
-def _staging(root: Path, dataset_id: str) -> Iterator[Path]:
-    dataset_key(dataset_id)  # refuses an id that is no name
+def _staged(root: Path, name: str, kind: int) -> Iterator[Path]:
+    """Give a new folder, removed at the end, as is what killed processes left of this name.
+
+    Args:
+        root: holds the folders and the locks of all names.
+        name: of a dataset; while anybody has its lock, nobody else removes anything of it.
+        kind: of the lock. The system frees it when the process ends, however it ends.
+    """
     # Not tempfile.mkdtemp: its folders can't be read by other users, and these are renamed to
     # where all read.
-    folder = root / f"{dataset_id}-{uuid.uuid4().hex}"
+    folder = root / f"{name}-{uuid.uuid4().hex}"
     try:
-        folder.mkdir(parents=True)
+        root.mkdir(parents=True, exist_ok=True)
+        lock = (root / f"{name}.lock").open("w")
     except OSError as error:
         reason = error.strerror or error
         msg = f"can't make a folder in {root}: {reason}; it has to be writable for this user"
         raise StorageError(msg) from error
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-@contextmanager
-def _one_at_a_time(path: Path) -> Iterator[None]:
-    with path.open("w") as file:
-        # On a file system without locks each process downloads for itself: slower, as safe.
+    with lock:
+        _remove_left(lock, root, name)
         with suppress(OSError):
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+            fcntl.flock(lock, kind)
+        try:
+            folder.mkdir()
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+            _remove_left(lock, root, name)
+
+
+def _remove_left(lock: IO[str], root: Path, name: str) -> None:
+    # Others at work hold the lock; a file system without locks can't tell whether there are any.
+    with suppress(OSError):
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        for left in root.glob(f"{name}-{'[0-9a-f]' * 32}"):  # not those of `<name>-more`
+            shutil.rmtree(left, ignore_errors=True)

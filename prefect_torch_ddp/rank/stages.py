@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from prefect_torch_ddp.data.dataset_store import prepare_folder, publish_dataset
+from prefect_torch_ddp.data.dataset_store import publish_dataset
 from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.rank.config import RankConfig, RankInfo
 from prefect_torch_ddp.rank.context import RankContext
@@ -146,10 +146,12 @@ def _prepare(config: RankConfig, function: Callable[..., Any]) -> DatasetReport:
     if config.dataset_id is None:
         msg = f"run {config.run_id} has no dataset_id to prepare a dataset for"
         raise InvalidParamsError(msg)
-    with prepare_folder(config.storage, config.dataset_id) as folder:
+
+    def write(folder: Path) -> None:
         with RankContext(_parts(config, data=folder)) as context:
             function(context)
-        return publish_dataset(config.storage, config.dataset_id, folder)
+
+    return publish_dataset(config.storage, config.dataset_id, write)
 
 
 def _report(value: Any, workload: str) -> Report:

@@ -6,8 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from prefect_torch_ddp.data.dataset_store import local_dataset, prepare_folder, publish_dataset
-from tests.unit.data.test_dataset_store import FILES, content_of, fill, storage_of
+from prefect_torch_ddp.data.dataset_store import local_dataset
+from tests.unit.data.test_dataset_store import FILES, content_of, publish, storage_of
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
 
 
 def _read_whole(folder: Path) -> None:
@@ -15,10 +20,8 @@ def _read_whole(folder: Path) -> None:
 
 
 def _publish_own(kind: str, folder: Path, number: int) -> None:
-    storage = storage_of(kind, folder)
-    with prepare_folder(storage, "d") as own:
-        fill(own, {f"{i}.txt": f"{number}".encode() for i in range(40)})
-        publish_dataset(storage, "d", own)
+    files = {f"{i}.txt": f"{number}".encode() for i in range(40)}
+    publish(storage_of(kind, folder), files)
 
 
 def _run_all(processes: list[multiprocessing.process.BaseProcess]) -> None:
@@ -31,14 +34,13 @@ def _run_all(processes: list[multiprocessing.process.BaseProcess]) -> None:
 
 def test_processes_of_one_host_download_once(tmp_path: Path) -> None:
     """Four ranks ask at once: each file is read once, and each rank sees it whole."""
-    publish_dataset(storage_of("far", tmp_path), "d", fill(tmp_path / "a", FILES))
+    publish(storage_of("far", tmp_path), FILES)
     context = multiprocessing.get_context("fork")
     _run_all([context.Process(target=_read_whole, args=(tmp_path,)) for _ in range(4)])
     reads = (tmp_path / "reads").read_text().splitlines()
-    assert sorted(key for key in reads if "/files/" in key) == sorted(
-        f"datasets/d/files/{key}" for key in FILES
-    )
-    assert not list((tmp_path / "cache" / ".staging").iterdir())
+    read = sorted(key.split("/", 3)[3] for key in reads if "/files-" in key)
+    assert read == sorted(FILES)
+    assert not [path for path in (tmp_path / "cache/.staging").iterdir() if path.is_dir()]
 
 
 @pytest.mark.parametrize("kind", ["directory", "far"])

@@ -4,7 +4,9 @@ they are copied."""
 import json
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,10 +14,10 @@ from prefect_torch_ddp.data.dataset_store import (
     dataset_in_place,
     find_dataset,
     local_dataset,
-    prepare_folder,
     publish_dataset,
 )
 from prefect_torch_ddp.errors import BadKeyError, StorageError
+from prefect_torch_ddp.results import DatasetReport
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.storage.protocol import Storage
 from tests.support.forwarding import ForwardingStorage
@@ -47,29 +49,44 @@ class FarStorage(ForwardingStorage):
 def storage_of(kind: str, folder: Path) -> Storage:
     """Make a storage of either kind."""
     (folder / "storage").mkdir(exist_ok=True)
-    return (
-        DirectoryStorage(folder / "storage")
-        if kind == "directory"
-        else FarStorage(folder / "storage")
-    )
+    kinds: dict[str, Any] = {"directory": DirectoryStorage, "far": FarStorage}
+    return kinds[kind](folder / "storage")
 
 
-def fill(folder: Path, files: dict[str, bytes]) -> Path:
-    """Write files below a folder; return it."""
-    for name, data in files.items():
-        path = folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(data)
-    return folder
+def publish(storage: Storage, files: dict[str, bytes], dataset_id: str = "d") -> DatasetReport:
+    """Publish files, as prepare writes them."""
+
+    def write(folder: Path) -> None:
+        for name, data in files.items():
+            path = folder / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(data)
+
+    return publish_dataset(storage, dataset_id, write)
 
 
 def content_of(folder: Path) -> dict[str, bytes]:
     """Read all files below a folder."""
-    return {
-        path.relative_to(folder).as_posix(): path.read_bytes()
-        for path in folder.rglob("*")
-        if path.is_file()
-    }
+    paths = [path for path in folder.rglob("*") if path.is_file()]
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
+
+
+def key_of(storage: Storage, name: str) -> str:
+    """Return the key of a file of the dataset."""
+    (key,) = (item.key for item in storage.list("datasets/d/") if item.key.endswith(name))
+    return key
+
+
+def folders_in(folder: Path) -> list[str]:
+    """Name all folders below one; files are of no interest."""
+    return sorted(path.name for path in folder.rglob("*") if path.is_dir())
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Give the user's cache."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "prefect-torch-ddp"
 
 
 @pytest.fixture(params=["directory", "far"])
@@ -78,96 +95,183 @@ def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
     return storage_of(request.param, tmp_path)
 
 
+@pytest.fixture
+def far(tmp_path: Path) -> Storage:
+    """A storage of which datasets are copied."""
+    return storage_of("far", tmp_path)
+
+
 def test_round_trip(storage: Storage, tmp_path: Path) -> None:
-    """What prepare wrote is what a rank reads, byte for byte; nothing else is left."""
-    assert find_dataset(storage, "d1") is None
-    with prepare_folder(storage, "d1") as folder:
-        fill(folder, FILES)
-        report = publish_dataset(storage, "d1", folder)
-    assert not folder.exists()
-    assert find_dataset(storage, "d1") == report
-    assert (report.dataset_id, report.num_files, report.num_bytes) == ("d1", 4, 70_009)
-    assert report.uri == f"{storage.uri}/datasets/d1/files"
-    local = local_dataset(storage, "d1", tmp_path / "cache")
-    assert content_of(local) == FILES
-    expected = {"datasets/d1/manifest.json"} | {f"datasets/d1/files/{key}" for key in FILES}
+    """What prepare wrote is what a rank reads, byte for byte, copied or in place; nothing else
+    is left."""
+    assert find_dataset(storage, "d") is None
+    report = publish(storage, FILES)
+    assert find_dataset(storage, "d") == report
+    assert (report.dataset_id, report.num_files, report.num_bytes) == ("d", 4, 70_009)
+    files = report.uri.removeprefix(f"{storage.uri}/")
+    assert files.startswith("datasets/d/files")
+    assert content_of(local_dataset(storage, "d")) == FILES
+    if isinstance(storage, DirectoryStorage):
+        in_place = dataset_in_place(storage, "d")
+        assert {item.key: in_place.read(item.key) for item in in_place.list()} == FILES
+    expected = {"datasets/d/manifest.json"} | {f"{files}/{key}" for key in FILES}
     assert {stored.key for stored in storage.list()} == expected
+    left = [name for name in folders_in(tmp_path) if name.startswith("d-") or name == "dataset"]
+    assert not left
 
 
 def test_the_digest_is_that_of_names_and_contents(tmp_path: Path) -> None:
     """The same on both kinds; another name or another byte gives another."""
-    folders = [
-        FILES,
-        FILES,
-        {**FILES, "labels.txt": b"!"},
-        {"other.txt": b"", **{k: v for k, v in FILES.items() if v}},
-    ]
     digests = []
-    for i, files in enumerate(folders):
-        folder = fill(tmp_path / f"folder {i}", files)
+    renamed = {"other.txt": b"", **{key: data for key, data in FILES.items() if data}}
+    for i, files in enumerate([FILES, FILES, {**FILES, "labels.txt": b"!"}, renamed]):
         (tmp_path / str(i)).mkdir()
         digests.append(
-            publish_dataset(
-                storage_of(["directory", "far"][i % 2], tmp_path / str(i)), "d", folder
-            ).digest
+            publish(storage_of(["directory", "far"][i % 2], tmp_path / str(i)), files).digest
         )
-        assert content_of(folder) == files, "a folder of the caller's own stays as it is"
     assert digests[0] == digests[1]
     assert len(set(digests)) == 3
 
 
 def test_a_directory_moves_the_files_and_reads_them_in_place(tmp_path: Path) -> None:
     """No copy on the way in or out: the file is the same inode."""
+    inodes = []
+
+    def write(folder: Path) -> None:
+        (folder / "labels.txt").write_bytes(b"1")
+        inodes.append((folder / "labels.txt").stat().st_ino)
+
     storage = DirectoryStorage(tmp_path)
-    with prepare_folder(storage, "d") as folder:
-        fill(folder, FILES)
-        inode = (folder / "labels.txt").stat().st_ino
-        publish_dataset(storage, "d", folder)
-    local = local_dataset(storage, "d")
-    assert local == tmp_path / "datasets" / "d" / "files"
-    assert (local / "labels.txt").stat().st_ino == inode
+    publish_dataset(storage, "d", write)
+    assert local_dataset(storage, "d") == tmp_path / "datasets/d/files"
+    assert (tmp_path / "datasets/d/files/labels.txt").stat().st_ino == inodes[0]
 
 
-def test_what_is_published_stays(storage: Storage, tmp_path: Path) -> None:
+def test_what_is_published_stays(storage: Storage) -> None:
     """The same id, the same data: a second publisher gets the first one's report."""
-    first = publish_dataset(storage, "d", fill(tmp_path / "a", FILES))
-    assert publish_dataset(storage, "d", fill(tmp_path / "b", {"other": b"1"})) == first
-    assert content_of(local_dataset(storage, "d", tmp_path / "cache")) == FILES
+    first = publish(storage, FILES)
+    assert publish(storage, {"other": b"1"}) == first
+    assert content_of(local_dataset(storage, "d")) == FILES
+    assert len(list(storage.list())) == 5
 
 
-def test_without_its_manifest_it_is_no_dataset(storage: Storage, tmp_path: Path) -> None:
+def test_without_its_manifest_it_is_no_dataset(storage: Storage) -> None:
     """Files of a publisher that died, or whose manifest somebody deleted, are replaced by the
     next one's."""
-    publish_dataset(storage, "d", fill(tmp_path / "a", FILES))
+    publish(storage, FILES)
     storage.delete("datasets/d/manifest.json")
     assert find_dataset(storage, "d") is None
-    with pytest.raises(StorageError, match=r"there is no dataset d in .*: prepare has not run"):
-        local_dataset(storage, "d", tmp_path / "cache")
-    publish_dataset(storage, "d", fill(tmp_path / "b", {"train/cat/1.png": b"new"}))
-    assert content_of(local_dataset(storage, "d", tmp_path / "cache")) == {
-        "train/cat/1.png": b"new"
-    }
+    for find in (local_dataset, dataset_in_place):
+        with pytest.raises(StorageError, match=r"there is no dataset d in .*: prepare has not run"):
+            find(storage, "d")
+    publish(storage, {"train/cat/1.png": b"new"})
+    assert content_of(local_dataset(storage, "d")) == {"train/cat/1.png": b"new"}
+    assert len(list(storage.list())) == 2, "what the first one left is gone"
 
 
-def test_an_empty_dataset_is_refused(storage: Storage) -> None:
-    """A prepare that wrote nothing is told so, there and then."""
-    with prepare_folder(storage, "d") as folder:
-        (folder / "train").mkdir()
-        with pytest.raises(
-            StorageError, match=r"dataset d is empty: prepare wrote no file under ctx\.data"
-        ):
-            publish_dataset(storage, "d", folder)
-    assert find_dataset(storage, "d") is None
+class KilledError(BaseException):
+    """In place of a kill: nothing is cleaned up after it."""
 
 
-def test_links_are_refused(storage: Storage, tmp_path: Path) -> None:
-    """What a link points to may change behind the digest; a link to a folder would be left out
-    silently."""
-    (tmp_path / "elsewhere").mkdir()
-    with prepare_folder(storage, "d") as folder:
-        (folder / "train").symlink_to(tmp_path / "elsewhere")
-        with pytest.raises(StorageError, match="train in dataset d is a link"):
-            publish_dataset(storage, "d", folder)
+@pytest.mark.parametrize("is_alone", [True, False])
+def test_what_a_killed_prepare_left_is_removed(
+    storage: Storage,
+    tmp_path: Path,
+    cache: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    is_alone: bool,  # noqa: FBT001
+) -> None:
+    """When the next one of the same dataset begins, or ends; what a live one writes stays, as
+    does another dataset whose name begins the same."""
+    root = tmp_path / "storage/.tmp/datasets" if "far" not in storage.uri else cache / "preparing"
+    for dataset_id in ("d", "d-more"):
+        with monkeypatch.context() as patched:
+            patched.setattr("shutil.rmtree", lambda *_, **__: None)
+            with pytest.raises(KilledError):
+                publish_dataset(storage, dataset_id, lambda folder: _die(folder))
+    assert len([path for path in root.iterdir() if path.is_dir()]) == 2
+
+    def write(folder: Path) -> None:
+        own = folder.parent.parent
+        assert set(root.glob("d-[0-9a-f]*")) == {own}
+        if not is_alone:
+            publish(storage, FILES)
+        assert own.is_dir(), "that of a live prepare"
+        (folder / "1").write_bytes(b"1")
+
+    publish_dataset(storage, "d", write)
+    assert [path.name[:-33] for path in root.iterdir() if path.is_dir()] == ["d-more"]
+
+
+def _die(folder: Path) -> None:
+    (folder / "half").write_bytes(b"1")
+    raise KilledError
+
+
+def test_what_was_half_uploaded_is_removed(far: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A publisher that is killed at its last file leaves the others; the next one's commit
+    deletes them."""
+    whole = FarStorage.write
+
+    def write(self: FarStorage, key: str, data: bytes) -> None:
+        if key.endswith("2.png"):
+            raise KilledError
+        whole(self, key, data)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(FarStorage, "write", write)
+        with pytest.raises(KilledError):
+            publish(far, FILES)
+    assert 0 < len(list(far.list())) < 4
+    publish(far, FILES)
+    assert len(list(far.list())) == 5
+
+
+def test_a_slower_publisher_leaves_the_first_ones_dataset(
+    far: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever its own prepare wrote, and also where the first one removed what it uploads."""
+    whole = FarStorage.write_if_absent
+
+    def write_if_absent(self: FarStorage, key: str, data: bytes) -> bool:
+        monkeypatch.setattr(FarStorage, "write_if_absent", whole)
+        publish(self, FILES)
+        return whole(self, key, data)
+
+    monkeypatch.setattr(FarStorage, "write_if_absent", write_if_absent)
+    assert publish(far, {"other": b"1"}).num_files == 4
+    assert content_of(local_dataset(far, "d")) == FILES
+    assert len(list(far.list())) == 5
+
+
+def _nothing(folder: Path) -> None:
+    (folder / "train").mkdir()
+
+
+def _link(folder: Path) -> None:
+    (folder / "train").symlink_to(folder)
+
+
+def _named(name: str) -> Callable[[Path], object]:
+    return lambda folder: (folder / name).write_bytes(b"1")
+
+
+@pytest.mark.parametrize(
+    ("write", "words"),
+    [
+        (_nothing, r"dataset d is empty: prepare wrote no file under ctx\.data"),
+        (_link, "train in dataset d is a link"),
+        (_named("a\\b.png"), "can't be the key of an object"),
+        (_named("caf\udce9.png"), "can't be the key of an object"),
+    ],
+)
+def test_what_cannot_be_stored_everywhere_is_refused(
+    storage: Storage, write: Callable[[Path], object], words: str
+) -> None:
+    """Before anything is written. What a link points to may change behind the digest."""
+    with pytest.raises((StorageError, BadKeyError), match=words):
+        publish_dataset(storage, "d", write)
+    assert list(storage.list()) == []
 
 
 @pytest.mark.parametrize("dataset_id", ["", "..", "a/b", ".staging", "/a"])
@@ -175,93 +279,67 @@ def test_an_id_that_is_no_name_is_refused(storage: Storage, dataset_id: str) -> 
     """It becomes part of a key."""
     with pytest.raises(BadKeyError, match="can't be a dataset's id"):
         find_dataset(storage, dataset_id)
+    with pytest.raises(BadKeyError, match="can't be a dataset's id"):
+        publish(storage, FILES, dataset_id)
 
 
-@pytest.mark.parametrize("name", ["a\\b.png", "caf\udce9.png"])
-def test_a_file_name_that_is_no_key_is_refused(storage: Storage, tmp_path: Path, name: str) -> None:
-    """The same on every storage, and before anything is written."""
-    with pytest.raises(BadKeyError, match="can't be the key of an object"):
-        publish_dataset(storage, "d", fill(tmp_path / "a", {name: b"1"}))
-    assert list(storage.list()) == []
-
-
-def test_a_vanished_file_is_named(storage: Storage, tmp_path: Path) -> None:
+def test_a_vanished_file_is_named(storage: Storage, cache: Path) -> None:
     """Not a FileNotFoundError hours later."""
-    publish_dataset(storage, "d", fill(tmp_path / "a", FILES))
-    storage.delete("datasets/d/files/train/dog/2.png")
-    with pytest.raises(
-        StorageError,
-        match=r"datasets/d/files/train/dog/2\.png is .*delete .*/datasets/d/manifest\.json",
-    ):
-        local_dataset(storage, "d", tmp_path / "cache")
-    assert not list(tmp_path.glob("cache/**/*.png"))
+    publish(storage, FILES)
+    storage.delete(key_of(storage, "2.png"))
+    words = r"files.*/train/dog/2\.png is .*delete .*/datasets/d/manifest\.json"
+    with pytest.raises(StorageError, match=words):
+        local_dataset(storage, "d")
+    assert not list(cache.glob("**/*.png"))
 
 
-def test_a_damaged_file_is_named(tmp_path: Path) -> None:
+def test_a_damaged_file_is_named(far: Storage, cache: Path) -> None:
     """A download of the right size and the wrong bytes never reaches the cache."""
-    storage = storage_of("far", tmp_path)
-    publish_dataset(storage, "d", fill(tmp_path / "a", FILES))
-    storage.write("datasets/d/files/train/cat/1.png", b"0ne")
+    publish(far, FILES)
+    far.write(key_of(far, "1.png"), b"0ne")
     with pytest.raises(StorageError, match=r"train/cat/1\.png is damaged: its sha256"):
-        local_dataset(storage, "d", tmp_path / "cache")
-    assert not list(tmp_path.glob("cache/**/*.png"))
+        local_dataset(far, "d")
+    assert not list(cache.glob("**/*.png"))
 
 
 @pytest.mark.parametrize("key", ["../../../evil", "/etc/evil", "a/../../evil"])
-def test_a_manifest_cannot_write_outside_the_cache(tmp_path: Path, key: str) -> None:
+def test_a_manifest_cannot_lead_outside(far: Storage, key: str) -> None:
     """Whoever may write to the storage must not write to the ranks' hosts."""
-    storage = storage_of("far", tmp_path)
-    publish_dataset(storage, "d", fill(tmp_path / "a", FILES))
-    manifest = json.loads(storage.read("datasets/d/manifest.json"))
-    manifest["files"][0]["key"] = key
-    storage.write("datasets/d/manifest.json", json.dumps(manifest).encode())
-    with pytest.raises(StorageError, match=r"manifest\.json can't be read"):
-        local_dataset(storage, "d", tmp_path / "cache")
+    publish(far, FILES)
+    whole = json.loads(far.read("datasets/d/manifest.json"))
+    changed = {**whole, "files": [{**whole["files"][0], "key": key}]}
+    for manifest in (changed, {**whole, "folder": key}):
+        far.write("datasets/d/manifest.json", json.dumps(manifest).encode())
+        with pytest.raises(StorageError, match=r"manifest\.json can't be read"):
+            local_dataset(far, "d")
 
 
-def test_a_manifest_that_was_changed_is_refused(storage: Storage, tmp_path: Path) -> None:
+def test_a_manifest_that_was_changed_is_refused(storage: Storage) -> None:
     """Its entries must give its digest."""
-    publish_dataset(storage, "d", fill(tmp_path / "a", FILES))
+    publish(storage, FILES)
     text = storage.read("datasets/d/manifest.json").replace(b"labels.txt", b"l4bels.txt")
     storage.write("datasets/d/manifest.json", text)
     with pytest.raises(StorageError, match=r"manifest\.json is damaged"):
         find_dataset(storage, "d")
 
 
-def test_a_cached_copy_with_a_lost_or_cut_file_is_replaced(tmp_path: Path) -> None:
+def test_a_cached_copy_with_a_lost_or_cut_file_is_replaced(far: Storage) -> None:
     """A cleaner of old cache files doesn't break the next run."""
-    storage = storage_of("far", tmp_path)
-    publish_dataset(storage, "d", fill(tmp_path / "a", FILES))
-    local = local_dataset(storage, "d", tmp_path / "cache")
+    publish(far, FILES)
+    local = local_dataset(far, "d")
     (local / "train/cat/1.png").unlink()
-    assert content_of(local_dataset(storage, "d", tmp_path / "cache")) == FILES
+    assert content_of(local_dataset(far, "d")) == FILES
     (local / "train/dog/2.png").write_bytes(b"s")
-    assert local_dataset(storage, "d", tmp_path / "cache") == local
+    assert local_dataset(far, "d") == local
     assert content_of(local) == FILES
 
 
-def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+def test_a_cache_that_cannot_be_written_is_named(far: Storage, tmp_path: Path) -> None:
     """The way out is in the message."""
-    storage = storage_of("far", tmp_path)
-    publish_dataset(storage, "d", fill(tmp_path / "a", FILES))
-    (tmp_path / "cache").write_text("a file")
-    with pytest.raises(StorageError, match=r"can't keep dataset d in .*/cache: .*XDG_CACHE_HOME"):
-        local_dataset(storage, "d", tmp_path / "cache")
-
-
-def test_a_dataset_in_place_is_a_storage_of_its_files(tmp_path: Path) -> None:
-    """Its keys are the files' names, nothing is copied, and what was never published is an
-    error that says so."""
-    storage = DirectoryStorage(tmp_path / "storage")
-    with prepare_folder(storage, "d1") as folder:
-        for name, data in FILES.items():
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            (folder / name).write_bytes(data)
-        publish_dataset(storage, "d1", folder)
-    found = dataset_in_place(storage, "d1")
-    assert {item.key: found.read(item.key) for item in found.list()} == FILES
-    with pytest.raises(StorageError, match="there is no dataset d2"):
-        dataset_in_place(storage, "d2")
+    publish(far, FILES)
+    (tmp_path / "file").write_text("a file")
+    with pytest.raises(StorageError, match=r"can't .* in .*/file.*: .* (XDG_CACHE_HOME|writable)"):
+        local_dataset(far, "d", tmp_path / "file")
 
 
 def test_large_files_are_copied_few_at_a_time(
@@ -270,7 +348,7 @@ def test_large_files_are_copied_few_at_a_time(
     """Shards are whole in memory while they are copied, so there is a limit in bytes for all
     that are under way."""
     monkeypatch.setattr("prefect_torch_ddp.data.dataset_store.IN_MEMORY_BYTES", 200_000)
-    peak = [0]
+    peak, lock = [0], threading.Lock()
 
     class Watched(FarStorage):
         under_way = 0
@@ -284,11 +362,6 @@ def test_large_files_are_copied_few_at_a_time(
             with lock:
                 self.under_way -= len(data)
 
-    lock = threading.Lock()
     (tmp_path / "storage").mkdir()
-    storage = Watched(tmp_path / "storage")
-    with prepare_folder(storage, "d1") as folder:
-        for number in range(12):
-            (folder / f"{number}.tar").write_bytes(bytes(60_000))
-        publish_dataset(storage, "d1", folder)
+    publish(Watched(tmp_path / "storage"), {f"{i}.tar": bytes(60_000) for i in range(12)})
     assert 60_000 < peak[0] <= 200_000
