@@ -70,6 +70,10 @@ class DatasetManifest(Result):
                 return file
         return None
 
+    def is_whole(self, folder: Path) -> bool:
+        """Tell whether a folder has all files, each of its size."""
+        return self.first_misfit(folder) is None
+
 
 def scan_folder(dataset_id: str, folder: Path) -> DatasetManifest:
     """Hash all files of a folder.

@@ -156,30 +156,12 @@ def _threads_for(manifest: DatasetManifest) -> int:
 
 def _copied(storage: Storage, manifest: DatasetManifest, cache_root: Path) -> Path:
     folder = cache_root / manifest.digest
-
-    def is_whole() -> bool:
-        return folder.exists() and manifest.first_misfit(folder) is None
-
-    def download(file: DatasetFile) -> None:
-        path = staged / "files" / file.key
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(_read_verified(storage, manifest, file))
-
     try:
-        if is_whole():
-            return folder
-        # Where locks don't work each process downloads for itself: slower, as safe.
-        with _staged(cache_root / ".staging", manifest.digest, fcntl.LOCK_EX) as staged:
-            if is_whole():
-                return folder
-            in_parallel(download, manifest.files, _threads_for(manifest))
-            if folder.exists() and not is_whole():
-                folder.rename(staged / "replaced")
-            try:
-                (staged / "files").rename(folder)
-            except OSError:  # another process may have been faster
-                if not is_whole():
-                    raise
+        if not manifest.is_whole(folder):
+            # Where locks don't work each process downloads for itself: slower, as safe.
+            with _staged(cache_root / ".staging", manifest.digest, fcntl.LOCK_EX) as staged:
+                if not manifest.is_whole(folder):
+                    _download(storage, manifest, staged, folder)
     except OSError as error:
         msg = (
             f"can't keep dataset {manifest.dataset_id} in {cache_root}: "
@@ -187,6 +169,22 @@ def _copied(storage: Storage, manifest: DatasetManifest, cache_root: Path) -> Pa
         )
         raise StorageError(msg) from error
     return folder
+
+
+def _download(storage: Storage, manifest: DatasetManifest, staged: Path, folder: Path) -> None:
+    def download(file: DatasetFile) -> None:
+        path = staged / "files" / file.key
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(_read_verified(storage, manifest, file))
+
+    in_parallel(download, manifest.files, _threads_for(manifest))
+    if folder.exists() and not manifest.is_whole(folder):
+        folder.rename(staged / "replaced")
+    try:
+        (staged / "files").rename(folder)
+    except OSError:  # another process may have been faster
+        if not manifest.is_whole(folder):
+            raise
 
 
 def _read_verified(storage: Storage, manifest: DatasetManifest, file: DatasetFile) -> bytes:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import cast
 
 from prefect_torch_ddp.data.images.cache_folder import folder_of
-from prefect_torch_ddp.errors import InvalidParamsError, StorageError
+from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.storage.directory import absolute_folder
 from prefect_torch_ddp.storage.protocol import Contents, ListedObject, ObjectPart, ReadsMany
 
@@ -63,23 +63,20 @@ class CachedReads:
         folder = folder_of(str(self.folder / "v1"), self.content_id, self.max_bytes)
         if folder is None:
             return self.storage.read_many(parts)
-        found: list[bytes | StorageError | None] = [
-            folder.get(part) if part.etag else None for part in parts
-        ]
+        found = [folder.get(part) if part.etag else None for part in parts]
         missing = [number for number, data in enumerate(found) if data is None]
-        if missing:
-            wanted = [parts[number] for number in missing]
-            fetched = self.storage.read_many(wanted)
-            for number, data in zip(missing, fetched, strict=True):
-                found[number] = data
-            folder.put(
-                [
-                    (part, data)
-                    for part, data in zip(wanted, fetched, strict=True)
-                    if part.etag and isinstance(data, bytes)
-                ]
-            )
-        return cast("Contents", found)
+        if not missing:
+            return cast("Contents", found)
+        fetched = self.storage.read_many([parts[number] for number in missing])
+        arrived = dict(zip(missing, fetched, strict=True))
+        folder.put(
+            [
+                (parts[number], data)
+                for number, data in arrived.items()
+                if parts[number].etag and isinstance(data, bytes)
+            ]
+        )
+        return [arrived[n] if data is None else data for n, data in enumerate(found)]
 
     def list_objects(self, prefix: str) -> Iterator[ListedObject]:
         """Yield every object whose name begins with `prefix`, as the storage says now."""

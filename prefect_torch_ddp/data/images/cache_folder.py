@@ -9,6 +9,7 @@ import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
+from glob import escape, glob, iglob
 from itertools import accumulate
 
 from prefect_torch_ddp.storage.protocol import ObjectPart
@@ -33,11 +34,12 @@ class CacheFolder:
     name is a digest of storage, key, range, size and ETag. So a file that is damaged, cut or in
     another's place is never believed.
 
-    The file `count` has the bytes of all entries, counted before they are written. When it says
-    that the cache is full, one process scans the folder and evicts, longest unused first, what
-    belongs to storages that no process has open, or was unused for a day. Entries in use stay:
-    with a new order each epoch, replacing them would miss more and write all the time (Mohan et
-    al., "Analyzing and Mitigating Data Stalls in DNN Training", VLDB 2021).
+    The file `count` has the bytes of all entries, and its lock is held while entries are
+    written. When it says that the cache is full, the folder is scanned, and what belongs to
+    storages that no process has open, or was unused for a day, is evicted, longest unused
+    first. Entries in use stay: with a new order each epoch, replacing them would miss more and
+    write all the time (Mohan et al., "Analyzing and Mitigating Data Stalls in DNN Training",
+    VLDB 2021).
     """
 
     def __init__(self, root: str, content_id: str, max_bytes: int) -> None:
@@ -56,6 +58,8 @@ class CacheFolder:
         self._content_id = content_id
         self._folder = f"{root}/{hashlib.sha256(content_id.encode()).hexdigest()[:32]}"
         self._no_writes_before = 0.0
+        # An entry is read by one call, and Linux reads 2 GiB at most.
+        self._max_entry_bytes = min(max_bytes - DIGEST_BYTES, 2**30)
         # Plain paths: a Path costs as much as a read.
         os.makedirs(self._folder, mode=0o700, exist_ok=True)  # noqa: PTH103
         for path in (root, self._folder):
@@ -91,12 +95,11 @@ class CacheFolder:
 
     def put(self, arrived: Sequence[tuple[ObjectPart, bytes]]) -> None:
         """Keep what there is room for; where nothing can be written, warn once."""
-        named = [(self._name(part), data) for part, data in arrived]
         # Another process may have been faster; what can't fit must not push out all the rest.
         new = [
             (name, data)
-            for name, data in named
-            if len(data) + DIGEST_BYTES <= self.max_bytes and not os.path.lexists(self._path(name))
+            for name, data in ((self._name(part), data) for part, data in arrived)
+            if len(data) <= self._max_entry_bytes and not os.path.lexists(self._path(name))
         ]
         if not new or time.monotonic() < self._no_writes_before:
             return
@@ -104,9 +107,12 @@ class CacheFolder:
             # Somebody may have removed it.
             os.makedirs(self._folder, mode=0o700, exist_ok=True)  # noqa: PTH103
             self._refuse_full_disk(sum(len(data) for _, data in new))
-            with self._granted([len(data) + DIGEST_BYTES for _, data in new]) as num:
-                for name, data in new[:num]:
-                    self._write(name, data)
+            with _opened(f"{self.root}/count") as count:
+                # Held by a stopped process, or one that makes room: then nothing is kept.
+                if _lock(count, fcntl.LOCK_EX, PATIENCE_S):
+                    sizes = [len(data) + DIGEST_BYTES for _, data in new]
+                    for name, data in new[: self._room_for(sizes, count)]:
+                        self._write(name, data)
         except OSError as error:
             self._no_writes_before = time.monotonic() + PAUSE_S
             _warn_once(
@@ -126,7 +132,7 @@ class CacheFolder:
         unfinished = f"{path}.{uuid.uuid4().hex}"
         os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)  # noqa: PTH103, PTH120
         try:
-            with open(unfinished, "xb", opener=_private) as file:
+            with open(unfinished, "xb", opener=lambda file, flags: _open(file, flags)) as file:
                 file.write(data)
                 file.write(_digest(name, data))
             os.replace(unfinished, path)  # noqa: PTH105
@@ -142,42 +148,21 @@ class CacheFolder:
             msg = "the disk is nearly full"
             raise OSError(msg)
 
-    @contextmanager
-    def _granted(self, sizes: Sequence[int]) -> Iterator[int]:
-        """Give the number of entries, from the first on, that may be written in the block."""
-        with _opened(f"{self.root}/writing.lock") as lock:
-            if not _lock(lock, fcntl.LOCK_SH):  # another process makes room
-                yield 0
-                return
-            num = self._count(sizes)
-            if num < len(sizes):
-                # Alone, since what others have counted and not written yet can't be seen on
-                # disk. If they are writing, the count stays too high until the next scan.
-                is_alone = _lock(lock, fcntl.LOCK_EX)
-                num = self._count_after_evicting(sizes, lock) if is_alone else 0
-            yield num
+    def _room_for(self, sizes: Sequence[int], count: int) -> int:
+        """Count the entries that may be written, from the first on; return how many.
 
-    def _count(self, sizes: Sequence[int], used: int | None = None) -> int:
-        """Add the entries that fit to the count, or to `used` in its place; return how many."""
-        with _opened(f"{self.root}/count") as file:
-            if not _lock(file, fcntl.LOCK_EX, PATIENCE_S):  # such as by a stopped process
-                return 0
-            if used is None:
-                text = os.pread(file, 32, 0)
-                used = int(text) if text.isdigit() else self.max_bytes  # lost: as if full
-            ends = list(accumulate(sizes, initial=used))
-            num = sum(end <= self.max_bytes for end in ends[1:])
-            os.pwrite(file, b"%020d" % ends[num], 0)
-        return num
-
-    def _count_after_evicting(self, sizes: Sequence[int], lock: int) -> int:
-        if time.time() >= os.fstat(lock).st_mtime:  # else a scan found nothing a moment ago
+        Counted before they are written: a killed process leaves the count too high, until the
+        next scan.
+        """
+        noted = os.pread(count, 64, 0).split()
+        is_sound = [word.isdigit() for word in noted] == [True, True]
+        used, scan_at = map(int, noted) if is_sound else (self.max_bytes, 0)  # as if full
+        if used + sum(sizes) > self.max_bytes and time.time() >= scan_at:
             used = self._evict(sum(sizes))
-            num = self._count(sizes, used)
-            if num < len(sizes):
-                os.utime(lock, (time.time() + PAUSE_S,) * 2)
-        else:
-            num = self._count(sizes)
+            scan_at = int(time.time() + PAUSE_S) if used + sum(sizes) > self.max_bytes else 0
+        ends = list(accumulate(sizes, initial=used))
+        num = sum(end <= self.max_bytes for end in ends[1:])
+        os.pwrite(count, b"%020d %020d" % (ends[num], scan_at), 0)
         if num < len(sizes):
             _warn_once(
                 f"the cache {self.root} is full ({self.max_bytes} bytes), and all of it is in "
@@ -188,16 +173,15 @@ class CacheFolder:
     def _evict(self, wanted: int) -> int:
         """Make room for so many bytes, at least a tenth; return the bytes that are left."""
         used, evictable = 0, []
-        for folder in _folders_in(self.root):
-            with _opened(f"{folder}/in_use.lock") as lock:
+        for folder in glob(f"{escape(self.root)}/*/"):  # noqa: PTH207
+            with _opened(f"{folder}in_use.lock") as lock:
                 is_unused = _lock(lock, fcntl.LOCK_EX)
-            for shelf in _folders_in(folder):
-                for entry in _scan(shelf):
-                    with suppress(FileNotFoundError):  # removed meanwhile
-                        status = entry.stat(follow_symlinks=False)
-                        used += status.st_size
-                        if is_unused or time.time() - status.st_mtime > UNUSED_AFTER_S:
-                            evictable.append((status.st_mtime, status.st_size, entry.path))
+            for path in iglob(f"{escape(folder)}??/*"):  # noqa: PTH207
+                with suppress(FileNotFoundError):  # removed meanwhile
+                    status = os.lstat(path)
+                    used += status.st_size
+                    if is_unused or time.time() - status.st_mtime > UNUSED_AFTER_S:
+                        evictable.append((status.st_mtime, status.st_size, path))
         excess = used + max(wanted, self.max_bytes // 10) - self.max_bytes
         freed = 0
         for _, size, path in sorted(evictable):
@@ -228,27 +212,16 @@ def _warn_once(text: str) -> None:
 def _read(path: str, num_bytes: int) -> tuple[bytes, bytes, float]:
     """Return an entry's content, its digest, and when it was last used."""
     with _opened(path, os.O_RDONLY) as file:
-        status = os.fstat(file)
-        if status.st_size != num_bytes + DIGEST_BYTES:
-            return b"", b"", status.st_mtime
-        data = os.read(file, num_bytes)
-        while len(data) < num_bytes and (more := os.read(file, num_bytes - len(data))):
-            data += more  # Linux reads 2 GiB at most at once
-        return data, os.read(file, DIGEST_BYTES), status.st_mtime
+        whole = os.read(file, num_bytes + DIGEST_BYTES + 1)  # another byte shows
+        return whole[:num_bytes], whole[num_bytes:], os.fstat(file).st_mtime
 
 
 def _digest(name: str, data: bytes) -> bytes:
-    digest = hashlib.sha256(name.encode())
-    digest.update(data)
-    return digest.digest()
+    return hashlib.sha256(name.encode() + data).digest()
 
 
 def _open(path: str, flags: int = os.O_RDWR | os.O_CREAT) -> int:
     return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-
-
-def _private(path: str, flags: int) -> int:
-    return _open(path, flags)
 
 
 @contextmanager
@@ -271,15 +244,3 @@ def _lock(file: int, kind: int, patience_s: float = 0.0) -> bool:
             time.sleep(POLL_S)
         else:
             return True
-
-
-def _folders_in(path: str) -> list[str]:
-    return sorted(entry.path for entry in _scan(path) if entry.is_dir(follow_symlinks=False))
-
-
-def _scan(path: str) -> list["os.DirEntry[str]"]:
-    try:
-        with os.scandir(path) as entries:
-            return list(entries)
-    except FileNotFoundError:
-        return []

@@ -188,7 +188,7 @@ def test_what_a_killed_prepare_left_is_removed(
         with monkeypatch.context() as patched:
             patched.setattr("shutil.rmtree", lambda *_, **__: None)
             with pytest.raises(KilledError):
-                publish_dataset(storage, dataset_id, lambda folder: _die(folder))
+                publish_dataset(storage, dataset_id, _die)
     assert len([path for path in root.iterdir() if path.is_dir()]) == 2
 
     def write(folder: Path) -> None:
