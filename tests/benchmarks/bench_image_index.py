@@ -16,7 +16,7 @@ ROUNDS = int(os.environ.get("PTD_BENCH_ROUNDS", "5"))
 CODE = r"""
 import re, sys, time
 from prefect_torch_ddp.data import write_index
-from prefect_torch_ddp.data.images.index import index_images
+from prefect_torch_ddp.data.images.listing import index_images
 from prefect_torch_ddp.data.images.listing import read_index
 from prefect_torch_ddp.storage.protocol import ListedObject
 

@@ -132,7 +132,7 @@ class CacheFolder:
         unfinished = f"{path}.{uuid.uuid4().hex}"
         os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)  # noqa: PTH103, PTH120
         try:
-            with open(unfinished, "xb", opener=lambda file, flags: _open(file, flags)) as file:
+            with open(unfinished, "xb", opener=_open) as file:
                 file.write(data)
                 file.write(_digest(name, data))
             os.replace(unfinished, path)  # noqa: PTH105

@@ -42,17 +42,6 @@ class TextColumn:
         self.block += other.block
         self.ends.extend([end + shift for end in other.ends[1:]])
 
-    def __getstate__(self) -> tuple[bytes, bytes]:
-        lengths = array("I", (self.ends[i + 1] - self.ends[i] for i in range(len(self))))
-        return zlib.compress(self.block, 1), zlib.compress(lengths, 1)
-
-    def __setstate__(self, state: tuple[bytes, bytes]) -> None:
-        block, lengths = state
-        self.block = bytearray(zlib.decompress(block))
-        self.ends = array("Q", [0])
-        end = 0
-        self.ends.extend([end := end + length for length in array("I", zlib.decompress(lengths))])
-
 
 class ObjectColumns:
     """Listed objects, in the order in which they were added."""
@@ -86,14 +75,8 @@ class ObjectColumns:
     def sorted(self, by: Callable[[str], Any]) -> "ObjectColumns":
         """Return the same objects in the order of a function of their keys."""
         order = sorted(range(len(self)), key=lambda index: by(self.keys[index]))
-        return ObjectColumns(map(self.__getitem__, order))
-
-    def __getstate__(self) -> tuple[TextColumn, bytes, TextColumn]:
-        return self.keys, zlib.compress(self.sizes.tobytes(), 1), self.etags
-
-    def __setstate__(self, state: tuple[TextColumn, bytes, TextColumn]) -> None:
-        self.keys, sizes, self.etags = state
-        self.sizes = array("Q", zlib.decompress(sizes))
+        is_sorted = order == list(range(len(self)))
+        return self if is_sorted else ObjectColumns(map(self.__getitem__, order))
 
 
 def encoded(text: str) -> bytes:

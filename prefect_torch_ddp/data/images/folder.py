@@ -9,10 +9,9 @@ from typing import Any, BinaryIO, Literal
 from PIL import Image
 from torchvision.datasets import ImageFolder, VisionDataset
 
-from prefect_torch_ddp.data.images.index import EXTENSIONS, index_images
-from prefect_torch_ddp.data.images.listing import list_dataset, read_index
+from prefect_torch_ddp.data.images.listing import EXTENSIONS, index_images, list_dataset, read_index
 from prefect_torch_ddp.data.images.location import Location, opened, readable_at
-from prefect_torch_ddp.data.images.shard_index import INDEX_NAME as SHARD_INDEX_NAME
+from prefect_torch_ddp.data.images.packed import INDEX_NAME as SHARD_INDEX_NAME
 from prefect_torch_ddp.data.lookahead import ReadAhead
 from prefect_torch_ddp.errors import (
     CorruptImageError,

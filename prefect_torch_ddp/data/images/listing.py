@@ -1,18 +1,22 @@
-"""The listing of a whole dataset: folders side by side, or an index that `prepare` wrote."""
+"""The listing of a whole dataset, or an index that `prepare` wrote, and the images in it."""
 
 import hashlib
-from collections import deque
-from collections.abc import Iterator
+from array import array
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from prefect_torch_ddp.data.images.cache import CachedReads
-from prefect_torch_ddp.data.images.columns import encoded, read_rows, write_rows
-from prefect_torch_ddp.errors import InvalidParamsError
+from prefect_torch_ddp.data.images.columns import ObjectColumns, encoded, read_rows, write_rows
+from prefect_torch_ddp.errors import InvalidParamsError, NoImagesError
 from prefect_torch_ddp.storage.protocol import ListedObject, ListsLevels, Readable, ReadsMany
 
+EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
+"""torchvision.datasets.folder.IMG_EXTENSIONS."""
 NUM_FOLDERS = 8
 """Listed at the same time."""
 NUM_AHEAD = 4000
@@ -51,7 +55,7 @@ def _side_by_side(source: ReadsMany, level: Iterator[ListedObject | str]) -> Ite
             if isinstance(entry, ListedObject):
                 begun.append(iter((entry,)))
             else:
-                begun.append(_begin(pool, source, entry))
+                begun.append(_ahead(pool, source.list_objects(entry)))
             if len(begun) == NUM_FOLDERS:
                 yield from begun.popleft()
         while begun:
@@ -60,21 +64,18 @@ def _side_by_side(source: ReadsMany, level: Iterator[ListedObject | str]) -> Ite
         pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _begin(pool: ThreadPoolExecutor, source: ReadsMany, folder: str) -> Iterator[ListedObject]:
-    objects = source.list_objects(folder)
-    return _objects(pool, objects, pool.submit(_some_of, objects))
+def _ahead(pool: ThreadPoolExecutor, objects: Iterator[ListedObject]) -> Iterator[ListedObject]:
+    """Yield the objects, with which a thread begins at once."""
 
+    def begin() -> Future[list[ListedObject]]:
+        return pool.submit(lambda: list(islice(objects, NUM_AHEAD)))
 
-def _objects(
-    pool: ThreadPoolExecutor, objects: Iterator[ListedObject], some: Future[list[ListedObject]]
-) -> Iterator[ListedObject]:
-    while listed := some.result():
-        some = pool.submit(_some_of, objects)
-        yield from listed
+    def rest(some: Future[list[ListedObject]]) -> Iterator[ListedObject]:
+        while listed := some.result():
+            some = begin()
+            yield from listed
 
-
-def _some_of(objects: Iterator[ListedObject]) -> list[ListedObject]:
-    return list(islice(objects, NUM_AHEAD))
+    return rest(begin())
 
 
 def write_index(source: Readable, folder: str | Path) -> int:
@@ -125,9 +126,9 @@ def _read(path: Path, uri: str) -> Iterator[ListedObject]:
             for key, num_bytes, etag in rows:
                 if key.startswith(below):
                     yield ListedObject(key[len(below) :], num_bytes, etag)
-    except InvalidParamsError:
-        raise
     except ValueError as error:
+        if isinstance(error, InvalidParamsError):
+            raise
         msg = f"the index {path} is damaged ({error}): run prepare again"
         raise InvalidParamsError(msg) from error
 
@@ -138,7 +139,72 @@ def _below(head: dict[str, Any], uri: str, path: Path) -> str:
         msg = f"{path} is no index of the format {FORMAT}: run prepare again"
         raise InvalidParamsError(msg)
     root = head["uri"].rstrip("/")
-    if uri != root and not uri.startswith(f"{root}/"):
+    if not f"{uri}/".startswith(f"{root}/"):
         msg = f"the index {path} lists {root}, and the dataset is {uri}: give the index of that one"
         raise InvalidParamsError(msg)
-    return uri.removeprefix(root).removeprefix("/") + "/" if uri != root else ""
+    return f"{uri}/".removeprefix(f"{root}/")
+
+
+@dataclass(frozen=True)
+class ImageIndex:
+    """The images in torchvision's order, and the class of each."""
+
+    classes: list[str]
+    objects: ObjectColumns
+    """Keys are relative to the dataset's root: class/.../name."""
+    targets: "array[int]"
+
+
+def index_images(
+    listed: Iterable[ListedObject],
+    where: str,
+    is_valid: Callable[[str], bool] | None = None,
+    *,
+    allow_empty: bool = False,
+) -> ImageIndex:
+    """Find the images of each class in what was listed, by torchvision's rules, in its order.
+
+    Classes are the folders of the first level, sorted; a folder is there when anything is in
+    it, or its marker (`cats/`). Images are files at any depth, of one class sorted by folder
+    and name. Files beside the class folders don't count.
+
+    Args:
+        listed: in any order; keys are relative to the dataset's root.
+        where: what to call the dataset in an error.
+        is_valid: tells from a key whether it is an image; None: by its extension.
+        allow_empty: whether a class may have no image.
+
+    Raises:
+        NoImagesError: there is no class, or one without images.
+    """
+    is_image = is_valid or (lambda key: key.lower().endswith(EXTENSIONS))
+    folders: defaultdict[str, ObjectColumns] = defaultdict(ObjectColumns)
+    num_listed = 0
+    for num_listed, item in enumerate(listed, start=1):  # noqa: B007 - read after the loop
+        name, slash, rest = item.key.partition("/")
+        if name and slash:
+            images = folders[name]
+            if rest and not rest.endswith("/") and is_image(item.key):
+                images.append(item)
+    classes = sorted(folders)
+    if not classes:
+        found = f"{num_listed} objects, none of them in a folder" if num_listed else "nothing"
+        msg = (
+            f"couldn't find any class folder in {where}: there is {found}; "
+            "images are named <class>/<name>.jpg"
+        )
+        raise NoImagesError(msg)
+    empty = [name for name in classes if not folders[name]]
+    if empty and not allow_empty:
+        known = f"; supported extensions are: {', '.join(EXTENSIONS)}" if is_valid is None else ""
+        msg = (
+            f"found no valid file for the classes {', '.join(empty)} in {where}; "
+            f"remove them, or pass allow_empty=True{known}"
+        )
+        raise NoImagesError(msg)
+    objects, targets = ObjectColumns(), array("i")
+    for target, name in enumerate(classes):
+        # By folder and then by name.
+        objects.extend(folders[name].sorted(lambda key: key.rpartition("/")[::2]))
+        targets.extend(array("i", [target]) * len(folders[name]))
+    return ImageIndex(classes, objects, targets)

@@ -1,17 +1,18 @@
 """Objects packed into tar shards: read one by one under their old names, every byte checked."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+import io
+from array import array
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from hashlib import sha256
+from typing import Any, NamedTuple
 
 from prefect_torch_ddp.data.images.cache import content_id
-from prefect_torch_ddp.data.images.shard_index import (
-    INDEX_NAME,
-    PackedSample,
-    ShardIndex,
-    digest_of,
-)
+from prefect_torch_ddp.data.images.columns import TextColumn, encoded, read_rows, write_rows
 from prefect_torch_ddp.errors import ObjectChangedError, ObjectNotFoundError, StorageError
+from prefect_torch_ddp.storage.keys import check_key
 from prefect_torch_ddp.storage.protocol import (
     Contents,
     ListedObject,
@@ -20,11 +21,122 @@ from prefect_torch_ddp.storage.protocol import (
     Storage,
 )
 
+FORMAT = "prefect-torch-ddp/tar-shards/1"
+INDEX_NAME = "shards.jsonl.gz"
 LARGEST_GAP_BYTES = 8 * 1024
 """Read and thrown away between two samples: a label, headers and filling are 2 kB, and a
 request costs as much CPU as 200 kB."""
 LARGEST_SPAN_BYTES = 2**20
 """So that a batch is still read over several connections."""
+
+
+class PackedSample(NamedTuple):
+    """One sample, as the index records it."""
+
+    key: str
+    """What it was called where it came from: class/name."""
+    shard: int
+    """Number of its shard, from 0."""
+    start: int
+    """Of its content within the shard, in bytes."""
+    num_bytes: int
+    digest: str
+    """The first 16 hexadecimal digits of its SHA-256."""
+
+    @property
+    def stop(self) -> int:
+        """Where its content ends within the shard."""
+        return self.start + self.num_bytes
+
+
+class ShardIndex:
+    """All samples, sorted by key. Takes some 40 bytes a sample, and its key.
+
+    Raises:
+        ValueError: they aren't sorted by key, in UTF-8, as S3 sorts, or lie in no shard.
+    """
+
+    def __init__(
+        self, shards: Sequence[str], classes: Sequence[str], samples: Iterable[PackedSample] = ()
+    ) -> None:
+        self.shards = tuple(shards)
+        """Their keys, beside the index."""
+        self.classes = tuple(classes)
+        """Sorted; a sample's label is the position of its key's first folder in it."""
+        self._keys, self._shards = TextColumn(), array("L")
+        self._starts, self._sizes, self._digests = array("Q"), array("Q"), array("Q")
+        for sample in samples:
+            if len(self) and self._keys.encoded(len(self) - 1) >= encoded(sample.key):
+                msg = "its keys aren't sorted"
+                raise ValueError(msg)
+            if sample.shard >= len(self.shards):
+                msg = f"sample {sample.key} lies in shard {sample.shard} of {len(self.shards)}"
+                raise ValueError(msg)
+            self._keys.append(sample.key)
+            self._shards.append(sample.shard)
+            self._starts.append(sample.start)
+            self._sizes.append(sample.num_bytes)
+            self._digests.append(int(sample.digest, 16))
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def __getitem__(self, number: int) -> PackedSample:
+        """Return the sample of this number in the order of the keys."""
+        shard, digest = self._shards[number], f"{self._digests[number]:016x}"
+        start, size = self._starts[number], self._sizes[number]
+        return PackedSample(self._keys[number], shard, start, size, digest)
+
+    def find(self, key: str) -> PackedSample | None:
+        """Return the sample of a key, None where there is none."""
+        sample = next(self.beginning_with(key), None)
+        return sample if sample is not None and sample.key == key else None
+
+    def beginning_with(self, prefix: str) -> Iterator[PackedSample]:
+        """Yield the samples whose key begins so, sorted by key."""
+        first = bisect_left(range(len(self)), encoded(prefix), key=self._keys.encoded)
+        for number in range(first, len(self)):
+            sample = self[number]
+            if not sample.key.startswith(prefix):
+                return
+            yield sample
+
+    def dump(self) -> bytes:
+        """Return gzipped JSON lines: what is common, then columns, sorted by key."""
+        file = io.BytesIO()
+        head = {"format": FORMAT, "shards": self.shards, "classes": self.classes}
+        write_rows(file, head, PackedSample._fields, map(self.__getitem__, range(len(self))))
+        return file.getvalue()
+
+    @classmethod
+    def load(cls, data: bytes, where: str) -> "ShardIndex":
+        """Read what `dump` returned.
+
+        Args:
+            data: the whole object.
+            where: what to call it in an error.
+
+        Raises:
+            StorageError: it is damaged, or of another version.
+        """
+        try:
+            head, rows = read_rows(io.BytesIO(data), PackedSample._fields)
+            if head["format"] != FORMAT:
+                msg = (
+                    f"{where} is of the format {head['format']}, and this version reads {FORMAT}; "
+                    "pack the shards again"
+                )
+                raise StorageError(msg)
+            shards = [check_key(key) for key in head["shards"]]
+            return cls(shards, head["classes"], (PackedSample(*row) for row in rows))
+        except (ValueError, KeyError, TypeError, OverflowError) as error:
+            msg = f"{where} is damaged ({error}); pack the shards again"
+            raise StorageError(msg) from error
+
+
+def digest_of(data: bytes) -> str:
+    """Return the digest by which a sample is recognised."""
+    return sha256(data).hexdigest()[:16]
 
 
 @dataclass(frozen=True)
@@ -39,7 +151,6 @@ class PackedObjects:
     storage: Readable
     prefix: str = ""
     """The shards' folder in the storage: empty, or ends with a slash."""
-    _loaded: list[ShardIndex] = field(default_factory=list, init=False, repr=False, compare=False)
 
     @property
     def uri(self) -> str:
@@ -51,7 +162,7 @@ class PackedObjects:
         """What distinguishes this storage's entries in a cache."""
         return f"shards in {self.prefix!r} of {content_id(self.storage)}"
 
-    @property
+    @cached_property
     def index(self) -> ShardIndex:
         """The index, read when it is first needed.
 
@@ -60,9 +171,16 @@ class PackedObjects:
                 end.
             StorageError: it is damaged, or can't be read.
         """
-        if not self._loaded:
-            self._loaded.append(ShardIndex.load(self._index_data(), f"{self.uri}/{INDEX_NAME}"))
-        return self._loaded[0]
+        try:
+            if not isinstance(self.storage, Storage):
+                raise ObjectNotFoundError  # noqa: TRY301 - what only lists and reads has none
+            data = self.storage.read(self.prefix + INDEX_NAME)
+        except ObjectNotFoundError as error:
+            msg = (
+                f"there are no shards in {self.uri}: no {INDEX_NAME}, which pack_shards writes last"
+            )
+            raise ObjectNotFoundError(msg) from error
+        return ShardIndex.load(data, f"{self.uri}/{INDEX_NAME}")
 
     def list_objects(self, prefix: str) -> Iterator[ListedObject]:
         """Yield every packed object whose old name begins with `prefix`, sorted by name."""
@@ -72,33 +190,16 @@ class PackedObjects:
     def read_many(self, parts: Sequence[ObjectPart]) -> Contents:
         """Read all parts; what isn't the sample that was packed is an error that names it."""
         found = [self._find(part) for part in parts]
-        contents = iter(self._read([one for one in found if isinstance(one, PackedSample)]))
+        samples = [sample for sample in found if isinstance(sample, PackedSample)]
+        read = iter(self._read(samples, spans_of(samples)))
         return [
-            self._checked(part, one, next(contents)) if isinstance(one, PackedSample) else one
-            for part, one in zip(parts, found, strict=True)
+            self._checked(part, sample, next(read)) if isinstance(sample, PackedSample) else sample
+            for part, sample in zip(parts, found, strict=True)
         ]
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave the index out: worker processes that are started anew read it themselves."""
-        return {"storage": self.storage, "prefix": self.prefix, "_loaded": []}
-
-    def _index_data(self) -> bytes:
-        key = self.prefix + INDEX_NAME
-        none = ObjectNotFoundError(
-            f"there are no shards in {self.uri}: no {INDEX_NAME}, which pack_shards writes last"
-        )
-        if isinstance(self.storage, Storage):  # takes no right to list
-            try:
-                return self.storage.read(key)
-            except ObjectNotFoundError as error:
-                raise none from error
-        listed = next((found for found in self.storage.list_objects(key) if found.key == key), None)
-        if listed is None:
-            raise none
-        (data,) = self.storage.read_many([ObjectPart(key, listed.num_bytes, etag=listed.etag)])
-        if isinstance(data, StorageError):
-            raise data
-        return data
+        return {"storage": self.storage, "prefix": self.prefix}
 
     def _find(self, part: ObjectPart) -> PackedSample | StorageError:
         sample = self.index.find(part.key)
@@ -111,30 +212,31 @@ class PackedObjects:
             )
         return sample
 
-    def _read(self, samples: Sequence[PackedSample]) -> Contents:
-        """Read neighbours by one request; where that fails, each by its own, to name it."""
+    def _read(self, samples: Sequence[PackedSample], spans: Sequence[Sequence[int]]) -> Contents:
         contents: Contents = [b""] * len(samples)
-        alone: list[int] = []
-        spans = spans_of(samples)
-        read = self.storage.read_many([self._part(span.shard, span.range) for span in spans])
-        for span, data in zip(spans, read, strict=True):
-            if isinstance(data, StorageError):
-                contents[span.members[0]] = data
-                alone += span.members if len(span.members) > 1 else []
-                continue
-            for number in span.members:
-                begin = samples[number].start - span.range.start
-                contents[number] = data[begin : begin + samples[number].num_bytes]
-        if alone:
-            parts = [
-                self._part(samples[number].shard, _range_of(samples[number])) for number in alone
-            ]
-            for number, content in zip(alone, self.storage.read_many(parts), strict=True):
-                contents[number] = content
+        parts = []
+        for span in spans:
+            first, stop = samples[span[0]], max(samples[number].stop for number in span)
+            key = self.prefix + self.index.shards[first.shard]
+            parts.append(ObjectPart(key, stop - first.start, first.start))
+        again: list[int] = []
+        for span, part, data in zip(spans, parts, self.storage.read_many(parts), strict=True):
+            if isinstance(data, bytes):
+                for number in span:
+                    begin = samples[number].start - (part.start or 0)
+                    contents[number] = data[begin : begin + samples[number].num_bytes]
+            elif len(span) > 1:
+                again += span  # each by its own, to name the one that can't be read
+            else:
+                contents[span[0]] = data
+        alone = (
+            self._read([samples[n] for n in again], [[n] for n in range(len(again))])
+            if again
+            else []
+        )
+        for number, content in zip(again, alone, strict=True):
+            contents[number] = content
         return contents
-
-    def _part(self, shard: int, wanted: range) -> ObjectPart:
-        return ObjectPart(self.prefix + self.index.shards[shard], len(wanted), wanted.start)
 
     def _checked(
         self, part: ObjectPart, sample: PackedSample, data: bytes | StorageError
@@ -164,34 +266,21 @@ def packed_objects(storage: Readable, prefix: str = "") -> PackedObjects | None:
     return packed
 
 
-@dataclass
-class Span:
-    """A range of a shard that holds some of the samples."""
-
-    shard: int
-    range: range
-    members: list[int]
-    """Their positions in the request."""
-
-
-def spans_of(samples: Sequence[PackedSample]) -> list[Span]:
-    """Return ranges that hold all samples, each sample in one, neighbours together."""
-    spans: list[Span] = []
+def spans_of(samples: Sequence[PackedSample]) -> list[list[int]]:
+    """Return which samples are read by one request each: neighbours, by their positions."""
+    spans: list[list[int]] = []
+    begin = end = 0
     for number in sorted(range(len(samples)), key=lambda i: (samples[i].shard, samples[i].start)):
-        shard, own = samples[number].shard, _range_of(samples[number])
-        last = spans[-1] if spans else None
+        sample = samples[number]
         if (
-            last is None
-            or last.shard != shard
-            or own.start - last.range.stop > LARGEST_GAP_BYTES
-            or own.stop - last.range.start > LARGEST_SPAN_BYTES
+            spans
+            and samples[spans[-1][0]].shard == sample.shard
+            and sample.start - end <= LARGEST_GAP_BYTES
+            and sample.stop - begin <= LARGEST_SPAN_BYTES
         ):
-            spans.append(Span(shard, own, [number]))
-        else:  # the same sample may be asked for twice
-            last.range = range(last.range.start, max(last.range.stop, own.stop))
-            last.members.append(number)
+            spans[-1].append(number)
+            end = max(end, sample.stop)  # the same sample may be asked for twice
+        else:
+            spans.append([number])
+            begin, end = sample.start, sample.stop
     return spans
-
-
-def _range_of(sample: PackedSample) -> range:
-    return range(sample.start, sample.start + sample.num_bytes)

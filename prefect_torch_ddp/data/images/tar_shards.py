@@ -10,12 +10,11 @@ from pathlib import Path, PurePosixPath
 from typing import cast
 
 from prefect_torch_ddp.data.images.columns import encoded
-from prefect_torch_ddp.data.images.index import ImageIndex, index_images
-from prefect_torch_ddp.data.images.listing import list_dataset
+from prefect_torch_ddp.data.images.listing import ImageIndex, index_images, list_dataset
 from prefect_torch_ddp.data.images.location import Location, readable_at
-from prefect_torch_ddp.data.images.packed import PackedObjects
-from prefect_torch_ddp.data.images.shard_index import (
+from prefect_torch_ddp.data.images.packed import (
     INDEX_NAME,
+    PackedObjects,
     PackedSample,
     ShardIndex,
     digest_of,
@@ -91,12 +90,21 @@ def pack_shards(  # noqa: PLR0913 - where from, where to, and the choices by nam
     reads, _ = readable_at(source)
     storage = storage_from_uri(str(to)) if isinstance(to, str | Path) else to
     source_prefix, prefix = _with_slash(source_prefix), _with_slash(prefix)
-    images = index_images(_below(reads, source_prefix), f"{reads.uri}/{source_prefix}", is_valid)
-    shards = _Shards(reads, storage, prefix, source_prefix)
+    listed = (
+        replace(found, key=found.key.removeprefix(source_prefix))
+        for found in list_dataset(reads, source_prefix)
+    )
+    images = index_images(listed, f"{reads.uri}/{source_prefix}", is_valid)
     storage.delete(prefix + INDEX_NAME)
-    shards.write(_plan(images, shard_bytes, shuffle_seed))
-    storage.write(prefix + INDEX_NAME, shards.index(images.classes).dump())
-    shards.remove_others()
+    samples: list[PackedSample] = []
+    shards = _filled(_plan(images, shard_bytes, shuffle_seed), reads, source_prefix, samples)
+    names = _written(shards, storage, prefix)
+    samples.sort(key=lambda sample: encoded(sample.key))
+    storage.write(prefix + INDEX_NAME, ShardIndex(names, images.classes, samples).dump())
+    # An earlier packing's shards: a reader of all tar files would take them too.
+    for other in list(storage.list(f"{prefix}shard-")):
+        if other.key.endswith(".tar") and other.key.removeprefix(prefix) not in names:
+            storage.delete(other.key)
     if isinstance(storage, DirectoryStorage):
         with suppress(OSError):  # it may be a folder that is published as it is
             (storage.root / RESERVED_PART).rmdir()
@@ -105,11 +113,6 @@ def pack_shards(  # noqa: PLR0913 - where from, where to, and the choices by nam
 
 def _with_slash(folder: str) -> str:
     return f"{folder.strip('/')}/" if folder.strip("/") else ""
-
-
-def _below(source: ReadsMany, prefix: str) -> Iterator[ListedObject]:
-    for found in list_dataset(source, prefix):
-        yield replace(found, key=found.key.removeprefix(prefix))
 
 
 def _plan(images: ImageIndex, shard_bytes: int, shuffle_seed: int | None) -> Iterator[_Planned]:
@@ -138,84 +141,51 @@ def _padded(num_bytes: int) -> int:
     return -(-num_bytes // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE
 
 
-class _Shards:
-    """Writes planned shards, each while the next is read, and keeps what the index needs."""
-
-    def __init__(
-        self, source: ReadsMany, storage: Storage, prefix: str, source_prefix: str
-    ) -> None:
-        self._source = source
-        self._storage = storage
-        self._prefix = prefix
-        self._source_prefix = source_prefix
-        self._samples: list[PackedSample] = []
-        self._num_shards = 0
-
-    def write(self, planned: Iterator[_Planned]) -> None:
-        with ThreadPoolExecutor(1, "pack-shards") as pool:
-            writing: Future[None] | None = None
-            for shard in self._filled(planned):
-                if writing is not None:
-                    writing.result()
-                key = self._prefix + _shard_name(self._num_shards)
-                writing = pool.submit(self._storage.write, key, memoryview(shard))
-                self._num_shards += 1
-            if writing is not None:
-                writing.result()
-
-    def index(self, classes: list[str]) -> ShardIndex:
-        samples = sorted(self._samples, key=lambda sample: encoded(sample.key))
-        return ShardIndex(self._names(), classes, samples)
-
-    def remove_others(self) -> None:
-        """Remove an earlier packing's shards: a reader of all tar files would take them too."""
-        own = {self._prefix + name for name in self._names()}
-        for other in list(self._storage.list(f"{self._prefix}shard-")):
-            if other.key not in own and other.key.endswith(".tar"):
-                self._storage.delete(other.key)
-
-    def _names(self) -> list[str]:
-        return [_shard_name(number) for number in range(self._num_shards)]
-
-    def _filled(self, planned: Iterator[_Planned]) -> Iterator[bytearray]:
-        number, shard = 0, bytearray()
-        for batch in _batches(planned):
-            for item, data in zip(batch, self._read(batch), strict=True):
-                if item.shard != number:
-                    yield _closed(shard)
-                    number, shard = item.shard, bytearray()
-                self._add(shard, item, data)
-        yield _closed(shard)
-
-    def _read(self, batch: list[_Planned]) -> Iterator[bytes]:
-        parts = [
-            ObjectPart(
-                self._source_prefix + item.found.key, item.found.num_bytes, etag=item.found.etag
-            )
-            for item in batch
-        ]
-        for data in self._source.read_many(parts):
+def _filled(
+    planned: Iterator[_Planned],
+    source: ReadsMany,
+    source_prefix: str,
+    samples: list[PackedSample],
+) -> Iterator[bytearray]:
+    """Yield each shard when it is full; add what the index needs to `samples`."""
+    number, shard = 0, bytearray()
+    for batch in _batches(planned):
+        found = [item.found for item in batch]
+        parts = [ObjectPart(source_prefix + f.key, f.num_bytes, etag=f.etag) for f in found]
+        for item, data in zip(batch, source.read_many(parts), strict=True):
             if isinstance(data, StorageError):
                 raise data
-            yield data
+            if item.shard != number:
+                yield _closed(shard)
+                number, shard = item.shard, bytearray()
+            shard += _member(item.name + _ending(item.found.key), data)
+            assert len(shard) - _padded(len(data)) == item.start, "the plan and the tar differ"
+            shard += _member(f"{item.name}.cls", str(item.label).encode())
+            samples.append(
+                PackedSample(item.found.key, item.shard, item.start, len(data), digest_of(data))
+            )
+    yield _closed(shard)
 
-    def _add(self, shard: bytearray, item: _Planned, data: bytes) -> None:
-        shard += _member(item.name + _ending(item.found.key), data)
-        assert len(shard) - _padded(len(data)) == item.start, "the plan and the tar differ"
-        shard += _member(f"{item.name}.cls", str(item.label).encode())
-        self._samples.append(
-            PackedSample(item.found.key, item.shard, item.start, len(data), digest_of(data))
-        )
+
+def _written(shards: Iterator[bytearray], storage: Storage, prefix: str) -> list[str]:
+    """Write each shard while the next is read; return their names."""
+    names: list[str] = []
+    writing: Future[None] | None = None
+    with ThreadPoolExecutor(1, "pack-shards") as pool:
+        for shard in shards:
+            if writing is not None:
+                writing.result()
+            names.append(f"shard-{len(names):06d}.tar")
+            writing = pool.submit(storage.write, prefix + names[-1], memoryview(shard))
+        if writing is not None:
+            writing.result()
+    return names
 
 
 def _ending(key: str) -> str:
     """Return what readers choose a decoder by; a label has one that no sample may have."""
     ending = PurePosixPath(key).suffix.lower()
     return ending if re.fullmatch(r"\.[a-z0-9]{1,16}", ending) and ending != ".cls" else ".bin"
-
-
-def _shard_name(number: int) -> str:
-    return f"shard-{number:06d}.tar"
 
 
 def _batches(planned: Iterator[_Planned]) -> Iterator[list[_Planned]]:

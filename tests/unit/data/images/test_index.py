@@ -14,10 +14,11 @@ from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from prefect_torch_ddp.data.images import listing
 from prefect_torch_ddp.data.images.columns import ObjectColumns
-from prefect_torch_ddp.data.images.index import EXTENSIONS, index_images
 from prefect_torch_ddp.data.images.listing import (
+    EXTENSIONS,
     INDEX_NAME,
     digest_of_listing,
+    index_images,
     list_dataset,
     read_index,
     write_index,

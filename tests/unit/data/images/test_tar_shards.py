@@ -15,9 +15,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from prefect_torch_ddp.data.images.index import index_images
-from prefect_torch_ddp.data.images.packed import PackedObjects, packed_objects
-from prefect_torch_ddp.data.images.shard_index import INDEX_NAME, PackedSample, ShardIndex
+from prefect_torch_ddp.data.images.listing import index_images
+from prefect_torch_ddp.data.images.packed import (
+    INDEX_NAME,
+    PackedObjects,
+    PackedSample,
+    ShardIndex,
+    packed_objects,
+)
 from prefect_torch_ddp.data.images.tar_shards import pack_shards
 from prefect_torch_ddp.errors import (
     NoImagesError,
