@@ -95,13 +95,12 @@ def test_whoever_tells_what_an_image_is_is_asked():
 
 
 def test_columns_are_what_was_put_in_also_after_a_pickle():
-    """Any name, any size; a pickle is far smaller than the objects."""
+    """Any name, any size."""
     items = [ListedObject(f"class/ä{i:06}.jpg", i * 2**33, f"{i:032x}") for i in range(2000)]
     columns = ObjectColumns(items)
     assert list(columns) == items
     copied = pickle.dumps(columns)
     assert list(pickle.loads(copied)) == items
-    assert len(copied) < len(pickle.dumps(items)) / 4
     copy = pickle.loads(copied)
     copy.append(items[0])
     assert copy[2000] == items[0]
