@@ -85,7 +85,6 @@ def _run(run: Run, params: TrainParams) -> TrainReport:
             training=training,
             evaluation=evaluation,
             checkpoint=checkpoint,
-            model_uri=training.model_uri,
         )
         report = result_of(published, grace_s)
     url = flow_run.ui_url if PREFECT_UI_URL.value() else None  # the embedded server has no UI

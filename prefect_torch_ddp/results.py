@@ -95,11 +95,18 @@ class TrainingSummary(Result):
     """The plain values of the dict that rank 0's train function returned."""
     last_checkpoint: CheckpointRef | None
     best_checkpoint: CheckpointRef | None = None
-    model_uri: str | None = None
-    """The exported weights; None where no model was tracked."""
+    model_uris: dict[str, str] = {}
+    """The exported weights of each module that was tracked, by its name; see
+    `TrainReport.model_uri`."""
     resumed_from_step: int | None = None
     failures: tuple[FailedAttempt, ...] = ()
     """What went wrong before, oldest first."""
+
+    @property
+    def model_uri(self) -> str | None:
+        """See `TrainReport.model_uri`."""
+        only = next(iter(self.model_uris.values())) if len(self.model_uris) == 1 else None
+        return self.model_uris.get("model", only)
 
 
 class EpochLedger(Result):
@@ -195,9 +202,15 @@ class TrainReport(Result):
     evaluation: Report
     checkpoint: CheckpointRef
     """The one that was evaluated."""
-    model_uri: str | None
-    """The evaluated checkpoint's weights for plain PyTorch on any machine, without `module.`:
-    model.safetensors, or model.pt where safetensors can't hold the state; model.json is beside
-    it. None where no model was tracked."""
     ledger: LedgerReport | None = None
     """Which samples were trained on, with `ledger=True`."""
+
+    @property
+    def model_uri(self) -> str | None:
+        """The evaluated checkpoint's weights for plain PyTorch on any machine, without `module.`.
+
+        They are of what was tracked as `model`, or of the only module: model.safetensors, or
+        model.pt where safetensors can't hold the state; model.json is beside it. None where there
+        is no such one; `training.model_uris` has all.
+        """
+        return self.training.model_uri

@@ -18,6 +18,8 @@ from prefect_torch_ddp.storage.protocol import Storage
 
 FROM_NOTHING = -1
 """The step of an attempt that found no checkpoint."""
+DAMAGE = (DamagedObjectError, ValueError, TypeError, KeyError, AttributeError)
+"""What reading raises where content isn't what was written."""
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +86,9 @@ def record_resume(storage: Storage, run_id: str, attempt: int, step: int, of_att
 def superseded_test(storage: Storage, run_id: str) -> Callable[[int, int], bool]:
     """Return the test whether a checkpoint, by step and attempt, is superseded.
 
-    It is where a newer attempt resumed from an earlier checkpoint.
+    It is where a newer attempt resumed from an earlier checkpoint. A record doesn't count that
+    was written after a newer attempt resumed from what it would supersede: its attempt hung
+    between its choice and its record, and commits nothing any more.
     """
     prefix = attempts_prefix(run_id)
     resumed: dict[int, tuple[int, int]] = {}
@@ -92,24 +96,13 @@ def superseded_test(storage: Storage, run_id: str) -> Callable[[int, int], bool]
         number, _, suffix = key.removeprefix(prefix).partition(".")
         if number.isdecimal() and suffix == "json" and (record := _resume_record(storage, key)):
             resumed[int(number)] = record
-    in_force = _in_force(resumed).items()
-    return lambda step, attempt: any(
-        attempt < newer and (step, attempt) > record for newer, record in in_force
-    )
-
-
-def _in_force(resumed: Mapping[int, tuple[int, int]]) -> dict[int, tuple[int, int]]:
-    """Leave out records written after a newer attempt resumed from what they would supersede.
-
-    Such an attempt hung between its choice and its record. It commits nothing any more, and
-    the newer attempt's checkpoint counts.
-    """
     in_force: dict[int, tuple[int, int]] = {}
-    for attempt in sorted(resumed, reverse=True):
-        record = resumed[attempt]
+    for attempt, record in sorted(resumed.items(), reverse=True):
         if not any(newer[1] < attempt and newer > record for newer in in_force.values()):
             in_force[attempt] = record
-    return in_force
+    return lambda step, attempt: any(
+        attempt < newer and (step, attempt) > record for newer, record in in_force.items()
+    )
 
 
 def _resume_record(storage: Storage, key: str) -> tuple[int, int] | None:
@@ -118,7 +111,7 @@ def _resume_record(storage: Storage, key: str) -> tuple[int, int] | None:
         step, of_attempt = int(values["step"]), int(values["of_attempt"])
     except ObjectNotFoundError:
         return None
-    except (DamagedObjectError, ValueError, TypeError, KeyError, AttributeError) as error:
+    except DAMAGE as error:
         logger.warning("%s is damaged and left out: %r", key, error)
         return None
     # How far another run was says nothing about this one.
@@ -131,11 +124,7 @@ def to_checksummed_json(values: Mapping[str, Any]) -> bytes:
 
 
 def from_checksummed_json(data: bytes) -> dict[str, Any]:
-    """Return the values.
-
-    Raises:
-        ValueError, TypeError, KeyError, AttributeError: they aren't what was written.
-    """
+    """Return the values; raises one of `DAMAGE` where they aren't what was written."""
     values: dict[str, Any] = json.loads(data)
     if values.pop("sha256") != _digest(values):
         msg = "its content isn't that of its sha256"

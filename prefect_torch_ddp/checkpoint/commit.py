@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 
 from prefect_torch_ddp.checkpoint.attempts import refuse_superseded, superseded_test
 from prefect_torch_ddp.checkpoint.keys import (
@@ -39,10 +40,10 @@ class Committer:
     def __init__(
         self, storage: Storage, run_id: str, attempt: int, policy: CheckpointParams
     ) -> None:
-        self._storage = storage
-        self._run_id = run_id
+        self.run_id = run_id
+        self.storage = storage
         self._attempt = attempt
-        self._policy = policy
+        self.policy = policy
         self._known: dict[int, Manifest] | None = None  # the first commit lists them
         self.last: Manifest | None = None
         """The newest commit of this attempt."""
@@ -54,8 +55,8 @@ class Committer:
             SupersededError: a newer attempt has begun, perhaps right after this commit.
             StorageError: the manifest can't be written.
         """
-        refuse_superseded(self._storage, self._run_id, self._attempt)
-        self._put(manifest_key(self._run_id, manifest.step, self._attempt), manifest.as_bytes())
+        self._refuse_superseded()
+        self._put(manifest_key(self.run_id, manifest.step, self._attempt), manifest.as_bytes())
         self.last = manifest
         logger.info("checkpoint of step %d is complete", manifest.step)
         self.clean_up(manifest)
@@ -67,64 +68,58 @@ class Committer:
             SupersededError: a newer attempt has begun.
         """
         try:
-            self._clean_up(manifest)
+            # Who claims an attempt after this check sees the commit and asks for nothing that is
+            # deleted here. Who did so before may not have seen it, so it may be superseded.
+            self._refuse_superseded()
+            if self._known is None:
+                self._known = self._look(manifest.step)
+            # An older attempt left a later step damaged, or this one would have resumed there.
+            damaged = [known for step, known in self._known.items() if step > manifest.step]
+            self._known[manifest.step] = manifest
+            good = [known for step, known in self._known.items() if step <= manifest.step]
+            for old in [*damaged, *superfluous(good, self.policy)]:
+                self._delete(old)
+                del self._known[old.step]
         except StorageError as error:
-            logger.warning("old checkpoints of run %s are not cleaned up: %s", self._run_id, error)
+            logger.warning("old checkpoints of run %s are not cleaned up: %s", self.run_id, error)
 
     def look_again(self) -> None:
         """List the checkpoints at the next commit: one failed, and may be there all the same."""
         self._known = None
 
+    def _refuse_superseded(self) -> None:
+        refuse_superseded(self.storage, self.run_id, self._attempt)
+
     def _put(self, key: str, data: bytes) -> None:
         # Not by a write that replaces: one that a storage carries out late would undo a newer
         # one. A manifest that is there is this attempt's, of a write that only seemed to fail.
-        if self._storage.write_if_absent(key, data) or self._read(key) == data:
+        if self.storage.write_if_absent(key, data):
             return
-        self._storage.delete(key)
-        if not self._storage.write_if_absent(key, data):
+        with suppress(ObjectNotFoundError, DamagedObjectError):
+            if self.storage.read(key) == data:
+                return
+        self.storage.delete(key)
+        if not self.storage.write_if_absent(key, data):
             msg = f"the manifest {key} is there again: an earlier try to write it has arrived late"
             raise CheckpointError(msg)
-
-    def _read(self, key: str) -> bytes | None:
-        try:
-            return self._storage.read(key)
-        except (ObjectNotFoundError, DamagedObjectError):
-            return None
-
-    def _clean_up(self, manifest: Manifest) -> None:
-        # Who claims an attempt after this check sees the commit and asks for nothing that is
-        # deleted here. Who did so before may not have seen it, so it may be superseded.
-        refuse_superseded(self._storage, self._run_id, self._attempt)
-        if self._known is None:
-            self._known = self._look(manifest.step)
-        # An older attempt left a later step damaged, or this attempt would have resumed there.
-        damaged = [known for step, known in self._known.items() if step > manifest.step]
-        self._known[manifest.step] = manifest
-        good = [known for step, known in self._known.items() if step <= manifest.step]
-        for old in [*damaged, *superfluous(good, self._policy)]:
-            self._delete(old)
-            del self._known[old.step]
 
     def _delete(self, old: Manifest) -> None:
         """Delete a checkpoint of this or an older attempt.
 
         A delete that is delayed hits no newer attempt's checkpoint, which has keys of its own.
         """
-        refuse_superseded(self._storage, self._run_id, self._attempt)
+        self._refuse_superseded()
         # The manifest first, so that nobody reads a checkpoint with holes.
-        self._storage.delete(manifest_key(self._run_id, old.step, old.attempt))
+        self.storage.delete(manifest_key(self.run_id, old.step, old.attempt))
         for item in old.objects:
-            self._storage.delete(item.key)
+            self.storage.delete(item.key)
 
     def _look(self, step: int) -> dict[int, Manifest]:
         """Return the checkpoints by step; delete superseded and repeated ones, sweep the rest."""
         # What a newer attempt made, since the check for one, is not ours to keep or delete.
-        manifests = [
-            known
-            for known in all_manifests(self._storage, self._run_id)
-            if known.attempt <= self._attempt
-        ]
-        is_superseded = superseded_test(self._storage, self._run_id)
+        found = all_manifests(self.storage, self.run_id)
+        manifests = [known for known in found if known.attempt <= self._attempt]
+        is_superseded = superseded_test(self.storage, self.run_id)
         known = {
             manifest.step: manifest
             for manifest in manifests
@@ -141,24 +136,24 @@ class Committer:
 
         def is_over(key: str) -> bool:
             # Of this attempt's later steps other ranks may have written objects already.
-            owner = owner_of(self._run_id, key)
+            owner = owner_of(self.run_id, key)
             return owner is not None and (
                 owner[1] < self._attempt or (owner[1] == self._attempt and owner[0] < step)
             )
 
         needed = {
-            manifest_key(self._run_id, manifest.step, manifest.attempt) for manifest in manifests
+            manifest_key(self.run_id, manifest.step, manifest.attempt) for manifest in manifests
         }
         needed |= {item.key for manifest in manifests for item in manifest.objects}
-        prefix = checkpoints_prefix(self._run_id)
-        there = [found.key for found in self._storage.list(prefix)]
+        prefix = checkpoints_prefix(self.run_id)
+        there = [found.key for found in self.storage.list(prefix)]
         # A manifest, damaged or late, before what it names.
         for key in sorted(there, key=is_manifest, reverse=True):
             if is_over(key) and key not in needed:
-                self._storage.delete(key)
-        if isinstance(self._storage, KeepsUnfinished):
+                self.storage.delete(key)
+        if isinstance(self.storage, KeepsUnfinished):
             try:
-                self._storage.drop_unfinished(prefix, is_over)
+                self.storage.drop_unfinished(prefix, is_over)
             except StorageError as error:
                 # It takes rights that nothing else does; retention must not fail for want of them.
                 logger.warning("unfinished uploads of killed attempts are left: %s", error)

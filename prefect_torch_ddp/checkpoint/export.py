@@ -1,4 +1,4 @@
-"""The model that a finished training exports: plain weights and a card, never replaced.
+"""The models that a finished training exports: plain weights and a card for each.
 
 The weights load with plain PyTorch on any machine.
 """
@@ -7,86 +7,73 @@ import hashlib
 import json
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
+from safetensors.torch import save
 
 from prefect_torch_ddp.checkpoint.attempts import refuse_superseded
-from prefect_torch_ddp.checkpoint.keys import model_prefix
+from prefect_torch_ddp.checkpoint.keys import models_prefix
 from prefect_torch_ddp.checkpoint.manifest import Manifest
 from prefect_torch_ddp.checkpoint.objects import read_object
 from prefect_torch_ddp.checkpoint.serial import from_bytes, is_plain
 from prefect_torch_ddp.errors import CheckpointError
 from prefect_torch_ddp.storage.protocol import Storage
 
-CARD = "model.json"
-LARGEST_CONDITIONAL_BYTES = 4 * 2**30
-"""S3 takes 5 GB in one request, and only a single request can be conditional."""
-
 logger = logging.getLogger(__name__)
 
 
-def export_model(
-    storage: Storage, manifest: Manifest, name: str, attempt: int, about: Mapping[str, Any]
-) -> str:
-    """Export a checkpoint's model to `runs/<run_id>/model/`; return the URI of the weights.
+def export_models(
+    storage: Storage,
+    manifest: Manifest,
+    names: Iterable[str],
+    attempt: int,
+    about: Mapping[str, Any],
+) -> dict[str, str]:
+    """Export a checkpoint's models to the attempt's folder; return the URIs of their weights.
 
-    Nothing there is ever replaced or deleted, so an older attempt can't undo what a newer one
-    left. Equal weights of an earlier attempt stand; beside others this attempt's are written to
-    a folder that bears its number. `name` is the tracked object that is the model, `about`
-    what else the card, `model.json`, says.
+    `names` are the tracked objects that are models; `about` is what else the cards say, such as
+    `model.json` beside `model.safetensors`. Each attempt has a folder of its own, so none that
+    is held up can undo what a newer one left.
 
     Raises:
         SupersededError: a newer attempt has begun.
         CheckpointError: the checkpoint has no such object, or it is damaged.
         StorageError: the storage failed.
     """
-    found = manifest.find(name)
-    if found is None:
-        checkpoint = f"checkpoint of step {manifest.step} of run {manifest.run_id}"
-        msg = f"the {checkpoint} has no object {name!r} to export"
-        raise CheckpointError(msg)
-    state_data = bytes(read_object(storage, manifest, found))
-    state = from_bytes(state_data)
-    file, weights = weights_file(state, state_data)
-    card = {
-        **about,
-        "file": file,
-        "sha256": hashlib.sha256(weights).hexdigest(),
-        "num_bytes": len(weights),
-        **_sizes(state),
-        "tracked_as": name,
-        "run_id": manifest.run_id,
-        "step": manifest.step,
-        "epoch": manifest.epoch,
-        "attempt": manifest.attempt,
-        "world_size": manifest.world_size,
-        "metrics": manifest.metrics,
-    }
-    files = {
-        file: weights,
-        CARD: json.dumps(_plain(card), indent=1, allow_nan=False, default=str).encode(),
-    }
     refuse_superseded(storage, manifest.run_id, attempt)
-    prefix = model_prefix(manifest.run_id)
-    if len(weights) > LARGEST_CONDITIONAL_BYTES or not _put(storage, prefix, files):
-        # Those that are there may be a newer attempt's, written meanwhile.
-        refuse_superseded(storage, manifest.run_id, attempt)
-        prefix = f"{prefix}{attempt:06d}/"
-        for path, data in files.items():
-            storage.write(prefix + path, data)
-    uri = f"{storage.uri.rstrip('/')}/{prefix}{file}"
-    logger.info("the model of step %d is %s", manifest.step, uri)
-    return uri
-
-
-def _put(storage: Storage, prefix: str, files: Mapping[str, bytes]) -> bool:
-    """Write files, in order, where none are; return whether these ones are there now."""
-    return all(
-        storage.write_if_absent(prefix + path, data) or storage.read(prefix + path) == data
-        for path, data in files.items()
-    )
+    prefix = models_prefix(manifest.run_id, attempt)
+    uris = {}
+    for name in names:
+        found = manifest.find(name)
+        if found is None:
+            checkpoint = f"checkpoint of step {manifest.step} of run {manifest.run_id}"
+            msg = f"the {checkpoint} has no object {name!r} to export"
+            raise CheckpointError(msg)
+        state_data = read_object(storage, manifest, found)
+        state = from_bytes(state_data)
+        suffix, weights = weights_file(name, state, state_data)
+        card = {
+            **about,
+            "file": name + suffix,
+            "sha256": hashlib.sha256(weights).hexdigest(),
+            "num_bytes": len(weights),
+            **_sizes(state),
+            "tracked_as": name,
+            "run_id": manifest.run_id,
+            "step": manifest.step,
+            "epoch": manifest.epoch,
+            "attempt": manifest.attempt,
+            "world_size": manifest.world_size,
+            "metrics": manifest.metrics,
+        }
+        text = json.dumps(_plain(card), indent=1, allow_nan=False, default=str)
+        storage.write(f"{prefix}{name}{suffix}", weights)
+        storage.write(f"{prefix}{name}.json", text.encode())
+        uris[name] = f"{storage.uri.rstrip('/')}/{prefix}{name}{suffix}"
+        logger.info("the weights of %s of step %d are %s", name, manifest.step, uris[name])
+    return uris
 
 
 def _sizes(state: Any) -> dict[str, int]:
@@ -105,26 +92,22 @@ def _plain(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def weights_file(state: Any, state_data: bytes) -> tuple[str, bytes]:
-    """Return name and content of the file of a state dict, given as a checkpoint holds it too.
+def weights_file(name: str, state: Any, state_data: bytes) -> tuple[str, bytes]:
+    """Return suffix and content of the file of a state dict, given as a checkpoint holds it too.
 
-    It is model.safetensors, with tied weights under each of their names, so that
-    `load_state_dict` finds them all. Where safetensors can't hold the state it is model.pt, for
+    It is .safetensors, with tied weights under each of their names, so that `load_state_dict`
+    finds them all. Where safetensors can't hold the state it is .pt, for
     `torch.load(..., weights_only=True)`: the data as they are.
     """
     reason = _unfit(state)
     if reason is None:
         try:
-            from safetensors.torch import save  # noqa: PLC0415 - it may not be installed
-
-            return "model.safetensors", save(_apart(state), metadata={"format": "pt"})
-        except ImportError:
-            reason = "the package safetensors is not installed here"
+            return ".safetensors", save(_apart(state), metadata={"format": "pt"})
         except Exception as error:  # noqa: BLE001 - KeyError of a dtype, ValueError, its own
             reason = f"safetensors refuses it: {type(error).__name__}: {error}"
-    text = "the model is exported as model.pt, to be loaded with torch.load(weights_only=True): %s"
-    logger.warning(text, reason)
-    return "model.pt", state_data
+    text = "%s is exported as %s.pt, to be loaded with torch.load(weights_only=True): %s"
+    logger.warning(text, name, name, reason)
+    return ".pt", state_data
 
 
 def _unfit(state: Any) -> str | None:

@@ -2,11 +2,8 @@
 
 import re
 
-from prefect_torch_ddp.errors import InvalidParamsError
-
 _OBJECT = re.compile(r"step-(\d+)/(\d+)/[^/]+")
 _MANIFEST = "manifest.json"
-_NAME = re.compile(r"[A-Za-z0-9_]{1,100}")
 
 
 def attempts_prefix(run_id: str) -> str:
@@ -29,9 +26,9 @@ def finished_key(run_id: str) -> str:
     return f"runs/{run_id}/training.json"
 
 
-def model_prefix(run_id: str) -> str:
-    """Return where a finished training's model is exported to."""
-    return f"runs/{run_id}/model/"
+def models_prefix(run_id: str, attempt: int) -> str:
+    """Return where the attempt that finishes a training exports its models to."""
+    return f"runs/{run_id}/models/{attempt:06d}/"
 
 
 def checkpoints_prefix(run_id: str) -> str:
@@ -39,9 +36,14 @@ def checkpoints_prefix(run_id: str) -> str:
     return f"runs/{run_id}/checkpoints/"
 
 
+def checkpoint_prefix(run_id: str, step: int, attempt: int) -> str:
+    """Return where an attempt's checkpoint is; no two attempts write the same one."""
+    return f"{checkpoints_prefix(run_id)}step-{step:08d}/{attempt:06d}/"
+
+
 def manifest_key(run_id: str, step: int, attempt: int) -> str:
     """Return the object whose presence makes an attempt's checkpoint complete."""
-    return f"{checkpoints_prefix(run_id)}step-{step:08d}/{attempt:06d}/{_MANIFEST}"
+    return checkpoint_prefix(run_id, step, attempt) + _MANIFEST
 
 
 def is_manifest(key: str) -> bool:
@@ -50,8 +52,8 @@ def is_manifest(key: str) -> bool:
 
 
 def object_key(run_id: str, step: int, attempt: int, name: str) -> str:
-    """Return an object of a checkpoint; no two attempts write the same one."""
-    return f"{checkpoints_prefix(run_id)}step-{step:08d}/{attempt:06d}/{name}.pt"
+    """Return an object of a checkpoint."""
+    return f"{checkpoint_prefix(run_id, step, attempt)}{name}.pt"
 
 
 def owner_of(run_id: str, key: str) -> tuple[int, int] | None:
@@ -63,10 +65,3 @@ def owner_of(run_id: str, key: str) -> tuple[int, int] | None:
 def rank_name(rank: int) -> str:
     """Return the name of the object that holds a rank's random generators."""
     return f"rank-{rank:05d}"
-
-
-def check_name(name: str) -> None:
-    """Refuse a name that can't be part of a key; InvalidParamsError says which can."""
-    if not _NAME.fullmatch(name):
-        msg = f"{name!r} can't name a tracked object: use letters, digits and underscores"
-        raise InvalidParamsError(msg)

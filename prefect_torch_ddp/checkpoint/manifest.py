@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, Self
 
 from prefect_torch_ddp.checkpoint.attempts import (
+    DAMAGE,
     from_checksummed_json,
     superseded_test,
     to_checksummed_json,
@@ -17,7 +18,7 @@ from prefect_torch_ddp.checkpoint.keys import (
     manifest_key,
     owner_of,
 )
-from prefect_torch_ddp.errors import CheckpointError, DamagedObjectError, ObjectNotFoundError
+from prefect_torch_ddp.errors import CheckpointError, ObjectNotFoundError
 from prefect_torch_ddp.results import CheckpointRef
 from prefect_torch_ddp.storage.protocol import Storage
 
@@ -32,7 +33,9 @@ class ManifestObject:
     key: str
     num_bytes: int
     digest: str
-    """As `objects.digest_of` makes it."""
+    """The BLAKE3 of its content."""
+    is_module: bool = False
+    """Whether its tensors are copied when it is restored; an optimizer keeps those it is given."""
 
 
 @dataclass(frozen=True)
@@ -41,13 +44,14 @@ class Manifest:
 
     run_id: str
     step: int
+    """Its number: the optimizer steps, plus the checkpoints made outside of `steps`."""
     attempt: int
     epoch: int
     position: Mapping[str, Any]
     """Where the training resumes; plain JSON values, understood by who wrote them."""
     world_size: int
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """The newest values at the time."""
+    """The newest values that rank 0 had."""
     objects: tuple[ManifestObject, ...] = ()
 
     def find(self, name: str) -> ManifestObject | None:
@@ -84,7 +88,7 @@ def read_manifest(storage: Storage, run_id: str, step: int, attempt: int) -> Man
     except ObjectNotFoundError as error:
         msg = f"run {run_id} has no {what}: there is no {key} in {storage.uri}"
         raise CheckpointError(msg) from error
-    except (DamagedObjectError, ValueError, TypeError, KeyError, AttributeError) as error:
+    except DAMAGE as error:
         msg = f"the manifest {key} is damaged: {error!r}"
         raise CheckpointError(msg) from error
     found = (manifest.run_id, manifest.step, manifest.attempt)
@@ -126,7 +130,7 @@ def live_manifests(
     """
     # Manifests before resume records: a commit between the two is superseded by any newer
     # attempt that didn't see it.
-    owners = _owners(storage, run_id, faults)
+    owners = _owners(storage, run_id)
     is_superseded = superseded_test(storage, run_id)
     live = [owner for owner in owners if not is_superseded(*owner)]
     return _read_each(storage, run_id, live, faults)
@@ -137,17 +141,10 @@ def list_manifests(storage: Storage, run_id: str) -> list[Manifest]:
     return list({manifest.step: manifest for manifest in live_manifests(storage, run_id)}.values())
 
 
-def _owners(
-    storage: Storage, run_id: str, faults: list[str] | None = None
-) -> list[tuple[int, int]]:
-    owners = []
-    for found in storage.list(checkpoints_prefix(run_id)):
-        if is_manifest(found.key):
-            if owner := owner_of(run_id, found.key):
-                owners.append(owner)
-            else:
-                _add_fault(faults, f"{found.key} is not where an attempt's manifest belongs")
-    return sorted(owners)
+def _owners(storage: Storage, run_id: str) -> list[tuple[int, int]]:
+    keys = (found.key for found in storage.list(checkpoints_prefix(run_id)))
+    owners = (owner_of(run_id, key) for key in keys if is_manifest(key))
+    return sorted(owner for owner in owners if owner is not None)
 
 
 def _read_each(
@@ -161,16 +158,12 @@ def _read_each(
         try:
             manifests.append(read_manifest(storage, run_id, step, attempt))
         except CheckpointError as error:
-            # Else it was deleted since the listing.
-            if not isinstance(error.__cause__, ObjectNotFoundError):
-                _add_fault(faults, str(error))
+            if isinstance(error.__cause__, ObjectNotFoundError):
+                continue  # it was deleted since the listing
+            logger.warning("checkpoint left out: %s", error)
+            if faults is not None:
+                faults.append(str(error))
     return manifests
-
-
-def _add_fault(faults: list[str] | None, fault: str) -> None:
-    logger.warning("checkpoint left out: %s", fault)
-    if faults is not None:
-        faults.append(fault)
 
 
 def checkpoint_ref(storage: Storage, manifest: Manifest) -> CheckpointRef:
@@ -189,17 +182,11 @@ def list_checkpoints(storage: Storage, run_id: str) -> list[CheckpointRef]:
     return [checkpoint_ref(storage, manifest) for manifest in list_manifests(storage, run_id)]
 
 
-def newest(storage: Storage, run_id: str) -> CheckpointRef | None:
-    """Return a run's newest complete checkpoint."""
-    return next(reversed(list_checkpoints(storage, run_id)), None)
-
-
 def best(
     storage: Storage, run_id: str, metric: str, mode: Literal["max", "min"] = "max"
-) -> CheckpointRef | None:
+) -> Manifest | None:
     """Return a run's best checkpoint, the first of `ranked`; None where none has the metric."""
-    order = ranked(list_manifests(storage, run_id), metric, mode)
-    return checkpoint_ref(storage, order[0]) if order else None
+    return next(iter(ranked(list_manifests(storage, run_id), metric, mode)), None)
 
 
 def ranked(

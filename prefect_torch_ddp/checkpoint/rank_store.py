@@ -1,19 +1,35 @@
-"""The key-value store in which a gang's ranks agree on checkpoints, without a collective."""
+"""How ranks come to a checkpoint without a collective: a key-value store, and reports in it.
+
+Each rank reports what it wrote of a checkpoint. Rank 0 compares the reports before it commits.
+"""
 
 import itertools
 import json
+import socket
 import threading
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
 
+from prefect_torch_ddp.checkpoint.attempts import refuse_superseded
+from prefect_torch_ddp.checkpoint.keys import checkpoint_prefix
+from prefect_torch_ddp.checkpoint.manifest import Manifest
+from prefect_torch_ddp.errors import CheckpointError, InvalidParamsError
+from prefect_torch_ddp.storage.protocol import Storage
+
 POLL_S = 0.01
 MAX_POLL_S = 0.2
-ABSENT_S = 60.0
-"""How long rank 0 waits, in the midst of a training, for a rank that hasn't begun the same
-checkpoint; a step apart is usual."""
+ABSENT_S = 300.0
+"""How long rank 0 waits for a rank that hasn't begun the same checkpoint; a step is usual."""
+LOOK_S = 30.0
+"""For how long rank 0 looks for what other ranks wrote: a network's folder may show it late."""
+
+Report = Mapping[str, Any]
+"""What a rank did: its `host`, the names `tracked` there, the `objects` that it wrote, its
+`error` or None."""
 
 _num_rank_stores = itertools.count()
 
@@ -31,6 +47,26 @@ class KeyValueStore:
     def get(self, key: str) -> str | None:
         """Return a value, None where there is none yet; doesn't wait."""
         return self._store.get(key).decode() if self._store.check([key]) else None
+
+    def set_gone(self, rank: int) -> None:
+        """Put down that this rank sets nothing any more."""
+        self.set(f"gone/{rank}", "")
+
+    def wait_for(
+        self, key: str, rank: int, is_over: Callable[[], bool] = lambda: False
+    ) -> str | None:
+        """Wait for a value that a rank sets; None where it won't: it is gone, or `is_over`.
+
+        A rank that dies ends the whole gang, so there is no time limit.
+        """
+        pause_s = POLL_S
+        while True:
+            no_more = self.get(f"gone/{rank}") is not None or is_over()
+            # Asked after that: what was set before the end counts.
+            if (text := self.get(key)) is not None or no_more:
+                return text
+            threading.Event().wait(pause_s)
+            pause_s = min(1.5 * pause_s, MAX_POLL_S)
 
 
 def open_rank_store(world_size: int) -> KeyValueStore:
@@ -53,60 +89,98 @@ def open_rank_store(world_size: int) -> KeyValueStore:
     return KeyValueStore(dist.PrefixStore(prefix, store.clone()))
 
 
-def set_gone(rank_store: KeyValueStore, rank: int) -> None:
-    """Put down that this rank sets nothing any more."""
-    rank_store.set(f"gone/{rank}", "")
+def set_begun(rank_store: KeyValueStore, rank: int, turn: int) -> None:
+    """Put down that a rank takes part in a checkpoint; turns grow, alike on all ranks."""
+    rank_store.set(f"begun/{rank}", str(turn))
 
 
-def wait_for(
-    rank_store: KeyValueStore, key: str, rank: int, is_over: Callable[[], bool] = lambda: False
-) -> str | None:
-    """Wait for a value that a rank sets; None where it won't: it is gone, or `is_over`.
-
-    A rank that dies ends the whole gang, so there is no time limit.
-    """
-    pause_s = POLL_S
-    while True:
-        no_more = rank_store.get(f"gone/{rank}") is not None or is_over()
-        # Asked after that: what was set before the end counts.
-        if (text := rank_store.get(key)) is not None or no_more:
-            return text
-        threading.Event().wait(pause_s)
-        pause_s = min(1.5 * pause_s, MAX_POLL_S)
-
-
-Turn = tuple[int, int]
-"""What grows with every checkpoint, and is the same on all ranks."""
-
-
-def set_begun(rank_store: KeyValueStore, rank: int, turn: Turn) -> None:
-    """Put down that a rank takes part in a checkpoint."""
-    rank_store.set(f"begun/{rank}", json.dumps(turn))
-
-
-def set_report(rank_store: KeyValueStore, rank: int, turn: Turn, report: dict[str, Any]) -> None:
+def set_report(rank_store: KeyValueStore, rank: int, turn: int, report: Report) -> None:
     """Put down what a rank wrote of a checkpoint, as plain JSON values."""
-    rank_store.set(_report_key(rank, turn), json.dumps(report))
+    rank_store.set(f"written/{turn}/{rank}", json.dumps(report))
 
 
 def wait_for_report(
-    rank_store: KeyValueStore, rank: int, turn: Turn, *, is_last: bool
-) -> dict[str, Any] | None:
-    """Return what a rank wrote of a checkpoint; None where it takes no part in it."""
+    rank_store: KeyValueStore, rank: int, turn: int, *, is_last: bool
+) -> dict[str, Any]:
+    """Return what a rank wrote of a checkpoint.
+
+    Raises:
+        InvalidParamsError: it takes no part in it: it is past it, at its end, or doesn't come.
+    """
     began_s = time.monotonic()
 
     def is_over() -> bool:
-        # The rank is past this checkpoint, or at its end, or doesn't come: perhaps rank 0 was
-        # alone in asking for it.
-        begun = tuple(json.loads(rank_store.get(f"begun/{rank}") or "[]"))
+        begun = int(rank_store.get(f"begun/{rank}") or -1)
         has_ended = rank_store.get(f"ended/{rank}") is not None and not is_last
         is_late = time.monotonic() - began_s > ABSENT_S
         return begun > turn or (begun < turn and (has_ended or is_late))
 
-    text = wait_for(rank_store, _report_key(rank, turn), rank, is_over)
-    report: dict[str, Any] | None = None if text is None else json.loads(text)
+    text = rank_store.wait_for(f"written/{turn}/{rank}", rank, is_over)
+    if text is None:
+        msg = (
+            f"rank {rank} took no part in the checkpoint; call ctx.track and ctx.checkpoint on "
+            "every rank, at the same step"
+        )
+        raise InvalidParamsError(msg)
+    report: dict[str, Any] = json.loads(text)
     return report
 
 
-def _report_key(rank: int, turn: Turn) -> str:
-    return f"written/{turn[0]}/{turn[1]}/{rank}"
+def check_reports(reports: Sequence[Report]) -> None:
+    """Refuse what isn't a whole checkpoint.
+
+    Raises:
+        InvalidParamsError: the ranks track different objects; names them, and the ranks.
+        CheckpointError: a rank failed.
+    """
+    # The objects are shared out by their order.
+    names = reports[0]["tracked"]
+    for rank, report in enumerate(reports):
+        if report["tracked"] != names:
+            msg = (
+                f"the ranks track different objects: rank 0 {', '.join(names)}; rank {rank} "
+                f"{', '.join(report['tracked'])}; call ctx.track with the same names in one order "
+                "on every rank, also for what only rank 0 uses, such as averaged weights"
+            )
+            raise InvalidParamsError(msg)
+        if report["error"]:
+            msg = f"rank {rank}: {report['error']}"
+            raise CheckpointError(msg)
+    written = Counter(item["name"] for report in reports for item in report["objects"])
+    if differing := [name for name in names if written[name] != 1]:
+        msg = (
+            f"the tracked object {differing[0]!r} differs between the ranks: it has buffers on "
+            "some of them only; build it alike on every rank"
+        )
+        raise InvalidParamsError(msg)
+
+
+def refuse_unshared(storage: Storage, manifest: Manifest, reports: Sequence[Report]) -> None:
+    """Refuse a storage where rank 0 doesn't find what the other ranks wrote, by names and sizes.
+
+    Raises:
+        InvalidParamsError: names the ranks, their hosts, and what to use instead.
+        SupersededError: a newer attempt has begun, which deletes what this one wrote.
+        StorageError: the storage can't be listed.
+    """
+    prefix = checkpoint_prefix(manifest.run_id, manifest.step, manifest.attempt)
+    ends_at = time.monotonic() + LOOK_S
+    while True:
+        there = {(found.key, found.num_bytes) for found in storage.list(prefix)}
+        lacking = [
+            f"rank {rank} on {report['host']}"
+            for rank, report in enumerate(reports)
+            if {(item["key"], item["num_bytes"]) for item in report["objects"]} - there
+        ]
+        if not lacking:
+            return
+        refuse_superseded(storage, manifest.run_id, manifest.attempt)
+        if time.monotonic() > ends_at:
+            msg = (
+                f"the hosts don't share the storage {storage.uri}: rank 0 on "
+                f"{socket.gethostname()} doesn't find there what was written by "
+                f"{', '.join(lacking[:8])}{', ...' if lacking[8:] else ''}; use a folder that all "
+                "hosts mount under this path, or s3://bucket/prefix"
+            )
+            raise InvalidParamsError(msg)
+        threading.Event().wait(LOOK_S / 30)

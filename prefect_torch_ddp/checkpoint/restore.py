@@ -2,10 +2,7 @@
 
 import json
 import logging
-from collections.abc import Collection
 from typing import Any, Self
-
-import torch
 
 from prefect_torch_ddp.checkpoint.attempts import FROM_NOTHING, record_resume, refuse_superseded
 from prefect_torch_ddp.checkpoint.keys import checkpoints_prefix, rank_name
@@ -15,14 +12,13 @@ from prefect_torch_ddp.checkpoint.manifest import (
     live_manifests,
     read_manifest,
 )
-from prefect_torch_ddp.checkpoint.objects import ReadState, read_state, read_states
-from prefect_torch_ddp.checkpoint.rank_store import KeyValueStore, wait_for
+from prefect_torch_ddp.checkpoint.objects import read_state, read_states
+from prefect_torch_ddp.checkpoint.rank_store import KeyValueStore
 from prefect_torch_ddp.checkpoint.resume_point import ResumePoint
-from prefect_torch_ddp.checkpoint.serial import restore_generators
 from prefect_torch_ddp.errors import CheckpointError
 from prefect_torch_ddp.storage.protocol import Storage
 
-Found = tuple[Manifest, dict[str, ReadState]]
+Found = tuple[Manifest, dict[str, Any]]
 """A checkpoint that verifies, with its states by name."""
 
 logger = logging.getLogger(__name__)
@@ -35,31 +31,19 @@ class Restorer:
         self,
         storage: Storage,
         manifest: Manifest | None,
-        verified: dict[str, ReadState] | None = None,
+        states: dict[str, Any] | None = None,
         *,
         is_ours: bool = True,
     ) -> None:
         """Restore from the checkpoint of the manifest; None restores nothing.
 
-        `verified` are states by name that were read already. A checkpoint that `is_ours`, of
-        the run that resumes, must have everything.
+        `states` are those that were read already, by name. A checkpoint that `is_ours`, of the
+        run that resumes, must have everything.
         """
         self._storage = storage
         self.manifest = manifest
-        self._verified = verified or {}
+        self._states = states or {}
         self.is_ours = is_ours
-
-    @classmethod
-    def at_step(cls, storage: Storage, run_id: str, step: int | None, attempt: int | None) -> Self:
-        """Restore from one checkpoint and no other, as `ResumePoint` names it.
-
-        Raises:
-            CheckpointError: there is none.
-        """
-        if step is None:
-            msg = f"no checkpoint of run {run_id} was named to restore from"
-            raise CheckpointError(msg)
-        return cls(storage, ResumePoint(storage, run_id, step, attempt).manifest())
 
     @classmethod
     def choose(
@@ -68,12 +52,11 @@ class Restorer:
         attempt: int,
         resume_from: ResumePoint | None,
         rank_store: KeyValueStore,
-        kept: Collection[str] = (),
     ) -> Self:
         """Restore, on rank 0, from the newest checkpoint that verifies; tell the other ranks.
 
         A run without a checkpoint of its own begins from `resume_from`. The attempt's resume
-        record is written. `kept` names objects that keep the tensors they are given.
+        record is written.
 
         Raises:
             CheckpointError: there are checkpoints and none can be restored.
@@ -82,7 +65,7 @@ class Restorer:
             StorageError: the storage failed.
         """
         try:
-            chosen = cls._choose(own, resume_from, kept)
+            chosen = cls._choose(own, resume_from)
         except CheckpointError:
             refuse_superseded(own.storage, own.run_id, attempt)
             raise
@@ -96,6 +79,19 @@ class Restorer:
         return chosen
 
     @classmethod
+    def _choose(cls, own: ResumePoint, resume_from: ResumePoint | None) -> Self:
+        where, found = own, find_resumable(own.storage, own.run_id)
+        if found is None and resume_from is not None:
+            where, found = resume_from, _read_resume_point(resume_from)
+        if found is None:
+            return cls(own.storage, None)
+        manifest, states = found
+        elsewhere = f", {where.uri}" if where.storage != own.storage else ""
+        text = "resuming from the checkpoint of step %d of run %s%s"
+        logger.info(text, manifest.step, manifest.run_id, elsewhere)
+        return cls(where.storage, manifest, states, is_ours=where is own)
+
+    @classmethod
     def follow(
         cls, own: ResumePoint, resume_from: ResumePoint | None, rank_store: KeyValueStore
     ) -> Self:
@@ -105,7 +101,7 @@ class Restorer:
             CheckpointError: rank 0 didn't choose, or it can't be restored.
             StorageError: the storage failed.
         """
-        text = wait_for(rank_store, "resume", rank=0)
+        text = rank_store.wait_for("resume", rank=0)
         if text is None:
             msg = f"rank 0 of run {own.run_id} tracked nothing; ctx.track belongs on every rank"
             raise CheckpointError(msg)
@@ -115,21 +111,6 @@ class Restorer:
         at = choice["at"]
         manifest = None if at is None else read_manifest(where.storage, where.run_id, *at)
         return cls(where.storage, manifest, is_ours=choice["is_ours"])
-
-    @classmethod
-    def _choose(
-        cls, own: ResumePoint, resume_from: ResumePoint | None, kept: Collection[str]
-    ) -> Self:
-        where, found = own, find_resumable(own.storage, own.run_id, kept)
-        if found is None and resume_from is not None:
-            where, found = resume_from, _read_resume_point(resume_from, kept)
-        if found is None:
-            return cls(own.storage, None)
-        manifest, verified = found
-        elsewhere = f", {where.uri}" if where.storage != own.storage else ""
-        text = "resuming from the checkpoint of step %d of run %s%s"
-        logger.info(text, manifest.step, manifest.run_id, elsewhere)
-        return cls(where.storage, manifest, verified, is_ours=where is own)
 
     def restore(self, name: str, item: Any) -> None:
         """Load a tracked object's state in place.
@@ -145,61 +126,47 @@ class Restorer:
         if found is None:
             there = ", ".join(item.name for item in manifest.objects)
             msg = f"the {what} has no object {name!r}; it has {there}"
-            if not self.is_ours:
-                logger.warning("%s: it keeps its initial state", msg)
-                return
-            raise CheckpointError(msg)
-        read = self._take(manifest, found)
+            if self.is_ours:
+                raise CheckpointError(msg)
+            logger.warning("%s: it keeps its initial state", msg)
+            return
+        state = self._take(manifest, found)
         try:
-            item.load_state_dict(read.to_keep() if keeps_its_state(item) else read.state)
+            item.load_state_dict(state)
         except Exception as error:  # user classes refuse in every way
             msg = f"the {what} doesn't fit the tracked object {name!r}: {error}"
             raise CheckpointError(msg) from error
 
-    def restore_generators(self, rank: int) -> bool:
-        """Put a rank's random generators back; False where the checkpoint has none for it."""
+    def generators(self, rank: int) -> Any | None:
+        """Return the state of a rank's random generators; None where there is none for it."""
         found = None if self.manifest is None else self.manifest.find(rank_name(rank))
         if self.manifest is None or found is None:
-            return False
-        restore_generators(self._take(self.manifest, found).to_keep())
-        return True
-
-    def read_generators(self, rank: int) -> Any | None:
-        """Return the state of a rank's random generators; None where there is none for it."""
-        found = self.manifest.find(rank_name(rank)) if self.manifest is not None else None
-        if self.manifest is None or found is None:
             return None
-        return read_state(self._storage, self.manifest, found).state
+        return self._take(self.manifest, found)
 
     def release(self) -> None:
         """Forget states that were read but not used."""
-        self._verified.clear()
+        self._states.clear()
 
-    def _take(self, manifest: Manifest, item: ManifestObject) -> ReadState:
-        # Out of `verified`: nobody asks again, and the memory is needed.
-        if item.name in self._verified:
-            return self._verified.pop(item.name)
+    def _take(self, manifest: Manifest, item: ManifestObject) -> Any:
+        # Each is given once, or objects would share it; and the memory is needed.
+        if item.name in self._states:
+            return self._states.pop(item.name)
         return read_state(self._storage, manifest, item)
 
 
-def keeps_its_state(item: Any) -> bool:
-    """Tell whether an object may keep the tensors it is given: optimizers do, modules copy."""
-    return not isinstance(item, torch.nn.Module)
-
-
-def _read_resume_point(point: ResumePoint, kept: Collection[str]) -> Found:
+def _read_resume_point(point: ResumePoint) -> Found:
     if point.step is not None:
         manifest = point.manifest()
-        return manifest, read_states(point.storage, manifest, manifest.objects, kept)
-    found = find_resumable(point.storage, point.run_id, kept)
-    if found is None:
+        return manifest, read_states(point.storage, manifest, manifest.objects)
+    if (found := find_resumable(point.storage, point.run_id)) is None:
         where = point.storage.uri
         msg = f"resume_from is {point.run_id!r}, but that run has no checkpoint in {where}"
         raise CheckpointError(msg)
     return found
 
 
-def find_resumable(storage: Storage, run_id: str, kept: Collection[str] = ()) -> Found | None:
+def find_resumable(storage: Storage, run_id: str) -> Found | None:
     """Return the newest checkpoint whose objects all verify; warn about newer ones that don't.
 
     None where the run has no checkpoint.
@@ -213,7 +180,7 @@ def find_resumable(storage: Storage, run_id: str, kept: Collection[str] = ()) ->
     faults: list[str] = []
     for manifest in reversed(live_manifests(storage, run_id, faults)):
         try:
-            return manifest, read_states(storage, manifest, manifest.objects, kept)
+            return manifest, read_states(storage, manifest, manifest.objects)
         except CheckpointError as error:
             logger.warning("%s; the one before it is tried", error)
             faults.append(str(error))

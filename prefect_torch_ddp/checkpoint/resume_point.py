@@ -32,7 +32,7 @@ class ResumePoint:
     storage: Storage
     run_id: str
     step: int | None = None
-    """None: the newest checkpoint that verifies."""
+    """None: the newest checkpoint."""
     attempt: int | None = None
     """Who made the checkpoint of that step; None: the newest attempt whose checkpoint counts."""
 
@@ -44,35 +44,28 @@ class ResumePoint:
         return run + step + ("" if self.attempt is None else f"/{self.attempt:06d}")
 
     def manifest(self) -> Manifest:
-        """Return the manifest of the step.
+        """Return the manifest of the step, or the newest one; its objects aren't read.
 
         Raises:
             CheckpointError: there is none, or it is damaged.
             StorageError: the storage failed.
         """
-        assert self.step is not None
+        if self.step is None:
+            if manifests := list_manifests(self.storage, self.run_id):
+                return manifests[-1]
+            msg = f"{self.storage.uri} holds no complete checkpoint of run {self.run_id}"
+            raise CheckpointError(msg)
         if self.attempt is None:
             return find_manifest(self.storage, self.run_id, self.step)
         return read_manifest(self.storage, self.run_id, self.step, self.attempt)
 
     def find(self) -> Manifest:
-        """Return the manifest of the step, or the newest one; its objects aren't read.
-
-        Raises:
-            InvalidParamsError: there is none.
-            StorageError: the storage failed.
-        """
+        """Return the same, for what a person named; InvalidParamsError where there is none."""
         try:
-            if self.step is not None:
-                return self.manifest()
-            if manifests := list_manifests(self.storage, self.run_id):
-                return manifests[-1]
+            return self.manifest()
         except CheckpointError as error:
             msg = f"resume_from names {self.uri}, but {error}"
             raise InvalidParamsError(msg) from error
-        where = self.storage.uri
-        msg = f"resume_from names {self.uri}, but {where} holds no complete checkpoint of that run"
-        raise InvalidParamsError(msg)
 
 
 def parse_resume_from(
@@ -81,9 +74,7 @@ def parse_resume_from(
     """Parse what a person wrote; nothing is looked for.
 
     Args:
-        reference: a run's id, or a place: a path, an `s3://` URI or a block's reference, then
-            `/runs/<run id>`, then perhaps `/checkpoints/step-00000400`, and `/000002` for the
-            attempt that made it.
+        reference: see `_FORMS`; the storage is a path, an `s3://` URI or a block's reference.
         own: the new run's storage, where a mere id is; also the way to anything in its bucket.
         resolve: makes a storage of what comes before `/runs/`.
 

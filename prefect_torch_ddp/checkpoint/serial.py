@@ -7,7 +7,7 @@ import io
 import random
 from collections.abc import Callable
 from copy import copy, deepcopy
-from typing import IO, Any, BinaryIO, cast
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
@@ -24,10 +24,9 @@ def to_bytes(state: Any) -> bytes:
     return buffer.getvalue()
 
 
-def from_bytes(data: bytes | memoryview) -> Any:
+def from_bytes(data: bytes) -> Any:
     """Return the state, its tensors on the CPU."""
-    file = cast("IO[bytes]", _View(data)) if isinstance(data, memoryview) else io.BytesIO(data)
-    return torch.load(file, map_location="cpu", weights_only=True)
+    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
 
 
 def from_file(file: BinaryIO) -> Any:
@@ -35,35 +34,6 @@ def from_file(file: BinaryIO) -> Any:
     # By the descriptor, since another file may have the name by now.
     path = f"/proc/self/fd/{file.fileno()}"
     return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-
-
-class _View(io.RawIOBase):
-    """A file over memory; unlike BytesIO it copies nothing but what is read."""
-
-    def __init__(self, data: memoryview) -> None:
-        super().__init__()
-        self._data = data
-        self._at = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._at
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        origins = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: len(self._data)}
-        self._at = origins[whence] + offset
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:
-        part = self._data[self._at : self._at + len(buffer)]
-        buffer[: len(part)] = part
-        self._at += len(part)
-        return len(part)
 
 
 class Serializer:
@@ -177,15 +147,23 @@ def check_loadable(name: str, state: Any) -> None:
         InvalidParamsError: names the tracked object, and the place and type of what can't be kept.
     """
     error = _refusal(state)
-    if error is not None:
-        place, part = _refused_part(state, "")
-        kind = f"{type(part).__module__}.{type(part).__qualname__}"
-        msg = (
-            f"the state of the tracked object {name!r} can't be read back with "
-            f"torch.load(weights_only=True): state_dict(){place} is a {kind}; "
-            "it should hold tensors, numbers, texts, lists and plain dicts"
-        )
-        raise InvalidParamsError(msg) from error
+    if error is None:
+        return
+    place, part = "", state
+    while True:  # to the innermost part that is refused
+        is_sequence = isinstance(part, list | tuple)
+        items = part.items() if isinstance(part, dict) else enumerate(part if is_sequence else ())
+        refused = ((key, value) for key, value in items if _refusal(value) is not None)
+        if (found := next(refused, None)) is None:
+            break
+        place, part = f"{place}[{found[0]!r}]", found[1]
+    kind = f"{type(part).__module__}.{type(part).__qualname__}"
+    msg = (
+        f"the state of the tracked object {name!r} can't be read back with "
+        f"torch.load(weights_only=True): state_dict(){place} is a {kind}; "
+        "it should hold tensors, numbers, texts, lists and plain dicts"
+    )
+    raise InvalidParamsError(msg) from error
 
 
 def _refusal(state: Any) -> Exception | None:
@@ -196,36 +174,12 @@ def _refusal(state: Any) -> Exception | None:
     return None
 
 
-def _refused_part(state: Any, place: str) -> tuple[str, Any]:
-    """Return the innermost part that can't be read back, after its place."""
-    is_sequence = isinstance(state, list | tuple)
-    items = state.items() if isinstance(state, dict) else enumerate(state) if is_sequence else ()
-    for key, value in items:
-        if _refusal(value) is not None:
-            return _refused_part(value, f"{place}[{key!r}]")
-    return place, state
-
-
 def capture_generators() -> dict[str, Any]:
     """Return the state of all global generators, as tensors and plain values."""
-    version, words, gauss = random.getstate()
-    # The global ones, since user code draws from them.
     # The global one is what user code draws from.
-    _, keys, position, has_gauss, cached = np.random.get_state(legacy=True)  # noqa: NPY002
-    state: dict[str, Any] = {
-        "python": {
-            "version": version,
-            "words": torch.tensor(words, dtype=torch.int64, device="cpu"),
-            "gauss": gauss,
-        },
-        "numpy": {
-            "keys": torch.tensor(np.asarray(keys).astype(np.int64), device="cpu"),
-            "position": int(position),
-            "has_gauss": int(has_gauss),
-            "cached": float(cached),
-        },
-        "torch": torch.get_rng_state(),
-    }
+    numpy = np.random.get_state(legacy=False)  # noqa: NPY002
+    numpy["state"] |= {"key": numpy["state"]["key"].tolist()}
+    state = {"python": random.getstate(), "numpy": numpy, "torch": torch.get_rng_state()}
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         # Only this rank's device: asking for the others would make a context on each.
         state["cuda"] = torch.cuda.get_rng_state()
@@ -234,10 +188,8 @@ def capture_generators() -> dict[str, Any]:
 
 def restore_generators(state: dict[str, Any]) -> None:
     """Put the generators back; a device that either side lacks is left alone."""
-    python, numpy = state["python"], state["numpy"]
-    random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
-    keys = numpy["keys"].numpy().astype(np.uint32)
-    np.random.set_state(("MT19937", keys, numpy["position"], numpy["has_gauss"], numpy["cached"]))  # noqa: NPY002
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])  # noqa: NPY002
     torch.set_rng_state(state["torch"])
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])

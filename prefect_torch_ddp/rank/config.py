@@ -29,7 +29,7 @@ class RankConfig:
     resume_from: ResumePoint | None = None
     """Where to take the first checkpoint from when this run has none of its own."""
     restore_step: int | None = None
-    """In the evaluate stage: the step of the checkpoint to restore."""
+    """In the evaluate stage: the step of the checkpoint to restore; None: the newest."""
     restore_attempt: int | None = None
     """Who made it; None: the newest attempt whose checkpoint of that step counts."""
     evaluate_on: Literal["last", "best"] = "last"

@@ -1,7 +1,7 @@
 """The RankContext, the object that user code gets; importing it loads no torch."""
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
@@ -188,7 +188,7 @@ class RankContext:
         """
         self._parts.tracker.track(objects)
 
-    def steps(self, loader: "RankLoader", *, epochs: int) -> Iterator[Any]:
+    def steps(self, loader: "RankLoader", *, epochs: int) -> Iterable[Any]:
         """Yield a batch per optimizer step until all epochs are done or all ranks stop.
 
         A resumed run continues in mid-epoch, where its checkpoint was made. A checkpoint that is

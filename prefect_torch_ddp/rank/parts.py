@@ -187,7 +187,8 @@ class ContextParts:
             if self._has("tracker") or (self.info.world_size > 1 and not failed):
                 self.tracker.close(failed=failed, error=error)
             if state.stopped_by is not None and not failed:
-                last_step = self.tracker.checkpoint_status.last_step
+                last = self.tracker.last
+                last_step = None if last is None else last.step
                 self.link.send_stopped(Stopped(state.step, state.stopped_by, last_step))
         except BaseException:
             failed = True
@@ -199,19 +200,19 @@ class ContextParts:
 
     def outcome(self) -> dict[str, Any]:
         """Return counts, checkpoints and the step resumed from, of a closed training."""
-        tracked = self.tracker.checkpoint_status.outcome() if self._has("tracker") else {}
+        tracked = self.tracker.outcome() if self._has("tracker") else {}
         none = {"last_checkpoint": None, "best_checkpoint": None, "resumed_from_step": None}
         state = self.state
         return {"num_steps": state.step, "num_epochs": state.position.epoch, **none, **tracked}
 
-    def export_model(self, workload: str) -> str | None:
-        """Export a closed training's model, on rank 0; return its URI.
+    def export_models(self, workload: str) -> dict[str, str]:
+        """Export a closed training's models, on rank 0; return their URIs by name.
 
         None where none was tracked or the training was stopped.
         """
         if self.info.rank != 0 or self.state.stopped_by is not None or not self._has("tracker"):
-            return None
-        return self.tracker.checkpoint_status.export_model(workload)
+            return {}
+        return self.tracker.export(workload)
 
     def _has(self, part: str) -> bool:
         return part in vars(self)
@@ -237,7 +238,8 @@ class LocalOptions(TypedDict, total=False):
     run_id: str
     """Names the run's folder; the same one again resumes it. "local", where it isn't given."""
     stage: Stage
-    """"evaluate" restores the checkpoint of `restore_step`; "train", where it isn't given."""
+    """"evaluate" restores the checkpoint of `restore_step`, or the newest; "train", where it isn't
+    given."""
     checkpoint: CheckpointParams | None
     """When checkpoints are written, and which are kept."""
     resume_from: str | None

@@ -61,7 +61,7 @@ def run_stage(config: RankConfig, workload: str) -> DatasetReport | Report | dic
     Returns:
         The DatasetReport of prepare, the Report of evaluate, or of train a dict with `value`,
         `num_steps`, `num_epochs`, `last_checkpoint`, `best_checkpoint`, `resumed_from_step` and
-        `model_uri`; checkpoints and model are None except on rank 0.
+        `model_uris`; checkpoints are None, and models missing, except on rank 0.
 
     Raises:
         InvalidParamsError: the workload has no such function.
@@ -77,7 +77,7 @@ def run_stage(config: RankConfig, workload: str) -> DatasetReport | Report | dic
         if config.stage == "evaluate":
             return _report(value, workload)
         plain = _plain_values(value, workload)
-    return {"value": plain, **parts.outcome(), "model_uri": parts.export_model(workload)}
+    return {"value": plain, **parts.outcome(), "model_uris": parts.export_models(workload)}
 
 
 def resolve(reference: str) -> Any:

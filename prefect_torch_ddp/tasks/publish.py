@@ -51,7 +51,6 @@ def publish(  # noqa: PLR0913, PLR0917
     training: TrainingSummary,
     evaluation: Report,
     checkpoint: CheckpointRef,
-    model_uri: str | None,
 ) -> TrainReport:
     """Publish what a run found, as artifacts to browse, and return it.
 
@@ -69,7 +68,6 @@ def publish(  # noqa: PLR0913, PLR0917
         epochs=epoch_rows(records),
         evaluation=evaluation,
         checkpoint=checkpoint,
-        model_uri=model_uri,
         ledger=_checked_ledger(storage, training.run_id) if params.ledger else None,
     )
     curves = MetricCurves(records)
@@ -120,7 +118,7 @@ def class_cells(evaluation: Report) -> list[dict[str, Any]]:
 
 def _put_all(writer: ArtifactWriter, report: TrainReport, whole: str) -> int:
     found = report.evaluation
-    checkpoints = f"{checkpoint_list(report)}\n\n{load_section(report.model_uri)}"
+    checkpoints = f"{checkpoint_list(report)}\n\n{load_section(report.training.model_uris)}"
     texts = [
         ("report", whole, ""),
         ("checkpoints", f"# Checkpoints\n\n{checkpoints}\n", ": model and checkpoints"),

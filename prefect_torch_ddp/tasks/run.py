@@ -11,7 +11,7 @@ from uuid import UUID
 from prefect.logging import get_run_logger
 
 from prefect_torch_ddp.checkpoint.attempts import claim_attempt, claim_attempt_after
-from prefect_torch_ddp.checkpoint.manifest import newest
+from prefect_torch_ddp.checkpoint.manifest import list_manifests
 from prefect_torch_ddp.checkpoint.resume_point import ResumePoint, parse_resume_from
 from prefect_torch_ddp.checkpoint.run_files import read_failures, write_failure
 from prefect_torch_ddp.gang.caller.stop import rank_text, stack_line
@@ -116,7 +116,7 @@ def resume_point(reference: str | None, own: Storage, run_id: str) -> ResumePoin
     if reference is None:
         return None
     point = parse_resume_from(reference, own, resolve_storage)
-    if newest(own, run_id) is None:
+    if not list_manifests(own, run_id):
         point.find()
     return point
 

@@ -164,7 +164,7 @@ class Order:
                 self.problems.append(f"all is lost; acknowledged were {self.acknowledged}")
             return
         lineage = Lineage()
-        lineage.load_state_dict(found[1]["model"].state)
+        lineage.load_state_dict(found[1]["model"])
         self.problems += [
             f"{step} isn't in {lineage.steps}"
             for step in self.acknowledged

@@ -1,7 +1,8 @@
 """The loop over optimizer steps: where it resumes, and what happens at a step's end."""
 
 import logging
-from collections.abc import Iterator
+import weakref
+from collections.abc import Generator, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -55,8 +56,9 @@ class StepLoop:
         self._saves: Agreement | None = None
         self._termination = Termination()
         self._num_loops = 0
+        self._pass: weakref.ref[Generator[Any, None, None]] | None = None
 
-    def run(self, loader: object, epochs: int) -> Iterator[Any]:
+    def run(self, loader: object, epochs: int) -> "Steps":
         """Check the arguments and return the loop.
 
         Raises:
@@ -69,9 +71,15 @@ class StepLoop:
         if epochs < 0:
             msg = f"epochs is {epochs}; it can't be negative"
             raise InvalidParamsError(msg)
-        return self._run(loader, epochs)
+        return Steps(self, loader, epochs)
 
-    def _run(self, loader: RankLoader, epochs: int) -> Iterator[Any]:
+    def begin(self, loader: RankLoader, epochs: int) -> Iterator[Any]:
+        """Return one pass of the loop, which `close` ends where somebody still holds it."""
+        generator = self._run(loader, epochs)
+        self._pass = weakref.ref(generator)
+        return generator
+
+    def _run(self, loader: RankLoader, epochs: int) -> Generator[Any, None, None]:
         state = self._state
         if state.share is not None:
             msg = "ctx.steps inside of ctx.steps: end the outer loop first"
@@ -107,6 +115,8 @@ class StepLoop:
 
     def close(self, *, failed: bool) -> None:
         """Let the others agree without this rank, unless it failed, which ends them all."""
+        if not failed and self._pass is not None and (held := self._pass()) is not None:
+            held.close()
         for agreement in self._agreements():
             agreement.close(failed=failed)
 
@@ -218,6 +228,23 @@ class StepLoop:
         if self._link.stop_requested() or self._termination.requested:
             want |= Want.STOP
         return want
+
+
+class Steps(Iterable[Any]):
+    """What `ctx.steps` returns: the `for` loop over it alone holds the pass, so a break ends it.
+
+    Code behind the break could otherwise not be told from the step's own, while a variable holds
+    the iterator.
+    """
+
+    def __init__(self, loop: StepLoop, loader: RankLoader, epochs: int) -> None:
+        self._loop = loop
+        self._loader = loader
+        self._epochs = epochs
+
+    def __iter__(self) -> Iterator[Any]:
+        """Begin a call of `steps`."""
+        return self._loop.begin(self._loader, self._epochs)
 
 
 def _entered(position: Position, loop: int, loader: RankLoader) -> Position:

@@ -1,8 +1,8 @@
 """The progress of a training, shared by the parts of one rank; free of torch."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Self
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Self
 
 from prefect_torch_ddp.protocol.events import StoppedBy
 
@@ -39,15 +39,6 @@ class Position:
     def is_outside(self) -> bool:
         """Whether the checkpoint was made outside of `steps`."""
         return self.in_own_loop or self.num_saves_behind > 0
-
-    def as_json(self) -> dict[str, Any]:
-        """Return plain JSON values."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> Self:
-        """Rebuild it."""
-        return cls(**values)
 
     def after_batch(self, *, is_last: bool) -> Self:
         """Return the position after a batch, the last one of its epoch or not."""
@@ -87,8 +78,6 @@ class TrainingState:
     saved: int | None = None
     """The number of this run's newest checkpoint, begun or restored."""
 
-    _before: Position = field(default_factory=Position)
-
     @property
     def checkpoint_number(self) -> int:
         """The number of a checkpoint made now: the step, and beyond it those made outside."""
@@ -121,18 +110,8 @@ class TrainingState:
 
         It has a number of its own where this step's is taken.
         """
-        self._before = before = self.position
         if self.saved == self.checkpoint_number:
             self.take_number(self.checkpoint_number + 1)
         if is_behind:
-            self.position = replace(self.position, num_saves_behind=before.num_saves_behind + 1)
-
-    def uncount_own_save(self) -> None:
-        """Count the newest checkpoint outside of `steps` as none."""
-        before, now = self._before, self.position
-        same = before.loop == now.loop
-        num_saves = before.num_saves_behind if same else now.num_saves_behind
-        self.position = replace(
-            now, num_own_numbers=before.num_own_numbers, num_saves_behind=num_saves
-        )
-        self.saved = self.checkpoint_number
+            num_saves = self.position.num_saves_behind + 1
+            self.position = replace(self.position, num_saves_behind=num_saves)

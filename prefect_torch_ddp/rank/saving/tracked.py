@@ -1,14 +1,22 @@
-"""The objects that user code tracks: which are allowed, how they unwrap, which is the model."""
+"""The objects that user code tracks: which are allowed, how they unwrap, the models among them."""
 
+import platform
+import re
 from collections.abc import Container, Mapping
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from prefect_torch_ddp.checkpoint.keys import check_name
+from prefect_torch_ddp.checkpoint.export import export_models
+from prefect_torch_ddp.checkpoint.manifest import Manifest, best
+from prefect_torch_ddp.data.dataset_store import find_dataset
 from prefect_torch_ddp.errors import InvalidParamsError
-from prefect_torch_ddp.rank.config import Stage
+from prefect_torch_ddp.rank.config import RankConfig, Stage
+
+PACKAGES = ("prefect-torch-ddp", "torch", "torchvision", "numpy", "safetensors")
+_NAME = re.compile(r"[A-Za-z0-9_]{1,100}")
 
 
 def check_trackable(
@@ -33,16 +41,18 @@ def check_trackable(
         msg = "ctx.track in prepare: there is nothing to resume; write the dataset below ctx.data"
         raise InvalidParamsError(msg)
     for name, item in objects.items():
-        check_name(name)
-        if name in tracked:
-            msg = f"{name!r} is tracked already; every tracked object needs a name of its own"
-            raise InvalidParamsError(msg)
         methods = ("state_dict", "load_state_dict")
         lacking = [method for method in methods if not callable(getattr(item, method, None))]
-        if lacking:
+        if not _NAME.fullmatch(name):  # it becomes part of a key
+            msg = f"{name!r} can't name a tracked object: use letters, digits and underscores"
+        elif name in tracked:
+            msg = f"{name!r} is tracked already; every tracked object needs a name of its own"
+        elif lacking:
             lacks = " and no ".join(lacking)
             msg = f"{name!r} can't be tracked: {type(item).__name__} has no {lacks}"
-            raise InvalidParamsError(msg)
+        else:
+            continue
+        raise InvalidParamsError(msg)
 
 
 def unwrapped(item: Any) -> Any:
@@ -59,9 +69,47 @@ def unwrapped(item: Any) -> Any:
     return item
 
 
-def model_among(objects: Mapping[str, Any]) -> str | None:
-    """Return the name of the model: "model", or the only module; None where it isn't clear."""
-    if "model" in objects:
-        return "model"
-    modules = [name for name, item in objects.items() if isinstance(item, nn.Module)]
-    return modules[0] if len(modules) == 1 else None
+def best_checkpoint(config: RankConfig) -> Manifest | None:
+    """Return the run's best checkpoint by its policy; None where that names no metric."""
+    policy = config.checkpoint
+    if policy.best_metric is None:
+        return None
+    return best(config.storage, config.run_id, policy.best_metric, policy.best_mode)
+
+
+def export_tracked(
+    config: RankConfig, last: Manifest | None, objects: Mapping[str, Any], workload: str
+) -> dict[str, str]:
+    """Export the models of the checkpoint that is evaluated; return their URIs by name.
+
+    Models are what is called "model", and every module.
+    """
+    is_best = config.evaluate_on == "best" and config.checkpoint.best_metric is not None
+    chosen = best_checkpoint(config) if is_best else last
+    names = [
+        name for name, item in objects.items() if name == "model" or isinstance(item, nn.Module)
+    ]
+    if chosen is None or not names:
+        return {}
+    about = _about(config, workload)
+    return export_models(config.storage, chosen, names, config.attempt, about)
+
+
+def _about(config: RankConfig, workload: str) -> dict[str, Any]:
+    dataset = None if config.dataset_id is None else find_dataset(config.storage, config.dataset_id)
+    shown = {"dataset_id", "digest", "num_files", "num_bytes"}
+    versions = {package: _version(package) for package in PACKAGES}
+    return {
+        "workload": workload,
+        "options": dict(config.options),
+        "seed": config.seed,
+        "dataset": None if dataset is None else dataset.model_dump(include=shown),
+        "versions": {"python": platform.python_version(), **versions},
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

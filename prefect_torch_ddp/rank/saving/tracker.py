@@ -2,36 +2,34 @@
 
 import logging
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
-from prefect_torch_ddp.checkpoint.checkpointer import Checkpointer, CheckpointMetadata, Writer
+from prefect_torch_ddp.checkpoint.checkpointer import Checkpointer
 from prefect_torch_ddp.checkpoint.commit import Committer
-from prefect_torch_ddp.checkpoint.rank_store import (
-    KeyValueStore,
-    open_rank_store,
-    set_gone,
-    wait_for,
-)
-from prefect_torch_ddp.checkpoint.restore import Restorer, keeps_its_state
+from prefect_torch_ddp.checkpoint.manifest import Manifest, checkpoint_ref
+from prefect_torch_ddp.checkpoint.rank_store import KeyValueStore, open_rank_store
+from prefect_torch_ddp.checkpoint.restore import Restorer
 from prefect_torch_ddp.checkpoint.resume_point import ResumePoint
-from prefect_torch_ddp.checkpoint.serial import check_loadable
+from prefect_torch_ddp.checkpoint.serial import check_loadable, restore_generators
 from prefect_torch_ddp.protocol.heartbeat import Phase
 from prefect_torch_ddp.rank.config import RankConfig, RankInfo
 from prefect_torch_ddp.rank.generators import seed_rank
 from prefect_torch_ddp.rank.heartbeat import HeartbeatWriter
-from prefect_torch_ddp.rank.saving.checkpoint_status import CheckpointStatus
 from prefect_torch_ddp.rank.saving.reporter import FAILED_GRACE_S, Reporter
 from prefect_torch_ddp.rank.saving.state import Position, TrainingState
-from prefect_torch_ddp.rank.saving.tracked import check_trackable, unwrapped
+from prefect_torch_ddp.rank.saving.tracked import (
+    best_checkpoint,
+    check_trackable,
+    export_tracked,
+    unwrapped,
+)
 
 logger = logging.getLogger(__name__)
 
 CHANGED = "changed"
-QUIET_S = 0.5
-"""How long a rank that failed writes its checkpoint before it logs its error."""
 
 
 class Tracker:
@@ -57,13 +55,15 @@ class Tracker:
         self._reporter = reporter
         self._heartbeat = heartbeat
         self._objects: dict[str, Any] = {}
-        self.checkpoint_status = CheckpointStatus(config, info, self._objects)
         self._has_begun = False
         self._has_resumed = False
         self._num_passed = 0
         self._num_saves_passed = 0
         self._rank_store: KeyValueStore | None = None
         self._restorer: Restorer | None = None
+        self._committer = Committer(
+            config.storage, config.run_id, config.attempt, config.checkpoint
+        )
         self._checkpointer: Checkpointer | None = None
         self._is_own_save = False
         """Whether the newest checkpoint was made outside of `steps`, which don't tell then
@@ -75,8 +75,7 @@ class Tracker:
         check_trackable(objects, self._objects, self._config.stage, has_begun=self._has_begun)
         with self._heartbeat.during(Phase.RESTORING):
             if self._restorer is None:
-                kept = {name for name, item in objects.items() if keeps_its_state(unwrapped(item))}
-                self._restorer = self._open(kept)
+                self._restorer = self._open()
             bare = {name: unwrapped(item) for name, item in objects.items()}
             for name, item in bare.items():
                 self._restorer.restore(name, item)
@@ -84,7 +83,7 @@ class Tracker:
                     check_loadable(name, item.state_dict())
             self._objects.update(bare)  # or who catches an error would get it again at the end
             if self._config.trains and self._state.position.in_own_loop:
-                self._restorer.restore_generators(self._info.rank)
+                self._restore_generators(self._restorer)
 
     def begin(self) -> None:
         """Take no further objects: `steps` was called."""
@@ -109,7 +108,7 @@ class Tracker:
                 with self._heartbeat.during(Phase.RESTORING):
                     for name, item in self._objects.items():
                         restorer.restore(name, item)
-            is_restored = restorer.restore_generators(self._info.rank)
+            is_restored = self._restore_generators(restorer)
         if not is_restored:
             seed_rank(self._config.seed, self._state.step, self._info.rank)
         if restorer is not None:
@@ -129,7 +128,7 @@ class Tracker:
         """Save if there is a reason, the same on all ranks, and this step isn't saved yet."""
         if self._checkpointer is None or self._is_running_again:
             return
-        self._checkpointer.raise_if_over()
+        self._checkpointer.raise_failure()
         every_steps, step = self._config.checkpoint.every_steps, self._state.step
         by_steps = every_steps is not None and step > 0 and step % every_steps == 0
         if (forced or by_time or by_steps) and self._state.saved != self._state.checkpoint_number:
@@ -139,7 +138,7 @@ class Tracker:
         """Save at once, outside of `steps`, under a number of its own where the step's is taken."""
         if self._checkpointer is None or self._state.stopped_by is not None:
             return  # behind a loop that was stopped from outside that code comes too early
-        self._checkpointer.raise_if_over()
+        self._checkpointer.raise_failure()
         if not self._is_running_again:
             self._save(self._checkpointer, is_own=True)
             return
@@ -157,12 +156,44 @@ class Tracker:
         """
         if self._checkpointer is not None:
             with self._heartbeat.during(Phase.SAVING):
-                if failed:
-                    self._wait_a_little(self._checkpointer, error)
-                else:
+                if not failed:
                     self._finish(self._checkpointer)
+                elif self._checkpointer.is_writing:
+                    # The error itself goes home when all is closed, so it is logged here.
+                    text = "rank %d failed: %r; it waits at most %g s for its checkpoint"
+                    logger.error(text, self._info.rank, error, FAILED_GRACE_S)
+                    self._checkpointer.wait(FAILED_GRACE_S)
         if not failed:  # else the gang ends, and asking a store whose host is gone may take minutes
             self._set_gone()
+
+    @property
+    def last(self) -> Manifest | None:
+        """The run's newest checkpoint, on rank 0; None where there is none."""
+        restorer = self._restorer
+        if self._committer.last is not None or self._info.rank != 0 or restorer is None:
+            return self._committer.last
+        return restorer.manifest if restorer.is_ours else None
+
+    def outcome(self) -> dict[str, Any]:
+        """Return the run's checkpoints, on rank 0, and where this attempt resumed from."""
+        restored = self._restorer.manifest if self._restorer is not None else None
+        top = best_checkpoint(self._config) if self._info.rank == 0 else None
+        last, best = (
+            None if found is None else checkpoint_ref(self._config.storage, found).model_dump()
+            for found in (self.last, top)
+        )
+        step = None if restored is None else restored.step
+        return {"last_checkpoint": last, "best_checkpoint": best, "resumed_from_step": step}
+
+    def export(self, workload: str) -> dict[str, str]:
+        """Export the models, on rank 0; return their URIs by name."""
+        return export_tracked(self._config, self.last, self._objects, workload)
+
+    def _trouble(self) -> str:
+        """Say, on rank 0, since when there has been no checkpoint and why, or nothing."""
+        reason = self._checkpointer.trouble if self._checkpointer is not None else ""
+        since = "yet" if self.last is None else f"since step {self.last.step}"
+        return f"no checkpoint {since}: {reason}" if reason else ""
 
     @property
     def _must_reach_manifest(self) -> bool:
@@ -179,121 +210,102 @@ class Tracker:
         assert self._restorer is not None
         return self._must_reach_manifest and (self._restorer.is_ours or self._num_passed > 0)
 
-    def _wait_a_little(self, checkpointer: Checkpointer, error: BaseException | None) -> None:
-        # The error itself goes home when all is closed, so it is logged here.
-        checkpointer.wait(QUIET_S)
-        if checkpointer.is_writing:
-            what = f"{type(error).__name__}: {error}"
-            wait = f"it waits at most {FAILED_GRACE_S:g} s for its checkpoint that is being written"
-            logger.error("rank %d failed: %s; %s", self._info.rank, what, wait)
-            checkpointer.wait(FAILED_GRACE_S - QUIET_S)
-
-    def _open(self, kept: Collection[str]) -> Restorer:
-        config = self._config
+    def _open(self) -> Restorer:
+        config, rank = self._config, self._info.rank
         if config.stage == "evaluate":
             at = (config.restore_step, config.restore_attempt)
-            restorer = Restorer.at_step(config.storage, config.run_id, *at)
+            point = ResumePoint(config.storage, config.run_id, *at)
+            restorer = Restorer(config.storage, point.manifest())
         else:
-            self._rank_store = self._rank_store or open_rank_store(self._info.world_size)
+            store = self._rank_store = self._rank_store or open_rank_store(self._info.world_size)
             own = ResumePoint(config.storage, config.run_id)
-            if self._info.rank == 0:
-                restorer = Restorer.choose(
-                    own, config.attempt, config.resume_from, self._rank_store, kept
-                )
+            if rank == 0:
+                restorer = Restorer.choose(own, config.attempt, config.resume_from, store)
             else:
-                restorer = Restorer.follow(own, config.resume_from, self._rank_store)
-            self._checkpointer = self._make_checkpointer(self._rank_store)
-            self._state.trouble = self.checkpoint_status.trouble
-        self.checkpoint_status.begin(restorer, self._checkpointer)
+                restorer = Restorer.follow(own, config.resume_from, store)
+            flush = self._reporter.flush
+            self._checkpointer = Checkpointer(rank, store, self._committer, flush)
+            self._state.trouble = self._trouble
         if (manifest := restorer.manifest) is not None:
-            position = Position.from_json(manifest.position)
+            position = Position(**manifest.position)
             self._state.adopt(manifest.step, manifest.epoch, position, is_ours=restorer.is_ours)
             self._is_own_save = restorer.is_ours and position.is_outside
             self._reporter.restore(manifest.metrics)
         return restorer
+
+    def _restore_generators(self, restorer: Restorer) -> bool:
+        """Put this rank's random generators back; False where the checkpoint has none for it."""
+        state = restorer.generators(self._info.rank)
+        if state is not None:
+            restore_generators(state)
+        return state is not None
 
     def _set_gone(self) -> None:
         if self._config.trains:
             # RuntimeError: the process group isn't up, or its store went with the rank that had it.
             with suppress(RuntimeError):
                 self._rank_store = self._rank_store or open_rank_store(self._info.world_size)
-                set_gone(self._rank_store, self._info.rank)
-
-    def _make_checkpointer(self, rank_store: KeyValueStore) -> Checkpointer:
-        config, info = self._config, self._info
-        run = (config.storage, config.run_id, config.attempt)
-        writer, committer = (
-            Writer(*run, info.rank, info.world_size),
-            Committer(*run, config.checkpoint),
-        )
-        flush, on_failure = self._reporter.flush, config.checkpoint.on_failure
-        return Checkpointer(writer, rank_store, committer, flush, on_failure)
+                self._rank_store.set_gone(self._info.rank)
 
     def _save(
         self, checkpointer: Checkpointer, *, is_own: bool = False, is_last: bool = False
     ) -> None:
-        state = self._state
+        config, state = self._config, self._state
         with self._heartbeat.during(Phase.SAVING):
-            checkpointer.wait_for_turn(state.step)
-            if self._is_own_save and checkpointer.was_alone:
-                state.uncount_own_save()  # the other ranks didn't count that one
             if is_own:
                 state.count_own_save(is_behind=self._has_begun)
             if not (self._has_begun or self._must_reach_manifest):
                 state.position = replace(state.position, in_own_loop=True)
             self._is_own_save = is_own
             self._saved_at = time.monotonic()
-            state.saved = number = state.checkpoint_number
-            metadata = CheckpointMetadata(
-                number,
+            state.saved = state.checkpoint_number
+            manifest = Manifest(
+                config.run_id,
+                state.saved,
+                config.attempt,
                 state.epoch,
-                state.position.as_json(),
+                asdict(state.position),
+                self._info.world_size,
                 self._reporter.newest(),
-                is_last,
-                state.step,
             )
-            to_come = None
-            if self._must_reach_manifest and self._restorer is not None:
-                to_come = self._restorer.read_generators(self._info.rank)
-            checkpointer.save(metadata, self._objects, to_come)
+            checkpointer.save(manifest, self._objects, is_last=is_last)
 
     def _finish(self, checkpointer: Checkpointer) -> None:
         checkpointer.wait()
-        checkpointer.raise_if_over()
+        checkpointer.raise_failure()
         assert self._rank_store is not None
+        rank, store = self._info.rank, self._rank_store
         checks = self._is_own_save or self._is_running_again
         has_changed = checks and self._has_changed(checkpointer)
-        if self._info.rank != 0:
-            self._rank_store.set(f"ended/{self._info.rank}", CHANGED if has_changed else "")
+        if rank != 0:
+            store.set(f"ended/{rank}", CHANGED if has_changed else "")
         else:
-            others = range(1, self._info.world_size) if checks and not has_changed else ()
-            for rank in others:
-                text = wait_for(self._rank_store, f"ended/{rank}", rank)
-                has_changed = has_changed or text == CHANGED
-            self._rank_store.set("last", self._number_left(checkpointer, has_changed=has_changed))
-        number = wait_for(self._rank_store, "last", rank=0)
-        if number:
+            if checks:
+                others = range(1, self._info.world_size)
+                texts = [store.wait_for(f"ended/{other}", other) for other in others]
+                has_changed = has_changed or CHANGED in texts
+            store.set("last", self._number_left(has_changed=has_changed))
+        if number := store.wait_for("last", rank=0):
             self._is_own_save = False
             self._state.take_number(int(number))
             self._save(checkpointer, is_last=True)
             checkpointer.wait()
-            checkpointer.raise_failure()
+            checkpointer.raise_failure(is_last=True)
 
     def _has_changed(self, checkpointer: Checkpointer) -> bool:
         """Tell whether this rank has to save changes since a checkpoint outside of `steps`."""
-        if self._state.stopped_by is not None:
+        if self._state.stopped_by is not None or self._restorer is None:
             return False
-        manifest = self._restorer.manifest if self._restorer is not None else None
-        restored = {} if manifest is None else {item.name: item.digest for item in manifest.objects}
-        return checkpointer.has_changed(self._objects, checkpointer.written or restored)
+        restored = self._restorer.manifest
+        return checkpointer.has_changed(self._objects, self._info.world_size, restored)
 
-    def _number_left(self, checkpointer: Checkpointer, *, has_changed: bool) -> str:
+    def _number_left(self, *, has_changed: bool) -> str:
         """Return, on rank 0, the number of the checkpoint that is still to be made, or nothing."""
-        newest, number = self.checkpoint_status.last, self._state.checkpoint_number
+        newest, number = self.last, self._state.checkpoint_number
         if newest is None or newest.step != number:
             return str(number)
         if has_changed:
             return str(number + 1)
-        if checkpointer.last is None:
-            checkpointer.clean_up_after(newest)
+        if self._committer.last is None:
+            self._committer.clean_up(newest)
         return ""

@@ -66,7 +66,7 @@ def render_report(
         if evaluation.confusion_matrix
         else "",
         f"## Model and checkpoints\n\n{checkpoint_list(report)}",
-        load_section(report.model_uri),
+        load_section(report.training.model_uris),
         ledger_section(report.ledger),
         failure_section(report.training.failures),
         f"## Run record\n\n{_run_record(report, params, record, time_lost_s)}",

@@ -1,6 +1,6 @@
 """Sections of the report: the model and its checkpoints, the ledger, the failed attempts."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from urllib.parse import unquote, urlsplit
 
@@ -19,7 +19,7 @@ MAX_FAILURES = 50
 
 
 def checkpoint_list(report: TrainReport) -> str:
-    """List where the model and the checkpoints are.
+    """List where the models and the checkpoints are.
 
     Locations are code, since a browser can't follow `s3://`, and no table cells, which cut them.
     """
@@ -35,12 +35,10 @@ def checkpoint_list(report: TrainReport) -> str:
             refs[ref.uri] = ref
             roles.setdefault(ref.uri, []).append(role)
     lines = []
-    if report.model_uri is not None:
-        card = code(f"{report.model_uri.rpartition('/')[0]}/model.json")
+    for name, uri in training.model_uris.items():
+        card = code(f"{uri.rpartition('.')[0]}.json")
         step = count(report.checkpoint.step)
-        lines.append(
-            f"- **Model weights** of step {step}: {code(report.model_uri)}; their card: {card}"
-        )
+        lines.append(f"- **Weights** of {code(name)}, step {step}: {code(uri)}; their card: {card}")
     for uri, ref in refs.items():
         metrics = "".join(f", {text(name)} {number(value)}" for name, value in ref.metrics.items())
         which = " and ".join(roles[uri]).capitalize()
@@ -49,15 +47,16 @@ def checkpoint_list(report: TrainReport) -> str:
     return "\n".join(lines)
 
 
-def load_section(model_uri: str | None) -> str:
-    """Show how to load the model, or say why there is none."""
-    if model_uri is None:
+def load_section(model_uris: Mapping[str, str]) -> str:
+    """Show how to load the models, or say why there is none."""
+    if not model_uris:
         return "No model was exported: `train` tracked none. `ctx.track(model=model)` names it."
-    return f"Load the model, on any machine, with plain PyTorch:\n\n{load_code(model_uri)}"
+    blocks = [load_code(name, uri) for name, uri in model_uris.items()]
+    return "\n\n".join(["Load the weights, on any machine, with plain PyTorch:", *blocks])
 
 
-def load_code(model_uri: str) -> str:
-    """Show the three lines that load the model; fsspec reads it where it isn't a local file."""
+def load_code(name: str, model_uri: str) -> str:
+    """Show the three lines that load a model; fsspec reads it where it isn't a local file."""
     parts = urlsplit(model_uri)
     path = repr(unquote(parts.path) if parts.scheme else model_uri)
     is_local, is_safetensors = parts.scheme in {"", "file"}, model_uri.endswith(".safetensors")
@@ -69,7 +68,7 @@ def load_code(model_uri: str) -> str:
     if not is_local:
         modules.insert(0, "fsspec")
         path = f"fsspec.open({model_uri!r}).open()"
-    lines = (f"import {', '.join(modules)}", f"file = {path}", f"model.load_state_dict({load})")
+    lines = (f"import {', '.join(modules)}", f"file = {path}", f"{name}.load_state_dict({load})")
     return code_block("\n".join(lines))
 
 

@@ -184,9 +184,7 @@ def test_an_older_attempts_results_are_not_published(tmp_path: Path) -> None:
     with pytest.raises(
         SupersededError, match="attempt 1 of run run has been superseded by attempt 2"
     ):
-        publish.fn(
-            TrainParams(), storage, dataset, training, Report(num_samples=1), checkpoint, "u"
-        )
+        publish.fn(TrainParams(), storage, dataset, training, Report(num_samples=1), checkpoint)
 
 
 def test_of_attempts_that_race_the_older_loses(tmp_path: Path) -> None:

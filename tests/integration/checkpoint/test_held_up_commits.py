@@ -115,7 +115,7 @@ def check_held_up(
                 read_states(storage, manifest, manifest.objects)
         found = find_resumable(storage, "run")
         assert found is not None, held_up.held_up_at
-        state = found[1]["model"].state
+        state = found[1]["model"]
         assert (int(state["step"]), int(state["attempt"])) == (LAST, 3)
         resume(storage, claim_attempt(storage, "run"), LAST + 1, KEEP_TWO)
         kept = [(LAST, 3), (LAST + 1, 4)]

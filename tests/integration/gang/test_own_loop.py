@@ -90,7 +90,7 @@ def check(ended: Ended, undisturbed: Ended) -> None:
     assert {found.key for found in ended.storage.list(checkpoints_prefix("run"))} == kept
     newest = find_resumable(ended.storage, "run")
     assert newest is not None
-    assert newest[1]["progress"].state == {"num_rounds": NUM_ROUNDS}
+    assert newest[1]["progress"] == {"num_rounds": NUM_ROUNDS}
     records = read_records(ended.storage, "run")
     assert [record.step for record in records if record.rank == 1] == [0, 0, 1, 1, 2, 2, 3, 3, 4]
     ours, expected = (

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -17,60 +18,34 @@ from prefect_torch_ddp.rank.stages import run_with_context
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from tests.support.ranks import run_ranks
 
-EVERY_STEP = CheckpointParams(every_steps=1, every_s=None)
 ON_DEMAND = CheckpointParams(every_s=None)
 
 
-def on_rank_0_alone(ctx: RankContext) -> int:
+def on_rank_0_alone(ctx: RankContext, where: str) -> None:
     """Ask for a checkpoint as scripts for torchrun do; all ranks wait for each other in each
     step."""
-    model = ctx.wrap(nn.Linear(1, 1))
-    ctx.track(model=model)
-    for (x,) in ctx.steps(
-        ctx.loader(TensorDataset(torch.ones(12, 1)), global_batch_size=4), epochs=1
-    ):
-        model(x).sum().backward()
-        if ctx.rank == 0 and ctx.epoch_ended:
-            ctx.checkpoint(force=True)
-    return ctx.step
-
-
-def test_a_checkpoint_that_one_rank_asks_for_alone_hangs_nobody(tmp_path: Path) -> None:
-    """It can't be complete, and the training's own last one is."""
-    storage = DirectoryStorage(tmp_path)
-    config = RankConfig("run", claim_attempt(storage, "run"), "task", storage, checkpoint=ON_DEMAND)
-    assert run_ranks(run_with_context, 2, config, on_rank_0_alone, ()) == [3, 3]
-    assert [manifest.step for manifest in list_manifests(storage, "run")] == [3]
-
-
-def on_rank_0_alone_between_loops(ctx: RankContext) -> int:
-    """Ask for a checkpoint behind a loop on rank 0 alone, then train on."""
     rank_store.ABSENT_S = 0.5
     model = ctx.wrap(nn.Linear(1, 1))
     ctx.track(model=model, other=nn.Linear(1, 1))
-    for number in range(2):
+    for _ in range(2):
         for (x,) in ctx.steps(
             ctx.loader(TensorDataset(torch.ones(12, 1)), global_batch_size=4), epochs=1
         ):
             model(x).sum().backward()
-        if ctx.rank == 0 and number == 0:
+            if ctx.rank == 0 and ctx.epoch_ended and where == "in a step":
+                ctx.checkpoint(force=True)
+        if ctx.rank == 0 and where == "between loops":
             ctx.checkpoint(force=True)
-            assert ctx._parts.tracker._checkpointer is not None
-            ctx._parts.tracker._checkpointer.wait()
-    return ctx.step
 
 
-def test_a_checkpoint_that_one_rank_asks_for_between_loops_costs_that_one_alone(
-    tmp_path: Path,
-) -> None:
-    """It can't be complete; the others, by all ranks, are made as usual, and none is put
-    together of two steps."""
+@pytest.mark.parametrize("where", ["in a step", "between loops"])
+def test_a_checkpoint_that_one_rank_asks_for_alone_is_an_error(tmp_path: Path, where: str) -> None:
+    """Not a hang: it can't be complete, and none is put together of two steps."""
     storage = DirectoryStorage(tmp_path)
-    config = RankConfig(
-        "run", claim_attempt(storage, "run"), "task", storage, checkpoint=EVERY_STEP
-    )
-    assert run_ranks(run_with_context, 2, config, on_rank_0_alone_between_loops, ()) == [6, 6]
-    assert [manifest.step for manifest in list_manifests(storage, "run")] == [5, 6]
+    config = RankConfig("run", claim_attempt(storage, "run"), "task", storage, checkpoint=ON_DEMAND)
+    with pytest.raises(AssertionError, match=r"InvalidParamsError: rank 1 took no part in the"):
+        run_ranks(run_with_context, 2, config, on_rank_0_alone, (where,))
+    assert list_manifests(storage, "run") == []
 
 
 def draws_after(ctx: RankContext, max_samples: int | None) -> Any:

@@ -252,6 +252,7 @@ def publish_inputs(**changes: Any) -> dict[str, Any]:
             duration_s=1.0,
             value={},
             last_checkpoint=last,
+            model_uris={"model": "s3://bucket/prefix/model.pt"},
         ),
         "evaluation": Report(
             num_samples=8,
@@ -261,7 +262,6 @@ def publish_inputs(**changes: Any) -> dict[str, Any]:
             confusion_matrix=((3, 1, 0), (0, 4, 0), (0, 0, 0)),
         ),
         "checkpoint": last,
-        "model_uri": "s3://bucket/prefix/model.pt",
     } | changes
 
 

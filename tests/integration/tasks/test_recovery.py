@@ -228,7 +228,7 @@ def test_a_failed_run_is_resumed(
     flow_run_id = retry_train_flow(prefect_api, failed, tmp_path / "home")
     assert newest_attempt(DirectoryStorage(store), failed) == 2
     wait_until_said(flow_run_id, "resuming from the checkpoint of step", f"of run {failed}")
-    exported = store / "runs" / failed / "model" / "model.safetensors"
+    exported = store / "runs" / failed / "models/000002/model.safetensors"
     assert exported.read_bytes() == weights(undisturbed)
 
 

@@ -8,11 +8,11 @@ import pytest
 import torch.distributed as dist
 from torch import nn
 
-from prefect_torch_ddp.checkpoint import reports
+from prefect_torch_ddp.checkpoint import rank_store
 from prefect_torch_ddp.checkpoint.attempts import claim_attempt
-from prefect_torch_ddp.checkpoint.checkpointer import Checkpointer, CheckpointMetadata, Writer
+from prefect_torch_ddp.checkpoint.checkpointer import Checkpointer
 from prefect_torch_ddp.checkpoint.commit import Committer
-from prefect_torch_ddp.checkpoint.manifest import list_manifests
+from prefect_torch_ddp.checkpoint.manifest import Manifest, list_manifests
 from prefect_torch_ddp.checkpoint.rank_store import KeyValueStore
 from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.params import CheckpointParams
@@ -20,36 +20,31 @@ from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.storage.protocol import Storage, StoredObject
 from tests.support.forwarding import ForwardingStorage
 
+ON_RANK_0 = {"model": nn.Linear(1, 1), "ema": nn.Linear(1, 1), "other": nn.Linear(1, 1)}
 
-def save(storages: Sequence[Storage], tracked: Sequence[Mapping[str, Any]]) -> list[Checkpointer]:
-    """Save once, each rank to its storage and what it tracks; return the ranks' checkpointers."""
+
+def ranks_of(storages: Sequence[Storage]) -> list[Checkpointer]:
+    """Make the checkpointers of ranks, each with its storage."""
     for storage in dict.fromkeys(storages):
         claim_attempt(storage, "run")
-    rank_store = KeyValueStore(dist.HashStore())
-    ranks = [
-        Checkpointer(
-            Writer(storage, "run", 1, rank, len(storages)),
-            rank_store,
-            Committer(storage, "run", 1, CheckpointParams()),
-            lambda: None,
-        )
-        for rank, storage in enumerate(storages)
-    ]
+    store, policy = KeyValueStore(dist.HashStore()), CheckpointParams()
+    committers = [Committer(storage, "run", 1, policy) for storage in storages]
+    return [Checkpointer(rank, store, c, lambda: None) for rank, c in enumerate(committers)]
+
+
+def save(ranks: list[Checkpointer], tracked: Sequence[Mapping[str, Any]], step: int = 1) -> None:
+    """Save on each rank what it tracks."""
     for checkpointer, objects in zip(ranks, tracked, strict=True):
-        checkpointer.save(CheckpointMetadata(step=1, epoch=1, position={}), objects)
+        checkpointer.save(Manifest("run", step, 1, 1, {}, len(ranks)), objects)
     for checkpointer in ranks:
         checkpointer.wait()
-    return ranks
-
-
-ON_RANK_0 = {"model": nn.Linear(1, 1), "ema": nn.Linear(1, 1), "other": nn.Linear(1, 1)}
 
 
 @pytest.mark.parametrize(
     ("on_rank_1", "expected"),
     [
-        ({"model": nn.Linear(1, 1), "other": nn.Linear(1, 1)}, "'ema' only on rank 0; call ctx"),
-        (dict(reversed(ON_RANK_0.items())), "orders: rank 0 model, ema, other; rank 1 other, ema"),
+        ({"model": nn.Linear(1, 1)}, "rank 0 model, ema, other; rank 1 model; call ctx.track"),
+        (dict(reversed(ON_RANK_0.items())), "rank 0 model, ema, other; rank 1 other, ema, model"),
         ({**ON_RANK_0, "ema": nn.BatchNorm1d(1)}, "'ema' differs between the ranks"),
     ],
 )
@@ -59,11 +54,10 @@ def test_ranks_that_track_different_objects_are_refused(
     """Each object is one rank's to write, so it might be written by none: nothing is committed
     and the training ends, though failed checkpoints only warn."""
     storage = DirectoryStorage(tmp_path)
-    first, second = save([storage, storage], [ON_RANK_0, on_rank_1])
+    first, second = ranks = ranks_of([storage, storage])
+    save(ranks, [ON_RANK_0, on_rank_1])
     assert list_manifests(storage, "run") == []
-    second.raise_if_over()
-    with pytest.raises(InvalidParamsError, match=expected):
-        first.raise_if_over()
+    second.raise_failure()
     with pytest.raises(InvalidParamsError, match=expected):
         first.raise_failure()
 
@@ -71,7 +65,9 @@ def test_ranks_that_track_different_objects_are_refused(
 def test_ranks_that_track_the_same_objects_commit(tmp_path: Path) -> None:
     """Each object once, with the generators of each rank."""
     storage = DirectoryStorage(tmp_path)
-    save([storage] * 2, [ON_RANK_0] * 2)[0].raise_if_over()
+    ranks = ranks_of([storage] * 2)
+    save(ranks, [ON_RANK_0] * 2)
+    ranks[0].raise_failure()
     (manifest,) = list_manifests(storage, "run")
     names = {item.name for item in manifest.objects}
     assert len(manifest.objects) == len(names) == 5
@@ -83,12 +79,13 @@ def test_a_storage_that_the_hosts_do_not_share_is_refused(
 ) -> None:
     """Each host has a folder of its own under the same path: rank 0 commits nothing, and the
     training ends by an error that says who wrote elsewhere."""
-    monkeypatch.setattr(reports, "LOOK_S", 0.0)
+    monkeypatch.setattr(rank_store, "LOOK_S", 0.0)
     storages = [DirectoryStorage(tmp_path / name) for name in ("a", "b")]
-    first, _ = save(storages, [ON_RANK_0] * 2)
+    ranks = ranks_of(storages)
+    save(ranks, [ON_RANK_0] * 2)
     assert list_manifests(storages[0], "run") == []
     with pytest.raises(InvalidParamsError, match=r"share the storage .*/a: rank 0 on .* by rank 1"):
-        first.raise_if_over()
+        ranks[0].raise_failure()
 
 
 class Late(ForwardingStorage):
@@ -105,10 +102,8 @@ class Late(ForwardingStorage):
 def test_a_shared_storage_may_show_objects_late_and_is_looked_at_once(tmp_path: Path) -> None:
     """As folders over a network do; later checkpoints of the attempt cost no such look."""
     storage = Late(tmp_path)
-    ranks = save([storage, storage], [ON_RANK_0] * 2)
-    for checkpointer in ranks:
-        checkpointer.save(CheckpointMetadata(step=2, epoch=1, position={}), ON_RANK_0)
-    for checkpointer in ranks:
-        checkpointer.wait()
+    ranks = ranks_of([storage, storage])
+    save(ranks, [ON_RANK_0] * 2)
+    save(ranks, [ON_RANK_0] * 2, step=2)
     assert [manifest.step for manifest in list_manifests(storage, "run")] == [1, 2]
     assert storage.num_lists == 2

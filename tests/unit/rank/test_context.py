@@ -304,7 +304,6 @@ def test_evaluate_restores_exactly_or_refuses(tmp_path: Path) -> None:
             ctx.track(decoder=nn.Linear(1, 1))
     for step, model, message in [
         (11, healthy.make_net(), "no checkpoint of step 11"),
-        (None, healthy.make_net(), "no checkpoint of run local was named"),
         (10, nn.Linear(1, 1), "step 10 of run local doesn't fit the tracked object 'model'"),
     ]:
         with (

@@ -10,12 +10,15 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from torch import nn
 
 from prefect_torch_ddp import RankContext, Report
 from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.params import CheckpointParams
 from prefect_torch_ddp.rank.config import RankConfig
 from prefect_torch_ddp.rank.stages import run_stage, run_task, run_with_context
+from prefect_torch_ddp.results import TrainingSummary
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 
 returns = SimpleNamespace(train=None, evaluate=None, prepare="not a function")
@@ -67,7 +70,7 @@ def test_train_gives_plain_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         "num_epochs": 0,
         "last_checkpoint": None,
         "best_checkpoint": None,
-        "model_uri": None,
+        "model_uris": {},
         "resumed_from_step": None,
     }
     assert type(found["value"]["accuracy"]) is float
@@ -179,9 +182,10 @@ def test_train_leaves_the_model_that_is_evaluated(
         options={"lr": 1.0},
     )
     found = run_stage(chosen, f"{__name__}:returns")
-    assert found["model_uri"] == f"{tmp_path}/runs/run/model/model.safetensors"
-    assert load_file(found["model_uri"])["weight"].item() == weight
-    card = json.loads((tmp_path / "runs/run/model/model.json").read_bytes())
+    folder = tmp_path / "runs/run/models/000001"
+    assert found["model_uris"] == {"net": f"{folder}/net.safetensors"}
+    assert load_file(found["model_uris"]["net"])["weight"].item() == weight
+    card = json.loads((folder / "net.json").read_bytes())
     assert (card["step"], card["tracked_as"], card["workload"]) == (
         step,
         "net",
@@ -192,20 +196,37 @@ def test_train_leaves_the_model_that_is_evaluated(
     assert card["versions"]["torch"] == version("torch")
 
 
-def test_two_modules_without_the_name_are_no_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("names", "model"), [(["generator", "critic"], None), (["critic", "model"], "model")]
+)
+def test_every_tracked_module_is_exported_under_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names: list[str], model: str | None
 ) -> None:
-    """It can't be told which one it is; one named `model` can."""
-    from torch import nn
+    """A GAN's two models are both there; the one called `model` is the model."""
+    made = {name: nn.Linear(1, 1) for name in names}
 
     def train(ctx: RankContext) -> None:
-        ctx.track(**{name: nn.Linear(1, 1) for name in ctx.options["names"]})
+        optimizer = torch.optim.SGD(made[names[0]].parameters())
+        ctx.track(**made, optimizer=optimizer)
 
     monkeypatch.setattr(returns, "train", train)
-    two = replace(config(tmp_path, "train"), dataset_id=None, options={"names": ["a", "b"]})
-    assert run_stage(two, f"{__name__}:returns")["model_uri"] is None
-    named = replace(two, run_id="other", options={"names": ["a", "model"]})
-    assert (
-        run_stage(named, f"{__name__}:returns")["model_uri"]
-        == f"{tmp_path}/runs/other/model/model.safetensors"
+    chosen = replace(config(tmp_path, "train"), dataset_id=None)
+    uris = run_stage(chosen, f"{__name__}:returns")["model_uris"]
+    folder = tmp_path / "runs/run/models/000001"
+    assert uris == {name: f"{folder}/{name}.safetensors" for name in names}
+    for name, uri in uris.items():
+        assert torch.equal(load_file(uri)["weight"], made[name].weight)
+        card = json.loads((folder / f"{name}.json").read_bytes())
+        assert (card["tracked_as"], card["file"]) == (name, f"{name}.safetensors")
+    summary = TrainingSummary(
+        run_id="run",
+        attempt=1,
+        world_size=1,
+        num_steps=0,
+        num_epochs=0,
+        duration_s=1.0,
+        value={},
+        last_checkpoint=None,
+        model_uris=uris,
     )
+    assert summary.model_uri == (None if model is None else uris[model])

@@ -439,6 +439,6 @@ def track_on_rank_zero_alone(ctx: RankContext) -> None:
 def test_tracking_on_one_rank_alone_is_an_error_that_says_so(tmp_path: Path) -> None:
     """Not a hang."""
     with pytest.raises(
-        AssertionError, match=r"CheckpointError: .*rank 1: it took no part; ctx.track"
+        AssertionError, match=r"InvalidParamsError: rank 1 took no part in .*; call ctx.track"
     ):
         run_ranks(run_with_context, 2, config_for(tmp_path), track_on_rank_zero_alone)

@@ -119,3 +119,25 @@ def test_the_best_by_a_metric_of_each_epoch(
     top = best(storage, "local", "val_accuracy")
     assert top is not None
     assert (top.step, top.metrics["val_accuracy"]) == (expected, 0.9)
+
+
+@pytest.mark.parametrize("holds", ["the steps", "their iterator"])
+def test_a_checkpoint_behind_a_break_is_written_though_the_loop_is_held(
+    tmp_path: Path, holds: str
+) -> None:
+    """At once, where a variable holds what `ctx.steps` returned; an iterator that is held can't
+    be told from a step under way, and ends with the training: no batch is trained on again."""
+    storage = DirectoryStorage(tmp_path)
+    with RankContext.local(storage=storage, checkpoint=CheckpointParams(every_s=None)) as ctx:
+        ctx.track(model=nn.Linear(4, 1))
+        steps = ctx.steps(
+            ctx.loader(TensorDataset(torch.ones(24, 4)), global_batch_size=4), epochs=1
+        )
+        held = steps if holds == "the steps" else iter(steps)
+        for _ in held:
+            break
+        ctx.checkpoint(force=True)
+        ctx._parts.tracker._checkpointer.wait()
+        assert len(list_manifests(storage, "local")) == (holds == "the steps")
+    (manifest,) = list_manifests(storage, "local")
+    assert (manifest.step, manifest.position["batch"]) == (1, 1)

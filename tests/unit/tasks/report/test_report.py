@@ -32,7 +32,10 @@ def evaluation(names=("cat", "dog"), matrix=((3, 1), (0, 4))) -> Report:
     return Report(num_samples=8, accuracy=0.875, loss=0.25, classes=scores, confusion_matrix=matrix)
 
 
-def report(**changes) -> TrainReport:
+MODEL = {"model": "s3://bucket/runs/r/model.pt"}
+
+
+def report(model_uris: dict[str, str] | None = MODEL, **changes) -> TrainReport:
     """Make the report of a run that resumed once."""
     last = CheckpointRef(
         step=400,
@@ -59,6 +62,7 @@ def report(**changes) -> TrainReport:
             duration_s=200.4,
             value={},
             last_checkpoint=last,
+            model_uris=model_uris or {},
             resumed_from_step=200,
         ),
         "epochs": (
@@ -72,7 +76,6 @@ def report(**changes) -> TrainReport:
         ),
         "evaluation": evaluation(),
         "checkpoint": last,
-        "model_uri": "s3://bucket/runs/r/model.pt",
     }
     return TrainReport(**(values | changes))
 

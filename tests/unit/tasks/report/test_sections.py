@@ -12,7 +12,7 @@ from tests.unit.tasks.report.test_report import RECORD, report
 
 def source_of(uri: str) -> str:
     """Return the lines that are shown, without the fence."""
-    return "\n".join(load_code(uri).splitlines()[1:-1])
+    return "\n".join(load_code("model", uri).splitlines()[1:-1])
 
 
 def test_a_checkpoint_in_several_roles_is_listed_once_and_its_place_is_no_link() -> None:
@@ -30,10 +30,20 @@ def test_a_checkpoint_in_several_roles_is_listed_once_and_its_place_is_no_link()
 
 def test_without_a_model_the_report_says_what_to_do() -> None:
     """And shows no code that can't run."""
-    markdown = render_report(report(model_uri=None), TrainParams(), RECORD)
+    markdown = render_report(report(model_uris=None), TrainParams(), RECORD)
     assert "No model was exported: `train` tracked none." in markdown
     assert "load_state_dict" not in markdown
-    assert "Model weights" not in markdown
+    assert "**Weights**" not in markdown
+
+
+def test_each_of_several_models_is_shown_with_its_card_and_its_code() -> None:
+    """By the name that it was tracked under, as those of a GAN."""
+    uris = {name: f"/data/models/000001/{name}.safetensors" for name in ("generator", "critic")}
+    markdown = render_report(report(model_uris=uris), TrainParams(), RECORD)
+    for name, uri in uris.items():
+        assert f"- **Weights** of `{name}`, step 400: `{uri}`" in markdown
+        assert f"their card: `/data/models/000001/{name}.json`" in markdown
+        assert f"{name}.load_state_dict(safetensors.torch.load_file(file))" in markdown
 
 
 @pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
