@@ -11,14 +11,12 @@ from io import FileIO
 from pathlib import Path
 from typing import BinaryIO, TypeVar
 
-from prefect_torch_ddp.errors import BadKeyError, InvalidParamsError, ObjectNotFoundError
-from prefect_torch_ddp.storage.directory_files import (
-    NO_OBJECT,
-    explained,
-    is_local,
-    list_files,
-    read_part,
-    walk,
+from prefect_torch_ddp.errors import (
+    BadKeyError,
+    InvalidParamsError,
+    ObjectChangedError,
+    ObjectNotFoundError,
+    StorageError,
 )
 from prefect_torch_ddp.storage.keys import RESERVED_PART, check_key, check_prefix, is_key
 from prefect_torch_ddp.storage.probe import probe
@@ -29,7 +27,34 @@ T = TypeVar("T")
 STALE_AFTER_S = 24 * 3600.0
 """Nobody writes a file that long: what is older was left by a killed process."""
 NUM_PLACINGS = 100
-PART_BYTES = 4 * 2**20
+NO_OBJECT = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
+CHANGED = (
+    "the file changed since it was listed: list it again, by running prepare again, "
+    "or keep data in use unchanged"
+)
+LOCAL = frozenset({"btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "tmpfs", "xfs", "zfs"})
+"""A file that is open or mapped there stays readable after its name is gone."""
+
+_RIGHTS = "give this user the right to do so, or choose another storage"
+_FILE_IN_THE_WAY = "a file stands where a folder is needed: rename it, or choose another storage"
+WAYS_OUT = {
+    errno.EACCES: _RIGHTS,
+    errno.EPERM: _RIGHTS,
+    errno.EROFS: "choose a storage that isn't mounted read-only",
+    errno.ENOSPC: "the disk is full: free space there, or choose another storage",
+    errno.EDQUOT: "the quota is used up: free space there, or choose another storage",
+    errno.EFBIG: "the file is larger than the file system or the process's limit (ulimit -f) "
+    "allows",
+    errno.ENOTDIR: _FILE_IN_THE_WAY,
+    errno.EEXIST: _FILE_IN_THE_WAY,
+    errno.EISDIR: "a folder stands where the file is needed: one name can't be a key and the "
+    "beginning of other keys too",
+    errno.EXDEV: "another file system is mounted below the storage's root: make that one the "
+    "storage",
+    errno.EOPNOTSUPP: "this file system has no hard links, by which of several writers one "
+    "wins: choose another one",
+    errno.ENAMETOOLONG: "choose a storage with a shorter path",
+}
 
 
 def absolute_folder(folder: str | Path) -> Path:
@@ -69,18 +94,6 @@ class DirectoryStorage:
         with self._opened(key) as file:
             return file.readall()
 
-    def read_seen(self, key: str, see: Callable[[memoryview], object]) -> memoryview:
-        """See `ShowsContent.read_seen`; the disk reads the next part while `see` looks at one."""
-        with self._opened(key) as file:
-            content = memoryview(bytearray(os.fstat(file.fileno()).st_size))
-            with suppress(OSError):  # advice that not every file system takes
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
-            arrived = 0
-            while num_read := file.readinto(content[arrived : arrived + PART_BYTES]):
-                see(content[arrived : arrived + num_read])
-                arrived += num_read
-            return content[:arrived]
-
     def open_file(self, key: str) -> BinaryIO | None:
         """See `HasFiles.open_file`."""
         with self._opened(key) as file:
@@ -91,45 +104,39 @@ class DirectoryStorage:
     def write(self, key: str, data: bytes | memoryview) -> None:
         """See `Storage.write`."""
         path = self._path(key)
-        with explained("write", path), self._finished_file(data) as temporary:
+        with _explained("write", path), self._finished_file(data) as temporary:
             _place(temporary, path, os.replace)
 
     def write_if_absent(self, key: str, data: bytes) -> bool:
         """See `Storage.write_if_absent`."""
         path = self._path(key)
-        with explained("write", path), self._finished_file(data) as temporary:
+        with _explained("write", path), self._finished_file(data) as temporary:
             if path.is_dir():
                 raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
             return _place(temporary, path, _link)
 
     def list(self, prefix: str = "") -> Iterator[StoredObject]:
         """See `Storage.list`."""
-        found = walk(self.root, check_prefix(prefix), follows_links=False)
+        found = _walk(self.root, check_prefix(prefix), follows_links=False)
         return (StoredObject(key, status.st_size) for key, status in found if is_key(key))
 
     def read_many(self, parts: Sequence[ObjectPart]) -> Contents:
         """See `ReadsMany.read_many`; one after the other."""
-        return [read_part(self.root, part) for part in parts]
+        return [self._part_or_error(part) for part in parts]
 
     def list_objects(self, prefix: str) -> Iterator[ListedObject]:
         """See `ReadsMany.list_objects`; links are followed."""
-        return list_files(self.root, prefix)
+        found = _walk(self.root, prefix, follows_links=True)
+        return (ListedObject(key, status.st_size, _etag(status)) for key, status in found)
 
     def delete(self, key: str) -> None:
         """See `Storage.delete`; the folders that are left empty go too."""
         path = self._path(key)
-        with explained("delete", path):
-            try:
-                path.unlink()
-            except NO_OBJECT:
-                return
-        for folder in path.parents:
-            if folder == self.root:
-                return
-            try:
-                folder.rmdir()
-            except OSError:  # not empty
-                return
+        with _explained("delete", path), suppress(*NO_OBJECT):
+            path.unlink()
+            with suppress(OSError):  # one isn't empty
+                for folder in path.relative_to(self.root).parents[:-1]:
+                    (self.root / folder).rmdir()
 
     def check_writable(self) -> None:
         """See `Storage.check_writable`; removes what killed processes left unfinished."""
@@ -148,21 +155,22 @@ class DirectoryStorage:
     def _opened(self, key: str) -> Iterator[FileIO]:
         path = self._path(key)
         self._keep_inside(path, key)
-        with explained("read", path):
-            try:
-                with path.open("rb", buffering=0) as file:
-                    yield file
-            except NO_OBJECT as error:
-                msg = f"there is no {key} in {self.uri}"
-                raise ObjectNotFoundError(msg) from error
+        with _explained("read", path), path.open("rb", buffering=0) as file:
+            yield file
+
+    def _part_or_error(self, part: ObjectPart) -> bytes | StorageError:
+        if part.key.startswith("/") or ".." in part.key.split("/"):
+            return BadKeyError(f"{part.key!r} leads out of {self.root}")
+        try:
+            return _read_part(self.root / part.key, part)
+        except StorageError as error:
+            return error
 
     def _keep_inside(self, path: Path, key: str) -> None:
         real, root = os.path.realpath(path), os.path.realpath(self.root)
         if os.path.commonpath([real, root]) != root:
-            msg = (
-                f"{key} leads out of {self.uri} by a symbolic link, to {real}; "
-                "remove the link, or move the root"
-            )
+            where = f"{key} leads out of {self.uri} by a symbolic link, to {real}"
+            msg = f"{where}; remove the link, or move the root"
             raise BadKeyError(msg)
 
     @contextmanager
@@ -197,13 +205,9 @@ def _place(temporary: Path, path: Path, place: Callable[[Path, Path], T]) -> T:
 
 
 def _link(temporary: Path, path: Path) -> bool:
-    try:
+    with suppress(FileExistsError):  # NFS may say so of our own, if its first answer was lost
         os.link(temporary, path)
-    except FileExistsError:
-        # NFS may say so of our own link, when its first answer was lost: link(2). Then the file
-        # has two names.
-        return temporary.stat().st_nlink > 1
-    return True
+    return temporary.stat().st_nlink > 1
 
 
 def _sync_folder(folder: Path) -> None:
@@ -214,3 +218,89 @@ def _sync_folder(folder: Path) -> None:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
+
+
+@contextmanager
+def _explained(verb: str, path: Path) -> Iterator[None]:
+    """Turn an OSError into a `StorageError` with what was to be done, where, and what helps."""
+    try:
+        yield
+    except OSError as error:
+        if verb == "read" and isinstance(error, NO_OBJECT):
+            msg = f"there is no {path}"
+            raise ObjectNotFoundError(msg) from error
+        way_out = WAYS_OUT.get(error.errno or 0, "check the disk, or the mount")
+        msg = f"can't {verb} {path}: {error.strerror or error}; {way_out}"
+        raise StorageError(msg) from error
+
+
+def _read_part(path: Path, part: ObjectPart) -> bytes:
+    with _explained("read", path), path.open("rb") as file:
+        found = os.fstat(file.fileno())
+        if part.etag is not None and part.etag != _etag(found):
+            msg = f"can't read {path}: {CHANGED}"
+            raise ObjectChangedError(msg)
+        file.seek(part.start or 0)
+        content = file.read(part.num_bytes if part.start is not None else -1)
+    if len(content) != part.num_bytes:
+        msg = f"can't read {path}: it has {found.st_size} bytes; {CHANGED}"
+        raise ObjectChangedError(msg)
+    return content
+
+
+def _walk(
+    root: Path,
+    prefix: str,
+    folder_key: str = "",
+    above: frozenset[tuple[int, int]] = frozenset(),
+    *,
+    follows_links: bool,
+) -> Iterator[tuple[str, os.stat_result]]:
+    """Yield the files whose key begins with the prefix, sorted by key as S3 does."""
+    for name in _sorted_names(root / folder_key, follows_links=follows_links):
+        key, is_folder = folder_key + name, name.endswith("/")
+        may_match = key.startswith(prefix) or (is_folder and prefix.startswith(key))
+        if not may_match or key == f"{RESERVED_PART}/":
+            continue
+        try:
+            found = (root / key).stat(follow_symlinks=follows_links)
+        except FileNotFoundError:  # deleted meanwhile, or a link to nothing
+            continue
+        here = found.st_dev, found.st_ino
+        if not is_folder:
+            yield key, found
+        elif here not in above:  # a link to a folder above isn't followed forever
+            yield from _walk(root, prefix, key, above | {here}, follows_links=follows_links)
+
+
+def _sorted_names(folder: Path, *, follows_links: bool) -> list[str]:
+    """Return the names, those of folders with a slash: so sorted, a walk gives keys in order."""
+    names = []
+    with _explained("list", folder), suppress(*NO_OBJECT), os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.is_dir(follow_symlinks=follows_links):
+                names.append(f"{entry.name}/")
+            elif follows_links or entry.is_file(follow_symlinks=False):
+                names.append(entry.name)
+    return sorted(names, key=os.fsencode)
+
+
+def _etag(found: os.stat_result) -> str:
+    return f"{found.st_mtime_ns:x}-{found.st_size:x}"
+
+
+def is_local(folder: Path) -> bool:
+    """Return whether a folder is known to be on a file system of this machine (on Linux only).
+
+    A file mapped into memory from elsewhere ends the process by SIGBUS where its server fails.
+    """
+    device = folder.stat().st_dev
+    name = f"{os.major(device)}:{os.minor(device)}"
+    try:
+        lines = Path("/proc/self/mountinfo").read_text().splitlines()
+    except OSError:
+        return False
+    # proc(5): mount id, parent id, device, root, mount point, options, tags, "-", file system, ...
+    of_device = (line for line in lines if line.split()[2] == name)
+    kinds = {line.partition(" - ")[2].split()[0] for line in of_device}
+    return bool(kinds) and kinds <= LOCAL

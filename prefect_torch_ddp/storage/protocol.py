@@ -78,15 +78,6 @@ class KeepsUnfinished(Protocol):
 
 
 @runtime_checkable
-class ShowsContent(Protocol):
-    """A storage that shows content as it arrives, so that it is hashed while it is read."""
-
-    def read_seen(self, key: str, see: Callable[[memoryview], object]) -> memoryview:
-        """Return the whole object as `read` does; call `see` with each part of it, in order."""
-        ...
-
-
-@runtime_checkable
 class HasFiles(Protocol):
     """A storage whose objects are files that may be mapped into memory instead of copied."""
 

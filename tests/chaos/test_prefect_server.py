@@ -1,13 +1,9 @@
 """The Prefect server dies while ranks train, and comes back."""
 
-import os
-import subprocess
-import sys
-import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
 import pytest
@@ -17,7 +13,11 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect_torch_ddp import TrainParams, train_flow
 from tests.support.runs import flow_run_id_of, free_port, train_states
 from tests.support.separate_cluster import end
+from tests.support.servers import start_prefect_server
 from tests.support.waiting import wait_until
+
+if TYPE_CHECKING:
+    import subprocess
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -34,28 +34,9 @@ class Server:
 
     def start(self) -> None:
         """Start it, for the first time or again; returns when it answers."""
-        command = [
-            sys.executable,
-            "-m",
-            "prefect",
-            "server",
-            "start",
-            "--host",
-            "127.0.0.1",
-            "--port",
-            str(self._port),
-            "--no-ui",
-        ]
         with (self._home / "server.log").open("ab") as log:
-            self._process = subprocess.Popen(
-                command, stdout=log, stderr=log, env=os.environ | {"PREFECT_HOME": str(self._home)}
-            )
-        wait_until(self._answers)
-
-    def _answers(self) -> bool:
-        with suppress(OSError), urllib.request.urlopen(f"{self.url}/health", timeout=2) as response:
-            return bool(response.status == 200)
-        return False
+            self._process = start_prefect_server(self._home, self._port, log.fileno())
+        assert self._process is not None
 
     def kill(self) -> None:
         """SIGKILL it."""

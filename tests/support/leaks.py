@@ -66,9 +66,9 @@ def _no_leaked_threads() -> Iterator[None]:
 
 
 def _may_stay(thread: threading.Thread) -> bool:
-    """Tell whether a library keeps this thread for the life of the process, by design, and ends
+    """Tell whether its owner keeps this thread for the life of the process, by design, and ends
     it at exit."""
-    return thread.name.startswith("Dask-Offload")
+    return thread.name.startswith(("Dask-Offload", "ptd-read"))
 
 
 @pytest.fixture(autouse=True)

@@ -1,12 +1,10 @@
 """Real servers as fixtures: Prefect, Dask, Ceph. Wide in scope, since they cost seconds."""
 
 import os
-import socket
 import subprocess
 import sys
 import urllib.request
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -54,35 +52,29 @@ def _drain_prefect() -> None:
 
 
 def _start_prefect_server(home: Path, log: int) -> tuple[subprocess.Popen[bytes], str]:
+    from tests.support.runs import free_port
+
     for _ in range(3):  # another process may take the free port before the server does
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        command = [
-            sys.executable,
-            "-m",
-            "prefect",
-            "server",
-            "start",
-            "--host",
-            "127.0.0.1",
-            "--port",
-            str(port),
-            "--no-ui",
-        ]
-        process = subprocess.Popen(
-            command, stdout=log, stderr=log, env=os.environ | {"PREFECT_HOME": str(home)}
-        )
-        becomes_true(partial(_has_settled, process, port), READY_S)
-        if _is_ready(process, port):
+        port = free_port()
+        if process := start_prefect_server(home, port, log):
             return process, f"http://127.0.0.1:{port}/api"
-        process.kill()
-        process.wait()
     pytest.fail("the Prefect server did not start:\n" + (home / "server.log").read_text()[-4000:])
 
 
-def _has_settled(process: subprocess.Popen[bytes], port: int) -> bool:
-    return process.poll() is not None or _is_ready(process, port)
+def start_prefect_server(home: Path, port: int, log: int) -> subprocess.Popen[bytes] | None:
+    """Start a Prefect server, its database in `home`; return it when it answers, None where it
+    didn't start."""
+    command = f"prefect server start --host 127.0.0.1 --port {port} --no-ui".split()
+    environment = os.environ | {"PREFECT_HOME": str(home)}
+    process = subprocess.Popen(
+        [sys.executable, "-m", *command], stdout=log, stderr=log, env=environment
+    )
+    becomes_true(lambda: process.poll() is not None or _is_ready(process, port), READY_S)
+    if _is_ready(process, port):
+        return process
+    process.kill()
+    process.wait()
+    return None
 
 
 def _is_ready(process: subprocess.Popen[bytes], port: int) -> bool:

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from prefect_torch_ddp.errors import BadKeyError, ObjectNotFoundError
-from prefect_torch_ddp.storage.protocol import ShowsContent, Storage, StoredObject
+from prefect_torch_ddp.storage.protocol import Storage, StoredObject
 
 NUM_RACERS = 8
 PATIENCE_S = 60.0
@@ -88,23 +88,6 @@ class StorageConformance:
             for content in (data, memoryview(bytearray(b"x" + data))[1:].toreadonly()):
                 storage.write("folder/object", content)
                 assert storage.read("folder/object") == data
-
-    def test_content_is_shown_as_it_arrives(self, storage):
-        """All of it, in order, where the storage can do that."""
-        if not isinstance(storage, ShowsContent):
-            return
-        for data in (b"", b"abc", bytes(range(256)) * 40_000):
-            storage.write("folder/object", data)
-            parts: list[bytes] = []
-            assert (
-                storage.read_seen(
-                    "folder/object", lambda part, parts=parts: parts.append(bytes(part))
-                )
-                == data
-            )
-            assert b"".join(parts) == data
-        with pytest.raises(ObjectNotFoundError, match="absent"):
-            storage.read_seen("absent", len)
 
     def test_an_absent_object_is_named(self, storage):
         """Reading what isn't there says which key and where."""

@@ -14,8 +14,7 @@ from prefect_torch_ddp.checkpoint.objects import NUM_THREADS, PIECE_BYTES, diges
 from prefect_torch_ddp.checkpoint.restore import Restorer
 from prefect_torch_ddp.checkpoint.serial import to_bytes
 from prefect_torch_ddp.errors import CheckpointError
-from prefect_torch_ddp.storage.directory import DirectoryStorage
-from prefect_torch_ddp.storage.directory_files import is_local
+from prefect_torch_ddp.storage.directory import DirectoryStorage, is_local
 from prefect_torch_ddp.storage.protocol import Storage
 from tests.support.forwarding import ForwardingStorage
 

@@ -5,6 +5,7 @@ import re
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from http import HTTPStatus
@@ -13,16 +14,10 @@ from urllib.parse import quote, urlsplit
 
 from prefect_torch_ddp.errors import BadAnswerError, OtherObjectError, StorageError
 from prefect_torch_ddp.storage.protocol import Contents, ObjectPart
-from prefect_torch_ddp.storage.s3.client import (
-    PerProcess,
-    Variables,
-    aws_variables,
-    session_of,
-)
+from prefect_torch_ddp.storage.s3.client import PerProcess, Variables, aws_variables, session_of
 from prefect_torch_ddp.storage.s3.errors import CHANGED
 from prefect_torch_ddp.storage.s3.lean.connections import Connections, request_of
 from prefect_torch_ddp.storage.s3.lean.sign import GetSigner
-from prefect_torch_ddp.storage.s3.lean.threads import Threads
 from prefect_torch_ddp.storage.s3.location import S3Location
 from prefect_torch_ddp.storage.s3.retries import ask
 
@@ -65,7 +60,7 @@ class S3Reader:
         import botocore.session  # noqa: F401, PLC0415 - loads when an object is touched
 
         self._location = location
-        self._threads = Threads(NUM_THREADS)
+        self._pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="ptd-read")
         self._num_misses = 0
         self._rests_until_s = 0.0
         self._learning = threading.Lock()
@@ -75,16 +70,16 @@ class S3Reader:
 
     def read_many(self, parts: Sequence[ObjectPart]) -> Contents:
         """See `ReadsMany.read_many`."""
-        # One of botocore's in the caller's thread, where it loads what it needs.
         num_begun = 1 if self._lean is None else 0
         values: list[bytes | StorageError | None] = []
         values += map(self._by_botocore, parts[:num_begun])
-        values += self._threads.map(self._by_lean_get, parts[num_begun:])
+        values += self._pool.map(self._by_lean_get, parts[num_begun:])
         missed = [index for index, value in enumerate(values) if value is None]
-        num_own = 1 - num_begun
-        again = [parts[index] for index in missed]
-        found = [self._by_botocore(part) for part in again[:num_own]]
-        found += self._threads.map(self._by_botocore, again[num_own:])
+        # The first in the caller's thread, where botocore loads what it needs.
+        for index in missed[: 1 - num_begun]:
+            values[index] = self._by_botocore(parts[index])
+        missed = [index for index in missed if values[index] is None]
+        found = self._pool.map(self._by_botocore, [parts[index] for index in missed])
         for index, value in zip(missed, found, strict=True):
             values[index] = value
         return cast("Contents", values)
