@@ -138,6 +138,11 @@ class ForkServerUnavailableError(Exception):
 class ForkServerUnfitError(ForkServerUnavailableError):
     """Ranks can't be forked on this machine, now and later. Never leaves `gang`."""
 
+    def __init__(self, why: str, culprit: str = "") -> None:
+        """Keep which import, if any, is to blame."""
+        super().__init__(why)
+        self.culprit = culprit
+
 
 class TaskCancelled(BaseException):
     """A task of the flow was cancelled, by the flow's own end or from outside; says how it ended.

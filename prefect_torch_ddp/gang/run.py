@@ -13,14 +13,15 @@ from distributed import Client
 from prefect_torch_ddp.errors import GangError
 from prefect_torch_ddp.gang.attempt_log import AttemptLog, CallAttemptLog
 from prefect_torch_ddp.gang.caller.attempt import run_attempt
-from prefect_torch_ddp.gang.caller.placement import GangSize
-from prefect_torch_ddp.gang.caller.plan import (
-    GangPlan,
+from prefect_torch_ddp.gang.caller.code import (
     brings_context,
     name_of,
     own_code_paths,
     pickle_call,
+    preload_of,
 )
+from prefect_torch_ddp.gang.caller.placement import GangSize
+from prefect_torch_ddp.gang.caller.plan import GangPlan
 from prefect_torch_ddp.gang.caller.stop import StopSwitch, follow, log_event
 from prefect_torch_ddp.gang.liveness import liveness_timeout_s
 from prefect_torch_ddp.gang.options import CallParams, check_call, check_client, checked
@@ -113,6 +114,7 @@ def run_gang(  # noqa: PLR0913 - level 1 is one call
         this_plan = replace(
             plan,
             payload=pickle_call(fn, own_args, dict(kwargs or {})),
+            preload=preload_of(own_args[1] if brings_context(fn) else fn),
             attempt=number,
             # As torchrun counts: from the start of the whole job, never beyond the maximum.
             max_restarts=number - 1 + restarts.num_left,

@@ -6,11 +6,14 @@ This module is also a preload of Dask's: `dask worker --preload prefect_torch_dd
 import asyncio
 import logging
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from distributed import Client, Worker, WorkerPlugin
 
+from prefect_torch_ddp.gang.caller.code import preload_of
 from prefect_torch_ddp.gang.options import check_client
+from prefect_torch_ddp.protocol.rank import TORCH_ALONE, Preload
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -20,7 +23,7 @@ logger = logging.getLogger(__name__)
 PLUGIN_NAME = "prefect-torch-ddp-warm"
 
 
-def warm(client: Client) -> None:
+def warm(client: Client, code: Callable[..., Any] | str | None = None) -> None:
     """Have every Dask worker load torch now, in its fork server, so that gangs start fast.
 
     Doesn't wait for it. Workers that join later are warmed as well, for as long as an idle fork
@@ -29,41 +32,48 @@ def warm(client: Client) -> None:
 
     Args:
         client: a synchronous Dask client.
+        code: the function, the script or the workload of the next gang: the libraries that it
+            imports are loaded too.
 
     Raises:
         InvalidParamsError: the client isn't synchronous, or not connected.
     """
     check_client(client)
     loop = client.loop.asyncio_loop  # type: ignore[union-attr]
-    asyncio.run_coroutine_threadsafe(_register(client), loop).add_done_callback(_note)
+    preload = TORCH_ALONE if code is None else preload_of(code)
+    asyncio.run_coroutine_threadsafe(_register(client, preload), loop).add_done_callback(_note)
 
 
 async def dask_setup(worker: Worker) -> None:
     """Warm this worker as it starts; Dask calls this in a preload."""
     from prefect_torch_ddp.gang.worker.rpc import register_rpc  # noqa: PLC0415 - it imports much
 
-    await register_rpc(worker, warm=True)
+    await register_rpc(worker, TORCH_ALONE)
 
 
-async def _register(client: Client) -> None:
+async def _register(client: Client, preload: Preload) -> None:
     # On the client's own loop it returns an awaitable.
-    await client.register_plugin(_plugin(time.time()), PLUGIN_NAME)
+    await client.register_plugin(_plugin(time.time(), preload), PLUGIN_NAME)
 
 
-def _plugin(asked_s: float) -> WorkerPlugin:
-    # Within a function, so that it is pickled by value: a worker that joins and can't unpickle
-    # a plugin of its scheduler's does not start, and there may be workers without this package.
+def _plugin(asked_s: float, preload: Preload) -> WorkerPlugin:
+    # Within a function and of plain values, so that it is pickled by value: a worker that joins
+    # and can't unpickle a plugin of its scheduler's does not start, and there may be workers
+    # without this package.
+    imports, shadowed_by = preload.imports, preload.shadowed_by
+
     class Warm(WorkerPlugin):
         async def setup(self, worker: Worker) -> None:
             try:
                 from prefect_torch_ddp.gang.worker.fork_client import idle_s  # noqa: PLC0415
                 from prefect_torch_ddp.gang.worker.rpc import register_rpc  # noqa: PLC0415
+                from prefect_torch_ddp.protocol.rank import Preload  # noqa: PLC0415
             except ImportError:  # a gang says so, by name
                 return
             # The scheduler keeps the plugin when its client is long gone; a fork server for
             # nobody would be 200 MB on each new worker.
             if time.time() - asked_s < idle_s():
-                await register_rpc(worker, warm=True)
+                await register_rpc(worker, Preload(imports, shadowed_by))
 
     return Warm()
 

@@ -1,8 +1,12 @@
 """What a rank process starts with, forked or not, and the orders that its agent sends it."""
 
+import functools
 import json
 import os
 import pickle
+import site
+import sys
+import sysconfig
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from enum import Enum
@@ -57,6 +61,36 @@ class CodePaths:
         return [*first, *(folder for folder in path if folder not in first), *last]
 
 
+@functools.cache
+def package_folders() -> tuple[Path, ...]:
+    """Return where this Python keeps its own modules and the installed packages."""
+    paths = (
+        sysconfig.get_path("stdlib"),
+        *site.getsitepackages(),
+        site.getusersitepackages(),
+    )
+    return tuple(dict.fromkeys(Path(path).resolve() for path in paths))
+
+
+def is_installed(path: str | Path) -> bool:
+    """Whether a module's file is Python's own or an installed package's, not the user's own."""
+    folders = (Path(sys.prefix).resolve(), Path(sys.base_prefix).resolve(), *package_folders())
+    return any(Path(path).resolve().is_relative_to(folder) for folder in folders)
+
+
+@dataclass(frozen=True)
+class Preload:
+    """What a fork server loads for the ranks of a gang."""
+
+    imports: tuple[str, ...] = ()
+    """Statements that import from installed packages, in the order in which ranks would."""
+    shadowed_by: tuple[str, ...] = ()
+    """Folders of the user's own modules that come before installed packages."""
+
+
+TORCH_ALONE = Preload()
+
+
 @dataclass(frozen=True)
 class RankLaunch:
     """What the caller decides about a rank process."""
@@ -77,6 +111,7 @@ class RankLaunch:
     """The rank ends itself when its agent has sent beats and then none for this long."""
     code_paths: CodePaths
     launcher: Launcher
+    preload: Preload = TORCH_ALONE
 
 
 COPIES = "records"
@@ -158,12 +193,18 @@ class _Message:
 class ForkServerOrder(_Message):
     """A Dask worker's order to its fork server.
 
-    The file descriptors of a fork, `RankFiles.sent()`, come along by SCM_RIGHTS.
+    The file descriptors that it needs come along by SCM_RIGHTS: of a fork `RankFiles.sent()`.
     """
 
-    op: Literal["fork", "reap"]
+    op: Literal["fork", "reap", "load"]
+    """load: fork a server that has some libraries loaded too, with the socket that comes along."""
     pid: int = 0
     """Whom to reap."""
+    imports: Sequence[str] = ()
+    shadowed_by: Sequence[str] = ()
+    """Both of the Preload."""
+    rank_variables: Sequence[str] = ()
+    """Environment variables that ranks have and the server lacks, or has otherwise."""
 
 
 @dataclass(frozen=True)
@@ -171,8 +212,10 @@ class ForkServerAnswer(_Message):
     """The fork server's answer to an order, and its first word when it is ready."""
 
     pid: int = 0
-    """The rank that was forked; 0 where none was."""
+    """What was forked; 0 where nothing was."""
     status: int = 0
-    """How a reaped rank ended: its exit code, or the negated number of the signal."""
+    """How a reaped process ended: its exit code, or the negated number of the signal."""
     unfit: str | None = None
     """Why forking is not safe; None where it is."""
+    culprit: str = ""
+    """The import that made it unsafe."""

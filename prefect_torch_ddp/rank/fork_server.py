@@ -1,5 +1,7 @@
 """The fork server: a process that loads torch once and forks ranks for its Dask worker.
 
+It also forks another server like itself, which has the libraries of a gang loaded too.
+
 Why forking is safe here: one thread and no CUDA (both checked before each fork), no lock held,
 no open file but the socket. The child leads a session of its own and dies with the fork server
 (PR_SET_PDEATHSIG), which ends when its Dask worker's end of the socket closes.
@@ -9,7 +11,6 @@ any session, and is killed with the last rank of the gang.
 """
 
 import contextlib
-import gc
 import os
 import random
 import select
@@ -22,13 +23,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from prefect_torch_ddp.protocol.rank import ForkServerAnswer, ForkServerOrder, LaunchPage, RankFiles
-from prefect_torch_ddp.rank.main import adopt_orphans, name_process, run_rank
+from prefect_torch_ddp.rank.libraries import freeze, load_ahead, why_unfit
+from prefect_torch_ddp.rank.main import adopt_orphans, die_with, name_process, run_rank
 
 MAX_FDS = 8
 SWEEP_TIMEOUT_S = 2.0
 """How long killed leftovers of a gang may take to die before they no longer block the next."""
-LULL_S, BUSY_LULL_S = 1.0, 5.0
-"""After this long without an order the server loads more; the second while its ranks run."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str]) -> None:
     adopt_orphans()
     _load_torch()
     worker.send(ForkServerAnswer(unfit=why_unfit()).encode())
-    _freeze()
+    freeze()
     rank = _Server(worker, idle_s).serve()
     if rank is not None:
         run_rank(rank.fds, rank.parent_pid, rank.page, rank.payload)
@@ -61,40 +61,19 @@ def main(arguments: Sequence[str]) -> None:
     os._exit(0)
 
 
-def why_unfit() -> str | None:
-    """Return what makes forking this process unsafe; None when nothing does."""
-    import torch  # noqa: PLC0415 - see _load_torch
-
-    num_threads = len(os.listdir("/proc/self/task"))  # noqa: PTH208 - names alone are counted
-    if num_threads != 1:
-        return f"it runs {num_threads} threads"
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        return "CUDA is initialised in it"
-    return None
-
-
 def _load_torch() -> None:
     # Not at the top: spawned children of a rank import this module as their __main__.
     import torch.distributed  # noqa: PLC0415
-    import torch.utils.data  # noqa: PLC0415, F401
+    import torch.utils.data  # noqa: PLC0415
 
     from prefect_torch_ddp.rank import stages  # noqa: PLC0415, F401
     from prefect_torch_ddp.rank.distributed import group  # noqa: PLC0415, F401
     from prefect_torch_ddp.rank.loop import steps  # noqa: PLC0415, F401
 
-
-def _load_dynamo() -> None:
-    """Load what DDP's constructor would import in each rank, which takes 1.3 s of a core."""
-    # A build of torch may lack it; the rank that wants it will say so.
+    # DDP's constructor imports it, which takes a second of a core in each rank. A build of torch
+    # may lack it; the rank that wants it will say so.
     with contextlib.suppress(ImportError):
         import torch._dynamo  # noqa: PLC0415, F401
-    _freeze()
-
-
-def _freeze() -> None:
-    """Keep the children's garbage collector from copying what they share with this process."""
-    gc.collect()
-    gc.freeze()
 
 
 class _Server:
@@ -103,7 +82,6 @@ class _Server:
         self._pid = os.getpid()
         self._idle_s = idle_s
         self._ranks: set[int] = set()
-        self._has_dynamo = False
         self._poller = select.poll()
         self._poller.register(worker, select.POLLIN)
 
@@ -117,6 +95,8 @@ class _Server:
             unfit = why_unfit()
             pid = 0 if unfit else _fork(self._worker)
             if pid is None:
+                if message.op == "load":
+                    return self._become_loaded(message, fds[0])
                 return _become_rank(fds, self._pid)
             for fd in fds:
                 os.close(fd)
@@ -128,12 +108,7 @@ class _Server:
 
     def _next_order(self) -> tuple[ForkServerOrder, list[int]] | None:
         """Wait for an order; None if the worker is gone, or nobody wanted a rank for long."""
-        if not self._has_dynamo:
-            ready = self._poller.poll((BUSY_LULL_S if self._ranks else LULL_S) * 1000)
-            if not ready:
-                self._has_dynamo = True
-                _load_dynamo()
-        while not (ready := self._poller.poll(self._idle_s * 1000)) and self._ranks:
+        while not (ready := self._poller.poll(self._idle_s * 1000)) and self._is_in_use():
             pass
         # An order whose sender is gone, or gave this process up while it was stopped, must not
         # be carried out late.
@@ -141,6 +116,19 @@ class _Server:
             return None
         data, fds, _, _ = socket.recv_fds(self._worker, 65_536, MAX_FDS)
         return (ForkServerOrder.decode(data), fds) if data else None
+
+    def _is_in_use(self) -> bool:
+        """Whether a rank lives, or a server with more libraries, which ends when idle itself."""
+        options = os.WEXITED | os.WNOHANG | os.WNOWAIT
+        return any(os.waitid(os.P_PID, pid, options) is None for pid in self._ranks)
+
+    def _become_loaded(self, order: ForkServerOrder, fd: int) -> _ForkedRank | None:
+        """Serve as a fork server with more libraries, in a forked child of the first one."""
+        die_with(self._pid)
+        adopt_orphans()
+        worker = socket.socket(fileno=fd)
+        worker.send(load_ahead(order).encode())
+        return _Server(worker, self._idle_s).serve()
 
     def _answer(self, answer: ForkServerAnswer) -> None:
         self._worker.send(answer.encode())

@@ -45,7 +45,7 @@ def run_rank(fds: Sequence[int], parent_pid: int, page: LaunchPage, payload: byt
         page: how to run.
         payload: what to run: the pickled call.
     """
-    _die_with(parent_pid)
+    die_with(parent_pid)
     launch = page.launch
     name_process(f"ddp-rank-{launch.place.rank}")
     default_to_fork()
@@ -121,7 +121,7 @@ def adopt_orphans() -> None:
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
-def _die_with(parent_pid: int) -> None:
+def die_with(parent_pid: int) -> None:
     """Have the kernel kill this process when its parent ends: agent's thread or fork server."""
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:
@@ -168,7 +168,9 @@ def _show_output(link: AgentLink) -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True)
-    logging.basicConfig(level=logging.INFO, handlers=[_LinkHandler(link)], format="%(message)s")
+    # Libraries loaded by the fork server may have configured logging.
+    handlers = [_LinkHandler(link)]
+    logging.basicConfig(level=logging.INFO, handlers=handlers, format="%(message)s", force=True)
     _keep_prefect_off_the_root()
 
 

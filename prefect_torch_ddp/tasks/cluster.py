@@ -107,7 +107,7 @@ def connected(params: TrainParams, storage: Storage) -> Iterator[None]:
         raise InvalidParamsError(msg) from error
     if isinstance(storage, DirectoryStorage):
         _refuse_unshared(client, storage)
-    warm(client)
+    warm(client, params.workload)
     with contextlib.nullcontext() if cluster.address else _on_one_worker(client):
         yield
 

@@ -19,6 +19,7 @@ from prefect_torch_ddp.gang.caller.plan import GangPlan
 from prefect_torch_ddp.gang.liveness import liveness_timeout_s
 from prefect_torch_ddp.gang.worker.rpc import register_rpc
 from prefect_torch_ddp.protocol.agent import WorkerIdentity
+from prefect_torch_ddp.protocol.rank import Preload
 
 POLL_S = 0.1
 IMPORT_ERRORS = ("ImportError(", "ModuleNotFoundError(")
@@ -42,7 +43,7 @@ async def gather_workers(client: Client, plan: GangPlan, size: GangSize) -> list
     """
     started = time.monotonic()
     timeout_s, resources = plan.options.workers_timeout_s, plan.resources
-    warm = plan.options.launcher == "auto"
+    warm = plan.preload if plan.options.launcher == "auto" else None
     while True:
         waited_s = time.monotonic() - started
         holds_out = waited_s < min(plan.full_size_s, timeout_s)
@@ -152,7 +153,7 @@ async def running_workers(
 
 
 async def identify(
-    client: Client, addresses: list[str], *, warm: bool = False
+    client: Client, addresses: list[str], *, warm: Preload | None = None
 ) -> list[WorkerIdentity]:
     """Return the workers that answer; a stopped one stays in the cluster for five minutes."""
     with contextlib.suppress(TimeoutError):
@@ -168,7 +169,9 @@ async def identify(
     return found
 
 
-async def _ask(client: Client, addresses: list[str], *, warm: bool = False) -> list[WorkerIdentity]:
+async def _ask(
+    client: Client, addresses: list[str], *, warm: Preload | None = None
+) -> list[WorkerIdentity]:
     try:
         answers = await client.run(register_rpc, warm=warm, workers=addresses, on_error="return")
     except OSError as error:

@@ -1,6 +1,7 @@
 """The agent: the Dask task that holds a worker's slot for a gang and runs that worker's ranks."""
 
 import dataclasses
+import logging
 import time
 from collections.abc import Iterator, Sequence
 
@@ -8,13 +9,20 @@ from distributed import Worker, get_worker
 
 from prefect_torch_ddp.errors import AgentRefusedError
 from prefect_torch_ddp.gang.liveness import Liveness, is_closing, is_unwanted
+from prefect_torch_ddp.gang.worker.fork_client import fork_client
 from prefect_torch_ddp.gang.worker.mailbox import Mailbox, open_mailbox
 from prefect_torch_ddp.gang.worker.progress_probe import ProgressProbe
 from prefect_torch_ddp.gang.worker.rank_process import RankProcess
 from prefect_torch_ddp.gang.worker.slots import SLOTS
 from prefect_torch_ddp.gang.worker.store_socket import StoreSocket
 from prefect_torch_ddp.protocol.agent import Reservation, StartOrder
-from prefect_torch_ddp.protocol.events import GangEvent, LogLine, RankFailedEvent, RankFailure
+from prefect_torch_ddp.protocol.events import (
+    NO_RANK,
+    GangEvent,
+    LogLine,
+    RankFailedEvent,
+    RankFailure,
+)
 from prefect_torch_ddp.protocol.rank import RankLaunch, RankOrder
 
 TICK_S = 0.1
@@ -111,6 +119,9 @@ class _Agent:
             except OSError as error:
                 self._box.post(RankFailedEvent(_start_failure(launch, error)))
                 return False
+        notes = fork_client(self._reservation.worker).notes
+        while notes and self._store is not None:  # hosts are alike: one of them says it
+            self._box.post(LogLine(NO_RANK, logging.INFO, notes.pop(0)))
         if self._store is not None and order.launches[0].process_group != "user":
             self._store.close()  # rank 0 has it now
         return True

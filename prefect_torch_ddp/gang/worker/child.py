@@ -102,26 +102,29 @@ def start_fresh(files: RankFiles, environment: dict[str, str]) -> Child:
     return Child(process.pid, process.wait)
 
 
+# https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables
+CONTRACT: dict[str, Callable[[RankLaunch], object]] = {
+    "RANK": lambda launch: launch.place.rank,
+    "WORLD_SIZE": lambda launch: launch.shape.world_size,
+    "LOCAL_RANK": lambda launch: launch.place.local_rank,
+    "LOCAL_WORLD_SIZE": lambda launch: launch.shape.local_world_sizes[launch.place.node_rank],
+    "GROUP_RANK": lambda launch: launch.place.node_rank,
+    "GROUP_WORLD_SIZE": lambda launch: launch.shape.num_nodes,
+    "ROLE_RANK": lambda launch: launch.place.rank,
+    "ROLE_WORLD_SIZE": lambda launch: launch.shape.world_size,
+    "MASTER_ADDR": lambda launch: launch.master_addr,
+    "MASTER_PORT": lambda launch: launch.master_port,
+    "TORCHELASTIC_RUN_ID": lambda launch: launch.gang_id,
+    "TORCHELASTIC_RESTART_COUNT": lambda launch: launch.attempt - 1,
+    "TORCHELASTIC_MAX_RESTARTS": lambda launch: launch.max_restarts,
+}
+"""The environment that torchrun gives each rank."""
+
+
 def rank_environment(worker_environment: Mapping[str, str], launch: RankLaunch) -> dict[str, str]:
     """Return the environment of a rank: its Dask worker's, plus torchrun's contract. Pure."""
-    # https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables
-    place, shape = launch.place, launch.shape
-    contract = {
-        "RANK": place.rank,
-        "WORLD_SIZE": shape.world_size,
-        "LOCAL_RANK": place.local_rank,
-        "LOCAL_WORLD_SIZE": shape.local_world_sizes[place.node_rank],
-        "GROUP_RANK": place.node_rank,
-        "GROUP_WORLD_SIZE": shape.num_nodes,
-        "ROLE_RANK": place.rank,
-        "ROLE_WORLD_SIZE": shape.world_size,
-        "MASTER_ADDR": launch.master_addr,
-        "MASTER_PORT": launch.master_port,
-        "TORCHELASTIC_RUN_ID": launch.gang_id,
-        "TORCHELASTIC_RESTART_COUNT": launch.attempt - 1,
-        "TORCHELASTIC_MAX_RESTARTS": launch.max_restarts,
-    }
-    environment = dict(worker_environment) | {name: str(value) for name, value in contract.items()}
+    environment = dict(worker_environment)
+    environment |= {name: str(value_of(launch)) for name, value_of in CONTRACT.items()}
     # In the user mode rank 0 must listen at MASTER_PORT itself.
     environment.pop("TORCHELASTIC_USE_AGENT_STORE", None)
     return environment

@@ -1,6 +1,7 @@
 """The Dask worker's side of its fork server, which has torch loaded and forks ranks quickly."""
 
 import asyncio
+import contextlib
 import logging
 import os
 import select
@@ -10,16 +11,24 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Self
 
 from distributed import Worker, WorkerPlugin
 
 from prefect_torch_ddp.errors import ForkServerUnavailableError, ForkServerUnfitError
 from prefect_torch_ddp.gang.settings import seconds_setting
-from prefect_torch_ddp.gang.worker.child import Child, has_pidfd
+from prefect_torch_ddp.gang.worker.child import CONTRACT, Child, has_pidfd
 from prefect_torch_ddp.gang.worker.slots import SLOTS
-from prefect_torch_ddp.protocol.rank import ForkServerAnswer, ForkServerOrder, RankFiles
+from prefect_torch_ddp.protocol.rank import (
+    ForkServerAnswer,
+    ForkServerOrder,
+    Preload,
+    RankFiles,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +41,8 @@ IDLE_S = 1800.0
 """A server without ranks ends after this long; the next gang starts a new one."""
 IDLE_SETTING = "prefect-torch-ddp.fork-server.idle-s"
 """The setting in Dask's configuration that changes it, on the worker."""
+ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+"""Thread pools would start while libraries load; a process with threads can't fork."""
 
 
 def idle_s() -> float:
@@ -42,28 +53,47 @@ def idle_s() -> float:
 class ForkServer:
     """A running fork server and the socket to it. Safe between threads."""
 
-    def __init__(self) -> None:
-        """Start the process; it loads torch meanwhile, see `wait_until_ready`."""
-        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        # Thread pools would start while numpy and torch load; a process with threads can't fork.
-        one_thread = dict.fromkeys(
-            ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"
-        )
+    def __init__(self, process: Child, connection: socket.socket, preload: Preload) -> None:
+        """Take a process that loads torch, or more; see `wait_until_ready`."""
+        self._process, self._socket = process, connection
+        self._socket.settimeout(ANSWER_TIMEOUT_S)
+        self._lock = threading.Lock()
+        self._is_ready = False
+        self.preload = preload
+        self.is_silent = False
+        """Whether it once failed to answer: its ranks may live on, but it forks no more."""
+
+    @classmethod
+    def start(cls) -> Self:
+        """Start one with torch alone."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         module, fd = "prefect_torch_ddp.rank.fork_server", theirs.fileno()
         with theirs:
-            self._process = subprocess.Popen(  # noqa: S603 - our own module, by this Python
+            process = subprocess.Popen(  # noqa: S603 - our own module, by this Python
                 [sys.executable, "-m", module, str(fd), str(idle_s())],
-                env=os.environ | one_thread,
+                env=os.environ | ONE_THREAD,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 pass_fds=[fd],
                 start_new_session=True,  # a Ctrl-C in the terminal is the caller's business
             )
-        self._socket.settimeout(ANSWER_TIMEOUT_S)
-        self._lock = threading.Lock()
-        self._is_ready = False
-        self.is_silent = False
-        """Whether it once failed to answer: its ranks may live on, but it forks no more."""
+        return cls(Child(process.pid, process.wait), ours, Preload())
+
+    def with_libraries(self, preload: Preload) -> "ForkServer":
+        """Fork a server that has libraries loaded too, once it is ready.
+
+        Raises:
+            ForkServerUnavailableError: as `fork`.
+        """
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        order = ForkServerOrder(
+            "load",
+            imports=preload.imports,
+            shadowed_by=preload.shadowed_by,
+            rank_variables=[*CONTRACT, *(n for n in ONE_THREAD if os.environ.get(n) != "1")],
+        )
+        with theirs:
+            return ForkServer(self._fork(order, [theirs.fileno()]), ours, preload)
 
     @property
     def pid(self) -> int:
@@ -73,7 +103,7 @@ class ForkServer:
     @property
     def is_alive(self) -> bool:
         """Whether the server still runs."""
-        return self._process.poll() is None
+        return not self._process.is_dead
 
     def wait_until_ready(self) -> None:
         """Wait until torch is loaded and the self-check has passed.
@@ -91,9 +121,9 @@ class ForkServer:
                 if time.monotonic() > deadline or _stat(self.pid)[0] in "Tt":
                     msg = "the fork server is stopped, or does not get to load torch"
                     raise ForkServerUnavailableError(msg)
-            unfit = self._receive().unfit
-            if unfit is not None:
-                raise ForkServerUnfitError(unfit)
+            answer = self._receive()
+            if answer.unfit is not None:
+                raise ForkServerUnfitError(answer.unfit, answer.culprit)
             self._is_ready = True
 
     def fork(self, files: RankFiles) -> Child:
@@ -103,9 +133,12 @@ class ForkServer:
             ForkServerUnavailableError: the server is gone, silent or refuses; it won't fork this
                 rank later either.
         """
+        return self._fork(ForkServerOrder("fork"), files.sent())
+
+    def _fork(self, order: ForkServerOrder, fds: Sequence[int]) -> Child:
         try:
             with self._lock:
-                socket.send_fds(self._socket, [ForkServerOrder("fork").encode()], files.sent())
+                socket.send_fds(self._socket, [order.encode()], fds)
                 answer = self._receive()
         except (OSError, ForkServerUnavailableError) as error:
             # Stopped now, it would carry the order out later, beside the rank started instead.
@@ -134,7 +167,8 @@ class ForkServer:
         """End the server with all its ranks."""
         self._socket.close()
         self._process.kill()
-        self._process.wait()
+        self._process.reap()
+        self._process.close()
 
     def _receive(self) -> ForkServerAnswer:
         try:
@@ -143,7 +177,7 @@ class ForkServer:
             msg = f"the fork server did not answer: {error}"
             raise ForkServerUnavailableError(msg) from error
         if not answer:
-            msg = f"the fork server ended with status {self._process.wait()}"
+            msg = f"the fork server ended with status {self._process.reap()}"
             raise ForkServerUnavailableError(msg)
         return ForkServerAnswer.decode(answer)
 
@@ -157,63 +191,100 @@ def _stat(pid: int) -> list[str]:
 
 
 class ForkClient:
-    """The one fork server of a Dask worker, started when first wanted and again after it ended."""
+    """The fork servers of a Dask worker: one with torch, and one of it with a gang's libraries.
 
-    def __init__(self) -> None:
+    The second lives until a gang with other libraries comes. A gang without any has the first.
+    """
+
+    def __init__(self, worker: str) -> None:
         """Start with none."""
+        self._worker = worker
         self._server: ForkServer | None = None
-        self._lock = threading.Lock()
+        self._loaded: ForkServer | None = None
+        self._lock = threading.RLock()
         self._unfit = None if has_pidfd() else "it needs Linux with pidfd_open"
+        self._left_to_ranks: set[str] = set()
+        self.notes: list[str] = []
+        """What a gang's log should say."""
 
-    def warm_up(self) -> ForkServer | None:
-        """Start the server unless it runs or can't; doesn't wait for it."""
-        with self._lock:
-            if self._unfit is not None:
-                return None
-            if self._server is None or not self._server.is_alive:
-                if self._server is not None:
-                    self._server.close()
-                self._server = ForkServer()
-            return self._server
+    def warm_up(self, preload: Preload) -> None:
+        """Get the servers ready in a thread, unless a gang has the worker: it is left in peace."""
 
-    def ready(self) -> ForkServer | None:
-        """Return the server once it is ready; None, with the reason logged, where it can't be.
+        def warm() -> None:
+            with self._lock, contextlib.suppress(OSError):  # its gang will say so
+                if SLOTS.occupant(self._worker) is None:
+                    self.ready(preload)
 
-        Only the holder of the worker's slot asks: no other gang has ranks of this server.
+        threading.Thread(target=warm, name="prefect-torch-ddp-warm", daemon=True).start()
+
+    def ready(self, preload: Preload) -> ForkServer | None:
+        """Return a server once it is ready; None, with the reason logged, where it can't be.
+
+        Only the holder of the worker's slot asks: no other gang has ranks of these servers.
         """
         with self._lock:
-            if self._server is not None and self._server.is_silent:
-                self._server.close()
+            server = self._ready()
+            return self._with_libraries(server, preload) if server is not None else None
+
+    def _ready(self) -> ForkServer | None:
         for _ in range(2):  # a server may have ended of idleness just now
-            server = self.warm_up()
-            if server is None:
+            if self._unfit is not None:
                 return None
+            if self._server is not None and (self._server.is_silent or not self._server.is_alive):
+                self.close()
+            self._server = self._server or ForkServer.start()
             try:
-                server.wait_until_ready()
+                self._server.wait_until_ready()
             except ForkServerUnavailableError as error:
-                was_alive = server.is_alive
-                self._give_up(server, error)
+                was_alive = self._server.is_alive
+                text = "ranks of this worker start as fresh processes, not forked: %s"
+                logger.warning(text, error)
+                if isinstance(error, ForkServerUnfitError):
+                    self._unfit = str(error)
+                self.close()
                 if was_alive:
                     return None
             else:
-                return server
+                return self._server
         return None
 
-    def _give_up(self, server: ForkServer, error: ForkServerUnavailableError) -> None:
-        logger.warning("ranks of this worker start as fresh processes, not forked: %s", error)
-        with self._lock:
-            if isinstance(error, ForkServerUnfitError):
-                self._unfit = str(error)
-            server.close()
-            if self._server is server:
-                self._server = None
+    def _with_libraries(self, server: ForkServer, preload: Preload) -> ForkServer:
+        while True:
+            imports = [each for each in preload.imports if each not in self._left_to_ranks]
+            wanted = replace(preload, imports=tuple(imports))
+            loaded = self._loaded
+            if loaded and (loaded.preload != wanted or loaded.is_silent or not loaded.is_alive):
+                loaded.close()
+                self._loaded = None
+            if not imports:
+                return server
+            try:
+                self._loaded = self._loaded or server.with_libraries(wanted)
+                self._loaded.wait_until_ready()
+            except ForkServerUnavailableError as error:
+                if not server.is_alive:  # no fault of the libraries
+                    return server
+                culprit = getattr(error, "culprit", "")
+                self._left_to_ranks |= {culprit} if culprit else set(imports)
+                what = culprit or "; ".join(imports)
+                self.notes.append(f"not loaded ahead but in each rank: {what} ({error})")
+                logger.info("%s", self.notes[-1])
+                if self._loaded is not None:
+                    self._loaded.close()
+                    self._loaded = None
+            else:
+                return self._loaded
+
+    def end(self) -> None:
+        """End the servers for good."""
+        self._unfit = "its worker is closing"
+        self.close()
 
     def close(self) -> None:
-        """End the server."""
-        with self._lock:
-            if self._server is not None:
-                self._server.close()
-                self._server = None
+        """End the servers."""
+        for server in filter(None, (self._loaded, self._server)):
+            server.close()
+        self._loaded = self._server = None
 
 
 _CLIENTS: dict[str, ForkClient] = {}
@@ -221,7 +292,7 @@ _CLIENTS: dict[str, ForkClient] = {}
 
 def fork_client(worker: str) -> ForkClient:
     """Return the fork client of the Dask worker at this address, which lives in this process."""
-    return _CLIENTS.setdefault(worker, ForkClient())
+    return _CLIENTS.setdefault(worker, ForkClient(worker))
 
 
 class CloseForkServer(WorkerPlugin):
@@ -237,4 +308,4 @@ class CloseForkServer(WorkerPlugin):
             await asyncio.sleep(0.05)
         client = _CLIENTS.pop(worker.address, None)
         if client is not None:
-            client.close()
+            client.end()

@@ -145,7 +145,8 @@ class RankProcess:
 
 def _start(launch: RankLaunch, files: RankFiles, environment: dict[str, str]) -> Child:
     """Fork the rank from the worker's fork server, or start a fresh process where that fails."""
-    server = fork_client(launch.place.worker).ready() if launch.launcher == "auto" else None
+    client = fork_client(launch.place.worker)
+    server = client.ready(launch.preload) if launch.launcher == "auto" else None
     if server is not None:
         try:
             return server.fork(files)

@@ -29,9 +29,10 @@ from prefect_torch_ddp.protocol.agent import (
     WorkerIdentity,
     encode_answer,
 )
+from prefect_torch_ddp.protocol.rank import Preload
 
 
-async def register_rpc(dask_worker: Worker, *, warm: bool = False) -> WorkerIdentity:
+async def register_rpc(dask_worker: Worker, warm: Preload | None = None) -> WorkerIdentity:
     """Add our handlers to the worker and return who it is. Doing it twice changes nothing.
 
     The caller runs this by `Client.run`; handlers take the orders after it because each
@@ -39,7 +40,7 @@ async def register_rpc(dask_worker: Worker, *, warm: bool = False) -> WorkerIden
 
     Args:
         dask_worker: filled in by Dask.
-        warm: start the worker's fork server now, so that ranks can be forked later.
+        warm: what the worker's fork server loads now, so that ranks can be forked later.
     """
     drop_abandoned()
     if dask_worker.nanny and threading.current_thread() is threading.main_thread():
@@ -53,8 +54,8 @@ async def register_rpc(dask_worker: Worker, *, warm: bool = False) -> WorkerIden
         dask_worker.handlers.setdefault(str(rpc), getattr(handlers, rpc.name.lower()))
     if CloseForkServer.name not in dask_worker.plugins:
         await dask_worker.plugin_add(plugin=CloseForkServer(), name=CloseForkServer.name)
-    if warm:
-        fork_client(dask_worker.address).warm_up()
+    if warm is not None:
+        fork_client(dask_worker.address).warm_up(warm)
     return _identity(dask_worker)
 
 

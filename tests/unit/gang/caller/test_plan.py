@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from prefect_torch_ddp.gang.caller.plan import own_code_paths
+from prefect_torch_ddp.gang.caller.code import own_code_paths
 
 
 def test_the_callers_order_holds_at_the_ranks(
