@@ -9,9 +9,15 @@ import uuid
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 pytest_plugins = ["tests.support.leaks", "tests.support.servers"]
 pytest.register_assert_rewrite("tests.support")
+
+# Hypothesis fails an example that takes 200 ms, and data that is slow to draw: on a loaded machine
+# either can be any example.
+settings.register_profile("loaded", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("loaded")
 
 FOLDERS = ("unit", "integration", "chaos", "gpu")
 NEEDS_PACKAGES = {"ceph_server", "batch_system"}

@@ -1,4 +1,4 @@
-"""Functions on real gloo ranks without a cluster."""
+"""Functions and trainings on real gloo ranks without a cluster."""
 
 import multiprocessing
 import os
@@ -7,12 +7,20 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-PEER_S = 2.0
+from prefect_torch_ddp.checkpoint.attempts import claim_attempt
+from prefect_torch_ddp.params import CheckpointParams
+from prefect_torch_ddp.rank.config import RankConfig
+from prefect_torch_ddp.rank.failure import is_collateral
+from prefect_torch_ddp.rank.stages import run_with_context
+from prefect_torch_ddp.storage.directory import DirectoryStorage
+from tests.support.waiting import HANG_S
+
 PRELOADED = ["torch", "torchvision", "prefect_torch_ddp.rank.stages", "tests.workloads.healthy"]
 
 
@@ -23,9 +31,20 @@ class Died:
     exit_code: int | None
 
 
-def run_ranks(
-    fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 60.0
-) -> list[Any]:
+def config_for(folder: Path, every_steps: int | None = 2, **fields: Any) -> RankConfig:
+    """Describe a training whose checkpoints come so often; claims the run's next attempt."""
+    storage = DirectoryStorage(folder)
+    policy = CheckpointParams(every_steps=every_steps, every_s=None)
+    attempt = claim_attempt(storage, "run")
+    return RankConfig("run", attempt, "train", storage, checkpoint=policy, **fields)
+
+
+def train_on(world_size: int, config: RankConfig, fn: Callable[..., Any], *args: Any) -> list[Any]:
+    """Run `fn(context, *args)` on so many ranks."""
+    return run_ranks(run_with_context, world_size, config, fn, args)
+
+
+def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
     """Run `fn(*args)` on gloo ranks that die alone, with torchrun's environment; return values
     or `Died`, by rank.
 
@@ -38,15 +57,15 @@ def run_ranks(
     pipes, processes = [], []
     for rank in range(world_size):
         receiver, sender = context.Pipe(duplex=False)
-        process = context.Process(
-            target=_be_rank, args=(sender, store.port, rank, world_size, fn, args), daemon=True
-        )
+        place = {"rank": rank, "world_size": world_size}
+        process = context.Process(target=_be_rank, args=(sender, store.port, place, fn, args))
+        process.daemon = True
         process.start()
         sender.close()
         pipes.append(receiver)
         processes.append(process)
     try:
-        return _gather(pipes, processes, time.monotonic() + timeout_s)
+        return _gather(pipes, processes)
     finally:
         for process, pipe in zip(processes, pipes, strict=True):
             process.kill()
@@ -55,15 +74,15 @@ def run_ranks(
             pipe.close()
 
 
-def _gather(pipes: list[Connection], processes: list[Any], deadline: float) -> list[Any]:
+def _gather(pipes: list[Connection], processes: list[Any]) -> list[Any]:
     values: list[Any] = [None] * len(pipes)
+    failed: list[str] = []
     open_pipes = dict(enumerate(pipes))
+    deadline = time.monotonic() + HANG_S
     while open_pipes:
         ready = wait(list(open_pipes.values()), max(0.0, deadline - time.monotonic()))
-        assert ready, f"ranks {sorted(open_pipes)} did not end in time"
-        for rank, pipe in list(open_pipes.items()):
-            if pipe not in ready:
-                continue
+        assert ready, f"ranks {sorted(open_pipes)} did not end; others failed: {failed}"
+        for rank, pipe in [(rank, pipe) for rank, pipe in open_pipes.items() if pipe in ready]:
             del open_pipes[rank]
             try:
                 kind, values[rank] = pipe.recv()
@@ -71,35 +90,33 @@ def _gather(pipes: list[Connection], processes: list[Any], deadline: float) -> l
                 processes[rank].join()
                 values[rank] = Died(processes[rank].exitcode)
                 return values
-            if kind != "value" and wait([process.sentinel for process in processes], PEER_S):
-                continue  # it failed because a peer died, and was heard of first
-            assert kind == "value", f"rank {rank} failed:\n{values[rank]}"
+            if kind != "value":
+                failed.append(f"rank {rank} failed:\n{values[rank]}")
+            # A peer's failure is heard of before the one that it follows from, now and then.
+            assert kind != "cause", failed[-1]
+    assert not failed, failed
     return values
 
 
-def _be_rank(  # noqa: PLR0917 - positional, as Process passes them
+def _be_rank(
     sender: Connection,
     port: int,
-    rank: int,
-    world_size: int,
+    place: dict[str, int],
     fn: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
-    place = {
-        "RANK": rank,
-        "WORLD_SIZE": world_size,
-        "LOCAL_RANK": rank,
-        "LOCAL_WORLD_SIZE": world_size,
-        "GROUP_RANK": 0,
-    }
-    os.environ.update({name: str(value) for name, value in place.items()}, GLOO_SOCKET_IFNAME="lo")
+    names = {"rank": "LOCAL_RANK", "world_size": "LOCAL_WORLD_SIZE"}
+    for name, value in place.items():
+        os.environ[name.upper()] = os.environ[names[name]] = str(value)
+    os.environ.update(GROUP_RANK="0", GLOO_SOCKET_IFNAME="lo")
     torch.set_num_threads(1)
     try:
-        if world_size > 1:
+        if place["world_size"] > 1:
             store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
-            dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+            dist.init_process_group("gloo", store=store, **place)
         sender.send(("value", fn(*args)))
-    except BaseException:  # noqa: BLE001 - whatever it is, the test shall show it
-        sender.send(("error", traceback.format_exc()))
+    except BaseException as error:  # noqa: BLE001 - whatever it is, the test shall show it
+        kind = "consequence" if is_collateral(error) else "cause"
+        sender.send((kind, traceback.format_exc()))
     # Peers may still read what this rank sent last: the test ends the process.
     time.sleep(600)

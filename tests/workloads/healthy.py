@@ -87,11 +87,11 @@ def fit(ctx: RankContext, dataset: Dataset[Any]) -> dict[str, Any]:
         if ctx.step == options.get("stop_at") and ctx.rank == options.get("stop_on", 0):
             ctx.request_stop("the test says so")
         if ctx.step == options.get("die_at") and ctx.rank == options.get("die_on", 0):
-            _die_after_checkpoint(ctx, options.get("die_after"))
+            die_after_checkpoint(ctx, options.get("die_after"))
     return {"sha256": sha256_of_weights(bare), "steps": ctx.step}
 
 
-def _die_after_checkpoint(ctx: RankContext, step: int | None) -> None:
+def die_after_checkpoint(ctx: RankContext, step: int | None) -> None:
     """Kill this process, once the checkpoint of a step is on record."""
     deadline = time.monotonic() + 20
     while step is not None and time.monotonic() < deadline:

@@ -10,15 +10,8 @@ from torch.utils.data import TensorDataset
 
 from prefect_torch_ddp import RankContext
 from prefect_torch_ddp.checkpoint import rank_store
-from prefect_torch_ddp.checkpoint.attempts import claim_attempt
 from prefect_torch_ddp.checkpoint.manifest import list_manifests
-from prefect_torch_ddp.params import CheckpointParams
-from prefect_torch_ddp.rank.config import RankConfig
-from prefect_torch_ddp.rank.stages import run_with_context
-from prefect_torch_ddp.storage.directory import DirectoryStorage
-from tests.support.ranks import run_ranks
-
-ON_DEMAND = CheckpointParams(every_s=None)
+from tests.support.ranks import config_for, train_on
 
 
 def on_rank_0_alone(ctx: RankContext, where: str) -> None:
@@ -41,11 +34,10 @@ def on_rank_0_alone(ctx: RankContext, where: str) -> None:
 @pytest.mark.parametrize("where", ["in a step", "between loops"])
 def test_a_checkpoint_that_one_rank_asks_for_alone_is_an_error(tmp_path: Path, where: str) -> None:
     """Not a hang: it can't be complete, and none is put together of two steps."""
-    storage = DirectoryStorage(tmp_path)
-    config = RankConfig("run", claim_attempt(storage, "run"), "task", storage, checkpoint=ON_DEMAND)
+    config = config_for(tmp_path, None)
     with pytest.raises(AssertionError, match=r"InvalidParamsError: rank 1 took no part in the"):
-        run_ranks(run_with_context, 2, config, on_rank_0_alone, (where,))
-    assert list_manifests(storage, "run") == []
+        train_on(2, config, on_rank_0_alone, where)
+    assert list_manifests(config.storage, "run") == []
 
 
 def draws_after(ctx: RankContext, max_samples: int | None) -> Any:
@@ -63,18 +55,7 @@ def draws_after(ctx: RankContext, max_samples: int | None) -> Any:
 def test_all_ranks_draw_alike_behind_elastic_micro_batches(tmp_path: Path) -> None:
     """Noise that an optimizer adds must not set the replicas apart, nor depend on their
     number."""
-
-    def config(name: str) -> RankConfig:
-        storage = DirectoryStorage(tmp_path / name)
-        return RankConfig(
-            "run",
-            claim_attempt(storage, "run"),
-            "task",
-            storage,
-            determinism="elastic",
-            virtual_ranks=2,
-        )
-
-    on_two = run_ranks(run_with_context, 2, config("two"), draws_after, (1,))
-    (on_one,) = run_ranks(run_with_context, 1, config("one"), draws_after, (None,))
+    elastic: dict[str, Any] = {"determinism": "elastic", "virtual_ranks": 2}
+    on_two = train_on(2, config_for(tmp_path / "two", None, **elastic), draws_after, 1)
+    (on_one,) = train_on(1, config_for(tmp_path / "one", None, **elastic), draws_after, None)
     assert on_two == [on_one, on_one]

@@ -10,12 +10,8 @@ import torch
 from torch.utils.data import Dataset, TensorDataset
 
 from prefect_torch_ddp import RankContext, read_ledger
-from prefect_torch_ddp.checkpoint.attempts import claim_attempt
-from prefect_torch_ddp.params import CheckpointParams
 from prefect_torch_ddp.rank.config import RankConfig
-from prefect_torch_ddp.rank.stages import run_with_context
-from prefect_torch_ddp.storage.directory import DirectoryStorage
-from tests.support.ranks import Died, run_ranks
+from tests.support.ranks import Died, config_for, train_on
 from tests.workloads import healthy
 
 NUM_SAMPLES, EPOCHS = 33, 4
@@ -23,15 +19,9 @@ NUM_SAMPLES, EPOCHS = 33, 4
 EACH_ONCE = [f"epoch {epoch}: {NUM_SAMPLES} samples, each once" for epoch in range(1, EPOCHS + 1)]
 
 
-def config_for(folder: Path, **options: Any) -> RankConfig:
-    """Describe a training with a ledger whose checkpoints come every 2 steps; claims the run's
-    next attempt."""
-    storage = DirectoryStorage(folder)
-    attempt = claim_attempt(storage, "run")
-    policy = CheckpointParams(every_steps=2, every_s=None)
-    return RankConfig(
-        "run", attempt, "train", storage, options=options, checkpoint=policy, ledger=True
-    )
+def ledger_config(folder: Path, **options: Any) -> RankConfig:
+    """Describe a training with a ledger; claims the run's next attempt."""
+    return config_for(folder, options=options, ledger=True)
 
 
 def fit(ctx: RankContext) -> str:
@@ -43,16 +33,14 @@ def fit(ctx: RankContext) -> str:
 def test_a_training_killed_twice_and_resumed_at_other_sizes_is_clean(tmp_path: Path) -> None:
     """2 ranks, then 3, then 1: each sample once an epoch, told from what survived; and a lost
     part is missed."""
-    first = config_for(tmp_path, die_at=5, die_on=1, die_after=4)
-    assert Died(-9) in run_ranks(run_with_context, 2, first, fit)
-    assert Died(-9) in run_ranks(
-        run_with_context, 3, config_for(tmp_path, die_at=9, die_on=0, die_after=8), fit
-    )
+    first = ledger_config(tmp_path, die_at=5, die_on=1, die_after=4)
+    assert Died(-9) in train_on(2, first, fit)
+    assert Died(-9) in train_on(3, ledger_config(tmp_path, die_at=9, die_on=0, die_after=8), fit)
     under_way = read_ledger(tmp_path, "run")
     assert under_way.is_clean, str(under_way)
     assert not under_way.epochs[-1].is_finished
     assert under_way.epochs[1].is_finished
-    run_ranks(run_with_context, 1, config_for(tmp_path), fit)
+    train_on(1, ledger_config(tmp_path), fit)
 
     report = read_ledger(str(tmp_path), "run")
     assert report.is_clean
@@ -70,9 +58,9 @@ def test_a_training_killed_twice_and_resumed_at_other_sizes_is_clean(tmp_path: P
 
 def test_a_ledger_changes_no_bit(tmp_path: Path) -> None:
     """The weights are those of the run without one, which leaves none."""
-    plain = replace(config_for(tmp_path / "plain"), ledger=False)
-    expected = run_ranks(run_with_context, 2, plain, fit)
-    assert run_ranks(run_with_context, 2, config_for(tmp_path / "kept"), fit) == expected
+    plain = replace(ledger_config(tmp_path / "plain"), ledger=False)
+    expected = train_on(2, plain, fit)
+    assert train_on(2, ledger_config(tmp_path / "kept"), fit) == expected
     assert not (tmp_path / "plain/runs/run/ledger").exists()
     assert "has no ledger" in str(read_ledger(tmp_path / "plain", "run"))
 
@@ -106,12 +94,12 @@ def fit_shards(ctx: RankContext) -> str:
 def test_a_training_on_shards_resumes_to_the_same_bits(tmp_path: Path) -> None:
     """Killed in the middle of a shard: the samples, and what was drawn for them, are those of
     the undisturbed run, each once."""
-    expected = run_ranks(run_with_context, 2, config_for(tmp_path / "whole"), fit_shards)
+    expected = train_on(2, ledger_config(tmp_path / "whole"), fit_shards)
     broken = tmp_path / "broken"
-    assert Died(-9) in run_ranks(
-        run_with_context, 2, config_for(broken, die_at=5, die_on=1, die_after=4), fit_shards
+    assert Died(-9) in train_on(
+        2, ledger_config(broken, die_at=5, die_on=1, die_after=4), fit_shards
     )
-    assert run_ranks(run_with_context, 2, config_for(broken), fit_shards) == expected
+    assert train_on(2, ledger_config(broken), fit_shards) == expected
     report = read_ledger(broken, "run")
     assert str(report).splitlines() == EACH_ONCE
     assert report.attempts == {1: 2, 2: 2}

@@ -137,7 +137,7 @@ def test_a_disk_that_fails_to_the_end_keeps_the_last_good_checkpoint(
         AssertionError,
         match=r"CheckpointError: the last checkpoint of run run could not be written: runs/run/",
     ):
-        run_ranks(run_with_context, 2, config, stored.train_through, arguments, timeout_s=120)
+        run_ranks(run_with_context, 2, config, stored.train_through, arguments)
     assert steps_of(storage) == [1, 2, 3]
     stored.strike("free" if plan[4] == "fill" else "rw", small_disk)
     values = train(storage)
@@ -213,7 +213,7 @@ def test_a_training_that_is_to_fail_with_its_checkpoint_fails(tmp_path: Path, re
     with pytest.raises(
         AssertionError, match=f"CheckpointError: the last checkpoint of run run {says}"
     ):
-        run_ranks(run_with_context, 2, config, stored.train_through, ("", {}), timeout_s=120)
+        run_ranks(run_with_context, 2, config, stored.train_through, ("", {}))
     values = train(DirectoryStorage(tmp_path))
     assert min(values[0]["troubles"]) == 4, "it resumed from step 3"
     assert steps_of(DirectoryStorage(tmp_path)) == [7, 8, 9]

@@ -12,39 +12,27 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from prefect_torch_ddp import RankContext, read_ledger
-from prefect_torch_ddp.checkpoint.attempts import claim_attempt
 from prefect_torch_ddp.errors import InvalidParamsError
-from prefect_torch_ddp.params import CheckpointParams
 from prefect_torch_ddp.rank.config import RankConfig
-from prefect_torch_ddp.rank.stages import run_with_context
-from prefect_torch_ddp.storage.directory import DirectoryStorage
-from tests.integration.rank.loop.test_steps import expected_gradients
-from tests.support.ranks import Died, run_ranks
+from tests.integration.rank.loop.test_steps import expected_gradients, make_net
+from tests.support.ranks import Died, config_for, train_on
 from tests.workloads import healthy
 
 
-def config_for(folder: Path, virtual_ranks: int, **options: Any) -> RankConfig:
-    """Describe an elastic training with a checkpoint at each step; claims the run's next
-    attempt."""
-    storage = DirectoryStorage(folder)
-    attempt = claim_attempt(storage, "run")
-    policy = CheckpointParams(every_steps=1, every_s=None)
-    common: dict[str, Any] = {"options": options, "checkpoint": policy, "determinism": "elastic"}
-    return RankConfig("run", attempt, "train", storage, virtual_ranks=virtual_ranks, **common)
+def elastic_config(folder: Path, virtual_ranks: int = 4, **fields: Any) -> RankConfig:
+    """Describe an elastic training with a checkpoint at each step; claims its next attempt."""
+    return config_for(folder, 1, determinism="elastic", virtual_ranks=virtual_ranks, **fields)
 
 
-# ---- The tree.
-
-
-# ---- The same bits.
+def fit_on(world_size: int, config: RankConfig, *args: Any) -> list[Any]:
+    """Train on so many ranks."""
+    return train_on(world_size, config, healthy.fit_elastic, *args)
 
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Train undisturbed on one rank with four virtual ones."""
-    (value,) = run_ranks(
-        run_with_context, 1, config_for(tmp_path_factory.mktemp("one"), 4), healthy.fit_elastic
-    )
+    (value,) = fit_on(1, elastic_config(tmp_path_factory.mktemp("one")))
     return value
 
 
@@ -53,37 +41,23 @@ def test_one_two_and_four_ranks_end_with_the_same_bits(
     tmp_path: Path, expected: dict[str, Any], world_size: int
 ) -> None:
     """SHA-256 of the weights, with convolution, dropout, augmentation, clipping and AdamW, over
-    uneven tails."""
-    values = run_ranks(run_with_context, world_size, config_for(tmp_path, 4), healthy.fit_elastic)
-    assert values == [expected] * world_size
+    uneven tails; without elastic determinism the bits differ."""
+    assert fit_on(world_size, elastic_config(tmp_path / "a")) == [expected] * world_size
     assert expected["steps"] == 8
-
-
-def test_the_default_differs(tmp_path: Path) -> None:
-    """The test above could fail: without elastic determinism two ranks and one end with other
-    bits."""
-    config = replace(config_for(tmp_path / "a", 4), determinism="default", virtual_ranks=None)
-    values = run_ranks(run_with_context, 2, config, healthy.fit_elastic)
-    (alone,) = run_ranks(
-        run_with_context,
-        1,
-        replace(config, storage=DirectoryStorage(tmp_path / "b")),
-        healthy.fit_elastic,
-    )
-    assert values[0] == values[1] != alone
+    if world_size == 2:
+        config = elastic_config(tmp_path / "b")
+        one, other = fit_on(2, replace(config, determinism="default", virtual_ranks=None))
+        assert one == other
+        assert one["sha256"] != expected["sha256"]
 
 
 def test_another_number_of_virtual_ranks_is_another_training(
     tmp_path: Path, expected: dict[str, Any]
 ) -> None:
-    """Six virtual ranks on 1, 2, 3 and 6 ranks, where branches don't fall together with
-    ranks."""
-    values = [
-        run_ranks(run_with_context, n, config_for(tmp_path / str(n), 6), healthy.fit_elastic)
-        for n in (1, 2, 3, 6)
-    ]
-    assert all(value == values[0][0] for of_ranks in values for value in of_ranks)
-    assert values[0][0]["sha256"] != expected["sha256"]
+    """Six virtual ranks on 1 and 3, where branches don't fall together with ranks."""
+    (one,), three = (fit_on(n, elastic_config(tmp_path / str(n), 6)) for n in (1, 3))
+    assert three == [one] * 3
+    assert one["sha256"] != expected["sha256"]
 
 
 @pytest.mark.parametrize(
@@ -100,41 +74,29 @@ def test_another_number_of_virtual_ranks_is_another_training(
 def test_it_holds_for_other_trainings(tmp_path: Path, options: dict[str, Any]) -> None:
     """Smaller micro-batches, mixed precision, a tail in which most ranks have nothing, data in
     shards."""
-    runs = [
-        run_ranks(
-            run_with_context, n, config_for(tmp_path / str(n), 4, **options), healthy.fit_elastic
-        )
-        for n in (1, 4)
-    ]
-    assert all(value == runs[0][0] for of_ranks in runs for value in of_ranks)
+    sizes = (1, 4) if "global_batch_size" in options else (1, 2)
+    (one,), several = (fit_on(n, elastic_config(tmp_path / str(n), options=options)) for n in sizes)
+    assert several == [one] * sizes[1]
 
 
-def test_data_workers_change_nothing(tmp_path: Path, expected: dict[str, Any]) -> None:
-    """Augmentation draws the same in worker processes and in the rank."""
-    with RankContext.local(
-        storage=tmp_path, options={"num_workers": 2}, determinism="elastic", virtual_ranks=4
-    ) as ctx:
-        assert healthy.fit_elastic(ctx) == expected
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_local_context_gives_the_same_bits(
+    tmp_path: Path, expected: dict[str, Any], num_workers: int
+) -> None:
+    """In a debugger too; augmentation draws the same in worker processes, and torch has its
+    settings back afterwards."""
 
+    def settings() -> tuple[object, ...]:
+        is_exact = torch.are_deterministic_algorithms_enabled()
+        return torch.get_num_threads(), is_exact, os.environ.get("CUBLAS_WORKSPACE_CONFIG")
 
-def test_a_local_context_gives_the_same_bits(tmp_path: Path, expected: dict[str, Any]) -> None:
-    """In a debugger too, and torch has its settings back afterwards."""
-    before = (
-        torch.get_num_threads(),
-        torch.are_deterministic_algorithms_enabled(),
-        os.environ.get("CUBLAS_WORKSPACE_CONFIG"),
-    )
-    with RankContext.local(
-        storage=tmp_path, run_id="run", determinism="elastic", virtual_ranks=4
-    ) as ctx:
+    before = settings()
+    options = {"num_workers": num_workers}
+    elastic: dict[str, Any] = {"determinism": "elastic", "virtual_ranks": 4}
+    with RankContext.local(storage=tmp_path, run_id="run", options=options, **elastic) as ctx:
         assert torch.get_num_threads() == 1
         assert healthy.fit_elastic(ctx) == expected
-    after = (
-        torch.get_num_threads(),
-        torch.are_deterministic_algorithms_enabled(),
-        os.environ.get("CUBLAS_WORKSPACE_CONFIG"),
-    )
-    assert after == before
+    assert settings() == before
 
 
 def test_four_then_two_then_one_then_four_ranks_by_kills(
@@ -142,22 +104,11 @@ def test_four_then_two_then_one_then_four_ranks_by_kills(
 ) -> None:
     """SIGKILL between two micro-batches three times, another number of ranks each time: the
     same bits, each sample once."""
-    plan = {
-        1: {"step": 3, "how": "SIGKILL"},
-        2: {"step": 5, "how": "SIGKILL"},
-        3: {"step": 7, "how": "SIGKILL"},
-    }
+    plan = {n: {"step": 2 * n + 1, "how": "SIGKILL"} for n in (1, 2, 3)}
     for world_size in (4, 2, 1):
-        config = replace(config_for(tmp_path, 4), ledger=True)
-        assert Died(-9) in run_ranks(
-            run_with_context, world_size, config, healthy.fit_elastic, (str(tmp_path), plan)
-        )
-    assert (
-        run_ranks(
-            run_with_context, 4, replace(config_for(tmp_path, 4), ledger=True), healthy.fit_elastic
-        )
-        == [expected] * 4
-    )
+        config = elastic_config(tmp_path, ledger=True)
+        assert Died(-9) in fit_on(world_size, config, str(tmp_path), plan)
+    assert fit_on(4, elastic_config(tmp_path, ledger=True)) == [expected] * 4
     report = read_ledger(tmp_path, "run")
     assert report.is_clean, str(report)
     assert [epoch.num_samples for epoch in report.epochs] == [healthy.NUM_SAMPLES] * healthy.EPOCHS
@@ -169,8 +120,7 @@ def test_four_then_two_then_one_then_four_ranks_by_kills(
 def gradients_of_epoch(ctx: RankContext, num_samples: int, batch_size: int) -> list[torch.Tensor]:
     """Return the flat gradient of every step of an epoch; a stand-in's loss is nan; one
     parameter is used by one sample alone."""
-    torch.manual_seed(3)
-    net = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+    net = make_net()
     net.register_parameter("unused", nn.Parameter(torch.zeros(2)))
     model = ctx.wrap(net)
     found = []
@@ -182,10 +132,8 @@ def gradients_of_epoch(ctx: RankContext, num_samples: int, batch_size: int) -> l
             loss = nn.functional.cross_entropy(model(inputs), targets) * weight
             (loss * float("nan") if is_stand_in else loss).backward()
         assert net.unused.grad is None
-        found.append(torch.cat([parameter.grad.flatten() for parameter in net[0].parameters()]))
-        found[-1] = torch.cat(
-            [found[-1], *(parameter.grad.flatten() for parameter in net[2].parameters())]
-        )
+        used = [*net[0].parameters(), *net[2].parameters()]
+        found.append(torch.cat([parameter.grad.flatten() for parameter in used]))
     return found
 
 
@@ -197,13 +145,8 @@ def test_gradients_are_those_of_the_global_batch(
 ) -> None:
     """On each rank, also with a tail smaller than the world; a parameter that nobody uses has
     none."""
-    values = run_ranks(
-        run_with_context,
-        world_size,
-        config_for(tmp_path, 6),
-        gradients_of_epoch,
-        (num_samples, batch_size),
-    )
+    config = elastic_config(tmp_path, 6)
+    values = train_on(world_size, config, gradients_of_epoch, num_samples, batch_size)
     expected = expected_gradients(num_samples, batch_size)
     for found in values:
         for gradient, right in zip(found, expected, strict=True):
@@ -217,13 +160,10 @@ def test_gradients_are_those_of_the_global_batch(
 def test_ranks_that_do_not_divide_the_virtual_ones_are_refused(tmp_path: Path) -> None:
     """Before anything else; and so is no number of them."""
     with pytest.raises(AssertionError, match="virtual_ranks is 4 and there are 3 ranks"):
-        run_ranks(run_with_context, 3, config_for(tmp_path, 4), healthy.fit_elastic)
+        fit_on(3, elastic_config(tmp_path))
+    empty = "determinism is 'elastic', but virtual_ranks is empty: give the most ranks"
     for determinism, virtual_ranks, says in [
-        (
-            "elastic",
-            None,
-            "determinism is 'elastic', but virtual_ranks is empty: give the most ranks",
-        ),
+        ("elastic", None, empty),
         ("elastic", 0, "virtual_ranks is 0"),
         ("default", 4, "virtual_ranks is 4, which needs determinism='elastic'"),
         ("perfect", 4, "determinism is 'perfect'; choose one of default, elastic"),

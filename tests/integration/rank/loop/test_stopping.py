@@ -10,24 +10,10 @@ import torch
 from torch.utils.data import TensorDataset
 
 from prefect_torch_ddp import RankContext
-from prefect_torch_ddp.checkpoint.attempts import claim_attempt
-from prefect_torch_ddp.params import CheckpointParams
-from prefect_torch_ddp.rank.config import RankConfig
-from prefect_torch_ddp.rank.stages import run_with_context
-from prefect_torch_ddp.storage.directory import DirectoryStorage
-from tests.support.ranks import run_ranks
+from tests.support.ranks import config_for, train_on
 
 NUM_STEPS = 5000
 SEEDS = range(20261121, 20261123)
-
-
-def config_for(folder: Path) -> RankConfig:
-    """Describe a training; claims the run's next attempt."""
-    storage = DirectoryStorage(folder)
-    attempt = claim_attempt(storage, "run")
-    return RankConfig(
-        "run", attempt, "task", storage, checkpoint=CheckpointParams(every_steps=None, every_s=None)
-    )
 
 
 def train(
@@ -64,23 +50,12 @@ def test_all_ranks_stop_after_the_same_step(tmp_path: Path, seed: int) -> None:
     world_size = chance.choice([2, 3])
     budgets_s = [chance.uniform(0.0, 1.0) for _ in range(world_size)]
     paces_s = [chance.choice([0.0005, 0.002, 0.005]) for _ in range(world_size)]
-    found = run_ranks(
-        run_with_context,
-        world_size,
-        config_for(tmp_path),
-        train,
-        (budgets_s, [NUM_STEPS] * world_size, paces_s),
-    )
+    never = [NUM_STEPS] * 3
+    found = train_on(world_size, config_for(tmp_path, None), train, budgets_s, never, paces_s)
     (step,) = {step for step, _ in found}
     assert found == [(step, step)] * world_size
     assert 0 < step < NUM_STEPS
-    again = run_ranks(
-        run_with_context,
-        world_size,
-        config_for(tmp_path),
-        train,
-        ([9.0] * 3, [NUM_STEPS] * 3, [0.0] * 3),
-    )
+    again = train_on(world_size, config_for(tmp_path, None), train, [9.0] * 3, never, [0.0] * 3)
     assert again == found, "a training that asked to stop was taken up again"
 
 
@@ -90,9 +65,8 @@ def test_ranks_that_ask_in_steps_of_their_own_stop_together(tmp_path: Path, seed
     one asked."""
     chance = random.Random(seed)
     ask_at = [chance.randrange(1, 60) for _ in range(3)]
-    found = run_ranks(
-        run_with_context, 3, config_for(tmp_path), train, ([60.0] * 3, ask_at, [0.001] * 3)
-    )
+    config = config_for(tmp_path, None)
+    found = train_on(3, config, train, [60.0] * 3, ask_at, [0.001] * 3)
     (step,) = {step for step, _ in found}
     assert found == [(step, step)] * 3
     assert min(ask_at) <= step < NUM_STEPS
@@ -101,6 +75,6 @@ def test_ranks_that_ask_in_steps_of_their_own_stop_together(tmp_path: Path, seed
 def test_a_stop_in_the_first_and_in_the_last_step(tmp_path: Path) -> None:
     """Also where there is no step left in which to hear of it."""
     for name, step in (("first", 1), ("last", NUM_STEPS)):
-        config = config_for(tmp_path / name)
-        values = run_ranks(run_with_context, 2, config, train, ([60.0] * 2, [step] * 2, [0.0] * 2))
+        config = config_for(tmp_path / name, None)
+        values = train_on(2, config, train, [60.0] * 2, [step] * 2, [0.0] * 2)
         assert values == [(step, step)] * 2
