@@ -1,13 +1,16 @@
 """Liveness: after how long a silence the other side counts as lost, and who is still wanted."""
 
+import functools
+import logging
 import time
 from collections.abc import Callable
 
+import dask.config
 from distributed import Worker, get_worker
 from distributed.core import Status
 from distributed.worker import thread_state
 
-from prefect_torch_ddp.gang.settings import seconds_setting
+logger = logging.getLogger(__name__)
 
 LIVENESS_TIMEOUT_S = 60.0
 """For callers, agents, workers and the scheduler. Another task may hold the GIL of a shared
@@ -23,6 +26,24 @@ machine was asleep."""
 def liveness_timeout_s() -> float:
     """Return after how many seconds of silence this process takes another for lost."""
     return seconds_setting(LIVENESS_SETTING, LIVENESS_TIMEOUT_S)
+
+
+def seconds_setting(name: str, default_s: float) -> float:
+    """Return a setting, or the default, with a warning, where that is no positive number."""
+    value = dask.config.get(name, default=default_s)
+    try:
+        if (seconds := float(value)) > 0:
+            return seconds
+    except (TypeError, ValueError):
+        pass
+    _warn_once(name, repr(value), default_s)
+    return default_s
+
+
+@functools.cache
+def _warn_once(name: str, value: str, default_s: float) -> None:
+    text = "%s is %s and must be a positive number of seconds; using %g"
+    logger.warning(text, name, value, default_s)
 
 
 class Liveness:

@@ -1,9 +1,15 @@
-"""The restarts of a gang within one call: which failures are tried again, and how often."""
+"""The restarts of a gang within one call: which failures are tried again, and how often.
+
+The attempt log numbers the attempts and keeps how they failed.
+"""
 
 import logging
 import re
-from collections.abc import Callable
-from dataclasses import replace
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from typing import Protocol, TypeVar
 
 from prefect_torch_ddp.errors import (
     CheckpointError,
@@ -15,7 +21,6 @@ from prefect_torch_ddp.errors import (
     StorageError,
     WorkerLostError,
 )
-from prefect_torch_ddp.gang.attempt_log import AttemptLog, TimeBudget
 from prefect_torch_ddp.protocol.events import (
     NO_RANK,
     AttemptBegan,
@@ -29,6 +34,65 @@ RESTARTABLE = (RankFailedError, WorkerLostError, GangHungError)
 FULL_SIZE_S = 10.0
 """How long a restart waits for all ranks, when there are workers for the fewest."""
 _ADDRESS = re.compile(r"\b0x[0-9a-fA-F]+")
+QUIET_S = 3.0
+"""How long a storage may take before a message says what it delays."""
+LIMIT_S = 30.0
+"""How long it may take in all; what isn't written by then is dropped."""
+
+R = TypeVar("R")
+
+
+class AttemptLog(Protocol):
+    """Numbers the attempts of one training and keeps their failures."""
+
+    @property
+    def knows_steps(self) -> bool:
+        """Whether a failure without a step was one before the first step.
+
+        Otherwise such a failure may have happened at any step.
+        """
+        ...
+
+    def begin(self) -> int:
+        """Return the number of the next attempt, from 1; older attempts are over from here on."""
+        ...
+
+    def last_failure(self) -> FailureRecord | None:
+        """Return the failure of the newest attempt that has failed."""
+        ...
+
+    def record_failure(self, record: FailureRecord) -> None:
+        """Keep a failure."""
+        ...
+
+    def keep_records(self, left: Sequence[RecordsLeft]) -> None:
+        """Bring the records that killed ranks had not written to where they belong."""
+        ...
+
+
+@dataclass
+class CallAttemptLog:
+    """The attempt log of a single call of run_gang, which forgets all when the call is over."""
+
+    next_attempt: int
+    last: FailureRecord | None = None
+    knows_steps = False
+
+    def begin(self) -> int:
+        """Return the next number."""
+        self.next_attempt += 1
+        return self.next_attempt - 1
+
+    def last_failure(self) -> FailureRecord | None:
+        """Return what was recorded last."""
+        return self.last
+
+    def record_failure(self, record: FailureRecord) -> None:
+        """Replace what was recorded last."""
+        self.last = record
+
+    def keep_records(self, left: Sequence[RecordsLeft]) -> None:
+        """Do nothing: a call alone has no storage."""
 
 
 class Restarts:
@@ -37,13 +101,7 @@ class Restarts:
     def __init__(
         self, attempt_log: AttemptLog, max_restarts: int, on_event: Callable[[GangEvent], None]
     ) -> None:
-        """Start with all restarts left.
-
-        Args:
-            attempt_log: numbers the attempts.
-            max_restarts: how many more attempts follow the first one, at most.
-            on_event: receives the gang's events, and a line about each restart.
-        """
+        """Start with all restarts left."""
         self._attempt_log = attempt_log
         self._max_restarts = max_restarts
         self._on_event = on_event
@@ -64,9 +122,6 @@ class Restarts:
 
     def run(self, attempt_once: Callable[[int], list[bytes]]) -> list[bytes]:
         """Return the values of the first attempt that succeeds.
-
-        Args:
-            attempt_once: runs the attempt of the number given.
 
         Raises:
             RankFailedError, WorkerLostError, GangHungError: the last attempt failed; a
@@ -174,14 +229,7 @@ def record_of(error: GangError, attempt: int, world_size: int) -> FailureRecord:
 def why_hopeless(
     error: GangError, now: FailureRecord, before: FailureRecord | None, *, knows_steps: bool
 ) -> str | None:
-    """Say why another attempt would end in the same way; None where it might not.
-
-    Args:
-        error: how the attempt failed.
-        now: its record.
-        before: the record of the attempt that failed before it, if one did.
-        knows_steps: whether a failure without a step was one before the first step.
-    """
+    """Say why another attempt would end in the same way; None where it might not."""
     if not isinstance(error, RankFailedError):
         return None
     name = error.failure.exception_type.rpartition(".")[2]
@@ -201,3 +249,50 @@ def why_hopeless(
         f"the same {name} {where} ended attempt {before.attempt} too, "
         f"so it comes from the code or its input, not from chance"
     )
+
+
+class TimeBudget:
+    """Limits the time of work with a storage, whose client may take minutes to give up."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        """Start with the whole budget."""
+        self._say = say
+        self._left_s = LIMIT_S
+        self._has_said = False
+
+    def spend_on(self, work: Callable[[], R]) -> R | None:
+        """Return what the work returns or raise what it raises; None where it takes too long.
+
+        Work that takes too long may still finish in its thread.
+        """
+        if self._left_s <= 0:
+            return None
+        done: Future[R] = Future()
+        # A daemon: it must not keep the process from ending.
+        name = "prefect-torch-ddp-time budget"
+        threading.Thread(target=_do, args=(work, done), name=name, daemon=True).start()
+        while self._left_s > 0:
+            turn_s = min(QUIET_S, self._left_s)
+            try:
+                return done.result(turn_s)
+            except TimeoutError:
+                if done.done():
+                    raise  # the work's own
+                self._left_s -= turn_s
+                self._say_once()
+        return None
+
+    def _say_once(self) -> None:
+        if not self._has_said:
+            self._has_said = True
+            self._say(
+                f"the storage has not answered for {QUIET_S:g} s: "
+                f"it gets {LIMIT_S:g} s to take what is left to put on record"
+            )
+
+
+def _do(work: Callable[[], R], done: Future[R]) -> None:
+    try:
+        done.set_result(work())
+    except BaseException as error:  # noqa: BLE001 - whoever waits shall have it
+        done.set_exception(error)

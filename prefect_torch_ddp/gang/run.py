@@ -11,7 +11,6 @@ from typing import Any, Unpack
 from distributed import Client
 
 from prefect_torch_ddp.errors import GangError
-from prefect_torch_ddp.gang.attempt_log import AttemptLog, CallAttemptLog
 from prefect_torch_ddp.gang.caller.attempt import run_attempt
 from prefect_torch_ddp.gang.caller.code import (
     brings_context,
@@ -21,11 +20,11 @@ from prefect_torch_ddp.gang.caller.code import (
     preload_of,
 )
 from prefect_torch_ddp.gang.caller.placement import GangSize
-from prefect_torch_ddp.gang.caller.plan import GangPlan
+from prefect_torch_ddp.gang.caller.plan import CallParams, GangPlan
 from prefect_torch_ddp.gang.caller.stop import StopSwitch, follow, log_event
+from prefect_torch_ddp.gang.checks import check_call, check_client, checked
 from prefect_torch_ddp.gang.liveness import liveness_timeout_s
-from prefect_torch_ddp.gang.options import CallParams, check_call, check_client, checked
-from prefect_torch_ddp.gang.restarts import FULL_SIZE_S, Restarts
+from prefect_torch_ddp.gang.restarts import FULL_SIZE_S, AttemptLog, CallAttemptLog, Restarts
 from prefect_torch_ddp.params import GangOptions
 from prefect_torch_ddp.protocol.agent import Seniority
 from prefect_torch_ddp.protocol.events import GangEvent
@@ -51,29 +50,18 @@ def run_gang(  # noqa: PLR0913 - level 1 is one call
 
     Args:
         client: a synchronous Dask client.
-        fn: any callable, an import string `"package.module:function"`, or the path of a script
-            (`"train.py"`, with `args` as its argv; give `process_group="user"` to a script
-            written for torchrun).
-        args: positional arguments, as one sequence, or a function that returns them for the
-            number of an attempt.
+        fn: any callable, `"package.module:function"`, or the path of a script (`args` is its argv).
+        args: positional arguments, or a function that returns them for the number of an attempt.
         kwargs: keyword arguments, as one mapping, so that any name reaches `fn`.
         world_size: number of ranks; None takes all workers.
         process_group: "default": initialised before `fn` runs; "user": `fn` initialises it from
             the environment, as under torchrun; "none": there is none.
-        world_size_divides: a number that the number of ranks divides in every attempt; None:
-            any number of ranks will do.
+        world_size_divides: a number that the number of ranks divides in every attempt.
         name: shown to gangs that wait for this one.
-        attempt: number of the first attempt, from 1; ranks see it as TORCHELASTIC_RESTART_COUNT
-            + 1.
-        attempt_log: numbers the attempts in place of `attempt`, and keeps their failures beyond
-            this call.
-        on_event: called in this thread for every event of the ranks; the default logs their
-            lines to `prefect_torch_ddp.ranks` with the rank in front.
-        **options: how the gang is placed, started, watched and stopped, with the defaults of
-            `GangParams`, which explains each: ranks_per_worker, backend, min_world_size,
-            max_restarts, workers_timeout_s, queue_timeout_s, rendezvous_timeout_s,
-            progress_timeout_s, stop_grace_s, resources, interface, launcher. A gang that is
-            restarted by `max_restarts` calls `fn` again, which has to resume by itself.
+        attempt: number of the first attempt; ranks see it as TORCHELASTIC_RESTART_COUNT + 1.
+        attempt_log: numbers the attempts instead, and keeps failures beyond this call.
+        on_event: called in this thread for every event; by default the ranks' lines are logged.
+        **options: those of `GangParams`, which explains each and has the defaults.
 
     Returns:
         What `fn` returned on each rank, in rank order; CUDA tensors come back on the CPU.
@@ -81,27 +69,19 @@ def run_gang(  # noqa: PLR0913 - level 1 is one call
     Raises:
         InvalidParamsError: an argument can't work; nothing was started.
         NotEnoughWorkersError: too few workers, or they stayed busy.
-        RankFailedError: a rank failed; all others were stopped. Its `__cause__` is the user's
-            own exception. With restarts: that of the last attempt; it says so when another one
-            was not made because it would have failed too.
+        RankFailedError: a rank failed, in the last attempt; `__cause__` is its own exception.
         WorkerLostError: a Dask worker that held ranks is gone.
         GangHungError: the ranks made no progress; says who did not arrive, and where it is.
-        GangCancelledError: the gang was cancelled from outside; says by what, after which step,
-            and with which checkpoint.
+        GangCancelledError: the gang was cancelled from outside; says by what, and what is saved.
     """
     check_client(client)
     check_call(fn, () if callable(args) else args, kwargs)
-    own = {
-        "world_size": world_size,
-        "process_group": process_group,
-        "world_size_divides": world_size_divides,
-    }
-    given = checked(CallParams, {**own, **options})
+    own = {"process_group": process_group, "world_size_divides": world_size_divides}
+    given = checked(CallParams, {"world_size": world_size, **own, **options})
     plan = GangPlan(
         name=name or name_of(fn),
         seniority=Seniority(time.time(), uuid.uuid4().hex[:12]),
         options=given,
-        process_group=given.process_group,
         liveness_timeout_s=liveness_timeout_s(),
         code_paths=own_code_paths(),
         watched_from_start=not brings_context(fn),
@@ -111,24 +91,29 @@ def run_gang(  # noqa: PLR0913 - level 1 is one call
 
     def attempt_once(number: int) -> list[bytes]:
         own_args = tuple(args(number) if callable(args) else args)
-        this_plan = replace(
-            plan,
-            payload=pickle_call(fn, own_args, dict(kwargs or {})),
-            preload=preload_of(own_args[1] if brings_context(fn) else fn),
-            attempt=number,
-            # As torchrun counts: from the start of the whole job, never beyond the maximum.
-            max_restarts=number - 1 + restarts.num_left,
-            full_size_s=FULL_SIZE_S if restarts.num_made else given.workers_timeout_s,
-        )
-        most = restarts.size_to_ask_for(world_size)
-        divides = given.world_size_divides
-        size = GangSize(most, given.min_world_size, given.ranks_per_worker, divides)
-        events: queue.SimpleQueue[GangEvent | None] = queue.SimpleQueue()
-        stop = StopSwitch(given.stop_grace_s)
-        work = run_attempt(client, this_plan, size, events.put, stop)
-        return follow(client, work, events, restarts.receive, stop)
+        preload = preload_of(own_args[1] if brings_context(fn) else fn)
+        payload = pickle_call(fn, own_args, dict(kwargs or {}))
+        return _attempt(client, replace(plan, payload=payload, preload=preload), restarts, number)
 
     return [_unpickle_value(data, rank) for rank, data in enumerate(restarts.run(attempt_once))]
+
+
+def _attempt(client: Client, plan: GangPlan, restarts: Restarts, number: int) -> list[bytes]:
+    given = plan.options
+    plan = replace(
+        plan,
+        attempt=number,
+        # As torchrun counts: from the start of the whole job, never beyond the maximum.
+        max_restarts=number - 1 + restarts.num_left,
+        full_size_s=FULL_SIZE_S if restarts.num_made else given.workers_timeout_s,
+    )
+    most, least = restarts.size_to_ask_for(given.world_size), given.min_world_size
+    size = GangSize(most, least, given.ranks_per_worker, given.world_size_divides)
+    events: queue.SimpleQueue[GangEvent | None] = queue.SimpleQueue()
+    stop = StopSwitch(given.stop_grace_s)
+    return follow(
+        client, run_attempt(client, plan, size, events.put, stop), events, restarts.receive, stop
+    )
 
 
 def _unpickle_value(data: bytes, rank: int) -> Any:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from distributed import Client, Worker, WorkerPlugin
 
 from prefect_torch_ddp.gang.caller.code import preload_of
-from prefect_torch_ddp.gang.options import check_client
+from prefect_torch_ddp.gang.checks import check_client
 from prefect_torch_ddp.protocol.rank import TORCH_ALONE, Preload
 
 if TYPE_CHECKING:

@@ -43,9 +43,6 @@ def main(arguments: Sequence[str]) -> None:
     """Load torch, report whether this process can be forked, then take orders.
 
     Ends when the Dask worker is gone, or when nobody wanted a rank for the idle time.
-
-    Args:
-        arguments: the number of the socket to the worker, and the idle time in seconds.
     """
     worker, idle_s = socket.socket(fileno=int(arguments[0])), float(arguments[1])
     os.set_inheritable(worker.fileno(), False)  # noqa: FBT003 - positional in the standard library

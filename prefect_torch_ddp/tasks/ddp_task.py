@@ -13,7 +13,7 @@ from prefect.tasks import TaskOptions
 from prefect.utilities.hashing import hash_objects
 
 from prefect_torch_ddp.errors import InvalidParamsError
-from prefect_torch_ddp.gang.options import checked
+from prefect_torch_ddp.gang.checks import checked
 from prefect_torch_ddp.gang.run import run_gang
 from prefect_torch_ddp.params import ContextOptions, ContextParams
 from prefect_torch_ddp.rank.context import RankContext

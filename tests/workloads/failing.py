@@ -58,7 +58,7 @@ def _wait_in_collective() -> None:
     dist.all_reduce(torch.ones(1))
 
 
-def only_on(  # noqa: C901, PLR0912 - one branch a fault
+def only_on(  # noqa: C901 - one branch a fault
     culprit: int, how: str, code: int = 3
 ) -> str:
     """Fail on one rank in the way named; the others wait for it in a collective."""
@@ -107,7 +107,7 @@ def _clean_up(how: str) -> None:
     time.sleep(1.5)
 
 
-def fail_oddly(how: str) -> None:  # noqa: C901, PLR0912, PLR0915 - one branch an oddity
+def fail_oddly(how: str) -> None:  # noqa: C901, PLR0912 - one branch an oddity
     """Fail on rank 1 in a way that is hard to tell of; rank 0 waits for it in a collective."""
     import torch.distributed as dist
 

@@ -72,13 +72,7 @@ def num_workers_needed(world_size: int, ranks_per_worker: int) -> int:
 def choose(
     workers: Sequence[WorkerIdentity], num_needed: int, resources: Mapping[str, float] | None = None
 ) -> tuple[WorkerIdentity, ...]:
-    """Choose the workers of a gang: free ones first, then in a fixed order, hosts side by side.
-
-    Args:
-        workers: those that have the resources, held by others or not.
-        num_needed: how many of them.
-        resources: what an agent takes; a worker that has less of it left now isn't free.
-    """
+    """Choose the workers of a gang: free ones first, then in a fixed order, hosts side by side."""
     ordered = sorted(workers, key=_by_host)
     free_first = sorted(ordered, key=lambda worker: not is_free(worker, resources or {}))
     return tuple(sorted(free_first[:num_needed], key=_by_host))
@@ -107,14 +101,7 @@ def place(
     ranks_per_worker: int,
     interface: str | None = None,
 ) -> Placement:
-    """Place ranks on the chosen workers, in their order, with the ranks of a host contiguous.
-
-    Args:
-        workers: in the order of `choose`, no more than needed.
-        world_size: number of ranks.
-        ranks_per_worker: ranks on each worker; the last one may get fewer.
-        interface: see `rank_addresses`, whose errors this raises.
-    """
+    """Place ranks on the chosen workers, in their order, with the ranks of a host contiguous."""
     addresses = rank_addresses(workers, interface)
     hosts = list(dict.fromkeys(worker.host for worker in workers))
     devices = _devices(workers, world_size, ranks_per_worker)
@@ -169,9 +156,6 @@ def share_out(visible: Sequence[tuple[str, ...] | None]) -> tuple[int | None, ..
     One rule for all ways of sharing GPUs: lists that are rotated (dask-cuda), that are the same
     everywhere, or that each hold a worker's own devices. Ties go to the first in the list.
 
-    Args:
-        visible: for each rank the names that its worker sees.
-
     Returns:
         For each rank the position in its list; None where the list isn't known or is empty.
     """
@@ -192,11 +176,6 @@ _WAY_OUT = (
 
 def rank_addresses(workers: Sequence[WorkerIdentity], interface: str | None) -> dict[str, str]:
     """Return for each worker, by its Dask address, the address at which its ranks are reached.
-
-    Args:
-        workers: those of the gang.
-        interface: an interface's name or a network (`10.1.0.0/16`); None: the address by which
-            Dask knows the worker.
 
     Raises:
         InvalidParamsError: a worker has no address there; says which it has.

@@ -2,9 +2,12 @@
 
 import uuid
 from dataclasses import dataclass
+from typing import Self
+
+from pydantic import model_validator
 
 from prefect_torch_ddp.gang.caller.placement import Placement
-from prefect_torch_ddp.params import GangParams
+from prefect_torch_ddp.params import Count, GangParams
 from prefect_torch_ddp.protocol.agent import Reservation, Seniority, StartOrder, WorkerIdentity
 from prefect_torch_ddp.protocol.rank import (
     TORCH_ALONE,
@@ -19,14 +22,32 @@ RANK_PATIENCE_S = 2.0
 worker before that worker's ranks end themselves and their peers fail."""
 
 
+class CallParams(GangParams):
+    """The parameters of one run_gang call."""
+
+    process_group: ProcessGroupMode = "default"
+    world_size_divides: Count | None = None
+
+    @model_validator(mode="after")
+    def _check_divides(self) -> Self:
+        divides, world_size, least = self.world_size_divides, self.world_size, self.min_world_size
+        if divides is not None and world_size is not None and divides % world_size:
+            msg = f"world_size is {world_size} and has to divide {divides}; give one that does"
+            raise ValueError(msg)
+        if divides is not None and least is not None and least > divides:
+            has_to = f"the number of ranks has to divide {divides}; give at most that"
+            msg = f"min_world_size is {least}, and {has_to}"
+            raise ValueError(msg)
+        return self
+
+
 @dataclass(frozen=True)
 class GangPlan:
     """One attempt of one call of run_gang."""
 
     name: str
     seniority: Seniority
-    options: GangParams
-    process_group: ProcessGroupMode
+    options: CallParams
     liveness_timeout_s: float
     code_paths: CodePaths
     watched_from_start: bool
@@ -70,7 +91,7 @@ class GangPlan:
                 master_addr=placement.places[0].address,
                 master_port=store_port,
                 store_fd=None,
-                process_group=self.process_group,
+                process_group=self.options.process_group,
                 backend=self.options.backend,
                 rendezvous_timeout_s=self.options.rendezvous_timeout_s,
                 agent_timeout_s=self.liveness_timeout_s + RANK_PATIENCE_S,

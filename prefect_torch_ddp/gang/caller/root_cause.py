@@ -51,10 +51,6 @@ def judge(failures: Sequence[RankFailure], returned: Sequence[RankPlace] = ()) -
     """Pick the cause: the first failure that isn't collateral, else a rank that returned early.
 
     Where there is neither, it is the first failure.
-
-    Args:
-        failures: in the order they were seen; at least one.
-        returned: places of the ranks whose function had returned.
     """
     cause = next((failure for failure in failures if not failure.is_collateral), None)
     if cause is None and returned:
@@ -66,13 +62,7 @@ def judge(failures: Sequence[RankFailure], returned: Sequence[RankPlace] = ()) -
 def early_return(
     returned: Sequence[RankPlace], waiting: int, collateral: Sequence[RankFailure] = ()
 ) -> RootCause:
-    """Blame a rank whose function has ended for the one that waits for it in a collective.
-
-    Args:
-        returned: places of the ranks whose function has ended.
-        waiting: the rank that waits.
-        collateral: how others failed, the waiting one first.
-    """
+    """Blame a rank whose function has ended for the one that waits for it in a collective."""
     first, *others = sorted(returned, key=lambda place: place.rank)
     also = f" (as had ranks {', '.join(str(place.rank) for place in others)})" if others else ""
     summary = (
@@ -98,13 +88,7 @@ def error_for(root_cause: RootCause, attempt: int) -> RankFailedError | WorkerLo
 
 
 def cancelled(gang_name: str, why: str, stopped: Sequence[RankStopped]) -> GangCancelledError:
-    """Return the error of a cancelled gang, with the step agreed on and its checkpoint.
-
-    Args:
-        gang_name: for people.
-        why: by what or from where, as the end of a sentence.
-        stopped: the ranks' events about it.
-    """
+    """Return the error of a cancelled gang, with the step agreed on and its checkpoint."""
     step = stopped[0].stopped.step if stopped else None
     saved = [event.stopped.checkpoint_step for event in stopped]
     newest = next((step for step in saved if step is not None), None)
@@ -122,13 +106,6 @@ def stopped_unasked(
     """Return the error of a gang that stopped without its caller's order.
 
     A rank got SIGTERM, a worker closed, or Dask cancelled an agent.
-
-    Args:
-        plan: which gang and attempt it was.
-        stopped: what the ranks said of it.
-        places: of all ranks, in rank order.
-        why_agent_ended: what an agent said, empty where none ended by itself.
-        was_cancelled: whether Dask cancelled an agent.
     """
     terminated = next((event for event in stopped if event.stopped.by == "SIGTERM"), None)
     if terminated is not None and not was_cancelled:

@@ -28,11 +28,7 @@ class StopSwitch:
     """Asks a running gang to stop: set by its caller's thread, obeyed on the event loop."""
 
     def __init__(self, grace_s: float) -> None:
-        """Start unset.
-
-        Args:
-            grace_s: how long the ranks get to stop.
-        """
+        """Start unset."""
         self.grace_s = grace_s
         self.why = ""
         self._has_ranks = threading.Event()

@@ -75,9 +75,10 @@ class Supervisor:
         try:
             await self._until_settled()
             await self._raise_if_broken(stop)
-            for agent in self._agents:
-                await agent.leave()
-            return await self._collect()
+            # At once: while Dask holds values, a lost worker would make it run the agent again.
+            await asyncio.gather(*(agent.leave() for agent in self._agents))
+            parts = await asyncio.gather(*map(self._values_of, self._agents))
+            return [value for part in parts for value in part]
         finally:
             self._over = True
             for watch in watches:
@@ -250,20 +251,16 @@ class Supervisor:
                 return
         self._changed.set()
 
-    async def _collect(self) -> list[bytes]:
-        # At once: while Dask holds the values, a lost worker would make it run the agent again.
-        values: list[bytes] = []
-        for agent in self._agents:
-            address = agent.worker.address
-            try:
-                part = await agent.values()
-            except (AgentLostError, AgentRefusedError, asyncio.CancelledError) as error:
-                if isinstance(error, asyncio.CancelledError) and agent.future.status != "cancelled":
-                    raise
-                msg = f"worker {address} was lost after its ranks had returned, with their values"
-                raise WorkerLostError(msg) from error
-            if not part:
-                msg = f"the agent on {address} was cancelled from outside"
-                raise GangCancelledError(msg)
-            values += part
-        return values
+    async def _values_of(self, agent: AgentClient) -> tuple[bytes, ...]:
+        address = agent.worker.address
+        try:
+            part = await agent.values()
+        except (AgentLostError, AgentRefusedError, asyncio.CancelledError) as error:
+            if isinstance(error, asyncio.CancelledError) and agent.future.status != "cancelled":
+                raise
+            msg = f"worker {address} was lost after its ranks had returned, with their values"
+            raise WorkerLostError(msg) from error
+        if not part:
+            msg = f"the agent on {address} was cancelled from outside"
+            raise GangCancelledError(msg)
+        return part

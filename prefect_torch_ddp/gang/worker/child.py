@@ -29,12 +29,7 @@ class Child:
     """A started rank process, fresh or forked, which leads a session of its own."""
 
     def __init__(self, pid: int, reap: Callable[[], int]) -> None:
-        """Watch a process that nobody reaps but this object.
-
-        Args:
-            pid: its process id, also that of its session and process group.
-            reap: waits for its end; returns the exit code, or the negated signal's number.
-        """
+        """Watch a process that nobody reaps but this object."""
         self.pid = pid
         self.death_fd = os.pidfd_open(pid) if has_pidfd() else None
         """Becomes readable when the process ends; None where the system has no such thing."""

@@ -20,7 +20,7 @@ from typing import Self
 from distributed import Worker, WorkerPlugin
 
 from prefect_torch_ddp.errors import ForkServerUnavailableError, ForkServerUnfitError
-from prefect_torch_ddp.gang.settings import seconds_setting
+from prefect_torch_ddp.gang.liveness import seconds_setting
 from prefect_torch_ddp.gang.worker.child import CONTRACT, Child, has_pidfd
 from prefect_torch_ddp.gang.worker.slots import SLOTS
 from prefect_torch_ddp.protocol.rank import (

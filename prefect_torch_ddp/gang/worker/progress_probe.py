@@ -102,12 +102,7 @@ class Idleness:
         return self._samples[-1][1].stopped if self._samples else ""
 
     def idle_s(self, now_s: float, silent_s: float) -> float:
-        """Return how long the rank has been idle; 0 until enough was seen.
-
-        Args:
-            now_s: of the clock that `add` is given.
-            silent_s: since its last progress, after which it was active only if `add` saw so.
-        """
+        """Return how long the rank has been idle; 0 until enough was seen."""
         if not self._samples or self._samples[-1][0] - self._samples[0][0] < self._window_s / 2:
             return 0.0
         if self._active_s is None:

@@ -156,12 +156,7 @@ def _start(launch: RankLaunch, files: RankFiles, environment: dict[str, str]) ->
 
 
 def words_of_death(status: int, oom_kills: int) -> str:
-    """Say how a process ended before its rank's function returned. Pure.
-
-    Args:
-        status: the exit code, or the negated number of the signal that killed it.
-        oom_kills: how many processes the kernel killed for lack of memory meanwhile.
-    """
+    """Say how a process ended before its rank's function returned. Pure."""
     if status >= 0:
         return f"left with exit code {status} before its function returned"
     name = signal.Signals(-status).name

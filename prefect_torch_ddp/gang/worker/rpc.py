@@ -37,10 +37,6 @@ async def register_rpc(dask_worker: Worker, warm: Preload | None = None) -> Work
 
     The caller runs this by `Client.run`; handlers take the orders after it because each
     `Client.run` writes a line to the worker's log.
-
-    Args:
-        dask_worker: filled in by Dask.
-        warm: what the worker's fork server loads now, so that ranks can be forked later.
     """
     drop_abandoned()
     if dask_worker.nanny and threading.current_thread() is threading.main_thread():

@@ -13,7 +13,7 @@ from distributed import Client
 
 from prefect_torch_ddp import RankFailedError, run_gang
 from prefect_torch_ddp.checkpoint.manifest import list_manifests
-from prefect_torch_ddp.gang import attempt_log as budget
+from prefect_torch_ddp.gang import restarts as budget
 from prefect_torch_ddp.params import CheckpointParams
 from prefect_torch_ddp.protocol.events import GangEvent
 from prefect_torch_ddp.rank.config import RankConfig

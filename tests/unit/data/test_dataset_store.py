@@ -179,7 +179,7 @@ def test_what_a_killed_prepare_left_is_removed(
     tmp_path: Path,
     cache: Path,
     monkeypatch: pytest.MonkeyPatch,
-    is_alone: bool,  # noqa: FBT001
+    is_alone: bool,
 ) -> None:
     """When the next one of the same dataset begins, or ends; what a live one writes stays, as
     does another dataset whose name begins the same."""

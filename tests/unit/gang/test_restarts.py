@@ -5,8 +5,7 @@ from dataclasses import replace
 import pytest
 
 from prefect_torch_ddp.errors import GangError, GangHungError, RankFailedError, WorkerLostError
-from prefect_torch_ddp.gang.attempt_log import CallAttemptLog
-from prefect_torch_ddp.gang.restarts import record_of, why_hopeless
+from prefect_torch_ddp.gang.restarts import CallAttemptLog, record_of, why_hopeless
 from prefect_torch_ddp.protocol.events import Hang, RankFailure
 
 BOOM = RankFailure(

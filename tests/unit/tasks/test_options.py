@@ -7,7 +7,7 @@ from prefect.utilities.callables import parameter_schema
 from pydantic import ValidationError
 
 from prefect_torch_ddp import InvalidParamsError, RankContext, TrainParams, ddp_task
-from prefect_torch_ddp.gang.options import checked
+from prefect_torch_ddp.gang.checks import checked
 from prefect_torch_ddp.params import ContextOptions, ContextParams, GangOptions, GangParams
 from prefect_torch_ddp.tasks.ddp_task import DdpTaskOptions, TaskParams
 

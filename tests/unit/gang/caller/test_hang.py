@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 
 from prefect_torch_ddp import GangHungError
-from prefect_torch_ddp.gang.caller.hang import find_stall
-from prefect_torch_ddp.gang.caller.hang_message import describe, summarize
+from prefect_torch_ddp.gang.caller.hang import describe, find_stall, summarize
 from prefect_torch_ddp.protocol.agent import RankHeartbeat
 from prefect_torch_ddp.protocol.heartbeat import Heartbeat, Phase
 

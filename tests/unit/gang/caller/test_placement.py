@@ -18,7 +18,7 @@ from prefect_torch_ddp.gang.caller.placement import (
     visible_names,
 )
 from prefect_torch_ddp.gang.caller.workers import too_few_text, with_resources
-from prefect_torch_ddp.gang.options import checked
+from prefect_torch_ddp.gang.checks import checked
 from prefect_torch_ddp.params import GangParams
 from prefect_torch_ddp.protocol.agent import WorkerIdentity
 

@@ -3,15 +3,14 @@
 import difflib
 import re
 from collections.abc import Mapping, Sequence
-from typing import Self, TypeVar
+from typing import TypeVar
 
 from distributed import Client
-from pydantic import ValidationError, model_validator
+from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from prefect_torch_ddp.errors import InvalidParamsError
-from prefect_torch_ddp.params import Count, GangParams, Params
-from prefect_torch_ddp.protocol.rank import ProcessGroupMode
+from prefect_torch_ddp.params import Params
 
 IMPORT_STRING = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 
@@ -43,25 +42,6 @@ def _in_words(details: ErrorDetails, names: list[str]) -> str:
         choices = ", ".join(re.findall(r"'([^']*)'", context["expected"]))
         return f"{name} is {details['input']!r}; choose one of {choices}"
     return f"{name} is {details['input']!r}; {details['msg'].replace('Input', 'it')}"
-
-
-class CallParams(GangParams):
-    """The parameters of one run_gang call."""
-
-    process_group: ProcessGroupMode = "default"
-    world_size_divides: Count | None = None
-
-    @model_validator(mode="after")
-    def _check_divides(self) -> Self:
-        divides, world_size, least = self.world_size_divides, self.world_size, self.min_world_size
-        if divides is not None and world_size is not None and divides % world_size:
-            msg = f"world_size is {world_size} and has to divide {divides}; give one that does"
-            raise ValueError(msg)
-        if divides is not None and least is not None and least > divides:
-            has_to = f"the number of ranks has to divide {divides}; give at most that"
-            msg = f"min_world_size is {least}, and {has_to}"
-            raise ValueError(msg)
-        return self
 
 
 def check_client(client: object) -> None:
