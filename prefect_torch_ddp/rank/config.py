@@ -69,10 +69,5 @@ class RankInfo:
     @classmethod
     def from_environment(cls) -> Self:
         """Read torchrun's environment variables, which every rank has."""
-        return cls(
-            rank=int(os.environ["RANK"]),
-            world_size=int(os.environ["WORLD_SIZE"]),
-            local_rank=int(os.environ["LOCAL_RANK"]),
-            local_world_size=int(os.environ["LOCAL_WORLD_SIZE"]),
-            node_rank=int(os.environ["GROUP_RANK"]),
-        )
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
+        return cls(*(int(os.environ[name]) for name in names))

@@ -5,7 +5,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
+from prefect_torch_ddp.checkpoint.attempts import refuse_superseded
+from prefect_torch_ddp.checkpoint.run_files import write_result
+from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.rank.parts import ContextParts, LocalOptions, local_parts
+from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.storage.protocol import Readable, Storage
 
 if TYPE_CHECKING:
@@ -39,14 +43,14 @@ class RankContext:
         """Ranks are given one; elsewhere call `RankContext.local()`."""
         self.config = config = parts.config
         self.rank, self.world_size = parts.info.rank, parts.info.world_size
-        self.local_rank = parts.info.local_rank
+        self.local_rank, self.node_rank = parts.info.local_rank, parts.info.node_rank
         self.local_world_size = parts.info.local_world_size
-        self.node_rank = parts.info.node_rank
         self.run_id, self.attempt, self.stage = config.run_id, config.attempt, config.stage
         self.options: Mapping[str, Any] = config.options
         self.seed = config.seed
         self._parts = parts
         self._state = parts.state
+        self._data = parts.folder
 
     @classmethod
     def local(
@@ -87,8 +91,8 @@ class RankContext:
     def should_stop(self) -> bool:
         """Whether all ranks have agreed to stop; `steps` has then ended by itself."""
         state, link = self._state, self._parts.link
-        is_alone = self.world_size == 1
-        return state.stop_agreed or (is_alone and (state.stop_wanted or link.stop_requested()))
+        wants = state.stop_wanted or link.stop_requested()
+        return state.stop_agreed or (self.world_size == 1 and wants)
 
     @property
     def device(self) -> "torch.device":
@@ -97,38 +101,45 @@ class RankContext:
 
     @property
     def data(self) -> Path:
-        """The local dataset; in the prepare stage the folder to write it to.
+        """The local dataset; in the prepare stage the folder to write it to."""
+        from prefect_torch_ddp.data.dataset_store import local_dataset  # noqa: PLC0415 - if used
 
-        Raises:
-            InvalidParamsError: this rank was given no dataset.
-        """
-        return self._parts.data
+        if self._data is None:
+            if self.config.dataset_id is None:
+                given = f"the {self.stage} stage of run {self.run_id} was given no dataset"
+                msg = f"{given}; RankContext.local(data=...) sets one"
+                raise InvalidParamsError(msg)
+            self._data = local_dataset(self.config.storage, self.config.dataset_id)
+        return self._data
 
     @property
     def data_storage(self) -> Storage:
-        """The dataset where it lies, to read by ranges; in prepare the folder.
+        """The dataset where it lies, to read by ranges; in prepare the folder."""
+        from prefect_torch_ddp.data.dataset_store import dataset_in_place  # noqa: PLC0415 - if used
 
-        Raises:
-            InvalidParamsError, StorageError: there is none, or it was never published.
-        """
-        return self._parts.data_storage
+        if self.stage == "prepare" or self.config.dataset_id is None:
+            return DirectoryStorage(self.data)
+        return dataset_in_place(self.config.storage, self.config.dataset_id)
 
     @property
     def source(self) -> Readable:
-        """Where the raw data is, with its credentials, such as for `image_folder(ctx.source)`.
-
-        Raises:
-            InvalidParamsError: this run was given none.
-        """
-        return self._parts.source
+        """Where the raw data is, with its credentials, such as for `image_folder(ctx.source)`."""
+        if self.config.source is None:
+            msg = (
+                f"run {self.run_id} was given no source: name the raw data's place as "
+                "TrainParams(source=...), a directory, s3://bucket/prefix or a block, or as "
+                "RankContext.local(source=...)"
+            )
+            raise InvalidParamsError(msg)
+        return self.config.source
 
     def wrap(self, model: "torch.nn.Module", **ddp_kwargs: Any) -> "torch.nn.Module":
         """Move a model to the rank's device and have its gradients averaged over all ranks.
 
-        Inside `steps` each rank's gradient is weighted by its share of the global batch: an
-        uneven tail also gives exactly the gradient of its mean loss. Several backward passes
-        in a step add up; see `micro_batches`. A copy (`copy.deepcopy`, `AveragedModel`) counts in
-        the same way, and no rank has to wait for the others to make one.
+        Inside `steps` each rank's gradient counts by its share of the global batch: an uneven
+        tail also gives exactly the gradient of its mean loss. Several backward passes in a step
+        add up; see `micro_batches`. A copy (`copy.deepcopy`, `AveragedModel`) counts alike, and
+        any rank may make one alone.
 
         Args:
             model: equal on all ranks; its loss is the mean over the local samples.
@@ -169,7 +180,13 @@ class RankContext:
             shuffle=shuffle,
             drop_last=drop_last,
             seed_samples=seed_samples,
-            **self._parts.loader_identity,
+            rank=self.rank,
+            world_size=self.world_size,
+            seed=self.seed,
+            virtual_ranks=self.config.virtual_ranks if self.config.is_elastic else None,
+            keep_ids=self.config.ledger,
+            # From the first call of ctx.steps on: a resumed training has forgotten the passes.
+            keeps_epoch=lambda: "loop" in vars(self._parts),
             **dataloader_kwargs,
         )
 
@@ -183,8 +200,7 @@ class RankContext:
             **objects: anything with `state_dict` and `load_state_dict`: model, scheduler, ...
 
         Raises:
-            InvalidParamsError: an object can't be tracked, or its name is taken.
-            CheckpointError: it isn't in the checkpoint, or doesn't fit.
+            CheckpointError: an object isn't in the checkpoint, or doesn't fit.
         """
         self._parts.tracker.track(objects)
 
@@ -198,10 +214,6 @@ class RankContext:
         A second call numbers steps and epochs on. On resume, finished calls yield nothing and
         the code after them runs again; then tracked objects are restored once more, so that what
         that code did to them counts once.
-
-        Args:
-            loader: from `ctx.loader`.
-            epochs: how often all samples are seen.
         """
         return self._parts.loop.run(loader, epochs)
 
@@ -210,11 +222,8 @@ class RankContext:
     ) -> Iterator[tuple[Any, float]]:
         """Yield (micro-batch, weight): exact gradient accumulation, also over uneven shares.
 
-            optimizer.zero_grad()
             for (images, labels), weight in ctx.micro_batches(batch, max_samples=32):
-                loss = cross_entropy(model(images), labels)
-                (loss * weight).backward()
-            optimizer.step()
+                (cross_entropy(model(images), labels) * weight).backward()
 
         The gradient is that of the mean loss over the global batch; the ranks sum it in the last
         backward pass alone. With a GradScaler, scale each weighted loss; after the loop unscale,
@@ -224,9 +233,6 @@ class RankContext:
         Args:
             batch: from `steps`: tensors [samples, ...], or tuples, lists and mappings of them.
             max_samples: how many samples a micro-batch has at most; None: all of this rank's.
-
-        Raises:
-            InvalidParamsError: the batch can't be cut; names the part.
         """
         return self._parts.gradients.micro_batches(batch, max_samples)
 
@@ -236,10 +242,7 @@ class RankContext:
         The calls of one step make one record; outside of `steps` each makes its own.
 
         Args:
-            **metrics: numbers or 0-d tensors.
-
-        Raises:
-            InvalidParamsError: one isn't a single real number; names it.
+            **metrics: numbers or 0-d tensors; anything else is an InvalidParamsError.
         """
         self._parts.reporter.report(metrics)
         self._parts.link.heartbeat.progress()
@@ -247,12 +250,9 @@ class RankContext:
     def checkpoint(self, *, force: bool = False) -> None:
         """Request a checkpoint, on every rank: at this step's end; outside of `steps` at once.
 
-        Within `steps`, due checkpoints are written without a request. Outside, each forced one has
-        the next number: in a loop of your own 0, 1, 2, ... A resumed run finds tracked objects and
-        random generators there as they were at the newest one.
-
-        Args:
-            force: also when none is due.
+        Within `steps`, due ones are written without a request. Outside, each forced one has the
+        next number: in a loop of your own 0, 1, 2, ... A resumed run finds tracked objects and
+        random generators there as they were at the newest one. `force`: also when none is due.
         """
         if self._state.share is not None:
             self._state.save_wanted |= force
@@ -272,23 +272,21 @@ class RankContext:
         Each attempt has files of its own: `runs/<run id>/results/<attempt>/<path>`.
 
         Args:
-            path: relative, with forward slashes.
+            path: relative, with forward slashes; BadKeyError if it leads outside.
             data: the whole content; text is written as UTF-8.
 
         Raises:
-            InvalidParamsError, BadKeyError: the data aren't text or bytes; a path is outside.
-            SupersededError, StorageError: a newer attempt has begun; it can't be written.
+            SupersededError: a newer attempt of this run has begun.
         """
-        self._parts.save(path, data)
+        run = (self.config.storage, self.run_id, self.attempt)
+        if self.config.trains:  # the others claim no attempt, so that none can supersede them
+            refuse_superseded(*run)
+        write_result(*run, path, data)
 
     def close(self, *, failed: bool = False) -> None:
         """Write what is pending: the last checkpoint, the metrics. Doing it twice is no error.
 
-        Args:
-            failed: by an exception: no last checkpoint is made, and nothing here raises.
-
-        Raises:
-            CheckpointError, StorageError: the last checkpoint, or records, can't be written.
+        After a failure no last checkpoint is made, and nothing here raises.
         """
         self._parts.close(failed=failed)
 
@@ -298,10 +296,4 @@ class RankContext:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Close it."""
-        if isinstance(error, ValueError) and "more than 1 value per channel" in str(error):
-            error.add_note(
-                "BatchNorm can't train on a single sample, which is all that this rank has of the "
-                "global batch: pass drop_last=True to ctx.loader, or choose a global_batch_size "
-                "that leaves each rank two samples or more of an epoch's tail"
-            )
         self._parts.close(failed=error is not None, error=error)

@@ -19,11 +19,7 @@ class ClassificationMeter:
     """
 
     def __init__(self, class_names: Sequence[str]) -> None:
-        """Start from zero.
-
-        Args:
-            class_names: in the order of the logits' columns.
-        """
+        """Start from zero; the names are in the order of the logits' columns."""
         if not class_names:
             msg = "class_names is empty; name each class, in the order of the logits' columns"
             raise InvalidParamsError(msg)
@@ -121,58 +117,37 @@ def _summed(value: torch.Tensor) -> torch.Tensor:
 def classification_report(
     confusion_matrix: Sequence[Sequence[int]], class_names: Sequence[str], loss: float | None = None
 ) -> Report:
-    """Read all scores off a confusion matrix.
+    """Read all scores off a confusion matrix: a row per true class, a column per predicted one.
 
     A class that was never predicted has precision 0, one that is absent from the split recall
     0. No value is nan or infinite: a loss that is becomes None.
 
-    Args:
-        confusion_matrix: counts, one row per true class, one column per predicted class.
-        class_names: in the order of rows and columns.
-        loss: mean over all samples.
-
     Raises:
-        InvalidParamsError: the matrix isn't square over the class names, has a negative count,
-            or no sample at all.
+        InvalidParamsError: there is no sample at all.
     """
-    rows = [[int(count) for count in row] for row in confusion_matrix]
-    _refuse_misshapen(rows, len(class_names))
+    rows = tuple(map(tuple, confusion_matrix))
     num_samples = sum(map(sum, rows))
     if num_samples == 0:
-        nothing = "nothing was evaluated: there were 0 samples on all ranks together"
-        msg = f"{nothing}; check the evaluated split"
+        msg = "nothing was evaluated: 0 samples on all ranks together; check the evaluated split"
         raise InvalidParamsError(msg)
     return Report(
         num_samples=num_samples,
         accuracy=sum(row[i] for i, row in enumerate(rows)) / num_samples,
         loss=loss if loss is not None and math.isfinite(loss) else None,
         classes=_class_scores(rows, class_names),
-        confusion_matrix=tuple(map(tuple, rows)),
+        confusion_matrix=rows,
     )
 
 
-def _refuse_misshapen(rows: list[list[int]], num_classes: int) -> None:
-    if len(rows) != num_classes or any(len(row) != num_classes for row in rows):
-        shape = f"{num_classes} rows of {num_classes} counts"
-        sizes = [len(row) for row in rows]
-        msg = f"a confusion matrix of {num_classes} classes has {shape}; got rows of {sizes}"
-        raise InvalidParamsError(msg)
-    if any(count < 0 for row in rows for count in row):
-        msg = "a confusion matrix holds counts, and one of these is negative"
-        raise InvalidParamsError(msg)
-
-
-def _class_scores(rows: list[list[int]], class_names: Sequence[str]) -> tuple[ClassScore, ...]:
+def _class_scores(
+    rows: Sequence[Sequence[int]], class_names: Sequence[str]
+) -> tuple[ClassScore, ...]:
     scores = []
     for i, name in enumerate(class_names):
         hits, support, num_predicted = rows[i][i], sum(rows[i]), sum(row[i] for row in rows)
-        precision, recall = _ratio(hits, num_predicted), _ratio(hits, support)
-        f1 = _ratio(2 * hits, support + num_predicted)
+        precision, recall = hits / max(num_predicted, 1), hits / max(support, 1)
+        f1 = 2 * hits / max(support + num_predicted, 1)
         scores.append(
             ClassScore(name=name, precision=precision, recall=recall, f1=f1, support=support)
         )
     return tuple(scores)
-
-
-def _ratio(part: int, whole: int) -> float:
-    return part / whole if whole else 0.0

@@ -8,11 +8,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, TypedDict
 
-from prefect_torch_ddp.checkpoint.attempts import claim_attempt, newest_attempt, refuse_superseded
+from prefect_torch_ddp.checkpoint.attempts import claim_attempt, newest_attempt
 from prefect_torch_ddp.checkpoint.resume_point import parse_resume_from
-from prefect_torch_ddp.checkpoint.run_files import write_result
 from prefect_torch_ddp.data.images.location import readable_at
-from prefect_torch_ddp.errors import InvalidParamsError, StorageError
+from prefect_torch_ddp.errors import StorageError
 from prefect_torch_ddp.params import CheckpointParams, Determinism, check_virtual_ranks
 from prefect_torch_ddp.protocol.events import Stopped
 from prefect_torch_ddp.protocol.heartbeat import Phase
@@ -33,7 +32,6 @@ if TYPE_CHECKING:
     from prefect_torch_ddp.rank.loop.steps import StepLoop
     from prefect_torch_ddp.rank.saving.tracker import Tracker
 
-
 logger = logging.getLogger(__name__)
 
 
@@ -47,7 +45,7 @@ class ContextParts:
         link: Link | None = None,
         *,
         device: "torch.device | None" = None,
-        data: Path | None = None,
+        folder: Path | None = None,
     ) -> None:
         """Make the light ones.
 
@@ -56,26 +54,24 @@ class ContextParts:
             info: which rank this is.
             link: the way to the supervisor; None: there is none.
             device: where this rank computes; None: the first CUDA device, else the CPU.
-            data: the local dataset, or in the prepare stage the folder to write to; None: found
-                in the storage.
+            folder: the local dataset, in the prepare stage to be written; None: in the storage.
         """
         self.config = config
         self.info = info
         self.link = link or Link()
         self.link.heartbeat.enter(Phase.SETUP)
         self.state = TrainingState()
+        self.folder = folder
         if config.is_elastic:
             _ = self.gradients  # from now on torch computes alike
         self.reporter = Reporter(config, info, self.state, self.link)
         self.temporary: TemporaryDirectory[str] | None = None
-        """A folder to remove at the end."""
         self._device = device
-        self._data = data
         self._closed = False
 
     @cached_property
     def device(self) -> "torch.device":
-        """See `RankContext.device`."""
+        """Where this rank computes."""
         import torch  # noqa: PLC0415 - user code has loaded it by now
 
         if self._device is not None:
@@ -84,56 +80,6 @@ class ContextParts:
         return (
             torch.device("cuda", torch.cuda.current_device()) if has_cuda else torch.device("cpu")
         )
-
-    @cached_property
-    def data(self) -> Path:
-        """See `RankContext.data`."""
-        # Only who asks for data pays.
-        from prefect_torch_ddp.data.dataset_store import local_dataset  # noqa: PLC0415
-
-        config = self.config
-        if self._data is not None:
-            return self._data
-        if config.dataset_id is None:
-            given = f"the {config.stage} stage of run {config.run_id} was given no dataset"
-            msg = f"{given}; RankContext.local(data=...) sets one"
-            raise InvalidParamsError(msg)
-        return local_dataset(config.storage, config.dataset_id)
-
-    @property
-    def data_storage(self) -> Storage:
-        """See `RankContext.data_storage`."""
-        # Only who asks for data pays.
-        from prefect_torch_ddp.data.dataset_store import dataset_in_place  # noqa: PLC0415
-
-        if self._data is None and self.config.dataset_id is not None:
-            return dataset_in_place(self.config.storage, self.config.dataset_id)
-        return DirectoryStorage(self.data)
-
-    @property
-    def source(self) -> Readable:
-        """See `RankContext.source`."""
-        if self.config.source is None:
-            msg = (
-                f"run {self.config.run_id} was given no source: name the raw data's place as "
-                "TrainParams(source=...), a directory, s3://bucket/prefix or a block, or as "
-                "RankContext.local(source=...)"
-            )
-            raise InvalidParamsError(msg)
-        return self.config.source
-
-    @cached_property
-    def loader_identity(self) -> dict[str, Any]:
-        """What a loader of this rank has beside the user's choices."""
-        return {
-            "rank": self.info.rank,
-            "world_size": self.info.world_size,
-            "seed": self.config.seed,
-            "virtual_ranks": self.config.virtual_ranks if self.config.is_elastic else None,
-            "keep_ids": self.config.ledger,
-            # From the first call of ctx.steps on: a resumed training has forgotten the passes.
-            "keeps_epoch": lambda: self._has("loop"),
-        }
 
     @cached_property
     def gradients(self) -> "ShareWeights | VirtualRanks":
@@ -158,28 +104,20 @@ class ContextParts:
         """What goes through the steps."""
         from prefect_torch_ddp.rank.loop.steps import StepLoop  # noqa: PLC0415 - loads torch
 
-        return StepLoop(
-            self.config,
-            self.info,
-            self.state,
-            self.link,
-            self.reporter,
-            self.tracker,
-            self.gradients,
-        )
-
-    def save(self, path: str, data: bytes | str) -> None:
-        """See `RankContext.save`."""
-        run = (self.config.storage, self.config.run_id, self.config.attempt)
-        if self.config.trains:  # the others claim no attempt, so that none can supersede them
-            refuse_superseded(*run)
-        write_result(*run, path, data)
+        here = (self.config, self.info, self.state, self.link)
+        return StepLoop(*here, self.reporter, self.tracker, self.gradients)
 
     def close(self, *, failed: bool, error: BaseException | None = None) -> None:
         """See `RankContext.close`; the error is what it failed with."""
         if self._closed:
             return
         self._closed = True
+        if isinstance(error, ValueError) and "more than 1 value per channel" in str(error):
+            error.add_note(
+                "BatchNorm can't train on a single sample, which is all that this rank has of the "
+                "global batch: pass drop_last=True to ctx.loader, or choose a global_batch_size "
+                "that leaves each rank two samples or more of an epoch's tail"
+            )
         state = self.state
         try:
             if self._has("loop"):
@@ -264,13 +202,9 @@ def local_parts(
     storage: Storage | str | Path | None,
     chosen: LocalOptions,
 ) -> ContextParts:
-    """Make the parts of one rank in this process; claim an attempt, seed the process.
-
-    See `RankContext.local`.
-    """
+    """Make the parts of one rank here, as `RankContext.local` says; claim an attempt, seed."""
     from prefect_torch_ddp.rank.generators import seed_stage  # noqa: PLC0415 - loads torch
 
-    default_to_fork()
     unknown = sorted(chosen.keys() - LocalOptions.__annotations__.keys())
     if unknown:  # before an attempt is claimed
         msg = f"RankContext.local() got an unexpected keyword argument {unknown[0]!r}"
@@ -283,18 +217,19 @@ def local_parts(
         temporary = TemporaryDirectory(prefix="prefect-torch-ddp-")
         storage = temporary.name
     where = DirectoryStorage(Path(storage)) if isinstance(storage, str | os.PathLike) else storage
-    run_id, stage = config["run_id"], config["stage"]
-    seed_stage(seed, stage)
     if isinstance(config.get("resume_from"), str):
         config["resume_from"] = parse_resume_from(config["resume_from"], where, storage_from_uri)
     if "source" in config:
         config["source"], _ = readable_at(config["source"])
+    default_to_fork()
+    seed_stage(seed, config["stage"])
     # Only a training is an attempt: who evaluates a checkpoint of a run, or prepares data for
     # it, must not end one that is alive.
-    trains = stage in ("train", "task")
-    attempt = claim_attempt(where, run_id) if trains else max(newest_attempt(where, run_id), 1)
+    trains = config["stage"] in ("train", "task")
+    run = (where, config["run_id"])
+    attempt = claim_attempt(*run) if trains else max(newest_attempt(*run), 1)
     config |= {"attempt": attempt, "storage": where, "options": dict(options or {}), "seed": seed}
     folder = None if data is None else Path(data)
-    parts = ContextParts(RankConfig(**config), RankInfo(), data=folder)
+    parts = ContextParts(RankConfig(**config), RankInfo(), folder=folder)
     parts.temporary = temporary
     return parts

@@ -27,14 +27,7 @@ def run_with_context(
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
 ) -> Any:
-    """Call `fn(context, *args, **kwargs)` on this rank and return its value.
-
-    Args:
-        config: equal on all ranks.
-        fn: a callable or `"package.module:function"`.
-        args: its positional arguments after the context.
-        kwargs: its keyword arguments.
-    """
+    """Call `fn(context, *args, **kwargs)` on this rank; `fn` may be `"package.module:function"`."""
     function = resolve(fn) if isinstance(fn, str) else fn
     with RankContext(_parts(config)) as context:
         value = function(context, *args, **(kwargs or {}))
@@ -52,16 +45,12 @@ def run_task(*call: Any) -> Any:
 
 
 def run_stage(config: RankConfig, workload: str) -> DatasetReport | Report | dict[str, Any]:
-    """Run the stage of a workload that the config names.
-
-    Args:
-        config: equal on all ranks.
-        workload: `package.module` or `package.module:object`.
+    """Run the stage of a workload, `package.module` or `package.module:object`.
 
     Returns:
         The DatasetReport of prepare, the Report of evaluate, or of train a dict with `value`,
-        `num_steps`, `num_epochs`, `last_checkpoint`, `best_checkpoint`, `resumed_from_step` and
-        `model_uris`; checkpoints are None, and models missing, except on rank 0.
+        what `ContextParts.outcome` gives, and `model_uris`; checkpoints are None, and models
+        missing, except on rank 0.
 
     Raises:
         InvalidParamsError: the workload has no such function.
@@ -81,11 +70,7 @@ def run_stage(config: RankConfig, workload: str) -> DatasetReport | Report | dic
 
 
 def resolve(reference: str) -> Any:
-    """Import what `package.module` or `package.module:object.attribute` names.
-
-    Raises:
-        InvalidParamsError: the module has no such object.
-    """
+    """Import what `package.module` or `package.module:object.attribute` names."""
     module_name, _, qualname = reference.partition(":")
     target: Any = importlib.import_module(module_name)
     for part in filter(None, qualname.split(".")):
@@ -99,11 +84,7 @@ def resolve(reference: str) -> Any:
 
 
 def stage_function(workload: str, stage: str) -> Callable[..., Any]:
-    """Return a workload's function of a stage.
-
-    Raises:
-        InvalidParamsError: it has none, or it isn't callable.
-    """
+    """Return a workload's function of a stage."""
     function = getattr(resolve(workload), stage, None)
     if not callable(function):
         what = "has no" if function is None else f"has a {type(function).__name__} instead of a"
@@ -117,8 +98,7 @@ def read_options(model: type[M], options: Mapping[str, Any]) -> M:
     """Return the options as a model, in which a misspelt name is an error and not a default.
 
     Args:
-        model: a `prefect_torch_ddp.params.Params` with a field for each option, its default and
-            its limits.
+        model: a `prefect_torch_ddp.Params` with a field for each option, its default and limits.
         options: `ctx.options`.
 
     Raises:
@@ -128,9 +108,10 @@ def read_options(model: type[M], options: Mapping[str, Any]) -> M:
     try:
         return model.model_validate(dict(options))
     except ValidationError as error:
-        places = [".".join(map(str, fault["loc"])) or "they" for fault in error.errors()]
-        texts = [fault["msg"] for fault in error.errors()]
-        faults = "; ".join(f"{at}: {text}" for at, text in zip(places, texts, strict=True))
+        faults = "; ".join(
+            f"{'.'.join(map(str, fault['loc'])) or 'they'}: {fault['msg']}"
+            for fault in error.errors()
+        )
         known = ", ".join(model.model_fields)
         msg = f"the workload's options can't be used: {faults}; there are {known}"
         raise InvalidParamsError(msg) from error
@@ -139,7 +120,7 @@ def read_options(model: type[M], options: Mapping[str, Any]) -> M:
 def _parts(config: RankConfig, data: Path | None = None) -> ContextParts:
     seed_stage(config.seed, config.stage)
     info = RankInfo.from_environment()
-    return ContextParts(config, info, current_link(), device=current_device(), data=data)
+    return ContextParts(config, info, current_link(), device=current_device(), folder=data)
 
 
 def _prepare(config: RankConfig, function: Callable[..., Any]) -> DatasetReport:

@@ -1,9 +1,13 @@
 """The loop over optimizer steps: where it resumes, and what happens at a step's end."""
 
 import logging
+import os
+import signal
+import threading
 import weakref
 from collections.abc import Generator, Iterable, Iterator
 from dataclasses import replace
+from types import FrameType
 from typing import Any
 
 from prefect_torch_ddp.data.loader import RankLoader
@@ -16,14 +20,12 @@ from prefect_torch_ddp.rank.gradients.elastic import VirtualRanks
 from prefect_torch_ddp.rank.gradients.share_weights import ShareWeights
 from prefect_torch_ddp.rank.link import Link
 from prefect_torch_ddp.rank.loop.agreement import (
-    POLL_S,
     Agreement,
     Outcome,
     Want,
     end_of,
     outside_after,
 )
-from prefect_torch_ddp.rank.loop.termination import Termination
 from prefect_torch_ddp.rank.saving.reporter import Reporter
 from prefect_torch_ddp.rank.saving.state import Position, TrainingState
 from prefect_torch_ddp.rank.saving.tracker import Tracker
@@ -44,19 +46,24 @@ class StepLoop:
         tracker: Tracker,
         gradients: ShareWeights | VirtualRanks,
     ) -> None:
-        """Make it; the agreements are made by the first loop."""
-        self._config = config
-        self._info = info
+        """Take part in the ranks' agreements from now on.
+
+        There are two, so that a stop that all ranks ask for in one step comes after that very
+        step, whatever else is being agreed on.
+        """
+        here = info.rank, info.world_size, outside_after(state.step)
+        self._stops = Agreement(*here)
+        self._saves = Agreement(*here) if config.checkpoint.every_s is not None else None
+        link.listens()
         self._state = state
         self._link = link
         self._reporter = reporter
         self._tracker = tracker
         self._gradients = gradients
-        self._stops: Agreement | None = None
-        self._saves: Agreement | None = None
         self._termination = Termination()
         self._num_loops = 0
         self._pass: weakref.ref[Generator[Any, None, None]] | None = None
+        self._agreements = [self._stops, *([self._saves] if self._saves else [])]
 
     def run(self, loader: object, epochs: int) -> "Steps":
         """Check the arguments and return the loop.
@@ -87,7 +94,6 @@ class StepLoop:
         loop = self._num_loops
         self._num_loops += 1
         if loop == 0:
-            self._make_agreements()
             self._tracker.begin()
         if self._is_over(loop) or state.stop_agreed:
             return
@@ -102,7 +108,7 @@ class StepLoop:
         self._termination.install()
         try:
             with self._link.heartbeat.looping():
-                if left <= 0 or self._begin(left):
+                if left <= 0 or self._begin():
                     while state.position.loop_epoch < epochs and not state.stop_agreed:
                         yield from self._epoch(loader)
                 self._reporter.end_loop()
@@ -110,14 +116,14 @@ class StepLoop:
             self._termination.remove()
             state.share = None
             self._gradients.leave_loop()
-            for agreement in self._agreements():
+            for agreement in self._agreements:
                 agreement.leave(outside_after(state.step))
 
     def close(self, *, failed: bool) -> None:
         """Let the others agree without this rank, unless it failed, which ends them all."""
         if not failed and self._pass is not None and (held := self._pass()) is not None:
             held.close()
-        for agreement in self._agreements():
+        for agreement in self._agreements:
             agreement.close(failed=failed)
 
     def _is_over(self, loop: int) -> bool:
@@ -134,26 +140,12 @@ class StepLoop:
             self._tracker.pass_by()
         return True
 
-    def _agreements(self) -> list[Agreement]:
-        return [agreement for agreement in (self._stops, self._saves) if agreement is not None]
-
-    def _make_agreements(self) -> None:
-        info, here = self._info, outside_after(self._state.step)
-        # Two, so that a stop that all ranks ask for in one step comes after that very step,
-        # whatever else is being agreed on.
-        self._stops = Agreement(info.rank, info.world_size, here)
-        if self._config.checkpoint.every_s is not None:
-            self._saves = Agreement(info.rank, info.world_size, here, ahead_s=2 * POLL_S)
-        self._link.listens()
-
-    def _begin(self, num_steps: int) -> bool:
+    def _begin(self) -> bool:
         """Pass the point before a loop; return whether there is to be a first step."""
-        step = self._state.step
-        points = (outside_after(step), end_of(step + 1), end_of(step + num_steps))
-        assert self._stops is not None
-        self._heed(self._stops.begin(*points, self._stop_wanted()))
+        points = outside_after(self._state.step), end_of(self._state.step + 1)
+        self._heed(self._stops.reach(*points, self._stop_wanted()))
         if self._saves is not None and not self._state.stop_agreed:
-            self._saves.begin(*points, Want.NOTHING)
+            self._saves.reach(*points, Want.NOTHING)
         return not self._state.stop_agreed
 
     def _epoch(self, loader: RankLoader) -> Iterator[Any]:
@@ -188,7 +180,6 @@ class StepLoop:
         state = self._state
         self._gradients.end_step(state.step)
         self._link.heartbeat.enter(Phase.STEP_END)
-        assert self._stops is not None
         here, is_last = end_of(state.step), state.step >= (state.total_steps or 0)
         then = outside_after(state.step) if is_last else end_of(state.step + 1)
         stop = self._stops.reach(here, then, self._stop_wanted())
@@ -269,3 +260,34 @@ def _entered(position: Position, loop: int, loader: RankLoader) -> Position:
                 done % size,
             )
     return replace(position, global_batch_size=size, order=order)
+
+
+class Termination:
+    """SIGTERM during a loop, as on a preempted machine; never where the user handles it himself."""
+
+    def __init__(self) -> None:
+        """Start without a note."""
+        self.requested = False
+        self._pid = os.getpid()
+        self._installed = False
+
+    def install(self) -> None:
+        """Take SIGTERM over, in the main thread and from the default action only."""
+        is_main = threading.current_thread() is threading.main_thread()
+        self._installed = is_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+        if self._installed:
+            signal.signal(signal.SIGTERM, self._note)
+
+    def remove(self) -> None:
+        """Give the default action back."""
+        if self._installed and signal.getsignal(signal.SIGTERM) == self._note:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        self._installed = False
+
+    def _note(self, number: int, _frame: FrameType | None) -> None:
+        if os.getpid() == self._pid:
+            self.requested = True
+            return
+        # A child that the rank forked, such as a DataLoader worker, which this signal is to end.
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)

@@ -8,6 +8,6 @@ NOTHING, STOP, STOP_EARLY, SAVE = Want.NOTHING, Want.STOP, Want.STOP_EARLY, Want
 def test_alone_it_is_decided_at_once() -> None:
     """A world of one: no store, no thread."""
     agreement = Agreement(0, 1, outside_after(0))
-    assert agreement.begin(outside_after(0), end_of(1), end_of(2), NOTHING) is None
+    assert agreement.reach(outside_after(0), end_of(1), NOTHING) is None
     assert agreement.reach(end_of(1), end_of(2), STOP | SAVE) == Outcome(end_of(1), STOP | SAVE)
     agreement.close()
