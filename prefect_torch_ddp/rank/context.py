@@ -90,9 +90,10 @@ class RankContext:
     @property
     def should_stop(self) -> bool:
         """Whether all ranks have agreed to stop; `steps` has then ended by itself."""
-        state, link = self._state, self._parts.link
-        wants = state.stop_wanted or link.stop_requested()
-        return state.stop_agreed or (self.world_size == 1 and wants)
+        state = self._state
+        if self.world_size > 1 or state.stop_agreed:
+            return state.stop_agreed
+        return state.stop_wanted or self._parts.link.stop_requested()
 
     @property
     def device(self) -> "torch.device":

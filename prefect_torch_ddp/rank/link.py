@@ -14,15 +14,11 @@ from prefect_torch_ddp.protocol.events import (
     MAX_TEXT,
     NO_RANK,
     FailureWritten,
-    FunctionEnded,
     LogLine,
     Progress,
     RankEvent,
     RankFailure,
-    RankListens,
     RankReturned,
-    RankStopped,
-    Stopped,
     encode_event,
 )
 from prefect_torch_ddp.protocol.heartbeat import Phase
@@ -39,10 +35,7 @@ BEAT_S = 1.0
 
 
 class Link:
-    """What a rank can report to the process around it; this base class reports to nobody.
-
-    No call blocks. `RankContext.local()` uses the base class as it is.
-    """
+    """What a rank can report to the process around it; this base class reports to nobody."""
 
     def __init__(self) -> None:
         """Write heartbeats to a page that nobody reads."""
@@ -50,21 +43,12 @@ class Link:
         self.copies: Path | None = None
         """Folder where copies of records outlive this process; None if nobody would look."""
 
-    def send_progress(self, progress: Progress) -> None:
-        """Send it if there is room, else drop it: the next one says more."""
+    def send(self, event: RankEvent) -> None:
+        """Send an event; a Progress only if there is room: the next one says more."""
 
     def stop_requested(self) -> bool:
         """Tell whether the training is to stop at the next step that all ranks agree on."""
         return False
-
-    def listens(self) -> None:
-        """Announce that the training reacts to a stop: the agent then waits before it kills."""
-
-    def send_stopped(self, stopped: Stopped) -> None:
-        """Say that the training stopped before its end."""
-
-    def function_ended(self) -> None:
-        """Say that the user's function is over: this rank will join no further collective."""
 
 
 class AgentLink(Link):
@@ -94,9 +78,8 @@ class AgentLink(Link):
         self._is_settled = self._has_failed = False
         self._stop = threading.Event()
         self._leave = threading.Event()
-        threading.Thread(
-            target=self._take_orders, name="prefect-torch-ddp-orders", daemon=True
-        ).start()
+        name = "prefect-torch-ddp-orders"
+        threading.Thread(target=self._take_orders, name=name, daemon=True).start()
 
     def _take_orders(self) -> None:
         poller = select.poll()
@@ -139,43 +122,30 @@ class AgentLink(Link):
         """Tell whether the agent has asked the training to stop."""
         return self._stop.is_set()
 
-    def send_progress(self, progress: Progress) -> None:
-        """Send it if there is room, else drop it."""
-        short = replace(progress, trouble=progress.trouble[:MAX_TROUBLE])
-        try:
-            self._events.send(encode_event(short), socket.MSG_DONTWAIT)
-        except OSError:  # no room, too many metrics for one record, or nobody there
+    def send(self, event: RankEvent) -> None:
+        """Send an event; long texts are cut."""
+        if isinstance(event, LogLine):
+            event = replace(event, text=event.text[:MAX_TEXT], logger=event.logger[:MAX_NAME])
+        if not isinstance(event, Progress):
+            self._events.send(encode_event(event))
             return
-
-    def listens(self) -> None:
-        """Announce that the training reacts to a stop."""
-        self._send(RankListens(NO_RANK))
-
-    def send_stopped(self, stopped: Stopped) -> None:
-        """Say that the training stopped before its end."""
-        self._send(RankStopped(NO_RANK, stopped))
-
-    def function_ended(self) -> None:
-        """Say that the user's function is over; a last checkpoint may still be written."""
-        self._send(FunctionEnded(NO_RANK))
-
-    def send_log(self, level: int, logger: str, text: str) -> None:
-        """Send a log record; long ones are cut."""
-        self._send(LogLine(NO_RANK, level, text[:MAX_TEXT], logger[:MAX_NAME]))
+        short = replace(event, trouble=event.trouble[:MAX_TROUBLE])
+        with contextlib.suppress(OSError):  # no room, too many metrics, or nobody there
+            self._events.send(encode_event(short), socket.MSG_DONTWAIT)
 
     def returned(self, pickled_value: bytes) -> None:
         """Hand over what the function returned."""
         self._write_outcome(pickled_value)
         self._is_settled = True
         self.heartbeat.enter(Phase.RETURNED)
-        self._send(RankReturned(NO_RANK))
+        self.send(RankReturned(NO_RANK))
 
     def failed(self, failure: RankFailure) -> None:
         """Hand over how the function failed, unless its outcome is there already."""
         if not (self._is_settled or self._has_failed):
             self._has_failed = True
             self._write_outcome(pickle.dumps(failure))
-            self._send(FailureWritten(NO_RANK))
+            self.send(FailureWritten(NO_RANK))
 
     def _write_outcome(self, data: bytes) -> None:
         if os.getpid() != self._pid:
@@ -185,9 +155,6 @@ class AgentLink(Link):
         self._outcome.truncate()
         self._outcome.write(data)
         self._outcome.flush()
-
-    def _send(self, event: RankEvent) -> None:
-        self._events.send(encode_event(event))
 
 
 def _end_session() -> None:

@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from prefect_torch_ddp.protocol.events import NO_RANK, LogLine
 from prefect_torch_ddp.protocol.heartbeat import Phase
 from prefect_torch_ddp.protocol.rank import COPIES, LaunchPage, RankLaunch
 from prefect_torch_ddp.rank.failure import describe, pickle_value
@@ -158,7 +159,8 @@ class _LinkHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            self._link.send_log(record.levelno, record.name, self.format(record))
+            text = self.format(record)
+            self._link.send(LogLine(NO_RANK, record.levelno, text, record.name))
         except Exception:  # noqa: BLE001 - logging must never fail the training
             self.handleError(record)
 

@@ -13,7 +13,7 @@ from prefect_torch_ddp.checkpoint.resume_point import parse_resume_from
 from prefect_torch_ddp.data.images.location import readable_at
 from prefect_torch_ddp.errors import StorageError
 from prefect_torch_ddp.params import CheckpointParams, Determinism, check_virtual_ranks
-from prefect_torch_ddp.protocol.events import Stopped
+from prefect_torch_ddp.protocol.events import NO_RANK, RankStopped, Stopped
 from prefect_torch_ddp.protocol.heartbeat import Phase
 from prefect_torch_ddp.rank.config import RankConfig, RankInfo, Stage
 from prefect_torch_ddp.rank.link import Link
@@ -127,7 +127,8 @@ class ContextParts:
             if state.stopped_by is not None and not failed:
                 last = self.tracker.last
                 last_step = None if last is None else last.step
-                self.link.send_stopped(Stopped(state.step, state.stopped_by, last_step))
+                stopped = Stopped(state.step, state.stopped_by, last_step)
+                self.link.send(RankStopped(NO_RANK, stopped))
         except BaseException:
             failed = True
             raise

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ValidationError
 
 from prefect_torch_ddp.data.dataset_store import publish_dataset
 from prefect_torch_ddp.errors import InvalidParamsError
+from prefect_torch_ddp.protocol.events import NO_RANK, FunctionEnded
 from prefect_torch_ddp.rank.config import RankConfig, RankInfo
 from prefect_torch_ddp.rank.context import RankContext
 from prefect_torch_ddp.rank.distributed.device import current_device
@@ -31,7 +32,7 @@ def run_with_context(
     function = resolve(fn) if isinstance(fn, str) else fn
     with RankContext(_parts(config)) as context:
         value = function(context, *args, **(kwargs or {}))
-        current_link().function_ended()
+        current_link().send(FunctionEnded(NO_RANK))
         return value
 
 
@@ -62,7 +63,7 @@ def run_stage(config: RankConfig, workload: str) -> DatasetReport | Report | dic
     parts = _parts(config)
     with RankContext(parts) as context:
         value = function(context)
-        current_link().function_ended()
+        current_link().send(FunctionEnded(NO_RANK))
         if config.stage == "evaluate":
             return _report(value, workload)
         plain = _plain_values(value, workload)

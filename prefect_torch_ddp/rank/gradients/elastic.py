@@ -22,10 +22,15 @@ from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.rank.config import RankConfig, RankInfo
 from prefect_torch_ddp.rank.distributed.device import current_device
 from prefect_torch_ddp.rank.generators import seed_shared
-from prefect_torch_ddp.rank.gradients.flat import Flat, FlatGradients, add_in_place
 from prefect_torch_ddp.rank.gradients.micro_batches import count_rows, cut, pieces
 from prefect_torch_ddp.rank.gradients.share_weights import require_group
-from prefect_torch_ddp.rank.gradients.tree import TreeSum, total_over_ranks
+from prefect_torch_ddp.rank.gradients.tree import (
+    Flat,
+    FlatGradients,
+    TreeSum,
+    add_in_place,
+    total_over_ranks,
+)
 
 _CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 
@@ -50,7 +55,6 @@ class VirtualRanks:
         self._wrapped: list[ref[nn.Module]] = []
         self._models: list[nn.Module] = []
         """Those that are trained in the loop under way."""
-        self._spare: list[Flat] = []
         self._owes = False
         """Whether the step's gradients are still to be summed."""
         self._settings = _compute_alike()
@@ -62,12 +66,9 @@ class VirtualRanks:
     def wrap(
         self, model: nn.Module, device: torch.device, _ddp_kwargs: dict[str, Any]
     ) -> nn.Module:
-        """Move a model to the device and give all ranks the weights of rank 0.
+        """Move a model to the device; all ranks get rank 0's weights.
 
         It becomes no DDP, which sums in an order of its own.
-
-        Raises:
-            InvalidParamsError: there are several ranks and the process group isn't up.
         """
         model = model.to(device)
         if self._world_size > 1:
@@ -103,11 +104,7 @@ class VirtualRanks:
         seed_shared(self._seed, step)
 
     def end_step(self, step: int) -> None:
-        """Refuse a step whose gradients weren't summed.
-
-        Raises:
-            InvalidParamsError: `ctx.micro_batches` wasn't gone through to its end.
-        """
+        """Refuse a step that didn't go through `ctx.micro_batches` to its end."""
         if self._owes:
             msg = (
                 f"step {step} was taken without going through all of ctx.micro_batches(batch), "
@@ -117,12 +114,7 @@ class VirtualRanks:
             raise InvalidParamsError(msg)
 
     def micro_batches(self, batch: Any, max_samples: int | None) -> Iterator[tuple[Any, float]]:
-        """Yield (micro-batch, weight) for each virtual rank of this rank, then sum all gradients.
-
-        Raises:
-            InvalidParamsError: the batch isn't one of `steps`, or can't be cut, or a buffer of
-                a model depends on it.
-        """
+        """Yield (micro-batch, weight) for each own virtual rank, then sum all gradients."""
         if not isinstance(batch, VirtualShares):
             as_given = "pass the batch as ctx.steps gave it, before any change"
             msg = f"ctx.micro_batches got a {type(batch).__name__}; {as_given}"
@@ -130,8 +122,8 @@ class VirtualRanks:
         self._owes = True
         _refuse_running_statistics(self._models)
         buffers = _saved_buffers(self._models)
-        gradients = FlatGradients(self._parameters(), self._spare)
-        tree: TreeSum[Flat] = TreeSum(self._shares.num_shares, self._add)
+        gradients = FlatGradients(self._parameters())
+        tree: TreeSum[Flat] = TreeSum(self._shares.num_shares, add_in_place)
         shares = {share.virtual_rank: share for share in batch.shares}
         for virtual_rank in self._shares.own:
             share = shares.get(virtual_rank)
@@ -144,15 +136,9 @@ class VirtualRanks:
                     flat.zero_()  # a stand-in's counts for nothing, nan or not
             tree.push(range(virtual_rank, virtual_rank + 1), taken)
         gradients.put(total_over_ranks(tree, self._world_size))
-        if self._world_size > 1:
-            self._spare += [flat for _, flat in tree.branches]
         # What the rest of the step draws is the same on all ranks.
         seed_shared(self._seed, self._step, self._shares.num_shares)
         self._owes = False
-
-    def _add(self, left: Flat, right: Flat) -> Flat:
-        self._spare.append(right)
-        return add_in_place(left, right)
 
     def _of_one(
         self, share: VirtualShare, num_global: int, max_samples: int | None

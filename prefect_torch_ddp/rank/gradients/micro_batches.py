@@ -1,7 +1,6 @@
 """Cutting a batch into micro-batches, whatever structure of tensors it is."""
 
 import copy
-from collections import UserDict
 from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any
 
@@ -14,13 +13,7 @@ _FIRST_DIMENSION = "the first dimension of every tensor is the sample's"
 
 
 def pieces(num_rows: int, max_samples: int | None) -> list[range]:
-    """Cut so many rows into pieces of `max_samples`, of which the last may be smaller.
-
-    None leaves them whole.
-
-    Raises:
-        InvalidParamsError: `max_samples` isn't positive.
-    """
+    """Cut so many rows into pieces of `max_samples`, of which the last may be smaller."""
     if max_samples is not None and max_samples < 1:
         msg = f"max_samples is {max_samples}; give at least 1, or None for no limit"
         raise InvalidParamsError(msg)
@@ -29,15 +22,12 @@ def pieces(num_rows: int, max_samples: int | None) -> list[range]:
 
 
 def count_rows(batch: Any, expected: int | None) -> int:
-    """Return how many samples a batch has; every part of it has a row for each.
+    """Return how many samples a batch has, or refuse it, naming the part that can't be cut.
 
     Args:
         batch: a tensor, or mappings, tuples and lists of tensors, also with lists of plain
-            values.
+            values; every part has a row for each sample.
         expected: how many the rank's share has; None where that isn't known.
-
-    Raises:
-        InvalidParamsError: it can't be cut by samples; names the part.
     """
     sizes = {name: _num_rows(column, name) for name, column in _columns(batch, "batch")}
     if not sizes:
@@ -70,15 +60,11 @@ def cut(item: Any, rows: range) -> Any:
 def _cut_in_copy(item: MutableMapping[Any, Any], cuts: dict[Any, Any]) -> Any:
     """Return the mapping with other values; keeps a class of the user's, as the DataLoader does.
 
-    Raises:
-        InvalidParamsError: the copy shares what it holds with the batch: the next piece would be
-            cut out of this one, and samples be lost.
+    A copy that shares what it holds with the batch is refused: the next piece would be cut out of
+    this one, and samples be lost.
     """
     sizes = [len(column) for _, column in _columns(item, "batch")]
     part = copy.copy(item)
-    for name, held in getattr(part, "__dict__", {}).items():
-        if isinstance(held, dict | UserDict):  # the values, where the class has no __copy__
-            part.__dict__[name] = copy.copy(held)
     for key, value in cuts.items():
         part[key] = value  # not update, which some classes refuse
     if sizes != [len(column) for _, column in _columns(item, "batch")]:

@@ -18,11 +18,7 @@ from prefect_torch_ddp.rank.gradients.micro_batches import count_rows, cut, piec
 
 
 def require_group(world_size: int) -> None:
-    """Refuse to wrap a model before the ranks are connected.
-
-    Raises:
-        InvalidParamsError: the process group isn't up.
-    """
+    """Refuse to wrap a model before the ranks are connected."""
     if not dist.is_initialized():
         needs = f"ctx.wrap on {world_size} ranks needs the process group"
         msg = f"{needs}; call init_process_group first"
@@ -41,11 +37,7 @@ class ShareWeights:
         """Whether the step made micro-batches whose gradients the ranks haven't summed yet."""
 
     def wrap(self, model: nn.Module, device: torch.device, ddp_kwargs: dict[str, Any]) -> nn.Module:
-        """Move a model to the device, and where there are several ranks make it a DDP.
-
-        Raises:
-            InvalidParamsError: there are several ranks and the process group isn't up.
-        """
+        """Move a model to the device, and where there are several ranks make it a DDP."""
         model = model.to(device)
         trains = any(parameter.requires_grad for parameter in model.parameters())
         if self._world_size == 1 or not trains:
@@ -65,11 +57,7 @@ class ShareWeights:
         self._models.add(ddp)
 
     def begin_loop(self, batches: GlobalBatches) -> None:
-        """Refuse layers that talk to other ranks where these hold unequal shares of a batch.
-
-        Raises:
-            InvalidParamsError: names the layers.
-        """
+        """Refuse layers that talk to other ranks where these hold unequal shares of a batch."""
         sizes = sorted({batches.num_global(0), batches.num_global(batches.num_batches - 1)})
         names = [
             name
@@ -93,11 +81,7 @@ class ShareWeights:
         self._owes = False
 
     def end_step(self, step: int) -> None:
-        """Refuse a step whose micro-batches were left before the last one.
-
-        Raises:
-            InvalidParamsError: they were, and the ranks' gradients have not been summed.
-        """
+        """Refuse a step whose micro-batches were left before the ranks summed their gradients."""
         if self._owes and self._models:
             msg = (
                 f"step {step} left ctx.micro_batches before the last micro-batch, in which the "
@@ -110,11 +94,7 @@ class ShareWeights:
         self._share = None
 
     def micro_batches(self, batch: Any, max_samples: int | None) -> Iterator[tuple[Any, float]]:
-        """Yield (micro-batch, weight); ranks communicate in the last backward pass alone.
-
-        Raises:
-            InvalidParamsError: the batch can't be cut, or `max_samples` isn't positive.
-        """
+        """Yield (micro-batch, weight); ranks communicate in the last backward pass alone."""
         share = self._share
         # A stand-in is one sample, whose gradient the ranks don't count.
         expected = None if share is None else max(share.num_local - share.num_skipped, 1)

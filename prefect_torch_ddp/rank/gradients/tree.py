@@ -1,15 +1,80 @@
-"""One fixed order of summation over numbered leaves, and the exchange by which ranks follow it."""
+"""Gradients as flat tensors, added up over virtual ranks in one order on any number of ranks."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Generic, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from prefect_torch_ddp.data.sampler import RankShares
-from prefect_torch_ddp.rank.gradients.flat import Flat, add_in_place
+from prefect_torch_ddp.errors import InvalidParamsError
 
 T = TypeVar("T")
+Flat = list[torch.Tensor]
+"""Flat tensors, one for each dtype and device of gradients."""
+
+
+class FlatGradients:
+    """The gradients of some parameters as flat tensors, with marks of which parameters have one."""
+
+    def __init__(self, parameters: Mapping[str, torch.nn.Parameter]) -> None:
+        """Start without gradients; those that there are, by name, are added to the sum later."""
+        self._names = {id(parameter): name for name, parameter in parameters.items()}
+        self._before = {id(parameter): parameter.grad for parameter in parameters.values()}
+        kinds: dict[tuple[torch.dtype, torch.device], list[torch.nn.Parameter]] = {}
+        for parameter in parameters.values():
+            kinds.setdefault((parameter.dtype, parameter.device), []).append(parameter)
+            parameter.grad = None
+        self._kinds = list(kinds.values())
+
+    def take(self) -> Flat:
+        """Return the gradients and leave none; zeros for a parameter that has none."""
+        taken = []
+        for parameters in self._kinds:
+            has_one = [float(parameter.grad is not None) for parameter in parameters]
+            marks = _real(parameters[0]).new_tensor(has_one)
+            taken.append(torch.cat([*map(self._flat, parameters), marks]))
+            for parameter in parameters:
+                parameter.grad = None
+        return taken
+
+    def put(self, total: Flat) -> None:
+        """Give each parameter its part of the sum, a view; none to one without any gradient."""
+        for parameters, flat in zip(self._kinds, total, strict=True):
+            sizes = [_real(parameter).numel() for parameter in parameters]
+            *parts, marks = torch.split(flat, [*sizes, len(parameters)])
+            for parameter, part, mark in zip(parameters, parts, marks.tolist(), strict=True):
+                before = self._before[id(parameter)]
+                parameter.grad = before
+                if mark:
+                    gradient = _like(parameter, part)
+                    parameter.grad = gradient if before is None else before + gradient
+
+    def _flat(self, parameter: torch.nn.Parameter) -> torch.Tensor:
+        gradient = parameter.grad
+        if gradient is None:
+            return torch.zeros_like(_real(parameter), requires_grad=False).flatten()
+        if gradient.layout != torch.strided:
+            msg = (
+                f"the gradient of {self._names[id(parameter)]} is sparse, which "
+                "determinism='elastic' can't add up in its order; use sparse=False"
+            )
+            raise InvalidParamsError(msg)
+        return _real(gradient).reshape(-1)
+
+
+def _like(parameter: torch.nn.Parameter, part: torch.Tensor) -> torch.Tensor:
+    """Return a flat part in the parameter's shape and layout."""
+    real = part.view(_real(parameter).shape)
+    shaped = torch.view_as_complex(real) if parameter.is_complex() else real
+    if parameter.is_contiguous():
+        return shaped
+    return torch.empty_like(parameter, requires_grad=False).copy_(shaped)
+
+
+def _real(values: torch.Tensor) -> torch.Tensor:
+    values = values.detach()
+    return torch.view_as_real(values) if values.is_complex() else values
 
 
 class TreeSum(Generic[T]):
@@ -20,12 +85,7 @@ class TreeSum(Generic[T]):
     """
 
     def __init__(self, num_leaves: int, add: Callable[[T, T], T]) -> None:
-        """Make an empty one.
-
-        Args:
-            num_leaves: of the whole tree, also where only some of them are pushed here.
-            add: adds two neighbours, the left one first.
-        """
+        """Make an empty one of so many leaves; `add` adds two neighbours, the left one first."""
         self.num_leaves = num_leaves
         self._add = add
         self.branches: list[tuple[range, T]] = []
@@ -60,6 +120,13 @@ def branches_of(leaves: range, num_leaves: int) -> list[range]:
     return [branch for branch, _ in tree.branches]
 
 
+def add_in_place(left: Flat, right: Flat) -> Flat:
+    """Add the right ones to the left; an element's sum doesn't depend on where it stands."""
+    for ours, other in zip(left, right, strict=True):
+        ours.add_(other)
+    return left
+
+
 def total_over_ranks(tree: TreeSum[Flat], world_size: int) -> Flat:
     """Return the sum over the whole tree on every rank, each of which has its leaves' branches.
 
@@ -70,51 +137,39 @@ def total_over_ranks(tree: TreeSum[Flat], world_size: int) -> Flat:
         ((_, total),) = tree.branches
         return total
     num_leaves = tree.num_leaves
-    leaves = [RankShares.of_rank(rank, world_size, num_leaves).own for rank in range(world_size)]
-    by_rank = [branches_of(of_rank, num_leaves) for of_rank in leaves]
+    by_rank = [
+        branches_of(RankShares.of_rank(rank, world_size, num_leaves).own, num_leaves)
+        for rank in range(world_size)
+    ]
     kinds = zip(*(flat for _, flat in tree.branches), strict=True)
     return [_total(list(own), by_rank, num_leaves) for own in kinds]
 
 
 def _total(own: Flat, by_rank: list[list[range]], num_leaves: int) -> torch.Tensor:
+    """Add up one kind of gradients, of which this rank has its branches' sums."""
     world_size, size, like = len(by_rank), own[0].numel(), own[0]
     chunk = -(-size // world_size)
     send = like.new_zeros(world_size, len(own), chunk)
     for i, flat in enumerate(own):
         padded = torch.nn.functional.pad(flat, (0, world_size * chunk - size))
         send[:, i] = padded.view(world_size, chunk)
-    slices = _all_to_all(send, [len(branches) for branches in by_rank], chunk)
-    tree: TreeSum[Flat] = TreeSum(num_leaves, add_in_place)
-    branches = [branch for of_rank in by_rank for branch in of_rank]
-    for branch, part in zip(branches, slices, strict=True):
-        tree.push(branch, [part])
-    ((_, (total,)),) = tree.branches
-    return _all_gather(total, world_size)[:size].to(like.device)
-
-
-def _all_to_all(send: torch.Tensor, nums_branches: list[int], chunk: int) -> torch.Tensor:
-    """Send each rank its slice of our branches.
-
-    Returns:
-        Everybody's branches of our slice, of shape [branches, chunk].
-    """
-    outgoing = _bytes_of(send)
-    each = chunk * send.element_size()
+    outgoing, each = _bytes_of(send), chunk * like.element_size()
+    nums_branches = [len(branches) for branches in by_rank]
     received = outgoing.new_empty(sum(nums_branches) * each)
     dist.all_to_all_single(
         received,
         outgoing,
         output_split_sizes=[num * each for num in nums_branches],
-        input_split_sizes=[send.shape[1] * each] * len(nums_branches),
+        input_split_sizes=[len(own) * each] * world_size,
     )
-    return received.view(send.dtype).view(-1, chunk)
-
-
-def _all_gather(own: torch.Tensor, world_size: int) -> torch.Tensor:
-    outgoing = _bytes_of(own)
-    received = outgoing.new_empty(world_size * outgoing.numel())
-    dist.all_gather_into_tensor(received, outgoing)
-    return received.view(own.dtype)
+    tree: TreeSum[Flat] = TreeSum(num_leaves, add_in_place)
+    branches = [branch for of_rank in by_rank for branch in of_rank]
+    for branch, part in zip(branches, received.view(like.dtype).view(-1, chunk), strict=True):
+        tree.push(branch, [part])
+    ((_, (total,)),) = tree.branches
+    gathered = received.new_empty(world_size * each)
+    dist.all_gather_into_tensor(gathered, _bytes_of(total))
+    return gathered.view(like.dtype)[:size].to(like.device)
 
 
 def _bytes_of(values: torch.Tensor) -> torch.Tensor:

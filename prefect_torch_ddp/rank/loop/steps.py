@@ -13,7 +13,7 @@ from typing import Any
 from prefect_torch_ddp.data.loader import RankLoader
 from prefect_torch_ddp.data.sampler import BatchShare
 from prefect_torch_ddp.errors import InvalidParamsError
-from prefect_torch_ddp.protocol.events import Stopped, StoppedBy
+from prefect_torch_ddp.protocol.events import NO_RANK, RankListens, RankStopped, Stopped, StoppedBy
 from prefect_torch_ddp.protocol.heartbeat import Phase
 from prefect_torch_ddp.rank.config import RankConfig, RankInfo
 from prefect_torch_ddp.rank.gradients.elastic import VirtualRanks
@@ -54,7 +54,7 @@ class StepLoop:
         here = info.rank, info.world_size, outside_after(state.step)
         self._stops = Agreement(*here)
         self._saves = Agreement(*here) if config.checkpoint.every_s is not None else None
-        link.listens()
+        link.send(RankListens(NO_RANK))
         self._state = state
         self._link = link
         self._reporter = reporter
@@ -207,7 +207,7 @@ class StepLoop:
         logger.info("all ranks stop after step %d", state.step)
         if not is_early:
             state.stopped_by = self._stopped_by()
-            self._link.send_stopped(Stopped(state.step, state.stopped_by))
+            self._link.send(RankStopped(NO_RANK, Stopped(state.step, state.stopped_by)))
 
     def _stopped_by(self) -> StoppedBy:
         if self._link.stop_requested():

@@ -151,9 +151,7 @@ class Reporter:
         self._next_progress = time.monotonic() + PROGRESS_INTERVAL_S
         state = self._state
         step, trouble = state.record_step, state.trouble()
-        self._link.send_progress(
-            Progress(step, state.epoch, state.total_steps, self.newest(), trouble)
-        )
+        self._link.send(Progress(step, state.epoch, state.total_steps, self.newest(), trouble))
 
     def _step_line(self, share: "BatchShare") -> StepLine:
         state = self._state

@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 from prefect_torch_ddp import RankContext
 from prefect_torch_ddp.errors import BadKeyError, CheckpointError, InvalidParamsError
 from prefect_torch_ddp.params import CheckpointParams
-from prefect_torch_ddp.protocol.events import Progress
+from prefect_torch_ddp.protocol.events import Progress, RankEvent
 from prefect_torch_ddp.rank.config import RankConfig, RankInfo
 from prefect_torch_ddp.rank.link import Link
 from prefect_torch_ddp.rank.parts import ContextParts
@@ -231,9 +231,10 @@ class Listener(Link):
         super().__init__()
         self.sent: list[Progress] = []
 
-    def send_progress(self, progress: Progress) -> None:
+    def send(self, event: RankEvent) -> None:
         """Keep it."""
-        self.sent.append(progress)
+        if isinstance(event, Progress):
+            self.sent.append(event)
 
 
 def test_progress_reaches_the_link_now_and_then(tmp_path: Path) -> None:

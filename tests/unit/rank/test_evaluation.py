@@ -1,7 +1,6 @@
 """A classifier's scores: hand-computed, scikit-learn's, never nan; what doesn't fit is refused."""
 
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -154,17 +153,3 @@ def test_scores_are_those_of_scikit_learn(matrix: list[list[int]]) -> None:
 def test_a_loss_that_is_no_number_is_none(loss: float) -> None:
     """A diverged model still gets its report."""
     assert classification_report([[1]], ["a"], loss).loss is None
-
-
-@pytest.mark.parametrize(
-    ("matrix", "words"),
-    [
-        ([[1, 2]], r"got rows of \[2\]"),
-        ([[1], [2]], "2 rows of 2 counts"),
-        ([[1, -1], [0, 0]], "negative"),
-    ],
-)
-def test_misshapen_matrices_are_refused(matrix: list[list[Any]], words: str) -> None:
-    """The message says what a matrix looks like."""
-    with pytest.raises(InvalidParamsError, match=words):
-        classification_report(matrix, ["a", "b"])

@@ -18,7 +18,7 @@ from prefect_torch_ddp import RankContext
 from prefect_torch_ddp.checkpoint.manifest import list_manifests
 from prefect_torch_ddp.data.sampler import GlobalBatches
 from prefect_torch_ddp.params import CheckpointParams
-from prefect_torch_ddp.protocol.events import Stopped
+from prefect_torch_ddp.protocol.events import RankEvent, RankStopped, Stopped
 from prefect_torch_ddp.rank.config import RankConfig
 from prefect_torch_ddp.rank.link import Link, set_link
 from prefect_torch_ddp.rank.loop import agreement
@@ -228,8 +228,9 @@ class Supervisor(Link):
         self.num_asked += 1
         return int(os.environ["RANK"]) in self.ranks and self.num_asked > self.after_step
 
-    def send_stopped(self, stopped: Stopped) -> None:
-        self.told.append(stopped)
+    def send(self, event: RankEvent) -> None:
+        if isinstance(event, RankStopped):
+            self.told.append(event.stopped)
 
 
 @pytest.mark.parametrize(

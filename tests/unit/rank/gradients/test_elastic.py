@@ -58,12 +58,6 @@ def test_the_order_of_summation_does_not_depend_on_who_adds(
         }  # powers of two: each rank sends one sum, as a ring all-reduce does
 
 
-# ---- The same bits.
-
-
-# ---- The gradient.
-
-
 # ---- Refusals.
 
 

@@ -14,7 +14,7 @@ from prefect_torch_ddp.rank.gradients.share_weights import ShareWeights
 
 
 class Encoding(MutableMapping[str, Any]):
-    """A mapping of a user's own, without a `__copy__`: a copy of one shares its values."""
+    """A mapping of a user's own, of which a copy shares its values."""
 
     def __init__(self, **values: Any) -> None:
         self.values_by_name = values
@@ -35,11 +35,11 @@ class Encoding(MutableMapping[str, Any]):
         return len(self.values_by_name)
 
 
-class SharedEncoding(Encoding):
-    """Can't be copied."""
+class CopiedEncoding(Encoding):
+    """Can be copied."""
 
-    def __copy__(self) -> "SharedEncoding":
-        return self
+    def __copy__(self) -> "CopiedEncoding":
+        return CopiedEncoding(**self.values_by_name)
 
 
 class Output(OrderedDict[str, Any]):
@@ -51,9 +51,6 @@ class Output(OrderedDict[str, Any]):
 
 
 Pair = namedtuple("Pair", "images labels")  # noqa: PYI024 - the kind that a user's collate_fn gives
-
-
-# ---- Cutting.
 
 
 def parts_of(batch: Any, max_samples: int | None) -> list[tuple[Any, float]]:
@@ -73,9 +70,9 @@ def test_every_kind_of_batch_is_cut_alike() -> None:
         (Pair(x, y), lambda part: (part.images, part.labels)),
         ({"x": x, "y": y}, lambda part: (part["x"], part["y"])),
         (UserDict(x=x, y=y), lambda part: (part["x"], part["y"])),
-        (Encoding(x=x, y=y), lambda part: (part["x"], part["y"])),
+        (CopiedEncoding(x=x, y=y), lambda part: (part["x"], part["y"])),
         (Output(x=x, y=y), lambda part: (part["x"], part["y"])),
-        ((Encoding(x=UserDict(x=x)), y), lambda part: (part[0]["x"]["x"], part[1])),
+        ((CopiedEncoding(x=UserDict(x=x)), y), lambda part: (part[0]["x"]["x"], part[1])),
         (({"x": [x, None]}, y), lambda part: (part[0]["x"][0], part[1])),
     ]:
         parts = parts_of(batch, 2)
@@ -106,7 +103,7 @@ def test_every_kind_of_batch_is_cut_alike() -> None:
         ((), 2, "a tuple without a tensor"),
         (torch.zeros(0, 2), 2, "it has 0 rows"),
         (torch.zeros(3), 0, "max_samples is 0"),
-        (SharedEncoding(x=torch.zeros(3)), 2, "a SharedEncoding: copy.copy of one shares"),
+        (Encoding(x=torch.zeros(3)), 2, "a Encoding: copy.copy of one shares"),
         ((torch.zeros(3), ["a", "b"]), 2, r"batch\[1\]: it has 2 rows"),
     ],
 )
@@ -128,9 +125,3 @@ def test_a_batch_of_something_else_than_samples_is_refused() -> None:
                 match=r"batch\[0\]: it has 3 rows where this rank's share has 4 samples",
             ):
                 list(ctx.micro_batches([torch.zeros(3, 8, 8)] * 4, max_samples=2))
-
-
-# ---- Gradients on real ranks.
-
-
-# ---- Resuming.
