@@ -140,11 +140,7 @@ class _HomePickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle is
 
 
 def pickle_value(value: Any, rank: int) -> bytes:
-    """Pickle what a rank returned, tensors moved to the CPU.
-
-    Raises:
-        UnpicklableValueError: names the rank and the type.
-    """
+    """Pickle what a rank returned, tensors moved to the CPU."""
     buffer = io.BytesIO()
     try:
         _HomePickler(buffer).dump(value)

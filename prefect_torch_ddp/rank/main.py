@@ -38,13 +38,13 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def run_rank(fds: Sequence[int], parent_pid: int, page: LaunchPage, payload: bytes) -> None:
-    """Run one rank to its end; doesn't return.
+    """Run the pickled call of one rank to its end; doesn't return.
 
     Args:
         fds: of the events' socket, the outcome's file, the control pipe and the heartbeat page.
         parent_pid: the process to die with.
         page: how to run.
-        payload: what to run: the pickled call.
+        payload: the call.
     """
     die_with(parent_pid)
     launch = page.launch
@@ -177,10 +177,7 @@ def _show_output(link: AgentLink) -> None:
 
 
 def _keep_prefect_off_the_root() -> None:
-    """Keep Prefect, which configures logging on import, from replacing our root handler.
-
-    Its own is at WARNING, so a rank's records would no longer reach the run's log.
-    """
+    """Keep Prefect, which configures logging on import, from replacing our root handler."""
     configure = logging.config.dictConfig
 
     @functools.wraps(configure)
@@ -194,7 +191,6 @@ def _keep_prefect_off_the_root() -> None:
 
 def _leave() -> None:
     """End as Python does, exit handlers included, but don't tear torch down, which takes 0.3 s."""
-    # Joins the user's threads, as the interpreter would.
     threading._shutdown()  # type: ignore[attr-defined]  # noqa: SLF001 - joins the user's threads, as the interpreter would
     atexit._run_exitfuncs()  # noqa: SLF001
     _flush()

@@ -53,8 +53,8 @@ class ContextParts:
             config: equal on all ranks.
             info: which rank this is.
             link: the way to the supervisor; None: there is none.
-            device: where this rank computes; None: the first CUDA device, else the CPU.
-            folder: the local dataset, in the prepare stage to be written; None: in the storage.
+            device: None: CUDA's current one, else the CPU.
+            folder: the local dataset, or in prepare the folder to write to; None: in the storage.
         """
         self.config = config
         self.info = info

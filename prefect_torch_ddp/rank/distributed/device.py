@@ -1,8 +1,8 @@
 """The CUDA device of a rank: which one it takes, and how devices are identified."""
 
 import os
-import socket
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -12,12 +12,9 @@ _device = torch.device("cpu")
 
 
 def device_index(position: int | None, local_rank: int, num_devices: int) -> int:
-    """Return the CUDA device of a rank. Pure.
+    """Return the CUDA device of a rank, by the position in its CUDA_VISIBLE_DEVICES if that is set.
 
-    Args:
-        position: which name in its CUDA_VISIBLE_DEVICES was chosen for it; None if that is unset.
-        local_rank: the rank's number on its host.
-        num_devices: devices that torch sees; of several MIG instances that is one.
+    Of several MIG instances torch sees one device.
     """
     return (local_rank if position is None else position) % num_devices
 
@@ -42,18 +39,10 @@ def device_name(device: torch.device) -> str | None:
     """Return machine and bus, by which NCCL tells GPUs apart; None for the CPU."""
     if device.type != "cuda":
         return None
-    properties = torch.cuda.get_device_properties(device)
-    numbers = [getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
-    if None in numbers:
-        return f"{_machine()} {properties.uuid}"
-    return f"{_machine()} {numbers[0]:04x}:{numbers[1]:02x}:{numbers[2]:02x}"
-
-
-def _machine() -> str:
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    except OSError:
-        return socket.gethostname()
+    properties: Any = torch.cuda.get_device_properties(device)  # torch's stubs lack what is used
+    numbers = properties.pci_domain_id, properties.pci_bus_id, properties.pci_device_id
+    machine = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    return f"{machine} {numbers[0]:04x}:{numbers[1]:02x}:{numbers[2]:02x}"
 
 
 def num_devices_seen() -> str:

@@ -105,9 +105,7 @@ def agree_on_backend(launch: RankLaunch, store: dist.Store) -> str:
     """Return the backend that all ranks of the gang take; each has to call this.
 
     `auto` is gloo for all where NCCL can't work: a rank without CUDA, or several on one device.
-
-    Raises:
-        RuntimeError: `nccl` was asked for and can't work; names ranks, host and its devices.
+    Then `nccl` is a RuntimeError that names the ranks, their host and its devices.
     """
     own = own_backend(launch.backend)
     if launch.backend == "gloo":
@@ -128,11 +126,7 @@ def agree_on_backend(launch: RankLaunch, store: dist.Store) -> str:
 
 
 def own_backend(backend: str) -> str:
-    """Turn `auto` into what this machine can do; with CUDA that is nccl, and gloo for the CPU.
-
-    Raises:
-        RuntimeError: this machine lacks the backend; says what is missing.
-    """
+    """Turn `auto` into what this machine can do, or say what the backend asked for lacks here."""
     has_cuda, has_nccl = torch.cuda.is_available(), dist.is_nccl_available()
     if backend == "auto":
         return BOTH if has_cuda and has_nccl else "gloo"
@@ -148,11 +142,7 @@ def own_backend(backend: str) -> str:
 
 
 def why_not_nccl(claims: Sequence[Claim]) -> str | None:
-    """Say what keeps these ranks from using NCCL; None when nothing does. Pure.
-
-    Args:
-        claims: of all ranks, in rank order.
-    """
+    """Say what keeps these ranks, in rank order, from using NCCL; None when nothing does."""
     lacking = [claim for claim in claims if claim.device is None]
     if lacking:
         return f"{_ranks(lacking)} on {lacking[0].host} can't use it"

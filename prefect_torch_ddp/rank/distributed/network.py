@@ -30,7 +30,8 @@ def use_interface(launch: RankLaunch) -> None:
     name resolves to, which on Debian is loopback.
     """
     several_hosts = launch.shape.num_nodes > 1
-    wanted = _resolved(launch.place.address or launch.place.host)
+    host = launch.place.address or launch.place.host
+    wanted = [host, *(str(address[0]) for *_, address in _address_infos(host, socket.SOCK_STREAM))]
     if not several_hosts:
         wanted = ["127.0.0.1", "::1", *wanted]
     addresses = [
@@ -50,7 +51,7 @@ def use_interface(launch: RankLaunch) -> None:
 
 
 def choose(wanted: Sequence[str], addresses: Sequence[tuple[str, str]]) -> Interface | None:
-    """Choose the interface that has the first address wanted that any has. Pure.
+    """Choose the interface that has the first address wanted that any has.
 
     Args:
         wanted: addresses, the best one first; any of 127.0.0.0/8 is loopback's.
@@ -66,7 +67,7 @@ def choose(wanted: Sequence[str], addresses: Sequence[tuple[str, str]]) -> Inter
 
 
 def settings(interface: Interface, *, several_hosts: bool) -> dict[str, str]:
-    """Return the environment variables that name the interface to gloo and NCCL. Pure."""
+    """Return the environment variables that name the interface to gloo and NCCL."""
     variables = {"GLOO_SOCKET_IFNAME": interface.name}
     if several_hosts:
         # Without the = NCCL takes eth10 for eth1 too.
@@ -74,11 +75,6 @@ def settings(interface: Interface, *, several_hosts: bool) -> dict[str, str]:
         if ":" in interface.address:
             variables["NCCL_SOCKET_FAMILY"] = "AF_INET6"
     return variables
-
-
-def _resolved(host: str) -> list[str]:
-    entries = _address_infos(host, socket.SOCK_STREAM)
-    return [host, *(str(address[0]) for *_, address in entries)]
 
 
 def route_to(host: str) -> list[str]:
@@ -112,19 +108,12 @@ def _pin_gloo(address: str) -> None:
     plain = dist.ProcessGroupGloo
 
     class GlooAtOneAddress(plain):  # type: ignore[misc, valid-type]
-        def __init__(
-            self,
-            store: dist.Store,
-            rank: int,
-            size: int,
-            timeout: timedelta | None = None,
-            **_kwargs: Any,
-        ) -> None:
+        def __init__(self, *group: Any, timeout: timedelta | None = None, **_: Any) -> None:
             options = plain._Options()  # type: ignore[attr-defined]  # noqa: SLF001 - how torch's own tests make one
             options._devices = [plain.create_device(hostname=address)]  # noqa: SLF001
             options._threads = 2  # noqa: SLF001 - torch's own number for one device
             if timeout is not None:
                 options._timeout = timeout  # noqa: SLF001
-            super().__init__(store, rank, size, options)
+            super().__init__(*group, options)
 
-    dist.distributed_c10d.ProcessGroupGloo = GlooAtOneAddress  # type: ignore[assignment, misc]
+    dist.distributed_c10d.ProcessGroupGloo = GlooAtOneAddress  # type: ignore[misc]

@@ -66,11 +66,7 @@ class StepLoop:
         self._agreements = [self._stops, *([self._saves] if self._saves else [])]
 
     def run(self, loader: object, epochs: int) -> "Steps":
-        """Check the arguments and return the loop.
-
-        Raises:
-            InvalidParamsError: an argument can't work, or another loop is under way.
-        """
+        """Check the arguments and return the loop."""
         if not isinstance(loader, RankLoader):
             takes = "ctx.steps takes a loader from ctx.loader(dataset, global_batch_size=...)"
             msg = f"{takes}, not a {type(loader).__name__}"
