@@ -9,6 +9,7 @@ from weakref import ref
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from prefect_torch_ddp.data.sampler import (
     BatchShare,
@@ -22,7 +23,7 @@ from prefect_torch_ddp.rank.config import RankConfig, RankInfo
 from prefect_torch_ddp.rank.distributed.device import current_device
 from prefect_torch_ddp.rank.generators import seed_shared
 from prefect_torch_ddp.rank.gradients.micro_batches import count_rows, cut, pieces
-from prefect_torch_ddp.rank.gradients.share_weights import require_group, sync_layers
+from prefect_torch_ddp.rank.gradients.share_weights import require_group
 from prefect_torch_ddp.rank.gradients.tree import (
     Flat,
     FlatGradients,
@@ -87,10 +88,6 @@ class VirtualRanks:
             dist.all_reduce(held := held.to(device), op=dist.ReduceOp.MIN)
         chosen = zip(models, held.tolist(), strict=True)
         self._models = [model for model, is_held in chosen if model is not None and is_held]
-        if names := sync_layers(self._models):
-            talks = f"SyncBatchNorm ({', '.join(names)}) talks to other ranks in the forward pass"
-            msg = f"{talks}, which determinism='elastic' refuses; use GroupNorm or LayerNorm"
-            raise InvalidParamsError(msg)
 
     def leave_loop(self) -> None:
         """Hold no model beyond its loop."""
@@ -119,6 +116,7 @@ class VirtualRanks:
             msg = f"ctx.micro_batches got a {type(batch).__name__}; {as_given}"
             raise InvalidParamsError(msg)
         self._owes = True
+        _refuse_running_statistics(self._models)
         buffers = _saved_buffers(self._models)
         gradients = FlatGradients(self._parameters())
         tree: TreeSum[Flat] = TreeSum(self._shares.num_shares, add_in_place)
@@ -158,6 +156,24 @@ class VirtualRanks:
         return dict(found.values())
 
 
+def _refuse_running_statistics(models: list[nn.Module]) -> None:
+    # Torch's own kernels change them without counting up a buffer's version.
+    names = [
+        f"{name} ({type(module).__name__})"
+        for model in models
+        for name, module in model.named_modules()
+        if isinstance(module, nn.SyncBatchNorm)
+        or (isinstance(module, _NormBase) and module.training and module.track_running_stats)
+    ]
+    if names:
+        msg = (
+            f"{', '.join(names)}: running statistics depend on which samples a process sees one "
+            "after the other, so determinism='elastic' refuses them; use GroupNorm or LayerNorm, "
+            "or BatchNorm with track_running_stats=False, or keep the layers in eval()"
+        )
+        raise InvalidParamsError(msg)
+
+
 def _saved_buffers(models: list[nn.Module]) -> dict[str, tuple[int, int]]:
     """Return what shows whether a buffer that is saved has changed."""
     return {
@@ -176,10 +192,9 @@ def _refuse_changed(before: dict[str, tuple[int, int]], now: dict[str, tuple[int
     changed = [name for name, mark in now.items() if before.get(name) != mark]
     if changed:
         msg = (
-            f"the buffers {', '.join(changed)} change in the forward pass, and which samples a "
-            "process sees one after the other depends on the number of ranks, so "
-            "determinism='elastic' refuses them; instead of running statistics use GroupNorm or "
-            "LayerNorm, or keep the layer in eval(); change others after ctx.micro_batches"
+            f"the buffers {', '.join(changed)} change in the forward pass, and how often a "
+            "process does that depends on the number of ranks, so determinism='elastic' refuses "
+            "them; change them after ctx.micro_batches, or use a layer without such a buffer"
         )
         raise InvalidParamsError(msg)
 

@@ -2,7 +2,7 @@
 
 import copy
 import copyreg
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from functools import reduce
 from typing import Any, Self
 from weakref import WeakSet
@@ -23,16 +23,6 @@ def require_group(world_size: int) -> None:
         needs = f"ctx.wrap on {world_size} ranks needs the process group"
         msg = f"{needs}; call init_process_group first"
         raise InvalidParamsError(msg)
-
-
-def sync_layers(models: Iterable[nn.Module]) -> list[str]:
-    """Name the layers that talk to other ranks in the forward pass."""
-    return [
-        name
-        for model in models
-        for name, module in model.named_modules()
-        if isinstance(module, nn.SyncBatchNorm) and module.training
-    ]
 
 
 class ShareWeights:
@@ -69,7 +59,12 @@ class ShareWeights:
     def begin_loop(self, batches: GlobalBatches) -> None:
         """Refuse layers that talk to other ranks where these hold unequal shares of a batch."""
         sizes = sorted({batches.num_global(0), batches.num_global(batches.num_batches - 1)})
-        names = sync_layers(model.module for model in self._models)
+        names = [
+            name
+            for model in self._models
+            for name, module in model.module.named_modules()
+            if isinstance(module, nn.SyncBatchNorm) and module.training
+        ]
         if names and any(size % self._world_size for size in sizes):
             msg = (
                 f"SyncBatchNorm ({', '.join(names)}) needs equal shares of each global batch on "

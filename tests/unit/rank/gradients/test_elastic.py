@@ -142,9 +142,9 @@ class Counting(nn.Module):
     [
         (
             nn.BatchNorm1d(4).double(),
-            r"1\.running_mean \(BatchNorm1d\), .* use GroupNorm or LayerNorm",
+            r"1 \(BatchNorm1d\): running statistics.*GroupNorm or LayerNorm",
         ),
-        (nn.SyncBatchNorm(4, track_running_stats=False).double(), r"SyncBatchNorm \(1\) talks"),
+        (nn.SyncBatchNorm(4, track_running_stats=False).double(), r"1 \(SyncBatchNorm\)"),
         (Counting(), r"the buffers 1\.calls \(Counting\) change in the forward pass"),
         (nn.BatchNorm1d(4, track_running_stats=False).double(), None),
         (nn.BatchNorm1d(4).double().eval(), None),
