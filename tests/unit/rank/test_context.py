@@ -38,20 +38,10 @@ def fit(folder: Path, *, run_id: str = "local", **options: Any) -> dict[str, Any
 def test_it_says_what_it_is(tmp_path: Path) -> None:
     """World size 1, and what was chosen."""
     with RankContext.local(data=tmp_path, options={"lr": 0.1}, seed=5) as ctx:
-        assert (ctx.rank, ctx.world_size, ctx.local_rank, ctx.local_world_size, ctx.node_rank) == (
-            0,
-            1,
-            0,
-            1,
-            0,
-        )
-        assert (ctx.stage, ctx.seed, ctx.options, ctx.data, ctx.attempt) == (
-            "train",
-            5,
-            {"lr": 0.1},
-            tmp_path,
-            1,
-        )
+        place = [ctx.rank, ctx.world_size, ctx.local_rank, ctx.local_world_size, ctx.node_rank]
+        assert place == [0, 1, 0, 1, 0]
+        assert (ctx.stage, ctx.seed, ctx.attempt, ctx.data) == ("train", 5, 1, tmp_path)
+        assert ctx.options == {"lr": 0.1}
         assert (ctx.step, ctx.epoch, ctx.epoch_ended, ctx.should_stop) == (0, 0, False, False)
         assert ctx.device.type == ("cuda" if torch.cuda.is_available() else "cpu")
         model = nn.Linear(1, 1)
@@ -75,14 +65,7 @@ def test_steps_count_steps_and_epochs() -> None:
     with RankContext.local() as ctx:
         loader = ctx.loader(dataset, global_batch_size=20)
         seen = [(ctx.step, ctx.epoch, ctx.epoch_ended) for _ in ctx.steps(loader, epochs=2)]
-        assert seen == [
-            (1, 1, False),
-            (2, 1, False),
-            (3, 1, True),
-            (4, 2, False),
-            (5, 2, False),
-            (6, 2, True),
-        ]
+        assert seen == [(step, (step + 2) // 3, step in (3, 6)) for step in range(1, 7)]
         third = torch.cat([batch for (batch,) in ctx.steps(loader, epochs=1)]).tolist()
         assert (ctx.step, ctx.epoch) == (9, 3)
         assert sorted(third) == list(range(50))
@@ -183,19 +166,10 @@ def test_reports_of_a_step_are_one_record(tmp_path: Path) -> None:
             )
         ctx.report(final=1.0)
     first, second = read_records(DirectoryStorage(tmp_path), "local")
-    assert math.isnan(first.metrics["loss"])
-    assert {name: value for name, value in first.metrics.items() if name != "loss"} == {
-        "count": 3,
-        "mean": 0.25,
-        "zero": 1.5,
-        "flag": 1,
-    }
-    assert (first.num_samples, first.epoch, second.metrics, second.num_samples) == (
-        4,
-        1,
-        {"final": 1.0},
-        0,
-    )
+    assert math.isnan(first.metrics.pop("loss"))
+    assert first.metrics == {"count": 3, "mean": 0.25, "zero": 1.5, "flag": 1}
+    assert (first.num_samples, first.epoch) == (4, 1)
+    assert (second.num_samples, second.metrics) == (0, {"final": 1.0})
 
 
 @pytest.mark.parametrize(
@@ -319,73 +293,61 @@ def test_who_evaluates_does_not_end_a_training(tmp_path: Path) -> None:
     nothing of it is changed."""
     policy = CheckpointParams(every_steps=1, every_s=None)
     with RankContext.local(storage=tmp_path, checkpoint=policy) as training:
-        model = nn.Linear(1, 1)
-        training.track(model=model)
-        for _ in training.steps(
-            training.loader(TensorDataset(torch.ones(4, 1)), global_batch_size=1), epochs=1
-        ):
+        training.track(model=nn.Linear(1, 1))
+        for _ in training.steps(training.loader(FOUR, global_batch_size=1), epochs=1):
             if training.step == 3:
-                with RankContext.local(
-                    storage=tmp_path, stage="evaluate", restore_step=1
-                ) as evaluating:
+                chosen: Any = {"stage": "evaluate", "restore_step": 1}
+                with RankContext.local(storage=tmp_path, **chosen) as evaluating:
                     evaluating.track(model=nn.Linear(1, 1))
                     assert evaluating.attempt == training.attempt == 1
-    assert [step.name for step in sorted((tmp_path / "runs/local/checkpoints").iterdir())][
-        -1
-    ] == "step-00000004"
+    newest = max(path.name for path in (tmp_path / "runs/local/checkpoints").iterdir())
+    assert newest == "step-00000004"
 
 
-def test_the_data_as_a_storage(tmp_path: Path) -> None:
-    """Locally it is the folder that was given; without one the error says how to give it."""
+def test_data_and_source_are_what_was_given(tmp_path: Path) -> None:
+    """A path, a URI or a storage, as image_folder takes it."""
     (tmp_path / "x").write_bytes(b"1")
-    with RankContext.local(data=tmp_path) as ctx:
-        assert ctx.data_storage.read("x") == b"1"
-    with (
-        RankContext.local() as ctx,
-        pytest.raises(InvalidParamsError, match="was given no dataset"),
-    ):
-        _ = ctx.data_storage
+    for source, expected in [
+        (tmp_path, DirectoryStorage(tmp_path)),
+        ("s3://bucket/raw", S3Storage("bucket", "raw")),
+        (S3Storage("bucket", "raw"), S3Storage("bucket", "raw")),
+    ]:
+        with RankContext.local(data=tmp_path, source=source) as ctx:
+            assert ctx.source == expected
+            assert ctx.data_storage.read("x") == b"1"
 
 
-def test_a_stage_without_data_says_so() -> None:
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("data", r"was given no dataset; RankContext.local\(data=...\)"),
+        ("data_storage", "was given no dataset"),
+        ("source", r"TrainParams\(source=\.\.\.\)"),
+    ],
+)
+def test_what_was_not_given_is_an_error_when_it_is_used(name: str, says: str) -> None:
     """With the way out."""
-    with (
-        RankContext.local() as ctx,
-        pytest.raises(
-            InvalidParamsError, match=r"was given no dataset; RankContext.local\(data=...\)"
-        ),
-    ):
-        _ = ctx.data
+    with RankContext.local() as ctx, pytest.raises(InvalidParamsError, match=says):
+        getattr(ctx, name)
 
 
 def test_save_keeps_files_of_the_run(tmp_path: Path) -> None:
-    """Bytes and text, in folders; a path that leaves the results is refused."""
+    """Bytes and text, in folders; anything else, and a path that leaves the results, is refused."""
     with RankContext.local(storage=tmp_path) as ctx:
         ctx.save("names.txt", "Zoë\n")
-        ctx.save("plots/loss.bin", b"\x00")
+        ctx.save("plots/loss.bin", memoryview(b"ab"))
         for path in ("../x", "/etc/x", "C:/x", "a/../../x", "a\\b", ""):
             with pytest.raises(BadKeyError):
                 ctx.save(path, "no")
-    results = tmp_path / "runs/local/results/000001"
-    assert (results / "names.txt").read_bytes() == "Zoë\n".encode()
-    assert sorted(
-        path.relative_to(results).as_posix() for path in results.rglob("*") if path.is_file()
-    ) == [
-        "names.txt",
-        "plots/loss.bin",
-    ]
-
-
-def test_save_takes_bytes_and_text(tmp_path: Path) -> None:
-    """Anything else is named."""
-    with RankContext.local(storage=tmp_path) as ctx:
-        ctx.save("a.bin", memoryview(b"ab"))
-        with pytest.raises(
-            InvalidParamsError,
-            match=r"ctx.save\('scores.json'\) was given a dict; it takes bytes or text",
-        ):
+        says = r"ctx.save\('scores.json'\) was given a dict; it takes bytes or text"
+        with pytest.raises(InvalidParamsError, match=says):
             ctx.save("scores.json", {"accuracy": 1.0})
-    assert (tmp_path / "runs/local/results/000001/a.bin").read_bytes() == b"ab"
+    results = tmp_path / "runs/local/results/000001"
+    files = {path for path in results.rglob("*") if path.is_file()}
+    assert {path.relative_to(results).as_posix(): path.read_bytes() for path in files} == {
+        "names.txt": "Zoë\n".encode(),
+        "plots/loss.bin": b"ab",
+    }
 
 
 # ---- Checkpoints on request.
@@ -414,24 +376,3 @@ def test_checkpoints_come_by_time(tmp_path: Path) -> None:
         ctx.track(model=nn.Linear(1, 1))
         assert len(list(ctx.steps(ctx.loader(FOUR, global_batch_size=1), epochs=1))) == 4
     assert len(list(tmp_path.rglob("manifest.json"))) == 4
-
-
-def test_the_source_of_a_local_context_is_a_path_a_uri_or_a_storage(tmp_path: Path) -> None:
-    """As image_folder takes it."""
-    storage = S3Storage("bucket", "raw")
-    for source, expected in [
-        (tmp_path, DirectoryStorage(tmp_path)),
-        ("s3://bucket/raw", storage),
-        (storage, storage),
-    ]:
-        with RankContext.local(source=source) as ctx:
-            assert ctx.source == expected
-
-
-def test_a_context_without_a_source_says_how_to_give_one() -> None:
-    """An error with the ways to name it, when it is asked for."""
-    with (
-        RankContext.local() as ctx,
-        pytest.raises(InvalidParamsError, match=r"TrainParams\(source=\.\.\.\)"),
-    ):
-        _ = ctx.source

@@ -48,30 +48,14 @@ def test_train_gives_plain_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     """JSON scalars; nan as text; nothing tracked is no checkpoint."""
     import numpy as np
 
-    values = {
-        "accuracy": np.float64(0.5),
-        "name": "x",
-        "count": 3,
-        "good": True,
-        "none": None,
-        "loss": math.nan,
-    }
+    same = {"name": "x", "count": 3, "good": True, "none": None}
+    values = {"accuracy": np.float64(0.5), "loss": math.nan, **same}
     found = outcome(tmp_path, "train", values, monkeypatch)
     assert found == {
-        "value": {
-            "accuracy": 0.5,
-            "name": "x",
-            "count": 3,
-            "good": True,
-            "none": None,
-            "loss": "nan",
-        },
-        "num_steps": 0,
-        "num_epochs": 0,
-        "last_checkpoint": None,
-        "best_checkpoint": None,
+        "value": {"accuracy": 0.5, "loss": "nan", **same},
+        **dict.fromkeys(["num_steps", "num_epochs"], 0),
+        **dict.fromkeys(["last_checkpoint", "best_checkpoint", "resumed_from_step"]),
         "model_uris": {},
-        "resumed_from_step": None,
     }
     assert type(found["value"]["accuracy"]) is float
     assert outcome(tmp_path, "train", None, monkeypatch)["value"] == {}
