@@ -79,9 +79,8 @@ def prepare(ctx: RankContext) -> None:
     write_index(ctx.source, ctx.data)
     found = image_folder(ctx.source, index=ctx.data)
     train, test = seeded_split(len(found), options.held_out, options.split_seed, found.targets)
-    (ctx.data / "split.json").write_text(
-        json.dumps({"classes": found.classes, "train": train, "test": test})
-    )
+    split = {"classes": found.classes, "train": train, "test": test}
+    (ctx.data / "split.json").write_text(json.dumps(split), encoding="utf-8")
 
 
 def train(ctx: RankContext) -> dict[str, int]:
@@ -144,7 +143,7 @@ def images_of(
 ) -> tuple[list[str], Subset[Any]]:
     """Return the classes, and a split's images: float32 [3, size, size], normalised."""
     options = read_options(Options, ctx.options)
-    numbers = json.loads((ctx.data / "split.json").read_text())
+    numbers = json.loads((ctx.data / "split.json").read_text(encoding="utf-8"))
     transform = v2.Compose([v2.Resize((options.size, options.size)), *augment, *TO_TENSOR])
     found = image_folder(ctx.source, transform, index=ctx.data, cache=options.cache)
     return numbers["classes"], Subset(found, numbers[split])

@@ -67,13 +67,13 @@ def prepare(ctx: RankContext) -> None:
         "test": [names[i] for i in test],
         "alphabet": sorted(set("".join(names))),
     }
-    (ctx.data / "names.json").write_text(json.dumps(content))
+    (ctx.data / "names.json").write_text(json.dumps(content), encoding="utf-8")
 
 
 def train(ctx: RankContext) -> dict[str, int]:
     """Train with AdamW on a falling rate; recurrent nets need the gradient's norm clipped."""
     options = read_options(Options, ctx.options)
-    data = json.loads((ctx.data / "names.json").read_text())
+    data = json.loads((ctx.data / "names.json").read_text(encoding="utf-8"))
     model = ctx.wrap(NameNet(len(data["alphabet"]), options.hidden, options.dropout))
     loader = ctx.loader(
         letters(data["train"], data["alphabet"]), global_batch_size=options.global_batch_size
@@ -102,7 +102,7 @@ def train(ctx: RankContext) -> dict[str, int]:
 def evaluate(ctx: RankContext) -> Report:
     """Score the letters of held-out names; save new_names.txt, names that are on no list."""
     options = read_options(Options, ctx.options)
-    data = json.loads((ctx.data / "names.json").read_text())
+    data = json.loads((ctx.data / "names.json").read_text(encoding="utf-8"))
     net = NameNet(len(data["alphabet"]), options.hidden).to(ctx.device)
     ctx.track(model=net)
     net.eval()

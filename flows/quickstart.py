@@ -76,7 +76,9 @@ def start_server(home: Path) -> None:
         server = subprocess.Popen(  # noqa: S603
             command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True
         )
-    (home / "server.pid").write_text(str(server.pid))  # where `prefect server stop` looks
+    (home / "server.pid").write_text(
+        str(server.pid), encoding="utf-8"
+    )  # where `prefect server stop` looks
     deadline = time.monotonic() + READY_S
     while not is_prefect(LOCAL_API):
         if server.poll() is not None or time.monotonic() > deadline:

@@ -218,7 +218,7 @@ def _staged(root: Path, name: str, kind: int) -> Iterator[Path]:
     folder = root / f"{name}-{uuid.uuid4().hex}"
     try:
         root.mkdir(parents=True, exist_ok=True)
-        lock = (root / f"{name}.lock").open("w")
+        lock = (root / f"{name}.lock").open("wb")
     except OSError as error:
         reason = error.strerror or error
         msg = f"can't make a folder in {root}: {reason}; it has to be writable for this user"
@@ -235,7 +235,7 @@ def _staged(root: Path, name: str, kind: int) -> Iterator[Path]:
             _remove_left(lock, root, name)
 
 
-def _remove_left(lock: IO[str], root: Path, name: str) -> None:
+def _remove_left(lock: IO[bytes], root: Path, name: str) -> None:
     # Others at work hold the lock; a file system without locks can't tell whether there are any.
     with suppress(OSError):
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -146,7 +146,7 @@ def _kill_children() -> None:
         while time.monotonic() < deadline:
             if os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG) is not None:
                 continue
-            for pid in Path("/proc/thread-self/children").read_text().split():
+            for pid in Path("/proc/thread-self/children").read_text(encoding="utf-8").split():
                 with contextlib.suppress(PermissionError):  # it became another user's
                     os.kill(int(pid), signal.SIGKILL)  # not reaped yet: the number is its own
             time.sleep(0.001)

@@ -90,7 +90,9 @@ def _noting_reads(names: set[str]) -> Iterator[None]:
 
 
 def _thread_pools() -> set[str]:
-    return set(_THREAD_POOL.findall(Path("/proc/self/maps").read_text()))
+    return set(
+        _THREAD_POOL.findall(Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace"))
+    )
 
 
 def _sizes_of_pools(before: Collection[str]) -> set[str]:

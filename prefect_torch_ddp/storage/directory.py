@@ -297,7 +297,9 @@ def is_local(folder: Path) -> bool:
     device = folder.stat().st_dev
     name = f"{os.major(device)}:{os.minor(device)}"
     try:
-        lines = Path("/proc/self/mountinfo").read_text().splitlines()
+        lines = (
+            Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+        )
     except OSError:
         return False
     # proc(5): mount id, parent id, device, root, mount point, options, tags, "-", file system, ...

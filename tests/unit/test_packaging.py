@@ -99,3 +99,23 @@ def test_cluster_examples_are_accepted(path: Path) -> None:
     cluster = ClusterParams(**yaml.safe_load(path.read_text()))
     assert cluster.cluster_kwargs
     assert (cluster.cluster_class is None) == (path.stem == "local")
+
+
+@pytest.mark.parametrize("folder", ["prefect_torch_ddp", "flows", "deployments"])
+def test_text_has_the_same_encoding_whatever_the_locale(folder: str) -> None:
+    """Each file that is read or written as text names it, or another machine reads other
+    words."""
+    lacking = []
+    for path in (ROOT / folder).rglob("*.py"):
+        for call in ast.walk(ast.parse(path.read_bytes())):
+            if not isinstance(call, ast.Call):
+                continue
+            name = getattr(call.func, "attr", getattr(call.func, "id", ""))
+            modes = [arg.value for arg in call.args if isinstance(arg, ast.Constant)]
+            is_text = name in {"read_text", "write_text"} or (
+                name in {"open", "fdopen"} and any(str(mode)[:1] in "rwxa" for mode in modes)
+            )
+            is_binary = any("b" in str(mode) for mode in modes)
+            if is_text and not is_binary and "encoding" not in {key.arg for key in call.keywords}:
+                lacking.append(f"{path.name}:{call.lineno}")
+    assert not lacking

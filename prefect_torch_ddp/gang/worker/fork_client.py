@@ -185,7 +185,12 @@ class ForkServer:
 def _stat(pid: int) -> list[str]:
     """Return the fields of /proc/<pid>/stat from the state on; X is the state of none."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return (
+            Path(f"/proc/{pid}/stat")
+            .read_text(encoding="utf-8", errors="replace")
+            .rpartition(")")[2]
+            .split()
+        )
     except OSError:
         return ["X", "0"]
 

@@ -178,11 +178,11 @@ def oom_kills(
     None where the kernel keeps none.
     """
     try:
-        group = re.search(r"^0::/(.*)$", membership.read_text(), re.MULTILINE)
+        group = re.search(r"^0::/(.*)$", membership.read_text(encoding="utf-8"), re.MULTILINE)
         # In a container whose path is the host's, the mount itself is the container's group.
         folders = [cgroups / group[1], cgroups] if group else []
         events = next(path for folder in folders if (path := folder / "memory.events").is_file())
-        count = re.search(r"^oom_kill (\d+)$", events.read_text(), re.MULTILINE)
+        count = re.search(r"^oom_kill (\d+)$", events.read_text(encoding="utf-8"), re.MULTILINE)
     except (OSError, StopIteration):
         return None
     return int(count[1]) if count else None
