@@ -4,7 +4,7 @@ import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 from prefect_torch_ddp.protocol.events import GangEvent
 from prefect_torch_ddp.protocol.heartbeat import Heartbeat
@@ -19,7 +19,6 @@ class Rpc(StrEnum):
     """The handlers that a Dask worker offers to callers."""
 
     POLL = "prefect_torch_ddp_poll"
-    START = "prefect_torch_ddp_start"
     GIVE = "prefect_torch_ddp_give"
     CLEAR = "prefect_torch_ddp_clear"
 
@@ -129,19 +128,6 @@ class StartOrder:
     """cloudpickle of (fn or import string, args, kwargs): opened by ranks and by nobody else."""
     progress_timeout_s: float | None = None
     """Set where the ranks' progress is watched."""
-
-    def encode(self) -> dict[str, Any]:
-        """Return the RPC's arguments."""
-        return {
-            "launches": pickle.dumps(self.launches),
-            "payload": self.payload,
-            "progress_timeout_s": self.progress_timeout_s,
-        }
-
-    @classmethod
-    def decode(cls, launches: bytes, payload: bytes, progress_timeout_s: float | None) -> Self:
-        """Read the RPC's arguments."""
-        return cls(pickle.loads(launches), payload, progress_timeout_s)
 
 
 Answer = dict[str, bytes]

@@ -20,9 +20,7 @@ from prefect_torch_ddp.gang.liveness import Liveness
 from prefect_torch_ddp.protocol.agent import (
     AgentOrder,
     AgentReport,
-    AgentState,
     Cleared,
-    Occupant,
     Rpc,
     StartOrder,
     WorkerIdentity,
@@ -36,6 +34,7 @@ CLEAR_TIMEOUT_S = 10.0
 CLEAR_LIVENESS_S = 4.0
 """How long the end of a gang waits for a worker that doesn't answer; its ranks end by
 themselves (`rank/link.py`)."""
+NOTHING_HEARD = AgentReport("absent")
 
 
 @dataclass
@@ -51,23 +50,9 @@ class AgentClient:
     token: str
     future: "Future[Any]"
     next_event: int = 0
-    report: AgentReport | None = None
+    report: AgentReport = NOTHING_HEARD
+    """What was last heard."""
     is_lost: bool = False
-
-    @property
-    def state(self) -> AgentState:
-        """How far the agent is, as last heard."""
-        return self.report.state if self.report else "absent"
-
-    @property
-    def why_ended(self) -> str:
-        """Why the agent ended its ranks by itself; empty where it did not."""
-        return self.report.why_ended if self.report else ""
-
-    @property
-    def occupant(self) -> Occupant | None:
-        """Who holds the worker's slot, where that is another gang or task."""
-        return self.report.occupant if self.report else None
 
     @property
     def was_dropped_by_client(self) -> bool:
@@ -79,23 +64,23 @@ class AgentClient:
     async def poll(self) -> AgentReport:
         """Wait for news, at most a second, and return the report."""
         report: AgentReport = await self._call(
-            Rpc.POLL, next_event=self.next_event, known_state=self.state, wait_s=LONG_POLL_S
+            Rpc.POLL, next_event=self.next_event, known_state=self.report.state, wait_s=LONG_POLL_S
         )
         self.report, self.next_event = report, report.next_event
         return report
 
-    async def start(self, order: StartOrder) -> None:
-        """Have the agent start its ranks; raises WorkerLostError."""
-        await self._call_or_raise("before its ranks had started", Rpc.START, **order.encode())
-
-    async def leave(self) -> None:
-        """Let ranks that have returned end; raises WorkerLostError."""
-        when = "after its ranks had returned, with their values"
-        await self._call_or_raise(when, Rpc.GIVE, order="leave")
-
-    async def give(self, order: AgentOrder) -> None:
+    async def give(self, order: AgentOrder | StartOrder) -> None:
         """Give the agent an order."""
-        await self._call(Rpc.GIVE, order=order)
+        await self._call(Rpc.GIVE, order=pickle.dumps(order))
+
+    async def must_give(self, order: AgentOrder | StartOrder, when: str) -> None:
+        """Give an order without which the gang can't go on; raises WorkerLostError."""
+        try:
+            await self.give(order)
+        except AgentLostError as error:
+            self.is_lost = True
+            msg = f"{error} {when}"
+            raise WorkerLostError(msg) from error
 
     async def clear(self) -> Cleared:
         """End the agent with all its ranks; returns when they are gone."""
@@ -118,14 +103,6 @@ class AgentClient:
     async def _fetch(self) -> tuple[bytes, ...]:
         values: tuple[bytes, ...] = await self.future
         return values
-
-    async def _call_or_raise(self, when: str, rpc: Rpc, /, **message: Any) -> None:
-        try:
-            await self._call(rpc, **message)
-        except AgentLostError as error:
-            self.is_lost = True
-            msg = f"{error} {when}"
-            raise WorkerLostError(msg) from error
 
     async def _call(self, rpc: Rpc, limit_s: float | None = None, /, **message: Any) -> Any:
         liveness = Liveness(limit_s)

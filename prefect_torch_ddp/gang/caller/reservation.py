@@ -64,7 +64,7 @@ class GangReservation:
             while True:
                 await asyncio.wait(polls, timeout=0.25)
                 _raise_first(polls)
-                missing = [agent for agent in self.agents if agent.state != "reserved"]
+                missing = [agent for agent in self.agents if agent.report.state != "reserved"]
                 if not missing:
                     return True
                 now = time.monotonic()
@@ -103,7 +103,7 @@ class GangReservation:
         It would wait for us as we for it.
         """
         for agent in missing:
-            seniority = agent.occupant.seniority if agent.occupant else None
+            seniority = agent.report.occupant.seniority if agent.report.occupant else None
             if seniority is not None and seniority < self._plan.seniority:
                 return True
         return False
@@ -120,7 +120,7 @@ class GangReservation:
         plan = self._plan
         holders = "; ".join(
             agent.worker.address
-            + (f" is busy with {agent.occupant.text}" if agent.occupant else "")
+            + (f" is busy with {agent.report.occupant.text}" if agent.report.occupant else "")
             for agent in missing
         )
         wanted = ", ".join(f"{name}={amount:g}" for name, amount in plan.resources.items())
@@ -131,9 +131,9 @@ class GangReservation:
         )
 
     async def _poll_until_all_reserved(self, agent: AgentClient) -> None:
-        while agent.state != "reserved":
+        while agent.report.state != "reserved":
             await self._poll(agent)
-        if all(agent.state == "reserved" for agent in self.agents):
+        if all(agent.report.state == "reserved" for agent in self.agents):
             self._all_reserved.set()
         # An agent that hears nothing from its caller for too long considers it lost.
         while not await self._are_all_reserved(STAY_IN_TOUCH_S):
@@ -151,8 +151,8 @@ class GangReservation:
             raise GangCancelledError(msg)
         if agent.future.status == "error":
             await agent.future
-        if agent.why_ended:
-            raise AgentLostError(agent.why_ended)
+        if agent.report.why_ended:
+            raise AgentLostError(agent.report.why_ended)
 
 
 def _raise_first(tasks: Sequence["asyncio.Task[None]"]) -> None:

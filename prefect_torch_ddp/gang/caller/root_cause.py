@@ -1,7 +1,6 @@
 """The root cause of a gang's end, which of its failures are consequences, and the error. Pure."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from prefect_torch_ddp.errors import GangCancelledError, GangError, RankFailedError, WorkerLostError
 from prefect_torch_ddp.gang.caller.plan import GangPlan
@@ -17,14 +16,6 @@ its worker be lost."""
 IDENTICAL_S = 0.025
 """How long to wait for identical failures, e.g. of a bad parameter: they tend to come within
 milliseconds."""
-
-
-@dataclass(frozen=True)
-class RootCause:
-    """The root cause and what followed from it."""
-
-    cause: RankFailure
-    collateral: tuple[RankFailure, ...]
 
 
 def settle_s(failures: Sequence[RankFailure], num_returned: int, world_size: int) -> float:
@@ -47,21 +38,23 @@ def _num_failed(failures: Sequence[RankFailure]) -> int:
     return len({failure.rank for failure in failures})
 
 
-def judge(failures: Sequence[RankFailure], returned: Sequence[RankPlace] = ()) -> RootCause:
-    """Pick the cause: the first failure that isn't collateral, else a rank that returned early.
+def judge(
+    failures: Sequence[RankFailure], returned: Sequence[RankPlace] = ()
+) -> tuple[RankFailure, ...]:
+    """Return the failures with the cause first: one that isn't collateral, else an early return.
 
     Where there is neither, it is the first failure.
     """
     cause = next((failure for failure in failures if not failure.is_collateral), None)
     if cause is None and returned:
-        return early_return(returned, failures[0].rank, failures)
+        return early_return(returned, failures[0].rank, failures), *failures
     cause = cause or failures[0]
-    return RootCause(cause, tuple(failure for failure in failures if failure is not cause))
+    return cause, *(failure for failure in failures if failure is not cause)
 
 
 def early_return(
     returned: Sequence[RankPlace], waiting: int, collateral: Sequence[RankFailure] = ()
-) -> RootCause:
+) -> RankFailure:
     """Blame a rank whose function has ended for the one that waits for it in a collective."""
     first, *others = sorted(returned, key=lambda place: place.rank)
     also = f" (as had ranks {', '.join(str(place.rank) for place in others)})" if others else ""
@@ -70,16 +63,15 @@ def early_return(
         f"while rank {waiting} waited for it in a collective"
     )
     trace = collateral[0].traceback_text if collateral else ""
-    cause = RankFailure(first.rank, first.host, 0, "returned", summary, traceback_text=trace)
-    return RootCause(cause, tuple(collateral))
+    return RankFailure(first.rank, first.host, 0, "returned", summary, traceback_text=trace)
 
 
-def error_for(root_cause: RootCause, attempt: int) -> RankFailedError | WorkerLostError:
-    """Turn the root cause into the exception the caller gets."""
-    cause, collateral = root_cause.cause, root_cause.collateral
+def error_for(failures: Sequence[RankFailure], attempt: int) -> RankFailedError | WorkerLostError:
+    """Turn failures, the cause first, into the exception the caller gets."""
+    cause, *collateral = failures
     if cause.kind != "worker_lost":
         return RankFailedError.from_failures(cause, attempt, collateral)
-    lost = [failure for failure in (cause, *collateral) if failure.kind == "worker_lost"]
+    lost = [failure for failure in failures if failure.kind == "worker_lost"]
     ranks = ", ".join(str(rank) for rank in sorted(failure.rank for failure in lost))
     return WorkerLostError(
         f"{cause.summary}; it held {'rank' if len(lost) == 1 else 'ranks'} {ranks} "

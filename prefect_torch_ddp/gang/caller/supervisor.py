@@ -66,17 +66,25 @@ class Supervisor:
 
     async def run(self, sink: Sink, stop: StopSwitch) -> list[bytes]:
         """Start the ranks and return their pickled values in rank order, or raise the error."""
-        store = self._agents[0].report
-        assert store is not None
+        port = self._agents[0].report.store_port
         # At once: while one of them doesn't answer, the others would hear nothing.
-        await asyncio.gather(*(self._start(agent, store.store_port) for agent in self._agents))
+        await asyncio.gather(
+            *(
+                agent.must_give(
+                    self._plan.start_order(self._placement, agent.worker.address, port),
+                    "before its ranks had started",
+                )
+                for agent in self._agents
+            )
+        )
         watches = [asyncio.create_task(self._watch(agent, sink)) for agent in self._agents]
         watches.append(asyncio.create_task(self._obey(stop)))
         try:
             await self._until_settled()
             await self._raise_if_broken(stop)
             # At once: while Dask holds values, a lost worker would make it run the agent again.
-            await asyncio.gather(*(agent.leave() for agent in self._agents))
+            when = "after its ranks had returned, with their values"
+            await asyncio.gather(*(agent.must_give("leave", when) for agent in self._agents))
             parts = await asyncio.gather(*map(self._values_of, self._agents))
             return [value for part in parts for value in part]
         finally:
@@ -101,10 +109,6 @@ class Supervisor:
         for agent in self._agents:
             agent.future.release()
         self._agents.clear()
-
-    async def _start(self, agent: AgentClient, store_port: int) -> None:
-        address = agent.worker.address
-        await agent.start(self._plan.start_order(self._placement, address, store_port))
 
     async def _obey(self, stop: StopSwitch) -> None:
         await stop.wait()
@@ -133,7 +137,7 @@ class Supervisor:
             raise error_for(judge(self._failures, self._ended_places()), attempt)
         if self._hang.waits_in_vain is not None:
             cause = early_return(self._ended_places(), self._hang.waits_in_vain)
-            raise error_for(cause, attempt)
+            raise error_for([cause], attempt)
 
     def _raise_if_stopped(self, stop: StopSwitch) -> None:
         """Raise where the training stopped early: no success, and no failure's consequence."""
@@ -142,7 +146,7 @@ class Supervisor:
             raise cancelled(plan.name, f"by {stop.why}", stopped)
         was_cancelled = isinstance(self._broken, GangCancelledError)
         if was_cancelled or (stopped and not self._failures and self._broken is None):
-            why_ended = next(filter(None, (agent.why_ended for agent in self._agents)), "")
+            why_ended = next(filter(None, (agent.report.why_ended for agent in self._agents)), "")
             places = self._placement.places
             raise stopped_unasked(plan, stopped, places, why_ended, was_cancelled=was_cancelled)
 
@@ -201,7 +205,7 @@ class Supervisor:
         self._changed.set()
 
     async def _pass_on(self, agent: AgentClient, sink: Sink) -> None:
-        while agent.state != "ended" and not self._over:
+        while agent.report.state != "ended" and not self._over:
             report = await agent.poll()
             for event in report.events:
                 self._note(event)
@@ -214,11 +218,11 @@ class Supervisor:
 
     async def _why_gone(self, agent: AgentClient) -> GangError:
         """Tell why an agent ended unasked."""
-        if agent.state != "ended":  # its task's end was heard of first
+        if agent.report.state != "ended":  # its task's end was heard of first
             with contextlib.suppress(AgentLostError, GangError):
                 await agent.poll()
-        if agent.why_ended:
-            return WorkerLostError(f"{agent.why_ended}; the rest of the gang was stopped")
+        if agent.report.why_ended:
+            return WorkerLostError(f"{agent.report.why_ended}; the rest of the gang was stopped")
         for _ in range(20):  # the agent's end is heard of before its task's
             if agent.future.status != "pending":
                 break

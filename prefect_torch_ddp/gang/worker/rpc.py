@@ -4,6 +4,7 @@ They need no port of their own, and have TLS where Dask has it.
 """
 
 import os
+import pickle
 import signal
 import socket
 import threading
@@ -19,13 +20,11 @@ from prefect_torch_ddp.gang.worker.fork_client import CloseForkServer, fork_clie
 from prefect_torch_ddp.gang.worker.mailbox import MAILBOXES, drop_abandoned, open_mailbox
 from prefect_torch_ddp.gang.worker.slots import SLOTS
 from prefect_torch_ddp.protocol.agent import (
-    AgentOrder,
     AgentState,
     Answer,
     Cleared,
     Occupant,
     Rpc,
-    StartOrder,
     WorkerIdentity,
     encode_answer,
 )
@@ -79,15 +78,10 @@ class _Handlers:
             MAILBOXES.pop(token, None)
         return encode_answer(cleared)
 
-    def start(
-        self, token: str, launches: bytes, payload: bytes, progress_timeout_s: float | None
-    ) -> Answer:
-        return self.give(token, StartOrder.decode(launches, payload, progress_timeout_s))
-
-    def give(self, token: str, order: AgentOrder | StartOrder) -> Answer:
+    def give(self, token: str, order: bytes) -> Answer:
         box = MAILBOXES.get(token)
         if box is not None:
-            box.give(order)
+            box.give(pickle.loads(order))
         return encode_answer(box is not None)
 
 
