@@ -142,10 +142,11 @@ def _upload(storage: Storage, manifest: DatasetManifest, folder: Path) -> None:
     # The manifest names one publisher's files; nobody can use what any other has written, was
     # killed while it wrote, or still writes.
     every = f"{dataset_key(manifest.dataset_id)}/files-"
-    if is_first and isinstance(storage, KeepsUnfinished):
-        storage.drop_unfinished(every, lambda key: not key.startswith(own))
     found = [item.key for item in storage.list(every if is_first else own)]
     in_parallel(storage.delete, [key for key in found if not (is_first and key.startswith(own))])
+    # Last, since it takes rights that nothing else does; the dataset is published by now.
+    if is_first and isinstance(storage, KeepsUnfinished):
+        storage.drop_unfinished(every, lambda key: not key.startswith(own))
 
 
 def _threads_for(manifest: DatasetManifest) -> int:
@@ -173,9 +174,17 @@ def _copied(storage: Storage, manifest: DatasetManifest, cache_root: Path) -> Pa
 
 def _download(storage: Storage, manifest: DatasetManifest, staged: Path, folder: Path) -> None:
     def download(file: DatasetFile) -> None:
+        name = f"{manifest.folder}/{file.key}"
+        try:
+            data = storage.read(f"{manifest.files_key}/{file.key}")
+        except ObjectNotFoundError as error:
+            raise damaged(storage, manifest.dataset_id, name, "is gone") from error
+        if hashlib.sha256(data).hexdigest() != file.sha256:
+            why = "is damaged: its sha256 isn't the one its manifest records"
+            raise damaged(storage, manifest.dataset_id, name, why)
         path = staged / "files" / file.key
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(_read_verified(storage, manifest, file))
+        path.write_bytes(data)
 
     in_parallel(download, manifest.files, _threads_for(manifest))
     if folder.exists() and not manifest.is_whole(folder):
@@ -185,18 +194,6 @@ def _download(storage: Storage, manifest: DatasetManifest, staged: Path, folder:
     except OSError:  # another process may have been faster
         if not manifest.is_whole(folder):
             raise
-
-
-def _read_verified(storage: Storage, manifest: DatasetManifest, file: DatasetFile) -> bytes:
-    name = f"{manifest.folder}/{file.key}"
-    try:
-        data = storage.read(f"{manifest.files_key}/{file.key}")
-    except ObjectNotFoundError as error:
-        raise damaged(storage, manifest.dataset_id, name, "is gone") from error
-    if hashlib.sha256(data).hexdigest() != file.sha256:
-        why = "is damaged: its sha256 isn't the one its manifest records"
-        raise damaged(storage, manifest.dataset_id, name, why)
-    return data
 
 
 def _cache() -> Path:

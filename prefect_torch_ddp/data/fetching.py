@@ -5,7 +5,7 @@ import reprlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, Self, TypeAlias, TypeGuard, runtime_checkable
+from typing import Any, Literal, Protocol, Self, TypeAlias, TypeGuard, cast, runtime_checkable
 
 import numpy as np
 import torch
@@ -148,6 +148,13 @@ class SeededDataset(Dataset[Any]):
 
     `get_worker_info().dataset` is this object: what a `worker_init_fn` reads from it or sets on
     it goes to the user's own.
+
+    Args:
+        dataset: the user's.
+        seed: of the training.
+        seed_samples: which generators are seeded.
+        seeds_here: in the rank's own process too.
+        stands_in: fetch another sample where nothing of a batch can be read.
     """
 
     def __init__(
@@ -159,15 +166,6 @@ class SeededDataset(Dataset[Any]):
         seeds_here: bool,
         stands_in: bool,
     ) -> None:
-        """Wrap a dataset.
-
-        Args:
-            dataset: the user's.
-            seed: of the training.
-            seed_samples: which generators are seeded.
-            seeds_here: in the rank's own process too.
-            stands_in: fetch another sample where nothing of a batch can be read.
-        """
         self.__dict__.update(
             _dataset=dataset,
             _seed=seed,
@@ -187,27 +185,23 @@ class SeededDataset(Dataset[Any]):
             raise ended_early(self._dataset, indices) from error
 
     def _fetch_tagged(self, epoch: int, indices: list[int]) -> Tagged:
-        fetch = seeded_fetch(self._dataset) if self._looks_ahead else None
-        if fetch is None:
+        if not self._looks_ahead:
             return Tagged(tuple(indices), self._fetch(epoch, indices))
-        positions, data = self._fetch_ahead(fetch, epoch, indices)
-        return Tagged(tuple(indices[position] for position in positions), data)
 
-    def _fetch_ahead(
-        self, fetch: Fetch, epoch: int, indices: list[int]
-    ) -> tuple[Sequence[int], list[Any]]:
         def seed(position: int) -> None:
             seed_on_cpu(mix_seed(self._seed, epoch, indices[position]), self._seed_samples)
 
+        fetch = cast("Fetch", seeded_fetch(self._dataset))
         try:
-            return fetch(indices, seed if self._seeds() else None)
+            positions, data = fetch(indices, seed if self._seeds() else None)
         except CorruptImageError:
             if not self._stands_in:
                 raise
             for number in range(indices[0] + 1, indices[0] + 1 + NUM_STAND_INS):
                 with suppress(CorruptImageError):
-                    return (), fetch([number % len(self._dataset)], None)[1]
+                    return Tagged((), fetch([number % len(self._dataset)], None)[1])
             raise
+        return Tagged(tuple(indices[position] for position in positions), data)
 
     def _fetch(self, epoch: int, indices: list[int]) -> Any:
         dataset, seed_samples, seeds = self._dataset, self._seed_samples, self._seeds()

@@ -85,11 +85,7 @@ class RankLoader:
         seed_samples: SeedSamples = True,
         **dataloader_kwargs: Any,
     ) -> None:
-        if not 0 <= rank < world_size:
-            sizes = f"rank is {rank} and world_size is {world_size}"
-            msg = f"{sizes}; ranks count from 0 to world_size - 1"
-            raise InvalidParamsError(msg)
-        _refuse_clashes(dataloader_kwargs)
+        _refuse_clashes(dataloader_kwargs, rank, world_size)
         self.dataset = dataset
         self.rank = rank
         self.world_size = world_size
@@ -242,7 +238,11 @@ def _to_the_end(loaded: Iterator[Tagged], num: int) -> Iterator[Tagged]:
         raise RuntimeError(msg)
 
 
-def _refuse_clashes(dataloader_kwargs: dict[str, Any]) -> None:
+def _refuse_clashes(dataloader_kwargs: dict[str, Any], rank: int, world_size: int) -> None:
+    if not 0 <= rank < world_size:
+        sizes = f"rank is {rank} and world_size is {world_size}"
+        msg = f"{sizes}; ranks count from 0 to world_size - 1"
+        raise InvalidParamsError(msg)
     clashes = sorted(OURS & dataloader_kwargs.keys())
     if clashes:
         msg = (

@@ -10,8 +10,6 @@ from typing import Any, Generic, TypeVar
 
 from torch.utils.data import Sampler
 
-from prefect_torch_ddp.errors import InvalidParamsError
-
 B = TypeVar("B", bound=Sequence[Any])
 V = TypeVar("V")
 
@@ -30,33 +28,19 @@ class LookAhead(Sampler[list[int]]):
 
     A DataLoader hands out batches in turn, so a process's next batch is `num_workers` further
     on. Datasets that don't look ahead see plain lists. `RankContext.loader` does so by itself.
+
+    Args:
+        batch_sampler: yields lists of indices.
+        num_workers: the DataLoader's.
     """
 
-    def __init__(
-        self, batch_sampler: Iterable[Sequence[int]], num_workers: int, depth: int = 1
-    ) -> None:
-        """Wrap a batch sampler.
-
-        Args:
-            batch_sampler: yields lists of indices.
-            num_workers: the DataLoader's.
-            depth: how many batches ahead are read; each is in memory, undecoded.
-
-        Raises:
-            InvalidParamsError: a number can't be.
-        """
-        if num_workers < 0 or depth < 1:
-            msg = (
-                f"num_workers is {num_workers} and depth {depth}; "
-                "give the DataLoader's num_workers, and a depth of at least 1"
-            )
-            raise InvalidParamsError(msg)
+    def __init__(self, batch_sampler: Iterable[Sequence[int]], num_workers: int) -> None:
         self.batch_sampler = batch_sampler
         self.num_workers = num_workers
-        self.depth = depth
 
     def __iter__(self) -> Iterator[list[int]]:
-        return with_following(self.batch_sampler, ahead_of, max(self.num_workers, 1), self.depth)
+        for batch, following in with_following(self.batch_sampler, self.num_workers):
+            yield ahead_of(batch, following)
 
     def __len__(self) -> int:
         # What has none fails as it does without us.
@@ -69,15 +53,14 @@ class LookAhead(Sampler[list[int]]):
         return getattr(self.batch_sampler, name)
 
 
-def with_following(
-    batches: Iterable[B], announce: Callable[[B, list[B]], V], num_workers: int, depth: int
-) -> Iterator[V]:
-    """Yield `announce(batch, the next ones of the same process)` for each batch."""
+def with_following(batches: Iterable[B], num_workers: int) -> Iterator[tuple[B, list[B]]]:
+    """Yield each batch with the next one of the same process, where there is one."""
+    step = max(num_workers, 1)
     rest = iter(batches)
-    window: deque[B] = deque(islice(rest, num_workers * depth + 1))
+    window: deque[B] = deque(islice(rest, step + 1))
     while window:
         batch = window.popleft()
-        yield announce(batch, list(islice(window, num_workers - 1, None, num_workers)))
+        yield batch, list(islice(window, step - 1, None))
         window.extend(islice(rest, 1))
 
 
@@ -89,14 +72,12 @@ def ahead_of(indices: Sequence[int], following: Iterable[Sequence[int]]) -> Ahea
 
 
 class ReadAhead(Generic[V]):
-    """Reads batches in threads before they are asked for; holds only those announced last."""
+    """Reads batches by `read`, in threads, before they are asked for.
+
+    Holds only those announced last.
+    """
 
     def __init__(self, read: Callable[[Sequence[int]], V]) -> None:
-        """Start with nothing read.
-
-        Args:
-            read: reads a batch; called in threads.
-        """
         self._read = read
         self._process = os.getpid()
         self._begun: dict[tuple[int, ...], Future[V]] = {}
@@ -120,9 +101,8 @@ class ReadAhead(Generic[V]):
     def _begin(self, batch: Sequence[int]) -> Future[V]:
         # A thread of its own and not a pool's, which may not be used after a fork.
         reading: Future[V] = Future()
-        threading.Thread(
-            target=self._fulfil, args=(reading, batch), name="ptd-ahead", daemon=True
-        ).start()
+        args = (reading, batch)
+        threading.Thread(target=self._fulfil, args=args, name="ptd-ahead", daemon=True).start()
         return reading
 
     def _fulfil(self, reading: Future[V], batch: Sequence[int]) -> None:

@@ -50,38 +50,28 @@ def seeded_split(
     Raises:
         InvalidParamsError: no such split is possible.
     """
-    _check(num_samples, held_out, seed, targets)
-    num_held_out = min(max(round(num_samples * held_out), 1), num_samples - 1)
-    classes = [range(num_samples)] if targets is None else _members_by_class(targets)
-    quotas = _apportion([len(members) for members in classes], num_held_out)
-    generator = np.random.default_rng(seed)
-    held: set[int] = set()
-    for members, num in zip(classes, quotas, strict=True):
-        held.update(members[i] for i in generator.permutation(len(members))[:num].tolist())
-    return [i for i in range(num_samples) if i not in held], sorted(held)
-
-
-def _check(
-    num_samples: int, held_out: float, seed: int, targets: Sequence[Hashable] | None
-) -> None:
     if num_samples < MIN_SAMPLES:
         msg = f"{num_samples} samples can't be split in two; at least {MIN_SAMPLES} are needed"
-    elif not 0 < held_out < 1:
+        raise InvalidParamsError(msg)
+    if not 0 < held_out < 1:
         msg = f"held_out is {held_out}; it is a share of the samples, between 0 and 1"
-    elif seed < 0:
+        raise InvalidParamsError(msg)
+    if seed < 0:
         msg = f"the split's seed is {seed}; it must not be negative"
-    elif targets is not None and len(targets) != num_samples:
+        raise InvalidParamsError(msg)
+    if targets is not None and len(targets) != num_samples:
         msg = f"targets has {len(targets)} classes for {num_samples} samples; give one per sample"
-    else:
-        return
-    raise InvalidParamsError(msg)
-
-
-def _members_by_class(targets: Sequence[Hashable]) -> list[list[int]]:
-    members: dict[Hashable, list[int]] = {}  # classes in the order in which they first appear
-    for index, target in enumerate(targets):
-        members.setdefault(target, []).append(index)
-    return list(members.values())
+        raise InvalidParamsError(msg)
+    members_of: dict[Hashable, list[int]] = {}  # classes in the order in which they first appear
+    for index in range(num_samples):
+        members_of.setdefault(None if targets is None else targets[index], []).append(index)
+    num_held_out = min(max(round(num_samples * held_out), 1), num_samples - 1)
+    quotas = _apportion([len(members) for members in members_of.values()], num_held_out)
+    generator = np.random.default_rng(seed)
+    held: set[int] = set()
+    for members, num in zip(members_of.values(), quotas, strict=True):
+        held.update(members[i] for i in generator.permutation(len(members))[:num].tolist())
+    return [i for i in range(num_samples) if i not in held], sorted(held)
 
 
 def _apportion(sizes: Sequence[int], num: int) -> list[int]:

@@ -77,7 +77,6 @@ class GlobalBatches:
     )
 
     def __post_init__(self) -> None:
-        """Refuse sizes that can't work."""
         if self.num_samples < 1:
             msg = f"the dataset has {self.num_samples} samples; at least one is needed"
             raise InvalidParamsError(msg)
@@ -180,16 +179,15 @@ class RankShares:
 
 
 class ShareSampler(Sampler[BatchKeys]):
-    """Yields a rank's shares of each global batch of the planned pass."""
+    """Yields a rank's shares of each global batch of the planned pass.
+
+    Args:
+        batches: the global batches.
+        shares: which of each the rank holds.
+        num_workers: the DataLoader's, where the dataset looks ahead; else None.
+    """
 
     def __init__(self, batches: GlobalBatches, shares: RankShares, num_workers: int | None) -> None:
-        """Plan the first epoch.
-
-        Args:
-            batches: the global batches.
-            shares: which of each the rank holds.
-            num_workers: the DataLoader's, where the dataset looks ahead; else None.
-        """
         self.batches = batches
         self.plan = (0, 0, False)
         """Epoch, first batch, whether a stand-in takes the place of an empty share."""
@@ -204,7 +202,10 @@ class ShareSampler(Sampler[BatchKeys]):
         keys = self._keys(*self.plan)
         if self._num_workers is None:
             return keys
-        return with_following(keys, _announced, max(self._num_workers, 1), depth=1)
+        return (
+            (epoch, ahead_of(indices, [others for _, others in following]))
+            for (epoch, indices), following in with_following(keys, self._num_workers)
+        )
 
     def _keys(self, epoch: int, start_batch: int, stand_ins: bool) -> Iterator[BatchKeys]:  # noqa: FBT001
         num_shares = self._shares.num_shares
@@ -218,11 +219,6 @@ class ShareSampler(Sampler[BatchKeys]):
                     yield epoch, indices
             if stand_ins and not any(own):
                 yield epoch, self.batches.share(epoch, batch, 0, num_shares)[:1]
-
-
-def _announced(keys: BatchKeys, following: list[BatchKeys]) -> BatchKeys:
-    epoch, indices = keys
-    return epoch, ahead_of(indices, (others for _, others in following))
 
 
 @dataclass(frozen=True)

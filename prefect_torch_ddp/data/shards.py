@@ -50,14 +50,12 @@ class ShardReader(Dataset[Any]):
     The random generators are seeded for each block from (seed, epoch, block), and put back
     afterwards: what `iter_shard` draws is the same on every rank, for every number of workers,
     and after a resume.
+
+    Raises:
+        InvalidParamsError: a size or the buffer isn't a number that can be.
     """
 
     def __init__(self, dataset: Sharded, seed: int, *, shuffle: bool) -> None:
-        """Get the shards and their sizes; nothing is read yet.
-
-        Raises:
-            InvalidParamsError: a size or the buffer isn't a number that can be.
-        """
         self._dataset = dataset
         self._shards = list(dataset.shards())
         self._sizes = [dataset.num_samples(shard) for shard in self._shards]
@@ -73,7 +71,9 @@ class ShardReader(Dataset[Any]):
         self._first_ids = [0, *accumulate(self._sizes)]
         self._epoch: tuple[int, list[int], list[int]] | None = None
         self._block: tuple[int, int, list[tuple[int, Any]]] | None = None
-        self._cursor: _Cursor | None = None
+        # The shard that is open: epoch, number, its samples; and how far it was read.
+        self._open: tuple[int, int, Iterator[Any]] | None = None
+        self._position = 0
 
     def __len__(self) -> int:
         return self._first_ids[-1]
@@ -86,7 +86,7 @@ class ShardReader(Dataset[Any]):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what is open, so that worker processes can be given it."""
-        return self.__dict__ | {"_cursor": None, "_block": None}
+        return self.__dict__ | {"_open": None, "_block": None}
 
     def _at(self, epoch: int, position: int) -> tuple[int, Any]:
         block, offset = divmod(position, self.block_size)
@@ -98,7 +98,7 @@ class ShardReader(Dataset[Any]):
     def _read_block(self, epoch: int, block: int) -> list[tuple[int, Any]]:
         with generators_kept():
             shard, start = self._locate(epoch, block * self.block_size)
-            self._cursor_at(epoch, shard, start)  # before seeding: what is skipped may draw too
+            self._seek(epoch, shard, start)  # before seeding: what is skipped may draw too
             seed_on_cpu(mix_seed(self._seed, epoch, block, _DRAWS))
             samples = list(self._read(epoch, block))
         if not self._shuffle:
@@ -112,8 +112,8 @@ class ShardReader(Dataset[Any]):
         while position < end:
             shard, start = self._locate(epoch, position)
             num = min(end - position, self._sizes[shard] - start)
-            for i, sample in enumerate(self._cursor_at(epoch, shard, start).take(num), start=start):
-                yield self._first_ids[shard] + i, sample
+            self._seek(epoch, shard, start)
+            yield from enumerate(self._take(num), start=self._first_ids[shard] + start)
             position += num
 
     def _locate(self, epoch: int, position: int) -> tuple[int, int]:
@@ -122,18 +122,34 @@ class ShardReader(Dataset[Any]):
         nth = bisect_right(starts, position) - 1
         return order[nth], position - starts[nth]
 
-    def _cursor_at(self, epoch: int, shard: int, start: int) -> "_Cursor":
-        cursor = self._cursor
-        if (
-            cursor is None
-            or (cursor.epoch, cursor.shard) != (epoch, shard)
-            or cursor.position > start
-        ):
-            cursor = self._cursor = _Cursor(
-                self._dataset, self._shards[shard], self._sizes[shard], epoch, shard
+    def _seek(self, epoch: int, shard: int, start: int) -> None:
+        is_open = self._open is not None and self._open[:2] == (epoch, shard)
+        if not is_open or self._position > start:
+            name = self._shards[shard]
+            try:
+                self._open = (epoch, shard, iter(self._dataset.iter_shard(name)))
+            except StopIteration as error:
+                raise ended_early(self._dataset, [name]) from error
+            self._position = 0
+        for _ in self._take(start - self._position):
+            pass
+
+    def _take(self, num: int) -> Iterator[Any]:
+        """Yield the next samples of the open shard; refuse one of another size than it says."""
+        assert self._open is not None
+        _, shard, samples = self._open
+        end, size = self._position + num, self._sizes[shard]
+        for sample in islice(samples, num):
+            self._position += 1
+            yield sample
+        is_short = self._position < end
+        is_long = num and end == size and next(samples, self) is not self
+        if is_short or is_long:
+            msg = (
+                f"shard {self._shards[shard]!r} has {'fewer' if is_short else 'more'} samples than "
+                f"num_samples says, {size}: samples would be lost or come twice"
             )
-        cursor.skip(start - cursor.position)
-        return cursor
+            raise InvalidParamsError(msg)
 
     def _order(self, epoch: int) -> tuple[list[int], list[int]]:
         """Return an epoch's shards that aren't empty, in order, and where each begins."""
@@ -149,38 +165,3 @@ class ShardReader(Dataset[Any]):
         generator = torch.Generator(device="cpu").manual_seed(mix_seed(self._seed, *parts))
         order: list[int] = torch.randperm(num, generator=generator, device="cpu").tolist()
         return order
-
-
-class _Cursor:
-    """An open shard, and how far it was read."""
-
-    def __init__(self, dataset: Sharded, name: Any, size: int, epoch: int, shard: int) -> None:
-        self.epoch, self.shard, self.position = epoch, shard, 0
-        self._name, self._size = name, size
-        try:
-            self._samples = iter(dataset.iter_shard(name))
-        except StopIteration as error:
-            raise ended_early(dataset, [name]) from error
-
-    def skip(self, num: int) -> None:
-        for _ in self.take(num):
-            pass
-
-    def take(self, num: int) -> Iterator[Any]:
-        """Yield the next samples.
-
-        Raises:
-            InvalidParamsError: the shard has more or fewer than `num_samples` said.
-        """
-        end = self.position + num
-        for sample in islice(self._samples, num):
-            self.position += 1
-            yield sample
-        is_short = self.position < end
-        is_long = num and end == self._size and next(self._samples, self) is not self
-        if is_short or is_long:
-            msg = (
-                f"shard {self._name!r} has {'fewer' if is_short else 'more'} samples than "
-                f"num_samples says, {self._size}: samples would be lost or come twice"
-            )
-            raise InvalidParamsError(msg)

@@ -28,7 +28,7 @@ class TextColumn:
         return self.encoded(index).decode("utf-8", "surrogateescape")
 
     def encoded(self, index: int) -> bytes:
-        """Return a text as it is stored, see `encoded`."""
+        """Return a text as it is stored."""
         return bytes(self.block[self.ends[index] : self.ends[index + 1]])
 
     def append(self, text: str) -> None:

@@ -1,7 +1,7 @@
 """Images in folders, anywhere: torchvision's `ImageFolder`, and the same for buckets."""
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from io import BytesIO
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
@@ -102,8 +102,16 @@ class S3ImageFolder(VisionDataset):  # type: ignore[misc]  # torchvision has no 
         self._source, self._prefix = opened(source, prefix, cache, may_be_shards=index is None)
         where = f"{self._source.uri.rstrip('/')}/{self._prefix}".rstrip("/")
         super().__init__(where, transform=transform, target_transform=target_transform)
-        listed = self._list() if index is None else read_index(index, where)
-        found = index_images(listed, where, is_valid_file, allow_empty=allow_empty)
+        listed = (
+            ListedObject(item.key.removeprefix(self._prefix), item.num_bytes, item.etag)
+            for item in list_dataset(self._source, self._prefix)
+        )
+        found = index_images(
+            listed if index is None else read_index(index, where),
+            where,
+            is_valid_file,
+            allow_empty=allow_empty,
+        )
         self.loader = loader
         self.on_error = on_error
         self.classes = found.classes
@@ -184,10 +192,6 @@ class S3ImageFolder(VisionDataset):  # type: ignore[misc]  # torchvision has no 
         """Leave out what belongs to this process."""
         return {**self.__dict__, "_ahead": None, "num_skipped": 0}
 
-    def _list(self) -> Iterator[ListedObject]:
-        for item in list_dataset(self._source, self._prefix):
-            yield ListedObject(item.key.removeprefix(self._prefix), item.num_bytes, item.etag)
-
     def _uri(self, index: int) -> str:
         return f"{self.root}/{self._objects.keys[index]}"
 
@@ -264,8 +268,9 @@ def image_folder(
     """
     access = {name: options.get(name) for name in ("anonymous", "endpoint_url", "region")}
     source, prefix = readable_at(uri, storage, **access)
+    folder = source.root / prefix if isinstance(source, DirectoryStorage) else None
     skips = options.get("on_error", "raise") != "raise"
-    if skips or not isinstance(source, DirectoryStorage) or _has_shards(source.root / prefix):
+    if folder is None or skips or (folder / SHARD_INDEX_NAME).is_file():
         return S3ImageFolder(uri, transform, target_transform, storage=storage, **options)
     theirs = {"loader", "is_valid_file", "allow_empty"}
     unknown = options.keys() - theirs - access.keys() - {"cache", "index", "on_error"}
@@ -273,13 +278,8 @@ def image_folder(
         msg = f"image_folder has no argument {', '.join(sorted(unknown))}"
         raise TypeError(msg)
     kept = {name: value for name, value in options.items() if name in theirs}
-    folder = source.root / prefix
     local = _WrittenByStorage if (folder / RESERVED_PART).is_dir() else ImageFolder
     return local(str(folder), transform, target_transform, **kept)
-
-
-def _has_shards(folder: Path) -> bool:
-    return (folder / SHARD_INDEX_NAME).is_file()
 
 
 class _WrittenByStorage(ImageFolder):  # type: ignore[misc]  # torchvision has no types

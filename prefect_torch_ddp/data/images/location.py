@@ -30,23 +30,20 @@ def readable_at(
         InvalidParamsError: the arguments don't fit together, or name nothing that can be read.
     """
     given = {name: value for name, value in ways.items() if value}
+    if storage is not None and not given and isinstance(location, str | Path):
+        return _checked(storage), _prefix_in(storage, str(location))
     if not isinstance(location, str | Path):
-        if storage is not None or given:
-            msg = (
-                f"{location.uri} is a storage by itself; leave out {', '.join(given) or 'storage'}"
-            )
-            raise InvalidParamsError(msg)
-        return _checked(location), ""
-    if storage is None:
+        if storage is None and not given:
+            return _checked(location), ""
+        msg = f"{location.uri} is a storage by itself; leave out {', '.join(given) or 'storage'}"
+    elif storage is None:
         named = storage_from_uri(str(location))
-        if given and not isinstance(named, S3Storage):
-            msg = f"{location} is a folder; {', '.join(given)} belong to an s3:// URI"
-            raise InvalidParamsError(msg)
-        return _checked(replace(cast("Any", named), **given) if given else named), ""
-    if given:
+        if not given or isinstance(named, S3Storage):
+            return _checked(replace(cast("Any", named), **given)), ""
+        msg = f"{location} is a folder; {', '.join(given)} belong to an s3:// URI"
+    else:
         msg = f"{', '.join(given)} can't be given along with a storage, which has its own"
-        raise InvalidParamsError(msg)
-    return _checked(storage), _prefix_in(storage, str(location))
+    raise InvalidParamsError(msg)
 
 
 def opened(

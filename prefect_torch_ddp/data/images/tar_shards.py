@@ -101,14 +101,19 @@ def pack_shards(  # noqa: PLR0913 - where from, where to, and the choices by nam
     names = _written(shards, storage, prefix)
     samples.sort(key=lambda sample: encoded(sample.key))
     storage.write(prefix + INDEX_NAME, ShardIndex(names, images.classes, samples).dump())
-    # An earlier packing's shards: a reader of all tar files would take them too.
+    _clean_up(storage, prefix, names)
+    return PackedObjects(cast("Readable", storage), prefix)
+
+
+def _clean_up(storage: Storage, prefix: str, names: Sequence[str]) -> None:
+    """Remove an earlier packing's shards: a reader of all tar files would take them too."""
+    own = {prefix + name for name in names}
     for other in list(storage.list(f"{prefix}shard-")):
-        if other.key.endswith(".tar") and other.key.removeprefix(prefix) not in names:
+        if other.key.endswith(".tar") and other.key not in own:
             storage.delete(other.key)
     if isinstance(storage, DirectoryStorage):
         with suppress(OSError):  # it may be a folder that is published as it is
             (storage.root / RESERVED_PART).rmdir()
-    return PackedObjects(cast("Readable", storage), prefix)
 
 
 def _with_slash(folder: str) -> str:
