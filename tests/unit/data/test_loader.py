@@ -136,17 +136,6 @@ def test_exact_pass_leaves_a_rank_without_a_share_one_batch_fewer() -> None:
     assert {len(loader) for loader in loaders} == {2}
 
 
-def test_exact_pass_takes_the_order_of_its_epoch() -> None:
-    """A shuffled pass is that of epoch 0 at first, unless another is set."""
-    loader = RankLoader(Numbers(50), global_batch_size=50, rank=0, world_size=1)
-    orders = {}
-    for epoch in (0, 1):
-        loader.epoch = epoch
-        orders[epoch] = next(iter(loader)).tolist()
-        assert orders[epoch] == next(loader.lockstep(epoch))[0].tolist()
-    assert orders[0] != orders[1]
-
-
 def test_a_loop_of_ones_own_shuffles_and_augments_each_epoch_anew() -> None:
     """As people expect of shuffling; each rank's pass is the same epoch, also without a batch."""
     loaders = _loaders(9, 4, 5)
@@ -183,25 +172,6 @@ def test_evaluations_between_steps_keep_their_order() -> None:
     assert seen[0] == seen[1] == seen[2]
 
 
-@pytest.mark.parametrize("seed_samples", [False, "torch"])
-def test_samples_are_seeded_where_the_data_depend_on_it(seed_samples: Any) -> None:
-    """Told before anything is loaded."""
-    words = f"seed_samples={seed_samples!r} can't be used with determinism='elastic'"
-    with pytest.raises(InvalidParamsError, match=words):
-        RankLoader(
-            Noise(30),
-            global_batch_size=6,
-            rank=0,
-            world_size=1,
-            virtual_ranks=2,
-            seed_samples=seed_samples,
-        )
-    with pytest.raises(
-        InvalidParamsError, match="seed_samples is 'numpy'; choose True, 'torch' or False"
-    ):
-        RankLoader(Noise(30), global_batch_size=6, rank=0, world_size=1, seed_samples="numpy")  # type: ignore[arg-type]
-
-
 def test_iterating_leaves_the_global_generators_alone() -> None:
     """C4: dropout after a resume draws what it would have drawn, so loading must not draw."""
     before = (torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist())
@@ -231,6 +201,10 @@ def test_a_default_device_of_the_user_does_not_matter() -> None:
             "batch_sampler, sampler can't be passed",
         ),
         (Numbers(3), {"generator": torch.Generator()}, "generator can't be passed"),
+        # They would be counted wrongly, and lost or repeated at a resume.
+        (Numbers(3), {"in_order": False}, "in_order=False can't be passed"),
+        (Numbers(3), {"seed_samples": "numpy"}, "choose True, 'torch' or False"),
+        (Numbers(3), {"seed_samples": False, "virtual_ranks": 1}, "can't be used with determinism"),
         (Numbers(3), {"rank": 2, "world_size": 2}, "rank is 2 and world_size is 2"),
         (TensorDataset(torch.ones(3)), {"drop_last": True}, "drop_last leaves no batch"),
     ],
@@ -241,14 +215,6 @@ def test_what_cannot_work_is_refused_at_once(
     """Before a worker process starts, with the name of what is wrong."""
     with pytest.raises(InvalidParamsError, match=words):
         RankLoader(dataset, **{"global_batch_size": 4, "rank": 0, "world_size": 1, **kwargs})
-
-
-def test_batches_out_of_order_are_refused() -> None:
-    """They would be counted wrongly, and lost or repeated at a resume."""
-    with pytest.raises(InvalidParamsError, match="in_order=False can't be passed"):
-        RankLoader(
-            Numbers(8), global_batch_size=4, rank=0, world_size=1, num_workers=2, in_order=False
-        )
 
 
 class NoiseAtOnce(Noise):

@@ -5,20 +5,17 @@ import threading
 from itertools import pairwise
 
 import pytest
-import torch
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
     Dataset,
     RandomSampler,
-    SequentialSampler,
     Subset,
     get_worker_info,
 )
 
 from prefect_torch_ddp.data.loader import RankLoader
 from prefect_torch_ddp.data.lookahead import Ahead, LookAhead, ReadAhead, ahead_of
-from prefect_torch_ddp.errors import InvalidParamsError
 
 
 class Told(Dataset):
@@ -110,32 +107,6 @@ def test_a_subset_is_told_the_inner_indices():
         dataset, global_batch_size=2, rank=0, world_size=1, shuffle=False, collate_fn=as_it_is
     )
     assert list(loader) == [(0, [54, 53], [[52, 51]]), (0, [52, 51], [])]
-
-
-def test_a_dataset_that_does_not_look_ahead_sees_plain_batches():
-    """The order of the samples is the same."""
-    values = torch.arange(10)
-    sampler = BatchSampler(SequentialSampler(values), 3, drop_last=False)
-    plain = [batch.tolist() for batch in DataLoader(values, batch_sampler=sampler)]
-    assert [
-        batch.tolist() for batch in DataLoader(values, batch_sampler=LookAhead(sampler, 0))
-    ] == plain
-
-
-def test_the_other_samplers_attributes_show_through():
-    """Libraries look for them."""
-    sampler = BatchSampler(SequentialSampler(range(10)), 3, drop_last=True)
-    ahead = LookAhead(sampler, 2)
-    assert (ahead.batch_size, ahead.drop_last, len(ahead)) == (3, True, 3)
-    with pytest.raises(AttributeError):
-        _ = ahead.set_epoch
-
-
-def test_numbers_that_cannot_be_are_refused():
-    """Said at once."""
-    for num_workers, depth in ((-1, 1), (2, 0)):
-        with pytest.raises(InvalidParamsError, match="num_workers is"):
-            LookAhead([], num_workers, depth)
 
 
 def batches_ahead(num, depth):

@@ -42,11 +42,6 @@ def test_stratified_split_holds_out_the_same_share_of_each_class(
         assert abs(counts[name] - size * len(held) / len(targets)) < 1
 
 
-def test_another_seed_gives_another_split() -> None:
-    """The seed decides."""
-    assert seeded_split(100, 0.2, 1) != seeded_split(100, 0.2, 2)
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

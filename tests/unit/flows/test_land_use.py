@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from torchvision.models import squeezenet1_1
 
 from flows import land_use
 from flows.land_use import Options, make_net
@@ -81,15 +80,6 @@ def test_compiled_it_has_the_same_weights_by_the_same_names(
     assert metrics == plain[1]
 
 
-def test_in_bfloat16(prepared: Prepared, plain: Any, tmp_path: Path) -> None:
-    """C1: autocast: other bits, nearly the same first loss, weights still float32."""
-    head, metrics = train(prepared, tmp_path, precision="bfloat16")
-    assert head.dtype == torch.float32
-    assert not torch.equal(head, plain[0])
-    assert metrics[0]["loss"] == pytest.approx(plain[1][0]["loss"], rel=0.05)
-    assert metrics[0]["loss_scale"] == 1
-
-
 def test_in_float16_with_a_scaler(prepared: Prepared, plain: Any, tmp_path: Path) -> None:
     """C1: the loss is scaled by GradScaler, the gradient is clipped by its true norm, and the
     scale resumes."""
@@ -97,28 +87,6 @@ def test_in_float16_with_a_scaler(prepared: Prepared, plain: Any, tmp_path: Path
     assert metrics[0]["loss_scale"] >= 2**13
     assert metrics[0]["loss"] == pytest.approx(plain[1][0]["loss"], rel=0.05)
     assert metrics[0]["gradient_norm"] == pytest.approx(plain[1][0]["gradient_norm"], rel=0.25)
-
-
-def test_in_micro_batches(
-    prepared: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """C1: accumulated over an uneven cut, a step has the gradient of its whole batch.
-
-    Without dropout, which is drawn anew.
-    """
-    monkeypatch.setattr(
-        land_use,
-        "make_net",
-        lambda _, num_classes: squeezenet1_1(num_classes=num_classes, dropout=0.0),
-    )
-    whole, cut = (
-        train(prepared, tmp_path / "whole"),
-        train(prepared, tmp_path / "cut", micro_batch_size=5),
-    )
-    assert torch.allclose(whole[0], cut[0], rtol=1e-3, atol=1e-5)
-    assert [step["loss"] for step in cut[1]] == pytest.approx(
-        [step["loss"] for step in whole[1]], rel=1e-3
-    )
 
 
 def test_held_out_images_are_the_same_share_of_each_class(prepared: Prepared) -> None:
@@ -140,15 +108,6 @@ def test_an_image_that_cannot_be_decoded_is_named(prepared: Prepared, tmp_path: 
     (tmp_path / "images/forest/forest03.jpg").write_bytes(b"\xff\xd8 cut")
     with pytest.raises(OSError, match=r"forest/forest03.jpg"):
         train((tmp_path / "images", prepared[1]), tmp_path / "store")
-
-
-def test_a_folder_without_classes_is_refused(tmp_path: Path) -> None:
-    """By its name."""
-    with (
-        RankContext.local(data=tmp_path, source=tmp_path, stage="prepare") as ctx,
-        pytest.raises(FileNotFoundError, match=f"find any class folder in {tmp_path}"),
-    ):
-        land_use.prepare(ctx)
 
 
 def test_an_unknown_model_is_refused() -> None:

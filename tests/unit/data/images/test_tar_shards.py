@@ -8,7 +8,6 @@ import os
 import pickle
 import random
 import tarfile
-from collections import Counter
 from dataclasses import dataclass, replace
 
 import pytest
@@ -98,6 +97,9 @@ def test_what_was_packed_is_read_back(tmp_path):
     found = packed_objects(DirectoryStorage(tmp_path / "out"))
     assert found == packed
     assert contents(found) == ODD_NAMES
+    sent = pickle.dumps(found)
+    assert len(sent) < 600, "another process reads the index again"
+    assert contents(pickle.loads(sent)) == ODD_NAMES
     assert not (tmp_path / "out/.tmp").exists()
 
 
@@ -138,7 +140,10 @@ def test_any_sizes(tmp_path_factory, monkeypatch, sizes, shard_bytes, seed_and_b
         shuffle_seed=seed,
     )
     assert contents(packed) == files
-    assert Counter(data for _, data in stream(tmp_path / "out")) == Counter(files.values())
+    labels = {name: label for label, name in enumerate(packed.index.classes)}
+    assert sorted(stream(tmp_path / "out")) == sorted(
+        (labels[key[0]], data) for key, data in files.items()
+    )
 
 
 def stream(folder):
@@ -161,21 +166,8 @@ def stream(folder):
             assert waiting is None
 
 
-def test_a_stream_has_every_sample_with_its_label(tmp_path):
-    """Who reads the tar files as a stream, without our index, gets each sample once, with the
-    label that the folder gives it."""
-    files = some_files()
-    source = make_folder(tmp_path / "in", files)
-    pack_shards(source, tmp_path / "out", shard_bytes=50_000)
-    assert len(list((tmp_path / "out").glob("*.tar"))) > 3
-    labels = {"cat": 0, "dog": 1, "eel": 2}
-    assert sorted(stream(tmp_path / "out")) == sorted(
-        (labels[key[:3]], data) for key, data in files.items()
-    )
-
-
 def test_equal_sources_give_equal_bytes(tmp_path):
-    """Times, owners and how reads are batched leave no trace."""
+    """Times, owners and how reads are batched leave no trace; a seed decides the order."""
     files = some_files(60)
     pack_shards(make_folder(tmp_path / "in1", files), tmp_path / "out1", shard_bytes=20_000)
     for path in (second := make_folder(tmp_path / "in2", files)).root.rglob("*"):
@@ -184,18 +176,10 @@ def test_equal_sources_give_equal_bytes(tmp_path):
         patched.setattr("prefect_torch_ddp.data.images.tar_shards.BATCH_OBJECTS", 7)
         pack_shards(second, tmp_path / "out2", shard_bytes=20_000)
     assert folder_bytes(tmp_path / "out1") == folder_bytes(tmp_path / "out2")
-
-
-def test_a_seed_decides_the_order_in_the_shards(tmp_path):
-    """The same seed, the same order; another one, another; all with the same samples."""
-    source = make_folder(tmp_path / "in", some_files(60))
-    order = {}
-    for name, seed in (("a", None), ("b", 1), ("c", 1), ("d", 2)):
-        pack_shards(source, tmp_path / name, shuffle_seed=seed)
-        order[name] = [label for label, _ in stream(tmp_path / name)]
-    assert order["a"] == sorted(order["a"])
-    assert order["b"] == order["c"] != order["d"]
-    assert Counter(order["a"]) == Counter(order["b"]) == Counter(order["d"])
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        pack_shards(second, tmp_path / name, shuffle_seed=seed)
+    assert folder_bytes(tmp_path / "a") == folder_bytes(tmp_path / "b")
+    assert list(stream(tmp_path / "a")) != list(stream(tmp_path / "c"))
 
 
 def test_packing_again_leaves_nothing_of_before(tmp_path):
@@ -358,34 +342,6 @@ def test_a_flipped_bit_names_shard_and_sample(packed, tmp_path):
     assert got == {f"{'ab'[n % 2]}/{n:02}.jpg": bytes([n + 1]) * 1000 for n in range(12) if n != 3}
 
 
-@pytest.mark.parametrize("shift", [1, 512, -512])
-def test_shards_that_do_not_fit_the_index_are_never_a_wrong_sample(packed, tmp_path, shift):
-    """Bytes inserted or removed in the midst: every sample behind is an error, none is another
-    one's content."""
-    path = tmp_path / "out" / packed.index.shards[0]
-    data = path.read_bytes()
-    path.write_bytes(
-        data[:512] + bytes(shift) + data[512:] if shift > 0 else data[:512] + data[512 - shift :]
-    )
-    for key, got in contents(packed).items():
-        if packed.index.find(key).shard == 0:
-            assert isinstance(got, StorageError)
-            assert key in str(got)
-        else:
-            assert got == bytes([int(key[2:4]) + 1]) * 1000
-
-
-def test_shards_of_equal_size_that_are_swapped(packed, tmp_path):
-    """Another shard's bytes at a shard's place are found out, sample by sample."""
-    first, second = (tmp_path / "out" / name for name in packed.index.shards[:2])
-    mixed = first.read_bytes(), second.read_bytes()
-    assert len(mixed[0]) == len(mixed[1])
-    first.write_bytes(mixed[1])
-    second.write_bytes(mixed[0])
-    for key, got in contents(packed).items():
-        assert isinstance(got, StorageError) == (packed.index.find(key).shard < 2)
-
-
 def test_a_truncated_or_missing_shard_is_named(packed, tmp_path):
     """With the sample that was wanted from it."""
     path = tmp_path / "out" / packed.index.shards[0]
@@ -463,14 +419,6 @@ def test_a_damaged_index_is_an_error_that_names_it(packed, tmp_path, damage):
     assert str(path) in str(raised.value)
 
 
-def test_it_is_small_to_send_and_reads_the_index_again(packed):
-    """A description of shards pickles to a few hundred bytes, in use or not."""
-    everything = contents(packed)
-    sent = pickle.dumps(packed)
-    assert len(sent) < 600
-    assert contents(pickle.loads(sent)) == everything
-
-
 @given(
     keys=st.lists(
         st.text(st.characters(exclude_categories=("Cs",)), min_size=1, max_size=8),
@@ -496,21 +444,6 @@ def test_the_index_finds_what_it_has(keys, wanted):
         assert one.find(wanted) == next(
             (sample for sample in samples if sample.key == wanted), None
         )
-
-
-def test_the_index_is_plain_text(packed, tmp_path):
-    """`zcat` shows it: the format, the shards and classes, then columns."""
-    head, columns, end = map(
-        json.loads, gzip.decompress((tmp_path / "out" / INDEX_NAME).read_bytes()).splitlines()
-    )
-    assert head == {
-        "format": "prefect-torch-ddp/tar-shards/1",
-        "shards": list(packed.index.shards),
-        "classes": ["a", "b"],
-    }
-    assert end == {"num_rows": 12}
-    assert list(columns) == ["key", "shard", "start", "num_bytes", "digest"]
-    assert columns["key"][0] == "a/00.jpg"
 
 
 def test_memory_is_bounded_by_the_shards(tmp_path):
