@@ -36,11 +36,6 @@ def test_time_in_which_one_was_stopped_oneself_does_not_count() -> None:
     assert liveness.left_s == 12 - TURN_S
 
 
-def test_the_default_outlives_another_tasks_hold_of_the_gil() -> None:
-    """Another task of a shared cluster may hold a worker's GIL for many seconds."""
-    assert Liveness().left_s == pytest.approx(60, abs=5)
-
-
 @pytest.mark.parametrize("limit_s", [12, 300])
 def test_the_limit_is_a_setting(limit_s: float) -> None:
     """A submitted task is watched by it, too, once it was taken in."""
@@ -53,7 +48,7 @@ def test_the_limit_is_a_setting(limit_s: float) -> None:
 
 
 def test_a_setting_that_can_not_work_is_named(caplog: pytest.LogCaptureFixture) -> None:
-    """The default holds then."""
+    """The default holds then, which outlives another task's hold of the GIL."""
     with dask.config.set({"prefect-torch-ddp.liveness-timeout-s": "soon"}):
         assert Liveness().limit_s == 60
     assert "prefect-torch-ddp.liveness-timeout-s" in caplog.text

@@ -1,7 +1,5 @@
 """Placement is a pure decision: which rank runs where, on which device, at which address."""
 
-from collections import Counter
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -44,15 +42,6 @@ def test_two_hosts_have_local_ranks_of_their_own() -> None:
     assert [p.node_rank for p in placement.places] == [0, 0, 1, 1]
     assert placement.shape.local_world_sizes == (2, 2)
     assert placement.workers[0] == "tcp://127.0.0.1:9"
-
-
-def test_an_uneven_tail_leaves_the_last_worker_fewer_ranks() -> None:
-    """5 ranks, 2 on each worker: 2, 2 and 1."""
-    workers = [worker("a", port) for port in (1, 2, 3)]
-    placement = place(choose(workers, num_workers_needed(5, 2)), 5, 2)
-    assert [len(placement.ranks_of(w)) for w in placement.workers] == [2, 2, 1]
-    assert [p.local_rank for p in placement.places] == [0, 1, 2, 3, 4]
-    assert [p.slot for p in placement.places] == [0, 1, 0, 1, 0]
 
 
 @given(
@@ -98,15 +87,6 @@ def test_too_few_workers_with_the_resources_are_counted() -> None:
     assert text.startswith(start)
     text = too_few_text(2, 2, 3, 4, {"GPU": 1, "disk": 0.5}, 5.0)
     assert "2 workers with GPU>=1, disk>=0.5, need 3 with 4 ranks each" in text
-
-
-def test_a_size_that_divides_is_taken() -> None:
-    """Three workers hold two of four ranks; three are too few where four workers must come."""
-    size = GangSize(most=4, fewest=1, ranks_per_worker=1, divides=4)
-    assert [size.on(num_workers) for num_workers in range(1, 6)] == [1, 2, 2, 4, 4]
-    assert GangSize(most=4, fewest=3, ranks_per_worker=1, divides=4).workers_for_fewest == 4
-    open_size = GangSize(None, None, 2, divides=6)
-    assert [open_size.on(num_workers) for num_workers in range(1, 5)] == [2, 3, 6, 6]
 
 
 @given(st.integers(1, 24), st.data())
@@ -173,22 +153,6 @@ def test_devices_are_chosen_host_by_host() -> None:
     seen = [("a", "0,1"), ("a", "1,0"), ("b", "0,1"), ("b", "0,1"), ("c", None)]
     workers = [worker(host, port, devices) for port, (host, devices) in enumerate(seen)]
     assert [p.device_position for p in place(workers, 5, 1).places] == [0, 0, 0, 1, None]
-
-
-@given(num_devices=st.integers(1, 8), num_ranks=st.integers(1, 20), data=st.data())
-def test_devices_are_shared_evenly_whatever_the_order_of_the_lists(
-    num_devices: int, num_ranks: int, data: st.DataObject
-) -> None:
-    """Where all see the same devices, in any order, none has two ranks more than another."""
-    names = [str(number) for number in range(num_devices)]
-    visible = [tuple(data.draw(st.permutations(names))) for _ in range(num_ranks)]
-    counts = Counter(
-        seen[position]
-        for seen, position in zip(visible, share_out(visible), strict=True)
-        if position is not None
-    )
-    assert sum(counts.values()) == num_ranks
-    assert max(counts.values()) - min(counts[name] for name in names) <= 1
 
 
 def known_by(host: str, machine: str, *addresses: tuple[str, str]) -> WorkerIdentity:

@@ -1,0 +1,75 @@
+"""The user's own code: its folders, in order, and the libraries that it imports."""
+
+import site
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+from prefect_torch_ddp.gang.caller.code import own_code_paths, preload_of
+
+
+def test_the_callers_order_holds_at_the_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A script's folder and its sub-folder stay before installed packages, others behind."""
+    script, below, late = tmp_path / "script", tmp_path / "script" / "flows", tmp_path / "late"
+    for folder in (below, late):
+        folder.mkdir(parents=True)
+    installed = [sysconfig.get_path("stdlib"), site.getsitepackages()[0]]
+    monkeypatch.setattr(
+        sys, "path", [f"{sys.prefix}/bin", str(script), str(below), *installed, str(late)]
+    )
+    paths = own_code_paths()
+    assert (paths.first, paths.last) == ((str(script), str(below)), (str(late),))
+    late.rmdir()  # a worker without a shared file system
+    at_rank = ["/worker", str(below), "/site-packages"]
+    wanted = [str(script), str(below), "/worker", "/site-packages"]
+    assert paths.around(at_rank) == wanted
+
+
+SOURCES = {
+    "job/__init__.py": "import os\n",
+    "job/train.py": "from . import model\nfrom .data import load\nimport torch, psutil\n"
+    "if True:\n    import pydantic\n"
+    "def train():\n    import numpy.fft\n    return pytest\n"
+    "import os\nos.environ['A'] = 'b'\nimport hypothesis\n",
+    "job/model.py": "import dask.array as da\nfrom prefect_torch_ddp import Params\n",
+    "job/data/__init__.py": "from ..missing import x\nfrom pydantic import (\n    BaseModel,\n)\n",
+    "broken.py": "import (\n",
+}
+
+
+def test_libraries_are_read_from_the_sources_of_own_modules(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the order of the imports, without those in functions, or below a change of them."""
+    for name, text in SOURCES.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    imports = (
+        "import dask.array",
+        "from prefect_torch_ddp import Params",
+        "from pydantic import BaseModel",
+        "import psutil",
+    )
+    assert preload_of("job.train:train").imports == imports
+    assert preload_of(str(tmp_path / "job/model.py")).imports == imports[:2]
+    assert preload_of("broken:train").imports == preload_of("absent:train").imports == ()
+    assert "job" not in sys.modules
+
+
+def test_libraries_of_a_function_that_travels_whole_are_those_it_names() -> None:
+    """Its module isn't imported in the rank, but what its global names stand for is."""
+
+    def helper() -> object:
+        return pytest.approx
+
+    def train() -> object:
+        return helper() or sysconfig
+
+    assert preload_of(train).imports == ()
+    assert preload_of(helper).imports == ("import pytest",)
+    assert preload_of(max).imports == ()
