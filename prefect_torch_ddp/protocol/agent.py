@@ -95,7 +95,7 @@ class RankHeartbeat:
 
 @dataclass(frozen=True)
 class AgentReport:
-    """An agent's answer to a poll."""
+    """An agent's answer to a poll, or to the order to end."""
 
     state: AgentState
     events: tuple[GangEvent, ...] = ()
@@ -107,16 +107,10 @@ class AgentReport:
     heartbeats: tuple[RankHeartbeat, ...] = ()
     """Of the agent's ranks, where they are watched."""
 
-
-@dataclass(frozen=True)
-class Cleared:
-    """An agent's answer to the order to end."""
-
-    ended: bool
-    """Whether all its ranks are gone."""
-    first_event: int = 0
-    events: tuple[GangEvent, ...] = ()
-    """Those from `first_event` on; the caller may know some of them already."""
+    @property
+    def has_ended(self) -> bool:
+        """Whether there are no ranks any more."""
+        return self.state in ("absent", "ended")
 
 
 @dataclass(frozen=True)

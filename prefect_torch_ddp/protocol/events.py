@@ -125,13 +125,6 @@ class FailureWritten:
 
 
 @dataclass(frozen=True)
-class RankFailedEvent:
-    """The agent's report of a failed rank, with the RankFailure."""
-
-    failure: RankFailure
-
-
-@dataclass(frozen=True)
 class AttemptBegan:
     """A gang has its workers and starts its ranks; after a failure it may have another size."""
 
@@ -181,7 +174,7 @@ GangEvent = (
     | Progress
     | FunctionEnded
     | RankReturned
-    | RankFailedEvent
+    | RankFailure
     | RankStopped
     | AttemptBegan
     | RankStack

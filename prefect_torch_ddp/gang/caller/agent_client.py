@@ -2,7 +2,7 @@
 
 import asyncio
 import pickle
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from distributed import Client, Future
@@ -20,7 +20,6 @@ from prefect_torch_ddp.gang.liveness import Liveness
 from prefect_torch_ddp.protocol.agent import (
     AgentOrder,
     AgentReport,
-    Cleared,
     Rpc,
     StartOrder,
     WorkerIdentity,
@@ -82,10 +81,13 @@ class AgentClient:
             msg = f"{error} {when}"
             raise WorkerLostError(msg) from error
 
-    async def clear(self) -> Cleared:
-        """End the agent with all its ranks; returns when they are gone."""
-        cleared: Cleared = await self._call(Rpc.CLEAR, CLEAR_LIVENESS_S, timeout_s=CLEAR_TIMEOUT_S)
-        return cleared
+    async def clear(self) -> AgentReport:
+        """End the agent with all its ranks; the report has no events that are known."""
+        report: AgentReport = await self._call(
+            Rpc.CLEAR, CLEAR_LIVENESS_S, timeout_s=CLEAR_TIMEOUT_S
+        )
+        num_new = max(0, report.next_event - self.next_event)
+        return replace(report, events=report.events[len(report.events) - num_new :])
 
     async def values(self) -> tuple[bytes, ...]:
         """Return the values of the agent's ranks.

@@ -28,11 +28,9 @@ from prefect_torch_ddp.gang.caller.root_cause import (
     stopped_unasked,
 )
 from prefect_torch_ddp.gang.caller.stop import StopSwitch
-from prefect_torch_ddp.protocol.agent import Cleared
 from prefect_torch_ddp.protocol.events import (
     FunctionEnded,
     GangEvent,
-    RankFailedEvent,
     RankFailure,
     RankReturned,
     RankStack,
@@ -99,11 +97,11 @@ class Supervisor:
         calls = [agent.clear() for agent in reachable]
         answers = await asyncio.gather(*calls, return_exceptions=True)
         for agent, answer in zip(reachable, answers, strict=True):
-            if not isinstance(answer, Cleared):
+            if isinstance(answer, BaseException):
                 continue
-            for event in answer.events[max(0, agent.next_event - answer.first_event) :]:
+            for event in answer.events:
                 sink(event)
-            if not answer.ended:
+            if not answer.has_ended:
                 text = "ranks on %s were not gone %g s after they were killed"
                 logger.error(text, agent.worker.address, CLEAR_TIMEOUT_S)
         for agent in self._agents:
@@ -189,7 +187,7 @@ class Supervisor:
             agent.is_lost = True
             for place in places:
                 lost = RankFailure(place.rank, place.host, 0, "worker_lost", str(error))
-                self._note(RankFailedEvent(lost))
+                self._note(lost)
         except SchedulerLostError as error:
             for each in self._agents:
                 each.is_lost = True  # there is no way to the others either
@@ -239,8 +237,8 @@ class Supervisor:
 
     def _note(self, event: GangEvent) -> None:
         match event:
-            case RankFailedEvent(failure):
-                self._failures.append(failure)
+            case RankFailure():
+                self._failures.append(event)
             case RankReturned(rank):
                 self._returned.add(rank)
                 self._ended.add(rank)

@@ -20,7 +20,6 @@ from prefect_torch_ddp.protocol.events import (
     NO_RANK,
     GangEvent,
     LogLine,
-    RankFailedEvent,
     RankFailure,
 )
 from prefect_torch_ddp.protocol.rank import RankLaunch, RankOrder
@@ -117,7 +116,7 @@ class _Agent:
                 launch_here = dataclasses.replace(launch, store_fd=fd)
                 self._ranks.append(RankProcess(launch_here, order.payload))
             except OSError as error:
-                self._box.post(RankFailedEvent(_start_failure(launch, error)))
+                self._box.post(_start_failure(launch, error))
                 return False
         notes = fork_client(self._reservation.worker).notes
         while notes and self._store is not None:  # hosts are alike: one of them says it

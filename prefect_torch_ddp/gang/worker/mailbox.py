@@ -14,7 +14,6 @@ from prefect_torch_ddp.protocol.agent import (
     AgentOrder,
     AgentReport,
     AgentState,
-    Cleared,
     RankHeartbeat,
     StartOrder,
 )
@@ -121,26 +120,29 @@ class Mailbox:
                 del self._events[: max(0, next_event - self._first_event)]
                 self._first_event = max(self._first_event, next_event)
                 if self._events or self.state != known_state or time.monotonic() >= deadline:
-                    return AgentReport(
-                        state=self.state,
-                        events=tuple(self._events),
-                        next_event=self._first_event + len(self._events),
-                        store_port=self.store_port,
-                        why_ended=self.why_ended,
-                        heartbeats=self.heartbeats,
-                    )
+                    return self._report()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(waiter, deadline - time.monotonic())
 
-    async def clear(self, timeout_s: float) -> Cleared:
+    def _report(self) -> AgentReport:
+        return AgentReport(
+            state=self.state,
+            events=tuple(self._events),
+            next_event=self._first_event + len(self._events),
+            store_port=self.store_port,
+            why_ended=self.why_ended,
+            heartbeats=self.heartbeats,
+        )
+
+    async def clear(self, timeout_s: float) -> AgentReport:
         """Have the agent kill its ranks; return once none is left, or after the timeout."""
         self.give("abort")
         deadline = time.monotonic() + timeout_s
-        while (is_running := self.state not in ("ended", "absent")) and time.monotonic() < deadline:
+        while self.state not in ("ended", "absent") and time.monotonic() < deadline:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._new_waiter(), min(0.1, timeout_s))
         with self._lock:
-            return Cleared(not is_running, self._first_event, tuple(self._events))
+            return self._report()
 
     def _new_waiter(self) -> "asyncio.Future[None]":
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()

@@ -20,7 +20,6 @@ from prefect_torch_ddp.protocol.events import (
     LogLine,
     Progress,
     RankEvent,
-    RankFailedEvent,
     RankFailure,
     RankListens,
     RankReturned,
@@ -93,7 +92,7 @@ class RankProcess:
             case FailureWritten() if not self.is_settled:
                 failure = pickle.loads(self.io.outcome())
                 self.failure = dataclasses.replace(failure, step=self._step())
-                return RankFailedEvent(self.failure)
+                return self.failure
             case RankReturned() if not self.is_settled:
                 self.returned = True
                 return event
@@ -109,7 +108,7 @@ class RankProcess:
         yield from self.read(max_chunks=LAST_CHUNKS)
         if not self.is_settled:
             self.failure = self._death(status)
-            yield RankFailedEvent(self.failure)
+            yield self.failure
 
     def _death(self, status: int) -> RankFailure:
         was_signal = status < 0

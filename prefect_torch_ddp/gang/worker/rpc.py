@@ -20,9 +20,9 @@ from prefect_torch_ddp.gang.worker.fork_client import CloseForkServer, fork_clie
 from prefect_torch_ddp.gang.worker.mailbox import MAILBOXES, drop_abandoned, open_mailbox
 from prefect_torch_ddp.gang.worker.slots import SLOTS
 from prefect_torch_ddp.protocol.agent import (
+    AgentReport,
     AgentState,
     Answer,
-    Cleared,
     Occupant,
     Rpc,
     WorkerIdentity,
@@ -73,10 +73,10 @@ class _Handlers:
 
     async def clear(self, token: str, timeout_s: float) -> Answer:
         box = MAILBOXES.get(token)
-        cleared = await box.clear(timeout_s) if box else Cleared(ended=True)
-        if cleared.ended:
+        report = await box.clear(timeout_s) if box else AgentReport("absent")
+        if report.has_ended:
             MAILBOXES.pop(token, None)
-        return encode_answer(cleared)
+        return encode_answer(report)
 
     def give(self, token: str, order: bytes) -> Answer:
         box = MAILBOXES.get(token)
