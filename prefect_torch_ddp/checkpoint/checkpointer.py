@@ -1,5 +1,6 @@
 """Writing checkpoints during a training: each rank writes its share, and rank 0 commits."""
 
+import json
 import logging
 import socket
 import threading
@@ -18,8 +19,6 @@ from prefect_torch_ddp.checkpoint.rank_store import (
     KeyValueStore,
     check_reports,
     refuse_unshared,
-    set_begun,
-    set_report,
     wait_for_report,
 )
 from prefect_torch_ddp.checkpoint.serial import (
@@ -83,10 +82,8 @@ class Checkpointer:
     ) -> None:
         """Copy the state and write it in the background; waits for the previous checkpoint.
 
-        Args:
-            manifest: as yet without objects; rank 0's counts.
-            objects: what is tracked, the same on all ranks, in one order.
-            is_last: the training ends with it; it may follow another one of the same step.
+        The manifest has no objects yet, and rank 0's counts. All ranks give the same objects in
+        one order. The last one may follow another of the same step.
 
         Raises:
             InvalidParamsError: an object's state couldn't be read back.
@@ -104,7 +101,7 @@ class Checkpointer:
         self.wait()
         self.raise_failure()
         turn = 2 * manifest.step + is_last
-        set_begun(self._rank_store, self._rank, turn)
+        self._rank_store.set(f"begun/{self._rank}", str(turn))
         staged = self._stage(objects, manifest.world_size)
         for name in staged.keys() - self._checked:
             check_loadable(name, staged[name])
@@ -171,8 +168,8 @@ class Checkpointer:
         self, manifest: Manifest, turn: int, staged: dict[str, Any], objects: Mapping[str, Any]
     ) -> None:
         written: list[dict[str, Any]] = []
-        report: dict[str, Any] = {"tracked": list(objects), "objects": written, "error": None}
-        report["host"] = socket.gethostname()
+        host, tracked = socket.gethostname(), list(objects)
+        report = {"host": host, "tracked": tracked, "objects": written, "error": None}
         try:
             self._staging.wait()
             for name, state in staged.items():
@@ -187,7 +184,7 @@ class Checkpointer:
             if self._rank == 0:
                 self._commit(manifest, turn, report)
             else:
-                set_report(self._rank_store, self._rank, turn, report)
+                self._rank_store.set(f"written/{turn}/{self._rank}", json.dumps(report))
         except Exception as error:  # noqa: BLE001
             self._fail(manifest, error)
 

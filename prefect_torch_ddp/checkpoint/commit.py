@@ -53,7 +53,6 @@ class Committer:
 
         Raises:
             SupersededError: a newer attempt has begun, perhaps right after this commit.
-            StorageError: the manifest can't be written.
         """
         self._refuse_superseded()
         self._put(manifest_key(self.run_id, manifest.step, self._attempt), manifest.as_bytes())
@@ -62,11 +61,7 @@ class Committer:
         self.clean_up(manifest)
 
     def clean_up(self, manifest: Manifest) -> None:
-        """Delete what the newest checkpoint made superfluous; warn where the storage fails.
-
-        Raises:
-            SupersededError: a newer attempt has begun.
-        """
+        """Delete what the newest checkpoint made superfluous; warn where the storage fails."""
         try:
             # Who claims an attempt after this check sees the commit and asks for nothing that is
             # deleted here. Who did so before may not have seen it, so it may be superseded.

@@ -40,7 +40,6 @@ def export_models(
     Raises:
         SupersededError: a newer attempt has begun.
         CheckpointError: the checkpoint has no such object, or it is damaged.
-        StorageError: the storage failed.
     """
     refuse_superseded(storage, manifest.run_id, attempt)
     prefix = models_prefix(manifest.run_id, attempt)
@@ -54,12 +53,16 @@ def export_models(
         state_data = read_object(storage, manifest, found)
         state = from_bytes(state_data)
         suffix, weights = weights_file(name, state, state_data)
+        values = state.values() if isinstance(state, dict) else ()
+        # Tied weights count under each of their names.
+        sizes = [value.numel() for value in values if isinstance(value, torch.Tensor)]
         card = {
             **about,
             "file": name + suffix,
             "sha256": hashlib.sha256(weights).hexdigest(),
             "num_bytes": len(weights),
-            **_sizes(state),
+            "num_tensors": len(sizes),
+            "num_parameters": sum(sizes),
             "tracked_as": name,
             "run_id": manifest.run_id,
             "step": manifest.step,
@@ -74,13 +77,6 @@ def export_models(
         uris[name] = f"{storage.uri.rstrip('/')}/{prefix}{name}{suffix}"
         logger.info("the weights of %s of step %d are %s", name, manifest.step, uris[name])
     return uris
-
-
-def _sizes(state: Any) -> dict[str, int]:
-    """Count tensors, and the numbers in them; tied weights count under each of their names."""
-    values = state.values() if isinstance(state, dict) else ()
-    sizes = [value.numel() for value in values if isinstance(value, torch.Tensor)]
-    return {"num_tensors": len(sizes), "num_parameters": sum(sizes)}
 
 
 def _plain(value: Any) -> Any:

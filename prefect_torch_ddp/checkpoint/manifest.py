@@ -76,11 +76,7 @@ class Manifest:
 
 
 def read_manifest(storage: Storage, run_id: str, step: int, attempt: int) -> Manifest:
-    """Return the manifest of an attempt's checkpoint, superseded or not.
-
-    Raises:
-        CheckpointError: there is no such checkpoint, or its manifest is damaged.
-    """
+    """Return an attempt's manifest, superseded or not; CheckpointError: none, or it is damaged."""
     key = manifest_key(run_id, step, attempt)
     what = f"checkpoint of step {step} of attempt {attempt}"
     try:
@@ -91,9 +87,8 @@ def read_manifest(storage: Storage, run_id: str, step: int, attempt: int) -> Man
     except DAMAGE as error:
         msg = f"the manifest {key} is damaged: {error!r}"
         raise CheckpointError(msg) from error
-    found = (manifest.run_id, manifest.step, manifest.attempt)
-    if found != (run_id, step, attempt):
-        msg = "the manifest {} is that of run {}, step {}, attempt {}".format(key, *found)
+    if (manifest.run_id, manifest.step, manifest.attempt) != (run_id, step, attempt):
+        msg = f"the manifest {key} is a copy of another one, of run {manifest.run_id}"
         raise CheckpointError(msg)
     return manifest
 
@@ -101,8 +96,7 @@ def read_manifest(storage: Storage, run_id: str, step: int, attempt: int) -> Man
 def find_manifest(storage: Storage, run_id: str, step: int) -> Manifest:
     """Return a step's manifest, of the newest attempt whose checkpoint of it counts.
 
-    Raises:
-        CheckpointError: there is none, or it is damaged; no other one is taken then.
+    CheckpointError: there is none, or it is damaged; no other one is taken then.
     """
     attempts = [attempt for found, attempt in _owners(storage, run_id) if found == step]
     is_superseded = superseded_test(storage, run_id)
@@ -122,11 +116,10 @@ def all_manifests(storage: Storage, run_id: str) -> list[Manifest]:
 def live_manifests(
     storage: Storage, run_id: str, faults: list[str] | None = None
 ) -> list[Manifest]:
-    """Return the manifests of a run's complete checkpoints that no newer attempt superseded.
+    """Return the manifests that no newer attempt superseded, by step and attempt.
 
-    They are sorted by step and attempt; a step is there twice where an attempt made the
-    checkpoint again that it resumed from. Damaged ones are left out with a warning, which is
-    added to `faults`.
+    A step is there twice where an attempt made the checkpoint again that it resumed from. Damaged
+    ones are left out with a warning, which is added to `faults`.
     """
     # Manifests before resume records: a commit between the two is superseded by any newer
     # attempt that didn't see it.

@@ -28,8 +28,7 @@ LOOK_S = 30.0
 """For how long rank 0 looks for what other ranks wrote: a network's folder may show it late."""
 
 Report = Mapping[str, Any]
-"""What a rank did: its `host`, the names `tracked` there, the `objects` that it wrote, its
-`error` or None."""
+"""A rank's `host`, the names `tracked` there, the `objects` that it wrote, its `error` or None."""
 
 _num_rank_stores = itertools.count()
 
@@ -48,14 +47,10 @@ class KeyValueStore:
         """Return a value, None where there is none yet; doesn't wait."""
         return self._store.get(key).decode() if self._store.check([key]) else None
 
-    def set_gone(self, rank: int) -> None:
-        """Put down that this rank sets nothing any more."""
-        self.set(f"gone/{rank}", "")
-
     def wait_for(
         self, key: str, rank: int, is_over: Callable[[], bool] = lambda: False
     ) -> str | None:
-        """Wait for a value that a rank sets; None where it won't: it is gone, or `is_over`.
+        """Wait for a value that a rank sets; None where it won't: it set `gone`, or `is_over`.
 
         A rank that dies ends the whole gang, so there is no time limit.
         """
@@ -78,9 +73,7 @@ def open_rank_store(world_size: int) -> KeyValueStore:
     if world_size == 1:
         return KeyValueStore(dist.HashStore())
     if not dist.is_initialized():
-        msg = (
-            "ctx.track on several ranks needs the process group; call init_process_group before it"
-        )
+        msg = "ctx.track on several ranks needs the process group; call init_process_group first"
         raise RuntimeError(msg)
     # Torch has no public way to it.
     store = dist.distributed_c10d._get_default_store()  # noqa: SLF001
@@ -89,31 +82,20 @@ def open_rank_store(world_size: int) -> KeyValueStore:
     return KeyValueStore(dist.PrefixStore(prefix, store.clone()))
 
 
-def set_begun(rank_store: KeyValueStore, rank: int, turn: int) -> None:
-    """Put down that a rank takes part in a checkpoint; turns grow, alike on all ranks."""
-    rank_store.set(f"begun/{rank}", str(turn))
-
-
-def set_report(rank_store: KeyValueStore, rank: int, turn: int, report: Report) -> None:
-    """Put down what a rank wrote of a checkpoint, as plain JSON values."""
-    rank_store.set(f"written/{turn}/{rank}", json.dumps(report))
-
-
 def wait_for_report(
     rank_store: KeyValueStore, rank: int, turn: int, *, is_last: bool
 ) -> dict[str, Any]:
-    """Return what a rank wrote of a checkpoint.
+    """Return what a rank wrote of a checkpoint; turns grow, alike on all ranks.
 
     Raises:
         InvalidParamsError: it takes no part in it: it is past it, at its end, or doesn't come.
     """
-    began_s = time.monotonic()
+    ends_at = time.monotonic() + ABSENT_S
 
     def is_over() -> bool:
         begun = int(rank_store.get(f"begun/{rank}") or -1)
         has_ended = rank_store.get(f"ended/{rank}") is not None and not is_last
-        is_late = time.monotonic() - began_s > ABSENT_S
-        return begun > turn or (begun < turn and (has_ended or is_late))
+        return begun > turn or (begun < turn and (has_ended or time.monotonic() > ends_at))
 
     text = rank_store.wait_for(f"written/{turn}/{rank}", rank, is_over)
     if text is None:
@@ -127,12 +109,7 @@ def wait_for_report(
 
 
 def check_reports(reports: Sequence[Report]) -> None:
-    """Refuse what isn't a whole checkpoint.
-
-    Raises:
-        InvalidParamsError: the ranks track different objects; names them, and the ranks.
-        CheckpointError: a rank failed.
-    """
+    """Refuse different objects by InvalidParamsError, and a rank that failed by CheckpointError."""
     # The objects are shared out by their order.
     names = reports[0]["tracked"]
     for rank, report in enumerate(reports):
@@ -156,12 +133,9 @@ def check_reports(reports: Sequence[Report]) -> None:
 
 
 def refuse_unshared(storage: Storage, manifest: Manifest, reports: Sequence[Report]) -> None:
-    """Refuse a storage where rank 0 doesn't find what the other ranks wrote, by names and sizes.
+    """Raise InvalidParamsError where rank 0 doesn't find what other ranks wrote, by name and size.
 
-    Raises:
-        InvalidParamsError: names the ranks, their hosts, and what to use instead.
-        SupersededError: a newer attempt has begun, which deletes what this one wrote.
-        StorageError: the storage can't be listed.
+    Or SupersededError: a newer attempt has begun, which deletes what this one wrote.
     """
     prefix = checkpoint_prefix(manifest.run_id, manifest.step, manifest.attempt)
     ends_at = time.monotonic() + LOOK_S

@@ -35,10 +35,9 @@ class Restorer:
         *,
         is_ours: bool = True,
     ) -> None:
-        """Restore from the checkpoint of the manifest; None restores nothing.
+        """Restore from the manifest's checkpoint; `states` were read already, by name.
 
-        `states` are those that were read already, by name. A checkpoint that `is_ours`, of the
-        run that resumes, must have everything.
+        One that `is_ours`, of the run that resumes, must have everything.
         """
         self._storage = storage
         self.manifest = manifest
@@ -60,15 +59,21 @@ class Restorer:
 
         Raises:
             CheckpointError: there are checkpoints and none can be restored.
-            SupersededError: a newer attempt has begun, which may have deleted what this one was
-                about to read.
-            StorageError: the storage failed.
+            SupersededError: a newer attempt may have deleted what this one was about to read.
         """
+        where = own
         try:
-            chosen = cls._choose(own, resume_from)
+            found = find_resumable(own.storage, own.run_id)
+            if found is None and resume_from is not None:
+                where, found = resume_from, _read_resume_point(resume_from)
         except CheckpointError:
             refuse_superseded(own.storage, own.run_id, attempt)
             raise
+        chosen = cls(where.storage, *(found or (None, None)), is_ours=where is own)
+        if chosen.manifest is not None:
+            elsewhere = f", {where.uri}" if where.storage != own.storage else ""
+            text = "resuming from the checkpoint of step %d of run %s%s"
+            logger.info(text, chosen.manifest.step, chosen.manifest.run_id, elsewhere)
         at = None if chosen.manifest is None else (chosen.manifest.step, chosen.manifest.attempt)
         step, of_attempt = at or (FROM_NOTHING, 0)
         record_resume(own.storage, own.run_id, attempt, step, of_attempt if chosen.is_ours else 0)
@@ -79,28 +84,10 @@ class Restorer:
         return chosen
 
     @classmethod
-    def _choose(cls, own: ResumePoint, resume_from: ResumePoint | None) -> Self:
-        where, found = own, find_resumable(own.storage, own.run_id)
-        if found is None and resume_from is not None:
-            where, found = resume_from, _read_resume_point(resume_from)
-        if found is None:
-            return cls(own.storage, None)
-        manifest, states = found
-        elsewhere = f", {where.uri}" if where.storage != own.storage else ""
-        text = "resuming from the checkpoint of step %d of run %s%s"
-        logger.info(text, manifest.step, manifest.run_id, elsewhere)
-        return cls(where.storage, manifest, states, is_ours=where is own)
-
-    @classmethod
     def follow(
         cls, own: ResumePoint, resume_from: ResumePoint | None, rank_store: KeyValueStore
     ) -> Self:
-        """Restore from what rank 0 chose.
-
-        Raises:
-            CheckpointError: rank 0 didn't choose, or it can't be restored.
-            StorageError: the storage failed.
-        """
+        """Restore from what rank 0 chose; CheckpointError: it chose none, or it is damaged."""
         text = rank_store.wait_for("resume", rank=0)
         if text is None:
             msg = f"rank 0 of run {own.run_id} tracked nothing; ctx.track belongs on every rank"
@@ -113,13 +100,8 @@ class Restorer:
         return cls(where.storage, manifest, is_ours=choice["is_ours"])
 
     def restore(self, name: str, item: Any) -> None:
-        """Load a tracked object's state in place.
-
-        Raises:
-            CheckpointError: the checkpoint lacks it or it doesn't fit; names the object.
-        """
-        manifest = self.manifest
-        if manifest is None:
+        """Load a tracked object's state in place; CheckpointError: it lacks, or doesn't fit."""
+        if (manifest := self.manifest) is None:
             return
         what = f"checkpoint of step {manifest.step} of run {manifest.run_id}"
         found = manifest.find(name)
@@ -172,10 +154,8 @@ def find_resumable(storage: Storage, run_id: str) -> Found | None:
     None where the run has no checkpoint.
 
     Raises:
-        CheckpointError: it has some, and none verifies. Whether to start over is for a person
-            to decide.
-        StorageError: the storage failed; falling back then would throw away work that isn't
-            lost.
+        CheckpointError: it has some, and none verifies; a person decides whether to start over.
+        StorageError: the storage failed; falling back would throw away work that isn't lost.
     """
     faults: list[str] = []
     for manifest in reversed(live_manifests(storage, run_id, faults)):

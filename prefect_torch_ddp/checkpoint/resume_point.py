@@ -44,11 +44,9 @@ class ResumePoint:
         return run + step + ("" if self.attempt is None else f"/{self.attempt:06d}")
 
     def manifest(self) -> Manifest:
-        """Return the manifest of the step, or the newest one; its objects aren't read.
+        """Return the manifest of the step, or the newest one, without a look at its objects.
 
-        Raises:
-            CheckpointError: there is none, or it is damaged.
-            StorageError: the storage failed.
+        CheckpointError: there is none, or it is damaged.
         """
         if self.step is None:
             if manifests := list_manifests(self.storage, self.run_id):

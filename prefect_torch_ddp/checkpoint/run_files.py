@@ -15,24 +15,19 @@ from prefect_torch_ddp.storage.protocol import Storage
 logger = logging.getLogger(__name__)
 
 
-def _failures_prefix(run_id: str) -> str:
-    return f"runs/{run_id}/failures/"
-
-
-def _results_prefix(run_id: str) -> str:
-    return f"runs/{run_id}/results/"
+_FAILURES, _RESULTS = "runs/{}/failures/", "runs/{}/results/"
 
 
 def write_failure(storage: Storage, run_id: str, record: FailureRecord) -> None:
     """Put a failed attempt on record."""
-    key = f"{_failures_prefix(run_id)}{record.attempt:06d}.json"
+    key = f"{_FAILURES.format(run_id)}{record.attempt:06d}.json"
     storage.write(key, json.dumps(asdict(record), indent=1).encode())
 
 
 def read_failures(storage: Storage, run_id: str) -> list[FailureRecord]:
     """Return the attempts that failed, oldest first; damaged records are left out, warned of."""
     found = []
-    for stored in storage.list(_failures_prefix(run_id)):
+    for stored in storage.list(_FAILURES.format(run_id)):
         try:
             found.append(FailureRecord(**json.loads(storage.read(stored.key))))
         except (ValueError, TypeError) as error:
@@ -41,20 +36,14 @@ def read_failures(storage: Storage, run_id: str) -> list[FailureRecord]:
 
 
 def write_result(storage: Storage, run_id: str, attempt: int, path: str, data: object) -> None:
-    """Write a file to the results of an attempt, from bytes or text, which becomes UTF-8.
-
-    Raises:
-        InvalidParamsError: the data are neither bytes nor text.
-        BadKeyError: the path would leave the results.
-        StorageError: it can't be written.
-    """
+    """Write a file to an attempt's results; see `RankContext.save`."""
     check_key(path)
     content = data.encode() if isinstance(data, str) else data
     if not isinstance(content, bytes | bytearray | memoryview):
         given = f"ctx.save({path!r}) was given a {type(data).__name__}"
         msg = f"{given}; it takes bytes or text, such as json.dumps of plain values"
         raise InvalidParamsError(msg)
-    storage.write(f"{_results_prefix(run_id)}{attempt:06d}/{path}", bytes(content))
+    storage.write(f"{_RESULTS.format(run_id)}{attempt:06d}/{path}", bytes(content))
 
 
 def read_result(storage: Storage, run_id: str, path: str) -> bytes:
@@ -66,7 +55,7 @@ def read_result(storage: Storage, run_id: str, path: str) -> bytes:
         StorageError: it can't be read.
     """
     check_key(path)
-    prefix, keys, names = _results_prefix(run_id), {}, set()
+    prefix, keys, names = _RESULTS.format(run_id), {}, set()
     for found in storage.list(prefix):
         attempt, _, name = found.key.removeprefix(prefix).partition("/")
         if attempt.isdecimal() and name:

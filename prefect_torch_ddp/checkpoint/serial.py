@@ -141,10 +141,9 @@ def map_tensors(state: Any, replace: Callable[[torch.Tensor], torch.Tensor]) -> 
 
 
 def check_loadable(name: str, state: Any) -> None:
-    """Refuse a state that couldn't be read back; tensors count as empty, so it costs little.
+    """Refuse a state that couldn't be read back, by InvalidParamsError with place and type.
 
-    Raises:
-        InvalidParamsError: names the tracked object, and the place and type of what can't be kept.
+    Tensors count as empty, so it costs little.
     """
     error = _refusal(state)
     if error is None:

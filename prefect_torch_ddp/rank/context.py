@@ -212,9 +212,9 @@ class RankContext:
         due is written when the loop's body has ended. On a rank whose share of a tail is empty
         the batch is a stand-in without a gradient.
 
-        A second call numbers steps and epochs on. On resume, finished calls yield nothing and
-        the code after them runs again; then tracked objects are restored once more, so that what
-        that code did to them counts once.
+        Each `for` loop over it is a call, which a `break` ends; a second one numbers steps and
+        epochs on. On resume, finished calls yield nothing and the code after them runs again; then
+        tracked objects are restored, so that what that code did to them counts once.
         """
         return self._parts.loop.run(loader, epochs)
 

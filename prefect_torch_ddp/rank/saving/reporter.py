@@ -127,22 +127,20 @@ class Reporter:
             self._close_within(within_s)
 
     def _close_within(self, limit_s: float) -> None:
-        # In threads that are left behind: a storage may keep one waiting for minutes.
         errors: list[str] = []
 
-        def close(log: RecordLog) -> None:
-            try:
-                log.close()
-            except StorageError as error:
-                errors.append(str(error))
+        def close() -> None:
+            for log in self._logs:
+                try:
+                    log.close()
+                except StorageError as error:
+                    errors.append(str(error))
 
-        threads = [threading.Thread(target=close, args=(log,), daemon=True) for log in self._logs]
-        deadline_s = time.monotonic() + limit_s
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(max(0.0, deadline_s - time.monotonic()))
-        if any(thread.is_alive() for thread in threads):
+        # In a thread that is left behind: a storage may keep one waiting for minutes.
+        thread = threading.Thread(target=close, daemon=True)
+        thread.start()
+        thread.join(limit_s)
+        if thread.is_alive():
             errors.append(f"the storage didn't take them within {limit_s:g} s")
         if errors:
             raise StorageError("; ".join(errors))

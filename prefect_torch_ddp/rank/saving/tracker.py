@@ -61,9 +61,8 @@ class Tracker:
         self._num_saves_passed = 0
         self._rank_store: KeyValueStore | None = None
         self._restorer: Restorer | None = None
-        self._committer = Committer(
-            config.storage, config.run_id, config.attempt, config.checkpoint
-        )
+        run = (config.storage, config.run_id, config.attempt)
+        self._committer = Committer(*run, config.checkpoint)
         self._checkpointer: Checkpointer | None = None
         self._is_own_save = False
         """Whether the newest checkpoint was made outside of `steps`, which don't tell then
@@ -99,8 +98,7 @@ class Tracker:
         """Restore the checkpoint's point: generators, and objects that code changed since."""
         if self._has_resumed:
             return
-        restorer = self._restorer if self._config.trains else None
-        is_restored = False
+        restorer, is_restored = self._restorer if self._config.trains else None, False
         # What an own loop left is none of the steps' business: undisturbed, they would begin
         # with generators of their own too.
         if restorer is not None and not self._state.position.in_own_loop:
@@ -149,11 +147,7 @@ class Tracker:
                 self.resume()
 
     def close(self, *, failed: bool, error: BaseException | None = None) -> None:
-        """Write the training's last checkpoint, unless it failed or has it already.
-
-        Raises:
-            CheckpointError: it can't be written.
-        """
+        """Write the training's last checkpoint, unless it failed or has it already."""
         if self._checkpointer is not None:
             with self._heartbeat.during(Phase.SAVING):
                 if not failed:
@@ -207,15 +201,14 @@ class Tracker:
 
         Another run's checkpoint may also be the beginning of a loop without `steps`.
         """
-        assert self._restorer is not None
-        return self._must_reach_manifest and (self._restorer.is_ours or self._num_passed > 0)
+        is_ours = self._restorer is not None and self._restorer.is_ours
+        return self._must_reach_manifest and (is_ours or self._num_passed > 0)
 
     def _open(self) -> Restorer:
         config, rank = self._config, self._info.rank
         if config.stage == "evaluate":
-            at = (config.restore_step, config.restore_attempt)
-            point = ResumePoint(config.storage, config.run_id, *at)
-            restorer = Restorer(config.storage, point.manifest())
+            at = (config.run_id, config.restore_step, config.restore_attempt)
+            restorer = Restorer(config.storage, ResumePoint(config.storage, *at).manifest())
         else:
             store = self._rank_store = self._rank_store or open_rank_store(self._info.world_size)
             own = ResumePoint(config.storage, config.run_id)
@@ -223,8 +216,7 @@ class Tracker:
                 restorer = Restorer.choose(own, config.attempt, config.resume_from, store)
             else:
                 restorer = Restorer.follow(own, config.resume_from, store)
-            flush = self._reporter.flush
-            self._checkpointer = Checkpointer(rank, store, self._committer, flush)
+            self._checkpointer = Checkpointer(rank, store, self._committer, self._reporter.flush)
             self._state.trouble = self._trouble
         if (manifest := restorer.manifest) is not None:
             position = Position(**manifest.position)
@@ -245,7 +237,7 @@ class Tracker:
             # RuntimeError: the process group isn't up, or its store went with the rank that had it.
             with suppress(RuntimeError):
                 self._rank_store = self._rank_store or open_rank_store(self._info.world_size)
-                self._rank_store.set_gone(self._info.rank)
+                self._rank_store.set(f"gone/{self._info.rank}", "")
 
     def _save(
         self, checkpointer: Checkpointer, *, is_own: bool = False, is_last: bool = False
@@ -259,29 +251,28 @@ class Tracker:
             self._is_own_save = is_own
             self._saved_at = time.monotonic()
             state.saved = state.checkpoint_number
-            manifest = Manifest(
-                config.run_id,
-                state.saved,
-                config.attempt,
-                state.epoch,
-                asdict(state.position),
-                self._info.world_size,
-                self._reporter.newest(),
-            )
+            at = (config.run_id, state.saved, config.attempt, state.epoch, asdict(state.position))
+            manifest = Manifest(*at, self._info.world_size, self._reporter.newest())
             checkpointer.save(manifest, self._objects, is_last=is_last)
 
     def _finish(self, checkpointer: Checkpointer) -> None:
         checkpointer.wait()
         checkpointer.raise_failure()
         assert self._rank_store is not None
-        rank, store = self._info.rank, self._rank_store
+        rank, world_size, store = self._info.rank, self._info.world_size, self._rank_store
+        # Behind a loop that was stopped from outside code comes too early to be saved.
         checks = self._is_own_save or self._is_running_again
-        has_changed = checks and self._has_changed(checkpointer)
+        restored = None if self._restorer is None else self._restorer.manifest
+        has_changed = (
+            checks
+            and self._state.stopped_by is None
+            and checkpointer.has_changed(self._objects, world_size, restored)
+        )
         if rank != 0:
             store.set(f"ended/{rank}", CHANGED if has_changed else "")
         else:
             if checks:
-                others = range(1, self._info.world_size)
+                others = range(1, world_size)
                 texts = [store.wait_for(f"ended/{other}", other) for other in others]
                 has_changed = has_changed or CHANGED in texts
             store.set("last", self._number_left(has_changed=has_changed))
@@ -291,13 +282,6 @@ class Tracker:
             self._save(checkpointer, is_last=True)
             checkpointer.wait()
             checkpointer.raise_failure(is_last=True)
-
-    def _has_changed(self, checkpointer: Checkpointer) -> bool:
-        """Tell whether this rank has to save changes since a checkpoint outside of `steps`."""
-        if self._state.stopped_by is not None or self._restorer is None:
-            return False
-        restored = self._restorer.manifest
-        return checkpointer.has_changed(self._objects, self._info.world_size, restored)
 
     def _number_left(self, *, has_changed: bool) -> str:
         """Return, on rank 0, the number of the checkpoint that is still to be made, or nothing."""

@@ -1,8 +1,6 @@
 """Shows what holds when attempts overlap, objects are damaged and storages fail; one process,
 real files."""
 
-import logging
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -100,38 +98,6 @@ def test_a_superseded_attempt_cant_commit(tmp_path: Path) -> None:
     count_to(storage, 4)  # the attempt after it sweeps up
     assert steps_of(storage) == [1, 2, 3, 4]
     assert not (tmp_path / "runs/local/checkpoints/step-00000003/000001/counter.pt").exists()
-
-
-@pytest.mark.parametrize("damage", ["truncated", "missing", "changed"])
-def test_a_damaged_newest_checkpoint_falls_back(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: str
-) -> None:
-    """To the one before it, with a warning that names the object; and the damaged one is
-    replaced when its step comes again."""
-    storage = DirectoryStorage(tmp_path)
-    count_to(storage, 3)
-    key = "runs/local/checkpoints/step-00000003/000001/counter.pt"
-    data = bytearray((tmp_path / key).read_bytes())
-    data[len(data) // 2] ^= 1
-    {
-        "truncated": lambda: (tmp_path / key).write_bytes(data[:-7]),
-        "missing": (tmp_path / key).unlink,
-        "changed": lambda: (tmp_path / key).write_bytes(data),
-    }[damage]()
-    with caplog.at_level(logging.INFO):
-        counter = count_to(storage, 5)
-    warning = next(record for record in caplog.records if record.levelno == logging.WARNING)
-    assert key in warning.getMessage()
-    assert "resuming from the checkpoint of step 2" in caplog.text
-    assert counter.value.item() == 5
-    assert [(manifest.step, manifest.attempt) for manifest in list_manifests(storage, "local")] == [
-        (1, 1),
-        (2, 1),
-        (3, 2),
-        (4, 2),
-        (5, 2),
-    ]
-    assert not (tmp_path / key).exists()
 
 
 def test_a_storage_that_fails_is_no_reason_to_fall_back(tmp_path: Path) -> None:
@@ -237,13 +203,3 @@ def test_a_new_run_may_start_from_another(tmp_path: Path) -> None:
         RankContext.local(storage=tmp_path, run_id="third", resume_from="nobody") as ctx,
     ):
         ctx.track(counter=Counter())
-
-
-def test_saving_leaves_no_thread(tmp_path: Path) -> None:
-    """After close nothing runs on."""
-    count_to(tmp_path, 2)
-    assert not [
-        thread.name
-        for thread in threading.enumerate()
-        if thread.name.startswith("prefect-torch-ddp")
-    ]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from prefect_torch_ddp import InvalidParamsError, RankContext
-from prefect_torch_ddp.checkpoint.manifest import list_checkpoints, list_manifests
+from prefect_torch_ddp.checkpoint.manifest import list_manifests
 from prefect_torch_ddp.checkpoint.resume_point import ResumePoint, parse_resume_from
 from prefect_torch_ddp.errors import CheckpointError
 from prefect_torch_ddp.storage.directory import DirectoryStorage
@@ -105,14 +105,6 @@ def test_a_run_begins_from_another_storage(tmp_path: Path) -> None:
             counter.value += 1
     assert (ctx.step, counter.value.item(), ctx._parts.outcome()["resumed_from_step"]) == (5, 5, 2)
     assert {path: path.read_bytes() for path in old.rglob("*") if path.is_file()} == before
-
-
-def test_a_step_of_the_same_storage(tmp_path: Path) -> None:
-    """By the manifest's place, as reports name it, or after the run's id."""
-    count_to(tmp_path, 3)
-    ref = list_checkpoints(DirectoryStorage(tmp_path), "local")[0]
-    assert begin(tmp_path, ref.uri, "next") == (1, 1)
-    assert begin(tmp_path, "local/checkpoints/step-00000002", "third") == (2, 2)
 
 
 def test_a_step_that_was_asked_for_is_that_step(tmp_path: Path) -> None:

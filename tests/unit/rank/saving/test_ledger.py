@@ -1,5 +1,4 @@
-"""Shows the ledger of real ranks: what they trained on is on record, over kills, resumes and
-world sizes; damage is found."""
+"""What a training without processes leaves in its ledger; damage is found."""
 
 from pathlib import Path
 from typing import Any
@@ -9,41 +8,19 @@ import torch
 from torch.utils.data import TensorDataset
 
 from prefect_torch_ddp import RankContext, read_ledger
-from prefect_torch_ddp.checkpoint.attempts import claim_attempt
 from prefect_torch_ddp.errors import StorageError
-from prefect_torch_ddp.params import CheckpointParams
-from prefect_torch_ddp.rank.config import RankConfig
-from prefect_torch_ddp.storage.directory import DirectoryStorage
-
-NUM_SAMPLES, EPOCHS = 33, 4
-
-
-def config_for(folder: Path, **options: Any) -> RankConfig:
-    """Describe a training with a ledger whose checkpoints come every 2 steps; claims the run's
-    next attempt."""
-    storage = DirectoryStorage(folder)
-    attempt = claim_attempt(storage, "run")
-    policy = CheckpointParams(every_steps=2, every_s=None)
-    return RankConfig(
-        "run", attempt, "train", storage, options=options, checkpoint=policy, ledger=True
-    )
-
-
-def leave_and_stop(ctx: RankContext) -> None:
-    """Leave one loop by break and end the next by a stop."""
-    loader = ctx.loader(TensorDataset(torch.arange(10)), global_batch_size=3, drop_last=True)
-    for _ in ctx.steps(loader, epochs=3):
-        if ctx.step == 5:
-            break
-    for _ in ctx.steps(loader, epochs=3):
-        if ctx.step == 9:
-            ctx.request_stop("enough")
 
 
 def test_loops_that_were_left_are_no_error(tmp_path: Path) -> None:
     """A break and an early stop leave epochs unfinished; the ledger says so, and is clean."""
     with RankContext.local(storage=tmp_path, ledger=True) as ctx:
-        leave_and_stop(ctx)
+        loader = ctx.loader(TensorDataset(torch.arange(10)), global_batch_size=3, drop_last=True)
+        for _ in ctx.steps(loader, epochs=3):
+            if ctx.step == 5:
+                break
+        for _ in ctx.steps(loader, epochs=3):
+            if ctx.step == 9:
+                ctx.request_stop("enough")
     assert str(read_ledger(tmp_path, "local")).splitlines() == [
         "epoch 1: 9 samples, each once; 1 left out by drop_last",
         "epoch 2: 6 samples of 10, each once; not finished",

@@ -101,6 +101,11 @@ class Count:
         self.value = state["value"]
 
 
+def numbers_in(folder: Path) -> list[int]:
+    """Return the numbers of the checkpoints there."""
+    return [manifest.step for manifest in list_manifests(DirectoryStorage(folder), "local")]
+
+
 def test_each_checkpoint_of_an_own_loop_counts(tmp_path: Path) -> None:
     """Without ctx.steps each call makes one; the newest is resumed from, the last two are kept,
     and the best one."""
@@ -112,11 +117,7 @@ def test_each_checkpoint_of_an_own_loop_counts(tmp_path: Path) -> None:
             count.value += 1
             ctx.report(accuracy=accuracy)
             ctx.checkpoint(force=True)
-    assert [manifest.step for manifest in list_manifests(DirectoryStorage(tmp_path), "local")] == [
-        1,
-        2,
-        3,
-    ]
+    assert numbers_in(tmp_path) == [1, 2, 3]
     with RankContext.local(storage=tmp_path, checkpoint=policy) as ctx:
         again = Count()
         ctx.track(count=again)
@@ -129,10 +130,6 @@ def test_what_an_own_loop_did_behind_its_last_checkpoint_is_saved_at_its_end(
 ) -> None:
     """Also where the process that ends it made no checkpoint; and no copy is made where nothing
     changed."""
-
-    def numbers() -> list[int]:
-        return [manifest.step for manifest in list_manifests(DirectoryStorage(tmp_path), "local")]
-
     for change, expected in ((1, [0, 1]), (0, [0, 1]), (5, [1, 2])):
         with RankContext.local(storage=tmp_path, checkpoint=ON_DEMAND) as ctx:
             count = Count()
@@ -140,7 +137,7 @@ def test_what_an_own_loop_did_behind_its_last_checkpoint_is_saved_at_its_end(
             if not count.value:
                 ctx.checkpoint(force=True)
             count.value += change
-        assert numbers() == expected
+        assert numbers_in(tmp_path) == expected
     with RankContext.local(storage=tmp_path, checkpoint=ON_DEMAND) as ctx:
         ctx.track(model=nn.Linear(2, 2), count=count)
     assert count.value == 6

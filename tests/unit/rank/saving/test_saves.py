@@ -72,14 +72,8 @@ def test_saves_wait_for_a_slow_storage(
     thread.join()
     assert "ask for fewer, by checkpoint.every_steps or every_s" in caplog.text
     assert caplog.text.count("the training waits in step") == 1
-    assert [manifest.step for manifest in list_manifests(storage.inner, "local")] == [
-        1,
-        2,
-        3,
-        4,
-        5,
-        6,
-    ]
+    steps = [manifest.step for manifest in list_manifests(storage.inner, "local")]
+    assert steps == [1, 2, 3, 4, 5, 6]
 
 
 def with_validation(folder: Path, *, saves_with_it: bool, dies_at: int | None = None) -> None:
