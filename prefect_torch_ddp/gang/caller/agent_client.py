@@ -150,9 +150,7 @@ class AgentClient:
 async def _call_worker(client: Client, address: str, rpc: Rpc, **message: Any) -> Any:
     """Call a handler of a worker, through the scheduler, and return its answer.
 
-    Raises:
-        NoAnswerError: worker or scheduler could not be reached, or the worker lacks the handler.
-        GangError: the handler failed.
+    Raises NoAnswerError where it can't be reached or lacks the handler, GangError where that fails.
     """
     if client.scheduler is None:
         msg = f"the Dask client is {client.status}"

@@ -154,10 +154,8 @@ def share_out(visible: Sequence[tuple[str, ...] | None]) -> tuple[int | None, ..
     """Give each rank of a host, in order, the device that the fewest ranks before it have.
 
     One rule for all ways of sharing GPUs: lists that are rotated (dask-cuda), that are the same
-    everywhere, or that each hold a worker's own devices. Ties go to the first in the list.
-
-    Returns:
-        For each rank the position in its list; None where the list isn't known or is empty.
+    everywhere, or that each hold a worker's own devices. Ties go to the first in the list. The
+    position in a list that isn't known or is empty is None.
     """
     used: Counter[str] = Counter()
     positions: list[int | None] = []
@@ -177,10 +175,8 @@ _WAY_OUT = (
 def rank_addresses(workers: Sequence[WorkerIdentity], interface: str | None) -> dict[str, str]:
     """Return for each worker, by its Dask address, the address at which its ranks are reached.
 
-    Raises:
-        InvalidParamsError: a worker has no address there; says which it has.
-        GangError: the workers are on several machines, and one is known by an address that
-            means something on its own machine alone.
+    Raises InvalidParamsError where a worker has none there, GangError where other machines can't
+    reach one.
     """
     addresses = {worker.address: _address(worker, interface) for worker in workers}
     if len({worker.machine for worker in workers}) > 1:

@@ -51,11 +51,8 @@ class GangReservation:
         """Start an agent on every worker and wait until each has its slot.
 
         Returns False when the gang has to be placed anew: a more senior gang waits for one of
-        its workers, or enough others have become free.
-
-        Raises:
-            NotEnoughWorkersError: the workers stayed busy past the deadline (of
-                `time.monotonic`); says who held them.
+        its workers, or enough others have become free. Raises NotEnoughWorkersError, which says
+        who held them, past the deadline.
         """
         self._submit()
         started = last_said = time.monotonic()

@@ -34,12 +34,6 @@ async def gather_workers(client: Client, plan: GangPlan, size: GangSize) -> list
     """Wait until the cluster has workers for all ranks, or later for the fewest; return all.
 
     Where ranks are forked, the workers' fork servers start to load torch.
-
-    Raises:
-        NotEnoughWorkersError: not even enough for the fewest were there in time; says how many
-            there are and how many are needed.
-        GangError: this package can't be imported on a worker.
-        SchedulerLostError: the scheduler is gone or silent.
     """
     started = time.monotonic()
     timeout_s, resources = plan.options.workers_timeout_s, plan.resources
@@ -112,9 +106,7 @@ async def look_for(
 ) -> Literal["answers", "silent", "gone"]:
     """Tell whether the worker is still part of the cluster, wasn't restarted, and answers.
 
-    Raises:
-        SchedulerUnresponsiveError: the scheduler itself doesn't answer.
-        SchedulerLostError: it is gone.
+    Raises SchedulerLostError, or SchedulerUnresponsiveError where that doesn't answer.
     """
     if worker.address not in await running_workers(client, timeout_s):
         return "gone"

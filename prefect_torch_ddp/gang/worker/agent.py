@@ -40,13 +40,9 @@ def agent_key(token: str) -> str:
 
 
 def run_agent(reservation: Reservation) -> tuple[bytes, ...]:
-    """Run the agent: hold the worker's slot and run the ranks that the caller orders.
+    """Hold the worker's slot and run the ranks that the caller orders; return their values.
 
-    Returns:
-        The ranks' pickled values in rank order; nothing where the gang ended early.
-
-    Raises:
-        AgentRefusedError: Dask runs this agent again, or elsewhere.
+    Returns none where the gang ended early; raises AgentRefusedError where Dask runs it again.
     """
     worker = get_worker()
     gang, name = repr(reservation.gang_name), reservation.worker

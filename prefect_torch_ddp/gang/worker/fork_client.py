@@ -23,12 +23,7 @@ from prefect_torch_ddp.errors import ForkServerUnavailableError, ForkServerUnfit
 from prefect_torch_ddp.gang.liveness import seconds_setting
 from prefect_torch_ddp.gang.worker.child import CONTRACT, Child, has_pidfd
 from prefect_torch_ddp.gang.worker.slots import SLOTS
-from prefect_torch_ddp.protocol.rank import (
-    ForkServerAnswer,
-    ForkServerOrder,
-    Preload,
-    RankFiles,
-)
+from prefect_torch_ddp.protocol.rank import ForkServerAnswer, ForkServerOrder, Preload, RankFiles
 
 logger = logging.getLogger(__name__)
 
@@ -80,11 +75,7 @@ class ForkServer:
         return cls(Child(process.pid, process.wait), ours, Preload())
 
     def with_libraries(self, preload: Preload) -> "ForkServer":
-        """Fork a server that has libraries loaded too, once it is ready.
-
-        Raises:
-            ForkServerUnavailableError: as `fork`.
-        """
+        """Fork a server that has libraries loaded too, once it is ready; raises as `fork`."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         order = ForkServerOrder(
             "load",
@@ -106,33 +97,22 @@ class ForkServer:
         return not self._process.is_dead
 
     def wait_until_ready(self) -> None:
-        """Wait until torch is loaded and the self-check has passed.
-
-        Raises:
-            ForkServerUnavailableError: the server died, or found itself unfit for forking.
-        """
+        """Wait until all is loaded; raises ForkServerUnavailableError, also where it is unfit."""
         with self._lock:
             if self._is_ready:
                 return
-            deadline = time.monotonic() + BOOT_TIMEOUT_S
             poller = select.poll()
             poller.register(self._socket, select.POLLIN)
-            while not poller.poll(ANSWER_TIMEOUT_S * 1000):
-                if time.monotonic() > deadline or _stat(self.pid)[0] in "Tt":
-                    msg = "the fork server is stopped, or does not get to load torch"
-                    raise ForkServerUnavailableError(msg)
+            if not poller.poll(BOOT_TIMEOUT_S * 1000):
+                msg = f"the fork server has loaded for {BOOT_TIMEOUT_S:g} s and is not done"
+                raise ForkServerUnavailableError(msg)
             answer = self._receive()
             if answer.unfit is not None:
                 raise ForkServerUnfitError(answer.unfit, answer.culprit)
             self._is_ready = True
 
     def fork(self, files: RankFiles) -> Child:
-        """Fork a rank.
-
-        Raises:
-            ForkServerUnavailableError: the server is gone, silent or refuses; it won't fork this
-                rank later either.
-        """
+        """Fork a rank; raises ForkServerUnavailableError, and won't fork it later either."""
         return self._fork(ForkServerOrder("fork"), files.sent())
 
     def _fork(self, order: ForkServerOrder, fds: Sequence[int]) -> Child:
@@ -185,12 +165,8 @@ class ForkServer:
 def _stat(pid: int) -> list[str]:
     """Return the fields of /proc/<pid>/stat from the state on; X is the state of none."""
     try:
-        return (
-            Path(f"/proc/{pid}/stat")
-            .read_text(encoding="utf-8", errors="replace")
-            .rpartition(")")[2]
-            .split()
-        )
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+        return text.rpartition(")")[2].split()
     except OSError:
         return ["X", "0"]
 

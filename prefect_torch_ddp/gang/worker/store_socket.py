@@ -10,11 +10,7 @@ class StoreSocket:
     """Listens at a free port of one address, IPv4 or IPv6, and at no other interface."""
 
     def __init__(self, host: str) -> None:
-        """Open it.
-
-        Raises:
-            GangError: the address isn't this machine's, or can't be resolved.
-        """
+        """Open it; raises GangError where the address isn't this machine's."""
         try:
             infos = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
             self._socket = _bind(infos[0][0], infos[0][4])
