@@ -40,12 +40,27 @@ _TRANSIENT_TEXT = re.compile(
     r"DataLoader worker .* (is killed|exited unexpectedly)",
     re.IGNORECASE | re.DOTALL,
 )
+_ADVICE = {
+    "more than 1 value per channel": (
+        "BatchNorm can't train on a single sample, which is all that this rank has of the global "
+        "batch: pass drop_last=True to ctx.loader, or choose a global_batch_size that leaves each "
+        "rank two samples or more of an epoch's tail"
+    ),
+    "default process group twice": (
+        "run_gang and ddp_task initialise the process group themselves; for a function that does "
+        'it, give process_group="user"'
+    ),
+}
+"""What to do about errors of torch's own, by a part of their text."""
 MAX_SUMMARY = 2_000
 _OUR_FRAMES = {str(Path(__file__).with_name(name)) for name in ("main.py", "stages.py")}
 
 
 def describe(error: BaseException, rank: int, host: str) -> RankFailure:
     """Turn an exception into a value that can be sent to the caller, whatever its class."""
+    for text, advice in _ADVICE.items():
+        if text in _text(error):
+            error.add_note(advice)
     summary = "".join(traceback.format_exception_only(error)).strip()[:MAX_SUMMARY]
     exit_code = None
     if isinstance(error, SystemExit):

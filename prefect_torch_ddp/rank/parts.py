@@ -112,12 +112,6 @@ class ContextParts:
         if self._closed:
             return
         self._closed = True
-        if isinstance(error, ValueError) and "more than 1 value per channel" in str(error):
-            error.add_note(
-                "BatchNorm can't train on a single sample, which is all that this rank has of the "
-                "global batch: pass drop_last=True to ctx.loader, or choose a global_batch_size "
-                "that leaves each rank two samples or more of an epoch's tail"
-            )
         state = self.state
         try:
             if self._has("loop"):

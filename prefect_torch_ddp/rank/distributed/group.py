@@ -1,7 +1,6 @@
 """The process group of a rank: the backend that all agree on, its start and its end."""
 
 import contextlib
-import functools
 import json
 import logging
 import os
@@ -10,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,10 +24,6 @@ from prefect_torch_ddp.rank.distributed.network import use_interface
 logger = logging.getLogger(__name__)
 
 BOTH = "cpu:gloo,cuda:nccl"
-_RULE = (
-    "run_gang and ddp_task initialise the process group themselves; for a function that does it, "
-    'give process_group="user"'
-)
 _store: dist.Store | None = None
 """Kept to the process's end: rank 0 serves it, and its peers may make new groups after rank 0's
 function has returned."""
@@ -58,22 +52,7 @@ def process_group(launch: RankLaunch) -> Iterator[None]:
     dist.init_process_group(
         backend, store=store, rank=launch.place.rank, world_size=launch.shape.world_size
     )
-    _refuse_second_initialisation()
     yield
-
-
-def _refuse_second_initialisation() -> None:
-    original = dist.init_process_group
-
-    @functools.wraps(original)
-    def refuse(*args: Any, **kwargs: Any) -> None:
-        if dist.is_initialized():
-            msg = f"init_process_group was called, but the process group is already up: {_RULE}"
-            raise RuntimeError(msg)
-        original(*args, **kwargs)
-
-    dist.init_process_group = refuse
-    dist.distributed_c10d.init_process_group = refuse
 
 
 def close_connections() -> None:

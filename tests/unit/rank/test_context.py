@@ -258,15 +258,6 @@ def test_steps_refuse_what_they_cant_take() -> None:
                 next(iter(ctx.steps(loader, epochs=1)))
 
 
-def test_a_tail_of_one_sample_names_drop_last_where_batch_norm_refuses_it() -> None:
-    """Beside torch's error, which says nothing of batches."""
-    with pytest.raises(ValueError, match="more than 1 value") as caught, RankContext.local() as ctx:
-        dataset = TensorDataset(torch.ones(5, 3))
-        for (x,) in ctx.steps(ctx.loader(dataset, global_batch_size=4), epochs=1):
-            nn.BatchNorm1d(3)(x)
-    assert "pass drop_last=True to ctx.loader" in caught.value.__notes__[0]
-
-
 def test_evaluate_restores_exactly_or_refuses(tmp_path: Path) -> None:
     """Another step, an untracked name, a model that doesn't fit: each says so."""
     fit(tmp_path)

@@ -1,7 +1,11 @@
 """What an exception says, consequence or cause and fit for another attempt, is a pure decision."""
 
 import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
 
+from prefect_torch_ddp import RankContext
 from prefect_torch_ddp.errors import InvalidParamsError, StorageError, SupersededError
 from prefect_torch_ddp.rank import main
 from prefect_torch_ddp.rank.failure import describe, is_collateral, retryability_of
@@ -102,3 +106,12 @@ def test_the_traceback_begins_at_the_users_code() -> None:
         text = describe(error, 0, "a").traceback_text
     assert "users_function" in text
     assert "main.py" not in text
+
+
+def test_a_tail_of_one_sample_names_drop_last_where_batch_norm_refuses_it() -> None:
+    """Beside torch's error, which says nothing of batches."""
+    with RankContext.local() as ctx, pytest.raises(ValueError, match="more than 1 val") as caught:
+        dataset = TensorDataset(torch.ones(5, 3))
+        for (x,) in ctx.steps(ctx.loader(dataset, global_batch_size=4), epochs=1):
+            nn.BatchNorm1d(3)(x)
+    assert "pass drop_last=True to ctx.loader" in describe(caught.value, 0, "a").summary
