@@ -24,7 +24,13 @@ from pathlib import Path
 
 from prefect_torch_ddp.protocol.rank import ForkServerAnswer, ForkServerOrder, LaunchPage, RankFiles
 from prefect_torch_ddp.rank.libraries import freeze, load_ahead, why_unfit
-from prefect_torch_ddp.rank.main import adopt_orphans, die_with, name_process, run_rank
+from prefect_torch_ddp.rank.main import (
+    adopt_orphans,
+    default_to_fork,
+    die_with,
+    name_process,
+    run_rank,
+)
 
 MAX_FDS = 8
 SWEEP_TIMEOUT_S = 2.0
@@ -48,6 +54,7 @@ def main(arguments: Sequence[str]) -> None:
     os.set_inheritable(worker.fileno(), False)  # noqa: FBT003 - positional in the standard library
     name_process("ddp-fork-server")
     adopt_orphans()
+    default_to_fork()  # before a library settles the default
     _load_torch()
     worker.send(ForkServerAnswer(unfit=why_unfit()).encode())
     freeze()

@@ -1,6 +1,7 @@
 """What elastic determinism refuses, and its order of summation."""
 
 import gc
+import itertools
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -16,8 +17,6 @@ from prefect_torch_ddp import RankContext
 from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.rank.gradients.tree import TreeSum, branches_of
 from tests.workloads import healthy
-
-# ---- The tree.
 
 
 def tree_of(num_leaves: int, push: list[tuple[range, str]]) -> list[tuple[range, str]]:
@@ -45,20 +44,13 @@ def test_the_order_of_summation_does_not_depend_on_who_adds(
     held = [
         tree_of(num_leaves, leaves[rank * each : (rank + 1) * each]) for rank in range(world_size)
     ]
-    for rank, branches in enumerate(held):
-        assert branches_of(range(rank * each, (rank + 1) * each), num_leaves) == [
-            branch for branch, _ in branches
-        ]
-    assert tree_of(num_leaves, [branch for branches in held for branch in branches]) == [
-        (whole, brackets)
-    ]
+    for rank, of_rank in enumerate(held):
+        own = range(rank * each, (rank + 1) * each)
+        assert branches_of(own, num_leaves) == [branch for branch, _ in of_rank]
+    assert tree_of(num_leaves, list(itertools.chain(*held))) == [(whole, brackets)]
     if each & (each - 1) == 0 and num_leaves & (num_leaves - 1) == 0:
-        assert {len(branches) for branches in held} == {
-            1
-        }  # powers of two: each rank sends one sum, as a ring all-reduce does
-
-
-# ---- Refusals.
+        # Powers of two: each rank sends one sum, as a ring all-reduce does.
+        assert {len(branches) for branches in held} == {1}
 
 
 def local(**options: Any) -> RankContext:
@@ -71,56 +63,26 @@ def batches(ctx: RankContext) -> Any:
     return ctx.steps(ctx.loader(TensorDataset(*healthy.points(8)), global_batch_size=4), epochs=1)
 
 
-def unpack(ctx: RankContext) -> None:
-    """Use the batch as in a default training."""
-    for _inputs, _targets in batches(ctx):
-        pytest.fail("it was unpacked")
-
-
-def move(ctx: RankContext) -> None:
-    """Use the batch as a mapping."""
-    for batch in batches(ctx):
-        batch["inputs"].to(ctx.device)
-
-
-def ignore(ctx: RankContext) -> None:
-    """Make nothing of the batch."""
-    ctx.wrap(nn.Linear(4, 3).double())
-    for _ in batches(ctx):
-        pass
-
-
-def leave(ctx: RankContext) -> None:
-    """Leave the micro-batches after the first one."""
-    model = ctx.wrap(nn.Linear(4, 3).double())
-    for batch in batches(ctx):
-        for (inputs, _), weight in ctx.micro_batches(batch):
-            (model(inputs).mean() * weight).backward()
-            break
-
-
-def replace_batch(ctx: RankContext) -> None:
-    """Cut something else."""
-    for _ in batches(ctx):
-        list(ctx.micro_batches(torch.zeros(4)))
+BY_MICRO_BATCHES = r"`for piece, weight in ctx\.micro_batches\(batch\):`"
+NOT_ALL = r"step 1 was taken without going through all of ctx\.micro_batches"
 
 
 @pytest.mark.parametrize(
-    ("train", "says"),
+    ("use", "says"),
     [
-        (unpack, r"`for piece, weight in ctx\.micro_batches\(batch\):`"),
-        (move, r"`for piece, weight in ctx\.micro_batches\(batch\):`"),
-        (ignore, r"step 1 was taken without going through all of ctx\.micro_batches"),
-        (leave, r"step 1 was taken without going through all of ctx\.micro_batches"),
-        (replace_batch, r"got a Tensor; pass the batch as ctx\.steps gave it"),
+        (lambda _ctx, batch: tuple(batch), BY_MICRO_BATCHES),
+        (lambda _ctx, batch: batch["inputs"].to("cpu"), BY_MICRO_BATCHES),
+        (lambda _ctx, _batch: None, NOT_ALL),
+        (lambda ctx, batch: next(ctx.micro_batches(batch)), NOT_ALL),
+        (lambda ctx, _batch: list(ctx.micro_batches(torch.zeros(4))), "got a Tensor; pass the"),
     ],
 )
-def test_a_step_without_micro_batches_is_refused(
-    train: Callable[[RankContext], None], says: str
-) -> None:
+def test_a_step_without_micro_batches_is_refused(use: Callable[..., object], says: str) -> None:
     """However the batch is used, and also when it isn't."""
-    with local() as rank, pytest.raises(InvalidParamsError, match=says):
-        train(rank)
+    with local() as ctx, pytest.raises(InvalidParamsError, match=says):
+        ctx.wrap(nn.Linear(4, 3).double())
+        for batch in batches(ctx):
+            use(ctx, batch)
 
 
 class Counting(nn.Module):
@@ -170,21 +132,14 @@ def test_buffers_that_depend_on_the_batch_are_refused_by_name(
             train()
 
 
-def embed(ctx: RankContext) -> None:
-    """Train with a sparse gradient."""
-    model = ctx.wrap(nn.Embedding(4, 2, sparse=True))
-    for batch in batches(ctx):
-        for (_inputs, targets), weight in ctx.micro_batches(batch):
-            (model(targets).mean() * weight).backward()
-
-
 def test_sparse_gradients_are_refused_by_name() -> None:
     """They have no order of summation of ours."""
-    with (
-        local() as rank,
-        pytest.raises(InvalidParamsError, match="the gradient of weight is sparse"),
-    ):
-        embed(rank)
+    says = "the gradient of weight is sparse"
+    with local() as ctx, pytest.raises(InvalidParamsError, match=says):
+        model = ctx.wrap(nn.Embedding(4, 2, sparse=True))
+        for batch in batches(ctx):
+            for (_inputs, targets), weight in ctx.micro_batches(batch):
+                (model(targets).mean() * weight).backward()
 
 
 def test_a_model_of_an_earlier_fold_is_freed() -> None:
