@@ -1,6 +1,5 @@
 """The page in which a rank leaves its heartbeat: what it marks is what its agent reads."""
 
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,6 @@ import torch.distributed as dist
 from torch.utils.data import TensorDataset
 
 from prefect_torch_ddp import RankContext
-from prefect_torch_ddp.gang.worker.rank_io import HeartbeatPage
 from prefect_torch_ddp.protocol.heartbeat import PAGE_BYTES, Heartbeat, Phase
 from prefect_torch_ddp.rank import link as link_module
 from prefect_torch_ddp.rank.config import RankConfig, RankInfo
@@ -19,12 +17,6 @@ from prefect_torch_ddp.rank.heartbeat import HeartbeatWriter
 from prefect_torch_ddp.rank.link import Link
 from prefect_torch_ddp.rank.parts import ContextParts
 from prefect_torch_ddp.storage.directory import DirectoryStorage
-
-
-def test_an_untouched_page_is_of_a_rank_that_cant_be_asked() -> None:
-    """Before a rank has come to itself its page says so: LOOK_SIGNAL would kill it."""
-    with closing(HeartbeatPage()) as page:
-        assert page.read() == Heartbeat(phase=Phase.NONE)
 
 
 def test_the_agent_reads_what_the_loop_marks(tmp_path: Path) -> None:

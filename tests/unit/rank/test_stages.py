@@ -77,12 +77,9 @@ def test_train_refuses_other_values_by_name(
 
 def test_evaluate_gives_a_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Or a dict that makes one."""
-    assert outcome(tmp_path, "evaluate", Report(num_samples=2), monkeypatch) == Report(
-        num_samples=2
-    )
-    assert outcome(
-        tmp_path, "evaluate", {"num_samples": 2, "accuracy": 0.5}, monkeypatch
-    ) == Report(num_samples=2, accuracy=0.5)
+    report = Report(num_samples=2, accuracy=0.5)
+    for value in (report, {"num_samples": 2, "accuracy": 0.5}):
+        assert outcome(tmp_path, "evaluate", value, monkeypatch) == report
     with pytest.raises(TypeError, match="returned a dict that is no Report"):
         outcome(tmp_path, "evaluate", {"accuracy": 0.5}, monkeypatch)
     with pytest.raises(TypeError, match=r"returned float; return a prefect_torch_ddp.Report"):
@@ -118,12 +115,9 @@ def arguments(ctx: RankContext, *args: Any, **kwargs: Any) -> Any:
 def test_arguments_arrive_as_they_are(tmp_path: Path) -> None:
     """Whatever their names; functions also by import string."""
     kwargs = {"config": 1, "fn": 2, "args": 3, "kwargs": 4}
-    assert run_with_context(config(tmp_path, "task"), arguments, (1, 2), kwargs) == (
-        "task",
-        (1, 2),
-        kwargs,
-    )
-    assert run_with_context(config(tmp_path, "task"), f"{__name__}:arguments") == ("task", (), {})
+    task = config(tmp_path, "task")
+    assert run_with_context(task, arguments, (1, 2), kwargs) == ("task", (1, 2), kwargs)
+    assert run_with_context(task, f"{__name__}:arguments") == ("task", (), {})
 
 
 @pytest.mark.parametrize(("rank", "expected"), [(0, 7), (1, None)])

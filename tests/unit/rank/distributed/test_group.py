@@ -1,15 +1,14 @@
 """A8: the device of a rank is a pure rule, and so is whether NCCL can serve those chosen."""
 
 import threading
-from datetime import timedelta
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from prefect_torch_ddp.protocol.rank import CodePaths, GangShape, RankLaunch, RankPlace
 from prefect_torch_ddp.rank.distributed import group
-from prefect_torch_ddp.rank.distributed.device import device_index, device_name
+from prefect_torch_ddp.rank.distributed.device import device_index
 
 
 @pytest.mark.parametrize(
@@ -28,11 +27,6 @@ def test_device_index(
 ) -> None:
     """The rule for each way of sharing GPUs out."""
     assert device_index(position, local_rank, num_devices) == expected
-
-
-def test_the_cpu_has_no_device_name() -> None:
-    """Ranks on the CPU never share a device."""
-    assert device_name(torch.device("cpu")) is None
 
 
 @pytest.mark.parametrize(
@@ -90,27 +84,18 @@ def agreed(
     monkeypatch.setattr(group, "device_name", lambda _device: mine.device)
     monkeypatch.setattr(group, "num_devices_seen", lambda: "1 seen")
     monkeypatch.setattr(group, "own_backend", own_backend)
-    server = dist.TCPStore(
-        "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
-    )
-    got: list[object] = [None] * len(devices)
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
-    def run(rank: int) -> None:
+    def run(rank: int) -> object:
         mine.device = devices[rank]
-        store = dist.TCPStore(
-            "127.0.0.1", server.port, wait_for_workers=False, timeout=timedelta(seconds=60)
-        )
+        store = dist.TCPStore("127.0.0.1", server.port, wait_for_workers=False)
         try:
-            got[rank] = group.agree_on_backend(launch(rank, len(devices), backend), store)
+            return group.agree_on_backend(launch(rank, len(devices), backend), store)
         except RuntimeError as error:
-            got[rank] = error
+            return error
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(devices))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return got
+    with ThreadPoolExecutor(len(devices)) as pool:
+        return list(pool.map(run, range(len(devices))))
 
 
 @pytest.mark.parametrize(
@@ -133,6 +118,5 @@ def test_all_ranks_take_the_same_backend(
 def test_nccl_that_was_asked_for_is_refused_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """A7: with more ranks than devices each rank is told so; nobody waits for the others."""
     for error in agreed(["x", "x"], "nccl", monkeypatch):
-        assert "backend 'nccl' can't be used: ranks 0 and 1 on a share one device (1 seen)" in str(
-            error
-        )
+        says = "backend 'nccl' can't be used: ranks 0 and 1 on a share one device (1 seen)"
+        assert says in str(error)
