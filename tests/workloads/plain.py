@@ -180,7 +180,9 @@ def meet_after_rank_0_returned() -> int:
 def kill_worker_at_exit() -> int:
     """Return, and kill the Dask worker from the rank's exit handlers, while the worker still
     has the value to hand over."""
-    atexit.register(lambda: os.kill(psutil.Process().parent().ppid(), signal.SIGKILL))  # type: ignore[union-attr]
+    server = "prefect_torch_ddp.rank.fork_server"  # there may be two between rank and worker
+    above = (each for each in psutil.Process().parents() if server not in each.cmdline())
+    atexit.register(os.kill, next(above).pid, signal.SIGKILL)
     return 8
 
 
