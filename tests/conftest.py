@@ -3,6 +3,7 @@
 Fixtures are in tests/support: servers and clusters, and the police that looks for what leaks.
 """
 
+import multiprocessing
 import os
 import tempfile
 import uuid
@@ -67,6 +68,12 @@ for _name in (
     "MASTER_ADDR",
 ):
     os.environ.pop(_name, None)
+
+
+# Whoever starts the fork server first decides what its children need not import, for all tests.
+multiprocessing.set_forkserver_preload(
+    ["torch", "torchvision", "prefect_torch_ddp.rank.stages", "tests.workloads.healthy"]
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -23,16 +23,11 @@ import pytest
 
 from prefect_torch_ddp.storage.s3.client import client_of
 from tests.support.s3_server import S3Server
+from tests.support.waiting import becomes_true
 
 COMMANDS = (
-    "ceph",
-    "ceph-mon",
-    "ceph-osd",
-    "monmaptool",
-    "radosgw",
-    "radosgw-admin",
-    "openssl",
-    "setpriv",
+    *("ceph", "ceph-mon", "ceph-osd", "monmaptool"),
+    *("radosgw", "radosgw-admin", "openssl", "setpriv"),
 )
 PACKAGES = "ceph-mon ceph-osd radosgw ceph-common openssl"
 READY_S = 120.0
@@ -98,11 +93,9 @@ rgw gc processor max time = 20
 
 def skip_without_ceph() -> None:
     """Skip the test, with what to install, on a machine that lacks Ceph."""
-    if missing := [name for name in COMMANDS if not shutil.which(name)]:
-        pytest.skip(
-            f"Ceph is not installed ({', '.join(missing)} not found): apt-get install "
-            f"{PACKAGES}, or make system-packages"
-        )
+    if missing := ", ".join(name for name in COMMANDS if not shutil.which(name)):
+        way_out = f"apt-get install {PACKAGES}, or make system-packages"
+        pytest.skip(f"Ceph is not installed ({missing} not found): {way_out}")
 
 
 @dataclass(frozen=True)
@@ -160,13 +153,7 @@ def _started(home: Path, store: str, room_bytes: int) -> Iterator[CephServer]:
             stack.enter_context(_held_port()).getsockname()[1] for _ in range(3)
         )
         fsid = str(uuid.uuid4())
-        values = {
-            "mon_port": mon_port,
-            "port": port,
-            "tls_port": tls_port,
-            "store": store,
-            "room_bytes": room_bytes,
-        }
+        values = {"mon_port": mon_port, "port": port, "store": store, "room_bytes": room_bytes}
         tls = f"ssl_endpoint=127.0.0.1:{tls_port} ssl_certificate={home}/tls.pem"
         (home / "ceph.conf").write_text(CONFIG.format(home=home, fsid=fsid, tls=tls, **values))
         (home / "keyring").write_text(_new_keyring())
@@ -185,16 +172,8 @@ def _start_cluster(
     stack: ExitStack, home: Path, fsid: str, mon_port: int
 ) -> list[subprocess.Popen[bytes]]:
     conf, monmap = ("--conf", f"{home}/ceph.conf"), f"{home}/monmap"
-    _run(
-        "monmaptool",
-        "--create",
-        "--fsid",
-        fsid,
-        "--addv",
-        "a",
-        f"[v2:127.0.0.1:{mon_port}]",
-        monmap,
-    )
+    address = ("--addv", "a", f"[v2:127.0.0.1:{mon_port}]")
+    _run("monmaptool", "--create", "--fsid", fsid, *address, monmap)
     _run("ceph-mon", *conf, "-i", "a", "--mkfs", "--monmap", monmap, "--keyring", f"{home}/keyring")
     monitor = _daemon(stack, home, "ceph-mon", "-i", "a")
     osd_id = str(uuid.uuid4())
@@ -237,10 +216,8 @@ def _new_keyring() -> str:
         # Ceph's own form of a secret: its kind, the time, and 16 bytes with their number.
         secret = struct.pack("<hIIh", 1, int(time.time()), 0, 16) + os.urandom(16)
         lines += [f"[{name}]", f"\tkey = {base64.b64encode(secret).decode()}"]
-        lines += [
-            "\tcaps {} = {}".format(*capability.split(" ", 1)).replace("'", '"')
-            for capability in capabilities
-        ]
+        whose = (capability.replace("'", '"').split(" ", 1) for capability in capabilities)
+        lines += [f"\tcaps {service} = {caps}" for service, caps in whose]
     return "\n".join(lines) + "\n"
 
 
@@ -252,15 +229,13 @@ def _new_certificate(home: Path) -> None:
 
 
 def _wait_until_it_answers(daemons: list[subprocess.Popen[bytes]], port: int) -> None:
-    deadline = time.monotonic() + READY_S
-    while not _answers(daemons[-1].pid, port):
-        if ended := [process.args for process in daemons if process.poll() is not None]:
-            msg = f"it ended by itself: {ended}"
-            raise _NotUpError(msg)
-        if time.monotonic() > deadline:
-            msg = f"the gateway does not answer after {READY_S:.0f} s"
-            raise _NotUpError(msg)
-        time.sleep(0.05)
+    def ended() -> list[Any]:
+        return [process.args for process in daemons if process.poll() is not None]
+
+    becomes_true(lambda: ended() or _answers(daemons[-1].pid, port))
+    if ended() or not _answers(daemons[-1].pid, port):
+        msg = f"the gateway does not answer; ended by themselves: {ended()}"
+        raise _NotUpError(msg)
 
 
 def _answers(pid: int, port: int) -> bool:

@@ -64,14 +64,14 @@ def run(client: Client, point: KillPoint, storage: Storage, folder: Path) -> End
             return config, killed.train, (plan,)
 
         def call(size: int, max_restarts: int) -> list[dict[str, Any]]:
-            attempt_log = RunAttemptLog(storage, "run", knows_steps=True)
-            options = {
-                "world_size": size,
-                "ranks_per_worker": max(1, size // 2),
-                "max_restarts": max_restarts,
-            }
             return run_gang(
-                client, RUN_WITH_CONTEXT, args=arguments, attempt_log=attempt_log, **options
+                client,
+                RUN_WITH_CONTEXT,
+                args=arguments,
+                attempt_log=RunAttemptLog(storage, "run", knows_steps=True),
+                world_size=size,
+                ranks_per_worker=max(1, size // 2),
+                max_restarts=max_restarts,
             )
 
         if len(set(point.sizes)) == 1:
@@ -104,15 +104,8 @@ def strike(
     folder: Path,
     new_folder: Callable[[], Path],
 ) -> None:
-    """Run the training through its kills; assert that it ends as if there had been none.
-
-    Args:
-        client: of a cluster of two workers.
-        point: what happens.
-        server: for points on S3.
-        folder: an empty one.
-        new_folder: makes a folder that stays, for the undisturbed training.
-    """
+    """Run the training through its kills on a cluster of two workers, in an empty folder; assert
+    that it ends as if there had been none, as in a new folder, which stays."""
     storage: Storage = DirectoryStorage(folder / "store")
     if point.backend == "s3":
         assert server is not None
@@ -166,9 +159,6 @@ def _check_ledger(ended: Ended) -> None:
         for step, (epoch, batch) in enumerate(steps, start=1)
     }
     assert found == expected, f"{found} is not {expected}"
-    for epoch in range(1, EPOCHS + 1):
-        seen = sum((samples for (e, _), samples in found.items() if e == epoch), Counter())
-        assert seen == Counter(range(NUM_SAMPLES))
 
 
 def _check_records(ended: Ended, calm: Ended) -> None:
@@ -191,9 +181,8 @@ def _check_checkpoints(ended: Ended, calm: Ended) -> None:
     from prefect_torch_ddp.checkpoint.restore import find_resumable
 
     manifests = list_manifests(ended.storage, "run")
-    steps, expected = (
-        [m.step for m in found] for found in (manifests, list_manifests(calm.storage, "run"))
-    )
+    steps = [manifest.step for manifest in manifests]
+    expected = [manifest.step for manifest in list_manifests(calm.storage, "run")]
     assert steps == expected, f"kept are {steps}, not {expected}"
     newest = find_resumable(ended.storage, "run")
     assert newest is not None

@@ -42,7 +42,6 @@ class KillingWire(Wire):
         self._folder = str(folder)
         self._num_seen: Counter[WireKill] = Counter()
         self._counting = threading.Lock()
-        self._server.handle_error = lambda *_: None  # a client that was killed leaves broken pipes
 
     def due(self, handler: BaseHTTPRequestHandler) -> WireKill | None:
         """Count a request; return the kill whose turn it is."""

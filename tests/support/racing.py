@@ -11,7 +11,6 @@ from typing import Any
 import psutil
 
 from prefect_torch_ddp.storage.protocol import Storage
-from tests.support.ranks import PRELOADED
 from tests.support.waiting import HANG_S, wait_until
 from tests.workloads.stored import Course, race
 
@@ -21,7 +20,6 @@ class Attempt:
 
     def __init__(self, storage: Storage, course: Course) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOADED)
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(
             target=_be_attempt, args=(theirs, storage, course), daemon=True

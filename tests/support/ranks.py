@@ -21,8 +21,6 @@ from prefect_torch_ddp.rank.stages import run_with_context
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from tests.support.waiting import HANG_S
 
-PRELOADED = ["torch", "torchvision", "prefect_torch_ddp.rank.stages", "tests.workloads.healthy"]
-
 
 @dataclass(frozen=True)
 class Died:
@@ -52,7 +50,6 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
     the test with its traceback.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     pipes, processes = [], []
     for rank in range(world_size):

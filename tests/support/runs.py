@@ -1,7 +1,6 @@
 """What a Prefect run left behind, read through the real API."""
 
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -23,14 +22,6 @@ from prefect.client.schemas.sorting import FlowRunSort
 
 import prefect_torch_ddp.flow
 from tests.support.waiting import wait_until
-
-
-def free_port() -> int:
-    """Return a port that nobody listens at now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def flow_run_id_of(url: str | None) -> UUID:

@@ -231,7 +231,7 @@ class S3Conformance:
         number of attempts, which would take eight minutes."""
         over_wire.write("object", b"x")
         storage = dataclasses.replace(
-            over_wire, read_timeout_s=0.5, give_up_after_s=9.0, max_attempts=1000
+            over_wire, read_timeout_s=0.5, give_up_after_s=4.0, max_attempts=1000
         )
         wire.outage = lambda: never_answer
         for operation, *arguments in (

@@ -9,11 +9,11 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, Self
@@ -21,13 +21,10 @@ from typing import Any, Self
 import pytest
 
 from prefect_torch_ddp.storage.s3.storage import S3Storage
+from tests.support.waiting import HANG_S, becomes_true
 
-READY_S = 60.0
 NUM_SETUP_ACTIONS = 6
-ALLOW = {
-    "owner": ["s3:*"],
-    "reader": ["s3:GetObject", "s3:ListBucket"],
-}
+ALLOW = {"owner": ["s3:*"], "reader": ["s3:GetObject", "s3:ListBucket"]}
 
 
 @dataclass(frozen=True)
@@ -43,16 +40,19 @@ class S3Server:
     def storage(self, prefix: str | None = None, user: str = "owner", **changes: Any) -> S3Storage:
         """Describe a storage, by default under a prefix of its own."""
         key, secret = self.keys.get(user, ("anyone", "anything"))
-        options = {
-            "endpoint_url": self.endpoint_url,
-            "access_key_id": key,
-            "secret_access_key": secret,
-        } | changes
+        keys = {"access_key_id": key, "secret_access_key": secret}
+        options = {"endpoint_url": self.endpoint_url} | keys | changes
         return S3Storage(
             options.pop("bucket", self.bucket),
             f"test/{next(self._numbers)}" if prefix is None else prefix,
             **options,
         )
+
+    def environment(self) -> dict[str, str]:
+        """Return the variables by which AWS's tools find it, as its owner."""
+        key, secret = self.keys["owner"]
+        keys = {"AWS_ACCESS_KEY_ID": key, "AWS_SECRET_ACCESS_KEY": secret}
+        return keys | {"AWS_ENDPOINT_URL": self.endpoint_url, "AWS_DEFAULT_REGION": "us-east-1"}
 
 
 @contextmanager
@@ -65,9 +65,8 @@ def run_server(log_path: Path, *, checks_rights: bool) -> Iterator[S3Server]:
         process, endpoint_url = _start(env, log.fileno(), log_path)
         try:
             server = S3Server(endpoint_url, _make_users(endpoint_url) if checks_rights else {})
-            _boto3_client(
-                "s3", endpoint_url, *server.keys.get("owner", ("anyone", "anything"))
-            ).create_bucket(Bucket=server.bucket)
+            keys = server.keys.get("owner", ("anyone", "anything"))
+            _boto3_client("s3", endpoint_url, *keys).create_bucket(Bucket=server.bucket)
             yield server
         finally:
             process.kill()
@@ -75,26 +74,21 @@ def run_server(log_path: Path, *, checks_rights: bool) -> Iterator[S3Server]:
 
 
 def _start(env: dict[str, str], log: int, log_path: Path) -> tuple[subprocess.Popen[bytes], str]:
+    moto = [sys.executable, str(Path(__file__).with_name("moto_process.py")), "-H", "127.0.0.1"]
     for _ in range(3):  # another process may take the free port before the server does
         port = free_port()
-        command = [
-            sys.executable,
-            str(Path(__file__).with_name("moto_process.py")),
-            "-H",
-            "127.0.0.1",
-            "-p",
-            str(port),
-        ]
-        process = subprocess.Popen(command, stdout=log, stderr=log, env=env)
+        process = subprocess.Popen([*moto, "-p", str(port)], stdout=log, stderr=log, env=env)
         url = f"http://127.0.0.1:{port}"
-        deadline = time.monotonic() + READY_S
-        while process.poll() is None and time.monotonic() < deadline:
-            if _answers(url):
-                return process, url
-            time.sleep(0.05)
+        becomes_true(partial(_has_settled, process, url))
+        if process.poll() is None and _answers(url):
+            return process, url
         process.kill()
         process.wait()
     pytest.fail("the S3 server did not start:\n" + log_path.read_text()[-4000:])
+
+
+def _has_settled(process: subprocess.Popen[bytes], url: str) -> bool:
+    return process.poll() is not None or _answers(url)
 
 
 def _answers(url: str) -> bool:
@@ -168,15 +162,14 @@ class Wire:
         """
         self.exchanges: list[Exchange] = []
         self.faults: list[tuple[str, Fault]] = []
-        handler = type(
-            "Handler",
-            (self._handler(),),
-            {"wire": self, "upstream": endpoint_url.removeprefix("http://")},
-        )
+        upstream = endpoint_url.removeprefix("http://")
+        handler = type("Handler", (self._handler(),), {"wire": self, "upstream": upstream})
         self.without_header = without_header
         self.outage = outage
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
         self._server.daemon_threads = True
+        # A client that gave up, or was killed, leaves broken pipes.
+        self._server.handle_error = lambda *_: None  # type: ignore[method-assign]
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.02,))
         self.endpoint_url = f"http://127.0.0.1:{self._server.server_address[1]}"
 
@@ -229,7 +222,7 @@ class _Handler(BaseHTTPRequestHandler):
     do_GET = do_PUT = do_HEAD = do_DELETE = do_POST = do_PATCH = do_request  # noqa: N815 - http.server's names
 
     def _forward(self, body: bytes) -> Exchange:
-        connection = http.client.HTTPConnection(self.upstream, timeout=30)
+        connection = http.client.HTTPConnection(self.upstream, timeout=HANG_S)
         headers = dict(self.headers.items())
         connection.putrequest(self.command, self.path, skip_host=True, skip_accept_encoding=True)
         for name, value in headers.items():
@@ -273,13 +266,9 @@ def answer(status: int, code: str, more: str = "") -> Fault:
     """Make a fault that answers with an error of S3's own form; `more` is XML within it."""
 
     def fault(handler: BaseHTTPRequestHandler, exchange: Exchange) -> None:
-        body = (
-            f"<Error><Code>{code}</Code><Message>made by the test</Message>{more}</Error>".encode()
-        )
-        send(
-            handler,
-            Exchange(exchange.method, {}, status, (("Content-Type", "application/xml"),), body),
-            body,
-        )
+        says = f"<Code>{code}</Code><Message>made by the test</Message>{more}"
+        body = f"<Error>{says}</Error>".encode()
+        xml = (("Content-Type", "application/xml"),)
+        send(handler, Exchange(exchange.method, {}, status, xml, body), body)
 
     return fault

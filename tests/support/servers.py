@@ -52,7 +52,7 @@ def _drain_prefect() -> None:
 
 
 def _start_prefect_server(home: Path, log: int) -> tuple[subprocess.Popen[bytes], str]:
-    from tests.support.runs import free_port
+    from tests.support.s3_server import free_port
 
     for _ in range(3):  # another process may take the free port before the server does
         port = free_port()
@@ -156,6 +156,14 @@ def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator["S3Server"]:
 
     with run_server(tmp_path_factory.mktemp("s3") / "server.log", checks_rights=True) as server:
         yield server
+
+
+@pytest.fixture
+def chain_s3_server(s3_server: "S3Server", monkeypatch: pytest.MonkeyPatch) -> "S3Server":
+    """Have the AWS chain of this process, and of those that it starts, find the server."""
+    for name, value in s3_server.environment().items():
+        monkeypatch.setenv(name, value)
+    return s3_server
 
 
 @pytest.fixture(scope="module")

@@ -96,61 +96,39 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Storage, str]:
     )[0]
 
 
-def check_each_object(
+@pytest.mark.parametrize(
+    "where_and_how",
+    [
+        *(f"directory, {how}" for how in DAMAGES),
+        *(f"bucket, {how}" for how in ("a bit flipped", "missing")),
+    ],
+)
+def test_each_object(
     trained: tuple[Storage, str],
-    make: Callable[[str], Storage],
-    how: str,
+    open_s3_server: S3Server,
+    tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
+    where_and_how: str,
 ) -> None:
-    """Damage one object of the newest checkpoint after the other."""
+    """Of the newest checkpoint: the one before is taken, a warning names the object, the weights
+    are right, and the damaged one is replaced."""
     original, expected = trained
+    where, how = where_and_how.split(", ")
     keys = objects_of(original, NUM_STEPS)
-    assert [key.rsplit("/", 1)[1] for key in keys] == [
-        "model.pt",
-        "optimizer.pt",
-        "rank-00000.pt",
-        "manifest.json",
-    ]
-    for key in keys:
-        storage = copy(original, make(key.rsplit("/", 1)[1]))
+    names = [key.rsplit("/", 1)[1] for key in keys]
+    assert names == ["model.pt", "optimizer.pt", "rank-00000.pt", "manifest.json"]
+    for name, key in zip(names, keys, strict=True):
+        empty = DirectoryStorage(tmp_path / name)
+        storage = copy(original, empty if where == "directory" else open_s3_server.storage())
         damage(storage, key, how)
         caplog.clear()
         with caplog.at_level(logging.WARNING):
             assert train(storage, NUM_STEPS + 1) == (expected, NUM_STEPS - 1)
-        warned = [record.getMessage() for record in caplog.records if key in record.getMessage()]
+        warned = any(key in record.getMessage() for record in caplog.records)
         # A checkpoint without a manifest is none, as after a kill in the midst of a save.
-        assert bool(warned) == (how != "missing" or not key.endswith("manifest.json")), (
-            key,
-            how,
-            caplog.text,
-        )
-        manifests = list_manifests(storage, "run")
-        assert [(manifest.step, manifest.attempt) for manifest in manifests] == [
-            (1, 1),
-            (2, 1),
-            (3, 2),
-            (4, 2),
-        ]
-
-
-@pytest.mark.parametrize("how", DAMAGES)
-def test_each_object_in_a_directory(
-    trained: tuple[Storage, str], tmp_path: Path, how: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The one before is taken, a warning names the object, the weights are right, and the
-    damaged one is replaced."""
-    check_each_object(trained, lambda name: DirectoryStorage(tmp_path / name), how, caplog)
-
-
-@pytest.mark.parametrize("how", DAMAGES)
-def test_each_object_in_a_bucket(
-    trained: tuple[Storage, str],
-    open_s3_server: S3Server,
-    how: str,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """The same on a real S3 server."""
-    check_each_object(trained, lambda _: open_s3_server.storage(), how, caplog)
+        assert warned == (how != "missing" or name != "manifest.json"), caplog.text
+        found = [(manifest.step, manifest.attempt) for manifest in list_manifests(storage, "run")]
+        assert found == [(1, 1), (2, 1), (3, 2), (4, 2)]
 
 
 @pytest.mark.parametrize("which", ["model.pt", "manifest.json"])

@@ -20,7 +20,6 @@ from tests.unit.data.images.test_cache import (
 )
 
 FORK = multiprocessing.get_context("fork")
-SPAWN = multiprocessing.get_context("spawn")
 PATIENCE_S = 60.0
 
 
@@ -35,7 +34,7 @@ def test_what_nobody_uses_makes_room(tmp_path, monkeypatch):
     limit = 45 * 1032
     sources = [filled(tmp_path / name / "x", salt=name) for name in ("old", "older", "used")]
     for source in sources[:2]:  # in processes that have ended since
-        _in_child(FORK, CachedReads(source, tmp_path / "cache", limit).read_many, parts_of(source))
+        _in_child(CachedReads(source, tmp_path / "cache", limit).read_many, parts_of(source))
     for path in entries(tmp_path / "cache"):
         owner = path.parent.parent.name
         is_older = owner == _folder_name(sources[1])
@@ -57,7 +56,7 @@ def test_what_is_only_read_is_in_use_too(tmp_path):
     the room that is left."""
     limit = 25 * 1032
     mine, other = filled(tmp_path / "mine" / "x"), filled(tmp_path / "other" / "x", salt="other")
-    _in_child(FORK, CachedReads(mine, tmp_path / "cache", limit).read_many, parts_of(mine))
+    _in_child(CachedReads(mine, tmp_path / "cache", limit).read_many, parts_of(mine))
     before = mine.num_reads
     cached = CachedReads(mine, tmp_path / "cache", limit)
     cached.read_many(parts_of(mine)[:1])
@@ -71,8 +70,8 @@ def _folder_name(source):
     return hashlib.sha256(CachedReads(source, "x").content_id.encode()).hexdigest()[:32]
 
 
-def _in_child(context, function, *args):
-    child = context.Process(target=function, args=args)
+def _in_child(function, *args):
+    child = FORK.Process(target=function, args=args)
     child.start()
     child.join(PATIENCE_S)
     assert child.exitcode == 0
@@ -83,12 +82,11 @@ def _read_all(cached, parts, rounds):
         assert cached.read_many(parts) == [content(int(part.key)) for part in parts]
 
 
-@pytest.mark.parametrize("context", [FORK, SPAWN], ids=["fork", "spawn"])
-def test_processes_share_it(storage, tmp_path, context):
-    """What this process read, a forked or a spawned one finds, and the other way round."""
+def test_processes_share_it(storage, tmp_path):
+    """What this process read, another one finds, and the other way round."""
     cached, parts = CachedReads(storage, tmp_path / "cache"), parts_of(storage)
     cached.read_many(parts[:10])
-    _in_child(context, _read_all, cached, parts, 2)
+    _in_child(_read_all, cached, parts, 2)
     _read_all(cached, parts, 1)
     assert storage.num_reads == 20
 
@@ -119,11 +117,11 @@ def test_many_processes_at_once_keep_the_limit(tmp_path):
 
 
 def test_killed_in_the_midst_no_half_file_is_read(tmp_path):
-    """Processes that fill the cache are killed (-9) at random moments, thirty times: what is
+    """Processes that fill the cache are killed (-9) at random moments, fifteen times: what is
     there afterwards is right."""
     storage = filled(tmp_path / "objects", num=60, num_bytes=200_000)
     cached, parts = CachedReads(storage, tmp_path / "cache"), parts_of(storage)
-    for number in range(30):
+    for number in range(15):
         child = FORK.Process(target=_fill_for_ever, args=(cached, parts))
         child.start()
         while (
@@ -151,7 +149,7 @@ def _fill_for_ever(cached, parts):
 def test_what_a_killed_process_left_makes_room(storage, tmp_path):
     """Half files of storages that nobody has open go when the cache is full, like entries."""
     other = filled(tmp_path / "other" / "x", salt="other")
-    _in_child(FORK, CachedReads(other, tmp_path / "cache").read_many, parts_of(other)[:1])
+    _in_child(CachedReads(other, tmp_path / "cache").read_many, parts_of(other)[:1])
     (path,) = entries(tmp_path / "cache")
     path.with_suffix(".half").write_bytes(bytes(5000))
     CachedReads(storage, tmp_path / "cache", 20 * 1032).read_many(parts_of(storage))

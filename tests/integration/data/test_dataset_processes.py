@@ -50,12 +50,8 @@ def test_two_that_publish_at_once_leave_one_whole_dataset(kind: str, tmp_path: P
     for round_ in range(5):
         folder = tmp_path / str(round_)
         folder.mkdir()
-        _run_all(
-            [
-                context.Process(target=_publish_own, args=(kind, folder, number))
-                for number in range(2)
-            ]
-        )
+        calls = ((kind, folder, number) for number in range(2))
+        _run_all([context.Process(target=_publish_own, args=arguments) for arguments in calls])
         found = content_of(local_dataset(storage_of(kind, folder), "d", folder / "cache"))
         assert len(found) == 40
         assert len(set(found.values())) == 1

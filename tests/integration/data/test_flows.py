@@ -9,7 +9,6 @@ from PIL import Image
 
 from prefect_torch_ddp import (
     CheckpointParams,
-    InvalidParamsError,
     TrainParams,
     read_ledger,
     train_flow,
@@ -87,33 +86,11 @@ def test_the_same_workload_trains_on_a_bucket_and_on_a_folder(
     )
 
 
-def test_a_source_that_cannot_be_is_refused_before_anything_starts(
-    s3_server: S3Server, tmp_path: Path
-) -> None:
-    """No folder, nothing in the bucket: said by name."""
-    common = {"workload": "tests.workloads.data:Indexed", "storage": str(tmp_path / "store")}
-    with pytest.raises(InvalidParamsError, match=f"there is no folder {tmp_path}/nowhere"):
-        train_flow(TrainParams(**common, source=str(tmp_path / "nowhere")))
-    save_block("empty", s3_server, "reader")
-    for item in s3_server.storage(FOLDER).list(""):
-        s3_server.storage(FOLDER).delete(item.key)
-    with pytest.raises(
-        InvalidParamsError, match=f"source is s3://bucket/{FOLDER}, and there is nothing"
-    ):
-        train_flow(TrainParams(**common, source="s3-bucket/empty"))
-
-
 def test_shards_are_read_in_place_and_each_sample_once(
-    s3_server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    chain_s3_server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In a bucket, with a rank killed at step 9, the ledger is clean and the weights are those
     of a directory's run."""
-    for name, value in zip(
-        ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"), s3_server.keys["owner"], strict=True
-    ):
-        monkeypatch.setenv(name, value)
-    monkeypatch.setenv("AWS_ENDPOINT_URL", s3_server.endpoint_url)
-    monkeypatch.setenv("AWS_REGION", "us-east-1")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     common = {
         "workload": "tests.workloads.data:Packed",
@@ -121,8 +98,8 @@ def test_shards_are_read_in_place_and_each_sample_once(
         "checkpoint": CheckpointParams(every_steps=4),
     }
     fault = {"how": "SIGKILL", "step": 9, "rank": 1, "attempts": [1]}
-    bucket = f"s3://{s3_server.bucket}"
-    write_objects(s3_server.storage("raw"), image_files(40))
+    bucket = f"s3://{chain_s3_server.bucket}"
+    write_objects(chain_s3_server.storage("raw"), image_files(40))
     write_folder(tmp_path / "raw", image_files(40))
     killed = train_flow(
         TrainParams(
@@ -141,6 +118,6 @@ def test_shards_are_read_in_place_and_each_sample_once(
         assert report.dataset.num_files > 2
     assert killed.training.attempt == 2
     assert killed.training.resumed_from_step in (4, 8)
-    model = s3_server.storage("").read(str(killed.model_uri).removeprefix(f"{bucket}/"))
+    model = chain_s3_server.storage("").read(str(killed.model_uri).removeprefix(f"{bucket}/"))
     assert model == Path(str(plain.model_uri)).read_bytes()
     assert not (tmp_path / "cache/prefect-torch-ddp").exists(), "a rank copied the dataset"

@@ -9,12 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch.overrides import _get_current_function_mode_stack
-from torch.utils.data import (
-    DataLoader,
-    Dataset,
-    Subset,
-    get_worker_info,
-)
+from torch.utils.data import DataLoader, Dataset, Subset, get_worker_info
 
 from prefect_torch_ddp.data.loader import RankLoader
 from prefect_torch_ddp.data.lookahead import Ahead, ReadAhead, ahead_of
@@ -26,38 +21,29 @@ FORKED = {"num_workers": 2, "multiprocessing_context": "fork"}
 SPAWNED = {"num_workers": 2, "multiprocessing_context": "spawn"}
 
 
+def loader_of(
+    dataset: Dataset[Any], size: int, rank: int = 0, world_size: int = 1, **options: Any
+) -> RankLoader:
+    """Make a rank's loader."""
+    return RankLoader(dataset, global_batch_size=size, rank=rank, world_size=world_size, **options)
+
+
 @pytest.mark.parametrize("workers", [FORKED, SPAWNED], ids=["fork", "spawn"])
 def test_order_is_the_same_with_worker_processes(workers: dict[str, Any]) -> None:
-    """A11: fork and spawn workers with prefetch yield what no worker yields."""
-    expected = [
-        data.tolist() for data in RankLoader(Numbers(23), global_batch_size=6, rank=1, world_size=2)
-    ]
-    loader = RankLoader(
-        Numbers(23), global_batch_size=6, rank=1, world_size=2, prefetch_factor=3, **workers
-    )
+    """A11: fork and spawn workers with prefetch yield what no worker yields. A lambda needs no
+    pickle where workers are forked."""
+    is_forked = workers is FORKED
+    dataset = Numbers(23, transform=lambda i: i * 10) if is_forked else Numbers(23)
+    expected = [data.tolist() for data in loader_of(dataset, 6, rank=1, world_size=2)]
+    loader = loader_of(dataset, 6, rank=1, world_size=2, prefetch_factor=3, **workers)
     assert [data.tolist() for data in loader] == expected
     assert [data.tolist() for data, _ in loader.lockstep(0, 2)] == expected[2:]
 
 
-def test_lambda_transform_with_forked_workers() -> None:
-    """A11: a lambda needs no pickle where workers are forked."""
-    loader = RankLoader(
-        Numbers(6, transform=lambda i: i * 10),
-        global_batch_size=3,
-        rank=0,
-        world_size=1,
-        shuffle=False,
-        **FORKED,
-    )
-    assert [data.tolist() for data in loader] == [[0, 10, 20], [30, 40, 50]]
-
-
 def test_persistent_workers_follow_the_epoch() -> None:
     """Workers that live on yield each epoch's own order and augmentation."""
-    kept = RankLoader(
-        Noise(12), global_batch_size=4, rank=0, world_size=1, persistent_workers=True, **FORKED
-    )
-    fresh = RankLoader(Noise(12), global_batch_size=4, rank=0, world_size=1, **FORKED)
+    kept = loader_of(Noise(12), 4, persistent_workers=True, **FORKED)
+    fresh = loader_of(Noise(12), 4, **FORKED)
     for epoch in (1, 2):
         left, right = ([data for data, _ in loader.lockstep(epoch)] for loader in (kept, fresh))
         assert torch.equal(torch.cat(left), torch.cat(right))
@@ -73,15 +59,13 @@ class Modes(Numbers):
 def test_workers_begin_under_no_mode_of_ours() -> None:
     """A forked worker inherits them, and each operation on its images would take a detour
     through Python."""
-    loader = RankLoader(Modes(8), global_batch_size=4, rank=0, world_size=1, **FORKED)
+    loader = loader_of(Modes(8), 4, **FORKED)
     assert [batch.tolist() for batch in loader] == [[0] * 4] * 2
 
 
 def test_leaving_a_pass_early_leaves_the_next_one_whole() -> None:
     """Early stop in mid-epoch, then evaluation on the same loader."""
-    loader = RankLoader(
-        Numbers(20), global_batch_size=2, rank=0, world_size=1, persistent_workers=True, **FORKED
-    )
+    loader = loader_of(Numbers(20), 2, persistent_workers=True, **FORKED)
     next(loader.lockstep(3))
     assert sorted(int(i) for data in loader for i in data) == list(range(20))
 
@@ -91,9 +75,7 @@ def test_augmentation_is_the_same_on_resume_and_for_any_number_of_workers() -> N
     alone."""
 
     def epoch_of(epoch: int, start: int, seed: int = 7, **kwargs: Any) -> list[torch.Tensor]:
-        loader = RankLoader(
-            Noise(30), global_batch_size=5, rank=0, world_size=1, seed=seed, **kwargs
-        )
+        loader = loader_of(Noise(30), 5, seed=seed, **kwargs)
         return [data for data, _ in loader.lockstep(epoch, start)]
 
     whole = epoch_of(2, 0, **FORKED)
@@ -101,12 +83,9 @@ def test_augmentation_is_the_same_on_resume_and_for_any_number_of_workers() -> N
     assert torch.equal(torch.cat(whole[2:]), torch.cat(epoch_of(2, 2, **one_worker)))
     noise = torch.cat(whole)[:, 1:]
     assert len(noise.unique()) == noise.numel(), "no two draws are equal"
-    assert not torch.isin(torch.cat(epoch_of(3, 0, **FORKED))[:, 1:], noise).any(), (
-        "each epoch draws anew"
-    )
-    assert not torch.isin(torch.cat(epoch_of(2, 0, seed=8, **FORKED))[:, 1:], noise).any(), (
-        "each seed draws anew"
-    )
+    for other in (epoch_of(3, 0, **FORKED), epoch_of(2, 0, seed=8, **FORKED)):
+        drawn = torch.cat(other)[:, 1:]
+        assert not torch.isin(drawn, noise).any(), "each epoch, and each seed, draws anew"
 
 
 def _with_draws(samples: list[torch.Tensor]) -> tuple[torch.Tensor, float, float, float]:
@@ -127,7 +106,7 @@ def test_what_collating_draws_is_the_same_for_any_number_of_workers(dataset: Dat
 
     def epoch_of(num_workers: int, start: int = 0) -> list[tuple[float, ...]]:
         workers = {**FORKED, "num_workers": num_workers, "collate_fn": _with_draws}
-        loader = RankLoader(dataset, global_batch_size=5, rank=0, world_size=1, seed=7, **workers)
+        loader = loader_of(dataset, 5, seed=7, **workers)
         return [draws for (_, *draws), _ in loader.lockstep(2, start)]
 
     assert epoch_of(1) == epoch_of(2)
@@ -140,7 +119,7 @@ def test_only_what_draws_needs_to_be_seeded() -> None:
 
     def epoch_of(dataset: Dataset[Any], num_workers: int, *, seed_samples: Any) -> torch.Tensor:
         workers = {**FORKED, "num_workers": num_workers, "seed_samples": seed_samples}
-        loader = RankLoader(dataset, global_batch_size=5, rank=0, world_size=1, seed=7, **workers)
+        loader = loader_of(dataset, 5, seed=7, **workers)
         return torch.cat([data for data, _ in loader.lockstep(2)])
 
     one, two = (epoch_of(Noise(30), num_workers, seed_samples=False) for num_workers in (1, 2))
@@ -160,9 +139,7 @@ def test_dataset_that_fetches_whole_batches_keeps_doing_so() -> None:
     """`__getitems__` of the user's dataset (here a Subset's) is used, and seeded per batch in
     workers."""
     subset = Subset(Noise(40), range(10, 30))
-    loaders = [
-        RankLoader(subset, global_batch_size=5, rank=0, world_size=2, **FORKED) for _ in range(2)
-    ]
+    loaders = [loader_of(subset, 5, world_size=2, **FORKED) for _ in range(2)]
     runs = [torch.cat([data for data, _ in loader.lockstep(1)]) for loader in loaders]
     assert torch.equal(runs[0], runs[1])
     assert set(runs[0][:, 0].tolist()) <= set(range(10, 30))
@@ -179,9 +156,7 @@ def test_worker_init_fn_reaches_the_users_dataset() -> None:
     with a plain DataLoader."""
     arguments: dict[str, Any] = {"worker_init_fn": _shift, "num_workers": 1}
     plain = [data.tolist() for data in DataLoader(Numbers(6), batch_size=3, **arguments)]
-    ours = RankLoader(
-        Numbers(6), global_batch_size=3, rank=0, world_size=1, shuffle=False, **arguments
-    )
+    ours = loader_of(Numbers(6), 3, shuffle=False, **arguments)
     assert [data.tolist() for data in ours] == plain
     assert plain == [[100, 101, 102], [103, 104, 105]]
 

@@ -1,22 +1,17 @@
 """E9: the workloads that people meet first, end to end on small data in the real formats, from
 a directory and from S3."""
 
-import hashlib
 from pathlib import Path
 
 import pytest
-import torch
 
-from flows import land_use
 from prefect_torch_ddp import (
     CheckpointParams,
-    RankContext,
     TrainParams,
     read_metrics,
     read_result,
     train_flow,
 )
-from prefect_torch_ddp.storage.directory import DirectoryStorage
 from tests.integration.data.image_files import write_cifar10, write_images
 from tests.support.runs import artifacts_of, flow_run_id_of
 from tests.support.s3_server import S3Server
@@ -28,16 +23,6 @@ pytestmark = [
 ]
 
 
-@pytest.fixture
-def bucket(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> S3Server:
-    """Give a server that the AWS chain of this process, and of those that it starts, finds."""
-    key, secret = s3_server.keys["owner"]
-    names = ("AWS_ENDPOINT_URL", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_DEFAULT_REGION")
-    for name, value in zip(names, (s3_server.endpoint_url, key, secret, "us-east-1"), strict=True):
-        monkeypatch.setenv(name, value)
-    return s3_server
-
-
 def some_names() -> list[str]:
     """Return 240 names like those of pets."""
     begins = ("Bu", "Mo", "Lu", "Ze", "Ri", "Pi", "Sa", "Kü", "No", "Ta")
@@ -45,10 +30,10 @@ def some_names() -> list[str]:
     return [f"{begin}{middle}{end}" for begin in begins for middle in middles for end in ends]
 
 
-def test_pet_names(bucket: S3Server, tmp_path: Path) -> None:
+def test_pet_names(chain_s3_server: S3Server, tmp_path: Path) -> None:
     """From a text file on S3 an LSTM learns, and 50 new names come out, none of which is on the
     list in any case."""
-    source = bucket.storage()
+    source = chain_s3_server.storage()
     names = some_names()
     source.write("pets.txt", "\r\n".join(["", *names, names[0].upper(), "  "]).encode("utf-8-sig"))
     report = train_flow(
@@ -103,11 +88,11 @@ def test_cifar10_resumes_in_the_midst_of_an_epoch(tmp_path: Path) -> None:
     ]
 
 
-def test_land_use(bucket: S3Server, tmp_path: Path) -> None:
+def test_land_use(chain_s3_server: S3Server, tmp_path: Path) -> None:
     """21 classes of small JPEG images on S3; in bfloat16, compiled, in micro-batches; the
     confusion matrix is in the report."""
     how = {"micro_batch_size": 7, "precision": "bfloat16", "compile": "eager"}
-    source = bucket.storage()
+    source = chain_s3_server.storage()
     write_images(source, [f"class{number:02}" for number in range(21)], num_each=5)
     report = train_flow(
         TrainParams(
@@ -128,25 +113,3 @@ def test_land_use(bucket: S3Server, tmp_path: Path) -> None:
     assert [score.support for score in report.evaluation.classes] == [1] * 21
     artifacts = artifacts_of(flow_run_id_of(report.flow_run_url))
     assert "class20" in str(artifacts["train-ddp-confusion-matrix"].data)
-
-
-def test_a_folder_and_a_bucket_are_the_same_to_a_workload(bucket: S3Server, tmp_path: Path) -> None:
-    """B4, B5: the same splits of the same images, and the same weights to the last bit."""
-    found = []
-    for place in (bucket.storage(), DirectoryStorage(tmp_path / "images")):
-        write_images(place, ["field", "forest"], num_each=10)
-        data = tmp_path / f"of-{type(place).__name__}"
-        data.mkdir()
-        with RankContext.local(data=data, source=place.uri, stage="prepare") as ctx:
-            land_use.prepare(ctx)
-        options = {"size": 32, "model": "squeezenet1_1", "epochs": 1, "global_batch_size": 8}
-        with RankContext.local(data=data, source=place.uri, options=options, seed=4) as ctx:
-            land_use.train(ctx)
-            weights = ctx._parts.tracker._objects["model"].state_dict()
-        found.append(((data / "split.json").read_text(), sha256_of_weights_in(weights)))
-    assert found[0] == found[1]
-
-
-def sha256_of_weights_in(state: dict[str, torch.Tensor]) -> str:
-    """Hash a model's state."""
-    return hashlib.sha256(b"".join(value.numpy().tobytes() for value in state.values())).hexdigest()

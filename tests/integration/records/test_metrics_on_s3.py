@@ -3,7 +3,6 @@ ranks."""
 
 import math
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -62,17 +61,12 @@ def each_step_of_each_rank(num_steps: int) -> list[tuple[int, int]]:
 
 
 def test_all_records_are_in_the_bucket_and_read_while_it_trains(
-    s3_server: S3Server,
+    chain_s3_server: S3Server,
     dask_client: Client,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """2 ranks x 1,500 steps: 3,000 records in few objects; read by the URI with the AWS chain
     while they are written."""
-    storage = s3_server.storage()
-    key, secret = s3_server.keys["owner"]
-    names = ("AWS_ENDPOINT_URL", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_DEFAULT_REGION")
-    for name, value in zip(names, (s3_server.endpoint_url, key, secret, "us-east-1"), strict=True):
-        monkeypatch.setenv(name, value)
+    storage = chain_s3_server.storage()
     seen: list[int] = []
 
     def read_on(event: GangEvent) -> None:
@@ -159,24 +153,3 @@ def test_a_block_names_the_storage_too(s3_server: S3Server) -> None:
     s3_server.storage(FOLDER).write("runs/run/metrics/rank-00000/000001-000001.jsonl", line)
     frame = read_metrics(block, "run")
     assert frame["loss"].isna().tolist() == [True]
-
-
-def test_thousands_of_small_objects_are_read_concurrently(s3_server: S3Server) -> None:
-    """More than a listing's page has: in order, each once."""
-    storage = s3_server.storage()
-    numbers = range(1, 1201)
-    line = (
-        '{{"step": {0}, "epoch": 1, "rank": 0, "attempt": 1, "time": 0, "num_samples": 1, '
-        '"metrics": {{"loss": {0}}}}}\n'
-    )
-
-    def write(number: int) -> None:
-        storage.write(
-            f"runs/run/metrics/rank-00000/000001-{number:06d}.jsonl", line.format(number).encode()
-        )
-
-    with ThreadPoolExecutor(max_workers=8) as pool:
-        list(pool.map(write, numbers))
-    frame = read_metrics(storage, "run")
-    assert frame["step"].tolist() == list(numbers)
-    assert frame["loss"].tolist() == list(numbers)

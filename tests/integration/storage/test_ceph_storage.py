@@ -4,7 +4,6 @@ and certificates."""
 import dataclasses
 from datetime import timedelta
 
-import psutil
 import pytest
 
 from prefect_torch_ddp.storage.protocol import ObjectPart
@@ -12,6 +11,8 @@ from tests.support.ceph_server import run_ceph
 from tests.support.s3_conformance import S3Conformance, error_of
 from tests.support.storage_conformance import FORK, StorageConformance, in_processes
 from tests.support.waiting import becomes_true
+
+pytestmark = pytest.mark.extended
 
 NUM_RACERS, NUM_RACES = 16, 10
 
@@ -104,24 +105,3 @@ def _race_often(storage, content, barrier):
         barrier.wait(60)
         won.append(storage.write_if_absent(f"race/{number}", content))
     return won
-
-
-def test_two_servers_run_at_once_and_end_whole(ceph_server, tmp_path_factory):
-    """Each has ports and objects of its own; afterwards none of its processes is left."""
-    home = tmp_path_factory.mktemp("ceph")
-    ours = ceph_server.storage("shared")
-    ours.write("object", b"ours")
-    with run_ceph(home) as other:
-        theirs = other.storage("shared")
-        assert list(theirs.list()) == []
-        theirs.write("object", b"theirs")
-        assert ours.read("object") == b"ours"
-        assert "HEALTH_" in other.ceph("health")
-        assert len(processes_of(home)) == 3
-    assert processes_of(home) == []
-
-
-def processes_of(home):
-    """Find those whose command line names the folder."""
-    lines = [process.info["cmdline"] or [] for process in psutil.process_iter(["cmdline"])]
-    return [line for line in lines if any(str(home) in word for word in line)]

@@ -21,6 +21,7 @@ from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.storage.protocol import Storage
 from prefect_torch_ddp.storage.s3.client import client_of
 from prefect_torch_ddp.storage.s3.storage import S3Storage
+from tests.support.gangs import RUN_WITH_CONTEXT
 from tests.support.records import read_records
 from tests.support.s3_server import S3Server
 from tests.support.wire_faults import FAULTS, FaultyWire
@@ -45,9 +46,7 @@ def train(
     """Train on two ranks of real Dask workers, from the newest checkpoint on."""
     config = RankConfig("run", attempt, "task", storage, checkpoint=EVERY_OTHER_STEP)
     arguments = (config, stored.leave_all, (fails, is_big))
-    return run_gang(
-        client, "prefect_torch_ddp.rank.stages:run_with_context", args=arguments, world_size=2
-    )
+    return run_gang(client, RUN_WITH_CONTEXT, args=arguments, world_size=2)
 
 
 def train_and_fail(client: Client, storage: Storage) -> None:

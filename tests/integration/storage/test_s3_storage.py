@@ -18,9 +18,8 @@ from prefect_torch_ddp.storage.locate import storage_from_uri
 from prefect_torch_ddp.storage.protocol import ObjectPart
 from prefect_torch_ddp.storage.s3.client import client_of
 from prefect_torch_ddp.storage.s3.storage import S3Storage
-from tests.support.s3_conformance import SECRET, S3Conformance
-from tests.support.s3_conformance import error_of as _error
-from tests.support.s3_server import Wire, answer, free_port
+from tests.support.s3_conformance import SECRET, S3Conformance, error_of
+from tests.support.s3_server import Wire, answer
 from tests.support.storage_conformance import StorageConformance, in_processes
 
 
@@ -62,43 +61,38 @@ def over_wire(open_s3_server, wire):
 # ---- Refusals: each names bucket, key and the way out, and shows no secret.
 
 
-def test_an_unreachable_endpoint_is_named():
-    """Nobody listens: the endpoint is in the message."""
-    endpoint = f"http://127.0.0.1:{free_port()}"
-    storage = S3Storage(
-        "bucket", endpoint_url=endpoint, access_key_id="k", secret_access_key=SECRET, max_attempts=2
-    )
-    message = _error(storage.read, "object")
-    assert endpoint in message
-    assert "can't be reached" in message
-    assert SECRET not in message
-
-
-def test_a_silent_endpoint_is_given_up():
+@pytest.mark.parametrize(
+    ("is_silent", "says"), [(True, "didn't answer in time"), (False, "can't be reached")]
+)
+def test_an_endpoint_that_is_dead_or_silent_is_given_up_and_named(
+    is_silent: bool, says: str
+) -> None:
     """A server that takes the request and never answers doesn't hold a run for ever."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        storage = S3Storage(
-            "bucket",
-            endpoint_url=f"http://127.0.0.1:{listener.getsockname()[1]}",
-            access_key_id="k",
-            secret_access_key=SECRET,
-            read_timeout_s=0.3,
-            max_attempts=2,
-        )
-        assert "didn't answer in time" in _error(storage.read, "object")
+    with socket.socket() as listener:
+        # Bound and not listening: it refuses, and nobody else takes the port.
+        listener.bind(("127.0.0.1", 0))
+        if is_silent:
+            listener.listen()
+        endpoint = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        keys = {"access_key_id": "k", "secret_access_key": SECRET}
+        options = {"endpoint_url": endpoint, "read_timeout_s": 0.3, "max_attempts": 2}
+        message = error_of(S3Storage("bucket", **keys, **options).read, "object")
+    assert endpoint in message
+    assert says in message
+    assert SECRET not in message
 
 
 def test_no_credentials_are_named(monkeypatch, tmp_path):
     """Where the machine has none, the message says how to give some."""
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
-    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
-    monkeypatch.setenv("BOTO_CONFIG", str(tmp_path / "none"))
-    storage = S3Storage("bucket", "no-credentials", endpoint_url=f"http://127.0.0.1:{free_port()}")
-    assert "there are no credentials: register an s3-bucket block" in _error(storage.read, "object")
+    for name in ("AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE", "BOTO_CONFIG"):
+        monkeypatch.setenv(name, str(tmp_path / "none"))
+    storage = S3Storage("bucket", "no-credentials", endpoint_url="http://127.0.0.1:1")
+    says = "there are no credentials: register an s3-bucket block"
+    assert says in error_of(storage.read, "object")
     missing_profile = S3Storage("bucket", profile="no-such-profile", region="us-east-1")
-    assert "no such AWS profile" in _error(missing_profile.read, "object")
+    assert "no such AWS profile" in error_of(missing_profile.read, "object")
 
 
 @pytest.mark.parametrize(
@@ -117,7 +111,7 @@ def test_other_refusals_say_what_to_do(wire, over_wire, status, code, expected):
     store's code."""
     storage = dataclasses.replace(over_wire, max_attempts=1)
     wire.faults = [("PUT", answer(status, code))]
-    message = _error(storage.write_if_absent, "object", b"x")
+    message = error_of(storage.write_if_absent, "object", b"x")
     assert expected in message
     assert code in message
 
@@ -131,23 +125,23 @@ def test_secrets_are_not_shown():
 
 
 @pytest.mark.parametrize(
-    "make",
+    ("bucket", "options"),
     [
-        lambda: S3Storage(""),
-        lambda: S3Storage("a/b"),
-        lambda: S3Storage("b", access_key_id="k"),
-        lambda: S3Storage("b", secret_access_key=SECRET),
-        lambda: S3Storage("b", anonymous=True, access_key_id="k", secret_access_key=SECRET),
-        lambda: S3Storage("b", endpoint_url="minio:9000"),
-        lambda: S3Storage("b", read_timeout_s=0),
-        lambda: S3Storage("b", max_attempts=0),
-        lambda: S3Storage("b", endpoint_url=f"http://user:{SECRET}@minio:9000"),
+        ("", {}),
+        ("a/b", {}),
+        ("b", {"access_key_id": "k"}),
+        ("b", {"secret_access_key": SECRET}),
+        ("b", {"anonymous": True, "access_key_id": "k", "secret_access_key": SECRET}),
+        ("b", {"endpoint_url": "minio:9000"}),
+        ("b", {"read_timeout_s": 0}),
+        ("b", {"max_attempts": 0}),
+        ("b", {"endpoint_url": f"http://user:{SECRET}@minio:9000"}),
     ],
 )
-def test_impossible_descriptions_are_refused(make):
+def test_impossible_descriptions_are_refused(bucket, options):
     """What can't work is refused when it is written down, without the secret."""
     with pytest.raises(InvalidParamsError) as caught:
-        make()
+        S3Storage(bucket, **options)
     assert SECRET not in str(caught.value)
 
 
@@ -181,42 +175,26 @@ def test_anonymous_requests_are_not_signed(wire, open_s3_server):
     storage = S3Storage("bucket", "public", endpoint_url=wire.endpoint_url, anonymous=True)
     assert storage.read("object") == b"1"
     assert "Authorization" not in wire.exchanges[-1].headers
-    assert "access denied" in _error(storage.read, "private")
+    assert "access denied" in error_of(storage.read, "private")
 
 
-def test_the_environment_of_the_process_is_used(monkeypatch, s3_server):
-    """A plain s3:// URI takes endpoint and credentials where AWS's own tools find them."""
-    key, secret = s3_server.keys["owner"]
-    monkeypatch.setenv("AWS_ENDPOINT_URL", s3_server.endpoint_url)
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", key)
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", secret)
-    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-    storage = storage_from_uri("s3://bucket/from-the-environment")
-    storage.check_writable()
-    with pytest.raises(ObjectNotFoundError, match=s3_server.endpoint_url):
-        storage.read("absent")
-
-
-def test_another_environment_is_another_client(monkeypatch, s3_server):
-    """A notebook that corrects its variables isn't held to the client of the wrong ones; the
-    same ones have one client."""
-    key, secret = s3_server.keys["owner"]
-    for name, value in (
-        ("AWS_ENDPOINT_URL", s3_server.endpoint_url),
-        ("AWS_ACCESS_KEY_ID", key),
-        ("AWS_DEFAULT_REGION", "us-east-1"),
-    ):
-        monkeypatch.setenv(name, value)
+def test_another_environment_is_another_client(chain_s3_server, monkeypatch):
+    """A plain s3:// URI takes endpoint and credentials where AWS's own tools find them. A notebook
+    that corrects its variables isn't held to the client of the wrong ones; the same ones have one
+    client."""
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
-    storage = storage_from_uri("s3://bucket/from-another-environment")
-    part = ObjectPart("object", 1)
+    uri = "s3://bucket/from-another-environment"
+    storage, part = storage_from_uri(uri), ObjectPart("object", 1)
     with pytest.raises(StorageError, match="secret"):
         storage.write("object", b"1")
     assert all(isinstance(found, StorageError) for found in storage.read_many([part]))
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", secret)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", chain_s3_server.keys["owner"][1])
+    storage.check_writable()
     storage.write("object", b"1")
     assert list(storage.read_many([part])) == [b"1"]
-    assert client_of(storage) is client_of(storage_from_uri("s3://bucket/from-another-environment"))
+    with pytest.raises(ObjectNotFoundError, match=chain_s3_server.endpoint_url):
+        storage.read("absent")
+    assert client_of(storage) is client_of(storage_from_uri(uri))
 
 
 # ---- Sizes, pages, processes.

@@ -4,7 +4,6 @@ that is down, one rank's network."""
 import os
 import subprocess
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from prefect_torch_ddp.rank.config import RankConfig
 from prefect_torch_ddp.rank.stages import run_with_context
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.storage.protocol import Storage
+from tests.support.gangs import RUN_WITH_CONTEXT
 from tests.support.ranks import run_ranks
 from tests.support.s3_server import Wire, answer
 from tests.unit.checkpoint.test_commit import FailingStorage
@@ -56,18 +56,14 @@ def config_for(
 
 
 def train(
-    storage: Storage, place: Path | None = None, plan: dict[int, str] | None = None
+    storage: Storage, place: Path | None = None, plan: dict[int, str] | None = None, **policy: Any
 ) -> list[dict[str, Any]]:
     """Train on two real ranks."""
-    config = config_for(storage, claim_attempt(storage, "run"))
-    return run_ranks(
-        run_with_context,
-        2,
-        config,
-        stored.train_through,
-        (str(place), plan or {}),
-        timeout_s=120,
+    config = config_for(
+        storage, claim_attempt(storage, "run"), EVERY_STEP.model_copy(update=policy)
     )
+    through = (stored.train_through, (str(place), plan or {}))
+    return run_ranks(run_with_context, 2, config, *through)
 
 
 def steps_of(storage: Storage) -> list[int]:
@@ -131,13 +127,9 @@ def test_a_disk_that_fails_to_the_end_keeps_the_last_good_checkpoint(
     """Nothing of the failed ones takes room; the training's end is an error; once repaired, a
     new attempt resumes from there."""
     storage = DirectoryStorage(small_disk / "store")
-    config = config_for(storage, claim_attempt(storage, "run"))
-    arguments = (str(small_disk), plan)
-    with pytest.raises(
-        AssertionError,
-        match=r"CheckpointError: the last checkpoint of run run could not be written: runs/run/",
-    ):
-        run_ranks(run_with_context, 2, config, stored.train_through, arguments)
+    says = r"CheckpointError: the last checkpoint of run run could not be written: runs/run/"
+    with pytest.raises(AssertionError, match=says):
+        train(storage, small_disk, plan)
     assert steps_of(storage) == [1, 2, 3]
     stored.strike("free" if plan[4] == "fill" else "rw", small_disk)
     values = train(storage)
@@ -204,16 +196,12 @@ def test_a_training_that_is_to_fail_with_its_checkpoint_fails(tmp_path: Path, re
     """on_failure="fail": within the next step, with a CheckpointError that names object and
     reason, also where rank 1 failed."""
     storage = FailingStorage(tmp_path, f"step-00000004/000001/{refused}")
-    config = replace(
-        config_for(storage, claim_attempt(storage, "run")),
-        checkpoint=EVERY_STEP.model_copy(update={"on_failure": "fail"}),
-    )
     key = rf"runs/run/checkpoints/step-00000004/000001/{refused}\.pt"
     says = rf"could not be written: (rank 1: )?{key}: the disk is full"
     with pytest.raises(
         AssertionError, match=f"CheckpointError: the last checkpoint of run run {says}"
     ):
-        run_ranks(run_with_context, 2, config, stored.train_through, ("", {}))
+        train(storage, on_failure="fail")
     values = train(DirectoryStorage(tmp_path))
     assert min(values[0]["troubles"]) == 4, "it resumed from step 3"
     assert steps_of(DirectoryStorage(tmp_path)) == [7, 8, 9]
@@ -222,38 +210,26 @@ def test_a_training_that_is_to_fail_with_its_checkpoint_fails(tmp_path: Path, re
 def test_the_caller_of_a_gang_hears_of_it(dask_client: Client, tmp_path: Path) -> None:
     """Progress carries the trouble and the log the warning; with on_failure="fail" the error's
     cause is the CheckpointError."""
-    storage = FailingStorage(tmp_path, "step-00000007/")
     events: list[Any] = []
-    arguments = (stored.train_through, ("", {}))
-    with pytest.raises(RankFailedError) as caught:
-        run_gang(
-            dask_client,
-            "prefect_torch_ddp.rank.stages:run_with_context",
-            args=(
-                config_for(storage, policy=EVERY_STEP.model_copy(update={"on_failure": "fail"})),
-                *arguments,
-            ),
-            world_size=2,
-            on_event=events.append,
-        )
-    assert isinstance(caught.value.__cause__, CheckpointError)
-    assert "step-00000007/000001/" in str(caught.value)
-    assert "the disk is full" in str(caught.value)
-    assert any(
-        "no checkpoint of step 7, " in event.text for event in events if isinstance(event, LogLine)
-    )
-    never = FailingStorage(tmp_path / "never", "rank-00000")
-    with pytest.raises(
-        RankFailedError, match="the last checkpoint of run run could not be written"
-    ):
-        run_gang(
-            dask_client,
-            "prefect_torch_ddp.rank.stages:run_with_context",
-            args=(config_for(never), *arguments),
-            world_size=2,
-            on_event=events.append,
-        )
+
+    def fail(storage: Storage, policy: CheckpointParams) -> RankFailedError:
+        config = config_for(storage, policy=policy)
+        arguments = (config, stored.train_through, ("", {}))
+        with pytest.raises(RankFailedError, match="could not be written") as caught:
+            run_gang(
+                dask_client, RUN_WITH_CONTEXT, args=arguments, world_size=2, on_event=events.append
+            )
+        return caught.value
+
+    storage = FailingStorage(tmp_path, "step-00000007/")
+    error = fail(storage, EVERY_STEP.model_copy(update={"on_failure": "fail"}))
+    assert isinstance(error.__cause__, CheckpointError)
+    assert "step-00000007/000001/" in str(error)
+    assert "the disk is full" in str(error)
+    lines = [event.text for event in events if isinstance(event, LogLine)]
+    assert any("no checkpoint of step 7, " in line for line in lines)
+    error = fail(FailingStorage(tmp_path / "never", "rank-00000"), EVERY_STEP)
+    assert "the last checkpoint of run run could not be written" in str(error)
     troubles = {event.trouble for event in events if isinstance(event, Progress)}
-    assert any(
-        trouble.startswith("no checkpoint yet: runs/run/checkpoints/step-") for trouble in troubles
-    ), troubles
+    says = "no checkpoint yet: runs/run/checkpoints/step-"
+    assert any(trouble.startswith(says) for trouble in troubles), troubles

@@ -13,9 +13,8 @@ from prefect_torch_ddp import (
     TrainParams,
     train_flow,
 )
-from tests.support.runs import free_port
 
-NOBODY = f"tcp://127.0.0.1:{free_port()}"
+NOBODY = "tcp://127.0.0.1:1"
 NO_CLASS = ClusterParams(cluster_class="no_such.Cluster")
 NO_CLUSTER = ClusterParams(address=NOBODY)
 STEP_400 = "no-such-run/checkpoints/step-00000400"
@@ -31,6 +30,8 @@ WAY_OUT = "names no run; write a run's id, or <storage>/runs/<run id>"
             "workload 'tests.workloads.no_such' can't be found",
         ),
         ({"storage": "/proc/nowhere"}, "/proc/nowhere"),
+        ({"source": "/proc/nowhere"}, "there is no folder /proc/nowhere here"),
+        ({"source": "empty"}, "/empty, and there is nothing"),
         ({"storage": "ftp://host/x"}, "ftp: names no known storage"),
         ({"storage": "s3-bucket/absent"}, "s3-bucket/absent"),
         ({"cluster": NO_CLASS}, "no_such.Cluster"),
@@ -46,8 +47,12 @@ WAY_OUT = "names no run; write a run's id, or <storage>/runs/<run id>"
         ({"resume_from": "s3-bucket/absent/runs/otter"}, "s3-bucket/absent"),
     ],
 )
-def test_refused_before_a_process_starts(tmp_path: Path, params: dict[str, Any], says: str) -> None:
+def test_refused_before_a_process_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, params: dict[str, Any], says: str
+) -> None:
     """Each error names the value and what to do; no Dask worker and no rank was started."""
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path)
     before = set(psutil.Process().children(recursive=True))
     error = StorageError if says == "/proc/nowhere" else InvalidParamsError
     with pytest.raises(error, match=says):

@@ -57,9 +57,8 @@ def check_every_reference(server: S3Server, kind: str, monkeypatch: pytest.Monke
     """Expect AwsCredentials, MinIOCredentials, s3fs and the AWS chain to reach the same objects."""
     from prefect_aws import S3Bucket
 
-    key, secret = server.keys["owner"]
-    names = ("AWS_ENDPOINT_URL", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_DEFAULT_REGION")
-    for name, value in zip(names, (server.endpoint_url, key, secret, "us-east-1"), strict=True):
+    _, secret = server.keys["owner"]
+    for name, value in server.environment().items():
         monkeypatch.setenv(name, value)
     references = (
         save_block(f"{kind}-aws", server, folder="/kinds/"),
@@ -231,14 +230,11 @@ def test_registered_again_a_block_is_changed(s3_server: S3Server) -> None:
 
     With other keys and another folder: these, in the same blocks.
     """
-    key, secret = s3_server.keys["owner"]
-    place = {
-        "S3_BUCKET": s3_server.bucket,
-        "S3_BLOCK_NAME": "registered",
-        "AWS_ENDPOINT_URL": s3_server.endpoint_url,
-        "AWS_ACCESS_KEY_ID": key,
-    }
-    first = register(**place, S3_FOLDER="one", AWS_SECRET_ACCESS_KEY="wrong")
+    _, secret = s3_server.keys["owner"]
+    place = {"S3_BUCKET": s3_server.bucket, "S3_BLOCK_NAME": "registered"}
+    place |= s3_server.environment()
+    wrong = {"AWS_SECRET_ACCESS_KEY": "wrong"}
+    first = register(**place | wrong, S3_FOLDER="one")
     assert first.returncode == 0, first.stderr
     assert 'params={"storage": "s3-bucket/registered"}' in first.stdout
     there = blocks()
@@ -246,7 +242,7 @@ def test_registered_again_a_block_is_changed(s3_server: S3Server) -> None:
     with pytest.raises(StorageError, match="the secret is wrong"):
         resolve_storage("s3-bucket/registered").check_writable()
     for folder in ("one", "two", "two"):
-        again = register(**place, S3_FOLDER=folder, AWS_SECRET_ACCESS_KEY=secret)
+        again = register(**place, S3_FOLDER=folder)
         assert again.returncode == 0, again.stderr
         assert secret not in again.stdout + again.stderr
         assert blocks() == there

