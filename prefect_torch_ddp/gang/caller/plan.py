@@ -17,7 +17,7 @@ from prefect_torch_ddp.protocol.rank import (
     RankLaunch,
 )
 
-RANK_PATIENCE_S = 2.0
+RANK_EXTRA_S = 2.0
 """How much longer than its caller a rank waits for its agent, so that the caller names a silent
 worker before that worker's ranks end themselves and their peers fail."""
 
@@ -94,7 +94,7 @@ class GangPlan:
                 process_group=self.options.process_group,
                 backend=self.options.backend,
                 rendezvous_timeout_s=self.options.rendezvous_timeout_s,
-                agent_timeout_s=self.liveness_timeout_s + RANK_PATIENCE_S,
+                agent_timeout_s=self.liveness_timeout_s + RANK_EXTRA_S,
                 code_paths=self.code_paths,
                 launcher=self.options.launcher,
                 preload=self.preload,

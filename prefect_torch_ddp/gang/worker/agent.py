@@ -159,7 +159,7 @@ class _Agent:
             if self._box.has_room:
                 yield from rank.read()
             if rank.child.is_dead:
-                yield from rank.bury()
+                yield from rank.end()
 
     def _tell(self, order: RankOrder) -> None:
         for rank in self._ranks:
@@ -199,7 +199,7 @@ class _Agent:
         for rank in self._ranks:
             if not rank.child.is_reaped:
                 # How it ended is our doing, what it said before is not.
-                for event in rank.bury():
+                for event in rank.end():
                     if isinstance(event, LogLine):
                         self._box.post(event)
             for left in rank.records_left():

@@ -100,7 +100,7 @@ class RankProcess:
                 return event
         return None
 
-    def bury(self) -> Iterator[GangEvent]:
+    def end(self) -> Iterator[GangEvent]:
         """Kill and reap the process; yield its last output, and its death if that is news."""
         self.child.kill()
         status = self.child.reap()

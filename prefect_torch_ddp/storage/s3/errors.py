@@ -34,9 +34,6 @@ _DENIED = (
     "AbortMultipartUpload on the objects, and ListBucket and ListBucketMultipartUploads on the "
     "bucket"
 )
-_UNKNOWN = f"the store doesn't know this access key: {_KEYS}"
-_EXPIRED = "the session token has expired: register a fresh one, or use a role that renews it"
-_ELSEWHERE = f"the bucket is in another region: {_REGION}"
 _ALTERED = "the store got something else than was sent: check what stands between"
 
 _BY_CODE = {
@@ -44,28 +41,22 @@ _BY_CODE = {
     "InvalidBucketName": "no bucket may be called so: correct its name",
     "AccessDenied": _DENIED,
     "Forbidden": _DENIED,
-    "AllAccessDisabled": _DENIED,
-    "InvalidAccessKeyId": _UNKNOWN,
-    "InvalidClientTokenId": _UNKNOWN,
+    "InvalidAccessKeyId": f"the store doesn't know this access key: {_KEYS}",
     "SignatureDoesNotMatch": f"the secret is wrong: {_KEYS}",
     "InvalidToken": f"the session token is wrong: {_KEYS}",
-    "ExpiredToken": _EXPIRED,
-    "TokenRefreshRequired": _EXPIRED,
+    "ExpiredToken": "the session token has expired: register a fresh one, or a role that renews it",
     "RequestTimeTooSkewed": (
         "this machine's clock differs too much from the store's: set it, for instance by NTP"
     ),
     "AuthorizationHeaderMalformed": f"the request was signed for another region: {_REGION}",
-    "PermanentRedirect": _ELSEWHERE,
-    "IllegalLocationConstraintException": _ELSEWHERE,
+    "PermanentRedirect": f"the bucket is in another region: {_REGION}",
     "SlowDown": _BUSY,
     "RequestTimeout": "the request came too slowly: check the network, or have fewer ranks write",
     "BadDigest": _ALTERED,
     "XAmzContentSHA256Mismatch": _ALTERED,
-    "InvalidPart": "the store lost a part that it had taken: check it, and what stands between",
     "NoSuchUpload": "somebody aborted the upload: look whether another run is at this key",
     "NotImplemented": "the store can't do that: use one that honours conditional writes",
     "QuotaExceeded": _FULL,
-    "XMinioStorageFull": _FULL,
 }
 
 _BY_STATUS = {401: f"access denied: {_KEYS}", 403: _DENIED, 429: _BUSY, 507: _FULL}

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable
 from http import HTTPStatus
 from itertools import count
+from operator import methodcaller
 from typing import Any, TypeVar
 
 from prefect_torch_ddp.errors import BadAnswerError
@@ -76,7 +77,7 @@ def ask(
 def request(location: S3Location, verb: str, name: str, method: str, **arguments: Any) -> Any:
     """Ask by a method of the client; bucket and key are added to its arguments."""
     where = {"Bucket": location.bucket, "Key": name}
-    return ask(location, verb, name, lambda client: getattr(client, method)(**where, **arguments))
+    return ask(location, verb, name, methodcaller(method, **where, **arguments))
 
 
 def may_pass(error: Exception) -> bool:

@@ -2,15 +2,16 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import methodcaller
+from typing import Any
 
 from prefect_torch_ddp.errors import BadKeyError
 from prefect_torch_ddp.storage.keys import check_key, check_prefix, is_key
 from prefect_torch_ddp.storage.probe import probe
 from prefect_torch_ddp.storage.protocol import Contents, ListedObject, ObjectPart, StoredObject
 from prefect_torch_ddp.storage.s3.lean.read import reader_of
-from prefect_torch_ddp.storage.s3.listing import level_below, objects_below, uploads_below
 from prefect_torch_ddp.storage.s3.location import S3Location
-from prefect_torch_ddp.storage.s3.retries import request
+from prefect_torch_ddp.storage.s3.retries import ask, request
 from prefect_torch_ddp.storage.s3.transfer import read_whole, write_if_absent, write_whole
 
 MAX_NAME_BYTES = 1024
@@ -37,7 +38,7 @@ class S3Storage(S3Location):
 
     def list(self, prefix: str = "") -> Iterator[StoredObject]:
         """See `Storage.list`."""
-        found = objects_below(self, check_prefix(prefix))
+        found = self.list_objects(check_prefix(prefix))
         return (StoredObject(item.key, item.num_bytes) for item in found if is_key(item.key))
 
     def read_many(self, parts: Sequence[ObjectPart]) -> Contents:
@@ -46,11 +47,16 @@ class S3Storage(S3Location):
 
     def list_objects(self, prefix: str) -> Iterator[ListedObject]:
         """See `ReadsMany.list_objects`."""
-        return objects_below(self, prefix)
+        for page in self._pages("list", prefix, "list_objects_v2"):
+            yield from map(self._listed, page.get("Contents", ()))
 
     def list_level(self, prefix: str) -> Iterator[ListedObject | str]:
         """See `ListsLevels.list_level`."""
-        return level_below(self, prefix)
+        for page in self._pages("list", prefix, "list_objects_v2", Delimiter="/"):
+            found = {item["Key"]: self._listed(item) for item in page.get("Contents", ())}
+            folders = {item["Prefix"] for item in page.get("CommonPrefixes", ())}
+            for name in sorted(found.keys() | folders):
+                yield found[name] if name in found else name.removeprefix(self.name_of(""))
 
     def delete(self, key: str) -> None:
         """See `Storage.delete`."""
@@ -58,14 +64,33 @@ class S3Storage(S3Location):
 
     def drop_unfinished(self, prefix: str, is_over: Callable[[str], bool]) -> None:
         """See `KeepsUnfinished.drop_unfinished`; aborts uploads in parts, which are paid for."""
-        for upload in list(uploads_below(self, check_prefix(prefix))):
-            name, options = upload["Key"], {"UploadId": upload["UploadId"]}
-            if is_over(name.removeprefix(self.name_of(""))):
-                request(self, "abort the upload of", name, "abort_multipart_upload", **options)
+        verb = "list the unfinished uploads of"
+        for page in self._pages(verb, check_prefix(prefix), "list_multipart_uploads"):
+            for upload in page.get("Uploads", ()):
+                name, options = upload["Key"], {"UploadId": upload["UploadId"]}
+                if is_over(name.removeprefix(self.name_of(""))):
+                    request(self, "abort the upload of", name, "abort_multipart_upload", **options)
 
     def check_writable(self) -> None:
         """See `Storage.check_writable`."""
         probe(self)
+
+    def _pages(
+        self, verb: str, prefix: str, method: str, **options: str
+    ) -> Iterator[dict[str, Any]]:
+        """Yield the answers; what can't be read is asked for again, unlike botocore's paginator."""
+        options |= {"Bucket": self.bucket, "Prefix": self.name_of(prefix)}
+        while True:
+            page = ask(self, verb, options["Prefix"], methodcaller(method, **options))
+            yield page
+            if not page.get("IsTruncated"):
+                return
+            names = ("NextContinuationToken", "NextKeyMarker", "NextUploadIdMarker")
+            options |= {name.removeprefix("Next"): page[name] for name in names if page.get(name)}
+
+    def _listed(self, found: dict[str, Any]) -> ListedObject:
+        key = found["Key"].removeprefix(self.name_of(""))
+        return ListedObject(key, found["Size"], found["ETag"].strip('"'))
 
     def _name(self, key: str) -> str:
         name = self.name_of(check_key(key))

@@ -6,7 +6,7 @@ import ssl
 import time
 from collections import deque
 from collections.abc import Mapping
-from pathlib import Path
+from contextlib import suppress
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
@@ -32,14 +32,7 @@ class Connections:
     def __init__(
         self, url: str, ca_bundle: str | None, connect_timeout_s: float, read_timeout_s: float
     ) -> None:
-        """Connect to nothing yet.
-
-        Args:
-            url: of anything at the host.
-            ca_bundle: path of the certificates to trust; None: they aren't checked.
-            connect_timeout_s: limit for a connection to be made.
-            read_timeout_s: limit for the silence of one.
-        """
+        """Connect to nothing yet; without a file of certificates to trust none are checked."""
         parts = urlsplit(url)
         is_tls = parts.scheme == "https"
         self._address = parts.hostname or "", parts.port or (443 if is_tls else 80)
@@ -68,14 +61,12 @@ class Connections:
         return answer
 
     def _take(self) -> socket.socket:
-        while True:
-            try:
+        with suppress(IndexError):
+            while True:
                 sock, since_s = self._idle.pop()
-            except IndexError:
-                break
-            if time.monotonic() - since_s < IDLE_S:
-                return sock
-            sock.close()
+                if time.monotonic() - since_s < IDLE_S:
+                    return sock
+                sock.close()
         sock = socket.create_connection(self._address, self._connect_timeout_s)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if self._tls is not None:
@@ -85,10 +76,7 @@ class Connections:
 
 
 def _tls_context(ca_bundle: str | None) -> ssl.SSLContext:
-    is_folder = ca_bundle is not None and Path(ca_bundle).is_dir()
-    context = ssl.create_default_context(
-        cafile=None if is_folder else ca_bundle, capath=ca_bundle if is_folder else None
-    )
+    context = ssl.create_default_context(cafile=ca_bundle)
     if ca_bundle is None:
         context.check_hostname = False
         context.verify_mode = ssl.CERT_NONE
