@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.nn.functional import cross_entropy
 
 from prefect_torch_ddp.errors import InvalidParamsError
-from prefect_torch_ddp.rank.link import report_progress
+from prefect_torch_ddp.rank.link import current_link
 from prefect_torch_ddp.results import ClassScore, Report
 
 
@@ -46,7 +46,8 @@ class ClassificationMeter:
             InvalidParamsError: shapes don't fit together, or a class isn't one of the names.
         """
         num_classes = len(self.class_names)
-        report_progress()  # ranks may wait for one that validates alone
+        # Ranks may wait for one that validates alone.
+        current_link().heartbeat.progress(arms=False)
         self._refuse_misfits(logits, targets, loss)
         targets = targets.to(logits.device).long()
         predictions = logits.argmax(dim=1) if logits.dim() > 1 else logits.long()

@@ -51,10 +51,11 @@ class HeartbeatWriter:
         words[layout.EPOCH] = epoch
         words[PHASE] = _EPOCH_END if is_last else _STEP
 
-    def progress(self) -> None:
-        """Mark progress; from now on the rank is expected to keep making it."""
+    def progress(self, *, arms: bool = True) -> None:
+        """Mark progress; if it arms the watch, the rank is expected to keep making it."""
         self._words[MOVED_NS] = _now_ns()
-        self._words[layout.ARMED] = 1
+        if arms:
+            self._words[layout.ARMED] = 1
 
     @contextmanager
     def during(self, phase: Phase) -> Iterator[None]:

@@ -72,7 +72,8 @@ def test_counting_predictions_is_progress(monkeypatch: pytest.MonkeyPatch) -> No
     link.heartbeat = HeartbeatWriter(page)
     monkeypatch.setattr(link_module, "_link", link)
     ClassificationMeter(["a", "b"]).update(torch.tensor([0]), torch.tensor([1]))
-    assert Heartbeat.from_page(bytes(page)).moved_ns > 0
+    now = Heartbeat.from_page(bytes(page))
+    assert (now.moved_ns > 0, now.armed) == (True, False)
 
 
 def test_collectives_count_as_progress() -> None:
