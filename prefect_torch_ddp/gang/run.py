@@ -1,5 +1,7 @@
 """run_gang, level 1: a function on N ranks across the workers of a Dask cluster."""
 
+import asyncio
+import logging
 import pickle
 import queue
 import time
@@ -10,8 +12,7 @@ from typing import Any, Unpack
 
 from distributed import Client
 
-from prefect_torch_ddp.errors import GangError
-from prefect_torch_ddp.gang.caller.attempt import run_attempt
+from prefect_torch_ddp.errors import GangError, WorkerLostError
 from prefect_torch_ddp.gang.caller.code import (
     brings_context,
     name_of,
@@ -19,15 +20,18 @@ from prefect_torch_ddp.gang.caller.code import (
     pickle_call,
     preload_of,
 )
-from prefect_torch_ddp.gang.caller.placement import GangSize
+from prefect_torch_ddp.gang.caller.placement import GangSize, choose, num_workers_needed, place
 from prefect_torch_ddp.gang.caller.plan import CallParams, GangPlan
+from prefect_torch_ddp.gang.caller.reservation import GangReservation
 from prefect_torch_ddp.gang.caller.stop import StopSwitch, follow, log_event
+from prefect_torch_ddp.gang.caller.supervisor import Supervisor
+from prefect_torch_ddp.gang.caller.workers import gather_workers
 from prefect_torch_ddp.gang.checks import check_call, check_client, checked
 from prefect_torch_ddp.gang.liveness import liveness_timeout_s
 from prefect_torch_ddp.gang.restarts import FULL_SIZE_S, AttemptLog, CallAttemptLog, Restarts
 from prefect_torch_ddp.params import GangOptions
 from prefect_torch_ddp.protocol.agent import Seniority
-from prefect_torch_ddp.protocol.events import GangEvent
+from prefect_torch_ddp.protocol.events import NO_RANK, AttemptBegan, GangEvent, LogLine
 from prefect_torch_ddp.protocol.rank import ProcessGroupMode
 
 
@@ -112,8 +116,51 @@ def _attempt(client: Client, plan: GangPlan, restarts: Restarts, number: int) ->
     events: queue.SimpleQueue[GangEvent | None] = queue.SimpleQueue()
     stop = StopSwitch(given.stop_grace_s)
     return follow(
-        client, run_attempt(client, plan, size, events.put, stop), events, restarts.receive, stop
+        client, _run_attempt(client, plan, size, events.put, stop), events, restarts.receive, stop
     )
+
+
+async def _run_attempt(
+    client: Client,
+    plan: GangPlan,
+    size: GangSize,
+    sink: Callable[[GangEvent], None],
+    stop: StopSwitch,
+) -> list[bytes]:
+    """Return the pickled values of the ranks, in rank order."""
+    options = plan.options
+    queue_deadline_s: float | None = None
+    while True:
+        workers = await gather_workers(client, plan, size)
+        if options.queue_timeout_s is not None and queue_deadline_s is None:
+            queue_deadline_s = time.monotonic() + options.queue_timeout_s
+        world_size = size.on(len(workers))
+        num_workers = num_workers_needed(world_size, size.ranks_per_worker)
+        chosen = choose(workers, num_workers, plan.resources)
+        placement = place(chosen, world_size, size.ranks_per_worker, options.interface)
+        reservation = GangReservation(client, plan, chosen, placement)
+        supervisor = Supervisor(plan, placement, reservation.agents)
+        try:
+            if await _reserve(reservation, queue_deadline_s, sink):
+                sink(AttemptBegan(plan.attempt, world_size))
+                return await supervisor.run(sink, stop)
+        finally:
+            # Shielded: a caller that leaves by Ctrl-C or a timeout cancels this coroutine, and
+            # the ranks must go all the same.
+            await asyncio.shield(supervisor.clear(sink))
+
+
+async def _reserve(
+    reservation: GangReservation, deadline_s: float | None, sink: Callable[[GangEvent], None]
+) -> bool:
+    """Reserve all agents; False when the gang is to be placed anew."""
+    try:
+        return await reservation.reserve(
+            deadline_s, lambda text: sink(LogLine(NO_RANK, logging.INFO, text))
+        )
+    except WorkerLostError as error:
+        sink(LogLine(NO_RANK, logging.WARNING, f"{error}; the gang is placed anew"))
+        return False
 
 
 def _unpickle_value(data: bytes, rank: int) -> Any:
