@@ -205,10 +205,8 @@ def _cache() -> Path:
 def _staged(root: Path, name: str, kind: int) -> Iterator[Path]:
     """Give a new folder, removed at the end, as is what killed processes left of this name.
 
-    Args:
-        root: holds the folders and the locks of all names.
-        name: of a dataset; while anybody has its lock, nobody else removes anything of it.
-        kind: of the lock. The system frees it when the process ends, however it ends.
+    While anybody has the name's lock, nobody else removes anything of it. The system frees it
+    when the process ends, however it ends.
     """
     # Not tempfile.mkdtemp: its folders can't be read by other users, and these are renamed to
     # where all read.

@@ -231,6 +231,15 @@ class VirtualShare:
     batch: Any
 
 
+def _refuse(*_: object) -> NoReturn:
+    msg = (
+        "determinism='elastic' cuts the batch by virtual ranks: don't use it as it is, but take "
+        "each piece from `for piece, weight in ctx.micro_batches(batch):` and call backward on "
+        "its weighted loss"
+    )
+    raise InvalidParamsError(msg)
+
+
 class VirtualShares:
     """A rank's batch under elastic determinism; any use but by `ctx.micro_batches` is an error.
 
@@ -248,20 +257,4 @@ class VirtualShares:
             raise AttributeError(name)
         _refuse()
 
-    def __getitem__(self, _key: object) -> Any:
-        _refuse()
-
-    def __iter__(self) -> Iterator[Any]:
-        _refuse()
-
-    def __len__(self) -> int:  # noqa: PLE0303 - it never returns
-        _refuse()
-
-
-def _refuse() -> NoReturn:
-    msg = (
-        "determinism='elastic' cuts the batch by virtual ranks: don't use it as it is, but take "
-        "each piece from `for piece, weight in ctx.micro_batches(batch):` and call backward on "
-        "its weighted loss"
-    )
-    raise InvalidParamsError(msg)
+    __getitem__ = __iter__ = __len__ = _refuse

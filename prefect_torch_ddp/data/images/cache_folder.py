@@ -43,16 +43,7 @@ class CacheFolder:
     """
 
     def __init__(self, root: str, content_id: str, max_bytes: int) -> None:
-        """Make the folder, and hold its lock: its entries are in use.
-
-        Args:
-            root: the cache's folder, absolute.
-            content_id: tells the entries of one storage from another's.
-            max_bytes: of the whole cache.
-
-        Raises:
-            OSError: the folder can't be made, or is another user's.
-        """
+        """Make the folder, and hold its lock: its entries are in use."""
         self.root = root
         self.max_bytes = max_bytes
         self._content_id = content_id

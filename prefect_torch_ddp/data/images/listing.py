@@ -100,11 +100,7 @@ def write_index(source: Readable, folder: str | Path) -> int:
 
 
 def read_index(path: str | Path, uri: str) -> Iterator[ListedObject]:
-    """Yield what an index lists below a URI.
-
-    Args:
-        path: the folder that `write_index` wrote to, or the file.
-        uri: of the dataset, or of a folder in it: keys are relative to that.
+    """Yield what an index lists below a URI, of the dataset or a folder in it.
 
     Raises:
         InvalidParamsError: there is no such index, or it is another dataset's; or, at its end:
@@ -166,13 +162,8 @@ def index_images(
 
     Classes are the folders of the first level, sorted; a folder is there when anything is in
     it, or its marker (`cats/`). Images are files at any depth, of one class sorted by folder
-    and name. Files beside the class folders don't count.
-
-    Args:
-        listed: in any order; keys are relative to the dataset's root.
-        where: what to call the dataset in an error.
-        is_valid: tells from a key whether it is an image; None: by its extension.
-        allow_empty: whether a class may have no image.
+    and name. Files beside the class folders don't count. Keys are relative to the dataset's
+    root, which errors call `where`.
 
     Raises:
         NoImagesError: there is no class, or one without images.

@@ -20,11 +20,8 @@ def readable_at(
 ) -> tuple[Readable, str]:
     """Return what the dataset is read from, and the prefix of its names: empty, or with a slash.
 
-    Args:
-        location: where it is; with a storage, its URI below the storage's, or its path in the
-            storage.
-        storage: what to read from, with its credentials.
-        **ways: how to get to an s3:// URI: anonymous, endpoint_url, region.
+    With a storage the location is its URI below the storage's, or its path in the storage. The
+    ways to get to an s3:// URI are anonymous, endpoint_url and region.
 
     Raises:
         InvalidParamsError: the arguments don't fit together, or name nothing that can be read.
@@ -50,12 +47,6 @@ def opened(
     source: Readable, prefix: str, cache: str | Path | None, *, may_be_shards: bool
 ) -> tuple[Readable, str]:
     """Return what reads a dataset's images: out of shards, through a cache, or directly.
-
-    Args:
-        source: where the dataset is.
-        prefix: of its names there.
-        cache: folder on local disk.
-        may_be_shards: whether shards are looked for, by reading their index.
 
     Raises:
         InvalidParamsError: there are two caches.

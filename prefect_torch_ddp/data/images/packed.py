@@ -11,7 +11,12 @@ from typing import Any, NamedTuple
 
 from prefect_torch_ddp.data.images.cache import content_id
 from prefect_torch_ddp.data.images.columns import TextColumn, encoded, read_rows, write_rows
-from prefect_torch_ddp.errors import ObjectChangedError, ObjectNotFoundError, StorageError
+from prefect_torch_ddp.errors import (
+    InvalidParamsError,
+    ObjectChangedError,
+    ObjectNotFoundError,
+    StorageError,
+)
 from prefect_torch_ddp.storage.keys import check_key
 from prefect_torch_ddp.storage.protocol import (
     Contents,
@@ -110,11 +115,7 @@ class ShardIndex:
 
     @classmethod
     def load(cls, data: bytes, where: str) -> "ShardIndex":
-        """Read what `dump` returned.
-
-        Args:
-            data: the whole object.
-            where: what to call it in an error.
+        """Read what `dump` returned; errors call it `where`.
 
         Raises:
             StorageError: it is damaged, or of another version.
@@ -170,10 +171,13 @@ class PackedObjects:
             ObjectNotFoundError: there is none, so no shards were packed here, or not to the
                 end.
             StorageError: it is damaged, or can't be read.
+            InvalidParamsError: the storage isn't one that holds shards.
         """
+        if not isinstance(self.storage, Storage):
+            kind = type(self.storage).__name__
+            msg = f"shards are read from a directory or S3, and got {kind}; a cache goes in front"
+            raise InvalidParamsError(msg)
         try:
-            if not isinstance(self.storage, Storage):
-                raise ObjectNotFoundError  # noqa: TRY301 - what only lists and reads has none
             data = self.storage.read(self.prefix + INDEX_NAME)
         except ObjectNotFoundError as error:
             msg = (
@@ -258,6 +262,8 @@ def packed_objects(storage: Readable, prefix: str = "") -> PackedObjects | None:
     Raises:
         StorageError: their index is damaged, or can't be read.
     """
+    if not isinstance(storage, Storage):
+        return None
     packed = PackedObjects(storage, prefix)
     try:
         _ = packed.index
