@@ -84,24 +84,18 @@ def publish_dataset(
     return find_dataset(storage, dataset_id) or manifest.report(storage)
 
 
-def local_dataset(storage: Storage, dataset_id: str, cache_root: Path | None = None) -> Path:
+def local_dataset(storage: Storage, dataset_id: str) -> Path:
     """Return a local folder that holds a published dataset, a verified copy if need be.
 
-    Safe among processes: of several on a host one downloads, the others wait for it, and the
-    folder appears whole.
-
-    Args:
-        storage: where the dataset was published.
-        dataset_id: its id.
-        cache_root: the folder of all copies; left out, one in the user's cache
-            (`XDG_CACHE_HOME`, else `~/.cache`).
+    The copy lies in the user's cache (`XDG_CACHE_HOME`, else `~/.cache`). Safe among processes:
+    of several on a host one downloads, the others wait for it, and the folder appears whole.
 
     Raises:
         StorageError: the dataset, or one of its files, is missing or damaged; names the file.
     """
     manifest = published_manifest(storage, dataset_id)
     if not isinstance(storage, DirectoryStorage):
-        return _copied(storage, manifest, cache_root or _cache() / "datasets")
+        return _copied(storage, manifest, _cache() / "datasets")
     folder = storage.root / manifest.files_key
     misfit = manifest.first_misfit(folder)
     if misfit is not None:
@@ -216,7 +210,8 @@ def _staged(root: Path, name: str, kind: int) -> Iterator[Path]:
         lock = (root / f"{name}.lock").open("wb")
     except OSError as error:
         reason = error.strerror or error
-        msg = f"can't make a folder in {root}: {reason}; it has to be writable for this user"
+        other = ", or set XDG_CACHE_HOME" if root.is_relative_to(_cache()) else ""
+        msg = f"can't make a folder in {root}: {reason}; make it writable for this user{other}"
         raise StorageError(msg) from error
     with lock:
         _remove_left(lock, root, name)

@@ -16,7 +16,7 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _read_whole(folder: Path) -> None:
-    assert content_of(local_dataset(storage_of("far", folder), "d", folder / "cache")) == FILES
+    assert content_of(local_dataset(storage_of("far", folder), "d")) == FILES
 
 
 def _publish_own(kind: str, folder: Path, number: int) -> None:
@@ -40,19 +40,23 @@ def test_processes_of_one_host_download_once(tmp_path: Path) -> None:
     reads = (tmp_path / "reads").read_text().splitlines()
     read = sorted(key.split("/", 3)[3] for key in reads if "/files-" in key)
     assert read == sorted(FILES)
-    assert not [path for path in (tmp_path / "cache/.staging").iterdir() if path.is_dir()]
+    staging = (tmp_path / "home").glob("*/datasets/.staging/*")
+    assert not [path for path in staging if path.is_dir()]
 
 
 @pytest.mark.parametrize("kind", ["directory", "far"])
-def test_two_that_publish_at_once_leave_one_whole_dataset(kind: str, tmp_path: Path) -> None:
+def test_two_that_publish_at_once_leave_one_whole_dataset(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also when their prepare isn't deterministic: never a mixture of both."""
     context = multiprocessing.get_context("fork")
     for round_ in range(5):
         folder = tmp_path / str(round_)
         folder.mkdir()
+        monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "home"))
         calls = ((kind, folder, number) for number in range(2))
         _run_all([context.Process(target=_publish_own, args=arguments) for arguments in calls])
-        found = content_of(local_dataset(storage_of(kind, folder), "d", folder / "cache"))
+        found = content_of(local_dataset(storage_of(kind, folder), "d"))
         assert len(found) == 40
         assert len(set(found.values())) == 1
         shutil.rmtree(folder)
