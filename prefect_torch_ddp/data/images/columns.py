@@ -5,7 +5,6 @@ import json
 import zlib
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from itertools import islice
 from typing import Any, BinaryIO
 
@@ -101,23 +100,16 @@ def write_rows(
     return num_rows
 
 
-def read_rows(
-    file: BinaryIO, names: Sequence[str]
-) -> tuple[dict[str, Any], Iterator[tuple[Any, ...]]]:
-    """Return the head, and what yields the rows, of a file that `write_rows` wrote.
+def read_rows(file: BinaryIO, names: Sequence[str]) -> Iterator[Any]:
+    """Yield the head, and then each row, of a file that `write_rows` wrote.
 
     Raises:
         ValueError: the file is damaged or cut off, which may show after the last row only.
     """
-    lines = gzip.GzipFile(fileobj=file)
-    with _damage_is_value_error():
-        head = dict(json.loads(lines.readline()))
-    return head, _rows(lines, names)
-
-
-def _rows(lines: gzip.GzipFile, names: Sequence[str]) -> Iterator[tuple[Any, ...]]:
     num_rows, announced = 0, None
-    with _damage_is_value_error():
+    lines = gzip.GzipFile(fileobj=file)
+    try:
+        yield dict(json.loads(lines.readline()))
         for line in lines:  # compares a checksum where the file ends
             columns = json.loads(line)
             if "num_rows" in columns:
@@ -125,17 +117,11 @@ def _rows(lines: gzip.GzipFile, names: Sequence[str]) -> Iterator[tuple[Any, ...
                 continue
             num_rows += len(columns[names[0]])
             yield from zip(*(columns[name] for name in names), strict=True)
+    except (OSError, EOFError, zlib.error, KeyError, TypeError) as error:
+        raise ValueError(str(error)) from error
     if announced != num_rows:
         msg = f"it lists {num_rows} rows and announces {announced}"
         raise ValueError(msg)
-
-
-@contextmanager
-def _damage_is_value_error() -> Iterator[None]:
-    try:
-        yield
-    except (OSError, EOFError, zlib.error, KeyError, TypeError) as error:
-        raise ValueError(str(error)) from error
 
 
 def _line(value: dict[str, Any]) -> bytes:

@@ -117,8 +117,8 @@ def read_index(path: str | Path, uri: str) -> Iterator[ListedObject]:
 def _read(path: Path, uri: str) -> Iterator[ListedObject]:
     try:
         with path.open("rb") as file:
-            head, rows = read_rows(file, COLUMNS)
-            below = _below(head, uri, path)
+            rows = read_rows(file, COLUMNS)
+            below = _below(next(rows), uri, path)
             for key, num_bytes, etag in rows:
                 if key.startswith(below):
                     yield ListedObject(key[len(below) :], num_bytes, etag)

@@ -121,7 +121,8 @@ class ShardIndex:
             StorageError: it is damaged, or of another version.
         """
         try:
-            head, rows = read_rows(io.BytesIO(data), PackedSample._fields)
+            rows = read_rows(io.BytesIO(data), PackedSample._fields)
+            head = next(rows)
             if head["format"] != FORMAT:
                 msg = (
                     f"{where} is of the format {head['format']}, and this version reads {FORMAT}; "
