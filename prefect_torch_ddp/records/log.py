@@ -51,9 +51,9 @@ class RecordLog:
             storage: where to.
             run_id: of which run.
             kind: "metrics" or "ledger".
-            rank: which rank writes.
+            rank: who writes.
             attempt: in which attempt.
-            first_interval_s: seconds until the first part.
+            first_interval_s: until the first part.
             copies: the folder for what isn't written yet; None: no copies are kept.
         """
         self._storage = storage

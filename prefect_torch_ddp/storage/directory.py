@@ -26,7 +26,6 @@ T = TypeVar("T")
 
 STALE_AFTER_S = 24 * 3600.0
 """Nobody writes a file that long: what is older was left by a killed process."""
-NUM_PLACINGS = 100
 NO_OBJECT = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 CHANGED = (
     "the file changed since it was listed: list it again, by running prepare again, "
@@ -58,11 +57,7 @@ WAYS_OUT = {
 
 
 def absolute_folder(folder: str | Path) -> Path:
-    """Return a folder's absolute path, `~` expanded, without looking at it.
-
-    Raises:
-        InvalidParamsError: there is no such home folder.
-    """
+    """Return a folder's absolute path, `~` expanded; InvalidParamsError without such a home."""
     try:
         return Path(os.path.normpath(Path(folder).expanduser().absolute()))
     except RuntimeError as error:
@@ -191,7 +186,7 @@ class DirectoryStorage:
 
 def _place(temporary: Path, path: Path, place: Callable[[Path, Path], T]) -> T:
     """Move the file into place, again where a neighbour's delete took the empty folder away."""
-    for remaining in reversed(range(NUM_PLACINGS)):
+    for remaining in reversed(range(100)):
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             placed = place(temporary, path)
@@ -292,17 +287,14 @@ def _etag(found: os.stat_result) -> str:
 def is_local(folder: Path) -> bool:
     """Return whether a folder is known to be on a file system of this machine (on Linux only).
 
-    A file mapped into memory from elsewhere ends the process by SIGBUS where its server fails.
+    A file mapped from elsewhere ends the process by SIGBUS where its server fails.
     """
     device = folder.stat().st_dev
     name = f"{os.major(device)}:{os.minor(device)}"
-    try:
-        lines = (
-            Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-        )
-    except OSError:
-        return False
-    # proc(5): mount id, parent id, device, root, mount point, options, tags, "-", file system, ...
-    of_device = (line for line in lines if line.split()[2] == name)
-    kinds = {line.partition(" - ")[2].split()[0] for line in of_device}
-    return bool(kinds) and kinds <= LOCAL
+    with suppress(OSError):
+        text = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="replace")
+        # proc(5): mount id, parent id, device, root, mount point, options, tags, "-", file system
+        of_device = (line for line in text.splitlines() if line.split()[2] == name)
+        kinds = {line.partition(" - ")[2].split()[0] for line in of_device}
+        return bool(kinds) and kinds <= LOCAL
+    return False

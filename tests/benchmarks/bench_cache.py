@@ -2,13 +2,11 @@
 shard read in order, by neighbours."""
 
 import io
-import os
 import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 from PIL import Image
 
@@ -16,9 +14,11 @@ from prefect_torch_ddp.data.images.cache import CachedReads
 from prefect_torch_ddp.data.images.tar_shards import pack_shards
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.storage.protocol import ObjectPart, ReadsMany
+from tests.benchmarks.beside import rounds
+from tests.benchmarks.photos import write_photos
 
 pytestmark = pytest.mark.timeout(1800)
-ROUNDS = int(os.environ.get("PTD_BENCH_ROUNDS", "11"))
+ROUNDS = rounds(11)
 NUM_IMAGES, BATCH = 1000, 64
 
 
@@ -26,12 +26,7 @@ NUM_IMAGES, BATCH = 1000, 64
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Write JPEGs of some 35 kB."""
     root = tmp_path_factory.mktemp("images")
-    rng = np.random.default_rng(0)
-    for number in range(NUM_IMAGES):
-        small = Image.fromarray(rng.integers(0, 256, (30, 40, 3), dtype=np.uint8))
-        path = root / f"class{number % 10}" / f"{number:05}.jpg"
-        path.parent.mkdir(exist_ok=True)
-        small.resize((400, 300)).save(path, "jpeg", quality=93)
+    write_photos(root, NUM_IMAGES)
     return root
 
 

@@ -5,7 +5,7 @@ import os
 import statistics
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,22 +18,14 @@ from prefect_torch_ddp import RankContext, run_gang
 from prefect_torch_ddp.params import CheckpointParams
 from prefect_torch_ddp.rank.config import RankConfig
 from prefect_torch_ddp.storage.directory import DirectoryStorage
-from prefect_torch_ddp.tasks.cluster import local_cluster
 from tests.benchmarks import saved
-from tests.benchmarks.beside import Times, show
+from tests.benchmarks.beside import Times, rounds, show
 from tests.support.gangs import RUN_WITH_CONTEXT
 
 pytestmark = pytest.mark.timeout(1800)
-ROUNDS = int(os.environ.get("PTD_BENCH_ROUNDS", "9"))
+ROUNDS = rounds(9)
 BETWEEN_SAVES_S = 30.0
 ON_DEMAND = CheckpointParams(every_s=None)
-
-
-@pytest.fixture(scope="module")
-def client() -> Iterator[Client]:
-    """Connect to a cluster as train_flow makes it, two workers."""
-    with local_cluster(n_workers=2) as cluster, Client(cluster) as client:
-        yield client
 
 
 def test_stall_of_a_save(

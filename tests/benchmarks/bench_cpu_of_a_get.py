@@ -13,11 +13,11 @@ import pytest
 from prefect_torch_ddp.storage.protocol import ObjectPart
 from prefect_torch_ddp.storage.s3.client import connect
 from prefect_torch_ddp.storage.s3.storage import S3Storage
-from tests.benchmarks.beside import show
+from tests.benchmarks.beside import rounds, show
 from tests.benchmarks.image_servers import SECRETS_OF_NOBODY, nginx_etag, run_nginx
 
 pytestmark = pytest.mark.timeout(600)
-ROUNDS = int(os.environ.get("PTD_BENCH_ROUNDS", "15"))
+ROUNDS = rounds(15)
 NUM_OBJECTS, NUM_BYTES, BATCH = 500, 35_000, 32
 
 

@@ -4,14 +4,12 @@ import inspect
 import re
 import statistics
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from distributed import Client
 
 from prefect_torch_ddp import RankFailedError, run_gang
-from prefect_torch_ddp.tasks.cluster import local_cluster
 from tests.benchmarks import timed
 from tests.benchmarks.beside import Times, TorchrunHungError, show, torchrun
 from tests.workloads import failing, plain
@@ -41,14 +39,6 @@ if dist.get_rank() == 1:
     os.kill(os.getpid(), signal.SIGKILL)
 dist.all_reduce(torch.ones(1))
 """
-
-
-@pytest.fixture(scope="module")
-def client() -> Iterator[Client]:
-    """Connect to a cluster as train_flow makes it, two workers."""
-    with local_cluster(n_workers=2) as cluster, Client(cluster) as client:
-        run_gang(client, plain.sum_of_ones, world_size=2)
-        yield client
 
 
 def stamps(printed: str) -> list[tuple[float, int]]:

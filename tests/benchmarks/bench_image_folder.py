@@ -22,19 +22,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from boto3.session import Session
 from botocore.config import Config
-from PIL import Image
 
 from prefect_torch_ddp.data.images.listing import write_index
 from prefect_torch_ddp.data.images.tar_shards import pack_shards
-from tests.benchmarks.beside import show
+from tests.benchmarks.beside import rounds, show
 from tests.benchmarks.image_servers import Server, proxy, run_filled_ceph, run_nginx
+from tests.benchmarks.photos import write_photos
 
 pytestmark = pytest.mark.timeout(7200)
-ROUNDS = int(os.environ.get("PTD_BENCH_ROUNDS", "5"))
+ROUNDS = rounds(5)
 NUM_IMAGES = int(os.environ.get("PTD_BENCH_IMAGES", "1500"))
 CHOSEN = re.compile(os.environ.get("PTD_BENCH_WAYS", ""))
 ENVS = Path(os.environ.get("PTD_BENCH_ENVS", "/nonexistent"))
@@ -176,16 +175,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Make photos of about 35 kB, in a folder as a bucket has it, and all formats of them;
     return the bucket's."""
     bucket = tmp_path_factory.mktemp("served") / BUCKET
-    generator = np.random.default_rng(0)
-    for i in range(NUM_IMAGES):
-        coarse = generator.integers(0, 256, (25, 33, 3), dtype=np.uint8)
-        image = np.asarray(
-            Image.fromarray(coarse).resize((500, 375), Image.Resampling.BICUBIC), dtype=np.int16
-        )
-        grainy = (image + generator.integers(-12, 13, image.shape)).clip(0, 255).astype(np.uint8)
-        path = bucket / PREFIX / f"class{i % NUM_CLASSES}" / f"{i:06}.jpg"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(grainy).save(path, quality=72)
+    write_photos(bucket / PREFIX, NUM_IMAGES, NUM_CLASSES)
     # As many shards as make equal work for the loader processes of those who share out shards.
     num_bytes = sum(
         -(-path.stat().st_size // 512) * 512 + 1536 for path in (bucket / PREFIX).rglob("*.jpg")

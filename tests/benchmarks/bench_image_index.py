@@ -1,20 +1,15 @@
 """How long it takes to sort out what was listed of an image folder, and what it takes of
 memory: for a simulated listing."""
 
-import os
-import statistics
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.benchmarks.beside import show
+from tests.benchmarks.beside import in_fresh_processes, rounds, show
 
 pytestmark = pytest.mark.timeout(900)
-ROUNDS = int(os.environ.get("PTD_BENCH_ROUNDS", "5"))
+ROUNDS = rounds(5)
 CODE = r"""
-import re, sys, time
 from prefect_torch_ddp.data import write_index
 from prefect_torch_ddp.data.images.listing import index_images
 from prefect_torch_ddp.data.images.listing import read_index
@@ -32,9 +27,6 @@ class Simulated:
             name = f"n{i // each:08d}/ILSVRC2012_{i:012d}.jpg"
             yield ListedObject(name, 100_000 + i, f"{i * 2654435761 % 2**128:032x}")
 
-def peak_mb():
-    return int(re.search(r"VmHWM:\s+([0-9]+) kB", open("/proc/self/status").read())[1]) / 1024
-
 what, num, folder = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 source = Simulated(num)
 if what == "only the listing":
@@ -46,10 +38,10 @@ elif what == "written to a file by prepare":
 else:
     write_index(source, folder)
     work = lambda: len(index_images(read_index(folder, source.uri), source.uri).targets)
-open("/proc/self/clear_refs", "w").write("5")  # the peak begins anew
-before, began = peak_mb(), time.perf_counter()
+begin_the_peak_anew()
+before, began = memory_mb(), time.perf_counter()
 kept = work()
-print(time.perf_counter() - began, peak_mb() - before)
+print(time.perf_counter() - began, memory_mb() - before)
 """
 WAYS = (
     "only the listing",
@@ -63,14 +55,8 @@ WAYS = (
 def test_index(num: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Print seconds and the peak of memory beyond what was there before, each in a fresh
     process."""
-    seen: dict[str, list[list[float]]] = {way: [] for way in WAYS}
-    for _ in range(ROUNDS):
-        for way in WAYS:
-            command = [sys.executable, "-c", CODE, way, str(num), str(tmp_path)]
-            printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-            seen[way].append([float(word) for word in printed.split()])
     rows = []
-    for way, measured in seen.items():
-        seconds, megabytes = (statistics.median(column) for column in zip(*measured, strict=True))
+    for way in WAYS:
+        seconds, megabytes = in_fresh_processes(CODE, way, str(num), str(tmp_path), num=ROUNDS)
         rows.append((f"{num} objects: {way}", f"{seconds:.2f}", f"{megabytes:.0f}"))
     show(capsys, ("what", "s", "peak of memory MB"), rows)

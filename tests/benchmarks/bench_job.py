@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -17,10 +16,10 @@ from prefect.client.schemas.objects import TaskRun
 from prefect.client.schemas.sorting import TaskRunSort
 
 from tests.benchmarks import job_flow, job_plain
-from tests.benchmarks.beside import command_of_torchrun, show
+from tests.benchmarks.beside import command_of_torchrun, rounds, show
 
 pytestmark = pytest.mark.timeout(1800)
-ROUNDS = int(os.environ.get("PTD_BENCH_ROUNDS", "5"))
+ROUNDS = rounds(5)
 TORCHRUN, FRESH, WARM = "torchrun", "train_flow, fresh process", "train_flow, warm cluster"
 PARTS = (
     "import",

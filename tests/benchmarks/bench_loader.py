@@ -2,10 +2,7 @@
 of ten million samples takes."""
 
 import io
-import os
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -20,10 +17,11 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from torchvision.transforms import v2
 
 from prefect_torch_ddp.data.loader import RankLoader
-from tests.benchmarks.beside import show
+from tests.benchmarks.beside import in_fresh_processes, rounds, show
+from tests.benchmarks.photos import photo
 
 pytestmark = pytest.mark.timeout(1800)
-ROUNDS = int(os.environ.get("PTD_BENCH_ROUNDS", "11"))
+ROUNDS = rounds(11)
 LOCAL_BATCH = 64
 WORLD_SIZE = 2
 REFERENCE, OURS = "DataLoader, DistributedSampler", "RankLoader"
@@ -78,7 +76,7 @@ class Photos(Dataset[torch.Tensor]):
     def __init__(self, num_samples: int) -> None:
         self._num_samples = num_samples
         generator = np.random.default_rng(0)
-        self._files = [_photo(generator) for _ in range(64)]
+        self._files = [photo(generator) for _ in range(64)]
         crop = [v2.RandomResizedCrop(224, antialias=True), v2.RandomHorizontalFlip()]
         self._augment = v2.Compose([*crop, v2.PILToTensor(), v2.ToDtype(torch.float32, scale=True)])
 
@@ -87,16 +85,6 @@ class Photos(Dataset[torch.Tensor]):
 
     def __getitem__(self, index: int) -> torch.Tensor:
         return self._augment(Image.open(io.BytesIO(self._files[index % 64])).convert("RGB"))
-
-
-def _photo(generator: np.random.Generator) -> bytes:
-    coarse = generator.integers(0, 256, (25, 33, 3), dtype=np.uint8)
-    image = np.asarray(
-        Image.fromarray(coarse).resize((500, 375), Image.Resampling.BICUBIC), dtype=np.int16
-    )
-    grainy = (image + generator.integers(-12, 13, image.shape)).clip(0, 255).astype(np.uint8)
-    Image.fromarray(grainy).save(file := io.BytesIO(), "JPEG", quality=72)
-    return file.getvalue()
 
 
 KINDS: dict[str, tuple[Callable[[int], Dataset[Any]], int, int]] = {
@@ -205,7 +193,7 @@ def test_throughput(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 TEN_MILLION = r"""
-import re, sys, time, torch
+import torch
 from torch.utils.data import DataLoader, DistributedSampler, Sampler
 from prefect_torch_ddp.data.loader import RankLoader
 
@@ -215,9 +203,6 @@ class Many(torch.utils.data.Dataset):
     def __getitem__(self, index):
         return index
 
-def memory_mb(what):
-    return int(re.search(what + r":\s+([0-9]+) kB", open("/proc/self/status").read())[1]) / 1024
-
 def first():
     if sys.argv[1] == "ours":
         loader = RankLoader(Many(), global_batch_size=512, rank=0, world_size=2)
@@ -226,10 +211,10 @@ def first():
     return next(iter(DataLoader(Many(), batch_size=256, sampler=sampler)))
 
 torch.randperm(1000)
-open("/proc/self/clear_refs", "w").write("5")  # the peak begins anew
+begin_the_peak_anew()
 before, began = memory_mb("VmRSS"), time.perf_counter()
 kept = first()
-print(time.perf_counter() - began, memory_mb("VmHWM") - before)
+print(time.perf_counter() - began, memory_mb() - before)
 """
 
 
@@ -238,13 +223,6 @@ def test_ten_million_samples(capsys: pytest.CaptureFixture[str]) -> None:
     memory, in a fresh process."""
     rows = []
     for name, argument in ((REFERENCE, "theirs"), (OURS, "ours")):
-        command = [sys.executable, "-c", TEN_MILLION, argument]
-        found = [
-            subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
-            for _ in range(ROUNDS)
-        ]
-        seconds, megabytes = (
-            statistics.median(map(float, column)) for column in zip(*found, strict=True)
-        )
+        seconds, megabytes = in_fresh_processes(TEN_MILLION, argument, num=ROUNDS)
         rows.append((name, f"{seconds * 1000:.0f}", f"{megabytes:.0f}"))
     show(capsys, ("what", "first batch after ms", "peak of memory MB"), rows)

@@ -1,19 +1,14 @@
 """What metrics cost: a call of `ctx.report`, and a million records written, read and drawn."""
 
-import os
-import statistics
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.benchmarks.beside import show
+from tests.benchmarks.beside import in_fresh_processes, rounds, show
 
 pytestmark = pytest.mark.timeout(900)
-ROUNDS = int(os.environ.get("PTD_BENCH_ROUNDS", "5"))
+ROUNDS = rounds(5)
 REPORT_CODE = r"""
-import sys, time
 from pathlib import Path
 from prefect_torch_ddp import RankContext
 num = 20_000
@@ -25,16 +20,12 @@ with RankContext.local(storage=Path(sys.argv[1])) as ctx:
     print((time.perf_counter() - began) / num)
 """
 RECORDS_CODE = r"""
-import re, sys, time
 from pathlib import Path
 from prefect_torch_ddp.records.log import RecordLog
 from prefect_torch_ddp.records.metrics import epoch_rows, read_all_records, surviving_records
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.tasks.report.curves import MetricCurves
 from prefect_torch_ddp.tasks.report.plot import render_curves
-
-def peak_mb():
-    return int(re.search(r"VmHWM:\s+([0-9]+) kB", open("/proc/self/status").read())[1]) / 1024
 
 what, num, folder = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
 storage = DirectoryStorage(folder / "store")
@@ -58,29 +49,22 @@ else:
     if what == "read and draw":
         curves = MetricCurves(records)
         assert render_curves(curves.curves, curves.epoch_ends) and epoch_rows(records)
-print(time.perf_counter() - began, time.process_time(), peak_mb())
+print(time.perf_counter() - began, time.process_time(), memory_mb())
 """
-
-
-def _measured(code: str, *arguments: str) -> list[float]:
-    command = [sys.executable, "-c", code, *arguments]
-    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return [float(word) for word in printed.split()]
 
 
 def test_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Print the microseconds of a report of two numbers outside of steps, a record each."""
-    seen = [_measured(REPORT_CODE, str(tmp_path / str(i)))[0] * 1e6 for i in range(ROUNDS)]
-    rows = [("ctx.report", f"{statistics.median(seen):.1f}", f"{max(seen):.1f}")]
-    show(capsys, ("what", "median µs", "worst µs"), rows)
+    (seconds,) = in_fresh_processes(REPORT_CODE, str(tmp_path), num=ROUNDS)
+    show(capsys, ("what", "median µs"), [("ctx.report", f"{seconds * 1e6:.1f}")])
 
 
 def test_records(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Print seconds, those of the whole process's processor time, and its memory at its peak."""
     rows = []
     for what in ("write", "read", "read and draw"):
-        folders = [tmp_path / (str(i) if what == "write" else "0") for i in range(ROUNDS)]
-        measured = [_measured(RECORDS_CODE, what, "1000000", str(folder)) for folder in folders]
-        wall_s, cpu_s, mb = (statistics.median(column) for column in zip(*measured, strict=True))
+        wall_s, cpu_s, mb = in_fresh_processes(
+            RECORDS_CODE, what, "1000000", str(tmp_path), num=1 if what == "write" else ROUNDS
+        )
         rows.append((f"a million records: {what}", f"{wall_s:.2f}", f"{cpu_s:.2f}", f"{mb:.0f}"))
     show(capsys, ("what", "s", "processor time s", "peak of memory MB"), rows)

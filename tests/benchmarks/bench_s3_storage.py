@@ -16,11 +16,11 @@ from prefect_torch_ddp import RankContext
 from prefect_torch_ddp.params import CheckpointParams
 from prefect_torch_ddp.storage.s3.client import connect
 from prefect_torch_ddp.storage.s3.storage import S3Storage
-from tests.benchmarks.beside import Times, show
+from tests.benchmarks.beside import Times, rounds, show
 from tests.support.ceph_server import CephServer, run_ceph
 
 pytestmark = pytest.mark.timeout(1800)
-ROUNDS = int(os.environ.get("PTD_BENCH_ROUNDS", "9"))
+ROUNDS = rounds(9)
 SIZES = {"35 kB": 35_000, "16 MB": 16 * 10**6, "105 MB": 105 * 10**6}
 REPEATS = {"35 kB": 50}
 """Of a small object many in a row count as one measurement."""

@@ -164,73 +164,68 @@ def whole(*, drop_last: bool = False, last: int = 6) -> History:
     return history
 
 
-def test_an_epoch_under_way_is_no_error() -> None:
-    """Nor are steps that only some ranks could write before they died: it says what is
-    there."""
-    history = whole(last=4)
-    history.lines.append(history.step(5, 0, 1, 2))
+CASES = {
+    "under way; not all ranks wrote the last step before they died": (
+        {"last": 4, "alone": [5]},
+        {1: "10 samples, each once", 2: "6 samples of 10, each once; not finished"},
+    ),
+    "steps of one rank alone may reach into the next epoch": (
+        {"last": 2, "alone": [3, 4]},
+        {
+            1: "9 samples of 10, each once; not finished",
+            2: "2 samples of 10, each once; not finished",
+        },
+    ),
+    "and are an error as soon as a whole step follows": (
+        {"last": 2, "alone": [3, 4], "together": [5]},
+        {
+            1: "9 samples of 10; 1 missing (9); not finished",
+            2: "6 samples of 10; 2 missing; not finished",
+        },
+    ),
+    "a loop that ended lacks nothing": (
+        {"last": 4, "alone": [5], "end": 5},
+        {2: "6 samples of 10; 2 missing; not finished"},
+    ),
+    "nor a whole step": (
+        {"last": 3, "end": 5},
+        {2: "0 samples of 10; 8 missing; not finished"},
+    ),
+    "a step is missing before one that is there": (
+        {"last": 5, "lost": lambda line: (line.step, line.rank) == (4, 1)},
+        {2: "6 samples of 10; 2 missing; not finished"},
+    ),
+    "an epoch was left for the next one in the same loop": (
+        {"lost": lambda line: line.step == 3},
+        {1: "8 samples of 10; 2 missing (8, 9); not finished"},
+    ),
+    "also one without any line": (
+        {"lost": lambda line: line.epoch == 1},
+        {1: "0 samples of 10; 10 missing (0, 1, 2, 3, 4, ...); not finished"},
+    ),
+    "drop_last leaves out no more than the tail": (
+        {"last": 4, "drop_last": True},
+        {2: "8 samples, each once; 2 left out by drop_last"},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_it_says_of_an_epoch(case: str) -> None:
+    """Of those that aren't finished, too; only what is missing isn't clean."""
+    told, expected = CASES[case]
+    last = told.get("last", 6)
+    history = whole(drop_last=told.get("drop_last", False), last=last)
+    history.lines += [history.step(step, 0, 1, 2) for step in told.get("alone", ())]
+    together = told.get("together", ())
+    history.lines += [history.step(step, rank, 1, 2) for step in together for rank in range(2)]
+    if "end" in told:
+        history.end(1, 2, told["end"])
+    history.drop(told.get("lost", lambda line: False))
     report = history.check()
-    assert report.is_clean
-    assert str(report).splitlines() == [
-        "epoch 1: 10 samples, each once",
-        "epoch 2: 6 samples of 10, each once; not finished",
-    ]
-
-
-def test_steps_that_not_all_ranks_wrote_may_reach_into_the_next_epoch() -> None:
-    """They are no error at the end of a history, and are one as soon as a whole step
-    follows."""
-    history = whole(last=2)
-    history.lines += [history.step(3, 0, 1, 2), history.step(4, 0, 1, 2)]
-    report = history.check()
-    assert report.is_clean, str(report)
-    assert str(report.epochs[0]) == "epoch 1: 9 samples of 10, each once; not finished"
-    history.lines += [history.step(5, rank, 1, 2) for rank in range(2)]
-    assert [str(epoch) for epoch in history.check().epochs] == [
-        "epoch 1: 9 samples of 10; 1 missing (9); not finished",
-        "epoch 2: 6 samples of 10; 2 missing; not finished",
-    ]
-
-
-def test_a_loop_that_ended_lacks_nothing() -> None:
-    """What some ranks did not write down of the last steps is missing, once the loop is known
-    to have ended."""
-    history = whole(last=4)
-    history.lines.append(history.step(5, 0, 1, 2))
-    history.end(1, 2, 5)
-    assert str(history.check().epochs[1]) == "epoch 2: 6 samples of 10; 2 missing; not finished"
-    history.drop(lambda line: line.step >= 4)
-    assert str(history.check().epochs[1]) == "epoch 2: 0 samples of 10; 8 missing; not finished"
-
-
-def test_a_gap_in_an_epoch_under_way_is_an_error() -> None:
-    """A step that is missing before one that is there."""
-    history = whole(last=5)
-    history.drop(lambda line: (line.step, line.rank) == (4, 1))
-    report = history.check()
-    assert not report.is_clean
-    assert str(report.epochs[1]) == "epoch 2: 6 samples of 10; 2 missing; not finished"
-
-
-def test_an_epoch_that_was_left_for_the_next_one_in_the_same_loop_is_an_error() -> None:
-    """A resume that goes on too far would look so."""
-    history = whole()
-    history.drop(lambda line: line.step == 3)
-    assert (
-        str(history.check().epochs[0]) == "epoch 1: 8 samples of 10; 2 missing (8, 9); not finished"
-    )
-    history.drop(lambda line: line.epoch == 1)
-    assert (
-        str(history.check().epochs[0])
-        == "epoch 1: 0 samples of 10; 10 missing (0, 1, 2, 3, 4, ...); not finished"
-    )
-
-
-def test_drop_last_leaves_out_no_more_than_the_tail() -> None:
-    """The tail is counted as left out; the rest has to be there."""
-    report = whole(drop_last=True, last=4).check()
-    assert report.is_clean
-    assert str(report.epochs[1]) == "epoch 2: 8 samples, each once; 2 left out by drop_last"
+    said = {epoch.epoch: str(epoch).partition(": ")[2] for epoch in report.epochs}
+    assert said | expected == said
+    assert report.is_clean == ("missing" not in str(report))
 
 
 def test_ids_that_the_dataset_does_not_have_are_named() -> None:

@@ -4,8 +4,6 @@ import json
 import logging
 import math
 import threading
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,9 +11,11 @@ from typing import Any
 import pytest
 
 from prefect_torch_ddp.errors import StorageError
+from prefect_torch_ddp.records import log as records_log
 from prefect_torch_ddp.records.log import RecordLog, left_behind, next_interval_s, put_part
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from tests.support.records import read_records
+from tests.support.waiting import wait_until
 
 _broken = threading.Event()
 
@@ -79,22 +79,18 @@ def bring_home(copies: Path, storage: DirectoryStorage) -> list[int]:
     return steps_in(storage)
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
-    """Wait for what another thread does; the limit only catches a hang."""
-    deadline_s, pause = time.monotonic() + 60, threading.Event()
-    while not condition():
-        assert time.monotonic() < deadline_s
-        pause.wait(0.01)
-
-
-def test_close_writes_all(tmp_path: Path) -> None:
-    """In order, under the rank and the attempt."""
+def test_all_is_written(tmp_path: Path) -> None:
+    """In order, under the rank and the attempt; by a flush, so that a checkpoint never gets ahead
+    of its records, and at the end."""
     storage = DirectoryStorage(tmp_path)
     log = log_in(storage)
-    for step in range(1, 501):
+    for step in range(1, 401):
         log.append(record(step, 1 / step))
+    log.flush()
+    assert steps_in(storage) == list(range(1, 401))
+    log.append(record(401))
     log.close()
-    assert steps_in(storage) == list(range(1, 501))
+    assert steps_in(storage) == list(range(1, 402))
     assert read_records(storage, "run")[3].metrics == {"loss": 0.25}
     assert (tmp_path / f"{FOLDER}/000002-000001.jsonl").exists()
 
@@ -111,22 +107,14 @@ def test_nan_is_valid_json(tmp_path: Path) -> None:
     assert math.isnan(found.metrics["loss"])
 
 
-def test_flush_makes_a_part_of_what_was_appended(tmp_path: Path) -> None:
-    """So that a checkpoint never gets ahead of the records before it."""
+@pytest.mark.parametrize("is_full", [False, True])
+def test_the_background_writes_while_it_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_full: bool
+) -> None:
+    """Without being asked: after a while, or when there is much."""
+    monkeypatch.setattr(records_log, "FULL_BYTES", 10 if is_full else 2**20)
     storage = DirectoryStorage(tmp_path)
-    log = log_in(storage)
-    log.append(record(1))
-    log.flush()
-    assert steps_in(storage) == [1]
-    log.append(record(2))
-    log.close()
-    assert steps_in(storage) == [1, 2]
-
-
-def test_the_background_writes_while_it_runs(tmp_path: Path) -> None:
-    """Without being asked."""
-    storage = DirectoryStorage(tmp_path)
-    log = log_in(storage, first_interval_s=0.01)
+    log = log_in(storage, first_interval_s=600 if is_full else 0.01)
     log.append(record(1))
     wait_until(lambda: steps_in(storage) == [1])
     log.close()
@@ -206,15 +194,6 @@ def test_a_part_that_arrived_before_its_writer_heard_so_is_not_there_twice(tmp_p
     log.close()
     assert steps_in(storage) == [1]
     assert not list(left_behind(copies))
-
-
-def test_a_key_that_another_process_took_is_left_to_it(tmp_path: Path) -> None:
-    """The records go behind it."""
-    storage = DirectoryStorage(tmp_path)
-    ninth, tenth = (f"{FOLDER}/000002-{number:06d}.jsonl" for number in (9, 10))
-    assert put_part(storage, ninth, b"a\n") == ninth
-    assert put_part(storage, ninth, b"b\n") == tenth
-    assert storage.read(ninth) == b"a\n"
 
 
 def test_a_line_that_was_cut_is_left_out(tmp_path: Path) -> None:

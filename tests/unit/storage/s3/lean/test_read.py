@@ -36,12 +36,8 @@ def test_the_bucket_is_what_comes_before_the_name() -> None:
     ],
 )
 def test_what_is_signed_in_another_way_is_botocores(signing: dict[str, str]) -> None:
-    """Directory buckets, access points over regions."""
+    """Directory buckets, access points over regions; and a URL that we would write otherwise."""
     assert target_of(NAME, URL, signing, is_signed=True) is None
-
-
-def test_another_name_is_botocores() -> None:
-    """A URL that doesn't end as we would write it."""
     assert target_of("a/b", URL, USUAL, is_signed=True) is None
 
 
