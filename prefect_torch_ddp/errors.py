@@ -157,13 +157,7 @@ class GangCancelledError(GangError):
     def __init__(
         self, message: str, step: int | None = None, checkpoint_step: int | None = None
     ) -> None:
-        """Keep what was lost and what is left.
-
-        Args:
-            message: by what it was cancelled.
-            step: the step after which all ranks stopped, if known.
-            checkpoint_step: step of the run's newest checkpoint, if known.
-        """
+        """Keep after which step all ranks stopped, and that of the run's newest checkpoint."""
         super().__init__(message, step, checkpoint_step)
         self.step = step
         self.checkpoint_step = checkpoint_step
@@ -194,12 +188,7 @@ class GangHungError(_LongError):
     """
 
     def __init__(self, hang: Hang, attempt: int) -> None:
-        """Keep what was seen.
-
-        Args:
-            hang: who hung, where, and the stacks of all ranks.
-            attempt: counts from 1.
-        """
+        """Keep what was seen in an attempt; attempts count from 1."""
         super().__init__(hang, attempt)
         self.hang = hang
         self.attempt = attempt
@@ -235,14 +224,7 @@ class RankFailedError(_LongError):
         collateral: Sequence[RankFailure] = (),
         why_final: str | None = None,
     ) -> None:
-        """Keep the failure and its consequences.
-
-        Args:
-            failure: the root cause.
-            attempt: counts from 1.
-            collateral: failures of other ranks: identical ones, and those that followed from it.
-            why_final: why another attempt would end in the same way; None where it might not.
-        """
+        """Keep the root cause, what followed from it, and why another attempt would end alike."""
         super().__init__(failure, attempt, tuple(collateral), why_final)
         self.failure = failure
         self.attempt = attempt

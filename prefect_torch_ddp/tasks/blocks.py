@@ -3,11 +3,11 @@
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from prefect.blocks.core import Block
 from prefect.exceptions import ObjectNotFound
-from prefect.filesystems import LocalFileSystem, RemoteFileSystem
+from prefect.utilities.importtools import from_qualified_name
 
 from prefect_torch_ddp.data.images.listing import digest_of_listing
 from prefect_torch_ddp.errors import BadKeyError, InvalidParamsError
@@ -15,9 +15,6 @@ from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.storage.locate import storage_from_uri
 from prefect_torch_ddp.storage.protocol import Readable, Storage
 from prefect_torch_ddp.storage.s3.storage import S3Storage
-
-if TYPE_CHECKING:
-    from prefect_aws import S3Bucket
 
 
 def resolve_storage(reference: str) -> Storage:
@@ -35,8 +32,8 @@ def resolve_storage(reference: str) -> Storage:
     kind = match and _KINDS.get(match[1])
     if not match or kind is None:
         return storage_from_uri(reference)
-    load_class, convert = kind
-    block = _load(load_class(), match[1], match[2])
+    class_name, convert = kind
+    block = _load(from_qualified_name(class_name), match[1], match[2])
     try:
         return convert(block, reference)
     except BadKeyError as error:
@@ -60,15 +57,7 @@ def _load(block_class: type[Block], slug: str, name: str) -> Block:
     return block
 
 
-def _s3_bucket_class() -> "type[S3Bucket]":
-    from prefect_aws import S3Bucket  # noqa: PLC0415 - takes seconds to import
-
-    return S3Bucket
-
-
 def _from_s3_bucket(block: Any, reference: str) -> S3Storage:
-    from prefect_aws import MinIOCredentials  # noqa: PLC0415
-
     credentials = block.credentials
     parameters = credentials.aws_client_parameters
     config: Mapping[str, Any] = parameters.config or {}
@@ -77,13 +66,7 @@ def _from_s3_bucket(block: Any, reference: str) -> S3Storage:
         msg = f"{asks}; give its endpoint_url as http://..."
         raise InvalidParamsError(msg)
     anonymous = config.get("signature_version") == "unsigned"
-    keys: dict[str, Any] = {}
-    if not anonymous and isinstance(credentials, MinIOCredentials):
-        keys["access_key_id"] = credentials.minio_root_user
-        keys["secret_access_key"] = credentials.minio_root_password.get_secret_value()
-    elif not anonymous:
-        keys = _aws_keys(credentials, reference)
-    verify = str(parameters.verify_cert_path) if parameters.verify_cert_path else parameters.verify
+    verify = parameters.verify_cert_path or parameters.verify
     return S3Storage(
         block.bucket_name,
         block.bucket_folder,
@@ -91,13 +74,12 @@ def _from_s3_bucket(block: Any, reference: str) -> S3Storage:
         region=credentials.region_name or config.get("region_name"),
         anonymous=anonymous,
         verify=verify if verify is None or isinstance(verify, bool) else str(verify),
-        addressing_style=config.get("s3", {}).get("addressing_style"),
-        **keys,
-        **_limits(config),
+        **({} if anonymous else _keys(credentials, reference)),
+        **_options(config),
     )
 
 
-def _limits(config: Mapping[str, Any]) -> dict[str, Any]:
+def _options(config: Mapping[str, Any]) -> dict[str, Any]:
     retries: Mapping[str, Any] = config.get("retries") or {}
     max_attempts = retries.get(
         "total_max_attempts", retries["max_attempts"] + 1 if "max_attempts" in retries else None
@@ -106,11 +88,17 @@ def _limits(config: Mapping[str, Any]) -> dict[str, Any]:
         "connect_timeout_s": config.get("connect_timeout"),
         "read_timeout_s": config.get("read_timeout"),
         "max_attempts": max_attempts,
+        "addressing_style": config.get("s3", {}).get("addressing_style"),
     }
     return {name: value for name, value in given.items() if value is not None}
 
 
-def _aws_keys(credentials: Any, reference: str) -> dict[str, Any]:
+def _keys(credentials: Any, reference: str) -> dict[str, Any]:
+    if hasattr(credentials, "minio_root_user"):
+        return {
+            "access_key_id": credentials.minio_root_user,
+            "secret_access_key": credentials.minio_root_password.get_secret_value(),
+        }
     if credentials.assume_role_arn:
         msg = (
             f"the block {reference} assumes a role, whose credentials would expire during a long "
@@ -151,8 +139,7 @@ def _from_remote_file_system(block: Any, reference: str) -> S3Storage:
         session_token=settings.get("token") or client.get("aws_session_token"),
         anonymous=bool(settings.get("anon", False)),
         verify=client.get("verify"),
-        addressing_style=config.get("s3", {}).get("addressing_style"),
-        **_limits(config),
+        **_options(config),
     )
 
 
@@ -164,10 +151,11 @@ def _from_local_file_system(block: Any, reference: str) -> DirectoryStorage:
     return DirectoryStorage(Path(block.basepath))
 
 
-_KINDS: Mapping[str, tuple[Callable[[], type[Block]], Callable[[Any, str], Storage]]] = {
-    "s3-bucket": (_s3_bucket_class, _from_s3_bucket),
-    "remote-file-system": (lambda: RemoteFileSystem, _from_remote_file_system),
-    "local-file-system": (lambda: LocalFileSystem, _from_local_file_system),
+# By name, since prefect_aws takes seconds to import.
+_KINDS: Mapping[str, tuple[str, Callable[[Any, str], Storage]]] = {
+    "s3-bucket": ("prefect_aws.S3Bucket", _from_s3_bucket),
+    "remote-file-system": ("prefect.filesystems.RemoteFileSystem", _from_remote_file_system),
+    "local-file-system": ("prefect.filesystems.LocalFileSystem", _from_local_file_system),
 }
 
 

@@ -257,15 +257,9 @@ def _refuse_second_life(
 
 
 def result_of(future: PrefectFuture[R], stop_grace_s: float = 20.0) -> R:
-    """Return a submitted task's result, or raise what it raised.
+    """Return a submitted task's result, or raise what it raised or how it was lost or cancelled.
 
     Silent workers of a cluster that this run made are replaced.
-
-    Raises:
-        SupervisorLostError: the Dask worker that ran the task itself died or was silent for too
-            long.
-        TaskCancelled: the flow was ended from outside, or the task was cancelled; it has ended.
-        SchedulerLostError: the scheduler was lost.
     """
     task = cast("PrefectDaskFuture[R]", future)
     runner = _runner()
@@ -281,12 +275,11 @@ def is_supervisor_loss(error: Exception) -> bool:
     if not isinstance(error, SupervisorLostError | SchedulerLostError):
         return False
     client = _runner().client
-    if client.status != "running":
-        return False
     scheduler: Any = client.scheduler
     limit_s = liveness_timeout_s()
-    identity = client.sync(lambda: answer_of(scheduler.identity(n_workers=0), limit_s))
-    return identity is not None
+    return client.status == "running" and (
+        client.sync(lambda: answer_of(scheduler.identity(n_workers=0), limit_s)) is not None
+    )
 
 
 def _runner() -> DaskTaskRunner:

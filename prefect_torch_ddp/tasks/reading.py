@@ -52,8 +52,7 @@ def read_ledger(storage: Storage | str | Path, run_id: str) -> LedgerReport:
     Memory: a byte for each sample and epoch.
 
     Args:
-        storage: where the run is: a directory, `s3://bucket/prefix`, a Prefect block such as
-            `s3-bucket/name`, or a Storage.
+        storage: where the run is, as for `read_metrics`.
         run_id: the name of its folder below `runs`.
 
     Raises:
@@ -68,8 +67,7 @@ def read_result(storage: Storage | str | Path, run_id: str, path: str) -> bytes:
     It can be read while the run trains.
 
     Args:
-        storage: where the run is: a directory, `s3://bucket/prefix`, a Prefect block such as
-            `s3-bucket/name`, or a Storage.
+        storage: where the run is, as for `read_metrics`.
         run_id: the name of its folder below `runs`.
         path: what was given to `ctx.save`.
 

@@ -1,6 +1,7 @@
 """What the tasks of one run share: its description, its name, its log and its attempt log."""
 
 import re
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -177,14 +178,13 @@ class RunAttemptLog:
         Raises:
             StorageError: some can't be written; the others are.
         """
-        by_rank: dict[str, list[RecordsLeft]] = {}
+        by_rank: defaultdict[str, list[RecordsLeft]] = defaultdict(list)
         for part in left:
-            by_rank.setdefault(part.key.rpartition("/")[0], []).append(part)
-        with ThreadPoolExecutor(MAX_PARALLEL, thread_name_prefix="keep-records") as pool:
-            done = [pool.submit(self._keep, parts) for parts in by_rank.values()]
-        for each in done:
-            each.result()
+            by_rank[part.key.rpartition("/")[0]].append(part)
 
-    def _keep(self, parts: Sequence[RecordsLeft]) -> None:
-        for part in parts:
-            put_part(self.storage, part.key, part.content)
+        def keep(parts: list[RecordsLeft]) -> None:
+            for part in parts:
+                put_part(self.storage, part.key, part.content)
+
+        with ThreadPoolExecutor(MAX_PARALLEL, thread_name_prefix="keep-records") as pool:
+            list(pool.map(keep, by_rank.values()))

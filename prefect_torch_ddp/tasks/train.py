@@ -26,8 +26,7 @@ from prefect_torch_ddp.gang.run import run_gang
 from prefect_torch_ddp.protocol.events import AttemptBegan, GangEvent, Progress
 from prefect_torch_ddp.results import DatasetReport, FailedAttempt, TrainingSummary
 from prefect_torch_ddp.tasks.cluster import current_client
-from prefect_torch_ddp.tasks.report.live import LiveReport
-from prefect_torch_ddp.tasks.report.progress import TrainingProgress
+from prefect_torch_ddp.tasks.report.live import LiveReport, TrainingProgress
 from prefect_torch_ddp.tasks.run import RUN_STAGE, Run, RunAttemptLog, log_to_run
 from prefect_torch_ddp.tasks.watch.cancel import or_cancelled
 
@@ -84,58 +83,43 @@ def _train(run: Run, dataset: DatasetReport) -> TrainingSummary:
 
 
 def _train_on_gang(run: Run, dataset: DatasetReport) -> TrainingSummary:
-    params = run.params
-    first = AttemptBegan(newest_attempt(run.storage, run.run_id) + 1, params.world_size)
-    shown = TrainingProgress(run.run_id, params.workload, params.world_size, first.attempt)
-    with LiveReport(run.storage, shown) as live:
-        show = _Show(run, dataset, live, first)
-        with current_client() as client:
-            values = run_gang(
-                client,
-                RUN_STAGE,
-                args=lambda attempt: (run.rank_config("train", attempt), params.workload),
-                world_size=params.world_size,
-                world_size_divides=params.virtual_ranks,
-                name=f"{run.run_id} train",
-                attempt_log=RunAttemptLog(run.storage, run.run_id, knows_steps=True),
-                on_event=log_to_run(show.receive),
-                **run.gang_options(params.world_size),
-            )
-    return TrainingSummary(
-        run_id=run.run_id,
-        attempt=show.began.attempt,
-        world_size=show.began.world_size,
-        failures=failed_attempts(run),
-        duration_s=time.monotonic() - show.began_s,
-        **values[0],
-    )
+    params, logger = run.params, get_run_logger()
+    began = AttemptBegan(newest_attempt(run.storage, run.run_id) + 1, params.world_size)
+    began_s = time.monotonic()
+    shown = TrainingProgress(run.run_id, params.workload, params.world_size, began.attempt)
 
-
-class _Show:
-    """Shows how the training goes, attempt by attempt."""
-
-    def __init__(
-        self, run: Run, dataset: DatasetReport, live: LiveReport, first: AttemptBegan
-    ) -> None:
-        self._run = run
-        self._dataset = dataset
-        self._live = live
-        self._logger = get_run_logger()
-        self.began = first
-        """The newest attempt."""
-        self.began_s = time.monotonic()
-
-    def receive(self, event: GangEvent) -> None:
+    def show(event: GangEvent) -> None:
+        nonlocal began, began_s
         if isinstance(event, Progress):
-            self._live.update(event)
+            live.update(event)
         elif isinstance(event, AttemptBegan):
-            self.began, self.began_s = event, time.monotonic()
-            self._live.begin_attempt(event)
-            params = self._run.params
+            began, began_s = event, time.monotonic()
+            live.begin_attempt(event)
             of = f" of {params.world_size}" if event.world_size < params.world_size else ""
             words = "attempt %d trains %s on %d ranks%s, dataset %s"
-            values = (event.attempt, params.workload, event.world_size, of)
-            self._logger.info(words, *values, self._dataset.dataset_id)
+            values = (event.attempt, params.workload, event.world_size, of, dataset.dataset_id)
+            logger.info(words, *values)
+
+    with LiveReport(run.storage, shown) as live, current_client() as client:
+        values = run_gang(
+            client,
+            RUN_STAGE,
+            args=lambda attempt: (run.rank_config("train", attempt), params.workload),
+            world_size=params.world_size,
+            world_size_divides=params.virtual_ranks,
+            name=f"{run.run_id} train",
+            attempt_log=RunAttemptLog(run.storage, run.run_id, knows_steps=True),
+            on_event=log_to_run(show),
+            **run.gang_options(params.world_size),
+        )
+    return TrainingSummary(
+        run_id=run.run_id,
+        attempt=began.attempt,
+        world_size=began.world_size,
+        failures=failed_attempts(run),
+        duration_s=time.monotonic() - began_s,
+        **values[0],
+    )
 
 
 def record_finished(run: Run, report: TrainingSummary) -> None:

@@ -1,9 +1,7 @@
 """Prefect's artifacts: their keys, and the one writer that updates them in place."""
 
-import json
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Literal
 from uuid import UUID
 
 from prefect.client.orchestration import SyncPrefectClient
@@ -15,7 +13,7 @@ from prefect.client.schemas.filters import (
     ArtifactFilterTaskRunId,
 )
 
-ArtifactType = Literal["markdown", "table", "progress"]
+ArtifactType = Literal["markdown", "progress"]
 
 
 def key(name: str, kind: str = "train-ddp") -> str:
@@ -54,16 +52,6 @@ class ArtifactWriter:
             self._client.update_artifact(artifact_id, update)
         self._ids[key] = artifact_id
         return artifact_id
-
-    def put_table(
-        self, key: str, rows: Sequence[Mapping[str, Any]], description: str | None = None
-    ) -> UUID:
-        """Write a table.
-
-        Raises:
-            ValueError: a cell is nan or infinite, which crashes the page that shows it.
-        """
-        return self.put("table", key, json.dumps(list(rows), allow_nan=False), description)
 
     def _find(self, key: str) -> UUID | None:
         whose: dict[str, ArtifactFilterFlowRunId | ArtifactFilterTaskRunId]

@@ -4,10 +4,11 @@ import contextvars
 import logging
 import threading
 import time
-from contextlib import ExitStack
+from collections import deque
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from prefect.client.orchestration import get_client
 from prefect.exceptions import MissingContextError
@@ -20,13 +21,126 @@ from prefect_torch_ddp.records.metrics import read_all_records
 from prefect_torch_ddp.storage.protocol import Storage
 from prefect_torch_ddp.tasks.report.artifacts import ArtifactWriter, key
 from prefect_torch_ddp.tasks.report.curves import MetricCurves
+from prefect_torch_ddp.tasks.report.markdown import code, duration, fact_table, join, number, text
 from prefect_torch_ddp.tasks.report.plot import render_curves
-from prefect_torch_ddp.tasks.report.progress import TrainingProgress, render_live
 
 REQUEST_TIMEOUT_S = 5.0
 FINISH_TIMEOUT_S = 10.0
 READ_SHARE = 1 / 64
 """Records are read again after this share of the training's age: as often as ranks write them."""
+SPEED_WINDOW_S = 30.0
+MAX_LINE_METRICS = 3
+
+
+@dataclass
+class TrainingProgress:
+    """What is known of a running training; bounded in size, however long it runs."""
+
+    run_id: str
+    workload: str
+    world_size: int
+    attempt: int = 1
+    status: Literal["training", "finished", "stopped"] = "training"
+    newest: Progress | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+    """The newest value of each, on rank 0."""
+    _seen: deque[tuple[float, int]] = field(default_factory=deque)
+    """(time, step) of the events of the last half minute."""
+
+    def begin_attempt(self, began: AttemptBegan) -> None:
+        """Take in that the ranks start, perhaps again, perhaps fewer."""
+        self.attempt, self.world_size = began.attempt, began.world_size
+
+    def add(self, progress: Progress, now_s: float) -> None:
+        """Take in one event; its step may be lower than the last, after a restart.
+
+        Args:
+            progress: of rank 0.
+            now_s: a monotonic clock's time.
+        """
+        if self.newest is not None and progress.step < self.newest.step:
+            self._seen.clear()  # the speed would have the restart's pause in it
+        self.newest = progress
+        self.metrics |= progress.metrics
+        self._seen.append((now_s, progress.step))
+        # Two make a speed.
+        while len(self._seen) > 2 and now_s - self._seen[1][0] > SPEED_WINDOW_S:  # noqa: PLR2004
+            self._seen.popleft()
+
+    @property
+    def steps_per_s(self) -> float | None:
+        """The speed of the last half minute; None before there are two events."""
+        if len(self._seen) < 2:  # noqa: PLR2004
+            return None
+        (start_s, start), (end_s, end) = self._seen[0], self._seen[-1]
+        return (end - start) / (end_s - start_s) if end_s > start_s and end > start else None
+
+    @property
+    def eta_s(self) -> float | None:
+        """Seconds that the steps left will take; None where that can't be known."""
+        if self.newest is None or self.newest.total_steps is None or self.steps_per_s is None:
+            return None
+        return max(0, self.newest.total_steps - self.newest.step) / self.steps_per_s
+
+    @property
+    def percent(self) -> float:
+        """How much of the training is done, 0 to 100; 0 where its length isn't known."""
+        if self.status == "finished":
+            return 100.0
+        if self.newest is None or not self.newest.total_steps:
+            return 0.0
+        return min(100.0, 100 * self.newest.step / self.newest.total_steps)
+
+    @property
+    def trouble(self) -> str:
+        """What rank 0 warns of, such as checkpoints that fail; empty where all is well."""
+        return self.newest.trouble if self.newest is not None and self.newest.trouble else ""
+
+    @property
+    def line(self) -> str:
+        """One plain line: `epoch 3, step 120/400, loss 0.123, ETA 40 s`."""
+        newest, status = self.newest, self.status
+        if newest is None:
+            return "no step yet" if status == "training" else f"{status} before the first step"
+        total = f"/{newest.total_steps}" if newest.total_steps else ""
+        shown = list(self.metrics.items())[:MAX_LINE_METRICS]
+        metrics = [f"{' '.join(name.split())} {number(value)}" for name, value in shown]
+        ending = [] if self.eta_s is None else [f"ETA {duration(self.eta_s)}"]
+        ending = ending if status == "training" else [status]
+        return ", ".join([f"epoch {newest.epoch}", f"step {newest.step}{total}", *metrics, *ending])
+
+
+def render_live(
+    training: TrainingProgress, elapsed_s: float, updated_at: str = "", curve: str = ""
+) -> str:
+    """Render the report of a training that runs.
+
+    Args:
+        training: what is known now.
+        elapsed_s: seconds since it began.
+        updated_at: when, so that a page that stands still shows since when it does.
+        curve: a markdown image, or nothing.
+    """
+    speed = training.steps_per_s
+    eta_s = training.eta_s if training.status == "training" else None
+    facts = {
+        "Run": code(training.run_id),
+        "Workload": code(training.workload),
+        "World size": f"{training.world_size} ranks",
+        "Attempt": str(training.attempt),
+        "Elapsed": duration(elapsed_s),
+        "Updated": text(updated_at),
+        "Throughput": "" if speed is None else f"{number(speed)} steps/s",
+        "ETA": "" if eta_s is None else duration(eta_s),
+    }
+    metrics = {text(name): number(value) for name, value in training.metrics.items()}
+    return join(
+        f"# Training: {text(training.line)}",
+        f"**{text(training.trouble)}**" if training.trouble else "",
+        curve,
+        fact_table(facts),
+        f"## Latest metrics of rank 0\n\n{fact_table(metrics)}" if metrics else "",
+    )
 
 
 class LiveReport:
@@ -40,15 +154,21 @@ class LiveReport:
     def __init__(
         self, storage: Storage, training: TrainingProgress, *, interval_s: float = 3.0
     ) -> None:
-        self._records = _RunCurves(storage, training.run_id)
+        self._storage = storage
         self._training = training
         self._interval_s = interval_s
+        self._known: set[str] = set()
+        """The parts of the run's records that are in the curves."""
+        self._curves = MetricCurves()
+        self._picture = ""
         self._lock = threading.Lock()
         self._has_news = True
         self._finishing = threading.Event()
         self._started_s = time.monotonic()
         self._run_ids = get_task_and_flow_run_ids()
-        self._logger = _logger()
+        self._logger: logging.Logger | logging.LoggerAdapter[Any] = logging.getLogger(__name__)
+        with suppress(MissingContextError):
+            self._logger = get_run_logger()
         self._warned: set[str] = set()
         # Prefect's settings, the API's address with them, live in a context variable that a new
         # thread would not see.
@@ -69,25 +189,17 @@ class LiveReport:
             self._training.add(progress, time.monotonic())
             self._has_news = True
 
-    def finish(self, *, succeeded: bool = True) -> None:
-        """Show the end at once; gives up after ten seconds on an API that doesn't answer."""
-        with self._lock:
-            self._training.status = "finished" if succeeded else "stopped"
-            self._has_news = True
-        self._finishing.set()
-        self._thread.join(FINISH_TIMEOUT_S)
-
     def __enter__(self) -> Self:
         self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.finish(succeeded=error is None)
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        # The end is shown at once, if the API answers.
+        with self._lock:
+            self._training.status = "finished" if kind is None else "stopped"
+            self._has_news = True
+        self._finishing.set()
+        self._thread.join(FINISH_TIMEOUT_S)
 
     def _keep_writing(self) -> None:
         # Prefect's own retries last a minute; ours come at the interval.
@@ -112,7 +224,10 @@ class LiveReport:
 
     def _read(self) -> None:
         try:
-            if self._records.read_new():
+            records = read_all_records(self._storage, self._training.run_id, known=self._known)
+            if records:
+                self._curves.add(records)
+                self._picture = render_curves(self._curves.curves, self._curves.epoch_ends)
                 with self._lock:
                     self._has_news = True
         except Exception as error:  # noqa: BLE001 - as above
@@ -133,7 +248,7 @@ class LiveReport:
             done = training.percent
             line = "; ".join(part for part in (training.line, training.trouble) if part)
             elapsed_s = time.monotonic() - self._started_s
-            page = render_live(training, elapsed_s, now, self._records.picture)
+            page = render_live(training, elapsed_s, now, self._picture)
         try:
             writer.put("progress", key("progress"), done, line)
             writer.put("markdown", key("report"), page, f"Run {training.run_id}, live")
@@ -150,28 +265,3 @@ class LiveReport:
                 what,
                 error,
             )
-
-
-class _RunCurves:
-    """The picture of a run's curves, from the parts of its records that there are."""
-
-    def __init__(self, storage: Storage, run_id: str) -> None:
-        self._storage = storage
-        self._run_id = run_id
-        self._known: set[str] = set()
-        self._curves = MetricCurves()
-        self.picture = ""
-
-    def read_new(self) -> bool:
-        records = read_all_records(self._storage, self._run_id, known=self._known)
-        if records:
-            self._curves.add(records)
-            self.picture = render_curves(self._curves.curves, self._curves.epoch_ends)
-        return bool(records)
-
-
-def _logger() -> "logging.Logger | logging.LoggerAdapter[Any]":
-    try:
-        return get_run_logger()
-    except MissingContextError:
-        return logging.getLogger(__name__)

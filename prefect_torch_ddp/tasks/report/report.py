@@ -1,9 +1,19 @@
 """The report of a finished run: a page of markdown, from values alone."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from urllib.parse import unquote, urlsplit
 
 from prefect_torch_ddp.params import TrainParams
-from prefect_torch_ddp.results import EpochRow, Report, TrainReport
+from prefect_torch_ddp.results import (
+    CheckpointRef,
+    EpochLedger,
+    EpochRow,
+    FailedAttempt,
+    LedgerReport,
+    Report,
+    TrainReport,
+)
 from prefect_torch_ddp.tasks.report.markdown import (
     code,
     code_block,
@@ -17,13 +27,6 @@ from prefect_torch_ddp.tasks.report.markdown import (
     text,
 )
 from prefect_torch_ddp.tasks.report.run_record import RunRecord
-from prefect_torch_ddp.tasks.report.sections import (
-    checkpoint_list,
-    failure_section,
-    ledger_section,
-    ledger_warning,
-    load_section,
-)
 
 MAX_EPOCH_ROWS = 50
 MAX_METRIC_COLUMNS = 6
@@ -34,6 +37,9 @@ MAX_LABEL_CHARACTERS = 24
 MAX_HEADER_CHARACTERS = 70
 MAX_CONFUSIONS = 10
 MAX_HEADLINE_METRICS = 3
+MAX_WARNED_EPOCHS = 3
+MAX_LEDGER_LINES = 50
+MAX_FAILURES = 50
 CORNER = "true ↓ predicted →"
 
 Matrix = Sequence[Sequence[int]]
@@ -56,75 +62,68 @@ def render_report(
         time_lost_s: what failures cost, in seconds.
     """
     evaluation = report.evaluation
+    models = load_section(report.training.model_uris)
+    sections = {
+        "Epochs": epoch_table(report.epochs),
+        "Classes": class_table(evaluation),
+        "Confusion matrix": confusion_table(evaluation),
+        "Model and checkpoints": f"{checkpoint_list(report)}\n\n{models}",
+        "Ledger": _ledger_lines(report.ledger),
+        "Failed attempts": _failure_table(report.training.failures),
+        "Run record": _run_record(report, params, record, time_lost_s),
+    }
     return join(
         f"# {text(params.workload)}: {_headline(evaluation)}",
-        ledger_warning(report.ledger),
+        _ledger_warning(report.ledger),
         curve,
-        f"## Epochs\n\n{epoch_table(report.epochs)}" if report.epochs else "",
-        f"## Classes\n\n{class_table(evaluation)}" if evaluation.classes else "",
-        f"## Confusion matrix\n\n{confusion_table(evaluation)}"
-        if evaluation.confusion_matrix
-        else "",
-        f"## Model and checkpoints\n\n{checkpoint_list(report)}",
-        load_section(report.training.model_uris),
-        ledger_section(report.ledger),
-        failure_section(report.training.failures),
-        f"## Run record\n\n{_run_record(report, params, record, time_lost_s)}",
+        *(f"## {title}\n\n{body}" for title, body in sections.items() if body),
     )
 
 
 def epoch_table(rows: Sequence[EpochRow]) -> str:
-    """Lay out the epochs, the newest ones where there are many."""
+    """Lay out the epochs, the newest ones where there are many; nothing without any."""
     names = list(dict.fromkeys(name for row in rows for name in row.metrics))[:MAX_METRIC_COLUMNS]
-    shown = rows[-MAX_EPOCH_ROWS:]
     lines = []
-    for row in shown:
+    for row in rows[-MAX_EPOCH_ROWS:]:
         values = [number(row.metrics[name]) if name in row.metrics else "" for name in names]
         lines.append([str(row.epoch), count(row.num_steps), count(row.num_samples), *values])
     header = ["epoch", "steps", "samples", *map(text, names)]
-    num_left_out = len(rows) - len(shown)
-    return table(header, lines, align="r" * len(header)) + (
-        f"\n\nThe first {num_left_out} epochs are left out." if num_left_out else ""
-    )
+    num_left_out = len(rows) - len(lines)
+    ending = f"\n\nThe first {num_left_out} epochs are left out." if num_left_out else ""
+    return table(header, lines, align="r" * len(header)) + ending if rows else ""
 
 
 def class_table(evaluation: Report) -> str:
-    """Lay out the scores of each class."""
+    """Lay out the scores of each class; nothing without any."""
     lines = []
     for score in evaluation.classes[:MAX_CLASS_ROWS]:
         shares = [f"{share:.3f}" for share in (score.precision, score.recall, score.f1)]
         lines.append([text(score.name), *shares, count(score.support)])
     num_left_out = len(evaluation.classes) - len(lines)
-    return table(["class", "precision", "recall", "F1", "support"], lines) + (
-        f"\n\n{num_left_out} more classes are left out." if num_left_out else ""
-    )
+    ending = f"\n\n{num_left_out} more classes are left out." if num_left_out else ""
+    header = ["class", "precision", "recall", "F1", "support"]
+    return table(header, lines) + ending if lines else ""
 
 
 def confusion_table(evaluation: Report) -> str:
     """Lay out the confusion matrix, true classes down and predicted ones across.
 
-    Where the names would make it wider than a page, columns are numbered as the rows are; a
-    larger one becomes plain text, which pages scroll; one too large to read gives way to its
-    most frequent confusions.
+    Where the names would make it wider than a page it becomes plain text, which pages scroll,
+    with numbered columns; one too large to read gives way to its most frequent confusions.
     """
-    matrix, names = evaluation.confusion_matrix, class_names(evaluation)
+    matrix = evaluation.confusion_matrix
+    names = [score.name for score in evaluation.classes]
+    if len(names) != len(matrix):
+        names = [str(i) for i in range(len(matrix))]
+    if not matrix:
+        return ""
     if len(names) <= MAX_TABLE_CLASSES and sum(map(len, names)) <= MAX_HEADER_CHARACTERS:
-        return _matrix_table(matrix, names, names)
+        return _matrix_table(matrix, names)
     most = _most_confused(matrix, names)
     if len(matrix) > MAX_MATRIX_CLASSES:
         return f"Of {len(matrix)} classes:\n\n{most}"
-    numbers = [str(i) for i in range(1, len(names) + 1)]
-    numbered = [f"{i} {name}" for i, name in zip(numbers, names, strict=True)]
-    lay_out = _matrix_text if len(names) > MAX_TABLE_CLASSES else _matrix_table
-    whole = lay_out(matrix, numbered, numbers)
+    whole = _matrix_text(matrix, names)
     return f"{most}\n\nAll of them; columns bear the numbers of the rows:\n\n{whole}"
-
-
-def class_names(evaluation: Report) -> list[str]:
-    """Return the names of the confusion matrix's classes, else their numbers."""
-    names = [score.name for score in evaluation.classes]
-    num_classes = len(evaluation.confusion_matrix)
-    return names if len(names) == num_classes else [str(i) for i in range(num_classes)]
 
 
 def _headline(evaluation: Report) -> str:
@@ -135,16 +134,18 @@ def _headline(evaluation: Report) -> str:
     return ", ".join([*accuracy, *loss, *others, f"{count(evaluation.num_samples)} samples"])
 
 
-def _matrix_table(matrix: Matrix, rows: Sequence[str], columns: Sequence[str]) -> str:
+def _matrix_table(matrix: Matrix, names: Sequence[str]) -> str:
     lines = []
     for i, row in enumerate(matrix):
         cells = [f"**{cell}**" if i == j else str(cell) for j, cell in enumerate(row)]
-        lines.append([text(rows[i]), *cells])
-    return table([CORNER, *map(text, columns)], lines)
+        lines.append([text(names[i]), *cells])
+    return table([CORNER, *map(text, names)], lines)
 
 
-def _matrix_text(matrix: Matrix, rows: Sequence[str], columns: Sequence[str]) -> str:
-    labels = [" ".join(label.split())[:MAX_LABEL_CHARACTERS] for label in (CORNER, *rows)]
+def _matrix_text(matrix: Matrix, names: Sequence[str]) -> str:
+    numbered = [CORNER, *(f"{i} {' '.join(name.split())}" for i, name in enumerate(names, 1))]
+    labels = [label[:MAX_LABEL_CHARACTERS] for label in numbered]
+    columns = [str(i) for i in range(1, len(names) + 1)]
     cells = [columns, *([str(cell) if cell else "." for cell in row] for row in matrix)]
     width = max(len(cell) for row in cells for cell in row) + 1
     label_width = max(map(len, labels))
@@ -190,3 +191,100 @@ def _run_record(
         "time lost to failures": duration(time_lost_s),
     }
     return fact_table(facts)
+
+
+def checkpoint_list(report: TrainReport) -> str:
+    """List where the models and the checkpoints are.
+
+    Locations are code, since a browser can't follow `s3://`, and no table cells, which cut them.
+    """
+    training = report.training
+    roles: dict[str, list[str]] = {}
+    refs: dict[str, CheckpointRef] = {}
+    for role, ref in (
+        ("evaluated", report.checkpoint),
+        ("best", training.best_checkpoint),
+        ("last", training.last_checkpoint),
+    ):
+        if ref is not None:
+            refs[ref.uri] = ref
+            roles.setdefault(ref.uri, []).append(role)
+    lines = []
+    for name, uri in training.model_uris.items():
+        card = code(f"{uri.rpartition('.')[0]}.json")
+        step = count(report.checkpoint.step)
+        lines.append(f"- **Weights** of {code(name)}, step {step}: {code(uri)}; their card: {card}")
+    for uri, ref in refs.items():
+        metrics = "".join(f", {text(name)} {number(value)}" for name, value in ref.metrics.items())
+        which = " and ".join(roles[uri]).capitalize()
+        about = f"step {count(ref.step)}, attempt {ref.attempt}{metrics}"
+        lines.append(f"- **{which} checkpoint**, {about}: {code(uri)}")
+    return "\n".join(lines)
+
+
+def load_section(model_uris: Mapping[str, str]) -> str:
+    """Show how to load the models, or say why there is none."""
+    if not model_uris:
+        return "No model was exported: `train` tracked none. `ctx.track(model=model)` names it."
+    blocks = [load_code(name, uri) for name, uri in model_uris.items()]
+    return "\n\n".join(["Load the weights, on any machine, with plain PyTorch:", *blocks])
+
+
+def load_code(name: str, model_uri: str) -> str:
+    """Show the three lines that load a model; fsspec reads it where it isn't a local file."""
+    parts = urlsplit(model_uri)
+    is_local = parts.scheme in {"", "file"}
+    path = repr(unquote(parts.path) if parts.scheme else model_uri)
+    if not is_local:
+        path = f"fsspec.open({model_uri!r}).open()"
+    module, load = "torch", 'torch.load(file, map_location="cpu", weights_only=True)'
+    if model_uri.endswith(".safetensors"):
+        module = "safetensors.torch"
+        load = f"{module}.load_file(file)" if is_local else f"{module}.load(file.read())"
+    modules = module if is_local else f"fsspec, {module}"
+    return code_block(f"import {modules}\nfile = {path}\n{name}.load_state_dict({load})")
+
+
+def _ledger_warning(ledger: LedgerReport | None) -> str:
+    if ledger is None or ledger.is_clean:
+        return ""
+    wrong = [str(epoch) for epoch in ledger.epochs if not epoch.is_clean] or [str(ledger)]
+    shown = wrong[:MAX_WARNED_EPOCHS]
+    if len(wrong) > len(shown):
+        shown.append(f"{len(wrong) - len(shown)} more epochs")
+    lines = "\n".join(f"- {text(line)}" for line in shown)
+    says = "so it is not shown that each sample was trained on once an epoch"
+    return f"**The ledger is not clean**, {says}:\n\n{lines}"
+
+
+def _ledger_lines(ledger: LedgerReport | None) -> str:
+    if ledger is None:
+        return ""
+    groups = [list(group) for _, group in groupby(ledger.epochs, key=_without_number)]
+    lines = [_group_line(group) for group in groups] or [str(ledger)]
+    num_left_out = max(0, len(lines) - MAX_LEDGER_LINES)
+    shown = [f"- {text(line)}" for line in lines[num_left_out:]]
+    if num_left_out:
+        shown.insert(0, f"- the first {num_left_out} lines are left out")
+    sizes = ", ".join(f"{attempt} ({size} ranks)" for attempt, size in ledger.attempts.items())
+    ending = f"\n\nBy the steps that count, of attempt {sizes}." if sizes else ""
+    return "\n".join(shown) + ending
+
+
+def _without_number(epoch: EpochLedger) -> EpochLedger:
+    return epoch.model_copy(update={"epoch": 0}) if epoch.is_clean else epoch
+
+
+def _group_line(epochs: Sequence[EpochLedger]) -> str:
+    first, last = epochs[0], epochs[-1]
+    if first is last:
+        return str(first)
+    return f"epochs {first.epoch} to {last.epoch}: {str(first).partition(': ')[2]}"
+
+
+def _failure_table(failures: Sequence[FailedAttempt]) -> str:
+    lines = []
+    for one in failures[-MAX_FAILURES:]:
+        step = "" if one.step is None else count(one.step)
+        lines.append([str(one.attempt), str(one.world_size or ""), step, text(one.summary)])
+    return table(["attempt", "ranks", "step", "failure"], lines, align="rrrl") if lines else ""

@@ -35,10 +35,8 @@ def follow(
     """Wait until the task has ended, well or not, or the time is over.
 
     Raises:
-        SupervisorLostError: the Dask worker that ran the task itself died or was silent for too
-            long.
-        SchedulerLostError: the scheduler did. After both the task run is Crashed at Prefect,
-            where it would stay Running forever.
+        SupervisorLostError, SchedulerLostError: what ran the task is lost. Then the task run is
+            Crashed at Prefect, where it would stay Running forever.
     """
     future: Future[Any] = task.wrapped_future
     watch = TaskWatch(client, future, owns_workers=owns_workers)

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from prefect_torch_ddp.tasks.report.report import load_code
 from prefect_torch_ddp.tasks.report.run_record import git_commit, read_run_record
-from prefect_torch_ddp.tasks.report.sections import load_code
 
 WEIGHTS = "{'weight': torch.ones(1, 2), 'bias': torch.ones(1)}"
 SAVE = {
@@ -27,7 +27,7 @@ def run(program: str) -> None:
 def test_the_code_that_loads_the_model_runs(tmp_path: Path, suffix: str, where: str) -> None:
     """From a file, and by fsspec from elsewhere."""
     uri = f"{tmp_path}/model{suffix}" if where == "file" else f"memory://bucket/model{suffix}"
-    shown = "\n".join(load_code(uri).splitlines()[1:-1])
+    shown = "\n".join(load_code("model", uri).splitlines()[1:-1])
     run(
         f"import torch, fsspec\nmodel = torch.nn.Linear(2, 1)\n"
         f"with fsspec.open({uri!r}, 'wb') as file: {SAVE[suffix]}\n"

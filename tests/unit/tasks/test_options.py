@@ -56,7 +56,6 @@ def test_the_form_is_in_order_and_explains_each_field() -> None:
     ("options", "says"),
     [
         ({"world_size": 0}, "world_size is 0; it should be greater than"),
-        ({"seed": True}, "seed is True; it should be a valid integer"),
         ({"backend": "mpi"}, "backend is 'mpi'; choose one of auto, gloo, nccl"),
         ({"checkpoint": {"every_step": 3}}, "checkpoint"),
         ({"sed": 1}, "there is no option sed; did you mean seed?"),
@@ -68,7 +67,6 @@ def test_the_form_is_in_order_and_explains_each_field() -> None:
             {"determinism": "elastic", "virtual_ranks": 4, "world_size": 3},
             "virtual_ranks is 4 and world_size 3; give a world_size that divides",
         ),
-        ({"virtual_ranks": 4}, "virtual_ranks is 4, which needs determinism='elastic'"),
     ],
 )
 def test_a_wrong_option_of_a_task_is_refused(options: dict[str, Any], says: str) -> None:
@@ -101,7 +99,6 @@ def test_a_function_without_a_context_is_refused(function: Any) -> None:
 @pytest.mark.parametrize(
     ("params", "says"),
     [
-        ({"world_size": 0}, "world_size"),
         ({"worldsize": 2}, "worldsize"),
         ({"workload": "not a module"}, "workload is 'not a module'"),
         ({"evaluate_on": "best"}, "checkpoint.best_metric is empty"),
@@ -110,13 +107,7 @@ def test_a_function_without_a_context_is_refused(function: Any) -> None:
             "leave cluster_class and cluster_kwargs empty",
         ),
         ({"cluster": {"address": "tcp://x:1", "adapt_kwargs": {"minimum": 1}}}, "and adapt_kwargs"),
-        ({"checkpoint": {"every_steps": 0}}, "every_steps"),
         ({"determinism": "elastic"}, "virtual_ranks is empty: give the most ranks"),
-        ({"virtual_ranks": 4}, "virtual_ranks is 4, which needs determinism='elastic'"),
-        (
-            {"determinism": "elastic", "virtual_ranks": 3},
-            "virtual_ranks is 3 and world_size 2; give a world_size that divides",
-        ),
     ],
 )
 def test_a_wrong_parameter_of_a_run_is_refused(params: dict[str, Any], says: str) -> None:

@@ -55,7 +55,8 @@ def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Write:
 
     def write_module(source: str) -> str:
         name = f"workload_{next(numbers)}"
-        (tmp_path / f"{name}.py").write_text(dedent(source), encoding="utf-8")
+        coding = "latin-1" if "latin-1" in source else "utf-8"
+        (tmp_path / f"{name}.py").write_text(dedent(source), encoding=coding)
         return name
 
     return write_module
@@ -76,11 +77,11 @@ def dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., st
 # ---- The three functions.
 
 
-@pytest.mark.parametrize("name", ["prepare", "train", "evaluate"])
-def test_a_missing_function_is_named(write: Write, name: str) -> None:
-    """The error names the workload, what is missing and what there is."""
-    module = write(BASE.replace(f"def {name}(", "def other("))
-    says = rf"workload '{module}' has no function '{name}'.*{module}\.py defines .*other"
+def test_a_missing_function_is_named(write: Write) -> None:
+    """The error names the workload, what is missing and what there is; what a function binds isn't
+    the module's."""
+    module = write(BASE.replace("def train(", "def other(") + "def f():\n    train = 1\n")
+    says = rf"workload '{module}' has no function 'train'.*{module}\.py defines .*other"
     with pytest.raises(InvalidParamsError, match=says):
         read_workload(module)
 
@@ -97,24 +98,16 @@ def test_reading_runs_nothing_of_the_module(write: Write) -> None:
     [
         "from somewhere import prepare, train\nfrom elsewhere import score as evaluate\n",
         "prepare, train = make()\nevaluate = lambda ctx: None\n",
-        "prepare = train = evaluate = None\n",
         "try:\n    import fast\nexcept ImportError:\n    def prepare(ctx): ...\n" + OTHERS,
-        "with quiet():\n    from somewhere import prepare, train, evaluate\n",
         "if FAST:\n    def prepare(ctx): ...\nelse:\n    def prepare(ctx): ...\n" + OTHERS,
         "from somewhere import *\n",
-        "try:\n    from somewhere import *\nexcept ImportError:\n    pass\n",
+        "# -*- coding: latin-1 -*-\nNAME = '\xe9'\n" + BASE,
     ],
 )
 def test_any_way_to_define_them_counts(write: Write, source: str) -> None:
     """Imported, assigned, in a branch, from a star import that only running resolves: none of
     them is refused."""
     assert read_workload(write(source)).object_name is None
-
-
-def test_a_name_inside_a_function_is_no_function_of_the_module(write: Write) -> None:
-    """Only what the module itself binds counts."""
-    with pytest.raises(InvalidParamsError, match="has no function 'evaluate'"):
-        read_workload(write("def prepare(ctx): ...\ndef train(ctx):\n    def evaluate(ctx): ...\n"))
 
 
 CLASS = """
@@ -164,15 +157,6 @@ def test_source_that_is_no_workload(write: Write, source: str, says: str) -> Non
     module = write(source)
     with pytest.raises(InvalidParamsError, match=f"workload '{module}' .*{says}"):
         read_workload(module)
-
-
-def test_source_in_another_encoding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Python reads such modules, by their first line, and so do we."""
-    (tmp_path / "latin_workload.py").write_bytes(
-        b"# -*- coding: latin-1 -*-\nNAME = '\xe9'\n" + BASE.encode()
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    assert read_workload("latin_workload").name == "latin_workload"
 
 
 @pytest.mark.parametrize(
@@ -240,26 +224,11 @@ def test_of_a_class_workload_the_module_counts(dataset: Callable[..., str]) -> N
 
 
 def test_options_count(dataset: Callable[..., str]) -> None:
-    """Data options make another dataset, their order doesn't; a path counts as a text."""
+    """Data options make another dataset, their order doesn't; so do other raw data."""
     assert dataset(BASE, a=1, b="x") == dataset(BASE, b="x", a=1)
-    assert dataset(BASE, a="/") == dataset(BASE, a="/")
     assert len({dataset(BASE), dataset(BASE, a=1), dataset(BASE, a=2), dataset(BASE, b=1)}) == 4
     with pytest.raises(InvalidParamsError, match="data_options can't be written as JSON"):
         dataset(BASE, a=object())
-
-
-def test_the_dataset_is_another_one_when_the_raw_data_is() -> None:
-    """The same listing at the same place gives the same name; without a source it is as it
-    was."""
     workload = read_workload("tests.workloads.tiny")
-    ids = [
-        dataset_id(workload, {}, source)
-        for source in (
-            None,
-            {"uri": "a", "listing": "1"},
-            {"uri": "a", "listing": "2"},
-            {"uri": "b", "listing": "1"},
-        )
-    ]
-    assert len(set(ids)) == 4
-    assert dataset_id(workload, {}, {"uri": "a", "listing": "1"}) == ids[1]
+    sources = [None, *({"uri": uri, "listing": listing} for uri in "ab" for listing in "12")]
+    assert len({dataset_id(workload, {}, source) for source in sources}) == 5

@@ -1,5 +1,6 @@
 """The final report's text: complete, safe from hostile names, true to the numbers."""
 
+import ast
 import math
 import re
 
@@ -16,7 +17,13 @@ from prefect_torch_ddp.results import (
     TrainReport,
 )
 from prefect_torch_ddp.tasks.report.markdown import code, code_block, duration, number, text
-from prefect_torch_ddp.tasks.report.report import confusion_table, epoch_table, render_report
+from prefect_torch_ddp.tasks.report.report import (
+    checkpoint_list,
+    confusion_table,
+    epoch_table,
+    load_code,
+    render_report,
+)
 from prefect_torch_ddp.tasks.report.run_record import RunRecord
 
 RECORD = RunRecord("0.1.0", "abc123-dirty", {"python": "3.11.7", "torch": "2.15.0"})
@@ -134,7 +141,8 @@ def test_every_table_row_has_as_many_cells_as_its_header_also_with_hostile_names
     for rows in tables(markdown):
         assert {len(row) for row in rows} == {len(rows[0])}
         assert len(rows) >= 3
-    assert "<script" not in markdown
+    outside_code = re.sub(r"^(```+).*?^\1$", "", markdown, flags=re.DOTALL | re.MULTILINE)
+    assert "<script" not in outside_code
 
 
 def test_a_hostile_name_is_shown_and_starts_nothing():
@@ -152,40 +160,26 @@ def test_a_hostile_name_is_shown_and_starts_nothing():
 def test_code_spans_hold_what_they_are_given(value, expected):
     """Code spans hold what they are given."""
     assert code(value) == expected
-
-
-def test_a_code_block_cannot_be_ended_from_inside():
-    """A code block cannot be ended from inside."""
     assert code_block("x = '```'").splitlines()[0] == "````python"
 
 
 def test_the_confusion_matrix_has_true_rows_and_predicted_columns_by_name():
-    """The confusion matrix has true rows and predicted columns by name."""
+    """By number where the classes have no names."""
     header, _rule, *rows = tables(confusion_table(evaluation()))[0]
     assert header[1:] == ["cat", "dog"]
     assert rows == [["cat", "**3**", "1"], ["dog", "0", "**4**"]]
-
-
-def test_a_wide_matrix_numbers_its_columns_and_names_its_rows():
-    """A wide matrix numbers its columns and names its rows."""
-    names = [f"a rather long class name {i}" for i in range(12)]
-    matrix = tuple(
-        tuple(i + 5 if i == j else int((i, j) == (2, 7)) for j in range(12)) for i in range(12)
-    )
-    most, whole = tables(confusion_table(evaluation(names, matrix)))
-    assert most[2:] == [[names[2], names[7], "1", "12.50 %"]]
-    assert whole[0][1:] == [str(i) for i in range(1, 13)]
-    assert whole[2 + 2][0] == f"3 {names[2]}"
-    assert whole[2 + 2][8] == "1"
+    bare = Report(num_samples=2, accuracy=1.0, confusion_matrix=((1, 0), (0, 1)))
+    assert tables(confusion_table(bare))[0][0][1:] == ["0", "1"]
 
 
 def test_a_matrix_of_many_classes_is_plain_text_that_a_page_can_scroll():
-    """A matrix of many classes is plain text that a page can scroll."""
+    """Its columns are numbered; the most frequent confusions come first."""
     names = [f"`` `class {i}" for i in range(21)]
     matrix = tuple(
         tuple(30 + i if i == j else int((i, j) == (2, 7)) for j in range(21)) for i in range(21)
     )
     markdown = confusion_table(evaluation(names, matrix))
+    assert tables(markdown)[0][2:] == [[text(names[2]), text(names[7]), "1", "3.03 %"]]
     block = re.search(r"^(```+)text\n(.*)\n\1$", markdown, re.DOTALL | re.MULTILINE)[2].splitlines()
     assert block[0].split()[-21:] == [str(i) for i in range(1, 22)]
     assert len({len(row) for row in block}) == 1
@@ -205,12 +199,6 @@ def test_a_matrix_too_large_to_read_gives_way_to_its_confusions():
     assert ["c0", "c1", "1", "33.33 %"] in tables(markdown)[0]
 
 
-def test_a_matrix_without_class_names_shows_their_numbers():
-    """A matrix without class names shows their numbers."""
-    bare = Report(num_samples=2, accuracy=1.0, confusion_matrix=((1, 0), (0, 1)))
-    assert tables(confusion_table(bare))[0][0][1:] == ["0", "1"]
-
-
 def test_an_evaluation_of_a_loss_alone_and_no_epochs_makes_a_report():
     """An evaluation of a loss alone and no epochs makes a report."""
     bare = report(
@@ -224,23 +212,15 @@ def test_an_evaluation_of_a_loss_alone_and_no_epochs_makes_a_report():
     assert "git commit" not in markdown
 
 
-def test_the_epoch_table_says_nan_and_leaves_blank_what_was_not_measured():
-    """The epoch table says nan and leaves blank what was not measured."""
+def test_the_epoch_table_says_nan_and_shows_the_newest_of_many():
+    """What wasn't measured is blank."""
     header, _rule, first, second = tables(epoch_table(report().epochs))[0]
     assert header == ["epoch", "steps", "samples", "loss", "validation_accuracy"]
     assert first == ["1", "40", "1,280", "0.1235", "0.5"]
     assert second == ["2", "40", "1,280", "nan", ""]
-
-
-def test_of_many_epochs_the_newest_are_shown():
-    """Of many epochs the newest are shown."""
-    rows = [
-        EpochRow(epoch=epoch, num_steps=1, num_samples=1, metrics={"loss": 1.0})
-        for epoch in range(1, 301)
-    ]
-    markdown = epoch_table(rows)
-    assert tables(markdown)[0][-1][0] == "300"
-    assert "The first 250 epochs are left out." in markdown
+    rows = [report().epochs[0].model_copy(update={"epoch": epoch}) for epoch in range(1, 301)]
+    assert tables(epoch_table(rows))[0][-1][0] == "300"
+    assert "The first 250 epochs are left out." in epoch_table(rows)
 
 
 @pytest.mark.parametrize(
@@ -266,3 +246,55 @@ def test_durations_read_as_a_person_says_them(seconds, expected):
 def test_numbers_have_four_digits_that_matter(value, expected):
     """Numbers have four digits that matter."""
     assert number(value) == expected
+
+
+def test_a_checkpoint_in_several_roles_is_listed_once_and_its_place_is_no_link() -> None:
+    """The model's line comes first, with its card."""
+    lines = checkpoint_list(report()).splitlines()
+    assert len(lines) == 2
+    assert lines[0].endswith(
+        "`s3://bucket/runs/r/model.pt`; their card: `s3://bucket/runs/r/model.json`"
+    )
+    assert lines[1].startswith(
+        "- **Evaluated and last checkpoint**, step 400, attempt 2, acc 0.5: `s3://"
+    )
+    assert "](" not in "".join(lines)
+
+
+def test_without_a_model_the_report_says_what_to_do() -> None:
+    """And shows no code that can't run."""
+    markdown = render_report(report(model_uris=None), TrainParams(), RECORD)
+    assert "No model was exported: `train` tracked none." in markdown
+    assert "load_state_dict" not in markdown
+    assert "**Weights**" not in markdown
+
+
+def test_each_of_several_models_is_shown_with_its_card_and_its_code() -> None:
+    """By the name that it was tracked under, as those of a GAN."""
+    uris = {name: f"/data/models/000001/{name}.safetensors" for name in ("generator", "critic")}
+    markdown = render_report(report(model_uris=uris), TrainParams(), RECORD)
+    for name, uri in uris.items():
+        assert f"- **Weights** of `{name}`, step 400: `{uri}`" in markdown
+        assert f"their card: `/data/models/000001/{name}.json`" in markdown
+        assert f"{name}.load_state_dict(safetensors.torch.load_file(file))" in markdown
+
+
+@pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
+@pytest.mark.parametrize(
+    ("uri", "place"),
+    [
+        ("/data/it's/model", "/data/it's/model"),
+        ("file:///data/a%20b/model", "/data/a b/model"),
+        ("s3://bucket/model", "s3://bucket/model"),
+    ],
+)
+def test_the_code_that_loads_the_model_is_three_lines_with_the_right_place(
+    uri: str, place: str, suffix: str
+) -> None:
+    """Also of places whose names need quotes, and nothing in a file can run code."""
+    source = "\n".join(load_code("model", uri + suffix).splitlines()[1:-1])
+    assert len(source.splitlines()) == 3
+    assert place + suffix in [
+        node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant)
+    ]
+    assert ("weights_only=True" in source) == (suffix == ".pt")

@@ -5,8 +5,8 @@ import math
 import pytest
 
 from prefect_torch_ddp.protocol.events import AttemptBegan, Progress
+from prefect_torch_ddp.tasks.report.live import TrainingProgress, render_live
 from prefect_torch_ddp.tasks.report.markdown import text
-from prefect_torch_ddp.tasks.report.progress import TrainingProgress, render_live
 from tests.unit.tasks.report.test_report import CURVE, HOSTILE, tables
 
 
