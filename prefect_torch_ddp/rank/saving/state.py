@@ -47,10 +47,7 @@ class Position:
         return replace(self, loop_epoch=self.loop_epoch + 1, epoch=self.epoch + 1, batch=0)
 
     def in_loop(self, loop: int) -> Self:
-        """Return the position at the begin of a later loop.
-
-        An epoch that was left half-way isn't continued: the next loop begins the next order.
-        """
+        """Return the position at the begin of a later loop, which continues no epoch."""
         epoch = self.epoch + (self.batch > 0)
         return replace(self, loop=loop, loop_epoch=0, epoch=epoch, batch=0, num_saves_behind=0)
 
@@ -87,8 +84,8 @@ class TrainingState:
     def record_step(self) -> int:
         """The step of what is reported now.
 
-        A loop of the user's own has no steps: what follows a checkpoint counts as the next. So a
-        resume takes back what was reported behind its checkpoint, and nothing else.
+        In a loop of the user's own it is the number of the next checkpoint, so that a resume takes
+        back what was reported behind its checkpoint, and nothing else.
         """
         if self.step > 0 or self.share is not None:
             return self.step

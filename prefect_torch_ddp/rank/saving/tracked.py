@@ -22,17 +22,7 @@ _NAME = re.compile(r"[A-Za-z0-9_]{1,100}")
 def check_trackable(
     objects: Mapping[str, Any], tracked: Container[str], stage: Stage, *, has_begun: bool
 ) -> None:
-    """Refuse what can't be tracked.
-
-    Args:
-        objects: by the names that they shall have.
-        tracked: the names that are taken.
-        stage: what this rank does.
-        has_begun: whether `steps` was called.
-
-    Raises:
-        InvalidParamsError: names the object, and says why.
-    """
+    """Refuse what can't be tracked, by its name; `tracked` are taken, `steps` may have begun."""
     if has_begun:
         late = f"ctx.track({', '.join(objects)}) came after ctx.steps had begun"
         msg = f"{late}: track everything before the first step"

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from prefect_torch_ddp.checkpoint.attempts import (
-    FROM_NOTHING,
     claim_attempt,
     newest_attempt,
     record_resume,
@@ -74,16 +73,9 @@ def test_a_resume_record_supersedes_what_older_attempts_made_beyond_it(
     assert live(storage) == [(2, 1), (3, 1), (3, 2), (4, 2), (4, 3)]
     record_resume(storage, "run", 3, step=3, of_attempt=1)
     assert live(storage) == [(2, 1), (3, 1), (4, 3)]
-    record_resume(storage, "run", 4, FROM_NOTHING, of_attempt=0)
+    record_resume(storage, "run", 4, 9, of_attempt=0)  # of another run, at whatever step
     assert live(storage) == []
     assert len(all_manifests(storage, "run")) == 5
-
-
-def test_resuming_from_another_run_supersedes_all_of_ones_own(storage: DirectoryStorage) -> None:
-    """Whatever step the other run was at."""
-    put(storage, (6, 1), (7, 1))
-    record_resume(storage, "run", 2, step=7, of_attempt=0)
-    assert live(storage) == []
 
 
 def test_a_late_resume_record_supersedes_nothing_that_a_newer_attempt_resumed_from(

@@ -32,17 +32,12 @@ def deleted(manifests: list[Manifest], **retention: object) -> list[int]:
     return [old.step for old in superfluous(manifests, CheckpointParams(**retention))]  # type: ignore[arg-type]
 
 
-def test_the_newest_stay() -> None:
-    """Whatever their order."""
-    assert deleted([manifest(step) for step in (30, 10, 20, 40)], keep_last=2) == [10, 20]
-    assert deleted([manifest(10)], keep_last=1) == []
-
-
-def test_the_best_stay_too() -> None:
-    """The best by a metric, of equals the older, nearer to the measurement; those without a
-    finite value are never the best."""
+def test_the_newest_and_the_best_stay() -> None:
+    """The newest in any order; the best by a metric, of equals the older, nearer to the
+    measurement; those without a finite value are never the best."""
     accuracies = {10: 0.5, 20: 0.9, 30: 0.9, 40: math.nan, 50: math.inf, 60: 0.1}
     manifests = [manifest(step, accuracy=value) for step, value in accuracies.items()]
+    assert deleted(manifests[::-1], keep_last=2) == [10, 20, 30, 40]
     assert deleted(manifests, keep_last=1, keep_best=1, best_metric="accuracy") == [10, 30, 40, 50]
     assert deleted(manifests, keep_last=1, keep_best=2, best_metric="accuracy") == [10, 40, 50]
     by_loss = {"best_metric": "accuracy", "best_mode": "min"}

@@ -120,15 +120,9 @@ def test_what_is_damaged_is_named(tmp_path: Path, name: str, damage: str, kind: 
     says = rf"step 3 of run run: its object {name}\.pt is {reason}"
     with pytest.raises(CheckpointError, match=says):
         read_states(storage, manifest, manifest.objects)
-
-
-def test_what_verifies_and_cannot_be_decoded_is_named_too(tmp_path: Path) -> None:
-    """Such as what another version of torch wrote."""
-    storage = DirectoryStorage(tmp_path)
-    manifest = written(storage, {"odd": b"no checkpoint"})
-    says = r"its object odd\.pt is what was written, and this version of torch can't read it"
-    with pytest.raises(CheckpointError, match=says):
-        read_states(storage, manifest, manifest.objects)
+    odd = written(storage, {"odd": b"of another version of torch"})
+    with pytest.raises(CheckpointError, match=r"odd\.pt is what was written, and this version of"):
+        read_states(storage, odd, odd.objects)
 
 
 @pytest.mark.parametrize(

@@ -3,14 +3,12 @@
 import collections
 import random
 import threading
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from prefect_torch_ddp import RankContext
 from prefect_torch_ddp.checkpoint.serial import (
     Serializer,
     Staging,
@@ -103,16 +101,6 @@ def test_numbers_of_numpy_become_pythons() -> None:
     copied = Staging().copy(state)
     assert from_bytes(to_bytes(copied)) == {"lr": 0.5, "groups": [(3, True), 2.0]}
     assert [type(value) for value in (copied["lr"], *copied["groups"][0])] == [float, int, bool]
-
-
-def test_what_cannot_be_kept_is_refused_when_it_is_tracked(tmp_path: Path) -> None:
-    """At once, not at the first checkpoint or the training's end."""
-    model = torch.nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    optimizer.param_groups[0]["schedule"] = np.zeros(3)
-    says = r"'optimizer' can't .*\['param_groups'\]\[0\]\['schedule'\] is a numpy.ndarray"
-    with pytest.raises(InvalidParamsError, match=says), RankContext.local(storage=tmp_path) as ctx:
-        ctx.track(optimizer=optimizer)
 
 
 def test_generators_go_on_where_they_were() -> None:
