@@ -110,7 +110,7 @@ class Checkpointer:
         self._failure = None
         self._thread = threading.Thread(
             target=self._write_share,
-            args=(manifest, turn, staged, objects),
+            args=(manifest, turn, staged, dict(objects)),
             name="prefect-torch-ddp-checkpoint",
             daemon=True,
         )

@@ -4,14 +4,14 @@ import logging
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 
-from prefect_torch_ddp.checkpoint.attempts import refuse_superseded, superseded_test
+from prefect_torch_ddp.checkpoint.attempts import refuse_superseded
 from prefect_torch_ddp.checkpoint.keys import (
     checkpoints_prefix,
     is_manifest,
     manifest_key,
     owner_of,
 )
-from prefect_torch_ddp.checkpoint.manifest import Manifest, all_manifests, ranked
+from prefect_torch_ddp.checkpoint.manifest import Manifest, live_manifests, ranked
 from prefect_torch_ddp.errors import (
     CheckpointError,
     DamagedObjectError,
@@ -110,19 +110,10 @@ class Committer:
             self.storage.delete(item.key)
 
     def _look(self, step: int) -> dict[int, Manifest]:
-        """Return the checkpoints by step; delete superseded and repeated ones, sweep the rest."""
+        """Return the checkpoints that count, by step; sweep up what is left of all others."""
         # What a newer attempt made, since the check for one, is not ours to keep or delete.
-        found = all_manifests(self.storage, self.run_id)
-        manifests = [known for known in found if known.attempt <= self._attempt]
-        is_superseded = superseded_test(self.storage, self.run_id)
-        known = {
-            manifest.step: manifest
-            for manifest in manifests
-            if not is_superseded(manifest.step, manifest.attempt)
-        }
-        for manifest in manifests:
-            if manifest is not known.get(manifest.step):
-                self._delete(manifest)
+        live = live_manifests(self.storage, self.run_id)
+        known = {found.step: found for found in live if found.attempt <= self._attempt}
         self._sweep(known.values(), step)
         return known
 
@@ -145,6 +136,8 @@ class Committer:
         # A manifest, damaged or late, before what it names.
         for key in sorted(there, key=is_manifest, reverse=True):
             if is_over(key) and key not in needed:
+                if is_manifest(key):
+                    self._refuse_superseded()
                 self.storage.delete(key)
         if isinstance(self.storage, KeepsUnfinished):
             try:

@@ -108,11 +108,6 @@ def find_manifest(storage: Storage, run_id: str, step: int) -> Manifest:
     raise CheckpointError(msg)
 
 
-def all_manifests(storage: Storage, run_id: str) -> list[Manifest]:
-    """Return all manifests, superseded ones too; damaged ones are left out with a warning."""
-    return _read_each(storage, run_id, _owners(storage, run_id))
-
-
 def live_manifests(
     storage: Storage, run_id: str, faults: list[str] | None = None
 ) -> list[Manifest]:
@@ -125,8 +120,19 @@ def live_manifests(
     # attempt that didn't see it.
     owners = _owners(storage, run_id)
     is_superseded = superseded_test(storage, run_id)
-    live = [owner for owner in owners if not is_superseded(*owner)]
-    return _read_each(storage, run_id, live, faults)
+    manifests = []
+    for step, attempt in owners:
+        if is_superseded(step, attempt):
+            continue
+        try:
+            manifests.append(read_manifest(storage, run_id, step, attempt))
+        except CheckpointError as error:
+            if isinstance(error.__cause__, ObjectNotFoundError):
+                continue  # it was deleted since the listing
+            logger.warning("checkpoint left out: %s", error)
+            if faults is not None:
+                faults.append(str(error))
+    return manifests
 
 
 def list_manifests(storage: Storage, run_id: str) -> list[Manifest]:
@@ -138,25 +144,6 @@ def _owners(storage: Storage, run_id: str) -> list[tuple[int, int]]:
     keys = (found.key for found in storage.list(checkpoints_prefix(run_id)))
     owners = (owner_of(run_id, key) for key in keys if is_manifest(key))
     return sorted(owner for owner in owners if owner is not None)
-
-
-def _read_each(
-    storage: Storage,
-    run_id: str,
-    owners: Iterable[tuple[int, int]],
-    faults: list[str] | None = None,
-) -> list[Manifest]:
-    manifests = []
-    for step, attempt in owners:
-        try:
-            manifests.append(read_manifest(storage, run_id, step, attempt))
-        except CheckpointError as error:
-            if isinstance(error.__cause__, ObjectNotFoundError):
-                continue  # it was deleted since the listing
-            logger.warning("checkpoint left out: %s", error)
-            if faults is not None:
-                faults.append(str(error))
-    return manifests
 
 
 def checkpoint_ref(storage: Storage, manifest: Manifest) -> CheckpointRef:

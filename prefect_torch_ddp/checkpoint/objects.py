@@ -41,7 +41,7 @@ def read_object(storage: Storage, manifest: Manifest, item: ManifestObject) -> b
         CheckpointError: it is missing or isn't what was written; names it.
         StorageError: the storage failed, which says nothing about the object.
     """
-    with _explained_absence(manifest, item):
+    with _explained(manifest, item):
         data = storage.read(item.key)
     digest = _hasher(len(data)).update(data).hexdigest()
     _check_digest(manifest, item, len(data), digest)
@@ -54,15 +54,12 @@ def read_state(storage: Storage, manifest: Manifest, item: ManifestObject) -> An
     Those of a module may be the object's file, mapped: to be copied, not to be kept, since a
     mapping holds a deleted checkpoint's room on the disk.
     """
-    if isinstance(storage, HasFiles):
-        with _explained_absence(manifest, item):
-            file = storage.open_file(item.key)
-        if file is not None:
-            with file:
-                return _map_state(file, storage, manifest, item)
-    data = read_object(storage, manifest, item)
-    with _explained_decoding(manifest, item):
-        return from_bytes(data)
+    with _explained(manifest, item):
+        file = storage.open_file(item.key) if isinstance(storage, HasFiles) else None
+        if file is None:
+            return from_bytes(read_object(storage, manifest, item))
+        with file:
+            return _map_state(file, storage, manifest, item)
 
 
 def read_states(
@@ -91,9 +88,8 @@ def _map_state(file: BinaryIO, storage: Storage, manifest: Manifest, item: Manif
         msg = f"can't read {item.key} in {storage.uri}: {error.strerror}; check the disk"
         raise StorageError(msg) from error
     _check_digest(manifest, item, num_bytes, digest.hexdigest())
-    with _explained_decoding(manifest, item):
-        state = from_file(file)
-        return state if item.is_module else map_tensors(state, torch.clone)
+    state = from_file(file)
+    return state if item.is_module else map_tensors(state, torch.clone)
 
 
 def digest_of(data: bytes | memoryview) -> str:
@@ -117,19 +113,15 @@ def _unreadable(manifest: Manifest, item: ManifestObject, reason: str) -> Checkp
 
 
 @contextmanager
-def _explained_absence(manifest: Manifest, item: ManifestObject) -> Iterator[None]:
+def _explained(manifest: Manifest, item: ManifestObject) -> Iterator[None]:
     try:
         yield
     except ObjectNotFoundError as error:
         raise _unreadable(manifest, item, "is missing") from error
     except DamagedObjectError as error:
         raise _unreadable(manifest, item, f"is damaged: {error}") from error
-
-
-@contextmanager
-def _explained_decoding(manifest: Manifest, item: ManifestObject) -> Iterator[None]:
-    try:
-        yield
+    except (CheckpointError, StorageError):
+        raise
     except Exception as error:  # torch refuses in every way
         if isinstance(error, MemoryError | OSError) or _SHORTAGE.search(str(error)):
             raise  # the object is whole: an older checkpoint must not be taken for that
