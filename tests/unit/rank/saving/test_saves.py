@@ -1,10 +1,8 @@
 """Saves that come faster than the storage takes them, and the best one by a metric that is
 rarely reported."""
 
-import threading
-import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,19 +15,20 @@ from prefect_torch_ddp.checkpoint.manifest import best, list_manifests
 from prefect_torch_ddp.params import CheckpointParams
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from tests.support.forwarding import ForwardingStorage
+from tests.support.waiting import wait_until
 
 
 class Slow(ForwardingStorage):
-    """A directory that takes no object of a checkpoint until it is let."""
+    """A directory that takes no object of a checkpoint before something is so."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, so: Callable[[], object]) -> None:
         super().__init__(root)
-        self.opened = threading.Event()
+        self._so = so
 
     def write(self, key: str, data: bytes | memoryview) -> None:
         """Wait, then write."""
         if "/checkpoints/" in key:
-            assert self.opened.wait(60)
+            wait_until(self._so)
         super().write(key, data)
 
 
@@ -37,41 +36,24 @@ def test_saves_wait_for_a_slow_storage(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One is written and one waits, in its step: no third copy of the state is made, it is
-    said, and none is lost."""
+    said, once, and none is lost."""
     monkeypatch.setattr(checkpointer, "QUIET_S", 0.1)
-    storage = Slow(tmp_path)
-    seen: dict[str, Any] = {}
+    used = []
 
-    def train() -> None:
-        with RankContext.local(
-            storage=storage, checkpoint=CheckpointParams(every_steps=1, every_s=None, keep_last=9)
-        ) as ctx:
-            model = nn.Linear(4, 1)
-            ctx.track(model=model)
-            seen["rank"] = ctx
-            for (x,) in ctx.steps(
-                ctx.loader(TensorDataset(torch.ones(24, 4)), global_batch_size=4), epochs=1
-            ):
-                model(x).sum().backward()
+    def is_said() -> bool:
+        used.append(len(ctx._parts.tracker._checkpointer._staging._used))
+        return "the training waits in step 2 until" in caplog.text
 
-    thread = threading.Thread(target=train)
-    thread.start()
-    deadline_s = time.monotonic() + 60
-    while "the training waits in step 2" not in caplog.text:
-        assert time.monotonic() < deadline_s
-        assert thread.is_alive()
-        time.sleep(0.01)
-    ctx = seen["rank"]
-    assert ctx.step == 2
-    assert len(ctx._parts.tracker._checkpointer._staging._used) == 2  # weight and bias, of step 1
-    assert list_manifests(storage.inner, "local") == []
-    monkeypatch.setattr(
-        checkpointer, "QUIET_S", 60.0
-    )  # on a busy machine the others may take their time, too
-    storage.opened.set()
-    thread.join()
-    assert "ask for fewer, by checkpoint.every_steps or every_s" in caplog.text
-    assert caplog.text.count("the training waits in step") == 1
+    storage = Slow(tmp_path, is_said)
+    policy = CheckpointParams(every_steps=1, every_s=None, keep_last=9)
+    with RankContext.local(storage=storage, checkpoint=policy) as ctx:
+        model = nn.Linear(4, 1)
+        ctx.track(model=model)
+        loader = ctx.loader(TensorDataset(torch.ones(24, 4)), global_batch_size=4)
+        for (x,) in ctx.steps(loader, epochs=1):
+            model(x).sum().backward()
+    assert set(used) == {2}  # weight and bias
+    assert caplog.text.count("ask for fewer, by checkpoint.every_steps or every_s") == 1
     steps = [manifest.step for manifest in list_manifests(storage.inner, "local")]
     assert steps == [1, 2, 3, 4, 5, 6]
 
