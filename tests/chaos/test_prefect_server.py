@@ -27,7 +27,6 @@ class Server:
     """A Prefect server with a database and a port of its own."""
 
     def __init__(self, home: Path) -> None:
-        """Start none yet."""
         self._home = home
         self._port = free_port()
         self._process: subprocess.Popen[bytes] | None = None
@@ -40,7 +39,6 @@ class Server:
         assert self._process is not None
 
     def kill(self) -> None:
-        """SIGKILL it."""
         assert self._process is not None
         if self._process.poll() is None:
             end(psutil.Process(self._process.pid))

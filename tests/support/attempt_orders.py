@@ -36,7 +36,6 @@ class Turns:
     next one, or has ended."""
 
     def __init__(self) -> None:
-        """Let nothing go yet."""
         self.has_ended = False
         self._is_killed = False
         self._may_go, self._has_come = threading.Semaphore(0), threading.Semaphore(0)
@@ -52,7 +51,6 @@ class Turns:
                 raise KilledError
 
     def end(self) -> None:
-        """Say that no request is to come."""
         self.has_ended = True
         self._has_come.release()
 
@@ -71,15 +69,12 @@ class Lineage:
     """Tracked in place of a model: the steps that led to it, and whose they were."""
 
     def __init__(self) -> None:
-        """Begin with nothing."""
         self.steps: list[tuple[int, int]] = []
 
     def state_dict(self) -> dict[str, Any]:
-        """Return it as tensors."""
         return {"steps": torch.tensor(self.steps)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a state."""
         self.steps = [(step, attempt) for step, attempt in state["steps"].tolist()]
 
 
@@ -87,7 +82,6 @@ class Order:
     """Two to four attempts of one run in an order of a seed."""
 
     def __init__(self, folder: Path, seed: int) -> None:
-        """Choose what happens; nothing does yet."""
         self.folder = folder
         self.chance = random.Random(seed)
         self.retention = CheckpointParams(

@@ -4,7 +4,7 @@ import contextlib
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -58,13 +58,13 @@ def pids_in(folder: Path, num_ranks: int, timeout_s: float = HANG_S) -> list[int
 
 @contextlib.contextmanager
 def sleeping_gang(
-    client: Client, folder: Path
+    client: Client, folder: Path, **options: Any
 ) -> Iterator[tuple["Future[list[object]]", list[psutil.Process]]]:
     """Run a gang of two in a thread; give its future and its ranks, once both are there."""
     folder.mkdir(exist_ok=True)
     with ThreadPoolExecutor(1) as pool:
-        args = (str(folder),)
-        gang = pool.submit(run_gang, client, failing.sleep_for_ever, args=args, world_size=2)
+        call = {"args": (str(folder),), "world_size": 2, **options}
+        gang = pool.submit(run_gang, client, failing.sleep_for_ever, **call)
         yield gang, [psutil.Process(pid) for pid in pids_in(folder, 2)]
 
 
@@ -75,9 +75,18 @@ def workers_of(client: Client) -> dict[str, psutil.Process]:
 
 def all_gone(processes: Sequence[psutil.Process]) -> bool:
     """Tell whether none of them runs."""
-    return not any(
-        process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in processes
-    )
+    return not any(map(_runs, processes))
+
+
+def _runs(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+def alive(pids: Iterable[int]) -> list[int]:
+    """Return those that run; one that nobody has reaped yet doesn't."""
+    return [pid for pid in pids if psutil.pid_exists(pid) and not all_gone([psutil.Process(pid)])]
 
 
 def attempts_in(events: Sequence[GangEvent]) -> list[tuple[int, int]]:

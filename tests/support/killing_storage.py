@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from prefect_torch_ddp.storage.protocol import KeepsUnfinished, Storage, StoredObject
+from prefect_torch_ddp.storage.protocol import KeepsUnfinished, Storage
+from tests.support.forwarding import ForwardingStorage
 
 InTraining = Literal[
     "tracked",
@@ -29,7 +30,7 @@ InTraining = Literal[
     "left",
 ]
 InStorage = Literal["read", "write", "write_if_absent", "delete"]
-CheckpointMetadata = Literal["before", "torn", "within", "after"]
+Moment = Literal["before", "torn", "within", "after"]
 
 _PLACING = {"write": ("os.rename",), "write_if_absent": ("os.link",), "delete": ("os.rmdir",)}
 """Python's audit events of the call that makes a finished file an object, and of the one that
@@ -48,7 +49,7 @@ class Kill:
     """In training; None: any."""
     key: str = ""
     """In the storage: what the object's key matches, a regular expression."""
-    moment: CheckpointMetadata = "before"
+    moment: Moment = "before"
     """In the storage.
 
     Torn: a part of the file is written; within: the file is whole, and not yet the object.
@@ -83,55 +84,38 @@ def comes_by(kill: Kill) -> bool:
         return _num_calls[kill] == kill.nth
 
 
-@dataclass(frozen=True)
-class KillingStorage:
+class KillingStorage(ForwardingStorage):
     """A real storage; a rank is killed before, in the midst of or after one of its calls."""
 
-    inner: Storage
-    kills: tuple[Kill, ...]
-    """Those of the attempt that gets it."""
-    folder: str
-
-    @property
-    def uri(self) -> str:
-        """The real one's."""
-        return self.inner.uri
+    def __init__(self, inner: Storage, kills: tuple[Kill, ...], folder: str) -> None:
+        """Take the kills of the attempt that gets it."""
+        super().__init__(inner)
+        self.kills, self.folder = kills, folder
 
     def read(self, key: str) -> bytes:
-        """Read it."""
         with self._killed("read", key):
-            return self.inner.read(key)
+            return super().read(key)
 
-    def write(self, key: str, data: bytes) -> None:
-        """Write it."""
+    def write(self, key: str, data: bytes | memoryview) -> None:
         with self._killed("write", key, data):
-            self.inner.write(key, data)
+            super().write(key, data)
 
     def write_if_absent(self, key: str, data: bytes) -> bool:
-        """Write it."""
         with self._killed("write_if_absent", key, data):
-            return self.inner.write_if_absent(key, data)
-
-    def list(self, prefix: str = "") -> Iterator[StoredObject]:
-        """List them."""
-        return self.inner.list(prefix)
+            return super().write_if_absent(key, data)
 
     def delete(self, key: str) -> None:
-        """Delete it."""
         with self._killed("delete", key):
-            self.inner.delete(key)
+            super().delete(key)
 
     def drop_unfinished(self, prefix: str, is_over: Callable[[str], bool]) -> None:
-        """Drop them, where the real one can have some."""
         if isinstance(self.inner, KeepsUnfinished):
             self.inner.drop_unfinished(prefix, is_over)
 
-    def check_writable(self) -> None:
-        """Check it."""
-        self.inner.check_writable()
-
     @contextmanager
-    def _killed(self, operation: InStorage, key: str, data: bytes = b"") -> Iterator[None]:
+    def _killed(
+        self, operation: InStorage, key: str, data: bytes | memoryview = b""
+    ) -> Iterator[None]:
         due = [
             k for k in self.kills if k.place == operation and re.search(k.key, key) and comes_by(k)
         ]

@@ -2,35 +2,25 @@
 after it."""
 
 import collections
-import os
-import signal
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
-from distributed import Client, Future, LocalCluster
+from distributed import Client, Future
 
 from prefect_torch_ddp import GangCancelledError, NotEnoughWorkersError, RankFailedError, run_gang
 from prefect_torch_ddp.gang.worker.rank_io import SEMAPHORES
 from prefect_torch_ddp.protocol.rank import Launcher
-from tests.support.gangs import pids_in
-from tests.support.waiting import wait_until
+from tests.support.gangs import own_cluster, sleeping_gang
+from tests.support.waiting import HANG_S, wait_until
 from tests.workloads import failing, plain
 
 MIX = (
-    "good",
-    "loader",
-    "raise",
-    "SIGKILL",
-    "os_exit",
-    "killed_outside",
-    "cancelled",
-    "refused",
-    "queued",
-    "loader_killed",
-    "good",
+    *("good", "loader", "raise", "SIGKILL", "os_exit", "killed_outside"),
+    *("cancelled", "refused", "queued", "loader_killed", "good"),
 )
 SLACK = 4
 """Connections and threads that Dask may open and keep for reuse, in each process."""
@@ -39,72 +29,39 @@ SLACK = 4
 def run_mix(client: Client, folder: Path, number: int, launcher: Launcher = "auto") -> None:
     """Run the gang of this number, and assert that it ends as it should."""
     how = MIX[number % len(MIX)]
-    place = folder / str(number)
-    place.mkdir()
+    call: dict[str, Any] = {"world_size": 2, "launcher": launcher}
     match how:
         case "good":
-            assert run_gang(client, plain.sum_of_ones, world_size=2, launcher=launcher) == [
-                2.0,
-                2.0,
-            ]
+            assert run_gang(client, plain.sum_of_ones, **call) == [2.0, 2.0]
         case "loader":
-            assert run_gang(
-                client, plain.load_with_workers, args=(None,), world_size=2, launcher=launcher
-            ) == [285, 285]
+            assert run_gang(client, plain.load_with_workers, args=(None,), **call) == [285, 285]
         case "raise" | "SIGKILL" | "os_exit":
             with pytest.raises(RankFailedError, match="rank 1 "):
-                run_gang(client, failing.only_on, args=(1, how), world_size=2, launcher=launcher)
+                run_gang(client, failing.only_on, args=(1, how), **call)
         case "loader_killed":
             with pytest.raises(RankFailedError, match=r"rank 1 .* SIGKILL"):
-                run_gang(
-                    client,
-                    failing.die_while_loading,
-                    args=("spawn",),
-                    world_size=2,
-                    launcher=launcher,
-                )
+                run_gang(client, failing.die_while_loading, args=("spawn",), **call)
         case "queued":
-            threads = [
-                threading.Thread(target=run_gang, args=(client, plain.sum_of_ones, (), None, 2))
-                for _ in range(3)
-            ]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join(60)
-                assert not thread.is_alive()
+            with ThreadPoolExecutor(3) as pool:
+                gangs = [pool.submit(run_gang, client, plain.sum_of_ones, **call) for _ in range(3)]
+                assert [gang.result(HANG_S) for gang in gangs] == [[2.0, 2.0]] * 3
         case _:
-            _disturb(client, place, how, launcher)
+            _disturb(client, folder / str(number), how, launcher)
 
 
 def _disturb(client: Client, place: Path, how: str, launcher: Launcher) -> None:
     """Start a gang that would run for ever, and end it from outside."""
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            run_gang(
-                client, failing.sleep_for_ever, args=(str(place),), world_size=2, launcher=launcher
-            )
-        except (RankFailedError, GangCancelledError) as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    pids = pids_in(place, 2, 60)
-    if how == "refused":
-        with pytest.raises(NotEnoughWorkersError):
-            run_gang(client, plain.sum_of_ones, world_size=2, queue_timeout_s=0.3)
-    if how == "cancelled":
-        agents = [
-            future.key for future in client.futures.values() if future.key.startswith("ddp-agent-")
-        ]
-        client.cancel([Future(key, client) for key in agents], force=True)
-    else:
-        os.kill(pids[0], signal.SIGKILL)
-    thread.join(30)
-    expected = GangCancelledError if how == "cancelled" else RankFailedError
-    assert [type(error) for error in errors] == [expected]
+    with sleeping_gang(client, place, launcher=launcher) as (gang, ranks):
+        if how == "refused":
+            with pytest.raises(NotEnoughWorkersError):
+                run_gang(client, plain.sum_of_ones, world_size=2, queue_timeout_s=0.3)
+        if how == "cancelled":
+            agents = [key for key in map(str, client.futures) if key.startswith("ddp-agent-")]
+            client.cancel([Future(key, client) for key in agents], force=True)
+        else:
+            ranks[0].kill()
+        expected = GangCancelledError if how == "cancelled" else RankFailedError
+        assert type(gang.exception(HANG_S)) is expected
 
 
 @dataclass(frozen=True)
@@ -112,7 +69,7 @@ class Belongings:
     """What one process has."""
 
     name: str
-    files: dict[str, int]
+    files: collections.Counter[str]
     """Open file descriptors by what they are."""
     num_threads: int
     ports: tuple[int, ...]
@@ -126,10 +83,7 @@ def assert_nothing_is_left(tmp_path: Path, patch: pytest.MonkeyPatch, num_gangs:
     temporary.mkdir()
     patch.setenv("TMPDIR", str(temporary))
     folders = [tmp_path / "warm", tmp_path / "counted"]
-    with (
-        LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=":0") as cluster,
-        Client(cluster) as client,
-    ):
+    with own_cluster(2) as (_, client):
         for folder in folders:
             folder.mkdir()
         for number in range(len(MIX)):
@@ -137,15 +91,13 @@ def assert_nothing_is_left(tmp_path: Path, patch: pytest.MonkeyPatch, num_gangs:
         before, files_before = belongings(), files_in(temporary)
         for number in range(num_gangs):
             run_mix(client, folders[1], number, "exec" if number % 17 == 0 else "auto")
-        wait_until(lambda: not differences(before, belongings()), 20)
+        wait_until(lambda: not differences(before, belongings()))
         assert not sorted(files_in(temporary) ^ files_before)
         after = belongings()
         for pid, old in before.items():
             grown = (after[pid].rss_bytes - old.rss_bytes) / 2**20
-            print(
-                f"{old.name} ({pid}) grew by {grown:.1f} MiB over {num_gangs} gangs; "
-                f"{after[pid].files}"
-            )
+            files = after[pid].files
+            print(f"{old.name} ({pid}) grew by {grown:.1f} MiB over {num_gangs} gangs; {files}")
 
 
 def files_in(temporary: Path) -> set[Path]:
@@ -167,18 +119,11 @@ def belongings() -> dict[int, Belongings]:
 
 
 def _describe(process: psutil.Process) -> Belongings:
-    listening = [
-        c.laddr.port for c in process.net_connections("tcp") if c.status == psutil.CONN_LISTEN
-    ]
-    return Belongings(
-        name=process.name(),
-        files=dict(
-            collections.Counter(_kind(fd) for fd in Path(f"/proc/{process.pid}/fd").iterdir())
-        ),
-        num_threads=process.num_threads(),
-        ports=tuple(sorted(listening)),
-        rss_bytes=process.memory_info().rss,
-    )
+    connections = process.net_connections("tcp")
+    ports = sorted(c.laddr.port for c in connections if c.status == psutil.CONN_LISTEN)
+    files = collections.Counter(map(_kind, Path(f"/proc/{process.pid}/fd").iterdir()))
+    rss_bytes = process.memory_info().rss
+    return Belongings(process.name(), files, process.num_threads(), tuple(ports), rss_bytes)
 
 
 def _kind(fd: Path) -> str:
@@ -196,7 +141,7 @@ def differences(before: dict[int, Belongings], after: dict[int, Belongings]) -> 
         who = f"{new.name} ({pid})"
         found += [f"{who} listens at {port}" for port in set(new.ports) - set(old.ports)]
         for kind, count in new.files.items():
-            more = count - old.files.get(kind, 0)
+            more = count - old.files[kind]
             if more > (SLACK if kind == "socket" else 0):
                 found.append(f"{who} has {more} more of {kind}")
         if new.num_threads > old.num_threads + SLACK:

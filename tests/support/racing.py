@@ -29,11 +29,9 @@ class Attempt:
         assert self._hear() == "ready"
 
     def begin(self) -> None:
-        """Have it claim its attempt and train."""
         self._pipe.send("begin")
 
     def wait_until_stopped(self) -> None:
-        """Wait until its storage holds it up."""
         process = psutil.Process(self._process.pid)
         wait_until(lambda: process.status() == psutil.STATUS_STOPPED)
 
@@ -59,7 +57,6 @@ class Attempt:
         return self._pipe.recv()
 
     def end(self) -> None:
-        """Kill it, if it still runs."""
         self._process.kill()
         self._process.join()
         self._process.close()

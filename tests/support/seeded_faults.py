@@ -7,7 +7,7 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -18,7 +18,9 @@ from distributed import Client
 
 from prefect_torch_ddp import RankFailedError, run_gang
 from tests.support import struck
+from tests.support.gangs import alive
 from tests.support.struck import EXIT_CODE, WORDS, Fault, How, State
+from tests.support.waiting import wait_until
 
 HOWS: tuple[How, ...] = get_args(How)
 STATES: tuple[State, ...] = get_args(State)
@@ -92,14 +94,9 @@ def strike(client: Client, fault: Fault, folder: Path) -> None:
     if fault.from_outside:
         killer.start()
     size = len(fault.states)
+    call = {"args": (fault, str(folder)), "world_size": size, "ranks_per_worker": size // 2}
     with pytest.raises(RankFailedError) as caught:
-        run_gang(
-            client,
-            struck.train,
-            args=(fault, str(folder)),
-            world_size=size,
-            ranks_per_worker=size // 2,
-        )
+        run_gang(client, struck.train, **call)
     pids = [int(path.read_text()) for path in folder.glob("pid-*")]
     left = [pid for pid in pids if psutil.pid_exists(pid)]
     assert len(pids) == size
@@ -146,12 +143,8 @@ def _truth(fault: Fault) -> _Truth:  # noqa: PLR0911 - one a fault
 def _check(error: RankFailedError, fault: Fault) -> None:
     truth, told = _truth(fault), error.failure
     said = f"{fault}\n{error}"
-    assert (error.rank, told.kind, error.exit_code, error.signal) == (
-        fault.culprit,
-        truth.kind,
-        truth.exit_code,
-        truth.signal,
-    ), said
+    found = error.rank, told.kind, error.exit_code, error.signal
+    assert found == (fault.culprit, truth.kind, truth.exit_code, truth.signal), said
     assert (type(error.__cause__) if error.__cause__ else None) is truth.cause, said
     assert truth.cause is None or told.exception_type == f"builtins.{truth.cause.__name__}", said
     assert truth.text in told.summary, said
@@ -161,19 +154,7 @@ def _check(error: RankFailedError, fault: Fault) -> None:
 
 def _wait_for_death(pids: Sequence[int]) -> None:
     """Wait for the DataLoader workers of ranks: killed with them, but nobody's to wait for."""
-    deadline = time.monotonic() + 5
-    while left := list(_living(pids)):
-        assert time.monotonic() < deadline, f"DataLoader workers outlived their ranks: {left}"
-        time.sleep(0.01)
-
-
-def _living(pids: Sequence[int]) -> Iterator[int]:
-    for pid in pids:
-        try:
-            if psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
-                yield pid
-        except psutil.NoSuchProcess:
-            continue
+    wait_until(lambda: not alive(pids), what="the end of DataLoader workers")
 
 
 def ids(faults: Sequence[Fault]) -> list[str]:
@@ -186,28 +167,18 @@ def sample(faults: Sequence[Fault], num_faults: int, seed: int) -> list[Fault]:
     chance = random.Random(seed)
     shuffled = list(faults)
     chance.shuffle(shuffled)
-    wanted: set[Any] = {
-        *HOWS,
-        *(("own", state) for state in STATES),
-        *(("peers", state) for state in STATES),
-        "worker",
-        2,
-        4,
-    }
+    both = itertools.product(("own", "peers"), STATES)
+    wanted: set[Any] = {*HOWS, *both, "worker", 2, 4}
     chosen = []
     for fault in shuffled:
         new = wanted & _traits(fault)
-        if new and not (
-            fault.how == "return" and "return" not in new
-        ):  # each takes the two seconds of a rank that lingers
+        # Each early return takes the two seconds of a rank that lingers.
+        if new and (fault.how != "return" or "return" in new):
             chosen.append(fault)
             wanted -= new
     assert not wanted
-    rest = (
-        fault
-        for fault in shuffled
-        if fault not in chosen and fault.how not in ("return", "slow_finally")
-    )
+    slow = ("return", "slow_finally")
+    rest = (fault for fault in shuffled if fault not in chosen and fault.how not in slow)
     return chosen + list(itertools.islice(rest, num_faults - len(chosen)))
 
 

@@ -45,7 +45,6 @@ class SeparateCluster:
         self._started: list[subprocess.Popen[bytes]] = []
 
     def start(self, num_workers: int, options: tuple[str, ...]) -> None:
-        """Start the scheduler, then the workers."""
         self._folder.mkdir(exist_ok=True)
         self.scheduler = self._run("scheduler", "--port", "0")
         scheduler_file = self._folder / "scheduler.json"
@@ -78,7 +77,6 @@ class SeparateCluster:
         return psutil.Process(process.pid)
 
     def close(self) -> None:
-        """Kill all there is, stopped or not."""
         for process in reversed(self._started):
             with contextlib.suppress(psutil.NoSuchProcess):
                 end(psutil.Process(process.pid))

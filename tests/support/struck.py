@@ -141,7 +141,6 @@ class Spot:
         return "early"
 
     def clean_up(self) -> None:
-        """Take long over leaving."""
         if not self.is_culprit or self._fault.how != "slow_finally":
             return
         import torch.distributed as dist

@@ -122,7 +122,6 @@ class FaultyWire(Wire):
         self._drawing = threading.Lock()
 
     def fault_for(self, method: str) -> Fault | None:
-        """Draw."""
         with self._drawing:
             if self._chance.random() >= self._rate:
                 return None

@@ -49,12 +49,10 @@ class Indexed:
 
     @staticmethod
     def prepare(ctx: RankContext) -> None:
-        """Write the index of the raw data."""
         print(f"indexed {write_index(ctx.source, ctx.data)} objects")
 
     @staticmethod
     def train(ctx: RankContext) -> dict[str, Any]:
-        """Train a linear classifier."""
         dataset: Any = _images(ctx)
         print(f"reads a {type(dataset).__name__} of {len(dataset)} images")
         model = _train(ctx, dataset, 3 * SIZE * SIZE, 8, 3)
@@ -62,7 +60,6 @@ class Indexed:
 
     @staticmethod
     def evaluate(ctx: RankContext) -> Report:
-        """Count over the same images."""
         return _evaluate(ctx, _images(ctx), 3 * SIZE * SIZE)
 
 
@@ -80,18 +77,15 @@ class Packed:
 
     @staticmethod
     def prepare(ctx: RankContext) -> None:
-        """Pack the raw images."""
         pack_shards(ctx.source, ctx.data, shard_bytes=30_000)
 
     @staticmethod
     def train(ctx: RankContext) -> dict[str, int]:
-        """Train on all of them."""
         _train(ctx, _packed(ctx), 3, 6, 2)
         return {"steps": ctx.step}
 
     @staticmethod
     def evaluate(ctx: RankContext) -> Report:
-        """Score on all of them."""
         return _evaluate(ctx, _packed(ctx), 3)
 
 
@@ -106,7 +100,6 @@ class KilledCifar10:
 
     @staticmethod
     def prepare(ctx: RankContext) -> None:
-        """Prepare as it does."""
         from flows import cifar10
 
         cifar10.prepare(ctx)
@@ -129,7 +122,6 @@ class KilledCifar10:
 
     @staticmethod
     def evaluate(ctx: RankContext) -> Report:
-        """Evaluate as it does."""
         from flows import cifar10
 
         _take_option(ctx)

@@ -70,14 +70,12 @@ class Logging:
 
     @staticmethod
     def prepare(ctx: RankContext) -> None:
-        """Write the points."""
         from tests.workloads import tiny
 
         tiny.prepare(ctx)
 
     @staticmethod
     def train(ctx: RankContext) -> dict[str, object]:
-        """Log, then train."""
         from tests.workloads import tiny
 
         logging.getLogger("user.code").info("logged by user code")
@@ -85,7 +83,6 @@ class Logging:
 
     @staticmethod
     def evaluate(ctx: RankContext) -> Report:
-        """Score on the held-out points."""
         from tests.workloads import tiny
 
         return tiny.evaluate(ctx)

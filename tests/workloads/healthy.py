@@ -135,15 +135,12 @@ class ImagesInShards(NoisyImages):
     shuffle_buffer = 16
 
     def shards(self) -> list[range]:
-        """Name them by what they hold."""
         return [range(20), range(20, 27), range(27, NUM_SAMPLES)]
 
     def num_samples(self, shard: range) -> int:
-        """Return a shard's size."""
         return len(shard)
 
     def iter_shard(self, shard: range) -> Iterator[tuple[torch.Tensor, int]]:
-        """Yield a shard's samples."""
         return map(self.__getitem__, shard)
 
 
@@ -218,12 +215,10 @@ class Elastic:
 
     @staticmethod
     def train(ctx: RankContext) -> dict[str, Any]:
-        """Train undisturbed."""
         return fit_elastic(ctx)
 
     @staticmethod
     def evaluate(ctx: RankContext) -> Report:
-        """Say how many samples there were."""
         ctx.track(model=make_elastic_net())
         return Report(num_samples=NUM_SAMPLES, accuracy=1.0)
 

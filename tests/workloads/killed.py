@@ -55,7 +55,6 @@ class Executioner:
         self._timers: list[threading.Timer] = []
 
     def pass_by(self, place: InTraining, step: int | None = None) -> None:
-        """Pass a place of the training."""
         for kill in self._kills:
             if kill.place == place and kill.step in (None, step) and comes_by(kill):
                 if place != "timer":
@@ -100,16 +99,13 @@ class Ballast:
         self._executioner = executioner
 
     def step(self, number: int) -> None:
-        """Change."""
         self.values.mul_(0.9).add_(number)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the values."""
         self._executioner.pass_by("staging")
         return {"values": self.values}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take them over."""
         self._executioner.pass_by("restoring")
         self.values.copy_(state["values"])
 

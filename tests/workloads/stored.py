@@ -158,17 +158,14 @@ class PausingStorage(DirectoryStorage):
             os.kill(os.getpid(), signal.SIGSTOP)
 
     def write(self, key: str, data: bytes) -> None:
-        """Write it."""
         self._maybe_stop("write", key)
         super().write(key, data)
 
     def write_if_absent(self, key: str, data: bytes) -> bool:
-        """Write it."""
         self._maybe_stop("write_if_absent", key)
         return super().write_if_absent(key, data)
 
     def delete(self, key: str) -> None:
-        """Delete it."""
         self._maybe_stop("delete", key)
         super().delete(key)
 

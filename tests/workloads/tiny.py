@@ -125,12 +125,10 @@ class Steered:
 
     @staticmethod
     def prepare(ctx: RankContext) -> None:
-        """Write the points."""
         prepare(ctx)
 
     @staticmethod
     def train(ctx: RankContext) -> dict[str, Any]:
-        """Train until it is enough."""
         folder = Path(ctx.options["folder"])
         model = ctx.wrap(torch.nn.Linear(2, 2))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -148,5 +146,4 @@ class Steered:
 
     @staticmethod
     def evaluate(ctx: RankContext) -> Report:
-        """Score on the held-out points."""
         return evaluate(ctx)

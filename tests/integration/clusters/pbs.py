@@ -28,7 +28,6 @@ class PbsSite:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What a process needs to talk to this PBS."""
         return {
             "IMITATED_PBS_HOME": str(self.home),
             "PATH": os.pathsep.join([str(self.home / "bin"), os.environ["PATH"]]),
@@ -50,7 +49,6 @@ class PbsSite:
         self.call("qdel", job_id)
 
     def kill(self, job_id: str) -> None:
-        """Kill a job's session at once."""
         self.call("qdel", "-W", "force", job_id)
 
     def processes(self, job_id: str | None = None) -> list[psutil.Process]:

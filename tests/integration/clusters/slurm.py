@@ -84,7 +84,6 @@ class SlurmSite:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What a process needs to talk to this Slurm."""
         return {"SLURM_CONF": str(self.home / "slurm.conf"), "PATH": _search_path()}
 
     def call(self, *command: str) -> str:

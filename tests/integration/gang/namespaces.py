@@ -43,12 +43,10 @@ class Host:
     """A host of its own; `with` makes it and takes it down with its interfaces."""
 
     def __init__(self, name: str) -> None:
-        """Name it, for people."""
         self.name = name
         self._fd = -1
 
     def __enter__(self) -> Self:
-        """Make it, its loopback up."""
         errors: list[OSError] = []
 
         def make() -> None:
@@ -74,7 +72,6 @@ class Host:
 
     @property
     def path(self) -> str:
-        """Its name for the ip command."""
         return f"/proc/{os.getpid()}/fd/{self._fd}"
 
     @contextlib.contextmanager

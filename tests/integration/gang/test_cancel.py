@@ -124,32 +124,41 @@ def _call_gang(address: str, folder: str) -> None:
 
 def start_caller(client: Client, folder: Path) -> BaseProcess:
     """Run a gang from a process of its own."""
+    folder.mkdir()
     args = client.scheduler.address, str(folder)
     caller = multiprocessing.get_context("spawn").Process(target=_call_gang, args=args)
     caller.start()
     return caller
 
 
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_death_of_the_caller(dask_client: Client, tmp_path: Path, how: signal.Signals) -> None:
+def test_death_of_the_caller(dask_client: Client, tmp_path: Path) -> None:
     """Ctrl-C, SIGTERM or SIGKILL of the caller: its ranks go, and the next gang runs."""
-    caller = start_caller(dask_client, tmp_path)
-    ranks = pids_in(tmp_path, 2)
-    assert caller.pid is not None
-    os.kill(caller.pid, how)
-    wait_until(lambda: not any(map(psutil.pid_exists, ranks)))
+    ways = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
+    folders = [tmp_path / how.name for how in ways]
+    callers = [start_caller(dask_client, folder) for folder in folders]
+    waiting = dict(zip(folders, callers, strict=True))
+    for how in ways:  # in whatever order they get the workers
+        wait_until(lambda: any(map(has_ranks, waiting)))
+        folder = next(filter(has_ranks, waiting))
+        ranks, caller = pids_in(folder, 2), waiting.pop(folder)
+        os.kill(caller.pid or 0, how)
+        wait_until(lambda ranks=ranks: not any(map(psutil.pid_exists, ranks)))
+        caller.join(HANG_S)
+        assert caller.exitcode not in (None, 0)
     assert run_gang(dask_client, plain.sum_of_ones, world_size=2) == [2.0, 2.0]
-    caller.join(HANG_S)
-    assert caller.exitcode not in (None, 0)
+
+
+def has_ranks(folder: Path) -> bool:
+    """Tell whether a caller's ranks have begun."""
+    return any(folder.iterdir())
 
 
 def test_busy_workers_are_waited_for_and_named(dask_client: Client, tmp_path: Path) -> None:
     """The workers exist but are busy with another gang; the refusal says with whom."""
-    caller = start_caller(dask_client, tmp_path)
-    pids_in(tmp_path, 2)
-    with pytest.raises(NotEnoughWorkersError, match="busy with gang 'sleep_for_ever'"):
-        run_gang(dask_client, plain.sum_of_ones, world_size=2, queue_timeout_s=1.5)
-    caller.kill()
-    caller.join(HANG_S)
-    gang = run_gang(dask_client, plain.sum_of_ones, world_size=2, queue_timeout_s=HANG_S)
-    assert gang == [2.0, 2.0]
+    with sleeping_gang(dask_client, tmp_path) as (gang, ranks):
+        with pytest.raises(NotEnoughWorkersError, match="busy with gang 'sleep_for_ever'"):
+            run_gang(dask_client, plain.sum_of_ones, world_size=2, queue_timeout_s=1.5)
+        ranks[0].kill()
+        two = run_gang(dask_client, plain.sum_of_ones, world_size=2, queue_timeout_s=HANG_S)
+        assert two == [2.0, 2.0]
+        assert isinstance(gang.exception(HANG_S), RankFailedError)

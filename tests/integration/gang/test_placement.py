@@ -128,11 +128,12 @@ def test_a_held_resource_is_waited_for(client: Client) -> None:
 
 
 def test_an_uneven_tail(client: Client) -> None:
-    """5 ranks with 2 on each worker: hosts have 4 and 1, and the ranks of a host are
-    contiguous."""
-    ranks = run_gang(
-        client, plain.environment, world_size=5, ranks_per_worker=2, resources={"v4": 1}
-    )
+    """A5, A6: 5 ranks with 2 on each worker: hosts have 4 and 1, and the ranks of a host are
+    contiguous; 2 ranks use two of the four workers."""
+    call = {"resources": {"v4": 1}}
+    two = run_gang(client, plain.environment, world_size=2, **call)
+    assert [rank["GROUP_RANK"] for rank in two] == ["0", "0"]
+    ranks = run_gang(client, plain.environment, world_size=5, ranks_per_worker=2, **call)
     assert [rank["LOCAL_RANK"] for rank in ranks] == ["0", "1", "2", "3", "0"]
     assert [rank["LOCAL_WORLD_SIZE"] for rank in ranks] == ["4"] * 4 + ["1"]
     assert [rank["GROUP_WORLD_SIZE"] for rank in ranks] == ["2"] * 5

@@ -1,33 +1,19 @@
 """Warm clusters: fork servers start with workers, and end after a settable idle time."""
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import dask
 import psutil
 import pytest
-from distributed import Client, LocalCluster
+from distributed import Client
 
 from prefect_torch_ddp import GangError, InvalidParamsError, run_gang, warm
 from prefect_torch_ddp.gang.worker.fork_client import IDLE_S, idle_s
+from tests.support.gangs import own_cluster
 from tests.support.waiting import wait_until
 from tests.workloads import plain
-
-
-@contextmanager
-def cluster_of(num_workers: int, **options: Any) -> Iterator[tuple[LocalCluster, Client]]:
-    """Start a cluster of its own, one thread a worker."""
-    with (
-        LocalCluster(
-            n_workers=num_workers, threads_per_worker=1, dashboard_address=":0", **options
-        ) as cluster,
-        Client(cluster) as client,
-    ):
-        client.wait_for_workers(num_workers, timeout=120)
-        yield cluster, client
 
 
 def servers_of(client: Client) -> list[psutil.Process]:
@@ -43,7 +29,7 @@ def servers_of(client: Client) -> list[psutil.Process]:
 
 def test_servers_start_with_the_cluster_and_with_workers_that_join() -> None:
     """`warm` starts one on each worker, also one that joins or restarts; gangs fork from them."""
-    with cluster_of(1) as (cluster, client):
+    with own_cluster(1) as (cluster, client):
         assert run_gang(client, plain.sum_of_ones, world_size=1, launcher="exec") == [1.0]
         assert servers_of(client) == [], "nothing is warmed for fresh processes"
         for _ in range(2):
@@ -70,7 +56,7 @@ def test_a_worker_without_this_package_joins_all_the_same(tmp_path: Path) -> Non
 
     without = tmp_path / "without.py"
     without.write_text("import sys\nsys.modules['prefect_torch_ddp'] = None\n")
-    with cluster_of(1, preload=[str(without)]) as (cluster, client):
+    with own_cluster(1, preload=[str(without)]) as (cluster, client):
         warm(client)
         wait_until(lambda: "prefect-torch-ddp-warm" in client.run_on_scheduler(plugins))
         cluster.scale(2)
@@ -83,7 +69,7 @@ def test_an_idle_server_ends_and_the_next_gang_starts_another() -> None:
     """The preload warms a worker as it starts; the idle time is Dask's configuration."""
     with (
         dask.config.set({"prefect-torch-ddp.fork-server.idle-s": 3}),
-        cluster_of(1, preload=["prefect_torch_ddp.gang.warm"]) as (_, client),
+        own_cluster(1, preload=["prefect_torch_ddp.gang.warm"]) as (_, client),
     ):
         wait_until(lambda: len(servers_of(client)) == 1)
         wait_until(lambda: servers_of(client) == [])

@@ -71,15 +71,12 @@ class PointShards:
     shuffle_buffer = 10
 
     def shards(self) -> range:
-        """Name them by number."""
         return range(-(-NUM_SAMPLES // 7))
 
     def num_samples(self, shard: int) -> int:
-        """Return a shard's size."""
         return min(7, NUM_SAMPLES - 7 * shard)
 
     def iter_shard(self, shard: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield its samples."""
         inputs, targets = healthy.points(NUM_SAMPLES)
         for i in range(7 * shard, 7 * shard + self.num_samples(shard)):
             yield inputs[i] + torch.rand(4, dtype=torch.float64) / 100, targets[i]
