@@ -4,14 +4,15 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.integration.clusters.pbs import PbsSite, running_pbs
-from tests.integration.clusters.slurm import SlurmSite, running_slurm, skip_without_slurm
+from tests.integration.clusters.pbs import running_pbs
+from tests.integration.clusters.processes import Site
+from tests.integration.clusters.slurm import running_slurm, skip_without_slurm
 
 
 @pytest.fixture(scope="session", params=["slurm", "pbs"])
 def batch_system(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[SlurmSite | PbsSite]:
+) -> Iterator[Site]:
     """Run Slurm's own daemons, then put stand-ins for PBS's commands in place."""
     if request.param == "slurm":
         skip_without_slurm()
@@ -21,7 +22,7 @@ def batch_system(
 
 
 @pytest.fixture
-def site(batch_system: SlurmSite | PbsSite, monkeypatch: pytest.MonkeyPatch) -> SlurmSite | PbsSite:
+def site(batch_system: Site, monkeypatch: pytest.MonkeyPatch) -> Site:
     """Make the batch system the one whose commands this process finds."""
     for name, value in batch_system.environment.items():
         monkeypatch.setenv(name, value)

@@ -30,12 +30,10 @@ def qsub(home: Path, script: str) -> None:
     shutil.copy(script, job / "script")
     (job / "nodes").write_text(NODES[number % len(NODES)] + "\n")
     # The mom is nobody's child when this command ends.
-    quiet = {
-        "stdin": subprocess.DEVNULL,
-        "stdout": subprocess.DEVNULL,
-        "stderr": (job / "mom.log").open("wb"),
-    }
-    subprocess.Popen([sys.executable, __file__, "mom", str(job)], start_new_session=True, **quiet)  # type: ignore[call-overload]
+    command = [sys.executable, __file__, "mom", str(job)]
+    quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL}
+    with (job / "mom.log").open("wb") as log:
+        subprocess.Popen(command, start_new_session=True, stderr=log, **quiet)  # type: ignore[call-overload]
     print(FORMAT.format(number))
 
 

@@ -9,14 +9,12 @@ import socket
 import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
 import pytest
 
-from tests.integration.clusters.processes import processes_with
-from tests.support.waiting import becomes_true, wait_until
+from tests.integration.clusters.processes import Site
+from tests.support.waiting import becomes_true
 
 NODES = ("node1", "node2")
 COMMANDS = ("munged", "slurmctld", "slurmd", "sbatch", "scancel", "squeue", "sinfo")
@@ -65,53 +63,18 @@ PartitionName=batch Nodes=node1,node2 Default=YES MaxTime=INFINITE State=UP
 def skip_without_slurm() -> None:
     """Skip the test, with what to install, on a machine that lacks Slurm."""
     if missing := [name for name in COMMANDS if not shutil.which(name, path=_search_path())]:
-        pytest.skip(
-            f"Slurm is not installed ({', '.join(missing)} not found): apt-get install {PACKAGES}, "
-            "or make system-packages"
-        )
+        lacks = f"Slurm is not installed ({', '.join(missing)} not found)"
+        pytest.skip(f"{lacks}: apt-get install {PACKAGES}, or make system-packages")
 
 
-@dataclass(frozen=True)
-class SlurmSite:
+class SlurmSite(Site):
     """A Slurm cluster of two nodes."""
 
-    home: Path
     name = "slurm"
     job_variable = "SLURM_JOB_ID"
     node_address = "127.0.0.1${SLURMD_NODENAME#node}"
-    """Shell for the address of a job's node: 127.0.0.11 or 127.0.0.12, all of which are
-    loopback, so nodes count as two hosts."""
-
-    @property
-    def environment(self) -> dict[str, str]:
-        return {"SLURM_CONF": str(self.home / "slurm.conf"), "PATH": _search_path()}
-
-    def call(self, *command: str) -> str:
-        """Run one of Slurm's commands and return what it printed."""
-        environment = os.environ | self.environment
-        return subprocess.run(
-            command, env=environment, check=True, capture_output=True, text=True, timeout=READY_S
-        ).stdout
-
-    def job_ids(self) -> list[str]:
-        """Return the ids of all jobs that wait, run or end now."""
-        return self.call("squeue", "--noheader", "--format=%i").split()
-
-    def cancel(self, job_id: str) -> None:
-        """End a job as an operator does: SIGTERM, and after KillWait SIGKILL."""
-        self.call("scancel", job_id)
-
-    def kill(self, job_id: str) -> None:
-        """Kill a job's script and its process group at once, as at the end of a node's life."""
-        self.call("scancel", "--signal=KILL", "--full", job_id)
-
-    def processes(self, job_id: str | None = None) -> list[psutil.Process]:
-        """Return the living processes of a job, or of all jobs."""
-        return processes_with(
-            f"SLURM_CONF={self.home / 'slurm.conf'}",
-            f"{self.job_variable}={job_id or ''}",
-            exact=bool(job_id),
-        )
+    list_jobs, cancel_job = ("squeue", "--noheader", "--format=%i"), ("scancel",)
+    kill_job = ("scancel", "--signal=KILL", "--full")
 
 
 @contextmanager
@@ -122,30 +85,23 @@ def running_slurm(home: Path) -> Iterator[SlurmSite]:
         try:
             yield site
         finally:
-            for job_id in site.job_ids():
-                subprocess.run(["scancel", job_id], env=os.environ | site.environment, check=False)
-            wait_until(lambda: not site.job_ids() and not site.processes(), what="the jobs' end")
+            site.end_jobs()
 
 
 def _start(home: Path, daemons: ExitStack) -> SlurmSite:
     for number in range(NUM_TRIES):  # another process may take a free port before a daemon does
         folder = home / str(number)
         folder.mkdir()
-        site = SlurmSite(folder)
+        conf = str(folder / "slurm.conf")
+        site = SlurmSite(folder, "SLURM_CONF", SLURM_CONF=conf, PATH=_search_path())
         with ExitStack() as tried:
             _configure(site)
-            munge = (
-                "--key-file=munge.key",
-                "--seed-file=munge.seed",
-                "--pid-file=munge.pid",
-                "--socket=munge.socket",
-            )
+            files = {"key-file": "key", "seed-file": "seed", "pid-file": "pid", "socket": "socket"}
+            options = [f"--{option}={folder}/munge.{name}" for option, name in files.items()]
             # --force: pytest's folders are closed to other users, of which munged would
             # complain; there are none here.
-            options = [option.replace("=", f"={folder}/") for option in munge]
-            tried.enter_context(
-                _daemon(site, "munged", "munged", "--foreground", "--force", *options)
-            )
+            munged = ("munged", "--foreground", "--force", *options)
+            tried.enter_context(_daemon(site, "munged", *munged))
             becomes_true((folder / "munge.socket").exists, READY_S)
             tried.enter_context(_daemon(site, "slurmctld", "slurmctld", "-D"))
             for node in NODES:
@@ -153,10 +109,8 @@ def _start(home: Path, daemons: ExitStack) -> SlurmSite:
             if becomes_true(lambda site=site: _num_idle(site) == len(NODES), READY_S):  # type: ignore[misc]
                 daemons.push(tried.pop_all())
                 return site
-    pytest.fail(
-        "Slurm did not start:\n"
-        + "\n".join(path.read_text()[-2000:] for path in sorted(folder.glob("*.log")))
-    )
+    logs = "\n".join(path.read_text()[-2000:] for path in sorted(folder.glob("*.log")))
+    pytest.fail(f"Slurm did not start:\n{logs}")
 
 
 def _configure(site: SlurmSite) -> None:
@@ -169,9 +123,8 @@ def _configure(site: SlurmSite) -> None:
     # Slurm counts GPUs by their device files, and is content with any files.
     for number in range(2):
         (home / f"gpu{number}").touch()
-    (home / "gres.conf").write_text(
-        "".join(f"NodeName={node} Name=gpu File={home}/gpu[0-1]\n" for node in NODES)
-    )
+    gpus = [f"NodeName={node} Name=gpu File={home}/gpu[0-1]\n" for node in NODES]
+    (home / "gres.conf").write_text("".join(gpus))
     (home / "munge.key").write_bytes(secrets.token_bytes(128))
     (home / "munge.key").chmod(0o600)
     for name in ("state", *(f"spool-{node}" for node in NODES)):

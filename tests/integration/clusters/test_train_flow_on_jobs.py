@@ -10,8 +10,7 @@ import yaml
 from distributed import Client
 
 from prefect_torch_ddp import CheckpointParams, ClusterParams, TrainParams, train_flow
-from tests.integration.clusters.pbs import PbsSite
-from tests.integration.clusters.slurm import SlurmSite
+from tests.integration.clusters.processes import Site
 from tests.support.runs import flow_run_id_of, logs_of, task_runs_of
 from tests.support.waiting import wait_until
 
@@ -22,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("prefect_api")
 EXAMPLES = Path(__file__).parents[3] / "deployments" / "clusters"
 
 
-def example(site: SlurmSite | PbsSite, folder: Path) -> ClusterParams:
+def example(site: Site, folder: Path) -> ClusterParams:
     """Return the example with what an operator adapts: how many, which interface, where logs."""
     values = yaml.safe_load((EXAMPLES / f"{site.name}.yaml").read_text())
     values["cluster_kwargs"] |= {
@@ -35,7 +34,7 @@ def example(site: SlurmSite | PbsSite, folder: Path) -> ClusterParams:
     return ClusterParams(**values)
 
 
-def cancel_a_job(site: SlurmSite | PbsSite, folder: Path, *, of_task: bool) -> str:
+def cancel_a_job(site: Site, folder: Path, *, of_task: bool) -> str:
     """Cancel the job whose worker runs the task `train`, or the other one; return its id."""
     wait_until(lambda: (folder / "0").exists() and (folder / "1").exists())
     words = [word for process in site.processes() for word in process.cmdline()]
@@ -52,7 +51,7 @@ def cancel_a_job(site: SlurmSite | PbsSite, folder: Path, *, of_task: bool) -> s
     return str(job_id)
 
 
-def test_a_cancelled_job_costs_a_retry(site: SlurmSite | PbsSite, tmp_path: Path) -> None:
+def test_a_cancelled_job_costs_a_retry(site: Site, tmp_path: Path) -> None:
     """A job is cancelled while it trains: another takes its place, and the run resumes."""
     pid_folder = tmp_path / "pids"
     pid_folder.mkdir()
