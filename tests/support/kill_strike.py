@@ -24,6 +24,7 @@ from prefect_torch_ddp.storage.s3.client import client_of
 from prefect_torch_ddp.storage.s3.storage import S3Storage
 from prefect_torch_ddp.tasks.report.curves import MetricCurves
 from prefect_torch_ddp.tasks.run import RunAttemptLog
+from tests.support.gangs import RUN_WITH_CONTEXT
 from tests.support.kill_points import KillPoint
 from tests.support.killing_storage import KillingStorage
 from tests.support.killing_wire import KillingWire
@@ -31,8 +32,6 @@ from tests.support.records import read_records
 from tests.support.s3_server import S3Server
 from tests.workloads import killed
 from tests.workloads.killed import BATCH, EPOCHS, NUM_SAMPLES, NUM_STEPS, SAVE_EVERY, Plan
-
-RUN_WITH_CONTEXT = "prefect_torch_ddp.rank.stages:run_with_context"
 
 
 @dataclass(frozen=True)
@@ -59,20 +58,19 @@ def run(client: Client, point: KillPoint, storage: Storage, folder: Path) -> End
             policy = CheckpointParams(every_steps=SAVE_EVERY, every_s=None)
             where = KillingStorage(for_ranks, kills, str(folder))
             config = RankConfig("run", attempt, "task", where, checkpoint=policy, ledger=True)
+            if plan.in_own_loop:
+                on_demand = CheckpointParams(every_s=None)
+                config = replace(config, checkpoint=on_demand, ledger=False)
+                return config, killed.train_in_own_loop, (plan,)
             if plan.virtual_ranks is not None:
                 config = replace(config, determinism="elastic", virtual_ranks=plan.virtual_ranks)
             return config, killed.train, (plan,)
 
         def call(size: int, max_restarts: int) -> list[dict[str, Any]]:
-            return run_gang(
-                client,
-                RUN_WITH_CONTEXT,
-                args=arguments,
-                attempt_log=RunAttemptLog(storage, "run", knows_steps=True),
-                world_size=size,
-                ranks_per_worker=max(1, size // 2),
-                max_restarts=max_restarts,
-            )
+            log = RunAttemptLog(storage, "run", knows_steps=not plan.in_own_loop)
+            options = {"world_size": size, "ranks_per_worker": max(1, size // 2)}
+            options |= {"max_restarts": max_restarts}
+            return run_gang(client, RUN_WITH_CONTEXT, args=arguments, attempt_log=log, **options)
 
         if len(set(point.sizes)) == 1:
             return Ended(call(point.sizes[0], point.num_kills), storage, folder)
@@ -116,10 +114,13 @@ def strike(
     expected = [f"killed-{attempt}" for attempt in range(1, len(point.sizes))]
     assert carried_out == expected, f"a kill never came, or one too many: {carried_out}"
     assert {value["attempt"] for value in ended.values} == {len(point.sizes)}
+    _check_checkpoints(ended, calm)
+    if point.plan.in_own_loop:
+        _check_own_loop(ended, calm)
+        return
     _check_weights(point, ended, calm)
     _check_ledger(ended)
     _check_records(ended, calm)
-    _check_checkpoints(ended, calm)
 
 
 def _check_weights(point: KillPoint, ended: Ended, calm: Ended) -> None:
@@ -166,13 +167,24 @@ def _check_records(ended: Ended, calm: Ended) -> None:
     training."""
     records = read_records(ended.storage, "run")
     assert [found.step for found in records if found.rank == 0] == list(range(1, NUM_STEPS + 1))
-    curve, expected = (
-        MetricCurves(read_all_records(each.storage, "run")).curves["loss"] for each in (ended, calm)
-    )
+    curve, expected = (_curves(each)["loss"] for each in (ended, calm))
     assert [step for step, _ in curve] == list(range(1, NUM_STEPS + 1))
     assert [value for _, value in curve] == pytest.approx(
         [value for _, value in expected], rel=1e-9
     )
+
+
+def _curves(ended: Ended) -> dict[str, list[tuple[float, float]]]:
+    return MetricCurves(read_all_records(ended.storage, "run")).curves
+
+
+def _check_own_loop(ended: Ended, calm: Ended) -> None:
+    """The same bits on each rank, and each record once: the last round is not in a checkpoint."""
+    digests = [[value["sha256"] for value in each.values] for each in (ended, calm)]
+    assert digests[0] == digests[1]
+    records = read_records(ended.storage, "run")
+    assert [record.step for record in records if record.rank == 1] == [0, 0, 1, 1, 2, 2, 3, 3, 4]
+    assert _curves(ended) == _curves(calm)
 
 
 def _check_checkpoints(ended: Ended, calm: Ended) -> None:
@@ -186,7 +198,7 @@ def _check_checkpoints(ended: Ended, calm: Ended) -> None:
     assert steps == expected, f"kept are {steps}, not {expected}"
     newest = find_resumable(ended.storage, "run")
     assert newest is not None
-    assert newest[0].step == NUM_STEPS
+    assert newest[0].step == expected[-1]
     kept = {item.key for manifest in manifests for item in manifest.objects}
     kept |= {manifest_key("run", manifest.step, manifest.attempt) for manifest in manifests}
     there = {found.key for found in ended.storage.list(checkpoints_prefix("run"))}

@@ -42,6 +42,8 @@ class Plan:
     """Nothing in it depends on the number of ranks: no dropout, no buffers, no noise."""
     virtual_ranks: int | None = None
     """With determinism="elastic": the same bits for any number of ranks, with dropout."""
+    in_own_loop: bool = False
+    """Without ctx.steps."""
     is_big: bool = False
     """Its checkpoints are uploaded to S3 in parts."""
 
