@@ -2,13 +2,11 @@
 determinism."""
 
 import hashlib
-import json
 import os
 import random
 import signal
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -221,32 +219,6 @@ class Elastic:
     def evaluate(ctx: RankContext) -> Report:
         ctx.track(model=make_elastic_net())
         return Report(num_samples=NUM_SAMPLES, accuracy=1.0)
-
-
-def fit_with_ledger(
-    ctx: RankContext, folder: str, plan: dict[int, dict[str, Any]], epochs: int = 3
-) -> dict[str, Any]:
-    """Train over 24 samples in batches of 4, and write down which were in which step.
-
-    Args:
-        ctx: the context.
-        folder: for a line per step, attempt and rank, and for a file of this rank's pid when it
-            waits.
-        plan: see `fail_as_planned`.
-        epochs: how many.
-    """
-    model = ctx.wrap(nn.Linear(1, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-    ctx.track(model=model, optimizer=optimizer)
-    dataset = TensorDataset(torch.arange(24), torch.linspace(-1, 1, 24)[:, None])
-    loader = ctx.loader(dataset, global_batch_size=4)
-    with Path(folder, f"ledger-{ctx.attempt}-{ctx.rank}.jsonl").open("a", buffering=1) as ledger:
-        for numbers, x in ctx.steps(loader, epochs=epochs):
-            descend(ctx, optimizer, (model(x) - 3 * x).square().mean())
-            line = {"step": ctx.step, "epoch": ctx.epoch, "attempt": ctx.attempt}
-            ledger.write(json.dumps(line | {"samples": numbers.tolist()}) + "\n")
-            fail_as_planned(ctx, plan, folder)
-    return {"attempt": ctx.attempt, "world_size": ctx.world_size}
 
 
 def fail_as_planned(ctx: RankContext, plan: dict[int, dict[str, Any]], folder: str) -> None:

@@ -163,6 +163,9 @@ def test_six_gangs_at_once_on_two_workers_with_two_threads() -> None:
         assert [gang.result() for gang in gangs] == [[2.0, 2.0]] * 6
 
 
+NO_RESOURCES = ({"GPU": 0}, {"GPU": "1"}, {1: 1}, ["GPU"])
+
+
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
@@ -177,6 +180,16 @@ def test_six_gangs_at_once_on_two_workers_with_two_threads() -> None:
         ({"workers_timeout_s": 0}, "workers_timeout_s is 0"),
         ({"queue_timeout_s": float("inf")}, "queue_timeout_s is inf"),
         ({"args": (threading.Lock(),)}, "can't be sent to the ranks"),
+        *(({"resources": wrong}, r"resources(\.\S+)? is") for wrong in NO_RESOURCES),
+        ({"max_restarts": -1}, "max_restarts is -1"),
+        ({"min_world_size": 0}, "min_world_size is 0"),
+        ({"min_world_size": 3}, "min_world_size is 3 and world_size 1"),
+        ({"world_size_divides": 0}, "world_size_divides is 0"),
+        ({"world_size": 2, "world_size_divides": 3}, "world_size is 2 and has to divide 3"),
+        (
+            {"world_size": None, "world_size_divides": 2, "min_world_size": 3},
+            "min_world_size is 3, and the number of ranks has to divide 2",
+        ),
     ],
 )
 def test_bad_input_is_refused_before_anything_starts(

@@ -81,18 +81,10 @@ def cluster(hosts: dict[str, Host], tmp_path_factory: pytest.TempPathFactory) ->
         for resource, workers in WORKERS.items():
             contact = f"tcp://{schedulers.get(resource, '10.71.0.100')}:8786"
             for number, (host, address) in enumerate(workers):
-                command = [
-                    "worker",
-                    contact,
-                    "--host",
-                    f"[{address}]" if ":" in address else address,
-                    "--name",
-                    f"{resource}-{number}",
-                    "--nthreads",
-                    "1",
-                ]
-                command += ["--resources", f"{resource}=1", "--no-nanny", "--no-dashboard"]
-                command += ["--local-directory", str(folder), "--death-timeout", "120"]
+                where = f"[{address}]" if ":" in address else address
+                options = f"--host {where} --name {resource}-{number} --resources {resource}=1"
+                options += " --nthreads 1 --no-nanny --no-dashboard --death-timeout 120"
+                command = ["worker", contact, *options.split(), "--local-directory", str(folder)]
                 stack.enter_context(dask(hosts[host], command, folder))
         address = "tcp://127.0.0.1:8786"
         with hosts["head"].inside(), Client(address, timeout=60) as client:
@@ -152,31 +144,22 @@ def test_ranks_of_a_host_are_contiguous_and_talk_by_dasks_network(client: Client
 
 def test_a_script_style_function_meets_across_hosts(client: Client) -> None:
     """`process_group="user"`: rank 0 listens itself, gloo takes Dask's interface all the same."""
-    assert (
-        run_gang(
-            client, plain.torchrun_style, world_size=4, resources={"data": 1}, process_group="user"
-        )
-        == [4.0] * 4
-    )
+    call = {"world_size": 4, "resources": {"data": 1}, "process_group": "user"}
+    assert run_gang(client, plain.torchrun_style, **call) == [4.0] * 4
 
 
 def test_the_users_interface_is_kept(client: Client) -> None:
     """What the user set in a Dask worker's environment stays; what is unset is chosen."""
-    workers = [
-        address
-        for address, worker in client.scheduler_info(-1)["workers"].items()
-        if "data" in worker["resources"]
-    ]
+    found = client.scheduler_info(-1)["workers"].items()
+    workers = [address for address, worker in found if "data" in worker["resources"]]
     client.run(lambda: os.environ.update(GLOO_SOCKET_IFNAME="mgmt,data"), workers=workers)
     try:
-        ranks = run_gang(
-            client, interface_settings, world_size=4, resources={"data": 1}, process_group="none"
-        )
+        call = {"world_size": 4, "resources": {"data": 1}, "process_group": "none"}
+        ranks = run_gang(client, interface_settings, **call)
     finally:
         client.run(lambda: os.environ.pop("GLOO_SOCKET_IFNAME"), workers=workers)
-    assert [(rank["GLOO_SOCKET_IFNAME"], rank["NCCL_SOCKET_IFNAME"]) for rank in ranks] == [
-        ("mgmt,data", "=data")
-    ] * 4
+    names = [(rank["GLOO_SOCKET_IFNAME"], rank["NCCL_SOCKET_IFNAME"]) for rank in ranks]
+    assert names == [("mgmt,data", "=data")] * 4
 
 
 @pytest.mark.parametrize(
@@ -202,39 +185,29 @@ def test_the_callers_network_where_dasks_wont_do(
     assert [rank["listens_at"] for rank in ranks] == [[address] for address in expected]
 
 
-@pytest.mark.parametrize("process_group", ["default", "user"])
-def test_hosts_with_ipv6_alone(client: Client, process_group: str) -> None:
-    """Store and gloo work over IPv6 between hosts that have nothing else, in both modes."""
-    if process_group == "user":
-        assert run_gang(
-            client, plain.torchrun_style, world_size=2, resources={"v6": 1}, process_group="user"
-        ) == [2.0, 2.0]
-        return
+def test_hosts_with_ipv6_alone(client: Client) -> None:
+    """Store and gloo work over IPv6 between hosts that have nothing else, in both modes, and
+    within one such host."""
+    call = {"world_size": 2, "resources": {"v6": 1}}
+    assert run_gang(client, plain.torchrun_style, process_group="user", **call) == [2.0, 2.0]
+    one, two = run_gang(client, whereabouts, ranks_per_worker=2, **call)
+    assert one["sum"] == two["sum"] == 4.0
+    assert one["talks_from"] == two["talks_from"] == ["::1", "fd72::1"], "gloo and the store"
     ranks = run_gang(client, whereabouts, world_size=2, resources={"v6": 1})
     assert [rank["sum"] for rank in ranks] == [4.0, 4.0]
     assert [rank["talks_from"] for rank in ranks] == [["fd72::1"], ["fd72::2"]]
     assert [rank["env"]["NCCL_SOCKET_FAMILY"] for rank in ranks] == ["AF_INET6"] * 2
 
 
-def test_one_host_with_ipv6_alone(client: Client) -> None:
-    """A gang on one such host talks by ::1."""
-    one, two = run_gang(client, whereabouts, world_size=2, ranks_per_worker=2, resources={"v6": 1})
-    assert one["sum"] == two["sum"] == 4.0
-    assert one["talks_from"] == two["talks_from"] == ["::1", "fd72::1"], "gloo and the store"
-
-
 def test_a_network_that_a_worker_lacks_is_refused(client: Client) -> None:
     """The error names the worker and what it has; nothing starts."""
-    with pytest.raises(
-        InvalidParamsError,
-        match=r"worker tcp://10\.71\.0\.1:\d+ has no interface 'ib0'; it has: .*mgmt 192",
-    ):
+    says = r"worker tcp://10\.71\.0\.1:\d+ has no interface 'ib0'; it has: .*mgmt 192"
+    with pytest.raises(InvalidParamsError, match=says):
         run_gang(client, plain.sum_of_ones, world_size=4, resources={"data": 1}, interface="ib0")
 
 
 def test_loopback_is_refused_on_several_hosts(client: Client) -> None:
     """A worker that Dask knows by 127.0.0.1 can't be part of a gang on several hosts."""
-    with pytest.raises(
-        GangError, match=r"tcp://127\.0\.0\.1:\d+ is known by the loopback address 127\.0\.0\.1"
-    ):
+    says = r"tcp://127\.0\.0\.1:\d+ is known by the loopback address 127\.0\.0\.1"
+    with pytest.raises(GangError, match=says):
         run_gang(client, plain.sum_of_ones, launcher="exec")
