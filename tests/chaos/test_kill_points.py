@@ -15,25 +15,10 @@ from tests.support.kill_points import KillPoint, ids
 POINTS = kill_points.every_kill_point(kill_points.seed_from_environment())
 ON_A_DIRECTORY = [point for point in POINTS if point.backend == "directory"]
 ON_S3 = [point for point in POINTS if point.backend == "s3"]
-ON_CEPH = kill_points.sample(
-    ON_S3,
-    (
-        *(
-            "mid-save-after-on-1",
-            "mid-commit-after",
-            "retention-2",
-            "restart-restores",
-            "three-restarts",
-            "sizes-4-2-1-4",
-        ),
-        *(
-            "wire-object-on-0-within",
-            "wire-manifest-after",
-            "wire-upload-part-after",
-            "wire-upload-ends-after",
-        ),
-    ),
-)
+KINDS = "mid-save-after-on-1 mid-commit-after retention-2 restart-restores three-restarts "
+KINDS += "sizes-4-2-1-4 wire-object-on-0-within wire-manifest-after wire-upload-part-after "
+KINDS += "wire-upload-ends-after"
+ON_CEPH = kill_points.sample(ON_S3, KINDS.split())
 """Of each kind one, on a store that people run: it is durable, and answers some requests in
 other ways."""
 

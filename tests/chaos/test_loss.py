@@ -36,11 +36,12 @@ from tests.integration.tasks.test_flow_loss import params_of
 from tests.support.gangs import all_gone, pids_in, sleeping_gang, workers_of
 from tests.support.runs import flow_run_id_of, newest_flow_run, train_states
 from tests.support.separate_cluster import SeparateCluster, end, separate_cluster, stop
-from tests.support.waiting import wait_until
-from tests.workloads import failing, plain
+from tests.support.waiting import HANG_S, wait_until
+from tests.workloads import failing, plain, write_pid
 from tests.workloads import flows as retried_flow
-from tests.workloads.tiny import dask_worker_of, write_pid
+from tests.workloads.tiny import dask_worker_of
 
+SILENT = "was silent for 12 s while it ran the task itself"
 pytestmark = [pytest.mark.timeout(400), pytest.mark.usefixtures("short_liveness")]
 
 
@@ -56,16 +57,14 @@ def _call_gang(address: str, folder: str) -> None:
         try:
             run_gang(client, failing.sleep_for_ever, args=(folder,), world_size=2)
         except WorkerLostError as error:
-            Path(folder, "error.tmp").write_text(str(error))
-            Path(folder, "error.tmp").rename(Path(folder, "error"))
+            write_pid(folder, "error", error)
 
 
 @pytest.fixture
 def caller(dask_client: Client, tmp_path: Path) -> Iterator[psutil.Process]:
     """Run a gang from another process, its ranks there."""
-    process = multiprocessing.get_context("spawn").Process(
-        target=_call_gang, args=(dask_client.scheduler.address, str(tmp_path))
-    )
+    args = dask_client.scheduler.address, str(tmp_path)
+    process = multiprocessing.get_context("spawn").Process(target=_call_gang, args=args)
     process.start()
     assert process.pid is not None
     try:
@@ -74,7 +73,7 @@ def caller(dask_client: Client, tmp_path: Path) -> Iterator[psutil.Process]:
     finally:
         if process.is_alive():
             end(psutil.Process(process.pid))
-        process.join(20)
+        process.join(HANG_S)
 
 
 def test_a_stopped_caller(dask_client: Client, caller: psutil.Process, tmp_path: Path) -> None:
@@ -97,7 +96,7 @@ def test_a_stopped_scheduler(others: SeparateCluster, tmp_path: Path) -> None:
     ):
         stop(others.scheduler)
         try:
-            error = gang.exception(60)
+            error = gang.exception(HANG_S)
             assert isinstance(error, SchedulerLostError)
             assert f"the scheduler {others.address} was silent for 12 s" in str(error)
             wait_until(lambda: all_gone(ranks))
@@ -132,7 +131,7 @@ def test_the_scheduler_of_a_run_is_stopped(others: SeparateCluster, tmp_path: Pa
 
 def stop_own_worker(ctx: RankContext, pid_folder: str) -> None:
     """SIGSTOP the Dask worker that this rank hangs from."""
-    write_pid(Path(pid_folder), ctx.rank)
+    write_pid(pid_folder, ctx.rank)
     os.kill(dask_worker_of(os.getpid()), signal.SIGSTOP)
     signal.pause()
 
@@ -141,21 +140,15 @@ def stop_own_worker(ctx: RankContext, pid_folder: str) -> None:
 def test_a_ddp_task_whose_worker_was_stopped_is_submitted_again(tmp_path: Path) -> None:
     """E8: by its key the next call is the same training: it resumes on other workers."""
     with separate_cluster(tmp_path / "cluster", 3) as cluster, ThreadPoolExecutor(1) as pool:
-        train = ddp_task(
-            world_size=2,
-            seed=5,
-            checkpoint=CheckpointParams(every_steps=3),
-            storage=str(tmp_path / "store"),
-        )
+        often, store = CheckpointParams(every_steps=3), str(tmp_path / "store")
+        train = ddp_task(world_size=2, seed=5, checkpoint=often, storage=store)
         training = train(retried_flow.fit).with_options(name="train", run_key="loss")
         stopping = pool.submit(_stop_worker_of_task_when_marked, cluster.address, tmp_path / "mark")
 
         @flow(task_runner=DaskTaskRunner(address=cluster.address))
         def trains() -> tuple[Any, Any]:
             whole = training(None)
-            with pytest.raises(
-                WorkerLostError, match="was silent for 12 s while it ran the task itself"
-            ):
+            with pytest.raises(WorkerLostError, match=SILENT):
                 training.submit(None, 2, str(tmp_path / "mark")).result()
             return whole, training.submit(None, 2, str(tmp_path / "mark")).result()
 
@@ -170,11 +163,8 @@ def _stop_worker_of_task_when_marked(address: str, mark: Path) -> None:
     """Stop the Dask worker that runs the task itself, when its training has come far enough."""
     wait_until(mark.exists)
     with Client(address) as client:
-        (of_task,) = (
-            worker
-            for worker, keys in client.processing().items()
-            if any(key.startswith("fit-") for key in keys)
-        )
+        running = client.processing().items()
+        (of_task,) = (at for at, keys in running if any(key.startswith("fit-") for key in keys))
         process = psutil.Process(client.run(os.getpid, workers=[of_task])[of_task])
     stop(process)
 
@@ -183,20 +173,14 @@ def _stop_worker_of_task_when_marked(address: str, mark: Path) -> None:
 def test_the_worker_of_a_ddp_task_is_stopped(tmp_path: Path) -> None:
     """E8: a flow that waits for a submitted ddp_task itself hears that its worker is silent;
     the task run is Crashed."""
-    stopping = ddp_task(world_size=1, storage=str(tmp_path / "store"))(
-        stop_own_worker
-    ).with_options(name="train")
+    task = ddp_task(world_size=1, storage=str(tmp_path / "store"))(stop_own_worker)
+    stopping = task.with_options(name="train")
     heard = []
+    workers = {"n_workers": 2, "threads_per_worker": 1, "dashboard_address": ":0"}
 
-    @flow(
-        task_runner=DaskTaskRunner(
-            cluster_kwargs={"n_workers": 2, "threads_per_worker": 1, "dashboard_address": ":0"}
-        )
-    )
+    @flow(task_runner=DaskTaskRunner(cluster_kwargs=workers))
     def waiting() -> None:
-        with pytest.raises(
-            WorkerLostError, match="was silent for 12 s while it ran the task itself"
-        ) as error:
+        with pytest.raises(WorkerLostError, match=SILENT) as error:
             stopping.submit(str(tmp_path)).result()
         heard.append(error.value)
         wait_until(lambda: not psutil.pid_exists(int((tmp_path / "0").read_text())))
@@ -267,10 +251,14 @@ def flow_in_a_process(params: TrainParams, folder: Path, mark: Path) -> Iterator
 @pytest.fixture
 def flow_process(prefect_api: str, tmp_path: Path) -> Iterator[psutil.Process]:
     """Run train_flow on a local cluster; it pauses once a checkpoint is there."""
-    with flow_in_a_process(
-        params_of(tmp_path, "pause", 2), tmp_path, tmp_path / "mark" / "0"
-    ) as process:
+    params, mark = params_of(tmp_path, "pause", 2), tmp_path / "mark" / "0"
+    with flow_in_a_process(params, tmp_path, mark) as process:
         yield process
+
+
+def is_watch(process: psutil.Process) -> bool:
+    """Tell the process that watches a flow."""
+    return any("flow_watch" in word for word in process.cmdline())
 
 
 def test_the_flow_process_is_killed(flow_process: psutil.Process, tmp_path: Path) -> None:
@@ -278,9 +266,7 @@ def test_the_flow_process_is_killed(flow_process: psutil.Process, tmp_path: Path
     Running."""
     family = flow_process.children(recursive=True)
     assert any(member.pid == int((tmp_path / "mark" / "0").read_text()) for member in family)
-    working = [
-        member for member in family if not any("flow_watch" in word for word in member.cmdline())
-    ]
+    working = [member for member in family if not is_watch(member)]
     flow_process.kill()
     wait_until(lambda: all_gone(working))
     wait_until(lambda: all_gone(family))
@@ -304,11 +290,7 @@ def test_the_flow_process_is_killed_beside_a_cluster_of_others(
     )
     with flow_in_a_process(params, tmp_path, tmp_path / "step") as process:
         ranks = [psutil.Process(pid) for pid in pids_in(tmp_path, 2)]
-        watch = [
-            child
-            for child in process.children()
-            if any("flow_watch" in word for word in child.cmdline())
-        ]
+        watch = [child for child in process.children() if is_watch(child)]
         process.kill()
         wait_until(lambda: all_gone(ranks))
         wait_until(lambda: all_gone(watch))

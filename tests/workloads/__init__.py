@@ -17,8 +17,9 @@ def descend(ctx: "RankContext", optimizer: Any, loss: Any) -> None:
     ctx.report(loss=loss)
 
 
-def write_pid(folder: str | Path, name: object, pid: int | None = None) -> None:
-    """Leave this process's pid, or another one, for the test: the file is whole from its start."""
+def write_pid(folder: str | Path, name: object, pid: object = None) -> None:
+    """Leave this process's pid, or something else, for the test: the file is whole from its
+    start."""
     path = Path(folder, str(name))
     path.with_suffix(".tmp").write_text(str(pid or os.getpid()))
     path.with_suffix(".tmp").rename(path)
