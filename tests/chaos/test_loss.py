@@ -91,7 +91,7 @@ def test_a_stopped_caller(dask_client: Client, caller: psutil.Process, tmp_path:
 def test_a_stopped_scheduler(others: SeparateCluster, tmp_path: Path) -> None:
     """SIGSTOP of the scheduler: named after its silence, and the ranks end by themselves."""
     with (
-        Client(others.address, timeout=2) as client,
+        Client(others.address, timeout=10) as client,
         sleeping_gang(client, tmp_path / "pids") as (gang, ranks),
     ):
         stop(others.scheduler)

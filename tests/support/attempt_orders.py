@@ -22,8 +22,7 @@ from prefect_torch_ddp.params import CheckpointParams
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.storage.protocol import Storage
 from tests.support.forwarding import WatchedStorage
-
-PATIENCE_S = 60.0
+from tests.support.waiting import HANG_S
 
 
 class KilledError(BaseException):
@@ -46,7 +45,7 @@ class Turns:
         with self._one_at_a_time:
             if not self._is_killed:
                 self._has_come.release()
-                assert self._may_go.acquire(timeout=PATIENCE_S)
+                assert self._may_go.acquire(timeout=HANG_S)
             if self._is_killed:
                 raise KilledError
 
@@ -56,7 +55,7 @@ class Turns:
 
     def hear(self) -> None:
         """Wait until it has come to a request, or has ended."""
-        assert self._has_come.acquire(timeout=PATIENCE_S)
+        assert self._has_come.acquire(timeout=HANG_S)
 
     def go(self, *, kill: bool) -> None:
         """Let it make its request, or kill it before that."""
@@ -115,7 +114,7 @@ class Order:
                 at_turn.go(kill=self.chance.random() < kill)
             living = [turns for turns in living if not turns.has_ended]
         for thread in threads:
-            thread.join(PATIENCE_S)
+            thread.join(HANG_S)
         self._check()
         return self.problems
 

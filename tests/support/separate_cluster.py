@@ -11,10 +11,7 @@ from pathlib import Path
 import psutil
 from distributed import Client
 
-from tests.support.waiting import wait_until
-
-READY_S = 60.0
-STOP_S = 10.0
+from tests.support.waiting import HANG_S, wait_until
 
 
 def stop(process: psutil.Process) -> None:
@@ -29,7 +26,7 @@ def end(process: psutil.Process) -> None:
     for member in everyone:
         with contextlib.suppress(psutil.NoSuchProcess):
             member.kill()
-    psutil.wait_procs(everyone, timeout=STOP_S)
+    psutil.wait_procs(everyone, timeout=HANG_S)
 
 
 class SeparateCluster:
@@ -48,13 +45,13 @@ class SeparateCluster:
         self._folder.mkdir(exist_ok=True)
         self.scheduler = self._run("scheduler", "--port", "0")
         scheduler_file = self._folder / "scheduler.json"
-        wait_until(scheduler_file.exists, READY_S)
+        wait_until(scheduler_file.exists, HANG_S)
         self.nannies = [
             self._run("worker", "--nthreads", "1", "--name", f"w{i}", *options)
             for i in range(num_workers)
         ]
         with Client(scheduler_file=str(scheduler_file)) as client:
-            client.wait_for_workers(num_workers, timeout=READY_S)
+            client.wait_for_workers(num_workers, timeout=HANG_S)
             self.address = client.scheduler.address
 
     def _run(self, what: str, *options: str) -> psutil.Process:

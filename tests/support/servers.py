@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import psutil
 import pytest
 
-from tests.support.waiting import becomes_true
+from tests.support.waiting import HANG_S, becomes_true
 
 if TYPE_CHECKING:
     from distributed import Client, LocalCluster
@@ -145,7 +145,7 @@ def dask_client(dask_cluster: "LocalCluster") -> Iterator["Client"]:
     from distributed import Client
 
     with Client(dask_cluster) as client:
-        client.wait_for_workers(2, timeout=30)
+        client.wait_for_workers(2, timeout=HANG_S)
         yield client
 
 

@@ -14,13 +14,11 @@ from pathlib import Path
 import pytest
 
 from tests.integration.clusters.processes import Site
-from tests.support.waiting import becomes_true
+from tests.support.waiting import HANG_S, becomes_true
 
 NODES = ("node1", "node2")
 COMMANDS = ("munged", "slurmctld", "slurmd", "sbatch", "scancel", "squeue", "sinfo")
 PACKAGES = "slurmctld slurmd slurm-client munge"
-READY_S = 60.0
-STOP_S = 60.0
 NUM_TRIES = 3
 
 # Kills only the process group of a job's script, the least that Slurm has: ranks lead sessions
@@ -102,11 +100,11 @@ def _start(home: Path, daemons: ExitStack) -> SlurmSite:
             # complain; there are none here.
             munged = ("munged", "--foreground", "--force", *options)
             tried.enter_context(_daemon(site, "munged", *munged))
-            becomes_true((folder / "munge.socket").exists, READY_S)
+            becomes_true((folder / "munge.socket").exists, HANG_S)
             tried.enter_context(_daemon(site, "slurmctld", "slurmctld", "-D"))
             for node in NODES:
                 tried.enter_context(_daemon(site, node, "slurmd", "-D", "-N", node))
-            if becomes_true(lambda site=site: _num_idle(site) == len(NODES), READY_S):  # type: ignore[misc]
+            if becomes_true(lambda site=site: _num_idle(site) == len(NODES), HANG_S):  # type: ignore[misc]
                 daemons.push(tried.pop_all())
                 return site
     logs = "\n".join(path.read_text()[-2000:] for path in sorted(folder.glob("*.log")))
@@ -142,7 +140,7 @@ def _daemon(site: SlurmSite, name: str, *command: str) -> Iterator[None]:
         finally:
             process.send_signal(signal.SIGTERM)
             try:
-                process.wait(STOP_S)
+                process.wait(HANG_S)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()

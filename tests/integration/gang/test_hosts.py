@@ -18,6 +18,7 @@ from prefect_torch_ddp import InvalidParamsError, run_gang
 from prefect_torch_ddp.errors import GangError
 from tests.integration.gang import namespaces
 from tests.integration.gang.namespaces import Host, Switch
+from tests.support.waiting import HANG_S
 from tests.workloads import plain
 from tests.workloads.plain import interface_settings, whereabouts
 
@@ -87,9 +88,9 @@ def cluster(hosts: dict[str, Host], tmp_path_factory: pytest.TempPathFactory) ->
                 command = ["worker", contact, *options.split(), "--local-directory", str(folder)]
                 stack.enter_context(dask(hosts[host], command, folder))
         address = "tcp://127.0.0.1:8786"
-        with hosts["head"].inside(), Client(address, timeout=60) as client:
+        with hosts["head"].inside(), Client(address, timeout=HANG_S) as client:
             try:
-                client.wait_for_workers(sum(map(len, WORKERS.values())), timeout=60)
+                client.wait_for_workers(sum(map(len, WORKERS.values())), timeout=HANG_S)
             except TimeoutError:
                 logs = "\n".join(
                     f"{log.name}:\n{log.read_text()[-2000:]}" for log in folder.glob("*.log")
@@ -115,7 +116,7 @@ def dask(host: Host, command: list[str], folder: os.PathLike[str]) -> Iterator[N
 @pytest.fixture
 def client(hosts: dict[str, Host], cluster: str) -> Iterator[Client]:
     """Be on the scheduler's host, connected, with all workers there."""
-    with hosts["head"].inside(), Client(cluster, timeout=60) as client:
+    with hosts["head"].inside(), Client(cluster, timeout=HANG_S) as client:
         yield client
 
 

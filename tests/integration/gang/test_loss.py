@@ -69,7 +69,7 @@ def test_a_stopped_worker(tmp_path: Path) -> None:
 def test_a_killed_scheduler(others: SeparateCluster, tmp_path: Path) -> None:
     """SIGKILL of the scheduler: it is named, and nothing of the gang is left."""
     with (
-        Client(others.address, timeout=2) as client,
+        Client(others.address, timeout=10) as client,
         sleeping_gang(client, tmp_path / "pids") as (gang, ranks),
     ):
         others.scheduler.kill()

@@ -37,7 +37,7 @@ def client() -> Iterator[Client]:
         "options": {"host": "127.0.0.1", "port": 0, "dashboard_address": None},
     }
     with SpecCluster(workers, scheduler) as cluster, Client(cluster) as client:
-        client.wait_for_workers(len(WORKERS), timeout=60)
+        client.wait_for_workers(len(WORKERS), timeout=HANG_S)
         yield client
 
 

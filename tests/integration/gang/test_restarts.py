@@ -16,6 +16,7 @@ from prefect_torch_ddp.gang import run as launch
 from prefect_torch_ddp.gang.caller import root_cause
 from prefect_torch_ddp.protocol.events import GangEvent, LogLine
 from tests.support.gangs import attempts_in, extra_worker, own_cluster, pids_in
+from tests.support.waiting import HANG_S
 from tests.workloads import failing
 
 
@@ -127,7 +128,7 @@ def test_a_world_size_left_open_stays_what_it_was(tmp_path: Path) -> None:
 
         def the_rank() -> int:
             cluster.scale(2)
-            client.wait_for_workers(2, timeout=60)
+            client.wait_for_workers(2, timeout=HANG_S)
             # The file holds the pid of the fork server.
             (child,) = psutil.Process(int((tmp_path / "0").read_text())).children()
             return child.pid

@@ -12,7 +12,7 @@ from distributed import Client
 from prefect_torch_ddp import GangError, InvalidParamsError, run_gang, warm
 from prefect_torch_ddp.gang.worker.fork_client import IDLE_S, idle_s
 from tests.support.gangs import own_cluster
-from tests.support.waiting import wait_until
+from tests.support.waiting import HANG_S, wait_until
 from tests.workloads import plain
 
 
@@ -60,7 +60,7 @@ def test_a_worker_without_this_package_joins_all_the_same(tmp_path: Path) -> Non
         warm(client)
         wait_until(lambda: "prefect-torch-ddp-warm" in client.run_on_scheduler(plugins))
         cluster.scale(2)
-        client.wait_for_workers(2, timeout=120)
+        client.wait_for_workers(2, timeout=HANG_S)
         with pytest.raises(GangError, match="can't import prefect_torch_ddp"):
             run_gang(client, plain.sum_of_ones, world_size=2)
 
