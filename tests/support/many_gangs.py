@@ -15,7 +15,7 @@ from prefect_torch_ddp import GangCancelledError, NotEnoughWorkersError, RankFai
 from prefect_torch_ddp.gang.worker.rank_io import SEMAPHORES
 from prefect_torch_ddp.protocol.rank import Launcher
 from tests.support.gangs import own_cluster, sleeping_gang
-from tests.support.waiting import HANG_S, wait_until
+from tests.support.waiting import HANG_S, becomes_true
 from tests.workloads import failing, plain
 
 MIX = (
@@ -91,7 +91,8 @@ def assert_nothing_is_left(tmp_path: Path, patch: pytest.MonkeyPatch, num_gangs:
         before, files_before = belongings(), files_in(temporary)
         for number in range(num_gangs):
             run_mix(client, folders[1], number, "exec" if number % 17 == 0 else "auto")
-        wait_until(lambda: not differences(before, belongings()))
+        becomes_true(lambda: not differences(before, belongings()))
+        assert not differences(before, belongings())
         assert not sorted(files_in(temporary) ^ files_before)
         after = belongings()
         for pid, old in before.items():

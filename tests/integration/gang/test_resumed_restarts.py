@@ -35,7 +35,7 @@ def train(
 ) -> list[dict[str, Any]]:
     """Run a training of four virtual ranks as the tasks do."""
     storage = DirectoryStorage(folder / "store")
-    policy = CheckpointParams(every_steps=1, every_s=None)
+    policy = CheckpointParams(every_steps=2, every_s=None)
     kind: dict[str, Any] = {"determinism": "elastic", "virtual_ranks": 4, "ledger": True}
 
     def arguments(attempt: int) -> tuple[Any, ...]:
