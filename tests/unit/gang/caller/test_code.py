@@ -1,8 +1,11 @@
 """The user's own code: its folders, in order, and the libraries that it imports."""
 
+import gc
 import site
 import sys
 import sysconfig
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -73,3 +76,22 @@ def test_libraries_of_a_function_that_travels_whole_are_those_it_names() -> None
     assert preload_of(train).imports == ()
     assert preload_of(helper).imports == ("import pytest",)
     assert preload_of(max).imports == ()
+
+
+def test_sources_are_read_in_threads(tmp_path: Path) -> None:
+    """As for gangs that are run at once, beside Dask, which follows the garbage collector."""
+    script = tmp_path / "deep.py"
+    script.write_text(f"x = {'[' * 40}1{']' * 40}\n" * 100)
+    threshold = gc.get_threshold()
+    gc.set_threshold(20)
+    gc.callbacks.append(_let_others_in)
+    try:
+        with ThreadPoolExecutor(6) as pool:
+            assert len(set(pool.map(preload_of, [str(script)] * 20))) == 1
+    finally:
+        gc.callbacks.remove(_let_others_in)
+        gc.set_threshold(*threshold)
+
+
+def _let_others_in(*_: object) -> None:
+    time.sleep(1e-5)
