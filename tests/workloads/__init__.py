@@ -25,12 +25,11 @@ def write_pid(folder: str | Path, name: object, pid: object = None) -> None:
     path.with_suffix(".tmp").rename(path)
 
 
-def wait_for_checkpoint(ctx: "RankContext", before_step: int) -> None:
+def wait_for_checkpoint(ctx: "RankContext", before_step: int, not_before: int = 0) -> None:
     """Wait until a checkpoint of an earlier step is on record: else there may be none to resume
-    from."""
+    from, or one that is older than the test wants."""
     from prefect_torch_ddp.checkpoint.manifest import list_checkpoints
 
-    while not any(
-        ref.step < before_step for ref in list_checkpoints(ctx.config.storage, ctx.run_id)
-    ):
+    wanted = range(not_before, before_step)
+    while not any(c.step in wanted for c in list_checkpoints(ctx.config.storage, ctx.run_id)):
         time.sleep(0.02)

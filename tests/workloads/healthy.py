@@ -227,7 +227,7 @@ def fail_as_planned(ctx: RankContext, plan: dict[int, dict[str, Any]], folder: s
     fault = plan.get(ctx.attempt)
     if fault is None or ctx.step != fault["step"]:
         return
-    wait_for_checkpoint(ctx, ctx.step)
+    wait_for_checkpoint(ctx, ctx.step, ctx.step - 2)  # they come every other step, or each
     if fault["how"] == "wait":
         write_pid(folder, f"waits-{ctx.attempt}-{ctx.rank}")
         signal.pause()
