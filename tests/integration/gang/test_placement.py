@@ -125,7 +125,7 @@ def test_an_uneven_tail(client: Client) -> None:
     contiguous; 2 ranks use two of the four workers."""
     call = {"resources": {"v4": 1}}
     two = run_gang(client, plain.environment, world_size=2, **call)
-    assert [rank["GROUP_RANK"] for rank in two] == ["0", "0"]
+    assert [rank["WORLD_SIZE"] for rank in two] == ["2", "2"]
     ranks = run_gang(client, plain.environment, world_size=5, ranks_per_worker=2, **call)
     assert [rank["LOCAL_RANK"] for rank in ranks] == ["0", "1", "2", "3", "0"]
     assert [rank["LOCAL_WORLD_SIZE"] for rank in ranks] == ["4"] * 4 + ["1"]
