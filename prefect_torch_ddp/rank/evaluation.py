@@ -129,7 +129,8 @@ def classification_report(
     rows = tuple(map(tuple, confusion_matrix))
     num_samples = sum(map(sum, rows))
     if num_samples == 0:
-        msg = "nothing was evaluated: 0 samples on all ranks together; check the evaluated split"
+        nothing = "nothing was evaluated: there were 0 samples on all ranks together"
+        msg = f"{nothing}; check the evaluated split"
         raise InvalidParamsError(msg)
     return Report(
         num_samples=num_samples,
