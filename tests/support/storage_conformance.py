@@ -18,38 +18,15 @@ PATIENCE_S = 60.0
 FORK = multiprocessing.get_context("fork")
 
 ESCAPES = [
-    "/etc/passwd",
-    "../outside",
-    "a/../../outside",
-    "a/..",
-    "./a",
-    "a/./b",
-    "a//b",
-    "a/",
-    "",
-    "C:/windows",
-    "a\\b",
-    "a\0b",
-    "a\nb",
-    ".tmp/x",
-    "k" * 256,
-    "/".join(["k" * 100] * 10),
+    *("/etc/passwd", "../outside", "a/../../outside", "a/..", "./a", "a/./b", "a//b", "a/", ""),
+    *("C:/windows", "a\\b", "a\0b", "a\nb", ".tmp/x", "k" * 256, "/".join(["k" * 100] * 10)),
 ]
 
 # No key is the folder of another one: in a directory the two exclude each other.
 KEYS = st.sampled_from(
     [
-        "a.x",
-        "a/b.x",
-        "a/b/c.x",
-        "a/é ü.x",
-        "a0.x",
-        "a-.x",
-        "train/1.x",
-        "train2/1.x",
-        "Ω/😀.x",
-        "z/.x",
-        "% &+?.x",
+        *("a.x", "a/b.x", "a/b/c.x", "a/é ü.x", "a0.x", "a-.x", "train/1.x", "train2/1.x"),
+        *("Ω/😀.x", "z/.x", "% &+?.x"),
     ]
 )
 PREFIXES = st.sampled_from(["", "a", "a/", "a/b", "a/b/", "train", "train/", "Ω", "no", "z/."])
@@ -77,10 +54,6 @@ class StorageConformance:
     def storage(self, make_storage: Callable[[], Storage]) -> Storage:
         """Give an empty storage."""
         return make_storage()
-
-    def test_it_is_a_storage(self, storage):
-        """It has the protocol's methods."""
-        assert isinstance(storage, Storage)
 
     def test_reads_what_was_written(self, storage):
         """Bytes come back as they were, also none at all and megabytes, and those of a view."""
@@ -121,16 +94,10 @@ class StorageConformance:
         assert len(list(storage.list())) == 5
         assert list(storage.list("absent/")) == []
 
-    @pytest.mark.parametrize("prefix", ["/", "../", "a/../", "C:", "a\\"])
-    def test_a_listing_stays_inside(self, storage, prefix):
-        """A prefix can't leave the root."""
-        with pytest.raises(BadKeyError):
-            list(storage.list(prefix))
-
     @pytest.mark.parametrize("key", ESCAPES)
     def test_bad_keys_are_refused_everywhere(self, storage, key):
-        """Each operation refuses a key that leaves the root or isn't portable, and nothing is
-        written."""
+        """Each operation refuses a key that leaves the root or isn't portable, a listing such a
+        prefix; nothing is written."""
         for operation in (
             lambda: storage.read(key),
             lambda: storage.write(key, b"x"),
@@ -139,6 +106,9 @@ class StorageConformance:
         ):
             with pytest.raises(BadKeyError):
                 operation()
+        for prefix in ("/", "../", "a/../", "C:", "a\\"):
+            with pytest.raises(BadKeyError):
+                list(storage.list(prefix))
         assert list(storage.list()) == []
 
     def test_write_if_absent_keeps_the_first(self, storage):
@@ -171,6 +141,7 @@ class StorageConformance:
 
     def test_it_is_a_description_that_pickles(self, storage):
         """A copy that went through pickle, after use, is equal and sees the same objects."""
+        assert isinstance(storage, Storage)
         storage.write("object", b"content")
         copy = pickle.loads(pickle.dumps(storage))
         assert copy == storage
