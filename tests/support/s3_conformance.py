@@ -76,13 +76,8 @@ class S3Conformance:
                 f"can't {verb} s3://bucket/{storage.prefix}{key} at {server.endpoint_url}: "
             ), message
             assert "the secret is wrong: check the access key" in message
-
-    def test_an_unknown_access_key_is_named(self, server):
-        """The store doesn't know who asks."""
         storage = server.storage(access_key_id="AKIANOBODY", secret_access_key=SECRET)
-        message = error_of(storage.read, "object")
-        assert "doesn't know this access key" in message
-        assert f"s3://bucket/{storage.prefix}/object" in message
+        assert "doesn't know this access key" in error_of(storage.read, "object")
 
     def test_missing_rights_are_named(self, server):
         """A user who may only read is told which rights are needed, by the probe too, and the
@@ -97,14 +92,9 @@ class S3Conformance:
             assert message.startswith(f"can't write s3://bucket/{storage.prefix}/")
             assert "PutObject" in message
         assert "DeleteObject" in error_of(storage.delete, "object")
+        message = error_of(storage.drop_unfinished, "runs/", lambda key: True)
+        assert "ListBucketMultipartUploads" in message
         assert owned.read("object") == b"1"
-
-    def test_the_right_to_list_uploads_may_be_missing(self, server):
-        """Then the message names it."""
-        storage = server.storage(user="reader")
-        assert "ListBucketMultipartUploads" in error_of(
-            storage.drop_unfinished, "runs/", lambda key: True
-        )
 
     def test_a_missing_bucket_is_named(self, server):
         """Each operation says that the bucket isn't there; none takes it for an absent
@@ -258,12 +248,8 @@ class S3Conformance:
             412,
         ]
         assert over_wire.read("claim") == b"mine"
-
-    def test_a_lost_answer_does_not_make_a_loser_win(self, wire, over_wire):
-        """The same cut, but someone else was there first, with the very same bytes."""
-        assert over_wire.write_if_absent("claim", b"same") is True
-        wire.faults = [("PUT", lose_the_answer)]
-        assert over_wire.write_if_absent("claim", b"same") is False
+        wire.faults = [("PUT", lose_the_answer)]  # somebody else was there first, with the same
+        assert over_wire.write_if_absent("claim", b"mine") is False
 
     def test_a_conflict_is_tried_again(self, wire, over_wire):
         """AWS answers 409 while another conditional write is under way, which decides
@@ -274,13 +260,10 @@ class S3Conformance:
         wire.faults = [("PUT", conflict)]
         assert over_wire.write_if_absent("claim", b"other") is False
         assert over_wire.read("claim") == b"mine"
-
-    def test_conflicts_without_end_are_an_error(self, wire, over_wire):
-        """Bounded too."""
-        wire.faults = [("PUT", answer(409, "ConditionalRequestConflict"))] * 20
-        storage = dataclasses.replace(over_wire, max_attempts=2)
+        wire.faults = [("PUT", conflict)] * 20
+        storage, before = dataclasses.replace(over_wire, max_attempts=2), wire.count("PUT")
         assert "ConditionalRequestConflict" in error_of(storage.write_if_absent, "claim", b"x")
-        assert wire.count("PUT") == 2
+        assert wire.count("PUT") - before == 2
 
     # ---- Uploads in parts.
 
@@ -388,13 +371,11 @@ class S3Conformance:
         assert [found.key for found in storage.list()] == keys
         assert [found.key for found in storage.list("many/0100")] == ["many/01000"]
 
-    def test_objects_of_others_are_read(self, storage):
-        """They carry no digest of ours."""
+    def test_what_the_store_damaged_is_an_error(self, storage):
+        """Other bytes under the digest of those that were written are never returned. Objects of
+        others, without a digest of ours, are read."""
         client_of(storage).put_object(Bucket="bucket", Key=f"{storage.prefix}/theirs", Body=b"1")
         assert storage.read("theirs") == b"1"
-
-    def test_what_the_store_damaged_is_an_error(self, storage):
-        """Other bytes under the digest of those that were written are never returned."""
         digest = {"sha256": hashlib.sha256(b"written").hexdigest()}
         client_of(storage).put_object(
             Bucket="bucket", Key=f"{storage.prefix}/object", Body=b"wrotten", Metadata=digest
