@@ -9,7 +9,9 @@ furthest point pledged, which no rank has passed, and what any rank wanted.
 
 import itertools
 import json
+import math
 import threading
+import time
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import IntFlag
@@ -62,15 +64,24 @@ class Agreement:
     The training's thread makes all calls; a thread of its own answers for it.
     """
 
-    def __init__(self, rank: int, world_size: int, point: int) -> None:
-        """Take part from `point` on, outside of a loop; every rank has to make it, equally often.
+    def __init__(self, rank: int, world_size: int, point: int, *, ahead_s: float = 0.0) -> None:
+        """Take part from now on; every rank has to make it, equally often.
+
+        Args:
+            rank: this one.
+            world_size: with 1 there is nobody to ask, no thread and no store.
+            point: where this rank is, outside of a loop.
+            ahead_s: how far ahead the rank that asks pledges, so that it need not wait for the
+                others' threads; 0 for what is to be done as soon as possible.
 
         Raises:
             RuntimeError: there are several ranks and the process group isn't up.
         """
         self._rank = rank
         self._world_size = world_size
+        self._ahead_s = ahead_s
         self._next_point = point
+        self._last_point = point
         self._round = 0
         self._limit = NEVER
         self._asked = False
@@ -78,6 +89,7 @@ class Agreement:
         self._lock = threading.Lock()
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
+        self._pace = (time.monotonic(), point)
         if world_size > 1:
             name = f"prefect-torch-ddp-agreement-{next(_num_agreements)}"
             # Two connections: one must not wait for the other's turn.
@@ -85,13 +97,27 @@ class Agreement:
             self._thread = threading.Thread(target=self._answer, name=name, daemon=True)
             self._thread.start()
 
+    def begin(self, point: int, next_point: int, last_point: int, want: Want) -> Outcome | None:
+        """Pass the point before a loop; see `reach`.
+
+        Args:
+            point: outside of the loop.
+            next_point: the end of its first step.
+            last_point: the end of its last step.
+            want: what this rank wants.
+        """
+        with self._lock:
+            self._last_point = last_point
+        self._pace = (time.monotonic(), point)
+        return self.reach(point, next_point, want)
+
     def reach(self, point: int, next_point: int, want: Want) -> Outcome | None:
         """Pass a point, and return what is due there; waits at a pledge.
 
         What was due at a point that this rank skipped by leaving the loop is due now.
 
         Args:
-            point: where this rank is; the first time in a loop, outside of it.
+            point: where this rank is.
             next_point: the next one that it comes to.
             want: what this rank wants; asked for once.
 
@@ -106,7 +132,7 @@ class Agreement:
                 return None
             if self._limit == NEVER:
                 self._asked = True
-                self._pledge(self._store, point, want)
+                self._pledge(self._store, self._ahead(point), want)
             self._next_point = next_point if point < self._limit else point
             if point < self._limit:
                 return None
@@ -116,7 +142,7 @@ class Agreement:
     def leave(self, point: int) -> None:
         """Leave a loop in the middle of a step: its end won't come."""
         with self._lock:
-            self._next_point = point
+            self._next_point = self._last_point = point
 
     def close(self, *, failed: bool = False) -> None:
         """Leave the agreement; the others continue without this rank, unless it failed."""
@@ -140,6 +166,15 @@ class Agreement:
             self._asked = False
             self._outcome = None
         return outcome
+
+    def _ahead(self, point: int) -> int:
+        """Return the point to pledge in a round that this rank opens: here, or some steps on."""
+        if not self._ahead_s or point >= self._last_point:
+            return point
+        began_s, began_at = self._pace
+        steps = max(1, (point - began_at) // 2)
+        step_s = max((time.monotonic() - began_s) / steps, 1e-6)
+        return min(point + 2 * math.ceil(self._ahead_s / step_s), self._last_point)
 
     def _pledge(self, store: dist.Store, point: int, want: Want) -> None:
         """Promise not to pass a point; the lock is held, or the training could pass it now."""

@@ -20,6 +20,7 @@ from prefect_torch_ddp.rank.gradients.elastic import VirtualRanks
 from prefect_torch_ddp.rank.gradients.share_weights import ShareWeights
 from prefect_torch_ddp.rank.link import Link
 from prefect_torch_ddp.rank.loop.agreement import (
+    POLL_S,
     Agreement,
     Outcome,
     Want,
@@ -53,7 +54,8 @@ class StepLoop:
         """
         here = info.rank, info.world_size, outside_after(state.step)
         self._stops = Agreement(*here)
-        self._saves = Agreement(*here) if config.checkpoint.every_s is not None else None
+        by_time = config.checkpoint.every_s is not None
+        self._saves = Agreement(*here, ahead_s=2 * POLL_S) if by_time else None
         link.send(RankListens(NO_RANK))
         self._state = state
         self._link = link
@@ -104,7 +106,7 @@ class StepLoop:
         self._termination.install()
         try:
             with self._link.heartbeat.looping():
-                if left <= 0 or self._begin():
+                if left <= 0 or self._begin(left):
                     while state.position.loop_epoch < epochs and not state.stop_agreed:
                         yield from self._epoch(loader)
                 self._reporter.end_loop()
@@ -136,12 +138,13 @@ class StepLoop:
             self._tracker.pass_by()
         return True
 
-    def _begin(self) -> bool:
+    def _begin(self, num_steps: int) -> bool:
         """Pass the point before a loop; return whether there is to be a first step."""
-        points = outside_after(self._state.step), end_of(self._state.step + 1)
-        self._heed(self._stops.reach(*points, self._stop_wanted()))
+        step = self._state.step
+        points = outside_after(step), end_of(step + 1), end_of(step + num_steps)
+        self._heed(self._stops.begin(*points, self._stop_wanted()))
         if self._saves is not None and not self._state.stop_agreed:
-            self._saves.reach(*points, Want.NOTHING)
+            self._saves.begin(*points, Want.NOTHING)
         return not self._state.stop_agreed
 
     def _epoch(self, loader: RankLoader) -> Iterator[Any]:
