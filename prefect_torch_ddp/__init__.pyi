@@ -26,6 +26,7 @@ from prefect_torch_ddp.errors import WorkerLostError as WorkerLostError
 from prefect_torch_ddp.flow import train_flow as train_flow
 from prefect_torch_ddp.gang.run import run_gang as run_gang
 from prefect_torch_ddp.gang.warm import warm as warm
+from prefect_torch_ddp.lazy import __version__ as __version__
 from prefect_torch_ddp.params import CheckpointParams as CheckpointParams
 from prefect_torch_ddp.params import ClusterParams as ClusterParams
 from prefect_torch_ddp.params import Params as Params
@@ -46,4 +47,3 @@ from prefect_torch_ddp.tasks.ddp_task import ddp_task as ddp_task
 from prefect_torch_ddp.tasks.reading import read_ledger as read_ledger
 from prefect_torch_ddp.tasks.reading import read_metrics as read_metrics
 from prefect_torch_ddp.tasks.reading import read_result as read_result
-from prefect_torch_ddp.version import __version__ as __version__

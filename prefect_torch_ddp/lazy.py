@@ -5,7 +5,10 @@ import pkgutil
 import sys
 from collections.abc import Callable
 from importlib import import_module
+from importlib.metadata import version
 from typing import Any
+
+__version__ = version("prefect-torch-ddp")
 
 
 def lazy_names(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:

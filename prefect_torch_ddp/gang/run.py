@@ -82,14 +82,7 @@ def run_gang(  # noqa: PLR0913 - level 1 is one call
     check_call(fn, () if callable(args) else args, kwargs)
     own = {"process_group": process_group, "world_size_divides": world_size_divides}
     given = checked(CallParams, {"world_size": world_size, **own, **options})
-    plan = GangPlan(
-        name=name or name_of(fn),
-        seniority=Seniority(time.time(), uuid.uuid4().hex[:12]),
-        options=given,
-        liveness_timeout_s=liveness_timeout_s(),
-        code_paths=own_code_paths(),
-        watched_from_start=not brings_context(fn),
-    )
+    plan = _plan(fn, name or name_of(fn), given)
     log = attempt_log or CallAttemptLog(attempt)
     restarts = Restarts(log, given.max_restarts, on_event or log_event)
 
@@ -100,6 +93,17 @@ def run_gang(  # noqa: PLR0913 - level 1 is one call
         return _attempt(client, replace(plan, payload=payload, preload=preload), restarts, number)
 
     return [_unpickle_value(data, rank) for rank, data in enumerate(restarts.run(attempt_once))]
+
+
+def _plan(fn: Callable[..., Any] | str, name: str, given: CallParams) -> GangPlan:
+    return GangPlan(
+        name=name,
+        seniority=Seniority(time.time(), uuid.uuid4().hex[:12]),
+        options=given,
+        liveness_timeout_s=liveness_timeout_s(),
+        code_paths=own_code_paths(),
+        watched_from_start=not brings_context(fn),
+    )
 
 
 def _attempt(client: Client, plan: GangPlan, restarts: Restarts, number: int) -> list[bytes]:

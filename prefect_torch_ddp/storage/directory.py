@@ -19,8 +19,13 @@ from prefect_torch_ddp.errors import (
     StorageError,
 )
 from prefect_torch_ddp.storage.keys import RESERVED_PART, check_key, check_prefix, is_key
-from prefect_torch_ddp.storage.probe import probe
-from prefect_torch_ddp.storage.protocol import Contents, ListedObject, ObjectPart, StoredObject
+from prefect_torch_ddp.storage.protocol import (
+    Contents,
+    ListedObject,
+    ObjectPart,
+    StoredObject,
+    probe,
+)
 
 T = TypeVar("T")
 

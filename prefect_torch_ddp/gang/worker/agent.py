@@ -12,9 +12,9 @@ from prefect_torch_ddp.gang.liveness import Liveness, is_closing, is_unwanted
 from prefect_torch_ddp.gang.worker.fork_client import fork_client
 from prefect_torch_ddp.gang.worker.mailbox import Mailbox, open_mailbox
 from prefect_torch_ddp.gang.worker.progress_probe import ProgressProbe
+from prefect_torch_ddp.gang.worker.rank_io import StoreSocket
 from prefect_torch_ddp.gang.worker.rank_process import RankProcess
 from prefect_torch_ddp.gang.worker.slots import SLOTS
-from prefect_torch_ddp.gang.worker.store_socket import StoreSocket
 from prefect_torch_ddp.protocol.agent import Reservation, StartOrder
 from prefect_torch_ddp.protocol.events import (
     NO_RANK,

@@ -1,4 +1,4 @@
-"""The process group of a rank: the backend that all agree on, its start and its end."""
+"""The process group of a rank and its CUDA device: the backend that all agree on, start and end."""
 
 import contextlib
 import json
@@ -9,21 +9,19 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from prefect_torch_ddp.protocol.rank import RankLaunch
-from prefect_torch_ddp.rank.distributed.device import (
-    current_device,
-    device_name,
-    num_devices_seen,
-)
 from prefect_torch_ddp.rank.distributed.network import use_interface
 
 logger = logging.getLogger(__name__)
 
 BOTH = "cpu:gloo,cuda:nccl"
+_device = torch.device("cpu")
 _store: dist.Store | None = None
 """Kept to the process's end: rank 0 serves it, and its peers may make new groups after rank 0's
 function has returned."""
@@ -146,3 +144,44 @@ def _exchange(launch: RankLaunch, store: dist.Store, device: str | None) -> list
 def _ranks(claims: Sequence[Claim]) -> str:
     *others, last = [str(claim.rank) for claim in claims]
     return f"ranks {', '.join(others)} and {last}" if others else f"rank {last}"
+
+
+def device_index(position: int | None, local_rank: int, num_devices: int) -> int:
+    """Return the CUDA device of a rank, by the position in its CUDA_VISIBLE_DEVICES if that is set.
+
+    Of several MIG instances torch sees one device.
+    """
+    return (local_rank if position is None else position) % num_devices
+
+
+def choose_device(launch: RankLaunch) -> None:
+    """Make the rank's CUDA device the current one, whatever the backend; without CUDA the CPU."""
+    global _device  # noqa: PLW0603 - one process is one rank
+    num_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if num_devices == 0:
+        return
+    index = device_index(launch.place.device_position, launch.place.local_rank, num_devices)
+    torch.cuda.set_device(index)
+    _device = torch.device("cuda", index)
+
+
+def current_device() -> torch.device:
+    """Return the device chosen for this rank; the CPU where none was chosen."""
+    return _device
+
+
+def device_name(device: torch.device) -> str | None:
+    """Return machine and bus, by which NCCL tells GPUs apart; None for the CPU."""
+    if device.type != "cuda":
+        return None
+    properties: Any = torch.cuda.get_device_properties(device)  # torch's stubs lack what is used
+    numbers = properties.pci_domain_id, properties.pci_bus_id, properties.pci_device_id
+    machine = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    return f"{machine} {numbers[0]:04x}:{numbers[1]:02x}:{numbers[2]:02x}"
+
+
+def num_devices_seen() -> str:
+    """Say how many CUDA devices this process sees, and by which setting."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "unset")
+    count = torch.cuda.device_count()
+    return f"{count} CUDA devices are visible there, CUDA_VISIBLE_DEVICES {visible}"

@@ -7,8 +7,13 @@ from typing import Any
 
 from prefect_torch_ddp.errors import BadKeyError
 from prefect_torch_ddp.storage.keys import check_key, check_prefix, is_key
-from prefect_torch_ddp.storage.probe import probe
-from prefect_torch_ddp.storage.protocol import Contents, ListedObject, ObjectPart, StoredObject
+from prefect_torch_ddp.storage.protocol import (
+    Contents,
+    ListedObject,
+    ObjectPart,
+    StoredObject,
+    probe,
+)
 from prefect_torch_ddp.storage.s3.lean.read import reader_of
 from prefect_torch_ddp.storage.s3.location import S3Location
 from prefect_torch_ddp.storage.s3.retries import ask, request

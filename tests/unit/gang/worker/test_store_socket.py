@@ -6,7 +6,7 @@ import socket
 import pytest
 
 from prefect_torch_ddp.errors import GangError
-from prefect_torch_ddp.gang.worker.store_socket import StoreSocket
+from prefect_torch_ddp.gang.worker.rank_io import StoreSocket
 
 
 @pytest.mark.parametrize(

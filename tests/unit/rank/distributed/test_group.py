@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from prefect_torch_ddp.protocol.rank import CodePaths, GangShape, RankLaunch, RankPlace
 from prefect_torch_ddp.rank.distributed import group
-from prefect_torch_ddp.rank.distributed.device import device_index
+from prefect_torch_ddp.rank.distributed.group import device_index
 
 
 @pytest.mark.parametrize(

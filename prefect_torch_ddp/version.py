@@ -1,5 +1,0 @@
-"""The version of the installed package."""
-
-from importlib.metadata import version
-
-__version__ = version("prefect-torch-ddp")
