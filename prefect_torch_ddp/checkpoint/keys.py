@@ -26,6 +26,11 @@ def finished_key(run_id: str) -> str:
     return f"runs/{run_id}/training.json"
 
 
+def ended_key(run_id: str) -> str:
+    """Return the record of the checkpoint at which a training of several `steps` calls ended."""
+    return f"runs/{run_id}/ended"
+
+
 def models_prefix(run_id: str, attempt: int) -> str:
     """Return where the attempt that finishes a training exports its models to."""
     return f"runs/{run_id}/models/{attempt:06d}/"

@@ -27,6 +27,7 @@ from prefect_torch_ddp.rank.loop.agreement import (
     end_of,
     outside_after,
 )
+from prefect_torch_ddp.rank.saving.passed import refuse_to_end
 from prefect_torch_ddp.rank.saving.reporter import Reporter
 from prefect_torch_ddp.rank.saving.state import Position, TrainingState
 from prefect_torch_ddp.rank.saving.tracker import Tracker
@@ -52,6 +53,7 @@ class StepLoop:
         There are two, so that a stop that all ranks ask for in one step comes after that very
         step, whatever else is being agreed on.
         """
+        self._config = config
         here = info.rank, info.world_size, outside_after(state.step)
         self._stops = Agreement(*here)
         by_time = config.checkpoint.every_s is not None
@@ -123,19 +125,25 @@ class StepLoop:
             held.close()
         for agreement in self._agreements:
             agreement.close(failed=failed)
+        if self._state.passes_by and not failed and not self._link.stop_requested():
+            refuse_to_end(self._config, self._state, self._num_loops, "returned")
+            self._state.passes_by = False
 
     def _is_over(self, loop: int) -> bool:
         """Tell whether a call was over before the checkpoint that this training resumed from."""
-        position = self._state.position
+        state, position = self._state, self._state.position
+        if state.passes_by and state.stop_wanted:
+            refuse_to_end(self._config, state, loop, "asked to stop")
         if loop > position.loop or (loop == position.loop and not position.num_saves_behind):
             return False
-        if not self._state.stop_agreed:
+        if not state.stop_agreed:
             logger.info(
                 "call %d of ctx.steps was over before the checkpoint: the code behind it runs "
                 "again, and what that changes in tracked objects is restored",
                 loop + 1,
             )
             self._tracker.pass_by()
+            state.passes_by = loop < position.loop and self._config.trains
         return True
 
     def _begin(self, num_steps: int) -> bool:

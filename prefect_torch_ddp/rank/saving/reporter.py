@@ -49,6 +49,8 @@ class Reporter:
         """Take metrics of the step under way; outside of one they are a record of their own."""
         for name, value in metrics.items():
             self._now[name] = _scalar(name, value)
+        if self._state.passes_by:  # it is on record, from the weights of that time
+            self._now.clear()
         if self._state.share is None:
             self.end_step()
 

@@ -62,6 +62,8 @@ class TrainingState:
     position: Position = field(default_factory=Position)
     share: "BatchShare | None" = None
     """The share of the step under way; None outside of the loop."""
+    passes_by: bool = False
+    """Whether code behind a finished call of `steps`, before that of the checkpoint, runs again."""
     total_steps: int | None = None
     stop_wanted: bool = False
     """This rank's training asked to stop."""

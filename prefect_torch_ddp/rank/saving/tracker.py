@@ -18,6 +18,7 @@ from prefect_torch_ddp.protocol.heartbeat import Phase
 from prefect_torch_ddp.rank.config import RankConfig, RankInfo
 from prefect_torch_ddp.rank.generators import seed_rank
 from prefect_torch_ddp.rank.heartbeat import HeartbeatWriter
+from prefect_torch_ddp.rank.saving.passed import record_end, warn_of_missed_save
 from prefect_torch_ddp.rank.saving.reporter import FAILED_GRACE_S, Reporter
 from prefect_torch_ddp.rank.saving.state import Position, TrainingState
 from prefect_torch_ddp.rank.saving.tracked import (
@@ -103,6 +104,8 @@ class Tracker:
         # with generators of their own too.
         if restorer is not None and not self._state.position.in_own_loop:
             if self._num_passed or self._num_saves_passed:
+                at = self._num_passed, self._num_saves_passed
+                warn_of_missed_save(self._state.position, *at)
                 with self._heartbeat.during(Phase.RESTORING):
                     for name, item in self._objects.items():
                         restorer.restore(name, item)
@@ -111,7 +114,7 @@ class Tracker:
             seed_rank(self._config.seed, self._state.step, self._info.rank)
         if restorer is not None:
             restorer.release()
-        self._has_resumed = True
+        self._has_resumed, self._state.passes_by = True, False
         self._state.position = replace(self._state.position, in_own_loop=False)
         self._saved_at = time.monotonic()
 
@@ -282,6 +285,8 @@ class Tracker:
             self._save(checkpointer, is_last=True)
             checkpointer.wait()
             checkpointer.raise_failure(is_last=True)
+        if rank == 0:
+            record_end(self._config, self._state)
 
     def _number_left(self, *, has_changed: bool) -> str:
         """Return, on rank 0, the number of the checkpoint that is still to be made, or nothing."""

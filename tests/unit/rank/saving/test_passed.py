@@ -1,0 +1,117 @@
+"""Code between several calls of ctx.steps that decides or reports otherwise when it runs again."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from prefect_torch_ddp import RankContext, read_metrics
+from prefect_torch_ddp.errors import InvalidParamsError
+from prefect_torch_ddp.params import CheckpointParams
+
+EVERY_STEP = CheckpointParams(every_steps=1, every_s=None)
+ON_DEMAND = CheckpointParams(every_s=None)
+
+
+def stopping_early(
+    folder: Path, dies_at: int | None = None, *, asks: bool = False, num_calls: int = 6
+) -> int:
+    """Train up to six loops of two steps, and stop where the loss is no better for two of them;
+    return the number of steps."""
+    with RankContext.local(storage=folder, checkpoint=EVERY_STEP) as ctx:
+        model = nn.Linear(1, 1, bias=False)
+        nn.init.zeros_(model.weight)
+        ctx.track(model=model)
+        loader = ctx.loader(TensorDataset(torch.ones(4, 1)), global_batch_size=2)
+        best, bad = float("inf"), 0
+        for _ in range(num_calls):
+            for _ in ctx.steps(loader, epochs=1):
+                if ctx.step == dies_at:
+                    raise InterruptedError
+                with torch.no_grad():  # there in four calls, then no better
+                    model.weight += (model.weight < 8).float()
+            loss = 8 - model.weight.item()
+            ctx.report(loss=loss)
+            best, bad = (loss, 0) if loss < best else (best, bad + 1)
+            if bad == 2:
+                if not asks:
+                    break
+                ctx.request_stop("no better")
+        return ctx.step
+
+
+@pytest.mark.parametrize(("asks", "did"), [(False, "returned"), (True, "asked to stop")])
+def test_early_stopping_that_decides_otherwise_on_resume_is_an_error(
+    tmp_path: Path, did: str, *, asks: bool
+) -> None:
+    """The loss is the restored weights' behind each finished call: patience runs out."""
+    with pytest.raises(InterruptedError):
+        stopping_early(tmp_path, dies_at=10, asks=asks)
+    for _ in range(2):  # a refused one leaves no trace of an end
+        with pytest.raises(InvalidParamsError, match=f"in call 5 .* function {did} after 3: "):
+            stopping_early(tmp_path, asks=asks)
+
+
+def test_a_function_with_fewer_calls_than_before_is_an_error(tmp_path: Path) -> None:
+    """Not a success that trained nothing."""
+    with pytest.raises(InterruptedError):
+        stopping_early(tmp_path, dies_at=10)
+    with pytest.raises(InvalidParamsError, match="returned after 2: "):
+        stopping_early(tmp_path, num_calls=2)
+
+
+@pytest.mark.parametrize("asks", [False, True])
+def test_a_training_that_stopped_early_by_a_break_adds_nothing(
+    tmp_path: Path, *, asks: bool
+) -> None:
+    """It had ended, so that it doesn't matter where its code breaks off now."""
+    assert [stopping_early(tmp_path, asks=asks) for _ in range(3)] == [12, 12, 12]
+
+
+def test_what_code_between_loops_reports_is_recorded_once(tmp_path: Path) -> None:
+    """What it reports while finished calls are passed by is on record, from other weights."""
+    with pytest.raises(InterruptedError):
+        stopping_early(tmp_path, dies_at=6)
+    assert stopping_early(tmp_path) == 12
+    records = read_metrics(tmp_path, "local")
+    assert records["step"].tolist() == [2, 4, 6, 8, 10, 12]
+    assert records["loss"].tolist() == [6, 4, 2, 0, 0, 0]
+
+
+def saving_the_best(folder: Path, dies_at: int | None = None) -> float:
+    """Train three loops, with a checkpoint behind those that are better, and then a scheduler's
+    step; return the learning rate."""
+    with RankContext.local(storage=folder, checkpoint=ON_DEMAND) as ctx:
+        model = nn.Linear(1, 1, bias=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+        nn.init.zeros_(model.weight)
+        ctx.track(model=model, optimizer=optimizer, scheduler=scheduler)
+        loader = ctx.loader(TensorDataset(torch.ones(4, 1)), global_batch_size=2)
+        optimizer.step()  # or torch warns of schedulers that step first in a resumed training
+        best = -1.0
+        for _ in range(3):
+            for _ in ctx.steps(loader, epochs=1):
+                if ctx.step == dies_at:
+                    raise InterruptedError
+                with torch.no_grad():
+                    model.weight += 1
+            if model.weight.item() > best:
+                best = model.weight.item()
+                ctx.checkpoint(force=True)
+            scheduler.step()
+        return float(optimizer.param_groups[0]["lr"])
+
+
+@pytest.mark.parametrize(("dies_at", "is_missed"), [(3, False), (5, True)])
+def test_a_save_that_is_not_asked_for_again_is_warned_of(
+    tmp_path: Path, dies_at: int, *, is_missed: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Behind the first call the condition holds again; behind the second one it doesn't, and the
+    scheduler's step there is lost."""
+    with pytest.raises(InterruptedError):
+        saving_the_best(tmp_path, dies_at=dies_at)
+    assert saving_the_best(tmp_path) == (1 / 4 if is_missed else 1 / 8)
+    assert caplog.text.count("asked for behind call 2 of ctx.steps") == is_missed
