@@ -27,6 +27,7 @@ from prefect_torch_ddp.checkpoint.serial import (
     capture_generators,
     check_loadable,
     has_buffers,
+    state_of,
 )
 from prefect_torch_ddp.errors import (
     CheckpointError,
@@ -65,7 +66,6 @@ class Checkpointer:
         self._before_commit = before_commit
         self._staging = Staging()
         self._serializer = Serializer()
-        self._checked: set[str] = set()
         self._thread: threading.Thread | None = None
         self._failure: Exception | None = None
         self._has_warned = False
@@ -103,9 +103,6 @@ class Checkpointer:
         turn = 2 * manifest.step + is_last
         self._rank_store.set(f"begun/{self._rank}", str(turn))
         staged = self._stage(objects, manifest.world_size)
-        for name in staged.keys() - self._checked:
-            check_loadable(name, staged[name])
-            self._checked.add(name)
         staged[rank_name(self._rank)] = capture_generators()
         self._failure = None
         self._thread = threading.Thread(
@@ -158,11 +155,13 @@ class Checkpointer:
         self._staging.begin()
         # In DDP buffers, such as BatchNorm's statistics, are rank 0's until the next forward
         # pass: written by another rank, a resumed training would continue with others.
-        return {
-            name: self._staging.copy(item.state_dict())
-            for i, (name, item) in enumerate(objects.items())
-            if (0 if has_buffers(item) else i % world_size) == self._rank
-        }
+        staged = {}
+        for i, (name, item) in enumerate(objects.items()):
+            if (0 if has_buffers(item) else i % world_size) == self._rank:
+                state = state_of(item)
+                check_loadable(name, state)  # each time, since it may hold other types by now
+                staged[name] = self._staging.copy(state)
+        return staged
 
     def _write_share(
         self, manifest: Manifest, turn: int, staged: dict[str, Any], objects: Mapping[str, Any]

@@ -15,6 +15,7 @@ from prefect_torch_ddp.checkpoint.manifest import (
 from prefect_torch_ddp.checkpoint.objects import read_state, read_states
 from prefect_torch_ddp.checkpoint.rank_store import KeyValueStore
 from prefect_torch_ddp.checkpoint.resume_point import ResumePoint
+from prefect_torch_ddp.checkpoint.serial import load_state
 from prefect_torch_ddp.errors import CheckpointError
 from prefect_torch_ddp.storage.protocol import Storage
 
@@ -114,7 +115,7 @@ class Restorer:
             return
         state = self._take(manifest, found)
         try:
-            item.load_state_dict(state)
+            load_state(item, state)
         except Exception as error:  # user classes refuse in every way
             msg = f"the {what} doesn't fit the tracked object {name!r}: {error}"
             raise CheckpointError(msg) from error

@@ -5,16 +5,25 @@ Also the state of a rank's random generators: Python's, NumPy's, torch's and CUD
 
 import io
 import random
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
 from copy import copy, deepcopy
 from typing import Any, BinaryIO
 
 import numpy as np
 import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from prefect_torch_ddp.errors import InvalidParamsError
 
 _Layout = tuple[torch.Size, torch.dtype, tuple[int, ...], bool]
+
+_PYTHONS = {type(None), bool, int, float, complex, str}
+_NUMPYS = {np.dtype(code).type for code in "?bBhHiIlLqQefdFDSU"}
+"""NumPy's numbers and texts with an equal of Python's: neither its long doubles nor its dates."""
+_SURE = _PYTHONS | _NUMPYS - {np.bytes_}
+"""What can always be read back."""
 
 
 def to_bytes(state: Any) -> bytes:
@@ -120,32 +129,78 @@ def has_buffers(item: Any) -> bool:
     return hasattr(item, "buffers") and any(True for _ in item.buffers())
 
 
+def state_of(item: Any) -> Any:
+    """Return the state of an object; what a module holds in DDP is named as on one rank."""
+    state = item.state_dict()
+    for prefix in reversed(_ddp_prefixes(item)):
+        state = _renamed(state, f"{prefix}module.", prefix)
+    return state
+
+
+def load_state(item: Any, state: Any) -> None:
+    """Load what `state_of` returned, on any number of ranks."""
+    for prefix in _ddp_prefixes(item):
+        state = _renamed(state, prefix, f"{prefix}module.")
+    item.load_state_dict(state)
+
+
+def _ddp_prefixes(item: Any) -> list[str]:
+    """Return where a module holds others in DDP, such as in AveragedModel; outer ones first."""
+    if not isinstance(item, nn.Module):
+        return []
+    named = item.named_modules(remove_duplicate=False)
+    return [f"{name}." for name, module in named if isinstance(module, DistributedDataParallel)]
+
+
+def _renamed(state: Any, old: str, new: str) -> Any:
+    """Copy a module's state and its _metadata, with another prefix for the names that have it."""
+    if not isinstance(state, dict):
+        return state
+
+    def rename(name: Any) -> Any:
+        return new + name[len(old) :] if isinstance(name, str) and name.startswith(old) else name
+
+    result = copy(state)
+    result.clear()
+    result.update((rename(name), value) for name, value in state.items())
+    if (metadata := getattr(state, "_metadata", None)) is not None:
+        renamed = OrderedDict((rename(f"{name}.")[:-1], about) for name, about in metadata.items())
+        vars(result)["_metadata"] = renamed
+    return result
+
+
 def map_tensors(state: Any, replace: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """Copy a nest of dicts, lists and tuples, each tensor replaced and all else copied deeply.
 
-    NumPy's numbers become Python's, which is all that `torch.load(weights_only=True)` takes.
+    NumPy's numbers and texts become Python's, which is all that `torch.load(weights_only=True)`
+    takes.
     """
+    kind = type(state)
+    if kind in _PYTHONS:
+        return state
+    if kind in _NUMPYS:
+        return state.item()
     if isinstance(state, torch.Tensor):
         return replace(state)
-    if isinstance(state, np.generic):
-        return state.item()
     if isinstance(state, dict):
         result = copy(state)  # keeps the class and its attributes, such as a module's _metadata
+        result.clear()
         for key, value in state.items():
-            result[key] = map_tensors(value, replace)
+            result[map_tensors(key, replace)] = map_tensors(value, replace)
         return result
-    if isinstance(state, list | tuple):
+    if isinstance(state, list | tuple) or kind in (set, frozenset):
         values = [map_tensors(value, replace) for value in state]
-        return type(state)(*values) if hasattr(state, "_fields") else type(state)(values)
+        return kind(*values) if hasattr(state, "_fields") else kind(values)
     return deepcopy(state)
 
 
 def check_loadable(name: str, state: Any) -> None:
     """Refuse a state that couldn't be read back, by InvalidParamsError with place and type.
 
-    Tensors count as empty, so it costs little.
+    Only what isn't surely readable is tried, with empty tensors, so it costs little.
     """
-    error = _refusal(state)
+    unsure = list(_unsure(state))
+    error = _refusal(unsure) if unsure else None
     if error is None:
         return
     place, part = "", state
@@ -153,9 +208,13 @@ def check_loadable(name: str, state: Any) -> None:
         is_sequence = isinstance(part, list | tuple)
         items = part.items() if isinstance(part, dict) else enumerate(part if is_sequence else ())
         refused = ((key, value) for key, value in items if _refusal(value) is not None)
-        if (found := next(refused, None)) is None:
-            break
-        place, part = f"{place}[{found[0]!r}]", found[1]
+        if (found := next(refused, None)) is not None:
+            place, part = f"{place}[{found[0]!r}]", found[1]
+            continue
+        keys = part if isinstance(part, dict) else ()
+        if (key := next((key for key in keys if _refusal(key) is not None), None)) is not None:
+            place, part = f"{place} has a key that", key
+        break
     kind = f"{type(part).__module__}.{type(part).__qualname__}"
     msg = (
         f"the state of the tracked object {name!r} can't be read back with "
@@ -163,6 +222,24 @@ def check_loadable(name: str, state: Any) -> None:
         "it should hold tensors, numbers, texts, lists and plain dicts"
     )
     raise InvalidParamsError(msg) from error
+
+
+def _unsure(part: Any) -> Iterator[Any]:
+    """Give the parts of a state that might not be read back; tensors and numbers surely are."""
+    kind = type(part)
+    if kind is dict:
+        inner = (*part, *part.values())
+    elif kind is OrderedDict:  # with attributes, such as a module's _metadata
+        inner = (*part, *part.values(), *vars(part).values())
+    elif kind in (list, tuple):
+        inner = part
+    else:
+        if kind not in _SURE and not is_plain(part):
+            yield part
+        return
+    if not _SURE.issuperset(map(type, inner)):
+        for item in inner:
+            yield from _unsure(item)
 
 
 def _refusal(state: Any) -> Exception | None:

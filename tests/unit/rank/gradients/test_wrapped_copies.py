@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
+from prefect_torch_ddp.checkpoint.serial import load_state, state_of
 from prefect_torch_ddp.data.sampler import BatchShare, GlobalBatches
 from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.rank.gradients.share_weights import ShareWeights
@@ -64,6 +65,28 @@ def test_averaged_and_saved_as_plain_ddp() -> None:
     assert type(loaded) is DistributedDataParallel
     x = torch.ones(1, 1)
     assert model(x) == averaged(x) == loaded(x)
+
+
+def test_names_inside_a_module_are_those_of_one_rank() -> None:
+    """So a checkpoint and an exported model fit any number of ranks: plain PyTorch's names, in
+    its order, with the _metadata; and it is loaded into both."""
+
+    def net() -> nn.Module:
+        return nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+
+    on_one, on_two = (AveragedModel(ShareWeights(n).wrap(net(), CPU, {})) for n in (1, 2))
+    saved = state_of(on_two)
+    assert list(saved) == list(on_one.state_dict())
+    assert saved._metadata == on_one.state_dict()._metadata
+    load_state(on_one, saved)
+    assert torch.equal(on_one.module[0].weight, on_two.module.module[0].weight)
+    with torch.no_grad():
+        on_one.module[0].weight.fill_(7)
+    load_state(on_two, state_of(on_one))
+    assert on_two.module.module[0].weight.tolist() == [[7, 7], [7, 7]]
+    wraps_twice = nn.ModuleDict({"a": nn.ModuleDict({"module": on_two}), "b": on_two})
+    load_state(wraps_twice, state_of(wraps_twice))
+    assert list(state_of(wraps_twice))[:2] == ["a.module.n_averaged", "a.module.module.0.weight"]
 
 
 def test_a_model_that_nobody_holds_is_freed() -> None:
