@@ -90,7 +90,7 @@ class RankLoader:
         self.rank = rank
         self.world_size = world_size
         self.epoch = 0
-        """Whose order `iter(loader)` takes."""
+        """Whose order `iter(loader)` takes. It isn't saved: a loop of one's own sets it."""
         self._keeps_epoch = keeps_epoch
         self._keeps_ids = keep_ids
         self._shares = RankShares.of_rank(rank, world_size, virtual_ranks)
@@ -141,7 +141,8 @@ class RankLoader:
         """Yield this rank's batches of one exact pass, for evaluation or a loop of one's own.
 
         A pass has the order and augmentation of `epoch`, which advances when the second batch is
-        requested: a rank that looks at a first batch alone keeps the order of the others.
+        requested: a rank that looks at a first batch alone keeps the order of the others. After a
+        restart it is 0 again: a loop of one's own tracks its epoch, and sets `epoch` to it.
 
         Ranks may yield different numbers of batches, since some may have an empty share of the
         tail, so nothing that waits for other ranks belongs in the loop's body.

@@ -1,7 +1,6 @@
 """ddp_task, level 2: a function becomes a Prefect task that runs on a gang of ranks."""
 
 import functools
-import hashlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar, Unpack, overload
@@ -10,7 +9,6 @@ from prefect import Task
 from prefect.context import TaskRunContext
 from prefect.logging import get_run_logger
 from prefect.tasks import TaskOptions
-from prefect.utilities.hashing import hash_objects
 
 from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.gang.checks import checked
@@ -19,6 +17,7 @@ from prefect_torch_ddp.params import ContextOptions, ContextParams
 from prefect_torch_ddp.rank.context import RankContext
 from prefect_torch_ddp.tasks.blocks import resolve_storage
 from prefect_torch_ddp.tasks.cluster import current_client
+from prefect_torch_ddp.tasks.digest import digest_of
 from prefect_torch_ddp.tasks.run import (
     RUN_TASK,
     RunAttemptLog,
@@ -49,7 +48,9 @@ class TaskParams(ContextParams):
 
     run_key: str | None = None
     """Names a training within its flow run. Calls of the task with the same key and equal arguments
-    are one training, also when the flow run is retried: a call resumes the previous one.
+    are one training, also when the flow run is retried: a call resumes the previous one. In
+    another process that isn't promised for arguments that are pickled by value, such as functions
+    and classes of `__main__` and instances of such classes.
     None: each task run is a training of its own, which only its own retries resume."""
 
 
@@ -175,12 +176,8 @@ def _run_id(
         return run_id_of(context.task.name, context.task_run.id)
     # All that makes another training of it: never may one resume a checkpoint of the other.
     chosen = params.model_dump(include={"seed", "options", "determinism", "virtual_ranks"})
-    digest = hash_objects(
-        [str(context.task_run.flow_run_id), context.task.name, params.run_key, params.resume_from],
-        chosen,
-        args,
-        dict(kwargs),
-        hash_algo=hashlib.sha256,
-        raise_on_failure=True,
+    where = str(context.task_run.flow_run_id), context.task.name
+    digest = digest_of(
+        (where, params.run_key, params.resume_from, chosen, tuple(args), dict(kwargs))
     )
-    return f"{slug(context.task.name)}-{slug(params.run_key)}-{str(digest)[:12]}"
+    return f"{slug(context.task.name)}-{slug(params.run_key)}-{digest[:12]}"

@@ -257,7 +257,8 @@ class Progress:
 
 
 def train_in_own_loop(ctx: RankContext, plan: Plan) -> dict[str, Any]:
-    """Train with data and dropout from the global generators; say what all that is tracked
+    """Train with passes of the loader, and noise and dropout from the global generators; say what
+    all that is tracked
     hashes to."""
     _die_of_long_writes()
     executioner = Executioner(plan, ctx.attempt)
@@ -266,6 +267,8 @@ def train_in_own_loop(ctx: RankContext, plan: Plan) -> dict[str, Any]:
     torch.manual_seed(100 + ctx.rank)
     model = ctx.wrap(bare)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    samples = torch.linspace(-1, 1, 48, dtype=torch.float64).reshape(12, 4)
+    loader = ctx.loader(torch.utils.data.TensorDataset(samples), global_batch_size=4)
     progress = Progress()
     ctx.track(model=model, optimizer=optimizer, progress=progress)
     executioner.pass_by("tracked")
@@ -273,7 +276,9 @@ def train_in_own_loop(ctx: RankContext, plan: Plan) -> dict[str, Any]:
     while progress.num_rounds < NUM_ROUNDS:
         executioner.pass_by("begin", progress.num_rounds + 1)
         optimizer.zero_grad()
-        loss = model(torch.randn(6, 4, dtype=torch.float64)).square().mean()
+        loader.epoch = progress.num_rounds
+        inputs = torch.cat([x for (x,) in loader])
+        loss = model(inputs + torch.randn(6, 4, dtype=torch.float64)).square().mean()
         loss.backward()
         executioner.pass_by("backward", progress.num_rounds + 1)
         optimizer.step()

@@ -61,8 +61,13 @@ def _cut_in_copy(item: MutableMapping[Any, Any], cuts: dict[Any, Any]) -> Any:
     """Return the mapping with other values; keeps a class of the user's, as the DataLoader does.
 
     A copy that shares what it holds with the batch is refused: the next piece would be cut out of
-    this one, and samples be lost.
+    this one, and samples be lost. So is one whose attributes are its values (`self.__dict__ =
+    self`): those of a copy would remain whole.
     """
+    if getattr(item, "__dict__", None) is item:
+        what = f"a {type(item).__name__}, whose attributes are its values"
+        msg = f"{_CANT_CUT} {what}: have collate_fn give a dict"
+        raise InvalidParamsError(msg)
     sizes = [len(column) for _, column in _columns(item, "batch")]
     part = copy.copy(item)
     for key, value in cuts.items():

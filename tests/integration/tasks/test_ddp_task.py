@@ -340,6 +340,30 @@ def test_calls_of_one_key_and_equal_arguments_are_one_training(
     assert len(runs) == 3
 
 
+DIGEST = """
+import numpy, torch
+from tests.workloads.flows import fit
+from prefect_torch_ddp.tasks.digest import digest_of
+letters = {"class_a", "class_b", "class_c", "class_d"}
+module = torch.nn.Sequential(torch.nn.Linear(2, 1))
+torch.nn.init.ones_(module[0].weight), torch.nn.init.ones_(module[0].bias)
+data = torch.utils.data.TensorDataset(torch.arange(3.0))
+for value in (letters, {"x": frozenset(letters)}, torch.ones(2), module, data, numpy.ones(3), fit):
+    print(digest_of((value, 0.1)))
+"""
+
+
+def test_equal_arguments_have_one_digest_in_every_process() -> None:
+    """Tensors, modules, datasets, sets and functions of modules, whatever the seed of hashes."""
+    printed = []
+    for seed in ("1", "2"):
+        env = {**os.environ, "PYTHONHASHSEED": seed}
+        command = [sys.executable, "-c", DIGEST]
+        printed.append(subprocess.run(command, env=env, capture_output=True, check=True).stdout)
+    assert printed[0] == printed[1]
+    assert len(set(printed[0].split())) == 7
+
+
 @pytest.mark.extended
 def test_prefect_flow_run_retry_resumes_it(
     prefect_api: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

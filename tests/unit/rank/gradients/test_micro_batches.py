@@ -42,6 +42,14 @@ class CopiedEncoding(Encoding):
         return CopiedEncoding(**self.values_by_name)
 
 
+class AttrDict(dict[str, Any]):
+    """Its attributes are its values."""
+
+    def __init__(self, **values: Any) -> None:
+        super().__init__(**values)
+        self.__dict__ = self
+
+
 class Output(OrderedDict[str, Any]):
     """As a ModelOutput of transformers: refuses `update`."""
 
@@ -104,6 +112,7 @@ def test_every_kind_of_batch_is_cut_alike() -> None:
         (torch.zeros(0, 2), 2, "it has 0 rows"),
         (torch.zeros(3), 0, "max_samples is 0"),
         (Encoding(x=torch.zeros(3)), 2, "a Encoding: copy.copy of one shares"),
+        (AttrDict(x=torch.zeros(3)), 2, "a AttrDict, whose attributes are its values"),
         ((torch.zeros(3), ["a", "b"]), 2, r"batch\[1\]: it has 2 rows"),
     ],
 )
