@@ -131,9 +131,12 @@ def check_flow_cancelled(message: str = "") -> UUID:
 
 
 def check_task_cancelled(flow_run_id: UUID, stage: str = "train") -> str:
-    """Expect its task run Cancelled, and no retry; return the message."""
-    name, message = states_of(task_runs_of(flow_run_id)[stage])[-1]
-    assert name == "Cancelled"
+    """Expect its task run Cancelled, and no retry; return the message.
+
+    Prefect's server records states of task runs some time after they were sent.
+    """
+    wait_until(lambda: states_of(task_runs_of(flow_run_id)[stage])[-1][0] == "Cancelled")
+    _, message = states_of(task_runs_of(flow_run_id)[stage])[-1]
     assert not {"AwaitingRetry", "Retrying"} & set(states_passed(flow_run_id, stage))
     return message
 
