@@ -17,7 +17,7 @@ from prefect_torch_ddp.errors import SchedulerLostError, TaskCancelled, WorkerLo
 from prefect_torch_ddp.params import TrainParams
 from prefect_torch_ddp.results import DatasetReport, TrainingSummary, TrainReport
 from prefect_torch_ddp.tasks.blocks import fingerprint_of, resolve_source, resolve_storage
-from prefect_torch_ddp.tasks.cluster import connected, is_supervisor_loss, result_of
+from prefect_torch_ddp.tasks.cluster import connect, is_supervisor_loss, result_of
 from prefect_torch_ddp.tasks.evaluate import chosen_checkpoint, evaluate
 from prefect_torch_ddp.tasks.prepare import prepare
 from prefect_torch_ddp.tasks.publish import publish
@@ -63,8 +63,8 @@ def _run(run: Run, params: TrainParams) -> TrainReport:
     with (
         closed_if_killed(UUID(flow_run.id), _grace_s(params)),
         temporary_settings({PREFECT_API_URL: api_url}),
-        connected(params, run.storage),
     ):
+        connect(params, run.storage)
         # The result at each hop: a failed task's future would hide the cause from the next
         # (UnfinishedRun), and Dask runs a finished task again when its worker is lost while the
         # future lives.

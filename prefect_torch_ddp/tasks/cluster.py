@@ -72,12 +72,8 @@ def _skip_last_collection() -> None:
         gc.freeze()
 
 
-@contextmanager
-def connected(params: TrainParams, storage: Storage) -> Iterator[None]:
+def connect(params: TrainParams, storage: Storage) -> None:
     """Point the flow run's DaskTaskRunner at its cluster, start that if need be, and warm it.
-
-    Within the context the tasks of a run go to the same worker of its own cluster, so that
-    Prefect is loaded in one.
 
     Raises:
         InvalidParamsError: the address can't be reached, the cluster class can't be imported or
@@ -108,15 +104,6 @@ def connected(params: TrainParams, storage: Storage) -> Iterator[None]:
     if isinstance(storage, DirectoryStorage):
         _refuse_unshared(client, storage)
     warm(client, params.workload)
-    with contextlib.nullcontext() if cluster.address else _on_one_worker(client):
-        yield
-
-
-def _on_one_worker(client: distributed.Client) -> contextlib.AbstractContextManager[None]:
-    workers = list(client.scheduler_info()["workers"])[:1]
-    if not workers:
-        return contextlib.nullcontext()
-    return dask.annotate(workers=workers, allow_other_workers=True)  # type: ignore[attr-defined]
 
 
 def _refuse_unshared(client: distributed.Client, storage: DirectoryStorage) -> None:

@@ -120,4 +120,4 @@ def test_shards_are_read_in_place_and_each_sample_once(
     assert killed.training.resumed_from_step in (4, 8)
     model = chain_s3_server.storage("").read(str(killed.model_uri).removeprefix(f"{bucket}/"))
     assert model == Path(str(plain.model_uri)).read_bytes()
-    assert not (tmp_path / "cache/prefect-torch-ddp").exists(), "a rank copied the dataset"
+    assert not (tmp_path / "cache/prefect-torch-ddp/datasets").exists(), "a rank copied the dataset"
