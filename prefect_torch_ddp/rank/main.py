@@ -72,7 +72,7 @@ def _run(launch: RankLaunch, payload: bytes, link: AgentLink) -> None:
     fn, args, kwargs = pickle.loads(payload)
     # Torch loads after the user's own modules, which may set its environment variables.
     from prefect_torch_ddp.rank.distributed.group import (  # noqa: PLC0415
-        choose_device,  # noqa: PLC0415
+        choose_device,
         close_connections,
         process_group,
     )
