@@ -26,11 +26,10 @@ from prefect_torch_ddp.results import (
 from prefect_torch_ddp.storage.protocol import Storage
 from prefect_torch_ddp.tasks.report.artifacts import ArtifactWriter, key
 from prefect_torch_ddp.tasks.report.curves import MetricCurves
+from prefect_torch_ddp.tasks.report.evaluation import class_table, confusion_table
 from prefect_torch_ddp.tasks.report.plot import render_curves
 from prefect_torch_ddp.tasks.report.report import (
     checkpoint_list,
-    class_table,
-    confusion_table,
     epoch_table,
     load_section,
     render_report,

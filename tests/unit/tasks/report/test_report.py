@@ -16,10 +16,10 @@ from prefect_torch_ddp.results import (
     TrainingSummary,
     TrainReport,
 )
+from prefect_torch_ddp.tasks.report.evaluation import confusion_table
 from prefect_torch_ddp.tasks.report.markdown import code, code_block, duration, number, text
 from prefect_torch_ddp.tasks.report.report import (
     checkpoint_list,
-    confusion_table,
     epoch_table,
     load_code,
     render_report,
