@@ -32,7 +32,9 @@ from prefect_torch_ddp.params import ClusterParams as ClusterParams
 from prefect_torch_ddp.params import Params as Params
 from prefect_torch_ddp.params import TrainParams as TrainParams
 from prefect_torch_ddp.rank.context import RankContext as RankContext
-from prefect_torch_ddp.rank.evaluation import ClassificationMeter as ClassificationMeter
+from prefect_torch_ddp.rank.evaluation.classification import (
+    ClassificationMeter as ClassificationMeter,
+)
 from prefect_torch_ddp.rank.link import report_progress as report_progress
 from prefect_torch_ddp.rank.stages import read_options as read_options
 from prefect_torch_ddp.results import LedgerReport as LedgerReport

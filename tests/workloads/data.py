@@ -15,7 +15,7 @@ from prefect_torch_ddp import RankContext, Report, image_folder, write_index
 from prefect_torch_ddp.data.images.folder import S3ImageFolder
 from prefect_torch_ddp.data.images.packed import PackedObjects
 from prefect_torch_ddp.data.images.tar_shards import pack_shards
-from prefect_torch_ddp.rank.evaluation import ClassificationMeter
+from prefect_torch_ddp.rank.evaluation.classification import ClassificationMeter
 from tests.workloads import descend, wait_for_checkpoint
 from tests.workloads.tiny import fail_if_told
 

@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import TensorDataset
 
 from prefect_torch_ddp import RankContext, Report
-from prefect_torch_ddp.rank.evaluation import ClassificationMeter
+from prefect_torch_ddp.rank.evaluation.classification import ClassificationMeter
 from tests.workloads import descend, wait_for_checkpoint, write_pid
 
 CLASSES = ["below", "above"]

@@ -9,7 +9,7 @@ from torch.utils.data import TensorDataset
 
 from prefect_torch_ddp.data.loader import RankLoader
 from prefect_torch_ddp.errors import InvalidParamsError
-from prefect_torch_ddp.rank.evaluation import ClassificationMeter
+from prefect_torch_ddp.rank.evaluation.classification import ClassificationMeter
 from prefect_torch_ddp.results import Report
 from tests.support.ranks import run_ranks
 

@@ -10,7 +10,10 @@ from sklearn.metrics import precision_recall_fscore_support
 from torch.nn.functional import cross_entropy
 
 from prefect_torch_ddp.errors import InvalidParamsError
-from prefect_torch_ddp.rank.evaluation import ClassificationMeter, classification_report
+from prefect_torch_ddp.rank.evaluation.classification import (
+    ClassificationMeter,
+    classification_report,
+)
 
 NAMES = ("a", "b", "c")
 LOGITS = torch.tensor([[3.0, 1, 0], [0, 3, 1], [0, 1, 3], [3, 0, 1], [0, 4, 0]])
