@@ -86,6 +86,9 @@ def flow_process(
         )
         try:
             yield process
+        except BaseException:
+            sys.stderr.write((folder / "said").read_text(errors="replace"))
+            raise
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
