@@ -191,6 +191,40 @@ class LedgerReport(Result):
         return "\n".join(map(str, self.epochs))
 
 
+class Goodput(Result):
+    """Where a training's wall time went, over all its attempts; in seconds.
+
+    The parts are measured on the rank that the others wait for, and add up to `wall_s`.
+    """
+
+    run_id: str
+    num_attempts: int
+    wall_s: float
+    """From the claim of the first attempt to the end of the last; so far, while it trains."""
+    steps_s: float = 0.0
+    """Optimizer steps that count: forward, backward, waiting for peers, the update."""
+    redone_s: float = 0.0
+    """From the checkpoint that a later attempt resumed from to the failure: work that was lost."""
+    starting_s: float = 0.0
+    """Processes, imports, the rendezvous, the code before `ctx.steps`, and compiling."""
+    restoring_s: float = 0.0
+    checkpoints_s: float = 0.0
+    """How long checkpoints held the training up."""
+    validation_s: float = 0.0
+    """What the body of an epoch's last step takes beyond a step; an estimate."""
+    queueing_s: float = 0.0
+    """Waiting for workers, and between a failure and the next attempt."""
+    data_s: float = 0.0
+    """Waiting for the next batch."""
+    other_s: float = 0.0
+    """Code outside of `ctx.steps` that no loop followed, such as a loop of your own."""
+
+    @property
+    def share(self) -> float:
+        """Share of the wall time that went into steps that count, 0 to 1."""
+        return self.steps_s / self.wall_s if self.wall_s > 0 else 0.0
+
+
 class TrainReport(Result):
     """What train_flow returns."""
 
