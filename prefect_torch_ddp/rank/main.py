@@ -5,7 +5,6 @@ import contextlib
 import ctypes
 import functools
 import importlib
-import io
 import logging
 import logging.config
 import multiprocessing.context
@@ -167,9 +166,12 @@ class _LinkHandler(logging.Handler):
 
 def _show_output(link: AgentLink) -> None:
     """Send prints at each line's end, and log records with their level."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(line_buffering=True)
+    for name, fd in (("stdout", 1), ("stderr", 2)):
+        # Not reconfigured: the environment may want another encoding than the agent reads, and a
+        # forked rank's streams were made for other files, which may have had positions.
+        stream = open(fd, "w", 1, "utf-8", "backslashreplace", closefd=False)  # noqa: PTH123, SIM115 - no path; open for the life of the process
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
     # Libraries loaded by the fork server may have configured logging.
     handlers = [_LinkHandler(link)]
     logging.basicConfig(level=logging.INFO, handlers=handlers, format="%(message)s", force=True)

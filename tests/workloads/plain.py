@@ -113,6 +113,13 @@ def torchrun_style() -> float:
     return total
 
 
+def speak_many_tongues() -> None:
+    """Print and log what neither ASCII nor Latin-1 has, and what no encoding has."""
+    print("grün \U0001f600", "lone \udcfc")
+    print("häßlich \U0001f600", file=sys.stderr)
+    logging.getLogger("user.code").warning("größer \U0001f600")
+
+
 def speak(text: str) -> None:
     """Print, write to stderr and log."""
     print(f"printed {text}")

@@ -150,6 +150,20 @@ def test_prints_and_logs_appear_with_the_rank_in_front(
         assert ("prefect_torch_ddp.ranks", logging.WARNING, logged) in caplog.record_tuples
 
 
+@pytest.mark.parametrize("launcher", ["auto", "exec"])
+def test_text_arrives_whatever_the_workers_encoding(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, launcher: str
+) -> None:
+    """A rank writes UTF-8 where environment and locale say otherwise, forked or not."""
+    for name, value in (("PYTHONIOENCODING", "latin-1"), ("LC_ALL", "C"), ("PYTHONUTF8", "0")):
+        monkeypatch.setenv(name, value)
+    with own_cluster(1) as (_, client), caplog.at_level(logging.INFO, "prefect_torch_ddp.ranks"):
+        run_gang(client, plain.speak_many_tongues, world_size=1, launcher=launcher)
+    said = {text.removeprefix("[rank 0] ") for text in caplog.messages}
+    printed = {"grün \U0001f600 lone \\udcfc", "häßlich \U0001f600"}
+    assert printed | {"user.code: größer \U0001f600"} <= said
+
+
 def test_ten_in_a_row_and_twice_means_twice(dask_client: Client) -> None:
     """A9, A10: ten gangs in a row; the same call twice runs twice, in fresh processes."""
     pids = [pid for _ in range(10) for pid in run_gang(dask_client, plain.process_id, world_size=2)]
