@@ -39,7 +39,7 @@ def read_parts(
     ends = accumulate(part.num_bytes for part in parts)
     for _, batch in groupby(zip(ends, parts, strict=True), lambda each: each[0] // BYTES_AHEAD):
         some = [part for _, part in batch]
-        for part, data in zip(some, _contents(storage, some), strict=True):
+        for part, data in zip(some, contents(storage, some), strict=True):
             if isinstance(data, StorageError):
                 raise data
             for number, line in enumerate(data.split(b"\n"), start=1):
@@ -51,13 +51,21 @@ def read_parts(
                     logger.warning(text, number, part.key, error)
 
 
-def _contents(storage: Storage, parts: Sequence[StoredObject]) -> Sequence[bytes | StorageError]:
+def contents(storage: Storage, parts: Sequence[StoredObject]) -> Sequence[bytes | StorageError]:
+    """Read objects concurrently, in their order; the failure of one is its value."""
+
+    def read(part: StoredObject) -> bytes | StorageError:
+        try:
+            return storage.read(part.key)
+        except StorageError as error:
+            return error
+
     # Concurrently: a day's training leaves thousands of small objects, and S3 takes some 30 ms
     # for each.
     if isinstance(storage, ReadsMany):
         return storage.read_many([ObjectPart(part.key, part.num_bytes) for part in parts])
     with ThreadPoolExecutor(NUM_PARALLEL_READS, thread_name_prefix="read-records") as pool:
-        return list(pool.map(storage.read, [part.key for part in parts]))
+        return list(pool.map(read, parts))
 
 
 def superseded_from(firsts: Mapping[int, int]) -> dict[int, float]:

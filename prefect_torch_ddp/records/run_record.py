@@ -1,0 +1,216 @@
+"""The run record: what ran, of which code and data, on what, and what came of it; kept as JSON.
+
+Records have a prefix of their own, by experiment and time, so that one listing finds those of
+all runs and the previous one is found without reading them all.
+"""
+
+import logging
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any, Literal
+
+from pydantic import AwareDatetime, ConfigDict, ValidationError
+from pydantic_core import to_json
+
+from prefect_torch_ddp.errors import InvalidParamsError, StorageError
+from prefect_torch_ddp.records.parts import contents
+from prefect_torch_ddp.results import CheckpointRef, DatasetReport, Goodput, Report, Result
+from prefect_torch_ddp.storage.protocol import Storage, StoredObject
+
+RunState = Literal["training", "completed", "failed", "cancelled"]
+PREFIX = "run-records/"
+BATCH = 16
+"""How many records are read at once where the newest that fits is looked for."""
+
+logger = logging.getLogger(__name__)
+
+
+class AttemptRecord(Result):
+    """One attempt to train: its ranks, and how it ended."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    attempt: int
+    world_size: int
+    began: AwareDatetime
+    """When its workers were reserved."""
+    ended: AwareDatetime | None = None
+    """None while it trains, and where the process that ran it was killed."""
+    step: int | None = None
+    """The optimizer step it failed in, or was at last; None before the first."""
+    cause: str = ""
+    """How it failed, in a line; empty where it finished."""
+    hosts: tuple[str, ...] = ()
+    """Of each rank, in rank order."""
+    devices: tuple[str, ...] = ()
+    """Of each rank: `cpu`, or `cuda:` and its position among the worker's visible devices."""
+
+
+class RunRecord(Result):
+    """What is kept of a run of `train_flow` or a `ddp_task`; holds no secrets."""
+
+    # A record that a newer version of this package wrote has to be readable.
+    model_config = ConfigDict(extra="ignore")
+
+    run_id: str
+    experiment: str
+    """What its runs have in common: flow, deployment where there is one, and workload or task,
+    e.g. `train-ddp/nightly/flows.land_use`."""
+    workload: str
+    """Module, perhaps with an object; of a `ddp_task` its function."""
+    state: RunState = "training"
+    """A run whose process was killed stays at `training`."""
+    cause: str = ""
+    """Why it failed or was cancelled, in a line."""
+    began: AwareDatetime
+    ended: AwareDatetime | None = None
+    """When the training ended, over all attempts."""
+    flow_run_id: str | None = None
+    task_run_id: str | None = None
+    storage: str
+    """The storage's URI."""
+    parameters: Mapping[str, Any] = {}
+    """All but the options; what is no plain value is named by its type."""
+    options: Mapping[str, Any] = {}
+    data_options: Mapping[str, Any] = {}
+    arguments: Mapping[str, Any] = {}
+    """Of the call, where a `ddp_task` was called with some."""
+    seed: int = 0
+    commit: str | None = None
+    """Of the repository that the workload's source is in; None where it is in none."""
+    is_dirty: bool = False
+    """Whether files of that repository differed from the commit."""
+    versions: Mapping[str, str] = {}
+    """By distribution: Python, this package, what it stands on, and what the workload imports."""
+    dataset: DatasetReport | None = None
+    split: Mapping[str, int] = {}
+    """Files in each folder at the top of the dataset, such as train, val and test."""
+    attempts: tuple[AttemptRecord, ...] = ()
+    num_steps: int | None = None
+    num_epochs: int | None = None
+    metrics: Mapping[str, float] = {}
+    """The newest values of rank 0."""
+    best_metric: str | None = None
+    best_value: float | None = None
+    """Of `best_metric`, in the checkpoint that is best by it."""
+    checkpoint: CheckpointRef | None = None
+    """The one that was evaluated, or else the newest."""
+    model_uris: Mapping[str, str] = {}
+    value: Any = None
+    """What rank 0's function returned, where it is plain."""
+    evaluation: Report | None = None
+    """Without the confusion matrix."""
+    goodput: Goodput | None = None
+
+    @property
+    def key(self) -> str:
+        """Where it is in the storage."""
+        moment = self.began.astimezone(UTC).strftime("%Y%m%dT%H%M%SZ")
+        return f"{_folder(self.experiment)}{moment}-{self.run_id}.json"
+
+    @property
+    def duration_s(self) -> float | None:
+        """Seconds from its begin to its end, with all that lies between its attempts."""
+        return None if self.ended is None else (self.ended - self.began).total_seconds()
+
+
+def write_record(storage: Storage, record: RunRecord) -> None:
+    """Write a record, in the place of the one of the same run; raises StorageError."""
+    # Through plain values: pydantic would make null of a float in a nested model that JSON lacks.
+    plain = record.model_dump(mode="json")
+    storage.write(record.key, to_json(plain, indent=1, inf_nan_mode="strings"))
+
+
+def read_record(storage: Storage, run_id: str, experiment: str | None = None) -> RunRecord:
+    """Return a run's record.
+
+    Args:
+        storage: where the run is.
+        run_id: whose record.
+        experiment: where it is known, so that no others are listed.
+
+    Raises:
+        InvalidParamsError: there is none, or it is damaged.
+        StorageError: the storage can't be read.
+    """
+    found = _stored(storage, experiment)
+    if mine := [each for each in found if _run_id_of(each.key) == run_id]:
+        for record in read_records(storage, mine):
+            return record
+        msg = f"the record of run {run_id} is damaged: {mine[0].key} in {storage.uri}"
+    else:
+        where = f"{storage.uri} among its {len(found)} records below {PREFIX}"
+        msg = f"there is no record of run {run_id!r} in {where}; list_runs shows those there are"
+    raise InvalidParamsError(msg)
+
+
+def find_record(storage: Storage, run_id: str, experiment: str) -> RunRecord | None:
+    """Return a run's record; None where there is none that can be read."""
+    try:
+        return read_record(storage, run_id, experiment)
+    except InvalidParamsError:
+        return None
+
+
+def list_records(storage: Storage, experiment: str | None = None) -> list[RunRecord]:
+    """Return the records of all runs, of one experiment if it is given, newest first.
+
+    Damaged ones are left out, with a warning.
+
+    Raises:
+        StorageError: the storage can't be read.
+    """
+    records = read_records(storage, _stored(storage, experiment))
+    kept = [each for each in records if experiment in (None, each.experiment)]
+    return sorted(kept, key=lambda record: record.began, reverse=True)
+
+
+def previous_run(
+    storage: Storage, experiment: str, before: datetime, but: str = ""
+) -> RunRecord | None:
+    """Return the newest completed run of an experiment that began before a time.
+
+    Args:
+        storage: where the runs are.
+        experiment: of the run that asks.
+        before: when that run began.
+        but: that run's id, which isn't returned.
+
+    Raises:
+        StorageError: the storage can't be read.
+    """
+    stored = [each for each in _stored(storage, experiment) if _run_id_of(each.key) != but]
+    stored.sort(key=lambda each: each.key, reverse=True)
+    for first in range(0, len(stored), BATCH):
+        for record in read_records(storage, stored[first : first + BATCH]):
+            is_before = record.began < before and record.run_id != but
+            if is_before and (record.experiment, record.state) == (experiment, "completed"):
+                return record
+    return None
+
+
+def read_records(storage: Storage, stored: Sequence[StoredObject]) -> Iterator[RunRecord]:
+    """Yield what can be read of some records, in their order, and warn of what can't."""
+    for each, data in zip(stored, contents(storage, stored), strict=True):
+        try:
+            if isinstance(data, StorageError):
+                data = storage.read(each.key)  # noqa: PLW2901 - it may have been rewritten since
+            yield RunRecord.model_validate_json(data)
+        except (StorageError, ValidationError) as error:
+            reason = str(error).partition("\n")[0]
+            logger.warning("the run record %s can't be read and is left out: %s", each.key, reason)
+
+
+def _stored(storage: Storage, experiment: str | None) -> list[StoredObject]:
+    prefix = PREFIX if experiment is None else _folder(experiment)
+    return [each for each in storage.list(prefix) if each.key.endswith(".json")]
+
+
+def _folder(experiment: str) -> str:
+    # Two experiments may share a folder: the record itself has the whole name.
+    return f"{PREFIX}{re.sub(r'[^a-z0-9]+', '-', experiment.lower()).strip('-')[:100] or 'run'}/"
+
+
+def _run_id_of(key: str) -> str:
+    return key.rpartition("/")[2].partition("-")[2].removesuffix(".json")

@@ -1,0 +1,130 @@
+"""Run records: what is written is read back, one listing finds all, and damage costs one row."""
+
+import json
+import logging
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+
+from prefect_torch_ddp import DirectoryStorage, InvalidParamsError
+from prefect_torch_ddp.records.run_record import (
+    AttemptRecord,
+    RunRecord,
+    list_records,
+    previous_run,
+    read_record,
+    write_record,
+)
+from prefect_torch_ddp.results import Report
+from prefect_torch_ddp.storage.protocol import StoredObject
+
+BEGAN = datetime(2026, 11, 22, 2, tzinfo=UTC)
+NIGHTLY = "train-ddp/nightly/digits"
+
+
+def record(night: int, experiment: str = NIGHTLY, **changes: object) -> RunRecord:
+    """Make the record of the run of a night."""
+    began = BEGAN + timedelta(days=night)
+    plain = {"run_id": f"run-{night}", "experiment": experiment, "workload": "digits"}
+    fields = {"state": "completed", "began": began, "storage": "/store", **changes}
+    return RunRecord.model_validate({**plain, **fields})
+
+
+@dataclass
+class Counting:
+    """A storage that counts what is asked of it."""
+
+    inner: DirectoryStorage
+    asked: list[str] = field(default_factory=list)
+
+    def list(self, prefix: str = "") -> Iterator[StoredObject]:
+        self.asked.append(f"list {prefix}")
+        return self.inner.list(prefix)
+
+    def read(self, key: str) -> bytes:
+        self.asked.append(f"read {key}")
+        return self.inner.read(key)
+
+
+def test_a_record_is_read_back_whatever_its_numbers_are(tmp_path: Path) -> None:
+    """Also numbers that JSON lacks, in models within it; what is written is strict JSON."""
+    storage = DirectoryStorage(tmp_path)
+    attempt = AttemptRecord(attempt=1, world_size=2, began=BEGAN, hosts=("a", "b"))
+    report = Report(num_samples=3, metrics={"mae": math.inf})
+    wrote = record(1, attempts=(attempt,), evaluation=report, metrics={"loss": math.nan})
+    write_record(storage, wrote)
+
+    def refuse(name: str) -> None:
+        raise AssertionError(name)
+
+    json.loads(storage.read(wrote.key), parse_constant=refuse)
+    read = read_record(storage, "run-1")
+    assert math.isnan(read.metrics["loss"])
+    assert read.model_copy(update={"metrics": {}}) == wrote.model_copy(update={"metrics": {}})
+
+
+def test_a_later_write_of_a_run_replaces_the_one_before(tmp_path: Path) -> None:
+    """A run has one record, from its begin on."""
+    storage = DirectoryStorage(tmp_path)
+    write_record(storage, record(1, state="training"))
+    write_record(storage, record(1, ended=BEGAN + timedelta(days=1, seconds=90)))
+    (only,) = list_records(storage)
+    assert (only.state, only.duration_s) == ("completed", 90)
+
+
+def test_a_damaged_record_is_left_out_and_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The others are read; who asks for the damaged one is told."""
+    storage = DirectoryStorage(tmp_path)
+    for night in range(4):
+        write_record(storage, record(night))
+    storage.write(record(1).key, storage.read(record(1).key)[:-40])
+    storage.write(record(2).key, b"[]")
+    with caplog.at_level(logging.WARNING):
+        assert [each.run_id for each in list_records(storage)] == ["run-3", "run-0"]
+    assert record(1).key in caplog.text
+    assert record(2).key in caplog.text
+    with pytest.raises(InvalidParamsError, match=r"run run-1 is damaged"):
+        read_record(storage, "run-1")
+    with pytest.raises(InvalidParamsError, match=r"no record of run 'run-9'.*4 records"):
+        read_record(storage, "run-9")
+
+
+def test_what_a_newer_version_added_is_passed_over(tmp_path: Path) -> None:
+    """Records outlive the version that wrote them."""
+    storage = DirectoryStorage(tmp_path)
+    plain = {**record(1).model_dump(mode="json"), "weather": "fine"}
+    storage.write(record(1).key, json.dumps(plain).encode())
+    assert list_records(storage) == [record(1)]
+
+
+def test_the_previous_run_is_the_newest_completed_one_of_the_experiment(tmp_path: Path) -> None:
+    """Neither a failed one, nor a later one, nor one of an experiment of a similar name."""
+    storage = DirectoryStorage(tmp_path)
+    for night, state in enumerate(("completed", "completed", "failed", "training", "completed")):
+        write_record(storage, record(night, state=state))
+    like = record(2, "train-ddp nightly digits", run_id="other")
+    assert like.key.rpartition("/")[0] == record(2).key.rpartition("/")[0]
+    write_record(storage, like)
+    found = previous_run(storage, NIGHTLY, record(3).began, but="run-3")
+    assert found is not None
+    assert found.run_id == "run-1"
+    assert previous_run(storage, NIGHTLY, BEGAN) is None
+    assert previous_run(storage, "another", record(9).began) is None
+
+
+def test_the_previous_run_is_found_without_reading_all(tmp_path: Path) -> None:
+    """After many nights it takes one listing and a few reads."""
+    storage = Counting(DirectoryStorage(tmp_path))
+    for night in range(40):
+        write_record(storage.inner, record(night))
+    found = previous_run(storage, NIGHTLY, record(39).began, but="run-39")  # type: ignore[arg-type]
+    assert found is not None
+    assert found.run_id == "run-38"
+    assert len([each for each in storage.asked if each.startswith("list")]) == 1
+    assert len(storage.asked) < 20
