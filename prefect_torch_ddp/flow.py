@@ -7,7 +7,7 @@ from prefect import Task, flow
 from prefect.client.orchestration import get_client
 from prefect.context import FlowRunContext
 from prefect.logging import get_run_logger
-from prefect.runtime import flow_run
+from prefect.runtime import deployment, flow_run
 from prefect.settings import PREFECT_API_URL, PREFECT_UI_URL, temporary_settings
 from prefect.states import Cancelled
 from prefect_dask import DaskTaskRunner
@@ -81,6 +81,7 @@ def _run(run: Run, params: TrainParams) -> TrainReport:
         published = publish.submit(
             params=params,
             storage=run.storage,
+            experiment=run.experiment,
             dataset=dataset,
             training=training,
             evaluation=evaluation,
@@ -123,8 +124,10 @@ def _check(params: TrainParams) -> Run:
     assert context is not None
     assert context.flow_run is not None
     run_id = run_id_of(context.flow_run.name, context.flow_run.id)
+    name = deployment.name if context.flow_run.deployment_id else flow_run.flow_name
     return Run(
         run_id=run_id,
+        experiment=f"{name} {params.workload}",
         params=params,
         storage=storage,
         resume_from=resume_point(params.resume_from, storage, run_id),

@@ -94,6 +94,9 @@ class Progress:
     metrics: Mapping[str, float] = field(default_factory=dict)
     trouble: str = ""
     """A warning for people: `no checkpoint since step 40: ...`."""
+    total_epochs: int | None = None
+    num_samples: int = 0
+    """Samples that all ranks trained on in this attempt."""
 
 
 @dataclass(frozen=True)

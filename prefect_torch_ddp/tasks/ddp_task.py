@@ -18,6 +18,9 @@ from prefect_torch_ddp.rank.context import RankContext
 from prefect_torch_ddp.tasks.blocks import resolve_storage
 from prefect_torch_ddp.tasks.cluster import current_client
 from prefect_torch_ddp.tasks.digest import digest_of
+from prefect_torch_ddp.tasks.report.live import LiveReport
+from prefect_torch_ddp.tasks.report.progress import TrainingProgress
+from prefect_torch_ddp.tasks.report.shown_params import shown_params
 from prefect_torch_ddp.tasks.run import (
     RUN_TASK,
     RunAttemptLog,
@@ -149,7 +152,9 @@ def run_as_task(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str
     run_id = _run_id(context, params, args, kwargs)
     resume_from = resume_point(params.resume_from, storage, run_id)
     get_run_logger().info("trains as run %s in %s", run_id, storage.uri)
-    with current_client() as client:
+    given = shown_params(params, inspect.signature(task.fn).bind(*args, **kwargs).arguments)
+    shown = TrainingProgress(run_id, task.name, task.name, given, params.world_size or 0)
+    with LiveReport(storage, shown) as live, current_client() as client:
         values: list[Any] = run_gang(
             client,
             RUN_TASK,
@@ -163,7 +168,7 @@ def run_as_task(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str
             world_size_divides=params.virtual_ranks,
             name=run_id,
             attempt_log=RunAttemptLog(storage, run_id, knows_steps=False),
-            on_event=log_to_run(),
+            on_event=log_to_run(live.receive),
             **params.options_of_gang(),
         )
     return values[0]

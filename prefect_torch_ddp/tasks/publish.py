@@ -1,5 +1,7 @@
 """The task that publishes a finished run: its report and its tables, as artifacts."""
 
+from collections.abc import Mapping, Sequence
+
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 from prefect.client.orchestration import get_client
@@ -8,8 +10,10 @@ from prefect.utilities.context import get_task_and_flow_run_ids
 
 from prefect_torch_ddp.checkpoint.attempts import refuse_superseded
 from prefect_torch_ddp.params import TrainParams
+from prefect_torch_ddp.protocol.events import Progress
 from prefect_torch_ddp.records.ledger import read_ledger
 from prefect_torch_ddp.records.metrics import (
+    Records,
     epoch_rows,
     lost_time_s,
     read_all_records,
@@ -26,15 +30,11 @@ from prefect_torch_ddp.results import (
 from prefect_torch_ddp.storage.protocol import Storage
 from prefect_torch_ddp.tasks.report.artifacts import ArtifactWriter, key
 from prefect_torch_ddp.tasks.report.curves import MetricCurves
-from prefect_torch_ddp.tasks.report.evaluation import class_table, confusion_table
-from prefect_torch_ddp.tasks.report.plot import render_curves
-from prefect_torch_ddp.tasks.report.report import (
-    checkpoint_list,
-    epoch_table,
-    load_section,
-    render_report,
-)
+from prefect_torch_ddp.tasks.report.plot import Curve, render_curves
+from prefect_torch_ddp.tasks.report.progress import TrainingProgress
+from prefect_torch_ddp.tasks.report.report import RunView, render_page
 from prefect_torch_ddp.tasks.report.run_record import read_run_record
+from prefect_torch_ddp.tasks.report.shown_params import shown_params
 
 
 # The storage may hold credentials: no cache key is made of the inputs.
@@ -43,6 +43,7 @@ from prefect_torch_ddp.tasks.report.run_record import read_run_record
 def publish(  # noqa: PLR0913, PLR0917
     params: TrainParams,
     storage: Storage,
+    experiment: str,
     dataset: DatasetReport,
     training: TrainingSummary,
     evaluation: Report,
@@ -66,15 +67,41 @@ def publish(  # noqa: PLR0913, PLR0917
         checkpoint=checkpoint,
         ledger=_checked_ledger(storage, training.run_id) if params.ledger else None,
     )
-    curves = MetricCurves(records)
-    curve = render_curves(curves.curves, curves.epoch_ends)
-    whole = render_report(report, params, read_run_record(), curve, lost_time_s(all_records))
+    view = RunView(
+        _progress_of(report, params, experiment),
+        picture=render_curves(*_curves_of(records)),
+        failures=training.failures,
+        report=report,
+        record=read_run_record(),
+        time_lost_s=lost_time_s(all_records),
+    )
     with get_client(sync_client=True) as client:
         writer = ArtifactWriter(client, *get_task_and_flow_run_ids())
-        num_artifacts = _put_all(writer, report, whole)
-    words = "published %d artifacts from %d records of %s"
-    get_run_logger().info(words, num_artifacts, len(all_records), training.run_id)
+        page, title = render_page(view), f"Run {training.run_id}, finished"
+        writer.put("markdown", key("report", experiment), page, title)
+    words = "published the report of %s from %d records"
+    get_run_logger().info(words, training.run_id, len(all_records))
     return report
+
+
+def _progress_of(report: TrainReport, params: TrainParams, experiment: str) -> TrainingProgress:
+    training = report.training
+    steps, epochs = training.num_steps, training.num_epochs
+    return TrainingProgress(
+        report.run_id,
+        params.workload,
+        experiment,
+        shown_params(params),
+        training.world_size,
+        training.attempt,
+        "finished",
+        newest=Progress(steps, epochs, steps, total_epochs=epochs),
+    )
+
+
+def _curves_of(records: Records) -> tuple[Mapping[str, Curve], Sequence[float]]:
+    curves = MetricCurves(records)
+    return curves.curves, curves.epoch_ends
 
 
 def _checked_ledger(storage: Storage, run_id: str) -> LedgerReport:
@@ -85,19 +112,3 @@ def _checked_ledger(storage: Storage, run_id: str) -> LedgerReport:
     else:
         get_run_logger().error("the ledger of run %s is not clean:\n%s", run_id, ledger)
     return ledger
-
-
-def _put_all(writer: ArtifactWriter, report: TrainReport, whole: str) -> int:
-    found = report.evaluation
-    checkpoints = f"{checkpoint_list(report)}\n\n{load_section(report.training.model_uris)}"
-    pages = {
-        "report": (whole, ""),
-        "checkpoints": (checkpoints, ": model and checkpoints"),
-        "epochs": (epoch_table(report.epochs), ": mean over all samples of all ranks"),
-        "class-scores": (class_table(found), ": held-out data"),
-        "confusion-matrix": (confusion_table(found), ": held-out data"),
-    }
-    put = {name: page for name, page in pages.items() if page[0]}
-    for name, (page, what) in put.items():
-        writer.put("markdown", key(name), page, f"Run {report.run_id}{what}")
-    return len(put)

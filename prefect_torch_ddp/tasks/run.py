@@ -46,6 +46,8 @@ class Run:
     params: TrainParams
     storage: Storage
     dataset_id: str
+    experiment: str
+    """What its report is compared with: runs of the same deployment, or flow, and workload."""
     resume_from: ResumePoint | None = None
     source: Readable | None = None
     """Where the raw data is."""

@@ -23,10 +23,12 @@ from prefect_torch_ddp.errors import (
     SupersededError,
 )
 from prefect_torch_ddp.gang.run import run_gang
-from prefect_torch_ddp.protocol.events import AttemptBegan, GangEvent, Progress
+from prefect_torch_ddp.protocol.events import AttemptBegan, GangEvent
 from prefect_torch_ddp.results import DatasetReport, FailedAttempt, TrainingSummary
 from prefect_torch_ddp.tasks.cluster import current_client
-from prefect_torch_ddp.tasks.report.live import LiveReport, TrainingProgress
+from prefect_torch_ddp.tasks.report.live import LiveReport
+from prefect_torch_ddp.tasks.report.progress import TrainingProgress
+from prefect_torch_ddp.tasks.report.shown_params import shown_params
 from prefect_torch_ddp.tasks.run import RUN_STAGE, Run, RunAttemptLog, log_to_run
 from prefect_torch_ddp.tasks.watch.cancel import or_cancelled
 
@@ -86,21 +88,21 @@ def _train_on_gang(run: Run, dataset: DatasetReport) -> TrainingSummary:
     params, logger = run.params, get_run_logger()
     began = AttemptBegan(newest_attempt(run.storage, run.run_id) + 1, params.world_size)
     began_s = time.monotonic()
-    shown = TrainingProgress(run.run_id, params.workload, params.world_size, began.attempt)
+    about = run.run_id, params.workload, run.experiment, shown_params(params)
+    shown = TrainingProgress(*about, params.world_size, began.attempt)
 
     def show(event: GangEvent) -> None:
         nonlocal began, began_s
-        if isinstance(event, Progress):
-            live.update(event)
-        elif isinstance(event, AttemptBegan):
+        live.receive(event)
+        if isinstance(event, AttemptBegan):
             began, began_s = event, time.monotonic()
-            live.begin_attempt(event)
             of = f" of {params.world_size}" if event.world_size < params.world_size else ""
             words = "attempt %d trains %s on %d ranks%s, dataset %s"
             values = (event.attempt, params.workload, event.world_size, of, dataset.dataset_id)
             logger.info(words, *values)
 
-    with LiveReport(run.storage, shown) as live, current_client() as client:
+    report = LiveReport(run.storage, shown, is_published=True)
+    with report as live, current_client() as client:
         values = run_gang(
             client,
             RUN_STAGE,

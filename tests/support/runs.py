@@ -47,6 +47,14 @@ def logs_of(flow_run_id: UUID) -> list[Log]:
     return lines
 
 
+def report_of(flow_run_id: UUID) -> str:
+    """Return the page of a flow run's only training as it is now; empty where there is none."""
+    found = artifacts_of(flow_run_id)
+    pages = [str(one.data) for name, one in found.items() if name.startswith("report-")]
+    assert len(pages) <= 1, found.keys()
+    return "".join(pages)
+
+
 def wait_until_said(flow_run_id: UUID, *texts: str) -> None:
     """Wait for a line in the flow run's log that has all the texts.
 

@@ -101,8 +101,10 @@ class StepLoop:
         state.position = _entered(state.position, loop, loader)
         if state.position.stopped_early:
             return
-        left = (epochs - state.position.loop_epoch) * len(loader) - state.position.batch
+        num_epochs = epochs - state.position.loop_epoch
+        left = num_epochs * len(loader) - state.position.batch
         state.total_steps = state.step + max(left, 0)
+        state.total_epochs = state.position.epoch + max(num_epochs, 0)
         self._gradients.begin_loop(loader.batches)
         self._reporter.begin_loop(loader.batches)
         self._termination.install()
@@ -177,8 +179,7 @@ class StepLoop:
     def _begin_step(self, share: BatchShare) -> None:
         state = self._state
         state.step += 1
-        state.share = share
-        state.epoch_ended = share.is_last
+        state.share, state.epoch_ended = share, share.is_last
         self._gradients.begin_step(state.step, share)
         self._link.heartbeat.begin_step(state.step, state.epoch, is_last=share.is_last)
 
@@ -274,9 +275,8 @@ class Termination:
 
     def __init__(self) -> None:
         """Start without a note."""
-        self.requested = False
+        self.requested = self._installed = False
         self._pid = os.getpid()
-        self._installed = False
 
     def install(self) -> None:
         """Take SIGTERM over, in the main thread and from the default action only."""

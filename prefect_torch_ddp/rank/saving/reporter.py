@@ -43,6 +43,8 @@ class Reporter:
         self._now: dict[str, Any] = {}
         self._newest: dict[str, Any] = {}
         self._next_progress = 0.0
+        self._num_samples = 0
+        """Of all ranks, in this attempt."""
         self._closed = False
 
     def report(self, metrics: Mapping[str, Any]) -> None:
@@ -82,8 +84,10 @@ class Reporter:
 
     def end_step(self) -> None:
         """Hand on the step's records."""
-        if self._ledger is not None and self._state.share is not None and not self._closed:
-            self._ledger.append(self._step_line(self._state.share))
+        share = self._state.share
+        self._num_samples += 0 if share is None else share.num_global
+        if self._ledger is not None and share is not None and not self._closed:
+            self._ledger.append(self._step_line(share))
         if self._now and not self._closed:
             metrics, self._now = self._now, {}
             self._newest.update(metrics)
@@ -150,8 +154,8 @@ class Reporter:
     def _send_progress(self) -> None:
         self._next_progress = time.monotonic() + PROGRESS_INTERVAL_S
         state = self._state
-        step, trouble = state.record_step, state.trouble()
-        self._link.send(Progress(step, state.epoch, state.total_steps, self.newest(), trouble))
+        at = (state.record_step, state.epoch, state.total_steps, self.newest(), state.trouble())
+        self._link.send(Progress(*at, state.total_epochs, self._num_samples))
 
     def _step_line(self, share: "BatchShare") -> StepLine:
         state = self._state

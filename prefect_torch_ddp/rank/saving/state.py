@@ -65,6 +65,7 @@ class TrainingState:
     passes_by: bool = False
     """Whether code behind a finished call of `steps`, before that of the checkpoint, runs again."""
     total_steps: int | None = None
+    total_epochs: int | None = None
     stop_wanted: bool = False
     """This rank's training asked to stop."""
     stop_agreed: bool = False

@@ -1,5 +1,6 @@
 """Prefect's artifacts: their keys, and the one writer that updates them in place."""
 
+import hashlib
 import re
 from typing import Literal
 from uuid import UUID
@@ -13,23 +14,35 @@ from prefect.client.schemas.filters import (
     ArtifactFilterTaskRunId,
 )
 
+MAX_KEY_NAME = 80
 ArtifactType = Literal["markdown", "progress"]
 
 
-def key(name: str, kind: str = "train-ddp") -> str:
-    """Return an artifact's key: lowercase letters, digits and dashes alone."""
-    return re.sub(r"[^a-z0-9]+", "-", f"{kind}-{name}".lower()).strip("-")
+def key(kind: str, experiment: str) -> str:
+    """Return the key of an experiment's artifact: lowercase letters, digits and dashes alone.
+
+    A name that isn't its own key gets a digest, so that no two names have one key.
+    """
+    plain = re.sub(r"[^a-z0-9]+", "-", experiment.lower()).strip("-")[:MAX_KEY_NAME]
+    digest = hashlib.sha256(experiment.encode(errors="replace")).hexdigest()[:6]
+    return "-".join([kind, *filter(None, [plain, "" if plain == experiment else digest])])
 
 
 class ArtifactWriter:
-    """Writes the artifacts of one flow run, each key once: what is there already is updated."""
+    """Writes artifacts, each key once for a flow run, or for a task run: others are updated."""
 
     def __init__(
-        self, client: SyncPrefectClient, task_run_id: UUID | None, flow_run_id: UUID | None
+        self,
+        client: SyncPrefectClient,
+        task_run_id: UUID | None,
+        flow_run_id: UUID | None,
+        *,
+        per_task: bool = False,
     ) -> None:
         self._client = client
         self._task_run_id = task_run_id
         self._flow_run_id = flow_run_id
+        self._per_task = per_task
         self._ids: dict[str, UUID] = {}
 
     def put(
@@ -55,7 +68,7 @@ class ArtifactWriter:
 
     def _find(self, key: str) -> UUID | None:
         whose: dict[str, ArtifactFilterFlowRunId | ArtifactFilterTaskRunId]
-        if self._flow_run_id is not None:
+        if self._flow_run_id is not None and not self._per_task:
             whose = {"flow_run_id": ArtifactFilterFlowRunId(any_=[self._flow_run_id])}
         elif self._task_run_id is not None:
             whose = {"task_run_id": ArtifactFilterTaskRunId(any_=[self._task_run_id])}

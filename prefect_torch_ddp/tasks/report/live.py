@@ -4,163 +4,69 @@ import contextvars
 import logging
 import threading
 import time
-from collections import deque
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 from prefect.client.orchestration import get_client
-from prefect.exceptions import MissingContextError
+from prefect.exceptions import MissingContextError, TerminationSignal
 from prefect.logging import get_run_logger
 from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 from prefect.utilities.context import get_task_and_flow_run_ids
 
-from prefect_torch_ddp.protocol.events import AttemptBegan, Progress
+from prefect_torch_ddp.checkpoint.run_files import read_failures
+from prefect_torch_ddp.errors import GangCancelledError, SupersededError, TaskCancelled
+from prefect_torch_ddp.protocol.events import AttemptBegan, FailureRecord, GangEvent, Progress
 from prefect_torch_ddp.records.metrics import read_all_records
 from prefect_torch_ddp.storage.protocol import Storage
 from prefect_torch_ddp.tasks.report.artifacts import ArtifactWriter, key
 from prefect_torch_ddp.tasks.report.curves import MetricCurves
-from prefect_torch_ddp.tasks.report.markdown import code, duration, fact_table, join, number, text
+from prefect_torch_ddp.tasks.report.markdown import text
 from prefect_torch_ddp.tasks.report.plot import render_curves
+from prefect_torch_ddp.tasks.report.progress import Status, TrainingProgress
+from prefect_torch_ddp.tasks.report.report import RunView, render_page
 
 REQUEST_TIMEOUT_S = 5.0
 FINISH_TIMEOUT_S = 10.0
+CANCELS = GangCancelledError, TaskCancelled, KeyboardInterrupt, TerminationSignal
 READ_SHARE = 1 / 64
 """Records are read again after this share of the training's age: as often as ranks write them."""
-SPEED_WINDOW_S = 30.0
-MAX_LINE_METRICS = 3
-
-
-@dataclass
-class TrainingProgress:
-    """What is known of a running training; bounded in size, however long it runs."""
-
-    run_id: str
-    workload: str
-    world_size: int
-    attempt: int = 1
-    status: Literal["training", "finished", "stopped"] = "training"
-    newest: Progress | None = None
-    metrics: dict[str, float] = field(default_factory=dict)
-    """The newest value of each, on rank 0."""
-    _seen: deque[tuple[float, int]] = field(default_factory=deque)
-    """(time, step) of the events of the last half minute."""
-
-    def begin_attempt(self, began: AttemptBegan) -> None:
-        """Take in that the ranks start, perhaps again, perhaps fewer."""
-        self.attempt, self.world_size = began.attempt, began.world_size
-
-    def add(self, progress: Progress, now_s: float) -> None:
-        """Take in one event; its step may be lower than the last, after a restart.
-
-        Args:
-            progress: of rank 0.
-            now_s: a monotonic clock's time.
-        """
-        if self.newest is not None and progress.step < self.newest.step:
-            self._seen.clear()  # the speed would have the restart's pause in it
-        self.newest = progress
-        self.metrics |= progress.metrics
-        self._seen.append((now_s, progress.step))
-        # Two make a speed.
-        while len(self._seen) > 2 and now_s - self._seen[1][0] > SPEED_WINDOW_S:  # noqa: PLR2004
-            self._seen.popleft()
-
-    @property
-    def steps_per_s(self) -> float | None:
-        """The speed of the last half minute; None before there are two events."""
-        if len(self._seen) < 2:  # noqa: PLR2004
-            return None
-        (start_s, start), (end_s, end) = self._seen[0], self._seen[-1]
-        return (end - start) / (end_s - start_s) if end_s > start_s and end > start else None
-
-    @property
-    def eta_s(self) -> float | None:
-        """Seconds that the steps left will take; None where that can't be known."""
-        if self.newest is None or self.newest.total_steps is None or self.steps_per_s is None:
-            return None
-        return max(0, self.newest.total_steps - self.newest.step) / self.steps_per_s
-
-    @property
-    def percent(self) -> float:
-        """How much of the training is done, 0 to 100; 0 where its length isn't known."""
-        if self.status == "finished":
-            return 100.0
-        if self.newest is None or not self.newest.total_steps:
-            return 0.0
-        return min(100.0, 100 * self.newest.step / self.newest.total_steps)
-
-    @property
-    def trouble(self) -> str:
-        """What rank 0 warns of, such as checkpoints that fail; empty where all is well."""
-        return self.newest.trouble if self.newest is not None and self.newest.trouble else ""
-
-    @property
-    def line(self) -> str:
-        """One plain line: `epoch 3, step 120/400, loss 0.123, ETA 40 s`."""
-        newest, status = self.newest, self.status
-        if newest is None:
-            return "no step yet" if status == "training" else f"{status} before the first step"
-        total = f"/{newest.total_steps}" if newest.total_steps else ""
-        shown = list(self.metrics.items())[:MAX_LINE_METRICS]
-        metrics = [f"{' '.join(name.split())} {number(value)}" for name, value in shown]
-        ending = [] if self.eta_s is None else [f"ETA {duration(self.eta_s)}"]
-        ending = ending if status == "training" else [status]
-        return ", ".join([f"epoch {newest.epoch}", f"step {newest.step}{total}", *metrics, *ending])
-
-
-def render_live(
-    training: TrainingProgress, elapsed_s: float, updated_at: str = "", curve: str = ""
-) -> str:
-    """Render the report of a training that runs.
-
-    Args:
-        training: what is known now.
-        elapsed_s: seconds since it began.
-        updated_at: when, so that a page that stands still shows since when it does.
-        curve: a markdown image, or nothing.
-    """
-    speed = training.steps_per_s
-    eta_s = training.eta_s if training.status == "training" else None
-    facts = {
-        "Run": code(training.run_id),
-        "Workload": code(training.workload),
-        "World size": f"{training.world_size} ranks",
-        "Attempt": str(training.attempt),
-        "Elapsed": duration(elapsed_s),
-        "Updated": text(updated_at),
-        "Throughput": "" if speed is None else f"{number(speed)} steps/s",
-        "ETA": "" if eta_s is None else duration(eta_s),
-    }
-    metrics = {text(name): number(value) for name, value in training.metrics.items()}
-    return join(
-        f"# Training: {text(training.line)}",
-        f"**{text(training.trouble)}**" if training.trouble else "",
-        curve,
-        fact_table(facts),
-        f"## Latest metrics of rank 0\n\n{fact_table(metrics)}" if metrics else "",
-    )
 
 
 class LiveReport:
-    """Shows a training in Prefect while it runs: a progress artifact and a markdown report.
+    """Shows a training in Prefect while it runs, and how it ended: a page and a progress artifact.
 
-    Made in a task, used as a context manager around the training. `update` costs microseconds: a
+    Made in a task, used as a context manager around the training. `receive` costs microseconds: a
     thread of its own talks to Prefect and reads the run's records, at most every `interval_s` and
     once at the end. Nothing that goes wrong there reaches the training.
     """
 
     def __init__(
-        self, storage: Storage, training: TrainingProgress, *, interval_s: float = 3.0
+        self,
+        storage: Storage,
+        training: TrainingProgress,
+        *,
+        is_published: bool = False,
+        interval_s: float = 3.0,
     ) -> None:
+        """Make it, without anything shown yet.
+
+        Args:
+            storage: of the run.
+            training: what is known of it.
+            is_published: another task of the flow run completes the page; otherwise each task run
+                has artifacts of its own.
+            interval_s: between two updates.
+        """
         self._storage = storage
         self._training = training
         self._interval_s = interval_s
+        self._is_published = is_published
         self._known: set[str] = set()
         """The parts of the run's records that are in the curves."""
         self._curves = MetricCurves()
         self._picture = ""
+        self._failures: list[FailureRecord] = []
         self._lock = threading.Lock()
         self._has_news = True
         self._finishing = threading.Event()
@@ -177,29 +83,37 @@ class LiveReport:
             target=context.run, args=(self._keep_writing,), name="live-report", daemon=True
         )
 
-    def begin_attempt(self, began: AttemptBegan) -> None:
-        """Take in that the ranks start, perhaps again, perhaps fewer."""
+    def receive(self, event: GangEvent) -> None:
+        """Take in what the gang says: where rank 0 is, and that ranks start, perhaps fewer."""
         with self._lock:
-            self._training.begin_attempt(began)
-            self._has_news = True
-
-    def update(self, progress: Progress) -> None:
-        """Take in how far rank 0 is."""
-        with self._lock:
-            self._training.add(progress, time.monotonic())
+            if isinstance(event, Progress):
+                self._training.add(event, time.monotonic())
+            elif isinstance(event, AttemptBegan):
+                self._training.begin_attempt(event)
+            else:
+                return
             self._has_news = True
 
     def __enter__(self) -> Self:
         self._thread.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: object
+    ) -> None:
         # The end is shown at once, if the API answers.
         with self._lock:
-            self._training.status = "finished" if kind is None else "stopped"
-            self._has_news = True
+            self._training.status = self._status_after(error)
+            self._training.cause = "" if error is None else f"{type(error).__name__}: {error}"
+            # Of a training that goes on elsewhere the page is there, too.
+            self._has_news = not isinstance(error, SupersededError)
         self._finishing.set()
         self._thread.join(FINISH_TIMEOUT_S)
+
+    def _status_after(self, error: BaseException | None) -> Status:
+        if error is not None:
+            return "cancelled" if isinstance(error, CANCELS) else "failed"
+        return "trained" if self._is_published else "finished"
 
     def _keep_writing(self) -> None:
         # Prefect's own retries last a minute; ours come at the interval.
@@ -213,7 +127,7 @@ class LiveReport:
                 age_s = time.monotonic() - self._started_s
                 if last or age_s >= next_read_s:
                     next_read_s = age_s + max(self._interval_s, age_s * READ_SHARE)
-                    self._read()
+                    self._read(is_last=last)
                 try:
                     writer = writer or self._connect(stack)
                     self._write(writer)
@@ -222,24 +136,26 @@ class LiveReport:
                 if not last:
                     self._finishing.wait(self._interval_s)
 
-    def _read(self) -> None:
+    def _read(self, *, is_last: bool) -> None:
         try:
             records = read_all_records(self._storage, self._training.run_id, known=self._known)
             if records:
                 self._curves.add(records)
                 self._picture = render_curves(self._curves.curves, self._curves.epoch_ends)
                 with self._lock:
-                    self._has_news = True
+                    self._has_news |= not is_last
+            if self._training.attempt > 1 or is_last:
+                self._failures = read_failures(self._storage, self._training.run_id)
         except Exception as error:  # noqa: BLE001 - as above
             self._warn_once("read the run's records", error)
 
     def _connect(self, stack: ExitStack) -> ArtifactWriter:
         # With settings of its own the client is not the one that the task's thread uses.
         client = get_client(sync_client=True, httpx_settings={"timeout": REQUEST_TIMEOUT_S})
-        return ArtifactWriter(stack.enter_context(client), *self._run_ids)
+        per_task = not self._is_published
+        return ArtifactWriter(stack.enter_context(client), *self._run_ids, per_task=per_task)
 
     def _write(self, writer: ArtifactWriter) -> None:
-        now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
         with self._lock:
             if not self._has_news:
                 return
@@ -247,11 +163,18 @@ class LiveReport:
             training = self._training
             done = training.percent
             line = "; ".join(part for part in (training.line, training.trouble) if part)
-            elapsed_s = time.monotonic() - self._started_s
-            page = render_live(training, elapsed_s, now, self._picture)
+            view = RunView(
+                training,
+                elapsed_s=time.monotonic() - self._started_s,
+                updated_at=datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC"),
+                picture=self._picture,
+                failures=self._failures,
+            )
+            page = render_page(view)
+        experiment, about = training.experiment, f"Run {training.run_id}, {training.status}"
         try:
-            writer.put("progress", key("progress"), done, line)
-            writer.put("markdown", key("report"), page, f"Run {training.run_id}, live")
+            writer.put("progress", key("progress", experiment), done, text(line))
+            writer.put("markdown", key("report", experiment), page, about)
         except Exception:
             with self._lock:
                 self._has_news = True

@@ -1,12 +1,11 @@
-"""The report of a finished run: a page of markdown, from values alone."""
+"""The page of a run, live and as the final record: one function, one list of sections."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import groupby
-from urllib.parse import unquote, urlsplit
 
-from prefect_torch_ddp.params import TrainParams
+from prefect_torch_ddp.protocol.events import FailureRecord
 from prefect_torch_ddp.results import (
-    CheckpointRef,
     EpochLedger,
     EpochRow,
     FailedAttempt,
@@ -14,6 +13,7 @@ from prefect_torch_ddp.results import (
     Report,
     TrainReport,
 )
+from prefect_torch_ddp.tasks.report.checkpoints import checkpoint_list, load_section
 from prefect_torch_ddp.tasks.report.evaluation import class_table, confusion_table
 from prefect_torch_ddp.tasks.report.markdown import (
     code,
@@ -27,8 +27,11 @@ from prefect_torch_ddp.tasks.report.markdown import (
     table,
     text,
 )
+from prefect_torch_ddp.tasks.report.progress import TrainingProgress
 from prefect_torch_ddp.tasks.report.run_record import RunRecord
 
+MAX_PAGE_BYTES = 300_000
+MAX_CAUSE = 2_000
 MAX_EPOCH_ROWS = 50
 MAX_METRIC_COLUMNS = 6
 MAX_HEADLINE_METRICS = 3
@@ -37,39 +40,118 @@ MAX_LEDGER_LINES = 50
 MAX_FAILURES = 50
 
 
-def render_report(
-    report: TrainReport,
-    params: TrainParams,
-    record: RunRecord,
-    curve: str = "",
-    time_lost_s: float = 0.0,
-) -> str:
-    """Render the report of a finished run.
+@dataclass(frozen=True)
+class RunView:
+    """All that a page shows of a run; what isn't known, or not yet, is empty."""
 
-    Args:
-        report: what the run returns.
-        params: its parameters.
-        record: its code and environment.
-        curve: a markdown image, or nothing.
-        time_lost_s: what failures cost, in seconds.
-    """
-    evaluation = report.evaluation
-    models = load_section(report.training.model_uris)
-    sections = {
-        "Epochs": epoch_table(report.epochs),
-        "Classes": class_table(evaluation),
-        "Confusion matrix": confusion_table(evaluation),
-        "Model and checkpoints": f"{checkpoint_list(report)}\n\n{models}",
-        "Ledger": _ledger_lines(report.ledger),
-        "Failed attempts": _failure_table(report.training.failures),
-        "Run record": _run_record(report, params, record, time_lost_s),
+    training: TrainingProgress
+    elapsed_s: float | None = None
+    """Since this attempt's task run began."""
+    updated_at: str = ""
+    """So that a page that stands still shows since when it does."""
+    picture: str = ""
+    """The curves, a markdown image."""
+    failures: Sequence[FailedAttempt | FailureRecord] = ()
+    report: TrainReport | None = None
+    """Of train_flow, at its end."""
+    record: RunRecord | None = None
+    time_lost_s: float = 0.0
+    """What failures cost."""
+
+
+def render_page(view: RunView) -> str:
+    """Put a run's page together, whatever is known of it, in at most `MAX_PAGE_BYTES`."""
+    bodies = {title: section(view) for title, section in SECTIONS.items()}
+    sections = {title: body for title, body in bodies.items() if body}
+    top = join(*(part(view) for part in TOP)).rstrip()
+
+    def page() -> str:
+        return join(top, *(f"## {title}\n\n{body}" for title, body in sections.items()))
+
+    while len(page().encode()) > MAX_PAGE_BYTES and sections:
+        largest = max(sections, key=lambda title: len(sections[title].encode()))
+        size_kb = len(sections.pop(largest).encode()) // 1000
+        top += f"\n\n*{largest}* is left out: its {size_kb} kB would make the page too large."
+    return page()
+
+
+def _headline(view: RunView) -> str:
+    training = view.training
+    evaluation = "" if view.report is None else _evaluated(view.report.evaluation)
+    ending = evaluation or text(training.line.removesuffix(f" · {training.status}"))
+    return f"# {text(training.name)}: {training.status} · {ending}"
+
+
+def _cause(view: RunView) -> str:
+    cause = view.training.cause
+    shown = cause if len(cause) <= MAX_CAUSE else f"{cause[:MAX_CAUSE]} ..."
+    return code_block(shown, "text") if cause else ""
+
+
+def _trouble(view: RunView) -> str:
+    trouble = view.training.trouble
+    return f"**{text(trouble)}**" if trouble else ""
+
+
+def _facts(view: RunView) -> str:
+    training = view.training
+    steps, samples, eta_s = training.steps_per_s, training.samples_per_s, training.eta_s
+    speeds = [] if samples is None else [f"{number(samples)} samples/s"]
+    speeds += [] if steps is None else [f"{number(steps)} steps/s"]
+    is_live = training.status == "training"
+    facts = {
+        "Run": code(training.run_id),
+        "World size": f"{training.world_size} ranks" if training.world_size else "",
+        "Attempt": str(training.attempt),
+        "Elapsed": "" if view.elapsed_s is None else duration(view.elapsed_s),
+        "Updated": text(view.updated_at),
+        "Throughput": ", ".join(speeds) if is_live else "",
+        "ETA": duration(eta_s) if is_live and eta_s is not None else "",
     }
-    return join(
-        f"# {text(params.workload)}: {_headline(evaluation)}",
-        _ledger_warning(report.ledger),
-        curve,
-        *(f"## {title}\n\n{body}" for title, body in sections.items() if body),
-    )
+    return fact_table(facts)
+
+
+def _metrics(view: RunView) -> str:
+    shown = {text(name): number(value) for name, value in view.training.metrics.items()}
+    return f"Newest of rank 0:\n\n{fact_table(shown)}" if shown else ""
+
+
+def _params(view: RunView) -> str:
+    shown = {text(name): code(value) for name, value in view.training.params.items()}
+    return fact_table(shown) if shown else ""
+
+
+def _evaluated(evaluation: Report) -> str:
+    accuracy = [] if evaluation.accuracy is None else [f"accuracy {percent(evaluation.accuracy)}"]
+    loss = [] if evaluation.loss is None else [f"loss {number(evaluation.loss)}"]
+    shown = list(evaluation.metrics.items())[:MAX_HEADLINE_METRICS]
+    others = [f"{text(name)} {number(value)}" for name, value in shown]
+    return ", ".join([*accuracy, *loss, *others, f"{count(evaluation.num_samples)} samples"])
+
+
+def _run_record(view: RunView) -> str:
+    report, record = view.report, view.record
+    if report is None or record is None:
+        return ""
+    training, dataset = report.training, report.dataset
+    step = training.resumed_from_step
+    facts = {
+        "run": code(report.run_id),
+        "workload": code(view.training.name),
+        "code": f"prefect-torch-ddp {text(record.code_version)}",
+        "git commit": code(record.git_commit or ""),
+        **{name: text(version) for name, version in record.versions.items()},
+        "dataset": f"{count(dataset.num_files)} files, {count(dataset.num_bytes)} bytes",
+        "dataset digest": code(dataset.digest),
+        "dataset location": code(dataset.uri),
+        "seed": str(view.training.params.get("seed", "")),
+        "world size": f"{training.world_size} ranks",
+        "steps": f"{count(training.num_steps)} in {count(training.num_epochs)} epochs",
+        "attempts": f"{training.attempt}" + ("" if step is None else f", resumed from step {step}"),
+        "training time of the last attempt": duration(training.duration_s),
+        "time lost to failures": duration(view.time_lost_s),
+    }
+    return fact_table(facts)
 
 
 def epoch_table(rows: Sequence[EpochRow]) -> str:
@@ -83,90 +165,6 @@ def epoch_table(rows: Sequence[EpochRow]) -> str:
     num_left_out = len(rows) - len(lines)
     ending = f"\n\nThe first {num_left_out} epochs are left out." if num_left_out else ""
     return table(header, lines, align="r" * len(header)) + ending if rows else ""
-
-
-def _headline(evaluation: Report) -> str:
-    accuracy = [] if evaluation.accuracy is None else [f"accuracy {percent(evaluation.accuracy)}"]
-    loss = [] if evaluation.loss is None else [f"loss {number(evaluation.loss)}"]
-    shown = list(evaluation.metrics.items())[:MAX_HEADLINE_METRICS]
-    others = [f"{text(name)} {number(value)}" for name, value in shown]
-    return ", ".join([*accuracy, *loss, *others, f"{count(evaluation.num_samples)} samples"])
-
-
-def _run_record(
-    report: TrainReport, params: TrainParams, record: RunRecord, time_lost_s: float
-) -> str:
-    training, dataset = report.training, report.dataset
-    step = training.resumed_from_step
-    facts = {
-        "run": code(report.run_id),
-        "workload": code(params.workload),
-        "code": f"prefect-torch-ddp {text(record.code_version)}",
-        "git commit": code(record.git_commit or ""),
-        **{name: text(version) for name, version in record.versions.items()},
-        "dataset": f"{count(dataset.num_files)} files, {count(dataset.num_bytes)} bytes",
-        "dataset digest": code(dataset.digest),
-        "dataset location": code(dataset.uri),
-        "seed": str(params.seed),
-        "world size": f"{training.world_size} ranks",
-        "steps": f"{count(training.num_steps)} in {count(training.num_epochs)} epochs",
-        "attempts": f"{training.attempt}" + ("" if step is None else f", resumed from step {step}"),
-        "training time of the last attempt": duration(training.duration_s),
-        "time lost to failures": duration(time_lost_s),
-    }
-    return fact_table(facts)
-
-
-def checkpoint_list(report: TrainReport) -> str:
-    """List where the models and the checkpoints are.
-
-    Locations are code, since a browser can't follow `s3://`, and no table cells, which cut them.
-    """
-    training = report.training
-    roles: dict[str, list[str]] = {}
-    refs: dict[str, CheckpointRef] = {}
-    for role, ref in (
-        ("evaluated", report.checkpoint),
-        ("best", training.best_checkpoint),
-        ("last", training.last_checkpoint),
-    ):
-        if ref is not None:
-            refs[ref.uri] = ref
-            roles.setdefault(ref.uri, []).append(role)
-    lines = []
-    for name, uri in training.model_uris.items():
-        card = code(f"{uri.rpartition('.')[0]}.json")
-        step = count(report.checkpoint.step)
-        lines.append(f"- **Weights** of {code(name)}, step {step}: {code(uri)}; their card: {card}")
-    for uri, ref in refs.items():
-        metrics = "".join(f", {text(name)} {number(value)}" for name, value in ref.metrics.items())
-        which = " and ".join(roles[uri]).capitalize()
-        about = f"step {count(ref.step)}, attempt {ref.attempt}{metrics}"
-        lines.append(f"- **{which} checkpoint**, {about}: {code(uri)}")
-    return "\n".join(lines)
-
-
-def load_section(model_uris: Mapping[str, str]) -> str:
-    """Show how to load the models, or say why there is none."""
-    if not model_uris:
-        return "No model was exported: `train` tracked none. `ctx.track(model=model)` names it."
-    blocks = [load_code(name, uri) for name, uri in model_uris.items()]
-    return "\n\n".join(["Load the weights, on any machine, with plain PyTorch:", *blocks])
-
-
-def load_code(name: str, model_uri: str) -> str:
-    """Show the three lines that load a model; fsspec reads it where it isn't a local file."""
-    parts = urlsplit(model_uri)
-    is_local = parts.scheme in {"", "file"}
-    path = repr(unquote(parts.path) if parts.scheme else model_uri)
-    if not is_local:
-        path = f"fsspec.open({model_uri!r}).open()"
-    module, load = "torch", 'torch.load(file, map_location="cpu", weights_only=True)'
-    if model_uri.endswith(".safetensors"):
-        module = "safetensors.torch"
-        load = f"{module}.load_file(file)" if is_local else f"{module}.load(file.read())"
-    modules = module if is_local else f"fsspec, {module}"
-    return code_block(f"import {modules}\nfile = {path}\n{name}.load_state_dict({load})")
 
 
 def _ledger_warning(ledger: LedgerReport | None) -> str:
@@ -206,9 +204,39 @@ def _group_line(epochs: Sequence[EpochLedger]) -> str:
     return f"epochs {first.epoch} to {last.epoch}: {str(first).partition(': ')[2]}"
 
 
-def _failure_table(failures: Sequence[FailedAttempt]) -> str:
+def _failure_table(failures: Sequence[FailedAttempt | FailureRecord]) -> str:
     lines = []
     for one in failures[-MAX_FAILURES:]:
         step = "" if one.step is None else count(one.step)
         lines.append([str(one.attempt), str(one.world_size or ""), step, text(one.summary)])
     return table(["attempt", "ranks", "step", "failure"], lines, align="rrrl") if lines else ""
+
+
+def _of_report(section: Callable[[TrainReport], str]) -> Callable[[RunView], str]:
+    return lambda view: "" if view.report is None else section(view.report)
+
+
+def _models(report: TrainReport) -> str:
+    return f"{checkpoint_list(report)}\n\n{load_section(report.training.model_uris)}"
+
+
+TOP: Sequence[Callable[[RunView], str]] = (
+    _headline,
+    _cause,
+    _trouble,
+    _of_report(lambda report: _ledger_warning(report.ledger)),
+    lambda view: view.picture,
+    _facts,
+)
+SECTIONS: Mapping[str, Callable[[RunView], str]] = {
+    "Metrics": _metrics,
+    "Epochs": _of_report(lambda report: epoch_table(report.epochs)),
+    "Classes": _of_report(lambda report: class_table(report.evaluation)),
+    "Confusion matrix": _of_report(lambda report: confusion_table(report.evaluation)),
+    "Model and checkpoints": _of_report(_models),
+    "Ledger": _of_report(lambda report: _ledger_lines(report.ledger)),
+    "Failed attempts": lambda view: _failure_table(view.failures),
+    "Parameters and options": _params,
+    "Run record": _run_record,
+}
+"""The sections of a page by title, in their order; an empty one is left out."""

@@ -4,6 +4,7 @@ training's way."""
 import json
 import logging
 import math
+import re
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -29,14 +30,17 @@ from prefect_torch_ddp.results import (
 from prefect_torch_ddp.storage.protocol import StoredObject
 from prefect_torch_ddp.tasks.publish import publish
 from prefect_torch_ddp.tasks.report.artifacts import key
-from prefect_torch_ddp.tasks.report.live import LiveReport, TrainingProgress
+from prefect_torch_ddp.tasks.report.live import LiveReport
+from prefect_torch_ddp.tasks.report.progress import TrainingProgress
 from tests.support.runs import artifacts_of, logs_of
 from tests.support.s3_server import Fault, Wire, lose_the_answer
 from tests.support.waiting import wait_until
 
 RUN = "calm-otter-12345678"
 SECRET = "hunter2-do-not-show"
-PROGRESS, PAGE = "train-ddp-progress", "train-ddp-report"
+DIGITS = "prefect_torch_ddp.examples.digits"
+EXPERIMENT = f"train-ddp {DIGITS}"
+PROGRESS, PAGE = key("progress", EXPERIMENT), key("report", EXPERIMENT)
 
 
 def records() -> dict[str, bytes]:
@@ -79,8 +83,8 @@ class Shelf:
 
 def live_report(run_id: str = RUN, attempt: int = 1, interval_s: float = 0.3) -> LiveReport:
     """Make a live report with a short interval, of a run whose ranks wrote records."""
-    shown = TrainingProgress(run_id, "prefect_torch_ddp.examples.digits", 2, attempt)
-    return LiveReport(Shelf(), shown, interval_s=interval_s)
+    shown = TrainingProgress(run_id, DIGITS, EXPERIMENT, world_size=2, attempt=attempt)
+    return LiveReport(Shelf(), shown, is_published=True, interval_s=interval_s)
 
 
 def step(number: int, **more: Any) -> Progress:
@@ -111,16 +115,23 @@ def page_of(flow_run_id: Any) -> str:
 
 
 @pytest.mark.parametrize(
-    ("name", "expected"),
+    ("experiment", "expected"),
     [
-        ("report", "train-ddp-report"),
-        ("Confusion Matrix", "train-ddp-confusion-matrix"),
-        ("ä_b.c/", "train-ddp-b-c"),
+        ("fit", "report-fit"),
+        ("train-ddp tests.workloads.tiny", "report-train-ddp-tests-workloads-tiny-"),
+        ("ä", "report-"),
     ],
 )
-def test_keys_are_lowercase_letters_digits_and_dashes(name: str, expected: str) -> None:
-    """Whatever the name holds."""
-    assert key(name) == expected
+def test_keys_are_lowercase_letters_digits_and_dashes(experiment: str, expected: str) -> None:
+    """Whatever the name holds; a name that isn't its own key gets a digest."""
+    made = key("report", experiment)
+    assert re.fullmatch(expected + "[0-9a-f]{6}" * expected.endswith("-"), made)
+
+
+def test_no_two_experiments_have_one_key() -> None:
+    """However alike they are, and however long."""
+    names = ["fit_a", "fit-a", "fit a", "Fit-a", "ä", "ö", *("x" * length for length in (99, 100))]
+    assert len({key("report", name) for name in names}) == len(names)
 
 
 def test_the_live_report_is_two_artifacts_updated_in_place(prefect_api):
@@ -131,7 +142,7 @@ def test_the_live_report_is_two_artifacts_updated_in_place(prefect_api):
         with live_report() as live:
             for last in (10, 20):
                 for number in range(last - 9, last + 1):
-                    live.update(step(number))
+                    live.receive(step(number))
                 wait_until(lambda last=last: f"step {last}/40" in page_of(run.flow_run_id))
                 seen.append(artifacts_of(run.flow_run_id))
         return str(run.id)
@@ -144,8 +155,8 @@ def test_the_live_report_is_two_artifacts_updated_in_place(prefect_api):
         assert first[name].data != second[name].data != artifact.data
         assert str(artifact.task_run_id) == task_run_id
     assert [found[PROGRESS].data for found in (first, second, last)] == [25.0, 50.0, 100.0]
-    assert first[PROGRESS].description.startswith("epoch 1, step 10/40, loss 0.1")
-    assert last[PROGRESS].description == "epoch 2, step 20/40, loss 0.05, finished"
+    assert first[PROGRESS].description.startswith("epoch 1 · step 10/40 · loss 0.1")
+    assert last[PROGRESS].description == "epoch 2 · step 20/40 · loss 0.05 · trained"
     assert "](data:image/svg+xml;base64," in last[PAGE].data
     assert RUN in last[PAGE].data
 
@@ -157,11 +168,11 @@ def test_a_flood_of_progress_waits_for_the_interval_and_the_end_does_not(prefect
         with live_report(interval_s=600.0) as live:
             wait_until(lambda: page_of(run.flow_run_id))
             for number in range(1, 5001):
-                live.update(step(number % 40 + 1))
+                live.receive(step(number % 40 + 1))
             assert "no step yet" in page_of(run.flow_run_id).splitlines()[0]
 
     flow_run_id, _ = run_in_a_task(train)
-    assert "finished" in artifacts_of(flow_run_id)[PROGRESS].description
+    assert "trained" in artifacts_of(flow_run_id)[PROGRESS].description
 
 
 def test_a_retry_and_a_restart_update_the_same_artifacts(prefect_api):
@@ -171,20 +182,19 @@ def test_a_retry_and_a_restart_update_the_same_artifacts(prefect_api):
     def train(run: Any) -> None:
         with live_report(attempt=run.run_count) as live:
             if run.run_count == 1:
-                live.update(step(13))
+                live.receive(step(13))
                 msg = "boom"
                 raise ValueError(msg)
             stopped.append(artifacts_of(run.flow_run_id)[PROGRESS])
-            live.update(step(26))
-            live.begin_attempt(AttemptBegan(3, 1))
-            live.update(step(20))
+            live.receive(step(26))
+            live.receive(AttemptBegan(3, 1))
+            live.receive(step(20))
 
     flow_run_id, _ = run_in_a_task(train, retries=1)
     last = artifacts_of(flow_run_id)
     assert [found.id for found in stopped] == [last[PROGRESS].id]
-    assert stopped[0].description.startswith("epoch 2, step 13/40, loss 0.0769")
-    assert stopped[0].description.endswith(", stopped")
-    assert last[PROGRESS].description == "epoch 2, step 20/40, loss 0.05, finished"
+    assert stopped[0].description == "epoch 2 · step 13/40 · loss 0.07692 · failed"
+    assert last[PROGRESS].description == "epoch 2 · step 20/40 · loss 0.05 · trained"
     assert "| Attempt | 3 |" in last[PAGE].data
     assert "| World size | 1 ranks |" in last[PAGE].data
 
@@ -213,7 +223,7 @@ def test_an_api_that_is_down_costs_one_warning_and_gets_the_report_when_it_is_ba
     ):
         wait_until(warnings)
         for number in range(1, 8):
-            live.update(step(number))
+            live.receive(step(number))
         num_tries = len(tries)
         wait_until(lambda: len(tries) > num_tries + 2)
         is_down = False
@@ -237,8 +247,9 @@ def publish_inputs(**changes: Any) -> dict[str, Any]:
     scores = (("a|b", 1.0, 0.75, 6 / 7, 4), ("dog", 0.8, 1.0, 8 / 9, 4), ("never seen", 0, 0, 0, 0))
     names = ("name", "precision", "recall", "f1", "support")
     return {
-        "params": TrainParams(workload="prefect_torch_ddp.examples.digits"),
+        "params": TrainParams(workload=DIGITS),
         "storage": Shelf(),
+        "experiment": EXPERIMENT,
         "dataset": DatasetReport(
             dataset_id="d", uri="s3://bucket/data/d", num_files=1, num_bytes=10, digest="9f2c"
         ),
@@ -264,6 +275,11 @@ def publish_inputs(**changes: Any) -> dict[str, Any]:
     } | changes
 
 
+def section_of(page: str, title: str) -> list[str]:
+    """Return the lines of a section."""
+    return page.partition(f"\n## {title}\n\n")[2].partition("\n\n## ")[0].splitlines()
+
+
 def test_publish_shows_the_whole_run_and_returns_it(prefect_api):
     """Each artifact once, though Dask runs a task again whose worker is lost; what isn't a
     number is a word; no secret is shown."""
@@ -278,21 +294,16 @@ def test_publish_shows_the_whole_run_and_returns_it(prefect_api):
     assert report.epochs[0].metrics["loss"] == pytest.approx(mean)
     assert math.isnan(report.epochs[2].metrics["loss"])
     shown = artifacts_of(flow_run_id)
-    assert {name: artifact.type for name, artifact in shown.items()} == {
-        "train-ddp-report": "markdown",
-        "train-ddp-epochs": "markdown",
-        "train-ddp-confusion-matrix": "markdown",
-        "train-ddp-class-scores": "markdown",
-        "train-ddp-checkpoints": "markdown",
-    }
-    assert "`s3://bucket/prefix/manifest.json`" in shown["train-ddp-checkpoints"].data
-    assert "| a\\|b | **3** | 1 | 0 |" in shown["train-ddp-confusion-matrix"].data
-    assert "accuracy 87.50 %, loss 0.25, 8 samples" in shown[PAGE].data
-    assert SECRET not in "".join(str(artifact) for artifact in shown.values())
-    epochs = shown["train-ddp-epochs"].data.splitlines()
+    assert {name: artifact.type for name, artifact in shown.items()} == {PAGE: "markdown"}
+    page = str(shown[PAGE].data)
+    assert "`s3://bucket/prefix/manifest.json`" in page
+    assert "| a\\|b | **3** | 1 | 0 |" in page
+    assert "accuracy 87.50 %, loss 0.25, 8 samples" in page
+    assert SECRET not in str(shown[PAGE])
+    epochs = section_of(page, "Epochs")
     assert epochs[0] == "| epoch | steps | samples | loss | validation_accuracy | a | b | c |"
     assert [row.split(" | ")[3] for row in epochs[2:]] == ["0.7929", "0.5669", "nan", "inf"]
-    scores = shown["train-ddp-class-scores"].data.splitlines()
+    scores = section_of(page, "Classes")
     assert scores[0] == "| class | precision | recall | F1 | support |"
     assert scores[2] == "| a\\|b | 1.000 | 0.750 | 0.857 | 4 |"
 
@@ -312,7 +323,7 @@ def test_a_ledger_that_is_not_clean_is_said_first(prefect_api):
     key_of_part = f"runs/{RUN}/ledger/rank-00000/000001-000001.jsonl"
     inputs = publish_inputs(
         storage=Shelf(objects=records() | {key_of_part: part}),
-        params=TrainParams(workload="prefect_torch_ddp.examples.digits", ledger=True),
+        params=TrainParams(workload=DIGITS, ledger=True),
     )
     flow_run_id, report = run_in_a_task(lambda _: publish.fn(**inputs))
     line = "epoch 1: 3 samples; 1 missing (2); 1 repeated (1 in step 2)"

@@ -23,6 +23,7 @@ from prefect.client.schemas.filters import FlowRunFilterStateType as StateTypeFi
 from prefect.client.schemas.objects import StateType
 
 from prefect_torch_ddp import ClusterParams
+from prefect_torch_ddp.tasks.report.artifacts import key
 from tests.integration.tasks.test_cancel import (
     check_cancelled,
     newest_run,
@@ -89,7 +90,8 @@ def test_nightly_runs_to_completed(deployed: str, tmp_path: Path) -> None:
             return client.read_flow_runs(deployment_filter=where, flow_run_filter=in_it)
 
         (run,) = runs(StateType.COMPLETED)
-        assert {"train-ddp-report", "train-ddp-progress"} <= artifacts_of(run.id).keys()
+        of_both = {key(kind, f"nightly {params['workload']}") for kind in ("report", "progress")}
+        assert of_both == artifacts_of(run.id).keys()
         wait_until(lambda: runs(StateType.SCHEDULED), what="a run by the cron schedule")
         assert runs(StateType.SCHEDULED)[0].parameters.keys() == {"params"}
 

@@ -22,10 +22,10 @@ from prefect_torch_ddp.checkpoint.attempts import newest_attempt
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from tests.support.records import read_records
 from tests.support.runs import (
-    artifacts_of,
     flow_run_id_of,
     logs_of,
     newest_flow_run,
+    report_of,
     retry_train_flow,
     states_of,
     states_passed,
@@ -101,7 +101,7 @@ def test_a_killed_rank_costs_no_retry(params: Params, undisturbed: TrainReport) 
     wait_until_said(flow_run_id, "was killed by SIGKILL (9)", "restart 1 of 2")
     for attempt in (1, 2):
         wait_until_said(flow_run_id, f"attempt {attempt} trains tests.workloads.tiny on 2 ranks")
-    page = str(artifacts_of(flow_run_id)["train-ddp-report"].data)
+    page = report_of(flow_run_id)
     assert "## Failed attempts" in page
     assert "failed in attempt 1: was killed by SIGKILL" in page
     assert report.ledger is not None

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from prefect_torch_ddp.tasks.report.report import load_code
+from prefect_torch_ddp.tasks.report.checkpoints import load_code
 from prefect_torch_ddp.tasks.report.run_record import git_commit, read_run_record
 
 WEIGHTS = "{'weight': torch.ones(1, 2), 'bias': torch.ones(1)}"

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from prefect_torch_ddp import CheckpointParams, ClusterParams, TrainParams, TrainReport, train_flow
 from prefect_torch_ddp.checkpoint.manifest import list_checkpoints
 from prefect_torch_ddp.storage.directory import DirectoryStorage
+from prefect_torch_ddp.tasks.report.artifacts import key
 from tests.support.runs import (
     artifacts_of,
     flow_run_id_of,
@@ -92,12 +93,17 @@ def test_artifacts_to_browse(two_runs: tuple[TrainReport, TrainReport]) -> None:
     """Progress, the report with its curve, epoch table, confusion matrix, where the checkpoints
     are."""
     report = two_runs[1]
-    artifacts = artifacts_of(flow_run_id_of(report.flow_run_url))
-    names = ("progress", "report", "epochs", "confusion-matrix", "checkpoints")
-    assert {f"train-ddp-{name}" for name in names} <= artifacts.keys()
-    assert "data:image/svg+xml;base64," in str(artifacts["train-ddp-report"].data)
-    assert report.checkpoint.uri in str(artifacts["train-ddp-checkpoints"].data)
-    assert artifacts["train-ddp-progress"].data == 100
+    flow_run_id = flow_run_id_of(report.flow_run_url)
+    progress, page = (
+        artifacts_of(flow_run_id)[key(kind, f"train-ddp {DIGITS}")]
+        for kind in ("progress", "report")
+    )
+    assert progress.data == 100
+    assert str(page.data).startswith(f"# {DIGITS}: finished · accuracy ")
+    assert "data:image/svg+xml;base64," in str(page.data)
+    assert report.checkpoint.uri in str(page.data)
+    for section in ("Epochs", "Confusion matrix", "Model and checkpoints"):
+        assert f"\n## {section}\n" in str(page.data)
 
 
 def test_nothing_configured(tmp_path: Path) -> None:

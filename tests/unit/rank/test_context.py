@@ -218,7 +218,8 @@ def test_progress_reaches_the_link_now_and_then(tmp_path: Path) -> None:
     with RankContext(ContextParts(config, RankInfo(), link)) as ctx:
         for _ in ctx.steps(ctx.loader(FOUR, global_batch_size=1), epochs=100):
             ctx.report(loss=0.5)
-    assert link.sent[0] == Progress(step=1, epoch=1, total_steps=400, metrics={"loss": 0.5})
+    of_all = {"total_steps": 400, "total_epochs": 100, "num_samples": 1}
+    assert link.sent[0] == Progress(step=1, epoch=1, metrics={"loss": 0.5}, **of_all)
     assert len(link.sent) < 20
 
 

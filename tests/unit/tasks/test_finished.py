@@ -27,7 +27,7 @@ def run(tmp_path: Path) -> Iterator[Run]:
     manifest = Manifest("run", 7, 1, epoch=1, position={}, world_size=2)
     storage.write(manifest_key("run", 7, 1), manifest.as_bytes())
     with disable_run_logger():
-        yield Run("run", TrainParams(), storage, "dataset")
+        yield Run("run", TrainParams(), storage, "dataset", "experiment")
 
 
 def report_of(run: Run) -> TrainingSummary:

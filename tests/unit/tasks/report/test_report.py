@@ -6,7 +6,6 @@ import re
 
 import pytest
 
-from prefect_torch_ddp.params import TrainParams
 from prefect_torch_ddp.results import (
     CheckpointRef,
     ClassScore,
@@ -16,14 +15,11 @@ from prefect_torch_ddp.results import (
     TrainingSummary,
     TrainReport,
 )
+from prefect_torch_ddp.tasks.report.checkpoints import checkpoint_list, load_code
 from prefect_torch_ddp.tasks.report.evaluation import confusion_table
 from prefect_torch_ddp.tasks.report.markdown import code, code_block, duration, number, text
-from prefect_torch_ddp.tasks.report.report import (
-    checkpoint_list,
-    epoch_table,
-    load_code,
-    render_report,
-)
+from prefect_torch_ddp.tasks.report.progress import TrainingProgress
+from prefect_torch_ddp.tasks.report.report import RunView, epoch_table, render_page
 from prefect_torch_ddp.tasks.report.run_record import RunRecord
 
 RECORD = RunRecord("0.1.0", "abc123-dirty", {"python": "3.11.7", "torch": "2.15.0"})
@@ -87,6 +83,14 @@ def report(model_uris: dict[str, str] | None = MODEL, **changes) -> TrainReport:
     return TrainReport(**(values | changes))
 
 
+def page_of(report: TrainReport, record: RunRecord = RECORD, **more) -> str:
+    """Render the page of a finished run."""
+    given = {"name": "digits", "params": {"seed": 17}, "world_size": 4, "status": "finished"}
+    return render_page(
+        RunView(TrainingProgress(report.run_id, **given), report=report, record=record, **more)
+    )
+
+
 def cells(row: str) -> list[str]:
     """Split a table's row at the bars that aren't escaped."""
     return [cell.strip() for cell in re.split(r"(?<!\\)\|", row)[1:-1]]
@@ -105,17 +109,9 @@ def tables(markdown: str) -> list[list[list[str]]]:
 
 def test_the_report_has_all_that_a_reader_asks_for():
     """The report has all that a reader asks for."""
-    markdown = render_report(
-        report(),
-        TrainParams(workload="prefect_torch_ddp.examples.digits", seed=17),
-        RECORD,
-        CURVE,
-        time_lost_s=12.0,
-    )
-    assert (
-        markdown.splitlines()[0]
-        == "# prefect_torch_ddp.examples.digits: accuracy 87.50 %, loss 0.25, 8 samples"
-    )
+    markdown = page_of(report(), picture=CURVE, time_lost_s=12.0)
+    headline = "# digits: finished · accuracy 87.50 %, loss 0.25, 8 samples"
+    assert markdown.splitlines()[0] == headline
     assert CURVE in markdown
     facts = {row[0]: row[1] for row in tables(markdown)[-1]}
     assert facts["run"] == "`calm-otter-12345678`"
@@ -137,7 +133,7 @@ def test_every_table_row_has_as_many_cells_as_its_header_also_with_hostile_names
             EpochRow(epoch=1, num_steps=1, num_samples=1, metrics={HOSTILE: 1.0, "|`|": math.inf}),
         ),
     )
-    markdown = render_report(hostile, TrainParams(), RECORD)
+    markdown = page_of(hostile)
     for rows in tables(markdown):
         assert {len(row) for row in rows} == {len(rows[0])}
         assert len(rows) >= 3
@@ -204,10 +200,8 @@ def test_an_evaluation_of_a_loss_alone_and_no_epochs_makes_a_report():
     bare = report(
         evaluation=Report(num_samples=1, loss=1.5, metrics={"perplexity": 4.5}), epochs=()
     )
-    markdown = render_report(bare, TrainParams(), RunRecord("0.1.0", None, {}))
-    assert markdown.startswith(
-        "# prefect_torch_ddp.examples.digits: loss 1.5, perplexity 4.5, 1 samples"
-    )
+    markdown = page_of(bare, RunRecord("0.1.0", None, {}))
+    assert markdown.startswith("# digits: finished · loss 1.5, perplexity 4.5, 1 samples")
     assert "Confusion" not in markdown
     assert "git commit" not in markdown
 
@@ -263,7 +257,7 @@ def test_a_checkpoint_in_several_roles_is_listed_once_and_its_place_is_no_link()
 
 def test_without_a_model_the_report_says_what_to_do() -> None:
     """And shows no code that can't run."""
-    markdown = render_report(report(model_uris=None), TrainParams(), RECORD)
+    markdown = page_of(report(model_uris=None))
     assert "No model was exported: `train` tracked none." in markdown
     assert "load_state_dict" not in markdown
     assert "**Weights**" not in markdown
@@ -272,7 +266,7 @@ def test_without_a_model_the_report_says_what_to_do() -> None:
 def test_each_of_several_models_is_shown_with_its_card_and_its_code() -> None:
     """By the name that it was tracked under, as those of a GAN."""
     uris = {name: f"/data/models/000001/{name}.safetensors" for name in ("generator", "critic")}
-    markdown = render_report(report(model_uris=uris), TrainParams(), RECORD)
+    markdown = page_of(report(model_uris=uris))
     for name, uri in uris.items():
         assert f"- **Weights** of `{name}`, step 400: `{uri}`" in markdown
         assert f"their card: `/data/models/000001/{name}.json`" in markdown

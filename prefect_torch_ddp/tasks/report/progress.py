@@ -1,0 +1,141 @@
+"""How far a training is: its state, position, speed and time left, from what rank 0 says."""
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from prefect_torch_ddp.protocol.events import AttemptBegan, Progress
+from prefect_torch_ddp.tasks.report.markdown import count, duration, number
+
+SPEED_WINDOW_S = 30.0
+MAX_LINE_METRICS = 2
+A_MINUTE_S = 60
+
+Status = Literal["training", "trained", "finished", "failed", "cancelled"]
+"""A training of train_flow is trained before it is evaluated, and finished when it is published."""
+
+
+@dataclass
+class TrainingProgress:
+    """What is known of a running training; bounded in size, however long it runs."""
+
+    run_id: str
+    name: str
+    """The workload, or the task."""
+    experiment: str = ""
+    """Runs of the same one are compared, and have artifacts of the same keys."""
+    params: Mapping[str, object] = field(default_factory=dict)
+    """Parameters and options to show, by name."""
+    world_size: int = 0
+    """0 before the workers are known."""
+    attempt: int = 1
+    status: Status = "training"
+    cause: str = ""
+    """Why it failed or was cancelled."""
+    newest: Progress | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+    """The newest value of each, on rank 0."""
+    _seen: deque[tuple[float, int, int]] = field(default_factory=deque)
+    """(time, step, samples) of the events of the last half minute."""
+
+    def begin_attempt(self, began: AttemptBegan) -> None:
+        """Take in that the ranks start, perhaps again, perhaps fewer."""
+        self.attempt, self.world_size = began.attempt, began.world_size
+        self._seen.clear()  # the speed would have the restart's pause in it
+
+    def add(self, progress: Progress, now_s: float) -> None:
+        """Take in one event; its step may be lower than the last, after a restart.
+
+        Args:
+            progress: of rank 0.
+            now_s: a monotonic clock's time.
+        """
+        if self.newest is not None and progress.step < self.newest.step:
+            self._seen.clear()
+        self.newest = progress
+        self.metrics |= progress.metrics
+        self._seen.append((now_s, progress.step, progress.num_samples))
+        # Two make a speed.
+        while len(self._seen) > 2 and now_s - self._seen[1][0] > SPEED_WINDOW_S:  # noqa: PLR2004
+            self._seen.popleft()
+
+    @property
+    def steps_per_s(self) -> float | None:
+        """The speed of the last half minute; None before there are two events."""
+        return self._speed(1)
+
+    @property
+    def samples_per_s(self) -> float | None:
+        """The same in samples of all ranks; None too where these aren't known."""
+        return self._speed(2)
+
+    def _speed(self, of: int) -> float | None:
+        if len(self._seen) < 2:  # noqa: PLR2004
+            return None
+        first, last = self._seen[0], self._seen[-1]
+        took_s, done = last[0] - first[0], last[of] - first[of]
+        return done / took_s if took_s > 0 and done > 0 else None
+
+    @property
+    def eta_s(self) -> float | None:
+        """Seconds that the steps left will take; None where that can't be known."""
+        if self.newest is None or self.newest.total_steps is None or self.steps_per_s is None:
+            return None
+        return max(0, self.newest.total_steps - self.newest.step) / self.steps_per_s
+
+    @property
+    def percent(self) -> float:
+        """How much of the training is done, 0 to 100; 0 where its length isn't known."""
+        if self.status in ("finished", "trained"):
+            return 100.0
+        if self.newest is None or not self.newest.total_steps:
+            return 0.0
+        return min(100.0, 100 * self.newest.step / self.newest.total_steps)
+
+    @property
+    def trouble(self) -> str:
+        """What rank 0 warns of, such as checkpoints that fail; empty where all is well."""
+        return self.newest.trouble if self.newest is not None and self.newest.trouble else ""
+
+    @property
+    def position(self) -> str:
+        """Where it is: `epoch 3/10 · step 1,240/4,000`; empty before the first step."""
+        if self.newest is None:
+            return ""
+        epochs = f"/{self.newest.total_epochs}" if self.newest.total_epochs else ""
+        steps = f"/{count(self.newest.total_steps)}" if self.newest.total_steps else ""
+        return f"epoch {self.newest.epoch}{epochs} · step {count(self.newest.step)}{steps}"
+
+    @property
+    def line(self) -> str:
+        """One line: `epoch 3/10 · step 1,240/4,000 · loss 0.31 · 812 samples/s · 4 min left`.
+
+        Plain text: names of metrics stand in it as they are.
+        """
+        if self.newest is None:
+            waits = self.status == "training"
+            return "no step yet" if waits else f"{self.status} before the first step"
+        losses_first = sorted(self.metrics.items(), key=lambda each: "loss" not in each[0].lower())
+        shown = losses_first[:MAX_LINE_METRICS]
+        metrics = [f"{' '.join(name.split())} {number(value)}" for name, value in shown]
+        return " · ".join([self.position, *metrics, *self._ending()])
+
+    def _ending(self) -> list[str]:
+        if self.status != "training":
+            return [self.status]
+        samples, steps, eta_s = self.samples_per_s, self.steps_per_s, self.eta_s
+        speed = [] if steps is None else [f"{number(steps)} steps/s"]
+        speed = speed if samples is None else [f"{_rounded(samples)} samples/s"]
+        return [*speed, *([] if eta_s is None else [f"{_roughly(eta_s)} left"])]
+
+
+def _rounded(rate: float) -> str:
+    return count(round(rate)) if rate >= 100 else f"{rate:.3g}"  # noqa: PLR2004
+
+
+def _roughly(seconds: float) -> str:
+    """A time left: its seconds would be a promise."""
+    if A_MINUTE_S <= seconds < A_MINUTE_S**2 - A_MINUTE_S / 2:
+        return f"{round(seconds / A_MINUTE_S)} min"
+    return duration(seconds)

@@ -1,0 +1,111 @@
+"""How far a training is: speed, time left, and the page while it runs."""
+
+import math
+
+import pytest
+
+from prefect_torch_ddp.protocol.events import AttemptBegan, Progress
+from prefect_torch_ddp.tasks.report.markdown import text
+from prefect_torch_ddp.tasks.report.progress import TrainingProgress
+from prefect_torch_ddp.tasks.report.report import RunView, render_page
+from tests.unit.tasks.report.test_report import CURVE, HOSTILE, tables
+
+
+def training(*steps: tuple[int, float], total: int | None = 400, **changes) -> TrainingProgress:
+    """Make a training that was heard of at steps, each with its time."""
+    made = TrainingProgress("calm-otter", "digits", world_size=4)
+    for step, now_s in steps:
+        metrics = {"accuracy": 0.5, "loss": 0.12345, "third": 3.0}
+        more = {"total_epochs": total and total // 40, "num_samples": 116 * step}
+        made.add(Progress(step, (step - 1) // 40 + 1, total, metrics, **more), now_s)
+    for name, value in changes.items():
+        setattr(made, name, value)
+    return made
+
+
+def test_the_page_shows_where_the_training_is():
+    """Facts, rank 0's newest metrics, parameters, the curve; what isn't known has no section."""
+    shown = training((50, 0.0), (120, 10.0), params={"options.lr": "0.1"})
+    shown.metrics[HOSTILE] = math.nan
+    shown.begin_attempt(AttemptBegan(2, 3))
+    for now_s, step in ((20.0, 100), (30.0, 170)):
+        shown.add(Progress(step, 3, 400, total_epochs=10, num_samples=8 * step), now_s)
+    markdown = render_page(RunView(shown, elapsed_s=65, picture=CURVE))
+    line = "epoch 3/10 · step 170/400 · loss 0.1235 · accuracy 0.5 · 56 samples/s · 33 s left"
+    assert markdown.startswith(f"# digits: training · {line}")
+    assert CURVE in markdown
+    facts = {row[0]: row[1] for row in tables(markdown)[0]}
+    assert (facts["Run"], facts["World size"], facts["Attempt"]) == ("`calm-otter`", "3 ranks", "2")
+    speed = (facts["Elapsed"], facts["Throughput"], facts["ETA"])
+    assert speed == ("1 min 5 s", "56 samples/s, 7 steps/s", "33 s")
+    assert [text(HOSTILE), "nan"] in tables(markdown)[1]
+    assert tables(markdown)[2][2:] == [["options.lr", "`0.1`"]]
+    assert [line for line in markdown.splitlines() if line.startswith("## ")] == [
+        "## Metrics",
+        "## Parameters and options",
+    ]
+
+
+def test_the_page_says_since_when_there_is_no_checkpoint():
+    """Right below its title, harmless whatever the reason says."""
+    newest = Progress(120, 3, 400, trouble=f"no checkpoint since step 40: {HOSTILE}")
+    page = render_page(RunView(training(newest=newest)))
+    lines = [line for line in page.splitlines() if line]
+    assert lines[:2] == [
+        "# digits: training · epoch 3 · step 120/400",
+        f"**no checkpoint since step 40: {text(HOSTILE)}**",
+    ]
+
+
+def test_the_page_of_a_failed_training_says_why():
+    """The cause as it is, in a block that nothing in it can leave, and not without end."""
+    cause = f"RankFailedError: boom\n```\n<script>{HOSTILE}" + "x" * 100_000
+    shown = training((50, 0.0), (120, 10.0), status="failed", cause=cause)
+    page = render_page(RunView(shown))
+    line = "epoch 3/10 · step 120/400 · loss 0.1235 · accuracy 0.5"
+    assert page.splitlines()[0] == f"# digits: failed · {line}"
+    fence = page.splitlines()[2].removesuffix("text")
+    block = page.split(f"{fence}text\n")[1].split(f"\n{fence}\n")[0]
+    assert cause.startswith(block.removesuffix(" ..."))
+    assert 1_000 < len(block) < 3_000
+
+
+@pytest.mark.parametrize(
+    ("shown", "line"),
+    [
+        (
+            training((50, 0.0), (120, 10.0)),
+            "epoch 3/10 · step 120/400 · loss 0.1235 · accuracy 0.5 · 812 samples/s · 40 s left",
+        ),
+        (
+            training((1, 0.0), (1240, 1000.0), total=4000, metrics={}),
+            "epoch 31/100 · step 1,240/4,000 · 144 samples/s · 37 min left",
+        ),
+        (
+            training((50, 0.0), (120, 10.0), status="failed"),
+            "epoch 3/10 · step 120/400 · loss 0.1235 · accuracy 0.5 · failed",
+        ),
+        (training((5, 0.0), total=None, metrics={}), "epoch 1 · step 5"),
+        (training(), "no step yet"),
+        (training(status="cancelled"), "cancelled before the first step"),
+    ],
+)
+def test_the_progress_line_is_plain_and_says_how_it_ended(shown: TrainingProgress, line: str):
+    """One line, for the progress bar."""
+    assert shown.line == line
+
+
+def test_speed_is_that_of_the_last_half_minute_and_begins_anew_at_a_restart():
+    """A restart's pause isn't in it; without a known length there is no time left to tell."""
+    steps = [
+        (step, step / 10 if step < 1000 else 100 + (step - 1000) / 100) for step in range(1, 9000)
+    ]
+    shown = training(*steps, total=None)
+    assert shown.steps_per_s == pytest.approx(100.0, rel=0.01)
+    assert (shown.eta_s, shown.percent) == (None, 0.0)
+    shown.add(Progress(31, 1, 124, {"accuracy": 0.5}), 500.0)
+    assert shown.steps_per_s is None
+    shown.add(Progress(32, 1, 124), 501.0)
+    assert (shown.steps_per_s, shown.eta_s) == (pytest.approx(1.0), pytest.approx(92.0))
+    assert shown.percent == pytest.approx(100 * 32 / 124)
+    assert shown.metrics == {"loss": 0.12345, "accuracy": 0.5, "third": 3.0}
