@@ -1,7 +1,7 @@
 """The commit of a checkpoint by rank 0, and the deletion of those that are no longer needed."""
 
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 
 from prefect_torch_ddp.checkpoint.attempts import refuse_superseded
@@ -38,12 +38,18 @@ class Committer:
     """Completes the checkpoints of one attempt of a run, and deletes what isn't needed then."""
 
     def __init__(
-        self, storage: Storage, run_id: str, attempt: int, policy: CheckpointParams
+        self,
+        storage: Storage,
+        run_id: str,
+        attempt: int,
+        policy: CheckpointParams,
+        on_commit: Callable[[Manifest], None] | None = None,
     ) -> None:
         self.run_id = run_id
         self.storage = storage
         self._attempt = attempt
         self.policy = policy
+        self._on_commit = on_commit
         self._known: dict[int, Manifest] | None = None  # the first commit lists them
         self.last: Manifest | None = None
         """The newest commit of this attempt."""
@@ -57,6 +63,8 @@ class Committer:
         self._refuse_superseded()
         self._put(manifest_key(self.run_id, manifest.step, self._attempt), manifest.as_bytes())
         self.last = manifest
+        if self._on_commit is not None:
+            self._on_commit(manifest)
         logger.info("checkpoint of step %d is complete", manifest.step)
         self.clean_up(manifest)
 

@@ -159,6 +159,7 @@ class Restarts:
         """Return if the gang should run again; raise the error otherwise."""
         record = record_of(error, attempt, self._world_size)
         before = self._put_on_record(error, record)
+        self._on_event(record)
         why_not = why_hopeless(error, record, before, knows_steps=self._attempt_log.knows_steps)
         if why_not is not None and isinstance(error, RankFailedError):
             raise error.as_final(why_not)

@@ -146,7 +146,8 @@ async def _run_attempt(
         supervisor = Supervisor(plan, placement, reservation.agents)
         try:
             if await _reserve(reservation, queue_deadline_s, sink):
-                sink(AttemptBegan(plan.attempt, world_size))
+                hosts = tuple(each.host for each in placement.places)
+                sink(AttemptBegan(plan.attempt, world_size, hosts))
                 return await supervisor.run(sink, stop)
         finally:
             # Shielded: a caller that leaves by Ctrl-C or a timeout cancels this coroutine, and

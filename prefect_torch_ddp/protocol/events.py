@@ -100,6 +100,19 @@ class Progress:
 
 
 @dataclass(frozen=True)
+class CheckpointCommitted:
+    """A checkpoint is complete; rank 0 sends it."""
+
+    step: int
+    """Its number, as in its manifest."""
+    epoch: int
+    num_bytes: int
+    """Of all its objects."""
+    value: float | None = None
+    """Of the metric by which checkpoints are the best, where rank 0 had reported it."""
+
+
+@dataclass(frozen=True)
 class RankListens:
     """A rank's training reacts to an order to stop: its agent gives it time instead of a kill."""
 
@@ -133,6 +146,8 @@ class AttemptBegan:
 
     attempt: int
     world_size: int
+    hosts: tuple[str, ...] = ()
+    """Of each rank, in rank order."""
 
 
 @dataclass(frozen=True)
@@ -175,16 +190,25 @@ class RecordsLeft:
 GangEvent = (
     LogLine
     | Progress
+    | CheckpointCommitted
     | FunctionEnded
     | RankReturned
     | RankFailure
+    | FailureRecord
     | RankStopped
     | AttemptBegan
     | RankStack
     | RecordsLeft
 )
 RankEvent = (
-    LogLine | Progress | RankListens | RankStopped | FunctionEnded | RankReturned | FailureWritten
+    LogLine
+    | Progress
+    | CheckpointCommitted
+    | RankListens
+    | RankStopped
+    | FunctionEnded
+    | RankReturned
+    | FailureWritten
 )
 """Events that a rank itself sends."""
 
@@ -206,7 +230,7 @@ def decode_event(datagram: bytes, rank: int) -> RankEvent:
     """Read a rank's event; raises ValueError, KeyError or TypeError where it is none."""
     fields = json.loads(datagram)
     kind = _KINDS[fields.pop("kind")]
-    if kind is not Progress:
+    if kind not in (Progress, CheckpointCommitted):
         fields["rank"] = rank
     if kind is RankStopped:
         fields["stopped"] = Stopped(**fields["stopped"])

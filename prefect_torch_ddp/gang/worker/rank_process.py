@@ -14,6 +14,7 @@ from prefect_torch_ddp.gang.worker.child import Child, rank_environment, start_f
 from prefect_torch_ddp.gang.worker.fork_client import fork_client
 from prefect_torch_ddp.gang.worker.rank_io import RankIO
 from prefect_torch_ddp.protocol.events import (
+    CheckpointCommitted,
     FailureWritten,
     FunctionEnded,
     GangEvent,
@@ -96,7 +97,7 @@ class RankProcess:
             case RankReturned() if not self.is_settled:
                 self.returned = True
                 return event
-            case LogLine() | Progress() | RankStopped() | FunctionEnded():
+            case LogLine() | Progress() | CheckpointCommitted() | RankStopped() | FunctionEnded():
                 return event
         return None
 

@@ -3,12 +3,12 @@
 import threading
 import time
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 from prefect_torch_ddp.errors import InvalidParamsError, StorageError
-from prefect_torch_ddp.protocol.events import Progress
+from prefect_torch_ddp.protocol.events import CheckpointCommitted, Progress
 from prefect_torch_ddp.rank.config import RankConfig, RankInfo
 from prefect_torch_ddp.rank.link import Link
 from prefect_torch_ddp.rank.saving.state import TrainingState
@@ -16,6 +16,7 @@ from prefect_torch_ddp.records.ledger import EndLine, LoopLine, StepLine
 from prefect_torch_ddp.records.log import RecordLog
 
 if TYPE_CHECKING:
+    from prefect_torch_ddp.checkpoint.manifest import Manifest
     from prefect_torch_ddp.data.sampler import BatchShare, GlobalBatches
 
 PROGRESS_INTERVAL_S = 0.5
@@ -37,6 +38,7 @@ class Reporter:
         keeps_ledger = config.trains and config.ledger
         self._ledger = RecordLog(*run, "ledger", **kept) if keeps_ledger else None
         self._logs: list[RecordLog] = [log for log in (self._log, self._ledger) if log is not None]
+        self._best_metric = config.checkpoint.best_metric
         self._info = info
         self._state = state
         self._link = link
@@ -104,6 +106,14 @@ class Reporter:
     def restore(self, newest: Mapping[str, float]) -> None:
         """Start with the metrics of a checkpoint."""
         self._newest = dict(newest)
+
+    def committed(self, manifest: "Manifest") -> None:
+        """Tell the gang's caller of a checkpoint that is complete."""
+        best = self._best_metric
+        value = manifest.metrics.get(best) if best is not None else None
+        num_bytes = sum(item.num_bytes for item in manifest.objects)
+        with suppress(OSError):  # the agent is gone, and with it the training
+            self._link.send(CheckpointCommitted(manifest.step, manifest.epoch, num_bytes, value))
 
     def flush(self) -> None:
         """Write the records of the steps that have ended; raises StorageError."""

@@ -63,7 +63,7 @@ class Tracker:
         self._rank_store: KeyValueStore | None = None
         self._restorer: Restorer | None = None
         run = (config.storage, config.run_id, config.attempt)
-        self._committer = Committer(*run, config.checkpoint)
+        self._committer = Committer(*run, config.checkpoint, reporter.committed)
         self._checkpointer: Checkpointer | None = None
         self._is_own_save = False
         """Whether the newest checkpoint was made outside of `steps`, which don't tell then

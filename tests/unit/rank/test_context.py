@@ -11,9 +11,17 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from prefect_torch_ddp import RankContext
+from prefect_torch_ddp.checkpoint.attempts import claim_attempt
+from prefect_torch_ddp.checkpoint.manifest import list_manifests
 from prefect_torch_ddp.errors import BadKeyError, CheckpointError, InvalidParamsError
 from prefect_torch_ddp.params import CheckpointParams
-from prefect_torch_ddp.protocol.events import Progress, RankEvent
+from prefect_torch_ddp.protocol.events import (
+    CheckpointCommitted,
+    Progress,
+    RankEvent,
+    decode_event,
+    encode_event,
+)
 from prefect_torch_ddp.rank.config import RankConfig, RankInfo
 from prefect_torch_ddp.rank.link import Link
 from prefect_torch_ddp.rank.parts import ContextParts
@@ -204,11 +212,15 @@ class Listener(Link):
     def __init__(self) -> None:
         super().__init__()
         self.sent: list[Progress] = []
+        self.committed: list[CheckpointCommitted] = []
 
     def send(self, event: RankEvent) -> None:
         """Keep it."""
         if isinstance(event, Progress):
             self.sent.append(event)
+        elif isinstance(event, CheckpointCommitted):
+            assert decode_event(encode_event(event), 0) == event
+            self.committed.append(event)
 
 
 def test_progress_reaches_the_link_now_and_then(tmp_path: Path) -> None:
@@ -221,6 +233,22 @@ def test_progress_reaches_the_link_now_and_then(tmp_path: Path) -> None:
     of_all = {"total_steps": 400, "total_epochs": 100, "num_samples": 1}
     assert link.sent[0] == Progress(step=1, epoch=1, metrics={"loss": 0.5}, **of_all)
     assert len(link.sent) < 20
+
+
+def test_each_checkpoint_that_is_complete_reaches_the_link(tmp_path: Path) -> None:
+    """With its size, and its value of the metric that decides which is the best."""
+    link, storage = Listener(), DirectoryStorage(tmp_path)
+    policy = CheckpointParams(every_steps=2, every_s=None, keep_last=9, best_metric="loss")
+    config = RankConfig("run", claim_attempt(storage, "run"), "train", storage, checkpoint=policy)
+    with RankContext(ContextParts(config, RankInfo(), link)) as ctx:
+        ctx.track(model=nn.Linear(1, 1))
+        for number, _ in enumerate(ctx.steps(ctx.loader(FOUR, global_batch_size=1), epochs=1), 1):
+            ctx.report(loss=1 / number)
+    manifests = list_manifests(storage, "run")
+    assert [(each.step, each.epoch) for each in link.committed] == [(2, 1), (4, 1)]
+    assert [each.value for each in link.committed] == [0.5, 0.25]
+    sizes = [sum(item.num_bytes for item in each.objects) for each in manifests]
+    assert [each.num_bytes for each in link.committed] == sizes
 
 
 # ---- Refusals.
