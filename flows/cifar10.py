@@ -108,7 +108,7 @@ def evaluate(ctx: RankContext) -> Report:
     """Score the trained model on the test images, which training never saw."""
     net = make_net().to(ctx.device)
     ctx.track(model=net)
-    return score(ctx, net, Images(ctx, "test"))
+    return score(ctx, net, Images(ctx, "test"), with_images=True)
 
 
 def make_net() -> nn.Module:
@@ -135,7 +135,7 @@ class Images(Dataset[tuple[Tensor, int]]):
 
 
 @torch.no_grad()
-def score(ctx: RankContext, net: nn.Module, images: Images) -> Report:
+def score(ctx: RankContext, net: nn.Module, images: Images, *, with_images: bool = False) -> Report:
     """Count hits over all ranks, each on its share.
 
     Not through DDP, whose buffers' broadcast would wait for every rank.
@@ -143,7 +143,7 @@ def score(ctx: RankContext, net: nn.Module, images: Images) -> Report:
     net.eval()
     meter = ClassificationMeter(CLASSES)
     for inputs, targets in ctx.loader(images, global_batch_size=512, shuffle=False):
-        meter.update(net(inputs.to(ctx.device)), targets)
+        meter.update(net(inputs.to(ctx.device)), targets, images=inputs if with_images else None)
     net.train()
     return meter.report()
 

@@ -1,6 +1,12 @@
 """Results of a run: small typed values that any process can read and print as JSON."""
 
-from pydantic import BaseModel, ConfigDict
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field
+
+MAX_WORST_SAMPLES = 8
+MAX_IMAGE_CHARACTERS = 2800
+"""A file of 2,048 bytes, as a data URI."""
 
 
 class Result(BaseModel):
@@ -33,6 +39,20 @@ class ClassScore(Result):
     """Samples of this class in the evaluated split."""
 
 
+class WorstSample(Result):
+    """A sample with one of the highest losses."""
+
+    loss: float | None
+    """None where it was nan or infinite, which ranks first."""
+    true: str
+    predicted: str
+    image: str = Field(
+        max_length=MAX_IMAGE_CHARACTERS,
+        pattern=r"^data:image/(png|jpeg);base64,[A-Za-z0-9+/]+={0,2}$",
+    )
+    """A thumbnail, as a data URI: small, since results are stored and sent whole."""
+
+
 class Report(Result):
     """What evaluate found, exact over the whole split and equal on every rank."""
 
@@ -46,6 +66,8 @@ class Report(Result):
     """Row: true class, column: predicted class; square, in the order of `classes`."""
     metrics: dict[str, float] = {}
     """Anything else the workload measured."""
+    worst_samples: Annotated[tuple[WorstSample, ...], Field(max_length=MAX_WORST_SAMPLES)] = ()
+    """Those with the highest losses, the worst first."""
 
 
 class EpochRow(Result):

@@ -86,7 +86,7 @@ def evaluate(ctx: RankContext) -> Report:
     net = DigitNet().to(ctx.device)
     ctx.track(model=net)
     test = ctx.loader(images_of(ctx.data / "test"), global_batch_size=256, shuffle=False)
-    return score(ctx, net, test)
+    return score(ctx, net, test, with_images=True)
 
 
 class DigitNet(nn.Sequential):
@@ -114,7 +114,7 @@ def images_of(folder: Path) -> TensorDataset:
 
 
 @torch.no_grad()
-def score(ctx: RankContext, net: nn.Module, loader: Any) -> Report:
+def score(ctx: RankContext, net: nn.Module, loader: Any, *, with_images: bool = False) -> Report:
     """Count hits over all ranks, each on its share.
 
     Not through DDP, whose buffers' broadcast would wait for every rank.
@@ -122,6 +122,6 @@ def score(ctx: RankContext, net: nn.Module, loader: Any) -> Report:
     net.eval()
     meter = ClassificationMeter(CLASSES)
     for images, targets in loader:
-        meter.update(net(images.to(ctx.device)), targets)
+        meter.update(net(images.to(ctx.device)), targets, images=images if with_images else None)
     net.train()
     return meter.report()

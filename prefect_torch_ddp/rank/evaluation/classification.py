@@ -1,15 +1,16 @@
 """A classifier's scores: exact counts over all ranks, and the metrics of a confusion matrix."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
-import torch.distributed as dist
 from torch.nn.functional import cross_entropy
 
 from prefect_torch_ddp.errors import InvalidParamsError
+from prefect_torch_ddp.rank.evaluation.totals import non_finite, refuse_nothing, summed
+from prefect_torch_ddp.rank.evaluation.worst import WorstSamples, refuse_images
 from prefect_torch_ddp.rank.link import current_link
-from prefect_torch_ddp.results import ClassScore, Report
+from prefect_torch_ddp.results import ClassScore, Report, WorstSample
 
 
 class ClassificationMeter:
@@ -27,11 +28,18 @@ class ClassificationMeter:
         self._counts = torch.zeros(len(class_names) ** 2, dtype=torch.int64, device="cpu")
         """The confusion matrix, row after row."""
         self._num_with_loss = 0
+        self._num_with_image = 0
+        self._num_non_finite = torch.zeros((), dtype=torch.int64, device="cpu")
+        self._worst = WorstSamples()
         self._loss_sum = torch.zeros((), dtype=torch.float64, device="cpu")
 
     @torch.no_grad()
     def update(
-        self, logits: torch.Tensor, targets: torch.Tensor, loss: torch.Tensor | None = None
+        self,
+        logits: torch.Tensor,
+        targets: torch.Tensor,
+        loss: torch.Tensor | None = None,
+        images: torch.Tensor | None = None,
     ) -> None:
         """Count one batch; it may be empty.
 
@@ -41,6 +49,9 @@ class ClassificationMeter:
             targets: true classes of shape [batch], integer.
             loss: each sample's own loss, shape [batch]; left out, it is the cross entropy of
                 the logits.
+            images: the samples themselves, [batch, channels, height, width]; the report shows
+                those with the highest losses as thumbnails. Floating values outside of 0 to 1,
+                as normalized ones have, are stretched over the greys. Left out, it shows none.
 
         Raises:
             InvalidParamsError: shapes don't fit together, or a class isn't one of the names.
@@ -48,7 +59,7 @@ class ClassificationMeter:
         num_classes = len(self.class_names)
         # Ranks may wait for one that validates alone.
         current_link().heartbeat.progress(arms=False)
-        self._refuse_misfits(logits, targets, loss)
+        self._refuse_misfits(logits, targets, loss, images)
         targets = targets.to(logits.device).long()
         predictions = logits.argmax(dim=1) if logits.dim() > 1 else logits.long()
         for name, classes in (("targets", targets), ("predictions", predictions)):
@@ -63,28 +74,42 @@ class ClassificationMeter:
         if loss is not None:
             self._num_with_loss += len(targets)
             self._loss_sum = self._loss_sum.to(loss.device) + loss.double().sum()
+            self._num_non_finite = self._num_non_finite.to(loss.device) + (~loss.isfinite()).sum()
+        if images is not None and loss is not None:
+            self._num_with_image += len(targets)
+            self._worst.add(images, loss, targets, predictions)
 
     def report(self) -> Report:
         """Return the report over the samples of all ranks, each of which must call it.
 
-        It is the same on all ranks. The loss is None unless every sample had one.
+        It is the same on all ranks. The loss is None unless every sample had one, a number; the
+        metric `non_finite_losses` counts those that are nan or infinite.
 
         Raises:
             InvalidParamsError: no rank counted a sample; raised on every rank.
         """
-        counts = torch.cat([self._counts, self._counts.new_tensor([self._num_with_loss])])
-        loss_sum = self._loss_sum.clone()
-        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-            counts, loss_sum = (_summed(value) for value in (counts, loss_sum))
-        *cells, total_with_loss = counts.tolist()
+        own = [self._num_with_loss, self._num_with_image, int(self._num_non_finite)]
+        counts = summed(torch.cat([self._counts, self._counts.new_tensor(own)]))
+        loss_sum = summed(self._loss_sum).item()
+        *cells, num_with_loss, num_with_image, num_non_finite = counts.tolist()
         num_classes, num_samples = len(self.class_names), sum(cells)
-        has_loss = num_samples and total_with_loss == num_samples
-        loss = loss_sum.item() / num_samples if has_loss else None
-        matrix = [cells[row : row + num_classes] for row in range(0, num_classes**2, num_classes)]
-        return classification_report(matrix, self.class_names, loss)
+        has_loss = num_samples and num_with_loss == num_samples
+        # Whether there are images is known to ranks without a sample from the sum alone.
+        worst = self._worst.over_ranks(self.class_names) if num_with_image else ()
+        return classification_report(
+            [cells[row : row + num_classes] for row in range(0, num_classes**2, num_classes)],
+            self.class_names,
+            loss_sum / num_samples if has_loss else None,
+            metrics=non_finite(num_non_finite, "losses", "mean loss"),
+            worst_samples=worst,
+        )
 
     def _refuse_misfits(
-        self, logits: torch.Tensor, targets: torch.Tensor, loss: torch.Tensor | None
+        self,
+        logits: torch.Tensor,
+        targets: torch.Tensor,
+        loss: torch.Tensor | None,
+        images: torch.Tensor | None,
     ) -> None:
         num_classes, scores = len(self.class_names), logits.dim() > 1
         expected = [num_classes] if scores else []
@@ -102,21 +127,17 @@ class ClassificationMeter:
         if targets.is_floating_point():
             msg = f"targets has dtype {targets.dtype}; expected integer classes"
             raise InvalidParamsError(msg)
-
-
-def _summed(value: torch.Tensor) -> torch.Tensor:
-    # A rank that never updated still holds CPU zeros, which NCCL would refuse while its peers
-    # wait.
-    device = torch.device("cpu")
-    if dist.get_backend() == "nccl":
-        device = torch.device("cuda", torch.cuda.current_device())
-    total = value.to(device, copy=True)
-    dist.all_reduce(total)
-    return total
+        if images is not None:
+            refuse_images(images, len(logits), has_loss=scores or loss is not None)
 
 
 def classification_report(
-    confusion_matrix: Sequence[Sequence[int]], class_names: Sequence[str], loss: float | None = None
+    confusion_matrix: Sequence[Sequence[int]],
+    class_names: Sequence[str],
+    loss: float | None = None,
+    *,
+    metrics: Mapping[str, float] | None = None,
+    worst_samples: Sequence[WorstSample] = (),
 ) -> Report:
     """Read all scores off a confusion matrix: a row per true class, a column per predicted one.
 
@@ -128,16 +149,15 @@ def classification_report(
     """
     rows = tuple(map(tuple, confusion_matrix))
     num_samples = sum(map(sum, rows))
-    if num_samples == 0:
-        nothing = "nothing was evaluated: there were 0 samples on all ranks together"
-        msg = f"{nothing}; check the evaluated split"
-        raise InvalidParamsError(msg)
+    refuse_nothing(num_samples)
     return Report(
         num_samples=num_samples,
         accuracy=sum(row[i] for i, row in enumerate(rows)) / num_samples,
         loss=loss if loss is not None and math.isfinite(loss) else None,
         classes=_class_scores(rows, class_names),
         confusion_matrix=rows,
+        metrics=dict(metrics or {}),
+        worst_samples=tuple(worst_samples),
     )
 
 
