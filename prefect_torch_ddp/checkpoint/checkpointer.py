@@ -4,6 +4,7 @@ import json
 import logging
 import socket
 import threading
+import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, replace
@@ -69,6 +70,8 @@ class Checkpointer:
         self._thread: threading.Thread | None = None
         self._failure: Exception | None = None
         self._has_warned = False
+        self._began_s = 0.0
+        self._unsaid = ""  # the newest checkpoint, where only the log's details show it
         self._written: dict[str, str] = {}  # the digest of each object that this rank wrote last
         self.trouble = ""
         """On rank 0: why the newest checkpoint that was tried failed on any rank; or empty."""
@@ -100,6 +103,7 @@ class Checkpointer:
             logger.warning(text, manifest.step)
         self.wait()
         self.raise_failure()
+        self._began_s = time.monotonic()
         turn = 2 * manifest.step + is_last
         self._rank_store.set(f"begun/{self._rank}", str(turn))
         staged = self._stage(objects, manifest.world_size)
@@ -131,6 +135,11 @@ class Checkpointer:
     def is_writing(self) -> bool:
         """Whether something is being written."""
         return self._thread is not None and self._thread.is_alive()
+
+    def say_last(self) -> None:
+        """Log the newest checkpoint, on rank 0, unless the log shows it."""
+        if self._unsaid:
+            logger.info(self._unsaid)
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Wait until nothing is being written, at most so long."""
@@ -217,8 +226,16 @@ class Checkpointer:
                 return  # which is known already
             raise
         objects = (ManifestObject(**item) for report in reports for item in report["objects"])
-        self._committer.commit(replace(manifest, objects=tuple(objects)))
+        is_notable = self._committer.last is None or bool(self.trouble)
+        manifest = replace(manifest, objects=tuple(objects))
+        self._committer.commit(manifest)
         self.trouble = ""
+        size = _size_text(sum(item.num_bytes for item in manifest.objects))
+        took_ms = (time.monotonic() - self._began_s) * 1000
+        text = f"checkpoint at step {manifest.step} ({size}, {took_ms:,.0f} ms)"
+        # Of all those in between, people want the first, the last, and the one after a failure.
+        logger.log(logging.INFO if is_notable else logging.DEBUG, text)
+        self._unsaid = "" if is_notable else text
 
     def _fail(self, manifest: Manifest, error: Exception) -> None:
         self._failure = error
@@ -227,3 +244,11 @@ class Checkpointer:
         if not isinstance(error, SupersededError):
             text = "no checkpoint of step %d, the one before it stays the newest: %s"
             logger.warning(text, manifest.step, error)
+
+
+def _size_text(num_bytes: float) -> str:
+    for unit in ("bytes", "kB", "MB"):
+        if num_bytes < 999.5:  # noqa: PLR2004 - what rounds to less than 1000
+            return f"{num_bytes:.3g} {unit}"
+        num_bytes /= 1000
+    return f"{num_bytes:,.3g} GB"

@@ -65,7 +65,6 @@ class Committer:
         self.last = manifest
         if self._on_commit is not None:
             self._on_commit(manifest)
-        logger.info("checkpoint of step %d is complete", manifest.step)
         self.clean_up(manifest)
 
     def clean_up(self, manifest: Manifest) -> None:

@@ -75,7 +75,7 @@ def export_models(
         storage.write(f"{prefix}{name}{suffix}", weights)
         storage.write(f"{prefix}{name}.json", text.encode())
         uris[name] = f"{storage.uri.rstrip('/')}/{prefix}{name}{suffix}"
-        logger.info("the weights of %s of step %d are %s", name, manifest.step, uris[name])
+        logger.info("exported %s of step %d to %s", name, manifest.step, uris[name])
     return uris
 
 

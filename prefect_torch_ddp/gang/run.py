@@ -20,10 +20,11 @@ from prefect_torch_ddp.gang.caller.code import (
     pickle_call,
     preload_of,
 )
+from prefect_torch_ddp.gang.caller.lines import log_event
 from prefect_torch_ddp.gang.caller.placement import GangSize, choose, num_workers_needed, place
 from prefect_torch_ddp.gang.caller.plan import CallParams, GangPlan
 from prefect_torch_ddp.gang.caller.reservation import GangReservation
-from prefect_torch_ddp.gang.caller.stop import StopSwitch, follow, log_event
+from prefect_torch_ddp.gang.caller.stop import StopSwitch, follow
 from prefect_torch_ddp.gang.caller.supervisor import Supervisor
 from prefect_torch_ddp.gang.caller.workers import gather_workers
 from prefect_torch_ddp.gang.checks import check_call, check_client, checked

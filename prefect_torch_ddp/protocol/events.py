@@ -82,6 +82,8 @@ class LogLine:
     text: str
     logger: str = ""
     """Name of the rank's logger; empty for a printed line."""
+    ranks: tuple[int, ...] = ()
+    """All that wrote it, where several did within a second; the first of them is `rank`."""
 
 
 @dataclass(frozen=True)
@@ -221,7 +223,8 @@ _KINDS: dict[str, type[RankEvent]] = {kind.__name__: kind for kind in get_args(R
 def encode_event(event: RankEvent) -> bytes:
     """Return a rank's event as one datagram, without its rank, which the agent knows."""
     fields = asdict(event)
-    fields.pop("rank", None)
+    for name in ("rank", "ranks"):
+        fields.pop(name, None)
     record = {"kind": type(event).__name__, **fields}
     return json.dumps(record, ensure_ascii=False).encode(errors="replace")
 

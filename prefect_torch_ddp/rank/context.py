@@ -264,7 +264,7 @@ class RankContext:
 
     def request_stop(self, reason: str) -> None:
         """Have all ranks end `steps` after the same step, this or the next; a resume adds none."""
-        logger.info("rank %d asks to stop after step %d: %s", self.rank, self.step, reason)
+        logger.info("asks to stop after step %d: %s", self.step, reason)
         self._state.stop_wanted = True
 
     def save(self, path: str, data: bytes | str) -> None:

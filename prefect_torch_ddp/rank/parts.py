@@ -159,7 +159,7 @@ class ContextParts:
             # Beside the error that is on its way. What is in files, whoever started this rank
             # brings to the storage.
             what = "are lost" if self.link.copies is None else "are left to the gang's caller"
-            logger.warning("records of rank %d %s: %s", self.info.rank, what, error)
+            logger.warning("its records %s: %s", what, error)
         finally:
             if self.temporary is not None:
                 self.temporary.cleanup()

@@ -15,7 +15,7 @@ from prefect_torch_ddp.checkpoint.attempts import claim_attempt, claim_attempt_a
 from prefect_torch_ddp.checkpoint.manifest import list_manifests
 from prefect_torch_ddp.checkpoint.resume_point import ResumePoint, parse_resume_from
 from prefect_torch_ddp.checkpoint.run_files import read_failures, write_failure
-from prefect_torch_ddp.gang.caller.stop import rank_text, stack_line
+from prefect_torch_ddp.gang.caller.lines import rank_text, stack_line
 from prefect_torch_ddp.params import ContextParams, GangOptions, TrainParams
 from prefect_torch_ddp.protocol.events import (
     FailureRecord,

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -87,6 +88,21 @@ def _runs(process: psutil.Process) -> bool:
 def alive(pids: Iterable[int]) -> list[int]:
     """Return those that run; one that nobody has reaped yet doesn't."""
     return [pid for pid in pids if psutil.pid_exists(pid) and not all_gone([psutil.Process(pid)])]
+
+
+def by_rank(messages: Iterable[str]) -> list[str]:
+    """Return the log's lines, those of several ranks once for each of them."""
+    lines = []
+    for message in messages:
+        said = re.fullmatch(r"\[ranks ([\d, -]+)\] (.*)", message, re.DOTALL)
+        if said is None:
+            lines.append(message)
+            continue
+        for run in said[1].split(", "):
+            first, _, last = run.partition("-")
+            ranks = range(int(first), int(last or first) + 1)
+            lines += [f"[rank {rank}] {said[2]}" for rank in ranks]
+    return lines
 
 
 def attempts_in(events: Sequence[GangEvent]) -> list[tuple[int, int]]:

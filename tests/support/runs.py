@@ -21,6 +21,7 @@ from prefect.client.schemas.objects import Artifact, FlowRun, Log, TaskRun
 from prefect.client.schemas.sorting import FlowRunSort
 
 import prefect_torch_ddp.flow
+from tests.support.gangs import by_rank
 from tests.support.waiting import wait_until
 
 
@@ -61,7 +62,10 @@ def wait_until_said(flow_run_id: UUID, *texts: str) -> None:
     Dask workers send their lines in batches, on their own time.
     """
     wait_until(
-        lambda: any(all(t in line.message for t in texts) for line in logs_of(flow_run_id)),
+        lambda: any(
+            all(text in line for text in texts)
+            for line in by_rank(line.message for line in logs_of(flow_run_id))
+        ),
         what=f"a line with {texts}",
     )
 

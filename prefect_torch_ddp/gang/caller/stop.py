@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import logging
 import queue
 import threading
 from collections.abc import Callable, Coroutine
@@ -12,13 +11,12 @@ from typing import TYPE_CHECKING, Any
 from distributed import Client
 
 from prefect_torch_ddp.errors import GangCancelledError
+from prefect_torch_ddp.gang.caller.lines import LineMerger, log_event, rank_logger
 from prefect_torch_ddp.gang.liveness import own_task_watch
-from prefect_torch_ddp.protocol.events import NO_RANK, GangEvent, LogLine, RankStack, RecordsLeft
+from prefect_torch_ddp.protocol.events import GangEvent, RecordsLeft
 
 if TYPE_CHECKING:
     from concurrent.futures import Future as ThreadFuture
-
-rank_logger = logging.getLogger("prefect_torch_ddp.ranks")
 
 END_TIMEOUT_S = 15.0
 TURN_S = 0.5
@@ -66,6 +64,7 @@ def follow(
     over = threading.Event()
     done = asyncio.run_coroutine_threadsafe(_tell_when_over(work, over), loop)
     done.add_done_callback(lambda _: events.put(None))
+    lines = LineMerger(on_event)
     try:
         # In short turns, so that Ctrl-C and Prefect's task timeout take effect here: at the jump
         # back to the loop's start, for which Python 3.11 and 3.12 look one instruction before it
@@ -74,18 +73,20 @@ def follow(
         while True:
             _obey(why_unwanted(), stop, loop)
             try:
-                event = events.get(timeout=turn_s)
+                event = events.get(timeout=lines.wait_s(turn_s))
             except queue.Empty:
+                lines.pass_on_due()
                 continue
             if event is None:
+                lines.pass_on_all()
                 return done.result()
-            on_event(event)
+            lines.take(event)
     except BaseException as error:
         # Not the gang's own end: the ranks get their time to stop before the error goes on. A
         # second Ctrl-C ends that.
         if not done.done() and stop.set(loop, f"{type(error).__name__} in its caller"):
             over.wait(stop.grace_s + END_TIMEOUT_S)
-            _log_the_end(done, events, on_event)
+            _log_the_end(done, events, lines, on_event)
         raise
     finally:
         if not done.done():
@@ -113,42 +114,18 @@ async def _tell_when_over(
 def _log_the_end(
     done: "ThreadFuture[list[bytes]]",
     events: "queue.SimpleQueue[GangEvent | None]",
+    lines: LineMerger,
     on_event: Callable[[GangEvent], None],
 ) -> None:
     """Log what the ranks reported meanwhile; the caller's own receiver may have failed."""
+    # That one doesn't see the records.
+    lines.pass_on = lambda event: (on_event if isinstance(event, RecordsLeft) else log_event)(event)
     while not events.empty():
         event = events.get()
-        if isinstance(event, RecordsLeft):
-            on_event(event)  # the caller's own receiver doesn't see it
-        elif event is not None:
-            log_event(event)
+        if event is not None:
+            lines.take(event)
+    lines.pass_on_all()
     with contextlib.suppress(TimeoutError, CancelledError):
         error = done.exception(timeout=1.0)  # the ranks are gone a moment before it is there
         if isinstance(error, GangCancelledError):
             rank_logger.warning("%s", error)
-
-
-def log_event(event: GangEvent) -> None:
-    """Log a rank's line with the rank in front."""
-    if isinstance(event, RankStack):
-        event = stack_line(event)
-    if not isinstance(event, LogLine):
-        return
-    if not rank_logger.hasHandlers():
-        rank_logger.addHandler(logging.StreamHandler())  # a plain script: its prints must show
-    if rank_logger.level == logging.NOTSET:
-        rank_logger.setLevel(logging.INFO)
-    rank_logger.log(event.level, "%s", rank_text(event))
-
-
-def stack_line(stack: RankStack) -> LogLine:
-    """Return a rank's stacks as one record of its log."""
-    text = f"is at, the innermost call first:\n{stack.text.rstrip()}"
-    return LogLine(stack.rank, logging.ERROR, text)
-
-
-def rank_text(line: LogLine) -> str:
-    """Return a rank's line as people read it, the rank in front."""
-    if line.rank == NO_RANK:
-        return line.text
-    return f"[rank {line.rank}] {line.logger + ': ' if line.logger else ''}{line.text}"

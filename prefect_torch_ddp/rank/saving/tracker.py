@@ -157,8 +157,8 @@ class Tracker:
                     self._finish(self._checkpointer)
                 elif self._checkpointer.is_writing:
                     # The error itself goes home when all is closed, so it is logged here.
-                    text = "rank %d failed: %r; it waits at most %g s for its checkpoint"
-                    logger.error(text, self._info.rank, error, FAILED_GRACE_S)
+                    text = "failed: %r; it waits at most %g s for its checkpoint"
+                    logger.error(text, error, FAILED_GRACE_S)
                     self._checkpointer.wait(FAILED_GRACE_S)
         if not failed:  # else the gang ends, and asking a store whose host is gone may take minutes
             self._set_gone()
@@ -275,8 +275,7 @@ class Tracker:
             store.set(f"ended/{rank}", CHANGED if has_changed else "")
         else:
             if checks:
-                others = range(1, world_size)
-                texts = [store.wait_for(f"ended/{other}", other) for other in others]
+                texts = [store.wait_for(f"ended/{other}", other) for other in range(1, world_size)]
                 has_changed = has_changed or CHANGED in texts
             store.set("last", self._number_left(has_changed=has_changed))
         if number := store.wait_for("last", rank=0):
@@ -286,6 +285,7 @@ class Tracker:
             checkpointer.wait()
             checkpointer.raise_failure(is_last=True)
         if rank == 0:
+            checkpointer.say_last()
             record_end(self._config, self._state)
 
     def _number_left(self, *, has_changed: bool) -> str:

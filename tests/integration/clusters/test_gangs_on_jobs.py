@@ -12,7 +12,7 @@ from distributed import Client
 
 from prefect_torch_ddp import WorkerLostError, run_gang
 from tests.integration.clusters.processes import Site
-from tests.support.gangs import all_gone, sleeping_gang
+from tests.support.gangs import all_gone, by_rank, sleeping_gang
 from tests.support.waiting import HANG_S, wait_until
 from tests.workloads import plain
 
@@ -59,7 +59,7 @@ def test_a_gang_over_two_jobs(site: Site, tmp_path: Path, caplog: pytest.LogCapt
         assert run_gang(client, plain.sum_of_ones, world_size=2) == [2.0, 2.0]
         with caplog.at_level(logging.INFO, logger="prefect_torch_ddp.ranks"):
             run_gang(client, plain.speak, args=("hello",), world_size=2)
-        assert {"[rank 0] printed hello", "[rank 1] printed hello"} <= set(caplog.messages)
+        assert {"[rank 0] printed hello", "[rank 1] printed hello"} <= set(by_rank(caplog.messages))
         environments: list[dict[str, Any]] = run_gang(client, plain.environment, world_size=2)
         check_places(site, tmp_path, environments)
 

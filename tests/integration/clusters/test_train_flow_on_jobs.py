@@ -11,6 +11,7 @@ from distributed import Client
 
 from prefect_torch_ddp import CheckpointParams, ClusterParams, TrainParams, train_flow
 from tests.integration.clusters.processes import Site
+from tests.support.gangs import by_rank
 from tests.support.runs import flow_run_id_of, logs_of, task_runs_of
 from tests.support.waiting import wait_until
 
@@ -86,4 +87,4 @@ def test_a_cancelled_job_costs_a_retry(site: Site, tmp_path: Path) -> None:
     runs = task_runs_of(flow_run_id)
     assert {runs[name].state_name for name in ("prepare", "evaluate", "publish")} == {"Completed"}
     last = {f"[rank {rank}] step {NUM_STEPS}" for rank in (0, 1)}
-    wait_until(lambda: last <= {line.message for line in logs_of(flow_run_id)})
+    wait_until(lambda: last <= set(by_rank(line.message for line in logs_of(flow_run_id))))

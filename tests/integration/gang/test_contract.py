@@ -12,7 +12,7 @@ from distributed import Client
 
 from prefect_torch_ddp import InvalidParamsError, NotEnoughWorkersError, RankFailedError, run_gang
 from prefect_torch_ddp.protocol.rank import Launcher
-from tests.support.gangs import own_cluster
+from tests.support.gangs import by_rank, own_cluster
 from tests.workloads import plain
 
 
@@ -144,10 +144,11 @@ def test_prints_and_logs_appear_with_the_rank_in_front(
     with caplog.at_level(logging.INFO, logger="prefect_torch_ddp.ranks"):
         run_gang(dask_client, plain.speak, args=("x",), world_size=2)
     for rank in (0, 1):
-        assert f"[rank {rank}] printed x" in caplog.messages
-        assert f"[rank {rank}] complained x" in caplog.messages
-        logged = f"[rank {rank}] user.code: logged x"
-        assert ("prefect_torch_ddp.ranks", logging.WARNING, logged) in caplog.record_tuples
+        assert f"[rank {rank}] printed x" in by_rank(caplog.messages)
+        assert f"[rank {rank}] complained x" in by_rank(caplog.messages)
+        warned = [each.message for each in caplog.records if each.levelno == logging.WARNING]
+        assert f"[rank {rank}] user.code: logged x" in by_rank(warned)
+    assert {each.name for each in caplog.records} == {"prefect_torch_ddp.ranks"}
 
 
 @pytest.mark.parametrize("launcher", ["auto", "exec"])

@@ -90,7 +90,7 @@ def test_the_error_comes_first(
             run(dask_client, storage, tmp_path, "fails", events)
     assert isinstance(caught.value.__cause__, ValueError)
     said = texts(events)
-    assert 'rank 1 failed: ValueError("a bug of the user\'s"); it waits at most 5 s' in said
+    assert 'failed: ValueError("a bug of the user\'s"); it waits at most 5 s' in said
     assert "a bug of the user's\nthe storage has not answered for 1 s" in said.replace("\n\n", "\n")
     assert (
         "the failure of attempt 1 could not be put on record: the storage was silent for too long"

@@ -28,6 +28,7 @@ from prefect_torch_ddp import (
 )
 from prefect_torch_ddp.checkpoint.attempts import newest_attempt
 from prefect_torch_ddp.storage.directory import DirectoryStorage
+from tests.support.gangs import by_rank
 from tests.support.runs import logs_of, retry_from_the_cli, states_of, task_runs_of
 from tests.support.waiting import wait_until
 from tests.workloads import flows as retried_flow
@@ -121,11 +122,14 @@ def test_called_and_submitted_on_as_many_workers_as_ranks(
     found = [(value["rank"], value["world_size"], value["total"], value["lr"]) for value in values]
     assert found == [(0, 2, 3, 0.2), (0, 2, 3, 2.0), (0, 2, 3, 3.0), (0, 2, 3, 0.2)]
     assert len({value["run_id"] for value in values}) == 4
-    wait_until(lambda: len(lines_with("] lr 0.", flow_run_id)) == 8)
-    log = lines_with("] lr 0.", flow_run_id)
+
+    def lines() -> list[str]:
+        return by_rank(line.message for line in lines_with("] lr 0.", flow_run_id))
+
+    wait_until(lambda: len(lines()) == 8)
     expected = [f"[rank {rank}] lr {lr}" for rank in (0, 1) for lr in (0.1, 0.1, 0.2, 0.3)]
-    assert sorted(line.message for line in log) == expected
-    assert len({line.task_run_id for line in log}) == 4
+    assert sorted(lines()) == expected
+    assert len({line.task_run_id for line in lines_with("] lr 0.", flow_run_id)}) == 4
 
 
 def test_sent_by_value_or_by_reference(dask_cluster: LocalCluster) -> None:

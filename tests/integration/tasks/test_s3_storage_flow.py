@@ -11,6 +11,7 @@ from prefect.client.orchestration import get_client
 
 from prefect_torch_ddp import CheckpointParams, StorageError, TrainParams, train_flow
 from tests.support.blocks import FOLDER, save_block
+from tests.support.gangs import by_rank
 from tests.support.runs import artifacts_of, flow_run_id_of, logs_of, states_of, task_runs_of
 from tests.support.s3_server import S3Server
 
@@ -70,7 +71,8 @@ def test_everything_of_a_run_is_in_the_bucket(
         flow_run_id = flow_run_id_of(report.flow_run_url)
         assert task_runs_of(flow_run_id)["prepare"].state_name == prepared
         recorded = all_that_was_recorded(flow_run_id)
-        assert "[rank 1] step 1" in recorded
+        lines = by_rank(line.message for line in logs_of(flow_run_id))
+        assert "[rank 1] step 1" in lines
         assert report.model_uri in recorded
         assert secret not in recorded
     assert first.evaluation == second.evaluation

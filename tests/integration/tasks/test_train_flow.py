@@ -17,6 +17,7 @@ from prefect_torch_ddp import CheckpointParams, ClusterParams, TrainParams, Trai
 from prefect_torch_ddp.checkpoint.manifest import list_checkpoints
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.tasks.report.artifacts import key
+from tests.support.gangs import by_rank
 from tests.support.runs import (
     artifacts_of,
     flow_run_id_of,
@@ -155,9 +156,9 @@ def test_the_best_checkpoint_is_evaluated(dask_cluster: LocalCluster, tmp_path: 
     assert exported.keys() == weights.keys()
     assert all(torch.equal(exported[name], weights[name]) for name in weights)
     flow_run_id = flow_run_id_of(report.flow_run_url)
-    wait_until_said(flow_run_id, "checkpoint of step")
+    wait_until_said(flow_run_id, "checkpoint at step")
     logged = [f"[rank {rank}] user.code: logged by user code" for rank in (0, 1)]
     for said in (*logged, "[rank 0] step 1", "[rank 1] step 1"):
         wait_until_said(flow_run_id, said)
-    messages = [line.message for line in logs_of(flow_run_id)]
+    messages = by_rank(line.message for line in logs_of(flow_run_id))
     assert [messages.count(said) for said in logged] == [1, 1]

@@ -1,6 +1,8 @@
 """Shows what holds when attempts overlap, objects are damaged and storages fail; one process,
 real files."""
 
+import logging
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -128,6 +130,27 @@ def test_a_failed_write_is_warned_of_and_the_training_goes_on(
     assert steps_of(DirectoryStorage(tmp_path)) == [1, 3]
     assert "no checkpoint of step 2" in caplog.text
     assert "step-00000002/000001/counter.pt: the disk is full" in caplog.text
+
+
+def test_the_log_has_the_first_checkpoint_the_last_and_those_after_a_failure(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With size and time; what lies in between is a detail."""
+    caplog.set_level(logging.DEBUG, "prefect_torch_ddp.checkpoint")
+    count_to(FailingStorage(tmp_path, "step-00000004/"), 8)
+    said = re.compile(r"checkpoint at step (\d+) \([\d.]+ kB, [\d,]+ ms\)")
+    found = [(r.levelname, m[1]) for r in caplog.records if (m := said.fullmatch(r.message))]
+    levels = {int(step): level for level, step in found[:7]}
+    assert levels == {
+        1: "INFO",
+        2: "DEBUG",
+        3: "DEBUG",
+        5: "INFO",
+        6: "DEBUG",
+        7: "DEBUG",
+        8: "DEBUG",
+    }
+    assert found[7:] == [("INFO", "8")]
 
 
 def test_a_failed_last_checkpoint_is_an_error(tmp_path: Path) -> None:

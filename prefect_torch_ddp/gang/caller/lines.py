@@ -1,0 +1,154 @@
+"""The ranks' lines as people read them: the ranks in front, equal lines of several ranks once."""
+
+import logging
+import time
+from bisect import bisect_right
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from prefect_torch_ddp.protocol.events import (
+    NO_RANK,
+    AttemptBegan,
+    FunctionEnded,
+    GangEvent,
+    LogLine,
+    Progress,
+    RankReturned,
+    RankStack,
+    RecordsLeft,
+)
+
+rank_logger = logging.getLogger("prefect_torch_ddp.ranks")
+
+MERGE_S = 1.0
+"""How long a line waits for equal ones of other ranks."""
+_UNORDERED = (Progress, FunctionEnded, RankReturned, RecordsLeft)
+"""Say nothing in the log, so they need not wait for the lines before them."""
+_OWN = "prefect_torch_ddp"
+
+
+@dataclass
+class _Waiting:
+    number: int
+    line: LogLine
+    ranks: list[int]
+    since_s: float
+
+
+class LineMerger:
+    """Passes events on, equal lines of several ranks within a second as one.
+
+    Lines of one rank keep their order. Whatever else the log shows, such as a failure, comes
+    after all lines that came before it.
+    """
+
+    def __init__(self, pass_on: Callable[[GangEvent], None]) -> None:
+        """Start with nothing waiting."""
+        self.pass_on = pass_on
+        self._world_size: int | None = None
+        self._waiting: deque[_Waiting] = deque()
+        self._equal: defaultdict[tuple[int, str, str], list[_Waiting]] = defaultdict(list)
+        self._newest: dict[int, int] = {}
+        """The number of each rank's newest line."""
+        self._num_taken = 0
+
+    def take(self, event: GangEvent) -> None:
+        """Take in an event, and pass on what need not wait any more."""
+        if isinstance(event, LogLine) and event.rank != NO_RANK:
+            self._add(event)
+            self.pass_on_due()
+            return
+        if isinstance(event, AttemptBegan):
+            self._world_size = event.world_size
+        if not isinstance(event, _UNORDERED):
+            self.pass_on_all()
+        self.pass_on(event)
+
+    def wait_s(self, longest_s: float) -> float:
+        """Return how long the first line waits yet, at most so long."""
+        if not self._waiting:
+            return longest_s
+        left_s = self._waiting[0].since_s + MERGE_S - time.monotonic()
+        return min(longest_s, max(0.0, left_s))
+
+    def pass_on_due(self) -> None:
+        """Pass on the lines that have waited long enough, or that all ranks wrote."""
+        while self._waiting and (self._is_complete() or self.wait_s(MERGE_S) == 0):
+            self._pass_on_first()
+
+    def pass_on_all(self) -> None:
+        """Pass on every line."""
+        while self._waiting:
+            self._pass_on_first()
+
+    def _is_complete(self) -> bool:
+        return len(self._waiting[0].ranks) == self._world_size
+
+    def _add(self, line: LogLine) -> None:
+        equal = self._equal[line.level, line.logger, line.text]
+        # Behind the rank's newest line: else it would overtake that.
+        at = bisect_right(equal, self._newest.get(line.rank, 0), key=lambda each: each.number)
+        if at == len(equal):
+            self._num_taken += 1
+            equal.append(_Waiting(self._num_taken, line, [], time.monotonic()))
+            self._waiting.append(equal[at])
+        equal[at].ranks.append(line.rank)
+        self._newest[line.rank] = equal[at].number
+
+    def _pass_on_first(self) -> None:
+        first = self._waiting.popleft()
+        line, key = first.line, (first.line.level, first.line.logger, first.line.text)
+        self._equal[key].pop(0)
+        if not self._equal[key]:
+            del self._equal[key]
+        if len(first.ranks) > 1:
+            ranks = tuple(sorted(first.ranks))
+            line = replace(line, rank=ranks[0], ranks=ranks)
+        self.pass_on(line)
+
+
+def log_event(event: GangEvent) -> None:
+    """Log a rank's line with the rank in front."""
+    if isinstance(event, RankStack):
+        event = stack_line(event)
+    if not isinstance(event, LogLine):
+        return
+    if not rank_logger.hasHandlers():
+        rank_logger.addHandler(logging.StreamHandler())  # a plain script: its prints must show
+    if rank_logger.level == logging.NOTSET:
+        rank_logger.setLevel(logging.INFO)
+    rank_logger.log(event.level, "%s", rank_text(event))
+
+
+def stack_line(stack: RankStack) -> LogLine:
+    """Return a rank's stacks as one record of its log."""
+    text = f"is at, the innermost call first:\n{stack.text.rstrip()}"
+    return LogLine(stack.rank, logging.ERROR, text)
+
+
+def rank_text(line: LogLine) -> str:
+    """Return a rank's line as people read it: `[rank 3] text`, or `[ranks 0-7] text`.
+
+    The name of a user's logger comes before the text; the package's own say nothing to people.
+    """
+    if line.rank == NO_RANK:
+        return line.text
+    is_own = line.logger == _OWN or line.logger.startswith(f"{_OWN}.")
+    logger = f"{line.logger}: " if line.logger and not is_own else ""
+    ranks = f"ranks {name_ranks(line.ranks)}" if line.ranks else f"rank {line.rank}"
+    return f"[{ranks}] {logger}{line.text}"
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """Return sorted ranks as people write them: `0-7`, or `0, 3`."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and runs[-1][-1] == rank - 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    return ", ".join(
+        f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run))  # noqa: PLR2004
+        for run in runs
+    )

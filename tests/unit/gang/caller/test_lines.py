@@ -1,0 +1,104 @@
+"""Equal lines of several ranks become one; a rank's own lines keep their order."""
+
+import logging
+from collections import defaultdict
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from prefect_torch_ddp.gang.caller import lines
+from prefect_torch_ddp.gang.caller.lines import LineMerger, name_ranks, rank_text
+from prefect_torch_ddp.protocol.events import (
+    NO_RANK,
+    AttemptBegan,
+    GangEvent,
+    LogLine,
+    Progress,
+    RankFailure,
+)
+
+INFO = logging.INFO
+
+
+@pytest.mark.parametrize(
+    ("ranks", "expected"),
+    [
+        ([3], "3"),
+        ([0, 1], "0, 1"),
+        ([0, 3], "0, 3"),
+        ([*range(8)], "0-7"),
+        ([0, 2, 3, 4], "0, 2-4"),
+    ],
+)
+def test_ranks_are_named_shortly(ranks: list[int], expected: str) -> None:
+    """Three in a row are a range."""
+    assert name_ranks(ranks) == expected
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        (LogLine(3, INFO, "text"), "[rank 3] text"),
+        (LogLine(3, INFO, "text", "prefect_torch_ddp.checkpoint.commit"), "[rank 3] text"),
+        (LogLine(3, INFO, "text", "prefect_torch_ddp_too"), "[rank 3] prefect_torch_ddp_too: text"),
+        (LogLine(0, INFO, "text", "user.code", (0, 1, 2)), "[ranks 0-2] user.code: text"),
+        (LogLine(NO_RANK, INFO, "text"), "text"),
+    ],
+)
+def test_a_line_names_its_ranks_and_the_users_logger(line: LogLine, expected: str) -> None:
+    """The names of the package's own modules say nothing to people."""
+    assert rank_text(line) == expected
+
+
+def merged(*events: GangEvent, world_size: int = 3) -> list[GangEvent]:
+    """Return what comes of events that come at once in a gang, until the last was taken in."""
+    passed: list[GangEvent] = []
+    merger = LineMerger(passed.append)
+    for event in (AttemptBegan(1, world_size), *events):
+        merger.take(event)
+    return passed[1:]
+
+
+@given(spoken=st.lists(st.tuples(st.integers(0, 2), st.sampled_from("abc")), max_size=40))
+def test_nothing_is_lost_added_or_overtaken(spoken: list[tuple[int, str]]) -> None:
+    """However ranks repeat each other and themselves, each one's lines are whole and in order."""
+    failure = RankFailure(0, "host", 1, "exit", "ended")
+    *found, last = merged(*(LogLine(rank, INFO, text) for rank, text in spoken), failure)
+    assert last == failure
+    before, after = defaultdict(list), defaultdict(list)
+    for rank, text in spoken:
+        before[rank].append(text)
+    for line in found:
+        assert isinstance(line, LogLine)
+        for rank in line.ranks or [line.rank]:
+            after[rank].append(line.text)
+    assert after == before
+
+
+def test_what_differs_stays_apart_and_what_all_wrote_waits_no_longer() -> None:
+    """Level and logger count too; a line that a rank repeats is no other rank's."""
+    line = LogLine(0, INFO, "x")
+    assert merged(line, world_size=1) == [line]
+    assert merged(line, LogLine(1, INFO, "x")) == []
+    all_three = [LogLine(rank, INFO, "x") for rank in (2, 0, 1)]
+    assert merged(*all_three) == [LogLine(0, INFO, "x", ranks=(0, 1, 2))]
+    others = [LogLine(1, logging.WARNING, "x"), LogLine(2, INFO, "x", "user"), line]
+    own = LogLine(NO_RANK, INFO, "the gang's own comes after them")
+    assert merged(line, *others, own) == [line, *others, own]
+
+
+def test_a_line_waits_for_a_second_and_progress_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without news a line is passed on once its time is over."""
+    passed: list[GangEvent] = []
+    merger = LineMerger(passed.append)
+    progress = Progress(1, 1, None)
+    for event in (LogLine(0, INFO, "x"), progress):
+        merger.take(event)
+    assert passed == [progress]
+    assert 0 < merger.wait_s(10) <= lines.MERGE_S
+    monkeypatch.setattr(lines, "MERGE_S", 0.0)
+    assert merger.wait_s(10) == 0
+    merger.pass_on_due()
+    assert passed == [progress, LogLine(0, INFO, "x")]
+    assert merger.wait_s(10) == 10
