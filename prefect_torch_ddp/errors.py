@@ -103,6 +103,10 @@ class NotEnoughWorkersError(GangError):
     """The cluster has too few workers, or they stayed busy; says how many it has and needs."""
 
 
+class VersionConflictError(GangError):
+    """Caller and workers have versions of a package that don't go together; names both sides."""
+
+
 class WorkerLostError(GangError):
     """A Dask worker that held ranks is gone; names the worker and its ranks."""
 

@@ -12,7 +12,7 @@ from typing import Any, Unpack
 
 from distributed import Client
 
-from prefect_torch_ddp.errors import GangError, WorkerLostError
+from prefect_torch_ddp.errors import GangError, VersionConflictError, WorkerLostError
 from prefect_torch_ddp.gang.caller.code import (
     brings_context,
     name_of,
@@ -30,8 +30,9 @@ from prefect_torch_ddp.gang.caller.workers import gather_workers
 from prefect_torch_ddp.gang.checks import check_call, check_client, checked
 from prefect_torch_ddp.gang.liveness import liveness_timeout_s
 from prefect_torch_ddp.gang.restarts import FULL_SIZE_S, AttemptLog, CallAttemptLog, Restarts
+from prefect_torch_ddp.gang.versions import conflicts, versions
 from prefect_torch_ddp.params import GangOptions
-from prefect_torch_ddp.protocol.agent import Seniority
+from prefect_torch_ddp.protocol.agent import Seniority, WorkerIdentity
 from prefect_torch_ddp.protocol.events import NO_RANK, AttemptBegan, GangEvent, LogLine
 from prefect_torch_ddp.protocol.rank import ProcessGroupMode
 
@@ -142,6 +143,7 @@ async def _run_attempt(
         world_size = size.on(len(workers))
         num_workers = num_workers_needed(world_size, size.ranks_per_worker)
         chosen = choose(workers, num_workers, plan.resources)
+        _refuse_conflicts(chosen)
         placement = place(chosen, world_size, size.ranks_per_worker, options.interface)
         reservation = GangReservation(client, plan, chosen, placement)
         supervisor = Supervisor(plan, placement, reservation.agents)
@@ -154,6 +156,11 @@ async def _run_attempt(
             # Shielded: a caller that leaves by Ctrl-C or a timeout cancels this coroutine, and
             # the ranks must go all the same.
             await asyncio.shield(supervisor.clear(sink))
+
+
+def _refuse_conflicts(workers: Sequence[WorkerIdentity]) -> None:
+    if found := conflicts(versions(), {worker.address: worker.versions for worker in workers}):
+        raise VersionConflictError("\n".join(found.values()))
 
 
 async def _reserve(

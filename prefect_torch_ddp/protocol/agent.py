@@ -41,6 +41,8 @@ class WorkerIdentity:
     """Its machine's (interface, address) pairs."""
     free_resources: Mapping[str, float] = field(default_factory=dict)
     """Dask resources that no task holds now."""
+    versions: Mapping[str, str] = field(default_factory=dict)
+    """Of Python and of the packages that it shares with its caller, by name."""
 
 
 @dataclass(frozen=True, order=True)

@@ -21,6 +21,7 @@ from prefect_torch_ddp.errors import (
     SchedulerLostError,
     StorageError,
     SupersededError,
+    VersionConflictError,
 )
 from prefect_torch_ddp.gang.run import run_gang
 from prefect_torch_ddp.protocol.events import AttemptBegan, GangEvent
@@ -32,7 +33,13 @@ from prefect_torch_ddp.tasks.report.shown_params import shown_params
 from prefect_torch_ddp.tasks.run import RUN_STAGE, Run, RunAttemptLog, log_to_run
 from prefect_torch_ddp.tasks.watch.cancel import or_cancelled
 
-FINAL = (GangCancelledError, InvalidParamsError, SchedulerLostError, SupersededError)
+FINAL = (
+    GangCancelledError,
+    InvalidParamsError,
+    SchedulerLostError,
+    SupersededError,
+    VersionConflictError,
+)
 
 
 def is_worth_a_retry(_task: Task[Any, Any], _task_run: TaskRun, state: State[Any]) -> bool:

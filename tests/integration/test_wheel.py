@@ -10,6 +10,7 @@ from pathlib import Path
 from zipfile import ZipFile
 
 import pytest
+from filelock import FileLock
 
 from tests.support.waiting import wait_until
 
@@ -58,10 +59,18 @@ def lent(tmp_path_factory: pytest.TempPathFactory, wheel: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory, wheel: Path) -> Path:
-    """Install the wheel with all that it requires into an empty environment; give the Python."""
-    python = python_of(tmp_path_factory.mktemp("installed"))
-    pip(python, "install", "--constraint", str(ROOT / "constraints.txt"), str(wheel))
-    return python
+    """Install the wheel with all that it requires into an empty environment; give the Python.
+
+    It takes minutes and a gigabyte, so the processes that test beside each other share it.
+    """
+    ours = tmp_path_factory.getbasetemp()
+    folder = (ours.parent if "PYTEST_XDIST_WORKER" in os.environ else ours) / "installed"
+    with FileLock(folder.with_suffix(".lock")):
+        if not (folder / "is-complete").exists():
+            python = python_of(folder)
+            pip(python, "install", "--constraint", str(ROOT / "constraints.txt"), str(wheel))
+            (folder / "is-complete").touch()
+    return folder / "bin" / "python"
 
 
 def python_of(folder: Path) -> Path:

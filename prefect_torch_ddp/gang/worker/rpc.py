@@ -16,6 +16,7 @@ import psutil
 from distributed import Worker
 from distributed.comm import get_address_host
 
+from prefect_torch_ddp.gang.versions import versions
 from prefect_torch_ddp.gang.worker.fork_client import CloseForkServer, fork_client
 from prefect_torch_ddp.gang.worker.mailbox import MAILBOXES, drop_abandoned, open_mailbox
 from prefect_torch_ddp.gang.worker.slots import SLOTS
@@ -111,6 +112,7 @@ def _identity(worker: Worker) -> WorkerIdentity:
             if entry.family in (socket.AF_INET, socket.AF_INET6)
         ),
         free_resources=dict(worker.state.available_resources),
+        versions=versions(),
     )
 
 

@@ -1,0 +1,236 @@
+"""The command `prefect-torch-ddp doctor`."""
+
+import argparse
+import logging
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from uuid import uuid4
+
+from distributed import Client
+from rich.console import Console
+from rich.table import Table
+
+from prefect_torch_ddp.doctor import on_worker
+from prefect_torch_ddp.doctor.on_worker import WorkerFacts
+from prefect_torch_ddp.errors import PrefectTorchDdpError
+from prefect_torch_ddp.gang.caller.placement import rank_addresses
+from prefect_torch_ddp.gang.caller.workers import identify, running_workers
+from prefect_torch_ddp.gang.run import run_gang
+from prefect_torch_ddp.gang.versions import PACKAGES, conflicts, versions
+from prefect_torch_ddp.lazy import __version__
+from prefect_torch_ddp.protocol.agent import WorkerIdentity
+from prefect_torch_ddp.storage.protocol import Storage
+from prefect_torch_ddp.tasks.blocks import resolve_storage
+from prefect_torch_ddp.tasks.cluster import local_cluster
+
+FEW_OPEN_FILES = 4096
+LITTLE_SHARED_BYTES = 2**30
+"""Docker's default is 64 MiB, where DataLoader workers die of a bus error."""
+TRIAL_BYTES = 2**25
+"""What is written to the storage and read back to tell its speed."""
+MIB = 2**20
+MEETING = "prefect_torch_ddp.doctor.on_rank:meet"
+"""Named, since it loads torch."""
+
+
+@dataclass
+class Doctor:
+    """What was looked at, and what is wrong with it."""
+
+    console: Console
+    interface: str | None
+    limit_s: float
+    problems: list[str] = field(default_factory=list)
+
+    def cluster(self, client: Client) -> list[str]:
+        """Look at a cluster's versions, workers and network; return the workers that answer."""
+        workers: list[WorkerIdentity] = []
+        try:
+            running = list(client.sync(running_workers, client))
+            workers = client.sync(identify, client, running)
+            hosts = rank_addresses(workers, self.interface)
+        except PrefectTorchDdpError as error:
+            self.problems.append(str(error))
+            return [worker.address for worker in workers]
+        found = list(hosts)
+        self.problems += [f"worker {each} doesn't answer" for each in set(running) - set(found)]
+        if not found:
+            self.problems.append("the cluster has no worker that answers")
+        elif self._versions(client, workers):
+            self._machines(workers, client.run(on_worker.look, workers=found), hosts)
+            self._network(client, hosts)
+            self._gang(client, workers)
+        return found
+
+    def _versions(self, client: Client, workers: Sequence[WorkerIdentity]) -> bool:
+        """Compare them; return whether they go together."""
+        assert client.scheduler is not None
+        # The scheduler may lack this package, so it is asked in Dask's own way.
+        scheduler = client.sync(client.scheduler.versions, packages=list(PACKAGES))["packages"]
+        has = {**scheduler, "python": scheduler["python"].split(".final")[0]}
+        columns: dict[str, Mapping[str, str | None]] = {"here": versions(), "scheduler": has}
+        alike: dict[tuple[tuple[str, str], ...], list[str]] = {}
+        for worker in workers:
+            alike.setdefault(tuple(sorted(worker.versions.items())), []).append(worker.address)
+        for found, who in alike.items():
+            columns["all workers" if len(alike) == 1 else ", ".join(who)] = dict(found)
+        table = Table("", *columns, title="Versions")
+        differing = []
+        for package in ("python", *PACKAGES):
+            cells = [each.get(package) or "-" for each in columns.values()]
+            differing += [package] if len(set(cells) - {"-"}) > 1 else []
+            table.add_row(package, *cells, style="yellow" if package in differing else None)
+        self.console.print(table)
+        broken = conflicts(versions(), {each.address: each.versions for each in workers})
+        self.problems += broken.values()
+        if harmless := [package for package in differing if package not in broken]:
+            self.console.print(f"differs, and a gang runs all the same: {', '.join(harmless)}")
+        return not broken
+
+    def _machines(
+        self,
+        workers: Sequence[WorkerIdentity],
+        facts: Mapping[str, WorkerFacts],
+        hosts: Mapping[str, str],
+    ) -> None:
+        shown = "worker", "ranks at", "cores", "CUDA", "ranks", "files", "shared memory", "held by"
+        table = Table(*shown, title="Workers")
+        for worker in workers:
+            has, at = facts[worker.address], f"worker {worker.address}"
+            shared = has.shared_memory_bytes or 0
+            table.add_row(
+                worker.address.partition("://")[2],
+                hosts[worker.address],
+                str(has.num_cores),
+                worker.visible_devices or "-",
+                "forked" if has.can_fork else "started afresh",
+                str(has.max_open_files),
+                f"{shared / 2**30:.1f} GiB free",
+                worker.occupant or "-",
+            )
+            if has.max_open_files < FEW_OPEN_FILES:
+                raise_it = f"raise it to {FEW_OPEN_FILES} (ulimit -n) before the worker starts"
+                self.problems.append(f"{at} may open {has.max_open_files} files: {raise_it}")
+            if shared < LITTLE_SHARED_BYTES:
+                free = f"{shared // MIB:,} MiB of shared memory free, too little for num_workers>0"
+                self.problems.append(f"{at} has {free}: docker run --shm-size, or free /dev/shm")
+        self.console.print(table)
+
+    def _network(self, client: Client, hosts: Mapping[str, str]) -> None:
+        workers = list(hosts)
+        try:
+            places = client.run(on_worker.listen, hosts, workers=workers)
+            found = client.run(on_worker.unreachable, places, workers=workers)
+        except OSError as error:  # from a worker: its own address isn't one of its machine
+            self.problems.append(f"a worker can't listen at its address: {error}")
+            return
+        finally:
+            client.run(on_worker.close, workers=workers)
+        self.problems += [
+            f"worker {source} doesn't reach {target}: {why}"
+            for source, others in found.items()
+            for target, why in others.items()
+        ]
+        if not any(found.values()):
+            self.console.print(f"all {len(workers)} workers reach each other")
+
+    def _gang(self, client: Client, workers: Sequence[WorkerIdentity]) -> None:
+        if busy := [f"{each.address} ({each.occupant})" for each in workers if each.occupant]:
+            self.console.print(f"no gang was tried, since workers are busy: {', '.join(busy)}")
+            return
+        started_s = time.monotonic()
+        try:
+            met: list[tuple[str, list[str]]] = run_gang(
+                client,
+                MEETING,
+                world_size=len(workers),
+                name="doctor",
+                interface=self.interface,
+                workers_timeout_s=self.limit_s,
+                rendezvous_timeout_s=self.limit_s,
+            )
+        except PrefectTorchDdpError as error:
+            self.problems.append(f"a gang of a rank on each worker failed: {error}")
+            return
+        took_s = time.monotonic() - started_s
+        devices = sorted({name for _, names in met for name in names}) or ["no CUDA device"]
+        words = f"a gang of {len(met)} ranks met by {met[0][0]} in {took_s:.1f} s"
+        self.console.print(f"{words}, with {', '.join(devices)}")
+
+    def storage(self, storage: Storage, client: Client | None, workers: Sequence[str]) -> None:
+        """Look at a storage: its conditional writes, its speed, and who sees it.
+
+        Raises:
+            StorageError: it can't be used.
+        """
+        key = f"probes/{uuid4().hex}"
+        content = bytes(TRIAL_BYTES)
+        storage.check_writable()
+        started_s = time.monotonic()
+        storage.write(key, content)
+        written_s = time.monotonic()
+        storage.read(key)
+        read_s = time.monotonic()
+        if client is not None and workers:
+            blind = client.run(on_worker.sees, storage, key, workers=list(workers))
+            self.problems += [
+                f"worker {worker} can't read what was written here to {storage.uri}: {why}"
+                for worker, why in blind.items()
+                if why
+            ]
+        storage.delete(key)
+        speeds = [TRIAL_BYTES / MIB / each for each in (written_s - started_s, read_s - written_s)]
+        words = "the storage %s honours conditional writes; from here it writes %.0f and reads %.0f"
+        self.console.print(f"{words % (storage.uri, *speeds)} MiB/s")
+
+
+def _arguments(given: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser("prefect-torch-ddp", description=__doc__)
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    about = "look at this process, a cluster and a storage; exit with 1 where a gang would fail"
+    doctor = commands.add_parser("doctor", help=about, description=about)
+    doctor.add_argument("--cluster", help="address of a Dask scheduler; left out: a local cluster")
+    doctor.add_argument("--storage", help="path, URI or Prefect block: `s3-bucket/nightly`")
+    doctor.add_argument("--interface", help="interface or network that ranks are to use")
+    doctor.add_argument("--limit-s", type=float, default=60.0, help="limit of each wait, seconds")
+    return parser.parse_args(given)
+
+
+def main(given: Sequence[str] | None = None) -> int:
+    """Run the command; return its exit status, 1 where something is wrong."""
+    arguments = _arguments(given)
+    logging.getLogger("distributed").setLevel(logging.ERROR)
+    doctor = Doctor(Console(), arguments.interface, arguments.limit_s)
+    with ExitStack() as stack:
+        client, workers = None, list[str]()
+        try:
+            at = arguments.cluster or stack.enter_context(local_cluster(n_workers=2))
+            client = stack.enter_context(Client(at, timeout=arguments.limit_s))
+        except (OSError, ValueError) as error:
+            doctor.problems.append(f"no scheduler answers at {arguments.cluster}: {error}")
+        else:
+            workers = doctor.cluster(client)
+        if arguments.storage:
+            try:
+                doctor.storage(resolve_storage(arguments.storage), client, workers)
+            except PrefectTorchDdpError as error:
+                doctor.problems.append(str(error))
+    _conclude(doctor.console, doctor.problems)
+    return 1 if doctor.problems else 0
+
+
+def _conclude(console: Console, problems: Sequence[str]) -> None:
+    if not problems:
+        console.print("nothing is wrong", style="green")
+        return
+    many = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+    lines = [f"  {number}. {text}" for number, text in enumerate(problems, 1)]
+    console.print("\n".join([f"{many}:", *lines]), style="red", markup=False)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

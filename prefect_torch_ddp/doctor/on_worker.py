@@ -1,0 +1,86 @@
+"""What the doctor does on each Dask worker, by `Client.run`: nothing that takes long, or stays."""
+
+import asyncio
+import os
+import resource
+import shutil
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from distributed import Worker
+
+from prefect_torch_ddp.errors import StorageError
+from prefect_torch_ddp.gang.worker.child import has_pidfd
+from prefect_torch_ddp.storage.protocol import Storage
+
+CONNECT_S = 3.0
+SHARED_MEMORY = "/dev/shm"  # noqa: S108 - where DataLoader workers put their batches
+
+_listening: list[socket.socket] = []
+
+
+@dataclass(frozen=True)
+class WorkerFacts:
+    """What a Dask worker's process and machine have."""
+
+    num_cores: int
+    can_fork: bool
+    """Whether its ranks are forked, which starts them in a tenth of a second."""
+    max_open_files: int
+    shared_memory_bytes: int | None
+    """Free in /dev/shm; None where there is none."""
+
+
+def look() -> WorkerFacts:
+    """Return what this process has."""
+    try:
+        shared_bytes = shutil.disk_usage(SHARED_MEMORY).free
+    except OSError:
+        shared_bytes = None
+    return WorkerFacts(
+        num_cores=len(os.sched_getaffinity(0)),
+        can_fork=has_pidfd(),
+        max_open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        shared_memory_bytes=shared_bytes,
+    )
+
+
+def sees(storage: Storage, key: str) -> str:
+    """Return why this process can't read an object that the doctor has written; empty if it can."""
+    try:
+        storage.read(key)
+    except StorageError as error:
+        return str(error)
+    return ""
+
+
+def listen(hosts: Mapping[str, str], dask_worker: Worker) -> tuple[str, int]:
+    """Open a port at this worker's address; nobody is answered there. `close` closes it."""
+    host = hosts[dask_worker.address]
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    _listening.append(socket.create_server((host, 0), family=family))
+    return host, _listening[-1].getsockname()[1]
+
+
+async def unreachable(places: Mapping[str, tuple[str, int]]) -> dict[str, str]:
+    """Return the workers that can't be reached from here, and why."""
+
+    async def why(place: tuple[str, int]) -> str:
+        try:
+            _, writer = await asyncio.wait_for(asyncio.open_connection(*place), CONNECT_S)
+        except TimeoutError:
+            return f"no answer from {place[0]} in {CONNECT_S:g} s: is a firewall between them?"
+        except OSError as error:
+            return str(error)
+        writer.close()
+        return ""
+
+    found = await asyncio.gather(*map(why, places.values()))
+    return {worker: reason for worker, reason in zip(places, found, strict=True) if reason}
+
+
+def close() -> None:
+    """Close what `listen` opened."""
+    while _listening:
+        _listening.pop().close()

@@ -1,0 +1,79 @@
+"""The doctor, as the command that is installed; and what it finds refused by a gang, too."""
+
+import contextlib
+import os
+import shutil
+import subprocess
+import sysconfig
+from pathlib import Path
+
+import pytest
+from distributed import Client
+
+from prefect_torch_ddp import VersionConflictError, run_gang
+from tests.support.separate_cluster import separate_cluster
+from tests.support.waiting import HANG_S
+
+
+def doctor(*options: str) -> "subprocess.CompletedProcess[str]":
+    """Run the command in a terminal as wide as most."""
+    command = shutil.which("prefect-torch-ddp", path=sysconfig.get_path("scripts"))
+    assert command is not None, "install the package again: pip install --editable ."
+    return subprocess.run(
+        [command, "doctor", *options],
+        capture_output=True,
+        text=True,
+        timeout=HANG_S,
+        check=False,
+        env={**os.environ, "COLUMNS": "100"},
+    )
+
+
+def test_nothing_is_wrong(tmp_path: Path) -> None:
+    """Left to itself it starts a local cluster, tries a gang and the storage, and leaves nothing
+    there."""
+    done = doctor("--storage", str(tmp_path / "store"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    for said in (
+        "all 2 workers reach each other",
+        "a gang of 2 ranks met by gloo",
+        "honours conditional writes",
+        "nothing is wrong",
+    ):
+        assert said in done.stdout
+    assert not [path for path in (tmp_path / "store").rglob("*") if path.is_file()]
+    assert "Traceback" not in done.stderr
+
+
+def test_no_scheduler_no_storage() -> None:
+    """All that is wrong is listed at once."""
+    done = doctor("--cluster", "tcp://127.0.0.1:9", "--storage", "gs://models", "--limit-s", "2")
+    assert done.returncode == 1
+    assert "2 problems" in done.stdout
+    assert "tcp://127.0.0.1:9" in done.stdout
+    assert "s3://bucket/prefix" in done.stdout
+    assert "Traceback" not in done.stderr
+
+
+def test_versions_that_conflict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker with another version of this package is named by the doctor, and refused by a gang
+    before it starts, by an error with both sides."""
+    other = tmp_path / "other" / "prefect_torch_ddp-99.0.dist-info"
+    other.mkdir(parents=True)
+    (other / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: prefect-torch-ddp\nVersion: 99.0\n"
+    )
+    with contextlib.ExitStack() as stack:
+        with monkeypatch.context() as patched:
+            patched.setenv("PYTHONPATH", str(other.parent), prepend=os.pathsep)
+            running = stack.enter_context(separate_cluster(tmp_path / "cluster", 1))
+        done = doctor("--cluster", running.address)
+        assert done.returncode == 1
+        said = " ".join(done.stdout.split())
+        assert f"99.0 on {running.address.rpartition(':')[0]}" in said
+        assert "prefect-torch-ddp differs" in said
+        with (
+            Client(running.address) as client,
+            pytest.raises(VersionConflictError, match=r"here.*99\.0 on tcp"),
+        ):
+            run_gang(client, "os:getpid", world_size=1)
