@@ -72,7 +72,7 @@ async def unreachable(places: Mapping[str, tuple[str, int]]) -> dict[str, str]:
         except TimeoutError:
             return f"no answer from {place[0]} in {CONNECT_S:g} s: is a firewall between them?"
         except OSError as error:
-            return str(error)
+            return f"{os.strerror(error.errno)}: {place[0]}" if error.errno else str(error)
         writer.close()
         return ""
 

@@ -1,8 +1,10 @@
 """The doctor, as the command that is installed; and what it finds refused by a gang, too."""
 
+import asyncio
 import contextlib
 import os
 import shutil
+import socket
 import subprocess
 import sysconfig
 from pathlib import Path
@@ -11,16 +13,17 @@ import pytest
 from distributed import Client
 
 from prefect_torch_ddp import VersionConflictError, run_gang
+from prefect_torch_ddp.doctor.on_worker import unreachable
 from tests.support.separate_cluster import separate_cluster
 from tests.support.waiting import HANG_S
 
 
-def doctor(*options: str) -> "subprocess.CompletedProcess[str]":
-    """Run the command in a terminal as wide as most."""
+def doctor(*options: str, before: tuple[str, ...] = ()) -> "subprocess.CompletedProcess[str]":
+    """Run the command in a terminal as wide as most, behind another one where that is given."""
     command = shutil.which("prefect-torch-ddp", path=sysconfig.get_path("scripts"))
     assert command is not None, "install the package again: pip install --editable ."
     return subprocess.run(
-        [command, "doctor", *options],
+        [*before, command, "doctor", *options],
         capture_output=True,
         text=True,
         timeout=HANG_S,
@@ -43,6 +46,25 @@ def test_nothing_is_wrong(tmp_path: Path) -> None:
         assert said in done.stdout
     assert not [path for path in (tmp_path / "store").rglob("*") if path.is_file()]
     assert "Traceback" not in done.stderr
+
+
+def test_few_open_files() -> None:
+    """Workers are named that would run out of them, though the doctor's own gang does not."""
+    done = doctor(before=("prlimit", "--nofile=1024:1024"))
+    assert done.returncode == 1
+    assert "2 problems" in done.stdout
+    assert "may open 1024 files" in done.stdout
+
+
+def test_who_is_not_reached() -> None:
+    """A worker at a port where nobody listens is named with the reason, one that listens isn't."""
+    with socket.create_server(("127.0.0.1", 0)) as listens, socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        found = asyncio.run(
+            unreachable({"tcp://a": listens.getsockname(), "tcp://b": bound.getsockname()})
+        )
+    assert list(found) == ["tcp://b"]
+    assert "refused" in found["tcp://b"]
 
 
 def test_no_scheduler_no_storage() -> None:
