@@ -6,7 +6,7 @@ import pickle
 import queue
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Unpack
 
@@ -26,7 +26,7 @@ from prefect_torch_ddp.gang.caller.plan import CallParams, GangPlan
 from prefect_torch_ddp.gang.caller.reservation import GangReservation
 from prefect_torch_ddp.gang.caller.stop import StopSwitch, follow
 from prefect_torch_ddp.gang.caller.supervisor import Supervisor
-from prefect_torch_ddp.gang.caller.workers import gather_workers
+from prefect_torch_ddp.gang.caller.workers import WaitingSign, gather_workers
 from prefect_torch_ddp.gang.checks import check_call, check_client, checked
 from prefect_torch_ddp.gang.liveness import liveness_timeout_s
 from prefect_torch_ddp.gang.restarts import FULL_SIZE_S, AttemptLog, CallAttemptLog, Restarts
@@ -134,12 +134,11 @@ async def _run_attempt(
     stop: StopSwitch,
 ) -> list[bytes]:
     """Return the pickled values of the ranks, in rank order."""
-    options = plan.options
-    queue_deadline_s: float | None = None
+    options, sign = plan.options, WaitingSign(sink)
+    queued_s: float | None = None
     while True:
-        workers = await gather_workers(client, plan, size)
-        if options.queue_timeout_s is not None and queue_deadline_s is None:
-            queue_deadline_s = time.monotonic() + options.queue_timeout_s
+        workers = await gather_workers(client, plan, size, sign)
+        queued_s = queued_s or time.monotonic()
         world_size = size.on(len(workers))
         num_workers = num_workers_needed(world_size, size.ranks_per_worker)
         chosen = choose(workers, num_workers, plan.resources)
@@ -148,7 +147,9 @@ async def _run_attempt(
         reservation = GangReservation(client, plan, chosen, placement)
         supervisor = Supervisor(plan, placement, reservation.agents)
         try:
-            if await _reserve(reservation, queue_deadline_s, sink):
+            limit_s = options.queue_timeout_s
+            deadline_s = None if limit_s is None else queued_s + limit_s
+            if await _reserve(reservation.reserve(queued_s, deadline_s, sign), sink):
                 hosts = tuple(each.host for each in placement.places)
                 sink(AttemptBegan(plan.attempt, world_size, hosts))
                 return await supervisor.run(sink, stop)
@@ -163,14 +164,10 @@ def _refuse_conflicts(workers: Sequence[WorkerIdentity]) -> None:
         raise VersionConflictError("\n".join(found.values()))
 
 
-async def _reserve(
-    reservation: GangReservation, deadline_s: float | None, sink: Callable[[GangEvent], None]
-) -> bool:
+async def _reserve(reserving: Coroutine[Any, Any, bool], sink: Callable[[GangEvent], None]) -> bool:
     """Reserve all agents; False when the gang is to be placed anew."""
     try:
-        return await reservation.reserve(
-            deadline_s, lambda text: sink(LogLine(NO_RANK, logging.INFO, text))
-        )
+        return await reserving
     except WorkerLostError as error:
         sink(LogLine(NO_RANK, logging.WARNING, f"{error}; the gang is placed anew"))
         return False

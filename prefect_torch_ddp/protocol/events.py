@@ -143,6 +143,14 @@ class FailureWritten:
 
 
 @dataclass(frozen=True)
+class Waiting:
+    """A gang waits for its workers; sent about once a second, for displays."""
+
+    text: str
+    """One line: `waiting for workers: 3 of 8 after 40 s (limit 60 s)`."""
+
+
+@dataclass(frozen=True)
 class AttemptBegan:
     """A gang has its workers and starts its ranks; after a failure it may have another size."""
 
@@ -198,6 +206,7 @@ GangEvent = (
     | RankFailure
     | FailureRecord
     | RankStopped
+    | Waiting
     | AttemptBegan
     | RankStack
     | RecordsLeft

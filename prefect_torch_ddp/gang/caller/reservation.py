@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from distributed import Client
 
@@ -16,14 +16,14 @@ from prefect_torch_ddp.errors import (
 from prefect_torch_ddp.gang.caller.agent_client import AgentClient
 from prefect_torch_ddp.gang.caller.placement import Placement
 from prefect_torch_ddp.gang.caller.plan import GangPlan
-from prefect_torch_ddp.gang.caller.workers import free_workers
+from prefect_torch_ddp.gang.caller.workers import WaitingSign, free_workers
 from prefect_torch_ddp.gang.worker.agent import agent_key, run_agent
 from prefect_torch_ddp.protocol.agent import WorkerIdentity
 
 LOOK_AGAIN_S = 2.0
 """How often a waiting gang looks whether other workers have become free."""
-WAIT_MESSAGE_S = 10.0
-"""How often to log whom the gang waits for."""
+MAX_HOLDERS = 4
+"""How many busy workers a line names."""
 STAY_IN_TOUCH_S = 2.0
 """How often an agent that is reserved is polled while others are still waited for."""
 
@@ -47,15 +47,16 @@ class GangReservation:
         self._all_reserved = asyncio.Event()
         self._looked_s = time.monotonic()
 
-    async def reserve(self, deadline_s: float | None, say: Callable[[str], None]) -> bool:
+    async def reserve(self, queued_s: float, deadline_s: float | None, sign: WaitingSign) -> bool:
         """Start an agent on every worker and wait until each has its slot.
+
+        The times are a monotonic clock's: since when the gang waits for slots, and until when.
 
         Returns False when the gang has to be placed anew: a more senior gang waits for one of
         its workers, or enough others have become free. Raises NotEnoughWorkersError, which says
         who held them, past the deadline.
         """
         self._submit()
-        started = last_said = time.monotonic()
         polls = [asyncio.create_task(self._poll_until_all_reserved(agent)) for agent in self.agents]
         try:
             while True:
@@ -66,10 +67,12 @@ class GangReservation:
                     return True
                 now = time.monotonic()
                 if deadline_s is not None and now >= deadline_s:
-                    raise NotEnoughWorkersError(self._busy_text(missing, now - started))
-                if now - last_said >= (WAIT_MESSAGE_S if last_said > started else 1.0):
-                    last_said = now
-                    say(self._busy_text(missing, now - started))
+                    waited = f"gang {self._plan.name!r} has waited {now - queued_s:.0f} s"
+                    num_all, holders = len(self.agents), self._holders(missing, len(missing))
+                    msg = f"{waited} for {len(missing)} of {num_all} workers: {holders}"
+                    raise NotEnoughWorkersError(msg)
+                limit_s = None if deadline_s is None else deadline_s - queued_s
+                sign.show(self._waiting_text(missing, now - queued_s, limit_s))
                 if self._must_give_way(missing) or await self._has_better_choice(missing, now):
                     return False
         finally:
@@ -113,19 +116,27 @@ class GangReservation:
         free = await free_workers(self._client, self._plan.resources)
         return sum(worker.address not in taken for worker in free) >= len(missing)
 
-    def _busy_text(self, missing: Sequence[AgentClient], waited_s: float) -> str:
-        plan = self._plan
-        holders = "; ".join(
-            agent.worker.address
-            + (f" is busy with {agent.report.occupant.text}" if agent.report.occupant else "")
-            for agent in missing
+    def _waiting_text(
+        self, missing: Sequence[AgentClient], waited_s: float, limit_s: float | None
+    ) -> str:
+        num_all = len(self.agents)
+        limit = "no limit" if limit_s is None else f"limit {limit_s:g} s"
+        return (
+            f"waiting for workers: {num_all - len(missing)} of {num_all} after {waited_s:.0f} s "
+            f"({limit}): {self._holders(missing, MAX_HOLDERS)}"
         )
+
+    def _holders(self, missing: Sequence[AgentClient], most: int) -> str:
+        plan = self._plan
+        holders = []
+        for agent in missing[:most]:
+            known = agent.report.occupant
+            holder = known.text if known else agent.worker.occupant  # as it was placed
+            holders.append(agent.worker.address + (f" is busy with {holder}" if holder else ""))
+        holders += [f"and {len(missing) - most} more"] if len(missing) > most else []
         wanted = ", ".join(f"{name}={amount:g}" for name, amount in plan.resources.items())
         needs = f"; needs the resources {wanted}" if wanted else ""
-        return (
-            f"gang {plan.name!r} has waited {waited_s:.0f} s for {len(missing)} of "
-            f"{len(self.agents)} workers: {holders}{needs}"
-        )
+        return "; ".join(holders) + needs
 
     async def _poll_until_all_reserved(self, agent: AgentClient) -> None:
         while agent.report.state != "reserved":

@@ -2,8 +2,9 @@
 
 import asyncio
 import contextlib
+import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 from distributed import Client
@@ -19,6 +20,7 @@ from prefect_torch_ddp.gang.caller.plan import GangPlan
 from prefect_torch_ddp.gang.liveness import liveness_timeout_s
 from prefect_torch_ddp.gang.worker.rpc import register_rpc
 from prefect_torch_ddp.protocol.agent import WorkerIdentity
+from prefect_torch_ddp.protocol.events import NO_RANK, GangEvent, LogLine, Waiting
 from prefect_torch_ddp.protocol.rank import Preload
 
 POLL_S = 0.1
@@ -28,9 +30,34 @@ FIRST_LOOK_S = 12.0
 SECOND_LOOK_S = 2.0
 """How long each worker may take to answer when not all of them did; all of them have had time
 for their imports by then."""
+SHOW_EVERY_S = 1.0
+FIRST_LINE_S = 2.5
+"""When a waiting gang says so in the log; the next lines come after 5, 10, 20, 40, ... seconds."""
 
 
-async def gather_workers(client: Client, plan: GangPlan, size: GangSize) -> list[WorkerIdentity]:
+class WaitingSign:
+    """Says what an attempt waits for: in displays each second, in the log ever more rarely."""
+
+    def __init__(self, sink: Callable[[GangEvent], None]) -> None:
+        """Start with nothing said; the wait begins now."""
+        self._sink = sink
+        self._started_s = time.monotonic()
+        self._next_show_s, self._next_line_s = SHOW_EVERY_S, FIRST_LINE_S
+
+    def show(self, text: str) -> None:
+        """Say it where it is due."""
+        waited_s = time.monotonic() - self._started_s
+        if waited_s >= self._next_show_s:
+            self._next_show_s = waited_s + SHOW_EVERY_S
+            self._sink(Waiting(text))
+        if waited_s >= self._next_line_s:
+            self._next_line_s = max(2 * self._next_line_s, waited_s)
+            self._sink(LogLine(NO_RANK, logging.INFO, text))
+
+
+async def gather_workers(
+    client: Client, plan: GangPlan, size: GangSize, sign: WaitingSign
+) -> list[WorkerIdentity]:
     """Wait until the cluster has workers for all ranks, or later for the fewest; return all.
 
     Where ranks are forked, the workers' fork servers start to load torch.
@@ -56,7 +83,26 @@ async def gather_workers(client: Client, plan: GangPlan, size: GangSize) -> list
             if have >= need:
                 msg = f"{len(answering)} of {have} workers answer: {msg}"
             raise NotEnoughWorkersError(msg)
+        num_have = len(answering) if len(addresses) >= num_enough else len(addresses)
+        sign.show(waiting_text(num_have, plan, size, waited_s))
         await asyncio.sleep(POLL_S)
+
+
+def waiting_text(num_have: int, plan: GangPlan, size: GangSize, waited_s: float) -> str:
+    """Say how many of a gang's workers the cluster has, and how long it waits for more. Pure."""
+    limit_s, wanted = plan.options.workers_timeout_s, size.workers_for_all
+    until_s = min(plan.full_size_s, limit_s)
+    fewest = f"{size.workers_for_fewest} will do after {until_s:g} s; "
+    if waited_s >= until_s:
+        fewest, wanted = "", size.workers_for_fewest
+    elif size.workers_for_fewest == wanted:
+        fewest = ""
+    having = ", ".join(f"{name}>={amount:g}" for name, amount in plan.resources.items())
+    workers = f"workers with {having}" if having else "workers"
+    return (
+        f"waiting for {workers}: {num_have} of {wanted} after {waited_s:.0f} s "
+        f"({fewest}limit {limit_s:g} s)"
+    )
 
 
 def with_resources(

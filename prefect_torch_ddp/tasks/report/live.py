@@ -16,7 +16,13 @@ from prefect.utilities.context import get_task_and_flow_run_ids
 
 from prefect_torch_ddp.checkpoint.run_files import read_failures
 from prefect_torch_ddp.errors import GangCancelledError, SupersededError, TaskCancelled
-from prefect_torch_ddp.protocol.events import AttemptBegan, FailureRecord, GangEvent, Progress
+from prefect_torch_ddp.protocol.events import (
+    AttemptBegan,
+    FailureRecord,
+    GangEvent,
+    Progress,
+    Waiting,
+)
 from prefect_torch_ddp.records.metrics import read_all_records
 from prefect_torch_ddp.storage.protocol import Storage
 from prefect_torch_ddp.tasks.report.artifacts import ArtifactWriter, key
@@ -90,6 +96,8 @@ class LiveReport:
                 self._training.add(event, time.monotonic())
             elif isinstance(event, AttemptBegan):
                 self._training.begin_attempt(event)
+            elif isinstance(event, Waiting):
+                self._training.waiting = event.text
             else:
                 return
             self._has_news = True

@@ -33,6 +33,8 @@ class TrainingProgress:
     status: Status = "training"
     cause: str = ""
     """Why it failed or was cancelled."""
+    waiting: str = ""
+    """What it waits for before its ranks start."""
     newest: Progress | None = None
     metrics: dict[str, float] = field(default_factory=dict)
     """The newest value of each, on rank 0."""
@@ -41,7 +43,7 @@ class TrainingProgress:
 
     def begin_attempt(self, began: AttemptBegan) -> None:
         """Take in that the ranks start, perhaps again, perhaps fewer."""
-        self.attempt, self.world_size = began.attempt, began.world_size
+        self.attempt, self.world_size, self.waiting = began.attempt, began.world_size, ""
         self._seen.clear()  # the speed would have the restart's pause in it
 
     def add(self, progress: Progress, now_s: float) -> None:
@@ -113,6 +115,8 @@ class TrainingProgress:
 
         Plain text: names of metrics stand in it as they are.
         """
+        if self.waiting and self.status == "training":
+            return self.waiting
         if self.newest is None:
             waits = self.status == "training"
             return "no step yet" if waits else f"{self.status} before the first step"

@@ -3,6 +3,7 @@
 import contextlib
 import multiprocessing
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from distributed import Client, Future
 
 from prefect_torch_ddp import GangCancelledError, NotEnoughWorkersError, RankFailedError, run_gang
 from prefect_torch_ddp.checkpoint.manifest import list_manifests
+from prefect_torch_ddp.protocol.events import GangEvent, LogLine, Waiting
 from prefect_torch_ddp.rank.stages import run_with_context
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from tests.support.gangs import all_gone, pids_in, sleeping_gang
@@ -87,6 +89,7 @@ CALLER = """
 import sys
 from pathlib import Path
 from prefect_torch_ddp import run_gang
+from prefect_torch_ddp.protocol.events import GangEvent, LogLine, Waiting
 from prefect_torch_ddp.rank.stages import run_with_context
 from tests.support.gangs import own_cluster
 from tests.workloads import hanging
@@ -154,11 +157,18 @@ def has_ranks(folder: Path) -> bool:
 
 
 def test_busy_workers_are_waited_for_and_named(dask_client: Client, tmp_path: Path) -> None:
-    """The workers exist but are busy with another gang; the refusal says with whom."""
-    with sleeping_gang(dask_client, tmp_path) as (gang, ranks):
-        with pytest.raises(NotEnoughWorkersError, match="busy with gang 'sleep_for_ever'"):
-            run_gang(dask_client, plain.sum_of_ones, world_size=2, queue_timeout_s=1.5)
+    """The workers exist but are busy with another gang: displays and log say with whom while it
+    waits, and so does the refusal."""
+    said: list[GangEvent] = []
+    with sleeping_gang(dask_client, tmp_path, name="night") as (gang, ranks):
+        call = {"world_size": 2, "queue_timeout_s": 4.0, "on_event": said.append}
+        with pytest.raises(NotEnoughWorkersError, match="busy with gang 'night'"):
+            run_gang(dask_client, plain.sum_of_ones, **call)
         ranks[0].kill()
         two = run_gang(dask_client, plain.sum_of_ones, world_size=2, queue_timeout_s=HANG_S)
         assert two == [2.0, 2.0]
         assert isinstance(gang.exception(HANG_S), RankFailedError)
+    for kind in (Waiting, LogLine):
+        text = next(event.text for event in said if isinstance(event, kind))
+        assert re.match(r"waiting for workers: 0 of 2 after \d s \(limit 4 s\): tcp:", text)
+        assert text.count("is busy with gang 'night'") == 2

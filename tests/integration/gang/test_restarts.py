@@ -1,7 +1,9 @@
 """A gang that fails is started again within the same call, on the same warm fork servers."""
 
 import os
+import re
 import signal
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,10 +16,10 @@ from prefect_torch_ddp import NotEnoughWorkersError, RankFailedError, run_gang
 from prefect_torch_ddp.errors import WorkerLostError
 from prefect_torch_ddp.gang import run as launch
 from prefect_torch_ddp.gang.caller import root_cause
-from prefect_torch_ddp.protocol.events import GangEvent, LogLine
+from prefect_torch_ddp.protocol.events import GangEvent, LogLine, Waiting
 from tests.support.gangs import attempts_in, extra_worker, own_cluster, pids_in
 from tests.support.waiting import HANG_S
-from tests.workloads import failing
+from tests.workloads import failing, plain
 
 
 def test_a_killed_rank_is_started_again_on_warm_hosts(dask_client: Client, tmp_path: Path) -> None:
@@ -119,6 +121,28 @@ def test_a_worker_that_comes_back_is_waited_for(tmp_path: Path) -> None:
         assert gang == [2, 2]
         assert attempts_in(events) == [(1, 2), (2, 2)]
         killed.result()
+
+
+def test_a_worker_that_comes_late_is_waited_for() -> None:
+    """The gang says how many workers it has of how many, again and again, until the last comes."""
+    said: list[GangEvent] = []
+    has_said_it = threading.Event()
+
+    def note(event: GangEvent) -> None:
+        said.append(event)
+        if isinstance(event, LogLine):
+            has_said_it.set()
+
+    call = {"world_size": 2, "workers_timeout_s": HANG_S, "on_event": note}
+    with own_cluster(1) as (cluster, client), ThreadPoolExecutor(1) as pool:
+        gang = pool.submit(run_gang, client, plain.sum_of_ones, **call)
+        assert has_said_it.wait(HANG_S)
+        cluster.scale(2)
+        assert gang.result(HANG_S) == [2.0, 2.0]
+    texts = [event.text for event in said if isinstance(event, LogLine | Waiting)]
+    says = r"waiting for workers: 1 of 2 after \d+ s \(limit 120 s\)"
+    assert len(texts) >= 3
+    assert all(re.fullmatch(says, text) for text in texts), texts
 
 
 def test_a_world_size_left_open_stays_what_it_was(tmp_path: Path) -> None:

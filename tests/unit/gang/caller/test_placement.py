@@ -1,5 +1,7 @@
 """Placement is a pure decision: which rank runs where, on which device, at which address."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,10 +17,12 @@ from prefect_torch_ddp.gang.caller.placement import (
     share_out,
     visible_names,
 )
-from prefect_torch_ddp.gang.caller.workers import too_few_text, with_resources
+from prefect_torch_ddp.gang.caller.plan import CallParams, GangPlan
+from prefect_torch_ddp.gang.caller.workers import too_few_text, waiting_text, with_resources
 from prefect_torch_ddp.gang.checks import checked
 from prefect_torch_ddp.params import GangParams
-from prefect_torch_ddp.protocol.agent import WorkerIdentity
+from prefect_torch_ddp.protocol.agent import Seniority, WorkerIdentity
+from prefect_torch_ddp.protocol.rank import CodePaths
 
 
 def worker(
@@ -87,6 +91,20 @@ def test_too_few_workers_with_the_resources_are_counted() -> None:
     assert text.startswith(start)
     text = too_few_text(2, 2, 3, 4, {"GPU": 1, "disk": 0.5}, 5.0)
     assert "2 workers with GPU>=1, disk>=0.5, need 3 with 4 ranks each" in text
+
+
+def test_what_a_gang_waits_for_is_said_with_the_fewest_that_will_do() -> None:
+    """All its workers at first, and when fewer are taken; then the fewest."""
+    params = CallParams(world_size=8, min_world_size=4, resources={"GPU": 1})
+    code = CodePaths((), ())
+    plan = GangPlan("x", Seniority(0, "x"), params, 30, code, watched_from_start=False)
+    plan = replace(plan, full_size_s=10)
+    start = "waiting for workers with GPU>=1: "
+    assert waiting_text(3, plan, GangSize(8, 4, 1), 7.9) == (
+        f"{start}3 of 8 after 8 s (4 will do after 10 s; limit 60 s)"
+    )
+    assert waiting_text(3, plan, GangSize(8, 4, 1), 40) == f"{start}3 of 4 after 40 s (limit 60 s)"
+    assert waiting_text(3, plan, GangSize(8, 8, 1), 5) == f"{start}3 of 8 after 5 s (limit 60 s)"
 
 
 @given(st.integers(1, 24), st.data())

@@ -87,6 +87,7 @@ def test_the_page_of_a_failed_training_says_why():
         ),
         (training((5, 0.0), total=None, metrics={}), "epoch 1 · step 5"),
         (training(), "no step yet"),
+        (training((5, 0.0), waiting="waiting for workers: 3 of 8"), "waiting for workers: 3 of 8"),
         (training(status="cancelled"), "cancelled before the first step"),
     ],
 )
