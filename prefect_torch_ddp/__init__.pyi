@@ -40,6 +40,7 @@ from prefect_torch_ddp.rank.evaluation.language import LanguageMeter as Language
 from prefect_torch_ddp.rank.evaluation.regression import RegressionMeter as RegressionMeter
 from prefect_torch_ddp.rank.link import report_progress as report_progress
 from prefect_torch_ddp.rank.stages import read_options as read_options
+from prefect_torch_ddp.results import Goodput as Goodput
 from prefect_torch_ddp.results import LedgerReport as LedgerReport
 from prefect_torch_ddp.results import Report as Report
 from prefect_torch_ddp.results import TrainReport as TrainReport
@@ -49,6 +50,7 @@ from prefect_torch_ddp.storage.protocol import Readable as Readable
 from prefect_torch_ddp.storage.protocol import Storage as Storage
 from prefect_torch_ddp.storage.s3.storage import S3Storage as S3Storage
 from prefect_torch_ddp.tasks.ddp_task import ddp_task as ddp_task
+from prefect_torch_ddp.tasks.reading import read_goodput as read_goodput
 from prefect_torch_ddp.tasks.reading import read_ledger as read_ledger
 from prefect_torch_ddp.tasks.reading import read_metrics as read_metrics
 from prefect_torch_ddp.tasks.reading import read_result as read_result

@@ -10,6 +10,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 from prefect_torch_ddp.checkpoint.keys import attempt_key, attempts_prefix, resume_key
@@ -51,6 +52,16 @@ def claim_attempt_after(storage: Storage, run_id: str, own_attempt: int) -> int:
 def _claim(storage: Storage, run_id: str, attempt: int) -> bool:
     claim = {"host": socket.gethostname(), "pid": os.getpid(), "time": time.time()}
     return storage.write_if_absent(attempt_key(run_id, attempt), json.dumps(claim).encode())
+
+
+def claim_times(storage: Storage, run_id: str) -> dict[int, float]:
+    """Return when each attempt was claimed, in Unix seconds; damaged claims are left out."""
+    prefix, times = attempts_prefix(run_id), {}
+    for key in [found.key for found in storage.list(prefix)]:
+        if (number := key.removeprefix(prefix)).isdecimal():
+            with suppress(*DAMAGE):
+                times[int(number)] = float(json.loads(storage.read(key))["time"])
+    return times
 
 
 def newest_attempt(storage: Storage, run_id: str) -> int:

@@ -1,6 +1,7 @@
 """The events of a gang, failures included, and the datagrams in which a rank sends its own."""
 
 import json
+import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Literal, get_args
@@ -49,6 +50,8 @@ class FailureRecord:
     a kill or an OSError."""
     step: int | None
     """The optimizer step it failed in; None before the first, or where steps aren't known."""
+    time: float = field(default_factory=time.time, compare=False)
+    """When it was known to have failed, in Unix seconds."""
 
 
 @dataclass(frozen=True)

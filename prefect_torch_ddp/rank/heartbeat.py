@@ -6,7 +6,8 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Self
 
 from prefect_torch_ddp.protocol import heartbeat as layout
@@ -23,6 +24,10 @@ class HeartbeatWriter:
         """Write to the page that the agent reads; None: to one that nobody reads."""
         self._words = memoryview(page if page is not None else bytearray(PAGE_BYTES)).cast("q")
         self._compiled_from = Phase.SETUP
+        self._spent_ns = [0] * len(Phase)
+        self._since_ns = _now_ns()
+        self._waited_ns = 0
+        self._is_first_wait = True
 
     @classmethod
     def shared(cls, fd: int) -> Self:
@@ -32,6 +37,7 @@ class HeartbeatWriter:
         """
         os.set_inheritable(fd, False)  # noqa: FBT003 - positional in the standard library
         writer = cls(mmap.mmap(fd, PAGE_BYTES))
+        writer._since_ns -= _process_age_ns()
         os.lseek(fd, PAGE_BYTES, os.SEEK_SET)
         faulthandler.register(LOOK_SIGNAL, file=fd, all_threads=True)
         writer.enter(Phase.STARTING)
@@ -39,14 +45,19 @@ class HeartbeatWriter:
 
     def enter(self, phase: Phase) -> None:
         """Mark the phase that the rank enters; counts as progress."""
+        words, now_ns = self._words, _now_ns()
+        self._spent_ns[words[PHASE]] += now_ns - self._since_ns
+        self._since_ns = now_ns
         # The time first: a new phase with an old time would look like a long silence in it.
-        self._words[MOVED_NS] = _now_ns()
-        self._words[PHASE] = phase
+        words[MOVED_NS] = now_ns
+        words[PHASE] = phase
 
     def begin_step(self, step: int, epoch: int, *, is_last: bool) -> None:
         """Mark the begin of a step's body."""
-        words = self._words
-        words[MOVED_NS] = _now_ns()
+        words, now_ns = self._words, _now_ns()
+        self._spent_ns[words[PHASE]] += now_ns - self._since_ns
+        self._since_ns = now_ns
+        words[MOVED_NS] = now_ns
         words[layout.STEP] = step
         words[layout.EPOCH] = epoch
         words[PHASE] = _EPOCH_END if is_last else _STEP
@@ -71,12 +82,39 @@ class HeartbeatWriter:
     def looping(self) -> Iterator[None]:
         """Mark that the rank is inside `steps`."""
         self._words[layout.LISTENS] = 1
+        self._is_first_wait = True
         self.progress()
         try:
             yield
         finally:
             self._words[layout.LISTENS] = 0
             self.enter(Phase.SETUP)
+
+    def waited(self, since_ns: int) -> None:
+        """Count the time since then, of the monotonic clock, as waiting for peers in a loop.
+
+        Not the first of a loop: a peer that started later is none that is slower.
+        """
+        if self._is_first_wait or not self._words[layout.LISTENS]:
+            self._is_first_wait = False
+            return
+        self._waited_ns += _now_ns() - since_ns
+
+    def count_setup_as_start(self) -> None:
+        """Count the code before a loop with the process's start; what no loop follows is left."""
+        self.enter(Phase(self._words[PHASE]))
+        self._spent_ns[Phase.STARTING] += self._spent_ns[Phase.SETUP]
+        self._spent_ns[Phase.SETUP] = 0
+
+    def seconds(self) -> dict[str, float]:
+        """Return the time since the process began by phase, and what of it was waiting for peers.
+
+        Without the last where that isn't known: on one rank, or where a GPU computes.
+        """
+        spent_ns = list(self._spent_ns)
+        spent_ns[self._words[PHASE]] += _now_ns() - self._since_ns
+        seconds = {phase.name.lower(): spent_ns[phase] / 1e9 for phase in Phase if spent_ns[phase]}
+        return seconds | ({"waiting": self._waited_ns / 1e9} if self._waited_ns else {})
 
     def beat(self) -> None:
         """Count the collectives begun; a new one is progress. A thread calls it every second."""
@@ -101,6 +139,15 @@ class HeartbeatWriter:
     def _compile_ends(self, *_: object) -> None:
         if self._words[PHASE] == Phase.COMPILING:
             self.enter(self._compiled_from)
+
+
+def _process_age_ns() -> int:
+    """Return how long ago this process was started; 0 where the kernel doesn't say."""
+    with suppress(OSError, ValueError, IndexError):
+        began = Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19]
+        began_ns = int(began) * 10**9 // os.sysconf("SC_CLK_TCK")
+        return max(0, time.clock_gettime_ns(time.CLOCK_BOOTTIME) - began_ns)
+    return 0
 
 
 def _collectives_begun() -> int:

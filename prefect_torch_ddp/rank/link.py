@@ -40,6 +40,7 @@ class Link:
     def __init__(self) -> None:
         """Write heartbeats to a page that nobody reads."""
         self.heartbeat = HeartbeatWriter()
+        self.host = socket.gethostname()
         self.copies: Path | None = None
         """Folder where copies of records outlive this process; None if nobody would look."""
 
@@ -75,6 +76,7 @@ class AgentLink(Link):
         self.heartbeat = HeartbeatWriter.shared(heartbeat_fd)
         self._pid = os.getpid()
         self._launch = launch
+        self.host = launch.place.host
         self._is_settled = self._has_failed = False
         self._stop = threading.Event()
         self._leave = threading.Event()

@@ -89,8 +89,8 @@ class ContextParts:
         from prefect_torch_ddp.rank.gradients.share_weights import ShareWeights  # noqa: PLC0415
 
         if self.config.is_elastic:
-            return VirtualRanks(self.config, self.info)
-        return ShareWeights(self.info.world_size)
+            return VirtualRanks(self.config, self.info, self.link.heartbeat)
+        return ShareWeights(self.info.world_size, self.link.heartbeat)
 
     @cached_property
     def tracker(self) -> "Tracker":

@@ -50,7 +50,7 @@ class RecordLog:
         Args:
             storage: where to.
             run_id: of which run.
-            kind: "metrics" or "ledger".
+            kind: "metrics", "ledger" or "timing".
             rank: who writes.
             attempt: in which attempt.
             first_interval_s: until the first part.
@@ -90,6 +90,10 @@ class RecordLog:
             name = f"prefect-torch-ddp-{self._kind}"
             self._thread = threading.Thread(target=self._write_parts, name=name, daemon=True)
             self._thread.start()
+
+    def write_soon(self) -> None:
+        """Have what was appended written now, in the background."""
+        self._wake.set()
 
     def flush(self) -> None:
         """Write what was appended before; raises StorageError, and keeps what isn't written."""
@@ -185,7 +189,9 @@ def _is_ready(record: Any) -> bool:
 
 def _line(record: Any) -> bytes:
     line = orjson.dumps(record, default=float, option=orjson.OPT_APPEND_NEWLINE)
-    if b"null" in line:  # JSON has no number for nan and infinity; float() reads their text back
+    if b"null" in line and isinstance(
+        record, dict
+    ):  # JSON has no number for nan and infinity; float() reads their text back
         values = {name: float(value) for name, value in record["metrics"].items()}
         metrics = {
             name: value if math.isfinite(value) else str(value) for name, value in values.items()

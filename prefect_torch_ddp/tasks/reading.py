@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from prefect_torch_ddp.checkpoint import run_files as result_files
+from prefect_torch_ddp.checkpoint.attempts import claim_times
 from prefect_torch_ddp.errors import InvalidParamsError
-from prefect_torch_ddp.records import ledger
+from prefect_torch_ddp.records import ledger, timing
 from prefect_torch_ddp.records.metrics import records_frame
-from prefect_torch_ddp.results import LedgerReport
+from prefect_torch_ddp.results import Goodput, LedgerReport
 from prefect_torch_ddp.storage.locate import storage_from_uri
 from prefect_torch_ddp.storage.protocol import Storage
 
@@ -59,6 +60,24 @@ def read_ledger(storage: Storage | str | Path, run_id: str) -> LedgerReport:
         StorageError: the storage can't be read.
     """
     return ledger.read_ledger(_storage_of(storage), run_id)
+
+
+def read_goodput(storage: Storage | str | Path, run_id: str) -> Goodput:
+    """Return where the wall time of a run's training went, over all its attempts.
+
+    While the run trains it is that of a moment ago: ranks write it down after 1, 2, 4 ... seconds,
+    later every 30 s and at each checkpoint. Clocks of the machines have to agree.
+
+    Args:
+        storage: where the run is, as for `read_metrics`.
+        run_id: the name of its folder below `runs`.
+
+    Raises:
+        StorageError: the storage can't be read.
+    """
+    where = _storage_of(storage)
+    failed = {record.attempt: record.time for record in result_files.read_failures(where, run_id)}
+    return timing.read_goodput(where, run_id, claim_times(where, run_id), failed)
 
 
 def read_result(storage: Storage | str | Path, run_id: str, path: str) -> bytes:

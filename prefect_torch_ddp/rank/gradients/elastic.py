@@ -1,6 +1,7 @@
 """Elastic determinism: virtual ranks, which give the same bits on any number of ranks."""
 
 import os
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
@@ -31,6 +32,7 @@ from prefect_torch_ddp.rank.gradients.tree import (
     add_in_place,
     total_over_ranks,
 )
+from prefect_torch_ddp.rank.heartbeat import HeartbeatWriter
 
 _CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 
@@ -42,8 +44,11 @@ class VirtualRanks:
     gradient, which the ranks add up in one fixed tree over all virtual ranks.
     """
 
-    def __init__(self, config: RankConfig, info: RankInfo) -> None:
+    def __init__(
+        self, config: RankConfig, info: RankInfo, heartbeat: HeartbeatWriter | None = None
+    ) -> None:
         """Make torch compute the same in every run; `close` undoes that."""
+        self._heartbeat = heartbeat or HeartbeatWriter()
         self._shares = RankShares.of_rank(info.rank, info.world_size, config.virtual_ranks)
         self._world_size = info.world_size
         self._seed = config.seed
@@ -131,7 +136,10 @@ class VirtualRanks:
                 for flat in taken:
                     flat.zero_()  # a stand-in's counts for nothing, nan or not
             tree.push(range(virtual_rank, virtual_rank + 1), taken)
+        handed_ns = time.monotonic_ns()
         gradients.put(total_over_ranks(tree, self._world_size))
+        if self._world_size > 1 and dist.get_backend() == "gloo":  # others return before the sum
+            self._heartbeat.waited(handed_ns)
         # What the rest of the step draws is the same on all ranks.
         seed_shared(self._seed, self._step, self._shares.num_shares)
         self._owes = False

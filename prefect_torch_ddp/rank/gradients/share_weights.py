@@ -2,6 +2,7 @@
 
 import copy
 import copyreg
+import time
 from collections.abc import Iterator
 from functools import reduce
 from typing import Any, Self
@@ -15,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from prefect_torch_ddp.data.sampler import BatchShare, GlobalBatches
 from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.rank.gradients.micro_batches import count_rows, cut, pieces
+from prefect_torch_ddp.rank.heartbeat import HeartbeatWriter
 
 
 def require_group(world_size: int) -> None:
@@ -28,9 +30,10 @@ def require_group(world_size: int) -> None:
 class ShareWeights:
     """The wrapped models of a training, and the share that their gradients count by."""
 
-    def __init__(self, world_size: int) -> None:
-        """Begin outside of a step, without a model."""
+    def __init__(self, world_size: int, heartbeat: HeartbeatWriter | None = None) -> None:
+        """Begin outside of a step, without a model; the heartbeat gets the time of waiting."""
         self._world_size = world_size
+        self.heartbeat = heartbeat or HeartbeatWriter()
         self._models: WeakSet[DistributedDataParallel] = WeakSet()
         self._share: BatchShare | None = None
         self._owes = False
@@ -166,8 +169,17 @@ def _sum_by_share(
     weights, group = context
     gradients = bucket.buffer()
     weights.scale(gradients, group)
+    # With the last bucket this rank's own work is done. What a GPU computes isn't done by then.
+    handed_ns = time.monotonic_ns() if bucket.is_last() and gradients.device.type == "cpu" else None
     future = dist.all_reduce(gradients, group=group, async_op=True).get_future()
-    return future.then(lambda done: done.value()[0])
+
+    def summed(done: torch.futures.Future[Any]) -> torch.Tensor:
+        if handed_ns is not None:
+            weights.heartbeat.waited(handed_ns)
+        total: torch.Tensor = done.value()[0]
+        return total
+
+    return future.then(summed)
 
 
 def _settle_buckets(ddp: DistributedDataParallel) -> None:

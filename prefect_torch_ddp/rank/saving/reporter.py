@@ -12,6 +12,7 @@ from prefect_torch_ddp.protocol.events import CheckpointCommitted, Progress
 from prefect_torch_ddp.rank.config import RankConfig, RankInfo
 from prefect_torch_ddp.rank.link import Link
 from prefect_torch_ddp.rank.saving.state import TrainingState
+from prefect_torch_ddp.rank.saving.timing import TimingLog
 from prefect_torch_ddp.records.ledger import EndLine, LoopLine, StepLine
 from prefect_torch_ddp.records.log import RecordLog
 
@@ -37,7 +38,10 @@ class Reporter:
         self._log = RecordLog(*run, "metrics", **kept) if config.trains else None
         keeps_ledger = config.trains and config.ledger
         self._ledger = RecordLog(*run, "ledger", **kept) if keeps_ledger else None
-        self._logs: list[RecordLog] = [log for log in (self._log, self._ledger) if log is not None]
+        timing = RecordLog(*run, "timing", **kept)
+        own = (config.attempt, info, state, link)
+        self._timing = TimingLog(timing, *own) if config.trains else None
+        self._logs = [log for log in (self._log, self._ledger, timing) if log is not None]
         self._best_metric = config.checkpoint.best_metric
         self._info = info
         self._state = state
@@ -59,7 +63,9 @@ class Reporter:
             self.end_step()
 
     def begin_loop(self, batches: "GlobalBatches") -> None:
-        """Put on the ledger what a loop goes over, from where the training is."""
+        """Put on record what a loop goes over, from where the training is."""
+        if self._timing is not None:
+            self._timing.begin_loop()
         if self._ledger is None:
             return
         position = self._state.position
@@ -95,6 +101,8 @@ class Reporter:
             self._newest.update(metrics)
             if self._log is not None:
                 self._log.append(self._record(metrics))
+        if self._timing is not None and not self._closed:
+            self._timing.end_step()
         if self._info.rank == 0 and time.monotonic() >= self._next_progress:
             self._send_progress()
 
@@ -106,6 +114,12 @@ class Reporter:
     def restore(self, newest: Mapping[str, float]) -> None:
         """Start with the metrics of a checkpoint."""
         self._newest = dict(newest)
+        self.mark_checkpoint()
+
+    def mark_checkpoint(self) -> None:
+        """Put on record where the time went up to a checkpoint, made or restored."""
+        if self._timing is not None:
+            self._timing.record()
 
     def committed(self, manifest: "Manifest") -> None:
         """Tell the gang's caller of a checkpoint that is complete."""
@@ -134,6 +148,8 @@ class Reporter:
             self.end_step()
         if not self._closed and self._info.rank == 0 and self._state.step > 0:
             self._send_progress()  # else what people see would end up to half a second too early
+        if self._timing is not None and not self._closed:
+            self._timing.record(knows_step=False)
         self._closed = True
         if within_s is None:
             with ExitStack() as stack:  # all are closed, whatever one of them raises

@@ -251,9 +251,9 @@ class Tracker:
                 state.count_own_save(is_behind=self._has_begun)
             if not (self._has_begun or self._must_reach_manifest):
                 state.position = replace(state.position, in_own_loop=True)
-            self._is_own_save = is_own
-            self._saved_at = time.monotonic()
+            self._is_own_save, self._saved_at = is_own, time.monotonic()
             state.saved = state.checkpoint_number
+            self._reporter.mark_checkpoint()
             at = (config.run_id, state.saved, config.attempt, state.epoch, asdict(state.position))
             manifest = Manifest(*at, self._info.world_size, self._reporter.newest())
             checkpointer.save(manifest, self._objects, is_last=is_last)

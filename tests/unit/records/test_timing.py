@@ -1,0 +1,102 @@
+"""Timing records: the goodput of attempts that failed and resumed, and who is waited for."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prefect_torch_ddp import Goodput
+from prefect_torch_ddp.records.log import RecordLog
+from prefect_torch_ddp.records.timing import (
+    UNKNOWN_STEP,
+    TimingLine,
+    goodput,
+    newest_lines,
+    waiting_cost,
+)
+from prefect_torch_ddp.storage.directory import DirectoryStorage
+
+PARTS = [name for name in Goodput.model_fields if name.endswith("_s") and name != "wall_s"]
+
+
+def line(attempt: int, done: int, at: float, rank: int = 0, **seconds: float) -> TimingLine:
+    """Make a record; without steps unless it has spent time in them."""
+    steps = round(seconds.get("step", 0.0))
+    counts: dict[str, Any] = {"num_steps": steps, "num_samples": 8 * steps, "num_epoch_ends": 0}
+    memory = {"rss_bytes": 10**8, "cuda_bytes": 0}
+    who = {"rank": rank, "attempt": attempt, "host": "a", "device": "cpu"}
+    return TimingLine(step=done, time=at, seconds=seconds, **who, **counts, **memory)
+
+
+def test_what_a_restart_took_back_is_lost_and_all_adds_up() -> None:
+    """Attempt 1 saves at step 10 and is killed in step 15; 2 ends while it starts; 3 resumes."""
+    lines = [
+        line(1, 0, 105.0, starting=3.0),
+        line(1, 10, 116.0, starting=3.0, step=10.0, loading=1.0),
+        line(1, 14, 121.0, starting=3.0, step=14.0, loading=2.0),
+        line(2, UNKNOWN_STEP, 134.0, starting=2.0),
+        line(3, 10, 146.0, starting=4.0, restoring=1.0),
+        line(3, 20, 160.0, starting=4.0, restoring=1.0, step=12.0, loading=1.0, setup=1.0),
+    ]
+    found = goodput("run", lines, {1: 100.0, 2: 130.0, 3: 140.0}, {1: 123.0, 2: 135.0})
+    assert found == Goodput(
+        run_id="run",
+        num_attempts=3,
+        wall_s=60.0,
+        steps_s=22.0,
+        data_s=2.0,
+        redone_s=123.0 - 116.0,
+        starting_s=3.0 + 2.0 + 1.0 + 4.0,
+        restoring_s=1.0,
+        queueing_s=2.0 + 7.0 + 2.0 + 5.0 + 1.0,
+        other_s=1.0,
+    )
+    assert sum(getattr(found, name) for name in PARTS) == pytest.approx(found.wall_s)
+    assert found.share == pytest.approx(22 / 60)
+
+
+def test_validation_is_what_the_last_step_of_an_epoch_takes_beyond_a_step() -> None:
+    """Nine plain steps of a second and one of four; in a run of such steps alone nobody knows."""
+    last = line(1, 10, 30.0, step=9.0, epoch_end=4.0)
+    plain = {"num_steps": 10, "num_epoch_ends": 1}
+    found = goodput("run", [TimingLine(**{**vars(last), **plain})], {1: 17.0}, {})
+    assert (found.validation_s, found.steps_s, found.wall_s) == (3.0, 10.0, 13.0)
+    only = TimingLine(**{**vars(last), "num_steps": 1, "num_epoch_ends": 1})
+    assert goodput("run", [only], {1: 17.0}, {}).validation_s == 0.0
+
+
+def test_nothing_is_negative_or_beyond_the_wall_time() -> None:
+    """An attempt without a record was starting; an older process counts from the claim."""
+    assert goodput("run", [], {}, {}).wall_s == 0.0
+    assert goodput("run", [], {1: 5.0}, {1: 9.0}).starting_s == 4.0
+    found = goodput("run", [line(1, 3, 20.0, starting=15.0, step=3.0)], {1: 10.0}, {})
+    assert (found.wall_s, found.starting_s, found.queueing_s) == (10.0, 7.0, 0.0)
+
+
+def test_the_rank_that_waits_least_is_the_one_that_others_wait_for() -> None:
+    """Its own waiting is the exchange's; equal ranks cost nothing; unknown is unknown."""
+    ranks = [line(1, 50, 90.0, rank, step=50.0, waiting=20.0) for rank in range(4)]
+    ranks[2] = line(1, 50, 90.0, 2, step=50.0, waiting=5.0)
+    slowest, cost = waiting_cost(ranks)
+    assert slowest is ranks[2]
+    assert cost == pytest.approx(0.3)
+    assert waiting_cost(ranks[:2])[1] == pytest.approx(0.0)
+    too_short = [line(1, 4, 90.0, rank, step=4.0, waiting=2.0 * rank + 0.1) for rank in range(2)]
+    assert waiting_cost(too_short) == (None, 0.0)
+    assert waiting_cost([line(1, 50, 90.0, rank, step=50.0) for rank in range(2)]) == (None, 0.0)
+
+
+def test_the_newest_record_of_each_rank_of_the_newest_attempt_is_read(tmp_path: Path) -> None:
+    """Also from a host whose name looks like a value that JSON lacks."""
+    storage = DirectoryStorage(tmp_path)
+    for attempt, rank, step in ((1, 0, 9), (1, 1, 9), (2, 1, 4), (2, 0, 4)):
+        log = RecordLog(storage, "run", "timing", rank=rank, attempt=attempt)
+        for at in (step - 1, step):
+            mark = vars(line(attempt, at, float(at), rank, step=at))
+            log.append(TimingLine(**{**mark, "host": "null"}))
+            log.flush()
+        log.close()
+    assert [(one.rank, one.attempt, one.step) for one in newest_lines(storage, "run")] == [
+        (0, 2, 4),
+        (1, 2, 4),
+    ]
