@@ -1,52 +1,105 @@
-"""What an evaluation found, as markdown: the scores of each class, and the confusion matrix."""
+"""What an evaluation found, as markdown: its classes, the confusion matrix, the worst samples."""
 
 from collections.abc import Sequence
 
-from prefect_torch_ddp.results import Report
+from prefect_torch_ddp.results import ClassScore, Report
 from prefect_torch_ddp.tasks.report.markdown import code_block, count, percent, table, text
+from prefect_torch_ddp.tasks.report.pictures import (
+    MAX_CLASSES,
+    MAX_NAMED_CLASSES,
+    matrix_picture,
+    worst_picture,
+)
 
-MAX_CLASS_ROWS = 100
+MAX_CLASS_ROWS = 200
 MAX_TABLE_CLASSES = 15
-MAX_MATRIX_CLASSES = 30
-MAX_LABEL_CHARACTERS = 24
 MAX_HEADER_CHARACTERS = 70
+MAX_TEXT_CLASSES = 30
+MAX_LABEL_CHARACTERS = 24
 MAX_CONFUSIONS = 10
+MAX_CHANGES = 5
+MAX_GONE = 10
 CORNER = "true ↓ predicted →"
 
 Matrix = Sequence[Sequence[int]]
 
 
-def class_table(evaluation: Report) -> str:
-    """Lay out the scores of each class; nothing without any."""
+def class_table(evaluation: Report, previous: Report | None = None) -> str:
+    """Lay out the scores of each class; nothing without any.
+
+    Args:
+        evaluation: of this run.
+        previous: of the experiment's previous run: how each class' F1 differs from there.
+    """
+    before = {score.name: score for score in previous.classes} if previous is not None else {}
     lines = []
     for score in evaluation.classes[:MAX_CLASS_ROWS]:
         shares = [f"{share:.3f}" for share in (score.precision, score.recall, score.f1)]
-        lines.append([text(score.name), *shares, count(score.support)])
+        change = [_change(score, before.get(score.name))] if before else []
+        lines.append([text(score.name), *shares, *change, count(score.support)])
     num_left_out = len(evaluation.classes) - len(lines)
     ending = f"\n\n{num_left_out} more classes are left out." if num_left_out else ""
-    header = ["class", "precision", "recall", "F1", "support"]
-    return table(header, lines) + ending if lines else ""
+    changes = ["F1 since the last run"] if before else []
+    header = ["class", "precision", "recall", "F1", *changes, "support"]
+    top = _largest_changes(evaluation, before)
+    return f"{top}{table(header, lines)}{ending}" if lines else ""
 
 
 def confusion_table(evaluation: Report) -> str:
-    """Lay out the confusion matrix, true classes down and predicted ones across.
+    """Show the confusion matrix, true classes down and predicted ones across.
 
-    Where the names would make it wider than a page it becomes plain text, which pages scroll,
-    with numbered columns; one too large to read gives way to its most frequent confusions.
+    As a picture, as the pairs that are confused most, and where it fits as a table. Where the
+    names would make that wider than a page it is plain text, which pages scroll, with numbered
+    columns.
     """
     matrix = evaluation.confusion_matrix
+    if not matrix:
+        return ""
     names = [score.name for score in evaluation.classes]
     if len(names) != len(matrix):
         names = [str(i) for i in range(len(matrix))]
-    if not matrix:
-        return ""
-    if len(names) <= MAX_TABLE_CLASSES and sum(map(len, names)) <= MAX_HEADER_CHARACTERS:
-        return _matrix_table(matrix, names)
-    most = _most_confused(matrix, names)
-    if len(matrix) > MAX_MATRIX_CLASSES:
-        return f"Of {len(matrix)} classes:\n\n{most}"
-    whole = _matrix_text(matrix, names)
-    return f"{most}\n\nAll of them; columns bear the numbers of the rows:\n\n{whole}"
+    picture = matrix_picture(matrix, names)
+    if len(matrix) > MAX_NAMED_CLASSES and picture:
+        picture += f"\n\nThe {len(matrix)} classes are numbered from 1 in the order of the classes."
+    elif not picture:
+        picture = f"A picture of {len(matrix)} classes is left out: {MAX_CLASSES} can be seen."
+    fits = len(names) <= MAX_TABLE_CLASSES and sum(map(len, names)) <= MAX_HEADER_CHARACTERS
+    parts = [picture, *([_matrix_table(matrix, names)] if fits else [])]
+    parts.append(_most_confused(matrix, names))
+    if not fits and len(names) <= MAX_TEXT_CLASSES:
+        whole = _matrix_text(matrix, names)
+        parts.append(f"All of them; columns bear the numbers of the rows:\n\n{whole}")
+    return "\n\n".join(parts)
+
+
+def worst_row(evaluation: Report) -> str:
+    """Show the samples with the highest losses, in a row: true class, then the predicted one."""
+    picture = worst_picture(evaluation.worst_samples)
+    above = "The samples with the highest losses, the worst first; under each its true class, and"
+    return f"{above} what it was taken for.\n\n{picture}" if picture else ""
+
+
+def _change(score: ClassScore, before: ClassScore | None) -> str:
+    return "new" if before is None else f"{score.f1 - before.f1:+.3f}"
+
+
+def _largest_changes(evaluation: Report, before: dict[str, ClassScore]) -> str:
+    changes = sorted(
+        (score.f1 - before[score.name].f1, score.name)
+        for score in evaluation.classes
+        if score.name in before
+    )
+    better = [one for one in reversed(changes) if round(one[0], 3) > 0][:MAX_CHANGES]
+    worse = [one for one in changes if round(one[0], 3) < 0][:MAX_CHANGES]
+    now = {score.name for score in evaluation.classes}
+    gone = [name for name in before if name not in now]
+    more = [f"{len(gone) - MAX_GONE} more"] if len(gone) > MAX_GONE else []
+    parts = {
+        "Better than in the last run": [f"{text(name)} {by:+.3f}" for by, name in better],
+        "Worse": [f"{text(name)} {by:+.3f}" for by, name in worse],
+        "No longer there": [*map(text, gone[:MAX_GONE]), *more],
+    }
+    return "".join(f"{title}: {', '.join(shown)}.\n\n" for title, shown in parts.items() if shown)
 
 
 def _matrix_table(matrix: Matrix, names: Sequence[str]) -> str:

@@ -14,7 +14,7 @@ from prefect_torch_ddp.results import (
     TrainReport,
 )
 from prefect_torch_ddp.tasks.report.checkpoints import checkpoint_list, load_section
-from prefect_torch_ddp.tasks.report.evaluation import class_table, confusion_table
+from prefect_torch_ddp.tasks.report.evaluation import class_table, confusion_table, worst_row
 from prefect_torch_ddp.tasks.report.markdown import (
     code,
     code_block,
@@ -54,6 +54,8 @@ class RunView:
     failures: Sequence[FailedAttempt | FailureRecord] = ()
     report: TrainReport | None = None
     """Of train_flow, at its end."""
+    previous: Report | None = None
+    """What the experiment's previous completed run was evaluated with."""
     record: RunRecord | None = None
     time_lost_s: float = 0.0
     """What failures cost."""
@@ -216,6 +218,10 @@ def _of_report(section: Callable[[TrainReport], str]) -> Callable[[RunView], str
     return lambda view: "" if view.report is None else section(view.report)
 
 
+def _classes(view: RunView) -> str:
+    return "" if view.report is None else class_table(view.report.evaluation, view.previous)
+
+
 def _models(report: TrainReport) -> str:
     return f"{checkpoint_list(report)}\n\n{load_section(report.training.model_uris)}"
 
@@ -231,8 +237,9 @@ TOP: Sequence[Callable[[RunView], str]] = (
 SECTIONS: Mapping[str, Callable[[RunView], str]] = {
     "Metrics": _metrics,
     "Epochs": _of_report(lambda report: epoch_table(report.epochs)),
-    "Classes": _of_report(lambda report: class_table(report.evaluation)),
+    "Classes": _classes,
     "Confusion matrix": _of_report(lambda report: confusion_table(report.evaluation)),
+    "Worst samples": _of_report(lambda report: worst_row(report.evaluation)),
     "Model and checkpoints": _of_report(_models),
     "Ledger": _of_report(lambda report: _ledger_lines(report.ledger)),
     "Failed attempts": lambda view: _failure_table(view.failures),

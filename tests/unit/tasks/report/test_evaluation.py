@@ -1,0 +1,155 @@
+"""What a page shows of an evaluation: legible pictures, safe from any name, true to the numbers."""
+
+import base64
+import io
+import random
+import re
+from xml.etree import ElementTree as ET
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from prefect_torch_ddp.rank.evaluation.classification import classification_report
+from prefect_torch_ddp.results import Report, WorstSample
+from prefect_torch_ddp.tasks.report.evaluation import class_table, confusion_table, worst_row
+
+SVG = "{http://www.w3.org/2000/svg}"
+HOSTILE = '"/><script>alert(1)</script>](http://evil)<image href="http://evil/x.png"/>&\n```|<b>'
+
+
+def report(names, matrix, **more) -> Report:
+    """Make the report of a matrix."""
+    return classification_report(matrix, names, **more)
+
+
+def noisy(num: int, seed: int = 0) -> list[list[int]]:
+    """Make a matrix in which every cell has samples."""
+    draw = random.Random(seed)
+    return [[draw.randint(1, 9) + 90 * (i == j) for j in range(num)] for i in range(num)]
+
+
+def picture(markdown: str) -> ET.Element:
+    """Return the only picture of a page, parsed; nothing in it leads elsewhere."""
+    (data,) = re.findall(r"!\[[a-z ]+\]\(data:image/svg\+xml;base64,([A-Za-z0-9+/=]+)\)", markdown)
+    svg = ET.fromstring(base64.b64decode(data, validate=True))
+    kinds = {element.tag.removeprefix(SVG) for element in svg.iter()}
+    assert kinds <= {"svg", "rect", "g", "text", "image"}
+    for element in svg.iter():
+        assert set(element.attrib).isdisjoint({"onload", "onclick", "xlink:href"})
+        assert element.get("href", "data:image/png").startswith(
+            ("data:image/png", "data:image/jpeg")
+        )
+    return svg
+
+
+def words(svg: ET.Element) -> list[str]:
+    """Return what a reader sees written."""
+    return [element.text for element in svg.iter(f"{SVG}text")]
+
+
+def colours(svg: ET.Element) -> np.ndarray:
+    """Return the cells' colours, [row, column, red green blue]."""
+    (image,) = svg.iter(f"{SVG}image")
+    file = io.BytesIO(base64.b64decode(image.get("href").partition(",")[2]))
+    return np.asarray(Image.open(file).convert("RGB")).astype(int)
+
+
+def test_a_cells_colour_is_its_share_of_the_true_class() -> None:
+    """Hits are blue and confusions red, by share and not by number; none is white."""
+    svg = picture(
+        confusion_table(report("abc", [[9000, 1000, 0], [1, 9, 0], [0, 0, 0]])),
+    )
+    cells = colours(svg)
+    assert (cells[0, 2] == 255).all()
+    assert (cells[2] == 255).all(), "a class without samples"
+    assert (cells[0, 0] == cells[1, 1]).all()
+    assert (cells[0, 1] == cells[1, 0]).all()
+    red, _green, blue = cells[0, 0]
+    assert blue > red + 50
+    red, _green, blue = cells[0, 1]
+    assert red > blue + 20
+    assert {"a", "b", "c", "9000", "1000", "9", "1"} <= set(words(svg))
+
+
+@pytest.mark.parametrize("num", [1, 2, 10, 21, 60, 200])
+def test_the_picture_is_legible_and_small(num: int) -> None:
+    """All names up to 60 classes, in letters of 9 pixels at least and apart from each other;
+    a page of 200 classes has room for it."""
+    names = [f"class number {i:03}" for i in range(num)]
+    page = report(names, noisy(num))
+    shown = confusion_table(page)
+    svg = picture(shown)
+    sizes = [float(element.get("font-size")) for element in svg.iter(f"{SVG}text")]
+    assert min(sizes) >= 7
+    written = words(svg)
+    if num <= 60:
+        assert all(written.count(name) == 2 for name in names)
+        (cells,) = svg.iter(f"{SVG}image")
+        (size,) = {float(e.get("font-size")) for e in svg.iter(f"{SVG}text") if e.text in names}
+        assert 9 <= size < float(cells.get("width")) / num
+    else:
+        assert {"10", "200"} <= set(written)
+    assert float(svg.get("width")) < 900
+    assert len((shown + class_table(page, page)).encode()) < 110_000
+    assert "The most frequent confusions" in shown or num == 1
+
+
+def test_counts_stand_only_where_they_can_be_read() -> None:
+    """In a cell of its own size; those that are too long are rounded."""
+    million = [[1_234_567, 1], [2, 3]]
+    assert {"1235k", "1", "2", "3"} <= set(words(picture(confusion_table(report("ab", million)))))
+    svg = picture(confusion_table(report([f"c{i}" for i in range(50)], noisy(50))))
+    assert not any(word.isdigit() for word in words(svg))
+
+
+def test_the_difference_to_the_last_version_stands_by_each_class() -> None:
+    """By name: the order and the set of classes may have changed."""
+    now = report(("cat", "dog", "eel"), [[4, 0, 0], [2, 2, 0], [0, 0, 1]])
+    before = report(("dog", "cat", "emu"), [[4, 0, 0], [2, 2, 0], [0, 0, 1]])
+    page = class_table(now, before)
+    rows = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("|")]
+    assert rows[0] == ["class", "precision", "recall", "F1", "F1 since the last run", "support"]
+    assert [(row[0], row[4]) for row in rows[2:]] == [
+        ("cat", "+0.133"),
+        ("dog", "-0.133"),
+        ("eel", "new"),
+    ]
+    assert "Better than in the last run: cat +0.133." in page
+    assert "Worse: dog -0.133." in page
+    assert "No longer there: emu." in page
+    assert "last run" not in class_table(now)
+    assert "Better" not in class_table(now, now)
+
+
+def sample(**fields) -> WorstSample:
+    """Make a sample of a white pixel."""
+    Image.new("L", (1, 1), 255).save(file := io.BytesIO(), "png")
+    image = f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+    return WorstSample(**{"loss": 2.5, "true": "cat", "predicted": "dog", "image": image, **fields})
+
+
+def test_the_worst_samples_stand_in_a_row_with_both_classes() -> None:
+    """And their loss, which may have been no number."""
+    samples = (sample(loss=None), sample(true="dog"))
+    page = worst_row(report("ab", [[1, 0], [0, 1]], worst_samples=samples))
+    svg = picture(page)
+    assert words(svg) == ["cat", "→ dog", "loss nan or inf", "dog", "→ dog", "loss 2.5"]
+    assert len(list(svg.iter(f"{SVG}image"))) == 2
+    assert worst_row(report("ab", [[1, 0], [0, 1]])) == ""
+
+
+def test_no_name_puts_a_link_an_image_or_a_script_into_page_or_picture() -> None:
+    """Names come from datasets, which anyone may have made."""
+    names = (HOSTILE, f"x{HOSTILE}")
+    found = report(names, [[1, 2], [3, 4]], worst_samples=[sample(true=HOSTILE, predicted=HOSTILE)])
+    before = report((f"y{HOSTILE}", HOSTILE), [[1, 0], [0, 4]])
+    for page in (confusion_table(found), worst_row(found), class_table(found, before)):
+        if "data:image" in page:
+            shown = words(picture(page))
+            assert any(word.startswith('"/><script>') for word in shown), "as plain text"
+        data, block = r"!\[[a-z ]+\]\(data:[a-z+/;0-9]+,[A-Za-z0-9+/=]+\)", r"^(```+)text\n.*?\n\1$"
+        plain = re.sub(data, "", re.sub(block, "", page, flags=re.DOTALL | re.MULTILINE))
+        assert "<script" not in plain
+        assert "<b>" not in plain
+        assert not re.search(r"(?<!\\)\]\(", plain)
