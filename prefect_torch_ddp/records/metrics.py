@@ -1,4 +1,4 @@
-"""Metrics of a run, read back in columns: its records, its epochs, and what failures cost."""
+"""Metrics of a run, read back in columns: its records and its epochs."""
 
 from array import array
 from collections.abc import Iterable, Iterator, Mapping
@@ -142,23 +142,6 @@ def surviving_records(records: Records) -> Records:
     for attempt, end in superseded_from(first_steps(records)).items():
         counts &= (records.rows["attempt"] != attempt) | (records.rows["step"] < end)
     return records if counts.all() else records.where(counts)
-
-
-def lost_time_s(records: Records) -> float:
-    """Return the seconds that failures cost, from the records of all attempts.
-
-    Each costs from the last record that counts to the first one of the next attempt.
-    """
-    lost_s = 0.0
-    for attempt, first_step in sorted(first_steps(records).items())[1:]:
-        older = records.where(records.rows["attempt"] < attempt)
-        kept = surviving_records(older)
-        resumed_at = records.rows["time"][records.rows["attempt"] == attempt].min()
-        lost_at = kept.rows["time"][kept.rows["step"] < first_step].max(
-            initial=older.rows["time"].min()
-        )
-        lost_s += max(0.0, float(resumed_at - lost_at))
-    return lost_s
 
 
 def epoch_rows(records: Records) -> tuple[EpochRow, ...]:

@@ -15,10 +15,10 @@ from prefect_torch_ddp.records.ledger import read_ledger
 from prefect_torch_ddp.records.metrics import (
     Records,
     epoch_rows,
-    lost_time_s,
     read_all_records,
     surviving_records,
 )
+from prefect_torch_ddp.records.timing import newest_lines
 from prefect_torch_ddp.results import (
     CheckpointRef,
     DatasetReport,
@@ -28,6 +28,7 @@ from prefect_torch_ddp.results import (
     TrainReport,
 )
 from prefect_torch_ddp.storage.protocol import Storage
+from prefect_torch_ddp.tasks.reading import read_goodput
 from prefect_torch_ddp.tasks.report.artifacts import ArtifactWriter, key
 from prefect_torch_ddp.tasks.report.curves import MetricCurves
 from prefect_torch_ddp.tasks.report.plot import Curve, render_curves
@@ -73,7 +74,8 @@ def publish(  # noqa: PLR0913, PLR0917
         failures=training.failures,
         report=report,
         record=read_run_record(),
-        time_lost_s=lost_time_s(all_records),
+        ranks=newest_lines(storage, training.run_id),
+        goodput=read_goodput(storage, training.run_id),
     )
     with get_client(sync_client=True) as client:
         writer = ArtifactWriter(client, *get_task_and_flow_run_ids())

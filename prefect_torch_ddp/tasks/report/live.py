@@ -6,7 +6,7 @@ import threading
 import time
 from contextlib import ExitStack, suppress
 from datetime import UTC, datetime
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from prefect.client.orchestration import get_client
 from prefect.exceptions import MissingContextError, TerminationSignal
@@ -24,13 +24,19 @@ from prefect_torch_ddp.protocol.events import (
     Waiting,
 )
 from prefect_torch_ddp.records.metrics import read_all_records
+from prefect_torch_ddp.records.timing import TimingLine, newest_lines
 from prefect_torch_ddp.storage.protocol import Storage
+from prefect_torch_ddp.tasks.reading import read_goodput
 from prefect_torch_ddp.tasks.report.artifacts import ArtifactWriter, key
 from prefect_torch_ddp.tasks.report.curves import MetricCurves
 from prefect_torch_ddp.tasks.report.markdown import text
 from prefect_torch_ddp.tasks.report.plot import render_curves
 from prefect_torch_ddp.tasks.report.progress import Status, TrainingProgress
+from prefect_torch_ddp.tasks.report.ranks import RecentTimes
 from prefect_torch_ddp.tasks.report.report import RunView, render_page
+
+if TYPE_CHECKING:
+    from prefect_torch_ddp.results import Goodput
 
 REQUEST_TIMEOUT_S = 5.0
 FINISH_TIMEOUT_S = 10.0
@@ -73,6 +79,9 @@ class LiveReport:
         self._curves = MetricCurves()
         self._picture = ""
         self._failures: list[FailureRecord] = []
+        self._recent = RecentTimes()
+        self._ranks: list[TimingLine] = []
+        self._goodput: Goodput | None = None
         self._lock = threading.Lock()
         self._has_news = True
         self._finishing = threading.Event()
@@ -152,6 +161,9 @@ class LiveReport:
                 self._picture = render_curves(self._curves.curves, self._curves.epoch_ends)
                 with self._lock:
                     self._has_news |= not is_last
+            lines = newest_lines(self._storage, self._training.run_id)
+            self._ranks = lines if is_last else self._recent.add(lines)
+            self._goodput = read_goodput(self._storage, self._training.run_id)
             if self._training.attempt > 1 or is_last:
                 self._failures = read_failures(self._storage, self._training.run_id)
         except Exception as error:  # noqa: BLE001 - as above
@@ -177,6 +189,8 @@ class LiveReport:
                 updated_at=datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC"),
                 picture=self._picture,
                 failures=self._failures,
+                ranks=self._ranks,
+                goodput=self._goodput,
             )
             page = render_page(view)
         experiment, about = training.experiment, f"Run {training.run_id}, {training.status}"

@@ -5,10 +5,12 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from prefect_torch_ddp.protocol.events import FailureRecord
+from prefect_torch_ddp.records.timing import TimingLine
 from prefect_torch_ddp.results import (
     EpochLedger,
     EpochRow,
     FailedAttempt,
+    Goodput,
     LedgerReport,
     Report,
     TrainReport,
@@ -28,6 +30,7 @@ from prefect_torch_ddp.tasks.report.markdown import (
     text,
 )
 from prefect_torch_ddp.tasks.report.progress import TrainingProgress
+from prefect_torch_ddp.tasks.report.ranks import awaited_rank, goodput_table, rank_table
 from prefect_torch_ddp.tasks.report.run_record import RunRecord
 
 MAX_PAGE_BYTES = 300_000
@@ -57,8 +60,9 @@ class RunView:
     previous: Report | None = None
     """What the experiment's previous completed run was evaluated with."""
     record: RunRecord | None = None
-    time_lost_s: float = 0.0
-    """What failures cost."""
+    ranks: Sequence[TimingLine] = ()
+    """The ranks' times, by rank."""
+    goodput: Goodput | None = None
 
 
 def render_page(view: RunView) -> str:
@@ -81,7 +85,8 @@ def _headline(view: RunView) -> str:
     training = view.training
     evaluation = "" if view.report is None else _evaluated(view.report.evaluation)
     ending = evaluation or text(training.line.removesuffix(f" · {training.status}"))
-    return f"# {text(training.name)}: {training.status} · {ending}"
+    parts = [f"# {text(training.name)}: {training.status}", ending, awaited_rank(view.ranks)]
+    return " · ".join(filter(None, parts))
 
 
 def _cause(view: RunView) -> str:
@@ -151,7 +156,6 @@ def _run_record(view: RunView) -> str:
         "steps": f"{count(training.num_steps)} in {count(training.num_epochs)} epochs",
         "attempts": f"{training.attempt}" + ("" if step is None else f", resumed from step {step}"),
         "training time of the last attempt": duration(training.duration_s),
-        "time lost to failures": duration(view.time_lost_s),
     }
     return fact_table(facts)
 
@@ -242,6 +246,8 @@ SECTIONS: Mapping[str, Callable[[RunView], str]] = {
     "Worst samples": _of_report(lambda report: worst_row(report.evaluation)),
     "Model and checkpoints": _of_report(_models),
     "Ledger": _of_report(lambda report: _ledger_lines(report.ledger)),
+    "Ranks": lambda view: rank_table(view.ranks),
+    "Where the time went": lambda view: goodput_table(view.goodput),
     "Failed attempts": lambda view: _failure_table(view.failures),
     "Parameters and options": _params,
     "Run record": _run_record,

@@ -12,7 +12,6 @@ import pytest
 from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.records.metrics import (
     epoch_rows,
-    lost_time_s,
     read_all_records,
     records_frame,
     surviving_records,
@@ -136,16 +135,6 @@ def test_what_a_resumed_attempt_reports_before_its_first_step_supersedes_nothing
     new = [record(step, 0, 2, num_samples=number) for step, number in ((0, 0), (3, 0), (4, 1))]
     expected = [(0, 0, 2), (1, 0, 1), (2, 0, 1), (3, 0, 1), (3, 0, 2), (4, 0, 2)]
     assert kept(old, new) == expected
-
-
-def test_time_lost_is_from_the_last_record_kept_to_the_first_one_after_the_restart():
-    """And from the beginning where nothing is kept."""
-    old = [record(step, 0, 1, time=100.0 + step) for step in range(1, 8)]
-    new = [record(step, 0, 2, time=120.0 + step) for step in range(4, 6)]
-    assert lost_time_s(columns(old)) == 0.0
-    assert lost_time_s(columns(old + new)) == pytest.approx(124.0 - 103.0)
-    from_scratch = [record(1, 0, 2, time=150.0)]
-    assert lost_time_s(columns(old + from_scratch)) == pytest.approx(150.0 - 101.0)
 
 
 def test_nan_and_inf_are_read_and_a_diverged_epoch_is_nan():
