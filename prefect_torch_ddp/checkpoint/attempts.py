@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
-from prefect_torch_ddp.checkpoint.keys import attempt_key, attempts_prefix, resume_key
+from prefect_torch_ddp.checkpoint.keys import attempt_key, attempts_prefix, ended_key, resume_key
 from prefect_torch_ddp.errors import DamagedObjectError, ObjectNotFoundError, SupersededError
 from prefect_torch_ddp.storage.protocol import Storage
 
@@ -92,6 +92,22 @@ def record_resume(storage: Storage, run_id: str, attempt: int, step: int, of_att
     """
     record = to_checksummed_json({"step": step, "of_attempt": of_attempt})
     storage.write(resume_key(run_id, attempt), record)
+
+
+def record_end(storage: Storage, run_id: str, step: int, attempt: int) -> None:
+    """Record, before it is committed, which checkpoint holds what the function left at its end.
+
+    Where it isn't committed after all, the record names nothing that is resumed from.
+    """
+    storage.write(ended_key(run_id), to_checksummed_json({"step": step, "attempt": attempt}))
+
+
+def had_ended(storage: Storage, run_id: str, step: int, attempt: int) -> bool:
+    """Tell whether the training's function had ended with this checkpoint."""
+    with suppress(ObjectNotFoundError, DamagedObjectError):
+        record = to_checksummed_json({"step": step, "attempt": attempt})
+        return storage.read(ended_key(run_id)) == record
+    return False
 
 
 def superseded_test(storage: Storage, run_id: str) -> Callable[[int, int], bool]:

@@ -27,7 +27,7 @@ def finished_key(run_id: str) -> str:
 
 
 def ended_key(run_id: str) -> str:
-    """Return the record of the checkpoint at which a training of several `steps` calls ended."""
+    """Return the record of the checkpoint with which the training's function had ended."""
     return f"runs/{run_id}/ended"
 
 

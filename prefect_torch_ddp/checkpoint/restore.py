@@ -4,7 +4,12 @@ import json
 import logging
 from typing import Any, Self
 
-from prefect_torch_ddp.checkpoint.attempts import FROM_NOTHING, record_resume, refuse_superseded
+from prefect_torch_ddp.checkpoint.attempts import (
+    FROM_NOTHING,
+    had_ended,
+    record_resume,
+    refuse_superseded,
+)
 from prefect_torch_ddp.checkpoint.keys import checkpoints_prefix, rank_name
 from prefect_torch_ddp.checkpoint.manifest import (
     Manifest,
@@ -35,15 +40,18 @@ class Restorer:
         states: dict[str, Any] | None = None,
         *,
         is_ours: bool = True,
+        had_ended: bool = False,
     ) -> None:
         """Restore from the manifest's checkpoint; `states` were read already, by name.
 
-        One that `is_ours`, of the run that resumes, must have everything.
+        One that `is_ours`, of the run that resumes, must have everything. `had_ended`: it holds
+        what the function left at its end.
         """
         self._storage = storage
         self.manifest = manifest
         self._states = states or {}
         self.is_ours = is_ours
+        self.had_ended = had_ended
 
     @classmethod
     def choose(
@@ -76,12 +84,14 @@ class Restorer:
             text = "resuming from the checkpoint of step %d of run %s%s"
             logger.info(text, chosen.manifest.step, chosen.manifest.run_id, elsewhere)
         at = None if chosen.manifest is None else (chosen.manifest.step, chosen.manifest.attempt)
+        chosen.had_ended = at is not None and had_ended(where.storage, where.run_id, *at)
         step, of_attempt = at or (FROM_NOTHING, 0)
         record_resume(own.storage, own.run_id, attempt, step, of_attempt if chosen.is_ours else 0)
         # An attempt claimed after this check sees the record. One claimed before may have missed
         # it, and this attempt's steps would stay in metrics and ledger.
         refuse_superseded(own.storage, own.run_id, attempt)
-        rank_store.set("resume", json.dumps({"at": at, "is_ours": chosen.is_ours}))
+        choice = {"at": at, "is_ours": chosen.is_ours, "had_ended": chosen.had_ended}
+        rank_store.set("resume", json.dumps(choice))
         return chosen
 
     @classmethod
@@ -94,11 +104,11 @@ class Restorer:
             msg = f"rank 0 of run {own.run_id} tracked nothing; ctx.track belongs on every rank"
             raise CheckpointError(msg)
         choice = json.loads(text)
+        at = choice.pop("at")
         where = own if choice["is_ours"] else resume_from
         assert where is not None
-        at = choice["at"]
         manifest = None if at is None else read_manifest(where.storage, where.run_id, *at)
-        return cls(where.storage, manifest, is_ours=choice["is_ours"])
+        return cls(where.storage, manifest, **choice)
 
     def restore(self, name: str, item: Any) -> None:
         """Load a tracked object's state in place; CheckpointError: it lacks, or doesn't fit."""

@@ -128,14 +128,14 @@ class StepLoop:
         for agreement in self._agreements:
             agreement.close(failed=failed)
         if self._state.passes_by and not failed and not self._link.stop_requested():
-            refuse_to_end(self._config, self._state, self._num_loops, "returned")
+            refuse_to_end(self._state, self._num_loops, "returned")
             self._state.passes_by = False
 
     def _is_over(self, loop: int) -> bool:
         """Tell whether a call was over before the checkpoint that this training resumed from."""
         state, position = self._state, self._state.position
         if state.passes_by and state.stop_wanted:
-            refuse_to_end(self._config, state, loop, "asked to stop")
+            refuse_to_end(state, loop, "asked to stop")
         if loop > position.loop or (loop == position.loop and not position.num_saves_behind):
             return False
         if not state.stop_agreed:

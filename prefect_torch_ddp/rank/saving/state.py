@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Self
 
+from prefect_torch_ddp.checkpoint.manifest import Manifest
 from prefect_torch_ddp.protocol.events import StoppedBy
 
 if TYPE_CHECKING:
@@ -34,11 +35,6 @@ class Position:
     in_own_loop: bool = False
     """Whether `steps` had not begun: the generators are those of the user's own loop, which
     resumes at `track`."""
-
-    @property
-    def is_outside(self) -> bool:
-        """Whether the checkpoint was made outside of `steps`."""
-        return self.in_own_loop or self.num_saves_behind > 0
 
     def after_batch(self, *, is_last: bool) -> Self:
         """Return the position after a batch, the last one of its epoch or not."""
@@ -77,6 +73,13 @@ class TrainingState:
     """Says, on rank 0, what people should know of the training, or nothing."""
     saved: int | None = None
     """The number of this run's newest checkpoint, begun or restored."""
+    ended_at: tuple[int, int | None] | None = None
+    """Number and `saved` as restored from a checkpoint with which the function had ended."""
+
+    @property
+    def is_at_end(self) -> bool:
+        """Whether the training had ended, and nothing was added since."""
+        return self.ended_at == (self.checkpoint_number, self.saved)
 
     @property
     def checkpoint_number(self) -> int:
@@ -94,12 +97,14 @@ class TrainingState:
             return self.step
         return self.checkpoint_number + (self.saved == self.checkpoint_number)
 
-    def adopt(self, number: int, epoch: int, position: Position, *, is_ours: bool) -> None:
+    def adopt(self, manifest: Manifest, *, is_ours: bool, had_ended: bool) -> None:
         """Continue from a checkpoint, of this run or of another one."""
-        self.step = number - position.num_own_numbers
-        self.epoch = epoch
+        position = Position(**manifest.position)
+        self.step = manifest.step - position.num_own_numbers
+        self.epoch = manifest.epoch
         self.position = position if is_ours else replace(position, stopped_early=False)
-        self.saved = number if is_ours else None
+        self.saved = manifest.step if is_ours else None
+        self.ended_at = (manifest.step, self.saved) if had_ended else None
 
     def take_number(self, number: int) -> None:
         """Number the checkpoint of this step."""

@@ -7,6 +7,7 @@ from contextlib import suppress
 from dataclasses import asdict, replace
 from typing import Any
 
+from prefect_torch_ddp.checkpoint.attempts import record_end
 from prefect_torch_ddp.checkpoint.checkpointer import Checkpointer
 from prefect_torch_ddp.checkpoint.commit import Committer
 from prefect_torch_ddp.checkpoint.manifest import Manifest, checkpoint_ref
@@ -14,13 +15,14 @@ from prefect_torch_ddp.checkpoint.rank_store import KeyValueStore, open_rank_sto
 from prefect_torch_ddp.checkpoint.restore import Restorer
 from prefect_torch_ddp.checkpoint.resume_point import ResumePoint
 from prefect_torch_ddp.checkpoint.serial import check_loadable, restore_generators
+from prefect_torch_ddp.errors import StorageError
 from prefect_torch_ddp.protocol.heartbeat import Phase
 from prefect_torch_ddp.rank.config import RankConfig, RankInfo
 from prefect_torch_ddp.rank.generators import seed_rank
 from prefect_torch_ddp.rank.heartbeat import HeartbeatWriter
-from prefect_torch_ddp.rank.saving.passed import record_end, warn_of_missed_save
+from prefect_torch_ddp.rank.saving.passed import warn_of_missed_save
 from prefect_torch_ddp.rank.saving.reporter import FAILED_GRACE_S, Reporter
-from prefect_torch_ddp.rank.saving.state import Position, TrainingState
+from prefect_torch_ddp.rank.saving.state import TrainingState
 from prefect_torch_ddp.rank.saving.tracked import (
     best_checkpoint,
     check_trackable,
@@ -65,9 +67,6 @@ class Tracker:
         run = (config.storage, config.run_id, config.attempt)
         self._committer = Committer(*run, config.checkpoint, reporter.committed)
         self._checkpointer: Checkpointer | None = None
-        self._is_own_save = False
-        """Whether the newest checkpoint was made outside of `steps`, which don't tell then
-        whether anything has changed."""
         self._saved_at = time.monotonic()
 
     def track(self, objects: Mapping[str, Any]) -> None:
@@ -97,15 +96,16 @@ class Tracker:
 
     def resume(self) -> None:
         """Restore the checkpoint's point: generators, and objects that code changed since."""
-        if self._has_resumed:
+        if (
+            self._has_resumed and not self._state.is_at_end
+        ):  # code behind its last save ran again too
             return
         restorer, is_restored = self._restorer if self._config.trains else None, False
         # What an own loop left is none of the steps' business: undisturbed, they would begin
         # with generators of their own too.
         if restorer is not None and not self._state.position.in_own_loop:
-            if self._num_passed or self._num_saves_passed:
-                at = self._num_passed, self._num_saves_passed
-                warn_of_missed_save(self._state.position, *at)
+            if self._num_passed or self._num_saves_passed or self._has_resumed:
+                warn_of_missed_save(self._state, self._num_passed, self._num_saves_passed)
                 with self._heartbeat.during(Phase.RESTORING):
                     for name, item in self._objects.items():
                         restorer.restore(name, item)
@@ -222,9 +222,7 @@ class Tracker:
             self._checkpointer = Checkpointer(rank, store, self._committer, self._reporter.flush)
             self._state.trouble = self._trouble
         if (manifest := restorer.manifest) is not None:
-            position = Position(**manifest.position)
-            self._state.adopt(manifest.step, manifest.epoch, position, is_ours=restorer.is_ours)
-            self._is_own_save = restorer.is_ours and position.is_outside
+            self._state.adopt(manifest, is_ours=restorer.is_ours, had_ended=restorer.had_ended)
             self._reporter.restore(manifest.metrics)
         return restorer
 
@@ -251,7 +249,7 @@ class Tracker:
                 state.count_own_save(is_behind=self._has_begun)
             if not (self._has_begun or self._must_reach_manifest):
                 state.position = replace(state.position, in_own_loop=True)
-            self._is_own_save, self._saved_at = is_own, time.monotonic()
+            self._saved_at = time.monotonic()
             state.saved = state.checkpoint_number
             self._reporter.mark_checkpoint()
             at = (config.run_id, state.saved, config.attempt, state.epoch, asdict(state.position))
@@ -259,18 +257,18 @@ class Tracker:
             checkpointer.save(manifest, self._objects, is_last=is_last)
 
     def _finish(self, checkpointer: Checkpointer) -> None:
+        if self._num_passed and self._is_running_again:
+            self.resume()  # behind passed calls nothing was made: what ran again is undone
         checkpointer.wait()
         checkpointer.raise_failure()
         assert self._rank_store is not None
         rank, world_size, store = self._info.rank, self._info.world_size, self._rank_store
-        # Behind a loop that was stopped from outside code comes too early to be saved.
-        checks = self._is_own_save or self._is_running_again
+        state = self._state
         restored = None if self._restorer is None else self._restorer.manifest
-        has_changed = (
-            checks
-            and self._state.stopped_by is None
-            and checkpointer.has_changed(self._objects, world_size, restored)
-        )
+        # Behind a loop that was stopped from outside code comes too early to be saved.
+        checks = not state.is_at_end and state.stopped_by is None
+        checks = checks and state.saved == state.checkpoint_number  # else it is saved anyway
+        has_changed = checks and checkpointer.has_changed(self._objects, world_size, restored)
         if rank != 0:
             store.set(f"ended/{rank}", CHANGED if has_changed else "")
         else:
@@ -279,22 +277,25 @@ class Tracker:
                 has_changed = has_changed or CHANGED in texts
             store.set("last", self._number_left(has_changed=has_changed))
         if number := store.wait_for("last", rank=0):
-            self._is_own_save = False
-            self._state.take_number(int(number))
+            state.take_number(int(number))
             self._save(checkpointer, is_last=True)
             checkpointer.wait()
             checkpointer.raise_failure(is_last=True)
         if rank == 0:
             checkpointer.say_last()
-            record_end(self._config, self._state)
 
     def _number_left(self, *, has_changed: bool) -> str:
         """Return, on rank 0, the number of the checkpoint that is still to be made, or nothing."""
-        newest, number = self.last, self._state.checkpoint_number
-        if newest is None or newest.step != number:
+        config, state, number = self._config, self._state, self._state.checkpoint_number
+        made = self.last if self.last is not None and self.last.step == number else None
+        if made is not None and has_changed:
+            made, number = None, number + 1
+        if self._has_begun and state.stopped_by is None and not state.passes_by:
+            attempt = config.attempt if made is None else made.attempt
+            with suppress(StorageError):  # all that was trained is there
+                record_end(config.storage, config.run_id, number, attempt)
+        if made is None:
             return str(number)
-        if has_changed:
-            return str(number + 1)
         if self._committer.last is None:
-            self._committer.clean_up(newest)
+            self._committer.clean_up(made)
         return ""

@@ -62,6 +62,7 @@ def test_the_agent_reads_what_the_loop_marks(tmp_path: Path) -> None:
         (Phase.EPOCH_END, 2, 1, True),
         (Phase.SAVING, 2, 1, True),
         (Phase.SETUP, 2, 1, False),
+        (Phase.SAVING, 2, 1, False),  # has code behind the loop changed anything?
     ]
 
 

@@ -8,8 +8,12 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from prefect_torch_ddp import RankContext, read_metrics
-from prefect_torch_ddp.errors import InvalidParamsError
+from prefect_torch_ddp.checkpoint.manifest import list_manifests
+from prefect_torch_ddp.checkpoint.objects import read_states
+from prefect_torch_ddp.errors import CheckpointError, InvalidParamsError
 from prefect_torch_ddp.params import CheckpointParams
+from prefect_torch_ddp.storage.directory import DirectoryStorage
+from prefect_torch_ddp.storage.protocol import Storage
 
 EVERY_STEP = CheckpointParams(every_steps=1, every_s=None)
 ON_DEMAND = CheckpointParams(every_s=None)
@@ -80,7 +84,9 @@ def test_what_code_between_loops_reports_is_recorded_once(tmp_path: Path) -> Non
     assert records["loss"].tolist() == [6, 4, 2, 0, 0, 0]
 
 
-def saving_the_best(folder: Path, dies_at: int | None = None) -> float:
+def saving_the_best(
+    folder: Path, dies_at: int | None = None, *, dies_at_end: bool = False
+) -> float:
     """Train three loops, with a checkpoint behind those that are better, and then a scheduler's
     step; return the learning rate."""
     with RankContext.local(storage=folder, checkpoint=ON_DEMAND) as ctx:
@@ -102,6 +108,8 @@ def saving_the_best(folder: Path, dies_at: int | None = None) -> float:
                 best = model.weight.item()
                 ctx.checkpoint(force=True)
             scheduler.step()
+        if dies_at_end:
+            raise InterruptedError
         return float(optimizer.param_groups[0]["lr"])
 
 
@@ -115,3 +123,98 @@ def test_a_save_that_is_not_asked_for_again_is_warned_of(
         saving_the_best(tmp_path, dies_at=dies_at)
     assert saving_the_best(tmp_path) == (1 / 4 if is_missed else 1 / 8)
     assert caplog.text.count("asked for behind call 2 of ctx.steps") == is_missed
+
+
+def test_a_save_that_is_not_asked_for_again_behind_the_last_loop_is_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What ran twice is undone: the last checkpoint stays, with the rate behind two loops."""
+    with pytest.raises(InterruptedError):
+        saving_the_best(tmp_path, dies_at_end=True)
+    saving_the_best(tmp_path)
+    assert caplog.text.count("asked for behind call 3 of ctx.steps") == 1
+    storage = DirectoryStorage(tmp_path)
+    newest = list_manifests(storage, "local")[-1]
+    states = read_states(storage, newest, newest.objects)
+    assert states["optimizer"]["param_groups"][0]["lr"] == 1 / 4
+
+
+class Sum:
+    """Something tracked that code between the loops adds to."""
+
+    def __init__(self) -> None:
+        self.value = 0.0
+
+    def state_dict(self) -> dict[str, float]:
+        """Return it."""
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Take it over."""
+        self.value = state["value"]
+
+
+def summing(
+    storage: Storage, policy: CheckpointParams, saves: str, num_calls: int = 3, goal: int = 99
+) -> None:
+    """Train loops of two steps that add 1, and add 100 behind each; stop behind the goal."""
+    with RankContext.local(storage=storage, checkpoint=policy) as ctx:
+        total = Sum()
+        ctx.track(total=total)
+        loader = ctx.loader(TensorDataset(torch.ones(4, 1)), global_batch_size=2)
+        best = -1.0
+        for _ in range(num_calls):
+            for _ in ctx.steps(loader, epochs=1):
+                total.value += 1
+            is_better, best = min(total.value % 100, goal) > best, min(total.value % 100, goal)
+            if saves == "always" or (saves == "the best" and is_better):
+                ctx.checkpoint(force=True)
+            total.value += 100
+            if goal < 99 and not is_better:
+                break
+
+
+def totals(storage: Storage) -> list[float]:
+    """Return the sum in each checkpoint."""
+    found = list_manifests(storage, "local")
+    return [
+        read_states(storage, manifest, manifest.objects)["total"]["value"] for manifest in found
+    ]
+
+
+@pytest.mark.parametrize("policy", [EVERY_STEP, ON_DEMAND])
+@pytest.mark.parametrize("saves", ["never", "always", "the best"])
+def test_what_a_finished_training_left_stays_when_it_is_run_again(
+    tmp_path: Path, policy: CheckpointParams, saves: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The last checkpoint holds what code behind the last loop changed, once; more loops continue
+    from there."""
+    storage = DirectoryStorage(tmp_path)
+    for _ in range(3):
+        summing(storage, policy, saves)
+        assert totals(storage)[-1] == 306
+    before = totals(storage)
+    summing(storage, policy, saves)
+    assert totals(storage) == before
+    summing(storage, policy, saves, num_calls=5)
+    assert totals(storage)[-1] == 510
+    assert "not asked for again" not in caplog.text  # nothing was undone
+
+
+class Killed(DirectoryStorage):
+    """A directory whose process dies right behind the commit of a checkpoint."""
+
+    def write_if_absent(self, key: str, data: bytes) -> bool:
+        """Write, and fail."""
+        is_written = super().write_if_absent(key, data)
+        if key.endswith("step-00000006/000001/manifest.json"):
+            raise InterruptedError(key)
+        return is_written
+
+
+def test_a_training_killed_behind_its_last_commit_had_ended(tmp_path: Path) -> None:
+    """Also where its early stopping would decide otherwise now."""
+    with pytest.raises(CheckpointError):
+        summing(Killed(tmp_path), ON_DEMAND, "never", goal=4)
+    summing(DirectoryStorage(tmp_path), ON_DEMAND, "never", goal=4)
+    assert totals(DirectoryStorage(tmp_path)) == [306]
