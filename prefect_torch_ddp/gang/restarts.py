@@ -29,6 +29,7 @@ from prefect_torch_ddp.protocol.events import (
     LogLine,
     RecordsLeft,
 )
+from prefect_torch_ddp.records.rank_log import LogFolder
 
 RESTARTABLE = (RankFailedError, WorkerLostError, GangHungError)
 FULL_SIZE_S = 10.0
@@ -53,6 +54,11 @@ class AttemptLog(Protocol):
         """
         ...
 
+    @property
+    def logs(self) -> LogFolder | None:
+        """Where the ranks' lines are kept; None: nowhere."""
+        ...
+
     def begin(self) -> int:
         """Return the number of the next attempt, from 1; older attempts are over from here on."""
         ...
@@ -74,7 +80,8 @@ class AttemptLog(Protocol):
 class CallAttemptLog:
     """The attempt log of a single call of run_gang, which forgets all when the call is over."""
 
-    next_attempt: int
+    next_attempt: int = 1
+    logs: LogFolder | None = None
     last: FailureRecord | None = None
     knows_steps = False
 
@@ -166,9 +173,8 @@ class Restarts:
         if self.num_left == 0:
             raise error
         self.num_made += 1
-        self._say(
-            f"{error}\nthe gang is started again: restart {self.num_made} of {self._max_restarts}"
-        )
+        again = f"restart {self.num_made} of {self._max_restarts}"
+        self._say(f"{error}\nthe gang is started again: {again}")
 
     def _put_on_record(self, error: GangError, record: FailureRecord) -> FailureRecord | None:
         """Bring ranks' records and the failure to the storage; return the failure before it.
@@ -235,10 +241,8 @@ def why_hopeless(
         return None
     name = error.failure.exception_type.rpartition(".")[2]
     if error.failure.retryability == "hopeless":
-        return (
-            f"a failure by {name} comes back at every attempt "
-            f"until code, installation or parameters are changed"
-        )
+        until = "until code, installation or parameters are changed"
+        return f"a failure by {name} comes back at every attempt {until}"
     if before is None or now.fingerprint is None:
         return None
     if (now.fingerprint, now.step) != (before.fingerprint, before.step):
@@ -246,10 +250,8 @@ def why_hopeless(
     if now.step is None and not knows_steps:
         return None
     where = "before the first step" if now.step is None else f"at step {now.step}"
-    return (
-        f"the same {name} {where} ended attempt {before.attempt} too, "
-        f"so it comes from the code or its input, not from chance"
-    )
+    why = "it comes from the code or its input, not from chance"
+    return f"the same {name} {where} ended attempt {before.attempt} too, so {why}"
 
 
 class TimeBudget:
@@ -286,10 +288,8 @@ class TimeBudget:
     def _say_once(self) -> None:
         if not self._has_said:
             self._has_said = True
-            self._say(
-                f"the storage has not answered for {QUIET_S:g} s: "
-                f"it gets {LIMIT_S:g} s to take what is left to put on record"
-            )
+            gets = f"it gets {LIMIT_S:g} s to take what is left to put on record"
+            self._say(f"the storage has not answered for {QUIET_S:g} s: {gets}")
 
 
 def _do(work: Callable[[], R], done: Future[R]) -> None:

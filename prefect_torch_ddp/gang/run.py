@@ -10,6 +10,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Unpack
 
+import cloudpickle
 from distributed import Client
 
 from prefect_torch_ddp.errors import GangError, VersionConflictError, WorkerLostError
@@ -84,15 +85,17 @@ def run_gang(  # noqa: PLR0913 - level 1 is one call
     check_call(fn, () if callable(args) else args, kwargs)
     own = {"process_group": process_group, "world_size_divides": world_size_divides}
     given = checked(CallParams, {"world_size": world_size, **own, **options})
-    plan = _plan(fn, name or name_of(fn), given)
     log = attempt_log or CallAttemptLog(attempt)
+    plan = _plan(fn, name or name_of(fn), given)
     restarts = Restarts(log, given.max_restarts, on_event or log_event)
 
     def attempt_once(number: int) -> list[bytes]:
         own_args = tuple(args(number) if callable(args) else args)
         preload = preload_of(own_args[1] if brings_context(fn) else fn)
         payload = pickle_call(fn, own_args, dict(kwargs or {}))
-        return _attempt(client, replace(plan, payload=payload, preload=preload), restarts, number)
+        logs = cloudpickle.dumps(log.logs)
+        whole = replace(plan, payload=payload, preload=preload, logs=logs)
+        return _attempt(client, whole, restarts, number)
 
     return [_unpickle_value(data, rank) for rank, data in enumerate(restarts.run(attempt_once))]
 

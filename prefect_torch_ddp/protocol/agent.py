@@ -124,6 +124,8 @@ class StartOrder:
     """cloudpickle of (fn or import string, args, kwargs): opened by ranks and by nobody else."""
     progress_timeout_s: float | None = None
     """Set where the ranks' progress is watched."""
+    logs: bytes = b""
+    """Pickle of the LogFolder where the ranks' lines are kept; empty: nowhere."""
 
 
 Answer = dict[str, bytes]

@@ -3,7 +3,7 @@
 import json
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 Retryability = Literal["open", "hopeless", "transient"]
@@ -234,11 +234,10 @@ _KINDS: dict[str, type[RankEvent]] = {kind.__name__: kind for kind in get_args(R
 
 def encode_event(event: RankEvent) -> bytes:
     """Return a rank's event as one datagram, without its rank, which the agent knows."""
-    fields = asdict(event)
+    record = {"kind": type(event).__name__, **vars(event)}
     for name in ("rank", "ranks"):
-        fields.pop(name, None)
-    record = {"kind": type(event).__name__, **fields}
-    return json.dumps(record, ensure_ascii=False).encode(errors="replace")
+        record.pop(name, None)
+    return json.dumps(record, ensure_ascii=False, default=vars).encode(errors="replace")
 
 
 def decode_event(datagram: bytes, rank: int) -> RankEvent:

@@ -255,20 +255,21 @@ def left_behind(folder: Path) -> Iterator[tuple[str, bytes]]:
 def put_part(storage: Storage, key: str, content: bytes) -> str:
     """Write a part under its key or the next free one, and return that.
 
-    The key is `<folder>/<attempt>-<part>.jsonl`. The content must be the same at every try:
+    The key is `<folder>/<attempt>-<part>.<suffix>`. The content must be the same at every try:
     else what arrived though it seemed to fail would be there twice.
     """
     while not storage.write_if_absent(key, content):
         if storage.read(key) == content:
             break  # an earlier try arrived though it seemed to fail, or its writer was killed
-        stem, _, number = key.removesuffix(SUFFIX).rpartition("-")
-        key = part_key(f"{stem}-", int(number) + 1)
+        name, dot, suffix = key.rpartition(".")
+        stem, _, number = name.rpartition("-")
+        key = part_key(f"{stem}-", int(number) + 1, dot + suffix)
     return key
 
 
-def part_key(prefix: str, number: int) -> str:
+def part_key(prefix: str, number: int, suffix: str = SUFFIX) -> str:
     """Return the key of a part, which sorts by its number."""
-    return f"{prefix}{number:06d}{SUFFIX}"
+    return f"{prefix}{number:06d}{suffix}"
 
 
 def next_interval_s(interval_s: float, age_s: float) -> float:

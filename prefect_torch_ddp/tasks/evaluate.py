@@ -4,7 +4,9 @@ from prefect import task
 from prefect.logging import get_run_logger
 
 from prefect_torch_ddp.errors import CheckpointError
+from prefect_torch_ddp.gang.restarts import CallAttemptLog
 from prefect_torch_ddp.gang.run import run_gang
+from prefect_torch_ddp.records.rank_log import LogFolder
 from prefect_torch_ddp.results import CheckpointRef, Report, TrainingSummary
 from prefect_torch_ddp.tasks.cluster import current_client
 from prefect_torch_ddp.tasks.run import RUN_STAGE, Run, log_to_run
@@ -53,6 +55,7 @@ def _evaluate(run: Run, checkpoint: CheckpointRef, world_size: int) -> Report:
             ),
             world_size=world_size,
             name=f"{run.run_id} evaluate",
+            attempt_log=CallAttemptLog(logs=LogFolder(run.storage, run.run_id, "evaluate")),
             on_event=log_to_run(),
             **run.gang_options(world_size, max_restarts=0),
         )

@@ -7,7 +7,9 @@ from prefect.context import TaskRunContext
 from prefect.logging import get_run_logger
 
 from prefect_torch_ddp.data.dataset_store import find_dataset
+from prefect_torch_ddp.gang.restarts import CallAttemptLog
 from prefect_torch_ddp.gang.run import run_gang
+from prefect_torch_ddp.records.rank_log import LogFolder
 from prefect_torch_ddp.results import DatasetReport
 from prefect_torch_ddp.tasks.cluster import current_client
 from prefect_torch_ddp.tasks.run import RUN_STAGE, Run, log_to_run
@@ -41,6 +43,7 @@ def _prepare(run: Run) -> DatasetReport:
             world_size=1,
             process_group="none",
             name=f"{run.run_id} prepare",
+            attempt_log=CallAttemptLog(logs=LogFolder(run.storage, run.run_id, "prepare")),
             on_event=log_to_run(),
             **run.gang_options(world_size=1, max_restarts=0, progress_timeout_s=None),
         )

@@ -26,6 +26,7 @@ from prefect_torch_ddp.protocol.events import (
 )
 from prefect_torch_ddp.rank.config import RankConfig, Stage
 from prefect_torch_ddp.records.log import put_part
+from prefect_torch_ddp.records.rank_log import LogFolder
 from prefect_torch_ddp.storage.protocol import Readable, Storage
 from prefect_torch_ddp.tasks.blocks import resolve_storage
 
@@ -151,6 +152,11 @@ class RunAttemptLog:
     knows_steps: bool
     """Whether its function makes its steps by `ctx.steps`, as a workload does."""
     _own_attempt: int | None = None
+
+    @property
+    def logs(self) -> LogFolder:
+        """Where the ranks' lines are kept."""
+        return LogFolder(self.storage, self.run_id)
 
     def begin(self) -> int:
         """Claim the next attempt: any at first, then the one that follows this task run's own.

@@ -127,6 +127,15 @@ def speak(text: str) -> None:
     logging.getLogger("user.code").warning("logged %s", text)
 
 
+def flood(num_lines: int) -> None:
+    """Print many lines on each rank, with a record of the last rank's in their midst."""
+    rank = int(os.environ["RANK"])
+    for number in range(num_lines):
+        print(f"rank {rank} prints line {number}")
+        if number == num_lines // 2 and rank == int(os.environ["WORLD_SIZE"]) - 1:
+            logging.getLogger("user.code").warning("half of it\nis done")
+
+
 def load_with_workers(context: str | None) -> int:
     """Read a dataset through two DataLoader workers."""
     from torch.utils.data import DataLoader

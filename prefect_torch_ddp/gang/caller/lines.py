@@ -10,21 +10,19 @@ from dataclasses import dataclass, replace
 from prefect_torch_ddp.protocol.events import (
     NO_RANK,
     AttemptBegan,
-    FunctionEnded,
     GangEvent,
     LogLine,
-    Progress,
-    RankReturned,
+    RankFailure,
     RankStack,
-    RecordsLeft,
+    RankStopped,
 )
 
 rank_logger = logging.getLogger("prefect_torch_ddp.ranks")
 
 MERGE_S = 1.0
 """How long a line waits for equal ones of other ranks."""
-_UNORDERED = (Progress, FunctionEnded, RankReturned, RecordsLeft)
-"""Say nothing in the log, so they need not wait for the lines before them."""
+_SHOWN = (LogLine, RankFailure, RankStack, RankStopped, AttemptBegan)
+"""What the log shows after all lines that came before it."""
 _OWN = "prefect_torch_ddp"
 
 
@@ -61,7 +59,7 @@ class LineMerger:
             return
         if isinstance(event, AttemptBegan):
             self._world_size = event.world_size
-        if not isinstance(event, _UNORDERED):
+        if isinstance(event, _SHOWN):
             self.pass_on_all()
         self.pass_on(event)
 

@@ -57,6 +57,8 @@ class GangPlan:
     preload: Preload = TORCH_ALONE
     attempt: int = 1
     max_restarts: int = 0
+    logs: bytes = b""
+    """Where the ranks' lines are kept; see `StartOrder`."""
     full_size_s: float = 0.0
     """How long the gang waits for all its ranks while there are workers for its fewest."""
 
@@ -101,4 +103,5 @@ class GangPlan:
             )
             for place in placement.ranks_of(worker)
         )
-        return StartOrder(launches, self.payload, self.options.progress_timeout_s)
+        limit_s = self.options.progress_timeout_s
+        return StartOrder(launches, self.payload, limit_s, self.logs)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+import pickle
 import time
 from collections.abc import Iterator, Sequence
 
@@ -23,6 +24,7 @@ from prefect_torch_ddp.protocol.events import (
     RankFailure,
 )
 from prefect_torch_ddp.protocol.rank import RankLaunch, RankOrder
+from prefect_torch_ddp.records.rank_log import LogFolder
 
 TICK_S = 0.1
 """How often an agent checks whether its Dask task was cancelled."""
@@ -30,6 +32,8 @@ BEAT_S = 1.0
 """How often ranks get a beat from their agent; see `RankLaunch.agent_timeout_s`."""
 EXIT_GRACE_S = 10.0
 """How long ranks that returned may take for their exit handlers."""
+LOGS_TIMEOUT_S = 5.0
+"""How long the end of a gang waits for its ranks' lines to be in the storage."""
 PEERS_GRACE_S = 0.5
 """How long ranks that have returned stay for the last reads of peers on other workers."""
 
@@ -104,13 +108,14 @@ class _Agent:
         return ()
 
     def _start(self, order: StartOrder) -> bool:
+        logs = self._log_folder(order.logs)
         for launch in order.launches:
             fd = None
             if self._store is not None and launch.place.rank == 0:
                 fd = self._store.fd_for_rank_0(launch.process_group)
             try:
                 launch_here = dataclasses.replace(launch, store_fd=fd)
-                self._ranks.append(RankProcess(launch_here, order.payload))
+                self._ranks.append(RankProcess(launch_here, order.payload, logs))
             except OSError as error:
                 self._box.post(_start_failure(launch, error))
                 return False
@@ -120,6 +125,16 @@ class _Agent:
         if self._store is not None and order.launches[0].process_group != "user":
             self._store.close()  # rank 0 has it now
         return True
+
+    def _log_folder(self, pickled: bytes) -> LogFolder | None:
+        try:
+            folder: LogFolder | None = pickle.loads(pickled) if pickled else None
+        except Exception as error:  # noqa: BLE001 - of a user's class, which ranks may find
+            lacks = f"worker {self._reservation.worker} can't load its class: {error!r}"
+            text = f"the ranks' lines are not kept in the storage: {lacks}"
+            self._box.post(LogLine(NO_RANK, logging.WARNING, text))
+            return None
+        return folder
 
     def _attend(self, probe: ProgressProbe) -> bool:
         """Pass on ranks' events until all have left; False where the gang must end before."""
@@ -147,17 +162,13 @@ class _Agent:
             self._beat_s = now
             self._tell(RankOrder.BEAT)
         alive = [rank for rank in self._ranks if not rank.child.is_reaped]
-        has_room = self._box.has_room
-        self._box.wait(
-            TICK_S, [fd for rank in alive for fd in rank.file_descriptors(with_output=has_room)]
-        )
+        self._box.wait(TICK_S, [fd for rank in alive for fd in rank.file_descriptors()])
 
     def _new_events(self) -> Iterator[GangEvent]:
         for rank in self._ranks:
             if rank.child.is_reaped:
                 continue
-            if self._box.has_room:
-                yield from rank.read()
+            yield from rank.read(has_room=self._box.has_room)
             if rank.child.is_dead:
                 yield from rank.end()
 
@@ -207,6 +218,15 @@ class _Agent:
             rank.close()
         if self._store is not None:
             self._store.close()
+        self._wait_for_logs()
+
+    def _wait_for_logs(self) -> None:
+        until_s = time.monotonic() + LOGS_TIMEOUT_S
+        for rank in self._ranks:
+            writer = rank.lines.writer
+            if writer and (trouble := writer.join(max(0.0, until_s - time.monotonic()))):
+                text = f"its log in the storage lacks lines: {trouble}"
+                self._box.post(LogLine(rank.place.rank, logging.WARNING, text))
 
 
 def _start_failure(launch: RankLaunch, error: OSError) -> RankFailure:

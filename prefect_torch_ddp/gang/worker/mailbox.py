@@ -20,7 +20,7 @@ from prefect_torch_ddp.protocol.agent import (
 from prefect_torch_ddp.protocol.events import GangEvent
 
 CAPACITY = 5_000
-"""Events held for a slow caller; beyond it the agent stops reading its ranks' output."""
+"""Events held for a slow caller; beyond it the agent leaves lines out."""
 FORGET_AFTER_S = 600.0
 """A mailbox without an agent is dropped after this long without a poll."""
 

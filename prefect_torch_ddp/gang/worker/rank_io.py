@@ -2,6 +2,7 @@
 
 import codecs
 import contextlib
+import fcntl
 import os
 import secrets
 import shutil
@@ -19,6 +20,9 @@ from prefect_torch_ddp.protocol.rank import ProcessGroupMode, RankFiles, RankOrd
 
 SEMAPHORES = Path("/dev/shm")  # noqa: S108 - where Linux keeps them: sem_overview(7)
 CHUNK_BYTES = 65_536
+PIPE_BYTES = 2**20
+"""Room for what a rank prints while its agent is busy; what any user may have on Linux."""
+MAX_RECORDS = 1_000
 MAX_LINE = 8_192
 """Longer lines, in characters, are passed on in pieces: endless ones can't fill memory."""
 TAIL_LINES = 20
@@ -67,6 +71,8 @@ class RankIO:
         reader: contextlib.ExitStack, writer: contextlib.ExitStack
     ) -> tuple[IO[bytes], IO[bytes]]:
         read, write = os.pipe()
+        with contextlib.suppress(OSError):  # all pipes of this user have as much as they may
+            fcntl.fcntl(write, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
         return (
             reader.enter_context(os.fdopen(read, "rb", 0)),
             writer.enter_context(os.fdopen(write, "wb", 0)),
@@ -81,15 +87,15 @@ class RankIO:
         pipes = [output.pipe for output in (self._out, self._err) if not output.pipe.closed]
         return [self._events.fileno(), *(pipe.fileno() for pipe in pipes)]
 
-    def lines(self, *, max_chunks: int = 1) -> Iterator[str]:
-        """Yield the lines printed so far, from that many chunks of stdout and of stderr."""
+    def lines(self, *, max_chunks: int = 1) -> Iterator[list[str]]:
+        """Yield the lines printed so far, by chunk, from so many of stdout and of stderr."""
         for output in (self._out, self._err):
             yield from output.lines(max_chunks)
 
     def records(self) -> Iterator[bytes]:
-        """Yield the records sent so far."""
+        """Yield the records sent so far, of a flood only some: other ranks have theirs."""
         with contextlib.suppress(BlockingIOError):
-            while True:
+            for _ in range(MAX_RECORDS):
                 yield self._events.recv(MAX_DATAGRAM_BYTES)
 
     @property
@@ -124,12 +130,12 @@ class _Output:
         os.set_blocking(pipe.fileno(), False)
         self.cutter = LineCutter()
 
-    def lines(self, max_chunks: int) -> Iterator[str]:
+    def lines(self, max_chunks: int) -> Iterator[list[str]]:
         for _ in range(max_chunks):
             chunk = None if self.pipe.closed else self.pipe.read(CHUNK_BYTES)
             if chunk is None:  # there is nothing yet
                 return
-            yield from self.cutter.feed(chunk, final=not chunk)
+            yield self.cutter.feed(chunk, final=not chunk)
             if not chunk:
                 self.pipe.close()
 
@@ -149,7 +155,9 @@ class LineCutter:
     def feed(self, chunk: bytes, *, final: bool = False) -> list[str]:
         """Return the lines that this chunk finishes; if `final`, an unfinished last one too."""
         self._pending += self._decoder.decode(chunk, final)
-        *lines, pending = map(_last_shown, self._pending.split("\n"))
+        *lines, pending = self._pending.split("\n")
+        if "\r" in self._pending:
+            *lines, pending = map(_last_shown, (*lines, pending))
         # The end of the chunk may be in the midst of "\r\n".
         self._pending = pending + "\r" * self._pending.endswith("\r")
         while len(self._pending) > MAX_LINE or (final and self._pending):

@@ -13,6 +13,7 @@ from prefect_torch_ddp.errors import ForkServerUnavailableError
 from prefect_torch_ddp.gang.worker.child import Child, rank_environment, start_fresh
 from prefect_torch_ddp.gang.worker.fork_client import fork_client
 from prefect_torch_ddp.gang.worker.rank_io import RankIO
+from prefect_torch_ddp.gang.worker.rank_lines import RankLines
 from prefect_torch_ddp.protocol.events import (
     CheckpointCommitted,
     FailureWritten,
@@ -30,6 +31,7 @@ from prefect_torch_ddp.protocol.events import (
 )
 from prefect_torch_ddp.protocol.rank import COPIES, LaunchPage, RankFiles, RankLaunch
 from prefect_torch_ddp.records.log import left_behind
+from prefect_torch_ddp.records.rank_log import LogFolder, RankLogWriter
 
 logger = logging.getLogger(__name__)
 
@@ -40,9 +42,12 @@ LAST_CHUNKS = 64
 class RankProcess:
     """A process in a session of its own, which runs one rank."""
 
-    def __init__(self, launch: RankLaunch, payload: bytes) -> None:
+    def __init__(self, launch: RankLaunch, payload: bytes, logs: LogFolder | None) -> None:
         """Start the process; raises OSError where that fails, with nothing left behind."""
         self.place = launch.place
+        rank = launch.place.rank
+        writer = None if logs is None else RankLogWriter(logs, rank, launch.attempt)
+        self.lines = RankLines(rank, launch.shape.world_size, writer)
         self.returned = False
         self.listens = False
         """Whether its training reacts to a stop."""
@@ -65,17 +70,19 @@ class RankProcess:
         """Whether the rank's outcome is known."""
         return self.returned or self.failure is not None
 
-    def file_descriptors(self, *, with_output: bool) -> Iterator[int]:
+    def file_descriptors(self) -> Iterator[int]:
         """Yield the descriptors to wait on: output and events of the rank, and its death."""
-        if with_output:
-            yield from self.io.readable()
+        yield from self.io.readable()
         if self.child.death_fd is not None:
             yield self.child.death_fd
 
-    def read(self, *, max_chunks: int = 1) -> Iterator[GangEvent]:
-        """Yield the rank's events and lines so far, without waiting."""
-        for line in self.io.lines(max_chunks=max_chunks):
-            yield LogLine(self.place.rank, logging.INFO, line)
+    def read(self, *, max_chunks: int = 1, has_room: bool = True) -> Iterator[GangEvent]:
+        """Yield the rank's events and lines so far, without waiting.
+
+        Where the caller `has_room` for no more, lines and positions are left out.
+        """
+        for lines in self.io.lines(max_chunks=max_chunks):
+            yield from self.lines.take(lines, has_room=has_room)
         for record in self.io.records():
             try:
                 event = self._take(decode_event(record, self.place.rank))
@@ -83,8 +90,12 @@ class RankProcess:
                 rank = self.place.rank
                 logger.warning("rank %d sent a record that can't be read: %.80r", rank, record)
                 continue
-            if event is not None:
+            if isinstance(event, LogLine):
+                said = ([event.text], event.level, event.logger)
+                yield from self.lines.take(*said, has_room=has_room)
+            elif event is not None and (has_room or not isinstance(event, Progress)):
                 yield event
+        yield from self.lines.tell_left_out()
 
     def _take(self, event: RankEvent) -> GangEvent | None:
         match event:
@@ -107,6 +118,7 @@ class RankProcess:
         status = self.child.reap()
         # What it said last may hold its outcome, which says more than its death.
         yield from self.read(max_chunks=LAST_CHUNKS)
+        yield from self.lines.end()
         if not self.is_settled:
             self.failure = self._death(status)
             yield self.failure

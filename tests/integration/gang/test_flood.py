@@ -1,0 +1,54 @@
+"""A flood of lines: limited for people, whole in the storage, and no rank waits for either."""
+
+import re
+from pathlib import Path
+
+from distributed import Client
+
+from prefect_torch_ddp import DirectoryStorage, run_gang
+from prefect_torch_ddp.gang.caller.lines import rank_text
+from prefect_torch_ddp.gang.restarts import CallAttemptLog
+from prefect_torch_ddp.gang.worker.rank_lines import LAST_LINES, MOST_LINES
+from prefect_torch_ddp.protocol.events import GangEvent, LogLine
+from prefect_torch_ddp.records.rank_log import LogFolder
+from tests.support.gangs import by_rank
+from tests.workloads import plain
+
+NUM_LINES = 20_000
+
+
+def flood(client: Client, attempt_log: CallAttemptLog) -> list[str]:
+    """Have two ranks of one worker print; return the log of the second one."""
+    said: list[str] = []
+
+    def listen(event: GangEvent) -> None:
+        if isinstance(event, LogLine):
+            said.append(rank_text(event))
+
+    call = {"args": (NUM_LINES,), "world_size": 2, "ranks_per_worker": 2}
+    call |= {"process_group": "none", "attempt_log": attempt_log, "on_event": listen}
+    run_gang(client, plain.flood, **call)
+    return [line for line in by_rank(said) if line.startswith("[rank 1]")]
+
+
+def test_a_flood_is_limited_in_the_log_and_whole_in_the_storage(
+    dask_client: Client, tmp_path: Path
+) -> None:
+    """The log has its beginning, its warnings, its end, and how many lines are elsewhere."""
+    folder = LogFolder(DirectoryStorage(tmp_path), "run")
+    printed = [f"rank 1 prints line {number}" for number in range(NUM_LINES)]
+    for attempt_log in (CallAttemptLog(7, logs=folder), CallAttemptLog(7)):
+        said = flood(dask_client, attempt_log)
+        assert said[:MOST_LINES] == [f"[rank 1] {line}" for line in printed[:MOST_LINES]]
+        assert said[-LAST_LINES:] == [f"[rank 1] {line}" for line in printed[-LAST_LINES:]]
+        assert said.count("[rank 1] user.code: half of it\nis done") == 1
+        where = rf"; all of them in {tmp_path}/runs/run/logs/rank-00001/000007-\*\.txt"
+        note = rf"\[rank 1\] ([\d,]+) lines left out{where if attempt_log.logs else ''}"
+        notes = [match for line in said if (match := re.fullmatch(note, line))]
+        num_left_out = sum(int(match[1].replace(",", "")) for match in notes)
+        assert len(said) - len(notes) + num_left_out == NUM_LINES + 1
+    (part,) = (tmp_path / "runs/run/logs/rank-00001").iterdir()
+    lines = [line.split(" ", 1) for line in part.read_text().splitlines()]
+    assert [line[1] for line in lines if line[1].startswith("rank 1 ")] == printed
+    logged = next(i for i, line in enumerate(lines) if line[1] == "WARNING user.code: half of it")
+    assert lines[logged + 1] == ["is", "done"]

@@ -1,0 +1,102 @@
+"""A rank's lines in the storage: whole, in few objects, whatever the storage does."""
+
+import re
+import threading
+from pathlib import Path
+
+import pytest
+
+from prefect_torch_ddp.errors import StorageError
+from prefect_torch_ddp.records import rank_log
+from prefect_torch_ddp.records.rank_log import LogFolder, RankLogWriter
+from prefect_torch_ddp.storage.directory import DirectoryStorage
+from tests.support.forwarding import ForwardingStorage
+from tests.support.waiting import HANG_S, wait_until
+
+STAMP = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z "
+
+
+def written(root: Path, folder: str) -> list[str]:
+    """Return the lines of all parts without their times, which all have one."""
+    parts = [path.read_text() for path in sorted((root / "runs/run/logs" / folder).iterdir())]
+    lines = "".join(parts).splitlines()
+    assert all(re.match(STAMP, line) for line in lines)
+    return [re.sub(STAMP, "", line, count=1) for line in lines]
+
+
+def test_a_short_log_is_one_object_and_an_attempt_overwrites_no_other(tmp_path: Path) -> None:
+    """It is written at the end; a task that runs again begins behind what is there."""
+    folder = LogFolder(DirectoryStorage(tmp_path), "run")
+    for attempt in (1, 2, 2):
+        writer = RankLogWriter(folder, 3, attempt)
+        writer.add(["printed", "grün"])
+        writer.add(["logged"], "WARNING user.code: ")
+        assert writer.uri == f"{tmp_path}/runs/run/logs/rank-00003/{attempt:06d}-*.txt"
+        writer.end()
+        assert writer.join(HANG_S) == ""
+    names = sorted(path.name for path in (tmp_path / "runs/run/logs/rank-00003").iterdir())
+    assert names == ["000001-000001.txt", "000002-000001.txt", "000002-000002.txt"]
+    expected = ["printed", "grün", "WARNING user.code: logged"]
+    assert written(tmp_path, "rank-00003") == 3 * expected
+    silent = RankLogWriter(LogFolder(DirectoryStorage(tmp_path), "run", "evaluate"), 0, 1)
+    silent.end()
+    assert silent.join(HANG_S) == ""
+    assert not (tmp_path / "runs/run/logs/evaluate").exists()
+
+
+class Moody(ForwardingStorage):
+    """A directory where writes fail or wait while it is told to."""
+
+    fails = True
+    waits = threading.Event()
+
+    def write_if_absent(self, key: str, data: bytes) -> bool:
+        """Write it late, and say so or not."""
+        if not self.waits.wait(HANG_S) or (super().write_if_absent(key, data) and self.fails):
+            msg = "the answer got lost"
+            raise StorageError(msg)
+        return not self.fails
+
+
+def test_a_large_log_is_written_at_once_and_nothing_is_lost_or_doubled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though the first write seems to fail, and more lines come before it is tried again."""
+    monkeypatch.setattr(rank_log, "PART_BYTES", 1_000)
+    monkeypatch.setattr(Moody, "waits", threading.Event())
+    writer = RankLogWriter(LogFolder(Moody(tmp_path), "run"), 0, 1)
+    lines = [f"line {number}" for number in range(500)]
+    for number in range(100):
+        writer.add(lines[number : number + 1])
+    Moody.waits.set()
+    wait_until(lambda: writer._trouble == "the answer got lost")
+    writer.add(lines[100:])
+    monkeypatch.setattr(Moody, "fails", False)
+    wait_until(lambda: len(writer._waiting) < 1_000)
+    writer.end()
+    assert writer.join(HANG_S) == ""
+    assert written(tmp_path, "rank-00000") == lines
+    assert len(list((tmp_path / "runs/run/logs/rank-00000").iterdir())) > 3
+
+
+def test_a_storage_that_keeps_nobody_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What doesn't fit in memory meanwhile is counted there, and the end says what is missing."""
+    monkeypatch.setattr(rank_log, "MAX_WAITING_BYTES", 1_000)
+    monkeypatch.setattr(rank_log, "PART_BYTES", 500)
+    monkeypatch.setattr(Moody, "waits", threading.Event())
+    monkeypatch.setattr(Moody, "fails", False)
+    writer = RankLogWriter(LogFolder(Moody(tmp_path), "run"), 0, 1)
+    for number in range(1_000):
+        writer.add([f"line {number}"])
+    assert "has not taken the last of it for 0 s" in writer.join(0.0)
+    Moody.waits.set()
+    wait_until(lambda: not writer._waiting)
+    writer.add(["after it"])
+    writer.end()
+    assert writer.join(HANG_S) == ""
+    *kept, gap, last = written(tmp_path, "rank-00000")
+    assert kept == [f"line {number}" for number in range(len(kept))]
+    assert gap == f"--- {1_000 - len(kept):,} lines lost: the storage was too slow"
+    assert (len(kept) < 50, last) == (True, "after it")
