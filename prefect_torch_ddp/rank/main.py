@@ -169,7 +169,7 @@ def _show_output(link: AgentLink) -> None:
     for name, fd in (("stdout", 1), ("stderr", 2)):
         # Not reconfigured: the environment may want another encoding than the agent reads, and a
         # forked rank's streams were made for other files, which may have had positions.
-        stream = open(fd, "w", 1, "utf-8", "backslashreplace", closefd=False)  # noqa: PTH123, SIM115 - no path; open for the life of the process
+        stream = open(fd, "w", 1, "utf-8", "backslashreplace", closefd=False)  # noqa: SIM115 - no path; open for the life of the process
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
     # Libraries loaded by the fork server may have configured logging.

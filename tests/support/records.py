@@ -3,6 +3,9 @@
 from collections.abc import Iterable
 from dataclasses import astuple, dataclass
 
+import pytest
+
+from prefect_torch_ddp import Goodput
 from prefect_torch_ddp.records import metrics
 from prefect_torch_ddp.storage.protocol import Storage
 
@@ -37,3 +40,12 @@ def rows(records: metrics.Records) -> list[Record]:
 def read_records(storage: Storage, run_id: str) -> list[Record]:
     """Read the records that no newer attempt superseded, in order of step and rank."""
     return rows(metrics.surviving_records(metrics.read_all_records(storage, run_id)))
+
+
+def assert_adds_up(goodput: Goodput, *, num_attempts: int, at_most_s: float) -> None:
+    """Check that its parts are the wall time, which is within what the test took."""
+    assert goodput.num_attempts == num_attempts
+    parts = goodput.model_dump(exclude={"run_id", "num_attempts", "wall_s"})
+    assert min(parts.values()) >= 0.0, parts
+    assert sum(parts.values()) == pytest.approx(goodput.wall_s, rel=0.02), parts
+    assert 0.0 < goodput.steps_s < goodput.wall_s <= at_most_s

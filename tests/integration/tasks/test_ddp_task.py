@@ -4,6 +4,7 @@ import inspect
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 from uuid import UUID
@@ -24,11 +25,13 @@ from prefect_torch_ddp import (
     RankContext,
     RankFailedError,
     ddp_task,
+    read_goodput,
     read_ledger,
 )
 from prefect_torch_ddp.checkpoint.attempts import newest_attempt
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from tests.support.gangs import by_rank
+from tests.support.records import assert_adds_up
 from tests.support.runs import logs_of, retry_from_the_cli, states_of, task_runs_of
 from tests.support.waiting import wait_until
 from tests.workloads import flows as retried_flow
@@ -239,7 +242,9 @@ def test_a_retry_resumes(dask_cluster: LocalCluster, tmp_path: Path) -> None:
         first = train.with_options(name="faulty").submit(fail_at=7).result()
         return flow_run.id, [first, train.with_options(name="whole").submit(fail_at=None).result()]
 
+    began_s = time.monotonic()
     flow_run_id, (faulty, whole) = trains()
+    took_s = time.monotonic() - began_s
     start = faulty["made"][0]
     # The checkpoint of step 6 is written while step 7 goes on, and may not be whole by then.
     assert start in (4, 7)
@@ -253,6 +258,11 @@ def test_a_retry_resumes(dask_cluster: LocalCluster, tmp_path: Path) -> None:
     wait_until(lambda: lines_with(cause, flow_run_id))
     restored = f"resuming from the checkpoint of step {start - 1} of run faulty-"
     wait_until(lambda: lines_with(restored, flow_run_id))
+    for name, num_attempts in (("faulty", 2), ("whole", 1)):
+        (run,) = (tmp_path / "runs").glob(f"{name}-*")
+        found = read_goodput(tmp_path, run.name)
+        assert_adds_up(found, num_attempts=num_attempts, at_most_s=took_s)
+        assert (found.redone_s > 0) == (name == "faulty")
 
 
 def test_saved_files_outlive_the_failure(dask_cluster: LocalCluster, tmp_path: Path) -> None:

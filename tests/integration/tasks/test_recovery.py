@@ -1,6 +1,7 @@
 """A training of train_flow that fails, hangs or is broken off goes on, by every way there is."""
 
 import re
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -16,11 +17,12 @@ from prefect_torch_ddp import (
     RankFailedError,
     TrainParams,
     TrainReport,
+    read_goodput,
     train_flow,
 )
 from prefect_torch_ddp.checkpoint.attempts import newest_attempt
 from prefect_torch_ddp.storage.directory import DirectoryStorage
-from tests.support.records import read_records
+from tests.support.records import assert_adds_up, read_records
 from tests.support.runs import (
     flow_run_id_of,
     logs_of,
@@ -117,10 +119,13 @@ def test_a_killed_rank_costs_no_retry(params: Params, undisturbed: TrainReport) 
     assert undisturbed.ledger is None
 
 
-def test_prefects_retries_come_after_the_restarts(params: Params, undisturbed: TrainReport) -> None:
+def test_prefects_retries_come_after_the_restarts(
+    params: Params, undisturbed: TrainReport, tmp_path: Path
+) -> None:
     """One restart, used up by a second kill; then one retry of Prefect's, which resumes; the log
-    names rank, host and cause."""
+    names rank, host and cause, and the report what it cost."""
     fault = {**KILLED, "attempts": [1, 2]}
+    began_s = time.monotonic()
     report = train_flow(params(options={"fault": fault}, retries=1, max_restarts=1))
     assert report.training.attempt == 3
     assert report.training.resumed_from_step in (5, 10)
@@ -129,6 +134,13 @@ def test_prefects_retries_come_after_the_restarts(params: Params, undisturbed: T
     assert states_passed(flow_run_id) == ["AwaitingRetry", "Retrying", "Completed"]
     cause = "rank 1 on 127.0.0.1 failed in attempt 2: was killed by SIGKILL (9)"
     wait_until_said(flow_run_id, cause, "Retry 1/1 will start")
+    goodput = read_goodput(tmp_path / "store", report.run_id)
+    assert_adds_up(goodput, num_attempts=3, at_most_s=time.monotonic() - began_s)
+    assert goodput.redone_s > 0
+    page = report_of(flow_run_id)
+    assert "in 3 attempts:" in page
+    assert "| lost: done again after a failure |" in page
+    assert "## Ranks" in page
     assert weights(report) == weights(undisturbed)
     assert report.epochs == undisturbed.epochs
 
