@@ -124,10 +124,10 @@ def _check(params: TrainParams) -> Run:
     assert context is not None
     assert context.flow_run is not None
     run_id = run_id_of(context.flow_run.name, context.flow_run.id)
-    name = deployment.name if context.flow_run.deployment_id else flow_run.flow_name
+    by = [flow_run.flow_name, deployment.name if context.flow_run.deployment_id else ""]
     return Run(
         run_id=run_id,
-        experiment=f"{name} {params.workload}",
+        experiment="/".join(filter(None, [*by, params.workload])),
         params=params,
         storage=storage,
         resume_from=resume_point(params.resume_from, storage, run_id),

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 VALIDATION_PREFIXES = ("validation", "valid_", "val_", "eval_", "test_")
+MEASURED = "\0"
 ROW = np.dtype(
     [
         ("step", np.int64),
@@ -108,19 +109,39 @@ def records_of(lines: Iterable[tuple[tuple[Any, ...], Mapping[str, float]]]) -> 
 
 
 def _parse(line: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, float]]:
-    return _plain(line), {name: float(value) for name, value in line["metrics"].items()}
+    metrics = {name: float(value) for name, value in line["metrics"].items()}
+    for name, value in line.get("measured", {}).items():
+        metrics[MEASURED + name] = float(value)
+    return _plain(line), metrics
 
 
-def read_all_records(storage: Storage, run_id: str, known: set[str] | None = None) -> Records:
-    """Read every record of every attempt; damaged lines are left out, with a warning.
+def read_all_records(storage: Storage, run_id: str) -> Records:
+    """Read what was reported in all attempts; damaged lines are left out, with a warning."""
+    return reported(read_new_records(storage, run_id, set()))
 
-    Parts whose keys are in `known` were read before and are left out; new ones are added to it.
+
+def read_new_records(storage: Storage, run_id: str, known: set[str]) -> Records:
+    """Read the records, those of parts whose keys are in `known` left out; new ones are added.
+
+    What ranks measured themselves is among them, by names that begin with `MEASURED`.
     """
-    known = set() if known is None else known
     new = [part for part in record_parts(storage, run_id, "metrics") if part.key not in known]
     records = records_of(read_parts(storage, new, _parse))
     known.update(part.key for part in new)
     return records
+
+
+def reported(records: Records) -> Records:
+    """Leave out what ranks measured themselves, and rows that have nothing else."""
+    metrics = {
+        name: each for name, each in records.metrics.items() if not name.startswith(MEASURED)
+    }
+    if len(metrics) == len(records.metrics):
+        return records
+    has_any = np.zeros(len(records), bool)
+    for having, _ in metrics.values():
+        has_any[having] = True
+    return Records(records.rows, metrics).where(has_any)
 
 
 def first_steps(records: Records) -> dict[int, int]:

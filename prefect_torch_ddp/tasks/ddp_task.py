@@ -19,8 +19,7 @@ from prefect_torch_ddp.tasks.blocks import resolve_storage
 from prefect_torch_ddp.tasks.cluster import current_client
 from prefect_torch_ddp.tasks.digest import digest_of
 from prefect_torch_ddp.tasks.report.live import LiveReport
-from prefect_torch_ddp.tasks.report.progress import TrainingProgress
-from prefect_torch_ddp.tasks.report.shown_params import shown_params
+from prefect_torch_ddp.tasks.report.progress import TrainingProgress, shown_params
 from prefect_torch_ddp.tasks.run import (
     RUN_TASK,
     RunAttemptLog,

@@ -1,7 +1,5 @@
 """The task that publishes a finished run: its report and its tables, as artifacts."""
 
-from collections.abc import Mapping, Sequence
-
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 from prefect.client.orchestration import get_client
@@ -13,9 +11,9 @@ from prefect_torch_ddp.params import TrainParams
 from prefect_torch_ddp.protocol.events import Progress
 from prefect_torch_ddp.records.ledger import read_ledger
 from prefect_torch_ddp.records.metrics import (
-    Records,
     epoch_rows,
-    read_all_records,
+    read_new_records,
+    reported,
     surviving_records,
 )
 from prefect_torch_ddp.records.timing import newest_lines
@@ -30,12 +28,13 @@ from prefect_torch_ddp.results import (
 from prefect_torch_ddp.storage.protocol import Storage
 from prefect_torch_ddp.tasks.reading import read_goodput
 from prefect_torch_ddp.tasks.report.artifacts import ArtifactWriter, key
+from prefect_torch_ddp.tasks.report.checkpoints import kept_checkpoints
 from prefect_torch_ddp.tasks.report.curves import MetricCurves
-from prefect_torch_ddp.tasks.report.plot import Curve, render_curves
-from prefect_torch_ddp.tasks.report.progress import TrainingProgress
-from prefect_torch_ddp.tasks.report.report import RunView, render_page
+from prefect_torch_ddp.tasks.report.live import previous_of
+from prefect_torch_ddp.tasks.report.progress import TrainingProgress, shown_params
+from prefect_torch_ddp.tasks.report.report import render_page
 from prefect_torch_ddp.tasks.report.run_record import read_run_record
-from prefect_torch_ddp.tasks.report.shown_params import shown_params
+from prefect_torch_ddp.tasks.report.view import RunView
 
 
 # The storage may hold credentials: no cache key is made of the inputs.
@@ -56,7 +55,8 @@ def publish(  # noqa: PLR0913, PLR0917
         SupersededError: a newer attempt has begun.
     """
     refuse_superseded(storage, training.run_id, training.attempt)
-    all_records = read_all_records(storage, training.run_id)
+    new_records = read_new_records(storage, training.run_id, set())
+    all_records = reported(new_records)
     records = surviving_records(all_records)
     report = TrainReport(
         run_id=training.run_id,
@@ -70,7 +70,9 @@ def publish(  # noqa: PLR0913, PLR0917
     )
     view = RunView(
         _progress_of(report, params, experiment),
-        picture=render_curves(*_curves_of(records)),
+        curves=MetricCurves(new_records).snapshot(),
+        checkpoints=kept_checkpoints(storage, training.run_id),
+        previous=previous_of(storage, training.run_id, experiment),
         failures=training.failures,
         report=report,
         record=read_run_record(),
@@ -99,11 +101,6 @@ def _progress_of(report: TrainReport, params: TrainParams, experiment: str) -> T
         "finished",
         newest=Progress(steps, epochs, steps, total_epochs=epochs),
     )
-
-
-def _curves_of(records: Records) -> tuple[Mapping[str, Curve], Sequence[float]]:
-    curves = MetricCurves(records)
-    return curves.curves, curves.epoch_ends
 
 
 def _checked_ledger(storage: Storage, run_id: str) -> LedgerReport:

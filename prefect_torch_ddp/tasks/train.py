@@ -28,8 +28,7 @@ from prefect_torch_ddp.protocol.events import AttemptBegan, GangEvent
 from prefect_torch_ddp.results import DatasetReport, FailedAttempt, TrainingSummary
 from prefect_torch_ddp.tasks.cluster import current_client
 from prefect_torch_ddp.tasks.report.live import LiveReport
-from prefect_torch_ddp.tasks.report.progress import TrainingProgress
-from prefect_torch_ddp.tasks.report.shown_params import shown_params
+from prefect_torch_ddp.tasks.report.progress import TrainingProgress, shown_params
 from prefect_torch_ddp.tasks.run import RUN_STAGE, Run, RunAttemptLog, log_to_run
 from prefect_torch_ddp.tasks.watch.cancel import or_cancelled
 

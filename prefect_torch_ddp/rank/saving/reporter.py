@@ -1,8 +1,9 @@
 """The reporter: a rank's metrics and samples of each step, and the progress that people see."""
 
+import math
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, suppress
 from numbers import Real
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
     from prefect_torch_ddp.data.sampler import BatchShare, GlobalBatches
 
 PROGRESS_INTERVAL_S = 0.5
+MEASURE_SHARE = 1 / 256
+"""Of a training's age: a long one is measured less often."""
+MAX_RATES = 4
 FAILED_GRACE_S = 5.0
 """How long a rank that failed still writes: a checkpoint under way, then its records."""
 
@@ -49,8 +53,13 @@ class Reporter:
         self._now: dict[str, Any] = {}
         self._newest: dict[str, Any] = {}
         self._next_progress = 0.0
+        self.tracked: dict[str, Any] = {}
+        """The tracked objects; the optimizers among them have learning rates."""
         self._num_samples = 0
         """Of all ranks, in this attempt."""
+        self._began_s = self._measured_s = time.monotonic()
+        self._num_measured = 0
+        self._next_measure_s = 0.0
         self._closed = False
 
     def report(self, metrics: Mapping[str, Any]) -> None:
@@ -96,14 +105,20 @@ class Reporter:
         self._num_samples += 0 if share is None else share.num_global
         if self._ledger is not None and share is not None and not self._closed:
             self._ledger.append(self._step_line(share))
-        if self._now and not self._closed:
+        now_s = time.monotonic()
+        is_due = (
+            self._info.rank == 0 and now_s >= self._next_measure_s and not self._state.passes_by
+        )
+        if (self._now or (is_due and self._log is not None)) and not self._closed:
             metrics, self._now = self._now, {}
             self._newest.update(metrics)
             if self._log is not None:
-                self._log.append(self._record(metrics))
+                measured = self._measure(now_s) if is_due else {}
+                if metrics or measured:
+                    self._log.append(self._record(metrics) | measured)
         if self._timing is not None and not self._closed:
             self._timing.end_step()
-        if self._info.rank == 0 and time.monotonic() >= self._next_progress:
+        if self._info.rank == 0 and now_s >= self._next_progress:
             self._send_progress()
 
     def newest(self) -> dict[str, float]:
@@ -177,6 +192,21 @@ class Reporter:
         if errors:
             raise StorageError("; ".join(errors))
 
+    def _measure(self, now_s: float) -> dict[str, dict[str, float]]:
+        """Return what people want to see and nobody reported: learning rates, throughput.
+
+        They are apart from the metrics, which are the user's.
+        """
+        measured = dict(learning_rates(self.tracked))
+        num_samples, took_s = self._num_samples - self._num_measured, now_s - self._measured_s
+        if self._num_measured and num_samples and took_s > 0:
+            measured["samples/s"] = num_samples / took_s
+        self._num_measured, self._measured_s = self._num_samples, now_s
+        self._next_measure_s = now_s + max(
+            PROGRESS_INTERVAL_S, (now_s - self._began_s) * MEASURE_SHARE
+        )
+        return {"measured": measured} if measured else {}
+
     def _send_progress(self) -> None:
         self._next_progress = time.monotonic() + PROGRESS_INTERVAL_S
         state = self._state
@@ -199,6 +229,20 @@ class Reporter:
             "num_samples": 0 if share is None else share.num_local - share.num_skipped,
             "metrics": metrics,
         }
+
+
+def learning_rates(tracked: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """Yield the learning rate of each group of each optimizer, by name; never waits for a GPU."""
+    groups = {
+        f"{name}[{i}]" if len(item.param_groups) > 1 else name: group.get("lr")
+        for name, item in tracked.items()
+        if isinstance(getattr(item, "param_groups", None), list)
+        for i, group in enumerate(item.param_groups[:MAX_RATES])
+    }
+    for name, given in list(groups.items())[:MAX_RATES]:
+        is_here = isinstance(given, Real) or str(getattr(given, "device", "")) == "cpu"
+        if is_here and math.isfinite(rate := float(given)):
+            yield ("learning_rate" if len(groups) == 1 else f"learning_rate of {name}"), rate
 
 
 class _DeviceScalar:

@@ -57,7 +57,7 @@ class Tracker:
         self._state = state
         self._reporter = reporter
         self._heartbeat = heartbeat
-        self._objects: dict[str, Any] = {}
+        self._objects = reporter.tracked
         self._has_begun = False
         self._has_resumed = False
         self._num_passed = 0

@@ -1,38 +1,73 @@
 """Where a run's models and checkpoints are, and how to load them."""
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from urllib.parse import unquote, urlsplit
 
+from prefect_torch_ddp.checkpoint.manifest import checkpoint_ref, list_manifests
 from prefect_torch_ddp.results import CheckpointRef, TrainReport
-from prefect_torch_ddp.tasks.report.markdown import code, code_block, count, number, text
+from prefect_torch_ddp.storage.protocol import Storage
+from prefect_torch_ddp.tasks.report.markdown import code, code_block, count, number, size, text
+
+MAX_CHECKPOINTS = 10
+MAX_METRICS = 10
 
 
-def checkpoint_list(report: TrainReport) -> str:
-    """List where the models and the checkpoints are.
+@dataclass(frozen=True)
+class KeptCheckpoint:
+    """A checkpoint that is in the storage."""
+
+    ref: CheckpointRef
+    num_bytes: int
+    digest: str
+    """The sha256 of its manifest, which holds the digests of all it consists of."""
+
+
+def kept_checkpoints(storage: Storage, run_id: str) -> list[KeptCheckpoint]:
+    """Return a run's checkpoints, by step."""
+    return [
+        KeptCheckpoint(
+            checkpoint_ref(storage, manifest),
+            sum(item.num_bytes for item in manifest.objects),
+            json.loads(manifest.as_bytes())["sha256"],
+        )
+        for manifest in list_manifests(storage, run_id)
+    ]
+
+
+def checkpoint_list(report: TrainReport | None, kept: Sequence[KeptCheckpoint] = ()) -> str:
+    """List where the models and the checkpoints are, the newest first; nothing without any.
 
     Locations are code, since a browser can't follow `s3://`, and no table cells, which cut them.
     """
-    training = report.training
     roles: dict[str, list[str]] = {}
     refs: dict[str, CheckpointRef] = {}
-    for role, ref in (
-        ("evaluated", report.checkpoint),
-        ("best", training.best_checkpoint),
-        ("last", training.last_checkpoint),
-    ):
-        if ref is not None:
-            refs[ref.uri] = ref
-            roles.setdefault(ref.uri, []).append(role)
     lines = []
-    for name, uri in training.model_uris.items():
-        card = code(f"{uri.rpartition('.')[0]}.json")
-        step = count(report.checkpoint.step)
-        lines.append(f"- **Weights** of {code(name)}, step {step}: {code(uri)}; their card: {card}")
-    for uri, ref in refs.items():
-        metrics = "".join(f", {text(name)} {number(value)}" for name, value in ref.metrics.items())
-        which = " and ".join(roles[uri]).capitalize()
-        about = f"step {count(ref.step)}, attempt {ref.attempt}{metrics}"
-        lines.append(f"- **{which} checkpoint**, {about}: {code(uri)}")
+    if report is not None:
+        for name, uri in report.training.model_uris.items():
+            card = code(f"{uri.rpartition('.')[0]}.json")
+            where = f"{code(uri)}; their card: {card}"
+            step = count(report.checkpoint.step)
+            lines.append(f"- **Weights** of {code(name)}, step {step}: {where}")
+        for role, ref in (
+            ("evaluated", report.checkpoint),
+            ("best", report.training.best_checkpoint),
+            ("last", report.training.last_checkpoint),
+        ):
+            if ref is not None:
+                refs[ref.uri] = ref
+                roles.setdefault(ref.uri, []).append(role)
+    refs |= {one.ref.uri: one.ref for one in reversed(kept) if one.ref.uri not in refs}
+    about = {one.ref.uri: f", {size(one.num_bytes)}, sha256 {code(one.digest)}" for one in kept}
+    for uri, ref in list(refs.items())[:MAX_CHECKPOINTS]:
+        which = f"{' and '.join(roles.get(uri, []))} checkpoint".strip().capitalize()
+        shown = list(ref.metrics.items())[:MAX_METRICS]
+        metrics = "".join(f", {text(name)} {number(value)}" for name, value in shown)
+        at = f"step {count(ref.step)}, attempt {ref.attempt}{metrics}{about.get(uri, '')}"
+        lines.append(f"- **{which}**, {at}: {code(uri)}")
+    if len(refs) > MAX_CHECKPOINTS:
+        lines.append(f"- {len(refs) - MAX_CHECKPOINTS} older checkpoints are left out.")
     return "\n".join(lines)
 
 

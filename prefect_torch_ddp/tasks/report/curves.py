@@ -1,12 +1,16 @@
 """The curves of a run, from its records: each metric's mean over ranks and samples, by step."""
 
 from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from prefect_torch_ddp.records.metrics import Floats, Records, means
+from prefect_torch_ddp.records.metrics import MEASURED, Floats, Records, means
 from prefect_torch_ddp.records.parts import superseded_from
+
+Curve = Sequence[tuple[float, float]]
+"""(step, value) in order of step."""
 
 MAX_BINS = 2000
 NEVER = 2**62
@@ -26,6 +30,23 @@ class _Attempt:
     sums: dict[str, Floats] = field(default_factory=lambda: defaultdict(_no_sums))
     """By metric, as `Records.sums` gives them."""
     epoch_ends: dict[int, int] = field(default_factory=dict)
+    holes: dict[str, Floats] = field(
+        default_factory=lambda: defaultdict(lambda: np.zeros(MAX_BINS))
+    )
+    """Of each metric, how many records of each bin are nan or infinite."""
+
+
+@dataclass(frozen=True)
+class Curves:
+    """The curves of a run at one time."""
+
+    values: Mapping[str, Curve] = field(default_factory=dict)
+    """By metric, without nan and infinite values; what ranks measured themselves comes last."""
+    epoch_ends: Sequence[int] = ()
+    resumes: Mapping[int, int] = field(default_factory=dict)
+    """The first step of each attempt but the first."""
+    holes: Mapping[str, int] = field(default_factory=dict)
+    """How many records of a metric are nan or infinite, where any are."""
 
 
 class MetricCurves:
@@ -58,8 +79,24 @@ class MetricCurves:
             for epoch, end in zip(epochs.tolist(), ends.tolist(), strict=True):
                 attempt.epoch_ends[epoch] = max(end, attempt.epoch_ends.get(epoch, 0))
             bins = np.where(of_it, records.rows["step"] // self._width, -1)
-            for name in records.metrics:
+            for name, (having, values) in records.metrics.items():
                 attempt.sums[name] += records.sums(name, bins, MAX_BINS, only_finite=True)
+                if (is_hole := ~np.isfinite(values) & of_it[having]).any():
+                    attempt.holes[name] += np.bincount(bins[having][is_hole], minlength=MAX_BINS)
+
+    def snapshot(self) -> Curves:
+        """Return the curves as they are now."""
+        values, first_steps = self.curves, np.arange(MAX_BINS) * self._width
+        for name in [each for each in values if each.startswith(MEASURED)]:
+            values.setdefault(name.removeprefix(MEASURED), values.pop(name))
+        holes: dict[str, int] = defaultdict(int)
+        for attempt, end in self._counting():
+            for name, found in attempt.holes.items():
+                holes[name] += int(found[first_steps < end].sum())
+        numbers = sorted(self._attempts)[1:]
+        resumes = {number: self._first_step(self._attempts[number]) for number in numbers}
+        holes = {name: num for name, num in holes.items() if num}
+        return Curves(values, self.epoch_ends, resumes, holes)
 
     @property
     def curves(self) -> dict[str, list[tuple[float, float]]]:
@@ -88,12 +125,14 @@ class MetricCurves:
         return [last[epoch] for epoch in sorted(last)]
 
     def _counting(self) -> list[tuple[_Attempt, float]]:
-        firsts = {
-            number: one.first_reported if one.first_step == NEVER else one.first_step
-            for number, one in self._attempts.items()
-        }
+        firsts = {number: self._first_step(one) for number, one in self._attempts.items()}
         ends = superseded_from(firsts)
         return [(self._attempts[number], ends[number]) for number in sorted(self._attempts)]
+
+    @staticmethod
+    def _first_step(attempt: _Attempt) -> int:
+        is_untrained = attempt.first_step == NEVER
+        return attempt.first_reported if is_untrained else attempt.first_step
 
     def _widen(self) -> None:
         self._width *= 2
@@ -101,3 +140,6 @@ class MetricCurves:
             for name, sums in attempt.sums.items():
                 wide = sums.reshape(5, MAX_BINS // 2, 2).sum(axis=2)
                 attempt.sums[name] = np.hstack([wide, np.zeros_like(wide)])
+            for name, found in attempt.holes.items():
+                narrow = found.reshape(MAX_BINS // 2, 2).sum(axis=1)
+                attempt.holes[name] = np.hstack([narrow, np.zeros_like(narrow)])

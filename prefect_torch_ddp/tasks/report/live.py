@@ -6,7 +6,7 @@ import threading
 import time
 from contextlib import ExitStack, suppress
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from prefect.client.orchestration import get_client
 from prefect.exceptions import MissingContextError, TerminationSignal
@@ -16,30 +16,26 @@ from prefect.utilities.context import get_task_and_flow_run_ids
 
 from prefect_torch_ddp.checkpoint.run_files import read_failures
 from prefect_torch_ddp.errors import GangCancelledError, SupersededError, TaskCancelled
-from prefect_torch_ddp.protocol.events import (
-    AttemptBegan,
-    FailureRecord,
-    GangEvent,
-    Progress,
-    Waiting,
-)
-from prefect_torch_ddp.records.metrics import read_all_records
-from prefect_torch_ddp.records.timing import TimingLine, newest_lines
+from prefect_torch_ddp.protocol.events import AttemptBegan, GangEvent, Progress, Waiting
+from prefect_torch_ddp.records.metrics import read_new_records
+from prefect_torch_ddp.records.run_record import RunRecord, find_record, previous_run
+from prefect_torch_ddp.records.timing import newest_lines
 from prefect_torch_ddp.storage.protocol import Storage
 from prefect_torch_ddp.tasks.reading import read_goodput
 from prefect_torch_ddp.tasks.report.artifacts import ArtifactWriter, key
+from prefect_torch_ddp.tasks.report.checkpoints import kept_checkpoints
 from prefect_torch_ddp.tasks.report.curves import MetricCurves
 from prefect_torch_ddp.tasks.report.markdown import text
 from prefect_torch_ddp.tasks.report.plot import render_curves
 from prefect_torch_ddp.tasks.report.progress import Status, TrainingProgress
 from prefect_torch_ddp.tasks.report.ranks import RecentTimes
-from prefect_torch_ddp.tasks.report.report import RunView, render_page
-
-if TYPE_CHECKING:
-    from prefect_torch_ddp.results import Goodput
+from prefect_torch_ddp.tasks.report.report import render_page
+from prefect_torch_ddp.tasks.report.view import RunView
 
 REQUEST_TIMEOUT_S = 5.0
 FINISH_TIMEOUT_S = 10.0
+LOOK_INTERVAL_S = 20.0
+"""Between two looks at the checkpoints, which is a few small objects more."""
 CANCELS = GangCancelledError, TaskCancelled, KeyboardInterrupt, TerminationSignal
 READ_SHARE = 1 / 64
 """Records are read again after this share of the training's age: as often as ranks write them."""
@@ -77,11 +73,10 @@ class LiveReport:
         self._known: set[str] = set()
         """The parts of the run's records that are in the curves."""
         self._curves = MetricCurves()
-        self._picture = ""
-        self._failures: list[FailureRecord] = []
         self._recent = RecentTimes()
-        self._ranks: list[TimingLine] = []
-        self._goodput: Goodput | None = None
+        self._shown: dict[str, Any] = {}
+        """What was read, by the names of RunView."""
+        self._next_look_s = 0.0
         self._lock = threading.Lock()
         self._has_news = True
         self._finishing = threading.Event()
@@ -155,17 +150,23 @@ class LiveReport:
 
     def _read(self, *, is_last: bool) -> None:
         try:
-            records = read_all_records(self._storage, self._training.run_id, known=self._known)
-            if records:
+            at = self._storage, self._training.run_id
+            if records := read_new_records(*at, self._known):
                 self._curves.add(records)
-                self._picture = render_curves(self._curves.curves, self._curves.epoch_ends)
+                curves = self._curves.snapshot()
+                self._shown |= {"curves": curves, "picture": render_curves(curves)}
                 with self._lock:
                     self._has_news |= not is_last
-            lines = newest_lines(self._storage, self._training.run_id)
-            self._ranks = lines if is_last else self._recent.add(lines)
-            self._goodput = read_goodput(self._storage, self._training.run_id)
-            if self._training.attempt > 1 or is_last:
-                self._failures = read_failures(self._storage, self._training.run_id)
+            lines = newest_lines(*at)
+            self._shown["ranks"] = lines if is_last else self._recent.add(lines)
+            self._shown["goodput"] = read_goodput(*at)
+            age_s = time.monotonic() - self._started_s
+            if is_last or age_s >= self._next_look_s:
+                self._next_look_s = age_s + max(LOOK_INTERVAL_S, age_s * READ_SHARE)
+                self._shown["failures"] = read_failures(*at)
+                self._shown["checkpoints"] = kept_checkpoints(*at)
+            if "previous" not in self._shown:
+                self._shown["previous"] = previous_of(*at, self._training.experiment)
         except Exception as error:  # noqa: BLE001 - as above
             self._warn_once("read the run's records", error)
 
@@ -187,10 +188,7 @@ class LiveReport:
                 training,
                 elapsed_s=time.monotonic() - self._started_s,
                 updated_at=datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC"),
-                picture=self._picture,
-                failures=self._failures,
-                ranks=self._ranks,
-                goodput=self._goodput,
+                **self._shown,
             )
             page = render_page(view)
         experiment, about = training.experiment, f"Run {training.run_id}, {training.status}"
@@ -210,3 +208,11 @@ class LiveReport:
                 what,
                 error,
             )
+
+
+def previous_of(storage: Storage, run_id: str, experiment: str) -> RunRecord | None:
+    """Return the newest completed run of the experiment that began before this one."""
+    own = find_record(storage, run_id, experiment)
+    return previous_run(
+        storage, experiment, datetime.now(UTC) if own is None else own.began, run_id
+    )

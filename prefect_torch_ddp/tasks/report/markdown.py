@@ -5,11 +5,19 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
+JOINER = "\u2060"
+
 
 def text(value: object) -> str:
-    """Escape a name: nothing in it starts a cell, code, emphasis, a link or an HTML tag."""
+    """Escape a name: nothing in it starts a cell, code, emphasis, a link or an HTML tag.
+
+    Markdown makes links of addresses by themselves, escaped or not: an invisible joiner parts them.
+    """
     escaped = html.escape(" ".join(str(value).split()), quote=False)
     escaped = re.sub(r"([\\`*\[\]|~])", r"\\\1", escaped)
+    escaped = re.sub(
+        r"(?i)(?<=www)(?=\.)|(?<=:)(?=//)|(?<=@)|(?<=mailto:)|(?<=xmpp:)", JOINER, escaped
+    )
     # An underscore between letters starts nothing, and validation_loss stays searchable.
     return re.sub(r"(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])", r"\\_", escaped)
 
@@ -64,6 +72,15 @@ def number(value: float) -> str:
 def count(value: int) -> str:
     """Group the digits of a count."""
     return f"{value:,}"
+
+
+def size(num_bytes: float) -> str:
+    """Show a number of bytes: `512 bytes`, `3.4 MB`."""
+    for unit in ("bytes", "kB", "MB", "GB"):
+        if num_bytes < 1000:  # noqa: PLR2004
+            return f"{num_bytes:.3g} {unit}"
+        num_bytes /= 1000
+    return f"{num_bytes:,.3g} TB"
 
 
 def percent(share: float) -> str:

@@ -7,25 +7,30 @@ each picture, beside ranks that train.
 import base64
 import html
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from prefect_torch_ddp.records.metrics import is_validation
+from prefect_torch_ddp.tasks.report.curves import Curve, Curves
 
-Curve = Sequence[tuple[float, float]]
-"""(step, value) in order of step."""
 Panel = Mapping[str, Curve]
 
 MAX_POINTS = 200
-MAX_POINTS_IN_ALL = 400
+MAX_POINTS_IN_ALL = 800
+MIN_POINTS = 50
 MAX_CURVES_PER_PANEL = 4
+MEASURED_PANELS = ("learning rate", "samples/s")
+MAX_PANELS = 12
+MIN_APART = 60
+"""Pixels between two words at marks."""
 MAX_EPOCH_MARKS = 12
 MAX_POINTS_WITH_DOTS = 40
 MAX_NAME = 26
 COLOURS = ("#1f6feb", "#d1495b", "#2a9d54", "#8a5cd1")
 INK = "#24292f"
 PALE = "#d0d7de"
+RESUMED = "#bf8700"
 NUM_COLUMNS = 2
 WIDTH, HEIGHT = 440, 260
 """Of a panel, in pixels."""
@@ -36,47 +41,42 @@ GAP = 5
 NUM_TICKS = 5
 LARGEST, SMALLEST = 1e300, 1e-300
 """Beyond them sums and quotients overflow."""
+_SPLIT = r"(train(ing)?|validation|valid|val|eval|test)"
+OF_SPLIT = re.compile(rf"^{_SPLIT}[_/ .-]+|[_/ .-]+{_SPLIT}$")
 FIXED_FROM, FIXED_TO = 1e-4, 1e6
 """Ticks that are written without an exponent."""
 
 
-def render_curves(
-    curves: Mapping[str, Curve], epoch_ends: Sequence[float] = (), caption: str = "training curves"
-) -> str:
+def render_curves(curves: Curves, caption: str = "training curves") -> str:
     """Return the curves as a markdown image with an SVG data URI; an empty string without any.
 
+    Each quantity gets a panel, training and validation together. Thin lines mark the ends of
+    epochs, dashed ones where an attempt resumed. `left_out` says which curves there is no room for.
+
     Args:
-        curves: by metric; nan and infinite values are left out. Losses, other metrics and
-            validation metrics get a panel each.
-        epoch_ends: last step of each epoch, marked by a thin line.
+        curves: of a run.
         caption: what a page shows instead of the picture; plain words.
     """
-    svg = curves_svg(curves, epoch_ends)
+    svg = curves_svg(curves)
     data = base64.b64encode(svg.encode()).decode()
     return f"![{caption}](data:image/svg+xml;base64,{data})" if svg else ""
 
 
-def curves_svg(curves: Mapping[str, Curve], epoch_ends: Sequence[float] = ()) -> str:
+def curves_svg(curves: Curves) -> str:
     """Return the curves as an SVG document, or an empty string without any."""
-    finite = {
-        name: [
-            (step, max(-LARGEST, min(LARGEST, value)))
-            for step, value in curve
-            if math.isfinite(step) and math.isfinite(value)
-        ]
-        for name, curve in curves.items()
-    }
-    panels = _panels({name: curve for name, curve in finite.items() if curve})
+    panels, _ = _panels(curves)
     if not panels:
         return ""
-    num_points = min(MAX_POINTS, MAX_POINTS_IN_ALL // sum(len(panel) for panel in panels.values()))
+    share = MAX_POINTS_IN_ALL // sum(len(panel) for panel in panels.values())
+    num_points = max(MIN_POINTS, min(MAX_POINTS, share))
     steps = [step for panel in panels.values() for curve in panel.values() for step, _ in curve]
     axis = _Axis.over(steps, LEFT + GAP, WIDTH - RIGHT)
+    marks = _marks(curves, axis)
     drawn = []
     for i, (title, panel) in enumerate(panels.items()):
         thin = {name: downsample(curve, num_points) for name, curve in panel.items()}
         at = f"translate({i % NUM_COLUMNS * WIDTH},{i // NUM_COLUMNS * HEIGHT})"
-        drawn.append(f'<g transform="{at}">{_draw(title, thin, axis, epoch_ends)}</g>')
+        drawn.append(f'<g transform="{at}">{_draw(title, thin, axis, marks)}</g>')
     width = WIDTH * min(NUM_COLUMNS, len(panels))
     height = HEIGHT * math.ceil(len(panels) / NUM_COLUMNS)
     return (
@@ -100,15 +100,49 @@ def downsample(curve: Curve, max_points: int = MAX_POINTS) -> list[tuple[float, 
     return [curve[0], *means, curve[-1]]
 
 
-def _panels(curves: Mapping[str, Curve]) -> Mapping[str, Panel]:
-    titles = ("training loss", "validation loss", "training", "validation")
-    panels: dict[str, dict[str, Curve]] = {title: {} for title in titles}
-    for name, curve in curves.items():
-        title = "validation" if is_validation(name) else "training"
-        panel = panels[f"{title} loss" if "loss" in name.lower() else title]
-        if len(panel) < MAX_CURVES_PER_PANEL:
-            panel[name] = curve
-    return {title: panel for title, panel in panels.items() if panel}
+def left_out(curves: Curves) -> list[str]:
+    """Return the names of the curves that the picture has no room for."""
+    return _panels(curves)[1]
+
+
+def quantity(metric: str) -> str:
+    """Return what a metric measures, on whichever data: `loss` of `val_loss` and `train/loss`."""
+    name = metric.lower()
+    if name.startswith("learning_rate"):
+        return "learning rate"
+    return OF_SPLIT.sub("", name) or name
+
+
+def _panels(curves: Curves) -> tuple[Mapping[str, Panel], list[str]]:
+    panels: dict[str, dict[str, Curve]] = {}
+    left_out = []
+    # Losses come first, what ranks measured themselves comes last anyway.
+    for name in sorted(curves.values, key=lambda name: "loss" not in name.lower()):
+        curve = [
+            (step, max(-LARGEST, min(LARGEST, value)))
+            for step, value in curves.values[name]
+            if math.isfinite(step) and math.isfinite(value)
+        ]
+        if not curve:
+            continue
+        title = quantity(name)
+        panel = panels.get(title, {})
+        most = MAX_PANELS if title in MEASURED_PANELS else MAX_PANELS - len(MEASURED_PANELS)
+        if len(panel) == MAX_CURVES_PER_PANEL or (not panel and len(panels) >= most):
+            left_out.append(name)
+        else:
+            panels.setdefault(title, panel)[name] = curve
+    return panels, left_out
+
+
+def _marks(curves: Curves, steps: "_Axis") -> Sequence[tuple[str, str]]:
+    """Return where lines stand and what is written there; nothing at the end of an epoch."""
+    shown = [step for step in curves.epoch_ends if steps.low < step < steps.high]
+    stride = max(1, math.ceil(len(shown) / MAX_EPOCH_MARKS))  # marks of all would make a grey wall
+    ends = [(steps.at(step), "") for step in shown[stride - 1 :: stride]]
+    resumes = list(curves.resumes.items())[-MAX_EPOCH_MARKS:]
+    within = [(number, step) for number, step in resumes if steps.low <= step <= steps.high]
+    return ends + [(steps.at(step), f"attempt {number}") for number, step in within]
 
 
 @dataclass(frozen=True)
@@ -145,7 +179,7 @@ class _Axis:
         return {f"{i * apart:{shape}}": self.at(i * apart) for i in range(first, last + 1)}
 
 
-def _draw(title: str, panel: Panel, steps: _Axis, epoch_ends: Sequence[float]) -> str:
+def _draw(title: str, panel: Panel, steps: _Axis, marks: Sequence[tuple[str, str]]) -> str:
     top = TOP + (LINE * math.ceil(len(panel) / 2) if len(panel) > 1 else 0)
     bottom = HEIGHT - BOTTOM
     values = _Axis.over([y for curve in panel.values() for _, y in curve], bottom - GAP, top)
@@ -160,10 +194,16 @@ def _draw(title: str, panel: Panel, steps: _Axis, epoch_ends: Sequence[float]) -
         ),
         _line(f"M{LEFT},{top}V{bottom}H{WIDTH - RIGHT}", PALE),
     ]
-    shown = [step for step in epoch_ends if steps.low < step < steps.high]
-    stride = max(1, math.ceil(len(shown) / MAX_EPOCH_MARKS))  # marks of all would make a grey wall
-    if marks := shown[stride - 1 :: stride]:
-        parts.append(_line("".join(f"M{steps.at(mark)},{top}V{bottom}" for mark in marks), PALE))
+    if ends := "".join(f"M{x},{top}V{bottom}" for x, words in marks if not words):
+        parts.append(_line(ends, PALE))
+    last_x = -math.inf
+    for mark, words in marks:
+        if words:
+            parts.append(_line(f"M{mark},{top}V{bottom}", RESUMED, dashed=True))
+            if float(mark) - last_x >= MIN_APART:
+                last_x = float(mark)
+                anchor = "start" if last_x < WIDTH - RIGHT - MIN_APART else "end"
+                parts.append(_text(mark, bottom - 4, words, anchor=anchor, colour=RESUMED))
     for i, (colour, (name, curve)) in enumerate(zip(COLOURS, panel.items(), strict=False)):
         points = [f"{steps.at(x)},{values.at(y)}" for x, y in curve]
         parts.append(_line("M" + "L".join(points), colour, width=1.8))
@@ -175,8 +215,9 @@ def _draw(title: str, panel: Panel, steps: _Axis, epoch_ends: Sequence[float]) -
     return "".join(parts)
 
 
-def _line(path: str, colour: str, width: float = 1.0) -> str:
-    round_ = ' stroke-linecap="round" stroke-linejoin="round"' if width > 1 else ""
+def _line(path: str, colour: str, width: float = 1.0, *, dashed: bool = False) -> str:
+    round_ = ' stroke-dasharray="4 3"' if dashed else ""
+    round_ += ' stroke-linecap="round" stroke-linejoin="round"' if width > 1 else ""
     return f'<path d="{path}" fill="none" stroke="{colour}" stroke-width="{width:g}"{round_}/>'
 
 

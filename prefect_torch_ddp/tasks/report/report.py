@@ -1,21 +1,20 @@
 """The page of a run, live and as the final record: one function, one list of sections."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import groupby
 
 from prefect_torch_ddp.protocol.events import FailureRecord
-from prefect_torch_ddp.records.timing import TimingLine
 from prefect_torch_ddp.results import (
     EpochLedger,
     EpochRow,
     FailedAttempt,
-    Goodput,
     LedgerReport,
-    Report,
     TrainReport,
 )
-from prefect_torch_ddp.tasks.report.checkpoints import checkpoint_list, load_section
+from prefect_torch_ddp.tasks.report.checkpoints import (
+    checkpoint_list,
+    load_section,
+)
 from prefect_torch_ddp.tasks.report.evaluation import class_table, confusion_table, worst_row
 from prefect_torch_ddp.tasks.report.markdown import (
     code,
@@ -25,44 +24,22 @@ from prefect_torch_ddp.tasks.report.markdown import (
     fact_table,
     join,
     number,
-    percent,
     table,
     text,
 )
-from prefect_torch_ddp.tasks.report.progress import TrainingProgress
-from prefect_torch_ddp.tasks.report.ranks import awaited_rank, goodput_table, rank_table
-from prefect_torch_ddp.tasks.report.run_record import RunRecord
+from prefect_torch_ddp.tasks.report.plot import left_out, render_curves
+from prefect_torch_ddp.tasks.report.ranks import goodput_table, rank_table
+from prefect_torch_ddp.tasks.report.view import RunView, best, comparison, headline
 
 MAX_PAGE_BYTES = 300_000
 MAX_CAUSE = 2_000
 MAX_EPOCH_ROWS = 50
 MAX_METRIC_COLUMNS = 6
-MAX_HEADLINE_METRICS = 3
 MAX_WARNED_EPOCHS = 3
 MAX_LEDGER_LINES = 50
 MAX_FAILURES = 50
-
-
-@dataclass(frozen=True)
-class RunView:
-    """All that a page shows of a run; what isn't known, or not yet, is empty."""
-
-    training: TrainingProgress
-    elapsed_s: float | None = None
-    """Since this attempt's task run began."""
-    updated_at: str = ""
-    """So that a page that stands still shows since when it does."""
-    picture: str = ""
-    """The curves, a markdown image."""
-    failures: Sequence[FailedAttempt | FailureRecord] = ()
-    report: TrainReport | None = None
-    """Of train_flow, at its end."""
-    previous: Report | None = None
-    """What the experiment's previous completed run was evaluated with."""
-    record: RunRecord | None = None
-    ranks: Sequence[TimingLine] = ()
-    """The ranks' times, by rank."""
-    goodput: Goodput | None = None
+MAX_NAMES = 10
+MAX_METRIC_ROWS = 100
 
 
 def render_page(view: RunView) -> str:
@@ -81,12 +58,19 @@ def render_page(view: RunView) -> str:
     return page()
 
 
-def _headline(view: RunView) -> str:
-    training = view.training
-    evaluation = "" if view.report is None else _evaluated(view.report.evaluation)
-    ending = evaluation or text(training.line.removesuffix(f" · {training.status}"))
-    parts = [f"# {text(training.name)}: {training.status}", ending, awaited_rank(view.ranks)]
-    return " · ".join(filter(None, parts))
+def _curves(view: RunView) -> str:
+    """Show the curves, and say what isn't in the picture."""
+    curves, notes = view.curves, []
+    if without := left_out(curves):
+        names = ", ".join(map(text, without[:MAX_NAMES]))
+        more = f" and {len(without) - MAX_NAMES} more" if len(without) > MAX_NAMES else ""
+        notes.append(f"No room for the curves of {names}{more}: see Metrics.")
+    for name, num in list(curves.holes.items())[:MAX_NAMES]:
+        notes.append(f"**{text(name)} is nan or infinite in {count(num)} records.**")
+    if len(curves.holes) > MAX_NAMES:
+        notes.append(f"So are {len(curves.holes) - MAX_NAMES} more metrics.")
+    picture = render_curves(curves) if view.picture is None else view.picture
+    return "\n\n".join(part for part in (picture, *notes) if part)
 
 
 def _cause(view: RunView) -> str:
@@ -119,21 +103,26 @@ def _facts(view: RunView) -> str:
 
 
 def _metrics(view: RunView) -> str:
-    shown = {text(name): number(value) for name, value in view.training.metrics.items()}
-    return f"Newest of rank 0:\n\n{fact_table(shown)}" if shown else ""
+    curves, newest = view.curves.values, view.training.metrics
+    names = list(dict.fromkeys([*curves, *newest]))
+    rows = []
+    for name in names[:MAX_METRIC_ROWS]:
+        here = number(newest[name]) if name in newest else ""
+        cells = [""] * 3
+        if curve := curves.get(name):
+            low, high = (each(curve, key=lambda point: point[1]) for each in (min, max))
+            of = [f"{number(value)} (step {count(round(step))})" for step, value in (low, high)]
+            cells = [number(curve[-1][1]), *of]
+        rows.append([text(name), here, *cells])
+    num_left_out = len(names) - len(rows)
+    ending = f"\n\n{num_left_out} more metrics are left out." if num_left_out else ""
+    header = ["metric", "newest of rank 0", "last, of all ranks", "lowest", "highest"]
+    return table(header, rows) + ending if rows else ""
 
 
 def _params(view: RunView) -> str:
     shown = {text(name): code(value) for name, value in view.training.params.items()}
     return fact_table(shown) if shown else ""
-
-
-def _evaluated(evaluation: Report) -> str:
-    accuracy = [] if evaluation.accuracy is None else [f"accuracy {percent(evaluation.accuracy)}"]
-    loss = [] if evaluation.loss is None else [f"loss {number(evaluation.loss)}"]
-    shown = list(evaluation.metrics.items())[:MAX_HEADLINE_METRICS]
-    others = [f"{text(name)} {number(value)}" for name, value in shown]
-    return ", ".join([*accuracy, *loss, *others, f"{count(evaluation.num_samples)} samples"])
 
 
 def _run_record(view: RunView) -> str:
@@ -223,19 +212,22 @@ def _of_report(section: Callable[[TrainReport], str]) -> Callable[[RunView], str
 
 
 def _classes(view: RunView) -> str:
-    return "" if view.report is None else class_table(view.report.evaluation, view.previous)
+    then = None if view.previous is None else view.previous.evaluation
+    return "" if view.report is None else class_table(view.report.evaluation, then)
 
 
-def _models(report: TrainReport) -> str:
-    return f"{checkpoint_list(report)}\n\n{load_section(report.training.model_uris)}"
+def _models(view: RunView) -> str:
+    load = "" if view.report is None else load_section(view.report.training.model_uris)
+    return join(checkpoint_list(view.report, view.checkpoints), load).strip()
 
 
 TOP: Sequence[Callable[[RunView], str]] = (
-    _headline,
+    headline,
+    lambda view: "  \n".join(part for part in (best(view), comparison(view)) if part),
     _cause,
     _trouble,
     _of_report(lambda report: _ledger_warning(report.ledger)),
-    lambda view: view.picture,
+    _curves,
     _facts,
 )
 SECTIONS: Mapping[str, Callable[[RunView], str]] = {
@@ -244,7 +236,7 @@ SECTIONS: Mapping[str, Callable[[RunView], str]] = {
     "Classes": _classes,
     "Confusion matrix": _of_report(lambda report: confusion_table(report.evaluation)),
     "Worst samples": _of_report(lambda report: worst_row(report.evaluation)),
-    "Model and checkpoints": _of_report(_models),
+    "Model and checkpoints": _models,
     "Ledger": _of_report(lambda report: _ledger_lines(report.ledger)),
     "Ranks": lambda view: rank_table(view.ranks),
     "Where the time went": lambda view: goodput_table(view.goodput),

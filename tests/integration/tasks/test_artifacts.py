@@ -39,7 +39,7 @@ from tests.support.waiting import wait_until
 RUN = "calm-otter-12345678"
 SECRET = "hunter2-do-not-show"
 DIGITS = "prefect_torch_ddp.examples.digits"
-EXPERIMENT = f"train-ddp {DIGITS}"
+EXPERIMENT = f"train-ddp/{DIGITS}"
 PROGRESS, PAGE = key("progress", EXPERIMENT), key("report", EXPERIMENT)
 
 

@@ -90,7 +90,9 @@ def test_nightly_runs_to_completed(deployed: str, tmp_path: Path) -> None:
             return client.read_flow_runs(deployment_filter=where, flow_run_filter=in_it)
 
         (run,) = runs(StateType.COMPLETED)
-        of_both = {key(kind, f"nightly {params['workload']}") for kind in ("report", "progress")}
+        of_both = {
+            key(kind, f"train-ddp/nightly/{params['workload']}") for kind in ("report", "progress")
+        }
         assert of_both == artifacts_of(run.id).keys()
         wait_until(lambda: runs(StateType.SCHEDULED), what="a run by the cron schedule")
         assert runs(StateType.SCHEDULED)[0].parameters.keys() == {"params"}

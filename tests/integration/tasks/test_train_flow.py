@@ -96,7 +96,7 @@ def test_artifacts_to_browse(two_runs: tuple[TrainReport, TrainReport]) -> None:
     report = two_runs[1]
     flow_run_id = flow_run_id_of(report.flow_run_url)
     progress, page = (
-        artifacts_of(flow_run_id)[key(kind, f"train-ddp {DIGITS}")]
+        artifacts_of(flow_run_id)[key(kind, f"train-ddp/{DIGITS}")]
         for kind in ("progress", "report")
     )
     assert progress.data == 100

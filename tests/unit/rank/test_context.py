@@ -25,8 +25,11 @@ from prefect_torch_ddp.protocol.events import (
 from prefect_torch_ddp.rank.config import RankConfig, RankInfo
 from prefect_torch_ddp.rank.link import Link
 from prefect_torch_ddp.rank.parts import ContextParts
+from prefect_torch_ddp.rank.saving import reporter
+from prefect_torch_ddp.records.metrics import read_all_records, read_new_records
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.storage.s3.storage import S3Storage
+from prefect_torch_ddp.tasks.report.curves import MetricCurves
 from tests.support.records import read_records
 from tests.workloads import healthy
 
@@ -249,6 +252,29 @@ def test_each_checkpoint_that_is_complete_reaches_the_link(tmp_path: Path) -> No
     assert [each.value for each in link.committed] == [0.5, 0.25]
     sizes = [sum(item.num_bytes for item in each.objects) for each in manifests]
     assert [each.num_bytes for each in link.committed] == sizes
+
+
+def test_learning_rates_and_throughput_are_measured_unasked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of tracked optimizers, at once and then now and then, without anything being reported; each
+    group of each optimizer has its name. None of it is the user's metrics."""
+    monkeypatch.setattr(reporter, "PROGRESS_INTERVAL_S", 0.0)
+    monkeypatch.setattr(reporter, "MEASURE_SHARE", 0.0)
+    model = nn.Linear(1, 1)
+    groups = [{"params": [model.weight], "lr": 0.5}, {"params": [model.bias], "lr": 0.25}]
+    adam, sgd = torch.optim.Adam([nn.Parameter(torch.zeros(1))]), torch.optim.SGD(groups, lr=1)
+    with RankContext.local(storage=tmp_path) as ctx:
+        ctx.track(model=model, adam=adam, sgd=sgd)
+        for _ in ctx.steps(ctx.loader(FOUR, global_batch_size=2), epochs=2):
+            sgd.param_groups[0]["lr"] = 0.5 / ctx.step
+    storage = DirectoryStorage(tmp_path)
+    assert len(read_all_records(storage, "local")) == 0
+    values = MetricCurves(read_new_records(storage, "local", set())).snapshot().values
+    assert values["learning_rate of adam"] == [(step, 0.001) for step in (1, 2, 3, 4)]
+    assert values["learning_rate of sgd[0]"] == [(step, 0.5 / step) for step in (1, 2, 3, 4)]
+    assert values["learning_rate of sgd[1]"] == [(step, 0.25) for step in (1, 2, 3, 4)]
+    assert [step for step, speed in values["samples/s"] if speed > 0] == [2, 3, 4]
 
 
 # ---- Refusals.

@@ -11,8 +11,10 @@ import pytest
 
 from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.records.metrics import (
+    MEASURED,
     epoch_rows,
     read_all_records,
+    read_new_records,
     records_frame,
     surviving_records,
 )
@@ -80,9 +82,28 @@ def test_all_parts_of_all_ranks_are_read_in_order_of_step():
 def test_parts_that_are_known_are_not_read_again():
     """As the live report does."""
     known: set[str] = set()
-    assert len(read_all_records(Shelf({part(0): line(1)}), RUN, known)) == 1
+    assert len(read_new_records(Shelf({part(0): line(1)}), RUN, known)) == 1
     more = Shelf({part(0): b"not read", part(0, number=2): line(2)})
-    assert read_all_records(more, RUN, known).rows["step"].tolist() == [2]
+    assert read_new_records(more, RUN, known).rows["step"].tolist() == [2]
+
+
+def test_what_ranks_measured_is_apart_from_what_was_reported():
+    """No row, no column and no epoch of the user's has it; who asks for it gets it by its name."""
+    lines = [vars(record(step, loss=1.0 / step)) for step in (1, 2)] + [vars(record(3))]
+    for each in lines:
+        each["measured"] = {"learning_rate": 0.1, "loss": 9.0}
+    shelf = Shelf({part(0): b"\n".join(json.dumps(each).encode() for each in lines)})
+    assert [(each.step, each.metrics) for each in rows(read_all_records(shelf, RUN))] == [
+        (1, {"loss": 1.0}),
+        (2, {"loss": 0.5}),
+    ]
+    everything = rows(read_new_records(shelf, RUN, set()))
+    measured = {MEASURED + "learning_rate": 0.1, MEASURED + "loss": 9.0}
+    assert [each.metrics for each in everything] == [
+        {"loss": 1.0, **measured},
+        {"loss": 0.5, **measured},
+        measured,
+    ]
 
 
 def test_an_epoch_is_the_mean_over_all_samples_of_all_ranks():

@@ -64,7 +64,14 @@ def test_a_long_training_shares_bins_and_keeps_its_mean_and_its_ends():
     assert curve[-1][0] > num_steps - 10
 
 
-def test_nan_and_infinite_values_are_left_out():
-    """As a picture must; the curve goes on behind them."""
+def test_nan_and_infinite_values_are_left_out_and_counted():
+    """As a picture must; the curve goes on behind them. What a newer attempt took back isn't
+    counted."""
     records = [record(1, loss=math.nan), record(2, loss=math.inf), record(3, loss=1.0)]
     assert MetricCurves(columns(records)).curves == {"loss": [(3, 1.0)]}
+    assert MetricCurves(columns(records)).snapshot().holes == {"loss": 2}
+    resumed = MetricCurves(columns([*records, record(2, attempt=2, loss=0.5)])).snapshot()
+    assert (resumed.values, resumed.holes) == ({"loss": [(2, 0.5)]}, {"loss": 1})
+    assert resumed.resumes == {2: 2}
+    many = MetricCurves(columns(record(step, loss=math.nan) for step in range(3 * MAX_BINS)))
+    assert many.snapshot().holes == {"loss": 3 * MAX_BINS}

@@ -7,14 +7,19 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
+from prefect_torch_ddp.tasks.report.curves import Curves
 from prefect_torch_ddp.tasks.report.plot import (
     COLOURS,
+    MAX_PANELS,
     MAX_POINTS,
     PALE,
-    curves_svg,
+    RESUMED,
     downsample,
+    left_out,
+    quantity,
     render_curves,
 )
+from prefect_torch_ddp.tasks.report.plot import curves_svg as svg_of
 
 LOSS = [
     (step, 2.3 * math.exp(-step / 300) + 0.05 * math.sin(step * 12.9898)) for step in range(1, 1501)
@@ -22,6 +27,11 @@ LOSS = [
 VALIDATION = [(150 * epoch, 1 - 0.5 * math.exp(-epoch / 3)) for epoch in range(1, 11)]
 EPOCH_ENDS = [150 * epoch for epoch in range(1, 10)]
 SVG = "{http://www.w3.org/2000/svg}"
+
+
+def curves_svg(values, epoch_ends=(), **more) -> str:
+    """Draw curves."""
+    return svg_of(Curves(values, epoch_ends, **more))
 
 
 def texts(svg: str) -> list[str]:
@@ -43,9 +53,10 @@ def points_of(svg: str, colour: str = COLOURS[0]) -> list[tuple[float, float]]:
 
 def test_a_report_sized_picture_is_an_inline_svg_image_below_12_kb() -> None:
     """The same each time, with a white background also in a dark page, and no network."""
-    markdown = render_curves({"loss": LOSS, "validation_accuracy": VALIDATION}, EPOCH_ENDS)
+    curves = Curves({"loss": LOSS, "validation_accuracy": VALIDATION}, EPOCH_ENDS)
+    markdown = render_curves(curves)
     assert len(markdown) < 12_000
-    assert markdown == render_curves({"loss": LOSS, "validation_accuracy": VALIDATION}, EPOCH_ENDS)
+    assert markdown == render_curves(curves)
     data = re.fullmatch(
         r"!\[training curves\]\(data:image/svg\+xml;base64,([A-Za-z0-9+/=]+)\)", markdown
     )
@@ -68,16 +79,65 @@ def test_a_curve_goes_where_its_values_say() -> None:
     assert {"1", "2", "3", "4", "0", "100"} <= set(texts(curves_svg({"loss": [(0, 4), (100, 1)]})))
 
 
-def test_curves_of_one_kind_share_a_panel_with_a_legend() -> None:
-    """Validation has a panel of its own, losses too; a long name is cut in its middle."""
-    one = ET.fromstring(curves_svg({"loss": LOSS})).get("viewBox").split()
-    two = curves_svg({"loss": LOSS, "validation_accuracy": VALIDATION})
-    assert int(ET.fromstring(two).get("viewBox").split()[2]) == 2 * int(one[2])
-    shared = curves_svg({"loss": LOSS, "loss_of_" + "x" * 50 + "_9": LOSS})
-    assert {"training loss", "loss"} <= set(texts(shared))
-    assert any(re.fullmatch(r"loss_of_x+….*_9", name) for name in texts(shared))
-    assert ET.fromstring(shared).get("viewBox").split() == one
+def size(svg: str) -> list[int]:
+    """Return the picture's width and height, in pixels."""
+    return [int(each) for each in ET.fromstring(svg).get("viewBox").split()[2:]]
+
+
+def test_curves_of_one_quantity_share_a_panel_with_a_legend() -> None:
+    """Training and validation together, whatever else has a panel of its own."""
+    one = size(curves_svg({"loss": LOSS}))
+    assert size(curves_svg({"loss": LOSS, "accuracy": VALIDATION})) == [2 * one[0], one[1]]
+    shared = curves_svg({"train/loss": LOSS, "val_loss": VALIDATION})
+    assert size(shared) == one
+    assert {"loss", "train/loss", "val_loss"} <= set(texts(shared))
     assert points_of(shared, COLOURS[1])
+    long = texts(curves_svg({"loss_of_" + "x" * 50 + "_9": LOSS}))
+    assert any(re.fullmatch(r"loss_of_x+….*_9", name) for name in long)
+
+
+@pytest.mark.parametrize(
+    ("metric", "measures"),
+    [
+        ("validation_loss", "loss"),
+        ("Loss", "loss"),
+        ("eval/accuracy", "accuracy"),
+        ("mae-test", "mae"),
+        ("validation", "validation"),
+        ("trainable", "trainable"),
+        ("test_", "test_"),
+        ("learning_rate of optimizer[1]", "learning rate"),
+    ],
+)
+def test_a_quantity_is_a_metric_without_its_split(metric: str, measures: str) -> None:
+    """Whichever way its name says that."""
+    assert quantity(metric) == measures
+
+
+def test_what_has_no_room_is_named() -> None:
+    """Each curve is drawn or named; the rates that ranks measured have a place in any case."""
+    names = [f"metric {i}" for i in range(30)] + [f"val_{i}_loss" for i in range(3)]
+    names += [f"{split}_top" for split in ("train", "val", "test", "eval", "valid")]
+    measured = ["learning_rate", "samples/s"]
+    curves = Curves(dict.fromkeys([*names, *measured], LOSS[:9]))
+    without, drawn = left_out(curves), texts(svg_of(curves))
+    assert [name for name in drawn if name in curves.values] == [
+        *[name for name in names if name.endswith("loss")],
+        *[f"metric {i}" for i in range(MAX_PANELS - 5)],
+        *measured,
+    ]
+    assert set(without) | set(drawn) >= curves.values.keys()
+    assert not set(without) & set(drawn)
+    assert left_out(Curves({"loss": LOSS})) == []
+
+
+def test_attempts_that_resumed_are_marked() -> None:
+    """By a line where they began, in each panel; words that would overlap are left out."""
+    values = {"loss": LOSS, "accuracy": VALIDATION}
+    drawn = curves_svg(values, resumes={2: 400, 3: 410, 4: 1200, 5: 9999})
+    paths = ET.fromstring(drawn).iter(f"{SVG}path")
+    assert len([path for path in paths if path.get("stroke") == RESUMED]) == 6
+    assert [words for words in texts(drawn) if "attempt" in words] == 2 * ["attempt 2", "attempt 4"]
 
 
 @pytest.mark.parametrize(
@@ -97,7 +157,9 @@ def test_what_is_not_finite_is_left_out(hole: float) -> None:
     assert len(points_of(svg)) == 2
     assert "lr" not in texts(svg)
     assert not re.search(r"\b(nan|inf)\b", svg, re.IGNORECASE)
-    assert [render_curves(none) for none in ({}, {"loss": []}, {"loss": [(1, hole)]})] == [""] * 3
+    assert [render_curves(Curves(none)) for none in ({}, {"loss": []}, {"loss": [(1, hole)]})] == [
+        ""
+    ] * 3
 
 
 @pytest.mark.parametrize(

@@ -4,11 +4,15 @@ import math
 
 import pytest
 
+from prefect_torch_ddp.params import TrainParams
 from prefect_torch_ddp.protocol.events import AttemptBegan, Progress
 from prefect_torch_ddp.tasks.report.markdown import text
-from prefect_torch_ddp.tasks.report.progress import TrainingProgress
-from prefect_torch_ddp.tasks.report.report import RunView, render_page
+from prefect_torch_ddp.tasks.report.progress import TrainingProgress, shown_params
+from prefect_torch_ddp.tasks.report.report import render_page
+from prefect_torch_ddp.tasks.report.view import RunView
 from tests.unit.tasks.report.test_report import CURVE, HOSTILE, tables
+
+SECRET = "hunter2-do-not-show"
 
 
 def training(*steps: tuple[int, float], total: int | None = 400, **changes) -> TrainingProgress:
@@ -38,7 +42,7 @@ def test_the_page_shows_where_the_training_is():
     assert (facts["Run"], facts["World size"], facts["Attempt"]) == ("`calm-otter`", "3 ranks", "2")
     speed = (facts["Elapsed"], facts["Throughput"], facts["ETA"])
     assert speed == ("1 min 5 s", "56 samples/s, 7 steps/s", "33 s")
-    assert [text(HOSTILE), "nan"] in tables(markdown)[1]
+    assert [text(HOSTILE), "nan", "", "", ""] in tables(markdown)[1]
     assert tables(markdown)[2][2:] == [["options.lr", "`0.1`"]]
     assert [line for line in markdown.splitlines() if line.startswith("## ")] == [
         "## Metrics",
@@ -110,3 +114,29 @@ def test_speed_is_that_of_the_last_half_minute_and_begins_anew_at_a_restart():
     assert (shown.steps_per_s, shown.eta_s) == (pytest.approx(1.0), pytest.approx(92.0))
     assert shown.percent == pytest.approx(100 * 32 / 124)
     assert shown.metrics == {"loss": 0.12345, "accuracy": 0.5, "third": 3.0}
+
+
+def test_the_parameters_are_those_that_were_given_and_no_secret_is_among_them():
+    """By dotted name, cut where they are long; what isn't plain is named by its type."""
+    params = TrainParams(
+        workload="tests.workloads.tiny",
+        seed=7,
+        options={"lr": 0.1, "api_key": SECRET, "layers": [1, 2], "many": [SECRET] * 21},
+        source=f"s3://me:{SECRET}@bucket/x",
+        checkpoint={"every_steps": 5},
+    )
+    shown = shown_params(params, {"model": object(), "text": "x" * 10_000, "token": SECRET})
+    assert SECRET not in str(shown)
+    assert shown == {
+        "seed": "7",
+        "workload": "tests.workloads.tiny",
+        "options.lr": "0.1",
+        "options.api_key": "(hidden)",
+        "options.layers": "1, 2",
+        "options.many": "a list",
+        "source": "s3://bucket/x",
+        "checkpoint.every_steps": "5",
+        "model": "a object",
+        "text": "x" * 200 + " ...",
+        "token": "(hidden)",
+    }

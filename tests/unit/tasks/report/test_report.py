@@ -3,24 +3,31 @@
 import ast
 import math
 import re
+from dataclasses import replace
+from datetime import UTC, datetime
 
 import pytest
 
+from prefect_torch_ddp.protocol.events import Progress
+from prefect_torch_ddp.records.run_record import RunRecord as PreviousRun
 from prefect_torch_ddp.results import (
     CheckpointRef,
     ClassScore,
     DatasetReport,
     EpochRow,
+    FailedAttempt,
     Report,
     TrainingSummary,
     TrainReport,
 )
-from prefect_torch_ddp.tasks.report.checkpoints import checkpoint_list, load_code
+from prefect_torch_ddp.tasks.report.checkpoints import KeptCheckpoint, checkpoint_list, load_code
+from prefect_torch_ddp.tasks.report.curves import Curves
 from prefect_torch_ddp.tasks.report.evaluation import confusion_table
 from prefect_torch_ddp.tasks.report.markdown import code, code_block, duration, number, text
 from prefect_torch_ddp.tasks.report.progress import TrainingProgress
-from prefect_torch_ddp.tasks.report.report import RunView, epoch_table, render_page
+from prefect_torch_ddp.tasks.report.report import SECTIONS, epoch_table, render_page
 from prefect_torch_ddp.tasks.report.run_record import RunRecord
+from prefect_torch_ddp.tasks.report.view import RunView
 
 RECORD = RunRecord("0.1.0", "abc123-dirty", {"python": "3.11.7", "torch": "2.15.0"})
 CURVE = "![training curves](data:image/svg+xml;base64,AAAA)"
@@ -138,6 +145,156 @@ def test_every_table_row_has_as_many_cells_as_its_header_also_with_hostile_names
         assert len(rows) >= 3
     outside_code = re.sub(r"^(```+).*?^\1$", "", markdown, flags=re.DOTALL | re.MULTILINE)
     assert "<script" not in outside_code
+
+
+GREEDY = "http://evil.example/a?b=1 https://x.y www.evil.example me@evil.example ![i](//evil/i.png)"
+LINKS = re.compile(r"https?://|www\.|\w@\w|mailto:\w|!\[|\]\(", re.IGNORECASE)
+
+
+def without_code(markdown: str) -> str:
+    """Leave out what is shown as it is: code, and our own picture."""
+    outside = re.sub(r"^(```+).*?^\1$", "", markdown, flags=re.DOTALL | re.MULTILINE)
+    outside = re.sub(r"(?<![`\\])(`+)(?!`).*?(?<!`)\1(?!`)", "", outside)
+    return re.sub(r"!\[[\w ]+\]\(data:image/svg\+xml;base64,[\w+/=]+\)", "", outside)
+
+
+def linked(markdown: str) -> list[str]:
+    """Return what could become a link or an outside image."""
+    return LINKS.findall(re.sub(r"\\[^\w\s]", "", without_code(markdown)))
+
+
+def test_a_huge_and_hostile_run_makes_a_page_below_300_kb_without_a_link():
+    """200 classes, 500 epochs, many metrics, failures and checkpoints, each with a name or a text
+    that would put something into the page; what isn't a number is a word."""
+    names = [f"{GREEDY} {HOSTILE} {i}" for i in range(200)]
+    matrix = tuple(tuple(int(i == j) + int(j == 0) for j in range(200)) for i in range(200))
+    row = {name: math.nan if i % 3 else math.inf for i, name in enumerate(names)}
+    epochs = [
+        EpochRow(epoch=epoch, num_steps=10**6, num_samples=10**9, metrics=row)
+        for epoch in range(1, 501)
+    ]
+    failed = {"world_size": 64, "step": 10**6, "summary": f"{GREEDY} {HOSTILE}" * 5}
+    failures = [FailedAttempt(attempt=attempt, **failed) for attempt in range(1, 99)]
+    steps = [(step, 1 / step) for step in range(1, 2001)]
+    curves = Curves(
+        dict.fromkeys(names, steps), range(4, 2000, 4), {2: 5, 3: 900}, dict.fromkeys(names, 7)
+    )
+    whole = report(
+        evaluation=evaluation(names, matrix).model_copy(update={"metrics": row}), epochs=epochs
+    )
+    kept = [
+        KeptCheckpoint(
+            whole.checkpoint.model_copy(update={"uri": f"s3://b/{i}"}), 10**10, "9f" * 32
+        )
+        for i in range(500)
+    ]
+    shown = TrainingProgress(
+        HOSTILE,
+        f"{GREEDY} {HOSTILE}",
+        params=dict.fromkeys(names, f"{GREEDY} {HOSTILE}"),
+        status="failed",
+        cause=f"```\n{GREEDY}\n{HOSTILE}\n" * 1000,
+        metrics=row,
+        newest=Progress(5, 1, 10, row, GREEDY),
+    )
+    view = RunView(shown, curves=curves, failures=failures, checkpoints=kept, record=RECORD)
+    for each in (view, replace(view, report=whole)):
+        page = render_page(each)
+        assert 50_000 < len(page.encode()) < 300_000
+        assert linked(page) == []
+        assert "<" not in without_code(page)
+        for rows in tables(page):
+            assert {len(row) for row in rows} == {len(rows[0])}
+        assert "more metrics are left out" in page
+        assert "490 older checkpoints are left out" in page or "491 older" in page
+    assert linked(text(GREEDY)) == []
+
+
+def test_a_section_that_is_too_large_gives_way_and_says_so(monkeypatch: pytest.MonkeyPatch):
+    """Whatever else there is stays."""
+    monkeypatch.setitem(SECTIONS, "Thumbnails", lambda _: "x" * 400_000)
+    page = page_of(report())
+    assert len(page) < 20_000
+    assert "*Thumbnails* is left out: its 400 kB would make the page too large." in page
+    assert "## Run record" in page
+
+
+COMPARED = "Compared with the previous run `old-1` of 2026-11-21 03:00:"
+
+
+def metric_curves(**values) -> Curves:
+    """Make curves of some values at the steps from 1."""
+    return Curves({name: list(enumerate(each, start=1)) for name, each in values.items()})
+
+
+@pytest.mark.parametrize(
+    ("values", "params", "line"),
+    [
+        (
+            {"loss": [3, 1, 2], "val_loss": [5, 3, 4]},
+            {},
+            f"Best val_loss: 3 at step 2  \n{COMPARED} val_loss 4 is 0.5 better (4.5)",
+        ),
+        (
+            {"loss": [3], "val_loss": [5], "val_acc": [0.25, 0.75, 0.5]},
+            {},
+            f"Best val_acc: 0.75 at step 2  \n{COMPARED} val_acc 0.5 is 0.125 worse (0.625)",
+        ),
+        (
+            {"speed": [3, 9, 2], "val_loss": [5, 3, 4]},
+            {"checkpoint.best_metric": "speed", "checkpoint.best_mode": "max"},
+            "Best speed: 9 at step 2",
+        ),
+        ({"loss": range(1, 101)}, {}, "loss: 98, the mean of its last records"),
+        ({"lr": [0.1]}, {}, None),
+        ({}, {}, None),
+    ],
+)
+def test_the_best_metric_and_the_previous_run_stand_below_the_headline(values, params, line):
+    """What checkpoints are kept by, else a score or a loss on validation data, else the loss."""
+    old = PreviousRun(
+        run_id="old-1",
+        experiment="e",
+        workload="w",
+        state="completed",
+        began=datetime(2026, 11, 21, 3, tzinfo=UTC),
+        storage="s3://b",
+        metrics={"val_loss": 4.5, "val_acc": 0.625, "other": 1.0},
+    )
+    newest = {name: float(each[-1]) for name, each in values.items()}
+    shown = TrainingProgress("r", "digits", params=params, metrics=newest)
+    page = render_page(RunView(shown, curves=metric_curves(**values), picture="", previous=old))
+    below = page.split("\n\n")[1]
+    assert below == line if line else below.startswith("| what")
+
+
+def test_a_finished_run_is_compared_by_its_evaluation():
+    """Not by what its training reported."""
+    old = PreviousRun(
+        run_id="old-1",
+        experiment="e",
+        workload="w",
+        state="completed",
+        began=datetime(2026, 11, 21, 3, tzinfo=UTC),
+        storage="s3://b",
+        metrics={"accuracy": 0.5},
+        evaluation=Report(num_samples=8, accuracy=0.75, loss=0.125),
+    )
+    says = "accuracy 0.875 is 0.125 better (0.75); loss 0.25 is 0.125 worse (0.125)"
+    assert f"of 2026-11-21 03:00: {says}\n" in page_of(report(), previous=old)
+
+
+def test_checkpoints_have_their_size_and_digest() -> None:
+    """Those that results name, and the others that are kept, the newest first."""
+    last = report().checkpoint
+    refs = [last.model_copy(update={"step": 200, "uri": "s3://b/200"}), last]
+    kept = [KeptCheckpoint(ref, 3_400_000 * i, f"{i}a" * 32) for i, ref in enumerate(refs, start=1)]
+    lines = checkpoint_list(report(), kept).splitlines()
+    assert f"attempt 2, acc 0.5, 6.8 MB, sha256 `{'2a' * 32}`: `s3://" in lines[1]
+    assert lines[2] == (
+        f"- **Checkpoint**, step 200, attempt 2, acc 0.5, 3.4 MB, sha256 `{'1a' * 32}`: `s3://b/200`"
+    )
+    assert checkpoint_list(None) == ""
 
 
 def test_a_hostile_name_is_shown_and_starts_nothing():

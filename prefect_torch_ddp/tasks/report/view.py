@@ -1,0 +1,121 @@
+"""All that a report shows of a run, and what it says first: state, best metric, comparison."""
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from prefect_torch_ddp.protocol.events import FailureRecord
+from prefect_torch_ddp.records.metrics import is_validation
+from prefect_torch_ddp.records.run_record import RunRecord as PreviousRun
+from prefect_torch_ddp.records.timing import TimingLine
+from prefect_torch_ddp.results import FailedAttempt, Goodput, Report, TrainReport
+from prefect_torch_ddp.tasks.report.checkpoints import KeptCheckpoint
+from prefect_torch_ddp.tasks.report.curves import Curves
+from prefect_torch_ddp.tasks.report.markdown import code, count, number, percent, text
+from prefect_torch_ddp.tasks.report.progress import TrainingProgress
+from prefect_torch_ddp.tasks.report.ranks import awaited_rank
+from prefect_torch_ddp.tasks.report.run_record import RunRecord
+
+MAX_HEADLINE_METRICS = 3
+SCORE = re.compile(r"acc|f1|auc|precision|recall|r2|r²|\bmap\b|iou|dice|bleu|rouge|score|top_?\d")
+
+
+@dataclass(frozen=True)
+class RunView:
+    """All that a page shows of a run; what isn't known, or not yet, is empty."""
+
+    training: TrainingProgress
+    elapsed_s: float | None = None
+    """Since this attempt's task run began."""
+    updated_at: str = ""
+    """So that a page that stands still shows since when it does."""
+    curves: Curves = field(default_factory=Curves)
+    picture: str | None = None
+    """The curves, a markdown image, if it is there already."""
+    checkpoints: Sequence[KeptCheckpoint] = ()
+    previous: PreviousRun | None = None
+    """The run of the same experiment to compare with."""
+    failures: Sequence[FailedAttempt | FailureRecord] = ()
+    report: TrainReport | None = None
+    """Of train_flow, at its end."""
+    record: RunRecord | None = None
+    ranks: Sequence[TimingLine] = ()
+    """The ranks' times, by rank."""
+    goodput: Goodput | None = None
+
+
+def headline(view: RunView) -> str:
+    """Say its name, its state, and where it is or what was found."""
+    training = view.training
+    evaluation = "" if view.report is None else _evaluated(view.report.evaluation)
+    ending = evaluation or text(training.line.removesuffix(f" · {training.status}"))
+    parts = [f"# {text(training.name)}: {training.status}", ending, awaited_rank(view.ranks)]
+    return " · ".join(filter(None, parts))
+
+
+def best(view: RunView) -> str:
+    """Say the best metric, and how it was in the previous run."""
+    name, is_higher_better = best_metric(view.curves, view.training.params)
+    if not (curve := view.curves.values.get(name)):
+        return ""
+    if is_validation(name) or name == view.training.params.get("checkpoint.best_metric"):
+        step, value = (max if is_higher_better else min)(curve, key=lambda point: point[1])
+        return f"Best {text(name)}: {number(value)} at step {count(round(step))}"
+    last = [value for _, value in curve[-max(1, len(curve) // 20) :]]
+    return f"{text(name)}: {number(sum(last) / len(last))}, the mean of its last records"
+
+
+def comparison(view: RunView) -> str:
+    """Say how the run differs from the previous one, in what both have."""
+    if (old := view.previous) is None:
+        return ""
+    name, is_higher_better = best_metric(view.curves, view.training.params)
+    if view.report is not None and old.evaluation is not None:
+        now: Mapping[str, float] = _values(view.report.evaluation)
+        then: Mapping[str, float] = _values(old.evaluation)
+        names = list(now)[:MAX_HEADLINE_METRICS]
+    else:
+        now, then, names = view.training.metrics, old.metrics, [name]
+    parts = []
+    for each in names:
+        if not (math.isfinite(now.get(each, math.nan)) and math.isfinite(then.get(each, math.nan))):
+            continue
+        by = now[each] - then[each]
+        gains = by > 0 if (is_higher_better if each == name else is_score(each)) else by < 0
+        said = "the same" if by == 0 else f"{number(abs(by))} {'better' if gains else 'worse'}"
+        parts.append(f"{text(each)} {number(now[each])} is {said} ({number(then[each])})")
+    of_it = f"run {code(old.run_id)} of {old.began:%Y-%m-%d %H:%M}"
+    return f"Compared with the previous {of_it}: {'; '.join(parts)}" if parts else ""
+
+
+def best_metric(curves: Curves, params: Mapping[str, object]) -> tuple[str, bool]:
+    """Return the metric that a training is judged by, and whether a higher value is better.
+
+    It is the one that checkpoints are kept by; else the first score, or the first loss, on
+    validation data; else the first loss.
+    """
+    if chosen := params.get("checkpoint.best_metric"):
+        return str(chosen), params.get("checkpoint.best_mode", "max") == "max"
+    found = [name for name in curves.values if is_validation(name)]
+    found = sorted(found, key=is_score, reverse=True)
+    found += [name for name in curves.values if "loss" in name.lower()]
+    return (found[0], is_score(found[0])) if found else ("", False)
+
+
+def is_score(metric: str) -> bool:
+    """Tell by its name whether a higher value of a metric is better."""
+    return SCORE.search(metric.lower()) is not None
+
+
+def _values(evaluation: Report) -> dict[str, float]:
+    found = {"accuracy": evaluation.accuracy, "loss": evaluation.loss, **evaluation.metrics}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _evaluated(evaluation: Report) -> str:
+    accuracy = [] if evaluation.accuracy is None else [f"accuracy {percent(evaluation.accuracy)}"]
+    loss = [] if evaluation.loss is None else [f"loss {number(evaluation.loss)}"]
+    shown = list(evaluation.metrics.items())[:MAX_HEADLINE_METRICS]
+    others = [f"{text(name)} {number(value)}" for name, value in shown]
+    return ", ".join([*accuracy, *loss, *others, f"{count(evaluation.num_samples)} samples"])
