@@ -7,8 +7,9 @@ import pickle
 import site
 import sys
 import sysconfig
+import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from enum import Enum
 from pathlib import Path
 from typing import IO, Literal, Self
@@ -112,6 +113,8 @@ class RankLaunch:
     code_paths: CodePaths
     launcher: Launcher
     preload: Preload = TORCH_ALONE
+    launched: float = field(default_factory=time.time)
+    """When its gang had its workers, in Unix seconds."""
 
 
 COPIES = "records"

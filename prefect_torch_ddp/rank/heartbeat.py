@@ -6,8 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from pathlib import Path
+from contextlib import contextmanager
 from typing import Self
 
 from prefect_torch_ddp.protocol import heartbeat as layout
@@ -37,7 +36,6 @@ class HeartbeatWriter:
         """
         os.set_inheritable(fd, False)  # noqa: FBT003 - positional in the standard library
         writer = cls(mmap.mmap(fd, PAGE_BYTES))
-        writer._since_ns -= _process_age_ns()
         os.lseek(fd, PAGE_BYTES, os.SEEK_SET)
         faulthandler.register(LOOK_SIGNAL, file=fd, all_threads=True)
         writer.enter(Phase.STARTING)
@@ -90,6 +88,10 @@ class HeartbeatWriter:
             self._words[layout.LISTENS] = 0
             self.enter(Phase.SETUP)
 
+    def count_from(self, launched: float) -> None:
+        """Count the time since then, in Unix seconds by another machine's clock, as the start."""
+        self._since_ns -= max(0, int((time.time() - launched) * 1e9))
+
     def waited(self, since_ns: int) -> None:
         """Count the time since then, of the monotonic clock, as waiting for peers in a loop.
 
@@ -107,7 +109,7 @@ class HeartbeatWriter:
         self._spent_ns[Phase.SETUP] = 0
 
     def seconds(self) -> dict[str, float]:
-        """Return the time since the process began by phase, and what of it was waiting for peers.
+        """Return the time since the launch by phase, and what of it was waiting for peers.
 
         Without the last where that isn't known: on one rank, or where a GPU computes.
         """
@@ -139,15 +141,6 @@ class HeartbeatWriter:
     def _compile_ends(self, *_: object) -> None:
         if self._words[PHASE] == Phase.COMPILING:
             self.enter(self._compiled_from)
-
-
-def _process_age_ns() -> int:
-    """Return how long ago this process was started; 0 where the kernel doesn't say."""
-    with suppress(OSError, ValueError, IndexError):
-        began = Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19]
-        began_ns = int(began) * 10**9 // os.sysconf("SC_CLK_TCK")
-        return max(0, time.clock_gettime_ns(time.CLOCK_BOOTTIME) - began_ns)
-    return 0
 
 
 def _collectives_begun() -> int:

@@ -74,6 +74,7 @@ class AgentLink(Link):
         self._outcome: IO[bytes] = os.fdopen(outcome_fd, "wb")
         self._control = control_fd
         self.heartbeat = HeartbeatWriter.shared(heartbeat_fd)
+        self.heartbeat.count_from(launch.launched)
         self._pid = os.getpid()
         self._launch = launch
         self.host = launch.place.host

@@ -20,7 +20,7 @@ OTHER = ("setup", "returned")
 
 @dataclass(frozen=True)
 class TimingLine:
-    """Where a rank's time went, since its process began."""
+    """Where a rank's time went, since it was launched."""
 
     rank: int
     attempt: int
@@ -45,7 +45,7 @@ class TimingLine:
 
     @property
     def began(self) -> float:
-        """When the process began, in Unix seconds."""
+        """When the rank was launched, in Unix seconds."""
         return self.time - sum(self.seconds.values()) + self.waiting_s
 
     @property

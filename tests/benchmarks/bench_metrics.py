@@ -19,6 +19,27 @@ with RankContext.local(storage=Path(sys.argv[1])) as ctx:
         ctx.report(loss=0.5 + i, learning_rate=0.1)
     print((time.perf_counter() - began) / num)
 """
+MARKS_CODE = r"""
+from pathlib import Path
+from prefect_torch_ddp import RankContext
+from prefect_torch_ddp.data.sampler import BatchShare
+from prefect_torch_ddp.protocol.heartbeat import Phase
+num = 200_000
+with RankContext.local(storage=Path(sys.argv[1])) as ctx:
+    heartbeat, timing = ctx._parts.link.heartbeat, ctx._parts.reporter._timing
+    began = time.perf_counter()
+    for step in range(num):
+        heartbeat.enter(Phase.LOADING)
+        heartbeat.begin_step(step, 1, is_last=False)
+        heartbeat.enter(Phase.STEP_END)
+    mark_s = (time.perf_counter() - began) / num / 3
+    ctx._state.share = BatchShare(0, 0, 8, 16, is_last=False)
+    began = time.perf_counter()
+    for step in range(num):
+        timing.end_step()
+    print(mark_s, (time.perf_counter() - began) / num)
+    ctx._state.share = None
+"""
 RECORDS_CODE = r"""
 from pathlib import Path
 from prefect_torch_ddp.records.log import RecordLog
@@ -57,6 +78,13 @@ def test_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Print the microseconds of a report of two numbers outside of steps, a record each."""
     (seconds,) = in_fresh_processes(REPORT_CODE, str(tmp_path), num=ROUNDS)
     show(capsys, ("what", "median µs"), [("ctx.report", f"{seconds * 1e6:.1f}")])
+
+
+def test_report_of_marks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Print the microseconds of a mark of a phase, and of counting a step for the timing record."""
+    mark_s, count_s = in_fresh_processes(MARKS_CODE, str(tmp_path), num=ROUNDS)
+    rows = [("a mark", f"{mark_s * 1e6:.2f}"), ("a step's count", f"{count_s * 1e6:.2f}")]
+    show(capsys, ("what", "median µs"), rows)
 
 
 def test_records(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
