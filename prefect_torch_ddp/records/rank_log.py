@@ -26,10 +26,15 @@ class LogFolder:
     stage: str = ""
     """What the gang does; empty for the training itself."""
 
-    def prefix(self, rank: int, attempt: int) -> str:
-        """Return what the keys of a rank's parts in an attempt begin with."""
-        folder = "/".join(filter(None, (records_folder(self.run_id, "logs"), self.stage)))
-        return f"{folder}/rank-{rank:05d}/{attempt:06d}-"
+    @property
+    def key(self) -> str:
+        """The folder's name in the storage."""
+        return "/".join(filter(None, (records_folder(self.run_id, "logs"), self.stage)))
+
+    @property
+    def uri(self) -> str:
+        """The folder, for people."""
+        return f"{self.storage.uri.rstrip('/')}/{self.key}"
 
 
 class RankLogWriter:
@@ -41,8 +46,9 @@ class RankLogWriter:
     def __init__(self, folder: LogFolder, rank: int, attempt: int) -> None:
         """Make it; the background thread starts with the first line."""
         self._storage = folder.storage
-        self._prefix = folder.prefix(rank, attempt)
-        self.uri = f"{folder.storage.uri.rstrip('/')}/{self._prefix}*{SUFFIX}"
+        name = f"/rank-{rank:05d}/{attempt:06d}-"
+        self._prefix = folder.key + name
+        self.uri = f"{folder.uri}{name}*{SUFFIX}"
         """Names all parts, for people."""
         self._waiting = bytearray()
         self._num_dropped = 0

@@ -16,6 +16,7 @@ from prefect_torch_ddp.records.metrics import (
     reported,
     surviving_records,
 )
+from prefect_torch_ddp.records.rank_log import LogFolder
 from prefect_torch_ddp.records.timing import newest_lines
 from prefect_torch_ddp.results import (
     CheckpointRef,
@@ -78,6 +79,7 @@ def publish(  # noqa: PLR0913, PLR0917
         record=read_run_record(),
         ranks=newest_lines(storage, training.run_id),
         goodput=read_goodput(storage, training.run_id),
+        logs=LogFolder(storage, training.run_id).uri,
     )
     with get_client(sync_client=True) as client:
         writer = ArtifactWriter(client, *get_task_and_flow_run_ids())

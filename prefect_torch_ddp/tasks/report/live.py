@@ -18,6 +18,7 @@ from prefect_torch_ddp.checkpoint.run_files import read_failures
 from prefect_torch_ddp.errors import GangCancelledError, SupersededError, TaskCancelled
 from prefect_torch_ddp.protocol.events import AttemptBegan, GangEvent, Progress, Waiting
 from prefect_torch_ddp.records.metrics import read_new_records
+from prefect_torch_ddp.records.rank_log import LogFolder
 from prefect_torch_ddp.records.run_record import RunRecord, find_record, previous_run
 from prefect_torch_ddp.records.timing import newest_lines
 from prefect_torch_ddp.storage.protocol import Storage
@@ -188,6 +189,7 @@ class LiveReport:
                 training,
                 elapsed_s=time.monotonic() - self._started_s,
                 updated_at=datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC"),
+                logs=LogFolder(self._storage, training.run_id).uri,
                 **self._shown,
             )
             page = render_page(view)

@@ -96,6 +96,7 @@ def _facts(view: RunView) -> str:
         "Attempt": str(training.attempt),
         "Elapsed": "" if view.elapsed_s is None else duration(view.elapsed_s),
         "Updated": text(view.updated_at),
+        "All lines of the ranks": code(view.logs),
         "Throughput": ", ".join(speeds) if is_live else "",
         "ETA": duration(eta_s) if is_live and eta_s is not None else "",
     }

@@ -43,6 +43,8 @@ class RunView:
     ranks: Sequence[TimingLine] = ()
     """The ranks' times, by rank."""
     goodput: Goodput | None = None
+    logs: str = ""
+    """The folder with all lines of the ranks."""
 
 
 def headline(view: RunView) -> str:
