@@ -27,7 +27,7 @@ from prefect_torch_ddp.rank.loop.agreement import (
     end_of,
     outside_after,
 )
-from prefect_torch_ddp.rank.saving.passed import refuse_to_end
+from prefect_torch_ddp.rank.saving.passed import refuse_to_end, warn_of_unwritten_save
 from prefect_torch_ddp.rank.saving.reporter import Reporter
 from prefect_torch_ddp.rank.saving.state import Position, TrainingState
 from prefect_torch_ddp.rank.saving.tracker import Tracker
@@ -89,7 +89,7 @@ class StepLoop:
     def _run(self, loader: RankLoader, epochs: int) -> Generator[Any, None, None]:
         state = self._state
         if state.share is not None:
-            msg = "ctx.steps inside of ctx.steps: end the outer loop first"
+            msg = "ctx.steps inside of ctx.steps: end the outer loop, and hold no iterator of it"
             raise InvalidParamsError(msg)
         loop = self._num_loops
         self._num_loops += 1
@@ -167,8 +167,8 @@ class StepLoop:
                 yield batch
             except GeneratorExit:  # the user left the loop: the step's record and place count
                 self._reporter.end_step()
-                state.share = None
-                state.position = state.position.after_batch(is_last=share.is_last)
+                warn_of_unwritten_save(state)
+                state.leave_step(is_last=share.is_last)
                 raise
             if self._end_step(share):
                 return
@@ -197,11 +197,10 @@ class StepLoop:
             save = self._saves.reach(here, then, want)
             by_time = save is not None and save.point == here
         self._reporter.end_step()
-        state.share = None
-        state.position = state.position.after_batch(is_last=share.is_last)
+        is_wanted = state.save_wanted
+        state.leave_step(is_last=share.is_last)
         self._heed(stop)
-        self._tracker.save_if(forced=state.save_wanted or state.stop_agreed, by_time=by_time)
-        state.save_wanted = False
+        self._tracker.save_if(forced=is_wanted or state.stop_agreed, by_time=by_time)
         return state.stop_agreed
 
     def _heed(self, stop: Outcome | None) -> None:

@@ -1,4 +1,7 @@
-"""Code behind finished calls of `steps` that runs again on resume, and decides otherwise."""
+"""What is refused or warned of where code and checkpoints don't fit.
+
+Code behind finished calls of `steps` runs again on resume, and may decide otherwise.
+"""
 
 import logging
 
@@ -33,3 +36,14 @@ def warn_of_missed_save(state: TrainingState, num_calls: int, num_saves: int) ->
         "undone; ask for it unconditionally, or in the loop: ctx.checkpoint(force=ctx.epoch_ended)",
         position.loop + 1,
     )
+
+
+def warn_of_unwritten_save(state: TrainingState) -> None:
+    """Warn, where a loop is left within a step, if that step asked for a checkpoint."""
+    if state.save_wanted:
+        logger.warning(
+            "the checkpoint that was asked for in step %d has not been written: its loop was left "
+            "before the step's end. Ask for it behind the loop, whose iterator no variable may "
+            "hold: write enumerate(ctx.steps(...)) in the for line",
+            state.step,
+        )

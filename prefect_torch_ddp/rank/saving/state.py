@@ -106,6 +106,11 @@ class TrainingState:
         self.saved = manifest.step if is_ours else None
         self.ended_at = (manifest.step, self.saved) if had_ended else None
 
+    def leave_step(self, *, is_last: bool) -> None:
+        """End the step under way, the last one of its epoch or not."""
+        self.position = self.position.after_batch(is_last=is_last)
+        self.share, self.save_wanted = None, False
+
     def take_number(self, number: int) -> None:
         """Number the checkpoint of this step."""
         self.position = replace(self.position, num_own_numbers=number - self.step)

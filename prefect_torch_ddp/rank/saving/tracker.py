@@ -266,8 +266,8 @@ class Tracker:
         state = self._state
         restored = None if self._restorer is None else self._restorer.manifest
         # Behind a loop that was stopped from outside code comes too early to be saved.
-        checks = not state.is_at_end and state.stopped_by is None
-        checks = checks and state.saved == state.checkpoint_number  # else it is saved anyway
+        is_over = state.is_at_end or state.stopped_by is not None
+        checks = not is_over and state.saved == state.checkpoint_number
         has_changed = checks and checkpointer.has_changed(self._objects, world_size, restored)
         if rank != 0:
             store.set(f"ended/{rank}", CHANGED if has_changed else "")
@@ -281,8 +281,7 @@ class Tracker:
             self._save(checkpointer, is_last=True)
             checkpointer.wait()
             checkpointer.raise_failure(is_last=True)
-        if rank == 0:
-            checkpointer.say_last()
+        checkpointer.say_last()
 
     def _number_left(self, *, has_changed: bool) -> str:
         """Return, on rank 0, the number of the checkpoint that is still to be made, or nothing."""
