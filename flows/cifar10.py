@@ -136,10 +136,7 @@ class Images(Dataset[tuple[Tensor, int]]):
 
 @torch.no_grad()
 def score(ctx: RankContext, net: nn.Module, images: Images, *, with_images: bool = False) -> Report:
-    """Count hits over all ranks, each on its share.
-
-    Not through DDP, whose buffers' broadcast would wait for every rank.
-    """
+    """Count hits over all ranks, each on its share."""
     net.eval()
     meter = ClassificationMeter(CLASSES)
     for inputs, targets in ctx.loader(images, global_batch_size=512, shuffle=False):

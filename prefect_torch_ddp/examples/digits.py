@@ -115,10 +115,7 @@ def images_of(folder: Path) -> TensorDataset:
 
 @torch.no_grad()
 def score(ctx: RankContext, net: nn.Module, loader: Any, *, with_images: bool = False) -> Report:
-    """Count hits over all ranks, each on its share.
-
-    Not through DDP, whose buffers' broadcast would wait for every rank.
-    """
+    """Count hits over all ranks, each on its share."""
     net.eval()
     meter = ClassificationMeter(CLASSES)
     for images, targets in loader:

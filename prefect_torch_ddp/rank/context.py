@@ -140,7 +140,8 @@ class RankContext:
         Inside `steps` each rank's gradient counts by its share of the global batch: an uneven
         tail also gives exactly the gradient of its mean loss. Several backward passes in a step
         add up; see `micro_batches`. A copy (`copy.deepcopy`, `AveragedModel`) counts alike, and
-        any rank may make one alone.
+        any rank may make one alone. So may it run a forward pass, in `eval()` with running
+        statistics too: buffers become rank 0's at the end of each backward pass.
 
         Args:
             model: equal on all ranks; its loss is the mean over the local samples.

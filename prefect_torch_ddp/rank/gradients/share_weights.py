@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 from functools import reduce
 from typing import Any, Self
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
 import torch
 import torch.distributed as dist
@@ -56,7 +56,7 @@ class ShareWeights:
     def take(self, ddp: "ShareDDP") -> None:
         """Count a model's gradients by share; talks to no other rank."""
         ddp.share_weights = self
-        ddp.register_comm_hook((self, ddp.process_group), _sum_by_share)
+        ddp.register_comm_hook((self, ddp.process_group, ref(ddp)), _sum_by_share)
         self._models.add(ddp)
 
     def begin_loop(self, batches: GlobalBatches) -> None:
@@ -134,10 +134,23 @@ class ShareWeights:
 class ShareDDP(DistributedDataParallel):
     """A DDP whose copies count by share as well; pickled, it is a plain DDP.
 
-    Copying talks to no other rank, as with plain DDP: rank 0 alone may do it.
+    Copying talks to no other rank, as with plain DDP: rank 0 alone may do it. Nor does a forward
+    pass, so that any rank may evaluate alone. Plain DDP would broadcast the buffers in it, also in
+    `eval()`; here a backward pass that sums gradients ends with that, and every rank evaluates
+    with rank 0's running statistics.
     """
 
     share_weights: ShareWeights
+
+    def will_sync_module_buffers(self) -> bool:
+        """Whether a forward pass does: only within `join`, which counts on it."""
+        joins = self._join_config.enable
+        return joins and super().will_sync_module_buffers()  # type: ignore[no-untyped-call,no-any-return]
+
+    def sync_buffers(self) -> None:
+        """Take rank 0's buffers; every rank must call it."""
+        if self.broadcast_buffers and self.modules_buffers:
+            self._sync_buffers()  # type: ignore[no-untyped-call]
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what a copy registers anew: the hook, whose process group can't be copied."""
@@ -163,11 +176,15 @@ class ShareDDP(DistributedDataParallel):
 
 
 def _sum_by_share(
-    context: tuple[ShareWeights, dist.ProcessGroup], bucket: dist.GradBucket
+    context: tuple[ShareWeights, dist.ProcessGroup, "ref[ShareDDP]"], bucket: dist.GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
     """Sum a bucket of gradients over the ranks; a DDP communication hook."""
-    weights, group = context
+    weights, group, ddp_ref = context
     gradients = bucket.buffer()
+    ddp = ddp_ref()
+    if bucket.is_last() and ddp is not None and not ddp._join_config.enable:  # noqa: SLF001
+        # Not before the whole pass has ended: it may still read buffers.
+        torch.autograd.Variable._execution_engine.queue_callback(ddp.sync_buffers)  # noqa: SLF001
     weights.scale(gradients, group)
     # With the last bucket this rank's own work is done. What a GPU computes isn't done by then.
     handed_ns = time.monotonic_ns() if bucket.is_last() and gradients.device.type == "cpu" else None
@@ -208,6 +225,8 @@ def _settle_buckets(ddp: DistributedDataParallel) -> None:
     try:
         with torch.enable_grad():
             ddp().backward()
+        # The next forward pass would do this, with all ranks; it may be one rank's own.
+        ddp._has_rebuilt_buckets = ddp.reducer._rebuild_buckets()  # noqa: SLF001
     finally:
         del ddp._run_ddp_forward  # noqa: SLF001
     for parameter in parameters:
