@@ -25,6 +25,7 @@ from prefect_torch_ddp.tasks.run import Run, resume_point, run_id_of
 from prefect_torch_ddp.tasks.train import train
 from prefect_torch_ddp.tasks.watch.cancel import SIGNALS
 from prefect_torch_ddp.tasks.watch.flow_watch import closed_if_killed
+from prefect_torch_ddp.tasks.watch.terminal import Display
 from prefect_torch_ddp.tasks.workload import dataset_id, read_workload
 
 DEFAULTS = TrainParams()
@@ -64,7 +65,10 @@ def _run(run: Run, params: TrainParams) -> TrainReport:
         closed_if_killed(UUID(flow_run.id), _grace_s(params)),
         temporary_settings({PREFECT_API_URL: api_url}),
     ):
-        connect(params, run.storage)
+        with Display("cluster") as display:
+            display.show("starting, or connecting to it")
+            display.turn()
+            connect(params, run.storage)
         # The result at each hop: a failed task's future would hide the cause from the next
         # (UnfinishedRun), and Dask runs a finished task again when its worker is lost while the
         # future lives.

@@ -31,6 +31,7 @@ from prefect_torch_ddp.tasks.run import (
 )
 from prefect_torch_ddp.tasks.train import is_worth_a_retry
 from prefect_torch_ddp.tasks.watch.cancel import or_cancelled
+from prefect_torch_ddp.tasks.watch.terminal import display_here
 from prefect_torch_ddp.tasks.watch.watched_task import WatchedTask
 
 P = ParamSpec("P")
@@ -153,7 +154,8 @@ def run_as_task(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str
     get_run_logger().info("trains as run %s in %s", run_id, storage.uri)
     given = shown_params(params, inspect.signature(task.fn).bind(*args, **kwargs).arguments)
     shown = TrainingProgress(run_id, task.name, task.name, given, params.world_size or 0)
-    with LiveReport(storage, shown) as live, current_client() as client:
+    report = LiveReport(storage, shown)
+    with report as live, current_client() as client, display_here():
         values: list[Any] = run_gang(
             client,
             RUN_TASK,
@@ -167,7 +169,7 @@ def run_as_task(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str
             world_size_divides=params.virtual_ranks,
             name=run_id,
             attempt_log=RunAttemptLog(storage, run_id, knows_steps=False),
-            on_event=log_to_run(live.receive),
+            on_event=log_to_run(live.receive, shown),
             **params.options_of_gang(),
         )
     return values[0]

@@ -36,6 +36,7 @@ from prefect_torch_ddp.tasks.report.progress import TrainingProgress, shown_para
 from prefect_torch_ddp.tasks.report.report import render_page
 from prefect_torch_ddp.tasks.report.run_record import read_run_record
 from prefect_torch_ddp.tasks.report.view import RunView
+from prefect_torch_ddp.tasks.watch.terminal import Teller
 
 
 # The storage may hold credentials: no cache key is made of the inputs.
@@ -55,6 +56,7 @@ def publish(  # noqa: PLR0913, PLR0917
     Raises:
         SupersededError: a newer attempt has begun.
     """
+    Teller()
     refuse_superseded(storage, training.run_id, training.attempt)
     new_records = read_new_records(storage, training.run_id, set())
     all_records = reported(new_records)

@@ -29,6 +29,8 @@ from prefect_torch_ddp.records.log import put_part
 from prefect_torch_ddp.records.rank_log import LogFolder
 from prefect_torch_ddp.storage.protocol import Readable, Storage
 from prefect_torch_ddp.tasks.blocks import resolve_storage
+from prefect_torch_ddp.tasks.report.progress import TrainingProgress
+from prefect_torch_ddp.tasks.watch.terminal import Teller
 
 if TYPE_CHECKING:
     import logging
@@ -125,8 +127,14 @@ def resume_point(reference: str | None, own: Storage, run_id: str) -> ResumePoin
     return point
 
 
-def log_to_run(and_then: Callable[[GangEvent], None] | None = None) -> Callable[[GangEvent], None]:
-    """Make a receiver of gang events that logs the ranks' lines to the Prefect run, rank first."""
+def log_to_run(
+    and_then: Callable[[GangEvent], None] | None = None, training: TrainingProgress | None = None
+) -> Callable[[GangEvent], None]:
+    """Make a receiver of gang events that logs the ranks' lines to the Prefect run, rank first.
+
+    The flow is told what its display shows, how far the training is included.
+    """
+    teller = Teller(training)
     logger: logging.Logger | logging.LoggerAdapter[Any] = get_run_logger()
 
     def receive(event: GangEvent) -> None:
@@ -134,8 +142,10 @@ def log_to_run(and_then: Callable[[GangEvent], None] | None = None) -> Callable[
             event = stack_line(event)
         if isinstance(event, LogLine):
             logger.log(event.level, "%s", rank_text(event))
-        elif and_then is not None:
+            return
+        if and_then is not None:
             and_then(event)
+        teller.receive(event)
 
     return receive
 

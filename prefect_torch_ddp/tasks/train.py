@@ -117,7 +117,7 @@ def _train_on_gang(run: Run, dataset: DatasetReport) -> TrainingSummary:
             world_size_divides=params.virtual_ranks,
             name=f"{run.run_id} train",
             attempt_log=RunAttemptLog(run.storage, run.run_id, knows_steps=True),
-            on_event=log_to_run(show),
+            on_event=log_to_run(show, shown),
             **run.gang_options(params.world_size),
         )
     return TrainingSummary(

@@ -1,5 +1,5 @@
-"""The watch over a flow's tasks: cancels, killed flows, loss of a task's own worker or scheduler.
+"""What a flow does while it waits for its tasks: progress in the terminal, and the watch over them.
 
-Each of these becomes a Prefect state. A gang watches its own ranks and their Dask workers in
-`gang.caller`, not here.
+Cancels, killed flows and the loss of a task's own worker or scheduler become Prefect states. A
+gang watches its own ranks and their Dask workers in `gang.caller`, not here.
 """

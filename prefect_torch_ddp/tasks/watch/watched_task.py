@@ -16,8 +16,10 @@ from prefect_dask import DaskTaskRunner
 from prefect_dask.task_runners import PrefectDaskFuture
 
 from prefect_torch_ddp.errors import SchedulerLostError, SupervisorLostError
+from prefect_torch_ddp.gang.caller.workers import WaitingSign
 from prefect_torch_ddp.tasks.watch.cancel import set_state_if_known, stop_task
 from prefect_torch_ddp.tasks.watch.task_watch import LOOK_EVERY_S, TaskWatch
+from prefect_torch_ddp.tasks.watch.terminal import Display
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -40,12 +42,8 @@ def follow(
     """
     future: Future[Any] = task.wrapped_future
     watch = TaskWatch(client, future, owns_workers=owns_workers)
-    deadline = time.monotonic() + timeout_s
     try:
-        while future.status == "pending" and (left_s := deadline - time.monotonic()) > 0:
-            PrefectDaskFuture.wait(task, min(LOOK_EVERY_S, left_s))
-            if future.status == "pending":
-                watch.look()
+        _watch(task, watch, Display(_name_of(future), client, task.task_run_id), timeout_s)
         if future.status != "pending":
             future.result()  # Prefect's state, also of a task that failed
     except KilledWorker as error:
@@ -62,6 +60,26 @@ def follow(
     except (SupervisorLostError, SchedulerLostError) as error:
         _set_crashed(task.task_run_id, error)
         raise
+
+
+def _watch(
+    task: PrefectDaskFuture[Any], watch: TaskWatch, display: Display, timeout_s: float
+) -> None:
+    future, started_s = task.wrapped_future, time.monotonic()
+    sign = WaitingSign(display.take)
+    with display:
+        while future.status == "pending" and (waited_s := time.monotonic() - started_s) < timeout_s:
+            PrefectDaskFuture.wait(task, min(LOOK_EVERY_S, timeout_s - waited_s))
+            if future.status == "pending":
+                watch.look()
+                if not display.has_news and (why := watch.why_not_begun(waited_s)):
+                    sign.show(why)
+                display.turn()
+
+
+def _name_of(future: Future[Any]) -> str:
+    key = str(future.key)
+    return key.rpartition("-")[0] or key  # Dask adds a digest to the function's name
 
 
 def _set_crashed(task_run_id: UUID, error: Exception) -> None:

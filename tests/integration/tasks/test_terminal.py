@@ -1,0 +1,216 @@
+"""Progress where a person started the flow: a bar in a terminal, plain lines in a pipe, and why a
+task has not begun."""
+
+import logging
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import nbformat
+import pytest
+from distributed import Client, Event, LocalCluster
+from nbclient import NotebookClient
+from prefect import flow
+from prefect_dask import DaskTaskRunner
+
+from prefect_torch_ddp.tasks.watch.watched_task import WatchedTask
+from tests.support.terminals import environment_with, in_terminal, seen_in
+from tests.support.waiting import HANG_S, wait_until
+
+TRAIN = """
+import sys
+from prefect_torch_ddp import ClusterParams, TrainParams, train_flow
+from prefect_torch_ddp.tasks.watch import terminal
+
+if __name__ == "__main__":
+    folder, address = sys.argv[1:]
+    terminal.LINE_EVERY_S = 0.0
+    params = TrainParams(
+        workload="tests.workloads.tiny:Steered",
+        storage=folder + "/store",
+        options={"folder": folder},
+        cluster=ClusterParams(address=address or None),
+    )
+    print("begins")
+    train_flow(params)
+    print("over")
+"""
+TASK = """
+import sys
+from pathlib import Path
+from prefect import flow
+from prefect_dask import DaskTaskRunner
+from prefect_torch_ddp import ddp_task
+from tests.workloads.flows import fit
+
+@flow(task_runner=DaskTaskRunner(address=sys.argv[2]))
+def nightly():
+    task = ddp_task(world_size=2, storage=sys.argv[1] + "/store")(fit)
+    print(task.submit(epochs=400).result()["attempt"], task(epochs=400)["attempt"])
+
+if __name__ == "__main__":
+    nightly()
+"""
+LINE = re.compile(r"\d\d:\d\d:\d\d\.\d{3} \| [A-Z]+ +\| .* - .*|")
+"""As Prefect writes a record, or nothing."""
+TRAINS = r"epoch [\d,]+/100,?000 · step [\d,]+/700,000 · loss \S+ · .*left"
+LOUD = {"PREFECT_LOGGING_LEVEL": "INFO"}
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    """Write a script that runs train_flow until its folder has `enough`."""
+    (tmp_path / "train.py").write_text(TRAIN)
+    return tmp_path / "train.py"
+
+
+@pytest.mark.usefixtures("prefect_api")
+def test_a_bar_in_a_terminal_with_whole_log_lines_above_it(script: Path, tmp_path: Path) -> None:
+    """The stages pass by in one line, lines of all processes stay whole above it, and Ctrl-C ends
+    it: the cursor is there again, and no bar is left."""
+    with in_terminal(script, str(tmp_path), "", **LOUD) as terminal:
+        wait_until(lambda: re.search(TRAINS, terminal.text), what="a bar with its position")
+        terminal.press_ctrl_c()
+        terminal.wait()
+    lines, erased = seen_in(terminal.text.replace("^C", ""))
+    bars = [line for line in erased if "━" in line]
+    assert {"cluster", "train"} <= {line.split()[0] for line in bars}
+    assert any(re.match(rf"train ━\S+ +0 % {TRAINS}", line) for line in bars)
+    assert max(map(len, bars)) <= 100
+    assert not [line for line in lines if "━" in line]
+    assert terminal.text.rfind("\x1b[?25h") > terminal.text.rfind("\x1b[?25l") > 0
+    said = lines[lines.index("begins") + 1 :]
+    traceback = next((i for i, line in enumerate(said) if line.startswith("Traceback")), None)
+    torn = [line for line in said[:traceback] if not LINE.fullmatch(line)]
+    assert not torn
+    of_train = [line for line in said if "Task run 'train-" in line]
+    assert any("attempt 1 trains" in line for line in of_train)
+    assert any("stopped" in line for line in of_train), of_train
+
+
+@pytest.mark.usefixtures("prefect_api")
+def test_plain_lines_in_a_pipe(script: Path, tmp_path: Path, dask_cluster: LocalCluster) -> None:
+    """Prefect's own lines say how far it is, without a single escape code."""
+    said: list[str] = []
+    with subprocess.Popen(
+        [sys.executable, str(script), str(tmp_path), dask_cluster.scheduler_address],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env=environment_with({"NO_COLOR": None, **LOUD}),
+        text=True,
+    ) as process:
+        for line in process.stdout or ():
+            said.append(line)
+            if re.search(rf"Flow run '.*' - train: 0 % · {TRAINS}", line):
+                (tmp_path / "enough").touch()
+    assert process.returncode == 0, "".join(said)
+    assert "over\n" in said, "".join(said)
+    assert "\x1b" not in "".join(said)
+    assert "━" not in "".join(said)
+
+
+@pytest.mark.extended
+@pytest.mark.usefixtures("prefect_api")
+def test_a_ddp_task_has_the_bar_submitted_or_called(
+    tmp_path: Path, dask_cluster: LocalCluster
+) -> None:
+    """Under a flow of one's own, on a cluster of somebody else's."""
+    (tmp_path / "nightly.py").write_text(TASK)
+    arguments = str(tmp_path), dask_cluster.scheduler_address
+    with in_terminal(tmp_path / "nightly.py", *arguments, **LOUD) as terminal:
+        assert terminal.wait() == 0, terminal.text
+    lines, erased = seen_in(terminal.text)
+    bars = [line for line in erased if "━" in line]
+    assert len([line for line in bars if re.match(r"fit ━\S+ .*epoch \d+/400", line)]) > 1
+    assert "1 1" in lines
+    assert not [line for line in lines if "━" in line]
+
+
+def hold(name: str) -> None:
+    """Keep the worker busy until the event is set."""
+    Event(f"{name}-let-go").wait()
+
+
+def begin() -> str:
+    """Be a task that only has to begin."""
+    return "begun"
+
+
+@contextmanager
+def when_said(text: str, do: Callable[[], object]) -> Iterator[list[str]]:
+    """Do it once a flow run logs the text; give all that flow runs log."""
+    said: list[str] = []
+
+    class Listener(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            said.append(record.getMessage())
+            if text in said[-1]:
+                do()
+
+    listener = Listener()
+    logging.getLogger("prefect.flow_runs").addHandler(listener)
+    try:
+        yield said
+    finally:
+        logging.getLogger("prefect.flow_runs").removeHandler(listener)
+
+
+@pytest.mark.usefixtures("prefect_api")
+def test_a_task_that_has_not_begun_says_what_it_waits_for() -> None:
+    """A cluster whose workers come late, as on Slurm; and one whose worker is busy, with whom."""
+    options = {"n_workers": 0, "threads_per_worker": 1, "dashboard_address": ":0"}
+    with LocalCluster(**options) as cluster, Client(cluster) as client:
+        begin_it = WatchedTask(begin)
+
+        @flow(task_runner=DaskTaskRunner(address=cluster.scheduler_address))
+        def waiting() -> object:
+            return begin_it.submit().result()
+
+        with when_said("the cluster has none yet after", lambda: cluster.scale(1)) as said:
+            assert waiting() == "begun"
+        assert any(re.match(r"waiting for workers: the cluster has none", text) for text in said)
+        client.wait_for_workers(1, timeout=HANG_S)
+        held = client.submit(hold, "slot", pure=False, key="hold-the-night")
+        let_go = Event("slot-let-go", client=client)
+        wait_until(lambda: any(client.processing().values()))
+        with when_said("is busy with hold-the-night", let_go.set) as said:
+            assert waiting() == "begun"
+        assert any(re.match(r"waiting for a worker after \d+ s \(no limit\): ", s) for s in said)
+        held.result(timeout=HANG_S)
+
+
+NOTEBOOK = """
+from prefect import flow
+from prefect_dask import DaskTaskRunner
+from prefect_torch_ddp import ddp_task
+from tests.workloads.flows import fit
+
+@flow(task_runner=DaskTaskRunner(address={address!r}))
+def nightly():
+    return ddp_task(world_size=2, storage={folder!r})(fit).submit(epochs=400).result()["attempt"]
+
+nightly()
+"""
+
+
+@pytest.mark.extended
+@pytest.mark.usefixtures("prefect_api")
+def test_a_notebook_shows_it_in_the_cell(tmp_path: Path, dask_cluster: LocalCluster) -> None:
+    """One output that changes, and is empty at the end; no ipywidgets needed."""
+    cell = nbformat.v4.new_code_cell(
+        NOTEBOOK.format(address=dask_cluster.scheduler_address, folder=str(tmp_path / "store"))
+    )
+    shown: list[str] = []
+
+    class Watched(NotebookClient):
+        def process_message(self, msg, *args):  # type: ignore[no-untyped-def]
+            if msg["msg_type"] in ("display_data", "update_display_data"):
+                shown.append(msg["content"]["data"].get("text/plain", ""))
+            return super().process_message(msg, *args)
+
+    Watched(nbformat.v4.new_notebook(cells=[cell]), timeout=HANG_S, kernel_name="python3").execute()
+    assert any(re.match(r"fit: \d+ % · epoch \d+/400", text) for text in shown), shown
+    assert not shown[-1]
