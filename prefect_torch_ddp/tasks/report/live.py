@@ -17,15 +17,20 @@ from prefect.utilities.context import get_task_and_flow_run_ids
 from prefect_torch_ddp.checkpoint.run_files import read_failures
 from prefect_torch_ddp.errors import GangCancelledError, SupersededError, TaskCancelled
 from prefect_torch_ddp.protocol.events import AttemptBegan, GangEvent, Progress, Waiting
-from prefect_torch_ddp.records.metrics import read_new_records
+from prefect_torch_ddp.records.metrics import (
+    epoch_rows,
+    read_all_records,
+    read_new_records,
+    surviving_records,
+)
 from prefect_torch_ddp.records.rank_log import LogFolder
 from prefect_torch_ddp.records.run_record import RunRecord, find_record, previous_run
-from prefect_torch_ddp.records.timing import newest_lines
+from prefect_torch_ddp.records.timing import TimingLine, newest_lines
 from prefect_torch_ddp.storage.protocol import Storage
 from prefect_torch_ddp.tasks.reading import read_goodput
 from prefect_torch_ddp.tasks.report.artifacts import ArtifactWriter, key
 from prefect_torch_ddp.tasks.report.checkpoints import kept_checkpoints
-from prefect_torch_ddp.tasks.report.curves import MetricCurves
+from prefect_torch_ddp.tasks.report.curves import Curves, MetricCurves
 from prefect_torch_ddp.tasks.report.markdown import text
 from prefect_torch_ddp.tasks.report.plot import render_curves
 from prefect_torch_ddp.tasks.report.progress import Status, TrainingProgress
@@ -38,6 +43,8 @@ FINISH_TIMEOUT_S = 10.0
 LOOK_INTERVAL_S = 20.0
 """Between two looks at the checkpoints, which is a few small objects more."""
 CANCELS = GangCancelledError, TaskCancelled, KeyboardInterrupt, TerminationSignal
+MAX_RECORDS = 500_000
+"""That are read once more at the end, for the epochs: a second's work."""
 READ_SHARE = 1 / 64
 """Records are read again after this share of the training's age: as often as ranks write them."""
 
@@ -77,6 +84,7 @@ class LiveReport:
         self._recent = RecentTimes()
         self._shown: dict[str, Any] = {}
         """What was read, by the names of RunView."""
+        self._num_records = 0
         self._next_look_s = 0.0
         self._lock = threading.Lock()
         self._has_news = True
@@ -150,26 +158,42 @@ class LiveReport:
                     self._finishing.wait(self._interval_s)
 
     def _read(self, *, is_last: bool) -> None:
-        try:
-            at = self._storage, self._training.run_id
-            if records := read_new_records(*at, self._known):
-                self._curves.add(records)
-                curves = self._curves.snapshot()
-                self._shown |= {"curves": curves, "picture": render_curves(curves)}
-                with self._lock:
-                    self._has_news |= not is_last
-            lines = newest_lines(*at)
-            self._shown["ranks"] = lines if is_last else self._recent.add(lines)
-            self._shown["goodput"] = read_goodput(*at)
-            age_s = time.monotonic() - self._started_s
-            if is_last or age_s >= self._next_look_s:
-                self._next_look_s = age_s + max(LOOK_INTERVAL_S, age_s * READ_SHARE)
-                self._shown["failures"] = read_failures(*at)
-                self._shown["checkpoints"] = kept_checkpoints(*at)
-            if "previous" not in self._shown:
-                self._shown["previous"] = previous_of(*at, self._training.experiment)
-        except Exception as error:  # noqa: BLE001 - as above
-            self._warn_once("read the run's records", error)
+        at = self._storage, self._training.run_id
+        readings: dict[str, Any] = {
+            "curves": lambda: self._read_curves(is_last=is_last),
+            "ranks": lambda: self._read_ranks(is_last=is_last),
+            "goodput": lambda: read_goodput(*at),
+        }
+        age_s = time.monotonic() - self._started_s
+        if is_last or age_s >= self._next_look_s:
+            self._next_look_s = age_s + max(LOOK_INTERVAL_S, age_s * READ_SHARE)
+            readings["failures"] = lambda: read_failures(*at)
+            readings["checkpoints"] = lambda: kept_checkpoints(*at)
+        # Of train_flow the task that publishes reads the epochs.
+        if is_last and self._training.status != "trained" and self._num_records < MAX_RECORDS:
+            readings["epochs"] = lambda: epoch_rows(surviving_records(read_all_records(*at)))
+        if "previous" not in self._shown:
+            readings["previous"] = lambda: previous_of(*at, self._training.experiment)
+        for name, read in readings.items():
+            try:
+                self._shown[name] = read()
+            except Exception as error:  # noqa: BLE001 - as above
+                self._warn_once(f"read the run's {name}", error)
+
+    def _read_curves(self, *, is_last: bool) -> Curves:
+        if records := read_new_records(self._storage, self._training.run_id, self._known):
+            self._num_records += len(records)
+            self._curves.add(records)
+            curves = self._curves.snapshot()
+            self._shown |= {"curves": curves, "picture": render_curves(curves)}
+            with self._lock:
+                self._has_news |= not is_last
+        shown: Curves = self._shown.get("curves", Curves())
+        return shown
+
+    def _read_ranks(self, *, is_last: bool) -> list[TimingLine]:
+        lines = newest_lines(self._storage, self._training.run_id)
+        return lines if is_last else self._recent.add(lines)
 
     def _connect(self, stack: ExitStack) -> ArtifactWriter:
         # With settings of its own the client is not the one that the task's thread uses.

@@ -233,7 +233,7 @@ TOP: Sequence[Callable[[RunView], str]] = (
 )
 SECTIONS: Mapping[str, Callable[[RunView], str]] = {
     "Metrics": _metrics,
-    "Epochs": _of_report(lambda report: epoch_table(report.epochs)),
+    "Epochs": lambda view: epoch_table(view.epochs if view.report is None else view.report.epochs),
     "Classes": _classes,
     "Confusion matrix": _of_report(lambda report: confusion_table(report.evaluation)),
     "Worst samples": _of_report(lambda report: worst_row(report.evaluation)),

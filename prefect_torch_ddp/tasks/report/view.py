@@ -9,7 +9,7 @@ from prefect_torch_ddp.protocol.events import FailureRecord
 from prefect_torch_ddp.records.metrics import is_validation
 from prefect_torch_ddp.records.run_record import RunRecord as PreviousRun
 from prefect_torch_ddp.records.timing import TimingLine
-from prefect_torch_ddp.results import FailedAttempt, Goodput, Report, TrainReport
+from prefect_torch_ddp.results import EpochRow, FailedAttempt, Goodput, Report, TrainReport
 from prefect_torch_ddp.tasks.report.checkpoints import KeptCheckpoint
 from prefect_torch_ddp.tasks.report.curves import Curves
 from prefect_torch_ddp.tasks.report.markdown import code, count, number, percent, text
@@ -37,6 +37,7 @@ class RunView:
     previous: PreviousRun | None = None
     """The run of the same experiment to compare with."""
     failures: Sequence[FailedAttempt | FailureRecord] = ()
+    epochs: Sequence[EpochRow] = ()
     report: TrainReport | None = None
     """Of train_flow, at its end."""
     record: RunRecord | None = None
@@ -52,7 +53,19 @@ def headline(view: RunView) -> str:
     training = view.training
     evaluation = "" if view.report is None else _evaluated(view.report.evaluation)
     ending = evaluation or text(training.line.removesuffix(f" · {training.status}"))
-    parts = [f"# {text(training.name)}: {training.status}", ending, awaited_rank(view.ranks)]
+    last = view.failures[-1] if view.failures else None
+    status: str = training.status
+    if (
+        last is not None
+        and last.step is not None
+        and (status, last.attempt)
+        == (
+            "failed",
+            training.attempt,
+        )
+    ):
+        status += f" in step {count(last.step)}"
+    parts = [f"# {text(training.name)}: {status}", ending, awaited_rank(view.ranks)]
     return " · ".join(filter(None, parts))
 
 

@@ -1,7 +1,9 @@
 """Level 2: a function that takes a RankContext is a Prefect task on its flow's Dask cluster."""
 
+import base64
 import inspect
 import os
+import re
 import subprocess
 import sys
 import time
@@ -13,8 +15,13 @@ import pytest
 from distributed import LocalCluster
 from prefect import Task, flow
 from prefect.client.orchestration import get_client
-from prefect.client.schemas.filters import FlowFilter, FlowFilterName
-from prefect.client.schemas.objects import Log
+from prefect.client.schemas.filters import (
+    ArtifactFilter,
+    ArtifactFilterFlowRunId,
+    FlowFilter,
+    FlowFilterName,
+)
+from prefect.client.schemas.objects import Artifact, Log
 from prefect.runtime import flow_run
 from prefect_dask import DaskTaskRunner
 
@@ -30,6 +37,7 @@ from prefect_torch_ddp import (
 )
 from prefect_torch_ddp.checkpoint.attempts import newest_attempt
 from prefect_torch_ddp.storage.directory import DirectoryStorage
+from prefect_torch_ddp.tasks.report.artifacts import key
 from tests.support.gangs import by_rank
 from tests.support.records import assert_adds_up
 from tests.support.runs import logs_of, retry_from_the_cli, states_of, task_runs_of
@@ -263,6 +271,65 @@ def test_a_retry_resumes(dask_cluster: LocalCluster, tmp_path: Path) -> None:
         found = read_goodput(tmp_path, run.name)
         assert_adds_up(found, num_attempts=num_attempts, at_most_s=took_s)
         assert (found.redone_s > 0) == (name == "faulty")
+
+
+def test_each_training_has_its_own_page_with_the_right_numbers(
+    dask_cluster: LocalCluster, tmp_path: Path
+) -> None:
+    """Two calls of one task and one of another are three pages and three progress artifacts; after
+    a retry the page is whole, and one that fails for good says why, with the curves so far."""
+    train: Any = task(tmp_path, retries=1, retry_delay_seconds=0)
+    other = train.with_options(name="other_fit")
+    doomed = train.with_options(name="doomed", retries=0)
+
+    @flow(task_runner=on(dask_cluster))
+    def trains() -> str | None:
+        train.submit(fail_at=7).result()
+        train(fail_at=None)
+        other(fail_at=None)
+        with pytest.raises(RankFailedError):
+            doomed(fail_at=7)
+        return flow_run.id
+
+    flow_run_id = run_id(trains())
+    pages = [str(one.data) for one in made_by(flow_run_id) if one.type == "markdown"]
+    lines = [str(one.description) for one in made_by(flow_run_id) if one.type == "progress"]
+    keys = [one.key for one in made_by(flow_run_id)]
+    assert [keys.count(key("report", name)) for name in ("fit", "other_fit", "doomed")] == [2, 1, 1]
+    resumed, *whole, failed = pages
+    for page, name in zip([resumed, *whole], ("fit", "fit", "other_fit"), strict=True):
+        assert page.startswith(f"# {name}: finished · epoch 2/2 · step 12/12 · loss 0.")
+        assert "| 2 | 6 | 24 | " in page.partition("## Epochs")[2].partition("\n\n## ")[0]
+        steps = [f"step {step}, attempt" for step in (12, 9)]
+        assert all(step in page for step in steps), page
+        assert "| learning_rate |  | 0.01 | 0.01 (step 1) | 0.01 (step 1) |" in page
+        assert "| checkpoint.every_steps | `3` |" in page
+    assert "| fail_at | `7` |" in resumed
+    assert "| 1 | 2 | 7 | rank 1 on 127.0.0.1 failed in attempt 1: ValueError: told" in resumed
+    assert ["attempt 2" in svg_of(page) for page in pages] == [True, False, False, False]
+    assert failed.startswith("# doomed: failed in step 7 · ")
+    assert "```text\nRankFailedError: " in failed
+    assert "ValueError: told to fail" in failed.partition("```text")[2].partition("```")[0]
+    assert "learning_rate" in svg_of(failed)
+    assert {re.sub(r"[\d.]+ · finished", "", line) for line in lines[:3]} == {
+        "epoch 2/2 · step 12/12 · loss "
+    }
+    assert re.fullmatch(r"epoch [12]/2 · step \d+/12 · loss [\d.]+ · failed", str(lines[3]))
+
+
+def made_by(flow_run_id: UUID) -> list[Artifact]:
+    """Return the artifacts of a flow run, in the order in which they were made."""
+    with get_client(sync_client=True) as client:
+        where = ArtifactFilter(flow_run_id=ArtifactFilterFlowRunId(any_=[flow_run_id]))
+        found = client.read_artifacts(artifact_filter=where)
+    return sorted(found, key=lambda one: one.created)
+
+
+def svg_of(page: str) -> str:
+    """Return the picture of the curves."""
+    found = re.search(r"!\[training curves\]\(data:image/svg\+xml;base64,([\w+/=]+)\)", page)
+    assert found is not None, page
+    return base64.b64decode(found[1]).decode()
 
 
 def test_saved_files_outlive_the_failure(dask_cluster: LocalCluster, tmp_path: Path) -> None:
