@@ -134,7 +134,7 @@ def evaluate(ctx: RankContext) -> Report:
     ):
         with autocast(ctx, options):
             logits = net(inputs.to(ctx.device))
-        meter.update(logits.float(), targets)
+        meter.update(logits.float(), targets, images=inputs)
     return meter.report()
 
 

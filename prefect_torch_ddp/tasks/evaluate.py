@@ -60,6 +60,9 @@ def _evaluate(run: Run, checkpoint: CheckpointRef, world_size: int) -> Report:
             **run.gang_options(world_size, max_restarts=0),
         )
     report = Report.model_validate(reports[0])
-    words = "evaluated step %d on %d samples: accuracy %s"
-    get_run_logger().info(words, checkpoint.step, report.num_samples, report.accuracy)
+    scores = {"accuracy": report.accuracy, "loss": report.loss, **report.metrics}
+    shown = [f"{name} {score:.4g}" for name, score in scores.items() if score is not None]
+    words = "evaluated step %d on %d samples: %s"
+    found = ", ".join(shown) or "no score"
+    get_run_logger().info(words, checkpoint.step, report.num_samples, found)
     return report

@@ -48,7 +48,8 @@ def matrix_picture(matrix: Matrix, names: Sequence[str]) -> str:
     cell = max(smallest, min(MAX_CELL, (SIDE if is_named else 1.5 * SIDE) // num))
     size = min(12, cell - 1) if is_named else 11
     labels = [_words(name) if is_named else _tenth(i) for i, name in enumerate(names, 1)]
-    left = top = 30 + max(map(_num_columns, labels)) * size * LETTER
+    longest = max(map(_num_columns, labels)) * size * LETTER
+    left = top = 30 + longest
     side, bottom = num * cell, top + num * cell
     cells = f'x="{left:g}" y="{top:g}" width="{side:g}" height="{side:g}"'
     drawn = [
@@ -59,14 +60,18 @@ def matrix_picture(matrix: Matrix, names: Sequence[str]) -> str:
         _counts(matrix, cell, left, top),
         _legend(left, bottom + 16),
     ]
+    is_short = longest < cell
     for i, label in enumerate(labels):
         if not label:
             continue
-        beside = (i + 0.5) * cell + size * 0.35
-        drawn += [
-            _text((left - 6, top + beside), label, size, "end"),
-            _upright((left + beside, top - 6), label, size),
-        ]
+        middle = (i + 0.5) * cell
+        beside = middle + size * 0.35
+        drawn.append(_text((left - 6, top + beside), label, size, "end"))
+        drawn.append(
+            _text((left + middle, top - 6), label, size, "middle")
+            if is_short
+            else _upright((left + beside, top - 6), label, size)
+        )
     width, height = left + max(side, 250) + 10, bottom + 42
     return _image("confusion matrix", width, height, drawn)
 
