@@ -12,6 +12,7 @@ from prefect_torch_ddp.gang.run import run_gang
 from prefect_torch_ddp.records.rank_log import LogFolder
 from prefect_torch_ddp.results import DatasetReport
 from prefect_torch_ddp.tasks.cluster import current_client
+from prefect_torch_ddp.tasks.report.markdown import count, size
 from prefect_torch_ddp.tasks.run import RUN_STAGE, Run, log_to_run
 from prefect_torch_ddp.tasks.watch.cancel import or_cancelled
 
@@ -48,6 +49,7 @@ def _prepare(run: Run) -> DatasetReport:
             **run.gang_options(world_size=1, max_restarts=0, progress_timeout_s=None),
         )
     made = DatasetReport.model_validate(report)
-    words = "prepared dataset %s: %d files, %d bytes, at %s"
-    get_run_logger().info(words, made.dataset_id, made.num_files, made.num_bytes, made.uri)
+    words = "prepared dataset %s (%s files, %s) at %s"
+    extent = count(made.num_files), size(made.num_bytes)
+    get_run_logger().info(words, made.dataset_id, *extent, made.uri)
     return made

@@ -136,6 +136,20 @@ def flood(num_lines: int) -> None:
             logging.getLogger("user.code").warning("half of it\nis done")
 
 
+def say_the_same_and_fail(rank: int) -> None:
+    """Say the same on all ranks, print on one, and fail there once the others wait for it."""
+    import torch.distributed as dist
+
+    print("all say this")
+    logging.getLogger("prefect_torch_ddp.own").info("all log this")
+    dist.barrier()
+    if dist.get_rank() == rank:
+        print("my last words")
+        msg = "a bug"
+        raise ValueError(msg)
+    dist.barrier()
+
+
 def load_with_workers(context: str | None) -> int:
     """Read a dataset through two DataLoader workers."""
     from torch.utils.data import DataLoader

@@ -88,6 +88,11 @@ class RankLines:
         for text in texts[num_admitted:][-LAST_LINES:]:
             self._last.append(LogLine(self._rank, level, text, logger))
 
+    def keep(self, text: str) -> None:
+        """Keep what the run's log gets in another way: what the rank failed with."""
+        if self.writer is not None:
+            self.writer.add([text], "ERROR ")
+
     def tell_left_out(self) -> Iterator[LogLine]:
         """Yield how many lines were left out, at the end of a period."""
         for limit in self._limits.values():

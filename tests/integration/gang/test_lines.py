@@ -1,17 +1,21 @@
-"""A flood of lines: limited for people, whole in the storage, and no rank waits for either."""
+"""What becomes of ranks' lines: equal ones are one, floods are limited, all are in the storage."""
 
+import logging
 import re
 from pathlib import Path
 
+import pytest
 from distributed import Client
 
-from prefect_torch_ddp import DirectoryStorage, run_gang
+from prefect_torch_ddp import DirectoryStorage, RankFailedError, run_gang
+from prefect_torch_ddp.gang.caller import lines
 from prefect_torch_ddp.gang.caller.lines import rank_text
 from prefect_torch_ddp.gang.restarts import CallAttemptLog
 from prefect_torch_ddp.gang.worker.rank_lines import LAST_LINES, MOST_LINES
 from prefect_torch_ddp.protocol.events import GangEvent, LogLine
 from prefect_torch_ddp.records.rank_log import LogFolder
 from tests.support.gangs import by_rank
+from tests.support.waiting import HANG_S
 from tests.workloads import plain
 
 NUM_LINES = 20_000
@@ -48,7 +52,26 @@ def test_a_flood_is_limited_in_the_log_and_whole_in_the_storage(
         num_left_out = sum(int(match[1].replace(",", "")) for match in notes)
         assert len(said) - len(notes) + num_left_out == NUM_LINES + 1
     (part,) = (tmp_path / "runs/run/logs/rank-00001").iterdir()
-    lines = [line.split(" ", 1) for line in part.read_text().splitlines()]
-    assert [line[1] for line in lines if line[1].startswith("rank 1 ")] == printed
-    logged = next(i for i, line in enumerate(lines) if line[1] == "WARNING user.code: half of it")
-    assert lines[logged + 1] == ["is", "done"]
+    kept = [line.split(" ", 1) for line in part.read_text().splitlines()]
+    assert [line[1] for line in kept if line[1].startswith("rank 1 ")] == printed
+    logged = next(i for i, line in enumerate(kept) if line[1] == "WARNING user.code: half of it")
+    assert kept[logged + 1] == ["is", "done"]
+
+
+def test_what_all_ranks_say_is_said_once_and_before_the_failure(
+    dask_client: Client,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A line waits for equal ones of other ranks, but for no longer than until the gang fails."""
+    monkeypatch.setattr(lines, "MERGE_S", 2 * HANG_S)
+    call = {"args": (1,), "world_size": 4, "ranks_per_worker": 2}
+    log = CallAttemptLog(logs=LogFolder(DirectoryStorage(tmp_path), "run"))
+    with caplog.at_level(logging.INFO, "prefect_torch_ddp.ranks"), pytest.raises(RankFailedError):
+        run_gang(dask_client, plain.say_the_same_and_fail, **call, attempt_log=log)
+    said = ["[ranks 0-3] all say this", "[ranks 0-3] all log this", "[rank 1] my last words"]
+    assert sorted(caplog.messages) == sorted(said)
+    (part,) = (tmp_path / "runs/run/logs/rank-00001").iterdir()
+    assert "ERROR Traceback" in part.read_text()
+    assert part.read_text().endswith("\nValueError: a bug\n")
