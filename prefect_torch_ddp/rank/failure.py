@@ -43,8 +43,8 @@ _TRANSIENT_TEXT = re.compile(
 _ADVICE = {
     "more than 1 value per channel": (
         "BatchNorm can't train on a single sample, which is all that this rank has of the global "
-        "batch: pass drop_last=True to ctx.loader, or choose a global_batch_size that leaves each "
-        "rank two samples or more of an epoch's tail"
+        "batch or of a micro-batch: pass drop_last=True to ctx.loader, or choose a "
+        "global_batch_size, or a max_samples, that leaves two samples or more of an epoch's tail"
     ),
     "default process group twice": (
         "run_gang and ddp_task initialise the process group themselves; for a function that does "

@@ -42,13 +42,15 @@ ROOT = Path(__file__).parents[3]
 PREFECT = [sys.executable, "-m", "prefect", "--no-prompt"]
 
 
-def prefect(*command: str, timeout_s: float = 120) -> str:
+def prefect(*command: str, timeout_s: float = 120, log: Path | None = None) -> str:
     """Run a Prefect command in the repository's root, as a person would, and return what it
-    printed."""
+    printed; where it fails, the end of a worker's log tells the cause."""
     run = {"cwd": ROOT, "capture_output": True, "text": True, "timeout": timeout_s}
     done = subprocess.run([*PREFECT, *command], **run, check=False)
-    assert done.returncode == 0, f"{command}: {done.stdout[-3000:]}\n{done.stderr[-3000:]}"
-    return done.stdout
+    if done.returncode == 0:
+        return done.stdout
+    why = "" if log is None else f"\n{log.read_text(errors='replace')[-12_000:]}"
+    pytest.fail(f"{command}: {done.stdout[-3000:]}\n{done.stderr[-3000:]}{why}")
 
 
 @pytest.fixture
@@ -80,7 +82,7 @@ def test_nightly_runs_to_completed(deployed: str, tmp_path: Path) -> None:
     }
     given = f"params={json.dumps(params)}"
     run_it = ("deployment", "run", "train-ddp/nightly", "--watch", "--param", given)
-    printed = prefect(*run_it, timeout_s=240)
+    printed = prefect(*run_it, timeout_s=240, log=tmp_path / "worker.log")
     assert "Completed" in printed
     with get_client(sync_client=True) as client:
         where = DeploymentFilter(name=DeploymentFilterName(any_=["nightly"]))
