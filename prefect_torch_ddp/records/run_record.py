@@ -44,7 +44,7 @@ class AttemptRecord(Result):
     hosts: tuple[str, ...] = ()
     """Of each rank, in rank order."""
     devices: tuple[str, ...] = ()
-    """Of each rank: `cpu`, or `cuda:` and its position among the worker's visible devices."""
+    """Of each rank, e.g. `cpu`; known at the end of the last attempt of a task run."""
 
 
 class RunRecord(Result):

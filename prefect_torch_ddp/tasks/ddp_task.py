@@ -14,10 +14,14 @@ from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.gang.checks import checked
 from prefect_torch_ddp.gang.run import run_gang
 from prefect_torch_ddp.params import ContextOptions, ContextParams
+from prefect_torch_ddp.protocol.events import GangEvent
 from prefect_torch_ddp.rank.context import RankContext
+from prefect_torch_ddp.storage.protocol import Storage
 from prefect_torch_ddp.tasks.blocks import resolve_storage
 from prefect_torch_ddp.tasks.cluster import current_client
 from prefect_torch_ddp.tasks.digest import digest_of
+from prefect_torch_ddp.tasks.record.draft import draft_record, plain_values
+from prefect_torch_ddp.tasks.record.recorder import RunRecorder
 from prefect_torch_ddp.tasks.report.live import LiveReport
 from prefect_torch_ddp.tasks.report.progress import TrainingProgress, shown_params
 from prefect_torch_ddp.tasks.run import (
@@ -29,7 +33,7 @@ from prefect_torch_ddp.tasks.run import (
     run_id_of,
     slug,
 )
-from prefect_torch_ddp.tasks.train import is_worth_a_retry
+from prefect_torch_ddp.tasks.train import is_final, is_worth_a_retry
 from prefect_torch_ddp.tasks.watch.cancel import or_cancelled
 from prefect_torch_ddp.tasks.watch.terminal import display_here
 from prefect_torch_ddp.tasks.watch.watched_task import WatchedTask
@@ -152,10 +156,18 @@ def run_as_task(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str
     run_id = _run_id(context, params, args, kwargs)
     resume_from = resume_point(params.resume_from, storage, run_id)
     get_run_logger().info("trains as run %s in %s", run_id, storage.uri)
-    given = shown_params(params, inspect.signature(task.fn).bind(*args, **kwargs).arguments)
+    arguments = inspect.signature(task.fn).bind(*args, **kwargs).arguments
+    given = shown_params(params, arguments)
     shown = TrainingProgress(run_id, task.name, task.name, given, params.world_size or 0)
     report = LiveReport(storage, shown)
-    with report as live, current_client() as client, display_here():
+    recorder = _recorder(task, fn, run_id, storage, arguments)
+    report.record = lambda: recorder.record
+
+    def receive(event: GangEvent) -> None:
+        report.receive(event)
+        recorder.receive(event)
+
+    with report, recorder, current_client() as client, display_here():
         values: list[Any] = run_gang(
             client,
             RUN_TASK,
@@ -169,10 +181,24 @@ def run_as_task(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str
             world_size_divides=params.virtual_ranks,
             name=run_id,
             attempt_log=RunAttemptLog(storage, run_id, knows_steps=False),
-            on_event=log_to_run(live.receive, shown),
+            on_event=log_to_run(receive, shown),
             **params.options_of_gang(),
         )
+        recorder.returned(values[0])
     return values[0]
+
+
+def _recorder(
+    task: GangTask[..., Any],
+    fn: Callable[..., Any],
+    run_id: str,
+    storage: Storage,
+    arguments: Mapping[str, Any],
+) -> RunRecorder:
+    named = {"workload": f"{fn.__module__}:{fn.__qualname__}", "arguments": plain_values(arguments)}
+    draft = draft_record(task.params, run_id, task.name, storage, **named)
+    source = getattr(getattr(fn, "__code__", None), "co_filename", None)
+    return RunRecorder(storage, draft, source, task.params.checkpoint, is_final)
 
 
 def _run_id(

@@ -28,13 +28,13 @@ from prefect_torch_ddp.results import (
 )
 from prefect_torch_ddp.storage.protocol import Storage
 from prefect_torch_ddp.tasks.reading import read_goodput
+from prefect_torch_ddp.tasks.record.draft import complete_record
 from prefect_torch_ddp.tasks.report.artifacts import ArtifactWriter, key
 from prefect_torch_ddp.tasks.report.checkpoints import kept_checkpoints
 from prefect_torch_ddp.tasks.report.curves import MetricCurves
 from prefect_torch_ddp.tasks.report.live import previous_of
 from prefect_torch_ddp.tasks.report.progress import TrainingProgress, shown_params
 from prefect_torch_ddp.tasks.report.report import render_page
-from prefect_torch_ddp.tasks.report.run_record import read_run_record
 from prefect_torch_ddp.tasks.report.view import RunView
 from prefect_torch_ddp.tasks.watch.terminal import Teller
 
@@ -78,7 +78,7 @@ def publish(  # noqa: PLR0913, PLR0917
         previous=previous_of(storage, training.run_id, experiment),
         failures=training.failures,
         report=report,
-        record=read_run_record(),
+        record=complete_record(storage, training.run_id, experiment, evaluation, checkpoint),
         ranks=newest_lines(storage, training.run_id),
         goodput=read_goodput(storage, training.run_id),
         logs=LogFolder(storage, training.run_id).uri,

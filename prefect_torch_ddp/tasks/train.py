@@ -1,6 +1,7 @@
 """The task that trains: a gang of ranks under supervision, which a retry resumes."""
 
 import time
+from importlib.util import find_spec
 from typing import Any
 
 from prefect import Task, task
@@ -27,6 +28,8 @@ from prefect_torch_ddp.gang.run import run_gang
 from prefect_torch_ddp.protocol.events import AttemptBegan, GangEvent
 from prefect_torch_ddp.results import DatasetReport, FailedAttempt, TrainingSummary
 from prefect_torch_ddp.tasks.cluster import current_client
+from prefect_torch_ddp.tasks.record.draft import draft_record, plain_values
+from prefect_torch_ddp.tasks.record.recorder import RunRecorder
 from prefect_torch_ddp.tasks.report.live import LiveReport
 from prefect_torch_ddp.tasks.report.progress import TrainingProgress, shown_params
 from prefect_torch_ddp.tasks.run import RUN_STAGE, Run, RunAttemptLog, log_to_run
@@ -43,12 +46,16 @@ FINAL = (
 
 def is_worth_a_retry(_task: Task[Any, Any], _task_run: TaskRun, state: State[Any]) -> bool:
     """Tell Prefect whether another attempt may end better."""
-    error = state.result(raise_on_failure=False)
+    return not is_final(state.result(raise_on_failure=False))
+
+
+def is_final(error: BaseException) -> bool:
+    """Tell whether another attempt would end in the same way, or nobody wants one."""
     if isinstance(error, RankFailedError) and error.why_final is not None:
-        return False
+        return True
     if isinstance(error, FINAL):
-        return False
-    return not isinstance(getattr(error, "__cause__", None), ImportError | SyntaxError)
+        return True
+    return isinstance(getattr(error, "__cause__", None), ImportError | SyntaxError)
 
 
 def failed_attempts(run: Run) -> tuple[FailedAttempt, ...]:
@@ -100,6 +107,7 @@ def _train_on_gang(run: Run, dataset: DatasetReport) -> TrainingSummary:
     def show(event: GangEvent) -> None:
         nonlocal began, began_s
         live.receive(event)
+        recorder.receive(event)
         if isinstance(event, AttemptBegan):
             began, began_s = event, time.monotonic()
             of = f" of {params.world_size}" if event.world_size < params.world_size else ""
@@ -108,7 +116,8 @@ def _train_on_gang(run: Run, dataset: DatasetReport) -> TrainingSummary:
             logger.info(words, *values)
 
     report = LiveReport(run.storage, shown, is_published=True)
-    with report as live, current_client() as client:
+    with report as live, _recorder(run, dataset) as recorder, current_client() as client:
+        live.record = lambda: recorder.record
         values = run_gang(
             client,
             RUN_STAGE,
@@ -120,13 +129,33 @@ def _train_on_gang(run: Run, dataset: DatasetReport) -> TrainingSummary:
             on_event=log_to_run(show, shown),
             **run.gang_options(params.world_size),
         )
-    return TrainingSummary(
-        run_id=run.run_id,
-        attempt=began.attempt,
-        world_size=began.world_size,
-        failures=failed_attempts(run),
-        duration_s=time.monotonic() - began_s,
-        **values[0],
+        summary = TrainingSummary(
+            run_id=run.run_id,
+            attempt=began.attempt,
+            world_size=began.world_size,
+            failures=failed_attempts(run),
+            duration_s=time.monotonic() - began_s,
+            **values[0],
+        )
+        recorder.trained(summary)
+    return summary
+
+
+def _recorder(run: Run, dataset: DatasetReport) -> RunRecorder:
+    params = run.params
+    source = None if run.source is None else run.source.uri
+    draft = draft_record(
+        params,
+        run.run_id,
+        run.experiment,
+        run.storage,
+        workload=params.workload,
+        data_options=plain_values({**params.data_options, "source": source}),
+        dataset=dataset,
+    )
+    path = find_spec(params.workload.partition(":")[0])
+    return RunRecorder(
+        run.storage, draft, path.origin if path else None, params.checkpoint, is_final
     )
 
 

@@ -6,7 +6,7 @@ import threading
 import time
 from contextlib import ExitStack, suppress
 from datetime import UTC, datetime
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from prefect.client.orchestration import get_client
 from prefect.exceptions import MissingContextError, TerminationSignal
@@ -37,6 +37,9 @@ from prefect_torch_ddp.tasks.report.progress import Status, TrainingProgress
 from prefect_torch_ddp.tasks.report.ranks import RecentTimes
 from prefect_torch_ddp.tasks.report.report import render_page
 from prefect_torch_ddp.tasks.report.view import RunView
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 REQUEST_TIMEOUT_S = 5.0
 FINISH_TIMEOUT_S = 10.0
@@ -86,6 +89,8 @@ class LiveReport:
         """What was read, by the names of RunView."""
         self._num_records = 0
         self._next_look_s = 0.0
+        self.record: Callable[[], RunRecord | None] = lambda: None
+        """Gives what the page shows of the run's code and environment."""
         self._lock = threading.Lock()
         self._has_news = True
         self._finishing = threading.Event()
@@ -214,6 +219,7 @@ class LiveReport:
                 elapsed_s=time.monotonic() - self._started_s,
                 updated_at=datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC"),
                 logs=LogFolder(self._storage, training.run_id).uri,
+                record=self.record(),
                 **self._shown,
             )
             page = render_page(view)

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 
 from prefect_torch_ddp.protocol.events import FailureRecord
+from prefect_torch_ddp.records.run_record import AttemptRecord
 from prefect_torch_ddp.results import (
     EpochLedger,
     EpochRow,
@@ -38,6 +39,7 @@ MAX_METRIC_COLUMNS = 6
 MAX_WARNED_EPOCHS = 3
 MAX_LEDGER_LINES = 50
 MAX_FAILURES = 50
+MAX_HOSTS = 5
 MAX_NAMES = 10
 MAX_METRIC_ROWS = 100
 
@@ -127,27 +129,44 @@ def _params(view: RunView) -> str:
 
 
 def _run_record(view: RunView) -> str:
-    report, record = view.report, view.record
-    if report is None or record is None:
+    record = view.record
+    if record is None:
         return ""
-    training, dataset = report.training, report.dataset
-    step = training.resumed_from_step
+    dataset, steps, versions = record.dataset, record.num_steps, dict(record.versions)
+    ours = versions.pop("prefect-torch-ddp", "")
     facts = {
-        "run": code(report.run_id),
-        "workload": code(view.training.name),
-        "code": f"prefect-torch-ddp {text(record.code_version)}",
-        "git commit": code(record.git_commit or ""),
-        **{name: text(version) for name, version in record.versions.items()},
-        "dataset": f"{count(dataset.num_files)} files, {count(dataset.num_bytes)} bytes",
-        "dataset digest": code(dataset.digest),
-        "dataset location": code(dataset.uri),
-        "seed": str(view.training.params.get("seed", "")),
-        "world size": f"{training.world_size} ranks",
-        "steps": f"{count(training.num_steps)} in {count(training.num_epochs)} epochs",
-        "attempts": f"{training.attempt}" + ("" if step is None else f", resumed from step {step}"),
-        "training time of the last attempt": duration(training.duration_s),
+        "run": code(record.run_id),
+        "workload": code(record.workload),
+        "git commit": code(f"{record.commit}{'-dirty' * record.is_dirty}" if record.commit else ""),
+        "code": f"prefect-torch-ddp {text(ours)}" if ours else "",
+        **{text(name): text(value) for name, value in versions.items()},
+        "seed": str(record.seed),
+        "split": text(", ".join(f"{name} {count(num)}" for name, num in record.split.items())),
+        "steps": f"{count(steps)} in {count(record.num_epochs or 0)} epochs" if steps else "",
+        "world size": text("; ".join(map(_attempt_line, record.attempts[-MAX_FAILURES:]))),
     }
+    if dataset is not None:
+        facts |= {
+            "dataset": f"{count(dataset.num_files)} files, {count(dataset.num_bytes)} bytes",
+            "dataset digest": code(dataset.digest),
+            "dataset location": code(dataset.uri),
+        }
+    if view.report is not None:
+        training = view.report.training
+        step = training.resumed_from_step
+        resumed = "" if step is None else f", resumed from step {step}"
+        facts |= {
+            "attempts": f"{training.attempt}{resumed}",
+            "training time of the last attempt": duration(training.duration_s),
+        }
     return fact_table(facts)
+
+
+def _attempt_line(attempt: AttemptRecord) -> str:
+    hosts = list(dict.fromkeys(attempt.hosts))
+    on = f" on {', '.join(hosts[:MAX_HOSTS])}" + (" ..." if len(hosts) > MAX_HOSTS else "")
+    took = f", {duration((attempt.ended - attempt.began).total_seconds())}" if attempt.ended else ""
+    return f"attempt {attempt.attempt}: {attempt.world_size} ranks{on if hosts else ''}{took}"
 
 
 def epoch_table(rows: Sequence[EpochRow]) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from prefect_torch_ddp.protocol.events import FailureRecord
 from prefect_torch_ddp.records.metrics import is_validation
-from prefect_torch_ddp.records.run_record import RunRecord as PreviousRun
+from prefect_torch_ddp.records.run_record import RunRecord
 from prefect_torch_ddp.records.timing import TimingLine
 from prefect_torch_ddp.results import EpochRow, FailedAttempt, Goodput, Report, TrainReport
 from prefect_torch_ddp.tasks.report.checkpoints import KeptCheckpoint
@@ -15,7 +15,6 @@ from prefect_torch_ddp.tasks.report.curves import Curves
 from prefect_torch_ddp.tasks.report.markdown import code, count, number, percent, text
 from prefect_torch_ddp.tasks.report.progress import TrainingProgress
 from prefect_torch_ddp.tasks.report.ranks import awaited_rank
-from prefect_torch_ddp.tasks.report.run_record import RunRecord
 
 MAX_HEADLINE_METRICS = 3
 SCORE = re.compile(r"acc|f1|auc|precision|recall|r2|r²|\bmap\b|iou|dice|bleu|rouge|score|top_?\d")
@@ -34,7 +33,7 @@ class RunView:
     picture: str | None = None
     """The curves, a markdown image, if it is there already."""
     checkpoints: Sequence[KeptCheckpoint] = ()
-    previous: PreviousRun | None = None
+    previous: RunRecord | None = None
     """The run of the same experiment to compare with."""
     failures: Sequence[FailedAttempt | FailureRecord] = ()
     epochs: Sequence[EpochRow] = ()

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from prefect_torch_ddp.tasks.record.versions import git_commit
 from prefect_torch_ddp.tasks.report.checkpoints import load_code
-from prefect_torch_ddp.tasks.report.run_record import git_commit, read_run_record
 
 WEIGHTS = "{'weight': torch.ones(1, 2), 'bias': torch.ones(1)}"
 SAVE = {
@@ -35,21 +35,24 @@ def test_the_code_that_loads_the_model_runs(tmp_path: Path, suffix: str, where: 
     )
 
 
-def test_the_run_record_reads_versions_without_importing_torch():
-    """They come from the packages' metadata."""
+def test_versions_are_those_of_what_the_workload_imports_and_torch_is_not_loaded():
+    """They come from the packages' metadata and the workload's source."""
     run(
-        "import sys; from prefect_torch_ddp.tasks.report.run_record import read_run_record\n"
-        "record = read_run_record(); assert record.code_version[0].isdigit()\n"
-        "assert record.versions['torch'][0].isdigit()\n"
+        "import sys\nfrom pathlib import Path\n"
+        "from prefect_torch_ddp.tasks.record.versions import versions_for\n"
+        "source = Path('prefect_torch_ddp/examples/digits.py').absolute()\n"
+        "found = versions_for(source, 'prefect_torch_ddp.examples.digits')\n"
+        "assert {'python', 'prefect-torch-ddp', 'torch', 'torchvision'} <= set(found), found\n"
+        "assert {'pillow', 'scikit-learn', 'numpy', 'dask', 'distributed'} <= set(found), found\n"
+        "assert found['torch'][0].isdigit() and 'PIL' not in found\n"
         "assert not {'torch', 'prefect', 'dask'} & set(sys.modules)\n"
     )
-    assert set(read_run_record().versions) == {"python", "torch", "prefect", "dask", "distributed"}
 
 
 def test_the_git_commit_is_that_of_the_folder_and_says_when_files_differ(tmp_path: Path):
     """The git commit is that of the folder and says when files differ."""
-    assert git_commit(tmp_path) is None
-    assert git_commit(tmp_path / "absent") is None
+    assert git_commit(tmp_path) == (None, False)
+    assert git_commit(tmp_path / "absent") == (None, False)
     git = ["git", "-c", "user.name=a", "-c", "user.email=a@example.com", "-C", str(tmp_path)]
     (tmp_path / "file").write_text("1")
     subprocess.run([*git, "init", "-q"], check=True)
@@ -58,6 +61,6 @@ def test_the_git_commit_is_that_of_the_folder_and_says_when_files_differ(tmp_pat
     commit = subprocess.run(
         [*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True
     ).stdout.strip()
-    assert git_commit(tmp_path) == commit
+    assert git_commit(tmp_path) == (commit, False)
     (tmp_path / "file").write_text("2")
-    assert git_commit(tmp_path) == f"{commit}-dirty"
+    assert git_commit(tmp_path) == (commit, True)

@@ -4,12 +4,12 @@ import ast
 import math
 import re
 from dataclasses import replace
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 
 import pytest
 
 from prefect_torch_ddp.protocol.events import Progress
-from prefect_torch_ddp.records.run_record import RunRecord as PreviousRun
+from prefect_torch_ddp.records.run_record import AttemptRecord, RunRecord
 from prefect_torch_ddp.results import (
     CheckpointRef,
     ClassScore,
@@ -26,10 +26,35 @@ from prefect_torch_ddp.tasks.report.evaluation import confusion_table
 from prefect_torch_ddp.tasks.report.markdown import code, code_block, duration, number, text
 from prefect_torch_ddp.tasks.report.progress import TrainingProgress
 from prefect_torch_ddp.tasks.report.report import SECTIONS, epoch_table, render_page
-from prefect_torch_ddp.tasks.report.run_record import RunRecord
 from prefect_torch_ddp.tasks.report.view import RunView
 
-RECORD = RunRecord("0.1.0", "abc123-dirty", {"python": "3.11.7", "torch": "2.15.0"})
+BEGAN = datetime(2026, 11, 22, 2, tzinfo=UTC)
+DATASET = DatasetReport(
+    dataset_id="d", uri="s3://bucket/data/d", num_files=3, num_bytes=1_234_567, digest="9f2c"
+)
+RECORD = RunRecord(
+    run_id="calm-otter-12345678",
+    experiment="train-ddp digits",
+    workload="digits",
+    began=BEGAN,
+    storage="s3://bucket",
+    seed=17,
+    commit="abc123",
+    is_dirty=True,
+    versions={"python": "3.11.7", "prefect-torch-ddp": "0.1.0", "torch": "2.15.0"},
+    dataset=DATASET,
+    split={"train": 1437, "val": 360},
+    attempts=(
+        AttemptRecord(
+            attempt=1,
+            world_size=4,
+            began=BEGAN,
+            ended=BEGAN + timedelta(seconds=90),
+            hosts=("a", "a", "b", "b"),
+        ),
+        AttemptRecord(attempt=2, world_size=2, began=BEGAN),
+    ),
+)
 CURVE = "![training curves](data:image/svg+xml;base64,AAAA)"
 HOSTILE = "a|b `c` <script>alert(1)</script> **d** [e](http://f)\n# g __h__ ~~i~~ \\"
 
@@ -56,13 +81,7 @@ def report(model_uris: dict[str, str] | None = MODEL, **changes) -> TrainReport:
     values = {
         "run_id": "calm-otter-12345678",
         "flow_run_url": None,
-        "dataset": DatasetReport(
-            dataset_id="d",
-            uri="s3://bucket/data/d",
-            num_files=3,
-            num_bytes=1_234_567,
-            digest="9f2c",
-        ),
+        "dataset": DATASET,
         "training": TrainingSummary(
             run_id="calm-otter-12345678",
             attempt=2,
@@ -127,6 +146,9 @@ def test_the_report_has_all_that_a_reader_asks_for():
     assert (facts["python"], facts["torch"]) == ("3.11.7", "2.15.0")
     assert facts["dataset digest"] == "`9f2c`"
     assert facts["seed"] == "17"
+    assert facts["split"] == "train 1,437, val 360"
+    ranks = "attempt 1: 4 ranks on a, b, 1 min 30 s; attempt 2: 2 ranks"
+    assert facts["world size"] == ranks
     assert facts["attempts"] == "2, resumed from step 200"
     assert facts["training time of the last attempt"] == "3 min 20 s"
 
@@ -252,7 +274,7 @@ def metric_curves(**values) -> Curves:
 )
 def test_the_best_metric_and_the_previous_run_stand_below_the_headline(values, params, line):
     """What checkpoints are kept by, else a score or a loss on validation data, else the loss."""
-    old = PreviousRun(
+    old = RunRecord(
         run_id="old-1",
         experiment="e",
         workload="w",
@@ -270,7 +292,7 @@ def test_the_best_metric_and_the_previous_run_stand_below_the_headline(values, p
 
 def test_a_finished_run_is_compared_by_its_evaluation():
     """Not by what its training reported."""
-    old = PreviousRun(
+    old = RunRecord(
         run_id="old-1",
         experiment="e",
         workload="w",
@@ -356,7 +378,7 @@ def test_an_evaluation_of_a_loss_alone_and_no_epochs_makes_a_report():
     bare = report(
         evaluation=Report(num_samples=1, loss=1.5, metrics={"perplexity": 4.5}), epochs=()
     )
-    markdown = page_of(bare, RunRecord("0.1.0", None, {}))
+    markdown = page_of(bare, RECORD.model_copy(update={"commit": None}))
     assert markdown.startswith("# digits: finished · loss 1.5, perplexity 4.5, 1 samples")
     assert "Confusion" not in markdown
     assert "git commit" not in markdown

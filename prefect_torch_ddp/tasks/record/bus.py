@@ -1,0 +1,90 @@
+"""Events on Prefect's bus: what a training tells, for automations to react to.
+
+Prefect sends them from a thread of its own; what goes wrong there reaches no training.
+"""
+
+import logging
+import threading
+import time
+from typing import Any
+
+from prefect.events import emit_event
+from prefect.events.worker import EventsWorker
+from prefect.utilities.context import get_task_and_flow_run_ids
+from pydantic_core import to_jsonable_python
+
+NAMESPACE = "prefect-torch-ddp"
+INTERVAL_S = {"epoch.completed": 5.0, "checkpoint.committed": 1.0}
+"""The least time between two events of a kind; what comes sooner gives way to the next one, and
+the newest is always sent."""
+SEND_TIMEOUT_S = 5.0
+
+logger = logging.getLogger(__name__)
+
+
+class RunEvents:
+    """Tells Prefect's bus what happens in a training; made in the task that trains.
+
+    `resource` is the run, `prefect-torch-ddp.run.<run id>`; the flow run and the task run are
+    related. Not for several threads.
+    """
+
+    def __init__(self, run_id: str, experiment: str, workload: str) -> None:
+        """Make it; nothing is sent yet."""
+        self._about = {"run_id": run_id, "experiment": experiment, "workload": workload}
+        self._resource = {
+            "prefect.resource.id": f"{NAMESPACE}.run.{run_id}",
+            "prefect.resource.name": run_id,
+            f"{NAMESPACE}.experiment": experiment,
+            f"{NAMESPACE}.workload": workload,
+        }
+        roles = ("task-run", "flow-run")
+        self._related = [
+            {"prefect.resource.id": f"prefect.{role}.{each}", "prefect.resource.role": role}
+            for role, each in zip(roles, get_task_and_flow_run_ids(), strict=True)
+            if each is not None
+        ]
+        self._held: dict[str, dict[str, Any]] = {}
+        self._next_s: dict[str, float] = {}
+
+    def emit(self, name: str, **payload: Any) -> None:
+        """Send an event, now or when its kind is due again; costs a fraction of a millisecond."""
+        if name in INTERVAL_S:
+            self._held[name] = payload
+            self.send_due()
+        else:
+            self.send_due(all_held=True)  # in the order in which things happened
+            self._send(name, payload)
+
+    def send_due(self, *, all_held: bool = False) -> None:
+        """Send what was held back, where it is due."""
+        if not self._held:
+            return
+        now_s = time.monotonic()
+        for name in list(self._held):
+            if all_held or now_s >= self._next_s.get(name, 0.0):
+                self._next_s[name] = now_s + INTERVAL_S[name]
+                self._send(name, self._held.pop(name))
+
+    def flush(self) -> None:
+        """Wait until all is sent, at most `SEND_TIMEOUT_S`: the process may end next."""
+        try:
+            # Here: in a new thread it would know no server, and start one.
+            wait = EventsWorker.instance().wait_until_empty
+        except Exception:  # noqa: BLE001 - as in `_send`
+            logger.debug("events can't be waited for", exc_info=True)
+            return
+        thread = threading.Thread(target=wait, name="prefect-torch-ddp-events", daemon=True)
+        thread.start()
+        thread.join(SEND_TIMEOUT_S)
+
+    def _send(self, name: str, payload: dict[str, Any]) -> None:
+        resource = dict(self._resource)
+        if "state" in payload:
+            resource[f"{NAMESPACE}.state"] = payload["state"]  # automations match by labels alone
+        try:
+            whole = {**self._about, **payload}
+            plain = to_jsonable_python(whole, inf_nan_mode="strings", fallback=str)
+            emit_event(f"{NAMESPACE}.{name}", resource, related=self._related, payload=plain)
+        except Exception:  # noqa: BLE001 - the training goes on whatever happens to its events
+            logger.debug("the event %s could not be sent", name, exc_info=True)

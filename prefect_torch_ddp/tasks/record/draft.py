@@ -1,0 +1,116 @@
+"""A run record's beginning and end: what was given, without secrets, and what was evaluated."""
+
+import re
+from collections import Counter
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from typing import Any
+
+from prefect.logging import get_run_logger
+from prefect.utilities.context import get_task_and_flow_run_ids
+from pydantic_core import to_json, to_jsonable_python
+
+from prefect_torch_ddp.data.dataset_manifest import read_manifest
+from prefect_torch_ddp.errors import StorageError
+from prefect_torch_ddp.params import ContextParams
+from prefect_torch_ddp.records.run_record import RunRecord, find_record, write_record
+from prefect_torch_ddp.results import CheckpointRef, DatasetReport, Report
+from prefect_torch_ddp.storage.protocol import Storage
+
+MAX_CHARACTERS = 2_000
+"""Of one option or argument, as JSON."""
+MAX_FILES = 100_000
+MAX_SPLITS = 10
+HIDDEN = "(hidden)"
+_SECRET = re.compile(
+    r"pass(word|wd|phrase)|secret|credential|(api|access|private|auth)_?key|(^|_)token$",
+    re.IGNORECASE,
+)
+_USER_IN_URL = re.compile(r"(?<=://)[^/@\s]+@")
+
+
+def draft_record(
+    params: ContextParams, run_id: str, experiment: str, storage: Storage, **more: Any
+) -> RunRecord:
+    """Return what is known of a run before it begins; secrets in it are hidden."""
+    given = params.model_dump(exclude={"seed", "options", "data_options"})
+    task_run_id, flow_run_id = get_task_and_flow_run_ids()
+    fields: dict[str, Any] = {
+        "run_id": run_id,
+        "experiment": experiment,
+        "began": datetime.now(UTC),
+        "flow_run_id": flow_run_id and str(flow_run_id),
+        "task_run_id": task_run_id and str(task_run_id),
+        "storage": storage.uri,
+        "parameters": plain_values({**given, "storage": storage.uri}),
+        "options": plain_values(params.options),
+        "seed": params.seed,
+        "best_metric": params.checkpoint.best_metric,
+        **more,
+    }
+    return RunRecord(**fields)
+
+
+def complete_record(
+    storage: Storage, run_id: str, experiment: str, evaluation: Report, checkpoint: CheckpointRef
+) -> RunRecord | None:
+    """Put on record what was evaluated; None where there is no record, or the storage fails."""
+    logger = get_run_logger()
+    try:
+        record = find_record(storage, run_id, experiment)
+        if record is not None:
+            found = evaluation.model_copy(update={"confusion_matrix": ()})
+            changes = {"evaluation": found, "checkpoint": checkpoint}
+            record = record.model_copy(update=changes)
+            write_record(storage, record)
+    except StorageError as error:
+        logger.warning("the evaluation could not be put on record: %s", error)
+        return None
+    return record
+
+
+def split_of(storage: Storage, dataset: DatasetReport | None) -> Mapping[str, int]:
+    """Count the files in each folder at the top of a dataset; nothing where there are many."""
+    if dataset is None or dataset.num_files > MAX_FILES:
+        return {}
+    manifest = read_manifest(storage, dataset.dataset_id)
+    keys = [file.key for file in manifest.files] if manifest else []
+    counts = Counter(key.partition("/")[0] for key in keys if "/" in key)
+    return counts if len(counts) <= MAX_SPLITS else {}
+
+
+def plain_values(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values as JSON has them; what isn't plain, or is long, is named by its type.
+
+    What is named like a secret is hidden, as are credentials in a URL.
+    """
+    return {str(name): _plain(str(name), value) for name, value in values.items()}
+
+
+def plain_value(value: Any) -> Any:
+    """Return one value as `plain_values` does."""
+    return _plain("", value)
+
+
+def _plain(name: str, value: Any) -> Any:
+    try:
+        plain = to_jsonable_python(value, fallback=_type_name, inf_nan_mode="strings")
+        is_long = len(to_json(plain)) > MAX_CHARACTERS
+    except Exception:  # noqa: BLE001 - a user's own class may raise anything here
+        is_long = True
+    return _type_name(value) if is_long else _hidden(name, plain)
+
+
+def _hidden(name: str, plain: Any) -> Any:
+    if isinstance(plain, dict):
+        return {key: _hidden(key, value) for key, value in plain.items()}
+    if isinstance(plain, list):
+        return [_hidden(name, value) for value in plain]
+    if not isinstance(plain, str):
+        return plain
+    return HIDDEN if _SECRET.search(name) else _USER_IN_URL.sub("", plain)
+
+
+def _type_name(value: Any) -> str:
+    size = f" of {len(value)}" if isinstance(value, str | bytes | list | tuple | dict) else ""
+    return f"<{type(value).__qualname__}{size}>"

@@ -1,0 +1,150 @@
+"""What a run leaves for later: its record in the storage, and its events on Prefect's bus."""
+
+import subprocess
+from pathlib import Path
+from typing import Any
+from uuid import UUID
+
+import pytest
+from distributed import LocalCluster
+from prefect import flow
+from prefect.client.orchestration import get_client
+from prefect.runtime import flow_run
+from prefect_dask import DaskTaskRunner
+
+from prefect_torch_ddp import RankContext, RankFailedError, ddp_task, train_flow
+from prefect_torch_ddp.records.run_record import RunRecord, list_records
+from prefect_torch_ddp.storage.directory import DirectoryStorage
+from tests.integration.tasks.test_recovery import params_of
+from tests.support.runs import flow_run_id_of
+from tests.support.waiting import wait_until
+
+pytestmark = [pytest.mark.timeout(400), pytest.mark.usefixtures("prefect_api")]
+
+ROOT = Path(__file__).parents[3]
+KILLED = {"how": "SIGKILL", "step": 12, "rank": 1, "attempts": [1]}
+
+
+def events_of(flow_run_id: UUID, last: str = "training.finished") -> list[dict[str, Any]]:
+    """Return a flow run's events of ours in their order, once the last one is there."""
+    related = {"id": [f"prefect.flow-run.{flow_run_id}"]}
+    body = {"filter": {"related": related, "event": {"prefix": ["prefect-torch-ddp."]}}}
+
+    def read() -> list[dict[str, Any]]:
+        with get_client(sync_client=True) as client:
+            answer = client.request("POST", "/events/filter", json={**body, "limit": 50})
+        found: list[dict[str, Any]] = answer.json()["events"]
+        return sorted(found, key=lambda event: event["occurred"])
+
+    name = f"prefect-torch-ddp.{last}"
+    wait_until(lambda: any(event["event"] == name for event in read()), what=f"the event {name}")
+    return read()
+
+
+def only_record(store: Path) -> RunRecord:
+    """Return the only record of a storage."""
+    (record,) = list_records(DirectoryStorage(store))
+    return record
+
+
+def test_a_run_that_lost_a_rank_is_on_record_and_on_the_bus(
+    dask_cluster: LocalCluster, tmp_path: Path
+) -> None:
+    """What ran, with which code, on which data and ranks, each attempt and its end, and what came
+    of it; the same things were told as events when they happened, with step, attempt and size."""
+    store = tmp_path / "store"
+    options = {"fault": KILLED, "api_key": "s3cr3t"}
+    address = dask_cluster.scheduler_address
+    report = train_flow(params_of(store, address, max_restarts=1, options=options))
+    record = only_record(store)
+    assert (record.run_id, record.state, record.cause) == (report.run_id, "completed", "")
+    assert record.experiment == "train-ddp/tests.workloads.tiny"
+    assert (record.seed, record.storage) == (3, str(store))
+    assert record.options == {"fault": KILLED, "api_key": "(hidden)"}
+    assert record.parameters["checkpoint"]["every_steps"] == 5
+    git = ["git", "-C", str(ROOT), "rev-parse", "HEAD"]
+    commit = subprocess.run(git, check=True, capture_output=True, text=True).stdout.strip()
+    assert record.commit == commit
+    assert {"python", "torch", "prefect", "prefect-torch-ddp"} <= set(record.versions)
+    assert record.dataset == report.dataset
+    first, second = record.attempts
+    assert (first.attempt, first.world_size, len(first.hosts)) == (1, 2, 2)
+    assert first.step == 12
+    assert "SIGKILL" in first.cause
+    assert (second.attempt, second.cause, second.step) == (2, "", report.training.num_steps)
+    ends = [each.ended for each in record.attempts]
+    assert None not in ends
+    assert first.began < first.ended <= second.began < second.ended  # type: ignore[operator]
+    assert second.devices == ("cpu", "cpu")
+    assert record.goodput is not None
+    assert 0 < record.goodput.steps_s < record.goodput.wall_s
+    assert record.num_steps == report.training.num_steps
+    assert record.checkpoint == report.checkpoint
+    assert record.evaluation is not None
+    assert record.evaluation.accuracy == report.evaluation.accuracy
+
+    events = events_of(flow_run_id_of(report.flow_run_url))
+    names = [event["event"].removeprefix("prefect-torch-ddp.") for event in events]
+    assert names[0] == "training.started"
+    assert names[-1] == "training.finished"
+    assert names.count("rank.failed") == names.count("training.resumed") == 1
+    assert names.index("rank.failed") < names.index("training.resumed")
+    assert {"epoch.completed", "checkpoint.committed"} <= set(names)
+    for event in events:
+        payload = event["payload"]
+        assert payload["run_id"] == report.run_id
+        assert payload["world_size"] == 2
+        assert {"step", "attempt"} <= payload.keys()
+        roles = {each["prefect.resource.role"] for each in event["related"]}
+        assert {"flow-run", "task-run"} <= roles
+        assert "s3cr3t" not in str(event)
+    last = events[len(names) - 1 - names[::-1].index("checkpoint.committed")]["payload"]
+    assert last["checkpoint"] == report.training.last_checkpoint.uri  # type: ignore[union-attr]
+    assert last["step"] == report.training.num_steps
+    assert events[-1]["resource"]["prefect-torch-ddp.state"] == "completed"
+
+
+def fail_in_step_three(ctx: RankContext, rate: float, data: object) -> None:
+    """Raise in the third step."""
+    import torch
+    from torch.utils.data import TensorDataset
+
+    loader = ctx.loader(TensorDataset(torch.arange(8.0)), global_batch_size=2)
+    for number, _ in enumerate(ctx.steps(loader, epochs=1), 1):
+        ctx.report(loss=rate / number)
+        if number == 3:
+            msg = "out of luck"
+            raise ValueError(msg)
+
+
+def test_a_ddp_task_that_fails_is_on_record_and_told_of_once_it_is_final(
+    dask_cluster: LocalCluster, tmp_path: Path
+) -> None:
+    """With its arguments, its source's commit and its error; Prefect's retry is an attempt of the
+    same record, and only after it the training is said to have finished."""
+    runner: Any = DaskTaskRunner(address=dask_cluster.scheduler_address)
+    ids: list[str] = []
+
+    @flow(task_runner=runner)
+    def trains() -> None:
+        ids.append(str(flow_run.id))
+        options = {"world_size": 2, "storage": str(tmp_path), "retries": 1}
+        task = ddp_task(**options)(fail_in_step_three)
+        task.submit(0.5, data=object()).result()
+
+    with pytest.raises(RankFailedError, match="out of luck"):
+        trains()
+    record = only_record(tmp_path)
+    assert (record.state, record.experiment) == ("failed", "fail_in_step_three")
+    assert record.workload.endswith("test_run_record:fail_in_step_three")
+    assert record.arguments == {"rate": 0.5, "data": "<object>"}
+    assert "out of luck" in record.cause
+    assert [each.attempt for each in record.attempts] == [1, 2]
+    assert all("out of luck" in each.cause and each.ended for each in record.attempts)
+    assert record.commit is not None
+    events = events_of(UUID(ids[0]))
+    names = [event["event"].removeprefix("prefect-torch-ddp.") for event in events]
+    assert names.count("rank.failed") == 2
+    assert names.count("training.finished") == 1
+    assert events[-1]["resource"]["prefect-torch-ddp.state"] == "failed"
+    assert "out of luck" in events[-1]["payload"]["cause"]
