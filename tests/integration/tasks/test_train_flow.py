@@ -61,6 +61,8 @@ def test_digits_are_learnt(two_runs: tuple[TrainReport, TrainReport]) -> None:
     assert [score.name for score in evaluation.classes] == list("0123456789")
     assert {len(row) for row in matrix} == {10}
     assert evaluation.accuracy == sum(matrix[i][i] for i in range(10)) / evaluation.num_samples
+    assert len(evaluation.worst_samples) == 8
+    assert len(evaluation.model_dump_json()) < 6_000, "a result is stored and sent whole"
     assert [row.epoch for row in report.epochs] == list(range(1, report.training.num_epochs + 1))
     for row in report.epochs:
         assert {"loss", "validation_accuracy", "validation_loss"} <= row.metrics.keys()
@@ -91,8 +93,8 @@ def test_second_run_prepares_nothing_and_gives_the_same_weights(
 
 @pytest.mark.usefixtures("prefect_api")
 def test_artifacts_to_browse(two_runs: tuple[TrainReport, TrainReport]) -> None:
-    """Progress, the report with its curve, epoch table, confusion matrix, where the checkpoints
-    are."""
+    """Progress, the report with its curve, epoch table, confusion matrix, worst samples, where
+    the checkpoints are."""
     report = two_runs[1]
     flow_run_id = flow_run_id_of(report.flow_run_url)
     progress, page = (
@@ -103,7 +105,7 @@ def test_artifacts_to_browse(two_runs: tuple[TrainReport, TrainReport]) -> None:
     assert str(page.data).startswith(f"# {DIGITS}: finished · accuracy ")
     assert "data:image/svg+xml;base64," in str(page.data)
     assert report.checkpoint.uri in str(page.data)
-    for section in ("Epochs", "Confusion matrix", "Model and checkpoints"):
+    for section in ("Epochs", "Confusion matrix", "Worst samples", "Model and checkpoints"):
         assert f"\n## {section}\n" in str(page.data)
 
 
