@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable
 from typing import Any, TypeVar
 
 from distributed import Client, Future
@@ -70,9 +70,8 @@ class TaskWatch:
         self._workers: dict[str, TaskLiveness] = {}
         self._answered: set[str] = set()
         self._address: str | None = None
-        self._tasks: dict[str, list[Any]] = {}
+        self._tasks: dict[str, list[Any]] | None = None
         """The keys that each worker of the cluster has, as looked at last."""
-        self._has_looked = False
 
     def look(self) -> None:
         """Ask scheduler and workers whether they answer; have a silent worker restarted.
@@ -107,7 +106,7 @@ class TaskWatch:
         tasks = await answer_of(self._rpc.processing(workers=None), ANSWER_S)
         if tasks is None:
             return
-        self._tasks, self._has_looked = tasks, True
+        self._tasks = tasks
         address = next((each for each, keys in tasks.items() if self._future.key in keys), None)
         if self._address is not None and address not in (None, self._address):
             words = "Dask lost worker %s and runs its task again, on %s"
@@ -119,24 +118,19 @@ class TaskWatch:
         await asyncio.gather(*map(self._look_at, watched))
 
     def why_not_begun(self, waited_s: float) -> str:
-        """Say what the task waits for; empty where a worker has room for it."""
-        tasks, key = self._tasks, self._future.key
+        """Say what the task, which has not begun, waits for; empty where nothing is in its way."""
         after = f"after {waited_s:.0f} s (no limit)"
-        if not self._has_looked:
-            return ""
-        if not tasks:
+        if self._tasks == {}:
             return f"waiting for workers: the cluster has none yet {after}"
-        if self._address is not None:
-            cores = self._client.sync(
-                lambda: answer_of(self._rpc.ncores(workers=[self._address]), ANSWER_S)
-            )
-            others = [each for each in tasks[self._address] if each != key]
-            if len(others) < (cores or {}).get(self._address, len(others) + 1):
-                return ""
-            return f"waiting for a worker {after}: {holders({self._address: others})}"
-        busy = {address: keys for address, keys in tasks.items() if keys}
-        free = f"{len(tasks) - len(busy)} of {len(tasks)} are free"
-        return f"waiting for a worker {after}: {free}; {holders(busy)}".rstrip("; ")
+        busy = {
+            address: others
+            for address, keys in (self._tasks or {}).items()
+            if self._address in (None, address)
+            and (others := [str(key) for key in keys if key != self._future.key])
+        }
+        named = [f"{at} has {', '.join(keys[:MAX_NAMED])}" for at, keys in busy.items()]
+        named[MAX_NAMED:] = [f"and {len(named) - MAX_NAMED} more"] if named[MAX_NAMED:] else []
+        return f"waiting for a worker {after}: {'; '.join(named)}" if named else ""
 
     async def _look_at(self, address: str) -> None:
         identity = self._rpc.broadcast(msg={"op": "identity"}, workers=[address])
@@ -156,16 +150,6 @@ class TaskWatch:
         done = await answer_of(restart, RESTART_S)
         if done is None or done.get(address) not in ("OK", "removed"):
             await answer_of(self._rpc.unregister(address=address, stimulus_id=STIMULUS), ANSWER_S)
-
-
-def holders(tasks: Mapping[str, Sequence[Any]]) -> str:
-    """Name busy workers and what they do, as far as a line holds it. Pure."""
-    named = [
-        f"{address} is busy with {', '.join(map(str, keys[:MAX_NAMED]))}"
-        for address, keys in list(tasks.items())[:MAX_NAMED]
-    ]
-    more = len(tasks) - len(named)
-    return "; ".join([*named, *([f"and {more} more"] if more else [])])
 
 
 async def answer_of(call: Awaitable[T], timeout_s: float) -> T | None:

@@ -9,8 +9,8 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from typing import Any, Literal, Self
 from uuid import UUID
 
@@ -27,6 +27,7 @@ from rich.text import Text
 from prefect_torch_ddp.protocol.events import AttemptBegan, GangEvent, LogLine, Progress, Waiting
 from prefect_torch_ddp.tasks.report.markdown import duration
 from prefect_torch_ddp.tasks.report.progress import TrainingProgress
+from prefect_torch_ddp.tasks.watch.task_watch import ANSWER_S, answer_of
 
 TOPIC = "prefect-torch-ddp-progress"
 """One for all runs: a scheduler keeps the last events of each topic for as long as it lives."""
@@ -114,20 +115,36 @@ class Display:
 
     def __enter__(self) -> Self:
         if _one_at_a_time.acquire(blocking=False):
-            self._stack.callback(_one_at_a_time.release)
             Display.current = self
-            self._stack.callback(setattr, Display, "current", None)
-            if self._client is not None:
-                self._client.subscribe_topic(TOPIC, self.hear)
-                self._stack.callback(self._unsubscribe, self._client)
+            with suppress(Exception):  # the client may be closed: who waits finds out
+                if self._client is not None:
+                    self._client.subscribe_topic(TOPIC, self.hear)
+                    # What it told while the flow waited for another.
+                    told = self._client.sync(self._told, self._client.scheduler)
+                    for event in told or ():
+                        self.hear(event)
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
+    async def _told(self, scheduler: Any) -> Sequence[tuple[float, Any]] | None:
+        return await answer_of(scheduler.events(topic=TOPIC), ANSWER_S)
 
-    def _unsubscribe(self, client: Client) -> None:
-        with suppress(Exception):  # the scheduler, or the client, may be gone
-            client.unsubscribe_topic(TOPIC)
+    @property
+    def is_shown(self) -> bool:
+        """Whether it is the one that is shown."""
+        return Display.current is self
+
+    def __exit__(self, *_: object) -> None:
+        if not self.is_shown:
+            return
+        try:
+            with suppress(Exception):  # the terminal may be gone
+                self._stack.close()
+            with suppress(Exception):  # the scheduler, too
+                if self._client is not None:
+                    self._client.unsubscribe_topic(TOPIC)
+        finally:
+            Display.current = None
+            _one_at_a_time.release()
 
     def hear(self, event: tuple[float, Any]) -> None:
         """Take in what a task tells; comes in a thread of Dask's."""
@@ -149,34 +166,39 @@ class Display:
 
     def turn(self) -> None:
         """Show what is known, where it isn't shown by itself; a thread that waits calls this."""
-        if Display.current is not self:
-            return
-        if self._mode == "lines":
-            if time.monotonic() - self._last_line_s >= LINE_EVERY_S:
-                self._last_line_s = time.monotonic()
-                # For the console alone: the run's log has its own.
-                _run_logger().info("%s", self._plain(), extra={"send_to_api": False})
-        elif self._mode == "notebook":
-            self._show_in_notebook(self._plain())
-        elif self._shown is None:
-            self._stack.enter_context(above_bar())
+        with suppress(Exception):  # a display that fails doesn't hurt the run
+            if self.is_shown:
+                ways = {"lines": self._log, "notebook": self._update_cell, "bar": self._begin}
+                ways[self._mode]()
+
+    def _log(self) -> None:
+        if time.monotonic() - self._last_line_s >= LINE_EVERY_S:
+            self._last_line_s = time.monotonic()
+            # For the console alone: the run's log has its own.
+            _run_logger().info("%s", self._plain(), extra={"send_to_api": False})
+
+    def _update_cell(self, text: str | None = None) -> None:
+        from IPython.display import display  # noqa: PLC0415 - there in a notebook alone
+
+        data = {"text/plain": self._plain() if text is None else text}
+        if self._shown is None:
+            self._shown = display(data, raw=True, display_id=True)
+            self._stack.callback(self._update_cell, "")
+        else:
+            self._shown.update(data, raw=True)
+
+    def _begin(self) -> None:
+        if self._shown is None:
+            log_above_bar()
             self._shown = self._stack.enter_context(
                 Live(
                     get_renderable=self._bar,
                     console=self._console,
                     refresh_per_second=REFRESHES_PER_S,
                     transient=True,
+                    redirect_stdout=_takes_bar(sys.stdout),  # what goes into a file stays there
                 )
             )
-
-    def _show_in_notebook(self, text: str) -> None:
-        from IPython.display import display  # noqa: PLC0415 - there in a notebook alone
-
-        if self._shown is None:
-            self._shown = display({"text/plain": text}, raw=True, display_id=True)
-            self._stack.callback(self._show_in_notebook, "")
-        else:
-            self._shown.update({"text/plain": text}, raw=True)
 
     def _plain(self) -> str:
         percent = "" if self._percent is None else f"{self._percent:.0f} % · "
@@ -252,37 +274,15 @@ class _AboveBar:
         return getattr(self.stream, name)
 
 
-def log_above_bar() -> list[Any]:
-    """Have the console handlers of this process write above a bar, which may be another's.
-
-    Returns:
-        What was changed: each has the attribute `file` or `stream`.
-    """
-    changed: list[Any] = []
+def log_above_bar() -> None:
+    """Have the console handlers of this process write above a bar, which may be another's."""
     for name in ("", "prefect", "distributed"):
         for handler in logging.getLogger(name).handlers:
-            stream = getattr(handler, "stream", None)
             console = getattr(handler, "console", None)  # Prefect's writes by one of rich
-            if isinstance(console, Console) and not isinstance(console.file, _AboveBar):
-                if _takes_bar(console.file):
-                    console.file = _AboveBar(console.file)  # type: ignore[assignment]
-                    changed.append(console)
-            elif console is None and _takes_bar(stream) and not isinstance(stream, _AboveBar):
-                handler.stream = _AboveBar(stream)  # type: ignore[attr-defined]
-                changed.append(handler)
-    return changed
-
-
-@contextmanager
-def above_bar() -> Iterator[None]:
-    """Have this process log above its bar for as long."""
-    changed = log_above_bar()
-    try:
-        yield
-    finally:
-        for each in changed:
-            name = "file" if isinstance(each, Console) else "stream"
-            setattr(each, name, getattr(each, name).stream)
+            owner, where = (handler, "stream") if console is None else (console, "file")
+            stream = getattr(owner, where, None)
+            if _takes_bar(stream) and not isinstance(stream, _AboveBar):
+                setattr(owner, where, _AboveBar(stream))
 
 
 def _run_logger() -> Any:

@@ -72,7 +72,11 @@ def _watch(
             PrefectDaskFuture.wait(task, min(LOOK_EVERY_S, timeout_s - waited_s))
             if future.status == "pending":
                 watch.look()
-                if not display.has_news and (why := watch.why_not_begun(waited_s)):
+                if (
+                    display.is_shown
+                    and not display.has_news
+                    and (why := watch.why_not_begun(waited_s))
+                ):
                     sign.show(why)
                 display.turn()
 

@@ -176,7 +176,7 @@ def test_a_task_that_has_not_begun_says_what_it_waits_for() -> None:
         held = client.submit(hold, "slot", pure=False, key="hold-the-night")
         let_go = Event("slot-let-go", client=client)
         wait_until(lambda: any(client.processing().values()))
-        with when_said("is busy with hold-the-night", let_go.set) as said:
+        with when_said("has hold-the-night", let_go.set) as said:
             assert waiting() == "begun"
         assert any(re.match(r"waiting for a worker after \d+ s \(no limit\): ", s) for s in said)
         held.result(timeout=HANG_S)
@@ -207,7 +207,7 @@ def test_a_notebook_shows_it_in_the_cell(tmp_path: Path, dask_cluster: LocalClus
 
     class Watched(NotebookClient):
         def process_message(self, msg, *args):  # type: ignore[no-untyped-def]
-            if msg["msg_type"] in ("display_data", "update_display_data"):
+            if msg["msg_type"] == "update_display_data":
                 shown.append(msg["content"]["data"].get("text/plain", ""))
             return super().process_message(msg, *args)
 
