@@ -42,10 +42,10 @@ class Reporter:
         self._log = RecordLog(*run, "metrics", **kept) if config.trains else None
         keeps_ledger = config.trains and config.ledger
         self._ledger = RecordLog(*run, "ledger", **kept) if keeps_ledger else None
-        timing = RecordLog(*run, "timing", **kept)
-        own = (config.attempt, info, state, link)
-        self._timing = TimingLog(timing, *own) if config.trains else None
-        self._logs = [log for log in (self._log, self._ledger, timing) if log is not None]
+        timing = (RecordLog(*run, "timing", **kept), config.attempt, info, state, link)
+        self._timing = TimingLog(*timing) if config.trains else None
+        logs = (self._log, self._ledger, self._timing)
+        self._logs = [log for log in logs if log is not None]
         self._best_metric = config.checkpoint.best_metric
         self._info = info
         self._state = state

@@ -1,10 +1,13 @@
 """A rank's records of where its time went: at a low rate, at checkpoints, and at the end."""
 
+import logging
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from prefect_torch_ddp.errors import StorageError
 from prefect_torch_ddp.rank.config import RankInfo
 from prefect_torch_ddp.rank.link import Link
 from prefect_torch_ddp.rank.saving.state import TrainingState
@@ -12,6 +15,8 @@ from prefect_torch_ddp.records.log import RecordLog, next_interval_s
 from prefect_torch_ddp.records.timing import UNKNOWN_STEP, TimingLine
 
 FIRST_INTERVAL_S = 1.0
+
+logger = logging.getLogger(__name__)
 
 
 class TimingLog:
@@ -21,7 +26,7 @@ class TimingLog:
         self, log: RecordLog, attempt: int, info: RankInfo, state: TrainingState, link: Link
     ) -> None:
         """Write nothing yet."""
-        self.log = log
+        self._log = log
         self._who: dict[str, Any] = {"rank": info.rank, "attempt": attempt, "host": link.host}
         self._state = state
         self._heartbeat = link.heartbeat
@@ -47,7 +52,7 @@ class TimingLog:
             self._interval_s = next_interval_s(self._interval_s, now_s - self._began_s)
             self._due_s = now_s + self._interval_s
             self.record()
-            self.log.write_soon()
+            self._log.write_soon()
 
     def record(self, *, knows_step: bool = True) -> None:
         """Put on record where the time went so far.
@@ -69,7 +74,19 @@ class TimingLog:
             seconds=self._heartbeat.seconds(),
             **self._who,
         )
-        self.log.append(line)
+        self._log.append(line)
+
+    def flush(self) -> None:
+        """Write the records; a training is none the worse where that fails, as the log says."""
+        with suppress(StorageError):
+            self._log.flush()
+
+    def close(self) -> None:
+        """Write what is left; what can't be written is lost, with a warning."""
+        try:
+            self._log.close()
+        except StorageError as error:
+            logger.warning("where this rank's time went is lost: %s", error)
 
 
 def _device() -> tuple[str, int]:
