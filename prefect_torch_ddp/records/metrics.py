@@ -203,14 +203,7 @@ def records_frame(storage: Storage, run_id: str, *, all_attempts: bool = False) 
     Raises:
         InvalidParamsError: pandas isn't installed.
     """
-    try:
-        import pandas as pd  # noqa: PLC0415 - optional, and heavy
-    except ImportError as error:
-        msg = (
-            "read_metrics returns a pandas DataFrame, and pandas isn't installed: run "
-            "`pip install pandas`, or install prefect-torch-ddp with its extra `analysis`"
-        )
-        raise InvalidParamsError(msg) from error
+    pd = import_pandas("read_metrics")
     records = read_all_records(storage, run_id)
     records = records if all_attempts else surviving_records(records)
     columns = {name: records.rows[name] for name in ROW.names or ()}
@@ -220,3 +213,20 @@ def records_frame(storage: Storage, run_id: str, *, all_attempts: bool = False) 
             columns[name][having] = values
     order = ["attempt", "step", "rank"] if all_attempts else ["step", "rank", "attempt"]
     return pd.DataFrame(columns).sort_values(order, kind="stable", ignore_index=True)
+
+
+def import_pandas(asked_by: str) -> Any:
+    """Return the module pandas, which is optional, and heavy.
+
+    Raises:
+        InvalidParamsError: it isn't installed.
+    """
+    try:
+        import pandas as pd  # noqa: PLC0415
+    except ImportError as error:
+        msg = (
+            f"{asked_by} returns a pandas DataFrame, and pandas isn't installed: run "
+            "`pip install pandas`, or install prefect-torch-ddp with its extra `analysis`"
+        )
+        raise InvalidParamsError(msg) from error
+    return pd

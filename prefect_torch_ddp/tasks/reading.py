@@ -10,6 +10,7 @@ from prefect_torch_ddp.checkpoint.attempts import claim_times
 from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.records import ledger, timing
 from prefect_torch_ddp.records.metrics import records_frame
+from prefect_torch_ddp.records.run_tables import differences_frame, runs_frame
 from prefect_torch_ddp.results import Goodput, LedgerReport
 from prefect_torch_ddp.storage.locate import storage_from_uri
 from prefect_torch_ddp.storage.protocol import Storage
@@ -78,6 +79,44 @@ def read_goodput(storage: Storage | str | Path, run_id: str) -> Goodput:
     where = _storage_of(storage)
     failed = {record.attempt: record.time for record in result_files.read_failures(where, run_id)}
     return timing.read_goodput(where, run_id, claim_times(where, run_id), failed)
+
+
+def list_runs(storage: Storage | str | Path, experiment: str | None = None) -> "pd.DataFrame":
+    """Return all runs of a storage as a pandas DataFrame: a row each, newest first.
+
+    Columns: run_id, experiment, workload, state (training, completed, failed or cancelled), began,
+    duration_s, attempts, world_size, steps, epochs, goodput (a share), best_metric and best_value,
+    accuracy, loss and other metrics of the evaluation, `train.` and each metric that rank 0
+    reported last, commit, is_dirty, model_uri, cause. A run whose process was killed stays at
+    `training`. A damaged record is left out, with a warning.
+
+    Args:
+        storage: where the runs are, as for `read_metrics`.
+        experiment: only those of it, e.g. `train-ddp/nightly/flows.land_use`.
+
+    Raises:
+        InvalidParamsError: pandas isn't installed.
+        StorageError: the storage can't be read.
+    """
+    return runs_frame(_storage_of(storage), experiment)
+
+
+def compare_runs(storage: Storage | str | Path, a: str, b: str) -> "pd.DataFrame":
+    """Return what two runs differ in, and the results of both, as a pandas DataFrame.
+
+    A column for each run, under its id. A row, by what it is of and its name, for each parameter,
+    option, argument, version, commit and datum that differs; below these all results.
+
+    Args:
+        storage: where both are, as for `read_metrics`.
+        a: the id of one.
+        b: the id of the other.
+
+    Raises:
+        InvalidParamsError: there is no such run, or pandas isn't installed.
+        StorageError: the storage can't be read.
+    """
+    return differences_frame(_storage_of(storage), a, b)
 
 
 def read_result(storage: Storage | str | Path, run_id: str, path: str) -> bytes:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from prefect_torch_ddp import DirectoryStorage, InvalidParamsError
+from prefect_torch_ddp import DirectoryStorage, InvalidParamsError, compare_runs, list_runs
 from prefect_torch_ddp.records.run_record import (
     AttemptRecord,
     RunRecord,
@@ -19,7 +19,7 @@ from prefect_torch_ddp.records.run_record import (
     read_record,
     write_record,
 )
-from prefect_torch_ddp.results import Report
+from prefect_torch_ddp.results import DatasetReport, Report
 from prefect_torch_ddp.storage.protocol import StoredObject
 
 BEGAN = datetime(2026, 11, 22, 2, tzinfo=UTC)
@@ -128,3 +128,51 @@ def test_the_previous_run_is_found_without_reading_all(tmp_path: Path) -> None:
     assert found.run_id == "run-38"
     assert len([each for each in storage.asked if each.startswith("list")]) == 1
     assert len(storage.asked) < 20
+
+
+def test_runs_are_listed_a_row_each(tmp_path: Path) -> None:
+    """Newest first, with what a person compares; of one experiment if asked; also none at all."""
+    storage = DirectoryStorage(tmp_path)
+    report = Report(num_samples=9, accuracy=0.75, metrics={"auc": 0.5})
+    write_record(storage, record(1, evaluation=report, ended=BEGAN + timedelta(days=1, seconds=9)))
+    write_record(storage, record(2, state="failed", cause="ValueError: boom", commit="abc"))
+    write_record(storage, record(3, "other", state="training", metrics={"loss": 0.5}))
+    runs = list_runs(tmp_path)
+    assert list(runs["run_id"]) == ["run-3", "run-2", "run-1"]
+    assert list(runs["state"]) == ["training", "failed", "completed"]
+    first = runs.set_index("run_id").loc["run-1"]
+    assert (first["accuracy"], first["auc"], first["duration_s"]) == (0.75, 0.5, 9)
+    assert (runs["commit"][1], runs["cause"][1]) == ("abc", "ValueError: boom")
+    assert runs["train.loss"][0] == 0.5
+    assert list(list_runs(storage, "other")["run_id"]) == ["run-3"]
+    assert list(list_runs(tmp_path / "new")["run_id"]) == []
+
+
+def test_two_runs_are_compared_by_what_differs_and_by_their_results(tmp_path: Path) -> None:
+    """What is equal isn't shown, but for results; who has what the other lacks is seen."""
+    storage = DirectoryStorage(tmp_path)
+    data = DatasetReport(dataset_id="d", uri="/d", num_files=1, num_bytes=1, digest="one")
+    alike = {"seed": 5, "versions": {"torch": "2.14", "numpy": "2"}, "parameters": {"retries": 2}}
+    policy = {"checkpoint": {"every_steps": 5, "keep_last": 2}}
+    write_record(storage, record(1, dataset=data, options={"lr": 0.1}, **alike))
+    changed = {
+        "dataset": data.model_copy(update={"digest": "two"}),
+        "versions": {**alike["versions"], "torch": "2.15"},
+        "parameters": {"retries": 2, **policy},
+        "evaluation": Report(num_samples=9, accuracy=0.5),
+    }
+    write_record(storage, record(2, **{**alike, **changed}))
+    table = compare_runs(tmp_path, "run-1", "run-2")
+    assert list(table.columns) == ["run-1", "run-2"]
+    rows = {name: tuple(row) for name, row in zip(table.index, table.to_numpy(), strict=True)}
+    assert {name: row for name, row in rows.items() if name[0] != "results"} == {
+        ("data", "digest"): ("one", "two"),
+        ("versions", "torch"): ("2.14", "2.15"),
+        ("options", "lr"): (0.1, None),
+        ("parameters", "checkpoint.every_steps"): (None, 5),
+        ("parameters", "checkpoint.keep_last"): (None, 2),
+    }
+    assert rows["results", "state"] == ("completed", "completed")
+    assert rows["results", "accuracy"] == (None, 0.5)
+    with pytest.raises(InvalidParamsError, match="twice"):
+        compare_runs(tmp_path, "run-1", "run-1")
