@@ -230,9 +230,9 @@ class Checkpointer:
         manifest = replace(manifest, objects=tuple(objects))
         self._committer.commit(manifest)
         self.trouble = ""
-        size = _size_text(sum(item.num_bytes for item in manifest.objects))
+        size_mb = sum(item.num_bytes for item in manifest.objects) / 1e6
         took_ms = (time.monotonic() - self._began_s) * 1000
-        text = f"checkpoint at step {manifest.step} ({size}, {took_ms:,.0f} ms)"
+        text = f"checkpoint at step {manifest.step} ({size_mb:,.1f} MB, {took_ms:,.0f} ms)"
         # Of all those in between, people want the first, the last, and the one after a failure.
         logger.log(logging.INFO if is_notable else logging.DEBUG, text)
         self._unsaid = "" if is_notable else text
@@ -244,11 +244,3 @@ class Checkpointer:
         if not isinstance(error, SupersededError):
             text = "no checkpoint of step %d, the one before it stays the newest: %s"
             logger.warning(text, manifest.step, error)
-
-
-def _size_text(num_bytes: float) -> str:
-    for unit in ("bytes", "kB", "MB"):
-        if num_bytes < 999.5:  # noqa: PLR2004 - what rounds to less than 1000
-            return f"{num_bytes:.3g} {unit}"
-        num_bytes /= 1000
-    return f"{num_bytes:,.3g} GB"

@@ -13,7 +13,7 @@ FIRST_INTERVAL_S, LONGEST_INTERVAL_S = 60.0, 300.0
 PART_BYTES = 2**22
 """A part that is as large is written at once."""
 MAX_WAITING_BYTES = 2**26
-"""Of lines that wait for a slow or failing storage; what comes then is left out."""
+"""Of lines that wait for a slow or failing storage; what comes then is lost."""
 SUFFIX = ".txt"
 
 
@@ -23,13 +23,12 @@ class LogFolder:
 
     storage: Storage
     run_id: str
-    stage: str = ""
-    """What the gang does; empty for the training itself."""
+    kind: str = "logs"
 
     @property
     def key(self) -> str:
         """The folder's name in the storage."""
-        return "/".join(filter(None, (records_folder(self.run_id, "logs"), self.stage)))
+        return records_folder(self.run_id, self.kind)
 
     @property
     def uri(self) -> str:
@@ -38,7 +37,7 @@ class LogFolder:
 
 
 class RankLogWriter:
-    """Writes lines to `runs/<run_id>/logs/rank-00003/<attempt>-<part>.txt`; never blocks.
+    """Writes lines to `<folder>/rank-00003/<attempt>-<part>.txt`; never blocks.
 
     Parts are written after 1, 2, 4 and then every 5 minutes, when they are large, and at the end.
     """
@@ -47,11 +46,9 @@ class RankLogWriter:
         """Make it; the background thread starts with the first line."""
         self._storage = folder.storage
         name = f"/rank-{rank:05d}/{attempt:06d}-"
-        self._prefix = folder.key + name
-        self.uri = f"{folder.uri}{name}*{SUFFIX}"
-        """Names all parts, for people."""
+        self._prefix, self.uri = folder.key + name, f"{folder.uri}{name}*{SUFFIX}"
         self._waiting = bytearray()
-        self._num_dropped = 0
+        self._num_lost = 0
         self._lock = threading.Lock()
         self._wake = threading.Event()
         self._is_closing = False
@@ -65,15 +62,10 @@ class RankLogWriter:
         text = stamp + f"\n{stamp}".join(lines) + "\n"
         with self._lock:
             if len(self._waiting) > MAX_WAITING_BYTES:
-                self._num_dropped += len(lines)
-            else:
-                if self._num_dropped:
-                    gap = f"{now}Z --- {self._num_dropped:,} lines lost: the storage was too slow\n"
-                    self._waiting += gap.encode()
-                    self._num_dropped = 0
-                self._waiting += text.encode(errors="replace")
-            is_large = len(self._waiting) > PART_BYTES
-        if is_large:
+                self._num_lost += len(lines)
+                return
+            self._waiting += text.encode(errors="replace")
+        if len(self._waiting) > PART_BYTES:
             self._wake.set()
         if self._thread is None:
             name = "prefect-torch-ddp-rank-log"
@@ -87,16 +79,17 @@ class RankLogWriter:
 
     def join(self, timeout_s: float) -> str:
         """Wait until all is written; return what is wrong, or nothing."""
-        if self._thread is None:
-            return ""
-        self._thread.join(timeout_s)
-        if self._thread.is_alive():
-            return f"{self._storage.uri} has not taken the last of it for {timeout_s:.0f} s"
-        return self._trouble
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+            if self._thread.is_alive():
+                return f"{self._storage.uri} has not taken the last of it for {timeout_s:.0f} s"
+        lost = f"the storage was too slow for {self._num_lost:,} lines" if self._num_lost else ""
+        return self._trouble or lost
 
     def _write_parts(self) -> None:
         number, interval_s, content = 1, FIRST_INTERVAL_S, b""
-        while True:
+        is_last = False
+        while not is_last:
             if not (is_large := self._wake.wait(interval_s)):
                 interval_s = min(2 * interval_s, LONGEST_INTERVAL_S)
             self._wake.clear()
@@ -104,19 +97,15 @@ class RankLogWriter:
             least = PART_BYTES if is_large and not is_last else 1
             try:
                 while content := content or self._next_part(least):
-                    key = part_key(self._prefix, number, SUFFIX)
-                    written = put_part(self._storage, key, content)
-                    number = int(written.removeprefix(self._prefix).removesuffix(SUFFIX)) + 1
+                    key = put_part(self._storage, part_key(self._prefix, number, SUFFIX), content)
+                    number = int(key.removeprefix(self._prefix).removesuffix(SUFFIX)) + 1
                     with self._lock:
                         del self._waiting[: len(content)]
                     content = b""  # until here every try writes the same
                 self._trouble = ""
             except Exception as error:  # noqa: BLE001 - it is tried again, and the training continues
                 self._trouble = str(error)
-                if not is_last:
-                    time.sleep(1.0)  # a flood would have it tried again at once
-            if is_last:
-                return
+                time.sleep(0.0 if is_last else 1.0)  # a flood would have it tried again at once
 
     def _next_part(self, least: int) -> bytes:
         with self._lock:

@@ -55,7 +55,7 @@ def _evaluate(run: Run, checkpoint: CheckpointRef, world_size: int) -> Report:
             ),
             world_size=world_size,
             name=f"{run.run_id} evaluate",
-            attempt_log=CallAttemptLog(logs=LogFolder(run.storage, run.run_id, "evaluate")),
+            attempt_log=CallAttemptLog(logs=LogFolder(run.storage, run.run_id, "logs/evaluate")),
             on_event=log_to_run(),
             **run.gang_options(world_size, max_restarts=0),
         )

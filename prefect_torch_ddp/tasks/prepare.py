@@ -44,7 +44,7 @@ def _prepare(run: Run) -> DatasetReport:
             world_size=1,
             process_group="none",
             name=f"{run.run_id} prepare",
-            attempt_log=CallAttemptLog(logs=LogFolder(run.storage, run.run_id, "prepare")),
+            attempt_log=CallAttemptLog(logs=LogFolder(run.storage, run.run_id, "logs/prepare")),
             on_event=log_to_run(),
             **run.gang_options(world_size=1, max_restarts=0, progress_timeout_s=None),
         )

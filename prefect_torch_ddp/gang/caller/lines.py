@@ -63,16 +63,10 @@ class LineMerger:
             self.pass_on_all()
         self.pass_on(event)
 
-    def wait_s(self, longest_s: float) -> float:
-        """Return how long the first line waits yet, at most so long."""
-        if not self._waiting:
-            return longest_s
-        left_s = self._waiting[0].since_s + MERGE_S - time.monotonic()
-        return min(longest_s, max(0.0, left_s))
-
     def pass_on_due(self) -> None:
         """Pass on the lines that have waited long enough, or that all ranks wrote."""
-        while self._waiting and (self._is_complete() or self.wait_s(MERGE_S) == 0):
+        until_s = time.monotonic() - MERGE_S
+        while self._waiting and (self._is_complete() or self._waiting[0].since_s <= until_s):
             self._pass_on_first()
 
     def pass_on_all(self) -> None:

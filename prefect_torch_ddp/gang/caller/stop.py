@@ -73,7 +73,7 @@ def follow(
         while True:
             _obey(why_unwanted(), stop, loop)
             try:
-                event = events.get(timeout=lines.wait_s(turn_s))
+                event = events.get(timeout=turn_s)
             except queue.Empty:
                 lines.pass_on_due()
                 continue

@@ -104,7 +104,7 @@ class RankProcess:
             case FailureWritten() if not self.is_settled:
                 failure = pickle.loads(self.io.outcome())
                 self.failure = dataclasses.replace(failure, step=self._step())
-                self.lines.keep(failure.traceback_text.rstrip() or failure.summary)
+                self.lines.keep([failure.traceback_text.rstrip() or failure.summary], "ERROR ")
                 return self.failure
             case RankReturned() if not self.is_settled:
                 self.returned = True

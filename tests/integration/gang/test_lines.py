@@ -58,7 +58,7 @@ def test_a_flood_is_limited_in_the_log_and_whole_in_the_storage(
     assert kept[logged + 1] == ["is", "done"]
 
 
-def test_what_all_ranks_say_is_said_once_and_before_the_failure(
+def test_what_all_ranks_say_is_said_once_and_not_after_a_failure(
     dask_client: Client,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -66,12 +66,17 @@ def test_what_all_ranks_say_is_said_once_and_before_the_failure(
 ) -> None:
     """A line waits for equal ones of other ranks, but for no longer than until the gang fails."""
     monkeypatch.setattr(lines, "MERGE_S", 2 * HANG_S)
-    call = {"args": (1,), "world_size": 4, "ranks_per_worker": 2}
+    call = {"world_size": 4, "ranks_per_worker": 2}
+    with caplog.at_level(logging.INFO, "prefect_torch_ddp.ranks"):
+        run_gang(dask_client, plain.say_the_same_and_fail, args=(-1,), **call)
+    both = ["all log this", "all say this"]
+    assert sorted(caplog.messages) == [f"[ranks 0-3] {text}" for text in both]
+    caplog.clear()
     log = CallAttemptLog(logs=LogFolder(DirectoryStorage(tmp_path), "run"))
     with caplog.at_level(logging.INFO, "prefect_torch_ddp.ranks"), pytest.raises(RankFailedError):
-        run_gang(dask_client, plain.say_the_same_and_fail, **call, attempt_log=log)
-    said = ["[ranks 0-3] all say this", "[ranks 0-3] all log this", "[rank 1] my last words"]
-    assert sorted(caplog.messages) == sorted(said)
+        run_gang(dask_client, plain.say_the_same_and_fail, args=(1,), **call, attempt_log=log)
+    said = [f"[rank {rank}] {text}" for rank in range(4) for text in both]
+    assert sorted(by_rank(caplog.messages)) == sorted([*said, "[rank 1] my last words"])
     (part,) = (tmp_path / "runs/run/logs/rank-00001").iterdir()
     assert "ERROR Traceback" in part.read_text()
     assert part.read_text().endswith("\nValueError: a bug\n")

@@ -138,7 +138,7 @@ def test_the_log_has_the_first_checkpoint_the_last_and_those_after_a_failure(
     """With size and time; what lies in between is a detail."""
     caplog.set_level(logging.DEBUG, "prefect_torch_ddp.checkpoint")
     count_to(FailingStorage(tmp_path, "step-00000004/"), 8)
-    said = re.compile(r"checkpoint at step (\d+) \([\d.]+ kB, [\d,]+ ms\)")
+    said = re.compile(r"checkpoint at step (\d+) \([\d.]+ MB, [\d,]+ ms\)")
     found = [(r.levelname, m[1]) for r in caplog.records if (m := said.fullmatch(r.message))]
     levels = {int(step): level for level, step in found[:7]}
     assert levels == {
