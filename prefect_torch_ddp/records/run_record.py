@@ -100,7 +100,7 @@ class RunRecord(Result):
     value: Any = None
     """What rank 0's function returned, where it is plain."""
     evaluation: Report | None = None
-    """Without the confusion matrix."""
+    """Without the confusion matrix and the worst samples: whole experiments are listed."""
     goodput: Goodput | None = None
 
     @property

@@ -59,7 +59,8 @@ def complete_record(
     try:
         record = find_record(storage, run_id, experiment)
         if record is not None:
-            found = evaluation.model_copy(update={"confusion_matrix": ()})
+            large: dict[str, Any] = {"confusion_matrix": (), "worst_samples": ()}
+            found = evaluation.model_copy(update=large)
             changes = {"evaluation": found, "checkpoint": checkpoint}
             record = record.model_copy(update=changes)
             write_record(storage, record)

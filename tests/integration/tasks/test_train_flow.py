@@ -107,6 +107,7 @@ def test_artifacts_to_browse(two_runs: tuple[TrainReport, TrainReport]) -> None:
     assert report.checkpoint.uri in str(page.data)
     for section in ("Epochs", "Confusion matrix", "Worst samples", "Model and checkpoints"):
         assert f"\n## {section}\n" in str(page.data)
+    assert "| F1 since the last run |" in str(page.data)
 
 
 def test_nothing_configured(tmp_path: Path) -> None:
