@@ -227,6 +227,8 @@ def test_options_count(dataset: Callable[..., str]) -> None:
     """Data options make another dataset, their order doesn't; so do other raw data."""
     assert dataset(BASE, a=1, b="x") == dataset(BASE, b="x", a=1)
     assert len({dataset(BASE), dataset(BASE, a=1), dataset(BASE, a=2), dataset(BASE, b=1)}) == 4
+    texts = ["/", ".", "x" * 5000]  # like paths, which would be listed, or can't be looked for
+    assert len({dataset(BASE, a=text) for text in texts}) == 3
     with pytest.raises(InvalidParamsError, match="data_options can't be written as JSON"):
         dataset(BASE, a=object())
     workload = read_workload("tests.workloads.tiny")
