@@ -129,12 +129,13 @@ def _check(params: TrainParams) -> Run:
     assert context.flow_run is not None
     run_id = run_id_of(context.flow_run.name, context.flow_run.id)
     by = [flow_run.flow_name, deployment.name if context.flow_run.deployment_id else ""]
+    experiment = "/".join(filter(None, [*by, params.workload]))
     return Run(
         run_id=run_id,
-        experiment="/".join(filter(None, [*by, params.workload])),
+        experiment=experiment,
         params=params,
         storage=storage,
-        resume_from=resume_point(params.resume_from, storage, run_id),
+        resume_from=resume_point(params, storage, run_id, experiment),
         source=source,
         dataset_id=dataset_id(
             workload, params.data_options, None if source is None else fingerprint_of(source)

@@ -188,7 +188,9 @@ class ContextParams(GangParams):
     """When checkpoints are written, which are kept."""
     resume_from: str | None = None
     """Run whose newest checkpoint this one starts from: its id, or <storage>/runs/<id> of another
-    storage; append /checkpoints/step-00000400 for a certain checkpoint."""
+    storage; append /checkpoints/step-00000400 for a certain checkpoint. latest: the newest run of
+    this deployment, flow and workload, or task, if that did not finish; best: its best completed
+    run, of which modules alone take their weights. Without such a run it begins anew."""
     determinism: Determinism = "default"
     """elastic: the same weights, to the last bit, for every number of ranks that divides
     virtual_ranks; requires ctx.micro_batches."""

@@ -4,6 +4,8 @@ import json
 import logging
 from typing import Any, Self
 
+import torch
+
 from prefect_torch_ddp.checkpoint.attempts import (
     FROM_NOTHING,
     had_ended,
@@ -33,7 +35,7 @@ logger = logging.getLogger(__name__)
 class Restorer:
     """Restores objects in place from one checkpoint; where there is none, leaves them alone."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what rank 0 has chosen
         self,
         storage: Storage,
         manifest: Manifest | None,
@@ -41,14 +43,18 @@ class Restorer:
         *,
         is_ours: bool = True,
         had_ended: bool = False,
+        only_weights: bool = False,
     ) -> None:
         """Restore from the manifest's checkpoint; `states` were read already, by name.
 
         One that `is_ours`, of the run that resumes, must have everything. `had_ended`: it holds
-        what the function left at its end.
+        what the function left at its end. With `only_weights` it gives modules their state, and
+        there is nothing to resume.
         """
         self._storage = storage
-        self.manifest = manifest
+        self.manifest = None if only_weights else manifest
+        """What is resumed."""
+        self._weights = manifest
         self._states = states or {}
         self.is_ours = is_ours
         self.had_ended = had_ended
@@ -78,14 +84,19 @@ class Restorer:
         except CheckpointError:
             refuse_superseded(own.storage, own.run_id, attempt)
             raise
-        chosen = cls(where.storage, *(found or (None, None)), is_ours=where is own)
-        if chosen.manifest is not None:
+        manifest, states = found or (None, None)
+        is_ours, weights = where is own, where.only_weights
+        chosen = cls(where.storage, manifest, states, is_ours=is_ours, only_weights=weights)
+        at = None if manifest is None else (manifest.step, manifest.attempt)
+        if manifest is not None:
             elsewhere = f", {where.uri}" if where.storage != own.storage else ""
-            text = "resuming from the checkpoint of step %d of run %s%s"
-            logger.info(text, chosen.manifest.step, chosen.manifest.run_id, elsewhere)
-        at = None if chosen.manifest is None else (chosen.manifest.step, chosen.manifest.attempt)
-        chosen.had_ended = at is not None and had_ended(where.storage, where.run_id, *at)
-        step, of_attempt = at or (FROM_NOTHING, 0)
+            text = "starting with the weights of" if weights else "resuming from"
+            text += " the checkpoint of step %d of run %s%s"
+            logger.info(text, manifest.step, manifest.run_id, elsewhere)
+        resumed = None if weights else at
+        ended = resumed is not None and had_ended(where.storage, where.run_id, *resumed)
+        chosen.had_ended = ended
+        step, of_attempt = resumed or (FROM_NOTHING, 0)
         record_resume(own.storage, own.run_id, attempt, step, of_attempt if chosen.is_ours else 0)
         # An attempt claimed after this check sees the record. One claimed before may have missed
         # it, and this attempt's steps would stay in metrics and ledger.
@@ -108,11 +119,14 @@ class Restorer:
         where = own if choice["is_ours"] else resume_from
         assert where is not None
         manifest = None if at is None else read_manifest(where.storage, where.run_id, *at)
-        return cls(where.storage, manifest, **choice)
+        return cls(where.storage, manifest, only_weights=where.only_weights, **choice)
 
     def restore(self, name: str, item: Any) -> None:
         """Load a tracked object's state in place; CheckpointError: it lacks, or doesn't fit."""
-        if (manifest := self.manifest) is None:
+        manifest = self.manifest
+        if manifest is None and isinstance(item, torch.nn.Module):
+            manifest = self._weights
+        if manifest is None:
             return
         what = f"checkpoint of step {manifest.step} of run {manifest.run_id}"
         found = manifest.find(name)

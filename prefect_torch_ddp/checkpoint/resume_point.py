@@ -35,6 +35,8 @@ class ResumePoint:
     """None: the newest checkpoint."""
     attempt: int | None = None
     """Who made the checkpoint of that step; None: the newest attempt whose checkpoint counts."""
+    only_weights: bool = False
+    """Whether modules alone begin from there, and all else anew: the optimizer, the order."""
 
     @property
     def uri(self) -> str:

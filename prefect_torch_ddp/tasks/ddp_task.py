@@ -154,7 +154,7 @@ def run_as_task(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str
     storage = resolve_storage(params.storage)
     storage.check_writable()  # one that ignores conditions would let two attempts commit
     run_id = _run_id(context, params, args, kwargs)
-    resume_from = resume_point(params.resume_from, storage, run_id)
+    resume_from = resume_point(params, storage, run_id, task.name)
     get_run_logger().info("trains as run %s in %s", run_id, storage.uri)
     arguments = inspect.signature(task.fn).bind(*args, **kwargs).arguments
     given = shown_params(params, arguments)

@@ -1,11 +1,13 @@
 """What the tasks of one run share: its description, its name, its log and its attempt log."""
 
+import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any, Unpack
 from uuid import UUID
 
@@ -27,6 +29,7 @@ from prefect_torch_ddp.protocol.events import (
 from prefect_torch_ddp.rank.config import RankConfig, Stage
 from prefect_torch_ddp.records.log import put_part
 from prefect_torch_ddp.records.rank_log import LogFolder
+from prefect_torch_ddp.records.run_record import RunRecord, list_records
 from prefect_torch_ddp.storage.protocol import Readable, Storage
 from prefect_torch_ddp.tasks.blocks import resolve_storage
 from prefect_torch_ddp.tasks.report.progress import TrainingProgress
@@ -111,20 +114,57 @@ def slug(name: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:60] or "run"
 
 
-def resume_point(reference: str | None, own: Storage, run_id: str) -> ResumePoint | None:
-    """Find the checkpoint that a run begins from, which has to be there.
+def resume_point(
+    params: ContextParams, own: Storage, run_id: str, experiment: str
+) -> ResumePoint | None:
+    """Find the checkpoint that a run begins from, which has to be there if it was named.
 
     A run that has checkpoints of its own resumes from them: then it may be gone.
 
     Raises:
         InvalidParamsError, CheckpointError: there is none by that name, or it is damaged.
+        StorageError: earlier runs can't be read.
     """
+    reference = params.resume_from
     if reference is None:
         return None
+    if reference in {"latest", "best"}:
+        earlier = [each for each in list_records(own, experiment) if each.run_id != run_id]
+        found = _unfinished(own, earlier) if reference == "latest" else _best(own, earlier, params)
+        words = "resume_from=%r: %s"
+        said = found.uri if found else f"{experiment} has no such run yet, so this one begins anew"
+        get_run_logger().info(words, reference, said)
+        return found
     point = parse_resume_from(reference, own, resolve_storage)
     if not list_manifests(own, run_id):
         point.find()
     return point
+
+
+def _unfinished(own: Storage, earlier: Sequence[RunRecord]) -> ResumePoint | None:
+    """Return the newest run that didn't finish and has a checkpoint; none once one finished."""
+    for record in takewhile(lambda each: each.state != "completed", earlier):
+        if list_manifests(own, record.run_id):
+            return ResumePoint(own, record.run_id)
+    return None
+
+
+def _best(own: Storage, earlier: Sequence[RunRecord], params: ContextParams) -> ResumePoint | None:
+    """Return the best completed run by the metric that chooses checkpoints, else the newest."""
+    done = [each for each in earlier if each.state == "completed" and each.checkpoint is not None]
+    metric, sign = params.checkpoint.best_metric, 1 if params.checkpoint.best_mode == "max" else -1
+
+    def score(record: RunRecord) -> float:
+        value = record.best_value if record.best_metric == metric else None
+        return sign * value if value is not None and math.isfinite(value) else -math.inf
+
+    for record in sorted(done, key=score, reverse=True):  # stable: of equals the newest
+        at = record.checkpoint
+        assert at is not None
+        made = [(each.step, each.attempt) for each in list_manifests(own, record.run_id)]
+        if (at.step, at.attempt) in made:
+            return ResumePoint(own, record.run_id, at.step, at.attempt, only_weights=True)
+    return None
 
 
 def log_to_run(

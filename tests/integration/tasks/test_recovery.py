@@ -240,6 +240,27 @@ def test_a_failed_run_is_resumed(
     assert exported.read_bytes() == weights(undisturbed)
 
 
+def test_tonight_goes_on_with_yesterday(params: Params, undisturbed: TrainReport) -> None:
+    """resume_from="latest" takes up what didn't finish, until a run has finished; "best" begins a
+    training with the weights of the best run and with nothing else of it."""
+
+    def tonight(reference: str, **options: Any) -> TrainReport:
+        checkpoint = CheckpointParams(every_steps=5, best_metric="loss", best_mode="min")
+        given = {"resume_from": reference, "options": options, "checkpoint": checkpoint}
+        return train_flow(params(**given))
+
+    with pytest.raises(RankFailedError, match="SIGKILL"):  # there is none to go on with
+        tonight("latest", fault=KILLED)
+    resumed = tonight("latest")
+    assert resumed.training.resumed_from_step in (5, 10)
+    assert weights(resumed) == weights(undisturbed)
+    assert tonight("latest", epochs=1).training.resumed_from_step is None
+    wait_until_said(newest_flow_run().id, "has no such run yet")
+    tuned = tonight("best", epochs=0)
+    assert weights(tuned) == weights(resumed)
+    assert (tuned.training.resumed_from_step, tuned.training.num_steps) == (None, 0)
+
+
 def test_a_finished_training_is_not_run_again_on_another_machine(
     prefect_api: str, params: Params, tmp_path: Path
 ) -> None:
