@@ -72,8 +72,8 @@ def confusion_table(evaluation: Report) -> str:
     return "\n\n".join(parts)
 
 
-def worst_row(evaluation: Report) -> str:
-    """Show the samples with the highest losses, in a row: true class, then the predicted one."""
+def worst_samples(evaluation: Report) -> str:
+    """Show the samples with the highest losses, each with its true class and the predicted one."""
     picture = worst_picture(evaluation.worst_samples)
     above = "The samples with the highest losses, the worst first; under each its true class, and"
     return f"{above} what it was taken for.\n\n{picture}" if picture else ""

@@ -29,6 +29,8 @@ LETTER = 0.58
 MAX_LETTERS = 18
 LEGEND = (0.01, 0.1, 0.5, 1.0)
 TILE, GAP, LINE = 96, 12, 15
+TILES_IN_ROW = 4
+"""So that a page of 500 pixels needn't shrink them."""
 MAX_TILE_LETTERS = 15
 SHARP = "image-rendering:pixelated"
 
@@ -77,10 +79,10 @@ def matrix_picture(matrix: Matrix, names: Sequence[str]) -> str:
 
 
 def worst_picture(samples: Sequence[WorstSample]) -> str:
-    """Draw the worst samples in a row as a markdown image; nothing without any."""
-    drawn = []
+    """Draw the worst samples in rows as a markdown image; nothing without any."""
+    drawn, row_height = [], TILE + GAP + 3 * LINE
     for i, sample in enumerate(samples):
-        x, bottom = i * (TILE + GAP) + GAP, GAP + TILE
+        x, y = i % TILES_IN_ROW * (TILE + GAP) + GAP, i // TILES_IN_ROW * row_height + GAP
         colour = WRONG if sample.true != sample.predicted else RIGHT
         loss = "nan or inf" if sample.loss is None else f"{sample.loss:.4g}"
         lines = (
@@ -88,11 +90,12 @@ def worst_picture(samples: Sequence[WorstSample]) -> str:
             (_words(f"→ {sample.predicted}", MAX_TILE_LETTERS), f"rgb{colour}"),
             (f"loss {loss}", GREY),
         )
-        at = f'x="{x}" y="{GAP}" width="{TILE}" height="{TILE}"'
+        at = f'x="{x}" y="{y}" width="{TILE}" height="{TILE}"'
         drawn.append(f'<image {at} style="{SHARP}" href="{html.escape(sample.image)}"/>')
         for k, (words, ink) in enumerate(lines, 1):
-            drawn.append(_text((x + TILE / 2, bottom + k * LINE), words, 12, "middle", ink))
-    width, height = len(samples) * (TILE + GAP) + GAP, TILE + 2 * GAP + 3 * LINE
+            drawn.append(_text((x + TILE / 2, y + TILE + k * LINE), words, 12, "middle", ink))
+    width = min(len(samples), TILES_IN_ROW) * (TILE + GAP) + GAP
+    height = math.ceil(len(samples) / TILES_IN_ROW) * row_height + GAP
     return _image("worst samples", width, height, drawn) if drawn else ""
 
 

@@ -16,7 +16,7 @@ from prefect_torch_ddp.tasks.report.checkpoints import (
     checkpoint_list,
     load_section,
 )
-from prefect_torch_ddp.tasks.report.evaluation import class_table, confusion_table, worst_row
+from prefect_torch_ddp.tasks.report.evaluation import class_table, confusion_table, worst_samples
 from prefect_torch_ddp.tasks.report.markdown import (
     code,
     code_block,
@@ -255,7 +255,7 @@ SECTIONS: Mapping[str, Callable[[RunView], str]] = {
     "Epochs": lambda view: epoch_table(view.epochs if view.report is None else view.report.epochs),
     "Classes": _classes,
     "Confusion matrix": _of_report(lambda report: confusion_table(report.evaluation)),
-    "Worst samples": _of_report(lambda report: worst_row(report.evaluation)),
+    "Worst samples": _of_report(lambda report: worst_samples(report.evaluation)),
     "Model and checkpoints": _models,
     "Ledger": _of_report(lambda report: _ledger_lines(report.ledger)),
     "Ranks": lambda view: rank_table(view.ranks),

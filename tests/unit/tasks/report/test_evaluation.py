@@ -12,7 +12,7 @@ from PIL import Image
 
 from prefect_torch_ddp.rank.evaluation.classification import classification_report
 from prefect_torch_ddp.results import Report, WorstSample
-from prefect_torch_ddp.tasks.report.evaluation import class_table, confusion_table, worst_row
+from prefect_torch_ddp.tasks.report.evaluation import class_table, confusion_table, worst_samples
 
 SVG = "{http://www.w3.org/2000/svg}"
 HOSTILE = '"/><script>alert(1)</script>](http://evil)<image href="http://evil/x.png"/>&\n```|<b>'
@@ -132,11 +132,11 @@ def sample(**fields) -> WorstSample:
 def test_the_worst_samples_stand_in_a_row_with_both_classes() -> None:
     """And their loss, which may have been no number."""
     samples = (sample(loss=None), sample(true="dog"))
-    page = worst_row(report("ab", [[1, 0], [0, 1]], worst_samples=samples))
+    page = worst_samples(report("ab", [[1, 0], [0, 1]], worst_samples=samples))
     svg = picture(page)
     assert words(svg) == ["cat", "→ dog", "loss nan or inf", "dog", "→ dog", "loss 2.5"]
     assert len(list(svg.iter(f"{SVG}image"))) == 2
-    assert worst_row(report("ab", [[1, 0], [0, 1]])) == ""
+    assert worst_samples(report("ab", [[1, 0], [0, 1]])) == ""
 
 
 def test_no_name_puts_a_link_an_image_or_a_script_into_page_or_picture() -> None:
@@ -144,7 +144,7 @@ def test_no_name_puts_a_link_an_image_or_a_script_into_page_or_picture() -> None
     names = (HOSTILE, f"x{HOSTILE}")
     found = report(names, [[1, 2], [3, 4]], worst_samples=[sample(true=HOSTILE, predicted=HOSTILE)])
     before = report((f"y{HOSTILE}", HOSTILE), [[1, 0], [0, 4]])
-    for page in (confusion_table(found), worst_row(found), class_table(found, before)):
+    for page in (confusion_table(found), worst_samples(found), class_table(found, before)):
         if "data:image" in page:
             shown = words(picture(page))
             assert any(word.startswith('"/><script>') for word in shown), "as plain text"
