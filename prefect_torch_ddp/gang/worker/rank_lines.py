@@ -44,14 +44,14 @@ class _Limit:
 
 
 class RankLines:
-    """Passes on a rank's lines within limits, of warnings and of all others, and keeps them all."""
+    """Passes on a rank's lines within limits, of prints, records and warnings; keeps them all."""
 
     def __init__(self, rank: int, world_size: int, writer: RankLogWriter | None) -> None:
         """Without a writer what the limits leave out is gone."""
         self._rank = rank
         self.writer = writer
         most = max(LEAST_LINES, min(MOST_LINES, LINES_OF_GANG // world_size))
-        self._limits = {is_warning: _Limit(most) for is_warning in (False, True)}
+        self._limits = {kind: _Limit(most) for kind in ("print", "record", "warning")}
         self._last: deque[LogLine] = deque(maxlen=LAST_LINES)
         """The newest of those left out since the last one shown."""
 
@@ -65,7 +65,8 @@ class RankLines:
     ) -> Iterator[LogLine]:
         """Take in lines; yield those for the run's log, none where it `has_room` for none."""
         self.keep(texts, f"{logging.getLevelName(level)} {logger}: " if logger else "")
-        limit = self._limits[level >= logging.WARNING]
+        kind = "warning" if level >= logging.WARNING else "record" if logger else "print"
+        limit = self._limits[kind]
         num_admitted = limit.admit(len(texts), has_room=has_room)
         if num_admitted:
             self._last.clear()

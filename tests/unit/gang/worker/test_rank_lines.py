@@ -53,12 +53,13 @@ def test_periods_get_longer_while_the_flood_lasts(monkeypatch: pytest.MonkeyPatc
     assert sum(passed) == MOST_LINES + len(counts) * MOST_LINES // SHARE
 
 
-def test_warnings_pass_while_prints_flood_and_order_is_kept() -> None:
-    """They have a limit of their own; what was left out before one isn't shown behind it."""
+def test_what_is_logged_passes_while_prints_flood_and_order_is_kept() -> None:
+    """It has limits of its own; what was left out before a record isn't shown behind it."""
     lines = RankLines(0, 2, None)
     assert len([*lines.take(numbered(0, 5_000))]) == MOST_LINES
     warned = [*lines.take(["loss is nan"], logging.WARNING, "user.code")]
     assert warned == [LogLine(0, logging.WARNING, "loss is nan", "user.code")]
+    assert texts([*lines.take(["epoch 1"], logging.INFO, "user.code")]) == ["epoch 1"]
     assert [*lines.take(["after it"])] == []
     assert texts([*lines.end()]) == ["4,000 lines left out", "after it"]
 
