@@ -1,6 +1,7 @@
 """Timing records: where each rank's time went, who keeps the others waiting, and the goodput."""
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -81,11 +82,6 @@ def newest_lines(storage: Storage, run_id: str) -> list[TimingLine]:
     return sorted((line for line in lines if line.attempt == newest), key=lambda line: line.rank)
 
 
-def awaited(lines: Iterable[TimingLine]) -> TimingLine | None:
-    """Return the record of the rank that the others wait for: the one that waits least."""
-    return min(lines, key=lambda line: (line.waiting_s, line.rank), default=None)
-
-
 def waiting_cost(lines: Sequence[TimingLine]) -> tuple[TimingLine | None, float]:
     """Return the rank that the others wait for, and which share of the loop it costs them, 0 to 1.
 
@@ -123,9 +119,12 @@ def read_goodput(
     by_attempt: dict[int, list[TimingLine]] = {}
     for line in _last_lines(storage, parts).values():
         by_attempt.setdefault(line.attempt, []).append(line)
-    chosen = {attempt: awaited(lines) for attempt, lines in by_attempt.items()}
-    folders = {_writer(line) for line in chosen.values() if line is not None}
-    kept = [part for part in parts if any(writer in part.key for writer in folders)]
+    # The rank that waits least, since the others' time is its own.
+    chosen = [
+        min(lines, key=lambda line: (line.waiting_s, line.rank)) for lines in by_attempt.values()
+    ]
+    writers = set(map(_writer, chosen))
+    kept = [part for part in parts if any(writer in part.key for writer in writers)]
     return goodput(run_id, read_parts(storage, kept, _parse), claims, failures)
 
 
@@ -137,17 +136,15 @@ def goodput(
 ) -> Goodput:
     """Add up the records of one rank of each attempt; see `read_goodput`."""
     histories: dict[int, list[TimingLine]] = {attempt: [] for attempt in claims}
+    firsts: dict[int, int] = {}
     for line in sorted(lines, key=lambda line: line.time):
         histories.setdefault(line.attempt, []).append(line)
+        if line.step != UNKNOWN_STEP:
+            firsts.setdefault(line.attempt, line.step)
     if not histories:
         return Goodput(run_id=run_id, num_attempts=0, wall_s=0.0)
-    firsts = {
-        attempt: min(line.step for line in history if line.step != UNKNOWN_STEP)
-        for attempt, history in histories.items()
-        if any(line.step != UNKNOWN_STEP for line in history)
-    }
     superseded = superseded_from(firsts)
-    total: dict[str, float] = {}
+    total: defaultdict[str, float] = defaultdict(float)
     numbers = sorted(histories)
     claimed = [
         claims[number] if number in claims else histories[number][0].began for number in numbers
@@ -157,9 +154,9 @@ def goodput(
         last = history[-1].time if history else at
         end = min(max(failures.get(number, last), last), following)
         for name, spent_s in _attempt(history, at, limit, end).items():
-            total[name] = total.get(name, 0.0) + spent_s
+            total[name] += spent_s
         if following < math.inf:
-            total["queueing_s"] = total.get("queueing_s", 0.0) + following - end
+            total["queueing_s"] += following - end
     return Goodput(run_id=run_id, num_attempts=len(numbers), wall_s=end - claimed[0], **total)
 
 
@@ -188,9 +185,10 @@ def _attempt(
         "starting_s": starting_s,
         "other_s": spent(OTHER),
         "queueing_s": max(0.0, queueing_s),
+        "redone_s": 0.0,
     }
     lost = "redone_s" if last.num_steps or last.spent(IN_LOOP) else "starting_s"
-    parts[lost] = parts.get(lost, 0.0) + max(0.0, end - line.time)
+    parts[lost] += max(0.0, end - line.time)
     return parts
 
 

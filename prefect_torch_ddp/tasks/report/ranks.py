@@ -53,7 +53,9 @@ def awaited_rank(lines: Sequence[TimingLine]) -> str:
     slowest, cost = waiting_cost(lines)
     if slowest is None or cost < NAMED_FROM:
         return ""
-    return f"others wait {cost:.0%} of the time for rank {slowest.rank} on {text(slowest.host)}"
+    return (
+        f"others wait {_percent(cost)} of the time for rank {slowest.rank} on {text(slowest.host)}"
+    )
 
 
 def rank_table(lines: Sequence[TimingLine]) -> str:
@@ -83,13 +85,14 @@ def goodput_table(goodput: Goodput | None) -> str:
         return ""
     parts = [(getattr(goodput, name), words) for name, words in GOODPUT_PARTS.items()]
     rows = [
-        [words, duration(spent_s), f"{spent_s / goodput.wall_s:.1%}"]
+        [words, duration(spent_s), _percent(spent_s / goodput.wall_s)]
         for spent_s, words in sorted(parts, reverse=True)
         if spent_s >= SHOWN_FROM_S
     ]
     times = "attempt" if goodput.num_attempts == 1 else "attempts"
-    whole = f"{duration(goodput.wall_s)} in {goodput.num_attempts} {times}"
-    return f"**{goodput.share:.0%}** of {whole}:\n\n{table(['what', 'time', 'share'], rows)}"
+    whole = f"{duration(goodput.wall_s)}, in {goodput.num_attempts} {times}"
+    says = f"**{_percent(goodput.share)}** of {whole}, went into steps that count."
+    return f"{says}\n\n{table(['what', 'time', 'share'], rows)}"
 
 
 def _rank_row(line: TimingLine) -> list[str]:
@@ -97,7 +100,7 @@ def _rank_row(line: TimingLine) -> list[str]:
     speed = number(line.num_samples / total_s) if total_s > 0 else ""
 
     def share(spent_s: float) -> str:
-        return f"{spent_s / total_s:.0%}" if total_s > 0 else ""
+        return _percent(spent_s / total_s) if total_s > 0 else ""
 
     return [
         str(line.rank),
@@ -111,6 +114,10 @@ def _rank_row(line: TimingLine) -> list[str]:
         _size(line.rss_bytes),
         _size(line.cuda_bytes),
     ]
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f} %"
 
 
 def _size(num_bytes: int) -> str:

@@ -40,8 +40,8 @@ def page(**more: Any) -> str:
 def test_the_slow_rank_is_in_the_headline_and_each_rank_in_the_table() -> None:
     """Of equal ranks none is named."""
     slow = page(ranks=[times(0), times(1, waits=0.02)])
-    assert slow.splitlines()[0].endswith("others wait 38% of the time for rank 1 on node-0")
-    assert "| 0 | node-0 | cpu | 8 | 10% | 50% | 40% | 0% | 812 MB |" in slow
+    assert slow.splitlines()[0].endswith("others wait 38 % of the time for rank 1 on node-0")
+    assert "| 0 | node-0 | cpu | 8 | 10 % | 50 % | 40 % | 0 % | 812 MB |" in slow
     assert "others wait" not in page(ranks=[times(0), times(1, waits=0.35)])
 
 
@@ -49,7 +49,7 @@ def test_a_waiting_that_is_not_known_is_none_and_a_gpu_shows_its_memory() -> Non
     """No 0 %, and nobody is named."""
     gpu = {"device": "cuda:0 NVIDIA H200", "cuda_bytes": 3_000_000_000, "seconds": {"step": 9.0}}
     shown = page(ranks=[times(rank, **gpu) for rank in range(2)])
-    assert "| 100% |  | 0% | 812 MB | 3,000 MB |" in shown
+    assert "| 100 % |  | 0 % | 812 MB | 3,000 MB |" in shown
     assert "others wait" not in shown
 
 
@@ -79,7 +79,7 @@ def test_the_wall_time_is_laid_out_by_size() -> None:
     """With the share that counts; nothing where nothing is known."""
     goodput = Goodput(run_id="run", num_attempts=2, wall_s=100.0, steps_s=60.0, redone_s=40.0)
     shown = page(goodput=goodput)
-    assert "**60%** of 1 min 40 s in 2 attempts:" in shown
+    assert "**60 %** of 1 min 40 s, in 2 attempts, went into steps that count." in shown
     assert shown.index("steps that count") < shown.index("| lost: done again")
     assert "starting" not in shown
     assert "Where the time went" not in page()
