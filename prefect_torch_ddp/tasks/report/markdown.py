@@ -5,6 +5,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
+MAX_NAME = 60
 JOINER = "\u2060"
 
 
@@ -20,6 +21,13 @@ def text(value: object) -> str:
     )
     # An underscore between letters starts nothing, and validation_loss stays searchable.
     return re.sub(r"(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])", r"\\_", escaped)
+
+
+def short(value: object) -> str:
+    """Escape a name, its middle left out where it is long: it would push a table off the page."""
+    plain = " ".join(str(value).split())
+    half = MAX_NAME // 2
+    return text(plain if len(plain) <= MAX_NAME else f"{plain[:half]} … {plain[-half:]}")
 
 
 def code(value: object) -> str:

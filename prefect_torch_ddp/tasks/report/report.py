@@ -25,6 +25,7 @@ from prefect_torch_ddp.tasks.report.markdown import (
     fact_table,
     join,
     number,
+    short,
     table,
     text,
 )
@@ -64,11 +65,11 @@ def _curves(view: RunView) -> str:
     """Show the curves, and say what isn't in the picture."""
     curves, notes = view.curves, []
     if without := left_out(curves):
-        names = ", ".join(map(text, without[:MAX_NAMES]))
+        names = ", ".join(map(short, without[:MAX_NAMES]))
         more = f" and {len(without) - MAX_NAMES} more" if len(without) > MAX_NAMES else ""
         notes.append(f"No room for the curves of {names}{more}: see Metrics.")
     for name, num in list(curves.holes.items())[:MAX_NAMES]:
-        notes.append(f"**{text(name)} is nan or infinite in {count(num)} records.**")
+        notes.append(f"**{short(name)} is nan or infinite in {count(num)} records.**")
     if len(curves.holes) > MAX_NAMES:
         notes.append(f"So are {len(curves.holes) - MAX_NAMES} more metrics.")
     picture = render_curves(curves) if view.picture is None else view.picture
@@ -116,7 +117,7 @@ def _metrics(view: RunView) -> str:
             low, high = (each(curve, key=lambda point: point[1]) for each in (min, max))
             of = [f"{number(value)} (step {count(round(step))})" for step, value in (low, high)]
             cells = [number(curve[-1][1]), *of]
-        rows.append([text(name), here, *cells])
+        rows.append([short(name), here, *cells])
     num_left_out = len(names) - len(rows)
     ending = f"\n\n{num_left_out} more metrics are left out." if num_left_out else ""
     header = ["metric", "newest of rank 0", "last, of all ranks", "lowest", "highest"]
@@ -124,7 +125,7 @@ def _metrics(view: RunView) -> str:
 
 
 def _params(view: RunView) -> str:
-    shown = {text(name): code(value) for name, value in view.training.params.items()}
+    shown = {short(name): code(value) for name, value in view.training.params.items()}
     return fact_table(shown) if shown else ""
 
 
@@ -176,7 +177,7 @@ def epoch_table(rows: Sequence[EpochRow]) -> str:
     for row in rows[-MAX_EPOCH_ROWS:]:
         values = [number(row.metrics[name]) if name in row.metrics else "" for name in names]
         lines.append([str(row.epoch), count(row.num_steps), count(row.num_samples), *values])
-    header = ["epoch", "steps", "samples", *map(text, names)]
+    header = ["epoch", "steps", "samples", *map(short, names)]
     num_left_out = len(rows) - len(lines)
     ending = f"\n\nThe first {num_left_out} epochs are left out." if num_left_out else ""
     return table(header, lines, align="r" * len(header)) + ending if rows else ""

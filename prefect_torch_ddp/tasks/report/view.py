@@ -12,7 +12,7 @@ from prefect_torch_ddp.records.timing import TimingLine
 from prefect_torch_ddp.results import EpochRow, FailedAttempt, Goodput, Report, TrainReport
 from prefect_torch_ddp.tasks.report.checkpoints import KeptCheckpoint
 from prefect_torch_ddp.tasks.report.curves import Curves
-from prefect_torch_ddp.tasks.report.markdown import code, count, number, percent, text
+from prefect_torch_ddp.tasks.report.markdown import code, count, number, percent, short, text
 from prefect_torch_ddp.tasks.report.progress import TrainingProgress
 from prefect_torch_ddp.tasks.report.ranks import awaited_rank
 
@@ -64,7 +64,7 @@ def headline(view: RunView) -> str:
         )
     ):
         status += f" in step {count(last.step)}"
-    parts = [f"# {text(training.name)}: {status}", ending, awaited_rank(view.ranks)]
+    parts = [f"# {short(training.name)}: {status}", ending, awaited_rank(view.ranks)]
     return " · ".join(filter(None, parts))
 
 
@@ -75,9 +75,9 @@ def best(view: RunView) -> str:
         return ""
     if is_validation(name) or name == view.training.params.get("checkpoint.best_metric"):
         step, value = (max if is_higher_better else min)(curve, key=lambda point: point[1])
-        return f"Best {text(name)}: {number(value)} at step {count(round(step))}"
+        return f"Best {short(name)}: {number(value)} at step {count(round(step))}"
     last = [value for _, value in curve[-max(1, len(curve) // 20) :]]
-    return f"{text(name)}: {number(sum(last) / len(last))}, the mean of its last records"
+    return f"{short(name)}: {number(sum(last) / len(last))}, the mean of its last records"
 
 
 def comparison(view: RunView) -> str:
@@ -98,7 +98,7 @@ def comparison(view: RunView) -> str:
         by = now[each] - then[each]
         gains = by > 0 if (is_higher_better if each == name else is_score(each)) else by < 0
         said = "the same" if by == 0 else f"{number(abs(by))} {'better' if gains else 'worse'}"
-        parts.append(f"{text(each)} {number(now[each])} is {said} ({number(then[each])})")
+        parts.append(f"{short(each)} {number(now[each])} is {said} ({number(then[each])})")
     of_it = f"run {code(old.run_id)} of {old.began:%Y-%m-%d %H:%M}"
     return f"Compared with the previous {of_it}: {'; '.join(parts)}" if parts else ""
 
@@ -131,5 +131,5 @@ def _evaluated(evaluation: Report) -> str:
     accuracy = [] if evaluation.accuracy is None else [f"accuracy {percent(evaluation.accuracy)}"]
     loss = [] if evaluation.loss is None else [f"loss {number(evaluation.loss)}"]
     shown = list(evaluation.metrics.items())[:MAX_HEADLINE_METRICS]
-    others = [f"{text(name)} {number(value)}" for name, value in shown]
+    others = [f"{short(name)} {number(value)}" for name, value in shown]
     return ", ".join([*accuracy, *loss, *others, f"{count(evaluation.num_samples)} samples"])
