@@ -6,7 +6,7 @@ import pytest
 
 from prefect_torch_ddp.params import TrainParams
 from prefect_torch_ddp.protocol.events import AttemptBegan, Progress
-from prefect_torch_ddp.tasks.report.markdown import text
+from prefect_torch_ddp.tasks.report.markdown import short, text
 from prefect_torch_ddp.tasks.report.progress import TrainingProgress, shown_params
 from prefect_torch_ddp.tasks.report.report import render_page
 from prefect_torch_ddp.tasks.report.view import RunView
@@ -42,7 +42,7 @@ def test_the_page_shows_where_the_training_is():
     assert (facts["Run"], facts["World size"], facts["Attempt"]) == ("`calm-otter`", "3 ranks", "2")
     speed = (facts["Elapsed"], facts["Throughput"], facts["ETA"])
     assert speed == ("1 min 5 s", "56 samples/s, 7 steps/s", "33 s")
-    assert [text(HOSTILE), "nan", "", "", ""] in tables(markdown)[1]
+    assert [short(HOSTILE), "nan", "", "", ""] in tables(markdown)[1]
     assert tables(markdown)[2][2:] == [["options.lr", "`0.1`"]]
     assert [line for line in markdown.splitlines() if line.startswith("## ")] == [
         "## Metrics",
