@@ -12,15 +12,18 @@ from prefect.settings import PREFECT_API_URL, PREFECT_UI_URL, temporary_settings
 from prefect.states import Cancelled
 from prefect_dask import DaskTaskRunner
 
+from prefect_torch_ddp.checkpoint.manifest import checkpoint_ref
+from prefect_torch_ddp.checkpoint.resume_point import parse_resume_from
 from prefect_torch_ddp.data.dataset_store import find_dataset
 from prefect_torch_ddp.errors import SchedulerLostError, TaskCancelled, WorkerLostError
-from prefect_torch_ddp.params import TrainParams
-from prefect_torch_ddp.results import DatasetReport, TrainingSummary, TrainReport
+from prefect_torch_ddp.params import ClusterParams, TrainParams
+from prefect_torch_ddp.results import DatasetReport, Report, TrainingSummary, TrainReport
 from prefect_torch_ddp.tasks.blocks import fingerprint_of, resolve_source, resolve_storage
 from prefect_torch_ddp.tasks.cluster import connect, is_supervisor_loss, result_of
 from prefect_torch_ddp.tasks.evaluate import chosen_checkpoint, evaluate
 from prefect_torch_ddp.tasks.prepare import prepare
 from prefect_torch_ddp.tasks.publish import publish
+from prefect_torch_ddp.tasks.record.draft import recorded_params
 from prefect_torch_ddp.tasks.run import Run, resume_point, run_id_of
 from prefect_torch_ddp.tasks.train import train
 from prefect_torch_ddp.tasks.watch.cancel import SIGNALS
@@ -55,6 +58,39 @@ def train_flow(params: TrainParams = DEFAULTS) -> TrainReport:
         why = f"cancelled: {cancelled}" if isinstance(cancelled, TaskCancelled) else "cancelled"
         state: Any = Cancelled(message=why)  # Prefect takes a state for what it is
         return state  # type: ignore[no-any-return]
+
+
+@flow(name="evaluate-checkpoint", task_runner=DaskTaskRunner())  # type: ignore[arg-type]
+def evaluate_flow(
+    checkpoint: str, storage: str | None = None, cluster: ClusterParams | None = None
+) -> Report:
+    """Evaluate a checkpoint of a run of train_flow on held-out data, also while it trains.
+
+    Args:
+        checkpoint: its URI, as in the event `prefect-torch-ddp.checkpoint.committed` and the
+            report.
+        storage: the block of the run's storage, where that has credentials of its own.
+        cluster: which Dask cluster evaluates; None: one like the run's.
+
+    Raises:
+        InvalidParamsError: there is no record of such a run, or it isn't one of train_flow.
+        CheckpointError: there is no such checkpoint any more, or it is damaged.
+    """
+    own = resolve_storage(storage or checkpoint.rpartition("/runs/")[0] or ".")
+    point = parse_resume_from(checkpoint, own, resolve_storage)
+    manifest = point.manifest()
+    params, dataset_id, experiment = recorded_params(own, point.run_id)
+    params = params.model_copy(update={"cluster": cluster or params.cluster})
+    source = None if params.source is None else resolve_source(params.source)
+    run = Run(point.run_id, params, own, dataset_id, experiment, source=source)
+    api_url = str(get_client(sync_client=True).api_url)
+    with (
+        closed_if_killed(UUID(flow_run.id), _grace_s(params)),
+        temporary_settings({PREFECT_API_URL: api_url}),
+    ):
+        connect(params, own)
+        chosen = checkpoint_ref(own, manifest)
+        return result_of(evaluate.submit(run, chosen, params.world_size), params.stop_grace_s)
 
 
 def _run(run: Run, params: TrainParams) -> TrainReport:

@@ -143,14 +143,13 @@ def _train_on_gang(run: Run, dataset: DatasetReport) -> TrainingSummary:
 
 def _recorder(run: Run, dataset: DatasetReport) -> RunRecorder:
     params = run.params
-    source = None if run.source is None else run.source.uri
     draft = draft_record(
         params,
         run.run_id,
         run.experiment,
         run.storage,
         workload=params.workload,
-        data_options=plain_values({**params.data_options, "source": source}),
+        data_options=plain_values(params.data_options),
         dataset=dataset,
     )
     path = find_spec(params.workload.partition(":")[0])

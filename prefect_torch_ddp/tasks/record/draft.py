@@ -11,9 +11,9 @@ from prefect.utilities.context import get_task_and_flow_run_ids
 from pydantic_core import to_json, to_jsonable_python
 
 from prefect_torch_ddp.data.dataset_manifest import read_manifest
-from prefect_torch_ddp.errors import StorageError
-from prefect_torch_ddp.params import ContextParams
-from prefect_torch_ddp.records.run_record import RunRecord, find_record, write_record
+from prefect_torch_ddp.errors import InvalidParamsError, StorageError
+from prefect_torch_ddp.params import ContextParams, TrainParams
+from prefect_torch_ddp.records.run_record import RunRecord, find_record, read_record, write_record
 from prefect_torch_ddp.results import CheckpointRef, DatasetReport, Report
 from prefect_torch_ddp.storage.protocol import Storage
 
@@ -68,6 +68,29 @@ def complete_record(
         logger.warning("the evaluation could not be put on record: %s", error)
         return None
     return record
+
+
+def recorded_params(storage: Storage, run_id: str) -> tuple[TrainParams, str, str]:
+    """Return the parameters of a run of train_flow, its dataset's id and its experiment.
+
+    Raises:
+        InvalidParamsError: it has no record, is no run of train_flow, or an option was hidden.
+    """
+    record = read_record(storage, run_id)
+    given = {"options": record.options, "data_options": record.data_options}
+    why = "it is no run of train_flow" if record.dataset is None else ""
+    why = why or ("an option looks like a secret and isn't on record" if _has_hidden(given) else "")
+    if record.dataset is None or why:
+        msg = f"run {run_id} can't be evaluated from its record: {why}"
+        raise InvalidParamsError(msg)
+    params = TrainParams(**{**record.parameters, **given, "seed": record.seed})
+    return params, record.dataset.dataset_id, record.experiment
+
+
+def _has_hidden(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return any(map(_has_hidden, value.values()))
+    return any(map(_has_hidden, value)) if isinstance(value, list) else value == HIDDEN
 
 
 def split_of(storage: Storage, dataset: DatasetReport | None) -> Mapping[str, int]:

@@ -147,7 +147,8 @@ class RunRecorder:
         self._over.set()
         self._news.set()
         if error is None or (self._is_last(error) and not self._is_superseded):
-            self._emit("training.finished", state=state, cause=cause)
+            step = self._own[-1].step if self._own else None  # of the failure, if it failed
+            self._emit("training.finished", step=step, state=state, cause=cause)
         self._events.flush()
         self._thread.join(FINISH_TIMEOUT_S)
 

@@ -1,0 +1,114 @@
+"""The automations that are shipped, against a real server: a committed checkpoint is evaluated,
+and a training that failed is told of."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from distributed import LocalCluster
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterTags
+from prefect.client.schemas.objects import FlowRun
+
+from prefect_torch_ddp import RankFailedError, train_flow
+from tests.integration.tasks.test_deployment import PREFECT, ROOT, prefect
+from tests.integration.tasks.test_recovery import params_of
+from tests.support.waiting import wait_until
+
+pytestmark = [
+    pytest.mark.extended,
+    pytest.mark.timeout(400),
+    pytest.mark.usefixtures("prefect_api"),
+]
+
+
+@pytest.fixture
+def posted() -> Iterator[tuple[str, list[Any]]]:
+    """Run a web server that keeps what is posted to it."""
+    kept: list[Any] = []
+
+    class Keeper(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:  # noqa: N802 - its base's name
+            kept.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Keeper)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}/hook", kept
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+@pytest.fixture
+def worker(prefect_api: str, tmp_path: Path) -> Iterator[None]:
+    """Deploy deployments/on_checkpoint.yaml as documented, and run a worker."""
+    prefect("work-pool", "create", "train-ddp", "--type", "process", "--overwrite")
+    prefect("deploy", "--all", "--prefect-file", "deployments/on_checkpoint.yaml")
+    with (tmp_path / "worker.log").open("wb") as log:
+        command = [*PREFECT, "worker", "start", "--pool", "train-ddp", "--type", "process"]
+        process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, env=dict(os.environ))
+        try:
+            yield
+        finally:
+            prefect("deployment", "delete", "evaluate-checkpoint/on-checkpoint")
+            process.terminate()
+            _, left = psutil.wait_procs([psutil.Process(process.pid)], timeout=30)
+            for each in left:
+                each.kill()
+            process.wait()
+
+
+def evaluations() -> list[FlowRun]:
+    """Return the flow runs that the automation made."""
+    tags = FlowRunFilterTags(all_=["train-ddp"])
+    with get_client(sync_client=True) as client:
+        found = client.read_flow_runs(flow_run_filter=FlowRunFilter(tags=tags))
+    return [run for run in found if "checkpoint" in run.parameters]
+
+
+@pytest.mark.usefixtures("worker")
+def test_a_committed_checkpoint_is_evaluated(dask_cluster: LocalCluster, tmp_path: Path) -> None:
+    """By the run's own workload, parameters and data, from its record alone."""
+    report = train_flow(params_of(tmp_path / "store", dask_cluster.scheduler_address))
+    wait_until(
+        lambda: any(run.state_name == "Completed" for run in evaluations()),
+        what="an evaluation that is completed",
+        timeout_s=120,
+    )
+    uris = {run.parameters["checkpoint"] for run in evaluations()}
+    assert all(f"/runs/{report.run_id}/checkpoints/step-" in uri for uri in uris)
+
+
+def test_a_failed_training_is_told_of(
+    dask_cluster: LocalCluster, tmp_path: Path, posted: tuple[str, list[Any]]
+) -> None:
+    """Once, with the run and its error, however often it was tried; nothing of one that went
+    well."""
+    url, kept = posted
+    environment = {**os.environ, "WEBHOOK_URL": url}
+    command = [sys.executable, "deployments/tell_of_failure.py"]
+    for _ in range(2):  # the second replaces the first
+        subprocess.run(command, cwd=ROOT, env=environment, check=True, timeout=120)
+    store, address = tmp_path / "store", dask_cluster.scheduler_address
+    train_flow(params_of(store, address))
+    fault = {"how": "raise", "step": 7, "rank": 1, "attempts": [1, 2]}
+    with pytest.raises(RankFailedError):
+        train_flow(params_of(store, address, options={"fault": fault}, retries=1))
+    wait_until(lambda: kept, what="a post to the webhook")
+    (told,) = kept
+    assert "of train-ddp/tests.workloads.tiny failed at step 7" in told["text"]
+    assert "told to fail" in told["text"]
