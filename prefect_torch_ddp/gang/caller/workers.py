@@ -84,25 +84,18 @@ async def gather_workers(
                 msg = f"{len(answering)} of {have} workers answer: {msg}"
             raise NotEnoughWorkersError(msg)
         num_have = len(answering) if len(addresses) >= num_enough else len(addresses)
-        sign.show(waiting_text(num_have, plan, size, waited_s))
+        sign.show(waiting_text(num_have, num_enough, resources, waited_s, timeout_s))
         await asyncio.sleep(POLL_S)
 
 
-def waiting_text(num_have: int, plan: GangPlan, size: GangSize, waited_s: float) -> str:
-    """Say how many of a gang's workers the cluster has, and how long it waits for more. Pure."""
-    limit_s, wanted = plan.options.workers_timeout_s, size.workers_for_all
-    until_s = min(plan.full_size_s, limit_s)
-    fewest = f"{size.workers_for_fewest} will do after {until_s:g} s; "
-    if waited_s >= until_s:
-        fewest, wanted = "", size.workers_for_fewest
-    elif size.workers_for_fewest == wanted:
-        fewest = ""
-    having = ", ".join(f"{name}>={amount:g}" for name, amount in plan.resources.items())
+def waiting_text(
+    num_have: int, num_needed: int, resources: Mapping[str, float], waited_s: float, limit_s: float
+) -> str:
+    """Say how many of a gang's workers the cluster has. Pure."""
+    having = ", ".join(f"{name}>={amount:g}" for name, amount in resources.items())
     workers = f"workers with {having}" if having else "workers"
-    return (
-        f"waiting for {workers}: {num_have} of {wanted} after {waited_s:.0f} s "
-        f"({fewest}limit {limit_s:g} s)"
-    )
+    found = f"{num_have} of {num_needed} after {waited_s:.0f} s"
+    return f"waiting for {workers}: {found} (limit {limit_s:g} s)"
 
 
 def with_resources(

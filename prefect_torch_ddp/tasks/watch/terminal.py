@@ -9,7 +9,6 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from typing import Any, Literal, Self
 from uuid import UUID
@@ -120,13 +119,13 @@ class Display:
                 if self._client is not None:
                     self._client.subscribe_topic(TOPIC, self.hear)
                     # What it told while the flow waited for another.
-                    told = self._client.sync(self._told, self._client.scheduler)
+                    scheduler: Any = self._client.scheduler
+                    told = self._client.sync(
+                        lambda: answer_of(scheduler.events(topic=TOPIC), ANSWER_S)
+                    )
                     for event in told or ():
                         self.hear(event)
         return self
-
-    async def _told(self, scheduler: Any) -> Sequence[tuple[float, Any]] | None:
-        return await answer_of(scheduler.events(topic=TOPIC), ANSWER_S)
 
     @property
     def is_shown(self) -> bool:

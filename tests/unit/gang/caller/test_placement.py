@@ -1,7 +1,5 @@
 """Placement is a pure decision: which rank runs where, on which device, at which address."""
 
-from dataclasses import replace
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,12 +15,10 @@ from prefect_torch_ddp.gang.caller.placement import (
     share_out,
     visible_names,
 )
-from prefect_torch_ddp.gang.caller.plan import CallParams, GangPlan
 from prefect_torch_ddp.gang.caller.workers import too_few_text, waiting_text, with_resources
 from prefect_torch_ddp.gang.checks import checked
 from prefect_torch_ddp.params import GangParams
-from prefect_torch_ddp.protocol.agent import Seniority, WorkerIdentity
-from prefect_torch_ddp.protocol.rank import CodePaths
+from prefect_torch_ddp.protocol.agent import WorkerIdentity
 
 
 def worker(
@@ -93,18 +89,13 @@ def test_too_few_workers_with_the_resources_are_counted() -> None:
     assert "2 workers with GPU>=1, disk>=0.5, need 3 with 4 ranks each" in text
 
 
-def test_what_a_gang_waits_for_is_said_with_the_fewest_that_will_do() -> None:
-    """All its workers at first, and when fewer are taken; then the fewest."""
-    params = CallParams(world_size=8, min_world_size=4, resources={"GPU": 1})
-    code = CodePaths((), ())
-    plan = GangPlan("x", Seniority(0, "x"), params, 30, code, watched_from_start=False)
-    plan = replace(plan, full_size_s=10)
-    start = "waiting for workers with GPU>=1: "
-    assert waiting_text(3, plan, GangSize(8, 4, 1), 7.9) == (
-        f"{start}3 of 8 after 8 s (4 will do after 10 s; limit 60 s)"
+def test_what_a_gang_waits_for_is_said() -> None:
+    """How many workers there are of how many, since when, until when, and which ones count."""
+    assert waiting_text(3, 8, {}, 39.6, 60) == (
+        "waiting for workers: 3 of 8 after 40 s (limit 60 s)"
     )
-    assert waiting_text(3, plan, GangSize(8, 4, 1), 40) == f"{start}3 of 4 after 40 s (limit 60 s)"
-    assert waiting_text(3, plan, GangSize(8, 8, 1), 5) == f"{start}3 of 8 after 5 s (limit 60 s)"
+    start = "waiting for workers with GPU>=1, disk>=0.5: 0 of 2"
+    assert waiting_text(0, 2, {"GPU": 1, "disk": 0.5}, 5, 60).startswith(start)
 
 
 @given(st.integers(1, 24), st.data())
