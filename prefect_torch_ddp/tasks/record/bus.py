@@ -71,7 +71,7 @@ class RunEvents:
         try:
             # Here: in a new thread it would know no server, and start one.
             wait = EventsWorker.instance().wait_until_empty
-        except Exception:  # noqa: BLE001 - as in `_send`
+        except Exception:
             logger.debug("events can't be waited for", exc_info=True)
             return
         thread = threading.Thread(target=wait, name="prefect-torch-ddp-events", daemon=True)
@@ -86,5 +86,5 @@ class RunEvents:
             whole = {**self._about, **payload}
             plain = to_jsonable_python(whole, inf_nan_mode="strings", fallback=str)
             emit_event(f"{NAMESPACE}.{name}", resource, related=self._related, payload=plain)
-        except Exception:  # noqa: BLE001 - the training goes on whatever happens to its events
+        except Exception:  # the training goes on whatever happens to its events
             logger.debug("the event %s could not be sent", name, exc_info=True)

@@ -36,7 +36,7 @@ def posted() -> Iterator[tuple[str, list[Any]]]:
     kept: list[Any] = []
 
     class Keeper(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:  # noqa: N802 - its base's name
+        def do_POST(self) -> None:
             kept.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
             self.send_response(200)
             self.end_headers()
