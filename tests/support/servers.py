@@ -5,6 +5,7 @@ import subprocess
 import sys
 import urllib.request
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,9 +28,15 @@ READY_S = 300.0
 @pytest.fixture(scope="session")
 def prefect_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Run a real Prefect server, with a home and a SQLite file of its own; give its API URL."""
-    home = tmp_path_factory.mktemp("prefect-server")
+    with prefect_server_in(tmp_path_factory.mktemp("prefect-server")) as url:
+        yield url
+
+
+@contextmanager
+def prefect_server_in(home: Path, *, ui: bool = False) -> Iterator[str]:
+    """Run a real Prefect server with its home in a folder; give its API URL."""
     with (home / "server.log").open("wb") as log:
-        process, url = _start_prefect_server(home, log.fileno())
+        process, url = _start_prefect_server(home, log.fileno(), ui=ui)
         try:
             yield url
         finally:
@@ -51,21 +58,27 @@ def _drain_prefect() -> None:
         module.EventsWorker.drain_all(timeout=10)
 
 
-def _start_prefect_server(home: Path, log: int) -> tuple[subprocess.Popen[bytes], str]:
+def _start_prefect_server(
+    home: Path, log: int, *, ui: bool = False
+) -> tuple[subprocess.Popen[bytes], str]:
     from tests.support.s3_server import free_port
 
     for _ in range(3):  # another process may take the free port before the server does
         port = free_port()
-        if process := start_prefect_server(home, port, log):
+        if process := start_prefect_server(home, port, log, ui=ui):
             return process, f"http://127.0.0.1:{port}/api"
     pytest.fail("the Prefect server did not start:\n" + (home / "server.log").read_text()[-4000:])
 
 
-def start_prefect_server(home: Path, port: int, log: int) -> subprocess.Popen[bytes] | None:
-    """Start a Prefect server, its database in `home`; return it when it answers, None where it
-    didn't start."""
-    command = f"prefect server start --host 127.0.0.1 --port {port} --no-ui".split()
-    environment = os.environ | {"PREFECT_HOME": str(home)}
+def start_prefect_server(
+    home: Path, port: int, log: int, *, ui: bool = False
+) -> subprocess.Popen[bytes] | None:
+    """Start a Prefect server, its database in `home`, perhaps with its UIs; return it when it
+    answers, None where it didn't start."""
+    command = f"prefect server start --host 127.0.0.1 --port {port}".split()
+    command += [] if ui else ["--no-ui"]
+    api_url = f"http://127.0.0.1:{port}/api"
+    environment = os.environ | {"PREFECT_HOME": str(home), "PREFECT_SERVER_UI_API_URL": api_url}
     process = subprocess.Popen(
         [sys.executable, "-m", *command], stdout=log, stderr=log, env=environment
     )

@@ -115,9 +115,9 @@ class TrainingProgress:
         """Where it is: `epoch 3/10 · step 1,240/4,000`; empty before the first step."""
         if self.newest is None:
             return ""
-        epochs = f"/{self.newest.total_epochs}" if self.newest.total_epochs else ""
+        epochs = f"/{count(self.newest.total_epochs)}" if self.newest.total_epochs else ""
         steps = f"/{count(self.newest.total_steps)}" if self.newest.total_steps else ""
-        return f"epoch {self.newest.epoch}{epochs} · step {count(self.newest.step)}{steps}"
+        return f"epoch {count(self.newest.epoch)}{epochs} · step {count(self.newest.step)}{steps}"
 
     @property
     def line(self) -> str:

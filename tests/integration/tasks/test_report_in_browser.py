@@ -1,0 +1,137 @@
+"""The report as people see it: in both UIs of a real Prefect server, light and dark."""
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from uuid import UUID
+
+import pytest
+from distributed import LocalCluster
+from prefect.client.orchestration import get_client
+from prefect.settings import PREFECT_API_URL, temporary_settings
+
+from prefect_torch_ddp import CheckpointParams, ClusterParams, TrainParams, train_flow
+from prefect_torch_ddp.protocol.events import Progress
+from prefect_torch_ddp.tasks.report.artifacts import ArtifactWriter, key
+from prefect_torch_ddp.tasks.report.curves import Curves
+from prefect_torch_ddp.tasks.report.progress import TrainingProgress
+from prefect_torch_ddp.tasks.report.report import render_page
+from prefect_torch_ddp.tasks.report.view import RunView
+from tests.support.browser import Page, Scheme, browser
+from tests.support.servers import prefect_server_in
+from tests.support.waiting import wait_until
+
+pytestmark = [pytest.mark.extended, pytest.mark.timeout(400)]
+
+SHOTS = Path(__file__).parents[3] / "build" / "screenshots"
+UIS = {"v1": "", "v2": "/v2"}
+SCHEMES: tuple[Scheme, ...] = ("light", "dark")
+HOSTILE = (
+    "<script>document.title='hacked'</script> <img src=//evil.example/i.png> ![i](//evil.example/i)"
+    " [e](//evil.example) http://evil.example www.evil.example me@evil.example <http://evil.example>"
+)
+LINKS = "[...document.querySelectorAll('a')].map(a => a.href).filter(a => a.includes('evil'))"
+IMAGES = "[...document.images].map(i => i.src).filter(i => !i.startsWith('data:image/svg+xml'))"
+PICTURES = "[...document.images].filter(i => i.src.startsWith('data:image/svg+xml'))"
+ARE_DRAWN = f"{PICTURES}.every(i => i.complete && i.naturalWidth > 300)"
+
+
+@pytest.fixture(scope="module")
+def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Run a server with its UIs, for flows of this module; gives its API URL."""
+    with (
+        prefect_server_in(tmp_path_factory.mktemp("server"), ui=True) as url,
+        pytest.MonkeyPatch.context() as patch,
+        temporary_settings({PREFECT_API_URL: url}),
+    ):
+        patch.setenv("PREFECT_API_URL", url)
+        yield url
+
+
+@pytest.fixture
+def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
+    """Run a browser, for one test: its processes come and go."""
+    with browser(tmp_path_factory.mktemp("browser")) as found:
+        yield found
+
+
+def look(page: Page, api: str, artifact_id: UUID, name: str, *words: str) -> None:
+    """Open an artifact in both UIs, light and dark; each shows its headline and its curves."""
+    for ui, path in UIS.items():
+        for scheme in SCHEMES:
+            url = f"{api.removesuffix('/api')}{path}/artifacts/artifact/{artifact_id}"
+            page.open("about:blank", scheme)
+            page.open(url, scheme)
+            page.wait_for(f"document.querySelector('h1') && {PICTURES}.length > 0 && {ARE_DRAWN}")
+            shown = str(page.evaluate("document.body.innerText"))
+            page.screenshot(SHOTS / f"{name}-{ui}-{scheme}.png")
+            assert [word for word in words if word not in shown] == []
+            assert page.evaluate(f"document.documentElement.classList.contains('{scheme}')")
+
+
+def pages_of(workload: str) -> list[Any]:
+    """Return the report of a workload's training, if it is there."""
+    with get_client(sync_client=True) as client:
+        found = client.read_artifacts()
+    return [one for one in found if one.key == key("report", f"train-ddp/{workload}")]
+
+
+def test_a_run_is_seen_while_it_trains_and_at_its_end(
+    api: str, page: Page, dask_cluster: LocalCluster, tmp_path: Path
+) -> None:
+    """Headline, curves, ranks and where the model is."""
+    workload, folder = "tests.workloads.tiny:Steered", tmp_path / "steered"
+    folder.mkdir()
+    params = TrainParams(
+        workload=workload,
+        storage=str(tmp_path / "store"),
+        cluster=ClusterParams(address=dask_cluster.scheduler_address),
+        checkpoint=CheckpointParams(every_steps=50),
+        options={"folder": str(folder)},
+    )
+
+    def train() -> None:
+        with temporary_settings({PREFECT_API_URL: api}):
+            train_flow(params)
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    try:
+        wait_until(lambda: any("data:image/svg" in str(one.data) for one in pages_of(workload)))
+        (live,) = pages_of(workload)
+        look(page, api, live.id, "training", f"{workload}: training", "Ranks", "Metrics")
+    finally:
+        (folder / "enough").touch()
+        thread.join()
+    (last,) = pages_of(workload)
+    assert last.id == live.id
+    seen = "Epochs", "Classes", "Ranks", "Model and checkpoints", "Parameters and options"
+    look(page, api, last.id, "finished", f"{workload}: finished", "accuracy", *seen)
+
+
+def test_hostile_names_put_nothing_into_the_page(api: str, page: Page) -> None:
+    """No link, no outside image, no script, in either UI; all of it is shown as it is."""
+    values = {HOSTILE: [(1, 1.0), (9, 2.0)], "loss": [(1, 1.0), (9, 0.5)]}
+    shown = TrainingProgress(
+        "calm-otter",
+        HOSTILE,
+        HOSTILE,
+        {HOSTILE: HOSTILE},
+        status="failed",
+        cause=f"```\n{HOSTILE}",
+        newest=Progress(9, 1, 10, trouble=HOSTILE),
+        metrics={HOSTILE: 1.0},
+    )
+    view = RunView(shown, curves=Curves(values, holes={HOSTILE: 1}))
+    with get_client(sync_client=True) as client:
+        writer = ArtifactWriter(client, None, None)
+        made = writer.put("markdown", key("report", "hostile"), render_page(view), HOSTILE[:0])
+    for scheme, path in zip(SCHEMES, UIS.values(), strict=True):
+        page.open(f"{api.removesuffix('/api')}{path}/artifacts/artifact/{made}", scheme)
+        page.wait_for(f"document.querySelector('h1') && {PICTURES}.length > 0 && {ARE_DRAWN}")
+        page.screenshot(SHOTS / f"hostile-{path.strip('/') or 'v1'}-{scheme}.png")
+        assert page.evaluate(LINKS) == []
+        assert page.evaluate(IMAGES) == []
+        assert page.evaluate("document.title") != "hacked"
+        assert "<script>" in page.evaluate("document.querySelector('h1').innerText")
