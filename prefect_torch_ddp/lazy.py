@@ -1,14 +1,33 @@
-"""Public names that load when first used, each listed once: in the stub beside `__init__`."""
+"""Public names that load when first used, each listed once: in the stub beside `__init__`.
+
+Also how the package parses Python, which this needs first.
+"""
 
 import ast
 import pkgutil
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from importlib import import_module
 from importlib.metadata import version
 from typing import Any
 
 __version__ = version("prefect-torch-ddp")
+
+
+PARSE_TRIES = 10
+
+
+def parse_python(source: bytes, filename: str = "<unknown>") -> ast.Module:
+    """Return the syntax tree of a module.
+
+    Python 3.11 counts the depth of trees for all threads together, and raises SystemError where
+    another thread parsed meanwhile (python/cpython#106905): then it is parsed again.
+    """
+    for _ in range(PARSE_TRIES):
+        with suppress(SystemError):
+            return ast.parse(source, filename)
+    return ast.parse(source, filename)
 
 
 def lazy_names(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
@@ -17,7 +36,7 @@ def lazy_names(package: str) -> tuple[Callable[[str], Any], Callable[[], list[st
     The stub is what type checkers read. Each of its lines `from module import name as name` is a
     public name; the module is imported when the name is first used.
     """
-    stub = ast.parse(pkgutil.get_data(package, "__init__.pyi") or b"")
+    stub = parse_python(pkgutil.get_data(package, "__init__.pyi") or b"")
     imports = [node for node in stub.body if isinstance(node, ast.ImportFrom) and node.module]
     homes = {alias.name: str(node.module) for node in imports for alias in node.names}
 

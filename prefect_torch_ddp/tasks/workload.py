@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from prefect_torch_ddp.errors import InvalidParamsError
+from prefect_torch_ddp.lazy import parse_python
 
 FUNCTIONS = ("prepare", "train", "evaluate")
 
@@ -53,7 +54,7 @@ def read_workload(reference: str) -> WorkloadSource:
     module_name, _, object_name = reference.partition(":")
     path = _path_of(module_name, reference)
     try:
-        tree = ast.parse(path.read_bytes(), filename=str(path))
+        tree = parse_python(path.read_bytes(), str(path))
         scope = symtable.symtable(ast.unparse(tree), str(path), "exec")
     except (SyntaxError, ValueError) as error:
         msg = f"workload {reference!r} can't be parsed: {error}"

@@ -3,7 +3,6 @@
 import ast
 import re
 import sys
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 import cloudpickle
 
 from prefect_torch_ddp.errors import InvalidParamsError
+from prefect_torch_ddp.lazy import parse_python
 from prefect_torch_ddp.protocol.rank import CodePaths, Preload, is_installed, package_folders
 
 PACKAGE = "prefect_torch_ddp"
@@ -20,9 +20,6 @@ LOADED = {*sys.stdlib_module_names, "torch", "numpy"}
 """What every fork server has loaded anyway, or what costs next to nothing."""
 PREPARES_IMPORTS = re.compile(r"\benviron\b|\bputenv\b|\bsys\.(path|modules|meta_path)\b")
 """Code by which a module prepares the imports that follow it."""
-_parsing = threading.Lock()
-"""CPython 3.11 raises SystemError where threads parse at once and a callback of the garbage
-collector, such as Dask's, lets the other one in."""
 
 
 def pickle_call(
@@ -121,8 +118,7 @@ class _ImportReader:
 
     def read_file(self, path: Path, package: str) -> bool:
         try:
-            with _parsing:
-                tree = ast.parse(path.read_bytes())
+            tree = parse_python(path.read_bytes())
         except (OSError, SyntaxError, ValueError):
             return True  # its rank will say so
         for node in tree.body:
