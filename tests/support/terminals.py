@@ -16,7 +16,7 @@ from pathlib import Path
 from tests.support.waiting import HANG_S
 
 ROWS = 50
-PLAIN = {"CI": None, "NO_COLOR": None, "TERM": "xterm-256color"}
+PLAIN = {"CI": None, "NO_COLOR": None, "COLUMNS": None, "LINES": None, "TERM": "xterm-256color"}
 
 
 class Terminal:

@@ -95,6 +95,7 @@ def _facts(view: RunView) -> str:
     is_live = training.status == "training"
     facts = {
         "Run": code(training.run_id),
+        "Workload or task": code(training.name),
         "World size": f"{training.world_size} ranks" if training.world_size else "",
         "Attempt": str(training.attempt),
         "Elapsed": "" if view.elapsed_s is None else duration(view.elapsed_s),
@@ -111,16 +112,17 @@ def _metrics(view: RunView) -> str:
     names = list(dict.fromkeys([*curves, *newest]))
     rows = []
     for name in names[:MAX_METRIC_ROWS]:
-        here = number(newest[name]) if name in newest else ""
+        here = [number(newest[name]) if name in newest else ""] if newest else []
         cells = [""] * 3
         if curve := curves.get(name):
             low, high = (each(curve, key=lambda point: point[1]) for each in (min, max))
             of = [f"{number(value)} (step {count(round(step))})" for step, value in (low, high)]
             cells = [number(curve[-1][1]), *of]
-        rows.append([short(name), here, *cells])
+        rows.append([short(name), *here, *cells])
     num_left_out = len(names) - len(rows)
     ending = f"\n\n{num_left_out} more metrics are left out." if num_left_out else ""
-    header = ["metric", "newest of rank 0", "last, of all ranks", "lowest", "highest"]
+    of_rank_0 = ["newest of rank 0"] if newest else []
+    header = ["metric", *of_rank_0, "last, of all ranks", "lowest", "highest"]
     return table(header, rows) + ending if rows else ""
 
 

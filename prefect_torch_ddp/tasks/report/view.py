@@ -54,17 +54,10 @@ def headline(view: RunView) -> str:
     ending = evaluation or text(training.line.removesuffix(f" · {training.status}"))
     last = view.failures[-1] if view.failures else None
     status: str = training.status
-    if (
-        last is not None
-        and last.step is not None
-        and (status, last.attempt)
-        == (
-            "failed",
-            training.attempt,
-        )
-    ):
-        status += f" in step {count(last.step)}"
-    parts = [f"# {short(training.name)}: {status}", ending, awaited_rank(view.ranks)]
+    if last is not None and (status, last.attempt) == ("failed", training.attempt):
+        status += "" if last.step is None else f" in step {count(last.step)}"
+    name = short(training.name.rpartition(".")[2])  # a whole one has no place to break its line
+    parts = [f"# {name}: {status}", ending, awaited_rank(view.ranks)]
     return " · ".join(filter(None, parts))
 
 

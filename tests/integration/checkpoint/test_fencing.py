@@ -164,7 +164,7 @@ def test_an_older_attempts_results_are_not_published(tmp_path: Path) -> None:
     training: Any = SimpleNamespace(run_id="run", attempt=1)
     nothing: Any = None
     with pytest.raises(SupersededError, match=SUPERSEDED):
-        publish.fn(nothing, storage, nothing, training, nothing, nothing)
+        publish.fn(nothing, storage, "", nothing, training, nothing, nothing)
 
 
 def test_of_attempts_that_race_the_older_loses(tmp_path: Path) -> None:

@@ -100,14 +100,14 @@ def test_a_run_is_seen_while_it_trains_and_at_its_end(
     try:
         wait_until(lambda: any("data:image/svg" in str(one.data) for one in pages_of(workload)))
         (live,) = pages_of(workload)
-        look(page, api, live.id, "training", f"{workload}: training", "Ranks", "Metrics")
+        look(page, api, live.id, "training", "tiny:Steered: training", "Ranks", "Metrics")
     finally:
         (folder / "enough").touch()
         thread.join()
     (last,) = pages_of(workload)
     assert last.id == live.id
     seen = "Epochs", "Classes", "Ranks", "Model and checkpoints", "Parameters and options"
-    look(page, api, last.id, "finished", f"{workload}: finished", "accuracy", *seen)
+    look(page, api, last.id, "finished", "tiny:Steered: finished", "accuracy", *seen)
 
 
 def test_hostile_names_put_nothing_into_the_page(api: str, page: Page) -> None:
