@@ -5,12 +5,15 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, Unpack
 from uuid import UUID
 
+from prefect.client.orchestration import get_client
+from prefect.exceptions import ObjectNotFound
 from prefect.logging import get_run_logger
 
 from prefect_torch_ddp.checkpoint.attempts import claim_attempt, claim_attempt_after
@@ -143,27 +146,41 @@ def resume_point(
 
 def _unfinished(own: Storage, earlier: Sequence[RunRecord]) -> ResumePoint | None:
     """Return the newest run that didn't finish and has a checkpoint; none once one finished."""
-    for record in takewhile(lambda each: each.state != "completed", earlier):
+    over = [each for each in earlier if not _still_trains(each)]
+    for record in takewhile(lambda each: each.state != "completed", over):
         if list_manifests(own, record.run_id):
             return ResumePoint(own, record.run_id)
     return None
 
 
+def _still_trains(record: RunRecord) -> bool:
+    """Whether a run goes on in this very flow run, or in another that Prefect knows as running."""
+    if record.state != "training" or record.flow_run_id is None:
+        return False
+    with get_client(sync_client=True) as client, suppress(ObjectNotFound):
+        state = client.read_flow_run(UUID(record.flow_run_id)).state
+        return state is not None and not state.is_final()
+    return False
+
+
 def _best(own: Storage, earlier: Sequence[RunRecord], params: ContextParams) -> ResumePoint | None:
-    """Return the best completed run by the metric that chooses checkpoints, else the newest."""
-    done = [each for each in earlier if each.state == "completed" and each.checkpoint is not None]
+    """Return the best checkpoint of the best completed run by the metric that chooses checkpoints.
+
+    Without such a metric, the newest run's.
+    """
     metric, sign = params.checkpoint.best_metric, 1 if params.checkpoint.best_mode == "max" else -1
 
-    def score(record: RunRecord) -> float:
-        value = record.best_value if record.best_metric == metric else None
+    def score(value: float | None) -> float:
         return sign * value if value is not None and math.isfinite(value) else -math.inf
 
-    for record in sorted(done, key=score, reverse=True):  # stable: of equals the newest
-        at = record.checkpoint
-        assert at is not None
-        made = [(each.step, each.attempt) for each in list_manifests(own, record.run_id)]
-        if (at.step, at.attempt) in made:
-            return ResumePoint(own, record.run_id, at.step, at.attempt, only_weights=True)
+    done = [each for each in earlier if each.state == "completed"]
+    of_run = {each.run_id: each.best_value if each.best_metric == metric else None for each in done}
+    for run_id in sorted(of_run, key=lambda each: score(of_run[each]), reverse=True):
+        # Both sorts are stable: of equals the newest.
+        found = reversed(list_manifests(own, run_id))
+        ranked = sorted(found, key=lambda each: score(each.metrics.get(metric or "")), reverse=True)
+        if ranked:
+            return ResumePoint(own, run_id, ranked[0].step, ranked[0].attempt, only_weights=True)
     return None
 
 

@@ -3,6 +3,7 @@
 import codecs
 import contextlib
 import fcntl
+import itertools
 import os
 import secrets
 import shutil
@@ -20,7 +21,7 @@ from prefect_torch_ddp.protocol.rank import ProcessGroupMode, RankFiles, RankOrd
 
 SEMAPHORES = Path("/dev/shm")  # noqa: S108 - where Linux keeps them: sem_overview(7)
 CHUNK_BYTES = 65_536
-PIPE_BYTES = 2**20
+PIPE_BYTES = 2**18
 """Room for what a rank prints while its agent is busy; what any user may have on Linux."""
 MAX_RECORDS = 1_000
 MAX_LINE = 8_192
@@ -54,6 +55,9 @@ class RankIO:
             os.set_blocking(self._control.fileno(), False)
             out, stdout = self._open_pipe(self._ours, self._theirs)
             err, stderr = self._open_pipe(self._ours, self._theirs)
+            for pipe in (stdout, stderr):
+                with contextlib.suppress(OSError):  # this user's pipes have as much as they may
+                    fcntl.fcntl(pipe.fileno(), fcntl.F_SETPIPE_SZ, PIPE_BYTES)
             self._out, self._err = _Output(out), _Output(err)
             self.files = RankFiles(
                 launch=self.launch.fileno(),
@@ -71,8 +75,6 @@ class RankIO:
         reader: contextlib.ExitStack, writer: contextlib.ExitStack
     ) -> tuple[IO[bytes], IO[bytes]]:
         read, write = os.pipe()
-        with contextlib.suppress(OSError):  # all pipes of this user have as much as they may
-            fcntl.fcntl(write, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
         return (
             reader.enter_context(os.fdopen(read, "rb", 0)),
             writer.enter_context(os.fdopen(write, "wb", 0)),
@@ -92,10 +94,13 @@ class RankIO:
         for output in (self._out, self._err):
             yield from output.lines(max_chunks)
 
-    def records(self) -> Iterator[bytes]:
-        """Yield the records sent so far, of a flood only some: other ranks have theirs."""
+    def records(self, *, whole: bool = False) -> Iterator[bytes]:
+        """Yield the records sent so far, of a flood only some: other ranks have theirs.
+
+        The `whole` rest of a dead rank has its outcome, last.
+        """
         with contextlib.suppress(BlockingIOError):
-            for _ in range(MAX_RECORDS):
+            for _ in itertools.count() if whole else range(MAX_RECORDS):
                 yield self._events.recv(MAX_DATAGRAM_BYTES)
 
     @property

@@ -76,14 +76,16 @@ class RankProcess:
         if self.child.death_fd is not None:
             yield self.child.death_fd
 
-    def read(self, *, max_chunks: int = 1, has_room: bool = True) -> Iterator[GangEvent]:
+    def read(
+        self, *, max_chunks: int = 1, has_room: bool = True, is_dead: bool = False
+    ) -> Iterator[GangEvent]:
         """Yield the rank's events and lines so far, without waiting.
 
         Where the caller `has_room` for no more, lines and positions are left out.
         """
         for lines in self.io.lines(max_chunks=max_chunks):
             yield from self.lines.take(lines, has_room=has_room)
-        for record in self.io.records():
+        for record in self.io.records(whole=is_dead):
             try:
                 event = self._take(decode_event(record, self.place.rank))
             except (ValueError, KeyError, TypeError):
@@ -118,7 +120,7 @@ class RankProcess:
         self.child.kill()
         status = self.child.reap()
         # What it said last may hold its outcome, which says more than its death.
-        yield from self.read(max_chunks=LAST_CHUNKS)
+        yield from self.read(max_chunks=LAST_CHUNKS, is_dead=True)
         yield from self.lines.end()
         if not self.is_settled:
             self.failure = self._death(status)

@@ -197,7 +197,9 @@ class Reporter:
 
         They are apart from the metrics, which are the user's.
         """
-        measured = dict(learning_rates(self.tracked))
+        measured: dict[str, float] = {}
+        with suppress(Exception):  # a user's own optimizer may keep anything under these names
+            measured = dict(learning_rates(self.tracked))
         num_samples, took_s = self._num_samples - self._num_measured, now_s - self._measured_s
         if self._num_measured and num_samples and took_s > 0:
             measured["samples/s"] = num_samples / took_s

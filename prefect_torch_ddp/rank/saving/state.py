@@ -104,7 +104,7 @@ class TrainingState:
         self.epoch = manifest.epoch
         self.position = position if is_ours else replace(position, stopped_early=False)
         self.saved = manifest.step if is_ours else None
-        self.ended_at = (manifest.step, self.saved) if had_ended else None
+        self.ended_at = (manifest.step, self.saved) if had_ended and is_ours else None
 
     def leave_step(self, *, is_last: bool) -> None:
         """End the step under way, the last one of its epoch or not."""

@@ -1,6 +1,5 @@
 """A run record's beginning and end: what was given, without secrets, and what was evaluated."""
 
-import re
 from collections import Counter
 from collections.abc import Mapping
 from datetime import UTC, datetime
@@ -13,6 +12,7 @@ from pydantic_core import to_json, to_jsonable_python
 from prefect_torch_ddp.data.dataset_manifest import read_manifest
 from prefect_torch_ddp.errors import InvalidParamsError, StorageError
 from prefect_torch_ddp.params import ContextParams, TrainParams
+from prefect_torch_ddp.records.hiding import SECRET, without_credentials
 from prefect_torch_ddp.records.run_record import RunRecord, find_record, read_record, write_record
 from prefect_torch_ddp.results import CheckpointRef, DatasetReport, Report
 from prefect_torch_ddp.storage.protocol import Storage
@@ -22,11 +22,6 @@ MAX_CHARACTERS = 2_000
 MAX_FILES = 100_000
 MAX_SPLITS = 10
 HIDDEN = "(hidden)"
-_SECRET = re.compile(
-    r"pass(word|wd|phrase)|secret|credential|(api|access|private|auth)_?key|(^|_)token$",
-    re.IGNORECASE,
-)
-_USER_IN_URL = re.compile(r"(?<=://)[^/@\s]+@")
 
 
 def draft_record(
@@ -126,13 +121,13 @@ def _plain(name: str, value: Any) -> Any:
 
 
 def _hidden(name: str, plain: Any) -> Any:
+    if SECRET.search(name) and plain is not None:
+        return HIDDEN
     if isinstance(plain, dict):
         return {key: _hidden(key, value) for key, value in plain.items()}
     if isinstance(plain, list):
         return [_hidden(name, value) for value in plain]
-    if not isinstance(plain, str):
-        return plain
-    return HIDDEN if _SECRET.search(name) else _USER_IN_URL.sub("", plain)
+    return without_credentials(plain) if isinstance(plain, str) else plain
 
 
 def _type_name(value: Any) -> str:

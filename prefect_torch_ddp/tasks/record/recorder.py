@@ -1,6 +1,7 @@
 """The recorder: keeps a training's record in its storage and tells Prefect's bus of it."""
 
 import contextvars
+import math
 import threading
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -25,6 +26,7 @@ from prefect_torch_ddp.protocol.events import (
     GangEvent,
     Progress,
 )
+from prefect_torch_ddp.records.hiding import without_credentials
 from prefect_torch_ddp.records.run_record import (
     AttemptRecord,
     RunRecord,
@@ -187,7 +189,8 @@ class RunRecorder:
         uri = f"{self._storage.uri.rstrip('/')}/{key}"
         metrics = {} if value is None else {str(self.record.best_metric): value}
         ref = CheckpointRef(step=committed.step, attempt=attempt, uri=uri, metrics=metrics)
-        best = [each for each in (self.record.best_value, value) if each is not None]
+        values = (self.record.best_value, value)
+        best = [each for each in values if each is not None and math.isfinite(each)]
         with self._lock:
             changes = {"checkpoint": ref, "best_value": self._pick(best) if best else None}
             self.record = self.record.model_copy(update=changes)
@@ -195,9 +198,9 @@ class RunRecorder:
         self._emit("checkpoint.committed", step=committed.step, checkpoint=uri, **about)
 
     def _fail(self, failed: FailureRecord) -> None:
-        self._close(failed.attempt, failed.summary, failed.step)
+        self._close(failed.attempt, without_credentials(failed.summary), failed.step)
         self._write()
-        self._emit("rank.failed", step=failed.step, cause=failed.summary)
+        self._emit("rank.failed", step=failed.step, cause=without_credentials(failed.summary))
 
     def _close(self, attempt: int, cause: str, step: int | None) -> None:
         newest = self._newest
@@ -258,6 +261,18 @@ class RunRecorder:
     def _look_up(self) -> None:
         """Add what takes a look at the code, the data and an earlier task run of the training."""
         draft, source = self.record, self._source
+        earlier = find_record(self._storage, draft.run_id, draft.experiment)
+        if earlier is not None:  # before all else that may fail, or this run had two records
+            with self._lock:
+                self._earlier = tuple(
+                    each if each.ended else each.model_copy(update={"cause": NO_WORD})
+                    for each in earlier.attempts
+                )
+                kept = {"began": earlier.began, "attempts": (*self._earlier, *self._own)}
+                for name in ("checkpoint", "best_value"):
+                    if getattr(self.record, name) is None:
+                        kept[name] = getattr(earlier, name)
+                self.record = self.record.model_copy(update=kept)
         commit, is_dirty = git_commit(source.parent) if source else (None, False)
         found: dict[str, Any] = {
             "commit": commit,
@@ -265,18 +280,10 @@ class RunRecorder:
             "versions": versions_for(source, draft.workload.partition(":")[0]),
             "split": split_of(self._storage, draft.dataset),
         }
-        earlier = find_record(self._storage, draft.run_id, draft.experiment)
         with self._lock:
-            if earlier is not None:
-                found["began"] = earlier.began
-                self._earlier = tuple(
-                    each if each.ended else each.model_copy(update={"cause": NO_WORD})
-                    for each in earlier.attempts
-                )
-                found["attempts"] = (*self._earlier, *self._own)
             self.record = self.record.model_copy(update=found)
 
 
 def _cause_of(error: BaseException | None) -> str:
-    first = str(error).partition("\n")[0] if error is not None else ""
+    first = without_credentials(str(error).partition("\n")[0]) if error is not None else ""
     return f"{type(error).__name__}: {first}"[:MAX_CAUSE] if error is not None else ""

@@ -1,6 +1,5 @@
 """How far a training is: state, position, speed and time left; the parameters it was given."""
 
-import re
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -9,6 +8,7 @@ from typing import Literal
 from pydantic import BaseModel
 
 from prefect_torch_ddp.protocol.events import AttemptBegan, Progress
+from prefect_torch_ddp.records.hiding import SECRET, without_credentials
 from prefect_torch_ddp.tasks.report.markdown import count, duration, number
 
 SPEED_WINDOW_S = 30.0
@@ -17,10 +17,6 @@ A_MINUTE_S = 60
 MAX_SHOWN = 100
 MAX_VALUE = 200
 MAX_ITEMS = 20
-HIDDEN = re.compile(
-    r"pass(word|wd|phrase)|secret|token|credential|api_?key|private_?key", re.IGNORECASE
-)
-WITH_CREDENTIALS = re.compile(r"(?<=://)[^/@\s]+@")
 
 Status = Literal["training", "trained", "finished", "failed", "cancelled"]
 """A training of train_flow is trained before it is evaluated, and finished when it is published."""
@@ -165,7 +161,7 @@ def shown_params(
     given = dict(_flat("", params.model_dump(exclude_unset=True)))
     own = dict(_flat("", arguments or {}))
     shown = {
-        name: "(hidden)" if HIDDEN.search(name) else _short(value)
+        name: "(hidden)" if SECRET.search(name) else _short(value)
         for name, value in {"seed": getattr(params, "seed", 0), **given, **own}.items()
     }
     few = dict(list(shown.items())[:MAX_SHOWN])
@@ -187,5 +183,5 @@ def _short(value: object) -> str:
         return ", ".join(map(_short, value))
     if not isinstance(value, str | int | float | bool | None):
         return f"a {type(value).__name__}"
-    shown = WITH_CREDENTIALS.sub("", str(value)[: 2 * MAX_VALUE])
+    shown = without_credentials(str(value)[: 2 * MAX_VALUE])
     return shown if len(shown) <= MAX_VALUE else f"{shown[:MAX_VALUE]} ..."

@@ -112,12 +112,18 @@ def best_metric(curves: Curves, params: Mapping[str, object]) -> tuple[str, bool
 
 def is_score(metric: str) -> bool:
     """Tell by its name whether a higher value of a metric is better."""
-    return SCORE.search(metric.lower()) is not None
+    name = metric.lower()
+    return "loss" not in name and SCORE.search(name) is not None
 
 
 def _values(evaluation: Report) -> dict[str, float]:
     found = {"accuracy": evaluation.accuracy, "loss": evaluation.loss, **evaluation.metrics}
-    return {name: value for name, value in found.items() if value is not None}
+    return {
+        name: value
+        for name, value in found.items()
+        if value is not None
+        and not name.startswith(("num_", "non_finite_"))  # neither good nor bad
+    }
 
 
 def _evaluated(evaluation: Report) -> str:
