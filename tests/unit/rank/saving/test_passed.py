@@ -218,3 +218,25 @@ def test_a_training_killed_behind_its_last_commit_had_ended(tmp_path: Path) -> N
         summing(Killed(tmp_path), ON_DEMAND, "never", goal=4)
     summing(DirectoryStorage(tmp_path), ON_DEMAND, "never", goal=4)
     assert totals(DirectoryStorage(tmp_path)) == [306]
+
+
+def test_a_run_that_begins_from_an_ended_one_keeps_what_its_own_code_changes(
+    tmp_path: Path,
+) -> None:
+    """The other run's calls are over; what the new run changes before its own one stays."""
+
+    def train(run_id: str, **begins: str) -> list[float]:
+        local = RankContext.local(storage=tmp_path, run_id=run_id, checkpoint=EVERY_STEP, **begins)
+        with local as ctx:
+            optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)
+            ctx.track(optimizer=optimizer)
+            loader = ctx.loader(TensorDataset(torch.ones(4, 1)), global_batch_size=2)
+            for _ in ctx.steps(loader, epochs=1):
+                pass
+            if not begins:
+                return []
+            optimizer.param_groups[0]["lr"] = 0.001
+            return [optimizer.param_groups[0]["lr"] for _ in ctx.steps(loader, epochs=1)]
+
+    train("first")
+    assert train("next", resume_from="first") == [0.001, 0.001]
