@@ -224,7 +224,7 @@ def _others(stall: Stall, stacks: Mapping[int, str]) -> str:
     return " and ".join(
         f"rank {ranks[0]} {singular} {what}"
         if len(ranks) == 1
-        else f"ranks {', '.join(map(str, ranks))} {plural} {what}"
+        else f"ranks {', '.join(map(str, sorted(ranks)))} {plural} {what}"
         for (singular, plural, what), ranks in groups.items()
     )
 
