@@ -77,9 +77,11 @@ class TimingLine:
 
 def newest_lines(storage: Storage, run_id: str) -> list[TimingLine]:
     """Return the newest record of each rank of the newest attempt that has any, by rank."""
-    lines = list(_last_lines(storage, record_parts(storage, run_id, "timing")).values())
-    newest = max((line.attempt for line in lines), default=0)
-    return sorted((line for line in lines if line.attempt == newest), key=lambda line: line.rank)
+    parts = record_parts(storage, run_id, "timing")
+    attempts = [part.key.rpartition("/")[2].partition("-")[0] for part in parts]
+    newest = max(attempts, default="")
+    own = [part for part, each in zip(parts, attempts, strict=True) if each == newest]
+    return sorted(_last_lines(storage, own).values(), key=lambda line: line.rank)
 
 
 def waiting_cost(lines: Sequence[TimingLine]) -> tuple[TimingLine | None, float]:

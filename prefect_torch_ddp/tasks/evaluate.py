@@ -45,6 +45,7 @@ def evaluate(run: Run, checkpoint: CheckpointRef, world_size: int) -> Report:
 
 
 def _evaluate(run: Run, checkpoint: CheckpointRef, world_size: int) -> Report:
+    logs = LogFolder(run.storage, run.run_id, f"logs/evaluate/step-{checkpoint.step:08d}")
     with current_client() as client:
         reports = run_gang(
             client,
@@ -55,7 +56,7 @@ def _evaluate(run: Run, checkpoint: CheckpointRef, world_size: int) -> Report:
             ),
             world_size=world_size,
             name=f"{run.run_id} evaluate",
-            attempt_log=CallAttemptLog(logs=LogFolder(run.storage, run.run_id, "logs/evaluate")),
+            attempt_log=CallAttemptLog(logs=logs),
             on_event=log_to_run(),
             **run.gang_options(world_size, max_restarts=0),
         )

@@ -1,7 +1,6 @@
 """The task that trains: a gang of ranks under supervision, which a retry resumes."""
 
 import time
-from importlib.util import find_spec
 from typing import Any
 
 from prefect import Task, task
@@ -34,6 +33,7 @@ from prefect_torch_ddp.tasks.report.live import LiveReport
 from prefect_torch_ddp.tasks.report.progress import TrainingProgress, shown_params
 from prefect_torch_ddp.tasks.run import RUN_STAGE, Run, RunAttemptLog, log_to_run
 from prefect_torch_ddp.tasks.watch.cancel import or_cancelled
+from prefect_torch_ddp.tasks.workload import path_of
 
 FINAL = (
     GangCancelledError,
@@ -152,10 +152,8 @@ def _recorder(run: Run, dataset: DatasetReport) -> RunRecorder:
         data_options=plain_values(params.data_options),
         dataset=dataset,
     )
-    path = find_spec(params.workload.partition(":")[0])
-    return RunRecorder(
-        run.storage, draft, path.origin if path else None, params.checkpoint, is_final
-    )
+    source = path_of(params.workload.partition(":")[0], params.workload)
+    return RunRecorder(run.storage, draft, str(source), params.checkpoint, is_final)
 
 
 def record_finished(run: Run, report: TrainingSummary) -> None:

@@ -52,7 +52,7 @@ def read_workload(reference: str) -> WorkloadSource:
             missing.
     """
     module_name, _, object_name = reference.partition(":")
-    path = _path_of(module_name, reference)
+    path = path_of(module_name, reference)
     try:
         tree = parse_python(path.read_bytes(), str(path))
         scope = symtable.symtable(ast.unparse(tree), str(path), "exec")
@@ -126,7 +126,8 @@ def dataset_id(
         raise InvalidParamsError(msg) from error
 
 
-def _path_of(module_name: str, reference: str) -> Path:
+def path_of(module_name: str, reference: str) -> Path:
+    """Return the source of a workload's module; raises InvalidParamsError where there is none."""
     try:
         spec = importlib.util.find_spec(module_name)
     except Exception as error:

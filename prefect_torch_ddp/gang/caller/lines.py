@@ -61,6 +61,7 @@ class LineMerger:
             self._world_size = event.world_size
         if isinstance(event, _SHOWN):
             self.pass_on_all()
+        self.pass_on_due()
         self.pass_on(event)
 
     def pass_on_due(self) -> None:

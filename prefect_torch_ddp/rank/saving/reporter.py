@@ -1,5 +1,6 @@
 """The reporter: a rank's metrics and samples of each step, and the progress that people see."""
 
+import logging
 import math
 import threading
 import time
@@ -20,6 +21,8 @@ from prefect_torch_ddp.records.log import RecordLog
 if TYPE_CHECKING:
     from prefect_torch_ddp.checkpoint.manifest import Manifest
     from prefect_torch_ddp.data.sampler import BatchShare, GlobalBatches
+
+logger = logging.getLogger(__name__)
 
 PROGRESS_INTERVAL_S = 0.5
 MEASURE_SHARE = 1 / 256
@@ -55,6 +58,7 @@ class Reporter:
         self._next_progress = 0.0
         self.tracked: dict[str, Any] = {}
         """The tracked objects; the optimizers among them have learning rates."""
+        self._has_rates = True
         self._num_samples = 0
         """Of all ranks, in this attempt."""
         self._began_s = self._measured_s = time.monotonic()
@@ -198,8 +202,11 @@ class Reporter:
         They are apart from the metrics, which are the user's.
         """
         measured: dict[str, float] = {}
-        with suppress(Exception):  # a user's own optimizer may keep anything under these names
-            measured = dict(learning_rates(self.tracked))
+        try:
+            measured = dict(learning_rates(self.tracked) if self._has_rates else ())
+        except Exception as error:  # noqa: BLE001 - an optimizer of the user's may keep anything there
+            logger.warning("learning rates aren't measured, as param_groups are odd: %r", error)
+            self._has_rates = False
         num_samples, took_s = self._num_samples - self._num_measured, now_s - self._measured_s
         if self._num_measured and num_samples and took_s > 0:
             measured["samples/s"] = num_samples / took_s

@@ -44,6 +44,7 @@ class RunEvents:
             for role, each in zip(roles, get_task_and_flow_run_ids(), strict=True)
             if each is not None
         ]
+        self._has_failed = False
         self._held: dict[str, dict[str, Any]] = {}
         self._next_s: dict[str, float] = {}
 
@@ -86,5 +87,7 @@ class RunEvents:
             whole = {**self._about, **payload}
             plain = to_jsonable_python(whole, inf_nan_mode="strings", fallback=str)
             emit_event(f"{NAMESPACE}.{name}", resource, related=self._related, payload=plain)
-        except Exception:  # the training goes on whatever happens to its events
-            logger.debug("the event %s could not be sent", name, exc_info=True)
+        except Exception as error:  # noqa: BLE001 - the training goes on without its events
+            level = logging.DEBUG if self._has_failed else logging.WARNING
+            logger.log(level, "the event %s could not be sent: %r", name, error)
+            self._has_failed = True

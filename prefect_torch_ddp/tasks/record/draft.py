@@ -22,6 +22,7 @@ MAX_CHARACTERS = 2_000
 MAX_FILES = 100_000
 MAX_SPLITS = 10
 HIDDEN = "(hidden)"
+LEFT_OUT = "(not on record: "
 
 
 def draft_record(
@@ -74,7 +75,8 @@ def recorded_params(storage: Storage, run_id: str) -> tuple[TrainParams, str, st
     record = read_record(storage, run_id)
     given = {"options": record.options, "data_options": record.data_options}
     why = "it is no run of train_flow" if record.dataset is None else ""
-    why = why or ("an option looks like a secret and isn't on record" if _has_hidden(given) else "")
+    if not why and (lacks := _not_on_record("", {**record.parameters, **given})):
+        why = f"{lacks} is not on record: it looks like a secret, is long, or no plain value"
     if record.dataset is None or why:
         msg = f"run {run_id} can't be evaluated from its record: {why}"
         raise InvalidParamsError(msg)
@@ -82,10 +84,14 @@ def recorded_params(storage: Storage, run_id: str) -> tuple[TrainParams, str, st
     return params, record.dataset.dataset_id, record.experiment
 
 
-def _has_hidden(value: Any) -> bool:
-    if isinstance(value, Mapping):
-        return any(map(_has_hidden, value.values()))
-    return any(map(_has_hidden, value)) if isinstance(value, list) else value == HIDDEN
+def _not_on_record(name: str, value: Any) -> str:
+    """Return the dotted name of a value that stands for another one; empty where none does."""
+    if isinstance(value, Mapping | list):
+        items = value.items() if isinstance(value, Mapping) else enumerate(value)
+        found = (_not_on_record(f"{name}.{key}".lstrip("."), each) for key, each in items)
+        return next(filter(None, found), "")
+    stands_in = isinstance(value, str) and value.startswith((HIDDEN, LEFT_OUT))
+    return name if stands_in else ""
 
 
 def split_of(storage: Storage, dataset: DatasetReport | None) -> Mapping[str, int]:
@@ -132,4 +138,4 @@ def _hidden(name: str, plain: Any) -> Any:
 
 def _type_name(value: Any) -> str:
     size = f" of {len(value)}" if isinstance(value, str | bytes | list | tuple | dict) else ""
-    return f"<{type(value).__qualname__}{size}>"
+    return f"{LEFT_OUT}{type(value).__qualname__}{size})"

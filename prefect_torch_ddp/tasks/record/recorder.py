@@ -9,15 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from prefect.context import TaskRunContext
-from prefect.exceptions import TerminationSignal
 from prefect.logging import get_run_logger
 
 from prefect_torch_ddp.checkpoint.keys import manifest_key
-from prefect_torch_ddp.errors import (
-    GangCancelledError,
-    SupersededError,
-    TaskCancelled,
-)
+from prefect_torch_ddp.errors import SupersededError
 from prefect_torch_ddp.params import CheckpointParams
 from prefect_torch_ddp.protocol.events import (
     AttemptBegan,
@@ -40,12 +35,11 @@ from prefect_torch_ddp.tasks.reading import read_goodput
 from prefect_torch_ddp.tasks.record.bus import RunEvents
 from prefect_torch_ddp.tasks.record.draft import plain_value, split_of
 from prefect_torch_ddp.tasks.record.versions import git_commit, versions_for
+from prefect_torch_ddp.tasks.report.live import CANCELS, FINISH_TIMEOUT_S
 
 if TYPE_CHECKING:
     import logging
 
-CANCELS = GangCancelledError, TaskCancelled, KeyboardInterrupt, TerminationSignal
-FINISH_TIMEOUT_S = 10.0
 MAX_CAUSE = 500
 NO_WORD = "its process ended without a word"
 

@@ -1,6 +1,5 @@
 """The versions of a workload's code: its commit, and those of what it imports."""
 
-import platform
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -11,11 +10,11 @@ from modulefinder import ModuleFinder
 from pathlib import Path
 from types import CodeType
 
+from prefect_torch_ddp.gang.versions import versions
+
 GIT_TIMEOUT_S = 5.0
 MAX_MODULES = 200
 OUR_MODULE = "prefect_torch_ddp"
-# torch's version is read from its metadata: importing it takes seconds, for this line alone.
-ALWAYS = ("prefect-torch-ddp", "torch", "numpy", "prefect", "dask", "distributed")
 OTHER_NAMES = {
     "PIL": "pillow",
     "cv2": "opencv-python",
@@ -51,10 +50,10 @@ def versions_for(source: Path | None, module: str) -> dict[str, str]:
     """
     names = {name.partition(".")[0] for name in _imports(source, module)} if source else set()
     names -= {*sys.stdlib_module_names, OUR_MODULE, module.partition(".")[0]}
-    found = {name: _version(name) or "not installed" for name in ALWAYS}
+    found = dict(versions())
     for distribution in filter(None, map(_distribution_of, sorted(names))):
         found[distribution] = _version(distribution) or "not installed"
-    return {"python": platform.python_version(), **found}
+    return found
 
 
 def _version(distribution: str) -> str | None:

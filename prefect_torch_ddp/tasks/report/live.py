@@ -167,11 +167,11 @@ class LiveReport:
         readings: dict[str, Any] = {
             "curves": lambda: self._read_curves(is_last=is_last),
             "ranks": lambda: self._read_ranks(is_last=is_last),
-            "goodput": lambda: read_goodput(*at),
         }
         age_s = time.monotonic() - self._started_s
         if is_last or age_s >= self._next_look_s:
             self._next_look_s = age_s + max(LOOK_INTERVAL_S, age_s * READ_SHARE)
+            readings["goodput"] = lambda: read_goodput(*at)
             readings["failures"] = lambda: read_failures(*at)
             readings["checkpoints"] = lambda: kept_checkpoints(*at)
         # Of train_flow the task that publishes reads the epochs.

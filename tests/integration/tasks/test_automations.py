@@ -11,7 +11,6 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 from distributed import LocalCluster
 from prefect.client.orchestration import get_client
@@ -19,7 +18,7 @@ from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterTags
 from prefect.client.schemas.objects import FlowRun
 
 from prefect_torch_ddp import RankFailedError, train_flow
-from tests.integration.tasks.test_deployment import PREFECT, ROOT, prefect
+from tests.integration.tasks.test_deployment import ROOT, prefect, worker_running
 from tests.integration.tasks.test_recovery import params_of
 from tests.support.waiting import wait_until
 
@@ -56,20 +55,10 @@ def posted() -> Iterator[tuple[str, list[Any]]]:
 @pytest.fixture
 def worker(prefect_api: str, tmp_path: Path) -> Iterator[None]:
     """Deploy deployments/on_checkpoint.yaml as documented, and run a worker."""
-    prefect("work-pool", "create", "train-ddp", "--type", "process", "--overwrite")
-    prefect("deploy", "--all", "--prefect-file", "deployments/on_checkpoint.yaml")
-    with (tmp_path / "worker.log").open("wb") as log:
-        command = [*PREFECT, "worker", "start", "--pool", "train-ddp", "--type", "process"]
-        process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, env=dict(os.environ))
-        try:
-            yield
-        finally:
-            prefect("deployment", "delete", "evaluate-checkpoint/on-checkpoint")
-            process.terminate()
-            _, left = psutil.wait_procs([psutil.Process(process.pid)], timeout=30)
-            for each in left:
-                each.kill()
-            process.wait()
+    with worker_running(tmp_path / "worker.log"):
+        prefect("deploy", "--all", "--prefect-file", "deployments/on_checkpoint.yaml")
+        yield
+        prefect("deployment", "delete", "evaluate-checkpoint/on-checkpoint")
 
 
 def evaluations() -> list[FlowRun]:

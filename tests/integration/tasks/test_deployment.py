@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -53,23 +54,29 @@ def prefect(*command: str, timeout_s: float = 120, log: Path | None = None) -> s
     pytest.fail(f"{command}: {done.stdout[-3000:]}\n{done.stderr[-3000:]}{why}")
 
 
-@pytest.fixture
-def deployed(prefect_api: str, tmp_path: Path) -> Iterator[str]:
-    """Create the work pool, deploy deployments/prefect.yaml and run a worker; gives the API
-    URL."""
+@contextmanager
+def worker_running(log: Path) -> Iterator[None]:
+    """Create the work pool and run a worker of it, as documented."""
     prefect("work-pool", "create", "train-ddp", "--type", "process", "--overwrite")
-    prefect("deploy", "--all", "--prefect-file", "deployments/prefect.yaml")
-    with (tmp_path / "worker.log").open("wb") as log:
-        command = [*PREFECT, "worker", "start", "--pool", "train-ddp", "--type", "process"]
-        worker = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, env=dict(os.environ))
+    command = [*PREFECT, "worker", "start", "--pool", "train-ddp", "--type", "process"]
+    with log.open("wb") as out:
+        worker = subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=out, env=dict(os.environ))
         try:
-            yield prefect_api
+            yield
         finally:
             worker.terminate()
             _, left = psutil.wait_procs([psutil.Process(worker.pid)], timeout=30)
             for process in left:
                 process.kill()
             worker.wait()
+
+
+@pytest.fixture
+def deployed(prefect_api: str, tmp_path: Path) -> Iterator[str]:
+    """Deploy deployments/prefect.yaml and run a worker; gives the API URL."""
+    with worker_running(tmp_path / "worker.log"):
+        prefect("deploy", "--all", "--prefect-file", "deployments/prefect.yaml")
+        yield prefect_api
 
 
 def test_nightly_runs_to_completed(deployed: str, tmp_path: Path) -> None:

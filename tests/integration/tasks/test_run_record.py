@@ -137,7 +137,7 @@ def test_a_ddp_task_that_fails_is_on_record_and_told_of_once_it_is_final(
     record = only_record(tmp_path)
     assert (record.state, record.experiment) == ("failed", "fail_in_step_three")
     assert record.workload.endswith("test_run_record:fail_in_step_three")
-    assert record.arguments == {"rate": 0.5, "data": "<object>"}
+    assert record.arguments == {"rate": 0.5, "data": "(not on record: object)"}
     assert "out of luck" in record.cause
     assert [each.attempt for each in record.attempts] == [1, 2]
     assert all("out of luck" in each.cause and each.ended for each in record.attempts)

@@ -277,6 +277,26 @@ def test_learning_rates_and_throughput_are_measured_unasked(
     assert [step for step, speed in values["samples/s"] if speed > 0] == [2, 3, 4]
 
 
+def test_an_optimizer_with_odd_groups_costs_one_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its learning rates aren't measured; throughput is."""
+    monkeypatch.setattr(reporter, "PROGRESS_INTERVAL_S", 0.0)
+    monkeypatch.setattr(reporter, "MEASURE_SHARE", 0.0)
+    odd = nn.Linear(1, 1)
+    odd.param_groups = [3]  # type: ignore[assignment]
+    with RankContext.local(storage=tmp_path) as ctx:
+        ctx.track(odd=odd)
+        for _ in ctx.steps(ctx.loader(FOUR, global_batch_size=1), epochs=1):
+            pass
+    assert [each.levelname for each in caplog.records if "param_groups" in each.message] == [
+        "WARNING"
+    ]
+    storage = DirectoryStorage(tmp_path)
+    values = MetricCurves(read_new_records(storage, "local", set())).snapshot().values
+    assert list(values) == ["samples/s"]
+
+
 # ---- Refusals.
 
 

@@ -67,6 +67,13 @@ def evaluation(names=("cat", "dog"), matrix=((3, 1), (0, 4))) -> Report:
     return Report(num_samples=8, accuracy=0.875, loss=0.25, classes=scores, confusion_matrix=matrix)
 
 
+def old_record(**changes) -> RunRecord:
+    """Make the record of the previous run."""
+    began = BEGAN - timedelta(hours=23)
+    about = {"run_id": "old-1", "experiment": "e", "workload": "w", "state": "completed"}
+    return RunRecord(**about, began=began, storage="s3://b", **changes)
+
+
 MODEL = {"model": "s3://bucket/runs/r/model.pt"}
 
 
@@ -274,15 +281,7 @@ def metric_curves(**values) -> Curves:
 )
 def test_the_best_metric_and_the_previous_run_stand_below_the_headline(values, params, line):
     """What checkpoints are kept by, else a score or a loss on validation data, else the loss."""
-    old = RunRecord(
-        run_id="old-1",
-        experiment="e",
-        workload="w",
-        state="completed",
-        began=datetime(2026, 11, 21, 3, tzinfo=UTC),
-        storage="s3://b",
-        metrics={"val_loss": 4.5, "val_acc": 0.625, "other": 1.0},
-    )
+    old = old_record(metrics={"val_loss": 4.5, "val_acc": 0.625, "other": 1.0})
     newest = {name: float(each[-1]) for name, each in values.items()}
     shown = TrainingProgress("r", "digits", params=params, metrics=newest)
     page = render_page(RunView(shown, curves=metric_curves(**values), picture="", previous=old))
@@ -292,16 +291,8 @@ def test_the_best_metric_and_the_previous_run_stand_below_the_headline(values, p
 
 def test_a_finished_run_is_compared_by_its_evaluation():
     """Not by what its training reported."""
-    old = RunRecord(
-        run_id="old-1",
-        experiment="e",
-        workload="w",
-        state="completed",
-        began=datetime(2026, 11, 21, 3, tzinfo=UTC),
-        storage="s3://b",
-        metrics={"accuracy": 0.5},
-        evaluation=Report(num_samples=8, accuracy=0.75, loss=0.125),
-    )
+    evaluation = Report(num_samples=8, accuracy=0.75, loss=0.125)
+    old = old_record(metrics={"accuracy": 0.5}, evaluation=evaluation)
     says = "accuracy 0.875 is 0.125 better (0.75); loss 0.25 is 0.125 worse (0.125)"
     assert f"of 2026-11-21 03:00: {says}\n" in page_of(report(), previous=old)
 

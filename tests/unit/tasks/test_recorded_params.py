@@ -1,0 +1,62 @@
+"""The parameters on a run's record, by which its checkpoint is evaluated, or a refusal."""
+
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prefect_torch_ddp import DirectoryStorage, InvalidParamsError
+from prefect_torch_ddp.params import TrainParams
+from prefect_torch_ddp.records.run_record import RunRecord, write_record
+from prefect_torch_ddp.results import DatasetReport
+from prefect_torch_ddp.tasks.record.draft import plain_values, recorded_params
+
+DATASET = DatasetReport(dataset_id="d", uri="/store/data/d", num_files=1, num_bytes=1, digest="9")
+
+
+def put_on_record(storage: DirectoryStorage, options: dict[str, Any], *, flow: bool = True) -> None:
+    """Write a run's record as a training does."""
+    params = TrainParams(storage=storage.uri, options=options)
+    given = params.model_dump(exclude={"seed", "options", "data_options"})
+    record = RunRecord(
+        run_id="r",
+        experiment="e",
+        workload=params.workload,
+        began=datetime.now(UTC),
+        storage=storage.uri,
+        parameters=plain_values({**given, "storage": storage.uri}),
+        options=plain_values(options),
+        seed=params.seed,
+        dataset=DATASET if flow else None,
+    )
+    write_record(storage, record)
+
+
+def test_the_parameters_come_back(tmp_path: Path) -> None:
+    """All of them, with the dataset's id and the experiment."""
+    storage = DirectoryStorage(tmp_path)
+    put_on_record(storage, {"epochs": 3, "about": {"names": ["a <b>", "a of 3"]}})
+    params, dataset_id, experiment = recorded_params(storage, "r")
+    assert (params.options["epochs"], dataset_id, experiment) == (3, "d", "e")
+    assert params.options["about"] == {"names": ["a <b>", "a of 3"]}
+
+
+@pytest.mark.parametrize(
+    ("options", "flow", "why"),
+    [
+        ({"net": [{"api_token": "x"}]}, True, r"options.net.0.api_token is not on record"),
+        ({"rows": list(range(2_000))}, True, "options.rows is not on record"),
+        ({"fn": Path.cwd}, True, "options.fn is not on record"),
+        ({}, False, "it is no run of train_flow"),
+    ],
+    ids=["hidden", "long", "not plain", "no flow"],
+)
+def test_what_is_not_on_record_is_named(
+    tmp_path: Path, options: dict[str, Any], flow: bool, why: str
+) -> None:
+    """Instead of a training's stand-in being taken for its value."""
+    storage = DirectoryStorage(tmp_path)
+    put_on_record(storage, options, flow=flow)
+    with pytest.raises(InvalidParamsError, match=why):
+        recorded_params(storage, "r")
