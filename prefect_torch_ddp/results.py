@@ -228,7 +228,8 @@ class Goodput(Result):
     redone_s: float = 0.0
     """From the checkpoint that a later attempt resumed from to the failure: work that was lost."""
     starting_s: float = 0.0
-    """Processes, imports, the rendezvous, the code before `ctx.steps`, and compiling."""
+    """Processes, imports, the rendezvous, the code before `ctx.steps`, and compiling. An attempt
+    that failed before a rank wrote anything counts whole, what it waited for workers included."""
     restoring_s: float = 0.0
     checkpoints_s: float = 0.0
     """How long checkpoints held the training up."""

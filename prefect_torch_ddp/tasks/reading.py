@@ -88,7 +88,8 @@ def list_runs(storage: Storage | str | Path, experiment: str | None = None) -> "
     duration_s, attempts, world_size, steps, epochs, goodput (a share), best_metric and best_value,
     accuracy, loss and other metrics of the evaluation, `train.` and each metric that rank 0
     reported last, commit, is_dirty, model_uri, cause. A run whose process was killed stays at
-    `training`. A damaged record is left out, with a warning.
+    `training`, without a duration, until a retry of it goes on: `began` and Prefect's flow run tell
+    it from one that trains. A damaged record is left out, with a warning.
 
     Args:
         storage: where the runs are, as for `read_metrics`.

@@ -115,17 +115,22 @@ class Display:
     def __enter__(self) -> Self:
         if _one_at_a_time.acquire(blocking=False):
             Display.current = self
-            with suppress(Exception):  # the client may be closed: who waits finds out
-                if self._client is not None:
-                    self._client.subscribe_topic(TOPIC, self.hear)
-                    # What it told while the flow waited for another.
-                    scheduler: Any = self._client.scheduler
-                    told = self._client.sync(
-                        lambda: answer_of(scheduler.events(topic=TOPIC), ANSWER_S)
-                    )
-                    for event in told or ():
-                        self.hear(event)
+            try:
+                self._listen()
+            except BaseException:  # Ctrl-C: nobody leaves what wasn't entered
+                self.__exit__()
+                raise
         return self
+
+    def _listen(self) -> None:
+        with suppress(Exception):  # the client may be closed: who waits finds out
+            if self._client is not None:
+                self._client.subscribe_topic(TOPIC, self.hear)
+                # What it told while the flow waited for another.
+                scheduler: Any = self._client.scheduler
+                told = self._client.sync(lambda: answer_of(scheduler.events(topic=TOPIC), ANSWER_S))
+                for event in told or ():
+                    self.hear(event)
 
     @property
     def is_shown(self) -> bool:

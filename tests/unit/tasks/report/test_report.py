@@ -10,6 +10,7 @@ import pytest
 
 from prefect_torch_ddp.protocol.events import Progress
 from prefect_torch_ddp.records.run_record import AttemptRecord, RunRecord
+from prefect_torch_ddp.records.timing import TimingLine
 from prefect_torch_ddp.results import (
     CheckpointRef,
     ClassScore,
@@ -193,8 +194,8 @@ def linked(markdown: str) -> list[str]:
 
 
 def test_a_huge_and_hostile_run_makes_a_page_below_300_kb_without_a_link():
-    """200 classes, 500 epochs, many metrics, failures and checkpoints, each with a name or a text
-    that would put something into the page; what isn't a number is a word."""
+    """64 ranks, 200 classes, 500 epochs, many metrics, failures and checkpoints, each with a name
+    or a text that would put something into the page; what isn't a number is a word."""
     names = [f"{GREEDY} {HOSTILE} {i}" for i in range(200)]
     matrix = tuple(tuple(int(i == j) + int(j == 0) for j in range(200)) for i in range(200))
     row = {name: math.nan if i % 3 else math.inf for i, name in enumerate(names)}
@@ -226,7 +227,16 @@ def test_a_huge_and_hostile_run_makes_a_page_below_300_kb_without_a_link():
         metrics=row,
         newest=Progress(5, 1, 10, row, GREEDY),
     )
-    view = RunView(shown, curves=curves, failures=failures, checkpoints=kept, record=RECORD)
+    hosts = [f"{GREEDY} {HOSTILE} {rank}" for rank in range(64)]
+    ranks = [
+        TimingLine(rank, 1, host, HOSTILE, 9, 1e9, 9, 9, 1, 10**12, 10**12, {"step": 9, "waiting": 8})
+        for rank, host in enumerate(hosts)
+    ]
+    attempt = AttemptRecord(attempt=1, world_size=64, began=BEGAN, hosts=hosts, cause=HOSTILE)
+    record = RECORD.model_copy(update={"attempts": (attempt,) * 99})
+    view = RunView(
+        shown, curves=curves, failures=failures, checkpoints=kept, record=record, ranks=ranks
+    )
     for each in (view, replace(view, report=whole)):
         page = render_page(each)
         assert 50_000 < len(page.encode()) < 300_000
@@ -234,6 +244,7 @@ def test_a_huge_and_hostile_run_makes_a_page_below_300_kb_without_a_link():
         assert "<" not in without_code(page)
         for rows in tables(page):
             assert {len(row) for row in rows} == {len(rows[0])}
+        assert page.count(" MB | 1,000,000 MB |") == 64
         assert "more metrics are left out" in page
         assert "490 older checkpoints are left out" in page or "491 older" in page
     assert linked(text(GREEDY)) == []
