@@ -3,6 +3,7 @@
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar, Unpack, overload
 
 from prefect import Task
@@ -14,7 +15,6 @@ from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.gang.checks import checked
 from prefect_torch_ddp.gang.run import run_gang
 from prefect_torch_ddp.params import ContextOptions, ContextParams
-from prefect_torch_ddp.protocol.events import GangEvent
 from prefect_torch_ddp.rank.context import RankContext
 from prefect_torch_ddp.storage.protocol import Storage
 from prefect_torch_ddp.tasks.blocks import resolve_storage
@@ -159,15 +159,9 @@ def run_as_task(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str
     arguments = inspect.signature(task.fn).bind(*args, **kwargs).arguments
     given = shown_params(params, arguments)
     shown = TrainingProgress(run_id, task.name, task.name, given, params.world_size or 0)
-    report = LiveReport(storage, shown)
     recorder = _recorder(task, fn, run_id, storage, arguments)
-    report.record = lambda: recorder.record
-
-    def receive(event: GangEvent) -> None:
-        report.receive(event)
-        recorder.receive(event)
-
-    with report, recorder, current_client() as client, display_here():
+    report = LiveReport(storage, shown, recorder)
+    with report, current_client() as client, display_here():
         values: list[Any] = run_gang(
             client,
             RUN_TASK,
@@ -181,7 +175,7 @@ def run_as_task(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str
             world_size_divides=params.virtual_ranks,
             name=run_id,
             attempt_log=RunAttemptLog(storage, run_id, knows_steps=False),
-            on_event=log_to_run(receive, shown),
+            on_event=log_to_run(report.receive, shown),
             **params.options_of_gang(),
         )
         recorder.returned(values[0])
@@ -197,8 +191,9 @@ def _recorder(
 ) -> RunRecorder:
     named = {"workload": f"{fn.__module__}:{fn.__qualname__}", "arguments": plain_values(arguments)}
     draft = draft_record(task.params, run_id, task.name, storage, **named)
-    source = getattr(getattr(fn, "__code__", None), "co_filename", None)
-    return RunRecorder(storage, draft, source, task.params.checkpoint, is_final)
+    source = Path(getattr(getattr(fn, "__code__", None), "co_filename", ""))
+    best_mode = task.params.checkpoint.best_mode
+    return RunRecorder(storage, draft, source if source.is_file() else None, best_mode, is_final)
 
 
 def _run_id(

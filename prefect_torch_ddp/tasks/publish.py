@@ -1,5 +1,7 @@
 """The task that publishes a finished run: its report and its tables, as artifacts."""
 
+from datetime import UTC, datetime
+
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 from prefect.client.orchestration import get_client
@@ -17,6 +19,7 @@ from prefect_torch_ddp.records.metrics import (
     surviving_records,
 )
 from prefect_torch_ddp.records.rank_log import LogFolder
+from prefect_torch_ddp.records.run_record import previous_run
 from prefect_torch_ddp.records.timing import newest_lines
 from prefect_torch_ddp.results import (
     CheckpointRef,
@@ -32,7 +35,6 @@ from prefect_torch_ddp.tasks.record.draft import complete_record
 from prefect_torch_ddp.tasks.report.artifacts import ArtifactWriter, key
 from prefect_torch_ddp.tasks.report.checkpoints import kept_checkpoints
 from prefect_torch_ddp.tasks.report.curves import MetricCurves
-from prefect_torch_ddp.tasks.report.live import previous_of
 from prefect_torch_ddp.tasks.report.progress import TrainingProgress, shown_params
 from prefect_torch_ddp.tasks.report.report import render_page
 from prefect_torch_ddp.tasks.report.view import RunView
@@ -71,14 +73,16 @@ def publish(  # noqa: PLR0913, PLR0917
         checkpoint=checkpoint,
         ledger=_checked_ledger(storage, training.run_id) if params.ledger else None,
     )
+    record = complete_record(storage, training.run_id, experiment, evaluation, checkpoint)
+    began = datetime.now(UTC) if record is None else record.began
     view = RunView(
         _progress_of(report, params, experiment),
         curves=MetricCurves(new_records).snapshot(),
         checkpoints=kept_checkpoints(storage, training.run_id),
-        previous=previous_of(storage, training.run_id, experiment),
+        previous=previous_run(storage, experiment, began, training.run_id),
         failures=training.failures,
         report=report,
-        record=complete_record(storage, training.run_id, experiment, evaluation, checkpoint),
+        record=record,
         ranks=newest_lines(storage, training.run_id),
         goodput=read_goodput(storage, training.run_id),
         logs=LogFolder(storage, training.run_id).uri,

@@ -106,8 +106,7 @@ def _train_on_gang(run: Run, dataset: DatasetReport) -> TrainingSummary:
 
     def show(event: GangEvent) -> None:
         nonlocal began, began_s
-        live.receive(event)
-        recorder.receive(event)
+        report.receive(event)
         if isinstance(event, AttemptBegan):
             began, began_s = event, time.monotonic()
             of = f" of {params.world_size}" if event.world_size < params.world_size else ""
@@ -115,9 +114,11 @@ def _train_on_gang(run: Run, dataset: DatasetReport) -> TrainingSummary:
             values = (event.attempt, params.workload, event.world_size, of, dataset.dataset_id)
             logger.info(words, *values)
 
-    report = LiveReport(run.storage, shown, is_published=True)
-    with report as live, _recorder(run, dataset) as recorder, current_client() as client:
-        live.record = lambda: recorder.record
+    recorder = _recorder(run, dataset)
+    with (
+        LiveReport(run.storage, shown, recorder, is_published=True) as report,
+        current_client() as client,
+    ):
         values = run_gang(
             client,
             RUN_STAGE,
@@ -153,7 +154,7 @@ def _recorder(run: Run, dataset: DatasetReport) -> RunRecorder:
         dataset=dataset,
     )
     source = path_of(params.workload.partition(":")[0], params.workload)
-    return RunRecorder(run.storage, draft, str(source), params.checkpoint, is_final)
+    return RunRecorder(run.storage, draft, source, params.checkpoint.best_mode, is_final)
 
 
 def record_finished(run: Run, report: TrainingSummary) -> None:

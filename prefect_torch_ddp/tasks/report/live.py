@@ -4,19 +4,27 @@ import contextvars
 import logging
 import threading
 import time
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, Self
+from functools import partial
+from typing import Any, Self
 
 from prefect.client.orchestration import get_client
-from prefect.exceptions import MissingContextError, TerminationSignal
+from prefect.exceptions import MissingContextError
 from prefect.logging import get_run_logger
 from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 from prefect.utilities.context import get_task_and_flow_run_ids
 
 from prefect_torch_ddp.checkpoint.run_files import read_failures
-from prefect_torch_ddp.errors import GangCancelledError, SupersededError, TaskCancelled
-from prefect_torch_ddp.protocol.events import AttemptBegan, GangEvent, Progress, Waiting
+from prefect_torch_ddp.errors import SupersededError
+from prefect_torch_ddp.protocol.events import (
+    AttemptBegan,
+    FailureRecord,
+    GangEvent,
+    Progress,
+    Waiting,
+)
 from prefect_torch_ddp.records.metrics import (
     epoch_rows,
     read_all_records,
@@ -24,10 +32,11 @@ from prefect_torch_ddp.records.metrics import (
     surviving_records,
 )
 from prefect_torch_ddp.records.rank_log import LogFolder
-from prefect_torch_ddp.records.run_record import RunRecord, find_record, previous_run
+from prefect_torch_ddp.records.run_record import RunRecord, previous_run
 from prefect_torch_ddp.records.timing import TimingLine, newest_lines
 from prefect_torch_ddp.storage.protocol import Storage
 from prefect_torch_ddp.tasks.reading import read_goodput
+from prefect_torch_ddp.tasks.record.recorder import CANCELS, RunRecorder
 from prefect_torch_ddp.tasks.report.artifacts import ArtifactWriter, key
 from prefect_torch_ddp.tasks.report.checkpoints import kept_checkpoints
 from prefect_torch_ddp.tasks.report.curves import Curves, MetricCurves
@@ -38,14 +47,11 @@ from prefect_torch_ddp.tasks.report.ranks import RecentTimes
 from prefect_torch_ddp.tasks.report.report import render_page
 from prefect_torch_ddp.tasks.report.view import RunView
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
 REQUEST_TIMEOUT_S = 5.0
 FINISH_TIMEOUT_S = 10.0
+"""How long a training's end waits for all that is to be shown, recorded and sent."""
 LOOK_INTERVAL_S = 20.0
 """Between two looks at the checkpoints, which is a few small objects more."""
-CANCELS = GangCancelledError, TaskCancelled, KeyboardInterrupt, TerminationSignal
 MAX_RECORDS = 500_000
 """That are read once more at the end, for the epochs: a second's work."""
 READ_SHARE = 1 / 64
@@ -56,14 +62,16 @@ class LiveReport:
     """Shows a training in Prefect while it runs, and how it ended: a page and a progress artifact.
 
     Made in a task, used as a context manager around the training. `receive` costs microseconds: a
-    thread of its own talks to Prefect and reads the run's records, at most every `interval_s` and
-    once at the end. Nothing that goes wrong there reaches the training.
+    thread of its own talks to Prefect and the storage, has the run record written, and reads what
+    ranks recorded: every `interval_s`, when an attempt begins or fails, and at the end. Nothing
+    that goes wrong there reaches the training.
     """
 
     def __init__(
         self,
         storage: Storage,
         training: TrainingProgress,
+        recorder: RunRecorder | None = None,
         *,
         is_published: bool = False,
         interval_s: float = 3.0,
@@ -73,12 +81,14 @@ class LiveReport:
         Args:
             storage: of the run.
             training: what is known of it.
+            recorder: of its run record; it hears of all that this does.
             is_published: another task of the flow run completes the page; otherwise each task run
                 has artifacts of its own.
             interval_s: between two updates.
         """
         self._storage = storage
         self._training = training
+        self._recorder = recorder
         self._interval_s = interval_s
         self._is_published = is_published
         self._known: set[str] = set()
@@ -89,17 +99,17 @@ class LiveReport:
         """What was read, by the names of RunView."""
         self._num_records = 0
         self._next_look_s = 0.0
-        self.record: Callable[[], RunRecord | None] = lambda: None
-        """Gives what the page shows of the run's code and environment."""
         self._lock = threading.Lock()
         self._has_news = True
-        self._finishing = threading.Event()
+        self._is_over = False
+        self._wake = threading.Event()
         self._started_s = time.monotonic()
         self._run_ids = get_task_and_flow_run_ids()
         self._logger: logging.Logger | logging.LoggerAdapter[Any] = logging.getLogger(__name__)
         with suppress(MissingContextError):
             self._logger = get_run_logger()
         self._warned: set[str] = set()
+        self._writer: ArtifactWriter | None = None
         # Prefect's settings, the API's address with them, live in a context variable that a new
         # thread would not see.
         context = contextvars.copy_context()
@@ -110,15 +120,18 @@ class LiveReport:
     def receive(self, event: GangEvent) -> None:
         """Take in what the gang says: where rank 0 is, and that ranks start, perhaps fewer."""
         with self._lock:
-            if isinstance(event, Progress):
-                self._training.add(event, time.monotonic())
-            elif isinstance(event, AttemptBegan):
-                self._training.begin_attempt(event)
-            elif isinstance(event, Waiting):
-                self._training.waiting = event.text
-            else:
-                return
             self._has_news = True
+            match event:
+                case Progress():
+                    self._training.add(event, time.monotonic())
+                case AttemptBegan():
+                    self._training.begin_attempt(event)
+                case Waiting():
+                    self._training.waiting = event.text
+        if self._recorder is not None:
+            self._recorder.receive(event)
+        if isinstance(event, AttemptBegan | FailureRecord):
+            self._wake.set()
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -128,13 +141,19 @@ class LiveReport:
         self, kind: type[BaseException] | None, error: BaseException | None, _: object
     ) -> None:
         # The end is shown at once, if the API answers.
+        deadline_s = time.monotonic() + FINISH_TIMEOUT_S
+        if self._recorder is not None:
+            self._recorder.end(error)
         with self._lock:
             self._training.status = self._status_after(error)
             self._training.cause = "" if error is None else f"{type(error).__name__}: {error}"
             # Of a training that goes on elsewhere the page is there, too.
             self._has_news = not isinstance(error, SupersededError)
-        self._finishing.set()
-        self._thread.join(FINISH_TIMEOUT_S)
+        self._is_over = True
+        self._wake.set()
+        if self._recorder is not None:
+            self._recorder.flush()
+        self._thread.join(max(0.0, deadline_s - time.monotonic()))
 
     def _status_after(self, error: BaseException | None) -> Status:
         if error is not None:
@@ -144,23 +163,22 @@ class LiveReport:
     def _keep_writing(self) -> None:
         # Prefect's own retries last a minute; ours come at the interval.
         with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}), ExitStack() as stack:
-            writer: ArtifactWriter | None = None
-            next_read_s = 0.0
-            last = False
+            next_read_s, last = 0.0, False
             while not last:
                 # Asked before writing: what is written after the flag went up is the end.
-                last = self._finishing.is_set()
+                last = self._is_over
                 age_s = time.monotonic() - self._started_s
+                if self._recorder is not None:
+                    if last:
+                        self._try("measure the run", self._recorder.measure)
+                    self._try("write the run's record", self._recorder.write)
                 if last or age_s >= next_read_s:
                     next_read_s = age_s + max(self._interval_s, age_s * READ_SHARE)
                     self._read(is_last=last)
-                try:
-                    writer = writer or self._connect(stack)
-                    self._write(writer)
-                except Exception as error:  # noqa: BLE001 - the training goes on whatever happens to its report
-                    self._warn_once("be written", error)
+                self._try("be written", partial(self._write, stack))
                 if not last:
-                    self._finishing.wait(self._interval_s)
+                    self._wake.wait(self._interval_s)
+                    self._wake.clear()
 
     def _read(self, *, is_last: bool) -> None:
         at = self._storage, self._training.run_id
@@ -178,12 +196,12 @@ class LiveReport:
         if is_last and self._training.status != "trained" and self._num_records < MAX_RECORDS:
             readings["epochs"] = lambda: epoch_rows(surviving_records(read_all_records(*at)))
         if "previous" not in self._shown:
-            readings["previous"] = lambda: previous_of(*at, self._training.experiment)
+            readings["previous"] = self._read_previous
         for name, read in readings.items():
-            try:
-                self._shown[name] = read()
-            except Exception as error:  # noqa: BLE001 - as above
-                self._warn_once(f"read the run's {name}", error)
+            self._try(f"read the run's {name}", partial(self._take, name, read))
+
+    def _take(self, name: str, read: Callable[[], Any]) -> None:
+        self._shown[name] = read()
 
     def _read_curves(self, *, is_last: bool) -> Curves:
         if records := read_new_records(self._storage, self._training.run_id, self._known):
@@ -200,13 +218,18 @@ class LiveReport:
         lines = newest_lines(self._storage, self._training.run_id)
         return lines if is_last else self._recent.add(lines)
 
+    def _read_previous(self) -> RunRecord | None:
+        began = datetime.now(UTC) if self._recorder is None else self._recorder.record.began
+        return previous_run(self._storage, self._training.experiment, began, self._training.run_id)
+
     def _connect(self, stack: ExitStack) -> ArtifactWriter:
         # With settings of its own the client is not the one that the task's thread uses.
         client = get_client(sync_client=True, httpx_settings={"timeout": REQUEST_TIMEOUT_S})
         per_task = not self._is_published
         return ArtifactWriter(stack.enter_context(client), *self._run_ids, per_task=per_task)
 
-    def _write(self, writer: ArtifactWriter) -> None:
+    def _write(self, stack: ExitStack) -> None:
+        writer = self._writer = self._writer or self._connect(stack)
         with self._lock:
             if not self._has_news:
                 return
@@ -219,7 +242,7 @@ class LiveReport:
                 elapsed_s=time.monotonic() - self._started_s,
                 updated_at=datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC"),
                 logs=LogFolder(self._storage, training.run_id).uri,
-                record=self.record(),
+                record=None if self._recorder is None else self._recorder.record,
                 **self._shown,
             )
             page = render_page(view)
@@ -232,19 +255,11 @@ class LiveReport:
                 self._has_news = True
             raise
 
-    def _warn_once(self, what: str, error: Exception) -> None:
-        if what not in self._warned:
-            self._warned.add(what)
-            self._logger.warning(
-                "the live report can't %s now; training continues, and it is tried again: %r",
-                what,
-                error,
-            )
-
-
-def previous_of(storage: Storage, run_id: str, experiment: str) -> RunRecord | None:
-    """Return the newest completed run of the experiment that began before this one."""
-    own = find_record(storage, run_id, experiment)
-    return previous_run(
-        storage, experiment, datetime.now(UTC) if own is None else own.began, run_id
-    )
+    def _try(self, what: str, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except Exception as error:  # noqa: BLE001 - the training goes on whatever happens here
+            if what not in self._warned:
+                self._warned.add(what)
+                words = "training continues, and it is tried again"
+                self._logger.warning("the live report can't %s now; %s: %r", what, words, error)

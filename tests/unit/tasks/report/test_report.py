@@ -229,7 +229,9 @@ def test_a_huge_and_hostile_run_makes_a_page_below_300_kb_without_a_link():
     )
     hosts = [f"{GREEDY} {HOSTILE} {rank}" for rank in range(64)]
     ranks = [
-        TimingLine(rank, 1, host, HOSTILE, 9, 1e9, 9, 9, 1, 10**12, 10**12, {"step": 9, "waiting": 8})
+        TimingLine(
+            rank, 1, host, HOSTILE, 9, 1e9, 9, 9, 1, 10**12, 10**12, {"step": 9, "waiting": 8}
+        )
         for rank, host in enumerate(hosts)
     ]
     attempt = AttemptRecord(attempt=1, world_size=64, began=BEGAN, hosts=hosts, cause=HOSTILE)
