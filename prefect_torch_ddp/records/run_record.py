@@ -77,6 +77,8 @@ class RunRecord(Result):
     arguments: Mapping[str, Any] = {}
     """Of the call, where a `ddp_task` was called with some."""
     seed: int = 0
+    weights_from: str | None = None
+    """The run whose weights this one began with, by `resume_from="best"`."""
     commit: str | None = None
     """Of the repository that the workload's source is in; None where it is in none."""
     is_dirty: bool = False
@@ -167,20 +169,30 @@ def list_records(storage: Storage, experiment: str | None = None) -> list[RunRec
 
 
 def previous_run(
-    storage: Storage, experiment: str, before: datetime, but: str = ""
+    storage: Storage,
+    experiment: str,
+    before: datetime,
+    but: str = "",
+    weights_from: str | None = None,
 ) -> RunRecord | None:
     """Return the newest completed run of an experiment that began before a time.
+
+    Of a run that began with the weights of another one it is that one.
 
     Args:
         storage: where the runs are.
         experiment: of the run that asks.
         before: when that run began.
         but: that run's id, which isn't returned.
+        weights_from: the id of the run with whose weights that run began.
 
     Raises:
         StorageError: the storage can't be read.
     """
     stored = [each for each in _stored(storage, experiment) if _run_id_of(each.key) != but]
+    origin = [each for each in stored if _run_id_of(each.key) == weights_from]
+    if (found := next(read_records(storage, origin), None)) is not None:
+        return found
     stored.sort(key=lambda each: each.key, reverse=True)
     for first in range(0, len(stored), BATCH):
         for record in read_records(storage, stored[first : first + BATCH]):

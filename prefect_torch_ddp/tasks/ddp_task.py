@@ -32,6 +32,7 @@ from prefect_torch_ddp.tasks.run import (
     resume_point,
     run_id_of,
     slug,
+    weights_from,
 )
 from prefect_torch_ddp.tasks.train import is_final, is_worth_a_retry
 from prefect_torch_ddp.tasks.watch.cancel import or_cancelled
@@ -159,7 +160,8 @@ def run_as_task(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str
     arguments = inspect.signature(task.fn).bind(*args, **kwargs).arguments
     given = shown_params(params, arguments)
     shown = TrainingProgress(run_id, task.name, task.name, given, params.world_size or 0)
-    recorder = _recorder(task, fn, run_id, storage, arguments)
+    origin = weights_from(resume_from)
+    recorder = _recorder(task, fn, run_id, storage, arguments, weights_from=origin)
     report = LiveReport(storage, shown, recorder)
     with report, current_client() as client, display_here():
         values: list[Any] = run_gang(
@@ -188,9 +190,10 @@ def _recorder(
     run_id: str,
     storage: Storage,
     arguments: Mapping[str, Any],
+    **more: Any,
 ) -> RunRecorder:
     named = {"workload": f"{fn.__module__}:{fn.__qualname__}", "arguments": plain_values(arguments)}
-    draft = draft_record(task.params, run_id, task.name, storage, **named)
+    draft = draft_record(task.params, run_id, task.name, storage, **named, **more)
     source = Path(getattr(getattr(fn, "__code__", None), "co_filename", ""))
     best_mode = task.params.checkpoint.best_mode
     return RunRecorder(storage, draft, source if source.is_file() else None, best_mode, is_final)

@@ -74,12 +74,14 @@ def publish(  # noqa: PLR0913, PLR0917
         ledger=_checked_ledger(storage, training.run_id) if params.ledger else None,
     )
     record = complete_record(storage, training.run_id, experiment, evaluation, checkpoint)
-    began = datetime.now(UTC) if record is None else record.began
+    began, weights_from = (
+        (datetime.now(UTC), None) if record is None else (record.began, record.weights_from)
+    )
     view = RunView(
         _progress_of(report, params, experiment),
         curves=MetricCurves(new_records).snapshot(),
         checkpoints=kept_checkpoints(storage, training.run_id),
-        previous=previous_run(storage, experiment, began, training.run_id),
+        previous=previous_run(storage, experiment, began, training.run_id, weights_from),
         failures=training.failures,
         report=report,
         record=record,

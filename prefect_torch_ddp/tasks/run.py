@@ -144,6 +144,11 @@ def resume_point(
     return point
 
 
+def weights_from(point: ResumePoint | None) -> str | None:
+    """Return the run whose weights alone a run begins with, if it does."""
+    return point.run_id if point is not None and point.only_weights else None
+
+
 def _unfinished(own: Storage, earlier: Sequence[RunRecord]) -> ResumePoint | None:
     """Return the newest run that didn't finish and has a checkpoint; none once one finished."""
     over = [each for each in earlier if not _still_trains(each)]

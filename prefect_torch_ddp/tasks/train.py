@@ -31,7 +31,7 @@ from prefect_torch_ddp.tasks.record.draft import draft_record, plain_values
 from prefect_torch_ddp.tasks.record.recorder import RunRecorder
 from prefect_torch_ddp.tasks.report.live import LiveReport
 from prefect_torch_ddp.tasks.report.progress import TrainingProgress, shown_params
-from prefect_torch_ddp.tasks.run import RUN_STAGE, Run, RunAttemptLog, log_to_run
+from prefect_torch_ddp.tasks.run import RUN_STAGE, Run, RunAttemptLog, log_to_run, weights_from
 from prefect_torch_ddp.tasks.watch.cancel import or_cancelled
 from prefect_torch_ddp.tasks.workload import path_of
 
@@ -152,6 +152,7 @@ def _recorder(run: Run, dataset: DatasetReport) -> RunRecorder:
         workload=params.workload,
         data_options=plain_values(params.data_options),
         dataset=dataset,
+        weights_from=weights_from(run.resume_from),
     )
     source = path_of(params.workload.partition(":")[0], params.workload)
     return RunRecorder(run.storage, draft, source, params.checkpoint.best_mode, is_final)

@@ -219,8 +219,10 @@ class LiveReport:
         return lines if is_last else self._recent.add(lines)
 
     def _read_previous(self) -> RunRecord | None:
-        began = datetime.now(UTC) if self._recorder is None else self._recorder.record.began
-        return previous_run(self._storage, self._training.experiment, began, self._training.run_id)
+        training, own = self._training, self._recorder and self._recorder.record
+        began, weights_from = (own.began, own.weights_from) if own else (datetime.now(UTC), None)
+        at = training.experiment, began, training.run_id
+        return previous_run(self._storage, *at, weights_from)
 
     def _connect(self, stack: ExitStack) -> ArtifactWriter:
         # With settings of its own the client is not the one that the task's thread uses.

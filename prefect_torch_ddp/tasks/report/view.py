@@ -93,7 +93,9 @@ def comparison(view: RunView) -> str:
         said = "the same" if by == 0 else f"{number(abs(by))} {'better' if gains else 'worse'}"
         parts.append(f"{short(each)} {number(now[each])} is {said} ({number(then[each])})")
     of_it = f"run {code(old.run_id)} of {old.began:%Y-%m-%d %H:%M}"
-    return f"Compared with the previous {of_it}: {'; '.join(parts)}" if parts else ""
+    is_origin = view.record is not None and view.record.weights_from == old.run_id
+    which = f"{of_it}, whose weights it began with" if is_origin else f"the previous {of_it}"
+    return f"Compared with {which}: {'; '.join(parts)}" if parts else ""
 
 
 def best_metric(curves: Curves, params: Mapping[str, object]) -> tuple[str, bool]:

@@ -272,6 +272,9 @@ def test_tonight_goes_on_with_yesterday(
         name: value.tolist() for name, value in expected.items()
     }
     assert (tuned.training.resumed_from_step, tuned.training.num_steps) == (None, 0)
+    page = report_of(newest_flow_run().id)  # the run in between is newer, and no better
+    assert f"Compared with run `{resumed.run_id}` of " in page
+    assert ", whose weights it began with: accuracy " in page
 
 
 def test_a_finished_training_is_not_run_again_on_another_machine(

@@ -107,6 +107,36 @@ def test_a_run_begins_from_another_storage(tmp_path: Path) -> None:
     assert {path: path.read_bytes() for path in old.rglob("*") if path.is_file()} == before
 
 
+def test_only_the_weights_of_a_run(tmp_path: Path) -> None:
+    """Fine-tuning has the other run's model, and the order, the steps and the optimizer of a new
+    one."""
+
+    def tune(run_id: str, resume_from: ResumePoint | None) -> tuple[float, list[int], float]:
+        with RankContext.local(storage=tmp_path, run_id=run_id, resume_from=resume_from) as ctx:
+            torch.manual_seed(0)
+            model = torch.nn.Linear(1, 1)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+            ctx.track(model=model, optimizer=optimizer)
+            began, order = model.weight.item(), []
+            for (number,) in ctx.steps(
+                ctx.loader(torch.utils.data.TensorDataset(torch.arange(8.0)), global_batch_size=1),
+                epochs=1,
+            ):
+                if not order:
+                    assert (ctx.step, optimizer.state_dict()["state"]) == (1, {})
+                order.append(int(number))
+                optimizer.zero_grad()
+                model(number[:, None] / 8).sum().backward()
+                optimizer.step()
+            return began, order, model.weight.item()
+
+    initial, order, learnt = tune("first", None)
+    weights = ResumePoint(DirectoryStorage(tmp_path), "first", only_weights=True)
+    began, again, _ = tune("second", weights)
+    assert (began, again) == (learnt, order)
+    assert initial != learnt
+
+
 def test_a_step_that_was_asked_for_is_that_step(tmp_path: Path) -> None:
     """Where it is damaged, no other one is taken; where it isn't there, a look says so."""
     count_to(tmp_path, 3)

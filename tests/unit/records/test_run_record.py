@@ -114,6 +114,9 @@ def test_the_previous_run_is_the_newest_completed_one_of_the_experiment(tmp_path
     found = previous_run(storage, NIGHTLY, record(3).began, but="run-3")
     assert found is not None
     assert found.run_id == "run-1"
+    origin = previous_run(storage, NIGHTLY, record(3).began, "run-3", weights_from="run-0")
+    assert origin is not None
+    assert origin.run_id == "run-0"
     assert previous_run(storage, NIGHTLY, BEGAN) is None
     assert previous_run(storage, "another", record(9).began) is None
 
