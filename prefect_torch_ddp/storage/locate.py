@@ -84,6 +84,7 @@ def _s3(rest: str) -> S3Storage:
 def _local(rest: str) -> DirectoryStorage:
     host, slash, path = rest.partition("/")
     if host not in {"", "localhost"} or not slash:
-        msg = f"file://{rest} names a host, {host}; write file:///absolute/path, or the path alone"
+        shown = rest.rpartition("@")[2]  # what is before it may be a secret
+        msg = f"file://{shown} names a host; write file:///absolute/path, or the path alone"
         raise InvalidParamsError(msg)
     return DirectoryStorage(Path("/" + unquote(path)))

@@ -35,16 +35,16 @@ class SeparateCluster:
 
     def __init__(self, folder: Path) -> None:
         """Leave logs and the scheduler's address in the folder; nothing is started."""
-        self._folder = folder
+        self.folder = folder
         self.address = ""
         self.scheduler: psutil.Process
         self.nannies: list[psutil.Process] = []
         self._started: list[subprocess.Popen[bytes]] = []
 
     def start(self, num_workers: int, options: tuple[str, ...]) -> None:
-        self._folder.mkdir(exist_ok=True)
+        self.folder.mkdir(exist_ok=True)
         self.scheduler = self._run("scheduler", "--port", "0")
-        scheduler_file = self._folder / "scheduler.json"
+        scheduler_file = self.folder / "scheduler.json"
         wait_until(scheduler_file.exists, HANG_S)
         self.nannies = [
             self._run("worker", "--nthreads", "1", "--name", f"w{i}", *options)
@@ -54,6 +54,11 @@ class SeparateCluster:
             client.wait_for_workers(num_workers, timeout=HANG_S)
             self.address = client.scheduler.address
 
+    def processes(self) -> set[psutil.Process]:
+        """Return all there are, with those of gangs."""
+        tops = (self.scheduler, *self.nannies)
+        return {each for top in tops for each in (top, *top.children(recursive=True))}
+
     def _run(self, what: str, *options: str) -> psutil.Process:
         command = [
             sys.executable,
@@ -61,10 +66,10 @@ class SeparateCluster:
             "dask",
             what,
             "--scheduler-file",
-            str(self._folder / "scheduler.json"),
+            str(self.folder / "scheduler.json"),
         ]
         command += ["--host", "127.0.0.1", "--dashboard-address", "127.0.0.1:0", *options]
-        work = self._folder / f"{what}-{len(self._started)}"
+        work = self.folder / f"{what}-{len(self._started)}"
         work.mkdir()
         with (work / "log").open("wb") as log:
             process = subprocess.Popen(

@@ -21,6 +21,8 @@ from typing import Any
 
 import psutil
 
+from tests.workloads import write_pid
+
 CONTRACT = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"),
     *("ROLE_RANK", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
@@ -251,3 +253,20 @@ def _be_odd(how: str) -> None:  # noqa: C901 - one branch an oddity
             subprocess.Popen(["sleep", "30"], process_group=0)
         case "holds_stdout":
             subprocess.Popen(["sleep", "3"], start_new_session=True)
+
+
+def meet_until(folder: str) -> float:
+    """All-reduce until rank 0 sees the file `enough`, then once more in a group made then."""
+    import torch
+    import torch.distributed as dist
+
+    write_pid(folder, dist.get_rank())
+    is_over = torch.zeros(1)
+    while not is_over:
+        if dist.get_rank() == 0 and Path(folder, "enough").exists():
+            is_over += 1
+        dist.all_reduce(is_over)
+        time.sleep(0.01)  # the pace of a step with work in it
+    total = torch.ones(1)
+    dist.all_reduce(total, group=dist.new_group(backend="gloo"))
+    return float(total)

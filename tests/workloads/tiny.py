@@ -136,6 +136,7 @@ class Steered:
         write_pid(folder, ctx.rank)
         loader = ctx.loader(read(ctx, "train"), global_batch_size=8)
         for points, labels in ctx.steps(loader, epochs=100_000):
+            fail_if_told(ctx)
             descend(ctx, optimizer, cross_entropy(model(points), labels))
             time.sleep(0.02)  # the pace of a step with work in it
             if ctx.rank == 0:

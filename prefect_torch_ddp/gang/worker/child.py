@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import os
+import re
 import select
 import signal
 import subprocess
@@ -116,9 +117,18 @@ CONTRACT: dict[str, Callable[[RankLaunch], object]] = {
 """The environment that torchrun gives each rank."""
 
 
+PREFECTS = re.compile(r"PREFECT_\w*(KEY|AUTH_STRING|CONNECTION_URL|PASSWORD|CUSTOM_HEADERS)")
+"""Prefect's own credentials. A Dask worker needs them, its ranks don't: they load no Prefect."""
+
+
+def without_prefects(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return an environment without Prefect's credentials. Pure."""
+    return {name: value for name, value in environment.items() if not PREFECTS.fullmatch(name)}
+
+
 def rank_environment(worker_environment: Mapping[str, str], launch: RankLaunch) -> dict[str, str]:
     """Return the environment of a rank: its Dask worker's, plus torchrun's contract. Pure."""
-    environment = dict(worker_environment)
+    environment = without_prefects(worker_environment)
     environment |= {name: str(value_of(launch)) for name, value_of in CONTRACT.items()}
     # In the user mode rank 0 must listen at MASTER_PORT itself.
     environment.pop("TORCHELASTIC_USE_AGENT_STORE", None)

@@ -14,6 +14,7 @@ from prefect_torch_ddp.checkpoint.manifest import Manifest, best
 from prefect_torch_ddp.data.dataset_store import find_dataset
 from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.rank.config import RankConfig, Stage
+from prefect_torch_ddp.records.hiding import hidden
 
 PACKAGES = ("prefect-torch-ddp", "torch", "torchvision", "numpy", "safetensors")
 _NAME = re.compile(r"[A-Za-z0-9_]{1,100}")
@@ -91,7 +92,7 @@ def _about(config: RankConfig, workload: str) -> dict[str, Any]:
     versions = {package: _version(package) for package in PACKAGES}
     return {
         "workload": workload,
-        "options": dict(config.options),
+        "options": hidden("", config.options),
         "seed": config.seed,
         "dataset": None if dataset is None else dataset.model_dump(include=shown),
         "versions": {"python": platform.python_version(), **versions},

@@ -12,7 +12,7 @@ from pydantic_core import to_json, to_jsonable_python
 from prefect_torch_ddp.data.dataset_manifest import read_manifest
 from prefect_torch_ddp.errors import InvalidParamsError, StorageError
 from prefect_torch_ddp.params import ContextParams, TrainParams
-from prefect_torch_ddp.records.hiding import SECRET, without_credentials
+from prefect_torch_ddp.records.hiding import HIDDEN, hidden
 from prefect_torch_ddp.records.run_record import RunRecord, find_record, read_record, write_record
 from prefect_torch_ddp.results import CheckpointRef, DatasetReport, Report
 from prefect_torch_ddp.storage.protocol import Storage
@@ -21,7 +21,6 @@ MAX_CHARACTERS = 2_000
 """Of one option or argument, as JSON."""
 MAX_FILES = 100_000
 MAX_SPLITS = 10
-HIDDEN = "(hidden)"
 LEFT_OUT = "(not on record: "
 
 
@@ -123,17 +122,7 @@ def _plain(name: str, value: Any) -> Any:
         is_long = len(to_json(plain)) > MAX_CHARACTERS
     except Exception:  # noqa: BLE001 - a user's own class may raise anything here
         is_long = True
-    return _type_name(value) if is_long else _hidden(name, plain)
-
-
-def _hidden(name: str, plain: Any) -> Any:
-    if SECRET.search(name) and plain is not None:
-        return HIDDEN
-    if isinstance(plain, dict):
-        return {key: _hidden(key, value) for key, value in plain.items()}
-    if isinstance(plain, list):
-        return [_hidden(name, value) for value in plain]
-    return without_credentials(plain) if isinstance(plain, str) else plain
+    return _type_name(value) if is_long else hidden(name, plain)
 
 
 def _type_name(value: Any) -> str:

@@ -8,7 +8,7 @@ from typing import Literal
 from pydantic import BaseModel
 
 from prefect_torch_ddp.protocol.events import AttemptBegan, Progress
-from prefect_torch_ddp.records.hiding import SECRET, without_credentials
+from prefect_torch_ddp.records.hiding import HIDDEN, SECRET, without_credentials
 from prefect_torch_ddp.tasks.report.markdown import count, duration, number
 
 SPEED_WINDOW_S = 30.0
@@ -161,7 +161,7 @@ def shown_params(
     given = dict(_flat("", params.model_dump(exclude_unset=True)))
     own = dict(_flat("", arguments or {}))
     shown = {
-        name: "(hidden)" if SECRET.search(name) else _short(value)
+        name: HIDDEN if SECRET.search(name) else _short(value)
         for name, value in {"seed": getattr(params, "seed", 0), **given, **own}.items()
     }
     few = dict(list(shown.items())[:MAX_SHOWN])

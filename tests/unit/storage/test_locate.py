@@ -74,6 +74,7 @@ def test_anything_else_is_refused_with_what_to_write(uri):
         "s3://AKIA:hunter2@bucket/p",
         "s3://AKIA:hun/hunter2@bucket",
         "https://u:hunter2@host/b",
+        "file://u:hunter2@host/b",
         "s3://b?secret=hunter2",
     ],
 )
