@@ -3,9 +3,10 @@ PYTHON ?= python3
 ARGS ?=
 # make chaos SEED=7 draws other faults and kill points; hypothesis takes the seed too.
 SEED ?=
-# Two processes, each with servers and clusters of its own: much of the suite is waiting. A process
-# that has run out of tests takes some of the other's. ARGS="-n 0" runs all in one, for a debugger.
-PARALLEL := -n 2 --dist worksteal
+# Processes that test, each with servers and clusters of its own: unit tests compute, the others also
+# wait. One that has run out of tests takes some of another's. ARGS="-n 0" runs all in one, for a debugger.
+COMPUTING := -n 2 --dist worksteal
+WAITING := -n 3 --dist worksteal
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -29,8 +30,8 @@ stop: ## stop the local Prefect server that make train left running for its UI
 # Unit tests run before any cluster's threads are in their process: some compare what a process has
 # once, a random generator say. 5 is pytest's word for no test, which ARGS="-k gang" may leave of one.
 test: $(VENV)/.installed-dev ## run the unit tests and the quick ones with real processes; 10 minutes
-	$(PYTEST) tests/unit $(PARALLEL) $(ARGS) || [ $$? = 5 ]
-	$(PYTEST) tests/integration -m "not extended" $(PARALLEL) $(ARGS) || [ $$? = 5 ]
+	$(PYTEST) tests/unit $(COMPUTING) $(ARGS) || [ $$? = 5 ]
+	$(PYTEST) tests/integration -m "not extended" $(WAITING) $(ARGS) || [ $$? = 5 ]
 
 lint: $(VENV)/.installed-dev ## check style, formatting, types and the layers
 	$(BIN)/ruff check .
@@ -39,7 +40,7 @@ lint: $(VENV)/.installed-dev ## check style, formatting, types and the layers
 	$(BIN)/lint-imports
 
 integration: $(VENV)/.installed-dev system-packages ## run the rest: Ceph, Slurm, PBS, browsers, many kill points; 15 minutes
-	$(PYTEST) tests/integration -m extended $(PARALLEL) $(ARGS)
+	$(PYTEST) tests/integration -m extended $(WAITING) $(ARGS)
 
 chaos: $(VENV)/.installed-dev system-packages ## kill, stop and starve processes at many points; SEED= draws other ones
 	$(PYTEST) tests/chaos $(ARGS)

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import resource
 import shutil
 import socket
 import subprocess
@@ -18,12 +19,12 @@ from tests.support.separate_cluster import separate_cluster
 from tests.support.waiting import HANG_S
 
 
-def doctor(*options: str, before: tuple[str, ...] = ()) -> "subprocess.CompletedProcess[str]":
-    """Run the command in a terminal as wide as most, behind another one where that is given."""
+def doctor(*options: str) -> "subprocess.CompletedProcess[str]":
+    """Run the command in a terminal as wide as most."""
     command = shutil.which("prefect-torch-ddp", path=sysconfig.get_path("scripts"))
     assert command is not None, "install the package again: pip install --editable ."
     return subprocess.run(
-        [*before, command, "doctor", *options],
+        [command, "doctor", *options],
         capture_output=True,
         text=True,
         timeout=HANG_S,
@@ -48,9 +49,16 @@ def test_nothing_is_wrong(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_few_open_files() -> None:
+def test_few_open_files(dask_client: Client) -> None:
     """Workers are named that would run out of them, though the doctor's own gang does not."""
-    done = doctor(before=("prlimit", "--nofile=1024:1024"))
+    limits = dask_client.run(resource.getrlimit, resource.RLIMIT_NOFILE)
+    hard = min(hard for _, hard in limits.values())
+    dask_client.run(resource.setrlimit, resource.RLIMIT_NOFILE, (1024, hard))
+    try:
+        done = doctor("--cluster", dask_client.scheduler.address)
+    finally:
+        for worker, limit in limits.items():
+            dask_client.run(resource.setrlimit, resource.RLIMIT_NOFILE, limit, workers=[worker])
     assert done.returncode == 1
     assert "2 problems" in done.stdout
     assert "may open 1024 files" in done.stdout

@@ -162,7 +162,7 @@ def dask_client(dask_cluster: "LocalCluster") -> Iterator["Client"]:
         yield client
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator["S3Server"]:
     """Run an S3 server that checks rights: user `owner` may do all, user `reader` reads."""
     from tests.support.s3_server import run_server
@@ -179,7 +179,7 @@ def chain_s3_server(s3_server: "S3Server", monkeypatch: pytest.MonkeyPatch) -> "
     return s3_server
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def open_s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator["S3Server"]:
     """Run one that lets everyone in: a wire may change requests, which no signature survives."""
     from tests.support.s3_server import run_server

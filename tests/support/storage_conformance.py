@@ -49,6 +49,7 @@ class StorageConformance:
     """
 
     num_examples = 60
+    num_races = 5
 
     @pytest.fixture
     def storage(self, make_storage: Callable[[], Storage]) -> Storage:
@@ -126,7 +127,7 @@ class StorageConformance:
         its content is there, whole."""
         barrier = FORK.Barrier(NUM_RACERS)
         contents = [bytes([racer]) * 300_000 for racer in range(NUM_RACERS)]
-        for number in range(5):
+        for number in range(self.num_races):
             key = f"race/{number}"
             won = in_processes([(_race, storage, key, data, barrier) for data in contents])
             assert sorted(won) == [False] * (NUM_RACERS - 1) + [True]

@@ -29,28 +29,25 @@ from tests.support.runs import (
 DIGITS = "prefect_torch_ddp.examples.digits"
 
 
-@pytest.fixture(scope="module")
-def two_runs(
-    prefect_server: str, dask_cluster: LocalCluster, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[TrainReport, TrainReport]:
-    """Train the digits twice with the same parameters and storage."""
-    from prefect.settings import PREFECT_API_URL, temporary_settings
-
+@pytest.mark.usefixtures("prefect_api")
+def test_digits_are_learnt_twice(dask_cluster: LocalCluster, tmp_path: Path) -> None:
+    """With the same parameters and storage; what the first run learns, that the second one repeats
+    it, and what both leave to browse."""
     params = TrainParams(
         workload=DIGITS,
-        storage=str(tmp_path_factory.mktemp("storage")),
+        storage=str(tmp_path),
         cluster=ClusterParams(address=dask_cluster.scheduler_address),
         seed=7,
     )
-    with temporary_settings({PREFECT_API_URL: prefect_server}):
-        return train_flow(params), train_flow(params)
+    first, second = train_flow(params), train_flow(params)
+    check_that_digits_are_learnt(first)
+    check_that_nothing_was_prepared_and_the_weights_are_the_same(first, second)
+    check_artifacts(second)
 
 
-@pytest.mark.usefixtures("prefect_api")
-def test_digits_are_learnt(two_runs: tuple[TrainReport, TrainReport]) -> None:
+def check_that_digits_are_learnt(report: TrainReport) -> None:
     """A typed report: at least 97 % on the held-out split, every class scored, the matrix square
     and complete; one row an epoch, with the mean loss over all ranks' samples and validation."""
-    report = two_runs[0]
     assert isinstance(report, TrainReport)
     evaluation = report.evaluation
     matrix = evaluation.confusion_matrix
@@ -70,20 +67,19 @@ def test_digits_are_learnt(two_runs: tuple[TrainReport, TrainReport]) -> None:
     assert report.epochs[-1].metrics["loss"] < report.epochs[0].metrics["loss"]
 
 
-@pytest.mark.usefixtures("prefect_api")
-def test_second_run_prepares_nothing_and_gives_the_same_weights(
-    two_runs: tuple[TrainReport, TrainReport],
+def check_that_nothing_was_prepared_and_the_weights_are_the_same(
+    first: TrainReport, second: TrainReport
 ) -> None:
     """B8, B5, C6: the second run's prepare is Cached; split and weights are the same by the
     seed. A card is beside the weights."""
-    first, second = two_runs
     assert task_runs_of(flow_run_id_of(first.flow_run_url))["prepare"].state_name == "Completed"
     assert task_runs_of(flow_run_id_of(second.flow_run_url))["prepare"].state_name == "Cached"
     assert first.dataset == second.dataset
-    digests = [hashlib.sha256(Path(run.model_uri).read_bytes()).hexdigest() for run in two_runs]
+    models = [Path(str(run.model_uri)) for run in (first, second)]
+    digests = [hashlib.sha256(model.read_bytes()).hexdigest() for model in models]
     assert digests[0] == digests[1]
     assert first.evaluation == second.evaluation
-    card = json.loads(Path(first.model_uri).with_name("model.json").read_bytes())
+    card = json.loads(models[0].with_name("model.json").read_bytes())
     expected = (DIGITS, 7, first.checkpoint.step)
     assert (card["workload"], card["seed"], card["step"]) == expected
     assert card["dataset"]["digest"] == first.dataset.digest
@@ -91,11 +87,9 @@ def test_second_run_prepares_nothing_and_gives_the_same_weights(
     assert card["metrics"] == first.checkpoint.metrics
 
 
-@pytest.mark.usefixtures("prefect_api")
-def test_artifacts_to_browse(two_runs: tuple[TrainReport, TrainReport]) -> None:
+def check_artifacts(report: TrainReport) -> None:
     """Progress, the report with its curve, epoch table, confusion matrix, worst samples, where
     the checkpoints are."""
-    report = two_runs[1]
     flow_run_id = flow_run_id_of(report.flow_run_url)
     progress, page = (
         artifacts_of(flow_run_id)[key(kind, f"train-ddp/{DIGITS}")]
