@@ -147,6 +147,8 @@ def test_a_stranger_at_every_socket(tls_cluster: SeparateCluster, tmp_path: Path
             (folder / "enough").touch()
         assert gang.result(HANG_S) == [2.0, 2.0]
     assert not ran.exists()
+    pickle.loads(pickle.dumps(Bomb(ran)))
+    assert ran.exists(), "it would have"
 
 
 def ports_of(process: psutil.Process) -> set[tuple[str, int]]:

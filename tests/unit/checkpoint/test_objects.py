@@ -1,5 +1,8 @@
 """The objects of a checkpoint are read together, verified, and come back as they were saved."""
 
+import io
+import os
+import pickle
 import resource
 from pathlib import Path
 from typing import Any
@@ -55,6 +58,31 @@ def test_states_come_back_by_name(
     maps = Path("/proc/self/maps").read_text()
     assert (f"{tmp_path}/model.pt" in maps) == (kind == "mapped")
     assert f"{tmp_path}/optimizer.pt" not in maps
+
+
+class Bomb:
+    """Makes a folder where somebody unpickles it."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self._folder),)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_pickle_in_a_checkpoint_is_refused(tmp_path: Path, kind: str) -> None:
+    """With the digest that belongs to it, by itself and as torch writes it; nothing of it runs."""
+    storage, ran = KINDS[kind](DirectoryStorage(tmp_path / "store")), tmp_path / "ran"
+    saved = io.BytesIO()
+    torch.save({"weight": Bomb(ran)}, saved)
+    for data in (pickle.dumps(Bomb(ran)), saved.getvalue()):
+        manifest = written(storage, {"odd": data})
+        with pytest.raises(CheckpointError, match=r"odd\.pt"):
+            read_states(storage, manifest, manifest.objects)
+    assert not ran.exists()
+    pickle.loads(pickle.dumps(Bomb(ran)))
+    assert ran.exists(), "it would have"
 
 
 def test_nobody_keeps_a_deleted_checkpoint_mapped(tmp_path: Path) -> None:
