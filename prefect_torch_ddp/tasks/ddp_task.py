@@ -1,8 +1,13 @@
-"""ddp_task, level 2: a function becomes a Prefect task that runs on a gang of ranks."""
+"""ddp_task, level 2: a function becomes a Prefect task that runs on a gang of ranks.
+
+And `gang_report`, which shows a gang that a flow or task of one's own runs as such a task is shown.
+"""
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar, Unpack, overload
 
@@ -10,12 +15,14 @@ from prefect import Task
 from prefect.context import TaskRunContext
 from prefect.logging import get_run_logger
 from prefect.tasks import TaskOptions
+from prefect.utilities.context import get_task_and_flow_run_ids
 
 from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.gang.checks import checked
 from prefect_torch_ddp.gang.run import run_gang
 from prefect_torch_ddp.params import ContextOptions, ContextParams
 from prefect_torch_ddp.rank.context import RankContext
+from prefect_torch_ddp.records.run_record import RunRecord
 from prefect_torch_ddp.storage.protocol import Storage
 from prefect_torch_ddp.tasks.blocks import resolve_storage
 from prefect_torch_ddp.tasks.cluster import current_client
@@ -211,3 +218,41 @@ def _run_id(
         (where, params.run_key, params.resume_from, chosen, tuple(args), dict(kwargs))
     )
     return f"{slug(context.task.name)}-{slug(params.run_key)}-{digest[:12]}"
+
+
+@contextmanager
+def gang_report(name: str, storage: str | None = None) -> Iterator[dict[str, Any]]:
+    """Show a gang in Prefect as a `ddp_task` is: page, progress, run record, events, lines kept.
+
+    For `run_gang` in a flow or task of your own: `with gang_report("sweep") as shown:
+    run_gang(client, fn, **shown)`. The ranks' lines go to the run's log.
+
+    Args:
+        name: what such gangs have in common, and are compared by; another for each of a flow run.
+        storage: for the record and the lines, as for `ddp_task`, which has the same default.
+
+    Raises:
+        InvalidParamsError: it is called outside of a flow run, or the storage can't be used.
+    """
+    own = resolve_storage(storage or TaskParams().storage)
+    task_run_id, flow_run_id = get_task_and_flow_run_ids()
+    if (prefect_id := task_run_id or flow_run_id) is None:
+        msg = "gang_report shows a gang in a Prefect run, and there is none: call it in a flow"
+        raise InvalidParamsError(msg)
+    run_id = run_id_of(name, prefect_id)
+    draft = RunRecord(
+        run_id=run_id,
+        experiment=name,
+        workload=name,
+        began=datetime.now(UTC),
+        flow_run_id=flow_run_id and str(flow_run_id),
+        task_run_id=task_run_id and str(task_run_id),
+        storage=own.uri,
+    )
+    shown = TrainingProgress(run_id, name, name)
+    with LiveReport(own, shown, RunRecorder(own, draft)) as report, display_here():
+        yield {
+            "name": run_id,
+            "attempt_log": RunAttemptLog(own, run_id, knows_steps=False),
+            "on_event": log_to_run(report.receive, shown),
+        }

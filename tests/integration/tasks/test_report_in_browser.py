@@ -11,7 +11,7 @@ import pytest
 from prefect.client.orchestration import get_client
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
-from prefect_torch_ddp import CheckpointParams, TrainParams, train_flow
+from prefect_torch_ddp import CheckpointParams, RankFailedError, TrainParams, train_flow
 from prefect_torch_ddp.protocol.events import Progress
 from prefect_torch_ddp.tasks.report.artifacts import ArtifactWriter, key
 from prefect_torch_ddp.tasks.report.curves import Curves
@@ -108,6 +108,22 @@ def test_a_run_is_seen_while_it_trains_and_at_its_end(api: str, page: Page, tmp_
     assert last.id == live.id
     seen = "Epochs", "Classes", "Ranks", "Model and checkpoints", "Parameters and options"
     look(page, api, last.id, "finished", "tiny:Steered: finished", "accuracy", *seen)
+
+
+def test_a_run_that_failed_for_good_shows_the_users_exception(
+    api: str, page: Page, tmp_path: Path
+) -> None:
+    """With its rank, its attempt and its step, in the headline's place and among the failures."""
+    workload = "tests.workloads.tiny"
+    fault = {"how": "raise", "step": 5, "rank": 1, "attempts": [1, 2]}
+    params = TrainParams(
+        workload=workload, storage=str(tmp_path / "store"), max_restarts=1, options={"fault": fault}
+    )
+    with pytest.raises(RankFailedError, match="told to fail"):
+        train_flow(params)
+    (last,) = pages_of(workload)
+    error = "RankFailedError: rank 1 on", "ValueError: told to fail", "Failed attempts"
+    look(page, api, last.id, "failed", "tiny: failed in step 5", "(attempt 2)", *error)
 
 
 def test_hostile_names_put_nothing_into_the_page(api: str, page: Page) -> None:

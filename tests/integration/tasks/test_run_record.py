@@ -6,17 +6,24 @@ from typing import Any
 from uuid import UUID
 
 import pytest
-from distributed import LocalCluster
+from distributed import Client, LocalCluster
 from prefect import flow
 from prefect.client.orchestration import get_client
 from prefect.runtime import flow_run
 from prefect_dask import DaskTaskRunner
 
-from prefect_torch_ddp import RankContext, RankFailedError, ddp_task, train_flow
+from prefect_torch_ddp import (
+    RankContext,
+    RankFailedError,
+    ddp_task,
+    gang_report,
+    run_gang,
+    train_flow,
+)
 from prefect_torch_ddp.records.run_record import RunRecord, list_records
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from tests.integration.tasks.test_recovery import params_of
-from tests.support.runs import flow_run_id_of
+from tests.support.runs import artifacts_of, flow_run_id_of, logs_of
 from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.timeout(400), pytest.mark.usefixtures("prefect_api")]
@@ -148,3 +155,58 @@ def test_a_ddp_task_that_fails_is_on_record_and_told_of_once_it_is_final(
     assert names.count("training.finished") == 1
     assert events[-1]["resource"]["prefect-torch-ddp.state"] == "failed"
     assert "out of luck" in events[-1]["payload"]["cause"]
+
+
+def fail_once(folder: str) -> int:
+    """Raise on rank 1 at the first attempt."""
+    import os
+
+    print("said by a rank")
+    if os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        msg = f"out of luck in {folder}"
+        raise OSError(msg)
+    return int(os.environ["RANK"])
+
+
+@pytest.mark.extended
+def test_a_gang_in_a_flow_of_ones_own_is_shown_if_asked(
+    dask_cluster: LocalCluster, tmp_path: Path
+) -> None:
+    """Page, progress, record and events as a ddp_task has them; its lines are in the run's log and
+    in the storage."""
+
+    @flow
+    def sweeps() -> tuple[str, list[int]]:
+        with (
+            Client(dask_cluster.scheduler_address) as client,
+            gang_report("sweep", str(tmp_path)) as shown,
+        ):
+            values = run_gang(client, fail_once, ("<b>",), None, 2, max_restarts=1, **shown)
+        return str(flow_run.id), values
+
+    flow_run_id, values = sweeps()
+    assert values == [0, 1]
+    record = only_record(tmp_path)
+    assert (record.experiment, record.state, record.flow_run_id) == (
+        "sweep",
+        "completed",
+        flow_run_id,
+    )
+    assert [(each.attempt, each.world_size) for each in record.attempts] == [(1, 2), (2, 2)]
+    assert "out of luck" in record.attempts[0].cause
+    shown = artifacts_of(UUID(flow_run_id))
+    page = str(shown["report-sweep"].data)
+    assert page.startswith("# sweep: finished")
+    assert "| 1 | 2 |  | rank 1" in page
+    assert "out of luck in &lt;b&gt;" in page
+    assert shown["progress-sweep"].data == 100.0
+    names = [event["event"] for event in events_of(UUID(flow_run_id))]
+    assert [name.removeprefix("prefect-torch-ddp.") for name in names] == [
+        "training.started",
+        "rank.failed",
+        "training.resumed",
+        "training.finished",
+    ]
+    lines = DirectoryStorage(tmp_path).list(f"runs/{record.run_id}/logs/")
+    assert len([each.key for each in lines]) == 4
+    wait_until(lambda: any("said by a rank" in log.message for log in logs_of(UUID(flow_run_id))))
