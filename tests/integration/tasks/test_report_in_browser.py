@@ -122,8 +122,8 @@ def test_a_run_that_failed_for_good_shows_the_users_exception(
     with pytest.raises(RankFailedError, match="told to fail"):
         train_flow(params)
     (last,) = pages_of(workload)
-    error = "RankFailedError: rank 1 on", "ValueError: told to fail", "Failed attempts"
-    look(page, api, last.id, "failed", "tiny: failed in step 5", "(attempt 2)", *error)
+    error = "RankFailedError: rank 1 on", "failed in attempt 2: ValueError: told to fail"
+    look(page, api, last.id, "failed", "tiny: failed in step 5", *error, "Failed attempts")
 
 
 def test_hostile_names_put_nothing_into_the_page(api: str, page: Page) -> None:
