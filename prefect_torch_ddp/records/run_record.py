@@ -214,6 +214,15 @@ def read_records(storage: Storage, stored: Sequence[StoredObject]) -> Iterator[R
             logger.warning("the run record %s can't be read and is left out: %s", each.key, reason)
 
 
+def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield nested values by their dotted names."""
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
 def _stored(storage: Storage, experiment: str | None) -> list[StoredObject]:
     prefix = PREFIX if experiment is None else _folder(experiment)
     return [each for each in storage.list(prefix) if each.key.endswith(".json")]

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.records.metrics import import_pandas
-from prefect_torch_ddp.records.run_record import RunRecord, list_records, read_record
+from prefect_torch_ddp.records.run_record import RunRecord, flat, list_records, read_record
 from prefect_torch_ddp.storage.protocol import Storage
 
 if TYPE_CHECKING:
@@ -85,15 +85,7 @@ def _facts(record: RunRecord) -> Iterator[tuple[tuple[str, str], Any]]:
     for name in DATA:
         yield ("data", name), (plain["dataset"] or {}).get(name)
     for what in GIVEN:
-        for name, value in _flat(plain[what]):
+        for name, value in flat(plain[what]):
             yield (what, name), value
     for name, value in {"state": record.state, **_results(record)}.items():
         yield (RESULTS, name), value
-
-
-def _flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in values.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value

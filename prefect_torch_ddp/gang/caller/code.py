@@ -84,6 +84,14 @@ def preload_of(code: Callable[..., Any] | str) -> Preload:
     return Preload(tuple(reader.imports), own_code_paths().first)
 
 
+def imported_packages(source: Path, module: str) -> set[str]:
+    """Return the packages that a module in a file imports anywhere, and its own modules with it."""
+    reader = _ImportReader(module, anywhere=True)
+    is_package = source.name == "__init__.py"
+    reader.read_file(source, module if is_package else module.rpartition(".")[0])
+    return {each.split()[1].partition(".")[0] for each in reader.imports} - {PACKAGE}
+
+
 def _is_sent_by_value(function: Callable[..., Any]) -> bool:
     """Whether cloudpickle sends the function itself, not the name of its module."""
     name = getattr(function, "__qualname__", "<")
@@ -93,9 +101,11 @@ def _is_sent_by_value(function: Callable[..., Any]) -> bool:
 class _ImportReader:
     """Collects imports of installed packages from sources. Its readers return False to stop."""
 
-    def __init__(self) -> None:
+    def __init__(self, module: str = PACKAGE, *, anywhere: bool = False) -> None:
+        """Take a module's package for the user's own; read its top, or what is anywhere in it."""
         self.imports: dict[str, None] = {}
-        self._own = PACKAGE
+        self._own = module.partition(".")[0]
+        self._anywhere = anywhere
         self._seen: set[object] = set()
 
     def read_entry(self, module: str) -> None:
@@ -121,11 +131,11 @@ class _ImportReader:
             tree = parse_python(path.read_bytes())
         except (OSError, SyntaxError, ValueError):
             return True  # its rank will say so
-        for node in tree.body:
+        for node in ast.walk(tree) if self._anywhere else tree.body:
             if isinstance(node, ast.Import | ast.ImportFrom):
                 if not all(self._take(*each) for each in _imports(node, package)):
                     return False
-            elif _prepares_imports(node):
+            elif isinstance(node, ast.stmt) and not self._anywhere and _prepares_imports(node):
                 return False
         return True
 

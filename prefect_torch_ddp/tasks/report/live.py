@@ -101,7 +101,7 @@ class LiveReport:
         self._next_look_s = 0.0
         self._lock = threading.Lock()
         self._has_news = True
-        self._is_over = False
+        self._is_over = self._is_superseded = False
         self._wake = threading.Event()
         self._started_s = time.monotonic()
         self._run_ids = get_task_and_flow_run_ids()
@@ -148,8 +148,8 @@ class LiveReport:
             self._training.status = self._status_after(error)
             self._training.cause = "" if error is None else f"{type(error).__name__}: {error}"
             # Of a training that goes on elsewhere the page is there, too.
-            self._has_news = not isinstance(error, SupersededError)
-        self._is_over = True
+            self._is_superseded = isinstance(error, SupersededError)
+            self._is_over = True
         self._wake.set()
         if self._recorder is not None:
             self._recorder.flush()
@@ -233,7 +233,8 @@ class LiveReport:
     def _write(self, stack: ExitStack) -> None:
         writer = self._writer = self._writer or self._connect(stack)
         with self._lock:
-            if not self._has_news:
+            # The end is written whatever came before: it has been read anew.
+            if self._is_superseded or not (self._has_news or self._is_over):
                 return
             self._has_news = False
             training = self._training

@@ -1,7 +1,7 @@
 """How far a training is: state, position, speed and time left; the parameters it was given."""
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -9,6 +9,7 @@ from pydantic import BaseModel
 
 from prefect_torch_ddp.protocol.events import AttemptBegan, Progress
 from prefect_torch_ddp.records.hiding import HIDDEN, SECRET, without_credentials
+from prefect_torch_ddp.records.run_record import flat
 from prefect_torch_ddp.tasks.report.markdown import count, duration, number
 
 SPEED_WINDOW_S = 30.0
@@ -158,24 +159,15 @@ def shown_params(
 
     A value whose name sounds like a secret, and credentials in a URL, are hidden.
     """
-    given = dict(_flat("", params.model_dump(exclude_unset=True)))
-    own = dict(_flat("", arguments or {}))
+    seed = getattr(params, "seed", 0)
+    given = {"seed": seed, **params.model_dump(exclude_unset=True), **(arguments or {})}
     shown = {
-        name: HIDDEN if SECRET.search(name) else _short(value)
-        for name, value in {"seed": getattr(params, "seed", 0), **given, **own}.items()
+        name: HIDDEN if SECRET.search(name) else _short(value) for name, value in flat(given)
     }
     few = dict(list(shown.items())[:MAX_SHOWN])
     if len(shown) > len(few):
         few["..."] = f"{len(shown) - len(few)} more"
     return few
-
-
-def _flat(prefix: str, values: Mapping[str, object]) -> Iterator[tuple[str, object]]:
-    for name, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _flat(f"{prefix}{name}.", value)
-        else:
-            yield f"{prefix}{name}", value
 
 
 def _short(value: object) -> str:

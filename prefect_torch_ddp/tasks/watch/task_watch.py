@@ -30,30 +30,18 @@ STIMULUS = "prefect-torch-ddp-silent-worker"
 logger = logging.getLogger(__name__)
 
 
-class TaskLiveness:
+class TaskLiveness(Liveness):
     """The liveness of one process; with a longer limit until it has loaded the task."""
 
     def __init__(self) -> None:
         """Start with nothing missed."""
-        self._has_task = False
-        self._liveness = Liveness(max(TAKE_IN_S, liveness_timeout_s()))
+        super().__init__(max(TAKE_IN_S, liveness_timeout_s()))
 
-    @property
-    def limit_s(self) -> float:
-        """How long it may be silent now."""
-        return self._liveness.limit_s
-
-    def heard(self, *, has_task: bool) -> None:
+    def heard(self, *, has_task: bool = False) -> None:
         """Note that the process answered."""
-        if has_task and not self._has_task:
-            self._has_task = True
-            self._liveness = Liveness()
-        self._liveness.heard()
-
-    @property
-    def is_deaf(self) -> bool:
-        """Whether nothing was heard for too long."""
-        return not self._liveness.left_s
+        if has_task:
+            self.limit_s = liveness_timeout_s()
+        super().heard()
 
 
 class TaskWatch:
@@ -85,10 +73,10 @@ class TaskWatch:
             msg = f"the scheduler was lost (the Dask client is {self._client.status})"
             raise SchedulerLostError(msg)
         self._client.sync(self._look)
-        if self._scheduler.is_deaf:
+        if not self._scheduler.left_s:
             msg = f"the scheduler {self._rpc.address} was silent for {self._scheduler.limit_s:g} s"
             raise SchedulerLostError(msg)
-        for address, ear in [each for each in self._workers.items() if each[1].is_deaf]:
+        for address, ear in [each for each in self._workers.items() if not each[1].left_s]:
             if address == self._address:
                 # Else Dask would run it again by itself, beside the one that is submitted in
                 # its place.
