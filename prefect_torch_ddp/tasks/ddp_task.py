@@ -7,7 +7,6 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar, Unpack, overload
 
@@ -22,7 +21,6 @@ from prefect_torch_ddp.gang.checks import checked
 from prefect_torch_ddp.gang.run import run_gang
 from prefect_torch_ddp.params import ContextOptions, ContextParams
 from prefect_torch_ddp.rank.context import RankContext
-from prefect_torch_ddp.records.run_record import RunRecord
 from prefect_torch_ddp.storage.protocol import Storage
 from prefect_torch_ddp.tasks.blocks import resolve_storage
 from prefect_torch_ddp.tasks.cluster import current_client
@@ -235,20 +233,12 @@ def gang_report(name: str, storage: str | None = None) -> Iterator[dict[str, Any
         InvalidParamsError: it is called outside of a flow run, or the storage can't be used.
     """
     own = resolve_storage(storage or TaskParams().storage)
-    task_run_id, flow_run_id = get_task_and_flow_run_ids()
-    if (prefect_id := task_run_id or flow_run_id) is None:
+    prefect_id = next(filter(None, get_task_and_flow_run_ids()), None)
+    if prefect_id is None:
         msg = "gang_report shows a gang in a Prefect run, and there is none: call it in a flow"
         raise InvalidParamsError(msg)
     run_id = run_id_of(name, prefect_id)
-    draft = RunRecord(
-        run_id=run_id,
-        experiment=name,
-        workload=name,
-        began=datetime.now(UTC),
-        flow_run_id=flow_run_id and str(flow_run_id),
-        task_run_id=task_run_id and str(task_run_id),
-        storage=own.uri,
-    )
+    draft = draft_record(None, run_id, name, own, workload=name)
     shown = TrainingProgress(run_id, name, name)
     with LiveReport(own, shown, RunRecorder(own, draft)) as report, display_here():
         yield {

@@ -27,9 +27,13 @@ from prefect_torch_ddp.rank.loop.agreement import (
     end_of,
     outside_after,
 )
-from prefect_torch_ddp.rank.saving.passed import refuse_to_end, warn_of_unwritten_save
 from prefect_torch_ddp.rank.saving.reporter import Reporter
-from prefect_torch_ddp.rank.saving.state import Position, TrainingState
+from prefect_torch_ddp.rank.saving.state import (
+    Position,
+    TrainingState,
+    refuse_to_end,
+    warn_of_unwritten_save,
+)
 from prefect_torch_ddp.rank.saving.tracker import Tracker
 
 logger = logging.getLogger(__name__)

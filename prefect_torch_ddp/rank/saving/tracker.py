@@ -20,9 +20,8 @@ from prefect_torch_ddp.protocol.heartbeat import Phase
 from prefect_torch_ddp.rank.config import RankConfig, RankInfo
 from prefect_torch_ddp.rank.generators import seed_rank
 from prefect_torch_ddp.rank.heartbeat import HeartbeatWriter
-from prefect_torch_ddp.rank.saving.passed import warn_of_missed_save
 from prefect_torch_ddp.rank.saving.reporter import FAILED_GRACE_S, Reporter
-from prefect_torch_ddp.rank.saving.state import TrainingState
+from prefect_torch_ddp.rank.saving.state import TrainingState, warn_of_missed_save
 from prefect_torch_ddp.rank.saving.tracked import (
     best_checkpoint,
     check_trackable,

@@ -25,10 +25,9 @@ LEFT_OUT = "(not on record: "
 
 
 def draft_record(
-    params: ContextParams, run_id: str, experiment: str, storage: Storage, **more: Any
+    params: ContextParams | None, run_id: str, experiment: str, storage: Storage, **more: Any
 ) -> RunRecord:
     """Return what is known of a run before it begins; secrets in it are hidden."""
-    given = params.model_dump(exclude={"seed", "options", "data_options"})
     task_run_id, flow_run_id = get_task_and_flow_run_ids()
     fields: dict[str, Any] = {
         "run_id": run_id,
@@ -37,12 +36,16 @@ def draft_record(
         "flow_run_id": flow_run_id and str(flow_run_id),
         "task_run_id": task_run_id and str(task_run_id),
         "storage": storage.uri,
-        "parameters": plain_values({**given, "storage": storage.uri}),
-        "options": plain_values(params.options),
-        "seed": params.seed,
-        "best_metric": params.checkpoint.best_metric,
         **more,
     }
+    if params is not None:
+        given = params.model_dump(exclude={"seed", "options", "data_options"})
+        fields |= {
+            "parameters": plain_values({**given, "storage": storage.uri}),
+            "options": plain_values(params.options),
+            "seed": params.seed,
+            "best_metric": params.checkpoint.best_metric,
+        }
     return RunRecord(**fields)
 
 

@@ -67,13 +67,12 @@ class ArtifactWriter:
         return artifact_id
 
     def _find(self, key: str) -> UUID | None:
-        whose: dict[str, ArtifactFilterFlowRunId | ArtifactFilterTaskRunId]
+        mine = ArtifactFilter(key=ArtifactFilterKey(any_=[key]))
         if self._flow_run_id is not None and not self._per_task:
-            whose = {"flow_run_id": ArtifactFilterFlowRunId(any_=[self._flow_run_id])}
+            mine.flow_run_id = ArtifactFilterFlowRunId(any_=[self._flow_run_id])
         elif self._task_run_id is not None:
-            whose = {"task_run_id": ArtifactFilterTaskRunId(any_=[self._task_run_id])}
+            mine.task_run_id = ArtifactFilterTaskRunId(any_=[self._task_run_id])
         else:
             return None
-        mine = ArtifactFilter.model_validate({"key": ArtifactFilterKey(any_=[key]), **whose})
         found = self._client.read_artifacts(artifact_filter=mine, limit=1)
         return found[0].id if found else None

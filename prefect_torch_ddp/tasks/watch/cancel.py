@@ -53,7 +53,7 @@ def stop_task(task: PrefectDaskFuture[Any], grace_s: float) -> str:
         What the task run says about it.
     """
     gets = "the task gets %g s to end, a training after one step and saved"
-    _say(f"cancelled: {gets}; Ctrl-C again ends it at once", grace_s)
+    run_logger().warning(f"cancelled: {gets}; Ctrl-C again ends it at once", grace_s)
     if task.wrapped_future.status == "pending":
         task.wrapped_future.cancel(force=True)
     with get_client(sync_client=True) as client:
@@ -65,11 +65,12 @@ def stop_task(task: PrefectDaskFuture[Any], grace_s: float) -> str:
             raise
 
 
-def _say(text: str, *values: object) -> None:
+def run_logger() -> Any:
+    """Return the run's logger, or ours where the flow has ended and leaves its task behind."""
     try:
-        get_run_logger().warning(text, *values)
-    except MissingContextError:  # the flow has ended and leaves its task behind
-        logger.warning(text, *values)
+        return get_run_logger()
+    except MissingContextError:
+        return logger
 
 
 def _await_end(client: SyncPrefectClient, task_run_id: UUID, grace_s: float) -> str:

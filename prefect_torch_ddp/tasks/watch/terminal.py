@@ -15,8 +15,6 @@ from uuid import UUID
 
 from distributed import Client, Worker, get_worker
 from prefect.context import TaskRunContext
-from prefect.exceptions import MissingContextError
-from prefect.logging import get_run_logger
 from rich.console import Console
 from rich.live import Live
 from rich.progress_bar import ProgressBar
@@ -26,6 +24,7 @@ from rich.text import Text
 from prefect_torch_ddp.protocol.events import AttemptBegan, GangEvent, LogLine, Progress, Waiting
 from prefect_torch_ddp.tasks.report.markdown import duration
 from prefect_torch_ddp.tasks.report.progress import TrainingProgress
+from prefect_torch_ddp.tasks.watch.cancel import run_logger
 from prefect_torch_ddp.tasks.watch.task_watch import ANSWER_S, answer_of
 
 TOPIC = "prefect-torch-ddp-progress"
@@ -40,7 +39,6 @@ MIN_PARTS = 3
 the last one stay in a narrow terminal."""
 ERASE_LINE = "\r\x1b[2K"
 
-logger = logging.getLogger(__name__)
 _one_at_a_time = threading.Lock()
 
 
@@ -162,7 +160,7 @@ class Display:
         if isinstance(event, Waiting):
             self.show(event.text)
         elif isinstance(event, LogLine):
-            _run_logger().log(event.level, "%s", event.text)
+            run_logger().log(event.level, "%s", event.text)
 
     def show(self, line: str) -> None:
         """Take a line, whose control characters are none of the terminal's business."""
@@ -179,7 +177,7 @@ class Display:
         if time.monotonic() - self._last_line_s >= LINE_EVERY_S:
             self._last_line_s = time.monotonic()
             # For the console alone: the run's log has its own.
-            _run_logger().info("%s", self._plain(), extra={"send_to_api": False})
+            run_logger().info("%s", self._plain(), extra={"send_to_api": False})
 
     def _update_cell(self, text: str | None = None) -> None:
         from IPython.display import display  # noqa: PLC0415 - there in a notebook alone
@@ -287,10 +285,3 @@ def log_above_bar() -> None:
             stream = getattr(owner, where, None)
             if _takes_bar(stream) and not isinstance(stream, _AboveBar):
                 setattr(owner, where, _AboveBar(stream))
-
-
-def _run_logger() -> Any:
-    try:
-        return get_run_logger()
-    except MissingContextError:
-        return logger

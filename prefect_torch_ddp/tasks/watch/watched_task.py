@@ -3,7 +3,6 @@
 import logging
 import time
 from typing import Any, ParamSpec, Self, TypeVar
-from uuid import UUID
 
 from distributed import Client, Future
 from distributed.client import FutureCancelledError
@@ -48,17 +47,14 @@ def follow(
             future.result()  # Prefect's state, also of a task that failed
     except KilledWorker as error:
         died = f"Dask worker {error.last_worker.address} died while it ran the task itself"
-        lost = SupervisorLostError(died)
-        _set_crashed(task.task_run_id, lost)
-        raise lost from error
+        raise _crashed(task, SupervisorLostError(died)) from error
     except FutureCancelledError as error:
         if error.reason != "scheduler-connection-lost":
             raise
-        gone = SchedulerLostError("the connection to the scheduler was lost while a task ran")
-        _set_crashed(task.task_run_id, gone)
-        raise gone from error
+        gone = "the connection to the scheduler was lost while a task ran"
+        raise _crashed(task, SchedulerLostError(gone)) from error
     except (SupervisorLostError, SchedulerLostError) as error:
-        _set_crashed(task.task_run_id, error)
+        _crashed(task, error)
         raise
 
 
@@ -86,13 +82,15 @@ def _name_of(future: Future[Any]) -> str:
     return key.rpartition("-")[0] or key  # Dask adds a digest to the function's name
 
 
-def _set_crashed(task_run_id: UUID, error: Exception) -> None:
+def _crashed(task: PrefectDaskFuture[Any], error: Exception) -> Exception:
+    """Set a task run that is lost Crashed; return how it was lost."""
     try:
         with get_client(sync_client=True) as client:
-            set_state_if_known(client, task_run_id, Crashed(message=str(error)))
+            set_state_if_known(client, task.task_run_id, Crashed(message=str(error)))
     except Exception as refused:  # noqa: BLE001 - whatever the API has, the loss is what the flow has to hear of
         words = "Prefect could not be told that task run %s is lost: %s"
-        logger.warning(words, task_run_id, refused)
+        logger.warning(words, task.task_run_id, refused)
+    return error
 
 
 class WatchedFuture(PrefectDaskFuture[R]):
