@@ -161,9 +161,7 @@ def shown_params(
     """
     seed = getattr(params, "seed", 0)
     given = {"seed": seed, **params.model_dump(exclude_unset=True), **(arguments or {})}
-    shown = {
-        name: HIDDEN if SECRET.search(name) else _short(value) for name, value in flat(given)
-    }
+    shown = {name: HIDDEN if SECRET.search(name) else _short(value) for name, value in flat(given)}
     few = dict(list(shown.items())[:MAX_SHOWN])
     if len(shown) > len(few):
         few["..."] = f"{len(shown) - len(few)} more"
