@@ -62,12 +62,10 @@ class Trainer:
         return pace_s
 
     def finish(self) -> None:
-        """Let it end."""
         self._signal(stop=False)
         assert self._process.wait(timeout=60) == 0
 
     def close(self) -> None:
-        """Close the pipes."""
         self._go.close()
         self._done.close()
 

@@ -57,19 +57,15 @@ class Times:
     """Seconds by name, in rounds."""
 
     def __init__(self) -> None:
-        """Start empty."""
         self.seen: dict[str, list[float]] = {}
 
     def note(self, name: str, measure: Callable[[], float]) -> None:
-        """Measure once."""
         self.seen.setdefault(name, []).append(measure())
 
     def median_ms(self, name: str) -> float:
-        """Return the middle one in milliseconds."""
         return statistics.median(self.seen[name]) * 1000
 
     def worst_ms(self, name: str) -> float:
-        """Return the largest in milliseconds."""
         return max(self.seen[name]) * 1000
 
 

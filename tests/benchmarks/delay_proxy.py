@@ -15,11 +15,9 @@ class Upstream(asyncio.Protocol):
         self.client = client
 
     def data_received(self, data: bytes) -> None:
-        """Hand it on."""
         self.client.write(data)
 
     def connection_lost(self, _error: Exception | None) -> None:
-        """End with the server."""
         self.client.close()
 
 
@@ -33,7 +31,6 @@ class Client(asyncio.Protocol):
         self.early: list[bytes] = []
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Connect to the server."""
         self.client = cast("asyncio.Transport", transport)
         self.connecting = asyncio.ensure_future(self.connect())
 
@@ -48,21 +45,18 @@ class Client(asyncio.Protocol):
             self.server.write(data)
 
     def data_received(self, data: bytes) -> None:
-        """Wait, then hand it on."""
         if self.delay_s:
             asyncio.get_running_loop().call_later(self.delay_s, self.send, data)
         else:
             self.send(data)
 
     def send(self, data: bytes) -> None:
-        """Hand it on."""
         if self.server is None:
             self.early.append(data)
         elif not self.server.is_closing():
             self.server.write(data)
 
     def connection_lost(self, _error: Exception | None) -> None:
-        """End with the client."""
         if self.server is not None:
             self.server.close()
 

@@ -47,11 +47,9 @@ class Listed:
         self.folder, self.uri = folder, uri
 
     def read_many(self, _parts: Any) -> Any:
-        """Read nothing."""
         raise NotImplementedError
 
     def list_objects(self, prefix: str) -> Iterator[ListedObject]:
-        """List the files."""
         for item in DirectoryStorage(self.folder).list_objects(prefix):
             yield ListedObject(item.key, item.num_bytes, nginx_etag(self.folder / item.key))
 

@@ -43,16 +43,13 @@ class Rows(Dataset[Any]):
     the same ones come again."""
 
     def __init__(self, num_rows: int) -> None:
-        """Draw them."""
         self._num_rows = num_rows
         self._rows = torch.randn(NUM_ROWS_KEPT, WIDTH, generator=torch.Generator().manual_seed(0))
 
     def __len__(self) -> int:
-        """Return how many there are."""
         return self._num_rows
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        """Return one row."""
         return self._rows[index % NUM_ROWS_KEPT]
 
     def __getitems__(self, indices: list[int]) -> torch.Tensor:

@@ -112,17 +112,14 @@ class Digits:
 
     @staticmethod
     def prepare(ctx: RankContext) -> None:
-        """Write the digits."""
         digits.prepare(ctx)
 
     @staticmethod
     def train(ctx: RankContext) -> dict[str, Any]:
-        """Train on CUDA."""
         assert ctx.device.type == "cuda"
         return dict(digits.train(ctx))
 
     @staticmethod
     def evaluate(ctx: RankContext) -> Report:
-        """Evaluate on CUDA."""
         assert ctx.device.type == "cuda"
         return digits.evaluate(ctx)

@@ -65,7 +65,6 @@ class Page:
         self.call("Page.navigate", url=url)
 
     def wait_for(self, condition: str) -> None:
-        """Wait until a JavaScript expression holds."""
         wait_until(lambda: bool(self.evaluate(condition)), timeout_s=LOAD_S, what=condition)
 
     def screenshot(self, path: Path) -> None:

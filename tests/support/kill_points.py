@@ -46,7 +46,6 @@ class KillPoint:
 
     @property
     def num_kills(self) -> int:
-        """How many attempts are killed."""
         return len(self.sizes) - 1
 
 
@@ -54,7 +53,6 @@ class Chance(random.Random):
     """What is drawn."""
 
     def rank(self) -> int:
-        """One of two."""
         return self.randrange(2)
 
     def resumable_step(self) -> int:
@@ -62,11 +60,9 @@ class Chance(random.Random):
         return self.randrange(RESUMABLE_FROM, NUM_STEPS)
 
     def around(self) -> Any:
-        """Before or after a call."""
         return self.choice(["before", "after"])
 
     def plan(self) -> dict[str, Any]:
-        """What a training is like."""
         return {"accumulates": self.random() < 0.4, "num_workers": self.choice([0, 0, 0, 2])}
 
 
@@ -93,7 +89,7 @@ def every_kill_point(seed: int) -> list[KillPoint]:
         *others, elastic = [_with_other_sizes(chance, backend, each) for each in sizes]
         plan = replace(elastic.plan, accumulates=False, virtual_ranks=4)
         points += [*others, replace(elastic, name=f"elastic-{elastic.name}", plan=plan)]
-    points += _on_the_wire(chance)
+    points += [*_on_the_wire(chance), *_in_an_own_loop()]
     return [
         replace(point, name=f"{seed}-{number:03d}-{point.name}")
         for number, point in enumerate(points)
@@ -248,6 +244,37 @@ def _on_the_wire(chance: Chance) -> Iterator[KillPoint]:
     first = Kill(1, "end", rank=chance.rank(), step=chance.resumable_step())
     read = WireKill(2, "GET", r"model\.pt", "after")
     yield KillPoint("wire-restart-reads", "s3", (first,), (read,), sizes=(2, 2, 2))
+
+
+MODEL = r"model\.pt$"
+IN_AN_OWN_LOOP = {
+    "in-a-round": (Kill(1, "backward", rank=1, step=6),),
+    "behind-a-round": (Kill(1, "end", rank=0, step=7),),
+    "mid-save": (Kill(1, "write", key=MODEL, moment="torn", nth=3),),
+    "mid-save-on-1": (Kill(1, "write", rank=1, key=r"\.pt$", moment="after", nth=4),),
+    "before-the-commit": (Kill(1, "write_if_absent", key=MANIFEST, nth=3),),
+    "within-the-commit": (Kill(1, "write_if_absent", key=MANIFEST, moment="within", nth=2),),
+    "behind-the-commit": (Kill(1, "write_if_absent", key=MANIFEST, moment="after", nth=2),),
+    "at-the-last-commit": (Kill(1, "write_if_absent", key=MANIFEST, moment="after", nth=5),),
+    "in-the-clean-up": (Kill(1, "delete", moment="after", nth=2),),
+    "twice": (
+        Kill(1, "begin", rank=0, step=6),
+        Kill(2, "write_if_absent", key=MANIFEST, moment="after"),
+    ),
+}
+
+
+def _in_an_own_loop() -> Iterator[KillPoint]:
+    """A training without ctx.steps: what it resumes from is the newest checkpoint that it asked
+    for; its data and its dropout are drawn by the global generators."""
+    for name, kills in IN_AN_OWN_LOOP.items():
+        point = _point(f"own-loop-{name}", *kills, in_own_loop=True)
+        yield point
+        if name in {"behind-a-round", "before-the-commit", "behind-the-commit"}:
+            yield replace(point, name=f"{point.name}-s3", backend="s3")
+    unheard = (WireKill(1, "PUT", r"manifest\.json", "after", nth=2),)
+    plan = Plan("", in_own_loop=True)
+    yield KillPoint("own-loop-unheard-commit", "s3", wire_kills=unheard, plan=plan)
 
 
 def ids(points: Sequence[KillPoint]) -> list[str]:

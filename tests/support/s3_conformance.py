@@ -44,12 +44,10 @@ class S3Conformance:
 
     @pytest.fixture
     def over_wire(self, server: S3Server, wire: Wire) -> S3Storage:
-        """Give a storage behind the wire."""
         return server.storage(endpoint_url=wire.endpoint_url)
 
     @pytest.fixture(autouse=True)
     def _short_pauses(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Wait less between attempts."""
         monkeypatch.setattr(s3_attempts, "PAUSE_S", 0.02)
 
     @pytest.fixture

@@ -183,7 +183,6 @@ class Wire:
         self._server.server_close()
 
     def _handler(self) -> type["_Handler"]:
-        """Return what deals with a connection."""
         return _Handler
 
     def fault_for(self, method: str) -> "Fault | None":

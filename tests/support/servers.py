@@ -17,9 +17,11 @@ from tests.support.waiting import HANG_S, becomes_true
 if TYPE_CHECKING:
     from distributed import Client, LocalCluster
 
+    from prefect_torch_ddp.storage.s3.storage import S3Storage
     from tests.support.ceph_server import CephServer
     from tests.support.kill_points import KillPoint
-    from tests.support.s3_server import S3Server
+    from tests.support.s3_server import S3Server, Wire
+    from tests.support.separate_cluster import SeparateCluster
 
 STOP_S = 30.0
 READY_S = 300.0
@@ -186,6 +188,30 @@ def open_s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator["S3Serv
 
     with run_server(tmp_path_factory.mktemp("s3") / "server.log", checks_rights=False) as server:
         yield server
+
+
+@pytest.fixture
+def wire(open_s3_server: "S3Server") -> "Iterator[Wire]":
+    """Give a wire to the open server."""
+    from tests.support.s3_server import Wire
+
+    with Wire(open_s3_server.endpoint_url) as wire:
+        yield wire
+
+
+@pytest.fixture
+def over_wire(open_s3_server: "S3Server", wire: "Wire") -> "S3Storage":
+    """Give a storage behind the wire."""
+    return open_s3_server.storage(endpoint_url=wire.endpoint_url)
+
+
+@pytest.fixture
+def others(tmp_path: Path) -> "Iterator[SeparateCluster]":
+    """Run a cluster of others: separate processes."""
+    from tests.support.separate_cluster import separate_cluster
+
+    with separate_cluster(tmp_path / "cluster") as cluster:
+        yield cluster
 
 
 @pytest.fixture

@@ -53,7 +53,6 @@ class StorageConformance:
 
     @pytest.fixture
     def storage(self, make_storage: Callable[[], Storage]) -> Storage:
-        """Give an empty storage."""
         return make_storage()
 
     def test_reads_what_was_written(self, storage):

@@ -18,9 +18,11 @@ from tests.workloads import plain
 
 def test_process_group_is_up_and_the_workers_environment_is_untouched(dask_client: Client) -> None:
     """A1: all-reduce of ones gives world_size on every rank; the Dask workers' environment is
-    the same before and after."""
+    the same before and after. A4: so does a function named by its import path; and
+    `world_size=None` means a rank on each worker."""
     before = dask_client.run(lambda: dict(os.environ))
     assert run_gang(dask_client, plain.sum_of_ones, world_size=2) == [2.0, 2.0]
+    assert run_gang(dask_client, "tests.workloads.plain:sum_of_ones") == [2.0, 2.0]
     assert dask_client.run(lambda: dict(os.environ)) == before
 
 
@@ -69,11 +71,6 @@ def test_closure_over_big_data_and_lambda(dask_client: Client) -> None:
 
     assert run_gang(dask_client, size, world_size=2) == [20_000_000] * 2
     assert run_gang(dask_client, lambda x: x + 1, args=(1,), world_size=1) == [2]
-
-
-def test_an_import_string_on_all_workers(dask_client: Client) -> None:
-    """A4: a function named by its import path; `world_size=None` means a rank on each worker."""
-    assert run_gang(dask_client, "tests.workloads.plain:sum_of_ones") == [2.0, 2.0]
 
 
 def test_too_few_workers_is_refused_with_both_numbers(dask_client: Client) -> None:

@@ -1,7 +1,6 @@
 """Workers, nannies and the scheduler, killed or stopped, while a gang runs or waits on them."""
 
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -10,16 +9,9 @@ from distributed import Client
 
 from prefect_torch_ddp import SchedulerLostError, WorkerLostError, run_gang
 from tests.support.gangs import all_gone, own_cluster, sleeping_gang, workers_of
-from tests.support.separate_cluster import SeparateCluster, separate_cluster, stop
+from tests.support.separate_cluster import SeparateCluster, stop
 from tests.support.waiting import HANG_S, wait_until
 from tests.workloads import plain
-
-
-@pytest.fixture
-def others(tmp_path: Path) -> Iterator[SeparateCluster]:
-    """Run a cluster of separate processes."""
-    with separate_cluster(tmp_path / "cluster") as cluster:
-        yield cluster
 
 
 def test_lost_worker(tmp_path: Path) -> None:

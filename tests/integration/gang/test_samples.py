@@ -14,12 +14,13 @@ from tests.support.struck import Fault
 pytestmark = pytest.mark.extended
 
 POINTS = kill_points.every_kill_point(kill_points.seed_from_environment())
-ON_A_DIRECTORY = kill_points.sample(
-    POINTS, ("mid-save-torn-on-1", "mid-commit-within", "restart-sweeps-after", "sizes-4-2-1-4")
-)
-ON_S3 = kill_points.sample(POINTS, ("wire-manifest-after", "wire-upload-part-within"))
+KINDS = "mid-save-torn-on-1 mid-commit-within restart-sweeps-after sizes-4-2-1-4 "
+KINDS += "own-loop-in-a-round own-loop-mid-save own-loop-within-the-commit own-loop-twice"
+ON_A_DIRECTORY = kill_points.sample(POINTS, KINDS.split())
+OVER_THE_WIRE = "wire-manifest-after", "wire-upload-part-within", "own-loop-unheard-commit"
+ON_S3 = kill_points.sample(POINTS, OVER_THE_WIRE)
 SEED = seeded_faults.seed_from_environment()
-FAULTS = seeded_faults.sample(seeded_faults.every_fault(SEED), 24, SEED)
+FAULTS = seeded_faults.sample(seeded_faults.every_fault(SEED), 12, SEED)
 
 
 @pytest.mark.parametrize("point", ON_A_DIRECTORY, ids=kill_points.ids(ON_A_DIRECTORY))

@@ -9,12 +9,10 @@ import pytest
 from prefect_torch_ddp.storage.protocol import ObjectPart
 from tests.support.ceph_server import run_ceph
 from tests.support.s3_conformance import S3Conformance, error_of
-from tests.support.storage_conformance import FORK, StorageConformance, in_processes
+from tests.support.storage_conformance import StorageConformance
 from tests.support.waiting import becomes_true
 
 pytestmark = pytest.mark.extended
-
-NUM_RACERS, NUM_RACES = 16, 10
 
 
 class TestS3StorageOnCeph(StorageConformance, S3Conformance):
@@ -24,7 +22,6 @@ class TestS3StorageOnCeph(StorageConformance, S3Conformance):
 
     @pytest.fixture
     def server(self, ceph_server):
-        """Give the server."""
         return ceph_server
 
     @pytest.fixture
@@ -84,24 +81,3 @@ def test_a_store_that_is_full_is_given_up(tmp_path_factory):
         assert "the endpoint didn't answer in time" in message
         assert "some stores are silent, too, when they are full" in message
         assert storage.read("object") == b"old"
-
-
-def test_many_processes_race(ceph_server):
-    """Of sixteen that write one key at once exactly one is told that it won, and its content is
-    there, whole."""
-    storage = ceph_server.storage()
-    barrier = FORK.Barrier(NUM_RACERS)
-    contents = [bytes([racer]) * 50_000 for racer in range(NUM_RACERS)]
-    won = in_processes([(_race_often, storage, content, barrier) for content in contents])
-    for number in range(NUM_RACES):
-        winners = [racer for racer in range(NUM_RACERS) if won[racer][number]]
-        assert len(winners) == 1
-        assert storage.read(f"race/{number}") == contents[winners[0]]
-
-
-def _race_often(storage, content, barrier):
-    won = []
-    for number in range(NUM_RACES):
-        barrier.wait(60)
-        won.append(storage.write_if_absent(f"race/{number}", content))
-    return won

@@ -146,7 +146,7 @@ def test_big_checkpoints_on_a_bad_network_are_whole(
         )
 
 
-@pytest.mark.parametrize("kind", ["truncated", "503", "reset"])
+@pytest.mark.parametrize("kind", ["truncated", "503"])
 def test_a_network_that_only_fails_ends_in_a_clear_error(
     dask_client: Client, ceph_server: S3Server, kind: str
 ) -> None:

@@ -14,7 +14,7 @@ from prefect_torch_ddp.errors import ObjectChangedError, ObjectNotFoundError, St
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.storage.protocol import ObjectPart, ReadsMany
 from prefect_torch_ddp.storage.s3.lean.read import NUM_MISSES
-from tests.support.s3_server import Wire, answer, cut_in_the_body, lose_the_answer
+from tests.support.s3_server import answer, cut_in_the_body, lose_the_answer
 from tests.support.waiting import HANG_S
 from tests.support.wire_faults import (
     change_a_byte,
@@ -41,19 +41,6 @@ def storage(request, tmp_path, s3_server):
     return (
         DirectoryStorage(tmp_path / "root") if request.param == "directory" else s3_server.storage()
     )
-
-
-@pytest.fixture
-def wire(open_s3_server):
-    """Give a wire to the open server."""
-    with Wire(open_s3_server.endpoint_url) as wire:
-        yield wire
-
-
-@pytest.fixture
-def over_wire(open_s3_server, wire):
-    """Give a storage behind the wire."""
-    return open_s3_server.storage(endpoint_url=wire.endpoint_url)
 
 
 def fill(storage, num=40, num_bytes=5000):

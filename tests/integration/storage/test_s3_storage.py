@@ -20,7 +20,7 @@ from prefect_torch_ddp.storage.s3.client import client_of
 from prefect_torch_ddp.storage.s3.storage import S3Storage
 from tests.support.s3_conformance import SECRET, S3Conformance, error_of
 from tests.support.s3_server import Wire, answer
-from tests.support.storage_conformance import StorageConformance, in_processes
+from tests.support.storage_conformance import StorageConformance
 
 
 class TestS3Storage(StorageConformance, S3Conformance):
@@ -31,7 +31,6 @@ class TestS3Storage(StorageConformance, S3Conformance):
 
     @pytest.fixture
     def server(self, s3_server):
-        """Give the server."""
         return s3_server
 
     @pytest.fixture
@@ -44,19 +43,6 @@ class TestS3Storage(StorageConformance, S3Conformance):
 def storage(s3_server):
     """Give a storage under an empty prefix."""
     return s3_server.storage()
-
-
-@pytest.fixture
-def wire(open_s3_server):
-    """Give a wire to the open server."""
-    with Wire(open_s3_server.endpoint_url) as wire:
-        yield wire
-
-
-@pytest.fixture
-def over_wire(open_s3_server, wire):
-    """Give a storage behind the wire."""
-    return open_s3_server.storage(endpoint_url=wire.endpoint_url)
 
 
 # ---- Refusals: each names bucket, key and the way out, and shows no secret.
@@ -207,18 +193,6 @@ def test_a_neighbouring_prefix_is_not_listed(s3_server):
     storage = s3_server.storage("neighbour/runs")
     storage.write("y", b"")
     assert [found.key for found in storage.list()] == ["y"]
-
-
-def _client_id(storage):
-    return id(client_of(storage))
-
-
-def test_a_forked_child_has_a_client_of_its_own(storage):
-    """The parent's client, with its kept-alive sockets, is never used by a child."""
-    storage.write("object", b"1")
-    parent = client_of(storage)
-    assert in_processes([(_client_id, storage)]) != [id(parent)]
-    assert client_of(storage) is parent
 
 
 def test_a_storage_crosses_into_a_fresh_process(storage):

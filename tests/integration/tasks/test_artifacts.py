@@ -77,7 +77,6 @@ class Shelf:
                 yield StoredObject(name, len(self.objects[name]))
 
     def read(self, name: str) -> bytes:
-        """Return the whole object."""
         return self.objects[name]
 
 

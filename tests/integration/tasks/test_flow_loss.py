@@ -1,6 +1,5 @@
 """When the ground of a run goes: the train task's worker lost, the scheduler killed."""
 
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -15,17 +14,10 @@ from prefect_torch_ddp import (
     train_flow,
 )
 from tests.support.runs import flow_run_id_of, newest_flow_run, train_states
-from tests.support.separate_cluster import SeparateCluster, separate_cluster
+from tests.support.separate_cluster import SeparateCluster
 from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.extended, pytest.mark.usefixtures("prefect_api", "short_liveness")]
-
-
-@pytest.fixture
-def others(tmp_path: Path) -> Iterator[SeparateCluster]:
-    """Run a cluster of separate processes."""
-    with separate_cluster(tmp_path / "cluster") as cluster:
-        yield cluster
 
 
 def params_of(tmp_path: Path, how: str, world_size: int, **more: object) -> TrainParams:

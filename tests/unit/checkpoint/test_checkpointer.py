@@ -82,7 +82,6 @@ class Late(ForwardingStorage):
     num_lists = 0
 
     def list(self, prefix: str = "") -> Iterator[StoredObject]:
-        """Show nothing at first."""
         self.num_lists += "step-" in prefix
         return iter(()) if self.num_lists == 1 else super().list(prefix)
 

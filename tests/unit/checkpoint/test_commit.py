@@ -29,7 +29,6 @@ class FailingStorage(DirectoryStorage):
     refused: str = ""
 
     def write(self, key: str, data: bytes) -> None:
-        """Write it, or refuse."""
         if self.refused in key:
             msg = "the disk is full"
             raise StorageError(msg)
@@ -43,11 +42,9 @@ class Counter:
         self.value = torch.zeros(())
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the value."""
         return {"value": self.value}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take it over."""
         self.value = state["value"].clone()
 
 
@@ -183,7 +180,6 @@ class WithoutRights(DirectoryStorage):
     """A directory that refuses to drop what killed writers left."""
 
     def drop_unfinished(self, prefix: str, is_over: Callable[[str], bool]) -> None:
-        """Refuse."""
         msg = f"ListBucketMultipartUploads of {prefix} is denied"
         raise StorageError(msg)
 

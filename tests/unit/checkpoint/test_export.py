@@ -120,11 +120,9 @@ class WithConfiguration(nn.Linear):
     """A module with state that is no tensor."""
 
     def get_extra_state(self) -> dict[str, int]:
-        """Return it."""
         return {"version": 3}
 
     def set_extra_state(self, state: dict[str, int]) -> None:
-        """Take it back."""
         assert state == {"version": 3}
 
 

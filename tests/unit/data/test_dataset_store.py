@@ -34,11 +34,9 @@ class FarStorage(ForwardingStorage):
 
     @property
     def uri(self) -> str:
-        """See Storage.uri."""
         return "far://bucket/prefix"
 
     def read(self, key: str) -> bytes:
-        """See Storage.read."""
         with (self.inner.root.parent / "reads").open("a") as ledger:
             ledger.write(f"{key}\n")
         time.sleep(0.02)  # as far away as a bucket

@@ -267,7 +267,6 @@ class NoiseAhead(NoiseAtOnce):
     may_skip = True
 
     def fetch_seeded(self, indices: Any, before_each: Any = None) -> tuple[range, list[Any]]:
-        """Return the batch."""
         samples = []
         for position, index in enumerate(indices):
             before_each(position)
@@ -293,15 +292,12 @@ class ExhaustedShards:
     """Raises StopIteration when its second shard is opened."""
 
     def shards(self) -> list[int]:
-        """Two shards."""
         return [0, 1]
 
     def num_samples(self, shard: int) -> int:
-        """Both have four."""
         return 4
 
     def iter_shard(self, shard: int) -> Iterator[int]:
-        """Zeros, or the end."""
         return iter([0] * 4) if shard == 0 else next(iter(()))
 
 

@@ -39,7 +39,6 @@ class Told(Dataset):
         )
 
     def fetch_seeded(self, indices, before_each=None):
-        """Look ahead."""
         return range(len(indices)), self.__getitems__(indices)
 
 

@@ -31,15 +31,12 @@ class Shards(IterableDataset[int]):
         return (sample for shard in self.shards() for sample in self.iter_shard(shard))
 
     def shards(self) -> range:
-        """Name them by number."""
         return range(len(self.sizes))
 
     def num_samples(self, shard: int) -> int:
-        """Return a shard's size."""
         return self.sizes[shard]
 
     def iter_shard(self, shard: int) -> Iterator[Any]:
-        """Yield its samples."""
         self.opened.append(shard)
         first = sum(self.sizes[:shard])
         yield from range(first, first + self.sizes[shard])
@@ -49,7 +46,6 @@ class Noisy(Shards):
     """Draws from all three global generators for each sample, as augmentations do."""
 
     def iter_shard(self, shard: int) -> Iterator[Any]:
-        """Yield noise beside each number."""
         for number in super().iter_shard(shard):
             drawn = [random.random(), np.random.rand(), torch.rand(()).item()]
             yield torch.tensor([number, *drawn], dtype=torch.float64)

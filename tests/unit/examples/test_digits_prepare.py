@@ -84,17 +84,6 @@ def test_a_second_run_writes_the_same_bytes(
     assert len(_prepared(tmp_path / "half", held_out=0.5)["test"]) == 898
 
 
-def test_images_are_read_into_memory(prepared: tuple[Path, dict[str, list[str]]]) -> None:
-    """Float images from 0 to 1 of one channel, whole-number targets."""
-    images, targets = digits.images_of(prepared[0] / "val").tensors
-    assert (images.shape, images.dtype, targets.dtype) == (
-        (144, 1, 8, 8),
-        digits.torch.float32,
-        digits.torch.int64,
-    )
-    assert (images.min().item(), images.max().item()) == (0, 1)
-
-
 @pytest.mark.parametrize("stage", [digits.prepare, digits.train])
 def test_a_misspelt_option_is_named(stage: Any, tmp_path: Path) -> None:
     """Rather than ignored: the error lists the options that there are."""

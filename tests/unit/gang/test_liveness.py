@@ -13,7 +13,6 @@ class Clock:
     now_s = 100.0
 
     def __call__(self) -> float:
-        """Return its time."""
         return self.now_s
 
 

@@ -218,7 +218,6 @@ class Listener(Link):
         self.committed: list[CheckpointCommitted] = []
 
     def send(self, event: RankEvent) -> None:
-        """Keep it."""
         if isinstance(event, Progress):
             self.sent.append(event)
         elif isinstance(event, CheckpointCommitted):

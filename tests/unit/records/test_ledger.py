@@ -75,7 +75,6 @@ class History:
         return StepLine(step, epoch + 1, 0, offset, size, is_last, samples, **who)
 
     def drop(self, lost: Callable[[StepLine], bool]) -> None:
-        """Lose the lines of some steps."""
         self.lines = [
             line for line in self.lines if not (isinstance(line, StepLine) and lost(line))
         ]

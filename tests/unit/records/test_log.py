@@ -25,7 +25,6 @@ class BreakableStorage(DirectoryStorage):
     """A directory that refuses to write while it is broken."""
 
     def write_if_absent(self, key: str, data: bytes) -> bool:
-        """Write it, or refuse."""
         if _broken.is_set():
             msg = "503 slow down"
             raise StorageError(msg)
@@ -37,7 +36,6 @@ class DeafStorage(BreakableStorage):
     lost."""
 
     def write_if_absent(self, key: str, data: bytes) -> bool:
-        """Write it; say so, or not."""
         written = DirectoryStorage.write_if_absent(self, key, data)
         if _broken.is_set():
             msg = "the connection was reset"
@@ -227,11 +225,9 @@ class Computed:
         self.done = threading.Event()
 
     def is_ready(self) -> bool:
-        """Tell without waiting."""
         return self.done.is_set()
 
     def __float__(self) -> float:
-        """Wait."""
         assert self.done.wait(30)
         return 0.5
 

@@ -37,7 +37,6 @@ class Shelf:
                 yield StoredObject(key, len(self.objects[key]))
 
     def read(self, key: str) -> bytes:
-        """Return the whole object."""
         return self.objects[key]
 
 

@@ -186,22 +186,6 @@ def test_a_finished_training_adds_nothing_when_it_is_run_again(
 # ---- Stopping.
 
 
-@pytest.mark.parametrize("stop_on", [0, 1])
-def test_all_ranks_stop_after_the_same_step(
-    tmp_path: Path, dataset_folder: Path, stop_on: int
-) -> None:
-    """One rank asks, all stop together, a checkpoint is there, and a retry adds no step."""
-    options = {"stop_at": 4, "stop_on": stop_on}
-    values, again = (
-        run_ranks(run_stage, 2, train_config(tmp_path, dataset_folder, **options), HEALTHY)
-        for _ in range(2)
-    )
-    (step,) = {value["num_steps"] for value in values}
-    assert step in {4, 5}
-    assert values[0]["last_checkpoint"]["step"] == step
-    assert {value["num_steps"] for value in again} == {step}
-
-
 def train_watched(
     config: RankConfig, ranks: tuple[int, ...], after_step: int
 ) -> tuple[dict[str, Any], list[Stopped]]:
@@ -314,26 +298,6 @@ def test_sigterm_of_one_rank_stops_all(tmp_path: Path) -> None:
 
 
 # ---- Records, seeds, misuse.
-
-
-def report_often(ctx: RankContext, num_steps: int) -> int:
-    """Report in every step, in two calls."""
-    loader = ctx.loader(TensorDataset(torch.zeros(2 * num_steps)), global_batch_size=2)
-    for _ in ctx.steps(loader, epochs=1):
-        ctx.report(loss=torch.tensor(float(ctx.rank)))
-        ctx.report(step=ctx.step)
-    return ctx.step
-
-
-def test_no_record_is_lost(tmp_path: Path) -> None:
-    """2 ranks of 1,500 steps leave 3,000 records, merged per step."""
-    assert train_on(2, config_for(tmp_path), report_often, 1500) == [1500, 1500]
-    records = read_records(DirectoryStorage(tmp_path), "run")
-    assert len(records) == 3000
-    assert all(
-        record.metrics == {"loss": record.rank, "step": record.step} and record.num_samples == 1
-        for record in records
-    )
 
 
 def draw(ctx: RankContext) -> dict[str, Any]:

@@ -29,14 +29,12 @@ class Counted(DirectoryStorage):
     """A directory that notes in a file how often it was read from, also by other processes."""
 
     def read_many(self, parts):
-        """Read, and note each part."""
         with (self.root.parent / "reads").open("a") as file:
             file.write("".join(f"{part.key}\n" for part in parts))
         return super().read_many(parts)
 
     @property
     def num_reads(self):
-        """Parts read so far."""
         path = self.root.parent / "reads"
         return len(path.read_text().splitlines()) if path.exists() else 0
 

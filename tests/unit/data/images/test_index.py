@@ -91,7 +91,6 @@ class Listed:
         self.keys = keys
 
     def read_many(self, parts):
-        """Read nothing."""
         raise NotImplementedError
 
     def list_objects(self, prefix):
@@ -208,7 +207,6 @@ class Folders(Listed):
     """A hundred folders of so many objects each."""
 
     def list_level(self, prefix):
-        """Yield the folders."""
         return iter([f"c{c:02}/" for c in range(100)])
 
     def list_objects(self, prefix):

@@ -94,7 +94,6 @@ class Counting(nn.Module):
         self.register_buffer("calls", torch.zeros(()))
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Scale, and count."""
         self.calls += 1
         return inputs * self.weight
 

@@ -54,7 +54,6 @@ class Output(OrderedDict[str, Any]):
     """As a ModelOutput of transformers: refuses `update`."""
 
     def update(self, *_args: Any, **_values: Any) -> None:
-        """Refuse."""
         raise TypeError
 
 

@@ -146,11 +146,9 @@ class Sum:
         self.value = 0.0
 
     def state_dict(self) -> dict[str, float]:
-        """Return it."""
         return {"value": self.value}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Take it over."""
         self.value = state["value"]
 
 
@@ -205,7 +203,6 @@ class Killed(DirectoryStorage):
     """A directory whose process dies right behind the commit of a checkpoint."""
 
     def write_if_absent(self, key: str, data: bytes) -> bool:
-        """Write, and fail."""
         is_written = super().write_if_absent(key, data)
         if key.endswith("step-00000006/000001/manifest.json"):
             raise InterruptedError(key)

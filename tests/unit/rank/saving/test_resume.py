@@ -93,11 +93,9 @@ class Count:
         self.value = 0
 
     def state_dict(self) -> dict[str, int]:
-        """Return it."""
         return {"value": self.value}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Take it over."""
         self.value = state["value"]
 
 

@@ -26,7 +26,6 @@ class Slow(ForwardingStorage):
         self._so = so
 
     def write(self, key: str, data: bytes | memoryview) -> None:
-        """Wait, then write."""
         if "/checkpoints/" in key:
             wait_until(self._so)
         super().write(key, data)

@@ -19,7 +19,6 @@ class Unloadable:
     """What can be tracked by its methods, and not read back."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what no checkpoint can hold."""
         return {"folder": Path()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -45,11 +44,9 @@ class Best:
         self.value: Any = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return it."""
         return {"best": self.value}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take it."""
         self.value = state["best"]
 
 
