@@ -79,4 +79,5 @@ def test_what_all_ranks_say_is_said_once_and_not_after_a_failure(
     assert sorted(by_rank(caplog.messages)) == sorted([*said, "[rank 1] my last words"])
     (part,) = (tmp_path / "runs/run/logs/rank-00001").iterdir()
     assert "ERROR Traceback" in part.read_text()
-    assert part.read_text().endswith("\nValueError: a bug\n")
+    # Behind or before the last print: prints and records come by ways of their own.
+    assert part.read_text().count("\nValueError: a bug\n") == 1

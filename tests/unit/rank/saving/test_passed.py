@@ -14,6 +14,7 @@ from prefect_torch_ddp.errors import CheckpointError, InvalidParamsError
 from prefect_torch_ddp.params import CheckpointParams
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.storage.protocol import Storage
+from tests.support.tracked import Tracked
 
 EVERY_STEP = CheckpointParams(every_steps=1, every_s=None)
 ON_DEMAND = CheckpointParams(every_s=None)
@@ -139,25 +140,12 @@ def test_a_save_that_is_not_asked_for_again_behind_the_last_loop_is_warned_of(
     assert states["optimizer"]["param_groups"][0]["lr"] == 1 / 4
 
 
-class Sum:
-    """Something tracked that code between the loops adds to."""
-
-    def __init__(self) -> None:
-        self.value = 0.0
-
-    def state_dict(self) -> dict[str, float]:
-        return {"value": self.value}
-
-    def load_state_dict(self, state: dict[str, float]) -> None:
-        self.value = state["value"]
-
-
 def summing(
     storage: Storage, policy: CheckpointParams, saves: str, num_calls: int = 3, goal: int = 99
 ) -> None:
     """Train loops of two steps that add 1, and add 100 behind each; stop behind the goal."""
     with RankContext.local(storage=storage, checkpoint=policy) as ctx:
-        total = Sum()
+        total = Tracked()
         ctx.track(total=total)
         loader = ctx.loader(TensorDataset(torch.ones(4, 1)), global_batch_size=2)
         best = -1.0

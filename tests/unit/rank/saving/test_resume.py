@@ -13,6 +13,7 @@ from prefect_torch_ddp.checkpoint.manifest import list_manifests
 from prefect_torch_ddp.checkpoint.objects import read_states
 from prefect_torch_ddp.params import CheckpointParams
 from prefect_torch_ddp.storage.directory import DirectoryStorage
+from tests.support.tracked import Tracked
 
 EVERY_STEP = CheckpointParams(every_steps=1, every_s=None)
 ON_DEMAND = CheckpointParams(every_s=None)
@@ -86,19 +87,6 @@ def test_an_epoch_of_another_order_is_not_finished(
     assert f"of {before}, and the loader's are of {now}" in caplog.text
 
 
-class Count:
-    """Something that user code keeps between its loops."""
-
-    def __init__(self) -> None:
-        self.value = 0
-
-    def state_dict(self) -> dict[str, int]:
-        return {"value": self.value}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.value = state["value"]
-
-
 def numbers_in(folder: Path) -> list[int]:
     """Return the numbers of the checkpoints there."""
     return [manifest.step for manifest in list_manifests(DirectoryStorage(folder), "local")]
@@ -109,7 +97,7 @@ def test_each_checkpoint_of_an_own_loop_counts(tmp_path: Path) -> None:
     and the best one."""
     policy = CheckpointParams(every_s=None, best_metric="accuracy")
     with RankContext.local(storage=tmp_path, checkpoint=policy) as ctx:
-        count = Count()
+        count = Tracked()
         ctx.track(count=count)
         for accuracy in (0.1, 0.9, 0.5, 0.6):
             count.value += 1
@@ -117,7 +105,7 @@ def test_each_checkpoint_of_an_own_loop_counts(tmp_path: Path) -> None:
             ctx.checkpoint(force=True)
     assert numbers_in(tmp_path) == [1, 2, 3]
     with RankContext.local(storage=tmp_path, checkpoint=policy) as ctx:
-        again = Count()
+        again = Tracked()
         ctx.track(count=again)
         assert again.value == 4
         assert ctx.step == 0
@@ -130,7 +118,7 @@ def test_what_an_own_loop_did_behind_its_last_checkpoint_is_saved_at_its_end(
     changed."""
     for change, expected in ((1, [0, 1]), (0, [0, 1]), (5, [1, 2])):
         with RankContext.local(storage=tmp_path, checkpoint=ON_DEMAND) as ctx:
-            count = Count()
+            count = Tracked()
             ctx.track(model=nn.Linear(2, 2), count=count)
             if not count.value:
                 ctx.checkpoint(force=True)
@@ -149,7 +137,7 @@ def with_saves_between(
     with RankContext.local(storage=folder, checkpoint=EVERY_STEP) as ctx:
         model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 1))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        count = Count()
+        count = Tracked()
         ctx.track(model=model, optimizer=optimizer, count=count)
         ctx.checkpoint(force=True)
         loader = ctx.loader(TensorDataset(torch.ones(12, 4)), global_batch_size=4)

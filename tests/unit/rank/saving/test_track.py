@@ -13,6 +13,7 @@ from prefect_torch_ddp import CheckpointParams, RankContext
 from prefect_torch_ddp.checkpoint.manifest import list_manifests
 from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.storage.directory import DirectoryStorage
+from tests.support.tracked import Tracked
 
 
 class Unloadable:
@@ -37,25 +38,12 @@ def test_an_object_that_was_refused_is_not_tracked(tmp_path: Path) -> None:
     assert {item.name for item in manifest.objects} == {"model", "rank-00000"}
 
 
-class Best:
-    """The best result so far."""
-
-    def __init__(self) -> None:
-        self.value: Any = None
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"best": self.value}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.value = state["best"]
-
-
 def test_a_state_that_turns_unreadable_ends_the_training(tmp_path: Path) -> None:
     """Before it is saved, so that the checkpoints before it stay the newest and are restored."""
     policy = CheckpointParams(every_steps=1, every_s=None)
     settings: dict[str, Any] = {"storage": tmp_path, "run_id": "run", "checkpoint": policy}
-    best = Best()
-    refused = r"'best' can't be read back .* state_dict\(\)\['best'\] is a numpy.ndarray"
+    best = Tracked()
+    refused = r"'best' can't be read back .* state_dict\(\)\['value'\] is a numpy.ndarray"
     with pytest.raises(InvalidParamsError, match=refused), RankContext.local(**settings) as ctx:
         ctx.track(best=best)
         loader = ctx.loader(TensorDataset(torch.ones(6)), global_batch_size=1)
@@ -63,7 +51,7 @@ def test_a_state_that_turns_unreadable_ends_the_training(tmp_path: Path) -> None
             best.value = ctx.step if ctx.step < 3 else np.ones(3)
     steps = [manifest.step for manifest in list_manifests(DirectoryStorage(tmp_path), "run")]
     assert steps[-1] == 2
-    resumed = Best()
+    resumed = Tracked()
     with RankContext.local(**settings) as ctx:
         ctx.track(best=resumed)
         assert (ctx.step, resumed.value) == (2, 2)
