@@ -46,7 +46,7 @@ class Params(BaseModel):
 class GangOptions(TypedDict, total=False):
     """Options of a gang by keyword, as `run_gang` and `ddp_task` take them; see GangParams."""
 
-    ranks_per_worker: int
+    ranks_per_worker: int | None
     backend: Backend
     min_world_size: int | None
     max_restarts: int
@@ -65,8 +65,9 @@ class GangParams(Params):
 
     world_size: Count | None = None
     """Number of ranks; None takes one for each worker."""
-    ranks_per_worker: Count = 1
-    """Ranks on each Dask worker; more than one for a worker with several GPUs."""
+    ranks_per_worker: Count | None = None
+    """Ranks on each Dask worker; more than one for a worker with several GPUs. Empty: 1, but all
+    ranks on the only worker where `train_flow` starts a local cluster and nothing is said of it."""
     backend: Backend = "auto"
     """Collectives library; auto takes nccl where CUDA is, else gloo."""
     min_world_size: Count | None = None
@@ -259,6 +260,16 @@ class TrainParams(ContextParams):
     max_restarts: CountOrZero = 2  # a workload resumes; any other function would run twice
     """How often a failed training is restarted at once, on warm workers, before Prefect's retries
     count."""
+
+    def ranks_on_each_worker(self) -> int:
+        """Return the number of ranks that one Dask worker holds.
+
+        Ranks of one worker are forked from one process that has torch loaded; each further worker
+        would load it again, 3 s of a core, for a cluster that lives as long as one run.
+        """
+        if self.ranks_per_worker is None and self.cluster == ClusterParams():
+            return self.world_size
+        return self.ranks_per_worker or 1
 
     @model_validator(mode="after")
     def _check_train(self) -> Self:

@@ -121,7 +121,7 @@ def _attempt(client: Client, plan: GangPlan, restarts: Restarts, number: int) ->
         full_size_s=FULL_SIZE_S if restarts.num_made else given.workers_timeout_s,
     )
     most, least = restarts.size_to_ask_for(given.world_size), given.min_world_size
-    size = GangSize(most, least, given.ranks_per_worker, given.world_size_divides)
+    size = GangSize(most, least, given.ranks_per_worker or 1, given.world_size_divides)
     events: queue.SimpleQueue[GangEvent | None] = queue.SimpleQueue()
     stop = StopSwitch(given.stop_grace_s)
     return follow(

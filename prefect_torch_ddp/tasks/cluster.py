@@ -33,7 +33,7 @@ from prefect_torch_ddp.errors import (
 from prefect_torch_ddp.gang.caller.placement import num_workers_needed
 from prefect_torch_ddp.gang.liveness import liveness_timeout_s
 from prefect_torch_ddp.gang.warm import warm
-from prefect_torch_ddp.params import ClusterParams, TrainParams
+from prefect_torch_ddp.params import TrainParams
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.storage.protocol import Storage
 from prefect_torch_ddp.tasks.watch.cancel import SIGNALS, stop_task
@@ -90,7 +90,7 @@ def connect(params: TrainParams, storage: Storage) -> None:
         do = "close it, or leave params.cluster empty"
         msg = f"a Dask client of {address} is open in this process and would be used: {do}"
         raise InvalidParamsError(msg)
-    _configure(runner, cluster, num_workers_needed(params.world_size, params.ranks_per_worker))
+    _configure(runner, params)
     try:
         client = runner.client
     except Exception as error:
@@ -130,8 +130,9 @@ def _refuse_unshared(client: distributed.Client, storage: DirectoryStorage) -> N
         raise InvalidParamsError(msg)
 
 
-def _configure(runner: DaskTaskRunner, cluster: ClusterParams, num_workers: int) -> None:
+def _configure(runner: DaskTaskRunner, params: TrainParams) -> None:
     # A flow run has a runner of its own (`duplicate`), and its client is made at the first use.
+    cluster = params.cluster
     if cluster.address:
         runner.address = cluster.address
         runner.client_kwargs = {**runner.client_kwargs, "timeout": "10s"}
@@ -146,16 +147,21 @@ def _configure(runner: DaskTaskRunner, cluster: ClusterParams, num_workers: int)
         runner.cluster_kwargs = dict(cluster.cluster_kwargs)
         return
     runner.cluster_class = local_cluster
-    runner.cluster_kwargs = {"n_workers": num_workers, **cluster.cluster_kwargs}
+    ranks_each = params.ranks_on_each_worker()
+    num_workers = num_workers_needed(params.world_size, ranks_each)
+    shape = {"n_workers": num_workers, "ranks_per_worker": ranks_each}
+    runner.cluster_kwargs = {**shape, **cluster.cluster_kwargs}
 
 
-def local_cluster(**kwargs: Any) -> distributed.LocalCluster:
+def local_cluster(*, ranks_per_worker: int = 1, **kwargs: Any) -> distributed.LocalCluster:
     """Start a local cluster for one run: a process and a thread per worker, the cores shared."""
-    num_threads = str(max(1, CPU_COUNT // max(1, kwargs.get("n_workers") or 1)))
+    num_ranks = ranks_per_worker * (kwargs.get("n_workers") or 1)
+    num_threads = str(max(1, CPU_COUNT // max(1, num_ranks)))
     # Dask runs the tasks of a killed worker again, silently; then a training would run twice.
     defaults = {
         "threads_per_worker": 1,
         "processes": True,
+        "preload": [warm.__module__],  # torch loads while the worker still connects
         "dashboard_address": "127.0.0.1:0",  # None would bind port 8787 all the same
         "scheduler_kwargs": {"allowed_failures": 0},
         "env": {

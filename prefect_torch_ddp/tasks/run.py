@@ -84,8 +84,11 @@ class Run:
 
     def gang_options(self, world_size: int, **changes: Unpack[GangOptions]) -> GangOptions:
         """Return the options of a gang of so many ranks for one stage."""
-        least = min(self.params.min_world_size or world_size, world_size)
-        return {**self.params.options_of_gang(), "min_world_size": least, **changes}
+        derived: GangOptions = {
+            "min_world_size": min(self.params.min_world_size or world_size, world_size),
+            "ranks_per_worker": self.params.ranks_on_each_worker(),
+        }
+        return {**self.params.options_of_gang(), **derived, **changes}
 
 
 def rank_config(

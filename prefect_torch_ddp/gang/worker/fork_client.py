@@ -219,7 +219,8 @@ class ForkClient:
             except ForkServerUnavailableError as error:
                 was_alive = self._server.is_alive
                 text = "ranks of this worker start as fresh processes, not forked: %s"
-                logger.warning(text, error)
+                is_closing = self._unfit is not None
+                logger.log(logging.DEBUG if is_closing else logging.WARNING, text, error)
                 if isinstance(error, ForkServerUnfitError):
                     self._unfit = str(error)
                 self.close()

@@ -1,11 +1,13 @@
 """A12: gangs and train_flow on clusters that others started, and on a cluster class with its
 arguments."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from dask.system import CPU_COUNT
 from distributed import Client, LocalCluster
 from prefect.client.orchestration import get_client
 
@@ -17,6 +19,7 @@ from prefect_torch_ddp import (
     run_gang,
     train_flow,
 )
+from prefect_torch_ddp.tasks.cluster import local_cluster
 from tests.support.runs import flow_run_id_of, task_runs_of, wait_until_said
 from tests.support.separate_cluster import separate_cluster
 from tests.support.waiting import HANG_S
@@ -63,6 +66,16 @@ def test_scheduler_and_workers_of_others(tmp_path: Path) -> None:
         with Client(cluster.address) as client:
             assert sorted(client.scheduler_info(n_workers=-1)["workers"]) == before
             assert not any(client.processing().values())
+
+
+def test_the_ranks_of_a_local_cluster_share_the_cores() -> None:
+    """Also where one worker holds several; a thread too many costs a multiple of the time."""
+    with (
+        local_cluster(n_workers=2, ranks_per_worker=CPU_COUNT) as cluster,
+        Client(cluster) as client,
+    ):
+        told = client.run(os.environ.get, "OMP_NUM_THREADS")
+    assert list(told.values()) == ["1", "1"]
 
 
 def test_cluster_class_with_arguments(tmp_path: Path) -> None:
