@@ -15,7 +15,7 @@ INPUTS := pyproject.toml constraints.txt
 PYTEST := $(if $(SEED),PTD_SEED=$(SEED)) $(BIN)/python -m pytest $(if $(SEED),--hypothesis-seed=$(SEED))
 
 .DEFAULT_GOAL := help
-.PHONY: help train stop test lint integration chaos gpu bench clean system-packages
+.PHONY: help train nightly stop test lint integration chaos gpu wheel bench clean system-packages
 
 help: ## show this
 	@sed -n 's/^\([a-z]*\):[^#]*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -26,6 +26,9 @@ train: $(VENV)/.installed ## train and evaluate the digits example on this machi
 
 stop: ## stop the local Prefect server that make train left running for its UI
 	@if [ -x $(BIN)/prefect ]; then $(BIN)/prefect server stop; else echo 'nothing is installed here, so nothing runs'; fi
+
+nightly: $(VENV)/.installed ## deploy nightly and the examples, on a local Prefect server if none is configured; run a worker
+	PATH="$(CURDIR)/$(BIN):$$PATH" deployments/nightly.sh $(ARGS)
 
 # Unit tests run before any cluster's threads are in their process: some compare what a process has
 # once, a random generator say. 5 is pytest's word for no test, which ARGS="-k gang" may leave of one.
@@ -48,6 +51,9 @@ chaos: $(VENV)/.installed-dev system-packages ## kill, stop and starve processes
 gpu: $(VENV)/.installed-dev ## run the tests that need a CUDA device; elsewhere they are skipped
 	$(PYTEST) tests/gpu $(ARGS)
 
+wheel: $(VENV)/.installed-dev ## install the wheel with the lowest and newest versions, run the README; 20 minutes
+	PTD_PYTHON=$(PYTHON) $(PYTEST) tests/wheel -s $(ARGS)
+
 bench: $(VENV)/.installed-dev system-packages ## measure; wants a quiet machine
 	$(PYTEST) tests/benchmarks -s -o python_files='bench_*.py test_*.py' $(ARGS)
 
@@ -56,14 +62,14 @@ clean: ## remove .venv, caches and builds; trained models stay where they are
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Debian's packages for make integration, chaos and bench: Slurm's own daemons, and Ceph's, an S3
-# store; nginx serves files in benchmarks. Elsewhere than as root on Debian or Ubuntu those tests are
-# skipped, and say what to install. None of them is to run as a service of this machine: policy-rc.d
-# is how Debian is told so.
-SYSTEM_PACKAGES := slurmctld slurmd slurm-client munge ceph-mon ceph-osd radosgw ceph-common openssl nginx-light
-SYSTEM_COMMANDS := slurmctld slurmd munged sbatch ceph-mon ceph-osd radosgw radosgw-admin openssl nginx
+# store, and Postgres, a Prefect server's database; nginx serves files in benchmarks. Elsewhere than
+# as root on Debian or Ubuntu those tests are skipped, and say what to install. None of them is to
+# run as a service of this machine: policy-rc.d is how Debian is told so.
+SYSTEM_PACKAGES := slurmctld slurmd slurm-client munge ceph-mon ceph-osd radosgw ceph-common openssl nginx-light postgresql
+SYSTEM_COMMANDS := slurmctld slurmd munged sbatch ceph-mon ceph-osd radosgw radosgw-admin openssl nginx postgres
 POLICY := /usr/sbin/policy-rc.d
 system-packages:
-	@missing=$$(PATH="$$PATH:/usr/sbin"; for name in $(SYSTEM_COMMANDS); do command -v $$name >/dev/null || printf '%s ' $$name; done); \
+	@missing=$$(PATH="$$PATH:/usr/sbin:$$(echo /usr/lib/postgresql/*/bin | tr " " :)"; for name in $(SYSTEM_COMMANDS); do command -v $$name >/dev/null || printf '%s ' $$name; done); \
 	if [ -n "$$missing" ]; then \
 	  if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
 	    echo 'installing $(SYSTEM_PACKAGES) for the tests'; \

@@ -4,17 +4,16 @@ from typing import Any
 
 import numpy as np
 import torch
-from pydantic import Field, PositiveFloat, PositiveInt
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import Dataset
 from torchvision.models import vgg11_bn
 from torchvision.transforms import v2
 
+from flows.options import Cifar10Data, Cifar10Training
 from prefect_torch_ddp import (
     ClassificationMeter,
     InvalidParamsError,
-    Params,
     RankContext,
     Report,
     read_options,
@@ -34,20 +33,8 @@ NORMALIZE = v2.Compose(
 )
 
 
-class Options(Params):
-    """The first two are data_options. The run's source is the folder cifar-10-batches-bin."""
-
-    validation: float = Field(
-        default=0.1, gt=0, lt=1, description="Share of the training images that only validate."
-    )
-    split_seed: int = Field(default=0, ge=0)
-    epochs: PositiveInt = 30
-    global_batch_size: PositiveInt = 128
-    lr: PositiveFloat = 0.05
-    weight_decay: float = Field(default=5e-4, ge=0)
-    num_workers: int = Field(
-        default=0, ge=0, description="Processes of each rank that augment images."
-    )
+class Options(Cifar10Training, Cifar10Data):
+    """All options of a run. The run's source is the folder cifar-10-batches-bin."""
 
 
 def prepare(ctx: RankContext) -> None:

@@ -2,22 +2,21 @@
 
 import json
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import safetensors.torch
 import torch
 import torchvision
-from pydantic import Field, PositiveFloat, PositiveInt
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.nn.utils import clip_grad_norm_
 from torch.utils.data import Subset
 from torchvision.transforms import v2
 
+from flows.options import LandUseData, LandUseTraining
 from prefect_torch_ddp import (
     ClassificationMeter,
     InvalidParamsError,
-    Params,
     RankContext,
     Report,
     read_options,
@@ -34,43 +33,8 @@ TURN = [v2.RandomHorizontalFlip(), v2.RandomVerticalFlip()]  # from above there 
 WITH_AUXILIARY_HEADS = {"googlenet", "inception_v3"}
 
 
-class Options(Params):
-    """The first two are data_options.
-
-    The run's source is the folder of the classes' folders, local or s3://.
-    """
-
-    held_out: float = Field(
-        default=0.2, gt=0, lt=1, description="Share of each class that training never sees."
-    )
-    split_seed: int = Field(default=0, ge=0)
-    size: PositiveInt = Field(
-        default=224, description="Pixels of a side, to which all images are brought."
-    )
-    cache: str | None = Field(
-        default=None, description="Folder of each host for what was read from S3; none: not kept."
-    )
-    model: str = Field(
-        default="resnet18",
-        description="A classifier of torchvision, see torchvision.models.list_models().",
-    )
-    weights: str | None = Field(
-        default=None, description="Weights to begin with: the path or URI of a .safetensors file."
-    )
-    epochs: PositiveInt = 30
-    global_batch_size: PositiveInt = 64
-    micro_batch_size: PositiveInt | None = Field(
-        default=None, description="Samples that a rank computes at a time; none: all."
-    )
-    lr: PositiveFloat = 1e-3
-    weight_decay: float = Field(default=0.05, ge=0)
-    precision: Literal["float32", "bfloat16", "float16"] = "float32"
-    compile: str | None = Field(
-        default=None, description="Backend of torch.compile, such as inductor; none: not compiled."
-    )
-    num_workers: int = Field(
-        default=0, ge=0, description="Processes of each rank that decode images."
-    )
+class Options(LandUseTraining, LandUseData):
+    """All options of a run. The run's source is the folder of the classes' folders, local or s3://."""
 
 
 def prepare(ctx: RankContext) -> None:

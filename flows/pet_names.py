@@ -8,16 +8,15 @@ import unicodedata
 from collections.abc import Sequence
 
 import torch
-from pydantic import Field, PositiveFloat, PositiveInt
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.utils import clip_grad_norm_
 from torch.utils.data import TensorDataset
 
+from flows.options import PetNamesData, PetNamesTraining
 from prefect_torch_ddp import (
     ClassificationMeter,
     InvalidParamsError,
-    Params,
     RankContext,
     Report,
     read_options,
@@ -28,26 +27,8 @@ LONGEST, FEWEST = 60, 2
 END, NO_LETTER = 0, -100
 
 
-class Options(Params):
-    """The first three are data_options."""
-
-    file: str = Field(
-        default="names.txt",
-        description="The list, in the run's source: UTF-8 text, a name on each line.",
-    )
-    held_out: float = Field(
-        default=0.1, gt=0, lt=1, description="Share of the names that training never sees."
-    )
-    split_seed: int = Field(default=0, ge=0)
-    epochs: PositiveInt = 30
-    global_batch_size: PositiveInt = 64
-    lr: PositiveFloat = 0.005
-    hidden: PositiveInt = Field(default=128, description="Size of the LSTM's state.")
-    dropout: float = Field(default=0.2, ge=0, lt=1)
-    num_new: PositiveInt = Field(default=50, description="How many names are made up.")
-    temperature: PositiveFloat = Field(
-        default=0.8, description="Small: likely names; large: bold ones."
-    )
+class Options(PetNamesTraining, PetNamesData):
+    """All options of a run. The run's source is the folder of the list."""
 
 
 def prepare(ctx: RankContext) -> None:

@@ -1,4 +1,7 @@
-"""What `make train` runs: the digits, on a Prefect server that is started if none is configured."""
+"""What `make train` runs: the digits, on a Prefect server that is started if none is configured.
+
+With `server` as its argument it only starts the server, and prints its address.
+"""
 
 import json
 import os
@@ -18,6 +21,9 @@ READY_S = 90
 def main() -> None:
     """Train and say where to look."""
     api = find_or_start_server()
+    if sys.argv[1:] == ["server"]:
+        print(api)
+        return
     os.environ["PREFECT_API_URL"] = api  # before prefect is imported: it reads its settings then
 
     from prefect_torch_ddp import TrainParams, train_flow  # noqa: PLC0415
@@ -71,7 +77,7 @@ def start_server(home: Path) -> None:
     log = home / "server.log"
     where = f"--host {address.hostname} --port {address.port}"
     command = [sys.executable, "-m", *f"prefect server start {where}".split()]
-    print(f"Starting a local Prefect server; its log is {log}", flush=True)
+    print(f"Starting a local Prefect server; its log is {log}", file=sys.stderr, flush=True)
     with log.open("ab") as out:
         server = subprocess.Popen(  # noqa: S603
             command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True

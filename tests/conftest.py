@@ -20,7 +20,7 @@ pytest.register_assert_rewrite("tests.support")
 settings.register_profile("loaded", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("loaded")
 
-FOLDERS = ("unit", "integration", "chaos", "gpu")
+FOLDERS = ("unit", "integration", "chaos", "gpu", "wheel")
 NEEDS_PACKAGES = {"ceph_server", "batch_system"}
 """Fixtures whose servers come from Debian packages: `make integration` installs them."""
 

@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 from PIL import Image
-from pydantic import Field, PositiveFloat, PositiveInt
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.nn.utils import clip_grad_norm_
@@ -13,27 +12,15 @@ from torch.utils.data import TensorDataset
 from torchvision.datasets import ImageFolder
 from torchvision.transforms import Compose, Grayscale, ToTensor
 
-from prefect_torch_ddp import ClassificationMeter, Params, RankContext, Report, read_options
+from prefect_torch_ddp import ClassificationMeter, RankContext, Report, read_options
 from prefect_torch_ddp.data import seeded_split
+from prefect_torch_ddp.examples.options import DigitsData, DigitsTraining
 
 CLASSES = [str(digit) for digit in range(10)]
 
 
-class Options(Params):
-    """The first three are data_options. Nothing is downloaded, so a run needs no source."""
-
-    held_out: float = Field(
-        default=0.2, gt=0, lt=1, description="Share of the images that training never sees."
-    )
-    validation: float = Field(
-        default=0.1, gt=0, lt=1, description="Share of the other images that only validate."
-    )
-    split_seed: int = Field(default=0, ge=0)
-    epochs: PositiveInt = 20
-    global_batch_size: PositiveInt = 64
-    lr: PositiveFloat = 0.01
-    weight_decay: float = Field(default=0.05, ge=0)
-    dropout: float = Field(default=0.3, ge=0, lt=1)
+class Options(DigitsTraining, DigitsData):
+    """All options of a run. Nothing is downloaded, so a run needs no source."""
 
 
 def prepare(ctx: RankContext) -> None:

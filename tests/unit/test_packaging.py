@@ -64,6 +64,7 @@ def test_versions_that_break_are_shut_out(name: str, broken: str) -> None:
 def test_a_deployment_names_an_entrypoint_that_exists(deployment: dict[str, Any]) -> None:
     """The file is there and binds the name."""
     path, _, name = deployment["entrypoint"].partition(":")
+    path = path if path.endswith(".py") else f"{path.replace('.', '/')}.py"
     bound = set()
     for node in ast.parse((ROOT / path).read_text()).body:
         match node:
@@ -83,7 +84,8 @@ def test_nightly_runs_at_a_stated_hour_and_never_overlaps() -> None:
     assert [(schedule["cron"], schedule["timezone"]) for schedule in nightly["schedules"]] == [
         ("0 2 * * *", "UTC")
     ]
-    assert nightly["concurrency_limit"] == {"limit": 1, "collision_strategy": "ENQUEUE"}
+    for each in DEPLOYMENTS:
+        assert each["concurrency_limit"] == {"limit": 1, "collision_strategy": "{{ $WHEN_BUSY }}"}
     assert nightly["work_pool"]["name"] == "train-ddp"
     assert (
         TrainParams(**nightly["parameters"]["params"]).workload

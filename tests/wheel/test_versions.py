@@ -1,0 +1,53 @@
+"""The README's examples after `pip install` of the wheel, at both ends of what pyproject allows.
+
+Each installation takes minutes and gigabytes, so neither `make test` nor `make integration` runs
+these. PTD_PYTHON chooses the interpreter.
+"""
+
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+from tests.integration.test_wheel import EXAMPLES, INSTALL_S, LIMIT_S, ROOT, name_of, pip, run
+
+pytestmark = pytest.mark.timeout(2 * INSTALL_S + len(EXAMPLES) * LIMIT_S)
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def lowest() -> list[str]:
+    """Return the floors of what the package itself requires, as constraints."""
+    floors = [
+        (each.name, floor.version)
+        for each in map(Requirement, PROJECT["dependencies"])
+        for floor in each.specifier
+        if floor.operator == ">="
+    ]
+    return [f"{name}=={version}" for name, version in floors]
+
+
+@pytest.mark.parametrize("versions", ["lowest", "newest"])
+def test_the_examples_run(versions: str, tmp_path: Path) -> None:
+    """In an empty environment, with a Prefect server of its own versions, and all extras but
+    cuda's installable beside it."""
+    python, given = tmp_path / "env/bin/python", tmp_path / "constraints.txt"
+    interpreter = os.environ.get("PTD_PYTHON", sys.executable)
+    subprocess.run([interpreter, "-m", "venv", tmp_path / "env"], check=True)
+    given.write_text("\n".join(lowest() if versions == "lowest" else []))
+    pip(python, "install", "--constraint", str(given), f"{ROOT}[analysis,jobqueue]")
+    pip(python, "check")
+    pip(python, "install", "--dry-run", "--constraint", str(given), f"{ROOT}[cuda]")
+    results = {}
+    for example in EXAMPLES:
+        folder = tmp_path / name_of(example).removesuffix(".py")
+        folder.mkdir()
+        script = folder / name_of(example)
+        script.write_text(example, encoding="utf-8")
+        results[script.name] = run(str(python), str(script), folder=folder, timeout_s=2 * LIMIT_S)
+    print(versions, interpreter, results)
+    assert results["run_gang_example.py"] == "[3.0, 3.0]"
+    assert float(results["my_workload.py"]) >= 0.9
