@@ -108,7 +108,19 @@ class VersionConflictError(GangError):
 
 
 class WorkerLostError(GangError):
-    """A Dask worker that held ranks is gone; names the worker and its ranks."""
+    """A Dask worker that held ranks is gone; names the worker and its ranks.
+
+    `saved_step` is the step after which all ranks stopped and saved, since the worker left in good
+    order: retired, scaled down, at its lifetime or by SIGTERM. Such a loss costs no restart.
+    """
+
+    def __init__(self, message: str, saved_step: int | None = None) -> None:
+        """Keep what was saved."""
+        super().__init__(message, saved_step)
+        self.saved_step = saved_step
+
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 class SupervisorLostError(WorkerLostError):

@@ -3,7 +3,9 @@
 import functools
 import logging
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import dask.config
 from distributed import Worker, get_worker
@@ -11,6 +13,10 @@ from distributed.core import Status
 from distributed.worker import thread_state
 
 logger = logging.getLogger(__name__)
+
+LEAVING = (Status.closing_gracefully, Status.closing, Status.closed, Status.failed)
+CALLERS: Counter[str] = Counter()
+"""How many gangs are called from each Dask worker of this process, by address."""
 
 LIVENESS_TIMEOUT_S = 60.0
 """For callers, agents, workers and the scheduler. Another task may hold the GIL of a shared
@@ -73,14 +79,29 @@ class Liveness:
 
 
 def is_closing(worker: Worker) -> bool:
-    """Whether the Dask worker is on its way out."""
-    return worker.status in (Status.closing, Status.closed, Status.failed)
+    """Whether the Dask worker is on its way out, also while it is only being retired."""
+    return worker.status in LEAVING
 
 
 def is_unwanted(worker: Worker, key: object) -> bool:
     """Whether Dask let go of a task of the worker; a killed client's tasks are cancelled too."""
     task = worker.state.tasks.get(key)  # type: ignore[call-overload]  # keys are strings here
     return task is None or task.state in ("cancelled", "released", "forgotten")
+
+
+@contextmanager
+def calling() -> Iterator[None]:
+    """Have the Dask worker whose task this is, if any, wait when it closes."""
+    try:
+        address = get_worker().address
+    except ValueError:
+        yield
+        return
+    CALLERS[address] += 1
+    try:
+        yield
+    finally:
+        CALLERS[address] -= 1
 
 
 def own_task_watch() -> Callable[[], str]:

@@ -115,6 +115,7 @@ class Restarts:
         self._world_size = 0
         self._first_size: int | None = None
         self._left: list[RecordsLeft] = []
+        self._moved_at = 0
         self.num_made = 0
         """How many attempts of this call were followed by another."""
 
@@ -167,6 +168,11 @@ class Restarts:
         record = record_of(error, attempt, self._world_size)
         before = self._put_on_record(error, record)
         self._on_event(record)
+        saved_step = getattr(error, "saved_step", None) or 0
+        if saved_step > self._moved_at:  # each move has to be worth it: no endless train of them
+            self._moved_at = saved_step
+            self._say(f"{error}\nthe gang moves to other workers, which costs no restart")
+            return
         why_not = why_hopeless(error, record, before, knows_steps=self._attempt_log.knows_steps)
         if why_not is not None and isinstance(error, RankFailedError):
             raise error.as_final(why_not)

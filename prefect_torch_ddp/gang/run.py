@@ -29,7 +29,7 @@ from prefect_torch_ddp.gang.caller.stop import StopSwitch, follow
 from prefect_torch_ddp.gang.caller.supervisor import Supervisor
 from prefect_torch_ddp.gang.caller.workers import WaitingSign, gather_workers
 from prefect_torch_ddp.gang.checks import check_call, check_client, checked
-from prefect_torch_ddp.gang.liveness import liveness_timeout_s
+from prefect_torch_ddp.gang.liveness import calling, liveness_timeout_s
 from prefect_torch_ddp.gang.restarts import FULL_SIZE_S, AttemptLog, CallAttemptLog, Restarts
 from prefect_torch_ddp.gang.versions import conflicts, versions
 from prefect_torch_ddp.params import GangOptions
@@ -124,9 +124,9 @@ def _attempt(client: Client, plan: GangPlan, restarts: Restarts, number: int) ->
     size = GangSize(most, least, given.ranks_per_worker or 1, given.world_size_divides)
     events: queue.SimpleQueue[GangEvent | None] = queue.SimpleQueue()
     stop = StopSwitch(given.stop_grace_s)
-    return follow(
-        client, _run_attempt(client, plan, size, events.put, stop), events, restarts.receive, stop
-    )
+    with calling():
+        work = _run_attempt(client, plan, size, events.put, stop)
+        return follow(client, work, events, restarts.receive, stop)
 
 
 async def _run_attempt(

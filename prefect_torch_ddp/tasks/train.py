@@ -23,6 +23,7 @@ from prefect_torch_ddp.errors import (
     SupersededError,
     VersionConflictError,
 )
+from prefect_torch_ddp.gang.caller.workers import until_gone
 from prefect_torch_ddp.gang.run import run_gang
 from prefect_torch_ddp.protocol.events import AttemptBegan, GangEvent
 from prefect_torch_ddp.results import DatasetReport, FailedAttempt, TrainingSummary
@@ -119,6 +120,10 @@ def _train_on_gang(run: Run, dataset: DatasetReport) -> TrainingSummary:
         LiveReport(run.storage, shown, recorder, is_published=True) as report,
         current_client() as client,
     ):
+        if began.attempt > 1:
+            # Dask runs the task of a retired worker again at once, elsewhere: this attempt must
+            # not fence off the last checkpoint of the one that stops there.
+            client.sync(until_gone, client, f"{run.run_id} train", params.stop_grace_s)
         values = run_gang(
             client,
             RUN_STAGE,

@@ -173,3 +173,22 @@ def train_for_ever(ctx: RankContext, pid_folder: str) -> None:
         descend(ctx, optimizer, model(points).sum())
         if ctx.step == 3:
             write_pid(pid_folder, ctx.rank)
+
+
+def train_until_enough(ctx: RankContext, folder: str) -> int:
+    """Take small steps until the folder has a file `enough`; leave this rank's pid in another
+    file, by attempt and rank, in the third. Returns the last step."""
+    model = ctx.wrap(torch.nn.Linear(2, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    ctx.track(model=model, optimizer=optimizer)
+    loader = ctx.loader(TensorDataset(torch.ones(4000, 2)), global_batch_size=4)
+    begun_at = None
+    for (points,) in ctx.steps(loader, epochs=10_000):
+        descend(ctx, optimizer, model(points).sum())
+        time.sleep(0.02)
+        begun_at = begun_at or ctx.step
+        if ctx.step == begun_at + 2:
+            write_pid(folder, f"{ctx.attempt}-{ctx.rank}-from-{begun_at}")
+        if Path(folder, "enough").exists():
+            ctx.request_stop("told to")
+    return ctx.step

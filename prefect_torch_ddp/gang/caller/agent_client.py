@@ -1,6 +1,7 @@
 """The caller's side of one agent: its Dask task, its reports, orders to it, and its loss."""
 
 import asyncio
+import contextlib
 import pickle
 from dataclasses import dataclass, replace
 from typing import Any
@@ -139,12 +140,25 @@ class AgentClient:
             return
         if found == "answers":
             liveness.heard()
-        if found == "gone":
+        if found == "gone" and not await self._still_answers():
             msg = f"worker {self.worker.address} was lost"
             raise AgentLostError(msg)
         if not liveness.left_s:
             msg = f"worker {self.worker.address} was silent for {liveness.limit_s:g} s"
             raise AgentLostError(msg)
+
+
+    async def _still_answers(self) -> bool:
+        """Tell whether the agent of a worker that Dask has removed is still there.
+
+        A retired worker lives on until its ranks have stopped and saved.
+        """
+        poll = {"next_event": self.next_event, "known_state": "absent", "wait_s": 0.0}
+        call = _call_worker(self.client, self.worker.address, Rpc.POLL, token=self.token, **poll)
+        with contextlib.suppress(NoAnswerError, TimeoutError):
+            report: AgentReport = await asyncio.wait_for(call, MEMBERSHIP_S)
+            return report.state != "absent"  # else another worker has come to its address
+        return False
 
 
 async def _call_worker(client: Client, address: str, rpc: Rpc, **message: Any) -> Any:

@@ -134,6 +134,16 @@ def too_few_text(  # noqa: PLR0913, PLR0917 - the numbers that it says
     )
 
 
+async def until_gone(client: Client, gang_name: str, limit_s: float) -> None:
+    """Wait while a gang of this name holds workers, but no longer than the limit."""
+    until_s = time.monotonic() + limit_s
+    while time.monotonic() < until_s:
+        found = await identify(client, list(await running_workers(client)))
+        if all(worker.occupant != f"gang {gang_name!r}" for worker in found):
+            return
+        await asyncio.sleep(POLL_S)
+
+
 async def free_workers(client: Client, resources: Mapping[str, float]) -> list[WorkerIdentity]:
     """Return the workers whose slot, threads and resources nobody holds."""
     addresses = with_resources(await running_workers(client), resources)

@@ -187,11 +187,11 @@ class _Agent:
 
     def _must_end(self) -> bool:
         """Tell whether the caller, Dask or the worker wants this agent gone."""
-        if "abort" in self._box.orders or is_unwanted(self._worker, self._key):
-            return True  # Dask cancels the task of a killed caller
         name = self._reservation.worker
-        if is_closing(self._worker):
+        if is_closing(self._worker):  # first: Dask also lets go of the tasks of such a worker
             self._box.why_ended = f"worker {name} was closed"
+        elif "abort" in self._box.orders or is_unwanted(self._worker, self._key):
+            return True  # Dask cancels the task of a killed caller
         elif self._has_lost_caller():
             heard = f"had heard nothing from the caller for {self._caller.limit_s:g} s"
             self._box.why_ended = f"worker {name} {heard}"

@@ -20,7 +20,7 @@ from typing import Self
 from distributed import Worker, WorkerPlugin
 
 from prefect_torch_ddp.errors import ForkServerUnavailableError, ForkServerUnfitError
-from prefect_torch_ddp.gang.liveness import seconds_setting
+from prefect_torch_ddp.gang.liveness import CALLERS, seconds_setting
 from prefect_torch_ddp.gang.worker.child import CONTRACT, Child, has_pidfd, without_prefects
 from prefect_torch_ddp.gang.worker.slots import SLOTS
 from prefect_torch_ddp.protocol.rank import ForkServerAnswer, ForkServerOrder, Preload, RankFiles
@@ -30,8 +30,9 @@ logger = logging.getLogger(__name__)
 BOOT_TIMEOUT_S = 120.0
 ANSWER_TIMEOUT_S = 5.0
 """A server that doesn't answer an order for this long is stopped or starved: it is given up."""
-AGENT_LIMIT_S = 30.0
-"""The longest that a closing worker waits for its agent; its nanny may kill it sooner."""
+AGENT_LIMIT_S = 300.0
+"""The longest that a closing worker waits for its agent; its nanny may kill it sooner, and
+`stop_grace_s` mostly ends it before."""
 IDLE_S = 1800.0
 """A server without ranks ends after this long; the next gang starts a new one."""
 IDLE_SETTING = "prefect-torch-ddp.fork-server.idle-s"
@@ -285,8 +286,11 @@ class CloseForkServer(WorkerPlugin):
     async def teardown(self, worker: Worker) -> None:
         """End the server with all its ranks, once those that listen have stopped."""
         deadline_s = time.monotonic() + AGENT_LIMIT_S
-        # Its agent, in another thread, sees that the worker closes and ends itself.
-        while SLOTS.occupant(worker.address) is not None and time.monotonic() < deadline_s:  # noqa: ASYNC110
+        # Its agent, in another thread, sees that the worker closes and ends itself; so does the
+        # caller of a gang, which needs its client until that gang has stopped.
+        while (SLOTS.occupant(worker.address) or CALLERS[worker.address]) and (
+            time.monotonic() < deadline_s
+        ):
             await asyncio.sleep(0.05)
         client = _CLIENTS.pop(worker.address, None)
         if client is not None:
