@@ -104,6 +104,14 @@ def calling() -> Iterator[None]:
         CALLERS[address] -= 1
 
 
+def own_worker_leaves() -> bool:
+    """Whether the Dask worker whose task this is, if any, is on its way out."""
+    try:
+        return is_closing(get_worker())
+    except ValueError:
+        return False
+
+
 def own_task_watch() -> Callable[[], str]:
     """Return a check of the Dask task that this thread runs: why it isn't wanted, or empty."""
     try:

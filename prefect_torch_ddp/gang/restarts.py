@@ -52,28 +52,22 @@ class AttemptLog(Protocol):
 
         Otherwise such a failure may have happened at any step.
         """
-        ...
 
     @property
     def logs(self) -> LogFolder | None:
         """Where the ranks' lines are kept; None: nowhere."""
-        ...
 
     def begin(self) -> int:
         """Return the number of the next attempt, from 1; older attempts are over from here on."""
-        ...
 
     def last_failure(self) -> FailureRecord | None:
         """Return the failure of the newest attempt that has failed."""
-        ...
 
     def record_failure(self, record: FailureRecord) -> None:
         """Keep a failure."""
-        ...
 
     def keep_records(self, left: Sequence[RecordsLeft]) -> None:
         """Bring the records that killed ranks had not written to where they belong."""
-        ...
 
 
 @dataclass

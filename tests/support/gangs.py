@@ -57,6 +57,14 @@ def pids_in(folder: Path, num_ranks: int, timeout_s: float = HANG_S) -> list[int
     return [int((folder / str(rank)).read_text()) for rank in range(num_ranks)]
 
 
+def begun(folder: Path, attempt: int, rank: int) -> tuple[int, int]:
+    """Wait until a rank of `hanging.train_until_enough` trains; return its pid, and its attempt's
+    first step."""
+    wait_until(lambda: any(folder.glob(f"{attempt}-{rank}-from-*[0-9]")), HANG_S)
+    (mark,) = folder.glob(f"{attempt}-{rank}-from-*[0-9]")
+    return int(mark.read_text()), int(mark.name.rpartition("-")[2])
+
+
 @contextlib.contextmanager
 def sleeping_gang(
     client: Client, folder: Path, **options: Any

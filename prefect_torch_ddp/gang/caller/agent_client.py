@@ -147,7 +147,6 @@ class AgentClient:
             msg = f"worker {self.worker.address} was silent for {liveness.limit_s:g} s"
             raise AgentLostError(msg)
 
-
     async def _still_answers(self) -> bool:
         """Tell whether the agent of a worker that Dask has removed is still there.
 

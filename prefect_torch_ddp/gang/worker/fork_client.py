@@ -288,9 +288,9 @@ class CloseForkServer(WorkerPlugin):
         deadline_s = time.monotonic() + AGENT_LIMIT_S
         # Its agent, in another thread, sees that the worker closes and ends itself; so does the
         # caller of a gang, which needs its client until that gang has stopped.
-        while (SLOTS.occupant(worker.address) or CALLERS[worker.address]) and (
-            time.monotonic() < deadline_s
-        ):
+        while SLOTS.occupant(worker.address) or CALLERS[worker.address]:
+            if time.monotonic() > deadline_s:
+                break
             await asyncio.sleep(0.05)
         client = _CLIENTS.pop(worker.address, None)
         if client is not None:

@@ -1,6 +1,7 @@
 """How a cancel reaches a task that trains, and becomes Prefect's state Cancelled."""
 
 import logging
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -21,6 +22,7 @@ from prefect.states import Cancelled
 from prefect_dask.task_runners import PrefectDaskFuture
 
 from prefect_torch_ddp.errors import GangCancelledError
+from prefect_torch_ddp.gang.liveness import own_worker_leaves
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -40,6 +42,10 @@ def or_cancelled(work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         return work(*args, **kwargs)
     except GangCancelledError as error:
         get_run_logger().warning("%s", error)
+        if own_worker_leaves():
+            # Dask or the flow runs the task again elsewhere: what this one said would be taken
+            # for the word of that one. The thread ends with its process.
+            threading.Event().wait()
         state: Any = Cancelled(message=str(error))  # Prefect takes a state for what it is
         return state  # type: ignore[no-any-return]
 

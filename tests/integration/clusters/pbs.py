@@ -18,6 +18,7 @@ class PbsSite(Site):
     job_variable = "PBS_JOBID"
     node_address = '$(head -n 1 "$PBS_NODEFILE")'
     list_jobs, cancel_job, kill_job = ("qstat",), ("qdel",), ("qdel", "-W", "force")
+    announce_end = cancel_job
 
 
 @contextmanager

@@ -20,6 +20,8 @@ class Site:
     list_jobs: tuple[str, ...]
     cancel_job: tuple[str, ...]
     """As an operator does: SIGTERM, and later SIGKILL."""
+    announce_end: tuple[str, ...]
+    """As at the end of a job's time: by the signal ahead of it, or the one that ends it."""
     kill_job: tuple[str, ...]
     """SIGKILL at once, as at the end of a node's life."""
 

@@ -73,6 +73,7 @@ class SlurmSite(Site):
     node_address = "127.0.0.1${SLURMD_NODENAME#node}"
     list_jobs, cancel_job = ("squeue", "--noheader", "--format=%i"), ("scancel",)
     kill_job = ("scancel", "--signal=KILL", "--full")
+    announce_end = ("scancel", "--signal=USR1", "--batch")  # as `sbatch --signal=B:USR1@...` does
 
 
 @contextmanager

@@ -1,19 +1,21 @@
 """A12: train_flow on Slurm and PBS by the examples of deployments/clusters; a job is lost."""
 
 import os
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import dask
+import psutil
 import pytest
 import yaml
 from distributed import Client
 
 from prefect_torch_ddp import CheckpointParams, ClusterParams, TrainParams, train_flow
 from tests.integration.clusters.processes import Site
-from tests.support.gangs import by_rank
+from tests.support.gangs import by_rank, pids_in
 from tests.support.runs import flow_run_id_of, logs_of, task_runs_of
-from tests.support.waiting import wait_until
+from tests.support.waiting import HANG_S, wait_until
 
 HELD_AT, NUM_STEPS = 6, 21
 
@@ -26,6 +28,7 @@ def example(site: Site, folder: Path) -> ClusterParams:
     """Return the example with what an operator adapts: how many, which interface, where logs."""
     values = yaml.safe_load((EXAMPLES / f"{site.name}.yaml").read_text())
     values["cluster_kwargs"] |= {
+        "python": f"exec {sys.executable}",
         "n_workers": 2,
         "interface": "lo",
         "log_directory": str(folder / "jobs"),
@@ -35,8 +38,8 @@ def example(site: Site, folder: Path) -> ClusterParams:
     return ClusterParams(**values)
 
 
-def cancel_a_job(site: Site, folder: Path, *, of_task: bool) -> str:
-    """Cancel the job whose worker runs the task `train`, or the other one; return its id."""
+def job_of(site: Site, folder: Path, *, of_task: bool) -> str:
+    """Return the id of the job whose worker runs the task `train`, or of the other one."""
     wait_until(lambda: (folder / "0").exists() and (folder / "1").exists())
     words = [word for process in site.processes() for word in process.cmdline()]
     scheduler = next(word for word in words if word.startswith("tcp://"))
@@ -48,8 +51,54 @@ def cancel_a_job(site: Site, folder: Path, *, of_task: bool) -> str:
     }
     chosen = of_tasks if of_task else job_ids.keys() - of_tasks
     (job_id,) = {job_ids[worker] for worker in chosen}
-    site.cancel(job_id)
     return str(job_id)
+
+
+def cancel_a_job(site: Site, folder: Path, *, of_task: bool) -> str:
+    """Cancel such a job; return its id."""
+    job_id = job_of(site, folder, of_task=of_task)
+    site.cancel(job_id)
+    return job_id
+
+
+def end_a_job(site: Site, folder: Path) -> int:
+    """Announce the end of a job, and end the training that goes on; return the step before."""
+    # On Slurm by its signal ahead of the end, of the job that runs the task too; on PBS by SIGTERM.
+    job_id = job_of(site, folder, of_task=site.name == "slurm")
+    ranks = pids_in(folder, 2)
+    wait_until((folder / "step").exists)
+    seen = int((folder / "step").read_text())
+    site.call(*site.announce_end, job_id)
+    wait_until(lambda: not any(map(psutil.pid_exists, ranks)))
+    wait_until(lambda: not set(pids_in(folder, 2)) & set(ranks), 2 * HANG_S)
+    (folder / "enough").touch()
+    return seen
+
+
+def test_a_job_that_ends_costs_nothing(site: Site, tmp_path: Path) -> None:
+    """All ranks stop and save before its end; with the next job they go on, without a retry."""
+    folder = tmp_path / "marks"
+    folder.mkdir()
+    params = TrainParams(
+        workload="tests.workloads.tiny:Steered",
+        storage=str(tmp_path / "store"),
+        options={"folder": str(folder)},
+        checkpoint=CheckpointParams(every_s=None),
+        retries=0,
+        max_restarts=0,
+        workers_timeout_s=120,
+        cluster=example(site, tmp_path),
+    )
+    with (
+        ThreadPoolExecutor(1) as pool,
+        dask.config.set({"distributed.deploy.lost-worker-timeout": "1s"}),
+    ):
+        operator = pool.submit(end_a_job, site, folder)
+        report = train_flow(params)
+        seen = operator.result()
+    assert (report.training.attempt, report.training.world_size) == (2, 2)
+    assert (report.training.resumed_from_step or 0) >= seen
+    wait_until(lambda: not site.job_ids() and not site.processes())
 
 
 def test_a_cancelled_job_costs_a_retry(site: Site, tmp_path: Path) -> None:

@@ -7,19 +7,28 @@ head: on all three networks; the scheduler and the caller are there
 
 import contextlib
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 from distributed import Client
 
 from prefect_torch_ddp import InvalidParamsError, run_gang
 from prefect_torch_ddp.errors import GangError
+from prefect_torch_ddp.params import CheckpointParams
+from prefect_torch_ddp.protocol.events import FailureRecord, GangEvent
+from prefect_torch_ddp.rank.config import RankConfig
+from prefect_torch_ddp.storage.directory import DirectoryStorage
+from prefect_torch_ddp.tasks.run import RunAttemptLog
 from tests.integration.gang import namespaces
 from tests.integration.gang.namespaces import Host, Switch
+from tests.support.gangs import RUN_WITH_CONTEXT, attempts_in, begun
 from tests.support.waiting import HANG_S
-from tests.workloads import plain
+from tests.workloads import hanging, plain
 from tests.workloads.plain import interface_settings, whereabouts
 
 pytestmark = pytest.mark.extended
@@ -212,3 +221,57 @@ def test_loopback_is_refused_on_several_hosts(client: Client) -> None:
     says = r"tcp://127\.0\.0\.1:\d+ is known by the loopback address 127\.0\.0\.1"
     with pytest.raises(GangError, match=says):
         run_gang(client, plain.sum_of_ones, launcher="exec")
+
+
+@pytest.mark.usefixtures("short_liveness")
+def test_a_host_that_is_cut_off(tmp_path: Path) -> None:
+    """C4: its link goes down while it trains: the silence is named, the others go on without it."""
+    if (reason := namespaces.why_none()) is not None:
+        pytest.skip(reason)
+    marks, events = tmp_path / "marks", list[GangEvent]()
+    marks.mkdir()
+    storage = DirectoryStorage(tmp_path / "store")
+    saves = CheckpointParams(every_steps=5)
+    with contextlib.ExitStack() as stack:
+        made = [stack.enter_context(Host(name)) for name in ("head", "alpha", "beta", "switch")]
+        head, *workers, switch = made
+        net = Switch(switch)
+        for number, host in enumerate((head, *workers)):
+            net.plug(host, "data", f"10.73.0.{number + 1}/24")
+        stack.enter_context(dask(head, ["scheduler", "--port", "8786", "--no-dashboard"], tmp_path))
+        for number, host in enumerate(workers):
+            options = f"--host 10.73.0.{number + 2} --nthreads 1 --no-nanny --no-dashboard"
+            command = ["worker", "tcp://10.73.0.1:8786", *options.split()]
+            stack.enter_context(dask(host, command, tmp_path))
+        stack.enter_context(head.inside())
+        client = stack.enter_context(Client("tcp://10.73.0.1:8786", timeout=HANG_S))
+        client.wait_for_workers(2, timeout=HANG_S)
+        watcher = stack.enter_context(ThreadPoolExecutor(1))
+
+        def cut() -> None:
+            begun(marks, 1, 1)
+            with switch.inside():
+                subprocess.run(["ip", "link", "set", "port2", "down"], check=True)
+            begun(marks, 2, 0)
+            (marks / "enough").touch()
+
+        cutting = watcher.submit(cut)
+        run_gang(
+            client,
+            RUN_WITH_CONTEXT,
+            args=lambda attempt: (
+                RankConfig("run", attempt, "task", storage, checkpoint=saves),
+                hanging.train_until_enough,
+                (str(marks),),
+            ),
+            world_size=2,
+            min_world_size=1,
+            max_restarts=1,
+            attempt_log=RunAttemptLog(storage, "run", knows_steps=True),
+            on_event=events.append,
+        )
+        cutting.result()
+    assert attempts_in(events) == [(1, 2), (2, 1)]
+    (failure,) = [event for event in events if isinstance(event, FailureRecord)]
+    says = r"worker tcp://10\.73\.0\.3:\d+ was silent for 12 s; it held rank 1"
+    assert re.match(says, failure.summary), failure.summary

@@ -2,43 +2,45 @@
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
 import pytest
-from distributed import Client
+from distributed import Client, Worker
 
 from prefect_torch_ddp import run_gang
 from prefect_torch_ddp.params import CheckpointParams
-from prefect_torch_ddp.protocol.events import GangEvent
 from prefect_torch_ddp.rank.config import RankConfig
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.tasks.run import RunAttemptLog
 from tests.integration.gang.test_cancel import saved_steps
-from tests.support.gangs import RUN_WITH_CONTEXT, attempts_in, own_cluster, workers_of
-from tests.support.waiting import HANG_S, wait_until
+from tests.support.gangs import RUN_WITH_CONTEXT, attempts_in, begun, own_cluster, workers_of
+from tests.support.waiting import HANG_S
 from tests.workloads import hanging
 from tests.workloads.tiny import dask_worker_of
+
+if TYPE_CHECKING:
+    from prefect_torch_ddp.protocol.events import GangEvent
 
 pytestmark = pytest.mark.extended
 
 
-def begun(folder: Path, attempt: int, rank: int) -> tuple[int, int]:
-    """Wait until a rank trains; return its pid, and the first step of its attempt."""
-    wait_until(lambda: any(folder.glob(f"{attempt}-{rank}-from-*[0-9]")), HANG_S)
-    (mark,) = folder.glob(f"{attempt}-{rank}-from-*[0-9]")
-    return int(mark.read_text()), int(mark.name.rpartition("-")[2])
-
-
-def retire_worker_of(client: Client, rank_pid: int) -> None:
-    """Retire the worker that a rank is on."""
+def worker_of(client: Client, rank_pid: int) -> str:
+    """Return the address of the worker that a rank is on."""
     pid = dask_worker_of(rank_pid)
     (address,) = (each for each, worker in workers_of(client).items() if worker.pid == pid)
-    assert list(client.retire_workers([address])) == [address]
+    return address
 
 
-def test_a_retired_worker_costs_no_restart(tmp_path: Path) -> None:
-    """First rank 0's worker, then the other's: all ranks stop after one step and save it, and the
-    gang moves to the workers that are left, though it may not be restarted."""
+def _reach_lifetime(dask_worker: Worker) -> None:
+    # What Dask's own timer does, of `dask worker --lifetime`.
+    dask_worker.loop.add_callback(dask_worker.close_gracefully, reason="worker-lifetime-reached")
+
+
+def test_a_worker_that_leaves_costs_no_restart(tmp_path: Path) -> None:
+    """First rank 0's worker is retired, then the other's reaches its lifetime: all ranks stop after
+    one step and save it, and the gang moves to the workers that are left, though it may not be
+    restarted."""
     events: list[GangEvent] = []
     storage, folder = DirectoryStorage(tmp_path / "store"), tmp_path / "marks"
     folder.mkdir()
@@ -61,7 +63,11 @@ def test_a_retired_worker_costs_no_restart(tmp_path: Path) -> None:
         resumed_from = []
         for attempt, rank in ((1, 0), (2, 1)):
             pid, _ = begun(folder, attempt, rank)
-            retire_worker_of(client, pid)
+            leaves = [worker_of(client, pid)]
+            if attempt == 1:
+                assert list(client.retire_workers(leaves)) == leaves
+            else:
+                client.run(_reach_lifetime, workers=leaves)
             _, first = begun(folder, attempt + 1, rank)
             resumed_from.append(first - 1)
             assert not psutil.pid_exists(pid)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from prefect_torch_ddp.errors import GangError, GangHungError, RankFailedError, WorkerLostError
-from prefect_torch_ddp.gang.restarts import CallAttemptLog, record_of, why_hopeless
+from prefect_torch_ddp.gang.restarts import CallAttemptLog, Restarts, record_of, why_hopeless
 from prefect_torch_ddp.protocol.events import Hang, RankFailure
 
 BOOM = RankFailure(
@@ -109,3 +109,19 @@ def test_a_call_counts_from_the_number_given() -> None:
     record = record_of(WorkerLostError("gone"), 4, 2)
     attempt_log.record_failure(record)
     assert attempt_log.last_failure() == record
+
+
+def test_a_worker_that_left_in_order_costs_no_restart() -> None:
+    """Unless nothing was trained since the last time."""
+    ends: list[Exception] = [WorkerLostError("retired", 4), WorkerLostError("retired", 9)]
+    restarts = Restarts(CallAttemptLog(), 0, lambda _: None)
+
+    def attempt_once(number: int) -> list[bytes]:
+        if number <= len(ends):
+            raise ends[number - 1]
+        return [b"value"]
+
+    assert restarts.run(attempt_once) == [b"value"]
+    ends.append(WorkerLostError("retired", 9))
+    with pytest.raises(WorkerLostError, match="retired"):
+        Restarts(CallAttemptLog(), 0, lambda _: None).run(attempt_once)
