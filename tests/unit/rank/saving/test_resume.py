@@ -19,17 +19,21 @@ EVERY_STEP = CheckpointParams(every_steps=1, every_s=None)
 ON_DEMAND = CheckpointParams(every_s=None)
 
 
-def in_loops(folder: Path, dies_at: int | None = None) -> tuple[torch.Tensor, float]:
-    """Train four epochs as four loops, with dropout, draws and a scheduler's step between them;
-    return the weights and the learning rate."""
+def in_loops(
+    folder: Path, dies_at: int | None = None, dies_behind: int | None = None, *, saves: bool = False
+) -> tuple[torch.Tensor, float, int]:
+    """Train four epochs as four loops, with dropout, draws and a scheduler's step between them,
+    and perhaps a checkpoint of it; return the weights, the learning rate and the loops counted."""
     with RankContext.local(storage=folder, checkpoint=EVERY_STEP) as ctx:
         model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 1))
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-        ctx.track(model=model, optimizer=optimizer, scheduler=scheduler)
+        count = Tracked()
+        ctx.track(model=model, optimizer=optimizer, scheduler=scheduler, count=count)
+        ctx.checkpoint(force=saves)
         loader = ctx.loader(TensorDataset(torch.ones(12, 4)), global_batch_size=4)
         optimizer.step()  # or torch warns of schedulers that step first in a resumed training
-        for _ in range(4):
+        for number in range(1, 5):
             for (x,) in ctx.steps(loader, epochs=1):
                 if ctx.step == dies_at:
                     raise InterruptedError
@@ -38,8 +42,12 @@ def in_loops(folder: Path, dies_at: int | None = None) -> tuple[torch.Tensor, fl
                 optimizer.step()
             torch.rand(7)  # as a validation with a plain DataLoader does
             scheduler.step()
+            count.value = max(count.value, number)
+            ctx.checkpoint(force=saves)
+            if number == dies_behind:
+                raise InterruptedError
         weights = [parameter.detach().flatten() for parameter in model.parameters()]
-        return torch.cat(weights), optimizer.param_groups[0]["lr"]
+        return torch.cat(weights), optimizer.param_groups[0]["lr"], count.value
 
 
 @pytest.mark.parametrize("dies_at", [2, 4, 8, 12])
@@ -47,11 +55,33 @@ def test_a_training_of_several_loops_resumes_to_the_same_bits(tmp_path: Path, di
     """The code between the loops runs again, and what it changes counts once: draws, a
     scheduler's steps."""
     with pytest.raises(InterruptedError):
-        in_loops(tmp_path / "killed", dies_at=dies_at)
-    weights, rate = in_loops(tmp_path / "killed")
-    expected, expected_rate = in_loops(tmp_path / "whole")
+        in_loops(tmp_path / "killed", dies_at)
+    check_that_it_ends_as_a_whole_one(tmp_path)
+
+
+def check_that_it_ends_as_a_whole_one(tmp_path: Path, *, saves: bool = False) -> None:
+    """Resumed, the weights have the same bits."""
+    weights, *counted = in_loops(tmp_path / "killed", saves=saves)
+    expected, *_ = in_loops(tmp_path / "whole", saves=saves)
     assert torch.equal(weights, expected)
-    assert rate == expected_rate == 1 / 16
+    assert counted == [1 / 16, 4]
+
+
+@pytest.mark.parametrize(
+    "death",
+    [{"dies_at": 1}, {"dies_at": 5}, {"dies_at": 8}, {"dies_behind": 1}, {"dies_behind": 3}],
+)
+def test_checkpoints_between_loops_keep_what_changed_there(
+    tmp_path: Path, death: dict[str, int]
+) -> None:
+    """The newest one counts, also behind a step that has its own."""
+    with pytest.raises(InterruptedError):
+        in_loops(tmp_path / "killed", **death, saves=True)
+    storage = DirectoryStorage(tmp_path / "killed")
+    (*_, newest) = list_manifests(storage, "local")
+    state = read_states(storage, newest, newest.objects)
+    assert state["count"] == {"value": death.get("dies_behind", (death.get("dies_at", 1) - 1) // 3)}
+    check_that_it_ends_as_a_whole_one(tmp_path, saves=True)
 
 
 def samples_of(
@@ -127,53 +157,3 @@ def test_what_an_own_loop_did_behind_its_last_checkpoint_is_saved_at_its_end(
     with RankContext.local(storage=tmp_path, checkpoint=ON_DEMAND) as ctx:
         ctx.track(model=nn.Linear(2, 2), count=count)
     assert count.value == 6
-
-
-def with_saves_between(
-    folder: Path, dies_at: int | None = None, dies_behind: int | None = None
-) -> tuple[torch.Tensor, int]:
-    """Train three epochs as three loops, with a checkpoint of what changes behind each; return
-    weights and count."""
-    with RankContext.local(storage=folder, checkpoint=EVERY_STEP) as ctx:
-        model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 1))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        count = Tracked()
-        ctx.track(model=model, optimizer=optimizer, count=count)
-        ctx.checkpoint(force=True)
-        loader = ctx.loader(TensorDataset(torch.ones(12, 4)), global_batch_size=4)
-        for number in range(1, 4):
-            for (x,) in ctx.steps(loader, epochs=1):
-                if ctx.step == dies_at:
-                    raise InterruptedError
-                optimizer.zero_grad()
-                model(x).sum().backward()
-                optimizer.step()
-            torch.rand(7)
-            count.value = max(count.value, number)
-            ctx.checkpoint(force=True)
-            if number == dies_behind:
-                raise InterruptedError
-        return torch.cat(
-            [parameter.detach().flatten() for parameter in model.parameters()]
-        ), count.value
-
-
-@pytest.mark.parametrize(
-    "death",
-    [{"dies_at": 1}, {"dies_at": 5}, {"dies_at": 8}, {"dies_behind": 1}, {"dies_behind": 3}],
-)
-def test_checkpoints_between_loops_keep_what_changed_there(
-    tmp_path: Path, death: dict[str, int]
-) -> None:
-    """The newest one counts, also behind a step that has its own; resumed, the weights have the
-    same bits."""
-    with pytest.raises(InterruptedError):
-        with_saves_between(tmp_path / "killed", **death)
-    storage = DirectoryStorage(tmp_path / "killed")
-    (*_, newest) = list_manifests(storage, "local")
-    state = read_states(storage, newest, newest.objects)
-    assert state["count"] == {"value": death.get("dies_behind", (death.get("dies_at", 1) - 1) // 3)}
-    weights, count = with_saves_between(tmp_path / "killed")
-    expected, expected_count = with_saves_between(tmp_path / "whole")
-    assert torch.equal(weights, expected)
-    assert count == expected_count == 3
