@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 from distributed import Client, LocalCluster
 
 from prefect_torch_ddp import run_gang
@@ -96,6 +97,12 @@ def _runs(process: psutil.Process) -> bool:
 def alive(pids: Iterable[int]) -> list[int]:
     """Return those that run; one that nobody has reaped yet doesn't."""
     return [pid for pid in pids if psutil.pid_exists(pid) and not all_gone([psutil.Process(pid)])]
+
+
+def said_by_ranks(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """Return the lines of the ranks' logger: on a loaded machine Dask logs too, of its loop."""
+    found = [each for each in caplog.records if each.name == "prefect_torch_ddp.ranks"]
+    return [each.getMessage() for each in found]
 
 
 def by_rank(messages: Iterable[str]) -> list[str]:

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from prefect_torch_ddp.errors import BadKeyError, ObjectNotFoundError
 from prefect_torch_ddp.storage.protocol import Storage, StoredObject
+from tests.support.waiting import HANG_S
 
 NUM_RACERS = 8
-PATIENCE_S = 60.0
 FORK = multiprocessing.get_context("fork")
 
 ESCAPES = [
@@ -226,11 +226,11 @@ def in_processes(calls: list[tuple[Any, ...]]) -> list[Any]:
             child.start()
         results = []
         for receiver, _ in pipes:
-            assert receiver.poll(PATIENCE_S), "a process did not answer"
+            assert receiver.poll(HANG_S), "a process did not answer"
             results.append(receiver.recv())
     finally:
         for child, (receiver, sender) in zip(children, pipes, strict=True):
-            child.join(PATIENCE_S if len(results) == len(calls) else 0)
+            child.join(HANG_S if len(results) == len(calls) else 0)
             child.kill()
             child.join()
             child.close()
@@ -250,12 +250,12 @@ def _send_result(sender: Any, function: Callable[..., Any], *arguments: Any) -> 
 
 
 def _race(storage: Storage, key: str, data: bytes, barrier: Barrier) -> bool:
-    barrier.wait(PATIENCE_S)
+    barrier.wait(HANG_S)
     return storage.write_if_absent(key, data)
 
 
 def _watch(storage: Storage, barrier: Barrier) -> set[bytes]:
-    barrier.wait(PATIENCE_S)
+    barrier.wait(HANG_S)
     seen = set()
     while not any(True for _ in storage.list("overwritten")):
         seen.add(storage.read("hot"))
@@ -263,12 +263,12 @@ def _watch(storage: Storage, barrier: Barrier) -> set[bytes]:
 
 
 def _overwrite(storage: Storage, barrier: Barrier) -> None:
-    barrier.wait(PATIENCE_S)
+    barrier.wait(HANG_S)
     for number in range(20):
         storage.write("hot", b"b" * 300_000 if number % 2 == 0 else b"a" * 500_000)
     storage.write("overwritten", b"")
 
 
 def _read_often(storage: Storage, key: str, expected: bytes, barrier: Barrier) -> int:
-    barrier.wait(PATIENCE_S)
+    barrier.wait(HANG_S)
     return sum(storage.read(key) != expected for _ in range(50))

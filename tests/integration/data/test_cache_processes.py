@@ -10,6 +10,7 @@ import time
 import pytest
 
 from prefect_torch_ddp.data.images.cache import CachedReads
+from tests.support.waiting import HANG_S
 from tests.unit.data.images.test_cache import (
     content,
     entries,
@@ -20,7 +21,6 @@ from tests.unit.data.images.test_cache import (
 )
 
 FORK = multiprocessing.get_context("fork")
-PATIENCE_S = 60.0
 
 
 @pytest.fixture
@@ -73,7 +73,7 @@ def _folder_name(source):
 def _in_child(function, *args):
     child = FORK.Process(target=function, args=args)
     child.start()
-    child.join(PATIENCE_S)
+    child.join(HANG_S)
     assert child.exitcode == 0
 
 
@@ -131,7 +131,7 @@ def test_killed_in_the_midst_no_half_file_is_read(tmp_path):
         ):
             pass
         os.kill(child.pid, signal.SIGKILL)
-        child.join(PATIENCE_S)
+        child.join(HANG_S)
         assert child.exitcode == -signal.SIGKILL
     for path in entries(tmp_path / "cache"):
         assert path.stat().st_size == 200_032

@@ -328,7 +328,8 @@ def test_what_is_skipped_is_counted_and_every_label_is_right(s3_server, caplog):
         samples = dataset.__getitems__(range(NUM))
     assert sorted(samples) == [(i, i % 3) for i in range(NUM) if i not in {0, 3, 6}]
     assert dataset.num_skipped == 3
-    assert [record.message.split(" skipped")[0] for record in caplog.records] == ["1", "2"]
+    said = [line.partition(" skipped") for line in caplog.messages]
+    assert [number for number, is_ours, _ in said if is_ours] == ["1", "2"]
     assert "cat/000.png can't be decoded" in caplog.text
     assert "cat/003.png" in caplog.text
     seen, came = [], []

@@ -14,7 +14,7 @@ from prefect_torch_ddp.gang.restarts import CallAttemptLog
 from prefect_torch_ddp.gang.worker.rank_lines import LAST_LINES, MOST_LINES
 from prefect_torch_ddp.protocol.events import GangEvent, LogLine
 from prefect_torch_ddp.records.rank_log import LogFolder
-from tests.support.gangs import by_rank
+from tests.support.gangs import by_rank, said_by_ranks
 from tests.support.waiting import HANG_S
 from tests.workloads import plain
 
@@ -70,13 +70,13 @@ def test_what_all_ranks_say_is_said_once_and_not_after_a_failure(
     with caplog.at_level(logging.INFO, "prefect_torch_ddp.ranks"):
         run_gang(dask_client, plain.say_the_same_and_fail, args=(-1,), **call)
     both = ["all log this", "all say this"]
-    assert sorted(caplog.messages) == [f"[ranks 0-3] {text}" for text in both]
+    assert sorted(said_by_ranks(caplog)) == [f"[ranks 0-3] {text}" for text in both]
     caplog.clear()
     log = CallAttemptLog(logs=LogFolder(DirectoryStorage(tmp_path), "run"))
     with caplog.at_level(logging.INFO, "prefect_torch_ddp.ranks"), pytest.raises(RankFailedError):
         run_gang(dask_client, plain.say_the_same_and_fail, args=(1,), **call, attempt_log=log)
     said = [f"[rank {rank}] {text}" for rank in range(4) for text in both]
-    assert sorted(by_rank(caplog.messages)) == sorted([*said, "[rank 1] my last words"])
+    assert sorted(by_rank(said_by_ranks(caplog))) == sorted([*said, "[rank 1] my last words"])
     (part,) = (tmp_path / "runs/run/logs/rank-00001").iterdir()
     assert "ERROR Traceback" in part.read_text()
     # Behind or before the last print: prints and records come by ways of their own.

@@ -24,6 +24,7 @@ from prefect_torch_ddp.storage.s3.storage import S3Storage
 from tests.support.gangs import RUN_WITH_CONTEXT
 from tests.support.records import read_records
 from tests.support.s3_server import S3Server
+from tests.support.waiting import HANG_S
 from tests.support.wire_faults import FAULTS, FaultyWire
 from tests.workloads import stored
 from tests.workloads.stored import NUM_STEPS, RESUMES_FROM
@@ -62,7 +63,7 @@ def undisturbed(
 ) -> Iterator[list[dict[str, Any]]]:
     """What the training gives when nothing happens."""
     with Client(dask_cluster) as client:
-        client.wait_for_workers(2, timeout=30)
+        client.wait_for_workers(2, timeout=HANG_S)
         yield train(client, DirectoryStorage(tmp_path_factory.mktemp("undisturbed")), 1)
 
 

@@ -21,8 +21,6 @@ from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.storage.protocol import ObjectPart, ReadsMany
 from prefect_torch_ddp.storage.s3.storage import S3Storage
 
-PATIENCE_S = 60.0
-
 
 @dataclass(frozen=True)
 class Counted(DirectoryStorage):
