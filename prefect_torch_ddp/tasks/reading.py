@@ -2,21 +2,27 @@
 
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from prefect_torch_ddp.checkpoint import run_files as result_files
 from prefect_torch_ddp.checkpoint.attempts import claim_times
 from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.records import ledger, timing
-from prefect_torch_ddp.records.metrics import records_frame
-from prefect_torch_ddp.records.run_tables import differences_frame, runs_frame
+from prefect_torch_ddp.records.metrics import import_pandas, records_frame
+from prefect_torch_ddp.records.run_record import RunRecord, flat, list_records, read_record
 from prefect_torch_ddp.results import Goodput, LedgerReport
 from prefect_torch_ddp.storage.locate import storage_from_uri
 from prefect_torch_ddp.storage.protocol import Storage
 
 if TYPE_CHECKING:
     import pandas as pd
+
+GIVEN = ("parameters", "options", "data_options", "arguments", "versions", "split")
+CODE = ("experiment", "workload", "seed", "commit", "is_dirty")
+DATA = ("dataset_id", "digest", "num_files")
+RESULTS = "results"
 
 
 def read_metrics(
@@ -99,7 +105,10 @@ def list_runs(storage: Storage | str | Path, experiment: str | None = None) -> "
         InvalidParamsError: pandas isn't installed.
         StorageError: the storage can't be read.
     """
-    return runs_frame(_storage_of(storage), experiment)
+    pd = import_pandas("list_runs")
+    rows = [_row(record) for record in list_records(_storage_of(storage), experiment)]
+    columns = dict.fromkeys(name for row in rows for name in row) or ["run_id", "experiment"]
+    return pd.DataFrame(rows, columns=list(columns))
 
 
 def compare_runs(storage: Storage | str | Path, a: str, b: str) -> "pd.DataFrame":
@@ -117,7 +126,19 @@ def compare_runs(storage: Storage | str | Path, a: str, b: str) -> "pd.DataFrame
         InvalidParamsError: there is no such run, or pandas isn't installed.
         StorageError: the storage can't be read.
     """
-    return differences_frame(_storage_of(storage), a, b)
+    pd, where = import_pandas("compare_runs"), _storage_of(storage)
+    if a == b:
+        msg = f"compare_runs was given {a!r} twice; give two runs"
+        raise InvalidParamsError(msg)
+    first, second = (dict(_facts(read_record(where, run))) for run in (a, b))
+    names = dict.fromkeys([*first, *second])
+    rows = {
+        name: (first.get(name), second.get(name))
+        for name in sorted(names, key=lambda name: name[0] == RESULTS)
+        if name[0] == RESULTS or first.get(name) != second.get(name)
+    }
+    index = pd.MultiIndex.from_tuples(rows, names=["what", "name"])
+    return pd.DataFrame(list(rows.values()), index, [a, b], dtype=object)
 
 
 def read_result(storage: Storage | str | Path, run_id: str, path: str) -> bytes:
@@ -147,3 +168,49 @@ def _storage_of(storage: Storage | str | Path) -> Storage:
 
         return resolve_storage(storage)
     return storage_from_uri(os.fspath(storage))
+
+
+def _row(record: RunRecord) -> dict[str, Any]:
+    first = ("run_id", "experiment", "workload", "state", "began")
+    model_uris = list(record.model_uris.values())
+    return {
+        **{name: getattr(record, name) for name in first},
+        **_results(record),
+        "commit": record.commit,
+        "is_dirty": record.is_dirty,
+        "model_uri": record.model_uris.get("model", next(iter(model_uris), None)),
+        "cause": record.cause,
+    }
+
+
+def _results(record: RunRecord) -> dict[str, Any]:
+    found, goodput = record.evaluation, record.goodput
+    values: dict[str, Any] = {
+        "duration_s": record.duration_s,
+        "attempts": len(record.attempts),
+        "world_size": record.attempts[-1].world_size if record.attempts else None,
+        "steps": record.num_steps,
+        "epochs": record.num_epochs,
+        "goodput": goodput.share if goodput else None,
+        "best_metric": record.best_metric,
+        "best_value": record.best_value,
+        "accuracy": found.accuracy if found else None,
+        "loss": found.loss if found else None,
+    }
+    # What was trained with has names like what was evaluated: a prefix tells them apart.
+    trained = {f"train.{name}": value for name, value in record.metrics.items()}
+    return {**values, **(found.metrics if found else {}), **trained}
+
+
+def _facts(record: RunRecord) -> Iterator[tuple[tuple[str, str], Any]]:
+    """Yield all that two runs are compared by, under what it is of and its name."""
+    plain = record.model_dump(mode="json")
+    for name in CODE:
+        yield ("code" if name in ("commit", "is_dirty") else "run", name), plain[name]
+    for name in DATA:
+        yield ("data", name), (plain["dataset"] or {}).get(name)
+    for what in GIVEN:
+        for name, value in flat(plain[what]):
+            yield (what, name), value
+    for name, value in {"state": record.state, **_results(record)}.items():
+        yield (RESULTS, name), value

@@ -1,6 +1,6 @@
 """The task that trains: a gang of ranks under supervision, which a retry resumes."""
 
-import time
+from datetime import UTC, datetime
 from typing import Any
 
 from prefect import Task, task
@@ -61,15 +61,8 @@ def is_final(error: BaseException) -> bool:
 
 def failed_attempts(run: Run) -> tuple[FailedAttempt, ...]:
     """Return the run's attempts that failed; those whose own Dask worker died left no record."""
-    return tuple(
-        FailedAttempt(
-            attempt=record.attempt,
-            world_size=record.world_size,
-            step=record.step,
-            summary=record.summary,
-        )
-        for record in read_failures(run.storage, run.run_id)
-    )
+    records = read_failures(run.storage, run.run_id)
+    return tuple(FailedAttempt.model_validate(each, from_attributes=True) for each in records)
 
 
 def _cache_key(_context: TaskRunContext, parameters: dict[str, Any]) -> str:
@@ -100,16 +93,13 @@ def _train(run: Run, dataset: DatasetReport) -> TrainingSummary:
 
 def _train_on_gang(run: Run, dataset: DatasetReport) -> TrainingSummary:
     params, logger = run.params, get_run_logger()
-    began = AttemptBegan(newest_attempt(run.storage, run.run_id) + 1, params.world_size)
-    began_s = time.monotonic()
     about = run.run_id, params.workload, run.experiment, shown_params(params)
-    shown = TrainingProgress(*about, params.world_size, began.attempt)
+    attempt = newest_attempt(run.storage, run.run_id) + 1
+    shown = TrainingProgress(*about, params.world_size, attempt)
 
     def show(event: GangEvent) -> None:
-        nonlocal began, began_s
         report.receive(event)
         if isinstance(event, AttemptBegan):
-            began, began_s = event, time.monotonic()
             of = f" of {params.world_size}" if event.world_size < params.world_size else ""
             words = "attempt %d trains %s on %d ranks%s, dataset %s"
             values = (event.attempt, params.workload, event.world_size, of, dataset.dataset_id)
@@ -135,12 +125,13 @@ def _train_on_gang(run: Run, dataset: DatasetReport) -> TrainingSummary:
             on_event=log_to_run(show, shown),
             **run.gang_options(params.world_size),
         )
+        last = recorder.record.attempts[-1]
         summary = TrainingSummary(
             run_id=run.run_id,
-            attempt=began.attempt,
-            world_size=began.world_size,
+            attempt=last.attempt,
+            world_size=last.world_size,
             failures=failed_attempts(run),
-            duration_s=time.monotonic() - began_s,
+            duration_s=(datetime.now(UTC) - last.began).total_seconds(),
             **values[0],
         )
         recorder.trained(summary)

@@ -2,7 +2,7 @@
 
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
@@ -26,10 +26,9 @@ from prefect_torch_ddp.records.run_record import (
     find_record,
     write_record,
 )
-from prefect_torch_ddp.records.timing import newest_lines
-from prefect_torch_ddp.results import CheckpointRef, TrainingSummary
+from prefect_torch_ddp.records.timing import TimingLine
+from prefect_torch_ddp.results import CheckpointRef, Goodput, TrainingSummary
 from prefect_torch_ddp.storage.protocol import Storage
-from prefect_torch_ddp.tasks.reading import read_goodput
 from prefect_torch_ddp.tasks.record.bus import RunEvents
 from prefect_torch_ddp.tasks.record.draft import plain_value, split_of
 from prefect_torch_ddp.tasks.record.versions import git_commit, versions_for
@@ -145,14 +144,13 @@ class RunRecorder:
                 self._has_news = True
                 raise
 
-    def measure(self) -> None:
+    def measure(self, lines: Sequence[TimingLine], goodput: Goodput | None) -> None:
         """Add what the ranks wrote down of themselves: where their time went, and on what."""
-        run = self._storage, self.record.run_id
-        lines = newest_lines(*run)
         if lines and self._own and self._own[-1].attempt == lines[0].attempt:
             devices = tuple(line.device for line in lines)
             self._own[-1] = self._own[-1].model_copy(update={"devices": devices})
-        self._update(goodput=read_goodput(*run))
+        self._update(goodput=goodput)
+        self._has_news = True
 
     def _is_last(self, error: BaseException) -> bool:
         context = TaskRunContext.get()

@@ -35,7 +35,8 @@ def class_table(evaluation: Report, previous: Report | None = None) -> str:
     lines = []
     for score in evaluation.classes[:MAX_CLASS_ROWS]:
         shares = [f"{share:.3f}" for share in (score.precision, score.recall, score.f1)]
-        change = [_change(score, before.get(score.name))] if before else []
+        old = before.get(score.name)
+        change = [] if not before else [f"{score.f1 - old.f1:+.3f}" if old else "new"]
         lines.append([text(score.name), *shares, *change, count(score.support)])
     num_left_out = len(evaluation.classes) - len(lines)
     ending = f"\n\n{num_left_out} more classes are left out." if num_left_out else ""
@@ -77,10 +78,6 @@ def worst_samples(evaluation: Report) -> str:
     picture = worst_picture(evaluation.worst_samples)
     above = "The samples with the highest losses, the worst first; under each its true class, and"
     return f"{above} what it was taken for.\n\n{picture}" if picture else ""
-
-
-def _change(score: ClassScore, before: ClassScore | None) -> str:
-    return "new" if before is None else f"{score.f1 - before.f1:+.3f}"
 
 
 def _largest_changes(evaluation: Report, before: dict[str, ClassScore]) -> str:

@@ -168,22 +168,26 @@ class LiveReport:
                 # Asked before writing: what is written after the flag went up is the end.
                 last = self._is_over
                 age_s = time.monotonic() - self._started_s
-                if self._recorder is not None:
-                    if last:
-                        self._try("measure the run", self._recorder.measure)
-                    self._try("write the run's record", self._recorder.write)
+                self._write_record()
                 if last or age_s >= next_read_s:
                     next_read_s = age_s + max(self._interval_s, age_s * READ_SHARE)
                     self._read(is_last=last)
+                if last and self._recorder is not None:
+                    self._recorder.measure(self._shown.get("ranks", ()), self._shown.get("goodput"))
+                    self._write_record()
                 self._try("be written", partial(self._write, stack))
                 if not last:
                     self._wake.wait(self._interval_s)
                     self._wake.clear()
 
+    def _write_record(self) -> None:
+        if self._recorder is not None:
+            self._try("write the run's record", self._recorder.write)
+
     def _read(self, *, is_last: bool) -> None:
         at = self._storage, self._training.run_id
         readings: dict[str, Any] = {
-            "curves": lambda: self._read_curves(is_last=is_last),
+            "curves": self._read_curves,
             "ranks": lambda: self._read_ranks(is_last=is_last),
         }
         age_s = time.monotonic() - self._started_s
@@ -203,14 +207,14 @@ class LiveReport:
     def _take(self, name: str, read: Callable[[], Any]) -> None:
         self._shown[name] = read()
 
-    def _read_curves(self, *, is_last: bool) -> Curves:
+    def _read_curves(self) -> Curves:
         if records := read_new_records(self._storage, self._training.run_id, self._known):
             self._num_records += len(records)
             self._curves.add(records)
             curves = self._curves.snapshot()
             self._shown |= {"curves": curves, "picture": render_curves(curves)}
             with self._lock:
-                self._has_news |= not is_last
+                self._has_news = True
         shown: Curves = self._shown.get("curves", Curves())
         return shown
 

@@ -91,9 +91,9 @@ def size(num_bytes: float) -> str:
     return f"{num_bytes:,.3g} TB"
 
 
-def percent(share: float) -> str:
+def percent(share: float, num_digits: int = 2) -> str:
     """Show a share of one in percent."""
-    return f"{100 * share:.2f} %" if math.isfinite(share) else number(share)
+    return f"{100 * share:.{num_digits}f} %" if math.isfinite(share) else number(share)
 
 
 def duration(seconds: float) -> str:

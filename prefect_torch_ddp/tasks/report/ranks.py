@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from prefect_torch_ddp.records.timing import TimingLine, waiting_cost
 from prefect_torch_ddp.results import Goodput
-from prefect_torch_ddp.tasks.report.markdown import count, duration, number, table, text
+from prefect_torch_ddp.tasks.report.markdown import count, duration, number, percent, table, text
 
 MAX_RANK_ROWS = 64
 NAMED_FROM = 0.1
@@ -53,9 +53,8 @@ def awaited_rank(lines: Sequence[TimingLine]) -> str:
     slowest, cost = waiting_cost(lines)
     if slowest is None or cost < NAMED_FROM:
         return ""
-    return (
-        f"others wait {_percent(cost)} of the time for rank {slowest.rank} on {text(slowest.host)}"
-    )
+    who = f"rank {slowest.rank} on {text(slowest.host)}"
+    return f"others wait {percent(cost, 0)} of the time for {who}"
 
 
 def rank_table(lines: Sequence[TimingLine]) -> str:
@@ -85,13 +84,13 @@ def goodput_table(goodput: Goodput | None) -> str:
         return ""
     parts = [(getattr(goodput, name), words) for name, words in GOODPUT_PARTS.items()]
     rows = [
-        [words, duration(spent_s), _percent(spent_s / goodput.wall_s)]
+        [words, duration(spent_s), percent(spent_s / goodput.wall_s, 0)]
         for spent_s, words in sorted(parts, reverse=True)
         if spent_s >= SHOWN_FROM_S
     ]
     times = "attempt" if goodput.num_attempts == 1 else "attempts"
     whole = f"{duration(goodput.wall_s)}, in {goodput.num_attempts} {times}"
-    says = f"**{_percent(goodput.share)}** of {whole}, went into steps that count."
+    says = f"**{percent(goodput.share, 0)}** of {whole}, went into steps that count."
     return f"{says}\n\n{table(['what', 'time', 'share'], rows)}"
 
 
@@ -100,7 +99,7 @@ def _rank_row(line: TimingLine) -> list[str]:
     speed = number(line.num_samples / total_s) if total_s > 0 else ""
 
     def share(spent_s: float) -> str:
-        return _percent(spent_s / total_s) if total_s > 0 else ""
+        return percent(spent_s / total_s, 0) if total_s > 0 else ""
 
     return [
         str(line.rank),
@@ -114,10 +113,6 @@ def _rank_row(line: TimingLine) -> list[str]:
         _size(line.rss_bytes),
         _size(line.cuda_bytes),
     ]
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.0f} %"
 
 
 def _size(num_bytes: int) -> str:
