@@ -110,7 +110,7 @@ def _train_on_gang(run: Run, dataset: DatasetReport) -> TrainingSummary:
         LiveReport(run.storage, shown, recorder, is_published=True) as report,
         current_client() as client,
     ):
-        if began.attempt > 1:
+        if attempt > 1:
             # Dask runs the task of a retired worker again at once, elsewhere: this attempt must
             # not fence off the last checkpoint of the one that stops there.
             client.sync(until_gone, client, f"{run.run_id} train", params.stop_grace_s)
