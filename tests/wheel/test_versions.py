@@ -32,15 +32,15 @@ def lowest() -> list[str]:
 
 @pytest.mark.parametrize("versions", ["lowest", "newest"])
 def test_the_examples_run(versions: str, tmp_path: Path) -> None:
-    """In an empty environment, with a Prefect server of its own versions, and all extras but
-    cuda's installable beside it."""
+    """In an empty environment with the extras, by a Prefect server of those versions; the extra
+    cuda, which pins Dask, can be installed."""
     python, given = tmp_path / "env/bin/python", tmp_path / "constraints.txt"
     interpreter = os.environ.get("PTD_PYTHON", sys.executable)
     subprocess.run([interpreter, "-m", "venv", tmp_path / "env"], check=True)
     given.write_text("\n".join(lowest() if versions == "lowest" else []))
     pip(python, "install", "--constraint", str(given), f"{ROOT}[analysis,jobqueue]")
     pip(python, "check")
-    pip(python, "install", "--dry-run", "--constraint", str(given), f"{ROOT}[cuda]")
+    pip(python, "install", "--dry-run", f"{ROOT}[cuda]")
     results = {}
     for example in EXAMPLES:
         folder = tmp_path / name_of(example).removesuffix(".py")
