@@ -13,6 +13,13 @@ from distributed import Client
 
 from prefect_torch_ddp import CheckpointParams, ClusterParams, TrainParams, train_flow
 from tests.integration.clusters.processes import Site
+from tests.integration.tasks.test_cancel import (
+    check_cancelled,
+    flow_process,
+    params_of,
+    ranks_of,
+    wait_for_checkpoint,
+)
 from tests.support.gangs import by_rank, pids_in
 from tests.support.runs import flow_run_id_of, logs_of, task_runs_of
 from tests.support.waiting import HANG_S, wait_until
@@ -75,6 +82,7 @@ def end_a_job(site: Site, folder: Path) -> int:
     return seen
 
 
+@pytest.mark.extended
 def test_a_job_that_ends_costs_nothing(site: Site, tmp_path: Path) -> None:
     """All ranks stop and save before its end; with the next job they go on, without a retry."""
     folder = tmp_path / "marks"
@@ -137,3 +145,16 @@ def test_a_cancelled_job_costs_a_retry(site: Site, tmp_path: Path) -> None:
     assert {runs[name].state_name for name in ("prepare", "evaluate", "publish")} == {"Completed"}
     last = {f"[rank {rank}] step {NUM_STEPS}" for rank in (0, 1)}
     wait_until(lambda: last <= set(by_rank(line.message for line in logs_of(flow_run_id))))
+
+
+@pytest.mark.extended
+def test_a_cancelled_run_ends_its_jobs(site: Site, tmp_path: Path) -> None:
+    """SIGTERM of the flow, as Prefect's cancel sends it: saved, Cancelled, and no job is left."""
+    params = params_of(tmp_path, cluster=example(site, tmp_path), workers_timeout_s=120)
+    with flow_process(tmp_path, params.model_dump_json()) as process:
+        ranks_of(tmp_path)
+        wait_for_checkpoint(tmp_path)
+        process.terminate()
+        process.wait(2 * HANG_S)
+    check_cancelled(tmp_path)
+    wait_until(lambda: not site.job_ids() and not site.processes())
