@@ -10,6 +10,7 @@ import struct
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -120,9 +121,9 @@ def payloads(folder: Path) -> Iterator[bytes]:
 
 
 def test_a_stranger_at_every_socket(tls_cluster: SeparateCluster, tmp_path: Path) -> None:
-    """Whatever comes to any port of a running gang, its agents and its scheduler, nothing of it
-    is run, and the gang ends as it would have. Everything listens at the address that workers and
-    ranks were given, at no other."""
+    """Whatever comes to any port of a running gang, its agents and its scheduler, and into all keys
+    of its store, nothing of it is run, and the gang ends as it would have. Everything listens at
+    the address that workers and ranks were given, at no other."""
     folder, ran = tmp_path / "gang", tmp_path / "ran"
     folder.mkdir()
     with (
@@ -143,12 +144,26 @@ def test_a_stranger_at_every_socket(tls_cluster: SeparateCluster, tmp_path: Path
                 stranger = connections.enter_context(socket.create_connection(at, HANG_S))
                 with suppress(OSError):  # it hung up on us
                     stranger.sendall(said)
+            spoil_store(int((folder / "port").read_text()), pickle.dumps(Bomb(ran)))
         finally:
             (folder / "enough").touch()
         assert gang.result(HANG_S) == [2.0, 2.0]
     assert not ran.exists()
     pickle.loads(pickle.dumps(Bomb(ran)))
     assert ran.exists(), "it would have"
+
+
+def spoil_store(port: int, said: bytes) -> None:
+    """Put something else under each key of a store, as torch's own client does, unasked."""
+    import torch.distributed as dist
+
+    own = {"is_master": False, "wait_for_workers": False}
+    store = dist.TCPStore("127.0.0.1", port, timeout=timedelta(seconds=HANG_S), **own)
+    keys = store.list_keys()
+    assert keys, "it lets everybody in"
+    for key in keys:
+        store.set(key, said)
+    assert {store.get(key) for key in keys} == {said}
 
 
 def ports_of(process: psutil.Process) -> set[tuple[str, int]]:

@@ -260,6 +260,7 @@ def meet_until(folder: str) -> float:
     import torch
     import torch.distributed as dist
 
+    write_pid(folder, "port", os.environ["MASTER_PORT"])
     write_pid(folder, dist.get_rank())
     is_over = torch.zeros(1)
     while not is_over:
