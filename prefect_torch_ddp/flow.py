@@ -1,5 +1,7 @@
 """The flow train-ddp, level 3: from parameters to a published, evaluated model."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from uuid import UUID
 
@@ -83,11 +85,7 @@ def evaluate_flow(
     params = params.model_copy(update={"cluster": cluster or params.cluster})
     source = None if params.source is None else resolve_source(params.source)
     run = Run(point.run_id, params, own, dataset_id, experiment, source=source)
-    api_url = str(get_client(sync_client=True).api_url)
-    with (
-        closed_if_killed(UUID(flow_run.id), _grace_s(params)),
-        temporary_settings({PREFECT_API_URL: api_url}),
-    ):
+    with _served(params):
         connect(params, own)
         chosen = checkpoint_ref(own, manifest)
         return result_of(evaluate.submit(run, chosen, params.world_size), params.stop_grace_s)
@@ -95,12 +93,7 @@ def evaluate_flow(
 
 def _run(run: Run, params: TrainParams) -> TrainReport:
     grace_s = params.stop_grace_s
-    # Without a server each Dask worker would start one of its own: all use the flow run's.
-    api_url = str(get_client(sync_client=True).api_url)
-    with (
-        closed_if_killed(UUID(flow_run.id), _grace_s(params)),
-        temporary_settings({PREFECT_API_URL: api_url}),
-    ):
+    with _served(params):
         with Display("cluster") as display:
             display.show("starting, or connecting to it")
             display.turn()
@@ -132,9 +125,17 @@ def _run(run: Run, params: TrainParams) -> TrainReport:
     return report.model_copy(update={"flow_run_url": url})
 
 
-def _grace_s(params: TrainParams) -> float:
-    """How long task runs get to end after the flow's death: on another's cluster in good order."""
-    return params.stop_grace_s + OTHERS_GRACE_S if params.cluster.address else OURS_GRACE_S
+@contextmanager
+def _served(params: TrainParams) -> Iterator[None]:
+    """Have all tasks use the flow run's server, and end should the flow's process be killed."""
+    # On another's cluster in good order.
+    grace_s = params.stop_grace_s + OTHERS_GRACE_S if params.cluster.address else OURS_GRACE_S
+    # Without a configured server each Dask worker would start one of its own.
+    api_url = str(get_client(sync_client=True).api_url).rstrip("/")
+    is_configured = (PREFECT_API_URL.value() or "").rstrip("/") == api_url
+    settings = nullcontext() if is_configured else temporary_settings({PREFECT_API_URL: api_url})
+    with closed_if_killed(UUID(flow_run.id), grace_s), settings:
+        yield
 
 
 def _train(
