@@ -21,7 +21,12 @@ from prefect_torch_ddp.errors import SchedulerLostError, TaskCancelled, WorkerLo
 from prefect_torch_ddp.params import ClusterParams, TrainParams
 from prefect_torch_ddp.results import DatasetReport, Report, TrainingSummary, TrainReport
 from prefect_torch_ddp.tasks.blocks import fingerprint_of, resolve_source, resolve_storage
-from prefect_torch_ddp.tasks.cluster import connect, is_supervisor_loss, result_of
+from prefect_torch_ddp.tasks.cluster import (
+    connect,
+    is_supervisor_loss,
+    result_of,
+    with_ranks_placed,
+)
 from prefect_torch_ddp.tasks.evaluate import chosen_checkpoint, evaluate
 from prefect_torch_ddp.tasks.prepare import prepare
 from prefect_torch_ddp.tasks.publish import publish
@@ -55,7 +60,8 @@ def train_flow(params: TrainParams = DEFAULTS) -> TrainReport:
             wrote its checkpoint.
     """
     try:
-        return _run(_check(params), params)
+        placed = with_ranks_placed(params)
+        return _run(_check(placed), placed)
     except (TaskCancelled, *SIGNALS) as cancelled:
         why = f"cancelled: {cancelled}" if isinstance(cancelled, TaskCancelled) else "cancelled"
         state: Any = Cancelled(message=why)  # Prefect takes a state for what it is
@@ -82,7 +88,9 @@ def evaluate_flow(
     point = parse_resume_from(checkpoint, own, resolve_storage)
     manifest = point.manifest()
     params, dataset_id, experiment = recorded_params(own, point.run_id)
-    params = params.model_copy(update={"cluster": cluster or params.cluster})
+    if cluster is not None:
+        params = params.model_copy(update={"cluster": cluster, "ranks_per_worker": None})
+    params = with_ranks_placed(params)
     source = None if params.source is None else resolve_source(params.source)
     run = Run(point.run_id, params, own, dataset_id, experiment, source=source)
     with _served(params):

@@ -261,16 +261,6 @@ class TrainParams(ContextParams):
     """How often a failed training is restarted at once, on warm workers, before Prefect's retries
     count."""
 
-    def ranks_on_each_worker(self) -> int:
-        """Return the number of ranks that one Dask worker holds.
-
-        Ranks of one worker are forked from one process that has torch loaded; each further worker
-        would load it again, 3 s of a core, for a cluster that lives as long as one run.
-        """
-        if self.ranks_per_worker is None and self.cluster == ClusterParams():
-            return self.world_size
-        return self.ranks_per_worker or 1
-
     @model_validator(mode="after")
     def _check_train(self) -> Self:
         if self.evaluate_on == "best" and self.checkpoint.best_metric is None:

@@ -2,6 +2,7 @@
 
 import functools
 import logging
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ logger = logging.getLogger(__name__)
 LEAVING = (Status.closing_gracefully, Status.closing, Status.closed, Status.failed)
 CALLERS: Counter[str] = Counter()
 """How many gangs are called from each Dask worker of this process, by address."""
+_COUNTING = threading.Lock()
 
 LIVENESS_TIMEOUT_S = 60.0
 """For callers, agents, workers and the scheduler. Another task may hold the GIL of a shared
@@ -92,16 +94,25 @@ def is_unwanted(worker: Worker, key: object) -> bool:
 @contextmanager
 def calling() -> Iterator[None]:
     """Have the Dask worker whose task this is, if any, wait when it closes."""
-    try:
-        address = get_worker().address
-    except ValueError:
+    # No yield within an except: what a gang raises would seem to come of "No worker found".
+    address = _own_address()
+    if address is None:
         yield
         return
-    CALLERS[address] += 1
+    with _COUNTING:
+        CALLERS[address] += 1
     try:
         yield
     finally:
-        CALLERS[address] -= 1
+        with _COUNTING:
+            CALLERS[address] -= 1
+
+
+def _own_address() -> str | None:
+    try:
+        return str(get_worker().address)
+    except ValueError:
+        return None
 
 
 def own_worker_leaves() -> bool:

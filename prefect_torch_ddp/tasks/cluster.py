@@ -33,7 +33,7 @@ from prefect_torch_ddp.errors import (
 from prefect_torch_ddp.gang.caller.placement import num_workers_needed
 from prefect_torch_ddp.gang.liveness import liveness_timeout_s
 from prefect_torch_ddp.gang.warm import warm
-from prefect_torch_ddp.params import TrainParams
+from prefect_torch_ddp.params import ClusterParams, TrainParams
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.storage.protocol import Storage
 from prefect_torch_ddp.tasks.watch.cancel import SIGNALS, stop_task
@@ -81,10 +81,7 @@ def connect(params: TrainParams, storage: Storage) -> None:
     """
     runner = _runner()
     cluster = params.cluster
-    try:
-        already = distributed.get_client()
-    except ValueError:
-        already = None
+    already = _open_client()
     if already is not None and (cluster.address or cluster.cluster_class):
         address = already.scheduler.address if already.scheduler else already.status
         do = "close it, or leave params.cluster empty"
@@ -104,6 +101,30 @@ def connect(params: TrainParams, storage: Storage) -> None:
     if isinstance(storage, DirectoryStorage):
         _refuse_unshared(client, storage)
     warm(client, params.workload)
+
+
+def with_ranks_placed(params: TrainParams) -> TrainParams:
+    """Return parameters that say how many ranks a Dask worker holds.
+
+    Where this run is to start a local cluster of its own, and nothing is said of it, one worker
+    holds all: they are forked from one process that has torch loaded. Each further worker would
+    load it again, 3 s of a core, for a cluster that lives as long as the run.
+    """
+    if params.ranks_per_worker is not None:
+        return params
+    runner, like_any = _runner(), DaskTaskRunner()
+    names = ("address", "_cluster", "cluster_class", "cluster_kwargs")
+    is_ours = all(getattr(runner, name) == getattr(like_any, name) for name in names)
+    nothing_said = params.cluster == ClusterParams() and params.min_world_size is None
+    one_worker = is_ours and nothing_said and _open_client() is None
+    return params.model_copy(update={"ranks_per_worker": params.world_size if one_worker else 1})
+
+
+def _open_client() -> distributed.Client | None:
+    try:
+        return distributed.get_client()
+    except ValueError:
+        return None
 
 
 def _refuse_unshared(client: distributed.Client, storage: DirectoryStorage) -> None:
@@ -147,7 +168,7 @@ def _configure(runner: DaskTaskRunner, params: TrainParams) -> None:
         runner.cluster_kwargs = dict(cluster.cluster_kwargs)
         return
     runner.cluster_class = local_cluster
-    ranks_each = params.ranks_on_each_worker()
+    ranks_each = params.ranks_per_worker or 1
     num_workers = num_workers_needed(params.world_size, ranks_each)
     shape = {"n_workers": num_workers, "ranks_per_worker": ranks_each}
     runner.cluster_kwargs = {**shape, **cluster.cluster_kwargs}
@@ -218,9 +239,10 @@ def current_client() -> Iterator[distributed.Client]:
     (prefect_dask.get_dask_client keeps the thread, and a gang as large as the cluster would
     never start.)
     """
-    try:
+    worker = None
+    with contextlib.suppress(ValueError):
         worker = distributed.get_worker()
-    except ValueError:
+    if worker is None:
         yield _runner().client
         return
     key = thread_state.key

@@ -16,6 +16,7 @@ from prefect.logging import get_run_logger
 from prefect.tasks import TaskOptions
 from prefect.utilities.context import get_task_and_flow_run_ids
 
+from prefect_torch_ddp.checkpoint.attempts import newest_attempt
 from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.gang.checks import checked
 from prefect_torch_ddp.gang.run import run_gang
@@ -37,6 +38,7 @@ from prefect_torch_ddp.tasks.run import (
     resume_point,
     run_id_of,
     slug,
+    wait_for_earlier,
     weights_from,
 )
 from prefect_torch_ddp.tasks.train import is_final, is_worth_a_retry
@@ -169,6 +171,8 @@ def run_as_task(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str
     recorder = _recorder(task, fn, run_id, storage, arguments, weights_from=origin)
     report = LiveReport(storage, shown, recorder)
     with report, current_client() as client, display_here():
+        if newest_attempt(storage, run_id):
+            wait_for_earlier(client, run_id, params)
         values: list[Any] = run_gang(
             client,
             RUN_TASK,
@@ -233,6 +237,7 @@ def gang_report(name: str, storage: str | None = None) -> Iterator[dict[str, Any
         InvalidParamsError: it is called outside of a flow run, or the storage can't be used.
     """
     own = resolve_storage(storage or TaskParams().storage)
+    own.check_writable()
     prefect_id = next(filter(None, get_task_and_flow_run_ids()), None)
     if prefect_id is None:
         msg = "gang_report shows a gang in a Prefect run, and there is none: call it in a flow"

@@ -20,7 +20,9 @@ from prefect_torch_ddp.checkpoint.attempts import claim_attempt, claim_attempt_a
 from prefect_torch_ddp.checkpoint.manifest import list_manifests
 from prefect_torch_ddp.checkpoint.resume_point import ResumePoint, parse_resume_from
 from prefect_torch_ddp.checkpoint.run_files import read_failures, write_failure
+from prefect_torch_ddp.errors import GangError
 from prefect_torch_ddp.gang.caller.lines import rank_text, stack_line
+from prefect_torch_ddp.gang.caller.workers import until_gone
 from prefect_torch_ddp.params import ContextParams, GangOptions, TrainParams
 from prefect_torch_ddp.protocol.events import (
     FailureRecord,
@@ -40,6 +42,8 @@ from prefect_torch_ddp.tasks.watch.terminal import Teller
 
 if TYPE_CHECKING:
     import logging
+
+    from distributed import Client
 
 
 # Named, not imported: what it leads to loads torch, which only ranks do.
@@ -86,7 +90,6 @@ class Run:
         """Return the options of a gang of so many ranks for one stage."""
         derived: GangOptions = {
             "min_world_size": min(self.params.min_world_size or world_size, world_size),
-            "ranks_per_worker": self.params.ranks_on_each_worker(),
         }
         return {**self.params.options_of_gang(), **derived, **changes}
 
@@ -216,6 +219,17 @@ def log_to_run(
 
 
 MAX_PARALLEL = 16
+
+
+def wait_for_earlier(client: "Client", name: str, params: ContextParams) -> None:
+    """Wait until a gang of this name has stopped, for as long as one gets to stop.
+
+    Dask runs the task of a retired worker again at once, elsewhere: that attempt must not fence
+    off the last checkpoint of the one that still stops there.
+    """
+    limit_s = params.stop_grace_s
+    with suppress(GangError):  # workers that can't be asked: the gang that comes says so
+        client.sync(until_gone, client, name, params.resources or {}, limit_s)
 
 
 @dataclass

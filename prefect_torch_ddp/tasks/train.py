@@ -23,7 +23,6 @@ from prefect_torch_ddp.errors import (
     SupersededError,
     VersionConflictError,
 )
-from prefect_torch_ddp.gang.caller.workers import until_gone
 from prefect_torch_ddp.gang.run import run_gang
 from prefect_torch_ddp.protocol.events import AttemptBegan, GangEvent
 from prefect_torch_ddp.results import DatasetReport, FailedAttempt, TrainingSummary
@@ -32,7 +31,14 @@ from prefect_torch_ddp.tasks.record.draft import draft_record, plain_values
 from prefect_torch_ddp.tasks.record.recorder import RunRecorder
 from prefect_torch_ddp.tasks.report.live import LiveReport
 from prefect_torch_ddp.tasks.report.progress import TrainingProgress, shown_params
-from prefect_torch_ddp.tasks.run import RUN_STAGE, Run, RunAttemptLog, log_to_run, weights_from
+from prefect_torch_ddp.tasks.run import (
+    RUN_STAGE,
+    Run,
+    RunAttemptLog,
+    log_to_run,
+    wait_for_earlier,
+    weights_from,
+)
 from prefect_torch_ddp.tasks.watch.cancel import or_cancelled
 from prefect_torch_ddp.tasks.workload import path_of
 
@@ -111,9 +117,7 @@ def _train_on_gang(run: Run, dataset: DatasetReport) -> TrainingSummary:
         current_client() as client,
     ):
         if attempt > 1:
-            # Dask runs the task of a retired worker again at once, elsewhere: this attempt must
-            # not fence off the last checkpoint of the one that stops there.
-            client.sync(until_gone, client, f"{run.run_id} train", params.stop_grace_s)
+            wait_for_earlier(client, f"{run.run_id} train", params)
         values = run_gang(
             client,
             RUN_STAGE,

@@ -134,11 +134,13 @@ def too_few_text(  # noqa: PLR0913, PLR0917 - the numbers that it says
     )
 
 
-async def until_gone(client: Client, gang_name: str, limit_s: float) -> None:
+async def until_gone(
+    client: Client, gang_name: str, resources: Mapping[str, float], limit_s: float
+) -> None:
     """Wait while a gang of this name holds workers, but no longer than the limit."""
     until_s = time.monotonic() + limit_s
     while time.monotonic() < until_s:
-        found = await identify(client, list(await running_workers(client)))
+        found = await identify(client, with_resources(await running_workers(client), resources))
         if all(worker.occupant != f"gang {gang_name!r}" for worker in found):
             return
         await asyncio.sleep(POLL_S)

@@ -117,7 +117,10 @@ CONTRACT: dict[str, Callable[[RankLaunch], object]] = {
 """The environment that torchrun gives each rank."""
 
 
-PREFECTS = re.compile(r"PREFECT_\w*(KEY|AUTH_STRING|CONNECTION_URL|PASSWORD|CUSTOM_HEADERS)")
+PREFECTS = re.compile(
+    r"PREFECT_\w*(KEY|AUTH_STRING|(CONNECTION|DOCKET|MESSAGING)_URL|PASSWORD|CUSTOM_HEADERS)",
+    re.IGNORECASE,
+)
 """Prefect's own credentials. A Dask worker needs them, its ranks don't: they load no Prefect."""
 
 

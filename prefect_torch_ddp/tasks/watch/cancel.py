@@ -9,6 +9,7 @@ from http import HTTPStatus
 from typing import Any, ParamSpec, TypeVar
 from uuid import UUID
 
+from distributed.threadpoolexecutor import secede
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.objects import State
 from prefect.exceptions import (
@@ -21,7 +22,7 @@ from prefect.logging import get_run_logger
 from prefect.states import Cancelled
 from prefect_dask.task_runners import PrefectDaskFuture
 
-from prefect_torch_ddp.errors import GangCancelledError
+from prefect_torch_ddp.errors import GangCancelledError, SupersededError
 from prefect_torch_ddp.gang.liveness import own_worker_leaves
 
 P = ParamSpec("P")
@@ -40,12 +41,17 @@ def or_cancelled(work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
     """Do a task's work, or return the state Cancelled: no failure, so it is never tried again."""
     try:
         return work(*args, **kwargs)
-    except GangCancelledError as error:
+    except (GangCancelledError, SupersededError) as error:
         get_run_logger().warning("%s", error)
         if own_worker_leaves():
             # Dask or the flow runs the task again elsewhere: what this one said would be taken
-            # for the word of that one. The thread ends with its process.
+            # for the word of that one. The thread ends with its process, which doesn't wait for
+            # a thread that has left the worker's pool.
+            with suppress(KeyError):
+                secede(adjust=False)
             threading.Event().wait()
+        if isinstance(error, SupersededError):
+            raise
         state: Any = Cancelled(message=str(error))  # Prefect takes a state for what it is
         return state  # type: ignore[no-any-return]
 

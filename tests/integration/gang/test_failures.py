@@ -51,6 +51,7 @@ def test_the_right_rank_is_blamed(
         assert error.__cause__ is None if expected is None else type(error.__cause__) is expected
     if how.startswith("SIG"):
         assert error.failure.stderr_tail[-1] == "last words"
+    assert error.__context__ in {None, error.__cause__}, "it comes of nothing else"
     again = pickle.loads(pickle.dumps(error))
     assert str(again) == str(error)
     assert type(again.__cause__) is type(error.__cause__)

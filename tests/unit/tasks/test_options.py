@@ -38,21 +38,6 @@ def test_all_levels_have_all_options_of_a_gang() -> None:
     assert differing == {"world_size", "max_restarts", "progress_timeout_s"}
 
 
-@pytest.mark.parametrize(
-    ("given", "expected"),
-    [
-        ({}, 3),
-        ({"cluster": {"cluster_kwargs": {"n_workers": 3}}}, 1),
-        ({"cluster": {"address": "tcp://a:8786"}}, 1),
-        ({"cluster": {"cluster_class": "a.B"}, "ranks_per_worker": 2}, 2),
-        ({"ranks_per_worker": 1}, 1),
-    ],
-)
-def test_a_cluster_of_a_runs_own_has_one_worker_for_all_ranks(given: Any, expected: int) -> None:
-    """Unless anything is said of the cluster, or of the ranks on a worker."""
-    assert TrainParams(world_size=3, **given).ranks_on_each_worker() == expected
-
-
 def test_the_form_is_in_order_and_explains_each_field() -> None:
     """A run's own fields come before those of its training and of its gang."""
 
