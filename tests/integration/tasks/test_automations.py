@@ -24,7 +24,7 @@ from tests.support.waiting import wait_until
 
 pytestmark = [
     pytest.mark.extended,
-    pytest.mark.timeout(400),
+    pytest.mark.timeout(600),
     pytest.mark.usefixtures("prefect_api"),
 ]
 
@@ -76,7 +76,7 @@ def test_a_committed_checkpoint_is_evaluated(dask_cluster: LocalCluster, tmp_pat
     wait_until(
         lambda: any(run.state_name == "Completed" for run in evaluations()),
         what="an evaluation that is completed",
-        timeout_s=120,
+        timeout_s=300,
     )
     uris = {run.parameters["checkpoint"] for run in evaluations()}
     assert all(f"/runs/{report.run_id}/checkpoints/step-" in uri for uri in uris)
