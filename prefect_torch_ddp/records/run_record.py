@@ -7,7 +7,7 @@ all runs and the previous one is found without reading them all.
 import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from datetime import UTC, datetime
+from datetime import UTC
 from typing import Any, Literal
 
 from pydantic import AwareDatetime, ConfigDict, ValidationError
@@ -94,6 +94,9 @@ class RunRecord(Result):
     metrics: Mapping[str, float] = {}
     """The newest values of rank 0."""
     best_metric: str | None = None
+    """By which checkpoints are the best."""
+    best_mode: Literal["max", "min"] = "max"
+    """Which of its values are."""
     best_value: float | None = None
     """Of `best_metric`, in the checkpoint that is best by it."""
     checkpoint: CheckpointRef | None = None
@@ -168,37 +171,25 @@ def list_records(storage: Storage, experiment: str | None = None) -> list[RunRec
     return sorted(kept, key=lambda record: record.began, reverse=True)
 
 
-def previous_run(
-    storage: Storage,
-    experiment: str,
-    before: datetime,
-    but: str = "",
-    weights_from: str | None = None,
-) -> RunRecord | None:
-    """Return the newest completed run of an experiment that began before a time.
+def previous_run(storage: Storage, record: RunRecord) -> RunRecord | None:
+    """Return the run to compare a run with: its experiment's newest completed one before it.
 
     Of a run that began with the weights of another one it is that one.
-
-    Args:
-        storage: where the runs are.
-        experiment: of the run that asks.
-        before: when that run began.
-        but: that run's id, which isn't returned.
-        weights_from: the id of the run with whose weights that run began.
 
     Raises:
         StorageError: the storage can't be read.
     """
-    stored = [each for each in _stored(storage, experiment) if _run_id_of(each.key) != but]
-    origin = [each for each in stored if _run_id_of(each.key) == weights_from]
+    of_all = _stored(storage, record.experiment)
+    stored = [each for each in of_all if _run_id_of(each.key) != record.run_id]
+    origin = [each for each in stored if _run_id_of(each.key) == record.weights_from]
     if (found := next(read_records(storage, origin), None)) is not None:
         return found
     stored.sort(key=lambda each: each.key, reverse=True)
     for first in range(0, len(stored), BATCH):
-        for record in read_records(storage, stored[first : first + BATCH]):
-            is_before = record.began < before and record.run_id != but
-            if is_before and (record.experiment, record.state) == (experiment, "completed"):
-                return record
+        for old in read_records(storage, stored[first : first + BATCH]):
+            is_of_it = (old.experiment, old.state) == (record.experiment, "completed")
+            if is_of_it and old.began < record.began:
+                return old
     return None
 
 

@@ -24,13 +24,12 @@ from prefect_torch_ddp.gang.checks import checked
 from prefect_torch_ddp.gang.run import run_gang
 from prefect_torch_ddp.params import ContextOptions, ContextParams
 from prefect_torch_ddp.rank.context import RankContext
-from prefect_torch_ddp.storage.protocol import Storage
 from prefect_torch_ddp.tasks.blocks import resolve_storage
 from prefect_torch_ddp.tasks.cluster import current_client
 from prefect_torch_ddp.tasks.record.draft import draft_record, plain_values
 from prefect_torch_ddp.tasks.record.recorder import RunRecorder
 from prefect_torch_ddp.tasks.report.live import LiveReport
-from prefect_torch_ddp.tasks.report.progress import TrainingProgress, shown_params
+from prefect_torch_ddp.tasks.report.progress import TrainingProgress
 from prefect_torch_ddp.tasks.run import (
     RUN_TASK,
     RunAttemptLog,
@@ -42,7 +41,7 @@ from prefect_torch_ddp.tasks.run import (
     wait_for_earlier,
     weights_from,
 )
-from prefect_torch_ddp.tasks.train import is_final, is_worth_a_retry
+from prefect_torch_ddp.tasks.train import is_worth_a_retry
 from prefect_torch_ddp.tasks.watch.cancel import or_cancelled
 from prefect_torch_ddp.tasks.watch.terminal import display_here
 from prefect_torch_ddp.tasks.watch.watched_task import WatchedTask
@@ -166,10 +165,18 @@ def run_as_task(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str
     resume_from = resume_point(params, storage, run_id, task.name)
     get_run_logger().info("trains as run %s in %s", run_id, storage.uri)
     arguments = inspect.signature(task.fn).bind(*args, **kwargs).arguments
-    given = shown_params(params, arguments)
-    shown = TrainingProgress(run_id, task.name, task.name, given, params.world_size or 0)
-    origin = weights_from(resume_from)
-    recorder = _recorder(task, fn, run_id, storage, arguments, weights_from=origin)
+    shown = TrainingProgress(params.world_size or 0)
+    draft = draft_record(
+        params,
+        run_id,
+        task.name,
+        storage,
+        workload=f"{fn.__module__}:{fn.__qualname__}",
+        arguments=plain_values(arguments),
+        weights_from=weights_from(resume_from),
+    )
+    source = Path(getattr(getattr(fn, "__code__", None), "co_filename", ""))
+    recorder = RunRecorder(storage, draft, source if source.is_file() else None)
     report = LiveReport(storage, shown, recorder)
     with report, current_client() as client, display_here():
         if newest_attempt(storage, run_id):
@@ -192,21 +199,6 @@ def run_as_task(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str
         )
         recorder.returned(values[0])
     return values[0]
-
-
-def _recorder(
-    task: GangTask[..., Any],
-    fn: Callable[..., Any],
-    run_id: str,
-    storage: Storage,
-    arguments: Mapping[str, Any],
-    **more: Any,
-) -> RunRecorder:
-    named = {"workload": f"{fn.__module__}:{fn.__qualname__}", "arguments": plain_values(arguments)}
-    draft = draft_record(task.params, run_id, task.name, storage, **named, **more)
-    source = Path(getattr(getattr(fn, "__code__", None), "co_filename", ""))
-    best_mode = task.params.checkpoint.best_mode
-    return RunRecorder(storage, draft, source if source.is_file() else None, best_mode, is_final)
 
 
 def _run_id(
@@ -244,7 +236,7 @@ def gang_report(name: str, storage: str | None = None) -> Iterator[dict[str, Any
         raise InvalidParamsError(msg)
     run_id = run_id_of(name, prefect_id)
     draft = draft_record(None, run_id, name, own, workload=name)
-    shown = TrainingProgress(run_id, name, name)
+    shown = TrainingProgress()
     with LiveReport(own, shown, RunRecorder(own, draft)) as report, display_here():
         yield {
             "name": run_id,

@@ -1,7 +1,5 @@
 """The task that publishes a finished run: its report and its tables, as artifacts."""
 
-from datetime import UTC, datetime
-
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 from prefect.client.orchestration import get_client
@@ -31,11 +29,11 @@ from prefect_torch_ddp.results import (
 )
 from prefect_torch_ddp.storage.protocol import Storage
 from prefect_torch_ddp.tasks.reading import read_goodput
-from prefect_torch_ddp.tasks.record.draft import complete_record
+from prefect_torch_ddp.tasks.record.draft import complete_record, draft_record
 from prefect_torch_ddp.tasks.report.artifacts import ArtifactWriter, key
 from prefect_torch_ddp.tasks.report.checkpoints import kept_checkpoints
 from prefect_torch_ddp.tasks.report.curves import MetricCurves
-from prefect_torch_ddp.tasks.report.progress import TrainingProgress, shown_params
+from prefect_torch_ddp.tasks.report.progress import TrainingProgress
 from prefect_torch_ddp.tasks.report.report import render_page
 from prefect_torch_ddp.tasks.report.view import RunView
 from prefect_torch_ddp.tasks.watch.terminal import Teller
@@ -74,17 +72,18 @@ def publish(  # noqa: PLR0913, PLR0917
         ledger=_checked_ledger(storage, training.run_id) if params.ledger else None,
     )
     record = complete_record(storage, training.run_id, experiment, evaluation, checkpoint)
-    began, weights_from = (
-        (datetime.now(UTC), None) if record is None else (record.began, record.weights_from)
-    )
+    if record is None:
+        about = {"workload": params.workload, "dataset": dataset}
+        record = draft_record(params, training.run_id, experiment, storage, **about)
+    steps, epochs = training.num_steps, training.num_epochs
+    newest = Progress(steps, epochs, steps, total_epochs=epochs)
     view = RunView(
-        _progress_of(report, params, experiment),
+        record,
+        TrainingProgress(training.world_size, training.attempt, "finished", newest=newest),
         curves=MetricCurves(new_records).snapshot(),
         checkpoints=kept_checkpoints(storage, training.run_id),
-        previous=previous_run(storage, experiment, began, training.run_id, weights_from),
-        failures=training.failures,
+        previous=previous_run(storage, record),
         report=report,
-        record=record,
         ranks=newest_lines(storage, training.run_id),
         goodput=read_goodput(storage, training.run_id),
         logs=LogFolder(storage, training.run_id).uri,
@@ -96,21 +95,6 @@ def publish(  # noqa: PLR0913, PLR0917
     words = "published the report of %s from %d records"
     get_run_logger().info(words, training.run_id, len(all_records))
     return report
-
-
-def _progress_of(report: TrainReport, params: TrainParams, experiment: str) -> TrainingProgress:
-    training = report.training
-    steps, epochs = training.num_steps, training.num_epochs
-    return TrainingProgress(
-        report.run_id,
-        params.workload,
-        experiment,
-        shown_params(params),
-        training.world_size,
-        training.attempt,
-        "finished",
-        newest=Progress(steps, epochs, steps, total_epochs=epochs),
-    )
 
 
 def _checked_ledger(storage: Storage, run_id: str) -> LedgerReport:

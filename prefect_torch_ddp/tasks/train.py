@@ -14,23 +14,17 @@ from prefect_torch_ddp.checkpoint.manifest import find_manifest
 from prefect_torch_ddp.checkpoint.run_files import read_failures
 from prefect_torch_ddp.errors import (
     CheckpointError,
-    GangCancelledError,
-    InvalidParamsError,
     ObjectNotFoundError,
-    RankFailedError,
-    SchedulerLostError,
     StorageError,
-    SupersededError,
-    VersionConflictError,
 )
 from prefect_torch_ddp.gang.run import run_gang
 from prefect_torch_ddp.protocol.events import AttemptBegan, GangEvent
 from prefect_torch_ddp.results import DatasetReport, FailedAttempt, TrainingSummary
 from prefect_torch_ddp.tasks.cluster import current_client
 from prefect_torch_ddp.tasks.record.draft import draft_record, plain_values
-from prefect_torch_ddp.tasks.record.recorder import RunRecorder
+from prefect_torch_ddp.tasks.record.recorder import RunRecorder, is_final
 from prefect_torch_ddp.tasks.report.live import LiveReport
-from prefect_torch_ddp.tasks.report.progress import TrainingProgress, shown_params
+from prefect_torch_ddp.tasks.report.progress import TrainingProgress
 from prefect_torch_ddp.tasks.run import (
     RUN_STAGE,
     Run,
@@ -42,27 +36,10 @@ from prefect_torch_ddp.tasks.run import (
 from prefect_torch_ddp.tasks.watch.cancel import or_cancelled
 from prefect_torch_ddp.tasks.workload import path_of
 
-FINAL = (
-    GangCancelledError,
-    InvalidParamsError,
-    SchedulerLostError,
-    SupersededError,
-    VersionConflictError,
-)
-
 
 def is_worth_a_retry(_task: Task[Any, Any], _task_run: TaskRun, state: State[Any]) -> bool:
     """Tell Prefect whether another attempt may end better."""
     return not is_final(state.result(raise_on_failure=False))
-
-
-def is_final(error: BaseException) -> bool:
-    """Tell whether another attempt would end in the same way, or nobody wants one."""
-    if isinstance(error, RankFailedError) and error.why_final is not None:
-        return True
-    if isinstance(error, FINAL):
-        return True
-    return isinstance(getattr(error, "__cause__", None), ImportError | SyntaxError)
 
 
 def failed_attempts(run: Run) -> tuple[FailedAttempt, ...]:
@@ -99,9 +76,8 @@ def _train(run: Run, dataset: DatasetReport) -> TrainingSummary:
 
 def _train_on_gang(run: Run, dataset: DatasetReport) -> TrainingSummary:
     params, logger = run.params, get_run_logger()
-    about = run.run_id, params.workload, run.experiment, shown_params(params)
     attempt = newest_attempt(run.storage, run.run_id) + 1
-    shown = TrainingProgress(*about, params.world_size, attempt)
+    shown = TrainingProgress(params.world_size, attempt)
 
     def show(event: GangEvent) -> None:
         report.receive(event)
@@ -155,7 +131,7 @@ def _recorder(run: Run, dataset: DatasetReport) -> RunRecorder:
         weights_from=weights_from(run.resume_from),
     )
     source = path_of(params.workload.partition(":")[0], params.workload)
-    return RunRecorder(run.storage, draft, source, params.checkpoint.best_mode, is_final)
+    return RunRecorder(run.storage, draft, source)
 
 
 def record_finished(run: Run, report: TrainingSummary) -> None:

@@ -45,6 +45,7 @@ def draft_record(
             "options": plain_values(params.options),
             "seed": params.seed,
             "best_metric": params.checkpoint.best_metric,
+            "best_mode": params.checkpoint.best_mode,
         }
     return RunRecord(**fields)
 

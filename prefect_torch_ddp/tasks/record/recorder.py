@@ -2,16 +2,24 @@
 
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from prefect.context import TaskRunContext
 from prefect.exceptions import TerminationSignal
 
 from prefect_torch_ddp.checkpoint.keys import manifest_key
-from prefect_torch_ddp.errors import GangCancelledError, SupersededError, TaskCancelled
+from prefect_torch_ddp.errors import (
+    GangCancelledError,
+    InvalidParamsError,
+    RankFailedError,
+    SchedulerLostError,
+    SupersededError,
+    TaskCancelled,
+    VersionConflictError,
+)
 from prefect_torch_ddp.protocol.events import (
     AttemptBegan,
     CheckpointCommitted,
@@ -33,6 +41,13 @@ from prefect_torch_ddp.tasks.record.bus import RunEvents
 from prefect_torch_ddp.tasks.record.draft import plain_value, split_of
 from prefect_torch_ddp.tasks.record.versions import git_commit, versions_for
 
+FINAL = (
+    GangCancelledError,
+    InvalidParamsError,
+    SchedulerLostError,
+    SupersededError,
+    VersionConflictError,
+)
 CANCELS = GangCancelledError, TaskCancelled, KeyboardInterrupt, TerminationSignal
 MAX_CAUSE = 500
 NO_WORD = "its process ended without a word"
@@ -50,8 +65,6 @@ class RunRecorder:
         storage: Storage,
         draft: RunRecord,
         source: Path | None = None,
-        best_mode: Literal["min", "max"] = "max",
-        is_final: Callable[[BaseException], bool] = lambda _: False,
     ) -> None:
         """Make it.
 
@@ -59,15 +72,11 @@ class RunRecorder:
             storage: of the run.
             draft: what is known of it now.
             source: the workload's file; None where it has none, as in a notebook.
-            best_mode: which values of the record's `best_metric` are the best.
-            is_final: whether Prefect won't try again after an error.
         """
         self.record = draft
         """What is known by now."""
         self._storage = storage
         self._source = source
-        self._pick = max if best_mode == "max" else min
-        self._is_final = is_final
         self._own: list[AttemptRecord] = []
         self._earlier: tuple[AttemptRecord, ...] = ()
         self._newest: Progress | None = None
@@ -122,7 +131,7 @@ class RunRecorder:
             num_epochs=self.record.num_epochs or (newest and newest.epoch),
         )
         self._has_news = True
-        if error is None or (self._is_last(error) and not self._is_superseded):
+        if error is None or (_is_last(error) and not self._is_superseded):
             step = self._own[-1].step if self._own else None  # of the failure, if it failed
             self._emit("training.finished", step=step, state=state, cause=cause)
 
@@ -153,12 +162,6 @@ class RunRecorder:
             self._own[-1] = self._own[-1].model_copy(update={"devices": devices})
         self._update(goodput=goodput)
         self._has_news = True
-
-    def _is_last(self, error: BaseException) -> bool:
-        context = TaskRunContext.get()
-        if context is None or context.task_run.run_count > context.task.retries:
-            return True
-        return self._is_final(error)
 
     def _begin(self, began: AttemptBegan) -> None:
         self._own.append(
@@ -192,7 +195,8 @@ class RunRecorder:
         ref = CheckpointRef(step=committed.step, attempt=attempt, uri=uri, metrics=metrics)
         values = (self.record.best_value, value)
         best = [each for each in values if each is not None and math.isfinite(each)]
-        self._update(checkpoint=ref, best_value=self._pick(best) if best else None)
+        pick = max if self.record.best_mode == "max" else min
+        self._update(checkpoint=ref, best_value=pick(best) if best else None)
         about = {"epoch": committed.epoch, "num_bytes": committed.num_bytes, "metrics": metrics}
         self._emit("checkpoint.committed", step=committed.step, checkpoint=uri, **about)
 
@@ -249,6 +253,22 @@ class RunRecorder:
             versions=versions_for(source, draft.workload.partition(":")[0]),
             split=split_of(self._storage, draft.dataset),
         )
+
+
+def is_final(error: BaseException) -> bool:
+    """Tell whether another attempt would end in the same way, or nobody wants one."""
+    if isinstance(error, RankFailedError) and error.why_final is not None:
+        return True
+    if isinstance(error, FINAL):
+        return True
+    return isinstance(getattr(error, "__cause__", None), ImportError | SyntaxError)
+
+
+def _is_last(error: BaseException) -> bool:
+    context = TaskRunContext.get()
+    if context is None or context.task_run.run_count > context.task.retries:
+        return True
+    return is_final(error)
 
 
 def _cause_of(error: BaseException | None) -> str:

@@ -1,6 +1,7 @@
 """The live report: a progress bar and a page in Prefect, updated in place while ranks train."""
 
 import contextvars
+import copy
 import logging
 import threading
 import time
@@ -16,7 +17,6 @@ from prefect.logging import get_run_logger
 from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 from prefect.utilities.context import get_task_and_flow_run_ids
 
-from prefect_torch_ddp.checkpoint.run_files import read_failures
 from prefect_torch_ddp.errors import SupersededError
 from prefect_torch_ddp.protocol.events import (
     AttemptBegan,
@@ -32,8 +32,8 @@ from prefect_torch_ddp.records.metrics import (
     surviving_records,
 )
 from prefect_torch_ddp.records.rank_log import LogFolder
-from prefect_torch_ddp.records.run_record import RunRecord, previous_run
-from prefect_torch_ddp.records.timing import TimingLine, newest_lines
+from prefect_torch_ddp.records.run_record import previous_run
+from prefect_torch_ddp.records.timing import newest_lines
 from prefect_torch_ddp.storage.protocol import Storage
 from prefect_torch_ddp.tasks.reading import read_goodput
 from prefect_torch_ddp.tasks.record.recorder import CANCELS, RunRecorder
@@ -41,7 +41,6 @@ from prefect_torch_ddp.tasks.report.artifacts import ArtifactWriter, key
 from prefect_torch_ddp.tasks.report.checkpoints import kept_checkpoints
 from prefect_torch_ddp.tasks.report.curves import Curves, MetricCurves
 from prefect_torch_ddp.tasks.report.markdown import text
-from prefect_torch_ddp.tasks.report.plot import render_curves
 from prefect_torch_ddp.tasks.report.progress import Status, TrainingProgress
 from prefect_torch_ddp.tasks.report.ranks import RecentTimes
 from prefect_torch_ddp.tasks.report.report import render_page
@@ -50,12 +49,10 @@ from prefect_torch_ddp.tasks.report.view import RunView
 REQUEST_TIMEOUT_S = 5.0
 FINISH_TIMEOUT_S = 10.0
 """How long a training's end waits for all that is to be shown, recorded and sent."""
-LOOK_INTERVAL_S = 20.0
-"""Between two looks at the checkpoints, which is a few small objects more."""
 MAX_RECORDS = 500_000
 """That are read once more at the end, for the epochs: a second's work."""
 READ_SHARE = 1 / 64
-"""Records are read again after this share of the training's age: as often as ranks write them."""
+"""The storage is read again after this share of the training's age: as often as ranks write."""
 
 
 class LiveReport:
@@ -71,7 +68,7 @@ class LiveReport:
         self,
         storage: Storage,
         training: TrainingProgress,
-        recorder: RunRecorder | None = None,
+        recorder: RunRecorder,
         *,
         is_published: bool = False,
         interval_s: float = 3.0,
@@ -98,7 +95,6 @@ class LiveReport:
         self._shown: dict[str, Any] = {}
         """What was read, by the names of RunView."""
         self._num_records = 0
-        self._next_look_s = 0.0
         self._lock = threading.Lock()
         self._has_news = True
         self._is_over = self._is_superseded = False
@@ -128,8 +124,7 @@ class LiveReport:
                     self._training.begin_attempt(event)
                 case Waiting():
                     self._training.waiting = event.text
-        if self._recorder is not None:
-            self._recorder.receive(event)
+        self._recorder.receive(event)
         if isinstance(event, AttemptBegan | FailureRecord):
             self._wake.set()
 
@@ -142,8 +137,7 @@ class LiveReport:
     ) -> None:
         # The end is shown at once, if the API answers.
         deadline_s = time.monotonic() + FINISH_TIMEOUT_S
-        if self._recorder is not None:
-            self._recorder.end(error)
+        self._recorder.end(error)
         with self._lock:
             self._training.status = self._status_after(error)
             self._training.cause = "" if error is None else f"{type(error).__name__}: {error}"
@@ -151,8 +145,7 @@ class LiveReport:
             self._is_superseded = isinstance(error, SupersededError)
             self._is_over = True
         self._wake.set()
-        if self._recorder is not None:
-            self._recorder.flush()
+        self._recorder.flush()
         self._thread.join(max(0.0, deadline_s - time.monotonic()))
 
     def _status_after(self, error: BaseException | None) -> Status:
@@ -168,39 +161,31 @@ class LiveReport:
                 # Asked before writing: what is written after the flag went up is the end.
                 last = self._is_over
                 age_s = time.monotonic() - self._started_s
-                self._write_record()
+                self._try("write the run's record", self._recorder.write)
                 if last or age_s >= next_read_s:
                     next_read_s = age_s + max(self._interval_s, age_s * READ_SHARE)
                     self._read(is_last=last)
-                if last and self._recorder is not None:
+                if last:
                     self._recorder.measure(self._shown.get("ranks", ()), self._shown.get("goodput"))
-                    self._write_record()
+                    self._try("write the run's record", self._recorder.write)
                 self._try("be written", partial(self._write, stack))
                 if not last:
                     self._wake.wait(self._interval_s)
                     self._wake.clear()
 
-    def _write_record(self) -> None:
-        if self._recorder is not None:
-            self._try("write the run's record", self._recorder.write)
-
     def _read(self, *, is_last: bool) -> None:
-        at = self._storage, self._training.run_id
-        readings: dict[str, Any] = {
+        at = self._storage, self._recorder.record.run_id
+        readings: dict[str, Callable[[], Any]] = {
             "curves": self._read_curves,
-            "ranks": lambda: self._read_ranks(is_last=is_last),
+            "ranks": lambda: newest_lines(*at) if is_last else self._recent.add(newest_lines(*at)),
+            "goodput": lambda: read_goodput(*at),
+            "checkpoints": lambda: kept_checkpoints(*at),
         }
-        age_s = time.monotonic() - self._started_s
-        if is_last or age_s >= self._next_look_s:
-            self._next_look_s = age_s + max(LOOK_INTERVAL_S, age_s * READ_SHARE)
-            readings["goodput"] = lambda: read_goodput(*at)
-            readings["failures"] = lambda: read_failures(*at)
-            readings["checkpoints"] = lambda: kept_checkpoints(*at)
         # Of train_flow the task that publishes reads the epochs.
         if is_last and self._training.status != "trained" and self._num_records < MAX_RECORDS:
             readings["epochs"] = lambda: epoch_rows(surviving_records(read_all_records(*at)))
         if "previous" not in self._shown:
-            readings["previous"] = self._read_previous
+            readings["previous"] = lambda: previous_run(self._storage, self._recorder.record)
         for name, read in readings.items():
             self._try(f"read the run's {name}", partial(self._take, name, read))
 
@@ -208,25 +193,12 @@ class LiveReport:
         self._shown[name] = read()
 
     def _read_curves(self) -> Curves:
-        if records := read_new_records(self._storage, self._training.run_id, self._known):
+        records = read_new_records(self._storage, self._recorder.record.run_id, self._known)
+        if records:
             self._num_records += len(records)
             self._curves.add(records)
-            curves = self._curves.snapshot()
-            self._shown |= {"curves": curves, "picture": render_curves(curves)}
-            with self._lock:
-                self._has_news = True
-        shown: Curves = self._shown.get("curves", Curves())
-        return shown
-
-    def _read_ranks(self, *, is_last: bool) -> list[TimingLine]:
-        lines = newest_lines(self._storage, self._training.run_id)
-        return lines if is_last else self._recent.add(lines)
-
-    def _read_previous(self) -> RunRecord | None:
-        training, own = self._training, self._recorder and self._recorder.record
-        began, weights_from = (own.began, own.weights_from) if own else (datetime.now(UTC), None)
-        at = training.experiment, began, training.run_id
-        return previous_run(self._storage, *at, weights_from)
+            self._has_news = True
+        return self._curves.snapshot()
 
     def _connect(self, stack: ExitStack) -> ArtifactWriter:
         # With settings of its own the client is not the one that the task's thread uses.
@@ -241,25 +213,23 @@ class LiveReport:
             if self._is_superseded or not (self._has_news or self._is_over):
                 return
             self._has_news = False
-            training = self._training
-            done = training.percent
-            line = "; ".join(part for part in (training.line, training.trouble) if part)
-            view = RunView(
-                training,
-                elapsed_s=time.monotonic() - self._started_s,
-                updated_at=datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC"),
-                logs=LogFolder(self._storage, training.run_id).uri,
-                record=None if self._recorder is None else self._recorder.record,
-                **self._shown,
-            )
-            page = render_page(view)
-        experiment, about = training.experiment, f"Run {training.run_id}, {training.status}"
+            training = copy.deepcopy(self._training)
+        line = "; ".join(part for part in (training.line, training.trouble) if part)
+        record = self._recorder.record
+        view = RunView(
+            record,
+            training,
+            elapsed_s=time.monotonic() - self._started_s,
+            updated_at=datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC"),
+            logs=LogFolder(self._storage, record.run_id).uri,
+            **self._shown,
+        )
+        experiment, about = record.experiment, f"Run {record.run_id}, {training.status}"
         try:
-            writer.put("progress", key("progress", experiment), done, text(line))
-            writer.put("markdown", key("report", experiment), page, about)
+            writer.put("progress", key("progress", experiment), training.percent, text(line))
+            writer.put("markdown", key("report", experiment), render_page(view), about)
         except Exception:
-            with self._lock:
-                self._has_news = True
+            self._has_news = True
             raise
 
     def _try(self, what: str, work: Callable[[], None]) -> None:

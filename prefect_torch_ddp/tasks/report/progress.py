@@ -1,23 +1,15 @@
-"""How far a training is: state, position, speed and time left; the parameters it was given."""
+"""How far a training is: state, position, speed and time left."""
 
 from collections import deque
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from pydantic import BaseModel
-
 from prefect_torch_ddp.protocol.events import AttemptBegan, Progress
-from prefect_torch_ddp.records.hiding import HIDDEN, SECRET, without_credentials
-from prefect_torch_ddp.records.run_record import flat
 from prefect_torch_ddp.tasks.report.markdown import count, duration, number
 
 SPEED_WINDOW_S = 30.0
 MAX_LINE_METRICS = 2
 A_MINUTE_S = 60
-MAX_SHOWN = 100
-MAX_VALUE = 200
-MAX_ITEMS = 20
 
 Status = Literal["training", "trained", "finished", "failed", "cancelled"]
 """A training of train_flow is trained before it is evaluated, and finished when it is published."""
@@ -27,13 +19,6 @@ Status = Literal["training", "trained", "finished", "failed", "cancelled"]
 class TrainingProgress:
     """What is known of a running training; bounded in size, however long it runs."""
 
-    run_id: str
-    name: str
-    """The workload, or the task."""
-    experiment: str = ""
-    """Runs of the same one are compared, and have artifacts of the same keys."""
-    params: Mapping[str, object] = field(default_factory=dict)
-    """Parameters and options to show, by name."""
     world_size: int = 0
     """0 before the workers are known."""
     attempt: int = 1
@@ -150,28 +135,3 @@ def _roughly(seconds: float) -> str:
     if A_MINUTE_S <= seconds < A_MINUTE_S**2 - A_MINUTE_S / 2:
         return f"{round(seconds / A_MINUTE_S)} min"
     return duration(seconds)
-
-
-def shown_params(
-    params: BaseModel, arguments: Mapping[str, object] | None = None
-) -> dict[str, str]:
-    """Return what was given, by dotted name; of arguments, plain values alone.
-
-    A value whose name sounds like a secret, and credentials in a URL, are hidden.
-    """
-    seed = getattr(params, "seed", 0)
-    given = {"seed": seed, **params.model_dump(exclude_unset=True), **(arguments or {})}
-    shown = {name: HIDDEN if SECRET.search(name) else _short(value) for name, value in flat(given)}
-    few = dict(list(shown.items())[:MAX_SHOWN])
-    if len(shown) > len(few):
-        few["..."] = f"{len(shown) - len(few)} more"
-    return few
-
-
-def _short(value: object) -> str:
-    if isinstance(value, list | tuple) and len(value) <= MAX_ITEMS:
-        return ", ".join(map(_short, value))
-    if not isinstance(value, str | int | float | bool | None):
-        return f"a {type(value).__name__}"
-    shown = without_credentials(str(value)[: 2 * MAX_VALUE])
-    return shown if len(shown) <= MAX_VALUE else f"{shown[:MAX_VALUE]} ..."

@@ -1,21 +1,10 @@
 """The page of a run, live and as the final record: one function, one list of sections."""
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import groupby
 
-from prefect_torch_ddp.protocol.events import FailureRecord
-from prefect_torch_ddp.records.run_record import AttemptRecord
-from prefect_torch_ddp.results import (
-    EpochLedger,
-    EpochRow,
-    FailedAttempt,
-    LedgerReport,
-    TrainReport,
-)
-from prefect_torch_ddp.tasks.report.checkpoints import (
-    checkpoint_list,
-    load_section,
-)
+from prefect_torch_ddp.records.run_record import AttemptRecord, flat
+from prefect_torch_ddp.results import EpochRow, LedgerReport, TrainReport
+from prefect_torch_ddp.tasks.report.checkpoints import checkpoint_list, load_section
 from prefect_torch_ddp.tasks.report.evaluation import class_table, confusion_table, worst_samples
 from prefect_torch_ddp.tasks.report.markdown import (
     code,
@@ -39,7 +28,9 @@ MAX_EPOCH_ROWS = 50
 MAX_METRIC_COLUMNS = 6
 MAX_WARNED_EPOCHS = 3
 MAX_LEDGER_LINES = 50
-MAX_FAILURES = 50
+MAX_ATTEMPTS = 50
+MAX_PARAMS = 100
+MAX_VALUE = 200
 MAX_HOSTS = 5
 MAX_NAMES = 10
 MAX_METRIC_ROWS = 100
@@ -72,8 +63,7 @@ def _curves(view: RunView) -> str:
         notes.append(f"**{short(name)} is nan or infinite in {count(num)} records.**")
     if len(curves.holes) > MAX_NAMES:
         notes.append(f"So are {len(curves.holes) - MAX_NAMES} more metrics.")
-    picture = render_curves(curves) if view.picture is None else view.picture
-    return "\n\n".join(part for part in (picture, *notes) if part)
+    return "\n\n".join(part for part in (render_curves(curves), *notes) if part)
 
 
 def _cause(view: RunView) -> str:
@@ -89,20 +79,13 @@ def _trouble(view: RunView) -> str:
 
 def _facts(view: RunView) -> str:
     training = view.training
-    steps, samples, eta_s = training.steps_per_s, training.samples_per_s, training.eta_s
-    speeds = [] if samples is None else [f"{number(samples)} samples/s"]
-    speeds += [] if steps is None else [f"{number(steps)} steps/s"]
-    is_live = training.status == "training"
     facts = {
-        "Run": code(training.run_id),
-        "Workload or task": code(training.name),
+        "Run": code(view.record.run_id),
         "World size": f"{training.world_size} ranks" if training.world_size else "",
         "Attempt": str(training.attempt),
         "Elapsed": "" if view.elapsed_s is None else duration(view.elapsed_s),
         "Updated": text(view.updated_at),
         "All lines of the ranks": code(view.logs),
-        "Throughput": ", ".join(speeds) if is_live else "",
-        "ETA": duration(eta_s) if is_live and eta_s is not None else "",
     }
     return fact_table(facts)
 
@@ -127,16 +110,23 @@ def _metrics(view: RunView) -> str:
 
 
 def _params(view: RunView) -> str:
-    shown = {short(name): code(value) for name, value in view.training.params.items()}
+    record = view.record
+    named = {"options": record.options, "data_options": record.data_options}
+    given = [*flat({**record.arguments, **named, **record.parameters})]
+    shown = {short(name): code(_cut(value)) for name, value in given[:MAX_PARAMS]}
     return fact_table(shown) if shown else ""
+
+
+def _cut(value: object) -> str:
+    shown = "" if value is None else str(value)
+    return shown if len(shown) <= MAX_VALUE else f"{shown[:MAX_VALUE]} ..."
 
 
 def _run_record(view: RunView) -> str:
     record = view.record
-    if record is None:
-        return ""
     dataset, steps, versions = record.dataset, record.num_steps, dict(record.versions)
     ours = versions.pop("prefect-torch-ddp", "")
+    resumed = None if view.report is None else view.report.training.resumed_from_step
     facts = {
         "run": code(record.run_id),
         "workload": code(record.workload),
@@ -146,7 +136,7 @@ def _run_record(view: RunView) -> str:
         "seed": str(record.seed),
         "split": text(", ".join(f"{name} {count(num)}" for name, num in record.split.items())),
         "steps": f"{count(steps)} in {count(record.num_epochs or 0)} epochs" if steps else "",
-        "world size": text("; ".join(map(_attempt_line, record.attempts[-MAX_FAILURES:]))),
+        "resumed from": "" if resumed is None else f"step {count(resumed)}",
     }
     if dataset is not None:
         facts |= {
@@ -154,22 +144,21 @@ def _run_record(view: RunView) -> str:
             "dataset digest": code(dataset.digest),
             "dataset location": code(dataset.uri),
         }
-    if view.report is not None:
-        training = view.report.training
-        step = training.resumed_from_step
-        resumed = "" if step is None else f", resumed from step {step}"
-        facts |= {
-            "attempts": f"{training.attempt}{resumed}",
-            "training time of the last attempt": duration(training.duration_s),
-        }
     return fact_table(facts)
 
 
-def _attempt_line(attempt: AttemptRecord) -> str:
-    hosts = list(dict.fromkeys(attempt.hosts))
-    on = f" on {', '.join(hosts[:MAX_HOSTS])}" + (" ..." if len(hosts) > MAX_HOSTS else "")
-    took = f", {duration((attempt.ended - attempt.began).total_seconds())}" if attempt.ended else ""
-    return f"attempt {attempt.attempt}: {attempt.world_size} ranks{on if hosts else ''}{took}"
+def _attempts(attempts: Sequence[AttemptRecord]) -> str:
+    rows = []
+    for one in attempts[-MAX_ATTEMPTS:]:
+        hosts = list(dict.fromkeys(one.hosts))
+        on = ", ".join(hosts[:MAX_HOSTS]) + (" ..." if len(hosts) > MAX_HOSTS else "")
+        took = "" if one.ended is None else duration((one.ended - one.began).total_seconds())
+        step = "" if one.step is None else count(one.step)
+        rows.append(
+            [str(one.attempt), str(one.world_size or ""), text(on), took, step, text(one.cause)]
+        )
+    header = ["attempt", "ranks", "hosts", "took", "last step", "failure"]
+    return table(header, rows, align="rrlrrl") if rows else ""
 
 
 def epoch_table(rows: Sequence[EpochRow]) -> str:
@@ -200,8 +189,7 @@ def _ledger_warning(ledger: LedgerReport | None) -> str:
 def _ledger_lines(ledger: LedgerReport | None) -> str:
     if ledger is None:
         return ""
-    groups = [list(group) for _, group in groupby(ledger.epochs, key=_without_number)]
-    lines = [_group_line(group) for group in groups] or [str(ledger)]
+    lines = str(ledger).splitlines()
     num_left_out = max(0, len(lines) - MAX_LEDGER_LINES)
     shown = [f"- {text(line)}" for line in lines[num_left_out:]]
     if num_left_out:
@@ -209,25 +197,6 @@ def _ledger_lines(ledger: LedgerReport | None) -> str:
     sizes = ", ".join(f"{attempt} ({size} ranks)" for attempt, size in ledger.attempts.items())
     ending = f"\n\nBy the steps that count, of attempt {sizes}." if sizes else ""
     return "\n".join(shown) + ending
-
-
-def _without_number(epoch: EpochLedger) -> EpochLedger:
-    return epoch.model_copy(update={"epoch": 0}) if epoch.is_clean else epoch
-
-
-def _group_line(epochs: Sequence[EpochLedger]) -> str:
-    first, last = epochs[0], epochs[-1]
-    if first is last:
-        return str(first)
-    return f"epochs {first.epoch} to {last.epoch}: {str(first).partition(': ')[2]}"
-
-
-def _failure_table(failures: Sequence[FailedAttempt | FailureRecord]) -> str:
-    lines = []
-    for one in failures[-MAX_FAILURES:]:
-        step = "" if one.step is None else count(one.step)
-        lines.append([str(one.attempt), str(one.world_size or ""), step, text(one.summary)])
-    return table(["attempt", "ranks", "step", "failure"], lines, align="rrrl") if lines else ""
 
 
 def _of_report(section: Callable[[TrainReport], str]) -> Callable[[RunView], str]:
@@ -263,7 +232,7 @@ SECTIONS: Mapping[str, Callable[[RunView], str]] = {
     "Ledger": _of_report(lambda report: _ledger_lines(report.ledger)),
     "Ranks": lambda view: rank_table(view.ranks),
     "Where the time went": lambda view: goodput_table(view.goodput),
-    "Failed attempts": lambda view: _failure_table(view.failures),
+    "Attempts": lambda view: _attempts(view.record.attempts),
     "Parameters and options": _params,
     "Run record": _run_record,
 }

@@ -5,11 +5,10 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from prefect_torch_ddp.protocol.events import FailureRecord
 from prefect_torch_ddp.records.metrics import is_validation
 from prefect_torch_ddp.records.run_record import RunRecord
 from prefect_torch_ddp.records.timing import TimingLine
-from prefect_torch_ddp.results import EpochRow, FailedAttempt, Goodput, Report, TrainReport
+from prefect_torch_ddp.results import EpochRow, Goodput, Report, TrainReport
 from prefect_torch_ddp.tasks.report.checkpoints import KeptCheckpoint
 from prefect_torch_ddp.tasks.report.curves import Curves
 from prefect_torch_ddp.tasks.report.markdown import code, count, number, percent, short, text
@@ -24,22 +23,19 @@ SCORE = re.compile(r"acc|f1|auc|precision|recall|r2|r²|\bmap\b|iou|dice|bleu|ro
 class RunView:
     """All that a page shows of a run; what isn't known, or not yet, is empty."""
 
+    record: RunRecord
     training: TrainingProgress
     elapsed_s: float | None = None
     """Since this attempt's task run began."""
     updated_at: str = ""
     """So that a page that stands still shows since when it does."""
     curves: Curves = field(default_factory=Curves)
-    picture: str | None = None
-    """The curves, a markdown image, if it is there already."""
     checkpoints: Sequence[KeptCheckpoint] = ()
     previous: RunRecord | None = None
     """The run of the same experiment to compare with."""
-    failures: Sequence[FailedAttempt | FailureRecord] = ()
     epochs: Sequence[EpochRow] = ()
     report: TrainReport | None = None
     """Of train_flow, at its end."""
-    record: RunRecord | None = None
     ranks: Sequence[TimingLine] = ()
     """The ranks' times, by rank."""
     goodput: Goodput | None = None
@@ -52,21 +48,22 @@ def headline(view: RunView) -> str:
     training = view.training
     evaluation = "" if view.report is None else _evaluated(view.report.evaluation)
     ending = evaluation or text(training.line.removesuffix(f" · {training.status}"))
-    last = view.failures[-1] if view.failures else None
+    last = view.record.attempts[-1] if view.record.attempts else None
     status: str = training.status
-    if last is not None and (status, last.attempt) == ("failed", training.attempt):
-        status += "" if last.step is None else f" in step {count(last.step)}"
-    name = short(training.name.rpartition(".")[2])  # a whole one has no place to break its line
+    if last is not None and last.step is not None and status == "failed":
+        status += f" in step {count(last.step)}"
+    # Without the flow and the package: a long name has no place to break its line.
+    name = short(re.split(r"[./]", view.record.experiment)[-1])
     parts = [f"# {name}: {status}", ending, awaited_rank(view.ranks)]
     return " · ".join(filter(None, parts))
 
 
 def best(view: RunView) -> str:
     """Say the best metric, and how it was in the previous run."""
-    name, is_higher_better = best_metric(view.curves, view.training.params)
+    name, is_higher_better = best_metric(view.curves, view.record)
     if not (curve := view.curves.values.get(name)):
         return ""
-    if is_validation(name) or name == view.training.params.get("checkpoint.best_metric"):
+    if is_validation(name) or name == view.record.best_metric:
         step, value = (max if is_higher_better else min)(curve, key=lambda point: point[1])
         return f"Best {short(name)}: {number(value)} at step {count(round(step))}"
     last = [value for _, value in curve[-max(1, len(curve) // 20) :]]
@@ -77,7 +74,7 @@ def comparison(view: RunView) -> str:
     """Say how the run differs from the previous one, in what both have."""
     if (old := view.previous) is None:
         return ""
-    name, is_higher_better = best_metric(view.curves, view.training.params)
+    name, is_higher_better = best_metric(view.curves, view.record)
     if view.report is not None and old.evaluation is not None:
         now: Mapping[str, float] = _values(view.report.evaluation)
         then: Mapping[str, float] = _values(old.evaluation)
@@ -93,19 +90,19 @@ def comparison(view: RunView) -> str:
         said = "the same" if by == 0 else f"{number(abs(by))} {'better' if gains else 'worse'}"
         parts.append(f"{short(each)} {number(now[each])} is {said} ({number(then[each])})")
     of_it = f"run {code(old.run_id)} of {old.began:%Y-%m-%d %H:%M}"
-    is_origin = view.record is not None and view.record.weights_from == old.run_id
+    is_origin = view.record.weights_from == old.run_id
     which = f"{of_it}, whose weights it began with" if is_origin else f"the previous {of_it}"
     return f"Compared with {which}: {'; '.join(parts)}" if parts else ""
 
 
-def best_metric(curves: Curves, params: Mapping[str, object]) -> tuple[str, bool]:
+def best_metric(curves: Curves, record: RunRecord) -> tuple[str, bool]:
     """Return the metric that a training is judged by, and whether a higher value is better.
 
     It is the one that checkpoints are kept by; else the first score, or the first loss, on
     validation data; else the first loss.
     """
-    if chosen := params.get("checkpoint.best_metric"):
-        return str(chosen), params.get("checkpoint.best_mode", "max") == "max"
+    if record.best_metric:
+        return record.best_metric, record.best_mode == "max"
     found = [name for name in curves.values if is_validation(name)]
     found = sorted(found, key=is_score, reverse=True)
     found += [name for name in curves.values if "loss" in name.lower()]

@@ -29,6 +29,8 @@ from prefect_torch_ddp.results import (
 )
 from prefect_torch_ddp.storage.protocol import StoredObject
 from prefect_torch_ddp.tasks.publish import publish
+from prefect_torch_ddp.tasks.record.draft import draft_record
+from prefect_torch_ddp.tasks.record.recorder import RunRecorder
 from prefect_torch_ddp.tasks.report.artifacts import key
 from prefect_torch_ddp.tasks.report.live import LiveReport
 from prefect_torch_ddp.tasks.report.progress import TrainingProgress
@@ -64,7 +66,7 @@ def records() -> dict[str, bytes]:
 
 @dataclass(frozen=True)
 class Shelf:
-    """A storage in memory, as far as reading goes."""
+    """A storage in memory, as far as a report needs one."""
 
     uri: str = "s3://bucket/prefix"
     secret_key: str = field(default=SECRET, repr=False)
@@ -79,11 +81,16 @@ class Shelf:
     def read(self, name: str) -> bytes:
         return self.objects[name]
 
+    def write(self, name: str, data: bytes) -> None:
+        self.objects[name] = data
+
 
 def live_report(run_id: str = RUN, attempt: int = 1, interval_s: float = 0.3) -> LiveReport:
     """Make a live report with a short interval, of a run whose ranks wrote records."""
-    shown = TrainingProgress(run_id, DIGITS, EXPERIMENT, world_size=2, attempt=attempt)
-    return LiveReport(Shelf(), shown, is_published=True, interval_s=interval_s)
+    storage: Any = Shelf()
+    draft = draft_record(None, run_id, EXPERIMENT, storage, workload=DIGITS)
+    shown, recorder = TrainingProgress(2, attempt), RunRecorder(storage, draft)
+    return LiveReport(storage, shown, recorder, is_published=True, interval_s=interval_s)
 
 
 def step(number: int, **more: Any) -> Progress:

@@ -3,6 +3,7 @@
 import json
 import threading
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 from uuid import UUID
@@ -13,6 +14,7 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from prefect_torch_ddp import CheckpointParams, RankFailedError, TrainParams, train_flow
 from prefect_torch_ddp.protocol.events import Progress
+from prefect_torch_ddp.records.run_record import RunRecord
 from prefect_torch_ddp.tasks.report.artifacts import ArtifactWriter, key
 from prefect_torch_ddp.tasks.report.curves import Curves
 from prefect_torch_ddp.tasks.report.progress import TrainingProgress
@@ -123,23 +125,27 @@ def test_a_run_that_failed_for_good_shows_the_users_exception(
         train_flow(params)
     (last,) = pages_of(workload)
     error = "RankFailedError: rank 1 on", "failed in attempt 2: ValueError: told to fail"
-    look(page, api, last.id, "failed", "tiny: failed in step 5", *error, "Failed attempts")
+    look(page, api, last.id, "failed", "tiny: failed in step 5", *error, "Attempts")
 
 
 def test_hostile_names_put_nothing_into_the_page(api: str, page: Page) -> None:
     """No link, no outside image, no script, in either UI; all of it is shown as it is."""
     values = {HOSTILE: [(1, 1.0), (9, 2.0)], "loss": [(1, 1.0), (9, 0.5)]}
     shown = TrainingProgress(
-        "calm-otter",
-        HOSTILE,
-        HOSTILE,
-        {HOSTILE: HOSTILE},
         status="failed",
         cause=f"```\n{HOSTILE}",
         newest=Progress(9, 1, 10, trouble=HOSTILE),
         metrics={HOSTILE: 1.0},
     )
-    view = RunView(shown, curves=Curves(values, holes={HOSTILE: 1}))
+    record = RunRecord(
+        run_id="calm-otter",
+        experiment=HOSTILE,
+        workload=HOSTILE,
+        began=datetime.now(UTC),
+        storage=HOSTILE,
+        options={HOSTILE: HOSTILE},
+    )
+    view = RunView(record, shown, curves=Curves(values, holes={HOSTILE: 1}))
     with get_client(sync_client=True) as client:
         writer = ArtifactWriter(client, None, None)
         made = writer.put("markdown", key("report", "hostile"), render_page(view), HOSTILE[:0])

@@ -111,14 +111,14 @@ def test_the_previous_run_is_the_newest_completed_one_of_the_experiment(tmp_path
     like = record(2, "train-ddp nightly digits", run_id="other")
     assert like.key.rpartition("/")[0] == record(2).key.rpartition("/")[0]
     write_record(storage, like)
-    found = previous_run(storage, NIGHTLY, record(3).began, but="run-3")
+    found = previous_run(storage, record(3))
     assert found is not None
     assert found.run_id == "run-1"
-    origin = previous_run(storage, NIGHTLY, record(3).began, "run-3", weights_from="run-0")
+    origin = previous_run(storage, record(3, weights_from="run-0"))
     assert origin is not None
     assert origin.run_id == "run-0"
-    assert previous_run(storage, NIGHTLY, BEGAN) is None
-    assert previous_run(storage, "another", record(9).began) is None
+    assert previous_run(storage, record(0)) is None
+    assert previous_run(storage, record(9, "another")) is None
 
 
 def test_the_previous_run_is_found_without_reading_all(tmp_path: Path) -> None:
@@ -126,7 +126,7 @@ def test_the_previous_run_is_found_without_reading_all(tmp_path: Path) -> None:
     storage = Counting(DirectoryStorage(tmp_path))
     for night in range(40):
         write_record(storage.inner, record(night))
-    found = previous_run(storage, NIGHTLY, record(39).began, but="run-39")  # type: ignore[arg-type]
+    found = previous_run(storage, record(39))  # type: ignore[arg-type]
     assert found is not None
     assert found.run_id == "run-38"
     assert len([each for each in storage.asked if each.startswith("list")]) == 1

@@ -4,20 +4,17 @@ import math
 
 import pytest
 
-from prefect_torch_ddp.params import TrainParams
 from prefect_torch_ddp.protocol.events import AttemptBegan, Progress
 from prefect_torch_ddp.tasks.report.markdown import short, text
-from prefect_torch_ddp.tasks.report.progress import TrainingProgress, shown_params
+from prefect_torch_ddp.tasks.report.progress import TrainingProgress
 from prefect_torch_ddp.tasks.report.report import render_page
 from prefect_torch_ddp.tasks.report.view import RunView
-from tests.unit.tasks.report.test_report import CURVE, HOSTILE, tables
-
-SECRET = "hunter2-do-not-show"
+from tests.unit.tasks.report.test_report import HOSTILE, RECORD, metric_curves, tables
 
 
 def training(*steps: tuple[int, float], total: int | None = 400, **changes) -> TrainingProgress:
     """Make a training that was heard of at steps, each with its time."""
-    made = TrainingProgress("calm-otter", "digits", world_size=4)
+    made = TrainingProgress(world_size=4)
     for step, now_s in steps:
         metrics = {"accuracy": 0.5, "loss": 0.12345, "third": 3.0}
         more = {"total_epochs": total and total // 40, "num_samples": 116 * step}
@@ -29,31 +26,42 @@ def training(*steps: tuple[int, float], total: int | None = 400, **changes) -> T
 
 def test_the_page_shows_where_the_training_is():
     """Facts, rank 0's newest metrics, parameters, the curve; what isn't known has no section."""
-    shown = training((50, 0.0), (120, 10.0), params={"options.lr": "0.1"})
+    shown = training((50, 0.0), (120, 10.0))
     shown.metrics[HOSTILE] = math.nan
     shown.begin_attempt(AttemptBegan(2, 3))
     for now_s, step in ((20.0, 100), (30.0, 170)):
         shown.add(Progress(step, 3, 400, total_epochs=10, num_samples=8 * step), now_s)
-    markdown = render_page(RunView(shown, elapsed_s=65, picture=CURVE))
+    given = {
+        "arguments": {"lr": 0.1, "text": "x" * 10_000},
+        "parameters": {"checkpoint": {"every_steps": 5}, "storage": "/s", "interface": None},
+    }
+    record = RECORD.model_copy(update={"attempts": (), **given})
+    curves = metric_curves(lr=[1.0, 2.0])
+    markdown = render_page(RunView(record, shown, elapsed_s=65, curves=curves))
     line = "epoch 3/10 · step 170/400 · loss 0.1235 · accuracy 0.5 · 56 samples/s · 33 s left"
     assert markdown.startswith(f"# digits: training · {line}")
-    assert CURVE in markdown
+    assert "![training curves](data:image/svg+xml;base64," in markdown
     facts = {row[0]: row[1] for row in tables(markdown)[0]}
-    assert (facts["Run"], facts["World size"], facts["Attempt"]) == ("`calm-otter`", "3 ranks", "2")
-    speed = (facts["Elapsed"], facts["Throughput"], facts["ETA"])
-    assert speed == ("1 min 5 s", "56 samples/s, 7 steps/s", "33 s")
+    names = ("Run", "World size", "Attempt", "Elapsed")
+    assert [facts[name] for name in names] == [f"`{record.run_id}`", "3 ranks", "2", "1 min 5 s"]
     assert [short(HOSTILE), "nan", "", "", ""] in tables(markdown)[1]
-    assert tables(markdown)[2][2:] == [["options.lr", "`0.1`"]]
+    assert tables(markdown)[2][2:] == [
+        ["lr", "`0.1`"],
+        ["text", f"`{'x' * 200} ...`"],
+        ["checkpoint.every_steps", "`5`"],
+        ["storage", "`/s`"],
+    ]
     assert [line for line in markdown.splitlines() if line.startswith("## ")] == [
         "## Metrics",
         "## Parameters and options",
+        "## Run record",
     ]
 
 
 def test_the_page_says_since_when_there_is_no_checkpoint():
     """Right below its title, harmless whatever the reason says."""
     newest = Progress(120, 3, 400, trouble=f"no checkpoint since step 40: {HOSTILE}")
-    page = render_page(RunView(training(newest=newest)))
+    page = render_page(RunView(RECORD, training(newest=newest)))
     lines = [line for line in page.splitlines() if line]
     assert lines[:2] == [
         "# digits: training · epoch 3 · step 120/400",
@@ -65,9 +73,10 @@ def test_the_page_of_a_failed_training_says_why():
     """The cause as it is, in a block that nothing in it can leave, and not without end."""
     cause = f"RankFailedError: boom\n```\n<script>{HOSTILE}" + "x" * 100_000
     shown = training((50, 0.0), (120, 10.0), status="failed", cause=cause)
-    page = render_page(RunView(shown))
+    attempts = RECORD.attempts[0].model_copy(update={"step": 120})
+    page = render_page(RunView(RECORD.model_copy(update={"attempts": (attempts,)}), shown))
     line = "epoch 3/10 · step 120/400 · loss 0.1235 · accuracy 0.5"
-    assert page.splitlines()[0] == f"# digits: failed · {line}"
+    assert page.splitlines()[0] == f"# digits: failed in step 120 · {line}"
     fence = page.splitlines()[2].removesuffix("text")
     block = page.split(f"{fence}text\n")[1].split(f"\n{fence}\n")[0]
     assert cause.startswith(block.removesuffix(" ..."))
@@ -114,29 +123,3 @@ def test_speed_is_that_of_the_last_half_minute_and_begins_anew_at_a_restart():
     assert (shown.steps_per_s, shown.eta_s) == (pytest.approx(1.0), pytest.approx(92.0))
     assert shown.percent == pytest.approx(100 * 32 / 124)
     assert shown.metrics == {"loss": 0.12345, "accuracy": 0.5, "third": 3.0}
-
-
-def test_the_parameters_are_those_that_were_given_and_no_secret_is_among_them():
-    """By dotted name, cut where they are long; what isn't plain is named by its type."""
-    params = TrainParams(
-        workload="tests.workloads.tiny",
-        seed=7,
-        options={"lr": 0.1, "api_key": SECRET, "layers": [1, 2], "many": [SECRET] * 21},
-        source=f"s3://me:{SECRET}@bucket/x",
-        checkpoint={"every_steps": 5},
-    )
-    shown = shown_params(params, {"model": object(), "text": "x" * 10_000, "token": SECRET})
-    assert SECRET not in str(shown)
-    assert shown == {
-        "seed": "7",
-        "workload": "tests.workloads.tiny",
-        "options.lr": "0.1",
-        "options.api_key": "(hidden)",
-        "options.layers": "1, 2",
-        "options.many": "a list",
-        "source": "s3://bucket/x",
-        "checkpoint.every_steps": "5",
-        "model": "a object",
-        "text": "x" * 200 + " ...",
-        "token": "(hidden)",
-    }

@@ -7,6 +7,7 @@ from prefect_torch_ddp.results import Goodput
 from prefect_torch_ddp.tasks.report.progress import TrainingProgress
 from prefect_torch_ddp.tasks.report.ranks import MAX_RANK_ROWS, RecentTimes, rank_table
 from prefect_torch_ddp.tasks.report.report import RunView, render_page
+from tests.unit.tasks.report.test_report import RECORD
 
 HOSTILE = "a|b<script>alert(1)</script>[x](http://evil)"
 
@@ -34,7 +35,7 @@ def times(rank: int, at: float = 100.0, waits: float = 0.4, **changes: Any) -> T
 
 def page(**more: Any) -> str:
     """Render the page of a training."""
-    return render_page(RunView(TrainingProgress("run", "digits", status="training"), **more))
+    return render_page(RunView(RECORD, TrainingProgress(), **more))
 
 
 def test_the_slow_rank_is_in_the_headline_and_each_rank_in_the_table() -> None:

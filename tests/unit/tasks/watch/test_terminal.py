@@ -54,7 +54,7 @@ def test_a_task_called_in_the_flows_process_shows_attempts_and_waits(
 ) -> None:
     """Which attempt, and what a metric's name holds, as text: no escape code of a user's."""
     monkeypatch.setattr(terminal, "TELL_EVERY_S", 0.0)
-    training = TrainingProgress("calm-otter", "digits")
+    training = TrainingProgress()
     with Display("fit") as display:
         teller = Teller(training)
         said = []
