@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 class RecordLog:
-    """Appends records to `runs/<run_id>/<kind>/rank-00000/<attempt>-<part>.jsonl`.
+    """Appends records, or lines, to `runs/<run_id>/<kind>/rank-00000/<attempt>-<part>.jsonl`.
 
     While the storage fails, records are kept and tried again. Those that no part holds yet are
     in a file as well, where `left_behind` finds them after this process was killed.
@@ -44,28 +44,30 @@ class RecordLog:
         attempt: int,
         first_interval_s: float = 1.0,
         copies: Path | None = None,
+        suffix: str = SUFFIX,
     ) -> None:
         """Make it; the background thread starts with the first record.
 
         Args:
             storage: where to.
             run_id: of which run.
-            kind: "metrics", "ledger" or "timing".
+            kind: "metrics", "ledger", "timing" or a folder of logs.
             rank: who writes.
             attempt: in which attempt.
             first_interval_s: until the first part.
             copies: the folder for what isn't written yet; None: no copies are kept.
+            suffix: of the parts' names.
         """
         self._storage = storage
         self._prefix = f"{records_folder(run_id, kind)}/rank-{rank:05d}/{attempt:06d}-"
-        self._kind = kind
+        self._kind, self._suffix = kind, suffix
         self._first_interval_s = first_interval_s
         self._copies = copies
         self._waiting: deque[Any] = deque()
         """Records that a device still computes, and those after them."""
         self._num_batches = 0
         self._growing = self._new_batch()
-        self._next_key = part_key(self._prefix, 1)
+        self._next_key = part_key(self._prefix, 1, suffix)
         self._full: _Batch | None = None
         """What is being written; after an error the same again."""
         self._taking = threading.Lock()
@@ -75,7 +77,7 @@ class RecordLog:
         self._thread: threading.Thread | None = None
 
     def append(self, record: Any) -> None:
-        """Take a record, which must not change any more: a dict, or a dataclass.
+        """Take a record, which must not change any more: a dict, a dataclass, or lines as bytes.
 
         The values of its "metrics" may be anything that `float()` takes. One that says by
         `is_ready()` that it isn't yet is waited for in the background.
@@ -90,6 +92,12 @@ class RecordLog:
             name = f"prefect-torch-ddp-{self._kind}"
             self._thread = threading.Thread(target=self._write_parts, name=name, daemon=True)
             self._thread.start()
+
+    @property
+    def num_waiting_bytes(self) -> int:
+        """Of what was appended and isn't written yet."""
+        full = self._full
+        return len(self._growing.content) + (0 if full is None else len(full.content))
 
     def write_soon(self) -> None:
         """Have what was appended written now, in the background."""
@@ -165,12 +173,12 @@ class RecordLog:
         written = put_part(self._storage, self._next_key, bytes(self._full.content))
         self._full.drop()
         self._full = None
-        number = int(written.removeprefix(self._prefix).removesuffix(SUFFIX))
-        self._next_key = part_key(self._prefix, number + 1)
+        number = int(written.removeprefix(self._prefix).removesuffix(self._suffix))
+        self._next_key = part_key(self._prefix, number + 1, self._suffix)
 
     def _new_batch(self) -> "_Batch":
         self._num_batches += 1
-        name = part_key(self._prefix, self._num_batches)
+        name = part_key(self._prefix, self._num_batches, self._suffix)
         return _Batch(None if self._copies is None else self._copies / name)
 
 
@@ -188,6 +196,8 @@ def _is_ready(record: Any) -> bool:
 
 
 def _line(record: Any) -> bytes:
+    if isinstance(record, bytes):
+        return record
     line = orjson.dumps(record, default=float, option=orjson.OPT_APPEND_NEWLINE)
     if b"null" in line and isinstance(
         record, dict
@@ -279,4 +289,5 @@ def next_interval_s(interval_s: float, age_s: float) -> float:
     shows its records soon, and a day leaves some 440 objects a rank, beside one for each
     checkpoint.
     """
-    return min(2 * interval_s, max(LONG_INTERVAL_S, min(age_s * SHARE_OF_AGE, LONGEST_INTERVAL_S)))
+    longer_s = min(age_s * SHARE_OF_AGE, LONGEST_INTERVAL_S)
+    return min(2 * interval_s, max(interval_s, LONG_INTERVAL_S, longer_s))

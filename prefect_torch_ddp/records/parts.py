@@ -3,7 +3,6 @@
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate, groupby
 from typing import Any, TypeVar
 
@@ -13,7 +12,6 @@ from prefect_torch_ddp.errors import StorageError
 from prefect_torch_ddp.records.log import SUFFIX, records_folder
 from prefect_torch_ddp.storage.protocol import ObjectPart, ReadsMany, Storage, StoredObject
 
-NUM_PARALLEL_READS = 8
 BYTES_AHEAD = 2**25
 """What is in memory at a time, at least a part."""
 
@@ -52,7 +50,7 @@ def read_parts(
 
 
 def contents(storage: Storage, parts: Sequence[StoredObject]) -> Sequence[bytes | StorageError]:
-    """Read objects concurrently, in their order; the failure of one is its value."""
+    """Read objects, in their order; the failure of one is its value."""
 
     def read(part: StoredObject) -> bytes | StorageError:
         try:
@@ -60,12 +58,11 @@ def contents(storage: Storage, parts: Sequence[StoredObject]) -> Sequence[bytes 
         except StorageError as error:
             return error
 
-    # Concurrently: a day's training leaves thousands of small objects, and S3 takes some 30 ms
-    # for each.
+    # Concurrently where that pays: a day's training leaves thousands of small objects, and S3
+    # takes some 30 ms for each.
     if isinstance(storage, ReadsMany):
         return storage.read_many([ObjectPart(part.key, part.num_bytes) for part in parts])
-    with ThreadPoolExecutor(NUM_PARALLEL_READS, thread_name_prefix="read-records") as pool:
-        return list(pool.map(read, parts))
+    return [read(part) for part in parts]
 
 
 def superseded_from(firsts: Mapping[int, int]) -> dict[int, float]:

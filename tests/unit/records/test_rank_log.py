@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from prefect_torch_ddp.errors import StorageError
+from prefect_torch_ddp.records import log as records_log
 from prefect_torch_ddp.records import rank_log
 from prefect_torch_ddp.records.rank_log import LogFolder, RankLogWriter
 from prefect_torch_ddp.storage.directory import DirectoryStorage
@@ -59,24 +60,23 @@ class Moody(ForwardingStorage):
 
 
 def test_a_large_log_is_written_at_once_and_nothing_is_lost_or_doubled(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Though the first write seems to fail, and more lines come before it is tried again."""
-    monkeypatch.setattr(rank_log, "PART_BYTES", 1_000)
+    monkeypatch.setattr(records_log, "FULL_BYTES", 1_000)
     monkeypatch.setattr(Moody, "waits", threading.Event())
     writer = RankLogWriter(LogFolder(Moody(tmp_path), "run"), 0, 1)
     lines = [f"line {number}" for number in range(500)]
     for number in range(100):
         writer.add(lines[number : number + 1])
     Moody.waits.set()
-    wait_until(lambda: writer._trouble == "the answer got lost")
+    wait_until(lambda: "kept to try again: the answer got lost" in caplog.text)
     writer.add(lines[100:])
     monkeypatch.setattr(Moody, "fails", False)
-    wait_until(lambda: len(writer._waiting) < 1_000)
     writer.end()
     assert writer.join(HANG_S) == ""
     assert written(tmp_path, "rank-00000") == lines
-    assert len(list((tmp_path / "runs/run/logs/rank-00000").iterdir())) > 3
+    assert len(list((tmp_path / "runs/run/logs/rank-00000").iterdir())) > 1
 
 
 def test_a_storage_that_keeps_nobody_waiting(
@@ -84,17 +84,18 @@ def test_a_storage_that_keeps_nobody_waiting(
 ) -> None:
     """What doesn't fit in memory meanwhile is lost, and the end says how much that is."""
     monkeypatch.setattr(rank_log, "MAX_WAITING_BYTES", 1_000)
-    monkeypatch.setattr(rank_log, "PART_BYTES", 500)
+    monkeypatch.setattr(records_log, "FULL_BYTES", 500)
     monkeypatch.setattr(Moody, "waits", threading.Event())
     monkeypatch.setattr(Moody, "fails", False)
     writer = RankLogWriter(LogFolder(Moody(tmp_path), "run"), 0, 1)
     for number in range(1_000):
         writer.add([f"line {number}"])
+    Moody.waits.set()
+    wait_until(lambda: writer._log.num_waiting_bytes < rank_log.MAX_WAITING_BYTES)
+    Moody.waits.clear()
+    writer.add(["after it"])
     assert "has not taken the last of it for 0 s" in writer.join(0.0)
     Moody.waits.set()
-    wait_until(lambda: len(writer._waiting) < rank_log.PART_BYTES)
-    writer.add(["after it"])
-    writer.end()
     trouble = writer.join(HANG_S)
     *kept, last = written(tmp_path, "rank-00000")
     assert trouble == f"the storage was too slow for {1_000 - len(kept)} lines"
