@@ -37,8 +37,8 @@ from prefect_torch_ddp.rank.context import RankContext as RankContext
 from prefect_torch_ddp.rank.evaluation.classification import (
     ClassificationMeter as ClassificationMeter,
 )
-from prefect_torch_ddp.rank.evaluation.language import LanguageMeter as LanguageMeter
-from prefect_torch_ddp.rank.evaluation.regression import RegressionMeter as RegressionMeter
+from prefect_torch_ddp.rank.evaluation.meters import LanguageMeter as LanguageMeter
+from prefect_torch_ddp.rank.evaluation.meters import RegressionMeter as RegressionMeter
 from prefect_torch_ddp.rank.link import report_progress as report_progress
 from prefect_torch_ddp.rank.stages import read_options as read_options
 from prefect_torch_ddp.results import Goodput as Goodput

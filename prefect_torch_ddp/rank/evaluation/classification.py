@@ -7,7 +7,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from prefect_torch_ddp.errors import InvalidParamsError
-from prefect_torch_ddp.rank.evaluation.totals import non_finite, refuse_nothing, summed
+from prefect_torch_ddp.rank.evaluation.meters import non_finite, refuse_nothing, summed
 from prefect_torch_ddp.rank.evaluation.worst import WorstSamples, refuse_images
 from prefect_torch_ddp.rank.link import current_link
 from prefect_torch_ddp.results import ClassScore, Report, WorstSample

@@ -9,8 +9,7 @@ from sklearn.metrics import mean_absolute_error, r2_score, root_mean_squared_err
 
 from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.rank.evaluation.classification import ClassificationMeter
-from prefect_torch_ddp.rank.evaluation.language import LanguageMeter
-from prefect_torch_ddp.rank.evaluation.regression import RegressionMeter
+from prefect_torch_ddp.rank.evaluation.meters import LanguageMeter, RegressionMeter
 from prefect_torch_ddp.results import Report
 from tests.support.ranks import run_ranks
 

@@ -11,8 +11,7 @@ from sklearn.metrics import mean_absolute_error, r2_score, root_mean_squared_err
 from torch.nn.functional import cross_entropy
 
 from prefect_torch_ddp.errors import InvalidParamsError
-from prefect_torch_ddp.rank.evaluation.language import LanguageMeter
-from prefect_torch_ddp.rank.evaluation.regression import RegressionMeter
+from prefect_torch_ddp.rank.evaluation.meters import LanguageMeter, RegressionMeter
 
 
 @settings(deadline=None, max_examples=50)
