@@ -50,7 +50,6 @@ class RankContext:
         self.seed = config.seed
         self._parts = parts
         self._state = parts.state
-        self._data = parts.folder
 
     @classmethod
     def local(
@@ -105,13 +104,13 @@ class RankContext:
         """The local dataset; in the prepare stage the folder to write it to."""
         from prefect_torch_ddp.data.dataset_store import local_dataset  # noqa: PLC0415 - if used
 
-        if self._data is None:
+        if self._parts.folder is None:
             if self.config.dataset_id is None:
                 given = f"the {self.stage} stage of run {self.run_id} was given no dataset"
                 msg = f"{given}; RankContext.local(data=...) sets one"
                 raise InvalidParamsError(msg)
-            self._data = local_dataset(self.config.storage, self.config.dataset_id)
-        return self._data
+            self._parts.folder = local_dataset(self.config.storage, self.config.dataset_id)
+        return self._parts.folder
 
     @property
     def data_storage(self) -> Storage:
@@ -233,7 +232,7 @@ class RankContext:
         determinism weights are parts of the global batch, and gradients come at the loop's end.
 
         Args:
-            batch: from `steps`: tensors [samples, ...], or tuples, lists and mappings of them.
+            batch: from `steps`: tensors [samples, ...]; tuples, lists, mappings (cut into dicts).
             max_samples: how many samples a micro-batch has at most; None: all of this rank's.
         """
         return self._parts.gradients.micro_batches(batch, max_samples)

@@ -18,8 +18,9 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from prefect_torch_ddp.protocol.rank import ForkServerAnswer, ForkServerOrder, LaunchPage, RankFiles
@@ -37,14 +38,6 @@ SWEEP_TIMEOUT_S = 2.0
 """How long killed leftovers of a gang may take to die before they no longer block the next."""
 
 
-@dataclass(frozen=True)
-class _ForkedRank:
-    fds: tuple[int, ...]
-    parent_pid: int
-    page: LaunchPage
-    payload: bytes
-
-
 def main(arguments: Sequence[str]) -> None:
     """Load torch, report whether this process can be forked, then take orders.
 
@@ -58,9 +51,9 @@ def main(arguments: Sequence[str]) -> None:
     _load_torch()
     worker.send(ForkServerAnswer(unfit=why_unfit()).encode())
     freeze()
-    rank = _Server(worker, idle_s).serve()
-    if rank is not None:
-        run_rank(rank.fds, rank.parent_pid, rank.page, rank.payload)
+    run = _Server(worker, idle_s).serve()
+    if run is not None:
+        run()
     # The interpreter's end would take torch apart, and triton writes to stderr what it misses.
     os._exit(0)
 
@@ -89,8 +82,8 @@ class _Server:
         self._poller = select.poll()
         self._poller.register(worker, select.POLLIN)
 
-    def serve(self) -> _ForkedRank | None:
-        """Take orders until the server is to end; returns the rank to run in a forked child."""
+    def serve(self) -> Callable[[], None] | None:
+        """Take orders until the server is to end; in a forked child returns what it is to run."""
         while (order := self._next_order()) is not None:
             message, fds = order
             if message.op == "reap":
@@ -126,7 +119,7 @@ class _Server:
         options = os.WEXITED | os.WNOHANG | os.WNOWAIT
         return any(os.waitid(os.P_PID, pid, options) is None for pid in self._ranks)
 
-    def _become_loaded(self, order: ForkServerOrder, fd: int) -> _ForkedRank | None:
+    def _become_loaded(self, order: ForkServerOrder, fd: int) -> Callable[[], None] | None:
         """Serve as a fork server with more libraries, in a forked child of the first one."""
         die_with(self._pid)
         adopt_orphans()
@@ -176,7 +169,7 @@ def _fork(worker: socket.socket) -> int | None:
     return pid
 
 
-def _become_rank(fds: Sequence[int], parent_pid: int) -> _ForkedRank:
+def _become_rank(fds: Sequence[int], parent_pid: int) -> Callable[[], None]:
     """Turn the forked child into what a fresh process would be."""
     files = RankFiles(*fds)
     with Path(os.devnull).open("rb") as nothing:
@@ -191,7 +184,7 @@ def _become_rank(fds: Sequence[int], parent_pid: int) -> _ForkedRank:
     os.environ.clear()
     os.environ.update(page.environment)
     _reset_libraries(page.environment)
-    return _ForkedRank(files.own()[1:], parent_pid, page, payload)
+    return partial(run_rank, files.own()[1:], parent_pid, page, payload)
 
 
 def _reset_libraries(environment: dict[str, str]) -> None:

@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.protocol.events import NO_RANK, LogLine
 from prefect_torch_ddp.protocol.heartbeat import Phase
 from prefect_torch_ddp.protocol.rank import COPIES, LaunchPage, RankLaunch
@@ -93,11 +94,21 @@ def _call(fn: Callable[..., Any] | str, args: Sequence[Any], kwargs: Mapping[str
         return fn(*args, **kwargs)
     if fn.endswith(".py"):
         return _run_script(fn, args)
-    module_name, _, qualname = fn.partition(":")
+    return resolve(fn)(*args, **kwargs)
+
+
+def resolve(reference: str) -> Any:
+    """Import what `package.module` or `package.module:object.attribute` names."""
+    module_name, _, qualname = reference.partition(":")
     target: Any = importlib.import_module(module_name)
-    for part in qualname.split("."):
-        target = getattr(target, part)
-    return target(*args, **kwargs)
+    for part in filter(None, qualname.split(".")):
+        try:
+            target = getattr(target, part)
+        except AttributeError as error:
+            form = "write it as package.module or package.module:object"
+            msg = f"{reference!r}: {target!r} has no {part!r}; {form}"
+            raise InvalidParamsError(msg) from error
+    return target
 
 
 def _run_script(path: str, args: Sequence[Any]) -> None:

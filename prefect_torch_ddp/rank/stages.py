@@ -1,6 +1,5 @@
 """What a gang runs on every rank: a user's function, or a workload's stage, with a RankContext."""
 
-import importlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ from prefect_torch_ddp.rank.context import RankContext
 from prefect_torch_ddp.rank.distributed.group import current_device
 from prefect_torch_ddp.rank.generators import seed_stage
 from prefect_torch_ddp.rank.link import current_link
+from prefect_torch_ddp.rank.main import resolve
 from prefect_torch_ddp.rank.parts import ContextParts
 from prefect_torch_ddp.results import DatasetReport, Report
 
@@ -68,20 +68,6 @@ def run_stage(config: RankConfig, workload: str) -> DatasetReport | Report | dic
             return _report(value, workload)
         plain = _plain_values(value, workload)
     return {"value": plain, **parts.outcome(), "model_uris": parts.export_models(workload)}
-
-
-def resolve(reference: str) -> Any:
-    """Import what `package.module` or `package.module:object.attribute` names."""
-    module_name, _, qualname = reference.partition(":")
-    target: Any = importlib.import_module(module_name)
-    for part in filter(None, qualname.split(".")):
-        try:
-            target = getattr(target, part)
-        except AttributeError as error:
-            form = "write it as package.module or package.module:object"
-            msg = f"{reference!r}: {target!r} has no {part!r}; {form}"
-            raise InvalidParamsError(msg) from error
-    return target
 
 
 def stage_function(workload: str, stage: str) -> Callable[..., Any]:

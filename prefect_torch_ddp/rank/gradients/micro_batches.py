@@ -1,7 +1,6 @@
 """Cutting a batch into micro-batches, whatever structure of tensors it is."""
 
-import copy
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -44,42 +43,15 @@ def count_rows(batch: Any, expected: int | None) -> int:
 
 
 def cut(item: Any, rows: range) -> Any:
-    """Return the same structure with these rows alone; tensors are views."""
+    """Return the same structure with these rows alone; tensors are views, mappings plain dicts."""
     if isinstance(item, torch.Tensor) or _is_plain_list(item):
         return item[rows.start : rows.stop]
-    if isinstance(item, MutableMapping):
-        return _cut_in_copy(item, {key: cut(value, rows) for key, value in item.items()})
     if isinstance(item, Mapping):
         return {key: cut(value, rows) for key, value in item.items()}
     if isinstance(item, tuple | list):
         parts = [cut(value, rows) for value in item]
         return type(item)(*parts) if hasattr(item, "_fields") else type(item)(parts)
     return item
-
-
-def _cut_in_copy(item: MutableMapping[Any, Any], cuts: dict[Any, Any]) -> Any:
-    """Return the mapping with other values; keeps a class of the user's, as the DataLoader does.
-
-    A copy that shares what it holds with the batch is refused: the next piece would be cut out of
-    this one, and samples be lost. So is one whose attributes are its values (`self.__dict__ =
-    self`): those of a copy would remain whole.
-    """
-    if getattr(item, "__dict__", None) is item:
-        what = f"a {type(item).__name__}, whose attributes are its values"
-        msg = f"{_CANT_CUT} {what}: have collate_fn give a dict"
-        raise InvalidParamsError(msg)
-    sizes = [len(column) for _, column in _columns(item, "batch")]
-    part = copy.copy(item)
-    for key, value in cuts.items():
-        part[key] = value  # not update, which some classes refuse
-    if sizes != [len(column) for _, column in _columns(item, "batch")]:
-        kind = type(item).__name__
-        msg = (
-            f"{_CANT_CUT} a {kind}: copy.copy of one shares its values; give {kind} a __copy__ "
-            "that copies what holds them, or have collate_fn give a dict"
-        )
-        raise InvalidParamsError(msg)
-    return part
 
 
 def _columns(item: Any, name: str) -> Iterator[tuple[str, Any]]:

@@ -1,11 +1,10 @@
 """The reporter: a rank's metrics and samples of each step, and the progress that people see."""
 
-import logging
 import math
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
@@ -21,8 +20,6 @@ from prefect_torch_ddp.records.log import RecordLog
 if TYPE_CHECKING:
     from prefect_torch_ddp.checkpoint.manifest import Manifest
     from prefect_torch_ddp.data.sampler import BatchShare, GlobalBatches
-
-logger = logging.getLogger(__name__)
 
 PROGRESS_INTERVAL_S = 0.5
 MEASURE_SHARE = 1 / 256
@@ -58,7 +55,6 @@ class Reporter:
         self._next_progress = 0.0
         self.tracked: dict[str, Any] = {}
         """The tracked objects; the optimizers among them have learning rates."""
-        self._has_rates = True
         self._num_samples = 0
         """Of all ranks, in this attempt."""
         self._began_s = self._measured_s = time.monotonic()
@@ -170,29 +166,24 @@ class Reporter:
         if self._timing is not None and not self._closed:
             self._timing.record(knows_step=False)
         self._closed = True
-        if within_s is None:
-            with ExitStack() as stack:  # all are closed, whatever one of them raises
-                for log in self._logs:
-                    stack.callback(log.close)
-        elif self._logs:
-            self._close_within(within_s)
+        self._close_logs(within_s)
 
-    def _close_within(self, limit_s: float) -> None:
+    def _close_logs(self, within_s: float | None) -> None:
         errors: list[str] = []
 
-        def close() -> None:
+        def close_all() -> None:
             for log in self._logs:
                 try:
                     log.close()
-                except StorageError as error:
+                except Exception as error:  # noqa: BLE001 - the others are closed too, then it is raised
                     errors.append(str(error))
 
-        # In a thread that is left behind: a storage may keep one waiting for minutes.
-        thread = threading.Thread(target=close, daemon=True)
+        # In a thread that may be left behind: a storage may keep one waiting for minutes.
+        thread = threading.Thread(target=close_all, daemon=True)
         thread.start()
-        thread.join(limit_s)
+        thread.join(within_s)
         if thread.is_alive():
-            errors.append(f"the storage didn't take them within {limit_s:g} s")
+            errors.append(f"the storage didn't take them within {within_s:g} s")
         if errors:
             raise StorageError("; ".join(errors))
 
@@ -201,12 +192,7 @@ class Reporter:
 
         They are apart from the metrics, which are the user's.
         """
-        measured: dict[str, float] = {}
-        try:
-            measured = dict(learning_rates(self.tracked) if self._has_rates else ())
-        except Exception as error:  # noqa: BLE001 - an optimizer of the user's may keep anything there
-            logger.warning("learning rates aren't measured, as param_groups are odd: %r", error)
-            self._has_rates = False
+        measured = dict(learning_rates(self.tracked))
         num_samples, took_s = self._num_samples - self._num_measured, now_s - self._measured_s
         if self._num_measured and num_samples and took_s > 0:
             measured["samples/s"] = num_samples / took_s
@@ -242,14 +228,16 @@ class Reporter:
 
 def learning_rates(tracked: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
     """Yield the learning rate of each group of each optimizer, by name; never waits for a GPU."""
-    groups = {
+    groups: dict[str, Any] = {
         f"{name}[{i}]" if len(item.param_groups) > 1 else name: group.get("lr")
         for name, item in tracked.items()
         if isinstance(getattr(item, "param_groups", None), list)
         for i, group in enumerate(item.param_groups[:MAX_RATES])
+        if isinstance(group, dict)  # an object of the user's may keep anything there
     }
     for name, given in list(groups.items())[:MAX_RATES]:
-        is_here = isinstance(given, Real) or str(getattr(given, "device", "")) == "cpu"
+        is_number = getattr(given, "ndim", None) == 0 and str(getattr(given, "device", "")) == "cpu"
+        is_here = isinstance(given, Real) or is_number
         if is_here and math.isfinite(rate := float(given)):
             yield ("learning_rate" if len(groups) == 1 else f"learning_rate of {name}"), rate
 

@@ -257,14 +257,17 @@ def test_learning_rates_and_throughput_are_measured_unasked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of tracked optimizers, at once and then now and then, without anything being reported; each
-    group of each optimizer has its name. None of it is the user's metrics."""
+    group of each optimizer has its name, and odd ones have none. None of it is the user's
+    metrics."""
     monkeypatch.setattr(reporter, "PROGRESS_INTERVAL_S", 0.0)
     monkeypatch.setattr(reporter, "MEASURE_SHARE", 0.0)
     model = nn.Linear(1, 1)
     groups = [{"params": [model.weight], "lr": 0.5}, {"params": [model.bias], "lr": 0.25}]
     adam, sgd = torch.optim.Adam([nn.Parameter(torch.zeros(1))]), torch.optim.SGD(groups, lr=1)
+    odd = nn.Linear(1, 1)
+    odd.param_groups = [3, {"lr": "fast"}]  # type: ignore[assignment]
     with RankContext.local(storage=tmp_path) as ctx:
-        ctx.track(model=model, adam=adam, sgd=sgd)
+        ctx.track(model=model, adam=adam, sgd=sgd, odd=odd)
         for _ in ctx.steps(ctx.loader(FOUR, global_batch_size=2), epochs=2):
             sgd.param_groups[0]["lr"] = 0.5 / ctx.step
     storage = DirectoryStorage(tmp_path)
@@ -274,26 +277,6 @@ def test_learning_rates_and_throughput_are_measured_unasked(
     assert values["learning_rate of sgd[0]"] == [(step, 0.5 / step) for step in (1, 2, 3, 4)]
     assert values["learning_rate of sgd[1]"] == [(step, 0.25) for step in (1, 2, 3, 4)]
     assert [step for step, speed in values["samples/s"] if speed > 0] == [2, 3, 4]
-
-
-def test_an_optimizer_with_odd_groups_costs_one_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Its learning rates aren't measured; throughput is."""
-    monkeypatch.setattr(reporter, "PROGRESS_INTERVAL_S", 0.0)
-    monkeypatch.setattr(reporter, "MEASURE_SHARE", 0.0)
-    odd = nn.Linear(1, 1)
-    odd.param_groups = [3]  # type: ignore[assignment]
-    with RankContext.local(storage=tmp_path) as ctx:
-        ctx.track(odd=odd)
-        for _ in ctx.steps(ctx.loader(FOUR, global_batch_size=1), epochs=1):
-            pass
-    assert [each.levelname for each in caplog.records if "param_groups" in each.message] == [
-        "WARNING"
-    ]
-    storage = DirectoryStorage(tmp_path)
-    values = MetricCurves(read_new_records(storage, "local", set())).snapshot().values
-    assert list(values) == ["samples/s"]
 
 
 # ---- Refusals.
