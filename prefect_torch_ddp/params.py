@@ -49,6 +49,7 @@ class GangOptions(TypedDict, total=False):
     ranks_per_worker: int | None
     backend: Backend
     min_world_size: int | None
+    max_world_size: int | None
     max_restarts: int
     workers_timeout_s: float
     queue_timeout_s: float | None
@@ -73,6 +74,10 @@ class GangParams(Params):
     min_world_size: Count | None = None
     """Smallest acceptable number of ranks while workers are missing: at the start after
     `workers_timeout_s`, at a restart after 10 s. Empty: `world_size`."""
+    max_world_size: Count | None = None
+    """Largest number of ranks: a training that has fewer takes in workers that are free, at its
+    start and whenever it has written a checkpoint; that costs no restart. At least `world_size`.
+    Empty: it doesn't grow."""
     max_restarts: CountOrZero = 0
     """How often a failed gang is restarted at once, on warm workers, before Prefect's retries
     count. A cancel, an ImportError or SyntaxError, and the same exception at the same step twice
@@ -136,6 +141,12 @@ class GangParams(Params):
         if least is not None and wanted is not None and least > wanted:
             sizes = f"min_world_size is {least} and world_size {wanted}"
             msg = f"{sizes}; give a min_world_size of at most world_size"
+            raise ValueError(msg)
+        most, at_start = self.max_world_size, wanted or least or 1
+        if most is not None and most < at_start:
+            name = "world_size" if wanted else "min_world_size"
+            sizes = f"max_world_size is {most} and {name} {at_start}"
+            msg = f"{sizes}; give a max_world_size of at least {name}"
             raise ValueError(msg)
         return self
 

@@ -21,6 +21,7 @@ from prefect_torch_ddp.errors import (
     StorageError,
     WorkerLostError,
 )
+from prefect_torch_ddp.gang.caller.growth import GangGrowsError
 from prefect_torch_ddp.protocol.events import (
     NO_RANK,
     AttemptBegan,
@@ -31,7 +32,7 @@ from prefect_torch_ddp.protocol.events import (
 )
 from prefect_torch_ddp.records.rank_log import LogFolder
 
-RESTARTABLE = (RankFailedError, WorkerLostError, GangHungError)
+RESTARTABLE = (RankFailedError, WorkerLostError, GangHungError, GangGrowsError)
 FULL_SIZE_S = 10.0
 """How long a restart waits for all ranks, when there are workers for the fewest."""
 _ADDRESS = re.compile(r"\b0x[0-9a-fA-F]+")
@@ -159,13 +160,17 @@ class Restarts:
 
     def _decide(self, error: GangError, attempt: int) -> None:
         """Return if the gang should run again; raise the error otherwise."""
-        record = record_of(error, attempt, self._world_size)
+        saved_step = getattr(error, "saved_step", None) or 0
+        grows = isinstance(error, GangGrowsError)
+        # Each move has to be worth it: no endless train of them.
+        is_move = grows or saved_step > self._moved_at
+        record = record_of(error, attempt, self._world_size, is_move=is_move)
         before = self._put_on_record(error, record)
         self._on_event(record)
-        saved_step = getattr(error, "saved_step", None) or 0
-        if saved_step > self._moved_at:  # each move has to be worth it: no endless train of them
-            self._moved_at = saved_step
-            self._say(f"{error}\nthe gang moves to other workers, which costs no restart")
+        if is_move:
+            self._moved_at = max(saved_step, self._moved_at)
+            how = "grows" if grows else "moves to other workers"
+            self._say(f"{error}\nthe gang {how}, which costs no restart")
             return
         why_not = why_hopeless(error, record, before, knows_steps=self._attempt_log.knows_steps)
         if why_not is not None and isinstance(error, RankFailedError):
@@ -218,10 +223,12 @@ class Restarts:
             self._on_event(LogLine(NO_RANK, logging.WARNING, text))
 
 
-def record_of(error: GangError, attempt: int, world_size: int) -> FailureRecord:
+def record_of(
+    error: GangError, attempt: int, world_size: int, *, is_move: bool = False
+) -> FailureRecord:
     """Make the record of a failed attempt."""
     summary = str(error).splitlines()[0]
-    record = FailureRecord(attempt, world_size, summary, fingerprint=None, step=None)
+    record = FailureRecord(attempt, world_size, summary, None, None, is_move=is_move)
     if not isinstance(error, RankFailedError):
         return record
     failure = error.failure

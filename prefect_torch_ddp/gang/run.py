@@ -13,7 +13,7 @@ from typing import Any, Unpack
 import cloudpickle
 from distributed import Client
 
-from prefect_torch_ddp.errors import GangError, VersionConflictError, WorkerLostError
+from prefect_torch_ddp.errors import GangError, InvalidParamsError, WorkerLostError
 from prefect_torch_ddp.gang.caller.code import (
     brings_context,
     name_of,
@@ -21,8 +21,15 @@ from prefect_torch_ddp.gang.caller.code import (
     pickle_call,
     preload_of,
 )
+from prefect_torch_ddp.gang.caller.growth import Growth
 from prefect_torch_ddp.gang.caller.lines import log_event
-from prefect_torch_ddp.gang.caller.placement import GangSize, choose, num_workers_needed, place
+from prefect_torch_ddp.gang.caller.placement import (
+    GangSize,
+    choose,
+    is_free,
+    num_workers_needed,
+    place,
+)
 from prefect_torch_ddp.gang.caller.plan import CallParams, GangPlan
 from prefect_torch_ddp.gang.caller.reservation import GangReservation
 from prefect_torch_ddp.gang.caller.stop import StopSwitch, follow
@@ -31,9 +38,9 @@ from prefect_torch_ddp.gang.caller.workers import WaitingSign, gather_workers
 from prefect_torch_ddp.gang.checks import check_call, check_client, checked
 from prefect_torch_ddp.gang.liveness import calling, liveness_timeout_s
 from prefect_torch_ddp.gang.restarts import FULL_SIZE_S, AttemptLog, CallAttemptLog, Restarts
-from prefect_torch_ddp.gang.versions import conflicts, versions
+from prefect_torch_ddp.gang.versions import refuse_conflicts
 from prefect_torch_ddp.params import GangOptions
-from prefect_torch_ddp.protocol.agent import Seniority, WorkerIdentity
+from prefect_torch_ddp.protocol.agent import Seniority
 from prefect_torch_ddp.protocol.events import NO_RANK, AttemptBegan, GangEvent, LogLine
 from prefect_torch_ddp.protocol.rank import ProcessGroupMode
 
@@ -85,6 +92,10 @@ def run_gang(  # noqa: PLR0913 - level 1 is one call
     check_call(fn, () if callable(args) else args, kwargs)
     own = {"process_group": process_group, "world_size_divides": world_size_divides}
     given = checked(CallParams, {"world_size": world_size, **own, **options})
+    if given.max_world_size is not None and not brings_context(fn):
+        lacks = "fn takes no RankContext, so it has no checkpoint at which it could grow"
+        msg = f"max_world_size is {given.max_world_size}, but {lacks}; leave it out"
+        raise InvalidParamsError(msg)
     log = attempt_log or CallAttemptLog(attempt)
     plan = _plan(fn, name or name_of(fn), given)
     restarts = Restarts(log, given.max_restarts, on_event or log_event)
@@ -121,7 +132,8 @@ def _attempt(client: Client, plan: GangPlan, restarts: Restarts, number: int) ->
         full_size_s=FULL_SIZE_S if restarts.num_made else given.workers_timeout_s,
     )
     most, least = restarts.size_to_ask_for(given.world_size), given.min_world_size
-    size = GangSize(most, least, given.ranks_per_worker or 1, given.world_size_divides)
+    each, divides = given.ranks_per_worker or 1, given.world_size_divides
+    size = GangSize(most, least, each, divides, given.max_world_size)
     events: queue.SimpleQueue[GangEvent | None] = queue.SimpleQueue()
     stop = StopSwitch(given.stop_grace_s)
     with calling():
@@ -142,13 +154,15 @@ async def _run_attempt(
     while True:
         workers = await gather_workers(client, plan, size, sign)
         queued_s = queued_s or time.monotonic()
-        world_size = size.on(len(workers))
+        num_free = sum(is_free(worker, plan.resources) for worker in workers)
+        world_size = size.on(len(workers), num_free)
         num_workers = num_workers_needed(world_size, size.ranks_per_worker)
         chosen = choose(workers, num_workers, plan.resources)
-        _refuse_conflicts(chosen)
+        refuse_conflicts(chosen)
         placement = place(chosen, world_size, size.ranks_per_worker, options.interface)
         reservation = GangReservation(client, plan, chosen, placement)
-        supervisor = Supervisor(plan, placement, reservation.agents)
+        growth = Growth(client, plan, size, chosen, world_size, sink)
+        supervisor = Supervisor(plan, placement, reservation.agents, growth)
         try:
             limit_s = options.queue_timeout_s
             deadline_s = None if limit_s is None else queued_s + limit_s
@@ -160,11 +174,6 @@ async def _run_attempt(
             # Shielded: a caller that leaves by Ctrl-C or a timeout cancels this coroutine, and
             # the ranks must go all the same.
             await asyncio.shield(supervisor.clear(sink))
-
-
-def _refuse_conflicts(workers: Sequence[WorkerIdentity]) -> None:
-    if found := conflicts(versions(), {worker.address: worker.versions for worker in workers}):
-        raise VersionConflictError("\n".join(found.values()))
 
 
 async def _reserve(reserving: Coroutine[Any, Any, bool], sink: Callable[[GangEvent], None]) -> bool:

@@ -1,10 +1,13 @@
 """Versions of what the processes of a gang share, and which differences break it."""
 
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
+
+from prefect_torch_ddp.errors import VersionConflictError
+from prefect_torch_ddp.protocol.agent import WorkerIdentity
 
 PACKAGES = (
     "prefect-torch-ddp",
@@ -68,6 +71,12 @@ def conflicts(
             have = ", ".join(f"{each} {_places(names)}" for each, names in sorted(who.items()))
             found[package] = f"{package} differs: {have}; {rule.why}: install the same version"
     return found
+
+
+def refuse_conflicts(workers: Sequence[WorkerIdentity]) -> None:
+    """Raise VersionConflictError where these workers and this process can't form a gang."""
+    if found := conflicts(versions(), {worker.address: worker.versions for worker in workers}):
+        raise VersionConflictError("\n".join(found.values()))
 
 
 def _places(names: list[str]) -> str:

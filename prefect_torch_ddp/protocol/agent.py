@@ -11,8 +11,9 @@ from prefect_torch_ddp.protocol.heartbeat import Heartbeat
 from prefect_torch_ddp.protocol.rank import RankLaunch
 
 AgentState = Literal["absent", "waiting", "reserved", "running", "ended"]
-AgentOrder = Literal["stop", "leave", "look"]
-"""Have the ranks stop at an agreed step; have those that returned end; fetch their stacks."""
+AgentOrder = Literal["stop", "pause", "leave", "look"]
+"""Have the ranks stop at an agreed step, in the time for it or whenever they come to it; have those
+that returned end; fetch their stacks."""
 
 
 class Rpc(StrEnum):

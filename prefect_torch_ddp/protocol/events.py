@@ -52,6 +52,8 @@ class FailureRecord:
     """The optimizer step it failed in; None before the first, or where steps aren't known."""
     time: float = field(default_factory=time.time, compare=False)
     """When it was known to have failed, in Unix seconds."""
+    is_move: bool = False
+    """Whether it is no failure: all saved, and the gang goes on elsewhere or with more ranks."""
 
 
 @dataclass(frozen=True)

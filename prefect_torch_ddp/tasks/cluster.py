@@ -115,7 +115,8 @@ def with_ranks_placed(params: TrainParams) -> TrainParams:
     runner, like_any = _runner(), DaskTaskRunner()
     names = ("address", "_cluster", "cluster_class", "cluster_kwargs")
     is_ours = all(getattr(runner, name) == getattr(like_any, name) for name in names)
-    nothing_said = params.cluster == ClusterParams() and params.min_world_size is None
+    sizes = params.min_world_size, params.max_world_size
+    nothing_said = params.cluster == ClusterParams() and not any(sizes)
     one_worker = is_ours and nothing_said and _open_client() is None
     return params.model_copy(update={"ranks_per_worker": params.world_size if one_worker else 1})
 

@@ -58,7 +58,7 @@ def _evaluate(run: Run, checkpoint: CheckpointRef, world_size: int) -> Report:
             name=f"{run.run_id} evaluate",
             attempt_log=CallAttemptLog(logs=logs),
             on_event=log_to_run(),
-            **run.gang_options(world_size, max_restarts=0),
+            **run.gang_options(world_size, max_restarts=0, max_world_size=None),
         )
     report = Report.model_validate(reports[0])
     scores = {"accuracy": report.accuracy, "loss": report.loss, **report.metrics}

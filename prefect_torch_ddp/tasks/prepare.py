@@ -46,7 +46,9 @@ def _prepare(run: Run) -> DatasetReport:
             name=f"{run.run_id} prepare",
             attempt_log=CallAttemptLog(logs=LogFolder(run.storage, run.run_id, "logs/prepare")),
             on_event=log_to_run(),
-            **run.gang_options(world_size=1, max_restarts=0, progress_timeout_s=None),
+            **run.gang_options(
+                world_size=1, max_restarts=0, max_world_size=None, progress_timeout_s=None
+            ),
         )
     made = DatasetReport.model_validate(report)
     words = "prepared dataset %s (%s files, %s) at %s"

@@ -88,9 +88,9 @@ class Run:
 
     def gang_options(self, world_size: int, **changes: Unpack[GangOptions]) -> GangOptions:
         """Return the options of a gang of so many ranks for one stage."""
-        derived: GangOptions = {
-            "min_world_size": min(self.params.min_world_size or world_size, world_size),
-        }
+        # An evaluation doesn't wait for ranks that a training had once grown to.
+        least = self.params.min_world_size or self.params.world_size
+        derived: GangOptions = {"min_world_size": min(least, world_size)}
         return {**self.params.options_of_gang(), **derived, **changes}
 
 

@@ -7,6 +7,7 @@ import random
 import signal
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 from prefect_torch_ddp import RankContext, Report
 from prefect_torch_ddp.checkpoint.manifest import list_manifests
+from tests.support.waiting import wait_until
 from tests.workloads import descend, wait_for_checkpoint, write_pid
 from tests.workloads.failing import fail
 
@@ -192,6 +194,7 @@ def fit_elastic(
             losses.append(loss.item() * weight)
             weights.append(weight)
             fail_as_planned(ctx, plan or {}, folder)
+            wait_as_planned(ctx, plan or {}, folder)
         scaler.unscale_(optimizer)
         nn.utils.clip_grad_norm_(net.parameters(), 1.0)
         scaler.step(optimizer)
@@ -221,11 +224,24 @@ class Elastic:
         return Report(num_samples=NUM_SAMPLES, accuracy=1.0)
 
 
+def wait_as_planned(ctx: RankContext, plan: dict[int, dict[str, Any]], folder: str) -> None:
+    """In an attempt planned with "grow", wait at the first step for workers to have joined, which
+    a file says, and at `step` for the order to stop."""
+    fault = plan.get(ctx.attempt, {"how": ""})
+    if fault["how"] != "grow":
+        return
+    if ctx.step == 1:
+        write_pid(folder, f"waits-{ctx.attempt}-{ctx.rank}")
+        wait_until(Path(folder, "joined").exists)
+    elif ctx.step == fault["step"]:
+        wait_until(ctx._parts.link.stop_requested)  # nothing public tells it before the agreement
+
+
 def fail_as_planned(ctx: RankContext, plan: dict[int, dict[str, Any]], folder: str) -> None:
     """Fail in the attempts planned, at a step: {attempt: {"step", "how"}}, where how is "wait",
     for all ranks to be killed, or the last rank's way to fail."""
     fault = plan.get(ctx.attempt)
-    if fault is None or ctx.step != fault["step"]:
+    if fault is None or ctx.step != fault["step"] or fault["how"] == "grow":
         return
     wait_for_checkpoint(ctx, ctx.step, ctx.step - 2)  # they come every other step, or each
     if fault["how"] == "wait":

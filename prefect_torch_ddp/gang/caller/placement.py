@@ -41,11 +41,15 @@ class GangSize:
     ranks_per_worker: int
     divides: int | None = None
     """A number that every size divides; None: any size will do."""
+    grown: int | None = None
+    """How many it may have where workers are free; None: no more than the most."""
 
-    def on(self, num_workers: int) -> int:
-        """Return the size that so many workers give."""
+    def on(self, num_workers: int, num_free: int = 0) -> int:
+        """Return the size that so many workers give, of which so many are free."""
         room = num_workers * self.ranks_per_worker
-        size = room if self.most is None else min(self.most, room)
+        size = min(room, self.most or self.grown or room)
+        if self.grown is not None:
+            size = max(size, min(self.grown, num_free * self.ranks_per_worker))
         while self.divides is not None and self.divides % size:
             size -= 1
         return size

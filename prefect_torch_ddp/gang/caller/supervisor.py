@@ -14,7 +14,12 @@ from prefect_torch_ddp.errors import (
     SchedulerLostError,
     WorkerLostError,
 )
-from prefect_torch_ddp.gang.caller.agent_client import CLEAR_TIMEOUT_S, AgentClient
+from prefect_torch_ddp.gang.caller.agent_client import (
+    CLEAR_LIVENESS_S,
+    CLEAR_TIMEOUT_S,
+    AgentClient,
+)
+from prefect_torch_ddp.gang.caller.growth import GangGrowsError, Growth
 from prefect_torch_ddp.gang.caller.hang import HangWatch
 from prefect_torch_ddp.gang.caller.placement import Placement
 from prefect_torch_ddp.gang.caller.plan import GangPlan
@@ -46,11 +51,14 @@ Sink = Callable[[GangEvent], None]
 class Supervisor:
     """Runs one attempt of one gang, on the client's event loop."""
 
-    def __init__(self, plan: GangPlan, placement: Placement, agents: list[AgentClient]) -> None:
+    def __init__(
+        self, plan: GangPlan, placement: Placement, agents: list[AgentClient], growth: Growth
+    ) -> None:
         """Take the agents, which may still be being reserved; `clear` empties the list."""
         self._plan = plan
         self._placement = placement
         self._agents = agents
+        self._growth = growth
         self._failures: list[RankFailure] = []
         self._returned: set[int] = set()
         self._ended: set[int] = set()
@@ -77,6 +85,7 @@ class Supervisor:
         )
         watches = [asyncio.create_task(self._watch(agent, sink)) for agent in self._agents]
         watches.append(asyncio.create_task(self._obey(stop)))
+        watches.append(asyncio.create_task(self._grow()))
         try:
             await self._until_settled()
             await self._raise_if_broken(stop)
@@ -104,6 +113,10 @@ class Supervisor:
             if not answer.has_ended:
                 text = "ranks on %s were not gone %g s after they were killed"
                 logger.error(text, agent.worker.address, CLEAR_TIMEOUT_S)
+        if self._growth.why:  # the agents' tasks still hold their workers for a moment
+            ends = asyncio.gather(*(each.values() for each in reachable), return_exceptions=True)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(ends, CLEAR_LIVENESS_S)
         for agent in self._agents:
             agent.future.release()
         self._agents.clear()
@@ -111,6 +124,12 @@ class Supervisor:
     async def _obey(self, stop: StopSwitch) -> None:
         await stop.wait()
         orders = [agent.give("stop") for agent in self._agents]
+        await asyncio.gather(*orders, return_exceptions=True)
+
+    async def _grow(self) -> None:
+        await self._growth.until_due()
+        # Not by "stop": a gang that does well isn't killed for a step that takes long.
+        orders = [agent.give("pause") for agent in self._agents]
         await asyncio.gather(*orders, return_exceptions=True)
 
     async def _until_settled(self) -> None:
@@ -146,6 +165,10 @@ class Supervisor:
         if was_cancelled or (stopped and not self._failures and self._broken is None):
             why_ended = next(filter(None, (agent.report.why_ended for agent in self._agents)), "")
             places = self._placement.places
+            if self._growth.why and not why_ended and not was_cancelled:
+                after = f"all ranks stopped after step {stopped[0].stopped.step}"
+                msg = f"{self._growth.why}; {after}"
+                raise GangGrowsError(msg)
             raise stopped_unasked(plan, stopped, places, why_ended, was_cancelled=was_cancelled)
 
     def _ended_places(self) -> Sequence[RankPlace]:
@@ -236,6 +259,7 @@ class Supervisor:
         )
 
     def _note(self, event: GangEvent) -> None:
+        self._growth.take(event)
         match event:
             case RankFailure():
                 self._failures.append(event)

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Literal
 
 from distributed import Client
@@ -146,9 +146,13 @@ async def until_gone(
         await asyncio.sleep(POLL_S)
 
 
-async def free_workers(client: Client, resources: Mapping[str, float]) -> list[WorkerIdentity]:
-    """Return the workers whose slot, threads and resources nobody holds."""
-    addresses = with_resources(await running_workers(client), resources)
+async def free_workers(
+    client: Client, resources: Mapping[str, float], but: Collection[str] = ()
+) -> list[WorkerIdentity]:
+    """Return the workers whose slot, threads and resources nobody holds, but for some."""
+    running = with_resources(await running_workers(client), resources)
+    if not (addresses := [each for each in running if each not in but]):
+        return []
     return [worker for worker in await identify(client, addresses) if is_free(worker, resources)]
 
 

@@ -143,9 +143,8 @@ class _Agent:
             for event in self._new_events():
                 self._box.post(event)
             self._box.heartbeats = probe.heartbeats() or self._box.heartbeats
-            if "look" in self._box.orders:
-                for stack in probe.stacks():
-                    self._box.post(stack)
+            for stack in probe.stacks() if "look" in self._box.orders else ():
+                self._box.post(stack)
             if self._is_over():
                 return False
             if "leave" in self._box.orders and self._left_s is None:
@@ -178,6 +177,9 @@ class _Agent:
 
     def _is_over(self) -> bool:
         """Tell whether to kill the ranks: on the caller's abort at once, else after their grace."""
+        if "pause" in self._box.orders:
+            self._box.orders.discard("pause")
+            self._tell(RankOrder.STOP)
         if "abort" in self._box.orders:
             return True
         must_end = self._must_end()

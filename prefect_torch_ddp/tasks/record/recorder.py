@@ -204,7 +204,8 @@ class RunRecorder:
         self._close(failed.attempt, without_credentials(failed.summary), failed.step)
         self._update()
         self._has_news = True
-        self._emit("rank.failed", step=failed.step, cause=without_credentials(failed.summary))
+        if not failed.is_move:
+            self._emit("rank.failed", step=failed.step, cause=without_credentials(failed.summary))
 
     def _close(self, attempt: int, cause: str, step: int | None) -> None:
         newest = self._newest

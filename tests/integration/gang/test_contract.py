@@ -198,6 +198,12 @@ NO_RESOURCES = ({"GPU": 0}, {"GPU": "1"}, {1: 1}, ["GPU"])
         ({"max_restarts": -1}, "max_restarts is -1"),
         ({"min_world_size": 0}, "min_world_size is 0"),
         ({"min_world_size": 3}, "min_world_size is 3 and world_size 1"),
+        ({"max_world_size": 1, "world_size": 2}, "max_world_size is 1 and world_size 2; give a"),
+        (
+            {"max_world_size": 2, "min_world_size": 3, "world_size": None},
+            "max_world_size is 2 and min_world_size 3",
+        ),
+        ({"max_world_size": 2}, "max_world_size is 2, but fn takes no RankContext"),
         ({"world_size_divides": 0}, "world_size_divides is 0"),
         ({"world_size": 2, "world_size_divides": 3}, "world_size is 2 and has to divide 3"),
         (

@@ -24,7 +24,7 @@ from prefect_torch_ddp.rank.config import RankConfig
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.tasks.run import RunAttemptLog
 from tests.support.gangs import RUN_WITH_CONTEXT, attempts_in, extra_worker, own_cluster
-from tests.support.waiting import wait_until
+from tests.support.waiting import HANG_S, wait_until
 from tests.workloads import failing, healthy
 
 pytestmark = pytest.mark.extended
@@ -123,6 +123,31 @@ def test_four_then_two_then_one_then_four_ranks(
     assert report.attempts == dict(sizes)
     records = read_failures(DirectoryStorage(tmp_path / "store"), "run")
     assert [(record.attempt, record.world_size) for record in records] == sizes[:3]
+
+
+def test_a_gang_that_began_small_grows_at_a_checkpoint(tmp_path: Path) -> None:
+    """Three workers join a gang of one rank: it saves, ends in order and goes on with four, though
+    it may not be restarted; batches and weights are those of one undisturbed rank."""
+    events: list[GangEvent] = []
+    plan = {1: {"step": 5, "how": "grow"}}
+    (tmp_path / "undisturbed").mkdir()
+    with own_cluster(1) as (cluster, client), ExitStack() as joined, ThreadPoolExecutor(1) as pool:
+        options = {"world_size": 1, "max_world_size": 4, "on_event": events.append}
+        gang = pool.submit(train, client, tmp_path, plan, **options)
+        wait_until((tmp_path / "waits-1-0").exists)
+        for number in (2, 3, 4):
+            joined.enter_context(extra_worker(cluster, number))
+        (tmp_path / "joined").touch()
+        values = gang.result(HANG_S)
+        calm = train(client, tmp_path / "undisturbed", {}, world_size=1)
+    assert attempts_in(events) == [(1, 1), (2, 4)]
+    assert values == calm * 4
+    report = read_ledger(tmp_path / "store", "run")
+    assert report.is_clean, str(report)
+    assert [epoch.num_samples for epoch in report.epochs] == [healthy.NUM_SAMPLES] * healthy.EPOCHS
+    (record,) = read_failures(DirectoryStorage(tmp_path / "store"), "run")
+    assert record.is_move
+    assert "workers for 4 ranks instead of 1; all ranks stopped after step 5" in record.summary
 
 
 def test_the_same_error_at_the_same_step_twice_ends_it(dask_client: Client, tmp_path: Path) -> None:

@@ -114,6 +114,18 @@ def test_enough_workers_hold_a_size_between_the_fewest_and_the_most(
 
 
 @pytest.mark.parametrize(
+    ("num_workers", "num_free", "expected"), [(2, 0, 2), (9, 1, 2), (2, 3, 2), (9, 4, 4), (9, 9, 8)]
+)
+def test_a_gang_that_may_grow_takes_more_only_where_workers_are_free(
+    num_workers: int, num_free: int, expected: int
+) -> None:
+    """Busy workers are waited for up to the number wanted; free ones are taken up to the largest
+    divisor."""
+    assert GangSize(2, None, 1, divides=8, grown=9).on(num_workers, num_free) == expected
+    assert GangSize(None, None, 1, grown=3).on(num_workers) == min(num_workers, 3)
+
+
+@pytest.mark.parametrize(
     ("text", "names"),
     [
         (None, None),
