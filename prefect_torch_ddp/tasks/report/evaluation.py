@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from prefect_torch_ddp.results import ClassScore, Report
-from prefect_torch_ddp.tasks.report.markdown import code_block, count, percent, table, text
+from prefect_torch_ddp.results import Report
+from prefect_torch_ddp.tasks.report.markdown import count, percent, table, text
 from prefect_torch_ddp.tasks.report.pictures import (
     MAX_CLASSES,
     MAX_NAMED_CLASSES,
@@ -14,12 +14,7 @@ from prefect_torch_ddp.tasks.report.pictures import (
 MAX_CLASS_ROWS = 200
 MAX_TABLE_CLASSES = 15
 MAX_HEADER_CHARACTERS = 70
-MAX_TEXT_CLASSES = 30
-MAX_LABEL_CHARACTERS = 24
 MAX_CONFUSIONS = 10
-MAX_CHANGES = 5
-MAX_GONE = 10
-CORNER = "true ↓ predicted →"
 
 Matrix = Sequence[Sequence[int]]
 
@@ -42,16 +37,14 @@ def class_table(evaluation: Report, previous: Report | None = None) -> str:
     ending = f"\n\n{num_left_out} more classes are left out." if num_left_out else ""
     changes = ["F1 since the last run"] if before else []
     header = ["class", "precision", "recall", "F1", *changes, "support"]
-    top = _largest_changes(evaluation, before)
-    return f"{top}{table(header, lines)}{ending}" if lines else ""
+    return f"{table(header, lines)}{ending}" if lines else ""
 
 
 def confusion_table(evaluation: Report) -> str:
     """Show the confusion matrix, true classes down and predicted ones across.
 
-    As a picture, as the pairs that are confused most, and where it fits as a table. Where the
-    names would make that wider than a page it is plain text, which pages scroll, with numbered
-    columns.
+    As a picture, as the pairs that are confused most, and where it isn't wider than a page as a
+    table.
     """
     matrix = evaluation.confusion_matrix
     if not matrix:
@@ -60,16 +53,15 @@ def confusion_table(evaluation: Report) -> str:
     if len(names) != len(matrix):
         names = [str(i) for i in range(len(matrix))]
     picture = matrix_picture(matrix, names)
-    if len(matrix) > MAX_NAMED_CLASSES and picture:
-        picture += f"\n\nThe {len(matrix)} classes are numbered from 1 in the order of the classes."
-    elif not picture:
+    if not picture:
         picture = f"A picture of {len(matrix)} classes is left out: {MAX_CLASSES} can be seen."
+    else:
+        picture += "\n\nA cell's colour is its share of the true class: blue is right, red wrong."
+    if len(matrix) > MAX_NAMED_CLASSES:
+        picture += f" The {len(matrix)} classes are numbered from 1."
     fits = len(names) <= MAX_TABLE_CLASSES and sum(map(len, names)) <= MAX_HEADER_CHARACTERS
     parts = [picture, *([_matrix_table(matrix, names)] if fits else [])]
     parts.append(_most_confused(matrix, names))
-    if not fits and len(names) <= MAX_TEXT_CLASSES:
-        whole = _matrix_text(matrix, names)
-        parts.append(f"All of them; columns bear the numbers of the rows:\n\n{whole}")
     return "\n\n".join(parts)
 
 
@@ -80,45 +72,12 @@ def worst_samples(evaluation: Report) -> str:
     return f"{above} what it was taken for.\n\n{picture}" if picture else ""
 
 
-def _largest_changes(evaluation: Report, before: dict[str, ClassScore]) -> str:
-    changes = sorted(
-        (score.f1 - before[score.name].f1, score.name)
-        for score in evaluation.classes
-        if score.name in before
-    )
-    better = [one for one in reversed(changes) if round(one[0], 3) > 0][:MAX_CHANGES]
-    worse = [one for one in changes if round(one[0], 3) < 0][:MAX_CHANGES]
-    now = {score.name for score in evaluation.classes}
-    gone = [name for name in before if name not in now]
-    more = [f"{len(gone) - MAX_GONE} more"] if len(gone) > MAX_GONE else []
-    parts = {
-        "Better than in the last run": [f"{text(name)} {by:+.3f}" for by, name in better],
-        "Worse": [f"{text(name)} {by:+.3f}" for by, name in worse],
-        "No longer there": [*map(text, gone[:MAX_GONE]), *more],
-    }
-    return "".join(f"{title}: {', '.join(shown)}.\n\n" for title, shown in parts.items() if shown)
-
-
 def _matrix_table(matrix: Matrix, names: Sequence[str]) -> str:
     lines = []
     for i, row in enumerate(matrix):
         cells = [f"**{cell}**" if i == j else str(cell) for j, cell in enumerate(row)]
         lines.append([text(names[i]), *cells])
-    return table([CORNER, *map(text, names)], lines)
-
-
-def _matrix_text(matrix: Matrix, names: Sequence[str]) -> str:
-    numbered = [CORNER, *(f"{i} {' '.join(name.split())}" for i, name in enumerate(names, 1))]
-    labels = [label[:MAX_LABEL_CHARACTERS] for label in numbered]
-    columns = [str(i) for i in range(1, len(names) + 1)]
-    cells = [columns, *([str(cell) if cell else "." for cell in row] for row in matrix)]
-    width = max(len(cell) for row in cells for cell in row) + 1
-    label_width = max(map(len, labels))
-    lines = [
-        label.ljust(label_width) + "".join(cell.rjust(width) for cell in row)
-        for label, row in zip(labels, cells, strict=True)
-    ]
-    return code_block("\n".join(lines), "text")
+    return table(["true ↓ predicted →", *map(text, names)], lines)
 
 
 def _most_confused(matrix: Matrix, names: Sequence[str]) -> str:

@@ -1,5 +1,6 @@
-"""Values as markdown: escaped names, rounded numbers, tables, code."""
+"""Values as markdown and SVG: escaped names, rounded numbers, tables, code, images."""
 
+import base64
 import html
 import math
 import re
@@ -25,9 +26,7 @@ def text(value: object) -> str:
 
 def short(value: object) -> str:
     """Escape a name, its middle left out where it is long: it would push a table off the page."""
-    plain = " ".join(str(value).split())
-    half = MAX_NAME // 2
-    return text(plain if len(plain) <= MAX_NAME else f"{plain[:half]} … {plain[-half:]}")
+    return text(middle_cut(" ".join(str(value).split()), MAX_NAME))
 
 
 def code(value: object) -> str:
@@ -107,6 +106,27 @@ def duration(seconds: float) -> str:
     if hours:
         return f"{hours} h {rest_min} min"
     return f"{minutes} min {rest_s} s" if minutes else f"{rest_s} s"
+
+
+def svg_image(caption: str, width: float, height: float, drawn: Iterable[str]) -> str:
+    """Return a markdown image of SVG elements, black on white: it reads alike on any page."""
+    svg = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:g}" height="{height:g}"'
+        f' viewBox="0 0 {width:g} {height:g}" font-family="sans-serif" font-size="12">'
+        f'<rect width="{width:g}" height="{height:g}" fill="#ffffff"/>{"".join(drawn)}</svg>'
+    )
+    return f"![{caption}](data:image/svg+xml;base64,{base64.b64encode(svg.encode()).decode()})"
+
+
+def svg_text(x: float | str, y: float, words: str, look: str = "", anchor: str = "middle") -> str:
+    """Return the SVG element of some words; `look` has more of its attributes."""
+    plain = html.escape("".join(letter for letter in words if letter.isprintable()))
+    return f'<text x="{x}" y="{y:g}" text-anchor="{anchor}" {look}>{plain}</text>'
+
+
+def middle_cut(name: str, most: int) -> str:
+    """Leave out the middle of a long name, whose ends tell it from others."""
+    return name if len(name) <= most else f"{name[: most // 2]}…{name[-most // 2 :]}"
 
 
 def _longest_backticks(source: str) -> int:

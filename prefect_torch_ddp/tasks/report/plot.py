@@ -4,21 +4,20 @@ Written out, not drawn by a library: that would take a second of a core to load 
 each picture, beside ranks that train.
 """
 
-import base64
-import html
 import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+
+import numpy as np
 
 from prefect_torch_ddp.tasks.report.curves import Curve, Curves
+from prefect_torch_ddp.tasks.report.markdown import middle_cut, svg_image, svg_text
 
 Panel = Mapping[str, Curve]
 
-MAX_POINTS = 200
-MAX_POINTS_IN_ALL = 800
-MIN_POINTS = 50
+MAX_POINTS = 120
+"""Of a curve; of 48 curves they are 80 kB of a page."""
 MAX_CURVES_PER_PANEL = 4
 MEASURED_PANELS = ("learning rate", "samples/s")
 MAX_PANELS = 12
@@ -28,7 +27,6 @@ MAX_EPOCH_MARKS = 12
 MAX_POINTS_WITH_DOTS = 40
 MAX_NAME = 26
 COLOURS = ("#1f6feb", "#d1495b", "#2a9d54", "#8a5cd1")
-INK = "#24292f"
 PALE = "#d0d7de"
 RESUMED = "#bf8700"
 NUM_COLUMNS = 2
@@ -47,57 +45,34 @@ FIXED_FROM, FIXED_TO = 1e-4, 1e6
 """Ticks that are written without an exponent."""
 
 
-def render_curves(curves: Curves, caption: str = "training curves") -> str:
+def render_curves(curves: Curves) -> str:
     """Return the curves as a markdown image with an SVG data URI; an empty string without any.
 
     Each quantity gets a panel, training and validation together. Thin lines mark the ends of
     epochs, dashed ones where an attempt resumed. `left_out` says which curves there is no room for.
-
-    Args:
-        curves: of a run.
-        caption: what a page shows instead of the picture; plain words.
     """
-    svg = curves_svg(curves)
-    data = base64.b64encode(svg.encode()).decode()
-    return f"![{caption}](data:image/svg+xml;base64,{data})" if svg else ""
-
-
-def curves_svg(curves: Curves) -> str:
-    """Return the curves as an SVG document, or an empty string without any."""
     panels, _ = _panels(curves)
     if not panels:
         return ""
-    share = MAX_POINTS_IN_ALL // sum(len(panel) for panel in panels.values())
-    num_points = max(MIN_POINTS, min(MAX_POINTS, share))
     steps = [step for panel in panels.values() for curve in panel.values() for step, _ in curve]
     axis = _Axis.over(steps, LEFT + GAP, WIDTH - RIGHT)
     marks = _marks(curves, axis)
     drawn = []
     for i, (title, panel) in enumerate(panels.items()):
-        thin = {name: downsample(curve, num_points) for name, curve in panel.items()}
+        thin = {name: downsample(curve) for name, curve in panel.items()}
         at = f"translate({i % NUM_COLUMNS * WIDTH},{i // NUM_COLUMNS * HEIGHT})"
         drawn.append(f'<g transform="{at}">{_draw(title, thin, axis, marks)}</g>')
     width = WIDTH * min(NUM_COLUMNS, len(panels))
     height = HEIGHT * math.ceil(len(panels) / NUM_COLUMNS)
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}"'
-        f' viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="12" fill="{INK}">'
-        f'<rect width="{width}" height="{height}" fill="#ffffff"/>{"".join(drawn)}</svg>'
-    )
+    return svg_image("training curves", width, height, drawn)
 
 
-def downsample(curve: Curve, max_points: int = MAX_POINTS) -> list[tuple[float, float]]:
-    """Keep the first and the last point, and the mean of each stretch between them."""
+def downsample(curve: Curve, max_points: int = MAX_POINTS) -> Curve:
+    """Return a curve, or where it has more points the mean of each of so many stretches."""
     if len(curve) <= max_points:
-        return list(curve)
-    inner, num_stretches = curve[1:-1], max(1, max_points - 2)
-    bounds = [round(i * len(inner) / num_stretches) for i in range(num_stretches + 1)]
-    stretches = [inner[start:end] for start, end in pairwise(bounds) if end > start]
-    means = [
-        (math.fsum(x for x, _ in part) / len(part), math.fsum(y / len(part) for _, y in part))
-        for part in stretches
-    ]
-    return [curve[0], *means, curve[-1]]
+        return curve
+    parts = np.array_split(np.asarray(curve), max_points)
+    return [(float(step), float(value)) for step, value in (part.mean(axis=0) for part in parts)]
 
 
 def left_out(curves: Curves) -> list[str]:
@@ -221,12 +196,6 @@ def _line(path: str, colour: str, width: float = 1.0, *, dashed: bool = False) -
     return f'<path d="{path}" fill="none" stroke="{colour}" stroke-width="{width:g}"{round_}/>'
 
 
-def _text(
-    x: float | str, y: float, words: str, *, anchor: str = "middle", colour: str = INK
-) -> str:
-    words = "".join(letter for letter in words if letter.isprintable())
-    if len(words) > MAX_NAME:
-        words = f"{words[: MAX_NAME // 2]}…{words[-MAX_NAME // 2 :]}"
-    fill = "" if colour == INK else f' fill="{colour}"'
-    at = f'x="{x}" y="{y:g}" text-anchor="{anchor}"{fill}'
-    return f"<text {at}>{html.escape(words, quote=False)}</text>"
+def _text(x: float | str, y: float, words: str, *, anchor: str = "middle", colour: str = "") -> str:
+    look = f'fill="{colour}"' if colour else ""
+    return svg_text(x, y, middle_cut(words, MAX_NAME), look, anchor)
