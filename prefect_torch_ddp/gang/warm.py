@@ -27,8 +27,7 @@ def warm(client: Client, code: Callable[..., Any] | str | None = None) -> None:
     """Have every Dask worker load torch now, in its fork server, so that gangs start fast.
 
     Doesn't wait for it. Workers that join later are warmed as well, for as long as an idle fork
-    server lives: 1800 s, or the workers' setting `prefect-torch-ddp.fork-server.idle-s` in Dask's
-    configuration. Where it can't be done, ranks start slower. Calling it again is free.
+    server lives: 1800 s. Where it can't be done, ranks start slower. Calling it again is free.
 
     Args:
         client: a synchronous Dask client.
@@ -65,14 +64,14 @@ def _plugin(asked_s: float, preload: Preload) -> WorkerPlugin:
     class Warm(WorkerPlugin):
         async def setup(self, worker: Worker) -> None:
             try:
-                from prefect_torch_ddp.gang.worker.fork_client import idle_s  # noqa: PLC0415
+                from prefect_torch_ddp.gang.worker.fork_client import IDLE_S  # noqa: PLC0415
                 from prefect_torch_ddp.gang.worker.rpc import register_rpc  # noqa: PLC0415
                 from prefect_torch_ddp.protocol.rank import Preload  # noqa: PLC0415
             except ImportError:  # a gang says so, by name
                 return
             # The scheduler keeps the plugin when its client is long gone; a fork server for
             # nobody would be 200 MB on each new worker.
-            if time.time() - asked_s < idle_s():
+            if time.time() - asked_s < IDLE_S:
                 await register_rpc(worker, Preload(imports, shadowed_by))
 
     return Warm()

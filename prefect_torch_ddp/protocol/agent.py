@@ -63,14 +63,12 @@ class Reservation:
     seniority: Seniority
     worker: str
     process_id: str
-    hosts_store: bool
-    """Whether rank 0 runs here, so that this agent opens the socket of the rendezvous."""
+    store_host: str | None
+    """Where rank 0 runs: the address at which this agent opens the socket of the rendezvous."""
     stop_grace_s: float
     """How long ranks in `ctx.steps` get to stop at an agreed step, when the gang is cancelled."""
     liveness_timeout_s: float
     """After how long a silence the caller counts as lost."""
-    store_host: str = ""
-    """The address to open it at."""
 
 
 @dataclass(frozen=True)

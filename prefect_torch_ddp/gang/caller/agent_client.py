@@ -96,16 +96,12 @@ class AgentClient:
         Watches the worker meanwhile: Dask waits forever for an agent that was lost with its
         worker.
         """
-        fetch: asyncio.Task[tuple[bytes, ...]] = asyncio.create_task(self._fetch())
+        fetch = asyncio.ensure_future(self.future.result())
         try:
-            await self._watched(fetch, Liveness())
-            return fetch.result()
+            values: tuple[bytes, ...] = await self._watched(fetch, Liveness())
+            return values
         finally:
             fetch.cancel()
-
-    async def _fetch(self) -> tuple[bytes, ...]:
-        values: tuple[bytes, ...] = await self.future
-        return values
 
     async def _call(self, rpc: Rpc, limit_s: float | None = None, /, **message: Any) -> Any:
         liveness = Liveness(limit_s)
@@ -122,7 +118,7 @@ class AgentClient:
                 call.cancel()
             await asyncio.sleep(0.05)
 
-    async def _watched(self, task: "asyncio.Task[Any]", liveness: Liveness) -> Any:
+    async def _watched(self, task: "asyncio.Future[Any]", liveness: Liveness) -> Any:
         # In turns: to a worker that just died Dask goes on connecting for 30 s.
         while not (await asyncio.wait({task}, timeout=min(MEMBERSHIP_S, liveness.left_s)))[0]:
             await self._check_alive(liveness)

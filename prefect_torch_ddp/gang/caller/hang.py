@@ -210,22 +210,19 @@ def summarize(stall: Stall, hosts: Mapping[int, str], stacks: Mapping[int, str])
 
 def _others(stall: Stall, stacks: Mapping[int, str]) -> str:
     """Say what the ranks are at that are not missing, those at the same thing together."""
-    groups: dict[tuple[str, str, str], list[int]] = {}
+    groups: dict[str, list[int]] = {}
     for rank in stall.ahead:
-        if _is_in_collective(stacks, rank):
-            step = rank.heartbeat.step
-            where = f"in a collective of step {step}" if step else "in a collective"
-            what = ("waits", "wait", where)
-        else:
-            what = ("is", "are", _doing(rank, stacks))
+        step = rank.heartbeat.step
+        in_collective = "waiting in a collective" + (f" of step {step}" if step else "")
+        what = in_collective if _is_in_collective(stacks, rank) else _doing(rank, stacks)
         groups.setdefault(what, []).append(rank.rank)
     for rank in stall.returned:
-        groups.setdefault(("has", "have", "returned"), []).append(rank.rank)
+        groups.setdefault("done with its function", []).append(rank.rank)
     return " and ".join(
-        f"rank {ranks[0]} {singular} {what}"
+        f"rank {ranks[0]} is {what}"
         if len(ranks) == 1
-        else f"ranks {', '.join(map(str, sorted(ranks)))} {plural} {what}"
-        for (singular, plural, what), ranks in groups.items()
+        else f"ranks {', '.join(map(str, sorted(ranks)))} are {what}"
+        for what, ranks in groups.items()
     )
 
 

@@ -2,7 +2,6 @@
 
 import ipaddress
 import itertools
-import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -82,14 +81,8 @@ def choose(
     return tuple(sorted(free_first[:num_needed], key=_by_host))
 
 
-def _by_host(worker: WorkerIdentity) -> tuple[object, object]:
-    return _natural_order(worker.host), _natural_order(worker.address)
-
-
-def _natural_order(text: str) -> list[tuple[int, int, str]]:
-    """Sort key under which worker 10 comes after worker 9."""
-    parts = filter(None, re.split(r"(\d+)", text))
-    return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in parts]
+def _by_host(worker: WorkerIdentity) -> tuple[str, str]:
+    return worker.host, worker.address
 
 
 def is_free(worker: WorkerIdentity, resources: Mapping[str, float]) -> bool:
@@ -147,11 +140,8 @@ def visible_names(cuda_visible_devices: str | None) -> tuple[str, ...] | None:
     if cuda_visible_devices is None:
         return None
     names = (part.strip() for part in cuda_visible_devices.split(","))
-    return tuple(itertools.takewhile(_names_a_device, names))
-
-
-def _names_a_device(name: str) -> bool:
-    return bool(name) and not name.startswith("-") and name not in ("NoDevFiles", "void", "none")
+    no_device = ("", "NoDevFiles", "void", "none")
+    return tuple(itertools.takewhile(lambda name: name not in no_device and name[0] != "-", names))
 
 
 def share_out(visible: Sequence[tuple[str, ...] | None]) -> tuple[int | None, ...]:
@@ -194,18 +184,13 @@ def rank_addresses(workers: Sequence[WorkerIdentity], interface: str | None) -> 
     return addresses
 
 
-def is_network(interface: str) -> bool:
-    """Whether the text is a network in CIDR notation; no interface's name has a slash."""
-    return "/" in interface
-
-
 def _address(worker: WorkerIdentity, interface: str | None) -> str:
     if interface is None:
         return worker.host
     found = [address for name, address in worker.addresses if _matches(name, address, interface)]
     if not found:
         has = ", ".join(f"{name} {address}" for name, address in worker.addresses) or "none"
-        kind = "address in the network" if is_network(interface) else "interface"
+        kind = "address in the network" if "/" in interface else "interface"
         msg = f"worker {worker.address} has no {kind} {interface!r}; it has: {has}"
         raise InvalidParamsError(msg)
     if worker.host in found:
@@ -220,7 +205,7 @@ def _address(worker: WorkerIdentity, interface: str | None) -> str:
 
 
 def _matches(name: str, address: str, interface: str) -> bool:
-    if not is_network(interface):
+    if "/" not in interface:  # no interface's name has one; a network in CIDR notation has
         return name == interface
     network, ip = ipaddress.ip_network(interface, strict=False), ipaddress.ip_address(address)
     # "0.0.0.0/0" and "::/0" choose a family; nobody means loopback or link-local by that.

@@ -1,7 +1,6 @@
 """The reservation of a gang's workers: all or none, without two gangs waiting for each other."""
 
 import asyncio
-import contextlib
 import time
 from collections.abc import Sequence
 
@@ -24,8 +23,6 @@ LOOK_AGAIN_S = 2.0
 """How often a waiting gang looks whether other workers have become free."""
 MAX_HOLDERS = 4
 """How many busy workers a line names."""
-STAY_IN_TOUCH_S = 2.0
-"""How often an agent that is reserved is polled while others are still waited for."""
 
 
 class GangReservation:
@@ -44,7 +41,6 @@ class GangReservation:
         self._placement = placement
         self._workers = {worker.address: worker for worker in workers}
         self.agents: list[AgentClient] = []
-        self._all_reserved = asyncio.Event()
         self._looked_s = time.monotonic()
 
     async def reserve(self, queued_s: float, deadline_s: float | None, sign: WaitingSign) -> bool:
@@ -58,21 +54,21 @@ class GangReservation:
         """
         self._submit()
         polls = [asyncio.create_task(self._poll_until_all_reserved(agent)) for agent in self.agents]
+        limit = "no limit" if deadline_s is None else f"limit {deadline_s - queued_s:g} s"
         try:
             while True:
-                await asyncio.wait(polls, timeout=0.25)
-                _raise_first(polls)
-                missing = [agent for agent in self.agents if agent.report.state != "reserved"]
-                if not missing:
+                first = asyncio.FIRST_COMPLETED
+                done, _ = await asyncio.wait(polls, timeout=0.25, return_when=first)
+                for poll in done:
+                    poll.result()
+                if done:
                     return True
-                now = time.monotonic()
+                missing, now = self._missing(), time.monotonic()
+                text = self._waiting_text(missing, f"{now - queued_s:.0f} s ({limit})")
                 if deadline_s is not None and now >= deadline_s:
-                    waited = f"gang {self._plan.name!r} has waited {now - queued_s:.0f} s"
-                    num_all, holders = len(self.agents), self._holders(missing, len(missing))
-                    msg = f"{waited} for {len(missing)} of {num_all} workers: {holders}"
+                    msg = f"gang {self._plan.name!r} gave up {text}"
                     raise NotEnoughWorkersError(msg)
-                limit_s = None if deadline_s is None else deadline_s - queued_s
-                sign.show(self._waiting_text(missing, now - queued_s, limit_s))
+                sign.show(text)
                 if self._must_give_way(missing) or await self._has_better_choice(missing, now):
                     return False
         finally:
@@ -116,57 +112,35 @@ class GangReservation:
         free = await free_workers(self._client, self._plan.resources)
         return sum(worker.address not in taken for worker in free) >= len(missing)
 
-    def _waiting_text(
-        self, missing: Sequence[AgentClient], waited_s: float, limit_s: float | None
-    ) -> str:
-        num_all = len(self.agents)
-        limit = "no limit" if limit_s is None else f"limit {limit_s:g} s"
-        return (
-            f"waiting for workers: {num_all - len(missing)} of {num_all} after {waited_s:.0f} s "
-            f"({limit}): {self._holders(missing, MAX_HOLDERS)}"
-        )
+    def _missing(self) -> list[AgentClient]:
+        return [agent for agent in self.agents if agent.report.state != "reserved"]
 
-    def _holders(self, missing: Sequence[AgentClient], most: int) -> str:
-        plan = self._plan
+    def _waiting_text(self, missing: Sequence[AgentClient], waited: str) -> str:
         holders = []
-        for agent in missing[:most]:
+        for agent in missing[:MAX_HOLDERS]:
             known = agent.report.occupant
             holder = known.text if known else agent.worker.occupant  # as it was placed
             holders.append(agent.worker.address + (f" is busy with {holder}" if holder else ""))
-        holders += [f"and {len(missing) - most} more"] if len(missing) > most else []
-        wanted = ", ".join(f"{name}={amount:g}" for name, amount in plan.resources.items())
-        needs = f"; needs the resources {wanted}" if wanted else ""
-        return "; ".join(holders) + needs
+        more = len(missing) - MAX_HOLDERS
+        holders += [f"and {more} more"] if more > 0 else []
+        wanted = ", ".join(f"{name}={amount:g}" for name, amount in self._plan.resources.items())
+        holders += [f"needs the resources {wanted}"] if wanted else []
+        found = f"{len(self.agents) - len(missing)} of {len(self.agents)} after {waited}"
+        return f"waiting for workers: {found}: {'; '.join(holders)}"
 
     async def _poll_until_all_reserved(self, agent: AgentClient) -> None:
-        while agent.report.state != "reserved":
-            await self._poll(agent)
-        if all(agent.report.state == "reserved" for agent in self.agents):
-            self._all_reserved.set()
-        # An agent that hears nothing from its caller for too long considers it lost.
-        while not await self._are_all_reserved(STAY_IN_TOUCH_S):
-            await self._poll(agent)
-
-    async def _are_all_reserved(self, wait_s: float) -> bool:
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._all_reserved.wait(), wait_s)
-        return self._all_reserved.is_set()
-
-    async def _poll(self, agent: AgentClient) -> None:
-        await agent.poll()
-        if agent.future.status in ("cancelled", "lost"):
-            msg = f"gang {self._plan.name!r} was cancelled while it waited for its workers"
-            raise GangCancelledError(msg)
-        if agent.future.status == "error":
-            await agent.future
-        if agent.report.why_ended:
-            raise AgentLostError(agent.report.why_ended)
-
-
-def _raise_first(tasks: Sequence["asyncio.Task[None]"]) -> None:
-    for task in tasks:
-        if task.done() and not task.cancelled() and (error := task.exception()) is not None:
-            if isinstance(error, AgentLostError):
-                msg = f"{error} before the gang had started"
-                raise WorkerLostError(msg) from error
-            raise error
+        # One that is reserved as well: it takes a caller from which it hears nothing for lost.
+        while self._missing():
+            lost: AgentLostError | None = None
+            try:
+                await agent.poll()
+            except AgentLostError as error:
+                lost = error
+            if why := lost or agent.report.why_ended:
+                msg = f"{why} before the gang had started"
+                raise WorkerLostError(msg) from lost
+            if agent.future.status in ("cancelled", "lost"):
+                msg = f"gang {self._plan.name!r} was cancelled while it waited for its workers"
+                raise GangCancelledError(msg)
+            if agent.future.status == "error":
+                await agent.future

@@ -65,37 +65,32 @@ async def gather_workers(
     started = time.monotonic()
     timeout_s, resources = plan.options.workers_timeout_s, plan.resources
     warm = plan.preload if plan.options.launcher == "auto" else None
+    having = ", ".join(f"{name}>={amount:g}" for name, amount in resources.items())
+    workers = f"workers with {having}" if having else "workers"
     while True:
         waited_s = time.monotonic() - started
         holds_out = waited_s < min(plan.full_size_s, timeout_s)
         num_enough = size.workers_for_all if holds_out else size.workers_for_fewest
         running = await running_workers(client)
         addresses = with_resources(running, resources)
-        answering: list[WorkerIdentity] = []
-        if len(addresses) >= num_enough:
+        num_have = len(addresses)
+        if num_have >= num_enough:
             answering = await identify(client, addresses, warm=warm)
-            if len(answering) >= num_enough:
+            if (num_have := len(answering)) >= num_enough:
                 return answering
         if waited_s >= timeout_s:
-            have, need = len(addresses), size.workers_for_fewest
-            rpw = size.ranks_per_worker
-            msg = too_few_text(have, len(running), need, rpw, resources, timeout_s)
-            if have >= need:
-                msg = f"{len(answering)} of {have} workers answer: {msg}"
+            per = f" with {size.ranks_per_worker} ranks each" if size.ranks_per_worker > 1 else ""
+            num_all = f"; {len(running)} run in all" if len(running) > num_have else ""
+            msg = (
+                f"the cluster has too few {workers} after {timeout_s:g} s: have {num_have}, "
+                f"need {size.workers_for_fewest}{per}{num_all}; add workers"
+                f"{' with --resources' if having else ''}, lower world_size, or raise "
+                "workers_timeout_s"
+            )
             raise NotEnoughWorkersError(msg)
-        num_have = len(answering) if len(addresses) >= num_enough else len(addresses)
-        sign.show(waiting_text(num_have, num_enough, resources, waited_s, timeout_s))
+        found = f"{num_have} of {num_enough} after {waited_s:.0f} s"
+        sign.show(f"waiting for {workers}: {found} (limit {timeout_s:g} s)")
         await asyncio.sleep(POLL_S)
-
-
-def waiting_text(
-    num_have: int, num_needed: int, resources: Mapping[str, float], waited_s: float, limit_s: float
-) -> str:
-    """Say how many of a gang's workers the cluster has. Pure."""
-    having = ", ".join(f"{name}>={amount:g}" for name, amount in resources.items())
-    workers = f"workers with {having}" if having else "workers"
-    found = f"{num_have} of {num_needed} after {waited_s:.0f} s"
-    return f"waiting for {workers}: {found} (limit {limit_s:g} s)"
 
 
 def with_resources(
@@ -107,31 +102,6 @@ def with_resources(
         for address, has in running.items()
         if all(has.get(name, 0) >= want for name, want in resources.items())
     ]
-
-
-def too_few_text(  # noqa: PLR0913, PLR0917 - the numbers that it says
-    num_have: int,
-    num_running: int,
-    num_needed: int,
-    ranks_per_worker: int,
-    resources: Mapping[str, float],
-    timeout_s: float,
-) -> str:
-    """Say how many workers there are and how many are needed. Pure."""
-    per_worker = f" with {ranks_per_worker} ranks each" if ranks_per_worker > 1 else ""
-    if not resources:
-        return (
-            f"the cluster has too few workers after {timeout_s:g} s: have {num_have}, "
-            f"need {num_needed}{per_worker}; "
-            f"add workers, lower world_size, or raise workers_timeout_s"
-        )
-    what = ", ".join(f"{name}>={amount:g}" for name, amount in resources.items())
-    workers = "worker" if num_have == 1 else "workers"
-    return (
-        f"the cluster has {num_have} {workers} with {what}, need {num_needed}{per_worker}; "
-        f"it has {num_running} in all after {timeout_s:g} s: "
-        f"start workers with --resources, lower world_size, or raise workers_timeout_s"
-    )
 
 
 async def until_gone(

@@ -88,7 +88,7 @@ class _Agent:
             self._box.enter("ended")
 
     def _run_on_slot(self) -> tuple[bytes, ...]:
-        if self._reservation.hosts_store:
+        if self._reservation.store_host is not None:
             self._store = StoreSocket(self._reservation.store_host)
         self._box.enter("reserved", self._store.address[1] if self._store else 0)
         while (order := self._box.start) is None:
@@ -167,7 +167,7 @@ class _Agent:
         for rank in self._ranks:
             if rank.child.is_reaped:
                 continue
-            yield from rank.read(has_room=self._box.has_room)
+            yield from rank.read()
             if rank.child.is_dead:
                 yield from rank.end()
 

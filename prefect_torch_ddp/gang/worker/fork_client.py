@@ -20,7 +20,7 @@ from typing import Self
 from distributed import Worker, WorkerPlugin
 
 from prefect_torch_ddp.errors import ForkServerUnavailableError, ForkServerUnfitError
-from prefect_torch_ddp.gang.liveness import CALLERS, seconds_setting
+from prefect_torch_ddp.gang.liveness import CALLERS
 from prefect_torch_ddp.gang.worker.child import CONTRACT, Child, has_pidfd, without_prefects
 from prefect_torch_ddp.gang.worker.slots import SLOTS
 from prefect_torch_ddp.protocol.rank import ForkServerAnswer, ForkServerOrder, Preload, RankFiles
@@ -35,15 +35,8 @@ AGENT_LIMIT_S = 300.0
 `stop_grace_s` mostly ends it before."""
 IDLE_S = 1800.0
 """A server without ranks ends after this long; the next gang starts a new one."""
-IDLE_SETTING = "prefect-torch-ddp.fork-server.idle-s"
-"""The setting in Dask's configuration that changes it, on the worker."""
 ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 """Thread pools would start while libraries load; a process with threads can't fork."""
-
-
-def idle_s() -> float:
-    """Return how many seconds a fork server of this Dask worker may live without ranks."""
-    return seconds_setting(IDLE_SETTING, IDLE_S)
 
 
 class ForkServer:
@@ -66,7 +59,7 @@ class ForkServer:
         module, fd = "prefect_torch_ddp.rank.fork_server", theirs.fileno()
         with theirs:
             process = subprocess.Popen(  # noqa: S603 - our own module, by this Python
-                [sys.executable, "-m", module, str(fd), str(idle_s())],
+                [sys.executable, "-m", module, str(fd), str(IDLE_S)],
                 env=without_prefects(os.environ) | ONE_THREAD,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,

@@ -19,8 +19,6 @@ from prefect_torch_ddp.protocol.agent import (
 )
 from prefect_torch_ddp.protocol.events import GangEvent
 
-CAPACITY = 5_000
-"""Events held for a slow caller; beyond it the agent leaves lines out."""
 FORGET_AFTER_S = 600.0
 """A mailbox without an agent is dropped after this long without a poll."""
 
@@ -80,11 +78,6 @@ class Mailbox:
             self.state = state
             self.store_port = store_port or self.store_port
         self._wake_polls()
-
-    @property
-    def has_room(self) -> bool:
-        """Whether the caller keeps up with the events."""
-        return len(self._events) < CAPACITY
 
     def _wake_polls(self) -> None:
         with self._lock:

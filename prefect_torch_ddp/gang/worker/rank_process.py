@@ -1,4 +1,7 @@
-"""One rank's process as its agent sees it: its start, its output, and its death."""
+"""One rank's process as its agent sees it: its start, its output, and its death.
+
+All lines go to the storage, as many as people read to the run's log.
+"""
 
 import dataclasses
 import logging
@@ -6,26 +9,23 @@ import os
 import pickle
 import re
 import signal
-from collections.abc import Iterator
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from prefect_torch_ddp.errors import ForkServerUnavailableError
 from prefect_torch_ddp.gang.worker.child import Child, rank_environment, start_fresh
 from prefect_torch_ddp.gang.worker.fork_client import fork_client
 from prefect_torch_ddp.gang.worker.rank_io import RankIO
-from prefect_torch_ddp.gang.worker.rank_lines import RankLines
 from prefect_torch_ddp.protocol.events import (
-    CheckpointCommitted,
     FailureWritten,
-    FunctionEnded,
     GangEvent,
     LogLine,
-    Progress,
     RankEvent,
     RankFailure,
     RankListens,
     RankReturned,
-    RankStopped,
     RecordsLeft,
     decode_event,
 )
@@ -37,6 +37,14 @@ logger = logging.getLogger(__name__)
 
 LAST_CHUNKS = 64
 """Read from a dead rank's output at most; a process that left its session may write forever."""
+MOST_LINES, LEAST_LINES, LINES_OF_GANG = 1_000, 100, 8_000
+"""How many lines of a rank may come at once, in small gangs and in large ones."""
+SHARE = 5
+"""A fifth as many may follow in each period."""
+PERIOD_S, LONGEST_PERIOD_S = 10.0, 300.0
+"""While a flood lasts, periods become twice as long."""
+LAST_LINES = 20
+"""Of a flood its end is shown, where the rank may have said what it died of."""
 
 
 class RankProcess:
@@ -76,51 +84,45 @@ class RankProcess:
         if self.child.death_fd is not None:
             yield self.child.death_fd
 
-    def read(
-        self, *, max_chunks: int = 1, has_room: bool = True, is_dead: bool = False
-    ) -> Iterator[GangEvent]:
-        """Yield the rank's events and lines so far, without waiting.
-
-        Where the caller `has_room` for no more, lines and positions are left out.
-        """
-        for lines in self.io.lines(max_chunks=max_chunks):
-            yield from self.lines.take(lines, has_room=has_room)
+    def read(self, *, is_dead: bool = False) -> Iterator[GangEvent]:
+        """Yield the rank's events and lines so far, without waiting; of a dead one the rest."""
+        for lines in self.io.lines(max_chunks=LAST_CHUNKS if is_dead else 1):
+            yield from self.lines.take(lines)
         for record in self.io.records(whole=is_dead):
             try:
-                event = self._take(decode_event(record, self.place.rank))
+                event = decode_event(record, self.place.rank)
             except (ValueError, KeyError, TypeError):
                 rank = self.place.rank
                 logger.warning("rank %d sent a record that can't be read: %.80r", rank, record)
-                continue
-            if isinstance(event, LogLine):
-                said = ([event.text], event.level, event.logger)
-                yield from self.lines.take(*said, has_room=has_room)
-            elif event is not None and (has_room or not isinstance(event, Progress)):
-                yield event
+            else:
+                yield from self._take(event)
         yield from self.lines.tell_left_out()
 
-    def _take(self, event: RankEvent) -> GangEvent | None:
+    def _take(self, event: RankEvent) -> Iterator[GangEvent]:
         match event:
+            case LogLine():
+                yield from self.lines.take([event.text], event.level, event.logger)
             case RankListens():
                 self.listens = True
-            case FailureWritten() if not self.is_settled:
+            case FailureWritten() | RankReturned() if self.is_settled:
+                pass  # the first of them is the outcome
+            case FailureWritten():
                 failure = pickle.loads(self.io.outcome())
                 self.failure = dataclasses.replace(failure, step=self._step())
                 self.lines.keep([failure.traceback_text.rstrip() or failure.summary], "ERROR ")
-                return self.failure
-            case RankReturned() if not self.is_settled:
+                yield self.failure
+            case RankReturned():
                 self.returned = True
-                return event
-            case LogLine() | Progress() | CheckpointCommitted() | RankStopped() | FunctionEnded():
-                return event
-        return None
+                yield event
+            case _:
+                yield event
 
     def end(self) -> Iterator[GangEvent]:
         """Kill and reap the process; yield its last output, and its death if that is news."""
         self.child.kill()
         status = self.child.reap()
         # What it said last may hold its outcome, which says more than its death.
-        yield from self.read(max_chunks=LAST_CHUNKS, is_dead=True)
+        yield from self.read(is_dead=True)
         yield from self.lines.end()
         if not self.is_settled:
             self.failure = self._death(status)
@@ -128,9 +130,7 @@ class RankProcess:
 
     def _death(self, status: int) -> RankFailure:
         was_signal = status < 0
-        kills = 0
-        if status == -signal.SIGKILL and self._oom_kills is not None:
-            kills = (oom_kills() or 0) - self._oom_kills
+        kills = oom_kills() - self._oom_kills if status == -signal.SIGKILL else 0
         return RankFailure(
             rank=self.place.rank,
             host=self.place.host,
@@ -156,6 +156,84 @@ class RankProcess:
         self.child.reap()
         self.child.close()
         self.io.close()
+
+
+class _Limit:
+    """Admits so many lines at once, and a share of them in each period that follows."""
+
+    def __init__(self, most: int) -> None:
+        self._most = self._num_left = most
+        self.num_left_out = 0
+        self._began_s, self._period_s = time.monotonic(), PERIOD_S
+
+    def admit(self, num_lines: int) -> int:
+        admitted = min(num_lines, self._num_left)
+        self._num_left -= admitted
+        self.num_left_out += num_lines - admitted
+        return admitted
+
+    def next_period(self) -> int:
+        """Return how many lines the period left out that is over; 0 also if none is."""
+        if (now_s := time.monotonic()) - self._began_s <= self._period_s:
+            return 0
+        num_left_out, self.num_left_out = self.num_left_out, 0
+        self._period_s = min(2 * self._period_s, LONGEST_PERIOD_S) if num_left_out else PERIOD_S
+        self._num_left = min(self._most, self._num_left + self._most // SHARE)
+        self._began_s = now_s
+        return num_left_out
+
+
+class RankLines:
+    """Passes on a rank's lines within limits, of prints, records and warnings; keeps them all."""
+
+    def __init__(self, rank: int, world_size: int, writer: RankLogWriter | None) -> None:
+        """Without a writer what the limits leave out is gone."""
+        self._rank = rank
+        self.writer = writer
+        most = max(LEAST_LINES, min(MOST_LINES, LINES_OF_GANG // world_size))
+        self._limits = {kind: _Limit(most) for kind in ("print", "record", "warning")}
+        self._last: deque[LogLine] = deque(maxlen=LAST_LINES)
+        """The newest of those left out since the last one shown."""
+
+    def take(
+        self, texts: Sequence[str], level: int = logging.INFO, logger: str = ""
+    ) -> Iterator[LogLine]:
+        """Take in lines; yield those for the run's log."""
+        self.keep(texts, f"{logging.getLevelName(level)} {logger}: " if logger else "")
+        kind = "warning" if level >= logging.WARNING else "record" if logger else "print"
+        num_admitted = self._limits[kind].admit(len(texts))
+        if num_admitted:
+            self._last.clear()
+        for text in texts[:num_admitted]:
+            yield LogLine(self._rank, level, text, logger)
+        for text in texts[num_admitted:][-LAST_LINES:]:
+            self._last.append(LogLine(self._rank, level, text, logger))
+
+    def keep(self, texts: Sequence[str], origin: str) -> None:
+        """Keep lines in the storage alone."""
+        if self.writer is not None and texts:
+            self.writer.add(texts, origin)
+
+    def tell_left_out(self) -> Iterator[LogLine]:
+        """Yield how many lines were left out, at the end of a period."""
+        for limit in self._limits.values():
+            if num_left_out := limit.next_period():
+                self._last.clear()
+                yield self._note(num_left_out)
+
+    def end(self) -> Iterator[LogLine]:
+        """Yield how many lines were left out, and the last of them; have the rest written."""
+        num_left_out = sum(limit.num_left_out for limit in self._limits.values())
+        if num_left_out > len(self._last):
+            yield self._note(num_left_out - len(self._last))
+        yield from self._last
+        if self.writer is not None:
+            self.writer.end()
+
+    def _note(self, num_left_out: int) -> LogLine:
+        where = f"; all of them in {self.writer.uri}" if self.writer is not None else ""
+        text = f"{num_left_out:,} lines left out{where}"
+        return LogLine(self._rank, logging.WARNING, text)
 
 
 def _start(launch: RankLaunch, files: RankFiles, environment: dict[str, str]) -> Child:
@@ -187,17 +265,12 @@ def words_of_death(status: int, oom_kills: int) -> str:
 
 def oom_kills(
     membership: Path = Path("/proc/self/cgroup"), cgroups: Path = Path("/sys/fs/cgroup")
-) -> int | None:
-    """Return the kernel's count of OOM kills in this process's control group (version 2).
-
-    None where the kernel keeps none.
-    """
+) -> int:
+    """Return the kernel's count of OOM kills in this process's control group (version 2), or 0."""
     try:
         group = re.search(r"^0::/(.*)$", membership.read_text(encoding="utf-8"), re.MULTILINE)
-        # In a container whose path is the host's, the mount itself is the container's group.
-        folders = [cgroups / group[1], cgroups] if group else []
-        events = next(path for folder in folders if (path := folder / "memory.events").is_file())
+        events = cgroups / (group[1] if group else "") / "memory.events"
         count = re.search(r"^oom_kill (\d+)$", events.read_text(encoding="utf-8"), re.MULTILINE)
-    except (OSError, StopIteration):
-        return None
-    return int(count[1]) if count else None
+    except OSError:
+        return 0
+    return int(count[1]) if count else 0

@@ -58,7 +58,7 @@ def test_a_rank_asleep_is_named_with_its_line(client: Client, tmp_path: Path) ->
     at = f"hanging.py:{line_of('time.sleep(LONG_S)')} in hang"
     assert "rank 1 on 127.0.0.1 did not arrive: for " in str(error)
     assert error.hang.summary.endswith(
-        f"s it has been in step 3 at {at}, while ranks 0, 2 wait in a collective of step 3"
+        f"s it has been in step 3 at {at}, while ranks 0, 2 are waiting in a collective of step 3"
     )
     assert sorted(stacks) == sorted(error.stacks) == [0, 1, 2]
     assert "in all_reduce" in stacks[0]

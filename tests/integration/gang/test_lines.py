@@ -11,7 +11,7 @@ from prefect_torch_ddp import DirectoryStorage, RankFailedError, run_gang
 from prefect_torch_ddp.gang.caller import lines
 from prefect_torch_ddp.gang.caller.lines import rank_text
 from prefect_torch_ddp.gang.restarts import CallAttemptLog
-from prefect_torch_ddp.gang.worker.rank_lines import LAST_LINES, MOST_LINES
+from prefect_torch_ddp.gang.worker.rank_process import LAST_LINES, MOST_LINES
 from prefect_torch_ddp.protocol.events import GangEvent, LogLine
 from prefect_torch_ddp.records.rank_log import LogFolder
 from tests.support.gangs import by_rank, said_by_ranks

@@ -72,8 +72,8 @@ def test_only_workers_with_the_resources_are_chosen(client: Client) -> None:
 @pytest.mark.parametrize(
     ("world_size", "num_gpus", "says"),
     [
-        (3, 1, "the cluster has 2 workers with GPU>=1, need 3; it has 6 in all"),
-        (None, 2, "the cluster has 0 workers with GPU>=2, need 1;"),
+        (3, 1, "too few workers with GPU>=1 after 0.5 s: have 2, need 3; 6 run in all"),
+        (None, 2, "too few workers with GPU>=2 after 0.5 s: have 0, need 1; 6 run"),
     ],
 )
 def test_too_few_workers_with_the_resources_is_refused(
@@ -105,7 +105,7 @@ def test_a_held_resource_is_waited_for(client: Client) -> None:
 
     two = {"world_size": 2, "resources": GPUS}
     try:
-        says = r"has waited .* 1 of 2 workers: .*needs the resources GPU=1"
+        says = r"gave up waiting for workers: 1 of 2 after .*needs the resources GPU=1"
         with pytest.raises(NotEnoughWorkersError, match=says):
             run_gang(client, plain.sum_of_ones, queue_timeout_s=1.0, **two)
         one = run_gang(client, plain.sum_of_ones, world_size=1, resources=GPUS)

@@ -4,13 +4,11 @@ import os
 from pathlib import Path
 from typing import Any
 
-import dask
 import psutil
 import pytest
 from distributed import Client
 
 from prefect_torch_ddp import GangError, InvalidParamsError, run_gang, warm
-from prefect_torch_ddp.gang.worker.fork_client import IDLE_S, idle_s
 from tests.support.gangs import own_cluster
 from tests.support.waiting import HANG_S, wait_until
 from tests.workloads import plain
@@ -65,26 +63,15 @@ def test_a_worker_without_this_package_joins_all_the_same(tmp_path: Path) -> Non
             run_gang(client, plain.sum_of_ones, world_size=2)
 
 
-def test_an_idle_server_ends_and_the_next_gang_starts_another() -> None:
-    """The preload warms a worker as it starts; the idle time is Dask's configuration."""
-    with (
-        dask.config.set({"prefect-torch-ddp.fork-server.idle-s": 3}),
-        own_cluster(1, preload=["prefect_torch_ddp.gang.warm"]) as (_, client),
-    ):
+def test_an_idle_server_ends_and_the_next_gang_starts_another(tmp_path: Path) -> None:
+    """The preload warms a worker as it starts."""
+    impatient = tmp_path / "impatient.py"
+    impatient.write_text(
+        "from prefect_torch_ddp.gang.worker import fork_client\nfork_client.IDLE_S = 3.0\n"
+    )
+    preload = [str(impatient), "prefect_torch_ddp.gang.warm"]
+    with own_cluster(1, preload=preload) as (_, client):
         wait_until(lambda: len(servers_of(client)) == 1)
         wait_until(lambda: servers_of(client) == [])
         assert run_gang(client, plain.sum_of_ones, world_size=1) == [1.0]
         wait_until(lambda: servers_of(client) == [])
-
-
-@pytest.mark.parametrize("wrong", [0, -1, "soon", None])
-def test_an_idle_time_that_can_not_work_is_the_default(
-    wrong: object, caplog: pytest.LogCaptureFixture
-) -> None:
-    """It is named in the log; a right one may come from the environment."""
-    with dask.config.set({"prefect_torch_ddp.fork_server.idle_s": wrong}):
-        assert idle_s() == IDLE_S
-    assert "prefect-torch-ddp.fork-server.idle-s" in caplog.text
-    environment = {"DASK_PREFECT_TORCH_DDP__FORK_SERVER__IDLE_S": "7.5"}
-    with dask.config.set(dask.config.collect_env(environment)):
-        assert idle_s() == 7.5

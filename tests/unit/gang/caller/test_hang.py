@@ -97,7 +97,7 @@ def test_a_rank_that_has_returned_is_not_missing() -> None:
     assert missing(rank(0, Phase.RETURNED)) is None
     stall = find_stall(gang, LIMIT_S, from_start=False)
     assert stall is not None
-    assert summarize(stall, HOSTS, {}).endswith("while rank 0 has returned")
+    assert summarize(stall, HOSTS, {}).endswith("while rank 0 is done with its function")
 
 
 STACK_OF_MISSING = """Thread 0x00007f01 (most recent call first):
@@ -121,7 +121,7 @@ def test_the_text_says_who_where_and_who_waits() -> None:
     hang = describe(stall, HOSTS, {0: STACK_OF_WAITING, 1: STACK_OF_MISSING, 2: STACK_OF_WAITING})
     assert hang.summary == (
         "rank 1 on b did not arrive: for 11 s it has been in step 5 at train.py:34 in forward, "
-        "while ranks 0, 2 wait in a collective of step 5"
+        "while ranks 0, 2 are waiting in a collective of step 5"
     )
     error = pickle.loads(pickle.dumps(GangHungError(hang, attempt=3)))
     assert (error.ranks, error.hosts, error.attempt, error.hang.step, error.hang.phase) == (

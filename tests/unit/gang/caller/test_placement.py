@@ -15,7 +15,7 @@ from prefect_torch_ddp.gang.caller.placement import (
     share_out,
     visible_names,
 )
-from prefect_torch_ddp.gang.caller.workers import too_few_text, waiting_text, with_resources
+from prefect_torch_ddp.gang.caller.workers import with_resources
 from prefect_torch_ddp.gang.checks import checked
 from prefect_torch_ddp.params import GangParams
 from prefect_torch_ddp.protocol.agent import WorkerIdentity
@@ -36,12 +36,12 @@ def worker(
 def test_two_hosts_have_local_ranks_of_their_own() -> None:
     """A6: two hosts have local ranks 0, 1, 0, 1; the ranks of a host are side by side."""
     hosts = ("127.0.0.2", "127.0.0.1")
-    placement = place(choose([worker(host, port) for port in (9, 10) for host in hosts], 4), 4, 1)
+    placement = place(choose([worker(host, port) for port in (8, 9) for host in hosts], 4), 4, 1)
     assert [p.host for p in placement.places] == ["127.0.0.1"] * 2 + ["127.0.0.2"] * 2
     assert [p.local_rank for p in placement.places] == [0, 1, 0, 1]
     assert [p.node_rank for p in placement.places] == [0, 0, 1, 1]
     assert placement.shape.local_world_sizes == (2, 2)
-    assert placement.workers[0] == "tcp://127.0.0.1:9"
+    assert placement.workers[0] == "tcp://127.0.0.1:8"
 
 
 @given(
@@ -76,26 +76,12 @@ def test_free_workers_come_first() -> None:
     assert choose([held, free], 1) == (held,)
 
 
-def test_too_few_workers_with_the_resources_are_counted() -> None:
-    """Only workers with as much of every resource count, whoever holds it; the error says so."""
+def test_workers_with_the_resources_are_those_that_count() -> None:
+    """Only workers with as much of every resource, whoever holds it."""
     running = {"one": {"GPU": 1.0}, "none": {}, "many": {"GPU": 2, "disk": 5}}
     assert with_resources(running, {"GPU": 1}) == ["one", "many"]
     assert with_resources(running, {"GPU": 2}) == ["many"]
     assert with_resources(running, {}) == ["one", "none", "many"]
-    text = too_few_text(1, 3, 2, 1, {"GPU": 1}, 5.0)
-    start = "the cluster has 1 worker with GPU>=1, need 2; it has 3 in all after 5 s"
-    assert text.startswith(start)
-    text = too_few_text(2, 2, 3, 4, {"GPU": 1, "disk": 0.5}, 5.0)
-    assert "2 workers with GPU>=1, disk>=0.5, need 3 with 4 ranks each" in text
-
-
-def test_what_a_gang_waits_for_is_said() -> None:
-    """How many workers there are of how many, since when, until when, and which ones count."""
-    assert waiting_text(3, 8, {}, 39.6, 60) == (
-        "waiting for workers: 3 of 8 after 40 s (limit 60 s)"
-    )
-    start = "waiting for workers with GPU>=1, disk>=0.5: 0 of 2"
-    assert waiting_text(0, 2, {"GPU": 1, "disk": 0.5}, 5, 60).startswith(start)
 
 
 @given(st.integers(1, 24), st.data())

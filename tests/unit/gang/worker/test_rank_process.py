@@ -1,12 +1,23 @@
-"""How the death of a rank's process is put into words, and what the kernel says of it."""
+"""How a rank's death is put into words, and how many of its lines reach the run's log."""
 
+import logging
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from prefect_torch_ddp.gang.worker import rank_process
 from prefect_torch_ddp.gang.worker.child import has_pidfd, rank_environment
-from prefect_torch_ddp.gang.worker.rank_process import oom_kills, words_of_death
+from prefect_torch_ddp.gang.worker.rank_process import (
+    LAST_LINES,
+    MOST_LINES,
+    SHARE,
+    RankLines,
+    oom_kills,
+    words_of_death,
+)
+from prefect_torch_ddp.protocol.events import LogLine
 from prefect_torch_ddp.protocol.rank import CodePaths, GangShape, RankLaunch, RankPlace
 
 EVENTS = "low 0\nhigh 0\nmax 31\noom 2\noom_kill 3\noom_group_kill 0\n"
@@ -33,27 +44,18 @@ def test_words_of_death(status: int, kills: int, words: str) -> None:
     assert words_of_death(status, kills) == words
 
 
-@pytest.mark.parametrize("folder", ["jobs/worker.service", "."])
-def test_the_kernels_count(tmp_path: Path, folder: str) -> None:
-    """Of this process's own group, or of the mount where a container shows the host's path."""
-    membership, events = tmp_path / "cgroup", tmp_path / folder / "memory.events"
+def test_the_kernels_count(tmp_path: Path) -> None:
+    """Of this process's own group; 0 without groups of version 2, a file, or such a line."""
+    membership, events = tmp_path / "cgroup", tmp_path / "jobs/worker.service/memory.events"
+    assert oom_kills(membership, tmp_path) == 0
     membership.write_text("4:memory:/old\n0::/jobs/worker.service\n")
-    events.parent.mkdir(parents=True, exist_ok=True)
+    assert oom_kills(membership, tmp_path) == 0
+    events.parent.mkdir(parents=True)
+    events.write_text("oom 1\n")
+    assert oom_kills(membership, tmp_path) == 0
     events.write_text(EVENTS)
     assert oom_kills(membership, tmp_path) == 3
-
-
-def test_a_kernel_that_counts_nothing(tmp_path: Path) -> None:
-    """No control groups of version 2, no file, or no such line: nothing is said."""
-    membership = tmp_path / "cgroup"
-    assert oom_kills(membership, tmp_path) is None
-    membership.write_text("4:memory:/jobs\n")
-    assert oom_kills(membership, tmp_path) is None
-    membership.write_text("0::/\n")
-    assert oom_kills(membership, tmp_path) is None
-    (tmp_path / "memory.events").write_text("oom 1\n")
-    assert oom_kills(membership, tmp_path) is None
-    assert oom_kills() is None or isinstance(oom_kills(), int)
+    assert isinstance(oom_kills(), int)
 
 
 @pytest.mark.parametrize("refusal", [OSError(38, "ENOSYS"), PermissionError(1, "EPERM")])
@@ -96,3 +98,63 @@ def test_a_rank_has_its_workers_environment_without_prefects_credentials() -> No
     made = rank_environment({**kept, **dict.fromkeys(secret, "hunter2")}, launch)
     assert made.items() >= {**kept, "RANK": "1", "WORLD_SIZE": "2"}.items()
     assert "hunter2" not in made.values()
+
+
+def numbered(first: int, last: int) -> list[str]:
+    """Return lines with their numbers."""
+    return [f"line {number}" for number in range(first, last)]
+
+
+def texts(lines: list[LogLine]) -> list[str]:
+    """Return what they say."""
+    return [line.text for line in lines]
+
+
+def test_a_flood_is_cut_counted_and_its_end_is_shown() -> None:
+    """The first lines and the last ones, and how many were in between."""
+    lines = RankLines(3, 2, None)
+    assert texts([*lines.take(numbered(0, 600))]) == numbered(0, 600)
+    assert texts([*lines.take(numbered(600, 20_000))]) == numbered(600, MOST_LINES)
+    assert [*lines.tell_left_out()] == []
+    note, *last = lines.end()
+    num_left_out = 20_000 - MOST_LINES - LAST_LINES
+    assert note == LogLine(3, logging.WARNING, f"{num_left_out:,} lines left out")
+    assert texts(last) == numbered(20_000 - LAST_LINES, 20_000)
+
+
+def test_periods_get_longer_while_the_flood_lasts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each begins with the count of the one before, and admits a fifth as many lines."""
+    now_s = 0.0
+    monkeypatch.setattr(rank_process, "time", SimpleNamespace(monotonic=lambda: now_s))
+    lines = RankLines(0, 2, None)
+    counts: list[tuple[float, str]] = []
+    passed: list[int] = []
+    for second in range(400):
+        now_s = float(second)
+        counts += [(now_s, line.text) for line in lines.tell_left_out()]
+        passed.append(len([*lines.take(numbered(0, 1_000))]))
+    assert counts == [
+        (11.0, "10,000 lines left out"),
+        (32.0, "20,800 lines left out"),
+        (73.0, "40,800 lines left out"),
+        (154.0, "80,800 lines left out"),
+        (315.0, "160,800 lines left out"),
+    ]
+    assert sum(passed) == MOST_LINES + len(counts) * MOST_LINES // SHARE
+
+
+def test_what_is_logged_passes_while_prints_flood_and_order_is_kept() -> None:
+    """It has limits of its own; what was left out before a record isn't shown behind it."""
+    lines = RankLines(0, 2, None)
+    assert len([*lines.take(numbered(0, 5_000))]) == MOST_LINES
+    warned = [*lines.take(["loss is nan"], logging.WARNING, "user.code")]
+    assert warned == [LogLine(0, logging.WARNING, "loss is nan", "user.code")]
+    assert texts([*lines.take(["epoch 1"], logging.INFO, "user.code")]) == ["epoch 1"]
+    assert [*lines.take(["after it"])] == []
+    assert texts([*lines.end()]) == ["4,000 lines left out", "after it"]
+
+
+@pytest.mark.parametrize(("world_size", "most"), [(1, 1_000), (8, 1_000), (64, 125), (512, 100)])
+def test_large_gangs_have_less_for_each_rank(world_size: int, most: int) -> None:
+    """The run's log belongs to all ranks together."""
+    assert len([*RankLines(0, world_size, None).take(numbered(0, 5_000))]) == most

@@ -17,7 +17,7 @@ def reservation(name: str, born_s: float) -> Reservation:
         Seniority(born_s, name),
         WORKER,
         "p",
-        hosts_store=False,
+        store_host=None,
         stop_grace_s=8.0,
         liveness_timeout_s=60.0,
     )
