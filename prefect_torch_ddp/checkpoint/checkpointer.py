@@ -10,8 +10,6 @@ from contextlib import suppress
 from dataclasses import asdict, replace
 from typing import Any
 
-import torch
-
 from prefect_torch_ddp.checkpoint.commit import Committer
 from prefect_torch_ddp.checkpoint.keys import object_key, rank_name
 from prefect_torch_ddp.checkpoint.manifest import Manifest, ManifestObject
@@ -111,7 +109,7 @@ class Checkpointer:
         self._failure = None
         self._thread = threading.Thread(
             target=self._write_share,
-            args=(manifest, turn, staged, dict(objects)),
+            args=(manifest, turn, staged, list(objects)),
             name="prefect-torch-ddp-checkpoint",
             daemon=True,
         )
@@ -173,16 +171,15 @@ class Checkpointer:
         return staged
 
     def _write_share(
-        self, manifest: Manifest, turn: int, staged: dict[str, Any], objects: Mapping[str, Any]
+        self, manifest: Manifest, turn: int, staged: dict[str, Any], tracked: list[str]
     ) -> None:
         written: list[dict[str, Any]] = []
-        host, tracked = socket.gethostname(), list(objects)
+        host = socket.gethostname()
         report = {"host": host, "tracked": tracked, "objects": written, "error": None}
         try:
             self._staging.wait()
             for name, state in staged.items():
-                is_module = isinstance(objects.get(name), torch.nn.Module)
-                written.append(asdict(self._write(manifest, name, state, is_module=is_module)))
+                written.append(asdict(self._write(manifest, name, state)))
             self._written = {item["name"]: item["digest"] for item in written}
             self._before_commit()
         except Exception as error:  # noqa: BLE001 - the training continues from the one before
@@ -196,9 +193,7 @@ class Checkpointer:
         except Exception as error:  # noqa: BLE001
             self._fail(manifest, error)
 
-    def _write(
-        self, manifest: Manifest, name: str, state: Any, *, is_module: bool
-    ) -> ManifestObject:
+    def _write(self, manifest: Manifest, name: str, state: Any) -> ManifestObject:
         key = object_key(manifest.run_id, manifest.step, manifest.attempt, name)
         data = self._serializer.to_view(state)
         try:
@@ -206,7 +201,7 @@ class Checkpointer:
         except StorageError as error:
             msg = f"{key}: {error}"
             raise StorageError(msg) from error
-        return ManifestObject(name, key, len(data), digest_of(data), is_module)
+        return ManifestObject(name, key, len(data), digest_of(data))
 
     def _commit(self, manifest: Manifest, turn: int, own: dict[str, Any]) -> None:
         reports = [own]

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import pytest
 import torch
@@ -103,18 +103,14 @@ def test_a_storage_that_fails_is_no_reason_to_fall_back(tmp_path: Path) -> None:
     """Else an outage of a minute would throw away an hour."""
 
     class Unreadable(DirectoryStorage):
-        def open_file(self, key: str) -> BinaryIO | None:
+        def read(self, key: str) -> bytes:
             if not key.endswith(".pt"):
-                return super().open_file(key)
-            return Path("/proc/self/mem").open(
-                "rb", buffering=0
-            )  # opens, and can't be read at its beginning, as a bad disk
+                return super().read(key)
+            msg = "Input/output error"
+            raise StorageError(msg)
 
     count_to(tmp_path, 3)
-    with pytest.raises(
-        StorageError,
-        match=r"can't read runs/local/.*\.pt in .*: Input/output error; check the disk",
-    ):
+    with pytest.raises(StorageError, match="Input/output error"):
         count_to(Unreadable(tmp_path), 5)
 
 
