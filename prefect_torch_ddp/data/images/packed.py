@@ -9,7 +9,6 @@ from functools import cached_property
 from hashlib import sha256
 from typing import Any, NamedTuple
 
-from prefect_torch_ddp.data.images.cache import content_id
 from prefect_torch_ddp.data.images.columns import TextColumn, encoded, read_rows, write_rows
 from prefect_torch_ddp.errors import (
     InvalidParamsError,
@@ -158,11 +157,6 @@ class PackedObjects:
     def uri(self) -> str:
         """The shards' folder as a person would write it."""
         return f"{self.storage.uri.rstrip('/')}/{self.prefix}".rstrip("/")
-
-    @property
-    def content_id(self) -> str:
-        """What distinguishes this storage's entries in a cache."""
-        return f"shards in {self.prefix!r} of {content_id(self.storage)}"
 
     @cached_property
     def index(self) -> ShardIndex:

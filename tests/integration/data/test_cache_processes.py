@@ -1,11 +1,9 @@
 """The cache among processes: they share it, keep its limit, and may be killed at any moment."""
 
-import hashlib
 import multiprocessing
 import os
 import random
 import signal
-import time
 
 import pytest
 
@@ -27,47 +25,6 @@ FORK = multiprocessing.get_context("fork")
 def storage(tmp_path):
     """Give a storage with 20 objects of 1,000 bytes."""
     return filled(tmp_path / "objects")
-
-
-def test_what_nobody_uses_makes_room(tmp_path, monkeypatch):
-    """Sources that no process has open go, least recently used first; sources in use stay."""
-    limit = 45 * 1032
-    sources = [filled(tmp_path / name / "x", salt=name) for name in ("old", "older", "used")]
-    for source in sources[:2]:  # in processes that have ended since
-        _in_child(CachedReads(source, tmp_path / "cache", limit).read_many, parts_of(source))
-    for path in entries(tmp_path / "cache"):
-        owner = path.parent.parent.name
-        is_older = owner == _folder_name(sources[1])
-        os.utime(path, (time.time() - (20 if is_older else 10) * 3600,) * 2)
-    held = CachedReads(sources[2], tmp_path / "cache", limit)
-    held.read_many(parts_of(sources[2]))
-    left = {
-        name: len(list((tmp_path / "cache/v1" / _folder_name(source)).glob("??/*")))
-        for name, source in zip("oru", sources, strict=True)
-    }
-    assert left["u"] == 20
-    assert left["o"] == 20
-    assert 0 < left["r"] < 20
-    assert size_of(tmp_path / "cache") <= limit
-
-
-def test_what_is_only_read_is_in_use_too(tmp_path):
-    """A process in its second epoch writes nothing: its entries stay, and another dataset gets
-    the room that is left."""
-    limit = 25 * 1032
-    mine, other = filled(tmp_path / "mine" / "x"), filled(tmp_path / "other" / "x", salt="other")
-    _in_child(CachedReads(mine, tmp_path / "cache", limit).read_many, parts_of(mine))
-    before = mine.num_reads
-    cached = CachedReads(mine, tmp_path / "cache", limit)
-    cached.read_many(parts_of(mine)[:1])
-    CachedReads(other, tmp_path / "cache", limit).read_many(parts_of(other))
-    cached.read_many(parts_of(mine))
-    assert mine.num_reads == before
-    assert len(entries(tmp_path / "cache")) == 25
-
-
-def _folder_name(source):
-    return hashlib.sha256(CachedReads(source, "x").content_id.encode()).hexdigest()[:32]
 
 
 def _in_child(function, *args):
@@ -144,13 +101,3 @@ def _fill_for_ever(cached, parts):
             cached.read_many([part])
         for path in entries(cached.folder):
             path.unlink()
-
-
-def test_what_a_killed_process_left_makes_room(storage, tmp_path):
-    """Half files of storages that nobody has open go when the cache is full, like entries."""
-    other = filled(tmp_path / "other" / "x", salt="other")
-    _in_child(CachedReads(other, tmp_path / "cache").read_many, parts_of(other)[:1])
-    (path,) = entries(tmp_path / "cache")
-    path.with_suffix(".half").write_bytes(bytes(5000))
-    CachedReads(storage, tmp_path / "cache", 20 * 1032).read_many(parts_of(storage))
-    assert not unfinished_in(tmp_path / "cache")

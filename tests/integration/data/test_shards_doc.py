@@ -41,8 +41,7 @@ def test_the_cache_in_a_line(chain_s3_server, tmp_path):
 
 def test_the_numbers_are_those_of_the_code():
     """The limits that the page names."""
-    from prefect_torch_ddp.data.images.cache import MAX_BYTES
-    from prefect_torch_ddp.data.images.cache_folder import KEPT_FREE_PART
+    from prefect_torch_ddp.data.images.cache import KEPT_FREE_PART, MAX_BYTES
 
     assert (MAX_BYTES, KEPT_FREE_PART) == (50 * 2**30, 20)
     assert "50 GiB" in PAGE
