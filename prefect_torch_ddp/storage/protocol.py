@@ -142,41 +142,25 @@ class ListsLevels(Protocol):
 
 
 def probe(storage: Storage) -> None:
-    """Write, conditionally write, list, read and delete a small object.
+    """Write, conditionally write, read, list and delete a small object.
 
     Raises:
         StorageError: the storage failed, or ignores the condition; says what to do.
     """
-    key = f"probes/{uuid.uuid4().hex}"
+    key, first = f"probes/{uuid.uuid4().hex}", b"first"
     try:
-        fault = _fault_of_writes(storage, key)
+        won, won_again = (storage.write_if_absent(key, data) for data in (first, b"second"))
+        is_kept = won and not won_again and storage.read(key) == first
+        list(storage.list(key))
     except Exception:
         with suppress(StorageError):  # the first fault is the one to report
             storage.delete(key)
         raise
     storage.delete(key)
-    if not fault and any(found.key == key for found in storage.list(key)):
-        fault = (
-            f"still lists {key} after it was deleted: old checkpoints would never go; "
-            "use a consistent store"
+    if not is_kept:
+        msg = (
+            f"{storage.uri} doesn't honour conditional writes (If-None-Match: *): two runs could "
+            "commit the same checkpoint. Use a store that does, such as AWS S3, Ceph or a current "
+            "MinIO, or a directory"
         )
-    if fault:
-        msg = f"{storage.uri} {fault}"
         raise StorageError(msg)
-
-
-def _fault_of_writes(storage: Storage, key: str) -> str:
-    first, second, third = b"first", b"second!", b"third, by overwriting"
-    won, won_again = storage.write_if_absent(key, first), storage.write_if_absent(key, second)
-    if not won or won_again or storage.read(key) != first:
-        return (
-            "doesn't honour conditional writes (If-None-Match: *): two runs could commit the same "
-            "checkpoint. Use a store that does, such as AWS S3, Ceph or a current MinIO, or a "
-            "directory"
-        )
-    storage.write(key, third)
-    if storage.read(key) != third:
-        return "returned old content after an object was overwritten; use a consistent store"
-    if [found.num_bytes for found in storage.list(key)] != [len(third)]:
-        return f"doesn't list the object {key} that was just written; use a consistent store"
-    return ""

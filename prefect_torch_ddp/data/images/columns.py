@@ -4,7 +4,7 @@ import gzip
 import json
 import zlib
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any, BinaryIO
 
@@ -35,20 +35,12 @@ class TextColumn:
         self.block += encoded(text)
         self.ends.append(len(self.block))
 
-    def extend(self, other: "TextColumn") -> None:
-        """Add all of another column's."""
-        shift = len(self.block)
-        self.block += other.block
-        self.ends.extend([end + shift for end in other.ends[1:]])
-
 
 class ObjectColumns:
     """Listed objects, in the order in which they were added."""
 
-    def __init__(self, objects: Iterable[ListedObject] = ()) -> None:
+    def __init__(self) -> None:
         self.keys, self.sizes, self.etags = TextColumn(), array("Q"), TextColumn()
-        for item in objects:
-            self.append(item)
 
     def __len__(self) -> int:
         return len(self.sizes)
@@ -64,18 +56,6 @@ class ObjectColumns:
         self.keys.append(item.key)
         self.sizes.append(item.num_bytes)
         self.etags.append(item.etag)
-
-    def extend(self, other: "ObjectColumns") -> None:
-        """Add all of another's."""
-        self.keys.extend(other.keys)
-        self.sizes.extend(other.sizes)
-        self.etags.extend(other.etags)
-
-    def sorted(self, by: Callable[[str], Any]) -> "ObjectColumns":
-        """Return the same objects in the order of a function of their keys."""
-        order = sorted(range(len(self)), key=lambda index: by(self.keys[index]))
-        is_sorted = order == list(range(len(self)))
-        return self if is_sorted else ObjectColumns(map(self.__getitem__, order))
 
 
 def encoded(text: str) -> bytes:

@@ -11,7 +11,7 @@ from torchvision.datasets import ImageFolder, VisionDataset
 
 from prefect_torch_ddp.data.images.listing import EXTENSIONS, index_images, list_dataset, read_index
 from prefect_torch_ddp.data.images.location import Location, opened, readable_at
-from prefect_torch_ddp.data.images.packed import INDEX_NAME as SHARD_INDEX_NAME
+from prefect_torch_ddp.data.images.packed import INDEX_NAME
 from prefect_torch_ddp.data.lookahead import ReadAhead
 from prefect_torch_ddp.errors import (
     CorruptImageError,
@@ -125,11 +125,6 @@ class S3ImageFolder(VisionDataset):  # type: ignore[misc]  # torchvision has no 
     def samples(self) -> list[tuple[str, int]]:
         """(URI, class number) of each image; to choose images take `torch.utils.data.Subset`."""
         return [(self._uri(index), target) for index, target in enumerate(self._targets)]
-
-    @property
-    def imgs(self) -> list[tuple[str, int]]:
-        """The samples."""
-        return self.samples
 
     @property
     def targets(self) -> list[int]:
@@ -260,7 +255,7 @@ def image_folder(
         target_transform: of a class number.
         storage: what to read from; then `uri` is a path in it.
         **options: of S3ImageFolder. A local folder needs no `index` and no `cache`; with
-            on_error="skip", or with shards in it, S3ImageFolder reads it too.
+            on_error="skip", with shards in it, or as the root of a storage, S3ImageFolder reads it.
 
     Raises:
         InvalidParamsError, NoImagesError, StorageError: see S3ImageFolder; torchvision raises a
@@ -269,8 +264,9 @@ def image_folder(
     access = {name: options.get(name) for name in ("anonymous", "endpoint_url", "region")}
     source, prefix = readable_at(uri, storage, **access)
     folder = source.root / prefix if isinstance(source, DirectoryStorage) else None
-    skips = options.get("on_error", "raise") != "raise"
-    if folder is None or skips or (folder / SHARD_INDEX_NAME).is_file():
+    # Unfinished files of a storage would be a class to torchvision.
+    is_ours = folder is None or any((folder / n).exists() for n in (INDEX_NAME, RESERVED_PART))
+    if is_ours or options.get("on_error", "raise") != "raise":
         return S3ImageFolder(uri, transform, target_transform, storage=storage, **options)
     theirs = {"loader", "is_valid_file", "allow_empty"}
     unknown = options.keys() - theirs - access.keys() - {"cache", "index", "on_error"}
@@ -278,13 +274,4 @@ def image_folder(
         msg = f"image_folder has no argument {', '.join(sorted(unknown))}"
         raise TypeError(msg)
     kept = {name: value for name, value in options.items() if name in theirs}
-    local = _WrittenByStorage if (folder / RESERVED_PART).is_dir() else ImageFolder
-    return local(str(folder), transform, target_transform, **kept)
-
-
-class _WrittenByStorage(ImageFolder):  # type: ignore[misc]  # torchvision has no types
-    """A local folder in which a `DirectoryStorage` has its unfinished files: no class."""
-
-    def find_classes(self, directory: str | Path) -> tuple[list[str], dict[str, int]]:
-        classes = [name for name in super().find_classes(directory)[0] if name != RESERVED_PART]
-        return classes, {name: target for target, name in enumerate(classes)}
+    return ImageFolder(str(folder), transform, target_transform, **kept)

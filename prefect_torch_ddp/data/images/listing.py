@@ -2,11 +2,10 @@
 
 import hashlib
 from array import array
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +18,6 @@ EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", 
 """torchvision.datasets.folder.IMG_EXTENSIONS."""
 NUM_FOLDERS = 8
 """Listed at the same time."""
-NUM_AHEAD = 4000
-"""Objects of a folder that wait for their turn: four requests to S3."""
 FORMAT = "prefect-torch-ddp/objects/1"
 INDEX_NAME = "objects.jsonl.gz"
 COLUMNS = ("key", "num_bytes", "etag")
@@ -47,41 +44,19 @@ def digest_of_listing(source: ReadsMany) -> str:
     return digest.hexdigest()
 
 
-def _side_by_side(source: ReadsMany, level: Iterator[ListedObject | str]) -> Iterator[ListedObject]:
-    pool = ThreadPoolExecutor(NUM_FOLDERS, "ptd-list")
-    begun: deque[Iterator[ListedObject]] = deque()
-    try:
-        for entry in level:
-            if isinstance(entry, ListedObject):
-                begun.append(iter((entry,)))
-            else:
-                begun.append(_ahead(pool, source.list_objects(entry)))
-            if len(begun) == NUM_FOLDERS:
-                yield from begun.popleft()
-        while begun:
-            yield from begun.popleft()
-    finally:
-        pool.shutdown(wait=False, cancel_futures=True)
+def _side_by_side(source: ReadsMany, level: Iterable[ListedObject | str]) -> Iterator[ListedObject]:
+    def below(entry: ListedObject | str) -> list[ListedObject]:
+        return [entry] if isinstance(entry, ListedObject) else list(source.list_objects(entry))
 
-
-def _ahead(pool: ThreadPoolExecutor, objects: Iterator[ListedObject]) -> Iterator[ListedObject]:
-    """Yield the objects, with which a thread begins at once."""
-
-    def begin() -> Future[list[ListedObject]]:
-        return pool.submit(lambda: list(islice(objects, NUM_AHEAD)))
-
-    def rest(some: Future[list[ListedObject]]) -> Iterator[ListedObject]:
-        while listed := some.result():
-            some = begin()
+    with ThreadPoolExecutor(NUM_FOLDERS, "ptd-list") as pool:
+        for listed in pool.map(below, level):
             yield from listed
-
-    return rest(begin())
 
 
 def write_index(source: Readable, folder: str | Path) -> int:
     """List a dataset and write its index to a folder, such as `ctx.data` in `prepare`.
 
-    Takes some seconds for 20,000 objects of a bucket, and the same memory for any number.
+    Takes some seconds for 20,000 objects of a bucket.
 
     Args:
         source: the dataset, such as `ctx.source`.
@@ -169,7 +144,7 @@ def index_images(
         NoImagesError: there is no class, or one without images.
     """
     is_image = is_valid or (lambda key: key.lower().endswith(EXTENSIONS))
-    folders: defaultdict[str, ObjectColumns] = defaultdict(ObjectColumns)
+    folders: defaultdict[str, list[ListedObject]] = defaultdict(list)
     num_listed = 0
     for num_listed, item in enumerate(listed, start=1):  # noqa: B007 - read after the loop
         name, slash, rest = item.key.partition("/")
@@ -196,6 +171,8 @@ def index_images(
     objects, targets = ObjectColumns(), array("i")
     for target, name in enumerate(classes):
         # By folder and then by name.
-        objects.extend(folders[name].sorted(lambda key: key.rpartition("/")[::2]))
-        targets.extend(array("i", [target]) * len(folders[name]))
+        images = sorted(folders.pop(name), key=lambda item: item.key.rpartition("/")[::2])
+        for item in images:
+            objects.append(item)
+        targets.extend(array("i", [target]) * len(images))
     return ImageIndex(classes, objects, targets)

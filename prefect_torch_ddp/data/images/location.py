@@ -60,7 +60,7 @@ def opened(
                 f"leave out cache={str(cache)!r}"
             )
             raise InvalidParamsError(msg)
-        inner = cast("Readable", source.storage)
+        inner = source.storage
     looks_for_shards = may_be_shards and not isinstance(inner, PackedObjects)
     packed = packed_objects(inner, prefix) if looks_for_shards else None
     if packed is not None:

@@ -190,7 +190,7 @@ class PackedObjects:
         """Read all parts; what isn't the sample that was packed is an error that names it."""
         found = [self._find(part) for part in parts]
         samples = [sample for sample in found if isinstance(sample, PackedSample)]
-        read = iter(self._read(samples, spans_of(samples)))
+        read = iter(self._read(samples))
         return [
             self._checked(part, sample, next(read)) if isinstance(sample, PackedSample) else sample
             for part, sample in zip(parts, found, strict=True)
@@ -211,30 +211,24 @@ class PackedObjects:
             )
         return sample
 
-    def _read(self, samples: Sequence[PackedSample], spans: Sequence[Sequence[int]]) -> Contents:
+    def _read(self, samples: Sequence[PackedSample]) -> Contents:
         contents: Contents = [b""] * len(samples)
-        parts = []
+        spans, parts = spans_of(samples), []
         for span in spans:
             first, stop = samples[span[0]], max(samples[number].stop for number in span)
             key = self.prefix + self.index.shards[first.shard]
             parts.append(ObjectPart(key, stop - first.start, first.start))
-        again: list[int] = []
         for span, part, data in zip(spans, parts, self.storage.read_many(parts), strict=True):
-            if isinstance(data, bytes):
-                for number in span:
-                    begin = samples[number].start - (part.start or 0)
-                    contents[number] = data[begin : begin + samples[number].num_bytes]
-            elif len(span) > 1:
-                again += span  # each by its own, to name the one that can't be read
-            else:
-                contents[span[0]] = data
-        alone = (
-            self._read([samples[n] for n in again], [[n] for n in range(len(again))])
-            if again
-            else []
-        )
-        for number, content in zip(again, alone, strict=True):
-            contents[number] = content
+            for number in span:
+                sample = samples[number]
+                if isinstance(data, bytes):
+                    begin = sample.start - (part.start or 0)
+                    contents[number] = data[begin : begin + sample.num_bytes]
+                elif len(span) > 1:  # each by its own, to name the one that can't be read
+                    alone = ObjectPart(part.key, sample.num_bytes, sample.start)
+                    (contents[number],) = self.storage.read_many([alone])
+                else:
+                    contents[number] = data
         return contents
 
     def _checked(

@@ -3,9 +3,9 @@
 import re
 import tarfile
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from itertools import islice
 from pathlib import Path, PurePosixPath
 from typing import cast
 
@@ -23,28 +23,11 @@ from prefect_torch_ddp.errors import StorageError
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.storage.keys import RESERVED_PART
 from prefect_torch_ddp.storage.locate import storage_from_uri
-from prefect_torch_ddp.storage.protocol import (
-    ListedObject,
-    ObjectPart,
-    Readable,
-    ReadsMany,
-    Storage,
-)
+from prefect_torch_ddp.storage.protocol import ObjectPart, Readable, ReadsMany, Storage
 
 SHARD_BYTES = 64 * 2**20
-BATCH_BYTES, BATCH_OBJECTS = 16 * 2**20, 256
-
-
-@dataclass(frozen=True, slots=True)
-class _Planned:
-    """Where an object goes: known before anything is read, since a listing tells the sizes."""
-
-    found: ListedObject
-    name: str
-    """Within the tar, without its ending."""
-    label: int
-    shard: int
-    start: int
+NUM_AT_ONCE = 64
+"""Objects read side by side, and held in memory."""
 
 
 def pack_shards(  # noqa: PLR0913 - where from, where to, and the choices by name
@@ -61,8 +44,8 @@ def pack_shards(  # noqa: PLR0913 - where from, where to, and the choices by nam
 
     In a shard a sample is two files, as WebDataset wants them: `000000042.jpg` and
     `000000042.cls`, its label as text. The index, `shards.jsonl.gz`, is removed first and
-    written last: without it there are no shards for a reader. Memory: three shards, and some
-    300 bytes an object.
+    written last: without it there are no shards for a reader. Memory: a shard, 64 objects, and
+    some 300 bytes for each.
 
     Args:
         source: where the images are: a folder, an `s3://` URI or a storage, such as
@@ -97,8 +80,10 @@ def pack_shards(  # noqa: PLR0913 - where from, where to, and the choices by nam
     images = index_images(listed, f"{reads.uri}/{source_prefix}", is_valid)
     storage.delete(prefix + INDEX_NAME)
     samples: list[PackedSample] = []
-    shards = _filled(_plan(images, shard_bytes, shuffle_seed), reads, source_prefix, samples)
-    names = _written(shards, storage, prefix)
+    names: list[str] = []
+    for shard in _filled(images, shuffle_seed, reads, source_prefix, shard_bytes, samples):
+        names.append(f"shard-{len(names):06d}.tar")
+        storage.write(prefix + names[-1], memoryview(shard))
     samples.sort(key=lambda sample: encoded(sample.key))
     storage.write(prefix + INDEX_NAME, ShardIndex(names, images.classes, samples).dump())
     _clean_up(storage, prefix, names)
@@ -120,17 +105,6 @@ def _with_slash(folder: str) -> str:
     return f"{folder.strip('/')}/" if folder.strip("/") else ""
 
 
-def _plan(images: ImageIndex, shard_bytes: int, shuffle_seed: int | None) -> Iterator[_Planned]:
-    shard, offset = 0, 0
-    for nth, number in enumerate(_order(images, shuffle_seed)):
-        found, label = images.objects[number], images.targets[number]
-        num_bytes = 2 * tarfile.BLOCKSIZE + _padded(found.num_bytes) + _padded(len(str(label)))
-        if offset and offset + num_bytes > shard_bytes:
-            shard, offset = shard + 1, 0
-        yield _Planned(found, f"{nth:09d}", label, shard, offset + tarfile.BLOCKSIZE)
-        offset += num_bytes
-
-
 def _order(images: ImageIndex, shuffle_seed: int | None) -> Sequence[int]:
     numbers = range(len(images.objects))
     if shuffle_seed is None:
@@ -142,49 +116,32 @@ def _order(images: ImageIndex, shuffle_seed: int | None) -> Sequence[int]:
     return sorted(numbers, key=digest)
 
 
-def _padded(num_bytes: int) -> int:
-    return -(-num_bytes // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE
-
-
-def _filled(
-    planned: Iterator[_Planned],
+def _filled(  # noqa: PLR0913, PLR0917 - of one caller
+    images: ImageIndex,
+    shuffle_seed: int | None,
     source: ReadsMany,
     source_prefix: str,
+    shard_bytes: int,
     samples: list[PackedSample],
 ) -> Iterator[bytearray]:
     """Yield each shard when it is full; add what the index needs to `samples`."""
     number, shard = 0, bytearray()
-    for batch in _batches(planned):
-        found = [item.found for item in batch]
+    order = iter(_order(images, shuffle_seed))
+    while batch := list(islice(order, NUM_AT_ONCE)):
+        found = [images.objects[i] for i in batch]
         parts = [ObjectPart(source_prefix + f.key, f.num_bytes, etag=f.etag) for f in found]
-        for item, data in zip(batch, source.read_many(parts), strict=True):
+        for i, one, data in zip(batch, found, source.read_many(parts), strict=True):
             if isinstance(data, StorageError):
                 raise data
-            if item.shard != number:
+            name, label = f"{len(samples):09d}", str(images.targets[i]).encode()
+            files = _member(name + _ending(one.key), data) + _member(f"{name}.cls", label)
+            if shard and len(shard) + len(files) > shard_bytes:
                 yield _closed(shard)
-                number, shard = item.shard, bytearray()
-            shard += _member(item.name + _ending(item.found.key), data)
-            assert len(shard) - _padded(len(data)) == item.start, "the plan and the tar differ"
-            shard += _member(f"{item.name}.cls", str(item.label).encode())
-            samples.append(
-                PackedSample(item.found.key, item.shard, item.start, len(data), digest_of(data))
-            )
+                number, shard = number + 1, bytearray()
+            start = len(shard) + tarfile.BLOCKSIZE
+            samples.append(PackedSample(one.key, number, start, len(data), digest_of(data)))
+            shard += files
     yield _closed(shard)
-
-
-def _written(shards: Iterator[bytearray], storage: Storage, prefix: str) -> list[str]:
-    """Write each shard while the next is read; return their names."""
-    names: list[str] = []
-    writing: Future[None] | None = None
-    with ThreadPoolExecutor(1, "pack-shards") as pool:
-        for shard in shards:
-            if writing is not None:
-                writing.result()
-            names.append(f"shard-{len(names):06d}.tar")
-            writing = pool.submit(storage.write, prefix + names[-1], memoryview(shard))
-        if writing is not None:
-            writing.result()
-    return names
 
 
 def _ending(key: str) -> str:
@@ -193,26 +150,11 @@ def _ending(key: str) -> str:
     return ending if re.fullmatch(r"\.[a-z0-9]{1,16}", ending) and ending != ".cls" else ".bin"
 
 
-def _batches(planned: Iterator[_Planned]) -> Iterator[list[_Planned]]:
-    batch: list[_Planned] = []
-    num_bytes = 0
-    for item in planned:
-        if batch and (
-            len(batch) == BATCH_OBJECTS or num_bytes + item.found.num_bytes > BATCH_BYTES
-        ):
-            yield batch
-            batch, num_bytes = [], 0
-        batch.append(item)
-        num_bytes += item.found.num_bytes
-    if batch:
-        yield batch
-
-
 def _member(name: str, data: bytes) -> bytes:
     """Return a file as it stands in a tar: without a time or owner, which would differ."""
     head = tarfile.TarInfo(name)
     head.size = len(data)
-    return head.tobuf(tarfile.GNU_FORMAT) + data + bytes(_padded(len(data)) - len(data))
+    return head.tobuf(tarfile.GNU_FORMAT) + data + bytes(-len(data) % tarfile.BLOCKSIZE)
 
 
 def _closed(shard: bytearray) -> bytearray:
