@@ -20,7 +20,6 @@ from prefect_torch_ddp.protocol.events import GangEvent, Progress
 from prefect_torch_ddp.rank.config import RankConfig
 from prefect_torch_ddp.storage.s3.storage import S3Storage
 from prefect_torch_ddp.tasks.run import RunAttemptLog
-from tests.support.blocks import FOLDER, save_block
 from tests.support.gangs import RUN_WITH_CONTEXT
 from tests.support.s3_server import S3Server
 from tests.workloads import stored
@@ -140,16 +139,3 @@ def test_a_run_that_is_not_there_is_named(s3_server: S3Server) -> None:
     storage = s3_server.storage()
     with pytest.raises(InvalidParamsError, match=f"{storage.uri} holds no run 'nobody'"):
         read_metrics(storage, "nobody")
-
-
-@pytest.mark.usefixtures("prefect_api")
-def test_a_block_names_the_storage_too(s3_server: S3Server) -> None:
-    """As a run's own `storage` parameter does."""
-    block = save_block("reading", s3_server)
-    line = (
-        b'{"step": 1, "epoch": 1, "rank": 0, "attempt": 1, "time": 0, "num_samples": 1, '
-        b'"metrics": {"loss": "nan"}}\n'
-    )
-    s3_server.storage(FOLDER).write("runs/run/metrics/rank-00000/000001-000001.jsonl", line)
-    frame = read_metrics(block, "run")
-    assert frame["loss"].isna().tolist() == [True]

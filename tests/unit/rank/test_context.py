@@ -62,13 +62,6 @@ def test_it_says_what_it_is(tmp_path: Path) -> None:
     assert not temporary.exists()
 
 
-def test_an_unknown_option_is_refused(tmp_path: Path) -> None:
-    """Also one that only a gang's ranks have; before the run's next attempt is claimed."""
-    with pytest.raises(TypeError, match="unexpected keyword argument 'dataset_id'"):
-        RankContext.local(storage=tmp_path, dataset_id="points")
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_steps_count_steps_and_epochs() -> None:
     """From 1; the last step of an epoch says so; a second loop goes on counting, in a new
     order."""

@@ -181,19 +181,6 @@ def test_the_number_of_parts_of_a_long_run_is_bounded() -> None:
     assert num_parts(24 * 3600) <= 450
 
 
-def test_a_part_that_arrived_before_its_writer_heard_so_is_not_there_twice(tmp_path: Path) -> None:
-    """The copy stays until the storage has answered; then it is known by its content."""
-    storage, copies = DirectoryStorage(tmp_path / "store"), tmp_path / "copies"
-    log = log_in(storage, copies=copies)
-    log.append(record(1))
-    ((key, content),) = left_behind(copies)
-    storage.write(key, content)
-    assert bring_home(copies, storage) == [1]
-    log.close()
-    assert steps_in(storage) == [1]
-    assert not list(left_behind(copies))
-
-
 def test_a_line_that_was_cut_is_left_out(tmp_path: Path) -> None:
     """A machine that lost power may have half of one."""
     (tmp_path / "x").mkdir()

@@ -13,9 +13,8 @@ from prefect_torch_ddp.rank.evaluation.meters import LanguageMeter, RegressionMe
 from prefect_torch_ddp.results import Report
 from tests.support.ranks import run_ranks
 
-NUM_RANKS = 3
-SHARES = [(5, 5, 5), (0, 7, 1), (0, 0, 1), (1, 0, 0), (0, 12, 0), (40, 3, 17), (0, 0, 0)]
-"""Samples of each rank."""
+SHARES = [(1, 2, 0, 2), (0, 7, 1, 0), (0, 0, 0, 1), (1, 0, 0, 0), (40, 3, 17, 0), (0, 0, 0, 0)]
+"""Samples of each of four ranks; with fewer, the last one has the rest."""
 NAMES = tuple("abcd")
 
 
@@ -27,15 +26,17 @@ def samples(num: int) -> dict[str, torch.Tensor]:
         "true": 1e5 + torch.randn(num, generator=random).double() + torch.arange(num) / 10,
         "noise": torch.randn(num, generator=random).double(),
         "losses": torch.rand(num, generator=random).double(),
-        "classes": torch.randint(0, 4, (num,), generator=random),
+        "classes": (classes := torch.randint(0, 4, (num,), generator=random)),
+        "predicted": (classes + (torch.arange(num) % 5 == 4)) % 4,  # each fifth one wrongly
         "images": torch.randint(0, 256, (num, 1, 4, 4), generator=random).byte(),
     }
 
 
 def measure(shares: list[tuple[int, ...]]) -> list[list[Report | str]]:
     """Measure this rank's share of each case with every meter."""
-    rank, found = int(os.environ["RANK"]), []
-    for share in shares:
+    rank, world_size, found = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), []
+    for of_four in shares:
+        share = (*of_four[: world_size - 1], sum(of_four[world_size - 1 :]))
         own = slice(sum(share[:rank]), sum(share[: rank + 1]))
         part = {name: values[own] for name, values in samples(sum(share)).items()}
         regression, language = RegressionMeter(), LanguageMeter()
@@ -44,22 +45,23 @@ def measure(shares: list[tuple[int, ...]]) -> list[list[Report | str]]:
         if share[rank] or rank == 0:
             regression.update(part["true"] + part["noise"], part["true"])
             language.update(part["losses"], part["classes"])
-            classification.update(
-                part["classes"], part["classes"].flip(0), part["losses"], part["images"]
-            )
+            predicted = part["predicted"], part["classes"], part["losses"], part["images"]
+            classification.update(*predicted)
         for meter in (regression, language, classification):
             try:
                 found.append(meter.report())
+                assert meter.report() == found[-1], "a report doesn't change what it counts"
             except InvalidParamsError as error:
                 found.append(str(error))
     return found
 
 
-def test_every_meter_is_exact_however_the_samples_are_shared() -> None:
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_every_meter_is_exact_however_the_samples_are_shared(world_size: int) -> None:
     """Uneven shares, ranks without any, none at all: each rank returns the scores of the whole,
     or the same error."""
-    first, *others = run_ranks(measure, NUM_RANKS, SHARES)
-    assert others == [first] * (NUM_RANKS - 1)
+    first, *others = run_ranks(measure, world_size, SHARES)
+    assert others == [first] * (world_size - 1)
     for share, (regression, language, classification) in zip(
         SHARES, zip(*[iter(first)] * 3, strict=True), strict=True
     ):
@@ -75,6 +77,9 @@ def test_every_meter_is_exact_however_the_samples_are_shared() -> None:
             **({"r2": r2_score(true, predicted)} if sum(share) > 1 else {}),
         }
         assert regression.metrics == pytest.approx(expected, rel=1e-9)
+        num_wrong = sum(share) // 5  # of 5 samples 0.8 are right, exactly
+        assert classification.accuracy == (sum(share) - num_wrong) / sum(share)
+        assert sum(map(sum, classification.confusion_matrix)) == sum(share)
         mean = whole["losses"].mean().item()
         assert (language.loss, classification.loss) == pytest.approx((mean, mean), rel=1e-12)
         assert language.metrics["perplexity"] == pytest.approx(np.exp(mean))

@@ -8,13 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
-from torch.utils.data import TensorDataset
 
 from prefect_torch_ddp import RankContext, read_ledger
 from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.rank.config import RankConfig
-from tests.integration.rank.loop.test_steps import expected_gradients, make_net
 from tests.support.ranks import Died, config_for, train_on
 from tests.workloads import healthy
 
@@ -112,49 +109,6 @@ def test_four_then_two_then_one_then_four_ranks_by_kills(
     report = read_ledger(tmp_path, "run")
     assert report.is_clean, str(report)
     assert [epoch.num_samples for epoch in report.epochs] == [healthy.NUM_SAMPLES] * healthy.EPOCHS
-
-
-# ---- The gradient.
-
-
-def gradients_of_epoch(ctx: RankContext, num_samples: int, batch_size: int) -> list[torch.Tensor]:
-    """Return the flat gradient of every step of an epoch; a stand-in's loss is nan; one
-    parameter is used by one sample alone."""
-    net = make_net()
-    net.register_parameter("unused", nn.Parameter(torch.zeros(2)))
-    model = ctx.wrap(net)
-    found = []
-    loader = ctx.loader(TensorDataset(*healthy.points(num_samples)), global_batch_size=batch_size)
-    for batch in ctx.steps(loader, epochs=1):
-        model.zero_grad(set_to_none=ctx.step % 2 == 0)
-        is_stand_in = ctx._state.share.num_local == 0
-        for (inputs, targets), weight in ctx.micro_batches(batch, max_samples=2):
-            loss = nn.functional.cross_entropy(model(inputs), targets) * weight
-            (loss * float("nan") if is_stand_in else loss).backward()
-        assert net.unused.grad is None
-        used = [*net[0].parameters(), *net[2].parameters()]
-        found.append(torch.cat([parameter.grad.flatten() for parameter in used]))
-    return found
-
-
-@pytest.mark.parametrize(
-    ("world_size", "num_samples", "batch_size"), [(1, 11, 5), (2, 13, 6), (3, 10, 8)]
-)
-def test_gradients_are_those_of_the_global_batch(
-    tmp_path: Path, world_size: int, num_samples: int, batch_size: int
-) -> None:
-    """On each rank, also with a tail smaller than the world; a parameter that nobody uses has
-    none."""
-    config = elastic_config(tmp_path, 6)
-    values = train_on(world_size, config, gradients_of_epoch, num_samples, batch_size)
-    expected = expected_gradients(num_samples, batch_size)
-    for found in values:
-        for gradient, right in zip(found, expected, strict=True):
-            assert torch.allclose(gradient, right, rtol=0, atol=1e-12)
-        assert all(torch.equal(one, other) for one, other in zip(found, values[0], strict=True))
-
-
-# ---- Refusals.
 
 
 def test_ranks_that_do_not_divide_the_virtual_ones_are_refused(tmp_path: Path) -> None:

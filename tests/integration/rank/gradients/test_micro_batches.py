@@ -1,5 +1,4 @@
-"""Gradient accumulation: exact on real ranks with uneven shares, one exchange a step, mixed
-precision, kills in its midst."""
+"""Gradient accumulation on real ranks: in mixed precision, and over kills in its midst."""
 
 from pathlib import Path
 from typing import Any
@@ -10,99 +9,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from prefect_torch_ddp import RankContext
-from prefect_torch_ddp.rank.gradients import share_weights as gradients
-from tests.integration.rank.loop.test_steps import expected_gradients, make_net
 from tests.support.ranks import Died, config_for, train_on
 from tests.workloads import healthy
-
-
-def accumulated(
-    ctx: RankContext, num_samples: int, batch_size: int, max_samples: int
-) -> tuple[list[torch.Tensor], int]:
-    """Return the flat gradient of every step of an epoch, and how often the ranks talked; a
-    stand-in's loss is nan."""
-    num_talks = 0
-    sum_by_share = gradients._sum_by_share
-
-    def counting(context: Any, bucket: Any) -> Any:
-        nonlocal num_talks
-        num_talks += 1
-        return sum_by_share(context, bucket)
-
-    counting.__annotations__ = sum_by_share.__annotations__
-    gradients._sum_by_share = counting
-    net = make_net()
-    model = ctx.wrap(net)
-    num_talks = 0
-    found = []
-    loader = ctx.loader(TensorDataset(*healthy.points(num_samples)), global_batch_size=batch_size)
-    for batch in ctx.steps(loader, epochs=1):
-        model.zero_grad()
-        is_stand_in = ctx._state.share.num_local == 0
-        for (inputs, targets), weight in ctx.micro_batches(batch, max_samples=max_samples):
-            loss = nn.functional.cross_entropy(model(inputs), targets) * weight
-            (loss * float("nan") if is_stand_in else loss).backward()
-        found.append(torch.cat([parameter.grad.flatten() for parameter in net.parameters()]))
-    return found, num_talks
-
-
-@pytest.mark.parametrize(
-    ("world_size", "num_samples", "batch_size", "max_samples"),
-    [(1, 11, 5, 2), (2, 11, 7, 2), (3, 13, 4, 1)],
-)
-def test_gradients_are_those_of_the_global_batch(
-    tmp_path: Path, world_size: int, num_samples: int, batch_size: int, max_samples: int
-) -> None:
-    """Ranks with different numbers of micro-batches, tails smaller than the world: the
-    single-process gradient, one exchange."""
-    arguments = num_samples, batch_size, max_samples
-    values = train_on(world_size, config_for(tmp_path), accumulated, *arguments)
-    expected = expected_gradients(num_samples, batch_size)
-    for found, num_talks in values:
-        assert num_talks == (len(expected) if world_size > 1 else 0)  # the net fits into one bucket
-        for gradient, right in zip(found, expected, strict=True):
-            assert torch.allclose(gradient, right, rtol=0, atol=1e-12)
-
-
-def scaled_and_clipped(ctx: RankContext, how: str) -> tuple[list[torch.Tensor], str]:
-    """Train with autocast, with or without a GradScaler, one of whose steps overflows; clip
-    what was unscaled."""
-    net, scales = make_net().float(), how == "scaled"
-    model = ctx.wrap(net)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    # Powers of two, so that scaling changes no bit.
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2, enabled=scales)
-    ctx.track(model=model, optimizer=optimizer, scaler=scaler)
-    norms = []
-    inputs, targets = healthy.points(11)
-    for batch in ctx.steps(
-        ctx.loader(TensorDataset(inputs.float(), targets), global_batch_size=5), epochs=2
-    ):
-        optimizer.zero_grad()
-        for (x, y), weight in ctx.micro_batches(batch, max_samples=1):
-            with torch.autocast("cpu", dtype=torch.bfloat16):
-                loss = nn.functional.cross_entropy(model(x), y)
-            if ctx.step == 3:
-                loss = loss * float("inf")
-            scaler.scale(loss * weight).backward()
-        scaler.unscale_(optimizer)
-        norms.append(torch.nn.utils.clip_grad_norm_(net.parameters(), 0.5))
-        if scales or ctx.step != 3:
-            scaler.step(optimizer)
-        scaler.update()
-    return norms, healthy.sha256_of_weights(net)
-
-
-def test_mixed_precision_and_clipping(tmp_path: Path) -> None:
-    """Unscale, then clip: the norms and weights of a training without a scaler; all ranks leave
-    out the step that overflows."""
-    with_it, without = (
-        train_on(2, config_for(tmp_path / how), scaled_and_clipped, how)
-        for how in ("scaled", "unscaled")
-    )
-    assert with_it[0][1] == with_it[1][1] == without[0][1]
-    for step, (norm, right) in enumerate(zip(with_it[0][0], without[0][0], strict=True), start=1):
-        assert not torch.isfinite(norm) if step == 3 else torch.equal(norm, right)
 
 
 def left_half_way(ctx: RankContext) -> None:
@@ -122,9 +30,6 @@ def test_micro_batches_left_half_way_are_an_error(tmp_path: Path) -> None:
     says = r"step 2 left ctx\.micro_batches before the last micro-batch"
     with pytest.raises(AssertionError, match=says):
         train_on(2, config_for(tmp_path), left_half_way)
-
-
-# ---- Resuming.
 
 
 def fit(ctx: RankContext) -> dict[str, Any]:

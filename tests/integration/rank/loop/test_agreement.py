@@ -76,29 +76,6 @@ def test_ranks_out_of_step_agree_on_the_same_points(world_size: int, ahead_s: fl
     assert num_agreed > 10
 
 
-def all_ask_in_step(asked: int, pauses_s: tuple[float, ...]) -> list[Outcome]:
-    """Ask on every rank at the end of one step."""
-    rank, world_size = who()
-    agreement = Agreement(rank, world_size, outside_after(0))
-    found = [agreement.begin(outside_after(0), end_of(1), end_of(20), NOTHING)]
-    for step in range(1, asked + 1):
-        time.sleep(pauses_s[rank])
-        found.append(
-            agreement.reach(
-                end_of(step), end_of(step + 1), STOP_EARLY if step == asked else NOTHING
-            )
-        )
-    agreement.close()
-    return [outcome for outcome in found if outcome]
-
-
-@pytest.mark.parametrize("pauses_s", [(0.0, 0.0, 0.0), (0.05, 0.0, 0.0), (0.0, 0.0, 0.05)])
-def test_where_all_ask_in_one_step_it_is_that_step(pauses_s: tuple[float, ...]) -> None:
-    """However far the ranks are apart when they come there: exact, and so the same in every
-    run."""
-    assert run_ranks(all_ask_in_step, 3, 7, pauses_s) == [[Outcome(end_of(7), STOP_EARLY)]] * 3
-
-
 def leave_alone(asked: int) -> list[Outcome]:
     """Leave on rank 1 after step 3, for good; ask on rank 0 in a later step."""
     rank, world_size = who()

@@ -1,10 +1,8 @@
-"""What real ranks do together in the loop: exact gradients, agreed stops, bit-identical resumes,
-no lost record."""
+"""What real ranks do together in the loop: agreed stops, bit-identical resumes, no lost record."""
 
 import os
 import shutil
 import signal
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,6 @@ from torch.utils.data import TensorDataset
 
 from prefect_torch_ddp import RankContext
 from prefect_torch_ddp.checkpoint.manifest import list_manifests
-from prefect_torch_ddp.data.sampler import GlobalBatches
 from prefect_torch_ddp.params import CheckpointParams
 from prefect_torch_ddp.protocol.events import RankEvent, RankStopped, Stopped
 from prefect_torch_ddp.rank.config import RankConfig
@@ -26,83 +23,8 @@ from prefect_torch_ddp.rank.stages import run_stage
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from tests.support.ranks import Died, config_for, run_ranks, train_on
 from tests.support.records import read_records
-from tests.workloads import healthy
 
 HEALTHY = "tests.workloads.healthy"
-
-# ---- Gradients.
-
-
-def make_net() -> nn.Sequential:
-    """Return a small network, the same one always."""
-    torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
-
-
-def gradients_of_epoch(
-    ctx: RankContext, num_samples: int, batch_size: int, ways: dict[str, int]
-) -> dict[str, list[torch.Tensor]]:
-    """Return the flat gradient of every step of an epoch for each way; a stand-in's loss is nan.
-
-    Args:
-        ctx: the context.
-        num_samples: of the data.
-        batch_size: over all ranks.
-        ways: "at once" or "unsynchronised" but for the last one: how many backward passes.
-    """
-    found = {}
-    for way, num_backward in ways.items():
-        net = make_net()
-        model = ctx.wrap(net)
-        dataset = TensorDataset(*healthy.points(num_samples))
-        found[way] = []
-        loader = ctx.loader(dataset, global_batch_size=batch_size)
-        for inputs, targets in ctx.steps(loader, epochs=1):
-            model.zero_grad()
-            is_stand_in = ctx._state.share.num_local == 0
-            for number in range(num_backward):
-                is_quiet = way == "unsynchronised" and number < num_backward - 1
-                with model.no_sync() if is_quiet else nullcontext():
-                    loss = nn.functional.cross_entropy(model(inputs), targets) / num_backward
-                    (loss * float("nan") if is_stand_in else loss).backward()
-            found[way].append(torch.cat([p.grad.flatten() for p in net.parameters()]))
-    return found
-
-
-def expected_gradients(num_samples: int, batch_size: int, epoch: int = 0) -> list[torch.Tensor]:
-    """Compute them on one process, without any of our classes but the order of the samples."""
-    net = make_net()
-    inputs, targets = healthy.points(num_samples)
-    order = GlobalBatches(num_samples, batch_size)
-    expected = []
-    for batch in range(order.num_batches):
-        chosen = order.share(epoch, batch, 0, 1)
-        net.zero_grad()
-        nn.functional.cross_entropy(net(inputs[chosen]), targets[chosen]).backward()
-        expected.append(torch.cat([parameter.grad.flatten() for parameter in net.parameters()]))
-    return expected
-
-
-@pytest.mark.parametrize(
-    ("world_size", "num_samples", "batch_size", "ways"),
-    [
-        (2, 11, 5, {"at once": 1, "in several": 3, "unsynchronised": 2}),
-        (3, 10, 8, {"at once": 1}),
-        (3, 13, 4, {"at once": 1}),
-    ],
-)
-def test_gradients_are_those_of_the_global_batch(
-    tmp_path: Path, world_size: int, num_samples: int, batch_size: int, ways: dict[str, int]
-) -> None:
-    """Shares that don't divide, tails smaller than the world, several backward passes in a step,
-    with and without `no_sync`: the single-process gradient; a stand-in's nan stays out."""
-    arguments = num_samples, batch_size, ways
-    for by_way in train_on(world_size, config_for(tmp_path), gradients_of_epoch, *arguments):
-        for epoch, way in enumerate(ways):
-            expected = expected_gradients(num_samples, batch_size, epoch)
-            for gradient, right in zip(by_way[way], expected, strict=True):
-                assert torch.allclose(gradient, right, rtol=0, atol=1e-12), way
-
 
 # ---- Resuming.
 

@@ -1,7 +1,6 @@
-"""What a training without processes leaves in its ledger; damage is found."""
+"""What a training without processes leaves in its ledger."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -43,22 +42,6 @@ def test_another_batch_size_in_the_middle_of_an_epoch_is_told(tmp_path: Path) ->
     assert str(read_ledger(tmp_path, "local")) == "epoch 1: 10 samples; 1 repeated (8 in step 4)"
 
 
-def test_a_damaged_line_is_missed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A warning names the object, and its samples are missing."""
-    with RankContext.local(storage=tmp_path, ledger=True) as ctx:
-        for _ in ctx.steps(
-            ctx.loader(TensorDataset(torch.arange(4)), global_batch_size=2, shuffle=False), epochs=1
-        ):
-            pass
-    (part,) = (tmp_path / "runs/local/ledger/rank-00000").iterdir()
-    part.write_bytes(part.read_bytes().replace(b'"samples":[2,3]', b'"samples":[2,'))
-    assert (
-        str(read_ledger(tmp_path, "local"))
-        == "epoch 1: 2 samples of 4; 2 missing (2, 3); not finished"
-    )
-    assert "000001-000001.jsonl is damaged and left out" in caplog.text
-
-
 def test_a_ledger_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
     """A run that is to be proven doesn't end well without its proof; the metrics are written
     all the same."""
@@ -73,19 +56,3 @@ def test_a_ledger_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
         ):
             ctx.report(loss=1.0)
     assert list((tmp_path / "runs/local/metrics/rank-00000").iterdir())
-
-
-def test_virtual_ranks_are_on_record_too(tmp_path: Path) -> None:
-    """Under elastic determinism a batch comes in parts; all their samples are in the line of
-    its step."""
-    options: dict[str, Any] = {"determinism": "elastic", "virtual_ranks": 4}
-    with RankContext.local(storage=tmp_path, ledger=True, **options) as ctx:
-        model = ctx.wrap(torch.nn.Linear(1, 1))
-        loader = ctx.loader(TensorDataset(torch.arange(10.0)[:, None]), global_batch_size=7)
-        for batch in ctx.steps(loader, epochs=2):
-            model.zero_grad()
-            for (x,), weight in ctx.micro_batches(batch):
-                (model(x).mean() * weight).backward()
-    assert str(read_ledger(tmp_path, "local")).splitlines() == [
-        f"epoch {epoch}: 10 samples, each once" for epoch in (1, 2)
-    ]
