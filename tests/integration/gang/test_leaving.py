@@ -1,8 +1,10 @@
 """Workers that leave in good order while a gang trains: all ranks save, and it moves."""
 
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import psutil
 import pytest
@@ -10,6 +12,7 @@ from distributed import Client, Worker
 
 from prefect_torch_ddp import run_gang
 from prefect_torch_ddp.params import CheckpointParams
+from prefect_torch_ddp.protocol.events import FailureRecord, GangEvent
 from prefect_torch_ddp.rank.config import RankConfig
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.tasks.run import RunAttemptLog
@@ -18,9 +21,6 @@ from tests.support.gangs import RUN_WITH_CONTEXT, attempts_in, begun, own_cluste
 from tests.support.waiting import HANG_S
 from tests.workloads import hanging
 from tests.workloads.tiny import dask_worker_of
-
-if TYPE_CHECKING:
-    from prefect_torch_ddp.protocol.events import GangEvent
 
 pytestmark = pytest.mark.extended
 
@@ -37,30 +37,35 @@ def _reach_lifetime(dask_worker: Worker) -> None:
     dask_worker.loop.add_callback(dask_worker.close_gracefully, reason="worker-lifetime-reached")
 
 
+@contextmanager
+def training(
+    client: Client, home: Path, every_steps: int | None = None, **options: Any
+) -> Iterator["Future[list[int]]"]:
+    """Train on two ranks, until told that it is enough, without any restart; give the future."""
+    storage, folder = DirectoryStorage(home / "store"), home / "marks"
+    folder.mkdir()
+    policy = CheckpointParams(every_steps=every_steps, every_s=None, keep_last=999)
+
+    def arguments(attempt: int) -> tuple[object, ...]:
+        config = RankConfig("run", attempt, "task", storage, checkpoint=policy)
+        return config, hanging.train_until_enough, (str(folder),)
+
+    log = RunAttemptLog(storage, "run", knows_steps=True)
+    call = {"args": arguments, "world_size": 2, "attempt_log": log, **options}
+    with ThreadPoolExecutor(1) as pool:
+        yield pool.submit(run_gang, client, RUN_WITH_CONTEXT, **call)
+
+
 def test_a_worker_that_leaves_costs_no_restart(tmp_path: Path) -> None:
     """First rank 0's worker is retired, then the other's reaches its lifetime: all ranks stop after
     one step and save it, and the gang moves to the workers that are left, though it may not be
     restarted."""
     events: list[GangEvent] = []
-    storage, folder = DirectoryStorage(tmp_path / "store"), tmp_path / "marks"
-    folder.mkdir()
-    only_at_a_stop = CheckpointParams(every_s=None, keep_last=9)
-
-    def arguments(attempt: int) -> tuple[object, ...]:
-        config = RankConfig("run", attempt, "task", storage, checkpoint=only_at_a_stop)
-        return config, hanging.train_until_enough, (str(folder),)
-
-    with own_cluster(4) as (_, client), ThreadPoolExecutor(1) as pool:
-        gang = pool.submit(
-            run_gang,
-            client,
-            RUN_WITH_CONTEXT,
-            args=arguments,
-            world_size=2,
-            attempt_log=RunAttemptLog(storage, "run", knows_steps=True),
-            on_event=events.append,
-        )
-        resumed_from = []
+    folder, resumed_from = tmp_path / "marks", []
+    with (
+        own_cluster(4) as (_, client),
+        training(client, tmp_path, on_event=events.append) as gang,
+    ):
         for attempt, rank in ((1, 0), (2, 1)):
             pid, _ = begun(folder, attempt, rank)
             leaves = [worker_of(client, pid)]
@@ -75,3 +80,28 @@ def test_a_worker_that_leaves_costs_no_restart(tmp_path: Path) -> None:
         last, _ = gang.result(HANG_S)
     assert attempts_in(events) == [(1, 2), (2, 2), (3, 2)]
     assert saved_steps(tmp_path) == [*resumed_from, last]
+
+
+def test_a_cluster_is_scaled_down_and_up_and_down_while_a_gang_trains(tmp_path: Path) -> None:
+    """By hand and by adaptive scaling: the gang saves and goes on with the rank that is left, takes
+    the new worker in at a checkpoint, and goes on with one again, all without a restart."""
+    events: list[GangEvent] = []
+    folder, resumed_from = tmp_path / "marks", []
+    options = {"min_world_size": 1, "max_world_size": 2, "workers_timeout_s": 2.0}
+    options |= {"on_event": events.append}
+    with own_cluster(2) as (cluster, client), training(client, tmp_path, 25, **options) as gang:
+        adapt = {"interval": "200ms", "wait_count": 1}
+        scalings: list[Callable[[], object]] = [
+            lambda: cluster.scale(1),
+            lambda: cluster.adapt(minimum=2, maximum=2, **adapt),
+            lambda: cluster.adapt(minimum=1, maximum=1, **adapt),
+        ]
+        begun(folder, 1, 0)
+        for attempt, scale in enumerate(scalings, 2):
+            scale()
+            resumed_from.append(begun(folder, attempt, 0)[1] - 1)
+        (folder / "enough").touch()
+        (last,) = gang.result(HANG_S)
+    assert attempts_in(events) == [(1, 2), (2, 1), (3, 2), (4, 1)]
+    assert {*resumed_from, last} <= set(saved_steps(tmp_path))
+    assert all(event.is_move for event in events if isinstance(event, FailureRecord))
