@@ -18,7 +18,7 @@ from dask.system import CPU_COUNT
 from distributed.client import FutureCancelledError
 from distributed.worker import thread_state
 from prefect.context import FlowRunContext
-from prefect.exceptions import CancelledRun
+from prefect.exceptions import CancelledRun, Pause
 from prefect.futures import PrefectFuture
 from prefect.utilities.importtools import from_qualified_name
 from prefect_dask import DaskTaskRunner
@@ -282,6 +282,9 @@ def result_of(future: PrefectFuture[R], stop_grace_s: float = 20.0) -> R:
     try:
         follow(task, runner.client, owns_workers=runner.address is None)
         return task.result()
+    except Pause:
+        stop_task(task, stop_grace_s, "suspended")
+        raise
     except (*SIGNALS, CancelledRun, FutureCancelledError) as error:
         raise TaskCancelled(stop_task(task, stop_grace_s)) from error
 

@@ -20,6 +20,7 @@ from prefect.exceptions import (
 )
 from prefect.logging import get_run_logger
 from prefect.states import Cancelled
+from prefect.transactions import get_transaction
 from prefect_dask.task_runners import PrefectDaskFuture
 
 from prefect_torch_ddp.errors import GangCancelledError, SupersededError
@@ -52,11 +53,14 @@ def or_cancelled(work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
             threading.Event().wait()
         if isinstance(error, SupersededError):
             raise
+        if (transaction := get_transaction()) is not None:
+            # Else a run that is resumed, or retried, would find a cached result of None.
+            transaction.write_on_commit = False
         state: Any = Cancelled(message=str(error))  # Prefect takes a state for what it is
         return state  # type: ignore[no-any-return]
 
 
-def stop_task(task: PrefectDaskFuture[Any], grace_s: float) -> str:
+def stop_task(task: PrefectDaskFuture[Any], grace_s: float, why: str = "cancelled") -> str:
     """Cancel a task's Dask key, which its gang notices, and wait for the task run's end.
 
     The cluster must live so long.
@@ -65,7 +69,7 @@ def stop_task(task: PrefectDaskFuture[Any], grace_s: float) -> str:
         What the task run says about it.
     """
     gets = "the task gets %g s to end, a training after one step and saved"
-    run_logger().warning(f"cancelled: {gets}; Ctrl-C again ends it at once", grace_s)
+    run_logger().warning(f"{why}: {gets}; Ctrl-C again ends it at once", grace_s)
     if task.wrapped_future.status == "pending":
         task.wrapped_future.cancel(force=True)
     with get_client(sync_client=True) as client:

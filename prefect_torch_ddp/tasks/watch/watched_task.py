@@ -38,6 +38,7 @@ def follow(
     Raises:
         SupervisorLostError, SchedulerLostError: what ran the task is lost. Then the task run is
             Crashed at Prefect, where it would stay Running forever.
+        Pause: the flow run was suspended.
     """
     future: Future[Any] = task.wrapped_future
     watch = TaskWatch(client, future, owns_workers=owns_workers)
@@ -66,6 +67,7 @@ def _watch(
     with display:
         while future.status == "pending" and (waited_s := time.monotonic() - started_s) < timeout_s:
             PrefectDaskFuture.wait(task, min(LOOK_EVERY_S, timeout_s - waited_s))
+            _raise_if_suspended()
             if future.status == "pending":
                 watch.look()
                 if (
@@ -75,6 +77,16 @@ def _watch(
                 ):
                     sign.show(why)
                 display.turn()
+
+
+def _raise_if_suspended() -> None:
+    """Raise Prefect's Pause where the flow run was suspended: it ends, to run anew once resumed.
+
+    Prefect hears of it, and would itself look at the next task alone, after the training.
+    """
+    context = FlowRunContext.get()
+    if context is not None:
+        context.flow_run_suspension_request.raise_if_requested()
 
 
 def _name_of(future: Future[Any]) -> str:

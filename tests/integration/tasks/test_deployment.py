@@ -10,12 +10,18 @@ from pathlib import Path
 
 import psutil
 import pytest
+from prefect.client.orchestration import get_client
+from prefect.flow_runs import suspend_flow_run
 
-from prefect_torch_ddp import ClusterParams
+from prefect_torch_ddp import CheckpointParams, ClusterParams, TrainParams
+from prefect_torch_ddp.checkpoint.keys import finished_key
+from prefect_torch_ddp.results import TrainingSummary
+from prefect_torch_ddp.storage.directory import DirectoryStorage
 from tests.integration.tasks.test_cancel import (
     check_cancelled,
     newest_run,
     params_of,
+    steps_saved,
     wait_for_checkpoint,
 )
 from tests.support.gangs import pids_in
@@ -92,3 +98,37 @@ def test_cancel_leaves_a_checkpoint_and_nothing_else(
         prefect("flow-run", "cancel", str(newest_run()[0]))
         wait_until(lambda: not any(process.is_running() for process in family))
         check_cancelled(tmp_path)
+
+
+def test_a_suspended_run_goes_on_once_it_is_resumed(deployed: str, tmp_path: Path) -> None:
+    """Suspended, as by the UI: all ranks stop after one step and save it, and the flow's process
+    ends; resumed, a new one goes on from that step, and the run completes."""
+    folder = tmp_path / "marks"
+    folder.mkdir()
+    params = TrainParams(
+        workload="tests.workloads.tiny:Steered",
+        storage=str(tmp_path / "store"),
+        options={"folder": str(folder)},
+        checkpoint=CheckpointParams(every_s=None),
+    )
+    given = f"params={params.model_dump_json()}"
+    prefect("deployment", "run", "train-ddp/nightly", "--param", given)
+    ranks = pids_in(folder, 2, timeout_s=150)
+    wait_until((folder / "step").exists)
+    flow_run_id, run_id = newest_run()
+    suspend_flow_run(flow_run_id=flow_run_id)
+    wait_until(lambda: not any(map(psutil.pid_exists, ranks)))
+    (saved,) = steps_saved(tmp_path, run_id)
+    with get_client(sync_client=True) as client:
+
+        def state() -> str:
+            return str(client.read_flow_run(flow_run_id).state_name)
+
+        assert state() == "Suspended"
+        client.resume_flow_run(flow_run_id)
+        wait_until(lambda: not set(pids_in(folder, 2)) & set(ranks), 150)
+        (folder / "enough").touch()
+        wait_until(lambda: state() == "Completed")
+    finished = DirectoryStorage(tmp_path / "store").read(finished_key(run_id))
+    summary = TrainingSummary.model_validate_json(finished)
+    assert (summary.attempt, summary.resumed_from_step) == (2, saved)
