@@ -9,8 +9,7 @@ from dataclasses import asdict
 
 from prefect_torch_ddp.errors import InvalidParamsError, ObjectNotFoundError
 from prefect_torch_ddp.protocol.events import FailureRecord
-from prefect_torch_ddp.storage.keys import check_key
-from prefect_torch_ddp.storage.protocol import Storage
+from prefect_torch_ddp.storage.protocol import Storage, check_key
 
 logger = logging.getLogger(__name__)
 

@@ -11,8 +11,7 @@ from pydantic import Field, ValidationError, field_validator
 
 from prefect_torch_ddp.errors import BadKeyError, ObjectNotFoundError, StorageError
 from prefect_torch_ddp.results import DatasetReport, Result
-from prefect_torch_ddp.storage.keys import check_key
-from prefect_torch_ddp.storage.protocol import Storage
+from prefect_torch_ddp.storage.protocol import Storage, check_key
 
 NUM_THREADS = 16
 """Files read, hashed or written at a time."""

@@ -25,9 +25,8 @@ from prefect_torch_ddp.data.dataset_manifest import (
 from prefect_torch_ddp.errors import ObjectNotFoundError, StorageError
 from prefect_torch_ddp.results import DatasetReport
 from prefect_torch_ddp.storage.directory import DirectoryStorage
-from prefect_torch_ddp.storage.keys import RESERVED_PART
 from prefect_torch_ddp.storage.locate import storage_below
-from prefect_torch_ddp.storage.protocol import KeepsUnfinished, Storage
+from prefect_torch_ddp.storage.protocol import RESERVED_PART, KeepsUnfinished, Storage
 
 IN_MEMORY_BYTES = 256 * 2**20
 

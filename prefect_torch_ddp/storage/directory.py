@@ -17,12 +17,15 @@ from prefect_torch_ddp.errors import (
     ObjectNotFoundError,
     StorageError,
 )
-from prefect_torch_ddp.storage.keys import RESERVED_PART, check_key, check_prefix, is_key
 from prefect_torch_ddp.storage.protocol import (
+    RESERVED_PART,
     Contents,
     ListedObject,
     ObjectPart,
     StoredObject,
+    check_key,
+    check_prefix,
+    is_key,
     probe,
 )
 

@@ -7,8 +7,7 @@ from urllib.parse import unquote
 
 from prefect_torch_ddp.errors import BadKeyError, InvalidParamsError
 from prefect_torch_ddp.storage.directory import DirectoryStorage
-from prefect_torch_ddp.storage.keys import check_key
-from prefect_torch_ddp.storage.protocol import Storage
+from prefect_torch_ddp.storage.protocol import Storage, check_key
 from prefect_torch_ddp.storage.s3.storage import S3Storage
 
 WRITE_INSTEAD = (

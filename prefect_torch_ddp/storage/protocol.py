@@ -1,4 +1,4 @@
-"""The protocols of a storage: what the package needs from a place that keeps bytes.
+"""The protocols of a storage: what the package needs from a place that keeps bytes; its keys.
 
 To add a storage: write a frozen, picklable class with the methods of `Storage`, and of the other
 protocols here that it can serve (`ReadsMany` for datasets). Run the suite
@@ -6,13 +6,64 @@ protocols here that it can serve (`ReadsMany` for datasets). Run the suite
 strings into storages.
 """
 
+import re
+import unicodedata
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias, runtime_checkable
 
-from prefect_torch_ddp.errors import StorageError
+from prefect_torch_ddp.errors import BadKeyError, StorageError
+
+MAX_KEY_BYTES = 900  # S3 allows 1024 for the storage's prefix and the key together
+MAX_PART_BYTES = 255  # the longest file name of common file systems
+MAX_SHOWN = 120
+RESERVED_PART = ".tmp"  # where a directory keeps what isn't whole yet
+
+
+def check_key(key: str) -> str:
+    """Return a key that every storage can hold and that can't leave its root, as it is.
+
+    `BadKeyError` says what is wrong with any other.
+    """
+    if (fault := _fault(key)) is not None:
+        shown = repr(key) if len(key) <= MAX_SHOWN else f"{key[:MAX_SHOWN]!r}..."
+        msg = f"{shown} can't be the key of an object: {fault}; write it like folder/name"
+        raise BadKeyError(msg)
+    return key
+
+
+def check_prefix(prefix: str) -> str:
+    """Return the prefix as it is, or raise `BadKeyError` where no key can begin with it."""
+    check_key(f"{prefix}x")
+    return prefix
+
+
+def is_key(name: str) -> bool:
+    """Return whether a name is a key; others, which someone else put there, aren't listed."""
+    return _fault(name) is None
+
+
+def _fault(key: str) -> str | None:
+    parts, num_bytes = key.split("/"), len(key.encode(errors="replace"))
+    faults = {
+        "it is empty": not key,
+        "it is absolute": key.startswith("/"),
+        "it begins with a drive": re.match(r"[A-Za-z]:", key),
+        "it has a backslash": "\\" in key,
+        "it has a control character or half a character": any(
+            unicodedata.category(character) in {"Cc", "Cs"} for character in key
+        ),
+        f"it has {num_bytes} bytes, and {MAX_KEY_BYTES} are allowed": num_bytes > MAX_KEY_BYTES,
+        "a part between its slashes is empty": "" in parts,
+        "a part of it is '.' or '..'": "." in parts or ".." in parts,
+        f"{RESERVED_PART} is where unfinished files lie": parts[0] == RESERVED_PART,
+        f"a part of it has more than {MAX_PART_BYTES} bytes": any(
+            len(part.encode(errors="replace")) > MAX_PART_BYTES for part in parts
+        ),
+    }
+    return next((fault for fault, applies in faults.items() if applies), None)
 
 
 @dataclass(frozen=True)
@@ -30,7 +81,7 @@ class Storage(Protocol):
 
     Implementations are small picklable descriptions: they hold no open client, so a Storage may be
     sent to another process or cross a fork. Keys are relative and can't leave the root:
-    `keys.check_key` raises `BadKeyError` for others. Whatever else fails is a `StorageError` that
+    `check_key` raises `BadKeyError` for others. Whatever else fails is a `StorageError` that
     names the object, the reason and a remedy.
     """
 

@@ -21,8 +21,13 @@ from prefect_torch_ddp.errors import (
     StorageError,
 )
 from prefect_torch_ddp.storage.directory import DirectoryStorage
-from prefect_torch_ddp.storage.keys import RESERVED_PART
-from prefect_torch_ddp.storage.protocol import Contents, ListedObject, ObjectPart, Readable
+from prefect_torch_ddp.storage.protocol import (
+    RESERVED_PART,
+    Contents,
+    ListedObject,
+    ObjectPart,
+    Readable,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -188,7 +193,7 @@ class S3ImageFolder(VisionDataset):  # type: ignore[misc]  # torchvision has no 
         return {**self.__dict__, "_ahead": None, "num_skipped": 0}
 
     def _uri(self, index: int) -> str:
-        return f"{self.root}/{self._objects.keys[index]}"
+        return f"{self.root}/{self._objects[index].key}"
 
     def _read(self, indices: Sequence[int]) -> Contents:
         found = [self._objects[index] for index in indices]

@@ -1,7 +1,6 @@
 """Objects packed into tar shards: read one by one under their old names, every byte checked."""
 
 import io
-from array import array
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -9,20 +8,20 @@ from functools import cached_property
 from hashlib import sha256
 from typing import Any, NamedTuple
 
-from prefect_torch_ddp.data.images.columns import TextColumn, encoded, read_rows, write_rows
+from prefect_torch_ddp.data.images.listing import Columns, encoded, read_rows, write_rows
 from prefect_torch_ddp.errors import (
     InvalidParamsError,
     ObjectChangedError,
     ObjectNotFoundError,
     StorageError,
 )
-from prefect_torch_ddp.storage.keys import check_key
 from prefect_torch_ddp.storage.protocol import (
     Contents,
     ListedObject,
     ObjectPart,
     Readable,
     Storage,
+    check_key,
 )
 
 FORMAT = "prefect-torch-ddp/tar-shards/1"
@@ -54,7 +53,7 @@ class PackedSample(NamedTuple):
 
 
 class ShardIndex:
-    """All samples, sorted by key. Takes some 40 bytes a sample, and its key.
+    """All samples, sorted by key. Takes some 40 bytes a sample, and the longest key's.
 
     Raises:
         ValueError: they aren't sorted by key, in UTF-8, as S3 sorts, or lie in no shard.
@@ -67,29 +66,25 @@ class ShardIndex:
         """Their keys, beside the index."""
         self.classes = tuple(classes)
         """Sorted; a sample's label is the position of its key's first folder in it."""
-        self._keys, self._shards = TextColumn(), array("L")
-        self._starts, self._sizes, self._digests = array("Q"), array("Q"), array("Q")
-        for sample in samples:
-            if len(self) and self._keys.encoded(len(self) - 1) >= encoded(sample.key):
-                msg = "its keys aren't sorted"
-                raise ValueError(msg)
-            if sample.shard >= len(self.shards):
-                msg = f"sample {sample.key} lies in shard {sample.shard} of {len(self.shards)}"
-                raise ValueError(msg)
-            self._keys.append(sample.key)
-            self._shards.append(sample.shard)
-            self._starts.append(sample.start)
-            self._sizes.append(sample.num_bytes)
-            self._digests.append(int(sample.digest, 16))
+        kinds = (str, int, int, int, str)
+        self._samples = Columns(PackedSample, kinds, samples)
+        self._keys, shard_of, *_ = self._samples.columns
+        if not (self._keys[1:] > self._keys[:-1]).all():
+            msg = "its keys aren't sorted"
+            raise ValueError(msg)
+        if any((numbers < 0).any() for numbers in self._samples.columns[1:4]):
+            msg = "it has negative numbers"
+            raise ValueError(msg)
+        if shard_of.max(initial=-1) >= len(self.shards):
+            msg = f"a sample lies in shard {shard_of.max()} of {len(self.shards)}"
+            raise ValueError(msg)
 
     def __len__(self) -> int:
-        return len(self._keys)
+        return len(self._samples)
 
     def __getitem__(self, number: int) -> PackedSample:
         """Return the sample of this number in the order of the keys."""
-        shard, digest = self._shards[number], f"{self._digests[number]:016x}"
-        start, size = self._starts[number], self._sizes[number]
-        return PackedSample(self._keys[number], shard, start, size, digest)
+        return self._samples[number]
 
     def find(self, key: str) -> PackedSample | None:
         """Return the sample of a key, None where there is none."""
@@ -98,7 +93,7 @@ class ShardIndex:
 
     def beginning_with(self, prefix: str) -> Iterator[PackedSample]:
         """Yield the samples whose key begins so, sorted by key."""
-        first = bisect_left(range(len(self)), encoded(prefix), key=self._keys.encoded)
+        first = bisect_left(self._keys, encoded(prefix))
         for number in range(first, len(self)):
             sample = self[number]
             if not sample.key.startswith(prefix):

@@ -9,8 +9,12 @@ from itertools import islice
 from pathlib import Path, PurePosixPath
 from typing import cast
 
-from prefect_torch_ddp.data.images.columns import encoded
-from prefect_torch_ddp.data.images.listing import ImageIndex, index_images, list_dataset
+from prefect_torch_ddp.data.images.listing import (
+    ImageIndex,
+    encoded,
+    index_images,
+    list_dataset,
+)
 from prefect_torch_ddp.data.images.location import Location, readable_at
 from prefect_torch_ddp.data.images.packed import (
     INDEX_NAME,
@@ -21,9 +25,14 @@ from prefect_torch_ddp.data.images.packed import (
 )
 from prefect_torch_ddp.errors import StorageError
 from prefect_torch_ddp.storage.directory import DirectoryStorage
-from prefect_torch_ddp.storage.keys import RESERVED_PART
 from prefect_torch_ddp.storage.locate import storage_from_uri
-from prefect_torch_ddp.storage.protocol import ObjectPart, Readable, ReadsMany, Storage
+from prefect_torch_ddp.storage.protocol import (
+    RESERVED_PART,
+    ObjectPart,
+    Readable,
+    ReadsMany,
+    Storage,
+)
 
 SHARD_BYTES = 64 * 2**20
 NUM_AT_ONCE = 64
@@ -111,7 +120,7 @@ def _order(images: ImageIndex, shuffle_seed: int | None) -> Sequence[int]:
         return numbers
 
     def digest(number: int) -> str:  # the same on every machine, with every version of a library
-        return digest_of(encoded(f"{shuffle_seed}/{images.objects.keys[number]}"))
+        return digest_of(encoded(f"{shuffle_seed}/{images.objects[number].key}"))
 
     return sorted(numbers, key=digest)
 

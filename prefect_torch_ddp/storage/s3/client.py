@@ -3,18 +3,17 @@
 import os
 import threading
 from collections.abc import Callable, Mapping
-from typing import Any, Generic, TypeAlias, TypeVar
+from typing import Any, Generic, TypeVar
 
 from prefect_torch_ddp.storage.s3.location import S3Location
 
 T = TypeVar("T")
-Variables: TypeAlias = tuple[tuple[bytes, bytes], ...]
 
 _CHECKSUM_OPTIONS = ("request_checksum_calculation", "response_checksum_validation")
 
 
 class PerProcess(Generic[T]):
-    """Makes a thing for a location once in a process, and again when `AWS_` variables changed.
+    """Makes a thing for a location once in a process.
 
     A forked child never uses its parent's: a client would share its kept-alive sockets and
     silently return another process's bytes. Nor is it closed there, or collected: it might wait
@@ -23,29 +22,21 @@ class PerProcess(Generic[T]):
 
     def __init__(self, make: Callable[[S3Location], T]) -> None:
         self._make = make
-        self._made: dict[tuple[int, S3Location], tuple[Variables, T]] = {}
+        self._made: dict[tuple[int, S3Location], T] = {}
         self._lock = threading.Lock()
         os.register_at_fork(after_in_child=self._renew_lock)
 
     def of(self, location: S3Location) -> T:
         """Return this process's; threads may share it."""
-        key, variables = (os.getpid(), location), aws_variables()
+        key = os.getpid(), location
         with self._lock:
-            if key not in self._made or self._made[key][0] != variables:
-                # The one before is dropped: tokens change each hour, a client takes megabytes.
-                self._made[key] = variables, self._make(location)
-            return self._made[key][1]
+            if key not in self._made:
+                self._made[key] = self._make(location)
+            return self._made[key]
 
     def _renew_lock(self) -> None:
         # A fork may happen while another thread holds it, and the child would wait forever.
         self._lock = threading.Lock()
-
-
-def aws_variables() -> Variables:
-    """Return the variables that AWS's tools read: in a notebook they change."""
-    names = sorted(name for name in os.environb if name.startswith(b"AWS_"))
-    # Not by items(): that raises KeyError when another thread takes a variable away meanwhile.
-    return tuple((name, os.environb.get(name, b"")) for name in names)
 
 
 def session_of(location: S3Location) -> Any:

@@ -34,11 +34,9 @@ _DENIED = (
     "AbortMultipartUpload on the objects, and ListBucket and ListBucketMultipartUploads on the "
     "bucket"
 )
-_ALTERED = "the store got something else than was sent: check what stands between"
 
 _BY_CODE = {
     "NoSuchBucket": "there is no such bucket: create it, or correct its name",
-    "InvalidBucketName": "no bucket may be called so: correct its name",
     "AccessDenied": _DENIED,
     "Forbidden": _DENIED,
     "InvalidAccessKeyId": f"the store doesn't know this access key: {_KEYS}",
@@ -51,10 +49,6 @@ _BY_CODE = {
     "AuthorizationHeaderMalformed": f"the request was signed for another region: {_REGION}",
     "PermanentRedirect": f"the bucket is in another region: {_REGION}",
     "SlowDown": _BUSY,
-    "RequestTimeout": "the request came too slowly: check the network, or have fewer ranks write",
-    "BadDigest": _ALTERED,
-    "XAmzContentSHA256Mismatch": _ALTERED,
-    "NoSuchUpload": "somebody aborted the upload: look whether another run is at this key",
     "NotImplemented": "the store can't do that: use one that honours conditional writes",
     "QuotaExceeded": _FULL,
 }
@@ -66,7 +60,6 @@ _BY_CLASS = {
         "there are no credentials: register an s3-bucket block with some, or set "
         "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY where the Dask workers run"
     ),
-    "PartialCredentialsError": f"the credentials are incomplete: {_KEYS}",
     "CredentialRetrievalError": f"the credentials can't be fetched: {_KEYS}",
     "ProfileNotFound": (
         "this machine has no such AWS profile: add it to ~/.aws, or use a block with credentials"

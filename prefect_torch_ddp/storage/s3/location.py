@@ -6,7 +6,7 @@ from typing import Literal
 from urllib.parse import urlsplit
 
 from prefect_torch_ddp.errors import InvalidParamsError
-from prefect_torch_ddp.storage.keys import check_key
+from prefect_torch_ddp.storage.protocol import check_key
 
 
 @dataclass(frozen=True)

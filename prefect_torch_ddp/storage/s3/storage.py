@@ -6,12 +6,14 @@ from operator import methodcaller
 from typing import Any
 
 from prefect_torch_ddp.errors import BadKeyError
-from prefect_torch_ddp.storage.keys import check_key, check_prefix, is_key
 from prefect_torch_ddp.storage.protocol import (
     Contents,
     ListedObject,
     ObjectPart,
     StoredObject,
+    check_key,
+    check_prefix,
+    is_key,
     probe,
 )
 from prefect_torch_ddp.storage.s3.lean.read import reader_of
