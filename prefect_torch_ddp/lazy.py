@@ -4,10 +4,11 @@ Also how the package parses Python, which this needs first.
 """
 
 import ast
+import gc
 import pkgutil
 import sys
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from importlib.metadata import version
 from typing import Any
@@ -44,8 +45,21 @@ def lazy_names(package: str) -> tuple[Callable[[str], Any], Callable[[], list[st
         if name not in homes:
             msg = f"module {package!r} has no attribute {name!r}"
             raise AttributeError(msg)
-        value = getattr(import_module(homes[name]), name)
+        with _collector_paused():
+            value = getattr(import_module(homes[name]), name)
         setattr(sys.modules[package], name, value)
         return value
 
     return getattr_, lambda: sorted(homes), sorted(homes)
+
+
+@contextmanager
+def _collector_paused() -> Iterator[None]:
+    """Import without collections, which find nothing in a fifth of the time of a large import."""
+    is_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if is_on:
+            gc.enable()

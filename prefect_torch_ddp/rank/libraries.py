@@ -58,7 +58,6 @@ def why_unfit() -> str | None:
 
 def freeze() -> None:
     """Keep children from copying what they share with this process, or taking it apart at exit."""
-    gc.collect()
     gc.freeze()
     # Torch's alone take 30 ms of each rank's end.
     for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]  # noqa: SLF001
@@ -113,6 +112,7 @@ def _has_generator() -> bool:
     """Tell whether a generator of random numbers was made; seeded or not, nobody can tell."""
     import numpy as np  # noqa: PLC0415
 
+    gc.collect()  # of what was made since the last freeze
     kinds = (random.Random, np.random.Generator, np.random.RandomState)
     made = [
         each
