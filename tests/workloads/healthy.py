@@ -166,7 +166,7 @@ def fit_elastic(
 
     Args:
         ctx: options: sharded, global_batch_size, num_workers, max_samples, precision
-            ("bfloat16", "scaled").
+            ("bfloat16", "scaled"), overflow_at (a step whose loss is infinite).
         folder: for a file of this rank's pid when it waits to be killed.
         plan: see `fail_as_planned`; the last rank fails between two micro-batches.
     """
@@ -175,7 +175,10 @@ def fit_elastic(
     net = make_elastic_net()
     model = ctx.wrap(net)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    scaler = torch.amp.GradScaler("cpu", enabled=options.get("precision") == "scaled")
+    # No powers of two: bits depend on it.
+    growth: dict[str, Any] = {"init_scale": 1000.0, "growth_factor": 1.7, "growth_interval": 2}
+    scales = options.get("precision") == "scaled"
+    scaler = torch.amp.GradScaler("cpu", enabled=scales, **growth)
     ctx.track(model=model, optimizer=optimizer, scaler=scaler)
     size, num_workers = options.get("global_batch_size", BATCH), options.get("num_workers", 0)
     dataset = ImagesInShards() if options.get("sharded") else NoisyImages()
@@ -190,7 +193,8 @@ def fit_elastic(
                 loss = nn.functional.cross_entropy(
                     model(images.to(ctx.device)), labels.to(ctx.device)
                 )
-            scaler.scale(loss * weight).backward()
+            factor = float("inf") if ctx.step == options.get("overflow_at") else 1.0
+            scaler.scale(loss * weight * factor).backward()
             losses.append(loss.item() * weight)
             weights.append(weight)
             fail_as_planned(ctx, plan or {}, folder)
@@ -199,11 +203,13 @@ def fit_elastic(
         nn.utils.clip_grad_norm_(net.parameters(), 1.0)
         scaler.step(optimizer)
         scaler.update()
+        drawn = torch.rand(()).item() if ctx.config.is_elastic else 0.0  # alike on all ranks
         ctx.report(loss=sum(losses) / sum(weights))
     state = optimizer.state_dict()["state"]
     squares = torch.cat([values["exp_avg_sq"].flatten() for values in state.values()])
     moments = squares.double().sum().item()
-    return {"sha256": sha256_of_weights(net), "moments": moments, "steps": ctx.step}
+    ended = {"steps": ctx.step, "scale": scaler.get_scale(), "drawn": drawn}
+    return {"sha256": sha256_of_weights(net), "moments": moments, **ended}
 
 
 class Elastic:

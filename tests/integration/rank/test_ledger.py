@@ -1,7 +1,6 @@
 """The ledger of real ranks and data workers: each sample once, over kills and resumes."""
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -65,40 +64,18 @@ def test_a_ledger_changes_no_bit(tmp_path: Path) -> None:
     assert "has no ledger" in str(read_ledger(tmp_path / "plain", "run"))
 
 
-class PointShards:
-    """The healthy workload's points in shards of 7, each with some noise of its own."""
-
-    shuffle_buffer = 10
-
-    def shards(self) -> range:
-        return range(-(-NUM_SAMPLES // 7))
-
-    def num_samples(self, shard: int) -> int:
-        return min(7, NUM_SAMPLES - 7 * shard)
-
-    def iter_shard(self, shard: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        inputs, targets = healthy.points(NUM_SAMPLES)
-        for i in range(7 * shard, 7 * shard + self.num_samples(shard)):
-            yield inputs[i] + torch.rand(4, dtype=torch.float64) / 100, targets[i]
-
-
-def fit_shards(ctx: RankContext) -> str:
-    """Train on them; return what the weights hash to."""
-    value: str = healthy.fit(ctx, PointShards())["sha256"]
-    return value
-
-
 def test_a_training_on_shards_resumes_to_the_same_bits(tmp_path: Path) -> None:
     """Killed in the middle of a shard: the samples, and what was drawn for them, are those of
     the undisturbed run, each once."""
-    expected = train_on(2, ledger_config(tmp_path / "whole"), fit_shards)
-    broken = tmp_path / "broken"
-    assert Died(-9) in train_on(
-        2, ledger_config(broken, die_at=5, die_on=1, die_after=4), fit_shards
-    )
-    assert train_on(2, ledger_config(broken), fit_shards) == expected
+    options, death = {"sharded": True}, {1: {"step": 4, "how": "SIGKILL"}}
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    expected = train_on(2, ledger_config(whole, **options), healthy.fit_elastic)
+    killed = ledger_config(broken, **options), healthy.fit_elastic, str(tmp_path), death
+    assert Died(-9) in train_on(2, *killed)
+    assert train_on(2, ledger_config(broken, **options), healthy.fit_elastic) == expected
     report = read_ledger(broken, "run")
-    assert str(report).splitlines() == EACH_ONCE
+    each_once = [f"epoch {n}: {healthy.NUM_SAMPLES} samples, each once" for n in (1, 2)]
+    assert str(report).splitlines() == each_once
     assert report.attempts == {1: 2, 2: 2}
 
 

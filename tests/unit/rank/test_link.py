@@ -8,28 +8,12 @@ import threading
 import pytest
 
 from prefect_torch_ddp.protocol.events import FailureWritten, RankFailure, decode_event
-from prefect_torch_ddp.protocol.rank import CodePaths, GangShape, RankLaunch, RankOrder, RankPlace
+from prefect_torch_ddp.protocol.rank import RankOrder
 from prefect_torch_ddp.rank import link as link_module
 from prefect_torch_ddp.rank.heartbeat import HeartbeatWriter
 from prefect_torch_ddp.rank.link import AgentLink
+from tests.support.launches import launch_of
 from tests.support.waiting import HANG_S
-
-LAUNCH = RankLaunch(
-    place=RankPlace(1, 0, 0, 0, worker="tcp://a:1", host="a"),
-    shape=GangShape(2, 1, (2,)),
-    gang_id="g",
-    attempt=1,
-    max_restarts=0,
-    master_addr="a",
-    master_port=1,
-    store_fd=None,
-    process_group="default",
-    backend="auto",
-    rendezvous_timeout_s=20.0,
-    agent_timeout_s=1.5,
-    code_paths=CodePaths(),
-    launcher="auto",
-)
 
 
 @pytest.mark.parametrize("own_failure", [None, "ValueError: boom"])
@@ -44,7 +28,7 @@ def test_a_rank_that_ends_itself_leaves_word(
     outcome = os.memfd_create("outcome")
     orders, control = os.pipe()
     with ours, os.fdopen(control, "wb", buffering=0) as agent:
-        link = AgentLink(LAUNCH, theirs.detach(), os.dup(outcome), orders, 0)
+        link = AgentLink(launch_of(1, 2), theirs.detach(), os.dup(outcome), orders, 0)
         if own_failure:
             link.failed(RankFailure(1, "a", 1, "exception", own_failure))
         agent.write(RankOrder.BEAT.value)

@@ -1,10 +1,9 @@
-"""Gradient accumulation on real ranks: in mixed precision, and over kills in its midst."""
+"""Gradient accumulation on real ranks: left half-way, in mixed precision, killed in its midst."""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -32,72 +31,25 @@ def test_micro_batches_left_half_way_are_an_error(tmp_path: Path) -> None:
         train_on(2, config_for(tmp_path), left_half_way)
 
 
-def fit(ctx: RankContext) -> dict[str, Any]:
-    """Train with dropout and AdamW, where `scales` in mixed precision with a scale that grows,
-    and falls in step 4.
-
-    Options: scales; die_at (step), die_on (rank), die_number (of the micro-batch; None: behind
-    the step).
-    """
-    options = ctx.options
-    death = options.get("die_at"), options.get("die_on"), options.get("die_number")
-
-    def die_if_due(number: int | None) -> None:
-        if (ctx.step, ctx.rank, number) == death:
-            healthy.die_after_checkpoint(ctx, (ctx.step - 1) // 2 * 2)
-
-    torch.manual_seed(5)
-    net = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Dropout(0.25), nn.Linear(16, 3))
-    model = ctx.wrap(net)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    # No powers of two: bits depend on it.
-    growth: dict[str, Any] = {"init_scale": 1000.0, "growth_factor": 1.7, "growth_interval": 2}
-    scaler = torch.amp.GradScaler("cpu", enabled=options["scales"], **growth)
-    ctx.track(model=model, optimizer=optimizer, scaler=scaler)
-    inputs, targets = healthy.points(33)
-    loader = ctx.loader(TensorDataset(inputs.float(), targets), global_batch_size=12)
-    for batch in ctx.steps(loader, epochs=4):
-        optimizer.zero_grad()
-        for number, ((x, y), weight) in enumerate(ctx.micro_batches(batch, max_samples=2)):
-            die_if_due(number)
-            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=options["scales"]):
-                loss = nn.functional.cross_entropy(model(x), y)
-            overflows = options["scales"] and ctx.step == 4
-            scaler.scale(loss * weight * (float("inf") if overflows else 1.0)).backward()
-        scaler.unscale_(optimizer)
-        torch.nn.utils.clip_grad_norm_(net.parameters(), 0.5)
-        scaler.step(optimizer)
-        scaler.update()
-        die_if_due(None)
-    digest = healthy.sha256_of_weights(net)
-    return {"sha256": digest, "steps": ctx.step, "scaler": scaler.state_dict()}
-
-
-def check_a_kill(folder: Path, world_size: int, scales: bool, death: tuple[Any, ...]) -> Any:
-    """Killed and resumed, it ends as it does undisturbed; return that."""
-    options = {"scales": scales}
-    expected = train_on(world_size, config_for(folder / "whole", options=options), fit)
-    options_of_death = options | dict(zip(("die_at", "die_on", "die_number"), death, strict=True))
-    broken = config_for(folder / "broken", options=options_of_death)
-    assert Died(-9) in train_on(world_size, broken, fit)
-    assert train_on(world_size, config_for(folder / "broken", options=options), fit) == expected
-    return expected
-
-
-@pytest.mark.parametrize(("world_size", "die_at", "die_on"), [(1, 5, 0), (2, 3, 1)])
-def test_a_kill_between_two_micro_batches(
-    tmp_path: Path, world_size: int, die_at: int, die_on: int
-) -> None:
-    """SIGKILL in the midst of an accumulation, then a resume: every bit is that of the
-    uninterrupted run."""
-    check_a_kill(tmp_path, world_size, False, (die_at, die_on, 1))  # noqa: FBT003
+SCALED = {"precision": "scaled", "overflow_at": 4}
 
 
 @pytest.mark.parametrize(
-    "death", [(3, 1, 1), (5, 0, None), (5, 1, 2)], ids=["grown", "fallen", "fallen-mid"]
+    ("world_size", "die_at", "precision", "scale"),
+    [(1, 5, {}, 1.0), (2, 3, {}, 1.0), (2, 4, SCALED, 2456.5), (2, 6, SCALED, 2456.5)],
+    ids=["alone", "two", "scale grown", "scale fallen"],
 )
-def test_a_grad_scaler_over_a_kill(tmp_path: Path, death: tuple[int, int, int | None]) -> None:
-    """In the midst of an epoch or an accumulation, behind an overflow: scale and bits are those
-    of the undisturbed run."""
-    (value, _) = check_a_kill(tmp_path, 2, True, death)  # noqa: FBT003
-    assert value["scaler"]["scale"] not in (1000.0, 1700.0)
+def test_a_kill_between_two_micro_batches(
+    tmp_path: Path, world_size: int, die_at: int, precision: dict[str, Any], scale: float
+) -> None:
+    """SIGKILL of a rank in the midst of an accumulation, then a resume, with dropout, AdamW and
+    clipping, with a tracked GradScaler before and behind an overflow: every bit, and the scale, is
+    that of the uninterrupted run."""
+    options = {"max_samples": 2, **precision}
+    expected = train_on(world_size, config_for(tmp_path, options=options), healthy.fit_elastic)
+    assert expected[0]["scale"] == pytest.approx(scale)
+    broken, death = tmp_path / "broken", {1: {"step": die_at, "how": "SIGKILL"}}
+    killed = config_for(broken, options=options), healthy.fit_elastic, str(tmp_path), death
+    assert Died(-9) in train_on(world_size, *killed)
+    again = config_for(broken, options=options)
+    assert train_on(world_size, again, healthy.fit_elastic) == expected

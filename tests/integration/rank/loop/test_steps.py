@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from torch.utils.data import TensorDataset
 
 from prefect_torch_ddp import RankContext
@@ -235,19 +234,3 @@ def test_ranks_draw_alike_before_the_first_step_and_differently_after(tmp_path: 
     assert first == again
     assert first[0]["before"] == first[1]["before"]
     assert first[0]["inside"] != first[1]["inside"]
-
-
-def track_on_rank_zero_alone(ctx: RankContext) -> None:
-    """Do what scripts for torchrun do around torch.save."""
-    net = nn.Linear(1, 1)
-    if ctx.rank == 0:
-        ctx.track(net=net)
-    for _ in ctx.steps(ctx.loader(TensorDataset(torch.zeros(40)), global_batch_size=2), epochs=1):
-        pass
-
-
-def test_tracking_on_one_rank_alone_is_an_error_that_says_so(tmp_path: Path) -> None:
-    """Not a hang."""
-    says = r"InvalidParamsError: rank 1 took no part in .*; call ctx.track"
-    with pytest.raises(AssertionError, match=says):
-        train_on(2, config_for(tmp_path), track_on_rank_zero_alone)

@@ -18,7 +18,7 @@ from prefect_torch_ddp.gang.worker.rank_process import (
     words_of_death,
 )
 from prefect_torch_ddp.protocol.events import LogLine
-from prefect_torch_ddp.protocol.rank import CodePaths, GangShape, RankLaunch, RankPlace
+from tests.support.launches import launch_of
 
 EVENTS = "low 0\nhigh 0\nmax 31\noom 2\noom_kill 3\noom_group_kill 0\n"
 
@@ -74,28 +74,12 @@ def test_a_rank_has_its_workers_environment_without_prefects_credentials() -> No
     from prefect.settings import Settings
     from prefect.settings.legacy import _get_settings_fields
 
-    launch = RankLaunch(
-        place=RankPlace(1, 0, 0, 0, worker="tcp://a:1", host="a"),
-        shape=GangShape(2, 1, (2,)),
-        gang_id="g",
-        attempt=1,
-        max_restarts=0,
-        master_addr="a",
-        master_port=1,
-        store_fd=None,
-        process_group="default",
-        backend="auto",
-        rendezvous_timeout_s=20.0,
-        agent_timeout_s=1.5,
-        code_paths=CodePaths(),
-        launcher="auto",
-    )
     settings = _get_settings_fields(Settings)
     secret = {name for name in settings if name.isupper() and settings[name].is_secret}
     secret |= {"PREFECT_CLIENT_CUSTOM_HEADERS", "PREFECT_API_DATABASE_CONNECTION_URL"}
     assert {"PREFECT_API_KEY", "PREFECT_API_AUTH_STRING"} < secret
     kept = {"HOME": "/home/me", "AWS_SECRET_ACCESS_KEY": "own", "PREFECT_API_URL": "http://a/api"}
-    made = rank_environment({**kept, **dict.fromkeys(secret, "hunter2")}, launch)
+    made = rank_environment({**kept, **dict.fromkeys(secret, "hunter2")}, launch_of(1, 2))
     assert made.items() >= {**kept, "RANK": "1", "WORLD_SIZE": "2"}.items()
     assert "hunter2" not in made.values()
 

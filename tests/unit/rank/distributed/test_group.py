@@ -6,9 +6,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch.distributed as dist
 
-from prefect_torch_ddp.protocol.rank import CodePaths, GangShape, RankLaunch, RankPlace
 from prefect_torch_ddp.rank.distributed import group
 from prefect_torch_ddp.rank.distributed.group import device_index
+from tests.support.launches import launch_of
 
 
 @pytest.mark.parametrize(
@@ -50,26 +50,6 @@ def test_nccl_needs_a_device_for_each_rank(devices: list[str | None], reason: st
     assert group.why_not_nccl(claims) == reason
 
 
-def launch(rank: int, world_size: int, backend: str) -> RankLaunch:
-    """Make the launch order of one rank."""
-    return RankLaunch(
-        place=RankPlace(rank, rank, 0, rank, worker="tcp://a:1", host="a", address="a"),
-        shape=GangShape(world_size, 1, (world_size,)),
-        gang_id="g",
-        attempt=1,
-        max_restarts=0,
-        master_addr="a",
-        master_port=1,
-        store_fd=None,
-        process_group="default",
-        backend=backend,  # type: ignore[arg-type]
-        rendezvous_timeout_s=20.0,
-        agent_timeout_s=62.0,
-        code_paths=CodePaths(),
-        launcher="auto",
-    )
-
-
 def agreed(
     devices: list[str | None], backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> list[object]:
@@ -89,8 +69,9 @@ def agreed(
     def run(rank: int) -> object:
         mine.device = devices[rank]
         store = dist.TCPStore("127.0.0.1", server.port, wait_for_workers=False)
+        order = launch_of(rank, len(devices), backend=backend)
         try:
-            return group.agree_on_backend(launch(rank, len(devices), backend), store)
+            return group.agree_on_backend(order, store)
         except RuntimeError as error:
             return error
 

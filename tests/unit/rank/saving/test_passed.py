@@ -1,5 +1,6 @@
 """Code between several calls of ctx.steps that decides or reports otherwise when it runs again."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -47,24 +48,24 @@ def stopping_early(
         return ctx.step
 
 
-@pytest.mark.parametrize(("asks", "did"), [(False, "returned"), (True, "asked to stop")])
+@pytest.mark.parametrize(
+    ("resumes", "did"),
+    [
+        ({}, "returned after 3"),
+        ({"asks": True}, "asked to stop after 3"),
+        ({"num_calls": 2}, "returned after 2"),
+    ],
+)
 def test_early_stopping_that_decides_otherwise_on_resume_is_an_error(
-    tmp_path: Path, did: str, *, asks: bool
+    tmp_path: Path, resumes: dict[str, int], did: str
 ) -> None:
-    """The loss is the restored weights' behind each finished call: patience runs out."""
-    with pytest.raises(InterruptedError):
-        stopping_early(tmp_path, dies_at=10, asks=asks)
-    for _ in range(2):  # a refused one leaves no trace of an end
-        with pytest.raises(InvalidParamsError, match=f"in call 5 .* function {did} after 3: "):
-            stopping_early(tmp_path, asks=asks)
-
-
-def test_a_function_with_fewer_calls_than_before_is_an_error(tmp_path: Path) -> None:
-    """Not a success that trained nothing."""
+    """The loss is the restored weights' behind each finished call: patience runs out. So is a
+    function that has fewer calls now: not a success that trained nothing."""
     with pytest.raises(InterruptedError):
         stopping_early(tmp_path, dies_at=10)
-    with pytest.raises(InvalidParamsError, match="returned after 2: "):
-        stopping_early(tmp_path, num_calls=2)
+    for _ in range(2):  # a refused one leaves no trace of an end
+        with pytest.raises(InvalidParamsError, match=f"in call 5 .* function {did}: "):
+            stopping_early(tmp_path, **resumes)
 
 
 @pytest.mark.parametrize("asks", [False, True])
@@ -85,11 +86,9 @@ def test_what_code_between_loops_reports_is_recorded_once(tmp_path: Path) -> Non
     assert records["loss"].tolist() == [6, 4, 2, 0, 0, 0]
 
 
-def saving_the_best(
-    folder: Path, dies_at: int | None = None, *, dies_at_end: bool = False
-) -> float:
+def saving_the_best(folder: Path, dies_at: int | None = None, *, dies_at_end: bool = False) -> None:
     """Train three loops, with a checkpoint behind those that are better, and then a scheduler's
-    step; return the learning rate."""
+    step."""
     with RankContext.local(storage=folder, checkpoint=ON_DEMAND) as ctx:
         model = nn.Linear(1, 1, bias=False)
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -111,33 +110,30 @@ def saving_the_best(
             scheduler.step()
         if dies_at_end:
             raise InterruptedError
-        return float(optimizer.param_groups[0]["lr"])
 
 
-@pytest.mark.parametrize(("dies_at", "is_missed"), [(3, False), (5, True)])
+@pytest.mark.parametrize(
+    ("death", "missed", "rate"),
+    [({"dies_at": 3}, 0, 1 / 8), ({"dies_at": 5}, 2, 1 / 4), ({"dies_at_end": True}, 3, 1 / 4)],
+)
 def test_a_save_that_is_not_asked_for_again_is_warned_of(
-    tmp_path: Path, dies_at: int, *, is_missed: bool, caplog: pytest.LogCaptureFixture
+    tmp_path: Path,
+    death: dict[str, int],
+    missed: int,
+    rate: float,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Behind the first call the condition holds again; behind the second one it doesn't, and the
-    scheduler's step there is lost."""
+    """Behind the first call the condition holds again; behind the second and the last one it
+    doesn't, and the scheduler's step there is lost: what ran twice is undone."""
     with pytest.raises(InterruptedError):
-        saving_the_best(tmp_path, dies_at=dies_at)
-    assert saving_the_best(tmp_path) == (1 / 4 if is_missed else 1 / 8)
-    assert caplog.text.count("asked for behind call 2 of ctx.steps") == is_missed
-
-
-def test_a_save_that_is_not_asked_for_again_behind_the_last_loop_is_warned_of(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """What ran twice is undone: the last checkpoint stays, with the rate behind two loops."""
-    with pytest.raises(InterruptedError):
-        saving_the_best(tmp_path, dies_at_end=True)
+        saving_the_best(tmp_path, **death)
     saving_the_best(tmp_path)
-    assert caplog.text.count("asked for behind call 3 of ctx.steps") == 1
+    said = [f"asked for behind call {missed} of ctx.steps"] if missed else []
+    assert re.findall(r"asked for behind call \d of ctx.steps", caplog.text) == said
     storage = DirectoryStorage(tmp_path)
     newest = list_manifests(storage, "local")[-1]
     states = read_states(storage, newest, newest.objects)
-    assert states["optimizer"]["param_groups"][0]["lr"] == 1 / 4
+    assert states["optimizer"]["param_groups"][0]["lr"] == rate
 
 
 def summing(

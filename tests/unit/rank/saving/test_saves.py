@@ -96,41 +96,30 @@ def test_the_best_by_a_metric_of_each_epoch(
     assert (top.step, top.metrics["val_accuracy"]) == (expected, 0.9)
 
 
-@pytest.mark.parametrize("holds", ["the steps", "their iterator"])
+@pytest.mark.parametrize("asks", ["holding the steps", "holding their iterator", "in the body"])
 def test_a_checkpoint_behind_a_break_is_written_though_the_loop_is_held(
-    tmp_path: Path, holds: str, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, asks: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """At once, where a variable holds what `ctx.steps` returned; an iterator that is held can't
-    be told from a step under way, which is said, and ends with the training."""
-    storage = DirectoryStorage(tmp_path)
-    with RankContext.local(storage=storage, checkpoint=CheckpointParams(every_s=None)) as ctx:
-        ctx.track(model=nn.Linear(4, 1))
-        steps = ctx.steps(
-            ctx.loader(TensorDataset(torch.ones(24, 4)), global_batch_size=4), epochs=1
-        )
-        held = steps if holds == "the steps" else iter(steps)
-        for _ in held:
-            break
-        ctx.checkpoint(force=True)
-        ctx._parts.tracker._checkpointer.wait()
-        assert len(list_manifests(storage, "local")) == (holds == "the steps")
-    (manifest,) = list_manifests(storage, "local")
-    assert (manifest.step, manifest.position["batch"]) == (1, 1)
-    said = "asked for in step 1 has not been written: its loop was left"
-    assert caplog.text.count(said) == (holds != "the steps")
-
-
-def test_a_checkpoint_that_the_step_of_a_break_asked_for_is_said_to_be_unwritten(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Its end doesn't come, nor does a later step write it in its place."""
+    be told from a step under way, which is said, and ends with the training. Nor does the end of
+    the step come whose body asked and broke off, which no later step writes in its place."""
     storage = DirectoryStorage(tmp_path)
     with RankContext.local(storage=storage, checkpoint=CheckpointParams(every_s=None)) as ctx:
         ctx.track(model=nn.Linear(4, 1))
         loader = ctx.loader(TensorDataset(torch.ones(24, 4)), global_batch_size=4)
-        for _ in ctx.steps(loader, epochs=1):
-            ctx.checkpoint(force=True)
+        steps = ctx.steps(loader, epochs=1)
+        held = iter(steps) if asks == "holding their iterator" else steps
+        for _ in held:
+            ctx.checkpoint(force=asks == "in the body")
             break
-        assert "asked for in step 1 has not been written: its loop was left" in caplog.text
-        for _ in ctx.steps(loader, epochs=1):
-            assert not list_manifests(storage, "local")
+        if asks == "in the body":
+            for _ in ctx.steps(loader, epochs=1):
+                assert not list_manifests(storage, "local")
+        else:
+            ctx.checkpoint(force=True)
+            ctx._parts.tracker._checkpointer.wait()
+            assert len(list_manifests(storage, "local")) == (asks == "holding the steps")
+    (manifest,) = list_manifests(storage, "local")
+    assert manifest.step == (7 if asks == "in the body" else 1)
+    said = "asked for in step 1 has not been written: its loop was left"
+    assert caplog.text.count(said) == (asks != "holding the steps")
