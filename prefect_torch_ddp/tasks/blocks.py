@@ -75,22 +75,13 @@ def _from_s3_bucket(block: Any, reference: str) -> S3Storage:
         anonymous=anonymous,
         verify=verify if verify is None or isinstance(verify, bool) else str(verify),
         **({} if anonymous else _keys(credentials, reference)),
-        **_options(config),
+        **_addressing(config),
     )
 
 
-def _options(config: Mapping[str, Any]) -> dict[str, Any]:
-    retries: Mapping[str, Any] = config.get("retries") or {}
-    max_attempts = retries.get(
-        "total_max_attempts", retries["max_attempts"] + 1 if "max_attempts" in retries else None
-    )
-    given = {
-        "connect_timeout_s": config.get("connect_timeout"),
-        "read_timeout_s": config.get("read_timeout"),
-        "max_attempts": max_attempts,
-        "addressing_style": config.get("s3", {}).get("addressing_style"),
-    }
-    return {name: value for name, value in given.items() if value is not None}
+def _addressing(config: Mapping[str, Any]) -> dict[str, Any]:
+    style = config.get("s3", {}).get("addressing_style")
+    return {"addressing_style": style} if style else {}
 
 
 def _keys(credentials: Any, reference: str) -> dict[str, Any]:
@@ -139,7 +130,7 @@ def _from_remote_file_system(block: Any, reference: str) -> S3Storage:
         session_token=settings.get("token") or client.get("aws_session_token"),
         anonymous=bool(settings.get("anon", False)),
         verify=client.get("verify"),
-        **_options(config),
+        **_addressing(config),
     )
 
 

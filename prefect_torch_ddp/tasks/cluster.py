@@ -50,9 +50,9 @@ LOOK_S = 10.0
 """How long workers may take to say whether they see the storage."""
 
 CLUSTER_CONFIG = {
-    # Dask would set OMP_NUM_THREADS=1 and more in this process too, and leave it there; `env`
-    # below reaches the workers alone.
-    "distributed.nanny.pre-spawn-environ": {},
+    # Dask leaves these in this process too, and would OMP_NUM_THREADS=1 and more; `env` below
+    # reaches the workers alone, but after their imports.
+    "distributed.nanny.pre-spawn-environ": {"DASK_LOGGING__DISTRIBUTED": "warning"},
     # Of the two cores of a small machine an idle cluster of two takes 0.08 with Dask's
     # defaults, 0.017 with these.
     "distributed.worker.profile.enabled": False,
@@ -186,32 +186,12 @@ def local_cluster(*, ranks_per_worker: int = 1, **kwargs: Any) -> distributed.Lo
         "preload": [warm.__module__],  # torch loads while the worker still connects
         "dashboard_address": "127.0.0.1:0",  # None would bind port 8787 all the same
         "scheduler_kwargs": {"allowed_failures": 0},
-        "env": {
-            **{f"{lib}_NUM_THREADS": num_threads for lib in ("OMP", "MKL", "OPENBLAS")},
-            "DASK_LOGGING__DISTRIBUTED": "warning",
-        },
+        "env": {f"{lib}_NUM_THREADS": num_threads for lib in ("OMP", "MKL", "OPENBLAS")},
     }
     # Else Dask writes some 70 lines about itself between the run's own.
     logging.getLogger("distributed").setLevel(logging.WARNING)
-    with (
-        dask.config.set(CLUSTER_CONFIG),
-        _inherited("DASK_LOGGING__DISTRIBUTED", "warning"),
-        _without_main(),
-    ):
+    with dask.config.set(CLUSTER_CONFIG), _without_main():
         return distributed.LocalCluster(**{**defaults, **kwargs})
-
-
-@contextmanager
-def _inherited(name: str, value: str) -> Iterator[None]:
-    # For processes that are started now: the cluster's `env` comes after their imports.
-    if name in os.environ:
-        yield
-        return
-    os.environ[name] = value
-    try:
-        yield
-    finally:
-        del os.environ[name]
 
 
 @contextmanager

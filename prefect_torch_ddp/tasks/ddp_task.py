@@ -18,14 +18,11 @@ from prefect.tasks import TaskOptions
 from prefect.utilities.context import get_task_and_flow_run_ids
 from prefect.utilities.hashing import hash_objects
 
-from prefect_torch_ddp.checkpoint.attempts import newest_attempt
 from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.gang.checks import checked
-from prefect_torch_ddp.gang.run import run_gang
 from prefect_torch_ddp.params import ContextOptions, ContextParams
 from prefect_torch_ddp.rank.context import RankContext
 from prefect_torch_ddp.tasks.blocks import resolve_storage
-from prefect_torch_ddp.tasks.cluster import current_client
 from prefect_torch_ddp.tasks.record.draft import draft_record, plain_values
 from prefect_torch_ddp.tasks.record.recorder import RunRecorder
 from prefect_torch_ddp.tasks.report.live import LiveReport
@@ -38,13 +35,12 @@ from prefect_torch_ddp.tasks.run import (
     resume_point,
     run_id_of,
     slug,
-    wait_for_earlier,
     weights_from,
 )
-from prefect_torch_ddp.tasks.train import is_worth_a_retry
+from prefect_torch_ddp.tasks.train import is_worth_a_retry, training_gang
 from prefect_torch_ddp.tasks.watch.cancel import or_cancelled
 from prefect_torch_ddp.tasks.watch.terminal import display_here
-from prefect_torch_ddp.tasks.watch.watched_task import WatchedTask
+from prefect_torch_ddp.tasks.watch.watched_task import watched
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -134,22 +130,36 @@ def _signature_without_context(fn: Callable[..., Any]) -> inspect.Signature:
     return signature.replace(parameters=parameters[1:])
 
 
-class GangTask(WatchedTask[P, R]):
-    """A task whose function runs on ranks."""
+class GangTask(Task[P, R]):
+    """A task whose function runs on ranks; its futures are watched.
+
+    It is stopped gracefully if its flow leaves it.
+    """
 
     params = TaskParams()
 
     def with_params(self, params: TaskParams) -> Self:
         """Take these parameters."""
         self.params = params
-        self.stop_grace_s = params.stop_grace_s
         return self
+
+    def submit(self, *args: Any, **kwargs: Any) -> Any:
+        """Submit it, as any task."""
+        return watched(super().submit(*args, **kwargs), self.params.stop_grace_s)
+
+    def map(self, *args: Any, **kwargs: Any) -> Any:
+        """Submit it for each element, as any task."""
+        made: Any = super().map(*args, **kwargs)
+        made[:] = [watched(each, self.params.stop_grace_s) for each in made]
+        return made
 
     def with_options(self, **options: Any) -> Self:
         """Make a task that differs in some options, Prefect's or those of `ddp_task`."""
         ours, prefects = _parted(options)
         given = {name: getattr(self.params, name) for name in self.params.model_fields_set}
-        return super().with_options(**prefects).with_params(checked(TaskParams, {**given, **ours}))
+        made = type(self).__new__(type(self))
+        made.__dict__.update(super().with_options(**prefects).__dict__)
+        return made.with_params(checked(TaskParams, {**given, **ours}))
 
 
 def run_as_task(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -165,7 +175,6 @@ def run_as_task(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str
     resume_from = resume_point(params, storage, run_id, task.name)
     get_run_logger().info("trains as run %s in %s", run_id, storage.uri)
     arguments = inspect.signature(task.fn).bind(*args, **kwargs).arguments
-    shown = TrainingProgress(params.world_size or 0)
     draft = draft_record(
         params,
         run_id,
@@ -177,26 +186,21 @@ def run_as_task(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str
     )
     source = Path(getattr(getattr(fn, "__code__", None), "co_filename", ""))
     recorder = RunRecorder(storage, draft, source if source.is_file() else None)
-    report = LiveReport(storage, shown, recorder)
-    with report, current_client() as client, display_here():
-        if newest_attempt(storage, run_id):
-            wait_for_earlier(client, run_id, params)
-        values: list[Any] = run_gang(
-            client,
-            RUN_TASK,
-            args=lambda attempt: (
-                rank_config(params, run_id, attempt, "task", storage, resume_from=resume_from),
-                fn,
-                args,
-                kwargs,
-            ),
-            world_size=params.world_size,
-            world_size_divides=params.virtual_ranks,
-            name=run_id,
-            attempt_log=RunAttemptLog(storage, run_id, knows_steps=False),
-            on_event=log_to_run(report.receive, shown),
-            **params.options_of_gang(),
-        )
+    with training_gang(
+        params,
+        recorder,
+        storage,
+        name=run_id,
+        is_workload=False,
+        fn=RUN_TASK,
+        args=lambda attempt: (
+            rank_config(params, run_id, attempt, "task", storage, resume_from=resume_from),
+            fn,
+            args,
+            kwargs,
+        ),
+        **params.options_of_gang(),
+    ) as values:
         recorder.returned(values[0])
     return values[0]
 
@@ -241,5 +245,5 @@ def gang_report(name: str, storage: str | None = None) -> Iterator[dict[str, Any
         yield {
             "name": run_id,
             "attempt_log": RunAttemptLog(own, run_id, knows_steps=False),
-            "on_event": log_to_run(report.receive, shown),
+            "on_event": log_to_run(report.receive, shown, name),
         }

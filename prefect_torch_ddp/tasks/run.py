@@ -25,6 +25,7 @@ from prefect_torch_ddp.gang.caller.lines import rank_text, stack_line
 from prefect_torch_ddp.gang.caller.workers import until_gone
 from prefect_torch_ddp.params import ContextParams, GangOptions, TrainParams
 from prefect_torch_ddp.protocol.events import (
+    AttemptBegan,
     FailureRecord,
     GangEvent,
     LogLine,
@@ -196,13 +197,21 @@ def _best(own: Storage, earlier: Sequence[RunRecord], params: ContextParams) -> 
 
 
 def log_to_run(
-    and_then: Callable[[GangEvent], None] | None = None, training: TrainingProgress | None = None
+    and_then: Callable[[GangEvent], None] = lambda _: None,
+    training: TrainingProgress | None = None,
+    name: str = "",
 ) -> Callable[[GangEvent], None]:
     """Make a receiver of gang events that logs the ranks' lines to the Prefect run, rank first.
 
     The flow is told what its display shows, how far the training is included.
+
+    Args:
+        and_then: receives all other events too.
+        training: what is known of it.
+        name: what the attempts train, to be logged.
     """
     teller = Teller(training)
+    asked = training.world_size if training else 0
     logger: logging.Logger | logging.LoggerAdapter[Any] = get_run_logger()
 
     def receive(event: GangEvent) -> None:
@@ -211,8 +220,11 @@ def log_to_run(
         if isinstance(event, LogLine):
             logger.log(event.level, "%s", rank_text(event))
             return
-        if and_then is not None:
-            and_then(event)
+        if isinstance(event, AttemptBegan) and name:
+            of = f" of {asked}" if event.world_size < asked else ""
+            values = event.attempt, name, event.world_size, of
+            logger.info("attempt %d trains %s on %d ranks%s", *values)
+        and_then(event)
         teller.receive(event)
 
     return receive

@@ -1,5 +1,7 @@
 """The task that trains: a gang of ranks under supervision, which a retry resumes."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from typing import Any
 
@@ -18,8 +20,9 @@ from prefect_torch_ddp.errors import (
     StorageError,
 )
 from prefect_torch_ddp.gang.run import run_gang
-from prefect_torch_ddp.protocol.events import AttemptBegan, GangEvent
+from prefect_torch_ddp.params import ContextParams
 from prefect_torch_ddp.results import DatasetReport, FailedAttempt, TrainingSummary
+from prefect_torch_ddp.storage.protocol import Storage
 from prefect_torch_ddp.tasks.cluster import current_client
 from prefect_torch_ddp.tasks.record.draft import draft_record, plain_values
 from prefect_torch_ddp.tasks.record.recorder import RunRecorder, is_final
@@ -34,6 +37,7 @@ from prefect_torch_ddp.tasks.run import (
     weights_from,
 )
 from prefect_torch_ddp.tasks.watch.cancel import or_cancelled
+from prefect_torch_ddp.tasks.watch.terminal import display_here
 from prefect_torch_ddp.tasks.workload import path_of
 
 
@@ -75,36 +79,29 @@ def _train(run: Run, dataset: DatasetReport) -> TrainingSummary:
 
 
 def _train_on_gang(run: Run, dataset: DatasetReport) -> TrainingSummary:
-    params, logger = run.params, get_run_logger()
-    attempt = newest_attempt(run.storage, run.run_id) + 1
-    shown = TrainingProgress(params.world_size, attempt)
-
-    def show(event: GangEvent) -> None:
-        report.receive(event)
-        if isinstance(event, AttemptBegan):
-            of = f" of {params.world_size}" if event.world_size < params.world_size else ""
-            words = "attempt %d trains %s on %d ranks%s, dataset %s"
-            values = (event.attempt, params.workload, event.world_size, of, dataset.dataset_id)
-            logger.info(words, *values)
-
-    recorder = _recorder(run, dataset)
-    with (
-        LiveReport(run.storage, shown, recorder, is_published=True) as report,
-        current_client() as client,
-    ):
-        if attempt > 1:
-            wait_for_earlier(client, f"{run.run_id} train", params)
-        values = run_gang(
-            client,
-            RUN_STAGE,
-            args=lambda attempt: (run.rank_config("train", attempt), params.workload),
-            world_size=params.world_size,
-            world_size_divides=params.virtual_ranks,
-            name=f"{run.run_id} train",
-            attempt_log=RunAttemptLog(run.storage, run.run_id, knows_steps=True),
-            on_event=log_to_run(show, shown),
-            **run.gang_options(params.world_size),
-        )
+    params = run.params
+    draft = draft_record(
+        params,
+        run.run_id,
+        run.experiment,
+        run.storage,
+        workload=params.workload,
+        data_options=plain_values(params.data_options),
+        dataset=dataset,
+        weights_from=weights_from(run.resume_from),
+    )
+    source = path_of(params.workload.partition(":")[0], params.workload)
+    recorder = RunRecorder(run.storage, draft, source)
+    with training_gang(
+        params,
+        recorder,
+        run.storage,
+        name=f"{run.run_id} train",
+        is_workload=True,
+        fn=RUN_STAGE,
+        args=lambda attempt: (run.rank_config("train", attempt), params.workload),
+        **run.gang_options(params.world_size),
+    ) as values:
         last = recorder.record.attempts[-1]
         summary = TrainingSummary(
             run_id=run.run_id,
@@ -118,20 +115,41 @@ def _train_on_gang(run: Run, dataset: DatasetReport) -> TrainingSummary:
     return summary
 
 
-def _recorder(run: Run, dataset: DatasetReport) -> RunRecorder:
-    params = run.params
-    draft = draft_record(
-        params,
-        run.run_id,
-        run.experiment,
-        run.storage,
-        workload=params.workload,
-        data_options=plain_values(params.data_options),
-        dataset=dataset,
-        weights_from=weights_from(run.resume_from),
-    )
-    source = path_of(params.workload.partition(":")[0], params.workload)
-    return RunRecorder(run.storage, draft, source)
+@contextmanager
+def training_gang(
+    params: ContextParams,
+    recorder: RunRecorder,
+    storage: Storage,
+    *,
+    name: str,
+    is_workload: bool,
+    **call: Any,
+) -> Iterator[list[Any]]:
+    """Train on a gang, and yield what the ranks returned; the report ends with the context.
+
+    Args:
+        params: of the training.
+        recorder: of its run record.
+        storage: of the run.
+        name: of the gang.
+        is_workload: of train_flow, whose function makes its steps by `ctx.steps`, and whose page
+            another task completes.
+        **call: more of what `run_gang` takes.
+    """
+    run_id, shown = recorder.record.run_id, TrainingProgress(params.world_size or 0)
+    report = LiveReport(storage, shown, recorder, is_published=is_workload)
+    with report, current_client() as client, display_here():
+        if newest_attempt(storage, run_id):
+            wait_for_earlier(client, name, params)
+        yield run_gang(
+            client,
+            world_size=params.world_size,
+            world_size_divides=params.virtual_ranks,
+            name=name,
+            attempt_log=RunAttemptLog(storage, run_id, knows_steps=is_workload),
+            on_event=log_to_run(report.receive, shown, recorder.record.workload),
+            **call,
+        )
 
 
 def record_finished(run: Run, report: TrainingSummary) -> None:

@@ -45,7 +45,7 @@ def _is_no_data(node: ast.stmt) -> bool:
 def read_workload(reference: str) -> WorkloadSource:
     """Find the workload's source and check that it has the three functions.
 
-    Objects that aren't plain classes can't be checked without running the module.
+    What an object of the module has can't be checked without running that.
 
     Raises:
         InvalidParamsError: there is no such module, it can't be parsed, or a function is
@@ -62,43 +62,20 @@ def read_workload(reference: str) -> WorkloadSource:
     found = WorkloadSource(reference, tree, object_name or None)
     if any(isinstance(node, ast.ImportFrom) and _is_star(node) for node in ast.walk(tree)):
         return found
-    if object_name and object_name not in _bound_in(scope):
-        defines = f"module {module_name} defines no {object_name!r}; it defines {_listed(scope)}"
-        msg = f"workload {reference!r}: {defines}"
-        raise InvalidParamsError(msg)
-    if object_name:
-        if not any(_is_plain_class(node, object_name) for node in tree.body):
-            return found
-        *_, scope = (child for child in scope.get_children() if child.get_name() == object_name)
-    missing = ", ".join(repr(name) for name in FUNCTIONS if name not in _bound_in(scope))
-    if missing:
+    symbols = scope.get_symbols()
+    bound = {each.get_name() for each in symbols if each.is_assigned() or each.is_imported()}
+    kind, wanted = ("", [object_name]) if object_name else ("function ", FUNCTIONS)
+    if missing := ", ".join(repr(name) for name in wanted if name not in bound):
         needs = "a workload defines prepare(ctx), train(ctx) and evaluate(ctx)"
-        defines = f"{needs}; {path.name} defines {_listed(scope)}"
-        msg = f"workload {reference!r} has no function {missing}: {defines}"
+        there = ", ".join(each.get_name() for each in symbols if each.is_namespace())
+        defines = f"{needs}; {path.name} defines {there or 'no function'}"
+        msg = f"workload {reference!r} has no {kind}{missing}: {defines}"
         raise InvalidParamsError(msg)
     return found
 
 
-def _bound_in(scope: symtable.SymbolTable) -> set[str]:
-    symbols = scope.get_symbols()
-    return {each.get_name() for each in symbols if each.is_assigned() or each.is_imported()}
-
-
-def _listed(scope: symtable.SymbolTable) -> str:
-    names = [each.get_name() for each in scope.get_symbols() if each.is_namespace()]
-    return ", ".join(names) or "no function"
-
-
 def _is_star(node: ast.ImportFrom) -> bool:
     return node.names[0].name == "*"
-
-
-def _is_plain_class(node: ast.stmt, name: str) -> bool:
-    return (
-        isinstance(node, ast.ClassDef)
-        and node.name == name
-        and not (node.bases or node.keywords or node.decorator_list)
-    )
 
 
 def dataset_id(

@@ -13,7 +13,13 @@ from prefect_torch_ddp.data.dataset_manifest import read_manifest
 from prefect_torch_ddp.errors import InvalidParamsError, StorageError
 from prefect_torch_ddp.params import ContextParams, TrainParams
 from prefect_torch_ddp.records.hiding import HIDDEN, hidden
-from prefect_torch_ddp.records.run_record import RunRecord, find_record, read_record, write_record
+from prefect_torch_ddp.records.run_record import (
+    RunRecord,
+    find_record,
+    flat,
+    read_record,
+    write_record,
+)
 from prefect_torch_ddp.results import CheckpointRef, DatasetReport, Report
 from prefect_torch_ddp.storage.protocol import Storage
 
@@ -76,25 +82,16 @@ def recorded_params(storage: Storage, run_id: str) -> tuple[TrainParams, str, st
         InvalidParamsError: it has no record, is no run of train_flow, or an option was hidden.
     """
     record = read_record(storage, run_id)
-    given = {"options": record.options, "data_options": record.data_options}
-    why = "it is no run of train_flow" if record.dataset is None else ""
-    if not why and (lacks := _not_on_record("", {**record.parameters, **given})):
+    given = {"options": record.options, "data_options": record.data_options, **record.parameters}
+    values = ((name, str(value)) for name, value in flat(given))
+    lacks = [name for name, value in values if HIDDEN in value or LEFT_OUT in value]
+    if record.dataset is None or lacks:
         why = f"{lacks} is not on record: it looks like a secret, is long, or no plain value"
-    if record.dataset is None or why:
+        why = why if lacks else "it is no run of train_flow"
         msg = f"run {run_id} can't be evaluated from its record: {why}"
         raise InvalidParamsError(msg)
-    params = TrainParams(**{**record.parameters, **given, "seed": record.seed})
+    params = TrainParams(**{**given, "seed": record.seed})
     return params, record.dataset.dataset_id, record.experiment
-
-
-def _not_on_record(name: str, value: Any) -> str:
-    """Return the dotted name of a value that stands for another one; empty where none does."""
-    if isinstance(value, Mapping | list):
-        items = value.items() if isinstance(value, Mapping) else enumerate(value)
-        found = (_not_on_record(f"{name}.{key}".lstrip("."), each) for key, each in items)
-        return next(filter(None, found), "")
-    stands_in = isinstance(value, str) and value.startswith((HIDDEN, LEFT_OUT))
-    return name if stands_in else ""
 
 
 def split_of(storage: Storage, dataset: DatasetReport | None) -> Mapping[str, int]:

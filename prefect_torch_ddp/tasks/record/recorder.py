@@ -81,7 +81,7 @@ class RunRecorder:
         self._earlier: tuple[AttemptRecord, ...] = ()
         self._newest: Progress | None = None
         self._checkpoint_step = 0
-        self._is_superseded = self._is_taken_up = self._has_looked_up = False
+        self._is_superseded = self._has_looked_up = False
         self._has_news = True
         self._lock = threading.RLock()
         self._events = RunEvents(draft.run_id, draft.experiment, draft.workload)
@@ -142,9 +142,7 @@ class RunRecorder:
     def write(self) -> None:
         """Write what is new to the storage; raises StorageError, and may be tried again."""
         if not self._has_looked_up:
-            if not self._is_taken_up:  # before all else that may fail, or this run had two records
-                self._take_up_earlier()
-                self._is_taken_up = True
+            self._take_up_earlier()
             self._look_at_code()
             self._has_looked_up = True
         if self._has_news and not self._is_superseded:

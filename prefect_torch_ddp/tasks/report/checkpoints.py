@@ -3,7 +3,6 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from urllib.parse import unquote, urlsplit
 
 from prefect_torch_ddp.checkpoint.manifest import checkpoint_ref, list_manifests
 from prefect_torch_ddp.results import CheckpointRef, TrainReport
@@ -80,15 +79,9 @@ def load_section(model_uris: Mapping[str, str]) -> str:
 
 
 def load_code(name: str, model_uri: str) -> str:
-    """Show the three lines that load a model; fsspec reads it where it isn't a local file."""
-    parts = urlsplit(model_uri)
-    is_local = parts.scheme in {"", "file"}
-    path = repr(unquote(parts.path) if parts.scheme else model_uri)
-    if not is_local:
-        path = f"fsspec.open({model_uri!r}).open()"
+    """Show the three lines that load a model; fsspec, which torch brings, opens any place."""
     module, load = "torch", 'torch.load(file, map_location="cpu", weights_only=True)'
     if model_uri.endswith(".safetensors"):
-        module = "safetensors.torch"
-        load = f"{module}.load_file(file)" if is_local else f"{module}.load(file.read())"
-    modules = module if is_local else f"fsspec, {module}"
-    return code_block(f"import {modules}\nfile = {path}\n{name}.load_state_dict({load})")
+        module, load = "safetensors.torch", "safetensors.torch.load(file.read())"
+    place = f"fsspec.open({model_uri!r}).open()"
+    return code_block(f"import fsspec, {module}\nfile = {place}\n{name}.load_state_dict({load})")

@@ -86,43 +86,28 @@ class MetricCurves:
 
     def snapshot(self) -> Curves:
         """Return the curves as they are now."""
-        values, first_steps = self.curves, np.arange(MAX_BINS) * self._width
-        for name in [each for each in values if each.startswith(MEASURED)]:
-            values.setdefault(name.removeprefix(MEASURED), values.pop(name))
-        holes: dict[str, int] = defaultdict(int)
-        for attempt, end in self._counting():
-            for name, found in attempt.holes.items():
-                holes[name] += int(found[first_steps < end].sum())
-        numbers = sorted(self._attempts)[1:]
-        resumes = {number: self._first_step(self._attempts[number]) for number in numbers}
-        holes = {name: num for name, num in holes.items() if num}
-        return Curves(values, self.epoch_ends, resumes, holes)
-
-    @property
-    def curves(self) -> dict[str, list[tuple[float, float]]]:
-        """(step, value) of each metric, in order of step; nan and infinite values are left out."""
         merged: dict[str, Floats] = defaultdict(_no_sums)
+        holes: dict[str, int] = defaultdict(int)
+        last: dict[int, int] = {}
         first_steps = np.arange(MAX_BINS) * self._width
         for attempt, end in self._counting():
             for name, sums in attempt.sums.items():
                 merged[name] += np.where(first_steps < end, sums, 0.0)
-        curves = {}
-        for name, sums in merged.items():
-            some = sums[:, sums[3] > 0]
-            if some.size:
-                steps, values = some[4] / some[3], means(some)
-                curves[name] = list(zip(steps.tolist(), values.tolist(), strict=True))
-        return curves
-
-    @property
-    def epoch_ends(self) -> list[int]:
-        """The last step of each epoch."""
-        last: dict[int, int] = {}
-        for attempt, end in self._counting():
+            for name, found in attempt.holes.items():
+                holes[name] += int(found[first_steps < end].sum())
             for epoch, step in attempt.epoch_ends.items():
                 if step < end:
                     last[epoch] = max(step, last.get(epoch, 0))
-        return [last[epoch] for epoch in sorted(last)]
+        values: dict[str, Curve] = {}
+        for name in sorted(merged, key=lambda name: name.startswith(MEASURED)):
+            some = merged[name][:, merged[name][3] > 0]
+            if some.size:
+                points = zip((some[4] / some[3]).tolist(), means(some).tolist(), strict=True)
+                values.setdefault(name.removeprefix(MEASURED), list(points))
+        numbers = sorted(self._attempts)[1:]
+        resumes = {number: self._first_step(self._attempts[number]) for number in numbers}
+        ends = [last[epoch] for epoch in sorted(last)]
+        return Curves(values, ends, resumes, {name: num for name, num in holes.items() if num})
 
     def _counting(self) -> list[tuple[_Attempt, float]]:
         firsts = {number: self._first_step(one) for number, one in self._attempts.items()}

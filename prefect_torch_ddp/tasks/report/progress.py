@@ -9,7 +9,6 @@ from prefect_torch_ddp.tasks.report.markdown import count, duration, number
 
 SPEED_WINDOW_S = 30.0
 MAX_LINE_METRICS = 2
-A_MINUTE_S = 60
 
 Status = Literal["training", "trained", "finished", "failed", "cancelled"]
 """A training of train_flow is trained before it is evaluated, and finished when it is published."""
@@ -122,16 +121,12 @@ class TrainingProgress:
             return [self.status]
         samples, steps, eta_s = self.samples_per_s, self.steps_per_s, self.eta_s
         speed = [] if steps is None else [f"{number(steps)} steps/s"]
-        speed = speed if samples is None else [f"{_rounded(samples)} samples/s"]
+        if samples is not None:
+            speed = [f"{samples:,.0f} samples/s" if samples >= 100 else f"{samples:.3g} samples/s"]  # noqa: PLR2004
         return [*speed, *([] if eta_s is None else [f"{_roughly(eta_s)} left"])]
-
-
-def _rounded(rate: float) -> str:
-    return count(round(rate)) if rate >= 100 else f"{rate:.3g}"  # noqa: PLR2004
 
 
 def _roughly(seconds: float) -> str:
     """A time left: its seconds would be a promise."""
-    if A_MINUTE_S <= seconds < A_MINUTE_S**2 - A_MINUTE_S / 2:
-        return f"{round(seconds / A_MINUTE_S)} min"
-    return duration(seconds)
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if seconds / 60 >= 1 and minutes < 60 else duration(seconds)  # noqa: PLR2004

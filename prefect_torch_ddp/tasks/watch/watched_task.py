@@ -2,12 +2,11 @@
 
 import logging
 import time
-from typing import Any, ParamSpec, Self, TypeVar
+from typing import Any, TypeVar
 
 from distributed import Client, Future
 from distributed.client import FutureCancelledError
 from distributed.scheduler import KilledWorker
-from prefect import Task
 from prefect.client.orchestration import get_client
 from prefect.context import FlowRunContext
 from prefect.states import Crashed
@@ -20,7 +19,6 @@ from prefect_torch_ddp.tasks.watch.cancel import set_state_if_known, stop_task
 from prefect_torch_ddp.tasks.watch.task_watch import LOOK_EVERY_S, TaskWatch
 from prefect_torch_ddp.tasks.watch.terminal import Display
 
-P = ParamSpec("P")
 R = TypeVar("R")
 
 logger = logging.getLogger(__name__)
@@ -150,30 +148,6 @@ class WatchedFuture(PrefectDaskFuture[R]):
         return self._loss  # type: ignore[return-value]  # as Prefect does with a failed task
 
 
-class WatchedTask(Task[P, R]):
-    """A task whose futures are watched; it is stopped gracefully if its flow leaves it."""
-
-    stop_grace_s = 20.0
-
-    def submit(self, *args: Any, **kwargs: Any) -> Any:
-        """Submit it, as any task."""
-        return _watched(super().submit(*args, **kwargs), self.stop_grace_s)
-
-    def map(self, *args: Any, **kwargs: Any) -> Any:
-        """Submit it for each element, as any task."""
-        made: Any = super().map(*args, **kwargs)
-        made[:] = [_watched(each, self.stop_grace_s) for each in made]
-        return made
-
-    def with_options(self, **options: Any) -> Self:
-        """Make a task that differs in some options, and is watched as well."""
-        changed = super().with_options(**options)
-        made = type(self).__new__(type(self))
-        made.__dict__.update(changed.__dict__)
-        made.stop_grace_s = self.stop_grace_s
-        return made
-
-
 def _stop_if_left(future: PrefectDaskFuture[Any], grace_s: float) -> None:
     # The flow leaves it by Ctrl-C, SIGTERM or an error; the cluster closes next, and would cut its
     # ranks short.
@@ -186,17 +160,23 @@ def _stop_if_left(future: PrefectDaskFuture[Any], grace_s: float) -> None:
         logger.warning(words, future.task_run_id, trouble)
 
 
-def _watched(made: Any, grace_s: float) -> Any:
+def watched(made: Any, grace_s: float) -> Any:
+    """Return a submitted task's future as one that is watched, and stopped if its flow leaves it.
+
+    Args:
+        made: what `submit` returned.
+        grace_s: how long it gets to stop.
+    """
     context = FlowRunContext.get()
     if (
         isinstance(made, PrefectDaskFuture)
         and context is not None
         and isinstance(context.task_runner, DaskTaskRunner)
     ):
-        watched = WatchedFuture(made, context.task_runner.client)
+        future = WatchedFuture(made, context.task_runner.client)
         # The runner's client, and a cluster that it started, are closed by this stack too,
         # after what came later.
         # Prefect has no public hook.
         context.task_runner._exit_stack.callback(_stop_if_left, made, grace_s)  # noqa: SLF001
-        return watched
+        return future
     return made  # a state, or another runner's future

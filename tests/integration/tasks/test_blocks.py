@@ -103,12 +103,7 @@ def test_client_parameters_are_honoured(s3_server: S3Server, tmp_path: Path) -> 
 
     bundle = tmp_path / "ca.pem"
     bundle.write_text("")
-    config = {
-        "s3": {"addressing_style": "virtual"},
-        "connect_timeout": 3,
-        "read_timeout": 7,
-        "retries": {"max_attempts": 1},
-    }
+    config = {"s3": {"addressing_style": "virtual"}}
     # prefect-aws drops the path of a block that is loaded again, unless verify is on too.
     parameters = AwsClientParameters(
         endpoint_url="https://s3.internal:9000", verify=True, verify_cert_path=bundle, config=config
@@ -118,7 +113,6 @@ def test_client_parameters_are_honoured(s3_server: S3Server, tmp_path: Path) -> 
     assert isinstance(storage, S3Storage)
     expected = (str(bundle), "virtual", "token")
     assert (storage.verify, storage.addressing_style, storage.session_token) == expected
-    assert (storage.connect_timeout_s, storage.read_timeout_s, storage.max_attempts) == (3, 7, 2)
     endpoint = {"endpoint_url": s3_server.endpoint_url}
     unsigned = AwsClientParameters(
         **endpoint, verify=False, config={"signature_version": "unsigned"}

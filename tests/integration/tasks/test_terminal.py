@@ -16,7 +16,7 @@ from nbclient import NotebookClient
 from prefect import flow
 from prefect_dask import DaskTaskRunner
 
-from prefect_torch_ddp.tasks.watch.watched_task import WatchedTask
+from prefect_torch_ddp.tasks.ddp_task import GangTask
 from tests.support.terminals import environment_with, in_terminal, seen_in
 from tests.support.waiting import HANG_S, wait_until
 
@@ -164,7 +164,7 @@ def test_a_task_that_has_not_begun_says_what_it_waits_for() -> None:
     """A cluster whose workers come late, as on Slurm; and one whose worker is busy, with whom."""
     options = {"n_workers": 0, "threads_per_worker": 1, "dashboard_address": ":0"}
     with LocalCluster(**options) as cluster, Client(cluster) as client:
-        begin_it = WatchedTask(begin)
+        begin_it = GangTask(begin)
 
         @flow(task_runner=DaskTaskRunner(address=cluster.scheduler_address))
         def waiting() -> object:

@@ -27,7 +27,7 @@ def test_a_step_is_the_mean_over_the_samples_of_all_ranks():
         record(3, 1, num_samples=0, accuracy=0.75),
     ]
     expected = {"loss": [(1, 4.0), (2, 2.0)], "lr": [(2, 0.1)], "accuracy": [(3, 0.5)]}
-    assert MetricCurves(columns(records)).curves == expected
+    assert MetricCurves(columns(records)).snapshot().values == expected
 
 
 def test_what_a_newer_attempt_repeats_or_takes_back_is_left_out_in_any_order_of_arrival():
@@ -41,11 +41,11 @@ def test_what_a_newer_attempt_repeats_or_takes_back_is_left_out_in_any_order_of_
     curves = MetricCurves()
     for one in records:
         curves.add(columns([one]))
-    assert curves.curves == {
+    assert curves.snapshot().values == {
         "loss": [(1, 1.0), (2, 1.0), (3, 1.0), (4, 2.0)],
         "parameters": [(3, 7.0)],
     }
-    assert curves.epoch_ends == [3, 4]
+    assert curves.snapshot().epoch_ends == [3, 4]
 
 
 def test_a_long_training_shares_bins_and_keeps_its_mean_and_its_ends():
@@ -56,7 +56,7 @@ def test_a_long_training_shares_bins_and_keeps_its_mean_and_its_ends():
         steps = range(1, num_steps + 1)
         curves.add(columns(record(step, rank, loss=float(step + rank)) for step in steps))
     curves.add(columns([record(9, 0, loss=math.nan)]))
-    (curve,) = curves.curves.values()
+    (curve,) = curves.snapshot().values.values()
     assert MAX_BINS / 2 <= len(curve) <= MAX_BINS
     assert [step for step, _ in curve] == sorted({step for step, _ in curve})
     assert all(value == pytest.approx(step + 0.5) for step, value in curve)
@@ -68,7 +68,7 @@ def test_nan_and_infinite_values_are_left_out_and_counted():
     """As a picture must; the curve goes on behind them. What a newer attempt took back isn't
     counted."""
     records = [record(1, loss=math.nan), record(2, loss=math.inf), record(3, loss=1.0)]
-    assert MetricCurves(columns(records)).curves == {"loss": [(3, 1.0)]}
+    assert MetricCurves(columns(records)).snapshot().values == {"loss": [(3, 1.0)]}
     assert MetricCurves(columns(records)).snapshot().holes == {"loss": 2}
     resumed = MetricCurves(columns([*records, record(2, attempt=2, loss=0.5)])).snapshot()
     assert (resumed.values, resumed.holes) == ({"loss": [(2, 0.5)]}, {"loss": 1})

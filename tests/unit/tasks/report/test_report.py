@@ -420,23 +420,16 @@ def test_each_of_several_models_is_shown_with_its_card_and_its_code() -> None:
     for name, uri in uris.items():
         assert f"- **Weights** of `{name}`, step 400: `{uri}`" in markdown
         assert f"their card: `/data/models/000001/{name}.json`" in markdown
-        assert f"{name}.load_state_dict(safetensors.torch.load_file(file))" in markdown
+        assert f"{name}.load_state_dict(safetensors.torch.load(file.read()))" in markdown
 
 
 @pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
-@pytest.mark.parametrize(
-    ("uri", "place"),
-    [
-        ("/data/it's/model", "/data/it's/model"),
-        ("file:///data/a%20b/model", "/data/a b/model"),
-        ("s3://bucket/model", "s3://bucket/model"),
-    ],
-)
+@pytest.mark.parametrize("place", ["/data/it's/model", "s3://bucket/model"])
 def test_the_code_that_loads_the_model_is_three_lines_with_the_right_place(
-    uri: str, place: str, suffix: str
+    place: str, suffix: str
 ) -> None:
     """Also of places whose names need quotes, and nothing in a file can run code."""
-    source = "\n".join(load_code("model", uri + suffix).splitlines()[1:-1])
+    source = "\n".join(load_code("model", place + suffix).splitlines()[1:-1])
     assert len(source.splitlines()) == 3
     assert place + suffix in [
         node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant)
