@@ -88,15 +88,10 @@ def save_and_fail(ctx: RankContext) -> None:
     raise RuntimeError(msg)
 
 
-def add_offset(ctx: RankContext, x: int) -> int:
-    """Use a constant of the module."""
+@ddp_task(world_size=1, storage=OF_THE_SESSION)
+def decorated(ctx: RankContext, x: int) -> int:
+    """Use a constant of the module; pickle finds the task by this name, not the function."""
     return x + OFFSET
-
-
-@ddp_task(world_size=2, storage=OF_THE_SESSION)
-def by_value(ctx: RankContext, x: int) -> int:
-    """Use a function of the module; pickle finds the task by this name, not the function."""
-    return add_offset(ctx, x)
 
 
 def on(cluster: LocalCluster) -> Any:
@@ -120,11 +115,13 @@ def test_called_and_submitted_on_as_many_workers_as_ranks(
     dask_cluster: LocalCluster, tmp_path: Path
 ) -> None:
     """Called directly, submitted, and called again: rank 0's value each time, a training each
-    time, lines in the run's log. A9: two that are submitted at once take turns."""
+    time, lines in the run's log. A9: two that are submitted at once take turns. A function that is
+    decorated in its module sees that."""
     train = ddp_task(world_size=2, storage=str(tmp_path))(describe)
 
     @flow(task_runner=on(dask_cluster))
     def every_way() -> tuple[str | None, list[dict[str, Any]]]:
+        assert decorated.submit(1).result() == OFFSET + 1
         called = train(lr=0.1)
         submitted = [train.submit(lr=lr, scale=10.0) for lr in (0.2, 0.3)]
         return flow_run.id, [called, *(future.result() for future in submitted), train(0.1)]
@@ -141,18 +138,6 @@ def test_called_and_submitted_on_as_many_workers_as_ranks(
     expected = [f"[rank {rank}] lr {lr}" for rank in (0, 1) for lr in (0.1, 0.1, 0.2, 0.3)]
     assert sorted(lines()) == expected
     assert len({line.task_run_id for line in lines_with("] lr 0.", flow_run_id)}) == 4
-
-
-def test_sent_by_value_or_by_reference(dask_cluster: LocalCluster) -> None:
-    """A function whose name is its task's goes by value, one that is decorated elsewhere by
-    reference; both see their module."""
-    by_reference = ddp_task(world_size=2, storage=OF_THE_SESSION)(add_offset)
-
-    @flow(task_runner=on(dask_cluster))
-    def both() -> list[int]:
-        return [by_reference.submit(1).result(), by_value.submit(1).result(), by_value(1)]
-
-    assert both() == [OFFSET + 1] * 3
 
 
 def test_arguments_arrive_whatever_their_names(dask_cluster: LocalCluster, tmp_path: Path) -> None:
@@ -479,16 +464,3 @@ def test_a_new_run_begins_from_another_with_its_ledger(
         )
     assert read_ledger(tmp_path, begun["run_id"]).is_clean
     assert read_ledger(tmp_path, undisturbed["run_id"]).epochs == ()
-
-
-def test_a_source_that_is_not_there_is_refused(dask_cluster: LocalCluster, tmp_path: Path) -> None:
-    """Before a rank starts, once though retries are left."""
-    train = task(tmp_path, resume_from="no-such-run", retries=3, retry_delay_seconds=0)
-
-    @flow(task_runner=on(dask_cluster))
-    def trains() -> dict[str, Any]:
-        return train(None)
-
-    with pytest.raises(InvalidParamsError, match=r"resume_from names .*no-such-run"):
-        trains()
-    assert not list((tmp_path / "runs").glob("*/attempts/*"))

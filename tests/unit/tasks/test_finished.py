@@ -46,11 +46,15 @@ def report_of(run: Run) -> TrainingSummary:
 
 
 def test_a_finished_training_is_recognised(run: Run) -> None:
-    """Its report is the one that was recorded; another run's isn't it."""
+    """Its report is the one that was recorded; another run's isn't it, and an older attempt
+    records nothing."""
     assert finished_training(run) is None
     record_finished(run, report_of(run))
     assert finished_training(run) == report_of(run)
     assert finished_training(replace(run, run_id="other")) is None
+    claim_attempt(run.storage, "run")
+    with pytest.raises(SupersededError, match="attempt 1 of run run has been superseded"):
+        record_finished(run, report_of(run))
 
 
 @pytest.mark.parametrize(
@@ -69,14 +73,4 @@ def test_it_counts_only_with_what_it_left(run: Run, damage: str) -> None:
             finished_key("run") if damage == "a damaged record" else manifest_key("run", 7, 1),
             b'{"attempt": 1',
         )
-    assert finished_training(run) is None
-
-
-def test_an_older_attempt_records_nothing(run: Run) -> None:
-    """A newer one trains, so it hasn't finished."""
-    claim_attempt(run.storage, "run")
-    with pytest.raises(
-        SupersededError, match="attempt 1 of run run has been superseded by attempt 2"
-    ):
-        record_finished(run, report_of(run))
     assert finished_training(run) is None

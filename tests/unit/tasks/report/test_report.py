@@ -15,7 +15,9 @@ from prefect_torch_ddp.results import (
     CheckpointRef,
     ClassScore,
     DatasetReport,
+    EpochLedger,
     EpochRow,
+    LedgerReport,
     Report,
     TrainingSummary,
     TrainReport,
@@ -346,14 +348,18 @@ def test_a_matrix_too_large_to_read_gives_way_to_its_confusions():
 
 
 def test_an_evaluation_of_a_loss_alone_and_no_epochs_makes_a_report():
-    """An evaluation of a loss alone and no epochs makes a report."""
+    """Without a model it says what to do."""
     bare = report(
-        evaluation=Report(num_samples=1, loss=1.5, metrics={"perplexity": 4.5}), epochs=()
+        evaluation=Report(num_samples=1, loss=1.5, metrics={"perplexity": 4.5}),
+        epochs=(),
+        model_uris=None,
     )
     markdown = page_of(bare, RECORD.model_copy(update={"commit": None}))
     assert markdown.startswith("# digits: finished · loss 1.5, perplexity 4.5, 1 samples")
     assert "Confusion" not in markdown
     assert "git commit" not in markdown
+    assert "No model was exported: `train` tracked none." in markdown
+    assert "load_state_dict" not in markdown
 
 
 def test_the_epoch_table_says_nan_and_shows_the_newest_of_many():
@@ -392,6 +398,16 @@ def test_numbers_have_four_digits_that_matter(value, expected):
     assert number(value) == expected
 
 
+def test_a_ledger_that_is_not_clean_is_said_first() -> None:
+    """The report begins with it."""
+    about = {"epoch": 1, "num_samples": 3, "num_total": 4, "is_finished": True}
+    wrong = EpochLedger(**about, num_missing=1, missing=(2,))
+    page = page_of(report(ledger=LedgerReport(run_id="r", epochs=(wrong,), attempts={1: 2})))
+    assert "**The ledger is not clean**" in page.split("## ")[0]
+    assert page.count("- epoch 1: 3 samples; 1 missing (2)") == 2
+    assert "of attempt 1 (2 ranks)." in page
+
+
 def test_a_checkpoint_in_several_roles_is_listed_once_and_its_place_is_no_link() -> None:
     """The model's line comes first, with its card."""
     lines = checkpoint_list(report()).splitlines()
@@ -403,14 +419,6 @@ def test_a_checkpoint_in_several_roles_is_listed_once_and_its_place_is_no_link()
         "- **Evaluated and last checkpoint**, step 400, attempt 2, acc 0.5: `s3://"
     )
     assert "](" not in "".join(lines)
-
-
-def test_without_a_model_the_report_says_what_to_do() -> None:
-    """And shows no code that can't run."""
-    markdown = page_of(report(model_uris=None))
-    assert "No model was exported: `train` tracked none." in markdown
-    assert "load_state_dict" not in markdown
-    assert "**Weights**" not in markdown
 
 
 def test_each_of_several_models_is_shown_with_its_card_and_its_code() -> None:
