@@ -17,7 +17,7 @@ from prefect_torch_ddp.checkpoint.attempts import refuse_superseded
 from prefect_torch_ddp.checkpoint.keys import models_prefix
 from prefect_torch_ddp.checkpoint.manifest import Manifest
 from prefect_torch_ddp.checkpoint.objects import read_object
-from prefect_torch_ddp.checkpoint.serial import from_bytes, is_plain
+from prefect_torch_ddp.checkpoint.serial import from_bytes
 from prefect_torch_ddp.errors import CheckpointError
 from prefect_torch_ddp.storage.protocol import Storage
 
@@ -95,25 +95,15 @@ def weights_file(name: str, state: Any, state_data: bytes) -> tuple[str, bytes]:
     finds them all. Where safetensors can't hold the state it is .pt, for
     `torch.load(..., weights_only=True)`: the data as they are.
     """
-    reason = _unfit(state)
-    if reason is None:
-        try:
-            return ".safetensors", save(_apart(state), metadata={"format": "pt"})
-        except Exception as error:  # noqa: BLE001 - KeyError of a dtype, ValueError, its own
-            reason = f"safetensors refuses it: {type(error).__name__}: {error}"
-    text = "%s is exported as %s.pt, to be loaded with torch.load(weights_only=True): %s"
-    logger.warning(text, name, name, reason)
+    try:
+        return ".safetensors", save(_apart(state), metadata={"format": "pt"})
+    except Exception as error:  # noqa: BLE001 - KeyError of a dtype, ValueError, its own
+        logger.warning(
+            "%s is exported as %s.pt, to be loaded with torch.load(weights_only=True), since "
+            "safetensors refuses it: %s: %s",
+            *(name, name, type(error).__name__, error),
+        )
     return ".pt", state_data
-
-
-def _unfit(state: Any) -> str | None:
-    if not isinstance(state, dict):
-        return f"its state is a {type(state).__name__} and no dict"
-    for name, value in state.items():
-        if not isinstance(name, str) or not is_plain(value):
-            kind = type(value).__name__
-            return f"{name!r} in its state is a {kind} and no plain, dense tensor with a name"
-    return None
 
 
 def _apart(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

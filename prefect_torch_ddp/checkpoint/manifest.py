@@ -155,11 +155,6 @@ def checkpoint_ref(storage: Storage, manifest: Manifest) -> CheckpointRef:
     )
 
 
-def list_checkpoints(storage: Storage, run_id: str) -> list[CheckpointRef]:
-    """Return a run's complete checkpoints, by step."""
-    return [checkpoint_ref(storage, manifest) for manifest in list_manifests(storage, run_id)]
-
-
 def best(
     storage: Storage, run_id: str, metric: str, mode: Literal["max", "min"] = "max"
 ) -> Manifest | None:

@@ -286,16 +286,13 @@ def _is_sharded(dataset: object) -> TypeGuard[Sharded]:
 
 
 def _num_samples(dataset: object) -> int:
-    name = type(dataset).__name__
     if isinstance(dataset, IterableDataset):
         msg = (
-            f"{name} is an IterableDataset, which can't promise each sample exactly once over all "
-            "ranks; use a map-style dataset, with __len__ and __getitem__, or give it shards: "
+            f"{type(dataset).__name__} is an IterableDataset, which can't promise each sample "
+            "exactly once over all ranks; use a map-style dataset, with __len__ and __getitem__, or "
+            "give it shards: "
             "the methods shards() -> Sequence, num_samples(shard) -> int and "
             "iter_shard(shard) -> Iterator"
         )
         raise InvalidParamsError(msg)
-    if not isinstance(dataset, Sized):
-        msg = f"{name} has no __len__; a dataset needs __len__ and __getitem__"
-        raise InvalidParamsError(msg)
-    return len(dataset)
+    return len(cast("Sized", dataset))

@@ -53,11 +53,8 @@ WAYS_OUT = {
     errno.EEXIST: _FILE_IN_THE_WAY,
     errno.EISDIR: "a folder stands where the file is needed: one name can't be a key and the "
     "beginning of other keys too",
-    errno.EXDEV: "another file system is mounted below the storage's root: make that one the "
-    "storage",
     errno.EOPNOTSUPP: "this file system has no hard links, by which of several writers one "
     "wins: choose another one",
-    errno.ENAMETOOLONG: "choose a storage with a shorter path",
 }
 
 

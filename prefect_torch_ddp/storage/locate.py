@@ -1,9 +1,8 @@
-"""How a string names a storage: a path, file:// or s3://bucket/prefix."""
+"""How a string names a storage: a path or s3://bucket/prefix."""
 
 import re
 from dataclasses import replace
 from pathlib import Path
-from urllib.parse import unquote
 
 from prefect_torch_ddp.errors import BadKeyError, InvalidParamsError
 from prefect_torch_ddp.storage.directory import DirectoryStorage
@@ -33,8 +32,6 @@ def storage_from_uri(uri: str) -> Storage:
         return DirectoryStorage(Path(uri))
     if scheme.lower() == "s3" and rest.startswith("//"):
         return _s3(rest[2:])
-    if scheme.lower() == "file" and rest.startswith("//"):
-        return _local(rest[2:])
     way_out = f"{WRITE_INSTEAD}; a path that begins like that is written ./{scheme}:..."
     msg = f"{scheme}: names no known storage; {way_out}"
     raise InvalidParamsError(msg)
@@ -78,12 +75,3 @@ def _s3(rest: str) -> S3Storage:
     except BadKeyError as error:
         msg = f"s3://{rest} can't be used: {error}"
         raise InvalidParamsError(msg) from error
-
-
-def _local(rest: str) -> DirectoryStorage:
-    host, slash, path = rest.partition("/")
-    if host not in {"", "localhost"} or not slash:
-        shown = rest.rpartition("@")[2]  # what is before it may be a secret
-        msg = f"file://{shown} names a host; write file:///absolute/path, or the path alone"
-        raise InvalidParamsError(msg)
-    return DirectoryStorage(Path("/" + unquote(path)))

@@ -30,7 +30,7 @@ from prefect_torch_ddp import (
     run_gang,
     train_flow,
 )
-from prefect_torch_ddp.checkpoint.manifest import list_checkpoints
+from prefect_torch_ddp.checkpoint.manifest import list_manifests
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from tests.integration.tasks.test_flow_loss import params_of
 from tests.support.gangs import all_gone, pids_in, sleeping_gang, workers_of
@@ -297,7 +297,7 @@ def test_the_flow_process_is_killed_beside_a_cluster_of_others(
     assert train_states(newest_flow_run().id) == ["Cancelled"]
     assert flow_state() == "Crashed"
     (run,) = (tmp_path / "store" / "runs").iterdir()
-    assert list_checkpoints(DirectoryStorage(tmp_path / "store"), run.name)
+    assert list_manifests(DirectoryStorage(tmp_path / "store"), run.name)
     with Client(others.address) as client:
         assert run_gang(client, plain.sum_of_ones, world_size=2) == [2.0, 2.0]
 

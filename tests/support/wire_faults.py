@@ -57,15 +57,6 @@ def change_the_etag(handler: BaseHTTPRequestHandler, exchange: Exchange) -> None
     send(handler, _with_header(exchange, "ETag", f'"{"0" * 32}"'), exchange.answer)
 
 
-def tell_another_range(handler: BaseHTTPRequestHandler, exchange: Exchange) -> None:
-    """Say that the bytes are those from another place of the object."""
-    send(
-        handler,
-        _with_header(exchange, "Content-Range", "bytes 900000-900009/1000000"),
-        exchange.answer,
-    )
-
-
 def drip(handler: BaseHTTPRequestHandler, exchange: Exchange) -> None:
     """Send the content slowly."""
     step = max(1, len(exchange.answer) // NUM_DRIPS)

@@ -28,8 +28,8 @@ def write_pid(folder: str | Path, name: object, pid: object = None) -> None:
 def wait_for_checkpoint(ctx: "RankContext", before_step: int, not_before: int = 0) -> None:
     """Wait until a checkpoint of an earlier step is on record: else there may be none to resume
     from, or one that is older than the test wants."""
-    from prefect_torch_ddp.checkpoint.manifest import list_checkpoints
+    from prefect_torch_ddp.checkpoint.manifest import list_manifests
 
     wanted = range(not_before, before_step)
-    while not any(c.step in wanted for c in list_checkpoints(ctx.config.storage, ctx.run_id)):
+    while not any(c.step in wanted for c in list_manifests(ctx.config.storage, ctx.run_id)):
         time.sleep(0.02)

@@ -6,11 +6,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from prefect_torch_ddp.data.images.listing import Columns, encoded, read_rows, write_rows
 from prefect_torch_ddp.errors import (
-    InvalidParamsError,
     ObjectChangedError,
     ObjectNotFoundError,
     StorageError,
@@ -161,14 +160,9 @@ class PackedObjects:
             ObjectNotFoundError: there is none, so no shards were packed here, or not to the
                 end.
             StorageError: it is damaged, or can't be read.
-            InvalidParamsError: the storage isn't one that holds shards.
         """
-        if not isinstance(self.storage, Storage):
-            kind = type(self.storage).__name__
-            msg = f"shards are read from a directory or S3, and got {kind}; a cache goes in front"
-            raise InvalidParamsError(msg)
         try:
-            data = self.storage.read(self.prefix + INDEX_NAME)
+            data = cast("Storage", self.storage).read(self.prefix + INDEX_NAME)
         except ObjectNotFoundError as error:
             msg = (
                 f"there are no shards in {self.uri}: no {INDEX_NAME}, which pack_shards writes last"

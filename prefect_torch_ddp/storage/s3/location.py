@@ -63,7 +63,6 @@ class S3Location:
         return f"s3://{self.bucket}/{name} at {(self.endpoint or 'AWS').rpartition('@')[2]}"
 
     def _fault(self) -> str | None:
-        limits = self.connect_timeout_s, self.read_timeout_s, self.give_up_after_s
         if not self.bucket or "/" in self.bucket:
             return f"{self.bucket!r} can't be the name of a bucket; write s3://bucket/prefix"
         if (self.access_key_id is None) != (self.secret_access_key is None):
@@ -74,11 +73,6 @@ class S3Location:
         if self.anonymous and (self.access_key_id or self.profile):
             return (
                 f"{self.uri} is to be used anonymously and has credentials; give one or the other"
-            )
-        if not min(limits) > 0 or self.max_attempts < 1:
-            return (
-                f"the limits of {self.uri} can't be kept: timeouts are more than 0 seconds, "
-                "and there is at least 1 attempt"
             )
         parts = urlsplit(self.endpoint_url or "https://aws")
         if parts.scheme not in {"http", "https"} or not parts.hostname or "@" in parts.netloc:

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from operator import methodcaller
 from typing import Any
 
-from prefect_torch_ddp.errors import BadKeyError
 from prefect_torch_ddp.storage.protocol import (
     Contents,
     ListedObject,
@@ -21,8 +20,6 @@ from prefect_torch_ddp.storage.s3.location import S3Location
 from prefect_torch_ddp.storage.s3.retries import ask, request
 from prefect_torch_ddp.storage.s3.transfer import read_whole, write_if_absent, write_whole
 
-MAX_NAME_BYTES = 1024
-
 
 @dataclass(frozen=True)
 class S3Storage(S3Location):
@@ -33,15 +30,15 @@ class S3Storage(S3Location):
 
     def read(self, key: str) -> bytes:
         """See `Storage.read`."""
-        return read_whole(self, self._name(key))
+        return read_whole(self, self.name_of(check_key(key)))
 
     def write(self, key: str, data: bytes | memoryview) -> None:
         """See `Storage.write`."""
-        write_whole(self, self._name(key), data)
+        write_whole(self, self.name_of(check_key(key)), data)
 
     def write_if_absent(self, key: str, data: bytes) -> bool:
         """See `Storage.write_if_absent`."""
-        return write_if_absent(self, self._name(key), data)
+        return write_if_absent(self, self.name_of(check_key(key)), data)
 
     def list(self, prefix: str = "") -> Iterator[StoredObject]:
         """See `Storage.list`."""
@@ -67,7 +64,7 @@ class S3Storage(S3Location):
 
     def delete(self, key: str) -> None:
         """See `Storage.delete`."""
-        request(self, "delete", self._name(key), "delete_object")
+        request(self, "delete", self.name_of(check_key(key)), "delete_object")
 
     def drop_unfinished(self, prefix: str, is_over: Callable[[str], bool]) -> None:
         """See `KeepsUnfinished.drop_unfinished`; aborts uploads in parts, which are paid for."""
@@ -98,11 +95,3 @@ class S3Storage(S3Location):
     def _listed(self, found: dict[str, Any]) -> ListedObject:
         key = found["Key"].removeprefix(self.name_of(""))
         return ListedObject(key, found["Size"], found["ETag"].strip('"'))
-
-    def _name(self, key: str) -> str:
-        name = self.name_of(check_key(key))
-        if len(name.encode()) > MAX_NAME_BYTES:
-            shown = f"{key[:120]!r} is too long below {self.uri}"
-            msg = f"{shown}: S3 allows {MAX_NAME_BYTES} bytes; shorten the prefix"
-            raise BadKeyError(msg)
-        return name

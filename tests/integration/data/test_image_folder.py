@@ -25,7 +25,7 @@ from prefect_torch_ddp.data.loader import RankLoader
 from prefect_torch_ddp.errors import StorageError
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.storage.s3.client import client_of
-from tests.support.s3_server import Wire, answer, cut_in_the_body
+from tests.support.s3_server import Wire
 
 NUM = 24
 
@@ -208,7 +208,7 @@ def test_an_index_takes_the_place_of_the_listing(over_wire, tmp_path):
 # ---- Batches
 
 
-def read_all(storage, num_workers, context, *, is_told=True):
+def read_all(storage, num_workers, context):
     """Read all samples with the stock DataLoader, in a process that has read before; expect each
     once, with its own label."""
     dataset = S3ImageFolder(storage, colour_of)
@@ -216,9 +216,7 @@ def read_all(storage, num_workers, context, *, is_told=True):
     assert len(expected) == NUM
     options = {"num_workers": num_workers, "multiprocessing_context": context}
     sampler = BatchSampler(RandomSampler(dataset), 5, drop_last=False)
-    loader = DataLoader(
-        dataset, batch_sampler=LookAhead(sampler, num_workers) if is_told else sampler, **options
-    )
+    loader = DataLoader(dataset, batch_sampler=LookAhead(sampler, num_workers), **options)
     columns = ([column.tolist() for column in one] for one in loader)
     assert sorted(pair for one in columns for pair in zip(*one, strict=True)) == expected
 
@@ -228,11 +226,6 @@ def test_a_dataloader_gives_each_sample_once_with_its_own_label(filled, num_work
     """The stock DataLoader, looking ahead, in any kind of process, after the parent has read
     itself."""
     read_all(filled, num_workers, context)
-
-
-def test_a_dataloader_that_does_not_look_ahead(filled):
-    """The same samples."""
-    read_all(filled, 2, "fork", is_told=False)
 
 
 def test_each_sample_is_one_request_and_the_next_batch_is_read_meanwhile(over_wire):
@@ -352,21 +345,3 @@ def test_a_storage_that_refuses_is_never_skipped(s3_server):
     dataset._source = replace(storage, secret_access_key="wrong")
     with pytest.raises(StorageError, match="the secret is wrong"):
         dataset.__getitems__([0, 1, 2])
-
-
-def test_a_bad_wire_costs_no_sample(over_wire):
-    """Cuts in the body and throttling while batches are read ahead: each sample with its own
-    label, none twice."""
-    storage, wire = over_wire
-    dataset = S3ImageFolder(storage, colour_of)
-    expected = sorted(dataset[i] for i in range(NUM))
-    for _ in range(4):
-        wire.faults += [("GET", cut_in_the_body), ("GET", answer(503, "SlowDown"))] * 2
-        loader = RankLoader(dataset, global_batch_size=5, rank=0, world_size=1)
-        seen = [
-            pair
-            for colours, targets in loader
-            for pair in zip(colours.tolist(), targets.tolist(), strict=True)
-        ]
-        assert sorted(seen) == expected
-    assert not wire.faults

@@ -15,14 +15,13 @@ from prefect_torch_ddp.data.images.packed import PackedObjects, packed_objects
 from prefect_torch_ddp.data.images.tar_shards import pack_shards
 from prefect_torch_ddp.errors import InvalidParamsError, ObjectChangedError, StorageError
 from prefect_torch_ddp.storage.directory import DirectoryStorage
-from prefect_torch_ddp.storage.protocol import ObjectPart
 from tests.integration.data.image_files import (
     global_batches,
     image_files,
     write_folder,
     write_objects,
 )
-from tests.support.s3_server import Wire, answer, cut_in_the_body, send
+from tests.support.s3_server import Wire
 
 NUM_IMAGES = 60
 FILES = image_files(NUM_IMAGES)
@@ -160,36 +159,6 @@ def test_on_ceph(ceph_server, folder, tmp_path):
     assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
 
 
-def of_objects(fault):
-    """Let a fault pass listings by, and hit the next object."""
-
-    def strike(handler, exchange):
-        if "list-type" in handler.path:
-            handler.wire.faults.append(("GET", strike))
-            send(handler, exchange, exchange.answer)
-        else:
-            fault(handler, exchange)
-
-    return strike
-
-
-def test_faults_on_the_way_leave_no_trace(open_s3_server, tmp_path):
-    """Cut bodies and 503s while packing and while reading: the shards are right, and so is what
-    is read from them."""
-    faults = [("GET", of_objects(fault)) for fault in (cut_in_the_body, answer(503, "SlowDown"))]
-    with Wire(open_s3_server.endpoint_url) as wire:
-        storage, shards = (open_s3_server.storage(endpoint_url=wire.endpoint_url) for _ in range(2))
-        write_objects(storage, FILES)
-        wire.faults += faults * 2
-        packed = pack_shards(storage, shards, shard_bytes=30_000)
-        wire.faults += faults * 2
-        found = list(packed.list_objects(""))
-        parts = [ObjectPart(one.key, one.num_bytes, etag=one.etag) for one in found]
-        read = packed.read_many(parts)
-        assert dict(zip([part.key for part in parts], read, strict=True)) == FILES
-        assert not wire.faults
-
-
 def drain(loader):
     """Go through all batches; an error leaves no loader process behind, though it holds the
     frames."""
@@ -220,18 +189,6 @@ def test_a_damaged_shard_stops_the_training_and_names_shard_and_sample(damaged):
     dataset = S3ImageFolder(PackedObjects(storage), pil_to_tensor)
     with pytest.raises(StorageError, match=rf"{name} in s3://.*shard-000000\.tar"):
         drain(DataLoader(dataset, batch_size=4, num_workers=1))
-
-
-def test_a_damaged_sample_may_be_skipped(damaged, raw):
-    """With on_error="skip" it is left out and counted; every other image keeps its own
-    label."""
-    storage, name = damaged
-    dataset = S3ImageFolder(storage, pil_to_tensor, on_error="skip")
-    whole = S3ImageFolder(raw, pil_to_tensor).__getitems__(range(NUM_IMAGES))
-    del whole[sorted(FILES).index(name)]
-    got = dataset.__getitems__(range(NUM_IMAGES))
-    assert dataset.num_skipped == 1
-    assert all(a[1] == b[1] and torch.equal(a[0], b[0]) for a, b in zip(got, whole, strict=True))
 
 
 def test_a_cache_by_its_folder_alone(raw, shards, tmp_path):

@@ -37,12 +37,3 @@ def test_the_cache_in_a_line(chain_s3_server, tmp_path):
     exec(CACHE.replace("/local/disk", str(tmp_path)), found)
     assert len(found["dataset"].__getitems__(range(10))) == 10
     assert len(list(tmp_path.glob("cache/v1/*/??/*"))) == 10
-
-
-def test_the_numbers_are_those_of_the_code():
-    """The limits that the page names."""
-    from prefect_torch_ddp.data.images.cache import KEPT_FREE_PART, MAX_BYTES
-
-    assert (MAX_BYTES, KEPT_FREE_PART) == (50 * 2**30, 20)
-    assert "50 GiB" in PAGE
-    assert "twentieth" in PAGE

@@ -132,16 +132,6 @@ def test_links_do_not_lead_out(storage, tmp_path):
     assert [found.key for found in storage.list()] == ["file", "object"]
 
 
-def test_the_root_itself_may_be_a_link(tmp_path):
-    """People put their storage on another disk by a link."""
-    (tmp_path / "disk").mkdir()
-    (tmp_path / "link").symlink_to(tmp_path / "disk")
-    storage = DirectoryStorage(tmp_path / "link")
-    storage.write("a/b", b"1")
-    assert [found.key for found in storage.list()] == ["a/b"]
-    assert storage.read("a/b") == b"1"
-
-
 def test_a_name_is_a_file_or_a_folder(storage):
     """One key can't be the beginning of another, and the message says so; nothing is taken for
     absent or won."""
@@ -154,13 +144,6 @@ def test_a_name_is_a_file_or_a_folder(storage):
             write("c", b"2")
     with pytest.raises(ObjectNotFoundError):
         storage.read("c")
-
-
-def test_a_root_that_is_a_file_is_named(tmp_path):
-    """The probe says what stands in the way."""
-    (tmp_path / "file").write_text("")
-    with pytest.raises(StorageError, match=r"file.*a file stands where a folder is needed"):
-        DirectoryStorage(tmp_path / "file").check_writable()
 
 
 def _without_rights(storage, operation, *arguments):
@@ -222,12 +205,3 @@ def test_a_full_disk_is_named(tmp_path):
         pytest.skip("this system lets no test mount a file system")
     says = f"can't write {disk}/big: No space left on device; the disk is full: free space there"
     assert says in done.stderr
-
-
-def test_foreign_files_are_not_listed(storage):
-    """A file whose name is no key, which could never be read, isn't shown."""
-    storage.write("good", b"1")
-    (storage.root / "bad\nname").write_text("")
-    (storage.root / "back\\slash").write_text("")
-    (storage.root / os.fsdecode(b"not-utf8-\xff")).write_text("")
-    assert [found.key for found in storage.list()] == ["good"]

@@ -19,7 +19,6 @@ from tests.support.waiting import HANG_S
 from tests.support.wire_faults import (
     change_a_byte,
     change_the_etag,
-    tell_another_range,
     truncate,
 )
 
@@ -163,15 +162,6 @@ def test_each_object_is_one_request(over_wire, wire):
     assert [exchange.method for exchange in wire.exchanges[before:]] == ["GET"] * len(parts)
 
 
-def test_a_range_from_another_place_is_asked_for_again(over_wire, wire):
-    """What comes says from where it is; twice wrong and then right."""
-    parts, contents = fill(over_wire, 1)
-    wire.faults += [("GET", tell_another_range)] * 2
-    part = replace(parts[0], start=3, num_bytes=10)
-    assert over_wire.read_many([part]) == [contents[0][3:13]]
-    assert not wire.faults
-
-
 def test_reading_again_leaves_the_trainings_generator_alone(over_wire, wire):
     """Whether the network failed must not change what a training draws. In a process of its own:
     threads of Dask and Prefect draw from the generator of this one."""
@@ -246,24 +236,6 @@ def test_credentials_with_a_line_break_are_told_and_not_shown(s3_server, name):
         assert isinstance(one, StorageError)
         assert "line break" in str(one)
         assert "HUNTER2" not in repr(one)
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"secret_access_key": SECRET}, "the secret is wrong"),
-        ({"bucket": "nobucket"}, "no such bucket"),
-        ({"endpoint_url": "http://127.0.0.1:1", "max_attempts": 2}, "can't be reached"),
-    ],
-)
-def test_refusals_name_what_to_do_and_no_secret(s3_server, changes, words):
-    """As when one object is read."""
-    storage = s3_server.storage(**changes)
-    (error,) = storage.read_many([ObjectPart("some/key", 1)])
-    assert isinstance(error, StorageError)
-    assert words in str(error)
-    assert f"s3://{storage.bucket}/{storage.prefix}" in str(error)
-    assert SECRET not in str(error)
 
 
 # ---- Forks

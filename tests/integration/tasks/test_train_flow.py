@@ -14,7 +14,7 @@ from distributed import LocalCluster
 from safetensors.torch import load_file
 
 from prefect_torch_ddp import CheckpointParams, ClusterParams, TrainParams, TrainReport, train_flow
-from prefect_torch_ddp.checkpoint.manifest import list_checkpoints
+from prefect_torch_ddp.checkpoint.manifest import list_manifests
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.tasks.report.artifacts import key
 from tests.support.gangs import by_rank
@@ -140,7 +140,7 @@ def test_the_best_checkpoint_is_evaluated(dask_cluster: LocalCluster, tmp_path: 
             evaluate_on="best",
         )
     )
-    kept = list_checkpoints(DirectoryStorage(tmp_path), report.run_id)
+    kept = list_manifests(DirectoryStorage(tmp_path), report.run_id)
     assert len(kept) >= 3
     assert report.checkpoint.metrics["loss"] == min(ref.metrics["loss"] for ref in kept)
     assert report.checkpoint == report.training.best_checkpoint

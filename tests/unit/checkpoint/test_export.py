@@ -161,26 +161,23 @@ def test_every_value_comes_back_by_load_state_dict(made: Any) -> None:
 
 @pytest.mark.filterwarnings("ignore:Validating sparse tensor invariants")
 @pytest.mark.parametrize(
-    ("state", "says"),
+    "state",
     [
-        (WithConfiguration(3, 2).state_dict(), "'_extra_state' in its state is a dict"),
-        (
-            {"weight": torch.eye(3).to_sparse()},
-            "'weight' in its state is a Tensor and no plain, dense tensor",
-        ),
-        ({3: torch.zeros(1)}, "3 in its state is a Tensor"),
-        ([torch.zeros(1)], "its state is a list"),
-        ({"weight": torch.zeros(2, dtype=torch.complex128)}, "safetensors refuses it"),
+        WithConfiguration(3, 2).state_dict(),
+        {"weight": torch.eye(3).to_sparse()},
+        {3: torch.zeros(1)},
+        [torch.zeros(1)],
+        {"weight": torch.zeros(2, dtype=torch.complex128)},
     ],
     ids=["extra state", "sparse", "no text for a name", "no dict", "unknown dtype"],
 )
 def test_what_safetensors_cannot_hold_is_left_for_torch_load(
-    state: Any, says: str, caplog: pytest.LogCaptureFixture
+    state: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As the checkpoint has it, with the reason in the log."""
     suffix, data = file_of(state)
     assert suffix == ".pt"
-    assert says in caplog.text
+    assert "since safetensors refuses it: " in caplog.text
     again = torch.load(io.BytesIO(data), weights_only=True)
     assert type(again) is type(state)
     assert len(again) == len(state)

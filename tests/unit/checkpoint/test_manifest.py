@@ -12,8 +12,9 @@ from prefect_torch_ddp.checkpoint.manifest import (
     Manifest,
     ManifestObject,
     best,
+    checkpoint_ref,
     find_manifest,
-    list_checkpoints,
+    list_manifests,
     read_manifest,
 )
 from prefect_torch_ddp.errors import CheckpointError
@@ -58,7 +59,7 @@ def test_manifests_read_back(tmp_path: Path) -> None:
     assert math.isnan(again.metrics["loss"])
     assert again.objects == written[0].objects
     assert (again.position, again.world_size) == ({"batch": 2}, 2)
-    refs = list_checkpoints(storage, "run")
+    refs = [checkpoint_ref(storage, found) for found in list_manifests(storage, "run")]
     assert [(ref.step, ref.attempt, ref.metrics) for ref in refs] == [
         (9, 1, {"accuracy": 0.8}),
         (100, 1, {"accuracy": 0.75}),
@@ -66,7 +67,7 @@ def test_manifests_read_back(tmp_path: Path) -> None:
     assert refs[1].uri == f"{tmp_path}/runs/run/checkpoints/step-00000100/000001/manifest.json"
     assert best(storage, "run", "accuracy") == written[1]
     assert best(storage, "run", "unknown") is None
-    assert list_checkpoints(storage, "other") == []
+    assert list_manifests(storage, "other") == []
 
 
 def test_a_damaged_manifest_is_left_out_by_name(
@@ -76,7 +77,7 @@ def test_a_damaged_manifest_is_left_out_by_name(
     storage = DirectoryStorage(tmp_path)
     storage.write(manifest_key("run", 1, 1), manifest(1).as_bytes())
     storage.write(manifest_key("run", 2, 1), b'{"step": 2')
-    assert [ref.step for ref in list_checkpoints(storage, "run")] == [1]
+    assert [found.step for found in list_manifests(storage, "run")] == [1]
     assert "step-00000002/000001/manifest.json is damaged" in caplog.text
     with pytest.raises(CheckpointError, match="run run has no checkpoint of step 3 of attempt 1"):
         read_manifest(storage, "run", 3, 1)

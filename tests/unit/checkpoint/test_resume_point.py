@@ -36,7 +36,6 @@ def at(path: str) -> DirectoryStorage:
         ("/runs/otter", ResumePoint(at("/"), "otter")),
         ("runs/otter", ResumePoint(at("."), "otter")),
         ("~/store/runs/otter", ResumePoint(at("~/store"), "otter")),
-        ("file:///data/my%20store/runs/otter", ResumePoint(at("/data/my store"), "otter")),
         ("s3://bucket/a/b/runs/otter", ResumePoint(S3Storage("bucket", "a/b"), "otter")),
         (
             "s3://bucket/runs/otter/checkpoints/step-00000400",

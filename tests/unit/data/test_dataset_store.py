@@ -131,20 +131,6 @@ def test_the_digest_is_that_of_names_and_contents(tmp_path: Path) -> None:
     assert len(set(digests)) == 3
 
 
-def test_a_directory_moves_the_files_and_reads_them_in_place(tmp_path: Path) -> None:
-    """No copy on the way in or out: the file is the same inode."""
-    inodes = []
-
-    def write(folder: Path) -> None:
-        (folder / "labels.txt").write_bytes(b"1")
-        inodes.append((folder / "labels.txt").stat().st_ino)
-
-    storage = DirectoryStorage(tmp_path)
-    publish_dataset(storage, "d", write)
-    assert local_dataset(storage, "d") == tmp_path / "datasets/d/files"
-    assert (tmp_path / "datasets/d/files/labels.txt").stat().st_ino == inodes[0]
-
-
 def test_without_its_manifest_it_is_no_dataset(storage: Storage) -> None:
     """Files of a publisher that died, or whose manifest somebody deleted, are replaced by the
     next one's."""

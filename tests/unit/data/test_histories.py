@@ -13,14 +13,6 @@ from prefect_torch_ddp import RankContext
 from prefect_torch_ddp.data.sampler import GlobalBatches
 from prefect_torch_ddp.params import CheckpointParams
 
-# ---- The order itself.
-
-
-# ---- Attempts of many sizes.
-
-
-# ---- The loop, with real checkpoints.
-
 
 class DiedError(Exception):
     """In place of a kill: the rank closes as one that failed."""

@@ -1,7 +1,5 @@
 """The exact order: each sample once per epoch, the same global batches for every world size."""
 
-import tracemalloc
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -104,21 +102,6 @@ def test_the_order_is_the_same_in_every_process_for_ever() -> None:
     assert mix_seed(1, 12) != mix_seed(11, 2)
 
 
-def test_ten_million_samples_take_four_bytes_each() -> None:
-    """B6 at scale: 40 MB for the current epoch's order, and that once.
-
-    The time is a benchmark's (bench_loader.py).
-    """
-    batches = GlobalBatches(10_000_000, 4096)
-    assert len(batches.share(0, 17, 1, 8)) == 512
-    tracemalloc.start()
-    batches.share(0, 18, 1, 8)
-    assert tracemalloc.get_traced_memory()[1] < 1_000_000
-    tracemalloc.stop()
-    assert batches._order is not None
-    assert batches._order[1].nbytes == 40_000_000
-
-
 @pytest.mark.parametrize(
     ("num_samples", "size", "drop_last", "words"),
     [
@@ -133,9 +116,3 @@ def test_sizes_that_cannot_work_are_refused(
     """The message says which number is wrong."""
     with pytest.raises(InvalidParamsError, match=words):
         GlobalBatches(num_samples, size, drop_last=drop_last)
-
-
-def test_a_batch_outside_the_epoch_is_refused() -> None:
-    """Never an empty list that looks like a share."""
-    with pytest.raises(InvalidParamsError, match="batch 3 is outside the epoch's 3 global batches"):
-        GlobalBatches(9, 3).share(0, 3, 0, 1)

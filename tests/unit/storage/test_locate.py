@@ -27,13 +27,10 @@ def _at_home(tmp_path, monkeypatch):
         ("./s3-bucket/name", "{home}/s3-bucket/name"),
         ("./s3:x", "{home}/s3:x"),
         ("runs/2026:11", "{home}/runs/2026:11"),
-        ("file:///data/my%20runs", "/data/my runs"),
-        ("file://localhost/data", "/data"),
-        ("FILE:///data", "/data"),
     ],
 )
 def test_paths(uri, path, tmp_path):
-    """A path, `~` and file:// are a directory, absolute."""
+    """A path and `~` are a directory, absolute."""
     assert storage_from_uri(uri) == DirectoryStorage(Path(path.format(home=tmp_path)))
 
 
@@ -59,7 +56,7 @@ def test_buckets(uri, bucket, prefix):
         *("", "  ", " /data", "/data\n", "a\0b", "gs://b/p", "az://c", "http://host/p"),
         *("C:\\runs", "c:/runs", "s3:b", "s3:/b", "s3a://b", "s3://", "s3:///p", "s3://b?x=1"),
         *("s3://b/p?x=1", "s3://b/p#x", "s3://b c/p", "s3://b/../c", "s3://b//c"),
-        *("s3://b:9000/p", "file:runs", "file://host/data", "file://runs", "~no-such-user-here/x"),
+        *("s3://b:9000/p", "file:///runs", "~no-such-user-here/x"),
     ],
 )
 def test_anything_else_is_refused_with_what_to_write(uri):

@@ -132,37 +132,6 @@ def test_two_sources_never_mix(tmp_path, monkeypatch):
     assert cache._where(keys) == plain
 
 
-def test_ranges_and_empty_objects_are_entries_of_their_own(storage, tmp_path):
-    """A range is never taken for another range, or for the whole."""
-    (storage.root / "empty").write_bytes(b"")
-    cached, whole = CachedReads(storage, tmp_path / "cache"), parts_of(storage)[7]
-    wanted = [
-        whole,
-        *(
-            replace(whole, start=start, num_bytes=num)
-            for start, num in ((0, 10), (0, 11), (10, 10))
-        ),
-    ]
-    wanted += [part for part in parts_of(storage) if part.key == "empty"]
-    data = content(7)
-    for _ in range(2):
-        assert cached.read_many(wanted) == [data, data[:10], data[:11], data[10:20], b""]
-    assert storage.num_reads == 5
-
-
-def test_another_etag_is_another_entry(storage, tmp_path):
-    """An object that changed is fetched anew, and never its old content given out for it."""
-    cached = CachedReads(storage, tmp_path / "cache")
-    (old,) = [part for part in parts_of(storage) if part.key == "05"]
-    assert cached.read_many([old]) == [content(5)]
-    (storage.root / "05").write_bytes(content("new"))
-    os.utime(storage.root / "05", ns=(1, 1))
-    (new,) = [part for part in parts_of(storage) if part.key == "05"]
-    assert cached.read_many([new]) == [content("new")]
-    assert cached.read_many([new, old]) == [content("new"), content(5)]
-    assert storage.num_reads == 2
-
-
 def test_what_has_no_etag_is_not_kept(storage, tmp_path):
     """Nobody could tell whether it changed."""
     cached, parts = (
@@ -227,20 +196,6 @@ def test_nothing_leaves_the_folder(tmp_path, key):
     assert path.stat().st_mode & 0o077 == 0, "others may read it"
 
 
-def test_links_in_the_folder_are_not_followed(storage, tmp_path):
-    """A link at an entry's place leads nowhere: it is replaced, and what it points to stays."""
-    cached, parts = CachedReads(storage, tmp_path / "cache"), parts_of(storage)[:1]
-    cached.read_many(parts)
-    (path,) = entries(tmp_path / "cache")
-    outside = tmp_path / "outside"
-    outside.write_bytes(path.read_bytes())
-    path.unlink()
-    path.symlink_to(outside)
-    assert cached.read_many(parts) == [content(0)]
-    assert storage.num_reads == 2
-    assert outside.read_bytes()[:1000] == content(0)
-
-
 def test_the_limit_holds_and_what_is_in_use_stays(storage, tmp_path, caplog):
     """A dataset larger than the cache: its first part stays and serves each epoch; one warning
     says that it is full."""
@@ -286,19 +241,6 @@ def test_a_wrong_count_is_made_anew(storage, tmp_path, count):
     cached.read_many(parts_of(storage))
     assert size_of(tmp_path / "cache") <= limit
     assert len(entries(tmp_path / "cache")) == 10
-
-
-def test_a_removed_folder_is_made_again(storage, tmp_path):
-    """Somebody removes the whole cache while it is in use: reading goes on, and it fills
-    again."""
-    import shutil
-
-    cached, parts = CachedReads(storage, tmp_path / "cache"), parts_of(storage)
-    cached.read_many(parts)
-    shutil.rmtree(tmp_path / "cache")
-    assert cached.read_many(parts) == [content(number) for number in range(20)]
-    assert cached.read_many(parts) == [content(number) for number in range(20)]
-    assert storage.num_reads == 40
 
 
 def test_a_full_disk_costs_the_cache_and_not_the_reading(storage, tmp_path, caplog):

@@ -71,14 +71,6 @@ def test_alone_an_empty_batch_is_an_error(damaged):
         list(RankLoader(dataset, rank=0, world_size=1, **OPTIONS).lockstep(1))
 
 
-def test_a_dataset_of_which_nothing_can_be_read_is_an_error(tmp_path):
-    """Also with more ranks."""
-    root = write_folder(tmp_path, dict.fromkeys(image_files(7), b"corrupt"))
-    dataset = S3ImageFolder(DirectoryStorage(root), on_error="skip")
-    with pytest.raises(CorruptImageError, match="no image of a batch is left"):
-        next(RankLoader(dataset, rank=0, world_size=3, **OPTIONS).lockstep(1))
-
-
 def test_want_of_memory_is_never_skipped(damaged):
     """It is no fault of an image, and half a dataset would be left out."""
     _, _, whole = damaged

@@ -2,7 +2,6 @@
 a wrong sample."""
 
 import gzip
-import io
 import json
 import os
 import pickle
@@ -14,25 +13,20 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from prefect_torch_ddp.data.images.cache import CachedReads
-from prefect_torch_ddp.data.images.listing import index_images
 from prefect_torch_ddp.data.images.packed import (
     INDEX_NAME,
     PackedObjects,
-    PackedSample,
-    ShardIndex,
     packed_objects,
 )
 from prefect_torch_ddp.data.images.tar_shards import pack_shards
 from prefect_torch_ddp.errors import (
-    InvalidParamsError,
     NoImagesError,
     ObjectChangedError,
     ObjectNotFoundError,
     StorageError,
 )
 from prefect_torch_ddp.storage.directory import DirectoryStorage
-from prefect_torch_ddp.storage.protocol import ObjectPart, ReadsMany, Storage
+from prefect_torch_ddp.storage.protocol import ObjectPart, ReadsMany
 
 ODD_NAMES = {
     "cat/2.jpg": b"two",
@@ -103,21 +97,6 @@ def test_what_was_packed_is_read_back(tmp_path):
     assert len(sent) < 600, "another process reads the index again"
     assert contents(pickle.loads(sent)) == ODD_NAMES
     assert not (tmp_path / "out/.tmp").exists()
-    with pytest.raises(InvalidParamsError, match="got CachedReads; a cache goes in front"):
-        _ = PackedObjects(CachedReads(found.storage, tmp_path / "cache")).index
-
-
-def test_classes_samples_and_labels_are_those_of_the_folder(tmp_path):
-    """A dataset over shards has the classes, the order and the targets of one over the folder,
-    however they lie."""
-    source = make_folder(tmp_path / "in", ODD_NAMES | NO_SAMPLES | some_files(50))
-    unpacked = index_images(source.list_objects(""), "in")
-    for seed in (None, 1, 2):
-        packed = pack_shards(source, tmp_path / f"out{seed}", shard_bytes=10_000, shuffle_seed=seed)
-        index = index_images(packed.list_objects(""), "out")
-        assert (index.classes, index.targets) == (unpacked.classes, unpacked.targets)
-        assert [found.key for found in index.objects] == [found.key for found in unpacked.objects]
-        assert packed.index.classes == tuple(unpacked.classes)
 
 
 @settings(
@@ -418,68 +397,3 @@ def test_a_damaged_index_is_an_error_that_names_it(packed, tmp_path, damage):
     with pytest.raises(StorageError, match=text) as raised:
         packed_objects(DirectoryStorage(tmp_path / "out"))
     assert str(path) in str(raised.value)
-
-
-@given(
-    keys=st.lists(
-        st.text(st.characters(exclude_categories=("Cs", "Cc")), min_size=1, max_size=8),
-        unique=True,
-        max_size=40,
-    ),
-    wanted=st.text(max_size=3),
-)
-def test_the_index_finds_what_it_has(keys, wanted):
-    """By key and by beginning, in S3's order, before and after it was written."""
-    samples = [
-        PackedSample(key, n % 3, n, n + 1, f"{n:016x}")
-        for n, key in enumerate(sorted(keys, key=str.encode))
-    ]
-    index = ShardIndex(["a", "b", "c"], ["x"], samples)
-    loaded = ShardIndex.load(index.dump(), "index")
-    for one in (index, loaded):
-        assert [one[n] for n in range(len(one))] == samples
-        assert list(one.beginning_with(wanted)) == [
-            sample for sample in samples if sample.key.startswith(wanted)
-        ]
-        assert [one.find(sample.key) for sample in samples] == samples
-        assert one.find(wanted) == next(
-            (sample for sample in samples if sample.key == wanted), None
-        )
-
-
-def test_memory_is_bounded_by_the_shards(tmp_path):
-    """Packing many times a shard's size holds a few shards and no more."""
-    import tracemalloc
-
-    source = make_folder(
-        tmp_path / "in", {f"a/{n:03}.jpg": os.urandom(200_000) for n in range(200)}
-    )
-    out = DirectoryStorage(tmp_path / "out")
-    assert isinstance(out, Storage)
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("prefect_torch_ddp.data.images.tar_shards.NUM_AT_ONCE", 5)
-        tracemalloc.start()
-        try:
-            pack_shards(source, out, shard_bytes=1_000_000)
-            assert tracemalloc.get_traced_memory()[1] < 8_000_000  # of 40,000,000
-        finally:
-            tracemalloc.stop()
-
-
-def test_samples_with_odd_endings(tmp_path):
-    """With a choice of one's own, any file is a sample; its name in the tar is one that readers
-    take apart alike."""
-    files = {"a/1.cls": b"1", "a/2": b"2", "a/3.TXT": b"3", "a/4.é": b"4", "a/5." + "x" * 100: b"5"}
-    packed = pack_shards(
-        make_folder(tmp_path / "in", files), tmp_path / "out", is_valid=lambda key: True
-    )
-    assert contents(packed) == files
-    with tarfile.open(fileobj=io.BytesIO((tmp_path / "out/shard-000000.tar").read_bytes())) as tar:
-        names = [name for name in tar.getnames() if not name.endswith(".cls")]
-    assert names == [
-        "000000000.bin",
-        "000000001.bin",
-        "000000002.txt",
-        "000000003.bin",
-        "000000004.bin",
-    ]
