@@ -28,7 +28,9 @@ from prefect_torch_ddp.data.sampler import (
 from prefect_torch_ddp.data.shards import Sharded, ShardReader
 from prefect_torch_ddp.errors import InvalidParamsError
 
-OURS = frozenset({"batch_size", "shuffle", "sampler", "batch_sampler", "drop_last", "generator"})
+OURS = frozenset(
+    {"batch_size", "shuffle", "sampler", "batch_sampler", "drop_last", "generator", "in_order"}
+)
 
 
 class RankLoader:
@@ -252,12 +254,6 @@ def _refuse_clashes(dataloader_kwargs: dict[str, Any], rank: int, world_size: in
             "use global_batch_size, shuffle, drop_last and seed of the loader"
         )
         raise InvalidParamsError(msg)
-    if not dataloader_kwargs.get("in_order", True):
-        msg = (
-            "in_order=False can't be passed to the DataLoader: batches would come in another "
-            "order than they are counted in, and be lost or repeated at a resume; leave it out"
-        )
-        raise InvalidParamsError(msg)
 
 
 def _check_choices(dataset: object, seed_samples: object, *, is_virtual: bool) -> None:
@@ -289,9 +285,8 @@ def _num_samples(dataset: object) -> int:
     if isinstance(dataset, IterableDataset):
         msg = (
             f"{type(dataset).__name__} is an IterableDataset, which can't promise each sample "
-            "exactly once over all ranks; use a map-style dataset, with __len__ and __getitem__, or "
-            "give it shards: "
-            "the methods shards() -> Sequence, num_samples(shard) -> int and "
+            "exactly once over all ranks; use a map-style dataset, with __len__ and __getitem__, "
+            "or give it shards: the methods shards() -> Sequence, num_samples(shard) -> int and "
             "iter_shard(shard) -> Iterator"
         )
         raise InvalidParamsError(msg)

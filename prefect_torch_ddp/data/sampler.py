@@ -5,15 +5,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, NoReturn, TypeAlias
 
+import numpy as np
 import torch
 from torch.utils.data import Sampler
 
 from prefect_torch_ddp.data.lookahead import ahead_of, with_following
 from prefect_torch_ddp.errors import InvalidParamsError
-
-BATCHES_AT_ONCE = 64
-"""A call of torch costs more than a few dozen numbers of its result."""
-
 
 BatchKeys: TypeAlias = tuple[int, list[int]]
 """(epoch, sample indices): the epoch comes along, so that persistent workers know it too."""
@@ -72,7 +69,7 @@ class GlobalBatches:
     seed: int = 0
     shuffle: bool = True
     drop_last: bool = False
-    _order: tuple[int, torch.Tensor] | None = field(
+    _order: tuple[int, np.ndarray[Any, Any]] | None = field(
         default=None, init=False, repr=False, compare=False
     )
 
@@ -113,15 +110,8 @@ class GlobalBatches:
     def shares(
         self, epoch: int, start_batch: int, rank: int, world_size: int
     ) -> Iterator[list[int]]:
-        """Yield a rank's share of each global batch from one on, faster than `share` does."""
-        size = self.global_batch_size
-        own = share_range(size, rank, world_size)
-        num_full = self.num_samples // size if self.shuffle else start_batch
-        for first in range(start_batch, num_full, BATCHES_AT_ONCE):
-            num = min(BATCHES_AT_ONCE, num_full - first)
-            order = self._epoch_order(epoch)[first * size : (first + num) * size]
-            yield from order.view(num, size)[:, own.start : own.stop].tolist()
-        for batch in range(max(start_batch, num_full), self.num_batches):
+        """Yield a rank's share of each global batch from one on."""
+        for batch in range(start_batch, self.num_batches):
             yield self.share(epoch, batch, rank, world_size)
 
     def _positions(self, batch: int) -> range:
@@ -131,8 +121,8 @@ class GlobalBatches:
         start = batch * self.global_batch_size
         return range(start, min(start + self.global_batch_size, self.num_samples))
 
-    def _epoch_order(self, epoch: int) -> torch.Tensor:
-        """Return the permutation of an epoch: whole numbers [num_samples], on the CPU."""
+    def _epoch_order(self, epoch: int) -> np.ndarray[Any, Any]:
+        """Return the permutation of an epoch: whole numbers [num_samples]."""
         if self._order is None or self._order[0] != epoch:
             self._order = None  # or two permutations would be in memory at once
             # The device is named because torch.set_default_device("cuda") would clash with the
@@ -140,7 +130,7 @@ class GlobalBatches:
             generator = torch.Generator(device="cpu").manual_seed(mix_seed(self.seed, epoch))
             dtype = torch.int32 if self.num_samples < 2**31 else torch.int64
             order = torch.randperm(self.num_samples, generator=generator, device="cpu", dtype=dtype)
-            self._order = (epoch, order)
+            self._order = (epoch, order.numpy())  # sliced in a tenth of the time
         return self._order[1]
 
 

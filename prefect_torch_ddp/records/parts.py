@@ -10,7 +10,7 @@ import orjson
 
 from prefect_torch_ddp.errors import StorageError
 from prefect_torch_ddp.records.log import SUFFIX, records_folder
-from prefect_torch_ddp.storage.protocol import ObjectPart, ReadsMany, Storage, StoredObject
+from prefect_torch_ddp.storage.protocol import ObjectPart, Readable, Storage, StoredObject
 
 BYTES_AHEAD = 2**25
 """What is in memory at a time, at least a part."""
@@ -60,7 +60,7 @@ def contents(storage: Storage, parts: Sequence[StoredObject]) -> Sequence[bytes 
 
     # Concurrently where that pays: a day's training leaves thousands of small objects, and S3
     # takes some 30 ms for each.
-    if isinstance(storage, ReadsMany):
+    if isinstance(storage, Readable):
         return storage.read_many([ObjectPart(part.key, part.num_bytes) for part in parts])
     return [read(part) for part in parts]
 

@@ -113,11 +113,11 @@ class DirectoryStorage:
         return (StoredObject(key, status.st_size) for key, status in found if is_key(key))
 
     def read_many(self, parts: Sequence[ObjectPart]) -> Contents:
-        """See `ReadsMany.read_many`; one after the other."""
+        """See `Readable.read_many`; one after the other."""
         return [self._part_or_error(part) for part in parts]
 
     def list_objects(self, prefix: str) -> Iterator[ListedObject]:
-        """See `ReadsMany.list_objects`; links are followed."""
+        """See `Readable.list_objects`; links are followed."""
         found = _walk(self.root, prefix, follows_links=True)
         return (ListedObject(key, status.st_size, _etag(status)) for key, status in found)
 

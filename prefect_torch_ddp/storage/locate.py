@@ -60,15 +60,11 @@ def storage_below(storage: Storage, folder: str) -> Storage:
 
 def _s3(rest: str) -> S3Storage:
     bucket, _, prefix = rest.partition("/")
-    if ":" in bucket or "@" in bucket:  # the text isn't shown: a secret may be in it
-        msg = (
-            "an s3:// URI holds no credentials and no port; "
-            "write them into a Prefect block, or as AWS_ACCESS_KEY_ID and the like"
+    if not bucket or re.search(r"[?#:@\s]", bucket) or re.search(r"^/|[?#]", prefix):
+        msg = (  # the text isn't shown: a secret may be in it
+            "that s3:// URI can't be used; write s3://bucket/prefix, and endpoint, region and "
+            "credentials into a Prefect block, or as AWS_ACCESS_KEY_ID and the like"
         )
-        raise InvalidParamsError(msg)
-    if not bucket or re.search(r"[?#\s]", bucket) or re.search(r"^/|[?#]", prefix):
-        shown = f"s3://{re.split('[?#]', rest)[0]} can't be used"
-        msg = f"{shown}; write s3://bucket/prefix, and endpoint or region in a block"
         raise InvalidParamsError(msg)
     try:
         return S3Storage(bucket, prefix)

@@ -1,7 +1,7 @@
 """The protocols of a storage: what the package needs from a place that keeps bytes; its keys.
 
 To add a storage: write a frozen, picklable class with the methods of `Storage`, and of the other
-protocols here that it can serve (`ReadsMany` for datasets). Run the suite
+protocols here that it can serve (`Readable` for datasets). Run the suite
 `tests/support/storage_conformance.py` against it. Add its URI scheme to `locate.py`, which turns
 strings into storages.
 """
@@ -159,8 +159,16 @@ Contents: TypeAlias = list[bytes | StorageError]
 
 
 @runtime_checkable
-class ReadsMany(Protocol):
-    """A storage that serves datasets: any name that is found there may be read."""
+class Readable(Protocol):
+    """Where a dataset is read from: a storage, or what stands in front of one, such as a cache.
+
+    Any name that is found there may be read.
+    """
+
+    @property
+    def uri(self) -> str:
+        """The root as a person would write it; holds no secret."""
+        ...
 
     def read_many(self, parts: Sequence[ObjectPart]) -> Contents:
         """Read all parts, concurrently where that helps; a failure is that part's value.
@@ -171,15 +179,6 @@ class ReadsMany(Protocol):
 
     def list_objects(self, prefix: str) -> Iterator[ListedObject]:
         """Yield every object whose name begins with the string `prefix`, sorted by name."""
-        ...
-
-
-class Readable(ReadsMany, Protocol):
-    """Where a dataset is read from: a storage, or what stands in front of one, such as a cache."""
-
-    @property
-    def uri(self) -> str:
-        """The root as a person would write it; holds no secret."""
         ...
 
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from prefect_torch_ddp.data.images.cache import CachedReads
 from prefect_torch_ddp.errors import InvalidParamsError, NoImagesError
-from prefect_torch_ddp.storage.protocol import ListedObject, ListsLevels, Readable, ReadsMany
+from prefect_torch_ddp.storage.protocol import ListedObject, ListsLevels, Readable
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 """torchvision.datasets.folder.IMG_EXTENSIONS."""
@@ -31,7 +31,7 @@ ROWS_PER_LINE = 1000
 Row = TypeVar("Row")
 
 
-def list_dataset(source: ReadsMany, prefix: str = "") -> Iterator[ListedObject]:
+def list_dataset(source: Readable, prefix: str = "") -> Iterator[ListedObject]:
     """Yield what `source.list_objects(prefix)` yields; lists folders at the same time if it can.
 
     Raises:
@@ -44,7 +44,7 @@ def list_dataset(source: ReadsMany, prefix: str = "") -> Iterator[ListedObject]:
     return _side_by_side(source, source.list_level(prefix))
 
 
-def digest_of_listing(source: ReadsMany) -> str:
+def digest_of_listing(source: Readable) -> str:
     """Return a digest of all names, sizes and ETags, which any change changes."""
     digest = hashlib.sha256()
     for item in list_dataset(source):
@@ -52,7 +52,7 @@ def digest_of_listing(source: ReadsMany) -> str:
     return digest.hexdigest()
 
 
-def _side_by_side(source: ReadsMany, level: Iterable[ListedObject | str]) -> Iterator[ListedObject]:
+def _side_by_side(source: Readable, level: Iterable[ListedObject | str]) -> Iterator[ListedObject]:
     def below(entry: ListedObject | str) -> list[ListedObject]:
         return [entry] if isinstance(entry, ListedObject) else list(source.list_objects(entry))
 

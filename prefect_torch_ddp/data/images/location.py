@@ -8,7 +8,7 @@ from prefect_torch_ddp.data.images.cache import CachedReads
 from prefect_torch_ddp.data.images.packed import PackedObjects, packed_objects
 from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.storage.locate import storage_from_uri
-from prefect_torch_ddp.storage.protocol import Readable, ReadsMany
+from prefect_torch_ddp.storage.protocol import Readable
 from prefect_torch_ddp.storage.s3.storage import S3Storage
 
 Location: TypeAlias = str | Path | Readable
@@ -71,13 +71,13 @@ def opened(
 
 
 def _checked(found: object) -> Readable:
-    if not isinstance(found, ReadsMany) or not hasattr(found, "uri"):
+    if not isinstance(found, Readable):
         msg = (
             f"a dataset can't be read from a {type(found).__name__}; "
             "give a path, an s3:// URI, or a storage with read_many"
         )
         raise InvalidParamsError(msg)
-    return cast("Readable", found)
+    return found
 
 
 def _prefix_in(storage: Readable, path: str) -> str:

@@ -30,7 +30,6 @@ from prefect_torch_ddp.storage.protocol import (
     RESERVED_PART,
     ObjectPart,
     Readable,
-    ReadsMany,
     Storage,
 )
 
@@ -128,7 +127,7 @@ def _order(images: ImageIndex, shuffle_seed: int | None) -> Sequence[int]:
 def _filled(  # noqa: PLR0913, PLR0917 - of one caller
     images: ImageIndex,
     shuffle_seed: int | None,
-    source: ReadsMany,
+    source: Readable,
     source_prefix: str,
     shard_bytes: int,
     samples: list[PackedSample],

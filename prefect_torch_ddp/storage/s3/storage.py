@@ -46,11 +46,11 @@ class S3Storage(S3Location):
         return (StoredObject(item.key, item.num_bytes) for item in found if is_key(item.key))
 
     def read_many(self, parts: Sequence[ObjectPart]) -> Contents:
-        """See `ReadsMany.read_many`; by one request each, on kept connections."""
+        """See `Readable.read_many`; by one request each, on kept connections."""
         return reader_of(self).read_many(parts)
 
     def list_objects(self, prefix: str) -> Iterator[ListedObject]:
-        """See `ReadsMany.list_objects`."""
+        """See `Readable.list_objects`."""
         for page in self._pages("list", prefix, "list_objects_v2"):
             yield from map(self._listed, page.get("Contents", ()))
 

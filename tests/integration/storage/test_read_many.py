@@ -12,7 +12,7 @@ import pytest
 
 from prefect_torch_ddp.errors import ObjectChangedError, ObjectNotFoundError, StorageError
 from prefect_torch_ddp.storage.directory import DirectoryStorage
-from prefect_torch_ddp.storage.protocol import ObjectPart, ReadsMany
+from prefect_torch_ddp.storage.protocol import ObjectPart, Readable
 from prefect_torch_ddp.storage.s3.lean.read import NUM_MISSES
 from tests.support.s3_server import answer, cut_in_the_body, lose_the_answer
 from tests.support.waiting import HANG_S
@@ -58,7 +58,7 @@ def part_of(found):
 def test_objects_and_parts_of_them_come_in_order(storage):
     """As they were listed, also twice the same, also nothing."""
     parts, contents = fill(storage)
-    assert isinstance(storage, ReadsMany)
+    assert isinstance(storage, Readable)
     assert storage.read_many([]) == []
     assert storage.read_many(parts + parts[:3]) == contents + contents[:3]
     ranges = [replace(part, start=i * 10, num_bytes=i) for i, part in enumerate(parts)]

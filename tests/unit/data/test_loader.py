@@ -194,7 +194,7 @@ def test_a_default_device_of_the_user_does_not_matter() -> None:
         ),
         (Numbers(3), {"generator": torch.Generator()}, "generator can't be passed"),
         # They would be counted wrongly, and lost or repeated at a resume.
-        (Numbers(3), {"in_order": False}, "in_order=False can't be passed"),
+        (Numbers(3), {"in_order": False}, "in_order can't be passed"),
         (Numbers(3), {"seed_samples": "numpy"}, "choose True, 'torch' or False"),
         (Numbers(3), {"seed_samples": False, "virtual_ranks": 1}, "can't be used with determinism"),
         (Numbers(3), {"rank": 2, "world_size": 2}, "rank is 2 and world_size is 2"),

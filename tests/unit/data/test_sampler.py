@@ -21,30 +21,6 @@ def _global_batch(batches: GlobalBatches, epoch: int, batch: int, world_size: in
 @given(
     n=SIZES,
     size=st.integers(1, 50),
-    world=WORLD_SIZES,
-    epoch=EPOCHS,
-    shuffle=st.booleans(),
-    drop=st.booleans(),
-    data=st.data(),
-)
-def test_many_shares_at_once_are_those_one_by_one(
-    *, n: int, size: int, world: int, epoch: int, shuffle: bool, drop: bool, data: st.DataObject
-) -> None:
-    """From any batch on, also where a share is empty, and over more batches than are cut at
-    once."""
-    batches = GlobalBatches(n, size, 5, shuffle, drop_last=drop and n >= size)
-    start = data.draw(st.integers(0, batches.num_batches))
-    rank = data.draw(st.integers(0, world - 1))
-    expected = [
-        batches.share(epoch, batch, rank, world) for batch in range(start, batches.num_batches)
-    ]
-    assert list(batches.shares(epoch, start, rank, world)) == expected
-
-
-@settings(max_examples=200, deadline=None)
-@given(
-    n=SIZES,
-    size=st.integers(1, 50),
     worlds=st.tuples(WORLD_SIZES, WORLD_SIZES),
     epoch=EPOCHS,
     seed=SEEDS,

@@ -68,7 +68,7 @@ class S3Reader:
         self._lean = _lean_get(location, target) if target is not None else None
 
     def read_many(self, parts: Sequence[ObjectPart]) -> Contents:
-        """See `ReadsMany.read_many`."""
+        """See `Readable.read_many`."""
         num_begun = 1 if self._lean is None else 0
         values: list[bytes | StorageError | None] = []
         values += map(self._by_botocore, parts[:num_begun])

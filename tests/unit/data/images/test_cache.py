@@ -19,7 +19,7 @@ from prefect_torch_ddp.data.images.cache import CachedReads
 from prefect_torch_ddp.data.images.packed import PackedObjects
 from prefect_torch_ddp.errors import InvalidParamsError, ObjectNotFoundError
 from prefect_torch_ddp.storage.directory import DirectoryStorage
-from prefect_torch_ddp.storage.protocol import ObjectPart, ReadsMany
+from prefect_torch_ddp.storage.protocol import ObjectPart, Readable
 from prefect_torch_ddp.storage.s3.storage import S3Storage
 
 
@@ -95,7 +95,7 @@ def test_the_second_time_nothing_is_fetched(storage, tmp_path):
     """Same bytes in the same order, from the folder; a new description of the same folder finds
     them too."""
     cached, parts = CachedReads(storage, tmp_path / "cache"), parts_of(storage)
-    assert isinstance(cached, ReadsMany)
+    assert isinstance(cached, Readable)
     first = cached.read_many(parts)
     assert first == [content(number) for number in range(20)]
     assert storage.num_reads == 20

@@ -26,7 +26,7 @@ from prefect_torch_ddp.errors import (
     StorageError,
 )
 from prefect_torch_ddp.storage.directory import DirectoryStorage
-from prefect_torch_ddp.storage.protocol import ObjectPart, ReadsMany
+from prefect_torch_ddp.storage.protocol import ObjectPart, Readable
 
 ODD_NAMES = {
     "cat/2.jpg": b"two",
@@ -88,7 +88,7 @@ def test_what_was_packed_is_read_back(tmp_path):
     else."""
     source = make_folder(tmp_path / "in", ODD_NAMES | NO_SAMPLES)
     packed = pack_shards(source, tmp_path / "out")
-    assert isinstance(packed, ReadsMany)
+    assert isinstance(packed, Readable)
     assert contents(packed) == ODD_NAMES
     found = packed_objects(DirectoryStorage(tmp_path / "out"))
     assert found == packed
