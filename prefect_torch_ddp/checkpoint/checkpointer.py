@@ -10,6 +10,8 @@ from contextlib import suppress
 from dataclasses import asdict, replace
 from typing import Any
 
+import torch
+
 from prefect_torch_ddp.checkpoint.commit import Committer
 from prefect_torch_ddp.checkpoint.keys import object_key, rank_name
 from prefect_torch_ddp.checkpoint.manifest import Manifest, ManifestObject
@@ -109,7 +111,7 @@ class Checkpointer:
         self._failure = None
         self._thread = threading.Thread(
             target=self._write_share,
-            args=(manifest, turn, staged, list(objects)),
+            args=(manifest, turn, staged, dict(objects)),
             name="prefect-torch-ddp-checkpoint",
             daemon=True,
         )
@@ -171,15 +173,16 @@ class Checkpointer:
         return staged
 
     def _write_share(
-        self, manifest: Manifest, turn: int, staged: dict[str, Any], tracked: list[str]
+        self, manifest: Manifest, turn: int, staged: dict[str, Any], objects: Mapping[str, Any]
     ) -> None:
         written: list[dict[str, Any]] = []
-        host = socket.gethostname()
+        host, tracked = socket.gethostname(), list(objects)
         report = {"host": host, "tracked": tracked, "objects": written, "error": None}
         try:
             self._staging.wait()
             for name, state in staged.items():
-                written.append(asdict(self._write(manifest, name, state)))
+                is_module = isinstance(objects.get(name), torch.nn.Module)
+                written.append(asdict(self._write(manifest, name, state, is_module=is_module)))
             self._written = {item["name"]: item["digest"] for item in written}
             self._before_commit()
         except Exception as error:  # noqa: BLE001 - the training continues from the one before
@@ -193,7 +196,9 @@ class Checkpointer:
         except Exception as error:  # noqa: BLE001
             self._fail(manifest, error)
 
-    def _write(self, manifest: Manifest, name: str, state: Any) -> ManifestObject:
+    def _write(
+        self, manifest: Manifest, name: str, state: Any, *, is_module: bool
+    ) -> ManifestObject:
         key = object_key(manifest.run_id, manifest.step, manifest.attempt, name)
         data = self._serializer.to_view(state)
         try:
@@ -201,7 +206,7 @@ class Checkpointer:
         except StorageError as error:
             msg = f"{key}: {error}"
             raise StorageError(msg) from error
-        return ManifestObject(name, key, len(data), digest_of(data))
+        return ManifestObject(name, key, len(data), digest_of(data), is_module)
 
     def _commit(self, manifest: Manifest, turn: int, own: dict[str, Any]) -> None:
         reports = [own]

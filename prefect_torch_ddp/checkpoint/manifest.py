@@ -34,6 +34,8 @@ class ManifestObject:
     num_bytes: int
     digest: str
     """The BLAKE3 of its content."""
+    is_module: bool = False
+    """Whether its tensors are copied when it is restored; an optimizer keeps those it is given."""
 
 
 @dataclass(frozen=True)

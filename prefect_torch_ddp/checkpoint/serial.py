@@ -8,7 +8,7 @@ import random
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from copy import copy, deepcopy
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
@@ -36,6 +36,13 @@ def to_bytes(state: Any) -> bytes:
 def from_bytes(data: bytes) -> Any:
     """Return the state, its tensors on the CPU."""
     return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+
+
+def from_file(file: BinaryIO) -> Any:
+    """Return the state of an open file, its tensors mapped: they are read when they are used."""
+    # By the descriptor, since another file may have the name by now.
+    path = f"/proc/self/fd/{file.fileno()}"
+    return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
 
 
 class Serializer:

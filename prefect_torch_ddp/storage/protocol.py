@@ -12,7 +12,7 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias, runtime_checkable
+from typing import BinaryIO, Protocol, TypeAlias, runtime_checkable
 
 from prefect_torch_ddp.errors import BadKeyError, StorageError
 
@@ -127,6 +127,18 @@ class KeepsUnfinished(Protocol):
 
     def drop_unfinished(self, prefix: str, is_over: Callable[[str], bool]) -> None:
         """Drop such parts below `prefix` where `is_over(key)` says that nobody writes them."""
+        ...
+
+
+@runtime_checkable
+class HasFiles(Protocol):
+    """A storage whose objects are files that may be mapped into memory instead of copied."""
+
+    def open_file(self, key: str) -> BinaryIO | None:
+        """Open the object; its content stays until it is closed and no mapping of it is left.
+
+        None where the file system can't promise that; raises `ObjectNotFoundError`.
+        """
         ...
 
 

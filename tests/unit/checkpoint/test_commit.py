@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import pytest
 import torch
@@ -103,14 +103,18 @@ def test_a_storage_that_fails_is_no_reason_to_fall_back(tmp_path: Path) -> None:
     """Else an outage of a minute would throw away an hour."""
 
     class Unreadable(DirectoryStorage):
-        def read(self, key: str) -> bytes:
+        def open_file(self, key: str) -> BinaryIO | None:
             if not key.endswith(".pt"):
-                return super().read(key)
-            msg = "Input/output error"
-            raise StorageError(msg)
+                return super().open_file(key)
+            return Path("/proc/self/mem").open(
+                "rb", buffering=0
+            )  # opens, and can't be read at its beginning, as a bad disk
 
     count_to(tmp_path, 3)
-    with pytest.raises(StorageError, match="Input/output error"):
+    with pytest.raises(
+        StorageError,
+        match=r"can't read runs/local/.*\.pt in .*: Input/output error; check the disk",
+    ):
         count_to(Unreadable(tmp_path), 5)
 
 
