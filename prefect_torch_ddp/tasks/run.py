@@ -240,8 +240,9 @@ def wait_for_earlier(client: "Client", name: str, params: ContextParams) -> None
     off the last checkpoint of the one that still stops there.
     """
     limit_s = params.stop_grace_s
-    with suppress(GangError):  # workers that can't be asked: the gang that comes says so
-        client.sync(until_gone, client, name, params.resources or {}, limit_s)
+    say = get_run_logger().info
+    with suppress(GangError, OSError):  # workers that can't be asked: the gang that comes says so
+        client.sync(until_gone, client, name, params.resources or {}, limit_s, say)
 
 
 @dataclass

@@ -30,6 +30,10 @@ FIRST_LOOK_S = 12.0
 SECOND_LOOK_S = 2.0
 """How long each worker may take to answer when not all of them did; all of them have had time
 for their imports by then."""
+LATELY_S = 60.0
+"""How long before the newest event of the scheduler a worker may have been retired that still
+saves."""
+MAX_NAMED = 4
 SHOW_EVERY_S = 1.0
 FIRST_LINE_S = 2.5
 """When a waiting gang says so in the log; the next lines come after 5, 10, 20, 40, ... seconds."""
@@ -105,15 +109,42 @@ def with_resources(
 
 
 async def until_gone(
-    client: Client, gang_name: str, resources: Mapping[str, float], limit_s: float
+    client: Client,
+    gang_name: str,
+    resources: Mapping[str, float],
+    limit_s: float,
+    say: Callable[[str], None],
 ) -> None:
-    """Wait while a gang of this name holds workers, but no longer than the limit."""
+    """Wait while a gang of this name holds workers, retired ones too, but not beyond the limit."""
     until_s = time.monotonic() + limit_s
+    left, has_said = await _lately_retired(client), False
     while time.monotonic() < until_s:
         found = await identify(client, with_resources(await running_workers(client), resources))
-        if all(worker.occupant != f"gang {gang_name!r}" for worker in found):
+        leaving = await _identify_each(client, left)
+        left = [worker.address for worker in leaving]
+        here = [each for each in (*found, *leaving) if each.occupant == f"gang {gang_name!r}"]
+        if not here:
             return
+        if not has_said:
+            on = ", ".join(worker.address for worker in here[:MAX_NAMED])
+            say(f"the attempt before still stops and saves, on {on}: waiting up to {limit_s:g} s")
+            has_said = True
         await asyncio.sleep(POLL_S)
+
+
+async def _lately_retired(client: Client) -> list[str]:
+    """Return workers that left in good order shortly before the newest event, and may live on."""
+    assert client.scheduler is not None
+    events = await client.scheduler.events(topic="all")
+    newest_s = max((at for at, _ in events), default=0.0)
+    return [
+        event["worker"]
+        for at, event in events
+        if newest_s - at < LATELY_S
+        and isinstance(event, dict)
+        and event["action"] == "remove-worker"
+        and event["expected"]
+    ]
 
 
 async def free_workers(
@@ -175,6 +206,13 @@ async def identify(
     """Return the workers that answer; a stopped one stays in the cluster for five minutes."""
     with contextlib.suppress(TimeoutError):
         return await asyncio.wait_for(_ask(client, addresses, warm=warm), FIRST_LOOK_S)
+    return await _identify_each(client, addresses, warm=warm)
+
+
+async def _identify_each(
+    client: Client, addresses: list[str], *, warm: Preload | None = None
+) -> list[WorkerIdentity]:
+    # Alone, each: to one that is gone Dask goes on connecting for 30 s.
     each = [
         asyncio.wait_for(_ask(client, [address], warm=warm), SECOND_LOOK_S) for address in addresses
     ]

@@ -18,11 +18,13 @@ from prefect_torch_ddp.checkpoint.attempts import newest_attempt
 from prefect_torch_ddp.checkpoint.run_files import read_failures
 from prefect_torch_ddp.errors import SupersededError
 from prefect_torch_ddp.gang import run as launch
+from prefect_torch_ddp.gang.caller.workers import until_gone
 from prefect_torch_ddp.params import CheckpointParams
 from prefect_torch_ddp.protocol.events import AttemptBegan, GangEvent
 from prefect_torch_ddp.rank.config import RankConfig
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.tasks.run import RunAttemptLog
+from tests.integration.gang.test_leaving import worker_of
 from tests.support.gangs import RUN_WITH_CONTEXT, attempts_in, extra_worker, own_cluster
 from tests.support.waiting import HANG_S, wait_until
 from tests.workloads import failing, healthy
@@ -148,6 +150,26 @@ def test_a_gang_that_began_small_grows_at_a_checkpoint(tmp_path: Path) -> None:
     (record,) = read_failures(DirectoryStorage(tmp_path / "store"), "run")
     assert record.is_move
     assert "workers for 4 ranks instead of 1; all ranks stopped after step 5" in record.summary
+
+
+def test_the_next_attempt_waits_for_a_gang_on_a_retired_worker_alone(tmp_path: Path) -> None:
+    """Dask has forgotten the worker, whose rank has yet to save: it is waited for, and said."""
+    said: list[str] = []
+    plan = {1: {"step": 9, "how": "grow"}}  # which it never takes
+    with own_cluster(2) as (_, client), ThreadPoolExecutor(2) as pool:
+        gang = pool.submit(train, client, tmp_path, plan, world_size=1, name="run")
+        wait_until((tmp_path / "waits-1-0").exists)
+        worker = worker_of(client, int((tmp_path / "waits-1-0").read_text()))
+        client.retire_workers([worker])
+        waits = pool.submit(client.sync, until_gone, client, "run", {}, HANG_S, said.append)
+        wait_until(lambda: said or waits.done())
+        assert said == [
+            f"the attempt before still stops and saves, on {worker}: waiting up to {HANG_S:g} s"
+        ]
+        assert not waits.done()
+        (tmp_path / "joined").touch()
+        assert gang.result(HANG_S)
+        waits.result(HANG_S)
 
 
 def test_the_same_error_at_the_same_step_twice_ends_it(dask_client: Client, tmp_path: Path) -> None:
