@@ -113,6 +113,8 @@ class Restarts:
         self._moved_at = 0
         self.num_made = 0
         """How many attempts of this call were followed by another."""
+        self.has_grown = False
+        """Whether the last attempt ended for the next to have more ranks: those that there are."""
 
     @property
     def num_left(self) -> int:
@@ -161,10 +163,10 @@ class Restarts:
     def _decide(self, error: GangError, attempt: int) -> None:
         """Return if the gang should run again; raise the error otherwise."""
         saved_step = getattr(error, "saved_step", None) or 0
-        grows = isinstance(error, GangGrowsError)
+        self.has_grown = grows = isinstance(error, GangGrowsError)
         # Each move has to be worth it: no endless train of them.
         is_move = grows or saved_step > self._moved_at
-        record = record_of(error, attempt, self._world_size, is_move=is_move)
+        record = replace(record_of(error, attempt, self._world_size), is_move=is_move)
         before = self._put_on_record(error, record)
         self._on_event(record)
         if is_move:
@@ -223,12 +225,10 @@ class Restarts:
             self._on_event(LogLine(NO_RANK, logging.WARNING, text))
 
 
-def record_of(
-    error: GangError, attempt: int, world_size: int, *, is_move: bool = False
-) -> FailureRecord:
+def record_of(error: GangError, attempt: int, world_size: int) -> FailureRecord:
     """Make the record of a failed attempt."""
     summary = str(error).splitlines()[0]
-    record = FailureRecord(attempt, world_size, summary, None, None, is_move=is_move)
+    record = FailureRecord(attempt, world_size, summary, fingerprint=None, step=None)
     if not isinstance(error, RankFailedError):
         return record
     failure = error.failure

@@ -124,12 +124,13 @@ def _plan(fn: Callable[..., Any] | str, name: str, given: CallParams) -> GangPla
 
 def _attempt(client: Client, plan: GangPlan, restarts: Restarts, number: int) -> list[bytes]:
     given = plan.options
+    full_size_s = FULL_SIZE_S if restarts.num_made else given.workers_timeout_s
     plan = replace(
         plan,
         attempt=number,
         # As torchrun counts: from the start of the whole job, never beyond the maximum.
         max_restarts=number - 1 + restarts.num_left,
-        full_size_s=FULL_SIZE_S if restarts.num_made else given.workers_timeout_s,
+        full_size_s=0.0 if restarts.has_grown else full_size_s,
     )
     most, least = restarts.size_to_ask_for(given.world_size), given.min_world_size
     each, divides = given.ranks_per_worker or 1, given.world_size_divides

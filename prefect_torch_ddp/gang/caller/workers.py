@@ -142,8 +142,8 @@ async def _lately_retired(client: Client) -> list[str]:
         for at, event in events
         if newest_s - at < LATELY_S
         and isinstance(event, dict)
-        and event["action"] == "remove-worker"
-        and event["expected"]
+        and event.get("action") == "remove-worker"
+        and event.get("expected")
     ]
 
 

@@ -11,7 +11,7 @@ import pytest
 import yaml
 from distributed import Client
 
-from prefect_torch_ddp import CheckpointParams, ClusterParams, TrainParams, train_flow
+from prefect_torch_ddp import CheckpointParams, ClusterParams, TrainParams, TrainReport, train_flow
 from tests.integration.clusters.processes import Site
 from tests.integration.tasks.test_cancel import (
     check_cancelled,
@@ -95,6 +95,12 @@ def outlive_the_jobs(site: Site, folder: Path) -> tuple[int, set[str], set[str]]
     return seen, jobs, set(site.job_ids())
 
 
+def has_failed(report: TrainReport) -> bool:
+    """Tell whether Prefect's bus heard of a failure."""
+    names = [event["event"] for event in events_of(flow_run_id_of(report.flow_run_url))]
+    return "prefect-torch-ddp.rank.failed" in names
+
+
 @pytest.mark.extended
 def test_a_job_that_ends_costs_nothing(site: Site, tmp_path: Path) -> None:
     """All ranks stop and save before its end; with the next job they go on, without a retry."""
@@ -119,6 +125,7 @@ def test_a_job_that_ends_costs_nothing(site: Site, tmp_path: Path) -> None:
         seen = operator.result()
     assert (report.training.attempt, report.training.world_size) == (2, 2)
     assert (report.training.resumed_from_step or 0) >= seen
+    assert not has_failed(report)
     wait_until(lambda: not site.job_ids() and not site.processes())
 
 
@@ -152,8 +159,7 @@ def test_jobs_that_reach_their_walltime_cost_nothing(site: Site, tmp_path: Path)
     assert (report.training.attempt, report.training.world_size) == (2, 2)
     assert (report.training.resumed_from_step or 0) >= seen
     assert not jobs & later
-    names = [event["event"] for event in events_of(flow_run_id_of(report.flow_run_url))]
-    assert "prefect-torch-ddp.rank.failed" not in names
+    assert not has_failed(report)
     wait_until(lambda: not site.job_ids() and not site.processes())
 
 

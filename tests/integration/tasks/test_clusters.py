@@ -4,6 +4,8 @@ arguments."""
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from distributed import Client, LocalCluster
 from prefect.client.orchestration import get_client
 
 from prefect_torch_ddp import (
+    CheckpointParams,
     ClusterParams,
     InvalidParamsError,
     TrainParams,
@@ -20,6 +23,8 @@ from prefect_torch_ddp import (
     train_flow,
 )
 from prefect_torch_ddp.tasks.cluster import local_cluster
+from tests.integration.tasks.test_run_record import events_of, only_record
+from tests.support.gangs import extra_worker, pids_in
 from tests.support.runs import flow_run_id_of, task_runs_of, wait_until_said
 from tests.support.separate_cluster import separate_cluster
 from tests.support.waiting import HANG_S
@@ -123,3 +128,43 @@ def test_a_folder_that_a_workers_host_does_not_share(tmp_path: Path) -> None:
             worker.kill()
             worker.wait()
     assert not any(storage.glob("**/*.json"))
+
+
+def test_a_worker_that_joins_makes_a_run_larger(tmp_path: Path) -> None:
+    """By max_world_size, at the next checkpoint: no restart, no retry, no failure on record, and
+    the evaluation has as many ranks."""
+    folder = tmp_path / "marks"
+    folder.mkdir()
+    with (
+        local_cluster(n_workers=1) as cluster,
+        ExitStack() as stack,
+        ThreadPoolExecutor(1) as pool,
+    ):
+
+        def join() -> None:
+            pids_in(folder, 1)
+            stack.enter_context(extra_worker(cluster, 2))
+            pids_in(folder, 2)
+            (folder / "enough").touch()
+
+        params = TrainParams(
+            workload="tests.workloads.tiny:Steered",
+            storage=str(tmp_path / "store"),
+            options={"folder": str(folder)},
+            checkpoint=CheckpointParams(every_s=1.0),
+            world_size=1,
+            max_world_size=2,
+            retries=0,
+            max_restarts=0,
+            cluster=ClusterParams(address=cluster.scheduler_address),
+        )
+        joins = pool.submit(join)
+        report = train_flow(params)
+        joins.result()
+    training = report.training
+    assert (training.attempt, training.world_size, report.evaluation.num_samples) == (2, 2, 21)
+    assert training.resumed_from_step
+    (first, _) = only_record(tmp_path / "store").attempts
+    assert (first.world_size, first.step) == (1, training.resumed_from_step)
+    names = [event["event"] for event in events_of(flow_run_id_of(report.flow_run_url))]
+    assert "prefect-torch-ddp.rank.failed" not in names
