@@ -125,12 +125,6 @@ def _prepare(config: RankConfig, function: Callable[..., Any]) -> DatasetReport:
 def _report(value: Any, workload: str) -> Report:
     if isinstance(value, Report):
         return value
-    if isinstance(value, Mapping):
-        try:
-            return Report.model_validate(dict(value))
-        except ValidationError as error:
-            msg = f"evaluate of {workload} returned a dict that is no Report: {error}"
-            raise TypeError(msg) from error
     kind = type(value).__name__
     msg = f"evaluate of {workload} returned {kind}; return a prefect_torch_ddp.Report"
     raise TypeError(msg)

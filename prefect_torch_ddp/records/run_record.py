@@ -20,8 +20,6 @@ from prefect_torch_ddp.storage.protocol import Storage, StoredObject
 
 RunState = Literal["training", "completed", "failed", "cancelled"]
 PREFIX = "run-records/"
-BATCH = 16
-"""How many records are read at once where the newest that fits is looked for."""
 
 logger = logging.getLogger(__name__)
 
@@ -184,9 +182,8 @@ def previous_run(storage: Storage, record: RunRecord) -> RunRecord | None:
     origin = [each for each in stored if _run_id_of(each.key) == record.weights_from]
     if (found := next(read_records(storage, origin), None)) is not None:
         return found
-    stored.sort(key=lambda each: each.key, reverse=True)
-    for first in range(0, len(stored), BATCH):
-        for old in read_records(storage, stored[first : first + BATCH]):
+    for each in sorted(stored, key=lambda each: each.key, reverse=True):
+        for old in read_records(storage, [each]):
             is_of_it = (old.experiment, old.state) == (record.experiment, "completed")
             if is_of_it and old.began < record.began:
                 return old

@@ -36,6 +36,11 @@ from tests.workloads import healthy
 FOUR = TensorDataset(torch.arange(4.0))
 
 
+def steps_of(ctx: RankContext, size: int = 1) -> Any:
+    """Return the steps of an epoch of four samples."""
+    return ctx.steps(ctx.loader(FOUR, global_batch_size=size), epochs=1)
+
+
 def fit(folder: Path, *, run_id: str = "local", **options: Any) -> dict[str, Any]:
     """Train the healthy workload here."""
     policy = CheckpointParams(every_steps=2, every_s=None)
@@ -147,7 +152,7 @@ def test_leaving_the_loop_counts_the_step(tmp_path: Path) -> None:
     """`break` is an end like any other: the record and the checkpoint hold the step."""
     with RankContext.local(storage=tmp_path) as ctx:
         ctx.track(model=nn.Linear(1, 1))
-        for _ in ctx.steps(ctx.loader(FOUR, global_batch_size=1), epochs=1):
+        for _ in steps_of(ctx):
             ctx.report(loss=1)
             if ctx.step == 2:
                 break
@@ -162,7 +167,7 @@ def test_leaving_the_loop_counts_the_step(tmp_path: Path) -> None:
 def test_reports_of_a_step_are_one_record(tmp_path: Path) -> None:
     """Numbers of all kinds; what is reported outside of a step is a record of no samples."""
     with RankContext.local(storage=tmp_path) as ctx:
-        for _ in ctx.steps(ctx.loader(FOUR, global_batch_size=4), epochs=1):
+        for _ in steps_of(ctx, 4):
             loss = torch.tensor(0.5, requires_grad=True)
             ctx.report(loss=loss, count=3)
             ctx.report(
@@ -193,7 +198,7 @@ def test_what_is_no_number_is_refused_by_name(value: object) -> None:
 def test_metrics_survive_an_exception(tmp_path: Path) -> None:
     """What was reported in the step that failed is there too."""
     with pytest.raises(BreakError), RankContext.local(storage=tmp_path) as ctx:
-        for _ in ctx.steps(ctx.loader(FOUR, global_batch_size=1), epochs=1):
+        for _ in steps_of(ctx):
             ctx.report(loss=ctx.step)
             if ctx.step == 3:
                 raise BreakError
@@ -237,7 +242,7 @@ def test_each_checkpoint_that_is_complete_reaches_the_link(tmp_path: Path) -> No
     config = RankConfig("run", claim_attempt(storage, "run"), "train", storage, checkpoint=policy)
     with RankContext(ContextParts(config, RankInfo(), link)) as ctx:
         ctx.track(model=nn.Linear(1, 1))
-        for number, _ in enumerate(ctx.steps(ctx.loader(FOUR, global_batch_size=1), epochs=1), 1):
+        for number, _ in enumerate(steps_of(ctx), 1):
             ctx.report(loss=1 / number)
     manifests = list_manifests(storage, "run")
     assert [(each.step, each.epoch) for each in link.committed] == [(2, 1), (4, 1)]
@@ -288,7 +293,7 @@ def test_what_cant_be_tracked_is_refused_by_name() -> None:
             ctx.track(model=nn.Linear(1, 1))
         with pytest.raises(InvalidParamsError, match="can't name a tracked object"):
             ctx.track(**{"../model": nn.Linear(1, 1)})
-        for _ in ctx.steps(ctx.loader(FOUR, global_batch_size=4), epochs=1):
+        for _ in steps_of(ctx, 4):
             with pytest.raises(InvalidParamsError, match="track everything before the first step"):
                 ctx.track(late=nn.Linear(1, 1))
 
@@ -335,7 +340,7 @@ def test_who_evaluates_does_not_end_a_training(tmp_path: Path) -> None:
     policy = CheckpointParams(every_steps=1, every_s=None)
     with RankContext.local(storage=tmp_path, checkpoint=policy) as training:
         training.track(model=nn.Linear(1, 1))
-        for _ in training.steps(training.loader(FOUR, global_batch_size=1), epochs=1):
+        for _ in steps_of(training):
             if training.step == 3:
                 chosen: Any = {"stage": "evaluate", "restore_step": 1}
                 with RankContext.local(storage=tmp_path, **chosen) as evaluating:
@@ -399,7 +404,7 @@ def test_a_forced_checkpoint_is_of_the_steps_end(tmp_path: Path) -> None:
     with RankContext.local(storage=tmp_path, checkpoint=CheckpointParams(every_s=None)) as ctx:
         model = nn.Linear(1, 1)
         ctx.track(model=model)
-        for _ in ctx.steps(ctx.loader(FOUR, global_batch_size=1), epochs=1):
+        for _ in steps_of(ctx):
             ctx.checkpoint(force=ctx.step == 2)
             with torch.no_grad():
                 model.weight.fill_(ctx.step)
@@ -415,5 +420,5 @@ def test_checkpoints_come_by_time(tmp_path: Path) -> None:
     policy = CheckpointParams(every_steps=None, every_s=1e-9, keep_last=9)
     with RankContext.local(storage=tmp_path, checkpoint=policy) as ctx:
         ctx.track(model=nn.Linear(1, 1))
-        assert len(list(ctx.steps(ctx.loader(FOUR, global_batch_size=1), epochs=1))) == 4
+        assert len(list(steps_of(ctx))) == 4
     assert len(list(tmp_path.rglob("manifest.json"))) == 4

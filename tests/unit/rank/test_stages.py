@@ -8,10 +8,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
+from torch.utils.data import TensorDataset
 
 from prefect_torch_ddp import RankContext, Report
 from prefect_torch_ddp.errors import InvalidParamsError
@@ -46,8 +48,6 @@ def outcome(folder: Path, stage: str, value: Any, monkeypatch: pytest.MonkeyPatc
 
 def test_train_gives_plain_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """JSON scalars; nan as text; nothing tracked is no checkpoint."""
-    import numpy as np
-
     same = {"name": "x", "count": 3, "good": True, "none": None}
     values = {"accuracy": np.float64(0.5), "loss": math.nan, **same}
     found = outcome(tmp_path, "train", values, monkeypatch)
@@ -65,8 +65,6 @@ def test_train_refuses_other_values_by_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A tensor in the dict, or no dict at all."""
-    import torch
-
     with pytest.raises(
         TypeError, match=r"returned 'weights' as torch.Tensor.*ctx.track for models"
     ):
@@ -76,12 +74,9 @@ def test_train_refuses_other_values_by_name(
 
 
 def test_evaluate_gives_a_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Or a dict that makes one."""
+    """Anything else is refused by its type."""
     report = Report(num_samples=2, accuracy=0.5)
-    for value in (report, {"num_samples": 2, "accuracy": 0.5}):
-        assert outcome(tmp_path, "evaluate", value, monkeypatch) == report
-    with pytest.raises(TypeError, match="returned a dict that is no Report"):
-        outcome(tmp_path, "evaluate", {"accuracy": 0.5}, monkeypatch)
+    assert outcome(tmp_path, "evaluate", report, monkeypatch) == report
     with pytest.raises(TypeError, match=r"returned float; return a prefect_torch_ddp.Report"):
         outcome(tmp_path, "evaluate", 0.5, monkeypatch)
 
@@ -130,72 +125,47 @@ def test_a_task_returns_what_rank_0_returns(
     assert run_task(config(tmp_path, "task"), lambda _ctx: 7) == expected
 
 
-@pytest.mark.parametrize(("evaluate_on", "step", "weight"), [("last", 3, 3.0), ("best", 2, 2.0)])
-def test_train_leaves_the_model_that_is_evaluated(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, evaluate_on: Any, step: int, weight: float
+@pytest.mark.parametrize(
+    ("evaluate_on", "step", "names"),
+    [("last", 3, ["generator", "critic"]), ("best", 2, ["critic", "model"])],
+)
+def test_train_exports_each_module_of_the_checkpoint_that_is_evaluated(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    evaluate_on: Any,
+    step: int,
+    names: list[str],
 ) -> None:
-    """The last checkpoint's or the best one's; its card says what it is."""
-    from safetensors.torch import load_file
-    from torch import nn
-    from torch.utils.data import TensorDataset
+    """The last one's or the best one's, each under its name, with a card that says what it is; the
+    one called `model` is the model."""
 
     def train(ctx: RankContext) -> None:
-        net = ctx.wrap(nn.Linear(1, 1, bias=False))
-        ctx.track(net=net)
-        for _ in ctx.steps(
-            ctx.loader(TensorDataset(torch.zeros(3)), global_batch_size=1), epochs=1
-        ):
-            with torch.no_grad():
-                net.weight.fill_(ctx.step)
+        made = {name: ctx.wrap(nn.Linear(1, 1, bias=False)) for name in names}
+        ctx.track(**made, optimizer=torch.optim.SGD(made[names[0]].parameters()))
+        loader = ctx.loader(TensorDataset(torch.zeros(3)), global_batch_size=1)
+        for _ in ctx.steps(loader, epochs=1):
+            for number, each in enumerate(made.values()):
+                with torch.no_grad():
+                    each.weight.fill_(10 * number + ctx.step)
             ctx.report(accuracy=[0.1, 0.9, 0.5][ctx.step - 1])
             ctx.checkpoint(force=True)
 
     monkeypatch.setattr(returns, "train", train)
     policy = CheckpointParams(best_metric="accuracy", keep_last=5)
-    chosen = replace(
-        config(tmp_path, "train"),
-        checkpoint=policy,
-        evaluate_on=evaluate_on,
-        dataset_id=None,
-        options={"lr": 1.0},
-    )
-    found = run_stage(chosen, f"{__name__}:returns")
-    folder = tmp_path / "runs/run/models/000001"
-    assert found["model_uris"] == {"net": f"{folder}/net.safetensors"}
-    assert load_file(found["model_uris"]["net"])["weight"].item() == weight
-    card = json.loads((folder / "net.json").read_bytes())
-    assert (card["step"], card["tracked_as"], card["workload"]) == (
-        step,
-        "net",
-        f"{__name__}:returns",
-    )
-    assert (card["options"], card["dataset"]) == ({"lr": 1.0}, None)
-    assert card["metrics"] == {"accuracy": {2: 0.9, 3: 0.5}[step]}
-    assert card["versions"]["torch"] == version("torch")
-
-
-@pytest.mark.parametrize(
-    ("names", "model"), [(["generator", "critic"], None), (["critic", "model"], "model")]
-)
-def test_every_tracked_module_is_exported_under_its_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names: list[str], model: str | None
-) -> None:
-    """A GAN's two models are both there; the one called `model` is the model."""
-    made = {name: nn.Linear(1, 1) for name in names}
-
-    def train(ctx: RankContext) -> None:
-        optimizer = torch.optim.SGD(made[names[0]].parameters())
-        ctx.track(**made, optimizer=optimizer)
-
-    monkeypatch.setattr(returns, "train", train)
-    chosen = replace(config(tmp_path, "train"), dataset_id=None)
-    uris = run_stage(chosen, f"{__name__}:returns")["model_uris"]
+    changes = {"checkpoint": policy, "evaluate_on": evaluate_on, "options": {"lr": 1.0}}
+    workload = f"{__name__}:returns"
+    chosen = replace(config(tmp_path, "train"), dataset_id=None, **changes)
+    uris = run_stage(chosen, workload)["model_uris"]
     folder = tmp_path / "runs/run/models/000001"
     assert uris == {name: f"{folder}/{name}.safetensors" for name in names}
-    for name, uri in uris.items():
-        assert torch.equal(load_file(uri)["weight"], made[name].weight)
+    for number, (name, uri) in enumerate(uris.items()):
+        assert load_file(uri)["weight"].item() == 10 * number + step
         card = json.loads((folder / f"{name}.json").read_bytes())
         assert (card["tracked_as"], card["file"]) == (name, f"{name}.safetensors")
+        assert (card["step"], card["workload"]) == (step, workload)
+        assert (card["options"], card["dataset"]) == ({"lr": 1.0}, None)
+        assert card["metrics"] == {"accuracy": {2: 0.9, 3: 0.5}[step]}
+        assert card["versions"]["torch"] == version("torch")
     summary = TrainingSummary(
         run_id="run",
         attempt=1,
@@ -207,4 +177,4 @@ def test_every_tracked_module_is_exported_under_its_name(
         last_checkpoint=None,
         model_uris=uris,
     )
-    assert summary.model_uri == (None if model is None else uris[model])
+    assert summary.model_uri == uris.get("model")

@@ -3,8 +3,6 @@
 import json
 import logging
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -20,7 +18,6 @@ from prefect_torch_ddp.records.run_record import (
     write_record,
 )
 from prefect_torch_ddp.results import DatasetReport, Report
-from prefect_torch_ddp.storage.protocol import StoredObject
 
 BEGAN = datetime(2026, 11, 22, 2, tzinfo=UTC)
 NIGHTLY = "train-ddp/nightly/digits"
@@ -32,22 +29,6 @@ def record(night: int, experiment: str = NIGHTLY, **changes: object) -> RunRecor
     plain = {"run_id": f"run-{night}", "experiment": experiment, "workload": "digits"}
     fields = {"state": "completed", "began": began, "storage": "/store", **changes}
     return RunRecord.model_validate({**plain, **fields})
-
-
-@dataclass
-class Counting:
-    """A storage that counts what is asked of it."""
-
-    inner: DirectoryStorage
-    asked: list[str] = field(default_factory=list)
-
-    def list(self, prefix: str = "") -> Iterator[StoredObject]:
-        self.asked.append(f"list {prefix}")
-        return self.inner.list(prefix)
-
-    def read(self, key: str) -> bytes:
-        self.asked.append(f"read {key}")
-        return self.inner.read(key)
 
 
 def test_a_record_is_read_back_whatever_its_numbers_are(tmp_path: Path) -> None:
@@ -119,18 +100,6 @@ def test_the_previous_run_is_the_newest_completed_one_of_the_experiment(tmp_path
     assert origin.run_id == "run-0"
     assert previous_run(storage, record(0)) is None
     assert previous_run(storage, record(9, "another")) is None
-
-
-def test_the_previous_run_is_found_without_reading_all(tmp_path: Path) -> None:
-    """After many nights it takes one listing and a few reads."""
-    storage = Counting(DirectoryStorage(tmp_path))
-    for night in range(40):
-        write_record(storage.inner, record(night))
-    found = previous_run(storage, record(39))  # type: ignore[arg-type]
-    assert found is not None
-    assert found.run_id == "run-38"
-    assert len([each for each in storage.asked if each.startswith("list")]) == 1
-    assert len(storage.asked) < 20
 
 
 def test_runs_are_listed_a_row_each(tmp_path: Path) -> None:

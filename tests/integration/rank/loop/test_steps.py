@@ -77,16 +77,6 @@ def _newest_model(folder: Path) -> Path:
     return folder / max(manifests, key=lambda manifest: manifest.step).find("model").key
 
 
-def test_a_resume_may_have_more_ranks(tmp_path: Path, dataset_folder: Path) -> None:
-    """The world's size may change: new ranks get random generators of their own, every step is
-    made."""
-    killed = train_config(tmp_path, dataset_folder, die_at=7, die_after=6)
-    assert Died(-9) in run_ranks(run_stage, 1, killed, HEALTHY)
-    one, two = run_ranks(run_stage, 2, train_config(tmp_path, dataset_folder), HEALTHY)
-    assert (one["resumed_from_step"], one["num_steps"], one["num_epochs"]) == (6, 12, 4)
-    assert two["last_checkpoint"] is None
-
-
 def test_a_finished_training_adds_nothing_when_it_is_run_again(
     tmp_path: Path, dataset_folder: Path
 ) -> None:

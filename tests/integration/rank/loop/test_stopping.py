@@ -59,22 +59,17 @@ def test_all_ranks_stop_after_the_same_step(tmp_path: Path, seed: int) -> None:
     assert again == found, "a training that asked to stop was taken up again"
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-def test_ranks_that_ask_in_steps_of_their_own_stop_together(tmp_path: Path, seed: int) -> None:
+@pytest.mark.parametrize("ask_at", [[17, 3, 55], [40, 41, 9], [1, 1], [NUM_STEPS, NUM_STEPS]])
+def test_ranks_that_ask_in_steps_of_their_own_stop_together(
+    tmp_path: Path, ask_at: list[int]
+) -> None:
     """Early stopping by a value that differs from rank to rank: no rank stops before the first
-    one asked."""
-    chance = random.Random(seed)
-    ask_at = [chance.randrange(1, 60) for _ in range(3)]
-    config = config_for(tmp_path, None)
-    found = train_on(3, config, train, [60.0] * 3, ask_at, [0.001] * 3)
+    one asked; also in the first step, and in the last one, where none is left to hear of it."""
+    num_ranks = len(ask_at)
+    paces_s = [0.001 if num_ranks == 3 else 0.0] * num_ranks
+    found = train_on(
+        num_ranks, config_for(tmp_path, None), train, [60.0] * num_ranks, ask_at, paces_s
+    )
     (step,) = {step for step, _ in found}
-    assert found == [(step, step)] * 3
-    assert min(ask_at) <= step < NUM_STEPS
-
-
-def test_a_stop_in_the_first_and_in_the_last_step(tmp_path: Path) -> None:
-    """Also where there is no step left in which to hear of it."""
-    for name, step in (("first", 1), ("last", NUM_STEPS)):
-        config = config_for(tmp_path / name, None)
-        values = train_on(2, config, train, [60.0] * 2, [step] * 2, [0.0] * 2)
-        assert values == [(step, step)] * 2
+    assert found == [(step, step)] * num_ranks
+    assert step == ask_at[0] if num_ranks == 2 else min(ask_at) <= step < NUM_STEPS
