@@ -194,15 +194,6 @@ class Readable(Protocol):
         ...
 
 
-@runtime_checkable
-class ListsLevels(Protocol):
-    """A storage that can list one level of its names, so that folders are listed side by side."""
-
-    def list_level(self, prefix: str) -> Iterator[ListedObject | str]:
-        """Yield names without a slash after `prefix`, and folders (up to their slash), sorted."""
-        ...
-
-
 def probe(storage: Storage) -> None:
     """Write, conditionally write, read, list and delete a small object.
 

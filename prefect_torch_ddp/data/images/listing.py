@@ -17,7 +17,7 @@ import numpy as np
 
 from prefect_torch_ddp.data.images.cache import CachedReads
 from prefect_torch_ddp.errors import InvalidParamsError, NoImagesError
-from prefect_torch_ddp.storage.protocol import ListedObject, ListsLevels, Readable
+from prefect_torch_ddp.storage.protocol import ListedObject, Readable
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 """torchvision.datasets.folder.IMG_EXTENSIONS."""
@@ -39,9 +39,10 @@ def list_dataset(source: Readable, prefix: str = "") -> Iterator[ListedObject]:
     """
     if isinstance(source, CachedReads):  # listings aren't kept
         source = source.storage
-    if not isinstance(source, ListsLevels):
+    list_level = getattr(source, "list_level", None)  # of S3
+    if list_level is None:
         return source.list_objects(prefix)
-    return _side_by_side(source, source.list_level(prefix))
+    return _side_by_side(source, list_level(prefix))
 
 
 def digest_of_listing(source: Readable) -> str:

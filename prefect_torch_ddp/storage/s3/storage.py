@@ -55,7 +55,7 @@ class S3Storage(S3Location):
             yield from map(self._listed, page.get("Contents", ()))
 
     def list_level(self, prefix: str) -> Iterator[ListedObject | str]:
-        """See `ListsLevels.list_level`."""
+        """Yield names without a slash after `prefix`, and folders (up to their slash), sorted."""
         for page in self._pages("list", prefix, "list_objects_v2", Delimiter="/"):
             found = {item["Key"]: self._listed(item) for item in page.get("Contents", ())}
             folders = {item["Prefix"] for item in page.get("CommonPrefixes", ())}

@@ -100,14 +100,6 @@ def test_it_is_torchvisions_image_folder(filled, tmp_path):
     assert filled.uri in repr(ours)
 
 
-def test_transforms_are_applied_and_any_loader_decodes(filled):
-    """As in torchvision; the loader gets an open file."""
-    dataset = S3ImageFolder(
-        filled, colour_of, str, loader=lambda file: Image.open(file).rotate(180)
-    )
-    assert [dataset[i] for i in range(8)] == [(3 * i, "0") for i in range(8)]
-
-
 @pytest.mark.parametrize("num", [4, pytest.param(1100, marks=pytest.mark.extended)])
 def test_markers_many_objects_and_a_neighbour_of_the_same_beginning(s3_server, num):
     """1,100 objects take two pages; `train2` isn't `train`; folder markers are neither class
@@ -264,15 +256,6 @@ def test_augmentation_depends_on_the_sample_alone(filled, on_error):
         seen.append(numbers_of)
     assert len(seen[0]) == NUM
     assert seen[0] == seen[1]
-
-
-def test_a_pickle_is_small_and_holds_no_client(filled):
-    """Some bytes a sample, less than torchvision's list of paths."""
-    dataset = S3ImageFolder(filled, colour_of)
-    size = len(pickle.dumps(dataset))
-    list(DataLoader(dataset, batch_sampler=LookAhead([[0, 1], [2, 3]], 0)))
-    assert len(pickle.dumps(dataset)) == size < 4000
-    assert pickle.loads(pickle.dumps(dataset))[5] == dataset[5]
 
 
 # ---- What can't be read

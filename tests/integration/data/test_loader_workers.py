@@ -1,18 +1,15 @@
 """The rank's loader with worker processes: the same order, and the same draws, as without."""
 
-import os
 import random
-import threading
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch.overrides import _get_current_function_mode_stack
-from torch.utils.data import DataLoader, Dataset, Subset, get_worker_info
+from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from prefect_torch_ddp.data.loader import RankLoader
-from prefect_torch_ddp.data.lookahead import Ahead, ReadAhead, ahead_of
 from tests.unit.data.test_loader import Noise, Numbers
 from tests.unit.data.test_lookahead import check_rank_loader, check_stock_loader
 from tests.unit.data.test_shards import Noisy, batches
@@ -61,13 +58,6 @@ def test_workers_begin_under_no_mode_of_ours() -> None:
     through Python."""
     loader = loader_of(Modes(8), 4, **FORKED)
     assert [batch.tolist() for batch in loader] == [[0] * 4] * 2
-
-
-def test_leaving_a_pass_early_leaves_the_next_one_whole() -> None:
-    """Early stop in mid-epoch, then evaluation on the same loader."""
-    loader = loader_of(Numbers(20), 2, persistent_workers=True, **FORKED)
-    next(loader.lockstep(3))
-    assert sorted(int(i) for data in loader for i in data) == list(range(20))
 
 
 def test_augmentation_is_the_same_on_resume_and_for_any_number_of_workers() -> None:
@@ -135,16 +125,6 @@ def test_only_what_draws_needs_to_be_seeded() -> None:
     assert not torch.isin(by_torch[:, 1], seeded[:, 1]).any()
 
 
-def test_dataset_that_fetches_whole_batches_keeps_doing_so() -> None:
-    """`__getitems__` of the user's dataset (here a Subset's) is used, and seeded per batch in
-    workers."""
-    subset = Subset(Noise(40), range(10, 30))
-    loaders = [loader_of(subset, 5, world_size=2, **FORKED) for _ in range(2)]
-    runs = [torch.cat([data for data, _ in loader.lockstep(1)]) for loader in loaders]
-    assert torch.equal(runs[0], runs[1])
-    assert set(runs[0][:, 0].tolist()) <= set(range(10, 30))
-
-
 def _shift(_: int) -> None:
     info = get_worker_info()
     assert info is not None
@@ -167,18 +147,6 @@ def test_each_process_is_told_its_next_batch(num_workers: int) -> None:
     """By the stock DataLoader and the rank's; persistent workers too."""
     check_stock_loader(num_workers, multiprocessing_context="fork", persistent_workers=True)
     check_rank_loader(num_workers, multiprocessing_context="fork")
-
-
-def test_a_child_begins_with_nothing() -> None:
-    """What the parent reads ahead isn't waited for."""
-    release = threading.Event()
-    ahead = ReadAhead(lambda indices: (indices != [2] or release.wait(60)) and indices)
-    ahead.read(ahead_of([1], [[2]]))
-    child = os.fork()
-    if child == 0:
-        os._exit(0 if ahead.read(Ahead([3])) == [3] and not ahead._begun else 1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    release.set()
 
 
 def test_what_a_sharded_dataset_draws_is_the_same_in_workers() -> None:

@@ -13,7 +13,7 @@ from prefect_torch_ddp.data.images.cache import CachedReads
 from prefect_torch_ddp.data.images.folder import S3ImageFolder, image_folder
 from prefect_torch_ddp.data.images.packed import PackedObjects, packed_objects
 from prefect_torch_ddp.data.images.tar_shards import pack_shards
-from prefect_torch_ddp.errors import InvalidParamsError, ObjectChangedError, StorageError
+from prefect_torch_ddp.errors import ObjectChangedError, StorageError
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from tests.integration.data.image_files import (
     global_batches,
@@ -189,19 +189,6 @@ def test_a_damaged_shard_stops_the_training_and_names_shard_and_sample(damaged):
     dataset = S3ImageFolder(PackedObjects(storage), pil_to_tensor)
     with pytest.raises(StorageError, match=rf"{name} in s3://.*shard-000000\.tar"):
         drain(DataLoader(dataset, batch_size=4, num_workers=1))
-
-
-def test_a_cache_by_its_folder_alone(raw, shards, tmp_path):
-    """`cache=` keeps objects and samples of shards; given twice it is refused."""
-    for source in (raw, shards, CachedReads(shards, tmp_path / "cache")):
-        given = {} if isinstance(source, CachedReads) else {"cache": tmp_path / "cache"}
-        dataset = S3ImageFolder(source, pil_to_tensor, **given)
-        dataset.__getitems__(range(NUM_IMAGES))
-        assert len(list((tmp_path / "cache").glob("v1/*/??/*"))) == NUM_IMAGES * (
-            1 if source is raw else 2
-        )
-    with pytest.raises(InvalidParamsError, match="already"):
-        S3ImageFolder(CachedReads(raw, tmp_path / "cache"), cache=tmp_path / "cache")
 
 
 def test_image_folder_finds_shards_by_itself(shards, folder, tmp_path):

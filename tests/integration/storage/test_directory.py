@@ -98,17 +98,6 @@ def test_writes_survive_deletes_of_neighbours(storage):
     assert list(storage.list()) == []
 
 
-def test_files_are_readable_as_the_umask_says(storage):
-    """A shared folder is shared: files aren't private to their writer."""
-    before = os.umask(0o022)
-    try:
-        storage.write("a", b"1")
-        storage.write_if_absent("b", b"1")
-    finally:
-        os.umask(before)
-    assert [(storage.root / key).stat().st_mode & 0o777 for key in "ab"] == [0o644, 0o644]
-
-
 def test_links_do_not_lead_out(storage, tmp_path):
     """Neither a linked folder nor a linked file reads, writes, deletes or lists what lies
     outside the root."""

@@ -2,7 +2,6 @@
 that is cut."""
 
 import dataclasses
-import multiprocessing
 import pickle
 import socket
 
@@ -153,20 +152,3 @@ def test_anonymous_requests_are_not_signed(wire, open_s3_server):
 
 
 # ---- Sizes, pages, processes.
-
-
-def test_a_neighbouring_prefix_is_not_listed(s3_server):
-    """`runs` isn't the beginning of `runs2`."""
-    s3_server.storage("neighbour/runs2").write("x", b"")
-    storage = s3_server.storage("neighbour/runs")
-    storage.write("y", b"")
-    assert [found.key for found in storage.list()] == ["y"]
-
-
-def test_a_storage_crosses_into_a_fresh_process(storage):
-    """What is sent to a process that shares nothing with ours works there."""
-    storage.write("object", b"1")
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        assert pool.apply_async(storage.read, ("object",)).get(60) == b"1"
-        pool.close()
-        pool.join()

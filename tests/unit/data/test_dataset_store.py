@@ -118,19 +118,6 @@ def test_round_trip(storage: Storage, tmp_path: Path) -> None:
     assert not left
 
 
-def test_the_digest_is_that_of_names_and_contents(tmp_path: Path) -> None:
-    """The same on both kinds; another name or another byte gives another."""
-    digests = []
-    renamed = {"other.txt": b"", **{key: data for key, data in FILES.items() if data}}
-    for i, files in enumerate([FILES, FILES, {**FILES, "labels.txt": b"!"}, renamed]):
-        (tmp_path / str(i)).mkdir()
-        digests.append(
-            publish(storage_of(["directory", "far"][i % 2], tmp_path / str(i)), files).digest
-        )
-    assert digests[0] == digests[1]
-    assert len(set(digests)) == 3
-
-
 def test_without_its_manifest_it_is_no_dataset(storage: Storage) -> None:
     """Files of a publisher that died, or whose manifest somebody deleted, are replaced by the
     next one's."""

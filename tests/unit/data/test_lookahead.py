@@ -137,17 +137,6 @@ def test_the_next_batches_are_read_while_one_is_used(depth):
             assert not thread.is_alive()
 
 
-def test_a_broken_off_epoch_leaves_nothing_behind():
-    """What isn't announced any more is dropped, and what is asked for without being announced
-    is read."""
-    ahead = ReadAhead(lambda indices: [index * 10 for index in indices])
-    assert ahead.read(ahead_of([1], [[2]])) == [10]
-    assert ahead.read(ahead_of([7], [[8]])) == [70]
-    assert set(ahead._begun) == {(8,)}
-    assert ahead.read([3]) == [30]
-    assert ahead._begun == {}
-
-
 def test_an_error_is_raised_at_the_batch_that_it_belongs_to():
     """Not at the one before."""
 

@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import IterableDataset
 
-from prefect_torch_ddp import RankContext, read_ledger
 from prefect_torch_ddp.data.loader import RankLoader
 from prefect_torch_ddp.errors import InvalidParamsError
 
@@ -154,27 +153,6 @@ def test_a_shard_of_another_size_than_it_says_is_refused(says: int, word: str) -
         match=re.escape(f"shard 'b' has {word} samples than num_samples says, {says}"),
     ):
         list(loader)
-
-
-def test_the_ledger_names_samples_of_shards_by_their_number(tmp_path: Any) -> None:
-    """Left in the middle of an epoch, resumed there: each sample once, by its number over all
-    shards."""
-    for attempt in (1, 2):
-        with RankContext.local(storage=tmp_path, ledger=True) as ctx:
-            ctx.track(model=torch.nn.Linear(1, 1))
-            loader = ctx.loader(Shards([5, 0, 7, 3]), global_batch_size=4)
-            seen = list(_until(ctx, loader, last=3 if attempt == 1 else 99))
-            assert seen
-    assert str(read_ledger(tmp_path, "local")).splitlines() == [
-        f"epoch {epoch}: 15 samples, each once" for epoch in (1, 2)
-    ]
-
-
-def _until(ctx: RankContext, loader: RankLoader, last: int) -> Iterator[Any]:
-    for batch in ctx.steps(loader, epochs=2):
-        yield batch
-        if ctx.step == last:
-            return
 
 
 class Endless(IterableDataset[int]):

@@ -228,21 +228,6 @@ def test_what_was_not_used_for_a_day_makes_room(storage, tmp_path):
     assert size_of(tmp_path / "cache") <= limit
 
 
-@pytest.mark.parametrize(
-    "count", [None, b"xy", b"%020d %020d" % (10**6, 0)], ids=["lost", "damaged", "high"]
-)
-def test_a_wrong_count_is_made_anew(storage, tmp_path, count):
-    """Lost, damaged, or too high as killed processes leave it: that costs a scan and no room."""
-    limit = 10 * 1032
-    cached = CachedReads(storage, tmp_path / "cache", limit)
-    cached.read_many(parts_of(storage)[:6])
-    path = tmp_path / "cache/v1/count"
-    path.unlink() if count is None else path.write_bytes(count)
-    cached.read_many(parts_of(storage))
-    assert size_of(tmp_path / "cache") <= limit
-    assert len(entries(tmp_path / "cache")) == 10
-
-
 def test_a_full_disk_costs_the_cache_and_not_the_reading(storage, tmp_path, caplog):
     """The file system refuses to write (by a limit on a file's size): reads go on, one warning
     says why, no half file stays."""

@@ -181,28 +181,6 @@ def test_packing_again_leaves_nothing_of_before(tmp_path):
     ]
 
 
-def test_prefixes_on_both_sides(tmp_path):
-    """A split below a prefix is packed below another one; names are relative to the split, and
-    train isn't train2."""
-    train, other = some_files(20), some_files(5, seed=3)
-    files = {f"raw/train/{key}": data for key, data in train.items()} | {
-        f"raw/train2/{key}": data for key, data in other.items()
-    }
-    packed = pack_shards(
-        make_folder(tmp_path / "in", files),
-        tmp_path / "out",
-        source_prefix="raw/train",
-        prefix="/shards/train/",
-    )
-    assert contents(packed) == train
-    assert packed_objects(DirectoryStorage(tmp_path / "out")) is None
-    assert contents(packed_objects(DirectoryStorage(tmp_path / "out"), "shards/train/")) == train
-    assert packed.uri == f"{tmp_path}/out/shards/train"
-    again = pack_shards(tmp_path / "in/raw/train", str(tmp_path / "again"))
-    assert folder_bytes(tmp_path / "again") == folder_bytes(tmp_path / "out")
-    assert contents(again) == train
-
-
 def test_nothing_to_pack_is_refused_before_anything_is_removed(tmp_path):
     """An empty source is an error that names it, and the shards of before stay."""
     pack_shards(make_folder(tmp_path / "in", some_files(5)), tmp_path / "out")
