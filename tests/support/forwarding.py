@@ -1,11 +1,15 @@
 """A real storage behind the protocol's questions alone, for tests that change one of the
 answers."""
 
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Literal
 
+from prefect_torch_ddp.errors import StorageError
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.storage.protocol import Storage, StoredObject
+from tests.support.waiting import HANG_S
 
 
 class ForwardingStorage:
@@ -64,3 +68,23 @@ class WatchedStorage(ForwardingStorage):
     def delete(self, key: str) -> None:
         self._before(f"delete {key}")
         super().delete(key)
+
+
+class MoodyStorage(ForwardingStorage):
+    """The same, where a conditional write waits until it may go on, and fails as its mood is."""
+
+    def __init__(self, inner: Path, mood: Literal["well", "refuses", "loses answers"]) -> None:
+        super().__init__(inner)
+        self.mood = mood
+        self.goes_on = threading.Event()
+
+    def write_if_absent(self, key: str, data: bytes) -> bool:
+        assert self.goes_on.wait(HANG_S)
+        if self.mood == "refuses":
+            msg = "503 slow down"
+            raise StorageError(msg)
+        is_written = super().write_if_absent(key, data)
+        if self.mood == "loses answers":
+            msg = "the answer got lost"
+            raise StorageError(msg)
+        return is_written

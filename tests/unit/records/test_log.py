@@ -4,7 +4,6 @@ import json
 import logging
 import math
 import threading
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,41 +13,10 @@ from prefect_torch_ddp.errors import StorageError
 from prefect_torch_ddp.records import log as records_log
 from prefect_torch_ddp.records.log import RecordLog, left_behind, next_interval_s, put_part
 from prefect_torch_ddp.storage.directory import DirectoryStorage
+from prefect_torch_ddp.storage.protocol import Storage
+from tests.support.forwarding import MoodyStorage
 from tests.support.records import read_records
 from tests.support.waiting import wait_until
-
-_broken = threading.Event()
-
-
-@dataclass(frozen=True)
-class BreakableStorage(DirectoryStorage):
-    """A directory that refuses to write while it is broken."""
-
-    def write_if_absent(self, key: str, data: bytes) -> bool:
-        if _broken.is_set():
-            msg = "503 slow down"
-            raise StorageError(msg)
-        return super().write_if_absent(key, data)
-
-
-class DeafStorage(BreakableStorage):
-    """A directory that writes, and while it is broken says that it didn't: an answer that was
-    lost."""
-
-    def write_if_absent(self, key: str, data: bytes) -> bool:
-        written = DirectoryStorage.write_if_absent(self, key, data)
-        if _broken.is_set():
-            msg = "the connection was reset"
-            raise StorageError(msg)
-        return written
-
-
-@pytest.fixture(autouse=True)
-def _whole_again() -> Any:
-    _broken.clear()
-    yield
-    _broken.clear()
-
 
 FOLDER = "runs/run/metrics/rank-00003"
 
@@ -59,7 +27,7 @@ def record(step: int, loss: Any = 1.0, **metrics: Any) -> dict[str, Any]:
     return {"step": step, **who, "metrics": {"loss": loss, **metrics}}
 
 
-def log_in(storage: DirectoryStorage, **options: Any) -> RecordLog:
+def log_in(storage: Storage, **options: Any) -> RecordLog:
     """Make the log of rank 3; without options its thread writes nothing by itself."""
     options = {"first_interval_s": 60.0, **options}
     return RecordLog(storage, "run", "metrics", rank=3, attempt=2, **options)
@@ -122,12 +90,13 @@ def test_a_storage_that_recovers_loses_nothing(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Records wait, one warning says so, and they are written once."""
-    _broken.set()
-    log = log_in(BreakableStorage(tmp_path), first_interval_s=0.01)
+    storage = MoodyStorage(tmp_path, "refuses")
+    storage.goes_on.set()
+    log = log_in(storage, first_interval_s=0.01)
     log.append(record(1))
     wait_until(lambda: "kept to try again: 503 slow down" in caplog.text)
     log.append(record(2))
-    _broken.clear()
+    storage.mood = "well"
     log.close()
     assert steps_in(DirectoryStorage(tmp_path)) == [1, 2]
     assert caplog.text.count("kept to try again") == 1
@@ -135,12 +104,13 @@ def test_a_storage_that_recovers_loses_nothing(
 
 def test_what_arrived_though_it_seemed_to_fail_is_not_written_twice(tmp_path: Path) -> None:
     """Also where more records have come since."""
-    log = log_in(DeafStorage(tmp_path))
+    storage = MoodyStorage(tmp_path, "loses answers")
+    storage.goes_on.set()
+    log = log_in(storage)
     log.append(record(1))
-    _broken.set()
-    with pytest.raises(StorageError, match="reset"):
+    with pytest.raises(StorageError, match="the answer got lost"):
         log.flush()
-    _broken.clear()
+    storage.mood = "well"
     log.append(record(2))
     log.close()
     assert steps_in(DirectoryStorage(tmp_path)) == [1, 2]
@@ -148,8 +118,9 @@ def test_what_arrived_though_it_seemed_to_fail_is_not_written_twice(tmp_path: Pa
 
 def test_a_storage_that_stays_broken_is_an_error(tmp_path: Path) -> None:
     """With the number of records that are lost."""
-    _broken.set()
-    log = log_in(BreakableStorage(tmp_path))
+    storage = MoodyStorage(tmp_path, "refuses")
+    storage.goes_on.set()
+    log = log_in(storage)
     log.append(record(1))
     log.append(record(2))
     with pytest.raises(StorageError, match=r"2 records of metrics could not be written to .*503"):

@@ -1,17 +1,15 @@
 """A rank's lines in the storage: whole, in few objects, whatever the storage does."""
 
 import re
-import threading
 from pathlib import Path
 
 import pytest
 
-from prefect_torch_ddp.errors import StorageError
 from prefect_torch_ddp.records import log as records_log
 from prefect_torch_ddp.records import rank_log
 from prefect_torch_ddp.records.rank_log import LogFolder, RankLogWriter
 from prefect_torch_ddp.storage.directory import DirectoryStorage
-from tests.support.forwarding import ForwardingStorage
+from tests.support.forwarding import MoodyStorage
 from tests.support.waiting import HANG_S, wait_until
 
 STAMP = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z "
@@ -45,34 +43,20 @@ def test_a_short_log_is_one_object_and_an_attempt_overwrites_no_other(tmp_path: 
     assert not (tmp_path / "runs/run/logs/evaluate").exists()
 
 
-class Moody(ForwardingStorage):
-    """A directory where writes fail or wait while it is told to."""
-
-    fails = True
-    waits = threading.Event()
-
-    def write_if_absent(self, key: str, data: bytes) -> bool:
-        """Write it late, and say so or not."""
-        if not self.waits.wait(HANG_S) or (super().write_if_absent(key, data) and self.fails):
-            msg = "the answer got lost"
-            raise StorageError(msg)
-        return not self.fails
-
-
 def test_a_large_log_is_written_at_once_and_nothing_is_lost_or_doubled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Though the first write seems to fail, and more lines come before it is tried again."""
     monkeypatch.setattr(records_log, "FULL_BYTES", 1_000)
-    monkeypatch.setattr(Moody, "waits", threading.Event())
-    writer = RankLogWriter(LogFolder(Moody(tmp_path), "run"), 0, 1)
+    storage = MoodyStorage(tmp_path, "loses answers")
+    writer = RankLogWriter(LogFolder(storage, "run"), 0, 1)
     lines = [f"line {number}" for number in range(500)]
     for number in range(100):
         writer.add(lines[number : number + 1])
-    Moody.waits.set()
+    storage.goes_on.set()
     wait_until(lambda: "kept to try again: the answer got lost" in caplog.text)
     writer.add(lines[100:])
-    monkeypatch.setattr(Moody, "fails", False)
+    storage.mood = "well"
     writer.end()
     assert writer.join(HANG_S) == ""
     assert written(tmp_path, "rank-00000") == lines
@@ -85,17 +69,16 @@ def test_a_storage_that_keeps_nobody_waiting(
     """What doesn't fit in memory meanwhile is lost, and the end says how much that is."""
     monkeypatch.setattr(rank_log, "MAX_WAITING_BYTES", 1_000)
     monkeypatch.setattr(records_log, "FULL_BYTES", 500)
-    monkeypatch.setattr(Moody, "waits", threading.Event())
-    monkeypatch.setattr(Moody, "fails", False)
-    writer = RankLogWriter(LogFolder(Moody(tmp_path), "run"), 0, 1)
+    storage = MoodyStorage(tmp_path, "well")
+    writer = RankLogWriter(LogFolder(storage, "run"), 0, 1)
     for number in range(1_000):
         writer.add([f"line {number}"])
-    Moody.waits.set()
+    storage.goes_on.set()
     wait_until(lambda: writer._log.num_waiting_bytes < rank_log.MAX_WAITING_BYTES)
-    Moody.waits.clear()
+    storage.goes_on.clear()
     writer.add(["after it"])
     assert "has not taken the last of it for 0 s" in writer.join(0.0)
-    Moody.waits.set()
+    storage.goes_on.set()
     trouble = writer.join(HANG_S)
     *kept, last = written(tmp_path, "rank-00000")
     assert trouble == f"the storage was too slow for {1_000 - len(kept)} lines"
