@@ -92,6 +92,7 @@ class Run:
         # An evaluation doesn't wait for ranks that a training had once grown to.
         least = self.params.min_world_size or self.params.world_size
         derived: GangOptions = {"min_world_size": min(least, world_size)}
+        derived["max_world_size"] = None  # a training alone resumes
         return {**self.params.options_of_gang(), **derived, **changes}
 
 

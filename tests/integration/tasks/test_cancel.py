@@ -38,9 +38,13 @@ if __name__ == "__main__":
 """
 USER_FLOW = """
 import sys
+from pathlib import Path
 from prefect import flow
+from prefect.context import FlowRunContext
+from prefect.states import Suspended
 from prefect_dask import DaskTaskRunner
 from prefect_torch_ddp import CheckpointParams, ddp_task
+from tests.support.waiting import wait_until
 from tests.workloads import hanging
 
 train = ddp_task(
@@ -54,7 +58,11 @@ CLUSTER = {"n_workers": 2, "threads_per_worker": 1, "dashboard_address": ":0"}
 
 @flow(name="of-a-user", task_runner=DaskTaskRunner(cluster_kwargs=CLUSTER))
 def of_a_user(folder: str) -> None:
-    train.submit(folder).result()
+    future = train.submit(folder)
+    if sys.argv[3] == "suspended":  # what Prefect does where the run is a deployment's
+        wait_until(lambda: any(Path(sys.argv[2]).rglob("manifest.json")))
+        FlowRunContext.get().flow_run_suspension_request.mark_requested(Suspended())
+    future.result()
 
 if __name__ == "__main__":
     of_a_user(sys.argv[1])
@@ -299,15 +307,17 @@ def test_ctrl_c_twice(tmp_path: Path) -> None:
 
 
 @pytest.mark.extended
-def test_ctrl_c_of_a_users_flow_with_a_ddp_task(tmp_path: Path) -> None:
-    """Its ranks stop after one step, with a checkpoint, before the flow's cluster closes; the
-    task run is Cancelled."""
+@pytest.mark.parametrize("how", ["ctrl-c", "suspended"])
+def test_a_users_flow_with_a_ddp_task_is_stopped(tmp_path: Path, how: str) -> None:
+    """By Ctrl-C, or suspended: its ranks stop after one step, with a checkpoint, before the flow's
+    cluster closes; the task run is Cancelled."""
     (tmp_path / "pids").mkdir()
-    places = (str(tmp_path / "pids"), str(tmp_path / "store"))
-    with flow_process(tmp_path, *places, text=USER_FLOW) as process:
+    given = (str(tmp_path / "pids"), str(tmp_path / "store"), how)
+    with flow_process(tmp_path, *given, text=USER_FLOW) as process:
         ranks = ranks_of(tmp_path)
         wait_until(lambda: list((tmp_path / "store").rglob("manifest.json")))
-        os.killpg(process.pid, signal.SIGINT)
+        if how == "ctrl-c":
+            os.killpg(process.pid, signal.SIGINT)
         assert process.wait(HANG_S) != 0
     wait_until_gone(ranks)
     message = check_task_cancelled(newest_run()[0])

@@ -1,5 +1,6 @@
 """Options: declared once, in the same words at every level, and refused by name."""
 
+from pathlib import Path
 from typing import Any, get_type_hints
 
 import pytest
@@ -9,7 +10,9 @@ from pydantic import ValidationError
 from prefect_torch_ddp import InvalidParamsError, RankContext, TrainParams, ddp_task
 from prefect_torch_ddp.gang.checks import checked
 from prefect_torch_ddp.params import ContextOptions, ContextParams, GangOptions, GangParams
+from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.tasks.ddp_task import DdpTaskOptions, TaskParams
+from prefect_torch_ddp.tasks.run import Run
 
 
 def fit(ctx: RankContext, lr: float = 0.1) -> float:
@@ -121,3 +124,12 @@ def test_a_forms_texts_are_read_as_numbers() -> None:
     assert TrainParams.model_validate({"world_size": "3"}).world_size == 3
     with pytest.raises(InvalidParamsError, match="world_size is '3'"):
         checked(GangParams, {"world_size": "3"})
+
+
+def test_only_a_training_grows() -> None:
+    """A dataset is prepared by one rank, and an evaluation has no checkpoint to go on from."""
+    params = TrainParams(world_size=2, max_world_size=4)
+    run = Run("run", params, DirectoryStorage(Path("unused")), "dataset", "experiment")
+    prepared, evaluated = run.gang_options(1), run.gang_options(4)
+    assert prepared["max_world_size"] is evaluated["max_world_size"] is None
+    assert (prepared["min_world_size"], evaluated["min_world_size"]) == (1, 2)
