@@ -4,7 +4,7 @@ import argparse
 import logging
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from uuid import uuid4
@@ -19,7 +19,7 @@ from prefect_torch_ddp.errors import PrefectTorchDdpError
 from prefect_torch_ddp.gang.caller.placement import rank_addresses
 from prefect_torch_ddp.gang.caller.workers import identify, running_workers
 from prefect_torch_ddp.gang.run import run_gang
-from prefect_torch_ddp.gang.versions import PACKAGES, conflicts, versions
+from prefect_torch_ddp.gang.versions import PACKAGES, conflicts, in_words, versions, who_has
 from prefect_torch_ddp.lazy import __version__
 from prefect_torch_ddp.protocol.agent import WorkerIdentity
 from prefect_torch_ddp.storage.protocol import Storage
@@ -32,8 +32,6 @@ LITTLE_SHARED_BYTES = 2**30
 TRIAL_BYTES = 2**25
 """What is written to the storage and read back to tell its speed."""
 MIB = 2**20
-MEETING = "prefect_torch_ddp.doctor.on_rank:meet"
-"""Named, since it loads torch."""
 
 
 @dataclass
@@ -70,24 +68,16 @@ class Doctor:
         assert client.scheduler is not None
         # The scheduler may lack this package, so it is asked in Dask's own way.
         scheduler = client.sync(client.scheduler.versions, packages=list(PACKAGES))["packages"]
-        has = {**scheduler, "python": scheduler["python"].split(".final")[0]}
-        columns: dict[str, Mapping[str, str | None]] = {"here": versions(), "scheduler": has}
-        alike: dict[tuple[tuple[str, str], ...], list[str]] = {}
-        for worker in workers:
-            alike.setdefault(tuple(sorted(worker.versions.items())), []).append(worker.address)
-        for found, who in alike.items():
-            columns["all workers" if len(alike) == 1 else ", ".join(who)] = dict(found)
-        table = Table("", *columns, title="Versions")
-        differing = []
-        for package in ("python", *PACKAGES):
-            cells = [each.get(package) or "-" for each in columns.values()]
-            differing += [package] if len(set(cells) - {"-"}) > 1 else []
-            table.add_row(package, *cells, style="yellow" if package in differing else None)
-        self.console.print(table)
-        broken = conflicts(versions(), {each.address: each.versions for each in workers})
+        python = scheduler["python"].split(".final")[0]
+        of_workers = {worker.address: worker.versions for worker in workers}
+        everybody = {"here": versions(), "scheduler": {**scheduler, "python": python}} | of_workers
+        broken = conflicts(versions(), of_workers)
         self.problems += broken.values()
-        if harmless := [package for package in differing if package not in broken]:
-            self.console.print(f"differs, and a gang runs all the same: {', '.join(harmless)}")
+        for package in ("python", *PACKAGES):
+            who = who_has(package, everybody)
+            if len(who) > 1 and package not in broken:
+                text = f"{package} differs, and a gang runs all the same: {in_words(who)}"
+                self.console.print(text, style="yellow")
         return not broken
 
     def _machines(
@@ -145,7 +135,7 @@ class Doctor:
         try:
             met: list[tuple[str, list[str]]] = run_gang(
                 client,
-                MEETING,
+                _meeting(),
                 world_size=len(workers),
                 name="doctor",
                 interface=self.interface,
@@ -187,6 +177,24 @@ class Doctor:
         self.console.print(f"{words % (storage.uri, *speeds)} MiB/s")
 
 
+def _meeting() -> Callable[[], tuple[str, list[str]]]:
+    """Return what each rank does: it travels whole, so that no rank loads this module."""
+
+    def meet() -> tuple[str, list[str]]:
+        import torch  # noqa: PLC0415 - a rank's alone
+        import torch.distributed as dist  # noqa: PLC0415
+
+        backend = dist.get_backend()
+        ones = torch.ones(1, device="cuda" if "nccl" in backend else "cpu")
+        dist.all_reduce(ones)
+        if ones.item() != dist.get_world_size():
+            msg = f"the ranks' sum is {ones.item():g} instead of {dist.get_world_size()}"
+            raise RuntimeError(msg)
+        return backend, [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+
+    return meet
+
+
 def _arguments(given: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser("prefect-torch-ddp", description=__doc__)
     parser.add_argument("--version", action="version", version=__version__)
@@ -219,17 +227,13 @@ def main(given: Sequence[str] | None = None) -> int:
                 doctor.storage(resolve_storage(arguments.storage), client, workers)
             except PrefectTorchDdpError as error:
                 doctor.problems.append(str(error))
-    _conclude(doctor.console, doctor.problems)
-    return 1 if doctor.problems else 0
-
-
-def _conclude(console: Console, problems: Sequence[str]) -> None:
-    if not problems:
-        console.print("nothing is wrong", style="green")
-        return
+    if not (problems := doctor.problems):
+        doctor.console.print("nothing is wrong", style="green")
+        return 0
     many = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
     lines = [f"  {number}. {text}" for number, text in enumerate(problems, 1)]
-    console.print("\n".join([f"{many}:", *lines]), style="red", markup=False)
+    doctor.console.print("\n".join([f"{many}:", *lines]), style="red", markup=False)
+    return 1
 
 
 if __name__ == "__main__":

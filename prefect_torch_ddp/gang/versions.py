@@ -62,24 +62,34 @@ def conflicts(
     """
     found = {}
     for package, rule in RULES.items():
-        everybody = ({"here": caller} if rule.includes_caller else {}) | dict(workers)
-        who: dict[str, list[str]] = {}
-        for name, has in everybody.items():
-            if package in has:
-                who.setdefault(has[package], []).append(name)
+        who = who_has(package, ({"here": caller} if rule.includes_caller else {}) | dict(workers))
         if len({tuple(each.split(".")[: rule.num_parts]) for each in who}) > 1:
-            have = ", ".join(f"{each} {_places(names)}" for each, names in sorted(who.items()))
-            found[package] = f"{package} differs: {have}; {rule.why}: install the same version"
+            differs = f"{package} differs: {in_words(who)}"
+            found[package] = f"{differs}; {rule.why}: install the same version"
     return found
+
+
+def who_has(package: str, everybody: Mapping[str, Mapping[str, str]]) -> dict[str, list[str]]:
+    """Return who has each version of a package; who lacks it is left out."""
+    who: dict[str, list[str]] = {}
+    for name, has in everybody.items():
+        if version_of := has.get(package):
+            who.setdefault(version_of, []).append(name)
+    return who
+
+
+def in_words(who: Mapping[str, Sequence[str]]) -> str:
+    """Say who has which version, the first alone by name."""
+    return ", ".join(f"{each} {_places(names)}" for each, names in sorted(who.items()))
+
+
+def _places(names: Sequence[str]) -> str:
+    if names[0] == "here":
+        return "here" if len(names) == 1 else f"here and on {_places(names[1:])[3:]}"
+    return f"on {names[0]}" + (f" and {len(names) - 1} more" if len(names) > 1 else "")
 
 
 def refuse_conflicts(workers: Sequence[WorkerIdentity]) -> None:
     """Raise VersionConflictError where these workers and this process can't form a gang."""
     if found := conflicts(versions(), {worker.address: worker.versions for worker in workers}):
         raise VersionConflictError("\n".join(found.values()))
-
-
-def _places(names: list[str]) -> str:
-    if names[0] == "here":
-        return "here" if len(names) == 1 else f"here and on {_places(names[1:])[3:]}"
-    return f"on {names[0]}" + (f" and {len(names) - 1} more" if len(names) > 1 else "")

@@ -5,11 +5,10 @@ This module is also a preload of Dask's: `dask worker --preload prefect_torch_dd
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from distributed import Client, Worker, WorkerPlugin
+from distributed import Client, Worker
 
 from prefect_torch_ddp.gang.caller.code import preload_of
 from prefect_torch_ddp.gang.checks import check_client
@@ -20,14 +19,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-PLUGIN_NAME = "prefect-torch-ddp-warm"
-
 
 def warm(client: Client, code: Callable[..., Any] | str | None = None) -> None:
     """Have every Dask worker load torch now, in its fork server, so that gangs start fast.
 
-    Doesn't wait for it. Workers that join later are warmed as well, for as long as an idle fork
-    server lives: 1800 s. Where it can't be done, ranks start slower. Calling it again is free.
+    Doesn't wait for it, nor for workers that join later, which the next gang warms. An idle fork
+    server lives for 1800 s. Where it can't be done, ranks start slower. Calling it again is free.
 
     Args:
         client: a synchronous Dask client.
@@ -40,7 +37,7 @@ def warm(client: Client, code: Callable[..., Any] | str | None = None) -> None:
     check_client(client)
     loop = client.loop.asyncio_loop  # type: ignore[union-attr]
     preload = TORCH_ALONE if code is None else preload_of(code)
-    asyncio.run_coroutine_threadsafe(_register(client, preload), loop).add_done_callback(_note)
+    asyncio.run_coroutine_threadsafe(_warm(client, preload), loop).add_done_callback(_note)
 
 
 async def dask_setup(worker: Worker) -> None:
@@ -50,31 +47,10 @@ async def dask_setup(worker: Worker) -> None:
     await register_rpc(worker, TORCH_ALONE)
 
 
-async def _register(client: Client, preload: Preload) -> None:
-    # On the client's own loop it returns an awaitable.
-    await client.register_plugin(_plugin(time.time(), preload), PLUGIN_NAME)
+async def _warm(client: Client, preload: Preload) -> None:
+    from prefect_torch_ddp.gang.caller import workers  # noqa: PLC0415 - it imports much
 
-
-def _plugin(asked_s: float, preload: Preload) -> WorkerPlugin:
-    # Within a function and of plain values, so that it is pickled by value: a worker that joins
-    # and can't unpickle a plugin of its scheduler's does not start, and there may be workers
-    # without this package.
-    imports, shadowed_by = preload.imports, preload.shadowed_by
-
-    class Warm(WorkerPlugin):
-        async def setup(self, worker: Worker) -> None:
-            try:
-                from prefect_torch_ddp.gang.worker.fork_client import IDLE_S  # noqa: PLC0415
-                from prefect_torch_ddp.gang.worker.rpc import register_rpc  # noqa: PLC0415
-                from prefect_torch_ddp.protocol.rank import Preload  # noqa: PLC0415
-            except ImportError:  # a gang says so, by name
-                return
-            # The scheduler keeps the plugin when its client is long gone; a fork server for
-            # nobody would be 200 MB on each new worker.
-            if time.time() - asked_s < IDLE_S:
-                await register_rpc(worker, Preload(imports, shadowed_by))
-
-    return Warm()
+    await workers.identify(client, list(await workers.running_workers(client)), warm=preload)
 
 
 def _note(done: "Future[None]") -> None:

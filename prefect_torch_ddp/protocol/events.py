@@ -120,13 +120,6 @@ class CheckpointCommitted:
 
 
 @dataclass(frozen=True)
-class RankListens:
-    """A rank's training reacts to an order to stop: its agent gives it time instead of a kill."""
-
-    rank: int
-
-
-@dataclass(frozen=True)
 class FunctionEnded:
     """A rank's function ended; its last checkpoint and metrics may still be being written."""
 
@@ -220,7 +213,6 @@ RankEvent = (
     LogLine
     | Progress
     | CheckpointCommitted
-    | RankListens
     | RankStopped
     | FunctionEnded
     | RankReturned

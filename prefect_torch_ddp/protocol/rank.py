@@ -26,8 +26,6 @@ class RankPlace:
     rank: int
     local_rank: int
     node_rank: int
-    slot: int
-    """Which of its worker's ranks this is, from 0."""
     worker: str
     """Address of the Dask worker."""
     host: str

@@ -21,5 +21,5 @@ def launch_of(rank: int, world_size: int, **fields: Any) -> RankLaunch:
         "code_paths": CodePaths(),
         "launcher": "auto",
     }
-    place = RankPlace(rank, rank, 0, rank, worker="tcp://a:1", host="a", address="a")
+    place = RankPlace(rank, rank, 0, worker="tcp://a:1", host="a", address="a")
     return RankLaunch(place, GangShape(world_size, 1, (world_size,)), **plain | fields)

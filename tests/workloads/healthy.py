@@ -167,7 +167,7 @@ def fit_elastic(
     Args:
         ctx: options: sharded, global_batch_size, num_workers, max_samples, precision
             ("bfloat16", "scaled"), overflow_at (a step whose loss is infinite).
-        folder: for a file of this rank's pid when it waits to be killed.
+        folder: for a file of this rank's pid when it waits for others to join.
         plan: see `fail_as_planned`; the last rank fails between two micro-batches.
     """
     options = ctx.options
@@ -197,7 +197,7 @@ def fit_elastic(
             scaler.scale(loss * weight * factor).backward()
             losses.append(loss.item() * weight)
             weights.append(weight)
-            fail_as_planned(ctx, plan or {}, folder)
+            fail_as_planned(ctx, plan or {})
             wait_as_planned(ctx, plan or {}, folder)
         scaler.unscale_(optimizer)
         nn.utils.clip_grad_norm_(net.parameters(), 1.0)
@@ -243,15 +243,12 @@ def wait_as_planned(ctx: RankContext, plan: dict[int, dict[str, Any]], folder: s
         wait_until(ctx._parts.link.stop_requested)  # nothing public tells it before the agreement
 
 
-def fail_as_planned(ctx: RankContext, plan: dict[int, dict[str, Any]], folder: str) -> None:
-    """Fail in the attempts planned, at a step: {attempt: {"step", "how"}}, where how is "wait",
-    for all ranks to be killed, or the last rank's way to fail."""
+def fail_as_planned(ctx: RankContext, plan: dict[int, dict[str, Any]]) -> None:
+    """Fail in the attempts planned, at a step: {attempt: {"step", "how"}}, where how is
+    the last rank's way to fail."""
     fault = plan.get(ctx.attempt)
     if fault is None or ctx.step != fault["step"] or fault["how"] == "grow":
         return
     wait_for_checkpoint(ctx, ctx.step, ctx.step - 2)  # they come every other step, or each
-    if fault["how"] == "wait":
-        write_pid(folder, f"waits-{ctx.attempt}-{ctx.rank}")
-        signal.pause()
     if ctx.rank == ctx.world_size - 1:
         fail(fault["how"])

@@ -193,11 +193,6 @@ def whereabouts() -> dict[str, Any]:
     return found
 
 
-def interface_settings() -> dict[str, str | None]:
-    """Tell which interfaces gloo and NCCL were told, without a process group."""
-    return {name: os.environ.get(name) for name in INTERFACES}
-
-
 def meet_after_rank_0_returned() -> int:
     """On rank 1, use the store and make a group long after rank 0 returned."""
     import torch.distributed as dist

@@ -187,15 +187,13 @@ def describe(stall: Stall, hosts: Mapping[int, str], stacks: Mapping[int, str]) 
 def summarize(stall: Stall, hosts: Mapping[int, str], stacks: Mapping[int, str]) -> str:
     """Say it in one line."""
     behind = stall.behind
-    each = [_doing(rank, stacks) for rank in behind]
-    named = [f"rank {rank.rank} on {hosts[rank.rank]}" for rank in behind]
     is_waiting = all(_is_in_collective(stacks, rank) for rank in behind)
-    if len(behind) == 1:
-        verb = "waits for a rank that does not come" if is_waiting else "did not arrive"
-        text = f"{named[0]} {verb}: for {behind[0].silent_s:.0f} s it has been {each[0]}"
-    else:
-        which = ", ".join(f"{who} is {what}" for who, what in zip(named, each, strict=True))
-        text = f"{len(behind)} ranks made no progress for {stall.silent_s:.0f} s: {which}"
+    verb = "waits for a rank that does not come" if is_waiting else "did not arrive"
+    text = ", ".join(
+        f"rank {rank.rank} on {hosts[rank.rank]} {verb}: for {rank.silent_s:.0f} s it has been "
+        f"{_doing(rank, stacks)}"
+        for rank in behind
+    )
     if others := _others(stall, stacks):
         text += f", while {others}"
     counted = sorted((*behind, *stall.ahead), key=lambda rank: rank.rank)

@@ -67,16 +67,15 @@ class LineMerger:
     def pass_on_due(self) -> None:
         """Pass on the lines that have waited long enough, or that all ranks wrote."""
         until_s = time.monotonic() - MERGE_S
-        while self._waiting and (self._is_complete() or self._waiting[0].since_s <= until_s):
+        while self._waiting and (
+            len(self._waiting[0].ranks) == self._world_size or self._waiting[0].since_s <= until_s
+        ):
             self._pass_on_first()
 
     def pass_on_all(self) -> None:
         """Pass on every line."""
         while self._waiting:
             self._pass_on_first()
-
-    def _is_complete(self) -> bool:
-        return len(self._waiting[0].ranks) == self._world_size
 
     def _add(self, line: LogLine) -> None:
         equal = self._equal[line.level, line.logger, line.text]

@@ -105,12 +105,11 @@ def place(
     used = dict.fromkeys(hosts, 0)
     places: list[RankPlace] = []
     for worker in workers:
-        for slot in range(min(ranks_per_worker, world_size - len(places))):
+        for _ in range(min(ranks_per_worker, world_size - len(places))):
             rank_place = RankPlace(
                 rank=len(places),
                 local_rank=used[worker.host],
                 node_rank=hosts.index(worker.host),
-                slot=slot,
                 worker=worker.address,
                 host=worker.host,
                 address=addresses[worker.address],

@@ -137,8 +137,12 @@ class Supervisor:
         while not (self._broken or self._failures or self._hang.has_found):
             if len(self._returned) == size:
                 return
-            await self._changed.wait()
-            self._changed.clear()
+            await self._news()
+
+    async def _news(self, timeout_s: float | None = None) -> None:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._changed.wait(), timeout_s)
+        self._changed.clear()
 
     async def _raise_if_broken(self, stop: StopSwitch) -> None:
         attempt = self._plan.attempt
@@ -181,9 +185,7 @@ class Supervisor:
             with contextlib.suppress(AgentLostError):
                 await look
         while self._broken is None and self._hang.lacks_stacks(asked_s):
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._changed.wait(), 0.5)
-            self._changed.clear()
+            await self._news(0.5)
 
     async def _settle(self) -> None:
         """Wait shortly for the cause, then for identical failures of other ranks."""
@@ -195,9 +197,7 @@ class Supervisor:
                 until = started + limit_s(self._failures, len(self._ended), size)
                 if (left_s := until - time.monotonic()) <= 0:
                     break
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._changed.wait(), left_s)
-                self._changed.clear()
+                await self._news(left_s)
 
     async def _watch(self, agent: AgentClient, sink: Sink) -> None:
         """Pass on one agent's events until it ends; its loss is a failure of its ranks."""

@@ -23,7 +23,7 @@ from prefect_torch_ddp.protocol.events import (
     LogLine,
     RankFailure,
 )
-from prefect_torch_ddp.protocol.rank import RankLaunch, RankOrder
+from prefect_torch_ddp.protocol.rank import RankOrder
 from prefect_torch_ddp.records.rank_log import LogFolder
 
 TICK_S = 0.1
@@ -117,7 +117,10 @@ class _Agent:
                 launch_here = dataclasses.replace(launch, store_fd=fd)
                 self._ranks.append(RankProcess(launch_here, order.payload, logs))
             except OSError as error:
-                self._box.post(_start_failure(launch, error))
+                why, kind = f"its process could not be started: {error}", type(error).__name__
+                place = launch.place
+                failure = RankFailure(place.rank, place.host, 0, "start", why, exception_type=kind)
+                self._box.post(failure)
                 return False
         notes = fork_client(self._reservation.worker).notes
         while notes and self._store is not None:  # hosts are alike: one of them says it
@@ -231,19 +234,8 @@ class _Agent:
                 self._box.post(LogLine(rank.place.rank, logging.WARNING, text))
 
 
-def _start_failure(launch: RankLaunch, error: OSError) -> RankFailure:
-    return RankFailure(
-        rank=launch.place.rank,
-        host=launch.place.host,
-        pid=0,
-        kind="start",
-        summary=f"its process could not be started: {error}",
-        exception_type=type(error).__name__,
-    )
-
-
 class _GracefulShutdown:
-    """Gives ranks that listen time to stop at an agreed step and to write a checkpoint."""
+    """Gives ranks in `ctx.steps` time to stop at an agreed step and to write a checkpoint."""
 
     def __init__(self, grace_s: float) -> None:
         self._grace_s = grace_s
@@ -254,13 +246,13 @@ class _GracefulShutdown:
     def is_over(self, ranks: Sequence[RankProcess], *, leave_when_returned: bool) -> bool:
         """Begin when first asked; tell whether to kill the ranks now.
 
-        That is when none listens, when their time is up, or when all have returned and nobody
-        else will tell them to leave (`leave_when_returned`).
+        That is when none has begun a step, when their time is up, or when all have returned and
+        nobody else will tell them to leave (`leave_when_returned`).
         """
         now = time.monotonic()
         if self._began_s is None:
             self._began_s = now
-            self._is_worth_it = any(rank.listens for rank in ranks)
+            self._is_worth_it = any(rank.io.page.read().step for rank in ranks)
             for rank in ranks if self._is_worth_it else ():
                 rank.io.tell(RankOrder.STOP)
         if leave_when_returned and all(rank.is_settled for rank in ranks):

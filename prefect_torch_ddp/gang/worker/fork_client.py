@@ -202,27 +202,22 @@ class ForkClient:
             return self._with_libraries(server, preload) if server is not None else None
 
     def _ready(self) -> ForkServer | None:
-        for _ in range(2):  # a server may have ended of idleness just now
-            if self._unfit is not None:
-                return None
-            if self._server is not None and (self._server.is_silent or not self._server.is_alive):
-                self.close()
-            self._server = self._server or ForkServer.start()
-            try:
-                self._server.wait_until_ready()
-            except ForkServerUnavailableError as error:
-                was_alive = self._server.is_alive
-                text = "ranks of this worker start as fresh processes, not forked: %s"
-                is_closing = self._unfit is not None
-                logger.log(logging.DEBUG if is_closing else logging.WARNING, text, error)
-                if isinstance(error, ForkServerUnfitError):
-                    self._unfit = str(error)
-                self.close()
-                if was_alive:
-                    return None
-            else:
-                return self._server
-        return None
+        if self._unfit is not None:
+            return None
+        if self._server is not None and (self._server.is_silent or not self._server.is_alive):
+            self.close()
+        self._server = self._server or ForkServer.start()
+        try:
+            self._server.wait_until_ready()
+        except ForkServerUnavailableError as error:
+            is_closing = self._unfit is not None
+            text = "ranks of this worker start as fresh processes, not forked: %s"
+            logger.log(logging.DEBUG if is_closing else logging.WARNING, text, error)
+            if isinstance(error, ForkServerUnfitError):
+                self._unfit = str(error)
+            self.close()
+            return None
+        return self._server
 
     def _with_libraries(self, server: ForkServer, preload: Preload) -> ForkServer:
         while True:

@@ -39,7 +39,9 @@ class Mailbox:
     _events: list[GangEvent] = field(default_factory=list)
     _first_event: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
-    _waiters: "list[asyncio.Future[None]]" = field(default_factory=list)
+    _loop: asyncio.AbstractEventLoop | None = None
+    """Where polls wait, once there was one."""
+    _has_news: asyncio.Event = field(default_factory=asyncio.Event)
     _alarm_fd: int | None = None
 
     # The agent's side.
@@ -80,11 +82,9 @@ class Mailbox:
         self._wake_polls()
 
     def _wake_polls(self) -> None:
-        with self._lock:
-            waiters, self._waiters = self._waiters, []
-        for waiter in waiters:
-            with contextlib.suppress(RuntimeError):  # the loop is closed: the worker is ending
-                waiter.get_loop().call_soon_threadsafe(_wake, waiter)
+        if self._loop is not None:
+            with contextlib.suppress(RuntimeError):  # it is closed: the worker is ending
+                self._loop.call_soon_threadsafe(self._has_news.set)
 
     # The caller's side, on the worker's event loop.
 
@@ -107,15 +107,19 @@ class Mailbox:
         self.last_poll_s = time.monotonic()
         deadline = self.last_poll_s + wait_s
         while True:
-            # Before the look, so that nothing posted after it is missed.
-            waiter = self._new_waiter()
+            self._listen()
             with self._lock:
                 del self._events[: max(0, next_event - self._first_event)]
                 self._first_event = max(self._first_event, next_event)
                 if self._events or self.state != known_state or time.monotonic() >= deadline:
                     return self._report()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(waiter, deadline - time.monotonic())
+                await asyncio.wait_for(self._has_news.wait(), deadline - time.monotonic())
+
+    def _listen(self) -> None:
+        # Before a look, so that nothing posted after it is missed.
+        self._loop = asyncio.get_running_loop()
+        self._has_news.clear()
 
     def _report(self) -> AgentReport:
         return AgentReport(
@@ -132,21 +136,11 @@ class Mailbox:
         self.give("abort")
         deadline = time.monotonic() + timeout_s
         while self.state not in ("ended", "absent") and time.monotonic() < deadline:
+            self._listen()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._new_waiter(), min(0.1, timeout_s))
+                await asyncio.wait_for(self._has_news.wait(), min(0.1, timeout_s))
         with self._lock:
             return self._report()
-
-    def _new_waiter(self) -> "asyncio.Future[None]":
-        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        with self._lock:
-            self._waiters.append(waiter)
-        return waiter
-
-
-def _wake(waiter: "asyncio.Future[None]") -> None:
-    if not waiter.done():
-        waiter.set_result(None)
 
 
 MAILBOXES: dict[str, Mailbox] = {}

@@ -162,7 +162,8 @@ class LineCutter:
         self._pending += self._decoder.decode(chunk, final)
         *lines, pending = self._pending.split("\n")
         if "\r" in self._pending:
-            *lines, pending = map(_last_shown, (*lines, pending))
+            shown = (line.rstrip("\r").rpartition("\r")[2] for line in (*lines, pending))
+            *lines, pending = shown
         # The end of the chunk may be in the midst of "\r\n".
         self._pending = pending + "\r" * self._pending.endswith("\r")
         while len(self._pending) > MAX_LINE or (final and self._pending):
@@ -171,10 +172,6 @@ class LineCutter:
         lines = [line.rstrip("\r") for line in lines if line.strip()]
         self.tail.extend(lines)
         return lines
-
-
-def _last_shown(line: str) -> str:
-    return line.rstrip("\r").rpartition("\r")[2]
 
 
 class HeartbeatPage:

@@ -24,7 +24,6 @@ from prefect_torch_ddp.protocol.events import (
     LogLine,
     RankEvent,
     RankFailure,
-    RankListens,
     RankReturned,
     RecordsLeft,
     decode_event,
@@ -57,8 +56,6 @@ class RankProcess:
         writer = None if logs is None else RankLogWriter(logs, rank, launch.attempt)
         self.lines = RankLines(rank, launch.shape.world_size, writer)
         self.returned = False
-        self.listens = False
-        """Whether its training reacts to a stop."""
         self.failure: RankFailure | None = None
         self._oom_kills = oom_kills()
         self.io = RankIO()
@@ -102,8 +99,6 @@ class RankProcess:
         match event:
             case LogLine():
                 yield from self.lines.take([event.text], event.level, event.logger)
-            case RankListens():
-                self.listens = True
             case FailureWritten() | RankReturned() if self.is_settled:
                 pass  # the first of them is the outcome
             case FailureWritten():

@@ -118,8 +118,5 @@ def _identity(worker: Worker) -> WorkerIdentity:
 
 def _machine_id() -> str:
     """Tell machines apart, and containers with networks of their own."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        return f"{boot}/{Path('/proc/self/ns/net').stat().st_ino}"
-    except OSError:
-        return socket.gethostname()
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    return f"{boot}/{Path('/proc/self/ns/net').stat().st_ino}"

@@ -13,7 +13,7 @@ from typing import Any
 from prefect_torch_ddp.data.loader import RankLoader
 from prefect_torch_ddp.data.sampler import BatchShare
 from prefect_torch_ddp.errors import InvalidParamsError
-from prefect_torch_ddp.protocol.events import NO_RANK, RankListens, RankStopped, Stopped, StoppedBy
+from prefect_torch_ddp.protocol.events import NO_RANK, RankStopped, Stopped, StoppedBy
 from prefect_torch_ddp.protocol.heartbeat import Phase
 from prefect_torch_ddp.rank.config import RankConfig, RankInfo
 from prefect_torch_ddp.rank.gradients.elastic import VirtualRanks
@@ -62,7 +62,6 @@ class StepLoop:
         self._stops = Agreement(*here)
         by_time = config.checkpoint.every_s is not None
         self._saves = Agreement(*here, ahead_s=2 * POLL_S) if by_time else None
-        link.send(RankListens(NO_RANK))
         self._state = state
         self._link = link
         self._reporter = reporter

@@ -61,22 +61,6 @@ def test_an_import_error_is_not_tried_again(dask_client: Client, tmp_path: Path)
     assert isinstance(caught.value.__cause__, ModuleNotFoundError)
 
 
-@pytest.mark.parametrize("how", ["OSError", "ValueError"])
-def test_an_error_that_may_pass_is_tried_again(
-    dask_client: Client, tmp_path: Path, how: str
-) -> None:
-    """An OSError may pass, and so may any exception of a plain function, whose steps are unknown.
-
-    Arguments given as a function are made anew for each attempt.
-    """
-
-    def arguments(attempt: int) -> tuple[object, ...]:
-        return [attempt] if attempt < 3 else [], how, str(tmp_path)
-
-    values = run_gang(dask_client, failing.fail_in, args=arguments, world_size=2, max_restarts=3)
-    assert [value["value"] for value in values] == [3, 3]
-
-
 def kill_when_all_hold(folder: Path, num_ranks: int, victim: Callable[[], int]) -> None:
     """Kill a process as soon as all ranks of the first attempt hold."""
     pids_in(folder, num_ranks)

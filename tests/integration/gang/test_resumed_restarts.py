@@ -1,15 +1,10 @@
 """Restarts of functions with a RankContext: each attempt is claimed and resumes."""
 
-import os
-import signal
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 from distributed import Client
 
@@ -17,7 +12,6 @@ from prefect_torch_ddp import RankFailedError, read_ledger, run_gang
 from prefect_torch_ddp.checkpoint.attempts import newest_attempt
 from prefect_torch_ddp.checkpoint.run_files import read_failures
 from prefect_torch_ddp.errors import SupersededError
-from prefect_torch_ddp.gang import run as launch
 from prefect_torch_ddp.gang.caller.workers import until_gone
 from prefect_torch_ddp.params import CheckpointParams
 from prefect_torch_ddp.protocol.events import AttemptBegan, GangEvent
@@ -47,84 +41,6 @@ def train(
     log = RunAttemptLog(storage, "run", knows_steps=True)
     options |= {"attempt_log": log, "world_size_divides": 4}
     return run_gang(client, RUN_WITH_CONTEXT, args=arguments, **options)
-
-
-@dataclass
-class Workers:
-    """Four workers that a script kills and starts while a gang trains on them."""
-
-    folder: Path
-    extra: list[psutil.Process]
-    """Three processes, one worker each; a fourth worker is the cluster's own."""
-    come_again: Callable[[], None]
-    """Starts three new ones."""
-
-    def waiting(self, attempt: int, num_ranks: int) -> list[int]:
-        """Wait until all ranks of an attempt wait to be killed; return their pids."""
-
-        def texts() -> list[str]:
-            found = self.folder.glob(f"waits-{attempt}-*")
-            return list(filter(None, (path.read_text() for path in found)))
-
-        wait_until(lambda: len(texts()) == num_ranks, what=f"attempt {attempt}")
-        return list(map(int, texts()))
-
-    def come_again_to_the_last(self, attempt: int) -> None:
-        """Start three new workers while an attempt of one rank waits, then kill that rank."""
-        (pid,) = self.waiting(attempt, 1)
-        self.come_again()
-        os.kill(pid, signal.SIGKILL)
-
-
-@contextmanager
-def dying_workers(
-    folder: Path, script: Callable[[Workers], None]
-) -> Iterator[tuple[Client, "Future[None]"]]:
-    """Give a client and the future of the script, which runs beside the test."""
-    with ExitStack() as stack:
-        cluster, client = stack.enter_context(own_cluster(1))
-
-        def three() -> list[psutil.Process]:
-            return [stack.enter_context(extra_worker(cluster, 2 + i)) for i in range(3)]
-
-        workers = Workers(folder, three(), lambda: workers.extra.extend(three()))
-        yield client, stack.enter_context(ThreadPoolExecutor(1)).submit(script, workers)
-
-
-def leave_three_then_one(workers: Workers) -> None:
-    """Kill one of four workers, whose three hold two ranks, as three don't divide four."""
-    workers.waiting(1, 4)
-    workers.extra[0].kill()
-    pids = workers.waiting(2, 2)
-    for worker in workers.extra[1:]:
-        worker.kill()
-    os.kill(pids[0], signal.SIGKILL)  # those workers may hold none of the two ranks
-    workers.come_again_to_the_last(3)
-
-
-def test_four_then_two_then_one_then_four_ranks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """B6: as many ranks as there is room for, each sample once an epoch; with elastic determinism
-    the weights have the SHA-256 of one undisturbed rank."""
-    monkeypatch.setattr(launch, "FULL_SIZE_S", 3.0)
-    plan = {attempt: {"step": 2 * attempt + 1, "how": "wait"} for attempt in (1, 2, 3)}
-    events: list[GangEvent] = []
-    options = {"min_world_size": 1, "max_restarts": 3, "on_event": events.append}
-    (tmp_path / "undisturbed").mkdir()
-    with dying_workers(tmp_path, leave_three_then_one) as (client, over):
-        values = train(client, tmp_path, plan, world_size=4, **options)
-        over.result()
-        calm = train(client, tmp_path / "undisturbed", {}, world_size=1)
-    sizes = [(1, 4), (2, 2), (3, 1), (4, 4)]
-    assert attempts_in(events) == sizes
-    assert values == calm * 4
-    report = read_ledger(tmp_path / "store", "run")
-    assert report.is_clean, str(report)
-    assert [epoch.num_samples for epoch in report.epochs] == [healthy.NUM_SAMPLES] * healthy.EPOCHS
-    assert report.attempts == dict(sizes)
-    records = read_failures(DirectoryStorage(tmp_path / "store"), "run")
-    assert [(record.attempt, record.world_size) for record in records] == sizes[:3]
 
 
 def test_a_gang_that_began_small_grows_at_a_checkpoint(tmp_path: Path) -> None:
@@ -170,21 +86,6 @@ def test_the_next_attempt_waits_for_a_gang_on_a_retired_worker_alone(tmp_path: P
         (tmp_path / "joined").touch()
         assert gang.result(HANG_S)
         waits.result(HANG_S)
-
-
-def test_the_same_error_at_the_same_step_twice_ends_it(dask_client: Client, tmp_path: Path) -> None:
-    """Attempt 2 is the last though restarts are left; the error says why, a later call knows."""
-    plan = {attempt: {"step": 4, "how": "ValueError"} for attempt in range(1, 9)}
-    says = "not tried again: the same ValueError at step 4 ended attempt 1 too"
-    with pytest.raises(RankFailedError, match=says) as caught:
-        train(dask_client, tmp_path, plan, world_size=2, max_restarts=3)
-    assert (caught.value.attempt, type(caught.value.__cause__)) == (2, ValueError)
-    storage = DirectoryStorage(tmp_path / "store")
-    found = {(record.step, record.fingerprint) for record in read_failures(storage, "run")}
-    assert found == {(4, "builtins.ValueError: ValueError: told to fail")}
-    with pytest.raises(RankFailedError, match="at step 4 ended attempt 2 too"):
-        train(dask_client, tmp_path, plan, world_size=2, max_restarts=3)
-    assert newest_attempt(storage, "run") == 3
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prefect_torch_ddp.gang.caller import lines
-from prefect_torch_ddp.gang.caller.lines import LineMerger, name_ranks, rank_text
+from prefect_torch_ddp.gang.caller.lines import LineMerger, rank_text
 from prefect_torch_ddp.protocol.events import (
     NO_RANK,
     AttemptBegan,
@@ -23,32 +23,18 @@ INFO = logging.INFO
 
 
 @pytest.mark.parametrize(
-    ("ranks", "expected"),
-    [
-        ([3], "3"),
-        ([0, 1], "0, 1"),
-        ([0, 3], "0, 3"),
-        ([*range(8)], "0-7"),
-        ([0, 2, 3, 4], "0, 2-4"),
-    ],
-)
-def test_ranks_are_named_shortly(ranks: list[int], expected: str) -> None:
-    """Three in a row are a range."""
-    assert name_ranks(ranks) == expected
-
-
-@pytest.mark.parametrize(
     ("line", "expected"),
     [
         (LogLine(3, INFO, "text"), "[rank 3] text"),
         (LogLine(3, INFO, "text", "prefect_torch_ddp.checkpoint.commit"), "[rank 3] text"),
         (LogLine(3, INFO, "text", "prefect_torch_ddp_too"), "[rank 3] prefect_torch_ddp_too: text"),
         (LogLine(0, INFO, "text", "user.code", (0, 1, 2)), "[ranks 0-2] user.code: text"),
+        (LogLine(0, INFO, "text", "", (0, 1, 3, 5, 6, 7)), "[ranks 0, 1, 3, 5-7] text"),
         (LogLine(NO_RANK, INFO, "text"), "text"),
     ],
 )
 def test_a_line_names_its_ranks_and_the_users_logger(line: LogLine, expected: str) -> None:
-    """The names of the package's own modules say nothing to people."""
+    """Three in a row are a range; the package's own modules say nothing to people."""
     assert rank_text(line) == expected
 
 

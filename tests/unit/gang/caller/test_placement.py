@@ -33,17 +33,6 @@ def worker(
     return WorkerIdentity(address, address, host, devices, occupant, free_resources=free or {})
 
 
-def test_two_hosts_have_local_ranks_of_their_own() -> None:
-    """A6: two hosts have local ranks 0, 1, 0, 1; the ranks of a host are side by side."""
-    hosts = ("127.0.0.2", "127.0.0.1")
-    placement = place(choose([worker(host, port) for port in (8, 9) for host in hosts], 4), 4, 1)
-    assert [p.host for p in placement.places] == ["127.0.0.1"] * 2 + ["127.0.0.2"] * 2
-    assert [p.local_rank for p in placement.places] == [0, 1, 0, 1]
-    assert [p.node_rank for p in placement.places] == [0, 0, 1, 1]
-    assert placement.shape.local_world_sizes == (2, 2)
-    assert placement.workers[0] == "tcp://127.0.0.1:8"
-
-
 @given(
     hosts=st.lists(st.integers(1, 4), min_size=1, max_size=4),
     ranks_per_worker=st.integers(1, 3),

@@ -36,7 +36,7 @@ def test_a_cause_is_blamed_though_its_consequence_was_seen_first() -> None:
 
 def test_a_rank_that_returned_early_is_blamed_when_all_else_is_consequence() -> None:
     """Returning while a peer waits in a collective names the rank that returned."""
-    place = RankPlace(rank=1, local_rank=0, node_rank=1, slot=0, worker="tcp://b:1", host="b")
+    place = RankPlace(rank=1, local_rank=0, node_rank=1, worker="tcp://b:1", host="b")
     cause, *collateral = judge([CLOSED], [place])
     assert (cause.rank, cause.kind, collateral) == (1, "returned", [CLOSED])
     assert judge([CLOSED, BOOM], [place])[0] == BOOM

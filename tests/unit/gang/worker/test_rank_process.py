@@ -1,14 +1,13 @@
 """How a rank's death is put into words, and how many of its lines reach the run's log."""
 
 import logging
-import os
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from prefect_torch_ddp.gang.worker import rank_process
-from prefect_torch_ddp.gang.worker.child import has_pidfd, rank_environment
+from prefect_torch_ddp.gang.worker.child import rank_environment
 from prefect_torch_ddp.gang.worker.rank_process import (
     LAST_LINES,
     MOST_LINES,
@@ -56,17 +55,6 @@ def test_the_kernels_count(tmp_path: Path) -> None:
     events.write_text(EVENTS)
     assert oom_kills(membership, tmp_path) == 3
     assert isinstance(oom_kills(), int)
-
-
-@pytest.mark.parametrize("refusal", [OSError(38, "ENOSYS"), PermissionError(1, "EPERM")])
-def test_a_system_without_pidfd_open(refusal: OSError, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An old kernel, or a sandbox that refuses: asked by calling, since Python always has it."""
-
-    def refuse(_pid: int) -> int:
-        raise refusal
-
-    monkeypatch.setattr(os, "pidfd_open", refuse)
-    assert not has_pidfd.__wrapped__()
 
 
 def test_a_rank_has_its_workers_environment_without_prefects_credentials() -> None:
