@@ -73,13 +73,13 @@ class AgentClient:
         """Give the agent an order."""
         await self._call(Rpc.GIVE, order=pickle.dumps(order))
 
-    async def must_give(self, order: AgentOrder | StartOrder, when: str) -> None:
-        """Give an order without which the gang can't go on; raises WorkerLostError."""
+    async def start(self, order: StartOrder) -> None:
+        """Have the agent start its ranks; raises WorkerLostError where it is lost."""
         try:
             await self.give(order)
         except AgentLostError as error:
             self.is_lost = True
-            msg = f"{error} {when}"
+            msg = f"{error} before its ranks had started"
             raise WorkerLostError(msg) from error
 
     async def clear(self) -> AgentReport:

@@ -1,11 +1,12 @@
 """The ranks' lines as people read them: the ranks in front, equal lines of several ranks once."""
 
 import logging
+import math
 import time
-from bisect import bisect_right
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from operator import itemgetter
 
 from prefect_torch_ddp.protocol.events import (
     NO_RANK,
@@ -26,14 +27,6 @@ _SHOWN = (LogLine, RankFailure, RankStack, RankStopped, AttemptBegan)
 _OWN = "prefect_torch_ddp"
 
 
-@dataclass
-class _Waiting:
-    number: int
-    line: LogLine
-    ranks: list[int]
-    since_s: float
-
-
 class LineMerger:
     """Passes events on, equal lines of several ranks within a second as one.
 
@@ -45,16 +38,13 @@ class LineMerger:
         """Start with nothing waiting."""
         self.pass_on = pass_on
         self._world_size: int | None = None
-        self._waiting: deque[_Waiting] = deque()
-        self._equal: defaultdict[tuple[int, str, str], list[_Waiting]] = defaultdict(list)
-        self._newest: dict[int, int] = {}
-        """The number of each rank's newest line."""
-        self._num_taken = 0
+        self._waiting: defaultdict[int, deque[tuple[float, LogLine]]] = defaultdict(deque)
+        """Each rank's lines, with since when."""
 
     def take(self, event: GangEvent) -> None:
         """Take in an event, and pass on what need not wait any more."""
         if isinstance(event, LogLine) and event.rank != NO_RANK:
-            self._add(event)
+            self._waiting[event.rank].append((time.monotonic(), event))
             self.pass_on_due()
             return
         if isinstance(event, AttemptBegan):
@@ -66,38 +56,31 @@ class LineMerger:
 
     def pass_on_due(self) -> None:
         """Pass on the lines that have waited long enough, or that all ranks wrote."""
-        until_s = time.monotonic() - MERGE_S
-        while self._waiting and (
-            len(self._waiting[0].ranks) == self._world_size or self._waiting[0].since_s <= until_s
-        ):
-            self._pass_on_first()
+        self._pass_on_until(time.monotonic() - MERGE_S)
 
     def pass_on_all(self) -> None:
         """Pass on every line."""
+        self._pass_on_until(math.inf)
+
+    def _pass_on_until(self, until_s: float) -> None:
         while self._waiting:
-            self._pass_on_first()
+            since_s, line = min((lines[0] for lines in self._waiting.values()), key=itemgetter(0))
+            ranks = tuple(
+                rank
+                for rank, lines in sorted(self._waiting.items())
+                if _what(lines[0][1]) == _what(line)
+            )
+            if since_s > until_s and len(ranks) != self._world_size:
+                return
+            for rank in ranks:
+                self._waiting[rank].popleft()
+                if not self._waiting[rank]:
+                    del self._waiting[rank]
+            self.pass_on(line if len(ranks) == 1 else replace(line, rank=ranks[0], ranks=ranks))
 
-    def _add(self, line: LogLine) -> None:
-        equal = self._equal[line.level, line.logger, line.text]
-        # Behind the rank's newest line: else it would overtake that.
-        at = bisect_right(equal, self._newest.get(line.rank, 0), key=lambda each: each.number)
-        if at == len(equal):
-            self._num_taken += 1
-            equal.append(_Waiting(self._num_taken, line, [], time.monotonic()))
-            self._waiting.append(equal[at])
-        equal[at].ranks.append(line.rank)
-        self._newest[line.rank] = equal[at].number
 
-    def _pass_on_first(self) -> None:
-        first = self._waiting.popleft()
-        line, key = first.line, (first.line.level, first.line.logger, first.line.text)
-        self._equal[key].pop(0)
-        if not self._equal[key]:
-            del self._equal[key]
-        if len(first.ranks) > 1:
-            ranks = tuple(sorted(first.ranks))
-            line = replace(line, rank=ranks[0], ranks=ranks)
-        self.pass_on(line)
+def _what(line: LogLine) -> tuple[int, str, str]:
+    return line.level, line.logger, line.text
 
 
 def log_event(event: GangEvent) -> None:

@@ -19,11 +19,6 @@ class Placement:
     """In rank order."""
     shape: GangShape
 
-    @property
-    def workers(self) -> tuple[str, ...]:
-        """The workers in the order of their first rank."""
-        return tuple(dict.fromkeys(place.worker for place in self.places))
-
     def ranks_of(self, worker: str) -> tuple[RankPlace, ...]:
         """Return the places on one worker."""
         return tuple(place for place in self.places if place.worker == worker)

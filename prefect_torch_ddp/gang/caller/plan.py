@@ -69,14 +69,14 @@ class GangPlan:
 
     def reservation(self, worker: WorkerIdentity, placement: Placement) -> Reservation:
         """Make the reservation for one worker; its token is never used twice."""
-        is_first = worker.address == placement.workers[0]
+        first = placement.places[0]
         return Reservation(
             token=f"{self.seniority.gang_id}-{uuid.uuid4().hex[:12]}",
             gang_name=self.name,
             seniority=self.seniority,
             worker=worker.address,
             process_id=worker.process_id,
-            store_host=placement.places[0].address if is_first else None,
+            store_host=first.address if first.worker == worker.address else None,
             stop_grace_s=self.options.stop_grace_s,
             liveness_timeout_s=self.liveness_timeout_s,
         )

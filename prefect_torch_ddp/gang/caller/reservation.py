@@ -39,7 +39,7 @@ class GangReservation:
         self._client = client
         self._plan = plan
         self._placement = placement
-        self._workers = {worker.address: worker for worker in workers}
+        self._workers = workers
         self.agents: list[AgentClient] = []
         self._looked_s = time.monotonic()
 
@@ -77,8 +77,7 @@ class GangReservation:
             await asyncio.gather(*polls, return_exceptions=True)
 
     def _submit(self) -> None:
-        for address in self._placement.workers:
-            worker = self._workers[address]
+        for worker in self._workers:
             reservation = self._plan.reservation(worker, self._placement)
             # Pinned hard: with loose restrictions Dask may steal a waiting agent for another
             # worker. Not pure, never retried.
@@ -86,7 +85,7 @@ class GangReservation:
                 run_agent,
                 reservation,
                 key=agent_key(reservation.token),
-                workers=[address],
+                workers=[worker.address],
                 pure=False,
                 retries=0,
                 resources=self._plan.resources or None,

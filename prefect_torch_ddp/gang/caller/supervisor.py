@@ -76,10 +76,7 @@ class Supervisor:
         # At once: while one of them doesn't answer, the others would hear nothing.
         await asyncio.gather(
             *(
-                agent.must_give(
-                    self._plan.start_order(self._placement, agent.worker.address, port),
-                    "before its ranks had started",
-                )
+                agent.start(self._plan.start_order(self._placement, agent.worker.address, port))
                 for agent in self._agents
             )
         )
@@ -90,8 +87,6 @@ class Supervisor:
             await self._until_settled()
             await self._raise_if_broken(stop)
             # At once: while Dask holds values, a lost worker would make it run the agent again.
-            when = "after its ranks had returned, with their values"
-            await asyncio.gather(*(agent.must_give("leave", when) for agent in self._agents))
             parts = await asyncio.gather(*map(self._values_of, self._agents))
             return [value for part in parts for value in part]
         finally:
@@ -280,10 +275,12 @@ class Supervisor:
     async def _values_of(self, agent: AgentClient) -> tuple[bytes, ...]:
         address = agent.worker.address
         try:
+            await agent.give("leave")
             part = await agent.values()
         except (AgentLostError, AgentRefusedError, asyncio.CancelledError) as error:
             if isinstance(error, asyncio.CancelledError) and agent.future.status != "cancelled":
                 raise
+            agent.is_lost = isinstance(error, AgentLostError)
             msg = f"worker {address} was lost after its ranks had returned, with their values"
             raise WorkerLostError(msg) from error
         if not part:
