@@ -66,12 +66,8 @@ class Hang:
     """Those that the others wait for; all of them where each waits for another."""
     hosts: tuple[str, ...]
     """Theirs, in the same order."""
-    phase: str
-    """What the first of them is at: `step`, `loading`, `saving`, ..."""
     step: int
-    """The step that it is in, or made last."""
-    silent_s: float
-    """How long no rank of the gang made progress."""
+    """The step that the first of them is in, or made last."""
     stacks: Mapping[int, str] = field(default_factory=dict)
     """The threads of each rank that answered."""
 

@@ -172,14 +172,11 @@ class HangWatch:
 
 def describe(stall: Stall, hosts: Mapping[int, str], stacks: Mapping[int, str]) -> Hang:
     """Make the value that the error carries."""
-    first = stall.behind[0]
     return Hang(
         summary=summarize(stall, hosts, stacks),
         ranks=tuple(rank.rank for rank in stall.behind),
         hosts=tuple(hosts[rank.rank] for rank in stall.behind),
-        phase=first.heartbeat.phase.name.lower(),
-        step=first.heartbeat.step,
-        silent_s=stall.silent_s,
+        step=stall.behind[0].heartbeat.step,
         stacks=dict(stacks),
     )
 

@@ -89,7 +89,7 @@ def test_a_hopeless_failure_is_not_tried_again_at_all() -> None:
     assert "ImportError comes back at every attempt" in (why or "")
 
 
-HUNG = GangHungError(Hang("rank 1 did not arrive", (1,), ("a",), "step", 5, 60.0), attempt=1)
+HUNG = GangHungError(Hang("rank 1 did not arrive", (1,), ("a",), 5), attempt=1)
 
 
 @pytest.mark.parametrize("error", [WorkerLostError("worker x was lost"), HUNG])

@@ -15,7 +15,6 @@ from prefect_torch_ddp.gang.caller.placement import (
     share_out,
     visible_names,
 )
-from prefect_torch_ddp.gang.caller.workers import with_resources
 from prefect_torch_ddp.gang.checks import checked
 from prefect_torch_ddp.params import GangParams
 from prefect_torch_ddp.protocol.agent import WorkerIdentity
@@ -63,14 +62,6 @@ def test_free_workers_come_first() -> None:
     held, free = worker("a", 1, free={"GPU": 0}), worker("a", 2, free={"GPU": 1})
     assert choose([held, free], 1, {"GPU": 1}) == (free,)
     assert choose([held, free], 1) == (held,)
-
-
-def test_workers_with_the_resources_are_those_that_count() -> None:
-    """Only workers with as much of every resource, whoever holds it."""
-    running = {"one": {"GPU": 1.0}, "none": {}, "many": {"GPU": 2, "disk": 5}}
-    assert with_resources(running, {"GPU": 1}) == ["one", "many"]
-    assert with_resources(running, {"GPU": 2}) == ["many"]
-    assert with_resources(running, {}) == ["one", "none", "many"]
 
 
 @given(st.integers(1, 24), st.data())
