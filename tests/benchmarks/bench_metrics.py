@@ -68,8 +68,7 @@ else:
     records = surviving_records(read_all_records(storage, "run"))
     assert len(records) == num
     if what == "read and draw":
-        curves = MetricCurves(records)
-        assert render_curves(curves.curves, curves.epoch_ends) and epoch_rows(records)
+        assert render_curves(MetricCurves(records).snapshot()) and epoch_rows(records)
 print(time.perf_counter() - began, time.process_time(), memory_mb())
 """
 
