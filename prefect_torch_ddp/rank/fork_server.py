@@ -67,8 +67,7 @@ def _load_torch() -> None:
     import torch.distributed  # noqa: PLC0415
     import torch.utils.data  # noqa: PLC0415
 
-    from prefect_torch_ddp.rank import stages  # noqa: PLC0415, F401
-    from prefect_torch_ddp.rank.distributed import group  # noqa: PLC0415, F401
+    from prefect_torch_ddp.rank import distributed, stages  # noqa: PLC0415, F401
     from prefect_torch_ddp.rank.loop import steps  # noqa: PLC0415, F401
 
     # DDP's constructor imports it, which takes a second of a core in each rank. A build of torch

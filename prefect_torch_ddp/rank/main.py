@@ -71,7 +71,7 @@ def run_rank(fds: Sequence[int], parent_pid: int, page: LaunchPage, payload: byt
 def _run(launch: RankLaunch, payload: bytes, link: AgentLink) -> None:
     fn, args, kwargs = pickle.loads(payload)
     # Torch loads after the user's own modules, which may set its environment variables.
-    from prefect_torch_ddp.rank.distributed.group import (  # noqa: PLC0415
+    from prefect_torch_ddp.rank.distributed import (  # noqa: PLC0415
         choose_device,
         close_connections,
         process_group,

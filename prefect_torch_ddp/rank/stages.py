@@ -12,7 +12,7 @@ from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.protocol.events import NO_RANK, FunctionEnded
 from prefect_torch_ddp.rank.config import RankConfig, RankInfo
 from prefect_torch_ddp.rank.context import RankContext
-from prefect_torch_ddp.rank.distributed.group import current_device
+from prefect_torch_ddp.rank.distributed import current_device
 from prefect_torch_ddp.rank.generators import seed_stage
 from prefect_torch_ddp.rank.link import current_link
 from prefect_torch_ddp.rank.main import resolve

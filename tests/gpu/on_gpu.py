@@ -20,7 +20,7 @@ def where() -> dict[str, Any]:
     forked us."""
     import torch.distributed as dist
 
-    from prefect_torch_ddp.rank.distributed.group import current_device, device_name
+    from prefect_torch_ddp.rank.distributed import current_device, device_name
 
     device = current_device()
     on_device, on_cpu = torch.ones(1000, device=device), torch.ones(1)
@@ -50,7 +50,7 @@ def all_reduce_on_cuda() -> tuple[str, float]:
 
 def cuda_without_group() -> tuple[str, float]:
     """Compute on the rank's device with no process group."""
-    from prefect_torch_ddp.rank.distributed.group import current_device
+    from prefect_torch_ddp.rank.distributed import current_device
 
     return str(current_device()), float(torch.ones(10, device=current_device()).sum())
 

@@ -21,7 +21,7 @@ from prefect_torch_ddp.data.sampler import (
 )
 from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.rank.config import RankConfig, RankInfo
-from prefect_torch_ddp.rank.distributed.group import current_device
+from prefect_torch_ddp.rank.distributed import current_device
 from prefect_torch_ddp.rank.generators import seed_shared
 from prefect_torch_ddp.rank.gradients.micro_batches import count_rows, cut, pieces
 from prefect_torch_ddp.rank.gradients.share_weights import require_group

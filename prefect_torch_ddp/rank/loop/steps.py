@@ -6,7 +6,7 @@ import signal
 import threading
 import weakref
 from collections.abc import Generator, Iterable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any
 
@@ -29,7 +29,6 @@ from prefect_torch_ddp.rank.loop.agreement import (
 )
 from prefect_torch_ddp.rank.saving.reporter import Reporter
 from prefect_torch_ddp.rank.saving.state import (
-    Position,
     TrainingState,
     refuse_to_end,
     warn_of_unwritten_save,
@@ -101,7 +100,8 @@ class StepLoop:
         if self._is_over(loop) or state.stop_agreed:
             return
         self._tracker.resume()
-        state.position = _entered(state.position, loop, loader)
+        takes = loader.order, loader.global_batch_size, len(loader)
+        state.position = state.position.entered(loop, *takes)
         if state.position.stopped_early:
             return
         num_epochs = epochs - state.position.loop_epoch
@@ -231,6 +231,7 @@ class StepLoop:
         return want
 
 
+@dataclass(frozen=True)
 class Steps(Iterable[Any]):
     """What `ctx.steps` returns: the `for` loop over it alone holds the pass, so a break ends it.
 
@@ -238,38 +239,13 @@ class Steps(Iterable[Any]):
     the iterator.
     """
 
-    def __init__(self, loop: StepLoop, loader: RankLoader, epochs: int) -> None:
-        self._loop = loop
-        self._loader = loader
-        self._epochs = epochs
+    loop: StepLoop
+    loader: RankLoader
+    epochs: int
 
     def __iter__(self) -> Iterator[Any]:
         """Begin a call of `steps`."""
-        return self._loop.begin(self._loader, self._epochs)
-
-
-def _entered(position: Position, loop: int, loader: RankLoader) -> Position:
-    """Return the position in a loop that begins or resumes, with this loader's order and size."""
-    order, size = loader.order, loader.global_batch_size
-    if loop > position.loop:
-        position = position.in_loop(loop)
-    elif position.batch and position.order not in ("", order):
-        logger.warning(
-            "the checkpoint is from the midst of an epoch of %s, and the loader's are of %s: that "
-            "epoch can't be finished, the next one begins",
-            position.order,
-            order,
-        )
-        position = position.after_batch(is_last=True)
-    elif position.batch and position.global_batch_size != size:
-        done = position.batch * position.global_batch_size
-        position = replace(position, batch=min(done // size, len(loader)))
-        if done % size:
-            logger.warning(
-                "global_batch_size changed within an epoch: %d samples of it are seen twice",
-                done % size,
-            )
-    return replace(position, global_batch_size=size, order=order)
+        return self.loop.begin(self.loader, self.epochs)
 
 
 class Termination:

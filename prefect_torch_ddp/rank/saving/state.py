@@ -7,7 +7,7 @@ And what is refused or warned of where it doesn't fit the code: what stands behi
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from prefect_torch_ddp.checkpoint.manifest import Manifest
 from prefect_torch_ddp.errors import InvalidParamsError
@@ -50,10 +50,32 @@ class Position:
             return replace(self, batch=self.batch + 1)
         return replace(self, loop_epoch=self.loop_epoch + 1, epoch=self.epoch + 1, batch=0)
 
-    def in_loop(self, loop: int) -> Self:
-        """Return the position at the begin of a later loop, which continues no epoch."""
-        epoch = self.epoch + (self.batch > 0)
-        return replace(self, loop=loop, loop_epoch=0, epoch=epoch, batch=0, num_saves_behind=0)
+    def entered(self, loop: int, order: str, size: int, num_batches: int) -> Self:
+        """Return the position in a loop that begins or resumes, with its loader's order and size.
+
+        A later loop than this one continues no epoch.
+        """
+        position, batch = self, self.batch
+        if loop > self.loop:
+            fresh: dict[str, Any] = {"loop_epoch": 0, "batch": 0, "num_saves_behind": 0}
+            position = replace(self, loop=loop, epoch=self.epoch + (batch > 0), **fresh)
+        elif batch and self.order not in ("", order):
+            logger.warning(
+                "the checkpoint is from the midst of an epoch of %s, and the loader's are of %s: "
+                "that epoch can't be finished, the next one begins",
+                self.order,
+                order,
+            )
+            position = self.after_batch(is_last=True)
+        elif batch and self.global_batch_size != size:
+            done = batch * self.global_batch_size
+            position = replace(self, batch=min(done // size, num_batches))
+            if done % size:
+                logger.warning(
+                    "global_batch_size changed within an epoch: %d samples of it are seen twice",
+                    done % size,
+                )
+        return replace(position, global_batch_size=size, order=order)
 
 
 @dataclass

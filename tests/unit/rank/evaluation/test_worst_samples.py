@@ -11,8 +11,11 @@ from PIL import Image
 from pydantic import ValidationError
 
 from prefect_torch_ddp.errors import InvalidParamsError
-from prefect_torch_ddp.rank.evaluation.classification import ClassificationMeter
-from prefect_torch_ddp.rank.evaluation.worst import MAX_BYTES, MAX_PIXELS
+from prefect_torch_ddp.rank.evaluation.classification import (
+    MAX_BYTES,
+    MAX_PIXELS,
+    ClassificationMeter,
+)
 from prefect_torch_ddp.results import MAX_WORST_SAMPLES, WorstSample
 
 NAMES = ("even", "odd")
