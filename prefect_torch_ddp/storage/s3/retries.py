@@ -9,9 +9,8 @@ from operator import methodcaller
 from typing import Any, TypeVar
 
 from prefect_torch_ddp.errors import BadAnswerError
-from prefect_torch_ddp.storage.s3.client import client_of
+from prefect_torch_ddp.storage.s3.client import S3Location, client_of
 from prefect_torch_ddp.storage.s3.errors import explained
-from prefect_torch_ddp.storage.s3.location import S3Location
 
 T = TypeVar("T")
 

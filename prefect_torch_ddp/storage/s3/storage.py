@@ -15,8 +15,8 @@ from prefect_torch_ddp.storage.protocol import (
     is_key,
     probe,
 )
+from prefect_torch_ddp.storage.s3.client import S3Location
 from prefect_torch_ddp.storage.s3.lean.read import reader_of
-from prefect_torch_ddp.storage.s3.location import S3Location
 from prefect_torch_ddp.storage.s3.retries import ask, request
 from prefect_torch_ddp.storage.s3.transfer import read_whole, write_if_absent, write_whole
 

@@ -15,7 +15,7 @@ from http import HTTPStatus
 from typing import Any, TypeVar
 
 from prefect_torch_ddp.errors import BadAnswerError, StorageError
-from prefect_torch_ddp.storage.s3.location import S3Location
+from prefect_torch_ddp.storage.s3.client import S3Location
 from prefect_torch_ddp.storage.s3.retries import ask, request
 
 S = TypeVar("S")

@@ -14,11 +14,10 @@ from urllib.parse import quote, urlsplit
 
 from prefect_torch_ddp.errors import BadAnswerError, OtherObjectError, StorageError
 from prefect_torch_ddp.storage.protocol import Contents, ObjectPart
-from prefect_torch_ddp.storage.s3.client import PerProcess, session_of
+from prefect_torch_ddp.storage.s3.client import PerProcess, S3Location, session_of
 from prefect_torch_ddp.storage.s3.errors import CHANGED
 from prefect_torch_ddp.storage.s3.lean.connections import Connections, request_of
 from prefect_torch_ddp.storage.s3.lean.sign import GetSigner
-from prefect_torch_ddp.storage.s3.location import S3Location
 from prefect_torch_ddp.storage.s3.retries import ask
 
 NUM_THREADS = 32

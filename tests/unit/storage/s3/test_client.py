@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from prefect_torch_ddp.storage.s3.client import connect
-from prefect_torch_ddp.storage.s3.location import S3Location
+from prefect_torch_ddp.storage.s3.client import S3Location, connect
 
 
 def test_a_profile_is_respected_where_the_location_says_nothing(
