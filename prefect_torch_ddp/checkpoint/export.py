@@ -17,7 +17,7 @@ from prefect_torch_ddp.checkpoint.attempts import refuse_superseded
 from prefect_torch_ddp.checkpoint.keys import models_prefix
 from prefect_torch_ddp.checkpoint.manifest import Manifest
 from prefect_torch_ddp.checkpoint.objects import read_object
-from prefect_torch_ddp.checkpoint.serial import from_bytes
+from prefect_torch_ddp.checkpoint.serial import from_bytes, is_plain
 from prefect_torch_ddp.errors import CheckpointError
 from prefect_torch_ddp.storage.protocol import Storage
 
@@ -100,8 +100,8 @@ def weights_file(name: str, state: Any, state_data: bytes) -> tuple[str, bytes]:
     except Exception as error:  # noqa: BLE001 - KeyError of a dtype, ValueError, its own
         logger.warning(
             "%s is exported as %s.pt, to be loaded with torch.load(weights_only=True), since "
-            "safetensors refuses it: %s: %s",
-            *(name, name, type(error).__name__, error),
+            "safetensors can't hold it: %s",
+            *(name, name, error),
         )
     return ".pt", state_data
 
@@ -111,6 +111,9 @@ def _apart(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     seen: set[int] = set()
     apart = {}
     for name, value in state.items():
+        if not is_plain(value):  # of a subclass the memory may be none, or mean something else
+            msg = f"{name!r} in its state is a {type(value).__name__} and no plain, dense tensor"
+            raise TypeError(msg)
         tensor = value.detach().resolve_conj().resolve_neg().contiguous()
         memory = tensor.untyped_storage().data_ptr()
         apart[name] = tensor.clone() if memory in seen else tensor
