@@ -70,12 +70,13 @@ def begun(folder: Path, attempt: int, rank: int) -> tuple[int, int]:
 def sleeping_gang(
     client: Client, folder: Path, **options: Any
 ) -> Iterator[tuple["Future[list[object]]", list[psutil.Process]]]:
-    """Run a gang of two in a thread; give its future and its ranks, once both are there."""
+    """Run a gang, of two, in a thread; give its future and its ranks, once all are there."""
     folder.mkdir(exist_ok=True)
     with ThreadPoolExecutor(1) as pool:
         call = {"args": (str(folder),), "world_size": 2, **options}
         gang = pool.submit(run_gang, client, failing.sleep_for_ever, **call)
-        yield gang, [psutil.Process(pid) for pid in pids_in(folder, 2)]
+        num_ranks = int(call["world_size"])
+        yield gang, [psutil.Process(pid) for pid in pids_in(folder, num_ranks)]
 
 
 def workers_of(client: Client) -> dict[str, psutil.Process]:

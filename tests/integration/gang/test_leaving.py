@@ -17,12 +17,22 @@ from prefect_torch_ddp.rank.config import RankConfig
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.tasks.run import RunAttemptLog
 from tests.integration.gang.test_cancel import saved_steps
-from tests.support.gangs import RUN_WITH_CONTEXT, attempts_in, begun, own_cluster, workers_of
-from tests.support.waiting import HANG_S
+from tests.support.gangs import (
+    RUN_WITH_CONTEXT,
+    attempts_in,
+    begun,
+    own_cluster,
+    sleeping_gang,
+    workers_of,
+)
+from tests.support.waiting import HANG_S, wait_until
 from tests.workloads import hanging
 from tests.workloads.tiny import dask_worker_of
 
 pytestmark = pytest.mark.extended
+
+MANY = 8
+"""Checkpoints, for which a gang has time to look for workers more than once."""
 
 
 def worker_of(client: Client, rank_pid: int) -> str:
@@ -105,3 +115,24 @@ def test_a_cluster_is_scaled_down_and_up_and_down_while_a_gang_trains(tmp_path: 
     assert attempts_in(events) == [(1, 2), (2, 1), (3, 2), (4, 1)]
     assert {*resumed_from, last} <= set(saved_steps(tmp_path))
     assert all(event.is_move for event in events if isinstance(event, FailureRecord))
+
+
+def test_a_gang_does_not_grow_onto_a_busy_worker(tmp_path: Path) -> None:
+    """While another gang has the worker it trains on through its checkpoints, undisturbed; once
+    that gang has gone, it grows."""
+    events: list[GangEvent] = []
+    options = {"world_size": 1, "max_world_size": 2, "on_event": events.append}
+    with (
+        own_cluster(2) as (_, client),
+        sleeping_gang(client, tmp_path / "others", world_size=1) as (other, ranks),
+        training(client, tmp_path, 25, **options) as gang,
+    ):
+        begun(tmp_path / "marks", 1, 0)
+        wait_until(lambda: len(saved_steps(tmp_path)) >= MANY)
+        assert attempts_in(events) == [(1, 1)]
+        ranks[0].kill()
+        assert other.exception(HANG_S)
+        begun(tmp_path / "marks", 2, 1)
+        (tmp_path / "marks" / "enough").touch()
+        gang.result(HANG_S)
+    assert attempts_in(events) == [(1, 1), (2, 2)]
