@@ -30,13 +30,11 @@ class PrefectTorchDdpError(Exception):
     """Base of the package's errors. Survives pickling with its fields and its `__cause__`."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        cause = None  # pickle drops it; one that can't be pickled is left out
-        if self.__cause__ is not None:
-            try:
-                cause = pickle.dumps(self.__cause__)
-                pickle.loads(cause)
-            except Exception:  # noqa: BLE001 - a user's class may refuse in any way
-                cause = None
+        try:  # pickle drops it; one that can't be pickled is left out
+            cause: bytes | None = pickle.dumps(self.__cause__)
+            pickle.loads(cause or b"")
+        except Exception:  # noqa: BLE001 - a user's class may refuse in any way
+            cause = None
         return _rebuild, (type(self), self.args, cause)
 
 
@@ -206,8 +204,7 @@ class GangHungError(_LongError):
     def __init__(self, hang: Hang, attempt: int) -> None:
         """Keep what was seen in an attempt; attempts count from 1."""
         super().__init__(hang, attempt)
-        self.hang = hang
-        self.attempt = attempt
+        self.hang, self.attempt = hang, attempt
         self.ranks = hang.ranks
         self.hosts = hang.hosts
         self.stacks = hang.stacks

@@ -2,20 +2,12 @@
 
 import inspect
 import ipaddress
-import math
 import re
 from collections.abc import Mapping
 from types import ModuleType
 from typing import Annotated, Any, Literal, Self, cast, get_args
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    field_validator,
-    model_validator,
-)
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 from typing_extensions import TypedDict  # what Prefect's are, to be joined with ours
 
 from prefect_torch_ddp.errors import InvalidParamsError
@@ -24,7 +16,8 @@ from prefect_torch_ddp.protocol.rank import Backend, Launcher
 Determinism = Literal["default", "elastic"]
 Count = Annotated[int, Field(ge=1)]
 CountOrZero = Annotated[int, Field(ge=0)]
-Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Seconds = Positive
 
 
 def _place_in_form(schema: dict[str, Any], model: type[BaseModel]) -> None:
@@ -96,10 +89,10 @@ class GangParams(Params):
     stop_grace_s: Seconds = 20.0
     """Seconds that ranks in `ctx.steps` get, when they are cancelled, to stop after the same step
     and save it; Prefect gives a run 30. Other ranks are killed at once."""
-    resources: Mapping[str, float] | None = None
+    resources: Mapping[str, Positive] | None = None
     """Dask resources that the gang takes from each of its workers, e.g. `{"GPU": 1}`; workers
     without them aren't used."""
-    interface: str | None = None
+    interface: Annotated[str, Field(min_length=1)] | None = None
     """Network that the ranks use: an interface's name (`ib0`) or a network in CIDR notation
     (`10.1.0.0/16`; `::/0` is any IPv6 one). Empty: the address by which Dask knows each worker."""
     launcher: Launcher = "auto"
@@ -112,21 +105,10 @@ class GangParams(Params):
             "GangOptions", {name: getattr(self, name) for name in GangOptions.__annotations__}
         )
 
-    @field_validator("resources")
-    @classmethod
-    def _check_resources(cls, given: Mapping[str, float] | None) -> Mapping[str, float] | None:
-        if not all(0 < amount < math.inf for amount in (given or {}).values()):
-            msg = f"resources is {given!r}; give positive amounts by name, e.g. {{'GPU': 1}}"
-            raise ValueError(msg)
-        return given
-
     @field_validator("interface")
     @classmethod
     def _check_interface(cls, given: str | None) -> str | None:
         hint = "give an interface's name, e.g. 'ib0', or a network, e.g. '10.1.0.0/16' or '::/0'"
-        if given == "":
-            msg = f"interface is ''; {hint}"
-            raise ValueError(msg)
         if given is not None and "/" in given:
             try:
                 ipaddress.ip_network(given, strict=False)
@@ -275,8 +257,9 @@ class TrainParams(ContextParams):
     @model_validator(mode="after")
     def _check_train(self) -> Self:
         if self.evaluate_on == "best" and self.checkpoint.best_metric is None:
-            hint = "name the metric, or use evaluate_on='last'"
-            msg = f"evaluate_on is 'best', but checkpoint.best_metric is empty: {hint}"
+            msg = (
+                "evaluate_on is 'best', but checkpoint.best_metric is empty: name it, or use 'last'"
+            )
             raise ValueError(msg)
         if self.evaluate_on == "best" and self.checkpoint.keep_best == 0:
             msg = "evaluate_on is 'best', but checkpoint.keep_best is 0: keep at least one"

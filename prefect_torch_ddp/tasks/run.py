@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import takewhile
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
 from prefect.client.orchestration import get_client
@@ -23,7 +23,7 @@ from prefect_torch_ddp.checkpoint.run_files import read_failures, write_failure
 from prefect_torch_ddp.errors import GangError
 from prefect_torch_ddp.gang.caller.lines import rank_text, stack_line
 from prefect_torch_ddp.gang.caller.workers import until_gone
-from prefect_torch_ddp.params import ContextParams, GangOptions, TrainParams
+from prefect_torch_ddp.params import ContextParams, TrainParams
 from prefect_torch_ddp.protocol.events import (
     AttemptBegan,
     FailureRecord,
@@ -86,14 +86,6 @@ class Run:
             restore_attempt=None if restore_step is None else attempt,
             evaluate_on=params.evaluate_on,
         )
-
-    def gang_options(self, world_size: int, **changes: Unpack[GangOptions]) -> GangOptions:
-        """Return the options of a gang of so many ranks for one stage."""
-        # An evaluation doesn't wait for ranks that a training had once grown to.
-        least = self.params.min_world_size or self.params.world_size
-        derived: GangOptions = {"min_world_size": min(least, world_size)}
-        derived["max_world_size"] = None  # a training alone resumes
-        return {**self.params.options_of_gang(), **derived, **changes}
 
 
 def rank_config(

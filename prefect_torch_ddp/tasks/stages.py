@@ -10,6 +10,7 @@ from prefect_torch_ddp.data.dataset_store import find_dataset
 from prefect_torch_ddp.errors import CheckpointError
 from prefect_torch_ddp.gang.restarts import CallAttemptLog
 from prefect_torch_ddp.gang.run import run_gang
+from prefect_torch_ddp.params import GangOptions, TrainParams
 from prefect_torch_ddp.rank.config import RankConfig
 from prefect_torch_ddp.records.rank_log import LogFolder
 from prefect_torch_ddp.results import CheckpointRef, DatasetReport, Report, TrainingSummary
@@ -89,9 +90,19 @@ def _evaluate(run: Run, checkpoint: CheckpointRef, world_size: int) -> Report:
     return report
 
 
+def options_of_stage(params: TrainParams, world_size: int) -> GangOptions:
+    """Return the options of a gang of so many ranks that doesn't train."""
+    options = params.options_of_gang()
+    # An evaluation doesn't wait for ranks that a training had once grown to.
+    least = params.min_world_size or params.world_size
+    options["min_world_size"] = min(least, world_size)
+    options["max_world_size"], options["max_restarts"] = None, 0  # a training alone resumes
+    return options
+
+
 def _run_stage(run: Run, config: RankConfig, world_size: int, logs: str) -> Any:
     """Run a stage's function on a gang, once; return what rank 0's returned."""
-    options = run.gang_options(world_size, max_restarts=0)
+    options = options_of_stage(run.params, world_size)
     if config.stage == "prepare":  # it makes no steps and no collectives
         options["progress_timeout_s"] = None
     with current_client() as client:

@@ -100,7 +100,7 @@ def _train_on_gang(run: Run, dataset: DatasetReport) -> TrainingSummary:
         is_workload=True,
         fn=RUN_STAGE,
         args=lambda attempt: (run.rank_config("train", attempt), params.workload),
-        **run.gang_options(params.world_size, max_world_size=params.max_world_size),
+        **params.options_of_gang(),
     ) as values:
         last = recorder.record.attempts[-1]
         summary = TrainingSummary(

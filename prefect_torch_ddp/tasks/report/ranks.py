@@ -1,6 +1,5 @@
 """What the report says of ranks and time: who is slow, each rank's times, and the goodput."""
 
-from collections import deque
 from collections.abc import Sequence
 
 from prefect_torch_ddp.records.timing import TimingLine, waiting_cost
@@ -26,26 +25,21 @@ GOODPUT_PARTS = {
 
 
 class RecentTimes:
-    """The ranks' times of the last minute, from their newest records."""
+    """The ranks' times of the last one or two minutes, from their newest records."""
 
     def __init__(self) -> None:
         """Start without any."""
-        self._seen: deque[dict[int, TimingLine]] = deque()
+        self._older: dict[int, TimingLine] = {}
+        self._newer: dict[int, TimingLine] = {}
 
     def add(self, lines: Sequence[TimingLine]) -> list[TimingLine]:
-        """Take in each rank's newest record; return what has come in the last minute, by rank."""
-        newest = {line.rank: line for line in lines}
-        if newest and (not self._seen or newest != self._seen[-1]):
-            self._seen.append(newest)
-        at = max((line.time for line in lines), default=0.0)
-
-        def is_old(seen: dict[int, TimingLine]) -> bool:
-            return at - max(line.time for line in seen.values()) >= WINDOW_S
-
-        while len(self._seen) > 1 and is_old(self._seen[1]):
-            self._seen.popleft()
-        older = self._seen[0] if self._seen and is_old(self._seen[0]) else {}
-        return [line.since(older.get(line.rank)) for line in lines]
+        """Take in each rank's newest record; return what has come since, by rank."""
+        began_s, now_s = (
+            max((line.time for line in each), default=0.0) for each in (self._newer.values(), lines)
+        )
+        if now_s - began_s >= WINDOW_S:
+            self._older, self._newer = self._newer, {line.rank: line for line in lines}
+        return [line.since(self._older.get(line.rank)) for line in lines]
 
 
 def awaited_rank(lines: Sequence[TimingLine]) -> str:

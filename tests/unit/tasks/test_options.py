@@ -1,6 +1,5 @@
 """Options: declared once, in the same words at every level, and refused by name."""
 
-from pathlib import Path
 from typing import Any, get_type_hints
 
 import pytest
@@ -10,9 +9,8 @@ from pydantic import ValidationError
 from prefect_torch_ddp import InvalidParamsError, RankContext, TrainParams, ddp_task
 from prefect_torch_ddp.gang.checks import checked
 from prefect_torch_ddp.params import ContextOptions, ContextParams, GangOptions, GangParams
-from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.tasks.ddp_task import DdpTaskOptions, TaskParams
-from prefect_torch_ddp.tasks.run import Run
+from prefect_torch_ddp.tasks.stages import options_of_stage
 
 
 def fit(ctx: RankContext, lr: float = 0.1) -> float:
@@ -63,7 +61,7 @@ def test_the_form_is_in_order_and_explains_each_field() -> None:
         ({"checkpoint": {"every_step": 3}}, "checkpoint"),
         ({"sed": 1}, "there is no option sed; did you mean seed?"),
         ({"retrys": 2, "world_size": 0}, "world_size is 0.*; there is no option retrys"),
-        ({"resources": {"GPU": 0}}, r"resources is \{'GPU': 0.0\}; give positive amounts"),
+        ({"resources": {"GPU": 0}}, "resources.GPU is 0; it should be greater than 0"),
         ({"interface": "10.1.0.0/99"}, "interface is '10.1.0.0/99', which is no network"),
         ({"min_world_size": 3, "world_size": 2}, "give a min_world_size of at most world_size"),
         (
@@ -129,7 +127,6 @@ def test_a_forms_texts_are_read_as_numbers() -> None:
 def test_only_a_training_grows() -> None:
     """A dataset is prepared by one rank, and an evaluation has no checkpoint to go on from."""
     params = TrainParams(world_size=2, max_world_size=4)
-    run = Run("run", params, DirectoryStorage(Path("unused")), "dataset", "experiment")
-    prepared, evaluated = run.gang_options(1), run.gang_options(4)
+    prepared, evaluated = options_of_stage(params, 1), options_of_stage(params, 4)
     assert prepared["max_world_size"] is evaluated["max_world_size"] is None
     assert (prepared["min_world_size"], evaluated["min_world_size"]) == (1, 2)
