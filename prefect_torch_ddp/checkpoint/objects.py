@@ -8,7 +8,8 @@ import os
 import re
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
@@ -30,6 +31,8 @@ PIECE_BYTES = 2**21
 """Few enough to stay in a processor's cache between reading and hashing."""
 _LARGE_BYTES = 2**26
 """From here on an object is hashed by several threads."""
+LOCAL = frozenset({"btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "tmpfs", "xfs", "zfs"})
+"""A file that is open or mapped there stays readable after its name is gone."""
 _SHORTAGE = re.compile(r"allocate memory|Too many open files")
 """What this machine is short of, in torch's words: a RuntimeError."""
 
@@ -55,11 +58,11 @@ def read_state(storage: Storage, manifest: Manifest, item: ManifestObject) -> An
     mapping holds a deleted checkpoint's room on the disk.
     """
     with _explained(manifest, item):
-        file = storage.open_file(item.key) if isinstance(storage, HasFiles) else None
-        if file is None:
-            return from_bytes(read_object(storage, manifest, item))
-        with file:
-            return _map_state(file, storage, manifest, item)
+        if isinstance(storage, HasFiles):
+            with storage.open_file(item.key) as file:
+                if is_local(file):
+                    return _map_state(file, storage, manifest, item)
+        return from_bytes(read_object(storage, manifest, item))
 
 
 def read_states(
@@ -90,6 +93,22 @@ def _map_state(file: BinaryIO, storage: Storage, manifest: Manifest, item: Manif
     _check_digest(manifest, item, num_bytes, digest.hexdigest())
     state = from_file(file)
     return state if item.is_module else map_tensors(state, torch.clone)
+
+
+def is_local(file: BinaryIO) -> bool:
+    """Return whether a file is known to be on a file system of this machine (on Linux only).
+
+    One mapped from elsewhere ends the process by SIGBUS where its server fails.
+    """
+    device = os.fstat(file.fileno()).st_dev
+    name = f"{os.major(device)}:{os.minor(device)}"
+    with suppress(OSError):
+        text = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="replace")
+        # proc(5): mount id, parent id, device, root, mount point, options, tags, "-", file system
+        of_device = (line for line in text.splitlines() if line.split()[2] == name)
+        kinds = {line.partition(" - ")[2].split()[0] for line in of_device}
+        return bool(kinds) and kinds <= LOCAL
+    return False
 
 
 def digest_of(data: bytes | memoryview) -> str:

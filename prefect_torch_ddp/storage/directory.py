@@ -7,7 +7,6 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from io import FileIO
 from pathlib import Path
 from typing import BinaryIO, TypeVar
 
@@ -39,8 +38,6 @@ CHANGED = (
     "the file changed since it was listed: list it again, by running prepare again, "
     "or keep data in use unchanged"
 )
-LOCAL = frozenset({"btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "tmpfs", "xfs", "zfs"})
-"""A file that is open or mapped there stays readable after its name is gone."""
 
 _RIGHTS = "give this user the right to do so, or choose another storage"
 _FILE_IN_THE_WAY = "a file stands where a folder is needed: rename it, or choose another storage"
@@ -91,15 +88,15 @@ class DirectoryStorage:
 
     def read(self, key: str) -> bytes:
         """See `Storage.read`."""
-        with self._opened(key) as file:
-            return file.readall()
+        with self.open_file(key) as file, _explained("read", self._path(key)):
+            return file.read()
 
-    def open_file(self, key: str) -> BinaryIO | None:
+    def open_file(self, key: str) -> BinaryIO:
         """See `HasFiles.open_file`."""
-        with self._opened(key) as file:
-            if not is_local(self._path(key).parent):
-                return None
-            return os.fdopen(os.dup(file.fileno()), "rb", buffering=0)
+        path = self._path(key)
+        self._keep_inside(path, key)
+        with _explained("read", path):
+            return path.open("rb", buffering=0)
 
     def write(self, key: str, data: bytes | memoryview) -> None:
         """See `Storage.write`."""
@@ -150,13 +147,6 @@ class DirectoryStorage:
         path = self.root / check_key(key)
         self._keep_inside(path.parent, key)
         return path
-
-    @contextmanager
-    def _opened(self, key: str) -> Iterator[FileIO]:
-        path = self._path(key)
-        self._keep_inside(path, key)
-        with _explained("read", path), path.open("rb", buffering=0) as file:
-            yield file
 
     def _part_or_error(self, part: ObjectPart) -> bytes | StorageError:
         if part.key.startswith("/") or ".." in part.key.split("/"):
@@ -287,19 +277,3 @@ def _sorted_names(folder: Path, *, follows_links: bool) -> list[str]:
 
 def _etag(found: os.stat_result) -> str:
     return f"{found.st_mtime_ns:x}-{found.st_size:x}"
-
-
-def is_local(folder: Path) -> bool:
-    """Return whether a folder is known to be on a file system of this machine (on Linux only).
-
-    A file mapped from elsewhere ends the process by SIGBUS where its server fails.
-    """
-    device = folder.stat().st_dev
-    name = f"{os.major(device)}:{os.minor(device)}"
-    with suppress(OSError):
-        text = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="replace")
-        # proc(5): mount id, parent id, device, root, mount point, options, tags, "-", file system
-        of_device = (line for line in text.splitlines() if line.split()[2] == name)
-        kinds = {line.partition(" - ")[2].split()[0] for line in of_device}
-        return bool(kinds) and kinds <= LOCAL
-    return False

@@ -134,11 +134,8 @@ class KeepsUnfinished(Protocol):
 class HasFiles(Protocol):
     """A storage whose objects are files that may be mapped into memory instead of copied."""
 
-    def open_file(self, key: str) -> BinaryIO | None:
-        """Open the object; its content stays until it is closed and no mapping of it is left.
-
-        None where the file system can't promise that; raises `ObjectNotFoundError`.
-        """
+    def open_file(self, key: str) -> BinaryIO:
+        """Open the object, unbuffered; raises `ObjectNotFoundError`."""
         ...
 
 

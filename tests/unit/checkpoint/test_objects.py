@@ -13,11 +13,17 @@ from blake3 import blake3
 
 from prefect_torch_ddp.checkpoint import objects
 from prefect_torch_ddp.checkpoint.manifest import Manifest, ManifestObject
-from prefect_torch_ddp.checkpoint.objects import NUM_THREADS, PIECE_BYTES, digest_of, read_states
+from prefect_torch_ddp.checkpoint.objects import (
+    NUM_THREADS,
+    PIECE_BYTES,
+    digest_of,
+    is_local,
+    read_states,
+)
 from prefect_torch_ddp.checkpoint.restore import Restorer
 from prefect_torch_ddp.checkpoint.serial import to_bytes
 from prefect_torch_ddp.errors import CheckpointError
-from prefect_torch_ddp.storage.directory import DirectoryStorage, is_local
+from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.storage.protocol import Storage
 from tests.support.forwarding import ForwardingStorage
 
@@ -127,8 +133,10 @@ def test_a_thousand_ranks_generators_are_not_a_thousand_open_files(tmp_path: Pat
 
 def test_only_a_file_system_of_this_machine_is_mapped(tmp_path: Path) -> None:
     """What isn't known as one, isn't: the kernel's own here, as NFS elsewhere."""
-    assert is_local(tmp_path)
-    assert not is_local(Path("/proc"))
+    (tmp_path / "file").touch()
+    for path, expected in ((tmp_path / "file", True), (Path("/proc/self/status"), False)):
+        with path.open("rb") as file:
+            assert is_local(file) == expected
 
 
 @pytest.mark.parametrize("kind", KINDS)
