@@ -60,7 +60,8 @@ def read_workload(reference: str) -> WorkloadSource:
         msg = f"workload {reference!r} can't be parsed: {error}"
         raise InvalidParamsError(msg) from error
     found = WorkloadSource(reference, tree, object_name or None)
-    if any(isinstance(node, ast.ImportFrom) and _is_star(node) for node in ast.walk(tree)):
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    if any(node.names[0].name == "*" for node in imports):
         return found
     symbols = scope.get_symbols()
     bound = {each.get_name() for each in symbols if each.is_assigned() or each.is_imported()}
@@ -72,10 +73,6 @@ def read_workload(reference: str) -> WorkloadSource:
         msg = f"workload {reference!r} has no {kind}{missing}: {defines}"
         raise InvalidParamsError(msg)
     return found
-
-
-def _is_star(node: ast.ImportFrom) -> bool:
-    return node.names[0].name == "*"
 
 
 def dataset_id(

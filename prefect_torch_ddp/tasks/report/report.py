@@ -67,9 +67,8 @@ def _curves(view: RunView) -> str:
 
 
 def _cause(view: RunView) -> str:
-    cause = view.training.cause
-    shown = cause if len(cause) <= MAX_CAUSE else f"{cause[:MAX_CAUSE]} ..."
-    return code_block(shown, "text") if cause else ""
+    cause = _cut(view.training.cause, MAX_CAUSE)
+    return code_block(cause, "text") if cause else ""
 
 
 def _trouble(view: RunView) -> str:
@@ -117,9 +116,9 @@ def _params(view: RunView) -> str:
     return fact_table(shown) if shown else ""
 
 
-def _cut(value: object) -> str:
+def _cut(value: object, most: int = MAX_VALUE) -> str:
     shown = "" if value is None else str(value)
-    return shown if len(shown) <= MAX_VALUE else f"{shown[:MAX_VALUE]} ..."
+    return shown if len(shown) <= most else f"{shown[:most]} ..."
 
 
 def _run_record(view: RunView) -> str:
