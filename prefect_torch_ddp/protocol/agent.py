@@ -3,7 +3,6 @@
 import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import Any, Literal
 
 from prefect_torch_ddp.protocol.events import GangEvent
@@ -11,17 +10,12 @@ from prefect_torch_ddp.protocol.heartbeat import Heartbeat
 from prefect_torch_ddp.protocol.rank import RankLaunch
 
 AgentState = Literal["absent", "waiting", "reserved", "running", "ended"]
-AgentOrder = Literal["stop", "pause", "leave", "look"]
+AgentOrder = Literal["abort", "stop", "pause", "leave", "look"]
 """Have the ranks stop at an agreed step, in the time for it or whenever they come to it; have those
-that returned end; fetch their stacks."""
+that returned end; fetch their stacks. Abort: kill the ranks at once."""
 
-
-class Rpc(StrEnum):
-    """The handlers that a Dask worker offers to callers."""
-
-    POLL = "prefect_torch_ddp_poll"
-    GIVE = "prefect_torch_ddp_give"
-    CLEAR = "prefect_torch_ddp_clear"
+POLL = "prefect_torch_ddp_poll"
+"""The handler that a Dask worker offers to callers, who may give an order with a poll."""
 
 
 @dataclass(frozen=True)

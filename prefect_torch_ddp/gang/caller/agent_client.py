@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import pickle
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from distributed import Client, Future
@@ -19,9 +19,10 @@ from prefect_torch_ddp.errors import (
 from prefect_torch_ddp.gang.caller.workers import look_for
 from prefect_torch_ddp.gang.liveness import Liveness
 from prefect_torch_ddp.protocol.agent import (
+    POLL,
     AgentOrder,
     AgentReport,
-    Rpc,
+    AgentState,
     StartOrder,
     WorkerIdentity,
     decode_answer,
@@ -63,15 +64,11 @@ class AgentClient:
 
     async def poll(self) -> AgentReport:
         """Wait for news, at most a second, and return the report."""
-        report: AgentReport = await self._call(
-            Rpc.POLL, next_event=self.next_event, known_state=self.report.state, wait_s=LONG_POLL_S
-        )
-        self.report, self.next_event = report, report.next_event
-        return report
+        return await self._poll(LONG_POLL_S)
 
     async def give(self, order: AgentOrder | StartOrder) -> None:
         """Give the agent an order."""
-        await self._call(Rpc.GIVE, order=pickle.dumps(order))
+        await self._call(0.0, pickle.dumps(order))
 
     async def start(self, order: StartOrder) -> None:
         """Have the agent start its ranks; raises WorkerLostError where it is lost."""
@@ -84,11 +81,15 @@ class AgentClient:
 
     async def clear(self) -> AgentReport:
         """End the agent with all its ranks; the report has no events that are known."""
-        report: AgentReport = await self._call(
-            Rpc.CLEAR, CLEAR_LIVENESS_S, timeout_s=CLEAR_TIMEOUT_S
-        )
-        num_new = max(0, report.next_event - self.next_event)
-        return replace(report, events=report.events[len(report.events) - num_new :])
+        order: AgentOrder = "abort"
+        return await self._poll(CLEAR_TIMEOUT_S, pickle.dumps(order), CLEAR_LIVENESS_S)
+
+    async def _poll(
+        self, wait_s: float, order: bytes = b"", limit_s: float | None = None
+    ) -> AgentReport:
+        report = await self._call(wait_s, order, limit_s)
+        self.report, self.next_event = report, report.next_event
+        return report
 
     async def values(self) -> tuple[bytes, ...]:
         """Return the values of the agent's ranks.
@@ -103,17 +104,18 @@ class AgentClient:
         finally:
             fetch.cancel()
 
-    async def _call(self, rpc: Rpc, limit_s: float | None = None, /, **message: Any) -> Any:
+    async def _call(
+        self, wait_s: float, order: bytes = b"", limit_s: float | None = None
+    ) -> AgentReport:
         liveness = Liveness(limit_s)
         while True:
-            answer = _call_worker(
-                self.client, self.worker.address, rpc, token=self.token, **message
-            )
-            call = asyncio.create_task(answer)
+            call = asyncio.create_task(self._ask(self.report.state, wait_s, order))
             try:
-                return await self._watched(call, liveness)
+                report: AgentReport = await self._watched(call, liveness)
             except NoAnswerError:
                 await self._check_alive(liveness)
+            else:
+                return report
             finally:
                 call.cancel()
             await asyncio.sleep(0.05)
@@ -148,34 +150,36 @@ class AgentClient:
 
         A retired worker lives on until its ranks have stopped and saved.
         """
-        poll = {"next_event": self.next_event, "known_state": "absent", "wait_s": 0.0}
-        call = _call_worker(self.client, self.worker.address, Rpc.POLL, token=self.token, **poll)
         with contextlib.suppress(NoAnswerError, TimeoutError):
-            report: AgentReport = await asyncio.wait_for(call, MEMBERSHIP_S)
+            report = await asyncio.wait_for(self._ask("absent", 0.0), MEMBERSHIP_S)
             return report.state != "absent"  # else another worker has come to its address
         return False
 
+    async def _ask(self, known_state: AgentState, wait_s: float, order: bytes = b"") -> AgentReport:
+        """Poll once, through the scheduler.
 
-async def _call_worker(client: Client, address: str, rpc: Rpc, **message: Any) -> Any:
-    """Call a handler of a worker, through the scheduler, and return its answer.
-
-    Raises NoAnswerError where it can't be reached or lacks the handler, GangError where that fails.
-    """
-    if client.scheduler is None:
-        msg = f"the Dask client is {client.status}"
-        raise NoAnswerError(msg)
-    try:
-        answers = await client.scheduler.broadcast(
-            msg={"op": str(rpc), **message}, workers=[address], on_error="return_pickle"
-        )
-    except OSError as error:
-        msg = f"the scheduler did not answer ({type(error).__name__}: {error})"
-        raise NoAnswerError(msg) from error
-    answer = answers[address]
-    if isinstance(answer, dict) and "answer" in answer:
-        return decode_answer(answer)
-    if isinstance(answer, bytes):
-        msg = f"worker {address} did not answer ({pickle.loads(answer)!r})"
-        raise NoAnswerError(msg)
-    msg = f"worker {address} failed at {str(rpc)!r}: {answer}"
-    raise GangError(msg)
+        Raises NoAnswerError where the worker can't be reached or lacks the handler, GangError where
+        that fails.
+        """
+        if self.client.scheduler is None:
+            msg = f"the Dask client is {self.client.status}"
+            raise NoAnswerError(msg)
+        address = self.worker.address
+        message: dict[str, Any] = {"op": POLL, "token": self.token, "next_event": self.next_event}
+        message |= {"known_state": known_state, "wait_s": wait_s, "order": order}
+        try:
+            answers = await self.client.scheduler.broadcast(
+                msg=message, workers=[address], on_error="return_pickle"
+            )
+        except OSError as error:
+            text = f"the scheduler did not answer ({type(error).__name__}: {error})"
+            raise NoAnswerError(text) from error
+        answer = answers[address]
+        if isinstance(answer, dict) and "answer" in answer:
+            report: AgentReport = decode_answer(answer)
+            return report
+        if isinstance(answer, bytes):
+            text = f"worker {address} did not answer ({pickle.loads(answer)!r})"
+            raise NoAnswerError(text)
+        text = f"worker {address} failed at {POLL!r}: {answer}"
+        raise GangError(text)

@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Literal
 
 from prefect_torch_ddp.protocol.agent import (
     AgentOrder,
@@ -30,7 +29,7 @@ class Mailbox:
     state: AgentState = "absent"
     store_port: int = 0
     start: StartOrder | None = None
-    orders: set[AgentOrder | Literal["abort"]] = field(default_factory=set)
+    orders: set[AgentOrder] = field(default_factory=set)
     """All that were given; abort: kill the ranks at once."""
     heartbeats: tuple[RankHeartbeat, ...] = ()
     last_poll_s: float = field(default_factory=time.monotonic)
@@ -88,7 +87,7 @@ class Mailbox:
 
     # The caller's side, on the worker's event loop.
 
-    def give(self, order: AgentOrder | StartOrder | Literal["abort"]) -> None:
+    def give(self, order: AgentOrder | StartOrder) -> None:
         """Give the agent an order."""
         self.last_poll_s = time.monotonic()
         with self._lock:
@@ -102,24 +101,24 @@ class Mailbox:
     async def news(self, next_event: int, known_state: AgentState, wait_s: float) -> AgentReport:
         """Return the state and the events from `next_event` on, once either is new.
 
-        Waits at most `wait_s` seconds.
+        Waits at most `wait_s` seconds; after an abort for the agent's end.
         """
         self.last_poll_s = time.monotonic()
         deadline = self.last_poll_s + wait_s
         while True:
-            self._listen()
+            # Before the look, so that nothing posted after it is missed.
+            self._loop = asyncio.get_running_loop()
+            self._has_news.clear()
             with self._lock:
                 del self._events[: max(0, next_event - self._first_event)]
                 self._first_event = max(self._first_event, next_event)
-                if self._events or self.state != known_state or time.monotonic() >= deadline:
-                    return self._report()
+                report = self._report()
+                is_new = bool(self._events) or self.state != known_state
+                is_due = report.has_ended if "abort" in self.orders else is_new
+                if is_due or time.monotonic() >= deadline:
+                    return report
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._has_news.wait(), deadline - time.monotonic())
-
-    def _listen(self) -> None:
-        # Before a look, so that nothing posted after it is missed.
-        self._loop = asyncio.get_running_loop()
-        self._has_news.clear()
 
     def _report(self) -> AgentReport:
         return AgentReport(
@@ -130,17 +129,6 @@ class Mailbox:
             why_ended=self.why_ended,
             heartbeats=self.heartbeats,
         )
-
-    async def clear(self, timeout_s: float) -> AgentReport:
-        """Have the agent kill its ranks; return once none is left, or after the timeout."""
-        self.give("abort")
-        deadline = time.monotonic() + timeout_s
-        while self.state not in ("ended", "absent") and time.monotonic() < deadline:
-            self._listen()
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._has_news.wait(), min(0.1, timeout_s))
-        with self._lock:
-            return self._report()
 
 
 MAILBOXES: dict[str, Mailbox] = {}

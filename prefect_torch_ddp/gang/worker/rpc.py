@@ -1,6 +1,6 @@
-"""The RPC handlers of a Dask worker: they take a caller's orders over Dask's own connections.
+"""The RPC handler of a Dask worker: it takes a caller's polls and orders over Dask's connections.
 
-They need no port of their own, and have TLS where Dask has it.
+It needs no port of its own, and has TLS where Dask has it.
 """
 
 import os
@@ -8,6 +8,7 @@ import pickle
 import signal
 import socket
 import threading
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -21,11 +22,10 @@ from prefect_torch_ddp.gang.worker.fork_client import CloseForkServer, fork_clie
 from prefect_torch_ddp.gang.worker.mailbox import MAILBOXES, drop_abandoned, open_mailbox
 from prefect_torch_ddp.gang.worker.slots import SLOTS
 from prefect_torch_ddp.protocol.agent import (
-    AgentReport,
+    POLL,
     AgentState,
     Answer,
     Occupant,
-    Rpc,
     WorkerIdentity,
     encode_answer,
 )
@@ -33,9 +33,9 @@ from prefect_torch_ddp.protocol.rank import Preload
 
 
 async def register_rpc(dask_worker: Worker, warm: Preload | None = None) -> WorkerIdentity:
-    """Add our handlers to the worker and return who it is. Doing it twice changes nothing.
+    """Add our handler to the worker and return who it is. Doing it twice changes nothing.
 
-    The caller runs this by `Client.run`; handlers take the orders after it because each
+    The caller runs this by `Client.run`; the handler takes the orders after it because each
     `Client.run` writes a line to the worker's log.
     """
     drop_abandoned()
@@ -45,9 +45,7 @@ async def register_rpc(dask_worker: Worker, warm: Preload | None = None) -> Work
         # SIG_IGN, which ranks would inherit.
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, _leave_it_to_the_nanny)
-    handlers = _Handlers(dask_worker)
-    for rpc in Rpc:
-        dask_worker.handlers.setdefault(str(rpc), getattr(handlers, rpc.name.lower()))
+    dask_worker.handlers.setdefault(POLL, _handler_of_polls(dask_worker))
     if CloseForkServer.name not in dask_worker.plugins:
         await dask_worker.plugin_add(plugin=CloseForkServer(), name=CloseForkServer.name)
     if warm is not None:
@@ -59,31 +57,19 @@ def _leave_it_to_the_nanny(number: int, frame: FrameType | None) -> None:
     pass
 
 
-class _Handlers:
-    """A method for each Rpc, by its name."""
-
-    def __init__(self, worker: Worker) -> None:
-        self._worker = worker
-
+def _handler_of_polls(worker: Worker) -> Callable[..., Awaitable[Answer]]:
     async def poll(
-        self, token: str, next_event: int, known_state: AgentState, wait_s: float
+        token: str, next_event: int, known_state: AgentState, wait_s: float, order: bytes = b""
     ) -> Answer:
         box = open_mailbox(token)
-        report = await box.news(next_event, known_state, wait_s)
-        return encode_answer(replace(report, occupant=_occupant(self._worker, token)))
-
-    async def clear(self, token: str, timeout_s: float) -> Answer:
-        box = MAILBOXES.get(token)
-        report = await box.clear(timeout_s) if box else AgentReport("absent")
-        if report.has_ended:
-            MAILBOXES.pop(token, None)
-        return encode_answer(report)
-
-    def give(self, token: str, order: bytes) -> Answer:
-        box = MAILBOXES.get(token)
-        if box is not None:
+        if order:
             box.give(pickle.loads(order))
-        return encode_answer(box is not None)
+        report = await box.news(next_event, known_state, wait_s)
+        if report.has_ended and "abort" in box.orders:
+            MAILBOXES.pop(token, None)
+        return encode_answer(replace(report, occupant=_occupant(worker, token)))
+
+    return poll
 
 
 def _occupant(worker: Worker, token: str) -> Occupant | None:
