@@ -134,7 +134,7 @@ def _attempt(client: Client, plan: GangPlan, restarts: Restarts, number: int) ->
     )
     most, least = restarts.size_to_ask_for(given.world_size), given.min_world_size
     each, divides = given.ranks_per_worker or 1, given.world_size_divides
-    size = GangSize(most, least, each, divides, given.max_world_size)
+    size = GangSize(most, least, each, divides, given.max_world_size, restarts.has_grown)
     events: queue.SimpleQueue[GangEvent | None] = queue.SimpleQueue()
     stop = StopSwitch(given.stop_grace_s)
     with calling():
@@ -161,7 +161,8 @@ async def _run_attempt(
         chosen = choose(workers, num_workers, plan.resources)
         refuse_conflicts(chosen)
         placement = place(chosen, world_size, size.ranks_per_worker, options.interface)
-        reservation = GangReservation(client, plan, chosen, placement)
+        has_extra = size.is_growing or world_size > (size.most or world_size)
+        reservation = GangReservation(client, plan, chosen, placement, has_extra=has_extra)
         growth = Growth(client, plan, size, chosen, world_size, sink)
         supervisor = Supervisor(plan, placement, reservation.agents, growth)
         try:

@@ -6,6 +6,7 @@ import gc
 import importlib
 import os
 import random
+import re
 import sys
 import tempfile
 import weakref
@@ -15,6 +16,8 @@ from pathlib import Path
 
 from prefect_torch_ddp.protocol.rank import ForkServerAnswer, ForkServerOrder, is_installed
 
+_THREAD_POOL = re.compile(r"/lib(?:gomp|iomp5|omp|mkl_rt|\w*openblas)[^/]*\.so\S*$", re.MULTILINE)
+
 
 def load_ahead(order: ForkServerOrder) -> ForkServerAnswer:
     """Import what the order names, up to the first import that makes this process unfit."""
@@ -22,7 +25,7 @@ def load_ahead(order: ForkServerOrder) -> ForkServerAnswer:
         pass  # tempfile makes its generator, which isn't an import's
     freeze()
     for statement in order.imports:
-        before, files = set(sys.modules), _open_files()
+        before, files, pools = set(sys.modules), _open_files(), _thread_pools()
         reads: set[str] = set()
         try:
             with _noting_reads(reads):
@@ -34,7 +37,7 @@ def load_ahead(order: ForkServerOrder) -> ForkServerAnswer:
             why = (
                 why_unfit()
                 or ("it opens files" if _open_files() != files else None)
-                or _environment_read(reads, order.rank_variables)
+                or _environment_read(reads | _sizes_of_pools(pools), order.rank_variables)
                 or _not_the_users(new, order.shadowed_by)
                 or ("it keeps random numbers of its own" if new and _has_generator() else None)
             )
@@ -87,6 +90,17 @@ def _noting_reads(names: set[str]) -> Iterator[None]:
         yield
     finally:
         os._Environ.__getitem__ = read  # type: ignore[method-assign]  # noqa: SLF001
+
+
+def _thread_pools() -> set[str]:
+    return set(
+        _THREAD_POOL.findall(Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace"))
+    )
+
+
+def _sizes_of_pools(before: Collection[str]) -> set[str]:
+    """Return the variable that C code has read where a library for thread pools was loaded."""
+    return {"OMP_NUM_THREADS"} if _thread_pools() - set(before) else set()
 
 
 def _environment_read(read: Collection[str], rank_variables: Collection[str]) -> str | None:

@@ -108,16 +108,22 @@ def with_ranks_placed(params: TrainParams) -> TrainParams:
 
     Where this run is to start a local cluster of its own, and nothing is said of it, one worker
     holds all: they are forked from one process that has torch loaded. Each further worker would
-    load it again, 3 s of a core, for a cluster that lives as long as the run.
+    load it again, 3 s of a core, for a cluster that lives as long as the run. Raises
+    InvalidParamsError where the training is to grow, since that cluster can't.
     """
     if params.ranks_per_worker is not None:
         return params
     runner, like_any = _runner(), DaskTaskRunner()
     names = ("address", "_cluster", "cluster_class", "cluster_kwargs")
     is_ours = all(getattr(runner, name) == getattr(like_any, name) for name in names)
-    sizes = params.min_world_size, params.max_world_size
-    nothing_said = params.cluster == ClusterParams() and not any(sizes)
+    nothing_said = params.cluster == ClusterParams() and params.min_world_size is None
     one_worker = is_ours and nothing_said and _open_client() is None
+    if one_worker and (params.max_world_size or 0) > params.world_size:
+        msg = (
+            f"max_world_size is {params.max_world_size}, but a local cluster of the run's own has "
+            f"{params.world_size} ranks' room, world_size; name a cluster, or leave it out"
+        )
+        raise InvalidParamsError(msg)
     return params.model_copy(update={"ranks_per_worker": params.world_size if one_worker else 1})
 
 

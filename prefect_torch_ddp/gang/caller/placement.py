@@ -37,9 +37,13 @@ class GangSize:
     """A number that every size divides; None: any size will do."""
     grown: int | None = None
     """How many it may have where workers are free; None: no more than the most."""
+    is_growing: bool = False
+    """Whether it stopped to grow: then it goes on with what is free, and waits for nobody."""
 
     def on(self, num_workers: int, num_free: int = 0) -> int:
         """Return the size that so many workers give, of which so many are free."""
+        if self.is_growing and num_free >= self.workers_for_fewest:
+            num_workers = num_free
         room = num_workers * self.ranks_per_worker
         size = min(room, self.most or self.grown or room)
         if self.grown is not None:

@@ -34,12 +34,18 @@ class GangReservation:
         plan: GangPlan,
         workers: Sequence[WorkerIdentity],
         placement: Placement,
+        *,
+        has_extra: bool = False,
     ) -> None:
-        """Take the plan and the workers it was placed on; nothing is submitted yet."""
+        """Take the plan and the workers it was placed on; nothing is submitted yet.
+
+        `has_extra`: it has more of them than it would wait for, since they were free.
+        """
         self._client = client
         self._plan = plan
         self._placement = placement
         self._workers = workers
+        self._has_extra = has_extra
         self.agents: list[AgentClient] = []
         self._looked_s = time.monotonic()
 
@@ -49,8 +55,9 @@ class GangReservation:
         The times are a monotonic clock's: since when the gang waits for slots, and until when.
 
         Returns False when the gang has to be placed anew: a more senior gang waits for one of
-        its workers, or enough others have become free. Raises NotEnoughWorkersError, which says
-        who held them, past the deadline.
+        its workers, enough others have become free, or another took one that it wanted only as
+        long as it was free. Raises NotEnoughWorkersError, which says who held them, past the
+        deadline.
         """
         self._submit()
         polls = [asyncio.create_task(self._poll_until_all_reserved(agent)) for agent in self.agents]
@@ -69,7 +76,9 @@ class GangReservation:
                     msg = f"gang {self._plan.name!r} gave up {text}"
                     raise NotEnoughWorkersError(msg)
                 sign.show(text)
-                if self._must_give_way(missing) or await self._has_better_choice(missing, now):
+                if self._must_give_way(missing) or self._lost_extra(missing):
+                    return False
+                if await self._has_better_choice(missing, now):
                     return False
         finally:
             for poll in polls:
@@ -102,6 +111,11 @@ class GangReservation:
             if seniority is not None and seniority < self._plan.seniority:
                 return True
         return False
+
+    def _lost_extra(self, missing: Sequence[AgentClient]) -> bool:
+        """Whether a worker that was free is held by now by somebody who doesn't wait himself."""
+        holders = (agent.report.occupant for agent in missing)
+        return self._has_extra and any(each and each.seniority is None for each in holders)
 
     async def _has_better_choice(self, missing: Sequence[AgentClient], now_s: float) -> bool:
         if now_s - self._looked_s < LOOK_AGAIN_S:

@@ -21,6 +21,7 @@ from tests.support.gangs import (
     RUN_WITH_CONTEXT,
     attempts_in,
     begun,
+    extra_worker,
     own_cluster,
     sleeping_gang,
     workers_of,
@@ -136,3 +137,25 @@ def test_a_gang_does_not_grow_onto_a_busy_worker(tmp_path: Path) -> None:
         (tmp_path / "marks" / "enough").touch()
         gang.result(HANG_S)
     assert attempts_in(events) == [(1, 1), (2, 2)]
+
+
+def test_two_gangs_that_may_grow_both_train(tmp_path: Path) -> None:
+    """Both begin at once where two workers are free. Who gets one or none doesn't wait for two: it
+    begins with the one rank that it asked for as soon as another worker joins."""
+    folders = [tmp_path / name for name in ("a", "b")]
+    for folder in folders:
+        folder.mkdir()
+    options = {"world_size": 1, "max_world_size": 2}
+    with (
+        own_cluster(2) as (cluster, client),
+        Client(cluster) as second,
+        training(client, folders[0], **options) as gang,
+        training(second, folders[1], **options) as other,
+        extra_worker(cluster, 3),
+    ):
+        for folder in folders:
+            begun(folder / "marks", 1, 0)
+        for folder in folders:
+            (folder / "marks" / "enough").touch()
+        sizes = [len(each.result(HANG_S)) for each in (gang, other)]
+    assert 1 in sizes

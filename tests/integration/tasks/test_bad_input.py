@@ -35,6 +35,7 @@ WAY_OUT = "names no run; write a run's id, or <storage>/runs/<run id>"
         ({"storage": "ftp://host/x"}, "ftp: names no known storage"),
         ({"storage": "s3-bucket/absent"}, "s3-bucket/absent"),
         ({"cluster": NO_CLASS}, "no_such.Cluster"),
+        ({"max_world_size": 9}, "max_world_size is 9, but a local cluster of the run's own has 2"),
         ({"cluster": NO_CLUSTER}, f"'{NOBODY}' gave no Dask cluster.*is its scheduler running"),
         ({"data_options": {"x": {1}}}, "data_options can't be written as JSON"),
         ({"resume_from": "no-such-run"}, "no-such-run"),

@@ -91,6 +91,13 @@ def test_a_gang_that_may_grow_takes_more_only_where_workers_are_free(
     assert GangSize(None, None, 1, grown=3).on(num_workers) == min(num_workers, 3)
 
 
+@pytest.mark.parametrize(("num_free", "expected"), [(0, 3), (1, 1), (2, 2), (4, 4)])
+def test_a_gang_that_stopped_to_grow_waits_for_no_busy_worker(num_free: int, expected: int) -> None:
+    """It goes on with what is free; only without a single free worker it has to wait."""
+    size = GangSize(3, 1, 1, grown=4, is_growing=True)
+    assert size.on(5, num_free) == expected
+
+
 @pytest.mark.parametrize(
     ("text", "names"),
     [
