@@ -1,4 +1,4 @@
-"""Liveness: after how long a silence the other side counts as lost, and who is still wanted."""
+"""Liveness: after how long a silence others count as lost, a storage too; who is still wanted."""
 
 import functools
 import logging
@@ -6,7 +6,9 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
+from typing import TypeVar
 
 import dask.config
 from distributed import Worker, get_worker
@@ -29,29 +31,33 @@ get their caller's."""
 TURN_S = 3.0
 """The most that counts between two looks: longer, and this process was itself stopped, or its
 machine was asleep."""
+STORAGE_QUIET_S = 3.0
+"""How long a storage may take before a message says what it delays."""
+STORAGE_LIMIT_S = 30.0
+"""How long it may take in all; what isn't written by then is dropped."""
+
+R = TypeVar("R")
 
 
 def liveness_timeout_s() -> float:
-    """Return after how many seconds of silence this process takes another for lost."""
-    return seconds_setting(LIVENESS_SETTING, LIVENESS_TIMEOUT_S)
+    """Return after how many seconds of silence this process takes another for lost.
 
-
-def seconds_setting(name: str, default_s: float) -> float:
-    """Return a setting, or the default, with a warning, where that is no positive number."""
-    value = dask.config.get(name, default=default_s)
+    That is the setting, or the default, with a warning, where it is no positive number.
+    """
+    value = dask.config.get(LIVENESS_SETTING, default=LIVENESS_TIMEOUT_S)
     try:
         if (seconds := float(value)) > 0:
             return seconds
     except (TypeError, ValueError):
         pass
-    _warn_once(name, repr(value), default_s)
-    return default_s
+    _warn_once(repr(value))
+    return LIVENESS_TIMEOUT_S
 
 
 @functools.cache
-def _warn_once(name: str, value: str, default_s: float) -> None:
+def _warn_once(value: str) -> None:
     text = "%s is %s and must be a positive number of seconds; using %g"
-    logger.warning(text, name, value, default_s)
+    logger.warning(text, LIVENESS_SETTING, value, LIVENESS_TIMEOUT_S)
 
 
 class Liveness:
@@ -139,3 +145,48 @@ def own_task_watch() -> Callable[[], str]:
         )
 
     return why_unwanted
+
+
+class TimeBudget:
+    """Limits the time of work with a storage, whose client may take minutes to give up."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        """Start with the whole budget."""
+        self._say = say
+        self._left_s = STORAGE_LIMIT_S
+        self._has_said = False
+
+    def spend_on(self, work: Callable[[], R]) -> R | None:
+        """Return what the work returns or raise what it raises; None where it takes too long.
+
+        Work that takes too long may still finish in its thread.
+        """
+        if self._left_s <= 0:
+            return None
+        done: Future[R] = Future()
+        # A daemon: it must not keep the process from ending.
+        name = "prefect-torch-ddp-time budget"
+        threading.Thread(target=_do, args=(work, done), name=name, daemon=True).start()
+        while self._left_s > 0:
+            turn_s = min(STORAGE_QUIET_S, self._left_s)
+            try:
+                return done.result(turn_s)
+            except TimeoutError:
+                if done.done():
+                    raise  # the work's own
+                self._left_s -= turn_s
+                self._say_once()
+        return None
+
+    def _say_once(self) -> None:
+        if not self._has_said:
+            self._has_said = True
+            gets = f"it gets {STORAGE_LIMIT_S:g} s to take what is left to put on record"
+            self._say(f"the storage has not answered for {STORAGE_QUIET_S:g} s: {gets}")
+
+
+def _do(work: Callable[[], R], done: Future[R]) -> None:
+    try:
+        done.set_result(work())
+    except BaseException as error:  # noqa: BLE001 - whoever waits shall have it
+        done.set_exception(error)

@@ -5,11 +5,9 @@ The attempt log numbers the attempts and keeps how they failed.
 
 import logging
 import re
-import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 from prefect_torch_ddp.errors import (
     CheckpointError,
@@ -22,6 +20,7 @@ from prefect_torch_ddp.errors import (
     WorkerLostError,
 )
 from prefect_torch_ddp.gang.caller.growth import GangGrowsError
+from prefect_torch_ddp.gang.liveness import TimeBudget
 from prefect_torch_ddp.protocol.events import (
     NO_RANK,
     AttemptBegan,
@@ -36,12 +35,6 @@ RESTARTABLE = (RankFailedError, WorkerLostError, GangHungError, GangGrowsError)
 FULL_SIZE_S = 10.0
 """How long a restart waits for all ranks, when there are workers for the fewest."""
 _ADDRESS = re.compile(r"\b0x[0-9a-fA-F]+")
-QUIET_S = 3.0
-"""How long a storage may take before a message says what it delays."""
-LIMIT_S = 30.0
-"""How long it may take in all; what isn't written by then is dropped."""
-
-R = TypeVar("R")
 
 
 class AttemptLog(Protocol):
@@ -259,48 +252,3 @@ def why_hopeless(
     where = "before the first step" if now.step is None else f"at step {now.step}"
     why = "it comes from the code or its input, not from chance"
     return f"the same {name} {where} ended attempt {before.attempt} too, so {why}"
-
-
-class TimeBudget:
-    """Limits the time of work with a storage, whose client may take minutes to give up."""
-
-    def __init__(self, say: Callable[[str], None]) -> None:
-        """Start with the whole budget."""
-        self._say = say
-        self._left_s = LIMIT_S
-        self._has_said = False
-
-    def spend_on(self, work: Callable[[], R]) -> R | None:
-        """Return what the work returns or raise what it raises; None where it takes too long.
-
-        Work that takes too long may still finish in its thread.
-        """
-        if self._left_s <= 0:
-            return None
-        done: Future[R] = Future()
-        # A daemon: it must not keep the process from ending.
-        name = "prefect-torch-ddp-time budget"
-        threading.Thread(target=_do, args=(work, done), name=name, daemon=True).start()
-        while self._left_s > 0:
-            turn_s = min(QUIET_S, self._left_s)
-            try:
-                return done.result(turn_s)
-            except TimeoutError:
-                if done.done():
-                    raise  # the work's own
-                self._left_s -= turn_s
-                self._say_once()
-        return None
-
-    def _say_once(self) -> None:
-        if not self._has_said:
-            self._has_said = True
-            gets = f"it gets {LIMIT_S:g} s to take what is left to put on record"
-            self._say(f"the storage has not answered for {QUIET_S:g} s: {gets}")
-
-
-def _do(work: Callable[[], R], done: Future[R]) -> None:
-    try:
-        done.set_result(work())
-    except BaseException as error:  # noqa: BLE001 - whoever waits shall have it
-        done.set_exception(error)

@@ -92,10 +92,6 @@ def run_gang(  # noqa: PLR0913 - level 1 is one call
     check_call(fn, () if callable(args) else args, kwargs)
     own = {"process_group": process_group, "world_size_divides": world_size_divides}
     given = checked(CallParams, {"world_size": world_size, **own, **options})
-    if given.max_world_size is not None and not brings_context(fn):
-        lacks = "fn takes no RankContext, so it has no checkpoint at which it could grow"
-        msg = f"max_world_size is {given.max_world_size}, but {lacks}; leave it out"
-        raise InvalidParamsError(msg)
     log = attempt_log or CallAttemptLog(attempt)
     plan = _plan(fn, name or name_of(fn), given)
     restarts = Restarts(log, given.max_restarts, on_event or log_event)
@@ -112,6 +108,10 @@ def run_gang(  # noqa: PLR0913 - level 1 is one call
 
 
 def _plan(fn: Callable[..., Any] | str, name: str, given: CallParams) -> GangPlan:
+    if given.max_world_size is not None and not brings_context(fn):
+        lacks = "fn takes no RankContext, so it has no checkpoint at which it could grow"
+        msg = f"max_world_size is {given.max_world_size}, but {lacks}; leave it out"
+        raise InvalidParamsError(msg)
     return GangPlan(
         name=name,
         seniority=Seniority(time.time(), uuid.uuid4().hex[:12]),
