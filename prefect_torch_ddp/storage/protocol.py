@@ -3,7 +3,7 @@
 To add a storage: write a frozen, picklable class with the methods of `Storage`, and of the other
 protocols here that it can serve (`Readable` for datasets). Run the suite
 `tests/support/storage_conformance.py` against it. Add its URI scheme to `locate.py`, which turns
-strings into storages.
+strings into storages, and its folders to `storage_below` there.
 """
 
 import re
@@ -117,7 +117,7 @@ class Storage(Protocol):
         ...
 
     def check_writable(self) -> None:
-        """Raise a `StorageError` that says what to do where `probe.probe` fails."""
+        """Raise a `StorageError` that says what to do where `probe` fails."""
         ...
 
 
