@@ -148,6 +148,19 @@ class StorageConformance:
         assert copy.uri == storage.uri
         assert copy.read("object") == b"content"
 
+    def test_forked_children_read_their_own_bytes(self, storage):
+        """A storage that was used before a fork gives each child, and the parent, the bytes of
+        the key it asked for."""
+        keys = [f"object/{number}" for number in range(4)]
+        for key in keys:
+            storage.write(key, key.encode() * 3000)
+        assert storage.read(keys[0]) == keys[0].encode() * 3000
+        barrier = FORK.Barrier(len(keys))
+        assert in_processes(
+            [(_read_often, storage, key, key.encode() * 3000, barrier) for key in keys]
+        ) == [0] * len(keys)
+        assert storage.read(keys[1]) == keys[1].encode() * 3000
+
     def test_the_probe_passes_and_leaves_nothing(self, storage):
         """A storage that works is found writable, and is empty afterwards."""
         storage.check_writable()
@@ -254,3 +267,8 @@ def _overwrite(storage: Storage, barrier: Barrier) -> None:
     for number in range(20):
         storage.write("hot", b"b" * 300_000 if number % 2 == 0 else b"a" * 500_000)
     storage.write("overwritten", b"")
+
+
+def _read_often(storage: Storage, key: str, expected: bytes, barrier: Barrier) -> int:
+    barrier.wait(HANG_S)
+    return sum(storage.read(key) != expected for _ in range(50))

@@ -4,13 +4,14 @@ import os
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, TypeAlias, TypeVar
 from urllib.parse import urlsplit
 
 from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.storage.protocol import check_key
 
 T = TypeVar("T")
+Variables: TypeAlias = tuple[tuple[bytes, bytes], ...]
 
 _CHECKSUM_OPTIONS = ("request_checksum_calculation", "response_checksum_validation")
 
@@ -90,7 +91,7 @@ class S3Location:
 
 
 class PerProcess(Generic[T]):
-    """Makes a thing for a location once in a process.
+    """Makes a thing for a location once in a process, and again when `AWS_` variables changed.
 
     A forked child never uses its parent's: a client would share its kept-alive sockets and
     silently return another process's bytes. Nor is it closed there, or collected: it might wait
@@ -99,21 +100,29 @@ class PerProcess(Generic[T]):
 
     def __init__(self, make: Callable[[S3Location], T]) -> None:
         self._make = make
-        self._made: dict[tuple[int, S3Location], T] = {}
+        self._made: dict[tuple[int, S3Location], tuple[Variables, T]] = {}
         self._lock = threading.Lock()
         os.register_at_fork(after_in_child=self._renew_lock)
 
     def of(self, location: S3Location) -> T:
         """Return this process's; threads may share it."""
-        key = os.getpid(), location
+        key, variables = (os.getpid(), location), aws_variables()
         with self._lock:
-            if key not in self._made:
-                self._made[key] = self._make(location)
-            return self._made[key]
+            if key not in self._made or self._made[key][0] != variables:
+                # The one before is dropped: tokens change each hour, a client takes megabytes.
+                self._made[key] = variables, self._make(location)
+            return self._made[key][1]
 
     def _renew_lock(self) -> None:
         # A fork may happen while another thread holds it, and the child would wait forever.
         self._lock = threading.Lock()
+
+
+def aws_variables() -> Variables:
+    """Return the variables that AWS's tools read: in a notebook they change."""
+    names = sorted(name for name in os.environb if name.startswith(b"AWS_"))
+    # Not by items(): that raises KeyError when another thread takes a variable away meanwhile.
+    return tuple((name, os.environb.get(name, b"")) for name in names)
 
 
 def session_of(location: S3Location) -> Any:

@@ -58,7 +58,7 @@ _BY_STATUS = {401: f"access denied: {_KEYS}", 403: _DENIED, 429: _BUSY, 507: _FU
 _BY_CLASS = {
     "NoCredentialsError": (
         "there are no credentials: register an s3-bucket block with some, or set "
-        "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY where the Dask workers run, before they start"
+        "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY where the Dask workers run"
     ),
     "CredentialRetrievalError": f"the credentials can't be fetched: {_KEYS}",
     "ProfileNotFound": (

@@ -7,10 +7,9 @@ import socket
 
 import pytest
 
-from prefect_torch_ddp.errors import (
-    InvalidParamsError,
-    StorageError,
-)
+from prefect_torch_ddp.errors import InvalidParamsError, ObjectNotFoundError, StorageError
+from prefect_torch_ddp.storage.locate import storage_from_uri
+from prefect_torch_ddp.storage.protocol import ObjectPart
 from prefect_torch_ddp.storage.s3.client import client_of
 from prefect_torch_ddp.storage.s3.storage import S3Storage
 from tests.support.s3_conformance import SECRET, S3Conformance, error_of
@@ -149,6 +148,25 @@ def test_anonymous_requests_are_not_signed(wire, open_s3_server):
     assert storage.read("object") == b"1"
     assert "Authorization" not in wire.exchanges[-1].headers
     assert "access denied" in error_of(storage.read, "private")
+
+
+def test_another_environment_is_another_client(chain_s3_server, monkeypatch):
+    """A plain s3:// URI takes endpoint and credentials where AWS's own tools find them. A notebook
+    that corrects its variables isn't held to the client of the wrong ones; the same ones have one
+    client."""
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
+    uri = "s3://bucket/from-another-environment"
+    storage, part = storage_from_uri(uri), ObjectPart("object", 1)
+    with pytest.raises(StorageError, match="secret"):
+        storage.write("object", b"1")
+    assert all(isinstance(found, StorageError) for found in storage.read_many([part]))
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", chain_s3_server.keys["owner"][1])
+    storage.check_writable()
+    storage.write("object", b"1")
+    assert list(storage.read_many([part])) == [b"1"]
+    with pytest.raises(ObjectNotFoundError, match=chain_s3_server.endpoint_url):
+        storage.read("absent")
+    assert client_of(storage) is client_of(storage_from_uri(uri))
 
 
 # ---- Sizes, pages, processes.

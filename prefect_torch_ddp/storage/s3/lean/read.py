@@ -14,7 +14,13 @@ from urllib.parse import quote, urlsplit
 
 from prefect_torch_ddp.errors import BadAnswerError, OtherObjectError, StorageError
 from prefect_torch_ddp.storage.protocol import Contents, ObjectPart
-from prefect_torch_ddp.storage.s3.client import PerProcess, S3Location, session_of
+from prefect_torch_ddp.storage.s3.client import (
+    PerProcess,
+    S3Location,
+    Variables,
+    aws_variables,
+    session_of,
+)
 from prefect_torch_ddp.storage.s3.errors import CHANGED
 from prefect_torch_ddp.storage.s3.lean.connections import Connections, request_of
 from prefect_torch_ddp.storage.s3.lean.sign import GetSigner
@@ -42,8 +48,8 @@ class Target(NamedTuple):
     """That requests are signed for."""
 
 
-_TARGETS: dict[S3Location, Target] = {}
-"""A forked child uses what its parent found."""
+_TARGETS: dict[S3Location, tuple[Variables, Target]] = {}
+"""With the variables it was found by; a forked child uses what its parent found."""
 
 
 class S3Reader:
@@ -63,8 +69,9 @@ class S3Reader:
         self._num_misses = 0
         self._rests_until_s = 0.0
         self._learning = threading.Lock()
-        target = _TARGETS.get(location)
-        self._lean = _lean_get(location, target) if target is not None else None
+        variables, target = _TARGETS.get(location, (None, None))
+        is_known = target is not None and variables == aws_variables()
+        self._lean = _lean_get(location, target) if target and is_known else None
 
     def read_many(self, parts: Sequence[ObjectPart]) -> Contents:
         """See `Readable.read_many`."""
@@ -116,7 +123,7 @@ class S3Reader:
         target = target_of(name, *found["Route"], is_signed=not self._location.anonymous)
         with self._learning:
             if target is not None and (self._lean is None or self._lean.target != target):
-                _TARGETS[self._location] = target
+                _TARGETS[self._location] = aws_variables(), target
                 self._lean = _lean_get(self._location, target)
         return content
 

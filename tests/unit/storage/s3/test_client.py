@@ -1,11 +1,63 @@
-"""What a profile and the environment have to say about a location's client."""
+"""When a location's client is made, and what a profile and the environment have to say."""
 
+import gc
 import os
+import sys
+import threading
+import weakref
 from pathlib import Path
 
 import pytest
 
-from prefect_torch_ddp.storage.s3.client import S3Location, connect
+from prefect_torch_ddp.storage.s3.client import PerProcess, S3Location, connect
+
+
+class Client:
+    """What is made."""
+
+    def __init__(self, location: S3Location) -> None:
+        self.location = location
+
+
+def test_tokens_that_change_each_hour_leave_no_clients_behind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each takes megabytes; one that is in use stays with its user."""
+    made = PerProcess(Client)
+    locations = [S3Location("bucket"), S3Location("another")]
+    clients = []
+    for token in range(5):
+        monkeypatch.setenv("AWS_SESSION_TOKEN", str(token))
+        clients += [weakref.ref(made.of(location)) for location in locations]
+        assert [made.of(location) for location in locations] == [ref() for ref in clients[-2:]]
+    gc.collect()
+    assert [client() is not None for client in clients] == [False] * 8 + [True] * 2
+
+
+def test_variables_that_others_take_away_meanwhile_disturb_nobody(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Other threads of a Dask worker set and unset theirs."""
+    made, location, is_over = PerProcess(Client), S3Location("bucket"), threading.Event()
+    monkeypatch.delenv("AWS_OF_ANOTHER_THREAD", raising=False)
+
+    def flip() -> None:
+        while not is_over.is_set():
+            for name in ("OF_ANOTHER_THREAD", "AWS_OF_ANOTHER_THREAD"):
+                os.environ[name] = "1"
+                del os.environ[name]
+
+    interval_s = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    thread = threading.Thread(target=flip)
+    thread.start()
+    try:
+        for _ in range(3_000):
+            assert made.of(location).location is location
+    finally:
+        is_over.set()
+        thread.join()
+        sys.setswitchinterval(interval_s)
 
 
 def test_a_profile_is_respected_where_the_location_says_nothing(
