@@ -53,14 +53,9 @@ def save_remote(name: str, server: S3Server, folder: str, *, for_client: bool = 
     return f"remote-file-system/{name}"
 
 
-@pytest.mark.parametrize("kind", ["s3_server", "ceph_server"])
-def test_every_kind_of_reference_works(
-    kind: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """AwsCredentials, MinIOCredentials, s3fs and the AWS chain reach the same objects; the block's
-    own client finds what the storage wrote."""
-    server: S3Server = request.getfixturevalue(kind)
-    kind = kind.replace("_", "-")
+def check_every_reference(server: S3Server, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Expect AwsCredentials, MinIOCredentials, s3fs and the AWS chain to reach the same objects,
+    and the block's own client to find what the storage wrote."""
     from prefect_aws import S3Bucket
 
     _, secret = server.keys["owner"]
@@ -86,6 +81,21 @@ def test_every_kind_of_reference_works(
         assert pickle.loads(pickle.dumps(storage)).read("claim") == b"1"
     client = S3Bucket.load(f"{kind}-aws").credentials.get_client("s3")
     assert client.get_object(Bucket="bucket", Key="kinds/claim")["Body"].read() == b"1"
+
+
+def test_every_kind_of_reference_works(
+    s3_server: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the S3 server of the tests."""
+    check_every_reference(s3_server, "s3", monkeypatch)
+
+
+@pytest.mark.extended
+def test_every_kind_of_reference_works_on_ceph(
+    ceph_server: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On another store."""
+    check_every_reference(ceph_server, "ceph", monkeypatch)
 
 
 def test_client_parameters_are_honoured(s3_server: S3Server, tmp_path: Path) -> None:
