@@ -4,7 +4,6 @@ And `gang_report`, which shows a gang that a flow or task of one's own runs as s
 """
 
 import functools
-import hashlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,13 +15,13 @@ from prefect.context import TaskRunContext
 from prefect.logging import get_run_logger
 from prefect.tasks import TaskOptions
 from prefect.utilities.context import get_task_and_flow_run_ids
-from prefect.utilities.hashing import hash_objects
 
 from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.gang.checks import checked
 from prefect_torch_ddp.params import ContextOptions, ContextParams
 from prefect_torch_ddp.rank.context import RankContext
 from prefect_torch_ddp.tasks.blocks import resolve_storage
+from prefect_torch_ddp.tasks.digest import digest_of
 from prefect_torch_ddp.tasks.record.draft import draft_record, plain_values
 from prefect_torch_ddp.tasks.record.recorder import RunRecorder
 from prefect_torch_ddp.tasks.report.live import LiveReport
@@ -59,9 +58,9 @@ class TaskParams(ContextParams):
 
     run_key: str | None = None
     """Names a training within its flow run. Calls of the task with the same key and equal arguments
-    are one training, also when the flow run is retried: a call resumes the previous one. Arguments
-    are compared as Prefect compares those of cached tasks: plain values by their content, others by
-    their pickles, which may differ for equal ones, e.g. for tensors; then it begins anew.
+    are one training, also when the flow run is retried: a call resumes the previous one. In
+    another process that isn't promised for arguments that are pickled by value, such as functions
+    and classes of `__main__` and instances of such classes.
     None: each task run is a training of its own, which only its own retries resume."""
 
 
@@ -213,9 +212,10 @@ def _run_id(
     # All that makes another training of it: never may one resume a checkpoint of the other.
     chosen = params.model_dump(include={"seed", "options", "determinism", "virtual_ranks"})
     where = str(context.task_run.flow_run_id), context.task.name
-    given = where, params.run_key, params.resume_from, chosen, args, kwargs
-    digest = hash_objects(*given, hash_algo=hashlib.sha256, raise_on_failure=True)
-    return f"{slug(context.task.name)}-{slug(params.run_key)}-{str(digest)[:12]}"
+    digest = digest_of(
+        (where, params.run_key, params.resume_from, chosen, tuple(args), dict(kwargs))
+    )
+    return f"{slug(context.task.name)}-{slug(params.run_key)}-{digest[:12]}"
 
 
 @contextmanager

@@ -407,6 +407,31 @@ def test_calls_of_one_key_and_equal_arguments_are_one_training(
     assert len(runs) == 3
 
 
+DIGEST = """
+import numpy, torch
+from tests.workloads.flows import fit
+from prefect_torch_ddp.tasks.digest import digest_of
+letters = {"class_a", "class_b", "class_c", "class_d"}
+module = torch.nn.Sequential(torch.nn.Linear(2, 1))
+torch.nn.init.ones_(module[0].weight), torch.nn.init.ones_(module[0].bias)
+data = torch.utils.data.TensorDataset(torch.arange(3.0))
+for value in (letters, {"x": frozenset(letters)}, torch.ones(2), module, data, numpy.ones(3), fit):
+    print(digest_of((value, 0.1)))
+"""
+
+
+def test_equal_arguments_have_one_digest_in_every_process(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Tensors, modules, datasets, sets and functions of modules, whatever the seed of hashes."""
+    env = {**os.environ, "PYTHONHASHSEED": "1"}  # here it is another one
+    command = [sys.executable, "-c", DIGEST]
+    there = subprocess.run(command, env=env, capture_output=True, check=True, text=True).stdout
+    exec(DIGEST, {})
+    assert capsys.readouterr().out == there
+    assert len(set(there.split())) == 7
+
+
 @pytest.mark.extended
 def test_prefect_flow_run_retry_resumes_it(
     prefect_api: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

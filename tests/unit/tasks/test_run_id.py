@@ -12,6 +12,7 @@ from uuid import UUID
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import Dataset, TensorDataset
 
 from prefect_torch_ddp.tasks.ddp_task import TaskParams, _run_id
 from prefect_torch_ddp.tasks.run import run_id_of
@@ -69,6 +70,8 @@ def test_without_a_key_each_task_run_is_a_training() -> None:
         (timedelta(1), timedelta(2)),
         (Decimal("0.1"), Decimal("0.9")),
         (Shape(1), Shape(2)),
+        ({1}, frozenset({1})),
+        ([1], (1,)),
         (torch.ones(2), torch.ones(2, 1)),
         (torch.ones(2), torch.ones(2, dtype=torch.float64)),
         ({"lr": 0.1}, {"lr": 0.9}),
@@ -81,12 +84,56 @@ def test_other_arguments_are_another_training(one: Any, other: Any) -> None:
     assert name_of(KEYED, x=one) != name_of(KEYED, x=other)
 
 
-@pytest.mark.parametrize("make", [lambda: {"lr": [0.1, None]}, lambda: Shape(3), lambda: first])
+def linear() -> torch.nn.Module:
+    """Make a module of certain weights."""
+    module = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))
+    torch.nn.init.ones_(module[0].weight)
+    torch.nn.init.zeros_(module[0].bias)
+    return module
+
+
+def samples() -> Dataset[Any]:
+    """Make a dataset."""
+    return TensorDataset(torch.arange(6.0), torch.arange(12).reshape(6, 2))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.tensor([1.0, 2.0]),
+        lambda: torch.tensor(1, dtype=torch.bfloat16),
+        lambda: torch.arange(12.0)[::2].reshape(2, 3).T,
+        lambda: torch.eye(3).to_sparse(),
+        lambda: torch.nn.Parameter(torch.ones(2)),
+        linear,
+        samples,
+        lambda: torch.utils.data.Subset(samples(), [2, 1]),
+        lambda: torch.optim.SGD(linear().parameters(), lr=0.1).state_dict(),
+        lambda: {"class_a", "class_b", "class_c"},
+        lambda: {"classes": frozenset({("a", 1), ("b", 2)})},
+        lambda: np.asfortranarray(np.arange(6).reshape(2, 3)),
+        lambda: np.array(["a", None]),
+        lambda: Shape(3),
+        lambda: "l" + str(1),
+    ],
+)
 def test_equal_arguments_are_one_training(make: Callable[[], Any]) -> None:
-    """By content, and also when it was sent to a Dask worker."""
-    sent = pickle.loads(pickle.dumps(make()))
-    assert name_of(KEYED, make()) == name_of(KEYED, sent)
+    """By content, wherever in memory it is, and also when it was sent to a Dask worker."""
+    one = make()
+    sent = pickle.loads(pickle.dumps((one, [one])))
+    assert name_of(KEYED, make(), [make()]) == name_of(KEYED, one, [one]) == name_of(KEYED, *sent)
+
+
+def test_the_order_of_a_mapping_or_of_keywords_does_not_count() -> None:
+    """As `==` has it."""
     assert name_of(KEYED, a={"x": 1, "y": 2}, b=3) == name_of(KEYED, b=3, a={"y": 2, "x": 1})
+
+
+def test_what_contains_itself_can_be_an_argument() -> None:
+    """A module that knows its parent; its digest needn't be the same elsewhere."""
+    values: list[Any] = [1]
+    values.append({"itself": values})
+    assert name_of(KEYED, values) == name_of(KEYED, values) != name_of(KEYED, 1)
 
 
 @pytest.mark.parametrize(
