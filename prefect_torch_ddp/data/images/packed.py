@@ -207,6 +207,7 @@ class PackedObjects:
             first, stop = samples[span[0]], max(samples[number].stop for number in span)
             key = self.prefix + self.index.shards[first.shard]
             parts.append(ObjectPart(key, stop - first.start, first.start))
+        alone: dict[int, ObjectPart] = {}
         for span, part, data in zip(spans, parts, self.storage.read_many(parts), strict=True):
             for number in span:
                 sample = samples[number]
@@ -214,10 +215,13 @@ class PackedObjects:
                     begin = sample.start - (part.start or 0)
                     contents[number] = data[begin : begin + sample.num_bytes]
                 elif len(span) > 1:  # each by its own, to name the one that can't be read
-                    alone = ObjectPart(part.key, sample.num_bytes, sample.start)
-                    (contents[number],) = self.storage.read_many([alone])
+                    alone[number] = ObjectPart(part.key, sample.num_bytes, sample.start)
                 else:
                     contents[number] = data
+        if alone:  # side by side: each has its own tries
+            again = self.storage.read_many(list(alone.values()))
+            for number, data in zip(alone, again, strict=True):
+                contents[number] = data
         return contents
 
     def _checked(

@@ -277,6 +277,11 @@ def test_neighbours_are_read_by_one_request(tmp_path):
     asked.clear()
     packed.read_many(parts[::9])
     assert asked == [[30_000] * 8]
+    asked.clear()
+    (tmp_path / "out" / packed.index.shards[0]).unlink()
+    errors = packed.read_many(parts)
+    assert all(part.key in str(error) for part, error in zip(parts, errors, strict=True))
+    assert [len(sizes) for sizes in asked] == [2, 64], "each is read again, all side by side"
 
 
 @pytest.fixture
