@@ -13,8 +13,8 @@ from prefect_torch_ddp.errors import BadKeyError, ObjectNotFoundError, StorageEr
 from prefect_torch_ddp.results import DatasetReport, Result
 from prefect_torch_ddp.storage.protocol import Storage, check_key
 
-NUM_THREADS = 8
-"""Files read, hashed or written at a time; each may be whole in memory."""
+NUM_THREADS = 16
+"""Files read, hashed or written at a time."""
 
 In = TypeVar("In")
 Out = TypeVar("Out")
@@ -115,9 +115,11 @@ def _digest_of(files: Iterable[DatasetFile]) -> str:
     return hashlib.sha256(lines.encode()).hexdigest()
 
 
-def in_parallel(function: Callable[[In], Out], items: Iterable[In]) -> list[Out]:
+def in_parallel(
+    function: Callable[[In], Out], items: Iterable[In], num_threads: int = NUM_THREADS
+) -> list[Out]:
     """Apply the function to each item in threads; return the results in order."""
-    with ThreadPoolExecutor(NUM_THREADS) as pool:
+    with ThreadPoolExecutor(num_threads) as pool:
         return list(pool.map(function, items))
 
 

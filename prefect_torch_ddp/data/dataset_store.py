@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import IO
 
 from prefect_torch_ddp.data.dataset_manifest import (
+    NUM_THREADS,
     DatasetFile,
     DatasetManifest,
     damaged,
@@ -26,6 +27,8 @@ from prefect_torch_ddp.results import DatasetReport
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.storage.locate import storage_below
 from prefect_torch_ddp.storage.protocol import RESERVED_PART, KeepsUnfinished, Storage
+
+IN_MEMORY_BYTES = 256 * 2**20
 
 
 def find_dataset(storage: Storage, dataset_id: str) -> DatasetReport | None:
@@ -126,7 +129,7 @@ def _upload(storage: Storage, manifest: DatasetManifest, folder: Path) -> None:
     def upload(file: DatasetFile) -> None:
         storage.write(own + file.key, (folder / file.key).read_bytes())
 
-    in_parallel(upload, manifest.files)
+    in_parallel(upload, manifest.files, _threads_for(manifest))
     text = manifest.model_dump_json(indent=1).encode()
     is_first = storage.write_if_absent(manifest_key(manifest.dataset_id), text)
     # The manifest names one publisher's files; nobody can use what any other has written, was
@@ -137,6 +140,12 @@ def _upload(storage: Storage, manifest: DatasetManifest, folder: Path) -> None:
     # Last, since it takes rights that nothing else does; the dataset is published by now.
     if is_first and isinstance(storage, KeepsUnfinished):
         storage.drop_unfinished(every, lambda key: not key.startswith(own))
+
+
+def _threads_for(manifest: DatasetManifest) -> int:
+    # Each file is whole in memory while it is copied: few large ones at a time, as of shards.
+    largest = max(file.num_bytes for file in manifest.files)
+    return max(1, min(NUM_THREADS, IN_MEMORY_BYTES // max(largest, 1)))
 
 
 def _copied(storage: Storage, manifest: DatasetManifest, cache_root: Path) -> Path:
@@ -170,7 +179,7 @@ def _download(storage: Storage, manifest: DatasetManifest, staged: Path, folder:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(data)
 
-    in_parallel(download, manifest.files)
+    in_parallel(download, manifest.files, _threads_for(manifest))
     if folder.exists() and not manifest.is_whole(folder):
         folder.rename(staged / "replaced")
     try:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from prefect_torch_ddp.data import dataset_store
 from prefect_torch_ddp.data.dataset_store import (
     dataset_in_place,
     find_dataset,
@@ -116,6 +117,25 @@ def test_round_trip(storage: Storage, tmp_path: Path) -> None:
     assert {stored.key for stored in storage.list()} == expected
     left = [name for name in folders_in(tmp_path) if name.startswith("d-") or name == "dataset"]
     assert not left
+
+
+def test_few_large_files_are_in_memory_at_a_time(
+    far: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many as a bound in bytes allows, and one in any case."""
+    at_a_time = []
+    real = dataset_store.in_parallel
+
+    def in_parallel(*call: Any) -> Any:
+        at_a_time.extend(call[2:])
+        return real(*call)
+
+    monkeypatch.setattr(dataset_store, "in_parallel", in_parallel)
+    monkeypatch.setattr(dataset_store, "IN_MEMORY_BYTES", 150_000)
+    for name, largest in (("small", 1), ("large", 50_000), ("huge", 200_000)):
+        publish(far, {"a": b"x" * largest, "b": b""}, name)
+        assert (local_dataset(far, name) / "a").stat().st_size == largest
+    assert at_a_time == [16, 16, 3, 3, 1, 1]
 
 
 def test_without_its_manifest_it_is_no_dataset(storage: Storage) -> None:
