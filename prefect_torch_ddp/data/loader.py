@@ -290,4 +290,7 @@ def _num_samples(dataset: object) -> int:
             "iter_shard(shard) -> Iterator"
         )
         raise InvalidParamsError(msg)
-    return len(cast("Sized", dataset))
+    if not isinstance(dataset, Sized):
+        msg = f"{type(dataset).__name__} has no __len__; a dataset needs __len__ and __getitem__"
+        raise InvalidParamsError(msg)
+    return len(dataset)

@@ -59,6 +59,13 @@ class Stream(IterableDataset[int]):
         return iter(range(3))
 
 
+class NoLength(Dataset[int]):
+    """A dataset that forgot __len__."""
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
 def _loaders(num: int, size: int, world: int, **kwargs: Any) -> list[RankLoader]:
     return [
         RankLoader(Numbers(num), global_batch_size=size, rank=rank, world_size=world, **kwargs)
@@ -185,6 +192,7 @@ def test_a_default_device_of_the_user_does_not_matter() -> None:
     ("dataset", "kwargs", "words"),
     [
         (Stream(), {}, "IterableDataset"),
+        (NoLength(), {}, "NoLength has no __len__"),
         (Numbers(0), {}, "0 samples"),
         (Numbers(3), {"batch_size": 2}, "batch_size can't be passed"),
         (
