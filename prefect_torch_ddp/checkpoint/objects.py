@@ -100,9 +100,11 @@ def is_local(file: BinaryIO) -> bool:
 
     One mapped from elsewhere ends the process by SIGBUS where its server fails.
     """
-    device = os.fstat(file.fileno()).st_dev
-    name = f"{os.major(device)}:{os.minor(device)}"
     with suppress(OSError):
+        # Not the file's own device, which is none of the mounted where an overlay has layers on
+        # several disks.
+        device = Path(file.name).parent.stat().st_dev
+        name = f"{os.major(device)}:{os.minor(device)}"
         text = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="replace")
         # proc(5): mount id, parent id, device, root, mount point, options, tags, "-", file system
         of_device = (line for line in text.splitlines() if line.split()[2] == name)
