@@ -45,7 +45,7 @@ def _is_no_data(node: ast.stmt) -> bool:
 def read_workload(reference: str) -> WorkloadSource:
     """Find the workload's source and check that it has the three functions.
 
-    What an object of the module has can't be checked without running that.
+    Objects that aren't plain classes can't be checked without running the module.
 
     Raises:
         InvalidParamsError: there is no such module, it can't be parsed, or a function is
@@ -63,16 +63,32 @@ def read_workload(reference: str) -> WorkloadSource:
     imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
     if any(node.names[0].name == "*" for node in imports):
         return found
-    symbols = scope.get_symbols()
-    bound = {each.get_name() for each in symbols if each.is_assigned() or each.is_imported()}
     kind, wanted = ("", [object_name]) if object_name else ("function ", FUNCTIONS)
-    if missing := ", ".join(repr(name) for name in wanted if name not in bound):
+    if object_name in _bound_in(scope):
+        if not any(_is_plain_class(node, object_name) for node in tree.body):
+            return found
+        *_, scope = (child for child in scope.get_children() if child.get_name() == object_name)
+        kind, wanted = "function ", FUNCTIONS
+    if missing := ", ".join(repr(name) for name in wanted if name not in _bound_in(scope)):
         needs = "a workload defines prepare(ctx), train(ctx) and evaluate(ctx)"
-        there = ", ".join(each.get_name() for each in symbols if each.is_namespace())
+        there = ", ".join(each.get_name() for each in scope.get_symbols() if each.is_namespace())
         defines = f"{needs}; {path.name} defines {there or 'no function'}"
         msg = f"workload {reference!r} has no {kind}{missing}: {defines}"
         raise InvalidParamsError(msg)
     return found
+
+
+def _bound_in(scope: symtable.SymbolTable) -> set[str]:
+    symbols = scope.get_symbols()
+    return {each.get_name() for each in symbols if each.is_assigned() or each.is_imported()}
+
+
+def _is_plain_class(node: ast.stmt, name: str) -> bool:
+    return (
+        isinstance(node, ast.ClassDef)
+        and node.name == name
+        and not (node.bases or node.keywords or node.decorator_list)
+    )
 
 
 def dataset_id(

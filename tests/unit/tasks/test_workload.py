@@ -121,12 +121,18 @@ made = Mine()
 
 
 def test_class_workload(write: Write) -> None:
-    """`module:object`: whatever it is; what it has, only running tells."""
+    """`module:Class`: its own methods are checked; what it inherits or an object has, only
+    running tells."""
     module = write(CLASS.format(name="evaluate"))
     for name in ("Mine", "Heir", "made"):
         assert read_workload(f"{module}:{name}").object_name == name
     with pytest.raises(InvalidParamsError, match=r":Other' has no 'Other': .* defines .*Mine"):
         read_workload(f"{module}:Other")
+    lacking = write(CLASS.format(name="score"))
+    says = f"workload '{lacking}:Mine' has no function 'evaluate'.*defines .*score"
+    with pytest.raises(InvalidParamsError, match=says):
+        read_workload(f"{lacking}:Mine")
+    assert read_workload(f"{lacking}:Heir").object_name == "Heir"
 
 
 @pytest.mark.parametrize(
