@@ -1,9 +1,9 @@
 """What an evaluation found, as markdown: its classes, the confusion matrix, the worst samples."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from prefect_torch_ddp.results import Report
-from prefect_torch_ddp.tasks.report.markdown import count, percent, table, text
+from prefect_torch_ddp.tasks.report.markdown import code_block, count, percent, table, text
 from prefect_torch_ddp.tasks.report.pictures import (
     MAX_CLASSES,
     MAX_NAMED_CLASSES,
@@ -14,7 +14,11 @@ from prefect_torch_ddp.tasks.report.pictures import (
 MAX_CLASS_ROWS = 200
 MAX_TABLE_CLASSES = 15
 MAX_HEADER_CHARACTERS = 70
+MAX_TEXT_CLASSES = 30
+MAX_LABEL_CHARACTERS = 24
 MAX_CONFUSIONS = 10
+MAX_GONE = 10
+CORNER = "true ↓ predicted →"
 
 Matrix = Sequence[Sequence[int]]
 
@@ -37,14 +41,15 @@ def class_table(evaluation: Report, previous: Report | None = None) -> str:
     ending = f"\n\n{num_left_out} more classes are left out." if num_left_out else ""
     changes = ["F1 since the last run"] if before else []
     header = ["class", "precision", "recall", "F1", *changes, "support"]
-    return f"{table(header, lines)}{ending}" if lines else ""
+    return f"{_gone(evaluation, before)}{table(header, lines)}{ending}" if lines else ""
 
 
 def confusion_table(evaluation: Report) -> str:
     """Show the confusion matrix, true classes down and predicted ones across.
 
-    As a picture, as the pairs that are confused most, and where it isn't wider than a page as a
-    table.
+    As a picture, as the pairs that are confused most, and where it fits as a table. Where the
+    names would make that wider than a page it is plain text, which pages scroll, with numbered
+    columns.
     """
     matrix = evaluation.confusion_matrix
     if not matrix:
@@ -62,6 +67,9 @@ def confusion_table(evaluation: Report) -> str:
     fits = len(names) <= MAX_TABLE_CLASSES and sum(map(len, names)) <= MAX_HEADER_CHARACTERS
     parts = [picture, *([_matrix_table(matrix, names)] if fits else [])]
     parts.append(_most_confused(matrix, names))
+    if not fits and len(names) <= MAX_TEXT_CLASSES:
+        whole = _matrix_text(matrix, names)
+        parts.append(f"All of them; columns bear the numbers of the rows:\n\n{whole}")
     return "\n\n".join(parts)
 
 
@@ -72,12 +80,34 @@ def worst_samples(evaluation: Report) -> str:
     return f"{above} what it was taken for.\n\n{picture}" if picture else ""
 
 
+def _gone(evaluation: Report, before: Mapping[str, object]) -> str:
+    now = {score.name for score in evaluation.classes}
+    gone = [text(name) for name in before if name not in now]
+    if len(gone) > MAX_GONE:
+        gone[MAX_GONE:] = [f"{len(gone) - MAX_GONE} more"]
+    return f"No longer there: {', '.join(gone)}.\n\n" if gone else ""
+
+
 def _matrix_table(matrix: Matrix, names: Sequence[str]) -> str:
     lines = []
     for i, row in enumerate(matrix):
         cells = [f"**{cell}**" if i == j else str(cell) for j, cell in enumerate(row)]
         lines.append([text(names[i]), *cells])
-    return table(["true ↓ predicted →", *map(text, names)], lines)
+    return table([CORNER, *map(text, names)], lines)
+
+
+def _matrix_text(matrix: Matrix, names: Sequence[str]) -> str:
+    numbered = [CORNER, *(f"{i} {' '.join(name.split())}" for i, name in enumerate(names, 1))]
+    labels = [label[:MAX_LABEL_CHARACTERS] for label in numbered]
+    columns = [str(i) for i in range(1, len(names) + 1)]
+    cells = [columns, *([str(cell) if cell else "." for cell in row] for row in matrix)]
+    width = max(len(cell) for row in cells for cell in row) + 1
+    label_width = max(map(len, labels))
+    lines = [
+        label.ljust(label_width) + "".join(cell.rjust(width) for cell in row)
+        for label, row in zip(labels, cells, strict=True)
+    ]
+    return code_block("\n".join(lines), "text")
 
 
 def _most_confused(matrix: Matrix, names: Sequence[str]) -> str:

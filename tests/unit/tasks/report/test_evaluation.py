@@ -115,7 +115,9 @@ def test_the_difference_to_the_last_version_stands_by_each_class() -> None:
         ("dog", "-0.133"),
         ("eel", "new"),
     ]
+    assert "No longer there: emu." in page
     assert "last run" not in class_table(now)
+    assert "No longer" not in class_table(now, now)
 
 
 def sample(**fields) -> WorstSample:

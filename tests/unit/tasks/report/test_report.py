@@ -336,6 +336,22 @@ def test_the_confusion_matrix_has_true_rows_and_predicted_columns_by_name():
     assert tables(confusion_table(bare))[0][0][1:] == ["0", "1"]
 
 
+def test_a_matrix_of_many_classes_is_plain_text_that_a_page_can_scroll():
+    """Its columns are numbered; the most frequent confusions come first."""
+    names = [f"`` `class {i}" for i in range(21)]
+    matrix = tuple(
+        tuple(30 + i if i == j else int((i, j) == (2, 7)) for j in range(21)) for i in range(21)
+    )
+    markdown = confusion_table(evaluation(names, matrix))
+    assert tables(markdown)[0][2:] == [[text(names[2]), text(names[7]), "1", "3.03 %"]]
+    block = re.search(r"^(```+)text\n(.*)\n\1$", markdown, re.DOTALL | re.MULTILINE)[2].splitlines()
+    assert block[0].split()[-21:] == [str(i) for i in range(1, 22)]
+    assert len({len(row) for row in block}) == 1
+    for i, row in enumerate(block[1:]):
+        assert row.startswith(f"{i + 1} {names[i]}")
+        assert [0 if cell == "." else int(cell) for cell in row.split()[-21:]] == list(matrix[i])
+
+
 def test_a_matrix_too_large_to_read_gives_way_to_its_confusions():
     """A matrix too large to read gives way to its confusions."""
     matrix = tuple(
