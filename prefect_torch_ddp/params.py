@@ -68,9 +68,9 @@ class GangParams(Params):
     """Smallest acceptable number of ranks while workers are missing: at the start after
     `workers_timeout_s`, at a restart after 10 s. Empty: `world_size`."""
     max_world_size: Count | None = None
-    """Largest number of ranks: a training that has fewer takes in workers that are free, at its
-    start and whenever it has written a checkpoint; that costs no restart. At least `world_size`.
-    Empty: it doesn't grow."""
+    """Largest number of ranks: a training in `ctx.steps` that has fewer takes in free workers, at
+    its start and whenever it has written a checkpoint; that costs no restart. At least
+    `world_size`. Empty: it doesn't grow."""
     max_restarts: CountOrZero = 0
     """How often a failed gang is restarted at once, on warm workers, before Prefect's retries
     count. A cancel, an ImportError or SyntaxError, and the same exception at the same step twice

@@ -161,7 +161,8 @@ async def _run_attempt(
         chosen = choose(workers, num_workers, plan.resources)
         refuse_conflicts(chosen)
         placement = place(chosen, world_size, size.ranks_per_worker, options.interface)
-        has_extra = size.is_growing or world_size > (size.most or world_size)
+        is_extra = size.is_growing or world_size > (size.most or world_size)
+        has_extra = is_extra and num_free >= num_workers
         reservation = GangReservation(client, plan, chosen, placement, has_extra=has_extra)
         growth = Growth(client, plan, size, chosen, world_size, sink)
         supervisor = Supervisor(plan, placement, reservation.agents, growth)

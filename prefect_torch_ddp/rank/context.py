@@ -89,10 +89,9 @@ class RankContext:
     @property
     def should_stop(self) -> bool:
         """Whether all ranks have agreed to stop; `steps` has then ended by itself."""
-        state = self._state
-        if self.world_size > 1 or state.stop_agreed:
-            return state.stop_agreed
-        return state.stop_wanted or self._parts.link.stop_requested()
+        # Not what the caller asks of a rank alone, before `steps` has met it: code that left its
+        # loop then would end as one that is done, while the gang was to go on with more ranks.
+        return self._state.stop_agreed or (self.world_size == 1 and self._state.stop_wanted)
 
     @property
     def device(self) -> "torch.device":

@@ -66,8 +66,6 @@ class Supervisor:
         self._broken: GangError | None = None
         limit_s = plan.options.progress_timeout_s
         self._hang = HangWatch(limit_s, placement, from_start=plan.watched_from_start)
-        # Python 3.11's asyncio.wait_for can swallow a cancellation; a watch ends by this too.
-        self._over = False
         self._changed = asyncio.Event()
 
     async def run(self, sink: Sink, stop: StopSwitch) -> list[bytes]:
@@ -90,9 +88,11 @@ class Supervisor:
             parts = await asyncio.gather(*map(self._values_of, self._agents))
             return [value for part in parts for value in part]
         finally:
-            self._over = True
-            for watch in watches:
-                watch.cancel()
+            pending = set(watches)
+            while pending:  # Python 3.11's asyncio.wait_for can swallow a cancellation
+                for watch in pending:
+                    watch.cancel()
+                _, pending = await asyncio.wait(pending, timeout=1.0)
             await asyncio.gather(*watches, return_exceptions=True)
 
     async def clear(self, sink: Sink) -> None:
@@ -221,7 +221,7 @@ class Supervisor:
         self._changed.set()
 
     async def _pass_on(self, agent: AgentClient, sink: Sink) -> None:
-        while agent.report.state != "ended" and not self._over:
+        while agent.report.state != "ended":
             report = await agent.poll()
             for event in report.events:
                 self._note(event)

@@ -135,7 +135,8 @@ async def until_gone(
 async def _lately_retired(client: Client) -> list[str]:
     """Return workers that left in good order shortly before the newest event, and may live on."""
     assert client.scheduler is not None
-    events = await client.scheduler.events(topic="all")
+    asked = client.scheduler.events(topic="all")
+    events = await asyncio.wait_for(asked, liveness_timeout_s())
     newest_s = max((at for at, _ in events), default=0.0)
     return [
         event["worker"]

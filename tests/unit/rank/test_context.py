@@ -132,6 +132,20 @@ def test_the_weights_load_with_plain_torch(tmp_path: Path) -> None:
     assert torch.equal(model.weight, net.weight.cpu())
 
 
+def test_what_a_caller_asks_for_is_no_stop_before_the_loop_met_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A rank alone that is to pause, for its gang to grow: code between two calls of `steps` that
+    left its loop by `should_stop` would end as a training that is done."""
+    with RankContext.local() as ctx:
+        loader = ctx.loader(FOUR, global_batch_size=1)
+        monkeypatch.setattr(ctx._parts.link, "stop_requested", lambda: True)
+        assert not ctx.should_stop
+        for _ in ctx.steps(loader, epochs=1):
+            assert not ctx.should_stop
+        assert ctx.should_stop
+
+
 def test_early_stop_ends_the_loop_and_stays_the_end(tmp_path: Path) -> None:
     """Alone the stop is after this very step; loops behind it are skipped; a new run from it
     goes on."""
