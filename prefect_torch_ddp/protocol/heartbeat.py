@@ -55,7 +55,7 @@ class Heartbeat:
     """Collectives it has begun on the default process group; up to a second old."""
     phase: Phase = Phase.NONE
     listens: bool = False
-    """Whether it is inside `steps`, where it would obey an order to stop."""
+    """Whether it has begun `steps`, and obeys an order to stop: from then on it can save."""
     armed: bool = False
     """Whether it has shown that it makes progress: entered `steps`, or reported."""
 

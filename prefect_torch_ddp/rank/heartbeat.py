@@ -27,6 +27,7 @@ class HeartbeatWriter:
         self._since_ns = _now_ns()
         self._waited_ns = 0
         self._is_first_wait = True
+        self._is_looping = False
 
     @classmethod
     def shared(cls, fd: int) -> Self:
@@ -76,16 +77,19 @@ class HeartbeatWriter:
         finally:
             self.enter(before)
 
+    def listen(self) -> None:
+        """Mark that the rank obeys an order to stop, from now on."""
+        self._words[layout.LISTENS] = 1
+
     @contextmanager
     def looping(self) -> Iterator[None]:
-        """Mark that the rank is inside `steps`."""
-        self._words[layout.LISTENS] = 1
-        self._is_first_wait = True
+        """Mark that the rank makes progress inside `steps`, where its waiting counts."""
+        self._is_looping = self._is_first_wait = True
         self.progress()
         try:
             yield
         finally:
-            self._words[layout.LISTENS] = 0
+            self._is_looping = False
             self.enter(Phase.SETUP)
 
     def count_from(self, launched: float) -> None:
@@ -97,7 +101,7 @@ class HeartbeatWriter:
 
         Not the first of a loop: a peer that started later is none that is slower.
         """
-        if self._is_first_wait or not self._words[layout.LISTENS]:
+        if self._is_first_wait or not self._is_looping:
             self._is_first_wait = False
             return
         self._waited_ns += _now_ns() - since_ns

@@ -235,7 +235,7 @@ class _Agent:
 
 
 class _GracefulShutdown:
-    """Gives ranks in `ctx.steps` time to stop at an agreed step and to write a checkpoint."""
+    """Gives ranks that have begun `ctx.steps` time to stop at an agreed step and to save it."""
 
     def __init__(self, grace_s: float) -> None:
         self._grace_s = grace_s
@@ -246,13 +246,13 @@ class _GracefulShutdown:
     def is_over(self, ranks: Sequence[RankProcess], *, leave_when_returned: bool) -> bool:
         """Begin when first asked; tell whether to kill the ranks now.
 
-        That is when none has begun a step, when their time is up, or when all have returned and
-        nobody else will tell them to leave (`leave_when_returned`).
+        That is when none has begun `ctx.steps`, when their time is up, or when all have returned
+        and nobody else will tell them to leave (`leave_when_returned`).
         """
         now = time.monotonic()
         if self._began_s is None:
             self._began_s = now
-            self._is_worth_it = any(rank.io.page.read().step for rank in ranks)
+            self._is_worth_it = any(rank.io.page.read().listens for rank in ranks)
             for rank in ranks if self._is_worth_it else ():
                 rank.io.tell(RankOrder.STOP)
         if leave_when_returned and all(rank.is_settled for rank in ranks):

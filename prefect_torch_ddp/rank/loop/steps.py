@@ -61,6 +61,7 @@ class StepLoop:
         self._stops = Agreement(*here)
         by_time = config.checkpoint.every_s is not None
         self._saves = Agreement(*here, ahead_s=2 * POLL_S) if by_time else None
+        link.heartbeat.listen()
         self._state = state
         self._link = link
         self._reporter = reporter

@@ -48,21 +48,24 @@ def test_the_agent_reads_what_the_loop_marks(tmp_path: Path) -> None:
     with RankContext(ContextParts(config, RankInfo(), link)) as ctx:
         note()
         ctx.track(model=Slow(1, 1))
-        for _ in ctx.steps(ctx.loader(Watched(torch.zeros(4, 1)), global_batch_size=2), epochs=1):
+        steps = ctx.steps(ctx.loader(Watched(torch.zeros(4, 1)), global_batch_size=2), epochs=1)
+        note()  # from here on a stop is obeyed, though no step has begun
+        for _ in steps:
             note()
             ctx.checkpoint(force=True)
         note()
     assert seen == [
         (Phase.SETUP, 0, 0, False),
         (Phase.RESTORING, 0, 0, False),  # `track` looks whether the state can be kept
+        (Phase.SETUP, 0, 0, True),
         (Phase.LOADING, 0, 0, True),
         (Phase.STEP, 1, 1, True),
         (Phase.SAVING, 1, 1, True),
         (Phase.LOADING, 1, 1, True),
         (Phase.EPOCH_END, 2, 1, True),
         (Phase.SAVING, 2, 1, True),
-        (Phase.SETUP, 2, 1, False),
-        (Phase.SAVING, 2, 1, False),  # has code behind the loop changed anything?
+        (Phase.SETUP, 2, 1, True),
+        (Phase.SAVING, 2, 1, True),  # has code behind the loop changed anything?
     ]
 
 
