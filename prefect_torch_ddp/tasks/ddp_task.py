@@ -16,6 +16,7 @@ from prefect.logging import get_run_logger
 from prefect.tasks import TaskOptions
 from prefect.utilities.context import get_task_and_flow_run_ids
 
+from prefect_torch_ddp.checkpoint.attempts import newest_attempt
 from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.gang.checks import checked
 from prefect_torch_ddp.params import ContextOptions, ContextParams
@@ -240,7 +241,7 @@ def gang_report(name: str, storage: str | None = None) -> Iterator[dict[str, Any
         raise InvalidParamsError(msg)
     run_id = run_id_of(name, prefect_id)
     draft = draft_record(None, run_id, name, own, workload=name)
-    shown = TrainingProgress()
+    shown = TrainingProgress(attempt=newest_attempt(own, run_id) + 1)
     with LiveReport(own, shown, RunRecorder(own, draft)) as report, display_here():
         yield {
             "name": run_id,

@@ -139,7 +139,8 @@ def training_gang(
     run_id, shown = recorder.record.run_id, TrainingProgress(params.world_size or 0)
     report = LiveReport(storage, shown, recorder, is_published=is_workload)
     with report, current_client() as client, display_here():
-        if newest_attempt(storage, run_id):
+        if newest := newest_attempt(storage, run_id):
+            shown.attempt = newest + 1
             wait_for_earlier(client, name, params)
         yield run_gang(
             client,

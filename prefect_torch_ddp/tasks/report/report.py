@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 
+from prefect_torch_ddp.params import ContextParams, TrainParams
 from prefect_torch_ddp.records.run_record import AttemptRecord, flat
 from prefect_torch_ddp.results import EpochRow, LedgerReport, TrainReport
 from prefect_torch_ddp.tasks.report.checkpoints import checkpoint_list, load_section
@@ -109,11 +110,18 @@ def _metrics(view: RunView) -> str:
 
 
 def _params(view: RunView) -> str:
+    """Show parameters that aren't at their defaults, then options and arguments."""
     record = view.record
+    kind = ContextParams if record.dataset is None else TrainParams  # of a task, or of the flow
+    usual = dict(flat(kind.model_construct().model_dump(mode="json")))
+    ours = [(name, value) for name, value in flat(record.parameters) if value != usual.get(name)]
     named = {"options": record.options, "data_options": record.data_options}
-    given = [*flat({**record.arguments, **named, **record.parameters})]
-    shown = {short(name): code(_cut(value)) for name, value in given[:MAX_PARAMS]}
-    return fact_table(shown) if shown else ""
+    # An argument may be called as one of ours: both are shown.
+    given = [*ours, *flat(named), *flat(record.arguments)]
+    rows = [[short(name), code(_cut(value))] for name, value in given if value not in (None, "")]
+    if len(rows) > MAX_PARAMS:
+        rows[MAX_PARAMS:] = [["...", f"{len(rows) - MAX_PARAMS} more"]]
+    return table(["what", "value"], rows, align="ll") if rows else ""
 
 
 def _cut(value: object, most: int = MAX_VALUE) -> str:

@@ -50,7 +50,8 @@ def headline(view: RunView) -> str:
     ending = evaluation or text(training.line.removesuffix(f" · {training.status}"))
     last = view.record.attempts[-1] if view.record.attempts else None
     status: str = training.status
-    if last is not None and last.step is not None and status == "failed":
+    # Without a step of its own the last attempt on record is an earlier one.
+    if last and last.step is not None and training.newest is not None and status == "failed":
         status += f" in step {count(last.step)}"
     # Without the flow and the package: a long name has no place to break its line.
     name = short(re.split(r"[./]", view.record.experiment)[-1])

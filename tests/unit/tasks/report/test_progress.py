@@ -32,8 +32,8 @@ def test_the_page_shows_where_the_training_is():
     for now_s, step in ((20.0, 100), (30.0, 170)):
         shown.add(Progress(step, 3, 400, total_epochs=10, num_samples=8 * step), now_s)
     given = {
-        "arguments": {"lr": 0.1, "text": "x" * 10_000},
-        "parameters": {"checkpoint": {"every_steps": 5}, "storage": "/s", "interface": None},
+        "arguments": {"lr": 0.1, "text": "x" * 10_000, "storage": "mine"},
+        "parameters": {"checkpoint": {"every_steps": 5, "keep_last": 2}, "storage": "/s"},
     }
     record = RECORD.model_copy(update={"attempts": (), **given})
     curves = metric_curves(lr=[1.0, 2.0])
@@ -46,16 +46,27 @@ def test_the_page_shows_where_the_training_is():
     assert [facts[name] for name in names] == [f"`{record.run_id}`", "3 ranks", "2", "1 min 5 s"]
     assert [short(HOSTILE), "nan", "", "", ""] in tables(markdown)[1]
     assert tables(markdown)[2][2:] == [
-        ["lr", "`0.1`"],
-        ["text", f"`{'x' * 200} ...`"],
         ["checkpoint.every_steps", "`5`"],
         ["storage", "`/s`"],
+        ["lr", "`0.1`"],
+        ["text", f"`{'x' * 200} ...`"],
+        ["storage", "`mine`"],
     ]
     assert [line for line in markdown.splitlines() if line.startswith("## ")] == [
         "## Metrics",
         "## Parameters and options",
         "## Run record",
     ]
+
+
+def test_parameters_that_have_no_room_are_counted():
+    """After those of the run itself, which are fewer."""
+    given = {"parameters": {"max_restarts": 7}, "options": {f"o{i}": i for i in range(200)}}
+    page = render_page(RunView(RECORD.model_copy(update=given), training()))
+    section = page.partition("## Parameters and options")[2]
+    rows = tables(section)[0][2:]
+    assert rows[:2] == [["max_restarts", "`7`"], ["options.o0", "`0`"]]
+    assert (len(rows), rows[-1]) == (101, ["...", "101 more"])
 
 
 def test_the_page_says_since_when_there_is_no_checkpoint():
@@ -67,6 +78,12 @@ def test_the_page_says_since_when_there_is_no_checkpoint():
         "# digits: training · epoch 3 · step 120/400",
         f"**no checkpoint since step 40: {text(HOSTILE)}**",
     ]
+
+
+def test_an_attempt_that_made_no_step_does_not_show_the_step_of_an_earlier_one():
+    """A retry whose gang finds no workers: no attempt began."""
+    page = render_page(RunView(RECORD, training(status="failed")))
+    assert page.splitlines()[0] == "# digits: failed · failed before the first step"
 
 
 def test_the_page_of_a_failed_training_says_why():
