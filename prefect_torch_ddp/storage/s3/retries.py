@@ -15,6 +15,8 @@ from prefect_torch_ddp.storage.s3.errors import explained
 T = TypeVar("T")
 
 PAUSE_S, LONGEST_PAUSE_S = 0.25, 10.0
+SHORT_PAUSE_S = 0.05
+"""Of one of many small reads side by side: a batch waits for its last one."""
 
 _CHANCE = random.SystemRandom()
 """Not the module's own generator: a broken connection must not change what a training draws."""
@@ -32,7 +34,14 @@ _PASSING_CLASSES |= {"FlexibleChecksumError", "CredentialRetrievalError", "Respo
 _LASTING_WORDS = ("CERTIFICATE_VERIFY_FAILED", "WRONG_VERSION_NUMBER")
 
 
-def ask(location: S3Location, verb: str, name: str, call: Callable[[Any], T]) -> T:
+def ask(
+    location: S3Location,
+    verb: str,
+    name: str,
+    call: Callable[[Any], T],
+    *,
+    is_one_of_many: bool = False,
+) -> T:
     """Give `call` the client, again where its error may pass.
 
     Args:
@@ -40,11 +49,12 @@ def ask(location: S3Location, verb: str, name: str, call: Callable[[Any], T]) ->
         verb: what is tried, for the error's text, for instance "read".
         name: of the object, whole.
         call: makes one request, and reads its answer whole.
+        is_one_of_many: whether pauses are short.
 
     Raises:
         StorageError: made of the last error.
     """
-    began_s = time.monotonic()
+    began_s, pause_s = time.monotonic(), SHORT_PAUSE_S if is_one_of_many else PAUSE_S
     for attempt in count(1):
         try:
             return call(client_of(location))
@@ -59,7 +69,7 @@ def ask(location: S3Location, verb: str, name: str, call: Callable[[Any], T]) ->
                 raise final from error
         # At random, so that ranks that failed together don't come back together; never at once,
         # which keeps a busy store busy.
-        time.sleep(min(LONGEST_PAUSE_S, PAUSE_S * 2**attempt) * _CHANCE.uniform(0.5, 1))
+        time.sleep(min(LONGEST_PAUSE_S, pause_s * 2**attempt) * _CHANCE.uniform(0.5, 1))
     raise AssertionError
 
 

@@ -104,8 +104,9 @@ class S3Reader:
         if part.num_bytes == 0 and part.start is not None:
             return b""  # there is no such range
         name = self._location.name_of(part.key)
+        get = partial(self._get_object, name, part)
         try:
-            return ask(self._location, "read", name, partial(self._get_object, name, part))
+            return ask(self._location, "read", name, get, is_one_of_many=True)
         except StorageError as error:
             return error
 
