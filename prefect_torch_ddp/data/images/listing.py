@@ -5,7 +5,7 @@ import hashlib
 import json
 import zlib
 from array import array
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -54,12 +54,23 @@ def digest_of_listing(source: Readable) -> str:
 
 
 def _side_by_side(source: Readable, level: Iterable[ListedObject | str]) -> Iterator[ListedObject]:
-    def below(entry: ListedObject | str) -> list[ListedObject]:
-        return [entry] if isinstance(entry, ListedObject) else list(source.list_objects(entry))
+    pool = ThreadPoolExecutor(NUM_FOLDERS, "ptd-list")
+    begun: deque[Callable[[], list[ListedObject]]] = deque()
 
-    with ThreadPoolExecutor(NUM_FOLDERS, "ptd-list") as pool:
-        for listed in pool.map(below, level):
-            yield from listed
+    def begin(entry: ListedObject | str) -> Callable[[], list[ListedObject]]:
+        if isinstance(entry, ListedObject):
+            return lambda: [entry]
+        return pool.submit(lambda: list(source.list_objects(entry))).result
+
+    try:
+        for entry in level:
+            begun.append(begin(entry))
+            if len(begun) == NUM_FOLDERS:
+                yield from begun.popleft()()
+        while begun:
+            yield from begun.popleft()()
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
 
 
 def write_index(source: Readable, folder: str | Path) -> int:

@@ -3,6 +3,7 @@ pure, and on a local disk."""
 
 import gzip
 import threading
+import tracemalloc
 from itertools import groupby
 
 import pytest
@@ -14,6 +15,7 @@ from torchvision.datasets.folder import IMG_EXTENSIONS
 from prefect_torch_ddp.data.images.listing import (
     EXTENSIONS,
     INDEX_NAME,
+    NUM_FOLDERS,
     digest_of_listing,
     index_images,
     list_dataset,
@@ -174,3 +176,45 @@ def test_an_index_that_does_not_fit_is_refused(tmp_path):
         path.write_bytes(broken)
         with pytest.raises(InvalidParamsError, match="run prepare again"):
             list(read_index(tmp_path, "s3://bucket/data"))
+
+
+class Folders(Listed):
+    """A hundred folders of so many objects each, and as many objects beside them."""
+
+    def list_level(self, prefix):
+        yield from (ListedObject(f"{prefix}a{i:07}.jpg", 35_000, "") for i in range(self.keys))
+        yield from (f"c{c:02}/" for c in range(100))
+
+    def list_objects(self, prefix):
+        """Make a folder's objects as they are asked for."""
+        return (ListedObject(f"{prefix}{i:07}.jpg", 35_000, f"{i:032x}") for i in range(self.keys))
+
+
+def test_an_index_of_many_objects_takes_no_more_memory(tmp_path):
+    """Listing, writing and reading hold some folders, where all of them are several times as
+    many."""
+    source = Folders(1500)
+    tracemalloc.start()
+    assert write_index(source, tmp_path) == 151_500
+    assert sum(1 for _ in read_index(tmp_path, source.uri)) == 151_500
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 16 * 2**20
+
+
+def test_a_listing_looks_a_few_folders_ahead_and_ends_early():
+    """However many there are, and however little of them is taken."""
+
+    class Counted(Folders):
+        begun = 0
+
+        def list_objects(self, prefix):
+            self.begun += 1
+            return super().list_objects(prefix)
+
+    source = Counted(1)
+    listing = list_dataset(source)
+    for _ in range(3):
+        next(listing)
+    listing.close()
+    assert source.begun <= NUM_FOLDERS + 1
