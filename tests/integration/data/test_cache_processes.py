@@ -27,6 +27,23 @@ def storage(tmp_path):
     return filled(tmp_path / "objects")
 
 
+def test_what_nobody_has_open_makes_room_and_what_is_in_use_stays(tmp_path):
+    """The entries of a run that has ended go, however young; those of one that only reads, as
+    in its second epoch, stay, however long ago each was read within a day."""
+    limit = 45 * 1032
+    ended, mine, new = (filled(tmp_path / name / "x", salt=name) for name in ("end", "me", "new"))
+    for source in (mine, ended):
+        _in_child(CachedReads(source, tmp_path / "cache", limit).read_many, parts_of(source))
+        for path in entries(tmp_path / "cache"):
+            os.utime(path, (path.stat().st_mtime - 10 * 3600,) * 2)
+    CachedReads(mine, tmp_path / "cache", limit).read_many(parts_of(mine)[:1])
+    CachedReads(new, tmp_path / "cache", limit).read_many(parts_of(new))
+    kept = {path.read_bytes()[:1000] for path in entries(tmp_path / "cache")}
+    assert {content(f"{name}{n}") for name in ("me", "new") for n in range(20)} <= kept
+    assert 0 < sum(content(f"end{n}") in kept for n in range(20)) < 20
+    assert size_of(tmp_path / "cache") <= limit
+
+
 def _in_child(function, *args):
     child = FORK.Process(target=function, args=args)
     child.start()
