@@ -5,7 +5,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import psutil
 
@@ -20,8 +20,10 @@ ACTIVE_LEAST_S = 0.03
 """CPU times come in ticks of 10 ms, so a few of them in a short window say nothing."""
 ACTIVE_BYTES_PER_S = 65_536
 READ_S = 0.1
-LOOK_S = 2.0
-"""How long ranks get to write their stacks, whose end nothing marks; a stopped one takes longer."""
+LOOK_TIMEOUT_S = 4.0
+"""How long a rank may take to write its stacks; only a stopped one takes longer."""
+LOOK_QUIET_S = 0.2
+"""Stacks that don't grow for this long are complete: nothing marks their end."""
 
 
 @dataclass(frozen=True)
@@ -131,6 +133,16 @@ class _Watched:
         )
 
 
+@dataclass
+class _Look:
+    """One rank's stacks on their way."""
+
+    process: RankProcess
+    begin: int
+    size: int = 0
+    grown_s: float = field(default_factory=time.monotonic)
+
+
 class ProgressProbe:
     """Watches the ranks of one agent, in its thread; no call waits."""
 
@@ -139,8 +151,7 @@ class ProgressProbe:
         self._limit_s = limit_s
         self._ranks = [_Watched(rank, Idleness((limit_s or 0.0) / 2)) for rank in ranks]
         self._read_s = 0.0
-        self._looks: list[tuple[RankProcess, int]] | None = None
-        """Who was asked for its stacks, and where they begin."""
+        self._looks: list[_Look] | None = None
         self._look_ends_s = 0.0
 
     def heartbeats(self) -> tuple[RankHeartbeat, ...] | None:
@@ -172,24 +183,33 @@ class ProgressProbe:
                 watched.idleness.add(time.monotonic(), usages[watched.process.child.pid])
 
     def stacks(self) -> Iterator[RankStack]:
-        """Ask all ranks for stacks, once; yield them when they have had their time."""
+        """Ask all ranks for stacks, once; yield those that are complete by now, or overdue."""
         if self._looks is None:
             self._looks = self._ask()
-        if self._looks and time.monotonic() >= self._look_ends_s:
-            silence = "it did not answer: it is stopped, or has not come to itself\n"
-            for process, begin in self._looks:
-                yield RankStack(process.place.rank, process.io.page.stacks(begin) or silence)
-            self._looks = []
+        now = time.monotonic()
+        for look in list(self._looks):
+            page = look.process.io.page
+            size = page.stacks_end()
+            if size != look.size:
+                look.size, look.grown_s = size, now
+            is_whole = size > look.begin and now - look.grown_s >= LOOK_QUIET_S
+            if is_whole or now >= self._look_ends_s or look.process.child.is_reaped:
+                self._looks.remove(look)
+                silence = "it did not answer: it is stopped, or has not come to itself\n"
+                yield RankStack(look.process.place.rank, page.stacks(look.begin) or silence)
 
-    def _ask(self) -> list[tuple[RankProcess, int]]:
-        self._look_ends_s = time.monotonic() + LOOK_S
-        alive = [each.process for each in self._ranks if not each.process.child.is_reaped]
-        looks = [(process, process.io.page.stacks_end()) for process in alive]
-        for process in alive:
+    def _ask(self) -> list[_Look]:
+        self._look_ends_s = time.monotonic() + LOOK_TIMEOUT_S
+        looks = [
+            _Look(watched.process, watched.process.io.page.stacks_end())
+            for watched in self._ranks
+            if not watched.process.child.is_reaped
+        ]
+        for look in looks:
             # Without its handler, set up when the first phase begins, the signal would kill it.
-            if process.io.page.read().phase is not Phase.NONE:
+            if look.process.io.page.read().phase is not Phase.NONE:
                 with contextlib.suppress(ProcessLookupError):
-                    os.kill(process.child.pid, LOOK_SIGNAL)
+                    os.kill(look.process.child.pid, LOOK_SIGNAL)
         return looks
 
 
