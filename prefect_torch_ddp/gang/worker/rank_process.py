@@ -264,8 +264,10 @@ def oom_kills(
     """Return the kernel's count of OOM kills in this process's control group (version 2), or 0."""
     try:
         group = re.search(r"^0::/(.*)$", membership.read_text(encoding="utf-8"), re.MULTILINE)
-        events = cgroups / (group[1] if group else "") / "memory.events"
+        # In a container whose path is the host's, the mount itself is the container's group.
+        folders = [cgroups / group[1], cgroups] if group else []
+        events = next(path for folder in folders if (path := folder / "memory.events").is_file())
         count = re.search(r"^oom_kill (\d+)$", events.read_text(encoding="utf-8"), re.MULTILINE)
-    except OSError:
+    except (OSError, StopIteration):
         return 0
     return int(count[1]) if count else 0

@@ -43,13 +43,15 @@ def test_words_of_death(status: int, kills: int, words: str) -> None:
     assert words_of_death(status, kills) == words
 
 
-def test_the_kernels_count(tmp_path: Path) -> None:
-    """Of this process's own group; 0 without groups of version 2, a file, or such a line."""
-    membership, events = tmp_path / "cgroup", tmp_path / "jobs/worker.service/memory.events"
+@pytest.mark.parametrize("folder", ["jobs/worker.service", "."])
+def test_the_kernels_count(tmp_path: Path, folder: str) -> None:
+    """Of this process's own group, or of the mount where a container shows the host's path; 0
+    without groups of version 2, a file, or such a line."""
+    membership, events = tmp_path / "cgroup", tmp_path / folder / "memory.events"
     assert oom_kills(membership, tmp_path) == 0
     membership.write_text("4:memory:/old\n0::/jobs/worker.service\n")
     assert oom_kills(membership, tmp_path) == 0
-    events.parent.mkdir(parents=True)
+    events.parent.mkdir(parents=True, exist_ok=True)
     events.write_text("oom 1\n")
     assert oom_kills(membership, tmp_path) == 0
     events.write_text(EVENTS)
