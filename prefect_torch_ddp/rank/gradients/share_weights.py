@@ -36,6 +36,7 @@ class ShareWeights:
         self.heartbeat = heartbeat or HeartbeatWriter()
         self._models: WeakSet[DistributedDataParallel] = WeakSet()
         self._share: BatchShare | None = None
+        self._uneven: list[int] = []
         self._owes = False
         """Whether the step made micro-batches whose gradients the ranks haven't summed yet."""
 
@@ -60,21 +61,23 @@ class ShareWeights:
         self._models.add(ddp)
 
     def begin_loop(self, batches: GlobalBatches) -> None:
-        """Refuse layers that talk to other ranks where these hold unequal shares of a batch.
-
-        In `eval()` too, which may end within the loop.
-        """
+        """Refuse layers that talk to other ranks where these hold unequal shares of a batch."""
         sizes = sorted({batches.num_global(0), batches.num_global(batches.num_batches - 1)})
+        self._uneven = sizes if any(size % self._world_size for size in sizes) else []
+        self._refuse_coupled()
+
+    def _refuse_coupled(self) -> None:
         names = [
             name
             for model in self._models
             for name, module in model.module.named_modules()
-            if isinstance(module, nn.SyncBatchNorm)
+            if isinstance(module, nn.SyncBatchNorm) and module.training
         ]
-        if names and any(size % self._world_size for size in sizes):
+        if names and self._uneven:
+            sizes = " and ".join(map(str, self._uneven))
             msg = (
                 f"SyncBatchNorm ({', '.join(names)}) needs equal shares of each global batch on "
-                f"all ranks, and {' and '.join(map(str, sizes))} samples on {self._world_size} "
+                f"all ranks, and {sizes} samples on {self._world_size} "
                 "ranks have none: the gradient wouldn't be the global batch's. Choose a "
                 "global_batch_size that the number of ranks divides, with drop_last=True, or use "
                 "BatchNorm, GroupNorm or LayerNorm"
@@ -87,7 +90,13 @@ class ShareWeights:
         self._owes = False
 
     def end_step(self, step: int) -> None:
-        """Refuse a step whose micro-batches were left before the ranks summed their gradients."""
+        """Refuse a step whose micro-batches were left before the ranks summed their gradients.
+
+        And at the first step's end, since `model.train()` may stand in its body, see `begin_loop`.
+        """
+        if self._uneven:
+            self._refuse_coupled()
+            self._uneven = []
         if self._owes and self._models:
             msg = (
                 f"step {step} left ctx.micro_batches before the last micro-batch, in which the "

@@ -115,3 +115,10 @@ def test_layers_that_talk_to_other_ranks_need_equal_shares(
     with pytest.raises(InvalidParamsError, match=r"SyncBatchNorm \(1\) needs equal shares"):
         weights.begin_loop(uneven)
     weights.begin_loop(GlobalBatches(11, 4, drop_last=True))
+    model.eval()  # such as frozen statistics
+    weights.begin_loop(uneven)
+    weights.end_step(1)
+    weights.begin_loop(uneven)
+    model.train()  # in the step's body
+    with pytest.raises(InvalidParamsError, match=r"SyncBatchNorm \(1\) needs equal shares"):
+        weights.end_step(1)
