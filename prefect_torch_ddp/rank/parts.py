@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, TypedDict
 from prefect_torch_ddp.checkpoint.attempts import claim_attempt, newest_attempt
 from prefect_torch_ddp.checkpoint.resume_point import parse_resume_from
 from prefect_torch_ddp.data.images.location import readable_at
-from prefect_torch_ddp.errors import StorageError
 from prefect_torch_ddp.params import CheckpointParams, Determinism, check_virtual_ranks
 from prefect_torch_ddp.protocol.events import NO_RANK, RankStopped, Stopped
 from prefect_torch_ddp.protocol.heartbeat import Phase
@@ -153,7 +152,7 @@ class ContextParts:
     def _close_reporter(self, *, failed: bool) -> None:
         try:
             self.reporter.close(FAILED_GRACE_S if failed else None)
-        except StorageError as error:
+        except Exception as error:
             if not failed:
                 raise
             # Beside the error that is on its way. What is in files, whoever started this rank

@@ -169,30 +169,35 @@ class Reporter:
         self._close_logs(within_s)
 
     def _close_logs(self, within_s: float | None) -> None:
-        errors: list[str] = []
+        errors: list[Exception] = []
 
         def close_all() -> None:
             for log in self._logs:
                 try:
                     log.close()
                 except Exception as error:  # noqa: BLE001 - the others are closed too, then it is raised
-                    errors.append(str(error))
+                    errors.append(error)
 
         # In a thread that may be left behind: a storage may keep one waiting for minutes.
         thread = threading.Thread(target=close_all, daemon=True)
         thread.start()
         thread.join(within_s)
         if thread.is_alive():
-            errors.append(f"the storage didn't take them within {within_s:g} s")
+            errors.append(StorageError(f"the storage didn't take them within {within_s:g} s"))
+        for error in errors:
+            if not isinstance(error, StorageError):
+                raise error
         if errors:
-            raise StorageError("; ".join(errors))
+            raise StorageError("; ".join(map(str, errors))) from errors[0]
 
     def _measure(self, now_s: float) -> dict[str, dict[str, float]]:
         """Return what people want to see and nobody reported: learning rates, throughput.
 
         They are apart from the metrics, which are the user's.
         """
-        measured = dict(learning_rates(self.tracked))
+        measured: dict[str, float] = {}
+        with suppress(Exception):  # of an object of the user's, for a display
+            measured.update(learning_rates(self.tracked))
         num_samples, took_s = self._num_samples - self._num_measured, now_s - self._measured_s
         if self._num_measured and num_samples and took_s > 0:
             measured["samples/s"] = num_samples / took_s

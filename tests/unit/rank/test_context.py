@@ -277,7 +277,7 @@ def test_learning_rates_and_throughput_are_measured_unasked(
     groups = [{"params": [model.weight], "lr": 0.5}, {"params": [model.bias], "lr": 0.25}]
     adam, sgd = torch.optim.Adam([nn.Parameter(torch.zeros(1))]), torch.optim.SGD(groups, lr=1)
     odd = nn.Linear(1, 1)
-    odd.param_groups = [3, {"lr": "fast"}]  # type: ignore[assignment]
+    odd.param_groups = [3, {"lr": torch.tensor(1j)}]  # type: ignore[assignment]
     with RankContext.local(storage=tmp_path) as ctx:
         ctx.track(model=model, adam=adam, sgd=sgd, odd=odd)
         for _ in ctx.steps(ctx.loader(FOUR, global_batch_size=2), epochs=2):

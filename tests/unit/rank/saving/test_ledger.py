@@ -1,5 +1,6 @@
 """What a training without processes leaves in its ledger."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ from torch.utils.data import TensorDataset
 
 from prefect_torch_ddp import RankContext, read_ledger
 from prefect_torch_ddp.errors import StorageError
+from tests.support.forwarding import WatchedStorage
 
 
 def test_loops_that_were_left_are_no_error(tmp_path: Path) -> None:
@@ -55,4 +57,26 @@ def test_a_ledger_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
             ctx.loader(TensorDataset(torch.arange(4)), global_batch_size=4), epochs=1
         ):
             ctx.report(loss=1.0)
+    assert list((tmp_path / "runs/local/metrics/rank-00000").iterdir())
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_bug_is_not_taken_for_trouble_with_the_storage(tmp_path: Path, fails: bool) -> None:
+    """It is raised as it is, unless the training's own error is on its way; the metrics are
+    written all the same."""
+
+    def before(request: str) -> None:
+        if re.match("write.* runs/local/ledger/", request):
+            raise ValueError(request)
+
+    storage = WatchedStorage(tmp_path, before)
+    with (
+        pytest.raises(KeyError if fails else ValueError),
+        RankContext.local(storage=storage, ledger=True) as ctx,
+    ):
+        loader = ctx.loader(TensorDataset(torch.arange(4)), global_batch_size=4)
+        for _ in ctx.steps(loader, epochs=1):
+            ctx.report(loss=1.0)
+        if fails:
+            raise KeyError
     assert list((tmp_path / "runs/local/metrics/rank-00000").iterdir())
