@@ -41,18 +41,21 @@ from prefect_torch_ddp.tasks.report.artifacts import ArtifactWriter, key
 from prefect_torch_ddp.tasks.report.checkpoints import kept_checkpoints
 from prefect_torch_ddp.tasks.report.curves import Curves, MetricCurves
 from prefect_torch_ddp.tasks.report.markdown import text
+from prefect_torch_ddp.tasks.report.plot import render_curves
 from prefect_torch_ddp.tasks.report.progress import Status, TrainingProgress
 from prefect_torch_ddp.tasks.report.ranks import RecentTimes
 from prefect_torch_ddp.tasks.report.report import render_page
 from prefect_torch_ddp.tasks.report.view import RunView
 
 REQUEST_TIMEOUT_S = 5.0
+LOOK_INTERVAL_S = 20.0
+"""Between two looks at checkpoints, claims and failures, each an object to read."""
 FINISH_TIMEOUT_S = 10.0
 """How long a training's end waits for all that is to be shown, recorded and sent."""
 MAX_RECORDS = 500_000
 """That are read once more at the end, for the epochs: a second's work."""
 READ_SHARE = 1 / 64
-"""The storage is read again after this share of the training's age: as often as ranks write."""
+"""Records are read again after this share of the training's age: as often as ranks write them."""
 
 
 class LiveReport:
@@ -95,6 +98,7 @@ class LiveReport:
         self._shown: dict[str, Any] = {}
         """What was read, by the names of RunView."""
         self._num_records = 0
+        self._next_look_s = 0.0
         self._lock = threading.Lock()
         self._has_news = True
         self._is_over = self._is_superseded = False
@@ -178,9 +182,12 @@ class LiveReport:
         readings: dict[str, Callable[[], Any]] = {
             "curves": self._read_curves,
             "ranks": lambda: newest_lines(*at) if is_last else self._recent.add(newest_lines(*at)),
-            "goodput": lambda: read_goodput(*at),
-            "checkpoints": lambda: kept_checkpoints(*at),
         }
+        age_s = time.monotonic() - self._started_s
+        if is_last or age_s >= self._next_look_s:
+            self._next_look_s = age_s + max(LOOK_INTERVAL_S, age_s * READ_SHARE)
+            readings["goodput"] = lambda: read_goodput(*at)
+            readings["checkpoints"] = lambda: kept_checkpoints(*at)
         # Of train_flow the task that publishes reads the epochs.
         if is_last and self._training.status != "trained" and self._num_records < MAX_RECORDS:
             readings["epochs"] = lambda: epoch_rows(surviving_records(read_all_records(*at)))
@@ -197,8 +204,11 @@ class LiveReport:
         if records:
             self._num_records += len(records)
             self._curves.add(records)
+            curves = self._curves.snapshot()
+            self._shown |= {"curves": curves, "picture": render_curves(curves)}
             self._has_news = True
-        return self._curves.snapshot()
+        shown: Curves = self._shown.get("curves", Curves())
+        return shown
 
     def _connect(self, stack: ExitStack) -> ArtifactWriter:
         # With settings of its own the client is not the one that the task's thread uses.

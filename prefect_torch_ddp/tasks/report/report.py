@@ -64,7 +64,8 @@ def _curves(view: RunView) -> str:
         notes.append(f"**{short(name)} is nan or infinite in {count(num)} records.**")
     if len(curves.holes) > MAX_NAMES:
         notes.append(f"So are {len(curves.holes) - MAX_NAMES} more metrics.")
-    return "\n\n".join(part for part in (render_curves(curves), *notes) if part)
+    picture = render_curves(curves) if view.picture is None else view.picture
+    return "\n\n".join(part for part in (picture, *notes) if part)
 
 
 def _cause(view: RunView) -> str:

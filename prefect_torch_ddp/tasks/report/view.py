@@ -30,6 +30,8 @@ class RunView:
     updated_at: str = ""
     """So that a page that stands still shows since when it does."""
     curves: Curves = field(default_factory=Curves)
+    picture: str | None = None
+    """The curves, a markdown image, if it is there already."""
     checkpoints: Sequence[KeptCheckpoint] = ()
     previous: RunRecord | None = None
     """The run of the same experiment to compare with."""
