@@ -1,6 +1,11 @@
-"""Which rank is idle is a pure decision over samples of its processes' use."""
+"""Which rank is idle is a pure decision over samples of its processes' use; stacks in time."""
 
-from prefect_torch_ddp.gang.worker.progress_probe import Idleness, Usage
+from types import SimpleNamespace
+from typing import Any
+
+from prefect_torch_ddp.gang.worker.progress_probe import Idleness, ProgressProbe, Usage
+from prefect_torch_ddp.protocol.events import RankStack
+from prefect_torch_ddp.protocol.heartbeat import Heartbeat
 
 
 def idle_s_after(*samples: tuple[float, float, int], silent_s: float = 100.0) -> float:
@@ -27,3 +32,16 @@ def test_idle_begins_anew_after_work() -> None:
     worked_early = [(0.0, 0.0, 0), (5.0, 3.0, 0), *((float(at), 3.0, 0) for at in range(10, 41, 5))]
     assert 25.0 <= idle_s_after(*worked_early) <= 35.0
     assert idle_s_after(*worked_early, (45.0, 6.0, 0)) == 0.0
+
+
+def test_stacks_of_a_rank_that_dies_are_kept() -> None:
+    """At once, since an agent leaves with the last of its ranks; each is given once."""
+    page = SimpleNamespace(read=Heartbeat, stacks_end=lambda: 0, stacks=lambda begin: "in loss")
+    child = SimpleNamespace(is_reaped=False)
+    place, io = SimpleNamespace(rank=1), SimpleNamespace(page=page)
+    rank: Any = SimpleNamespace(child=child, io=io, place=place)
+    probe = ProgressProbe([rank], None)
+    assert list(probe.stacks()) == []
+    child.is_reaped = True
+    assert list(probe.stacks()) == [RankStack(1, "in loss")]
+    assert list(probe.stacks()) == []
