@@ -29,6 +29,11 @@ class Shape:
     size: int
 
 
+@dataclass
+class Other(Shape):
+    """One of the same fields."""
+
+
 def first(_x: float) -> None:
     """Be an argument."""
 
@@ -70,6 +75,7 @@ def test_without_a_key_each_task_run_is_a_training() -> None:
         (timedelta(1), timedelta(2)),
         (Decimal("0.1"), Decimal("0.9")),
         (Shape(1), Shape(2)),
+        ([Shape(1)], [Other(1)]),
         ({1}, frozenset({1})),
         ([1], (1,)),
         (torch.ones(2), torch.ones(2, 1)),
