@@ -1,21 +1,16 @@
 """The listing of a whole dataset, or an index that `prepare` wrote, and the images in it."""
 
-import gzip
 import hashlib
-import json
-import zlib
 from array import array
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO, Generic, TypeVar
-
-import numpy as np
+from typing import Any
 
 from prefect_torch_ddp.data.images.cache import CachedReads
+from prefect_torch_ddp.data.images.columns import Columns, encoded, read_rows, write_rows
 from prefect_torch_ddp.errors import InvalidParamsError, NoImagesError
 from prefect_torch_ddp.storage.protocol import ListedObject, Readable
 
@@ -26,9 +21,6 @@ NUM_FOLDERS = 8
 FORMAT = "prefect-torch-ddp/objects/1"
 INDEX_NAME = "objects.jsonl.gz"
 COLUMNS = ("key", "num_bytes", "etag")
-ROWS_PER_LINE = 1000
-
-Row = TypeVar("Row")
 
 
 def list_dataset(source: Readable, prefix: str = "") -> Iterator[ListedObject]:
@@ -89,7 +81,7 @@ def write_index(source: Readable, folder: str | Path) -> int:
     Raises:
         StorageError: it can't be listed.
     """
-    rows = ((item.key, item.num_bytes, item.etag) for item in list_dataset(source))
+    rows = map(_row, list_dataset(source))
     with (Path(folder) / INDEX_NAME).open("wb") as file:
         return write_rows(file, {"format": FORMAT, "uri": source.uri}, COLUMNS, rows)
 
@@ -136,95 +128,6 @@ def _below(head: dict[str, Any], uri: str, path: Path) -> str:
     return f"{uri}/".removeprefix(f"{root}/")
 
 
-class Columns(Generic[Row]):
-    """Rows of texts and numbers, an array for each column: small, and shared by forks.
-
-    Args:
-        make: makes a row of its values.
-        kinds: of the values.
-        rows: the values of each.
-
-    Raises:
-        ValueError, TypeError, OverflowError: a value is of another kind.
-    """
-
-    def __init__(
-        self, make: Callable[..., Row], kinds: Sequence[type], rows: Iterable[Sequence[Any]]
-    ) -> None:
-        columns = list(zip(*rows, strict=True)) or [()] * len(kinds)
-        self.columns: list[Any] = [
-            np.array([encoded(value) for value in values], np.bytes_)
-            if kind is str
-            else np.array(values, np.int64)
-            for kind, values in zip(kinds, columns, strict=True)
-        ]
-        self._make = make
-
-    def __len__(self) -> int:
-        return len(self.columns[0])
-
-    def __getitem__(self, index: int) -> Row:
-        values = (column[index] for column in self.columns)
-        return self._make(
-            *(decoded(value) if isinstance(value, bytes) else int(value) for value in values)
-        )
-
-
-def encoded(text: str) -> bytes:
-    """Return a text, or a file name that is no text, in UTF-8: so it sorts as S3 does."""
-    return text.encode("utf-8", "surrogateescape")
-
-
-def decoded(text: bytes) -> str:
-    """Return the text of what `encoded` returned."""
-    return text.decode("utf-8", "surrogateescape")
-
-
-def write_rows(
-    file: BinaryIO, head: dict[str, Any], names: Sequence[str], rows: Iterable[Sequence[Any]]
-) -> int:
-    """Write gzipped JSON lines: a head, columns of up to 1000 rows a line, the number of rows.
-
-    Equal rows give equal bytes. Returns the number of rows.
-    """
-    num_rows, rest = 0, iter(rows)
-    with gzip.GzipFile(fileobj=file, mode="wb", mtime=0, compresslevel=6) as lines:
-        lines.write(_line(head))
-        while some := list(islice(rest, ROWS_PER_LINE)):
-            lines.write(_line(dict(zip(names, zip(*some, strict=True), strict=True))))
-            num_rows += len(some)
-        lines.write(_line({"num_rows": num_rows}))
-    return num_rows
-
-
-def read_rows(file: BinaryIO, names: Sequence[str]) -> Iterator[Any]:
-    """Yield the head, and then each row, of a file that `write_rows` wrote.
-
-    Raises:
-        ValueError: the file is damaged or cut off, which may show after the last row only.
-    """
-    num_rows, announced = 0, None
-    lines = gzip.GzipFile(fileobj=file)
-    try:
-        yield dict(json.loads(lines.readline()))
-        for line in lines:  # compares a checksum where the file ends
-            columns = json.loads(line)
-            if "num_rows" in columns:
-                announced = columns["num_rows"]
-                continue
-            num_rows += len(columns[names[0]])
-            yield from zip(*(columns[name] for name in names), strict=True)
-    except (OSError, EOFError, zlib.error, KeyError, TypeError) as error:
-        raise ValueError(str(error)) from error
-    if announced != num_rows:
-        msg = f"it lists {num_rows} rows and announces {announced}"
-        raise ValueError(msg)
-
-
-def _line(value: dict[str, Any]) -> bytes:
-    return json.dumps(value, separators=(",", ":")).encode() + b"\n"
-
-
 @dataclass(frozen=True)
 class ImageIndex:
     """The images in torchvision's order, and the class of each."""
@@ -253,14 +156,14 @@ def index_images(
         NoImagesError: there is no class, or one without images.
     """
     is_image = is_valid or (lambda key: key.lower().endswith(EXTENSIONS))
-    folders: defaultdict[str, list[ListedObject]] = defaultdict(list)
+    folders: defaultdict[str, Columns[ListedObject]] = defaultdict(_columns)
     num_listed = 0
     for num_listed, item in enumerate(listed, start=1):  # noqa: B007 - read after the loop
         name, slash, rest = item.key.partition("/")
         if name and slash:
             images = folders[name]
             if rest and not rest.endswith("/") and is_image(item.key):
-                images.append(item)
+                images.append(_row(item))
     classes = sorted(folders)
     if not classes:
         found = f"{num_listed} objects, none of them in a folder" if num_listed else "nothing"
@@ -277,11 +180,19 @@ def index_images(
             f"remove them, or pass allow_empty=True{known}"
         )
         raise NoImagesError(msg)
-    images, targets = [], array("i")
+    objects, targets = _columns(), array("i")
     for target, name in enumerate(classes):
+        images = folders.pop(name)
+        targets.extend(array("i", [target]) * len(images))
         # By folder and then by name.
-        images += sorted(folders[name], key=lambda item: item.key.rpartition("/")[::2])
-        targets.extend(array("i", [target]) * len(folders.pop(name)))
-    rows = ((item.key, item.num_bytes, item.etag) for item in images)
-    objects = Columns(ListedObject, (str, int, str), rows)
+        for item in sorted(images, key=lambda item: item.key.rpartition("/")[::2]):
+            objects.append(_row(item))
     return ImageIndex(classes, objects, targets)
+
+
+def _columns() -> Columns[ListedObject]:
+    return Columns(ListedObject, (str, int, str))
+
+
+def _row(item: ListedObject) -> tuple[str, int, str]:
+    return item.key, item.num_bytes, item.etag

@@ -6,9 +6,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
+from itertools import pairwise, starmap
+from operator import lt
 from typing import Any, NamedTuple, cast
 
-from prefect_torch_ddp.data.images.listing import Columns, encoded, read_rows, write_rows
+from prefect_torch_ddp.data.images.columns import Columns, encoded, read_rows, write_rows
 from prefect_torch_ddp.errors import (
     ObjectChangedError,
     ObjectNotFoundError,
@@ -52,7 +54,7 @@ class PackedSample(NamedTuple):
 
 
 class ShardIndex:
-    """All samples, sorted by key. Takes some 40 bytes a sample, and the longest key's.
+    """All samples, sorted by key. Takes some 60 bytes a sample, and its key.
 
     Raises:
         ValueError: they aren't sorted by key, in UTF-8, as S3 sorts, or lie in no shard.
@@ -66,16 +68,18 @@ class ShardIndex:
         self.classes = tuple(classes)
         """Sorted; a sample's label is the position of its key's first folder in it."""
         kinds = (str, int, int, int, str)
-        self._samples = Columns(PackedSample, kinds, samples)
+        self._samples = Columns(PackedSample, kinds)
+        for sample in samples:
+            self._samples.append(sample)
         self._keys, shard_of, *_ = self._samples.columns
-        if not (self._keys[1:] > self._keys[:-1]).all():
+        if not all(starmap(lt, pairwise(map(self._keys.encoded, range(len(self)))))):
             msg = "its keys aren't sorted"
             raise ValueError(msg)
-        if any((numbers < 0).any() for numbers in self._samples.columns[1:4]):
+        if any(min(numbers, default=0) < 0 for numbers in self._samples.columns[1:4]):
             msg = "it has negative numbers"
             raise ValueError(msg)
-        if shard_of.max(initial=-1) >= len(self.shards):
-            msg = f"a sample lies in shard {shard_of.max()} of {len(self.shards)}"
+        if max(shard_of, default=-1) >= len(self.shards):
+            msg = f"a sample lies in shard {max(shard_of)} of {len(self.shards)}"
             raise ValueError(msg)
 
     def __len__(self) -> int:
@@ -92,7 +96,7 @@ class ShardIndex:
 
     def beginning_with(self, prefix: str) -> Iterator[PackedSample]:
         """Yield the samples whose key begins so, sorted by key."""
-        first = bisect_left(self._keys, encoded(prefix))
+        first = bisect_left(range(len(self)), encoded(prefix), key=self._keys.encoded)
         for number in range(first, len(self)):
             sample = self[number]
             if not sample.key.startswith(prefix):
@@ -103,7 +107,7 @@ class ShardIndex:
         """Return gzipped JSON lines: what is common, then columns, sorted by key."""
         file = io.BytesIO()
         head = {"format": FORMAT, "shards": self.shards, "classes": self.classes}
-        write_rows(file, head, PackedSample._fields, map(self.__getitem__, range(len(self))))
+        write_rows(file, head, PackedSample._fields, self._samples)
         return file.getvalue()
 
     @classmethod

@@ -9,12 +9,8 @@ from itertools import islice
 from pathlib import Path, PurePosixPath
 from typing import cast
 
-from prefect_torch_ddp.data.images.listing import (
-    ImageIndex,
-    encoded,
-    index_images,
-    list_dataset,
-)
+from prefect_torch_ddp.data.images.columns import encoded
+from prefect_torch_ddp.data.images.listing import ImageIndex, index_images, list_dataset
 from prefect_torch_ddp.data.images.location import Location, readable_at
 from prefect_torch_ddp.data.images.packed import (
     INDEX_NAME,

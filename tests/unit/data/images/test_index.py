@@ -2,6 +2,7 @@
 pure, and on a local disk."""
 
 import gzip
+import pickle
 import threading
 import tracemalloc
 from itertools import groupby
@@ -193,13 +194,13 @@ class Folders(Listed):
 def test_an_index_of_many_objects_takes_no_more_memory(tmp_path):
     """Listing, writing and reading hold some folders, where all of them are several times as
     many."""
-    source = Folders(1500)
+    source = Folders(400)
     tracemalloc.start()
-    assert write_index(source, tmp_path) == 151_500
-    assert sum(1 for _ in read_index(tmp_path, source.uri)) == 151_500
+    assert write_index(source, tmp_path) == 40_400
+    assert sum(1 for _ in read_index(tmp_path, source.uri)) == 40_400
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert peak < 16 * 2**20
+    assert peak < 6 * 2**20
 
 
 def test_a_listing_looks_a_few_folders_ahead_and_ends_early():
@@ -218,3 +219,21 @@ def test_a_listing_looks_a_few_folders_ahead_and_ends_early():
         next(listing)
     listing.close()
     assert source.begun <= NUM_FOLDERS + 1
+
+
+def test_an_index_in_memory_takes_its_texts_and_little_more():
+    """One long name costs its own length and no other's; it is pickled as small, and the same
+    afterwards."""
+    keys = [f"c{i % 50:02}/{i:07}.jpg" for i in range(20_000)]
+    keys.append(f"c01/{'x' * 2000}.jpg")
+    etag = "0" * 32
+    tracemalloc.start()
+    index = index_images((ListedObject(key, 35_000, etag) for key in keys), "here")
+    kept, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert kept < 100 * len(keys)
+    assert peak < 250 * len(keys)
+    sent = pickle.dumps(index)
+    assert len(sent) < 100 * len(keys)
+    assert [item.key for item in pickle.loads(sent).objects] == sorted(keys)
+    assert index.objects[-1] == ListedObject(max(keys), 35_000, etag)
