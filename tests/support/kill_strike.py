@@ -175,7 +175,7 @@ def _check_records(ended: Ended, calm: Ended) -> None:
 
 
 def _curves(ended: Ended) -> dict[str, list[tuple[float, float]]]:
-    return MetricCurves(read_all_records(ended.storage, "run")).curves
+    return MetricCurves(read_all_records(ended.storage, "run")).snapshot().values
 
 
 def _check_own_loop(ended: Ended, calm: Ended) -> None:

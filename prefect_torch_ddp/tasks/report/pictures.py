@@ -65,7 +65,7 @@ def matrix_picture(matrix: Matrix, names: Sequence[str]) -> str:
         if label:
             drawn.append(svg_text(f"{left - 6:g}", top + beside, label, look, "end"))
             drawn.append(_upright(left + beside, top - 6, label, look))
-    return svg_image("confusion matrix", left + side + 10, top + side + 10, drawn)
+    return svg_image("confusion matrix", left + max(side, 250) + 10, top + side + 10, drawn)
 
 
 def worst_picture(samples: Sequence[WorstSample]) -> str:

@@ -13,7 +13,7 @@ from distributed import Client
 
 from prefect_torch_ddp import RankFailedError, run_gang
 from prefect_torch_ddp.checkpoint.manifest import list_manifests
-from prefect_torch_ddp.gang import restarts as budget
+from prefect_torch_ddp.gang import liveness
 from prefect_torch_ddp.params import CheckpointParams
 from prefect_torch_ddp.protocol.events import GangEvent
 from prefect_torch_ddp.rank.config import RankConfig
@@ -79,8 +79,8 @@ def test_the_error_comes_first(
     dask_client: Client, open_s3_server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While checkpoint and records wait for a storage that its client gives up after minutes."""
-    monkeypatch.setattr(budget, "LIMIT_S", 5.0)
-    monkeypatch.setattr(budget, "QUIET_S", 1.0)
+    monkeypatch.setattr(liveness, "STORAGE_LIMIT_S", 5.0)
+    monkeypatch.setattr(liveness, "STORAGE_QUIET_S", 1.0)
     events: list[GangEvent] = []
     with silenced_by(tmp_path, open_s3_server) as storage:
         assert storage.read_timeout_s == 60
