@@ -43,13 +43,9 @@ lint: $(VENV)/.installed-dev ## check style, formatting, types and the layers
 	$(BIN)/lint-imports
 
 integration: $(VENV)/.installed-dev system-packages ## run the rest: Ceph, Slurm, PBS, browsers, many kill points; 15 minutes
-	$(PYTEST) tests/integration -m extended --ignore=$(AUTOMATIONS) $(WAITING) $(ARGS)
+	$(PYTEST) tests/integration -m extended $(WAITING) $(ARGS)
 
-# Prefect's events go from a process to the first server that it had: behind other tests in one
-# process they reach no automation. So these have a process of their own.
-AUTOMATIONS := tests/integration/tasks/test_automations.py
 chaos: $(VENV)/.installed-dev system-packages ## kill, stop and starve processes at many points; SEED= draws other ones
-	$(PYTEST) $(AUTOMATIONS) $(ARGS) || [ $$? = 5 ]
 	$(PYTEST) tests/chaos $(ARGS)
 
 gpu: $(VENV)/.installed-dev ## run the tests that need a CUDA device; elsewhere they are skipped

@@ -75,7 +75,7 @@ def evaluate_flow(
 
     Args:
         checkpoint: its URI, as in the event `prefect-torch-ddp.checkpoint.committed` and the
-            report.
+            report; or a run's, `<storage>/runs/<run id>`, for its newest checkpoint.
         storage: the block of the run's storage, where that has credentials of its own.
         cluster: which Dask cluster evaluates; None: one like the run's.
 

@@ -79,7 +79,7 @@ def test_a_committed_checkpoint_is_evaluated(dask_cluster: LocalCluster, tmp_pat
         timeout_s=300,
     )
     uris = {run.parameters["checkpoint"] for run in evaluations()}
-    assert all(f"/runs/{report.run_id}/checkpoints/step-" in uri for uri in uris)
+    assert uris == {f"{tmp_path / 'store'}/runs/{report.run_id}"}
 
 
 def test_a_failed_training_is_told_of(
