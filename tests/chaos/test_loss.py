@@ -34,7 +34,7 @@ from prefect_torch_ddp.checkpoint.manifest import list_manifests
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from tests.integration.tasks.test_flow_loss import params_of
 from tests.support.gangs import all_gone, pids_in, sleeping_gang, workers_of
-from tests.support.runs import flow_run_id_of, newest_flow_run, train_states
+from tests.support.runs import flow_run_id_of, newest_flow_run, steered, train_states
 from tests.support.separate_cluster import SeparateCluster, end, separate_cluster, stop
 from tests.support.waiting import HANG_S, wait_until
 from tests.workloads import failing, plain, write_pid
@@ -280,14 +280,7 @@ def test_the_flow_process_is_killed_beside_a_cluster_of_others(
 ) -> None:
     """E8: SIGKILL of the flow: its ranks on another's cluster stop with a checkpoint, no state
     stays Running, and it works."""
-    params = TrainParams(
-        workload="tests.workloads.tiny:Steered",
-        storage=str(tmp_path / "store"),
-        world_size=2,
-        options={"folder": str(tmp_path)},
-        checkpoint=CheckpointParams(every_s=None),
-        cluster=ClusterParams(address=others.address),
-    )
+    params = steered(tmp_path, world_size=2, cluster=ClusterParams(address=others.address))
     with flow_in_a_process(params, tmp_path, tmp_path / "step") as process:
         ranks = [psutil.Process(pid) for pid in pids_in(tmp_path, 2)]
         watch = [child for child in process.children() if is_watch(child)]

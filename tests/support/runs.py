@@ -21,8 +21,22 @@ from prefect.client.schemas.objects import Artifact, FlowRun, Log, TaskRun
 from prefect.client.schemas.sorting import FlowRunSort
 
 import prefect_torch_ddp.flow
+from prefect_torch_ddp import CheckpointParams, TrainParams
 from tests.support.gangs import by_rank
 from tests.support.waiting import wait_until
+
+
+def steered(folder: Path, **changes: Any) -> TrainParams:
+    """Describe a training that goes on until the folder, made here, has a file `enough`: see
+    `tiny:Steered`. The storage is `store` in it; nothing is saved before the end."""
+    folder.mkdir(exist_ok=True)
+    given = {
+        "workload": "tests.workloads.tiny:Steered",
+        "storage": str(folder / "store"),
+        "options": {"folder": str(folder)},
+        "checkpoint": CheckpointParams(every_s=None),
+    }
+    return TrainParams(**{**given, **changes})
 
 
 def flow_run_id_of(url: str | None) -> UUID:

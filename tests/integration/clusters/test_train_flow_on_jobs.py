@@ -2,6 +2,7 @@
 
 import os
 import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 import yaml
 from distributed import Client
 
-from prefect_torch_ddp import CheckpointParams, ClusterParams, TrainParams, TrainReport, train_flow
+from prefect_torch_ddp import CheckpointParams, ClusterParams, TrainParams, train_flow
 from tests.integration.clusters.processes import Site
 from tests.integration.tasks.test_cancel import (
     check_cancelled,
@@ -22,7 +23,7 @@ from tests.integration.tasks.test_cancel import (
 )
 from tests.integration.tasks.test_run_record import events_of
 from tests.support.gangs import by_rank, pids_in
-from tests.support.runs import flow_run_id_of, logs_of, task_runs_of
+from tests.support.runs import flow_run_id_of, logs_of, steered, task_runs_of
 from tests.support.waiting import HANG_S, wait_until
 
 HELD_AT, NUM_STEPS = 6, 21
@@ -83,50 +84,45 @@ def end_a_job(site: Site, folder: Path) -> int:
     return seen
 
 
-def outlive_the_jobs(site: Site, folder: Path) -> tuple[int, set[str], set[str]]:
+def outlive_the_jobs(site: Site, folder: Path) -> int:
     """Wait until other jobs train than at first, and end the training; return a step of the first
-    ones, and the ids of both."""
+    ones."""
     ranks = pids_in(folder, 2, 2 * HANG_S)
     wait_until((folder / "step").exists)
     seen, jobs = int((folder / "step").read_text()), set(site.job_ids())
     wait_until(lambda: not any(map(psutil.pid_exists, ranks)), 2 * HANG_S)
     wait_until(lambda: not set(pids_in(folder, 2)) & set(ranks), 2 * HANG_S)
+    assert not jobs & set(site.job_ids())
     (folder / "enough").touch()
-    return seen, jobs, set(site.job_ids())
+    return seen
 
 
-def has_failed(report: TrainReport) -> bool:
-    """Tell whether Prefect's bus heard of a failure."""
+def train_while(
+    ends_jobs: Callable[[Site, Path], int], site: Site, tmp_path: Path, cluster: ClusterParams
+) -> None:
+    """Train while jobs end: without a retry, a restart or a word of failure, and from where they
+    ended; `ends_jobs` returns a step that was reached before."""
+    folder = tmp_path / "marks"
+    given = {"retries": 0, "max_restarts": 0, "workers_timeout_s": 120, "cluster": cluster}
+    params = steered(folder, **given)
+    with (
+        ThreadPoolExecutor(1) as pool,
+        dask.config.set({"distributed.deploy.lost-worker-timeout": "1s"}),
+    ):
+        operator = pool.submit(ends_jobs, site, folder)
+        training = (report := train_flow(params)).training
+        seen = operator.result()
+    assert (training.attempt, training.world_size) == (2, 2)
+    assert (training.resumed_from_step or 0) >= seen
     names = [event["event"] for event in events_of(flow_run_id_of(report.flow_run_url))]
-    return "prefect-torch-ddp.rank.failed" in names
+    assert "prefect-torch-ddp.rank.failed" not in names
+    wait_until(lambda: not site.job_ids() and not site.processes())
 
 
 @pytest.mark.extended
 def test_a_job_that_ends_costs_nothing(site: Site, tmp_path: Path) -> None:
     """All ranks stop and save before its end; with the next job they go on, without a retry."""
-    folder = tmp_path / "marks"
-    folder.mkdir()
-    params = TrainParams(
-        workload="tests.workloads.tiny:Steered",
-        storage=str(tmp_path / "store"),
-        options={"folder": str(folder)},
-        checkpoint=CheckpointParams(every_s=None),
-        retries=0,
-        max_restarts=0,
-        workers_timeout_s=120,
-        cluster=example(site, tmp_path),
-    )
-    with (
-        ThreadPoolExecutor(1) as pool,
-        dask.config.set({"distributed.deploy.lost-worker-timeout": "1s"}),
-    ):
-        operator = pool.submit(end_a_job, site, folder)
-        report = train_flow(params)
-        seen = operator.result()
-    assert (report.training.attempt, report.training.world_size) == (2, 2)
-    assert (report.training.resumed_from_step or 0) >= seen
-    assert not has_failed(report)
-    wait_until(lambda: not site.job_ids() and not site.processes())
+    train_while(end_a_job, site, tmp_path, example(site, tmp_path))
 
 
 @pytest.mark.extended
@@ -134,33 +130,10 @@ def test_a_job_that_ends_costs_nothing(site: Site, tmp_path: Path) -> None:
 def test_jobs_that_reach_their_walltime_cost_nothing(site: Site, tmp_path: Path) -> None:
     """Slurm itself ends all jobs of a run, the task's own among them, as their time is up: they get
     its signal ahead, ranks save, and the training goes on in the next jobs, without a retry."""
-    folder = tmp_path / "marks"
-    folder.mkdir()
     cluster = example(site, tmp_path)
     ahead = ["--signal=B:USR1@30"]  # Slurm may be 30 s early
     cluster.cluster_kwargs.update(walltime="00:02:00", job_extra_directives=ahead)
-    params = TrainParams(
-        workload="tests.workloads.tiny:Steered",
-        storage=str(tmp_path / "store"),
-        options={"folder": str(folder)},
-        checkpoint=CheckpointParams(every_s=None),
-        retries=0,
-        max_restarts=0,
-        workers_timeout_s=120,
-        cluster=cluster,
-    )
-    with (
-        ThreadPoolExecutor(1) as pool,
-        dask.config.set({"distributed.deploy.lost-worker-timeout": "1s"}),
-    ):
-        operator = pool.submit(outlive_the_jobs, site, folder)
-        report = train_flow(params)
-        seen, jobs, later = operator.result()
-    assert (report.training.attempt, report.training.world_size) == (2, 2)
-    assert (report.training.resumed_from_step or 0) >= seen
-    assert not jobs & later
-    assert not has_failed(report)
-    wait_until(lambda: not site.job_ids() and not site.processes())
+    train_while(outlive_the_jobs, site, tmp_path, cluster)
 
 
 def test_a_cancelled_job_costs_a_retry(site: Site, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 from prefect.client.orchestration import get_client
 from prefect.flow_runs import suspend_flow_run
 
-from prefect_torch_ddp import CheckpointParams, ClusterParams, TrainParams
+from prefect_torch_ddp import ClusterParams
 from prefect_torch_ddp.checkpoint.keys import finished_key
 from prefect_torch_ddp.results import TrainingSummary
 from prefect_torch_ddp.storage.directory import DirectoryStorage
@@ -25,6 +25,7 @@ from tests.integration.tasks.test_cancel import (
     wait_for_checkpoint,
 )
 from tests.support.gangs import pids_in
+from tests.support.runs import steered
 from tests.support.separate_cluster import separate_cluster
 from tests.support.waiting import wait_until
 
@@ -103,18 +104,10 @@ def test_cancel_leaves_a_checkpoint_and_nothing_else(
 def test_a_suspended_run_goes_on_once_it_is_resumed(deployed: str, tmp_path: Path) -> None:
     """Suspended, as by the UI: all ranks stop after one step and save it, and the flow's process
     ends; resumed, a new one goes on from that step, and the run completes."""
-    folder = tmp_path / "marks"
-    folder.mkdir()
-    params = TrainParams(
-        workload="tests.workloads.tiny:Steered",
-        storage=str(tmp_path / "store"),
-        options={"folder": str(folder)},
-        checkpoint=CheckpointParams(every_s=None),
-    )
-    given = f"params={params.model_dump_json()}"
+    given = f"params={steered(tmp_path).model_dump_json()}"
     prefect("deployment", "run", "train-ddp/nightly", "--param", given)
-    ranks = pids_in(folder, 2, timeout_s=150)
-    wait_until((folder / "step").exists)
+    ranks = pids_in(tmp_path, 2, timeout_s=150)
+    wait_until((tmp_path / "step").exists)
     flow_run_id, run_id = newest_run()
     suspend_flow_run(flow_run_id=flow_run_id)
     wait_until(lambda: not any(map(psutil.pid_exists, ranks)))
@@ -126,8 +119,8 @@ def test_a_suspended_run_goes_on_once_it_is_resumed(deployed: str, tmp_path: Pat
 
         assert state() == "Suspended"
         client.resume_flow_run(flow_run_id)
-        wait_until(lambda: not set(pids_in(folder, 2)) & set(ranks), 150)
-        (folder / "enough").touch()
+        wait_until(lambda: not set(pids_in(tmp_path, 2)) & set(ranks), 150)
+        (tmp_path / "enough").touch()
         wait_until(lambda: state() == "Completed")
     finished = DirectoryStorage(tmp_path / "store").read(finished_key(run_id))
     summary = TrainingSummary.model_validate_json(finished)
