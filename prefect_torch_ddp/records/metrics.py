@@ -1,6 +1,7 @@
 """Metrics of a run, read back in columns: its records and its epochs."""
 
 from array import array
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from operator import itemgetter
@@ -91,13 +92,12 @@ def means(sums: Floats) -> Floats:
 
 def records_of(lines: Iterable[tuple[tuple[Any, ...], Mapping[str, float]]]) -> Records:
     """Make columns of the plain values and the metrics of each record."""
-    found: dict[str, tuple[array[int], array[float]]] = {}
+    found: defaultdict[str, tuple[array[int], array[float]]]
+    found = defaultdict(lambda: (array("i"), array("d")))
 
     def rows() -> Iterator[tuple[Any, ...]]:
         for number, (plain, metrics) in enumerate(lines):
             for name, value in metrics.items():
-                if name not in found:
-                    found[name] = (array("i"), array("d"))
                 numbers, values = found[name]
                 numbers.append(number)
                 values.append(value)
@@ -109,9 +109,12 @@ def records_of(lines: Iterable[tuple[tuple[Any, ...], Mapping[str, float]]]) -> 
 
 
 def _parse(line: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, float]]:
-    metrics = {name: float(value) for name, value in line["metrics"].items()}
-    for name, value in line.get("measured", {}).items():
-        metrics[MEASURED + name] = float(value)
+    metrics = line["metrics"]
+    for name, value in metrics.items():
+        if type(value) is not float:  # a whole number, or the name of one that JSON hasn't
+            metrics[name] = float(value)
+    if "measured" in line:
+        metrics |= {MEASURED + name: float(value) for name, value in line["measured"].items()}
     return _plain(line), metrics
 
 
@@ -169,9 +172,10 @@ def epoch_rows(records: Records) -> tuple[EpochRow, ...]:
     """Average every metric of every epoch over the samples of all ranks."""
     epochs, index = np.unique(records.rows["epoch"], return_inverse=True)
     span = records.rows["step"].max(initial=0) + 1
-    num_steps = np.bincount(
-        np.unique(index * span + records.rows["step"]) // span, minlength=len(epochs)
-    )
+    # Not np.unique: each rank's steps are in order, which a stable sort merges in no time.
+    steps = np.sort(index * span + records.rows["step"], kind="stable")
+    is_first = np.diff(steps, prepend=-1) > 0  # of the ranks that took this step
+    num_steps = np.bincount(steps[is_first] // span, minlength=len(epochs))
     sums = {name: records.sums(name, index, len(epochs)) for name in records.metrics}
     rows = []
     for at, epoch in enumerate(epochs.tolist()):
