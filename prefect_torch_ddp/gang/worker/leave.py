@@ -8,6 +8,7 @@ and takes the worker for a dead one, which costs the task that runs there a retr
 import asyncio
 import logging
 import signal
+from typing import Any
 
 from distributed import Nanny
 
@@ -35,11 +36,20 @@ def _leave(name: str) -> None:
 
 
 async def _retire(nanny: Nanny, name: str) -> None:
-    # What the scheduler expects to leave counts as no failure of the tasks that run there.
-    here = [nanny.worker_address]
-    retire = nanny.scheduler.retire_workers(workers=here, close_workers=False, remove=True)
     try:
-        await asyncio.wait_for(retire, RETIRE_S)
+        await asyncio.wait_for(_announce(nanny, name), RETIRE_S)
     except (OSError, TimeoutError) as error:
-        logger.warning("the scheduler could not be told that %s leaves: %r", here[0], error)
+        where = nanny.worker_address
+        logger.warning("the scheduler could not be told that %s leaves: %r", where, error)
     await nanny.close(timeout=LIMIT_S, reason=name)
+
+
+async def _announce(nanny: Nanny, name: str) -> None:
+    """Have the scheduler expect the end, which then is no failure of the tasks that run there."""
+    here: Any = nanny.worker_address
+    options = {"close_workers": False, "remove": True}
+    if not await nanny.scheduler.retire_workers(workers=[here], **options):
+        # It has results that no other worker can take, since all leave: they are made again.
+        reason = f"{name}-without-recipients"
+        remove = nanny.scheduler.unregister
+        await remove(address=here, stimulus_id=reason, expected=True, close=False)

@@ -1,5 +1,6 @@
 """Workers that leave in good order while a gang trains: all ranks save, and it moves."""
 
+import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -8,7 +9,7 @@ from typing import Any
 
 import psutil
 import pytest
-from distributed import Client, Worker
+from distributed import Client, Scheduler, Worker
 
 from prefect_torch_ddp import run_gang
 from prefect_torch_ddp.params import CheckpointParams
@@ -26,6 +27,7 @@ from tests.support.gangs import (
     sleeping_gang,
     workers_of,
 )
+from tests.support.separate_cluster import separate_cluster
 from tests.support.waiting import HANG_S, wait_until
 from tests.workloads import hanging
 from tests.workloads.tiny import dask_worker_of
@@ -91,6 +93,34 @@ def test_a_worker_that_leaves_costs_no_restart(tmp_path: Path) -> None:
         last, _ = gang.result(HANG_S)
     assert attempts_in(events) == [(1, 2), (2, 2), (3, 2)]
     assert saved_steps(tmp_path) == [*resumed_from, last]
+
+
+def _sleep_until(path: Path) -> None:
+    path.with_suffix(".begun").touch()
+    wait_until(path.exists)
+
+
+def test_a_worker_whose_results_nobody_can_take_leaves_in_order_too(tmp_path: Path) -> None:
+    """As where all jobs reach their walltime at once: what runs there isn't taken for failed."""
+    module, end = "prefect_torch_ddp.gang.worker.leave", tmp_path / "end"
+    with (
+        separate_cluster(tmp_path / "cluster", 1, "--preload-nanny", module) as cluster,
+        Client(cluster.address) as client,
+    ):
+        held = client.submit(str, 1)
+        assert held.result() == "1"
+        runs = client.submit(_sleep_until, end)
+        wait_until(end.with_suffix(".begun").exists)
+        (nanny,) = cluster.nannies
+        nanny.send_signal(signal.SIGUSR1)
+        wait_until(lambda: not client.scheduler_info()["workers"])
+
+        def failures(dask_scheduler: Scheduler) -> int:
+            return dask_scheduler.tasks[runs.key].suspicious
+
+        assert client.run_on_scheduler(failures) == 0
+        end.touch()
+        nanny.wait(HANG_S)
 
 
 def test_a_cluster_is_scaled_down_and_up_and_down_while_a_gang_trains(tmp_path: Path) -> None:
