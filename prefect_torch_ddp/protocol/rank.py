@@ -73,8 +73,13 @@ def package_folders() -> tuple[Path, ...]:
 
 def is_installed(path: str | Path) -> bool:
     """Whether a module's file is Python's own or an installed package's, not the user's own."""
-    folders = (Path(sys.prefix).resolve(), Path(sys.base_prefix).resolve(), *package_folders())
-    return any(Path(path).resolve().is_relative_to(folder) for folder in folders)
+    parents = {(whole := Path(path).resolve()), *whole.parents}
+    return not parents.isdisjoint((*_prefixes(), *package_folders()))
+
+
+@functools.cache
+def _prefixes() -> tuple[Path, Path]:
+    return Path(sys.prefix).resolve(), Path(sys.base_prefix).resolve()
 
 
 @dataclass(frozen=True)
