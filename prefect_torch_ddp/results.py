@@ -106,10 +106,10 @@ class TrainingSummary(Result):
 
     run_id: str
     attempt: int
-    """The attempt that finished; 1 when nothing failed."""
+    """The attempt that finished; 1 when nothing failed, moved or grew."""
     world_size: int
     """Of that attempt: fewer than asked for when workers were missing and `min_world_size`
-    allowed it."""
+    allowed it, more when the gang grew by `max_world_size`."""
     num_steps: int
     num_epochs: int
     duration_s: float
@@ -122,7 +122,7 @@ class TrainingSummary(Result):
     `TrainReport.model_uri`."""
     resumed_from_step: int | None = None
     failures: tuple[FailedAttempt, ...] = ()
-    """What went wrong before, oldest first."""
+    """What went wrong before, oldest first; a gang that moved or grew isn't among it."""
 
     @property
     def model_uri(self) -> str | None:

@@ -47,9 +47,12 @@ def is_worth_a_retry(_task: Task[Any, Any], _task_run: TaskRun, state: State[Any
 
 
 def failed_attempts(run: Run) -> tuple[FailedAttempt, ...]:
-    """Return the run's attempts that failed; those whose own Dask worker died left no record."""
-    records = read_failures(run.storage, run.run_id)
-    return tuple(FailedAttempt.model_validate(each, from_attributes=True) for each in records)
+    """Return the run's attempts that failed, without those that moved or grew.
+
+    Those whose own Dask worker died left no record.
+    """
+    failed = (each for each in read_failures(run.storage, run.run_id) if not each.is_move)
+    return tuple(FailedAttempt.model_validate(each, from_attributes=True) for each in failed)
 
 
 def _cache_key(_context: TaskRunContext, parameters: dict[str, Any]) -> str:

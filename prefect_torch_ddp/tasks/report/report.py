@@ -165,7 +165,7 @@ def _attempts(attempts: Sequence[AttemptRecord]) -> str:
         rows.append(
             [str(one.attempt), str(one.world_size or ""), text(on), took, step, text(one.cause)]
         )
-    header = ["attempt", "ranks", "hosts", "took", "last step", "failure"]
+    header = ["attempt", "ranks", "hosts", "took", "last step", "why it ended early"]
     return table(header, rows, align="rrlrrl") if rows else ""
 
 

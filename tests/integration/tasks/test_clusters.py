@@ -164,6 +164,7 @@ def test_a_worker_that_joins_makes_a_run_larger(tmp_path: Path) -> None:
     training = report.training
     assert (training.attempt, training.world_size, report.evaluation.num_samples) == (2, 2, 21)
     assert training.resumed_from_step
+    assert training.failures == ()
     (first, _) = only_record(tmp_path / "store").attempts
     assert (first.world_size, first.step) == (1, training.resumed_from_step)
     names = [event["event"] for event in events_of(flow_run_id_of(report.flow_run_url))]

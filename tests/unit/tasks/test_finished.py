@@ -12,11 +12,13 @@ from prefect_torch_ddp import TrainParams
 from prefect_torch_ddp.checkpoint.attempts import claim_attempt, record_resume
 from prefect_torch_ddp.checkpoint.keys import finished_key, manifest_key
 from prefect_torch_ddp.checkpoint.manifest import Manifest, checkpoint_ref
+from prefect_torch_ddp.checkpoint.run_files import write_failure
 from prefect_torch_ddp.errors import SupersededError
+from prefect_torch_ddp.protocol.events import FailureRecord
 from prefect_torch_ddp.results import TrainingSummary
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.tasks.run import Run
-from prefect_torch_ddp.tasks.train import finished_training, record_finished
+from prefect_torch_ddp.tasks.train import failed_attempts, finished_training, record_finished
 
 
 @pytest.fixture
@@ -74,3 +76,11 @@ def test_it_counts_only_with_what_it_left(run: Run, damage: str) -> None:
             b'{"attempt": 1',
         )
     assert finished_training(run) is None
+
+
+def test_a_move_is_no_failure(run: Run) -> None:
+    """A gang that moved or grew has its reason on record, and the summary tells of failures
+    alone."""
+    write_failure(run.storage, "run", FailureRecord(1, 1, "workers for 2", None, 5, is_move=True))
+    write_failure(run.storage, "run", FailureRecord(2, 2, "rank 1 died", None, 7))
+    assert [(each.attempt, each.summary) for each in failed_attempts(run)] == [(2, "rank 1 died")]
