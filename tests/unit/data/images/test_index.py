@@ -16,6 +16,7 @@ from torchvision.datasets.folder import IMG_EXTENSIONS
 from prefect_torch_ddp.data.images.listing import (
     EXTENSIONS,
     INDEX_NAME,
+    NUM_AHEAD,
     NUM_FOLDERS,
     digest_of_listing,
     index_images,
@@ -116,10 +117,10 @@ class Levels(Listed):
             yield f"{name}/" if "/" in first else ListedObject(first, 1, "")
 
     def list_objects(self, prefix):
-        """Take a turn."""
+        """Take a turn; as S3's, nothing happens before the first object is asked for."""
         if prefix in {"c00/", "c01/"}:
             self.both.wait(60)
-        return super().list_objects(prefix)
+        yield from super().list_objects(prefix)
 
 
 def test_folders_listed_side_by_side_give_the_listing():
@@ -219,6 +220,31 @@ def test_a_listing_looks_a_few_folders_ahead_and_ends_early():
         next(listing)
     listing.close()
     assert source.begun <= NUM_FOLDERS + 1
+
+
+def test_a_listing_looks_a_few_pages_ahead_in_each_folder():
+    """However large the folders are, also where nobody takes the rest."""
+    pulled = []
+
+    class Large(Folders):
+        def list_level(self, prefix):
+            yield from ("c0/", "c1/")
+
+        def list_objects(self, prefix):
+            for item in super().list_objects(prefix):
+                pulled.append(item.key)
+                yield item
+
+    source, others = Large(3 * NUM_AHEAD), set(threading.enumerate())
+    whole = [item.key for item in list_dataset(source)]
+    assert whole == sorted(pulled)
+    pulled.clear()
+    listing = list_dataset(source)
+    assert next(listing).key == whole[0]
+    listing.close()
+    for thread in set(threading.enumerate()) - others:
+        thread.join()
+    assert len(pulled) <= 3 * NUM_AHEAD
 
 
 def test_an_index_in_memory_takes_its_texts_and_little_more():
