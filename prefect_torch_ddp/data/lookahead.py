@@ -46,6 +46,12 @@ class LookAhead(Sampler[list[int]]):
         # What has none fails as it does without us.
         return len(self.batch_sampler)  # type: ignore[arg-type]
 
+    def __getattr__(self, name: str) -> Any:
+        """Show what the other sampler has: batch_size, sampler, set_epoch."""
+        if name.startswith("__") or "batch_sampler" not in self.__dict__:
+            raise AttributeError(name)
+        return getattr(self.batch_sampler, name)
+
 
 def with_following(batches: Iterable[B], num_workers: int) -> Iterator[tuple[B, list[B]]]:
     """Yield each batch with the next one of the same process, where there is one."""

@@ -1,6 +1,7 @@
 """The look-ahead: which batch a loader process gets next, read before it is asked for; bounded,
 and gone when it ends."""
 
+import pickle
 import threading
 from itertools import pairwise
 
@@ -9,6 +10,7 @@ from torch.utils.data import (
     BatchSampler,
     DataLoader,
     Dataset,
+    DistributedSampler,
     RandomSampler,
     Subset,
     get_worker_info,
@@ -74,6 +76,19 @@ def check_stock_loader(num_workers, **options):
         seen = list(loader)
         check(seen, num_workers, 11)
         assert sorted(index for _, batch, _ in seen for index in batch) == list(range(43))
+
+
+def test_a_look_ahead_has_what_its_batch_sampler_has():
+    """So a loader's epoch is set as without one, also after a copy was pickled."""
+    inner = DistributedSampler(range(8), num_replicas=2, rank=0)
+    sampler = LookAhead(BatchSampler(inner, 2, drop_last=False), 0)
+    loader = DataLoader(range(8), batch_sampler=sampler)
+    loader.batch_sampler.sampler.set_epoch(3)
+    assert inner.epoch == 3
+    copied = pickle.loads(pickle.dumps(sampler))
+    assert (copied.batch_size, copied.sampler.epoch) == (2, 3)
+    with pytest.raises(AttributeError, match="batch_sise"):
+        _ = sampler.batch_sise
 
 
 def test_a_rank_loader_tells_its_next_batch():
