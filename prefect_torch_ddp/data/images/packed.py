@@ -8,10 +8,11 @@ from functools import cached_property
 from hashlib import sha256
 from itertools import pairwise, starmap
 from operator import lt
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 from prefect_torch_ddp.data.images.columns import Columns, encoded, read_rows, write_rows
 from prefect_torch_ddp.errors import (
+    InvalidParamsError,
     ObjectChangedError,
     ObjectNotFoundError,
     StorageError,
@@ -164,9 +165,14 @@ class PackedObjects:
             ObjectNotFoundError: there is none, so no shards were packed here, or not to the
                 end.
             StorageError: it is damaged, or can't be read.
+            InvalidParamsError: the storage isn't one that holds shards.
         """
+        if not isinstance(self.storage, Storage):
+            kind = type(self.storage).__name__
+            msg = f"shards are read from a directory or S3, and got {kind}; a cache goes in front"
+            raise InvalidParamsError(msg)
         try:
-            data = cast("Storage", self.storage).read(self.prefix + INDEX_NAME)
+            data = self.storage.read(self.prefix + INDEX_NAME)
         except ObjectNotFoundError as error:
             msg = (
                 f"there are no shards in {self.uri}: no {INDEX_NAME}, which pack_shards writes last"

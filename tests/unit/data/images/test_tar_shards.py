@@ -13,6 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from prefect_torch_ddp.data.images.cache import CachedReads
 from prefect_torch_ddp.data.images.packed import (
     INDEX_NAME,
     PackedObjects,
@@ -20,6 +21,7 @@ from prefect_torch_ddp.data.images.packed import (
 )
 from prefect_torch_ddp.data.images.tar_shards import pack_shards
 from prefect_torch_ddp.errors import (
+    InvalidParamsError,
     NoImagesError,
     ObjectChangedError,
     ObjectNotFoundError,
@@ -97,6 +99,8 @@ def test_what_was_packed_is_read_back(tmp_path):
     assert len(sent) < 600, "another process reads the index again"
     assert contents(pickle.loads(sent)) == ODD_NAMES
     assert not (tmp_path / "out/.tmp").exists()
+    with pytest.raises(InvalidParamsError, match="got CachedReads; a cache goes in front"):
+        _ = PackedObjects(CachedReads(found.storage, tmp_path / "cache")).index
 
 
 @settings(
