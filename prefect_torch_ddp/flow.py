@@ -85,16 +85,17 @@ def evaluate_flow(
     """
     own = resolve_storage(storage or checkpoint.rpartition("/runs/")[0] or ".")
     point = parse_resume_from(checkpoint, own, resolve_storage)
-    manifest = point.manifest()
+    point.manifest()  # before a cluster starts: there is one
     params, dataset_id, experiment = recorded_params(own, point.run_id)
     if cluster is not None:
-        params = params.model_copy(update={"cluster": cluster, "ranks_per_worker": None})
+        theirs = {"ranks_per_worker": None, "max_world_size": None}  # of the run's cluster
+        params = params.model_copy(update={"cluster": cluster, **theirs})
     params = with_ranks_placed(params)
     source = None if params.source is None else resolve_source(params.source)
     run = Run(point.run_id, params, own, dataset_id, experiment, source=source)
     with _served(params):
         connect(params, own)
-        chosen = checkpoint_ref(own, manifest)
+        chosen = checkpoint_ref(own, point.manifest())  # the newest now, of a run that trains on
         return result_of(evaluate.submit(run, chosen, params.world_size), params.stop_grace_s)
 
 

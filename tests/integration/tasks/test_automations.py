@@ -72,14 +72,15 @@ def evaluations() -> list[FlowRun]:
 @pytest.mark.usefixtures("worker")
 def test_a_committed_checkpoint_is_evaluated(dask_cluster: LocalCluster, tmp_path: Path) -> None:
     """By the run's own workload, parameters and data, from its record alone."""
-    report = train_flow(params_of(tmp_path / "store", dask_cluster.scheduler_address))
+    store = tmp_path / "checkpoints" / "store"
+    report = train_flow(params_of(store, dask_cluster.scheduler_address))
     wait_until(
         lambda: any(run.state_name == "Completed" for run in evaluations()),
         what="an evaluation that is completed",
         timeout_s=300,
     )
     uris = {run.parameters["checkpoint"] for run in evaluations()}
-    assert uris == {f"{tmp_path / 'store'}/runs/{report.run_id}"}
+    assert uris == {f"{store}/runs/{report.run_id}"}
 
 
 def test_a_failed_training_is_told_of(
