@@ -2,14 +2,15 @@
 
 import os
 import re
+import shutil
 import subprocess
 import sys
+import sysconfig
 import venv
 from pathlib import Path
 from zipfile import ZipFile
 
 import pytest
-from filelock import FileLock
 
 from tests.support.waiting import wait_until
 
@@ -36,26 +37,27 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory, wheel: Path) -> Path:
-    """Install the wheel with all that it requires into an empty environment; give the Python.
+    """Install the wheel into an environment with links to what is installed here, but for our
+    own; give the Python.
 
-    It takes minutes and a gigabyte, so the processes that test beside each other share it.
+    To install all that the wheel requires takes minutes and gigabytes: `make wheel` does.
     """
-    ours = tmp_path_factory.getbasetemp()
-    folder = (ours.parent if "PYTEST_XDIST_WORKER" in os.environ else ours) / "installed"
-    with FileLock(folder.with_suffix(".lock")):
-        if not (folder / "is-complete").exists():
-            python = python_of(folder)
-            constraints = str(ROOT / "constraints.txt")
-            # Python compiles what it imports; pip would compile all of torch's, for a minute.
-            pip(python, "install", "--no-compile", "--constraint", constraints, str(wheel))
-            (folder / "is-complete").touch()
-    return folder / "bin" / "python"
-
-
-def python_of(folder: Path) -> Path:
-    """Make an empty virtual environment; return its Python."""
+    folder = tmp_path_factory.mktemp("installed")
     venv.create(folder, symlinks=True)
+    there = sysconfig.get_path("purelib", "venv", {"base": str(folder)})
+    ours = shutil.ignore_patterns("_prefect_torch_ddp.pth", "prefect_torch_ddp-*")
+    here = sysconfig.get_path("purelib")
+    shutil.copytree(here, there, ignore=ours, copy_function=linked, dirs_exist_ok=True)
+    pip(folder / "bin" / "python", "install", "--no-deps", str(wheel))
     return folder / "bin" / "python"
+
+
+def linked(source: str, target: str) -> None:
+    """Link a file, or copy it to another file system."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
 
 
 def pip(python: Path, *command: str) -> None:

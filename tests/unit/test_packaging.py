@@ -3,7 +3,9 @@ deployment's description."""
 
 import ast
 import re
+import sys
 import tomllib
+from importlib.metadata import packages_distributions
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,10 @@ from prefect_torch_ddp import ClusterParams, TrainParams
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 REQUIREMENTS = {found.name: found for found in map(Requirement, PROJECT["dependencies"])}
+OPTIONAL = {"pandas", "IPython"}
+"""What an extra or a notebook brings."""
+COMES_WITH = {"pydantic-core": "pydantic", "botocore": "boto3", "urllib3": "boto3"}
+"""What is always there with a requirement, in the version that it wants."""
 PINS = [
     line
     for line in (ROOT / "constraints.txt").read_text().splitlines()
@@ -30,6 +36,27 @@ def test_constraints_are_names_and_versions_alone() -> None:
     odd = [pin for pin in PINS if not re.fullmatch(r"[A-Za-z0-9._-]+==[A-Za-z0-9.]+", pin)]
     assert not odd
     assert "prefect-torch-ddp" not in {pin.partition("==")[0] for pin in PINS}
+
+
+def test_what_the_package_imports_is_required() -> None:
+    """Nothing is there only since something else, or the dev extra, brings it."""
+    homes = packages_distributions()
+    required = {name.lower() for name in REQUIREMENTS}
+    for path in (ROOT / "prefect_torch_ddp").rglob("*.py"):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        tops = imported_tops(tree) - sys.stdlib_module_names - {"prefect_torch_ddp", *OPTIONAL}
+        for top in tops:
+            names = {name.lower().replace("_", "-") for name in homes[top]}
+            names |= {COMES_WITH[name] for name in names & COMES_WITH.keys()}
+            assert names & required, f"{path.name} imports {top} of {names}"
+
+
+def imported_tops(tree: ast.AST) -> set[str]:
+    """Return the top-level packages that a module imports anywhere."""
+    nodes = list(ast.walk(tree))
+    names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    names += [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)]
+    return {name.partition(".")[0] for name in names} - {""}
 
 
 def test_constraints_satisfy_the_project() -> None:
