@@ -126,6 +126,7 @@ def test_a_job_that_ends_costs_nothing(site: Site, tmp_path: Path) -> None:
 
 
 @pytest.mark.extended
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("batch_system", ["slurm"], indirect=True)
 def test_jobs_that_reach_their_walltime_cost_nothing(site: Site, tmp_path: Path) -> None:
     """Slurm itself ends all jobs of a run, the task's own among them, as their time is up: they get
