@@ -15,6 +15,7 @@ from uuid import UUID
 from prefect.client.orchestration import get_client
 from prefect.exceptions import ObjectNotFound
 from prefect.logging import get_run_logger
+from prefect.utilities.context import get_flow_run_id
 
 from prefect_torch_ddp.checkpoint.attempts import claim_attempt, claim_attempt_after
 from prefect_torch_ddp.checkpoint.manifest import list_manifests
@@ -161,9 +162,12 @@ def _unfinished(own: Storage, earlier: Sequence[RunRecord]) -> ResumePoint | Non
 def _still_trains(record: RunRecord) -> bool:
     """Whether a run goes on in this very flow run, or in another that hasn't ended for Prefect.
 
-    That is also one which was suspended: its record says cancelled, as the training did stop.
+    That is also one which was suspended: its record says cancelled, as the training did stop. What
+    this very flow run cancelled is over: it was resumed or retried, and its tasks have new ids.
     """
     if record.state not in ("training", "cancelled") or record.flow_run_id is None:
+        return False
+    if record.state == "cancelled" and record.flow_run_id == str(get_flow_run_id()):
         return False
     with get_client(sync_client=True) as client, suppress(ObjectNotFound):
         state = client.read_flow_run(UUID(record.flow_run_id)).state

@@ -36,8 +36,14 @@ from prefect_torch_ddp import (
     read_ledger,
 )
 from prefect_torch_ddp.checkpoint.attempts import newest_attempt
+from prefect_torch_ddp.checkpoint.keys import manifest_key
+from prefect_torch_ddp.checkpoint.manifest import Manifest
+from prefect_torch_ddp.records.run_record import write_record
 from prefect_torch_ddp.storage.directory import DirectoryStorage
+from prefect_torch_ddp.tasks.ddp_task import TaskParams
+from prefect_torch_ddp.tasks.record.draft import draft_record
 from prefect_torch_ddp.tasks.report.artifacts import key
+from prefect_torch_ddp.tasks.run import resume_point
 from tests.support.gangs import by_rank
 from tests.support.records import assert_adds_up
 from tests.support.runs import logs_of, retry_from_the_cli, states_of, task_runs_of
@@ -454,6 +460,26 @@ def test_prefect_flow_run_retry_resumes_it(
     assert sorted(path.name for path in (tmp_path / "store/runs").iterdir()) == begun
     assert [newest_attempt(storage, run_id) for run_id in begun] == [2, 2]
     assert "resuming from the checkpoint of step" in printed
+
+
+@pytest.mark.parametrize(("state", "taken_up"), [("cancelled", "yesterday"), ("training", None)])
+def test_latest_takes_up_what_its_own_flow_run_cancelled(
+    tmp_path: Path, state: str, taken_up: str | None
+) -> None:
+    """A flow run that is resumed, or retried after a cancel, has new task runs, and goes on with
+    what the earlier ones left; what still trains beside it is none of its business."""
+    storage, params = DirectoryStorage(tmp_path), TaskParams(resume_from="latest")
+
+    @flow
+    def resumed() -> str | None:
+        draft = draft_record(params, "yesterday", "fit", storage, workload="fit")
+        write_record(storage, draft.model_copy(update={"state": state}))
+        manifest = Manifest("yesterday", 7, 1, epoch=1, position={}, world_size=2)
+        storage.write(manifest_key("yesterday", 7, 1), manifest.as_bytes())
+        found = resume_point(params, storage, "tonight", "fit")
+        return found and found.run_id
+
+    assert resumed() == taken_up
 
 
 def test_a_new_run_begins_from_another_with_its_ledger(
