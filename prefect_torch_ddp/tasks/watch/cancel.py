@@ -65,6 +65,11 @@ def stop_task(task: PrefectDaskFuture[Any], grace_s: float, why: str = "cancelle
 
     The cluster must live so long.
 
+    Args:
+        task: a submitted task's future.
+        grace_s: how long it gets to end.
+        why: what became of its flow, cancelled or suspended.
+
     Returns:
         What the task run says about it.
     """
@@ -74,10 +79,10 @@ def stop_task(task: PrefectDaskFuture[Any], grace_s: float, why: str = "cancelle
         task.wrapped_future.cancel(force=True)
     with get_client(sync_client=True) as client:
         try:
-            return _await_end(client, task.task_run_id, grace_s)
+            return _await_end(client, task.task_run_id, grace_s, why)
         except SIGNALS:
             # Pressed again: the cluster goes at once, and nobody else would close the task run.
-            _close(client, task.task_run_id)
+            _close(client, task.task_run_id, why)
             raise
 
 
@@ -89,7 +94,7 @@ def run_logger() -> Any:
         return logger
 
 
-def _await_end(client: SyncPrefectClient, task_run_id: UUID, grace_s: float) -> str:
+def _await_end(client: SyncPrefectClient, task_run_id: UUID, grace_s: float, why: str) -> str:
     started_s = time.monotonic()
     has_begun = False
     while time.monotonic() - started_s < (grace_s if has_begun else 0) + SLACK_S:
@@ -97,11 +102,11 @@ def _await_end(client: SyncPrefectClient, task_run_id: UUID, grace_s: float) -> 
         if state is not None and state.is_final():
             return state.message or ""
         if state is not None and state.is_scheduled():
-            _close(client, task_run_id)
+            _close(client, task_run_id, why)
             return "its task waited for a retry"
         has_begun |= state is not None
         time.sleep(LOOK_S)
-    _close(client, task_run_id)
+    _close(client, task_run_id, why)
     return "its task did not say how it ended" if has_begun else "its task had not begun"
 
 
@@ -111,8 +116,8 @@ def _state_of(client: SyncPrefectClient, task_run_id: UUID) -> State[Any] | None
     return None
 
 
-def _close(client: SyncPrefectClient, task_run_id: UUID) -> None:
-    set_state_if_known(client, task_run_id, Cancelled(message="its flow was cancelled"))
+def _close(client: SyncPrefectClient, task_run_id: UUID, why: str) -> None:
+    set_state_if_known(client, task_run_id, Cancelled(message=f"its flow was {why}"))
 
 
 def set_state_if_known(client: SyncPrefectClient, task_run_id: UUID, state: State[Any]) -> None:

@@ -2,6 +2,7 @@
 
 import logging
 import time
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 from distributed import Client, Future
@@ -148,13 +149,15 @@ class WatchedFuture(PrefectDaskFuture[R]):
         return self._loss  # type: ignore[return-value]  # as Prefect does with a failed task
 
 
-def _stop_if_left(future: PrefectDaskFuture[Any], grace_s: float) -> None:
-    # The flow leaves it by Ctrl-C, SIGTERM or an error; the cluster closes next, and would cut its
-    # ranks short.
+def _stop_if_left(
+    future: PrefectDaskFuture[Any], grace_s: float, is_suspended: Callable[[], bool]
+) -> None:
+    # The flow leaves it by Ctrl-C, SIGTERM, a suspension or an error; the cluster closes next, and
+    # would cut its ranks short.
     if future.wrapped_future.status != "pending":
         return
     try:
-        stop_task(future, grace_s)
+        stop_task(future, grace_s, "suspended" if is_suspended() else "cancelled")
     except Exception as trouble:  # noqa: BLE001 - what ended the flow must not be hidden by it
         words = "task run %s could not be stopped in good order: %s"
         logger.warning(words, future.task_run_id, trouble)
@@ -177,6 +180,8 @@ def watched(made: Any, grace_s: float) -> Any:
         # The runner's client, and a cluster that it started, are closed by this stack too,
         # after what came later.
         # Prefect has no public hook.
-        context.task_runner._exit_stack.callback(_stop_if_left, made, grace_s)  # noqa: SLF001
+        is_suspended = context.flow_run_suspension_request.is_requested
+        stack = context.task_runner._exit_stack  # noqa: SLF001
+        stack.callback(_stop_if_left, made, grace_s, is_suspended)
         return future
     return made  # a state, or another runner's future

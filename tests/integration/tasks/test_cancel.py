@@ -13,13 +13,17 @@ from uuid import UUID
 
 import psutil
 import pytest
-from distributed import Client
+from distributed import Client, LocalCluster
+from prefect import flow, task
 from prefect.client.orchestration import get_client
+from prefect.states import AwaitingRetry
+from prefect_dask.task_runners import PrefectDaskFuture
 
 from prefect_torch_ddp import CheckpointParams, ClusterParams, TrainParams
 from prefect_torch_ddp.checkpoint.manifest import list_manifests
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.tasks.run import run_id_of
+from prefect_torch_ddp.tasks.watch.cancel import stop_task
 from tests.support.gangs import pids_in
 from tests.support.runs import logs_of, newest_flow_run, states_of, states_passed, task_runs_of
 from tests.support.separate_cluster import separate_cluster
@@ -323,3 +327,25 @@ def test_a_users_flow_with_a_ddp_task_is_stopped(tmp_path: Path, how: str) -> No
     message = check_task_cancelled(newest_run()[0])
     assert "all ranks stopped after step" in message
     assert "the newest checkpoint is of step" in message
+    why = "suspended" if how == "suspended" else "cancelled"
+    assert f"{why}: the task gets" in (tmp_path / "said").read_text()
+
+
+@task
+def lost() -> None:
+    """Be a task."""
+
+
+@pytest.mark.parametrize("why", ["cancelled", "suspended"])
+def test_a_task_that_cannot_say_how_it_ended_has_the_reason(
+    dask_cluster: LocalCluster, why: str
+) -> None:
+    """One that waits for its retry is closed in its place."""
+    with get_client(sync_client=True) as api, Client(dask_cluster) as client:
+        flow_run = api.create_flow_run(flow(lost.fn, name="left"))
+        task_run = api.create_task_run(lost, flow_run.id, dynamic_key="0", state=AwaitingRetry())
+        future = PrefectDaskFuture[None](task_run.id, client.submit(lost.fn))
+        assert stop_task(future, 0.0, why) == "its task waited for a retry"
+        state = api.read_task_run(task_run.id).state
+    assert state is not None
+    assert (state.name, state.message) == ("Cancelled", f"its flow was {why}")
