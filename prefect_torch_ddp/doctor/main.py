@@ -73,11 +73,16 @@ class Doctor:
         everybody = {"here": versions(), "scheduler": {**scheduler, "python": python}} | of_workers
         broken = conflicts(versions(), of_workers)
         self.problems += broken.values()
+        here = ", ".join(f"{package} {version}" for package, version in versions().items())
+        self.console.print(f"versions here: {here}")
         for package in ("python", *PACKAGES):
             who = who_has(package, everybody)
             if len(who) > 1 and package not in broken:
                 text = f"{package} differs, and a gang runs all the same: {in_words(who)}"
                 self.console.print(text, style="yellow")
+            lacks = [name for name, has in everybody.items() if not has.get(package)]
+            if who and lacks:
+                self.console.print(in_words({f"no {package}": lacks}), style="yellow")
         return not broken
 
     def _machines(

@@ -8,6 +8,7 @@ import shutil
 import socket
 import subprocess
 import sysconfig
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,7 @@ def test_nothing_is_wrong(tmp_path: Path) -> None:
     done = doctor("--storage", str(tmp_path / "store"))
     assert done.returncode == 0, done.stdout + done.stderr
     for said in (
+        f"torch {metadata.version('torch')}",
         "all 2 workers reach each other",
         "a gang of 2 ranks met by gloo",
         "honours conditional writes",
@@ -62,6 +64,27 @@ def test_few_open_files(dask_client: Client) -> None:
     assert done.returncode == 1
     assert "2 problems" in done.stdout
     assert "may open 1024 files" in done.stdout
+
+
+def test_what_somebody_lacks_is_said(dask_client: Client) -> None:
+    """A package that the workers don't have is no version that differs, and named all the same."""
+
+    def forget() -> str:
+        from prefect_torch_ddp.gang.versions import versions
+
+        return versions().pop("prefect")
+
+    def remember(version: str) -> None:
+        from prefect_torch_ddp.gang.versions import versions
+
+        versions()["prefect"] = version
+
+    (version, *_) = dask_client.run(forget).values()
+    try:
+        done = doctor("--cluster", dask_client.scheduler.address)
+    finally:
+        dask_client.run(remember, version)
+    assert "no prefect on tcp://127.0.0.1" in " ".join(done.stdout.split())
 
 
 def test_who_is_not_reached() -> None:
