@@ -49,10 +49,11 @@ R = TypeVar("R")
 LOOK_S = 10.0
 """How long workers may take to say whether they see the storage."""
 
+LOG_LEVEL = "DASK_LOGGING__DISTRIBUTED"
 CLUSTER_CONFIG = {
     # Dask leaves these in this process too, and would OMP_NUM_THREADS=1 and more; `env` below
-    # reaches the workers alone, but after their imports.
-    "distributed.nanny.pre-spawn-environ": {"DASK_LOGGING__DISTRIBUTED": "warning"},
+    # reaches the workers alone, but after their imports, when it's too late for this one.
+    "distributed.nanny.pre-spawn-environ": {LOG_LEVEL: "warning"},
     # Of the two cores of a small machine an idle cluster of two takes 0.08 with Dask's
     # defaults, 0.017 with these.
     "distributed.worker.profile.enabled": False,
@@ -143,12 +144,9 @@ def _refuse_unshared(client: distributed.Client, storage: DirectoryStorage) -> N
         return
     key = f"probes/{uuid4().hex}"
     storage.write(key, b"")
-    path, asked = str(storage.root / key), [*away.values()]
-    seen = client.sync(
-        lambda: answer_of(
-            client.run(os.path.exists, path, workers=asked, on_error="ignore"), LOOK_S
-        )
-    )
+    path = str(storage.root / key)
+    asked: dict[str, Any] = {"workers": [*away.values()], "on_error": "ignore"}
+    seen = client.sync(lambda: answer_of(client.run(os.path.exists, path, **asked), LOOK_S))
     storage.delete(key)
     blind = sorted(host for host, at in away.items() if (seen or {}).get(at) is False)
     if blind:
@@ -196,7 +194,9 @@ def local_cluster(*, ranks_per_worker: int = 1, **kwargs: Any) -> distributed.Lo
     }
     # Else Dask writes some 70 lines about itself between the run's own.
     logging.getLogger("distributed").setLevel(logging.WARNING)
-    with dask.config.set(CLUSTER_CONFIG), _without_main():
+    with dask.config.set(CLUSTER_CONFIG), _without_main(), contextlib.ExitStack() as stack:
+        if LOG_LEVEL not in os.environ:
+            stack.callback(os.environ.pop, LOG_LEVEL, None)
         return distributed.LocalCluster(**{**defaults, **kwargs})
 
 

@@ -73,14 +73,24 @@ def test_scheduler_and_workers_of_others(tmp_path: Path) -> None:
             assert not any(client.processing().values())
 
 
-def test_the_ranks_of_a_local_cluster_share_the_cores() -> None:
+def test_the_ranks_of_a_local_cluster_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where one worker holds several; a thread too many costs a multiple of the time."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
     with (
         local_cluster(n_workers=2, ranks_per_worker=CPU_COUNT) as cluster,
         Client(cluster) as client,
     ):
-        told = client.run(os.environ.get, "OMP_NUM_THREADS")
+        told = client.run(os.getenv, "OMP_NUM_THREADS")
     assert list(told.values()) == ["1", "1"]
+
+
+def test_a_local_cluster_leaves_no_setting_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its workers' log level would be that of the next cluster and of subprocesses."""
+    monkeypatch.delenv("DASK_LOGGING__DISTRIBUTED")
+    with local_cluster(n_workers=1) as cluster, Client(cluster) as client:
+        told = client.run(os.getenv, "DASK_LOGGING__DISTRIBUTED")
+        assert list(told.values()) == ["warning"]
+        assert "DASK_LOGGING__DISTRIBUTED" not in os.environ
 
 
 def test_cluster_class_with_arguments(tmp_path: Path) -> None:
