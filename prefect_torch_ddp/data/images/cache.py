@@ -78,7 +78,12 @@ class CachedReads:
 
 
 def _where(storage: Readable) -> str:
-    """Name what a storage reads from: no two stores have the same; holds no secret."""
+    """Name what a storage reads from; holds no secret.
+
+    Two stores may have one name where a profile's settings, not the storage or the environment,
+    say which endpoint it is. They then share a folder: an entry still counts only for the size
+    and ETag that were listed.
+    """
     inner: object = storage
     while (behind := getattr(inner, "storage", None)) is not None:  # of shards
         inner = behind
