@@ -92,7 +92,7 @@ class GangParams(Params):
     resources: Mapping[str, Positive] | None = None
     """Dask resources that the gang takes from each of its workers, e.g. `{"GPU": 1}`; workers
     without them aren't used."""
-    interface: Annotated[str, Field(min_length=1)] | None = None
+    interface: str | None = None
     """Network that the ranks use: an interface's name (`ib0`) or a network in CIDR notation
     (`10.1.0.0/16`; `::/0` is any IPv6 one). Empty: the address by which Dask knows each worker."""
     launcher: Launcher = "auto"
@@ -109,6 +109,9 @@ class GangParams(Params):
     @classmethod
     def _check_interface(cls, given: str | None) -> str | None:
         hint = "give an interface's name, e.g. 'ib0', or a network, e.g. '10.1.0.0/16' or '::/0'"
+        if given == "":
+            msg = f"interface is ''; {hint}"
+            raise ValueError(msg)
         if given is not None and "/" in given:
             try:
                 ipaddress.ip_network(given, strict=False)

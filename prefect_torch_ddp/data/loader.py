@@ -28,9 +28,7 @@ from prefect_torch_ddp.data.sampler import (
 from prefect_torch_ddp.data.shards import Sharded, ShardReader
 from prefect_torch_ddp.errors import InvalidParamsError
 
-OURS = frozenset(
-    {"batch_size", "shuffle", "sampler", "batch_sampler", "drop_last", "generator", "in_order"}
-)
+OURS = frozenset({"batch_size", "shuffle", "sampler", "batch_sampler", "drop_last", "generator"})
 
 
 class RankLoader:
@@ -252,6 +250,12 @@ def _refuse_clashes(dataloader_kwargs: dict[str, Any], rank: int, world_size: in
             f"{', '.join(clashes)} can't be passed to the DataLoader: the loader decides the "
             "order and the batches itself, so that each sample is used once; "
             "use global_batch_size, shuffle, drop_last and seed of the loader"
+        )
+        raise InvalidParamsError(msg)
+    if not dataloader_kwargs.get("in_order", True):
+        msg = (
+            "in_order=False can't be passed to the DataLoader: batches would come in another "
+            "order than they are counted in, and be lost or repeated at a resume; leave it out"
         )
         raise InvalidParamsError(msg)
 

@@ -28,21 +28,26 @@ def check_key(key: str) -> str:
     `BadKeyError` says what is wrong with any other.
     """
     if (fault := _fault(key)) is not None:
-        shown = repr(key) if len(key) <= MAX_SHOWN else f"{key[:MAX_SHOWN]!r}..."
-        msg = f"{shown} can't be the key of an object: {fault}; write it like folder/name"
+        msg = f"{_shown(key)} can't be the key of an object: {fault}; write it like folder/name"
         raise BadKeyError(msg)
     return key
 
 
 def check_prefix(prefix: str) -> str:
     """Return the prefix as it is, or raise `BadKeyError` where no key can begin with it."""
-    check_key(f"{prefix}x")
+    if (fault := _fault(f"{prefix}x")) is not None:
+        msg = f"no key can begin with {_shown(prefix)}: {fault}; write it like folder/"
+        raise BadKeyError(msg)
     return prefix
 
 
 def is_key(name: str) -> bool:
     """Return whether a name is a key; others, which someone else put there, aren't listed."""
     return _fault(name) is None
+
+
+def _shown(key: str) -> str:
+    return repr(key) if len(key) <= MAX_SHOWN else f"{key[:MAX_SHOWN]!r}..."
 
 
 def _fault(key: str) -> str | None:

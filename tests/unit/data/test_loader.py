@@ -202,7 +202,7 @@ def test_a_default_device_of_the_user_does_not_matter() -> None:
         ),
         (Numbers(3), {"generator": torch.Generator()}, "generator can't be passed"),
         # They would be counted wrongly, and lost or repeated at a resume.
-        (Numbers(3), {"in_order": False}, "in_order can't be passed"),
+        (Numbers(3), {"in_order": False}, "in_order=False .* lost or repeated at a resume"),
         (Numbers(3), {"seed_samples": "numpy"}, "choose True, 'torch' or False"),
         (Numbers(3), {"seed_samples": False, "virtual_ranks": 1}, "can't be used with determinism"),
         (Numbers(3), {"rank": 2, "world_size": 2}, "rank is 2 and world_size is 2"),
@@ -215,6 +215,12 @@ def test_what_cannot_work_is_refused_at_once(
     """Before a worker process starts, with the name of what is wrong."""
     with pytest.raises(InvalidParamsError, match=words):
         RankLoader(dataset, **{"global_batch_size": 4, "rank": 0, "world_size": 1, **kwargs})
+
+
+def test_the_order_that_torch_keeps_by_default_may_be_named() -> None:
+    """Only batches out of order would be lost."""
+    loader = RankLoader(Numbers(3), global_batch_size=3, rank=0, world_size=1, in_order=True)
+    assert sorted(next(iter(loader)).tolist()) == [0, 1, 2]
 
 
 class NoiseAtOnce(Noise):
