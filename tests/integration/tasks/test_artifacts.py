@@ -34,7 +34,7 @@ from prefect_torch_ddp.tasks.record.recorder import RunRecorder
 from prefect_torch_ddp.tasks.report.artifacts import key
 from prefect_torch_ddp.tasks.report.live import LiveReport
 from prefect_torch_ddp.tasks.report.progress import TrainingProgress
-from tests.support.runs import artifacts_of
+from tests.support.runs import artifacts_of, logs_of
 from tests.support.s3_server import Fault, Wire, lose_the_answer
 from tests.support.waiting import wait_until
 
@@ -312,3 +312,24 @@ def test_publish_shows_the_whole_run_and_returns_it(prefect_api):
     scores = section_of(page, "Classes")
     assert scores[0] == "| class | precision | recall | F1 | support |"
     assert scores[2] == "| a\\|b | 1.000 | 0.750 | 0.857 | 4 |"
+
+
+def test_a_ledger_that_is_not_clean_is_an_error_in_the_runs_log(prefect_api):
+    """With what is wrong, which the report begins with."""
+    place = {"step": 1, "epoch": 1, "loop": 0, "offset": 0, "rank": 0, "attempt": 1}
+    loop = place | {"num_samples": 4, "global_batch_size": 2, "drop_last": False, "world_size": 1}
+    steps = place | {"num_global": 2, "is_last": False, "samples": [0, 1]}
+    last = steps | {"step": 2, "offset": 2, "is_last": True, "samples": [3, 1]}
+    part = "\n".join(map(json.dumps, (loop, steps, last))).encode()
+    shelf = Shelf(objects=records() | {f"runs/{RUN}/ledger/rank-00000/000001-000001.jsonl": part})
+    inputs = publish_inputs(storage=shelf, params=TrainParams(workload=DIGITS, ledger=True))
+    flow_run_id, report = run_in_a_task(lambda _: publish.fn(**inputs))
+    line = "epoch 1: 3 samples; 1 missing (2); 1 repeated (1 in step 2)"
+    assert str(report.ledger) == line
+    assert line in page_of(flow_run_id).split("## ")[0]
+    says = f"is not clean:\n{line}"
+    wait_until(
+        lambda: any(
+            log.level == logging.ERROR and says in log.message for log in logs_of(flow_run_id)
+        )
+    )
