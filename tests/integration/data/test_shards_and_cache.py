@@ -191,6 +191,18 @@ def test_a_damaged_shard_stops_the_training_and_names_shard_and_sample(damaged):
         drain(DataLoader(dataset, batch_size=4, num_workers=1))
 
 
+def test_a_damaged_sample_may_be_skipped(damaged, raw):
+    """With on_error="skip" it is left out and counted; every other image keeps its own
+    label."""
+    storage, name = damaged
+    dataset = S3ImageFolder(storage, pil_to_tensor, on_error="skip")
+    whole = S3ImageFolder(raw, pil_to_tensor).__getitems__(range(NUM_IMAGES))
+    del whole[sorted(FILES).index(name)]
+    got = dataset.__getitems__(range(NUM_IMAGES))
+    assert dataset.num_skipped == 1
+    assert all(a[1] == b[1] and torch.equal(a[0], b[0]) for a, b in zip(got, whole, strict=True))
+
+
 def test_image_folder_finds_shards_by_itself(shards, folder, tmp_path):
     """The same line reads a folder, a bucket and shards in either."""
     local = ImageFolder(folder)

@@ -98,6 +98,17 @@ def test_writes_survive_deletes_of_neighbours(storage):
     assert list(storage.list()) == []
 
 
+def test_files_are_readable_as_the_umask_says(storage):
+    """A shared folder is shared: files aren't private to their writer."""
+    before = os.umask(0o022)
+    try:
+        storage.write("a", b"1")
+        storage.write_if_absent("b", b"1")
+    finally:
+        os.umask(before)
+    assert [(storage.root / key).stat().st_mode & 0o777 for key in "ab"] == [0o644, 0o644]
+
+
 def test_links_do_not_lead_out(storage, tmp_path):
     """Neither a linked folder nor a linked file reads, writes, deletes or lists what lies
     outside the root."""
@@ -194,3 +205,12 @@ def test_a_full_disk_is_named(tmp_path):
         pytest.skip("this system lets no test mount a file system")
     says = f"can't write {disk}/big: No space left on device; the disk is full: free space there"
     assert says in done.stderr
+
+
+def test_foreign_files_are_not_listed(storage):
+    """A file whose name is no key, which could never be read, isn't shown."""
+    storage.write("good", b"1")
+    (storage.root / "bad\nname").write_text("")
+    (storage.root / "back\\slash").write_text("")
+    (storage.root / os.fsdecode(b"not-utf8-\xff")).write_text("")
+    assert [found.key for found in storage.list()] == ["good"]

@@ -196,6 +196,20 @@ def test_nothing_leaves_the_folder(tmp_path, key):
     assert path.stat().st_mode & 0o077 == 0, "others may read it"
 
 
+def test_links_in_the_folder_are_not_followed(storage, tmp_path):
+    """A link at an entry's place leads nowhere: it is replaced, and what it points to stays."""
+    cached, parts = CachedReads(storage, tmp_path / "cache"), parts_of(storage)[:1]
+    cached.read_many(parts)
+    (path,) = entries(tmp_path / "cache")
+    outside = tmp_path / "outside"
+    outside.write_bytes(path.read_bytes())
+    path.unlink()
+    path.symlink_to(outside)
+    assert cached.read_many(parts) == [content(0)]
+    assert storage.num_reads == 2
+    assert outside.read_bytes()[:1000] == content(0)
+
+
 def test_the_limit_holds_and_what_is_in_use_stays(storage, tmp_path, caplog):
     """A dataset larger than the cache: its first part stays and serves each epoch; one warning
     says that it is full."""
