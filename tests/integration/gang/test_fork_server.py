@@ -136,6 +136,33 @@ def test_a_rank_has_no_file_of_its_siblings_or_of_the_server(dask_client: Client
             assert other == rank or not kept & set(its.values()), f"rank {rank} and rank {other}"
 
 
+@pytest.mark.extended
+@pytest.mark.parametrize("context", ["fork", "forkserver"])
+def test_dataloader_workers_die_with_their_rank(
+    dask_client: Client, tmp_path: Path, context: str
+) -> None:
+    """A rank killed while its DataLoader works takes the loader's workers along."""
+
+    def load_and_die(folder: str) -> None:
+        from torch.utils.data import DataLoader
+
+        from tests.workloads.plain import Squares
+
+        squares: Any = Squares(1000)
+        loader = DataLoader(squares, batch_size=2, num_workers=2, multiprocessing_context=context)
+        batches = iter(loader)
+        next(batches)
+        pids = [child.pid for child in psutil.Process().children(recursive=True)]
+        Path(folder, "pids").write_text(" ".join(map(str, pids)))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    with pytest.raises(RankFailedError, match="SIGKILL"):
+        run_gang(dask_client, load_and_die, args=(str(tmp_path),), world_size=1)
+    pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
+    assert len(pids) >= 2
+    wait_until(lambda: not alive(pids))
+
+
 @pytest.mark.parametrize("fails", [False, True])
 def test_what_a_rank_started_ends_with_its_gang(
     dask_client: Client, tmp_path: Path, *, fails: bool
