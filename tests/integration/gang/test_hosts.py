@@ -26,7 +26,7 @@ from tests.integration.gang import namespaces
 from tests.integration.gang.namespaces import Host, Switch
 from tests.support.gangs import RUN_WITH_CONTEXT, attempts_in, begun
 from tests.support.waiting import HANG_S
-from tests.workloads import hanging
+from tests.workloads import hanging, plain
 from tests.workloads.plain import whereabouts
 
 pytestmark = pytest.mark.extended
@@ -157,6 +157,38 @@ def test_the_callers_network_where_dasks_wont_do(
     assert [rank["env"]["MASTER_ADDR"] for rank in ranks] == [expected[0]] * 2
     assert [rank["talks_from"] for rank in ranks] == [[address] for address in expected]
     assert [rank["listens_at"] for rank in ranks] == [[address] for address in expected]
+
+
+def test_hosts_with_ipv6_alone(tmp_path: Path) -> None:
+    """Store and gloo work over IPv6 between hosts that have nothing else, not even 127.0.0.1, in
+    both modes, and within one such host."""
+    if (reason := namespaces.why_none()) is not None:
+        pytest.skip(reason)
+    with contextlib.ExitStack() as stack:
+        made = [stack.enter_context(Host(name)) for name in ("head", "gamma", "delta", "switch")]
+        head, *workers, switch = made
+        net = Switch(switch)
+        net.plug(head, "v6", "fd72::100/64")
+        stack.enter_context(dask(head, ["scheduler", "--port", "8786", "--no-dashboard"], tmp_path))
+        for number, host in enumerate(workers, 1):
+            net.plug(host, "only6", f"fd72::{number}/64")
+            with host.inside():
+                subprocess.run(["ip", "addr", "del", "127.0.0.1/8", "dev", "lo"], check=True)
+            options = f"--host [fd72::{number}] --nthreads 1 --no-nanny --no-dashboard"
+            command = ["worker", "tcp://[fd72::100]:8786", *options.split()]
+            stack.enter_context(dask(host, command, tmp_path))
+        stack.enter_context(head.inside())
+        client = stack.enter_context(Client("tcp://127.0.0.1:8786", timeout=HANG_S))
+        client.wait_for_workers(2, timeout=HANG_S)
+        user = {"world_size": 2, "process_group": "user"}
+        assert run_gang(client, plain.torchrun_style, **user) == [2.0, 2.0]
+        one, two = run_gang(client, whereabouts, world_size=2, ranks_per_worker=2)
+        ranks = run_gang(client, whereabouts, world_size=2)
+    assert one["sum"] == two["sum"] == 4.0
+    assert one["talks_from"] == two["talks_from"] == ["::1", "fd72::1"], "gloo and the store"
+    assert [rank["sum"] for rank in ranks] == [4.0, 4.0]
+    assert [rank["talks_from"] for rank in ranks] == [["fd72::1"], ["fd72::2"]]
+    assert [rank["env"]["NCCL_SOCKET_FAMILY"] for rank in ranks] == ["AF_INET6"] * 2
 
 
 @pytest.mark.usefixtures("short_liveness")
