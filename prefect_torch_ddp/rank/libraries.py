@@ -117,7 +117,9 @@ def _not_the_users(new: Collection[str], folders: Collection[str]) -> str | None
     importlib.invalidate_caches()
     for top in {name.partition(".")[0] for name in new}:
         spec = PathFinder.find_spec(top, list(folders)) if folders else None
-        if spec is not None and spec.origin is not None:
+        loaded = getattr(sys.modules.get(top), "__file__", None)
+        # The same file, where people work in a checkout of what is installed from there.
+        if spec is not None and spec.origin is not None and spec.origin != loaded:
             return f"it imports an installed {top}, and the user's own {top} comes first"
     return None
 

@@ -116,3 +116,14 @@ def test_warming_loads_the_libraries_of_the_next_gang(client: Client, tmp_path: 
     wait_until(lambda: bool(loads(tmp_path, "good")))
     ranks, _ = run(client, "trains:train")
     assert loads(tmp_path, "good")[-1] == ranks[0][1]
+
+
+def test_a_checkout_counts_as_what_is_installed_from_it(
+    client: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where it comes first on the path, as for `python -m flows.quickstart` in it: the examples,
+    and what they import, are loaded ahead all the same."""
+    monkeypatch.syspath_prepend(str(Path.cwd()))
+    example = "from prefect_torch_ddp.examples import digits\ndef train(): return 'trained'\n"
+    (tmp_path / "own" / "example.py").write_text(example)
+    assert run(client, "example:train") == (["trained", "trained"], [])
