@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
+from pkgutil import iter_modules
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -81,7 +82,9 @@ def preload_of(code: Callable[..., Any] | str) -> Preload:
         reader.read_function(code)
     else:
         reader.read_entry(code.__module__)
-    return Preload(tuple(reader.imports), own_code_paths().first)
+    # Not Dask's own folder for each worker, mostly empty: callers on two workers ask for the same.
+    shadowing = (path for path in own_code_paths().first if any(iter_modules([path])))
+    return Preload(tuple(reader.imports), tuple(shadowing))
 
 
 def imported_packages(source: Path, module: str) -> set[str]:

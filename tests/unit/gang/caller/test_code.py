@@ -64,6 +64,20 @@ def test_libraries_are_read_from_the_sources_of_own_modules(
     assert "job" not in sys.modules
 
 
+def test_folders_without_modules_stand_in_no_librarys_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a caller on another Dask worker, which has a folder of its own on its path, would ask
+    for other libraries, and they would be loaded anew."""
+    for name in ("of-worker-1", "of-worker-2"):
+        (tmp_path / name / "storage").mkdir(parents=True)
+        monkeypatch.syspath_prepend(str(tmp_path / name))
+    assert not any(str(tmp_path) in folder for folder in preload_of(max).shadowed_by)
+    uploaded = tmp_path / "of-worker-2"
+    (uploaded / "psutil.py").touch()
+    assert str(uploaded) in preload_of(max).shadowed_by
+
+
 def test_libraries_of_a_function_that_travels_whole_are_those_it_names() -> None:
     """Its module isn't imported in the rank, but what its global names stand for is."""
 
