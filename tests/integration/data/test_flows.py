@@ -17,7 +17,7 @@ from prefect_torch_ddp.tasks.blocks import fingerprint_of, resolve_source
 from prefect_torch_ddp.tasks.workload import dataset_id, read_workload
 from tests.integration.data.image_files import image_files, write_folder, write_objects
 from tests.integration.tasks.test_s3_storage_flow import all_that_was_recorded
-from tests.support.blocks import FOLDER, save_block
+from tests.support.blocks import save_block
 from tests.support.runs import flow_run_id_of, logs_of
 from tests.support.s3_server import S3Server
 
@@ -51,8 +51,8 @@ def test_the_same_workload_trains_on_a_bucket_and_on_a_folder(
     and another one then.
     """
     _, secret = s3_server.keys["owner"]
-    block = save_block("raw-images", s3_server)
-    bucket, folder = s3_server.storage(FOLDER), tmp_path / "images"
+    block = save_block("raw-images", s3_server, folder="raw-images")
+    bucket, folder = s3_server.storage("raw-images"), tmp_path / "images"
     for name, data in images().items():
         bucket.write(name, data)
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
