@@ -36,12 +36,16 @@ def _leave(name: str) -> None:
 
 
 async def _retire(nanny: Nanny, name: str) -> None:
+    nanny.close_gracefully(reason=name)  # no new worker
     try:
         await asyncio.wait_for(_announce(nanny, name), RETIRE_S)
     except (OSError, TimeoutError) as error:
         where = nanny.worker_address
         logger.warning("the scheduler could not be told that %s leaves: %r", where, error)
-    await nanny.close(timeout=LIMIT_S, reason=name)
+    # First the worker alone: one that hears of its removal closes too, and asks its nanny, which
+    # `nanny.close` would have deaf by then. They would wait for each other.
+    await nanny.kill(timeout=LIMIT_S, reason=name)
+    await nanny.close(reason=name)
 
 
 async def _announce(nanny: Nanny, name: str) -> None:
