@@ -98,7 +98,7 @@ def run_gang(  # noqa: PLR0913 - level 1 is one call
 
     def attempt_once(number: int) -> list[bytes]:
         own_args = tuple(args(number) if callable(args) else args)
-        preload = preload_of(own_args[1] if brings_context(fn) else fn)
+        preload = preload_of(own_args[1] if brings_context(fn) else fn, plan.code_paths)
         payload = pickle_call(fn, own_args, dict(kwargs or {}))
         logs = cloudpickle.dumps(log.logs)
         whole = replace(plan, payload=payload, preload=preload, logs=logs)

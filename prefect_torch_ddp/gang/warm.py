@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from distributed import Client, Worker
 
-from prefect_torch_ddp.gang.caller.code import preload_of
+from prefect_torch_ddp.gang.caller.code import own_code_paths, preload_of
 from prefect_torch_ddp.gang.checks import check_client
 from prefect_torch_ddp.protocol.rank import TORCH_ALONE, Preload
 
@@ -36,7 +36,7 @@ def warm(client: Client, code: Callable[..., Any] | str | None = None) -> None:
     """
     check_client(client)
     loop = client.loop.asyncio_loop  # type: ignore[union-attr]
-    preload = TORCH_ALONE if code is None else preload_of(code)
+    preload = TORCH_ALONE if code is None else preload_of(code, own_code_paths())
     asyncio.run_coroutine_threadsafe(_warm(client, preload), loop).add_done_callback(_note)
 
 

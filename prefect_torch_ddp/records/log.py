@@ -83,12 +83,9 @@ class RecordLog:
         `is_ready()` that it isn't yet is waited for in the background.
         """
         with self._taking:
-            if not self._waiting and _is_ready(record):
-                self._growing.add(_line(record))
-            else:
-                self._waiting.append(record)
-                while self._waiting and _is_ready(self._waiting[0]):
-                    self._growing.add(_line(self._waiting.popleft()))
+            self._waiting.append(record)
+            while self._waiting and _is_ready(self._waiting[0]):
+                self._growing.add(_line(self._waiting.popleft()))
         if len(self._growing.content) > FULL_BYTES and self._full is None:
             self._wake.set()
         if self._thread is None:

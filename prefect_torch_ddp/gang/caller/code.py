@@ -67,7 +67,7 @@ def own_code_paths() -> CodePaths:
     )
 
 
-def preload_of(code: Callable[..., Any] | str) -> Preload:
+def preload_of(code: Callable[..., Any] | str, paths: CodePaths) -> Preload:
     """Return what fork servers load ahead for a function, a workload or a script.
 
     That is what its own modules import from installed packages at their top. Nothing is imported
@@ -83,7 +83,7 @@ def preload_of(code: Callable[..., Any] | str) -> Preload:
     else:
         reader.read_entry(code.__module__)
     # Not Dask's own folder for each worker, mostly empty: callers on two workers ask for the same.
-    shadowing = (path for path in own_code_paths().first if any(iter_modules([path])))
+    shadowing = (path for path in paths.first if any(iter_modules([path])))
     return Preload(tuple(reader.imports), tuple(shadowing))
 
 

@@ -58,9 +58,13 @@ def test_libraries_are_read_from_the_sources_of_own_modules(
         "from pydantic import BaseModel",
         "import psutil",
     )
-    assert preload_of("job.train:train").imports == imports
-    assert preload_of(str(tmp_path / "job/model.py")).imports == imports[:2]
-    assert preload_of("broken:train").imports == preload_of("absent:train").imports == ()
+    assert preload_of("job.train:train", own_code_paths()).imports == imports
+    assert preload_of(str(tmp_path / "job/model.py"), own_code_paths()).imports == imports[:2]
+    assert (
+        preload_of("broken:train", own_code_paths()).imports
+        == preload_of("absent:train", own_code_paths()).imports
+        == ()
+    )
     assert "job" not in sys.modules
 
 
@@ -72,10 +76,12 @@ def test_folders_without_modules_stand_in_no_librarys_way(
     for name in ("of-worker-1", "of-worker-2"):
         (tmp_path / name / "storage").mkdir(parents=True)
         monkeypatch.syspath_prepend(str(tmp_path / name))
-    assert not any(str(tmp_path) in folder for folder in preload_of(max).shadowed_by)
+    assert not any(
+        str(tmp_path) in folder for folder in preload_of(max, own_code_paths()).shadowed_by
+    )
     uploaded = tmp_path / "of-worker-2"
     (uploaded / "psutil.py").touch()
-    assert str(uploaded) in preload_of(max).shadowed_by
+    assert str(uploaded) in preload_of(max, own_code_paths()).shadowed_by
 
 
 def test_libraries_of_a_function_that_travels_whole_are_those_it_names() -> None:
@@ -87,9 +93,9 @@ def test_libraries_of_a_function_that_travels_whole_are_those_it_names() -> None
     def train() -> object:
         return helper() or sysconfig
 
-    assert preload_of(train).imports == ()
-    assert preload_of(helper).imports == ("import pytest",)
-    assert preload_of(max).imports == ()
+    assert preload_of(train, own_code_paths()).imports == ()
+    assert preload_of(helper, own_code_paths()).imports == ("import pytest",)
+    assert preload_of(max, own_code_paths()).imports == ()
 
 
 def test_sources_are_read_in_threads(tmp_path: Path) -> None:
@@ -101,7 +107,7 @@ def test_sources_are_read_in_threads(tmp_path: Path) -> None:
     gc.callbacks.append(_let_others_in)
     try:
         with ThreadPoolExecutor(6) as pool:
-            assert len(set(pool.map(preload_of, [str(script)] * 20))) == 1
+            assert len(set(pool.map(preload_of, [str(script)] * 20, [own_code_paths()] * 20))) == 1
     finally:
         gc.callbacks.remove(_let_others_in)
         gc.set_threshold(*threshold)
