@@ -106,6 +106,21 @@ def dask(host: Host, command: list[str], folder: os.PathLike[str]) -> Iterator[N
         process.wait()
 
 
+def cluster_of(stack: contextlib.ExitStack, hosts: dict[str, Host], folder: Path) -> Client:
+    """Run a scheduler on the first host, by address, and a worker on each of the others; be on the
+    first one, connected."""
+    (address, head), *workers = hosts.items()
+    stack.enter_context(dask(head, ["scheduler", "--port", "8786", "--no-dashboard"], folder))
+    for own, host in workers:
+        options = f"--host {own} --nthreads 1 --no-nanny --no-dashboard"
+        command = ["worker", f"tcp://{address}:8786", *options.split()]
+        stack.enter_context(dask(host, command, folder))
+    stack.enter_context(head.inside())
+    client = stack.enter_context(Client(f"tcp://{address}:8786", timeout=HANG_S))
+    client.wait_for_workers(len(workers), timeout=HANG_S)
+    return client
+
+
 @pytest.fixture
 def client(hosts: dict[str, Host], cluster: str) -> Iterator[Client]:
     """Be on the scheduler's host, connected, with all workers there."""
@@ -169,17 +184,12 @@ def test_hosts_with_ipv6_alone(tmp_path: Path) -> None:
         head, *workers, switch = made
         net = Switch(switch)
         net.plug(head, "v6", "fd72::100/64")
-        stack.enter_context(dask(head, ["scheduler", "--port", "8786", "--no-dashboard"], tmp_path))
         for number, host in enumerate(workers, 1):
             net.plug(host, "only6", f"fd72::{number}/64")
             with host.inside():
                 subprocess.run(["ip", "addr", "del", "127.0.0.1/8", "dev", "lo"], check=True)
-            options = f"--host [fd72::{number}] --nthreads 1 --no-nanny --no-dashboard"
-            command = ["worker", "tcp://[fd72::100]:8786", *options.split()]
-            stack.enter_context(dask(host, command, tmp_path))
-        stack.enter_context(head.inside())
-        client = stack.enter_context(Client("tcp://127.0.0.1:8786", timeout=HANG_S))
-        client.wait_for_workers(2, timeout=HANG_S)
+        addresses = ["[fd72::100]", "[fd72::1]", "[fd72::2]"]
+        client = cluster_of(stack, dict(zip(addresses, [head, *workers], strict=True)), tmp_path)
         user = {"world_size": 2, "process_group": "user"}
         assert run_gang(client, plain.torchrun_style, **user) == [2.0, 2.0]
         one, two = run_gang(client, whereabouts, world_size=2, ranks_per_worker=2)
@@ -204,16 +214,10 @@ def test_a_host_that_is_cut_off(tmp_path: Path) -> None:
         made = [stack.enter_context(Host(name)) for name in ("head", "alpha", "beta", "switch")]
         head, *workers, switch = made
         net = Switch(switch)
-        for number, host in enumerate((head, *workers)):
-            net.plug(host, "data", f"10.73.0.{number + 1}/24")
-        stack.enter_context(dask(head, ["scheduler", "--port", "8786", "--no-dashboard"], tmp_path))
-        for number, host in enumerate(workers):
-            options = f"--host 10.73.0.{number + 2} --nthreads 1 --no-nanny --no-dashboard"
-            command = ["worker", "tcp://10.73.0.1:8786", *options.split()]
-            stack.enter_context(dask(host, command, tmp_path))
-        stack.enter_context(head.inside())
-        client = stack.enter_context(Client("tcp://10.73.0.1:8786", timeout=HANG_S))
-        client.wait_for_workers(2, timeout=HANG_S)
+        hosts = {f"10.73.0.{number}": host for number, host in enumerate((head, *workers), 1)}
+        for address, host in hosts.items():
+            net.plug(host, "data", f"{address}/24")
+        client = cluster_of(stack, hosts, tmp_path)
         watcher = stack.enter_context(ThreadPoolExecutor(1))
 
         def cut() -> None:

@@ -19,13 +19,14 @@ from prefect_torch_ddp import (
     InvalidParamsError,
     TrainParams,
     TrainReport,
+    evaluate_flow,
     run_gang,
     train_flow,
 )
 from prefect_torch_ddp.tasks.cluster import local_cluster
 from tests.integration.tasks.test_run_record import events_of, only_record
 from tests.support.gangs import extra_worker, pids_in
-from tests.support.runs import flow_run_id_of, task_runs_of, wait_until_said
+from tests.support.runs import flow_run_id_of, steered, task_runs_of, wait_until_said
 from tests.support.separate_cluster import separate_cluster
 from tests.support.waiting import HANG_S
 from tests.workloads import plain
@@ -157,10 +158,9 @@ def test_a_worker_that_joins_makes_a_run_larger(tmp_path: Path) -> None:
             pids_in(folder, 2)
             (folder / "enough").touch()
 
-        params = TrainParams(
-            workload="tests.workloads.tiny:Steered",
+        params = steered(
+            folder,
             storage=str(tmp_path / "store"),
-            options={"folder": str(folder)},
             checkpoint=CheckpointParams(every_s=1.0),
             world_size=1,
             max_world_size=2,
@@ -175,6 +175,8 @@ def test_a_worker_that_joins_makes_a_run_larger(tmp_path: Path) -> None:
     assert (training.attempt, training.world_size, report.evaluation.num_samples) == (2, 2, 21)
     assert training.resumed_from_step
     assert training.failures == ()
+    run = f"{tmp_path / 'store'}/runs/{training.run_id}"
+    assert evaluate_flow(run, cluster=ClusterParams()).num_samples == 21, "where it can't grow"
     (first, _) = only_record(tmp_path / "store").attempts
     assert (first.world_size, first.step) == (1, training.resumed_from_step)
     names = [event["event"] for event in events_of(flow_run_id_of(report.flow_run_url))]
