@@ -134,7 +134,7 @@ def test_a_stranger_at_every_socket(tls_cluster: SeparateCluster, tmp_path: Path
         call = {"args": (str(folder),), "world_size": 2, "progress_timeout_s": 60.0}
         gang = pool.submit(run_gang, client, plain.meet_until, **call)
         try:
-            ranks = {psutil.Process(pid) for pid in pids_in(folder, 2)}
+            ranks = {psutil.Process(pid) for pid in pids_in(folder, 2, of=gang)}
             found = {each: ports_of(each) for each in tls_cluster.processes()}
             assert ranks <= found.keys()
             assert all(found[rank] for rank in ranks), "gloo's, and the store's on rank 0"

@@ -48,10 +48,14 @@ def extra_worker(cluster: LocalCluster, num_workers: int) -> Iterator[psutil.Pro
         process.wait()
 
 
-def pids_in(folder: Path, num_ranks: int, timeout_s: float = HANG_S) -> list[int]:
-    """Wait until all ranks have written their pids and return them."""
+def pids_in(
+    folder: Path, num_ranks: int, timeout_s: float = HANG_S, *, of: Future[Any] | None = None
+) -> list[int]:
+    """Wait until all ranks have written their pids and return them; raise why their gang ended."""
 
     def texts() -> list[str]:
+        if of is not None and of.done():
+            of.result()
         return [path.read_text() for path in sorted(folder.iterdir()) if path.name.isdigit()]
 
     wait_until(lambda: len(list(filter(None, texts()))) == num_ranks, timeout_s, "all ranks' pids")

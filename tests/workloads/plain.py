@@ -255,7 +255,8 @@ def meet_until(folder: str) -> float:
     import torch
     import torch.distributed as dist
 
-    write_pid(folder, "port", os.environ["MASTER_PORT"])
+    if dist.get_rank() == 0:
+        write_pid(folder, "port", os.environ["MASTER_PORT"])
     write_pid(folder, dist.get_rank())
     is_over = torch.zeros(1)
     while not is_over:
