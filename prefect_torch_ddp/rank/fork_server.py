@@ -11,6 +11,7 @@ any session, and is killed with the last rank of the gang.
 """
 
 import contextlib
+import functools
 import gc
 import os
 import random
@@ -23,6 +24,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from prefect_torch_ddp.protocol.rank import ForkServerAnswer, ForkServerOrder, LaunchPage, RankFiles
 from prefect_torch_ddp.rank.libraries import freeze, load_ahead, why_unfit
@@ -70,10 +72,18 @@ def _load_torch() -> None:
     from prefect_torch_ddp.rank import distributed, stages  # noqa: PLC0415, F401
     from prefect_torch_ddp.rank.loop import steps  # noqa: PLC0415, F401
 
+    # For each group torch reads the entry points of all installed packages, as a plugin may bring
+    # its backend: 8 ms for every rank. Gloo is torch's own.
+    backends: Any = torch.distributed.Backend
+    if hasattr(backends, "_ensure_backend_registered"):
+        ensure = functools.cache(backends._ensure_backend_registered)  # noqa: SLF001
+        backends._ensure_backend_registered = staticmethod(ensure)  # noqa: SLF001
+        ensure("gloo")
+
     # DDP's constructor imports it, which takes a second of a core in each rank. A build of torch
     # may lack it; the rank that wants it will say so.
     with contextlib.suppress(ImportError):
-        import torch._dynamo  # noqa: PLC0415, F401
+        import torch._dynamo  # noqa: PLC0415
 
 
 class _Server:
