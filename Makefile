@@ -8,6 +8,9 @@ SEED ?=
 COMPUTING := -n 2 --dist worksteal
 WAITING := -n 3 --dist worksteal
 
+# Where a process may not keep what it compiled, each compiles the package anew, for a third of a second.
+unexport PYTHONDONTWRITEBYTECODE
+
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
