@@ -117,6 +117,10 @@ class Checkpointer:
         )
         self._thread.start()
 
+    def reserve(self, objects: Mapping[str, Any], world_size: int) -> None:
+        """Have the memory that a first save copies to found beside the next steps."""
+        self._staging.reserve(self._share_of(objects, world_size).values())
+
     def has_changed(
         self, objects: Mapping[str, Any], world_size: int, restored: Manifest | None
     ) -> bool:
@@ -162,15 +166,19 @@ class Checkpointer:
     def _stage(self, objects: Mapping[str, Any], world_size: int) -> dict[str, Any]:
         """Copy the states that this rank writes."""
         self._staging.begin()
+        share = self._share_of(objects, world_size)
+        return {name: self._staging.copy(state) for name, state in share.items()}
+
+    def _share_of(self, objects: Mapping[str, Any], world_size: int) -> dict[str, Any]:
+        """Return the states that this rank writes."""
         # In DDP buffers, such as BatchNorm's statistics, are rank 0's until the next forward
         # pass: written by another rank, a resumed training would continue with others.
-        staged = {}
+        share = {}
         for i, (name, item) in enumerate(objects.items()):
             if (0 if has_buffers(item) else i % world_size) == self._rank:
-                state = state_of(item)
-                check_loadable(name, state)  # each time, since it may hold other types by now
-                staged[name] = self._staging.copy(state)
-        return staged
+                share[name] = state_of(item)
+                check_loadable(name, share[name])  # each time: it may hold other types by now
+        return share
 
     def _write_share(
         self, manifest: Manifest, turn: int, staged: dict[str, Any], objects: Mapping[str, Any]

@@ -3,10 +3,12 @@
 Also the state of a rank's random generators: Python's, NumPy's, torch's and CUDA's.
 """
 
+import ctypes
 import io
 import random
+import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from copy import copy, deepcopy
 from typing import Any, BinaryIO
 
@@ -18,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from prefect_torch_ddp.errors import InvalidParamsError
 
 _Layout = tuple[torch.Size, torch.dtype, tuple[int, ...], bool]
+_Place = tuple[int, torch.device, torch.dtype, torch.Size, tuple[int, ...]]
 
 _PYTHONS = {type(None), bool, int, float, complex, str}
 _NUMPYS = {np.dtype(code).type for code in "?bBhHiIlLqQefdFDSU"}
@@ -72,9 +75,35 @@ class Staging:
         self._idle: dict[_Layout, list[torch.Tensor]] = {}
         self._used: list[tuple[_Layout, torch.Tensor]] = []
         self._copied: list[torch.cuda.Event] = []
+        self._reserving: threading.Thread | None = None
+
+    def reserve(self, states: Iterable[Any]) -> None:
+        """Find memory for copies from the CPU in a thread: that takes longer than the copying."""
+        tensors: dict[_Place, torch.Tensor] = {}
+
+        def note(tensor: torch.Tensor) -> torch.Tensor:
+            if is_plain(tensor) and not tensor.is_cuda:  # for one, a thread opens the first GPU
+                tensors[_place_of(tensor)] = tensor
+            return tensor
+
+        def find() -> None:
+            for tensor in tensors.values():
+                buffer = self._buffer_for(tensor)
+                # The kernel finds memory for what is touched.
+                ctypes.memset(buffer.data_ptr(), 0, buffer.untyped_storage().nbytes())
+
+        for state in states:
+            map_tensors(state, note)
+
+        name = "prefect-torch-ddp-staging"
+        self._reserving = threading.Thread(target=find, name=name, daemon=True)
+        self._reserving.start()
 
     def begin(self) -> None:
         """Take all buffers back; those that the previous copy didn't need are freed."""
+        if self._reserving is not None:
+            self._reserving.join()
+            self._reserving = None
         self._idle = {}
         for layout, buffer in self._used:
             self._idle.setdefault(layout, []).append(buffer)
@@ -83,13 +112,13 @@ class Staging:
     @torch.no_grad()
     def copy(self, state: Any) -> Any:
         """Return the state on the CPU; copies from a GPU may be under way until `wait`."""
-        copies: dict[tuple[Any, ...], torch.Tensor] = {}
+        copies: dict[_Place, torch.Tensor] = {}
 
         def copied(tensor: torch.Tensor) -> torch.Tensor:
             if not is_plain(tensor):
                 return tensor.detach().to("cpu", copy=True)
             # Tied weights are stored once, as torch.save does.
-            place = (tensor.data_ptr(), tensor.device, tensor.dtype, tensor.shape, tensor.stride())
+            place = _place_of(tensor)
             if tensor.numel() == 0 or place not in copies:
                 buffer = self._buffer_for(tensor)
                 copies[place] = buffer.copy_(tensor.detach(), non_blocking=tensor.is_cuda)
@@ -117,6 +146,10 @@ class Staging:
             )
         self._used.append((layout, buffer))
         return buffer.detach()
+
+
+def _place_of(tensor: torch.Tensor) -> _Place:
+    return tensor.data_ptr(), tensor.device, tensor.dtype, tensor.shape, tensor.stride()
 
 
 def is_plain(value: Any) -> bool:

@@ -1,6 +1,8 @@
 """A storage in a folder of a file system, local or shared: an object is a file."""
 
 import errno
+import fcntl
+import mmap
 import os
 import time
 import uuid
@@ -33,6 +35,11 @@ T = TypeVar("T")
 
 STALE_AFTER_S = 24 * 3600.0
 """Nobody writes a file that long: what is older was left by a killed process."""
+UNCACHED_BYTES = 2**24
+"""From here on an object is written past the kernel's page cache: to find pages there for 200 MB
+takes 60 to 350 ms of a processor, which a training beside it misses, and this way 25."""
+PIECE_BYTES = 2**21
+"""Few enough to be in a processor's cache when the disk takes them."""
 NO_OBJECT = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 CHANGED = (
     "the file changed since it was listed: list it again, by running prepare again, "
@@ -171,12 +178,36 @@ class DirectoryStorage:
         temporary = folder / uuid.uuid4().hex
         try:
             with temporary.open("xb") as file:  # tempfile's can't be read by other users
-                file.write(data)
+                view = memoryview(data)
+                file.seek(_write_uncached(file.fileno(), view))
+                file.write(view[file.tell() :])
                 file.flush()
                 os.fsync(file.fileno())
             yield temporary
         finally:
             temporary.unlink(missing_ok=True)
+
+
+def _write_uncached(descriptor: int, data: memoryview) -> int:
+    """Write the beginning of a large object by direct I/O; return of how many bytes.
+
+    It is 0 on a file system that has none.
+    """
+    if len(data) < UNCACHED_BYTES:
+        return 0
+    flags, num_written = fcntl.fcntl(descriptor, fcntl.F_GETFL), 0
+    try:
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | os.O_DIRECT)
+        with mmap.mmap(-1, PIECE_BYTES) as piece:  # the kernel asks for memory that begins a page
+            while num_written + PIECE_BYTES <= len(data):
+                piece[:] = data[num_written : num_written + PIECE_BYTES]
+                num_written += os.write(descriptor, piece)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+    finally:
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, flags)
+    return num_written
 
 
 def _place(temporary: Path, path: Path, place: Callable[[Path, Path], T]) -> T:

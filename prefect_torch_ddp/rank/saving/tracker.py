@@ -66,6 +66,7 @@ class Tracker:
         run = (config.storage, config.run_id, config.attempt)
         self._committer = Committer(*run, config.checkpoint, reporter.committed)
         self._checkpointer: Checkpointer | None = None
+        self._has_reserved = False
         self._saved_at = time.monotonic()
 
     def track(self, objects: Mapping[str, Any]) -> None:
@@ -133,6 +134,9 @@ class Tracker:
         by_steps = every_steps is not None and step > 0 and step % every_steps == 0
         if (forced or by_time or by_steps) and self._state.saved != self._state.checkpoint_number:
             self._save(self._checkpointer)
+        elif not self._has_reserved:  # behind a step, which made the optimizer's state
+            self._checkpointer.reserve(self._objects, self._info.world_size)
+        self._has_reserved = True
 
     def save_outside(self) -> None:
         """Save at once, outside of `steps`, under a number of its own where the step's is taken."""

@@ -2,10 +2,12 @@
 
 import itertools
 import os
+import random
 import resource
 import shlex
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -17,7 +19,7 @@ from prefect_torch_ddp.errors import (
     ObjectNotFoundError,
     StorageError,
 )
-from prefect_torch_ddp.storage.directory import DirectoryStorage
+from prefect_torch_ddp.storage.directory import UNCACHED_BYTES, DirectoryStorage
 from tests.support.storage_conformance import StorageConformance, in_processes
 
 NOBODY = 65534
@@ -205,6 +207,23 @@ def test_a_full_disk_is_named(tmp_path):
         pytest.skip("this system lets no test mount a file system")
     says = f"can't write {disk}/big: No space left on device; the disk is full: free space there"
     assert says in done.stderr
+
+
+@pytest.mark.parametrize("folder", ["on the disk", "in memory"])
+def test_a_large_object_is_written_past_the_page_cache(tmp_path, folder):
+    """Its bytes are the same, whatever follows its last whole piece; where a file system lets
+    it, the kernel keeps none of them but that rest."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as other:
+        root = Path(other if folder == "in memory" else tmp_path)
+        storage, data = DirectoryStorage(root), random.Random(1).randbytes(UNCACHED_BYTES + 4321)
+        for num_bytes in (UNCACHED_BYTES - 1, UNCACHED_BYTES, len(data)):
+            storage.write("large", memoryview(data)[:num_bytes])
+            assert storage.read("large") == data[:num_bytes]
+        storage.write("large", data)
+        kind = subprocess.run(["stat", "-fc%T", root], check=True, capture_output=True, text=True)
+        if kind.stdout.strip() != "tmpfs":
+            with (root / "large").open("rb") as file, pytest.raises(BlockingIOError):
+                os.preadv(file.fileno(), [bytearray(1)], 0, os.RWF_NOWAIT)
 
 
 def test_foreign_files_are_not_listed(storage):

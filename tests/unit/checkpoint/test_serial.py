@@ -56,6 +56,21 @@ def test_buffers_are_used_again() -> None:
     assert torch.equal(copied, weights + 1)
 
 
+def test_a_first_copy_goes_to_memory_that_was_found_before() -> None:
+    """The buffers that were reserved are used, one for tied weights, and none is left over."""
+    weights, moment = torch.randn(200, 300).t(), torch.ones(3, dtype=torch.bfloat16)
+    state = {"a": weights, "tied": weights.detach(), "moments": [moment, torch.empty(0), "text"]}
+    staging = Staging()
+    staging.reserve([state, {"sparse": torch.eye(2).to_sparse()}])
+    staging.begin()
+    (reserved,) = staging._idle[(weights.shape, weights.dtype, weights.stride(), False)]
+    copied = staging.copy(state)
+    assert copied["a"].data_ptr() == copied["tied"].data_ptr() == reserved.data_ptr()
+    assert torch.equal(copied["a"], weights)
+    assert torch.equal(copied["moments"][0], moment)
+    assert not any(staging._idle.values())
+
+
 def test_states_are_serialised_into_kept_memory() -> None:
     """Larger, smaller and equal ones after each other are the bytes of a plain torch.save, in
     the same place."""
