@@ -1,6 +1,7 @@
 """The storage in a folder: the conformance suite, and what is a file system's own."""
 
 import itertools
+import mmap
 import os
 import random
 import resource
@@ -210,19 +211,24 @@ def test_a_full_disk_is_named(tmp_path):
 
 
 @pytest.mark.parametrize("folder", ["on the disk", "in memory"])
-def test_a_large_object_is_written_past_the_page_cache(tmp_path, folder):
-    """Its bytes are the same, whatever follows its last whole piece; where a file system lets
-    it, the kernel keeps none of them but that rest."""
+@pytest.mark.parametrize("begins_at", [0, 16])
+def test_a_large_object_is_written_past_the_page_cache(tmp_path, folder, begins_at):
+    """Its bytes are the same, wherever it begins and ends; where it begins a page and the file
+    system lets it, the kernel keeps none of them but what is behind its last page."""
+    content = random.Random(1).randbytes(UNCACHED_BYTES + 4321)
+    memory = mmap.mmap(-1, begins_at + len(content))
+    memory[begins_at:] = content
+    data = memoryview(memory)[begins_at:]
     with tempfile.TemporaryDirectory(dir="/dev/shm") as other:
-        root = Path(other if folder == "in memory" else tmp_path)
-        storage, data = DirectoryStorage(root), random.Random(1).randbytes(UNCACHED_BYTES + 4321)
+        storage = DirectoryStorage(Path(other if folder == "in memory" else tmp_path))
         for num_bytes in (UNCACHED_BYTES - 1, UNCACHED_BYTES, len(data)):
-            storage.write("large", memoryview(data)[:num_bytes])
-            assert storage.read("large") == data[:num_bytes]
+            storage.write("large", data[:num_bytes])
+            assert storage.read("large") == content[:num_bytes]
         storage.write("large", data)
-        kind = subprocess.run(["stat", "-fc%T", root], check=True, capture_output=True, text=True)
-        if kind.stdout.strip() != "tmpfs":
-            with (root / "large").open("rb") as file, pytest.raises(BlockingIOError):
+        path = storage.root / "large"
+        kind = subprocess.run(["stat", "-fc%T", path], check=True, capture_output=True, text=True)
+        if kind.stdout.strip() != "tmpfs" and begins_at == 0:
+            with path.open("rb") as file, pytest.raises(BlockingIOError):
                 os.preadv(file.fileno(), [bytearray(1)], 0, os.RWF_NOWAIT)
 
 
