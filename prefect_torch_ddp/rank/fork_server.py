@@ -65,7 +65,10 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def _load_torch() -> None:
-    # Not at the top: spawned children of a rank import this module as their __main__.
+    # Not at the top: spawned children of a rank import this module as their __main__. The first is
+    # what `socket.getaddrinfo` imports.
+    import encodings.idna  # noqa: PLC0415, F401
+
     import torch.distributed  # noqa: PLC0415
     import torch.utils.data  # noqa: PLC0415
 
@@ -208,7 +211,8 @@ def _reset_libraries(environment: dict[str, str]) -> None:
 
     random.seed()
     np.random.seed()  # noqa: NPY002 - the global generator is what user code may use
-    torch.seed()
+    # Not torch.seed, which also notes the stack for CUDA's, seeded anew in each process anyway.
+    torch.default_generator.seed()
     # The libraries read OMP_NUM_THREADS when the server loaded them, where it was 1.
     wanted = environment.get("OMP_NUM_THREADS", "")
     is_number = wanted.isdecimal() and int(wanted) > 0

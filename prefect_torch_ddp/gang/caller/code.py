@@ -1,6 +1,7 @@
 """The code of a gang's call: its pickle, the paths of its modules, and the libraries it imports."""
 
 import ast
+import functools
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -131,16 +132,10 @@ class _ImportReader:
 
     def read_file(self, path: Path, package: str) -> bool:
         try:
-            tree = parse_python(path.read_bytes())
+            found, is_whole = _imports_in(path.read_bytes(), package, anywhere=self._anywhere)
         except (OSError, SyntaxError, ValueError):
             return True  # its rank will say so
-        for node in ast.walk(tree) if self._anywhere else tree.body:
-            if isinstance(node, ast.Import | ast.ImportFrom):
-                if not all(self._take(*each) for each in _imports(node, package)):
-                    return False
-            elif isinstance(node, ast.stmt) and not self._anywhere and _prepares_imports(node):
-                return False
-        return True
+        return all(self._take(*each) for each in found) and is_whole
 
     def _read_module(self, name: str) -> bool:
         """Read a module of the user's own, after the packages that hold it."""
@@ -167,6 +162,23 @@ class _ImportReader:
             self.imports.update({statement: None} if statement else {})
             return True
         return self._read_module(module)
+
+
+@functools.lru_cache(maxsize=256)  # a restart, and an evaluation, read the same modules again
+def _imports_in(
+    source: bytes, package: str, *, anywhere: bool
+) -> tuple[list[tuple[str, str]], bool]:
+    """Return what a module imports, each with its statement, and whether that is all.
+
+    It isn't where code may prepare the imports that follow.
+    """
+    tree, found = parse_python(source), list[tuple[str, str]]()
+    for node in ast.walk(tree) if anywhere else tree.body:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            found += _imports(node, package)
+        elif isinstance(node, ast.stmt) and not anywhere and _prepares_imports(node):
+            return found, False
+    return found, True
 
 
 def _prepares_imports(node: ast.stmt) -> bool:
