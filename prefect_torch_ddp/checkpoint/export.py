@@ -17,7 +17,7 @@ from prefect_torch_ddp.checkpoint.attempts import refuse_superseded
 from prefect_torch_ddp.checkpoint.keys import models_prefix
 from prefect_torch_ddp.checkpoint.manifest import Manifest
 from prefect_torch_ddp.checkpoint.objects import read_object
-from prefect_torch_ddp.checkpoint.serial import from_bytes, is_plain
+from prefect_torch_ddp.checkpoint.serial import from_bytes, is_plain, to_bytes
 from prefect_torch_ddp.errors import CheckpointError
 from prefect_torch_ddp.storage.protocol import Storage
 
@@ -50,9 +50,8 @@ def export_models(
             checkpoint = f"checkpoint of step {manifest.step} of run {manifest.run_id}"
             msg = f"the {checkpoint} has no object {name!r} to export"
             raise CheckpointError(msg)
-        state_data = read_object(storage, manifest, found)
-        state = from_bytes(state_data)
-        suffix, weights = weights_file(name, state, state_data)
+        state = from_bytes(read_object(storage, manifest, found))
+        suffix, weights = weights_file(name, state)
         values = state.values() if isinstance(state, dict) else ()
         # Tied weights count under each of their names.
         sizes = [value.numel() for value in values if isinstance(value, torch.Tensor)]
@@ -88,12 +87,12 @@ def _plain(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def weights_file(name: str, state: Any, state_data: bytes) -> tuple[str, bytes]:
-    """Return suffix and content of the file of a state dict, given as a checkpoint holds it too.
+def weights_file(name: str, state: Any) -> tuple[str, bytes]:
+    """Return suffix and content of the file of a state dict.
 
     It is .safetensors, with tied weights under each of their names, so that `load_state_dict`
     finds them all. Where safetensors can't hold the state it is .pt, for
-    `torch.load(..., weights_only=True)`: the data as they are.
+    `torch.load(..., weights_only=True)`.
     """
     try:
         return ".safetensors", save(_apart(state), metadata={"format": "pt"})
@@ -103,7 +102,7 @@ def weights_file(name: str, state: Any, state_data: bytes) -> tuple[str, bytes]:
             "safetensors can't hold it: %s",
             *(name, name, error),
         )
-    return ".pt", state_data
+    return ".pt", to_bytes(state)
 
 
 def _apart(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

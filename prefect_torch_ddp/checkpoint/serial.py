@@ -8,7 +8,6 @@ import io
 import mmap
 import random
 import threading
-import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from copy import copy, deepcopy
@@ -57,14 +56,15 @@ class Serializer:
     """
 
     def __init__(self) -> None:
-        self._memory = mmap.mmap(-1, mmap.PAGESIZE)
+        self._memory = _new_page()
         self._end = 0
-        self._view: Callable[[], memoryview | None] = lambda: None
 
     def to_view(self, state: Any) -> memoryview:
         """Return what `torch.load` reads; drop it before the next call, or lose the memory."""
-        if self._view() is not None:  # somebody still holds the last one, such as a traceback
-            self._memory = mmap.mmap(-1, mmap.PAGESIZE)
+        try:
+            self._memory.resize(len(self._memory))
+        except BufferError:  # somebody still holds the last view, such as a traceback
+            self._memory = _new_page()
         self._end = 0
         # Zip's checksums take two thirds of the time; torch compares none when it loads.
         has_checksums = torch.serialization.get_crc32_options()
@@ -73,23 +73,23 @@ class Serializer:
             torch.save(state, cast("BinaryIO", self))
         finally:
             torch.serialization.set_crc32_options(has_checksums)
-        view = memoryview(self._memory)[: self._end].toreadonly()
-        self._view = weakref.ref(view)
-        return view
+        return memoryview(self._memory)[: self._end].toreadonly()
 
     def write(self, data: bytes | memoryview) -> int:
         """Take the next bytes from torch."""
         end = self._end + len(data)
         if end > len(self._memory):
-            larger = mmap.mmap(-1, max(end, 2 * len(self._memory)))
-            larger.write(memoryview(self._memory)[: self._end])
-            self._memory = larger
+            self._memory.resize(max(end, 2 * len(self._memory)))
         self._memory[self._end : end] = data
         self._end = end
         return len(data)
 
     def flush(self) -> None:
         """Do nothing: torch calls it."""
+
+
+def _new_page() -> mmap.mmap:
+    return mmap.mmap(-1, mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
 
 class Staging:

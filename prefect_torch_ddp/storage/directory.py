@@ -176,7 +176,7 @@ class DirectoryStorage:
         temporary = folder / uuid.uuid4().hex
         try:
             with temporary.open("xb") as file:  # tempfile's can't be read by other users
-                view = memoryview(data)
+                view = memoryview(data).cast("B")
                 file.seek(_write_uncached(file.fileno(), view))
                 file.write(view[file.tell() :])
                 file.flush()
@@ -189,21 +189,17 @@ class DirectoryStorage:
 def _write_uncached(descriptor: int, data: memoryview) -> int:
     """Write the whole pages of a large object by direct I/O; return how many bytes those are.
 
-    None where the file system has no such thing, or where the data don't begin a page.
+    It is 0 where the file system has no such thing, or where the data don't begin a page.
     """
     if len(data) < UNCACHED_BYTES:
         return 0
     flags, num_written = fcntl.fcntl(descriptor, fcntl.F_GETFL), 0
-    try:
+    with suppress(OSError):  # what lasts, such as a full disk, meets who writes the rest too
         fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | os.O_DIRECT)
         end = len(data) - len(data) % mmap.PAGESIZE
         while num_written < end:
             num_written += os.write(descriptor, data[num_written:end])
-    except OSError as error:
-        if error.errno != errno.EINVAL:
-            raise
-    finally:
-        fcntl.fcntl(descriptor, fcntl.F_SETFL, flags)
+    fcntl.fcntl(descriptor, fcntl.F_SETFL, flags)
     return num_written
 
 

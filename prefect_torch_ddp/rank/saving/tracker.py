@@ -135,8 +135,9 @@ class Tracker:
         if (forced or by_time or by_steps) and self._state.saved != self._state.checkpoint_number:
             self._save(self._checkpointer)
         elif not self._has_reserved:  # behind a step, which made the optimizer's state
-            self._checkpointer.reserve(self._objects, self._info.world_size)
-        self._has_reserved = True
+            self._has_reserved = True
+            with self._heartbeat.during(Phase.SAVING):  # a `state_dict` may take long
+                self._checkpointer.reserve(self._objects, self._info.world_size)
 
     def save_outside(self) -> None:
         """Save at once, outside of `steps`, under a number of its own where the step's is taken."""
@@ -252,7 +253,7 @@ class Tracker:
                 state.count_own_save(is_behind=self._has_begun)
             if not (self._has_begun or self._must_reach_manifest):
                 state.position = replace(state.position, in_own_loop=True)
-            self._saved_at = time.monotonic()
+            self._saved_at, self._has_reserved = time.monotonic(), True
             state.saved = state.checkpoint_number
             self._reporter.mark_checkpoint()
             at = (config.run_id, state.saved, config.attempt, state.epoch, asdict(state.position))

@@ -27,6 +27,7 @@ _PASSING_STATUSES = {HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.CONFLICT, HTTPStatus
 _PASSING_CODES = {"SlowDown", "RequestTimeout", "Throttling", "ThrottlingException"}
 _PASSING_CODES |= {"RequestLimitExceeded", "BandwidthLimitExceeded"}
 _PASSING_CODES |= {"BadDigest", "IncompleteBody", "XAmzContentSHA256Mismatch"}
+_ABSENT = {"NoSuchKey", "NoSuchBucket", "NoSuchUpload", "NoSuchVersion"}
 # By name, since botocore and urllib3 load when an object is touched.
 _PASSING_CLASSES = {"ConnectionError", "HTTPClientError", "IncompleteReadError", "HTTPError"}
 _PASSING_CLASSES |= {"FlexibleChecksumError", "CredentialRetrievalError", "ResponseParserError"}
@@ -87,10 +88,10 @@ def may_pass(error: Exception) -> bool:
         is_servers = status >= HTTPStatus.INTERNAL_SERVER_ERROR and status not in _LASTING_STATUSES
         code = response["Error"].get("Code")
         is_passing = status in _PASSING_STATUSES or code in _PASSING_CODES
-        # Where the answer's body was damaged botocore has no other code: it may have said that
-        # there is no object, which is no error. HEAD's has no body.
+        # Another code comes of a damaged answer: it may have said that there is no object, which
+        # is no error. HEAD's has no body.
         is_head = str(getattr(error, "operation_name", "")).startswith("Head")
-        is_damaged = code == str(HTTPStatus.NOT_FOUND.value) and not is_head
+        is_damaged = status == HTTPStatus.NOT_FOUND and code not in _ABSENT and not is_head
         return is_servers or is_passing or is_damaged
     if any(word in str(error) for word in _LASTING_WORDS):
         return False

@@ -40,6 +40,8 @@ NO_SUCH_KEY = b"<Error><Code>NoSuchKey</Code><Message>gone</Message></Error>"
     [
         ("GetObject", NO_SUCH_KEY, False),
         ("GetObject", NO_SUCH_KEY[:30], True),
+        ("GetObject", NO_SUCH_KEY.replace(b"<Code>", b"<Cpde>"), True),
+        ("GetObject", NO_SUCH_KEY.replace(b"Such", b"Suck"), True),
         ("GetObject", b"", True),
         ("HeadObject", b"", False),
     ],
