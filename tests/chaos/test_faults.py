@@ -18,6 +18,6 @@ FAULTS = seeded_faults.every_fault(seeded_faults.seed_from_environment())
 
 @pytest.mark.parametrize("fault", FAULTS, ids=seeded_faults.ids(FAULTS))
 def test_the_root_cause_is_named(dask_client: Client, tmp_path: Path, fault: Fault) -> None:
-    """E4: rank, kind, cause, signal and exit code are right, no consequence is blamed, and no
+    """Rank, kind, cause, signal and exit code are right, no consequence is blamed, and no
     rank is left."""
     seeded_faults.strike(dask_client, fault, tmp_path)

@@ -114,7 +114,7 @@ def test_a_gang_leaves_a_silent_worker_out(others: SeparateCluster) -> None:
 
 @pytest.mark.usefixtures("prefect_api")
 def test_the_scheduler_of_a_run_is_stopped(others: SeparateCluster, tmp_path: Path) -> None:
-    """E8: SIGSTOP of the scheduler of others under train_flow: a clear error, no task run
+    """SIGSTOP of the scheduler of others under train_flow: a clear error, no task run
     Running, no rank left."""
     params = params_of(tmp_path, "pause", 2, cluster=ClusterParams(address=others.address))
     with ThreadPoolExecutor(1) as pool:
@@ -138,7 +138,7 @@ def stop_own_worker(ctx: RankContext, pid_folder: str) -> None:
 
 @pytest.mark.usefixtures("prefect_api")
 def test_a_ddp_task_whose_worker_was_stopped_is_submitted_again(tmp_path: Path) -> None:
-    """E8: by its key the next call is the same training: it resumes on other workers."""
+    """By its key the next call is the same training: it resumes on other workers."""
     with separate_cluster(tmp_path / "cluster", 3) as cluster, ThreadPoolExecutor(1) as pool:
         often, store = CheckpointParams(every_steps=3), str(tmp_path / "store")
         train = ddp_task(world_size=2, seed=5, checkpoint=often, storage=store)
@@ -171,7 +171,7 @@ def _stop_worker_of_task_when_marked(address: str, mark: Path) -> None:
 
 @pytest.mark.usefixtures("prefect_api")
 def test_the_worker_of_a_ddp_task_is_stopped(tmp_path: Path) -> None:
-    """E8: a flow that waits for a submitted ddp_task itself hears that its worker is silent;
+    """A flow that waits for a submitted ddp_task itself hears that its worker is silent;
     the task run is Crashed."""
     task = ddp_task(world_size=1, storage=str(tmp_path / "store"))(stop_own_worker)
     stopping = task.with_options(name="train")
@@ -202,7 +202,7 @@ def _stop_when_marked(process: psutil.Process, mark: Path) -> psutil.Process:
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 @pytest.mark.parametrize("where", ["ours", "others"])
 def test_a_rank_of_a_run_loses_its_worker(how: signal.Signals, where: str, tmp_path: Path) -> None:
-    """E8: the worker of rank 0 is killed or stopped, with the train task on it or not: the
+    """The worker of rank 0 is killed or stopped, with the train task on it or not: the
     training resumes, once."""
     with separate_cluster(tmp_path / "cluster", 3) as cluster, ThreadPoolExecutor(1) as pool:
         more = {"cluster": ClusterParams(address=cluster.address)} if where == "others" else {}
@@ -262,7 +262,7 @@ def is_watch(process: psutil.Process) -> bool:
 
 
 def test_the_flow_process_is_killed(flow_process: psutil.Process, tmp_path: Path) -> None:
-    """E8: SIGKILL of the flow with its local cluster: nothing of it is left, and no state stays
+    """SIGKILL of the flow with its local cluster: nothing of it is left, and no state stays
     Running."""
     family = flow_process.children(recursive=True)
     assert any(member.pid == int((tmp_path / "mark" / "0").read_text()) for member in family)
@@ -278,7 +278,7 @@ def test_the_flow_process_is_killed(flow_process: psutil.Process, tmp_path: Path
 def test_the_flow_process_is_killed_beside_a_cluster_of_others(
     others: SeparateCluster, tmp_path: Path
 ) -> None:
-    """E8: SIGKILL of the flow: its ranks on another's cluster stop with a checkpoint, no state
+    """SIGKILL of the flow: its ranks on another's cluster stop with a checkpoint, no state
     stays Running, and it works."""
     params = steered(tmp_path, world_size=2, cluster=ClusterParams(address=others.address))
     with flow_in_a_process(params, tmp_path, tmp_path / "step") as process:
@@ -302,7 +302,7 @@ def flow_state() -> str | None:
 
 
 def test_the_flow_process_is_stopped(flow_process: psutil.Process, tmp_path: Path) -> None:
-    """E8: SIGSTOP of the flow stops the scheduler in it: ranks end by themselves; continued,
+    """SIGSTOP of the flow stops the scheduler in it: ranks end by themselves; continued,
     the run resumes and completes."""
     rank = psutil.Process(int((tmp_path / "mark" / "0").read_text()))
     stop(flow_process)

@@ -1,4 +1,4 @@
-"""A7, A8: gangs on real CUDA devices: devices, backends, sharing, errors, forks."""
+"""Gangs on real CUDA devices: devices, backends, sharing, errors, forks."""
 
 from collections.abc import Iterator
 
@@ -83,7 +83,7 @@ def test_out_of_memory_reaches_the_caller(gpu_client: Client) -> None:
 
 
 def test_cuda_tensors_come_back_on_the_cpu(gpu_client: Client) -> None:
-    """A3: the caller needs no GPU to read what ranks return."""
+    """The caller needs no GPU to read what ranks return."""
     (value,) = run_gang(gpu_client, on_gpu.tensors, world_size=1)
     assert value["on_gpu"].device.type == "cpu"
     assert value["on_gpu"].tolist() == [0.0, 1.0, 2.0]
@@ -105,7 +105,7 @@ def cuda_cluster() -> Iterator[Client]:
 
 
 def test_dask_cudas_cluster(cuda_cluster: Client, num_gpus: int) -> None:
-    """A8, A12: LocalCUDACluster as it is: every worker's rank takes that worker's own GPU, and
+    """LocalCUDACluster as it is: every worker's rank takes that worker's own GPU, and
     NCCL serves them."""
     cuda_cluster.wait_for_workers(num_gpus, timeout=120)
     ranks = run_gang(cuda_cluster, on_gpu.where)

@@ -21,7 +21,7 @@ def test_digits_are_learnt_on_cuda(tmp_path: Path, num_gpus: int) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_resume_on_cuda_is_bit_identical(tmp_path: Path, world_size: int) -> None:
-    """C4: killed at step 13 and resumed, with dropout on the device: the weights of the
+    """Killed at step 13 and resumed, with dropout on the device: the weights of the
     undisturbed training, to the bit."""
     plain = TrainParams(
         workload="tests.gpu.on_gpu",

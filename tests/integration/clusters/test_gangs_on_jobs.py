@@ -1,4 +1,4 @@
-"""A12: gangs on Dask workers that are jobs of a batch system: a real Slurm, an imitated PBS."""
+"""Gangs on Dask workers that are jobs of a batch system: a real Slurm, an imitated PBS."""
 
 import logging
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""A12: train_flow on Slurm and PBS by the examples of deployments/clusters; a job is lost."""
+"""train_flow on Slurm and PBS by the examples of deployments/clusters; a job is lost."""
 
 import os
 import sys
@@ -177,6 +177,7 @@ def test_a_cancelled_job_costs_a_retry(site: Site, tmp_path: Path) -> None:
 
 
 @pytest.mark.extended
+@pytest.mark.parametrize("batch_system", ["slurm"], indirect=True)
 def test_a_cancelled_run_ends_its_jobs(site: Site, tmp_path: Path) -> None:
     """SIGTERM of the flow, as Prefect's cancel sends it: saved, Cancelled, and no job is left."""
     params = params_of(tmp_path, cluster=example(site, tmp_path), workers_timeout_s=120)

@@ -27,7 +27,7 @@ def loader_of(
 
 @pytest.mark.parametrize("workers", [FORKED, SPAWNED], ids=["fork", "spawn"])
 def test_order_is_the_same_with_worker_processes(workers: dict[str, Any]) -> None:
-    """A11: fork and spawn workers with prefetch yield what no worker yields. A lambda needs no
+    """Fork and spawn workers with prefetch yield what no worker yields. A lambda needs no
     pickle where workers are forked."""
     is_forked = workers is FORKED
     dataset = Numbers(23, transform=lambda i: i * 10) if is_forked else Numbers(23)
@@ -61,7 +61,7 @@ def test_workers_begin_under_no_mode_of_ours() -> None:
 
 
 def test_augmentation_is_the_same_on_resume_and_for_any_number_of_workers() -> None:
-    """C4 with augmentation in workers: a sample's randomness follows from seed, epoch and index
+    """With augmentation in workers a sample's randomness follows from seed, epoch and index
     alone."""
 
     def epoch_of(epoch: int, start: int, seed: int = 7, **kwargs: Any) -> list[torch.Tensor]:

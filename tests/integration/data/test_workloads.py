@@ -1,4 +1,4 @@
-"""E9: the workloads that people meet first, end to end on small data in the real formats, from
+"""The workloads that people meet first, end to end on small data in the real formats, from
 a directory and from S3."""
 
 from pathlib import Path

@@ -53,7 +53,7 @@ def cancel_agents(client: Client, num_agents: int) -> None:
 
 
 def test_client_cancel_ends_the_gang(dask_client: Client, tmp_path: Path) -> None:
-    """A9: cancelled by its Dask keys: ranks of a plain function are gone, the next gang works."""
+    """Cancelled by its Dask keys: ranks of a plain function are gone, the next gang works."""
     with sleeping_gang(dask_client, tmp_path) as (gang, ranks):
         cancel_agents(dask_client, 2)
         assert type(gang.exception(HANG_S)) is GangCancelledError
@@ -62,7 +62,7 @@ def test_client_cancel_ends_the_gang(dask_client: Client, tmp_path: Path) -> Non
 
 
 def test_client_cancel_leaves_a_checkpoint(dask_client: Client, tmp_path: Path) -> None:
-    """E5: one agent is cancelled: all ranks stop after the same step, which is saved and named."""
+    """One agent is cancelled: all ranks stop after the same step, which is saved and named."""
     with training(dask_client, tmp_path) as (gang, ranks):
         cancel_agents(dask_client, 1)
         error = gang.exception(HANG_S)
@@ -75,7 +75,7 @@ def test_client_cancel_leaves_a_checkpoint(dask_client: Client, tmp_path: Path) 
 def test_sigterm_of_a_rank_is_its_failure_and_leaves_a_checkpoint(
     dask_client: Client, tmp_path: Path
 ) -> None:
-    """C3: preemption of one rank is no success and no cancel, so that a retry resumes."""
+    """Preemption of one rank is no success and no cancel, so that a retry resumes."""
     with training(dask_client, tmp_path) as (gang, ranks):
         os.kill(ranks[1], signal.SIGTERM)
         error = gang.exception(HANG_S)
@@ -102,7 +102,7 @@ if __name__ == "__main__":
 
 
 def test_ctrl_c_in_a_terminal_leaves_a_checkpoint(tmp_path: Path) -> None:
-    """E5: the signal reaches the whole process group, workers too: ranks stop, save and go."""
+    """The signal reaches the whole process group, workers too: ranks stop, save and go."""
     pids = tmp_path / "pids"
     pids.mkdir()
     script = tmp_path / "caller.py"

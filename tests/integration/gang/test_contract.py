@@ -17,8 +17,8 @@ from tests.workloads import plain
 
 
 def test_process_group_is_up_and_the_workers_environment_is_untouched(dask_client: Client) -> None:
-    """A1: all-reduce of ones gives world_size on every rank; the Dask workers' environment is
-    the same before and after. A4: so does a function named by its import path; and
+    """All-reduce of ones gives world_size on every rank; the Dask workers' environment is
+    the same before and after. So does a function named by its import path; and
     `world_size=None` means a rank on each worker."""
     before = dask_client.run(lambda: dict(os.environ))
     assert run_gang(dask_client, plain.sum_of_ones, world_size=2) == [2.0, 2.0]
@@ -27,7 +27,7 @@ def test_process_group_is_up_and_the_workers_environment_is_untouched(dask_clien
 
 
 def test_arguments_arrive_whatever_their_names(dask_client: Client) -> None:
-    """A2: positional and keyword arguments arrive intact, defaults stay."""
+    """Positional and keyword arguments arrive intact, defaults stay."""
     kwargs = {"retries": 2, "rank": 3, "workers": 4, "world_size": 5}
     values = run_gang(dask_client, plain.awkward_names, args=(1,), kwargs=kwargs, world_size=1)
     assert values == [{"key": 1, **kwargs, "backend": "mine", "timeout": 1.5}]
@@ -49,7 +49,7 @@ def test_a_scripts_own_modules_come_before_installed_ones(
 
 
 def test_values_come_back_in_rank_order(dask_client: Client) -> None:
-    """A3: any picklable value makes the round trip, in rank order."""
+    """Any picklable value makes the round trip, in rank order."""
     for rank, value in enumerate(run_gang(dask_client, plain.values, world_size=2)):
         assert value["defaultdict"]["absent"] == 0
         arrays = [value.pop(kind).tolist() for kind in ("numpy", "tensor")]
@@ -63,7 +63,7 @@ def test_values_come_back_in_rank_order(dask_client: Client) -> None:
 
 
 def test_closure_over_big_data_and_lambda(dask_client: Client) -> None:
-    """A4: a closure over 20 MB and a lambda arrive."""
+    """A closure over 20 MB and a lambda arrive."""
     big = bytes(20_000_000)
 
     def size() -> int:
@@ -74,7 +74,7 @@ def test_closure_over_big_data_and_lambda(dask_client: Client) -> None:
 
 
 def test_too_few_workers_is_refused_with_both_numbers(dask_client: Client) -> None:
-    """A5: 4 on 2 fails within the deadline and says have 2, need 4."""
+    """4 on 2 fails within the deadline and says have 2, need 4."""
     with pytest.raises(NotEnoughWorkersError, match="have 2, need 4"):
         run_gang(dask_client, plain.sum_of_ones, world_size=4, workers_timeout_s=0.5)
 
@@ -118,7 +118,7 @@ def test_second_initialisation_is_refused_at_once(dask_client: Client) -> None:
 
 
 def test_nccl_without_cuda_says_what_is_missing(dask_client: Client) -> None:
-    """A7: nccl on a CPU machine names the backend and what is missing."""
+    """On a CPU machine nccl fails by name, with what is missing."""
     import torch
 
     if torch.cuda.is_available():
@@ -129,7 +129,7 @@ def test_nccl_without_cuda_says_what_is_missing(dask_client: Client) -> None:
 
 @pytest.mark.parametrize(("context", "total"), [("fork", 295), ("spawn", 285)])
 def test_dataloader_workers_inside_a_rank(dask_client: Client, context: str, total: int) -> None:
-    """A11: DataLoader workers by fork, with a lambda transform, and by spawn; no Dask setting."""
+    """DataLoader workers by fork, with a lambda transform, and by spawn; no Dask setting."""
     values = run_gang(dask_client, plain.load_with_workers, args=(context,), world_size=1)
     assert values == [total]
 
@@ -137,7 +137,7 @@ def test_dataloader_workers_inside_a_rank(dask_client: Client, context: str, tot
 def test_prints_and_logs_appear_with_the_rank_in_front(
     dask_client: Client, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A14: lines that ranks print or log appear at the caller."""
+    """Lines that ranks print or log appear at the caller."""
     with caplog.at_level(logging.INFO, logger="prefect_torch_ddp.ranks"):
         run_gang(dask_client, plain.speak, args=("x",), world_size=2)
     for rank in (0, 1):
@@ -165,13 +165,13 @@ def test_text_arrives_whatever_the_workers_encoding(
 
 
 def test_ten_in_a_row_and_twice_means_twice(dask_client: Client) -> None:
-    """A9, A10: ten gangs in a row; the same call twice runs twice, in fresh processes."""
+    """Ten gangs in a row; the same call twice runs twice, in fresh processes."""
     pids = [pid for _ in range(10) for pid in run_gang(dask_client, plain.process_id, world_size=2)]
     assert len(set(pids)) == 20
 
 
 def test_six_gangs_at_once_on_two_workers_with_two_threads() -> None:
-    """A9: six submissions at once on 2 workers x 2 threads, all right, no deadlock."""
+    """Six submissions at once on 2 workers x 2 threads, all right, no deadlock."""
     with own_cluster(2, threads_per_worker=2) as (_, client), ThreadPoolExecutor(6) as pool:
         gangs = [pool.submit(run_gang, client, plain.sum_of_ones, world_size=2) for _ in range(6)]
         assert [gang.result() for gang in gangs] == [[2.0, 2.0]] * 6

@@ -38,7 +38,7 @@ OWN_WORDS = "ValueError: the user's own words"
 def test_the_right_rank_is_blamed(
     dask_client: Client, how: str, says: str, fields: dict[str, object]
 ) -> None:
-    """E4: rank 1 fails while rank 0 waits; the error names rank, host, attempt and cause."""
+    """Rank 1 fails while rank 0 waits; the error names rank, host, attempt and cause."""
     with pytest.raises(RankFailedError, match=says) as caught:
         run_gang(dask_client, failing.only_on, args=(1, how), world_size=2, attempt=2)
     error = caught.value
@@ -65,7 +65,7 @@ def test_leaving_by_exit_0_is_a_failure(dask_client: Client, code: int | None) -
 
 
 def test_the_next_gang_works_after_a_failed_one(dask_client: Client) -> None:
-    """A9: after a failed gang the same cluster runs the next."""
+    """After a failed gang the same cluster runs the next."""
     with pytest.raises(RankFailedError):
         run_gang(dask_client, failing.only_on, args=(0, "raise"), world_size=2)
     assert run_gang(dask_client, plain.sum_of_ones, world_size=2) == [2.0, 2.0]

@@ -129,7 +129,7 @@ def client(hosts: dict[str, Host], cluster: str) -> Iterator[Client]:
 
 
 def test_ranks_of_a_host_are_contiguous_and_talk_by_dasks_network(client: Client) -> None:
-    """A6: two hosts with two workers each; no connection is on loopback or mgmt."""
+    """Two hosts with two workers each; no connection is on loopback or mgmt."""
     ranks = run_gang(client, whereabouts, world_size=4, resources={"data": 1})
     assert [rank["sum"] for rank in ranks] == [16.0] * 4
     for number, rank in enumerate(ranks):
@@ -203,7 +203,7 @@ def test_hosts_with_ipv6_alone(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("short_liveness")
 def test_a_host_that_is_cut_off(tmp_path: Path) -> None:
-    """C4: its link goes down while it trains: the silence is named, the others go on without it."""
+    """Its link goes down while it trains: the silence is named, the others go on without it."""
     if (reason := namespaces.why_none()) is not None:
         pytest.skip(reason)
     marks, events = tmp_path / "marks", list[GangEvent]()

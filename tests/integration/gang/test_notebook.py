@@ -1,4 +1,4 @@
-"""A4: what is defined in a notebook's cells, `__main__` there, runs on ranks."""
+"""What is defined in a notebook's cells, `__main__` there, runs on ranks."""
 
 from typing import Any
 

@@ -46,7 +46,7 @@ def test_rank_0_may_return_first(dask_client: Client) -> None:
 def test_lines_of_a_rank_that_is_killed_with_the_gang_arrive(
     dask_client: Client, caplog: pytest.LogCaptureFixture, launcher: str
 ) -> None:
-    """A14: what a rank had printed before the gang was stopped is passed on, all of it."""
+    """What a rank had printed before the gang was stopped is passed on, all of it."""
     call: dict[str, Any] = {"args": (200,), "world_size": 2, "launcher": launcher}
     for _ in range(4 if launcher == "auto" else 2):
         caplog.clear()

@@ -42,7 +42,7 @@ def client() -> Iterator[Client]:
 
 
 def test_two_hosts_imitated_by_two_loopback_addresses(client: Client) -> None:
-    """A6: 127.0.0.1 and 127.0.0.2 count as two hosts: local ranks 0, 1, 0, 1."""
+    """127.0.0.1 and 127.0.0.2 count as two hosts: local ranks 0, 1, 0, 1."""
     ranks = run_gang(client, whereabouts, world_size=4, resources={"v4": 1})
     assert [rank["env"]["LOCAL_RANK"] for rank in ranks] == ["0", "1", "0", "1"]
     assert [rank["env"]["GROUP_RANK"] for rank in ranks] == ["0", "0", "1", "1"]
@@ -121,7 +121,7 @@ def test_a_held_resource_is_waited_for(client: Client) -> None:
 
 
 def test_an_uneven_tail(client: Client) -> None:
-    """A5, A6: 5 ranks with 2 on each worker: hosts have 4 and 1, and the ranks of a host are
+    """5 ranks with 2 on each worker: hosts have 4 and 1, and the ranks of a host are
     contiguous; 2 ranks use two of the four workers."""
     call = {"resources": {"v4": 1}}
     two = run_gang(client, plain.environment, world_size=2, **call)

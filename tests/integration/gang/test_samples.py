@@ -25,20 +25,20 @@ FAULTS = seeded_faults.sample(seeded_faults.every_fault(SEED), 12, SEED)
 
 @pytest.mark.parametrize("point", ON_A_DIRECTORY, ids=kill_points.ids(ON_A_DIRECTORY))
 def test_killed_on_a_directory(strike_at: Callable[[KillPoint], None], point: KillPoint) -> None:
-    """C4 and B6: killed in an epoch, a save, a commit or a clean-up, it ends as if it were not."""
+    """Killed in an epoch, a save, a commit or a clean-up, it ends as if it were not."""
     strike_at(point)
 
 
 @pytest.mark.usefixtures("open_s3_server")
 @pytest.mark.parametrize("point", ON_S3, ids=kill_points.ids(ON_S3))
 def test_killed_on_s3(strike_at: Callable[[KillPoint], None], point: KillPoint) -> None:
-    """C4 and B6: also within an upload in parts, and where the commit's answer is never heard."""
+    """Also within an upload in parts, and where the commit's answer is never heard."""
     strike_at(point)
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=seeded_faults.ids(FAULTS))
 def test_the_root_cause_is_named(dask_client: Client, tmp_path: Path, fault: Fault) -> None:
-    """E4: rank, kind, cause, signal and exit code are right, and no rank is left."""
+    """Rank, kind, cause, signal and exit code are right, and no rank is left."""
     seeded_faults.strike(dask_client, fault, tmp_path)
 
 

@@ -1,4 +1,4 @@
-"""A12: gangs and train_flow on clusters that others started, and on a cluster class with its
+"""Gangs and train_flow on clusters that others started, and on a cluster class with its
 arguments."""
 
 import os

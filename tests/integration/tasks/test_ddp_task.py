@@ -121,7 +121,7 @@ def test_called_and_submitted_on_as_many_workers_as_ranks(
     dask_cluster: LocalCluster, tmp_path: Path
 ) -> None:
     """Called directly, submitted, and called again: rank 0's value each time, a training each
-    time, lines in the run's log. A9: two that are submitted at once take turns. A function that is
+    time, lines in the run's log. Two that are submitted at once take turns. A function that is
     decorated in its module sees that."""
     train = ddp_task(world_size=2, storage=str(tmp_path))(describe)
 
@@ -147,7 +147,7 @@ def test_called_and_submitted_on_as_many_workers_as_ranks(
 
 
 def test_arguments_arrive_whatever_their_names(dask_cluster: LocalCluster, tmp_path: Path) -> None:
-    """A2: names that Dask, Prefect or we use ourselves are the function's own; defaults
+    """Names that Dask, Prefect or we use ourselves are the function's own; defaults
     stay."""
 
     @ddp_task(world_size=2, storage=str(tmp_path))
@@ -232,7 +232,7 @@ def test_a_flow_without_dask_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_retry_resumes(dask_cluster: LocalCluster, tmp_path: Path) -> None:
-    """E4: rank 1 fails at step 7; the second attempt resumes from the newest checkpoint, to the
+    """Rank 1 fails at step 7; the second attempt resumes from the newest checkpoint, to the
     very same weights."""
     train: Any = task(tmp_path, retries=1, retry_delay_seconds=0)
 
@@ -325,7 +325,7 @@ def svg_of(page: str) -> str:
 
 
 def test_saved_files_outlive_the_failure(dask_cluster: LocalCluster, tmp_path: Path) -> None:
-    """A13: what was handed over is in the run's results; paths that lead out are refused;
+    """What was handed over is in the run's results; paths that lead out are refused;
     nothing is lost when the run fails."""
     train = ddp_task(world_size=2, storage=str(tmp_path / "store"))(save_and_fail)
     seen = []

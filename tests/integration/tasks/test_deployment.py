@@ -1,4 +1,4 @@
-"""E5: a deployment's run, by a real server, a process work pool and a worker, is cancelled."""
+"""A deployment's run, by a real server, a process work pool and a worker, is cancelled."""
 
 import contextlib
 import os
@@ -77,7 +77,7 @@ def deployed(prefect_api: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_cancel_leaves_a_checkpoint_and_nothing_else(
     deployed: str, tmp_path: Path, whose: str
 ) -> None:
-    """E5: `prefect flow-run cancel`: one step for all ranks, its checkpoint, ranks gone, states
+    """`prefect flow-run cancel`: one step for all ranks, its checkpoint, ranks gone, states
     Cancelled; any cluster."""
     with contextlib.ExitStack() as stack:
         params = params_of(tmp_path)

@@ -40,7 +40,7 @@ def params_of(tmp_path: Path, how: str, world_size: int, **more: object) -> Trai
 
 @pytest.mark.parametrize("how", ["kill_grandparent", "stop_grandparent"])
 def test_the_worker_of_the_train_task_is_lost(tmp_path: Path, how: str) -> None:
-    """E8: SIGKILL or SIGSTOP of the train task's own Dask worker: a new one is started, the task
+    """SIGKILL or SIGSTOP of the train task's own Dask worker: a new one is started, the task
     run is Crashed, the training resumes."""
     report = train_flow(params_of(tmp_path, how, world_size=1))
     assert report.training.attempt == 2
@@ -49,7 +49,7 @@ def test_the_worker_of_the_train_task_is_lost(tmp_path: Path, how: str) -> None:
 
 
 def test_the_scheduler_is_killed(others: SeparateCluster, tmp_path: Path) -> None:
-    """E8: SIGKILL of the scheduler of others: the flow says so at once, no task run stays
+    """SIGKILL of the scheduler of others: the flow says so at once, no task run stays
     Running, no rank is left."""
     params = params_of(tmp_path, "pause", 2, cluster=ClusterParams(address=others.address))
     with ThreadPoolExecutor(1) as pool:

@@ -1,4 +1,4 @@
-"""E6: train_flow with a saved s3-bucket block, on a real Prefect server, and on Ceph and moto,
+"""train_flow with a saved s3-bucket block, on a real Prefect server, and on Ceph and moto,
 which check who asks."""
 
 import os

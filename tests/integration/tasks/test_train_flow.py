@@ -70,7 +70,7 @@ def check_that_digits_are_learnt(report: TrainReport) -> None:
 def check_that_nothing_was_prepared_and_the_weights_are_the_same(
     first: TrainReport, second: TrainReport
 ) -> None:
-    """B8, B5, C6: the second run's prepare is Cached; split and weights are the same by the
+    """The second run's prepare is Cached; split and weights are the same by the
     seed. A card is beside the weights."""
     assert task_runs_of(flow_run_id_of(first.flow_run_url))["prepare"].state_name == "Completed"
     assert task_runs_of(flow_run_id_of(second.flow_run_url))["prepare"].state_name == "Cached"
@@ -105,8 +105,8 @@ def check_artifacts(report: TrainReport) -> None:
 
 
 def test_nothing_configured(tmp_path: Path) -> None:
-    """E1: without any server configured: an embedded one, a local cluster, local storage; a
-    typed report. D5: the weights load with plain torch, and without `module.`."""
+    """Without any server configured: an embedded one, a local cluster, local storage; a
+    typed report. The weights load with plain torch, and without `module.`."""
     script = tmp_path / "run.py"
     script.write_text(
         "from prefect_torch_ddp import TrainParams, train_flow\n"
@@ -126,8 +126,8 @@ def test_nothing_configured(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("prefect_api")
 def test_the_best_checkpoint_is_evaluated(dask_cluster: LocalCluster, tmp_path: Path) -> None:
-    """D2: with evaluate_on="best" the published checkpoint is the one with the lowest reported
-    loss. A14: what both ranks print and log is in the run's log, the rank in front, also where
+    """With evaluate_on="best" the published checkpoint is the one with the lowest reported
+    loss. What both ranks print and log is in the run's log, the rank in front, also where
     the workload's module imports Prefect, which configures logging when it loads."""
     report = train_flow(
         TrainParams(

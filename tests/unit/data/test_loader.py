@@ -105,7 +105,7 @@ def _ledger(loaders: list[RankLoader], epoch: int, start_batch: int = 0) -> list
 def test_lockstep_resumes_to_the_uninterrupted_suffix_at_any_world_size(
     *, num: int, size: int, worlds: tuple[int, int], epoch: int, seed: int, data: st.DataObject
 ) -> None:
-    """B6: every rank yields equally many batches; a resume at another world size continues the
+    """Every rank yields equally many batches; a resume at another world size continues the
     same global batches."""
     whole = _ledger(_loaders(num, size, worlds[0], seed=seed), epoch)
     assert sorted(i for batch in whole for i in batch) == list(range(num))
@@ -125,7 +125,7 @@ def test_resume_does_not_load_the_skipped_batches() -> None:
 
 
 def test_exact_pass_leaves_a_rank_without_a_share_one_batch_fewer() -> None:
-    """D1: no padding: 5 samples in batches of 4 give ranks 1, 2 and 3 nothing of the tail."""
+    """No padding: 5 samples in batches of 4 give ranks 1, 2 and 3 nothing of the tail."""
     loaders = _loaders(5, 4, 4, shuffle=False)
     assert [[data.tolist() for data in loader] for loader in loaders] == [
         [[0], [4]],
@@ -173,7 +173,7 @@ def test_evaluations_between_steps_keep_their_order() -> None:
 
 
 def test_iterating_leaves_the_global_generators_alone() -> None:
-    """C4: dropout after a resume draws what it would have drawn, so loading must not draw."""
+    """Dropout after a resume draws what it would have drawn, so loading must not draw."""
     before = (torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist())
     list(RankLoader(Numbers(9), global_batch_size=2, rank=0, world_size=2).lockstep(1))
     assert torch.equal(before[0], torch.get_rng_state())

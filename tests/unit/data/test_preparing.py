@@ -20,7 +20,7 @@ from prefect_torch_ddp.errors import InvalidParamsError
 def test_split_is_disjoint_complete_sorted_and_repeatable(
     n: int, held_out: float, seed: int, num_classes: int
 ) -> None:
-    """B5: no leak between train and test, and the same split on a second run."""
+    """No leak between train and test, and the same split on a second run."""
     targets = [i % num_classes for i in range(n)] if num_classes else None
     train, held = seeded_split(n, held_out, seed, targets)
     assert sorted(train + held) == list(range(n))

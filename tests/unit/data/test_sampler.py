@@ -29,7 +29,7 @@ def _global_batch(batches: GlobalBatches, epoch: int, batch: int, world_size: in
 def test_same_global_batches_for_every_world_size(
     *, n: int, size: int, worlds: tuple[int, int], epoch: int, seed: int, drop: bool
 ) -> None:
-    """B6: each sample once; a world of another size, in another process, cuts the same global
+    """Each sample once; a world of another size, in another process, cuts the same global
     batches in the same order."""
     drop = drop and n >= size
     shuffle = epoch != 1
@@ -61,7 +61,7 @@ def test_shares_differ_by_at_most_one_and_rank_0_has_the_largest(num: int, world
 
 
 def test_epochs_and_seeds_give_different_orders_and_repeat() -> None:
-    """B7: reshuffled every epoch, reproducible by seed; going back to an earlier epoch gives
+    """Reshuffled every epoch, reproducible by seed; going back to an earlier epoch gives
     its order again."""
     batches = GlobalBatches(100, 100, seed=3)
     orders = [batches.share(epoch, 0, 0, 1) for epoch in range(4)]

@@ -35,7 +35,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, 
 
 
 def test_each_image_is_in_exactly_one_split(prepared: tuple[Path, dict[str, list[str]]]) -> None:
-    """B5: no leak: 1,797 images, a fifth held out, a tenth of the rest for validation."""
+    """No leak: 1,797 images, a fifth held out, a tenth of the rest for validation."""
     _, splits = prepared
     assert {split: len(names) for split, names in splits.items()} == {
         "train": 1294,
@@ -69,7 +69,7 @@ def test_folders_are_the_true_classes_in_each_split(
 def test_a_second_run_writes_the_same_bytes(
     prepared: tuple[Path, dict[str, list[str]]], tmp_path: Path
 ) -> None:
-    """B5 and B8: the same options, the same data; another split_seed or held_out, another
+    """The same options, the same data; another split_seed or held_out, another
     split."""
     folder, splits = prepared
 

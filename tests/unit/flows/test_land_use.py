@@ -74,14 +74,14 @@ def plain(
 def test_compiled_it_has_the_same_weights_by_the_same_names(
     prepared: Prepared, plain: Any, tmp_path: Path
 ) -> None:
-    """C1: torch.compile, in place: here with the backend that changes no bit."""
+    """torch.compile, in place: here with the backend that changes no bit."""
     head, metrics = train(prepared, tmp_path, compile="eager")
     assert torch.equal(head, plain[0])
     assert metrics == plain[1]
 
 
 def test_in_float16_with_a_scaler(prepared: Prepared, plain: Any, tmp_path: Path) -> None:
-    """C1: the loss is scaled by GradScaler, the gradient is clipped by its true norm, and the
+    """The loss is scaled by GradScaler, the gradient is clipped by its true norm, and the
     scale resumes."""
     _, metrics = train(prepared, tmp_path, precision="float16")
     assert metrics[0]["loss_scale"] >= 2**13
@@ -90,7 +90,7 @@ def test_in_float16_with_a_scaler(prepared: Prepared, plain: Any, tmp_path: Path
 
 
 def test_held_out_images_are_the_same_share_of_each_class(prepared: Prepared) -> None:
-    """B5: each image in one split; brought to one size, with three channels."""
+    """Each image in one split; brought to one size, with three channels."""
     split = json.loads((prepared[1] / "split.json").read_text())
     assert split["classes"] == CLASSES
     assert sorted(split["train"] + split["test"]) == list(range(30))

@@ -93,12 +93,12 @@ def agreed(
 def test_all_ranks_take_the_same_backend(
     devices: list[str | None], backend: str, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A7: `auto` takes nccl where every rank has a device of its own, else gloo, for all."""
+    """`auto` takes nccl where every rank has a device of its own, else gloo, for all."""
     assert agreed(devices, backend, monkeypatch) == [expected] * len(devices)
 
 
 def test_nccl_that_was_asked_for_is_refused_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A7: with more ranks than devices each rank is told so; nobody waits for the others."""
+    """With more ranks than devices each rank is told so; nobody waits for the others."""
     for error in agreed(["x", "x"], "nccl", monkeypatch):
         says = "backend 'nccl' can't be used: ranks 0 and 1 on a share one device (1 seen)"
         assert says in str(error)

@@ -1,4 +1,4 @@
-"""C5: whichever ranks want to stop, and whenever their clocks say so, all ranks stop after the
+"""Whichever ranks want to stop, and whenever their clocks say so, all ranks stop after the
 same step, and stay stopped."""
 
 import random

@@ -133,7 +133,7 @@ def test_names_in_cuda_visible_devices(text: str | None, names: tuple[str, ...] 
     ],
 )
 def test_devices_of_a_hosts_ranks(lists: list[str | None], devices: list[str | None]) -> None:
-    """A8: the device of each rank, for every way of sharing GPUs that is known."""
+    """The device of each rank, for every way of sharing GPUs that is known."""
     visible = [visible_names(text) for text in lists]
     chosen = [
         names[position] if names and position is not None else None
@@ -143,7 +143,7 @@ def test_devices_of_a_hosts_ranks(lists: list[str | None], devices: list[str | N
 
 
 def test_devices_are_chosen_host_by_host() -> None:
-    """A8: each host counts its own devices, and a worker that sees none gives no position."""
+    """Each host counts its own devices, and a worker that sees none gives no position."""
     seen = [("a", "0,1"), ("a", "1,0"), ("b", "0,1"), ("b", "0,1"), ("c", None)]
     workers = [worker(host, port, devices) for port, (host, devices) in enumerate(seen)]
     assert [p.device_position for p in place(workers, 5, 1).places] == [0, 0, 0, 1, None]

@@ -98,7 +98,7 @@ def test_counts_on_the_device_of_the_logits() -> None:
 
 
 def test_scores_by_hand() -> None:
-    """D3: rows are true classes: cat 3 of 4 found; what is called dog is right in 2 of 3."""
+    """Rows are true classes: cat 3 of 4 found; what is called dog is right in 2 of 3."""
     report = classification_report([[3, 1], [0, 2]], ["cat", "dog"], loss=0.25)
     assert (report.num_samples, report.accuracy, report.loss) == (6, 5 / 6, 0.25)
     cat, dog = report.classes
@@ -108,7 +108,7 @@ def test_scores_by_hand() -> None:
     assert report.confusion_matrix == ((3, 1), (0, 2))
 
 
-@example([[2, 0, 1], [3, 0, 0], [0, 0, 0]])  # D3: b is never predicted, c is absent
+@example([[2, 0, 1], [3, 0, 0], [0, 0, 0]])  # b is never predicted, c is absent
 @settings(deadline=None)
 @given(
     st.integers(1, 6).flatmap(
