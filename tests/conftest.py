@@ -24,7 +24,7 @@ FOLDERS = ("unit", "integration", "chaos", "gpu", "wheel")
 NEEDS_PACKAGES = {"ceph_server", "batch_system"}
 """Fixtures whose servers come from Debian packages: `make integration` installs them."""
 
-LONG_S = 500.0
+LONG_S = 350.0
 """Tests that may take longer aren't run in their order, but before all others."""
 
 _home = Path(tempfile.mkdtemp(prefix="ptd-tests-"))

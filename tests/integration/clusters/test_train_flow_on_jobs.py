@@ -28,7 +28,7 @@ from tests.support.waiting import HANG_S, wait_until
 
 HELD_AT, NUM_STEPS = 6, 21
 
-pytestmark = pytest.mark.usefixtures("prefect_api")
+pytestmark = [pytest.mark.timeout(400), pytest.mark.usefixtures("prefect_api")]
 
 EXAMPLES = Path(__file__).parents[3] / "deployments" / "clusters"
 

@@ -17,7 +17,11 @@ from tests.support.runs import flow_run_id_of, newest_flow_run, train_states
 from tests.support.separate_cluster import SeparateCluster
 from tests.support.waiting import wait_until
 
-pytestmark = [pytest.mark.extended, pytest.mark.usefixtures("prefect_api", "short_liveness")]
+pytestmark = [
+    pytest.mark.extended,
+    pytest.mark.timeout(400),
+    pytest.mark.usefixtures("prefect_api", "short_liveness"),
+]
 
 
 def params_of(tmp_path: Path, how: str, world_size: int, **more: object) -> TrainParams:
