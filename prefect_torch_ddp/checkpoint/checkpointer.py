@@ -15,7 +15,7 @@ import torch
 from prefect_torch_ddp.checkpoint.commit import Committer
 from prefect_torch_ddp.checkpoint.keys import object_key, rank_name
 from prefect_torch_ddp.checkpoint.manifest import Manifest, ManifestObject
-from prefect_torch_ddp.checkpoint.objects import digest_of
+from prefect_torch_ddp.checkpoint.objects import check_loadable, digest_of
 from prefect_torch_ddp.checkpoint.rank_store import (
     KeyValueStore,
     check_reports,
@@ -26,7 +26,6 @@ from prefect_torch_ddp.checkpoint.serial import (
     Serializer,
     Staging,
     capture_generators,
-    check_loadable,
     has_buffers,
     state_of,
 )

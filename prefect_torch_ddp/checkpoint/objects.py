@@ -1,25 +1,38 @@
 """The objects of a checkpoint: several at once are read, verified and decoded.
 
+What could not be read back is refused before it is written.
+
 An object's digest is its BLAKE3 (https://github.com/BLAKE3-team/BLAKE3), as the command `b3sum`
 shows it; it takes a third of the time of sha256.
 """
 
 import os
 import re
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import numpy as np
 import torch
 from blake3 import blake3
 
 from prefect_torch_ddp.checkpoint.manifest import Manifest, ManifestObject
-from prefect_torch_ddp.checkpoint.serial import from_bytes, from_file, map_tensors
+from prefect_torch_ddp.checkpoint.serial import (
+    NUMPYS,
+    PYTHONS,
+    from_bytes,
+    from_file,
+    is_plain,
+    map_tensors,
+    to_bytes,
+)
 from prefect_torch_ddp.errors import (
     CheckpointError,
     DamagedObjectError,
+    InvalidParamsError,
     ObjectNotFoundError,
     StorageError,
 )
@@ -33,6 +46,8 @@ _LARGE_BYTES = 2**26
 """From here on an object is hashed by several threads."""
 LOCAL = frozenset({"btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "tmpfs", "xfs", "zfs"})
 """A file that is open or mapped there stays readable after its name is gone."""
+_SURE = PYTHONS | NUMPYS - {np.bytes_}
+"""What can always be read back."""
 _SHORTAGE = re.compile(r"allocate memory|Too many open files")
 """What this machine is short of, in torch's words: a RuntimeError."""
 
@@ -148,3 +163,59 @@ def _explained(manifest: Manifest, item: ManifestObject) -> Iterator[None]:
             raise  # the object is whole: an older checkpoint must not be taken for that
         reason = f"is what was written, and this version of torch can't read it: {error}"
         raise _unreadable(manifest, item, reason) from error
+
+
+def check_loadable(name: str, state: Any) -> None:
+    """Refuse a state that couldn't be read back, by InvalidParamsError with place and type.
+
+    Only what isn't surely readable is tried, with empty tensors, so it costs little.
+    """
+    unsure = list(_unsure(state))
+    error = _refusal(unsure) if unsure else None
+    if error is None:
+        return
+    place, part = "", state
+    while True:  # to the innermost part that is refused
+        is_sequence = isinstance(part, list | tuple)
+        items = part.items() if isinstance(part, dict) else enumerate(part if is_sequence else ())
+        refused = ((key, value) for key, value in items if _refusal(value) is not None)
+        if (found := next(refused, None)) is not None:
+            place, part = f"{place}[{found[0]!r}]", found[1]
+            continue
+        keys = part if isinstance(part, dict) else ()
+        if (key := next((key for key in keys if _refusal(key) is not None), None)) is not None:
+            place, part = f"{place} has a key that", key
+        break
+    kind = f"{type(part).__module__}.{type(part).__qualname__}"
+    msg = (
+        f"the state of the tracked object {name!r} can't be read back with "
+        f"torch.load(weights_only=True): state_dict(){place} is a {kind}; "
+        "it should hold tensors, numbers, texts, lists and plain dicts"
+    )
+    raise InvalidParamsError(msg) from error
+
+
+def _unsure(part: Any) -> Iterator[Any]:
+    """Give the parts of a state that might not be read back; tensors and numbers surely are."""
+    kind = type(part)
+    if kind is dict:
+        inner = (*part, *part.values())
+    elif kind is OrderedDict:  # with attributes, such as a module's _metadata
+        inner = (*part, *part.values(), *vars(part).values())
+    elif kind in (list, tuple):
+        inner = part
+    else:
+        if kind not in _SURE and not is_plain(part):
+            yield part
+        return
+    if not _SURE.issuperset(map(type, inner)):
+        for item in inner:
+            yield from _unsure(item)
+
+
+def _refusal(state: Any) -> Exception | None:
+    try:
+        from_bytes(to_bytes(map_tensors(state, lambda tensor: tensor.new_empty(0))))
+    except Exception as error:  # noqa: BLE001 - pickle and torch refuse in every way
+        return error
+    return None

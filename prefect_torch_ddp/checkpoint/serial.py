@@ -9,7 +9,7 @@ import mmap
 import random
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from copy import copy, deepcopy
 from typing import Any, BinaryIO, cast
 
@@ -18,16 +18,12 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from prefect_torch_ddp.errors import InvalidParamsError
-
 _Layout = tuple[torch.Size, torch.dtype, tuple[int, ...], bool]
 _Place = tuple[int, torch.device, torch.dtype, torch.Size, tuple[int, ...]]
 
-_PYTHONS = {type(None), bool, int, float, complex, str}
-_NUMPYS = {np.dtype(code).type for code in "?bBhHiIlLqQefdFDSU"}
+PYTHONS = {type(None), bool, int, float, complex, str}
+NUMPYS = {np.dtype(code).type for code in "?bBhHiIlLqQefdFDSU"}
 """NumPy's numbers and texts with an equal of Python's: neither its long doubles nor its dates."""
-_SURE = _PYTHONS | _NUMPYS - {np.bytes_}
-"""What can always be read back."""
 
 
 def to_bytes(state: Any) -> bytes:
@@ -236,9 +232,9 @@ def map_tensors(state: Any, replace: Callable[[torch.Tensor], torch.Tensor]) -> 
     takes.
     """
     kind = type(state)
-    if kind in _PYTHONS:
+    if kind in PYTHONS:
         return state
-    if kind in _NUMPYS:
+    if kind in NUMPYS:
         return state.item()
     if isinstance(state, torch.Tensor):
         return replace(state)
@@ -252,62 +248,6 @@ def map_tensors(state: Any, replace: Callable[[torch.Tensor], torch.Tensor]) -> 
         values = [map_tensors(value, replace) for value in state]
         return kind(*values) if hasattr(state, "_fields") else kind(values)
     return deepcopy(state)
-
-
-def check_loadable(name: str, state: Any) -> None:
-    """Refuse a state that couldn't be read back, by InvalidParamsError with place and type.
-
-    Only what isn't surely readable is tried, with empty tensors, so it costs little.
-    """
-    unsure = list(_unsure(state))
-    error = _refusal(unsure) if unsure else None
-    if error is None:
-        return
-    place, part = "", state
-    while True:  # to the innermost part that is refused
-        is_sequence = isinstance(part, list | tuple)
-        items = part.items() if isinstance(part, dict) else enumerate(part if is_sequence else ())
-        refused = ((key, value) for key, value in items if _refusal(value) is not None)
-        if (found := next(refused, None)) is not None:
-            place, part = f"{place}[{found[0]!r}]", found[1]
-            continue
-        keys = part if isinstance(part, dict) else ()
-        if (key := next((key for key in keys if _refusal(key) is not None), None)) is not None:
-            place, part = f"{place} has a key that", key
-        break
-    kind = f"{type(part).__module__}.{type(part).__qualname__}"
-    msg = (
-        f"the state of the tracked object {name!r} can't be read back with "
-        f"torch.load(weights_only=True): state_dict(){place} is a {kind}; "
-        "it should hold tensors, numbers, texts, lists and plain dicts"
-    )
-    raise InvalidParamsError(msg) from error
-
-
-def _unsure(part: Any) -> Iterator[Any]:
-    """Give the parts of a state that might not be read back; tensors and numbers surely are."""
-    kind = type(part)
-    if kind is dict:
-        inner = (*part, *part.values())
-    elif kind is OrderedDict:  # with attributes, such as a module's _metadata
-        inner = (*part, *part.values(), *vars(part).values())
-    elif kind in (list, tuple):
-        inner = part
-    else:
-        if kind not in _SURE and not is_plain(part):
-            yield part
-        return
-    if not _SURE.issuperset(map(type, inner)):
-        for item in inner:
-            yield from _unsure(item)
-
-
-def _refusal(state: Any) -> Exception | None:
-    try:
-        from_bytes(to_bytes(map_tensors(state, lambda tensor: tensor.new_empty(0))))
-    except Exception as error:  # noqa: BLE001 - pickle and torch refuse in every way
-        return error
-    return None
 
 
 def capture_generators() -> dict[str, Any]:

@@ -11,10 +11,11 @@ from prefect_torch_ddp.checkpoint.attempts import record_end
 from prefect_torch_ddp.checkpoint.checkpointer import Checkpointer
 from prefect_torch_ddp.checkpoint.commit import Committer
 from prefect_torch_ddp.checkpoint.manifest import Manifest, checkpoint_ref
+from prefect_torch_ddp.checkpoint.objects import check_loadable
 from prefect_torch_ddp.checkpoint.rank_store import KeyValueStore, open_rank_store
 from prefect_torch_ddp.checkpoint.restore import Restorer
 from prefect_torch_ddp.checkpoint.resume_point import ResumePoint
-from prefect_torch_ddp.checkpoint.serial import check_loadable, restore_generators
+from prefect_torch_ddp.checkpoint.serial import restore_generators
 from prefect_torch_ddp.errors import StorageError
 from prefect_torch_ddp.protocol.heartbeat import Phase
 from prefect_torch_ddp.rank.config import RankConfig, RankInfo

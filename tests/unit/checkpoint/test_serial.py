@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import nn
 
-from prefect_torch_ddp.checkpoint import serial
+from prefect_torch_ddp.checkpoint import objects
+from prefect_torch_ddp.checkpoint.objects import check_loadable
 from prefect_torch_ddp.checkpoint.serial import (
     Serializer,
     Staging,
     capture_generators,
-    check_loadable,
     from_bytes,
     restore_generators,
     to_bytes,
@@ -148,7 +148,7 @@ def test_what_surely_can_be_read_back_is_not_serialised_to_see_it(
     optimizer = torch.optim.AdamW(net.parameters(), lr=np.float64(0.1))
     net(torch.ones(2, 3)).sum().backward()
     optimizer.step()
-    monkeypatch.setattr(serial, "to_bytes", None)
+    monkeypatch.setattr(objects, "to_bytes", None)
     check_loadable("net", net.state_dict())
     check_loadable("optimizer", optimizer.state_dict())
 
