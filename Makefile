@@ -45,7 +45,7 @@ lint: $(VENV)/.installed-dev ## check style, formatting, types and the layers
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-integration: $(VENV)/.installed-dev system-packages ## run the rest: Ceph, Slurm, PBS, browsers, many kill points; 19 minutes
+integration: $(VENV)/.installed-dev system-packages ## run the rest: Ceph, Slurm, PBS, browsers, many kill points; 16 minutes
 	$(PYTEST) tests/integration -m extended $(WAITING) $(ARGS)
 
 chaos: $(VENV)/.installed-dev system-packages ## kill, stop and starve processes at many points; SEED= draws other ones

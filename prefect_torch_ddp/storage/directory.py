@@ -177,7 +177,8 @@ class DirectoryStorage:
         try:
             with temporary.open("xb") as file:  # tempfile's can't be read by other users
                 view = memoryview(data).cast("B")
-                file.seek(_write_uncached(file.fileno(), view))
+                if len(view) >= UNCACHED_BYTES:
+                    file.seek(_write_uncached(file.fileno(), view))
                 file.write(view[file.tell() :])
                 file.flush()
                 os.fsync(file.fileno())
@@ -187,17 +188,11 @@ class DirectoryStorage:
 
 
 def _write_uncached(descriptor: int, data: memoryview) -> int:
-    """Write the whole pages of a large object by direct I/O; return how many bytes those are.
-
-    It is 0 where the file system has no such thing, or where the data don't begin a page.
-    """
-    if len(data) < UNCACHED_BYTES:
-        return 0
+    """Write whole pages by direct I/O, where it is to be had; return how many bytes those are."""
     flags, num_written = fcntl.fcntl(descriptor, fcntl.F_GETFL), 0
     with suppress(OSError):  # what lasts, such as a full disk, meets who writes the rest too
         fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | os.O_DIRECT)
-        end = len(data) - len(data) % mmap.PAGESIZE
-        while num_written < end:
+        while num_written < (end := len(data) - len(data) % mmap.PAGESIZE):
             num_written += os.write(descriptor, data[num_written:end])
     fcntl.fcntl(descriptor, fcntl.F_SETFL, flags)
     return num_written
