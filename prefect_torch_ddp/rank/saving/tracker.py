@@ -21,14 +21,9 @@ from prefect_torch_ddp.protocol.heartbeat import Phase
 from prefect_torch_ddp.rank.config import RankConfig, RankInfo
 from prefect_torch_ddp.rank.generators import seed_rank
 from prefect_torch_ddp.rank.heartbeat import HeartbeatWriter
+from prefect_torch_ddp.rank.saving import tracked
 from prefect_torch_ddp.rank.saving.reporter import FAILED_GRACE_S, Reporter
 from prefect_torch_ddp.rank.saving.state import TrainingState, warn_of_missed_save
-from prefect_torch_ddp.rank.saving.tracked import (
-    best_checkpoint,
-    check_trackable,
-    export_tracked,
-    unwrapped,
-)
 
 logger = logging.getLogger(__name__)
 
@@ -72,11 +67,12 @@ class Tracker:
 
     def track(self, objects: Mapping[str, Any]) -> None:
         """Take objects, all or none, and restore them where there is a checkpoint."""
-        check_trackable(objects, self._objects, self._config.stage, has_begun=self._has_begun)
+        stage = self._config.stage
+        tracked.check_trackable(objects, self._objects, stage, has_begun=self._has_begun)
         with self._heartbeat.during(Phase.RESTORING):
             if self._restorer is None:
                 self._restorer = self._open()
-            bare = {name: unwrapped(item) for name, item in objects.items()}
+            bare = {name: tracked.unwrapped(item) for name, item in objects.items()}
             for name, item in bare.items():
                 self._restorer.restore(name, item)
                 if self._checkpointer is not None:  # not only at the first checkpoint
@@ -97,9 +93,8 @@ class Tracker:
 
     def resume(self) -> None:
         """Restore the checkpoint's point: generators, and objects that code changed since."""
-        if (
-            self._has_resumed and not self._state.is_at_end
-        ):  # code behind its last save ran again too
+        # At the end: code behind its last save ran again too.
+        if self._has_resumed and not self._state.is_at_end:
             return
         restorer, is_restored = self._restorer if self._config.trains else None, False
         # What an own loop left is none of the steps' business: undisturbed, they would begin
@@ -179,7 +174,7 @@ class Tracker:
     def outcome(self) -> dict[str, Any]:
         """Return the run's checkpoints, on rank 0, and where this attempt resumed from."""
         restored = self._restorer.manifest if self._restorer is not None else None
-        top = best_checkpoint(self._config) if self._info.rank == 0 else None
+        top = tracked.best_checkpoint(self._config) if self._info.rank == 0 else None
         last, best = (
             None if found is None else checkpoint_ref(self._config.storage, found).model_dump()
             for found in (self.last, top)
@@ -189,7 +184,7 @@ class Tracker:
 
     def export(self, workload: str) -> dict[str, str]:
         """Export the models, on rank 0; return their URIs by name."""
-        return export_tracked(self._config, self.last, self._objects, workload)
+        return tracked.export_tracked(self._config, self.last, self._objects, workload)
 
     def _trouble(self) -> str:
         """Say, on rank 0, since when there has been no checkpoint and why, or nothing."""
