@@ -11,7 +11,7 @@ import sys
 import threading
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -221,19 +221,18 @@ class _Handler(BaseHTTPRequestHandler):
     do_GET = do_PUT = do_HEAD = do_DELETE = do_POST = do_PATCH = do_request  # noqa: N815 - http.server's names
 
     def _forward(self, body: bytes) -> Exchange:
-        connection = http.client.HTTPConnection(self.upstream, timeout=HANG_S)
         headers = dict(self.headers.items())
-        connection.putrequest(self.command, self.path, skip_host=True, skip_accept_encoding=True)
-        for name, value in headers.items():
-            if name.lower() not in {"expect", self.wire.without_header}:
-                connection.putheader(name, value)
-        connection.endheaders(body)
-        response = connection.getresponse()
-        exchange = Exchange(
-            self.command, headers, response.status, tuple(response.getheaders()), response.read()
-        )
-        connection.close()
-        return exchange
+        with closing(http.client.HTTPConnection(self.upstream, timeout=HANG_S)) as connection:
+            connection.putrequest(
+                self.command, self.path, skip_host=True, skip_accept_encoding=True
+            )
+            for name, value in headers.items():
+                if name.lower() not in {"expect", self.wire.without_header}:
+                    connection.putheader(name, value)
+            connection.endheaders(body)
+            response = connection.getresponse()
+            answered = tuple(response.getheaders()), response.read()
+        return Exchange(self.command, headers, response.status, *answered)
 
     def log_message(self, *_: object) -> None:
         """Stay silent."""
