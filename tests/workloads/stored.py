@@ -30,9 +30,9 @@ FAILS_AT, RESUMES_FROM = 7, 6
 """Checkpoints come every other step."""
 PART_BYTES = 5 * 2**20
 NOTE = b"what user code saved"
-ROOM_BYTES = 48 * 1024
-"""What a filled disk has left: enough for the small objects of a checkpoint, too little for the
-model's."""
+ROOM_BYTES = 192 * 1024
+"""What a filled disk has left: too little for a checkpoint's model, enough for its small objects
+and all records: rank 1, which writes those, must not fail before rank 0 has swept them."""
 GO_ON = "go-on"
 
 
@@ -85,7 +85,7 @@ def train_through(ctx: RankContext, place: str, plan: dict[int, str]) -> dict[st
     said = _Listener()
     logging.getLogger("prefect_torch_ddp").addHandler(said)
     torch.manual_seed(3)
-    bare = nn.Linear(64, 128).double()
+    bare = nn.Linear(64, 512).double()
     model = ctx.wrap(bare)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=4, gamma=0.5)
