@@ -11,6 +11,8 @@ from prefect.runtime import flow_run
 from prefect_dask import DaskTaskRunner
 
 from prefect_torch_ddp import CheckpointParams, RankContext, Report, ddp_task
+from prefect_torch_ddp.checkpoint.manifest import list_manifests
+from tests.support.waiting import wait_until
 from tests.workloads import descend
 
 
@@ -29,9 +31,12 @@ def fit(
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     ctx.track(model=model, optimizer=optimizer)
     loader = ctx.loader(TensorDataset(torch.linspace(-1, 1, 24)[:, None]), global_batch_size=4)
+    storage = ctx._parts.tracker._committer.storage
     made = []
     for (x,) in ctx.steps(loader, epochs=epochs):
         if (ctx.rank, ctx.attempt, ctx.step) == (1, 1, fail_at):
+            # Rank 0, killed by this failure, may still be at the commit of step 3.
+            wait_until(lambda: ctx.step <= 3 or list_manifests(storage, ctx.run_id))
             msg = "told to fail"
             raise ValueError(msg)
         if mark and (ctx.attempt, ctx.step) == (1, 8):
