@@ -24,9 +24,6 @@ FOLDERS = ("unit", "integration", "chaos", "gpu", "wheel")
 NEEDS_PACKAGES = {"ceph_server", "batch_system"}
 """Fixtures whose servers come from Debian packages: `make integration` installs them."""
 
-LONG_S = 350.0
-"""Tests that may take longer aren't run in their order, but before all others."""
-
 _home = Path(tempfile.mkdtemp(prefix="ptd-tests-"))
 
 # Before any test module is collected: prefect and distributed read these when they are
@@ -87,11 +84,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(folder)
         if NEEDS_PACKAGES & set(getattr(item, "fixturenames", ())):
             item.add_marker("extended")
-    # What may take longest comes first, so that no process waits for another's last test.
-    items.sort(key=lambda item: -max(LONG_S, limit_s(item)))
-
-
-def limit_s(item: pytest.Item) -> float:
-    """Return the time that a test may take, where it says so."""
-    marker = item.get_closest_marker("timeout")
-    return 0.0 if marker is None else float(marker.args[0])
+    # What takes longest comes first, so that no process waits for another's last test.
+    items.sort(key=lambda item: item.get_closest_marker("long") is None)

@@ -36,7 +36,7 @@ def fit(
     for (x,) in ctx.steps(loader, epochs=epochs):
         if (ctx.rank, ctx.attempt, ctx.step) == (1, 1, fail_at):
             # Rank 0, killed by this failure, may still be at the commit of step 3.
-            wait_until(lambda: ctx.step <= 3 or list_manifests(storage, ctx.run_id))
+            wait_until(lambda: list_manifests(storage, ctx.run_id))
             msg = "told to fail"
             raise ValueError(msg)
         if mark and (ctx.attempt, ctx.step) == (1, 8):

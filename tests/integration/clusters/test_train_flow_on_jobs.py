@@ -28,7 +28,7 @@ from tests.support.waiting import HANG_S, wait_until
 
 HELD_AT, NUM_STEPS = 6, 21
 
-pytestmark = [pytest.mark.timeout(400), pytest.mark.usefixtures("prefect_api")]
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("prefect_api")]
 
 EXAMPLES = Path(__file__).parents[3] / "deployments" / "clusters"
 
@@ -177,7 +177,6 @@ def test_a_cancelled_job_costs_a_retry(site: Site, tmp_path: Path) -> None:
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("batch_system", ["slurm"], indirect=True)
 def test_a_cancelled_run_ends_its_jobs(site: Site, tmp_path: Path) -> None:
     """SIGTERM of the flow, as Prefect's cancel sends it: saved, Cancelled, and no job is left."""
     params = params_of(tmp_path, cluster=example(site, tmp_path), workers_timeout_s=120)

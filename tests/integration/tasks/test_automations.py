@@ -24,6 +24,7 @@ from tests.support.waiting import wait_until
 
 pytestmark = [
     pytest.mark.extended,
+    pytest.mark.long,
     pytest.mark.timeout(600),
     pytest.mark.usefixtures("prefect_api"),
 ]

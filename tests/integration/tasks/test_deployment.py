@@ -29,7 +29,7 @@ from tests.support.runs import steered
 from tests.support.separate_cluster import separate_cluster
 from tests.support.waiting import wait_until
 
-pytestmark = [pytest.mark.extended, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.extended, pytest.mark.long]
 
 
 ROOT = Path(__file__).parents[3]

@@ -19,7 +19,7 @@ from tests.support.waiting import wait_until
 
 pytestmark = [
     pytest.mark.extended,
-    pytest.mark.timeout(400),
+    pytest.mark.long,
     pytest.mark.usefixtures("prefect_api", "short_liveness"),
 ]
 
