@@ -47,6 +47,12 @@ os.environ.update(
         "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "300",
         "DO_NOT_TRACK": "1",
         "DASK_LOGGING__DISTRIBUTED": "warning",
+        # As train_flow has it (CLUSTER_CONFIG): with Dask's defaults each process's cluster takes
+        # 0.08 of two cores for nothing.
+        "DASK_DISTRIBUTED__WORKER__PROFILE__ENABLED": "false",
+        "DASK_DISTRIBUTED__ADMIN__TICK__INTERVAL": "2s",
+        "DASK_DISTRIBUTED__WORKER__MEMORY__MONITOR_INTERVAL": "2s",
+        "DASK_DISTRIBUTED__ADMIN__SYSTEM_MONITOR__INTERVAL": "5s",
         "AWS_EC2_METADATA_DISABLED": "true",
     }
 )
