@@ -20,6 +20,7 @@ from prefect_torch_ddp.data.dataset_store import find_dataset
 from prefect_torch_ddp.errors import SchedulerLostError, TaskCancelled, WorkerLostError
 from prefect_torch_ddp.params import ClusterParams, TrainParams
 from prefect_torch_ddp.results import DatasetReport, Report, TrainingSummary, TrainReport
+from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.tasks.blocks import fingerprint_of, resolve_source, resolve_storage
 from prefect_torch_ddp.tasks.cluster import (
     connect,
@@ -108,27 +109,33 @@ def _run(run: Run, params: TrainParams) -> TrainReport:
             connect(params, run.storage)
         # The result at each hop: a failed task's future would hide the cause from the next
         # (UnfinishedRun), and Dask runs a finished task again when its worker is lost while the
-        # future lives.
-        prepare_now = prepare.with_options(
-            refresh_cache=find_dataset(run.storage, run.dataset_id) is None
-        )
-        dataset = result_of(prepare_now.submit(run), grace_s)
+        # future lives. What needs no ranks runs here: a task costs a Dask worker 0.1 s to begin.
+        if find_dataset(run.storage, run.dataset_id) is None:
+            anew = prepare.with_options(refresh_cache=True)
+            dataset = result_of(anew.submit(run), grace_s)
+        else:
+            dataset = prepare(run)
         train_now = train.with_options(
             retries=params.retries, retry_delay_seconds=params.retry_delay_s
         )
         training = _train(train_now, run, dataset)
         checkpoint = chosen_checkpoint(run, training)
         evaluation = result_of(evaluate.submit(run, checkpoint, training.world_size), grace_s)
-        published = publish.submit(
-            params=params,
-            storage=run.storage,
-            experiment=run.experiment,
-            dataset=dataset,
-            training=training,
-            evaluation=evaluation,
-            checkpoint=checkpoint,
-        )
-        report = result_of(published, grace_s)
+        found: dict[str, Any] = {
+            "params": params,
+            "storage": run.storage,
+            "experiment": run.experiment,
+            "dataset": dataset,
+            "training": training,
+            "evaluation": evaluation,
+            "checkpoint": checkpoint,
+        }
+        report: TrainReport
+        if isinstance(run.storage, DirectoryStorage):
+            with Display("publish"):
+                report = publish(**found)
+        else:  # of a bucket, which may be near the cluster alone, it reads what ranks recorded
+            report = result_of(publish.submit(**found), grace_s)
     url = flow_run.ui_url if PREFECT_UI_URL.value() else None  # the embedded server has no UI
     return report.model_copy(update={"flow_run_url": url})
 

@@ -25,7 +25,7 @@ PARTS = (
     "import",
     "flow begins",
     "cluster",
-    "prepare",
+    "prepare, train submitted",
     "train to its first step",
     "loop",
     "after the last step",
