@@ -68,20 +68,22 @@ clean: ## remove .venv, caches and builds; trained models stay where they are
 # store, Postgres, a Prefect server's database, and a browser; nginx serves files in benchmarks.
 # Elsewhere than as root on Debian or Ubuntu those tests are skipped, and say what to install. None
 # of them is to run as a service of this machine: policy-rc.d is how Debian is told so.
-SYSTEM_PACKAGES := slurmctld slurmd slurm-client munge ceph-mon ceph-osd radosgw ceph-common openssl nginx-light postgresql chromium
-SYSTEM_COMMANDS := slurmctld slurmd munged sbatch ceph-mon ceph-osd radosgw radosgw-admin openssl nginx postgres chromium
+SYSTEM_PACKAGES := slurmctld slurmd slurm-client munge ceph-mon ceph-osd radosgw ceph-common openssl nginx-light postgresql
+BROWSER := chromium
+SYSTEM_COMMANDS := slurmctld slurmd munged sbatch ceph-mon ceph-osd radosgw radosgw-admin openssl nginx postgres $(BROWSER)
 POLICY := /usr/sbin/policy-rc.d
 system-packages:
 	@missing=$$(PATH="$$PATH:/usr/sbin:$$(echo /usr/lib/postgresql/*/bin | tr " " :)"; for name in $(SYSTEM_COMMANDS); do command -v $$name >/dev/null || printf '%s ' $$name; done); \
 	if [ -n "$$missing" ]; then \
 	  if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
-	    echo 'installing $(SYSTEM_PACKAGES) for the tests'; \
+	    echo 'installing $(SYSTEM_PACKAGES) $(BROWSER) for the tests'; \
 	    if [ ! -e $(POLICY) ]; then \
 	      printf '#!/bin/sh\nexit 101\n' >$(POLICY) && chmod +x $(POLICY); trap 'rm -f $(POLICY)' EXIT; fi; \
-	    { apt-get update -qq && DEBIAN_FRONTEND=noninteractive \
-	      apt-get install -qq --yes --no-install-recommends $(SYSTEM_PACKAGES); } >/dev/null 2>&1 || \
-	      echo 'apt-get could not install them; the tests that need them will be skipped' >&2; \
-	  else echo "tests that need $${missing}will be skipped: apt-get install $(SYSTEM_PACKAGES)" >&2; fi; fi
+	    apt-get update -qq >/dev/null 2>&1; \
+	    for packages in '$(SYSTEM_PACKAGES)' $(BROWSER); do \
+	      DEBIAN_FRONTEND=noninteractive apt-get install -qq --yes --no-install-recommends $$packages >/dev/null 2>&1 || \
+	      echo "apt-get could not install $$packages; the tests that need them will be skipped" >&2; done; \
+	  else echo "tests that need $${missing}will be skipped: apt-get install $(SYSTEM_PACKAGES) $(BROWSER)" >&2; fi; fi
 
 # The stamps make a second call quick; a newer pyproject.toml or constraints.txt installs again.
 $(VENV)/.installed: $(INPUTS) | $(BIN)/python

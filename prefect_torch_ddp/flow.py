@@ -20,7 +20,6 @@ from prefect_torch_ddp.data.dataset_store import find_dataset
 from prefect_torch_ddp.errors import SchedulerLostError, TaskCancelled, WorkerLostError
 from prefect_torch_ddp.params import ClusterParams, TrainParams
 from prefect_torch_ddp.results import DatasetReport, Report, TrainingSummary, TrainReport
-from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.tasks.blocks import fingerprint_of, resolve_source, resolve_storage
 from prefect_torch_ddp.tasks.cluster import (
     connect,
@@ -106,15 +105,18 @@ def _run(run: Run, params: TrainParams) -> TrainReport:
         with Display("cluster") as display:
             display.show("starting, or connecting to it")
             display.turn()
-            connect(params, run.storage)
+            is_here = connect(params, run.storage)
         # The result at each hop: a failed task's future would hide the cause from the next
         # (UnfinishedRun), and Dask runs a finished task again when its worker is lost while the
-        # future lives. What needs no ranks runs here: a task costs a Dask worker 0.1 s to begin.
-        if find_dataset(run.storage, run.dataset_id) is None:
-            anew = prepare.with_options(refresh_cache=True)
-            dataset = result_of(anew.submit(run), grace_s)
+        # future lives. Beside the cluster what needs no ranks is done here: a Dask worker takes
+        # 0.1 s to begin a task.
+        there = find_dataset(run.storage, run.dataset_id)
+        prepare_now = prepare.with_options(refresh_cache=there is None)
+        if there is not None and is_here:
+            prepare_now(run)  # of two of this id Prefect may have kept the first one's result
+            dataset = there
         else:
-            dataset = prepare(run)
+            dataset = result_of(prepare_now.submit(run), grace_s)
         train_now = train.with_options(
             retries=params.retries, retry_delay_seconds=params.retry_delay_s
         )
@@ -131,10 +133,10 @@ def _run(run: Run, params: TrainParams) -> TrainReport:
             "checkpoint": checkpoint,
         }
         report: TrainReport
-        if isinstance(run.storage, DirectoryStorage):
+        if is_here:
             with Display("publish"):
                 report = publish(**found)
-        else:  # of a bucket, which may be near the cluster alone, it reads what ranks recorded
+        else:
             report = result_of(publish.submit(**found), grace_s)
     url = flow_run.ui_url if PREFECT_UI_URL.value() else None  # the embedded server has no UI
     return report.model_copy(update={"flow_run_url": url})

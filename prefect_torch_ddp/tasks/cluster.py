@@ -43,12 +43,10 @@ from prefect_torch_ddp.tasks.watch.watched_task import follow
 if TYPE_CHECKING:
     from prefect_dask.task_runners import PrefectDaskFuture
 
-
 R = TypeVar("R")
 
 LOOK_S = 10.0
 """How long workers may take to say whether they see the storage."""
-
 LOG_LEVEL = "DASK_LOGGING__DISTRIBUTED"
 CLUSTER_CONFIG = {
     # Dask leaves these in this process too, and would OMP_NUM_THREADS=1 and more; `env` below
@@ -73,12 +71,12 @@ def _skip_last_collection() -> None:
         gc.freeze()
 
 
-def connect(params: TrainParams, storage: Storage) -> None:
+def connect(params: TrainParams, storage: Storage) -> bool:
     """Point the flow run's DaskTaskRunner at its cluster, start that if need be, and warm it.
 
-    Raises:
-        InvalidParamsError: the address can't be reached, the cluster class can't be imported or
-            started, or the workers there are don't share the storage.
+    Returns whether it has workers, all on this machine. Raises InvalidParamsError where the address
+    can't be reached, the cluster class can't be imported or started, or the workers there are don't
+    share the storage.
     """
     runner = _runner()
     cluster = params.cluster
@@ -99,9 +97,9 @@ def connect(params: TrainParams, storage: Storage) -> None:
             do = "is its scheduler running, and reachable from here?"
         msg = f"{what} gave no Dask cluster: {type(error).__name__}: {error}; {do}"
         raise InvalidParamsError(msg) from error
-    if isinstance(storage, DirectoryStorage):
-        _refuse_unshared(client, storage)
+    is_here = _is_here(client, storage)
     warm(client, params.workload)
+    return is_here
 
 
 def with_ranks_placed(params: TrainParams) -> TrainParams:
@@ -135,13 +133,14 @@ def _open_client() -> distributed.Client | None:
         return None
 
 
-def _refuse_unshared(client: distributed.Client, storage: DirectoryStorage) -> None:
+def _is_here(client: distributed.Client, storage: Storage) -> bool:
+    """Tell whether all workers are on this machine; refuse others that don't see its folder."""
     # Workers that come later, or don't answer, are found out by the first checkpoint.
     here = {each.address for addresses in psutil.net_if_addrs().values() for each in addresses}
     workers = client.scheduler_info(n_workers=-1)["workers"]
     away = {worker["host"]: at for at, worker in workers.items() if worker["host"] not in here}
-    if not away:
-        return
+    if not away or not isinstance(storage, DirectoryStorage):
+        return bool(workers) and not away
     key = f"probes/{uuid4().hex}"
     storage.write(key, b"")
     path = str(storage.root / key)
@@ -154,6 +153,7 @@ def _refuse_unshared(client: distributed.Client, storage: DirectoryStorage) -> N
         do = "use a folder that all hosts mount under one path, or S3"
         msg = f"the hosts don't share the storage {storage.uri}: {dont}; {do}"
         raise InvalidParamsError(msg)
+    return False
 
 
 def _configure(runner: DaskTaskRunner, params: TrainParams) -> None:
