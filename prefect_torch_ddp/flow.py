@@ -113,7 +113,7 @@ def _run(run: Run, params: TrainParams) -> TrainReport:
         there = find_dataset(run.storage, run.dataset_id)
         prepare_now = prepare.with_options(refresh_cache=there is None)
         if there is not None and is_here:
-            prepare_now(run)  # of two of this id Prefect may have kept the first one's result
+            prepare_now(run)  # a result that Prefect kept may describe deleted data
             dataset = there
         else:
             dataset = result_of(prepare_now.submit(run), grace_s)
