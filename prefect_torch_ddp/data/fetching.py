@@ -1,17 +1,15 @@
 """The dataset that a DataLoader reads: the user's own, seeded for each sample, with sample ids."""
 
 import random
-import reprlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from typing import Any, Literal, Protocol, Self, TypeAlias, TypeGuard, cast, runtime_checkable
+from typing import Any, Literal, Protocol, TypeAlias, TypeGuard, cast, runtime_checkable
 
 import numpy as np
 import torch
 from torch.utils.data import Dataset, StackDataset, Subset, get_worker_info
-from torch.utils.data._utils.pin_memory import pin_memory
 
+from prefect_torch_ddp.data.handover import Tagged, ended_early
 from prefect_torch_ddp.data.lookahead import Ahead, ahead_of
 from prefect_torch_ddp.data.sampler import BatchKeys, mix_seed
 from prefect_torch_ddp.errors import CorruptImageError
@@ -106,41 +104,6 @@ def reads_at_once(dataset: object) -> bool:
 def _is_subset(dataset: object) -> TypeGuard[Subset[Any]]:
     """Tell whether a dataset is torch's Subset, or a class of it that reads batches alike."""
     return getattr(type(dataset), "__getitems__", None) is Subset.__getitems__
-
-
-@dataclass(frozen=True)
-class Tagged:
-    """A batch with the ids of its samples, from the process that fetched them."""
-
-    samples: tuple[int, ...]
-    data: Any
-
-    def pin_memory(self) -> Self:
-        """Pin the batch's tensors, as the DataLoader asks of a type it doesn't know."""
-        return type(self)(self.samples, pin_memory(self.data))  # type: ignore[no-untyped-call]
-
-
-@dataclass(frozen=True)
-class TaggedCollate:
-    """The user's collate function, around which the ids travel."""
-
-    collate: Callable[[Any], Any]
-
-    def __call__(self, fetched: Tagged) -> Tagged:
-        """Collate a fetched batch."""
-        try:
-            return Tagged(fetched.samples, self.collate(fetched.data))
-        except StopIteration as error:
-            raise ended_early(self.collate, fetched.samples) from error
-
-
-def ended_early(what: object, loaded: Sequence[Any]) -> RuntimeError:
-    """Return the error in place of a StopIteration, at which a DataLoader's pass just ends."""
-    name = getattr(what, "__qualname__", type(what).__name__)
-    return RuntimeError(
-        f"{name} raised StopIteration, reading {reprlib.repr(list(loaded))}: it would end the "
-        "epoch there and lose samples; give next() a default, or catch it"
-    )
 
 
 class SeededDataset(Dataset[Any]):

@@ -11,11 +11,10 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, default_colla
 from prefect_torch_ddp.data.fetching import (
     SeededDataset,
     SeedSamples,
-    Tagged,
-    TaggedCollate,
     may_skip,
     seeded_fetch,
 )
+from prefect_torch_ddp.data.handover import Tagged, TaggedCollate
 from prefect_torch_ddp.data.sampler import (
     BatchShare,
     GlobalBatches,
@@ -124,9 +123,9 @@ class RankLoader:
             fetched,
             batch_sampler=cast("Any", self._sampler),
             generator=self._generator,
-            collate_fn=cast("Any", TaggedCollate(collate)),
             **dataloader_kwargs,
         )
+        self._loader.collate_fn = TaggedCollate(collate, self._loader.prefetch_factor or 0)
 
     @property
     def global_batch_size(self) -> int:

@@ -8,7 +8,8 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch.utils.data import Dataset
 
-from prefect_torch_ddp.data.fetching import Tagged, ended_early, generators_kept, seed_on_cpu
+from prefect_torch_ddp.data.fetching import generators_kept, seed_on_cpu
+from prefect_torch_ddp.data.handover import Tagged, ended_early
 from prefect_torch_ddp.data.sampler import BatchKeys, mix_seed
 from prefect_torch_ddp.errors import InvalidParamsError
 

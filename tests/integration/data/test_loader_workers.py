@@ -1,9 +1,12 @@
 """The rank's loader with worker processes: the same order, and the same draws, as without."""
 
 import random
+from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from torch.overrides import _get_current_function_mode_stack
@@ -44,6 +47,52 @@ def test_persistent_workers_follow_the_epoch() -> None:
     for epoch in (1, 2):
         left, right = ([data for data, _ in loader.lockstep(epoch)] for loader in (kept, fresh))
         assert torch.equal(torch.cat(left), torch.cat(right))
+
+
+class Blocks(Numbers):
+    """Samples that a batch of is kept in shared memory by its worker until the rank has it."""
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.full((1024,), index)
+
+
+def _num_kept_by_workers() -> int:
+    """Return how many pieces of shared memory they have made and still keep."""
+    return sum(
+        f"/torch_{worker.pid}_" in str(link.readlink())
+        for worker in psutil.Process().children()
+        for link in Path(f"/proc/{worker.pid}/fd").iterdir()
+    )
+
+
+@pytest.mark.parametrize("prefetch_factor", [1, 3])
+def test_batches_stay_as_they_came(prefetch_factor: int) -> None:
+    """Also those that wait long, and after a pass that was left; an idle worker keeps no more
+    of them than it may be ahead."""
+    options = {**FORKED, "persistent_workers": True, "prefetch_factor": prefetch_factor}
+    loader = loader_of(Blocks(48), 2, **options)
+    plain = loader_of(Blocks(48), 2)
+    for epoch in range(2):
+        left = [batch for batch, _ in islice(loader.lockstep(epoch), 5)]
+        whole = [batch for batch, _ in loader.lockstep(epoch)]
+        expected = [batch for batch, _ in plain.lockstep(epoch)]
+        assert torch.equal(torch.stack(whole), torch.stack(expected))
+        assert torch.equal(torch.stack(left), torch.stack(expected[:5]))
+        assert 0 < _num_kept_by_workers() <= 2 * prefetch_factor
+
+
+class Loaded(Numbers):
+    """Reads another dataset, by a loader of its own without workers."""
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        (batch,) = loader_of(Blocks(2), 2, shuffle=False)
+        return batch + index
+
+
+def test_a_loader_may_be_read_in_the_worker_of_another() -> None:
+    """As without workers: its batches go to no other process."""
+    (here,), (there,) = (loader_of(Loaded(4), 4, **workers) for workers in ({}, FORKED))
+    assert torch.equal(here, there)
 
 
 class Modes(Numbers):

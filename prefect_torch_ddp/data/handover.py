@@ -1,0 +1,169 @@
+"""How a fetched batch is collated, and gets from a worker process of the loader to the rank.
+
+torch hands each tensor's file descriptor over a new socket, authenticated both ways, by a thread
+that waits for the worker's other code: 0.7 ms of processor time a tensor, more than a small batch
+takes to make. Here the rank opens the descriptor below /proc, and the worker keeps it meanwhile.
+"""
+
+import os
+import pickle
+import reprlib
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from io import BytesIO
+from multiprocessing.reduction import ForkingPickler
+from typing import Any, Self, TypeAlias
+
+import torch
+from torch.multiprocessing import get_sharing_strategy
+from torch.utils.data import get_worker_info
+from torch.utils.data._utils.pin_memory import pin_memory
+
+MOST_KEPT = 4 * 1024**2
+"""Bytes of a batch that a worker keeps, also while it is idle. What is beyond goes torch's way:
+making that takes far longer than handing it over."""
+
+Layout: TypeAlias = tuple[int, tuple[int, ...], tuple[int, ...]]
+"""A tensor's offset in its storage, its shape and its strides."""
+
+
+@dataclass(frozen=True)
+class Tagged:
+    """A batch with the ids of its samples, from the process that fetched them."""
+
+    samples: tuple[int, ...]
+    data: Any
+
+    def pin_memory(self) -> Self:
+        """Pin the batch's tensors, as the DataLoader asks of a type it doesn't know."""
+        return type(self)(self.samples, pin_memory(self.data))  # type: ignore[no-untyped-call]
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A batch that arrives as `Tagged` in the process that unpickles it.
+
+    Args:
+        pickled: the batch.
+        storages: what the rank opens; they have to be kept until it has.
+    """
+
+    pickled: bytes
+    storages: list[torch.UntypedStorage]
+
+    @classmethod
+    def of(cls, batch: Tagged) -> Self:
+        """Pack a batch; what can't be pickled is an error here, and a hang in torch's thread."""
+        file = BytesIO()
+        packer = _Packer(file)
+        packer.dump(batch)
+        return cls(file.getvalue(), packer.storages)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return pickle.loads, (self.pickled,)
+
+
+class _Packer(ForkingPickler):
+    def __init__(self, file: BytesIO) -> None:
+        super().__init__(file, pickle.HIGHEST_PROTOCOL)
+        self.storages: list[torch.UntypedStorage] = []
+        self._room = MOST_KEPT
+
+    def reducer_override(self, value: object) -> Any:
+        if type(value) is torch.Tensor and _is_plain(value):
+            value = value.resolve_conj().resolve_neg()  # torch's own way loses that they are
+            layout = value.storage_offset(), tuple(value.shape), value.stride()
+            return _view, (value.untyped_storage(), value.dtype, layout)
+        # A storage comes once, however many tensors it has.
+        if type(value) is torch.UntypedStorage and self._can_keep(value):
+            descriptor, size = value._share_fd_cpu_()  # as torch's own reduction does
+            self.storages.append(value)
+            self._room -= size
+            return _open, (os.getpid(), descriptor, _file_of(descriptor), size)
+        return NotImplemented
+
+    def _can_keep(self, storage: torch.UntypedStorage) -> bool:
+        if storage.device.type != "cpu" or not storage.nbytes():
+            return False
+        strategy = get_sharing_strategy()  # type: ignore[no-untyped-call]
+        has_room = storage.nbytes() <= self._room
+        return has_room and strategy == "file_descriptor" and _can_be_opened()
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    is_strided = tensor.layout is torch.strided and not tensor.is_nested
+    is_special = tensor.requires_grad or tensor.is_quantized
+    return tensor.device.type == "cpu" and is_strided and not is_special
+
+
+@cache
+def _can_be_opened() -> bool:
+    """Tell whether a process and its parent may open each other's files below /proc."""
+    folder = f"/proc/{os.getppid()}/fd"
+    try:
+        os.readlink(f"{folder}/{os.listdir(folder)[0]}")  # noqa: PTH115, PTH208 - a file's name alone
+    except (OSError, IndexError):
+        return False
+    return True
+
+
+def _file_of(descriptor: int) -> tuple[int, int]:
+    status = os.fstat(descriptor)
+    return status.st_dev, status.st_ino
+
+
+def _open(pid: int, number: int, file: tuple[int, int], size: int) -> torch.UntypedStorage:
+    descriptor = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
+    try:
+        if _file_of(descriptor) != file:
+            msg = f"the shared memory of a batch is gone from the loader's worker process {pid}"
+            raise RuntimeError(msg)
+        return torch.UntypedStorage._new_shared_fd_cpu(descriptor, size)  # type: ignore[attr-defined,no-any-return]  # noqa: SLF001
+    finally:
+        os.close(descriptor)
+
+
+def _view(storage: torch.UntypedStorage, dtype: torch.dtype, layout: Layout) -> torch.Tensor:
+    return torch.empty(0, dtype=dtype, device="cpu").set_(storage, *layout)
+
+
+@dataclass(frozen=True)
+class TaggedCollate:
+    """The user's collate function, around which the ids travel.
+
+    Args:
+        collate: the user's.
+        prefetch_factor: so many batches of a worker may be on their way to the rank; 0: there
+            are no workers.
+    """
+
+    collate: Callable[[Any], Any]
+    prefetch_factor: int
+    _kept: deque[list[torch.UntypedStorage]] = field(default_factory=deque, init=False)
+
+    def __call__(self, fetched: Tagged) -> Tagged | Packed:
+        """Collate a fetched batch; in a worker process, pack it as well."""
+        # A worker is asked for a batch once the rank has the one so many before it.
+        while len(self._kept) > max(self.prefetch_factor - 1, 0):
+            self._kept.popleft()
+        try:
+            batch = Tagged(fetched.samples, self.collate(fetched.data))
+        except StopIteration as error:
+            raise ended_early(self.collate, fetched.samples) from error
+        # A loader without workers may be read in another one's worker.
+        if not self.prefetch_factor or get_worker_info() is None:
+            return batch
+        packed = Packed.of(batch)
+        self._kept.append(packed.storages)
+        return packed
+
+
+def ended_early(what: object, loaded: Sequence[Any]) -> RuntimeError:
+    """Return the error in place of a StopIteration, at which a DataLoader's pass just ends."""
+    name = getattr(what, "__qualname__", type(what).__name__)
+    return RuntimeError(
+        f"{name} raised StopIteration, reading {reprlib.repr(list(loaded))}: it would end the "
+        "epoch there and lose samples; give next() a default, or catch it"
+    )
