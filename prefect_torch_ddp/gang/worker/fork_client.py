@@ -21,7 +21,7 @@ from distributed import Worker, WorkerPlugin
 
 from prefect_torch_ddp.errors import ForkServerUnavailableError, ForkServerUnfitError
 from prefect_torch_ddp.gang.liveness import CALLERS
-from prefect_torch_ddp.gang.worker.child import CONTRACT, Child, has_pidfd, without_prefects
+from prefect_torch_ddp.gang.worker.child import CONTRACT, Child, has_pidfd, without_workers_own
 from prefect_torch_ddp.gang.worker.slots import SLOTS
 from prefect_torch_ddp.protocol.rank import ForkServerAnswer, ForkServerOrder, Preload, RankFiles
 
@@ -63,7 +63,7 @@ class ForkServer:
         with theirs:
             process = subprocess.Popen(  # noqa: S603 - our own module, by this Python
                 [sys.executable, "-m", module, str(fd), str(IDLE_S)],
-                env=LARGE_PAGES | without_prefects(os.environ) | ONE_THREAD,
+                env=LARGE_PAGES | without_workers_own(os.environ) | ONE_THREAD,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 pass_fds=[fd],

@@ -4,6 +4,7 @@ import logging
 from pathlib import Path
 from types import SimpleNamespace
 
+import dask
 import pytest
 
 from prefect_torch_ddp.gang.worker import rank_process
@@ -72,6 +73,15 @@ def test_a_rank_has_its_workers_environment_without_prefects_credentials() -> No
     made = rank_environment({**kept, **dict.fromkeys(secret, "hunter2")}, launch_of(1, 2))
     assert made.items() >= {**kept, "RANK": "1", "WORLD_SIZE": "2"}.items()
     assert "hunter2" not in made.values()
+
+
+def test_a_rank_has_not_the_malloc_of_a_dask_worker() -> None:
+    """Dask's own setting would make its steps slower; another value is the user's."""
+    dasks = dask.config.get("distributed.nanny.pre-spawn-environ")
+    name = "MALLOC_TRIM_THRESHOLD_"
+    made = rank_environment({name: str(dasks[name])}, launch_of(1, 2))
+    assert name not in made
+    assert rank_environment({name: "1000000"}, launch_of(1, 2))[name] == "1000000"
 
 
 def numbered(first: int, last: int) -> list[str]:
