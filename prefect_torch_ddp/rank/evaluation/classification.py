@@ -104,9 +104,9 @@ class ClassificationMeter:
             InvalidParamsError: no rank counted a sample; raised on every rank.
         """
         own = [self._num_with_loss, self._num_with_image, int(self._num_non_finite)]
-        counts = summed(torch.cat([self._counts, self._counts.new_tensor(own)]))
-        loss_sum = summed(self._loss_sum).item()
-        *cells, num_with_loss, num_with_image, num_non_finite = counts.tolist()
+        counts = torch.cat([self._counts, self._counts.new_tensor(own)]).double()  # to 2**53 exact
+        total = summed(torch.cat([counts, self._loss_sum.to(counts)[None]]))
+        *cells, num_with_loss, num_with_image, num_non_finite = total[:-1].long().tolist()
         num_classes, num_samples = len(self.class_names), sum(cells)
         has_loss = num_samples and num_with_loss == num_samples
         # Whether there are images is known to ranks without a sample from the sum alone.
@@ -114,7 +114,7 @@ class ClassificationMeter:
         return classification_report(
             [cells[row : row + num_classes] for row in range(0, num_classes**2, num_classes)],
             self.class_names,
-            loss_sum / num_samples if has_loss else None,
+            total[-1].item() / num_samples if has_loss else None,
             metrics=non_finite(num_non_finite, "losses", "mean loss"),
             worst_samples=worst,
         )
