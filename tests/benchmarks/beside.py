@@ -17,12 +17,17 @@ class TorchrunHungError(Exception):
     """Torchrun neither ended nor got on."""
 
 
+AS_A_USER = ("env", "-u", "MALLOC_TRIM_THRESHOLD_")
+"""Without what tests/conftest.py sets, as Dask's nannies do: it makes steps on a CPU slower."""
+
+
 def command_of_torchrun(
     script: Path, world_size: int = 2, options: Sequence[str] = ()
 ) -> tuple[str, ...]:
     """Return the command that runs a script; its arguments follow."""
     standalone = ("--standalone", "--nproc-per-node", str(world_size))
-    return (sys.executable, "-m", "torch.distributed.run", *standalone, *options, str(script))
+    run = (sys.executable, "-m", "torch.distributed.run")
+    return (*AS_A_USER, *run, *standalone, *options, str(script))
 
 
 def torchrun(
@@ -98,7 +103,7 @@ def begin_the_peak_anew():
 def in_fresh_processes(code: str, *arguments: str, num: int = 1) -> list[float]:
     """Run code several times, each in a process of its own; return the medians of the numbers
     that it prints. STATUS_CODE stands before it."""
-    command = [sys.executable, "-c", STATUS_CODE + code, *arguments]
+    command = [*AS_A_USER, sys.executable, "-c", STATUS_CODE + code, *arguments]
     printed = [
         subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
         for _ in range(num)
