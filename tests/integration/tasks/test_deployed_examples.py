@@ -14,6 +14,7 @@ from prefect.exceptions import PrefectHTTPStatusError
 from prefect.states import Cancelled, Pending, Running
 
 from tests.support.waiting import wait_until
+from tests.support.workers import ROOT, worker_running
 
 pytestmark = [
     pytest.mark.extended,
@@ -22,7 +23,6 @@ pytestmark = [
     pytest.mark.usefixtures("prefect_api"),
 ]
 
-ROOT = Path(__file__).parents[3]
 EXAMPLES = ("digits", "cifar10", "pet-names", "land-use")
 CHANGING = {"updated", "created", "last_polled", "status", "resolved_at"}
 
@@ -114,18 +114,12 @@ def test_a_night_on_one_machine(tmp_path: Path) -> None:
         assert queueing == dropping
 
         runs = [begin(client, "digits", tmp_path) for _ in range(2)]
-        worker = subprocess.Popen(
-            [sys.executable, "-m", "prefect", "worker", "start", "--pool", "train-ddp"], cwd=ROOT
-        )
-        try:
+        with worker_running():
             wait_until(
                 lambda: all(client.read_flow_run(run.id).state.is_final() for run in runs),
                 what="the end of both runs",
                 timeout_s=400,
             )
-        finally:
-            worker.terminate()
-            worker.wait(60)
         spans = []
         for run in runs:
             passed = client.read_flow_run_states(run.id)

@@ -1,11 +1,7 @@
 """A deployment's run, by a real server, a process work pool and a worker, is cancelled."""
 
 import contextlib
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -28,47 +24,16 @@ from tests.support.gangs import pids_in
 from tests.support.runs import steered
 from tests.support.separate_cluster import separate_cluster
 from tests.support.waiting import wait_until
+from tests.support.workers import prefect, worker_running
 
 pytestmark = [pytest.mark.extended, pytest.mark.long]
-
-
-ROOT = Path(__file__).parents[3]
-PREFECT = [sys.executable, "-m", "prefect", "--no-prompt"]
-
-
-def prefect(*command: str, timeout_s: float = 120, log: Path | None = None) -> str:
-    """Run a Prefect command in the repository's root, as a person would, and return what it
-    printed; where it fails, the end of a worker's log tells the cause."""
-    run = {"cwd": ROOT, "capture_output": True, "text": True, "timeout": timeout_s}
-    done = subprocess.run([*PREFECT, *command], **run, check=False)
-    if done.returncode == 0:
-        return done.stdout
-    why = "" if log is None else f"\n{log.read_text(errors='replace')[-12_000:]}"
-    pytest.fail(f"{command}: {done.stdout[-3000:]}\n{done.stderr[-3000:]}{why}")
-
-
-@contextmanager
-def worker_running(log: Path) -> Iterator[None]:
-    """Create the work pool and run a worker of it, as documented."""
-    prefect("work-pool", "create", "train-ddp", "--type", "process", "--overwrite")
-    command = [*PREFECT, "worker", "start", "--pool", "train-ddp", "--type", "process"]
-    with log.open("wb") as out:
-        worker = subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=out, env=dict(os.environ))
-        try:
-            yield
-        finally:
-            worker.terminate()
-            _, left = psutil.wait_procs([psutil.Process(worker.pid)], timeout=30)
-            for process in left:
-                process.kill()
-            worker.wait()
 
 
 @pytest.fixture
 def deployed(prefect_api: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Deploy deployments/prefect.yaml and run a worker; gives the API URL."""
     monkeypatch.setenv("WHEN_BUSY", "ENQUEUE")
-    with worker_running(tmp_path / "worker.log"):
+    with worker_running():
         prefect("deploy", "--name", "nightly", "--prefect-file", "deployments/prefect.yaml")
         yield prefect_api
 

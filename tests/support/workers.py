@@ -1,0 +1,48 @@
+"""Prefect's commands as a person types them, and a worker of the work pool train-ddp."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from prefect.client.orchestration import get_client
+
+ROOT = Path(__file__).parents[2]
+PREFECT = [sys.executable, "-m", "prefect", "--no-prompt"]
+POOL = "train-ddp"
+
+
+def prefect(*command: str, timeout_s: float = 120) -> str:
+    """Run a Prefect command in the repository's root and return what it printed."""
+    run = {"cwd": ROOT, "capture_output": True, "text": True, "timeout": timeout_s}
+    done = subprocess.run([*PREFECT, *command], **run, check=False)
+    if done.returncode != 0:
+        pytest.fail(f"{command}: {done.stdout[-3000:]}\n{done.stderr[-3000:]}")
+    return done.stdout
+
+
+@contextmanager
+def worker_running() -> Iterator[None]:
+    """Run a worker of the pool, which is made if there is none.
+
+    At the end the pool goes too: a run that was never worked off would take up one of its slots,
+    and the next test on this server would find fewer.
+    """
+    with get_client(sync_client=True) as client:
+        if POOL not in {pool.name for pool in client.read_work_pools()}:
+            prefect("work-pool", "create", POOL, "--type", "process")
+    command = [*PREFECT, "worker", "start", "--pool", POOL, "--type", "process"]
+    worker = subprocess.Popen(command, cwd=ROOT)
+    try:
+        yield
+    finally:
+        worker.terminate()
+        try:
+            worker.wait(30)
+        except subprocess.TimeoutExpired:  # Prefect's, where a run's process ends just then
+            worker.kill()
+            worker.wait()
+        with get_client(sync_client=True) as client:
+            client.delete_work_pool(POOL)
