@@ -26,7 +26,7 @@ from prefect_torch_ddp.protocol.events import (
 from prefect_torch_ddp.protocol.rank import RankOrder
 from prefect_torch_ddp.records.rank_log import LogFolder
 
-TICK_S = 0.1
+TICK_S = 0.25
 """How often an agent checks whether its Dask task was cancelled."""
 BEAT_S = 1.0
 """How often ranks get a beat from their agent; see `RankLaunch.agent_timeout_s`."""
