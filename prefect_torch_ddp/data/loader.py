@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Sized
 from contextlib import nullcontext
-from functools import cache
 from typing import Any, TypeGuard, cast
 
 import torch
@@ -179,11 +178,12 @@ class RankLoader:
         if start_batch == len(self):
             return
         loaded = self._load(epoch, start_batch, stand_ins=True)
-        sizes_of = cache(self._shares.sizes)  # of two numbers: a full batch's and the tail's
         last = len(self) - 1
+        # Of a full batch and of the tail.
+        nums_global = self.global_batch_size, self.batches.num_global(last)
+        full, tail = ((num, self._shares.sizes(num)) for num in nums_global)
         for batch in range(start_batch, len(self)):
-            num_global = self.batches.num_global(batch)
-            sizes = sizes_of(num_global)
+            num_global, sizes = tail if batch == last else full
             num_local = sum(sizes.values())
             pieces = [next(loaded) for _ in sizes or (0,)]  # a stand-in where there are none
             data = self._virtual(pieces, num_global) if self._shares.is_virtual else pieces[0].data

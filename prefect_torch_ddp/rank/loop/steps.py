@@ -6,7 +6,7 @@ import signal
 import threading
 import weakref
 from collections.abc import Generator, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
@@ -214,7 +214,7 @@ class StepLoop:
         state = self._state
         is_early = Want.STOP_EARLY in stop.want
         state.stop_agreed = True
-        state.position = replace(state.position, stopped_early=is_early)
+        state.position = state.position._replace(stopped_early=is_early)
         logger.info("all ranks stop after step %d", state.step)
         if not is_early:
             state.stopped_by = self._stopped_by()

@@ -6,8 +6,8 @@ And what is refused or warned of where it doesn't fit the code: what stands behi
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Self
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from prefect_torch_ddp.checkpoint.manifest import Manifest
 from prefect_torch_ddp.errors import InvalidParamsError
@@ -19,8 +19,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Position:
+class Position(NamedTuple):
     """Where a training resumes: the next batch it would take."""
 
     loop: int = 0
@@ -47,8 +46,8 @@ class Position:
     def after_batch(self, *, is_last: bool) -> Self:
         """Return the position after a batch, the last one of its epoch or not."""
         if not is_last:
-            return replace(self, batch=self.batch + 1)
-        return replace(self, loop_epoch=self.loop_epoch + 1, epoch=self.epoch + 1, batch=0)
+            return self._replace(batch=self.batch + 1)
+        return self._replace(loop_epoch=self.loop_epoch + 1, epoch=self.epoch + 1, batch=0)
 
     def entered(self, loop: int, order: str, size: int, num_batches: int) -> Self:
         """Return the position in a loop that begins or resumes, with its loader's order and size.
@@ -58,7 +57,7 @@ class Position:
         position, batch = self, self.batch
         if loop > self.loop:
             fresh: dict[str, Any] = {"loop_epoch": 0, "batch": 0, "num_saves_behind": 0}
-            position = replace(self, loop=loop, epoch=self.epoch + (batch > 0), **fresh)
+            position = self._replace(loop=loop, epoch=self.epoch + (batch > 0), **fresh)
         elif batch and self.order not in ("", order):
             logger.warning(
                 "the checkpoint is from the midst of an epoch of %s, and the loader's are of %s: "
@@ -69,13 +68,13 @@ class Position:
             position = self.after_batch(is_last=True)
         elif batch and self.global_batch_size != size:
             done = batch * self.global_batch_size
-            position = replace(self, batch=min(done // size, num_batches))
+            position = self._replace(batch=min(done // size, num_batches))
             if done % size:
                 logger.warning(
                     "global_batch_size changed within an epoch: %d samples of it are seen twice",
                     done % size,
                 )
-        return replace(position, global_batch_size=size, order=order)
+        return position._replace(global_batch_size=size, order=order)
 
 
 @dataclass
@@ -132,7 +131,7 @@ class TrainingState:
         position = Position(**manifest.position)
         self.step = manifest.step - position.num_own_numbers
         self.epoch = manifest.epoch
-        self.position = position if is_ours else replace(position, stopped_early=False)
+        self.position = position if is_ours else position._replace(stopped_early=False)
         self.saved = manifest.step if is_ours else None
         self.ended_at = (manifest.step, self.saved) if had_ended and is_ours else None
 
@@ -143,7 +142,7 @@ class TrainingState:
 
     def take_number(self, number: int) -> None:
         """Number the checkpoint of this step."""
-        self.position = replace(self.position, num_own_numbers=number - self.step)
+        self.position = self.position._replace(num_own_numbers=number - self.step)
 
     def count_own_save(self, *, is_behind: bool) -> None:
         """Count a checkpoint outside of `steps`, perhaps behind one of its calls.
@@ -154,7 +153,7 @@ class TrainingState:
             self.take_number(self.checkpoint_number + 1)
         if is_behind:
             num_saves = self.position.num_saves_behind + 1
-            self.position = replace(self.position, num_saves_behind=num_saves)
+            self.position = self.position._replace(num_saves_behind=num_saves)
 
 
 def refuse_to_end(state: TrainingState, num_calls: int, did: str) -> None:

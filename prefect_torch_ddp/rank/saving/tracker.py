@@ -4,7 +4,6 @@ import logging
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, replace
 from typing import Any
 
 from prefect_torch_ddp.checkpoint.attempts import record_end
@@ -111,7 +110,7 @@ class Tracker:
         if restorer is not None:
             restorer.release()
         self._has_resumed, self._state.passes_by = True, False
-        self._state.position = replace(self._state.position, in_own_loop=False)
+        self._state.position = self._state.position._replace(in_own_loop=False)
         self._saved_at = time.monotonic()
 
     def is_due_by_time(self) -> bool:
@@ -248,11 +247,11 @@ class Tracker:
             if is_own:
                 state.count_own_save(is_behind=self._has_begun)
             if not (self._has_begun or self._must_reach_manifest):
-                state.position = replace(state.position, in_own_loop=True)
+                state.position = state.position._replace(in_own_loop=True)
             self._saved_at, self._has_reserved = time.monotonic(), True
             state.saved = state.checkpoint_number
             self._reporter.mark_checkpoint()
-            at = (config.run_id, state.saved, config.attempt, state.epoch, asdict(state.position))
+            at = (config.run_id, state.saved, config.attempt, state.epoch, state.position._asdict())
             manifest = Manifest(*at, self._info.world_size, self._reporter.newest())
             checkpointer.save(manifest, self._objects, is_last=is_last)
 
