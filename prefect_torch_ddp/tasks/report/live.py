@@ -74,7 +74,7 @@ class LiveReport:
         recorder: RunRecorder,
         *,
         is_published: bool = False,
-        interval_s: float = 3.0,
+        interval_s: float = 5.0,
     ) -> None:
         """Make it, without anything shown yet.
 

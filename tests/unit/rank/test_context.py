@@ -271,7 +271,7 @@ def test_learning_rates_and_throughput_are_measured_unasked(
     """Of tracked optimizers, at once and then now and then, without anything being reported; each
     group of each optimizer has its name, and odd ones have none. None of it is the user's
     metrics."""
-    monkeypatch.setattr(reporter, "PROGRESS_INTERVAL_S", 0.0)
+    monkeypatch.setattr(reporter, "MEASURE_INTERVAL_S", 0.0)
     monkeypatch.setattr(reporter, "MEASURE_SHARE", 0.0)
     model = nn.Linear(1, 1)
     groups = [{"params": [model.weight], "lr": 0.5}, {"params": [model.bias], "lr": 0.25}]
