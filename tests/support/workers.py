@@ -14,9 +14,9 @@ PREFECT = [sys.executable, "-m", "prefect", "--no-prompt"]
 POOL = "train-ddp"
 
 
-def prefect(*command: str, timeout_s: float = 120) -> str:
+def prefect(*command: str) -> str:
     """Run a Prefect command in the repository's root and return what it printed."""
-    run = {"cwd": ROOT, "capture_output": True, "text": True, "timeout": timeout_s}
+    run = {"cwd": ROOT, "capture_output": True, "text": True, "timeout": 120}
     done = subprocess.run([*PREFECT, *command], **run, check=False)
     if done.returncode != 0:
         pytest.fail(f"{command}: {done.stdout[-3000:]}\n{done.stderr[-3000:]}")
@@ -41,7 +41,7 @@ def worker_running() -> Iterator[None]:
         worker.terminate()
         try:
             worker.wait(30)
-        except subprocess.TimeoutExpired:  # Prefect's, where a run's process ends just then
+        except subprocess.TimeoutExpired:  # Prefect's, where a run's process has just ended
             worker.kill()
             worker.wait()
         with get_client(sync_client=True) as client:
