@@ -5,6 +5,7 @@ Fixtures are in tests/support: servers and clusters, and the police that looks f
 
 import multiprocessing
 import os
+import signal
 import tempfile
 import uuid
 from pathlib import Path
@@ -74,6 +75,11 @@ for _name in (
     "MASTER_ADDR",
 ):
     os.environ.pop(_name, None)
+
+# A script that starts pytest with `&` has it ignore Ctrl-C, and so would all that tests start: a
+# Prefect worker, which turns SIGTERM into SIGINT, would never end.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 # Whoever starts the fork server first decides what its children need not import, for all tests.

@@ -39,10 +39,6 @@ def worker_running() -> Iterator[None]:
         yield
     finally:
         worker.terminate()
-        try:
-            worker.wait(30)
-        except subprocess.TimeoutExpired:  # Prefect's, where a run's process has just ended
-            worker.kill()
-            worker.wait()
+        worker.wait(60)
         with get_client(sync_client=True) as client:
             client.delete_work_pool(POOL)
