@@ -28,7 +28,8 @@ from prefect_torch_ddp.protocol.agent import (
     decode_answer,
 )
 
-LONG_POLL_S = 1.0
+LONG_POLL_S = 1.5
+"""Longer than the second after which rank 0 reports its progress: most polls bring something."""
 MEMBERSHIP_S = 2.0
 """How often to check that a worker which owes an answer is still in the cluster."""
 CLEAR_TIMEOUT_S = 10.0
