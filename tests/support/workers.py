@@ -39,6 +39,10 @@ def worker_running() -> Iterator[None]:
         yield
     finally:
         worker.terminate()
-        worker.wait(60)
+        try:
+            worker.wait(60)
+        except subprocess.TimeoutExpired:  # it waits for the run that a failed test has left
+            worker.kill()
+            worker.wait()
         with get_client(sync_client=True) as client:
             client.delete_work_pool(POOL)

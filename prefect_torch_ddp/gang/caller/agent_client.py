@@ -28,8 +28,8 @@ from prefect_torch_ddp.protocol.agent import (
     decode_answer,
 )
 
-LONG_POLL_S = 1.5
-"""Longer than the second after which rank 0 reports its progress: most polls bring something."""
+LONG_POLL_S = 1.1
+"""Just longer than the second after which rank 0 tells its progress: its polls bring that."""
 MEMBERSHIP_S = 2.0
 """How often to check that a worker which owes an answer is still in the cluster."""
 CLEAR_TIMEOUT_S = 10.0
@@ -64,7 +64,7 @@ class AgentClient:
         return reason == "scheduler-connection-lost"
 
     async def poll(self) -> AgentReport:
-        """Wait for news, at most a second, and return the report."""
+        """Wait for news, about a second at most, and return the report."""
         return await self._poll(LONG_POLL_S)
 
     async def give(self, order: AgentOrder | StartOrder) -> None:

@@ -203,7 +203,7 @@ class _Agent:
         return bool(self._box.why_ended)
 
     def _has_lost_caller(self) -> bool:
-        """Tell whether the caller, which polls every second, is frozen or cut off."""
+        """Tell whether the caller, which polls about every second, is frozen or cut off."""
         if self._box.last_poll_s != self._heard_s:
             self._heard_s = self._box.last_poll_s
             self._caller.heard()

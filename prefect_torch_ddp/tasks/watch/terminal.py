@@ -29,7 +29,8 @@ from prefect_torch_ddp.tasks.watch.task_watch import ANSWER_S, answer_of
 
 TOPIC = "prefect-torch-ddp-progress"
 """One for all runs: a scheduler keeps the last events of each topic for as long as it lives."""
-TELL_EVERY_S = 1.0
+TELL_EVERY_S = 0.75
+"""Less than the second after which ranks tell their progress, which would else be left out."""
 LINE_EVERY_S = 10.0
 REFRESHES_PER_S = 4.0
 TEXT_COLUMNS = 92

@@ -16,7 +16,7 @@ from prefect_torch_ddp import (
     run_gang,
 )
 from prefect_torch_ddp.params import CheckpointParams
-from prefect_torch_ddp.protocol.events import GangEvent, Progress
+from prefect_torch_ddp.protocol.events import CheckpointCommitted, GangEvent, Progress
 from prefect_torch_ddp.rank.config import RankConfig
 from prefect_torch_ddp.storage.s3.storage import S3Storage
 from prefect_torch_ddp.tasks.run import RunAttemptLog
@@ -69,7 +69,7 @@ def test_all_records_are_in_the_bucket_and_read_while_it_trains(
     seen: list[int] = []
 
     def read_on(event: GangEvent) -> None:
-        if isinstance(event, Progress):
+        if isinstance(event, Progress | CheckpointCommitted):
             seen.append(len(read_metrics(storage.uri, "run")))
             if seen[-1] and not any(storage.list(stored.GO_ON)):
                 storage.write(stored.GO_ON, b"!")

@@ -238,7 +238,7 @@ class Listener(Link):
 
 
 def test_progress_reaches_the_link_now_and_then(tmp_path: Path) -> None:
-    """At the first step, and then not more often than twice a second."""
+    """At the first step, and then not more often than once a second."""
     link = Listener()
     config = RankConfig(run_id="run", attempt=1, stage="train", storage=DirectoryStorage(tmp_path))
     with RankContext(ContextParts(config, RankInfo(), link)) as ctx:
