@@ -223,6 +223,8 @@ def main(given: Sequence[str] | None = None) -> int:
         try:
             at = arguments.cluster or stack.enter_context(local_cluster(n_workers=2))
             client = stack.enter_context(Client(at, timeout=arguments.limit_s))
+            if not arguments.cluster:
+                stack.callback(client.run, on_worker.hush, on_error="ignore")
         except (OSError, ValueError) as error:
             doctor.problems.append(f"no scheduler answers at {arguments.cluster}: {error}")
         else:
