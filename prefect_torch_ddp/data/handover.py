@@ -35,6 +35,8 @@ class Tagged:
 
     samples: tuple[int, ...]
     data: Any
+    is_collated: bool = False
+    """Whether `data` is done with, though collate_fn hasn't seen it."""
 
     def pin_memory(self) -> Self:
         """Pin the batch's tensors, as the DataLoader asks of a type it doesn't know."""
@@ -149,7 +151,8 @@ class TaggedCollate:
         while len(self._kept) > max(self.prefetch_factor - 1, 0):
             self._kept.popleft()
         try:
-            batch = Tagged(fetched.samples, self.collate(fetched.data))
+            data = fetched.data if fetched.is_collated else self.collate(fetched.data)
+            batch = Tagged(fetched.samples, data)
         except StopIteration as error:
             raise ended_early(self.collate, fetched.samples) from error
         # A loader without workers may be read in another one's worker.

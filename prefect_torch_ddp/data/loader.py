@@ -93,6 +93,7 @@ class RankLoader:
         self._keeps_ids = keep_ids
         self._shares = RankShares.of_rank(rank, world_size, virtual_ranks)
         _check_choices(dataset, seed_samples, is_virtual=self._shares.is_virtual)
+        collate = dataloader_kwargs.pop("collate_fn", None) or default_collate
         fetched: SeededDataset | ShardReader
         order = f"the order of seed {seed}" if shuffle else "their own order"
         if _is_sharded(dataset):
@@ -110,6 +111,7 @@ class RankLoader:
                 seed_samples,
                 seeds_here=self._shares.is_virtual,
                 stands_in=may_skip(dataset) and world_size > 1,
+                gathers=collate is default_collate,
             )
         self.batches = GlobalBatches(num_samples, global_batch_size, seed, shuffle, drop_last)
         self.order = f"{num_samples} samples in {order}"
@@ -117,7 +119,6 @@ class RankLoader:
         num_workers = dataloader_kwargs.get("num_workers", 0) if seeded_fetch(dataset) else None
         self._sampler = ShareSampler(self.batches, self._shares, num_workers)
         self._generator = torch.Generator(device="cpu")
-        collate = dataloader_kwargs.pop("collate_fn", None) or default_collate
         self._loader: DataLoader[Any] = DataLoader(
             fetched,
             batch_sampler=cast("Any", self._sampler),

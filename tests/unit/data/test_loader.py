@@ -259,6 +259,66 @@ def test_what_a_sample_draws_follows_from_the_sample_alone(dataset: Any) -> None
     assert whole == parts
 
 
+class Doubled(TensorDataset):
+    """Has samples of its own."""
+
+    def __getitem__(self, index: int) -> Any:
+        return tuple(2 * tensor for tensor in super().__getitem__(index))
+
+
+class Backwards(TensorDataset):
+    """Reads a batch at once."""
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        return [self[index] for index in indices[::-1]]
+
+
+def _tensors() -> list[torch.Tensor]:
+    images = torch.arange(12 * 16.0).reshape(12, 4, 2, 2)
+    others = images.to(memory_format=torch.channels_last), images[:, ::2], images.bfloat16()
+    flat = torch.arange(12), torch.randn(12, 0), torch.randn(12, requires_grad=True)
+    return [images, *others, *flat]
+
+
+@pytest.mark.parametrize(
+    "dataset",
+    [
+        TensorDataset(*_tensors()),
+        Subset(TensorDataset(*_tensors()), [-1, *range(10), 3]),
+        Subset(TensorDataset(*_tensors()), torch.randperm(12)),  # type: ignore[arg-type]
+        Subset(Part(TensorDataset(*_tensors()), range(12)), range(12)),
+        random_split(TensorDataset(*_tensors()), [12, 0], torch.Generator())[0],
+        TensorDataset(torch.nn.Parameter(torch.randn(12))),
+        Doubled(*_tensors()),
+        Backwards(torch.arange(12)),
+    ],
+)
+def test_batches_of_tensors_are_those_of_a_dataloader(dataset: Any) -> None:
+    """To the strides, by which a convolution chooses how to add up."""
+    loader = RankLoader(dataset, global_batch_size=10, rank=1, world_size=2, keep_ids=True)
+    ours, shares = zip(*loader.lockstep(epoch=1), strict=True)
+    assert [len(share.samples) for share in shares] == [5, 1]
+    theirs = DataLoader(dataset, batch_sampler=[[*share.samples] for share in shares])
+    for batch, expected in zip(ours, theirs, strict=True):
+        assert type(batch) is type(expected)
+        for tensor, like in zip(batch, expected, strict=True):
+            assert torch.equal(tensor, like)
+            assert tensor.stride() == like.stride()
+            assert tensor.dtype == like.dtype
+            assert tensor.requires_grad == like.requires_grad
+
+
+def test_a_collate_fn_is_given_the_samples_of_tensors_too() -> None:
+    """Each a tuple, as torch hands them on."""
+    given: list[Any] = []
+    dataset = TensorDataset(torch.arange(4), torch.ones(4))
+    loader = RankLoader(
+        dataset, global_batch_size=4, rank=0, world_size=1, shuffle=False, collate_fn=given.append
+    )
+    list(loader)
+    assert given == [[(torch.tensor(i), torch.tensor(1.0)) for i in range(4)]]
+
+
 def test_a_dataset_that_reads_at_once_is_seeded_for_each_batch() -> None:
     """Also behind a Subset: it is asked for the whole batch, as it is meant to be."""
     dataset = Subset(NoiseAtOnce(8), range(8))
