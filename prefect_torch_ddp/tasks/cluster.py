@@ -78,8 +78,7 @@ def connect(params: TrainParams, storage: Storage) -> bool:
     can't be reached, the cluster class can't be imported or started, or the workers there are don't
     share the storage.
     """
-    runner = _runner()
-    cluster = params.cluster
+    runner, cluster = _runner(), params.cluster
     already = _open_client()
     if already is not None and (cluster.address or cluster.cluster_class):
         address = already.scheduler.address if already.scheduler else already.status
@@ -190,6 +189,7 @@ def local_cluster(*, ranks_per_worker: int = 1, **kwargs: Any) -> distributed.Lo
         "preload": [warm.__module__],  # torch loads while the worker still connects
         "dashboard_address": "127.0.0.1:0",  # None would bind port 8787 all the same
         "scheduler_kwargs": {"allowed_failures": 0},
+        "scheduler_sync_interval": 5,  # seconds between tellings of the cluster's own name
         "env": {f"{lib}_NUM_THREADS": num_threads for lib in ("OMP", "MKL", "OPENBLAS")},
     }
     # Else Dask writes some 70 lines about itself between the run's own.

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import Awaitable
 from typing import Any, TypeVar
 
@@ -13,7 +14,9 @@ from prefect_torch_ddp.gang.liveness import Liveness, liveness_timeout_s
 
 T = TypeVar("T")
 
-LOOK_EVERY_S = 1.0
+TURN_S = 1.0
+LOOK_EVERY_S = 3.0
+"""While all answer: each look takes some milliseconds of processes beside the ranks."""
 ANSWER_S = 2.0
 TAKE_IN_S = 60.0
 """How long scheduler and worker may be silent until they have loaded the task: they unpickle
@@ -60,9 +63,12 @@ class TaskWatch:
         self._address: str | None = None
         self._tasks: dict[str, list[Any]] | None = None
         """The keys that each worker of the cluster has, as looked at last."""
+        self._next_look_s = 0.0
 
     def look(self) -> None:
         """Ask scheduler and workers whether they answer; have a silent worker restarted.
+
+        Called every TURN_S.
 
         Raises:
             SchedulerLostError: the scheduler is gone, or was silent for too long.
@@ -72,7 +78,12 @@ class TaskWatch:
         if self._client.status != "running":
             msg = f"the scheduler was lost (the Dask client is {self._client.status})"
             raise SchedulerLostError(msg)
-        self._client.sync(self._look)
+        if self._next_look_s > time.monotonic():
+            return
+        if self._client.sync(self._look):
+            # A tenth of a short liveness timeout: what counts as silence begins with a look.
+            every_s = min(LOOK_EVERY_S, self._scheduler.limit_s / 10)
+            self._next_look_s = time.monotonic() + every_s - TURN_S / 2
         if not self._scheduler.left_s:
             msg = f"the scheduler {self._rpc.address} was silent for {self._scheduler.limit_s:g} s"
             raise SchedulerLostError(msg)
@@ -90,10 +101,11 @@ class TaskWatch:
                 msg = f"{silent} while it ran the task itself"
                 raise SupervisorLostError(msg)
 
-    async def _look(self) -> None:
+    async def _look(self) -> bool:
+        """Look once; return whether the task runs and all answered."""
         tasks = await answer_of(self._rpc.processing(workers=None), ANSWER_S)
         if tasks is None:
-            return
+            return False
         self._tasks = tasks
         address = next((each for each, keys in tasks.items() if self._future.key in keys), None)
         if self._address is not None and address not in (None, self._address):
@@ -103,7 +115,8 @@ class TaskWatch:
         self._address = address
         watched = [each for each in tasks if self._owns_workers or each == address]
         self._workers = {each: self._workers.get(each) or TaskLiveness() for each in watched}
-        await asyncio.gather(*map(self._look_at, watched))
+        answered = await asyncio.gather(*map(self._look_at, watched))
+        return address is not None and all(answered)
 
     def why_not_begun(self, waited_s: float) -> str:
         """Say what the task, which has not begun, waits for; empty where nothing is in its way."""
@@ -120,15 +133,16 @@ class TaskWatch:
         named[MAX_NAMED:] = [f"and {len(named) - MAX_NAMED} more"] if named[MAX_NAMED:] else []
         return f"waiting for a worker {after}: {'; '.join(named)}" if named else ""
 
-    async def _look_at(self, address: str) -> None:
+    async def _look_at(self, address: str) -> bool:
         identity = self._rpc.broadcast(msg={"op": "identity"}, workers=[address])
         if await answer_of(identity, ANSWER_S) is None:
-            return
+            return False
         # Where one has the task, it was sent before this was first asked, and has arrived by the
         # second time.
         self._workers[address].heard(has_task=address in self._answered)
         if self._address is not None:
             self._answered.add(address)
+        return True
 
     async def _replace(self, address: str) -> None:
         # Its nanny kills it and starts another; where none answers, Dask forgets the worker.

@@ -17,7 +17,7 @@ from prefect_dask.task_runners import PrefectDaskFuture
 from prefect_torch_ddp.errors import SchedulerLostError, SupervisorLostError
 from prefect_torch_ddp.gang.caller.workers import WaitingSign
 from prefect_torch_ddp.tasks.watch.cancel import set_state_if_known, stop_task
-from prefect_torch_ddp.tasks.watch.task_watch import LOOK_EVERY_S, TaskWatch
+from prefect_torch_ddp.tasks.watch.task_watch import TURN_S, TaskWatch
 from prefect_torch_ddp.tasks.watch.terminal import Display
 
 R = TypeVar("R")
@@ -65,7 +65,7 @@ def _watch(
     sign = WaitingSign(display.take)
     with display:
         while future.status == "pending" and (waited_s := time.monotonic() - started_s) < timeout_s:
-            PrefectDaskFuture.wait(task, min(LOOK_EVERY_S, timeout_s - waited_s))
+            PrefectDaskFuture.wait(task, min(TURN_S, timeout_s - waited_s))
             _raise_if_suspended()
             if future.status == "pending":
                 watch.look()
@@ -98,7 +98,7 @@ def _crashed(task: PrefectDaskFuture[Any], error: Exception) -> Exception:
     try:
         with get_client(sync_client=True) as client:
             set_state_if_known(client, task.task_run_id, Crashed(message=str(error)))
-    except Exception as refused:  # noqa: BLE001 - whatever the API has, the loss is what the flow has to hear of
+    except Exception as refused:  # noqa: BLE001 - the loss is what the flow has to hear of
         words = "Prefect could not be told that task run %s is lost: %s"
         logger.warning(words, task.task_run_id, refused)
     return error
@@ -135,7 +135,11 @@ class WatchedFuture(PrefectDaskFuture[R]):
                 super().wait()
 
     # The signature is Prefect's.
-    def result(self, timeout: float | None = None, raise_on_failure: bool = True) -> R:  # noqa: FBT001, FBT002
+    def result(
+        self,
+        timeout: float | None = None,
+        raise_on_failure: bool = True,  # noqa: FBT001, FBT002
+    ) -> R:
         """Return the result, or raise what the task raised or how it was lost.
 
         Raises:
