@@ -40,7 +40,8 @@ def seed_on_cpu(seed: int, seed_samples: SeedSamples = True) -> None:  # noqa: F
 @contextmanager
 def generators_kept() -> Iterator[None]:
     """Put python's, NumPy's and torch's global generators back at the end."""
-    states = random.getstate(), np.random.get_state(), torch.default_generator.get_state()  # noqa: NPY002
+    numpys = np.random.get_state()  # noqa: NPY002
+    states = random.getstate(), numpys, torch.default_generator.get_state()
     try:
         yield
     finally:

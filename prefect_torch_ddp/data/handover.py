@@ -105,7 +105,8 @@ def _can_be_opened() -> bool:
     """Tell whether a process and its parent may open each other's files below /proc."""
     folder = f"/proc/{os.getppid()}/fd"
     try:
-        os.readlink(f"{folder}/{os.listdir(folder)[0]}")  # noqa: PTH115, PTH208 - a file's name alone
+        number = os.listdir(folder)[0]  # noqa: PTH208 - a name alone
+        os.readlink(f"{folder}/{number}")  # noqa: PTH115
     except (OSError, IndexError):
         return False
     return True
@@ -122,7 +123,9 @@ def _open(pid: int, number: int, file: tuple[int, int], size: int) -> torch.Unty
         if _file_of(descriptor) != file:
             msg = f"the shared memory of a batch is gone from the loader's worker process {pid}"
             raise RuntimeError(msg)
-        return torch.UntypedStorage._new_shared_fd_cpu(descriptor, size)  # type: ignore[attr-defined,no-any-return]  # noqa: SLF001
+        made_by: Any = torch.UntypedStorage
+        storage: torch.UntypedStorage = made_by._new_shared_fd_cpu(descriptor, size)  # noqa: SLF001
+        return storage
     finally:
         os.close(descriptor)
 

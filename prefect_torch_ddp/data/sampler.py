@@ -189,7 +189,8 @@ class ShareSampler(Sampler[BatchKeys]):
 
     def __iter__(self) -> Iterator[BatchKeys]:
         # The plan is read now: a pass under way keeps its own when the next one is planned.
-        keys = self._keys(*self.plan)
+        epoch, start_batch, stand_ins = self.plan
+        keys = self._keys(epoch, start_batch, stand_ins=stand_ins)
         if self._num_workers is None:
             return keys
         return (
@@ -197,7 +198,7 @@ class ShareSampler(Sampler[BatchKeys]):
             for (epoch, indices), following in with_following(keys, self._num_workers)
         )
 
-    def _keys(self, epoch: int, start_batch: int, stand_ins: bool) -> Iterator[BatchKeys]:  # noqa: FBT001
+    def _keys(self, epoch: int, start_batch: int, *, stand_ins: bool) -> Iterator[BatchKeys]:
         num_shares = self._shares.num_shares
         shares = (
             self.batches.shares(epoch, start_batch, number, num_shares)

@@ -286,7 +286,8 @@ def _pin_gloo(address: str) -> None:
 
     class GlooAtOneAddress(plain):  # type: ignore[misc, valid-type]
         def __init__(self, *group: Any, timeout: timedelta | None = None, **_: Any) -> None:
-            options = plain._Options()  # type: ignore[attr-defined]  # noqa: SLF001 - how torch's own tests make one
+            # As torch's own tests do.
+            options = plain._Options()  # type: ignore[attr-defined]  # noqa: SLF001
             options._devices = [plain.create_device(hostname=address)]  # noqa: SLF001
             options._threads = 2  # noqa: SLF001 - torch's own number for one device
             if timeout is not None:

@@ -158,6 +158,7 @@ def _collectives_begun() -> int:
             id(backend): backend
             for backend in map(group._get_backend, group._device_types)  # noqa: SLF001
         }
-        return sum(backend._get_sequence_number_for_group() for backend in backends.values())  # noqa: SLF001
+        distinct = backends.values()
+        return sum(backend._get_sequence_number_for_group() for backend in distinct)  # noqa: SLF001
     except (AttributeError, RuntimeError):  # half loaded, or being taken down
         return 0

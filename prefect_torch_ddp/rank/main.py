@@ -180,7 +180,7 @@ def _show_output(link: AgentLink) -> None:
     for name, fd in (("stdout", 1), ("stderr", 2)):
         # Not reconfigured: the environment may want another encoding than the agent reads, and a
         # forked rank's streams were made for other files, which may have had positions.
-        stream = open(fd, "w", 1, "utf-8", "backslashreplace", closefd=False)  # noqa: SIM115 - no path; open for the life of the process
+        stream = open(fd, "w", 1, "utf-8", "backslashreplace", closefd=False)  # noqa: SIM115
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
     # Libraries loaded by the fork server may have configured logging.
@@ -204,7 +204,8 @@ def _keep_prefect_off_the_root() -> None:
 
 def _leave() -> None:
     """End as Python does, exit handlers included, but don't tear torch down, which takes 0.3 s."""
-    threading._shutdown()  # type: ignore[attr-defined]  # noqa: SLF001 - joins the user's threads, as the interpreter would
+    # Joins the user's threads, as the interpreter would.
+    threading._shutdown()  # type: ignore[attr-defined]  # noqa: SLF001
     atexit._run_exitfuncs()  # noqa: SLF001
     _flush()
     os._exit(0)

@@ -150,7 +150,7 @@ class RecordLog:
             try:
                 self.flush()
                 is_failing = False
-            except Exception as error:  # noqa: BLE001 - the training continues; close() raises what lasts
+            except Exception as error:  # noqa: BLE001 - close() raises what lasts
                 if not is_failing:
                     text = "records can't be written to %s, and are kept to try again: %s"
                     logger.warning(text, self._next_key, error)

@@ -19,7 +19,7 @@ def mend_forks() -> None:
 
 
 def _forget_prefects_exits() -> None:
-    calls: list[Callable[[], Any]] = threading._threading_atexits  # type: ignore[attr-defined]  # noqa: SLF001
+    calls: list[Callable[[], Any]] = vars(threading)["_threading_atexits"]
     calls[:] = [call for call in calls if not _is_prefects(call)]
 
 

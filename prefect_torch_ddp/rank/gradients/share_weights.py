@@ -156,8 +156,8 @@ class ShareDDP(DistributedDataParallel):
 
     def will_sync_module_buffers(self) -> bool:
         """Whether a forward pass does: only within `join`, which counts on it."""
-        joins = self._join_config.enable
-        return joins and super().will_sync_module_buffers()  # type: ignore[no-untyped-call,no-any-return]
+        syncs: bool = super().will_sync_module_buffers()  # type: ignore[no-untyped-call]
+        return syncs and self._join_config.enable
 
     def sync_buffers(self) -> None:
         """Take rank 0's buffers; every rank must call it."""
@@ -174,7 +174,8 @@ class ShareDDP(DistributedDataParallel):
         """Return a copy with weights of its own."""
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
-        copied.__setstate__(copy.deepcopy(self.__getstate__(), memo))  # type: ignore[no-untyped-call]
+        state = copy.deepcopy(self.__getstate__(), memo)
+        copied.__setstate__(state)  # type: ignore[no-untyped-call]
         self.share_weights.take(copied)
         return copied
 

@@ -177,7 +177,7 @@ class Reporter:
             for log in self._logs:
                 try:
                     log.close()
-                except Exception as error:  # noqa: BLE001 - the others are closed too, then it is raised
+                except Exception as error:  # noqa: BLE001 - raised once all are closed
                     errors.append(error)
 
         # In a thread that may be left behind: a storage may keep one waiting for minutes.
@@ -256,12 +256,13 @@ class _DeviceScalar:
         import torch  # noqa: PLC0415 - loaded by whoever made the tensor
 
         self._value = value.detach().clone()  # the user may go on adding to it in place
-        self._done = torch.cuda.Event() if self._value.is_cuda else None  # type: ignore[no-untyped-call]
-        if self._done is not None:
+        self._done: Any = None
+        if self._value.is_cuda:
+            self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._done.record()
 
     def is_ready(self) -> bool:
-        return self._done is None or bool(self._done.query())  # type: ignore[no-untyped-call]
+        return self._done is None or bool(self._done.query())
 
     def __float__(self) -> float:
         if self._done is not None:

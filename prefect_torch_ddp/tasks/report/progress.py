@@ -122,11 +122,13 @@ class TrainingProgress:
         samples, steps, eta_s = self.samples_per_s, self.steps_per_s, self.eta_s
         speed = [] if steps is None else [f"{number(steps)} steps/s"]
         if samples is not None:
-            speed = [f"{samples:,.0f} samples/s" if samples >= 100 else f"{samples:.3g} samples/s"]  # noqa: PLR2004
+            form = ",.0f" if samples >= 100 else ".3g"  # noqa: PLR2004
+            speed = [f"{samples:{form}} samples/s"]
         return [*speed, *([] if eta_s is None else [f"{_roughly(eta_s)} left"])]
 
 
 def _roughly(seconds: float) -> str:
     """A time left: its seconds would be a promise."""
     minutes = round(seconds / 60)
-    return f"{minutes} min" if seconds / 60 >= 1 and minutes < 60 else duration(seconds)  # noqa: PLR2004
+    in_minutes = seconds >= 60 and minutes < 60  # noqa: PLR2004
+    return f"{minutes} min" if in_minutes else duration(seconds)
