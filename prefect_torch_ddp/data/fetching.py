@@ -8,6 +8,7 @@ from typing import Any, Literal, Protocol, TypeAlias, TypeGuard, cast, runtime_c
 import numpy as np
 import torch
 from torch.utils.data import Dataset, StackDataset, Subset, TensorDataset, get_worker_info
+from torch.utils.data._utils.collate import collate_tensor_fn, default_collate_fn_map
 
 from prefect_torch_ddp.data.handover import Tagged, ended_early
 from prefect_torch_ddp.data.lookahead import Ahead, ahead_of
@@ -40,8 +41,8 @@ def seed_on_cpu(seed: int, seed_samples: SeedSamples = True) -> None:  # noqa: F
 @contextmanager
 def generators_kept() -> Iterator[None]:
     """Put python's, NumPy's and torch's global generators back at the end."""
-    numpys = np.random.get_state()  # noqa: NPY002
-    states = random.getstate(), numpys, torch.default_generator.get_state()
+    numpy_state = np.random.get_state()  # noqa: NPY002
+    states = random.getstate(), numpy_state, torch.default_generator.get_state()
     try:
         yield
     finally:
@@ -105,24 +106,44 @@ def reads_at_once(dataset: object) -> bool:
 def gathered(dataset: object, indices: Sequence[int]) -> list[torch.Tensor] | None:
     """Return a batch of torch's TensorDataset, or of its Subset, as default_collate would make it.
 
-    One call for each tensor instead of one for each sample: small ones take a tenth of the time.
-    None: its samples have to be asked for.
+    It takes one call for each tensor, instead of one for each sample: for small samples a tenth of
+    the time. None: the samples have to be asked for, as where they give an error.
     """
+    choices = []
     while _is_subset(dataset):
-        chosen: Sequence[int] = dataset.indices
-        indices, dataset = [chosen[i] for i in indices], dataset.dataset
+        choices.append(dataset.indices)
+        dataset = dataset.dataset
     if not isinstance(dataset, TensorDataset) or hasattr(dataset, "__getitems__"):
         return None
     is_torchs = type(dataset).__getitem__ is TensorDataset.__getitem__
-    if not is_torchs or not all(map(_is_plain, dataset.tensors)) or min(indices) < 0:
+    is_torchs &= default_collate_fn_map.get(torch.Tensor) is collate_tensor_fn
+    if not is_torchs or not all(map(_is_plain, dataset.tensors)):
+        return None
+    for chosen in choices:
+        indices = _chosen(chosen, indices)
+    num_samples = min(map(len, dataset.tensors))
+    if {*map(type, indices)} != {int} or min(indices) < 0 or max(indices) >= num_samples:
         return None
     index = torch.tensor(indices, device="cpu")
-    return [tensor.index_select(0, index.to(tensor.device)) for tensor in dataset.tensors]
+    return [tensor.index_select(0, index) for tensor in dataset.tensors]
 
 
-def _is_plain(tensor: torch.Tensor) -> bool:
-    is_strided = tensor.layout is torch.strided and not tensor.is_nested
-    return type(tensor) is torch.Tensor and is_strided and not tensor.is_quantized
+def _chosen(chosen: Any, indices: Sequence[int]) -> Sequence[int]:
+    """Return a Subset's indices of samples; as plain numbers, where an array has them."""
+    is_array = isinstance(chosen, np.ndarray)
+    if is_array or (isinstance(chosen, torch.Tensor) and chosen.dtype is torch.int64):
+        of_samples: list[int] = chosen[[*indices]].tolist()
+        return of_samples
+    return [chosen[i] for i in indices]
+
+
+def _is_plain(tensor: object) -> bool:
+    """Whether index_select gives what torch.stack would of the samples, to the strides."""
+    if type(tensor) is not torch.Tensor or tensor.device.type != "cpu" or tensor.is_nested:
+        return False
+    is_strided = tensor.layout is torch.strided and not tensor.is_quantized
+    # Of samples with four dimensions and more, stack keeps channels_last.
+    return is_strided and (tensor.dim() <= 4 or tensor.is_contiguous())  # noqa: PLR2004
 
 
 def _is_subset(dataset: object) -> TypeGuard[Subset[Any]]:
@@ -142,7 +163,8 @@ class SeededDataset(Dataset[Any]):
         seed_samples: which generators are seeded.
         seeds_here: in the rank's own process too.
         stands_in: fetch another sample where nothing of a batch can be read.
-        gathers: make batches of tensors at once where that is as good; they are default_collate's.
+        gathers: take a TensorDataset's batches from its tensors at once; only where collate_fn is
+            default_collate.
     """
 
     def __init__(  # noqa: PLR0913 - each a choice of its own, by name

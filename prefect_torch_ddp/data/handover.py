@@ -36,7 +36,7 @@ class Tagged:
     samples: tuple[int, ...]
     data: Any
     is_collated: bool = False
-    """Whether `data` is done with, though collate_fn hasn't seen it."""
+    """Whether `data` is a finished batch, which collate_fn isn't given."""
 
     def pin_memory(self) -> Self:
         """Pin the batch's tensors, as the DataLoader asks of a type it doesn't know."""
@@ -123,8 +123,10 @@ def _open(pid: int, number: int, file: tuple[int, int], size: int) -> torch.Unty
         if _file_of(descriptor) != file:
             msg = f"the shared memory of a batch is gone from the loader's worker process {pid}"
             raise RuntimeError(msg)
-        made_by: Any = torch.UntypedStorage
-        storage: torch.UntypedStorage = made_by._new_shared_fd_cpu(descriptor, size)  # noqa: SLF001
+        storage_class: Any = torch.UntypedStorage
+        storage: torch.UntypedStorage = storage_class._new_shared_fd_cpu(  # noqa: SLF001
+            descriptor, size
+        )
         return storage
     finally:
         os.close(descriptor)

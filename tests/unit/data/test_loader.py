@@ -3,7 +3,7 @@
 import random
 from collections.abc import Callable, Iterator
 from itertools import islice
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -19,9 +19,10 @@ from torch.utils.data import (
     TensorDataset,
     random_split,
 )
+from torch.utils.data._utils.collate import default_collate_fn_map
 
 from prefect_torch_ddp import RankContext
-from prefect_torch_ddp.data.fetching import SeededDataset, generators_kept, may_skip
+from prefect_torch_ddp.data.fetching import SeededDataset, gathered, generators_kept, may_skip
 from prefect_torch_ddp.data.loader import RankLoader
 from prefect_torch_ddp.errors import InvalidParamsError
 
@@ -277,23 +278,42 @@ def _tensors() -> list[torch.Tensor]:
     images = torch.arange(12 * 16.0).reshape(12, 4, 2, 2)
     others = images.to(memory_format=torch.channels_last), images[:, ::2], images.bfloat16()
     flat = torch.arange(12), torch.randn(12, 0), torch.randn(12, requires_grad=True)
-    return [images, *others, *flat]
+    return [images, *others, *flat, torch.randn(12, 3, 4, 2, 2)]
+
+
+class Untidy(TensorDataset):
+    """Holds what isn't a tensor."""
+
+    def __init__(self) -> None:
+        self.tensors = torch.arange(12), np.arange(12)  # type: ignore[assignment]
+
+
+PLAIN = TensorDataset(*_tensors())
+WINDOWS: Any = [slice(i, i + 2) for i in [*range(11), 3]]
 
 
 @pytest.mark.parametrize(
-    "dataset",
+    ("dataset", "at_once"),
     [
-        TensorDataset(*_tensors()),
-        Subset(TensorDataset(*_tensors()), [-1, *range(10), 3]),
-        Subset(TensorDataset(*_tensors()), torch.randperm(12)),  # type: ignore[arg-type]
-        Subset(Part(TensorDataset(*_tensors()), range(12)), range(12)),
-        random_split(TensorDataset(*_tensors()), [12, 0], torch.Generator())[0],
-        TensorDataset(torch.nn.Parameter(torch.randn(12))),
-        Doubled(*_tensors()),
-        Backwards(torch.arange(12)),
+        (PLAIN, True),
+        (Subset(PLAIN, torch.randperm(12).tolist()), True),
+        (Subset(PLAIN, cast("Any", torch.randperm(12))), True),
+        (Subset(PLAIN, cast("Any", np.arange(12, dtype=np.uint16))), True),
+        (Subset(Part(PLAIN, range(12)), range(12)), True),
+        (random_split(PLAIN, [12, 0], torch.Generator())[0], True),
+        (Subset(PLAIN, [-1, *range(10), 3]), False),
+        (Subset(PLAIN, cast("Any", torch.arange(12).int())), False),
+        (Subset(PLAIN, cast("Any", torch.arange(12)[:, None])), False),
+        (Subset(PLAIN, cast("Any", np.arange(12)[:, None])), False),
+        (Subset(PLAIN, WINDOWS), False),
+        (TensorDataset(torch.randn(12, 3, 2, 2, 4).permute(0, 1, 4, 2, 3)), False),
+        (TensorDataset(torch.nn.Parameter(torch.randn(12))), False),
+        (Untidy(), False),
+        (Doubled(*_tensors()), False),
+        (Backwards(torch.arange(12)), False),
     ],
 )
-def test_batches_of_tensors_are_those_of_a_dataloader(dataset: Any) -> None:
+def test_batches_of_tensors_are_those_of_a_dataloader(dataset: Any, at_once: bool) -> None:
     """To the strides, by which a convolution chooses how to add up."""
     loader = RankLoader(dataset, global_batch_size=10, rank=1, world_size=2, keep_ids=True)
     ours, shares = zip(*loader.lockstep(epoch=1), strict=True)
@@ -306,6 +326,25 @@ def test_batches_of_tensors_are_those_of_a_dataloader(dataset: Any) -> None:
             assert tensor.stride() == like.stride()
             assert tensor.dtype == like.dtype
             assert tensor.requires_grad == like.requires_grad
+    assert (gathered(dataset, shares[0].samples) is not None) is at_once
+
+
+def test_torchs_own_way_to_collate_tensors_may_be_replaced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As the docstring of default_collate shows it."""
+    monkeypatch.setitem(default_collate_fn_map, torch.Tensor, lambda batch, **_: len(batch))
+    dataset = TensorDataset(torch.arange(4))
+    loader = RankLoader(dataset, global_batch_size=4, rank=0, world_size=1)
+    assert list(loader) == [[4]]
+
+
+def test_an_index_out_of_range_is_named_as_by_torch() -> None:
+    """With the number, as somebody has taken another dataset's indices."""
+    dataset = Subset(TensorDataset(torch.arange(3)), [0, 1, 7])
+    loader = RankLoader(dataset, global_batch_size=3, rank=0, world_size=1)
+    with pytest.raises(IndexError, match="index 7 is out of bounds"):
+        next(iter(loader))
 
 
 def test_a_collate_fn_is_given_the_samples_of_tensors_too() -> None:
