@@ -29,8 +29,8 @@ LIVENESS_SETTING = "prefect-torch-ddp.liveness-timeout-s"
 """The setting in Dask's configuration that changes it, where a gang is called: agents and ranks
 get their caller's."""
 TURN_S = 3.0
-"""The most that counts between two looks: longer, and this process was itself stopped, or its
-machine was asleep."""
+"""The most that counts between two looks: if they are further apart, this process was most likely
+stopped itself, or its machine was asleep."""
 STORAGE_QUIET_S = 3.0
 """How long a storage may take before a message says what it delays."""
 STORAGE_LIMIT_S = 30.0

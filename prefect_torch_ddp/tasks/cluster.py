@@ -189,7 +189,7 @@ def local_cluster(*, ranks_per_worker: int = 1, **kwargs: Any) -> distributed.Lo
         "preload": [warm.__module__],  # torch loads while the worker still connects
         "dashboard_address": "127.0.0.1:0",  # None would bind port 8787 all the same
         "scheduler_kwargs": {"allowed_failures": 0},
-        "scheduler_sync_interval": 5,  # seconds between tellings of the cluster's own name
+        "scheduler_sync_interval": 5,  # s; else its name is told to the scheduler each second
         "env": {f"{lib}_NUM_THREADS": num_threads for lib in ("OMP", "MKL", "OPENBLAS")},
     }
     # Else Dask writes some 70 lines about itself between the run's own.

@@ -15,8 +15,9 @@ from prefect_torch_ddp.gang.liveness import Liveness, liveness_timeout_s
 T = TypeVar("T")
 
 TURN_S = 1.0
+"""How often `TaskWatch.look` is called."""
 LOOK_EVERY_S = 3.0
-"""While all answer: each look takes some milliseconds of processes beside the ranks."""
+"""While all answer: each look costs some milliseconds of processor time beside the ranks."""
 ANSWER_S = 2.0
 TAKE_IN_S = 60.0
 """How long scheduler and worker may be silent until they have loaded the task: they unpickle
@@ -68,7 +69,7 @@ class TaskWatch:
     def look(self) -> None:
         """Ask scheduler and workers whether they answer; have a silent worker restarted.
 
-        Called every TURN_S.
+        They are asked when that is due: every LOOK_EVERY_S while all answer, else every TURN_S.
 
         Raises:
             SchedulerLostError: the scheduler is gone, or was silent for too long.
@@ -80,10 +81,9 @@ class TaskWatch:
             raise SchedulerLostError(msg)
         if self._next_look_s > time.monotonic():
             return
-        if self._client.sync(self._look):
-            # A tenth of a short liveness timeout: what counts as silence begins with a look.
-            every_s = min(LOOK_EVERY_S, self._scheduler.limit_s / 10)
-            self._next_look_s = time.monotonic() + every_s - TURN_S / 2
+        have_answered = self._client.sync(self._look)
+        pause_s = pause_after(self._scheduler.limit_s, have_answered=have_answered)
+        self._next_look_s = time.monotonic() + pause_s - TURN_S / 2
         if not self._scheduler.left_s:
             msg = f"the scheduler {self._rpc.address} was silent for {self._scheduler.limit_s:g} s"
             raise SchedulerLostError(msg)
@@ -102,7 +102,7 @@ class TaskWatch:
                 raise SupervisorLostError(msg)
 
     async def _look(self) -> bool:
-        """Look once; return whether the task runs and all answered."""
+        """Look once; return whether a worker has the task and all answered."""
         tasks = await answer_of(self._rpc.processing(workers=None), ANSWER_S)
         if tasks is None:
             return False
@@ -152,6 +152,12 @@ class TaskWatch:
         done = await answer_of(restart, RESTART_S)
         if done is None or done.get(address) not in ("OK", "removed"):
             await answer_of(self._rpc.unregister(address=address, stimulus_id=STIMULUS), ANSWER_S)
+
+
+def pause_after(limit_s: float, *, have_answered: bool) -> float:
+    """Return after how many seconds to look again."""
+    # Silence counts from the last answer, so a short limit needs more looks.
+    return min(LOOK_EVERY_S, limit_s / 10) if have_answered else TURN_S
 
 
 async def answer_of(call: Awaitable[T], timeout_s: float) -> T | None:

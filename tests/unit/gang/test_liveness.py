@@ -4,7 +4,7 @@ import dask.config
 import pytest
 
 from prefect_torch_ddp.gang.liveness import TURN_S, Liveness
-from prefect_torch_ddp.tasks.watch.task_watch import TAKE_IN_S, TaskLiveness
+from prefect_torch_ddp.tasks.watch.task_watch import TAKE_IN_S, TaskLiveness, pause_after
 
 
 class Clock:
@@ -51,3 +51,10 @@ def test_a_setting_that_can_not_work_is_named(caplog: pytest.LogCaptureFixture) 
     with dask.config.set({"prefect-torch-ddp.liveness-timeout-s": "soon"}):
         assert Liveness().limit_s == 60
     assert "prefect-torch-ddp.liveness-timeout-s" in caplog.text
+
+
+def test_a_flow_looks_seldom_while_all_answer() -> None:
+    """Each look takes time from the ranks, and a short limit leaves none to lose."""
+    assert pause_after(60, have_answered=True) == 3
+    assert pause_after(12, have_answered=True) == 1.2
+    assert pause_after(60, have_answered=False) == 1
