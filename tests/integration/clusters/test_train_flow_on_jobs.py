@@ -108,7 +108,9 @@ def train_while(
     params = steered(folder, **given)
     with (
         ThreadPoolExecutor(1) as pool,
-        dask.config.set({"distributed.deploy.lost-worker-timeout": "1s"}),
+        # After so long the cluster ends the job of a worker that has left, by 15 s if nothing is
+        # said; a loaded machine needs more than one for ranks to save and the task to end.
+        dask.config.set({"distributed.deploy.lost-worker-timeout": "8s"}),
     ):
         operator = pool.submit(ends_jobs, site, folder)
         training = (report := train_flow(params)).training
