@@ -7,8 +7,6 @@ SEED ?=
 # wait. One that has run out of tests takes some of another's. ARGS="-n 0" runs all in one, for a debugger.
 COMPUTING := -n 2 --dist worksteal
 WAITING := -n 3 --dist worksteal
-# One by one, longest first, but for those that share a store or a batch system: conftest.py.
-EXTENDED := -n 3 --dist loadgroup --no-loadscope-reorder
 
 # Where a process may not keep what it compiled, each compiles the package anew, for a third of a second.
 unexport PYTHONDONTWRITEBYTECODE
@@ -48,7 +46,7 @@ lint: $(VENV)/.installed-dev ## check style, formatting, types and the layers
 	$(BIN)/lint-imports
 
 integration: $(VENV)/.installed-dev system-packages ## run the rest: Ceph, Slurm, PBS, browsers, many kill points; 16 minutes
-	$(PYTEST) tests/integration -m extended $(EXTENDED) $(ARGS)
+	$(PYTEST) tests/integration -m extended $(WAITING) $(ARGS)
 
 chaos: $(VENV)/.installed-dev system-packages ## kill, stop and starve processes at many points; SEED= draws other ones
 	$(PYTEST) tests/chaos $(ARGS)

@@ -96,20 +96,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(folder)
         if NEEDS_PACKAGES & set(getattr(item, "fixturenames", ())):
             item.add_marker("extended")
-        if (shared := _shared_by(item)) is not None:
-            item.add_marker(pytest.mark.xdist_group(shared))
     # What takes longest comes first, so that no process waits for another's last test.
     items.sort(key=lambda item: item.get_closest_marker("long") is None)
-
-
-def _shared_by(item: pytest.Item) -> str | None:
-    """Name what an item has in common with others, which had better run in one process.
-
-    That is a store or a batch system, which start for many seconds, or a fixture of its module.
-    """
-    parameters = item.callspec.params if hasattr(item, "callspec") else {}
-    for name in sorted(NEEDS_PACKAGES & set(getattr(item, "fixturenames", ()))):
-        return f"{name}-{parameters.get(name, '')}"
-    fixtures = item._fixtureinfo.name2fixturedefs if isinstance(item, pytest.Function) else {}
-    is_shared = any(defined[-1].scope == "module" for defined in fixtures.values())
-    return item.path.stem if is_shared else None

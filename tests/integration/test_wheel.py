@@ -14,7 +14,7 @@ import pytest
 
 from tests.support.waiting import wait_until
 
-pytestmark = [pytest.mark.extended, pytest.mark.long, pytest.mark.usefixtures("prefect_api")]
+pytestmark = [pytest.mark.extended, pytest.mark.usefixtures("prefect_api")]
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = re.findall(
