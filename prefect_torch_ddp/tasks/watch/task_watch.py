@@ -14,7 +14,7 @@ from prefect_torch_ddp.gang.liveness import Liveness, liveness_timeout_s
 
 T = TypeVar("T")
 
-TURN_S = 1.0
+CALLED_EVERY_S = 1.0
 """How often `TaskWatch.look` is called."""
 LOOK_EVERY_S = 3.0
 """While all answer: each look costs some milliseconds of processor time beside the ranks."""
@@ -69,7 +69,7 @@ class TaskWatch:
     def look(self) -> None:
         """Ask scheduler and workers whether they answer; have a silent worker restarted.
 
-        They are asked when that is due: every LOOK_EVERY_S while all answer, else every TURN_S.
+        They are asked when that is due: every LOOK_EVERY_S while all answer, else at each call.
 
         Raises:
             SchedulerLostError: the scheduler is gone, or was silent for too long.
@@ -83,7 +83,7 @@ class TaskWatch:
             return
         have_answered = self._client.sync(self._look)
         pause_s = pause_after(self._scheduler.limit_s, have_answered=have_answered)
-        self._next_look_s = time.monotonic() + pause_s - TURN_S / 2
+        self._next_look_s = time.monotonic() + pause_s - CALLED_EVERY_S / 2
         if not self._scheduler.left_s:
             msg = f"the scheduler {self._rpc.address} was silent for {self._scheduler.limit_s:g} s"
             raise SchedulerLostError(msg)
@@ -157,7 +157,7 @@ class TaskWatch:
 def pause_after(limit_s: float, *, have_answered: bool) -> float:
     """Return after how many seconds to look again."""
     # Silence counts from the last answer, so a short limit needs more looks.
-    return min(LOOK_EVERY_S, limit_s / 10) if have_answered else TURN_S
+    return min(LOOK_EVERY_S, limit_s / 10) if have_answered else CALLED_EVERY_S
 
 
 async def answer_of(call: Awaitable[T], timeout_s: float) -> T | None:

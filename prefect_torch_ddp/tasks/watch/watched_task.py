@@ -17,7 +17,7 @@ from prefect_dask.task_runners import PrefectDaskFuture
 from prefect_torch_ddp.errors import SchedulerLostError, SupervisorLostError
 from prefect_torch_ddp.gang.caller.workers import WaitingSign
 from prefect_torch_ddp.tasks.watch.cancel import set_state_if_known, stop_task
-from prefect_torch_ddp.tasks.watch.task_watch import TURN_S, TaskWatch
+from prefect_torch_ddp.tasks.watch.task_watch import CALLED_EVERY_S, TaskWatch
 from prefect_torch_ddp.tasks.watch.terminal import Display
 
 R = TypeVar("R")
@@ -65,7 +65,7 @@ def _watch(
     sign = WaitingSign(display.take)
     with display:
         while future.status == "pending" and (waited_s := time.monotonic() - started_s) < timeout_s:
-            PrefectDaskFuture.wait(task, min(TURN_S, timeout_s - waited_s))
+            PrefectDaskFuture.wait(task, min(CALLED_EVERY_S, timeout_s - waited_s))
             _raise_if_suspended()
             if future.status == "pending":
                 watch.look()
