@@ -24,7 +24,7 @@ from prefect_torch_ddp.lazy import __version__
 from prefect_torch_ddp.protocol.agent import WorkerIdentity
 from prefect_torch_ddp.storage.protocol import Storage
 from prefect_torch_ddp.tasks.blocks import resolve_storage
-from prefect_torch_ddp.tasks.cluster import local_cluster
+from prefect_torch_ddp.tasks.local_cluster import local_cluster
 
 FEW_OPEN_FILES = 4096
 LITTLE_SHARED_BYTES = 2**30

@@ -3,7 +3,6 @@
 import atexit
 import contextlib
 import gc
-import logging
 import os
 import sys
 from collections.abc import Iterator
@@ -11,10 +10,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 from uuid import uuid4
 
-import dask
 import distributed
 import psutil
-from dask.system import CPU_COUNT
 from distributed.client import FutureCancelledError
 from distributed.worker import thread_state
 from prefect.context import FlowRunContext
@@ -36,6 +33,7 @@ from prefect_torch_ddp.gang.warm import warm
 from prefect_torch_ddp.params import ClusterParams, TrainParams
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.storage.protocol import Storage
+from prefect_torch_ddp.tasks.local_cluster import local_cluster
 from prefect_torch_ddp.tasks.watch.cancel import SIGNALS, stop_task
 from prefect_torch_ddp.tasks.watch.task_watch import answer_of
 from prefect_torch_ddp.tasks.watch.watched_task import follow
@@ -47,18 +45,6 @@ R = TypeVar("R")
 
 LOOK_S = 10.0
 """How long workers may take to say whether they see the storage."""
-LOG_LEVEL = "DASK_LOGGING__DISTRIBUTED"
-CLUSTER_CONFIG = {
-    # Dask leaves these in this process too, and would OMP_NUM_THREADS=1 and more; `env` below
-    # reaches the workers alone, but after their imports, when it's too late for this one.
-    "distributed.nanny.pre-spawn-environ": {LOG_LEVEL: "warning"},
-    # Of the two cores of a small machine an idle cluster of two takes 0.08 with Dask's
-    # defaults, 0.017 with these.
-    "distributed.worker.profile.enabled": False,
-    "distributed.admin.tick.interval": "2s",
-    "distributed.worker.memory.monitor-interval": "2s",
-    "distributed.admin.system-monitor.interval": "5s",
-}
 
 
 @atexit.register
@@ -176,46 +162,6 @@ def _configure(runner: DaskTaskRunner, params: TrainParams) -> None:
     num_workers = num_workers_needed(params.world_size, ranks_each)
     shape = {"n_workers": num_workers, "ranks_per_worker": ranks_each}
     runner.cluster_kwargs = {**shape, **cluster.cluster_kwargs}
-
-
-def local_cluster(*, ranks_per_worker: int = 1, **kwargs: Any) -> distributed.LocalCluster:
-    """Start a local cluster for one run: a process and a thread per worker, the cores shared."""
-    num_ranks = ranks_per_worker * (kwargs.get("n_workers") or 1)
-    num_threads = str(max(1, CPU_COUNT // max(1, num_ranks)))
-    # Dask runs the tasks of a killed worker again, silently; then a training would run twice.
-    defaults = {
-        "threads_per_worker": 1,
-        "processes": True,
-        "preload": [warm.__module__],  # torch loads while the worker still connects
-        "dashboard_address": "127.0.0.1:0",  # None would bind port 8787 all the same
-        "scheduler_kwargs": {"allowed_failures": 0},
-        "scheduler_sync_interval": 5,  # s; else its name is told to the scheduler each second
-        "env": {f"{lib}_NUM_THREADS": num_threads for lib in ("OMP", "MKL", "OPENBLAS")},
-    }
-    # Else Dask writes some 70 lines about itself between the run's own.
-    logging.getLogger("distributed").setLevel(logging.WARNING)
-    with dask.config.set(CLUSTER_CONFIG), _without_main(), contextlib.ExitStack() as stack:
-        if LOG_LEVEL not in os.environ:
-            stack.callback(os.environ.pop, LOG_LEVEL, None)
-        return distributed.LocalCluster(**{**defaults, **kwargs})
-
-
-@contextmanager
-def _without_main() -> Iterator[None]:
-    """Keep workers that are spawned now from importing the caller's script.
-
-    It would load Prefect in each of them, 1.4 s of a core. Dask pickles by value what the script
-    defines, and a worker that its nanny starts again imports it as ever.
-    """
-    main = sys.modules["__main__"]
-    # What multiprocessing looks at, in `spawn.get_preparation_data`.
-    names = ("__spec__", "__file__")
-    kept: dict[str, Any] = {name: vars(main).pop(name) for name in names if name in vars(main)}
-    main.__spec__ = None
-    try:
-        yield
-    finally:
-        vars(main).update(kept)
 
 
 @contextmanager

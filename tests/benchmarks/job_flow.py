@@ -26,7 +26,7 @@ if __name__ == "__main__":
     if len(sys.argv) > 1:
         run(*sys.argv[1:])
     else:
-        from prefect_torch_ddp.tasks.cluster import local_cluster
+        from prefect_torch_ddp.tasks.local_cluster import local_cluster
 
         with local_cluster(n_workers=2) as cluster:
             for line in sys.stdin:

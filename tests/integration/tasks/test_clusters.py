@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from dask.system import CPU_COUNT
-from distributed import Client, LocalCluster
+from distributed import Client, LocalCluster, Worker
 from prefect.client.orchestration import get_client
 
 from prefect_torch_ddp import (
@@ -23,12 +23,12 @@ from prefect_torch_ddp import (
     run_gang,
     train_flow,
 )
-from prefect_torch_ddp.tasks.cluster import local_cluster
+from prefect_torch_ddp.tasks.local_cluster import HEARTBEAT_S, local_cluster
 from tests.integration.tasks.test_run_record import events_of, only_record
 from tests.support.gangs import extra_worker, pids_in
 from tests.support.runs import flow_run_id_of, steered, task_runs_of, wait_until_said
 from tests.support.separate_cluster import separate_cluster
-from tests.support.waiting import HANG_S
+from tests.support.waiting import HANG_S, wait_until
 from tests.workloads import plain
 
 pytestmark = [pytest.mark.extended, pytest.mark.usefixtures("prefect_api")]
@@ -92,6 +92,16 @@ def test_a_local_cluster_leaves_no_setting_in_this_process(monkeypatch: pytest.M
         told = client.run(os.getenv, "DASK_LOGGING__DISTRIBUTED")
         assert list(told.values()) == ["warning"]
         assert "DASK_LOGGING__DISTRIBUTED" not in os.environ
+
+
+def test_the_workers_of_a_local_cluster_send_few_heartbeats() -> None:
+    """Each takes time of the cores that ranks fill, and the other ranks wait for those."""
+
+    def interval_ms(dask_worker: Worker) -> float:
+        return dask_worker.periodic_callbacks["heartbeat"].callback_time
+
+    with local_cluster(n_workers=1) as cluster, Client(cluster) as client:
+        wait_until(lambda: [*client.run(interval_ms).values()] == [1000 * HEARTBEAT_S])
 
 
 def test_cluster_class_with_arguments(tmp_path: Path) -> None:
