@@ -25,8 +25,8 @@ from prefect_torch_ddp.tasks.report.artifacts import key
 from prefect_torch_ddp.tasks.report.live import LiveReport
 from prefect_torch_ddp.tasks.report.progress import TrainingProgress
 from tests.support.pages import RUN, evaluation, report
-from tests.support.records import Shelf
-from tests.support.runs import artifacts_of, logs_of
+from tests.support.records import Shelf, record
+from tests.support.runs import artifacts_of, logs_of, report_of
 from tests.support.s3_server import Fault, Wire, lose_the_answer
 from tests.support.waiting import wait_until
 
@@ -37,21 +37,18 @@ PROGRESS, PAGE = key("progress", EXPERIMENT), key("report", EXPERIMENT)
 
 def records() -> dict[str, bytes]:
     """Write what two ranks would have written in four epochs."""
-
-    def line(number: int, rank: int) -> bytes:
-        loss: float | str = {25: "nan", 35: "inf"}.get(number, 1 / number + rank)
-        held_out = {"validation_accuracy": 0.9, "a": 1, "b": 2, "c": 3}
-        metrics = {"loss": loss} | (held_out if number % 10 == 0 else {})
-        where = {"step": number, "epoch": (number - 1) // 10 + 1, "rank": rank, "attempt": 1}
-        more = {"time": float(number), "num_samples": 8, "metrics": metrics}
-        return json.dumps(where | more).encode() + b"\n"
-
-    return {
-        f"runs/{RUN}/metrics/rank-{rank:05d}/000001-000001.jsonl": b"".join(
-            line(number, rank) for number in range(1, 41)
-        )
-        for rank in range(2)
-    }
+    held_out = {"validation_accuracy": 0.9, "a": 1, "b": 2, "c": 3}
+    parts = {}
+    for rank in range(2):
+        lines = []
+        for number in range(1, 41):
+            metrics = {"loss": {25: "nan", 35: "inf"}.get(number, 1 / number + rank)}
+            metrics |= held_out if number % 10 == 0 else {}
+            epoch = (number - 1) // 10 + 1
+            lines.append(vars(record(number, rank, epoch=epoch, num_samples=8, **metrics)))
+        content = "\n".join(map(json.dumps, lines)).encode()
+        parts[f"runs/{RUN}/metrics/rank-{rank:05d}/000001-000001.jsonl"] = content
+    return parts
 
 
 def live_report(run_id: str = RUN, attempt: int = 1, interval_s: float = 0.3) -> LiveReport:
@@ -62,10 +59,9 @@ def live_report(run_id: str = RUN, attempt: int = 1, interval_s: float = 0.3) ->
     return LiveReport(storage, shown, recorder, is_published=True, interval_s=interval_s)
 
 
-def step(number: int, **more: Any) -> Progress:
+def step(number: int) -> Progress:
     """Make the progress of one step."""
-    loss = {"metrics": {"loss": 1 / number}}
-    return Progress(step=number, epoch=(number - 1) // 10 + 1, total_steps=40, **loss | more)
+    return Progress(number, (number - 1) // 10 + 1, 40, {"loss": 1 / number})
 
 
 def run_in_a_task(do: Callable[[Any], object], **options: Any) -> tuple[Any, Any]:
@@ -83,12 +79,6 @@ def run_in_a_task(do: Callable[[Any], object], **options: Any) -> tuple[Any, Any
     return run()
 
 
-def page_of(flow_run_id: Any) -> str:
-    """Return the text of the report as it is now, if it is there."""
-    found = artifacts_of(flow_run_id).get(PAGE)
-    return "" if found is None else str(found.data)
-
-
 def test_the_live_report_is_two_artifacts_updated_in_place(prefect_api):
     """A progress bar and a page with the curves of the records, over a retry and a restart: what
     failed shows where it stopped, what follows has its own attempt and number of ranks. Of 5,000
@@ -97,7 +87,7 @@ def test_the_live_report_is_two_artifacts_updated_in_place(prefect_api):
 
     def train(run: Any) -> str:
         def shows(words: str) -> bool:
-            return words in page_of(run.flow_run_id).partition("\n")[0]
+            return words in report_of(run.flow_run_id).partition("\n")[0]
 
         if run.run_count == 1:
             with live_report() as live:

@@ -97,19 +97,6 @@ def test_a_storage_that_recovers_loses_nothing(storage, caplog):
     assert caplog.text.count("kept to try again") == 1
 
 
-def test_what_arrived_though_it_seemed_to_fail_is_not_written_twice(storage):
-    """Also where more records have come since."""
-    storage.mood = "loses answers"
-    log = log_in(storage)
-    log.append(record(1))
-    with pytest.raises(StorageError, match="the answer got lost"):
-        log.flush()
-    storage.mood = "well"
-    log.append(record(2))
-    log.close()
-    assert steps_in(storage) == [1, 2]
-
-
 def test_a_storage_that_stays_broken_is_an_error(storage):
     """With the number of records that are lost."""
     storage.mood = "refuses"
@@ -118,15 +105,6 @@ def test_a_storage_that_stays_broken_is_an_error(storage):
     log.append(record(2))
     with pytest.raises(StorageError, match=r"2 records of metrics could not be written to .*503"):
         log.close()
-
-
-def test_a_second_log_of_the_same_attempt_overwrites_nothing(storage):
-    """A process that is started again within an attempt adds parts."""
-    for step in (1, 2):
-        log = log_in(storage)
-        log.append(record(step))
-        log.close()
-    assert steps_in(storage) == [1, 2]
 
 
 def test_the_number_of_parts_of_a_long_run_is_bounded():

@@ -1,4 +1,4 @@
-"""Timing records: the goodput of attempts that failed and resumed, and who is waited for."""
+"""Timing records: the goodput of attempts that failed and resumed."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +12,6 @@ from prefect_torch_ddp.records.timing import (
     TimingLine,
     goodput,
     newest_lines,
-    waiting_cost,
 )
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 
@@ -67,19 +66,6 @@ def test_nothing_is_negative_or_beyond_the_wall_time() -> None:
     assert goodput("run", [], {1: 5.0}, {1: 9.0}).starting_s == 4.0
     found = goodput("run", [line(1, 3, 20.0, starting=15.0, step=3.0)], {1: 10.0}, {})
     assert (found.wall_s, found.starting_s, found.queueing_s) == (10.0, 7.0, 0.0)
-
-
-def test_the_rank_that_waits_least_is_the_one_that_others_wait_for() -> None:
-    """Its own waiting is the exchange's; equal ranks cost nothing; unknown is unknown."""
-    ranks = [line(1, 50, 90.0, rank, step=50.0, waiting=20.0) for rank in range(4)]
-    ranks[2] = line(1, 50, 90.0, 2, step=50.0, waiting=5.0)
-    slowest, cost = waiting_cost(ranks)
-    assert slowest is ranks[2]
-    assert cost == pytest.approx(0.3)
-    assert waiting_cost(ranks[:2])[1] == pytest.approx(0.0)
-    too_short = [line(1, 4, 90.0, rank, step=4.0, waiting=2.0 * rank + 0.1) for rank in range(2)]
-    assert waiting_cost(too_short) == (None, 0.0)
-    assert waiting_cost([line(1, 50, 90.0, rank, step=50.0) for rank in range(2)]) == (None, 0.0)
 
 
 def test_the_newest_record_of_each_rank_of_the_newest_attempt_is_read(tmp_path: Path) -> None:

@@ -19,11 +19,13 @@ def times(rank: int, at: int = 100, waits: float = 0.4, **changes) -> TimingLine
 
 
 def test_the_slow_rank_is_in_the_headline_and_each_rank_in_the_table() -> None:
-    """Of equal ranks none is named."""
-    slow = page_of(ranks=[times(0), times(1, waits=0.02)])
-    assert slow.splitlines()[0].endswith("others wait 38 % of the time for rank 1 on node-0")
+    """Of equal ranks none is named, nor any after a few steps."""
+    slow = page_of(ranks=[times(0), times(1, waits=0.02), times(2, waits=0.3)])
+    assert slow.splitlines()[0].endswith("others wait 33 % of the time for rank 1 on node-0")
     assert "| 0 | node-0 | cpu | 8 | 10 % | 50 % | 40 % | 0 % | 812 MB |" in slow
     assert "others wait" not in page_of(ranks=[times(0), times(1, waits=0.35)])
+    for short in ({"num_steps": 4}, {"seconds": {"step": 1.9, "waiting": 0.1}}):
+        assert "others wait" not in page_of(ranks=[times(0), times(1, waits=0.02, **short)])
 
 
 def test_a_waiting_that_is_not_known_is_none_and_a_gpu_shows_its_memory() -> None:
