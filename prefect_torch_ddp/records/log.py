@@ -199,13 +199,10 @@ def _line(record: Any) -> bytes:
     if isinstance(record, bytes):
         return record
     line = orjson.dumps(record, default=float, option=orjson.OPT_APPEND_NEWLINE)
-    if b"null" in line and isinstance(
-        record, dict
-    ):  # JSON has no number for nan and infinity; float() reads their text back
-        values = {name: float(value) for name, value in record["metrics"].items()}
-        metrics = {
-            name: value if math.isfinite(value) else str(value) for name, value in values.items()
-        }
+    # JSON has no number for nan and infinity; float() reads their text back.
+    if b"null" in line and isinstance(record, dict):
+        values = ((name, float(value)) for name, value in record["metrics"].items())
+        metrics = {name: value if math.isfinite(value) else str(value) for name, value in values}
         line = orjson.dumps({**record, "metrics": metrics}, option=orjson.OPT_APPEND_NEWLINE)
     return line
 
@@ -229,10 +226,8 @@ class _Batch:
                 self._file = os.open(self._copy, flags, 0o600)
             os.write(self._file, line)  # one call of the kernel, which no kill cuts in two
         except OSError as error:
-            text = (
-                "a kill of this rank would lose records since the last write: can't keep a copy: %s"
-            )
-            logger.warning(text, error)
+            loss = "a kill of this rank would lose records since the last write"
+            logger.warning("%s: can't keep a copy: %s", loss, error)
             self._forget_copy()
 
     def drop(self) -> None:

@@ -147,23 +147,27 @@ def reported(records: Records) -> Records:
     return Records(records.rows, metrics).where(has_any)
 
 
-def first_steps(records: Records) -> dict[int, int]:
-    """Return the first step of every attempt.
+def first_steps(records: Records) -> dict[int, tuple[bool, int]]:
+    """Return of every attempt whether it has records without samples alone, and its first step.
 
-    What one reports before that bears the step it resumed from, and must not supersede it.
+    What one reports before its first step bears the step it resumed from, and must not supersede
+    it. Of two parts of an attempt's records the smaller such pair is that of both.
     """
     firsts = {}
     for attempt in np.unique(records.rows["attempt"]).tolist():
         of_it = records.rows["attempt"] == attempt
         trained = of_it & (records.rows["num_samples"] > 0)
-        firsts[attempt] = int(records.rows["step"][trained if trained.any() else of_it].min())
+        is_untrained = not trained.any()
+        steps = records.rows["step"][of_it if is_untrained else trained]
+        firsts[attempt] = is_untrained, int(steps.min())
     return firsts
 
 
 def surviving_records(records: Records) -> Records:
     """Keep what no newer attempt superseded."""
     counts = np.ones(len(records), bool)
-    for attempt, end in superseded_from(first_steps(records)).items():
+    firsts = {attempt: step for attempt, (_, step) in first_steps(records).items()}
+    for attempt, end in superseded_from(firsts).items():
         counts &= (records.rows["attempt"] != attempt) | (records.rows["step"] < end)
     return records if counts.all() else records.where(counts)
 

@@ -1,13 +1,13 @@
 """Metric records as rows, which tests compare; the package reads them in columns."""
 
-from collections.abc import Iterable
-from dataclasses import astuple, dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import astuple, dataclass, field
 
 import pytest
 
 from prefect_torch_ddp import Goodput
 from prefect_torch_ddp.records import metrics
-from prefect_torch_ddp.storage.protocol import Storage
+from prefect_torch_ddp.storage.protocol import Storage, StoredObject
 
 
 @dataclass(frozen=True)
@@ -21,6 +21,32 @@ class Record:
     time: float
     num_samples: int
     metrics: dict[str, float]
+
+
+def record(step, rank=0, attempt=1, *, epoch=1, num_samples=1, **metrics) -> Record:
+    """Make one rank's record of one step."""
+    return Record(step, epoch, rank, attempt, float(step), num_samples, metrics)
+
+
+@dataclass(frozen=True)
+class Shelf:
+    """A storage in memory, as far as a reader, or a report, needs one."""
+
+    objects: dict[str, bytes] = field(default_factory=dict, repr=False)
+    uri: str = "s3://bucket/prefix"
+    secret_key: str = field(default="hunter2-do-not-show", repr=False)
+
+    def list(self, prefix: str = "") -> Iterator[StoredObject]:
+        """Yield what is there, in key order."""
+        for key in sorted(self.objects):
+            if key.startswith(prefix):
+                yield StoredObject(key, len(self.objects[key]))
+
+    def read(self, key: str) -> bytes:
+        return self.objects[key]
+
+    def write(self, key: str, data: bytes) -> None:
+        self.objects[key] = data
 
 
 def columns(rows: Iterable[Record]) -> metrics.Records:

@@ -251,8 +251,8 @@ def _pass_by(ctx: RankContext, folder: Path, how: str) -> None:
 def report_steps(ctx: RankContext) -> int:
     """Make steps of four samples and report each; hand over a file.
 
-    Options: num_steps; kill: {attempt: [rank, step]}; fail_at: step; wait_at: the step in which
-    all wait for an object of the storage.
+    Options: num_steps; kill: {attempt: [rank, step]}; wait_at: the step in which all wait for an
+    object of the storage.
     """
     torch.set_num_threads(1)
     num_steps = ctx.options["num_steps"]
@@ -269,7 +269,7 @@ def report_steps(ctx: RankContext) -> int:
         optimizer.step()
         ctx.report(loss=loss, twice_step_plus_rank=2 * ctx.step + ctx.rank)
         if ctx.step == 1 and ctx.rank == 0:
-            ctx.save("notes/first-step.txt", "of attempt 1: é")
+            ctx.save("notes/first-step.txt", f"of attempt {ctx.attempt}: é")
         _strike(ctx)
     return ctx.step
 
@@ -278,9 +278,6 @@ def _strike(ctx: RankContext) -> None:
     options = ctx.options
     if options.get("kill", {}).get(ctx.attempt) == [ctx.rank, ctx.step]:
         os.kill(os.getpid(), signal.SIGKILL)
-    if ctx.step == options.get("fail_at"):
-        msg = f"told to fail at step {ctx.step}"
-        raise ValueError(msg)
     if ctx.step == options.get("wait_at"):
         wait_until(lambda: _may_go_on(ctx), what="go on")
 

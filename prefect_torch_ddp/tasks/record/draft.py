@@ -109,15 +109,11 @@ def plain_values(values: Mapping[str, Any]) -> dict[str, Any]:
 
     What is named like a secret is hidden, as are credentials in a URL.
     """
-    return {str(name): _plain(str(name), value) for name, value in values.items()}
+    return {str(name): plain_value(value, str(name)) for name, value in values.items()}
 
 
-def plain_value(value: Any) -> Any:
+def plain_value(value: Any, name: str = "") -> Any:
     """Return one value as `plain_values` does."""
-    return _plain("", value)
-
-
-def _plain(name: str, value: Any) -> Any:
     try:
         plain = to_jsonable_python(value, fallback=_type_name, inf_nan_mode="strings")
         is_long = len(to_json(plain)) > MAX_CHARACTERS

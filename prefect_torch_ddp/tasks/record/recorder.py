@@ -60,12 +60,7 @@ class RunRecorder:
     fraction of a millisecond where one goes to the bus; the report's own thread calls `write`.
     """
 
-    def __init__(
-        self,
-        storage: Storage,
-        draft: RunRecord,
-        source: Path | None = None,
-    ) -> None:
+    def __init__(self, storage: Storage, draft: RunRecord, source: Path | None = None) -> None:
         """Make it.
 
         Args:
@@ -179,8 +174,7 @@ class RunRecorder:
     def _advance(self, progress: Progress) -> None:
         before, self._newest = self._newest, progress
         if before is not None and progress.epoch > before.epoch:
-            metrics = before.metrics
-            self._emit("epoch.completed", epoch=progress.epoch - 1, metrics=metrics)
+            self._emit("epoch.completed", epoch=progress.epoch - 1, metrics=before.metrics)
         else:
             self._events.send_due()
 
@@ -199,11 +193,12 @@ class RunRecorder:
         self._emit("checkpoint.committed", step=committed.step, checkpoint=uri, **about)
 
     def _fail(self, failed: FailureRecord) -> None:
-        self._close(failed.attempt, without_credentials(failed.summary), failed.step)
+        cause = without_credentials(failed.summary)
+        self._close(failed.attempt, cause, failed.step)
         self._update()
         self._has_news = True
         if not failed.is_move:
-            self._emit("rank.failed", step=failed.step, cause=without_credentials(failed.summary))
+            self._emit("rank.failed", step=failed.step, cause=cause)
 
     def _close(self, attempt: int, cause: str, step: int | None) -> None:
         newest = self._newest

@@ -6,14 +6,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from prefect_torch_ddp.records.metrics import MEASURED, Floats, Records, means
+from prefect_torch_ddp.records.metrics import MEASURED, Floats, Records, first_steps, means
 from prefect_torch_ddp.records.parts import superseded_from
 
 Curve = Sequence[tuple[float, float]]
 """(step, value) in order of step."""
 
 MAX_BINS = 2000
-NEVER = 2**62
 
 
 def _no_sums() -> Floats:
@@ -24,9 +23,8 @@ def _no_sums() -> Floats:
 class _Attempt:
     """What one attempt reported."""
 
-    first_reported: int = NEVER
-    first_step: int = NEVER
-    """The first with samples: what a resumed attempt reports before it takes nothing back."""
+    first: tuple[bool, float] = (True, np.inf)
+    """As `first_steps` gives it."""
     sums: dict[str, Floats] = field(default_factory=lambda: defaultdict(_no_sums))
     """By metric, as `Records.sums` gives them."""
     epoch_ends: dict[int, int] = field(default_factory=dict)
@@ -66,13 +64,11 @@ class MetricCurves:
         """Take in records of any rank and attempt, each once."""
         while records.rows["step"].max(initial=0) // self._width >= MAX_BINS:
             self._widen()
-        for number in np.unique(records.rows["attempt"]).tolist():
+        for number, first in first_steps(records).items():
             attempt = self._attempts[number]
+            attempt.first = min(attempt.first, first)
             of_it = records.rows["attempt"] == number
             steps = records.rows["step"][of_it]
-            trained = steps[records.rows["num_samples"][of_it] > 0]
-            attempt.first_reported = min(attempt.first_reported, int(steps.min()))
-            attempt.first_step = int(trained.min(initial=attempt.first_step))
             epochs, index = np.unique(records.rows["epoch"][of_it], return_inverse=True)
             ends = np.zeros(len(epochs), np.int64)
             np.maximum.at(ends, index, steps)
@@ -89,12 +85,16 @@ class MetricCurves:
         merged: dict[str, Floats] = defaultdict(_no_sums)
         holes: dict[str, int] = defaultdict(int)
         last: dict[int, int] = {}
-        first_steps = np.arange(MAX_BINS) * self._width
-        for attempt, end in self._counting():
+        bin_starts = np.arange(MAX_BINS) * self._width
+        attempts = dict(sorted(self._attempts.items()))
+        firsts = {number: int(attempt.first[1]) for number, attempt in attempts.items()}
+        superseded = superseded_from(firsts)
+        for number, attempt in attempts.items():
+            end = superseded[number]
             for name, sums in attempt.sums.items():
-                merged[name] += np.where(first_steps < end, sums, 0.0)
+                merged[name] += np.where(bin_starts < end, sums, 0.0)
             for name, found in attempt.holes.items():
-                holes[name] += int(found[first_steps < end].sum())
+                holes[name] += int(found[bin_starts < end].sum())
             for epoch, step in attempt.epoch_ends.items():
                 if step < end:
                     last[epoch] = max(step, last.get(epoch, 0))
@@ -104,20 +104,11 @@ class MetricCurves:
             if some.size:
                 points = zip((some[4] / some[3]).tolist(), means(some).tolist(), strict=True)
                 values.setdefault(name.removeprefix(MEASURED), list(points))
-        numbers = sorted(self._attempts)[1:]
-        resumes = {number: self._first_step(self._attempts[number]) for number in numbers}
-        ends = [last[epoch] for epoch in sorted(last)]
-        return Curves(values, ends, resumes, {name: num for name, num in holes.items() if num})
-
-    def _counting(self) -> list[tuple[_Attempt, float]]:
-        firsts = {number: self._first_step(one) for number, one in self._attempts.items()}
-        ends = superseded_from(firsts)
-        return [(self._attempts[number], ends[number]) for number in sorted(self._attempts)]
-
-    @staticmethod
-    def _first_step(attempt: _Attempt) -> int:
-        is_untrained = attempt.first_step == NEVER
-        return attempt.first_reported if is_untrained else attempt.first_step
+        epoch_ends = [last[epoch] for epoch in sorted(last)]
+        resumes = dict(list(firsts.items())[1:])
+        return Curves(
+            values, epoch_ends, resumes, {name: num for name, num in holes.items() if num}
+        )
 
     def _widen(self) -> None:
         self._width *= 2

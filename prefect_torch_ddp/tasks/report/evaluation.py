@@ -7,6 +7,7 @@ from prefect_torch_ddp.tasks.report.markdown import code_block, count, percent, 
 from prefect_torch_ddp.tasks.report.pictures import (
     MAX_CLASSES,
     MAX_NAMED_CLASSES,
+    Matrix,
     matrix_picture,
     worst_picture,
 )
@@ -19,8 +20,6 @@ MAX_LABEL_CHARACTERS = 24
 MAX_CONFUSIONS = 10
 MAX_GONE = 10
 CORNER = "true ↓ predicted →"
-
-Matrix = Sequence[Sequence[int]]
 
 
 def class_table(evaluation: Report, previous: Report | None = None) -> str:

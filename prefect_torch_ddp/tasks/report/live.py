@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from datetime import UTC, datetime
-from functools import partial
 from typing import Any, Self
 
 from prefect.client.orchestration import get_client
@@ -36,7 +35,7 @@ from prefect_torch_ddp.records.run_record import previous_run
 from prefect_torch_ddp.records.timing import newest_lines
 from prefect_torch_ddp.storage.protocol import Storage
 from prefect_torch_ddp.tasks.reading import read_goodput
-from prefect_torch_ddp.tasks.record.recorder import CANCELS, RunRecorder
+from prefect_torch_ddp.tasks.record.recorder import RunRecorder
 from prefect_torch_ddp.tasks.report.artifacts import ArtifactWriter, key
 from prefect_torch_ddp.tasks.report.checkpoints import kept_checkpoints
 from prefect_torch_ddp.tasks.report.curves import Curves, MetricCurves
@@ -143,7 +142,9 @@ class LiveReport:
         deadline_s = time.monotonic() + FINISH_TIMEOUT_S
         self._recorder.end(error)
         with self._lock:
-            self._training.status = self._status_after(error)
+            state = self._recorder.record.state
+            finished: Status = "trained" if self._is_published else "finished"
+            self._training.status = finished if state == "completed" else state
             self._training.cause = "" if error is None else f"{type(error).__name__}: {error}"
             # Of a training that goes on elsewhere the page is there, too.
             self._is_superseded = isinstance(error, SupersededError)
@@ -151,11 +152,6 @@ class LiveReport:
         self._wake.set()
         self._recorder.flush()
         self._thread.join(max(0.0, deadline_s - time.monotonic()))
-
-    def _status_after(self, error: BaseException | None) -> Status:
-        if error is not None:
-            return "cancelled" if isinstance(error, CANCELS) else "failed"
-        return "trained" if self._is_published else "finished"
 
     def _keep_writing(self) -> None:
         # Prefect's own retries last a minute; ours come at the interval.
@@ -172,7 +168,7 @@ class LiveReport:
                 if last:
                     self._recorder.measure(self._shown.get("ranks", ()), self._shown.get("goodput"))
                     self._try("write the run's record", self._recorder.write)
-                self._try("be written", partial(self._write, stack))
+                self._try("be written", self._write, stack)
                 if not last:
                     self._wake.wait(self._interval_s)
                     self._wake.clear()
@@ -194,7 +190,7 @@ class LiveReport:
         if "previous" not in self._shown:
             readings["previous"] = lambda: previous_run(self._storage, self._recorder.record)
         for name, read in readings.items():
-            self._try(f"read the run's {name}", partial(self._take, name, read))
+            self._try(f"read the run's {name}", self._take, name, read)
 
     def _take(self, name: str, read: Callable[[], Any]) -> None:
         self._shown[name] = read()
@@ -210,14 +206,12 @@ class LiveReport:
         shown: Curves = self._shown.get("curves", Curves())
         return shown
 
-    def _connect(self, stack: ExitStack) -> ArtifactWriter:
-        # With settings of its own the client is not the one that the task's thread uses.
-        client = get_client(sync_client=True, httpx_settings={"timeout": REQUEST_TIMEOUT_S})
-        per_task = not self._is_published
-        return ArtifactWriter(stack.enter_context(client), *self._run_ids, per_task=per_task)
-
     def _write(self, stack: ExitStack) -> None:
-        writer = self._writer = self._writer or self._connect(stack)
+        if self._writer is None:
+            # With settings of its own the client is not the one that the task's thread uses.
+            client = get_client(sync_client=True, httpx_settings={"timeout": REQUEST_TIMEOUT_S})
+            client, per_task = stack.enter_context(client), not self._is_published
+            self._writer = ArtifactWriter(client, *self._run_ids, per_task=per_task)
         with self._lock:
             # The end is written whatever came before: it has been read anew.
             if self._is_superseded or not (self._has_news or self._is_over):
@@ -236,15 +230,15 @@ class LiveReport:
         )
         experiment, about = record.experiment, f"Run {record.run_id}, {training.status}"
         try:
-            writer.put("progress", key("progress", experiment), training.percent, text(line))
-            writer.put("markdown", key("report", experiment), render_page(view), about)
+            self._writer.put("progress", key("progress", experiment), training.percent, text(line))
+            self._writer.put("markdown", key("report", experiment), render_page(view), about)
         except Exception:
             self._has_news = True
             raise
 
-    def _try(self, what: str, work: Callable[[], None]) -> None:
+    def _try(self, what: str, work: Callable[..., None], *args: Any) -> None:
         try:
-            work()
+            work(*args)
         except Exception as error:  # noqa: BLE001 - the training goes on whatever happens here
             if what not in self._warned:
                 self._warned.add(what)

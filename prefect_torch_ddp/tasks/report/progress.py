@@ -89,16 +89,7 @@ class TrainingProgress:
     @property
     def trouble(self) -> str:
         """What rank 0 warns of, such as checkpoints that fail; empty where all is well."""
-        return self.newest.trouble if self.newest is not None and self.newest.trouble else ""
-
-    @property
-    def position(self) -> str:
-        """Where it is: `epoch 3/10 · step 1,240/4,000`; empty before the first step."""
-        if self.newest is None:
-            return ""
-        epochs = f"/{count(self.newest.total_epochs)}" if self.newest.total_epochs else ""
-        steps = f"/{count(self.newest.total_steps)}" if self.newest.total_steps else ""
-        return f"epoch {count(self.newest.epoch)}{epochs} · step {count(self.newest.step)}{steps}"
+        return "" if self.newest is None else self.newest.trouble
 
     @property
     def line(self) -> str:
@@ -111,10 +102,14 @@ class TrainingProgress:
         if self.newest is None:
             waits = self.status == "training"
             return "no step yet" if waits else f"{self.status} before the first step"
+        newest = self.newest
+        epochs = f"/{count(newest.total_epochs)}" if newest.total_epochs else ""
+        steps = f"/{count(newest.total_steps)}" if newest.total_steps else ""
+        position = f"epoch {count(newest.epoch)}{epochs} · step {count(newest.step)}{steps}"
         losses_first = sorted(self.metrics.items(), key=lambda each: "loss" not in each[0].lower())
         shown = losses_first[:MAX_LINE_METRICS]
         metrics = [f"{' '.join(name.split())} {number(value)}" for name, value in shown]
-        return " · ".join([self.position, *metrics, *self._ending()])
+        return " · ".join([position, *metrics, *self._ending()])
 
     def _ending(self) -> list[str]:
         if self.status != "training":

@@ -49,6 +49,11 @@ def events_of(flow_run_id: UUID, last: str = "training.finished") -> list[dict[s
     return read()
 
 
+def names_of(events: list[dict[str, Any]]) -> list[str]:
+    """Return what happened, without the beginning that all events share."""
+    return [event["event"].removeprefix("prefect-torch-ddp.") for event in events]
+
+
 def only_record(store: Path) -> RunRecord:
     """Return the only record of a storage."""
     (record,) = list_records(DirectoryStorage(store))
@@ -92,7 +97,7 @@ def test_a_run_that_lost_a_rank_is_on_record_and_on_the_bus(
     assert record.evaluation.accuracy == report.evaluation.accuracy
 
     events = events_of(flow_run_id_of(report.flow_run_url))
-    names = [event["event"].removeprefix("prefect-torch-ddp.") for event in events]
+    names = names_of(events)
     assert names[0] == "training.started"
     assert names[-1] == "training.finished"
     assert names.count("rank.failed") == names.count("training.resumed") == 1
@@ -136,8 +141,7 @@ def test_a_ddp_task_that_fails_is_on_record_and_told_of_once_it_is_final(
     @flow(task_runner=runner)
     def trains() -> None:
         ids.append(str(flow_run.id))
-        options = {"world_size": 2, "storage": str(tmp_path), "retries": 1}
-        task = ddp_task(**options)(fail_in_step_three)
+        task = ddp_task(world_size=2, storage=str(tmp_path), retries=1)(fail_in_step_three)
         task.submit(0.5, data=object()).result()
 
     with pytest.raises(RankFailedError, match="out of luck"):
@@ -151,7 +155,7 @@ def test_a_ddp_task_that_fails_is_on_record_and_told_of_once_it_is_final(
     assert all("out of luck" in each.cause and each.ended for each in record.attempts)
     assert record.commit is not None
     events = events_of(UUID(ids[0]))
-    names = [event["event"].removeprefix("prefect-torch-ddp.") for event in events]
+    names = names_of(events)
     assert names.count("rank.failed") == 2
     assert names.count("training.finished") == 1
     assert events[-1]["resource"]["prefect-torch-ddp.state"] == "failed"
@@ -188,11 +192,8 @@ def test_a_gang_in_a_flow_of_ones_own_is_shown_if_asked(
     flow_run_id, values = sweeps()
     assert values == [0, 1]
     record = only_record(tmp_path)
-    assert (record.experiment, record.state, record.flow_run_id) == (
-        "sweep",
-        "completed",
-        flow_run_id,
-    )
+    known = (record.experiment, record.state, record.flow_run_id)
+    assert known == ("sweep", "completed", flow_run_id)
     assert [(each.attempt, each.world_size) for each in record.attempts] == [(1, 2), (2, 2)]
     assert "out of luck" in record.attempts[0].cause
     shown = artifacts_of(UUID(flow_run_id))
@@ -201,13 +202,8 @@ def test_a_gang_in_a_flow_of_ones_own_is_shown_if_asked(
     assert re.search(r"\| 1 \| 2 \| 127\.0\.0\.1 \| [^|]+ \|  \| rank 1", page)
     assert "out of luck in &lt;b&gt;" in page
     assert shown["progress-sweep"].data == 100.0
-    names = [event["event"] for event in events_of(UUID(flow_run_id))]
-    assert [name.removeprefix("prefect-torch-ddp.") for name in names] == [
-        "training.started",
-        "rank.failed",
-        "training.resumed",
-        "training.finished",
-    ]
+    told = ["training.started", "rank.failed", "training.resumed", "training.finished"]
+    assert names_of(events_of(UUID(flow_run_id))) == told
     lines = DirectoryStorage(tmp_path).list(f"runs/{record.run_id}/logs/")
     assert len([each.key for each in lines]) == 4
     wait_until(lambda: any("said by a rank" in log.message for log in logs_of(UUID(flow_run_id))))

@@ -4,12 +4,10 @@ import json
 import logging
 import math
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass, field
 
 import pytest
 
-from prefect_torch_ddp.errors import InvalidParamsError
+from prefect_torch_ddp import InvalidParamsError, read_metrics
 from prefect_torch_ddp.records.metrics import (
     MEASURED,
     epoch_rows,
@@ -18,36 +16,14 @@ from prefect_torch_ddp.records.metrics import (
     records_frame,
     surviving_records,
 )
-from prefect_torch_ddp.storage.protocol import StoredObject
-from tests.support.records import Record, columns, read_records, rows
+from tests.support.records import Record, Shelf, columns, read_records, record, rows
 
 RUN = "calm-otter-12345678"
 
 
-@dataclass(frozen=True)
-class Shelf:
-    """A storage in memory, as far as reading goes."""
-
-    objects: dict[str, bytes] = field(default_factory=dict)
-
-    def list(self, prefix: str = "") -> Iterator[StoredObject]:
-        """Yield what is there, in key order."""
-        for key in sorted(self.objects):
-            if key.startswith(prefix):
-                yield StoredObject(key, len(self.objects[key]))
-
-    def read(self, key: str) -> bytes:
-        return self.objects[key]
-
-
-def part(rank: int, attempt: int = 1, number: int = 1) -> str:
+def part(rank: int, number: int = 1) -> str:
     """Name the object of one part."""
-    return f"runs/{RUN}/metrics/rank-{rank:05d}/{attempt:06d}-{number:06d}.jsonl"
-
-
-def record(step, rank=0, attempt=1, *, epoch=1, num_samples=1, time=0.0, **metrics) -> Record:
-    """Make one record."""
-    return Record(step, epoch, rank, attempt, time, num_samples, metrics)
+    return f"runs/{RUN}/metrics/rank-{rank:05d}/000001-{number:06d}.jsonl"
 
 
 def line(*args, **options) -> bytes:
@@ -67,13 +43,11 @@ def test_all_parts_of_all_ranks_are_read_in_order_of_step():
     for rank in range(2):
         for number in range(15):
             steps = range(number * 100 + 1, number * 100 + 101)
-            objects[part(rank, number=number + 1)] = b"".join(
-                line(step, rank, loss=step + rank / 10) for step in steps
-            )
+            lines = [line(step, rank, loss=step + rank / 10) for step in steps]
+            objects[part(rank, number + 1)] = b"".join(lines)
     records = read_records(Shelf(objects), RUN)
-    assert [(found.step, found.rank) for found in records] == [
-        (step, rank) for step in range(1, 1501) for rank in range(2)
-    ]
+    every = [(step, rank) for step in range(1, 1501) for rank in range(2)]
+    assert [(found.step, found.rank) for found in records] == every
     assert records[-1].metrics == {"loss": 1500.1}
     assert read_records(Shelf(), RUN) == []
 
@@ -82,27 +56,20 @@ def test_parts_that_are_known_are_not_read_again():
     """As the live report does."""
     known: set[str] = set()
     assert len(read_new_records(Shelf({part(0): line(1)}), RUN, known)) == 1
-    more = Shelf({part(0): b"not read", part(0, number=2): line(2)})
+    more = Shelf({part(0): b"not read", part(0, 2): line(2)})
     assert read_new_records(more, RUN, known).rows["step"].tolist() == [2]
 
 
 def test_what_ranks_measured_is_apart_from_what_was_reported():
     """No row, no column and no epoch of the user's has it; who asks for it gets it by its name."""
     lines = [vars(record(step, loss=1.0 / step)) for step in (1, 2)] + [vars(record(3))]
-    for each in lines:
-        each["measured"] = {"learning_rate": 0.1, "loss": 9.0}
-    shelf = Shelf({part(0): b"\n".join(json.dumps(each).encode() for each in lines)})
-    assert [(each.step, each.metrics) for each in rows(read_all_records(shelf, RUN))] == [
-        (1, {"loss": 1.0}),
-        (2, {"loss": 0.5}),
-    ]
-    everything = rows(read_new_records(shelf, RUN, set()))
+    measured = {"measured": {"learning_rate": 0.1, "loss": 9.0}}
+    shelf = Shelf({part(0): b"\n".join(json.dumps(each | measured).encode() for each in lines)})
+    reported = [(each.step, each.metrics) for each in rows(read_all_records(shelf, RUN))]
+    assert reported == [(1, {"loss": 1.0}), (2, {"loss": 0.5})]
     measured = {MEASURED + "learning_rate": 0.1, MEASURED + "loss": 9.0}
-    assert [each.metrics for each in everything] == [
-        {"loss": 1.0, **measured},
-        {"loss": 0.5, **measured},
-        measured,
-    ]
+    everything = [each.metrics for each in rows(read_new_records(shelf, RUN, set()))]
+    assert everything == [{"loss": 1.0, **measured}, {"loss": 0.5, **measured}, measured]
 
 
 def test_an_epoch_is_the_mean_over_all_samples_of_all_ranks():
@@ -139,7 +106,8 @@ def test_records_without_samples_count_only_where_there_are_no_others():
 
 def test_a_resumed_attempt_supersedes_all_that_follows_its_first_step():
     """On every rank, also steps that it hasn't reached, ranks that it has no more, and what an
-    attempt between had made."""
+    attempt between had made. What it reports before that step, such as the number of parameters,
+    before or after the checkpoint was restored, supersedes nothing."""
     old = [record(step, rank, 1) for step in range(1, 10) for rank in range(2)]
     before = [(step, rank, 1) for step in (1, 2, 3) for rank in range(2)]
     new = [record(step, rank, 2) for step in range(4, 12) for rank in range(2)]
@@ -147,14 +115,9 @@ def test_a_resumed_attempt_supersedes_all_that_follows_its_first_step():
     assert kept(old, [record(4, 0, 2)]) == [*before, (4, 0, 2)]
     third = [record(step, 0, 3) for step in range(2, 4)]
     assert kept(old, new, third) == [(1, 0, 1), (1, 1, 1), (2, 0, 3), (3, 0, 3)]
-
-
-def test_what_a_resumed_attempt_reports_before_its_first_step_supersedes_nothing():
-    """The number of parameters, for instance, before or after the checkpoint was restored."""
-    old = [record(step, 0, 1) for step in range(1, 6)]
     new = [record(step, 0, 2, num_samples=number) for step, number in ((0, 0), (3, 0), (4, 1))]
     expected = [(0, 0, 2), (1, 0, 1), (2, 0, 1), (3, 0, 1), (3, 0, 2), (4, 0, 2)]
-    assert kept(old, new) == expected
+    assert kept(old[::2], new) == expected
 
 
 def test_nan_and_inf_are_read_and_a_diverged_epoch_is_nan():
@@ -202,6 +165,12 @@ def test_a_frame_has_a_row_a_record_and_a_column_a_metric():
     assert frame["loss"].mean() == pytest.approx(0.75)
     assert frame["accuracy"].isna().tolist() == [True, True, False]
     assert records_frame(Shelf(), RUN).empty
+
+
+def test_a_run_that_is_not_there_is_named():
+    """With the place that was looked at."""
+    with pytest.raises(InvalidParamsError, match="s3://bucket/prefix holds no run 'nobody'"):
+        read_metrics(Shelf({part(0): line(1)}), "nobody")
 
 
 def test_without_pandas_the_error_says_what_to_do(monkeypatch):

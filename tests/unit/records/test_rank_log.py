@@ -1,7 +1,6 @@
 """A rank's lines in the storage: whole, in few objects, whatever the storage does."""
 
 import re
-from pathlib import Path
 
 import pytest
 
@@ -15,57 +14,57 @@ from tests.support.waiting import HANG_S, wait_until
 STAMP = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z "
 
 
-def written(root: Path, folder: str) -> list[str]:
+@pytest.fixture
+def folder(tmp_path):
+    """Give the folder of a run's lines; its other files are elsewhere."""
+    return tmp_path / "runs/run/logs"
+
+
+def written(folder) -> list[str]:
     """Return the lines of all parts without their times, which all have one."""
-    parts = [path.read_text() for path in sorted((root / "runs/run/logs" / folder).iterdir())]
-    lines = "".join(parts).splitlines()
+    lines = "".join(path.read_text() for path in sorted(folder.iterdir())).splitlines()
     assert all(re.match(STAMP, line) for line in lines)
     return [re.sub(STAMP, "", line, count=1) for line in lines]
 
 
-def test_a_short_log_is_one_object_and_an_attempt_overwrites_no_other(tmp_path: Path) -> None:
+def test_a_short_log_is_one_object_and_an_attempt_overwrites_no_other(tmp_path, folder):
     """It is written at the end; a task that runs again begins behind what is there."""
-    folder = LogFolder(DirectoryStorage(tmp_path), "run")
+    storage = DirectoryStorage(tmp_path)
     for attempt in (1, 2, 2):
-        writer = RankLogWriter(folder, 3, attempt)
+        writer = RankLogWriter(LogFolder(storage, "run"), 3, attempt)
         writer.add(["printed", "grün"])
         writer.add(["logged"], "WARNING user.code: ")
-        assert writer.uri == f"{tmp_path}/runs/run/logs/rank-00003/{attempt:06d}-*.txt"
+        assert writer.uri == f"{folder}/rank-00003/{attempt:06d}-*.txt"
         writer.end()
         assert writer.join(HANG_S) == ""
-    names = sorted(path.name for path in (tmp_path / "runs/run/logs/rank-00003").iterdir())
+    names = sorted(path.name for path in (folder / "rank-00003").iterdir())
     assert names == ["000001-000001.txt", "000002-000001.txt", "000002-000002.txt"]
-    expected = ["printed", "grün", "WARNING user.code: logged"]
-    assert written(tmp_path, "rank-00003") == 3 * expected
-    silent = RankLogWriter(LogFolder(DirectoryStorage(tmp_path), "run", "logs/evaluate"), 0, 1)
-    silent.end()
+    assert written(folder / "rank-00003") == 3 * ["printed", "grün", "WARNING user.code: logged"]
+    silent = RankLogWriter(LogFolder(storage, "run", "logs/evaluate"), 0, 1)
     assert silent.join(HANG_S) == ""
-    assert not (tmp_path / "runs/run/logs/evaluate").exists()
+    assert not (folder / "evaluate").exists()
 
 
 def test_a_large_log_is_written_at_once_and_nothing_is_lost_or_doubled(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+    tmp_path, folder, monkeypatch, caplog
+):
     """Though the first write seems to fail, and more lines come before it is tried again."""
     monkeypatch.setattr(records_log, "FULL_BYTES", 1_000)
     storage = MoodyStorage(tmp_path, "loses answers")
     writer = RankLogWriter(LogFolder(storage, "run"), 0, 1)
     lines = [f"line {number}" for number in range(500)]
-    for number in range(100):
-        writer.add(lines[number : number + 1])
+    for line in lines[:100]:
+        writer.add([line])
     storage.goes_on.set()
     wait_until(lambda: "kept to try again: the answer got lost" in caplog.text)
     writer.add(lines[100:])
     storage.mood = "well"
-    writer.end()
     assert writer.join(HANG_S) == ""
-    assert written(tmp_path, "rank-00000") == lines
-    assert len(list((tmp_path / "runs/run/logs/rank-00000").iterdir())) > 1
+    assert written(folder / "rank-00000") == lines
+    assert len(list((folder / "rank-00000").iterdir())) > 1
 
 
-def test_a_storage_that_keeps_nobody_waiting(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_storage_that_keeps_nobody_waiting(tmp_path, folder, monkeypatch):
     """What doesn't fit in memory meanwhile is lost, and the end says how much that is."""
     monkeypatch.setattr(rank_log, "MAX_WAITING_BYTES", 1_000)
     monkeypatch.setattr(records_log, "FULL_BYTES", 500)
@@ -80,7 +79,7 @@ def test_a_storage_that_keeps_nobody_waiting(
     assert "has not taken the last of it for 0 s" in writer.join(0.0)
     storage.goes_on.set()
     trouble = writer.join(HANG_S)
-    *kept, last = written(tmp_path, "rank-00000")
+    *kept, last = written(folder / "rank-00000")
     assert trouble == f"the storage was too slow for {1_000 - len(kept)} lines"
     assert kept == [f"line {number}" for number in range(len(kept))]
     assert (len(kept) < 50, last) == (True, "after it")

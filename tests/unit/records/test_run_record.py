@@ -10,7 +10,6 @@ import pytest
 
 from prefect_torch_ddp import DirectoryStorage, InvalidParamsError, compare_runs, list_runs
 from prefect_torch_ddp.records.run_record import (
-    AttemptRecord,
     RunRecord,
     list_records,
     previous_run,
@@ -23,45 +22,41 @@ BEGAN = datetime(2026, 11, 22, 2, tzinfo=UTC)
 NIGHTLY = "train-ddp/nightly/digits"
 
 
+@pytest.fixture
+def storage(tmp_path: Path) -> DirectoryStorage:
+    """Give a storage of records."""
+    return DirectoryStorage(tmp_path)
+
+
 def record(night: int, experiment: str = NIGHTLY, **changes: object) -> RunRecord:
     """Make the record of the run of a night."""
-    began = BEGAN + timedelta(days=night)
     plain = {"run_id": f"run-{night}", "experiment": experiment, "workload": "digits"}
-    fields = {"state": "completed", "began": began, "storage": "/store", **changes}
-    return RunRecord.model_validate({**plain, **fields})
+    fields = {"state": "completed", "began": BEGAN + timedelta(days=night), "storage": "/store"}
+    return RunRecord.model_validate({**plain, **fields, **changes})
 
 
-def test_a_record_is_read_back_whatever_its_numbers_are(tmp_path: Path) -> None:
+def test_a_record_is_read_back_whatever_its_numbers_are(storage):
     """Also numbers that JSON lacks, in models within it; what is written is strict JSON."""
-    storage = DirectoryStorage(tmp_path)
-    attempt = AttemptRecord(attempt=1, world_size=2, began=BEGAN, hosts=("a", "b"))
+    attempt = {"attempt": 1, "world_size": 2, "began": BEGAN, "hosts": ("a", "b")}
     report = Report(num_samples=3, metrics={"mae": math.inf})
     wrote = record(1, attempts=(attempt,), evaluation=report, metrics={"loss": math.nan})
     write_record(storage, wrote)
-
-    def refuse(name: str) -> None:
-        raise AssertionError(name)
-
-    json.loads(storage.read(wrote.key), parse_constant=refuse)
+    json.loads(storage.read(wrote.key), parse_constant=pytest.fail)
     read = read_record(storage, "run-1")
     assert math.isnan(read.metrics["loss"])
     assert read.model_copy(update={"metrics": {}}) == wrote.model_copy(update={"metrics": {}})
 
 
-def test_a_later_write_of_a_run_replaces_the_one_before(tmp_path: Path) -> None:
+def test_a_later_write_of_a_run_replaces_the_one_before(storage):
     """A run has one record, from its begin on."""
-    storage = DirectoryStorage(tmp_path)
     write_record(storage, record(1, state="training"))
     write_record(storage, record(1, ended=BEGAN + timedelta(days=1, seconds=90)))
     (only,) = list_records(storage)
     assert (only.state, only.duration_s) == ("completed", 90)
 
 
-def test_a_damaged_record_is_left_out_and_named(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_damaged_record_is_left_out_and_named(storage, caplog):
     """The others are read; who asks for the damaged one is told."""
-    storage = DirectoryStorage(tmp_path)
     for night in range(4):
         write_record(storage, record(night))
     storage.write(record(1).key, storage.read(record(1).key)[:-40])
@@ -76,53 +71,45 @@ def test_a_damaged_record_is_left_out_and_named(
         read_record(storage, "run-9")
 
 
-def test_what_a_newer_version_added_is_passed_over(tmp_path: Path) -> None:
+def test_what_a_newer_version_added_is_passed_over(storage):
     """Records outlive the version that wrote them."""
-    storage = DirectoryStorage(tmp_path)
     plain = {**record(1).model_dump(mode="json"), "weather": "fine"}
     storage.write(record(1).key, json.dumps(plain).encode())
     assert list_records(storage) == [record(1)]
 
 
-def test_the_previous_run_is_the_newest_completed_one_of_the_experiment(tmp_path: Path) -> None:
+def test_the_previous_run_is_the_newest_completed_one_of_the_experiment(storage):
     """Neither a failed one, nor a later one, nor one of an experiment of a similar name."""
-    storage = DirectoryStorage(tmp_path)
     for night, state in enumerate(("completed", "completed", "failed", "training", "completed")):
         write_record(storage, record(night, state=state))
     like = record(2, "train-ddp nightly digits", run_id="other")
     assert like.key.rpartition("/")[0] == record(2).key.rpartition("/")[0]
     write_record(storage, like)
-    found = previous_run(storage, record(3))
-    assert found is not None
-    assert found.run_id == "run-1"
-    origin = previous_run(storage, record(3, weights_from="run-0"))
-    assert origin is not None
-    assert origin.run_id == "run-0"
+    assert previous_run(storage, record(3)) == record(1)
+    assert previous_run(storage, record(3, weights_from="run-0")) == record(0)
     assert previous_run(storage, record(0)) is None
     assert previous_run(storage, record(9, "another")) is None
 
 
-def test_runs_are_listed_a_row_each(tmp_path: Path) -> None:
+def test_runs_are_listed_a_row_each(storage):
     """Newest first, with what a person compares; of one experiment if asked; also none at all."""
-    storage = DirectoryStorage(tmp_path)
     report = Report(num_samples=9, accuracy=0.75, metrics={"auc": 0.5})
     write_record(storage, record(1, evaluation=report, ended=BEGAN + timedelta(days=1, seconds=9)))
     write_record(storage, record(2, state="failed", cause="ValueError: boom", commit="abc"))
     write_record(storage, record(3, "other", state="training", metrics={"loss": 0.5}))
-    runs = list_runs(tmp_path)
+    runs = list_runs(storage)
     assert list(runs["run_id"]) == ["run-3", "run-2", "run-1"]
     assert list(runs["state"]) == ["training", "failed", "completed"]
     first = runs.set_index("run_id").loc["run-1"]
     assert (first["accuracy"], first["auc"], first["duration_s"]) == (0.75, 0.5, 9)
     assert (runs["commit"][1], runs["cause"][1]) == ("abc", "ValueError: boom")
     assert runs["train.loss"][0] == 0.5
-    assert list(list_runs(storage, "other")["run_id"]) == ["run-3"]
-    assert list(list_runs(tmp_path / "new")["run_id"]) == []
+    assert list(list_runs(storage.uri, "other")["run_id"]) == ["run-3"]
+    assert list(list_runs(Path(storage.uri) / "new")["run_id"]) == []
 
 
-def test_two_runs_are_compared_by_what_differs_and_by_their_results(tmp_path: Path) -> None:
+def test_two_runs_are_compared_by_what_differs_and_by_their_results(storage):
     """What is equal isn't shown, but for results; who has what the other lacks is seen."""
-    storage = DirectoryStorage(tmp_path)
     data = DatasetReport(dataset_id="d", uri="/d", num_files=1, num_bytes=1, digest="one")
     alike = {"seed": 5, "versions": {"torch": "2.14", "numpy": "2"}, "parameters": {"retries": 2}}
     policy = {"checkpoint": {"every_steps": 5, "keep_last": 2}}
@@ -134,7 +121,7 @@ def test_two_runs_are_compared_by_what_differs_and_by_their_results(tmp_path: Pa
         "evaluation": Report(num_samples=9, accuracy=0.5),
     }
     write_record(storage, record(2, **{**alike, **changed}))
-    table = compare_runs(tmp_path, "run-1", "run-2")
+    table = compare_runs(storage, "run-1", "run-2")
     assert list(table.columns) == ["run-1", "run-2"]
     rows = {name: tuple(row) for name, row in zip(table.index, table.to_numpy(), strict=True)}
     assert {name: row for name, row in rows.items() if name[0] != "results"} == {
@@ -147,4 +134,4 @@ def test_two_runs_are_compared_by_what_differs_and_by_their_results(tmp_path: Pa
     assert rows["results", "state"] == ("completed", "completed")
     assert rows["results", "accuracy"] == (None, 0.5)
     with pytest.raises(InvalidParamsError, match="twice"):
-        compare_runs(tmp_path, "run-1", "run-1")
+        compare_runs(storage, "run-1", "run-1")

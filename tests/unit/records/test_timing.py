@@ -1,7 +1,7 @@
-"""Timing records: the goodput of attempts that failed and resumed, and who is waited for."""
+"""Timing records: the goodput of attempts that failed and resumed."""
 
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -12,7 +12,6 @@ from prefect_torch_ddp.records.timing import (
     TimingLine,
     goodput,
     newest_lines,
-    waiting_cost,
 )
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 
@@ -22,10 +21,7 @@ PARTS = [name for name in Goodput.model_fields if name.endswith("_s") and name !
 def line(attempt: int, done: int, at: float, rank: int = 0, **seconds: float) -> TimingLine:
     """Make a record; without steps unless it has spent time in them."""
     steps = round(seconds.get("step", 0.0))
-    counts: dict[str, Any] = {"num_steps": steps, "num_samples": 8 * steps, "num_epoch_ends": 0}
-    memory = {"rss_bytes": 10**8, "cuda_bytes": 0}
-    who = {"rank": rank, "attempt": attempt, "host": "a", "device": "cpu"}
-    return TimingLine(step=done, time=at, seconds=seconds, **who, **counts, **memory)
+    return TimingLine(rank, attempt, "a", "cpu", done, at, 8 * steps, steps, 0, 10**8, 0, seconds)
 
 
 def test_what_a_restart_took_back_is_lost_and_all_adds_up() -> None:
@@ -57,11 +53,10 @@ def test_what_a_restart_took_back_is_lost_and_all_adds_up() -> None:
 
 def test_validation_is_what_the_last_step_of_an_epoch_takes_beyond_a_step() -> None:
     """Nine plain steps of a second and one of four; in a run of such steps alone nobody knows."""
-    last = line(1, 10, 30.0, step=9.0, epoch_end=4.0)
-    plain = {"num_steps": 10, "num_epoch_ends": 1}
-    found = goodput("run", [TimingLine(**{**vars(last), **plain})], {1: 17.0}, {})
+    last = replace(line(1, 10, 30.0, step=9.0, epoch_end=4.0), num_steps=10, num_epoch_ends=1)
+    found = goodput("run", [last], {1: 17.0}, {})
     assert (found.validation_s, found.steps_s, found.wall_s) == (3.0, 10.0, 13.0)
-    only = TimingLine(**{**vars(last), "num_steps": 1, "num_epoch_ends": 1})
+    only = replace(last, num_steps=1)
     assert goodput("run", [only], {1: 17.0}, {}).validation_s == 0.0
 
 
@@ -73,30 +68,14 @@ def test_nothing_is_negative_or_beyond_the_wall_time() -> None:
     assert (found.wall_s, found.starting_s, found.queueing_s) == (10.0, 7.0, 0.0)
 
 
-def test_the_rank_that_waits_least_is_the_one_that_others_wait_for() -> None:
-    """Its own waiting is the exchange's; equal ranks cost nothing; unknown is unknown."""
-    ranks = [line(1, 50, 90.0, rank, step=50.0, waiting=20.0) for rank in range(4)]
-    ranks[2] = line(1, 50, 90.0, 2, step=50.0, waiting=5.0)
-    slowest, cost = waiting_cost(ranks)
-    assert slowest is ranks[2]
-    assert cost == pytest.approx(0.3)
-    assert waiting_cost(ranks[:2])[1] == pytest.approx(0.0)
-    too_short = [line(1, 4, 90.0, rank, step=4.0, waiting=2.0 * rank + 0.1) for rank in range(2)]
-    assert waiting_cost(too_short) == (None, 0.0)
-    assert waiting_cost([line(1, 50, 90.0, rank, step=50.0) for rank in range(2)]) == (None, 0.0)
-
-
 def test_the_newest_record_of_each_rank_of_the_newest_attempt_is_read(tmp_path: Path) -> None:
     """Also from a host whose name looks like a value that JSON lacks."""
     storage = DirectoryStorage(tmp_path)
     for attempt, rank, step in ((1, 0, 9), (1, 1, 9), (2, 1, 4), (2, 0, 4)):
         log = RecordLog(storage, "run", "timing", rank=rank, attempt=attempt)
         for at in (step - 1, step):
-            mark = vars(line(attempt, at, float(at), rank, step=at))
-            log.append(TimingLine(**{**mark, "host": "null"}))
+            log.append(replace(line(attempt, at, float(at), rank, step=at), host="null"))
             log.flush()
         log.close()
-    assert [(one.rank, one.attempt, one.step) for one in newest_lines(storage, "run")] == [
-        (0, 2, 4),
-        (1, 2, 4),
-    ]
+    found = [(one.rank, one.attempt, one.step) for one in newest_lines(storage, "run")]
+    assert found == [(0, 2, 4), (1, 2, 4)]

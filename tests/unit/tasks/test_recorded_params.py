@@ -1,6 +1,5 @@
 """The parameters on a run's record, by which its checkpoint is evaluated, or a refusal."""
 
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -8,29 +7,16 @@ import pytest
 
 from prefect_torch_ddp import DirectoryStorage, InvalidParamsError
 from prefect_torch_ddp.params import TrainParams
-from prefect_torch_ddp.records.run_record import RunRecord, write_record
-from prefect_torch_ddp.results import DatasetReport
-from prefect_torch_ddp.tasks.record.draft import plain_values, recorded_params
-
-DATASET = DatasetReport(dataset_id="d", uri="/store/data/d", num_files=1, num_bytes=1, digest="9")
+from prefect_torch_ddp.records.run_record import write_record
+from prefect_torch_ddp.tasks.record.draft import draft_record, recorded_params
+from tests.support.pages import DATASET
 
 
 def put_on_record(storage: DirectoryStorage, options: dict[str, Any], *, flow: bool = True) -> None:
     """Write a run's record as a training does."""
     params = TrainParams(storage=storage.uri, options=options)
-    given = params.model_dump(exclude={"seed", "options", "data_options"})
-    record = RunRecord(
-        run_id="r",
-        experiment="e",
-        workload=params.workload,
-        began=datetime.now(UTC),
-        storage=storage.uri,
-        parameters=plain_values({**given, "storage": storage.uri}),
-        options=plain_values(options),
-        seed=params.seed,
-        dataset=DATASET if flow else None,
-    )
-    write_record(storage, record)
+    about = {"workload": params.workload, "dataset": DATASET if flow else None}
+    write_record(storage, draft_record(params, "r", "e", storage, **about))
 
 
 def test_the_parameters_come_back(tmp_path: Path) -> None:

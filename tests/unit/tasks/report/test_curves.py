@@ -6,14 +6,7 @@ import random
 import pytest
 
 from prefect_torch_ddp.tasks.report.curves import MAX_BINS, MetricCurves
-from tests.support.records import Record, columns
-
-
-def record(
-    step: int, rank: int = 0, attempt: int = 1, num_samples: int = 1, epoch: int = 1, **metrics
-):
-    """Make one rank's record of one step."""
-    return Record(step, epoch, rank, attempt, float(step), num_samples, metrics)
+from tests.support.records import columns, record
 
 
 def test_a_step_is_the_mean_over_the_samples_of_all_ranks():
@@ -32,20 +25,17 @@ def test_a_step_is_the_mean_over_the_samples_of_all_ranks():
 
 def test_what_a_newer_attempt_repeats_or_takes_back_is_left_out_in_any_order_of_arrival():
     """One that begins again at step 4 voids all from there on; reports before it void nothing."""
-    old = [
-        record(step, rank, epoch=1 + step // 4, loss=1.0) for step in range(1, 9) for rank in (0, 1)
-    ]
-    new = [record(3, 0, 2, num_samples=0, parameters=7.0), record(4, 0, 2, epoch=2, loss=2.0)]
-    records = old + new
+    steps = [(step, rank) for step in range(1, 9) for rank in (0, 1)]
+    records = [record(step, rank, epoch=1 + step // 4, loss=1.0) for step, rank in steps]
+    records += [record(3, 0, 2, num_samples=0, parameters=7.0), record(4, 0, 2, epoch=2, loss=2.0)]
     random.Random(1).shuffle(records)
     curves = MetricCurves()
     for one in records:
         curves.add(columns([one]))
-    assert curves.snapshot().values == {
-        "loss": [(1, 1.0), (2, 1.0), (3, 1.0), (4, 2.0)],
-        "parameters": [(3, 7.0)],
-    }
-    assert curves.snapshot().epoch_ends == [3, 4]
+    found = curves.snapshot()
+    loss = [(1, 1.0), (2, 1.0), (3, 1.0), (4, 2.0)]
+    assert found.values == {"loss": loss, "parameters": [(3, 7.0)]}
+    assert (found.epoch_ends, found.resumes) == ([3, 4], {2: 4})
 
 
 def test_a_long_training_shares_bins_and_keeps_its_mean_and_its_ends():
@@ -68,10 +58,9 @@ def test_nan_and_infinite_values_are_left_out_and_counted():
     """As a picture must; the curve goes on behind them. What a newer attempt took back isn't
     counted."""
     records = [record(1, loss=math.nan), record(2, loss=math.inf), record(3, loss=1.0)]
-    assert MetricCurves(columns(records)).snapshot().values == {"loss": [(3, 1.0)]}
-    assert MetricCurves(columns(records)).snapshot().holes == {"loss": 2}
+    found = MetricCurves(columns(records)).snapshot()
+    assert (found.values, found.holes) == ({"loss": [(3, 1.0)]}, {"loss": 2})
     resumed = MetricCurves(columns([*records, record(2, attempt=2, loss=0.5)])).snapshot()
     assert (resumed.values, resumed.holes) == ({"loss": [(2, 0.5)]}, {"loss": 1})
-    assert resumed.resumes == {2: 2}
     many = MetricCurves(columns(record(step, loss=math.nan) for step in range(3 * MAX_BINS)))
     assert many.snapshot().holes == {"loss": 3 * MAX_BINS}

@@ -10,22 +10,19 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from prefect_torch_ddp.rank.evaluation.classification import classification_report
-from prefect_torch_ddp.results import Report, WorstSample
+from prefect_torch_ddp.rank.evaluation.classification import classification_report as report
+from prefect_torch_ddp.results import WorstSample
 from prefect_torch_ddp.tasks.report.evaluation import class_table, confusion_table, worst_samples
+from tests.support.pages import tables
 
 SVG = "{http://www.w3.org/2000/svg}"
 HOSTILE = '"/><script>alert(1)</script>](http://evil)<image href="http://evil/x.png"/>&\n```|<b>'
+UNIT = [[1, 0], [0, 1]]
 
 
-def report(names, matrix, **more) -> Report:
-    """Make the report of a matrix."""
-    return classification_report(matrix, names, **more)
-
-
-def noisy(num: int, seed: int = 0) -> list[list[int]]:
+def noisy(num: int) -> list[list[int]]:
     """Make a matrix in which every cell has samples."""
-    draw = random.Random(seed)
+    draw = random.Random(0)
     return [[draw.randint(1, 9) + 90 * (i == j) for j in range(num)] for i in range(num)]
 
 
@@ -35,11 +32,10 @@ def picture(markdown: str) -> ET.Element:
     svg = ET.fromstring(base64.b64decode(data, validate=True))
     kinds = {element.tag.removeprefix(SVG) for element in svg.iter()}
     assert kinds <= {"svg", "rect", "g", "text", "image"}
+    images = ("data:image/png", "data:image/jpeg")
     for element in svg.iter():
         assert set(element.attrib).isdisjoint({"onload", "onclick", "xlink:href"})
-        assert element.get("href", "data:image/png").startswith(
-            ("data:image/png", "data:image/jpeg")
-        )
+        assert element.get("href", "data:image/png").startswith(images)
     return svg
 
 
@@ -48,19 +44,12 @@ def words(svg: ET.Element) -> list[str]:
     return [element.text for element in svg.iter(f"{SVG}text")]
 
 
-def colours(svg: ET.Element) -> np.ndarray:
-    """Return the cells' colours, [row, column, red green blue]."""
-    (image,) = svg.iter(f"{SVG}image")
-    file = io.BytesIO(base64.b64decode(image.get("href").partition(",")[2]))
-    return np.asarray(Image.open(file).convert("RGB")).astype(int)
-
-
 def test_a_cells_colour_is_its_share_of_the_true_class() -> None:
     """Hits are blue and confusions red, by share and not by number; none is white."""
-    svg = picture(
-        confusion_table(report("abc", [[9000, 1000, 0], [1, 9, 0], [0, 0, 0]])),
-    )
-    cells = colours(svg)
+    svg = picture(confusion_table(report([[9000, 1000, 0], [1, 9, 0], [0, 0, 0]], "abc")))
+    (image,) = svg.iter(f"{SVG}image")
+    file = io.BytesIO(base64.b64decode(image.get("href").partition(",")[2]))
+    cells = np.asarray(Image.open(file).convert("RGB")).astype(int)  # [row, column, colour]
     assert (cells[0, 2] == 255).all()
     assert (cells[2] == 255).all(), "a class without samples"
     assert (cells[0, 0] == cells[1, 1]).all()
@@ -77,16 +66,16 @@ def test_the_picture_is_legible_and_small(num: int) -> None:
     """All names up to 60 classes, in letters of 9 pixels at least and apart from each other;
     a page of 200 classes has room for it."""
     names = [f"class number {i:03}" for i in range(num)]
-    page = report(names, noisy(num))
+    page = report(noisy(num), names)
     shown = confusion_table(page)
     svg = picture(shown)
-    sizes = [float(element.get("font-size", 12)) for element in svg.iter(f"{SVG}text")]
-    assert min(sizes) >= 7
+    sizes = [(e.text, float(e.get("font-size", 12))) for e in svg.iter(f"{SVG}text")]
+    assert min(size for _, size in sizes) >= 7
     written = words(svg)
     if num <= 60:
         assert all(written.count(name) == 2 for name in names)
         (cells,) = svg.iter(f"{SVG}image")
-        (size,) = {float(e.get("font-size", 12)) for e in svg.iter(f"{SVG}text") if e.text in names}
+        (size,) = {size for word, size in sizes if word in names}
         assert 9 <= size < float(cells.get("width")) / num
     else:
         assert {"10", "200"} <= set(written)
@@ -97,24 +86,21 @@ def test_the_picture_is_legible_and_small(num: int) -> None:
 
 def test_counts_stand_only_where_they_can_be_read() -> None:
     """In a cell of its own size; those that are too long are rounded."""
-    million = [[1_234_567, 1], [2, 3]]
-    assert {"1235k", "1", "2", "3"} <= set(words(picture(confusion_table(report("ab", million)))))
-    svg = picture(confusion_table(report([f"c{i}" for i in range(50)], noisy(50))))
-    assert not any(word.isdigit() for word in words(svg))
+    million = report([[1_234_567, 1], [2, 3]], "ab")
+    assert {"1235k", "1", "2", "3"} <= set(words(picture(confusion_table(million))))
+    many = report(noisy(50), [f"c{i}" for i in range(50)])
+    assert not any(word.isdigit() for word in words(picture(confusion_table(many))))
 
 
 def test_the_difference_to_the_last_version_stands_by_each_class() -> None:
     """By name: the order and the set of classes may have changed."""
-    now = report(("cat", "dog", "eel"), [[4, 0, 0], [2, 2, 0], [0, 0, 1]])
-    before = report(("dog", "cat", "emu"), [[4, 0, 0], [2, 2, 0], [0, 0, 1]])
+    matrix = [[4, 0, 0], [2, 2, 0], [0, 0, 1]]
+    now, before = report(matrix, ("cat", "dog", "eel")), report(matrix, ("dog", "cat", "emu"))
     page = class_table(now, before)
-    rows = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("|")]
-    assert rows[0] == ["class", "precision", "recall", "F1", "F1 since the last run", "support"]
-    assert [(row[0], row[4]) for row in rows[2:]] == [
-        ("cat", "+0.133"),
-        ("dog", "-0.133"),
-        ("eel", "new"),
-    ]
+    header, _rule, *rows = tables(page)[0]
+    assert header == ["class", "precision", "recall", "F1", "F1 since the last run", "support"]
+    changes = [(row[0], row[4]) for row in rows]
+    assert changes == [("cat", "+0.133"), ("dog", "-0.133"), ("eel", "new")]
     assert "No longer there: emu." in page
     assert "last run" not in class_table(now)
     assert "No longer" not in class_table(now, now)
@@ -130,18 +116,17 @@ def sample(**fields) -> WorstSample:
 def test_the_worst_samples_stand_in_a_row_with_both_classes() -> None:
     """And their loss, which may have been no number."""
     samples = (sample(loss=None), sample(true="dog"))
-    page = worst_samples(report("ab", [[1, 0], [0, 1]], worst_samples=samples))
-    svg = picture(page)
+    svg = picture(worst_samples(report(UNIT, "ab", worst_samples=samples)))
     assert words(svg) == ["cat", "→ dog", "loss nan or inf", "dog", "→ dog", "loss 2.5"]
     assert len(list(svg.iter(f"{SVG}image"))) == 2
-    assert worst_samples(report("ab", [[1, 0], [0, 1]])) == ""
+    assert worst_samples(report(UNIT, "ab")) == ""
 
 
 def test_no_name_puts_a_link_an_image_or_a_script_into_page_or_picture() -> None:
     """Names come from datasets, which anyone may have made."""
-    names = (HOSTILE, f"x{HOSTILE}")
-    found = report(names, [[1, 2], [3, 4]], worst_samples=[sample(true=HOSTILE, predicted=HOSTILE)])
-    before = report((f"y{HOSTILE}", HOSTILE), [[1, 0], [0, 4]])
+    worst = [sample(true=HOSTILE, predicted=HOSTILE)]
+    found = report([[1, 2], [3, 4]], (HOSTILE, f"x{HOSTILE}"), worst_samples=worst)
+    before = report(UNIT, (f"y{HOSTILE}", HOSTILE))
     for page in (confusion_table(found), worst_samples(found), class_table(found, before)):
         if "data:image" in page:
             shown = words(picture(page))

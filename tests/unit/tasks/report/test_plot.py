@@ -28,96 +28,91 @@ EPOCH_ENDS = [150 * epoch for epoch in range(1, 10)]
 SVG = "{http://www.w3.org/2000/svg}"
 
 
-def curves_svg(values, epoch_ends=(), **more) -> str:
-    """Draw curves."""
-    return svg_in(render_curves(Curves(values, epoch_ends, **more)))
+def source(values, epoch_ends=(), **more) -> str:
+    """Draw curves; return the SVG of the markdown image."""
+    markdown = render_curves(Curves(values, epoch_ends, **more))
+    image = r"!\[training curves\]\(data:image/svg\+xml;base64,([A-Za-z0-9+/=]+)\)"
+    return base64.b64decode(re.fullmatch(image, markdown)[1]).decode()
 
 
-def svg_in(markdown: str) -> str:
-    """Return the SVG of a markdown image."""
-    data = re.fullmatch(
-        r"!\[training curves\]\(data:image/svg\+xml;base64,([A-Za-z0-9+/=]+)\)", markdown
-    )
-    return base64.b64decode(data[1]).decode()
+def drawn(*curves, **more) -> ET.Element:
+    """Draw curves; return the SVG, parsed."""
+    return ET.fromstring(source(*curves, **more))
 
 
-def texts(svg: str) -> list[str]:
+def texts(svg: ET.Element) -> list[str]:
     """Return what a reader sees written."""
-    return [element.text for element in ET.fromstring(svg).iter(f"{SVG}text")]
+    return [element.text for element in svg.iter(f"{SVG}text")]
 
 
-def points_of(svg: str, colour: str = COLOURS[0]) -> list[tuple[float, float]]:
+def lines(svg: ET.Element, colour: str) -> list[str]:
+    """Return the lines of a colour, as paths."""
+    return [path.get("d") for path in svg.iter(f"{SVG}path") if path.get("stroke") == colour]
+
+
+def size(svg: ET.Element) -> list[int]:
+    """Return the picture's width and height, in pixels."""
+    return [int(each) for each in svg.get("viewBox").split()[2:]]
+
+
+def points_of(svg: ET.Element, colour: str = COLOURS[0]) -> list[tuple[float, float]]:
     """Return the points of the first line of a colour, in pixels; none outside of the picture."""
-    (path, *_) = (
-        path for path in ET.fromstring(svg).iter(f"{SVG}path") if path.get("stroke") == colour
-    )
-    found = re.findall(r"[ML]([\d.]+),([\d.]+)", path.get("d"))
-    width, height = map(float, ET.fromstring(svg).get("viewBox").split()[2:])
+    found = re.findall(r"[ML]([\d.]+),([\d.]+)", lines(svg, colour)[0])
     points = [(float(x), float(y)) for x, y in found]
+    width, height = size(svg)
     assert all(0 <= x <= width and 0 <= y <= height for x, y in points)
     return points
 
 
 def test_a_report_sized_picture_is_an_inline_svg_image_below_12_kb() -> None:
     """The same each time, with a white background also in a dark page, and no network."""
-    curves = Curves({"loss": LOSS, "validation_accuracy": VALIDATION}, EPOCH_ENDS)
-    markdown = render_curves(curves)
+    values = {"loss": LOSS, "validation_accuracy": VALIDATION}
+    markdown = render_curves(Curves(values, EPOCH_ENDS))
     assert len(markdown) < 12_000
-    assert markdown == render_curves(curves)
-    svg = svg_in(markdown)
-    assert {"loss", "validation_accuracy", "step"} <= set(texts(svg))
-    assert "http" not in svg.replace('xmlns="http', "")
-    first = ET.fromstring(svg)[0]
+    assert markdown == render_curves(Curves(values, EPOCH_ENDS))
+    svg = drawn(values, EPOCH_ENDS)
+    assert {*values, "step"} <= set(texts(svg))
+    assert "http" not in source(values, EPOCH_ENDS).replace('xmlns="http', "")
+    first = svg[0]
     assert (first.tag, first.get("fill")) == (f"{SVG}rect", "#ffffff")
-    assert ["0", "0", first.get("width"), first.get("height")] == ET.fromstring(svg).get(
-        "viewBox"
-    ).split()
+    assert [int(first.get(each)) for each in ("width", "height")] == size(svg)
 
 
 def test_a_curve_goes_where_its_values_say() -> None:
     """Steps to the right, larger values up, in proportion; the ticks say which."""
-    points = points_of(curves_svg({"loss": [(0, 4.0), (50, 2.0), (100, 1.0)]}))
-    (x0, y0), (x1, y1), (x2, y2) = points
+    (x0, y0), (x1, y1), (x2, y2) = points_of(drawn({"loss": [(0, 4.0), (50, 2.0), (100, 1.0)]}))
     assert x1 - x0 == pytest.approx(x2 - x1, abs=0.2)
     assert y1 - y0 == pytest.approx(2 * (y2 - y1), abs=0.3)
-    assert {"1", "2", "3", "4", "0", "100"} <= set(texts(curves_svg({"loss": [(0, 4), (100, 1)]})))
-
-
-def size(svg: str) -> list[int]:
-    """Return the picture's width and height, in pixels."""
-    return [int(each) for each in ET.fromstring(svg).get("viewBox").split()[2:]]
+    assert {"1", "2", "3", "4", "0", "100"} <= set(texts(drawn({"loss": [(0, 4), (100, 1)]})))
 
 
 def test_curves_of_one_quantity_share_a_panel_with_a_legend() -> None:
     """Training and validation together, whatever else has a panel of its own."""
-    one = size(curves_svg({"loss": LOSS}))
-    assert size(curves_svg({"loss": LOSS, "accuracy": VALIDATION})) == [2 * one[0], one[1]]
-    shared = curves_svg({"train/loss": LOSS, "val_loss": VALIDATION})
+    one = size(drawn({"loss": LOSS}))
+    assert size(drawn({"loss": LOSS, "accuracy": VALIDATION})) == [2 * one[0], one[1]]
+    shared = drawn({"train/loss": LOSS, "val_loss": VALIDATION})
     assert size(shared) == one
     assert {"loss", "train/loss", "val_loss"} <= set(texts(shared))
     assert points_of(shared, COLOURS[1])
-    long = texts(curves_svg({"loss_of_" + "x" * 50 + "_9": LOSS}))
+    long = texts(drawn({"loss_of_" + "x" * 50 + "_9": LOSS}))
     assert any(re.fullmatch(r"loss_of_x+….*_9", name) for name in long)
-    drawn = curves_svg(dict.fromkeys(["_hidden", "$x$ & <b>", "a\x00b"], LOSS[:5]))
-    assert {"_hidden", "$x$ & <b>", "ab"} <= set(texts(drawn))
+    odd = texts(drawn(dict.fromkeys(["_hidden", "$x$ & <b>", "a\x00b"], LOSS[:5])))
+    assert {"_hidden", "$x$ & <b>", "ab"} <= set(odd)
 
 
-@pytest.mark.parametrize(
-    ("metric", "measures"),
-    [
-        ("validation_loss", "loss"),
-        ("Loss", "loss"),
-        ("eval/accuracy", "accuracy"),
-        ("mae-test", "mae"),
-        ("validation", "validation"),
-        ("trainable", "trainable"),
-        ("test_", "test_"),
-        ("learning_rate of optimizer[1]", "learning rate"),
-    ],
-)
-def test_a_quantity_is_a_metric_without_its_split(metric: str, measures: str) -> None:
+def test_a_quantity_is_a_metric_without_its_split() -> None:
     """Whichever way its name says that."""
-    assert quantity(metric) == measures
+    measures = {
+        "validation_loss": "loss",
+        "Loss": "loss",
+        "eval/accuracy": "accuracy",
+        "mae-test": "mae",
+        "validation": "validation",
+        "trainable": "trainable",
+        "test_": "test_",
+        "learning_rate of optimizer[1]": "learning rate",
+    }
+    assert {metric: quantity(metric) for metric in measures} == measures
 
 
 def test_what_has_no_room_is_named() -> None:
@@ -125,25 +120,24 @@ def test_what_has_no_room_is_named() -> None:
     names = [f"metric {i}" for i in range(30)] + [f"val_{i}_loss" for i in range(3)]
     names += [f"{split}_top" for split in ("train", "val", "test", "eval", "valid")]
     measured = ["learning_rate", "samples/s"]
-    curves = Curves(dict.fromkeys([*names, *measured], LOSS[:9]))
-    without, drawn = left_out(curves), texts(svg_in(render_curves(curves)))
-    assert [name for name in drawn if name in curves.values] == [
+    values = dict.fromkeys([*names, *measured], LOSS[:9])
+    without, shown = left_out(Curves(values)), texts(drawn(values))
+    assert [name for name in shown if name in values] == [
         *[name for name in names if name.endswith("loss")],
         *[f"metric {i}" for i in range(MAX_PANELS - 5)],
         *measured,
     ]
-    assert set(without) | set(drawn) >= curves.values.keys()
-    assert not set(without) & set(drawn)
+    assert set(without) | set(shown) >= values.keys()
+    assert not set(without) & set(shown)
     assert left_out(Curves({"loss": LOSS})) == []
 
 
 def test_attempts_that_resumed_are_marked() -> None:
     """By a line where they began, in each panel; words that would overlap are left out."""
     values = {"loss": LOSS, "accuracy": VALIDATION}
-    drawn = curves_svg(values, resumes={2: 400, 3: 410, 4: 1200, 5: 9999})
-    paths = ET.fromstring(drawn).iter(f"{SVG}path")
-    assert len([path for path in paths if path.get("stroke") == RESUMED]) == 6
-    assert [words for words in texts(drawn) if "attempt" in words] == 2 * ["attempt 2", "attempt 4"]
+    svg = drawn(values, resumes={2: 400, 3: 410, 4: 1200, 5: 9999})
+    assert len(lines(svg, RESUMED)) == 6
+    assert [words for words in texts(svg) if "attempt" in words] == 2 * ["attempt 2", "attempt 4"]
 
 
 @pytest.mark.parametrize(
@@ -151,21 +145,21 @@ def test_attempts_that_resumed_are_marked() -> None:
 )
 def test_epochs_are_marked_and_many_make_no_wall(ends, fewest: int, most: int) -> None:
     """Every so many epochs where there are many; not where the picture ends anyway."""
-    drawn = curves_svg({"loss": LOSS}, list(ends))
-    paths = [path for path in ET.fromstring(drawn).iter(f"{SVG}path") if path.get("stroke") == PALE]
-    assert fewest <= sum(path.get("d").count("M") for path in paths[1:]) <= most
+    marks = lines(drawn({"loss": LOSS}, list(ends)), PALE)[1:]
+    assert fewest <= sum(path.count("M") for path in marks) <= most
 
 
 @pytest.mark.parametrize("hole", [math.nan, math.inf, -math.inf])
 def test_what_is_not_finite_is_left_out(hole: float) -> None:
     """A curve of nothing else is no curve; without any there is no picture."""
-    svg = curves_svg({"loss": [(1, 1.0), (2, hole), (3, 0.5)], "lr": [(1, hole)]})
+    values = {"loss": [(1, 1.0), (2, hole), (3, 0.5)], "lr": [(1, hole)]}
+    svg = drawn(values)
     assert len(points_of(svg)) == 2
     assert "lr" not in texts(svg)
-    assert not re.search(r"\b(nan|inf)\b", svg, re.IGNORECASE)
-    assert [render_curves(Curves(none)) for none in ({}, {"loss": []}, {"loss": [(1, hole)]})] == [
-        ""
-    ] * 3
+    assert not re.search(r"\b(nan|inf)\b", source(values), re.IGNORECASE)
+    assert not any(
+        render_curves(Curves(none)) for none in ({}, {"loss": []}, {"loss": [(1, hole)]})
+    )
 
 
 @pytest.mark.parametrize(
@@ -183,7 +177,7 @@ def test_what_is_not_finite_is_left_out(hole: float) -> None:
 )
 def test_any_finite_values_are_drawn(values: list[float]) -> None:
     """Alone, flat, huge, tiny or close together; few ticks, and not two alike."""
-    svg = curves_svg({"loss": list(enumerate(values))})
+    svg = drawn({"loss": list(enumerate(values))})
     assert len(points_of(svg)) == len(values)
     ticks = [text for text in texts(svg) if text not in ("loss", "step")]
     assert 2 <= len(ticks) <= 14
@@ -194,7 +188,7 @@ def test_downsampling_keeps_the_order_and_the_mean() -> None:
     """A short curve stays as it is."""
     curve = LOSS[: 12 * MAX_POINTS]
     thin = downsample(curve)
-    assert len(thin) == len(points_of(curves_svg({"loss": curve}))) == MAX_POINTS
+    assert len(thin) == len(points_of(drawn({"loss": curve}))) == MAX_POINTS
     assert [x for x, _ in thin] == sorted({x for x, _ in thin})
     whole = math.fsum(y for _, y in curve) / len(curve)
     assert math.fsum(y for _, y in thin) / len(thin) == pytest.approx(whole)

@@ -7,9 +7,9 @@ import pytest
 from prefect_torch_ddp.protocol.events import AttemptBegan, Progress
 from prefect_torch_ddp.tasks.report.markdown import short, text
 from prefect_torch_ddp.tasks.report.progress import TrainingProgress
-from prefect_torch_ddp.tasks.report.report import render_page
-from prefect_torch_ddp.tasks.report.view import RunView
-from tests.unit.tasks.report.test_report import HOSTILE, RECORD, metric_curves, tables
+from tests.support.pages import HOSTILE, RECORD, metric_curves, page_of, tables
+
+LINE = "epoch 3/10 · step 120/400 · loss 0.1235 · accuracy 0.5"
 
 
 def training(*steps: tuple[int, float], total: int | None = 400, **changes) -> TrainingProgress:
@@ -36,35 +36,34 @@ def test_the_page_shows_where_the_training_is():
         "parameters": {"checkpoint": {"every_steps": 5, "keep_last": 2}, "storage": "/s"},
     }
     record = RECORD.model_copy(update={"attempts": (), **given})
-    curves = metric_curves(lr=[1.0, 2.0])
-    markdown = render_page(RunView(record, shown, elapsed_s=65, curves=curves))
+    markdown = page_of(shown, record, elapsed_s=65, curves=metric_curves(lr=[1.0, 2.0]))
     line = "epoch 3/10 · step 170/400 · loss 0.1235 · accuracy 0.5 · 56 samples/s · 33 s left"
     assert markdown.startswith(f"# digits: training · {line}")
     assert "![training curves](data:image/svg+xml;base64," in markdown
-    facts = {row[0]: row[1] for row in tables(markdown)[0]}
-    names = ("Run", "World size", "Attempt", "Elapsed")
-    assert [facts[name] for name in names] == [f"`{record.run_id}`", "3 ranks", "2", "1 min 5 s"]
-    assert [short(HOSTILE), "nan", "", "", ""] in tables(markdown)[1]
-    assert tables(markdown)[2][2:] == [
+    facts, metrics, parameters, _ = tables(markdown)
+    assert facts[2:] == [
+        ["Run", f"`{record.run_id}`"],
+        ["World size", "3 ranks"],
+        ["Attempt", "2"],
+        ["Elapsed", "1 min 5 s"],
+    ]
+    assert [short(HOSTILE), "nan", "", "", ""] in metrics
+    assert parameters[2:] == [
         ["checkpoint.every_steps", "`5`"],
         ["storage", "`/s`"],
         ["lr", "`0.1`"],
         ["text", f"`{'x' * 200} ...`"],
         ["storage", "`mine`"],
     ]
-    assert [line for line in markdown.splitlines() if line.startswith("## ")] == [
-        "## Metrics",
-        "## Parameters and options",
-        "## Run record",
-    ]
+    titles = [line for line in markdown.splitlines() if line.startswith("## ")]
+    assert titles == ["## Metrics", "## Parameters and options", "## Run record"]
 
 
 def test_parameters_that_have_no_room_are_counted():
     """After those of the run itself, which are fewer."""
     given = {"parameters": {"max_restarts": 7}, "options": {f"o{i}": i for i in range(200)}}
-    page = render_page(RunView(RECORD.model_copy(update=given), training()))
-    section = page.partition("## Parameters and options")[2]
-    rows = tables(section)[0][2:]
+    page = page_of(training(), RECORD.model_copy(update=given))
+    rows = tables(page.partition("## Parameters and options")[2])[0][2:]
     assert rows[:2] == [["max_restarts", "`7`"], ["options.o0", "`0`"]]
     assert (len(rows), rows[-1]) == (101, ["...", "101 more"])
 
@@ -72,49 +71,36 @@ def test_parameters_that_have_no_room_are_counted():
 def test_the_page_says_since_when_there_is_no_checkpoint():
     """Right below its title, harmless whatever the reason says."""
     newest = Progress(120, 3, 400, trouble=f"no checkpoint since step 40: {HOSTILE}")
-    page = render_page(RunView(RECORD, training(newest=newest)))
-    lines = [line for line in page.splitlines() if line]
-    assert lines[:2] == [
-        "# digits: training · epoch 3 · step 120/400",
-        f"**no checkpoint since step 40: {text(HOSTILE)}**",
-    ]
-
-
-def test_an_attempt_that_made_no_step_does_not_show_the_step_of_an_earlier_one():
-    """A retry whose gang finds no workers: no attempt began."""
-    page = render_page(RunView(RECORD, training(status="failed")))
-    assert page.splitlines()[0] == "# digits: failed · failed before the first step"
+    lines = [line for line in page_of(training(newest=newest)).splitlines() if line]
+    trouble = f"**no checkpoint since step 40: {text(HOSTILE)}**"
+    assert lines[:2] == ["# digits: training · epoch 3 · step 120/400", trouble]
 
 
 def test_the_page_of_a_failed_training_says_why():
-    """The cause as it is, in a block that nothing in it can leave, and not without end."""
+    """The cause as it is, in a block that nothing in it can leave, and not without end. A retry
+    whose gang finds no workers, so that no attempt begins, doesn't show an earlier one's step."""
     cause = f"RankFailedError: boom\n```\n<script>{HOSTILE}" + "x" * 100_000
     shown = training((50, 0.0), (120, 10.0), status="failed", cause=cause)
     attempts = RECORD.attempts[0].model_copy(update={"step": 120})
-    page = render_page(RunView(RECORD.model_copy(update={"attempts": (attempts,)}), shown))
-    line = "epoch 3/10 · step 120/400 · loss 0.1235 · accuracy 0.5"
-    assert page.splitlines()[0] == f"# digits: failed in step 120 · {line}"
+    page = page_of(shown, RECORD.model_copy(update={"attempts": (attempts,)}))
+    assert page.splitlines()[0] == f"# digits: failed in step 120 · {LINE}"
     fence = page.splitlines()[2].removesuffix("text")
     block = page.split(f"{fence}text\n")[1].split(f"\n{fence}\n")[0]
     assert cause.startswith(block.removesuffix(" ..."))
     assert 1_000 < len(block) < 3_000
+    without_a_step = page_of(training(status="failed")).splitlines()[0]
+    assert without_a_step == "# digits: failed · failed before the first step"
 
 
 @pytest.mark.parametrize(
     ("shown", "line"),
     [
-        (
-            training((50, 0.0), (120, 10.0)),
-            "epoch 3/10 · step 120/400 · loss 0.1235 · accuracy 0.5 · 812 samples/s · 40 s left",
-        ),
+        (training((50, 0.0), (120, 10.0)), f"{LINE} · 812 samples/s · 40 s left"),
         (
             training((1, 0.0), (1240, 1000.0), total=4000, metrics={}),
             "epoch 31/100 · step 1,240/4,000 · 144 samples/s · 37 min left",
         ),
-        (
-            training((50, 0.0), (120, 10.0), status="failed"),
-            "epoch 3/10 · step 120/400 · loss 0.1235 · accuracy 0.5 · failed",
-        ),
+        (training((50, 0.0), (120, 10.0), status="failed"), f"{LINE} · failed"),
         (training((5, 0.0), total=None, metrics={}), "epoch 1 · step 5"),
         (training(), "no step yet"),
         (training((5, 0.0), waiting="waiting for workers: 3 of 8"), "waiting for workers: 3 of 8"),
@@ -128,9 +114,7 @@ def test_the_progress_line_is_plain_and_says_how_it_ended(shown: TrainingProgres
 
 def test_speed_is_that_of_the_last_half_minute_and_begins_anew_at_a_restart():
     """A restart's pause isn't in it; without a known length there is no time left to tell."""
-    steps = [
-        (step, step / 10 if step < 1000 else 100 + (step - 1000) / 100) for step in range(1, 9000)
-    ]
+    steps = [(step, step / 10 if step < 1000 else 90 + step / 100) for step in range(1, 9000)]
     shown = training(*steps, total=None)
     assert shown.steps_per_s == pytest.approx(100.0, rel=0.01)
     assert (shown.eta_s, shown.percent) == (None, 0.0)

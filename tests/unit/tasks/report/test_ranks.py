@@ -1,69 +1,50 @@
 """The report's table of ranks and of the wall time: who is slow, bounded and safe."""
 
-from typing import Any
+from dataclasses import replace
 
 from prefect_torch_ddp.records.timing import TimingLine
 from prefect_torch_ddp.results import Goodput
-from prefect_torch_ddp.tasks.report.progress import TrainingProgress
 from prefect_torch_ddp.tasks.report.ranks import MAX_RANK_ROWS, RecentTimes, rank_table
-from prefect_torch_ddp.tasks.report.report import RunView, render_page
-from tests.unit.tasks.report.test_report import RECORD
+from tests.support.pages import page_of
 
 HOSTILE = "a|b<script>alert(1)</script>[x](http://evil)"
 
 
-def times(rank: int, at: float = 100.0, waits: float = 0.4, **changes: Any) -> TimingLine:
+def times(rank: int, at: int = 100, waits: float = 0.4, **changes) -> TimingLine:
     """Make the record of a rank that spent `at` seconds, half of its steps' time waiting."""
-    step_s = at * 0.9
-    seconds = {"loading": at - step_s, "step": step_s, "waiting": at * waits}
-    values = {
-        "rank": rank,
-        "attempt": 1,
-        "host": f"node-{rank // 8}",
-        "device": "cpu",
-        "step": int(at),
-        "time": 1000.0 + at,
-        "num_samples": int(at) * 8,
-        "num_steps": int(at),
-        "num_epoch_ends": 0,
-        "rss_bytes": 812_000_000,
-        "cuda_bytes": 0,
-        "seconds": seconds,
-    }
-    return TimingLine(**{**values, **changes})
-
-
-def page(**more: Any) -> str:
-    """Render the page of a training."""
-    return render_page(RunView(RECORD, TrainingProgress(), **more))
+    seconds = {"loading": at * 0.1, "step": at * 0.9, "waiting": at * waits}
+    where, counts = ("cpu", at, 1000.0 + at), (at * 8, at, 0, 812_000_000, 0)
+    line = TimingLine(rank, 1, f"node-{rank // 8}", *where, *counts, seconds)
+    return replace(line, **changes)
 
 
 def test_the_slow_rank_is_in_the_headline_and_each_rank_in_the_table() -> None:
-    """Of equal ranks none is named."""
-    slow = page(ranks=[times(0), times(1, waits=0.02)])
-    assert slow.splitlines()[0].endswith("others wait 38 % of the time for rank 1 on node-0")
+    """Of equal ranks none is named, nor any after a few steps."""
+    slow = page_of(ranks=[times(0), times(1, waits=0.02), times(2, waits=0.3)])
+    assert slow.splitlines()[0].endswith("others wait 33 % of the time for rank 1 on node-0")
     assert "| 0 | node-0 | cpu | 8 | 10 % | 50 % | 40 % | 0 % | 812 MB |" in slow
-    assert "others wait" not in page(ranks=[times(0), times(1, waits=0.35)])
+    assert "others wait" not in page_of(ranks=[times(0), times(1, waits=0.35)])
+    for short in ({"num_steps": 4}, {"seconds": {"step": 1.9, "waiting": 0.1}}):
+        assert "others wait" not in page_of(ranks=[times(0), times(1, waits=0.02, **short)])
 
 
 def test_a_waiting_that_is_not_known_is_none_and_a_gpu_shows_its_memory() -> None:
     """No 0 %, and nobody is named."""
     gpu = {"device": "cuda:0 NVIDIA H200", "cuda_bytes": 3_000_000_000, "seconds": {"step": 9.0}}
-    shown = page(ranks=[times(rank, **gpu) for rank in range(2)])
+    shown = page_of(ranks=[times(rank, **gpu) for rank in range(2)])
     assert "| 100 % |  | 0 % | 812 MB | 3,000 MB |" in shown
     assert "others wait" not in shown
 
 
 def test_many_ranks_and_hostile_names_stay_bounded_and_safe() -> None:
     """The slow one is always among those that are shown."""
-    ranks = [times(rank, host=HOSTILE) for rank in range(500)]
-    ranks[499] = times(499, waits=0.0, seconds={**times(499).seconds, "waiting": 0.1})
+    ranks = [times(rank, host=HOSTILE, waits=0.4 if rank < 499 else 0.001) for rank in range(500)]
     shown = rank_table(ranks)
     assert shown.count("\n| ") == MAX_RANK_ROWS + 1
     assert "\n| 499 |" in shown
     assert "436 more ranks are left out" in shown
     assert "<script" not in shown
-    assert "[x]" not in page(ranks=ranks).splitlines()[0].replace(r"\[x\]", "")
+    assert "[x]" not in page_of(ranks=ranks).splitlines()[0].replace(r"\[x\]", "")
 
 
 def test_a_rank_that_becomes_slow_late_is_named() -> None:
@@ -71,16 +52,16 @@ def test_a_rank_that_becomes_slow_late_is_named() -> None:
     recent = RecentTimes()
     for at in range(100, 1000, 30):
         recent.add([times(rank, at) for rank in range(2)])
-    late = times(1, 1060.0, seconds={**times(1, 1060.0).seconds, "waiting": 970 * 0.4 + 1})
-    shown = page(ranks=recent.add([times(0, 1060.0), late]))
+    late = times(1, 1060, waits=(970 * 0.4 + 1) / 1060)
+    shown = page_of(ranks=recent.add([times(0, 1060), late]))
     assert "for rank 1 on" in shown.splitlines()[0]
 
 
 def test_the_wall_time_is_laid_out_by_size() -> None:
     """With the share that counts; nothing where nothing is known."""
     goodput = Goodput(run_id="run", num_attempts=2, wall_s=100.0, steps_s=60.0, redone_s=40.0)
-    shown = page(goodput=goodput)
+    shown = page_of(goodput=goodput)
     assert "**60 %** of 1 min 40 s, in 2 attempts, went into steps that count." in shown
     assert shown.index("steps that count") < shown.index("| lost: done again")
     assert "starting" not in shown
-    assert "Where the time went" not in page()
+    assert "Where the time went" not in page_of()
