@@ -27,10 +27,9 @@ from prefect_torch_ddp.tasks.cluster import (
     result_of,
     with_ranks_placed,
 )
-from prefect_torch_ddp.tasks.publish import publish
 from prefect_torch_ddp.tasks.record.draft import recorded_params
 from prefect_torch_ddp.tasks.run import Run, resume_point, run_id_of
-from prefect_torch_ddp.tasks.stages import chosen_checkpoint, evaluate, prepare
+from prefect_torch_ddp.tasks.stages import chosen_checkpoint, evaluate, prepare, publish
 from prefect_torch_ddp.tasks.train import train
 from prefect_torch_ddp.tasks.watch.cancel import SIGNALS
 from prefect_torch_ddp.tasks.watch.flow_watch import closed_if_killed

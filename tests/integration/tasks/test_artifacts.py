@@ -28,12 +28,12 @@ from prefect_torch_ddp.results import (
     TrainReport,
 )
 from prefect_torch_ddp.storage.protocol import StoredObject
-from prefect_torch_ddp.tasks.publish import publish
 from prefect_torch_ddp.tasks.record.draft import draft_record
 from prefect_torch_ddp.tasks.record.recorder import RunRecorder
 from prefect_torch_ddp.tasks.report.artifacts import key
 from prefect_torch_ddp.tasks.report.live import LiveReport
 from prefect_torch_ddp.tasks.report.progress import TrainingProgress
+from prefect_torch_ddp.tasks.stages import publish
 from tests.support.runs import artifacts_of, logs_of
 from tests.support.s3_server import Fault, Wire, lose_the_answer
 from tests.support.waiting import wait_until
