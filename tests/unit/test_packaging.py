@@ -108,16 +108,13 @@ def test_nightly_runs_at_a_stated_hour_and_never_overlaps() -> None:
     """Cron, time zone, one run at a time, in the pool that the README creates; its parameters
     are accepted."""
     (nightly,) = [deployment for deployment in DEPLOYMENTS if deployment["name"] == "nightly"]
-    assert [(schedule["cron"], schedule["timezone"]) for schedule in nightly["schedules"]] == [
-        ("0 2 * * *", "UTC")
-    ]
+    (schedule,) = nightly["schedules"]
+    assert (schedule["cron"], schedule["timezone"]) == ("0 2 * * *", "UTC")
     for each in DEPLOYMENTS:
         assert each["concurrency_limit"] == {"limit": 1, "collision_strategy": "{{ $WHEN_BUSY }}"}
     assert nightly["work_pool"]["name"] == "train-ddp"
-    assert (
-        TrainParams(**nightly["parameters"]["params"]).workload
-        == "prefect_torch_ddp.examples.digits"
-    )
+    params = TrainParams(**nightly["parameters"]["params"])
+    assert params.workload == "prefect_torch_ddp.examples.digits"
 
 
 @pytest.mark.parametrize(
