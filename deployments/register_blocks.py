@@ -16,87 +16,50 @@ Everything comes from the environment, since other users of a machine can read a
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+
+PAIR = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
 
 
-@dataclass(frozen=True)
-class BucketSettings:
-    """What the environment says about the bucket; its representation shows no secret."""
-
-    bucket: str
-    folder: str = ""
-    block_name: str = "train-ddp"
-    endpoint_url: str | None = None
-    region: str | None = None
-    access_key_id: str | None = field(default=None, repr=False)
-    secret_access_key: str | None = field(default=None, repr=False)
-    session_token: str | None = field(default=None, repr=False)
-
-    @classmethod
-    def from_environment(cls, environment: Mapping[str, str]) -> "BucketSettings":
-        """Read the settings; a variable that is empty counts as not set.
-
-        Raises:
-            ValueError: the bucket, or one half of the key pair, is missing; names the variable.
-        """
-        given = {name: value for name, value in environment.items() if value}
-        if "S3_BUCKET" not in given:
-            msg = "set S3_BUCKET to the name of the bucket"
-            raise ValueError(msg)
-        pair = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
-        missing = [name for name in pair if name not in given]
-        if len(missing) == 1:
-            way_out = "or neither to use each machine's own credentials"
-            msg = f"{missing[0]} is not set: set both of {' and '.join(pair)}, {way_out}"
-            raise ValueError(msg)
-        return cls(
-            bucket=given["S3_BUCKET"],
-            folder=given.get("S3_FOLDER", ""),
-            block_name=given.get("S3_BLOCK_NAME", "train-ddp"),
-            endpoint_url=given.get("AWS_ENDPOINT_URL"),
-            region=given.get("AWS_REGION") or given.get("AWS_DEFAULT_REGION"),
-            access_key_id=given.get("AWS_ACCESS_KEY_ID"),
-            secret_access_key=given.get("AWS_SECRET_ACCESS_KEY"),
-            session_token=given.get("AWS_SESSION_TOKEN"),
-        )
-
-
-def register(settings: BucketSettings) -> str:
+def register(given: Mapping[str, str]) -> str:
     """Create or replace credentials and bucket block; return how parameters refer to it."""
     # prefect_aws takes seconds to import: a missing variable should be reported at once.
     from prefect_aws import AwsClientParameters, AwsCredentials, S3Bucket  # noqa: PLC0415
 
+    name = given.get("S3_BLOCK_NAME", "train-ddp")
     credentials = AwsCredentials(
-        aws_access_key_id=settings.access_key_id,
-        aws_secret_access_key=settings.secret_access_key,
-        aws_session_token=settings.session_token,
-        region_name=settings.region,
-        aws_client_parameters=AwsClientParameters(endpoint_url=settings.endpoint_url),
+        aws_access_key_id=given.get("AWS_ACCESS_KEY_ID"),
+        aws_secret_access_key=given.get("AWS_SECRET_ACCESS_KEY"),
+        aws_session_token=given.get("AWS_SESSION_TOKEN"),
+        region_name=given.get("AWS_REGION") or given.get("AWS_DEFAULT_REGION"),
+        aws_client_parameters=AwsClientParameters(endpoint_url=given.get("AWS_ENDPOINT_URL")),
     )
     # A block of its own, so that new keys can be set in the UI without touching the bucket.
-    credentials.save(f"{settings.block_name}-credentials", overwrite=True)
+    credentials.save(f"{name}-credentials", overwrite=True)
     bucket = S3Bucket(
-        bucket_name=settings.bucket, bucket_folder=settings.folder, credentials=credentials
+        bucket_name=given["S3_BUCKET"],
+        bucket_folder=given.get("S3_FOLDER", ""),
+        credentials=credentials,
     )
-    bucket.save(settings.block_name, overwrite=True)
-    return f"s3-bucket/{settings.block_name}"
+    bucket.save(name, overwrite=True)
+    return f"s3-bucket/{name}"
 
 
 def main() -> None:
     """Register, and say what was done."""
-    try:
-        settings = BucketSettings.from_environment(os.environ)
-    except ValueError as error:
-        sys.exit(f"nothing was registered: {error}")
-    reference = register(settings)
-    where = f"s3://{settings.bucket}/{settings.folder}".rstrip("/")
-    if settings.endpoint_url:
-        where += f" at {settings.endpoint_url}"
-    whose = (
-        "the keys from the environment"
-        if settings.access_key_id
-        else "each machine's own AWS credentials"
-    )
+    given = {name: value for name, value in os.environ.items() if value}  # empty is not set
+    if "S3_BUCKET" not in given:
+        sys.exit("nothing was registered: set S3_BUCKET to the name of the bucket")
+    missing = [name for name in PAIR if name not in given]
+    if len(missing) == 1:
+        sys.exit(
+            f"nothing was registered: {missing[0]} is not set: set both of {' and '.join(PAIR)}, "
+            "or neither to use each machine's own credentials"
+        )
+    reference = register(given)
+    where = f"s3://{given['S3_BUCKET']}/{given.get('S3_FOLDER', '')}".rstrip("/")
+    if endpoint_url := given.get("AWS_ENDPOINT_URL"):
+        where += f" at {endpoint_url}"
+    whose = "each machine's own AWS credentials" if missing else "the keys from the environment"
     print(f"registered {reference}: {where}, with {whose}")
     print(f'use it as the storage of a run: params={{"storage": "{reference}"}}')
 

@@ -1,1 +1,1 @@
-"""The deployable entrypoint and the workloads people meet first."""
+"""The deployed flows and the workloads people meet first."""

@@ -27,10 +27,9 @@ from prefect_torch_ddp.tasks.cluster import (
     result_of,
     with_ranks_placed,
 )
-from prefect_torch_ddp.tasks.publish import publish
 from prefect_torch_ddp.tasks.record.draft import recorded_params
 from prefect_torch_ddp.tasks.run import Run, resume_point, run_id_of
-from prefect_torch_ddp.tasks.stages import chosen_checkpoint, evaluate, prepare
+from prefect_torch_ddp.tasks.stages import chosen_checkpoint, evaluate, prepare, publish
 from prefect_torch_ddp.tasks.train import train
 from prefect_torch_ddp.tasks.watch.cancel import SIGNALS
 from prefect_torch_ddp.tasks.watch.flow_watch import closed_if_killed
@@ -59,8 +58,7 @@ def train_flow(params: TrainParams = DEFAULTS) -> TrainReport:
             wrote its checkpoint.
     """
     try:
-        placed = with_ranks_placed(params)
-        return _run(_check(placed), placed)
+        return _run(_check(with_ranks_placed(params)))
     except (TaskCancelled, *SIGNALS) as cancelled:
         why = f"cancelled: {cancelled}" if isinstance(cancelled, TaskCancelled) else "cancelled"
         state: Any = Cancelled(message=why)  # Prefect takes a state for what it is
@@ -99,8 +97,8 @@ def evaluate_flow(
         return result_of(evaluate.submit(run, chosen, params.world_size), params.stop_grace_s)
 
 
-def _run(run: Run, params: TrainParams) -> TrainReport:
-    grace_s = params.stop_grace_s
+def _run(run: Run) -> TrainReport:
+    params, grace_s = run.params, run.params.stop_grace_s
     with _served(params):
         with Display("cluster") as display:
             display.show("starting, or connecting to it")

@@ -95,7 +95,6 @@ class Doctor:
         table = Table(*shown, title="Workers")
         for worker in workers:
             has, at = facts[worker.address], f"worker {worker.address}"
-            shared = has.shared_memory_bytes or 0
             table.add_row(
                 worker.address.partition("://")[2],
                 hosts[worker.address],
@@ -103,13 +102,13 @@ class Doctor:
                 worker.visible_devices or "-",
                 "forked" if has.can_fork else "started afresh",
                 str(has.max_open_files),
-                f"{shared / 2**30:.1f} GiB free",
+                f"{has.shared_memory_bytes / 2**30:.1f} GiB free",
                 worker.occupant or "-",
             )
             if has.max_open_files < FEW_OPEN_FILES:
                 raise_it = f"raise it to {FEW_OPEN_FILES} (ulimit -n) before the worker starts"
                 self.problems.append(f"{at} may open {has.max_open_files} files: {raise_it}")
-            if shared < LITTLE_SHARED_BYTES:
+            if (shared := has.shared_memory_bytes) < LITTLE_SHARED_BYTES:
                 free = f"{shared // MIB:,} MiB of shared memory free, too little for num_workers>0"
                 self.problems.append(f"{at} has {free}: docker run --shm-size, or free /dev/shm")
         self.console.print(table)

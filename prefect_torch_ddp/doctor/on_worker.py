@@ -29,8 +29,8 @@ class WorkerFacts:
     can_fork: bool
     """Whether its ranks are forked, which starts them in a tenth of a second."""
     max_open_files: int
-    shared_memory_bytes: int | None
-    """Free in /dev/shm; None where there is none."""
+    shared_memory_bytes: int
+    """Free in /dev/shm."""
 
 
 def look() -> WorkerFacts:
@@ -38,7 +38,7 @@ def look() -> WorkerFacts:
     try:
         shared_bytes = shutil.disk_usage(SHARED_MEMORY).free
     except OSError:
-        shared_bytes = None
+        shared_bytes = 0  # there is none
     return WorkerFacts(
         num_cores=len(os.sched_getaffinity(0)),
         can_fork=has_pidfd(),

@@ -1,36 +1,33 @@
 """ddp_task, level 2: a function becomes a Prefect task that runs on a gang of ranks.
 
-And `gang_report`, which shows a gang that a flow or task of one's own runs as such a task is shown.
+With a `run_key` a call's training is known by a digest of its arguments' content.
 """
 
 import functools
+import hashlib
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import pickle
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import FunctionType, SimpleNamespace
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar, Unpack, overload
 
+import cloudpickle
 from prefect import Task
 from prefect.context import TaskRunContext
 from prefect.logging import get_run_logger
 from prefect.tasks import TaskOptions
-from prefect.utilities.context import get_task_and_flow_run_ids
 
-from prefect_torch_ddp.checkpoint.attempts import newest_attempt
 from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.gang.checks import checked
 from prefect_torch_ddp.params import ContextOptions, ContextParams
 from prefect_torch_ddp.rank.context import RankContext
 from prefect_torch_ddp.tasks.blocks import resolve_storage
-from prefect_torch_ddp.tasks.digest import digest_of
 from prefect_torch_ddp.tasks.record.draft import draft_record, plain_values
 from prefect_torch_ddp.tasks.record.recorder import RunRecorder
-from prefect_torch_ddp.tasks.report.live import LiveReport
-from prefect_torch_ddp.tasks.report.progress import TrainingProgress
 from prefect_torch_ddp.tasks.run import (
     RUN_TASK,
-    RunAttemptLog,
-    log_to_run,
     rank_config,
     resume_point,
     run_id_of,
@@ -39,7 +36,6 @@ from prefect_torch_ddp.tasks.run import (
 )
 from prefect_torch_ddp.tasks.train import is_worth_a_retry, training_gang
 from prefect_torch_ddp.tasks.watch.cancel import or_cancelled
-from prefect_torch_ddp.tasks.watch.terminal import display_here
 from prefect_torch_ddp.tasks.watch.watched_task import watched
 
 P = ParamSpec("P")
@@ -219,32 +215,51 @@ def _run_id(
     return f"{slug(context.task.name)}-{slug(params.run_key)}-{digest[:12]}"
 
 
-@contextmanager
-def gang_report(name: str, storage: str | None = None) -> Iterator[dict[str, Any]]:
-    """Show a gang in Prefect as a `ddp_task` is: page, progress, run record, events, lines kept.
+def digest_of(value: object) -> str:
+    """Return a digest that equal values share, also in other processes, and other values don't.
 
-    For `run_gang` in a flow or task of your own: `with gang_report("sweep") as shown:
-    run_gang(client, fn, **shown)`. The ranks' lines go to the run's log.
-
-    Args:
-        name: what such gangs have in common, and are compared by; another for each of a flow run.
-        storage: for the record and the lines, as for `ddp_task`, which has the same default.
-
-    Raises:
-        InvalidParamsError: it is called outside of a flow run, or the storage can't be used.
+    Not promised for what is pickled by value, such as functions and classes of `__main__` and
+    instances of such classes, nor for what contains itself: equal ones may differ then.
     """
-    own = resolve_storage(storage or TaskParams().storage)
-    own.check_writable()
-    prefect_id = next(filter(None, get_task_and_flow_run_ids()), None)
-    if prefect_id is None:
-        msg = "gang_report shows a gang in a Prefect run, and there is none: call it in a flow"
-        raise InvalidParamsError(msg)
-    run_id = run_id_of(name, prefect_id)
-    draft = draft_record(None, run_id, name, own, workload=name)
-    shown = TrainingProgress(attempt=newest_attempt(own, run_id) + 1)
-    with LiveReport(own, shown, RunRecorder(own, draft)) as report, display_here():
-        yield {
-            "name": run_id,
-            "attempt_log": RunAttemptLog(own, run_id, knows_steps=False),
-            "on_event": log_to_run(report.receive, shown, name),
-        }
+    try:
+        return _digest(value)
+    except (ValueError, RecursionError, pickle.PicklingError):  # it contains itself
+        return hashlib.sha256(cloudpickle.dumps(value)).hexdigest()
+
+
+def _digest(value: object) -> str:
+    sha256 = hashlib.sha256()
+    pickler = _ContentPickler(SimpleNamespace(write=sha256.update), protocol=5)
+    pickler.fast = True  # without a memo, which tells equal objects from the same one
+    pickler.dump(value)
+    return sha256.hexdigest()
+
+
+class _ContentPickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle is untyped
+    # Not reducer_override, which isn't asked about sets and dicts.
+    def persistent_id(self, value: Any) -> str | None:
+        if isinstance(value, type | FunctionType):
+            # By itself, with a memo: a class refers to itself.
+            return f"code {hashlib.sha256(cloudpickle.dumps(value)).hexdigest()}"
+        if type(value) is dict:
+            pairs = sorted(_digest(key) + _digest(item) for key, item in value.items())
+            return f"dict {pairs}"
+        if isinstance(value, set | frozenset):
+            return f"{_digest(type(value))} {sorted(map(_digest, value))}"
+        return _array(value)
+
+
+def _array(value: Any) -> str | None:
+    """Describe a tensor or an array; their pickles depend on addresses and strides."""
+    torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")  # else it is of neither
+    if torch and type(value) in (torch.Tensor, torch.nn.Parameter):
+        if value.layout is not torch.strided or value.is_quantized or value.is_meta:
+            return None  # made of others
+        flat = value.detach().cpu().resolve_conj().resolve_neg().reshape(-1)
+        content, about = flat.view(torch.uint8).numpy().data, value.requires_grad
+    elif numpy and type(value) is numpy.ndarray and not value.dtype.hasobject:
+        content, about = value.tobytes(), ""
+    else:
+        return None
+    kind = f"{type(value).__name__} {value.dtype} {tuple(value.shape)} {about}"
+    return f"{kind} {hashlib.sha256(content).hexdigest()}"

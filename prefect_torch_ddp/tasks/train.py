@@ -1,4 +1,7 @@
-"""The task that trains: a gang of ranks under supervision, which a retry resumes."""
+"""The task that trains: a gang of ranks under supervision, which a retry resumes.
+
+And `gang_report`, which shows a gang that a flow or task of one's own runs as a task's is shown.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,6 +12,7 @@ from prefect import Task, task
 from prefect.client.schemas.objects import State, TaskRun
 from prefect.context import TaskRunContext
 from prefect.logging import get_run_logger
+from prefect.utilities.context import get_task_and_flow_run_ids
 
 from prefect_torch_ddp.checkpoint.attempts import newest_attempt, refuse_superseded
 from prefect_torch_ddp.checkpoint.keys import finished_key
@@ -16,6 +20,7 @@ from prefect_torch_ddp.checkpoint.manifest import find_manifest
 from prefect_torch_ddp.checkpoint.run_files import read_failures
 from prefect_torch_ddp.errors import (
     CheckpointError,
+    InvalidParamsError,
     ObjectNotFoundError,
     StorageError,
 )
@@ -23,6 +28,7 @@ from prefect_torch_ddp.gang.run import run_gang
 from prefect_torch_ddp.params import ContextParams
 from prefect_torch_ddp.results import DatasetReport, FailedAttempt, TrainingSummary
 from prefect_torch_ddp.storage.protocol import Storage
+from prefect_torch_ddp.tasks.blocks import resolve_storage
 from prefect_torch_ddp.tasks.cluster import current_client
 from prefect_torch_ddp.tasks.record.draft import draft_record, plain_values
 from prefect_torch_ddp.tasks.record.recorder import RunRecorder, is_final
@@ -33,6 +39,7 @@ from prefect_torch_ddp.tasks.run import (
     Run,
     RunAttemptLog,
     log_to_run,
+    run_id_of,
     wait_for_earlier,
     weights_from,
 )
@@ -154,6 +161,37 @@ def training_gang(
             on_event=log_to_run(report.receive, shown, recorder.record.workload),
             **call,
         )
+
+
+@contextmanager
+def gang_report(name: str, storage: str | None = None) -> Iterator[dict[str, Any]]:
+    """Show a gang in Prefect as a `ddp_task` is: page, progress, run record, events, lines kept.
+
+    For `run_gang` in a flow or task of your own: `with gang_report("sweep") as shown:
+    run_gang(client, fn, **shown)`. The ranks' lines go to the run's log.
+
+    Args:
+        name: what such gangs have in common, and are compared by; another for each of a flow run.
+        storage: for the record and the lines, as for `ddp_task`, which has the same default.
+
+    Raises:
+        InvalidParamsError: it is called outside of a flow run, or the storage can't be used.
+    """
+    own = resolve_storage(storage or ContextParams().storage)
+    own.check_writable()
+    prefect_id = next(filter(None, get_task_and_flow_run_ids()), None)
+    if prefect_id is None:
+        msg = "gang_report shows a gang in a Prefect run, and there is none: call it in a flow"
+        raise InvalidParamsError(msg)
+    run_id = run_id_of(name, prefect_id)
+    draft = draft_record(None, run_id, name, own, workload=name)
+    shown = TrainingProgress(attempt=newest_attempt(own, run_id) + 1)
+    with LiveReport(own, shown, RunRecorder(own, draft)) as report, display_here():
+        yield {
+            "name": run_id,
+            "attempt_log": RunAttemptLog(own, run_id, knows_steps=False),
+            "on_event": log_to_run(report.receive, shown, name),
+        }
 
 
 def record_finished(run: Run, report: TrainingSummary) -> None:

@@ -24,14 +24,6 @@ class WorkloadSource:
     tree: ast.Module
     object_name: str | None
 
-    def prepare_digest(self) -> str:
-        """Return a digest of the module but for its functions `train` and `evaluate`.
-
-        Comments and layout don't count. Of a `module:object` workload the whole module counts.
-        """
-        counting = [node for node in self.tree.body if self.object_name or not _is_no_data(node)]
-        return _digest("\n".join(ast.dump(node) for node in counting))
-
 
 def _is_no_data(node: ast.stmt) -> bool:
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -98,14 +90,19 @@ def dataset_id(
 ) -> str:
     """Name the dataset that `prepare` makes: the same code, options and source, the same name.
 
+    The code is the module but for its functions `train` and `evaluate`, of a `module:object`
+    workload the whole module. Comments and layout don't count.
+
     Args:
         workload: what prepares it.
         data_options: of the run; a path among them counts as a text.
         source: place and listing's digest of the raw data, where the run has some.
     """
+    is_whole = workload.object_name is not None
+    counting = [node for node in workload.tree.body if is_whole or not _is_no_data(node)]
     parts = {
         "workload": workload.name,
-        "prepare": workload.prepare_digest(),
+        "prepare": _digest("\n".join(map(ast.dump, counting))),
         "options": data_options,
         "source": None if source is None else dict(source),
     }

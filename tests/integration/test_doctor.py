@@ -51,23 +51,14 @@ def test_nothing_is_wrong(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_few_open_files(dask_client: Client) -> None:
-    """Workers are named that would run out of them, though the doctor's own gang does not."""
-    limits = dask_client.run(resource.getrlimit, resource.RLIMIT_NOFILE)
-    hard = min(hard for _, hard in limits.values())
-    dask_client.run(resource.setrlimit, resource.RLIMIT_NOFILE, (1024, hard))
-    try:
-        done = doctor("--cluster", dask_client.scheduler.address)
-    finally:
-        for worker, limit in limits.items():
-            dask_client.run(resource.setrlimit, resource.RLIMIT_NOFILE, limit, workers=[worker])
-    assert done.returncode == 1
-    assert "2 problems" in done.stdout
-    assert "may open 1024 files" in done.stdout
+def test_few_open_files_and_what_somebody_lacks(dask_client: Client) -> None:
+    """Workers are named that would run out of files, though the doctor's own gang does not. A
+    package that they don't have is no version that differs, and named all the same."""
 
-
-def test_what_somebody_lacks_is_said(dask_client: Client) -> None:
-    """A package that the workers don't have is no version that differs, and named all the same."""
+    def limit_files(soft: int) -> int:
+        before, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        return before
 
     def forget() -> str:
         from prefect_torch_ddp.gang.versions import versions
@@ -79,11 +70,17 @@ def test_what_somebody_lacks_is_said(dask_client: Client) -> None:
 
         versions()["prefect"] = version
 
+    limits = dask_client.run(limit_files, 1024)
     (version, *_) = dask_client.run(forget).values()
     try:
         done = doctor("--cluster", dask_client.scheduler.address)
     finally:
         dask_client.run(remember, version)
+        for worker, limit in limits.items():
+            dask_client.run(limit_files, limit, workers=[worker])
+    assert done.returncode == 1
+    assert "2 problems" in done.stdout
+    assert "may open 1024 files" in done.stdout
     assert "no prefect on tcp://127.0.0.1" in " ".join(done.stdout.split())
 
 

@@ -37,22 +37,16 @@ def test_every_error_that_a_public_docstring_names_is_public() -> None:
     assert ours <= PUBLIC
 
 
-@pytest.mark.parametrize(
-    "page",
-    [
-        "README.md",
-        *sorted(
-            str(path.relative_to(ROOT))
-            for path in [*ROOT.glob("flows/*.py"), *ROOT.glob("prefect_torch_ddp/examples/*.py")]
-        ),
-    ],
-)
-def test_examples_import_public_names_alone(page: str) -> None:
+EXAMPLES = [*ROOT.glob("flows/*.py"), *ROOT.glob("prefect_torch_ddp/examples/*.py")]
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", *EXAMPLES], ids=lambda page: page.name)
+def test_examples_import_public_names_alone(page: Path) -> None:
     """README and examples import from the package itself, or from its topic `data`; what the
     digits, an example themselves, take is in the file beside them."""
-    source = (ROOT / page).read_text(encoding="utf-8")
+    source = page.read_text(encoding="utf-8")
     blocks = re.findall(r"^```python\n(.*?)^```$", source, re.MULTILINE | re.DOTALL)
-    for block in blocks if page.endswith(".md") else [source]:
+    for block in blocks if page.suffix == ".md" else [source]:
         for node in ast.walk(ast.parse(block)):
             if isinstance(node, ast.ImportFrom) and str(node.module).startswith(DOORS[0]):
                 assert node.module in (*DOORS, "prefect_torch_ddp.examples.options")

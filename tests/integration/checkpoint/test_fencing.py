@@ -156,7 +156,7 @@ def race(storage: Storage, begin_at: int, expected: str) -> None:
 def test_an_older_attempts_results_are_not_published(tmp_path: Path) -> None:
     """The task publish ends before it shows anything, when a newer attempt has begun since the
     training ended."""
-    from prefect_torch_ddp.tasks.publish import publish
+    from prefect_torch_ddp.tasks.stages import publish
 
     storage = DirectoryStorage(tmp_path)
     for _ in range(2):

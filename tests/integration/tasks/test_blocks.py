@@ -184,19 +184,14 @@ def test_an_unknown_block_is_named_with_the_way_to_register_it(slug: str, name: 
         resolve_storage(f"{slug}/{name}")
 
 
-@pytest.mark.parametrize(
-    "path",
-    [
-        *("./s3-bucket/name", "s3-bucket/a/b", "s3-bucket"),
-        *("other/name", "S3-bucket/name", "/s3-bucket/name"),
-    ],
-)
 def test_everything_else_is_a_path_or_a_uri(
-    path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only the three slugs followed by one name are blocks."""
     monkeypatch.chdir(tmp_path)
-    assert resolve_storage(path) == DirectoryStorage(Path(path))
+    paths = ("./s3-bucket/name", "s3-bucket/a/b", "s3-bucket")
+    for path in (*paths, "other/name", "S3-bucket/name", "/s3-bucket/name"):
+        assert resolve_storage(path) == DirectoryStorage(Path(path))
     assert resolve_storage("s3://bucket/p") == S3Storage("bucket", "p")
 
 

@@ -167,18 +167,6 @@ def check_cancelled(folder: Path) -> None:
     assert int(found[1]) in steps_saved(folder, newest_run()[1])
 
 
-def test_ctrl_c_of_the_flow(tmp_path: Path) -> None:
-    """Ctrl-C in a terminal, which reaches the local cluster too."""
-    with flow_process(tmp_path, params_of(tmp_path).model_dump_json()) as process:
-        ranks = ranks_of(tmp_path)
-        wait_for_checkpoint(tmp_path)
-        os.killpg(process.pid, signal.SIGINT)
-        wait_until_gone(ranks)
-        assert process.wait(HANG_S) != 0
-    assert "CancelledRun" in (tmp_path / "said").read_text()
-    check_cancelled(tmp_path)
-
-
 @pytest.mark.extended
 def test_sigterm_of_a_flow_on_the_cluster_of_others(tmp_path: Path) -> None:
     """The cluster goes on to live, and the next run on it works."""

@@ -1,5 +1,5 @@
-"""Progress where a person started the flow: a bar in a terminal, plain lines in a pipe, and why a
-task has not begun."""
+"""What a person sees who started the flow: a bar in a terminal, until Ctrl-C, plain lines in a
+pipe, and why a task has not begun."""
 
 import logging
 import re
@@ -11,32 +11,35 @@ from pathlib import Path
 
 import nbformat
 import pytest
+import torch
 from distributed import Client, Event, LocalCluster
 from nbclient import NotebookClient
 from prefect import flow
 from prefect_dask import DaskTaskRunner
+from safetensors.torch import load_file
 
 from prefect_torch_ddp.tasks.ddp_task import GangTask
+from tests.integration.tasks.test_cancel import check_cancelled, wait_until_gone
+from tests.support.gangs import pids_in
 from tests.support.terminals import environment_with, in_terminal, seen_in
 from tests.support.waiting import HANG_S, wait_until
 
 TRAIN = """
 import sys
-from prefect_torch_ddp import ClusterParams, TrainParams, train_flow
+from prefect_torch_ddp import TrainParams, train_flow
 from prefect_torch_ddp.tasks.watch import terminal
 
 if __name__ == "__main__":
-    folder, address = sys.argv[1:]
+    (folder,) = sys.argv[1:]
     terminal.LINE_EVERY_S = 0.0
     params = TrainParams(
         workload="tests.workloads.tiny:Steered",
         storage=folder + "/store",
         options={"folder": folder},
-        cluster=ClusterParams(address=address or None),
     )
     print("begins")
-    train_flow(params)
-    print("over")
+    report = train_flow(params)
+    print(type(report).__name__, report.evaluation.num_samples, report.model_uri)
 """
 TASK = """
 import sys
@@ -68,14 +71,19 @@ def script(tmp_path: Path) -> Path:
 
 
 @pytest.mark.usefixtures("prefect_api")
-def test_a_bar_in_a_terminal_with_whole_log_lines_above_it(script: Path, tmp_path: Path) -> None:
-    """The stages pass by in one line, lines of all processes stay whole above it, and Ctrl-C ends
-    it: the cursor is there again, and no bar is left."""
+def test_ctrl_c_under_a_bar_with_whole_log_lines_above_it(script: Path, tmp_path: Path) -> None:
+    """The stages pass by in one line, lines of all processes stay whole above it. Ctrl-C, which
+    reaches the local cluster too, ends it after one step with its checkpoint: state Cancelled, the
+    cursor is there again, and no bar is left."""
     # Wide enough for whatever time a loaded machine has left.
-    with in_terminal(script, str(tmp_path), "", columns=140, **LOUD) as terminal:
+    with in_terminal(script, str(tmp_path), columns=140, **LOUD) as terminal:
         wait_until(lambda: re.search(TRAINS, terminal.text), what="a bar with its position")
+        ranks = pids_in(tmp_path, 2)
         terminal.press_ctrl_c()
-        terminal.wait()
+        wait_until_gone(ranks)
+        assert terminal.wait() != 0
+    assert "CancelledRun" in terminal.text
+    check_cancelled(tmp_path)
     lines, erased = seen_in(terminal.text.replace("^C", ""))
     bars = [line for line in erased if "━" in line]
     assert {"cluster", "train"} <= {line.split()[0] for line in bars}
@@ -92,12 +100,13 @@ def test_a_bar_in_a_terminal_with_whole_log_lines_above_it(script: Path, tmp_pat
     assert any("stopped" in line for line in of_train), of_train
 
 
-@pytest.mark.usefixtures("prefect_api")
-def test_plain_lines_in_a_pipe(script: Path, tmp_path: Path, dask_cluster: LocalCluster) -> None:
-    """Prefect's own lines say how far it is, without a single escape code."""
+def test_nothing_configured(script: Path, tmp_path: Path) -> None:
+    """Without any server configured: an embedded one, a local cluster, local storage; a typed
+    report. The weights load with plain torch, and without `module.`. In a pipe Prefect's own lines
+    say how far it is, without a single escape code."""
     said: list[str] = []
     with subprocess.Popen(
-        [sys.executable, str(script), str(tmp_path), dask_cluster.scheduler_address],
+        [sys.executable, str(script), str(tmp_path)],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         env=environment_with({"NO_COLOR": None, **LOUD}),
@@ -108,7 +117,8 @@ def test_plain_lines_in_a_pipe(script: Path, tmp_path: Path, dask_cluster: Local
             if re.search(rf"Flow run '.*' - train: 0 % · {TRAINS}", line):
                 (tmp_path / "enough").touch()
     assert process.returncode == 0, "".join(said)
-    assert "over\n" in said, "".join(said)
+    (ended,) = (line for line in said if line.startswith("TrainReport 21 "))
+    torch.nn.Linear(2, 2).load_state_dict(load_file(ended.split()[2]))
     assert "\x1b" not in "".join(said)
     assert "━" not in "".join(said)
 

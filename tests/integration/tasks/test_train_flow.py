@@ -4,8 +4,6 @@ cluster."""
 import hashlib
 import io
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -102,26 +100,6 @@ def check_artifacts(report: TrainReport) -> None:
     for section in ("Epochs", "Confusion matrix", "Worst samples", "Model and checkpoints"):
         assert f"\n## {section}\n" in str(page.data)
     assert "| F1 since the last run |" in str(page.data)
-
-
-def test_nothing_configured(tmp_path: Path) -> None:
-    """Without any server configured: an embedded one, a local cluster, local storage; a
-    typed report. The weights load with plain torch, and without `module.`."""
-    script = tmp_path / "run.py"
-    script.write_text(
-        "from prefect_torch_ddp import TrainParams, train_flow\n"
-        "if __name__ == '__main__':\n"
-        "    params = TrainParams(workload='tests.workloads.tiny',"
-        f" storage={str(tmp_path / 'store')!r})\n"
-        "    report = train_flow(params)\n"
-        "    print(type(report).__name__, report.evaluation.num_samples, report.model_uri)\n"
-    )
-    done = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, timeout=200, check=False
-    )
-    said = (done.stdout.strip().splitlines() or [""])[-1]
-    assert said.startswith("TrainReport 21 "), done.stderr[-3000:]
-    torch.nn.Linear(2, 2).load_state_dict(load_file(said.split(maxsplit=2)[2]))
 
 
 @pytest.mark.usefixtures("prefect_api")

@@ -25,11 +25,8 @@ def test_each_image_is_in_one_split(tmp_path: Path) -> None:
     """As it is in the file; the test split is the test file's; a second time the same."""
     write_cifar10(tmp_path / "bin", 20)
     splits = prepare(tmp_path / "bin", tmp_path / "data", validation=0.2)
-    assert {split: len(targets) for split, (_, targets) in splits.items()} == {
-        "train": 80,
-        "val": 20,
-        "test": 20,
-    }
+    sizes = {split: len(targets) for split, (_, targets) in splits.items()}
+    assert sizes == {"train": 80, "val": 20, "test": 20}
     for images, targets in splits.values():
         assert images.shape[1:] == (3, 32, 32)
         assert (images[:, 0] == 25 * targets[:, None, None]).all(), "the first plane is red"
@@ -45,10 +42,8 @@ def test_pickles_are_not_read(tmp_path: Path) -> None:
     """The python version is refused by name, with the one to take."""
     (tmp_path / "py").mkdir()
     (tmp_path / "py/data_batch_1").write_bytes(b"cos\nsystem\n(S'false'\ntR.")
-    with pytest.raises(
-        InvalidParamsError,
-        match=r"has no data_batch_\*.bin; give the folder .*: pickles aren't read",
-    ):
+    says = r"has no data_batch_\*.bin; give the folder .*: pickles aren't read"
+    with pytest.raises(InvalidParamsError, match=says):
         prepare(tmp_path / "py", tmp_path / "data")
 
 
@@ -57,10 +52,8 @@ def test_a_damaged_file_is_named(tmp_path: Path, damage: bytes) -> None:
     """Empty, cut, or with a class that isn't one."""
     write_cifar10(tmp_path / "bin", 2)
     (tmp_path / "bin/data_batch_3.bin").write_bytes(damage)
-    with pytest.raises(
-        InvalidParamsError,
-        match=r"data_batch_3.bin in .*bin is damaged, or not of CIFAR-10's binary version",
-    ):
+    says = r"data_batch_3.bin in .*bin is damaged, or not of CIFAR-10's binary version"
+    with pytest.raises(InvalidParamsError, match=says):
         prepare(tmp_path / "bin", tmp_path / "data")
 
 

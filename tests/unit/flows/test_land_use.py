@@ -20,21 +20,14 @@ from tests.support.records import read_records
 CLASSES = ["field", "forest", "harbor"]
 
 
-@pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of JPEG images."""
-    folder = tmp_path_factory.mktemp("land-use") / "images"
-    write_images(DirectoryStorage(folder), CLASSES, num_each=10)
-    return folder
-
-
 Prepared = tuple[Path, Path]
 
 
 @pytest.fixture(scope="module")
-def prepared(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Prepared:
-    """Where the images are, and what prepare wrote."""
-    data = tmp_path_factory.mktemp("prepared")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Prepared:
+    """Where JPEG images are, and what prepare wrote."""
+    source, data = (tmp_path_factory.mktemp(name) for name in ("images", "prepared"))
+    write_images(DirectoryStorage(source), CLASSES, num_each=10)
     with RankContext.local(data=data, source=source, stage="prepare") as ctx:
         land_use.prepare(ctx)
     return source, data
@@ -43,17 +36,10 @@ def prepared(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Prepared
 def train(
     prepared: Prepared, storage: Path, **options: Any
 ) -> tuple[torch.Tensor, list[dict[str, float]]]:
-    """Train squeezenet1_1; return the weights of its last layer and the metrics of each
-    step."""
+    """Train squeezenet1_1; return the weights of its last layer and the metrics of each step."""
     source, data = prepared
-    given = {
-        "size": 32,
-        "model": "squeezenet1_1",
-        "epochs": 2,
-        "global_batch_size": 12,
-        "lr": 0.01,
-        **options,
-    }
+    given = {"size": 32, "model": "squeezenet1_1", "epochs": 2, "global_batch_size": 12, "lr": 0.01}
+    given |= options
     with RankContext.local(data=data, source=source, options=given, storage=storage, seed=1) as ctx:
         land_use.train(ctx)
         weights = ctx._parts.tracker._objects["model"].state_dict()
@@ -63,30 +49,18 @@ def train(
     return weights["classifier.1.weight"], metrics
 
 
-@pytest.fixture(scope="module")
-def plain(
-    prepared: Prepared, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[torch.Tensor, list[dict[str, float]]]:
-    """What a training in float32 gives, that isn't compiled."""
-    return train(prepared, tmp_path_factory.mktemp("plain"))
-
-
-def test_compiled_it_has_the_same_weights_by_the_same_names(
-    prepared: Prepared, plain: Any, tmp_path: Path
-) -> None:
-    """torch.compile, in place: here with the backend that changes no bit."""
-    head, metrics = train(prepared, tmp_path, compile="eager")
-    assert torch.equal(head, plain[0])
-    assert metrics == plain[1]
-
-
-def test_in_float16_with_a_scaler(prepared: Prepared, plain: Any, tmp_path: Path) -> None:
-    """The loss is scaled by GradScaler, the gradient is clipped by its true norm, and the
-    scale resumes."""
-    _, metrics = train(prepared, tmp_path, precision="float16")
-    assert metrics[0]["loss_scale"] >= 2**13
-    assert metrics[0]["loss"] == pytest.approx(plain[1][0]["loss"], rel=0.05)
-    assert metrics[0]["gradient_norm"] == pytest.approx(plain[1][0]["gradient_norm"], rel=0.25)
+def test_compiled_and_in_float16_it_learns_the_same(prepared: Prepared, tmp_path: Path) -> None:
+    """By torch.compile, in place, the same weights by the same names: here with the backend that
+    changes no bit. In float16 the loss is scaled by GradScaler, the gradient is clipped by its true
+    norm, and the scale resumes."""
+    head, plain = train(prepared, tmp_path / "plain")
+    compiled_head, compiled = train(prepared, tmp_path / "compiled", compile="eager")
+    assert torch.equal(compiled_head, head)
+    assert compiled == plain
+    _, (first, *_) = train(prepared, tmp_path / "float16", precision="float16")
+    assert first["loss_scale"] >= 2**13
+    assert first["loss"] == pytest.approx(plain[0]["loss"], rel=0.05)
+    assert first["gradient_norm"] == pytest.approx(plain[0]["gradient_norm"], rel=0.25)
 
 
 def test_held_out_images_are_the_same_share_of_each_class(prepared: Prepared) -> None:
@@ -112,9 +86,8 @@ def test_an_image_that_cannot_be_decoded_is_named(prepared: Prepared, tmp_path: 
 
 def test_an_unknown_model_is_refused() -> None:
     """With those that there are."""
-    with pytest.raises(
-        InvalidParamsError, match=r"model is 'resnet19', .* there are alexnet, .*resnet18"
-    ):
+    says = r"model is 'resnet19', .* there are alexnet, .*resnet18"
+    with pytest.raises(InvalidParamsError, match=says):
         make_net(Options(model="resnet19"), 21)
 
 
@@ -126,15 +99,12 @@ def test_other_models_have_as_many_classes(model: str) -> None:
 
 def test_weights_are_taken_but_for_the_last_layer(tmp_path: Path) -> None:
     """From a file of ten classes for a model of three; those of another model are refused."""
-    ten = make_net(Options(model="squeezenet1_1"), 10)
-    safetensors.torch.save_file(ten.state_dict(), tmp_path / "ten.safetensors")
+    ten = make_net(Options(model="squeezenet1_1"), 10).state_dict()
     path = str(tmp_path / "ten.safetensors")
-    three = make_net(Options(model="squeezenet1_1", weights=path), 3)
-    assert torch.equal(
-        three.state_dict()["features.0.weight"], ten.state_dict()["features.0.weight"]
-    )
-    assert three.state_dict()["classifier.1.weight"].shape[0] == 3
-    with pytest.raises(
-        InvalidParamsError, match=r"ten.safetensors has \d+ of the \d+ tensors of resnet18"
-    ):
+    safetensors.torch.save_file(ten, path)
+    three = make_net(Options(model="squeezenet1_1", weights=path), 3).state_dict()
+    assert torch.equal(three["features.0.weight"], ten["features.0.weight"])
+    assert three["classifier.1.weight"].shape[0] == 3
+    says = r"ten.safetensors has \d+ of the \d+ tensors of resnet18"
+    with pytest.raises(InvalidParamsError, match=says):
         make_net(Options(weights=path), 3)

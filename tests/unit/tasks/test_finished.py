@@ -20,21 +20,21 @@ from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.tasks.run import Run
 from prefect_torch_ddp.tasks.train import failed_attempts, finished_training, record_finished
 
+MANIFEST = Manifest("run", 7, 1, epoch=1, position={}, world_size=2)
+
 
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[Run]:
     """Describe a run with one checkpoint, whose first attempt is claimed."""
     storage = DirectoryStorage(tmp_path)
     claim_attempt(storage, "run")
-    manifest = Manifest("run", 7, 1, epoch=1, position={}, world_size=2)
-    storage.write(manifest_key("run", 7, 1), manifest.as_bytes())
+    storage.write(manifest_key("run", 7, 1), MANIFEST.as_bytes())
     with disable_run_logger():
         yield Run("run", TrainParams(), storage, "dataset", "experiment")
 
 
 def report_of(run: Run) -> TrainingSummary:
     """Make the report of its training."""
-    manifest = Manifest("run", 7, 1, epoch=1, position={}, world_size=2)
     return TrainingSummary(
         run_id="run",
         attempt=1,
@@ -43,7 +43,7 @@ def report_of(run: Run) -> TrainingSummary:
         num_epochs=1,
         duration_s=1.5,
         value={"accuracy": 0.5, "diverged": "nan"},
-        last_checkpoint=checkpoint_ref(run.storage, manifest),
+        last_checkpoint=checkpoint_ref(run.storage, MANIFEST),
     )
 
 

@@ -5,7 +5,6 @@ import sys
 from collections.abc import Callable
 from itertools import count
 from pathlib import Path
-from textwrap import dedent
 
 import pytest
 
@@ -43,68 +42,6 @@ if __name__ == "__main__":
     prepare(None)
     train(None)
 """
-OTHERS = "def train(ctx): ...\nasync def evaluate(ctx): ...\n"
-Write = Callable[[str], str]
-numbers = count()
-
-
-@pytest.fixture
-def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Write:
-    """Return a function that writes a module and gives its name."""
-    monkeypatch.syspath_prepend(tmp_path)
-
-    def write_module(source: str) -> str:
-        name = f"workload_{next(numbers)}"
-        coding = "latin-1" if "latin-1" in source else "utf-8"
-        (tmp_path / f"{name}.py").write_text(dedent(source), encoding=coding)
-        return name
-
-    return write_module
-
-
-@pytest.fixture
-def dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
-    """Return a function that names the dataset of one module whose source is given."""
-    monkeypatch.syspath_prepend(tmp_path)
-
-    def name_of(text: str, reference: str = "one_workload", /, **data_options: object) -> str:
-        (tmp_path / "one_workload.py").write_text(dedent(text), encoding="utf-8")
-        return dataset_id(read_workload(reference), data_options)
-
-    return name_of
-
-
-# ---- The three functions.
-
-
-def test_a_missing_function_is_named(write: Write) -> None:
-    """The error names the workload, what is missing and what there is; what a function binds isn't
-    the module's."""
-    module = write(BASE.replace("def train(", "def other(") + "def f():\n    train = 1\n")
-    says = rf"workload '{module}' has no function 'train'.*{module}\.py defines .*other"
-    with pytest.raises(InvalidParamsError, match=says):
-        read_workload(module)
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        "from somewhere import prepare, train\nfrom elsewhere import score as evaluate\n",
-        "prepare, train = make()\nevaluate = lambda ctx: None\n",
-        "try:\n    import fast\nexcept ImportError:\n    def prepare(ctx): ...\n" + OTHERS,
-        "if FAST:\n    def prepare(ctx): ...\nelse:\n    def prepare(ctx): ...\n" + OTHERS,
-        "from somewhere import *\n",
-        "# -*- coding: latin-1 -*-\nNAME = '\xe9'\n" + BASE + "raise RuntimeError('imported')\n",
-    ],
-)
-def test_any_way_to_define_them_counts(write: Write, source: str) -> None:
-    """Imported, assigned, in a branch, from a star import that only running resolves: none of
-    them is refused, and nothing of the module is run: the flow's process would load torch."""
-    module = write(source)
-    assert read_workload(module).object_name is None
-    assert module not in sys.modules
-
-
 CLASS = """
 class Mine:
     @staticmethod
@@ -118,36 +55,84 @@ class Heir(Mine): ...
 
 made = Mine()
 """
+MINE, LACKING = CLASS.format(name="evaluate"), CLASS.format(name="score")
+OTHERS = "def train(ctx): ...\nasync def evaluate(ctx): ...\n"
+Write = Callable[..., str]
+numbers = count()
 
 
-def test_class_workload(write: Write) -> None:
-    """`module:Class`: its own methods are checked; what it inherits or an object has, only
-    running tells."""
-    module = write(CLASS.format(name="evaluate"))
-    for name in ("Mine", "Heir", "made"):
-        assert read_workload(f"{module}:{name}").object_name == name
-    with pytest.raises(InvalidParamsError, match=r":Other' has no 'Other': .* defines .*Mine"):
-        read_workload(f"{module}:Other")
-    lacking = write(CLASS.format(name="score"))
-    says = f"workload '{lacking}:Mine' has no function 'evaluate'.*defines .*score"
-    with pytest.raises(InvalidParamsError, match=says):
-        read_workload(f"{lacking}:Mine")
-    assert read_workload(f"{lacking}:Heir").object_name == "Heir"
+@pytest.fixture
+def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Write:
+    """Return a function that writes a module and gives its name."""
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def write_module(source: str, name: str = "") -> str:
+        name = name or f"workload_{next(numbers)}"
+        coding = "latin-1" if "latin-1" in source else "utf-8"
+        (tmp_path / f"{name}.py").write_text(source, encoding=coding)
+        return name
+
+    return write_module
+
+
+@pytest.fixture
+def dataset(write: Write) -> Callable[..., str]:
+    """Return a function that names the dataset of one module whose source is given."""
+
+    def name_of(text: str, part: str = "", /, **data_options: object) -> str:
+        return dataset_id(read_workload(write(text, "one_workload") + part), data_options)
+
+    return name_of
+
+
+# ---- The three functions.
 
 
 @pytest.mark.parametrize(
-    ("source", "says"),
+    ("source", "part"),
     [
-        ("def prepare(:\n", "can't be parsed"),
-        ("x = 1\0\n", "can't be parsed"),
-        ("", "defines no function"),
+        ("from somewhere import prepare, train\nfrom elsewhere import score as evaluate\n", ""),
+        ("prepare, train = make()\nevaluate = lambda ctx: None\n", ""),
+        ("try:\n    import fast\nexcept ImportError:\n    def prepare(ctx): ...\n" + OTHERS, ""),
+        ("if FAST:\n    def prepare(ctx): ...\nelse:\n    def prepare(ctx): ...\n" + OTHERS, ""),
+        ("from somewhere import *\n", ""),
+        ("# -*- coding: latin-1 -*-\nNAME = '\xe9'\n" + BASE + "raise RuntimeError('run')\n", ""),
+        (MINE, ":Mine"),
+        (MINE, ":Heir"),
+        (MINE, ":made"),
+        (LACKING, ":Heir"),
     ],
 )
-def test_source_that_is_no_workload(write: Write, source: str, says: str) -> None:
-    """A syntax error or an empty module is refused by the workload's name."""
+def test_any_way_to_define_them_counts(write: Write, source: str, part: str) -> None:
+    """Imported, assigned, in a branch, from a star import, or what a class inherits or an object
+    has, which only running tells: none of them is refused, and nothing of the module is run: the
+    flow's process would load torch."""
     module = write(source)
-    with pytest.raises(InvalidParamsError, match=f"workload '{module}' .*{says}"):
-        read_workload(module)
+    assert (read_workload(module + part).object_name or "") == part[1:]
+    assert module not in sys.modules
+
+
+@pytest.mark.parametrize(
+    ("source", "part", "says"),
+    [
+        # What a function binds isn't the module's.
+        (
+            BASE.replace("def train(", "def other(") + "def f():\n    train = 1\n",
+            "",
+            r"has no function 'train'.*workload_\d+\.py defines .*other",
+        ),
+        (MINE, ":Other", "has no 'Other': .* defines .*Mine"),
+        (LACKING, ":Mine", "has no function 'evaluate'.*defines .*score"),
+        ("def prepare(:\n", "", "can't be parsed"),
+        ("x = 1\0\n", "", "can't be parsed"),
+        ("", "", "defines no function"),
+    ],
+)
+def test_source_that_is_no_workload(write: Write, source: str, part: str, says: str) -> None:
+    """The error names the workload, what is missing and what there is."""
+    reference = write(source) + part
+    with pytest.raises(InvalidParamsError, match=f"workload '{reference}' .*{says}"):
+        read_workload(reference)
 
 
 @pytest.mark.parametrize(
@@ -204,14 +189,9 @@ def test_the_module_but_for_train_and_evaluate_makes_the_dataset(
 def test_of_a_class_workload_the_module_counts(dataset: Callable[..., str]) -> None:
     """What its methods use is not told from what they don't: too often prepared is right, too
     seldom is not."""
-    source = CLASS.format(name="evaluate")
-    assert dataset(source, "one_workload:Mine") == dataset(
-        source + "# comment\n", "one_workload:Mine"
-    )
-    assert dataset(source, "one_workload:Mine") != dataset(
-        source + "\nX = 1\n", "one_workload:Mine"
-    )
-    assert dataset(source, "one_workload:Mine") != dataset(source, "one_workload:made")
+    assert dataset(MINE, ":Mine") == dataset(MINE + "# comment\n", ":Mine")
+    assert dataset(MINE, ":Mine") != dataset(MINE + "\ndef train(): ...\n", ":Mine")
+    assert dataset(MINE, ":Mine") != dataset(MINE, ":made")
 
 
 def test_options_count(dataset: Callable[..., str]) -> None:
