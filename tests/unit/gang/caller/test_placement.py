@@ -15,8 +15,6 @@ from prefect_torch_ddp.gang.caller.placement import (
     share_out,
     visible_names,
 )
-from prefect_torch_ddp.gang.checks import checked
-from prefect_torch_ddp.params import GangParams
 from prefect_torch_ddp.protocol.agent import WorkerIdentity
 
 
@@ -79,23 +77,15 @@ def test_enough_workers_hold_a_size_between_the_fewest_and_the_most(
     assert sizes[-1] == most
 
 
-@pytest.mark.parametrize(
-    ("num_workers", "num_free", "expected"), [(2, 0, 2), (9, 1, 2), (2, 3, 2), (9, 4, 4), (9, 9, 8)]
-)
-def test_a_gang_that_may_grow_takes_more_only_where_workers_are_free(
-    num_workers: int, num_free: int, expected: int
-) -> None:
+def test_a_gang_that_may_grow_takes_more_only_where_workers_are_free() -> None:
     """Busy workers are waited for up to the number wanted; free ones are taken up to the largest
-    divisor."""
-    assert GangSize(2, None, 1, divides=8, grown=9).on(num_workers, num_free) == expected
-    assert GangSize(None, None, 1, grown=3).on(num_workers) == min(num_workers, 3)
-
-
-@pytest.mark.parametrize(("num_free", "expected"), [(0, 3), (1, 1), (2, 2), (4, 4)])
-def test_a_gang_that_stopped_to_grow_waits_for_no_busy_worker(num_free: int, expected: int) -> None:
-    """It goes on with what is free; only without a single free worker it has to wait."""
-    size = GangSize(3, 1, 1, grown=4, is_growing=True)
-    assert size.on(5, num_free) == expected
+    divisor. One that stopped to grow goes on with what is free, if there is any."""
+    of_8 = GangSize(2, None, 1, divides=8, grown=9)
+    counts = (2, 0), (9, 1), (2, 3), (9, 4), (9, 9)
+    assert [of_8.on(*each) for each in counts] == [2, 2, 2, 4, 8]
+    assert [GangSize(None, None, 1, grown=3).on(num_workers) for num_workers in (2, 9)] == [2, 3]
+    growing = GangSize(3, 1, 1, grown=4, is_growing=True)
+    assert [growing.on(5, num_free) for num_free in (0, 1, 2, 4)] == [3, 1, 2, 4]
 
 
 @pytest.mark.parametrize(
@@ -211,10 +201,3 @@ def test_an_address_of_one_machine_alone_is_refused_on_several(host: str, scope:
     with pytest.raises(GangError, match=says):
         rank_addresses([known_by(host, "a"), known_by("10.0.0.2", "b")], None)
     assert len(rank_addresses([known_by(host, "a"), known_by("127.0.0.2", "a")], None)) == 2
-
-
-@pytest.mark.parametrize("interface", ["", 7, "10.1.0.0/33", "eth0/1"])
-def test_what_is_no_interface_is_refused(interface: object) -> None:
-    """A wrong value is named before anything starts."""
-    with pytest.raises(InvalidParamsError, match="interface is"):
-        checked(GangParams, {"interface": interface})
