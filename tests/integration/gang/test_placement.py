@@ -1,4 +1,4 @@
-"""Placement on real Dask processes: imitated hosts, IPv6, resources, uneven tails."""
+"""Placement on real Dask processes: imitated hosts, IPv6, resources."""
 
 import threading
 from collections.abc import Iterator
@@ -118,15 +118,3 @@ def test_a_held_resource_is_waited_for(client: Client) -> None:
     finally:
         Event("gpu-let-go", client=client).set()
     task.result(timeout=HANG_S)
-
-
-def test_an_uneven_tail(client: Client) -> None:
-    """5 ranks with 2 on each worker: hosts have 4 and 1, and the ranks of a host are
-    contiguous; 2 ranks use two of the four workers."""
-    call = {"resources": {"v4": 1}}
-    two = run_gang(client, plain.environment, world_size=2, **call)
-    assert [rank["WORLD_SIZE"] for rank in two] == ["2", "2"]
-    ranks = run_gang(client, plain.environment, world_size=5, ranks_per_worker=2, **call)
-    assert [rank["LOCAL_RANK"] for rank in ranks] == ["0", "1", "2", "3", "0"]
-    assert [rank["LOCAL_WORLD_SIZE"] for rank in ranks] == ["4"] * 4 + ["1"]
-    assert [rank["GROUP_WORLD_SIZE"] for rank in ranks] == ["2"] * 5

@@ -96,16 +96,6 @@ def test_losses_and_hangs_are_never_hopeless(error: GangError) -> None:
     assert why_hopeless(error, record, record, knows_steps=True) is None
 
 
-def test_a_call_counts_from_the_number_given() -> None:
-    """And keeps the last failure alone."""
-    attempt_log = CallAttemptLog(4)
-    assert [attempt_log.begin(), attempt_log.begin()] == [4, 5]
-    assert attempt_log.last_failure() is None
-    record = record_of(WorkerLostError("gone"), 4, 2)
-    attempt_log.record_failure(record)
-    assert attempt_log.last_failure() == record
-
-
 def run(max_restarts: int, *ends: Exception) -> list[bytes]:
     """Run a gang whose attempts end so, one after the other, until one succeeds."""
 
@@ -126,11 +116,14 @@ def test_a_worker_that_left_in_order_costs_no_restart() -> None:
 
 
 def test_after_the_last_restart_the_last_failure_counts() -> None:
-    """Where no other attempt can be made, the one before is the cause."""
+    """Where no other attempt can be made, the one before is the cause; one that comes back ends it
+    earlier."""
     killed = replace(BOOM, kind="signal", signal=9, retryability="transient")
     with pytest.raises(RankFailedError, match="failed in attempt 3") as caught:
         run(2, *(RankFailedError(killed, attempt) for attempt in (1, 2, 3, 4)))
     assert caught.value.why_final is None
+    with pytest.raises(RankFailedError, match="not tried again: the same ValueError at step 12"):
+        run(2, *(RankFailedError(BOOM, attempt) for attempt in (1, 2, 3)))
     lost = WorkerLostError("worker x was lost")
     with pytest.raises(NotEnoughWorkersError) as refused:
         run(1, lost, NotEnoughWorkersError("have 1, need 2"))
