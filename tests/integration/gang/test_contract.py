@@ -119,16 +119,46 @@ def test_dataloader_workers_inside_a_rank(dask_client: Client, context: str, tot
 def test_text_arrives_whatever_the_workers_encoding(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A rank writes UTF-8 where environment and locale say otherwise, forked or not."""
+    """A rank writes UTF-8 where environment and locale say otherwise, forked or not; its records
+    have their level and logger, its prints INFO."""
     for name, value in (("PYTHONIOENCODING", "latin-1"), ("LC_ALL", "C"), ("PYTHONUTF8", "0")):
         monkeypatch.setenv(name, value)
-    printed = {"grün \U0001f600 lone \\udcfc", "häßlich \U0001f600"}
+    printed = "grün \U0001f600 lone \\udcfc", "häßlich \U0001f600"
+    wanted = {*((20, text) for text in printed), (30, "user.code: größer \U0001f600")}
     with own_cluster(1) as (_, client), caplog.at_level(logging.INFO, "prefect_torch_ddp.ranks"):
         for launcher in ("auto", "exec"):
             caplog.clear()
             run_gang(client, plain.speak_many_tongues, world_size=1, launcher=launcher)
-            said = {text.removeprefix("[rank 0] ") for text in caplog.messages}
-            assert printed | {"user.code: größer \U0001f600"} <= said, launcher
+            said = {(each.levelno, each.message[len("[rank 0] ") :]) for each in caplog.records}
+            assert wanted <= said, launcher
+
+
+def test_rank_0_may_return_first(dask_client: Client) -> None:
+    """Rank 0 serves the store: its peers may use it, and make groups without it, after its
+    function returned."""
+    assert run_gang(dask_client, plain.meet_after_rank_0_returned, world_size=2) == [0, 1]
+
+
+@pytest.mark.parametrize(
+    "hows",
+    [
+        ("closes_stdout", "no_death_signal"),
+        ("thread", "handlers", "folder", "logs_much"),
+        ("faulthandler", "other_group", "holds_stdout"),
+        ("leaves_a_writer",),
+    ],
+    ids=", ".join,
+)
+def test_odd_functions_end_well(
+    dask_client: Client, caplog: pytest.LogCaptureFixture, hows: tuple[str, ...]
+) -> None:
+    """What a function left in its process holds up neither its value nor the next gang: endless
+    output is neither waited for nor collected, and its writer is gone, or tests/support/leaks.py
+    fails this. A record too long for a datagram is cut."""
+    with caplog.at_level(logging.INFO, logger="prefect_torch_ddp.ranks"):
+        for _ in range(2):
+            assert run_gang(dask_client, plain.end_well_oddly, args=hows, world_size=2) == [9, 9]
+    assert ("] user.code: \U0001f600" in caplog.text) == ("logs_much" in hows)
 
 
 def test_ten_in_a_row_and_twice_means_twice(dask_client: Client) -> None:

@@ -9,11 +9,8 @@ import pytest
 from distributed import Client
 
 from prefect_torch_ddp import RankFailedError, run_gang
-from prefect_torch_ddp.params import CheckpointParams
-from prefect_torch_ddp.rank.config import RankConfig
-from prefect_torch_ddp.storage.directory import DirectoryStorage
 from tests.support.gangs import RUN_WITH_CONTEXT
-from tests.workloads import failing
+from tests.workloads import failing, hanging
 
 OWN_WORDS = "ValueError: the user's own words"
 
@@ -60,6 +57,34 @@ def test_the_right_rank_is_blamed(
     assert type(again.__cause__) is type(error.__cause__)
 
 
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        ("mute", "_MuteError"),
+        ("endless", "_EndlessError"),
+        ("angry", "_AngryError"),
+        ("huge", "ValueError: xxx"),
+        ("group", "ExceptionGroup: several"),
+        ("chain", "ValueError: link 999"),
+        ("generator_exit", "GeneratorExit"),
+        ("exit_text", r"left by sys.exit\('a text'\)"),
+        ("abort", "killed by SIGABRT"),
+        ("recursion", "RecursionError"),
+        ("c_stack", "killed by SIGSEGV"),
+        ("fatal", "killed by SIGABRT"),
+        ("no_files", "rank 1 "),
+        ("bad_handler", "rank 1 "),
+    ],
+)
+def test_odd_failures_are_told(dask_client: Client, how: str, says: str) -> None:
+    """Whatever its exception does when it is shown or pickled, rank 1 is named."""
+    with pytest.raises(RankFailedError, match=says) as caught:
+        run_gang(dask_client, failing.fail_oddly, args=(how,), world_size=2)
+    assert caught.value.rank == 1
+    assert len(str(caught.value)) < 100_000
+    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+
+
 NO_MODULE = "No module named 'no_such_module'\nnot tried again: a failure by ModuleNotFoundError"
 
 
@@ -86,9 +111,7 @@ def test_early_return_of_a_rank_that_tracks(
     dask_client: Client, tmp_path: Path, leaver: int
 ) -> None:
     """The rank that left is named, also where the checkpoint waits for its peers."""
-    policy = CheckpointParams(every_s=None)
-    config = RankConfig("early", 1, "task", DirectoryStorage(tmp_path), checkpoint=policy)
-    args = config, failing.leave_early, (leaver,)
+    args = hanging.config_in(tmp_path), failing.leave_early, (leaver,)
     says = re.escape("its function had already returned")
     with pytest.raises(RankFailedError, match=says) as caught:
         run_gang(dask_client, RUN_WITH_CONTEXT, args=args, world_size=2)

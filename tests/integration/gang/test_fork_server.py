@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +16,9 @@ from prefect_torch_ddp import RankFailedError, run_gang
 from prefect_torch_ddp.errors import ForkServerUnavailableError
 from prefect_torch_ddp.gang.worker.fork_client import ForkServer
 from prefect_torch_ddp.protocol.rank import RankFiles
-from tests.support.gangs import alive, all_gone, own_cluster
+from tests.support.gangs import alive, all_gone, own_cluster, workers_of
 from tests.support.waiting import wait_until
-from tests.workloads import plain
+from tests.workloads import failing, plain
 
 NAME = "ddp-fork-server"
 
@@ -217,7 +216,7 @@ def test_each_fork_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         assert server.is_alive
 
 
-def test_a_system_without_pidfd_open_starts_fresh_processes(tmp_path: Path) -> None:
+def test_a_system_without_pidfd_open_starts_fresh_processes() -> None:
     """On an old kernel or in a sandbox gangs run, fail and end as elsewhere, without forks."""
 
     def forbid() -> None:
@@ -229,17 +228,11 @@ def test_a_system_without_pidfd_open_starts_fresh_processes(tmp_path: Path) -> N
         os.pidfd_open = refuse
         has_pidfd.cache_clear()
 
-    def sleep_or_die(folder: str) -> None:
-        if os.environ["RANK"] == "1":
-            os.kill(os.getpid(), signal.SIGKILL)
-        Path(folder, "pid").write_text(str(os.getpid()))
-        time.sleep(600)
-
+    call = {"world_size": 2, "ranks_per_worker": 2}
     with own_cluster(1) as (_, client):
         client.run(forbid)
-        ranks = run_gang(client, look_around, world_size=2, ranks_per_worker=2)
+        ranks = run_gang(client, look_around, **call)
         assert NAME not in {seen["parent"] for seen in ranks}
         with pytest.raises(RankFailedError, match="SIGKILL"):
-            run_gang(client, sleep_or_die, args=(str(tmp_path),), world_size=2, ranks_per_worker=2)
-        pids = [int(path.read_text()) for path in tmp_path.glob("pid")]
-        assert not alive(pids)
+            run_gang(client, failing.only_on, args=(1, "SIGKILL"), **call)
+        assert not any(worker.children() for worker in workers_of(client).values())

@@ -73,13 +73,10 @@ def loads(tmp_path: Path, library: str) -> list[int]:
 
 def run(client: Client, name: str) -> tuple[list[Any], list[str]]:
     """Run a gang of two ranks; return their values, and what the gang itself said."""
-    said: list[str] = []
-
-    def listen(event: GangEvent) -> None:
-        if isinstance(event, LogLine):
-            said.append(event.text)
-
-    return run_gang(client, name, world_size=2, ranks_per_worker=2, on_event=listen), said
+    events: list[GangEvent] = []
+    call = {"world_size": 2, "ranks_per_worker": 2, "on_event": events.append}
+    values = run_gang(client, name, **call)
+    return values, [event.text for event in events if isinstance(event, LogLine)]
 
 
 def test_a_library_is_loaded_once_and_what_does_not_fit_in_ranks(

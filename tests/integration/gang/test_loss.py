@@ -1,6 +1,5 @@
 """Workers, nannies and the scheduler, killed or stopped, while a gang runs or waits on them."""
 
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -75,17 +74,13 @@ def test_a_lost_nanny_and_a_lost_scheduler(others: SeparateCluster, tmp_path: Pa
 def test_a_worker_that_is_retired_while_a_gang_waits_for_it(tmp_path: Path) -> None:
     """One of the busy workers it waits for leaves, another comes: it is placed anew and runs."""
     with own_cluster(3) as (cluster, client), ThreadPoolExecutor(1) as pool:
-        held, release = list(workers_of(client)), tmp_path / "release"
+        held, release, events = list(workers_of(client)), tmp_path / "release", list[object]()
         for address in held[:2]:
             key = f"busy-{address}"
             client.submit(_until_there, str(release), workers=[address], pure=False, key=key)
-        waiting = threading.Event()
-
-        def note(_event: object) -> None:
-            waiting.set()
-
-        gang = pool.submit(run_gang, client, plain.sum_of_ones, world_size=3, on_event=note)
-        assert waiting.wait(HANG_S), "it says for whom it waits"
+        call = {"world_size": 3, "on_event": events.append}
+        gang = pool.submit(run_gang, client, plain.sum_of_ones, **call)
+        wait_until(lambda: events, what="that it says for whom it waits")
         cluster.scale(4)
         client.retire_workers([held[0]])
         release.touch()
