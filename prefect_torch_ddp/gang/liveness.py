@@ -100,11 +100,11 @@ def is_unwanted(worker: Worker, key: object) -> bool:
 @contextmanager
 def calling() -> Iterator[None]:
     """Have the Dask worker whose task this is, if any, wait when it closes."""
-    # No yield within an except: what a gang raises would seem to come of "No worker found".
-    address = _own_address()
-    if address is None:
+    worker = _own_worker()
+    if worker is None:
         yield
         return
+    address = worker.address
     with _COUNTING:
         CALLERS[address] += 1
     try:
@@ -114,27 +114,24 @@ def calling() -> Iterator[None]:
             CALLERS[address] -= 1
 
 
-def _own_address() -> str | None:
+def _own_worker() -> Worker | None:
+    # Not where it is asked for: what is raised within an except seems to come of "No worker found".
     try:
-        return str(get_worker().address)
+        return get_worker()
     except ValueError:
         return None
 
 
 def own_worker_leaves() -> bool:
     """Whether the Dask worker whose task this is, if any, is on its way out."""
-    try:
-        return is_closing(get_worker())
-    except ValueError:
-        return False
+    worker = _own_worker()
+    return worker is not None and is_closing(worker)
 
 
 def own_task_watch() -> Callable[[], str]:
     """Return a check of the Dask task that this thread runs: why it isn't wanted, or empty."""
-    try:
-        worker = get_worker()
-        key = thread_state.key
-    except (ValueError, AttributeError):
+    worker, key = _own_worker(), getattr(thread_state, "key", None)
+    if worker is None or key is None:
         return lambda: ""  # no Dask task
 
     def why_unwanted() -> str:

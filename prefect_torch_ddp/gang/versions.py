@@ -9,15 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from prefect_torch_ddp.errors import VersionConflictError
 from prefect_torch_ddp.protocol.agent import WorkerIdentity
 
-PACKAGES = (
-    "prefect-torch-ddp",
-    "torch",
-    "numpy",
-    "cloudpickle",
-    "dask",
-    "distributed",
-    "prefect",
-)
+PACKAGES = ("prefect-torch-ddp", "torch", "numpy", "cloudpickle", "dask", "distributed", "prefect")
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,8 @@
 """The messages between the caller of a gang and the agents on its Dask workers."""
 
-import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from prefect_torch_ddp.protocol.events import GangEvent
 from prefect_torch_ddp.protocol.heartbeat import Heartbeat
@@ -15,7 +14,8 @@ AgentOrder = Literal["abort", "stop", "pause", "leave", "look"]
 that returned end; fetch their stacks. Abort: kill the ranks at once."""
 
 POLL = "prefect_torch_ddp_poll"
-"""The handler that a Dask worker offers to callers, who may give an order with a poll."""
+"""The handler that a Dask worker offers to callers, who may give an order with a poll. It answers
+with a dict of one pickle, `{"answer": ...}`: Dask reports a broken connection by bare bytes."""
 
 
 @dataclass(frozen=True)
@@ -119,16 +119,3 @@ class StartOrder:
     """Set where the ranks' progress is watched."""
     logs: bytes = b""
     """Pickle of the LogFolder where the ranks' lines are kept; empty: nowhere."""
-
-
-Answer = dict[str, bytes]
-
-
-def encode_answer(value: object) -> Answer:
-    """Return an RPC's answer: a dict, since Dask reports a broken connection by bare bytes."""
-    return {"answer": pickle.dumps(value)}
-
-
-def decode_answer(answer: Answer) -> Any:
-    """Return the value of an RPC's answer."""
-    return pickle.loads(answer["answer"])

@@ -63,11 +63,7 @@ class CodePaths:
 @functools.cache
 def package_folders() -> tuple[Path, ...]:
     """Return where this Python keeps its own modules and the installed packages."""
-    paths = (
-        sysconfig.get_path("stdlib"),
-        *site.getsitepackages(),
-        site.getusersitepackages(),
-    )
+    paths = (sysconfig.get_path("stdlib"), *site.getsitepackages(), site.getusersitepackages())
     return tuple(dict.fromkeys(Path(path).resolve() for path in paths))
 
 

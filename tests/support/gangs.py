@@ -83,6 +83,12 @@ def sleeping_gang(
         yield gang, [psutil.Process(pid) for pid in pids_in(folder, num_ranks)]
 
 
+def call_sleeping_gang(address: str, folder: str) -> None:
+    """Run one as a caller of its own, in a process that needs no torch."""
+    with Client(address) as client:
+        run_gang(client, failing.sleep_for_ever, args=(folder,), world_size=2)
+
+
 def workers_of(client: Client) -> dict[str, psutil.Process]:
     """Return the worker processes by address, in order."""
     return {address: psutil.Process(pid) for address, pid in sorted(client.run(os.getpid).items())}

@@ -58,9 +58,7 @@ def _wait_in_collective() -> None:
     dist.all_reduce(torch.ones(1))
 
 
-def only_on(  # noqa: C901 - one branch a fault
-    culprit: int, how: str, code: int = 3
-) -> str:
+def only_on(culprit: int, how: str) -> str:  # noqa: C901 - one branch a fault
     """Fail on one rank in the way named; the others wait for it in a collective."""
     if int(os.environ["RANK"]) != culprit:
         _wait_in_collective()
@@ -69,7 +67,7 @@ def only_on(  # noqa: C901 - one branch a fault
         case "raise":
             raise ValueError(WORDS)
         case "raise_awkward":
-            raise AwkwardError(code, "won't unpickle")
+            raise AwkwardError(3, "won't unpickle")
         case "raise_timeout":
             msg = "the user's own timeout"
             raise TimeoutError(msg)
@@ -78,10 +76,10 @@ def only_on(  # noqa: C901 - one branch a fault
                 raise ValueError(WORDS)
             finally:
                 _clean_up(how)
-        case "sys_exit":
-            sys.exit(code)
+        case "sys_exit" | "sys_exit_0" | "sys_exit_none":
+            sys.exit({"sys_exit": 3, "sys_exit_0": 0}.get(how))
         case "os_exit":
-            os._exit(code)
+            os._exit(3)
         case "return":
             return "early"
         case "interrupt":
@@ -271,8 +269,6 @@ def fail(how: str) -> None:
         case "OSError":
             msg = "the shelf is empty"
             raise OSError(msg)
-        case "ImportError":
-            import no_such_module  # noqa: F401  # type: ignore[import-not-found]
         case _:
             os.kill(os.getpid(), signal.Signals[how])
 

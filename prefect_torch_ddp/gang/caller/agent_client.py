@@ -25,7 +25,6 @@ from prefect_torch_ddp.protocol.agent import (
     AgentState,
     StartOrder,
     WorkerIdentity,
-    decode_answer,
 )
 
 LONG_POLL_S = 1.1
@@ -177,7 +176,7 @@ class AgentClient:
             raise NoAnswerError(text) from error
         answer = answers[address]
         if isinstance(answer, dict) and "answer" in answer:
-            report: AgentReport = decode_answer(answer)
+            report: AgentReport = pickle.loads(answer["answer"])
             return report
         if isinstance(answer, bytes):
             text = f"worker {address} did not answer ({pickle.loads(answer)!r})"

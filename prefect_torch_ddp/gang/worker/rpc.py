@@ -21,14 +21,7 @@ from prefect_torch_ddp.gang.versions import versions
 from prefect_torch_ddp.gang.worker.fork_client import CloseForkServer, fork_client
 from prefect_torch_ddp.gang.worker.mailbox import MAILBOXES, drop_abandoned, open_mailbox
 from prefect_torch_ddp.gang.worker.slots import SLOTS
-from prefect_torch_ddp.protocol.agent import (
-    POLL,
-    AgentState,
-    Answer,
-    Occupant,
-    WorkerIdentity,
-    encode_answer,
-)
+from prefect_torch_ddp.protocol.agent import POLL, AgentState, Occupant, WorkerIdentity
 from prefect_torch_ddp.protocol.rank import Preload
 
 
@@ -57,17 +50,17 @@ def _leave_it_to_the_nanny(number: int, frame: FrameType | None) -> None:
     pass
 
 
-def _handler_of_polls(worker: Worker) -> Callable[..., Awaitable[Answer]]:
+def _handler_of_polls(worker: Worker) -> Callable[..., Awaitable[dict[str, bytes]]]:
     async def poll(
         token: str, next_event: int, known_state: AgentState, wait_s: float, order: bytes = b""
-    ) -> Answer:
+    ) -> dict[str, bytes]:
         box = open_mailbox(token)
         if order:
             box.give(pickle.loads(order))
         report = await box.news(next_event, known_state, wait_s)
         if report.has_ended and "abort" in box.orders:
             MAILBOXES.pop(token, None)
-        return encode_answer(replace(report, occupant=_occupant(worker, token)))
+        return {"answer": pickle.dumps(replace(report, occupant=_occupant(worker, token)))}
 
     return poll
 

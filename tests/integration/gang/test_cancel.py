@@ -22,9 +22,9 @@ from prefect_torch_ddp.checkpoint.manifest import list_manifests
 from prefect_torch_ddp.protocol.events import GangEvent, LogLine, Waiting
 from prefect_torch_ddp.rank.stages import run_with_context
 from prefect_torch_ddp.storage.directory import DirectoryStorage
-from tests.support.gangs import all_gone, pids_in, sleeping_gang
+from tests.support.gangs import all_gone, call_sleeping_gang, pids_in, sleeping_gang
 from tests.support.waiting import HANG_S, wait_until
-from tests.workloads import failing, hanging, plain
+from tests.workloads import hanging, plain
 
 
 def saved_steps(folder: Path) -> list[int]:
@@ -89,7 +89,6 @@ CALLER = """
 import sys
 from pathlib import Path
 from prefect_torch_ddp import run_gang
-from prefect_torch_ddp.protocol.events import GangEvent, LogLine, Waiting
 from prefect_torch_ddp.rank.stages import run_with_context
 from tests.support.gangs import own_cluster
 from tests.workloads import hanging
@@ -120,16 +119,11 @@ def test_ctrl_c_in_a_terminal_leaves_a_checkpoint(tmp_path: Path) -> None:
     assert "KeyboardInterrupt" in said
 
 
-def _call_gang(address: str, folder: str) -> None:
-    with Client(address) as client:
-        run_gang(client, failing.sleep_for_ever, args=(folder,), world_size=2)
-
-
 def start_caller(client: Client, folder: Path) -> BaseProcess:
     """Run a gang from a process of its own."""
     folder.mkdir()
     args = client.scheduler.address, str(folder)
-    caller = multiprocessing.get_context("spawn").Process(target=_call_gang, args=args)
+    caller = multiprocessing.get_context("spawn").Process(target=call_sleeping_gang, args=args)
     caller.start()
     return caller
 

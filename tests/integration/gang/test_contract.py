@@ -10,19 +10,25 @@ from typing import Any
 import pytest
 from distributed import Client
 
-from prefect_torch_ddp import InvalidParamsError, NotEnoughWorkersError, RankFailedError, run_gang
+from prefect_torch_ddp import InvalidParamsError, RankFailedError, run_gang
 from prefect_torch_ddp.protocol.rank import Launcher
-from tests.support.gangs import by_rank, own_cluster
+from tests.support.gangs import own_cluster
 from tests.workloads import plain
 
 
-def test_process_group_is_up_and_the_workers_environment_is_untouched(dask_client: Client) -> None:
-    """All-reduce of ones gives world_size on every rank; the Dask workers' environment is
-    the same before and after. So does a function named by its import path; and
-    `world_size=None` means a rank on each worker."""
+def test_process_group_is_up_and_environments_are_right(dask_client: Client) -> None:
+    """All-reduce of ones gives world_size on every rank; so does a function named by its import
+    path; and `world_size=None` means a rank on each worker. A rank's environment is its Dask
+    worker's own plus torchrun's contract; the workers' is the same before and after."""
     before = dask_client.run(lambda: dict(os.environ))
     assert run_gang(dask_client, plain.sum_of_ones, world_size=2) == [2.0, 2.0]
     assert run_gang(dask_client, "tests.workloads.plain:sum_of_ones") == [2.0, 2.0]
+    for rank, env in enumerate(run_gang(dask_client, plain.environment, world_size=2, attempt=3)):
+        assert all(name in env for name in plain.CONTRACT)
+        assert env["RANK"] == env["LOCAL_RANK"] == env["ROLE_RANK"] == str(rank)
+        assert env["TORCHELASTIC_RESTART_COUNT"] == "2"
+        assert "TORCHELASTIC_USE_AGENT_STORE" not in env
+        assert env["HOME"] == next(iter(before.values()))["HOME"]
     assert dask_client.run(lambda: dict(os.environ)) == before
 
 
@@ -40,12 +46,12 @@ def test_a_scripts_own_modules_come_before_installed_ones(
     """As at the caller: a module of the name of an installed package, and one in a folder."""
     (tmp_path / "flows").mkdir()
     (tmp_path / "flows" / "__init__.py").touch()
-    for path in ("iniconfig.py", "flows/deep.py"):
-        (tmp_path / path).write_text("def where():\n    return __file__\n")
+    (tmp_path / "flows" / "deep.py").touch()
+    where = "from flows import deep\ndef where(): return [__file__, deep.__file__]\n"
+    (tmp_path / "iniconfig.py").write_text(where)
     monkeypatch.syspath_prepend(tmp_path)
-    for module, path in (("iniconfig", "iniconfig.py"), ("flows.deep", "flows/deep.py")):
-        found = run_gang(dask_client, f"{module}:where", world_size=1, launcher=launcher)
-        assert found == [str(tmp_path / path)]
+    (found,) = run_gang(dask_client, "iniconfig:where", world_size=1, launcher=launcher)
+    assert found == [str(tmp_path / path) for path in ("iniconfig.py", "flows/deep.py")]
 
 
 def test_values_come_back_in_rank_order(dask_client: Client) -> None:
@@ -73,24 +79,6 @@ def test_closure_over_big_data_and_lambda(dask_client: Client) -> None:
     assert run_gang(dask_client, lambda x: x + 1, args=(1,), world_size=1) == [2]
 
 
-def test_too_few_workers_is_refused_with_both_numbers(dask_client: Client) -> None:
-    """4 on 2 fails within the deadline and says have 2, need 4."""
-    with pytest.raises(NotEnoughWorkersError, match="have 2, need 4"):
-        run_gang(dask_client, plain.sum_of_ones, world_size=4, workers_timeout_s=0.5)
-
-
-def test_environment_contract(dask_client: Client) -> None:
-    """A rank's environment is its Dask worker's own plus torchrun's contract."""
-    worker = next(iter(dask_client.run(lambda: dict(os.environ)).values()))
-    ranks = run_gang(dask_client, plain.environment, world_size=2, attempt=3)
-    for rank, env in enumerate(ranks):
-        assert all(name in env for name in plain.CONTRACT)
-        assert env["RANK"] == env["LOCAL_RANK"] == env["ROLE_RANK"] == str(rank)
-        assert env["TORCHELASTIC_RESTART_COUNT"] == "2"
-        assert "TORCHELASTIC_USE_AGENT_STORE" not in env
-        assert env["HOME"] == worker["HOME"]
-
-
 SCRIPT = """
 import sys, torch.distributed as dist
 if __name__ == "__main__":
@@ -111,12 +99,6 @@ def test_user_mode_runs_torchrun_code_unchanged(dask_client: Client, tmp_path: P
     assert [(tmp_path / str(rank)).read_text() for rank in (0, 1)] == ["7", "7"]
 
 
-def test_second_initialisation_is_refused_at_once(dask_client: Client) -> None:
-    """In the default mode init_process_group is refused, and the option named."""
-    with pytest.raises(RankFailedError, match=r'process_group="user"'):
-        run_gang(dask_client, "tests.workloads.failing:initialise_again", world_size=2)
-
-
 def test_nccl_without_cuda_says_what_is_missing(dask_client: Client) -> None:
     """On a CPU machine nccl fails by name, with what is missing."""
     import torch
@@ -134,34 +116,49 @@ def test_dataloader_workers_inside_a_rank(dask_client: Client, context: str, tot
     assert values == [total]
 
 
-def test_prints_and_logs_appear_with_the_rank_in_front(
-    dask_client: Client, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Lines that ranks print or log appear at the caller."""
-    with caplog.at_level(logging.INFO, logger="prefect_torch_ddp.ranks"):
-        run_gang(dask_client, plain.speak, args=("x",), world_size=2)
-    for rank in (0, 1):
-        assert f"[rank {rank}] printed x" in by_rank(caplog.messages)
-        assert f"[rank {rank}] complained x" in by_rank(caplog.messages)
-        warned = [each.message for each in caplog.records if each.levelno == logging.WARNING]
-        assert f"[rank {rank}] user.code: logged x" in by_rank(warned)
-    assert {each.name for each in caplog.records if each.message.startswith("[rank")} == {
-        "prefect_torch_ddp.ranks"
-    }
-
-
-@pytest.mark.parametrize("launcher", ["auto", "exec"])
 def test_text_arrives_whatever_the_workers_encoding(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, launcher: str
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A rank writes UTF-8 where environment and locale say otherwise, forked or not."""
+    """A rank writes UTF-8 where environment and locale say otherwise, forked or not; its records
+    have their level and logger, its prints INFO."""
     for name, value in (("PYTHONIOENCODING", "latin-1"), ("LC_ALL", "C"), ("PYTHONUTF8", "0")):
         monkeypatch.setenv(name, value)
+    printed = "grün \U0001f600 lone \\udcfc", "häßlich \U0001f600"
+    wanted = {*((20, text) for text in printed), (30, "user.code: größer \U0001f600")}
     with own_cluster(1) as (_, client), caplog.at_level(logging.INFO, "prefect_torch_ddp.ranks"):
-        run_gang(client, plain.speak_many_tongues, world_size=1, launcher=launcher)
-    said = {text.removeprefix("[rank 0] ") for text in caplog.messages}
-    printed = {"grün \U0001f600 lone \\udcfc", "häßlich \U0001f600"}
-    assert printed | {"user.code: größer \U0001f600"} <= said
+        for launcher in ("auto", "exec"):
+            caplog.clear()
+            run_gang(client, plain.speak_many_tongues, world_size=1, launcher=launcher)
+            said = {(each.levelno, each.message[len("[rank 0] ") :]) for each in caplog.records}
+            assert wanted <= said, launcher
+
+
+def test_rank_0_may_return_first(dask_client: Client) -> None:
+    """Rank 0 serves the store: its peers may use it, and make groups without it, after its
+    function returned."""
+    assert run_gang(dask_client, plain.meet_after_rank_0_returned, world_size=2) == [0, 1]
+
+
+@pytest.mark.parametrize(
+    "hows",
+    [
+        ("closes_stdout", "no_death_signal"),
+        ("thread", "handlers", "folder", "logs_much"),
+        ("faulthandler", "other_group", "holds_stdout"),
+        ("leaves_a_writer",),
+    ],
+    ids=", ".join,
+)
+def test_odd_functions_end_well(
+    dask_client: Client, caplog: pytest.LogCaptureFixture, hows: tuple[str, ...]
+) -> None:
+    """What a function left in its process holds up neither its value nor the next gang: endless
+    output is neither waited for nor collected, and its writer is gone, or tests/support/leaks.py
+    fails this. A record too long for a datagram is cut."""
+    with caplog.at_level(logging.INFO, logger="prefect_torch_ddp.ranks"):
+        for _ in range(2):
+            assert run_gang(dask_client, plain.end_well_oddly, args=hows, world_size=2) == [9, 9]
+    assert ("] user.code: \U0001f600" in caplog.text) == ("logs_much" in hows)
 
 
 def test_ten_in_a_row_and_twice_means_twice(dask_client: Client) -> None:
@@ -195,6 +192,7 @@ NO_RESOURCES = ({"GPU": 0}, {"GPU": "1"}, {1: 1}, ["GPU"])
         ({"queue_timeout_s": float("inf")}, "queue_timeout_s is inf"),
         ({"args": (threading.Lock(),)}, "can't be sent to the ranks"),
         *(({"resources": wrong}, r"resources(\.\S+)? is") for wrong in NO_RESOURCES),
+        *(({"interface": wrong}, "interface is") for wrong in ("", 7, "10.1.0.0/33", "eth0/1")),
         ({"max_restarts": -1}, "max_restarts is -1"),
         ({"min_world_size": 0}, "min_world_size is 0"),
         ({"min_world_size": 3}, "min_world_size is 3 and world_size 1"),

@@ -2,17 +2,15 @@
 
 import pickle
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from distributed import Client
 
 from prefect_torch_ddp import RankFailedError, run_gang
-from prefect_torch_ddp.params import CheckpointParams
-from prefect_torch_ddp.rank.config import RankConfig
-from prefect_torch_ddp.storage.directory import DirectoryStorage
 from tests.support.gangs import RUN_WITH_CONTEXT
-from tests.workloads import failing, plain
+from tests.workloads import failing, hanging
 
 OWN_WORDS = "ValueError: the user's own words"
 
@@ -29,6 +27,8 @@ OWN_WORDS = "ValueError: the user's own words"
         ("memory", "MemoryError", {"cause": MemoryError}),
         ("interrupt", "KeyboardInterrupt", {"cause": None}),
         ("sys_exit", r"left by sys.exit\(3\)", {"exit_code": 3, "cause": None}),
+        ("sys_exit_0", r"left by sys.exit\(0\)", {"exit_code": 0, "cause": None}),
+        ("sys_exit_none", r"left by sys.exit\(None\)", {"exit_code": 0, "cause": None}),
         ("os_exit", "left with exit code 3 before its function returned", {"exit_code": 3}),
         ("return", "its function had already returned while rank 0 waited for it", {}),
         ("SIGKILL", r"killed by SIGKILL \(9\)", {"signal": 9}),
@@ -57,31 +57,53 @@ def test_the_right_rank_is_blamed(
     assert type(again.__cause__) is type(error.__cause__)
 
 
-@pytest.mark.parametrize("code", [0, None])
-def test_leaving_by_exit_0_is_a_failure(dask_client: Client, code: int | None) -> None:
-    """`sys.exit(0)` of one rank while others train is a failure with a name."""
-    with pytest.raises(RankFailedError, match=rf"rank 1 .*left by sys.exit\({code}\)"):
-        run_gang(dask_client, failing.only_on, args=(1, "sys_exit", code), world_size=2)
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        ("mute", "_MuteError"),
+        ("endless", "_EndlessError"),
+        ("angry", "_AngryError"),
+        ("huge", "ValueError: xxx"),
+        ("group", "ExceptionGroup: several"),
+        ("chain", "ValueError: link 999"),
+        ("generator_exit", "GeneratorExit"),
+        ("exit_text", r"left by sys.exit\('a text'\)"),
+        ("abort", "killed by SIGABRT"),
+        ("recursion", "RecursionError"),
+        ("c_stack", "killed by SIGSEGV"),
+        ("fatal", "killed by SIGABRT"),
+        ("no_files", "rank 1 "),
+        ("bad_handler", "rank 1 "),
+    ],
+)
+def test_odd_failures_are_told(dask_client: Client, how: str, says: str) -> None:
+    """Whatever its exception does when it is shown or pickled, rank 1 is named."""
+    with pytest.raises(RankFailedError, match=says) as caught:
+        run_gang(dask_client, failing.fail_oddly, args=(how,), world_size=2)
+    assert caught.value.rank == 1
+    assert len(str(caught.value)) < 100_000
+    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
 
 
-def test_the_next_gang_works_after_a_failed_one(dask_client: Client) -> None:
-    """After a failed gang the same cluster runs the next."""
-    with pytest.raises(RankFailedError):
-        run_gang(dask_client, failing.only_on, args=(0, "raise"), world_size=2)
-    assert run_gang(dask_client, plain.sum_of_ones, world_size=2) == [2.0, 2.0]
+NO_MODULE = "No module named 'no_such_module'\nnot tried again: a failure by ModuleNotFoundError"
 
 
-def test_unpicklable_value_names_rank_and_type(dask_client: Client) -> None:
-    """A value that doesn't pickle is an error that names rank and type."""
-    says = r"rank 1 returned a value of type _thread.lock that can't be pickled"
-    with pytest.raises(RankFailedError, match=says):
-        run_gang(dask_client, failing.unpicklable_value, world_size=2)
-
-
-def test_module_that_is_missing_at_the_rank(dask_client: Client) -> None:
-    """An import string that leads nowhere is the ranks' ImportError."""
-    with pytest.raises(RankFailedError, match="No module named 'no_such_module'"):
-        run_gang(dask_client, "no_such_module:fn", world_size=2)
+@pytest.mark.parametrize(
+    ("fn", "says"),
+    [
+        (failing.unpicklable_value, "rank 1 returned a value of type _thread.lock that can't be"),
+        (failing.initialise_again, 'process_group="user"'),
+        ("no_such_module:fn", NO_MODULE),
+    ],
+    ids=["a value that doesn't pickle", "a second initialisation", "a missing module"],
+)
+def test_what_can_not_work_is_named(
+    dask_client: Client, fn: Callable[[], object] | str, says: str
+) -> None:
+    """Rank and type of the value, the option, and the module, for which no restart is used."""
+    with pytest.raises(RankFailedError, match=says) as caught:
+        run_gang(dask_client, fn, world_size=2, max_restarts=1)
+    assert caught.value.attempt == (1 if says == NO_MODULE else 2)
 
 
 @pytest.mark.parametrize("leaver", [0, 1])
@@ -89,9 +111,7 @@ def test_early_return_of_a_rank_that_tracks(
     dask_client: Client, tmp_path: Path, leaver: int
 ) -> None:
     """The rank that left is named, also where the checkpoint waits for its peers."""
-    policy = CheckpointParams(every_s=None)
-    config = RankConfig("early", 1, "task", DirectoryStorage(tmp_path), checkpoint=policy)
-    args = config, failing.leave_early, (leaver,)
+    args = hanging.config_in(tmp_path), failing.leave_early, (leaver,)
     says = re.escape("its function had already returned")
     with pytest.raises(RankFailedError, match=says) as caught:
         run_gang(dask_client, RUN_WITH_CONTEXT, args=args, world_size=2)

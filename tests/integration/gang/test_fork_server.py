@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +16,9 @@ from prefect_torch_ddp import RankFailedError, run_gang
 from prefect_torch_ddp.errors import ForkServerUnavailableError
 from prefect_torch_ddp.gang.worker.fork_client import ForkServer
 from prefect_torch_ddp.protocol.rank import RankFiles
-from tests.support.gangs import alive, all_gone, own_cluster
+from tests.support.gangs import alive, all_gone, own_cluster, workers_of
 from tests.support.waiting import wait_until
-from tests.workloads import plain
+from tests.workloads import failing, plain
 
 NAME = "ddp-fork-server"
 
@@ -51,7 +50,8 @@ def look_around() -> dict[str, Any]:
 
 
 def test_ranks_are_forked_and_look_fresh(dask_client: Client) -> None:
-    """Own session, own random state, the worker's folder and threads, CUDA untouched."""
+    """Own session, own random state, the worker's folder and threads, CUDA untouched;
+    `launcher="exec"` is the same contract without the fork server."""
     ranks = run_gang(dask_client, look_around, world_size=2, process_group="none")
     folders = dask_client.run(os.getcwd).values()
     for number, seen in enumerate(ranks):
@@ -64,13 +64,9 @@ def test_ranks_are_forked_and_look_fresh(dask_client: Client) -> None:
     ranks += run_gang(dask_client, look_around, **call)
     for generator in range(3):
         assert len({seen["random"][generator] for seen in ranks}) == len(ranks)
-
-
-def test_exec_launcher_starts_fresh_processes(dask_client: Client) -> None:
-    """`launcher="exec"` is the same contract without the fork server."""
-    ranks = run_gang(dask_client, look_around, world_size=2, launcher="exec")
-    assert NAME not in {seen["parent"] for seen in ranks}
-    assert [seen["arguments"] for seen in ranks] == [[], []]
+    fresh = run_gang(dask_client, look_around, world_size=2, launcher="exec")
+    assert NAME not in {seen["parent"] for seen in fresh}
+    assert [seen["arguments"] for seen in fresh] == [[], []]
     assert run_gang(dask_client, plain.sum_of_ones, world_size=2, launcher="exec") == [2.0, 2.0]
 
 
@@ -94,21 +90,6 @@ def test_a_killed_server_is_replaced(dask_client: Client) -> None:
         other.terminate()
     wait_until(lambda: all_gone([one, *others]))
     assert run_gang(dask_client, plain.sum_of_ones, world_size=2) == [2.0, 2.0]
-
-
-def test_servers_end_with_their_worker() -> None:
-    """A worker that is killed, or closes, takes its fork server along."""
-    before = set(servers())
-    with own_cluster(1) as (cluster, client):
-        run_gang(client, plain.sum_of_ones, world_size=1)
-        of_killed = set(servers()) - before
-        assert len(of_killed) == 2, "one with torch, one with the libraries of the module too"
-        os.kill(cluster.workers[0].process.pid, signal.SIGKILL)
-        wait_until(lambda: all_gone([*of_killed]))
-        run_gang(client, plain.sum_of_ones, world_size=1)
-        of_closed = set(servers()) - before - of_killed
-        assert of_closed
-    wait_until(lambda: all_gone([*of_closed]))
 
 
 def open_files(pid: int) -> dict[int, tuple[str, int, int]]:
@@ -235,7 +216,7 @@ def test_each_fork_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         assert server.is_alive
 
 
-def test_a_system_without_pidfd_open_starts_fresh_processes(tmp_path: Path) -> None:
+def test_a_system_without_pidfd_open_starts_fresh_processes() -> None:
     """On an old kernel or in a sandbox gangs run, fail and end as elsewhere, without forks."""
 
     def forbid() -> None:
@@ -247,17 +228,11 @@ def test_a_system_without_pidfd_open_starts_fresh_processes(tmp_path: Path) -> N
         os.pidfd_open = refuse
         has_pidfd.cache_clear()
 
-    def sleep_or_die(folder: str) -> None:
-        if os.environ["RANK"] == "1":
-            os.kill(os.getpid(), signal.SIGKILL)
-        Path(folder, "pid").write_text(str(os.getpid()))
-        time.sleep(600)
-
+    call = {"world_size": 2, "ranks_per_worker": 2}
     with own_cluster(1) as (_, client):
         client.run(forbid)
-        ranks = run_gang(client, look_around, world_size=2, ranks_per_worker=2)
+        ranks = run_gang(client, look_around, **call)
         assert NAME not in {seen["parent"] for seen in ranks}
         with pytest.raises(RankFailedError, match="SIGKILL"):
-            run_gang(client, sleep_or_die, args=(str(tmp_path),), world_size=2, ranks_per_worker=2)
-        pids = [int(path.read_text()) for path in tmp_path.glob("pid")]
-        assert not alive(pids)
+            run_gang(client, failing.only_on, args=(1, "SIGKILL"), **call)
+        assert not any(worker.children() for worker in workers_of(client).values())

@@ -67,43 +67,29 @@ def test_a_rank_asleep_is_named_with_its_line(client: Client, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("how", "line", "options"),
+    ("how", "says", "options"),
     [
         ("busy", "in work", {"timeout_s": 1.0}),  # as long as it works it gets ten times the limit
         ("hold_the_lock", "in hang", {"timeout_s": 2.0}),  # C code keeps the interpreter's lock
         ("sleep", "in hang", {"launcher": "exec"}),  # a fresh process can be asked too
+        ("stop", "(ddp-rank-1) of rank 1 is stopped (SIGSTOP)", {}),
+        ("data_worker", "of rank 1 is stopped (SIGSTOP)", {}),
     ],
 )
-def test_a_rank_that_runs_is_named_too(
-    client: Client, tmp_path: Path, how: str, line: str, options: dict[str, Any]
+def test_a_rank_that_is_not_asleep_is_named_too(
+    client: Client, tmp_path: Path, how: str, says: str, options: dict[str, Any]
 ) -> None:
-    """In an endless loop or in C code, forked or not: its stack comes all the same."""
+    """In an endless loop or in C code, forked or not: its stack comes all the same. Where it, or a
+    process that loads its data, is stopped, that is said."""
     error, stacks = run_hanging(client, tmp_path, how, **options)
     assert error.ranks == (1,)
-    assert "rank 1 on 127.0.0.1 did not arrive" in str(error)
-    assert line in str(error).splitlines()[0]
+    assert "rank 1 on 127.0.0.1 did not arrive" in error.hang.summary
+    assert says in error.hang.summary
+    # It had fetched ahead, or not yet.
+    batch = re.search("it has been waiting for the batch of step [23] at", error.hang.summary)
+    assert bool(batch) == (how == "data_worker")
     assert sorted(stacks) == [0, 1]
-
-
-def test_a_stopped_rank_is_called_stopped(client: Client, tmp_path: Path) -> None:
-    """SIGSTOP: it can't answer; the error says that it is stopped, and the gang ends all the
-    same."""
-    error, stacks = run_hanging(client, tmp_path, "stop")
-    assert error.ranks == (1,)
-    assert "(ddp-rank-1) of rank 1 is stopped (SIGSTOP)" in str(error)
-    assert "did not answer" in stacks[1]
-    assert "in all_reduce" in stacks[0]
-
-
-def test_a_dead_data_worker_is_found(client: Client, tmp_path: Path) -> None:
-    """A stopped DataLoader worker: the rank waits for a batch that never comes, and the process
-    is named."""
-    error, _ = run_hanging(client, tmp_path, "data_worker")
-    assert error.ranks == (1,)
-    assert re.search(
-        "it has been waiting for the batch of step [23] at", str(error)
-    )  # it had fetched ahead, or not yet
-    assert "of rank 1 is stopped (SIGSTOP)" in str(error)
+    assert ("did not answer" in stacks[1]) == (how == "stop")
 
 
 def test_one_collective_more(client: Client, tmp_path: Path) -> None:

@@ -73,19 +73,19 @@ def loads(tmp_path: Path, library: str) -> list[int]:
 
 def run(client: Client, name: str) -> tuple[list[Any], list[str]]:
     """Run a gang of two ranks; return their values, and what the gang itself said."""
-    said: list[str] = []
-
-    def listen(event: GangEvent) -> None:
-        if isinstance(event, LogLine):
-            said.append(event.text)
-
-    return run_gang(client, name, world_size=2, ranks_per_worker=2, on_event=listen), said
+    events: list[GangEvent] = []
+    call = {"world_size": 2, "ranks_per_worker": 2, "on_event": events.append}
+    values = run_gang(client, name, **call)
+    return values, [event.text for event in events if isinstance(event, LogLine)]
 
 
 def test_a_library_is_loaded_once_and_what_does_not_fit_in_ranks(
     client: Client, tmp_path: Path
 ) -> None:
-    """A second gang finds it loaded; what would differ in a fork is named once, with the reason."""
+    """`warm` loads those of the next gang ahead, a second gang finds them loaded; what would differ
+    in a fork is named once, with the reason."""
+    warm(client, "trains:train")
+    wait_until(lambda: bool(loads(tmp_path, "good")))
     first, said = run(client, "trains:train")
     loaded_by = loads(tmp_path, "good")
     second, said_again = run(client, "trains:evaluate")
@@ -100,29 +100,15 @@ def test_a_library_is_loaded_once_and_what_does_not_fit_in_ranks(
 
 
 def test_an_import_that_ends_the_server_costs_the_libraries_alone(
-    client: Client, tmp_path: Path
+    client: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The gang runs, its ranks load what they import, and another gang has its libraries."""
+    """The gang runs, its ranks load what they import, and another gang has its libraries. A
+    checkout that comes first on the path, as with `python -m flows.quickstart`, is installed."""
     values, said = run(client, "unlucky:train")
     assert values == ["trained", "trained"]
     left = "import good; import dies (the fork server ended with status 7)"
     assert said == [f"not loaded ahead but in each rank: {left}"]
     assert len(loads(tmp_path, "good")) == 3
-
-
-def test_warming_loads_the_libraries_of_the_next_gang(client: Client, tmp_path: Path) -> None:
-    """`warm` is given the code that will run, before there is a gang."""
-    warm(client, "trains:train")
-    wait_until(lambda: bool(loads(tmp_path, "good")))
-    ranks, _ = run(client, "trains:train")
-    assert loads(tmp_path, "good")[-1] == ranks[0][1]
-
-
-def test_a_checkout_counts_as_what_is_installed_from_it(
-    client: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where it comes first on the path, as for `python -m flows.quickstart` in it: the examples,
-    and what they import, are loaded ahead all the same."""
     monkeypatch.syspath_prepend(str(Path.cwd()))
     example = "from prefect_torch_ddp.examples import digits\ndef train(): return 'trained'\n"
     (tmp_path / "own" / "example.py").write_text(example)

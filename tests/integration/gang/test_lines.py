@@ -3,6 +3,7 @@
 import logging
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from distributed import Client
@@ -16,7 +17,7 @@ from prefect_torch_ddp.protocol.events import GangEvent, LogLine
 from prefect_torch_ddp.records.rank_log import LogFolder
 from tests.support.gangs import by_rank, said_by_ranks
 from tests.support.waiting import HANG_S
-from tests.workloads import plain
+from tests.workloads import failing, plain
 
 NUM_LINES = 20_000
 WARNING = "[rank 1] user.code: half of it\nis done"
@@ -84,3 +85,20 @@ def test_what_all_ranks_say_is_said_once_and_not_after_a_failure(
     assert "ERROR Traceback" in part.read_text()
     # Behind or before the last print: prints and records come by ways of their own.
     assert part.read_text().count("\nValueError: a bug\n") == 1
+
+
+@pytest.mark.parametrize("launcher", ["auto", "exec"])
+def test_lines_of_a_rank_that_is_killed_with_the_gang_arrive(
+    dask_client: Client, caplog: pytest.LogCaptureFixture, launcher: str
+) -> None:
+    """What a rank had printed before the gang was stopped is passed on, all of it."""
+    call: dict[str, Any] = {"args": (200,), "world_size": 2, "launcher": launcher}
+    for _ in range(4 if launcher == "auto" else 2):
+        caplog.clear()
+        with (
+            caplog.at_level(logging.INFO, logger="prefect_torch_ddp.ranks"),
+            pytest.raises(RankFailedError, match="all at once"),
+        ):
+            run_gang(dask_client, failing.print_then_fail_together, **call)
+        lines = [message for message in caplog.messages if "line " in message]
+        assert lines == [f"[rank 0] line {number}" for number in range(200)]

@@ -1,6 +1,5 @@
 """Workers, nannies and the scheduler, killed or stopped, while a gang runs or waits on them."""
 
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -15,7 +14,8 @@ from tests.workloads import plain
 
 
 def test_lost_worker(tmp_path: Path) -> None:
-    """A worker with a rank goes: a loss that names it, no cancel; ranks go, the next gang runs."""
+    """A worker with a rank goes: a loss that names it, no cancel; ranks go, the next gang runs.
+    So it is after its rank returned, before its value was fetched: no second run."""
     with own_cluster(2) as (_, client):
         for how in ("killed", "retired"):
             (address, worker), _ = workers_of(client).items()
@@ -30,15 +30,10 @@ def test_lost_worker(tmp_path: Path) -> None:
                 wait_until(lambda ranks=ranks: all_gone(ranks))
             if how == "killed":
                 assert run_gang(client, plain.sum_of_ones, world_size=2) == [2.0, 2.0]
-
-
-def test_a_worker_lost_with_its_values() -> None:
-    """Killed after its rank returned, before its value was fetched: an error, no second run."""
-    with own_cluster(1) as (_, client):
-        says = "after its ranks had returned, with their values"
-        with pytest.raises(WorkerLostError, match=says):
-            run_gang(client, plain.kill_worker_at_exit, world_size=1)
-        assert run_gang(client, plain.sum_of_ones, world_size=1) == [1.0]
+                says = "after its ranks had returned, with their values"
+                with pytest.raises(WorkerLostError, match=says):
+                    run_gang(client, plain.kill_worker_at_exit, world_size=1)
+                client.wait_for_workers(2, timeout=HANG_S)
 
 
 @pytest.mark.usefixtures("short_liveness")
@@ -58,45 +53,34 @@ def test_a_stopped_worker(tmp_path: Path) -> None:
         assert run_gang(client, plain.sum_of_ones, world_size=2) == [2.0, 2.0]
 
 
-def test_a_killed_scheduler(others: SeparateCluster, tmp_path: Path) -> None:
-    """SIGKILL of the scheduler: it is named, and nothing of the gang is left."""
-    with (
-        Client(others.address, timeout=10) as client,
-        sleeping_gang(client, tmp_path / "pids") as (gang, ranks),
-    ):
-        others.scheduler.kill()
-        assert type(gang.exception(HANG_S)) is SchedulerLostError
-        wait_until(lambda: all_gone(ranks))
-
-
-def test_a_stopped_and_a_killed_nanny(others: SeparateCluster, tmp_path: Path) -> None:
+def test_a_lost_nanny_and_a_lost_scheduler(others: SeparateCluster, tmp_path: Path) -> None:
     """SIGSTOP of a nanny is nobody's loss: its worker works on. SIGKILL takes its worker along:
-    that worker is lost, and all ranks go."""
+    that worker is lost, and all ranks go. SIGKILL of the scheduler: it is named, and nothing of the
+    gang is left."""
     stop(others.nannies[0])
-    with Client(others.address) as client:
+    with Client(others.address, timeout=10) as client:
         assert run_gang(client, plain.sum_of_ones, world_size=2) == [2.0, 2.0]
         others.nannies[0].resume()
-        with sleeping_gang(client, tmp_path / "pids") as (gang, ranks):
+        with sleeping_gang(client, tmp_path / "first") as (gang, ranks):
             others.nannies[0].kill()
             assert type(gang.exception(HANG_S)) is WorkerLostError
             wait_until(lambda: all_gone(ranks))
-        assert run_gang(client, plain.sum_of_ones, world_size=1) == [1.0]
+        with sleeping_gang(client, tmp_path / "second", world_size=1) as (gang, ranks):
+            others.scheduler.kill()
+            assert type(gang.exception(HANG_S)) is SchedulerLostError
+            wait_until(lambda: all_gone(ranks))
 
 
 def test_a_worker_that_is_retired_while_a_gang_waits_for_it(tmp_path: Path) -> None:
     """One of the busy workers it waits for leaves, another comes: it is placed anew and runs."""
     with own_cluster(3) as (cluster, client), ThreadPoolExecutor(1) as pool:
-        held, release = list(workers_of(client)), tmp_path / "release"
+        held, release, events = list(workers_of(client)), tmp_path / "release", list[object]()
         for address in held[:2]:
             key = f"busy-{address}"
             client.submit(_until_there, str(release), workers=[address], pure=False, key=key)
-        waiting = threading.Event()
-
-        def note(_event: object) -> None:
-            waiting.set()
-
-        gang = pool.submit(run_gang, client, plain.sum_of_ones, world_size=3, on_event=note)
-        assert waiting.wait(HANG_S), "it says for whom it waits"
+        call = {"world_size": 3, "on_event": events.append}
+        gang = pool.submit(run_gang, client, plain.sum_of_ones, **call)
+        wait_until(lambda: events, what="that it says for whom it waits")
         cluster.scale(4)
         client.retire_workers([held[0]])
         release.touch()

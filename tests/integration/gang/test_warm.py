@@ -8,7 +8,7 @@ import pytest
 from distributed import Client
 
 from prefect_torch_ddp import GangError, InvalidParamsError, run_gang, warm
-from tests.support.gangs import own_cluster
+from tests.support.gangs import all_gone, own_cluster, workers_of
 from tests.support.waiting import wait_until
 from tests.workloads import plain
 
@@ -17,15 +17,16 @@ def servers_of(client: Client) -> list[psutil.Process]:
     """Return the fork servers of the cluster's workers that have taken their name."""
 
     def pids() -> list[int]:
-        children = psutil.Process().children()
+        children = psutil.Process().children(recursive=True)
         alive = [child for child in children if child.status() != psutil.STATUS_ZOMBIE]
         return [child.pid for child in alive if child.name() == "ddp-fork-server"]
 
     return [psutil.Process(pid) for found in client.run(pids).values() for pid in found]
 
 
-def test_servers_start_with_the_cluster() -> None:
-    """`warm` starts one on each worker, and gangs fork from them; a second call changes nothing."""
+def test_servers_live_as_long_as_their_workers() -> None:
+    """`warm` starts one on each worker, and gangs fork from them; a second call changes nothing. A
+    worker that is killed, or closes, takes its own along."""
     with own_cluster(2) as (_, client):
         assert run_gang(client, plain.sum_of_ones, world_size=1, launcher="exec") == [1.0]
         assert servers_of(client) == [], "nothing is warmed for fresh processes"
@@ -34,6 +35,13 @@ def test_servers_start_with_the_cluster() -> None:
         warmed = {server.pid for server in servers_of(client)}
         warm(client)
         assert set(run_gang(client, os.getppid, world_size=2)) == warmed
+        assert run_gang(client, plain.sum_of_ones, world_size=2) == [2.0, 2.0]
+        servers, worker = servers_of(client), workers_of(client).popitem()[1]
+        its_own = [server for server in servers if worker in server.parents()]
+        assert len(its_own) == 2, "one with torch, one with the libraries of the module too"
+        worker.kill()
+        wait_until(lambda: all_gone(its_own))
+    wait_until(lambda: all_gone(servers))
     with pytest.raises(InvalidParamsError, match="client is closed"):
         warm(client)
 

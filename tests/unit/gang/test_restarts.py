@@ -1,12 +1,19 @@
 """What is kept of a failure, and what that says about another attempt, are pure decisions."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from prefect_torch_ddp.errors import GangError, GangHungError, RankFailedError, WorkerLostError
+from prefect_torch_ddp.errors import (
+    GangError,
+    GangHungError,
+    NotEnoughWorkersError,
+    RankFailedError,
+    WorkerLostError,
+)
 from prefect_torch_ddp.gang.restarts import CallAttemptLog, Restarts, record_of, why_hopeless
-from prefect_torch_ddp.protocol.events import Hang, RankFailure
+from prefect_torch_ddp.protocol.events import AttemptBegan, Hang, RankFailure
 
 BOOM = RankFailure(
     rank=1,
@@ -18,6 +25,7 @@ BOOM = RankFailure(
     step=12,
     retryability="open",
 )
+KINDS: tuple[Any, ...] = ("exception", "signal", "exit")
 
 
 def why_final(now: RankFailure, before: RankFailure, *, knows_steps: bool = True) -> str | None:
@@ -39,33 +47,20 @@ def test_the_same_exception_at_the_same_step_twice_is_hopeless() -> None:
 
 
 @pytest.mark.parametrize(
-    "other",
+    ("now", "before"),
     [
-        replace(BOOM, step=11),
-        replace(BOOM, step=None),
-        replace(BOOM, summary="ValueError: bang"),
-        replace(BOOM, exception_type="builtins.TypeError"),
-        replace(BOOM, kind="signal", signal=9, retryability="transient"),
+        *((BOOM, replace(BOOM, step=step)) for step in (11, None)),
+        (BOOM, replace(BOOM, summary="ValueError: bang")),
+        (BOOM, replace(BOOM, exception_type="builtins.TypeError")),
+        (BOOM, replace(BOOM, kind="signal", signal=9, retryability="transient")),
+        *((replace(BOOM, kind=kind, retryability="transient"),) * 2 for kind in KINDS),
+        (replace(BOOM, is_collateral=True),) * 2,
     ],
 )
-def test_anything_else_is_tried_again(other: RankFailure) -> None:
-    """Another step, text or type, and a kill before it."""
-    assert why_final(BOOM, other) is None
-
-
-@pytest.mark.parametrize(
-    "failure",
-    [
-        replace(BOOM, retryability="transient"),
-        replace(BOOM, kind="signal", retryability="transient"),
-        replace(BOOM, kind="exit", retryability="transient"),
-        replace(BOOM, is_collateral=True),
-    ],
-)
-def test_what_may_pass_is_tried_again_however_often(failure: RankFailure) -> None:
-    """OSErrors, memory, kills and lost connections leave no fingerprint."""
-    assert record_of(RankFailedError(failure, 1), 1, 2).fingerprint is None
-    assert why_final(failure, failure) is None
+def test_anything_else_is_tried_again(now: RankFailure, before: RankFailure) -> None:
+    """Another step, text or type, and a kill before it; OSErrors, memory, kills and lost
+    connections however often."""
+    assert why_final(now, before) is None
 
 
 def test_before_the_first_step_counts_where_steps_are_known() -> None:
@@ -101,27 +96,44 @@ def test_losses_and_hangs_are_never_hopeless(error: GangError) -> None:
     assert why_hopeless(error, record, record, knows_steps=True) is None
 
 
-def test_a_call_counts_from_the_number_given() -> None:
-    """And keeps the last failure alone."""
-    attempt_log = CallAttemptLog(4)
-    assert [attempt_log.begin(), attempt_log.begin()] == [4, 5]
-    assert attempt_log.last_failure() is None
-    record = record_of(WorkerLostError("gone"), 4, 2)
-    attempt_log.record_failure(record)
-    assert attempt_log.last_failure() == record
-
-
-def test_a_worker_that_left_in_order_costs_no_restart() -> None:
-    """Unless nothing was trained since the last time."""
-    ends: list[Exception] = [WorkerLostError("retired", 4), WorkerLostError("retired", 9)]
-    restarts = Restarts(CallAttemptLog(), 0, lambda _: None)
+def run(max_restarts: int, *ends: Exception) -> list[bytes]:
+    """Run a gang whose attempts end so, one after the other, until one succeeds."""
 
     def attempt_once(number: int) -> list[bytes]:
         if number <= len(ends):
             raise ends[number - 1]
         return [b"value"]
 
-    assert restarts.run(attempt_once) == [b"value"]
-    ends.append(WorkerLostError("retired", 9))
+    return Restarts(CallAttemptLog(), max_restarts, lambda _: None).run(attempt_once)
+
+
+def test_a_worker_that_left_in_order_costs_no_restart() -> None:
+    """Unless nothing was trained since the last time."""
+    ends = WorkerLostError("retired", 4), WorkerLostError("retired", 9)
+    assert run(0, *ends) == [b"value"]
     with pytest.raises(WorkerLostError, match="retired"):
-        Restarts(CallAttemptLog(), 0, lambda _: None).run(attempt_once)
+        run(0, *ends, WorkerLostError("retired", 9))
+
+
+def test_after_the_last_restart_the_last_failure_counts() -> None:
+    """Where no other attempt can be made, the one before is the cause; one that comes back ends it
+    earlier."""
+    killed = replace(BOOM, kind="signal", signal=9, retryability="transient")
+    with pytest.raises(RankFailedError, match="failed in attempt 3") as caught:
+        run(2, *(RankFailedError(killed, attempt) for attempt in (1, 2, 3, 4)))
+    assert caught.value.why_final is None
+    with pytest.raises(RankFailedError, match="not tried again: the same ValueError at step 12"):
+        run(2, *(RankFailedError(BOOM, attempt) for attempt in (1, 2, 3)))
+    lost = WorkerLostError("worker x was lost")
+    with pytest.raises(NotEnoughWorkersError) as refused:
+        run(1, lost, NotEnoughWorkersError("have 1, need 2"))
+    assert refused.value.__cause__ is lost
+
+
+def test_a_world_size_left_open_stays_what_it_was() -> None:
+    """A restart asks for as many ranks as the first attempt had, whatever there is by then."""
+    restarts = Restarts(CallAttemptLog(), 2, lambda _: None)
+    assert restarts.size_to_ask_for(None) is None
+    for size in (2, 1):
+        restarts.receive(AttemptBegan(1, size))
+    assert [restarts.size_to_ask_for(given) for given in (None, 4)] == [2, 4]

@@ -29,18 +29,15 @@ def test_between_caller_and_workers(package: str, theirs: str, breaks: bool) -> 
 
 
 def test_between_workers() -> None:
-    """Ranks with another release of torch may not understand each other; a build may differ."""
+    """Ranks with another release of torch may not understand each other; a build may differ. Of
+    many workers the first is named."""
     workers = {f"tcp://{i}": {**HERE, "torch": f"2.1{i}.0+cpu"} for i in (4, 5)}
     (text,) = conflicts(HERE, workers).values()
     assert "2.14.0+cpu on tcp://4, 2.15.0+cpu on tcp://5" in text
     builds = {"tcp://0": HERE, "tcp://1": {**HERE, "torch": "2.15.1+cpu"}}
     assert not conflicts(HERE, builds)
-
-
-def test_many_workers_are_counted() -> None:
-    """The first of them is named."""
-    workers = {f"tcp://{i}": {**HERE, "python": "3.13.1"} for i in range(9)}
-    assert "3.13.1 on tcp://0 and 8 more" in conflicts(HERE, workers)["python"]
+    many = {f"tcp://{i}": {**HERE, "python": "3.13.1"} for i in range(9)}
+    assert "3.13.1 on tcp://0 and 8 more" in conflicts(HERE, many)["python"]
 
 
 def test_what_is_lacking_is_no_conflict() -> None:

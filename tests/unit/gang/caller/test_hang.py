@@ -32,24 +32,25 @@ def missing(*ranks: RankHeartbeat, from_start: bool = False) -> list[int] | None
 
 
 @pytest.mark.parametrize(
-    "gang",
+    ("gang", "expected"),
     [
-        (rank(0, seq=8), rank(1, seq=7), rank(2, seq=8)),  # collectives decide in the same step
-        (rank(0, step=6, seq=1), rank(1, step=5, seq=9)),  # an earlier step, whatever they are
+        ([rank(0, seq=8), rank(1, seq=7), rank(2, seq=8)], [1]),  # in the same step by collectives
+        ([rank(0, step=6, seq=1), rank(1, step=5, seq=9)], [1]),  # whatever they are: by step
         *(
-            (rank(0, phase), rank(1, Phase.STEP))  # behind the step, and inside of it
+            ([rank(0, phase), rank(1, Phase.STEP)], [1])  # behind the step, and inside of it
             for phase in (Phase.STEP_END, Phase.SAVING, Phase.LOADING)
         ),
+        ([rank(0, silent_s=1.0), rank(1, silent_s=60.0)], None),  # progress of any is the gang's
+        ([rank(0, Phase.LOADING, stopped="process 7")], [0]),  # what is stopped doesn't load
+        ([rank(0, Phase.RETURNED, step=9), rank(1, Phase.STEP, step=9)], [1]),
+        ([rank(0, Phase.RETURNED)], None),
     ],
 )
-def test_the_rank_that_has_come_least_far_is_missing(gang: tuple[RankHeartbeat, ...]) -> None:
+def test_the_rank_that_has_come_least_far_is_missing(
+    gang: list[RankHeartbeat], expected: list[int] | None
+) -> None:
     """By its step, whether it is still inside the step's body, and its collectives."""
-    assert missing(*gang) == [1]
-
-
-def test_one_rank_that_moves_keeps_the_gang_alive() -> None:
-    """Progress of any rank is progress of the gang."""
-    assert missing(rank(0, silent_s=1.0), rank(1, silent_s=60.0)) is None
+    assert missing(*gang) == expected
 
 
 @pytest.mark.parametrize(
@@ -73,11 +74,6 @@ def test_limits(phase: Phase, silent_s: float, idle_s: float, is_hung: bool) -> 
     assert (missing(rank(0, step=4, silent_s=silent_s), behind) == [1]) is is_hung
 
 
-def test_a_rank_with_a_stopped_process_has_the_plain_limit() -> None:
-    """What is stopped doesn't load, compile or validate, whatever its phase says."""
-    assert missing(rank(0, Phase.LOADING, stopped="process 7 (python)")) == [0]
-
-
 def test_nobody_is_watched_before_the_first_sign_of_progress() -> None:
     """Loading torch, key-value store, building a model: none of it counts, unless a plain
     function's caller asked for it."""
@@ -88,16 +84,6 @@ def test_nobody_is_watched_before_the_first_sign_of_progress() -> None:
     assert missing(*waiting) is None
     assert missing(*waiting, from_start=True) == [1]
     assert missing(rank(0, Phase.STARTING, silent_s=1e6), waiting[1], from_start=True) is None
-
-
-def test_a_rank_that_has_returned_is_not_missing() -> None:
-    """Its peers are, who wait for it; it is named as returned."""
-    gang = rank(0, Phase.RETURNED, step=9), rank(1, Phase.STEP, step=9)
-    assert missing(*gang) == [1]
-    assert missing(rank(0, Phase.RETURNED)) is None
-    stall = find_stall(gang, LIMIT_S, from_start=False)
-    assert stall is not None
-    assert summarize(stall, HOSTS, {}).endswith("while rank 0 is done with its function")
 
 
 STACK_OF_MISSING = """Thread 0x00007f01 (most recent call first):
@@ -114,7 +100,28 @@ STACK_OF_WAITING = """Current thread 0x00007f00 (most recent call first):
 """
 
 
-def test_the_text_says_who_where_and_who_waits() -> None:
+def test_the_text_says_who_waits_for_whom() -> None:
+    """With stacks or without: a rank that can't answer is named all the same. Where the rank that
+    is behind waits in a collective too, the numbers of collectives say what is wrong."""
+
+    def told(*gang: RankHeartbeat, stack: str = "") -> str:
+        stall = find_stall(gang, LIMIT_S, from_start=False)
+        assert stall is not None
+        return summarize(stall, HOSTS, {0: stack, 1: stack})
+
+    late = "rank 1 on b did not arrive: for 11 s it has been in step 5, while rank 0 is"
+    stopped = rank(1, stopped="process 7 (ddp-rank-1)")
+    says = "at the end of step 5; process 7 (ddp-rank-1) of rank 1 is stopped (SIGSTOP)"
+    assert told(rank(0, Phase.STEP_END), stopped) == f"{late} {says}"
+    assert told(rank(0, Phase.RETURNED), rank(1)) == f"{late} done with its function"
+    both_wait = told(rank(0, seq=4), rank(1, seq=3), stack=STACK_OF_WAITING)
+    at = "for 11 s it has been in step 5 at train.py:52 in train"
+    assert both_wait.startswith(f"rank 1 on b waits for a rank that does not come: {at}")
+    counts = "; they have begun different numbers of collectives: rank 0 4, rank 1 3"
+    assert both_wait.endswith(counts)
+
+
+def test_the_error_says_where() -> None:
     """The user's innermost line, not torch's; the error survives pickle with its fields."""
     stall = find_stall((rank(0, seq=2), rank(1, seq=1), rank(2, seq=2)), LIMIT_S, from_start=False)
     assert stall is not None
@@ -129,30 +136,3 @@ def test_the_text_says_who_where_and_who_waits() -> None:
     assert str(error).startswith(f"the gang hung in attempt 3: {hang.summary}\n")
     assert 'File "/home/me/train.py", line 34 in forward' in str(error)
     assert "threading.py" not in str(error)
-
-
-def test_collectives_that_dont_match_are_counted() -> None:
-    """Where the rank that is behind waits in a collective too, the numbers say what is wrong."""
-    stall = find_stall((rank(0, seq=4), rank(1, seq=3)), LIMIT_S, from_start=False)
-    assert stall is not None
-    text = summarize(stall, HOSTS, {0: STACK_OF_WAITING, 1: STACK_OF_WAITING})
-    assert text.startswith(
-        "rank 1 on b waits for a rank that does not come: "
-        "for 11 s it has been in step 5 at train.py:52 in train"
-    )
-    assert text.endswith("; they have begun different numbers of collectives: rank 0 4, rank 1 3")
-
-
-def test_the_text_without_stacks_and_with_a_stopped_process() -> None:
-    """A rank that can't answer is named all the same."""
-    stall = find_stall(
-        (rank(0, Phase.STEP_END), rank(1, stopped="process 7 (ddp-rank-1)")),
-        LIMIT_S,
-        from_start=False,
-    )
-    assert stall is not None
-    assert summarize(stall, HOSTS, {}) == (
-        "rank 1 on b did not arrive: for 11 s it has been in step 5, "
-        "while rank 0 is at the end of step 5; "
-        "process 7 (ddp-rank-1) of rank 1 is stopped (SIGSTOP)"
-    )

@@ -1,5 +1,7 @@
 """Placement is a pure decision: which rank runs where, on which device, at which address."""
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,21 +17,15 @@ from prefect_torch_ddp.gang.caller.placement import (
     share_out,
     visible_names,
 )
-from prefect_torch_ddp.gang.checks import checked
-from prefect_torch_ddp.params import GangParams
 from prefect_torch_ddp.protocol.agent import WorkerIdentity
 
 
 def worker(
-    host: str,
-    port: int = 1,
-    devices: str | None = None,
-    occupant: str | None = None,
-    free: dict[str, float] | None = None,
+    host: str, port: int = 1, devices: str | None = None, occupant: str | None = None, **fields: Any
 ) -> WorkerIdentity:
-    """Make a worker of a host."""
-    address = f"tcp://{host}:{port}"
-    return WorkerIdentity(address, address, host, devices, occupant, free_resources=free or {})
+    """Make a worker that Dask knows by this host."""
+    address = f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+    return WorkerIdentity(address, address, host, devices, occupant, **fields)
 
 
 @given(
@@ -59,7 +55,7 @@ def test_free_workers_come_first() -> None:
     """A held slot, or a held GPU that the gang needs, makes a worker one to wait for."""
     workers = [worker("a", 1, occupant="gang 'x'"), worker("a", 2), worker("a", 3)]
     assert [w.address for w in choose(workers, 2)] == ["tcp://a:2", "tcp://a:3"]
-    held, free = worker("a", 1, free={"GPU": 0}), worker("a", 2, free={"GPU": 1})
+    held, free = (worker("a", n, free_resources={"GPU": n}) for n in (0, 1))
     assert choose([held, free], 1, {"GPU": 1}) == (free,)
     assert choose([held, free], 1) == (held,)
 
@@ -79,41 +75,15 @@ def test_enough_workers_hold_a_size_between_the_fewest_and_the_most(
     assert sizes[-1] == most
 
 
-@pytest.mark.parametrize(
-    ("num_workers", "num_free", "expected"), [(2, 0, 2), (9, 1, 2), (2, 3, 2), (9, 4, 4), (9, 9, 8)]
-)
-def test_a_gang_that_may_grow_takes_more_only_where_workers_are_free(
-    num_workers: int, num_free: int, expected: int
-) -> None:
+def test_a_gang_that_may_grow_takes_more_only_where_workers_are_free() -> None:
     """Busy workers are waited for up to the number wanted; free ones are taken up to the largest
-    divisor."""
-    assert GangSize(2, None, 1, divides=8, grown=9).on(num_workers, num_free) == expected
-    assert GangSize(None, None, 1, grown=3).on(num_workers) == min(num_workers, 3)
-
-
-@pytest.mark.parametrize(("num_free", "expected"), [(0, 3), (1, 1), (2, 2), (4, 4)])
-def test_a_gang_that_stopped_to_grow_waits_for_no_busy_worker(num_free: int, expected: int) -> None:
-    """It goes on with what is free; only without a single free worker it has to wait."""
-    size = GangSize(3, 1, 1, grown=4, is_growing=True)
-    assert size.on(5, num_free) == expected
-
-
-@pytest.mark.parametrize(
-    ("text", "names"),
-    [
-        (None, None),
-        ("", ()),
-        ("-1", ()),
-        ("NoDevFiles", ()),
-        ("0,1", ("0", "1")),
-        (" 1 , 0 ", ("1", "0")),
-        ("0,-1,1", ("0",)),  # CUDA stops there
-        ("GPU-8932f937,MIG-5c2a", ("GPU-8932f937", "MIG-5c2a")),
-    ],
-)
-def test_names_in_cuda_visible_devices(text: str | None, names: tuple[str, ...] | None) -> None:
-    """Numbers, UUIDs of GPUs and of MIG instances, and the ways to say none."""
-    assert visible_names(text) == names
+    divisor. One that stopped to grow goes on with what is free, if there is any."""
+    of_8 = GangSize(2, None, 1, divides=8, grown=9)
+    counts = (2, 0), (9, 1), (2, 3), (9, 4), (9, 9)
+    assert [of_8.on(*each) for each in counts] == [2, 2, 2, 4, 8]
+    assert [GangSize(None, None, 1, grown=3).on(num_workers) for num_workers in (2, 9)] == [2, 3]
+    growing = GangSize(3, 1, 1, grown=4, is_growing=True)
+    assert [growing.on(5, num_free) for num_free in (0, 1, 2, 4)] == [3, 1, 2, 4]
 
 
 @pytest.mark.parametrize(
@@ -129,11 +99,12 @@ def test_names_in_cuda_visible_devices(text: str | None, names: tuple[str, ...] 
         (["MIG-a,MIG-b"] * 2, ["MIG-a", "MIG-b"]),
         (["0,1"] * 3, ["0", "1", "0"]),  # more ranks than devices
         (["1,0", None, "0"], ["1", None, "0"]),
-        (["0,1", ""], ["0", None]),
+        (["0,1", "", "-1", "NoDevFiles"], ["0", None, None, None]),
+        ([" 1 , 0 ", "0,-1,1", "0"], ["1", "0", "0"]),  # CUDA stops at -1
     ],
 )
 def test_devices_of_a_hosts_ranks(lists: list[str | None], devices: list[str | None]) -> None:
-    """The device of each rank, for every way of sharing GPUs that is known."""
+    """The device of each rank, for every way of sharing GPUs that is known, and to say none."""
     visible = [visible_names(text) for text in lists]
     chosen = [
         names[position] if names and position is not None else None
@@ -149,24 +120,12 @@ def test_devices_are_chosen_host_by_host() -> None:
     assert [p.device_position for p in place(workers, 5, 1).places] == [0, 0, 0, 1, None]
 
 
-def known_by(host: str, machine: str, *addresses: tuple[str, str]) -> WorkerIdentity:
-    """Make a worker that Dask knows by `host`, on a machine with these addresses."""
-    address = f"tcp://[{host}]:1" if ":" in host else f"tcp://{host}:1"
-    found = addresses or (("eth0", host),)
-    return WorkerIdentity(address, "id", host, None, None, machine=machine, addresses=found)
-
-
+LO = ("lo", "127.0.0.1")
+OF_A = (LO, ("mgmt", "192.168.7.1"), ("data", "10.1.0.1"), ("data", "fd00::1"))
+OF_B = (LO, ("eth0", "192.168.7.2"), ("ib0", "10.1.0.2"), ("ib0", "fd00::2"))
 TWO_NETWORKS = [
-    known_by(
-        "192.168.7.1",
-        "a",
-        *(("lo", "127.0.0.1"), ("mgmt", "192.168.7.1"), ("data", "10.1.0.1"), ("data", "fd00::1")),
-    ),
-    known_by(
-        "192.168.7.2",
-        "b",
-        *(("lo", "127.0.0.1"), ("eth0", "192.168.7.2"), ("ib0", "10.1.0.2"), ("ib0", "fd00::2")),
-    ),
+    worker("192.168.7.1", machine="a", addresses=OF_A),
+    worker("192.168.7.2", machine="b", addresses=OF_B),
 ]
 
 
@@ -189,7 +148,7 @@ def test_a_network_by_cidr(interface: str | None, expected: list[str]) -> None:
 def test_an_interface_by_name_prefers_dasks_family(host: str, expected: str) -> None:
     """Of an interface with both families the one that Dask uses, and link-local last."""
     addresses = ("ib0", "fe80::1%ib0"), ("ib0", "fd00::1"), ("ib0", "10.1.0.1"), ("mgmt", host)
-    assert list(rank_addresses([known_by(host, "a", *addresses)], "ib0").values()) == [expected]
+    assert list(rank_addresses([worker(host, addresses=addresses)], "ib0").values()) == [expected]
 
 
 def test_a_worker_without_the_interface_is_named() -> None:
@@ -209,12 +168,5 @@ def test_an_address_of_one_machine_alone_is_refused_on_several(host: str, scope:
     """Other machines can't reach loopback and link-local addresses; on one machine they do."""
     says = rf"{scope} address {host}, which other machines can't reach: .*--interface"
     with pytest.raises(GangError, match=says):
-        rank_addresses([known_by(host, "a"), known_by("10.0.0.2", "b")], None)
-    assert len(rank_addresses([known_by(host, "a"), known_by("127.0.0.2", "a")], None)) == 2
-
-
-@pytest.mark.parametrize("interface", ["", 7, "10.1.0.0/33", "eth0/1"])
-def test_what_is_no_interface_is_refused(interface: object) -> None:
-    """A wrong value is named before anything starts."""
-    with pytest.raises(InvalidParamsError, match="interface is"):
-        checked(GangParams, {"interface": interface})
+        rank_addresses([worker(host, machine="a"), worker("10.0.0.2", machine="b")], None)
+    assert len(rank_addresses([worker(host), worker("127.0.0.2")], None)) == 2

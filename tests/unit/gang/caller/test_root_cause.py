@@ -69,27 +69,25 @@ def test_identical_failures_are_one_line() -> None:
 
 
 @pytest.mark.parametrize(
-    ("failures", "num_returned", "world_size", "expected_s"),
+    ("failures", "num_returned", "world_size", "for_cause_s", "for_identical_s"),
     [
-        ([CLOSED], 0, 2, SILENT_SETTLE_S),  # the cause may be slow to say so, or its worker lost
-        ([CLOSED], 1, 3, SETTLE_S),  # a rank that returned is cause enough
-        ([CLOSED, replace(CLOSED, rank=3)], 0, 2, SETTLE_S),  # all have failed
-        ([CLOSED, BOOM], 0, 3, 0),
+        ([CLOSED], 0, 2, SILENT_SETTLE_S, 0),  # the cause may be slow to say so, or its worker lost
+        ([CLOSED], 1, 3, SETTLE_S, 0),  # a rank that returned is cause enough
+        ([CLOSED, replace(CLOSED, rank=3)], 0, 2, SETTLE_S, 0),  # all have failed
+        ([CLOSED, BOOM], 0, 3, 0, IDENTICAL_S),
+        ([BOOM], 0, 2, 0, IDENTICAL_S),
+        ([BOOM, CLOSED], 0, 2, 0, 0),
+        ([KILLED], 0, 2, 0, 0),
     ],
 )
-def test_a_cause_is_waited_for(
-    failures: list[RankFailure], num_returned: int, world_size: int, expected_s: float
+def test_a_cause_and_then_identical_exceptions_are_waited_for(
+    failures: list[RankFailure],
+    num_returned: int,
+    world_size: int,
+    for_cause_s: float,
+    for_identical_s: float,
 ) -> None:
-    """For longer while a rank is silent, and not at all once a cause has shown."""
-    assert settle_s(failures, num_returned, world_size) == expected_s
-
-
-@pytest.mark.parametrize(
-    ("failures", "expected_s"),
-    [([BOOM], IDENTICAL_S), ([BOOM, CLOSED], 0), ([CLOSED], 0), ([KILLED], 0)],
-)
-def test_identical_exceptions_are_waited_for(
-    failures: list[RankFailure], expected_s: float
-) -> None:
-    """A moment, while other ranks may still raise the same; nothing is identical to a kill."""
-    assert identical_s(failures, num_returned=0, world_size=2) == expected_s
+    """For a cause longer while a rank is silent, and not at all once it has shown; for what other
+    ranks may still raise the same a moment. Nothing is identical to a kill."""
+    assert settle_s(failures, num_returned, world_size) == for_cause_s
+    assert identical_s(failures, num_returned, world_size) == for_identical_s

@@ -1,6 +1,7 @@
 """How a rank's death is put into words, and how many of its lines reach the run's log."""
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,6 +19,7 @@ from prefect_torch_ddp.gang.worker.rank_process import (
     words_of_death,
 )
 from prefect_torch_ddp.protocol.events import LogLine
+from prefect_torch_ddp.protocol.rank import GangShape, RankPlace
 from tests.support.launches import launch_of
 
 EVENTS = "low 0\nhigh 0\nmax 31\noom 2\noom_kill 3\noom_group_kill 0\n"
@@ -71,8 +73,16 @@ def test_a_rank_has_its_workers_environment_without_prefects_credentials() -> No
     assert {"PREFECT_API_KEY", "PREFECT_API_AUTH_STRING"} < secret
     kept = {"HOME": "/home/me", "AWS_SECRET_ACCESS_KEY": "own", "PREFECT_API_URL": "http://a/api"}
     made = rank_environment({**kept, **dict.fromkeys(secret, "hunter2")}, launch_of(1, 2))
-    assert made.items() >= {**kept, "RANK": "1", "WORLD_SIZE": "2"}.items()
+    assert made.items() >= kept.items()
     assert "hunter2" not in made.values()
+
+
+def test_a_rank_knows_its_place_in_an_uneven_gang() -> None:
+    """Of five ranks four are on the first host."""
+    place, shape = RankPlace(4, 0, 1, worker="tcp://b:1", host="b"), GangShape(5, 2, (4, 1))
+    made = rank_environment({}, replace(launch_of(4, 5), place=place, shape=shape))
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
+    assert [made[name] for name in (*names, "GROUP_WORLD_SIZE")] == ["4", "5", "0", "1", "1", "2"]
 
 
 def test_a_rank_has_not_the_malloc_of_a_dask_worker() -> None:

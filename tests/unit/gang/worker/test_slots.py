@@ -11,16 +11,8 @@ WORKER = "tcp://a:1"
 
 def reservation(name: str, born_s: float) -> Reservation:
     """Make a reservation for one worker."""
-    return Reservation(
-        name,
-        name,
-        Seniority(born_s, name),
-        WORKER,
-        "p",
-        store_host=None,
-        stop_grace_s=8.0,
-        liveness_timeout_s=60.0,
-    )
+    limits = {"stop_grace_s": 8.0, "liveness_timeout_s": 60.0}
+    return Reservation(name, name, Seniority(born_s, name), WORKER, "p", store_host=None, **limits)
 
 
 def test_the_senior_waiting_gang_is_next() -> None:
