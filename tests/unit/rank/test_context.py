@@ -1,7 +1,9 @@
 """Shows what user code meets in RankContext, in one process without a process group."""
 
 import math
+from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -9,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from prefect_torch_ddp import RankContext
 from prefect_torch_ddp.checkpoint.attempts import claim_attempt
@@ -44,7 +46,7 @@ def fit(folder: Path, *, run_id: str = "local", **options: Any) -> dict[str, Any
     with RankContext.local(
         options=options, storage=folder, run_id=run_id, checkpoint=policy
     ) as ctx:
-        value = healthy.fit(ctx, TensorDataset(*healthy.points(33)))
+        value = healthy.train(ctx)
     return {**value, **ctx._parts.outcome()}
 
 
@@ -92,7 +94,7 @@ def test_two_runs_with_one_seed_give_the_same_weights(
     """And another seed gives others."""
     assert fit(tmp_path)["sha256"] == whole["sha256"]
     with RankContext.local(seed=1) as ctx:
-        other = healthy.fit(ctx, TensorDataset(*healthy.points(33)))
+        other = healthy.train(ctx)
     assert other["sha256"] != whole["sha256"]
 
 
@@ -119,7 +121,7 @@ def test_a_resumed_training_is_the_uninterrupted_one(
                 raise BreakError
 
         ctx.report = interrupt  # type: ignore[method-assign]
-        healthy.fit(ctx, TensorDataset(*healthy.points(33)))
+        healthy.train(ctx)
     found = fit(tmp_path)
     assert found["resumed_from_step"] == (at - 1 or None)
     assert found["sha256"] == whole["sha256"]
@@ -158,7 +160,7 @@ def test_early_stop_ends_the_loop_and_stays_the_end(tmp_path: Path) -> None:
     assert (first["steps"], first["last_checkpoint"]["step"]) == (5, 5)
     assert fit(tmp_path, stop_at=5)["steps"] == 5
     with RankContext.local(storage=tmp_path, run_id="next", resume_from="local", options={}) as ctx:
-        assert healthy.fit(ctx, TensorDataset(*healthy.points(33)))["steps"] == 12
+        assert healthy.train(ctx)["steps"] == 12
     with RankContext.local() as ctx:
         for _ in steps_over(ctx):
             ctx.request_stop("enough")
@@ -205,16 +207,6 @@ def test_reports_of_a_step_are_one_record(tmp_path: Path) -> None:
     assert first.metrics == {"count": 3, "mean": 0.25, "zero": 1.5, "flag": 1}
     assert (first.num_samples, first.epoch) == (4, 1)
     assert (second.num_samples, second.metrics) == (0, {"final": 1.0})
-
-
-@pytest.mark.parametrize(
-    "value", [torch.ones(2), torch.ones(1), "0.5", None, [1.0], np.ones(3), 1j, torch.tensor(1j)]
-)
-def test_what_is_no_number_is_refused_by_name(value: object) -> None:
-    """At the call, with the way out."""
-    says = r"metric 'accuracy' is a .* report a number or a 0-d"
-    with RankContext.local() as ctx, pytest.raises(InvalidParamsError, match=says):
-        ctx.report(accuracy=value)
 
 
 class Listener(Link):
@@ -283,41 +275,60 @@ def test_learning_rates_and_throughput_are_measured_unasked(
 # ---- Refusals.
 
 
-def test_what_cant_be_tracked_is_refused_by_name(tmp_path: Path) -> None:
-    """No state_dict, one that can't be read back, a name twice, a name that is no name, too late.
-    Nothing of such a call is tracked: who catches the error may do so, and the training ends
-    well."""
-    model = nn.Linear(1, 1)
+def track_twice(ctx: RankContext) -> None:
+    """Track a name twice."""
+    ctx.track(model=nn.Linear(1, 1))
+    ctx.track(model=nn.Linear(1, 1))
+
+
+def track_late(ctx: RankContext) -> None:
+    """Track something in a step."""
+    for _ in steps_over(ctx):
+        ctx.track(late=nn.Linear(1, 1))
+
+
+def loop_in_a_loop(ctx: RankContext) -> None:
+    """Begin a loop in a step."""
+    for _ in steps_over(ctx):
+        next(iter(steps_over(ctx)))
+
+
+NO_NUMBERS = torch.ones(2), torch.ones(1), "0.5", None, [1.0], np.ones(3), 1j, torch.tensor(1j)
+LACKS = "'lr' can't be tracked: float has no state_dict and no load_state_dict"
+METRIC = r"metric 'accuracy' is a .* report a number or a 0-d"
+REFUSED: list[tuple[str, Callable[[RankContext], object]]] = [
+    *((METRIC, partial(RankContext.report, accuracy=value)) for value in NO_NUMBERS),
+    (LACKS, lambda ctx: ctx.track(lr=0.1)),
+    ("'other'", lambda ctx: ctx.track(other=Tracked(Path()))),  # can't be read back
+    ("'model' is tracked already", track_twice),
+    ("can't name a tracked object", lambda ctx: ctx.track(**{"../model": nn.Linear(1, 1)})),
+    ("track everything before the first step", track_late),
+    (r"from ctx.loader.* not a DataLoader", lambda ctx: ctx.steps(DataLoader([1]), epochs=1)),
+    ("epochs is -1", lambda ctx: steps_over(ctx, epochs=-1)),
+    (r"inside of ctx.steps", loop_in_a_loop),
+    (r"was given no dataset; RankContext.local\(data=...\)", lambda ctx: ctx.data),
+    ("was given no dataset", lambda ctx: ctx.data_storage),
+    (r"TrainParams\(source=\.\.\.\)", lambda ctx: ctx.source),
+]
+
+
+@pytest.mark.parametrize(("says", "use"), REFUSED)
+def test_what_cannot_be_is_refused_by_name(says: str, use: Callable[[RankContext], object]) -> None:
+    """At the call, with the way out."""
+    with RankContext.local() as ctx, pytest.raises(InvalidParamsError, match=says):
+        use(ctx)
+
+
+def test_of_a_refused_call_nothing_is_tracked(tmp_path: Path) -> None:
+    """Who catches the error may track it, and the training ends well."""
     with RankContext.local(storage=tmp_path) as ctx:
-        lacks = "'lr' can't be tracked: float has no state_dict and no load_state_dict"
-        for says, objects in [
-            (lacks, {"model": model, "lr": 0.1}),
-            ("'other'", {"model": model, "other": Tracked(Path())}),
-            ("can't name a tracked object", {"../model": model}),
-        ]:
-            with pytest.raises(InvalidParamsError, match=says):
-                ctx.track(**objects)
+        model = nn.Linear(1, 1)
+        for odd in (0.1, Tracked(Path())):
+            with pytest.raises(InvalidParamsError, match="'odd'"):
+                ctx.track(model=model, odd=odd)
         ctx.track(model=model)
-        with pytest.raises(InvalidParamsError, match="'model' is tracked already"):
-            ctx.track(model=nn.Linear(1, 1))
-        for _ in steps_over(ctx, size=4):
-            with pytest.raises(InvalidParamsError, match="track everything before the first step"):
-                ctx.track(late=nn.Linear(1, 1))
     (manifest,) = list_manifests(DirectoryStorage(tmp_path), "local")
     assert {item.name for item in manifest.objects} == {"model", "rank-00000"}
-
-
-def test_steps_refuse_what_they_cant_take() -> None:
-    """A plain DataLoader, a negative number, a loop in a loop."""
-    with RankContext.local() as ctx:
-        says = r"takes a loader from ctx.loader.* not a DataLoader"
-        with pytest.raises(InvalidParamsError, match=says):
-            ctx.steps(torch.utils.data.DataLoader([1]), epochs=1)  # type: ignore[arg-type]
-        with pytest.raises(InvalidParamsError, match="epochs is -1"):
-            steps_over(ctx, epochs=-1)
-        for _ in steps_over(ctx):
-            with pytest.raises(InvalidParamsError, match=r"inside of ctx.steps"):
-                next(iter(steps_over(ctx)))
 
 
 def test_evaluate_restores_exactly_or_refuses(tmp_path: Path) -> None:
@@ -367,20 +378,6 @@ def test_data_and_source_are_what_was_given(tmp_path: Path) -> None:
         with RankContext.local(data=tmp_path, source=source) as ctx:
             assert ctx.source == expected
             assert ctx.data_storage.read("x") == b"1"
-
-
-@pytest.mark.parametrize(
-    ("name", "says"),
-    [
-        ("data", r"was given no dataset; RankContext.local\(data=...\)"),
-        ("data_storage", "was given no dataset"),
-        ("source", r"TrainParams\(source=\.\.\.\)"),
-    ],
-)
-def test_what_was_not_given_is_an_error_when_it_is_used(name: str, says: str) -> None:
-    """With the way out."""
-    with RankContext.local() as ctx, pytest.raises(InvalidParamsError, match=says):
-        getattr(ctx, name)
 
 
 def test_save_keeps_files_of_the_run(tmp_path: Path) -> None:

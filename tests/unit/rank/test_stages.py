@@ -83,14 +83,13 @@ def test_evaluate_gives_a_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert outcome(tmp_path, "evaluate", report, monkeypatch) == report
 
 
-def test_prepare_publishes_what_it_wrote(tmp_path: Path) -> None:
+def test_prepare_publishes_what_it_wrote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Under the dataset's id, where train finds it."""
-    report = run_stage(config(tmp_path, "prepare"), "tests.workloads.healthy")
+    monkeypatch.setattr(returns, "prepare", lambda ctx: (ctx.data / "x").write_text("made"))
+    report = run_stage(config(tmp_path, "prepare"), f"{__name__}:returns")
     assert (report.dataset_id, report.num_files) == ("points", 1)
-    found = run_with_context(
-        config(tmp_path, "train"), lambda ctx: sorted(path.name for path in ctx.data.iterdir())
-    )
-    assert "points.pt" in found
+    found = run_with_context(config(tmp_path, "train"), lambda ctx: (ctx.data / "x").read_text())
+    assert found == "made"
 
 
 def test_a_workload_that_lacks_a_function_is_refused(tmp_path: Path) -> None:
@@ -98,7 +97,7 @@ def test_a_workload_that_lacks_a_function_is_refused(tmp_path: Path) -> None:
     for workload, message in [
         ("tests.workloads.plain", "has no function 'prepare'"),
         (f"{__name__}:returns", "has a str instead of a function 'prepare'"),
-        ("tests.workloads.healthy:nothing", "has no 'nothing'"),
+        (f"{__name__}:nothing", "has no 'nothing'"),
     ]:
         with pytest.raises(InvalidParamsError, match=message):
             run_stage(config(tmp_path, "prepare"), workload)

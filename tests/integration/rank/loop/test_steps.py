@@ -27,24 +27,15 @@ from prefect_torch_ddp.storage.directory import DirectoryStorage
 from tests.support.ranks import Died, config_for, run_ranks, train_on
 from tests.support.records import read_records
 from tests.support.tracked import Tracked
-from tests.workloads import healthy
 
-
-class Healthy:
-    """The healthy workload, without a dataset to prepare."""
-
-    @staticmethod
-    def train(ctx: RankContext) -> dict[str, Any]:
-        return healthy.fit(ctx, TensorDataset(*healthy.points(33)))
+HEALTHY = "tests.workloads.healthy"
 
 
 def train(world_size: int, folder: Path, *, ledger: bool = False, **options: Any) -> list[Any]:
     """Run an attempt of the training there; return what its ranks do."""
     config = config_for(folder, options=options, ledger=ledger)
-    return run_ranks(run_stage, world_size, config, WORKLOAD)
+    return run_ranks(run_stage, world_size, config, HEALTHY)
 
-
-WORKLOAD = f"{__name__}:{Healthy.__name__}"
 
 # ---- Resuming.
 
@@ -136,7 +127,7 @@ def train_watched(
     set_link(link)
     if config.checkpoint.every_s is not None:
         agreement.POLL_S = 0.05
-    return run_stage(config, WORKLOAD), link.told
+    return run_stage(config, HEALTHY), link.told
 
 
 class Supervisor(Link):
