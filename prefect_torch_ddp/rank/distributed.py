@@ -8,8 +8,7 @@ import json
 import logging
 import os
 import socket
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -30,12 +29,10 @@ _store: dist.Store | None = None
 function has returned."""
 
 
-@contextmanager
-def process_group(launch: RankLaunch) -> Iterator[None]:
+def join_process_group(launch: RankLaunch) -> None:
     """Bring the process group up, as the mode says; it lasts to the process's end."""
     use_interface(launch)
     if launch.process_group != "default":
-        yield
         return
     tcp = dist.TCPStore(
         launch.master_addr,
@@ -53,7 +50,6 @@ def process_group(launch: RankLaunch) -> Iterator[None]:
     dist.init_process_group(
         backend, store=store, rank=launch.place.rank, world_size=launch.shape.world_size
     )
-    yield
 
 
 def close_connections() -> None:

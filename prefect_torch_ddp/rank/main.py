@@ -74,14 +74,14 @@ def _run(launch: RankLaunch, payload: bytes, link: AgentLink) -> None:
     from prefect_torch_ddp.rank.distributed import (  # noqa: PLC0415
         choose_device,
         close_connections,
-        process_group,
+        join_process_group,
     )
 
     set_link(link)
     choose_device(launch)
-    with process_group(launch):
-        link.heartbeat.enter(Phase.FUNCTION)
-        value = _call(fn, args, kwargs)
+    join_process_group(launch)
+    link.heartbeat.enter(Phase.FUNCTION)
+    value = _call(fn, args, kwargs)
     link.returned(pickle_value(value, launch.place.rank))
     _flush()
     if not link.wait_to_leave(LINGER_S):

@@ -1,7 +1,12 @@
-"""What user code tracks beside models: a value."""
+"""What user code tracks beside models, a value; and steps over numbers, for those who need any."""
 
 from dataclasses import dataclass
 from typing import Any
+
+import torch
+from torch.utils.data import TensorDataset
+
+from prefect_torch_ddp import RankContext
 
 
 @dataclass
@@ -15,3 +20,11 @@ class Tracked:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.value = state["value"]
+
+
+def steps_over(
+    ctx: RankContext, num_samples: int = 4, size: int = 1, epochs: int = 1, **options: Any
+) -> Any:
+    """Return the steps over the numbers from 0 on, in global batches of that size."""
+    numbers = TensorDataset(torch.arange(num_samples))
+    return ctx.steps(ctx.loader(numbers, global_batch_size=size, **options), epochs=epochs)

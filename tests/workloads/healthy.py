@@ -24,28 +24,29 @@ from tests.workloads.failing import fail
 NUM_CLASSES = 3
 
 
-def prepare(ctx: RankContext) -> None:
-    """Write `num_samples` points of 4 numbers, float64, and their classes."""
-    inputs, targets = points(ctx.options.get("num_samples", 33))
-    torch.save({"inputs": inputs, "targets": targets}, ctx.data / "points.pt")
-
-
 def train(ctx: RankContext) -> dict[str, Any]:
-    """Train on them; say what the weights hash to."""
-    saved = torch.load(ctx.data / "points.pt", weights_only=True)
-    return fit(ctx, TensorDataset(*saved.values()))
+    """Train on 33 points with batch norm, dropout, momentum and a schedule; say what the weights
+    hash to.
 
-
-def evaluate(ctx: RankContext) -> Report:
-    """Say what the restored weights amount to."""
-    model = make_net()
-    ctx.track(model=model)
-    points = torch.load(ctx.data / "points.pt", weights_only=True)
-    model.eval()
-    right = (model(points["inputs"]).argmax(dim=1) == points["targets"]).double().mean()
-    return Report(
-        num_samples=len(points["targets"]), accuracy=right.item(), metrics={"step": ctx.step}
-    )
+    Options: epochs, stop_at (step), die_at, die_on (rank), die_after (step of the checkpoint that
+    is to be on record first).
+    """
+    options = ctx.options
+    bare = make_net()
+    model = ctx.wrap(bare)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=4, gamma=0.5)
+    ctx.track(optimizer=optimizer, model=model, scheduler=scheduler)
+    loader = ctx.loader(TensorDataset(*points(33)), global_batch_size=12)
+    for inputs, targets in ctx.steps(loader, epochs=options.get("epochs", 4)):
+        loss = nn.functional.cross_entropy(model(inputs.to(ctx.device)), targets.to(ctx.device))
+        descend(ctx, optimizer, loss)
+        scheduler.step()
+        if ctx.step == options.get("stop_at"):
+            ctx.request_stop("the test says so")
+        if ctx.step == options.get("die_at") and ctx.rank == options.get("die_on", 0):
+            die_after_checkpoint(ctx, options.get("die_after"))
+    return {"sha256": sha256_of_weights(bare), "steps": ctx.step}
 
 
 def points(num_samples: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -65,30 +66,6 @@ def make_net(dropout: float = 0.25) -> nn.Sequential:
         nn.Linear(16, NUM_CLASSES),
     )
     return nn.Sequential(*layers).double()
-
-
-def fit(ctx: RankContext, dataset: Dataset[Any]) -> dict[str, Any]:
-    """Train with batch norm, dropout, momentum and a schedule.
-
-    Options: epochs, global_batch_size, stop_at (step), stop_on (rank), die_at, die_on, die_after
-    (step of the checkpoint that is to be on record first).
-    """
-    options = ctx.options
-    bare = make_net()
-    model = ctx.wrap(bare)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=4, gamma=0.5)
-    ctx.track(optimizer=optimizer, model=model, scheduler=scheduler)
-    loader = ctx.loader(dataset, global_batch_size=options.get("global_batch_size", 12))
-    for inputs, targets in ctx.steps(loader, epochs=options.get("epochs", 4)):
-        loss = nn.functional.cross_entropy(model(inputs.to(ctx.device)), targets.to(ctx.device))
-        descend(ctx, optimizer, loss)
-        scheduler.step()
-        if ctx.step == options.get("stop_at") and ctx.rank == options.get("stop_on", 0):
-            ctx.request_stop("the test says so")
-        if ctx.step == options.get("die_at") and ctx.rank == options.get("die_on", 0):
-            die_after_checkpoint(ctx, options.get("die_after"))
-    return {"sha256": sha256_of_weights(bare), "steps": ctx.step}
 
 
 def die_after_checkpoint(ctx: RankContext, step: int | None) -> None:

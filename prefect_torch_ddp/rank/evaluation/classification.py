@@ -142,8 +142,15 @@ class ClassificationMeter:
         if targets.is_floating_point():
             msg = f"targets has dtype {targets.dtype}; expected integer classes"
             raise InvalidParamsError(msg)
-        if images is not None:
-            refuse_images(images, len(logits), has_loss=scores or loss is not None)
+        if images is None:
+            return
+        if images.dim() != 4 or len(images) != len(logits) or 0 in images.shape[1:]:  # noqa: PLR2004
+            shape = f"[{len(logits)}, channels, height, width]"
+            msg = f"images has shape {list(images.shape)}; expected {shape}"
+            raise InvalidParamsError(msg)
+        if not scores and loss is None:
+            msg = "the worst of the images are found by each sample's loss; give that as well"
+            raise InvalidParamsError(msg)
 
 
 def classification_report(
@@ -254,21 +261,6 @@ class WorstSamples:
                 chosen, summed(rows).tolist(), strict=True
             )
         )
-
-
-def refuse_images(images: torch.Tensor, num_samples: int, *, has_loss: bool) -> None:
-    """Refuse what is no batch of images, or can't be ranked.
-
-    Raises:
-        InvalidParamsError: the shape is another, or there is no loss.
-    """
-    if images.dim() != 4 or len(images) != num_samples or 0 in images.shape[1:]:  # noqa: PLR2004
-        shape = f"[{num_samples}, channels, height, width]"
-        msg = f"images has shape {list(images.shape)}; expected {shape}"
-        raise InvalidParamsError(msg)
-    if not has_loss:
-        msg = "the worst of the images are found by each sample's loss; give that as well"
-        raise InvalidParamsError(msg)
 
 
 def _thumbnail(image: torch.Tensor) -> torch.Tensor:

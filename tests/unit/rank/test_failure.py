@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -9,6 +10,7 @@ from prefect_torch_ddp import RankContext
 from prefect_torch_ddp.errors import InvalidParamsError, StorageError, SupersededError
 from prefect_torch_ddp.rank import main
 from prefect_torch_ddp.rank.failure import describe, is_collateral, retryability_of
+from prefect_torch_ddp.rank.loop.agreement import Agreement, Want, end_of, outside_after
 
 GLOO = (
     "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:561] Connection closed by peer "
@@ -114,3 +116,18 @@ def test_a_tail_of_one_sample_names_drop_last_where_batch_norm_refuses_it() -> N
         for (x,) in ctx.steps(ctx.loader(dataset, global_batch_size=4), epochs=1):
             nn.BatchNorm1d(3)(x)
     assert "pass drop_last=True to ctx.loader" in describe(caught.value, 0, "a").summary
+
+
+def test_the_loss_of_the_store_is_no_hang_and_no_cause() -> None:
+    """Rank 0, which serves it, died: the ranks that wait for an agreement fail, and aren't
+    blamed."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = dist.TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    agreement = Agreement(0, 2, outside_after(0))
+    del server
+    with pytest.raises(RuntimeError) as caught:
+        agreement.begin(outside_after(0), end_of(1), end_of(9), Want.STOP)
+    agreement.close(failed=True)
+    dist.destroy_process_group()
+    assert is_collateral(caught.value)

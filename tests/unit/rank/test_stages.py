@@ -61,34 +61,35 @@ def test_train_gives_plain_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert outcome(tmp_path, "train", None, monkeypatch)["value"] == {}
 
 
-def test_train_refuses_other_values_by_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("stage", "value", "says"),
+    [
+        ("train", {"weights": torch.ones(2)}, r"'weights' as torch.Tensor.*ctx.track for models"),
+        ("train", 0.5, "returned float; return a dict"),
+        ("evaluate", 0.5, "returned float; return a prefect_torch_ddp.Report"),
+    ],
+)
+def test_other_values_are_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str, value: object, says: str
 ) -> None:
-    """A tensor in the dict, or no dict at all."""
-    with pytest.raises(
-        TypeError, match=r"returned 'weights' as torch.Tensor.*ctx.track for models"
-    ):
-        outcome(tmp_path, "train", {"weights": torch.ones(2)}, monkeypatch)
-    with pytest.raises(TypeError, match="returned float; return a dict"):
-        outcome(tmp_path, "train", 0.5, monkeypatch)
+    """A tensor in the dict, no dict at all, no report."""
+    with pytest.raises(TypeError, match=says):
+        outcome(tmp_path, stage, value, monkeypatch)
 
 
 def test_evaluate_gives_a_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Anything else is refused by its type."""
+    """As the function made it."""
     report = Report(num_samples=2, accuracy=0.5)
     assert outcome(tmp_path, "evaluate", report, monkeypatch) == report
-    with pytest.raises(TypeError, match=r"returned float; return a prefect_torch_ddp.Report"):
-        outcome(tmp_path, "evaluate", 0.5, monkeypatch)
 
 
-def test_prepare_publishes_what_it_wrote(tmp_path: Path) -> None:
+def test_prepare_publishes_what_it_wrote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Under the dataset's id, where train finds it."""
-    report = run_stage(config(tmp_path, "prepare"), "tests.workloads.healthy")
+    monkeypatch.setattr(returns, "prepare", lambda ctx: (ctx.data / "x").write_text("made"))
+    report = run_stage(config(tmp_path, "prepare"), f"{__name__}:returns")
     assert (report.dataset_id, report.num_files) == ("points", 1)
-    found = run_with_context(
-        config(tmp_path, "train"), lambda ctx: sorted(path.name for path in ctx.data.iterdir())
-    )
-    assert "points.pt" in found
+    found = run_with_context(config(tmp_path, "train"), lambda ctx: (ctx.data / "x").read_text())
+    assert found == "made"
 
 
 def test_a_workload_that_lacks_a_function_is_refused(tmp_path: Path) -> None:
@@ -96,7 +97,7 @@ def test_a_workload_that_lacks_a_function_is_refused(tmp_path: Path) -> None:
     for workload, message in [
         ("tests.workloads.plain", "has no function 'prepare'"),
         (f"{__name__}:returns", "has a str instead of a function 'prepare'"),
-        ("tests.workloads.healthy:nothing", "has no 'nothing'"),
+        (f"{__name__}:nothing", "has no 'nothing'"),
     ]:
         with pytest.raises(InvalidParamsError, match=message):
             run_stage(config(tmp_path, "prepare"), workload)
@@ -166,15 +167,5 @@ def test_train_exports_each_module_of_the_checkpoint_that_is_evaluated(
         assert (card["options"], card["dataset"]) == ({"lr": 1.0}, None)
         assert card["metrics"] == {"accuracy": {2: 0.9, 3: 0.5}[step]}
         assert card["versions"]["torch"] == version("torch")
-    summary = TrainingSummary(
-        run_id="run",
-        attempt=1,
-        world_size=1,
-        num_steps=0,
-        num_epochs=0,
-        duration_s=1.0,
-        value={},
-        last_checkpoint=None,
-        model_uris=uris,
-    )
+    summary = TrainingSummary.model_construct(model_uris=uris)
     assert summary.model_uri == uris.get("model")

@@ -1,21 +1,26 @@
-"""Every meter over real gloo ranks: the scores of the whole, however the samples are shared."""
+"""Evaluation on real gloo ranks: the scores of the whole, however the samples are shared, and no
+rank that waits for another one."""
 
+import itertools
 import os
+from pathlib import Path
+from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from sklearn.metrics import mean_absolute_error, r2_score, root_mean_squared_error
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import TensorDataset
 
+from prefect_torch_ddp import RankContext
 from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.rank.evaluation.classification import ClassificationMeter
 from prefect_torch_ddp.rank.evaluation.meters import LanguageMeter, RegressionMeter
 from prefect_torch_ddp.results import Report
-from tests.support.ranks import run_ranks
+from tests.support.ranks import config_for, run_ranks, train_on
 
 SHARES = [(1, 2, 0, 2), (0, 7, 1, 0), (0, 0, 0, 1), (1, 0, 0, 0), (40, 3, 17, 0), (0, 0, 0, 0)]
 """Samples of each of four ranks; with fewer, the last one has the rest."""
-NAMES = tuple("abcd")
 
 
 def samples(num: int) -> dict[str, torch.Tensor]:
@@ -32,15 +37,18 @@ def samples(num: int) -> dict[str, torch.Tensor]:
     }
 
 
-def measure(shares: list[tuple[int, ...]]) -> list[list[Report | str]]:
-    """Measure this rank's share of each case with every meter."""
-    rank, world_size, found = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), []
-    for of_four in shares:
+def measure() -> list[Report | str]:
+    """Measure this rank's share of each case with every meter; outside of a gang all of it."""
+    rank, world_size = (
+        int(os.environ.get(name, i)) for i, name in enumerate(("RANK", "WORLD_SIZE"))
+    )
+    found: list[Report | str] = []
+    for of_four in SHARES:
         share = (*of_four[: world_size - 1], sum(of_four[world_size - 1 :]))
         own = slice(sum(share[:rank]), sum(share[: rank + 1]))
         part = {name: values[own] for name, values in samples(sum(share)).items()}
         regression, language = RegressionMeter(), LanguageMeter()
-        classification = ClassificationMeter(NAMES)
+        classification = ClassificationMeter("abcd")
         # A rank without samples doesn't even update, in half of the cases.
         if share[rank] or rank == 0:
             regression.update(part["true"] + part["noise"], part["true"])
@@ -60,29 +68,84 @@ def measure(shares: list[tuple[int, ...]]) -> list[list[Report | str]]:
 def test_every_meter_is_exact_however_the_samples_are_shared(world_size: int) -> None:
     """Uneven shares, ranks without any, none at all: each rank returns the scores of the whole,
     or the same error."""
-    first, *others = run_ranks(measure, world_size, SHARES)
+    first, *others = run_ranks(measure, world_size)
     assert others == [first] * (world_size - 1)
-    for share, (regression, language, classification) in zip(
-        SHARES, zip(*[iter(first)] * 3, strict=True), strict=True
-    ):
-        if not sum(share):
-            assert all("nothing was evaluated" in one for one in (regression, language))
-            assert "nothing was evaluated" in classification
+    for found, right in zip(first, measure(), strict=True):
+        if isinstance(right, str):
+            assert found == right
             continue
-        whole = samples(sum(share))
-        true, predicted = whole["true"].numpy(), (whole["true"] + whole["noise"]).numpy()
-        expected = {
-            "mae": mean_absolute_error(true, predicted),
-            "rmse": root_mean_squared_error(true, predicted),
-            **({"r2": r2_score(true, predicted)} if sum(share) > 1 else {}),
-        }
-        assert regression.metrics == pytest.approx(expected, rel=1e-9)
-        num_wrong = sum(share) // 5  # of 5 samples 0.8 are right, exactly
-        assert classification.accuracy == (sum(share) - num_wrong) / sum(share)
-        assert sum(map(sum, classification.confusion_matrix)) == sum(share)
-        mean = whole["losses"].mean().item()
-        assert (language.loss, classification.loss) == pytest.approx((mean, mean), rel=1e-12)
-        assert language.metrics["perplexity"] == pytest.approx(np.exp(mean))
-        worst = [sample.loss for sample in classification.worst_samples]
-        assert worst == sorted(whole["losses"].tolist(), reverse=True)[:8]
-        assert len({sample.image for sample in classification.worst_samples}) == len(worst)
+        metrics, loss = right.metrics, right.loss
+        assert found.metrics == pytest.approx(metrics, rel=1e-9)
+        assert found.loss == (None if loss is None else pytest.approx(loss, rel=1e-12))
+        assert found.model_copy(update={"metrics": metrics, "loss": loss}) == right
+    assert first[2].accuracy == 0.8  # of 5 samples
+    worst = [sample.loss for sample in first[14].worst_samples]
+    assert worst == sorted(samples(60)["losses"].tolist(), reverse=True)[:8]
+
+
+# ---- Through a wrapped model.
+
+POINTS = torch.randn(12, 4, generator=torch.Generator().manual_seed(0))
+LABELS = torch.arange(12) % 2
+EVALUATIONS = [
+    ([[0]], []),
+    ([], [[1]]),
+    ([[2], [3], [4]], [[5, 6]]),
+    ([[0, 1]], [[2], [3], [4], [5]]),
+]
+"""The batches of each rank, as lists of samples: one sample on two ranks, on either of them; more
+batches here than there."""
+
+
+class Net(nn.Sequential):
+    """A small net with running statistics."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
+
+
+def train_and_evaluate(ctx: RankContext) -> dict[str, Any]:
+    """Evaluate before the first step and within each, by uneven batches through DDP."""
+    torch.manual_seed(1)
+    model = ctx.wrap(Net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found = [evaluate(ctx, model)]
+    loader = ctx.loader(TensorDataset(POINTS, LABELS), global_batch_size=7)
+    for points, labels in ctx.steps(loader, epochs=1):
+        optimizer.zero_grad()
+        cross_entropy(model(points), labels).backward()
+        optimizer.step()
+        found.append(evaluate(ctx, model))
+    state = {name: value.clone() for name, value in model.module.state_dict().items()}
+    return {"found": found, "state": state}
+
+
+def evaluate(ctx: RankContext, model: nn.Module) -> list[Report]:
+    """Return a report of each evaluation, all without gradients and then all with."""
+    model.eval()
+    reports = []
+    for with_grad, batches in itertools.product((False, True), EVALUATIONS):
+        meter = ClassificationMeter("ab")
+        for batch in batches[ctx.rank]:
+            with torch.set_grad_enabled(with_grad):
+                meter.update(model(POINTS[batch]), LABELS[batch])
+        reports.append(meter.report())
+    model.train()
+    return reports
+
+
+def test_no_rank_waits_for_one_without_a_batch(tmp_path: Path) -> None:
+    """1 sample on 2 ranks, BatchNorm, through the DDP itself; the running statistics are rank
+    0's on every rank, so what is reported is the score of the model that is saved."""
+    first, second = train_on(2, config_for(tmp_path), train_and_evaluate)
+    assert first["found"] == second["found"]
+    assert [report.num_samples for report in first["found"][0]] == [1, 1, 5, 6] * 2
+    for name, value in first["state"].items():
+        assert torch.equal(value, second["state"][name]), name
+    assert not torch.equal(first["state"]["1.running_mean"], torch.zeros(8))
+    net = Net().eval()
+    net.load_state_dict(first["state"])
+    for report, batches in zip(first["found"][-1], EVALUATIONS * 2, strict=True):
+        own = [i for batches_of_rank in batches for batch in batches_of_rank for i in batch]
+        loss = cross_entropy(net(POINTS[own]), LABELS[own]).item()
+        assert report.loss == pytest.approx(loss, rel=1e-5)

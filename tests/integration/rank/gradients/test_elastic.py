@@ -1,5 +1,4 @@
-"""Elastic determinism: the same bits for every number of ranks that divides the virtual ranks;
-what can't be so is refused."""
+"""Elastic determinism: the same bits for every number of ranks that divides the virtual ranks."""
 
 import os
 from dataclasses import replace
@@ -10,7 +9,6 @@ import pytest
 import torch
 
 from prefect_torch_ddp import RankContext, read_ledger
-from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.rank.config import RankConfig
 from tests.support.ranks import Died, config_for, train_on
 from tests.workloads import healthy
@@ -60,13 +58,11 @@ def test_another_number_of_virtual_ranks_is_another_training(
 @pytest.mark.parametrize(
     "options",
     [
-        {"max_samples": 2},
-        {"precision": "bfloat16"},
         {"precision": "scaled", "max_samples": 2},
         {"global_batch_size": 22},
         {"sharded": True},
     ],
-    ids=["micro-batches", "autocast", "scaler", "a tail of one", "shards"],
+    ids=["micro-batches and a scaler", "a tail of one", "shards"],
 )
 def test_it_holds_for_other_trainings(tmp_path: Path, options: dict[str, Any]) -> None:
     """Smaller micro-batches, mixed precision, a tail in which most ranks have nothing, data in
@@ -76,10 +72,7 @@ def test_it_holds_for_other_trainings(tmp_path: Path, options: dict[str, Any]) -
     assert several == [one] * sizes[1]
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_local_context_gives_the_same_bits(
-    tmp_path: Path, expected: dict[str, Any], num_workers: int
-) -> None:
+def test_a_local_context_gives_the_same_bits(tmp_path: Path, expected: dict[str, Any]) -> None:
     """In a debugger too; augmentation draws the same in worker processes, and torch has its
     settings back afterwards."""
 
@@ -88,9 +81,8 @@ def test_a_local_context_gives_the_same_bits(
         return torch.get_num_threads(), is_exact, os.environ.get("CUBLAS_WORKSPACE_CONFIG")
 
     before = settings()
-    options = {"num_workers": num_workers}
     elastic: dict[str, Any] = {"determinism": "elastic", "virtual_ranks": 4}
-    with RankContext.local(storage=tmp_path, run_id="run", options=options, **elastic) as ctx:
+    with RankContext.local(storage=tmp_path, options={"num_workers": 2}, **elastic) as ctx:
         assert torch.get_num_threads() == 1
         assert healthy.fit_elastic(ctx) == expected
     assert settings() == before
@@ -109,18 +101,3 @@ def test_four_then_two_then_one_then_four_ranks_by_kills(
     report = read_ledger(tmp_path, "run")
     assert report.is_clean, str(report)
     assert [epoch.num_samples for epoch in report.epochs] == [healthy.NUM_SAMPLES] * healthy.EPOCHS
-
-
-def test_ranks_that_do_not_divide_the_virtual_ones_are_refused(tmp_path: Path) -> None:
-    """Before anything else; and so is no number of them."""
-    with pytest.raises(AssertionError, match="virtual_ranks is 4 and there are 3 ranks"):
-        fit_on(3, elastic_config(tmp_path))
-    empty = "determinism is 'elastic', but virtual_ranks is empty: give the most ranks"
-    for determinism, virtual_ranks, says in [
-        ("elastic", None, empty),
-        ("elastic", 0, "virtual_ranks is 0"),
-        ("default", 4, "virtual_ranks is 4, which needs determinism='elastic'"),
-        ("perfect", 4, "determinism is 'perfect'; choose one of default, elastic"),
-    ]:
-        with pytest.raises(InvalidParamsError, match=says):
-            RankContext.local(determinism=determinism, virtual_ranks=virtual_ranks)

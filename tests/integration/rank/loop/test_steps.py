@@ -1,8 +1,10 @@
 """What real ranks do together in the loop: agreed stops and saves, bit-identical resumes."""
 
+import functools
 import os
-import shutil
 import signal
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from prefect_torch_ddp import RankContext
+from prefect_torch_ddp import RankContext, read_ledger
 from prefect_torch_ddp.checkpoint import rank_store
 from prefect_torch_ddp.checkpoint.manifest import list_manifests
 from prefect_torch_ddp.params import CheckpointParams
@@ -24,54 +26,59 @@ from prefect_torch_ddp.rank.stages import run_stage
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from tests.support.ranks import Died, config_for, run_ranks, train_on
 from tests.support.records import read_records
+from tests.support.tracked import Tracked
 
 HEALTHY = "tests.workloads.healthy"
+
+
+def train(world_size: int, folder: Path, *, ledger: bool = False, **options: Any) -> list[Any]:
+    """Run an attempt of the training there; return what its ranks do."""
+    config = config_for(folder, options=options, ledger=ledger)
+    return run_ranks(run_stage, world_size, config, HEALTHY)
+
 
 # ---- Resuming.
 
 
 @pytest.fixture(scope="module")
-def dataset_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Prepare the dataset once, through the stage's own entry."""
-    folder = tmp_path_factory.mktemp("prepared")
-    config = replace(config_for(folder), stage="prepare", dataset_id="points")
-    (report,) = run_ranks(run_stage, 1, config, HEALTHY)
-    assert report.num_files == 1
-    return folder
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], tuple[Path, Any]]:
+    """Return what trains on so many ranks undisturbed, once, and gives folder and outcome."""
 
+    @functools.cache
+    def train_once(world_size: int) -> tuple[Path, Any]:
+        folder = tmp_path_factory.mktemp("whole")
+        return folder, train(world_size, folder)[0]
 
-def train_config(folder: Path, dataset_folder: Path, **options: Any) -> RankConfig:
-    """Describe a training on a copy of the dataset."""
-    shutil.copytree(dataset_folder / "datasets", folder / "datasets", dirs_exist_ok=True)
-    return config_for(folder, options=options, dataset_id="points")
+    return train_once
 
 
 @pytest.mark.parametrize(("world_size", "die_at", "die_on"), [(1, 5, 0), (2, 3, 1), (3, 7, 0)])
 def test_a_killed_training_ends_with_the_same_weights(
-    tmp_path: Path, dataset_folder: Path, world_size: int, die_at: int, die_on: int
+    tmp_path: Path, whole: Any, world_size: int, die_at: int, die_on: int
 ) -> None:
     """SIGKILL of a rank within or at the end of an epoch, then a resume: every bit is that of
-    the uninterrupted run."""
-    whole, broken = tmp_path / "whole", tmp_path / "broken"
-    expected = run_ranks(run_stage, world_size, train_config(whole, dataset_folder), HEALTHY)
+    the uninterrupted run, which has no ledger."""
+    folder, expected = whole(world_size)
     resumed_from = (die_at - 1) // 2 * 2
     death = {"die_at": die_at, "die_on": die_on, "die_after": resumed_from}
-    killed = train_config(broken, dataset_folder, **death)
-    assert Died(-9) in run_ranks(run_stage, world_size, killed, HEALTHY)
-    assert expected[0]["resumed_from_step"] is None
+    assert Died(-9) in train(world_size, tmp_path, ledger=True, **death)
+    assert expected["resumed_from_step"] is None
 
-    found = run_ranks(run_stage, world_size, train_config(broken, dataset_folder), HEALTHY)
+    found, *_ = train(world_size, tmp_path, ledger=True)
 
-    assert found[0]["resumed_from_step"] == resumed_from
-    assert found[0]["value"] == expected[0]["value"]
-    assert (found[0]["num_steps"], found[0]["last_checkpoint"]["step"]) == (12, 12)
+    assert found["resumed_from_step"] == resumed_from
+    assert found["value"] == expected["value"]
+    assert (found["num_steps"], found["last_checkpoint"]["step"]) == (12, 12)
     weights, resumed = (
-        torch.load(_newest_model(folder), weights_only=True) for folder in (whole, broken)
+        torch.load(_newest_model(where), weights_only=True) for where in (folder, tmp_path)
     )
     assert weights.keys() == resumed.keys()
     assert all(torch.equal(value, resumed[name]) for name, value in weights.items())
-    records = [(each.step, each.rank) for each in read_records(DirectoryStorage(broken), "run")]
+    records = [(each.step, each.rank) for each in read_records(DirectoryStorage(tmp_path), "run")]
     assert records == [(s, r) for s in range(1, 13) for r in range(world_size)]
+    assert read_ledger(tmp_path, "run").is_clean
+    assert not (folder / "runs/run/ledger").exists()
+    assert "has no ledger" in str(read_ledger(folder, "run"))
 
 
 def _newest_model(folder: Path) -> Path:
@@ -79,21 +86,34 @@ def _newest_model(folder: Path) -> Path:
     return folder / max(manifests, key=lambda manifest: manifest.step).find("model").key
 
 
-def test_a_finished_training_adds_nothing_when_it_is_run_again(
-    tmp_path: Path, dataset_folder: Path
-) -> None:
-    """A retry after the end finds everything done; evaluate restores the step it is told, not the
-    newest."""
-    first, again = (
-        run_ranks(run_stage, 2, train_config(tmp_path, dataset_folder), HEALTHY)[0]
-        for _ in range(2)
-    )
+def test_a_training_killed_twice_and_resumed_at_other_sizes_is_clean(tmp_path: Path) -> None:
+    """2 ranks, then 3, then 1: each sample once an epoch, told from what survived; and a lost
+    part is missed."""
+    assert Died(-9) in train(2, tmp_path, ledger=True, die_at=5, die_on=1, die_after=4)
+    assert Died(-9) in train(3, tmp_path, ledger=True, die_at=9, die_on=0, die_after=8)
+    under_way = read_ledger(tmp_path, "run")
+    assert under_way.is_clean, str(under_way)
+    assert not under_way.epochs[-1].is_finished
+    assert under_way.epochs[1].is_finished
+    train(1, tmp_path, ledger=True)
+
+    report = read_ledger(str(tmp_path), "run")
+    assert str(report).splitlines() == [f"epoch {n}: 33 samples, each once" for n in range(1, 5)]
+    assert report.is_clean
+    assert report.attempts == {1: 2, 2: 3, 3: 1}
+
+    parts = sorted((tmp_path / "runs/run/ledger/rank-00001").iterdir())
+    next(part for part in parts if part.name.startswith("000001")).unlink()
+    assert not read_ledger(tmp_path, "run").is_clean
+
+
+def test_a_finished_training_adds_nothing_when_it_is_run_again(whole: Any) -> None:
+    """A retry after the end finds everything done."""
+    folder, first = whole(2)
+    again = train(2, folder)[0]
     assert again["resumed_from_step"] == 12
     assert again["value"] == first["value"]
     assert again["last_checkpoint"] == first["last_checkpoint"]
-    config = replace(train_config(tmp_path, dataset_folder), stage="evaluate", restore_step=10)
-    reports = run_ranks(run_stage, 2, config, HEALTHY)
-    assert [report.metrics["step"] for report in reports] == [10, 10]
 
 
 # ---- Stopping.
@@ -134,14 +154,11 @@ class Supervisor(Link):
     ("world_size", "ranks", "after_step"), [(1, (0,), 0), (2, (1,), 5), (3, (0, 1, 2), 4)]
 )
 def test_a_stopped_training_resumes_to_the_same_weights(
-    tmp_path: Path, dataset_folder: Path, world_size: int, ranks: tuple[int, ...], after_step: int
+    tmp_path: Path, whole: Any, world_size: int, ranks: tuple[int, ...], after_step: int
 ) -> None:
     """Told to stop, also before the first step: one step for all, its checkpoint, and a resume
     that ends with the same bits."""
-    whole, broken = tmp_path / "whole", tmp_path / "broken"
-    expected = run_ranks(run_stage, world_size, train_config(whole, dataset_folder), HEALTHY)
-    config = train_config(broken, dataset_folder)
-    answers = run_ranks(train_watched, world_size, config, ranks, after_step)
+    answers = run_ranks(train_watched, world_size, config_for(tmp_path), ranks, after_step)
     (step,) = {value["num_steps"] for value, _ in answers}
     assert step == after_step if len(ranks) == world_size else step in (after_step, after_step + 1)
     assert answers[0][0]["last_checkpoint"]["step"] == step
@@ -150,17 +167,17 @@ def test_a_stopped_training_resumes_to_the_same_weights(
         saved = Stopped(step, by, checkpoint_step=step if rank == 0 else None)
         assert told == [Stopped(step, by), saved]
 
-    found = run_ranks(run_stage, world_size, train_config(broken, dataset_folder), HEALTHY)
+    found = train(world_size, tmp_path)
 
     assert (found[0]["resumed_from_step"], found[0]["num_steps"]) == (step, 12)
-    digests = [[value["value"]["sha256"] for value in values] for values in (found, expected)]
-    assert digests[0] == digests[1]
+    sha256 = whole(world_size)[1]["value"]["sha256"]
+    assert [value["value"]["sha256"] for value in found] == [sha256] * world_size
 
 
-def test_a_stop_while_saves_by_time_are_under_way(tmp_path: Path, dataset_folder: Path) -> None:
+def test_a_stop_while_saves_by_time_are_under_way(tmp_path: Path) -> None:
     """Checkpoints by time at every turn delay no stop that all ranks ask for, and are
     themselves whole."""
-    config = train_config(tmp_path, dataset_folder, epochs=100)
+    config = config_for(tmp_path, options={"epochs": 100})
     often = replace(config, checkpoint=CheckpointParams(every_steps=None, every_s=0.001))
     answers = run_ranks(train_watched, 3, often, (0, 1, 2), 200)
     assert [value["num_steps"] for value, _ in answers] == [200] * 3
@@ -168,6 +185,58 @@ def test_a_stop_while_saves_by_time_are_under_way(tmp_path: Path, dataset_folder
     kept = [manifest.step for manifest in list_manifests(config.storage, "run")]
     assert len(kept) == 2
     assert 0 < min(kept) < 200
+
+
+# By rank: the seconds after which it asks to stop, the step in which it does, its steps' seconds.
+NEVER = 5000
+CLOCKS = {
+    "by clocks of two": ([0.7, 0.3], [NEVER] * 2, [0.0005, 0.005]),
+    "by clocks of three": ([0.9, 0.4, 0.6], [NEVER] * 3, [0.002, 0.005, 0.0005]),
+    "in steps of their own": ([60.0] * 3, [17, 3, 55], [0.001] * 3),
+    "in other steps": ([60.0] * 3, [40, 41, 9], [0.001] * 3),
+    "in the first step": ([60.0] * 2, [1, 1], [0.0] * 2),
+    "in the last one, where none is left to hear of it": ([60.0] * 2, [NEVER] * 2, [0.0] * 2),
+}
+
+
+def train_until(
+    ctx: RankContext, budgets_s: list[float], ask_at: list[int], paces_s: list[float]
+) -> tuple[int, int]:
+    """Train until a rank's time is up or its step has come; ranks talk about nothing else.
+
+    Returns:
+        The step after which this rank stopped, and how far the weights say that it came.
+    """
+    counter = Tracked()
+    ctx.track(counter=counter)
+    data = TensorDataset(torch.zeros(NEVER * ctx.world_size))
+    began_s = time.monotonic()
+    for _ in ctx.steps(ctx.loader(data, global_batch_size=ctx.world_size), epochs=1):
+        time.sleep(paces_s[ctx.rank])
+        counter.value += 1
+        if time.monotonic() - began_s > budgets_s[ctx.rank] or ctx.step >= ask_at[ctx.rank]:
+            ctx.request_stop("it is time")
+    return ctx.step, counter.value
+
+
+@pytest.mark.parametrize("clocks", CLOCKS.values(), ids=CLOCKS)
+def test_ranks_that_ask_by_themselves_stop_after_the_same_step(
+    tmp_path: Path, clocks: tuple[list[float], list[int], list[float]]
+) -> None:
+    """Early stopping by a value, or a clock, that differs from rank to rank: no rank stops before
+    the first one asked; a retry adds no step."""
+    _, ask_at, paces_s = clocks
+    world_size = len(ask_at)
+    found = train_on(world_size, config_for(tmp_path, None), train_until, *clocks)
+    (step,) = {step for step, _ in found}
+    assert found == [(step, step)] * world_size
+    if any(paces_s):
+        assert (min(ask_at) if ask_at[0] < NEVER else 1) <= step < NEVER
+    else:
+        assert step == ask_at[0]
+    with RankContext.local(storage=tmp_path, run_id="run") as ctx:
+        again = train_until(ctx, [9.0], [NEVER], [0.0])
+    assert again == (step, step), "a training that asked to stop was taken up again"
 
 
 def leave_by_break(ctx: RankContext) -> tuple[int, int]:
@@ -221,11 +290,13 @@ def draw(ctx: RankContext) -> dict[str, Any]:
 
 
 def test_ranks_draw_alike_before_the_first_step_and_differently_after(tmp_path: Path) -> None:
-    """Models begin equal, dropout isn't; and the same seed gives the same numbers again."""
-    first, again = (train_on(2, config_for(tmp_path), draw) for _ in range(2))
-    assert first == again
-    assert first[0]["before"] == first[1]["before"]
-    assert first[0]["inside"] != first[1]["inside"]
+    """Models begin equal, dropout isn't; and the same seed gives the same numbers again, also in a
+    rank alone."""
+    first, second = train_on(2, config_for(tmp_path), draw)
+    assert first["before"] == second["before"]
+    assert first["inside"] != second["inside"]
+    with RankContext.local() as ctx:
+        assert draw(ctx) == first
 
 
 def on_rank_0_alone(ctx: RankContext, where: str) -> None:

@@ -4,6 +4,8 @@ import gc
 import itertools
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +17,10 @@ from torch.utils.data import TensorDataset
 
 from prefect_torch_ddp import RankContext
 from prefect_torch_ddp.errors import InvalidParamsError
+from prefect_torch_ddp.rank.config import RankConfig, RankInfo
 from prefect_torch_ddp.rank.gradients.tree import TreeSum, branches_of
+from prefect_torch_ddp.rank.parts import ContextParts
+from prefect_torch_ddp.storage.directory import DirectoryStorage
 from tests.workloads import healthy
 
 
@@ -101,10 +106,7 @@ class Counting(nn.Module):
 @pytest.mark.parametrize(
     ("layer", "says"),
     [
-        (
-            nn.BatchNorm1d(4).double(),
-            r"1 \(BatchNorm1d\): running statistics.*GroupNorm or LayerNorm",
-        ),
+        (nn.BatchNorm1d(4).double(), r"1 \(BatchNorm1d\): running .*GroupNorm or LayerNorm"),
         (nn.SyncBatchNorm(4, track_running_stats=False).double(), r"1 \(SyncBatchNorm\)"),
         (Counting(), r"the buffers 1\.calls \(Counting\) change in the forward pass"),
         (nn.BatchNorm1d(4, track_running_stats=False).double(), None),
@@ -116,19 +118,12 @@ def test_buffers_that_depend_on_the_batch_are_refused_by_name(
 ) -> None:
     """Before the first step is taken; frozen ones and those without running statistics may
     stay."""
-
-    def train() -> None:
-        with local() as rank:
-            model = rank.wrap(nn.Sequential(nn.Linear(4, 4).double(), layer))
-            for batch in batches(rank):
-                for (inputs, _targets), weight in rank.micro_batches(batch):
-                    (model(inputs).square().mean() * weight).backward()
-
-    if says is None:
-        train()
-    else:
-        with pytest.raises(InvalidParamsError, match=says):
-            train()
+    refused = nullcontext() if says is None else pytest.raises(InvalidParamsError, match=says)
+    with refused, local() as rank:
+        model = rank.wrap(nn.Sequential(nn.Linear(4, 4).double(), layer))
+        for batch in batches(rank):
+            for (inputs, _targets), weight in rank.micro_batches(batch):
+                (model(inputs).square().mean() * weight).backward()
 
 
 def test_sparse_gradients_are_refused_by_name() -> None:
@@ -156,3 +151,20 @@ def test_a_model_of_an_earlier_fold_is_freed() -> None:
         del model
         gc.collect()
         assert [model() for model in seen] == [None, None]
+
+
+def test_ranks_that_do_not_divide_the_virtual_ones_are_refused(tmp_path: Path) -> None:
+    """Before anything else; and so is no number of them."""
+    elastic: dict[str, Any] = {"determinism": "elastic", "virtual_ranks": 4}
+    config = RankConfig("run", 1, "train", DirectoryStorage(tmp_path), **elastic)
+    with pytest.raises(InvalidParamsError, match="virtual_ranks is 4 and there are 3 ranks"):
+        ContextParts(config, RankInfo(0, 3))
+    empty = "determinism is 'elastic', but virtual_ranks is empty: give the most ranks"
+    for determinism, virtual_ranks, says in [
+        ("elastic", None, empty),
+        ("elastic", 0, "virtual_ranks is 0"),
+        ("default", 4, "virtual_ranks is 4, which needs determinism='elastic'"),
+        ("perfect", 4, "determinism is 'perfect'; choose one of default, elastic"),
+    ]:
+        with pytest.raises(InvalidParamsError, match=says):
+            RankContext.local(determinism=determinism, virtual_ranks=virtual_ranks)

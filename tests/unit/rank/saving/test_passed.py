@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import TensorDataset
 
 from prefect_torch_ddp import RankContext, read_metrics
 from prefect_torch_ddp.checkpoint.manifest import list_manifests
@@ -15,7 +14,7 @@ from prefect_torch_ddp.errors import CheckpointError, InvalidParamsError
 from prefect_torch_ddp.params import CheckpointParams
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.storage.protocol import Storage
-from tests.support.tracked import Tracked
+from tests.support.tracked import Tracked, steps_over
 
 EVERY_STEP = CheckpointParams(every_steps=1, every_s=None)
 ON_DEMAND = CheckpointParams(every_s=None)
@@ -30,10 +29,9 @@ def stopping_early(
         model = nn.Linear(1, 1, bias=False)
         nn.init.zeros_(model.weight)
         ctx.track(model=model)
-        loader = ctx.loader(TensorDataset(torch.ones(4, 1)), global_batch_size=2)
         best, bad = float("inf"), 0
         for _ in range(num_calls):
-            for _ in ctx.steps(loader, epochs=1):
+            for _ in steps_over(ctx, size=2):
                 if ctx.step == dies_at:
                     raise InterruptedError
                 with torch.no_grad():  # there in four calls, then no better
@@ -86,67 +84,25 @@ def test_what_code_between_loops_reports_is_recorded_once(tmp_path: Path) -> Non
     assert records["loss"].tolist() == [6, 4, 2, 0, 0, 0]
 
 
-def saving_the_best(folder: Path, dies_at: int | None = None, *, dies_at_end: bool = False) -> None:
-    """Train three loops, with a checkpoint behind those that are better, and then a scheduler's
-    step."""
-    with RankContext.local(storage=folder, checkpoint=ON_DEMAND) as ctx:
-        model = nn.Linear(1, 1, bias=False)
-        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-        nn.init.zeros_(model.weight)
-        ctx.track(model=model, optimizer=optimizer, scheduler=scheduler)
-        loader = ctx.loader(TensorDataset(torch.ones(4, 1)), global_batch_size=2)
-        optimizer.step()  # or torch warns of schedulers that step first in a resumed training
-        best = -1.0
-        for _ in range(3):
-            for _ in ctx.steps(loader, epochs=1):
-                if ctx.step == dies_at:
-                    raise InterruptedError
-                with torch.no_grad():
-                    model.weight += 1
-            if model.weight.item() > best:
-                best = model.weight.item()
-                ctx.checkpoint(force=True)
-            scheduler.step()
-        if dies_at_end:
-            raise InterruptedError
-
-
-@pytest.mark.parametrize(
-    ("death", "missed", "rate"),
-    [({"dies_at": 3}, 0, 1 / 8), ({"dies_at": 5}, 2, 1 / 4), ({"dies_at_end": True}, 3, 1 / 4)],
-)
-def test_a_save_that_is_not_asked_for_again_is_warned_of(
-    tmp_path: Path,
-    death: dict[str, int],
-    missed: int,
-    rate: float,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """Behind the first call the condition holds again; behind the second and the last one it
-    doesn't, and the scheduler's step there is lost: what ran twice is undone."""
-    with pytest.raises(InterruptedError):
-        saving_the_best(tmp_path, **death)
-    saving_the_best(tmp_path)
-    said = [f"asked for behind call {missed} of ctx.steps"] if missed else []
-    assert re.findall(r"asked for behind call \d of ctx.steps", caplog.text) == said
-    storage = DirectoryStorage(tmp_path)
-    newest = list_manifests(storage, "local")[-1]
-    states = read_states(storage, newest, newest.objects)
-    assert states["optimizer"]["param_groups"][0]["lr"] == rate
-
-
 def summing(
-    storage: Storage, policy: CheckpointParams, saves: str, num_calls: int = 3, goal: int = 99
+    storage: Storage,
+    policy: CheckpointParams,
+    saves: str,
+    *,
+    num_calls: int = 3,
+    goal: int = 99,
+    dies_at: int | None = None,
 ) -> None:
-    """Train loops of two steps that add 1, and add 100 behind each; stop behind the goal."""
+    """Train loops of two steps that add 1, and add 100 behind each; stop behind the goal. Die in a
+    step, or at the end, which is step 7."""
     with RankContext.local(storage=storage, checkpoint=policy) as ctx:
         total = Tracked()
         ctx.track(total=total)
-        loader = ctx.loader(TensorDataset(torch.ones(4, 1)), global_batch_size=2)
         best = -1.0
         for _ in range(num_calls):
-            for _ in ctx.steps(loader, epochs=1):
+            for _ in steps_over(ctx, size=2):
+                if ctx.step == dies_at:
+                    raise InterruptedError
                 total.value += 1
             is_better, best = min(total.value % 100, goal) > best, min(total.value % 100, goal)
             if saves == "always" or (saves == "the best" and is_better):
@@ -154,6 +110,8 @@ def summing(
             total.value += 100
             if goal < 99 and not is_better:
                 break
+        if dies_at == 7:
+            raise InterruptedError
 
 
 def totals(storage: Storage) -> list[float]:
@@ -162,6 +120,21 @@ def totals(storage: Storage) -> list[float]:
     return [
         read_states(storage, manifest, manifest.objects)["total"]["value"] for manifest in found
     ]
+
+
+@pytest.mark.parametrize(("dies_at", "missed", "left"), [(3, 0, 306), (5, 2, 206), (7, 3, 206)])
+def test_a_save_that_is_not_asked_for_again_is_warned_of(
+    tmp_path: Path, dies_at: int, missed: int, left: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Behind the first call the condition holds again; behind the second and the last one it
+    doesn't, and what is added there is lost: what ran twice is undone."""
+    storage = DirectoryStorage(tmp_path)
+    with pytest.raises(InterruptedError):
+        summing(storage, ON_DEMAND, "the best", dies_at=dies_at)
+    summing(storage, ON_DEMAND, "the best")
+    said = [f"asked for behind call {missed} of ctx.steps"] if missed else []
+    assert re.findall(r"asked for behind call \d of ctx.steps", caplog.text) == said
+    assert totals(storage)[-1] == left
 
 
 @pytest.mark.parametrize("policy", [EVERY_STEP, ON_DEMAND])
@@ -211,13 +184,11 @@ def test_a_run_that_begins_from_an_ended_one_keeps_what_its_own_code_changes(
         with local as ctx:
             optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)
             ctx.track(optimizer=optimizer)
-            loader = ctx.loader(TensorDataset(torch.ones(4, 1)), global_batch_size=2)
-            for _ in ctx.steps(loader, epochs=1):
-                pass
+            assert list(steps_over(ctx)) or begins
             if not begins:
                 return []
             optimizer.param_groups[0]["lr"] = 0.001
-            return [optimizer.param_groups[0]["lr"] for _ in ctx.steps(loader, epochs=1)]
+            return [optimizer.param_groups[0]["lr"] for _ in steps_over(ctx, size=2)]
 
     train("first")
     assert train("next", resume_from="first") == [0.001, 0.001]

@@ -13,7 +13,7 @@ from prefect_torch_ddp.checkpoint.manifest import list_manifests
 from prefect_torch_ddp.checkpoint.objects import read_states
 from prefect_torch_ddp.params import CheckpointParams
 from prefect_torch_ddp.storage.directory import DirectoryStorage
-from tests.support.tracked import Tracked
+from tests.support.tracked import Tracked, steps_over
 
 EVERY_STEP = CheckpointParams(every_steps=1, every_s=None)
 ON_DEMAND = CheckpointParams(every_s=None)
@@ -50,38 +50,50 @@ def in_loops(
         return torch.cat(weights), optimizer.param_groups[0]["lr"], count.value
 
 
+Ended = tuple[torch.Tensor, float, int]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> list[Ended]:
+    """Train undisturbed, without checkpoints between the loops and with them."""
+    return [in_loops(tmp_path_factory.mktemp("whole"), saves=saves) for saves in (False, True)]
+
+
+def check_that_it_ends_as_a_whole_one(found: Ended, whole: Ended) -> None:
+    """The weights have the same bits, and each loop counts once."""
+    assert torch.equal(found[0], whole[0])
+    assert found[1:] == whole[1:] == (1 / 16, 4)
+
+
 @pytest.mark.parametrize("dies_at", [2, 4, 8, 12])
-def test_a_training_of_several_loops_resumes_to_the_same_bits(tmp_path: Path, dies_at: int) -> None:
+def test_a_training_of_several_loops_resumes_to_the_same_bits(
+    tmp_path: Path, whole: list[Ended], dies_at: int
+) -> None:
     """The code between the loops runs again, and what it changes counts once: draws, a
     scheduler's steps."""
     with pytest.raises(InterruptedError):
-        in_loops(tmp_path / "killed", dies_at)
-    check_that_it_ends_as_a_whole_one(tmp_path)
-
-
-def check_that_it_ends_as_a_whole_one(tmp_path: Path, *, saves: bool = False) -> None:
-    """Resumed, the weights have the same bits."""
-    weights, *counted = in_loops(tmp_path / "killed", saves=saves)
-    expected, *_ = in_loops(tmp_path / "whole", saves=saves)
-    assert torch.equal(weights, expected)
-    assert counted == [1 / 16, 4]
+        in_loops(tmp_path, dies_at)
+    check_that_it_ends_as_a_whole_one(in_loops(tmp_path), whole[0])
 
 
 @pytest.mark.parametrize(
-    "death",
-    [{"dies_at": 1}, {"dies_at": 5}, {"dies_at": 8}, {"dies_behind": 1}, {"dies_behind": 3}],
+    ("dies_at", "dies_behind", "count"),
+    [(1, None, 0), (5, None, 1), (8, None, 2), (None, 1, 1), (None, 3, 3)],
 )
 def test_checkpoints_between_loops_keep_what_changed_there(
-    tmp_path: Path, death: dict[str, int]
+    tmp_path: Path,
+    whole: list[Ended],
+    dies_at: int | None,
+    dies_behind: int | None,
+    count: int,
 ) -> None:
     """The newest one counts, also behind a step that has its own."""
     with pytest.raises(InterruptedError):
-        in_loops(tmp_path / "killed", **death, saves=True)
-    storage = DirectoryStorage(tmp_path / "killed")
+        in_loops(tmp_path, dies_at, dies_behind, saves=True)
+    storage = DirectoryStorage(tmp_path)
     (*_, newest) = list_manifests(storage, "local")
-    state = read_states(storage, newest, newest.objects)
-    assert state["count"] == {"value": death.get("dies_behind", (death.get("dies_at", 1) - 1) // 3)}
-    check_that_it_ends_as_a_whole_one(tmp_path, saves=True)
+    assert read_states(storage, newest, newest.objects)["count"] == {"value": count}
+    check_that_it_ends_as_a_whole_one(in_loops(tmp_path, saves=True), whole[1])
 
 
 def samples_of(
@@ -91,8 +103,7 @@ def samples_of(
     seen = []
     with RankContext.local(storage=folder, checkpoint=EVERY_STEP, seed=seed) as ctx:
         ctx.track(model=nn.Linear(1, 1))
-        loader = ctx.loader(TensorDataset(torch.arange(num_samples)), global_batch_size=4)
-        for (numbers,) in ctx.steps(loader, epochs=2):
+        for (numbers,) in steps_over(ctx, num_samples, size=4, epochs=2):
             if ctx.step == dies_at:
                 raise InterruptedError
             seen.append((ctx.epoch, numbers.tolist()))
@@ -110,11 +121,9 @@ def test_an_epoch_of_another_order_is_not_finished(
     seen = samples_of(tmp_path, seed, num_samples)
     assert {epoch for epoch, _ in seen} == {2}
     assert sorted(sample for _, samples in seen for sample in samples) == list(range(num_samples))
-    before, now = (
-        "12 samples in the order of seed 0",
-        f"{num_samples} samples in the order of seed {seed}",
-    )
-    assert f"of {before}, and the loader's are of {now}" in caplog.text
+    now = f"{num_samples} samples in the order of seed {seed}"
+    says = f"of 12 samples in the order of seed 0, and the loader's are of {now}"
+    assert says in caplog.text
 
 
 def numbers_in(folder: Path) -> list[int]:

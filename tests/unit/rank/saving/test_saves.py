@@ -1,5 +1,6 @@
-"""What is tracked and saved: refusals, slow storages, the best one, saves behind a break."""
+"""What is saved: slow storages, the best one, saves behind a break; and the ledger."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,13 +11,13 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from prefect_torch_ddp import CheckpointParams, RankContext
+from prefect_torch_ddp import CheckpointParams, RankContext, read_ledger
 from prefect_torch_ddp.checkpoint import checkpointer
 from prefect_torch_ddp.checkpoint.manifest import best, list_manifests
-from prefect_torch_ddp.errors import InvalidParamsError
+from prefect_torch_ddp.errors import InvalidParamsError, StorageError
 from prefect_torch_ddp.storage.directory import DirectoryStorage
-from tests.support.forwarding import ForwardingStorage
-from tests.support.tracked import Tracked
+from tests.support.forwarding import ForwardingStorage, WatchedStorage
+from tests.support.tracked import Tracked, steps_over
 from tests.support.waiting import wait_until
 
 
@@ -108,14 +109,13 @@ def test_a_checkpoint_behind_a_break_is_written_though_the_loop_is_held(
     storage = DirectoryStorage(tmp_path)
     with RankContext.local(storage=storage, checkpoint=CheckpointParams(every_s=None)) as ctx:
         ctx.track(model=nn.Linear(4, 1))
-        loader = ctx.loader(TensorDataset(torch.ones(24, 4)), global_batch_size=4)
-        steps = ctx.steps(loader, epochs=1)
+        steps = steps_over(ctx, 6)
         held = iter(steps) if asks == "holding their iterator" else steps
         for _ in held:
             ctx.checkpoint(force=asks == "in the body")
             break
         if asks == "in the body":
-            for _ in ctx.steps(loader, epochs=1):
+            for _ in steps_over(ctx, 6):
                 assert not list_manifests(storage, "local")
         else:
             ctx.checkpoint(force=True)
@@ -127,28 +127,6 @@ def test_a_checkpoint_behind_a_break_is_written_though_the_loop_is_held(
     assert caplog.text.count(said) == (asks != "holding the steps")
 
 
-class Unloadable:
-    """What can be tracked by its methods, and not read back."""
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"folder": Path()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take nothing."""
-
-
-def test_an_object_that_was_refused_is_not_tracked(tmp_path: Path) -> None:
-    """Nor are those of the same call: who catches the error may track them, and the training
-    ends well."""
-    with RankContext.local(storage=tmp_path) as ctx:
-        model = nn.Linear(1, 1)
-        with pytest.raises(InvalidParamsError, match="'other'"):
-            ctx.track(model=model, other=Unloadable())
-        ctx.track(model=model)
-    (manifest,) = list_manifests(DirectoryStorage(tmp_path), "local")
-    assert {item.name for item in manifest.objects} == {"model", "rank-00000"}
-
-
 def test_a_state_that_turns_unreadable_ends_the_training(tmp_path: Path) -> None:
     """Before it is saved, so that the checkpoints before it stay the newest and are restored."""
     policy = CheckpointParams(every_steps=1, every_s=None)
@@ -157,8 +135,7 @@ def test_a_state_that_turns_unreadable_ends_the_training(tmp_path: Path) -> None
     refused = r"'best' can't be read back .* state_dict\(\)\['value'\] is a numpy.ndarray"
     with pytest.raises(InvalidParamsError, match=refused), RankContext.local(**settings) as ctx:
         ctx.track(best=best)
-        loader = ctx.loader(TensorDataset(torch.ones(6)), global_batch_size=1)
-        for _ in ctx.steps(loader, epochs=1):
+        for _ in steps_over(ctx, 6):
             best.value = ctx.step if ctx.step < 3 else np.ones(3)
     steps = [manifest.step for manifest in list_manifests(DirectoryStorage(tmp_path), "run")]
     assert steps[-1] == 2
@@ -166,3 +143,68 @@ def test_a_state_that_turns_unreadable_ends_the_training(tmp_path: Path) -> None
     with RankContext.local(**settings) as ctx:
         ctx.track(best=resumed)
         assert (ctx.step, resumed.value) == (2, 2)
+
+
+# ---- The ledger.
+
+
+def test_loops_that_were_left_are_no_error(tmp_path: Path) -> None:
+    """A break and an early stop leave epochs unfinished; the ledger says so, and is clean."""
+    with RankContext.local(storage=tmp_path, ledger=True) as ctx:
+        for _ in steps_over(ctx, 10, size=3, epochs=3, drop_last=True):
+            if ctx.step == 5:
+                break
+        for _ in steps_over(ctx, 10, size=3, epochs=3, drop_last=True):
+            if ctx.step == 9:
+                ctx.request_stop("enough")
+    assert str(read_ledger(tmp_path, "local")).splitlines() == [
+        "epoch 1: 9 samples, each once; 1 left out by drop_last",
+        "epoch 2: 6 samples of 10, each once; not finished",
+        "epoch 3: 9 samples, each once; 1 left out by drop_last",
+        "epoch 4: 3 samples of 10, each once; not finished",
+    ]
+
+
+def test_another_batch_size_in_the_middle_of_an_epoch_is_told(tmp_path: Path) -> None:
+    """Samples that are seen twice by it are named, as the log's warning says."""
+    for size in (3, 4):
+        with RankContext.local(storage=tmp_path, ledger=True) as ctx:
+            ctx.track(model=nn.Linear(1, 1))
+            for _ in steps_over(ctx, 10, size, shuffle=False):
+                if ctx.attempt == 1 and ctx.step == 3:
+                    break
+    assert str(read_ledger(tmp_path, "local")) == "epoch 1: 10 samples; 1 repeated (8 in step 4)"
+
+
+def test_a_ledger_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
+    """A run that is to be proven doesn't end well without its proof; the metrics are written
+    all the same."""
+    (tmp_path / "runs/local").mkdir(parents=True)
+    (tmp_path / "runs/local/ledger").write_text("not a folder")
+    with (
+        pytest.raises(StorageError, match="3 records of ledger could not be written"),
+        RankContext.local(storage=tmp_path, ledger=True) as ctx,
+    ):
+        for _ in steps_over(ctx, size=4):
+            ctx.report(loss=1.0)
+    assert list((tmp_path / "runs/local/metrics/rank-00000").iterdir())
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyError])
+def test_a_bug_is_not_taken_for_trouble_with_the_storage(
+    tmp_path: Path, error: type[Exception]
+) -> None:
+    """It is raised as it is, unless the training's own error, a KeyError, is on its way; the
+    metrics are written all the same."""
+
+    def before(request: str) -> None:
+        if re.match("write.* runs/local/ledger/", request):
+            raise ValueError(request)
+
+    storage = WatchedStorage(tmp_path, before)
+    with pytest.raises(error), RankContext.local(storage=storage, ledger=True) as ctx:
+        for _ in steps_over(ctx, size=4):
+            ctx.report(loss=1.0)
+        if error is KeyError:
+            raise KeyError
+    assert list((tmp_path / "runs/local/metrics/rank-00000").iterdir())

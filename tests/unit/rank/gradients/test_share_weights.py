@@ -1,10 +1,13 @@
-"""What people do with a model in DDP beside training it: copy, average, save and forget it."""
+"""What people do with a model in DDP beside training it: copy, average, save and forget it; and
+micro-batches."""
 
 import copy
 import gc
 import io
 import weakref
+from collections import UserDict, namedtuple
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -102,6 +105,23 @@ def test_a_model_that_nobody_holds_is_freed() -> None:
         assert len(x) == 1
 
 
+def test_micro_batches_left_half_way_are_an_error() -> None:
+    """Each rank would step by a gradient of its own otherwise."""
+    weights = ShareWeights(2)
+    model = weights.wrap(nn.Linear(1, 1, bias=False), CPU, {})
+    for step in (1, 2):
+        weights.begin_step(step, BatchShare(1, 0, num_local=2, num_global=4, is_last=False))
+        for (x,), weight in weights.micro_batches((torch.ones(2, 1),), 1):
+            (model(x).sum() * weight).backward()
+            if step == 2:
+                break
+        if step == 1:
+            weights.end_step(step)
+    says = r"step 2 left ctx\.micro_batches before the last micro-batch"
+    with pytest.raises(InvalidParamsError, match=says):
+        weights.end_step(2)
+
+
 @pytest.mark.parametrize(("num_samples", "global_batch_size"), [(11, 4), (12, 3)])
 def test_layers_that_talk_to_other_ranks_need_equal_shares(
     num_samples: int, global_batch_size: int
@@ -122,3 +142,69 @@ def test_layers_that_talk_to_other_ranks_need_equal_shares(
     model.train()  # in the step's body
     with pytest.raises(InvalidParamsError, match=r"SyncBatchNorm \(1\) needs equal shares"):
         weights.end_step(1)
+
+
+# ---- Micro-batches: batches of every structure are cut, or refused by name.
+
+X = torch.zeros(3)
+Pair = namedtuple("Pair", "images labels")  # noqa: PYI024 - the kind that a user's collate_fn gives
+
+
+def parts_of(batch: Any, max_samples: int | None) -> list[tuple[Any, float]]:
+    """Cut a batch outside of a training."""
+    return list(ShareWeights(1).micro_batches(batch, max_samples))
+
+
+def test_every_kind_of_batch_is_cut_alike() -> None:
+    """Tensors, tuples, lists, named tuples, nested ones, names of samples: the same rows of each,
+    nothing lost; a mapping of any class becomes a plain dict."""
+    x, y = torch.arange(10).reshape(5, 2), torch.arange(5)
+    names = list("abcde")
+    for batch, get in [
+        (x, lambda part: (part,)),
+        ((x, y), lambda part: part),
+        ([x, y], tuple),
+        (Pair(x, y), lambda part: (part.images, part.labels)),
+        ({"x": x, "y": y}, lambda part: (part["x"], part["y"])),
+        (UserDict(x=x, y=y), lambda part: (part["x"], part["y"])),
+        ((UserDict(x=UserDict(x=x)), y), lambda part: (part[0]["x"]["x"], part[1])),
+        (({"x": [x, None]}, y), lambda part: (part[0]["x"][0], part[1])),
+    ]:
+        parts = parts_of(batch, 2)
+        kind = dict if isinstance(batch, UserDict) else type(batch)
+        assert {type(part) for part, _ in parts} == {kind}
+        assert [weight for _, weight in parts] == [2 / 5, 2 / 5, 1 / 5]
+        for i, column in enumerate(get(batch)):
+            assert torch.equal(torch.cat([get(part)[i] for part, _ in parts]), column)
+    assert [part[1] for part, _ in parts_of((x, names), 3)] == [names[:3], names[3:]]
+    ((whole, weight),) = parts_of((x, y), None)
+    assert (whole[0].shape, weight) == (x.shape, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("batch", "max_samples", "says"),
+    [
+        ((torch.zeros(5, 2), X), 2, r"batch\[1\]: it has 3 rows where this rank's share has 5"),
+        ({"x": X, "scale": torch.tensor(2.0)}, 2, r"batch\['scale'\]: it is a single number"),
+        ((X, "train"), 2, r"batch\[1\], a str"),
+        (({"x": object()},), 2, r"batch\[0\]\['x'\], a object"),
+        ((), 2, "a tuple without a tensor"),
+        (torch.zeros(0, 2), 2, "it has 0 rows"),
+        (X, 0, "max_samples is 0"),
+        ((X, ["a", "b"]), 2, r"batch\[1\]: it has 2 rows"),
+    ],
+)
+def test_what_cannot_be_cut_is_named(batch: Any, max_samples: int, says: str) -> None:
+    """Where it is, and what it is."""
+    with pytest.raises(InvalidParamsError, match=says):
+        parts_of(batch, max_samples)
+
+
+def test_a_batch_of_something_else_than_samples_is_refused() -> None:
+    """In a step the share's size is known: images of a list, each with channels first, aren't
+    cut by channels."""
+    weights = ShareWeights(1)
+    weights.begin_step(1, BatchShare(1, 0, num_local=4, num_global=4, is_last=True))
+    says = r"batch\[0\]: it has 3 rows where this rank's share has 4 samples"
+    with pytest.raises(InvalidParamsError, match=says):
+        list(weights.micro_batches([torch.zeros(3, 8, 8)] * 4, 2))

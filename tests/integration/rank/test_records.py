@@ -1,20 +1,21 @@
-"""Real ranks' times: the slow one is named while they train, and where time went adds up."""
+"""What ranks put on record: their times, by which the slow one is named, and their samples."""
 
+import json
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.utils.data import TensorDataset
 
-from prefect_torch_ddp import RankContext, read_goodput
+from prefect_torch_ddp import RankContext, read_ledger
 from prefect_torch_ddp.records.timing import newest_lines
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.tasks.report.ranks import awaited_rank, rank_table
-from tests.support.ranks import Died, config_for, train_on
-from tests.support.records import assert_adds_up
+from tests.support.ranks import config_for, train_on
 from tests.support.waiting import wait_until
-from tests.workloads import descend, healthy
+from tests.workloads import descend
 
 SLOW_S = 0.02
 
@@ -55,25 +56,21 @@ def test_the_slow_rank_is_named_while_it_trains(tmp_path: Path) -> None:
     assert all("MB" in row[9] for row in cells)
 
 
-def fit(ctx: RankContext) -> None:
-    """Train the healthy workload, slowly."""
-    healthy.fit(ctx, _Slow(*healthy.points(96)))
+def lengths(words: list[tuple[torch.Tensor]]) -> list[int]:
+    """Collate samples to the numbers in them."""
+    return [int(number) for (number,) in words]
 
 
-class _Slow(TensorDataset):
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, ...]:
-        time.sleep(0.01)
-        return super().__getitem__(index)
-
-
-def test_the_time_of_a_killed_training_adds_up(tmp_path: Path) -> None:
-    """Two ranks, one of which dies in step 15; the next two resume from step 10."""
-    killed = config_for(tmp_path, 5, options={"die_at": 15, "die_on": 1, "die_after": 10})
-    began_s = time.monotonic()
-    assert Died(-9) in train_on(2, killed, fit)
-    train_on(2, config_for(tmp_path, 5), fit)
-    found, took_s = read_goodput(tmp_path, "run"), time.monotonic() - began_s
-    assert_adds_up(found, num_attempts=2, at_most_s=took_s)
-    assert found.data_s > 0.01 * 4 * 96 / 2 * 0.9
-    assert found.steps_s > 0
-    assert found.starting_s > 0
+def test_the_ids_come_with_the_batch_through_worker_processes(tmp_path: Path) -> None:
+    """Through the user's own collate function, which sees nothing of it; nor does a pass for
+    evaluation."""
+    with RankContext.local(storage=tmp_path, ledger=True) as ctx:
+        options: dict[str, Any] = {"num_workers": 2, "collate_fn": lengths}
+        loader = ctx.loader(TensorDataset(torch.arange(11)), global_batch_size=4, **options)
+        seen = [number for batch in ctx.steps(loader, epochs=1) for number in batch]
+        assert [number for batch in loader for number in batch] == seen
+    assert sorted(seen) == list(range(11))
+    assert str(read_ledger(tmp_path, "local")) == "epoch 1: 11 samples, each once"
+    (part,) = (tmp_path / "runs/local/ledger/rank-00000").iterdir()
+    lines = [json.loads(line) for line in part.read_text().splitlines()]
+    assert [sample for line in lines for sample in line.get("samples", [])] == seen
