@@ -1,6 +1,8 @@
-"""Attempts of a run: the claim that fences older ones off, and where each one resumed.
+"""Attempts of a run: the claim that fences older ones off, where each resumed, and its files.
 
-Resume records and manifests are checksummed JSON, so that no flipped bit goes unnoticed.
+Those are its record where it failed, and what `ctx.save` wrote to its results: each attempt has
+its own, so that a late one can't replace a newer one's. Resume records and manifests are
+checksummed JSON, so that no flipped bit goes unnoticed.
 """
 
 import hashlib
@@ -11,16 +13,24 @@ import socket
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import asdict
 from typing import Any
 
 from prefect_torch_ddp.checkpoint.keys import attempt_key, attempts_prefix, ended_key, resume_key
-from prefect_torch_ddp.errors import DamagedObjectError, ObjectNotFoundError, SupersededError
-from prefect_torch_ddp.storage.protocol import Storage
+from prefect_torch_ddp.errors import (
+    DamagedObjectError,
+    InvalidParamsError,
+    ObjectNotFoundError,
+    SupersededError,
+)
+from prefect_torch_ddp.protocol.events import FailureRecord
+from prefect_torch_ddp.storage.protocol import Storage, check_key
 
 FROM_NOTHING = -1
 """The step of an attempt that found no checkpoint."""
 DAMAGE = (DamagedObjectError, ValueError, TypeError, KeyError, AttributeError)
 """What reading raises where content isn't what was written."""
+_FAILURES, _RESULTS = "runs/{}/failures/", "runs/{}/results/"
 
 logger = logging.getLogger(__name__)
 
@@ -143,6 +153,57 @@ def _resume_record(storage: Storage, key: str) -> tuple[int, int] | None:
         return None
     # How far another run was says nothing about this one.
     return (step, of_attempt) if of_attempt else (FROM_NOTHING, 0)
+
+
+def write_failure(storage: Storage, run_id: str, record: FailureRecord) -> None:
+    """Put a failed attempt on record."""
+    key = f"{_FAILURES.format(run_id)}{record.attempt:06d}.json"
+    storage.write(key, json.dumps(asdict(record), indent=1).encode())
+
+
+def read_failures(storage: Storage, run_id: str) -> list[FailureRecord]:
+    """Return the attempts that failed, oldest first; damaged records are left out, warned of."""
+    found = []
+    for stored in storage.list(_FAILURES.format(run_id)):
+        try:
+            found.append(FailureRecord(**json.loads(storage.read(stored.key))))
+        except (ValueError, TypeError) as error:
+            logger.warning("%s is no record of a failure and is left out: %s", stored.key, error)
+    return sorted(found, key=lambda record: record.attempt)
+
+
+def write_result(storage: Storage, run_id: str, attempt: int, path: str, data: object) -> None:
+    """Write a file to an attempt's results; see `RankContext.save`."""
+    check_key(path)
+    content = data.encode() if isinstance(data, str) else data
+    if not isinstance(content, bytes | bytearray | memoryview):
+        given = f"ctx.save({path!r}) was given a {type(data).__name__}"
+        msg = f"{given}; it takes bytes or text, such as json.dumps of plain values"
+        raise InvalidParamsError(msg)
+    storage.write(f"{_RESULTS.format(run_id)}{attempt:06d}/{path}", bytes(content))
+
+
+def read_result(storage: Storage, run_id: str, path: str) -> bytes:
+    """Return a file as the newest attempt that saved it left it.
+
+    Raises:
+        BadKeyError: the path would leave the results.
+        ObjectNotFoundError: no attempt saved it; names those files that there are.
+        StorageError: it can't be read.
+    """
+    check_key(path)
+    prefix, keys, names = _RESULTS.format(run_id), {}, set()
+    for found in storage.list(prefix):
+        attempt, _, name = found.key.removeprefix(prefix).partition("/")
+        if attempt.isdecimal() and name:
+            names.add(name)
+            if name == path:
+                keys[int(attempt)] = found.key
+    if not keys:
+        there = ", ".join(sorted(names)) or "none"
+        msg = f"run {run_id} saved no {path} in {storage.uri}; its files are: {there}"
+        raise ObjectNotFoundError(msg)
+    return storage.read(keys[max(keys)])
 
 
 def to_checksummed_json(values: Mapping[str, Any]) -> bytes:

@@ -2,6 +2,7 @@
 
 import json
 import logging
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 import torch
@@ -32,32 +33,25 @@ Found = tuple[Manifest, dict[str, Any]]
 logger = logging.getLogger(__name__)
 
 
+@dataclass
 class Restorer:
     """Restores objects in place from one checkpoint; where there is none, leaves them alone."""
 
-    def __init__(  # noqa: PLR0913 - what rank 0 has chosen
-        self,
-        storage: Storage,
-        manifest: Manifest | None,
-        states: dict[str, Any] | None = None,
-        *,
-        is_ours: bool = True,
-        had_ended: bool = False,
-        only_weights: bool = False,
-    ) -> None:
-        """Restore from the manifest's checkpoint; `states` were read already, by name.
+    storage: Storage
+    checkpoint: Manifest | None
+    states: dict[str, Any] = field(default_factory=dict)
+    """What was read already, by name."""
+    is_ours: bool = True
+    """Whether it is of the run that resumes, and must have everything."""
+    had_ended: bool = False
+    """Whether it holds what the function left at its end."""
+    only_weights: bool = False
+    """Whether it gives modules their state, and there is nothing to resume."""
 
-        One that `is_ours`, of the run that resumes, must have everything. `had_ended`: it holds
-        what the function left at its end. With `only_weights` it gives modules their state, and
-        there is nothing to resume.
-        """
-        self._storage = storage
-        self.manifest = None if only_weights else manifest
+    @property
+    def manifest(self) -> Manifest | None:
         """What is resumed."""
-        self._weights = manifest
-        self._states = states or {}
-        self.is_ours = is_ours
-        self.had_ended = had_ended
+        return None if self.only_weights else self.checkpoint
 
     @classmethod
     def choose(
@@ -84,7 +78,7 @@ class Restorer:
         except CheckpointError:
             refuse_superseded(own.storage, own.run_id, attempt)
             raise
-        manifest, states = found or (None, None)
+        manifest, states = found or (None, {})
         is_ours, weights = where is own, where.only_weights
         chosen = cls(where.storage, manifest, states, is_ours=is_ours, only_weights=weights)
         at = None if manifest is None else (manifest.step, manifest.attempt)
@@ -94,14 +88,14 @@ class Restorer:
             text += " the checkpoint of step %d of run %s%s"
             logger.info(text, manifest.step, manifest.run_id, elsewhere)
         resumed = None if weights else at
-        ended = resumed is not None and had_ended(where.storage, where.run_id, *resumed)
-        chosen.had_ended = ended
+        if resumed is not None:
+            chosen.had_ended = had_ended(where.storage, where.run_id, *resumed)
         step, of_attempt = resumed or (FROM_NOTHING, 0)
-        record_resume(own.storage, own.run_id, attempt, step, of_attempt if chosen.is_ours else 0)
+        record_resume(own.storage, own.run_id, attempt, step, of_attempt if is_ours else 0)
         # An attempt claimed after this check sees the record. One claimed before may have missed
         # it, and this attempt's steps would stay in metrics and ledger.
         refuse_superseded(own.storage, own.run_id, attempt)
-        choice = {"at": at, "is_ours": chosen.is_ours, "had_ended": chosen.had_ended}
+        choice = {"at": at, "is_ours": is_ours, "had_ended": chosen.had_ended}
         rank_store.set("resume", json.dumps(choice))
         return chosen
 
@@ -125,7 +119,7 @@ class Restorer:
         """Load a tracked object's state in place; CheckpointError: it lacks, or doesn't fit."""
         manifest = self.manifest
         if manifest is None and isinstance(item, torch.nn.Module):
-            manifest = self._weights
+            manifest = self.checkpoint
         if manifest is None:
             return
         what = f"checkpoint of step {manifest.step} of run {manifest.run_id}"
@@ -146,20 +140,19 @@ class Restorer:
 
     def generators(self, rank: int) -> Any | None:
         """Return the state of a rank's random generators; None where there is none for it."""
-        found = None if self.manifest is None else self.manifest.find(rank_name(rank))
-        if self.manifest is None or found is None:
-            return None
-        return self._take(self.manifest, found)
+        manifest = self.manifest
+        found = None if manifest is None else manifest.find(rank_name(rank))
+        return None if manifest is None or found is None else self._take(manifest, found)
 
     def release(self) -> None:
         """Forget states that were read but not used."""
-        self._states.clear()
+        self.states.clear()
 
     def _take(self, manifest: Manifest, item: ManifestObject) -> Any:
         # Each is given once, or objects would share it; and the memory is needed.
-        if item.name in self._states:
-            return self._states.pop(item.name)
-        return read_state(self._storage, manifest, item)
+        if item.name in self.states:
+            return self.states.pop(item.name)
+        return read_state(self.storage, manifest, item)
 
 
 def _read_resume_point(point: ResumePoint) -> Found:

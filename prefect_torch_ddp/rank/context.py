@@ -5,8 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
-from prefect_torch_ddp.checkpoint.attempts import refuse_superseded
-from prefect_torch_ddp.checkpoint.run_files import write_result
+from prefect_torch_ddp.checkpoint.attempts import refuse_superseded, write_result
 from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.rank.parts import ContextParts, LocalOptions, local_parts
 from prefect_torch_ddp.storage.directory import DirectoryStorage

@@ -20,6 +20,7 @@ from prefect_torch_ddp.errors import (
     StorageError,
 )
 from prefect_torch_ddp.storage.protocol import (
+    CHANGED,
     RESERVED_PART,
     Contents,
     ListedObject,
@@ -39,10 +40,6 @@ UNCACHED_BYTES = 2**24
 """From here on an object in memory that begins a page is written past the kernel's page cache: to
 find pages there for 200 MB takes 60 to 350 ms of a processor, which a training would miss."""
 NO_OBJECT = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
-CHANGED = (
-    "the file changed since it was listed: list it again, by running prepare again, "
-    "or keep data in use unchanged"
-)
 
 _RIGHTS = "give this user the right to do so, or choose another storage"
 _FILE_IN_THE_WAY = "a file stands where a folder is needed: rename it, or choose another storage"
@@ -247,12 +244,12 @@ def _read_part(path: Path, part: ObjectPart) -> bytes:
     with _explained("read", path), path.open("rb") as file:
         found = os.fstat(file.fileno())
         if part.etag is not None and part.etag != _etag(found):
-            msg = f"can't read {path}: {CHANGED}"
+            msg = f"can't read {path}: the file {CHANGED}"
             raise ObjectChangedError(msg)
         file.seek(part.start or 0)
         content = file.read(part.num_bytes if part.start is not None else -1)
     if len(content) != part.num_bytes:
-        msg = f"can't read {path}: it has {found.st_size} bytes; {CHANGED}"
+        msg = f"can't read {path}: it has {found.st_size} bytes; the file {CHANGED}"
         raise ObjectChangedError(msg)
     return content
 

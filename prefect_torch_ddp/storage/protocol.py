@@ -20,6 +20,10 @@ MAX_KEY_BYTES = 900  # S3 allows 1024 for the storage's prefix and the key toget
 MAX_PART_BYTES = 255  # the longest file name of common file systems
 MAX_SHOWN = 120
 RESERVED_PART = ".tmp"  # where a directory keeps what isn't whole yet
+CHANGED = (
+    "changed since it was listed: list it again, by running prepare again, "
+    "or keep data in use unchanged"
+)
 
 
 def check_key(key: str) -> str:

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from prefect_torch_ddp.checkpoint import run_files as result_files
-from prefect_torch_ddp.checkpoint.attempts import claim_times
+from prefect_torch_ddp.checkpoint import attempts
 from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.records import ledger, timing
 from prefect_torch_ddp.records.metrics import import_pandas, records_frame
@@ -83,8 +82,8 @@ def read_goodput(storage: Storage | str | Path, run_id: str) -> Goodput:
         StorageError: the storage can't be read.
     """
     where = _storage_of(storage)
-    failed = {record.attempt: record.time for record in result_files.read_failures(where, run_id)}
-    return timing.read_goodput(where, run_id, claim_times(where, run_id), failed)
+    failed = {record.attempt: record.time for record in attempts.read_failures(where, run_id)}
+    return timing.read_goodput(where, run_id, attempts.claim_times(where, run_id), failed)
 
 
 def list_runs(storage: Storage | str | Path, experiment: str | None = None) -> "pd.DataFrame":
@@ -156,7 +155,7 @@ def read_result(storage: Storage | str | Path, run_id: str, path: str) -> bytes:
         ObjectNotFoundError: no attempt saved it; names those files that there are.
         StorageError: the storage can't be read.
     """
-    return result_files.read_result(_storage_of(storage), run_id, path)
+    return attempts.read_result(_storage_of(storage), run_id, path)
 
 
 def _storage_of(storage: Storage | str | Path) -> Storage:

@@ -17,10 +17,14 @@ from prefect.exceptions import ObjectNotFound
 from prefect.logging import get_run_logger
 from prefect.utilities.context import get_flow_run_id
 
-from prefect_torch_ddp.checkpoint.attempts import claim_attempt, claim_attempt_after
+from prefect_torch_ddp.checkpoint.attempts import (
+    claim_attempt,
+    claim_attempt_after,
+    read_failures,
+    write_failure,
+)
 from prefect_torch_ddp.checkpoint.manifest import list_manifests
 from prefect_torch_ddp.checkpoint.resume_point import ResumePoint, parse_resume_from
-from prefect_torch_ddp.checkpoint.run_files import read_failures, write_failure
 from prefect_torch_ddp.errors import GangError
 from prefect_torch_ddp.gang.caller.lines import rank_text, stack_line
 from prefect_torch_ddp.gang.caller.workers import until_gone

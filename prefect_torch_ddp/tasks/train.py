@@ -14,10 +14,9 @@ from prefect.context import TaskRunContext
 from prefect.logging import get_run_logger
 from prefect.utilities.context import get_task_and_flow_run_ids
 
-from prefect_torch_ddp.checkpoint.attempts import newest_attempt, refuse_superseded
+from prefect_torch_ddp.checkpoint.attempts import newest_attempt, read_failures, refuse_superseded
 from prefect_torch_ddp.checkpoint.keys import finished_key
 from prefect_torch_ddp.checkpoint.manifest import find_manifest
-from prefect_torch_ddp.checkpoint.run_files import read_failures
 from prefect_torch_ddp.errors import (
     CheckpointError,
     InvalidParamsError,

@@ -16,7 +16,7 @@ from prefect_torch_ddp.storage.protocol import (
     probe,
 )
 from prefect_torch_ddp.storage.s3.client import S3Location
-from prefect_torch_ddp.storage.s3.lean.read import reader_of
+from prefect_torch_ddp.storage.s3.read import reader_of
 from prefect_torch_ddp.storage.s3.retries import ask, request
 from prefect_torch_ddp.storage.s3.transfer import read_whole, write_if_absent, write_whole
 

@@ -2,16 +2,14 @@
 before it is taken, or none."""
 
 import logging
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from prefect_torch_ddp import RankContext
 from prefect_torch_ddp.checkpoint.keys import checkpoints_prefix, manifest_key
-from prefect_torch_ddp.checkpoint.manifest import Manifest, list_manifests, read_manifest
+from prefect_torch_ddp.checkpoint.manifest import list_manifests, read_manifest
 from prefect_torch_ddp.errors import CheckpointError
 from prefect_torch_ddp.params import CheckpointParams
 from prefect_torch_ddp.storage.directory import DirectoryStorage
@@ -29,24 +27,14 @@ def _flipped(data: bytes) -> bytes:
     return data[: len(data) // 2] + bytes([data[len(data) // 2] ^ 1]) + data[len(data) // 2 + 1 :]
 
 
-DAMAGES: dict[str, Callable[[bytes], bytes | None]] = {
-    "truncated": lambda data: data[: len(data) - len(data) // 3],
-    "a bit flipped": _flipped,
-    "empty": lambda _: b"",
-    "missing": lambda _: None,
-}
-
-
 def train(storage: Storage, num_steps: int) -> tuple[str, int | None]:
     """Train; return the weights' digest and the step that it resumed from."""
     with RankContext.local(storage=storage, run_id="run", checkpoint=POLICY) as ctx:
         model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Dropout(0.4)).double()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
         ctx.track(model=model, optimizer=optimizer)
-        loader = ctx.loader(
-            torch.utils.data.TensorDataset(torch.ones(1, 3, dtype=torch.float64)),
-            global_batch_size=1,
-        )
+        dataset = torch.utils.data.TensorDataset(torch.ones(1, 3, dtype=torch.float64))
+        loader = ctx.loader(dataset, global_batch_size=1)
         for (batch,) in ctx.steps(loader, epochs=num_steps):
             ctx._parts.tracker._checkpointer.wait()
             loss = model(batch).square().mean()
@@ -63,13 +51,12 @@ def copy(source: Storage, target: Storage) -> Storage:
     return target
 
 
-def damage(storage: Storage, key: str, how: str) -> None:
-    """Damage an object."""
-    data = DAMAGES[how](storage.read(key))
-    if data is None:
-        storage.delete(key)
+def damage(storage: Storage, key: str, how: str = "flipped") -> None:
+    """Flip a bit of an object, or delete it."""
+    if how == "flipped":
+        storage.write(key, _flipped(storage.read(key)))
     else:
-        storage.write(key, data)
+        storage.delete(key)
 
 
 def damage_in_the_store(storage: S3Storage, key: str) -> None:
@@ -81,9 +68,8 @@ def damage_in_the_store(storage: S3Storage, key: str) -> None:
 
 def objects_of(storage: Storage, step: int) -> list[str]:
     """Name a checkpoint's objects, the manifest too."""
-    return [item.key for item in read_manifest(storage, "run", step, 1).objects] + [
-        manifest_key("run", step, 1)
-    ]
+    items = read_manifest(storage, "run", step, 1).objects
+    return [*(item.key for item in items), manifest_key("run", step, 1)]
 
 
 @pytest.fixture(scope="module")
@@ -91,29 +77,24 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Storage, str]:
     """Train three steps, a checkpoint each; and say what four make of the weights."""
     storage = DirectoryStorage(tmp_path_factory.mktemp("trained"))
     train(storage, NUM_STEPS)
-    return storage, train(
-        copy(storage, DirectoryStorage(tmp_path_factory.mktemp("whole"))), NUM_STEPS + 1
-    )[0]
+    whole = copy(storage, DirectoryStorage(tmp_path_factory.mktemp("whole")))
+    return storage, train(whole, NUM_STEPS + 1)[0]
 
 
-@pytest.mark.parametrize(
-    "where_and_how",
-    [
-        *(f"directory, {how}" for how in DAMAGES),
-        *(f"bucket, {how}" for how in ("a bit flipped", "missing")),
-    ],
-)
+@pytest.mark.parametrize("how", ["flipped", "missing"])
+@pytest.mark.parametrize("where", ["directory", "bucket"])
 def test_each_object(
     trained: tuple[Storage, str],
     open_s3_server: S3Server,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
-    where_and_how: str,
+    *,
+    where: str,
+    how: str,
 ) -> None:
     """Of the newest checkpoint: the one before is taken, a warning names the object, the weights
     are right, and the damaged one is replaced."""
     original, expected = trained
-    where, how = where_and_how.split(", ")
     keys = objects_of(original, NUM_STEPS)
     names = [key.rsplit("/", 1)[1] for key in keys]
     assert names == ["model.pt", "optimizer.pt", "rank-00000.pt", "manifest.json"]
@@ -124,9 +105,9 @@ def test_each_object(
         caplog.clear()
         with caplog.at_level(logging.WARNING):
             assert train(storage, NUM_STEPS + 1) == (expected, NUM_STEPS - 1)
-        warned = any(key in record.getMessage() for record in caplog.records)
         # A checkpoint without a manifest is none, as after a kill in the midst of a save.
-        assert warned == (how != "missing" or name != "manifest.json"), caplog.text
+        is_none = how == "missing" and name == "manifest.json"
+        assert (key in caplog.text) == (not is_none), caplog.text
         found = [(manifest.step, manifest.attempt) for manifest in list_manifests(storage, "run")]
         assert found == [(1, 1), (2, 1), (3, 2), (4, 2)]
 
@@ -158,41 +139,16 @@ def test_a_run_whose_checkpoints_are_all_damaged_doesnt_begin_anew(
     """An error that names each of them, nothing is deleted; when a person has deleted them, the
     run begins anew."""
     storage = copy(trained[0], DirectoryStorage(tmp_path))
-    keys = [
-        key
-        for step in range(1, NUM_STEPS + 1)
-        for key in objects_of(storage, step)
-        if key.endswith(which)
-    ]
+    steps = range(1, NUM_STEPS + 1)
+    keys = [key for step in steps for key in objects_of(storage, step) if key.endswith(which)]
     for key in keys:
-        damage(storage, key, "a bit flipped")
+        damage(storage, key)
     before = [found.key for found in storage.list(checkpoints_prefix("run"))]
-    with pytest.raises(
-        CheckpointError, match=r"has checkpoints in .*, and none of them can be restored"
-    ) as caught:
+    says = r"has checkpoints in .*, and none of them can be restored"
+    with pytest.raises(CheckpointError, match=says) as caught:
         train(storage, NUM_STEPS)
     assert all(key in str(caught.value) for key in keys)
     assert [found.key for found in storage.list(checkpoints_prefix("run"))] == before
     for key in before:
         storage.delete(key)
     assert train(storage, NUM_STEPS)[1] is None
-
-
-def test_no_flipped_bit_of_a_manifest_goes_unnoticed(
-    trained: tuple[Storage, str], tmp_path: Path
-) -> None:
-    """Each bit of each byte: it is damaged, or it says the very same."""
-    key = manifest_key("run", NUM_STEPS, 1)
-    data = trained[0].read(key)
-    whole = read_manifest(trained[0], "run", NUM_STEPS, 1)
-    same = 0
-    for position in range(len(data)):
-        for bit in range(8):
-            flipped = data[:position] + bytes([data[position] ^ 1 << bit]) + data[position + 1 :]
-            try:
-                read: Any = Manifest.from_bytes(flipped)
-            except (ValueError, TypeError, KeyError, AttributeError):
-                continue
-            assert read == whole, (position, bit)
-            same += 1
-    assert same < len(data), "white space, at most"

@@ -9,8 +9,7 @@ import pytest
 from distributed import Client
 
 from prefect_torch_ddp import RankFailedError, read_ledger, run_gang
-from prefect_torch_ddp.checkpoint.attempts import newest_attempt
-from prefect_torch_ddp.checkpoint.run_files import read_failures
+from prefect_torch_ddp.checkpoint.attempts import newest_attempt, read_failures
 from prefect_torch_ddp.errors import SupersededError
 from prefect_torch_ddp.gang.caller.workers import until_gone
 from prefect_torch_ddp.params import CheckpointParams

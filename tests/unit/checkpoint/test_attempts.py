@@ -1,21 +1,14 @@
-"""Attempts are claimed once each, and their resume records decide which checkpoints count."""
+"""Attempts are claimed once each; resume records decide which checkpoints count; their files."""
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from prefect_torch_ddp.checkpoint.attempts import (
-    claim_attempt,
-    newest_attempt,
-    record_resume,
-)
+from prefect_torch_ddp import RankContext, read_result
+from prefect_torch_ddp.checkpoint.attempts import claim_attempt, newest_attempt, record_resume
 from prefect_torch_ddp.checkpoint.commit import Committer
-from prefect_torch_ddp.checkpoint.keys import (
-    attempts_prefix,
-    manifest_key,
-    resume_key,
-)
+from prefect_torch_ddp.checkpoint.keys import attempts_prefix, manifest_key, resume_key
 from prefect_torch_ddp.checkpoint.manifest import (
     Manifest,
     find_manifest,
@@ -23,10 +16,13 @@ from prefect_torch_ddp.checkpoint.manifest import (
     live_manifests,
 )
 from prefect_torch_ddp.checkpoint.restore import find_resumable
-from prefect_torch_ddp.errors import CheckpointError
+from prefect_torch_ddp.errors import BadKeyError, CheckpointError, ObjectNotFoundError
 from prefect_torch_ddp.params import CheckpointParams
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.storage.protocol import Storage
+
+Owner = tuple[int, int]
+"""Step and attempt of a checkpoint."""
 
 
 @pytest.fixture(name="storage")
@@ -34,19 +30,19 @@ def _storage(tmp_path: Path) -> DirectoryStorage:
     return DirectoryStorage(tmp_path)
 
 
-def put(storage: Storage, *owners: tuple[int, int]) -> None:
+def put(storage: Storage, *owners: Owner) -> None:
     """Write manifests of checkpoints without objects, by step and attempt."""
     for step, attempt in owners:
         manifest = Manifest("run", step, attempt, epoch=1, position={}, world_size=1)
         storage.write(manifest_key("run", step, attempt), manifest.as_bytes())
 
 
-def live(storage: Storage) -> list[tuple[int, int]]:
+def live(storage: Storage) -> list[Owner]:
     """Return step and attempt of those that count."""
     return [(manifest.step, manifest.attempt) for manifest in live_manifests(storage, "run")]
 
 
-def resumable(storage: Storage) -> tuple[int, int]:
+def resumable(storage: Storage) -> Owner:
     """Return step and attempt of the checkpoint that a resume takes."""
     found = find_resumable(storage, "run")
     assert found is not None
@@ -64,52 +60,46 @@ def test_attempts_count_from_one_and_are_claimed_once(storage: DirectoryStorage)
     assert (storage.root / "runs/run/attempts/000008").exists()
 
 
+LATE_ONE = [(3, (3, 1)), (2, (2, 1))]
+LATE = [(2, (1, 1)), (3, (2, 1)), (4, (3, 1))]
+ORDERS: dict[str, tuple[list[tuple[int, Owner]], list[Owner]]] = {
+    "none": ([], [(2, 1), (3, 1), (3, 2), (4, 2), (4, 3)]),
+    "one": ([(3, (3, 1))], [(2, 1), (3, 1), (4, 3)]),
+    "of another run, at whatever step": ([(3, (3, 1)), (4, (9, 0))], []),
+    "late": (LATE_ONE, [(2, 1), (3, 1), (4, 3)]),
+    "late, and resumed from a newer one": ([*LATE_ONE, (5, (4, 3))], [(2, 1), (3, 1), (4, 3)]),
+    "and fell back behind damage": ([*LATE_ONE, (5, (4, 3)), (6, (2, 1))], [(2, 1)]),
+    # Of several late ones the newest attempt's stands, whichever is the last to be written.
+    **{f"late, from {at} on": (LATE[at:] + LATE[:at], [(2, 1), (3, 1)]) for at in range(3)},
+}
+
+
+@pytest.mark.parametrize(("records", "expected"), ORDERS.values(), ids=ORDERS)
 def test_a_resume_record_supersedes_what_older_attempts_made_beyond_it(
-    storage: DirectoryStorage,
+    storage: DirectoryStorage, records: list[tuple[int, Owner]], expected: list[Owner]
 ) -> None:
-    """By step; and of the step itself what an attempt committed after the one it resumed from."""
+    """By step; and of the step itself what an attempt committed after the one it resumed from.
+    Nothing, where it is written after a newer attempt resumed from what it would supersede."""
     put(storage, (2, 1), (3, 1), (3, 2), (4, 2), (4, 3))
-    assert live(storage) == [(2, 1), (3, 1), (3, 2), (4, 2), (4, 3)]
-    record_resume(storage, "run", 3, step=3, of_attempt=1)
-    assert live(storage) == [(2, 1), (3, 1), (4, 3)]
-    record_resume(storage, "run", 4, 9, of_attempt=0)  # of another run, at whatever step
-    assert live(storage) == []
+    for attempt, at in records:
+        record_resume(storage, "run", attempt, *at)
+    assert live(storage) == expected
 
 
-def test_a_late_resume_record_supersedes_nothing_that_a_newer_attempt_resumed_from(
-    storage: DirectoryStorage,
-) -> None:
+def test_a_late_resume_record_deletes_nothing(storage: DirectoryStorage) -> None:
     """Attempt 1 commits step 3 late; attempt 2 chose step 2 before, and records it after
     attempt 3 resumed from step 3."""
     attempts = [claim_attempt(storage, "run") for _ in range(3)]
     put(storage, (2, 1), (3, 1))
     record_resume(storage, "run", 3, step=3, of_attempt=1)
     record_resume(storage, "run", 2, step=2, of_attempt=1)
-    assert live(storage) == [(2, 1), (3, 1)]
     newest = list_manifests(storage, "run")[-1]
     # The training was complete: the clean-up once deleted step 3 as superseded.
     Committer(storage, "run", attempts[-1], CheckpointParams(keep_last=1)).clean_up(newest)
     assert live(storage) == [(3, 1)]
-    put(storage, (4, 3))
-    record_resume(storage, "run", 5, step=4, of_attempt=3)
-    assert live(storage) == [(3, 1), (4, 3)]
-    record_resume(storage, "run", 6, step=2, of_attempt=1)  # step 4 was damaged, and step 3
-    assert live(storage) == []
 
 
-@pytest.mark.parametrize("at", [0, 1, 2])
-def test_of_several_late_records_the_newest_attempts_stands(
-    storage: DirectoryStorage, at: int
-) -> None:
-    """Whichever of three attempts is the last to write its own."""
-    put(storage, (2, 1), (3, 1))
-    records = [(2, (1, 1)), (3, (2, 1)), (4, (3, 1))]
-    for attempt, (step, of_attempt) in records[at:] + records[:at]:
-        record_resume(storage, "run", attempt, step, of_attempt)
-    assert live(storage) == [(2, 1), (3, 1)]
-
-
-def test_no_flipped_bit_of_a_resume_record_goes_unnoticed(
+def test_a_damaged_resume_record_is_left_out(
     storage: DirectoryStorage, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Another number there would supersede checkpoints, and the run would start over silently."""
@@ -118,10 +108,8 @@ def test_no_flipped_bit_of_a_resume_record_goes_unnoticed(
     storage.write(f"{attempts_prefix('run')}copy-of-000002.json", b"{}")  # a person's
     key = resume_key("run", 2)
     whole = storage.read(key)
-    for bit in range(8 * len(whole)):
-        flipped = bytearray(whole)
-        flipped[bit // 8] ^= 1 << bit % 8
-        storage.write(key, bytes(flipped))
+    for damaged in (whole.replace(b'"step": 3', b'"step": 1'), b"[]", b""):
+        storage.write(key, damaged)
         caplog.clear()
         assert live(storage) == [(2, 1), (3, 1)]
         assert f"{key} is damaged and left out" in caplog.text
@@ -159,3 +147,32 @@ def test_a_manifest_that_was_copied_to_another_attempt_is_damage(
     put(storage, (3, 1))
     storage.write(manifest_key("run", 3, 2), storage.read(manifest_key("run", 3, 1)))
     assert live(storage) == [(3, 1)]
+
+
+def test_of_files_the_newest_attempts_is_read(tmp_path: Path) -> None:
+    """Also of one that only an older attempt saved; each attempt's stays under its own
+    number."""
+    for number in range(1, 12):
+        with RankContext.local(storage=tmp_path) as ctx:
+            ctx.save("plots/loss.txt", f"attempt {number}")
+            if number == 2:
+                ctx.save("once.bin", b"\x00")
+    # What somebody else left there is no attempt's.
+    (tmp_path / "runs/local/results/notes/plots").mkdir(parents=True)
+    (tmp_path / "runs/local/results/notes/plots/loss.txt").write_text("not an attempt's")
+    assert read_result(tmp_path, "local", "plots/loss.txt") == b"attempt 11"
+    assert read_result(str(tmp_path), "local", "once.bin") == b"\x00"
+    assert (tmp_path / "runs/local/results/000003/plots/loss.txt").read_text() == "attempt 3"
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    """With what is; a path that leads out is refused."""
+    with RankContext.local(storage=tmp_path) as ctx:
+        says = r"run local saved no loss\.txt in .*; its files are: "
+        with pytest.raises(ObjectNotFoundError, match=f"{says}none"):
+            read_result(tmp_path, "local", "loss.txt")
+        ctx.save("plots/loss.txt", "1")
+    with pytest.raises(ObjectNotFoundError, match=rf"{says}plots/loss\.txt"):
+        read_result(tmp_path, "local", "loss.txt")
+    with pytest.raises(BadKeyError):
+        read_result(tmp_path, "local", "../../other/results/000001/loss.txt")

@@ -2,10 +2,17 @@
 
 import json
 import math
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
+from prefect_torch_ddp.checkpoint.attempts import (
+    DAMAGE,
+    from_checksummed_json,
+    to_checksummed_json,
+)
 from prefect_torch_ddp.checkpoint.commit import superfluous
 from prefect_torch_ddp.checkpoint.keys import manifest_key
 from prefect_torch_ddp.checkpoint.manifest import (
@@ -70,15 +77,39 @@ def test_manifests_read_back(tmp_path: Path) -> None:
     assert list_manifests(storage, "other") == []
 
 
+@pytest.mark.parametrize(
+    ("data", "read"),
+    [
+        (manifest(1, accuracy=0.5).as_bytes(), Manifest.from_bytes),
+        (to_checksummed_json({"step": 3, "of_attempt": 1}), from_checksummed_json),
+    ],
+    ids=["manifest", "resume record"],
+)
+def test_no_flipped_bit_of_a_manifest_goes_unnoticed(
+    data: bytes, read: Callable[[bytes], object]
+) -> None:
+    """Nor of a resume record. Each bit of each byte: it is damaged, or it says the very same."""
+    whole, same = read(data), 0
+    for bit in range(8 * len(data)):
+        flipped = bytearray(data)
+        flipped[bit // 8] ^= 1 << bit % 8
+        with suppress(*DAMAGE):
+            assert read(bytes(flipped)) == whole, bit
+            same += 1
+    assert same < len(data), "white space, at most"
+
+
 def test_a_damaged_manifest_is_left_out_by_name(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Not the end of everything that reads the run."""
     storage = DirectoryStorage(tmp_path)
     storage.write(manifest_key("run", 1, 1), manifest(1).as_bytes())
-    storage.write(manifest_key("run", 2, 1), b'{"step": 2')
-    assert [found.step for found in list_manifests(storage, "run")] == [1]
-    assert "step-00000002/000001/manifest.json is damaged" in caplog.text
+    for damaged in (b'{"step": 2', b"[]", b""):
+        storage.write(manifest_key("run", 2, 1), damaged)
+        caplog.clear()
+        assert [found.step for found in list_manifests(storage, "run")] == [1]
+        assert "step-00000002/000001/manifest.json is damaged" in caplog.text
     with pytest.raises(CheckpointError, match="run run has no checkpoint of step 3 of attempt 1"):
         read_manifest(storage, "run", 3, 1)
     with pytest.raises(CheckpointError, match="run run has no checkpoint of step 3 in"):

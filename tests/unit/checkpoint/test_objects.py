@@ -141,17 +141,19 @@ def test_only_a_file_system_of_this_machine_is_mapped(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", STATES)
-@pytest.mark.parametrize("damage", ["flipped", "truncated", "longer", "missing"])
+@pytest.mark.parametrize("damage", ["flipped", "truncated", "longer", "empty", "missing"])
 def test_what_is_damaged_is_named(tmp_path: Path, name: str, damage: str, kind: str) -> None:
     """Whichever it is, and nothing of it is decoded."""
     manifest = written(DirectoryStorage(tmp_path))
     path = tmp_path / f"{name}.pt"
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
+    data = path.read_bytes()
+    middle = len(data) // 2
     path.unlink()
     storage = KINDS[kind](DirectoryStorage(tmp_path))
+    flipped = data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :]
+    wrong = {"flipped": flipped, "truncated": data[:-1], "longer": data + b"\0", "empty": b""}
     if damage != "missing":
-        path.write_bytes({"flipped": data, "truncated": data[:-1], "longer": data + b"\0"}[damage])
+        path.write_bytes(wrong[damage])
     reason = "missing" if damage == "missing" else "damaged"
     says = rf"step 3 of run run: its object {name}\.pt is {reason}"
     with pytest.raises(CheckpointError, match=says):

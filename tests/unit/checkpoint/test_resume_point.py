@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils.data import TensorDataset
 
 from prefect_torch_ddp import InvalidParamsError, RankContext
 from prefect_torch_ddp.checkpoint.manifest import list_manifests
@@ -12,7 +13,8 @@ from prefect_torch_ddp.errors import CheckpointError
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.storage.locate import storage_from_uri
 from prefect_torch_ddp.storage.s3.storage import S3Storage
-from tests.unit.checkpoint.test_commit import Counter, count_to
+from tests.support.tracked import Tracked
+from tests.unit.checkpoint.test_commit import count_to
 
 OWN = DirectoryStorage(Path("/own"))
 
@@ -51,59 +53,60 @@ def test_a_reference_is_parsed(reference: str, point: ResumePoint) -> None:
 
 @pytest.mark.parametrize(
     "reference",
-    ["", "/", ".", "..", "/data/store", "s3://bucket/otter", "a/b", "/data/runs/", "x/runs/a/b"],
+    [
+        *("", "/", ".", "..", "/data/store", "s3://bucket/otter", "a/b", "/data/runs/"),
+        *("x/runs/a/b", "s3://KEY:SECRET@bucket/prefix/my-run"),
+    ],
 )
 def test_what_names_no_run_is_refused(reference: str) -> None:
-    """With the forms that there are."""
-    with pytest.raises(
-        InvalidParamsError, match=r"names no run; write a run's id, or <storage>/runs/<run id>"
-    ):
+    """With the forms that there are; credentials in a URI aren't shown."""
+    says = r"names no run; write a run's id, or <storage>/runs/<run id>"
+    with pytest.raises(InvalidParamsError, match=says) as error:
         parse_resume_from(reference, OWN, storage_from_uri)
+    assert reference.rpartition("@")[2] in str(error.value)
+    assert "SECRET" not in str(error.value)
 
 
 def test_the_runs_own_bucket_is_reached_as_the_run_reaches_it() -> None:
     """With its endpoint and credentials, which a URI can't hold; another bucket isn't."""
-    own = S3Storage(
-        "bucket", "new", endpoint_url="http://minio:9000", access_key_id="k", secret_access_key="s"
-    )
-    source = parse_resume_from("s3://bucket/old/runs/otter", own, storage_from_uri)
-    assert source.storage == S3Storage(
-        "bucket", "old", endpoint_url="http://minio:9000", access_key_id="k", secret_access_key="s"
-    )
-    assert parse_resume_from("s3://other/runs/otter", own, storage_from_uri).storage == S3Storage(
-        "other"
-    )
+    way = {"endpoint_url": "http://minio:9000", "access_key_id": "k", "secret_access_key": "s"}
+    own = S3Storage("bucket", "new", **way)
+    for uri, expected in (
+        ("s3://bucket/old/runs/otter", S3Storage("bucket", "old", **way)),
+        ("s3://other/runs/otter", S3Storage("other")),
+    ):
+        assert parse_resume_from(uri, own, storage_from_uri).storage == expected
 
 
-def begin(folder: Path, resume_from: str, run_id: str = "local") -> tuple[int, float]:
-    """Begin a run there; return the step and the value that it begins with."""
-    with RankContext.local(storage=folder, run_id=run_id, resume_from=resume_from) as ctx:
-        counter = Counter()
+def begin(storage: Path, resume_from: str, run_id: str) -> tuple[int, int]:
+    """Begin a run there; return the step and the count that it begins with."""
+    with RankContext.local(storage=storage, run_id=run_id, resume_from=resume_from) as ctx:
+        counter = Tracked()
         ctx.track(counter=counter)
-        return ctx.step, counter.value.item()
+        return ctx.step, counter.value
 
 
-def test_a_run_begins_from_another_storage(tmp_path: Path) -> None:
-    """Also where both runs have the same id; the first step is the one behind; the other
-    storage stays as it was."""
-    old, new = tmp_path / "old", tmp_path / "new"
+def contents(folder: Path) -> dict[Path, bytes]:
+    """Read all files there."""
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("is_elsewhere", [True, False])
+def test_a_new_run_begins_from_another(tmp_path: Path, is_elsewhere: bool) -> None:
+    """Until it has a checkpoint of its own; in another storage also where both have the same id.
+    The first step is the one behind, and the other run stays as it was."""
+    old = tmp_path / "old"
     count_to(old, 3)
-    before = {path: path.read_bytes() for path in old.rglob("*") if path.is_file()}
-    assert begin(new, f"{old}/runs/local") == (3, 3)
-    assert begin(new, f"{old}/runs/local") == (3, 3)
-    assert [manifest.step for manifest in list_manifests(DirectoryStorage(new), "local")] == [3]
-    with RankContext.local(
-        storage=tmp_path / "third", resume_from=f"{old}/runs/local/checkpoints/step-00000002"
-    ) as ctx:
-        counter = Counter()
-        ctx.track(counter=counter)
-        for _ in ctx.steps(
-            ctx.loader(torch.utils.data.TensorDataset(torch.zeros(1)), global_batch_size=1),
-            epochs=5,
-        ):
-            counter.value += 1
-    assert (ctx.step, counter.value.item(), ctx._parts.outcome()["resumed_from_step"]) == (5, 5, 2)
-    assert {path: path.read_bytes() for path in old.rglob("*") if path.is_file()} == before
+    new, run_id = (tmp_path / "new", "local") if is_elsewhere else (old, "next")
+    source = f"{old}/runs/local" if is_elsewhere else "local"
+    before = contents(old / "runs/local")
+    for _ in range(2):
+        assert begin(new, source, run_id) == (3, 3)
+    assert [manifest.step for manifest in list_manifests(DirectoryStorage(new), run_id)] == [3]
+    of_a_step = {"run_id": "third", "resume_from": f"{source}/checkpoints/step-00000002"}
+    ctx, count = count_to(new, 5, **of_a_step)
+    assert (ctx.step, count, ctx._parts.outcome()["resumed_from_step"]) == (5, 5, 2)
+    assert contents(old / "runs/local") == before
 
 
 def test_only_the_weights_of_a_run(tmp_path: Path) -> None:
@@ -117,10 +120,8 @@ def test_only_the_weights_of_a_run(tmp_path: Path) -> None:
             optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
             ctx.track(model=model, optimizer=optimizer)
             began, order = model.weight.item(), []
-            for (number,) in ctx.steps(
-                ctx.loader(torch.utils.data.TensorDataset(torch.arange(8.0)), global_batch_size=1),
-                epochs=1,
-            ):
+            loader = ctx.loader(TensorDataset(torch.arange(8.0)), global_batch_size=1)
+            for (number,) in ctx.steps(loader, epochs=1):
                 if not order:
                     assert (ctx.step, optimizer.state_dict()["state"]) == (1, {})
                 order.append(int(number))
@@ -142,24 +143,12 @@ def test_a_step_that_was_asked_for_is_that_step(tmp_path: Path) -> None:
     (tmp_path / "runs/local/checkpoints/step-00000002/000001/counter.pt").write_bytes(b"")
     with pytest.raises(CheckpointError, match=r"step-00000002/000001/counter.pt is damaged"):
         begin(tmp_path, "local/checkpoints/step-00000002", "next")
+    with pytest.raises(CheckpointError, match="resume_from is 'nobody'"):
+        begin(tmp_path, "nobody", "third")
     storage = DirectoryStorage(tmp_path)
-    assert (
-        ResumePoint(storage, "local", 3).find().step
-        == ResumePoint(storage, "local").find().step
-        == 3
-    )
+    for found in (ResumePoint(storage, "local", 3), ResumePoint(storage, "local")):
+        assert found.find().step == 3
     for source in (ResumePoint(storage, "local", 4), ResumePoint(storage, "nobody")):
-        with pytest.raises(
-            InvalidParamsError,
-            match=f"resume_from names {source.uri}, but .*no (complete )?checkpoint of",
-        ):
+        says = f"resume_from names {source.uri}, but .*no (complete )?checkpoint of"
+        with pytest.raises(InvalidParamsError, match=says):
             source.find()
-
-
-def test_a_secret_is_not_shown(tmp_path: Path) -> None:
-    """Credentials in a URI that names no run."""
-    with pytest.raises(InvalidParamsError, match="bucket/prefix/my-run") as error:
-        parse_resume_from(
-            "s3://KEY:SECRET@bucket/prefix/my-run", DirectoryStorage(tmp_path), storage_from_uri
-        )
-    assert "SECRET" not in str(error.value)

@@ -95,31 +95,22 @@ def test_states_are_serialised_into_kept_memory() -> None:
     assert torch.serialization.get_crc32_options(), "whoever else saves has zip's checksums"
 
 
-def test_tied_weights_are_stored_once() -> None:
-    """As torch.save does."""
-    weights = torch.randn(200, 200)
-    copied = Staging().copy({"encoder": weights, "decoder": weights.detach()})
-    assert len(to_bytes(copied)) < 1.5 * len(to_bytes({"encoder": weights}))
-
-
 @pytest.mark.parametrize(
     ("part", "says"),
     [
-        (
-            collections.defaultdict(lambda: 0),
-            r"\['groups'\]\[1\]\['x'\] is a collections.defaultdict",
-        ),
-        (np.zeros(2), r"\['groups'\]\[1\]\['x'\] is a numpy.ndarray"),
-        (threading.Lock(), r"\['groups'\]\[1\]\['x'\] is a _thread.lock"),
-        (ValueError("late"), r"\['groups'\]\[1\]\['x'\] is a builtins.ValueError"),
-        (np.longdouble(2), r"\['x'\] is a numpy.longdouble"),
-        (np.datetime64("2020-01-01", "ns"), r"\['x'\] is a numpy.datetime64"),
-        ({1: 2, np.datetime64(3, "s"): 4}, r"\['x'\] has a key that is a numpy.datetime64"),
+        (collections.defaultdict(lambda: 0), "is a collections.defaultdict"),
+        (np.zeros(2), "is a numpy.ndarray"),
+        (threading.Lock(), "is a _thread.lock"),
+        (ValueError("late"), "is a builtins.ValueError"),
+        (np.longdouble(2), "is a numpy.longdouble"),
+        (np.datetime64("2020-01-01", "ns"), "is a numpy.datetime64"),
+        ({1: 2, np.datetime64(3, "s"): 4}, "has a key that is a numpy.datetime64"),
     ],
 )
 def test_what_cannot_be_read_back_is_named_with_its_place(part: Any, says: str) -> None:
     """Before it is written; torch's own advice would be to load unsafely."""
-    with pytest.raises(InvalidParamsError, match=f"object 'meter' can't be read back .*{says};"):
+    says = rf"object 'meter' can't be read back .*\['groups'\]\[1\]\['x'\] {says};"
+    with pytest.raises(InvalidParamsError, match=says):
         check_loadable("meter", {"groups": [{}, {"x": part}], "lr": 0.1})
 
 

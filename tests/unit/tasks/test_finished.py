@@ -9,10 +9,9 @@ import pytest
 from prefect.logging import disable_run_logger
 
 from prefect_torch_ddp import TrainParams
-from prefect_torch_ddp.checkpoint.attempts import claim_attempt, record_resume
+from prefect_torch_ddp.checkpoint.attempts import claim_attempt, record_resume, write_failure
 from prefect_torch_ddp.checkpoint.keys import finished_key, manifest_key
 from prefect_torch_ddp.checkpoint.manifest import Manifest, checkpoint_ref
-from prefect_torch_ddp.checkpoint.run_files import write_failure
 from prefect_torch_ddp.errors import SupersededError
 from prefect_torch_ddp.protocol.events import FailureRecord
 from prefect_torch_ddp.results import TrainingSummary

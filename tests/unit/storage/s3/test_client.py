@@ -2,14 +2,19 @@
 
 import gc
 import os
+import pickle
 import sys
 import threading
 import weakref
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.storage.s3.client import PerProcess, S3Location, connect
+from prefect_torch_ddp.storage.s3.storage import S3Storage
+from tests.support.s3_conformance import SECRET, error_of
 
 
 class Client:
@@ -17,6 +22,15 @@ class Client:
 
     def __init__(self, location: S3Location) -> None:
         self.location = location
+
+
+def forget_aws(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Have this machine's settings and credentials not be found."""
+    for name in (name for name in os.environ if name.startswith("AWS_")):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    for name in ("AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE", "BOTO_CONFIG"):
+        monkeypatch.setenv(name, str(tmp_path / "none"))
 
 
 def test_tokens_that_change_each_hour_leave_no_clients_behind(
@@ -64,8 +78,7 @@ def test_a_profile_is_respected_where_the_location_says_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its addressing style and checksum settings; other stores get none of the newer checksums."""
-    for name in (name for name in os.environ if name.startswith("AWS_")):
-        monkeypatch.delenv(name)
+    forget_aws(monkeypatch, tmp_path)
     config = tmp_path / "config"
     config.write_text(
         "[profile p]\nregion = eu-west-1\nrequest_checksum_calculation = when_supported\n"
@@ -83,3 +96,40 @@ def test_a_profile_is_respected_where_the_location_says_nothing(
     assert bare.request_checksum_calculation == "when_required"
     aws = connect(S3Location("b", profile="p")).meta.config
     assert aws.response_checksum_validation == "when_supported"
+
+
+def test_no_credentials_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the machine has none, the message says how to give some."""
+    forget_aws(monkeypatch, tmp_path)
+    storage = S3Storage("bucket", "no-credentials", endpoint_url="http://127.0.0.1:1")
+    says = "there are no credentials: register an s3-bucket block"
+    assert says in error_of(storage.read, "object")
+    missing_profile = S3Storage("bucket", profile="no-such-profile", region="us-east-1")
+    assert "no such AWS profile" in error_of(missing_profile.read, "object")
+
+
+def test_secrets_are_not_shown() -> None:
+    """Neither repr nor str shows what a log must not hold; pickle carries it."""
+    storage = S3Storage("b", access_key_id="k", secret_access_key=SECRET, session_token=SECRET)
+    for text in (repr(storage), str(storage), f"{storage}", storage.uri):
+        assert SECRET not in text
+    assert pickle.loads(pickle.dumps(storage)).secret_access_key == SECRET
+
+
+@pytest.mark.parametrize(
+    ("bucket", "options"),
+    [
+        ("", {}),
+        ("a/b", {}),
+        ("b", {"access_key_id": "k"}),
+        ("b", {"secret_access_key": SECRET}),
+        ("b", {"anonymous": True, "access_key_id": "k", "secret_access_key": SECRET}),
+        ("b", {"endpoint_url": "minio:9000"}),
+        ("b", {"endpoint_url": f"http://user:{SECRET}@minio:9000"}),
+    ],
+)
+def test_impossible_descriptions_are_refused(bucket: str, options: dict[str, Any]) -> None:
+    """What can't work is refused when it is written down, without the secret."""
+    with pytest.raises(InvalidParamsError) as caught:
+        S3Storage(bucket, **options)
+    assert SECRET not in str(caught.value)

@@ -10,8 +10,8 @@ from botocore.credentials import Credentials
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prefect_torch_ddp.storage.s3.lean.read import quoted
-from prefect_torch_ddp.storage.s3.lean.sign import GetSigner
+from prefect_torch_ddp.storage.s3.get import GetSigner
+from prefect_torch_ddp.storage.s3.read import quoted
 
 HOSTS = (
     "http://127.0.0.1:9000",

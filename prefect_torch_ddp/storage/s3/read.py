@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, cast
 from urllib.parse import quote, urlsplit
 
 from prefect_torch_ddp.errors import BadAnswerError, OtherObjectError, StorageError
-from prefect_torch_ddp.storage.protocol import Contents, ObjectPart
+from prefect_torch_ddp.storage.protocol import CHANGED, Contents, ObjectPart
 from prefect_torch_ddp.storage.s3.client import (
     PerProcess,
     S3Location,
@@ -21,9 +21,7 @@ from prefect_torch_ddp.storage.s3.client import (
     aws_variables,
     session_of,
 )
-from prefect_torch_ddp.storage.s3.errors import CHANGED
-from prefect_torch_ddp.storage.s3.lean.connections import Connections, request_of
-from prefect_torch_ddp.storage.s3.lean.sign import GetSigner
+from prefect_torch_ddp.storage.s3.get import Connections, GetSigner, request_of
 from prefect_torch_ddp.storage.s3.retries import ask
 
 NUM_THREADS = 32
@@ -75,17 +73,15 @@ class S3Reader:
 
     def read_many(self, parts: Sequence[ObjectPart]) -> Contents:
         """See `Readable.read_many`."""
-        num_begun = 1 if self._lean is None else 0
-        values: list[bytes | StorageError | None] = []
-        values += map(self._by_botocore, parts[:num_begun])
-        values += self._pool.map(self._by_lean_get, parts[num_begun:])
+        is_first = self._lean is None
+        begun = [self._by_botocore(part) for part in parts[:1] if is_first]
+        values = [*begun, *self._pool.map(self._by_lean_get, parts[len(begun) :])]
         missed = [index for index, value in enumerate(values) if value is None]
         # The first in the caller's thread, where botocore loads what it needs.
-        for index in missed[: 1 - num_begun]:
-            values[index] = self._by_botocore(parts[index])
-        missed = [index for index in missed if values[index] is None]
-        found = self._pool.map(self._by_botocore, [parts[index] for index in missed])
-        for index, value in zip(missed, found, strict=True):
+        num_here = 0 if begun else 1
+        again = [self._by_botocore(parts[index]) for index in missed[:num_here]]
+        again += self._pool.map(self._by_botocore, [parts[index] for index in missed[num_here:]])
+        for index, value in zip(missed, again, strict=True):
             values[index] = value
         return cast("Contents", values)
 
@@ -211,12 +207,12 @@ def check_content(part: ObjectPart, status: int, headers: Mapping[str, str], bod
         raise BadAnswerError(msg)
     etag = headers.get("etag", "").removeprefix("W/").strip('"')
     if part.etag is not None and etag and etag != part.etag:
-        msg = f"{CHANGED} (its ETag is {etag} now)"
+        msg = f"the object {CHANGED} (its ETag is {etag} now)"
         raise OtherObjectError(msg)
     if len(body) != part.num_bytes:
         msg = f"{len(body)} bytes came, not {part.num_bytes}"
         if part.etag is None or "content-length" not in headers:
-            msg += f": {CHANGED}"
+            msg += f": the object {CHANGED}"
             raise OtherObjectError(msg)
         raise BadAnswerError(msg)
     if part.start is None and _is_md5(etag, headers):

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prefect_torch_ddp.storage.s3.lean.connections import Answer, read_answer, request_of
+from prefect_torch_ddp.storage.s3.get import Answer, read_answer, request_of
 
 NUM_BYTES = 5
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from prefect_torch_ddp.storage.s3.lean.read import Target, target_of
+from prefect_torch_ddp.storage.s3.read import Target, target_of
 
 USUAL = {"signing_name": "s3", "auth_type": "v4", "region": "eu-west-1"}
 URL = "https://b.s3.eu-west-1.amazonaws.com/a/%C3%A4%20b%2B.png?x-id=GetObject"
