@@ -180,14 +180,18 @@ class RankLoader:
             return
         loaded = self._load(epoch, start_batch, stand_ins=True)
         last = len(self) - 1
-        # Of a full batch and of the tail.
-        nums_global = self.global_batch_size, self.batches.num_global(last)
-        full, tail = ((num, self._shares.sizes(num)) for num in nums_global)
+        full, tail = self._loads(stand_ins=True)
         for batch in range(start_batch, len(self)):
             num_global, sizes = tail if batch == last else full
             num_local = sum(sizes.values())
-            pieces = [next(loaded) for _ in sizes or (0,)]  # a stand-in where there are none
-            data = self._virtual(pieces, num_global) if self._shares.is_virtual else pieces[0].data
+            pieces = [next(loaded) for _ in sizes]
+            data = pieces[0].data
+            if self._shares.is_virtual:
+                shares = (
+                    VirtualShare(number, size, piece.data)
+                    for (number, size), piece in zip(sizes.items(), pieces, strict=True)
+                )
+                data = VirtualShares(tuple(shares), num_global)
             ids: tuple[int, ...] = sum((piece.samples for piece in pieces if num_local), ())
             kept, num_skipped = ids if self._keeps_ids else (), num_local - len(ids)
             yield (
@@ -197,14 +201,6 @@ class RankLoader:
         for _ in loaded:  # nothing is left: lets the DataLoader end its workers
             pass
 
-    def _virtual(self, pieces: list[Tagged], num_global: int) -> VirtualShares:
-        sizes = self._shares.sizes(num_global) or {self._shares.own[0]: 0}
-        shares = (
-            VirtualShare(number, size, piece.data)
-            for (number, size), piece in zip(sizes.items(), pieces, strict=True)
-        )
-        return VirtualShares(tuple(shares), num_global)
-
     def _load(self, epoch: int, start_batch: int, *, stand_ins: bool) -> Iterator[Tagged]:
         self._sampler.plan = (epoch, start_batch, stand_ins)
         self._generator.manual_seed(mix_seed(self.batches.seed, epoch))
@@ -213,17 +209,15 @@ class RankLoader:
         # a detour of every operation (0.2 ms an augmented image).
         with nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu"):
             loaded = iter(self._loader)
-        return _to_the_end(loaded, self._num_loads(start_batch, stand_ins=stand_ins))
+        (_, full), (_, tail) = self._loads(stand_ins=stand_ins)
+        num = len(full) * (len(self) - 1 - start_batch) + len(tail)
+        return _to_the_end(loaded, num)
 
-    def _num_loads(self, start_batch: int, *, stand_ins: bool) -> int:
-        """Return how many batches the DataLoader has to give; one for each share."""
-        least = 1 if stand_ins else 0
-        last = len(self) - 1
-        full, tail = (
-            max(len(self._shares.sizes(num_global)), least)
-            for num_global in (self.global_batch_size, self.batches.num_global(last))
-        )
-        return full * (last - start_batch) + tail
+    def _loads(self, *, stand_ins: bool) -> list[tuple[int, dict[int, int]]]:
+        """Return the size of a full global batch and of the last, and of the shares loaded here."""
+        stand_in = {self._shares.own[0]: 0} if stand_ins else {}
+        sizes = self.global_batch_size, self.batches.num_global(len(self) - 1)
+        return [(size, self._shares.sizes(size) or stand_in) for size in sizes]
 
 
 def _to_the_end(loaded: Iterator[Tagged], num: int) -> Iterator[Tagged]:

@@ -107,13 +107,6 @@ class GlobalBatches:
         indices: list[int] = self._epoch_order(epoch)[chosen.start : chosen.stop].tolist()
         return indices
 
-    def shares(
-        self, epoch: int, start_batch: int, rank: int, world_size: int
-    ) -> Iterator[list[int]]:
-        """Yield a rank's share of each global batch from one on."""
-        for batch in range(start_batch, self.num_batches):
-            yield self.share(epoch, batch, rank, world_size)
-
     def _positions(self, batch: int) -> range:
         if not 0 <= batch < self.num_batches:
             msg = f"batch {batch} is outside the epoch's {self.num_batches} global batches"
@@ -200,16 +193,14 @@ class ShareSampler(Sampler[BatchKeys]):
 
     def _keys(self, epoch: int, start_batch: int, *, stand_ins: bool) -> Iterator[BatchKeys]:
         num_shares = self._shares.num_shares
-        shares = (
-            self.batches.shares(epoch, start_batch, number, num_shares)
-            for number in self._shares.own
-        )
-        for batch, own in enumerate(zip(*shares, strict=True), start_batch):
-            for indices in own:
-                if indices:
-                    yield epoch, indices
-            if stand_ins and not any(own):
-                yield epoch, self.batches.share(epoch, batch, 0, num_shares)[:1]
+        for batch in range(start_batch, len(self)):
+            shares = (
+                self.batches.share(epoch, batch, number, num_shares) for number in self._shares.own
+            )
+            own = [indices for indices in shares if indices]
+            if stand_ins and not own:
+                own = [self.batches.share(epoch, batch, 0, num_shares)[:1]]
+            yield from ((epoch, indices) for indices in own)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from prefect_torch_ddp.data.images import cache, cache_folder
+from prefect_torch_ddp.data.images import cache
 from prefect_torch_ddp.data.images.cache import CachedReads
 from prefect_torch_ddp.data.images.packed import PackedObjects
 from prefect_torch_ddp.errors import InvalidParamsError, ObjectNotFoundError
@@ -87,8 +87,8 @@ def size_of(folder):
 @pytest.fixture(autouse=True)
 def _new_process():
     """Let each test say its warnings, as a new process would."""
-    cache_folder.folder_of.cache_clear()
-    cache_folder._warn_once.cache_clear()
+    cache.folder_of.cache_clear()
+    cache._warn_once.cache_clear()
 
 
 def test_the_second_time_nothing_is_fetched(storage, tmp_path):
@@ -186,7 +186,7 @@ def test_a_file_at_anothers_place_is_damaged(storage, tmp_path, caplog):
 )
 def test_nothing_leaves_the_folder(tmp_path, key):
     """A file's name is a digest, whatever an object is called."""
-    folder = cache_folder.CacheFolder(str(tmp_path / "cache/v1"), "a storage", 10**6)
+    folder = cache.CacheFolder(str(tmp_path / "cache/v1"), "a storage", 10**6)
     part = ObjectPart(key, 3, etag=key)
     folder.put([(part, b"abc")])
     assert folder.get(part) == b"abc"
@@ -265,8 +265,8 @@ def test_a_full_disk_costs_the_cache_and_not_the_reading(storage, tmp_path, capl
 
 def test_a_disk_that_is_nearly_full_is_left_alone(storage, tmp_path, caplog, monkeypatch):
     """The cache leaves room for others: checkpoints may lie on the same disk."""
-    monkeypatch.setattr(cache_folder, "KEPT_FREE_PART", 1)
-    monkeypatch.setattr(cache_folder, "KEPT_FREE_BYTES", 2**62)
+    monkeypatch.setattr(cache, "KEPT_FREE_PART", 1)
+    monkeypatch.setattr(cache, "KEPT_FREE_BYTES", 2**62)
     cached, parts = CachedReads(storage, tmp_path / "cache"), parts_of(storage)
     for _ in range(2):
         assert cached.read_many(parts) == [content(number) for number in range(20)]
