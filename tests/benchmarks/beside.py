@@ -6,11 +6,12 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import psutil
-import pytest
+
+from tests.support.separate_cluster import end
 
 
 class TorchrunHungError(Exception):
@@ -50,8 +51,7 @@ def torchrun(
         try:
             printed, complained = process.communicate(timeout=timeout_s)
         except subprocess.TimeoutExpired as error:
-            for each in [*psutil.Process(process.pid).children(recursive=True), process]:
-                each.kill()
+            end(psutil.Process(process.pid))
             raise TorchrunHungError from error
     ended = time.time()
     assert printed or options, complained[-2000:]
@@ -64,8 +64,8 @@ class Times:
     def __init__(self) -> None:
         self.seen: dict[str, list[float]] = {}
 
-    def note(self, name: str, measure: Callable[[], float]) -> None:
-        self.seen.setdefault(name, []).append(measure())
+    def note(self, name: str, seconds: float) -> None:
+        self.seen.setdefault(name, []).append(seconds)
 
     def median_ms(self, name: str) -> float:
         return statistics.median(self.seen[name]) * 1000
@@ -74,14 +74,19 @@ class Times:
         return max(self.seen[name]) * 1000
 
 
-def show(
-    capsys: pytest.CaptureFixture[str], head: Sequence[str], rows: Iterable[Sequence[str]]
-) -> None:
-    """Print a markdown table, as it stands in docs/performance.md."""
-    with capsys.disabled():
-        print("\n")
-        for row in (head, ["---"] * len(head), *rows):
-            print(f"| {' | '.join(row)} |")
+def show(head: str, rows: Iterable[Sequence[str]]) -> None:
+    """Print a markdown table, as it stands in docs/performance.md; its head names the columns
+    between bars."""
+    columns = head.split(" | ")
+    print("\n")
+    for row in (columns, ["---"] * len(columns), *rows):
+        print(f"| {' | '.join(row)} |")
+
+
+def median_and_half(ratios: Sequence[float]) -> tuple[str, str]:
+    """Return the median, and the middle half of the rounds."""
+    first, median, third = statistics.quantiles(ratios, n=4)
+    return f"{median:.3f}", f"{first:.3f} to {third:.3f}"
 
 
 def rounds(default: int) -> int:
