@@ -11,7 +11,7 @@ from dask_jobqueue import PBSCluster, SLURMCluster
 from distributed import Client
 
 from prefect_torch_ddp import WorkerLostError, run_gang
-from tests.integration.clusters.processes import Site
+from tests.integration.clusters.sites import Site
 from tests.support.gangs import all_gone, by_rank, sleeping_gang
 from tests.support.waiting import HANG_S, wait_until
 from tests.workloads import plain

@@ -13,7 +13,7 @@ import yaml
 from distributed import Client
 
 from prefect_torch_ddp import CheckpointParams, ClusterParams, TrainParams, train_flow
-from tests.integration.clusters.processes import Site
+from tests.integration.clusters.sites import Site
 from tests.integration.tasks.test_cancel import (
     check_cancelled,
     flow_process,
