@@ -32,7 +32,7 @@ from prefect_torch_ddp import (
 )
 from prefect_torch_ddp.checkpoint.manifest import list_manifests
 from prefect_torch_ddp.storage.directory import DirectoryStorage
-from tests.integration.tasks.test_flow_loss import params_of
+from tests.integration.tasks.test_flow_loss import lose_the_worker_of_the_train_task, params_of
 from tests.support.gangs import all_gone, pids_in, sleeping_gang, workers_of
 from tests.support.runs import flow_run_id_of, newest_flow_run, steered, train_states
 from tests.support.separate_cluster import SeparateCluster, end, separate_cluster, stop
@@ -196,6 +196,12 @@ def _stop_when_marked(process: psutil.Process, mark: Path) -> psutil.Process:
     rank = psutil.Process(int(mark.read_text()))
     stop(process)
     return rank
+
+
+@pytest.mark.usefixtures("prefect_api")
+def test_the_worker_of_the_train_task_is_stopped(tmp_path: Path) -> None:
+    """SIGSTOP of it: the same as where it is killed, after its silence."""
+    lose_the_worker_of_the_train_task(tmp_path, "stop_grandparent")
 
 
 @pytest.mark.usefixtures("prefect_api")
