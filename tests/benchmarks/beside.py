@@ -22,11 +22,9 @@ AS_A_USER = ("env", "-u", "MALLOC_TRIM_THRESHOLD_")
 """Without what tests/conftest.py sets, as Dask's nannies do: it makes steps on a CPU slower."""
 
 
-def command_of_torchrun(
-    script: Path, world_size: int = 2, options: Sequence[str] = ()
-) -> tuple[str, ...]:
+def command_of_torchrun(script: Path, options: Sequence[str] = ()) -> tuple[str, ...]:
     """Return the command that runs a script; its arguments follow."""
-    standalone = ("--standalone", "--nproc-per-node", str(world_size))
+    standalone = ("--standalone", "--nproc-per-node", "2")
     run = (sys.executable, "-m", "torch.distributed.run")
     return (*AS_A_USER, *run, *standalone, *options, str(script))
 
@@ -34,7 +32,6 @@ def command_of_torchrun(
 def torchrun(
     script: Path,
     *arguments: str,
-    world_size: int = 2,
     options: Sequence[str] = (),
     timeout_s: float = 300,
 ) -> tuple[float, str, float]:
@@ -44,7 +41,7 @@ def torchrun(
         TorchrunHungError: it hadn't ended in time; it is killed.
     """
     started = time.time()
-    command = [*command_of_torchrun(script, world_size, options), *arguments]
+    command = [*command_of_torchrun(script, options), *arguments]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:

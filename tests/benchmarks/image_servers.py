@@ -148,10 +148,10 @@ def photo(generator: np.random.Generator) -> bytes:
     return file.getvalue()
 
 
-def write_photos(folder: Path, num: int, num_classes: int = 10) -> None:
-    """Write some, in a folder for each class."""
+def write_photos(folder: Path, num: int) -> None:
+    """Write some, in a folder for each of ten classes."""
     generator = np.random.default_rng(0)
     for number in range(num):
-        path = folder / f"class{number % num_classes}" / f"{number:06}.jpg"
+        path = folder / f"class{number % 10}" / f"{number:06}.jpg"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(photo(generator))
