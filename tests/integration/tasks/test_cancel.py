@@ -37,7 +37,8 @@ FLOW = """
 import sys
 from prefect_torch_ddp import TrainParams, train_flow
 if __name__ == "__main__":
-    train_flow(TrainParams.model_validate_json(sys.argv[1]))
+    training = train_flow(TrainParams.model_validate_json(sys.argv[1])).training
+    print("attempt", training.attempt, training.resumed_from_step)
 """
 USER_FLOW = """
 import sys
