@@ -179,8 +179,10 @@ def test_a_cancelled_job_costs_a_retry(site: Site, tmp_path: Path) -> None:
 
 
 @pytest.mark.extended
+@pytest.mark.parametrize("batch_system", ["slurm"], indirect=True)
 def test_a_cancelled_run_ends_its_jobs(site: Site, tmp_path: Path) -> None:
-    """SIGTERM of the flow, as Prefect's cancel sends it: saved, Cancelled, and no job is left."""
+    """SIGTERM of the flow, as Prefect's cancel sends it: saved, Cancelled, and no job is left; what
+    deletes the jobs is what does so at the end of each run, on PBS too."""
     params = params_of(tmp_path, cluster=example(site, tmp_path), workers_timeout_s=120)
     with flow_process(tmp_path, params.model_dump_json()) as process:
         ranks_of(tmp_path)
