@@ -6,9 +6,11 @@ from pathlib import Path
 import psutil
 import pytest
 from prefect.client.orchestration import get_client
+from prefect.deployments import run_deployment
 from prefect.flow_runs import suspend_flow_run
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
+from prefect_torch_ddp import TrainParams
 from prefect_torch_ddp.checkpoint.keys import finished_key
 from prefect_torch_ddp.results import TrainingSummary
 from prefect_torch_ddp.storage.directory import DirectoryStorage
@@ -41,11 +43,16 @@ def _deployed(prefect_server: str) -> Iterator[None]:
             yield
 
 
+def begin(params: TrainParams) -> None:
+    """Ask for a run."""
+    given = {"params": params.model_dump(mode="json")}
+    run_deployment("train-ddp/nightly", parameters=given, timeout=0)  # seconds: don't wait
+
+
 def test_cancel_leaves_a_checkpoint_and_nothing_else(tmp_path: Path) -> None:
     """`prefect flow-run cancel`: one step for all ranks, its checkpoint, ranks gone, states
     Cancelled."""
-    given = f"params={params_of(tmp_path).model_dump_json()}"
-    prefect("deployment", "run", "train-ddp/nightly", "--param", given)
+    begin(params_of(tmp_path))
     ranks = [psutil.Process(pid) for pid in pids_in(tmp_path / "pids", 2, timeout_s=150)]
     above = {parent for rank in ranks for parent in rank.parents()}
     servers = [each for each in above if "prefect_torch_ddp.rank.fork_server" in each.cmdline()]
@@ -59,8 +66,7 @@ def test_cancel_leaves_a_checkpoint_and_nothing_else(tmp_path: Path) -> None:
 def test_a_suspended_run_goes_on_once_it_is_resumed(tmp_path: Path) -> None:
     """Suspended, as by the UI: all ranks stop after one step and save it, and the flow's process
     ends; resumed, a new one goes on from that step, and the run completes."""
-    given = f"params={steered(tmp_path).model_dump_json()}"
-    prefect("deployment", "run", "train-ddp/nightly", "--param", given)
+    begin(steered(tmp_path))
     ranks = pids_in(tmp_path, 2, timeout_s=150)
     wait_until((tmp_path / "step").exists)
     flow_run_id, run_id = newest_run()
