@@ -1,5 +1,4 @@
-"""How fast a RankLoader is beside torch's DataLoader with a DistributedSampler; what an epoch
-of ten million samples takes."""
+"""How fast a RankLoader is beside torch's DataLoader with a DistributedSampler."""
 
 import io
 import statistics
@@ -17,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorData
 from torchvision.transforms import v2
 
 from prefect_torch_ddp.data.loader import RankLoader
-from tests.benchmarks.beside import in_fresh_processes, median_and_half, rounds, show
+from tests.benchmarks.beside import median_and_half, rounds, show
 from tests.benchmarks.image_servers import photo
 
 pytestmark = pytest.mark.timeout(1800)
@@ -146,39 +145,3 @@ def test_throughput(kind: str) -> None:
         rows.append((f"{kind}: {name}", of_wall_s, *median_and_half(ratios), by_processor_s))
     times = "times DataLoader's | middle half of the rounds | by processor time"
     show(f"what | samples/s: median | {times}", rows)
-
-
-TEN_MILLION = r"""
-import torch
-from torch.utils.data import DataLoader, DistributedSampler, Sampler
-from prefect_torch_ddp.data.loader import RankLoader
-
-class Many(torch.utils.data.Dataset):
-    def __len__(self):
-        return 10_000_000
-    def __getitem__(self, index):
-        return index
-
-def first():
-    if sys.argv[1] == "ours":
-        loader = RankLoader(Many(), global_batch_size=512, rank=0, world_size=2)
-        return next(loader.lockstep(1))
-    sampler = DistributedSampler(Many(), num_replicas=2, rank=0)
-    return next(iter(DataLoader(Many(), batch_size=256, sampler=sampler)))
-
-torch.randperm(1000)
-begin_the_peak_anew()
-before, began = memory_mb("VmRSS"), time.perf_counter()
-kept = first()
-print(time.perf_counter() - began, memory_mb() - before)
-"""
-
-
-def test_ten_million_samples() -> None:
-    """Print how long the first batch of an epoch of ten million samples takes, and its peak of
-    memory, in a fresh process."""
-    rows = []
-    for name, argument in ((REFERENCE, "theirs"), (OURS, "ours")):
-        seconds, megabytes = in_fresh_processes(TEN_MILLION, argument, num=ROUNDS)
-        rows.append((name, f"{seconds * 1000:.0f}", f"{megabytes:.0f}"))
-    show("what | first batch after ms | peak of memory MB", rows)

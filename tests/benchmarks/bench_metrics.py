@@ -1,10 +1,13 @@
 """What metrics cost: a call of `ctx.report`, and a million records written, read and drawn."""
 
+import statistics
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from tests.benchmarks.beside import in_fresh_processes, rounds, show
+from tests.benchmarks.beside import AS_A_USER, rounds, show
 
 pytestmark = pytest.mark.timeout(900)
 ROUNDS = rounds(5)
@@ -64,8 +67,27 @@ else:
     assert len(records) == num
     if what == "read and draw":
         assert render_curves(MetricCurves(records).snapshot()) and epoch_rows(records)
-print(time.perf_counter() - began, time.process_time(), memory_mb())
+print(time.perf_counter() - began, time.process_time(), peak_mb())
 """
+
+
+STATUS_CODE = r"""
+import re, sys, time
+
+def peak_mb():
+    return int(re.search(r"VmHWM:\s+([0-9]+) kB", open("/proc/self/status").read())[1]) / 1024
+"""
+
+
+def in_fresh_processes(code: str, *arguments: str, num: int = 1) -> list[float]:
+    """Run code several times, each in a process of its own; return the medians of the numbers
+    that it prints. STATUS_CODE stands before it."""
+    command = [*AS_A_USER, sys.executable, "-c", STATUS_CODE + code, *arguments]
+    printed = [
+        subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+        for _ in range(num)
+    ]
+    return [statistics.median(map(float, column)) for column in zip(*printed, strict=True)]
 
 
 def test_report(tmp_path: Path) -> None:

@@ -89,25 +89,3 @@ def median_and_half(ratios: Sequence[float]) -> tuple[str, str]:
 def rounds(default: int) -> int:
     """Return how many rounds are asked for."""
     return int(os.environ.get("PTD_BENCH_ROUNDS", default))
-
-
-STATUS_CODE = r"""
-import re, sys, time
-
-def memory_mb(what="VmHWM"):
-    return int(re.search(what + r":\s+([0-9]+) kB", open("/proc/self/status").read())[1]) / 1024
-
-def begin_the_peak_anew():
-    open("/proc/self/clear_refs", "w").write("5")
-"""
-
-
-def in_fresh_processes(code: str, *arguments: str, num: int = 1) -> list[float]:
-    """Run code several times, each in a process of its own; return the medians of the numbers
-    that it prints. STATUS_CODE stands before it."""
-    command = [*AS_A_USER, sys.executable, "-c", STATUS_CODE + code, *arguments]
-    printed = [
-        subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
-        for _ in range(num)
-    ]
-    return [statistics.median(map(float, column)) for column in zip(*printed, strict=True)]
