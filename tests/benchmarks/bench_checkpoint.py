@@ -4,9 +4,7 @@ dcp.async_save; how fast it is read back."""
 import os
 import statistics
 import time
-import uuid
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,26 +26,15 @@ BETWEEN_SAVES_S = 30.0
 ON_DEMAND = CheckpointParams(every_s=None)
 
 
-def test_stall_of_a_save(
-    client: Client, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_stall_of_a_save(client: Client, tmp_path: Path) -> None:
     """Print the table of docs/performance.md: medians over the rounds, the first one, which
     fills buffers, apart."""
     others = tmp_path / "others"
     others.mkdir()
-    config = RankConfig(
-        run_id=f"bench-{uuid.uuid4().hex[:8]}",
-        attempt=1,
-        stage="task",
-        storage=DirectoryStorage(tmp_path / "store"),
-        checkpoint=ON_DEMAND,
-    )
-    turns = run_gang(
-        client,
-        RUN_WITH_CONTEXT,
-        args=(config, saved.in_turns, (ROUNDS + 1, str(others))),
-        world_size=2,
-    )[0]
+    storage = DirectoryStorage(tmp_path / "store")
+    config = RankConfig("bench", 1, "task", storage, checkpoint=ON_DEMAND)
+    args = config, saved.in_turns, (ROUNDS + 1, str(others))
+    turns, _ = run_gang(client, RUN_WITH_CONTEXT, args=args, world_size=2)
     by_way = {way: [turn[1:] for turn in turns if turn[0] == way] for way in saved.WAYS}
     quiet_s = statistics.median(rest for _, rest, _ in by_way[saved.NOTHING][1:])
     idle_s = statistics.median(stall for stall, _, _ in by_way[saved.NOTHING][1:])
@@ -58,23 +45,13 @@ def test_stall_of_a_save(
         unfinished = statistics.median(left for _, _, left in seen)
         worst = max(stall for stall, _, _ in seen) - idle_s
         share = (stall + max(beside, 0.0)) / BETWEEN_SAVES_S
-        cells = [
-            f"{seconds * 1000:.0f}"
-            for seconds in (stall, worst, first - idle_s, beside, unfinished)
-        ]
-        rows.append((way, *cells, f"{share:.2%}"))
-    head = (
-        "what",
-        "stall: median ms",
-        "worst ms",
-        "first ms",
-        "later steps longer by ms",
-        "not written after them ms",
-    )
-    show(capsys, (*head, f"share of time, a save every {BETWEEN_SAVES_S:.0f} s"), rows)
-    with capsys.disabled():
-        steps = saved.STEPS_OF_A_TURN - 1
-        print(f"\nA step takes {quiet_s / steps * 1000:.0f} ms; the later steps are {steps}.")
+        found = stall, worst, first - idle_s, beside, unfinished
+        rows.append((way, *(f"{seconds * 1000:.0f}" for seconds in found), f"{share:.2%}"))
+    head = "what | stall: median ms | worst ms | first ms | later steps longer by ms | "
+    head += "not written after them ms | "
+    show(f"{head}share of time, a save every {BETWEEN_SAVES_S:.0f} s", rows)
+    steps = saved.STEPS_OF_A_TURN - 1
+    print(f"\nA step takes {quiet_s / steps * 1000:.0f} ms; the later steps are {steps}.")
 
 
 def evict(paths: Sequence[Path]) -> None:
@@ -85,14 +62,7 @@ def evict(paths: Sequence[Path]) -> None:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def seconds_of(work: Callable[[], object]) -> float:
-    """Return how long it takes."""
-    began = time.perf_counter()
-    work()
-    return time.perf_counter() - began
-
-
-def test_verify_and_load(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_and_load(tmp_path: Path) -> None:
     """Print how fast 300 MB get back into a model and its optimizer, from the disk and from
     memory, beside only reading them."""
     objects = trained()
@@ -107,19 +77,16 @@ def test_verify_and_load(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
             for where in ("from the disk", "from memory"):
                 with RankContext.local(storage=tmp_path, checkpoint=ON_DEMAND) as ctx:
                     evict(paths if where == "from the disk" else ())
-                    times.note(
-                        f"{where}: {name}", partial(seconds_of, partial(way, paths, objects, ctx))
-                    )
+                    began = time.perf_counter()
+                    way(paths, objects, ctx)
+                    times.note(f"{where}: {name}", time.perf_counter() - began)
     rows = []
     for name in sorted(times.seen):
-        reference, median = (
-            times.median_ms(f"{name.partition(':')[0]}: {REFERENCE}"),
-            times.median_ms(name),
-        )
-        rows.append(
-            (name, f"{median:.0f}", f"{num_bytes / median / 1e3:.0f}", f"{reference / median:.2f}")
-        )
-    show(capsys, ("what", "median ms", "MB/s", "times only reading"), rows)
+        reference = times.median_ms(f"{name.partition(':')[0]}: {REFERENCE}")
+        median = times.median_ms(name)
+        speed = f"{num_bytes / median / 1e3:.0f}"
+        rows.append((name, f"{median:.0f}", speed, f"{reference / median:.2f}"))
+    show("what | median ms | MB/s | times only reading", rows)
 
 
 def trained() -> dict[str, Any]:

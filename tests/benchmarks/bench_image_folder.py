@@ -1,5 +1,5 @@
 """How fast images in a bucket are read, beside a local disk: a static file server and Ceph, 0
-and 20 ms away.
+and 20 ms away; how much processor time a GET takes.
 
 PTD_BENCH_ROUNDS and PTD_BENCH_IMAGES make it shorter or longer. The dataset, its client, its
 loader processes and its cache are new in each round.
@@ -11,6 +11,7 @@ import shutil
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +26,19 @@ from prefect_torch_ddp.data import PackedObjects, S3ImageFolder
 from prefect_torch_ddp.data.images.listing import write_index
 from prefect_torch_ddp.data.images.tar_shards import pack_shards
 from prefect_torch_ddp.data.lookahead import LookAhead
+from prefect_torch_ddp.storage.protocol import ObjectPart
+from prefect_torch_ddp.storage.s3.client import connect
 from prefect_torch_ddp.storage.s3.storage import S3Storage
 from tests.benchmarks.beside import rounds, show
-from tests.benchmarks.image_servers import Server, proxy, run_filled_ceph, run_nginx
-from tests.benchmarks.photos import write_photos
+from tests.benchmarks.image_servers import (
+    SECRETS_OF_NOBODY,
+    Server,
+    nginx_etag,
+    proxy,
+    run_filled_ceph,
+    run_nginx,
+    write_photos,
+)
 
 pytestmark = pytest.mark.timeout(7200)
 ROUNDS = rounds(5)
@@ -76,25 +86,15 @@ def two_epochs(dataset: Dataset[Any]) -> list[tuple[float, float]]:
         sampler: Any = BatchSampler(RandomSampler(dataset), BATCH, drop_last=False)  # type: ignore[arg-type]
         if isinstance(dataset, S3ImageFolder):
             sampler = LookAhead(sampler, NUM_WORKERS)
-        loader = DataLoader(
-            dataset,
-            batch_sampler=sampler,
-            num_workers=NUM_WORKERS,
-            multiprocessing_context="fork",
-        )
+        workers: Any = {"num_workers": NUM_WORKERS, "multiprocessing_context": "fork"}
+        loader = DataLoader(dataset, batch_sampler=sampler, **workers)
         assert sum(len(batch[0]) for batch in loader) == NUM_IMAGES
         measured.append((time.perf_counter() - began, cpu_s() - began_cpu))
     return measured
 
 
 @pytest.mark.parametrize("delay_s", [0.0, 0.02])
-def test_epochs(
-    server: Server,
-    delay_s: float,
-    served: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_epochs(server: Server, delay_s: float, served: Path, tmp_path: Path) -> None:
     """Print each way's epochs in units of the local disk's in the same round, and their CPU."""
     write_index(server.listed("images"), tmp_path)
     with proxy(server.port, delay_s) as url:
@@ -126,11 +126,61 @@ def test_epochs(
                 seen[name].append(times + beyond)
     cpu = "CPU beyond local, ms an image: first"
     where = f"{server.name}, +{1000 * delay_s:.0f} ms"
-    head = (where, "first epoch, times local disk", "second", cpu, "second")
     rows = [(name, *map(spread, zip(*each, strict=True))) for name, each in seen.items()]
-    show(capsys, head, rows)
+    show(f"{where} | first epoch, times local disk | second | {cpu} | second", rows)
 
 
 def spread(values: tuple[float, ...]) -> str:
     """Return the middle one, the smallest and the largest."""
     return f"{statistics.median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
+
+
+NUM_GETS, NUM_BYTES, AT_ONCE = 500, 35_000, 32
+GET_ROUNDS = rounds(15)
+
+
+def test_cpu_of_a_get(tmp_path: Path) -> None:
+    """Print milliseconds of this process's threads together, per GET from a static server, many
+    side by side and boto3's; medians over interleaved rounds."""
+    bucket, home = tmp_path / "b" / "bucket", tmp_path / "home"
+    bucket.mkdir(parents=True)
+    home.mkdir()
+    parts = [_written(bucket / f"{i:05d}.jpg") for i in range(NUM_GETS)]
+    key, secret = SECRETS_OF_NOBODY
+    with run_nginx(bucket, home) as server:
+        keys = {"access_key_id": key, "secret_access_key": secret}
+        url = f"http://127.0.0.1:{server.port}"
+        storage = S3Storage("bucket", endpoint_url=url, region="us-east-1", **keys)
+        ways = {
+            "boto3, one after the other": partial(_by_boto3, connect(storage)),
+            f"read_many, {AT_ONCE} at once": partial(_by_us, storage),
+        }
+        seen: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
+        for _ in range(GET_ROUNDS + 1):
+            for name, work in ways.items():
+                began_cpu_s, began_s = time.process_time(), time.perf_counter()
+                work(parts)
+                took_s = time.process_time() - began_cpu_s, time.perf_counter() - began_s
+                seen[name].append(took_s)
+    rows = []
+    for name, measured in seen.items():
+        medians_s = map(statistics.median, zip(*measured[1:], strict=True))
+        rows.append((name, *(f"{1000 * each_s / NUM_GETS:.2f}" for each_s in medians_s)))
+    show("a GET of 35 kB | CPU ms | ms", rows)
+
+
+def _written(path: Path) -> ObjectPart:
+    path.write_bytes(os.urandom(NUM_BYTES))
+    return ObjectPart(path.name, NUM_BYTES, None, nginx_etag(path))
+
+
+def _by_boto3(client: Any, parts: list[ObjectPart]) -> None:
+    for part in parts:
+        assert len(client.get_object(Bucket="bucket", Key=part.key)["Body"].read()) == NUM_BYTES
+
+
+def _by_us(storage: S3Storage, parts: list[ObjectPart]) -> None:
+    for start in range(0, len(parts), AT_ONCE):
+        assert all(
+            isinstance(data, bytes) for data in storage.read_many(parts[start : start + AT_ONCE])
+        )

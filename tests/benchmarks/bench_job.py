@@ -22,16 +22,8 @@ pytestmark = pytest.mark.timeout(1800)
 ROUNDS = rounds(5)
 TORCHRUN, FRESH, WARM = "torchrun", "train_flow, fresh process", "train_flow, warm cluster"
 PARTS = (
-    "import",
-    "flow begins",
-    "cluster",
-    "prepare, train submitted",
-    "train to its first step",
-    "loop",
-    "after the last step",
-    "evaluate",
-    "publish",
-    "close",
+    *("import", "flow begins", "cluster", "prepare, train submitted", "train to its first step"),
+    *("loop", "after the last step", "evaluate", "publish", "close"),
 )
 FIRST_EPOCHS = 3
 
@@ -98,20 +90,9 @@ def _job(began: float, called: float, ended: float, times: Path) -> Job:
     starts = {name: _seconds(run.start_time) for name, run in tasks.items()}
     ends = {name: _seconds(run.end_time) for name, run in tasks.items()}
     # The flow run begins when Prefect's engine has told the server of it.
-    marks = (
-        began,
-        called,
-        _flow_began(tasks["prepare"]),
-        starts["prepare"],
-        starts["train"],
-        steps[1],
-        steps[-1],
-        ends["train"],
-        ends["evaluate"],
-        ends["publish"],
-        ended,
-    )
-    return Job(marks, steps)
+    to_loop = began, called, _flow_began(tasks["prepare"]), starts["prepare"], starts["train"]
+    loop, after = (steps[1], steps[-1]), (ends[name] for name in ("train", "evaluate", "publish"))
+    return Job((*to_loop, *loop, *after, ended), steps)
 
 
 def _newest_tasks() -> dict[str, TaskRun]:
@@ -129,7 +110,8 @@ def _seconds(moment: object) -> float:
     return moment.timestamp()  # type: ignore[attr-defined,no-any-return]
 
 
-def test_whole_job(prefect_api: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.usefixtures("prefect_api")
+def test_whole_job(tmp_path: Path) -> None:
     """Print the tables of docs/performance.md: medians of the rounds, and of their ratios."""
     storage, times = tmp_path / "runs", tmp_path / "times.json"
     jobs: dict[str, list[Job]] = {name: [] for name in (TORCHRUN, FRESH, WARM)}
@@ -145,31 +127,15 @@ def test_whole_job(prefect_api: str, tmp_path: Path, capsys: pytest.CaptureFixtu
             names = list(runs)
             for name in names[number % 3 :] + names[: number % 3]:
                 jobs[name].append(runs[name]())
-    show(
-        capsys,
-        (
-            "job",
-            "median s",
-            "worst s",
-            "times torchrun",
-            "all rounds",
-            "mean step ms",
-            "times torchrun",
-            f"of the first {FIRST_EPOCHS} epochs",
-        ),
-        [_summary(name, jobs) for name in jobs],
-    )
-    show(
-        capsys,
-        ("where the seconds go", FRESH, WARM),
-        [
-            (
-                part,
-                *(f"{statistics.median(j.parts_s[i] for j in jobs[n]):.2f}" for n in (FRESH, WARM)),
-            )
-            for i, part in enumerate(PARTS)
-        ],
-    )
+    steps = f"mean step ms | times torchrun | of the first {FIRST_EPOCHS} epochs"
+    head = f"job | median s | worst s | times torchrun | all rounds | {steps}"
+    show(head, [_summary(name, jobs) for name in jobs])
+    medians = [
+        [statistics.median(found) for found in zip(*(job.parts_s for job in jobs[n]), strict=True)]
+        for n in (FRESH, WARM)
+    ]
+    rows = zip(PARTS, *([f"{found:.2f}" for found in each] for each in medians), strict=True)
+    show(f"where the seconds go | {FRESH} | {WARM}", rows)
 
 
 def _summary(name: str, jobs: dict[str, list[Job]]) -> tuple[str, ...]:

@@ -1,5 +1,4 @@
-"""How fast a RankLoader is beside torch's DataLoader with a DistributedSampler; what an epoch
-of ten million samples takes."""
+"""How fast a RankLoader is beside torch's DataLoader with a DistributedSampler."""
 
 import io
 import statistics
@@ -17,8 +16,8 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorData
 from torchvision.transforms import v2
 
 from prefect_torch_ddp.data.loader import RankLoader
-from tests.benchmarks.beside import in_fresh_processes, rounds, show
-from tests.benchmarks.photos import photo
+from tests.benchmarks.beside import median_and_half, rounds, show
+from tests.benchmarks.image_servers import photo
 
 pytestmark = pytest.mark.timeout(1800)
 ROUNDS = rounds(11)
@@ -39,13 +38,6 @@ class Rows(Dataset[torch.Tensor]):
 
     def __getitem__(self, index: int) -> torch.Tensor:
         return self._rows[index % 4096]
-
-
-class Batches(Rows):
-    """The same, a batch at a time."""
-
-    def __getitems__(self, indices: list[int]) -> list[torch.Tensor]:
-        return list(self._rows[torch.tensor(indices) % 4096])
 
 
 class Images(Dataset[torch.Tensor]):
@@ -94,27 +86,11 @@ def in_a_tensor(num_samples: int) -> TensorDataset:
 
 KINDS: dict[str, tuple[Callable[[int], Dataset[Any]], int, int]] = {
     "rows of 1 kB": (Rows, 60_000, 0),
-    "rows of 1 kB, by the batch": (Batches, 60_000, 0),
     "rows of 1 kB, a TensorDataset": (in_a_tensor, 60_000, 0),
     "rows of 1 kB, 2 workers": (Rows, 40_000, 2),
-    "rows of 1 kB, by the batch, 2 workers": (Batches, 40_000, 2),
-    "augmented tensors": (Images, 2_000, 0),
     "augmented tensors, 2 workers": (Images, 3_000, 2),
-    "photos": (Photos, 400, 0),
     "photos, 2 workers": (Photos, 1_000, 2),
 }
-
-
-def epochs_of(
-    loader: DataLoader[Any], sampler: "DistributedSampler[Any]"
-) -> Callable[[int], Iterable[Any]]:
-    """Return what gives an epoch's batches of torch's own loader."""
-
-    def epoch(number: int) -> Iterable[Any]:
-        sampler.set_epoch(number)
-        return loader
-
-    return epoch
 
 
 def processor_s() -> float:
@@ -130,42 +106,32 @@ def pace(batches: Callable[[], Iterable[torch.Tensor | list[torch.Tensor]]]) -> 
     """
     began_s, began_processor_s = time.perf_counter(), processor_s()
     num_samples = sum(len(batch[0] if isinstance(batch, list) else batch) for batch in batches())
-    return num_samples / (time.perf_counter() - began_s), num_samples / (
-        processor_s() - began_processor_s
-    )
+    passed_s, processed_s = time.perf_counter() - began_s, processor_s() - began_processor_s
+    return num_samples / passed_s, num_samples / processed_s
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_throughput(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_throughput(kind: str) -> None:
     """Print rank 0's samples per second of two, epoch about epoch."""
     make, num_samples, num_workers = KINDS[kind]
-    options: dict[str, Any] = {"num_workers": num_workers, "persistent_workers": num_workers > 0}
+    of_workers: dict[str, Any] = {"num_workers": num_workers, "persistent_workers": num_workers > 0}
     dataset = make(num_samples)
     sampler: DistributedSampler[Any] = DistributedSampler(dataset, num_replicas=WORLD_SIZE, rank=0)
-    theirs = DataLoader(dataset, batch_size=LOCAL_BATCH, sampler=sampler, **options)
-    ours = RankLoader(
-        dataset,
-        global_batch_size=LOCAL_BATCH * WORLD_SIZE,
-        rank=0,
-        world_size=WORLD_SIZE,
-        **options,
-    )
-    ways = {
-        REFERENCE: epochs_of(theirs, sampler),
-        OURS: lambda number: (batch for batch, _ in ours.lockstep(number)),
-    }
+    theirs = DataLoader(dataset, batch_size=LOCAL_BATCH, sampler=sampler, **of_workers)
+
+    def epoch_of_theirs(number: int) -> Iterable[Any]:
+        sampler.set_epoch(number)
+        return theirs
+
+    def ours(**more: Any) -> Callable[[int], Iterable[Any]]:
+        options = {"rank": 0, "world_size": WORLD_SIZE, **of_workers, **more}
+        loader = RankLoader(dataset, global_batch_size=LOCAL_BATCH * WORLD_SIZE, **options)
+        return lambda number: (batch for batch, _ in loader.lockstep(number))
+
+    ways = {REFERENCE: epoch_of_theirs, OURS: ours()}
     if num_workers:
-        options["seed_samples"] = "torch" if isinstance(dataset, Images | Photos) else False
-        bare = RankLoader(
-            dataset,
-            global_batch_size=LOCAL_BATCH * WORLD_SIZE,
-            rank=0,
-            world_size=WORLD_SIZE,
-            **options,
-        )
-        ways[f"{OURS}, seed_samples={options['seed_samples']!r}"] = lambda number: (
-            batch for batch, _ in bare.lockstep(number)
-        )
+        seeds = "torch" if isinstance(dataset, Images | Photos) else False
+        ways[f"{OURS}, seed_samples={seeds!r}"] = ours(seed_samples=seeds)
     paces: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
     for number in range(ROUNDS + 1):
         for name in list(ways)[:: 1 if number % 2 else -1]:
@@ -173,62 +139,9 @@ def test_throughput(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
     rows = []
     for name, seen in paces.items():
         pairs = list(zip(seen[1:], paces[REFERENCE][1:], strict=True))
-        ratios, of_processor = (
-            [mine[i] / reference[i] for mine, reference in pairs] for i in range(2)
-        )
-        spread = statistics.quantiles(ratios, n=4)
-        cells = (
-            f"{statistics.median(ratios):.3f}",
-            f"{spread[0]:.3f} to {spread[2]:.3f}",
-            f"{statistics.median(of_processor):.3f}",
-        )
-        rows.append(
-            (f"{kind}: {name}", f"{statistics.median(pace for pace, _ in seen[1:]):.0f}", *cells)
-        )
-    show(
-        capsys,
-        (
-            "what",
-            "samples/s: median",
-            "times DataLoader's",
-            "middle half of the rounds",
-            "by processor time",
-        ),
-        rows,
-    )
-
-
-TEN_MILLION = r"""
-import torch
-from torch.utils.data import DataLoader, DistributedSampler, Sampler
-from prefect_torch_ddp.data.loader import RankLoader
-
-class Many(torch.utils.data.Dataset):
-    def __len__(self):
-        return 10_000_000
-    def __getitem__(self, index):
-        return index
-
-def first():
-    if sys.argv[1] == "ours":
-        loader = RankLoader(Many(), global_batch_size=512, rank=0, world_size=2)
-        return next(loader.lockstep(1))
-    sampler = DistributedSampler(Many(), num_replicas=2, rank=0)
-    return next(iter(DataLoader(Many(), batch_size=256, sampler=sampler)))
-
-torch.randperm(1000)
-begin_the_peak_anew()
-before, began = memory_mb("VmRSS"), time.perf_counter()
-kept = first()
-print(time.perf_counter() - began, memory_mb() - before)
-"""
-
-
-def test_ten_million_samples(capsys: pytest.CaptureFixture[str]) -> None:
-    """Print how long the first batch of an epoch of ten million samples takes, and its peak of
-    memory, in a fresh process."""
-    rows = []
-    for name, argument in ((REFERENCE, "theirs"), (OURS, "ours")):
-        seconds, megabytes = in_fresh_processes(TEN_MILLION, argument, num=ROUNDS)
-        rows.append((name, f"{seconds * 1000:.0f}", f"{megabytes:.0f}"))
-    show(capsys, ("what", "first batch after ms", "peak of memory MB"), rows)
+        ratios, of_processor = ([mine[i] / its[i] for mine, its in pairs] for i in range(2))
+        of_wall_s = f"{statistics.median(pace for pace, _ in seen[1:]):.0f}"
+        by_processor_s = f"{statistics.median(of_processor):.3f}"
+        rows.append((f"{kind}: {name}", of_wall_s, *median_and_half(ratios), by_processor_s))
+    times = "times DataLoader's | middle half of the rounds | by processor time"
+    show(f"what | samples/s: median | {times}", rows)

@@ -1,31 +1,29 @@
 """What metrics cost: a call of `ctx.report`, and a million records written, read and drawn."""
 
+import statistics
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from tests.benchmarks.beside import in_fresh_processes, rounds, show
+from tests.benchmarks.beside import AS_A_USER, rounds, show
 
 pytestmark = pytest.mark.timeout(900)
 ROUNDS = rounds(5)
 REPORT_CODE = r"""
 from pathlib import Path
 from prefect_torch_ddp import RankContext
+from prefect_torch_ddp.data.sampler import BatchShare
+from prefect_torch_ddp.protocol.heartbeat import Phase
 num = 20_000
 with RankContext.local(storage=Path(sys.argv[1])) as ctx:
     ctx.report(loss=0.5, learning_rate=0.1)
     began = time.perf_counter()
     for i in range(num):
         ctx.report(loss=0.5 + i, learning_rate=0.1)
-    print((time.perf_counter() - began) / num)
-"""
-MARKS_CODE = r"""
-from pathlib import Path
-from prefect_torch_ddp import RankContext
-from prefect_torch_ddp.data.sampler import BatchShare
-from prefect_torch_ddp.protocol.heartbeat import Phase
-num = 200_000
-with RankContext.local(storage=Path(sys.argv[1])) as ctx:
+    report_s = (time.perf_counter() - began) / num
+    num *= 10
     heartbeat, timing = ctx._parts.link.heartbeat, ctx._parts.reporter._timing
     began = time.perf_counter()
     for step in range(num):
@@ -37,7 +35,7 @@ with RankContext.local(storage=Path(sys.argv[1])) as ctx:
     began = time.perf_counter()
     for step in range(num):
         timing.end_step()
-    print(mark_s, (time.perf_counter() - began) / num)
+    print(report_s, mark_s, (time.perf_counter() - began) / num)
     ctx._state.share = None
 """
 RECORDS_CODE = r"""
@@ -69,24 +67,39 @@ else:
     assert len(records) == num
     if what == "read and draw":
         assert render_curves(MetricCurves(records).snapshot()) and epoch_rows(records)
-print(time.perf_counter() - began, time.process_time(), memory_mb())
+print(time.perf_counter() - began, time.process_time(), peak_mb())
 """
 
 
-def test_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Print the microseconds of a report of two numbers outside of steps, a record each."""
-    (seconds,) = in_fresh_processes(REPORT_CODE, str(tmp_path), num=ROUNDS)
-    show(capsys, ("what", "median µs"), [("ctx.report", f"{seconds * 1e6:.1f}")])
+STATUS_CODE = r"""
+import re, sys, time
+
+def peak_mb():
+    return int(re.search(r"VmHWM:\s+([0-9]+) kB", open("/proc/self/status").read())[1]) / 1024
+"""
 
 
-def test_report_of_marks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Print the microseconds of a mark of a phase, and of counting a step for the timing record."""
-    mark_s, count_s = in_fresh_processes(MARKS_CODE, str(tmp_path), num=ROUNDS)
-    rows = [("a mark", f"{mark_s * 1e6:.2f}"), ("a step's count", f"{count_s * 1e6:.2f}")]
-    show(capsys, ("what", "median µs"), rows)
+def in_fresh_processes(code: str, *arguments: str, num: int = 1) -> list[float]:
+    """Run code several times, each in a process of its own; return the medians of the numbers
+    that it prints. STATUS_CODE stands before it."""
+    command = [*AS_A_USER, sys.executable, "-c", STATUS_CODE + code, *arguments]
+    printed = [
+        subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+        for _ in range(num)
+    ]
+    return [statistics.median(map(float, column)) for column in zip(*printed, strict=True)]
 
 
-def test_records(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_report(tmp_path: Path) -> None:
+    """Print the microseconds of a report of two numbers outside of steps, a record each; of a mark
+    of a phase; and of counting a step for the timing record."""
+    seconds = in_fresh_processes(REPORT_CODE, str(tmp_path), num=ROUNDS)
+    names = "ctx.report", "a mark", "a step's count"
+    rows = [(name, f"{its * 1e6:.2f}") for name, its in zip(names, seconds, strict=True)]
+    show("what | median µs", rows)
+
+
+def test_records(tmp_path: Path) -> None:
     """Print seconds, those of the whole process's processor time, and its memory at its peak."""
     rows = []
     for what in ("write", "read", "read and draw"):
@@ -94,4 +107,4 @@ def test_records(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
             RECORDS_CODE, what, "1000000", str(tmp_path), num=1 if what == "write" else ROUNDS
         )
         rows.append((f"a million records: {what}", f"{wall_s:.2f}", f"{cpu_s:.2f}", f"{mb:.0f}"))
-    show(capsys, ("what", "s", "processor time s", "peak of memory MB"), rows)
+    show("what | s | processor time s | peak of memory MB", rows)

@@ -15,16 +15,18 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
+from operator import truediv
 from pathlib import Path
 
 import psutil
 import pytest
 
 from tests.benchmarks import steady, steady_gang
-from tests.benchmarks.beside import command_of_torchrun, show
+from tests.benchmarks.beside import command_of_torchrun, median_and_half, rounds, show
+from tests.support.separate_cluster import end
 
 pytestmark = pytest.mark.timeout(900)
-NUM_TURNS = 31
+NUM_TURNS = rounds(31)
 SETTLE_S = 0.2
 """After it was stopped: timers that went off meanwhile have their say at once, which is no part
 of a steady training."""
@@ -101,16 +103,12 @@ def trainer(folder: Path, command: Sequence[str]) -> Iterator[Trainer]:
         yield made
     finally:
         made.close()
-        for each in (
-            [*psutil.Process(process.pid).children(recursive=True), process]
-            if process.poll() is None
-            else ()
-        ):
-            each.kill()
+        if process.poll() is None:
+            end(psutil.Process(process.pid))
         process.wait()
 
 
-def test_steady_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_steady_training(tmp_path: Path) -> None:
     """Print the table of docs/performance.md: medians over the turns, and the median of the
     turns' ratios."""
     gang = (sys.executable, str(Path(steady_gang.__file__)))
@@ -134,31 +132,12 @@ def test_steady_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
                 for name in names[number % 3 :] + names[: number % 3]:
                     seen[name].append(trainers[name].turn() * 1000)
             for name, paces in seen.items():
-                ratios = [
-                    theirs / ours for theirs, ours in zip(seen[REFERENCE], paces, strict=True)
-                ]
-                spread = statistics.quantiles(ratios, n=4)
-                cells = (
-                    f"{statistics.median(paces):.2f}",
-                    f"{max(paces):.2f}",
-                    f"{statistics.median(ratios):.3f}",
-                )
-                rows.append(
-                    (f"{num_rows} rows: {name}", *cells, f"{spread[0]:.3f} to {spread[2]:.3f}")
-                )
+                ratios = list(map(truediv, seen[REFERENCE], paces))
+                times = f"{statistics.median(paces):.2f}", f"{max(paces):.2f}"
+                rows.append((f"{num_rows} rows: {name}", *times, *median_and_half(ratios)))
         for each in trainers.values():
             each.finish()
-    show(
-        capsys,
-        (
-            "steps of",
-            "median ms",
-            "worst ms",
-            "throughput, times torchrun's",
-            "middle half of the turns",
-        ),
-        rows,
-    )
-    with capsys.disabled():
-        cores = statistics.median(trainers["run_gang"].cores_of_dask)
-        print(f"\nDask's processes and the caller take {cores:.3f} cores while a gang trains.")
+    what = "throughput, times torchrun's | middle half of the turns"
+    show(f"steps of | median ms | worst ms | {what}", rows)
+    cores = statistics.median(trainers["run_gang"].cores_of_dask)
+    print(f"\nDask's processes and the caller take {cores:.3f} cores while a gang trains.")

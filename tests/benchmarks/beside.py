@@ -6,11 +6,12 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import psutil
-import pytest
+
+from tests.support.separate_cluster import end
 
 
 class TorchrunHungError(Exception):
@@ -21,11 +22,9 @@ AS_A_USER = ("env", "-u", "MALLOC_TRIM_THRESHOLD_")
 """Without what tests/conftest.py sets, as Dask's nannies do: it makes steps on a CPU slower."""
 
 
-def command_of_torchrun(
-    script: Path, world_size: int = 2, options: Sequence[str] = ()
-) -> tuple[str, ...]:
+def command_of_torchrun(script: Path, options: Sequence[str] = ()) -> tuple[str, ...]:
     """Return the command that runs a script; its arguments follow."""
-    standalone = ("--standalone", "--nproc-per-node", str(world_size))
+    standalone = ("--standalone", "--nproc-per-node", "2")
     run = (sys.executable, "-m", "torch.distributed.run")
     return (*AS_A_USER, *run, *standalone, *options, str(script))
 
@@ -33,7 +32,6 @@ def command_of_torchrun(
 def torchrun(
     script: Path,
     *arguments: str,
-    world_size: int = 2,
     options: Sequence[str] = (),
     timeout_s: float = 300,
 ) -> tuple[float, str, float]:
@@ -43,15 +41,14 @@ def torchrun(
         TorchrunHungError: it hadn't ended in time; it is killed.
     """
     started = time.time()
-    command = [*command_of_torchrun(script, world_size, options), *arguments]
+    command = [*command_of_torchrun(script, options), *arguments]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
         try:
             printed, complained = process.communicate(timeout=timeout_s)
         except subprocess.TimeoutExpired as error:
-            for each in [*psutil.Process(process.pid).children(recursive=True), process]:
-                each.kill()
+            end(psutil.Process(process.pid))
             raise TorchrunHungError from error
     ended = time.time()
     assert printed or options, complained[-2000:]
@@ -64,8 +61,8 @@ class Times:
     def __init__(self) -> None:
         self.seen: dict[str, list[float]] = {}
 
-    def note(self, name: str, measure: Callable[[], float]) -> None:
-        self.seen.setdefault(name, []).append(measure())
+    def note(self, name: str, seconds: float) -> None:
+        self.seen.setdefault(name, []).append(seconds)
 
     def median_ms(self, name: str) -> float:
         return statistics.median(self.seen[name]) * 1000
@@ -74,38 +71,21 @@ class Times:
         return max(self.seen[name]) * 1000
 
 
-def show(
-    capsys: pytest.CaptureFixture[str], head: Sequence[str], rows: Iterable[Sequence[str]]
-) -> None:
-    """Print a markdown table, as it stands in docs/performance.md."""
-    with capsys.disabled():
-        print("\n")
-        for row in (head, ["---"] * len(head), *rows):
-            print(f"| {' | '.join(row)} |")
+def show(head: str, rows: Iterable[Sequence[str]]) -> None:
+    """Print a markdown table, as it stands in docs/performance.md; its head names the columns
+    between bars."""
+    columns = head.split(" | ")
+    print("\n")
+    for row in (columns, ["---"] * len(columns), *rows):
+        print(f"| {' | '.join(row)} |")
+
+
+def median_and_half(ratios: Sequence[float]) -> tuple[str, str]:
+    """Return the median, and the middle half of the rounds."""
+    first, median, third = statistics.quantiles(ratios, n=4)
+    return f"{median:.3f}", f"{first:.3f} to {third:.3f}"
 
 
 def rounds(default: int) -> int:
     """Return how many rounds are asked for."""
     return int(os.environ.get("PTD_BENCH_ROUNDS", default))
-
-
-STATUS_CODE = r"""
-import re, sys, time
-
-def memory_mb(what="VmHWM"):
-    return int(re.search(what + r":\s+([0-9]+) kB", open("/proc/self/status").read())[1]) / 1024
-
-def begin_the_peak_anew():
-    open("/proc/self/clear_refs", "w").write("5")
-"""
-
-
-def in_fresh_processes(code: str, *arguments: str, num: int = 1) -> list[float]:
-    """Run code several times, each in a process of its own; return the medians of the numbers
-    that it prints. STATUS_CODE stands before it."""
-    command = [*AS_A_USER, sys.executable, "-c", STATUS_CODE + code, *arguments]
-    printed = [
-        subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
-        for _ in range(num)
-    ]
-    return [statistics.median(map(float, column)) for column in zip(*printed, strict=True)]

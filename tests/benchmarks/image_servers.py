@@ -1,6 +1,7 @@
-"""The servers that images are read from, and the proxy in front of them that lets each
+"""Photos, the servers that they are read from, and the proxy in front of these that lets each
 request wait."""
 
+import io
 import os
 import shutil
 import subprocess
@@ -15,7 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from PIL import Image
 
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.storage.protocol import ListedObject, Readable
@@ -132,3 +135,23 @@ def proxy(port: int, delay_s: float) -> Iterator[str]:
         assert process.stdout is not None
         yield f"http://127.0.0.1:{process.stdout.readline().strip()}"
         process.kill()
+
+
+def photo(generator: np.random.Generator) -> bytes:
+    """Draw one of 500 times 375, as JPEG of some 35 kB."""
+    coarse = generator.integers(0, 256, (25, 33, 3), dtype=np.uint8)
+    image = np.asarray(
+        Image.fromarray(coarse).resize((500, 375), Image.Resampling.BICUBIC), dtype=np.int16
+    )
+    grainy = (image + generator.integers(-12, 13, image.shape)).clip(0, 255).astype(np.uint8)
+    Image.fromarray(grainy).save(file := io.BytesIO(), "JPEG", quality=72)
+    return file.getvalue()
+
+
+def write_photos(folder: Path, num: int) -> None:
+    """Write some, in a folder for each of ten classes."""
+    generator = np.random.default_rng(0)
+    for number in range(num):
+        path = folder / f"class{number % 10}" / f"{number:06}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(photo(generator))

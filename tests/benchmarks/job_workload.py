@@ -2,58 +2,30 @@
 
 import json
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-import torch
-from torch.nn.functional import cross_entropy
-from torch.nn.utils import clip_grad_norm_
-
-from prefect_torch_ddp import RankContext, Report, read_options
+from prefect_torch_ddp import RankContext
 from prefect_torch_ddp.examples import digits
+from prefect_torch_ddp.examples.digits import evaluate, prepare
 
-
-class Options(digits.Options):
-    """Those of the digits, and where rank 0 writes the times."""
-
-    times: str = ""
-
-
-def prepare(ctx: RankContext) -> None:
-    """Prepare the digits."""
-    digits.prepare(ctx)
-
-
-def evaluate(ctx: RankContext) -> Report:
-    """Evaluate the digits."""
-    return digits.evaluate(ctx)
+__all__ = ["evaluate", "prepare", "train"]
 
 
 def train(ctx: RankContext) -> None:
-    """Train as the digits do, noting the time after each step and its validation."""
-    options = read_options(Options, ctx.options)
-    net = digits.DigitNet(options.dropout)
-    model = ctx.wrap(net)
-    images = digits.images_of(ctx.data / "train")
-    loader = ctx.loader(images, global_batch_size=options.global_batch_size)
-    held_out = digits.images_of(ctx.data / "val")
-    validation = ctx.loader(held_out, global_batch_size=256, shuffle=False)
-    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=options.weight_decay)
-    scheduler = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, options.lr, total_steps=options.epochs * len(loader)
-    )
-    ctx.track(model=model, optimizer=optimizer, scheduler=scheduler)
-    times = [time.time()]
-    for inputs, targets in ctx.steps(loader, epochs=options.epochs):
-        loss = cross_entropy(model(inputs), targets)
-        optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
-        clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        scheduler.step()
-        ctx.report(loss=loss)
-        if ctx.epoch_ended:
-            scores = digits.score(ctx, net, validation)
-            ctx.report(validation_accuracy=scores.accuracy, validation_loss=scores.loss)
+    """Train as the digits do; rank 0 writes the time after each step, with its validation, to the
+    file of the option `times`."""
+    options, steps, times = dict(ctx.options), ctx.steps, list[float]()
+    place, ctx.options = Path(options.pop("times")), options
+
+    def noted(loader: Any, *, epochs: int) -> Iterator[Any]:
         times.append(time.time())
+        for batch in steps(loader, epochs=epochs):
+            yield batch
+            times.append(time.time())
+
+    ctx.steps = noted  # type: ignore[method-assign,assignment]
+    digits.train(ctx)
     if ctx.rank == 0:
-        Path(options.times).write_text(json.dumps(times))
+        place.write_text(json.dumps(times))

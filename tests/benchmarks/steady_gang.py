@@ -3,7 +3,6 @@ cluster, as a flow run has it."""
 
 import json
 import sys
-import uuid
 from pathlib import Path
 
 from distributed import Client
@@ -11,7 +10,7 @@ from distributed import Client
 from prefect_torch_ddp import run_gang
 from prefect_torch_ddp.params import CheckpointParams
 from prefect_torch_ddp.rank.config import RankConfig
-from prefect_torch_ddp.storage.locate import storage_from_uri
+from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.tasks.local_cluster import local_cluster
 from tests.benchmarks import steady
 from tests.support.gangs import RUN_WITH_CONTEXT
@@ -26,16 +25,13 @@ def main(kind: str, turns: steady.Turns) -> None:
         if kind == "plain":
             run_gang(client, steady.plain, args=(turns,), world_size=2)
             return
-        config = RankConfig(
-            run_id=f"bench-{uuid.uuid4().hex[:8]}",
-            attempt=1,
-            stage="task",
-            storage=storage_from_uri(str(Path(turns.folder, "store"))),
-            checkpoint=CheckpointParams(every_s=None),
+        storage, on_demand = (
+            DirectoryStorage(Path(turns.folder, "store")),
+            CheckpointParams(every_s=None),
         )
-        run_gang(
-            client, RUN_WITH_CONTEXT, args=(config, steady.with_context, (turns,)), world_size=2
-        )
+        config = RankConfig("bench", 1, "task", storage, checkpoint=on_demand)
+        args = config, steady.with_context, (turns,)
+        run_gang(client, RUN_WITH_CONTEXT, args=args, world_size=2)
 
 
 if __name__ == "__main__":

@@ -4,11 +4,9 @@ They load nothing else than torch: what a rank imports counts as its start.
 """
 
 import os
-import re
 import time
-from pathlib import Path
 
-from tests.workloads import failing, plain
+from tests.workloads import failing
 
 
 def first_step() -> float:
@@ -29,16 +27,3 @@ def die_once(path: str) -> float:
     if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
         failing.stamp_and_die(path)
     return first_step()
-
-
-def meet_and_weigh() -> tuple[float, int]:
-    """Return when the first all-reduce was done, and this rank's proportional set size in kB
-    while all ranks are there."""
-    import torch.distributed as dist
-
-    done = plain.time_of_first_all_reduce()
-    dist.barrier()
-    found = re.search(r"Pss: +(\d+) kB", Path("/proc/self/smaps_rollup").read_text())
-    assert found is not None
-    dist.barrier()
-    return done, int(found[1])

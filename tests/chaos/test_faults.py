@@ -5,6 +5,7 @@ The faults are drawn from a seed. A failure shows it in the test's name; `make c
 ARGS="-k <name>"` runs that fault again.
 """
 
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
@@ -13,10 +14,8 @@ from distributed import Client
 from tests.support import seeded_faults
 from tests.support.struck import Fault
 
-FAULTS = seeded_faults.every_fault(seeded_faults.seed_from_environment())
 
-
-@pytest.mark.parametrize("fault", FAULTS, ids=seeded_faults.ids(FAULTS))
+@pytest.mark.parametrize("fault", seeded_faults.FAULTS, ids=attrgetter("name"))
 def test_the_root_cause_is_named(dask_client: Client, tmp_path: Path, fault: Fault) -> None:
     """Rank, kind, cause, signal and exit code are right, no consequence is blamed, and no
     rank is left."""

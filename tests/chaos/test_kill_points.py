@@ -6,19 +6,18 @@ name; `make chaos SEED=<seed> ARGS="-k <name>"` runs that point again.
 """
 
 from collections.abc import Callable
+from operator import attrgetter
 
 import pytest
 
-from tests.support import kill_points
-from tests.support.kill_points import KillPoint, ids
+from tests.support.kill_points import POINTS, KillPoint, sample
 
-POINTS = kill_points.every_kill_point(kill_points.seed_from_environment())
 ON_A_DIRECTORY = [point for point in POINTS if point.backend == "directory"]
 ON_S3 = [point for point in POINTS if point.backend == "s3"]
 KINDS = "mid-save-after-on-1 mid-commit-after retention-2 restart-restores three-restarts "
 KINDS += "sizes-4-2-1-4 wire-object-on-0-within wire-manifest-after wire-upload-part-after "
 KINDS += "wire-upload-ends-after"
-ON_CEPH = kill_points.sample(ON_S3, KINDS.split())
+ON_CEPH = sample(KINDS, ON_S3)
 """Of each kind one, on a store that people run: it is durable, and answers some requests in
 other ways."""
 
@@ -27,17 +26,17 @@ def test_there_are_as_many_as_promised() -> None:
     """At least fifty, on both storages, and no two of one name."""
     assert len(POINTS) >= 50
     assert min(len(ON_A_DIRECTORY), len(ON_S3)) >= 25
-    assert len(set(ids(POINTS))) == len(POINTS)
+    assert len({point.name for point in POINTS}) == len(POINTS)
 
 
-@pytest.mark.parametrize("point", ON_A_DIRECTORY, ids=ids(ON_A_DIRECTORY))
+@pytest.mark.parametrize("point", ON_A_DIRECTORY, ids=attrgetter("name"))
 def test_on_a_directory(strike_at: Callable[[KillPoint], None], point: KillPoint) -> None:
     """Real files; also within a system call, and with a file half written."""
     strike_at(point)
 
 
 @pytest.mark.usefixtures("open_s3_server")
-@pytest.mark.parametrize("point", ON_S3, ids=ids(ON_S3))
+@pytest.mark.parametrize("point", ON_S3, ids=attrgetter("name"))
 def test_on_s3(strike_at: Callable[[KillPoint], None], point: KillPoint) -> None:
     """A real server; also in the midst of a request and of an upload in parts, and before the
     answer is heard."""
@@ -45,7 +44,7 @@ def test_on_s3(strike_at: Callable[[KillPoint], None], point: KillPoint) -> None
 
 
 @pytest.mark.usefixtures("ceph_server")
-@pytest.mark.parametrize("point", ON_CEPH, ids=ids(ON_CEPH))
+@pytest.mark.parametrize("point", ON_CEPH, ids=attrgetter("name"))
 def test_on_ceph(strike_at: Callable[[KillPoint], None], point: KillPoint) -> None:
     """A Ceph RADOS Gateway: the same."""
     strike_at(point)

@@ -4,8 +4,6 @@ import contextlib
 import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -32,7 +30,8 @@ from prefect_torch_ddp import (
 )
 from prefect_torch_ddp.checkpoint.manifest import list_manifests
 from prefect_torch_ddp.storage.directory import DirectoryStorage
-from tests.integration.tasks.test_flow_loss import params_of
+from tests.integration.tasks.test_cancel import flow_process as flow_process_of
+from tests.integration.tasks.test_flow_loss import lose_the_worker_of_the_train_task, params_of
 from tests.support.gangs import all_gone, pids_in, sleeping_gang, workers_of
 from tests.support.runs import flow_run_id_of, newest_flow_run, steered, train_states
 from tests.support.separate_cluster import SeparateCluster, end, separate_cluster, stop
@@ -199,13 +198,22 @@ def _stop_when_marked(process: psutil.Process, mark: Path) -> psutil.Process:
 
 
 @pytest.mark.usefixtures("prefect_api")
+def test_the_worker_of_the_train_task_is_stopped(tmp_path: Path) -> None:
+    """SIGSTOP of it: the same as where it is killed, after its silence."""
+    lose_the_worker_of_the_train_task(tmp_path, "stop_grandparent")
+
+
+@pytest.mark.usefixtures("prefect_api")
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 @pytest.mark.parametrize("where", ["ours", "others"])
 def test_a_rank_of_a_run_loses_its_worker(how: signal.Signals, where: str, tmp_path: Path) -> None:
     """The worker of rank 0 is killed or stopped, with the train task on it or not: the
     training resumes, once."""
-    with separate_cluster(tmp_path / "cluster", 3) as cluster, ThreadPoolExecutor(1) as pool:
-        more = {"cluster": ClusterParams(address=cluster.address)} if where == "others" else {}
+    with contextlib.ExitStack() as stack, ThreadPoolExecutor(1) as pool:
+        more = {}
+        if where == "others":
+            cluster = stack.enter_context(separate_cluster(tmp_path / "cluster", 3))
+            more = {"cluster": ClusterParams(address=cluster.address)}
         hurt = pool.submit(_hurt_worker_when_marked, how, tmp_path / "mark" / "0")
         report = train_flow(params_of(tmp_path, "pause", 2, **more))
         hurt.result()
@@ -230,22 +238,9 @@ def check_resumed_once(report: TrainReport) -> None:
 def flow_in_a_process(params: TrainParams, folder: Path, mark: Path) -> Iterator[psutil.Process]:
     """Run train_flow from a process of its own, as a script does; yield it when the training
     has left its mark."""
-    script = folder / "run.py"
-    script.write_text(
-        "from prefect_torch_ddp import TrainParams, train_flow\n"
-        "if __name__ == '__main__':\n"
-        f"    report = train_flow(TrainParams.model_validate_json({params.model_dump_json()!r}))\n"
-        "    print('attempt', report.training.attempt, report.training.resumed_from_step)\n"
-    )
-    with (folder / "output").open("wb") as output:
-        process = subprocess.Popen([sys.executable, str(script)], stdout=output, stderr=output)
-        try:
-            wait_until(mark.exists, 200)
-            yield psutil.Process(process.pid)
-        finally:
-            if process.poll() is None:
-                end(psutil.Process(process.pid))
-            process.wait()
+    with flow_process_of(folder, params.model_dump_json()) as process:
+        wait_until(mark.exists, 200)
+        yield psutil.Process(process.pid)
 
 
 @pytest.fixture
@@ -309,6 +304,6 @@ def test_the_flow_process_is_stopped(flow_process: psutil.Process, tmp_path: Pat
     wait_until(lambda: all_gone([rank]))
     flow_process.resume()
     flow_process.wait(200)
-    output = (tmp_path / "output").read_text()
+    output = (tmp_path / "said").read_text()
     assert "attempt 2 10" in output or "attempt 2 5" in output, output[-3000:]
     assert "Running" not in train_states(newest_flow_run().id)

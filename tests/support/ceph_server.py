@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import psutil
 import pytest
@@ -75,12 +75,9 @@ pid file = {home}/run/$name.pid
 mon data = {home}/mon
 [osd]
 osd data = {home}/osd
-osd objectstore = {store}
+osd objectstore = memstore
 osd crush initial weight = 1
 memstore device bytes = {room_bytes}
-bluestore block size = {room_bytes}
-bluestore fsck on mount = false
-osd memory target = 939524096
 [client.rgw]
 rgw data = {home}/rgw
 rgw frontends = beast endpoint=127.0.0.1:{port} {tls} tcp_nodelay=1
@@ -116,23 +113,19 @@ class CephServer(S3Server):
 
 
 @contextmanager
-def run_ceph(
-    home: Path, store: Literal["memstore", "bluestore"] = "memstore", room_bytes: int = 4 * 2**30
-) -> Iterator[CephServer]:
+def run_ceph(home: Path, room_bytes: int = 4 * 2**30) -> Iterator[CephServer]:
     """Start a cluster of its own in an empty folder, wait until it answers, and kill it at the
-    end.
+    end. It keeps the objects in memory, and starts in two seconds.
 
     Args:
         home: its folder. Paths of sockets are limited to 107 bytes, so it should be short.
-        store: memstore starts in two seconds and keeps the objects in memory; bluestore, in a
-            sparse file, is what people run.
         room_bytes: how much it can hold.
     """
     skip_without_ceph()
     with ExitStack() as stack:
         for remaining in reversed(range(NUM_TRIES)):  # another process may take a port all the same
             try:
-                server = stack.enter_context(_started(home / str(remaining), store, room_bytes))
+                server = stack.enter_context(_started(home / str(remaining), room_bytes))
                 break
             except (_NotUpError, subprocess.SubprocessError) as error:
                 if not remaining:
@@ -145,7 +138,7 @@ class _NotUpError(Exception):
 
 
 @contextmanager
-def _started(home: Path, store: str, room_bytes: int) -> Iterator[CephServer]:
+def _started(home: Path, room_bytes: int) -> Iterator[CephServer]:
     for folder in ("mon", "osd", "rgw", "run", "log"):
         (home / folder).mkdir(parents=True)
     with ExitStack() as stack:
@@ -153,7 +146,7 @@ def _started(home: Path, store: str, room_bytes: int) -> Iterator[CephServer]:
             stack.enter_context(_held_port()).getsockname()[1] for _ in range(3)
         )
         fsid = str(uuid.uuid4())
-        values = {"mon_port": mon_port, "port": port, "store": store, "room_bytes": room_bytes}
+        values = {"mon_port": mon_port, "port": port, "room_bytes": room_bytes}
         tls = f"ssl_endpoint=127.0.0.1:{tls_port} ssl_certificate={home}/tls.pem"
         (home / "ceph.conf").write_text(CONFIG.format(home=home, fsid=fsid, tls=tls, **values))
         (home / "keyring").write_text(_new_keyring())

@@ -46,6 +46,8 @@ def extra_worker(cluster: LocalCluster, num_workers: int) -> Iterator[psutil.Pro
     finally:
         process.kill()
         process.wait()
+        # The next gang on the cluster is not to be offered it.
+        wait_until(lambda: len(cluster.scheduler.workers) < num_workers)
 
 
 def pids_in(

@@ -8,8 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from tests.support.killing_storage import Kill
-from tests.support.killing_wire import WireKill
+from tests.support.killing_storage import Kill, WireKill
 from tests.workloads.killed import NUM_STEPS, SAVE_EVERY, Plan
 
 Backend = Literal["directory", "s3"]
@@ -23,9 +22,8 @@ LAST = rf"step-{NUM_STEPS:08d}/"
 MANIFEST = r"manifest\.json$"
 
 
-def seed_from_environment() -> int:
-    """Return the seed of this run: PTD_SEED, else always the same."""
-    return int(os.environ.get("PTD_SEED", "20261121"))
+SEED = int(os.environ.get("PTD_SEED", "20261121"))
+"""Of this run: `make chaos SEED=` gives it, else it is always the same."""
 
 
 @dataclass(frozen=True)
@@ -277,11 +275,9 @@ def _in_an_own_loop() -> Iterator[KillPoint]:
     yield KillPoint("own-loop-unheard-commit", "s3", wire_kills=unheard, plan=plan)
 
 
-def ids(points: Sequence[KillPoint]) -> list[str]:
-    """Return the names, by which pytest's -k finds a point again."""
-    return [point.name for point in points]
+POINTS = every_kill_point(SEED)
 
 
-def sample(points: Sequence[KillPoint], kinds: Sequence[str]) -> list[KillPoint]:
+def sample(kinds: str, points: Sequence[KillPoint] = POINTS) -> list[KillPoint]:
     """Choose the first point of each kind."""
-    return [next(point for point in points if f"-{kind}" in point.name) for kind in kinds]
+    return [next(point for point in points if f"-{kind}" in point.name) for kind in kinds.split()]

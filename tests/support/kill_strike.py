@@ -1,14 +1,19 @@
-"""A run through a kill point, and the check that nothing is lost and nothing is there
-twice."""
+"""A run through a kill point, and the check that nothing is lost and nothing is there twice."""
 
 import json
+import os
+import re
+import signal
+import threading
 from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from distributed import Client
 
@@ -26,10 +31,9 @@ from prefect_torch_ddp.tasks.report.curves import MetricCurves
 from prefect_torch_ddp.tasks.run import RunAttemptLog
 from tests.support.gangs import RUN_WITH_CONTEXT
 from tests.support.kill_points import KillPoint
-from tests.support.killing_storage import KillingStorage
-from tests.support.killing_wire import KillingWire
+from tests.support.killing_storage import KillingStorage, WireKill, leave_mark
 from tests.support.records import read_records
-from tests.support.s3_server import S3Server
+from tests.support.s3_server import S3Server, Wire, _Handler
 from tests.workloads import killed
 from tests.workloads.killed import BATCH, EPOCHS, NUM_SAMPLES, NUM_STEPS, SAVE_EVERY, Plan
 
@@ -209,3 +213,65 @@ def _check_checkpoints(ended: Ended, calm: Ended) -> None:
         )
         begun = [upload["Key"] for upload in answer.get("Uploads", ())]
         assert not begun, f"uploads were begun and never ended: {begun}"
+
+
+class KillingWire(Wire):
+    """A proxy in front of a server that kills its clients as told."""
+
+    def __init__(self, endpoint_url: str, kills: tuple[WireKill, ...], folder: Path) -> None:
+        super().__init__(endpoint_url)
+        self._kills = kills
+        self._folder = str(folder)
+        self._num_seen: Counter[WireKill] = Counter()
+        self._counting = threading.Lock()
+
+    def due(self, handler: BaseHTTPRequestHandler) -> WireKill | None:
+        """Count a request; return the kill whose turn it is."""
+        for kill in self._kills:
+            if handler.command == kill.method and re.search(kill.path, handler.path):
+                with self._counting:
+                    self._num_seen[kill] += 1
+                    if self._num_seen[kill] == kill.nth:
+                        return kill
+        return None
+
+    def carry_out(self, kill: WireKill, client: tuple[str, int]) -> None:
+        """Kill the process at the other end of a connection."""
+        for process in psutil.process_iter(["name"]):
+            if (process.info["name"] or "").startswith("ddp-rank-") and client in _local_ends(
+                process
+            ):
+                leave_mark(self._folder, kill.attempt)
+                os.kill(process.pid, signal.SIGKILL)
+                return
+        msg = f"nobody is at the other end of {client}"
+        raise AssertionError(msg)
+
+    def _handler(self) -> type[_Handler]:
+        return _KillingHandler
+
+
+def _local_ends(process: psutil.Process) -> set[tuple[str, int]]:
+    try:
+        return {tuple(found.laddr) for found in process.net_connections("tcp")}
+    except psutil.Error:
+        return set()
+
+
+class _KillingHandler(_Handler):
+    wire: KillingWire
+
+    def do_request_or_kill(self) -> None:
+        kill = self.wire.due(self)
+        if kill is None:
+            self.do_request()
+            return
+        num_bytes = int(self.headers.get("Content-Length", 0))
+        if kill.moment == "within":
+            self.rfile.read(num_bytes // 2)
+        else:
+            self._forward(self.rfile.read(num_bytes))
+        self.wire.carry_out(kill, self.client_address)
+        self.close_connection = True
+
+    do_GET = do_PUT = do_HEAD = do_DELETE = do_POST = do_request_or_kill  # noqa: N815 - http.server's names

@@ -1,5 +1,5 @@
-"""A kill, and a storage whose caller is killed before, in the midst of or after one of its
-calls. Free of torch."""
+"""Kills, and a storage whose caller is killed before, in the midst of or after one of its calls.
+Free of torch."""
 
 import os
 import re
@@ -57,6 +57,22 @@ class Kill:
     nth: int = 1
     delay_s: float = 0.0
     """Of a timer."""
+
+
+@dataclass(frozen=True)
+class WireKill:
+    """One SIGKILL of the client whose nth request matches."""
+
+    attempt: int
+    method: str
+    path: str
+    """A regular expression; the path comes with its query."""
+    moment: Literal["within", "after"]
+    """Within: half of the body was sent, and the server gets none of it.
+
+    After: it is done, and nobody hears of it.
+    """
+    nth: int = 1
 
 
 def die(folder: str, attempt: int) -> None:

@@ -139,43 +139,29 @@ def flow_run_of(run_id: str) -> FlowRun:
     return found
 
 
-def retry_train_flow(api_url: str, run_id: str, home: Path) -> UUID:
+def retry_train_flow(api_url: str, run_id: str, home: Path, ends: str = "Completed") -> UUID:
     """Have `prefect flow-run retry` run a train_flow again, see below.
 
     Return its flow run's id.
     """
     flow_run_id = flow_run_of(run_id).id
-    retry_from_the_cli(
-        flow_run_id,
-        f"{prefect_torch_ddp.flow.__file__}:train_flow",
-        PREFECT_HOME=str(home),
-        PREFECT_API_URL=api_url,
-    )
+    entrypoint = f"{prefect_torch_ddp.flow.__file__}:train_flow"
+    where = {"PREFECT_HOME": str(home), "PREFECT_API_URL": api_url}
+    retry_from_the_cli(flow_run_id, entrypoint, ends, **where)
     return flow_run_id
 
 
-def retry_from_the_cli(flow_run_id: UUID, entrypoint: str, **variables: str) -> str:
-    """Have `prefect flow-run retry` run a flow again in another process; it has to complete.
+def retry_from_the_cli(
+    flow_run_id: UUID, entrypoint: str, ends: str = "Completed", **variables: str
+) -> str:
+    """Have `prefect flow-run retry` run a flow again in another process, which has to end so.
 
     Return what it prints.
     """
-    command = [
-        sys.executable,
-        "-m",
-        "prefect",
-        "flow-run",
-        "retry",
-        str(flow_run_id),
-        "--entrypoint",
-        entrypoint,
-    ]
-    env = {**os.environ, **variables}
-    done = subprocess.run(
-        command, env=env, capture_output=True, text=True, timeout=300, check=False
-    )
-    with get_client(sync_client=True) as client:
-        state = client.read_flow_run(flow_run_id).state
-    assert state is not None
+    command = f"-m prefect flow-run retry {flow_run_id} --entrypoint {entrypoint}".split()
+    run = {"env": {**os.environ, **variables}, "capture_output": True, "text": True}
+    done = subprocess.run([sys.executable, *command], **run, timeout=300, check=False)
     printed = done.stdout + done.stderr
-    assert state.is_completed(), printed[-6000:]
+    with get_client(sync_client=True) as client:
+        assert client.read_flow_run(flow_run_id).state_name == ends, printed[-6000:]
     return printed

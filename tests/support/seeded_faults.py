@@ -19,6 +19,7 @@ from distributed import Client
 from prefect_torch_ddp import RankFailedError, run_gang
 from tests.support import struck
 from tests.support.gangs import alive
+from tests.support.kill_points import SEED
 from tests.support.struck import EXIT_CODE, WORDS, Fault, How, State
 from tests.support.waiting import wait_until
 
@@ -26,11 +27,6 @@ HOWS: tuple[How, ...] = get_args(How)
 STATES: tuple[State, ...] = get_args(State)
 WORLD_SIZES = (2, 4)
 MAX_DELAY_S = 0.03
-
-
-def seed_from_environment() -> int:
-    """Return the seed of this run: PTD_SEED, else always the same."""
-    return int(os.environ.get("PTD_SEED", "20261121"))
 
 
 def every_fault(seed: int) -> list[Fault]:
@@ -157,29 +153,19 @@ def _wait_for_death(pids: Sequence[int]) -> None:
     wait_until(lambda: not alive(pids), what="the end of DataLoader workers")
 
 
-def ids(faults: Sequence[Fault]) -> list[str]:
-    """Return the names, by which pytest's -k finds a fault again."""
-    return [fault.name for fault in faults]
+FAULTS = every_fault(SEED)
 
 
-def sample(faults: Sequence[Fault], num_faults: int, seed: int) -> list[Fault]:
-    """Choose some, with every way to fail and every state of both readings among them."""
-    chance = random.Random(seed)
-    shuffled = list(faults)
-    chance.shuffle(shuffled)
+def sample() -> list[Fault]:
+    """Choose few, with every way to fail and every state of both readings among them."""
+    shuffled = random.Random(SEED).sample(FAULTS, len(FAULTS))
     both = itertools.product(("own", "peers"), STATES)
     wanted: set[Any] = {*HOWS, *both, "worker", 2, 4}
     chosen = []
-    for fault in shuffled:
-        new = wanted & _traits(fault)
-        # Each early return takes the two seconds of a rank that lingers.
-        if new and (fault.how != "return" or "return" in new):
-            chosen.append(fault)
-            wanted -= new
-    assert not wanted
-    slow = ("return", "slow_finally")
-    rest = (fault for fault in shuffled if fault not in chosen and fault.how not in slow)
-    return chosen + list(itertools.islice(rest, num_faults - len(chosen)))
+    while wanted:
+        chosen.append(max(shuffled, key=lambda fault: len(wanted & _traits(fault))))
+        wanted -= _traits(chosen[-1])
+    return chosen
 
 
 def _traits(fault: Fault) -> set[Any]:

@@ -17,6 +17,7 @@ from tests.support.waiting import HANG_S, becomes_true
 if TYPE_CHECKING:
     from distributed import Client, LocalCluster
 
+    from prefect_torch_ddp import ClusterParams
     from prefect_torch_ddp.storage.s3.storage import S3Storage
     from tests.support.ceph_server import CephServer
     from tests.support.kill_points import KillPoint
@@ -142,6 +143,15 @@ def dask_cluster() -> Iterator["LocalCluster"]:
         n_workers=2, threads_per_worker=1, processes=True, dashboard_address=":0"
     ) as cluster:
         yield cluster
+
+
+@pytest.fixture
+def shared(dask_cluster: "LocalCluster") -> "ClusterParams":
+    """Name the shared cluster to a flow: its workers and fork servers are warm, and the processes
+    have the environment that they were started with."""
+    from prefect_torch_ddp import ClusterParams
+
+    return ClusterParams(address=dask_cluster.scheduler_address)
 
 
 @pytest.fixture

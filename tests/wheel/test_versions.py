@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from tests.integration.test_wheel import EXAMPLES, INSTALL_S, LIMIT_S, ROOT, name_of, pip, run
+from tests.integration.test_wheel import EXAMPLES, INSTALL_S, LIMIT_S, ROOT, check_examples, pip
 
 pytestmark = pytest.mark.timeout(2 * INSTALL_S + len(EXAMPLES) * LIMIT_S)
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -41,13 +41,5 @@ def test_the_examples_run(versions: str, tmp_path: Path) -> None:
     pip(python, "install", "--constraint", str(given), f"{ROOT}[analysis,jobqueue]")
     pip(python, "check")
     pip(python, "install", "--dry-run", f"{ROOT}[cuda]")
-    results = {}
-    for example in EXAMPLES:
-        folder = tmp_path / name_of(example).removesuffix(".py")
-        folder.mkdir()
-        script = folder / name_of(example)
-        script.write_text(example, encoding="utf-8")
-        results[script.name] = run(str(python), str(script), folder=folder, timeout_s=2 * LIMIT_S)
-    print(versions, interpreter, results)
-    assert results["run_gang_example.py"] == "[3.0, 3.0]"
-    assert float(results["my_workload.py"]) >= 0.9
+    print(versions, interpreter)
+    check_examples(python, tmp_path, 2 * LIMIT_S)

@@ -11,6 +11,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import Dataset
 from torchvision.transforms.functional import pil_to_tensor
 
+from flows import cifar10
 from prefect_torch_ddp import RankContext, Report, image_folder, write_index
 from prefect_torch_ddp.data.images.folder import S3ImageFolder
 from prefect_torch_ddp.data.images.packed import PackedObjects
@@ -20,6 +21,7 @@ from tests.workloads import descend, wait_for_checkpoint
 from tests.workloads.tiny import fail_if_told
 
 SIZE = 8
+KILL_AT = 5
 
 
 def _train(ctx: RankContext, dataset: Any, num_inputs: int, size: int, epochs: int) -> Any:
@@ -95,40 +97,21 @@ def _packed(ctx: RankContext) -> S3ImageFolder:
 
 
 class KilledCifar10:
-    """The workload flows.cifar10 whose rank 1 is killed in attempt 1, at the step `kill_at`, once
-    a checkpoint is there."""
+    """The workload flows.cifar10 whose rank 1 is killed in attempt 1, at the step KILL_AT, once a
+    checkpoint is there."""
 
-    @staticmethod
-    def prepare(ctx: RankContext) -> None:
-        from flows import cifar10
-
-        cifar10.prepare(ctx)
+    prepare, evaluate = staticmethod(cifar10.prepare), staticmethod(cifar10.evaluate)
 
     @staticmethod
     def train(ctx: RankContext) -> dict[str, float | None]:
         """Train as it does; rank 1 doesn't outlive what it reports of the step."""
-        from flows import cifar10
-
-        report, kill_at = ctx.report, _take_option(ctx)
+        report = ctx.report
 
         def report_and_die(**metrics: Any) -> None:
             report(**metrics)
-            if (ctx.attempt, ctx.rank, ctx.step) == (1, 1, kill_at):
-                wait_for_checkpoint(ctx, kill_at)
+            if (ctx.attempt, ctx.rank, ctx.step) == (1, 1, KILL_AT):
+                wait_for_checkpoint(ctx, KILL_AT)
                 os.kill(os.getpid(), signal.SIGKILL)
 
         ctx.report = report_and_die  # type: ignore[method-assign]
         return cifar10.train(ctx)
-
-    @staticmethod
-    def evaluate(ctx: RankContext) -> Report:
-        from flows import cifar10
-
-        _take_option(ctx)
-        return cifar10.evaluate(ctx)
-
-
-def _take_option(ctx: RankContext) -> int:
-    """Take our option out of those that cifar10 knows."""
-    ctx.options = dict(ctx.options)
-    return int(ctx.options.pop("kill_at"))

@@ -163,21 +163,9 @@ def config_in(folder: Path) -> RankConfig:
     return RankConfig("run", claim_attempt(storage, "run"), "train", storage, checkpoint=policy)
 
 
-def train_for_ever(ctx: RankContext, pid_folder: str) -> None:
-    """Take small steps; write this rank's pid in the third."""
-    model = ctx.wrap(torch.nn.Linear(2, 2))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    ctx.track(model=model, optimizer=optimizer)
-    loader = ctx.loader(TensorDataset(torch.ones(4000, 2)), global_batch_size=4)
-    for (points,) in ctx.steps(loader, epochs=10_000):
-        descend(ctx, optimizer, model(points).sum())
-        if ctx.step == 3:
-            write_pid(pid_folder, ctx.rank)
-
-
 def train_until_enough(ctx: RankContext, folder: str) -> int:
-    """Take small steps until the folder has a file `enough`; leave this rank's pid in another
-    file, by attempt and rank, in the third. Returns the last step."""
+    """Take small steps until the folder has a file `enough`; leave this rank's pid in two others,
+    one named by rank, one by attempt, rank and first step, in the third. Returns the last step."""
     model = ctx.wrap(torch.nn.Linear(2, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     ctx.track(model=model, optimizer=optimizer)
@@ -188,6 +176,7 @@ def train_until_enough(ctx: RankContext, folder: str) -> int:
         time.sleep(0.02)
         begun_at = begun_at or ctx.step
         if ctx.step == begun_at + 2:
+            write_pid(folder, ctx.rank)
             write_pid(folder, f"{ctx.attempt}-{ctx.rank}-from-{begun_at}")
         if Path(folder, "enough").exists():
             ctx.request_stop("told to")

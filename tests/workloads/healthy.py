@@ -56,13 +56,13 @@ def points(num_samples: int) -> tuple[torch.Tensor, torch.Tensor]:
     return inputs, torch.randint(NUM_CLASSES, (num_samples,), generator=generator)
 
 
-def make_net(dropout: float = 0.25) -> nn.Sequential:
+def make_net() -> nn.Sequential:
     """Return a float64 network from [batch, 4] to [batch, 3]."""
     layers = (
         nn.Linear(4, 16),
         nn.BatchNorm1d(16),
         nn.ReLU(),
-        nn.Dropout(dropout),
+        nn.Dropout(0.25),
         nn.Linear(16, NUM_CLASSES),
     )
     return nn.Sequential(*layers).double()
@@ -187,24 +187,6 @@ def fit_elastic(
     moments = squares.double().sum().item()
     ended = {"steps": ctx.step, "scale": scaler.get_scale(), "drawn": drawn}
     return {"sha256": sha256_of_weights(net), "moments": moments, **ended}
-
-
-class Elastic:
-    """The workload of it."""
-
-    @staticmethod
-    def prepare(ctx: RankContext) -> None:
-        """Write nothing of use: the images are made from their numbers."""
-        (ctx.data / "made").write_text("from numbers")
-
-    @staticmethod
-    def train(ctx: RankContext) -> dict[str, Any]:
-        return fit_elastic(ctx)
-
-    @staticmethod
-    def evaluate(ctx: RankContext) -> Report:
-        ctx.track(model=make_elastic_net())
-        return Report(num_samples=NUM_SAMPLES, accuracy=1.0)
 
 
 def wait_as_planned(ctx: RankContext, plan: dict[int, dict[str, Any]], folder: str) -> None:

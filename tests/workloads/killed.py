@@ -19,6 +19,8 @@ from torch.nn.functional import cross_entropy
 from prefect_torch_ddp import RankContext
 from prefect_torch_ddp.storage.s3 import transfer
 from tests.support.killing_storage import InTraining, Kill, comes_by, die
+from tests.support.tracked import Tracked
+from tests.workloads.healthy import points
 
 NUM_SAMPLES, BATCH, EPOCHS = 33, 8, 3
 """Four full batches and a tail of one sample, fewer than ranks."""
@@ -76,9 +78,7 @@ class Samples:
     killed at one."""
 
     def __init__(self, plan: Plan, executioner: Executioner) -> None:
-        generator = torch.Generator().manual_seed(7)
-        self._inputs = torch.randn(NUM_SAMPLES, 4, generator=generator, dtype=torch.float64)
-        self._targets = torch.randint(3, (NUM_SAMPLES,), generator=generator)
+        self._inputs, self._targets = points(NUM_SAMPLES)
         self._is_noisy = not plan.is_elastic
         self._executioner = executioner
 
@@ -243,23 +243,9 @@ NUM_ROUNDS = 9
 """Not a multiple of SAVE_EVERY: the last round has no checkpoint of its own."""
 
 
-class Progress:
-    """How far the loop is, as user code keeps it."""
-
-    def __init__(self) -> None:
-        self.num_rounds = 0
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"num_rounds": self.num_rounds}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.num_rounds = state["num_rounds"]
-
-
 def train_in_own_loop(ctx: RankContext, plan: Plan) -> dict[str, Any]:
     """Train with passes of the loader, and noise and dropout from the global generators; say what
-    all that is tracked
-    hashes to."""
+    all that is tracked hashes to."""
     _die_of_long_writes()
     executioner = Executioner(plan, ctx.attempt)
     torch.manual_seed(3)
@@ -269,26 +255,22 @@ def train_in_own_loop(ctx: RankContext, plan: Plan) -> dict[str, Any]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     samples = torch.linspace(-1, 1, 48, dtype=torch.float64).reshape(12, 4)
     loader = ctx.loader(torch.utils.data.TensorDataset(samples), global_batch_size=4)
-    progress = Progress()
-    ctx.track(model=model, optimizer=optimizer, progress=progress)
+    done = Tracked(0)  # how far the loop is, as user code keeps it
+    ctx.track(model=model, optimizer=optimizer, done=done)
     executioner.pass_by("tracked")
-    began = progress.num_rounds
-    while progress.num_rounds < NUM_ROUNDS:
-        executioner.pass_by("begin", progress.num_rounds + 1)
+    while done.value < NUM_ROUNDS:
+        executioner.pass_by("begin", done.value + 1)
         optimizer.zero_grad()
-        loader.epoch = progress.num_rounds
+        loader.epoch = done.value
         inputs = torch.cat([x for (x,) in loader])
         loss = model(inputs + torch.randn(6, 4, dtype=torch.float64)).square().mean()
         loss.backward()
-        executioner.pass_by("backward", progress.num_rounds + 1)
+        executioner.pass_by("backward", done.value + 1)
         optimizer.step()
         ctx.report(loss=loss)
-        progress.num_rounds += 1
-        if progress.num_rounds % SAVE_EVERY == 0:
+        done.value += 1
+        if done.value % SAVE_EVERY == 0:
             ctx.checkpoint(force=True)
-        executioner.pass_by("end", progress.num_rounds)
-    return {
-        "began": began,
-        "attempt": ctx.attempt,
-        "sha256": _sha256([bare.state_dict(), optimizer.state_dict()]),
-    }
+        executioner.pass_by("end", done.value)
+    digest = _sha256([bare.state_dict(), optimizer.state_dict()])
+    return {"attempt": ctx.attempt, "sha256": digest}

@@ -123,9 +123,7 @@ class Steered:
     """The same, trained until a file in `options["folder"]`, `enough`, ends it: `step` in it is
     the newest one, `<rank>` a pid."""
 
-    @staticmethod
-    def prepare(ctx: RankContext) -> None:
-        prepare(ctx)
+    prepare, evaluate = staticmethod(prepare), staticmethod(evaluate)
 
     @staticmethod
     def train(ctx: RankContext) -> dict[str, Any]:
@@ -144,7 +142,3 @@ class Steered:
             if (folder / "enough").exists():
                 ctx.request_stop("told to")
         return {"steps": ctx.step}
-
-    @staticmethod
-    def evaluate(ctx: RankContext) -> Report:
-        return evaluate(ctx)

@@ -4,8 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.integration.clusters.pbs import running_pbs
-from tests.integration.clusters.processes import Site
+from tests.integration.clusters.sites import Site, running_pbs
 from tests.integration.clusters.slurm import running_slurm, skip_without_slurm
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.clusters.processes import Site
+from tests.integration.clusters.sites import Site
 from tests.support.waiting import HANG_S, becomes_true
 
 NODES = ("node1", "node2")

@@ -3,17 +3,20 @@
 from collections import Counter
 from io import BytesIO
 from pathlib import Path
+from typing import Any
 
 import pytest
 from PIL import Image
 
 from prefect_torch_ddp import (
     CheckpointParams,
+    ClusterParams,
     TrainParams,
     read_ledger,
     train_flow,
 )
 from prefect_torch_ddp.tasks.blocks import fingerprint_of, resolve_source
+from prefect_torch_ddp.tasks.cluster import local_cluster
 from prefect_torch_ddp.tasks.workload import dataset_id, read_workload
 from tests.integration.data.image_files import image_files, write_folder, write_objects
 from tests.integration.tasks.test_s3_storage_flow import all_that_was_recorded
@@ -42,7 +45,7 @@ def images() -> dict[str, bytes]:
 
 
 def test_the_same_workload_trains_on_a_bucket_and_on_a_folder(
-    s3_server: S3Server, tmp_path: Path
+    s3_server: S3Server, shared: ClusterParams, tmp_path: Path
 ) -> None:
     """Data behind a block, read by two ranks' loader processes: the folder's training to the
     last bit; no secret is shown.
@@ -61,6 +64,7 @@ def test_the_same_workload_trains_on_a_bucket_and_on_a_folder(
         "workload": "tests.workloads.data:Indexed",
         "storage": str(tmp_path / "store"),
         "ledger": True,
+        "cluster": shared,
     }
     on_folder = train_flow(TrainParams(**common, source=str(folder)))
     on_bucket = train_flow(TrainParams(**common, source=block))
@@ -75,15 +79,13 @@ def test_the_same_workload_trains_on_a_bucket_and_on_a_folder(
     assert secret not in all_that_was_recorded(flow_run_id_of(on_bucket.flow_run_url))
 
     workload = read_workload("tests.workloads.data:Indexed")
-    assert (
-        dataset_id(workload, {}, fingerprint_of(resolve_source(block)))
-        == on_bucket.dataset.dataset_id
-    )
+
+    def dataset_now() -> str:
+        return dataset_id(workload, {}, fingerprint_of(resolve_source(block)))
+
+    assert dataset_now() == on_bucket.dataset.dataset_id
     bucket.delete("red/001.png")
-    assert (
-        dataset_id(workload, {}, fingerprint_of(resolve_source(block)))
-        != on_bucket.dataset.dataset_id
-    )
+    assert dataset_now() != on_bucket.dataset.dataset_id
 
 
 def test_shards_are_read_in_place_and_each_sample_once(
@@ -92,7 +94,7 @@ def test_shards_are_read_in_place_and_each_sample_once(
     """In a bucket, with a rank killed at step 9, the ledger is clean and the weights are those
     of a directory's run."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    common = {
+    common: dict[str, Any] = {
         "workload": "tests.workloads.data:Packed",
         "ledger": True,
         "checkpoint": CheckpointParams(every_steps=4),
@@ -101,14 +103,12 @@ def test_shards_are_read_in_place_and_each_sample_once(
     bucket = f"s3://{chain_s3_server.bucket}"
     write_objects(chain_s3_server.storage("raw"), image_files(40))
     write_folder(tmp_path / "raw", image_files(40))
-    killed = train_flow(
-        TrainParams(
-            source=f"{bucket}/raw", storage=f"{bucket}/runs", options={"fault": fault}, **common
-        )
-    )
-    plain = train_flow(
-        TrainParams(source=str(tmp_path / "raw"), storage=str(tmp_path / "store"), **common)
-    )
+    in_bucket = {"source": f"{bucket}/raw", "storage": f"{bucket}/runs"}
+    in_folder = {"source": str(tmp_path / "raw"), "storage": str(tmp_path / "store")}
+    with local_cluster(n_workers=2) as cluster:
+        common["cluster"] = ClusterParams(address=cluster.scheduler_address)
+        killed = train_flow(TrainParams(**in_bucket, options={"fault": fault}, **common))
+        plain = train_flow(TrainParams(**in_folder, **common))
     per_class = Counter(name.partition("/")[0] for name in image_files(40))
     for report in (killed, plain):
         assert report.ledger is not None

@@ -7,12 +7,14 @@ import pytest
 
 from prefect_torch_ddp import (
     CheckpointParams,
+    ClusterParams,
     TrainParams,
     read_metrics,
     read_result,
     train_flow,
 )
 from tests.integration.data.image_files import write_cifar10, write_images
+from tests.support.blocks import save_block
 from tests.support.runs import flow_run_id_of, report_of
 from tests.support.s3_server import S3Server
 
@@ -30,35 +32,32 @@ def some_names() -> list[str]:
     return [f"{begin}{middle}{end}" for begin in begins for middle in middles for end in ends]
 
 
-def test_pet_names(chain_s3_server: S3Server, tmp_path: Path) -> None:
+def test_pet_names(s3_server: S3Server, shared: ClusterParams, tmp_path: Path) -> None:
     """From a text file on S3 an LSTM learns, and 50 new names come out, none of which is on the
     list in any case."""
-    source = chain_s3_server.storage()
+    source = s3_server.storage("pets")
     names = some_names()
     source.write("pets.txt", "\r\n".join(["", *names, names[0].upper(), "  "]).encode("utf-8-sig"))
     report = train_flow(
         TrainParams(
             workload="flows.pet_names",
             storage=str(tmp_path),
-            source=source.uri,
+            source=save_block("pets", s3_server, folder="pets"),
+            cluster=shared,
             data_options={"file": "pets.txt"},
             options={"epochs": 10, "hidden": 32, "lr": 0.02},
         )
     )
     new = read_result(tmp_path, report.run_id, "new_names.txt").decode().splitlines()
-    assert (
-        len(new)
-        == len({name.casefold() for name in new})
-        == 50
-        == report.evaluation.metrics["new_names"]
-    )
-    assert not {name.casefold() for name in new} & {name.casefold() for name in names}
+    found = {name.casefold() for name in new}
+    assert len(new) == len(found) == 50 == report.evaluation.metrics["new_names"]
+    assert not found & {name.casefold() for name in names}
     assert report.training.value["num_names"] == 216
     assert report.epochs[-1].metrics["loss"] < 0.8 * report.epochs[0].metrics["loss"]
     assert report.evaluation.loss is not None
 
 
-def test_cifar10_resumes_in_the_midst_of_an_epoch(tmp_path: Path) -> None:
+def test_cifar10_resumes_in_the_midst_of_an_epoch(shared: ClusterParams, tmp_path: Path) -> None:
     """vgg11_bn on 50 images; a killed rank; the training resumes from its checkpoint, with
     validation after each epoch."""
     write_cifar10(tmp_path / "cifar-10-batches-bin", 10)
@@ -67,15 +66,13 @@ def test_cifar10_resumes_in_the_midst_of_an_epoch(tmp_path: Path) -> None:
             workload="tests.workloads.data:KilledCifar10",
             storage=str(tmp_path / "store"),
             source=str(tmp_path / "cifar-10-batches-bin"),
-            options={"epochs": 2, "global_batch_size": 15, "kill_at": 5},
+            options={"epochs": 2, "global_batch_size": 15},
             checkpoint=CheckpointParams(every_steps=4, every_s=None),
+            cluster=shared,
         )
     )
-    assert (report.training.attempt, report.training.num_steps, report.training.num_epochs) == (
-        2,
-        6,
-        2,
-    )
+    training = report.training
+    assert (training.attempt, training.num_steps, training.num_epochs) == (2, 6, 2)
     assert report.training.resumed_from_step == 4
     assert [row.num_samples for row in report.epochs] == [45, 45]
     for row in report.epochs:
@@ -88,24 +85,20 @@ def test_cifar10_resumes_in_the_midst_of_an_epoch(tmp_path: Path) -> None:
     ]
 
 
-def test_land_use(chain_s3_server: S3Server, tmp_path: Path) -> None:
+def test_land_use(s3_server: S3Server, shared: ClusterParams, tmp_path: Path) -> None:
     """21 classes of small JPEG images on S3; in bfloat16, compiled, in micro-batches; the
     confusion matrix is in the report."""
-    how = {"micro_batch_size": 7, "precision": "bfloat16", "compile": "eager"}
-    source = chain_s3_server.storage()
+    how = {"global_batch_size": 28, "micro_batch_size": 7}
+    how |= {"precision": "bfloat16", "compile": "eager"}
+    source = s3_server.storage("land")
     write_images(source, [f"class{number:02}" for number in range(21)], num_each=5)
     report = train_flow(
         TrainParams(
             workload="flows.land_use",
             storage=str(tmp_path),
-            source=source.uri,
-            options={
-                "size": 64,
-                "model": "squeezenet1_1",
-                "epochs": 1,
-                "global_batch_size": 28,
-                **how,
-            },
+            source=save_block("land", s3_server, folder="land"),
+            options={"size": 64, "model": "squeezenet1_1", "epochs": 1} | how,
+            cluster=shared,
         )
     )
     assert (report.training.num_steps, report.training.value["num_classes"]) == (3, 21)

@@ -39,7 +39,7 @@ def training(
     """Train in a thread; give its future and the ranks' pids."""
     pids = folder / "pids"
     pids.mkdir()
-    args = hanging.config_in(folder), hanging.train_for_ever, (str(pids),)
+    args = hanging.config_in(folder), hanging.train_until_enough, (str(pids),)
     with ThreadPoolExecutor(1) as pool:
         gang = pool.submit(run_gang, client, run_with_context, args=args, world_size=2)
         yield gang, pids_in(pids, 2)
@@ -94,7 +94,7 @@ from tests.support.gangs import own_cluster
 from tests.workloads import hanging
 if __name__ == "__main__":
     folder = Path(sys.argv[1])
-    args = hanging.config_in(folder), hanging.train_for_ever, (str(folder / "pids"),)
+    args = hanging.config_in(folder), hanging.train_until_enough, (str(folder / "pids"),)
     with own_cluster(2) as (_, client):
         run_gang(client, run_with_context, args=args, world_size=2)
 """

@@ -9,7 +9,7 @@ from typing import Any
 
 import psutil
 import pytest
-from distributed import Client, Scheduler, Worker
+from distributed import Client, LocalCluster, Scheduler, Worker
 
 from prefect_torch_ddp import run_gang
 from prefect_torch_ddp.params import CheckpointParams
@@ -148,15 +148,14 @@ def test_a_cluster_is_scaled_down_and_up_and_down_while_a_gang_trains(tmp_path: 
     assert all(event.is_move for event in events if isinstance(event, FailureRecord))
 
 
-def test_a_gang_does_not_grow_onto_a_busy_worker(tmp_path: Path) -> None:
+def test_a_gang_does_not_grow_onto_a_busy_worker(dask_client: Client, tmp_path: Path) -> None:
     """While another gang has the worker it trains on through its checkpoints, undisturbed; once
     that gang has gone, it grows."""
     events: list[GangEvent] = []
     options = {"world_size": 1, "max_world_size": 2, "on_event": events.append}
     with (
-        own_cluster(2) as (_, client),
-        sleeping_gang(client, tmp_path / "others", world_size=1) as (other, ranks),
-        training(client, tmp_path, 25, **options) as gang,
+        sleeping_gang(dask_client, tmp_path / "others", world_size=1) as (other, ranks),
+        training(dask_client, tmp_path, 25, **options) as gang,
     ):
         begun(tmp_path / "marks", 1, 0)
         wait_until(lambda: len(saved_steps(tmp_path)) >= MANY)
@@ -169,7 +168,9 @@ def test_a_gang_does_not_grow_onto_a_busy_worker(tmp_path: Path) -> None:
     assert attempts_in(events) == [(1, 1), (2, 2)]
 
 
-def test_two_gangs_that_may_grow_both_train(tmp_path: Path) -> None:
+def test_two_gangs_that_may_grow_both_train(
+    dask_cluster: LocalCluster, dask_client: Client, tmp_path: Path
+) -> None:
     """Both begin at once where two workers are free. Who gets one or none doesn't wait for two: it
     begins with the one rank that it asked for as soon as another worker joins."""
     folders = [tmp_path / name for name in ("a", "b")]
@@ -177,11 +178,10 @@ def test_two_gangs_that_may_grow_both_train(tmp_path: Path) -> None:
         folder.mkdir()
     options = {"world_size": 1, "max_world_size": 2}
     with (
-        own_cluster(2) as (cluster, client),
-        Client(cluster) as second,
-        training(client, folders[0], **options) as gang,
+        Client(dask_cluster) as second,
+        training(dask_client, folders[0], **options) as gang,
         training(second, folders[1], **options) as other,
-        extra_worker(cluster, 3),
+        extra_worker(dask_cluster, 3),
     ):
         for folder in folders:
             begun(folder / "marks", 1, 0)

@@ -4,6 +4,7 @@ from typing import Any
 
 import nbformat
 import pytest
+from distributed import LocalCluster
 from nbclient import NotebookClient
 
 from tests.support.gangs import by_rank
@@ -15,7 +16,7 @@ DEFINE = """
 import torch
 import torch.distributed as dist
 from dataclasses import dataclass
-from distributed import Client, LocalCluster
+from distributed import Client
 from prefect_torch_ddp import run_gang
 
 @dataclass(frozen=True)
@@ -31,10 +32,8 @@ def score(weight: float, *, key: str) -> Score:
     dist.all_reduce(total)
     print("scored", key)
     return Score(dist.get_rank(), float(total))
-
-cluster = LocalCluster(n_workers=2, threads_per_worker=1, processes=True, dashboard_address=":0")
-client = Client(cluster)
 """
+CONNECT = "client = Client({!r})"
 RUN = """
 values = run_gang(client, score, args=(2.0,), kwargs={"key": "mine"}, world_size=2)
 print(values, all(type(value) is Score for value in values))
@@ -56,21 +55,19 @@ try:
 except Exception as error:
     print(type(error).__name__, error.rank, type(error.__cause__) is MyError, error.__cause__)
 """
-CLOSE = "client.close(); cluster.close()"
+CLOSE = "client.close()"
 
 
-def test_functions_and_classes_of_a_notebook_run_on_ranks(tmp_path: Any) -> None:
+def test_functions_and_classes_of_a_notebook_run_on_ranks(
+    dask_cluster: LocalCluster, tmp_path: Any
+) -> None:
     """A function of its cells runs; edits count; values and errors are the cells' own classes."""
-    sources = [DEFINE, RUN, CHANGE, FAIL, CLOSE]
-    notebook = nbformat.v4.new_notebook(
-        cells=[nbformat.v4.new_code_cell(source) for source in sources]
-    )
-    NotebookClient(
-        notebook,
-        timeout=120,
-        kernel_name="python3",
-        resources={"metadata": {"path": str(tmp_path)}},
-    ).execute()
+    connect = CONNECT.format(dask_cluster.scheduler_address)
+    sources = [DEFINE + connect, RUN, CHANGE, FAIL, CLOSE]
+    cells = [nbformat.v4.new_code_cell(source) for source in sources]
+    notebook = nbformat.v4.new_notebook(cells=cells)
+    where = {"metadata": {"path": str(tmp_path)}}
+    NotebookClient(notebook, timeout=120, kernel_name="python3", resources=where).execute()
     _, ran, changed, failed, _ = [text_of(cell) for cell in notebook.cells]
     assert ran["stdout"] == "[Score(rank=0, total=26.0), Score(rank=1, total=26.0)] True\n"
     assert {f"[rank {rank}] scored mine" for rank in (0, 1)} <= set(

@@ -95,10 +95,9 @@ def check_that_all_is_right(
 
 
 CASES = {
-    "ceph, bursts of 503 and 500": ("ceph", ("503", "500")),
     "ceph, broken connections": ("ceph", ("reset", "cut", "lost answer")),
     "ceph, damaged answers": ("ceph", ("truncated", "changed byte", "wrong ETag")),
-    "ceph, slow and silent": ("ceph", ("slow", "hangs")),
+    "ceph, busy, slow or silent": ("ceph", ("503", "500", "slow", "hangs")),
     "moto, all together": ("moto", tuple(FAULTS)),
 }
 

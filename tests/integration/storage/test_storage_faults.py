@@ -66,6 +66,13 @@ def train(
     return run_ranks(run_with_context, 2, config, *through)
 
 
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Return the digest of the weights when nothing happens."""
+    values = train(DirectoryStorage(tmp_path_factory.mktemp("undisturbed")))
+    return str(values[0]["sha256"])
+
+
 def steps_of(storage: Storage) -> list[int]:
     """Return the steps of the complete checkpoints; nothing else may lie about."""
     manifests = list_manifests(storage, "run")
@@ -103,7 +110,7 @@ def check_told(values: list[dict[str, Any]], plan: dict[int, str], reason: str) 
     ids=["full", "read-only"],
 )
 def test_a_training_outlives_a_disk_that_fails(
-    tmp_path: Path, small_disk: Path, plan: dict[int, str], reason: str
+    undisturbed: str, small_disk: Path, plan: dict[int, str], reason: str
 ) -> None:
     """A real file system, full or read-only for three steps: a warning names the object; then
     it goes on, nothing is left."""
@@ -116,8 +123,7 @@ def test_a_training_outlives_a_disk_that_fails(
     )
     assert steps_of(storage) == [7, 8, 9]
     assert not list((small_disk / "store" / ".tmp").iterdir())
-    undisturbed = train(DirectoryStorage(tmp_path / "undisturbed"))
-    assert {value["sha256"] for value in values} == {undisturbed[0]["sha256"]}
+    assert {value["sha256"] for value in values} == {undisturbed}
 
 
 @pytest.mark.parametrize("plan", [{4: "fill"}, {4: "ro"}], ids=["full", "read-only"])
@@ -141,9 +147,7 @@ def test_a_disk_that_fails_to_the_end_keeps_the_last_good_checkpoint(
     "fault", [answer(503, "SlowDown"), answer(507, "XMinioStorageFull")], ids=["503", "507"]
 )
 def test_a_training_outlives_a_server_that_is_down(
-    tmp_path: Path,
-    open_s3_server: Any,
-    fault: Any,
+    tmp_path: Path, undisturbed: str, open_s3_server: Any, fault: Any
 ) -> None:
     """A real S3 server answers nothing but errors for two steps; then checkpoints go on,
     nothing is left of the failed."""
@@ -153,17 +157,13 @@ def test_a_training_outlives_a_server_that_is_down(
     ) as wire:
         storage = open_s3_server.storage(endpoint_url=wire.endpoint_url, max_attempts=2)
         values = train(storage, place, plan)
-        check_told(
-            values,
-            plan,
-            "overloaded or down" if "503" in values[0]["troubles"][5] else "the store is full",
-        )
+        is_busy = "503" in values[0]["troubles"][5]
+        check_told(values, plan, "overloaded or down" if is_busy else "the store is full")
         assert steps_of(storage) == [7, 8, 9]
-    undisturbed = train(DirectoryStorage(tmp_path / "undisturbed"))
-    assert {value["sha256"] for value in values} == {undisturbed[0]["sha256"]}
+    assert {value["sha256"] for value in values} == {undisturbed}
 
 
-def test_a_training_outlives_a_store_that_hangs(tmp_path: Path, ceph_server: Any) -> None:
+def test_a_training_outlives_a_store_that_hangs(undisturbed: str, ceph_server: Any) -> None:
     """Ceph takes requests and answers none for two steps, as with full disks: each checkpoint
     is given up in bounded time."""
     plan = {4: "pause", 6: "unpause"}
@@ -174,8 +174,7 @@ def test_a_training_outlives_a_store_that_hangs(tmp_path: Path, ceph_server: Any
         ceph_server.ceph("osd", "unset", "pause")
     check_told(values, plan, "the endpoint didn't answer in time")
     assert steps_of(storage) == [7, 8, 9]
-    undisturbed = train(DirectoryStorage(tmp_path / "undisturbed"))
-    assert {value["sha256"] for value in values} == {undisturbed[0]["sha256"]}
+    assert {value["sha256"] for value in values} == {undisturbed}
 
 
 def test_one_rank_that_cant_write_is_named(tmp_path: Path) -> None:

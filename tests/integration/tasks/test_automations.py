@@ -1,5 +1,5 @@
-"""The automations that are shipped, against a real server: a committed checkpoint is evaluated,
-and a training that failed is told of."""
+"""The automation that tells of failed trainings, against a real server; test_shell_blocks has the
+one that evaluates checkpoints."""
 
 import json
 import os
@@ -13,18 +13,14 @@ from typing import Any
 
 import pytest
 from distributed import LocalCluster
-from prefect.client.orchestration import get_client
-from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterTags
-from prefect.client.schemas.objects import FlowRun
 
 from prefect_torch_ddp import RankFailedError, train_flow
 from tests.integration.tasks.test_recovery import params_of
 from tests.support.waiting import wait_until
-from tests.support.workers import ROOT, prefect, worker_running
+from tests.support.workers import ROOT
 
 pytestmark = [
     pytest.mark.extended,
-    pytest.mark.long,
     pytest.mark.timeout(600),
     pytest.mark.usefixtures("prefect_api"),
 ]
@@ -51,39 +47,6 @@ def posted() -> Iterator[tuple[str, list[Any]]]:
     server.shutdown()
     thread.join()
     server.server_close()
-
-
-@pytest.fixture
-def worker(prefect_api: str) -> Iterator[None]:
-    """Deploy deployments/on_checkpoint.yaml as documented, and run a worker."""
-    with worker_running():
-        prefect("deploy", "--all", "--prefect-file", "deployments/on_checkpoint.yaml")
-        yield
-        prefect("deployment", "delete", "evaluate-checkpoint/on-checkpoint")
-
-
-def evaluations() -> list[FlowRun]:
-    """Return the flow runs that the automation made."""
-    tags = FlowRunFilterTags(all_=["train-ddp"])
-    with get_client(sync_client=True) as client:
-        found = client.read_flow_runs(flow_run_filter=FlowRunFilter(tags=tags))
-    return [run for run in found if "checkpoint" in run.parameters]
-
-
-@pytest.mark.usefixtures("worker")
-def test_a_committed_checkpoint_is_evaluated(dask_cluster: LocalCluster, tmp_path: Path) -> None:
-    """By the run's own workload, parameters and data, from its record alone."""
-    store = tmp_path / "checkpoints" / "store"
-    report = train_flow(params_of(store, dask_cluster.scheduler_address))
-
-    def states() -> set[str | None]:
-        return {run.state_name for run in evaluations()}
-
-    # While one runs, others are passed over.
-    ended = ({"Completed"}, {"Completed", "Cancelled"})
-    wait_until(lambda: states() in ended, what="the end of all evaluations", timeout_s=300)
-    uris = {run.parameters["checkpoint"] for run in evaluations()}
-    assert uris == {f"{store}/runs/{report.run_id}"}
 
 
 def test_a_failed_training_is_told_of(

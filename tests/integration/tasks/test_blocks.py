@@ -90,14 +90,6 @@ def test_every_kind_of_reference_works(
     check_every_reference(s3_server, "s3", monkeypatch)
 
 
-@pytest.mark.extended
-def test_every_kind_of_reference_works_on_ceph(
-    ceph_server: S3Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On another store."""
-    check_every_reference(ceph_server, "ceph", monkeypatch)
-
-
 def test_client_parameters_are_honoured(s3_server: S3Server, tmp_path: Path) -> None:
     """Certificates, addressing and anonymous use come along; a profile is named, not resolved:
     its credentials stay on the machines that have it."""
@@ -232,7 +224,7 @@ def test_registered_again_a_block_is_changed(s3_server: S3Server) -> None:
     assert {"S3 Bucket/registered", "AWS Credentials/registered-credentials"} <= there.keys()
     with pytest.raises(StorageError, match="the secret is wrong"):
         resolve_storage("s3-bucket/registered").check_writable()
-    for folder in ("one", "two", "two"):
+    for folder in ("two", "two"):
         again = register(**place, S3_FOLDER=folder)
         assert again.returncode == 0, again.stderr
         assert secret not in again.stdout + again.stderr

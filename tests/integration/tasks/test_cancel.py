@@ -19,14 +19,13 @@ from prefect.client.orchestration import get_client
 from prefect.states import AwaitingRetry
 from prefect_dask.task_runners import PrefectDaskFuture
 
-from prefect_torch_ddp import CheckpointParams, ClusterParams, TrainParams
+from prefect_torch_ddp import CheckpointParams, ClusterParams, TrainParams, train_flow
 from prefect_torch_ddp.checkpoint.manifest import list_manifests
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.tasks.run import run_id_of
 from prefect_torch_ddp.tasks.watch.cancel import stop_task
 from tests.support.gangs import pids_in
 from tests.support.runs import logs_of, newest_flow_run, states_of, states_passed, task_runs_of
-from tests.support.separate_cluster import separate_cluster
 from tests.support.waiting import HANG_S, wait_until
 
 pytestmark = pytest.mark.usefixtures("prefect_api")
@@ -38,7 +37,8 @@ FLOW = """
 import sys
 from prefect_torch_ddp import TrainParams, train_flow
 if __name__ == "__main__":
-    train_flow(TrainParams.model_validate_json(sys.argv[1]))
+    training = train_flow(TrainParams.model_validate_json(sys.argv[1])).training
+    print("attempt", training.attempt, training.resumed_from_step)
 """
 USER_FLOW = """
 import sys
@@ -56,7 +56,7 @@ train = ddp_task(
     storage=sys.argv[2],
     checkpoint=CheckpointParams(every_steps=50, every_s=None),
     retries=3,
-)(hanging.train_for_ever).with_options(name="train")
+)(hanging.train_until_enough).with_options(name="train")
 
 CLUSTER = {"n_workers": 2, "threads_per_worker": 1, "dashboard_address": ":0"}
 
@@ -168,29 +168,24 @@ def check_cancelled(folder: Path) -> None:
 
 
 @pytest.mark.extended
-def test_sigterm_of_a_flow_on_the_cluster_of_others(tmp_path: Path) -> None:
+def test_sigterm_of_a_flow_on_the_cluster_of_others(tmp_path: Path, shared: ClusterParams) -> None:
     """The cluster goes on to live, and the next run on it works."""
-    with separate_cluster(tmp_path / "cluster") as cluster:
-        on_it = ClusterParams(address=cluster.address)
-        with flow_process(
-            tmp_path, params_of(tmp_path, cluster=on_it).model_dump_json()
-        ) as process:
-            ranks = ranks_of(tmp_path)
-            wait_for_checkpoint(tmp_path)
-            process.terminate()
-            wait_until_gone(ranks)
-            process.wait(HANG_S)
-        check_cancelled(tmp_path)
-        next_run = TrainParams(
-            workload="tests.workloads.tiny", storage=str(tmp_path / "store"), cluster=on_it
-        )
-        command = [sys.executable, str(tmp_path / "flow.py"), next_run.model_dump_json()]
-        subprocess.run(command, check=True, timeout=HANG_S, capture_output=True)
+    with flow_process(tmp_path, params_of(tmp_path, cluster=shared).model_dump_json()) as process:
+        ranks = ranks_of(tmp_path)
+        wait_for_checkpoint(tmp_path)
+        process.terminate()
+        wait_until_gone(ranks)
+        process.wait(HANG_S)
+    check_cancelled(tmp_path)
+    given = {"workload": "tests.workloads.tiny", "storage": str(tmp_path / "store")}
+    assert train_flow(TrainParams(**given, cluster=shared)).training.num_steps == 21
 
 
 @pytest.mark.extended
 @pytest.mark.parametrize(("stage", "num_ranks"), [("prepare", 1), ("evaluate", 2)])
-def test_cancel_of_a_run_that_does_not_train(tmp_path: Path, stage: str, num_ranks: int) -> None:
+def test_cancel_of_a_run_that_does_not_train(
+    tmp_path: Path, shared: ClusterParams, stage: str, num_ranks: int
+) -> None:
     """What only prepares or evaluates has nothing to save: its ranks go at once, and its states
     are Cancelled as well."""
     (tmp_path / "pids").mkdir()
@@ -198,6 +193,7 @@ def test_cancel_of_a_run_that_does_not_train(tmp_path: Path, stage: str, num_ran
         workload="tests.workloads.tiny",
         storage=str(tmp_path / "store"),
         data_options={"linger": {"stage": stage, "pids": str(tmp_path / "pids")}},
+        cluster=shared,
     )
     with flow_process(tmp_path, params.model_dump_json()) as process:
         ranks = ranks_of(tmp_path, num_ranks)
@@ -230,27 +226,30 @@ def test_while_the_cluster_starts(tmp_path: Path) -> None:
 
 
 @pytest.mark.extended
-def test_before_the_task_has_begun(tmp_path: Path) -> None:
+def test_before_the_task_has_begun(
+    tmp_path: Path, shared: ClusterParams, dask_client: Client
+) -> None:
     """The workers of others are busy, so Prefect hasn't heard of the task yet: it is taken
     back, and never runs."""
-    with separate_cluster(tmp_path / "cluster") as cluster, Client(cluster.address) as client:
-        release = str(tmp_path / "release")
-        busy = [
-            client.submit(_until_there, release, i, workers=[address], pure=False)
-            for i, address in enumerate(client.nthreads())
-        ]
-        params = params_of(tmp_path, cluster=ClusterParams(address=cluster.address))
+    release = str(tmp_path / "release")
+    busy = [
+        dask_client.submit(_until_there, release, i, workers=[address], pure=False)
+        for i, address in enumerate(dask_client.nthreads())
+    ]
+    try:
+        params = params_of(tmp_path, cluster=shared)
         with flow_process(tmp_path, params.model_dump_json()) as process:
-            wait_until(lambda: len(client.run_on_scheduler(_unready)) > len(busy))
+            wait_until(lambda: len(dask_client.run_on_scheduler(_unready)) > len(busy))
             # The scheduler hears of a task before the flow's `submit` returns and it waits.
             flow = psutil.Process(process.pid)
             wait_until(lambda: flow.cpu_percent(interval=1.0) < RESTS_PERCENT)
             process.terminate()
             assert process.wait(HANG_S) != 0
         flow_run_id = check_flow_cancelled("its task had not begun")
+    finally:
         Path(release).touch()
-        client.gather(busy)
-        wait_until(lambda: not client.run_on_scheduler(_unready))
+    dask_client.gather(busy)
+    wait_until(lambda: not dask_client.run_on_scheduler(_unready))
     assert not task_runs_of(flow_run_id)
 
 
@@ -265,9 +264,9 @@ def _unready(dask_scheduler: object) -> list[str]:
 
 
 @pytest.mark.extended
-def test_while_a_retry_waits(tmp_path: Path) -> None:
+def test_while_a_retry_waits(tmp_path: Path, shared: ClusterParams) -> None:
     """Between two attempts nothing runs: no grace is waited for, and the retry doesn't come."""
-    params = params_of(tmp_path, retries=2, retry_delay_s=200.0, max_restarts=0)
+    params = params_of(tmp_path, cluster=shared, retries=2, retry_delay_s=200.0, max_restarts=0)
     params.options["fault"] = {"how": "raise", "step": 60, "rank": 1, "attempts": [1]}
     with flow_process(tmp_path, params.model_dump_json()) as process:
         ranks_of(tmp_path)

@@ -75,22 +75,17 @@ def test_scheduler_and_workers_of_others(tmp_path: Path) -> None:
 
 
 def test_the_ranks_of_a_local_cluster_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where one worker holds several; a thread too many costs a multiple of the time."""
+    """Also where one worker holds several; a thread too many costs a multiple of the time. The
+    cluster leaves no setting in this process: its workers' log level would be that of the next
+    cluster and of subprocesses."""
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    monkeypatch.delenv("DASK_LOGGING__DISTRIBUTED")
     with (
         local_cluster(n_workers=2, ranks_per_worker=CPU_COUNT) as cluster,
         Client(cluster) as client,
     ):
-        told = client.run(os.getenv, "OMP_NUM_THREADS")
-    assert list(told.values()) == ["1", "1"]
-
-
-def test_a_local_cluster_leaves_no_setting_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its workers' log level would be that of the next cluster and of subprocesses."""
-    monkeypatch.delenv("DASK_LOGGING__DISTRIBUTED")
-    with local_cluster(n_workers=1) as cluster, Client(cluster) as client:
-        told = client.run(os.getenv, "DASK_LOGGING__DISTRIBUTED")
-        assert list(told.values()) == ["warning"]
+        for name, told in (("OMP_NUM_THREADS", "1"), ("DASK_LOGGING__DISTRIBUTED", "warning")):
+            assert list(client.run(os.getenv, name).values()) == [told, told]
         assert "DASK_LOGGING__DISTRIBUTED" not in os.environ
 
 
@@ -181,12 +176,14 @@ def test_a_worker_that_joins_makes_a_run_larger(tmp_path: Path) -> None:
         joins = pool.submit(join)
         report = train_flow(params)
         joins.result()
+        stack.close()  # the worker that joined
+        run = f"{tmp_path / 'store'}/runs/{report.run_id}"
+        cannot_grow = ClusterParams(address=cluster.scheduler_address)
+        assert evaluate_flow(run, cluster=cannot_grow).num_samples == 21
     training = report.training
     assert (training.attempt, training.world_size, report.evaluation.num_samples) == (2, 2, 21)
     assert training.resumed_from_step
     assert training.failures == ()
-    run = f"{tmp_path / 'store'}/runs/{training.run_id}"
-    assert evaluate_flow(run, cluster=ClusterParams()).num_samples == 21, "where it can't grow"
     (first, _) = only_record(tmp_path / "store").attempts
     assert (first.world_size, first.step) == (1, training.resumed_from_step)
     names = [event["event"] for event in events_of(flow_run_id_of(report.flow_run_url))]

@@ -1,15 +1,16 @@
 """A deployment's run, by a real server, a process work pool and a worker, is cancelled."""
 
-import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 from prefect.client.orchestration import get_client
+from prefect.deployments import run_deployment
 from prefect.flow_runs import suspend_flow_run
+from prefect.settings import PREFECT_API_URL, temporary_settings
 
-from prefect_torch_ddp import ClusterParams
+from prefect_torch_ddp import TrainParams
 from prefect_torch_ddp.checkpoint.keys import finished_key
 from prefect_torch_ddp.results import TrainingSummary
 from prefect_torch_ddp.storage.directory import DirectoryStorage
@@ -22,55 +23,50 @@ from tests.integration.tasks.test_cancel import (
 )
 from tests.support.gangs import pids_in
 from tests.support.runs import steered
-from tests.support.separate_cluster import separate_cluster
 from tests.support.waiting import wait_until
 from tests.support.workers import prefect, worker_running
 
 pytestmark = [pytest.mark.extended, pytest.mark.long]
 
 
-@pytest.fixture
-def deployed(prefect_api: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Deploy deployments/prefect.yaml and run a worker; gives the API URL."""
-    monkeypatch.setenv("WHEN_BUSY", "ENQUEUE")
-    with worker_running():
-        prefect("deploy", "--name", "nightly", "--prefect-file", "deployments/prefect.yaml")
-        yield prefect_api
+@pytest.fixture(scope="module", autouse=True)
+def _deployed(prefect_server: str) -> Iterator[None]:
+    """Deploy deployments/prefect.yaml and run a worker."""
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        temporary_settings({PREFECT_API_URL: prefect_server}),
+    ):
+        patch.setenv("PREFECT_API_URL", prefect_server)
+        patch.setenv("WHEN_BUSY", "ENQUEUE")
+        with worker_running():
+            prefect("deploy", "--name", "nightly", "--prefect-file", "deployments/prefect.yaml")
+            yield
 
 
-@pytest.mark.parametrize("whose", ["its own", "others"])
-def test_cancel_leaves_a_checkpoint_and_nothing_else(
-    deployed: str, tmp_path: Path, whose: str
-) -> None:
+def begin(params: TrainParams) -> None:
+    """Ask for a run."""
+    given = {"params": params.model_dump(mode="json")}
+    run_deployment("train-ddp/nightly", parameters=given, timeout=0)  # seconds: don't wait
+
+
+def test_cancel_leaves_a_checkpoint_and_nothing_else(tmp_path: Path) -> None:
     """`prefect flow-run cancel`: one step for all ranks, its checkpoint, ranks gone, states
-    Cancelled; any cluster."""
-    with contextlib.ExitStack() as stack:
-        params = params_of(tmp_path)
-        if whose == "others":
-            address = stack.enter_context(separate_cluster(tmp_path / "cluster")).address
-            params = params.model_copy(update={"cluster": ClusterParams(address=address)})
-        given = f"params={params.model_dump_json()}"
-        prefect("deployment", "run", "train-ddp/nightly", "--param", given)
-        ranks = [psutil.Process(pid) for pid in pids_in(tmp_path / "pids", 2, timeout_s=150)]
-        family = list(ranks)
-        if whose == "its own":
-            family += [
-                parent
-                for rank in ranks
-                for parent in rank.parents()
-                if "prefect_torch_ddp.rank.fork_server" in parent.cmdline()
-            ]
-        wait_for_checkpoint(tmp_path)
-        prefect("flow-run", "cancel", str(newest_run()[0]))
-        wait_until(lambda: not any(process.is_running() for process in family))
-        check_cancelled(tmp_path)
+    Cancelled."""
+    begin(params_of(tmp_path))
+    ranks = [psutil.Process(pid) for pid in pids_in(tmp_path / "pids", 2, timeout_s=150)]
+    above = {parent for rank in ranks for parent in rank.parents()}
+    servers = [each for each in above if "prefect_torch_ddp.rank.fork_server" in each.cmdline()]
+    assert servers
+    wait_for_checkpoint(tmp_path)
+    prefect("flow-run", "cancel", str(newest_run()[0]))
+    wait_until(lambda: not any(process.is_running() for process in (*ranks, *servers)))
+    check_cancelled(tmp_path)
 
 
-def test_a_suspended_run_goes_on_once_it_is_resumed(deployed: str, tmp_path: Path) -> None:
+def test_a_suspended_run_goes_on_once_it_is_resumed(tmp_path: Path) -> None:
     """Suspended, as by the UI: all ranks stop after one step and save it, and the flow's process
     ends; resumed, a new one goes on from that step, and the run completes."""
-    given = f"params={steered(tmp_path).model_dump_json()}"
-    prefect("deployment", "run", "train-ddp/nightly", "--param", given)
+    begin(steered(tmp_path))
     ranks = pids_in(tmp_path, 2, timeout_s=150)
     wait_until((tmp_path / "step").exists)
     flow_run_id, run_id = newest_run()

@@ -207,11 +207,13 @@ def test_a_failed_run_is_resumed(
     prefect_api: str, params: Params, undisturbed: TrainReport, tmp_path: Path
 ) -> None:
     """By a new run with resume_from, its id or its place, and by `prefect flow-run retry` in
-    another process."""
-    store = tmp_path / "store"
+    another process. The evaluation fails there: retried with another Prefect home, where Prefect's
+    results are out of reach, as on another machine, it evaluates and makes no attempt."""
+    store, retried = tmp_path / "store", str(tmp_path / "retried")
+    options = {"fault": KILLED, "fail_evaluation_once": retried}
     with pytest.raises(RankFailedError, match="SIGKILL"):
         # The command line loads the flow from its file, which workers of others don't know.
-        train_flow(params(options={"fault": KILLED}, cluster=ClusterParams()))
+        train_flow(params(options=options, cluster=ClusterParams()))
     (failed,) = (path.name for path in (store / "runs").iterdir())
     elsewhere = str(tmp_path / "elsewhere")
     for reference, where in ((failed, str(store)), (f"{store}/runs/{failed}", elsewhere)):
@@ -219,9 +221,15 @@ def test_a_failed_run_is_resumed(
         assert report.training.resumed_from_step in (5, 10)
         assert (report.training.attempt, report.run_id != failed) == (1, True)
         assert weights(report) == weights(undisturbed)
-    flow_run_id = retry_train_flow(prefect_api, failed, tmp_path / "home")
-    assert newest_attempt(DirectoryStorage(store), failed) == 2
+    storage, homes = DirectoryStorage(store), (tmp_path / "home", tmp_path / "other-home")
+    flow_run_id = retry_train_flow(prefect_api, failed, homes[0], ends="Failed")
     wait_until_said(flow_run_id, "resuming from the checkpoint of step", f"of run {failed}")
+    wait_until_said(flow_run_id, "told to fail once")
+    before = read_records(storage, failed)
+    retry_train_flow(prefect_api, failed, homes[1])
+    wait_until_said(flow_run_id, "the training has finished already, in attempt 2")
+    assert newest_attempt(storage, failed) == 2
+    assert read_records(storage, failed) == before
     exported = store / "runs" / failed / "models/000002/model.safetensors"
     assert exported.read_bytes() == weights(undisturbed)
 
@@ -258,20 +266,3 @@ def test_tonight_goes_on_with_yesterday(
     page = report_of(newest_flow_run().id)  # the run in between is newer, and no better
     assert f"Compared with run `{resumed.run_id}` of " in page
     assert ", whose weights it began with: accuracy " in page
-
-
-def test_a_finished_training_is_not_run_again_on_another_machine(
-    prefect_api: str, params: Params, tmp_path: Path
-) -> None:
-    """The flow failed in its evaluation; `prefect flow-run retry` with another Prefect home, where
-    Prefect's result is out of reach, evaluates, and makes no attempt."""
-    options = {"fail_evaluation_once": str(tmp_path / "failed")}
-    with pytest.raises(RankFailedError, match="told to fail once"):
-        train_flow(params(world_size=1, options=options, cluster=ClusterParams()))
-    (folder,) = (tmp_path / "store" / "runs").iterdir()
-    storage = DirectoryStorage(tmp_path / "store")
-    before = read_records(storage, folder.name)
-    flow_run_id = retry_train_flow(prefect_api, folder.name, tmp_path / "home")
-    wait_until_said(flow_run_id, "the training has finished already, in attempt 1")
-    assert newest_attempt(storage, folder.name) == 1
-    assert read_records(storage, folder.name) == before

@@ -12,15 +12,23 @@ import pytest
 from prefect.client.orchestration import get_client
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
-from prefect_torch_ddp import CheckpointParams, RankFailedError, TrainParams, train_flow
+from prefect_torch_ddp import (
+    CheckpointParams,
+    ClusterParams,
+    RankFailedError,
+    TrainParams,
+    train_flow,
+)
 from prefect_torch_ddp.protocol.events import Progress
 from prefect_torch_ddp.records.run_record import RunRecord
+from prefect_torch_ddp.tasks.cluster import local_cluster
 from prefect_torch_ddp.tasks.report.artifacts import ArtifactWriter, key
 from prefect_torch_ddp.tasks.report.curves import Curves
 from prefect_torch_ddp.tasks.report.progress import TrainingProgress
 from prefect_torch_ddp.tasks.report.report import render_page
 from prefect_torch_ddp.tasks.report.view import RunView
 from tests.support.browser import Page, Scheme, browser
+from tests.support.runs import steered
 from tests.support.servers import prefect_server_in
 from tests.support.waiting import wait_until
 
@@ -49,6 +57,17 @@ def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     ):
         patch.setenv("PREFECT_API_URL", url)
         yield url
+
+
+@pytest.fixture(scope="module")
+def params(api: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+    """Run a cluster for the flows of this module; gives where they train and save.
+
+    Of its own: Prefect's events go from a Dask worker to the first server that it had.
+    """
+    with local_cluster(n_workers=2) as cluster:
+        at = ClusterParams(address=cluster.scheduler_address)
+        yield {"storage": str(tmp_path_factory.mktemp("store")), "cluster": at}
 
 
 @pytest.fixture
@@ -81,21 +100,15 @@ def pages_of(workload: str) -> list[Any]:
     return [one for one in found if one.key == key("report", f"train-ddp/{workload}")]
 
 
-def test_a_run_is_seen_while_it_trains_and_at_its_end(api: str, page: Page, tmp_path: Path) -> None:
+def test_a_run_is_seen_while_it_trains_and_at_its_end(
+    api: str, page: Page, params: dict[str, Any], tmp_path: Path
+) -> None:
     """Headline, curves, ranks and where the model is."""
-    workload, folder = "tests.workloads.tiny:Steered", tmp_path / "steered"
-    folder.mkdir()
-    params = TrainParams(
-        workload=workload,
-        storage=str(tmp_path / "store"),
-        # Of its own: Prefect's events go from a Dask worker to the first server that it had.
-        checkpoint=CheckpointParams(every_steps=50),
-        options={"folder": str(folder)},
-    )
+    workload, saves = "tests.workloads.tiny:Steered", CheckpointParams(every_steps=50)
 
     def train() -> None:
         with temporary_settings({PREFECT_API_URL: api}):
-            train_flow(params)
+            train_flow(steered(tmp_path / "steered", checkpoint=saves, **params))
 
     thread = threading.Thread(target=train)
     thread.start()
@@ -104,7 +117,7 @@ def test_a_run_is_seen_while_it_trains_and_at_its_end(api: str, page: Page, tmp_
         (live,) = pages_of(workload)
         look(page, api, live.id, "training", "tiny:Steered: training", "Ranks", "Metrics")
     finally:
-        (folder / "enough").touch()
+        (tmp_path / "steered" / "enough").touch()
         thread.join()
     (last,) = pages_of(workload)
     assert last.id == live.id
@@ -113,16 +126,14 @@ def test_a_run_is_seen_while_it_trains_and_at_its_end(api: str, page: Page, tmp_
 
 
 def test_a_run_that_failed_for_good_shows_the_users_exception(
-    api: str, page: Page, tmp_path: Path
+    api: str, page: Page, params: dict[str, Any]
 ) -> None:
     """With its rank, its attempt and its step, in the headline's place and among the failures."""
     workload = "tests.workloads.tiny"
     fault = {"how": "raise", "step": 5, "rank": 1, "attempts": [1, 2]}
-    params = TrainParams(
-        workload=workload, storage=str(tmp_path / "store"), max_restarts=1, options={"fault": fault}
-    )
+    given = {"workload": workload, "max_restarts": 1, "options": {"fault": fault}}
     with pytest.raises(RankFailedError, match="told to fail"):
-        train_flow(params)
+        train_flow(TrainParams(**given, **params))
     (last,) = pages_of(workload)
     error = "RankFailedError: rank 1 on", "failed in attempt 2: ValueError: told to fail"
     look(page, api, last.id, "failed", "tiny: failed in step 5", *error, "Attempts")

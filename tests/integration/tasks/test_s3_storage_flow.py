@@ -9,7 +9,7 @@ import psutil
 import pytest
 from prefect.client.orchestration import get_client
 
-from prefect_torch_ddp import CheckpointParams, StorageError, TrainParams, train_flow
+from prefect_torch_ddp import CheckpointParams, ClusterParams, StorageError, TrainParams, train_flow
 from tests.support.blocks import FOLDER, save_block
 from tests.support.gangs import by_rank
 from tests.support.runs import artifacts_of, flow_run_id_of, logs_of, states_of, task_runs_of
@@ -41,14 +41,16 @@ def persisted() -> dict[Path, bytes]:
 
 
 def test_everything_of_a_run_is_in_the_bucket(
-    ceph_server: S3Server, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+    ceph_server: S3Server,
+    shared: ClusterParams,
+    caplog: pytest.LogCaptureFixture,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     """Dataset, checkpoints and metrics are objects, the secret key is nowhere, and a second run
     prepares nothing."""
     _, secret = ceph_server.keys["owner"]
-    params = TrainParams(
-        workload="tests.workloads.tiny", storage=save_block("training", ceph_server)
-    )
+    block = save_block("training", ceph_server)
+    params = TrainParams(workload="tests.workloads.tiny", storage=block, cluster=shared)
     before = persisted()
     first, second = train_flow(params), train_flow(params)
 
@@ -89,12 +91,13 @@ def test_everything_of_a_run_is_in_the_bucket(
 
 
 def test_a_run_begins_from_the_checkpoint_of_another_storage(
-    s3_server: S3Server, tmp_path: Path
+    s3_server: S3Server, shared: ClusterParams, tmp_path: Path
 ) -> None:
     """From the bucket of a block into a directory; the bucket stays as it was."""
     block, bucket = save_block("resumed", s3_server), s3_server.storage(FOLDER)
     policy = CheckpointParams(every_steps=5, keep_last=9)
-    params = TrainParams(workload="tests.workloads.tiny", seed=3, checkpoint=policy)
+    given = {"workload": "tests.workloads.tiny", "cluster": shared}
+    params = TrainParams(**given, seed=3, checkpoint=policy)
     first = train_flow(params.model_copy(update={"storage": block, "options": {"epochs": 1}}))
     there = {found.key: bucket.read(found.key) for found in bucket.list("runs/")}
     in_folder = {"storage": str(tmp_path), "resume_from": f"{block}/runs/{first.run_id}"}

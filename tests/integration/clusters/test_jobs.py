@@ -1,19 +1,31 @@
-"""train_flow on Slurm and PBS by the examples of deployments/clusters; a job is lost."""
+"""Gangs and train_flow on Dask workers that are jobs, of a real Slurm and an imitated PBS; a job is
+lost. Flows are by the examples of deployments/clusters."""
 
+import logging
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import dask
 import psutil
 import pytest
 import yaml
+from dask_jobqueue import PBSCluster, SLURMCluster
 from distributed import Client
 
-from prefect_torch_ddp import CheckpointParams, ClusterParams, TrainParams, train_flow
-from tests.integration.clusters.processes import Site
+from prefect_torch_ddp import (
+    CheckpointParams,
+    ClusterParams,
+    TrainParams,
+    WorkerLostError,
+    run_gang,
+    train_flow,
+)
+from tests.integration.clusters.sites import Site
 from tests.integration.tasks.test_cancel import (
     check_cancelled,
     flow_process,
@@ -22,14 +34,16 @@ from tests.integration.tasks.test_cancel import (
     wait_for_checkpoint,
 )
 from tests.integration.tasks.test_run_record import events_of
-from tests.support.gangs import by_rank, pids_in
+from tests.support.gangs import all_gone, by_rank, pids_in, sleeping_gang
 from tests.support.runs import flow_run_id_of, logs_of, steered, task_runs_of
 from tests.support.waiting import HANG_S, wait_until
+from tests.workloads import plain
 
 HELD_AT, NUM_STEPS = 6, 21
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("prefect_api")]
 
+SCHEDULER = {"host": "127.0.0.1", "dashboard_address": "127.0.0.1:0", "allowed_failures": 0}
 EXAMPLES = Path(__file__).parents[3] / "deployments" / "clusters"
 
 
@@ -179,8 +193,10 @@ def test_a_cancelled_job_costs_a_retry(site: Site, tmp_path: Path) -> None:
 
 
 @pytest.mark.extended
+@pytest.mark.parametrize("batch_system", ["slurm"], indirect=True)
 def test_a_cancelled_run_ends_its_jobs(site: Site, tmp_path: Path) -> None:
-    """SIGTERM of the flow, as Prefect's cancel sends it: saved, Cancelled, and no job is left."""
+    """SIGTERM of the flow, as Prefect's cancel sends it: saved, Cancelled, and no job is left; what
+    deletes the jobs is what does so at the end of each run, on PBS too."""
     params = params_of(tmp_path, cluster=example(site, tmp_path), workers_timeout_s=120)
     with flow_process(tmp_path, params.model_dump_json()) as process:
         ranks_of(tmp_path)
@@ -188,4 +204,49 @@ def test_a_cancelled_run_ends_its_jobs(site: Site, tmp_path: Path) -> None:
         process.terminate()
         process.wait(2 * HANG_S)
     check_cancelled(tmp_path)
+    wait_until(lambda: not site.job_ids() and not site.processes())
+
+
+@contextmanager
+def two_jobs(site: Site, folder: Path) -> Iterator[Client]:
+    """Submit two jobs of one Dask worker each, on two nodes; give a client of theirs."""
+    cluster_class = {"slurm": SLURMCluster, "pbs": PBSCluster}[site.name]
+    with (
+        cluster_class(
+            n_workers=2,
+            cores=1,
+            memory="1GB",
+            walltime="00:10:00",
+            log_directory=str(folder),
+            worker_extra_args=["--host", site.node_address],
+            scheduler_options=SCHEDULER,
+        ) as cluster,
+        Client(cluster) as client,
+    ):
+        client.wait_for_workers(2, timeout=HANG_S)
+        yield client
+
+
+def test_a_gang_over_two_jobs(site: Site, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """All is as elsewhere; a killed job ends the gang; nothing outlives its job or the cluster."""
+    with two_jobs(site, tmp_path) as client:
+        assert run_gang(client, plain.sum_of_ones, world_size=2) == [2.0, 2.0]
+        with caplog.at_level(logging.INFO, logger="prefect_torch_ddp.ranks"):
+            run_gang(client, plain.speak, args=("hello",), world_size=2)
+        assert {"[rank 0] printed hello", "[rank 1] printed hello"} <= set(by_rank(caplog.messages))
+        environments: list[dict[str, Any]] = run_gang(client, plain.environment, world_size=2)
+        jobs = [environment[site.job_variable] for environment in environments]
+        assert set(jobs) == set(site.job_ids())
+        hosts = [(each["GROUP_RANK"], each["MASTER_ADDR"]) for each in environments]
+        assert hosts == [("0", "127.0.0.11"), ("1", "127.0.0.11")]
+
+        with sleeping_gang(client, tmp_path / "pids") as (gang, ranks):
+            victim = jobs[1]
+            assert ranks[1] in site.processes(victim)
+            site.kill(victim)
+            says = r"127\.0\.0\.12:\d+ was lost; it held rank 1"
+            with pytest.raises(WorkerLostError, match=says):
+                gang.result(HANG_S)
+        wait_until(lambda: all_gone(ranks) and not site.processes(victim))
+        assert run_gang(client, plain.sum_of_ones, world_size=1) == [1.0]
     wait_until(lambda: not site.job_ids() and not site.processes())

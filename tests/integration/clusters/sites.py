@@ -1,11 +1,17 @@
-"""What both batch systems have: commands, jobs, and the processes of these."""
+"""What both batch systems have, commands, jobs and the processes of these; and a PBS cluster as far
+as programs can tell: qsub, qdel and qstat, run by pbs_commands.py."""
 
 import os
+import shlex
 import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
 
+from tests.integration.clusters import pbs_commands
 from tests.support.waiting import HANG_S, wait_until
 
 
@@ -69,3 +75,30 @@ class Site:
             command = [*self.cancel_job, job_id]
             subprocess.run(command, env=os.environ | self.environment, check=False)
         wait_until(lambda: not self.job_ids() and not self.processes(), what="the jobs' end")
+
+
+class PbsSite(Site):
+    """A PBS cluster of two nodes."""
+
+    name = "pbs"
+    job_variable = "PBS_JOBID"
+    node_address = '$(head -n 1 "$PBS_NODEFILE")'
+    list_jobs, cancel_job, kill_job = ("qstat",), ("qdel",), ("qdel", "-W", "force")
+    announce_end = cancel_job
+
+
+@contextmanager
+def running_pbs(home: Path) -> Iterator[PbsSite]:
+    """Put the commands below `home`; at the end delete all jobs and wait for their end."""
+    (home / "jobs").mkdir()
+    (home / "bin").mkdir()
+    for name in ("qsub", "qdel", "qstat"):
+        command = shlex.join([sys.executable, pbs_commands.__file__, name])
+        (home / "bin" / name).write_text(f'#!/bin/sh\nexec {command} "$@"\n')
+        (home / "bin" / name).chmod(0o755)
+    path = os.pathsep.join([str(home / "bin"), os.environ["PATH"]])
+    site = PbsSite(home, "IMITATED_PBS_HOME", IMITATED_PBS_HOME=str(home), PATH=path)
+    try:
+        yield site
+    finally:
+        site.end_jobs()
