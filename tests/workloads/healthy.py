@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
-from prefect_torch_ddp import RankContext, Report
+from prefect_torch_ddp import RankContext
 from prefect_torch_ddp.checkpoint.manifest import list_manifests
 from tests.support.waiting import wait_until
 from tests.workloads import descend, wait_for_checkpoint, write_pid
