@@ -81,14 +81,15 @@ def test_the_page_of_a_failed_training_says_why():
     whose gang finds no workers, so that no attempt begins, doesn't show an earlier one's step."""
     cause = f"RankFailedError: boom\n```\n<script>{HOSTILE}" + "x" * 100_000
     shown = training((50, 0.0), (120, 10.0), status="failed", cause=cause)
-    attempts = RECORD.attempts[0].model_copy(update={"step": 120})
-    page = page_of(shown, RECORD.model_copy(update={"attempts": (attempts,)}))
+    attempt = RECORD.attempts[0].model_copy(update={"step": 120})
+    record = RECORD.model_copy(update={"attempts": (attempt,)})
+    page = page_of(shown, record)
     assert page.splitlines()[0] == f"# digits: failed in step 120 · {LINE}"
     fence = page.splitlines()[2].removesuffix("text")
     block = page.split(f"{fence}text\n")[1].split(f"\n{fence}\n")[0]
     assert cause.startswith(block.removesuffix(" ..."))
     assert 1_000 < len(block) < 3_000
-    without_a_step = page_of(training(status="failed")).splitlines()[0]
+    without_a_step = page_of(training(status="failed"), record).splitlines()[0]
     assert without_a_step == "# digits: failed · failed before the first step"
 
 
