@@ -1,7 +1,6 @@
 """Shows on real gloo ranks that an agreement is one point for all, never passed, and comes
 where all asked for it."""
 
-import os
 import random
 import time
 
@@ -11,13 +10,6 @@ import torch.distributed as dist
 from prefect_torch_ddp.rank.loop import agreement as module
 from prefect_torch_ddp.rank.loop.agreement import Agreement, Outcome, Want, end_of, outside_after
 from tests.support.ranks import run_ranks
-
-NOTHING, STOP, STOP_EARLY, SAVE = Want.NOTHING, Want.STOP, Want.STOP_EARLY, Want.SAVE
-
-
-def who() -> tuple[int, int]:
-    """Return this process's rank and the world size."""
-    return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
 
 def wander(ahead_s: float) -> list[list[Outcome]]:
@@ -33,9 +25,9 @@ def wander(ahead_s: float) -> list[list[Outcome]]:
 def wander_by(seed: int, ahead_s: float) -> list[Outcome]:
     """Take loops of steps at a pace of this rank's own, without any collective, and ask now and
     then; return what was agreed."""
-    rank, world_size = who()
+    rank = dist.get_rank()
     alike, own = random.Random(seed), random.Random(f"{seed}-{rank}")
-    agreement = Agreement(rank, world_size, outside_after(0), ahead_s=ahead_s)
+    agreement = Agreement(rank, dist.get_world_size(), outside_after(0), ahead_s=ahead_s)
     agreed: list[Outcome] = []
     step = 0
     for _ in range(alike.randint(2, 5)):
@@ -63,7 +55,8 @@ def wander_by(seed: int, ahead_s: float) -> list[Outcome]:
 
 def want_now(own: random.Random) -> Want:
     """Want something in one step of ten."""
-    return own.choice([STOP, STOP_EARLY, SAVE]) if own.random() < 0.1 else NOTHING
+    wants = [Want.STOP, Want.STOP_EARLY, Want.SAVE]
+    return own.choice(wants) if own.random() < 0.1 else Want.NOTHING
 
 
 @pytest.mark.parametrize(("world_size", "ahead_s"), [(2, 0.0), (3, 0.01), (4, 0.0)])

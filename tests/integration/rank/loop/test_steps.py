@@ -26,7 +26,7 @@ from prefect_torch_ddp.rank.stages import run_stage
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from tests.support.ranks import Died, config_for, run_ranks, train_on
 from tests.support.records import read_records
-from tests.support.tracked import Tracked
+from tests.support.tracked import Tracked, steps_over
 
 HEALTHY = "tests.workloads.healthy"
 
@@ -207,11 +207,10 @@ def train_until(
     Returns:
         The step after which this rank stopped, and how far the weights say that it came.
     """
-    counter = Tracked()
+    counter, num_ranks = Tracked(), len(paces_s)
     ctx.track(counter=counter)
-    data = TensorDataset(torch.zeros(NEVER * ctx.world_size))
     began_s = time.monotonic()
-    for _ in ctx.steps(ctx.loader(data, global_batch_size=ctx.world_size), epochs=1):
+    for _ in steps_over(ctx, NEVER * num_ranks, size=num_ranks):
         time.sleep(paces_s[ctx.rank])
         counter.value += 1
         if time.monotonic() - began_s > budgets_s[ctx.rank] or ctx.step >= ask_at[ctx.rank]:
@@ -226,16 +225,16 @@ def test_ranks_that_ask_by_themselves_stop_after_the_same_step(
     """Early stopping by a value, or a clock, that differs from rank to rank: no rank stops before
     the first one asked; a retry adds no step."""
     _, ask_at, paces_s = clocks
-    world_size = len(ask_at)
-    found = train_on(world_size, config_for(tmp_path, None), train_until, *clocks)
+    num_ranks = len(ask_at)
+    found = train_on(num_ranks, config_for(tmp_path, None), train_until, *clocks)
     (step,) = {step for step, _ in found}
-    assert found == [(step, step)] * world_size
+    assert found == [(step, step)] * num_ranks
     if any(paces_s):
         assert (min(ask_at) if ask_at[0] < NEVER else 1) <= step < NEVER
     else:
         assert step == ask_at[0]
     with RankContext.local(storage=tmp_path, run_id="run") as ctx:
-        again = train_until(ctx, [9.0], [NEVER], [0.0])
+        again = train_until(ctx, [9.0] * num_ranks, [NEVER] * num_ranks, [0.0] * num_ranks)
     assert again == (step, step), "a training that asked to stop was taken up again"
 
 
