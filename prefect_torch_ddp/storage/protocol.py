@@ -24,6 +24,7 @@ CHANGED = (
     "changed since it was listed: list it again, by running prepare again, "
     "or keep data in use unchanged"
 )
+"""What is said of an object that isn't the listed one any more."""
 
 
 def check_key(key: str) -> str:

@@ -10,7 +10,7 @@ import pytest
 
 from prefect_torch_ddp.errors import DamagedObjectError, ObjectNotFoundError, StorageError
 from prefect_torch_ddp.storage.s3 import retries as s3_attempts
-from prefect_torch_ddp.storage.s3 import transfer
+from prefect_torch_ddp.storage.s3 import storage as s3_storage
 from prefect_torch_ddp.storage.s3.client import client_of
 from prefect_torch_ddp.storage.s3.storage import S3Storage
 from tests.support.s3_server import S3Server, Wire, answer, cut_in_the_body, lose_the_answer, send
@@ -53,8 +53,8 @@ class S3Conformance:
     @pytest.fixture
     def in_small_parts(self, monkeypatch: pytest.MonkeyPatch) -> bytes:
         """Have eleven megabytes be an upload of three parts; give them."""
-        monkeypatch.setattr(transfer, "MULTIPART_FROM_BYTES", 6 * 2**20)
-        monkeypatch.setattr(transfer, "PART_BYTES", 5 * 2**20)
+        monkeypatch.setattr(s3_storage, "MULTIPART_FROM_BYTES", 6 * 2**20)
+        monkeypatch.setattr(s3_storage, "PART_BYTES", 5 * 2**20)
         return hashlib.sha256(b"seed").digest() * (11 * 2**20 // 32)
 
     # ---- Refusals: each names bucket, key and the way out, and shows no secret.

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from prefect_torch_ddp import RankContext
-from prefect_torch_ddp.storage.s3 import transfer
+from prefect_torch_ddp.storage.s3 import storage as s3_storage
 from tests.support.killing_storage import InTraining, Kill, comes_by, die
 from tests.support.tracked import Tracked
 from tests.workloads.healthy import points
@@ -117,7 +117,7 @@ def train(ctx: RankContext, plan: Plan) -> dict[str, Any]:
     hashes to."""
     _die_of_long_writes()
     if plan.is_big:
-        transfer.MULTIPART_FROM_BYTES = transfer.PART_BYTES = BIG_PART_BYTES
+        s3_storage.MULTIPART_FROM_BYTES = s3_storage.PART_BYTES = BIG_PART_BYTES
     executioner = Executioner(plan, ctx.attempt)
     bare = _make_net(plan)
     model = ctx.wrap(bare)

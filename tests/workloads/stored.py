@@ -19,7 +19,7 @@ from prefect_torch_ddp.errors import ObjectNotFoundError, SupersededError
 from prefect_torch_ddp.params import CheckpointParams
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.storage.protocol import Storage
-from prefect_torch_ddp.storage.s3 import transfer
+from prefect_torch_ddp.storage.s3 import storage as s3_storage
 from tests.support.waiting import wait_until
 from tests.workloads import descend
 from tests.workloads.healthy import sha256_of_weights
@@ -45,7 +45,7 @@ def leave_all(ctx: RankContext, fails: bool, is_big: bool) -> dict[str, Any]:
         is_big: whether its checkpoints are uploaded to S3 in parts.
     """
     if is_big:
-        transfer.MULTIPART_FROM_BYTES = transfer.PART_BYTES = PART_BYTES
+        s3_storage.MULTIPART_FROM_BYTES = s3_storage.PART_BYTES = PART_BYTES
     torch.manual_seed(3)
     width = 1200 if is_big else 16
     bare = nn.Sequential(nn.Linear(8, width), nn.Tanh(), nn.Linear(width, 1200)).double()

@@ -24,7 +24,7 @@ _NO_BODY = hashlib.sha256(b"").hexdigest()
 class GetSigner:
     """Makes the headers of a GET, signed where there are credentials.
 
-    botocore's signer makes the same (`test_sign.py` compares them), in some 80 µs more: it derives
+    botocore's signer makes the same (`test_get.py` compares them), in some 80 µs more: it derives
     the day's key, and takes apart and sorts the headers, each time. See
     https://docs.aws.amazon.com/IAM/latest/UserGuide/create-signed-request.html
     """

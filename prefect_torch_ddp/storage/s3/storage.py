@@ -1,10 +1,22 @@
-"""A storage under a prefix of an S3 bucket."""
+"""A storage under a prefix of an S3 bucket: big objects go in parts side by side.
 
-from collections.abc import Callable, Iterator, Sequence
+boto3's own way, s3transfer, isn't used: its requests are tried again by botocore alone, without an
+end in time and without a look at the content, so a silent store would hold up a checkpoint for
+many minutes instead of two.
+"""
+
+import hashlib
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
+from http import HTTPStatus
 from operator import methodcaller
-from typing import Any
+from typing import Any, TypeVar
 
+from prefect_torch_ddp.errors import BadAnswerError, StorageError
 from prefect_torch_ddp.storage.protocol import (
     Contents,
     ListedObject,
@@ -18,7 +30,13 @@ from prefect_torch_ddp.storage.protocol import (
 from prefect_torch_ddp.storage.s3.client import S3Location
 from prefect_torch_ddp.storage.s3.read import reader_of
 from prefect_torch_ddp.storage.s3.retries import ask, request
-from prefect_torch_ddp.storage.s3.transfer import read_whole, write_if_absent, write_whole
+
+S = TypeVar("S")
+T = TypeVar("T")
+
+MULTIPART_FROM_BYTES = 64 * 2**20
+PART_BYTES = 16 * 2**20
+NUM_THREADS = 4
 
 
 @dataclass(frozen=True)
@@ -29,16 +47,28 @@ class S3Storage(S3Location):
     """
 
     def read(self, key: str) -> bytes:
-        """See `Storage.read`."""
-        return read_whole(self, self.name_of(check_key(key)))
+        """See `Storage.read`; compared with its digest where it was written by us."""
+        name = self.name_of(check_key(key))
+        return ask(self, "read", name, partial(_download, self, name))
 
     def write(self, key: str, data: bytes | memoryview) -> None:
         """See `Storage.write`."""
-        write_whole(self, self.name_of(check_key(key)), data)
+        put = partial(request, self, "write", self.name_of(check_key(key)))
+        metadata = _metadata_of(data)
+        if len(data) < MULTIPART_FROM_BYTES:
+            put("put_object", Body=bytes(data), Metadata=metadata)  # no copy of what is bytes
+        else:
+            _write_in_parts(put, metadata, memoryview(data))
 
     def write_if_absent(self, key: str, data: bytes) -> bool:
-        """See `Storage.write_if_absent`."""
-        return write_if_absent(self, self.name_of(check_key(key)), data)
+        """See `Storage.write_if_absent`.
+
+        By one single PUT, whatever the size: several stores ignore a condition on the end of an
+        upload in parts.
+        """
+        name = self.name_of(check_key(key))
+        where, metadata = {"Bucket": self.bucket, "Key": name}, _metadata_of(data)
+        return ask(self, "write", name, partial(_put_if_absent, where, metadata, data))
 
     def list(self, prefix: str = "") -> Iterator[StoredObject]:
         """See `Storage.list`."""
@@ -95,3 +125,116 @@ class S3Storage(S3Location):
     def _listed(self, found: dict[str, Any]) -> ListedObject:
         key = found["Key"].removeprefix(self.name_of(""))
         return ListedObject(key, found["Size"], found["ETag"].strip('"'))
+
+
+def _write_in_parts(put: Callable[..., Any], metadata: Mapping[str, str], view: memoryview) -> None:
+    upload = {"UploadId": put("create_multipart_upload", Metadata=metadata)["UploadId"]}
+
+    def send(number: int) -> dict[str, Any]:
+        body = bytes(view[(number - 1) * PART_BYTES : number * PART_BYTES])
+        answer = put("upload_part", PartNumber=number, Body=body, **upload)
+        return {"PartNumber": number, "ETag": answer["ETag"]}
+
+    try:
+        parts = list(_side_by_side(send, range(1, -(-len(view) // PART_BYTES) + 1)))
+        _complete(put, metadata["writer"], MultipartUpload={"Parts": parts}, **upload)
+    except BaseException:
+        # Parts that are never put together are paid for, and in no listing. What can't be
+        # aborted now, a later commit drops.
+        with suppress(StorageError):
+            put("abort_multipart_upload", **upload)
+        raise
+
+
+def _complete(put: Callable[..., Any], writer: str, **arguments: Any) -> None:
+    try:
+        put("complete_multipart_upload", **arguments)
+    except StorageError as error:
+        code = getattr(error.__cause__, "response", {}).get("Error", {}).get("Code")
+        # The end may have been reached by a request whose answer was lost; asked again, the
+        # store knows no such upload.
+        if code != "NoSuchUpload" or put("head_object")["Metadata"].get("writer") != writer:
+            raise
+
+
+def _put_if_absent(
+    where: Mapping[str, str], metadata: Mapping[str, str], data: bytes, client: Any
+) -> bool:
+    from botocore.exceptions import ClientError  # noqa: PLC0415 - loaded by the client
+
+    try:
+        client.put_object(**where, Body=data, Metadata=metadata, IfNoneMatch="*")
+    except ClientError as error:
+        if _status(error) != HTTPStatus.PRECONDITION_FAILED:
+            raise
+    else:
+        return True
+    try:  # this call's own first answer may have been lost, and it was asked again
+        found = client.head_object(**where)["Metadata"].get("writer")
+    except ClientError as error:
+        if _status(error) != HTTPStatus.NOT_FOUND:
+            raise
+        return False  # another caller's, and deleted since
+    return bool(found == metadata["writer"])
+
+
+def _metadata_of(data: bytes | memoryview) -> dict[str, str]:
+    # An ETag is a digest in some stores and for some objects only. The writer shows whose object
+    # is there where an answer was lost.
+    return {"sha256": hashlib.sha256(data).hexdigest(), "writer": uuid.uuid4().hex}
+
+
+def _download(location: S3Location, name: str, client: Any) -> bytes:
+    where = {"Bucket": location.bucket, "Key": name}
+    answer = client.get_object(**where)
+    num_bytes = answer["ContentLength"]
+    is_big = num_bytes >= MULTIPART_FROM_BYTES
+    with answer["Body"] as body:  # without a limit it compares its length with the one announced
+        first: bytes = body.read(PART_BYTES) if is_big else body.read()
+    digest, parts = hashlib.sha256(first), [first]
+    starts = range(len(first), num_bytes, PART_BYTES) if is_big else ()
+    read = partial(_read_range, {**where, "IfMatch": answer["ETag"]}, num_bytes)
+    # In order: each is hashed while the next ones arrive. One that fails is read again alone.
+    for part in _side_by_side(lambda at: ask(location, "read", name, partial(read, at)), starts):
+        if not part:
+            msg = "it was overwritten while it was read"
+            raise BadAnswerError(msg)
+        digest.update(part)
+        parts.append(part)
+    written = answer["Metadata"].get("sha256")
+    if written is not None and digest.hexdigest() != written:
+        msg = f"{num_bytes} bytes came whose sha256 is not that of what was written, {written}"
+        raise BadAnswerError(msg)
+    return b"".join(parts)  # no copy of a single one
+
+
+def _read_range(where: dict[str, str], num_bytes: int, start: int, client: Any) -> bytes:
+    """Return a part; none of it where the object is another one by now."""
+    from botocore.exceptions import ClientError  # noqa: PLC0415 - loaded by the client
+
+    stop = min(start + PART_BYTES, num_bytes)
+    try:
+        answer = client.get_object(**where, Range=f"bytes={start}-{stop - 1}")
+    except ClientError as error:
+        if _status(error) != HTTPStatus.PRECONDITION_FAILED:
+            raise
+        return b""
+    with answer["Body"] as body:
+        part: bytes = body.read()
+    if len(part) != stop - start:
+        msg = f"{len(part)} bytes came, not the {stop - start} that were asked for"
+        raise BadAnswerError(msg)
+    return part
+
+
+def _status(error: Any) -> int:
+    return int(error.response["ResponseMetadata"]["HTTPStatusCode"])
+
+
+def _side_by_side(function: Callable[[S], T], items: Iterable[S]) -> Iterator[T]:
+    pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="ptd-parts")
+    try:
+        yield from pool.map(function, items)
+    finally:
+        # All have ended before an abort: a part that comes after it would stay.
+        pool.shutdown(wait=True, cancel_futures=True)

@@ -81,8 +81,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Storage, str]:
     return storage, train(whole, NUM_STEPS + 1)[0]
 
 
-@pytest.mark.parametrize("how", ["flipped", "missing"])
-@pytest.mark.parametrize("where", ["directory", "bucket"])
+@pytest.mark.parametrize(
+    ("where", "how"), [("directory", "flipped"), ("directory", "missing"), ("bucket", "flipped")]
+)
 def test_each_object(
     trained: tuple[Storage, str],
     open_s3_server: S3Server,

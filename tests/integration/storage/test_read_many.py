@@ -2,10 +2,9 @@
 do."""
 
 import hashlib
-import multiprocessing
 import os
 import random
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -16,7 +15,7 @@ from prefect_torch_ddp.storage.protocol import ObjectPart, Readable
 from prefect_torch_ddp.storage.s3.client import client_of
 from prefect_torch_ddp.storage.s3.read import NUM_MISSES
 from tests.support.s3_server import answer, cut_in_the_body, lose_the_answer
-from tests.support.waiting import HANG_S
+from tests.support.storage_conformance import in_processes
 from tests.support.wire_faults import change_a_byte, change_the_etag, truncate
 
 NAMES = [
@@ -146,8 +145,7 @@ def test_reading_again_leaves_the_trainings_generator_alone(over_wire, wire):
     threads of Dask and Prefect draw from the generator of this one."""
     parts, contents = fill(over_wire, 2)
     wire.faults += [("GET", cut_in_the_body), ("GET", answer(503, "SlowDown"))]
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("fork")) as pool:
-        found, first, is_untouched = pool.submit(read_both_ways, over_wire, parts).result(HANG_S)
+    ((found, first, is_untouched),) = in_processes([(read_both_ways, over_wire, parts)])
     assert found == contents
     assert first == contents[0]
     assert not wire.faults
@@ -204,7 +202,7 @@ def test_gets_go_to_the_region_that_the_store_names(over_wire, wire):
 @pytest.mark.parametrize("name", ["access_key_id", "session_token"])
 def test_credentials_with_a_line_break_are_told_and_not_shown(s3_server, name):
     """As they come out of a file that ends with one."""
-    storage = s3_server.storage(**{name: "HUNTER2\n"})
+    storage = s3_server.storage(**{name: "HUNTER2\n"}, max_attempts=1)
     (error,) = storage.read_many([ObjectPart("some/key", 1)])
     with pytest.raises(StorageError) as read:
         storage.read("some/key")
@@ -218,23 +216,14 @@ def test_credentials_with_a_line_break_are_told_and_not_shown(s3_server, name):
 # ---- Forks
 
 
-def _read_right(storage, parts, contents, seed):
-    chosen = random.Random(seed).choices(range(len(parts)), k=20)
-    assert storage.read_many([parts[i] for i in chosen]) == [contents[i] for i in chosen]
-
-
-def _read_in_child(storage, parts, contents, seed, context):
+def _read_right(storage, parts, contents, seed, num_generations=0):
+    """Read at random, here and in a child of this process, and in a child of that."""
     for number in range(5):
-        _read_right(storage, parts, contents, seed + number)
-    if seed < 100:  # a child of the child too
-        _fork(storage, parts, contents, seed + 100, context)
-
-
-def _fork(*arguments):
-    child = arguments[-1].Process(target=_read_in_child, args=arguments)
-    child.start()
-    child.join(HANG_S)
-    assert child.exitcode == 0, "it read wrong bytes, or hung"
+        chosen = random.Random(seed + number).choices(range(len(parts)), k=20)
+        assert storage.read_many([parts[i] for i in chosen]) == [contents[i] for i in chosen]
+    if num_generations:
+        again = (storage, parts, contents, seed + 100, num_generations - 1)
+        in_processes([(_read_right, *again)])
 
 
 def test_children_of_a_process_that_reads_get_their_own_bytes(open_s3_server):
@@ -242,10 +231,9 @@ def test_children_of_a_process_that_reads_get_their_own_bytes(open_s3_server):
     gets a wrong byte, or hangs; nor do children of the children."""
     storage = open_s3_server.storage()
     parts, contents = fill(storage)
-    forked = multiprocessing.get_context("fork")
     with ThreadPoolExecutor(1) as pool:
         for seed in range(4):
             reading = pool.submit(_read_right, storage, parts, contents, seed)
-            _fork(storage, parts, contents, 10 * seed, forked)
+            in_processes([(_read_right, storage, parts, contents, 10 * seed, 1)])
             reading.result()
             _read_right(storage, parts, contents, seed)
