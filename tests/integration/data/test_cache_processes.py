@@ -5,8 +5,6 @@ import os
 import random
 import signal
 
-import pytest
-
 from prefect_torch_ddp.data.images.cache import CachedReads
 from tests.support.waiting import HANG_S
 from tests.unit.data.images.test_cache import (
@@ -19,12 +17,6 @@ from tests.unit.data.images.test_cache import (
 )
 
 FORK = multiprocessing.get_context("fork")
-
-
-@pytest.fixture
-def storage(tmp_path):
-    """Give a storage with 20 objects of 1,000 bytes."""
-    return filled(tmp_path / "objects")
 
 
 def test_what_nobody_has_open_makes_room_and_what_is_in_use_stays(tmp_path):
@@ -49,20 +41,6 @@ def _in_child(function, *args):
     child.start()
     child.join(HANG_S)
     assert child.exitcode == 0
-
-
-def _read_all(cached, parts, rounds):
-    for _ in range(rounds):
-        assert cached.read_many(parts) == [content(int(part.key)) for part in parts]
-
-
-def test_processes_share_it(storage, tmp_path):
-    """What this process read, another one finds, and the other way round."""
-    cached, parts = CachedReads(storage, tmp_path / "cache"), parts_of(storage)
-    cached.read_many(parts[:10])
-    _in_child(_read_all, cached, parts, 2)
-    _read_all(cached, parts, 1)
-    assert storage.num_reads == 20
 
 
 def _read_by_chance(cached, parts, seed):

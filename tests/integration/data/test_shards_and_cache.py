@@ -2,19 +2,26 @@
 a local folder, for any ranks."""
 
 import pickle
+import re
+from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 from torchvision.datasets import ImageFolder
 from torchvision.transforms.functional import pil_to_tensor
 
-from prefect_torch_ddp.data.images.cache import CachedReads
-from prefect_torch_ddp.data.images.folder import S3ImageFolder, image_folder
-from prefect_torch_ddp.data.images.packed import PackedObjects, packed_objects
-from prefect_torch_ddp.data.images.tar_shards import pack_shards
+from prefect_torch_ddp import RankContext
+from prefect_torch_ddp.data import (
+    CachedReads,
+    LookAhead,
+    PackedObjects,
+    S3ImageFolder,
+    image_folder,
+    pack_shards,
+)
 from prefect_torch_ddp.errors import ObjectChangedError, StorageError
-from prefect_torch_ddp.storage.directory import DirectoryStorage
 from tests.integration.data.image_files import (
     global_batches,
     image_files,
@@ -22,6 +29,8 @@ from tests.integration.data.image_files import (
     write_objects,
 )
 from tests.support.s3_server import Wire
+from tests.unit.data.images.test_folder import colour_of
+from tests.unit.data.test_loader import loader_of
 
 NUM_IMAGES = 60
 FILES = image_files(NUM_IMAGES)
@@ -50,63 +59,71 @@ def shards(raw, s3_server):
     return storage
 
 
-@pytest.fixture(params=["shards", "cache", "cached shards", "shards in a directory"])
-def dataset(request, raw, shards, folder, tmp_path):
-    """Give each way to read them."""
-    if request.param == "shards in a directory":
-        pack_shards(DirectoryStorage(folder), tmp_path / "shards", shard_bytes=30_000)
-        return S3ImageFolder(packed_objects(DirectoryStorage(tmp_path / "shards")), pil_to_tensor)
-    source = {
-        "shards": PackedObjects(shards),
-        "cache": raw,
-        "cached shards": PackedObjects(shards),
-    }[request.param]
-    return S3ImageFolder(
-        CachedReads(source, tmp_path / "cache") if "cache" in request.param else source,
-        pil_to_tensor,
-    )
-
-
-def test_it_is_the_folder(dataset, folder):
-    """Classes, their numbers, targets, names and pixels are torchvision's, also when pickled
-    and read again."""
+@pytest.mark.parametrize("kind", ["bucket", "shards", "cache", "cached shards"])
+def test_it_is_torchvisions_image_folder(raw, shards, folder, tmp_path, kind):
+    """Classes, their numbers, targets, names and pixels are torchvision's, also when pickled and
+    read again. On 3 ranks, with 2 forked loader processes each: every sample once, in the global
+    batches of the local folder."""
     local = ImageFolder(folder, pil_to_tensor)
+    source = shards if "shards" in kind else raw
+    cache = tmp_path / "cache" if "cache" in kind else None
+    dataset = image_folder(source, pil_to_tensor, cache=cache)
+    assert type(dataset) is S3ImageFolder
+    assert source.uri in repr(dataset)
     for one in (dataset, pickle.loads(pickle.dumps(dataset))):
-        assert (one.classes, one.class_to_idx, one.targets) == (
-            local.classes,
-            local.class_to_idx,
-            local.targets,
-        )
-        names, local_names = (
-            [path.removeprefix(str(d.root)) for path, _ in d.samples] for d in (one, local)
-        )
-        assert names == local_names
+        known = one.classes, one.class_to_idx, one.targets
+        assert known == (local.classes, local.class_to_idx, local.targets)
+        assert one.samples == [(p.replace(str(folder), one.root), t) for p, t in local.samples]
         for _ in range(2):
             for (image, target), (same_image, same_target) in zip(
                 one.__getitems__(range(NUM_IMAGES)), local, strict=True
             ):
                 assert target == same_target
                 assert torch.equal(image, same_image)
-        assert torch.equal(one[7][0], local[7][0])
-
-
-def test_every_rank_gets_the_folders_global_batches(dataset, folder):
-    """On 3 ranks, with 2 forked loader processes each: every sample once, in the
-    global batches of the local folder."""
-    expected = global_batches(ImageFolder(folder, pil_to_tensor), 1)
+        assert torch.equal(one[-1][0], local[NUM_IMAGES - 1][0])
+        with pytest.raises(IndexError):
+            one[NUM_IMAGES]
+    expected = global_batches(local, 1)
     got = global_batches(dataset, 3, num_workers=2, multiprocessing_context="fork")
     assert got == expected
-    assert sorted(index for batch in got.values() for index, _, _ in batch) == list(
-        range(NUM_IMAGES)
-    )
+    ids = sorted(index for batch in got.values() for index, _, _ in batch)
+    assert ids == list(range(NUM_IMAGES))
 
 
-def test_the_second_epoch_asks_the_server_for_nothing(open_s3_server, tmp_path):
-    """With a cache, one GET for each object in the first epoch, none in the second, from forked
-    loader processes too."""
+@pytest.mark.parametrize(("num_workers", "context"), [(0, None), (2, "fork"), (2, "spawn")])
+def test_a_dataloader_gives_each_sample_once_with_its_own_label(raw, num_workers, context):
+    """The stock DataLoader, looking ahead, and the rank's, in any kind of process, after the
+    parent has read itself."""
+    dataset = S3ImageFolder(raw, colour_of)
+    expected = sorted(dataset[i] for i in range(NUM_IMAGES))
+    options = {"num_workers": num_workers, "multiprocessing_context": context}
+    loaders = [loader_of(dataset, 5, **options)]
+    if context != "spawn":  # it takes seconds, and the rank's pickles all that the other does
+        sampler = BatchSampler(RandomSampler(dataset), 5, drop_last=False)
+        ahead = LookAhead(sampler, num_workers)
+        loaders.append(DataLoader(dataset, batch_sampler=ahead, **options))
+    for loader in loaders:
+        columns = ([column.tolist() for column in one] for one in loader)
+        assert sorted(pair for one in columns for pair in zip(*one, strict=True)) == expected
+
+
+def test_each_sample_is_one_request_and_none_with_a_cache(open_s3_server, tmp_path):
+    """The rank's loader in this process reads ahead: nothing is read twice, nothing is left over,
+    also when an epoch is left and resumed. With a cache the second epoch asks for nothing, from
+    forked loader processes too."""
     with Wire(open_s3_server.endpoint_url) as wire:
         storage = open_s3_server.storage(endpoint_url=wire.endpoint_url)
         write_objects(storage, FILES)
+        loader = loader_of(S3ImageFolder(storage, colour_of), 14, seed=3)
+        before = wire.count("GET")
+        whole = [colours.tolist() for (colours, _), _ in loader.lockstep(0)]
+        assert wire.count("GET") - before == NUM_IMAGES
+        resumed = [colours.tolist() for (colours, _), _ in loader.lockstep(0, 3)]
+        assert resumed == whole[3:]
+        begun = loader.lockstep(1)
+        next(begun)
+        del begun
+        assert [colours.tolist() for (colours, _), _ in loader.lockstep(0)] == whole
         dataset = S3ImageFolder(CachedReads(storage, tmp_path / "cache"), pil_to_tensor)
         before = wire.count("GET")
         first = global_batches(dataset, 2, num_workers=1)
@@ -170,46 +187,40 @@ def drain(loader):
         batches._shutdown_workers()
 
 
-@pytest.fixture
-def damaged(s3_server, raw):
-    """Give shards in which a sample has a flipped bit, and its name."""
-    storage = s3_server.storage()
+def test_a_damaged_shard_stops_the_training_and_names_shard_and_sample(s3_server, raw):
+    """Out of a forked loader process as well; it is never another image, and never a wrong
+    label."""
+    storage, name = s3_server.storage(), sorted(FILES)[7]
     packed = pack_shards(raw, storage)
-    name = sorted(FILES)[7]
     data = bytearray(storage.read("shard-000000.tar"))
     data[packed.index.find(name).start + 5] ^= 1
     storage.write("shard-000000.tar", data)
-    return storage, name
-
-
-def test_a_damaged_shard_stops_the_training_and_names_shard_and_sample(damaged):
-    """Out of a forked loader process as well; it is never another image, and never a wrong
-    label."""
-    storage, name = damaged
     dataset = S3ImageFolder(PackedObjects(storage), pil_to_tensor)
     with pytest.raises(StorageError, match=rf"{name} in s3://.*shard-000000\.tar"):
         drain(DataLoader(dataset, batch_size=4, num_workers=1))
 
 
-def test_a_damaged_sample_may_be_skipped(damaged, raw):
-    """With on_error="skip" it is left out and counted; every other image keeps its own
-    label."""
-    storage, name = damaged
-    dataset = S3ImageFolder(storage, pil_to_tensor, on_error="skip")
-    whole = S3ImageFolder(raw, pil_to_tensor).__getitems__(range(NUM_IMAGES))
-    del whole[sorted(FILES).index(name)]
-    got = dataset.__getitems__(range(NUM_IMAGES))
-    assert dataset.num_skipped == 1
-    assert all(a[1] == b[1] and torch.equal(a[0], b[0]) for a, b in zip(got, whole, strict=True))
+PAGE = (Path(__file__).parents[3] / "docs/images.md").read_text(encoding="utf-8")
+WORKLOAD, CACHE = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
 
 
-def test_image_folder_finds_shards_by_itself(shards, folder, tmp_path):
-    """The same line reads a folder, a bucket and shards in either."""
-    local = ImageFolder(folder)
-    pack_shards(DirectoryStorage(folder), tmp_path / "shards")
-    for place in (shards, tmp_path / "shards", str(tmp_path / "shards")):
-        found = image_folder(place, pil_to_tensor)
-        assert isinstance(found, S3ImageFolder)
-        assert (found.classes, found.targets) == (local.classes, local.targets)
-        assert len(found.__getitems__([0, 5])) == 2
-    assert type(image_folder(folder)) is ImageFolder
+def test_the_workload_of_the_docs_packs_and_trains(folder, tmp_path):
+    """Its prepare packs a folder, its train reads the shards in place."""
+    module = ModuleType("my_shards")
+    exec(WORKLOAD, module.__dict__)
+    (tmp_path / "data").mkdir()
+    with RankContext.local(tmp_path / "data", source=folder, stage="prepare") as ctx:
+        module.prepare(ctx)
+    packed = sorted(path.name for path in (tmp_path / "data").iterdir())
+    assert packed == ["shard-000000.tar", "shards.jsonl.gz"]
+    with RankContext.local(tmp_path / "data") as ctx:
+        assert module.train(ctx) == {"steps": 16}
+
+
+def test_the_cache_of_the_docs(chain_s3_server, tmp_path):
+    """In a line: a bucket by its URI, read through a folder on local disk."""
+    write_objects(chain_s3_server.storage("images"), image_files(10))
+    found = {"image_folder": image_folder, "transform": None}
+    exec(CACHE.replace("/local/disk", str(tmp_path)), found)
+    assert len(found["dataset"].__getitems__(range(10))) == 10
+    assert len(list(tmp_path.glob("cache/v1/*/??/*"))) == 10

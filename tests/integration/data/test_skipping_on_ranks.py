@@ -12,7 +12,7 @@ from prefect_torch_ddp.rank.stages import run_with_context
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from tests.integration.rank.loop.test_steps import config_for
 from tests.support.ranks import run_ranks
-from tests.unit.data.images.test_skipping import damaged_images
+from tests.unit.data.images.test_folder import damaged_images
 
 
 def gradients_of(ctx: RankContext, root: str) -> list[float]:

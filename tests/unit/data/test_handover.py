@@ -18,7 +18,7 @@ def arrive(data: Any) -> tuple[Any, int]:
     return pickle.loads(ForkingPickler.dumps(packed)).data, len(packed.storages)
 
 
-TENSORS: dict[str, tuple[torch.Tensor, int]] = {
+TENSORS: dict[str, tuple[Any, int]] = {
     "floats": (torch.randn(3, 4), 1),
     "a number": (torch.tensor(7), 1),
     "flags": (torch.tensor([True, False]), 1),
@@ -32,18 +32,24 @@ TENSORS: dict[str, tuple[torch.Tensor, int]] = {
     "large": (torch.zeros(MOST_KEPT + 1, dtype=torch.uint8), 0),
     "the largest": (torch.ones(MOST_KEPT, dtype=torch.uint8), 1),
     "a weight": (torch.ones(2, requires_grad=True), 1),
+    # Each would take a file descriptor of the rank's.
+    "rows of one storage": (torch.randn(300, 10).unbind(), 1),
+    # The worker keeps so much of a batch and no more.
+    "five large": ([torch.full((MOST_KEPT // 3,), i, dtype=torch.uint8) for i in range(5)], 3),
 }
 
 
-@pytest.mark.parametrize(("tensor", "num_opened"), TENSORS.values(), ids=TENSORS)
-def test_a_tensor_arrives_as_it_was(tensor: torch.Tensor, num_opened: int) -> None:
+@pytest.mark.parametrize(("data", "num_opened"), TENSORS.values(), ids=TENSORS)
+def test_tensors_arrive_as_they_were(data: Any, num_opened: int) -> None:
     """Of any kind, in any layout; what is unusual or large goes torch's own way."""
-    arrived, opened = arrive(tensor)
+    result, opened = arrive(data)
     assert opened == num_opened
-    assert torch.equal(arrived, tensor)
-    same = ("dtype", "shape", "layout", "requires_grad", "device")
-    assert all(getattr(arrived, name) == getattr(tensor, name) for name in same)
-    assert arrived.stride() == tensor.stride()
+    pairs = [(result, data)] if isinstance(data, torch.Tensor) else zip(result, data, strict=True)
+    for arrived, tensor in pairs:
+        assert torch.equal(arrived, tensor)
+        same = ("dtype", "shape", "layout", "requires_grad", "device")
+        assert all(getattr(arrived, name) == getattr(tensor, name) for name in same)
+        assert arrived.stride() == tensor.stride()
 
 
 def test_a_batch_arrives_with_its_structure() -> None:
@@ -55,22 +61,6 @@ def test_a_batch_arrives_with_its_structure() -> None:
     assert isinstance(arrived["weight"], torch.nn.Parameter)
     first[1] = 5.0
     assert torch.equal(row, torch.full((3,), 5.0)), "rows of one image stay rows of it"
-
-
-def test_many_tensors_of_one_storage_are_opened_once() -> None:
-    """Each would take a file descriptor of the rank's."""
-    rows = torch.randn(300, 10)
-    arrived, opened = arrive(list(rows.unbind()))
-    assert opened == 1
-    assert torch.equal(torch.stack(arrived), rows)
-
-
-def test_a_worker_keeps_so_much_of_a_batch_and_no_more() -> None:
-    """The rest goes torch's own way."""
-    parts = [torch.full((MOST_KEPT // 3,), i, dtype=torch.uint8) for i in range(5)]
-    arrived, opened = arrive(parts)
-    assert opened == 3
-    assert all(map(torch.equal, arrived, parts))
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")

@@ -1,6 +1,7 @@
 """Nothing lost and nothing twice over whole histories: epochs, interruptions, steps made again,
 other numbers of ranks."""
 
+from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -31,36 +32,11 @@ def test_a_loop_that_dies_anywhere_ends_with_each_sample_once(
 ) -> None:
     """Two loops one after the other, dying at any steps: what the last attempt of each
     step saw is the whole order."""
-    with TemporaryDirectory() as folder:
-        steps: dict[int, tuple[int, list[int]]] = {}
-        for death in [*deaths, None]:
-            _train(Path(folder), n, size, every, epochs, death, steps)
-    order = GlobalBatches(n, size)
-    expected = [
-        (epoch + 1, order.share(epoch, batch, 0, 1))
-        for epoch in range(sum(epochs))
-        for batch in range(order.num_batches)
-    ]
-    assert [steps[step] for step in sorted(steps)] == expected
-    assert sorted(steps) == list(range(1, len(expected) + 1))
-
-
-def _train(  # noqa: PLR0917 - what hypothesis draws
-    folder: Path,
-    n: int,
-    size: int,
-    every: int,
-    epochs: tuple[int, int],
-    death: int | None,
-    steps: dict[int, tuple[int, list[int]]],
-) -> None:
-    """Run one attempt; it dies in the body of its step number `death`.
-
-    A step that is made again replaces the one before.
-    """
     policy = CheckpointParams(every_steps=every, every_s=None)
-    num_made = 0
-    try:
+    steps: dict[int, tuple[int, list[int]]] = {}  # one that is made again replaces the one before
+
+    def train(folder: Path, death: int | None) -> None:
+        num_made = 0
         with RankContext.local(storage=folder, checkpoint=policy) as ctx:
             ctx.track(model=torch.nn.Linear(1, 1))
             loader = ctx.loader(TensorDataset(torch.arange(n)), global_batch_size=size)
@@ -69,6 +45,16 @@ def _train(  # noqa: PLR0917 - what hypothesis draws
                     num_made += 1
                     steps[ctx.step] = (ctx.epoch, samples.tolist())
                     if num_made == death:
-                        raise DiedError  # noqa: TRY301 - a failure of the body
-    except DiedError:
-        pass
+                        raise DiedError
+
+    with TemporaryDirectory() as folder:
+        for death in [*deaths, None]:
+            with suppress(DiedError):
+                train(Path(folder), death)
+    order = GlobalBatches(n, size)
+    expected = [
+        (epoch + 1, order.share(epoch, batch, 0, 1))
+        for epoch in range(sum(epochs))
+        for batch in range(order.num_batches)
+    ]
+    assert steps == dict(enumerate(expected, start=1))

@@ -16,8 +16,8 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from prefect_torch_ddp.data.loader import RankLoader
 from prefect_torch_ddp.data.lookahead import Ahead, LookAhead, ReadAhead, ahead_of
+from tests.unit.data.test_loader import loader_of
 
 
 class Told(Dataset):
@@ -34,11 +34,8 @@ class Told(Dataset):
 
     def __getitems__(self, indices):
         worker = get_worker_info()
-        return (
-            0 if worker is None else worker.id,
-            list(indices),
-            [list(batch) for batch in getattr(indices, "following", ())],
-        )
+        following = [list(batch) for batch in getattr(indices, "following", ())]
+        return 0 if worker is None else worker.id, list(indices), following
 
     def fetch_seeded(self, indices, before_each=None):
         return range(len(indices)), self.__getitems__(indices)
@@ -59,18 +56,18 @@ def check(seen, num_workers, num_batches):
         assert all(entry[2] == [] for entry in own[-1:])
 
 
-def test_a_stock_dataloader_tells_its_next_batch():
-    """Two epochs of 11 batches."""
+def test_a_process_is_told_its_next_batch():
+    """By a stock DataLoader and the rank's; from any batch of an epoch on."""
     check_stock_loader(num_workers=0)
+    check_rank_loader(num_workers=0)
 
 
 def check_stock_loader(num_workers, **options):
     """Read two epochs; each process is told its next batch."""
     dataset = Told(43)
     sampler = LookAhead(BatchSampler(RandomSampler(dataset), 4, drop_last=False), num_workers)
-    loader = DataLoader(
-        dataset, batch_sampler=sampler, num_workers=num_workers, collate_fn=as_it_is, **options
-    )
+    options |= {"num_workers": num_workers, "collate_fn": as_it_is}
+    loader = DataLoader(dataset, batch_sampler=sampler, **options)
     assert len(loader) == 11
     for _ in range(2):
         seen = list(loader)
@@ -91,22 +88,10 @@ def test_a_look_ahead_has_what_its_batch_sampler_has():
         _ = sampler.batch_sise
 
 
-def test_a_rank_loader_tells_its_next_batch():
-    """From any batch of an epoch on: what is told is what comes."""
-    check_rank_loader(num_workers=0)
-
-
 def check_rank_loader(num_workers, **options):
     """Read from several batches on; each process is told its next batch."""
-    loader = RankLoader(
-        Told(43),
-        global_batch_size=8,
-        rank=1,
-        world_size=2,
-        num_workers=num_workers,
-        collate_fn=as_it_is,
-        **options,
-    )
+    options |= {"num_workers": num_workers, "collate_fn": as_it_is}
+    loader = loader_of(Told(43), 8, rank=1, world_size=2, **options)
     whole = [batch for (_, batch, _), _ in loader.lockstep(3)]
     for start in (0, 2, 5):
         seen = [data for data, _ in loader.lockstep(3, start)]
@@ -117,9 +102,7 @@ def check_rank_loader(num_workers, **options):
 def test_a_subset_is_told_the_inner_indices():
     """Also a subset of a subset."""
     dataset = Subset(Subset(Told(100), range(50, 100)), [4, 3, 2, 1])
-    loader = RankLoader(
-        dataset, global_batch_size=2, rank=0, world_size=1, shuffle=False, collate_fn=as_it_is
-    )
+    loader = loader_of(dataset, 2, shuffle=False, collate_fn=as_it_is)
     assert list(loader) == [(0, [54, 53], [[52, 51]]), (0, [52, 51], [])]
 
 

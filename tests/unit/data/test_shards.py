@@ -4,6 +4,7 @@ once, from any batch on."""
 import random
 import re
 from collections.abc import Iterator
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -13,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import IterableDataset
 
-from prefect_torch_ddp.data.loader import RankLoader
 from prefect_torch_ddp.errors import InvalidParamsError
+from tests.unit.data.test_loader import loader_of, walk
 
 
 class Shards(IterableDataset[int]):
@@ -50,22 +51,6 @@ class Noisy(Shards):
             yield torch.tensor([number, *drawn], dtype=torch.float64)
 
 
-def batches(
-    dataset: Shards, size: int, world: int, epoch: int = 0, start: int = 0, **options: Any
-) -> list[list[Any]]:
-    """Walk all ranks in lockstep; return the samples that count, a list for each global
-    batch."""
-    loaders = [
-        RankLoader(dataset, global_batch_size=size, rank=rank, world_size=world, **options)
-        for rank in range(world)
-    ]
-    steps = zip(*(loader.lockstep(epoch, start) for loader in loaders), strict=True)
-    return [
-        [sample for data, share in step for sample in data[: share.num_local].tolist()]
-        for step in steps
-    ]
-
-
 @settings(max_examples=80, deadline=None)
 @given(
     sizes=st.lists(st.integers(0, 12), min_size=1, max_size=6).filter(any),
@@ -75,37 +60,28 @@ def batches(
     shuffle=st.booleans(),
     data=st.data(),
 )
-def test_each_sample_once_and_the_same_batches_for_any_number_of_ranks(  # noqa: PLR0917 - drawn by hypothesis
-    sizes: list[int],
-    buffer: int,
-    size: int,
-    world: int,
-    shuffle: bool,
-    data: st.DataObject,
+def test_each_sample_once_and_the_same_batches_for_any_number_of_ranks(
+    *, sizes, buffer, size, world, shuffle, data
 ) -> None:
     """Over sizes of shards, batches, buffers and worlds; begun anywhere it goes on with the
     same batches."""
     dataset = Shards(sizes, buffer)
-    whole = batches(dataset, size, 1, epoch=1, shuffle=shuffle)
+    whole = walk(dataset, size, 1, epoch=1, shuffle=shuffle)
     flat = [sample for batch in whole for sample in batch]
     assert sorted(flat) == list(range(sum(sizes)))
     assert shuffle or flat == sorted(flat)
     start = data.draw(st.integers(0, len(whole)))
-    assert batches(dataset, size, world, epoch=1, start=start, shuffle=shuffle) == whole[start:]
+    assert walk(dataset, size, world, epoch=1, start=start, shuffle=shuffle) == whole[start:]
 
 
 def test_shuffling_mixes_shards_and_the_samples_of_a_buffer_and_differs_by_epoch() -> None:
-    """Shards come in another order, samples are mixed within the buffer and no further."""
+    """Shards come in another order, samples are mixed within the buffer, here of a shard's size,
+    and no further."""
     dataset = Shards([8] * 20, shuffle_buffer=8)
-    first, second = (
-        [sample for batch in batches(dataset, 16, 1, epoch=epoch) for sample in batch]
-        for epoch in (0, 1)
-    )
+    first, second = ([*chain(*walk(dataset, 16, 1, epoch))] for epoch in (0, 1))
     assert first != second
     blocks = [first[i : i + 8] for i in range(0, 160, 8)]
-    assert all(len({sample // 8 for sample in block}) == 1 for block in blocks), (
-        "a buffer of a shard's size"
-    )
+    assert all(len({sample // 8 for sample in block}) == 1 for block in blocks)
     assert [block[0] // 8 for block in blocks] != list(range(20))
     assert any(block != sorted(block) for block in blocks)
 
@@ -113,11 +89,8 @@ def test_shuffling_mixes_shards_and_the_samples_of_a_buffer_and_differs_by_epoch
 def test_only_shards_that_are_needed_are_opened() -> None:
     """A rank whose share lies in whole shards, or that begins late, leaves the others alone."""
     dataset = Shards([4] * 10)
-    loader = RankLoader(dataset, global_batch_size=8, rank=1, world_size=2, shuffle=False)
-    assert [data.tolist() for data, _ in loader.lockstep(0, 3)] == [
-        [28, 29, 30, 31],
-        [36, 37, 38, 39],
-    ]
+    loaded = loader_of(dataset, 8, rank=1, world_size=2, shuffle=False).lockstep(0, 3)
+    assert [data.tolist() for data, _ in loaded] == [[28, 29, 30, 31], [36, 37, 38, 39]]
     assert dataset.opened == [7, 9]
 
 
@@ -125,10 +98,10 @@ def test_only_shards_that_are_needed_are_opened() -> None:
 def test_what_a_dataset_draws_is_the_same_wherever_it_is_read(start: int) -> None:
     """For any number of ranks, from the middle on, whatever the generators stood at; they stand
     there afterwards."""
-    expected = batches(Noisy([7, 9, 3, 11], 5), 6, 1)
+    expected = walk(Noisy([7, 9, 3, 11], 5), 6, 1)
     torch.manual_seed(start)
     before = random.getstate(), torch.get_rng_state()
-    assert batches(Noisy([7, 9, 3, 11], 5), 6, 2, start=start) == expected[start:]
+    assert walk(Noisy([7, 9, 3, 11], 5), 6, 2, start=start) == expected[start:]
     assert random.getstate() == before[0]
     assert torch.equal(torch.get_rng_state(), before[1])
 
@@ -147,26 +120,6 @@ def test_a_shard_of_another_size_than_it_says_is_refused(says: int, word: str) -
         def iter_shard(self, shard: str) -> Iterator[int]:
             return iter(range(4))
 
-    loader = RankLoader(Lying(), global_batch_size=2, rank=0, world_size=1, shuffle=False)
-    with pytest.raises(
-        InvalidParamsError,
-        match=re.escape(f"shard 'b' has {word} samples than num_samples says, {says}"),
-    ):
-        list(loader)
-
-
-class Endless(IterableDataset[int]):
-    """Gives no shards."""
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(3))
-
-
-def test_other_iterables_are_refused_with_the_way_out() -> None:
-    """The message says which methods give shards."""
-    with pytest.raises(
-        InvalidParamsError,
-        match=r"Endless is an IterableDataset.*shards\(\).*num_samples\(shard\)"
-        r".*iter_shard\(shard\)",
-    ):
-        RankLoader(Endless(), global_batch_size=1, rank=0, world_size=1)
+    words = re.escape(f"shard 'b' has {word} samples than num_samples says, {says}")
+    with pytest.raises(InvalidParamsError, match=words):
+        list(loader_of(Lying(), 2, shuffle=False))

@@ -2,6 +2,7 @@
 happens to its files."""
 
 import errno
+import fcntl
 import hashlib
 import logging
 import os
@@ -84,6 +85,9 @@ def size_of(folder):
     return total
 
 
+WHOLE = [content(number) for number in range(20)]
+
+
 @pytest.fixture(autouse=True)
 def _new_process():
     """Let each test say its warnings, as a new process would."""
@@ -91,19 +95,22 @@ def _new_process():
     cache._warn_once.cache_clear()
 
 
-def test_the_second_time_nothing_is_fetched(storage, tmp_path):
+@pytest.fixture
+def cached(storage, tmp_path):
+    """Read the storage through a folder."""
+    return CachedReads(storage, tmp_path / "cache")
+
+
+def test_the_second_time_nothing_is_fetched(storage, cached):
     """Same bytes in the same order, from the folder; a new description of the same folder finds
     them too."""
-    cached, parts = CachedReads(storage, tmp_path / "cache"), parts_of(storage)
+    parts = parts_of(storage)
     assert isinstance(cached, Readable)
-    first = cached.read_many(parts)
-    assert first == [content(number) for number in range(20)]
+    assert cached.read_many(parts) == WHOLE
     assert storage.num_reads == 20
-    assert cached.read_many(parts[::-1]) == first[::-1]
-    assert (
-        CachedReads(Counted(storage.root), str(tmp_path / "cache")).read_many(parts[3:5])
-        == first[3:5]
-    )
+    assert cached.read_many(parts[::-1]) == WHOLE[::-1]
+    again = CachedReads(Counted(storage.root), str(cached.folder))
+    assert again.read_many(parts[3:5]) == WHOLE[3:5]
     assert storage.num_reads == 20
     assert list(cached.list_objects("1")) == list(storage.list_objects("1"))
     for _ in range(2):  # a failure isn't kept
@@ -132,53 +139,40 @@ def test_two_sources_never_mix(tmp_path, monkeypatch):
     assert cache._where(keys) == plain
 
 
-def test_what_has_no_etag_is_not_kept(storage, tmp_path):
+def test_what_has_no_etag_is_not_kept(storage, cached):
     """Nobody could tell whether it changed."""
-    cached, parts = (
-        CachedReads(storage, tmp_path / "cache"),
-        [replace(part, etag=None) for part in parts_of(storage)],
-    )
+    parts = [replace(part, etag=None) for part in parts_of(storage)]
     for _ in range(2):
-        assert cached.read_many(parts) == [content(number) for number in range(20)]
+        assert cached.read_many(parts) == WHOLE
     assert storage.num_reads == 40
-    assert not entries(tmp_path / "cache")
+    assert not entries(cached.folder)
 
 
 DAMAGES = {
-    "a flipped bit": lambda data: bytes([data[0] ^ 1]) + data[1:],
-    "cut": lambda data: data[:700],
-    "longer": lambda data: data + b"x",
+    "a flipped bit": lambda data, _: bytes([data[0] ^ 1]) + data[1:],
+    "cut": lambda data, _: data[:700],
+    "longer": lambda data, _: data + b"x",
+    "another's": lambda _, other: other,
 }
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_file_is_fetched_again_with_a_warning(storage, tmp_path, caplog, damage):
-    """Whatever happened to the file, the bytes are right; it is replaced, and the warning names
-    file and object."""
-    cached, parts = CachedReads(storage, tmp_path / "cache"), parts_of(storage)[:1]
+def test_a_damaged_file_is_fetched_again_with_a_warning(storage, cached, caplog, damage):
+    """Whatever happened to the file, also where another's good one is at its place, the bytes are
+    right; it is replaced, and the warning names file and object."""
+    parts = parts_of(storage)[:2]
+    cached.read_many(parts[:1])
+    (path,) = entries(cached.folder)
     cached.read_many(parts)
-    (path,) = entries(tmp_path / "cache")
-    path.write_bytes(DAMAGES[damage](path.read_bytes()))
+    (other,) = set(entries(cached.folder)) - {path}
+    path.write_bytes(DAMAGES[damage](path.read_bytes(), other.read_bytes()))
     with caplog.at_level(logging.WARNING):
-        assert cached.read_many(parts) == [content(0)]
+        assert cached.read_many(parts) == WHOLE[:2]
     (record,) = caplog.records
     assert str(path) in record.getMessage()
     assert "damaged: 00 is fetched again" in record.getMessage()
-    assert cached.read_many(parts) == [content(0)]
-    assert storage.num_reads == 2
-
-
-def test_a_file_at_anothers_place_is_damaged(storage, tmp_path, caplog):
-    """Two good files that were mixed up, of equal size, never give one object's bytes for the
-    other's."""
-    cached, parts = CachedReads(storage, tmp_path / "cache"), parts_of(storage)[:2]
-    cached.read_many(parts)
-    first, second = entries(tmp_path / "cache")
-    mixed = first.read_bytes(), second.read_bytes()
-    first.write_bytes(mixed[1])
-    second.write_bytes(mixed[0])
-    assert cached.read_many(parts) == [content(0), content(1)]
-    assert len(caplog.records) == 2
+    assert cached.read_many(parts) == WHOLE[:2]
+    assert storage.num_reads == 3
 
 
 @pytest.mark.parametrize(
@@ -196,18 +190,18 @@ def test_nothing_leaves_the_folder(tmp_path, key):
     assert path.stat().st_mode & 0o077 == 0, "others may read it"
 
 
-def test_links_in_the_folder_are_not_followed(storage, tmp_path):
-    """A link at an entry's place leads nowhere: it is replaced, and what it points to stays."""
-    cached, parts = CachedReads(storage, tmp_path / "cache"), parts_of(storage)[:1]
+def test_links_in_the_folder_are_not_followed(storage, cached, tmp_path):
+    """A link at an entry's place leads nowhere, and what it points to stays."""
+    parts = parts_of(storage)[:1]
     cached.read_many(parts)
-    (path,) = entries(tmp_path / "cache")
+    (path,) = entries(cached.folder)
     outside = tmp_path / "outside"
     outside.write_bytes(path.read_bytes())
     path.unlink()
     path.symlink_to(outside)
-    assert cached.read_many(parts) == [content(0)]
+    assert cached.read_many(parts) == WHOLE[:1]
     assert storage.num_reads == 2
-    assert outside.read_bytes()[:1000] == content(0)
+    assert outside.read_bytes()[:1000] == WHOLE[0]
 
 
 def test_the_limit_holds_and_what_is_in_use_stays(storage, tmp_path, caplog):
@@ -216,8 +210,7 @@ def test_the_limit_holds_and_what_is_in_use_stays(storage, tmp_path, caplog):
     limit = 10 * 1032 + 500
     cached, parts = CachedReads(storage, tmp_path / "cache", limit), parts_of(storage)
     for epoch in range(1, 5):
-        for part in parts:
-            assert cached.read_many([part]) == [content(int(part.key))]
+        assert [data for part in parts for data in cached.read_many([part])] == WHOLE
         assert size_of(tmp_path / "cache") <= limit
         assert storage.num_reads == 20 + (epoch - 1) * 10
     assert len(entries(tmp_path / "cache")) == 10
@@ -242,46 +235,42 @@ def test_what_was_not_used_for_a_day_makes_room(storage, tmp_path):
     assert size_of(tmp_path / "cache") <= limit
 
 
-def test_a_full_disk_costs_the_cache_and_not_the_reading(storage, tmp_path, caplog):
+def read_on(cached, storage, caplog, *words):
+    """Read three times: everything is right, and one warning says why the cache can't help."""
+    for _ in range(3):
+        assert cached.read_many(parts_of(storage)) == WHOLE
+    (record,) = caplog.records
+    assert all(word in record.getMessage() for word in words)
+
+
+def test_a_full_disk_costs_the_cache_and_not_the_reading(storage, cached, caplog):
     """The file system refuses to write (by a limit on a file's size): reads go on, one warning
     says why, no half file stays."""
-    cached, parts = CachedReads(storage, tmp_path / "cache"), parts_of(storage)
-    cached.read_many(parts[:1])
+    cached.read_many(parts_of(storage)[:1])
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (512, before[1]))
     try:
-        for _ in range(3):
-            assert cached.read_many(parts) == [content(number) for number in range(20)]
+        read_on(cached, storage, caplog, os.strerror(errno.EFBIG), "reading goes on without it")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         signal.signal(signal.SIGXFSZ, handler)
-    (record,) = caplog.records
-    assert os.strerror(errno.EFBIG) in record.getMessage()
-    assert "reading goes on without it" in record.getMessage()
-    assert len(entries(tmp_path / "cache")) == 1
-    assert not unfinished_in(tmp_path / "cache")
+    assert len(entries(cached.folder)) == 1
+    assert not unfinished_in(cached.folder)
 
 
-def test_a_disk_that_is_nearly_full_is_left_alone(storage, tmp_path, caplog, monkeypatch):
+def test_a_disk_that_is_nearly_full_is_left_alone(storage, cached, caplog, monkeypatch):
     """The cache leaves room for others: checkpoints may lie on the same disk."""
     monkeypatch.setattr(cache, "KEPT_FREE_PART", 1)
     monkeypatch.setattr(cache, "KEPT_FREE_BYTES", 2**62)
-    cached, parts = CachedReads(storage, tmp_path / "cache"), parts_of(storage)
-    for _ in range(2):
-        assert cached.read_many(parts) == [content(number) for number in range(20)]
-    assert ["nearly full" in record.getMessage() for record in caplog.records] == [True]
-    assert not entries(tmp_path / "cache")
+    read_on(cached, storage, caplog, "nearly full")
+    assert not entries(cached.folder)
 
 
-def test_a_folder_that_can_not_be_used_costs_one_warning(storage, tmp_path, caplog):
+def test_a_folder_that_can_not_be_used_costs_one_warning(storage, cached, caplog):
     """A file stands where the folder should be: reads go on, and a warning says so once."""
-    (tmp_path / "cache").write_text("a file")
-    cached, parts = CachedReads(storage, tmp_path / "cache"), parts_of(storage)
-    for _ in range(3):
-        assert cached.read_many(parts) == [content(number) for number in range(20)]
-    (record,) = caplog.records
-    assert str(tmp_path / "cache") in record.getMessage()
+    cached.folder.write_text("a file")
+    read_on(cached, storage, caplog, str(cached.folder))
 
 
 BAD = [
@@ -299,16 +288,14 @@ def test_what_can_not_work_is_refused(tmp_path, bad, named):
         CachedReads(**{"storage": DirectoryStorage(tmp_path), "folder": tmp_path / "cache", **bad})
 
 
-def test_a_stopped_process_blocks_nobody(storage, tmp_path):
+def test_a_stopped_process_blocks_nobody(storage, cached):
     """A process is stopped while it holds the cache's count: others read on, and nothing is
     kept meanwhile."""
-    import fcntl
-
-    cached, parts = CachedReads(storage, tmp_path / "cache"), parts_of(storage)
+    parts = parts_of(storage)
     cached.read_many(parts[:1])
-    with (tmp_path / "cache/v1/count").open("r+b") as file:
+    with (cached.folder / "v1/count").open("r+b") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        assert cached.read_many(parts) == [content(number) for number in range(20)]
-        assert len(entries(tmp_path / "cache")) == 1
+        assert cached.read_many(parts) == WHOLE
+        assert len(entries(cached.folder)) == 1
     cached.read_many(parts)
-    assert len(entries(tmp_path / "cache")) == 20
+    assert len(entries(cached.folder)) == 20

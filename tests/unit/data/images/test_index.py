@@ -5,7 +5,7 @@ import gzip
 import pickle
 import threading
 import tracemalloc
-from itertools import groupby
+from itertools import repeat
 
 import pytest
 from hypothesis import given, settings
@@ -27,6 +27,7 @@ from prefect_torch_ddp.data.images.listing import (
 from prefect_torch_ddp.errors import InvalidParamsError, NoImagesError
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.storage.protocol import ListedObject
+from tests.integration.data.image_files import write_folder
 
 PARTS = st.sampled_from(["a", "b", "a-b", "a.b", "B", "ä", "1.jpg", "2.PNG", "notes.txt", "x.webp"])
 
@@ -44,16 +45,15 @@ def test_classes_samples_and_order_are_torchvisions(tmp_path_factory, names):
     root = tmp_path_factory.mktemp("tree")
     files = {"/".join(parts) for parts in names}
     files = {name for name in files if not any(other.startswith(f"{name}/") for other in files)}
-    for name in files:
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).touch()
+    write_folder(root, dict.fromkeys(files, b""))
+    objects = list(DirectoryStorage(root).list_objects(""))
     try:
         theirs = ImageFolder(str(root))
     except FileNotFoundError:
         with pytest.raises(NoImagesError):
-            index_images(DirectoryStorage(root).list_objects(""), "here")
+            index_images(objects, "here")
         return
-    ours = index_images(DirectoryStorage(root).list_objects(""), "here")
+    ours = index_images(objects, "here")
     assert EXTENSIONS == IMG_EXTENSIONS
     assert ours.classes == theirs.classes
     assert [f"{root}/{item.key}" for item in ours.objects] == [path for path, _ in theirs.samples]
@@ -62,17 +62,14 @@ def test_classes_samples_and_order_are_torchvisions(tmp_path_factory, names):
 
 def test_a_folder_marker_makes_a_class_and_no_image():
     """A class of which only the marker is there is empty, and named."""
-    found = index_images(
-        listed("cat/", "cat/1.jpg", "dog/", "dog/2.jpg", "readme.txt", "3.jpg"), "here"
-    )
+    names = ("cat/", "cat/1.jpg", "dog/", "dog/2.jpg", "readme.txt", "3.jpg")
+    found = index_images(listed(*names), "here")
     assert found.classes == ["cat", "dog"]
     assert [item.key for item in found.objects] == ["cat/1.jpg", "dog/2.jpg"]
     with pytest.raises(NoImagesError, match=r"classes cow, dog in s3://b/p.*allow_empty.*\.jpg"):
         index_images(listed("cat/1.jpg", "cow/", "dog/notes.txt"), "s3://b/p")
-    assert index_images(listed("cat/1.jpg", "dog/"), "here", allow_empty=True).classes == [
-        "cat",
-        "dog",
-    ]
+    allowed = index_images(listed("cat/1.jpg", "dog/"), "here", allow_empty=True)
+    assert allowed.classes == ["cat", "dog"]
 
 
 @pytest.mark.parametrize(
@@ -105,30 +102,6 @@ class Listed:
         )
 
 
-class Levels(Listed):
-    """One that lists levels too; the first two folders wait for one another."""
-
-    both = threading.Barrier(2)
-
-    def list_level(self, prefix):
-        """Yield folders and objects."""
-        for name, keys in groupby(self.keys(), lambda key: key.partition("/")[0]):
-            (first, *_) = keys
-            yield f"{name}/" if "/" in first else ListedObject(first, 1, "")
-
-    def list_objects(self, prefix):
-        """Take a turn; as S3's, nothing happens before the first object is asked for."""
-        if prefix in {"c00/", "c01/"}:
-            self.both.wait(60)
-        yield from super().list_objects(prefix)
-
-
-def test_folders_listed_side_by_side_give_the_listing():
-    """The same objects in the same order as one after the other."""
-    keys = ["0.txt", *(f"c{c:02}/{i:05}.jpg" for c in range(30) for i in range(50)), "z.txt"]
-    assert [item.key for item in list_dataset(Levels(lambda: keys))] == keys
-
-
 def test_the_digest_of_a_listing_changes_with_every_object(tmp_path):
     """Content, size, name, presence."""
     storage = DirectoryStorage(tmp_path)
@@ -144,18 +117,12 @@ def test_the_digest_of_a_listing_changes_with_every_object(tmp_path):
 
 def test_an_index_gives_the_listing_back_also_for_a_folder_of_it(tmp_path):
     """Keys are relative to the place that is asked for."""
-    source = Listed(
-        lambda: [
-            f"{part}/c{c}/{i}.jpg"
-            for part in ("train", "train2", "val")
-            for c in range(3)
-            for i in range(900)
-        ]
-    )
+    names = [f"c{c}/{i}.jpg" for c in range(3) for i in range(900)]
+    source = Listed(lambda: [f"{part}/{n}" for part in ("train", "train2", "val") for n in names])
     assert write_index(source, tmp_path) == 8100
     assert list(read_index(tmp_path, "s3://bucket/data/")) == list(source.list_objects(""))
     below = list(read_index(tmp_path / INDEX_NAME, "s3://bucket/data/train"))
-    assert [item.key for item in below] == [f"c{c}/{i}.jpg" for c in range(3) for i in range(900)]
+    assert [item.key for item in below] == names
 
 
 def test_an_index_that_does_not_fit_is_refused(tmp_path):
@@ -181,21 +148,38 @@ def test_an_index_that_does_not_fit_is_refused(tmp_path):
 
 
 class Folders(Listed):
-    """A hundred folders of so many objects each, and as many objects beside them."""
+    """Folders of so many objects each, and objects beside them; counts what it lists.
+
+    The first two folders wait for one another.
+    """
+
+    def __init__(self, num_folders, num_each, num_beside):
+        self.nums = num_folders, num_each, num_beside
+        self.num_begun = self.num_listed = 0
+        self.both = threading.Barrier(2)
 
     def list_level(self, prefix):
-        yield from (ListedObject(f"{prefix}a{i:07}.jpg", 35_000, "") for i in range(self.keys))
-        yield from (f"c{c:02}/" for c in range(100))
+        num_folders, _, num_beside = self.nums
+        beside = [f"{'az'[i % 2]}{i:07}.jpg" for i in range(num_beside)]
+        names = sorted([*beside, *(f"c{c:02}/" for c in range(num_folders))])
+        yield from (n if n.endswith("/") else ListedObject(n, 35_000, "") for n in names)
 
     def list_objects(self, prefix):
         """Make a folder's objects as they are asked for."""
-        return (ListedObject(f"{prefix}{i:07}.jpg", 35_000, f"{i:032x}") for i in range(self.keys))
+        self.num_begun += 1
+        return map(self._make, repeat(prefix), range(self.nums[1]))
+
+    def _make(self, prefix, number):
+        if number == 0 and prefix in {"c00/", "c01/"}:
+            self.both.wait(60)
+        self.num_listed += 1
+        return ListedObject(f"{prefix}{number:07}.jpg", 35_000, f"{number:032x}")
 
 
 def test_an_index_of_many_objects_takes_no_more_memory(tmp_path):
     """Listing, writing and reading hold some folders, where all of them are several times as
     many."""
-    source = Folders(400)
+    source = Folders(100, 400, 400)
     tracemalloc.start()
     assert write_index(source, tmp_path) == 40_400
     assert sum(1 for _ in read_index(tmp_path, source.uri)) == 40_400
@@ -204,47 +188,22 @@ def test_an_index_of_many_objects_takes_no_more_memory(tmp_path):
     assert peak < 6 * 2**20
 
 
-def test_a_listing_looks_a_few_folders_ahead_and_ends_early():
-    """However many there are, and however little of them is taken."""
-
-    class Counted(Folders):
-        begun = 0
-
-        def list_objects(self, prefix):
-            self.begun += 1
-            return super().list_objects(prefix)
-
-    source = Counted(1)
+@pytest.mark.parametrize("nums", [(100, 1, 1), (2, 3 * NUM_AHEAD, 0), (30, 50, 2)])
+def test_folders_are_listed_side_by_side_and_a_little_ahead(nums):
+    """The same objects in the same order as one after the other. Of folders and pages a few are
+    begun, however many and large they are, also where nobody takes the rest."""
+    others = set(threading.enumerate())
+    whole = [item.key for item in list_dataset(Folders(*nums))]
+    assert whole == sorted(set(whole))
+    assert len(whole) == nums[0] * nums[1] + nums[2]
+    source = Folders(*nums)
     listing = list_dataset(source)
-    for _ in range(3):
-        next(listing)
-    listing.close()
-    assert source.begun <= NUM_FOLDERS + 1
-
-
-def test_a_listing_looks_a_few_pages_ahead_in_each_folder():
-    """However large the folders are, also where nobody takes the rest."""
-    pulled = []
-
-    class Large(Folders):
-        def list_level(self, prefix):
-            yield from ("c0/", "c1/")
-
-        def list_objects(self, prefix):
-            for item in super().list_objects(prefix):
-                pulled.append(item.key)
-                yield item
-
-    source, others = Large(3 * NUM_AHEAD), set(threading.enumerate())
-    whole = [item.key for item in list_dataset(source)]
-    assert whole == sorted(pulled)
-    pulled.clear()
-    listing = list_dataset(source)
-    assert next(listing).key == whole[0]
+    assert [next(listing).key, next(listing).key] == whole[:2]
     listing.close()
     for thread in set(threading.enumerate()) - others:
         thread.join()
-    assert len(pulled) <= 3 * NUM_AHEAD
+    assert source.num_begun <= NUM_FOLDERS + 1
+    assert source.num_listed <= 3 * NUM_AHEAD
 
 
 def test_an_index_in_memory_takes_its_texts_and_little_more():

@@ -14,11 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from prefect_torch_ddp.data.images.cache import CachedReads
-from prefect_torch_ddp.data.images.packed import (
-    INDEX_NAME,
-    PackedObjects,
-    packed_objects,
-)
+from prefect_torch_ddp.data.images.packed import INDEX_NAME, PackedObjects, packed_objects
 from prefect_torch_ddp.data.images.tar_shards import pack_shards
 from prefect_torch_ddp.errors import (
     InvalidParamsError,
@@ -28,7 +24,9 @@ from prefect_torch_ddp.errors import (
     StorageError,
 )
 from prefect_torch_ddp.storage.directory import DirectoryStorage
-from prefect_torch_ddp.storage.protocol import ObjectPart, Readable
+from prefect_torch_ddp.storage.protocol import Readable
+from tests.integration.data.image_files import write_folder
+from tests.unit.data.images.test_cache import parts_of
 
 ODD_NAMES = {
     "cat/2.jpg": b"two",
@@ -49,15 +47,6 @@ NO_SAMPLES = {
 }
 
 
-def make_folder(root, files):
-    """Write files below a folder."""
-    for name, data in files.items():
-        path = root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(data)
-    return DirectoryStorage(root)
-
-
 def some_files(num=200, seed=0):
     """Make files of different sizes in three classes."""
     rng = random.Random(seed)
@@ -67,16 +56,9 @@ def some_files(num=200, seed=0):
     }
 
 
-def whole(packed):
-    """List what is packed, as what reads it whole."""
-    return [
-        ObjectPart(found.key, found.num_bytes, etag=found.etag) for found in packed.list_objects("")
-    ]
-
-
 def contents(packed):
     """Read everything; return it by key."""
-    parts = whole(packed)
+    parts = parts_of(packed)
     return dict(zip([part.key for part in parts], packed.read_many(parts), strict=True))
 
 
@@ -88,7 +70,7 @@ def folder_bytes(root):
 def test_what_was_packed_is_read_back(tmp_path):
     """All images, whatever their names, by their old names and with their bytes; nothing
     else."""
-    source = make_folder(tmp_path / "in", ODD_NAMES | NO_SAMPLES)
+    source = write_folder(tmp_path / "in", ODD_NAMES | NO_SAMPLES)
     packed = pack_shards(source, tmp_path / "out")
     assert isinstance(packed, Readable)
     assert contents(packed) == ODD_NAMES
@@ -120,17 +102,11 @@ def test_any_sizes(tmp_path_factory, monkeypatch, sizes, shard_bytes, seed_and_b
     files = {
         f"{'ab'[n % 2]}/{n}.jpg": random.Random(n).randbytes(size) for n, size in enumerate(sizes)
     }
-    packed = pack_shards(
-        make_folder(tmp_path / "in", files),
-        tmp_path / "out",
-        shard_bytes=shard_bytes,
-        shuffle_seed=seed,
-    )
+    source = write_folder(tmp_path / "in", files)
+    packed = pack_shards(source, tmp_path / "out", shard_bytes=shard_bytes, shuffle_seed=seed)
     assert contents(packed) == files
-    labels = {name: label for label, name in enumerate(packed.index.classes)}
-    assert sorted(stream(tmp_path / "out")) == sorted(
-        (labels[key[0]], data) for key, data in files.items()
-    )
+    labelled = sorted((packed.index.classes.index(key[0]), data) for key, data in files.items())
+    assert sorted(stream(tmp_path / "out")) == labelled
 
 
 def stream(folder):
@@ -138,26 +114,17 @@ def stream(folder):
     sample."""
     for path in sorted(folder.glob("shard-*.tar")):
         with tarfile.open(path, "r|") as tar:
-            waiting = None
-            for member in tar:
-                key, _, ending = member.name.partition(".")
-                data = tar.extractfile(member).read()
-                if ending == "cls":
-                    assert waiting is not None
-                    assert waiting[0] == key, "a sample's files aren't side by side"
-                    yield int(data), waiting[1]
-                    waiting = None
-                else:
-                    assert waiting is None
-                    waiting = key, data
-            assert waiting is None
+            files = [(member.name, tar.extractfile(member).read()) for member in tar]
+        for (name, data), (beside, label) in zip(files[::2], files[1::2], strict=True):
+            assert beside == f"{name.partition('.')[0]}.cls", "a sample's files aren't side by side"
+            yield int(label), data
 
 
 def test_equal_sources_give_equal_bytes(tmp_path):
     """Times, owners and how reads are batched leave no trace; a seed decides the order."""
     files = some_files(60)
-    pack_shards(make_folder(tmp_path / "in1", files), tmp_path / "out1", shard_bytes=20_000)
-    for path in (second := make_folder(tmp_path / "in2", files)).root.rglob("*"):
+    pack_shards(write_folder(tmp_path / "in1", files), tmp_path / "out1", shard_bytes=20_000)
+    for path in (second := write_folder(tmp_path / "in2", files)).rglob("*"):
         os.utime(path, (5, 5))
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("prefect_torch_ddp.data.images.tar_shards.NUM_AT_ONCE", 7)
@@ -170,51 +137,30 @@ def test_equal_sources_give_equal_bytes(tmp_path):
 
 
 def test_packing_again_leaves_nothing_of_before(tmp_path):
-    """Fewer shards than last time: the others go, and nobody reads old samples from them."""
-    pack_shards(
-        make_folder(tmp_path / "in1", some_files(100)), tmp_path / "out", shard_bytes=10_000
-    )
-    (tmp_path / "out/shard-notes.txt").write_text("not ours")
+    """Fewer shards than last time: the others go, and nobody reads old samples from them. Where
+    there is nothing to pack, an error names the source before anything is removed."""
+    out, many = tmp_path / "out", some_files(100)
+    pack_shards(write_folder(tmp_path / "in1", many), out, shard_bytes=10_000)
+    (out / "shard-notes.txt").write_text("not ours")
     fresh = some_files(10, seed=1)
-    packed = pack_shards(make_folder(tmp_path / "in2", fresh), tmp_path / "out")
+    packed = pack_shards(write_folder(tmp_path / "in2", fresh), out)
     assert contents(packed) == fresh
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
-        "shard-000000.tar",
-        "shard-notes.txt",
-        INDEX_NAME,
-    ]
-
-
-def test_nothing_to_pack_is_refused_before_anything_is_removed(tmp_path):
-    """An empty source is an error that names it, and the shards of before stay."""
-    pack_shards(make_folder(tmp_path / "in", some_files(5)), tmp_path / "out")
-    before = folder_bytes(tmp_path / "out")
+    before = folder_bytes(out)
+    assert sorted(before) == ["shard-000000.tar", "shard-notes.txt", INDEX_NAME]
     with pytest.raises(NoImagesError, match="empty"):
-        pack_shards(make_folder(tmp_path / "empty", {"notes.txt": b"x"}), tmp_path / "out")
-    assert folder_bytes(tmp_path / "out") == before
+        pack_shards(write_folder(tmp_path / "empty", {"notes.txt": b"x"}), out)
+    assert folder_bytes(out) == before
 
 
-def test_a_source_object_that_changed_stops_the_packing(tmp_path):
-    """A file that changed after it was listed: an error that names it, and no index: nobody
-    takes the rest for whole."""
+def test_the_index_comes_last(tmp_path):
+    """A source object that changed after it was listed, or a storage that fails at the last shard,
+    is an error, and there is no index: nobody takes the rest for whole."""
 
     @dataclass(frozen=True)
     class Changing(DirectoryStorage):
         def read_many(self, parts):
-            path = self.root / "dog/0001.jpg"
-            path.write_bytes(b"changed")
+            (self.root / "dog/0001.jpg").write_bytes(b"changed")
             return super().read_many(parts)
-
-    pack_shards(make_folder(tmp_path / "in", some_files(9)), tmp_path / "out")
-    with pytest.raises(ObjectChangedError, match=r"dog/0001\.jpg"):
-        pack_shards(Changing(tmp_path / "in"), tmp_path / "out")
-    assert packed_objects(DirectoryStorage(tmp_path / "out")) is None
-    with pytest.raises(ObjectNotFoundError):
-        _ = PackedObjects(DirectoryStorage(tmp_path / "out")).index
-
-
-def test_the_index_comes_last(tmp_path):
-    """A storage that fails at the last shard leaves no index."""
 
     @dataclass(frozen=True)
     class Failing(DirectoryStorage):
@@ -224,10 +170,17 @@ def test_the_index_comes_last(tmp_path):
                 raise StorageError(msg)
             super().write(key, data)
 
-    source = make_folder(tmp_path / "in", some_files(30))
-    with pytest.raises(StorageError, match="full"):
-        pack_shards(source, Failing(tmp_path / "out"), shard_bytes=20_000)
-    assert packed_objects(DirectoryStorage(tmp_path / "out")) is None
+    source, out = write_folder(tmp_path / "in", some_files(30)), tmp_path / "out"
+    for reads, to, error, words in (
+        (source, Failing(out), StorageError, "full"),
+        (Changing(source), out, ObjectChangedError, r"dog/0001\.jpg"),
+    ):
+        pack_shards(source, out)
+        with pytest.raises(error, match=words):
+            pack_shards(reads, to, shard_bytes=20_000)
+        assert packed_objects(DirectoryStorage(out)) is None
+        with pytest.raises(ObjectNotFoundError):
+            _ = PackedObjects(DirectoryStorage(out)).index
 
 
 @settings(
@@ -242,7 +195,7 @@ def test_any_choice_in_any_order(forty, chosen, gap, span):
     """Neighbours, strangers, the same sample twice, however they are read together: each value
     is that of its part."""
     packed, files = forty
-    parts = [whole(packed)[number] for number in chosen]
+    parts = [parts_of(packed)[number] for number in chosen]
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("prefect_torch_ddp.data.images.packed.LARGEST_GAP_BYTES", gap)
         patched.setattr("prefect_torch_ddp.data.images.packed.LARGEST_SPAN_BYTES", span)
@@ -254,7 +207,7 @@ def forty(tmp_path):
     """Give forty packed samples of different sizes."""
     files = some_files(40)
     return pack_shards(
-        make_folder(tmp_path / "in", files), tmp_path / "out", shard_bytes=20_000
+        write_folder(tmp_path / "in", files), tmp_path / "out", shard_bytes=20_000
     ), files
 
 
@@ -270,9 +223,9 @@ def test_neighbours_are_read_by_one_request(tmp_path):
 
     asked = []
     files = {f"a/{n:03}.jpg": bytes([n]) * 30_000 for n in range(64)}
-    pack_shards(make_folder(tmp_path / "in", files), tmp_path / "out")
+    pack_shards(write_folder(tmp_path / "in", files), tmp_path / "out")
     packed = PackedObjects(Counted(tmp_path / "out"))
-    parts = whole(packed)
+    parts = parts_of(packed)
     asked.clear()
     assert packed.read_many(parts) == [files[part.key] for part in parts]
     ((*ranges,),) = asked
@@ -292,50 +245,41 @@ def test_neighbours_are_read_by_one_request(tmp_path):
 def packed(tmp_path):
     """Give twelve packed samples of 1,000 bytes in several shards."""
     files = {f"{'ab'[n % 2]}/{n:02}.jpg": bytes([n + 1]) * 1000 for n in range(12)}
-    return pack_shards(make_folder(tmp_path / "in", files), tmp_path / "out", shard_bytes=8000)
+    return pack_shards(write_folder(tmp_path / "in", files), tmp_path / "out", shard_bytes=8000)
 
 
-def test_a_flipped_bit_names_shard_and_sample(packed, tmp_path):
-    """The damaged sample is an error in its place; its neighbours in the same shard are
-    read."""
-    target = packed.index.find("b/03.jpg")
-    path = tmp_path / "out" / packed.index.shards[target.shard]
-    data = bytearray(path.read_bytes())
-    data[target.start + 17] ^= 4
-    path.write_bytes(data)
-    got = contents(packed)
-    error = got.pop("b/03.jpg")
-    assert isinstance(error, ObjectChangedError), "on_error='skip' can't skip it"
-    assert "b/03.jpg" in str(error)
-    assert str(path) in str(error)
-    assert "damaged" in str(error)
-    assert got == {f"{'ab'[n % 2]}/{n:02}.jpg": bytes([n + 1]) * 1000 for n in range(12) if n != 3}
-
-
-def test_a_truncated_or_missing_shard_is_named(packed, tmp_path):
-    """With the sample that was wanted from it."""
-    path = tmp_path / "out" / packed.index.shards[0]
-    path.write_bytes(path.read_bytes()[:2000])
-    (tmp_path / "out" / packed.index.shards[1]).unlink()
-    got = contents(packed)
-    for key, value in got.items():
+def test_a_damaged_shard_is_named_with_the_sample(packed, tmp_path):
+    """A flipped bit, a truncated shard, a missing one: each sample that can't be read is an error
+    in its place, which may be skipped; its neighbours in the same shard are read."""
+    first, second, third = (tmp_path / "out" / name for name in packed.index.shards[:3])
+    first.write_bytes(first.read_bytes()[:2000])
+    second.unlink()
+    flipped = next(sample for sample in packed.index if sample.shard == 2)
+    data = bytearray(third.read_bytes())
+    data[flipped.start + 17] ^= 4
+    third.write_bytes(data)
+    kinds = {}
+    for key, value in contents(packed).items():
         sample = packed.index.find(key)
-        if sample.shard == 0 and sample.start + 1000 > 2000:
-            assert isinstance(value, StorageError)
-            assert "shard-000000.tar" in str(value)
+        shard = str(tmp_path / "out" / packed.index.shards[sample.shard])
+        if sample == flipped:
+            assert isinstance(value, ObjectChangedError), "on_error='skip' can't skip it"
+            assert f"{key} in {shard}" in str(value)
+            assert "damaged" in str(value)
+        elif (sample.shard == 0 and sample.stop > 2000) or sample.shard == 1:
+            assert isinstance(value, StorageError if sample.shard == 0 else ObjectNotFoundError)
             assert key in str(value)
-        elif sample.shard == 1:
-            assert isinstance(value, ObjectNotFoundError)
-            assert "shard-000001.tar" in str(value)
-            assert key in str(value)
+            assert shard.rpartition("/")[2] in str(value)
         else:
             assert value == bytes([int(key[2:4]) + 1]) * 1000
+        kinds.setdefault(sample.shard, set()).add(type(value) is bytes)
+    assert [kinds[number] for number in range(3)] == [{True, False}, {False}, {True, False}]
 
 
 def test_what_is_not_there_and_what_was_packed_again(packed, tmp_path):
     """An unknown name is no object; a sample with another digest than the listed one is a
     changed one."""
-    known = whole(packed)[0]
+    known = parts_of(packed)[0]
     gone, changed, part = packed.read_many(
         [
             replace(known, key="a/no.jpg"),
