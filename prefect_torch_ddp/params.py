@@ -4,9 +4,10 @@ import inspect
 import ipaddress
 import re
 from collections.abc import Mapping
+from types import ModuleType
 from typing import Annotated, Any, Literal, Self, cast, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 from typing_extensions import TypedDict  # what Prefect's are, to be joined with ours
 
 from prefect_torch_ddp.errors import InvalidParamsError
@@ -225,10 +226,14 @@ class ClusterParams(Params):
         return self
 
 
+def _module_name(value: object) -> object:
+    return value.__name__ if isinstance(value, ModuleType) else value
+
+
 class TrainParams(ContextParams):
     """All parameters of a run of train-ddp."""
 
-    workload: str = "prefect_torch_ddp.examples.digits"
+    workload: Annotated[str, BeforeValidator(_module_name)] = "prefect_torch_ddp.examples.digits"
     """Module (or module:object) with the functions prepare, train and evaluate."""
     world_size: Count = 2  # a local cluster is made for it, so it can't be left open
     """How many ranks train together."""
