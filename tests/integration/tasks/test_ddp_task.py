@@ -26,6 +26,7 @@ from prefect.runtime import flow_run
 from prefect_dask import DaskTaskRunner
 
 from prefect_torch_ddp import (
+    BadKeyError,
     CheckpointParams,
     InvalidParamsError,
     RankContext,
@@ -89,6 +90,26 @@ def run_id(flow_run_id: str | None) -> UUID:
     """Return a flow run's id."""
     assert flow_run_id is not None
     return UUID(flow_run_id)
+
+
+def save_and_fail(ctx: RankContext) -> None:
+    """Hand over a text and bytes, try to leave the results, then fail, all ranks together."""
+    import torch.distributed as dist
+
+    if ctx.rank == 0:
+        ctx.save("notes/a.txt", "before the failure: é")
+        ctx.save("b.bin", b"\x00\x01")
+        for path in ("../x", "a/../../x", "/tmp/x", "C:/x", "C:\\x", ""):
+            try:
+                ctx.save(path, b"lost")
+            except BadKeyError:
+                continue
+            else:
+                msg = f"{path!r} was let through"
+                raise AssertionError(msg)
+    dist.barrier()
+    msg = "after the files"
+    raise RuntimeError(msg)
 
 
 def lines_with(text: str, flow_run_id: str | None) -> list[Log]:
@@ -280,6 +301,29 @@ def svg_of(page: str) -> str:
     found = re.search(r"!\[training curves\]\(data:image/svg\+xml;base64,([\w+/=]+)\)", page)
     assert found is not None, page
     return base64.b64decode(found[1]).decode()
+
+
+def test_saved_files_outlive_the_failure(dask_cluster: LocalCluster, tmp_path: Path) -> None:
+    """What was handed over is in the run's results; paths that lead out are refused;
+    nothing is lost when the run fails."""
+    train = ddp_task(world_size=2, storage=str(tmp_path / "store"))(save_and_fail)
+    seen = []
+
+    @flow(task_runner=on(dask_cluster))
+    def trains() -> None:
+        seen.append(flow_run.id)
+        train.submit().result()
+
+    with pytest.raises(RankFailedError, match="RuntimeError: after the files") as caught:
+        trains()
+    assert isinstance(caught.value.__cause__, RuntimeError)
+    storage = DirectoryStorage(tmp_path / "store")
+    keys = [found.key for found in storage.list("runs/") if "/results/" in found.key]
+    results = {key.split("/results/000001/")[1]: storage.read(key) for key in keys}
+    assert results == {"notes/a.txt": "before the failure: é".encode(), "b.bin": b"\x00\x01"}
+    assert [path.name for path in tmp_path.iterdir()] == ["store"]
+    says = "on 127.0.0.1 failed in attempt 1: RuntimeError: after the files"
+    wait_until(lambda: lines_with(says, seen[0]))
 
 
 def test_cached_results_belong_to_their_own_function(
