@@ -181,9 +181,13 @@ def test_without_parentheses_it_takes_all_workers_and_any_argument(
     given: dict[str, Any] = {"retries": 2, "world_size": "ws", "timeout": 0.5, "backend": "mine"}
     given |= {"run": 3, "rank": 9, "kwargs": {"x": 1}}
 
+    # On a Dask worker the default storage is below the worker's own HOME.
+    store = str(tmp_path / "prefect-torch-ddp")
+    elsewhere: Any = awkward.with_options(storage=store)  # type: ignore[call-arg]
+
     @flow(task_runner=on(dask_cluster))
     def both_ways() -> list[Any]:
-        return [awkward(1, **given), awkward.submit(1, **given).result()]
+        return [awkward(1, **given), elsewhere.submit(1, **given).result()]
 
     expected = {"key": 1, "retries": 2, "workers": "w", "timeout": 0.5, "fn": 6, "args": (7,)}
     expected |= {"world_size": "ws", "config": "c", "client": 8, "name": "n"}
