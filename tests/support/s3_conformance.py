@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from prefect_torch_ddp.errors import DamagedObjectError, ObjectNotFoundError, StorageError
+from prefect_torch_ddp.storage.protocol import ObjectPart
 from prefect_torch_ddp.storage.s3 import retries as s3_attempts
 from prefect_torch_ddp.storage.s3 import storage as s3_storage
 from prefect_torch_ddp.storage.s3.client import client_of
@@ -74,6 +75,9 @@ class S3Conformance:
                 f"can't {verb} s3://bucket/{storage.prefix}{key} at {server.endpoint_url}: "
             ), message
             assert "the secret is wrong: check the access key" in message
+        (unread,) = storage.read_many([ObjectPart("object", 1)])
+        assert type(unread) is StorageError  # not one that on_error="skip" would skip
+        assert "the secret is wrong" in str(unread)
         storage = server.storage(access_key_id="AKIANOBODY", secret_access_key=SECRET)
         assert "doesn't know this access key" in error_of(storage.read, "object")
 

@@ -193,7 +193,6 @@ def test_a_cancelled_job_costs_a_retry(site: Site, tmp_path: Path) -> None:
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("batch_system", ["slurm"], indirect=True)
 def test_a_cancelled_run_ends_its_jobs(site: Site, tmp_path: Path) -> None:
     """SIGTERM of the flow, as Prefect's cancel sends it: saved, Cancelled, and no job is left; what
     deletes the jobs is what does so at the end of each run, on PBS too."""

@@ -29,6 +29,10 @@ def test_order_is_the_same_with_worker_processes() -> None:
     loader = loader_of(dataset, 6, rank=1, world_size=2, prefetch_factor=3, **FORKED)
     assert [data.tolist() for data in loader] == expected
     assert [data.tolist() for data, _ in loader.lockstep(0, 2)] == expected[2:]
+    spawned = {"num_workers": 2, "multiprocessing_context": "spawn"}
+    expected = [data.tolist() for data in loader_of(Numbers(23), 6, rank=1, world_size=2)]
+    loader = loader_of(Numbers(23), 6, rank=1, world_size=2, **spawned)
+    assert [data.tolist() for data in loader] == expected
 
 
 class Blocks(Numbers):

@@ -10,7 +10,12 @@ from pathlib import Path
 import pytest
 from distributed import Client
 
-from prefect_torch_ddp import RankFailedError, run_gang
+from prefect_torch_ddp import (
+    NotEnoughWorkersError,
+    RankFailedError,
+    WorkerLostError,
+    run_gang,
+)
 from prefect_torch_ddp.gang import run as launch
 from prefect_torch_ddp.gang.caller import root_cause
 from prefect_torch_ddp.protocol.events import GangEvent, LogLine, Waiting
@@ -63,6 +68,24 @@ def test_a_worker_lost_for_good_leaves_a_smaller_gang(
     assert attempts_in(events) == [(1, 2), (2, 1)]
     says = r"waiting for workers: 1 of 2 after \d+ s \(limit 120 s\)"
     assert all(re.fullmatch(says, getattr(event, "text", "")) for event in said), said
+
+
+def test_a_worker_lost_for_good_ends_a_gang_of_fixed_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Too few workers are left for a restart; the cause of that error is the loss."""
+    monkeypatch.setattr(launch, "FULL_SIZE_S", 1.0)
+    call = {"args": (str(tmp_path),), "world_size": 2, "max_restarts": 1, "workers_timeout_s": 3.0}
+    with (
+        own_cluster(1) as (cluster, client),
+        extra_worker(cluster, 2) as worker,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        killed = pool.submit(kill_when_all_hold, tmp_path, 2, lambda: worker.pid)
+        with pytest.raises(NotEnoughWorkersError, match="have 1, need 2") as caught:
+            run_gang(client, failing.hold_in_first, **call)
+        assert isinstance(caught.value.__cause__, WorkerLostError)
+        killed.result()
 
 
 def test_a_worker_that_comes_back_is_waited_for(

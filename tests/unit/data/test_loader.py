@@ -421,6 +421,7 @@ def test_a_pass_that_ends_before_its_last_batch_is_an_error(
     """Whatever ended it; ranks with and without a share of the tail count their own batches."""
     loaders = [loader_of(Numbers(9), 4, rank, 3) for rank in range(3)]
     assert [len(list(loader)) for loader in loaders] == [3, 2, 2]
+    assert [len(loader) for loader in loaders] == [3, 3, 3]
     whole = DataLoader.__iter__
     monkeypatch.setattr(DataLoader, "__iter__", lambda loader: islice(whole(loader), 1))
     with pytest.raises(RuntimeError, match="ended after 1 of 2 batches"):
