@@ -3,7 +3,7 @@
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, Literal, Protocol, TypeAlias, cast, runtime_checkable
+from typing import Any, Literal, Protocol, TypeAlias, TypeGuard, cast, runtime_checkable
 
 import numpy as np
 import torch
@@ -69,32 +69,34 @@ class FetchesSeeded(Protocol):
 
 def seeded_fetch(dataset: object) -> Fetch | None:
     """Return what fetches a batch of such a dataset, or of torch's Subset of one; else None."""
-    dataset, choices = _behind_subsets(dataset)
-    if not isinstance(dataset, FetchesSeeded):
+    if isinstance(dataset, FetchesSeeded):
+        return dataset.fetch_seeded
+    if not _is_subset(dataset):
         return None
-    inner = dataset.fetch_seeded
-
-    def chosen(indices: Sequence[int]) -> Sequence[int]:
-        for choice in choices:
-            indices = [choice[i] for i in indices]
-        return indices
+    inner = seeded_fetch(dataset.dataset)
+    if inner is None:
+        return None
+    chosen: Sequence[int] = dataset.indices
 
     def fetch(indices: Sequence[int], before_each: BeforeEach) -> tuple[Sequence[int], list[Any]]:
         following = indices.following if isinstance(indices, Ahead) else ()
-        return inner(ahead_of(chosen(indices), map(chosen, following)), before_each)
+        theirs = [[chosen[i] for i in batch] for batch in following]
+        return inner(ahead_of([chosen[i] for i in indices], theirs), before_each)
 
-    return fetch if choices else inner
+    return fetch
 
 
 def may_skip(dataset: object) -> bool:
     """Tell whether a dataset, or torch's Subset of it, may leave samples out of a batch."""
-    dataset, _ = _behind_subsets(dataset)
+    while _is_subset(dataset):
+        dataset = dataset.dataset
     return isinstance(dataset, FetchesSeeded) and dataset.may_skip
 
 
 def reads_at_once(dataset: object) -> bool:
     """Tell whether a dataset has a `__getitems__` that is more than torch's loop over samples."""
-    dataset, _ = _behind_subsets(dataset)
+    if _is_subset(dataset):
+        return reads_at_once(dataset.dataset)
     if getattr(type(dataset), "__getitems__", None) is StackDataset.__getitems__:
         stacked = dataset.datasets  # type: ignore[attr-defined]
         return any(map(reads_at_once, stacked.values() if isinstance(stacked, dict) else stacked))
@@ -107,7 +109,10 @@ def gathered(dataset: object, indices: Sequence[int]) -> list[torch.Tensor] | No
     It takes one call for each tensor, instead of one for each sample: for small samples a tenth of
     the time. None: the samples have to be asked for, as where they give an error.
     """
-    dataset, choices = _behind_subsets(dataset)
+    choices = []
+    while _is_subset(dataset):
+        choices.append(dataset.indices)
+        dataset = dataset.dataset
     if not isinstance(dataset, TensorDataset) or hasattr(dataset, "__getitems__"):
         return None
     is_torchs = type(dataset).__getitem__ is TensorDataset.__getitem__
@@ -141,16 +146,9 @@ def _is_plain(tensor: object) -> bool:
     return is_strided and (tensor.dim() <= 4 or tensor.is_contiguous())  # noqa: PLR2004
 
 
-def _behind_subsets(dataset: Any) -> tuple[Any, list[Any]]:
-    """Return what is behind torch's Subsets, and classes of it that read batches alike.
-
-    Also the indices of each, the outermost first.
-    """
-    choices = []
-    while getattr(type(dataset), "__getitems__", None) is Subset.__getitems__:
-        choices.append(dataset.indices)
-        dataset = dataset.dataset
-    return dataset, choices
+def _is_subset(dataset: object) -> TypeGuard[Subset[Any]]:
+    """Tell whether a dataset is torch's Subset, or a class of it that reads batches alike."""
+    return getattr(type(dataset), "__getitems__", None) is Subset.__getitems__
 
 
 class SeededDataset(Dataset[Any]):
