@@ -174,7 +174,18 @@ def check_loadable(name: str, state: Any) -> None:
     error = _refusal(unsure) if unsure else None
     if error is None:
         return
-    place, part = _innermost(state)
+    place, part = "", state
+    while True:  # to the innermost part that is refused
+        is_sequence = isinstance(part, list | tuple)
+        items = part.items() if isinstance(part, dict) else enumerate(part if is_sequence else ())
+        refused = ((key, value) for key, value in items if _refusal(value) is not None)
+        if (found := next(refused, None)) is not None:
+            place, part = f"{place}[{found[0]!r}]", found[1]
+            continue
+        keys = part if isinstance(part, dict) else ()
+        if (key := next((key for key in keys if _refusal(key) is not None), None)) is not None:
+            place, part = f"{place} has a key that", key
+        break
     kind = f"{type(part).__module__}.{type(part).__qualname__}"
     msg = (
         f"the state of the tracked object {name!r} can't be read back with "
@@ -182,17 +193,6 @@ def check_loadable(name: str, state: Any) -> None:
         "it should hold tensors, numbers, texts, lists and plain dicts"
     )
     raise InvalidParamsError(msg) from error
-
-
-def _innermost(part: Any, place: str = "") -> tuple[str, Any]:
-    """Return the innermost part of a refused one that is refused, after its place."""
-    is_sequence = isinstance(part, list | tuple)
-    keys = part if isinstance(part, dict) else range(len(part) if is_sequence else 0)
-    for key in keys:
-        if _refusal(part[key]) is not None:
-            return _innermost(part[key], f"{place}[{key!r}]")
-    key = next((key for key in keys if _refusal(key) is not None), None)
-    return (place, part) if key is None else (f"{place} has a key that", key)
 
 
 def _unsure(part: Any) -> Iterator[Any]:

@@ -137,7 +137,7 @@ class Restarts:
                     self._decide(error, attempt)
                     failed = error
                 finally:
-                    self._say(self._keep_records())
+                    self._say(self._keep_records(self._take_records()))
             except (NotEnoughWorkersError, StorageError, CheckpointError) as error:
                 if failed is not None and error.__cause__ is None:
                     raise error from failed
@@ -181,8 +181,9 @@ class Restarts:
 
         Errors of the storage must not hide the failure, which is reported first.
         """
+        left = self._take_records()
         budget = TimeBudget(lambda text: self._say(f"{error}\n{text}"))
-        self._say(budget.spend_on(self._keep_records) or "")
+        self._say(budget.spend_on(lambda: self._keep_records(left)) or "")
         found = budget.spend_on(lambda: self._remember(record))
         before, trouble = found or (None, "the storage was silent for too long")
         if trouble:
@@ -190,9 +191,12 @@ class Restarts:
             self._say(f"{what}: {trouble}")
         return before
 
-    def _keep_records(self) -> str:
-        """Bring ranks' records to the storage; return what is wrong, or nothing."""
+    def _take_records(self) -> list[RecordsLeft]:
         left, self._left = self._left, []
+        return left
+
+    def _keep_records(self, left: list[RecordsLeft]) -> str:
+        """Return what is wrong, or nothing."""
         try:
             if left:
                 self._attempt_log.keep_records(left)
