@@ -1,1 +1,1 @@
-"""The deployed flows and the workloads people meet first."""
+"""The deployable entrypoint and the workloads people meet first."""
