@@ -28,7 +28,8 @@ from prefect_torch_ddp.tasks.cluster import (
     with_ranks_placed,
 )
 from prefect_torch_ddp.tasks.record.draft import recorded_params
-from prefect_torch_ddp.tasks.run import Run, resume_point, run_id_of
+from prefect_torch_ddp.tasks.resume import resume_point
+from prefect_torch_ddp.tasks.run import Run, run_id_of
 from prefect_torch_ddp.tasks.stages import chosen_checkpoint, evaluate, prepare, publish
 from prefect_torch_ddp.tasks.train import train
 from prefect_torch_ddp.tasks.watch.cancel import SIGNALS

@@ -26,13 +26,12 @@ from prefect_torch_ddp.rank.context import RankContext
 from prefect_torch_ddp.tasks.blocks import resolve_storage
 from prefect_torch_ddp.tasks.record.draft import draft_record, plain_values
 from prefect_torch_ddp.tasks.record.recorder import RunRecorder
+from prefect_torch_ddp.tasks.resume import resume_point, weights_from
 from prefect_torch_ddp.tasks.run import (
     RUN_TASK,
     rank_config,
-    resume_point,
     run_id_of,
     slug,
-    weights_from,
 )
 from prefect_torch_ddp.tasks.train import is_worth_a_retry, training_gang
 from prefect_torch_ddp.tasks.watch.cancel import or_cancelled

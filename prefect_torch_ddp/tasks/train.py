@@ -33,6 +33,7 @@ from prefect_torch_ddp.tasks.record.draft import draft_record, plain_values
 from prefect_torch_ddp.tasks.record.recorder import RunRecorder, is_final
 from prefect_torch_ddp.tasks.report.live import LiveReport
 from prefect_torch_ddp.tasks.report.progress import TrainingProgress
+from prefect_torch_ddp.tasks.resume import weights_from
 from prefect_torch_ddp.tasks.run import (
     RUN_STAGE,
     Run,
@@ -40,7 +41,6 @@ from prefect_torch_ddp.tasks.run import (
     log_to_run,
     run_id_of,
     wait_for_earlier,
-    weights_from,
 )
 from prefect_torch_ddp.tasks.watch.cancel import or_cancelled
 from prefect_torch_ddp.tasks.watch.terminal import display_here

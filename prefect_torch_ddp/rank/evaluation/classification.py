@@ -144,7 +144,8 @@ class ClassificationMeter:
             raise InvalidParamsError(msg)
         if images is None:
             return
-        if images.dim() != 4 or len(images) != len(logits) or 0 in images.shape[1:]:  # noqa: PLR2004
+        is_batch = images.dim() == 4  # noqa: PLR2004
+        if not is_batch or len(images) != len(logits) or 0 in images.shape[1:]:
             shape = f"[{len(logits)}, channels, height, width]"
             msg = f"images has shape {list(images.shape)}; expected {shape}"
             raise InvalidParamsError(msg)
