@@ -9,18 +9,20 @@ import inspect
 import pickle
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import FunctionType, SimpleNamespace
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar, Unpack, overload
 
 import cloudpickle
 from prefect import Task
+from prefect.cache_policies import NO_CACHE, CachePolicy
 from prefect.context import TaskRunContext
 from prefect.logging import get_run_logger
 from prefect.tasks import TaskOptions
 
 from prefect_torch_ddp.errors import InvalidParamsError
-from prefect_torch_ddp.gang.checks import checked
+from prefect_torch_ddp.gang.checks import check_function, checked
 from prefect_torch_ddp.params import ContextOptions, ContextParams
 from prefect_torch_ddp.rank.context import RankContext
 from prefect_torch_ddp.tasks.blocks import resolve_storage
@@ -113,8 +115,12 @@ def _parted(options: Mapping[str, object]) -> tuple[dict[str, Any], dict[str, An
 
 
 def _signature_without_context(fn: Callable[..., Any]) -> inspect.Signature:
+    check_function(fn)
     signature = inspect.signature(fn)
     parameters = list(signature.parameters.values())
+    if parameters and parameters[0].name in ("self", "cls"):
+        msg = f"{fn.__qualname__} is a method, and would get a RankContext as {parameters[0].name}"
+        raise InvalidParamsError(f"{msg}; make it a function that takes ctx first")
     if not parameters or parameters[0].kind not in (
         parameters[0].POSITIONAL_ONLY,
         parameters[0].POSITIONAL_OR_KEYWORD,
@@ -134,8 +140,11 @@ class GangTask(Task[P, R]):
     params = TaskParams()
 
     def with_params(self, params: TaskParams) -> Self:
-        """Take these parameters."""
+        """Take these parameters, which make another training of a call for Prefect's cache too."""
         self.params = params
+        if isinstance(self.cache_policy, CachePolicy) and self.cache_policy != NO_CACHE:
+            task: Any = self  # Prefect lets mypy infer a narrower type
+            task.cache_policy = _CachedTraining.of(self.cache_policy, params)
         return self
 
     def submit(self, *args: Any, **kwargs: Any) -> Any:
@@ -155,6 +164,30 @@ class GangTask(Task[P, R]):
         made = type(self).__new__(type(self))
         made.__dict__.update(super().with_options(**prefects).__dict__)
         return made.with_params(checked(TaskParams, {**given, **ours}))
+
+
+@dataclass(kw_only=True)
+class _CachedTraining(CachePolicy):
+    """Prefect's key for a call, and what else its training depends on; none where it has none."""
+
+    inner: CachePolicy
+    chosen: str
+
+    @classmethod
+    def of(cls, inner: CachePolicy, params: TaskParams) -> Self:
+        same = {"seed", "options", "determinism", "virtual_ranks", "world_size"}
+        chosen = params.model_dump(include=same | {"resume_from", "run_key", "storage"})
+        return cls(
+            key_storage=inner.key_storage,
+            isolation_level=inner.isolation_level,
+            lock_manager=inner.lock_manager,
+            inner=inner,
+            chosen=digest_of(chosen),
+        )
+
+    def compute_key(self, *args: Any, **kwargs: Any) -> str | None:
+        key = self.inner.compute_key(*args, **kwargs)
+        return key and f"{key}-{self.chosen[:16]}"
 
 
 def run_as_task(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

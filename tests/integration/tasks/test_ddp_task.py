@@ -334,7 +334,7 @@ def test_cached_results_belong_to_their_own_function(
     dask_cluster: LocalCluster, tmp_path: Path
 ) -> None:
     """Prefect tells persisted results of equal inputs apart by the function's source: the
-    user's, not ours."""
+    user's, not ours. Another seed, option or number of ranks is another training."""
     options: dict[str, Any] = {"world_size": 1, "storage": str(tmp_path), "persist_result": True}
 
     @ddp_task(**options)
@@ -345,16 +345,33 @@ def test_cached_results_belong_to_their_own_function(
     def second(ctx: RankContext, x: int) -> str:
         return f"second {x}"
 
+    @ddp_task(**options)
+    def third(ctx: RankContext, x: int) -> str:
+        return f"{ctx.seed} {dict(ctx.options)} {ctx.world_size} {ctx.run_id}"
+
+    varied: Any = third
+
     @flow(task_runner=on(dask_cluster))
     def calls() -> list[str]:
+        others = [{}, {"seed": 1}, {"options": {"a": 2}}, {"world_size": 2}, {"max_restarts": 1}]
         return [
             first(1),
             second(1),
             second.with_options(name="renamed").submit(1).result(),
             first(1),
+            *(varied.with_options(**other).submit(1).result() for other in others),
+            varied.with_options(cache_key_fn=lambda *_: None).submit(1).result(),
         ]
 
-    assert calls() == ["first 1", "second 1", "second 1", "first 1"]
+    *plain, default, seed, option, ranks, restarts, uncached = calls()
+    assert plain == ["first 1", "second 1", "second 1", "first 1"]
+    assert default.startswith("0 {} 1 ")
+    assert restarts == default
+    assert seed.startswith("1 {} 1 ")
+    assert option.startswith("0 {'a': 2} 1 ")
+    assert ranks.startswith("0 {} 2 ")
+    assert uncached.startswith("0 {} 1 ")
+    assert uncached != default
 
 
 def task(folder: Path, **options: Any) -> Task[..., dict[str, Any]]:
