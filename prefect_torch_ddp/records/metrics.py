@@ -206,6 +206,8 @@ def is_validation(metric: str) -> bool:
 def records_frame(storage: Storage, run_id: str, *, all_attempts: bool = False) -> "pd.DataFrame":
     """Return the records as a pandas DataFrame: a row a record, a column a metric.
 
+    A metric that is named like a column of every record, such as `time`, is in `metric.time`.
+
     With `all_attempts` also those that a newer attempt superseded.
 
     Raises:
@@ -216,9 +218,9 @@ def records_frame(storage: Storage, run_id: str, *, all_attempts: bool = False) 
     records = records if all_attempts else surviving_records(records)
     columns = {name: records.rows[name] for name in ROW.names or ()}
     for name, (having, values) in records.metrics.items():
-        if name not in columns:
-            columns[name] = np.full(len(records), np.nan)
-            columns[name][having] = values
+        column = f"metric.{name}" if name in (ROW.names or ()) else name
+        columns[column] = np.full(len(records), np.nan)
+        columns[column][having] = values
     order = ["attempt", "step", "rank"] if all_attempts else ["step", "rank", "attempt"]
     return pd.DataFrame(columns).sort_values(order, kind="stable", ignore_index=True)
 

@@ -167,6 +167,13 @@ def test_a_frame_has_a_row_a_record_and_a_column_a_metric():
     assert records_frame(Shelf(), RUN).empty
 
 
+def test_a_metric_named_like_a_column_has_one_of_its_own():
+    """Users report `time` and `epoch`; both are there."""
+    frame = records_frame(Shelf({part(0): line(1, loss=1.0, time=0.25)}), RUN)
+    assert frame["metric.time"].tolist() == [0.25]
+    assert list(frame.columns)[-2:] == ["loss", "metric.time"]
+
+
 def test_a_run_that_is_not_there_is_named():
     """With the place that was looked at."""
     with pytest.raises(InvalidParamsError, match="s3://bucket/prefix holds no run 'nobody'"):
