@@ -1,6 +1,7 @@
 """Checks of `run_gang`'s arguments before work starts; its options are declared in `params`."""
 
 import difflib
+import inspect
 import re
 from collections.abc import Mapping, Sequence
 from typing import TypeVar
@@ -54,6 +55,20 @@ def check_client(client: object) -> None:
         raise InvalidParamsError(msg)
 
 
+def check_function(fn: object) -> None:
+    """Refuse a function whose call on a rank would run nothing."""
+    for is_one in (
+        inspect.iscoroutinefunction,
+        inspect.isgeneratorfunction,
+        inspect.isasyncgenfunction,
+    ):
+        if is_one(fn):
+            kind = is_one.__name__.removeprefix("is").removesuffix("function")
+            name = getattr(fn, "__qualname__", repr(fn))
+            msg = f"{name} is a {kind} function, whose call runs nothing; give a plain one"
+            raise InvalidParamsError(msg)
+
+
 def check_call(fn: object, args: object, kwargs: object) -> None:
     """Refuse a function or arguments that can't be called."""
     is_named = isinstance(fn, str) and (fn.endswith(".py") or IMPORT_STRING.fullmatch(fn))
@@ -61,6 +76,7 @@ def check_call(fn: object, args: object, kwargs: object) -> None:
         hint = "give a callable, 'package.module:function', or the path of a .py script"
         msg = f"fn is {fn!r}; {hint}"
         raise InvalidParamsError(msg)
+    check_function(fn)
     if isinstance(args, str | bytes) or not isinstance(args, Sequence):
         msg = f"args is {args!r}; give a sequence, e.g. args=({args!r},)"
         raise InvalidParamsError(msg)

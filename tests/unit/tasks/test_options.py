@@ -7,7 +7,7 @@ from prefect.utilities.callables import parameter_schema
 from pydantic import ValidationError
 
 from prefect_torch_ddp import InvalidParamsError, RankContext, TrainParams, ddp_task
-from prefect_torch_ddp.gang.checks import checked
+from prefect_torch_ddp.gang.checks import check_call, checked
 from prefect_torch_ddp.params import ContextOptions, ContextParams, GangOptions, GangParams
 from prefect_torch_ddp.tasks.ddp_task import DdpTaskOptions, TaskParams
 from prefect_torch_ddp.tasks.stages import options_of_stage
@@ -93,6 +93,30 @@ def test_a_function_without_a_context_is_refused(function: Any) -> None:
     with pytest.raises(InvalidParamsError, match=says):
         ddp_task(world_size=2)(function)
     assert ddp_task(lambda ctx, /: 0).name == "<lambda>"
+
+
+def test_methods_and_functions_whose_call_runs_nothing_are_refused() -> None:
+    """A method would get the context as `self`; a coroutine or a generator can't be sent home."""
+
+    class Trainer:
+        def fit(self, ctx: RankContext) -> None: ...
+
+    async def later(ctx: RankContext) -> None: ...
+
+    def several(ctx: RankContext) -> Any:
+        yield ctx
+
+    for function, says in (
+        (Trainer.fit, r"Trainer\.fit is a method, .* RankContext as self"),
+        (later, "later is a coroutine function, whose call runs nothing"),
+        (several, "several is a generator function"),
+    ):
+        made: Any = function
+        with pytest.raises(InvalidParamsError, match=says):
+            ddp_task(made)
+        if function is not Trainer.fit:
+            with pytest.raises(InvalidParamsError, match=says):
+                check_call(made, (), None)
 
 
 @pytest.mark.parametrize(
