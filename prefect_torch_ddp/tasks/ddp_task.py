@@ -119,8 +119,9 @@ def _signature_without_context(fn: Callable[..., Any]) -> inspect.Signature:
     signature = inspect.signature(fn)
     parameters = list(signature.parameters.values())
     if parameters and parameters[0].name in ("self", "cls"):
-        msg = f"{fn.__qualname__} is a method, and would get a RankContext as {parameters[0].name}"
-        raise InvalidParamsError(f"{msg}; make it a function that takes ctx first")
+        what = f"{fn.__qualname__} is a method, and would get a RankContext as"
+        msg = f"{what} {parameters[0].name}; make it a function that takes ctx first"
+        raise InvalidParamsError(msg)
     if not parameters or parameters[0].kind not in (
         parameters[0].POSITIONAL_ONLY,
         parameters[0].POSITIONAL_OR_KEYWORD,
