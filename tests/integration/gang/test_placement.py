@@ -49,12 +49,16 @@ def test_two_hosts_imitated_by_two_loopback_addresses(client: Client) -> None:
     assert [rank["sum"] for rank in ranks] == [16.0] * 4
 
 
-def test_fewer_ranks_than_workers_and_an_uneven_tail(client: Client) -> None:
-    """Of four workers two are used; five ranks, two to a worker, are four on one host and one."""
-    ranks = run_gang(client, whereabouts, world_size=2, resources={"v4": 1})
-    assert [rank["env"]["WORLD_SIZE"] for rank in ranks] == ["2", "2"]
-    ranks = run_gang(client, whereabouts, world_size=5, ranks_per_worker=2, resources={"v4": 1})
-    assert [rank["env"]["LOCAL_WORLD_SIZE"] for rank in ranks] == ["4"] * 4 + ["1"]
+def test_an_uneven_tail(client: Client) -> None:
+    """5 ranks with 2 on each worker: hosts have 4 and 1, and the ranks of a host are
+    contiguous; 2 ranks use two of the four workers."""
+    call = {"resources": {"v4": 1}}
+    two = run_gang(client, plain.environment, world_size=2, **call)
+    assert [rank["WORLD_SIZE"] for rank in two] == ["2", "2"]
+    ranks = run_gang(client, plain.environment, world_size=5, ranks_per_worker=2, **call)
+    assert [rank["LOCAL_RANK"] for rank in ranks] == ["0", "1", "2", "3", "0"]
+    assert [rank["LOCAL_WORLD_SIZE"] for rank in ranks] == ["4"] * 4 + ["1"]
+    assert [rank["GROUP_WORLD_SIZE"] for rank in ranks] == ["2"] * 5
 
 
 def test_workers_on_ipv6(client: Client) -> None:
