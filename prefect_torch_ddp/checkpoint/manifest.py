@@ -53,6 +53,8 @@ class Manifest:
     metrics: Mapping[str, float] = field(default_factory=dict)
     """The newest values that rank 0 had."""
     objects: tuple[ManifestObject, ...] = ()
+    reported_at: Mapping[str, int] = field(default_factory=dict)
+    """The step in which each of the metrics was reported."""
 
     def find(self, name: str) -> ManifestObject | None:
         """Return the object of that name."""
@@ -169,11 +171,12 @@ def ranked(
 ) -> list[Manifest]:
     """Return those with a finite value of the metric, the best first, the older first of equals.
 
-    A checkpoint has the newest value there was: of those that follow a validation, which all
-    have the same, the first is nearest to it.
+    A checkpoint has the newest value there was: of those that follow a validation only the first
+    counts, which is nearest to the weights that were validated.
     """
     sign = -1.0 if mode == "max" else 1.0
-    rated = [
-        manifest for manifest in manifests if math.isfinite(manifest.metrics.get(metric, math.nan))
-    ]
-    return sorted(rated, key=lambda manifest: (sign * manifest.metrics[metric], manifest.step))
+    first: dict[int, Manifest] = {}
+    for manifest in sorted(manifests, key=lambda manifest: manifest.step):
+        if math.isfinite(manifest.metrics.get(metric, math.nan)):
+            first.setdefault(manifest.reported_at.get(metric, manifest.step), manifest)
+    return sorted(first.values(), key=lambda each: (sign * each.metrics[metric], each.step))

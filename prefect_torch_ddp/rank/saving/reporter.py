@@ -12,7 +12,7 @@ from prefect_torch_ddp.errors import InvalidParamsError, StorageError
 from prefect_torch_ddp.protocol.events import CheckpointCommitted, Progress
 from prefect_torch_ddp.rank.config import RankConfig, RankInfo
 from prefect_torch_ddp.rank.link import Link
-from prefect_torch_ddp.rank.saving.state import TrainingState
+from prefect_torch_ddp.rank.saving.state import TrainingState, warn_of_late_save
 from prefect_torch_ddp.rank.saving.timing import TimingLog
 from prefect_torch_ddp.records.ledger import EndLine, LoopLine, StepLine
 from prefect_torch_ddp.records.log import RecordLog
@@ -54,6 +54,7 @@ class Reporter:
         self._link = link
         self._now: dict[str, Any] = {}
         self._newest: dict[str, Any] = {}
+        self._reported_at: dict[str, int] = {}
         self._next_progress = 0.0
         self.tracked: dict[str, Any] = {}
         """The tracked objects; the optimizers among them have learning rates."""
@@ -114,6 +115,7 @@ class Reporter:
         if (self._now or (is_due and self._log is not None)) and not self._closed:
             metrics, self._now = self._now, {}
             self._newest.update(metrics)
+            self._reported_at.update(dict.fromkeys(metrics, self._state.record_step))
             if self._log is not None:
                 measured = self._measure(now_s) if is_due else {}
                 if metrics or measured:
@@ -128,9 +130,17 @@ class Reporter:
         self._newest = {name: float(value) for name, value in self._newest.items()}
         return dict(self._newest)
 
-    def restore(self, newest: Mapping[str, float]) -> None:
+    def of_checkpoint(self) -> tuple[dict[str, float], dict[str, int]]:
+        """Return the newest values, and the step in which each was reported."""
+        if self._best_metric is not None and self._info.rank == 0:
+            at = self._reported_at.get(self._best_metric)
+            warn_of_late_save(self._state, self._best_metric, at)
+        return self.newest(), dict(self._reported_at)
+
+    def restore(self, manifest: "Manifest") -> None:
         """Start with the metrics of a checkpoint."""
-        self._newest = dict(newest)
+        self._newest, self._reported_at = dict(manifest.metrics), dict(manifest.reported_at)
+        self._state.rated_at = self._reported_at.get(self._best_metric or "")
         self.mark_checkpoint()
 
     def mark_checkpoint(self) -> None:

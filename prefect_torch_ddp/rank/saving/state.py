@@ -102,6 +102,10 @@ class TrainingState:
     """Says, on rank 0, what people should know of the training, or nothing."""
     saved: int | None = None
     """The number of this run's newest checkpoint, begun or restored."""
+    rated_at: int | None = None
+    """The step in which the best metric of the newest checkpoint was reported."""
+    has_saved_late: bool = False
+    """Whether a best metric had no checkpoint of the step in which it was reported."""
     ended_at: tuple[int, int | None] | None = None
     """Number and `saved` as restored from a checkpoint with which the function had ended."""
 
@@ -181,6 +185,23 @@ def warn_of_missed_save(state: TrainingState, num_calls: int, num_saves: int) ->
         "undone; ask for it unconditionally, or in the loop: ctx.checkpoint(force=ctx.epoch_ended)",
         position.loop + 1,
     )
+
+
+def warn_of_late_save(state: TrainingState, best_metric: str, reported_at: int | None) -> None:
+    """Warn, once, if no checkpoint has the weights that the best metric was reported for."""
+    at = state.step or state.checkpoint_number  # as `record_step` counts
+    is_late = reported_at not in (None, at, state.rated_at)
+    if is_late and not state.has_saved_late:
+        logger.warning(
+            "%s was reported in step %s, and the first checkpoint since is of step %d: it counts "
+            "with that value, but its weights are others than those validated. For the best "
+            "weights ask for a checkpoint where you report it: ctx.checkpoint(force=True), or in "
+            "the loop ctx.checkpoint(force=ctx.epoch_ended)",
+            best_metric,
+            reported_at,
+            at,
+        )
+    state.rated_at, state.has_saved_late = reported_at, state.has_saved_late or is_late
 
 
 def warn_of_unwritten_save(state: TrainingState) -> None:

@@ -1,5 +1,6 @@
 """The objects that user code tracks: which are allowed, how they unwrap, the models among them."""
 
+import logging
 import platform
 import re
 from collections.abc import Container, Mapping
@@ -15,6 +16,8 @@ from prefect_torch_ddp.data.dataset_store import find_dataset
 from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.rank.config import RankConfig, Stage
 from prefect_torch_ddp.records.hiding import hidden
+
+logger = logging.getLogger(__name__)
 
 PACKAGES = ("prefect-torch-ddp", "torch", "torchvision", "numpy", "safetensors")
 _NAME = re.compile(r"[A-Za-z0-9_]{1,100}")
@@ -65,7 +68,11 @@ def best_checkpoint(config: RankConfig) -> Manifest | None:
     policy = config.checkpoint
     if policy.best_metric is None:
         return None
-    return best(config.storage, config.run_id, policy.best_metric, policy.best_mode)
+    found = best(config.storage, config.run_id, policy.best_metric, policy.best_mode)
+    if found is None:
+        text = "no checkpoint is the best one: none has a finite %r, as rank 0 reported it"
+        logger.warning(text, policy.best_metric)
+    return found
 
 
 def export_tracked(

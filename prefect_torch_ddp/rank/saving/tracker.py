@@ -222,7 +222,7 @@ class Tracker:
             self._state.trouble = self._trouble
         if (manifest := restorer.manifest) is not None:
             self._state.adopt(manifest, is_ours=restorer.is_ours, had_ended=restorer.had_ended)
-            self._reporter.restore(manifest.metrics)
+            self._reporter.restore(manifest)
         return restorer
 
     def _restore_generators(self, restorer: Restorer) -> bool:
@@ -252,7 +252,8 @@ class Tracker:
             state.saved = state.checkpoint_number
             self._reporter.mark_checkpoint()
             at = (config.run_id, state.saved, config.attempt, state.epoch, state.position._asdict())
-            manifest = Manifest(*at, self._info.world_size, self._reporter.newest())
+            metrics, reported_at = self._reporter.of_checkpoint()
+            manifest = Manifest(*at, self._info.world_size, metrics, reported_at=reported_at)
             checkpointer.save(manifest, self._objects, is_last=is_last)
 
     def _finish(self, checkpointer: Checkpointer) -> None:

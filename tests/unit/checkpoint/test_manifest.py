@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,8 @@ def test_the_newest_and_the_best_stay() -> None:
     assert deleted(manifests, keep_last=1, keep_best=1, **by_loss) == all_but_last
     assert deleted(manifests, keep_last=1, keep_best=0, best_metric="accuracy") == all_but_last
     assert deleted(manifests, keep_last=1, keep_best=3, best_metric="loss") == all_but_last
+    manifests[1:3] = [replace(each, reported_at={"accuracy": 20}) for each in manifests[1:3]]
+    assert deleted(manifests, keep_last=1, keep_best=2, best_metric="accuracy") == [30, 40, 50]
 
 
 def test_manifests_read_back(tmp_path: Path) -> None:
