@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.machinery import ModuleSpec
 from typing import Any
 
 import dask
@@ -14,6 +15,7 @@ import distributed
 from dask.system import CPU_COUNT
 
 from prefect_torch_ddp.gang.warm import warm
+from prefect_torch_ddp.gang.worker import fork_launch
 
 LOG_LEVEL = "DASK_LOGGING__DISTRIBUTED"
 CLUSTER_CONFIG = {
@@ -48,7 +50,7 @@ def local_cluster(*, ranks_per_worker: int = 1, **kwargs: Any) -> distributed.Lo
     }
     # Else Dask writes some 70 lines about itself between the run's own.
     logging.getLogger("distributed").setLevel(logging.WARNING)
-    with dask.config.set(CLUSTER_CONFIG), _without_main(), contextlib.ExitStack() as stack:
+    with dask.config.set(CLUSTER_CONFIG), _another_main(), contextlib.ExitStack() as stack:
         if LOG_LEVEL not in os.environ:
             stack.callback(os.environ.pop, LOG_LEVEL, None)
         cluster = distributed.LocalCluster(**{**defaults, **kwargs})
@@ -68,17 +70,17 @@ def _slow_heartbeats(scheduler: Any) -> None:
 
 
 @contextmanager
-def _without_main() -> Iterator[None]:
-    """Keep workers that are spawned now from importing the caller's script.
+def _another_main() -> Iterator[None]:
+    """Have workers that are spawned now begin with their fork server, not the caller's script.
 
-    It would load Prefect in each of them, 1.4 s of a core. Dask pickles by value what the script
+    That would load Prefect in each of them, 1.4 s of a core. Dask pickles by value what the script
     defines, and a worker that its nanny starts again imports it as ever.
     """
     main = sys.modules["__main__"]
     # What multiprocessing looks at, in `spawn.get_preparation_data`.
     names = ("__spec__", "__file__")
     kept: dict[str, Any] = {name: vars(main).pop(name) for name in names if name in vars(main)}
-    main.__spec__ = None
+    main.__spec__ = ModuleSpec(fork_launch.__name__, None)
     try:
         yield
     finally:

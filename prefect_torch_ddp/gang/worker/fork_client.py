@@ -7,8 +7,6 @@ import os
 import select
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -21,7 +19,8 @@ from distributed import Worker, WorkerPlugin
 
 from prefect_torch_ddp.errors import ForkServerUnavailableError, ForkServerUnfitError
 from prefect_torch_ddp.gang.liveness import CALLERS
-from prefect_torch_ddp.gang.worker.child import CONTRACT, Child, has_pidfd, without_workers_own
+from prefect_torch_ddp.gang.worker.child import CONTRACT, Child, has_pidfd
+from prefect_torch_ddp.gang.worker.fork_launch import ONE_THREAD, launch
 from prefect_torch_ddp.gang.worker.slots import SLOTS
 from prefect_torch_ddp.protocol.rank import ForkServerAnswer, ForkServerOrder, Preload, RankFiles
 
@@ -33,13 +32,6 @@ ANSWER_TIMEOUT_S = 5.0
 AGENT_LIMIT_S = 300.0
 """The longest that a closing worker waits for its agent; its nanny may kill it sooner, and
 `stop_grace_s` mostly ends it before."""
-IDLE_S = 1800.0
-"""A server without ranks ends after this long; the next gang starts a new one."""
-ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-"""Thread pools would start while libraries load; a process with threads can't fork."""
-LARGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
-"""Memory in pages of 2 MiB where the kernel leaves that to programs: to fork a process with torch,
-and to end it, takes two thirds of the time. (glibc's manual, Memory Allocation Tunables.)"""
 
 
 class ForkServer:
@@ -58,18 +50,9 @@ class ForkServer:
     @classmethod
     def start(cls) -> Self:
         """Start one with torch alone."""
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        module, fd = "prefect_torch_ddp.rank.fork_server", theirs.fileno()
-        with theirs:
-            process = subprocess.Popen(  # noqa: S603 - our own module, by this Python
-                [sys.executable, "-m", module, str(fd), str(IDLE_S)],
-                env=LARGE_PAGES | without_workers_own(os.environ) | ONE_THREAD,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                pass_fds=[fd],
-                start_new_session=True,  # a Ctrl-C in the terminal is the caller's business
-            )
-        return cls(Child(process.pid, process.wait), ours, Preload())
+        launched = launch()
+        process = launched.process
+        return cls(Child(process.pid, process.wait), launched.connection, Preload())
 
     def with_libraries(self, preload: Preload) -> "ForkServer":
         """Fork a server that has libraries loaded too, once it is ready; raises as `fork`."""

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
+import psutil
 import pytest
 from dask.system import CPU_COUNT
 from distributed import Client, LocalCluster, Worker
@@ -97,6 +98,25 @@ def test_the_workers_of_a_local_cluster_send_few_heartbeats() -> None:
 
     with local_cluster(n_workers=1) as cluster, Client(cluster) as client:
         wait_until(lambda: [*client.run(interval_ms).values()] == [1000 * HEARTBEAT_S])
+
+
+@pytest.mark.parametrize("env", [{}, {"TORCH_CPP_LOG_LEVEL": "INFO"}])
+def test_the_workers_of_a_local_cluster_load_torch_before_all_else(env: dict[str, str]) -> None:
+    """A fork server is there before anybody asks for one, and the first gang's ranks are forked
+    from it; but not where the workers are to have an environment of their own."""
+
+    def servers() -> list[int]:
+        children = psutil.Process().children()
+        return [each.pid for each in children if each.name() == "ddp-fork-server"]
+
+    kwargs = {"env": env} if env else {}
+    with local_cluster(n_workers=1, preload=[], **kwargs) as cluster, Client(cluster) as client:
+        wait_until(lambda: len(*client.run(servers).values()) == 1)
+        (ahead,), *_ = client.run(servers).values()
+        (server,) = run_gang(client, os.getppid, world_size=1)
+        assert (server == ahead) != bool(env)
+        assert [*client.run(servers).values()] == [[server]]
+        assert env.items() <= psutil.Process(server).environ().items()
 
 
 def test_cluster_class_with_arguments(tmp_path: Path) -> None:
