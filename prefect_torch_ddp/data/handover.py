@@ -5,12 +5,13 @@ that waits for the worker's other code: 0.7 ms of processor time a tensor, more 
 takes to make. Here the rank opens the descriptor below /proc, and the worker keeps it meanwhile.
 """
 
+import logging
 import os
 import pickle
 import reprlib
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cache
 from io import BytesIO
 from multiprocessing.reduction import ForkingPickler
@@ -20,6 +21,10 @@ import torch
 from torch.multiprocessing import get_sharing_strategy
 from torch.utils.data import get_worker_info
 from torch.utils.data._utils.pin_memory import pin_memory
+
+from prefect_torch_ddp.errors import InvalidParamsError
+
+logger = logging.getLogger(__name__)
 
 MOST_KEPT = 4 * 1024**2
 """Bytes of a batch that a worker keeps, also while it is idle. What is beyond goes torch's way:
@@ -37,10 +42,12 @@ class Tagged:
     data: Any
     is_collated: bool = False
     """Whether `data` is a finished batch, which collate_fn isn't given."""
+    left_out: tuple[int, ...] = ()
+    """Those of `samples` that are None, and that collate_fn left out."""
 
     def pin_memory(self) -> Self:
         """Pin the batch's tensors, as the DataLoader asks of a type it doesn't know."""
-        return type(self)(self.samples, pin_memory(self.data))  # type: ignore[no-untyped-call]
+        return replace(self, data=pin_memory(self.data))  # type: ignore[no-untyped-call]
 
 
 @dataclass(frozen=True)
@@ -155,9 +162,12 @@ class TaggedCollate:
         # A worker is asked for a batch once the rank has the one so many before it.
         while len(self._kept) > max(self.prefetch_factor - 1, 0):
             self._kept.popleft()
+        # Before collate_fn, which may change the list of samples.
+        nones = () if fetched.is_collated else _nones(fetched)
         try:
             data = fetched.data if fetched.is_collated else self.collate(fetched.data)
-            batch = Tagged(fetched.samples, data)
+            is_smaller = nones and _is_smaller(data, len(fetched.samples), len(nones))
+            batch = Tagged(fetched.samples, data, left_out=nones if is_smaller else ())
         except StopIteration as error:
             raise ended_early(self.collate, fetched.samples) from error
         # A loader without workers may be read in another one's worker.
@@ -166,6 +176,72 @@ class TaggedCollate:
         packed = Packed.of(batch)
         self._kept.append(packed.storages)
         return packed
+
+
+def counted(batch: Tagged, *, may_lack: bool) -> Tagged:
+    """Return a batch with the ids of those samples alone that collate_fn didn't leave out.
+
+    Raises:
+        InvalidParamsError: it left one out, and the batch's mean counts by the planned number.
+    """
+    if not batch.left_out:
+        return batch
+    if not may_lack:
+        msg = (
+            f"sample {batch.left_out[0]} of the dataset is None, and collate_fn left it out: the "
+            "other samples of its share would count for more than those of other shares, and the "
+            "gradient be wrong; leave it out of the dataset, as with torch.utils.data.Subset, or "
+            "have the dataset return another sample in its place"
+        )
+        raise InvalidParamsError(msg)
+    _warn_of_nones()
+    return replace(batch, samples=tuple(i for i in batch.samples if i not in batch.left_out))
+
+
+@cache
+def _warn_of_nones() -> None:
+    """Say it once in a process, not in each epoch."""
+    logger.warning(
+        "collate_fn leaves out samples that are None: they don't count as used, and a ledger "
+        "reports them as missing; on several ranks that is an error"
+    )
+
+
+def _nones(fetched: Tagged) -> tuple[int, ...]:
+    """Return the ids of the fetched samples that are None."""
+    if not isinstance(fetched.data, list):
+        return ()
+    positions = [at for at, sample in enumerate(fetched.data) if sample is None]
+    # A stand-in for skipped images has no id; a `__getitems__` may give a list of something else.
+    if not positions or len(fetched.data) != len(fetched.samples):
+        return ()
+    return tuple(fetched.samples[at] for at in positions)
+
+
+def _is_smaller(batch: Any, num_planned: int, num_nones: int) -> bool:
+    """Tell whether a batch has the Nones left out, rather than replaced by something.
+
+    Nothing in it has the size planned, and something that of the samples that are left. Where
+    rows are tokens, nodes or points in time, nobody can know.
+    """
+    num_kept = num_planned - num_nones
+    parts = batch if isinstance(batch, tuple | list) else (batch,)
+    sizes = {size for part in parts for size in _sizes(part)} or {0}
+    is_list_of_kept = parts is batch and len(parts) == num_kept
+    return num_planned not in sizes and (num_kept in sizes or is_list_of_kept)
+
+
+def _sizes(item: Any) -> Iterator[int]:
+    """Yield the size of each tensor, by its first dimension, and of each tuple and list."""
+    if isinstance(item, torch.Tensor):
+        yield from item.shape[:1]
+    elif isinstance(item, Mapping):
+        for value in item.values():
+            yield from _sizes(value)
+    elif isinstance(item, tuple | list):
+        yield len(item)
+        for value in item:
+            yield from _sizes(value)
 
 
 def ended_early(what: object, loaded: Sequence[Any]) -> RuntimeError:

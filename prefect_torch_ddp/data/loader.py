@@ -13,7 +13,7 @@ from prefect_torch_ddp.data.fetching import (
     may_skip,
     seeded_fetch,
 )
-from prefect_torch_ddp.data.handover import Tagged, TaggedCollate
+from prefect_torch_ddp.data.handover import Tagged, TaggedCollate, counted
 from prefect_torch_ddp.data.sampler import (
     BatchShare,
     GlobalBatches,
@@ -181,10 +181,11 @@ class RankLoader:
         loaded = self._load(epoch, start_batch, stand_ins=True)
         last = len(self) - 1
         full, tail = self._loads(stand_ins=True)
+        may_lack = self.world_size == 1 and not self._shares.is_virtual
         for batch in range(start_batch, len(self)):
             num_global, sizes = tail if batch == last else full
             num_local = sum(sizes.values())
-            pieces = [next(loaded) for _ in sizes]
+            pieces = [counted(next(loaded), may_lack=may_lack) for _ in sizes]
             data = pieces[0].data
             if self._shares.is_virtual:
                 shares = (
