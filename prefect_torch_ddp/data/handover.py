@@ -10,7 +10,7 @@ import pickle
 import reprlib
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from io import BytesIO
 from multiprocessing.reduction import ForkingPickler
@@ -20,6 +20,8 @@ import torch
 from torch.multiprocessing import get_sharing_strategy
 from torch.utils.data import get_worker_info
 from torch.utils.data._utils.pin_memory import pin_memory
+
+from prefect_torch_ddp.data.left_out import is_smaller, nones_of
 
 MOST_KEPT = 4 * 1024**2
 """Bytes of a batch that a worker keeps, also while it is idle. What is beyond goes torch's way:
@@ -37,10 +39,12 @@ class Tagged:
     data: Any
     is_collated: bool = False
     """Whether `data` is a finished batch, which collate_fn isn't given."""
+    left_out: tuple[int, ...] = ()
+    """Those of `samples` that are None, and that collate_fn left out."""
 
     def pin_memory(self) -> Self:
         """Pin the batch's tensors, as the DataLoader asks of a type it doesn't know."""
-        return type(self)(self.samples, pin_memory(self.data))  # type: ignore[no-untyped-call]
+        return replace(self, data=pin_memory(self.data))  # type: ignore[no-untyped-call]
 
 
 @dataclass(frozen=True)
@@ -155,9 +159,12 @@ class TaggedCollate:
         # A worker is asked for a batch once the rank has the one so many before it.
         while len(self._kept) > max(self.prefetch_factor - 1, 0):
             self._kept.popleft()
+        # Before collate_fn, which may change the list of samples.
+        nones = () if fetched.is_collated else nones_of(fetched.data, fetched.samples)
         try:
             data = fetched.data if fetched.is_collated else self.collate(fetched.data)
-            batch = Tagged(fetched.samples, data)
+            lacks = nones and is_smaller(data, len(fetched.samples), len(nones))
+            batch = Tagged(fetched.samples, data, left_out=nones if lacks else ())
         except StopIteration as error:
             raise ended_early(self.collate, fetched.samples) from error
         # A loader without workers may be read in another one's worker.

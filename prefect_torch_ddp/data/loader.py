@@ -14,6 +14,7 @@ from prefect_torch_ddp.data.fetching import (
     seeded_fetch,
 )
 from prefect_torch_ddp.data.handover import Tagged, TaggedCollate
+from prefect_torch_ddp.data.left_out import counted
 from prefect_torch_ddp.data.sampler import (
     BatchShare,
     GlobalBatches,
@@ -181,6 +182,7 @@ class RankLoader:
         loaded = self._load(epoch, start_batch, stand_ins=True)
         last = len(self) - 1
         full, tail = self._loads(stand_ins=True)
+        alone = self.world_size == 1 and not self._shares.is_virtual
         for batch in range(start_batch, len(self)):
             num_global, sizes = tail if batch == last else full
             num_local = sum(sizes.values())
@@ -192,7 +194,8 @@ class RankLoader:
                     for (number, size), piece in zip(sizes.items(), pieces, strict=True)
                 )
                 data = VirtualShares(tuple(shares), num_global)
-            ids: tuple[int, ...] = sum((piece.samples for piece in pieces if num_local), ())
+            used = (counted(each.samples, each.left_out, may_lack=alone) for each in pieces)
+            ids: tuple[int, ...] = sum(used, ()) if num_local else ()
             kept, num_skipped = ids if self._keeps_ids else (), num_local - len(ids)
             yield (
                 data,

@@ -31,7 +31,7 @@ class BatchShare(NamedTuple):
     samples: tuple[int, ...] = ()
     """Ids of the samples that count on this rank; only where a ledger is kept."""
     num_skipped: int = 0
-    """How many of `num_local` the dataset left out, because they can't be read."""
+    """How many of `num_local` were left out, because they can't be read."""
 
 
 def mix_seed(*parts: int) -> int:

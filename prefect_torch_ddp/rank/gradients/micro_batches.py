@@ -9,6 +9,7 @@ from prefect_torch_ddp.errors import InvalidParamsError
 
 _CANT_CUT = "ctx.micro_batches can't cut"
 _FIRST_DIMENSION = "the first dimension of every tensor is the sample's"
+_DROPS = "; if collate_fn leaves samples out, leave them out of the dataset instead"
 
 
 def pieces(num_rows: int, max_samples: int | None) -> list[range]:
@@ -37,7 +38,8 @@ def count_rows(batch: Any, expected: int | None) -> int:
     for name, size in sizes.items():
         if size != num_rows or size == 0:
             rows = f"it has {size} rows where this rank's share has {num_rows} samples"
-            msg = f"{_CANT_CUT} {name}: {rows}; {_FIRST_DIMENSION}"
+            hint = _DROPS if expected is not None and size < expected else ""
+            msg = f"{_CANT_CUT} {name}: {rows}; {_FIRST_DIMENSION}{hint}"
             raise InvalidParamsError(msg)
     return num_rows
 

@@ -10,8 +10,10 @@ import psutil
 import pytest
 import torch
 from torch.overrides import _get_current_function_mode_stack
-from torch.utils.data import DataLoader, Dataset, get_worker_info
+from torch.utils.data import DataLoader, Dataset, Subset, get_worker_info
 
+from prefect_torch_ddp.errors import InvalidParamsError
+from tests.unit.data.test_left_out import broken, drop
 from tests.unit.data.test_loader import Noise, Numbers, loader_of, walk
 from tests.unit.data.test_lookahead import check_rank_loader, check_stock_loader
 from tests.unit.data.test_shards import Noisy
@@ -137,6 +139,15 @@ def test_only_what_draws_needs_to_be_seeded() -> None:
     assert not torch.equal(one, two)
     assert torch.equal(by_torch[:, 3], seeded[:, 3])
     assert not torch.isin(by_torch[:, 1], seeded[:, 1]).any()
+
+
+def test_what_collate_fn_left_out_in_a_worker_is_an_error_of_the_rank() -> None:
+    """Which isn't wrapped in the worker's, so that its text begins with what is wrong."""
+    loader = loader_of(broken(), 8, 0, 2, shuffle=False, collate_fn=drop, **FORKED)
+    with pytest.raises(InvalidParamsError, match=r"^sample 1 of the dataset is None, and collate"):
+        list(loader.lockstep(0))
+    whole = loader_of(Subset(broken(), [0, 2, 3, 4]), 4, 0, 2, collate_fn=drop, **FORKED)
+    assert [len(labels) for (_, labels), _ in whole.lockstep(0)] == [2]
 
 
 def _shift(_: int) -> None:

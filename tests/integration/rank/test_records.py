@@ -15,6 +15,7 @@ from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.tasks.report.ranks import awaited_rank, rank_table
 from tests.support.ranks import config_for, train_on
 from tests.support.waiting import wait_until
+from tests.unit.data.test_left_out import broken, drop
 from tests.workloads import descend
 
 SLOW_S = 0.02
@@ -74,3 +75,13 @@ def test_the_ids_come_with_the_batch_through_worker_processes(tmp_path: Path) ->
     (part,) = (tmp_path / "runs/local/ledger/rank-00000").iterdir()
     lines = [json.loads(line) for line in part.read_text().splitlines()]
     assert [sample for line in lines for sample in line.get("samples", [])] == seen
+
+
+def test_a_sample_that_collate_fn_left_out_is_missing_in_the_ledger(tmp_path: Path) -> None:
+    """One rank trains on what is left, and its records say on what."""
+    with RankContext.local(storage=tmp_path, ledger=True) as ctx:
+        loader = ctx.loader(broken(), global_batch_size=8, collate_fn=drop)
+        for batch in ctx.steps(loader, epochs=1):
+            for (images, labels), weight in ctx.micro_batches(batch, max_samples=4):
+                assert len(images) == len(labels) == 7 * weight
+    assert str(read_ledger(tmp_path, "local")).startswith("epoch 1: 7 samples of 8; 1 missing (1)")

@@ -208,3 +208,13 @@ def test_a_batch_of_something_else_than_samples_is_refused() -> None:
     says = r"batch\[0\]: it has 3 rows where this rank's share has 4 samples"
     with pytest.raises(InvalidParamsError, match=says):
         list(weights.micro_batches([torch.zeros(3, 8, 8)] * 4, 2))
+
+
+@pytest.mark.parametrize(("num_rows", "hints"), [(3, True), (5, False)])
+def test_a_batch_with_fewer_rows_than_samples_may_lack_some(num_rows: int, *, hints: bool) -> None:
+    """Which is said, since a collate_fn that leaves samples out gives such a one."""
+    weights = ShareWeights(1)
+    weights.begin_step(1, BatchShare(1, 0, num_local=4, num_global=4, is_last=True))
+    with pytest.raises(InvalidParamsError) as caught:
+        list(weights.micro_batches(torch.zeros(num_rows, 2), 2))
+    assert ("if collate_fn leaves samples out, leave them out of the" in str(caught.value)) is hints
