@@ -30,9 +30,10 @@ def run_with_context(
 ) -> Any:
     """Call `fn(context, *args, **kwargs)` on this rank; `fn` may be `"package.module:function"`."""
     function = resolve(fn) if isinstance(fn, str) else fn
-    with RankContext(_parts(config)) as context:
+    parts = _parts(config)
+    with RankContext(parts) as context:
         value = function(context, *args, **(kwargs or {}))
-        current_link().send(FunctionEnded(NO_RANK))
+        current_link().send(FunctionEnded(NO_RANK, parts.state.all_steps))
         return value
 
 

@@ -4,17 +4,12 @@ With a `run_key` a call's training is known by a digest of its arguments' conten
 """
 
 import functools
-import hashlib
 import inspect
-import pickle
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FunctionType, SimpleNamespace
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar, Unpack, overload
 
-import cloudpickle
 from prefect import Task
 from prefect.cache_policies import NO_CACHE, CachePolicy
 from prefect.context import TaskRunContext
@@ -26,7 +21,9 @@ from prefect_torch_ddp.gang.checks import check_function, checked
 from prefect_torch_ddp.params import ContextOptions, ContextParams
 from prefect_torch_ddp.rank.context import RankContext
 from prefect_torch_ddp.tasks.blocks import resolve_storage
+from prefect_torch_ddp.tasks.digest import code_of, digest_of
 from prefect_torch_ddp.tasks.record.draft import draft_record, plain_values
+from prefect_torch_ddp.tasks.record.finished import ended_call, record_ended_call
 from prefect_torch_ddp.tasks.record.recorder import RunRecorder
 from prefect_torch_ddp.tasks.resume import resume_point, weights_from
 from prefect_torch_ddp.tasks.run import (
@@ -56,9 +53,12 @@ class TaskParams(ContextParams):
 
     run_key: str | None = None
     """Names a training within its flow run. Calls of the task with the same key and equal arguments
-    are one training, also when the flow run is retried: a call resumes the previous one. In
-    another process that isn't promised for arguments that are pickled by value, such as functions
-    and classes of `__main__` and instances of such classes.
+    are one training, also when the flow run is retried: a call resumes the previous one, or returns
+    its value without a gang where that one's training had ended. For that the value must be plain
+    JSON of at most 1 MB, all steps of the last `ctx.steps` made, and the function unchanged, with
+    what it names in its module; else the function runs again, from the last checkpoint. In another
+    process that isn't promised for arguments that are pickled by value, such as functions and
+    classes of `__main__` and instances of such classes.
     None: each task run is a training of its own, which only its own retries resume."""
 
 
@@ -201,6 +201,10 @@ def run_as_task(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str
     storage = resolve_storage(params.storage)
     storage.check_writable()  # one that ignores conditions would let two attempts commit
     run_id = _run_id(context, params, args, kwargs)
+    source = Path(getattr(getattr(fn, "__code__", None), "co_filename", ""))
+    code = None if params.run_key is None else code_of(source, fn.__qualname__)
+    if code is not None and (done := ended_call(storage, run_id, code)) is not None:
+        return done.value
     resume_from = resume_point(params, storage, run_id, task.name)
     get_run_logger().info("trains as run %s in %s", run_id, storage.uri)
     arguments = inspect.signature(task.fn).bind(*args, **kwargs).arguments
@@ -213,7 +217,6 @@ def run_as_task(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str
         arguments=plain_values(arguments),
         weights_from=weights_from(resume_from),
     )
-    source = Path(getattr(getattr(fn, "__code__", None), "co_filename", ""))
     recorder = RunRecorder(storage, draft, source if source.is_file() else None)
     with training_gang(
         params,
@@ -231,6 +234,8 @@ def run_as_task(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str
         **params.options_of_gang(),
     ) as values:
         recorder.returned(values[0])
+    if code is not None and recorder.all_steps is not None:
+        record_ended_call(storage, recorder.record, recorder.all_steps, code, values[0])
     return values[0]
 
 
@@ -246,53 +251,3 @@ def _run_id(
         (where, params.run_key, params.resume_from, chosen, tuple(args), dict(kwargs))
     )
     return f"{slug(context.task.name)}-{slug(params.run_key)}-{digest[:12]}"
-
-
-def digest_of(value: object) -> str:
-    """Return a digest that equal values share, also in other processes, and other values don't.
-
-    Not promised for what is pickled by value, such as functions and classes of `__main__` and
-    instances of such classes, nor for what contains itself: equal ones may differ then.
-    """
-    try:
-        return _digest(value)
-    except (ValueError, RecursionError, pickle.PicklingError):  # it contains itself
-        return hashlib.sha256(cloudpickle.dumps(value)).hexdigest()
-
-
-def _digest(value: object) -> str:
-    sha256 = hashlib.sha256()
-    pickler = _ContentPickler(SimpleNamespace(write=sha256.update), protocol=5)
-    pickler.fast = True  # without a memo, which tells equal objects from the same one
-    pickler.dump(value)
-    return sha256.hexdigest()
-
-
-class _ContentPickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle is untyped
-    # Not reducer_override, which isn't asked about sets and dicts.
-    def persistent_id(self, value: Any) -> str | None:
-        if isinstance(value, type | FunctionType):
-            # By itself, with a memo: a class refers to itself.
-            return f"code {hashlib.sha256(cloudpickle.dumps(value)).hexdigest()}"
-        if type(value) is dict:
-            pairs = sorted(_digest(key) + _digest(item) for key, item in value.items())
-            return f"dict {pairs}"
-        if isinstance(value, set | frozenset):
-            return f"{_digest(type(value))} {sorted(map(_digest, value))}"
-        return _array(value)
-
-
-def _array(value: Any) -> str | None:
-    """Describe a tensor or an array; their pickles depend on addresses and strides."""
-    torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")  # else it is of neither
-    if torch and type(value) in (torch.Tensor, torch.nn.Parameter):
-        if value.layout is not torch.strided or value.is_quantized or value.is_meta:
-            return None  # made of others
-        flat = value.detach().cpu().resolve_conj().resolve_neg().reshape(-1)
-        content, about = flat.view(torch.uint8).numpy().data, value.requires_grad
-    elif numpy and type(value) is numpy.ndarray and not value.dtype.hasobject:
-        content, about = value.tobytes(), ""
-    else:
-        return None
-    kind = f"{type(value).__name__} {value.dtype} {tuple(value.shape)} {about}"
-    return f"{kind} {hashlib.sha256(content).hexdigest()}"

@@ -14,15 +14,8 @@ from prefect.context import TaskRunContext
 from prefect.logging import get_run_logger
 from prefect.utilities.context import get_task_and_flow_run_ids
 
-from prefect_torch_ddp.checkpoint.attempts import newest_attempt, read_failures, refuse_superseded
-from prefect_torch_ddp.checkpoint.keys import finished_key
-from prefect_torch_ddp.checkpoint.manifest import find_manifest
-from prefect_torch_ddp.errors import (
-    CheckpointError,
-    InvalidParamsError,
-    ObjectNotFoundError,
-    StorageError,
-)
+from prefect_torch_ddp.checkpoint.attempts import newest_attempt, read_failures
+from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.gang.run import run_gang
 from prefect_torch_ddp.params import ContextParams
 from prefect_torch_ddp.results import DatasetReport, FailedAttempt, TrainingSummary
@@ -30,6 +23,7 @@ from prefect_torch_ddp.storage.protocol import Storage
 from prefect_torch_ddp.tasks.blocks import resolve_storage
 from prefect_torch_ddp.tasks.cluster import current_client
 from prefect_torch_ddp.tasks.record.draft import draft_record, plain_values
+from prefect_torch_ddp.tasks.record.finished import finished_training, record_finished
 from prefect_torch_ddp.tasks.record.recorder import RunRecorder, is_final
 from prefect_torch_ddp.tasks.report.live import LiveReport
 from prefect_torch_ddp.tasks.report.progress import TrainingProgress
@@ -80,10 +74,13 @@ def train(run: Run, dataset: DatasetReport) -> TrainingSummary:
 
 
 def _train(run: Run, dataset: DatasetReport) -> TrainingSummary:
-    done = finished_training(run)
-    if done is None:
-        done = _train_on_gang(run, dataset)
-        record_finished(run, done)
+    done = finished_training(run.storage, run.run_id, TrainingSummary)
+    if done is not None:
+        words = "the training has finished already, in attempt %d: it is not run again"
+        get_run_logger().info(words, done.attempt)
+        return done
+    done = _train_on_gang(run, dataset)
+    record_finished(run.storage, run.run_id, done)
     return done
 
 
@@ -191,50 +188,3 @@ def gang_report(name: str, storage: str | None = None) -> Iterator[dict[str, Any
             "attempt_log": RunAttemptLog(own, run_id, knows_steps=False),
             "on_event": log_to_run(report.receive, shown, name),
         }
-
-
-def record_finished(run: Run, report: TrainingSummary) -> None:
-    """Put a finished training on record; failing that, warn: the training itself is kept.
-
-    Raises:
-        SupersededError: a newer attempt has begun.
-    """
-    try:
-        refuse_superseded(run.storage, run.run_id, report.attempt)
-        run.storage.write(finished_key(run.run_id), report.model_dump_json(indent=1).encode())
-    except StorageError as error:
-        words = "that the training has finished could not be put on record: %s"
-        get_run_logger().warning(words, error)
-
-
-def finished_training(run: Run) -> TrainingSummary | None:
-    """Return the summary of the run's training if it has finished and its results are complete.
-
-    Raises:
-        StorageError: the storage failed.
-    """
-    logger = get_run_logger()
-    try:
-        report = TrainingSummary.model_validate_json(run.storage.read(finished_key(run.run_id)))
-        _check_left(run, report)
-    except ObjectNotFoundError:
-        return None
-    except (ValueError, CheckpointError) as error:
-        words = "the record of a finished training doesn't count, it is run again: %s"
-        logger.warning(words, error)
-        return None
-    words = "the training has finished already, in attempt %d: it is not run again"
-    logger.info(words, report.attempt)
-    return report
-
-
-def _check_left(run: Run, report: TrainingSummary) -> None:
-    # Its last checkpoint may be gone, or superseded: a newer attempt resumed from one before it.
-    last = report.last_checkpoint
-    if last is None:
-        return
-    newest = find_manifest(run.storage, run.run_id, last.step)
-    if newest.attempt != last.attempt:
-        counts = f"the checkpoint of step {last.step} that counts is that of attempt"
-        msg = f"{counts} {newest.attempt}, not of attempt {last.attempt}"
-        raise CheckpointError(msg)

@@ -1,0 +1,61 @@
+"""A flow is retried behind the end of a `ddp_task`'s training: README's example, as a script."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from prefect_torch_ddp import list_runs
+from prefect_torch_ddp.storage.directory import DirectoryStorage
+from tests.unit.test_pages import EXAMPLES
+
+pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("prefect_api")]
+
+LATER = """
+    value = fit.submit(lr=0.1).result()
+    print(f"run {flow_run.run_count} got {value}")
+    if flow_run.run_count == 1:
+        raise ConnectionError("a later step fails once")
+    return value
+"""
+CHANGES = {
+    "import torch\n": "import torch\nfrom prefect.runtime import flow_run\n",
+    "retries=2": 'run_key="fit"',
+    '"threads_per_worker": 1}': '"threads_per_worker": 1, "dashboard_address": ":0"}',
+    "}))\n": "}), retries=1)\n",
+    "    return fit.submit(lr=0.1).result()\n": LATER,
+}
+
+
+@pytest.mark.parametrize(
+    ("returns", "num_attempts", "says"),
+    [
+        (".item()\n\n", 1, "had ended at step 80: its value is returned, nothing was trained"),
+        pytest.param("\n\n", 2, "isn't kept", marks=pytest.mark.extended),
+    ],
+)
+def test_readmes_task_when_its_flow_is_retried_behind_its_end(
+    tmp_path: Path, returns: str, num_attempts: int, says: str
+) -> None:
+    """Both runs of the flow get the same value, and the run stays completed. A number is kept, and
+    nothing is trained a second time; a tensor isn't, and its function runs again."""
+    (code,) = (example for example in EXAMPLES if "@ddp_task" in example)
+    for old, new in {**CHANGES, ".item()\n\n": returns}.items():
+        assert code.count(old) == 1, old
+        code = code.replace(old, new)
+    script = tmp_path / "line.py"
+    script.write_text(code)
+    env = {**os.environ, "HOME": str(tmp_path)}
+    command = [sys.executable, str(script)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=200, check=True)
+
+    values = re.findall(r"^run (\d) got (.*)$", done.stdout, re.MULTILINE)
+    assert [number for number, _ in values] == ["1", "2"]
+    assert values[0][1] == values[1][1]
+    assert says in done.stderr
+    storage = DirectoryStorage(tmp_path / "prefect-torch-ddp")
+    (run,) = list_runs(storage).itertuples()
+    assert (run.state, run.attempts) == ("completed", num_attempts)
