@@ -3,6 +3,7 @@
 import os
 import re
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -118,7 +119,10 @@ def list_runs(storage: Storage | str | Path, experiment: str | None = None) -> "
     """
     pd = import_pandas("list_runs")
     rows = [_row(record) for record in list_records(_storage_of(storage), experiment)]
-    columns = dict.fromkeys(name for row in rows for name in row) or ["run_id", "experiment"]
+    # What every run has is there, also where there is none.
+    now = datetime.now(UTC)
+    blank = RunRecord(run_id="", experiment="", workload="", began=now, storage="")
+    columns = dict.fromkeys(name for row in rows or [_row(blank)] for name in row)
     return pd.DataFrame(rows, columns=list(columns))
 
 
