@@ -151,6 +151,12 @@ class _HomePickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle is
         torch = sys.modules.get("torch")  # whoever returns a tensor has loaded it
         if torch is not None and isinstance(obj, torch.Tensor) and obj.device.type != "cpu":
             return obj.detach().cpu().__reduce_ex__(4)
+        if torch is not None and isinstance(obj, torch.nn.parallel.DistributedDataParallel):
+            msg = (
+                "a model in DistributedDataParallel can't leave its rank: return the state_dict() "
+                "of the model that it wraps, or have ctx.track or ctx.save keep it"
+            )
+            raise TypeError(msg)
         return super().reducer_override(obj)
 
 
