@@ -18,6 +18,7 @@ from prefect_torch_ddp.params import CheckpointParams, Determinism, check_virtua
 from prefect_torch_ddp.protocol.events import NO_RANK, RankStopped, Stopped
 from prefect_torch_ddp.protocol.heartbeat import Phase
 from prefect_torch_ddp.rank.config import RankConfig, RankInfo, Stage
+from prefect_torch_ddp.rank.failure import advise
 from prefect_torch_ddp.rank.link import Link
 from prefect_torch_ddp.rank.main import default_to_fork
 from prefect_torch_ddp.rank.saving.reporter import FAILED_GRACE_S, Reporter
@@ -114,6 +115,8 @@ class ContextParts:
         if self._closed:
             return
         self._closed = True
+        if error is not None:
+            advise(error)
         state = self.state
         try:
             if self._has("loop"):

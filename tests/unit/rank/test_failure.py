@@ -124,6 +124,15 @@ def test_a_tail_of_one_sample_names_drop_last_where_batch_norm_refuses_it() -> N
     assert "pass drop_last=True to ctx.loader" in describe(caught.value, 0, "a").summary
 
 
+@pytest.mark.parametrize("attribute", ["module", "no_sync"])
+def test_what_one_rank_has_not_is_advised_about_once(attribute: str) -> None:
+    """Beside torch's error, which comes on one rank alone: in a gang, and where it is debugged."""
+    with pytest.raises(AttributeError) as caught, RankContext.local() as ctx:
+        getattr(ctx.wrap(nn.Linear(1, 1)), attribute)
+    assert describe(caught.value, 0, "a").summary.count("use the model that you gave") == 1
+    assert len(caught.value.__notes__) == 1
+
+
 def test_a_model_in_ddp_is_refused_where_it_is_returned() -> None:
     """Within a value too: the caller couldn't rebuild it, and would say init_process_group."""
     with RankContext.local():
