@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from prefect_torch_ddp.data.sampler import whole_number
 from prefect_torch_ddp.errors import InvalidParamsError
 
 _CANT_CUT = "ctx.micro_batches can't cut"
@@ -15,10 +16,8 @@ _FIRST_DIMENSION = "the first dimension of every tensor is the sample's"
 
 def pieces(num_rows: int, max_samples: int | None) -> list[range]:
     """Cut so many rows into pieces of `max_samples`, of which the last may be smaller."""
-    if max_samples is not None and max_samples < 1:
-        msg = f"max_samples is {max_samples}; give at least 1, or None for no limit"
-        raise InvalidParamsError(msg)
-    rows, size = range(num_rows), max_samples or num_rows
+    size = num_rows if max_samples is None else whole_number("max_samples", max_samples, 1)
+    rows = range(num_rows)
     return [rows[start : start + size] for start in range(0, num_rows, size)]
 
 

@@ -224,6 +224,7 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (object(), {}, "object has no __len__"),
     (Numbers(0), {}, "0 samples"),
     (Numbers(3), {"global_batch_size": 0}, "global_batch_size is 0"),
+    (Numbers(3), {"global_batch_size": 2.0}, r"global_batch_size is 2\.0; give a whole number"),
     (TensorDataset(torch.ones(3)), {"drop_last": True}, "drop_last leaves no batch"),
     (Numbers(3), {"batch_size": 2}, "batch_size can't be passed"),
     (Numbers(3), {"sampler": [1], "batch_sampler": []}, "batch_sampler, sampler can't be passed"),

@@ -340,6 +340,7 @@ REFUSED: list[tuple[str, Callable[[RankContext], object]]] = [
     ("track everything before the first step", track_late),
     (r"from ctx.loader.* not a DataLoader", lambda ctx: ctx.steps(DataLoader([1]), epochs=1)),
     ("epochs is -1", lambda ctx: steps_over(ctx, epochs=-1)),
+    (r"epochs is 1\.5; give a whole number", lambda ctx: steps_over(ctx, epochs=1.5)),
     (r"inside of ctx.steps", loop_in_a_loop),
     (r"was given no dataset; RankContext.local\(data=...\)", lambda ctx: ctx.data),
     ("was given no dataset", lambda ctx: ctx.data_storage),
@@ -352,6 +353,16 @@ def test_what_cannot_be_is_refused_by_name(says: str, use: Callable[[RankContext
     """At the call, with the way out."""
     with RankContext.local() as ctx, pytest.raises(InvalidParamsError, match=says):
         use(ctx)
+
+
+def test_whole_numbers_of_any_library_count(tmp_path: Path) -> None:
+    """Also in a checkpoint, as plain ones."""
+    with RankContext.local(storage=tmp_path, ledger=True) as ctx:
+        loader = ctx.loader(TensorDataset(torch.ones(4)), global_batch_size=np.int32(2))
+        ctx.track(model=nn.Linear(1, 1))
+        for batch in ctx.steps(loader, epochs=np.int64(2)):
+            assert len(list(ctx.micro_batches(batch, max_samples=np.int64(1)))) == 2
+    assert ctx.step == 4
 
 
 def test_of_a_refused_call_nothing_is_tracked(tmp_path: Path) -> None:

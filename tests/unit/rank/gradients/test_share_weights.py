@@ -198,10 +198,11 @@ def test_every_kind_of_batch_is_cut_alike() -> None:
         ((), 2, "a tuple without a tensor"),
         (torch.zeros(0, 2), 2, "it has 0 rows"),
         (X, 0, "max_samples is 0"),
+        (X, 2.0, r"max_samples is 2\.0"),
         ((X, ["a", "b"]), 2, r"batch\[1\]: it has 2 rows"),
     ],
 )
-def test_what_cannot_be_cut_is_named(batch: Any, max_samples: int, says: str) -> None:
+def test_what_cannot_be_cut_is_named(batch: Any, max_samples: Any, says: str) -> None:
     """Where it is, and what it is."""
     with pytest.raises(InvalidParamsError, match=says):
         parts_of(batch, max_samples)
