@@ -247,6 +247,19 @@ def test_what_cannot_work_is_refused_at_once(
         RankLoader(dataset, **{"global_batch_size": 4, "rank": 0, "world_size": 1, **kwargs})
 
 
+@pytest.mark.parametrize("num", [7, 9])
+def test_a_dataset_that_changed_its_length_is_refused_at_the_next_epoch(num: int) -> None:
+    """The epoch under way may end; the next would leave samples out, or ask for some too many."""
+    dataset = Numbers(8)
+    loader = RankLoader(dataset, global_batch_size=4, rank=0, world_size=1)
+    batches = iter(loader)
+    next(batches)
+    dataset.num = num
+    assert len(list(batches)) == 1
+    with pytest.raises(InvalidParamsError, match=f"has {num} samples now and had 8 when"):
+        next(loader.lockstep(1))
+
+
 class Part(Subset[Any]):
     """A user's own Subset."""
 
