@@ -197,14 +197,17 @@ class RankLoader:
             used = (counted(each.samples, each.left_out, may_lack=alone) for each in pieces)
             ids: tuple[int, ...] = sum(used, ()) if num_local else ()
             kept, num_skipped = ids if self._keeps_ids else (), num_local - len(ids)
-            yield (
-                data,
-                BatchShare(epoch, batch, num_local, num_global, batch == last, kept, num_skipped),
-            )
+            about = epoch, batch, num_local, num_global, batch == last
+            yield data, BatchShare(*about, kept, num_skipped)
         for _ in loaded:  # nothing is left: lets the DataLoader end its workers
             pass
 
     def _load(self, epoch: int, start_batch: int, *, stand_ins: bool) -> Iterator[Tagged]:
+        had = self.batches.num_samples
+        if not _is_sharded(self.dataset) and (has := _num_samples(self.dataset)) != had:
+            what = f"the dataset has {has} samples now and had {had} when ctx.loader was called"
+            msg = f"{what}; keep its length, or call ctx.loader again, for a ctx.steps of its own"
+            raise InvalidParamsError(msg)
         self._sampler.plan = (epoch, start_batch, stand_ins)
         self._generator.manual_seed(mix_seed(self.batches.seed, epoch))
         # The DataLoader draws its seed on the default device, which may not be the generator's.

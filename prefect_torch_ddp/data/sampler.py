@@ -1,6 +1,7 @@
 """The exact order: one order of all samples per seed and epoch, in global batches and shares."""
 
 import hashlib
+import operator
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, NoReturn, TypeAlias
@@ -44,6 +45,18 @@ def mix_seed(*parts: int) -> int:
     return int.from_bytes(digest[:8], "big") >> 1
 
 
+def whole_number(name: str, value: Any, least: int) -> int:
+    """Return what a user gave, of whatever integer type, as an int; refuse anything else."""
+    try:
+        number = int(operator.index(value))
+    except TypeError:
+        number = least - 1
+    if number < least:
+        msg = f"{name} is {value!r}; give a whole number, at least {least}"
+        raise InvalidParamsError(msg)
+    return number
+
+
 def share_range(num_global: int, rank: int, world_size: int) -> range:
     """Return the positions of a global batch that a rank holds: contiguous, the first larger."""
     size, remainder = divmod(num_global, world_size)
@@ -77,9 +90,7 @@ class GlobalBatches:
         if self.num_samples < 1:
             msg = f"the dataset has {self.num_samples} samples; at least one is needed"
             raise InvalidParamsError(msg)
-        if self.global_batch_size < 1:
-            msg = f"global_batch_size is {self.global_batch_size}; it must be at least 1"
-            raise InvalidParamsError(msg)
+        self.global_batch_size = whole_number("global_batch_size", self.global_batch_size, 1)
         if self.num_batches == 0:
             msg = (
                 f"drop_last leaves no batch: {self.num_samples} samples don't fill a global batch "

@@ -40,6 +40,10 @@ _TRANSIENT_TEXT = re.compile(
     r"DataLoader worker .* (is killed|exited unexpectedly)",
     re.IGNORECASE | re.DOTALL,
 )
+_BARE = (
+    "on one rank, and under elastic determinism, ctx.wrap returns the model itself: use the model "
+    "that you gave to it instead of .module, and ctx.micro_batches instead of .no_sync()"
+)
 _ADVICE = {
     "more than 1 value per channel": (
         "BatchNorm can't train on a single sample, which is all that this rank has of the global "
@@ -47,9 +51,11 @@ _ADVICE = {
         "global_batch_size, or a max_samples, that leaves two samples or more of an epoch's tail"
     ),
     "default process group twice": (
-        "run_gang and ddp_task initialise the process group themselves; for a function that does "
-        'it, give process_group="user"'
+        "run_gang, ddp_task and RankContext.local() initialise the process group; for a function "
+        'that does it itself, give process_group="user", or call RankContext.local() behind it'
     ),
+    "object has no attribute 'module'": _BARE,
+    "object has no attribute 'no_sync'": _BARE,
 }
 """What to do about errors of torch's own, by a part of their text."""
 MAX_SUMMARY = 2_000
@@ -58,9 +64,7 @@ _OUR_FRAMES = {str(Path(__file__).with_name(name)) for name in ("main.py", "stag
 
 def describe(error: BaseException, rank: int, host: str) -> RankFailure:
     """Turn an exception into a value that can be sent to the caller, whatever its class."""
-    for text, advice in _ADVICE.items():
-        if text in _text(error):
-            error.add_note(advice)
+    advise(error)
     summary = "".join(traceback.format_exception_only(error)).strip()[:MAX_SUMMARY]
     exit_code = None
     if isinstance(error, SystemExit):
@@ -83,6 +87,13 @@ def describe(error: BaseException, rank: int, host: str) -> RankFailure:
         exit_code=exit_code,
         retryability=retryability_of(error),
     )
+
+
+def advise(error: BaseException) -> None:
+    """Add to an error of torch's own what to do about it."""
+    for text, advice in _ADVICE.items():
+        if text in _text(error) and advice not in getattr(error, "__notes__", ()):
+            error.add_note(advice)
 
 
 def _pickle_exception(error: BaseException) -> bytes | None:
@@ -151,6 +162,12 @@ class _HomePickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle is
         torch = sys.modules.get("torch")  # whoever returns a tensor has loaded it
         if torch is not None and isinstance(obj, torch.Tensor) and obj.device.type != "cpu":
             return obj.detach().cpu().__reduce_ex__(4)
+        if torch is not None and isinstance(obj, torch.nn.parallel.DistributedDataParallel):
+            msg = (
+                "a model in DistributedDataParallel can't leave its rank: return the state_dict() "
+                "of the model that it wraps, or have ctx.track or ctx.save keep it"
+            )
+            raise TypeError(msg)
         return super().reducer_override(obj)
 
 

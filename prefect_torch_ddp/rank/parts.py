@@ -2,7 +2,10 @@
 
 import logging
 import os
-from collections.abc import Mapping
+import socket
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -15,6 +18,7 @@ from prefect_torch_ddp.params import CheckpointParams, Determinism, check_virtua
 from prefect_torch_ddp.protocol.events import NO_RANK, RankStopped, Stopped
 from prefect_torch_ddp.protocol.heartbeat import Phase
 from prefect_torch_ddp.rank.config import RankConfig, RankInfo, Stage
+from prefect_torch_ddp.rank.failure import advise
 from prefect_torch_ddp.rank.link import Link
 from prefect_torch_ddp.rank.main import default_to_fork
 from prefect_torch_ddp.rank.saving.reporter import FAILED_GRACE_S, Reporter
@@ -64,7 +68,7 @@ class ContextParts:
         if config.is_elastic:
             _ = self.gradients  # from now on torch computes alike
         self.reporter = Reporter(config, info, self.state, self.link)
-        self.temporary: TemporaryDirectory[str] | None = None
+        self.at_end = ExitStack()
         self._device = device
         self._closed = False
 
@@ -111,6 +115,8 @@ class ContextParts:
         if self._closed:
             return
         self._closed = True
+        if error is not None:
+            advise(error)
         state = self.state
         try:
             if self._has("loop"):
@@ -160,8 +166,7 @@ class ContextParts:
             what = "are lost" if self.link.copies is None else "are left to the gang's caller"
             logger.warning("its records %s: %s", what, error)
         finally:
-            if self.temporary is not None:
-                self.temporary.cleanup()
+            self.at_end.close()
 
 
 class LocalOptions(TypedDict, total=False):
@@ -206,10 +211,9 @@ def local_parts(
     given = {name: value for name, value in chosen.items() if value is not None}
     config: dict[str, Any] = {"run_id": "local", "stage": "train", **given}
     check_virtual_ranks(config.get("determinism", "default"), config.get("virtual_ranks"))
-    temporary = None
+    at_end = ExitStack()
     if storage is None:
-        temporary = TemporaryDirectory(prefix="prefect-torch-ddp-")
-        storage = temporary.name
+        storage = at_end.enter_context(TemporaryDirectory(prefix="prefect-torch-ddp-"))
     where = DirectoryStorage(Path(storage)) if isinstance(storage, str | os.PathLike) else storage
     if isinstance(config.get("resume_from"), str):
         config["resume_from"] = parse_resume_from(config["resume_from"], where, storage_from_uri)
@@ -225,5 +229,37 @@ def local_parts(
     config |= {"attempt": attempt, "storage": where, "options": dict(options or {}), "seed": seed}
     folder = None if data is None else Path(data)
     parts = ContextParts(RankConfig(**config), RankInfo(), folder=folder)
-    parts.temporary = temporary
+    parts.at_end = at_end
+    if config["stage"] != "prepare":  # as in a gang
+        at_end.enter_context(_process_group())
     return parts
+
+
+@contextmanager
+def _process_group() -> Iterator[None]:
+    """Have a process group of this process alone, for user code that asks for its rank.
+
+    Not where there is one already, where a launcher's rank is to bring it up, or where none can be.
+    """
+    import torch.distributed as dist  # noqa: PLC0415 - loads torch
+
+    if dist.is_initialized() or "RANK" in os.environ:
+        yield
+        return
+    name = "GLOO_SOCKET_IFNAME"
+    chosen, hook = os.environ.get(name), sys.excepthook
+    try:
+        # Else gloo looks up the host's own name, and warns where the network doesn't know it.
+        loopback = {"lo", "lo0"} & {interface for _, interface in socket.if_nameindex()}
+        os.environ |= {name: loopback.pop()} if loopback and chosen is None else {}
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    except (RuntimeError, OSError) as error:  # such as in a sandbox whose loopback is down
+        logger.warning("torch.distributed can't be used here: %s", error)
+    finally:
+        sys.excepthook = hook  # torch's would put [rank0] before each line
+        if chosen is None:
+            os.environ.pop(name, None)
+    group = dist.group.WORLD
+    yield
+    if group is not None and dist.group.WORLD is group:  # the user may have closed it himself
+        dist.destroy_process_group()

@@ -3,6 +3,7 @@
 import os
 import re
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,10 +46,8 @@ def read_metrics(
     """
     where = _storage_of(storage)
     frame = records_frame(where, run_id, all_attempts=all_attempts)
-    if frame.empty and next(iter(where.list(f"runs/{run_id}/")), None) is None:
-        folder = f"{where.uri.rstrip('/')}/runs"
-        msg = f"{where.uri} holds no run {run_id!r}; a run's id is its folder's name below {folder}"
-        raise InvalidParamsError(msg)
+    if frame.empty:
+        _refuse_unknown(where, run_id)
     return frame
 
 
@@ -63,9 +62,14 @@ def read_ledger(storage: Storage | str | Path, run_id: str) -> LedgerReport:
         run_id: the name of its folder below `runs`.
 
     Raises:
+        InvalidParamsError: there is no such run.
         StorageError: the storage can't be read.
     """
-    return ledger.read_ledger(_storage_of(storage), run_id)
+    where = _storage_of(storage)
+    found = ledger.read_ledger(where, run_id)
+    if not found.epochs:
+        _refuse_unknown(where, run_id)
+    return found
 
 
 def read_goodput(storage: Storage | str | Path, run_id: str) -> Goodput:
@@ -79,9 +83,18 @@ def read_goodput(storage: Storage | str | Path, run_id: str) -> Goodput:
         run_id: the name of its folder below `runs`.
 
     Raises:
+        InvalidParamsError: there is no such run.
         StorageError: the storage can't be read.
     """
     where = _storage_of(storage)
+    found = goodput_so_far(where, run_id)
+    if not found.num_attempts:
+        _refuse_unknown(where, run_id)
+    return found
+
+
+def goodput_so_far(where: Storage, run_id: str) -> Goodput:
+    """Return the same, of a run that may have written nothing yet."""
     failed = {record.attempt: record.time for record in attempts.read_failures(where, run_id)}
     return timing.read_goodput(where, run_id, attempts.claim_times(where, run_id), failed)
 
@@ -106,7 +119,10 @@ def list_runs(storage: Storage | str | Path, experiment: str | None = None) -> "
     """
     pd = import_pandas("list_runs")
     rows = [_row(record) for record in list_records(_storage_of(storage), experiment)]
-    columns = dict.fromkeys(name for row in rows for name in row) or ["run_id", "experiment"]
+    # What every run has is there, also where there is none.
+    now = datetime.now(UTC)
+    blank = RunRecord(run_id="", experiment="", workload="", began=now, storage="")
+    columns = dict.fromkeys(name for row in rows or [_row(blank)] for name in row)
     return pd.DataFrame(rows, columns=list(columns))
 
 
@@ -156,6 +172,13 @@ def read_result(storage: Storage | str | Path, run_id: str, path: str) -> bytes:
         StorageError: the storage can't be read.
     """
     return attempts.read_result(_storage_of(storage), run_id, path)
+
+
+def _refuse_unknown(where: Storage, run_id: str) -> None:
+    if next(iter(where.list(f"runs/{run_id}/")), None) is None:
+        folder = f"{where.uri.rstrip('/')}/runs"
+        msg = f"{where.uri} holds no run {run_id!r}; a run's id is its folder's name below {folder}"
+        raise InvalidParamsError(msg)
 
 
 def _storage_of(storage: Storage | str | Path) -> Storage:

@@ -37,7 +37,7 @@ from prefect_torch_ddp.results import (
 )
 from prefect_torch_ddp.storage.protocol import Storage
 from prefect_torch_ddp.tasks.cluster import current_client
-from prefect_torch_ddp.tasks.reading import read_goodput
+from prefect_torch_ddp.tasks.reading import goodput_so_far
 from prefect_torch_ddp.tasks.record.draft import complete_record, draft_record
 from prefect_torch_ddp.tasks.report.artifacts import ArtifactWriter, key
 from prefect_torch_ddp.tasks.report.checkpoints import kept_checkpoints
@@ -197,7 +197,7 @@ def publish(  # noqa: PLR0913, PLR0917
         previous=previous_run(storage, record),
         report=report,
         ranks=newest_lines(storage, training.run_id),
-        goodput=read_goodput(storage, training.run_id),
+        goodput=goodput_so_far(storage, training.run_id),
         logs=LogFolder(storage, training.run_id).uri,
     )
     with get_client(sync_client=True) as client:

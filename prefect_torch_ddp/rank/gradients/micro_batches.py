@@ -1,23 +1,24 @@
 """Cutting a batch into micro-batches, whatever structure of tensors it is."""
 
 from collections.abc import Iterator, Mapping
+from numbers import Number
 from typing import Any
 
 import torch
 
+from prefect_torch_ddp.data.sampler import whole_number
 from prefect_torch_ddp.errors import InvalidParamsError
 
 _CANT_CUT = "ctx.micro_batches can't cut"
+_PLAIN = str | bytes | Number | None
 _FIRST_DIMENSION = "the first dimension of every tensor is the sample's"
 _DROPS = "; if collate_fn leaves samples out, leave them out of the dataset instead"
 
 
 def pieces(num_rows: int, max_samples: int | None) -> list[range]:
     """Cut so many rows into pieces of `max_samples`, of which the last may be smaller."""
-    if max_samples is not None and max_samples < 1:
-        msg = f"max_samples is {max_samples}; give at least 1, or None for no limit"
-        raise InvalidParamsError(msg)
-    rows, size = range(num_rows), max_samples or num_rows
+    size = num_rows if max_samples is None else whole_number("max_samples", max_samples, 1)
+    rows = range(num_rows)
     return [rows[start : start + size] for start in range(0, num_rows, size)]
 
 
@@ -26,7 +27,7 @@ def count_rows(batch: Any, expected: int | None) -> int:
 
     Args:
         batch: a tensor, or mappings, tuples and lists of tensors, also with lists of plain
-            values; every part has a row for each sample.
+            values; every part has a row for each sample. A number or text is of the whole batch.
         expected: how many the rank's share has; None where that isn't known.
     """
     sizes = {name: _num_rows(column, name) for name, column in _columns(batch, "batch")}
@@ -66,7 +67,7 @@ def _columns(item: Any, name: str) -> Iterator[tuple[str, Any]]:
     elif isinstance(item, tuple | list):
         for position, value in enumerate(item):
             yield from _columns(value, f"{name}[{position}]")
-    elif item is not None:
+    elif not isinstance(item, _PLAIN):  # such a one is the whole batch's
         cuts = "it cuts tensors, and mappings, tuples and lists of them: have collate_fn give those"
         msg = f"{_CANT_CUT} {name}, a {type(item).__name__}; {cuts}"
         raise InvalidParamsError(msg)
@@ -74,15 +75,21 @@ def _columns(item: Any, name: str) -> Iterator[tuple[str, Any]]:
 
 def _num_rows(column: Any, name: str) -> int:
     if isinstance(column, torch.Tensor) and column.ndim == 0:
-        msg = f"{_CANT_CUT} {name}: it is a single number; {_FIRST_DIMENSION}"
+        plain = "give one that is the whole batch's as a plain number"
+        msg = f"{_CANT_CUT} {name}: it is a single number; {_FIRST_DIMENSION}; {plain}"
         raise InvalidParamsError(msg)
     return len(column)
 
 
 def _is_plain_list(item: Any) -> bool:
     """Tell a list of a value for each sample, such as names, from a list of the batch's parts."""
-    if not isinstance(item, tuple | list) or hasattr(item, "_fields") or not item:
+    if not isinstance(item, tuple | list) or hasattr(item, "_fields"):
         return False
-    return not any(
-        value is None or isinstance(value, torch.Tensor | Mapping | tuple | list) for value in item
-    )
+    return any(value is not None for value in item) and all(map(_is_plain, item))
+
+
+def _is_plain(value: Any) -> bool:
+    """Tell what can be of one sample, such as its name or `{"id": 7}`, from what has rows."""
+    if isinstance(value, Mapping):
+        return all(isinstance(of, _PLAIN | Mapping) and _is_plain(of) for of in value.values())
+    return not isinstance(value, torch.Tensor | tuple | list)

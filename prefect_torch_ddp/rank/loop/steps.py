@@ -11,7 +11,7 @@ from types import FrameType
 from typing import Any
 
 from prefect_torch_ddp.data.loader import RankLoader
-from prefect_torch_ddp.data.sampler import BatchShare
+from prefect_torch_ddp.data.sampler import BatchShare, whole_number
 from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.protocol.events import NO_RANK, RankStopped, Stopped, StoppedBy
 from prefect_torch_ddp.protocol.heartbeat import Phase
@@ -78,10 +78,7 @@ class StepLoop:
             takes = "ctx.steps takes a loader from ctx.loader(dataset, global_batch_size=...)"
             msg = f"{takes}, not a {type(loader).__name__}"
             raise InvalidParamsError(msg)
-        if epochs < 0:
-            msg = f"epochs is {epochs}; it can't be negative"
-            raise InvalidParamsError(msg)
-        return Steps(self, loader, epochs)
+        return Steps(self, loader, whole_number("epochs", epochs, 0))
 
     def begin(self, loader: RankLoader, epochs: int) -> Iterator[Any]:
         """Return one pass of the loop, which `close` ends where somebody still holds it."""

@@ -34,7 +34,7 @@ from prefect_torch_ddp.records.rank_log import LogFolder
 from prefect_torch_ddp.records.run_record import previous_run
 from prefect_torch_ddp.records.timing import newest_lines
 from prefect_torch_ddp.storage.protocol import Storage
-from prefect_torch_ddp.tasks.reading import read_goodput
+from prefect_torch_ddp.tasks.reading import goodput_so_far
 from prefect_torch_ddp.tasks.record.recorder import RunRecorder
 from prefect_torch_ddp.tasks.report.artifacts import ArtifactWriter, key
 from prefect_torch_ddp.tasks.report.checkpoints import kept_checkpoints
@@ -182,7 +182,7 @@ class LiveReport:
         age_s = time.monotonic() - self._started_s
         if is_last or age_s >= self._next_look_s:
             self._next_look_s = age_s + max(LOOK_INTERVAL_S, age_s * READ_SHARE)
-            readings["goodput"] = lambda: read_goodput(*at)
+            readings["goodput"] = lambda: goodput_so_far(*at)
             readings["checkpoints"] = lambda: kept_checkpoints(*at)
         # Of train_flow the task that publishes reads the epochs.
         if is_last and self._training.status != "trained" and self._num_records < MAX_RECORDS:

@@ -1,8 +1,9 @@
-"""Shows what user code meets in RankContext, in one process without a process group."""
+"""Shows what user code meets in RankContext, in one process."""
 
 import math
+import sys
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -10,6 +11,7 @@ from typing import Any, TypeVar
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -48,6 +50,39 @@ def fit(folder: Path, *, run_id: str = "local", **options: Any) -> dict[str, Any
     ) as ctx:
         value = healthy.train(ctx)
     return {**value, **ctx._parts.outcome()}
+
+
+def test_user_code_may_ask_torch_distributed() -> None:
+    """As in a gang of one rank, until the context is closed; not in prepare, which has no group."""
+    total, hook = torch.ones(2), sys.excepthook
+    with RankContext.local() as ctx, RankContext.local() as another:
+        dist.all_reduce(total)
+        dist.barrier()
+        assert (dist.get_rank(), dist.get_world_size(), total.tolist()) == (0, 1, [1.0, 1.0])
+        model = nn.Linear(1, 1)
+        assert ctx.wrap(model) is another.wrap(model) is model
+    assert not dist.is_initialized()
+    assert sys.excepthook is hook
+    with RankContext.local(stage="prepare"):
+        assert not dist.is_initialized()
+
+
+def test_a_group_of_the_users_own_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether it was up before, is brought up within, or is to be by a rank that was launched."""
+    for before in (True, False):
+        with ExitStack() as within:
+            if before:
+                dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+            within.enter_context(RankContext.local())
+            if not before:
+                dist.destroy_process_group()
+                dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+            own = dist.group.WORLD
+        assert dist.group.WORLD is own
+        dist.destroy_process_group()
+    monkeypatch.setenv("RANK", "1")
+    with RankContext.local():
+        assert not dist.is_initialized()
 
 
 def test_it_says_what_it_is(tmp_path: Path) -> None:
@@ -305,6 +340,7 @@ REFUSED: list[tuple[str, Callable[[RankContext], object]]] = [
     ("track everything before the first step", track_late),
     (r"from ctx.loader.* not a DataLoader", lambda ctx: ctx.steps(DataLoader([1]), epochs=1)),
     ("epochs is -1", lambda ctx: steps_over(ctx, epochs=-1)),
+    (r"epochs is 1\.5; give a whole number", lambda ctx: steps_over(ctx, epochs=1.5)),
     (r"inside of ctx.steps", loop_in_a_loop),
     (r"was given no dataset; RankContext.local\(data=...\)", lambda ctx: ctx.data),
     ("was given no dataset", lambda ctx: ctx.data_storage),
@@ -317,6 +353,16 @@ def test_what_cannot_be_is_refused_by_name(says: str, use: Callable[[RankContext
     """At the call, with the way out."""
     with RankContext.local() as ctx, pytest.raises(InvalidParamsError, match=says):
         use(ctx)
+
+
+def test_whole_numbers_of_any_library_count(tmp_path: Path) -> None:
+    """Also in a checkpoint, as plain ones."""
+    with RankContext.local(storage=tmp_path, ledger=True) as ctx:
+        loader = ctx.loader(TensorDataset(torch.ones(4)), global_batch_size=np.int32(2))
+        ctx.track(model=nn.Linear(1, 1))
+        for batch in ctx.steps(loader, epochs=np.int64(2)):
+            assert len(list(ctx.micro_batches(batch, max_samples=np.int64(1)))) == 2
+    assert ctx.step == 4
 
 
 def test_of_a_refused_call_nothing_is_tracked(tmp_path: Path) -> None:

@@ -4,12 +4,18 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
 from prefect_torch_ddp import RankContext
-from prefect_torch_ddp.errors import InvalidParamsError, StorageError, SupersededError
+from prefect_torch_ddp.errors import (
+    InvalidParamsError,
+    StorageError,
+    SupersededError,
+    UnpicklableValueError,
+)
 from prefect_torch_ddp.rank import main
-from prefect_torch_ddp.rank.failure import describe, is_collateral, retryability_of
+from prefect_torch_ddp.rank.failure import describe, is_collateral, pickle_value, retryability_of
 from prefect_torch_ddp.rank.loop.agreement import Agreement, Want, end_of, outside_after
 
 GLOO = (
@@ -116,6 +122,24 @@ def test_a_tail_of_one_sample_names_drop_last_where_batch_norm_refuses_it() -> N
         for (x,) in ctx.steps(ctx.loader(dataset, global_batch_size=4), epochs=1):
             nn.BatchNorm1d(3)(x)
     assert "pass drop_last=True to ctx.loader" in describe(caught.value, 0, "a").summary
+
+
+@pytest.mark.parametrize("attribute", ["module", "no_sync"])
+def test_what_one_rank_has_not_is_advised_about_once(attribute: str) -> None:
+    """Beside torch's error, which comes on one rank alone: in a gang, and where it is debugged."""
+    with pytest.raises(AttributeError) as caught, RankContext.local() as ctx:
+        getattr(ctx.wrap(nn.Linear(1, 1)), attribute)
+    assert describe(caught.value, 0, "a").summary.count("use the model that you gave") == 1
+    assert len(caught.value.__notes__) == 1
+
+
+def test_a_model_in_ddp_is_refused_where_it_is_returned() -> None:
+    """Within a value too: the caller couldn't rebuild it, and would say init_process_group."""
+    with RankContext.local():
+        value = {"model": DistributedDataParallel(nn.Linear(1, 1))}
+        says = r"rank 1 .* return the state_dict\(\) of the model that it wraps, or have ctx\.track"
+        with pytest.raises(UnpicklableValueError, match=says):
+            pickle_value(value, 1)
 
 
 def test_the_loss_of_the_store_is_no_hang_and_no_cause() -> None:

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from prefect_torch_ddp import InvalidParamsError, read_metrics
+from prefect_torch_ddp import InvalidParamsError, read_goodput, read_ledger, read_metrics
 from prefect_torch_ddp.records.metrics import (
     MEASURED,
     epoch_rows,
@@ -174,10 +174,13 @@ def test_a_metric_named_like_a_column_has_one_of_its_own():
     assert list(frame.columns)[-2:] == ["loss", "metric.time"]
 
 
-def test_a_run_that_is_not_there_is_named():
-    """With the place that was looked at."""
+@pytest.mark.parametrize("read", [read_metrics, read_ledger, read_goodput])
+def test_a_run_that_is_not_there_is_named(read):
+    """With the place that was looked at; one that has no such records is no error."""
+    shelf = Shelf({part(0): line(1)})
     with pytest.raises(InvalidParamsError, match="s3://bucket/prefix holds no run 'nobody'"):
-        read_metrics(Shelf({part(0): line(1)}), "nobody")
+        read(shelf, "nobody")
+    read(shelf, RUN)
 
 
 def test_without_pandas_the_error_says_what_to_do(monkeypatch):

@@ -9,6 +9,7 @@ from collections import UserDict, namedtuple
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -157,7 +158,7 @@ def parts_of(batch: Any, max_samples: int | None) -> list[tuple[Any, float]]:
 
 def test_every_kind_of_batch_is_cut_alike() -> None:
     """Tensors, tuples, lists, named tuples, nested ones, names of samples: the same rows of each,
-    nothing lost; a mapping of any class becomes a plain dict."""
+    nothing lost; a mapping of any class becomes a plain dict; one number or text is for all."""
     x, y = torch.arange(10).reshape(5, 2), torch.arange(5)
     names = list("abcde")
     for batch, get in [
@@ -176,9 +177,13 @@ def test_every_kind_of_batch_is_cut_alike() -> None:
         assert [weight for _, weight in parts] == [2 / 5, 2 / 5, 1 / 5]
         for i, column in enumerate(get(batch)):
             assert torch.equal(torch.cat([get(part)[i] for part, _ in parts]), column)
-    assert [part[1] for part, _ in parts_of((x, names), 3)] == [names[:3], names[3:]]
-    ((whole, weight),) = parts_of((x, y), None)
-    assert (whole[0].shape, weight) == (x.shape, 1.0)
+    paths = [{"path": name, "of": {"id": 1}} for name in names]
+    for plain in (names, ["a", None, 3, None, "e"], paths, tuple(names)):
+        assert [part[1] for part, _ in parts_of((x, plain), 3)] == [plain[:3], plain[3:]]
+    for whole in ("train", 3, 0.5, True, np.float32(2), None, {"scale": 2, "language": "en"}):
+        assert [part[1] for part, _ in parts_of((x, whole), 3)] == [whole, whole]
+    ((uncut, weight),) = parts_of((x, y), None)
+    assert (uncut[0].shape, weight) == (x.shape, 1.0)
 
 
 @pytest.mark.parametrize(
@@ -186,15 +191,18 @@ def test_every_kind_of_batch_is_cut_alike() -> None:
     [
         ((torch.zeros(5, 2), X), 2, r"batch\[1\]: it has 3 rows where this rank's share has 5"),
         ({"x": X, "scale": torch.tensor(2.0)}, 2, r"batch\['scale'\]: it is a single number"),
-        ((X, "train"), 2, r"batch\[1\], a str"),
+        ((X, np.zeros(3)), 2, r"batch\[1\], a ndarray"),
+        ((X, [{"id": 1}]), 2, r"batch\[1\]: it has 1 rows"),
+        ("train", 2, "a str without a tensor"),
         (({"x": object()},), 2, r"batch\[0\]\['x'\], a object"),
         ((), 2, "a tuple without a tensor"),
         (torch.zeros(0, 2), 2, "it has 0 rows"),
         (X, 0, "max_samples is 0"),
+        (X, 2.0, r"max_samples is 2\.0"),
         ((X, ["a", "b"]), 2, r"batch\[1\]: it has 2 rows"),
     ],
 )
-def test_what_cannot_be_cut_is_named(batch: Any, max_samples: int, says: str) -> None:
+def test_what_cannot_be_cut_is_named(batch: Any, max_samples: Any, says: str) -> None:
     """Where it is, and what it is."""
     with pytest.raises(InvalidParamsError, match=says):
         parts_of(batch, max_samples)
