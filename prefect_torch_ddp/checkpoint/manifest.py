@@ -53,8 +53,8 @@ class Manifest:
     metrics: Mapping[str, float] = field(default_factory=dict)
     """The newest values that rank 0 had."""
     objects: tuple[ManifestObject, ...] = ()
-    reported_at: Mapping[str, int] = field(default_factory=dict)
-    """The step in which each of the metrics was reported."""
+    reports: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    """What tells each metric's report from other ones: the checkpoint that was next, the step."""
 
     def find(self, name: str) -> ManifestObject | None:
         """Return the object of that name."""
@@ -74,7 +74,8 @@ class Manifest:
         values = from_checksummed_json(data)
         objects = tuple(ManifestObject(**item) for item in values.pop("objects"))
         metrics = {str(name): float(value) for name, value in values.pop("metrics").items()}
-        return cls(**values, metrics=metrics, objects=objects)
+        reports = {name: tuple(place) for name, place in values.pop("reports", {}).items()}
+        return cls(**values, metrics=metrics, objects=objects, reports=reports)
 
 
 def read_manifest(storage: Storage, run_id: str, step: int, attempt: int) -> Manifest:
@@ -175,8 +176,8 @@ def ranked(
     counts, which is nearest to the weights that were validated.
     """
     sign = -1.0 if mode == "max" else 1.0
-    first: dict[int, Manifest] = {}
+    first: dict[object, Manifest] = {}
     for manifest in sorted(manifests, key=lambda manifest: manifest.step):
         if math.isfinite(manifest.metrics.get(metric, math.nan)):
-            first.setdefault(manifest.reported_at.get(metric, manifest.step), manifest)
+            first.setdefault(manifest.reports.get(metric, manifest.step), manifest)
     return sorted(first.values(), key=lambda each: (sign * each.metrics[metric], each.step))

@@ -132,10 +132,10 @@ def adopt_orphans() -> None:
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
-def die_with(parent_pid: int) -> None:
-    """Have the kernel kill this process when its parent ends: agent's thread or fork server."""
-    _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent_pid:
+def die_with(parent_pid: int | None) -> None:
+    """Have the kernel kill this process when the thread that started it ends; None: no more."""
+    _prctl(PR_SET_PDEATHSIG, signal.SIGKILL if parent_pid is not None else 0)
+    if parent_pid not in (None, os.getppid()):
         os._exit(1)  # it ended before we asked
 
 

@@ -5,6 +5,7 @@ import functools
 import logging
 import os
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.machinery import ModuleSpec
@@ -29,6 +30,8 @@ CLUSTER_CONFIG = {
     "distributed.worker.memory.monitor-interval": "2s",
     "distributed.admin.system-monitor.interval": "5s",
 }
+_STARTING = threading.Lock()
+"""One at a time: a start changes Dask's configuration and the main module's name meanwhile."""
 HEARTBEAT_S = 5.0
 """How often a worker tells the scheduler of itself. Dask's own twice a second take 7 ms of a core
 in each second, which two ranks that fill two cores wait for."""
@@ -50,7 +53,12 @@ def local_cluster(*, ranks_per_worker: int = 1, **kwargs: Any) -> distributed.Lo
     }
     # Else Dask writes some 70 lines about itself between the run's own.
     logging.getLogger("distributed").setLevel(logging.WARNING)
-    with dask.config.set(CLUSTER_CONFIG), _another_main(), contextlib.ExitStack() as stack:
+    with (
+        _STARTING,
+        dask.config.set(CLUSTER_CONFIG),
+        _another_main(),
+        contextlib.ExitStack() as stack,
+    ):
         if LOG_LEVEL not in os.environ:
             stack.callback(os.environ.pop, LOG_LEVEL, None)
         cluster = distributed.LocalCluster(**{**defaults, **kwargs})
@@ -84,4 +92,4 @@ def _another_main() -> Iterator[None]:
     try:
         yield
     finally:
-        vars(main).update(kept)
+        vars(main).update({"__spec__": None} | kept)

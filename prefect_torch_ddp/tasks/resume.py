@@ -11,7 +11,7 @@ from prefect.exceptions import ObjectNotFound
 from prefect.logging import get_run_logger
 from prefect.utilities.context import get_flow_run_id
 
-from prefect_torch_ddp.checkpoint.manifest import list_manifests
+from prefect_torch_ddp.checkpoint.manifest import list_manifests, ranked
 from prefect_torch_ddp.checkpoint.resume_point import ResumePoint, parse_resume_from
 from prefect_torch_ddp.params import ContextParams
 from prefect_torch_ddp.records.run_record import RunRecord, list_records
@@ -88,10 +88,10 @@ def _best(own: Storage, earlier: Sequence[RunRecord], params: ContextParams) -> 
 
     done = [each for each in earlier if each.state == "completed"]
     of_run = {each.run_id: each.best_value if each.best_metric == metric else None for each in done}
+    # A stable sort: of equals the newest.
     for run_id in sorted(of_run, key=lambda each: score(of_run[each]), reverse=True):
-        # Both sorts are stable: of equals the newest.
-        found = reversed(list_manifests(own, run_id))
-        ranked = sorted(found, key=lambda each: score(each.metrics.get(metric or "")), reverse=True)
-        if ranked:
-            return ResumePoint(own, run_id, ranked[0].step, ranked[0].attempt, only_weights=True)
+        found = list_manifests(own, run_id)
+        by_metric = [] if metric is None else ranked(found, metric, params.checkpoint.best_mode)
+        for best in [*by_metric, *reversed(found)]:
+            return ResumePoint(own, run_id, best.step, best.attempt, only_weights=True)
     return None

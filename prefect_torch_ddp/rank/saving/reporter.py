@@ -12,7 +12,7 @@ from prefect_torch_ddp.errors import InvalidParamsError, StorageError
 from prefect_torch_ddp.protocol.events import CheckpointCommitted, Progress
 from prefect_torch_ddp.rank.config import RankConfig, RankInfo
 from prefect_torch_ddp.rank.link import Link
-from prefect_torch_ddp.rank.saving.state import TrainingState, warn_of_late_save
+from prefect_torch_ddp.rank.saving.state import TrainingState, rate_checkpoint
 from prefect_torch_ddp.rank.saving.timing import TimingLog
 from prefect_torch_ddp.records.ledger import EndLine, LoopLine, StepLine
 from prefect_torch_ddp.records.log import RecordLog
@@ -48,13 +48,13 @@ class Reporter:
         self._timing = TimingLog(*timing) if config.trains else None
         logs = (self._log, self._ledger, self._timing)
         self._logs = [log for log in logs if log is not None]
-        self._best_metric = config.checkpoint.best_metric
+        self._policy = config.checkpoint
         self._info = info
         self._state = state
         self._link = link
         self._now: dict[str, Any] = {}
         self._newest: dict[str, Any] = {}
-        self._reported_at: dict[str, int] = {}
+        self._reports: dict[str, tuple[int, int]] = {}
         self._next_progress = 0.0
         self.tracked: dict[str, Any] = {}
         """The tracked objects; the optimizers among them have learning rates."""
@@ -115,7 +115,7 @@ class Reporter:
         if (self._now or (is_due and self._log is not None)) and not self._closed:
             metrics, self._now = self._now, {}
             self._newest.update(metrics)
-            self._reported_at.update(dict.fromkeys(metrics, self._state.record_step))
+            self._reports.update(dict.fromkeys(metrics, self._state.report_place))
             if self._log is not None:
                 measured = self._measure(now_s) if is_due else {}
                 if metrics or measured:
@@ -130,17 +130,22 @@ class Reporter:
         self._newest = {name: float(value) for name, value in self._newest.items()}
         return dict(self._newest)
 
-    def of_checkpoint(self) -> tuple[dict[str, float], dict[str, int]]:
-        """Return the newest values, and the step in which each was reported."""
-        if self._best_metric is not None and self._info.rank == 0:
-            at = self._reported_at.get(self._best_metric)
-            warn_of_late_save(self._state, self._best_metric, at)
-        return self.newest(), dict(self._reported_at)
+    def of_checkpoint(self) -> tuple[dict[str, float], dict[str, tuple[int, int]]]:
+        """Return the newest values, and the place of each one's report."""
+        newest = self.newest()
+        if self._info.rank == 0:
+            rate_checkpoint(self._state, self._policy, newest, self._reports)
+        return newest, dict(self._reports)
+
+    def has_unsaved_best(self) -> bool:
+        """Tell whether no checkpoint has the newest value of the best metric, on rank 0."""
+        place = self._reports.get(self._policy.best_metric or "")
+        return place is not None and place != self._state.rated
 
     def restore(self, manifest: "Manifest") -> None:
         """Start with the metrics of a checkpoint."""
-        self._newest, self._reported_at = dict(manifest.metrics), dict(manifest.reported_at)
-        self._state.rated_at = self._reported_at.get(self._best_metric or "")
+        self._newest, self._reports = dict(manifest.metrics), dict(manifest.reports)
+        self._state.rated = self._reports.get(self._policy.best_metric or "")
         self.mark_checkpoint()
 
     def mark_checkpoint(self) -> None:
@@ -150,7 +155,7 @@ class Reporter:
 
     def committed(self, manifest: "Manifest") -> None:
         """Tell the gang's caller of a checkpoint that is complete."""
-        best = self._best_metric
+        best = self._policy.best_metric
         value = manifest.metrics.get(best) if best is not None else None
         num_bytes = sum(item.num_bytes for item in manifest.objects)
         with suppress(OSError):  # the agent is gone, and with it the training

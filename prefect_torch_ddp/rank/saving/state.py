@@ -5,7 +5,8 @@ And what is refused or warned of where it doesn't fit the code: what stands behi
 """
 
 import logging
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
@@ -15,6 +16,7 @@ from prefect_torch_ddp.protocol.events import StoppedBy
 
 if TYPE_CHECKING:
     from prefect_torch_ddp.data.sampler import BatchShare
+    from prefect_torch_ddp.params import CheckpointParams
 
 logger = logging.getLogger(__name__)
 
@@ -102,10 +104,12 @@ class TrainingState:
     """Says, on rank 0, what people should know of the training, or nothing."""
     saved: int | None = None
     """The number of this run's newest checkpoint, begun or restored."""
-    rated_at: int | None = None
-    """The step in which the best metric of the newest checkpoint was reported."""
+    rated: tuple[int, int] | None = None
+    """The place of the best metric's report that the newest checkpoint has."""
+    best_value: float = -math.inf
+    """Of the best metric in this attempt's checkpoints; larger is better."""
     has_saved_late: bool = False
-    """Whether a best metric had no checkpoint of the step in which it was reported."""
+    """Whether a best value had no checkpoint with the weights that it was reported for."""
     ended_at: tuple[int, int | None] | None = None
     """Number and `saved` as restored from a checkpoint with which the function had ended."""
 
@@ -138,7 +142,16 @@ class TrainingState:
         """
         if self.step > 0 or self.share is not None:
             return self.step
-        return self.checkpoint_number + (self.saved == self.checkpoint_number)
+        return self.report_place[0]
+
+    @property
+    def report_place(self) -> tuple[int, int]:
+        """What a report has in common with no later one that another checkpoint can have.
+
+        The number of the next checkpoint, and the step.
+        """
+        number = self.checkpoint_number
+        return number + (self.saved == number), self.step
 
     def adopt(self, manifest: Manifest, *, is_ours: bool, had_ended: bool) -> None:
         """Continue from a checkpoint, of this run or of another one."""
@@ -197,21 +210,34 @@ def warn_of_missed_save(state: TrainingState, num_calls: int, num_saves: int) ->
     )
 
 
-def warn_of_late_save(state: TrainingState, best_metric: str, reported_at: int | None) -> None:
-    """Warn, once, if no checkpoint has the weights that the best metric was reported for."""
-    at = state.step or state.checkpoint_number  # as `record_step` counts
-    is_late = reported_at not in (None, at, state.rated_at)
+def rate_checkpoint(
+    state: TrainingState,
+    policy: "CheckpointParams",
+    newest: Mapping[str, float],
+    reports: Mapping[str, tuple[int, int]],
+) -> None:
+    """Note the best metric of a checkpoint; warn, once, if a best value is of other weights."""
+    metric = policy.best_metric or ""
+    if metric not in newest or reports.get(metric) == state.rated:
+        return
+    value = newest[metric] * (1 if policy.best_mode == "max" else -1)
+    number, step = state.rated = reports[metric]
+    if not value > state.best_value:  # nor where it is a nan
+        return
+    state.best_value = value
+    # A baseline of untrained weights is left out: nobody wants those.
+    is_late = 0 < step < state.step or (state.step == 0 and number < state.checkpoint_number)
     if is_late and not state.has_saved_late:
+        state.has_saved_late = True
         logger.warning(
-            "%s was reported in step %s, and the first checkpoint since is of step %d: it counts "
+            "%s was reported in step %d, and the first checkpoint since is of step %d: it counts "
             "with that value, but its weights are others than those validated. For the best "
             "weights ask for a checkpoint where you report it: ctx.checkpoint(force=True), or in "
             "the loop ctx.checkpoint(force=ctx.epoch_ended)",
-            best_metric,
-            reported_at,
-            at,
+            metric,
+            step or number,
+            state.step or state.checkpoint_number,
         )
-    state.rated_at, state.has_saved_late = reported_at, state.has_saved_late or is_late
 
 
 def warn_of_unwritten_save(state: TrainingState) -> None:

@@ -15,6 +15,7 @@ from prefect_torch_ddp.checkpoint.manifest import Manifest, best
 from prefect_torch_ddp.data.dataset_store import find_dataset
 from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.rank.config import RankConfig, Stage
+from prefect_torch_ddp.rank.saving.state import TrainingState
 from prefect_torch_ddp.records.hiding import hidden
 
 logger = logging.getLogger(__name__)
@@ -63,13 +64,16 @@ def unwrapped(item: Any) -> Any:
     return item
 
 
-def best_checkpoint(config: RankConfig) -> Manifest | None:
-    """Return the run's best checkpoint by its policy; None where that names no metric."""
+def best_checkpoint(config: RankConfig, ended: TrainingState | None = None) -> Manifest | None:
+    """Return the run's best checkpoint by its policy; None where that names no metric.
+
+    Where a training has ended, not only stopped, and none has the metric, it is said.
+    """
     policy = config.checkpoint
     if policy.best_metric is None:
         return None
     found = best(config.storage, config.run_id, policy.best_metric, policy.best_mode)
-    if found is None:
+    if found is None and ended is not None and ended.stopped_by is None:
         text = "no checkpoint is the best one: none has a finite %r, as rank 0 reported it"
         logger.warning(text, policy.best_metric)
     return found

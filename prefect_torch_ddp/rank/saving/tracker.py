@@ -173,7 +173,7 @@ class Tracker:
     def outcome(self) -> dict[str, Any]:
         """Return the run's checkpoints, on rank 0, and where this attempt resumed from."""
         restored = self._restorer.manifest if self._restorer is not None else None
-        top = tracked.best_checkpoint(self._config) if self._info.rank == 0 else None
+        top = tracked.best_checkpoint(self._config, self._state) if self._info.rank == 0 else None
         last, best = (
             None if found is None else checkpoint_ref(self._config.storage, found).model_dump()
             for found in (self.last, top)
@@ -252,8 +252,8 @@ class Tracker:
             state.saved = state.checkpoint_number
             self._reporter.mark_checkpoint()
             at = (config.run_id, state.saved, config.attempt, state.epoch, state.position._asdict())
-            metrics, reported_at = self._reporter.of_checkpoint()
-            manifest = Manifest(*at, self._info.world_size, metrics, reported_at=reported_at)
+            metrics, reports = self._reporter.of_checkpoint()
+            manifest = Manifest(*at, self._info.world_size, metrics, reports=reports)
             checkpointer.save(manifest, self._objects, is_last=is_last)
 
     def _finish(self, checkpointer: Checkpointer) -> None:
@@ -274,7 +274,7 @@ class Tracker:
         else:
             if checks:
                 texts = [store.wait_for(f"ended/{other}", other) for other in range(1, world_size)]
-                has_changed = has_changed or CHANGED in texts
+                has_changed |= CHANGED in texts or self._reporter.has_unsaved_best()
             store.set("last", self._number_left(has_changed=has_changed))
         if number := store.wait_for("last", rank=0):
             state.take_number(int(number))

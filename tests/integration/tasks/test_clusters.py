@@ -117,6 +117,9 @@ def test_the_workers_of_a_local_cluster_load_torch_before_all_else(env: dict[str
         assert (server == ahead) != bool(env)
         assert [*client.run(servers).values()] == [[server]]
         assert env.items() <= psutil.Process(server).environ().items()
+        names = ("__spec__", "__file__")  # by which what this worker spawned would launch one too
+        mains = client.run(lambda: [vars(sys.modules["__main__"]).get(name) for name in names])
+        assert [*mains.values()] == [[None, None]]
 
 
 def test_cluster_class_with_arguments(tmp_path: Path) -> None:

@@ -54,7 +54,7 @@ def test_the_newest_and_the_best_stay() -> None:
     assert deleted(manifests, keep_last=1, keep_best=1, **by_loss) == all_but_last
     assert deleted(manifests, keep_last=1, keep_best=0, best_metric="accuracy") == all_but_last
     assert deleted(manifests, keep_last=1, keep_best=3, best_metric="loss") == all_but_last
-    manifests[1:3] = [replace(each, reported_at={"accuracy": 20}) for each in manifests[1:3]]
+    manifests[1:3] = [replace(each, reports={"accuracy": (20, 20)}) for each in manifests[1:3]]
     assert deleted(manifests, keep_last=1, keep_best=2, best_metric="accuracy") == [30, 40, 50]
 
 

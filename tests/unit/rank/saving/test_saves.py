@@ -1,4 +1,4 @@
-"""What is saved: slow storages, the best one, saves behind a break; and the ledger."""
+"""What is saved: slow storages, saves behind a break; and the ledger."""
 
 import re
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 
 from prefect_torch_ddp import CheckpointParams, RankContext, read_ledger
 from prefect_torch_ddp.checkpoint import checkpointer
-from prefect_torch_ddp.checkpoint.manifest import best, list_manifests
+from prefect_torch_ddp.checkpoint.manifest import list_manifests
 from prefect_torch_ddp.errors import InvalidParamsError, StorageError
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from tests.support.forwarding import ForwardingStorage, WatchedStorage
@@ -58,88 +58,6 @@ def test_saves_wait_for_a_slow_storage(
     assert caplog.text.count("ask for fewer, by checkpoint.every_steps or every_s") == 1
     steps = [manifest.step for manifest in list_manifests(storage.inner, "local")]
     assert steps == [1, 2, 3, 4, 5, 6]
-
-
-def with_validation(folder: Path, *, saves_with_it: bool, dies_at: int | None = None) -> None:
-    """Train five epochs of four steps, validated at each end; a checkpoint every three steps,
-    the last and the best one kept."""
-    policy = CheckpointParams(
-        every_steps=3, every_s=None, keep_last=1, keep_best=1, best_metric="val_accuracy"
-    )
-    with RankContext.local(storage=folder, checkpoint=policy) as ctx:
-        model = nn.Linear(4, 1)
-        ctx.track(model=model)
-        for (x,) in ctx.steps(
-            ctx.loader(TensorDataset(torch.ones(16, 4)), global_batch_size=4), epochs=5
-        ):
-            if ctx.step == dies_at:
-                raise InterruptedError
-            model(x).sum().backward()
-            ctx.report(loss=1.0)
-            if ctx.epoch_ended:
-                ctx.report(val_accuracy=(0.1, 0.9, 0.3, 0.2, 0.4)[ctx.epoch - 1])
-            ctx.checkpoint(force=saves_with_it and ctx.epoch_ended)
-
-
-LATE = "val_accuracy was reported in step {}, and the first checkpoint since is of step {}"
-
-
-@pytest.mark.parametrize(("saves_with_it", "expected"), [(False, 9), (True, 8)])
-def test_the_best_by_a_metric_of_each_epoch(
-    tmp_path: Path, saves_with_it: bool, expected: int, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The first checkpoint behind the best validation, which is said once, or the one of that
-    very step; also over a failure, long after it."""
-    with pytest.raises(InterruptedError):
-        with_validation(tmp_path, saves_with_it=saves_with_it, dies_at=14)
-    with_validation(tmp_path, saves_with_it=saves_with_it)
-    storage = DirectoryStorage(tmp_path)
-    assert [manifest.step for manifest in list_manifests(storage, "local")] == [expected, 20]
-    top = best(storage, "local", "val_accuracy")
-    assert top is not None
-    assert (top.step, top.metrics["val_accuracy"]) == (expected, 0.9)
-    # The second attempt says it again, of a report of its own.
-    texts = re.findall(r"val_accuracy was reported in step \d+, and [^:]*", caplog.text)
-    assert texts == ([] if saves_with_it else [LATE.format(4, 6), LATE.format(16, 18)])
-
-
-@pytest.mark.parametrize("saves_behind", [True, False])
-def test_the_best_ones_by_validations_behind_the_loop(
-    tmp_path: Path, saves_behind: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Those asked for with the validation; later ones that only carry its value on take no place
-    of the best. Without one of its own that the weights are others is said, and a metric that
-    nobody reports too."""
-    policy = CheckpointParams(
-        every_steps=3, every_s=None, keep_last=1, keep_best=2, best_metric="val_accuracy"
-    )
-    with RankContext.local(storage=tmp_path, checkpoint=policy) as ctx:
-        model = nn.Linear(4, 1)
-        ctx.track(model=model)
-        loader = ctx.loader(TensorDataset(torch.ones(16, 4)), global_batch_size=4)
-        for value in (0.8, 0.9, 0.3, 0.2):
-            for (x,) in ctx.steps(loader, epochs=1):
-                model(x).sum().backward()
-                nn.init.constant_(model.bias, ctx.step)
-            ctx.report(val_accuracy=value)
-            if saves_behind:
-                ctx.checkpoint(force=True)
-    storage = DirectoryStorage(tmp_path)
-    there = list_manifests(storage, "local")
-    assert (LATE.format(4, 6) not in caplog.text) == saves_behind
-    if saves_behind:
-        values = {found.metrics["val_accuracy"]: found for found in there}
-        assert sorted(values) == [0.2, 0.8, 0.9]
-        validated_at = {0.8: 4, 0.9: 8, 0.2: 16}
-        for value, found in values.items():
-            bias = torch.load(tmp_path / found.objects[0].key)["bias"]
-            assert bias.item() == validated_at[value]
-    policy = policy.model_copy(update={"best_metric": "val_acuracy"})
-    with RankContext.local(storage=tmp_path / "misspelt", checkpoint=policy) as ctx:
-        ctx.track(model=model)
-        ctx.report(val_accuracy=0.5)
-    assert ctx._parts.tracker.outcome()["best_checkpoint"] is None
-    assert "none has a finite 'val_acuracy', as rank 0 reported it" in caplog.text
 
 
 @pytest.mark.parametrize("asks", ["holding the steps", "holding their iterator", "in the body"])
