@@ -62,7 +62,9 @@ def is_smaller(batch: Any, num_planned: int, num_nones: int) -> bool:
     """
     num_kept = num_planned - num_nones
     parts = batch if isinstance(batch, tuple | list) else (batch,)
-    sizes = {size for part in parts for size in _sizes(part)} or {0}
+    sizes = {size for part in parts for size in _sizes(part)}
+    if not sizes and all(part is None for part in parts):
+        sizes = {0}
     is_list_of_kept = parts is batch and len(parts) == num_kept
     return num_planned not in sizes and (num_kept in sizes or is_list_of_kept)
 

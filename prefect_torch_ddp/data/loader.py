@@ -204,9 +204,9 @@ class RankLoader:
 
     def _load(self, epoch: int, start_batch: int, *, stand_ins: bool) -> Iterator[Tagged]:
         had = self.batches.num_samples
-        if not _is_sharded(self.dataset) and (has := _num_samples(self.dataset)) != had:
+        if not _is_sharded(self.dataset) and (has := _num_samples(self.dataset)) < had:
             what = f"the dataset has {has} samples now and had {had} when ctx.loader was called"
-            msg = f"{what}; keep its length, or call ctx.loader again, for a ctx.steps of its own"
+            msg = f"{what}; it may grow, of which nothing is used, but not shrink"
             raise InvalidParamsError(msg)
         self._sampler.plan = (epoch, start_batch, stand_ins)
         self._generator.manual_seed(mix_seed(self.batches.seed, epoch))

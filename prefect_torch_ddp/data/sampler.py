@@ -46,9 +46,10 @@ def mix_seed(*parts: int) -> int:
 
 
 def whole_number(name: str, value: Any, least: int) -> int:
-    """Return what a user gave, of whatever integer type, as an int; refuse anything else."""
+    """Return what a user gave, of whatever type of number, as an int; refuse anything else."""
     try:
-        number = int(operator.index(value))
+        is_whole = isinstance(value, float) and value.is_integer()
+        number = int(value if is_whole else operator.index(value))
     except TypeError:
         number = least - 1
     if number < least:

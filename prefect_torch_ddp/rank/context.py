@@ -59,7 +59,7 @@ class RankContext:
         storage: Storage | str | Path | None = None,
         **chosen: Unpack[LocalOptions],
     ) -> Self:
-        """Make one in this process, seeded as the one rank of a gloo group; use it in a `with`.
+        """Make one in this process, of world size 1, seeded as a rank; use it in a `with`.
 
         Args:
             data: the value of `ctx.data`.

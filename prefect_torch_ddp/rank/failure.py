@@ -51,11 +51,13 @@ _ADVICE = {
         "global_batch_size, or a max_samples, that leaves two samples or more of an epoch's tail"
     ),
     "default process group twice": (
-        "run_gang, ddp_task and RankContext.local() initialise the process group; for a function "
-        'that does it itself, give process_group="user", or call RankContext.local() behind it'
+        "run_gang and ddp_task initialise the process group themselves; for a function that does "
+        'it, give process_group="user"'
     ),
-    "object has no attribute 'module'": _BARE,
-    "object has no attribute 'no_sync'": _BARE,
+    "Default process group has not been initialized": (
+        "RankContext.local() has no process group: ask torch.distributed.is_initialized() before, "
+        "or take ctx.rank and ctx.world_size"
+    ),
 }
 """What to do about errors of torch's own, by a part of their text."""
 MAX_SUMMARY = 2_000
@@ -91,8 +93,12 @@ def describe(error: BaseException, rank: int, host: str) -> RankFailure:
 
 def advise(error: BaseException) -> None:
     """Add to an error of torch's own what to do about it."""
-    for text, advice in _ADVICE.items():
-        if text in _text(error) and advice not in getattr(error, "__notes__", ()):
+    found = [advice for text, advice in _ADVICE.items() if text in _text(error)]
+    is_model = isinstance(error, AttributeError) and hasattr(type(error.obj), "named_parameters")
+    if is_model and getattr(error, "name", "") in ("module", "no_sync"):
+        found.append(_BARE)
+    for advice in found:
+        if advice not in getattr(error, "__notes__", ()):
             error.add_note(advice)
 
 

@@ -2,10 +2,7 @@
 
 import logging
 import os
-import socket
-import sys
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -68,7 +65,7 @@ class ContextParts:
         if config.is_elastic:
             _ = self.gradients  # from now on torch computes alike
         self.reporter = Reporter(config, info, self.state, self.link)
-        self.at_end = ExitStack()
+        self.temporary: TemporaryDirectory[str] | None = None
         self._device = device
         self._closed = False
 
@@ -166,7 +163,8 @@ class ContextParts:
             what = "are lost" if self.link.copies is None else "are left to the gang's caller"
             logger.warning("its records %s: %s", what, error)
         finally:
-            self.at_end.close()
+            if self.temporary is not None:
+                self.temporary.cleanup()
 
 
 class LocalOptions(TypedDict, total=False):
@@ -211,9 +209,10 @@ def local_parts(
     given = {name: value for name, value in chosen.items() if value is not None}
     config: dict[str, Any] = {"run_id": "local", "stage": "train", **given}
     check_virtual_ranks(config.get("determinism", "default"), config.get("virtual_ranks"))
-    at_end = ExitStack()
+    temporary = None
     if storage is None:
-        storage = at_end.enter_context(TemporaryDirectory(prefix="prefect-torch-ddp-"))
+        temporary = TemporaryDirectory(prefix="prefect-torch-ddp-")
+        storage = temporary.name
     where = DirectoryStorage(Path(storage)) if isinstance(storage, str | os.PathLike) else storage
     if isinstance(config.get("resume_from"), str):
         config["resume_from"] = parse_resume_from(config["resume_from"], where, storage_from_uri)
@@ -229,37 +228,5 @@ def local_parts(
     config |= {"attempt": attempt, "storage": where, "options": dict(options or {}), "seed": seed}
     folder = None if data is None else Path(data)
     parts = ContextParts(RankConfig(**config), RankInfo(), folder=folder)
-    parts.at_end = at_end
-    if config["stage"] != "prepare":  # as in a gang
-        at_end.enter_context(_process_group())
+    parts.temporary = temporary
     return parts
-
-
-@contextmanager
-def _process_group() -> Iterator[None]:
-    """Have a process group of this process alone, for user code that asks for its rank.
-
-    Not where there is one already, where a launcher's rank is to bring it up, or where none can be.
-    """
-    import torch.distributed as dist  # noqa: PLC0415 - loads torch
-
-    if dist.is_initialized() or "RANK" in os.environ:
-        yield
-        return
-    name = "GLOO_SOCKET_IFNAME"
-    chosen, hook = os.environ.get(name), sys.excepthook
-    try:
-        # Else gloo looks up the host's own name, and warns where the network doesn't know it.
-        loopback = {"lo", "lo0"} & {interface for _, interface in socket.if_nameindex()}
-        os.environ |= {name: loopback.pop()} if loopback and chosen is None else {}
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    except (RuntimeError, OSError) as error:  # such as in a sandbox whose loopback is down
-        logger.warning("torch.distributed can't be used here: %s", error)
-    finally:
-        sys.excepthook = hook  # torch's would put [rank0] before each line
-        if chosen is None:
-            os.environ.pop(name, None)
-    group = dist.group.WORLD
-    yield
-    if group is not None and dist.group.WORLD is group:  # the user may have closed it himself
-        dist.destroy_process_group()

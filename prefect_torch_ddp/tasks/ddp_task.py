@@ -55,10 +55,10 @@ class TaskParams(ContextParams):
     """Names a training within its flow run. Calls of the task with the same key and equal arguments
     are one training, also when the flow run is retried: a call resumes the previous one, or returns
     its value without a gang where that one's training had ended. For that the value must be plain
-    JSON of at most 1 MB, all steps of the last `ctx.steps` made, and the function unchanged, with
-    what it names in its module; else the function runs again, from the last checkpoint. In another
-    process that isn't promised for arguments that are pickled by value, such as functions and
-    classes of `__main__` and instances of such classes.
+    JSON of at most 1 MB, all steps of the last `ctx.steps` made, and the function's own source and
+    what it closes over unchanged; else the function runs again, from the last checkpoint. In
+    another process that isn't promised for arguments that are pickled by value, such as functions
+    and classes of `__main__` and instances of such classes.
     None: each task run is a training of its own, which only its own retries resume."""
 
 
@@ -201,8 +201,7 @@ def run_as_task(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str
     storage = resolve_storage(params.storage)
     storage.check_writable()  # one that ignores conditions would let two attempts commit
     run_id = _run_id(context, params, args, kwargs)
-    source = Path(getattr(getattr(fn, "__code__", None), "co_filename", ""))
-    code = None if params.run_key is None else code_of(source, fn.__qualname__)
+    code = None if params.run_key is None else code_of(fn)
     if code is not None and (done := ended_call(storage, run_id, code)) is not None:
         return done.value
     resume_from = resume_point(params, storage, run_id, task.name)
@@ -217,6 +216,7 @@ def run_as_task(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str
         arguments=plain_values(arguments),
         weights_from=weights_from(resume_from),
     )
+    source = Path(getattr(getattr(fn, "__code__", None), "co_filename", ""))
     recorder = RunRecorder(storage, draft, source if source.is_file() else None)
     with training_gang(
         params,

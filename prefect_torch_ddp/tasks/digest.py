@@ -1,16 +1,14 @@
 """Digests by which a call of a `ddp_task` is known again: of its arguments and of its code."""
 
-import ast
 import hashlib
+import inspect
 import pickle
 import sys
-from pathlib import Path
+from collections.abc import Callable
 from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import cloudpickle
-
-from prefect_torch_ddp.lazy import parse_python
 
 
 def digest_of(value: object) -> str:
@@ -63,37 +61,15 @@ def _array(value: Any) -> str | None:
     return f"{kind} {hashlib.sha256(content).hexdigest()}"
 
 
-def code_of(source: Path, function: str) -> str | None:
-    """Return a digest of a function with all of its module that it uses; None: it isn't found.
+def code_of(function: Callable[..., Any]) -> str | None:
+    """Return a digest of a function's source and of what it closes over; None: it isn't found.
 
-    Comments and layout don't count, nor do other modules.
-
-    Args:
-        source: the module's file.
-        function: its qualified name; one within another function counts with that.
+    As Prefect's TASK_SOURCE does, it leaves out what the function calls, globals and environment.
     """
+    function = inspect.unwrap(function)
     try:
-        nodes = parse_python(source.read_bytes()).body
-    except (OSError, SyntaxError, ValueError):  # as in a notebook
+        source = inspect.getsource(function)
+        closed = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
+    except (OSError, TypeError, ValueError):  # as in a notebook; a cell that is empty
         return None
-    wanted, counting = {function.partition(".")[0]}, set[int]()
-    bound = [_names(node, is_bound=True) for node in nodes]
-    while more := {at for at, names in enumerate(bound) if names & wanted} - counting:
-        counting |= more
-        wanted |= set[str]().union(*(_names(nodes[at], is_bound=False) for at in more))
-    code = "\n".join(ast.dump(nodes[at]) for at in sorted(counting))
-    return hashlib.sha256(code.encode()).hexdigest() if counting else None
-
-
-def _names(statement: ast.stmt, *, is_bound: bool) -> set[str]:
-    """Return the names that a module's statement binds there, or those that it uses."""
-    definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
-    is_definition, names = isinstance(statement, definition), set[str]()
-    for node in [statement] if is_bound and is_definition else ast.walk(statement):
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) is is_bound:
-            names.add(node.id)
-        elif is_bound and isinstance(node, definition):
-            names.add(node.name)
-        elif is_bound and isinstance(node, ast.alias):
-            names.add((node.asname or node.name).partition(".")[0])
-    return names
+    return digest_of((source, closed))

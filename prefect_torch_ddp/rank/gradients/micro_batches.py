@@ -39,7 +39,8 @@ def count_rows(batch: Any, expected: int | None) -> int:
     for name, size in sizes.items():
         if size != num_rows or size == 0:
             rows = f"it has {size} rows where this rank's share has {num_rows} samples"
-            hint = _DROPS if expected is not None and size < expected else ""
+            is_smaller = expected is not None and {*sizes.values()} == {size} and size < expected
+            hint = _DROPS if is_smaller else ""
             msg = f"{_CANT_CUT} {name}: {rows}; {_FIRST_DIMENSION}{hint}"
             raise InvalidParamsError(msg)
     return num_rows
@@ -85,7 +86,13 @@ def _is_plain_list(item: Any) -> bool:
     """Tell a list of a value for each sample, such as names, from a list of the batch's parts."""
     if not isinstance(item, tuple | list) or hasattr(item, "_fields"):
         return False
-    return any(value is not None for value in item) and all(map(_is_plain, item))
+    return any(map(_is_something, item)) and all(map(_is_plain, item))
+
+
+def _is_something(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return any(map(_is_something, value.values()))
+    return value is not None
 
 
 def _is_plain(value: Any) -> bool:

@@ -1,6 +1,7 @@
 """The loop over optimizer steps: where it resumes, and what happens at a step's end."""
 
 import logging
+import math
 import os
 import signal
 import threading
@@ -78,7 +79,8 @@ class StepLoop:
             takes = "ctx.steps takes a loader from ctx.loader(dataset, global_batch_size=...)"
             msg = f"{takes}, not a {type(loader).__name__}"
             raise InvalidParamsError(msg)
-        return Steps(self, loader, whole_number("epochs", epochs, 0))
+        is_endless = epochs == math.inf  # until the loop is left
+        return Steps(self, loader, epochs if is_endless else whole_number("epochs", epochs, 0))
 
     def begin(self, loader: RankLoader, epochs: int) -> Iterator[Any]:
         """Return one pass of the loop, which `close` ends where somebody still holds it."""

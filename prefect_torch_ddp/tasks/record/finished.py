@@ -5,7 +5,7 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 from prefect.logging import get_run_logger
-from pydantic_core import to_json
+from pydantic_core import from_json, to_json
 
 from prefect_torch_ddp.checkpoint.attempts import refuse_superseded
 from prefect_torch_ddp.checkpoint.keys import finished_key
@@ -109,7 +109,8 @@ def _is_plain_json(value: Any) -> bool:
         return each is None or (type(each) in (bool, int, float, str) and is_finite)
 
     try:
-        return is_plain(value) and len(to_json(value)) <= MAX_VALUE_BYTES
+        data = to_json([value])  # as deep as it will lie there
+        return is_plain(value) and len(data) <= MAX_VALUE_BYTES and from_json(data) == [value]
     except (ValueError, RecursionError):  # half a surrogate pair; a list in itself
         return False
 

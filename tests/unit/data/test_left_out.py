@@ -121,6 +121,17 @@ def test_batches_without_a_none_may_have_any_number_of_rows() -> None:
         next(loader_of(Numbers(8), 8, 0, 2, collate_fn=collate).lockstep(0))
 
 
+class Finished:
+    """A batch of a class that nobody can look into."""
+
+
+@pytest.mark.parametrize("batch", [Finished(), {"weight": torch.tensor(0.0)}, 0.5])
+def test_in_an_unknown_batch_a_none_may_have_been_replaced(batch: object) -> None:
+    """Also where each share has a single sample."""
+    loader = loader_of(broken(), 2, 1, 2, shuffle=False, collate_fn=lambda _: batch)
+    assert len(list(loader.lockstep(0))) == 4
+
+
 def test_none_for_each_sample_may_stand_for_made_up_data() -> None:
     """Such as a benchmark's."""
     dataset = Numbers(8, transform=lambda _: None)

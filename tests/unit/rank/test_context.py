@@ -1,9 +1,8 @@
-"""Shows what user code meets in RankContext, in one process."""
+"""Shows what user code meets in RankContext, in one process without a process group."""
 
 import math
-import sys
 from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -52,37 +51,12 @@ def fit(folder: Path, *, run_id: str = "local", **options: Any) -> dict[str, Any
     return {**value, **ctx._parts.outcome()}
 
 
-def test_user_code_may_ask_torch_distributed() -> None:
-    """As in a gang of one rank, until the context is closed; not in prepare, which has no group."""
-    total, hook = torch.ones(2), sys.excepthook
-    with RankContext.local() as ctx, RankContext.local() as another:
-        dist.all_reduce(total)
-        dist.barrier()
-        assert (dist.get_rank(), dist.get_world_size(), total.tolist()) == (0, 1, [1.0, 1.0])
-        model = nn.Linear(1, 1)
-        assert ctx.wrap(model) is another.wrap(model) is model
-    assert not dist.is_initialized()
-    assert sys.excepthook is hook
-    with RankContext.local(stage="prepare"):
-        assert not dist.is_initialized()
-
-
-def test_a_group_of_the_users_own_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether it was up before, is brought up within, or is to be by a rank that was launched."""
-    for before in (True, False):
-        with ExitStack() as within:
-            if before:
-                dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-            within.enter_context(RankContext.local())
-            if not before:
-                dist.destroy_process_group()
-                dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-            own = dist.group.WORLD
-        assert dist.group.WORLD is own
-        dist.destroy_process_group()
-    monkeypatch.setenv("RANK", "1")
-    with RankContext.local():
-        assert not dist.is_initialized()
+def test_that_there_is_no_process_group_is_explained() -> None:
+    """Beside torch's error."""
+    with pytest.raises(ValueError, match="has not been initialized") as caught:  # noqa: SIM117
+        with RankContext.local():
+            dist.get_world_size()
+    assert ["RankContext.local() has no process group" in note for note in caught.value.__notes__]
 
 
 def test_it_says_what_it_is(tmp_path: Path) -> None:
@@ -362,7 +336,11 @@ def test_whole_numbers_of_any_library_count(tmp_path: Path) -> None:
         ctx.track(model=nn.Linear(1, 1))
         for batch in ctx.steps(loader, epochs=np.int64(2)):
             assert len(list(ctx.micro_batches(batch, max_samples=np.int64(1)))) == 2
-    assert ctx.step == 4
+        list(ctx.steps(loader, epochs=2.0))  # type: ignore[arg-type]  # as from YAML
+        for _ in ctx.steps(loader, epochs=math.inf):  # type: ignore[arg-type]
+            if ctx.step == 11:
+                break
+    assert (ctx.step, ctx.epoch) == (11, 6)
 
 
 def test_of_a_refused_call_nothing_is_tracked(tmp_path: Path) -> None:

@@ -1,5 +1,7 @@
 """What an exception says, consequence or cause and fit for another attempt, is a pure decision."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -131,15 +133,21 @@ def test_what_one_rank_has_not_is_advised_about_once(attribute: str) -> None:
         getattr(ctx.wrap(nn.Linear(1, 1)), attribute)
     assert describe(caught.value, 0, "a").summary.count("use the model that you gave") == 1
     assert len(caught.value.__notes__) == 1
+    with pytest.raises(AttributeError) as caught, RankContext.local():
+        getattr(SimpleNamespace(), attribute)
+    assert not hasattr(caught.value, "__notes__"), "that of another object"
 
 
 def test_a_model_in_ddp_is_refused_where_it_is_returned() -> None:
     """Within a value too: the caller couldn't rebuild it, and would say init_process_group."""
-    with RankContext.local():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
         value = {"model": DistributedDataParallel(nn.Linear(1, 1))}
-        says = r"rank 1 .* return the state_dict\(\) of the model that it wraps, or have ctx\.track"
-        with pytest.raises(UnpicklableValueError, match=says):
-            pickle_value(value, 1)
+    finally:
+        dist.destroy_process_group()
+    says = r"rank 1 .* return the state_dict\(\) of the model that it wraps, or have ctx\.track"
+    with pytest.raises(UnpicklableValueError, match=says):
+        pickle_value(value, 1)
 
 
 def test_the_loss_of_the_store_is_no_hang_and_no_cause() -> None:

@@ -180,7 +180,17 @@ def test_every_kind_of_batch_is_cut_alike() -> None:
     paths = [{"path": name, "of": {"id": 1}} for name in names]
     for plain in (names, ["a", None, 3, None, "e"], paths, tuple(names)):
         assert [part[1] for part, _ in parts_of((x, plain), 3)] == [plain[:3], plain[3:]]
-    for whole in ("train", 3, 0.5, True, np.float32(2), None, {"scale": 2, "language": "en"}):
+    for whole in (
+        [{}],
+        [{"n": None}],
+        "train",
+        3,
+        0.5,
+        True,
+        np.float32(2),
+        None,
+        {"scale": 2, "language": "en"},
+    ):
         assert [part[1] for part, _ in parts_of((x, whole), 3)] == [whole, whole]
     ((uncut, weight),) = parts_of((x, y), None)
     assert (uncut[0].shape, weight) == (x.shape, 1.0)
@@ -198,7 +208,7 @@ def test_every_kind_of_batch_is_cut_alike() -> None:
         ((), 2, "a tuple without a tensor"),
         (torch.zeros(0, 2), 2, "it has 0 rows"),
         (X, 0, "max_samples is 0"),
-        (X, 2.0, r"max_samples is 2\.0"),
+        (X, 2.5, r"max_samples is 2\.5"),
         ((X, ["a", "b"]), 2, r"batch\[1\]: it has 2 rows"),
     ],
 )
