@@ -55,8 +55,9 @@ _ADVICE = {
         'it, give process_group="user"'
     ),
     "Default process group has not been initialized": (
-        "RankContext.local() has no process group: ask torch.distributed.is_initialized() before, "
-        "or take ctx.rank and ctx.world_size"
+        "RankContext.local() has no process group, nor has a gang with process_group='none', or "
+        "'user' before the function has made it: ask torch.distributed.is_initialized() before, or "
+        "take ctx.rank and ctx.world_size"
     ),
 }
 """What to do about errors of torch's own, by a part of their text."""

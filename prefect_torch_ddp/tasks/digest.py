@@ -62,7 +62,7 @@ def _array(value: Any) -> str | None:
 
 
 def code_of(function: Callable[..., Any]) -> str | None:
-    """Return a digest of a function's source and of what it closes over; None: it isn't found.
+    """Return a digest of a function's source and of what it closes over; None: nobody can tell.
 
     As Prefect's TASK_SOURCE does, it leaves out what the function calls, globals and environment.
     """
@@ -70,6 +70,7 @@ def code_of(function: Callable[..., Any]) -> str | None:
     try:
         source = inspect.getsource(function)
         closed = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
-    except (OSError, TypeError, ValueError):  # as in a notebook; a cell that is empty
+        return digest_of((source, closed))
+    # As in a notebook; a cell that is empty, or holds a lock.
+    except (OSError, TypeError, ValueError, pickle.PicklingError):
         return None
-    return digest_of((source, closed))

@@ -38,7 +38,8 @@ _ahead: list[Launched] = []
 def launch() -> Launched:
     """Return a fork server's process: the one launched ahead, if the environment is still its."""
     environment = _environment()
-    for ahead in [_ahead.pop()] if _ahead else []:
+    if _ahead:
+        ahead = _ahead.pop()
         if ahead.environment == environment and ahead.process.poll() is None:
             return ahead
         ahead.connection.close()

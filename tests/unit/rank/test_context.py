@@ -56,7 +56,8 @@ def test_that_there_is_no_process_group_is_explained() -> None:
     with pytest.raises(ValueError, match="has not been initialized") as caught:  # noqa: SIM117
         with RankContext.local():
             dist.get_world_size()
-    assert ["RankContext.local() has no process group" in note for note in caught.value.__notes__]
+    (note,) = caught.value.__notes__
+    assert "RankContext.local() has no process group" in note
 
 
 def test_it_says_what_it_is(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import functools
 import importlib.util
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -56,3 +57,13 @@ def test_code_that_is_in_no_file_is_unknown() -> None:
     found: dict[str, Any] = {}
     exec("def fit(ctx): pass", found)
     assert code_of(found["fit"]) is None
+
+
+def test_code_that_holds_what_has_no_digest_is_unknown() -> None:
+    """The call fails, or runs, as it would without a key."""
+    lock = threading.Lock()
+
+    def fit() -> object:
+        return lock
+
+    assert code_of(fit) is None
