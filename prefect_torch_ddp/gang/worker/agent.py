@@ -85,7 +85,7 @@ class _Agent:
     def _run_on_slot(self) -> tuple[bytes, ...]:
         if self._reservation.store_host is not None:
             self._store = StoreSocket(self._reservation.store_host)
-        self._box.enter("reserved", self._store.address[1] if self._store else 0)
+        self._box.enter("reserved", self._store.port if self._store else 0)
         while (order := self._box.start) is None:
             if self._must_end():
                 return ()

@@ -211,43 +211,54 @@ class StoreSocket:
 
     def __init__(self, host: str) -> None:
         """Open it; raises GangError where the address isn't this machine's."""
-        try:
-            infos = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
-            self._socket = _bind(infos[0][0], infos[0][4])
-            self._socket.listen(1024)
-        except OSError as error:
-            msg = (
-                f"rank 0's worker can't listen at {host}, by which Dask knows it: {error}. Behind "
-                "--contact-address or NAT name a network that all workers are on: "
-                "run_gang(..., interface=...)"
-            )
-            raise GangError(msg) from error
+        with contextlib.ExitStack() as undo:
+            # torch's own store listens at every address, so the number must be free at each, not
+            # only at this one. A socket that is bound but doesn't listen keeps others from
+            # getting it, and SO_REUSEADDR on both sides lets rank 0 bind it all the same.
+            self._hold = undo.enter_context(_bind_everywhere())
+            try:
+                infos = socket.getaddrinfo(host, self.port, type=socket.SOCK_STREAM)
+                self._socket = undo.enter_context(_bind(infos[0][0], infos[0][4]))
+                self._socket.listen(1024)
+            except OSError as error:
+                msg = (
+                    f"rank 0's worker can't listen at {host}, by which Dask knows it: {error}. "
+                    "Behind --contact-address or NAT name a network that all workers are on: "
+                    "run_gang(..., interface=...)"
+                )
+                raise GangError(msg) from error
+            undo.pop_all()
 
     @property
-    def address(self) -> tuple[str, int]:
-        """Its address and port."""
-        host, port, *_ = self._socket.getsockname()
-        return str(host), int(port)
+    def port(self) -> int:
+        """The port where the ranks' store will be."""
+        return int(self._hold.getsockname()[1])
 
     def fd_for_rank_0(self, mode: ProcessGroupMode) -> int | None:
         """Return what rank 0 inherits; in the user mode it listens at the port itself."""
         if mode != "user":
             return self._socket.fileno()
-        # A socket that is bound but doesn't listen keeps others from getting the port, and
-        # SO_REUSEADDR on both sides lets rank 0 bind it all the same.
-        address, family = self._socket.getsockname(), self._socket.family
         self._socket.close()
-        self._socket = _bind(family, address)
         return None
 
     def close(self) -> None:
-        """Close this process's copy."""
+        """Close this process's copies."""
         self._socket.close()
+        self._hold.close()
 
 
-def _bind(family: int, address: object) -> socket.socket:
+def _bind_everywhere() -> socket.socket:
+    """Bind a free port of all addresses, IPv4 and IPv6 as far as this machine has both."""
+    if socket.has_dualstack_ipv6():
+        return _bind(socket.AF_INET6, ("::", 0), both=True)
+    return _bind(socket.AF_INET, ("0.0.0.0", 0))  # noqa: S104 - it doesn't listen
+
+
+def _bind(family: int, address: object, *, both: bool = False) -> socket.socket:
     bound = socket.socket(family, socket.SOCK_STREAM)
     try:
+        if both:
+            bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind(address)  # type: ignore[arg-type]
     except OSError:

@@ -4,6 +4,7 @@ import contextlib
 import socket
 
 import pytest
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -40,24 +41,27 @@ def test_progress_bars_and_endless_lines() -> None:
 def test_it_listens_at_one_address_alone(host: str, elsewhere: str | None) -> None:
     """A connection to the same port at another address of this machine is refused."""
     with contextlib.closing(StoreSocket(host)) as store:
-        socket.create_connection(store.address).close()
+        socket.create_connection((host, store.port)).close()
         if elsewhere is not None:
             with pytest.raises(ConnectionRefusedError):
-                socket.create_connection((elsewhere, store.address[1]))
+                socket.create_connection((elsewhere, store.port))
 
 
-def test_in_the_user_mode_its_port_is_kept_for_rank_0() -> None:
-    """Nobody listens there until rank 0 does, and nobody else gets the number meanwhile."""
-    with contextlib.closing(StoreSocket("127.0.0.1")) as store, socket.socket() as rank_0:
-        address = store.address
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2", "::1"])
+def test_in_the_user_mode_its_port_is_kept_for_rank_0(host: str) -> None:
+    """Nobody listens there until torch does, and nobody else gets the number at any address,
+    where torch will listen."""
+    with contextlib.closing(StoreSocket(host)) as store:
         assert store.fd_for_rank_0("user") is None
         with pytest.raises(ConnectionRefusedError):
-            socket.create_connection(address)
-        with socket.socket() as other, pytest.raises(OSError, match="in use"):
-            other.bind(address)
-        rank_0.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        rank_0.bind(address)
-        rank_0.listen()
+            socket.create_connection((host, store.port))
+        for family, address in ((socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")):
+            with socket.socket(family) as other, pytest.raises(OSError, match="in use"):
+                other.bind((address, store.port))
+        rank_0 = dist.TCPStore(host, store.port, is_master=True, multi_tenant=True)
+        rank_0.set("key", "value")
+        with socket.create_connection((host, store.port)):
+            pass
 
 
 def test_an_address_of_nobody_is_refused_with_the_way_out() -> None:
