@@ -23,7 +23,7 @@ from PIL import Image
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.storage.protocol import ListedObject, Readable
 from tests.support.ceph_server import run_ceph
-from tests.support.s3_server import free_port
+from tests.support.ports import free_port
 
 HERE = Path(__file__).parent
 SECRETS_OF_NOBODY = ("key", "secret")

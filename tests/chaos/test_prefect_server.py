@@ -11,8 +11,8 @@ from prefect.client.orchestration import get_client
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from prefect_torch_ddp import TrainParams, train_flow
+from tests.support.ports import free_port
 from tests.support.runs import flow_run_id_of, train_states
-from tests.support.s3_server import free_port
 from tests.support.separate_cluster import end
 from tests.support.servers import start_prefect_server
 from tests.support.waiting import wait_until

@@ -5,7 +5,6 @@ import http.client
 import itertools
 import json
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -21,6 +20,7 @@ from typing import Any, Self
 import pytest
 
 from prefect_torch_ddp.storage.s3.storage import S3Storage
+from tests.support.ports import free_port
 from tests.support.waiting import HANG_S, becomes_true
 
 NUM_SETUP_ACTIONS = 6
@@ -97,13 +97,6 @@ def _answers(url: str) -> bool:
             return bool(response.status == 200)
     except OSError:
         return False
-
-
-def free_port() -> int:
-    """Find a port that nobody listens on right now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _boto3_client(service: str, endpoint_url: str, key: str, secret: str) -> Any:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import psutil
 import pytest
 
+from tests.support.ports import free_port
 from tests.support.waiting import HANG_S, becomes_true
 
 if TYPE_CHECKING:
@@ -64,8 +65,6 @@ def _drain_prefect() -> None:
 def _start_prefect_server(
     home: Path, log: int, *, ui: bool = False
 ) -> tuple[subprocess.Popen[bytes], str]:
-    from tests.support.s3_server import free_port
-
     for _ in range(3):  # another process may take the free port before the server does
         port = free_port()
         if process := start_prefect_server(home, port, log, ui=ui):

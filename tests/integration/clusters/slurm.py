@@ -5,7 +5,6 @@ import pwd
 import secrets
 import shutil
 import signal
-import socket
 import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -14,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.clusters.sites import Site
+from tests.support.ports import free_ports
 from tests.support.waiting import HANG_S, becomes_true
 
 NODES = ("node1", "node2")
@@ -116,7 +116,7 @@ def _configure(site: SlurmSite) -> None:
     home = site.home
     user = pwd.getpwuid(os.getuid()).pw_name
     (home / "slurm.conf").write_text(
-        CONFIG.format(home=home, ports=_free_ports(1 + len(NODES)), user=user)
+        CONFIG.format(home=home, ports=free_ports(1 + len(NODES)), user=user)
     )
     (home / "cgroup.conf").touch()
     # Slurm counts GPUs by their device files, and is content with any files.
@@ -153,14 +153,6 @@ def _num_idle(site: SlurmSite) -> int:
         command, env=os.environ | site.environment, check=False, capture_output=True, text=True
     )
     return answer.stdout.split().count("idle")
-
-
-def _free_ports(count: int) -> list[int]:
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for found in sockets:
-            found.bind(("127.0.0.1", 0))
-        return [found.getsockname()[1] for found in sockets]
 
 
 def _search_path() -> str:

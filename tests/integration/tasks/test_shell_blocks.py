@@ -23,8 +23,9 @@ from prefect_torch_ddp.tasks.report.artifacts import key
 from prefect_torch_ddp.tasks.run import run_id_of
 from tests.integration.data.image_files import write_images
 from tests.support.blocks import save_block
+from tests.support.ports import free_port
 from tests.support.runs import artifacts_of
-from tests.support.s3_server import S3Server, free_port
+from tests.support.s3_server import S3Server
 from tests.support.servers import prefect_server_in
 from tests.support.waiting import wait_until
 

@@ -1,0 +1,31 @@
+"""Ports for servers that must be told theirs."""
+
+import random
+import socket
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+FIRST = 10_000
+
+
+def free_port() -> int:
+    """Find a port of the loopback address; see free_ports."""
+    return free_ports(1)[0]
+
+
+def free_ports(count: int) -> list[int]:
+    """Find ports that nobody has, and that the kernel hands to nobody.
+
+    Of those it hands out, any connection of a test beside could take one before the server does.
+    """
+    ranges = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text()
+    first_handed_out = int(ranges.split()[0])
+    choice = random.SystemRandom()  # not the generator that tests beside this one seed alike
+    found: list[int] = []
+    with ExitStack() as stack:
+        while len(found) < count:
+            probe = stack.enter_context(socket.socket())
+            with suppress(OSError):  # somebody has it
+                probe.bind(("127.0.0.1", choice.randrange(FIRST, first_handed_out)))
+                found.append(probe.getsockname()[1])
+    return found
