@@ -20,7 +20,7 @@ NUM_EPOCHS = 20
 
 
 def test_what_a_step_costs(tmp_path: Path) -> None:
-    """Print docs/performance.md's table: processor time, from pairs of steps."""
+    """Print the processor time of which docs/performance.md has the medians' differences."""
     found: dict[str, list[list[list[float]]]] = {part: [] for part in paired_steps.PARTS}
     with local_cluster(n_workers=2) as cluster, Client(cluster) as client:
         for number in range(rounds(3)):

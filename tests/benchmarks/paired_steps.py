@@ -7,7 +7,7 @@ They share a GIL and the caches, where a step has left little of what the other 
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,11 @@ from prefect_torch_ddp.examples.digits import DigitNet
 
 NUM_SAMPLES, GLOBAL_BATCH_SIZE = 1260, 40
 WARM_UP = 20
-PARTS = ("torch alone", "wrap", "loader", "loader, steps", "loader, steps, report", "all of them")
+PARTS = (
+    *("torch alone", "wrap", "loader", "loader, steps", "loader, steps, report"),
+    "wrap, loader, steps, report",
+)
+"""What of RankContext a training uses."""
 
 
 def train(ctx: RankContext, part: str, num_epochs: int, place: Path) -> None:
@@ -32,21 +36,20 @@ def train(ctx: RankContext, part: str, num_epochs: int, place: Path) -> None:
     rows = torch.rand(NUM_SAMPLES, 1, 8, 8), torch.randint(10, (NUM_SAMPLES,))
     dataset = TensorDataset(*rows)
     loader = ctx.loader(dataset, global_batch_size=GLOBAL_BATCH_SIZE)
-    wrap = ctx.wrap if part in {"wrap", "all of them"} else DistributedDataParallel
+    wrap = ctx.wrap if "wrap" in part else DistributedDataParallel
     ours, torchs = _step_of(wrap(DigitNet())), _step_of(DistributedDataParallel(DigitNet()))
-    batches: Any = ctx.steps(loader, epochs=num_epochs)
-    if part in {"torch alone", "wrap"}:
-        batches = _batches(dataset, num_epochs)
-    elif part == "loader":
+    batches: Iterable[Any] = _batches(dataset, num_epochs)
+    if "steps" in part:
+        batches = ctx.steps(loader, epochs=num_epochs)
+    elif "loader" in part:
         batches = (batch for _ in range(num_epochs) for batch in loader)
-    reports = part in {PARTS[-2], PARTS[-1]}
     beside = _batches(dataset, num_epochs)
     pairs = []
     dist.barrier()
     began = _seconds()
     for batch in batches:  # what `steps` does after a body falls to ours
         loss = ours(*batch)
-        if reports:
+        if "report" in part:
             ctx.report(loss=loss)
         between = _seconds()
         torchs(*next(beside))

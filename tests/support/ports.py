@@ -14,18 +14,18 @@ def free_port() -> int:
 
 
 def free_ports(count: int) -> list[int]:
-    """Find ports that nobody has, and that the kernel hands to nobody.
+    """Find ports that nobody has, and that the kernel hands to nobody, if it leaves any.
 
     Of those it hands out, any connection of a test beside could take one before the server does.
     """
-    ranges = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text()
-    first_handed_out = int(ranges.split()[0])
+    handed_out = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text()
+    left = range(FIRST, int(handed_out.split()[0])) or [0]  # 0: any that the kernel has
     choice = random.SystemRandom()  # not the generator that tests beside this one seed alike
     found: list[int] = []
     with ExitStack() as stack:
         while len(found) < count:
             probe = stack.enter_context(socket.socket())
             with suppress(OSError):  # somebody has it
-                probe.bind(("127.0.0.1", choice.randrange(FIRST, first_handed_out)))
+                probe.bind(("127.0.0.1", choice.choice(left)))
                 found.append(probe.getsockname()[1])
     return found
