@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from prefect_torch_ddp.data.sampler import BatchShare, GlobalBatches
 from prefect_torch_ddp.errors import InvalidParamsError
+from prefect_torch_ddp.rank.gradients.buffers import BufferMessage
 from prefect_torch_ddp.rank.gradients.micro_batches import count_rows, cut, pieces
 from prefect_torch_ddp.rank.heartbeat import HeartbeatWriter
 
@@ -153,6 +154,7 @@ class ShareDDP(DistributedDataParallel):
     """
 
     share_weights: ShareWeights
+    _message: BufferMessage | None = None
 
     def will_sync_module_buffers(self) -> bool:
         """Whether a forward pass does: only within `join`, which counts on it."""
@@ -161,13 +163,21 @@ class ShareDDP(DistributedDataParallel):
 
     def sync_buffers(self) -> None:
         """Take rank 0's buffers; every rank must call it."""
-        if self.broadcast_buffers and self.modules_buffers:
+        if not (self.broadcast_buffers and self.modules_buffers):
+            return
+        self._assign_modules_buffers()  # type: ignore[no-untyped-call]
+        if self._message is None or not self._message.is_of(self.modules_buffers):
+            self._message = BufferMessage(self.modules_buffers)
+        if self._message.is_worth_it:
+            self._message.broadcast(self.process_group)
+        else:
             self._sync_buffers()  # type: ignore[no-untyped-call]
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what a copy registers anew: the hook, whose process group can't be copied."""
         state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
         del state["share_weights"]
+        state.pop("_message", None)
         return {**state, "_comm_hooks": []}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:

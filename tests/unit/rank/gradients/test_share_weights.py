@@ -58,7 +58,9 @@ def test_a_copy_is_trained_by_share_as_well() -> None:
 
 def test_averaged_and_saved_as_plain_ddp() -> None:
     """`AveragedModel` takes it, and what `torch.save` writes is a plain DDP."""
-    model = ShareWeights(2).wrap(nn.Linear(1, 1, bias=False), CPU, {})
+    net = nn.Sequential(nn.Linear(1, 1, bias=False), nn.BatchNorm1d(1)).eval()
+    model = ShareWeights(2).wrap(net, CPU, {})
+    model(torch.ones(1, 1)).sum().backward()  # with which it has sent its buffers
     averaged = AveragedModel(model)
     averaged.update_parameters(model)
     file = io.BytesIO()

@@ -1,0 +1,93 @@
+"""A wrapped model's buffers are rank 0's at the end of each backward pass, of whatever kind."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from prefect_torch_ddp import RankContext
+from prefect_torch_ddp.rank.gradients.buffers import MOST_BYTES, BufferMessage
+from tests.support.ranks import config_for, train_on
+
+KINDS = {
+    "numbers": torch.zeros(3),
+    "count": torch.tensor(0),
+    "flags": torch.zeros(3, dtype=torch.bool),
+    "halves": torch.zeros(5, dtype=torch.bfloat16),
+    "doubles": torch.zeros(2, 3, dtype=torch.float64).t(),
+    "waves": torch.zeros(1, dtype=torch.complex64),
+    "nothing": torch.zeros(0),
+}
+NETS: dict[str, tuple[dict[str, torch.Tensor], bool]] = {
+    "all kinds": (KINDS, True),
+    "a lazy conjugate": (KINDS | {"conjugate": KINDS["waves"].conj()}, False),
+    "too many bytes": (KINDS | {"large": torch.zeros(MOST_BYTES // 4)}, False),
+}
+"""The buffers, and whether they go as one message."""
+
+
+def filled(buffer: torch.Tensor, value: int) -> torch.Tensor:
+    """Return a tensor of the same kind, all of one value."""
+    new = torch.full_like(buffer.resolve_conj(), value)
+    return new.conj() if buffer.is_conj() else new
+
+
+class Net(nn.Module):
+    """In training a forward pass changes the buffers, to another value on each rank."""
+
+    def __init__(self, buffers: dict[str, torch.Tensor]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(1, 1)
+        self.next_value: int | None = None
+        self.replaces = False
+        for name, value in buffers.items():
+            self.register_buffer(name, filled(value, 0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.next_value is not None:
+            for name, buffer in dict(self.named_buffers()).items():
+                if self.replaces:
+                    setattr(self, name, filled(buffer, self.next_value))
+                else:
+                    buffer.fill_(self.next_value)
+        y: torch.Tensor = self.linear(x)
+        return y
+
+
+def train(ctx: RankContext, kind: str) -> list[dict[str, torch.Tensor]]:
+    """Return the buffers after each step."""
+    given, expects_one_message = NETS[kind]
+    num_messages, broadcast = 0, BufferMessage.broadcast
+
+    def counting(message: BufferMessage, group: Any) -> None:
+        nonlocal num_messages
+        num_messages += 1
+        broadcast(message, group)
+
+    BufferMessage.broadcast = counting  # type: ignore[method-assign]
+    net = Net(given)
+    model = ctx.wrap(net)
+    num_messages, found = 0, []
+    dataset = TensorDataset(torch.ones(8, 1))
+    for (x,) in ctx.steps(ctx.loader(dataset, global_batch_size=2), epochs=1):
+        net.next_value, net.replaces = 0 if ctx.rank else ctx.step, ctx.step % 2 == 0
+        model(x).sum().backward()
+        found.append({name: value.clone() for name, value in net.named_buffers()})
+    assert num_messages == (ctx.step if expects_one_message else 0)
+    return found
+
+
+@pytest.mark.parametrize("kind", NETS)
+def test_buffers_are_those_of_rank_0(kind: str, tmp_path: Path) -> None:
+    """Changed in place or replaced, in each step."""
+    first, second = train_on(2, config_for(tmp_path), train, kind)
+    assert len(first) == 4
+    for step, (here, there) in enumerate(zip(first, second, strict=True), 1):
+        assert list(here) == list(NETS[kind][0])
+        for name, value in here.items():
+            expected = filled(NETS[kind][0][name], step)
+            assert torch.equal(value, expected), (step, name)
+            assert torch.equal(there[name], expected), (step, name)
