@@ -77,7 +77,8 @@ class ClassificationMeter:
         self._refuse_misfits(logits, targets, loss, images)
         targets = targets.to(logits.device).long()
         predictions = logits.argmax(dim=1) if logits.dim() > 1 else logits.long()
-        for name, classes in (("targets", targets), ("predictions", predictions)):
+        given = {"targets": targets} | ({"predictions": predictions} if logits.dim() == 1 else {})
+        for name, classes in given.items():
             if ((classes < 0) | (classes >= num_classes)).any():
                 outside = f"{name} has a class outside 0 to {num_classes - 1}"
                 msg = f"{outside}; there are {num_classes} class names"
