@@ -1,7 +1,9 @@
 """The manifest of a dataset: its files, where they lie, and how a folder is compared with it."""
 
 import hashlib
+import os
 import re
+import stat
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -64,8 +66,11 @@ class DatasetManifest(Result):
     def first_misfit(self, folder: Path) -> DatasetFile | None:
         """Return the first file that is missing or of another size; contents aren't read."""
         for file in self.files:
-            path = folder / file.key
-            if not path.is_file() or path.stat().st_size != file.num_bytes:
+            try:
+                found = os.stat(f"{folder}/{file.key}")  # noqa: PTH116 - a fifth of a Path's time
+            except (FileNotFoundError, NotADirectoryError):
+                return file
+            if not stat.S_ISREG(found.st_mode) or found.st_size != file.num_bytes:
                 return file
         return None
 

@@ -19,6 +19,9 @@ from prefect_torch_ddp.errors import BadKeyError, StorageError
 MAX_KEY_BYTES = 900  # S3 allows 1024 for the storage's prefix and the key together
 MAX_PART_BYTES = 255  # the longest file name of common file systems
 MAX_SHOWN = 120
+_USUAL_PART = rf"\w[\w.=-]{{0,{MAX_PART_BYTES - 1}}}"
+_USUAL_KEY = re.compile(rf"{_USUAL_PART}(/{_USUAL_PART})*", re.ASCII)
+"""What nearly all keys are: a dataset's manifest may have hundreds of thousands."""
 RESERVED_PART = ".tmp"  # where a directory keeps what isn't whole yet
 CHANGED = (
     "changed since it was listed: list it again, by running prepare again, "
@@ -56,6 +59,8 @@ def _shown(key: str) -> str:
 
 
 def _fault(key: str) -> str | None:
+    if len(key) <= MAX_KEY_BYTES and _USUAL_KEY.fullmatch(key):
+        return None
     parts, num_bytes = key.split("/"), len(key.encode(errors="replace"))
     faults = {
         "it is empty": not key,

@@ -271,6 +271,24 @@ def test_a_damaged_file_is_named(storage: Storage, cache: Path) -> None:
     assert not list(cache.glob("**/*.png"))
 
 
+@pytest.mark.parametrize("left", ["nothing", "another size", "a folder", "a file above it"])
+def test_a_file_that_is_no_more_what_it_was(tmp_path: Path, left: str) -> None:
+    """Where the dataset is read in place."""
+    storage = storage_of("directory", tmp_path)
+    publish(storage, FILES)
+    path = local_dataset(storage, "d") / "train/dog/2.png"
+    path.unlink()
+    if left == "another size":
+        path.write_bytes(b"other")
+    elif left == "a folder":
+        path.mkdir()
+    elif left == "a file above it":
+        path.parent.rmdir()
+        path.parent.touch()
+    with pytest.raises(StorageError, match=r"train/dog/2\.png is missing or has another size"):
+        local_dataset(storage, "d")
+
+
 def test_a_manifest_that_was_changed_is_refused(storage: Storage) -> None:
     """Its entries must give its digest, and can't lead outside: whoever may write to the storage
     must not write to the ranks' hosts."""
