@@ -10,7 +10,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.utils import clip_grad_norm_
 from torch.utils.data import TensorDataset
 from torchvision.datasets import ImageFolder
-from torchvision.transforms import Compose, Grayscale, ToTensor
+from torchvision.transforms import PILToTensor
 
 from prefect_torch_ddp import ClassificationMeter, RankContext, Report, read_options
 from prefect_torch_ddp.data import seeded_split
@@ -96,8 +96,13 @@ class DigitNet(nn.Sequential):
 
 def images_of(folder: Path) -> TensorDataset:
     """Read an image folder: images float32 [n, 1, 8, 8] from 0 to 1, targets int64 [n]."""
-    images, targets = zip(*ImageFolder(folder, Compose([Grayscale(), ToTensor()])), strict=True)
-    return TensorDataset(torch.stack(images), torch.tensor(targets))
+    images, targets = zip(*ImageFolder(folder, PILToTensor(), loader=_grey), strict=True)
+    return TensorDataset(torch.stack(images) / 255, torch.tensor(targets))
+
+
+def _grey(path: str) -> Image.Image:
+    with Image.open(path) as image:
+        return image.convert("L")
 
 
 @torch.no_grad()
