@@ -53,17 +53,19 @@ os.write(1, f"{{first_step():.6f}}\\n".encode())
 """
 
 
-def start_of(client: Client, launcher: str) -> float:
-    """Return the seconds from the call to the first all-reduce done on all ranks."""
+def start_of(client: Client, launcher: str) -> tuple[float, float]:
+    """Return the seconds from the call to the first all-reduce done on all ranks, and of the
+    whole call."""
     started = time.time()
     call: Any = {"world_size": 2, "launcher": launcher}
-    return max(run_gang(client, plain.time_of_first_all_reduce, **call)) - started
+    met = max(run_gang(client, plain.time_of_first_all_reduce, **call))
+    return met - started, time.time() - started
 
 
-def torchrun_start(script: Path) -> float:
+def torchrun_start(script: Path) -> tuple[float, float]:
     """Return the same from the start of torchrun."""
-    began, printed, _ = torchrun(script)
-    return max(stamps(printed)) - began
+    began, printed, ended = torchrun(script)
+    return max(stamps(printed)) - began, ended - began
 
 
 def death_of(client: Client, stamp: Path) -> float:
@@ -109,9 +111,13 @@ def test_start_death_and_restart(client: Client, tmp_path: Path) -> None:
         (tmp_path / f"{name}.py").write_text(text)
     stamp, times, num_hung = tmp_path / "stamp", Times(), 0
     for _ in range(ROUNDS):
-        times.note("start: torchrun", torchrun_start(tmp_path / "start.py"))
-        times.note('start: run_gang, launcher="exec"', start_of(client, "exec"))
-        times.note("start: run_gang, warm host", start_of(client, "auto"))
+        for name, (start_s, whole_s) in {
+            "torchrun": torchrun_start(tmp_path / "start.py"),
+            'run_gang, launcher="exec"': start_of(client, "exec"),
+            "run_gang, warm host": start_of(client, "auto"),
+        }.items():
+            times.note(f"start: {name}", start_s)
+            times.note(f"whole: {name}", whole_s)
         times.note("death: torchrun", torchrun_death(tmp_path / "killed.py"))
         times.note("death: run_gang", death_of(client, stamp))
         try:

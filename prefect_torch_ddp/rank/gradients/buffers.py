@@ -31,12 +31,14 @@ class BufferMessage:
             alike[buffer.dtype].append(buffer)
         self._groups = list(alike.values())
         self._sizes = [sum(buffer.nbytes for buffer in group) for group in self._groups]
-        self.is_worth_it = sum(self._sizes) <= MOST_BYTES and all(map(_is_plain, buffers))
+        self._num_bytes = sum(self._sizes)
+        self.is_worth_it = self._num_bytes <= MOST_BYTES and all(map(_is_plain, buffers))
 
     def is_of(self, buffers: list[torch.Tensor]) -> bool:
-        """Tell whether these are the very same: a model may have got others."""
+        """Tell whether these are the very same: a model may have got others, or grown one."""
         known = self._buffers
-        return len(buffers) == len(known) and all(map(operator.is_, buffers, known))
+        are_known = len(buffers) == len(known) and all(map(operator.is_, buffers, known))
+        return are_known and sum(buffer.nbytes for buffer in buffers) == self._num_bytes
 
     @torch.no_grad()
     def broadcast(self, group: dist.ProcessGroup) -> None:
@@ -46,7 +48,7 @@ class BufferMessage:
             message = torch.cat([flat.view(torch.uint8) for flat in flats])
             group.broadcast(message, 0).wait()
             return
-        message = torch.empty(sum(self._sizes), dtype=torch.uint8, device="cpu")
+        message = torch.empty(self._num_bytes, dtype=torch.uint8, device="cpu")
         group.broadcast(message, 0).wait()
         # As DDP does: a graph that is kept may have saved a buffer.
         with torch.autograd._unsafe_preserve_version_counter(tuple(self._buffers)):  # noqa: SLF001

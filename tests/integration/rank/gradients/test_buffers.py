@@ -20,6 +20,7 @@ KINDS = {
     "doubles": torch.zeros(2, 3, dtype=torch.float64).t(),
     "waves": torch.zeros(1, dtype=torch.complex64),
     "nothing": torch.zeros(0),
+    "grown": torch.zeros(1),
 }
 NETS: dict[str, tuple[dict[str, torch.Tensor], bool]] = {
     "all kinds": (KINDS, True),
@@ -52,6 +53,8 @@ class Net(nn.Module):
                 if self.replaces:
                     setattr(self, name, filled(buffer, self.next_value))
                 else:
+                    if name == "grown":  # as the observers of a quantization do
+                        buffer.resize_(len(buffer) + 1)
                     buffer.fill_(self.next_value)
         y: torch.Tensor = self.linear(x)
         return y
@@ -88,6 +91,7 @@ def test_buffers_are_those_of_rank_0(kind: str, tmp_path: Path) -> None:
     for step, (here, there) in enumerate(zip(first, second, strict=True), 1):
         assert list(here) == list(NETS[kind][0])
         for name, value in here.items():
-            expected = filled(NETS[kind][0][name], step)
-            assert torch.equal(value, expected), (step, name)
-            assert torch.equal(there[name], expected), (step, name)
+            assert torch.equal(value, filled(value, step)), (step, name)
+            assert torch.equal(value, there[name]), (step, name)
+            assert value.dtype == NETS[kind][0][name].dtype
+        assert len(here["grown"]) == 1 + (step + 1) // 2
