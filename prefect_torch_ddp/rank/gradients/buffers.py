@@ -16,6 +16,10 @@ def _is_plain(buffer: torch.Tensor) -> bool:
     return buffer.device.type == "cpu" and not (buffer.is_conj() or buffer.is_neg())
 
 
+def _layout(buffers: list[torch.Tensor]) -> list[tuple[torch.dtype, int]]:
+    return [(buffer.dtype, buffer.nbytes) for buffer in buffers]
+
+
 class BufferMessage:
     """Buffers that go as one message of bytes.
 
@@ -25,7 +29,7 @@ class BufferMessage:
 
     def __init__(self, buffers: list[torch.Tensor]) -> None:
         """Lay the message out."""
-        self._buffers = buffers
+        self._buffers, self._layout = buffers, _layout(buffers)
         alike: dict[torch.dtype, list[torch.Tensor]] = defaultdict(list)
         for buffer in sorted(buffers, key=lambda buffer: -buffer.itemsize):  # keeps all aligned
             alike[buffer.dtype].append(buffer)
@@ -35,10 +39,10 @@ class BufferMessage:
         self.is_worth_it = self._num_bytes <= MOST_BYTES and all(map(_is_plain, buffers))
 
     def is_of(self, buffers: list[torch.Tensor]) -> bool:
-        """Tell whether these are the very same: a model may have got others, or grown one."""
+        """Tell whether these are the same as they were: a model may replace or resize some."""
         known = self._buffers
         are_known = len(buffers) == len(known) and all(map(operator.is_, buffers, known))
-        return are_known and sum(buffer.nbytes for buffer in buffers) == self._num_bytes
+        return are_known and _layout(buffers) == self._layout
 
     @torch.no_grad()
     def broadcast(self, group: dist.ProcessGroup) -> None:

@@ -166,6 +166,8 @@ class ShareDDP(DistributedDataParallel):
         if not (self.broadcast_buffers and self.modules_buffers):
             return
         self._assign_modules_buffers()  # type: ignore[no-untyped-call]
+        if not self.modules_buffers:  # the model has none any more
+            return
         if self._message is None or not self._message.is_of(self.modules_buffers):
             self._message = BufferMessage(self.modules_buffers)
         if self._message.is_worth_it:
