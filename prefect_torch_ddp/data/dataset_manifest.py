@@ -1,5 +1,6 @@
 """The manifest of a dataset: its files, where they lie, and how a folder is compared with it."""
 
+import errno
 import hashlib
 import os
 import re
@@ -68,8 +69,10 @@ class DatasetManifest(Result):
         for file in self.files:
             try:
                 found = os.stat(f"{folder}/{file.key}")  # noqa: PTH116 - a fifth of a Path's time
-            except (FileNotFoundError, NotADirectoryError):
-                return file
+            except OSError as error:
+                if error.errno in {errno.ENOENT, errno.ENOTDIR, errno.ELOOP}:
+                    return file
+                raise
             if not stat.S_ISREG(found.st_mode) or found.st_size != file.num_bytes:
                 return file
         return None

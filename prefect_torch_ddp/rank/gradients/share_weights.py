@@ -170,7 +170,7 @@ class ShareDDP(DistributedDataParallel):
             return
         if self._message is None or not self._message.is_of(self.modules_buffers):
             self._message = BufferMessage(self.modules_buffers)
-        if self._message.is_worth_it:
+        if self._message.is_worth_it and not hasattr(self, "buffer_hook"):
             self._message.broadcast(self.process_group)
         else:
             self._sync_buffers()  # type: ignore[no-untyped-call]

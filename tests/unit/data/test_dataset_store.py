@@ -271,7 +271,9 @@ def test_a_damaged_file_is_named(storage: Storage, cache: Path) -> None:
     assert not list(cache.glob("**/*.png"))
 
 
-@pytest.mark.parametrize("left", ["nothing", "another size", "a folder", "a file above it"])
+@pytest.mark.parametrize(
+    "left", ["nothing", "another size", "a folder", "a loop", "a file above it"]
+)
 def test_a_file_that_is_no_more_what_it_was(tmp_path: Path, left: str) -> None:
     """Where the dataset is read in place."""
     storage = storage_of("directory", tmp_path)
@@ -282,6 +284,8 @@ def test_a_file_that_is_no_more_what_it_was(tmp_path: Path, left: str) -> None:
         path.write_bytes(b"other")
     elif left == "a folder":
         path.mkdir()
+    elif left == "a loop":
+        path.symlink_to(path)
     elif left == "a file above it":
         path.parent.rmdir()
         path.parent.touch()

@@ -21,6 +21,7 @@ KINDS = {
     "waves": torch.zeros(1, dtype=torch.complex64),
     "nothing": torch.zeros(0),
     "grown": torch.zeros(1),
+    "retyped": torch.zeros(3),
 }
 NETS: dict[str, tuple[dict[str, torch.Tensor], bool]] = {
     "all kinds": (KINDS, True),
@@ -55,6 +56,8 @@ class Net(nn.Module):
                 else:
                     if name == "grown":  # as the observers of a quantization do
                         buffer.resize_(len(buffer) + 1)
+                    if name == "retyped":
+                        buffer.data = torch.zeros(3, dtype=torch.int32)
                     buffer.fill_(self.next_value)
         y: torch.Tensor = self.linear(x)
         return y
@@ -96,5 +99,6 @@ def test_buffers_are_those_of_rank_0(kind: str, tmp_path: Path) -> None:
         for name, value in here.items():
             assert torch.equal(value, filled(value, step)), (step, name)
             assert torch.equal(value, there[name]), (step, name)
-            assert value.dtype == NETS[kind][0][name].dtype
+            given = torch.int32 if name == "retyped" else NETS[kind][0][name].dtype
+            assert value.dtype == given
         assert len(here["grown"]) == 1 + (step + 1) // 2
