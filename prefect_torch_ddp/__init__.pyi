@@ -51,10 +51,10 @@ from prefect_torch_ddp.storage.protocol import Readable as Readable
 from prefect_torch_ddp.storage.protocol import Storage as Storage
 from prefect_torch_ddp.storage.s3.storage import S3Storage as S3Storage
 from prefect_torch_ddp.tasks.ddp_task import ddp_task as ddp_task
-from prefect_torch_ddp.tasks.reading import compare_runs as compare_runs
-from prefect_torch_ddp.tasks.reading import list_runs as list_runs
-from prefect_torch_ddp.tasks.reading import read_goodput as read_goodput
-from prefect_torch_ddp.tasks.reading import read_ledger as read_ledger
-from prefect_torch_ddp.tasks.reading import read_metrics as read_metrics
-from prefect_torch_ddp.tasks.reading import read_result as read_result
 from prefect_torch_ddp.tasks.train import gang_report as gang_report
+from prefect_torch_ddp.tracking.runs import compare_runs as compare_runs
+from prefect_torch_ddp.tracking.runs import list_runs as list_runs
+from prefect_torch_ddp.tracking.runs import read_goodput as read_goodput
+from prefect_torch_ddp.tracking.runs import read_ledger as read_ledger
+from prefect_torch_ddp.tracking.runs import read_metrics as read_metrics
+from prefect_torch_ddp.tracking.runs import read_result as read_result

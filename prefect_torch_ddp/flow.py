@@ -14,28 +14,28 @@ from prefect.settings import PREFECT_API_URL, PREFECT_UI_URL, temporary_settings
 from prefect.states import Cancelled
 from prefect_dask import DaskTaskRunner
 
+from prefect_torch_ddp.blocks import fingerprint_of, resolve_source, resolve_storage
 from prefect_torch_ddp.checkpoint.manifest import checkpoint_ref
 from prefect_torch_ddp.checkpoint.resume_point import parse_resume_from
 from prefect_torch_ddp.data.dataset_store import find_dataset
 from prefect_torch_ddp.errors import SchedulerLostError, TaskCancelled, WorkerLostError
 from prefect_torch_ddp.params import ClusterParams, TrainParams
 from prefect_torch_ddp.results import DatasetReport, Report, TrainingSummary, TrainReport
-from prefect_torch_ddp.tasks.blocks import fingerprint_of, resolve_source, resolve_storage
 from prefect_torch_ddp.tasks.cluster import (
     connect,
     is_supervisor_loss,
     result_of,
     with_ranks_placed,
 )
-from prefect_torch_ddp.tasks.record.draft import recorded_params
-from prefect_torch_ddp.tasks.resume import resume_point
+from prefect_torch_ddp.tasks.pipeline import chosen_checkpoint, evaluate, prepare, publish
 from prefect_torch_ddp.tasks.run import Run, run_id_of
-from prefect_torch_ddp.tasks.stages import chosen_checkpoint, evaluate, prepare, publish
 from prefect_torch_ddp.tasks.train import train
 from prefect_torch_ddp.tasks.watch.cancel import SIGNALS
 from prefect_torch_ddp.tasks.watch.flow_watch import closed_if_killed
 from prefect_torch_ddp.tasks.watch.terminal import Display
 from prefect_torch_ddp.tasks.workload import dataset_id, read_workload
+from prefect_torch_ddp.tracking.description import recorded_params
+from prefect_torch_ddp.tracking.resume import resume_point
 
 DEFAULTS = TrainParams()
 OURS_GRACE_S = 5.0

@@ -13,7 +13,7 @@ from prefect_torch_ddp import Params
 
 PAGE = Path(__file__).parents[1] / "docs" / "api.md"
 TOPICS = {
-    "Flows and tasks": ("flow", "tasks"),
+    "Flows and tasks": ("flow", "tasks", "tracking"),
     "Gangs": ("gang",),
     "In a rank": ("rank",),
     "Data": ("data",),

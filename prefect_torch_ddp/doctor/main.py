@@ -13,6 +13,7 @@ from distributed import Client
 from rich.console import Console
 from rich.table import Table
 
+from prefect_torch_ddp.blocks import resolve_storage
 from prefect_torch_ddp.doctor import on_worker
 from prefect_torch_ddp.doctor.on_worker import WorkerFacts
 from prefect_torch_ddp.errors import PrefectTorchDdpError
@@ -23,7 +24,6 @@ from prefect_torch_ddp.gang.versions import PACKAGES, conflicts, in_words, versi
 from prefect_torch_ddp.lazy import __version__
 from prefect_torch_ddp.protocol.agent import WorkerIdentity
 from prefect_torch_ddp.storage.protocol import Storage
-from prefect_torch_ddp.tasks.blocks import resolve_storage
 from prefect_torch_ddp.tasks.local_cluster import local_cluster
 
 FEW_OPEN_FILES = 4096

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from prefect_torch_ddp.checkpoint.attempts import refuse_superseded, write_result
 from prefect_torch_ddp.errors import InvalidParamsError
-from prefect_torch_ddp.rank.parts import ContextParts, LocalOptions, local_parts
+from prefect_torch_ddp.rank.assembly import ContextParts, LocalOptions, local_parts
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.storage.protocol import Readable, Storage
 

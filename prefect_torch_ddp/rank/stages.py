@@ -10,13 +10,13 @@ from pydantic import BaseModel, ValidationError
 from prefect_torch_ddp.data.dataset_store import publish_dataset
 from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.protocol.events import NO_RANK, FunctionEnded
+from prefect_torch_ddp.rank.assembly import ContextParts
 from prefect_torch_ddp.rank.config import RankConfig, RankInfo
 from prefect_torch_ddp.rank.context import RankContext
 from prefect_torch_ddp.rank.distributed import current_device
 from prefect_torch_ddp.rank.generators import seed_stage
 from prefect_torch_ddp.rank.link import current_link
 from prefect_torch_ddp.rank.main import resolve
-from prefect_torch_ddp.rank.parts import ContextParts
 from prefect_torch_ddp.results import DatasetReport, Report
 
 M = TypeVar("M", bound=BaseModel)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from prefect_torch_ddp.records.parts import read_parts, record_parts, superseded_from
+from prefect_torch_ddp.records.reading import read_parts, record_parts, superseded_from
 from prefect_torch_ddp.results import EpochLedger, LedgerReport
 from prefect_torch_ddp.storage.protocol import Storage
 

@@ -14,7 +14,7 @@ from pydantic import AwareDatetime, ConfigDict, ValidationError
 from pydantic_core import to_json
 
 from prefect_torch_ddp.errors import InvalidParamsError, StorageError
-from prefect_torch_ddp.records.parts import contents
+from prefect_torch_ddp.records.reading import contents
 from prefect_torch_ddp.results import CheckpointRef, DatasetReport, Goodput, Report, Result
 from prefect_torch_ddp.storage.protocol import Storage, StoredObject
 

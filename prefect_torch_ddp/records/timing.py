@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from prefect_torch_ddp.records.parts import read_parts, record_parts, superseded_from
+from prefect_torch_ddp.records.reading import read_parts, record_parts, superseded_from
 from prefect_torch_ddp.results import Goodput
 from prefect_torch_ddp.storage.protocol import Storage, StoredObject
 

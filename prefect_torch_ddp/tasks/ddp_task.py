@@ -16,16 +16,12 @@ from prefect.context import TaskRunContext
 from prefect.logging import get_run_logger
 from prefect.tasks import TaskOptions
 
+from prefect_torch_ddp.blocks import resolve_storage
 from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.gang.checks import check_function, checked
 from prefect_torch_ddp.params import ContextOptions, ContextParams
 from prefect_torch_ddp.rank.context import RankContext
-from prefect_torch_ddp.tasks.blocks import resolve_storage
 from prefect_torch_ddp.tasks.digest import code_of, digest_of
-from prefect_torch_ddp.tasks.record.draft import draft_record, plain_values
-from prefect_torch_ddp.tasks.record.finished import ended_call, record_ended_call
-from prefect_torch_ddp.tasks.record.recorder import RunRecorder
-from prefect_torch_ddp.tasks.resume import resume_point, weights_from
 from prefect_torch_ddp.tasks.run import (
     RUN_TASK,
     rank_config,
@@ -35,6 +31,10 @@ from prefect_torch_ddp.tasks.run import (
 from prefect_torch_ddp.tasks.train import is_worth_a_retry, training_gang
 from prefect_torch_ddp.tasks.watch.cancel import or_cancelled
 from prefect_torch_ddp.tasks.watch.watched_task import watched
+from prefect_torch_ddp.tracking.description import draft_record, plain_values
+from prefect_torch_ddp.tracking.finished import ended_call, record_ended_call
+from prefect_torch_ddp.tracking.recorder import RunRecorder
+from prefect_torch_ddp.tracking.resume import resume_point, weights_from
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -14,20 +14,16 @@ from prefect.context import TaskRunContext
 from prefect.logging import get_run_logger
 from prefect.utilities.context import get_task_and_flow_run_ids
 
+from prefect_torch_ddp.blocks import resolve_storage
 from prefect_torch_ddp.checkpoint.attempts import newest_attempt, read_failures
 from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.gang.run import run_gang
 from prefect_torch_ddp.params import ContextParams
 from prefect_torch_ddp.results import DatasetReport, FailedAttempt, TrainingSummary
 from prefect_torch_ddp.storage.protocol import Storage
-from prefect_torch_ddp.tasks.blocks import resolve_storage
 from prefect_torch_ddp.tasks.cluster import current_client
-from prefect_torch_ddp.tasks.record.draft import draft_record, plain_values
-from prefect_torch_ddp.tasks.record.finished import finished_training, record_finished
-from prefect_torch_ddp.tasks.record.recorder import RunRecorder, is_final
 from prefect_torch_ddp.tasks.report.live import LiveReport
 from prefect_torch_ddp.tasks.report.progress import TrainingProgress
-from prefect_torch_ddp.tasks.resume import weights_from
 from prefect_torch_ddp.tasks.run import (
     RUN_STAGE,
     Run,
@@ -39,6 +35,10 @@ from prefect_torch_ddp.tasks.run import (
 from prefect_torch_ddp.tasks.watch.cancel import or_cancelled
 from prefect_torch_ddp.tasks.watch.terminal import display_here
 from prefect_torch_ddp.tasks.workload import path_of
+from prefect_torch_ddp.tracking.description import draft_record, plain_values
+from prefect_torch_ddp.tracking.finished import finished_training, record_finished
+from prefect_torch_ddp.tracking.recorder import RunRecorder, is_final
+from prefect_torch_ddp.tracking.resume import weights_from
 
 
 def is_worth_a_retry(_task: Task[Any, Any], _task_run: TaskRun, state: State[Any]) -> bool:

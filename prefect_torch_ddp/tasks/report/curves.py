@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from prefect_torch_ddp.records.metrics import MEASURED, Floats, Records, first_steps, means
-from prefect_torch_ddp.records.parts import superseded_from
+from prefect_torch_ddp.records.reading import superseded_from
 
 Curve = Sequence[tuple[float, float]]
 """(step, value) in order of step."""

@@ -34,17 +34,17 @@ from prefect_torch_ddp.records.rank_log import LogFolder
 from prefect_torch_ddp.records.run_record import previous_run
 from prefect_torch_ddp.records.timing import newest_lines
 from prefect_torch_ddp.storage.protocol import Storage
-from prefect_torch_ddp.tasks.reading import goodput_so_far
-from prefect_torch_ddp.tasks.record.recorder import RunRecorder
 from prefect_torch_ddp.tasks.report.artifacts import ArtifactWriter, key
 from prefect_torch_ddp.tasks.report.checkpoints import kept_checkpoints
 from prefect_torch_ddp.tasks.report.curves import Curves, MetricCurves
+from prefect_torch_ddp.tasks.report.headline import RunView
 from prefect_torch_ddp.tasks.report.markdown import text
 from prefect_torch_ddp.tasks.report.plot import render_curves
 from prefect_torch_ddp.tasks.report.progress import Status, TrainingProgress
 from prefect_torch_ddp.tasks.report.ranks import RecentTimes
 from prefect_torch_ddp.tasks.report.report import render_page
-from prefect_torch_ddp.tasks.report.view import RunView
+from prefect_torch_ddp.tracking.recorder import RunRecorder
+from prefect_torch_ddp.tracking.runs import goodput_so_far
 
 REQUEST_TIMEOUT_S = 5.0
 LOOK_INTERVAL_S = 20.0

@@ -7,6 +7,7 @@ from prefect_torch_ddp.records.run_record import AttemptRecord, flat
 from prefect_torch_ddp.results import EpochRow, LedgerReport, TrainReport
 from prefect_torch_ddp.tasks.report.checkpoints import checkpoint_list, load_section
 from prefect_torch_ddp.tasks.report.evaluation import class_table, confusion_table, worst_samples
+from prefect_torch_ddp.tasks.report.headline import RunView, best, comparison, headline
 from prefect_torch_ddp.tasks.report.markdown import (
     code,
     code_block,
@@ -21,7 +22,6 @@ from prefect_torch_ddp.tasks.report.markdown import (
 )
 from prefect_torch_ddp.tasks.report.plot import left_out, render_curves
 from prefect_torch_ddp.tasks.report.ranks import goodput_table, rank_table
-from prefect_torch_ddp.tasks.report.view import RunView, best, comparison, headline
 
 MAX_PAGE_BYTES = 300_000
 MAX_CAUSE = 2_000

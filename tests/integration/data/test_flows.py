@@ -15,7 +15,7 @@ from prefect_torch_ddp import (
     read_ledger,
     train_flow,
 )
-from prefect_torch_ddp.tasks.blocks import fingerprint_of, resolve_source
+from prefect_torch_ddp.blocks import fingerprint_of, resolve_source
 from prefect_torch_ddp.tasks.cluster import local_cluster
 from prefect_torch_ddp.tasks.workload import dataset_id, read_workload
 from tests.integration.data.image_files import image_files, write_folder, write_objects

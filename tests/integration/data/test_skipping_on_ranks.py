@@ -10,7 +10,7 @@ from prefect_torch_ddp import RankContext
 from prefect_torch_ddp.data.images.folder import S3ImageFolder
 from prefect_torch_ddp.rank.stages import run_with_context
 from prefect_torch_ddp.storage.directory import DirectoryStorage
-from tests.integration.rank.loop.test_steps import config_for
+from tests.integration.rank.training.test_steps import config_for
 from tests.support.ranks import run_ranks
 from tests.unit.data.images.test_folder import damaged_images
 

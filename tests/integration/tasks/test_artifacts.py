@@ -18,12 +18,12 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect_torch_ddp.params import TrainParams
 from prefect_torch_ddp.protocol.events import AttemptBegan, Progress
 from prefect_torch_ddp.results import TrainReport
-from prefect_torch_ddp.tasks.record.draft import draft_record
-from prefect_torch_ddp.tasks.record.recorder import RunRecorder
+from prefect_torch_ddp.tasks.pipeline import publish
 from prefect_torch_ddp.tasks.report.artifacts import key
 from prefect_torch_ddp.tasks.report.live import LiveReport
 from prefect_torch_ddp.tasks.report.progress import TrainingProgress
-from prefect_torch_ddp.tasks.stages import publish
+from prefect_torch_ddp.tracking.description import draft_record
+from prefect_torch_ddp.tracking.recorder import RunRecorder
 from tests.support.pages import RUN, evaluation, report
 from tests.support.records import Shelf, record
 from tests.support.runs import artifacts_of, logs_of, report_of

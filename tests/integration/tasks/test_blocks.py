@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from prefect.client.orchestration import get_client
 
+from prefect_torch_ddp.blocks import resolve_storage
 from prefect_torch_ddp.errors import InvalidParamsError, StorageError
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.storage.s3.storage import S3Storage
-from prefect_torch_ddp.tasks.blocks import resolve_storage
 from tests.support.blocks import save_block
 from tests.support.s3_server import S3Server
 

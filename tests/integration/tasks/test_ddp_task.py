@@ -41,9 +41,9 @@ from prefect_torch_ddp.checkpoint.manifest import Manifest
 from prefect_torch_ddp.records.run_record import write_record
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.tasks.ddp_task import TaskParams
-from prefect_torch_ddp.tasks.record.draft import draft_record
 from prefect_torch_ddp.tasks.report.artifacts import key
-from prefect_torch_ddp.tasks.resume import resume_point
+from prefect_torch_ddp.tracking.description import draft_record
+from prefect_torch_ddp.tracking.resume import resume_point
 from tests.support.gangs import by_rank
 from tests.support.records import assert_adds_up
 from tests.support.runs import logs_of, retry_from_the_cli, states_of, task_runs_of

@@ -4,8 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from prefect_torch_ddp.tasks.record.versions import git_commit
 from prefect_torch_ddp.tasks.report.checkpoints import load_code
+from prefect_torch_ddp.tracking.provenance import git_commit
 
 WEIGHTS = "{'weight': torch.ones(1, 2), 'bias': torch.ones(1)}"
 SAVE = {
@@ -39,7 +39,7 @@ def test_versions_are_those_of_what_the_workload_imports_and_torch_is_not_loaded
     """They come from the packages' metadata and the workload's source."""
     run(
         "import sys\nfrom pathlib import Path\n"
-        "from prefect_torch_ddp.tasks.record.versions import versions_for\n"
+        "from prefect_torch_ddp.tracking.provenance import versions_for\n"
         "source = Path('prefect_torch_ddp/examples/digits.py').absolute()\n"
         "found = versions_for(source, 'prefect_torch_ddp.examples.digits')\n"
         "assert {'python', 'prefect-torch-ddp', 'torch', 'torchvision'} <= set(found), found\n"

@@ -26,10 +26,10 @@ from prefect_torch_ddp.protocol.events import (
     decode_event,
     encode_event,
 )
+from prefect_torch_ddp.rank.assembly import ContextParts
 from prefect_torch_ddp.rank.config import RankConfig, RankInfo
 from prefect_torch_ddp.rank.link import Link
-from prefect_torch_ddp.rank.parts import ContextParts
-from prefect_torch_ddp.rank.saving import reporter
+from prefect_torch_ddp.rank.training import reporter
 from prefect_torch_ddp.records.metrics import read_all_records, read_new_records
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.storage.s3.storage import S3Storage

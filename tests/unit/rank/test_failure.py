@@ -18,7 +18,7 @@ from prefect_torch_ddp.errors import (
 )
 from prefect_torch_ddp.rank import main
 from prefect_torch_ddp.rank.failure import describe, is_collateral, pickle_value, retryability_of
-from prefect_torch_ddp.rank.loop.agreement import Agreement, Want, end_of, outside_after
+from prefect_torch_ddp.rank.training.agreement import Agreement, Want, end_of, outside_after
 
 GLOO = (
     "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:561] Connection closed by peer "

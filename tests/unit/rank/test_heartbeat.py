@@ -11,11 +11,11 @@ from torch.utils.data import TensorDataset
 from prefect_torch_ddp import RankContext
 from prefect_torch_ddp.protocol.heartbeat import PAGE_BYTES, Heartbeat, Phase
 from prefect_torch_ddp.rank import link as link_module
+from prefect_torch_ddp.rank.assembly import ContextParts
 from prefect_torch_ddp.rank.config import RankConfig, RankInfo
 from prefect_torch_ddp.rank.evaluation.classification import ClassificationMeter
 from prefect_torch_ddp.rank.heartbeat import HeartbeatWriter
 from prefect_torch_ddp.rank.link import Link
-from prefect_torch_ddp.rank.parts import ContextParts
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 
 

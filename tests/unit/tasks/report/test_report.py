@@ -13,10 +13,10 @@ from prefect_torch_ddp.results import CheckpointRef, Report
 from prefect_torch_ddp.tasks.report.checkpoints import KeptCheckpoint, checkpoint_list, load_code
 from prefect_torch_ddp.tasks.report.curves import Curves
 from prefect_torch_ddp.tasks.report.evaluation import confusion_table
+from prefect_torch_ddp.tasks.report.headline import RunView
 from prefect_torch_ddp.tasks.report.markdown import code, code_block, duration, number, text
 from prefect_torch_ddp.tasks.report.progress import TrainingProgress
 from prefect_torch_ddp.tasks.report.report import SECTIONS, epoch_table, render_page
-from prefect_torch_ddp.tasks.report.view import RunView
 from tests.support.pages import (
     BEGAN,
     HOSTILE,

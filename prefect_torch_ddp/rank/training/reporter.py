@@ -12,8 +12,8 @@ from prefect_torch_ddp.errors import InvalidParamsError, StorageError
 from prefect_torch_ddp.protocol.events import CheckpointCommitted, Progress
 from prefect_torch_ddp.rank.config import RankConfig, RankInfo
 from prefect_torch_ddp.rank.link import Link
-from prefect_torch_ddp.rank.saving.state import TrainingState, rate_checkpoint
-from prefect_torch_ddp.rank.saving.timing import TimingLog
+from prefect_torch_ddp.rank.training.phase_times import TimingLog
+from prefect_torch_ddp.rank.training.progress import TrainingState, rate_checkpoint
 from prefect_torch_ddp.records.ledger import EndLine, LoopLine, StepLine
 from prefect_torch_ddp.records.log import RecordLog
 

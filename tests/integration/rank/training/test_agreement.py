@@ -7,8 +7,14 @@ import time
 import pytest
 import torch.distributed as dist
 
-from prefect_torch_ddp.rank.loop import agreement as module
-from prefect_torch_ddp.rank.loop.agreement import Agreement, Outcome, Want, end_of, outside_after
+from prefect_torch_ddp.rank.training import agreement as module
+from prefect_torch_ddp.rank.training.agreement import (
+    Agreement,
+    Outcome,
+    Want,
+    end_of,
+    outside_after,
+)
 from tests.support.ranks import run_ranks
 
 

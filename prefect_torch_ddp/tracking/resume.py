@@ -11,12 +11,12 @@ from prefect.exceptions import ObjectNotFound
 from prefect.logging import get_run_logger
 from prefect.utilities.context import get_flow_run_id
 
+from prefect_torch_ddp.blocks import resolve_storage
 from prefect_torch_ddp.checkpoint.manifest import list_manifests, ranked
 from prefect_torch_ddp.checkpoint.resume_point import ResumePoint, parse_resume_from
 from prefect_torch_ddp.params import ContextParams
 from prefect_torch_ddp.records.run_record import RunRecord, list_records
 from prefect_torch_ddp.storage.protocol import Storage
-from prefect_torch_ddp.tasks.blocks import resolve_storage
 
 
 def resume_point(

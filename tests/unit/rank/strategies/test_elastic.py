@@ -17,9 +17,9 @@ from torch.utils.data import TensorDataset
 
 from prefect_torch_ddp import RankContext
 from prefect_torch_ddp.errors import InvalidParamsError
+from prefect_torch_ddp.rank.assembly import ContextParts
 from prefect_torch_ddp.rank.config import RankConfig, RankInfo
-from prefect_torch_ddp.rank.gradients.tree import TreeSum, branches_of
-from prefect_torch_ddp.rank.parts import ContextParts
+from prefect_torch_ddp.rank.strategies.tree import TreeSum, branches_of
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from tests.workloads import healthy
 

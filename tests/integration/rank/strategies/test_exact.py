@@ -12,7 +12,7 @@ from torch.utils.data import TensorDataset
 
 from prefect_torch_ddp import RankContext, read_ledger
 from prefect_torch_ddp.data.sampler import GlobalBatches
-from prefect_torch_ddp.rank.gradients import share_weights
+from prefect_torch_ddp.rank.strategies import ddp
 from tests.support.ranks import Died, config_for, train_on
 from tests.workloads import healthy
 
@@ -49,7 +49,7 @@ def gradients_of_epoch(
 ) -> dict[str, tuple[list[torch.Tensor], int]]:
     """Return for each way the flat gradient of every step of an epoch, and how often the ranks
     talked; a stand-in's loss is nan. The ways have so many passes, or samples in a micro-batch."""
-    num_talks, sum_by_share, found = 0, share_weights._sum_by_share, {}
+    num_talks, sum_by_share, found = 0, ddp._sum_by_share, {}
 
     def counting(context: Any, bucket: Any) -> Any:
         nonlocal num_talks
@@ -57,7 +57,7 @@ def gradients_of_epoch(
         return sum_by_share(context, bucket)
 
     counting.__annotations__ = sum_by_share.__annotations__
-    share_weights._sum_by_share = counting
+    ddp._sum_by_share = counting
     dataset = TensorDataset(*healthy.points(num_samples))
     for way, number in ways.items():
         net = make_net()

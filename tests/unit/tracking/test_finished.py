@@ -20,14 +20,14 @@ from prefect_torch_ddp.protocol.events import FailureRecord
 from prefect_torch_ddp.records.run_record import AttemptRecord, RunRecord
 from prefect_torch_ddp.results import TrainingSummary
 from prefect_torch_ddp.storage.directory import DirectoryStorage
-from prefect_torch_ddp.tasks.record.finished import (
+from prefect_torch_ddp.tasks.run import Run
+from prefect_torch_ddp.tasks.train import failed_attempts
+from prefect_torch_ddp.tracking.finished import (
     ended_call,
     finished_training,
     record_ended_call,
     record_finished,
 )
-from prefect_torch_ddp.tasks.run import Run
-from prefect_torch_ddp.tasks.train import failed_attempts
 
 MANIFEST = Manifest("run", 7, 1, epoch=1, position={}, world_size=2)
 

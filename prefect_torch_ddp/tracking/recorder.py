@@ -38,9 +38,9 @@ from prefect_torch_ddp.records.run_record import (
 from prefect_torch_ddp.records.timing import TimingLine
 from prefect_torch_ddp.results import CheckpointRef, Goodput, TrainingSummary
 from prefect_torch_ddp.storage.protocol import Storage
-from prefect_torch_ddp.tasks.record.bus import RunEvents
-from prefect_torch_ddp.tasks.record.draft import plain_value, split_of
-from prefect_torch_ddp.tasks.record.versions import git_commit, versions_for
+from prefect_torch_ddp.tracking.bus import RunEvents
+from prefect_torch_ddp.tracking.description import plain_value, split_of
+from prefect_torch_ddp.tracking.provenance import git_commit, versions_for
 
 FINAL = (
     GangCancelledError,

@@ -15,9 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from prefect_torch_ddp.data.sampler import BatchShare, GlobalBatches
 from prefect_torch_ddp.errors import InvalidParamsError
-from prefect_torch_ddp.rank.gradients.buffers import BufferMessage
-from prefect_torch_ddp.rank.gradients.micro_batches import count_rows, cut, pieces
 from prefect_torch_ddp.rank.heartbeat import HeartbeatWriter
+from prefect_torch_ddp.rank.strategies.buffers import BufferMessage
+from prefect_torch_ddp.rank.strategies.micro_batches import count_rows, cut, pieces
 
 
 def require_group(world_size: int) -> None:

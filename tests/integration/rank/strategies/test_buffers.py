@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from prefect_torch_ddp import RankContext
-from prefect_torch_ddp.rank.gradients.buffers import MOST_BYTES, BufferMessage
+from prefect_torch_ddp.rank.strategies.buffers import MOST_BYTES, BufferMessage
 from tests.support.ranks import config_for, train_on
 
 KINDS = {

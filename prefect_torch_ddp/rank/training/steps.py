@@ -17,10 +17,10 @@ from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.protocol.events import NO_RANK, RankStopped, Stopped, StoppedBy
 from prefect_torch_ddp.protocol.heartbeat import Phase
 from prefect_torch_ddp.rank.config import RankConfig, RankInfo
-from prefect_torch_ddp.rank.gradients.elastic import VirtualRanks
-from prefect_torch_ddp.rank.gradients.share_weights import ShareWeights
 from prefect_torch_ddp.rank.link import Link
-from prefect_torch_ddp.rank.loop.agreement import (
+from prefect_torch_ddp.rank.strategies.ddp import ShareWeights
+from prefect_torch_ddp.rank.strategies.elastic import VirtualRanks
+from prefect_torch_ddp.rank.training.agreement import (
     POLL_S,
     Agreement,
     Outcome,
@@ -28,13 +28,13 @@ from prefect_torch_ddp.rank.loop.agreement import (
     end_of,
     outside_after,
 )
-from prefect_torch_ddp.rank.saving.reporter import Reporter
-from prefect_torch_ddp.rank.saving.state import (
+from prefect_torch_ddp.rank.training.progress import (
     TrainingState,
     refuse_to_end,
     warn_of_unwritten_save,
 )
-from prefect_torch_ddp.rank.saving.tracker import Tracker
+from prefect_torch_ddp.rank.training.reporter import Reporter
+from prefect_torch_ddp.rank.training.tracker import Tracker
 
 logger = logging.getLogger(__name__)
 

@@ -21,8 +21,8 @@ from prefect_torch_ddp.params import CheckpointParams
 from prefect_torch_ddp.protocol.events import RankEvent, RankStopped, Stopped
 from prefect_torch_ddp.rank.config import RankConfig
 from prefect_torch_ddp.rank.link import Link, set_link
-from prefect_torch_ddp.rank.loop import agreement
 from prefect_torch_ddp.rank.stages import run_stage
+from prefect_torch_ddp.rank.training import agreement
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from tests.support.ranks import Died, config_for, run_ranks, train_on
 from tests.support.records import read_records

@@ -37,18 +37,18 @@ from prefect_torch_ddp.results import (
 )
 from prefect_torch_ddp.storage.protocol import Storage
 from prefect_torch_ddp.tasks.cluster import current_client
-from prefect_torch_ddp.tasks.reading import goodput_so_far
-from prefect_torch_ddp.tasks.record.draft import complete_record, draft_record
 from prefect_torch_ddp.tasks.report.artifacts import ArtifactWriter, key
 from prefect_torch_ddp.tasks.report.checkpoints import kept_checkpoints
 from prefect_torch_ddp.tasks.report.curves import MetricCurves
+from prefect_torch_ddp.tasks.report.headline import RunView
 from prefect_torch_ddp.tasks.report.markdown import count, size
 from prefect_torch_ddp.tasks.report.progress import TrainingProgress
 from prefect_torch_ddp.tasks.report.report import render_page
-from prefect_torch_ddp.tasks.report.view import RunView
 from prefect_torch_ddp.tasks.run import RUN_STAGE, Run, log_to_run
 from prefect_torch_ddp.tasks.watch.cancel import or_cancelled
 from prefect_torch_ddp.tasks.watch.terminal import Teller
+from prefect_torch_ddp.tracking.description import complete_record, draft_record
+from prefect_torch_ddp.tracking.runs import goodput_so_far
 
 
 def _cache_key(_context: TaskRunContext, parameters: dict[str, Any]) -> str:

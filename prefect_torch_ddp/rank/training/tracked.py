@@ -15,7 +15,7 @@ from prefect_torch_ddp.checkpoint.manifest import Manifest, best
 from prefect_torch_ddp.data.dataset_store import find_dataset
 from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.rank.config import RankConfig, Stage
-from prefect_torch_ddp.rank.saving.state import TrainingState
+from prefect_torch_ddp.rank.training.progress import TrainingState
 from prefect_torch_ddp.records.hiding import hidden
 
 logger = logging.getLogger(__name__)

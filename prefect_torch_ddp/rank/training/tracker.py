@@ -20,9 +20,9 @@ from prefect_torch_ddp.protocol.heartbeat import Phase
 from prefect_torch_ddp.rank.config import RankConfig, RankInfo
 from prefect_torch_ddp.rank.generators import seed_rank
 from prefect_torch_ddp.rank.heartbeat import HeartbeatWriter
-from prefect_torch_ddp.rank.saving import tracked
-from prefect_torch_ddp.rank.saving.reporter import FAILED_GRACE_S, Reporter
-from prefect_torch_ddp.rank.saving.state import TrainingState, warn_of_missed_save
+from prefect_torch_ddp.rank.training import tracked
+from prefect_torch_ddp.rank.training.progress import TrainingState, warn_of_missed_save
+from prefect_torch_ddp.rank.training.reporter import FAILED_GRACE_S, Reporter
 
 logger = logging.getLogger(__name__)
 

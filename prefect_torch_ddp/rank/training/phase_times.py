@@ -10,7 +10,7 @@ from typing import Any
 from prefect_torch_ddp.errors import StorageError
 from prefect_torch_ddp.rank.config import RankInfo
 from prefect_torch_ddp.rank.link import Link
-from prefect_torch_ddp.rank.saving.state import TrainingState
+from prefect_torch_ddp.rank.training.progress import TrainingState
 from prefect_torch_ddp.records.log import RecordLog, next_interval_s
 from prefect_torch_ddp.records.timing import UNKNOWN_STEP, TimingLine
 

@@ -186,7 +186,7 @@ def _storage_of(storage: Storage | str | Path) -> Storage:
         return storage
     if isinstance(storage, str) and re.fullmatch(r"[a-z0-9-]+/[^/]+", storage):
         # Loads Prefect, which no other form needs.
-        from prefect_torch_ddp.tasks.blocks import resolve_storage  # noqa: PLC0415
+        from prefect_torch_ddp.blocks import resolve_storage  # noqa: PLC0415
 
         return resolve_storage(storage)
     return storage_from_uri(os.fspath(storage))

@@ -18,8 +18,8 @@ from prefect_torch_ddp.rank.config import RankConfig, RankInfo, Stage
 from prefect_torch_ddp.rank.failure import advise
 from prefect_torch_ddp.rank.link import Link
 from prefect_torch_ddp.rank.main import default_to_fork
-from prefect_torch_ddp.rank.saving.reporter import FAILED_GRACE_S, Reporter
-from prefect_torch_ddp.rank.saving.state import TrainingState
+from prefect_torch_ddp.rank.training.progress import TrainingState
+from prefect_torch_ddp.rank.training.reporter import FAILED_GRACE_S, Reporter
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.storage.locate import storage_from_uri
 from prefect_torch_ddp.storage.protocol import Readable, Storage
@@ -27,10 +27,10 @@ from prefect_torch_ddp.storage.protocol import Readable, Storage
 if TYPE_CHECKING:
     import torch
 
-    from prefect_torch_ddp.rank.gradients.elastic import VirtualRanks
-    from prefect_torch_ddp.rank.gradients.share_weights import ShareWeights
-    from prefect_torch_ddp.rank.loop.steps import StepLoop
-    from prefect_torch_ddp.rank.saving.tracker import Tracker
+    from prefect_torch_ddp.rank.strategies.ddp import ShareWeights
+    from prefect_torch_ddp.rank.strategies.elastic import VirtualRanks
+    from prefect_torch_ddp.rank.training.steps import StepLoop
+    from prefect_torch_ddp.rank.training.tracker import Tracker
 
 logger = logging.getLogger(__name__)
 
@@ -85,8 +85,8 @@ class ContextParts:
     def gradients(self) -> "ShareWeights | VirtualRanks":
         """What makes gradients those of the global batch."""
         # Loads torch.
-        from prefect_torch_ddp.rank.gradients.elastic import VirtualRanks  # noqa: PLC0415
-        from prefect_torch_ddp.rank.gradients.share_weights import ShareWeights  # noqa: PLC0415
+        from prefect_torch_ddp.rank.strategies.ddp import ShareWeights  # noqa: PLC0415
+        from prefect_torch_ddp.rank.strategies.elastic import VirtualRanks  # noqa: PLC0415
 
         if self.config.is_elastic:
             return VirtualRanks(self.config, self.info, self.link.heartbeat)
@@ -95,14 +95,14 @@ class ContextParts:
     @cached_property
     def tracker(self) -> "Tracker":
         """What saves and restores."""
-        from prefect_torch_ddp.rank.saving.tracker import Tracker  # noqa: PLC0415 - loads torch
+        from prefect_torch_ddp.rank.training.tracker import Tracker  # noqa: PLC0415 - loads torch
 
         return Tracker(self.config, self.info, self.state, self.reporter, self.link.heartbeat)
 
     @cached_property
     def loop(self) -> "StepLoop":
         """What goes through the steps."""
-        from prefect_torch_ddp.rank.loop.steps import StepLoop  # noqa: PLC0415 - loads torch
+        from prefect_torch_ddp.rank.training.steps import StepLoop  # noqa: PLC0415 - loads torch
 
         here = (self.config, self.info, self.state, self.link)
         return StepLoop(*here, self.reporter, self.tracker, self.gradients)

@@ -20,7 +20,7 @@ from torch.optim.swa_utils import AveragedModel
 from prefect_torch_ddp.checkpoint.serial import load_state, state_of
 from prefect_torch_ddp.data.sampler import BatchShare, GlobalBatches
 from prefect_torch_ddp.errors import InvalidParamsError
-from prefect_torch_ddp.rank.gradients.share_weights import ShareWeights
+from prefect_torch_ddp.rank.strategies.ddp import ShareWeights
 
 CPU = torch.device("cpu")
 

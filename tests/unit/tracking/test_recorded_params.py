@@ -8,7 +8,7 @@ import pytest
 from prefect_torch_ddp import DirectoryStorage, InvalidParamsError
 from prefect_torch_ddp.params import TrainParams
 from prefect_torch_ddp.records.run_record import write_record
-from prefect_torch_ddp.tasks.record.draft import draft_record, recorded_params
+from prefect_torch_ddp.tracking.description import draft_record, recorded_params
 from tests.support.pages import DATASET
 
 
