@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from statistics import median
 
@@ -54,10 +55,68 @@ def measure(tree: Path) -> dict[str, str]:
         "function, median, 95th percentile and most lines": (
             f"{median(functions):.0f}, {functions[len(functions) * 95 // 100]}, {functions[-1]}"
         ),
+        "own imports of a module, most": most(
+            {str(path.relative_to(tree)): own_imports(text) for path, text in modules.items()}
+        ),
+        "fields of an object that change, most": most(changing_fields(package.values())),
         "longest line, columns": str(widest),
         "import circles, imports for types counted": counted.stdout.strip(),
         "tests, lines": f"{tests:,}",
     }
+
+
+def most(counts: dict[str, int]) -> str:
+    """Name the largest count and what has it."""
+    name = max(counts, key=lambda each: counts[each])
+    return f"{counts[name]} (`{name.removeprefix(f'{PACKAGE}/')}`)"
+
+
+def own_imports(text: str) -> int:
+    """Return how many modules of the package a module imports, those for types only included."""
+    found = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(PACKAGE):
+            found.add(node.module)
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names if alias.name.startswith(PACKAGE)}
+    return len(found)
+
+
+def changing_fields(texts: Iterable[str]) -> dict[str, int]:
+    """Return for each class how many of its fields are assigned after its construction.
+
+    A field counts if a method other than `__init__` assigns it, or, for a public one, any code
+    that assigns an attribute of that name of something other than `self`.
+    """
+    trees = [ast.parse(text) for text in texts]
+    assigned = [
+        (node.value.id if isinstance(node.value, ast.Name) else "", node.attr)
+        for tree in trees
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
+    ]
+    from_outside = {name for owner, name in assigned if owner != "self" and name[:1] != "_"}
+    classes = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    return {node.name: len(_changing(node, from_outside)) for node in classes}
+
+
+def _changing(node: ast.ClassDef, from_outside: set[str]) -> set[str]:
+    fields, changed = set(), set()
+    for item in node.body:
+        if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name):
+            fields.add(item.target.id)
+        if isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef):
+            stored = {
+                each.attr
+                for each in ast.walk(item)
+                if isinstance(each, ast.Attribute)
+                and isinstance(each.ctx, ast.Store)
+                and isinstance(each.value, ast.Name)
+                and each.value.id == "self"
+            }
+            (fields if item.name == "__init__" else changed).update(stored)
+    is_frozen = "frozen=True" in "".join(map(ast.unparse, node.decorator_list))
+    return set() if is_frozen else changed | (fields & from_outside)
 
 
 def function_lengths(text: str) -> list[int]:
