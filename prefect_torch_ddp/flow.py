@@ -27,7 +27,9 @@ from prefect_torch_ddp.tasks.cluster import (
     result_of,
     with_ranks_placed,
 )
-from prefect_torch_ddp.tasks.pipeline import chosen_checkpoint, evaluate, prepare, publish
+from prefect_torch_ddp.tasks.evaluate import chosen_checkpoint, evaluate
+from prefect_torch_ddp.tasks.prepare import prepare
+from prefect_torch_ddp.tasks.publish import publish
 from prefect_torch_ddp.tasks.run import Run, run_id_of
 from prefect_torch_ddp.tasks.train import train
 from prefect_torch_ddp.tasks.watch.cancel import SIGNALS

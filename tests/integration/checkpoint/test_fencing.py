@@ -123,7 +123,7 @@ def test_a_file_that_comes_too_late_replaces_none(
 def test_an_older_attempts_results_are_not_published(tmp_path: Path) -> None:
     """The task publish ends before it shows anything, when a newer attempt has begun since the
     training ended."""
-    from prefect_torch_ddp.tasks.pipeline import publish
+    from prefect_torch_ddp.tasks.publish import publish
 
     storage = DirectoryStorage(tmp_path)
     for _ in range(2):

@@ -18,7 +18,7 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect_torch_ddp.params import TrainParams
 from prefect_torch_ddp.protocol.events import AttemptBegan, Progress
 from prefect_torch_ddp.results import TrainReport
-from prefect_torch_ddp.tasks.pipeline import publish
+from prefect_torch_ddp.tasks.publish import publish
 from prefect_torch_ddp.tasks.report.artifacts import key
 from prefect_torch_ddp.tasks.report.live import LiveReport
 from prefect_torch_ddp.tasks.report.progress import TrainingProgress

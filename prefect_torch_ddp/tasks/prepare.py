@@ -1,0 +1,41 @@
+"""The task that prepares a dataset: the workload's `prepare` on one rank, unless it exists."""
+
+from typing import Any
+
+from prefect import task
+from prefect.context import TaskRunContext
+from prefect.logging import get_run_logger
+
+from prefect_torch_ddp.data.dataset_store import find_dataset
+from prefect_torch_ddp.results import DatasetReport
+from prefect_torch_ddp.tasks.report.markdown import count, size
+from prefect_torch_ddp.tasks.run import Run
+from prefect_torch_ddp.tasks.stage_gang import run_stage
+from prefect_torch_ddp.tasks.watch.cancel import or_cancelled
+
+
+def _cache_key(_context: TaskRunContext, parameters: dict[str, Any]) -> str:
+    run: Run = parameters["run"]
+    return f"train-ddp/prepare/{run.storage.uri}/{run.dataset_id}"
+
+
+# The flow sets refresh_cache where somebody deleted the data that a cached result refers to.
+@task(name="prepare", cache_key_fn=_cache_key, persist_result=True, result_serializer="json")
+def prepare(run: Run) -> DatasetReport:
+    """Run the workload's `prepare` on one rank and publish its dataset, unless it exists."""
+    there = find_dataset(run.storage, run.dataset_id)
+    if there is None:
+        return or_cancelled(_prepare, run)
+    get_run_logger().info(
+        "dataset %s is already at %s: nothing to prepare", there.dataset_id, there.uri
+    )
+    return there
+
+
+def _prepare(run: Run) -> DatasetReport:
+    config = run.rank_config("prepare", attempt=1)
+    made = DatasetReport.model_validate(run_stage(run, config, 1, "logs/prepare"))
+    words = "prepared dataset %s (%s files, %s) at %s"
+    extent = count(made.num_files), size(made.num_bytes)
+    get_run_logger().info(words, made.dataset_id, *extent, made.uri)
+    return made

@@ -1,0 +1,79 @@
+"""The task that publishes what a run found: its page, as an artifact, and its report."""
+
+from prefect import task
+from prefect.cache_policies import NO_CACHE
+from prefect.client.orchestration import get_client
+from prefect.logging import get_run_logger
+from prefect.utilities.context import get_task_and_flow_run_ids
+
+from prefect_torch_ddp.checkpoint.attempts import refuse_superseded
+from prefect_torch_ddp.params import TrainParams
+from prefect_torch_ddp.records.ledger import read_ledger
+from prefect_torch_ddp.results import (
+    CheckpointRef,
+    DatasetReport,
+    LedgerReport,
+    Report,
+    TrainingSummary,
+    TrainReport,
+)
+from prefect_torch_ddp.storage.protocol import Storage
+from prefect_torch_ddp.tasks.report.artifacts import ArtifactWriter, key
+from prefect_torch_ddp.tasks.report.report import render_page
+from prefect_torch_ddp.tasks.report.stored import StoredRun, finished_view
+from prefect_torch_ddp.tasks.watch.terminal import Teller
+from prefect_torch_ddp.tracking.description import complete_record, draft_record
+
+
+# The storage may hold credentials: no cache key is made of the inputs.
+@task(name="publish", cache_policy=NO_CACHE)
+# Each is another task's result, and Prefect draws the run's graph by them.
+def publish(  # noqa: PLR0913, PLR0917
+    params: TrainParams,
+    storage: Storage,
+    experiment: str,
+    dataset: DatasetReport,
+    training: TrainingSummary,
+    evaluation: Report,
+    checkpoint: CheckpointRef,
+) -> TrainReport:
+    """Publish what a run found, as artifacts to browse, and return it.
+
+    Raises:
+        SupersededError: a newer attempt has begun.
+    """
+    Teller()
+    refuse_superseded(storage, training.run_id, training.attempt)
+    stored = StoredRun.of(storage, training.run_id)
+    report = TrainReport(
+        run_id=training.run_id,
+        flow_run_url=None,
+        dataset=dataset,
+        training=training,
+        epochs=stored.epochs,
+        evaluation=evaluation,
+        checkpoint=checkpoint,
+        ledger=_checked_ledger(storage, training.run_id) if params.ledger else None,
+    )
+    record = complete_record(storage, training.run_id, experiment, evaluation, checkpoint)
+    if record is None:
+        about = {"workload": params.workload, "dataset": dataset}
+        record = draft_record(params, training.run_id, experiment, storage, **about)
+    view = finished_view(stored, record, report)
+    with get_client(sync_client=True) as client:
+        writer = ArtifactWriter(client, *get_task_and_flow_run_ids())
+        page, title = render_page(view), f"Run {training.run_id}, finished"
+        writer.put("markdown", key("report", experiment), page, title)
+    words = "published the report of %s from %d records"
+    get_run_logger().info(words, training.run_id, stored.num_records)
+    return report
+
+
+def _checked_ledger(storage: Storage, run_id: str) -> LedgerReport:
+    ledger = read_ledger(storage, run_id)
+    if ledger.is_clean:
+        words = "the ledger of %d epochs is clean: each sample that was due was trained on once"
+        get_run_logger().info(words, len(ledger.epochs))
+    else:
+        get_run_logger().error("the ledger of run %s is not clean:\n%s", run_id, ledger)
+    return ledger
