@@ -13,6 +13,7 @@ from prefect_torch_ddp.errors import GangCancelledError as GangCancelledError
 from prefect_torch_ddp.errors import GangError as GangError
 from prefect_torch_ddp.errors import GangHungError as GangHungError
 from prefect_torch_ddp.errors import InvalidParamsError as InvalidParamsError
+from prefect_torch_ddp.errors import NewerFormatError as NewerFormatError
 from prefect_torch_ddp.errors import NoImagesError as NoImagesError
 from prefect_torch_ddp.errors import NotEnoughWorkersError as NotEnoughWorkersError
 from prefect_torch_ddp.errors import ObjectChangedError as ObjectChangedError

@@ -65,6 +65,14 @@ class DamagedObjectError(StorageError):
     """The object's content doesn't match the digest written with it, however often it is read."""
 
 
+class NewerFormatError(StorageError):
+    """A stored file has a format of a later version of this package, which can read it.
+
+    The message names the file, its format, and what to install. Such a file is not damaged:
+    nothing is used in its place, and neither it nor what it names is deleted.
+    """
+
+
 class BadAnswerError(PrefectTorchDdpError):
     """A storage's answer isn't what was requested; internal, since the request is repeated."""
 

@@ -1,35 +1,42 @@
 """Attempts of a run: the claim that fences older ones off, where each resumed, and its files.
 
 Those are its record where it failed, and what `ctx.save` wrote to its results: each attempt has
-its own, so that a late one can't replace a newer one's. Resume records and manifests are
-checksummed JSON, so that no flipped bit goes unnoticed.
+its own, so that a late one can't replace a newer one's.
 """
 
-import hashlib
-import json
 import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
-from typing import Any
 
-from prefect_torch_ddp.checkpoint.keys import attempt_key, attempts_prefix, ended_key, resume_key
+from prefect_torch_ddp.checkpoint.keys import (
+    FROM_NOTHING,
+    CheckpointId,
+    attempt_key,
+    attempts_prefix,
+    ended_key,
+    resume_key,
+)
 from prefect_torch_ddp.errors import (
-    DamagedObjectError,
     InvalidParamsError,
     ObjectNotFoundError,
     SupersededError,
 )
 from prefect_torch_ddp.protocol.events import FailureRecord
+from prefect_torch_ddp.storage.formats import (
+    CLAIM,
+    DAMAGE,
+    ENDED,
+    FAILURE,
+    RESUME,
+    known_fields,
+    location,
+)
 from prefect_torch_ddp.storage.protocol import Storage, check_key
 
-FROM_NOTHING = -1
-"""The step of an attempt that found no checkpoint."""
-DAMAGE = (DamagedObjectError, ValueError, TypeError, KeyError, AttributeError)
-"""What reading raises where content isn't what was written."""
 _FAILURES, _RESULTS = "runs/{}/failures/", "runs/{}/results/"
 
 logger = logging.getLogger(__name__)
@@ -61,16 +68,22 @@ def claim_attempt_after(storage: Storage, run_id: str, own_attempt: int) -> int:
 
 def _claim(storage: Storage, run_id: str, attempt: int) -> bool:
     claim = {"host": socket.gethostname(), "pid": os.getpid(), "time": time.time()}
-    return storage.write_if_absent(attempt_key(run_id, attempt), json.dumps(claim).encode())
+    return storage.write_if_absent(attempt_key(run_id, attempt), CLAIM.to_bytes(claim))
 
 
 def claim_times(storage: Storage, run_id: str) -> dict[int, float]:
-    """Return when each attempt was claimed, in Unix seconds; damaged claims are left out."""
+    """Return when each attempt was claimed, in Unix seconds; damaged claims are left out.
+
+    Raises:
+        NewerFormatError: a claim is of a newer format.
+        StorageError: the storage can't be read.
+    """
     prefix, times = attempts_prefix(run_id), {}
     for key in [found.key for found in storage.list(prefix)]:
         if (number := key.removeprefix(prefix)).isdecimal():
             with suppress(*DAMAGE):
-                times[int(number)] = float(json.loads(storage.read(key))["time"])
+                claim = CLAIM.from_bytes(storage.read(key), location(storage, key))
+                times[int(number)] = float(claim["time"])
     return times
 
 
@@ -93,82 +106,99 @@ def _superseded(run_id: str, attempt: int, newest: int, outcome: str) -> Superse
     return SupersededError(msg)
 
 
-def record_resume(storage: Storage, run_id: str, attempt: int, step: int, of_attempt: int) -> None:
+def record_resume(storage: Storage, run_id: str, attempt: int, begun: CheckpointId) -> None:
     """Record which checkpoint an attempt resumes from, before its first step.
 
     A process that hangs between its check for newer attempts and its commit may commit hours
     later. The record excludes that checkpoint from the run's history: the newer attempt made
-    those steps itself. `of_attempt`, who made it, is 0 for another run's and for none.
+    those steps itself. The attempt of `begun` is 0 for another run's, and for none.
     """
-    record = to_checksummed_json({"step": step, "of_attempt": of_attempt})
-    storage.write(resume_key(run_id, attempt), record)
+    record = {"step": begun.step, "of_attempt": begun.attempt}
+    storage.write(resume_key(run_id, attempt), RESUME.to_bytes(record))
 
 
-def record_end(storage: Storage, run_id: str, step: int, attempt: int) -> None:
+def record_end(storage: Storage, run_id: str, last: CheckpointId) -> None:
     """Record, before it is committed, which checkpoint holds what the function left at its end.
 
     Where it isn't committed after all, the record names nothing that is resumed from.
     """
-    storage.write(ended_key(run_id), to_checksummed_json({"step": step, "attempt": attempt}))
+    storage.write(ended_key(run_id), ENDED.to_bytes(last._asdict()))
 
 
-def had_ended(storage: Storage, run_id: str, step: int, attempt: int) -> bool:
-    """Tell whether the training's function had ended with this checkpoint."""
-    with suppress(ObjectNotFoundError, DamagedObjectError):
-        record = to_checksummed_json({"step": step, "attempt": attempt})
-        return storage.read(ended_key(run_id)) == record
+def had_ended(storage: Storage, run_id: str, checkpoint: CheckpointId) -> bool:
+    """Tell whether the training's function had ended with this checkpoint.
+
+    Raises:
+        NewerFormatError: the record of the end is of a newer format.
+        StorageError: the storage can't be read.
+    """
+    key = ended_key(run_id)
+    with suppress(ObjectNotFoundError, *DAMAGE):
+        record = ENDED.from_bytes(storage.read(key), location(storage, key))
+        return CheckpointId(record["step"], record["attempt"]) == checkpoint
     return False
 
 
-def superseded_test(storage: Storage, run_id: str) -> Callable[[int, int], bool]:
-    """Return the test whether a checkpoint, by step and attempt, is superseded.
+def superseded_test(storage: Storage, run_id: str) -> Callable[[CheckpointId], bool]:
+    """Return the test whether a checkpoint is superseded.
 
     It is where a newer attempt resumed from an earlier checkpoint. A record doesn't count that
     was written after a newer attempt resumed from what it would supersede: its attempt hung
     between its choice and its record, and commits nothing any more.
+
+    Raises:
+        NewerFormatError: a resume record is of a newer format, so it isn't known what counts.
+        StorageError: the storage can't be read.
     """
     prefix = attempts_prefix(run_id)
-    resumed: dict[int, tuple[int, int]] = {}
+    resumed: dict[int, CheckpointId] = {}
     for key in [found.key for found in storage.list(prefix)]:
         number, _, suffix = key.removeprefix(prefix).partition(".")
         if number.isdecimal() and suffix == "json" and (record := _resume_record(storage, key)):
             resumed[int(number)] = record
-    in_force: dict[int, tuple[int, int]] = {}
+    in_force: dict[int, CheckpointId] = {}
     for attempt, record in sorted(resumed.items(), reverse=True):
-        if not any(newer[1] < attempt and newer > record for newer in in_force.values()):
+        if not any(newer.attempt < attempt and newer > record for newer in in_force.values()):
             in_force[attempt] = record
-    return lambda step, attempt: any(
-        attempt < newer and (step, attempt) > record for newer, record in in_force.items()
+    return lambda checkpoint: any(
+        checkpoint.attempt < newer and checkpoint > record for newer, record in in_force.items()
     )
 
 
-def _resume_record(storage: Storage, key: str) -> tuple[int, int] | None:
+def _resume_record(storage: Storage, key: str) -> CheckpointId | None:
     try:
-        values = from_checksummed_json(storage.read(key))
-        step, of_attempt = int(values["step"]), int(values["of_attempt"])
+        values = RESUME.from_bytes(storage.read(key), location(storage, key))
+        begun = CheckpointId(int(values["step"]), int(values["of_attempt"]))
     except ObjectNotFoundError:
         return None
     except DAMAGE as error:
         logger.warning("%s is damaged and left out: %r", key, error)
         return None
     # How far another run was says nothing about this one.
-    return (step, of_attempt) if of_attempt else (FROM_NOTHING, 0)
+    return begun if begun.attempt else FROM_NOTHING
 
 
 def write_failure(storage: Storage, run_id: str, record: FailureRecord) -> None:
     """Put a failed attempt on record."""
     key = f"{_FAILURES.format(run_id)}{record.attempt:06d}.json"
-    storage.write(key, json.dumps(asdict(record), indent=1).encode())
+    storage.write(key, FAILURE.to_bytes(asdict(record)))
 
 
 def read_failures(storage: Storage, run_id: str) -> list[FailureRecord]:
-    """Return the attempts that failed, oldest first; damaged records are left out, warned of."""
+    """Return the attempts that failed, oldest first; damaged records are left out, warned of.
+
+    Raises:
+        NewerFormatError: a record is of a newer format.
+        StorageError: the storage can't be read.
+    """
     found = []
     for stored in storage.list(_FAILURES.format(run_id)):
         try:
-            found.append(FailureRecord(**json.loads(storage.read(stored.key))))
-        except (ValueError, TypeError) as error:
-            logger.warning("%s is no record of a failure and is left out: %s", stored.key, error)
+            where = location(storage, stored.key)
+            values = FAILURE.from_bytes(storage.read(stored.key), where)
+            found.append(FailureRecord(**known_fields(FailureRecord, values)))
+        except DAMAGE as error:
+            logger.warning("%s is damaged and left out: %r", stored.key, error)
     return sorted(found, key=lambda record: record.attempt)
 
 
@@ -204,21 +234,3 @@ def read_result(storage: Storage, run_id: str, path: str) -> bytes:
         msg = f"run {run_id} saved no {path} in {storage.uri}; its files are: {there}"
         raise ObjectNotFoundError(msg)
     return storage.read(keys[max(keys)])
-
-
-def to_checksummed_json(values: Mapping[str, Any]) -> bytes:
-    """Return the values as JSON, with the sha256 of them."""
-    return json.dumps({**values, "sha256": _digest(values)}, indent=1, allow_nan=False).encode()
-
-
-def from_checksummed_json(data: bytes) -> dict[str, Any]:
-    """Return the values; raises one of `DAMAGE` where they aren't what was written."""
-    values: dict[str, Any] = json.loads(data)
-    if values.pop("sha256") != _digest(values):
-        msg = "its content isn't that of its sha256"
-        raise ValueError(msg)
-    return values
-
-
-def _digest(values: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(values, sort_keys=True, allow_nan=False).encode()).hexdigest()

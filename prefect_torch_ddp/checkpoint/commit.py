@@ -1,20 +1,32 @@
-"""The commit of a checkpoint by rank 0, and the deletion of those that are no longer needed."""
+"""The commit of a checkpoint by rank 0, and the deletion of those that are no longer needed.
 
+Nothing is deleted that a manifest may need which couldn't be read and understood: one that is
+damaged, or was written by a later version of this package.
+"""
+
+import json
 import logging
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 
 from prefect_torch_ddp.checkpoint.attempts import refuse_superseded
 from prefect_torch_ddp.checkpoint.keys import (
+    CheckpointId,
     checkpoints_prefix,
     is_manifest,
     manifest_key,
     owner_of,
 )
-from prefect_torch_ddp.checkpoint.manifest import Manifest, live_manifests, ranked
+from prefect_torch_ddp.checkpoint.manifest import (
+    Manifest,
+    live_manifests,
+    ranked,
+    read_manifest,
+)
 from prefect_torch_ddp.errors import (
     CheckpointError,
     DamagedObjectError,
+    NewerFormatError,
     ObjectNotFoundError,
     StorageError,
 )
@@ -51,6 +63,7 @@ class Committer:
         self.policy = policy
         self._on_commit = on_commit
         self._known: dict[int, Manifest] | None = None  # the first commit lists them
+        self._is_left: Callable[[str], bool] = lambda _: False
         self.last: Manifest | None = None
         """The newest commit of this attempt."""
 
@@ -114,12 +127,13 @@ class Committer:
         # The manifest first, so that nobody reads a checkpoint with holes.
         self.storage.delete(manifest_key(self.run_id, old.step, old.attempt))
         for item in old.objects:
-            self.storage.delete(item.key)
+            if not self._is_left(item.key):
+                self.storage.delete(item.key)
 
     def _look(self, step: int) -> dict[int, Manifest]:
         """Return the checkpoints that count, by step; sweep up what is left of all others."""
         # What a newer attempt made, since the check for one, is not ours to keep or delete.
-        live = live_manifests(self.storage, self.run_id)
+        live = live_manifests(self.storage, self.run_id, allow_newer=True)
         known = {found.step: found for found in live if found.attempt <= self._attempt}
         self._sweep(known.values(), step)
         return known
@@ -128,6 +142,8 @@ class Committer:
         """Delete what is left of checkpoints that can't become complete any more."""
 
         def is_over(key: str) -> bool:
+            if self._is_left(key):
+                return False
             # Of this attempt's later steps other ranks may have written objects already.
             owner = owner_of(self.run_id, key)
             return owner is not None and (
@@ -140,7 +156,8 @@ class Committer:
         needed |= {item.key for manifest in manifests for item in manifest.objects}
         prefix = checkpoints_prefix(self.run_id)
         there = [found.key for found in self.storage.list(prefix)]
-        # A manifest, damaged or late, before what it names.
+        self._is_left = self._not_understood([key for key in there if key not in needed])
+        # A manifest that came late before what it names.
         for key in sorted(there, key=is_manifest, reverse=True):
             if is_over(key) and key not in needed:
                 if is_manifest(key):
@@ -152,3 +169,31 @@ class Committer:
             except StorageError as error:
                 # It takes rights that nothing else does; retention must not fail for want of them.
                 logger.warning("unfinished uploads of killed attempts are left: %s", error)
+
+    def _not_understood(self, there: Collection[str]) -> Callable[[str], bool]:
+        """Return the test whether one of these manifests that isn't understood may need a key.
+
+        It may need all of its own checkpoint's, and those that its text has.
+        """
+        owners: set[CheckpointId] = set()
+        texts: list[bytes] = []
+        for key in there:
+            owner = owner_of(self.run_id, key)
+            if owner is None or not is_manifest(key):
+                continue
+            try:
+                read_manifest(self.storage, self.run_id, *owner)
+            except (CheckpointError, NewerFormatError) as error:
+                if isinstance(error.__cause__, ObjectNotFoundError):
+                    continue  # it was deleted since the listing
+                logger.warning("%s is left as it is, with all that belongs to it: %s", key, error)
+                owners.add(owner)
+                with suppress(ObjectNotFoundError, DamagedObjectError):
+                    texts.append(self.storage.read(key))
+
+        def is_left(key: str) -> bool:
+            forms = key.encode(), json.dumps(key)[1:-1].encode()
+            is_named = any(form in text for text in texts for form in forms)
+            return is_named or owner_of(self.run_id, key) in owners
+
+        return is_left

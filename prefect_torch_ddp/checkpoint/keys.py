@@ -1,9 +1,22 @@
 """The names of a run's objects in the storage."""
 
 import re
+from typing import NamedTuple
 
 _OBJECT = re.compile(r"step-(\d+)/(\d+)/[^/]+")
 _MANIFEST = "manifest.json"
+
+
+class CheckpointId(NamedTuple):
+    """Which checkpoint of a run; a later one of the same step is of a newer attempt."""
+
+    step: int
+    attempt: int
+    """The attempt that made it, from 1."""
+
+
+FROM_NOTHING = CheckpointId(-1, 0)
+"""What an attempt resumes from if there is no checkpoint; it is older than any."""
 
 
 def attempts_prefix(run_id: str) -> str:
@@ -61,10 +74,10 @@ def object_key(run_id: str, step: int, attempt: int, name: str) -> str:
     return f"{checkpoint_prefix(run_id, step, attempt)}{name}.pt"
 
 
-def owner_of(run_id: str, key: str) -> tuple[int, int] | None:
-    """Return step and attempt of a checkpoint's object or manifest; None for anything else."""
+def owner_of(run_id: str, key: str) -> CheckpointId | None:
+    """Return whose object or manifest it is; None if it is no checkpoint's."""
     match = _OBJECT.fullmatch(key.removeprefix(checkpoints_prefix(run_id)))
-    return (int(match[1]), int(match[2])) if match else None
+    return CheckpointId(int(match[1]), int(match[2])) if match else None
 
 
 def rank_name(rank: int) -> str:

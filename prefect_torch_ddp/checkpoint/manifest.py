@@ -6,20 +6,17 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, Self
 
-from prefect_torch_ddp.checkpoint.attempts import (
-    DAMAGE,
-    from_checksummed_json,
-    superseded_test,
-    to_checksummed_json,
-)
+from prefect_torch_ddp.checkpoint.attempts import superseded_test
 from prefect_torch_ddp.checkpoint.keys import (
+    CheckpointId,
     checkpoints_prefix,
     is_manifest,
     manifest_key,
     owner_of,
 )
-from prefect_torch_ddp.errors import CheckpointError, ObjectNotFoundError
+from prefect_torch_ddp.errors import CheckpointError, NewerFormatError, ObjectNotFoundError
 from prefect_torch_ddp.results import CheckpointRef
+from prefect_torch_ddp.storage.formats import DAMAGE, MANIFEST, known_fields, location, sha256_in
 from prefect_torch_ddp.storage.protocol import Storage
 
 logger = logging.getLogger(__name__)
@@ -55,6 +52,13 @@ class Manifest:
     objects: tuple[ManifestObject, ...] = ()
     reports: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     """What tells each metric's report from other ones: the checkpoint that was next, the step."""
+    sha256: str = field(default="", compare=False)
+    """Of the manifest that was read, as it says itself; a field of no file."""
+
+    @property
+    def id(self) -> CheckpointId:
+        """Which checkpoint it is."""
+        return CheckpointId(self.step, self.attempt)
 
     def find(self, name: str) -> ManifestObject | None:
         """Return the object of that name."""
@@ -66,31 +70,43 @@ class Manifest:
             name: value if math.isfinite(value) else str(value)
             for name, value in self.metrics.items()
         }
-        return to_checksummed_json({**asdict(self), "metrics": metrics})
+        values = {**asdict(self), "metrics": metrics}
+        values.pop("sha256")
+        return MANIFEST.to_bytes(values)
 
     @classmethod
-    def from_bytes(cls, data: bytes) -> Self:
-        """Read the JSON back; raises as `from_checksummed_json`."""
-        values = from_checksummed_json(data)
-        objects = tuple(ManifestObject(**item) for item in values.pop("objects"))
-        metrics = {str(name): float(value) for name, value in values.pop("metrics").items()}
-        reports = {name: tuple(place) for name, place in values.pop("reports", {}).items()}
-        return cls(**values, metrics=metrics, objects=objects, reports=reports)
+    def from_bytes(cls, data: bytes, where: str = "this file") -> Self:
+        """Read the JSON back; raises as `Format.from_bytes`, which `where` is for."""
+        values = known_fields(cls, MANIFEST.from_bytes(data, where))
+        objects = (known_fields(ManifestObject, item) for item in values["objects"])
+        more: dict[str, Any] = {
+            "metrics": {str(name): float(value) for name, value in values["metrics"].items()},
+            "objects": tuple(ManifestObject(**item) for item in objects),
+            "reports": {name: tuple(place) for name, place in values["reports"].items()},
+            "sha256": sha256_in(data),
+        }
+        return cls(**{**values, **more})
 
 
 def read_manifest(storage: Storage, run_id: str, step: int, attempt: int) -> Manifest:
-    """Return an attempt's manifest, superseded or not; CheckpointError: none, or it is damaged."""
+    """Return an attempt's manifest, superseded or not.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged.
+        NewerFormatError: it is of a newer format.
+        StorageError: the storage can't be read.
+    """
     key = manifest_key(run_id, step, attempt)
     what = f"checkpoint of step {step} of attempt {attempt}"
     try:
-        manifest = Manifest.from_bytes(storage.read(key))
+        manifest = Manifest.from_bytes(storage.read(key), location(storage, key))
     except ObjectNotFoundError as error:
         msg = f"run {run_id} has no {what}: there is no {key} in {storage.uri}"
         raise CheckpointError(msg) from error
     except DAMAGE as error:
         msg = f"the manifest {key} is damaged: {error!r}"
         raise CheckpointError(msg) from error
-    if (manifest.run_id, manifest.step, manifest.attempt) != (run_id, step, attempt):
+    if (manifest.run_id, manifest.id) != (run_id, CheckpointId(step, attempt)):
         msg = f"the manifest {key} is a copy of another one, of run {manifest.run_id}"
         raise CheckpointError(msg)
     return manifest
@@ -101,34 +117,47 @@ def find_manifest(storage: Storage, run_id: str, step: int) -> Manifest:
 
     CheckpointError: there is none, or it is damaged; no other one is taken then.
     """
-    attempts = [attempt for found, attempt in _owners(storage, run_id) if found == step]
+    made = [each for each in _stored(storage, run_id) if each.step == step]
     is_superseded = superseded_test(storage, run_id)
-    if live := [attempt for attempt in attempts if not is_superseded(step, attempt)]:
-        return read_manifest(storage, run_id, step, live[-1])
+    if live := [each for each in made if not is_superseded(each)]:
+        return read_manifest(storage, run_id, *live[-1])
     msg = f"run {run_id} has no checkpoint of step {step} in {storage.uri}"
-    if attempts:
-        msg += f" that counts: attempt {attempts[-1]} made one, and a newer one resumed before it"
+    if made:
+        by = made[-1].attempt
+        msg += f" that counts: attempt {by} made one, and a newer one resumed before it"
     raise CheckpointError(msg)
 
 
 def live_manifests(
-    storage: Storage, run_id: str, faults: list[str] | None = None
+    storage: Storage,
+    run_id: str,
+    faults: list[str] | None = None,
+    *,
+    allow_newer: bool = False,
 ) -> list[Manifest]:
     """Return the manifests that no newer attempt superseded, by step and attempt.
 
     A step is there twice where an attempt made the checkpoint again that it resumed from. Damaged
-    ones are left out with a warning, which is added to `faults`.
+    ones are left out with a warning, which is added to `faults`. `allow_newer` leaves out those
+    of a newer format too: only for who deletes, and then deletes nothing of theirs.
+
+    Raises:
+        NewerFormatError: one of them is of a newer format; it may be the one that was asked for.
+        StorageError: the storage can't be read.
     """
     # Manifests before resume records: a commit between the two is superseded by any newer
     # attempt that didn't see it.
-    owners = _owners(storage, run_id)
+    stored = _stored(storage, run_id)
     is_superseded = superseded_test(storage, run_id)
     manifests = []
-    for step, attempt in owners:
-        if is_superseded(step, attempt):
+    for each in stored:
+        if is_superseded(each):
             continue
         try:
-            manifests.append(read_manifest(storage, run_id, step, attempt))
+            manifests.append(read_manifest(storage, run_id, *each))
+        except NewerFormatError:
+            if not allow_newer:
+                raise
         except CheckpointError as error:
             if isinstance(error.__cause__, ObjectNotFoundError):
                 continue  # it was deleted since the listing
@@ -143,7 +172,7 @@ def list_manifests(storage: Storage, run_id: str) -> list[Manifest]:
     return list({manifest.step: manifest for manifest in live_manifests(storage, run_id)}.values())
 
 
-def _owners(storage: Storage, run_id: str) -> list[tuple[int, int]]:
+def _stored(storage: Storage, run_id: str) -> list[CheckpointId]:
     keys = (found.key for found in storage.list(checkpoints_prefix(run_id)))
     owners = (owner_of(run_id, key) for key in keys if is_manifest(key))
     return sorted(owner for owner in owners if owner is not None)
@@ -155,7 +184,7 @@ def checkpoint_ref(storage: Storage, manifest: Manifest) -> CheckpointRef:
     return CheckpointRef(
         step=manifest.step,
         attempt=manifest.attempt,
-        uri=f"{storage.uri.rstrip('/')}/{key}",
+        uri=location(storage, key),
         metrics={name: value for name, value in manifest.metrics.items() if math.isfinite(value)},
     )
 

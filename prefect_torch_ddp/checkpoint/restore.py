@@ -7,13 +7,13 @@ from typing import Any, Self
 
 import torch
 
-from prefect_torch_ddp.checkpoint.attempts import (
+from prefect_torch_ddp.checkpoint.attempts import had_ended, record_resume, refuse_superseded
+from prefect_torch_ddp.checkpoint.keys import (
     FROM_NOTHING,
-    had_ended,
-    record_resume,
-    refuse_superseded,
+    CheckpointId,
+    checkpoints_prefix,
+    rank_name,
 )
-from prefect_torch_ddp.checkpoint.keys import checkpoints_prefix, rank_name
 from prefect_torch_ddp.checkpoint.manifest import (
     Manifest,
     ManifestObject,
@@ -24,7 +24,7 @@ from prefect_torch_ddp.checkpoint.objects import read_state, read_states
 from prefect_torch_ddp.checkpoint.rank_store import KeyValueStore
 from prefect_torch_ddp.checkpoint.resume_point import ResumePoint
 from prefect_torch_ddp.checkpoint.serial import load_state
-from prefect_torch_ddp.errors import CheckpointError
+from prefect_torch_ddp.errors import CheckpointError, NewerFormatError
 from prefect_torch_ddp.storage.protocol import Storage
 
 Found = tuple[Manifest, dict[str, Any]]
@@ -68,6 +68,7 @@ class Restorer:
 
         Raises:
             CheckpointError: there are checkpoints and none can be restored.
+            NewerFormatError: a checkpoint, or a record of the run, is of a newer format.
             SupersededError: a newer attempt may have deleted what this one was about to read.
         """
         where = own
@@ -75,13 +76,13 @@ class Restorer:
             found = find_resumable(own.storage, own.run_id)
             if found is None and resume_from is not None:
                 where, found = resume_from, _read_resume_point(resume_from)
-        except CheckpointError:
+        except (CheckpointError, NewerFormatError):
             refuse_superseded(own.storage, own.run_id, attempt)
             raise
         manifest, states = found or (None, {})
         is_ours, weights = where is own, where.only_weights
         chosen = cls(where.storage, manifest, states, is_ours=is_ours, only_weights=weights)
-        at = None if manifest is None else (manifest.step, manifest.attempt)
+        at = None if manifest is None else manifest.id
         if manifest is not None:
             elsewhere = f", {where.uri}" if where.storage != own.storage else ""
             text = "starting with the weights of" if weights else "resuming from"
@@ -89,9 +90,11 @@ class Restorer:
             logger.info(text, manifest.step, manifest.run_id, elsewhere)
         resumed = None if weights else at
         if resumed is not None:
-            chosen.had_ended = had_ended(where.storage, where.run_id, *resumed)
-        step, of_attempt = resumed or (FROM_NOTHING, 0)
-        record_resume(own.storage, own.run_id, attempt, step, of_attempt if is_ours else 0)
+            chosen.had_ended = had_ended(where.storage, where.run_id, resumed)
+        begun = resumed or FROM_NOTHING
+        if not is_ours:
+            begun = CheckpointId(begun.step, attempt=0)
+        record_resume(own.storage, own.run_id, attempt, begun)
         # An attempt claimed after this check sees the record. One claimed before may have missed
         # it, and this attempt's steps would stay in metrics and ledger.
         refuse_superseded(own.storage, own.run_id, attempt)
@@ -173,6 +176,7 @@ def find_resumable(storage: Storage, run_id: str) -> Found | None:
 
     Raises:
         CheckpointError: it has some, and none verifies; a person decides whether to start over.
+        NewerFormatError: one is of a newer format: no older one is taken in its place.
         StorageError: the storage failed; falling back would throw away work that isn't lost.
     """
     faults: list[str] = []

@@ -14,6 +14,7 @@ import cloudpickle
 
 from prefect_torch_ddp.errors import (
     InvalidParamsError,
+    NewerFormatError,
     StorageError,
     SupersededError,
     UnpicklableValueError,
@@ -32,7 +33,7 @@ _PEER_GONE = re.compile(
 )
 _DISTRIBUTED_ERRORS = {"DistBackendError", "DistNetworkError", "DistStoreError"}
 # A superseded attempt that began again would fence off its successor.
-_HOPELESS = (ImportError, SyntaxError, InvalidParamsError, SupersededError)
+_HOPELESS = (ImportError, SyntaxError, InvalidParamsError, NewerFormatError, SupersededError)
 _TRANSIENT = (OSError, MemoryError, StorageError)
 # Messages of a device, a driver or the kernel, in exceptions that Python calls RuntimeErrors.
 _TRANSIENT_TEXT = re.compile(

@@ -14,6 +14,7 @@ from prefect_torch_ddp.checkpoint.keys import manifest_key
 from prefect_torch_ddp.errors import (
     GangCancelledError,
     InvalidParamsError,
+    NewerFormatError,
     RankFailedError,
     SchedulerLostError,
     SupersededError,
@@ -45,6 +46,7 @@ from prefect_torch_ddp.tracking.provenance import git_commit, versions_for
 FINAL = (
     GangCancelledError,
     InvalidParamsError,
+    NewerFormatError,
     SchedulerLostError,
     SupersededError,
     VersionConflictError,

@@ -9,6 +9,7 @@ from typing import Any
 from prefect_torch_ddp.checkpoint.attempts import record_end
 from prefect_torch_ddp.checkpoint.checkpointer import Checkpointer
 from prefect_torch_ddp.checkpoint.commit import Committer
+from prefect_torch_ddp.checkpoint.keys import CheckpointId
 from prefect_torch_ddp.checkpoint.manifest import Manifest, checkpoint_ref
 from prefect_torch_ddp.checkpoint.objects import check_loadable
 from prefect_torch_ddp.checkpoint.rank_store import KeyValueStore, open_rank_store
@@ -292,7 +293,7 @@ class Tracker:
         if self._has_begun and state.stopped_by is None and not state.passes_by:
             attempt = config.attempt if made is None else made.attempt
             with suppress(StorageError):  # all that was trained is there
-                record_end(config.storage, config.run_id, number, attempt)
+                record_end(config.storage, config.run_id, CheckpointId(number, attempt))
         if made is None:
             return str(number)
         if self._committer.last is None:

@@ -1,6 +1,5 @@
 """Where a run's models and checkpoints are, and how to load them."""
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -29,7 +28,7 @@ def kept_checkpoints(storage: Storage, run_id: str) -> list[KeptCheckpoint]:
         KeptCheckpoint(
             checkpoint_ref(storage, manifest),
             sum(item.num_bytes for item in manifest.objects),
-            json.loads(manifest.as_bytes())["sha256"],
+            manifest.sha256,
         )
         for manifest in list_manifests(storage, run_id)
     ]

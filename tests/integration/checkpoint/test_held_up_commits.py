@@ -9,12 +9,16 @@ import pytest
 import torch
 
 from prefect_torch_ddp.checkpoint.attempts import (
-    FROM_NOTHING,
     claim_attempt,
     record_resume,
 )
 from prefect_torch_ddp.checkpoint.commit import Committer
-from prefect_torch_ddp.checkpoint.keys import checkpoints_prefix, manifest_key, object_key
+from prefect_torch_ddp.checkpoint.keys import (
+    FROM_NOTHING,
+    checkpoints_prefix,
+    manifest_key,
+    object_key,
+)
 from prefect_torch_ddp.checkpoint.manifest import Manifest, ManifestObject, list_manifests
 from prefect_torch_ddp.checkpoint.objects import digest_of, read_states
 from prefect_torch_ddp.checkpoint.rank_store import open_rank_store
@@ -56,10 +60,10 @@ class HeldUpStorage(WatchedStorage):
 def resume(storage: Storage, attempt: int, until: int, retention: CheckpointParams) -> int:
     """Resume as an attempt and commit a checkpoint of each step; return the first one."""
     found = find_resumable(storage, "run")
-    begun = FROM_NOTHING if found is None else found[0].step
-    record_resume(storage, "run", attempt, begun, 0 if found is None else found[0].attempt)
+    begun = FROM_NOTHING if found is None else found[0].id
+    record_resume(storage, "run", attempt, begun)
     committer = Committer(storage, "run", attempt, retention)
-    first = max(begun, 0) + 1
+    first = max(begun.step, 0) + 1
     for step in range(first, until + 1):
         data = to_bytes({"step": torch.tensor(step), "attempt": torch.tensor(attempt)})
         key = object_key("run", step, attempt, "model")

@@ -8,7 +8,12 @@ import pytest
 from prefect_torch_ddp import RankContext, read_result
 from prefect_torch_ddp.checkpoint.attempts import claim_attempt, newest_attempt, record_resume
 from prefect_torch_ddp.checkpoint.commit import Committer
-from prefect_torch_ddp.checkpoint.keys import attempts_prefix, manifest_key, resume_key
+from prefect_torch_ddp.checkpoint.keys import (
+    CheckpointId,
+    attempts_prefix,
+    manifest_key,
+    resume_key,
+)
 from prefect_torch_ddp.checkpoint.manifest import (
     Manifest,
     find_manifest,
@@ -21,32 +26,29 @@ from prefect_torch_ddp.params import CheckpointParams
 from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.storage.protocol import Storage
 
-Owner = tuple[int, int]
-"""Step and attempt of a checkpoint."""
-
 
 @pytest.fixture(name="storage")
 def _storage(tmp_path: Path) -> DirectoryStorage:
     return DirectoryStorage(tmp_path)
 
 
-def put(storage: Storage, *owners: Owner) -> None:
+def put(storage: Storage, *owners: tuple[int, int]) -> None:
     """Write manifests of checkpoints without objects, by step and attempt."""
     for step, attempt in owners:
         manifest = Manifest("run", step, attempt, epoch=1, position={}, world_size=1)
         storage.write(manifest_key("run", step, attempt), manifest.as_bytes())
 
 
-def live(storage: Storage) -> list[Owner]:
-    """Return step and attempt of those that count."""
-    return [(manifest.step, manifest.attempt) for manifest in live_manifests(storage, "run")]
+def live(storage: Storage) -> list[CheckpointId]:
+    """Return those that count."""
+    return [manifest.id for manifest in live_manifests(storage, "run")]
 
 
-def resumable(storage: Storage) -> Owner:
-    """Return step and attempt of the checkpoint that a resume takes."""
+def resumable(storage: Storage) -> CheckpointId:
+    """Return the checkpoint that a resume takes."""
     found = find_resumable(storage, "run")
     assert found is not None
-    return found[0].step, found[0].attempt
+    return found[0].id
 
 
 def test_attempts_count_from_one_and_are_claimed_once(storage: DirectoryStorage) -> None:
@@ -62,7 +64,7 @@ def test_attempts_count_from_one_and_are_claimed_once(storage: DirectoryStorage)
 
 LATE_ONE = [(3, (3, 1)), (2, (2, 1))]
 LATE = [(2, (1, 1)), (3, (2, 1)), (4, (3, 1))]
-ORDERS: dict[str, tuple[list[tuple[int, Owner]], list[Owner]]] = {
+ORDERS: dict[str, tuple[list[tuple[int, tuple[int, int]]], list[tuple[int, int]]]] = {
     "none": ([], [(2, 1), (3, 1), (3, 2), (4, 2), (4, 3)]),
     "one": ([(3, (3, 1))], [(2, 1), (3, 1), (4, 3)]),
     "of another run, at whatever step": ([(3, (3, 1)), (4, (9, 0))], []),
@@ -76,13 +78,15 @@ ORDERS: dict[str, tuple[list[tuple[int, Owner]], list[Owner]]] = {
 
 @pytest.mark.parametrize(("records", "expected"), ORDERS.values(), ids=ORDERS)
 def test_a_resume_record_supersedes_what_older_attempts_made_beyond_it(
-    storage: DirectoryStorage, records: list[tuple[int, Owner]], expected: list[Owner]
+    storage: DirectoryStorage,
+    records: list[tuple[int, tuple[int, int]]],
+    expected: list[tuple[int, int]],
 ) -> None:
     """By step; and of the step itself what an attempt committed after the one it resumed from.
     Nothing, where it is written after a newer attempt resumed from what it would supersede."""
     put(storage, (2, 1), (3, 1), (3, 2), (4, 2), (4, 3))
     for attempt, at in records:
-        record_resume(storage, "run", attempt, *at)
+        record_resume(storage, "run", attempt, CheckpointId(*at))
     assert live(storage) == expected
 
 
@@ -91,8 +95,8 @@ def test_a_late_resume_record_deletes_nothing(storage: DirectoryStorage) -> None
     attempt 3 resumed from step 3."""
     attempts = [claim_attempt(storage, "run") for _ in range(3)]
     put(storage, (2, 1), (3, 1))
-    record_resume(storage, "run", 3, step=3, of_attempt=1)
-    record_resume(storage, "run", 2, step=2, of_attempt=1)
+    record_resume(storage, "run", 3, CheckpointId(3, 1))
+    record_resume(storage, "run", 2, CheckpointId(2, 1))
     newest = list_manifests(storage, "run")[-1]
     # The training was complete: the clean-up once deleted step 3 as superseded.
     Committer(storage, "run", attempts[-1], CheckpointParams(keep_last=1)).clean_up(newest)
@@ -104,7 +108,7 @@ def test_a_damaged_resume_record_is_left_out(
 ) -> None:
     """Another number there would supersede checkpoints, and the run would start over silently."""
     put(storage, (2, 1), (3, 1))
-    record_resume(storage, "run", 2, step=3, of_attempt=1)
+    record_resume(storage, "run", 2, CheckpointId(3, 1))
     storage.write(f"{attempts_prefix('run')}copy-of-000002.json", b"{}")  # a person's
     key = resume_key("run", 2)
     whole = storage.read(key)
@@ -119,7 +123,7 @@ def test_of_a_step_the_newest_attempts_checkpoint_counts(storage: DirectoryStora
     """In lists, for a person who names the step, and for a resume, which takes the older one
     where the newer is damaged."""
     put(storage, (3, 1), (4, 1), (4, 2))
-    record_resume(storage, "run", 2, step=4, of_attempt=1)
+    record_resume(storage, "run", 2, CheckpointId(4, 1))
     listed = [(manifest.step, manifest.attempt) for manifest in list_manifests(storage, "run")]
     assert listed == [(3, 1), (4, 2)]
     assert find_manifest(storage, "run", 4).attempt == 2
@@ -132,7 +136,7 @@ def test_of_a_step_the_newest_attempts_checkpoint_counts(storage: DirectoryStora
 def test_a_superseded_checkpoint_is_not_found_by_its_step(storage: DirectoryStorage) -> None:
     """The error says why; where it is damaged, that is no fault of the run's."""
     put(storage, (3, 1))
-    record_resume(storage, "run", 2, step=2, of_attempt=1)
+    record_resume(storage, "run", 2, CheckpointId(2, 1))
     says = r"no checkpoint of step 3 in .* that counts: attempt 1 made one"
     with pytest.raises(CheckpointError, match=says):
         find_manifest(storage, "run", 3)

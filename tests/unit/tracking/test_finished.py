@@ -13,7 +13,7 @@ from prefect.logging import disable_run_logger
 
 from prefect_torch_ddp import TrainParams
 from prefect_torch_ddp.checkpoint.attempts import claim_attempt, record_resume, write_failure
-from prefect_torch_ddp.checkpoint.keys import finished_key, manifest_key
+from prefect_torch_ddp.checkpoint.keys import CheckpointId, finished_key, manifest_key
 from prefect_torch_ddp.checkpoint.manifest import Manifest, checkpoint_ref
 from prefect_torch_ddp.errors import SupersededError
 from prefect_torch_ddp.protocol.events import FailureRecord
@@ -78,7 +78,7 @@ def test_it_counts_only_with_what_it_left(run: Run, damage: str) -> None:
     if damage == "no checkpoint":
         run.storage.delete(manifest_key("run", 7, 1))
     elif damage == "a void checkpoint":
-        record_resume(run.storage, "run", claim_attempt(run.storage, "run"), step=6, of_attempt=1)
+        record_resume(run.storage, "run", claim_attempt(run.storage, "run"), CheckpointId(6, 1))
     else:
         run.storage.write(
             finished_key("run") if damage == "a damaged record" else manifest_key("run", 7, 1),

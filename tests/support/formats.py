@@ -1,0 +1,26 @@
+"""Stored files as another version of the package would write them."""
+
+import hashlib
+import json
+from typing import Any
+
+from prefect_torch_ddp.storage.protocol import Storage
+
+NEWER = {"format": 7, "version": "9.1.0"}
+"""What a file of a later version says."""
+MORE = {"later_field": {"of": ["a later version"]}}
+"""What a later version may add within a format."""
+
+
+def rewrite(storage: Storage, key: str, changes: dict[str, Any]) -> None:
+    """Change fields of a stored JSON object, and its checksum if it has one."""
+    values = {**json.loads(storage.read(key)), **changes}
+    if values.pop("sha256", None) is not None:
+        text = json.dumps(values, sort_keys=True)
+        values["sha256"] = hashlib.sha256(text.encode()).hexdigest()
+    storage.write(key, json.dumps(values).encode())
+
+
+def snapshot(storage: Storage, prefix: str = "") -> dict[str, bytes]:
+    """Return all objects."""
+    return {found.key: storage.read(found.key) for found in storage.list(prefix)}

@@ -1,0 +1,180 @@
+"""Checkpoints and records of a run that a later version of the package wrote, or damaged ones:
+what is resumed from, what is refused, and what is never deleted."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from prefect_torch_ddp.checkpoint.attempts import (
+    claim_attempt,
+    claim_times,
+    had_ended,
+    read_failures,
+    write_failure,
+)
+from prefect_torch_ddp.checkpoint.commit import Committer
+from prefect_torch_ddp.checkpoint.keys import (
+    attempt_key,
+    checkpoint_prefix,
+    checkpoints_prefix,
+    ended_key,
+    manifest_key,
+    object_key,
+    resume_key,
+)
+from prefect_torch_ddp.checkpoint.manifest import (
+    Manifest,
+    ManifestObject,
+    list_manifests,
+    read_manifest,
+)
+from prefect_torch_ddp.checkpoint.restore import find_resumable
+from prefect_torch_ddp.errors import NewerFormatError
+from prefect_torch_ddp.params import CheckpointParams
+from prefect_torch_ddp.protocol.events import FailureRecord
+from prefect_torch_ddp.storage.directory import DirectoryStorage
+from prefect_torch_ddp.storage.protocol import Storage
+from prefect_torch_ddp.tasks.report.checkpoints import kept_checkpoints
+from tests.support.formats import MORE, NEWER, rewrite, snapshot
+from tests.unit.checkpoint.test_commit import count_to
+
+KEEP_ONE = CheckpointParams(every_steps=1, every_s=None, keep_last=1)
+FAILURE = "runs/local/failures/000001.json"
+
+
+@pytest.fixture(name="storage")
+def _storage(tmp_path: Path) -> DirectoryStorage:
+    """Return a storage with a run of three steps, a checkpoint each, and one failure on record."""
+    storage = DirectoryStorage(tmp_path)
+    count_to(storage, 3)
+    write_failure(storage, "local", FailureRecord(1, 1, "it broke", "broke", 3))
+    return storage
+
+
+def resumed_from(storage: Storage) -> int | None:
+    """Train a fourth step, keeping one checkpoint; return the step that it resumed from."""
+    ctx, value = count_to(storage, 4, KEEP_ONE)
+    assert value == 4
+    return ctx._parts.outcome()["resumed_from_step"]
+
+
+def test_unknown_fields_of_a_manifest_are_ignored(storage: DirectoryStorage) -> None:
+    """In the manifest, in its objects and in its position. Two of three manifests with one more
+    field once counted as damaged, and the next commits deleted them."""
+    for step in (2, 3):
+        key = manifest_key("local", step, 1)
+        values = json.loads(storage.read(key))
+        objects = [{**item, **MORE} for item in values["objects"]]
+        position = {**values["position"], **MORE}
+        rewrite(storage, key, {**MORE, "objects": objects, "position": position})
+    kept = kept_checkpoints(storage, "local")
+    last = json.loads(storage.read(manifest_key("local", 3, 1)))
+    assert (len(kept), kept[-1].digest) == (3, last["sha256"])
+    assert resumed_from(storage) == 3
+
+
+@pytest.mark.parametrize(
+    "key",
+    [resume_key("local", 1), ended_key("local"), FAILURE, attempt_key("local", 1)],
+    ids=["resume record", "end", "failure", "claim"],
+)
+def test_unknown_fields_of_a_record_are_ignored(storage: DirectoryStorage, key: str) -> None:
+    """It says what it said before."""
+    last = read_manifest(storage, "local", 3, 1).id
+
+    def said() -> tuple[object, ...]:
+        failures, claims = read_failures(storage, "local"), claim_times(storage, "local")
+        return list_manifests(storage, "local"), failures, claims, had_ended(storage, "local", last)
+
+    before = said()
+    assert before[3]
+    rewrite(storage, key, MORE)
+    assert said() == before
+
+
+def resume(storage: Storage) -> object:
+    """Resume the run for another step."""
+    return count_to(storage, 4, KEEP_ONE)
+
+
+REFUSED: dict[str, tuple[str, Callable[[Storage], object]]] = {
+    "the newest manifest": (manifest_key("local", 3, 1), resume),
+    "an older manifest": (manifest_key("local", 1, 1), resume),
+    "a resume record": (resume_key("local", 1), resume),
+    "the end": (ended_key("local"), resume),
+    "a failure": (FAILURE, lambda storage: read_failures(storage, "local")),
+    "a claim": (attempt_key("local", 1), lambda storage: claim_times(storage, "local")),
+}
+
+
+@pytest.mark.parametrize(("key", "do"), REFUSED.values(), ids=REFUSED)
+def test_a_newer_format_is_refused_by_name(
+    storage: DirectoryStorage, key: str, do: Callable[[Storage], object]
+) -> None:
+    """The error has the file, its format and what to install; no older checkpoint is taken, and
+    nothing is deleted or changed."""
+    rewrite(storage, key, NEWER)
+    before = snapshot(storage)
+    says = (
+        rf"{storage.uri}/{key} is a .* of format 7, which version 9\.1\.0 wrote; .* reads formats"
+    )
+    with pytest.raises(NewerFormatError, match=rf"{says} up to 1\. Install 9\.1\.0 or newer"):
+        do(storage)
+    assert before.items() <= snapshot(storage).items()
+
+
+def committed(storage: Storage, attempt: int, step: int, *also: str) -> None:
+    """Commit a checkpoint of one object, and perhaps of objects that others wrote."""
+    keys = [object_key("run", step, attempt, "model"), *also]
+    storage.write(keys[0], b"content")
+    items = tuple(ManifestObject(f"model{i}", key, 7, "00") for i, key in enumerate(keys))
+    manifest = Manifest("run", step, attempt, 1, {}, 1, {}, items)
+    storage.write(manifest_key("run", step, attempt), manifest.as_bytes())
+
+
+SPOILS: dict[str, Callable[[Storage, str], None]] = {
+    "of a newer format": lambda storage, key: rewrite(storage, key, NEWER),
+    "damaged": lambda storage, key: storage.write(key, storage.read(key).replace(b"1", b"4", 1)),
+    "another one's": lambda storage, key: rewrite(storage, key, {"run_id": "other"}),
+}
+
+
+@pytest.mark.parametrize("spoil", SPOILS.values(), ids=SPOILS)
+def test_nothing_is_deleted_that_a_manifest_names_which_is_not_understood(
+    storage: DirectoryStorage,
+    spoil: Callable[[Storage, str], None],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Nor what lies beside it, such as objects that it doesn't name. Everything else that is
+    superfluous goes."""
+    claim_attempt(storage, "run")
+    for step in (1, 2, 3, 4):
+        committed(storage, 1, step)
+    shared = object_key("run", 1, 1, "model")
+    committed(storage, 1, 5, shared)
+    storage.write(f"{checkpoint_prefix('run', 5, 1)}index", b"of a later version")
+    spoil(storage, manifest_key("run", 5, 1))
+    left = set(snapshot(storage, checkpoint_prefix("run", 5, 1)))
+    committer = Committer(storage, "run", claim_attempt(storage, "run"), KEEP_ONE)
+    for step in (6, 7):
+        committed(storage, 2, step)
+        committer.clean_up(read_manifest(storage, "run", step, 2))
+    expected = left | {shared} | set(snapshot(storage, checkpoint_prefix("run", 7, 2)))
+    assert set(snapshot(storage, checkpoints_prefix("run"))) == expected
+    assert f"{manifest_key('run', 5, 1)} is left as it is" in caplog.text
+
+
+def test_a_superseded_manifest_of_a_newer_format_is_not_swept(storage: DirectoryStorage) -> None:
+    """Only a version that understands it may say that nobody needs it; reading passes it over,
+    as any superseded one."""
+    key = manifest_key("local", 3, 1)
+    rewrite(storage, key, NEWER)
+    storage.write(resume_key("local", 2), storage.read(resume_key("local", 1)))
+    rewrite(storage, resume_key("local", 2), {"step": 2, "of_attempt": 1})
+    before = snapshot(storage, checkpoint_prefix("local", 3, 1))
+    claim_attempt(storage, "local")
+    assert find_resumable(storage, "local") is not None
+    assert resumed_from(storage) == 2
+    assert snapshot(storage, checkpoint_prefix("local", 3, 1)) == before
