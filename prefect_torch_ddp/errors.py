@@ -66,7 +66,7 @@ class DamagedObjectError(StorageError):
 
 
 class NewerFormatError(StorageError):
-    """A stored file has a format of a later version of this package, which can read it.
+    """A stored file has a format of a later version of this package, or of torch.
 
     The message names the file, its format, and what to install. Such a file is not damaged:
     nothing is used in its place, and neither it nor what it names is deleted.

@@ -32,7 +32,7 @@ from prefect_torch_ddp.storage.formats import (
     ENDED,
     FAILURE,
     RESUME,
-    known_fields,
+    build,
     location,
 )
 from prefect_torch_ddp.storage.protocol import Storage, check_key
@@ -196,7 +196,7 @@ def read_failures(storage: Storage, run_id: str) -> list[FailureRecord]:
         try:
             where = location(storage, stored.key)
             values = FAILURE.from_bytes(storage.read(stored.key), where)
-            found.append(FailureRecord(**known_fields(FailureRecord, values)))
+            found.append(build(FailureRecord, values))
         except DAMAGE as error:
             logger.warning("%s is damaged and left out: %r", stored.key, error)
     return sorted(found, key=lambda record: record.attempt)

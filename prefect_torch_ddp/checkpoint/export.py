@@ -19,6 +19,7 @@ from prefect_torch_ddp.checkpoint.manifest import Manifest
 from prefect_torch_ddp.checkpoint.objects import read_object
 from prefect_torch_ddp.checkpoint.serial import from_bytes, is_plain, to_bytes
 from prefect_torch_ddp.errors import CheckpointError
+from prefect_torch_ddp.storage.formats import CARD, location
 from prefect_torch_ddp.storage.protocol import Storage
 
 logger = logging.getLogger(__name__)
@@ -70,10 +71,10 @@ def export_models(
             "world_size": manifest.world_size,
             "metrics": manifest.metrics,
         }
-        text = json.dumps(_plain(card), indent=1, allow_nan=False, default=str)
+        text = json.dumps(CARD.stamp(_plain(card)), indent=1, allow_nan=False, default=str)
         storage.write(f"{prefix}{name}{suffix}", weights)
         storage.write(f"{prefix}{name}.json", text.encode())
-        uris[name] = f"{storage.uri.rstrip('/')}/{prefix}{name}{suffix}"
+        uris[name] = location(storage, f"{prefix}{name}{suffix}")
         logger.info("exported %s of step %d to %s", name, manifest.step, uris[name])
     return uris
 

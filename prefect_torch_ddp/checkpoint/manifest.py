@@ -16,7 +16,7 @@ from prefect_torch_ddp.checkpoint.keys import (
 )
 from prefect_torch_ddp.errors import CheckpointError, NewerFormatError, ObjectNotFoundError
 from prefect_torch_ddp.results import CheckpointRef
-from prefect_torch_ddp.storage.formats import DAMAGE, MANIFEST, known_fields, location, sha256_in
+from prefect_torch_ddp.storage.formats import DAMAGE, MANIFEST, build, location, sha256_in
 from prefect_torch_ddp.storage.protocol import Storage
 
 logger = logging.getLogger(__name__)
@@ -77,15 +77,14 @@ class Manifest:
     @classmethod
     def from_bytes(cls, data: bytes, where: str = "this file") -> Self:
         """Read the JSON back; raises as `Format.from_bytes`, which `where` is for."""
-        values = known_fields(cls, MANIFEST.from_bytes(data, where))
-        objects = (known_fields(ManifestObject, item) for item in values["objects"])
+        values = MANIFEST.from_bytes(data, where)
         more: dict[str, Any] = {
             "metrics": {str(name): float(value) for name, value in values["metrics"].items()},
-            "objects": tuple(ManifestObject(**item) for item in objects),
+            "objects": tuple(build(ManifestObject, item) for item in values["objects"]),
             "reports": {name: tuple(place) for name, place in values["reports"].items()},
             "sha256": sha256_in(data),
         }
-        return cls(**{**values, **more})
+        return build(cls, {**values, **more})
 
 
 def read_manifest(storage: Storage, run_id: str, step: int, attempt: int) -> Manifest:

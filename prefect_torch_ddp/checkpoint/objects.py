@@ -33,6 +33,7 @@ from prefect_torch_ddp.errors import (
     CheckpointError,
     DamagedObjectError,
     InvalidParamsError,
+    NewerFormatError,
     ObjectNotFoundError,
     StorageError,
 )
@@ -57,6 +58,7 @@ def read_object(storage: Storage, manifest: Manifest, item: ManifestObject) -> b
 
     Raises:
         CheckpointError: it is missing or isn't what was written; names it.
+        NewerFormatError: it is what was written, and this version of torch can't read it.
         StorageError: the storage failed, which says nothing about the object.
     """
     with _explained(manifest, item):
@@ -161,8 +163,10 @@ def _explained(manifest: Manifest, item: ManifestObject) -> Iterator[None]:
     except Exception as error:  # torch refuses in every way
         if isinstance(error, MemoryError | OSError) or _SHORTAGE.search(str(error)):
             raise  # the object is whole: an older checkpoint must not be taken for that
-        reason = f"is what was written, and this version of torch can't read it: {error}"
-        raise _unreadable(manifest, item, reason) from error
+        reason = f"is what was written, and torch {torch.__version__} can't read it: {error}"
+        remedy = "install the torch that wrote it, or a newer one"
+        msg = f"{_unreadable(manifest, item, reason)}; {remedy}"
+        raise NewerFormatError(msg) from error
 
 
 def check_loadable(name: str, state: Any) -> None:

@@ -8,12 +8,14 @@ import stat
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TypeVar
+from typing import Self, TypeVar
 
 from pydantic import Field, ValidationError, field_validator
+from pydantic_core import from_json, to_json
 
 from prefect_torch_ddp.errors import BadKeyError, ObjectNotFoundError, StorageError
 from prefect_torch_ddp.results import DatasetReport, Result
+from prefect_torch_ddp.storage.formats import DAMAGE, DATASET, build_model, location
 from prefect_torch_ddp.storage.protocol import Storage, check_key
 
 NUM_THREADS = 16
@@ -48,6 +50,15 @@ class DatasetManifest(Result):
     folder: str = Field(pattern=r"^files(-[0-9a-f]+)?$")
     """Beside the manifest, with the files."""
     files: tuple[DatasetFile, ...]
+
+    @classmethod
+    def from_bytes(cls, data: bytes, where: str) -> Self:
+        """Read a stored manifest; raises as `Format.from_bytes`."""
+        return build_model(cls, DATASET.check(from_json(data), where))[0]
+
+    def to_bytes(self) -> bytes:
+        """Return it as it is stored."""
+        return to_json(DATASET.stamp(self.model_dump()), indent=1)
 
     @property
     def files_key(self) -> str:
@@ -135,14 +146,19 @@ def read_manifest(storage: Storage, dataset_id: str) -> DatasetManifest | None:
     """Return a dataset's manifest, None where there is none.
 
     Raises:
+        NewerFormatError: it is of a newer format.
         StorageError: it is damaged.
     """
+    key = manifest_key(dataset_id)
     try:
-        manifest = DatasetManifest.model_validate_json(storage.read(manifest_key(dataset_id)))
+        data = storage.read(key)
     except ObjectNotFoundError:
         return None
-    except ValidationError as error:
-        why = f"can't be read: {error.errors()[0]['msg']}"
+    try:
+        manifest = DatasetManifest.from_bytes(data, location(storage, key))
+    except DAMAGE as error:
+        reason = error.errors()[0]["msg"] if isinstance(error, ValidationError) else repr(error)
+        why = f"can't be read: {reason}"
         raise damaged(storage, dataset_id, "manifest.json", why) from error
     if manifest.digest != _digest_of(manifest.files):
         why = "is damaged: its digest isn't that of its entries"

@@ -114,8 +114,7 @@ def dataset_in_place(storage: Storage, dataset_id: str) -> Storage:
 
 def _move_in(target: Path, manifest: DatasetManifest, staged: Path) -> None:
     """Make the whole dataset, manifest included, appear by one rename."""
-    text = manifest.model_dump_json(indent=1)
-    (staged / "dataset/manifest.json").write_text(text, encoding="utf-8")
+    (staged / "dataset/manifest.json").write_bytes(manifest.to_bytes())
     target.parent.mkdir(exist_ok=True)
     # Without a manifest it is no dataset: someone deleted that to have it prepared again.
     if target.exists() and not (target / "manifest.json").exists():
@@ -130,8 +129,7 @@ def _upload(storage: Storage, manifest: DatasetManifest, folder: Path) -> None:
         storage.write(own + file.key, (folder / file.key).read_bytes())
 
     in_parallel(upload, manifest.files, _threads_for(manifest))
-    text = manifest.model_dump_json(indent=1).encode()
-    is_first = storage.write_if_absent(manifest_key(manifest.dataset_id), text)
+    is_first = storage.write_if_absent(manifest_key(manifest.dataset_id), manifest.to_bytes())
     # The manifest names one publisher's files; nobody can use what any other has written, was
     # killed while it wrote, or still writes.
     every = f"{dataset_key(manifest.dataset_id)}/files-"

@@ -8,6 +8,7 @@ from typing import Any
 
 from prefect_torch_ddp.records.reading import read_parts, record_parts, superseded_from
 from prefect_torch_ddp.results import EpochLedger, LedgerReport
+from prefect_torch_ddp.storage.formats import LEDGER, build
 from prefect_torch_ddp.storage.protocol import Storage
 
 MAX_EXAMPLES = 5
@@ -70,14 +71,14 @@ def read_ledger(storage: Storage, run_id: str) -> LedgerReport:
     parts = record_parts(storage, run_id, "ledger")
     # Steps only grow, so the first part of each rank has its attempt's first step.
     first_parts = {part.key.rpartition("-")[0]: part for part in reversed(parts)}
-    firsts = first_steps(read_parts(storage, list(first_parts.values()), _parse))
-    return check_ledger(run_id, firsts, read_parts(storage, parts, _parse))
+    firsts = first_steps(read_parts(storage, list(first_parts.values()), LEDGER, _parse))
+    return check_ledger(run_id, firsts, read_parts(storage, parts, LEDGER, _parse))
 
 
 def _parse(line: dict[str, Any]) -> Line:
     if "samples" in line:
-        return StepLine(**line)
-    return LoopLine(**line) if "num_samples" in line else EndLine(**line)
+        return build(StepLine, line)
+    return build(LoopLine if "num_samples" in line else EndLine, line)
 
 
 def first_steps(lines: Iterable[Line]) -> dict[int, int]:

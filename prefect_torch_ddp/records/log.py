@@ -14,6 +14,7 @@ from typing import Any
 import orjson
 
 from prefect_torch_ddp.errors import StorageError
+from prefect_torch_ddp.storage.formats import LINES
 from prefect_torch_ddp.storage.protocol import Storage
 
 SUFFIX = ".jsonl"
@@ -51,7 +52,8 @@ class RecordLog:
         Args:
             storage: where to.
             run_id: of which run.
-            kind: "metrics", "ledger", "timing" or a folder of logs.
+            kind: "metrics", "ledger", "timing", whose parts begin with a line that says their
+                format; or a folder of logs.
             rank: who writes.
             attempt: in which attempt.
             first_interval_s: until the first part.
@@ -63,6 +65,7 @@ class RecordLog:
         self._kind, self._suffix = kind, suffix
         self._first_interval_s = first_interval_s
         self._copies = copies
+        self._head = orjson.dumps(LINES[kind].stamp({})) + b"\n" if suffix == SUFFIX else b""
         self._waiting: deque[Any] = deque()
         """Records that a device still computes, and those after them."""
         self._num_batches = 0
@@ -136,8 +139,8 @@ class RecordLog:
                 threading.Event().wait(PAUSE_S)
 
     def _num_pending(self) -> int:
-        num_full = 0 if self._full is None else self._full.content.count(b"\n")
-        return len(self._waiting) + self._growing.content.count(b"\n") + num_full
+        num_full = 0 if self._full is None else self._full.num_records
+        return len(self._waiting) + self._growing.num_records + num_full
 
     def _write_parts(self) -> None:
         is_failing, began_s, interval_s = False, time.monotonic(), self._first_interval_s
@@ -179,7 +182,7 @@ class RecordLog:
     def _new_batch(self) -> "_Batch":
         self._num_batches += 1
         name = part_key(self._prefix, self._num_batches, self._suffix)
-        return _Batch(None if self._copies is None else self._copies / name)
+        return _Batch(self._head, None if self._copies is None else self._copies / name)
 
 
 def records_folder(run_id: str, kind: str) -> str:
@@ -210,12 +213,20 @@ def _line(record: Any) -> bytes:
 class _Batch:
     """Lines that become one part, with a copy in a file that outlives a kill."""
 
-    def __init__(self, copy: Path | None) -> None:
+    def __init__(self, head: bytes, copy: Path | None) -> None:
         self.content = bytearray()
+        self._head = head
         self._copy = copy
         self._file: int | None = None
 
+    @property
+    def num_records(self) -> int:
+        """Lines of it, but for its head."""
+        return max(0, self.content.count(b"\n") - self._head.count(b"\n"))
+
     def add(self, line: bytes) -> None:
+        if not self.content:
+            line = self._head + line
         self.content += line
         if self._copy is None:
             return
@@ -253,7 +264,8 @@ def left_behind(folder: Path) -> Iterator[tuple[str, bytes]]:
     """
     for path in sorted(folder.rglob(f"*{SUFFIX}")):
         content = path.read_bytes()
-        if whole := content[: content.rfind(b"\n") + 1]:
+        whole = content[: content.rfind(b"\n") + 1]
+        if whole.count(b"\n") > 1:  # more than its head
             yield path.relative_to(folder).as_posix(), whole
 
 

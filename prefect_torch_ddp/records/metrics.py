@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.records.reading import read_parts, record_parts, superseded_from
 from prefect_torch_ddp.results import EpochRow
+from prefect_torch_ddp.storage.formats import METRICS
 from prefect_torch_ddp.storage.protocol import Storage
 
 if TYPE_CHECKING:
@@ -129,7 +130,7 @@ def read_new_records(storage: Storage, run_id: str, known: set[str]) -> Records:
     What ranks measured themselves is among them, by names that begin with `MEASURED`.
     """
     new = [part for part in record_parts(storage, run_id, "metrics") if part.key not in known]
-    records = records_of(read_parts(storage, new, _parse))
+    records = records_of(read_parts(storage, new, METRICS, _parse))
     known.update(part.key for part in new)
     return records
 

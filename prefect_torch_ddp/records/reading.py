@@ -10,6 +10,7 @@ import orjson
 
 from prefect_torch_ddp.errors import StorageError
 from prefect_torch_ddp.records.log import SUFFIX, records_folder
+from prefect_torch_ddp.storage.formats import DAMAGE, Format, location
 from prefect_torch_ddp.storage.protocol import ObjectPart, Readable, Storage, StoredObject
 
 BYTES_AHEAD = 2**25
@@ -27,11 +28,17 @@ def record_parts(storage: Storage, run_id: str, kind: str) -> list[StoredObject]
 
 
 def read_parts(
-    storage: Storage, parts: Sequence[StoredObject], parse: Callable[[dict[str, Any]], R]
+    storage: Storage,
+    parts: Sequence[StoredObject],
+    kind: Format,
+    parse: Callable[[dict[str, Any]], R],
 ) -> Iterator[R]:
     """Yield what `parse` makes of each record; damaged lines are left out, with a warning.
 
+    A part that doesn't begin with its format is left out as well: who wrote it isn't known.
+
     Raises:
+        NewerFormatError: a part is of a newer format.
         StorageError: a part can't be read.
     """
     ends = accumulate(part.num_bytes for part in parts)
@@ -40,11 +47,18 @@ def read_parts(
         for part, data in zip(some, contents(storage, some), strict=True):
             if isinstance(data, StorageError):
                 raise data
-            for number, line in enumerate(data.split(b"\n"), start=1):
+            head, *lines = data.split(b"\n")
+            try:
+                kind.check(orjson.loads(head), location(storage, part.key))
+            except DAMAGE as error:
+                text = "%s doesn't begin with its format and is left out: %r"
+                logger.warning(text, part.key, error)
+                continue
+            for number, line in enumerate(lines, start=2):
                 try:
                     if line:
                         yield parse(orjson.loads(line))
-                except (ValueError, KeyError, TypeError, AttributeError) as error:
+                except DAMAGE as error:
                     text = "line %d of %s is damaged and left out: %r"
                     logger.warning(text, number, part.key, error)
 

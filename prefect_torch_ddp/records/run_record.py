@@ -8,14 +8,22 @@ import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
-from pydantic import AwareDatetime, ConfigDict, ValidationError
-from pydantic_core import to_json
+from pydantic import AwareDatetime, PrivateAttr
+from pydantic_core import from_json, to_json
 
-from prefect_torch_ddp.errors import InvalidParamsError, StorageError
+from prefect_torch_ddp.errors import InvalidParamsError, NewerFormatError, StorageError
 from prefect_torch_ddp.records.reading import contents
 from prefect_torch_ddp.results import CheckpointRef, DatasetReport, Goodput, Report, Result
+from prefect_torch_ddp.storage.formats import (
+    DAMAGE,
+    RUN_RECORD,
+    Unknown,
+    build_model,
+    location,
+    restore_unknown,
+)
 from prefect_torch_ddp.storage.protocol import Storage, StoredObject
 
 RunState = Literal["training", "completed", "failed", "cancelled"]
@@ -26,8 +34,6 @@ logger = logging.getLogger(__name__)
 
 class AttemptRecord(Result):
     """One attempt to train: its ranks, and how it ended."""
-
-    model_config = ConfigDict(extra="ignore")
 
     attempt: int
     world_size: int
@@ -47,9 +53,6 @@ class AttemptRecord(Result):
 
 class RunRecord(Result):
     """What is kept of a run of `train_flow` or a `ddp_task`; holds no secrets."""
-
-    # A record that a newer version of this package wrote has to be readable.
-    model_config = ConfigDict(extra="ignore")
 
     run_id: str
     experiment: str
@@ -105,6 +108,31 @@ class RunRecord(Result):
     evaluation: Report | None = None
     """Without the confusion matrix and the worst samples: whole experiments are listed."""
     goodput: Goodput | None = None
+    _unknown: Unknown = PrivateAttr(default_factory=dict)
+
+    @classmethod
+    def from_bytes(cls, data: bytes, where: str) -> Self:
+        """Read a stored record; raises as `Format.from_bytes`."""
+        values = RUN_RECORD.check(from_json(data), where)
+        record, unknown = build_model(cls, values)
+        record.keep(unknown)
+        return record
+
+    def to_bytes(self) -> bytes:
+        """Return it as it is stored, with what a later version of this package wrote there."""
+        # Through plain values: pydantic would make null of a float in a nested model that JSON
+        # lacks.
+        plain = restore_unknown(self.model_dump(mode="json"), self._unknown)
+        return to_json(RUN_RECORD.stamp(plain), indent=1, inf_nan_mode="strings")
+
+    @property
+    def unknown(self) -> Unknown:
+        """What a later version of this package wrote into the record that was read."""
+        return self._unknown
+
+    def keep(self, unknown: Unknown) -> None:
+        """Write that back with this record."""
+        self._unknown = unknown
 
     @property
     def key(self) -> str:
@@ -120,9 +148,7 @@ class RunRecord(Result):
 
 def write_record(storage: Storage, record: RunRecord) -> None:
     """Write a record, in the place of the one of the same run; raises StorageError."""
-    # Through plain values: pydantic would make null of a float in a nested model that JSON lacks.
-    plain = record.model_dump(mode="json")
-    storage.write(record.key, to_json(plain, indent=1, inf_nan_mode="strings"))
+    storage.write(record.key, record.to_bytes())
 
 
 def read_record(storage: Storage, run_id: str, experiment: str | None = None) -> RunRecord:
@@ -135,6 +161,7 @@ def read_record(storage: Storage, run_id: str, experiment: str | None = None) ->
 
     Raises:
         InvalidParamsError: there is none, or it is damaged.
+        NewerFormatError: it is of a newer format.
         StorageError: the storage can't be read.
     """
     found = _stored(storage, experiment)
@@ -162,6 +189,7 @@ def list_records(storage: Storage, experiment: str | None = None) -> list[RunRec
     Damaged ones are left out, with a warning.
 
     Raises:
+        NewerFormatError: one is of a newer format.
         StorageError: the storage can't be read.
     """
     records = read_records(storage, _stored(storage, experiment))
@@ -191,13 +219,19 @@ def previous_run(storage: Storage, record: RunRecord) -> RunRecord | None:
 
 
 def read_records(storage: Storage, stored: Sequence[StoredObject]) -> Iterator[RunRecord]:
-    """Yield what can be read of some records, in their order, and warn of what can't."""
+    """Yield what can be read of some records, in their order, and warn of what can't.
+
+    Raises:
+        NewerFormatError: one is of a newer format: the run that is looked for may be that one.
+    """
     for each, data in zip(stored, contents(storage, stored), strict=True):
         try:
             if isinstance(data, StorageError):
                 data = storage.read(each.key)  # noqa: PLW2901 - it may have been rewritten since
-            yield RunRecord.model_validate_json(data)
-        except (StorageError, ValidationError) as error:
+            yield RunRecord.from_bytes(data, location(storage, each.key))
+        except NewerFormatError:
+            raise
+        except (StorageError, *DAMAGE) as error:
             reason = str(error).partition("\n")[0]
             logger.warning("the run record %s can't be read and is left out: %s", each.key, reason)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from prefect_torch_ddp.records.reading import read_parts, record_parts, superseded_from
 from prefect_torch_ddp.results import Goodput
+from prefect_torch_ddp.storage.formats import TIMING, build
 from prefect_torch_ddp.storage.protocol import Storage, StoredObject
 
 UNKNOWN_STEP = -1
@@ -127,7 +128,7 @@ def read_goodput(
     ]
     writers = set(map(_writer, chosen))
     kept = [part for part in parts if any(writer in part.key for writer in writers)]
-    return goodput(run_id, read_parts(storage, kept, _parse), claims, failures)
+    return goodput(run_id, read_parts(storage, kept, TIMING, _parse), claims, failures)
 
 
 def goodput(
@@ -197,7 +198,7 @@ def _attempt(
 def _last_lines(storage: Storage, parts: list[StoredObject]) -> dict[str, TimingLine]:
     """Return the last record of each rank of each attempt."""
     newest = {part.key.rpartition("-")[0]: part for part in parts}
-    lines = read_parts(storage, list(newest.values()), _parse)
+    lines = read_parts(storage, list(newest.values()), TIMING, _parse)
     return {_writer(line): line for line in lines}
 
 
@@ -206,4 +207,4 @@ def _writer(line: TimingLine) -> str:
 
 
 def _parse(line: dict[str, Any]) -> TimingLine:
-    return TimingLine(**line)
+    return build(TimingLine, line)

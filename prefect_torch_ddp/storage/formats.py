@@ -14,7 +14,9 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar, cast
+
+from pydantic import BaseModel, ValidationError
 
 from prefect_torch_ddp.errors import DamagedObjectError, NewerFormatError
 from prefect_torch_ddp.lazy import __version__
@@ -23,6 +25,11 @@ from prefect_torch_ddp.storage.protocol import Storage
 DAMAGE = (DamagedObjectError, ValueError, TypeError, KeyError, AttributeError)
 """What reading raises if the content isn't what was written."""
 _FORMAT, _VERSION, _SHA256 = "format", "version", "sha256"
+
+T = TypeVar("T")
+M = TypeVar("M", bound=BaseModel)
+Unknown = Mapping[tuple[int | str, ...], Any]
+"""Fields that this version doesn't know: what a later one wrote there, by their places."""
 
 
 @dataclass(frozen=True)
@@ -49,8 +56,11 @@ class Format:
 
         Raises:
             NewerFormatError: they are of a newer format.
-            ValueError, TypeError, KeyError, AttributeError: they are no such values; see `DAMAGE`.
+            ValueError: they have no format.
         """
+        if not isinstance(values, dict) or _FORMAT not in values:
+            msg = "it doesn't say its format"
+            raise ValueError(msg)
         number = values.pop(_FORMAT)
         version = values.pop(_VERSION, None)
         if type(number) is not int or number < 1:
@@ -65,8 +75,7 @@ class Format:
                 "prefect-torch-ddp; the file is left as it is"
             )
             raise NewerFormatError(msg)
-        checked: dict[str, Any] = values
-        return checked
+        return values
 
     def to_bytes(self, values: Mapping[str, Any]) -> bytes:
         """Return the values as a JSON file of this format."""
@@ -76,7 +85,12 @@ class Format:
         return json.dumps(stamped, indent=1, allow_nan=False).encode()
 
     def from_bytes(self, data: bytes, where: str) -> dict[str, Any]:
-        """Return the values of a JSON file; raises as `check`, also if the sha256 doesn't match."""
+        """Return the values of a JSON file.
+
+        Raises:
+            NewerFormatError: it is of a newer format.
+            ValueError, TypeError, KeyError, AttributeError: it is damaged; see `DAMAGE`.
+        """
         values = json.loads(data)
         digest = values.pop(_SHA256) if self.is_checksummed else None
         read = dict(values)
@@ -98,16 +112,52 @@ def sha256_in(data: bytes) -> str:
     return str(json.loads(data)[_SHA256])
 
 
-def known_fields(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those values that a dataclass or named tuple has fields for."""
-    names = _names(cls)
-    return {name: value for name, value in values.items() if name in names}
+def build(cls: type[T], values: Mapping[str, Any]) -> T:
+    """Make a dataclass or named tuple of the values that it has fields for."""
+    try:
+        return cls(**values)  # what nearly all files need, and fast
+    except TypeError:
+        names = _names(cast("Any", cls))
+        return cls(**{name: value for name, value in values.items() if name in names})
 
 
 @cache
-def _names(cls: type) -> frozenset[str]:
-    named = getattr(cls, "_fields", None) or (each.name for each in fields(cls))
-    return frozenset(named)
+def _names(cls: Any) -> frozenset[str]:
+    return frozenset(getattr(cls, "_fields", None) or (each.name for each in fields(cls)))
+
+
+def build_model(cls: type[M], values: dict[str, Any]) -> tuple[M, Unknown]:
+    """Make a pydantic model of values that may have fields which it doesn't know, at any depth.
+
+    Returns the model, and those fields; for `restore_unknown`, where it is written back.
+
+    Raises:
+        ValidationError: the values are wrong in another way.
+    """
+    try:
+        return cls.model_validate(values), {}
+    except ValidationError as error:
+        places = [each["loc"] for each in error.errors() if each["type"] == "extra_forbidden"]
+    unknown = {}
+    for place in places:
+        inner: Any = values
+        for name in place[:-1]:
+            inner = inner[name]
+        unknown[place] = inner.pop(place[-1])
+    return cls.model_validate(values), unknown
+
+
+def restore_unknown(values: dict[str, Any], unknown: Unknown) -> dict[str, Any]:
+    """Add to a model's values the unknown fields that were read; those of parts now gone go too."""
+    for place, value in unknown.items():
+        inner: Any = values
+        try:
+            for name in place[:-1]:
+                inner = inner[name]
+            inner.setdefault(place[-1], value)
+        except (LookupError, TypeError, AttributeError):
+            continue
+    return values
 
 
 def _digest(values: Mapping[str, Any]) -> str:
@@ -119,5 +169,18 @@ RESUME = Format("resume record", is_checksummed=True)
 ENDED = Format("record of a training's end", is_checksummed=True)
 CLAIM = Format("claim of an attempt")
 FAILURE = Format("record of a failure")
-FORMATS = (MANIFEST, RESUME, ENDED, CLAIM, FAILURE)
+FINISHED = Format("record of a finished training")
+CARD = Format("model card")
+RUN_RECORD = Format("run record")
+DATASET = Format("dataset manifest")
+IMAGE_INDEX = Format("index of images")
+METRICS = Format("part of the metrics")
+TIMING = Format("part of the timing")
+LEDGER = Format("part of the ledger")
+LINES = {"metrics": METRICS, "timing": TIMING, "ledger": LEDGER}
+"""The files of JSON lines, by their folders."""
+FORMATS = (
+    *(MANIFEST, RESUME, ENDED, CLAIM, FAILURE, FINISHED, CARD),
+    *(RUN_RECORD, DATASET, IMAGE_INDEX, METRICS, TIMING, LEDGER),
+)
 """All of them."""

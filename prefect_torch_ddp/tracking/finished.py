@@ -18,6 +18,7 @@ from prefect_torch_ddp.errors import (
 )
 from prefect_torch_ddp.records.run_record import RunRecord
 from prefect_torch_ddp.results import CheckpointRef, Result, TrainingSummary
+from prefect_torch_ddp.storage.formats import DAMAGE, FINISHED, build_model, location
 from prefect_torch_ddp.storage.protocol import Storage
 
 MAX_VALUE_BYTES = 1_000_000
@@ -47,7 +48,8 @@ def record_finished(storage: Storage, run_id: str, report: TrainingSummary | End
     """
     try:
         refuse_superseded(storage, run_id, report.attempt)
-        storage.write(finished_key(run_id), report.model_dump_json(indent=1).encode())
+        values = from_json(report.model_dump_json())
+        storage.write(finished_key(run_id), FINISHED.to_bytes(values))
     except StorageError as error:
         words = "that the training has finished could not be put on record: %s"
         get_run_logger().warning(words, error)
@@ -57,14 +59,17 @@ def finished_training(storage: Storage, run_id: str, kind: type[Finished]) -> Fi
     """Return what is on record of a run's training that has finished, if its results are complete.
 
     Raises:
+        NewerFormatError: it is of a newer format.
         StorageError: the storage failed.
     """
+    key = finished_key(run_id)
     try:
-        report = kind.model_validate_json(storage.read(finished_key(run_id)))
+        values = FINISHED.from_bytes(storage.read(key), location(storage, key))
+        report, _ = build_model(kind, values)
         _check_left(storage, run_id, report.last_checkpoint)
     except ObjectNotFoundError:
         return None
-    except (ValueError, CheckpointError) as error:
+    except (CheckpointError, *DAMAGE) as error:
         words = "the record of a finished training doesn't count, it is run again: %s"
         get_run_logger().warning(words, error)
         return None

@@ -240,6 +240,7 @@ class RunRecorder:
             for each in earlier.attempts
         )
         with self._lock:
+            self.record.keep(earlier.unknown)
             kept: dict[str, Any] = {"began": earlier.began}
             if self.record.checkpoint is None:
                 kept |= {"checkpoint": earlier.checkpoint, "best_value": earlier.best_value}

@@ -4,6 +4,7 @@ import hashlib
 import json
 from typing import Any
 
+from prefect_torch_ddp.storage.formats import Format
 from prefect_torch_ddp.storage.protocol import Storage
 
 NEWER = {"format": 7, "version": "9.1.0"}
@@ -19,6 +20,11 @@ def rewrite(storage: Storage, key: str, changes: dict[str, Any]) -> None:
         text = json.dumps(values, sort_keys=True)
         values["sha256"] = hashlib.sha256(text.encode()).hexdigest()
     storage.write(key, json.dumps(values).encode())
+
+
+def head(kind: Format) -> bytes:
+    """Return the first line of a file of JSON lines."""
+    return json.dumps(kind.stamp({})).encode() + b"\n"
 
 
 def snapshot(storage: Storage, prefix: str = "") -> dict[str, bytes]:

@@ -13,6 +13,7 @@ from typing import Any
 from prefect_torch_ddp.data.images.cache import CachedReads
 from prefect_torch_ddp.data.images.columns import Columns, encoded, read_rows, write_rows
 from prefect_torch_ddp.errors import InvalidParamsError, NoImagesError
+from prefect_torch_ddp.storage.formats import IMAGE_INDEX
 from prefect_torch_ddp.storage.protocol import ListedObject, Readable
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
@@ -21,7 +22,6 @@ NUM_FOLDERS = 8
 """Listed at the same time."""
 NUM_AHEAD = 4000
 """Objects of a folder that wait for their turn: four requests to S3."""
-FORMAT = "prefect-torch-ddp/objects/1"
 INDEX_NAME = "objects.jsonl.gz"
 COLUMNS = ("key", "num_bytes", "etag")
 
@@ -97,7 +97,7 @@ def write_index(source: Readable, folder: str | Path) -> int:
     """
     rows = map(_row, list_dataset(source))
     with (Path(folder) / INDEX_NAME).open("wb") as file:
-        return write_rows(file, {"format": FORMAT, "uri": source.uri}, COLUMNS, rows)
+        return write_rows(file, IMAGE_INDEX.stamp({"uri": source.uri}), COLUMNS, rows)
 
 
 def read_index(path: str | Path, uri: str) -> Iterator[ListedObject]:
@@ -106,6 +106,7 @@ def read_index(path: str | Path, uri: str) -> Iterator[ListedObject]:
     Raises:
         InvalidParamsError: there is no such index, or it is another dataset's; or, at its end:
             it is damaged.
+        NewerFormatError: it is of a newer format.
     """
     file = Path(path)
     file = file / INDEX_NAME if file.is_dir() else file
@@ -119,11 +120,11 @@ def _read(path: Path, uri: str) -> Iterator[ListedObject]:
     try:
         with path.open("rb") as file:
             rows = read_rows(file, COLUMNS)
-            below = _below(next(rows), uri, path)
+            below = _below(IMAGE_INDEX.check(next(rows), str(path)), uri, path)
             for key, num_bytes, etag in rows:
                 if key.startswith(below):
                     yield ListedObject(key[len(below) :], num_bytes, etag)
-    except ValueError as error:
+    except (ValueError, KeyError) as error:
         if isinstance(error, InvalidParamsError):
             raise
         msg = f"the index {path} is damaged ({error}): run prepare again"
@@ -132,9 +133,6 @@ def _read(path: Path, uri: str) -> Iterator[ListedObject]:
 
 def _below(head: dict[str, Any], uri: str, path: Path) -> str:
     """Return the folder of the indexed dataset that a URI names: empty, or with a slash."""
-    if head.get("format") != FORMAT:
-        msg = f"{path} is no index of the format {FORMAT}: run prepare again"
-        raise InvalidParamsError(msg)
     root = head["uri"].rstrip("/")
     if not f"{uri}/".startswith(f"{root}/"):
         msg = f"the index {path} lists {root}, and the dataset is {uri}: give the index of that one"

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 from prefect_torch_ddp.checkpoint.manifest import Manifest
 from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.protocol.events import StoppedBy
-from prefect_torch_ddp.storage.formats import known_fields
+from prefect_torch_ddp.storage.formats import build
 
 if TYPE_CHECKING:
     from prefect_torch_ddp.data.sampler import BatchShare
@@ -156,7 +156,7 @@ class TrainingState:
 
     def adopt(self, manifest: Manifest, *, is_ours: bool, had_ended: bool) -> None:
         """Continue from a checkpoint, of this run or of another one."""
-        position = Position(**known_fields(Position, manifest.position))
+        position = build(Position, manifest.position)
         self.step = manifest.step - position.num_own_numbers
         self.epoch = manifest.epoch
         self.position = position if is_ours else position._replace(stopped_early=False)

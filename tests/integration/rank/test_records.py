@@ -73,7 +73,7 @@ def test_the_ids_come_with_the_batch_through_worker_processes(tmp_path: Path) ->
     assert sorted(seen) == list(range(11))
     assert str(read_ledger(tmp_path, "local")) == "epoch 1: 11 samples, each once"
     (part,) = (tmp_path / "runs/local/ledger/rank-00000").iterdir()
-    lines = [json.loads(line) for line in part.read_text().splitlines()]
+    _head, *lines = [json.loads(line) for line in part.read_text().splitlines()]
     assert [sample for line in lines for sample in line.get("samples", [])] == seen
 
 

@@ -18,12 +18,14 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect_torch_ddp.params import TrainParams
 from prefect_torch_ddp.protocol.events import AttemptBegan, Progress
 from prefect_torch_ddp.results import TrainReport
+from prefect_torch_ddp.storage.formats import LEDGER, METRICS
 from prefect_torch_ddp.tasks.publish import publish
 from prefect_torch_ddp.tasks.report.artifacts import key
 from prefect_torch_ddp.tasks.report.live import LiveReport
 from prefect_torch_ddp.tasks.report.progress import TrainingProgress
 from prefect_torch_ddp.tracking.description import draft_record
 from prefect_torch_ddp.tracking.recorder import RunRecorder
+from tests.support.formats import head
 from tests.support.pages import RUN, evaluation, report
 from tests.support.records import Shelf, record
 from tests.support.runs import artifacts_of, logs_of, report_of
@@ -46,7 +48,7 @@ def records() -> dict[str, bytes]:
             metrics |= held_out if number % 10 == 0 else {}
             epoch = (number - 1) // 10 + 1
             lines.append(vars(record(number, rank, epoch=epoch, num_samples=8, **metrics)))
-        content = "\n".join(map(json.dumps, lines)).encode()
+        content = head(METRICS) + "\n".join(map(json.dumps, lines)).encode()
         parts[f"runs/{RUN}/metrics/rank-{rank:05d}/000001-000001.jsonl"] = content
     return parts
 
@@ -181,7 +183,7 @@ def test_publish_shows_the_whole_run_and_a_ledger_that_is_not_clean_is_an_error(
     loop = place | {"num_samples": 4, "global_batch_size": 2, "drop_last": False, "world_size": 1}
     steps = place | {"num_global": 2, "is_last": False, "samples": [0, 1]}
     last = steps | {"step": 2, "offset": 2, "is_last": True, "samples": [3, 1]}
-    part = "\n".join(map(json.dumps, (loop, steps, last))).encode()
+    part = head(LEDGER) + "\n".join(map(json.dumps, (loop, steps, last))).encode()
     shelf = Shelf(records() | {f"runs/{RUN}/ledger/rank-00000/000001-000001.jsonl": part})
     params, made = TrainParams(workload=DIGITS, ledger=True), report()
     found = evaluation(("a|b", "dog", "never seen"), ((3, 1, 0), (0, 4, 0), (0, 0, 0)))

@@ -22,6 +22,7 @@ from prefect_torch_ddp.checkpoint.objects import digest_of
 from prefect_torch_ddp.checkpoint.serial import from_bytes, to_bytes
 from prefect_torch_ddp.errors import CheckpointError, SupersededError
 from prefect_torch_ddp.storage.directory import DirectoryStorage
+from prefect_torch_ddp.storage.formats import CARD
 from prefect_torch_ddp.storage.protocol import Storage
 
 ABOUT = {"workload": "prefect_torch_ddp.examples.digits", "options": {"lr": 0.1}, "seed": 3}
@@ -48,7 +49,7 @@ def test_weights_and_a_card_of_plain_json(tmp_path: Path) -> None:
     assert uris == {"model": uri}
     torch.nn.Linear(2, 2).load_state_dict(load_file(uri))
     text = Path(uri).with_suffix(".json").read_bytes()
-    assert json.loads(text, parse_constant=pytest.fail) == ABOUT | {
+    assert json.loads(text, parse_constant=pytest.fail) == CARD.stamp(ABOUT) | {
         "options": {"max_norm": "inf", "3": ["nan", [1, "x"]]},
         "file": "model.safetensors",
         "sha256": hashlib.sha256(Path(uri).read_bytes()).hexdigest(),

@@ -30,6 +30,7 @@ from prefect_torch_ddp.checkpoint.manifest import (
     list_manifests,
     read_manifest,
 )
+from prefect_torch_ddp.checkpoint.objects import digest_of
 from prefect_torch_ddp.checkpoint.restore import find_resumable
 from prefect_torch_ddp.errors import NewerFormatError
 from prefect_torch_ddp.params import CheckpointParams
@@ -132,6 +133,19 @@ def committed(storage: Storage, attempt: int, step: int, *also: str) -> None:
     items = tuple(ManifestObject(f"model{i}", key, 7, "00") for i, key in enumerate(keys))
     manifest = Manifest("run", step, attempt, 1, {}, 1, {}, items)
     storage.write(manifest_key("run", step, attempt), manifest.as_bytes())
+
+
+def test_an_object_that_this_torch_cannot_read_is_no_damage(storage: DirectoryStorage) -> None:
+    """Else a rollback of torch would resume from an older checkpoint, and delete the newest."""
+    item = read_manifest(storage, "local", 3, 1).objects[0]
+    data = b"a format of a later torch"
+    storage.write(item.key, data)
+    objects = [{**vars(item), "num_bytes": len(data), "digest": digest_of(data)}]
+    rewrite(storage, manifest_key("local", 3, 1), {"objects": objects})
+    before = snapshot(storage)
+    with pytest.raises(NewerFormatError, match=f"{item.key} is what was written, and torch"):
+        resume(storage)
+    assert before.items() <= snapshot(storage).items()
 
 
 SPOILS: dict[str, Callable[[Storage, str], None]] = {

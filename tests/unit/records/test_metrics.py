@@ -16,9 +16,12 @@ from prefect_torch_ddp.records.metrics import (
     records_frame,
     surviving_records,
 )
+from prefect_torch_ddp.storage.formats import METRICS
+from tests.support.formats import head
 from tests.support.records import Record, Shelf, columns, read_records, record, rows
 
 RUN = "calm-otter-12345678"
+HEAD = head(METRICS)
 
 
 def part(rank: int, number: int = 1) -> str:
@@ -39,12 +42,12 @@ def kept(*attempts: list[Record]) -> list[tuple[int, int, int]]:
 
 def test_all_parts_of_all_ranks_are_read_in_order_of_step():
     """And none of another run whose id begins alike."""
-    objects = {part(0).replace(RUN, RUN + "-2"): line(1)}
+    objects = {part(0).replace(RUN, RUN + "-2"): HEAD + line(1)}
     for rank in range(2):
         for number in range(15):
             steps = range(number * 100 + 1, number * 100 + 101)
             lines = [line(step, rank, loss=step + rank / 10) for step in steps]
-            objects[part(rank, number + 1)] = b"".join(lines)
+            objects[part(rank, number + 1)] = HEAD + b"".join(lines)
     records = read_records(Shelf(objects), RUN)
     every = [(step, rank) for step in range(1, 1501) for rank in range(2)]
     assert [(found.step, found.rank) for found in records] == every
@@ -55,8 +58,8 @@ def test_all_parts_of_all_ranks_are_read_in_order_of_step():
 def test_parts_that_are_known_are_not_read_again():
     """As the live report does."""
     known: set[str] = set()
-    assert len(read_new_records(Shelf({part(0): line(1)}), RUN, known)) == 1
-    more = Shelf({part(0): b"not read", part(0, 2): line(2)})
+    assert len(read_new_records(Shelf({part(0): HEAD + line(1)}), RUN, known)) == 1
+    more = Shelf({part(0): b"not read", part(0, 2): HEAD + line(2)})
     assert read_new_records(more, RUN, known).rows["step"].tolist() == [2]
 
 
@@ -64,7 +67,8 @@ def test_what_ranks_measured_is_apart_from_what_was_reported():
     """No row, no column and no epoch of the user's has it; who asks for it gets it by its name."""
     lines = [vars(record(step, loss=1.0 / step)) for step in (1, 2)] + [vars(record(3))]
     measured = {"measured": {"learning_rate": 0.1, "loss": 9.0}}
-    shelf = Shelf({part(0): b"\n".join(json.dumps(each | measured).encode() for each in lines)})
+    written = b"\n".join(json.dumps(each | measured).encode() for each in lines)
+    shelf = Shelf({part(0): HEAD + written})
     reported = [(each.step, each.metrics) for each in rows(read_all_records(shelf, RUN))]
     assert reported == [(1, {"loss": 1.0}), (2, {"loss": 0.5})]
     measured = {MEASURED + "learning_rate": 0.1, MEASURED + "loss": 9.0}
@@ -124,7 +128,7 @@ def test_nan_and_inf_are_read_and_a_diverged_epoch_is_nan():
     """A plain sum of inf and -inf, where fsum would raise."""
     losses = ["nan", "inf", "-inf", 1.0]
     lines = b"".join(line(step, loss=loss) for step, loss in enumerate(losses, start=1))
-    shelf = Shelf({part(0): lines})
+    shelf = Shelf({part(0): HEAD + lines})
     values = [found.metrics["loss"] for found in read_records(shelf, RUN)]
     assert math.isnan(values[0])
     assert values[1:] == [math.inf, -math.inf, 1.0]
@@ -145,19 +149,27 @@ def test_nan_and_inf_are_read_and_a_diverged_epoch_is_nan():
 )
 def test_a_damaged_line_is_left_out_with_a_warning(damage, caplog):
     """It names the object and the line; the others are read."""
-    shelf = Shelf({part(0): line(1, loss=1.0) + damage, part(1): line(1, 1, loss=3.0)})
+    whole = HEAD + line(1, 1, loss=3.0)
+    shelf = Shelf({part(0): HEAD + line(1, loss=1.0) + damage, part(1): whole})
     with caplog.at_level(logging.WARNING):
         records = read_records(shelf, RUN)
     assert [(found.step, found.rank) for found in records] == [(1, 0), (1, 1)]
     (warning,) = [entry.getMessage() for entry in caplog.records]
     assert part(0) in warning
-    assert "line 2" in warning
+    assert "line 3" in warning
+
+
+def test_a_part_that_does_not_begin_with_its_format_is_left_out(caplog):
+    """With a warning that names it: its lines may mean anything."""
+    shelf = Shelf({part(0): line(1, loss=1.0), part(1): HEAD + line(1, 1, loss=3.0)})
+    assert [found.rank for found in read_records(shelf, RUN)] == [1]
+    assert f"{part(0)} doesn't begin with its format" in caplog.text
 
 
 def test_a_frame_has_a_row_a_record_and_a_column_a_metric():
     """After the six columns that every record has."""
-    lines = line(1, loss=1.0) + line(2, loss=0.5, accuracy=0.75)
-    shelf = Shelf({part(0): lines, part(1): line(1, 1, loss="nan")})
+    lines = HEAD + line(1, loss=1.0) + line(2, loss=0.5, accuracy=0.75)
+    shelf = Shelf({part(0): lines, part(1): HEAD + line(1, 1, loss="nan")})
     frame = records_frame(shelf, RUN)
     columns = ["step", "epoch", "rank", "attempt", "time", "num_samples", "loss", "accuracy"]
     assert list(frame.columns) == columns
@@ -169,7 +181,7 @@ def test_a_frame_has_a_row_a_record_and_a_column_a_metric():
 
 def test_a_metric_named_like_a_column_has_one_of_its_own():
     """Users report `time` and `epoch`; both are there."""
-    frame = records_frame(Shelf({part(0): line(1, loss=1.0, time=0.25)}), RUN)
+    frame = records_frame(Shelf({part(0): HEAD + line(1, loss=1.0, time=0.25)}), RUN)
     assert frame["metric.time"].tolist() == [0.25]
     assert list(frame.columns)[-2:] == ["loss", "metric.time"]
 
@@ -177,7 +189,7 @@ def test_a_metric_named_like_a_column_has_one_of_its_own():
 @pytest.mark.parametrize("read", [read_metrics, read_ledger, read_goodput])
 def test_a_run_that_is_not_there_is_named(read):
     """With the place that was looked at; one that has no such records is no error."""
-    shelf = Shelf({part(0): line(1)})
+    shelf = Shelf({part(0): HEAD + line(1)})
     with pytest.raises(InvalidParamsError, match="s3://bucket/prefix holds no run 'nobody'"):
         read(shelf, "nobody")
     read(shelf, RUN)

@@ -9,14 +9,18 @@ from pathlib import Path
 import pytest
 
 from prefect_torch_ddp import DirectoryStorage, InvalidParamsError, compare_runs, list_runs
+from prefect_torch_ddp.errors import NewerFormatError
 from prefect_torch_ddp.records.run_record import (
+    AttemptRecord,
     RunRecord,
+    find_record,
     list_records,
     previous_run,
     read_record,
     write_record,
 )
 from prefect_torch_ddp.results import DatasetReport, Report
+from tests.support.formats import NEWER, rewrite
 
 BEGAN = datetime(2026, 11, 22, 2, tzinfo=UTC)
 NIGHTLY = "train-ddp/nightly/digits"
@@ -71,11 +75,36 @@ def test_a_damaged_record_is_left_out_and_named(storage, caplog):
         read_record(storage, "run-9")
 
 
-def test_what_a_newer_version_added_is_passed_over(storage):
-    """Records outlive the version that wrote them."""
-    plain = {**record(1).model_dump(mode="json"), "weather": "fine"}
-    storage.write(record(1).key, json.dumps(plain).encode())
-    assert list_records(storage) == [record(1)]
+def test_what_a_later_version_added_is_kept(storage):
+    """At any depth; an older version may put an evaluation on record, or try the training again."""
+    attempts = tuple(AttemptRecord(attempt=n, world_size=2, began=BEGAN) for n in (1, 2))
+    write_record(storage, record(1, attempts=attempts, evaluation=Report(num_samples=3)))
+    values = json.loads(storage.read(record(1).key))
+    values["attempts"][1]["weather"] = "fine"
+    values["evaluation"]["judge"] = "a person"
+    rewrite(storage, record(1).key, {**values, "later": [1]})
+    (read,) = list_records(storage)
+    assert read.attempts == attempts
+    write_record(storage, read.model_copy(update={"evaluation": None, "num_steps": 7}))
+    written = json.loads(storage.read(read.key))
+    assert [each.get("weather") for each in written["attempts"]] == [None, "fine"]
+    assert (written["later"], written["num_steps"], written["evaluation"]) == ([1], 7, None)
+
+
+def test_a_newer_format_is_refused_by_name(storage):
+    """By all that read records: the run that is looked for may be that one."""
+    write_record(storage, record(1))
+    write_record(storage, record(2))
+    rewrite(storage, record(1).key, NEWER)
+    for read in (
+        lambda: list_records(storage),
+        lambda: read_record(storage, "run-1"),
+        lambda: find_record(storage, "run-1", record(1).experiment),
+        lambda: previous_run(storage, record(3)) and previous_run(storage, record(2)),
+    ):
+        with pytest.raises(NewerFormatError, match=rf"{record(1).key} is a run record of format 7"):
+            read()
+    assert read_record(storage, "run-2") == record(2)
 
 
 def test_the_previous_run_is_the_newest_completed_one_of_the_experiment(storage):
