@@ -1,0 +1,99 @@
+"""What is hidden before it is put on record or shown, and what stays readable."""
+
+import pytest
+
+from prefect_torch_ddp.records.hiding import HIDDEN, hidden, without_credentials
+
+SECRET_NAMES = """
+api_key apikey token tokens hf_token hfToken githubToken slackToken apiToken bearerToken
+HF_TOKEN password db_pwd pwd passcode passphrase wandb_key encryption_key account_key
+signing_key ssh_key license_key sas connection_string connectionString dsn Authorization
+bearer cookie aws_secret auth pat AWS_SECRET_ACCESS_KEY access_key_id model.api_key
+"""
+ORDINARY_NAMES = """
+tokenizer num_tokens max_tokens pad_token eos_token eos_token_id cls_token mask_token
+token_dropout token_dim token_type max_token_len per_token_loss token_limit pass_words
+n_token token_level stop_tokens key sort_key run_key cache_key image_key query_key
+keyboard monkey forward_pass author authority
+"""
+
+
+@pytest.mark.parametrize("name", SECRET_NAMES.split())
+def test_the_value_of_a_name_like_a_secrets_is_hidden(name: str) -> None:
+    """A text under such a name never stays."""
+    assert hidden(name, "V") == HIDDEN
+    assert hidden("options", {name: "V"}) == {name: HIDDEN}
+
+
+@pytest.mark.parametrize("name", ORDINARY_NAMES.split())
+@pytest.mark.parametrize("value", ["<pad>", 2, True, None, 0.5], ids=repr)
+def test_the_value_of_an_ordinary_name_stays(name: str, value: object) -> None:
+    """Options of language models, and keys that sort or join, are shown."""
+    assert hidden(name, value) == value
+
+
+@pytest.mark.parametrize("name", ["token", "api_key", "secret_santa_rows"])
+def test_a_number_is_no_key(name: str) -> None:
+    """Only a password may be a number."""
+    assert hidden(name, 12) == 12
+    assert hidden("db_password", 12345678) == HIDDEN
+
+
+SECRET_TEXTS = {
+    "postgresql://user:p@SSS@host/db": "postgresql://host/db",
+    "postgresql://user:pa/SSS@host/db": "postgresql://host/db",
+    "mysql+pymysql://u:SSS%40@h/x": "mysql+pymysql://h/x",
+    "s3://KEY:SSS@bucket/x": "s3://bucket/x",
+    "https://SSS@host/x": "https://host/x",
+    "user:SSS@host": "host",
+    "https://h/x?sig=SSS&se=1": "https://h/x?sig=(hidden)&se=1",
+    "https://h/x?X-Amz-Signature=SSS": "https://h/x?X-Amz-Signature=(hidden)",
+    "https://h/#access_token=SSS": "https://h/#access_token=(hidden)",
+    "https://h/x?pwd=SSS": "https://h/x?pwd=(hidden)",
+    "AccountName=a;AccountKey=SSS==;x": "AccountName=a;AccountKey=(hidden);x",
+    "WANDB_API_KEY=SSS python train.py": "WANDB_API_KEY=(hidden) python train.py",
+    "--password SSS --lr 0.1": "--password (hidden) --lr 0.1",
+    '{"password": "SSS", "lr": 1}': '{"password": "(hidden)", "lr": 1}',
+    "Bearer eySSS": "Bearer (hidden)",
+    "Authorization: Bearer SSSSSS": "Authorization: (hidden)",
+    "Basic dXNlcjSSSdw==": "Basic (hidden)",
+    "hf_abcdefghSSS": "(hidden)",
+    "-----BEGIN PRIVATE KEY-----\nSSS\n-----END PRIVATE KEY-----": "(hidden)",
+}
+
+
+@pytest.mark.parametrize("text", SECRET_TEXTS)
+def test_credentials_within_a_text_are_hidden(text: str) -> None:
+    """What stands around them stays readable."""
+    assert without_credentials(text) == SECRET_TEXTS[text]
+    assert "SSS" not in str(hidden("options", {"anything": [text]}))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "s3://bucket/path@v1/file",
+        "https://host:8080/a@b/c",
+        "tcp://127.0.0.1:8786",
+        "http://[::1]:80/x@y",
+        "git@github.com:x/y.git",
+        "lr=0.1, step: 3, token=3",
+        "ValueError: shapes: (3, 4)",
+        "KeyError: 'token'",
+        "--pad-token <pad>",
+        "basic Training",
+        "s3://b/x?versionId=abc",
+        "return code=abc",
+    ],
+)
+def test_a_text_without_credentials_stays(text: str) -> None:
+    """Addresses, versions and errors are no secrets."""
+    assert without_credentials(text) == text
+
+
+def test_secrets_in_lists_of_arguments_and_variables_are_hidden() -> None:
+    """The argument after an option, and a variable's value, belong to the name before them."""
+    assert hidden("args", ["--password", "x", "--lr", "0.1"])[1::2] == [HIDDEN, "0.1"]
+    variables = [{"name": "WANDB_API_KEY", "value": "x"}, {"name": "LR", "value": "1"}]
+    assert [each["value"] for each in hidden("env", variables)] == [HIDDEN, "1"]
+    assert hidden("secrets", {"a": "x"}) == HIDDEN
