@@ -94,7 +94,6 @@ class Progress:
     step: int
     epoch: int
     total_steps: int | None
-    metrics: Mapping[str, float] = field(default_factory=dict)
     trouble: str = ""
     """A warning for people: `no checkpoint since step 40: ...`."""
     total_epochs: int | None = None

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from prefect_torch_ddp.errors import InvalidParamsError
+from prefect_torch_ddp.records.metric_names import is_validation
 from prefect_torch_ddp.records.reading import read_parts, record_parts, superseded_from
 from prefect_torch_ddp.results import EpochRow
 from prefect_torch_ddp.storage.formats import METRICS
@@ -19,7 +20,6 @@ from prefect_torch_ddp.storage.protocol import Storage
 if TYPE_CHECKING:
     import pandas as pd
 
-VALIDATION_PREFIXES = ("validation", "valid_", "val_", "eval_", "test_")
 MEASURED = "\0"
 ROW = np.dtype(
     [
@@ -80,13 +80,14 @@ class Records:
         return np.stack([np.bincount(bins[having], column, num_bins) for column in columns])
 
 
-def means(sums: Floats) -> Floats:
+def means(metric: str, sums: Floats) -> Floats:
     """Return the mean of each bin that has records, weighed by their samples.
 
-    Records without samples count, equally, only where there are no others.
+    Records without samples count, equally, only if there are no others. Records of a validation
+    metric always count equally: the samples are those of the training step under way.
     """
     weighted, samples, plain, count = sums[:4]
-    by_samples = samples > 0
+    by_samples = np.zeros(samples.shape, bool) if is_validation(metric) else samples > 0
     values: Floats = np.where(by_samples, weighted, plain) / np.where(by_samples, samples, count)
     return values
 
@@ -193,15 +194,10 @@ def epoch_rows(records: Records) -> tuple[EpochRow, ...]:
                 epoch=epoch,
                 num_steps=int(num_steps[at]),
                 num_samples=max((int(here[name][1]) for name in counted), default=0),
-                metrics={name: float(means(each)) for name, each in here.items()},
+                metrics={name: float(means(name, each)) for name, each in here.items()},
             )
         )
     return tuple(rows)
-
-
-def is_validation(metric: str) -> bool:
-    """Tell by its name whether a metric was measured on held-out data."""
-    return metric.lower().startswith(VALIDATION_PREFIXES)
 
 
 def records_frame(storage: Storage, run_id: str, *, all_attempts: bool = False) -> "pd.DataFrame":

@@ -93,7 +93,7 @@ class RunRecord(Result):
     num_steps: int | None = None
     num_epochs: int | None = None
     metrics: Mapping[str, float] = {}
-    """The newest values of rank 0."""
+    """The last values, each the mean over the ranks at its last step."""
     best_metric: str | None = None
     """By which checkpoints are the best."""
     best_mode: Literal["max", "min"] = "max"

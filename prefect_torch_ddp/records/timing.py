@@ -3,7 +3,7 @@
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from prefect_torch_ddp.records.reading import read_parts, record_parts, superseded_from
@@ -70,8 +70,9 @@ class TimingLine:
             return self
         spent = {name: self.seconds[name] - older.seconds.get(name, 0.0) for name in self.seconds}
         counts = {
-            name: getattr(self, name) - getattr(older, name)
-            for name in ("num_samples", "num_steps", "num_epoch_ends")
+            each.name: getattr(self, each.name) - getattr(older, each.name)
+            for each in fields(self)
+            if each.name.startswith("num_")  # these count from the launch on
         }
         return replace(self, seconds=spent, **counts)
 

@@ -2,7 +2,7 @@
 
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -80,8 +80,10 @@ class RunRecorder:
         self._own: list[AttemptRecord] = []
         self._earlier: tuple[AttemptRecord, ...] = ()
         self._newest: Progress | None = None
-        self._checkpoint_step = 0
         self._is_superseded = self._has_looked_up = False
+        self._ended_epoch: int | None = None
+        self._is_last = False
+        """Whether the training has ended, and is not tried again."""
         self._has_news = True
         self._lock = threading.RLock()
         self._events = RunEvents(draft.run_id, draft.experiment, draft.workload)
@@ -123,7 +125,7 @@ class RunRecorder:
         state = "cancelled" if isinstance(error, CANCELS) else state
         cause, newest = _cause_of(error), self._newest
         if error is None and newest and newest.step == newest.total_steps:
-            self._emit("epoch.completed", epoch=newest.epoch, metrics=newest.metrics)
+            self._ended_epoch = newest.epoch
         self._close(self._own[-1].attempt if self._own else 0, cause, None)
         self._update(
             state=state,
@@ -133,12 +135,15 @@ class RunRecorder:
             num_epochs=self.record.num_epochs or (newest and newest.epoch),
         )
         self._has_news = True
-        if error is None or (_is_last(error) and not self._is_superseded):
-            step = self._own[-1].step if self._own else None  # of the failure, if it failed
-            self._emit("training.finished", step=step, state=state, cause=cause)
+        self._is_last = error is None or (_is_last(error) and not self._is_superseded)
 
     def flush(self) -> None:
-        """Wait until Prefect's bus has heard all, or for a few seconds."""
+        """Say how it ended, and wait until Prefect's bus has heard all, or for a few seconds."""
+        self._say_epoch()
+        if self._is_last:
+            step = self._own[-1].step if self._own else None  # of the failure, if it failed
+            record = self.record
+            self._emit("training.finished", step=step, state=record.state, cause=record.cause)
         self._events.flush()
 
     def write(self) -> None:
@@ -154,6 +159,11 @@ class RunRecorder:
             except Exception:
                 self._has_news = True
                 raise
+
+    def read(self, metrics: Mapping[str, float]) -> None:
+        """Take in the last value of each metric, as read from the ranks' records."""
+        self._update(metrics=dict(metrics))
+        self._say_epoch()
 
     def measure(self, lines: Sequence[TimingLine], goodput: Goodput | None) -> None:
         """Add what the ranks wrote down of themselves: where their time went, and on what."""
@@ -176,17 +186,16 @@ class RunRecorder:
         self._update()
         self._has_news = True
         kind = "training.started" if began.attempt == 1 else "training.resumed"
-        self._emit(kind, step=self._checkpoint_step)
+        checkpoint = self.record.checkpoint
+        self._emit(kind, step=checkpoint.step if checkpoint else 0)
 
     def _advance(self, progress: Progress) -> None:
         before, self._newest = self._newest, progress
         if before is not None and progress.epoch > before.epoch:
-            self._emit("epoch.completed", epoch=progress.epoch - 1, metrics=before.metrics)
-        else:
-            self._events.send_due()
+            self._ended_epoch = progress.epoch - 1  # said when its records have been read
+        self._events.send_due()
 
     def _commit(self, committed: CheckpointCommitted) -> None:
-        self._checkpoint_step = committed.step
         attempt, value = self._own[-1].attempt if self._own else 1, committed.value
         key = manifest_key(self.record.run_id, committed.step, attempt)
         uri = f"{self._storage.uri.rstrip('/')}/{key}"
@@ -215,6 +224,12 @@ class RunRecorder:
             if each.attempt == attempt and each.ended is None:
                 self._own[i] = each.model_copy(update=end)
 
+    def _say_epoch(self) -> None:
+        with self._lock:
+            epoch, self._ended_epoch = self._ended_epoch, None
+        if epoch is not None:
+            self._emit("epoch.completed", epoch=epoch, metrics=dict(self.record.metrics))
+
     def _emit(self, name: str, **payload: Any) -> None:
         last = self._own[-1] if self._own else None
         at = {
@@ -226,8 +241,7 @@ class RunRecorder:
 
     def _update(self, **changes: Any) -> None:
         with self._lock:
-            metrics = dict(self._newest.metrics) if self._newest else self.record.metrics
-            changes = {"metrics": metrics, **changes, "attempts": (*self._earlier, *self._own)}
+            changes |= {"attempts": (*self._earlier, *self._own)}
             self.record = self.record.model_copy(update=changes)
 
     def _take_up_earlier(self) -> None:

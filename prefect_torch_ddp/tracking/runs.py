@@ -104,8 +104,8 @@ def list_runs(storage: Storage | str | Path, experiment: str | None = None) -> "
 
     Columns: run_id, experiment, workload, state (training, completed, failed or cancelled), began,
     duration_s, attempts, world_size, steps, epochs, goodput (a share), best_metric and best_value,
-    accuracy, loss and other metrics of the evaluation, `train.` and each metric that rank 0
-    reported last, commit, is_dirty, model_uri, cause. A run whose process was killed stays at
+    accuracy, loss and other metrics of the evaluation, `train.` and the last value of each
+    metric, commit, is_dirty, model_uri, cause. A run whose process was killed stays at
     `training`, without a duration, until a retry of it goes on: `began` and Prefect's flow run tell
     it from one that trains. A damaged record is left out, with a warning.
 

@@ -71,7 +71,9 @@ def page_of(training=None, record=RECORD, **more) -> str:
 
 def metric_curves(**values) -> Curves:
     """Make curves of some values at the steps from 1."""
-    return Curves({name: list(enumerate(each, start=1)) for name, each in values.items()})
+    last = {name: each[-1] for name, each in values.items()}
+    curves = {name: list(enumerate(each, start=1)) for name, each in values.items()}
+    return Curves(curves, last=last)
 
 
 def tables(markdown: str) -> list[list[list[str]]]:

@@ -227,7 +227,7 @@ class Reporter:
     def _send_progress(self) -> None:
         self._next_progress = time.monotonic() + PROGRESS_INTERVAL_S
         state = self._state
-        at = (state.record_step, state.epoch, state.total_steps, self.newest(), state.trouble())
+        at = (state.record_step, state.epoch, state.total_steps, state.trouble())
         self._link.send(Progress(*at, state.total_epochs, self._num_samples))
 
     def _step_line(self, share: "BatchShare") -> StepLine:

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
 from prefect_torch_ddp.records.metrics import MEASURED, Floats, Records, first_steps, means
 from prefect_torch_ddp.records.reading import superseded_from
@@ -27,11 +28,28 @@ class _Attempt:
     """As `first_steps` gives it."""
     sums: dict[str, Floats] = field(default_factory=lambda: defaultdict(_no_sums))
     """By metric, as `Records.sums` gives them."""
+    last: dict[str, tuple[int, Floats]] = field(default_factory=dict)
+    """By metric: its last step, and the sums of that step's records, nan included."""
     epoch_ends: dict[int, int] = field(default_factory=dict)
     holes: dict[str, Floats] = field(
         default_factory=lambda: defaultdict(lambda: np.zeros(MAX_BINS))
     )
     """Of each metric, how many records of each bin are nan or infinite."""
+
+    def add_last(self, name: str, records: Records, of_it: NDArray[np.bool_]) -> None:
+        """Take in what the rows `of_it` say of a metric at its last step."""
+        having, values = records.metrics[name]
+        chosen = of_it[having]
+        having, values = having[chosen], values[chosen]
+        steps = records.rows["step"][having]
+        if not len(steps):
+            return
+        step, (before, known) = int(steps.max()), self.last.get(name, (-1, np.zeros(5)))
+        weights, values = records.rows["num_samples"][having][steps == step], values[steps == step]
+        weighted, num = (weights * values)[weights > 0].sum(), len(values)
+        sums = np.array([weighted, weights.sum(), values.sum(), num, num * step])
+        if step >= before:
+            self.last[name] = step, sums + known if step == before else sums
 
 
 @dataclass(frozen=True)
@@ -45,6 +63,9 @@ class Curves:
     """The first step of each attempt but the first."""
     holes: Mapping[str, int] = field(default_factory=dict)
     """How many records of a metric are nan or infinite, where any are."""
+    last: Mapping[str, float] = field(default_factory=dict)
+    """By metric that was reported: the mean over the ranks at its last step. This is the value of
+    a metric wherever one is shown, and in the run record."""
 
 
 class MetricCurves:
@@ -77,6 +98,8 @@ class MetricCurves:
             bins = np.where(of_it, records.rows["step"] // self._width, -1)
             for name, (having, values) in records.metrics.items():
                 attempt.sums[name] += records.sums(name, bins, MAX_BINS, only_finite=True)
+                if not name.startswith(MEASURED):
+                    attempt.add_last(name, records, of_it)
                 if (is_hole := ~np.isfinite(values) & of_it[having]).any():
                     attempt.holes[name] += np.bincount(bins[having][is_hole], minlength=MAX_BINS)
 
@@ -102,13 +125,23 @@ class MetricCurves:
         for name in sorted(merged, key=lambda name: name.startswith(MEASURED)):
             some = merged[name][:, merged[name][3] > 0]
             if some.size:
-                points = zip((some[4] / some[3]).tolist(), means(some).tolist(), strict=True)
+                points = zip((some[4] / some[3]).tolist(), means(name, some).tolist(), strict=True)
                 values.setdefault(name.removeprefix(MEASURED), list(points))
         epoch_ends = [last[epoch] for epoch in sorted(last)]
         resumes = dict(list(firsts.items())[1:])
-        return Curves(
-            values, epoch_ends, resumes, {name: num for name, num in holes.items() if num}
-        )
+        num_holes = {name: num for name, num in holes.items() if num}
+        reported = [name for name in merged if not name.startswith(MEASURED) and name in values]
+        last_values = {name: values[name][-1][1] for name in reported} | self._last(superseded)
+        return Curves(values, epoch_ends, resumes, num_holes, last_values)
+
+    def _last(self, superseded: Mapping[int, float]) -> dict[str, float]:
+        """Return the last value of each metric, without what a newer attempt took back."""
+        found: dict[str, tuple[int, Floats]] = {}
+        for number, attempt in self._attempts.items():
+            for name, (step, sums) in attempt.last.items():
+                if step < superseded[number] and step >= found.get(name, (0, sums))[0]:
+                    found[name] = step, sums
+        return {name: float(means(name, sums)) for name, (_, sums) in found.items()}
 
     def _widen(self) -> None:
         self._width *= 2

@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from prefect_torch_ddp.records.metrics import is_validation
+from prefect_torch_ddp.records.metric_names import Direction, direction, is_validation
 from prefect_torch_ddp.records.run_record import RunRecord
 from prefect_torch_ddp.records.timing import TimingLine
 from prefect_torch_ddp.results import EpochRow, Goodput, Report, TrainReport
@@ -16,7 +16,6 @@ from prefect_torch_ddp.tasks.report.progress import TrainingProgress
 from prefect_torch_ddp.tasks.report.ranks import awaited_rank
 
 MAX_HEADLINE_METRICS = 3
-SCORE = re.compile(r"acc|f1|auc|precision|recall|r2|r²|\bmap\b|iou|dice|bleu|rouge|score|top_?\d")
 
 
 @dataclass(frozen=True)
@@ -63,11 +62,13 @@ def headline(view: RunView) -> str:
 
 def best(view: RunView) -> str:
     """Say the best metric, and how it was in the previous run."""
-    name, is_higher_better = best_metric(view.curves, view.record)
+    name, better = best_metric(view.curves, view.record)
     if not (curve := view.curves.values.get(name)):
         return ""
+    if better is None:
+        return f"Last {short(name)}: {number(view.curves.last[name])}"
     if is_validation(name) or name == view.record.best_metric:
-        step, value = (max if is_higher_better else min)(curve, key=lambda point: point[1])
+        step, value = (max if better == "max" else min)(curve, key=lambda point: point[1])
         return f"Best {short(name)}: {number(value)} at step {count(round(step))}"
     last = [value for _, value in curve[-max(1, len(curve) // 20) :]]
     return f"{short(name)}: {number(sum(last) / len(last))}, the mean of its last records"
@@ -77,20 +78,20 @@ def comparison(view: RunView) -> str:
     """Say how the run differs from the previous one, in what both have."""
     if (old := view.previous) is None:
         return ""
-    name, is_higher_better = best_metric(view.curves, view.record)
+    name, better = best_metric(view.curves, view.record)
     if view.report is not None and old.evaluation is not None:
         now: Mapping[str, float] = _values(view.report.evaluation)
         then: Mapping[str, float] = _values(old.evaluation)
         names = list(now)[:MAX_HEADLINE_METRICS]
     else:
-        now, then, names = view.training.metrics, old.metrics, [name]
+        now, then, names = view.curves.last, old.metrics, [name]
     parts = []
     for each in names:
         if not (math.isfinite(now.get(each, math.nan)) and math.isfinite(then.get(each, math.nan))):
             continue
         by = now[each] - then[each]
-        gains = by > 0 if (is_higher_better if each == name else is_score(each)) else by < 0
-        said = "the same" if by == 0 else f"{number(abs(by))} {'better' if gains else 'worse'}"
+        change = _change(by, better if each == name else direction(each))
+        said = "the same" if by == 0 else f"{number(abs(by))} {change}"
         parts.append(f"{short(each)} {number(now[each])} is {said} ({number(then[each])})")
     of_it = f"run {code(old.run_id)} of {old.began:%Y-%m-%d %H:%M}"
     is_origin = view.record.weights_from == old.run_id
@@ -98,24 +99,24 @@ def comparison(view: RunView) -> str:
     return f"Compared with {which}: {'; '.join(parts)}" if parts else ""
 
 
-def best_metric(curves: Curves, record: RunRecord) -> tuple[str, bool]:
-    """Return the metric that a training is judged by, and whether a higher value is better.
+def best_metric(curves: Curves, record: RunRecord) -> tuple[str, Direction | None]:
+    """Return the metric that a training is judged by, and which of its values are better.
 
-    It is the one that checkpoints are kept by; else the first score, or the first loss, on
-    validation data; else the first loss.
+    It is the one that checkpoints are kept by. Without one it is the first metric on validation
+    data, a score before a loss before one whose name doesn't say; else the first training loss.
     """
     if record.best_metric:
-        return record.best_metric, record.best_mode == "max"
-    found = [name for name in curves.values if is_validation(name)]
-    found = sorted(found, key=is_score, reverse=True)
-    found += [name for name in curves.values if "loss" in name.lower()]
-    return (found[0], is_score(found[0])) if found else ("", False)
+        return record.best_metric, record.best_mode
+    found = [name for name in curves.last if is_validation(name)]
+    found = sorted(found, key=lambda name: ("max", "min", None).index(direction(name)))
+    found += [name for name in curves.last if "loss" in name.lower()]
+    return (found[0], direction(found[0])) if found else ("", None)
 
 
-def is_score(metric: str) -> bool:
-    """Tell by its name whether a higher value of a metric is better."""
-    name = metric.lower()
-    return "loss" not in name and SCORE.search(name) is not None
+def _change(by: float, better: Direction | None) -> str:
+    if better is None:
+        return "higher" if by > 0 else "lower"
+    return "better" if (by > 0) == (better == "max") else "worse"
 
 
 def _values(evaluation: Report) -> dict[str, float]:

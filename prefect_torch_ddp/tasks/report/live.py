@@ -150,8 +150,8 @@ class LiveReport:
             self._is_superseded = isinstance(error, SupersededError)
             self._is_over = True
         self._wake.set()
-        self._recorder.flush()
         self._thread.join(max(0.0, deadline_s - time.monotonic()))
+        self._recorder.flush()
 
     def _keep_writing(self) -> None:
         # Prefect's own retries last a minute; ours come at the interval.
@@ -202,6 +202,9 @@ class LiveReport:
             self._curves.add(records)
             curves = self._curves.snapshot()
             self._shown |= {"curves": curves, "picture": render_curves(curves)}
+            self._recorder.read(curves.last)
+            with self._lock:
+                self._training.metrics = dict(curves.last)
             self._has_news = True
         shown: Curves = self._shown.get("curves", Curves())
         return shown

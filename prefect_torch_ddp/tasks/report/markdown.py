@@ -20,6 +20,8 @@ def text(value: object) -> str:
     escaped = re.sub(
         r"(?i)(?<=www)(?=\.)|(?<=:)(?=//)|(?<=@)|(?<=mailto:)|(?<=xmpp:)", JOINER, escaped
     )
+    # At a line's beginning these make a heading, a list or a rule.
+    escaped = re.sub(r"^(?=#|[-+=](?:\s|$|[-=])|\d{1,9}[.)](?:\s|$))", JOINER, escaped)
     # An underscore between letters starts nothing, and validation_loss stays searchable.
     return re.sub(r"(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])", r"\\_", escaped)
 

@@ -5,12 +5,12 @@ each picture, beside ranks that train.
 """
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from prefect_torch_ddp.records.metric_names import quantity
 from prefect_torch_ddp.tasks.report.curves import Curve, Curves
 from prefect_torch_ddp.tasks.report.markdown import middle_cut, svg_image, svg_text
 
@@ -39,8 +39,6 @@ GAP = 5
 NUM_TICKS = 5
 LARGEST, SMALLEST = 1e300, 1e-300
 """Beyond them sums and quotients overflow."""
-_SPLIT = r"(train(ing)?|validation|valid|val|eval|test)"
-OF_SPLIT = re.compile(rf"^{_SPLIT}[_/ .-]+|[_/ .-]+{_SPLIT}$")
 FIXED_FROM, FIXED_TO = 1e-4, 1e6
 """Ticks that are written without an exponent."""
 
@@ -78,14 +76,6 @@ def downsample(curve: Curve, max_points: int = MAX_POINTS) -> Curve:
 def left_out(curves: Curves) -> list[str]:
     """Return the names of the curves that the picture has no room for."""
     return _panels(curves)[1]
-
-
-def quantity(metric: str) -> str:
-    """Return what a metric measures, on whichever data: `loss` of `val_loss` and `train/loss`."""
-    name = metric.lower()
-    if name.startswith("learning_rate"):
-        return "learning rate"
-    return OF_SPLIT.sub("", name) or name
 
 
 def _panels(curves: Curves) -> tuple[Mapping[str, Panel], list[str]]:

@@ -28,7 +28,7 @@ class TrainingProgress:
     """What it waits for before its ranks start."""
     newest: Progress | None = None
     metrics: dict[str, float] = field(default_factory=dict)
-    """The newest value of each, on rank 0."""
+    """The last value of each: the mean over the ranks, as read from their records."""
     _seen: deque[tuple[float, int, int]] = field(default_factory=deque)
     """(time, step, samples) of the events of the last half minute."""
 
@@ -47,7 +47,6 @@ class TrainingProgress:
         if self.newest is not None and progress.step < self.newest.step:
             self._seen.clear()
         self.newest = progress
-        self.metrics |= progress.metrics
         self._seen.append((now_s, progress.step, progress.num_samples))
         # Two make a speed.
         while len(self._seen) > 2 and now_s - self._seen[1][0] > SPEED_WINDOW_S:  # noqa: PLR2004

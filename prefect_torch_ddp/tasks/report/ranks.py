@@ -1,6 +1,8 @@
 """What the report says of ranks and time: who is slow, each rank's times, and the goodput."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 from prefect_torch_ddp.records.timing import TimingLine, waiting_cost
 from prefect_torch_ddp.results import Goodput
@@ -12,7 +14,7 @@ NAMED_FROM = 0.1
 WINDOW_S = 60.0
 SHOWN_FROM_S = 0.05
 GOODPUT_PARTS = {
-    "steps_s": "steps that count",
+    "steps_s": "useful steps",
     "data_s": "waiting for data",
     "validation_s": "validation",
     "checkpoints_s": "held up by checkpoints",
@@ -57,15 +59,15 @@ def rank_table(lines: Sequence[TimingLine]) -> str:
         return ""
     slowest, _ = waiting_cost(lines)
     shown = sorted(lines, key=lambda line: (line is not slowest, line.rank))[:MAX_RANK_ROWS]
-    rows = [_rank_row(line) for line in sorted(shown, key=lambda line: line.rank)]
-    header = ["rank", "host", "device", "samples/s", "data", "compute", "waiting for peers"]
-    header += ["checkpoints", "peak memory", "peak on the GPU"]
-    has_gpu = any(line.cuda_bytes for line in lines)
-    body = table(header, rows, align="rll" + "r" * 7)
-    if not has_gpu:
-        body = table(header[:-1], [row[:-1] for row in rows], align="rll" + "r" * 6)
+    columns = [column for column in COLUMNS if any(map(column.is_shown, lines))]
+    rows = [
+        [column.cell(line) for column in columns]
+        for line in sorted(shown, key=lambda line: line.rank)
+    ]
+    align = "".join(column.align for column in columns)
+    body = table([column.title for column in columns], rows, align=align)
     num_left_out = len(lines) - len(shown)
-    notes = ["Shares of the time within `ctx.steps`; waiting has the exchange of gradients in it."]
+    notes = ["Shares of the time within `ctx.steps`; waiting includes all-reduce."]
     if any("waiting" not in line.seconds for line in lines) and len(lines) > 1:
         notes += ["Where waiting isn't known, as on a GPU, it is part of compute."]
     notes += [f"{num_left_out} more ranks are left out."] if num_left_out else []
@@ -84,30 +86,55 @@ def goodput_table(goodput: Goodput | None) -> str:
     ]
     times = "attempt" if goodput.num_attempts == 1 else "attempts"
     whole = f"{duration(goodput.wall_s)}, in {goodput.num_attempts} {times}"
-    says = f"**{percent(goodput.share, 0)}** of {whole}, went into steps that count."
+    says = f"**{percent(goodput.share, 0)}** of {whole}, went into useful steps."
     return f"{says}\n\n{table(['what', 'time', 'share'], rows)}"
 
 
-def _rank_row(line: TimingLine) -> list[str]:
-    total_s = line.loop_s
-    speed = number(line.num_samples / total_s) if total_s > 0 else ""
+def _share(spent_s: float, line: TimingLine) -> str:
+    return percent(spent_s / line.loop_s, 0) if line.loop_s > 0 else ""
 
-    def share(spent_s: float) -> str:
-        return percent(spent_s / total_s, 0) if total_s > 0 else ""
 
-    return [
-        str(line.rank),
-        text(line.host),
-        text(line.device),
-        speed,
-        share(line.spent(["loading"])),
-        share(line.spent(["step", "epoch_end", "step_end"]) - line.waiting_s),
-        share(line.waiting_s) if "waiting" in line.seconds else "",
-        share(line.spent(["saving"])),
-        _size(line.rss_bytes),
-        _size(line.cuda_bytes),
-    ]
+def _waiting(line: TimingLine) -> str:
+    return _share(line.waiting_s, line) if "waiting" in line.seconds else ""
+
+
+def _speed(line: TimingLine) -> str:
+    return number(line.num_samples / line.loop_s) if line.loop_s > 0 else ""
 
 
 def _size(num_bytes: int) -> str:
     return f"{count(round(num_bytes / 1e6))} MB" if num_bytes else ""
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of the table of ranks."""
+
+    title: str
+    cell: Callable[[TimingLine], str]
+    """Makes the markdown of a rank's cell."""
+    align: Literal["l", "r"] = "r"
+    is_shown: Callable[[TimingLine], bool] = lambda _: True
+    """Whether a rank has something to show; the column is there if any rank has."""
+
+
+COLUMNS = (
+    Column("rank", lambda line: str(line.rank)),
+    Column("host", lambda line: text(line.host), "l"),
+    Column("device", lambda line: text(line.device), "l"),
+    Column("samples/s", _speed),
+    Column("data", lambda line: _share(line.spent(["loading"]), line)),
+    Column(
+        "compute",
+        lambda line: _share(line.spent(["step", "epoch_end", "step_end"]) - line.waiting_s, line),
+    ),
+    Column("waiting for peers", _waiting),
+    Column("checkpoints", lambda line: _share(line.spent(["saving"]), line)),
+    Column("peak memory", lambda line: _size(line.rss_bytes)),
+    Column(
+        "peak on the GPU",
+        lambda line: _size(line.cuda_bytes),
+        is_shown=lambda line: line.cuda_bytes > 0,
+    ),
+)
+"""The table of ranks, a column each; what a rank measures is a field of `TimingLine`."""

@@ -86,27 +86,25 @@ def _facts(view: RunView) -> str:
         "Attempt": str(training.attempt),
         "Elapsed": "" if view.elapsed_s is None else duration(view.elapsed_s),
         "Updated": text(view.updated_at),
-        "All lines of the ranks": code(view.logs),
+        "Logs": code(view.logs),
     }
     return fact_table(facts)
 
 
 def _metrics(view: RunView) -> str:
-    curves, newest = view.curves.values, view.training.metrics
-    names = list(dict.fromkeys([*curves, *newest]))
+    curves, last = view.curves.values, view.curves.last
+    names = list(dict.fromkeys([*curves, *last]))
     rows = []
     for name in names[:MAX_METRIC_ROWS]:
-        here = [number(newest[name]) if name in newest else ""] if newest else []
-        cells = [""] * 3
+        cells = [number(last[name]) if name in last else "", "", ""]
         if curve := curves.get(name):
             low, high = (each(curve, key=lambda point: point[1]) for each in (min, max))
             of = [f"{number(value)} (step {count(round(step))})" for step, value in (low, high)]
-            cells = [number(curve[-1][1]), *of]
-        rows.append([short(name), *here, *cells])
+            cells = [cells[0] or number(curve[-1][1]), *of]
+        rows.append([short(name), *cells])
     num_left_out = len(names) - len(rows)
     ending = f"\n\n{num_left_out} more metrics are left out." if num_left_out else ""
-    of_rank_0 = ["newest of rank 0"] if newest else []
-    header = ["metric", *of_rank_0, "last, of all ranks", "lowest", "highest"]
+    header = ["metric", "last", "lowest", "highest"]
     return table(header, rows) + ending if rows else ""
 
 
@@ -165,7 +163,7 @@ def _attempts(attempts: Sequence[AttemptRecord]) -> str:
         rows.append(
             [str(one.attempt), str(one.world_size or ""), text(on), took, step, text(one.cause)]
         )
-    header = ["attempt", "ranks", "hosts", "took", "last step", "why it ended early"]
+    header = ["attempt", "ranks", "hosts", "took", "last step", "cause"]
     return table(header, rows, align="rrlrrl") if rows else ""
 
 
@@ -203,7 +201,7 @@ def _ledger_lines(ledger: LedgerReport | None) -> str:
     if num_left_out:
         shown.insert(0, f"- the first {num_left_out} lines are left out")
     sizes = ", ".join(f"{attempt} ({size} ranks)" for attempt, size in ledger.attempts.items())
-    ending = f"\n\nBy the steps that count, of attempt {sizes}." if sizes else ""
+    ending = f"\n\nBy the useful steps, of attempt {sizes}." if sizes else ""
     return "\n".join(shown) + ending
 
 

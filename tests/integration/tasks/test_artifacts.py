@@ -63,7 +63,7 @@ def live_report(run_id: str = RUN, attempt: int = 1, interval_s: float = 0.3) ->
 
 def step(number: int) -> Progress:
     """Make the progress of one step."""
-    return Progress(number, (number - 1) // 10 + 1, 40, {"loss": 1 / number})
+    return Progress(number, (number - 1) // 10 + 1, 40)
 
 
 def run_in_a_task(do: Callable[[Any], object], **options: Any) -> tuple[Any, Any]:
@@ -119,9 +119,10 @@ def test_the_live_report_is_two_artifacts_updated_in_place(prefect_api):
         assert only[1] == task_run_id
     assert len({found[PAGE].data for found in seen}) == 4
     assert [found[PROGRESS].data for found in seen] == [25.0, 50.0, 50.0, 100.0]
-    assert first[PROGRESS].description.startswith("epoch 1 · step 10/40 · loss 0.1")
-    assert failed[PROGRESS].description == "epoch 2 · step 20/40 · loss 0.05 · failed"
-    assert last[PROGRESS].description == "epoch 2 · step 20/40 · loss 0.05 · trained"
+    assert first[PROGRESS].description.startswith("epoch 1 · step 10/40 · loss 0.525")
+    ending = "epoch 2 · step 20/40 · loss 0.525 · validation_accuracy 0.9 · "
+    assert failed[PROGRESS].description == f"{ending}failed"
+    assert last[PROGRESS].description == f"{ending}trained"
     assert "](data:image/svg+xml;base64," in last[PAGE].data
     assert RUN in last[PAGE].data
     assert "| Attempt | 3 |" in last[PAGE].data

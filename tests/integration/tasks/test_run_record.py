@@ -18,13 +18,17 @@ from prefect_torch_ddp import (
     RankFailedError,
     ddp_task,
     gang_report,
+    list_runs,
+    read_metrics,
     run_gang,
     train_flow,
 )
+from prefect_torch_ddp.records.metric_names import is_validation
 from prefect_torch_ddp.records.run_record import RunRecord, list_records
 from prefect_torch_ddp.storage.directory import DirectoryStorage
+from prefect_torch_ddp.tasks.report import markdown
 from tests.integration.tasks.test_recovery import params_of
-from tests.support.runs import artifacts_of, flow_run_id_of, logs_of
+from tests.support.runs import artifacts_of, flow_run_id_of, logs_of, report_of
 from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.timeout(400), pytest.mark.usefixtures("prefect_api")]
@@ -52,6 +56,27 @@ def events_of(flow_run_id: UUID, last: str = "training.finished") -> list[dict[s
 def names_of(events: list[dict[str, Any]]) -> list[str]:
     """Return what happened, without the beginning that all events share."""
     return [event["event"].removeprefix("prefect-torch-ddp.") for event in events]
+
+
+def last_values(store: Path, run_id: str) -> dict[str, float]:
+    """Work out each metric's last value by hand: the mean over the ranks at its last step."""
+    frame, found = read_metrics(store, run_id), {}
+    for name in frame.columns[frame.columns.get_loc("num_samples") + 1 :]:
+        rows = frame[frame[name].notna()]
+        rows = rows[rows["step"] == rows["step"].max()]
+        weights = rows["num_samples"] * (0 if is_validation(name) else 1)
+        weights = weights if weights.sum() else weights + 1
+        found[name] = (rows[name] * weights).sum() / weights.sum()
+    return found
+
+
+def check_metrics(store: Path, record: RunRecord, page: str) -> None:
+    """Compare the record's metrics with the ranks' records, `list_runs` and the page's table."""
+    assert record.metrics == pytest.approx(last_values(store, record.run_id))
+    row = list_runs(store).iloc[0]
+    assert {name: row[f"train.{name}"] for name in record.metrics} == record.metrics
+    for name, value in record.metrics.items():
+        assert f"| {name} | {markdown.number(value)} |" in page
 
 
 def only_record(store: Path) -> RunRecord:
@@ -95,6 +120,7 @@ def test_a_run_that_lost_a_rank_is_on_record_and_on_the_bus(
     assert record.checkpoint == report.checkpoint
     assert record.evaluation is not None
     assert record.evaluation.accuracy == report.evaluation.accuracy
+    check_metrics(store, record, report_of(flow_run_id_of(report.flow_run_url)))
 
     events = events_of(flow_run_id_of(report.flow_run_url))
     names = names_of(events)

@@ -108,6 +108,14 @@ def test_records_without_samples_count_only_where_there_are_no_others():
     assert row.metrics == pytest.approx(expected)
 
 
+def test_a_validation_metric_counts_equally_on_each_rank():
+    """Whatever the samples of the training step in which it was reported."""
+    for tail in ((1, 0), (2, 1), (4, 4)):
+        records = [record(1, rank, num_samples=tail[rank], val_loss=float(rank)) for rank in (0, 1)]
+        (row,) = epoch_rows(columns(records))
+        assert row.metrics == {"val_loss": 0.5}
+
+
 def test_a_resumed_attempt_supersedes_all_that_follows_its_first_step():
     """On every rank, also steps that it hasn't reached, ranks that it has no more, and what an
     attempt between had made. What it reports before that step, such as the number of parameters,

@@ -64,3 +64,25 @@ def test_nan_and_infinite_values_are_left_out_and_counted():
     assert (resumed.values, resumed.holes) == ({"loss": [(2, 0.5)]}, {"loss": 1})
     many = MetricCurves(columns(record(step, loss=math.nan) for step in range(3 * MAX_BINS)))
     assert many.snapshot().holes == {"loss": 3 * MAX_BINS}
+
+
+def test_the_last_value_is_the_mean_over_the_ranks_at_the_last_step():
+    """Exact though steps share a bin, in any order of arrival, nan if one of them is."""
+    num_steps = 3 * MAX_BINS
+    curves = MetricCurves()
+    for rank in range(2):
+        steps = range(1, num_steps + 1)
+        curves.add(columns(record(step, rank, num_samples=1, loss=step + rank) for step in steps))
+    curves.add(columns([record(5, 0, num_samples=0, val_acc=0.25)]))
+    curves.add(columns([record(5, 1, num_samples=3, val_acc=0.75)]))
+    assert curves.snapshot().last == {"loss": num_steps + 0.5, "val_acc": 0.5}
+    curves.add(columns([record(num_steps + 1, 0, loss=1.0)]))
+    curves.add(columns([record(num_steps + 1, 1, loss=math.nan)]))
+    assert math.isnan(curves.snapshot().last["loss"])
+
+
+def test_the_last_value_that_a_newer_attempt_took_back_gives_way():
+    """The curve's last point takes its place until the newer attempt reports the metric."""
+    old = [record(step, 0, 1, loss=float(step), val_loss=10.0 * step) for step in range(1, 9)]
+    curves = MetricCurves(columns([*old, record(4, 0, 2, loss=0.5)]))
+    assert curves.snapshot().last == {"loss": 0.5, "val_loss": 30.0}

@@ -16,7 +16,6 @@ from prefect_torch_ddp.tasks.report.plot import (
     RESUMED,
     downsample,
     left_out,
-    quantity,
     render_curves,
 )
 
@@ -98,21 +97,6 @@ def test_curves_of_one_quantity_share_a_panel_with_a_legend() -> None:
     assert any(re.fullmatch(r"loss_of_x+….*_9", name) for name in long)
     odd = texts(drawn(dict.fromkeys(["_hidden", "$x$ & <b>", "a\x00b"], LOSS[:5])))
     assert {"_hidden", "$x$ & <b>", "ab"} <= set(odd)
-
-
-def test_a_quantity_is_a_metric_without_its_split() -> None:
-    """Whichever way its name says that."""
-    measures = {
-        "validation_loss": "loss",
-        "Loss": "loss",
-        "eval/accuracy": "accuracy",
-        "mae-test": "mae",
-        "validation": "validation",
-        "trainable": "trainable",
-        "test_": "test_",
-        "learning_rate of optimizer[1]": "learning rate",
-    }
-    assert {metric: quantity(metric) for metric in measures} == measures
 
 
 def test_what_has_no_room_is_named() -> None:

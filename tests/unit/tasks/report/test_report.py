@@ -84,7 +84,7 @@ def test_a_huge_and_hostile_run_makes_a_page_below_300_kb_without_a_link():
     )
     steps = [(step, 1 / step) for step in range(1, 2001)]
     holes = dict.fromkeys(names, 7)
-    curves = Curves(dict.fromkeys(names, steps), range(4, 2000, 4), {2: 5, 3: 900}, holes)
+    curves = Curves(dict.fromkeys(names, steps), range(4, 2000, 4), {2: 5, 3: 900}, holes, row)
     kept = [
         KeptCheckpoint(CheckpointRef(step=400, attempt=2, uri=f"s3://b/{i}"), 10**10, "9f" * 32)
         for i in range(500)
@@ -93,7 +93,7 @@ def test_a_huge_and_hostile_run_makes_a_page_below_300_kb_without_a_link():
         status="failed",
         cause=f"```\n{GREEDY}\n{HOSTILE}\n" * 1000,
         metrics=row,
-        newest=Progress(5, 1, 10, row, GREEDY),
+        newest=Progress(5, 1, 10, GREEDY),
     )
     spent = {"step": 9, "waiting": 8}
     ranks = [
@@ -150,17 +150,22 @@ def test_a_section_that_is_too_large_gives_way_and_says_so(monkeypatch: pytest.M
             {"best_metric": "speed"},
             "Best speed: 9 at step 2",
         ),
+        (
+            {"val_oddness": [1, 3, 2]},
+            {},
+            f"Last val_oddness: 2  \n{COMPARED} val_oddness 2 is 1 higher (1)",
+        ),
         ({"loss": range(1, 101)}, {}, "loss: 98, the mean of its last records"),
         ({"lr": [0.1]}, {}, None),
         ({}, {}, None),
     ],
+    ids=["a loss", "a score", "the metric of checkpoints", "unknown", "a training", "rate", "none"],
 )
 def test_the_best_metric_and_the_previous_run_stand_below_the_headline(values, changes, line):
     """What checkpoints are kept by, else a score or a loss on validation data, else the loss."""
-    old = old_record(metrics={"val_loss": 4.5, "val_acc": 0.625, "other": 1.0})
-    shown = TrainingProgress(metrics={name: float(each[-1]) for name, each in values.items()})
+    old = old_record(metrics={"val_loss": 4.5, "val_acc": 0.625, "other": 1.0, "val_oddness": 1.0})
     record = RECORD.model_copy(update=changes)
-    page = page_of(shown, record, curves=metric_curves(**values), previous=old)
+    page = page_of(TrainingProgress(), record, curves=metric_curves(**values), previous=old)
     below = page.split("\n\n")[1]
     assert below == line if line else below.startswith(("| what", "!["))
 
@@ -296,3 +301,10 @@ def test_a_ledger_that_is_not_clean_is_said_first():
     assert "**The ledger is not clean**" in page.split("## ")[0]
     assert page.count("- epoch 1: 3 samples; 1 missing (2)") == 2
     assert "of attempt 1 (2 ranks)." in page
+
+
+@pytest.mark.parametrize("start", ["# h", "- x", "+ x", "1. x", "2) x", "===", "---", "#"])
+def test_a_name_that_begins_like_markdown_stays_a_name(start: str) -> None:
+    """No heading, list or rule begins with it; a negative number stays as it is."""
+    assert text(start).startswith("\u2060")
+    assert text("-0.5") == "-0.5"

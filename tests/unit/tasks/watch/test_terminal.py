@@ -61,12 +61,13 @@ def test_a_task_called_in_the_flows_process_shows_attempts_and_waits(
         for event in (
             Waiting("waiting for workers: 3 of 8 after 4 s (limit 60 s)"),
             AttemptBegan(2, 4),
-            Progress(40, 1, 400, {"loss\x1b[2J": 0.5}),
+            Progress(40, 1, 400),
         ):
             if isinstance(event, AttemptBegan):
                 training.begin_attempt(event)
             elif isinstance(event, Progress):
                 training.add(event, 0.0)
+                training.metrics = {"loss\x1b[2J": 0.5}
             teller.receive(event)
             said.append(display._plain())
     assert said[0] == "fit: waiting for workers: 3 of 8 after 4 s (limit 60 s)"
