@@ -24,37 +24,21 @@ from prefect_torch_ddp.protocol.events import (
     Progress,
     Waiting,
 )
-from prefect_torch_ddp.records.metrics import (
-    epoch_rows,
-    read_all_records,
-    read_new_records,
-    surviving_records,
-)
 from prefect_torch_ddp.records.rank_log import LogFolder
-from prefect_torch_ddp.records.run_record import previous_run
-from prefect_torch_ddp.records.timing import newest_lines
 from prefect_torch_ddp.storage.protocol import Storage
 from prefect_torch_ddp.tasks.report.artifacts import ArtifactWriter, key
-from prefect_torch_ddp.tasks.report.checkpoints import kept_checkpoints
-from prefect_torch_ddp.tasks.report.curves import Curves, MetricCurves
+from prefect_torch_ddp.tasks.report.curves import Curves
 from prefect_torch_ddp.tasks.report.headline import RunView
 from prefect_torch_ddp.tasks.report.markdown import text
 from prefect_torch_ddp.tasks.report.plot import render_curves
 from prefect_torch_ddp.tasks.report.progress import Status, TrainingProgress
-from prefect_torch_ddp.tasks.report.ranks import RecentTimes
 from prefect_torch_ddp.tasks.report.report import render_page
+from prefect_torch_ddp.tasks.report.stored import Readings
 from prefect_torch_ddp.tracking.recorder import RunRecorder
-from prefect_torch_ddp.tracking.runs import goodput_so_far
 
 REQUEST_TIMEOUT_S = 5.0
-LOOK_INTERVAL_S = 20.0
-"""Between two looks at checkpoints, claims and failures, each an object to read."""
 FINISH_TIMEOUT_S = 10.0
 """How long a training's end waits for all that is to be shown, recorded and sent."""
-MAX_RECORDS = 500_000
-"""That are read once more at the end, for the epochs: a second's work."""
-READ_SHARE = 1 / 64
-"""Records are read again after this share of the training's age: as often as ranks write them."""
 
 
 class LiveReport:
@@ -90,14 +74,9 @@ class LiveReport:
         self._recorder = recorder
         self._interval_s = interval_s
         self._is_published = is_published
-        self._known: set[str] = set()
-        """The parts of the run's records that are in the curves."""
-        self._curves = MetricCurves()
-        self._recent = RecentTimes()
+        self._readings = Readings(storage, interval_s)
         self._shown: dict[str, Any] = {}
         """What was read, by the names of RunView."""
-        self._num_records = 0
-        self._next_look_s = 0.0
         self._lock = threading.Lock()
         self._has_news = True
         self._is_over = self._is_superseded = False
@@ -156,15 +135,12 @@ class LiveReport:
     def _keep_writing(self) -> None:
         # Prefect's own retries last a minute; ours come at the interval.
         with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}), ExitStack() as stack:
-            next_read_s, last = 0.0, False
+            last = False
             while not last:
                 # Asked before writing: what is written after the flag went up is the end.
                 last = self._is_over
-                age_s = time.monotonic() - self._started_s
                 self._try("write the run's record", self._recorder.write)
-                if last or age_s >= next_read_s:
-                    next_read_s = age_s + max(self._interval_s, age_s * READ_SHARE)
-                    self._read(is_last=last)
+                self._read(is_last=last)
                 if last:
                     self._recorder.measure(self._shown.get("ranks", ()), self._shown.get("goodput"))
                     self._try("write the run's record", self._recorder.write)
@@ -174,40 +150,28 @@ class LiveReport:
                     self._wake.clear()
 
     def _read(self, *, is_last: bool) -> None:
-        at = self._storage, self._recorder.record.run_id
-        readings: dict[str, Callable[[], Any]] = {
-            "curves": self._read_curves,
-            "ranks": lambda: newest_lines(*at) if is_last else self._recent.add(newest_lines(*at)),
-        }
-        age_s = time.monotonic() - self._started_s
-        if is_last or age_s >= self._next_look_s:
-            self._next_look_s = age_s + max(LOOK_INTERVAL_S, age_s * READ_SHARE)
-            readings["goodput"] = lambda: goodput_so_far(*at)
-            readings["checkpoints"] = lambda: kept_checkpoints(*at)
-        # Of train_flow the task that publishes reads the epochs.
-        if is_last and self._training.status != "trained" and self._num_records < MAX_RECORDS:
-            readings["epochs"] = lambda: epoch_rows(surviving_records(read_all_records(*at)))
-        if "previous" not in self._shown:
-            readings["previous"] = lambda: previous_run(self._storage, self._recorder.record)
-        for name, read in readings.items():
+        before = self._readings.curves
+        due = self._readings.due(
+            self._recorder.record,
+            is_last=is_last,
+            has_previous="previous" in self._shown,
+            # Of train_flow the task that publishes reads the epochs.
+            needs_epochs=self._training.status != "trained",
+        )
+        for name, read in due.items():
             self._try(f"read the run's {name}", self._take, name, read)
+        if (curves := self._readings.curves) is not before:
+            self._try("show the run's curves", self._show, curves)
+
+    def _show(self, curves: Curves) -> None:
+        self._recorder.read(curves.last)
+        with self._lock:
+            self._training.metrics = dict(curves.last)
+            self._has_news = True
+        self._shown["picture"] = render_curves(curves)
 
     def _take(self, name: str, read: Callable[[], Any]) -> None:
         self._shown[name] = read()
-
-    def _read_curves(self) -> Curves:
-        records = read_new_records(self._storage, self._recorder.record.run_id, self._known)
-        if records:
-            self._num_records += len(records)
-            self._curves.add(records)
-            curves = self._curves.snapshot()
-            self._shown |= {"curves": curves, "picture": render_curves(curves)}
-            self._recorder.read(curves.last)
-            with self._lock:
-                self._training.metrics = dict(curves.last)
-            self._has_news = True
-        shown: Curves = self._shown.get("curves", Curves())
-        return shown
 
     def _write(self, stack: ExitStack) -> None:
         if self._writer is None:

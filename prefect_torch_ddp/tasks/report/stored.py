@@ -1,12 +1,15 @@
-"""What a page shows of a run that has ended: all that the run left in its storage."""
+"""What a page shows of what a run left in its storage: read once at its end, or as it trains."""
 
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 from prefect_torch_ddp.protocol.events import Progress
 from prefect_torch_ddp.records.metrics import (
     Records,
     epoch_rows,
+    read_all_records,
     read_new_records,
     reported,
     surviving_records,
@@ -17,10 +20,18 @@ from prefect_torch_ddp.records.timing import newest_lines
 from prefect_torch_ddp.results import EpochRow, TrainReport
 from prefect_torch_ddp.storage.protocol import Storage
 from prefect_torch_ddp.tasks.report.checkpoints import kept_checkpoints
-from prefect_torch_ddp.tasks.report.curves import MetricCurves
+from prefect_torch_ddp.tasks.report.curves import Curves, MetricCurves
 from prefect_torch_ddp.tasks.report.headline import RunView
 from prefect_torch_ddp.tasks.report.progress import TrainingProgress
+from prefect_torch_ddp.tasks.report.ranks import RecentTimes
 from prefect_torch_ddp.tracking.runs import goodput_so_far
+
+LOOK_INTERVAL_S = 20.0
+"""Between two looks at checkpoints, claims and failures, each an object to read."""
+MAX_RECORDS = 500_000
+"""That are read once more at the end, for the epochs: a second's work."""
+READ_SHARE = 1 / 64
+"""Records are read again after this share of the training's age: as often as ranks write them."""
 
 
 @dataclass(frozen=True)
@@ -60,3 +71,63 @@ def finished_view(stored: StoredRun, record: RunRecord, report: TrainReport) -> 
         goodput=goodput_so_far(*at),
         logs=LogFolder(*at).uri,
     )
+
+
+class Readings:
+    """What a run that trains has in its storage, read again and again; used by one thread."""
+
+    def __init__(self, storage: Storage, interval_s: float) -> None:
+        """Read nothing yet.
+
+        Args:
+            storage: of the run.
+            interval_s: the least time between two readings.
+        """
+        self.curves = Curves()
+        self._storage = storage
+        self._interval_s = interval_s
+        self._known: set[str] = set()
+        """The parts of the run's records that are in the curves."""
+        self._built = MetricCurves()
+        self._recent = RecentTimes()
+        self._num_records = 0
+        self._next_read_s = self._next_look_s = 0.0
+        self._began_s = time.monotonic()
+
+    def due(
+        self, record: RunRecord, *, is_last: bool, has_previous: bool, needs_epochs: bool
+    ) -> Mapping[str, Callable[[], Any]]:
+        """Return what is to be read now, by the names of RunView; nothing before it is due.
+
+        Args:
+            record: of the run.
+            is_last: the training has ended: all is read, and the ranks' times are those of all.
+            has_previous: the run to compare with is known.
+            needs_epochs: the rows of the epochs are shown, at the end.
+        """
+        age_s = time.monotonic() - self._began_s
+        if age_s < self._next_read_s and not is_last:
+            return {}
+        self._next_read_s = age_s + max(self._interval_s, age_s * READ_SHARE)
+        at = self._storage, record.run_id
+        due: dict[str, Callable[[], Any]] = {
+            "curves": lambda: self._read_curves(record.run_id),
+            "ranks": lambda: newest_lines(*at) if is_last else self._recent.add(newest_lines(*at)),
+        }
+        if is_last or age_s >= self._next_look_s:
+            self._next_look_s = age_s + max(LOOK_INTERVAL_S, age_s * READ_SHARE)
+            due["goodput"] = lambda: goodput_so_far(*at)
+            due["checkpoints"] = lambda: kept_checkpoints(*at)
+        if is_last and needs_epochs and self._num_records < MAX_RECORDS:
+            due["epochs"] = lambda: epoch_rows(surviving_records(read_all_records(*at)))
+        if not has_previous:
+            due["previous"] = lambda: previous_run(self._storage, record)
+        return due
+
+    def _read_curves(self, run_id: str) -> Curves:
+        records = read_new_records(self._storage, run_id, self._known)
+        if records:
+            self._num_records += len(records)
+            self._built.add(records)
+            self.curves = self._built.snapshot()
+        return self.curves
