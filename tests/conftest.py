@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-pytest_plugins = ["tests.support.leaks", "tests.support.servers"]
+pytest_plugins = ["tests.support.case_ids", "tests.support.leaks", "tests.support.servers"]
 pytest.register_assert_rewrite("tests.support")
 
 # Hypothesis fails an example that takes 200 ms, and data that is slow to draw: on a loaded machine
