@@ -22,6 +22,43 @@ FORGET_AFTER_S = 600.0
 """A mailbox without an agent is dropped after this long without a poll."""
 
 
+class Alarm:
+    """Wakes a thread that waits for files. Safe between threads."""
+
+    def __init__(self) -> None:
+        """Nobody waits yet, and nothing rings."""
+        self._fd: int | None = None
+        self._lock = threading.Lock()
+
+    @contextlib.contextmanager
+    def set(self) -> Iterator[int]:
+        """Yield a file descriptor that becomes readable when the alarm rings."""
+        fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._fd = fd
+        try:
+            yield fd
+        finally:
+            with self._lock:  # `ring` must not write to another file of the same number
+                self._fd = None
+                os.close(fd)
+
+    def wait(self, timeout_s: float, fds: Iterable[int]) -> None:
+        """Wait until it rings, or until one of the files is readable; it has to be set."""
+        assert self._fd is not None
+        poller = select.poll()
+        for fd in (self._fd, *fds):
+            poller.register(fd, select.POLLIN)
+        poller.poll(timeout_s * 1000)
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._fd)
+
+    def ring(self) -> None:
+        """Wake who waits; nothing happens unless it is set."""
+        with self._lock:
+            if self._fd is not None:
+                os.eventfd_write(self._fd, 1)
+
+
 @dataclass
 class Mailbox:
     """Two-way post between one agent and the caller of its gang. Safe between threads."""
@@ -41,31 +78,17 @@ class Mailbox:
     _loop: asyncio.AbstractEventLoop | None = None
     """Where polls wait, once there was one."""
     _has_news: asyncio.Event = field(default_factory=asyncio.Event)
-    _alarm_fd: int | None = None
+    _alarm: Alarm = field(default_factory=Alarm)
 
     # The agent's side.
 
-    @contextlib.contextmanager
-    def alarm(self) -> Iterator[int]:
+    def alarm(self) -> contextlib.AbstractContextManager[int]:
         """Yield a file descriptor that becomes readable when an order comes."""
-        fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._alarm_fd = fd
-        try:
-            yield fd
-        finally:
-            with self._lock:  # `give` must not write to another file of the same number
-                self._alarm_fd = None
-                os.close(fd)
+        return self._alarm.set()
 
     def wait(self, timeout_s: float, fds: Iterable[int] = ()) -> None:
         """Wait for an order, or until one of the files is readable; needs the alarm."""
-        assert self._alarm_fd is not None
-        poller = select.poll()
-        for fd in (self._alarm_fd, *fds):
-            poller.register(fd, select.POLLIN)
-        poller.poll(timeout_s * 1000)
-        with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self._alarm_fd)
+        self._alarm.wait(timeout_s, fds)
 
     def post(self, event: GangEvent) -> None:
         """Add an event for the caller."""
@@ -95,8 +118,7 @@ class Mailbox:
                 self.start = order
             else:
                 self.orders.add(order)
-            if self._alarm_fd is not None:
-                os.eventfd_write(self._alarm_fd, 1)
+        self._alarm.ring()
 
     async def news(self, next_event: int, known_state: AgentState, wait_s: float) -> AgentReport:
         """Return the state and the events from `next_event` on, once either is new.
