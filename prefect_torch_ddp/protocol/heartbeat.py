@@ -30,6 +30,9 @@ class Phase(IntEnum):
     """After the body: agrees with the others."""
     SAVING = 10
     RETURNED = 11
+    """Its function has returned; its threads may still work."""
+    ENDED = 12
+    """It has failed, run its exit handlers and written its files; it waits to be killed."""
 
 
 # Words of 8 bytes in this machine's own order: each is written by one store, so a reader sees

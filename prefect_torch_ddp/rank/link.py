@@ -21,7 +21,6 @@ from prefect_torch_ddp.protocol.events import (
     RankReturned,
     encode_event,
 )
-from prefect_torch_ddp.protocol.heartbeat import Phase
 from prefect_torch_ddp.protocol.rank import RankLaunch, RankOrder
 from prefect_torch_ddp.rank.heartbeat import HeartbeatWriter
 
@@ -140,7 +139,6 @@ class AgentLink(Link):
         """Hand over what the function returned."""
         self._write_outcome(pickled_value)
         self._is_settled = True
-        self.heartbeat.enter(Phase.RETURNED)
         self.send(RankReturned(NO_RANK))
 
     def failed(self, failure: RankFailure) -> None:

@@ -1,7 +1,5 @@
 """The main of a rank process: from its launch page to its outcome, fresh or forked."""
 
-import atexit
-import contextlib
 import ctypes
 import functools
 import importlib
@@ -14,7 +12,6 @@ import pickle
 import runpy
 import signal
 import sys
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +20,7 @@ from prefect_torch_ddp.errors import InvalidParamsError
 from prefect_torch_ddp.protocol.events import NO_RANK, LogLine
 from prefect_torch_ddp.protocol.heartbeat import Phase
 from prefect_torch_ddp.protocol.rank import COPIES, LaunchPage, RankLaunch
+from prefect_torch_ddp.rank.ending import finish, flush_files, join_threads
 from prefect_torch_ddp.rank.failure import describe, pickle_value
 from prefect_torch_ddp.rank.link import AgentLink, set_link
 
@@ -47,6 +45,7 @@ def run_rank(fds: Sequence[int], parent_pid: int, page: LaunchPage, payload: byt
         payload: the call.
     """
     die_with(parent_pid)
+    inherited = frozenset(sys.modules)
     launch = page.launch
     name_process(f"ddp-rank-{launch.place.rank}")
     default_to_fork()
@@ -56,16 +55,21 @@ def run_rank(fds: Sequence[int], parent_pid: int, page: LaunchPage, payload: byt
     link.copies = Path(page.scratch, COPIES)
     _show_output(link)
     sys.path[:] = launch.code_paths.around(sys.path)
+    exit_code = 0
     try:
         _run(launch, payload, link)
     except BaseException as error:  # noqa: BLE001 - whatever ends the function is the outcome
         link.failed(describe(error, launch.place.rank, launch.place.host))
-        _flush()
-        # The agent kills the whole gang now. Not sys.exit: the interpreter's end may hang on
-        # what the failure left behind.
+        exit_code = 1
+    # Out of that block: the error's traceback kept the function's variables.
+    finish(inherited)
+    if exit_code:
+        # The agent kills the whole gang once this rank has ended. Until then its connections stay
+        # open, so that its peers don't fail because of it.
+        link.heartbeat.enter(Phase.ENDED)
         link.wait_to_leave(None)
-        os._exit(1)
-    _leave()
+    # Not sys.exit: that would take torch apart, and may hang on what a failure left behind.
+    os._exit(exit_code)
 
 
 def _run(launch: RankLaunch, payload: bytes, link: AgentLink) -> None:
@@ -82,8 +86,10 @@ def _run(launch: RankLaunch, payload: bytes, link: AgentLink) -> None:
     join_process_group(launch)
     link.heartbeat.enter(Phase.FUNCTION)
     value = _call(fn, args, kwargs)
+    link.heartbeat.enter(Phase.RETURNED)
+    join_threads()
     link.returned(pickle_value(value, launch.place.rank))
-    _flush()
+    flush_files()
     if not link.wait_to_leave(LINGER_S):
         close_connections()
         link.wait_to_leave(None)
@@ -200,22 +206,6 @@ def _keep_prefect_off_the_root() -> None:
         configure(config)
 
     logging.config.dictConfig = without_root
-
-
-def _leave() -> None:
-    """End as Python does, exit handlers included, but don't tear torch down, which takes 0.3 s."""
-    # Joins the user's threads, as the interpreter would.
-    threading._shutdown()  # type: ignore[attr-defined]  # noqa: SLF001
-    atexit._run_exitfuncs()  # noqa: SLF001
-    _flush()
-    os._exit(0)
-
-
-def _flush() -> None:
-    for stream in (sys.stdout, sys.stderr):
-        # User code may have closed or replaced it.
-        with contextlib.suppress(AttributeError, ValueError, OSError):
-            stream.flush()
 
 
 if __name__ == "__main__":

@@ -43,7 +43,8 @@ def find_stall(ranks: Sequence[RankHeartbeat], limit_s: float, *, from_start: bo
         return None
     if not (from_start or any(rank.heartbeat.armed for rank in ranks)):
         return None
-    running = [rank for rank in ranks if rank.heartbeat.phase is not Phase.RETURNED]
+    over = (Phase.RETURNED, Phase.ENDED)
+    running = [rank for rank in ranks if rank.heartbeat.phase not in over]
     if not running:
         return None
     silent_s = min(rank.silent_s for rank in running)

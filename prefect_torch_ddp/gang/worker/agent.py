@@ -25,8 +25,12 @@ TICK_S = 0.25
 """How often an agent checks whether its Dask task was cancelled."""
 BEAT_S = 1.0
 """How often ranks get a beat from their agent; see `RankLaunch.agent_timeout_s`."""
-EXIT_GRACE_S = 10.0
+EXIT_GRACE_S = 60.0
 """How long ranks that returned may take for their exit handlers."""
+FAILED_GRACE_S = 5.0
+"""The same for ranks that failed, while the others are gone already."""
+ENDING_TICK_S = 0.01
+"""How often is looked whether ranks that failed have ended; a restart waits for it."""
 LOGS_TIMEOUT_S = 5.0
 """How long the end of a gang waits for its ranks' lines to be in the storage."""
 PEERS_GRACE_S = 0.5
@@ -149,6 +153,8 @@ class _Agent:
                 self._left_s = time.monotonic()
                 self._tell(RankOrder.LEAVE)
             if self._left_s is not None and time.monotonic() - self._left_s > EXIT_GRACE_S:
+                alive = [rank for rank in self._ranks if not rank.child.is_reaped]
+                self._warn_of_kill(alive, EXIT_GRACE_S, "all ranks had returned")
                 break
         return True
 
@@ -205,6 +211,7 @@ class _Agent:
         return not self._caller.left_s
 
     def _close(self) -> None:
+        self._kill_but_failed()
         for rank in self._ranks:
             rank.child.kill()
         for rank in self._ranks:
@@ -219,6 +226,27 @@ class _Agent:
         if self._store is not None:
             self._store.close()
         self._wait_for_logs()
+
+    def _kill_but_failed(self) -> None:
+        """Kill the ranks; those that failed get time for their exit handlers and files before."""
+        for rank in self._ranks:
+            if not rank.is_ending:
+                rank.child.kill()
+        until_s = time.monotonic() + FAILED_GRACE_S
+        while ending := [rank for rank in self._ranks if rank.is_ending]:
+            if time.monotonic() > until_s or is_closing(self._worker):
+                self._warn_of_kill(ending, FAILED_GRACE_S, "its failure")
+                return
+            self._box.wait(ENDING_TICK_S, [fd for rank in ending for fd in rank.file_descriptors()])
+            for event in (event for rank in ending for event in rank.read()):
+                if isinstance(event, LogLine):
+                    self._box.post(event)
+
+    def _warn_of_kill(self, ranks: Sequence[RankProcess], grace_s: float, since: str) -> None:
+        what = "its exit handlers or threads had not ended, and files may lack what they held back"
+        text = f"it is killed {grace_s:g} s after {since}: {what}"
+        for rank in ranks:
+            self._box.post(LogLine(rank.place.rank, logging.WARNING, text))
 
     def _wait_for_logs(self) -> None:
         until_s = time.monotonic() + LOGS_TIMEOUT_S

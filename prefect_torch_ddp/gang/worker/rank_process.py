@@ -28,6 +28,7 @@ from prefect_torch_ddp.protocol.events import (
     RecordsLeft,
     decode_event,
 )
+from prefect_torch_ddp.protocol.heartbeat import Phase
 from prefect_torch_ddp.protocol.rank import COPIES, LaunchPage, RankFiles, RankLaunch
 from prefect_torch_ddp.records.log import left_behind
 from prefect_torch_ddp.records.rank_log import LogFolder, RankLogWriter
@@ -74,6 +75,13 @@ class RankProcess:
     def is_settled(self) -> bool:
         """Whether the rank's outcome is known."""
         return self.returned or self.failure is not None
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether it has failed, and still runs its exit handlers and writes its files."""
+        if self.failure is None or self.child.is_dead:
+            return False
+        return self.io.page.read().phase is not Phase.ENDED
 
     def file_descriptors(self) -> Iterator[int]:
         """Yield the descriptors to wait on: output and events of the rank, and its death."""
