@@ -60,6 +60,17 @@ def find_or_start_server() -> str:
     return LOCAL_API
 
 
+def server_environment() -> dict[str, str]:
+    """Return the environment for a Prefect server, with what it needs to survive a restart.
+
+    A deployment's concurrency limit is a lease. By default the server keeps leases in memory: 225 s
+    into a run the renewal gets `410 Gone` from a server that was restarted, and Prefect ends the
+    flow run as Crashed.
+    """
+    leases = "prefect.server.concurrency.lease_storage.filesystem"
+    return {"PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": leases, **os.environ}
+
+
 def start_server(home: Path) -> None:
     """Start a Prefect server that outlives this process, until `make stop`.
 
@@ -80,7 +91,12 @@ def start_server(home: Path) -> None:
     print(f"Starting a local Prefect server; its log is {log}", file=sys.stderr, flush=True)
     with log.open("ab") as out:
         server = subprocess.Popen(  # noqa: S603
-            command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=out,
+            env=server_environment(),
+            start_new_session=True,
         )
     (home / "server.pid").write_text(
         str(server.pid), encoding="utf-8"

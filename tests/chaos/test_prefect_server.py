@@ -80,6 +80,21 @@ def test_a_server_that_is_killed_and_comes_back(server: Server, tmp_path: Path) 
     wait_until(lambda: train_states(run_id) == ["Completed"])
 
 
+def test_a_lease_survives_a_restart_of_the_server(server: Server) -> None:
+    """The lease of a deployment's concurrency limit, which Prefect renews while a run trains, is
+    known to a server that was killed and started again."""
+    with get_client(sync_client=True) as client:
+        limit = {"name": "one-at-a-time", "limit": 1, "active": True}
+        client.request("POST", "/v2/concurrency_limits/", json=limit)
+        begun = client.increment_concurrency_slots_with_lease(
+            ["one-at-a-time"], 1, "concurrency", 60
+        )
+        lease = begun.json()["lease_id"]
+        server.kill()
+        server.start()
+        client.renew_concurrency_lease(lease, 60)
+
+
 def _strike(server: Server, folder: Path) -> int:
     """Kill the server in the middle of the training, start it when ranks went on without it;
     return how many steps they made."""

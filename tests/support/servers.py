@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import psutil
 import pytest
 
+from flows.quickstart import server_environment
 from tests.support.ports import free_port
 from tests.support.waiting import HANG_S, becomes_true
 
@@ -75,12 +76,15 @@ def _start_prefect_server(
 def start_prefect_server(
     home: Path, port: int, log: int, *, ui: bool = False
 ) -> subprocess.Popen[bytes] | None:
-    """Start a Prefect server, its database in `home`, perhaps with its UIs; return it when it
-    answers, None where it didn't start."""
+    """Start a Prefect server as `make nightly` does, its database in `home`, perhaps with its UIs;
+    return it when it answers, None if it didn't start."""
     command = f"prefect server start --host 127.0.0.1 --port {port}".split()
     command += [] if ui else ["--no-ui"]
     api_url = f"http://127.0.0.1:{port}/api"
-    environment = os.environ | {"PREFECT_HOME": str(home), "PREFECT_SERVER_UI_API_URL": api_url}
+    environment = server_environment() | {
+        "PREFECT_HOME": str(home),
+        "PREFECT_SERVER_UI_API_URL": api_url,
+    }
     process = subprocess.Popen(
         [sys.executable, "-m", *command], stdout=log, stderr=log, env=environment
     )
