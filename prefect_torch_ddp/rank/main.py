@@ -1,10 +1,7 @@
 """The main of a rank process: from its launch page to its outcome, fresh or forked."""
 
 import ctypes
-import functools
 import importlib
-import logging
-import logging.config
 import multiprocessing.context
 import multiprocessing.process
 import os
@@ -17,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from prefect_torch_ddp.errors import InvalidParamsError
-from prefect_torch_ddp.protocol.events import NO_RANK, LogLine
 from prefect_torch_ddp.protocol.heartbeat import Phase
 from prefect_torch_ddp.protocol.rank import COPIES, LaunchPage, RankLaunch
 from prefect_torch_ddp.rank.ending import finish, flush_files, join_threads
 from prefect_torch_ddp.rank.failure import describe, pickle_value
 from prefect_torch_ddp.rank.link import AgentLink, set_link
+from prefect_torch_ddp.rank.logs import keep_ours_enabled, leave_root_to_script, show_output
 
 PR_SET_PDEATHSIG, PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 1, 15, 36  # prctl(2)
 LINGER_S = 2.0
@@ -53,7 +50,7 @@ def run_rank(fds: Sequence[int], parent_pid: int, page: LaunchPage, payload: byt
     link = AgentLink(launch, *fds)
     _set_scratch(Path(page.scratch))
     link.copies = Path(page.scratch, COPIES)
-    _show_output(link)
+    show_output(link)
     sys.path[:] = launch.code_paths.around(sys.path)
     exit_code = 0
     try:
@@ -84,6 +81,7 @@ def _run(launch: RankLaunch, payload: bytes, link: AgentLink) -> None:
     set_link(link)
     choose_device(launch)
     join_process_group(launch)
+    keep_ours_enabled()  # those that came with torch too
     link.heartbeat.enter(Phase.FUNCTION)
     value = _call(fn, args, kwargs)
     link.heartbeat.enter(Phase.RETURNED)
@@ -121,6 +119,7 @@ def _run_script(path: str, args: Sequence[Any]) -> None:
     """Run a script as torchrun does; exit code 0 is success."""
     sys.argv = [path, *map(str, args)]
     sys.path.insert(0, str(Path(path).parent))
+    leave_root_to_script()
     try:
         runpy.run_path(path, run_name="__main__")
     except SystemExit as leaving:
@@ -166,46 +165,6 @@ def _set_scratch(scratch: Path) -> None:
     config = process._config  # type: ignore[attr-defined]  # noqa: SLF001 - children inherit it
     config["tempdir"] = str(scratch)  # see multiprocessing.util.get_temp_dir
     config["semprefix"] = f"/{scratch.name}"  # see multiprocessing.synchronize.SemLock
-
-
-class _LinkHandler(logging.Handler):
-    def __init__(self, link: AgentLink) -> None:
-        super().__init__()
-        self._link = link
-
-    def emit(self, record: logging.LogRecord) -> None:
-        try:
-            text = self.format(record)
-            self._link.send(LogLine(NO_RANK, record.levelno, text, record.name))
-        except Exception:  # noqa: BLE001 - logging must never fail the training
-            self.handleError(record)
-
-
-def _show_output(link: AgentLink) -> None:
-    """Send prints at each line's end, and log records with their level."""
-    for name, fd in (("stdout", 1), ("stderr", 2)):
-        # Not reconfigured: the environment may want another encoding than the agent reads, and a
-        # forked rank's streams were made for other files, which may have had positions.
-        stream = open(fd, "w", 1, "utf-8", "backslashreplace", closefd=False)  # noqa: SIM115
-        setattr(sys, name, stream)
-        setattr(sys, f"__{name}__", stream)
-    # Libraries loaded by the fork server may have configured logging.
-    handlers = [_LinkHandler(link)]
-    logging.basicConfig(level=logging.INFO, handlers=handlers, format="%(message)s", force=True)
-    _keep_prefect_off_the_root()
-
-
-def _keep_prefect_off_the_root() -> None:
-    """Keep Prefect, which configures logging on import, from replacing our root handler."""
-    configure = logging.config.dictConfig
-
-    @functools.wraps(configure)
-    def without_root(config: Any) -> None:
-        if "prefect.flow_runs" in config.get("loggers", {}):
-            config = {name: part for name, part in config.items() if name != "root"}
-        configure(config)
-
-    logging.config.dictConfig = without_root
 
 
 if __name__ == "__main__":
