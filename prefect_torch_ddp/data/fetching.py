@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from typing import Any, Literal, Protocol, TypeAlias, TypeGuard, cast, runtime_checkable
 
 import numpy as np
@@ -10,9 +11,9 @@ import torch
 from torch.utils.data import Dataset, StackDataset, Subset, TensorDataset, get_worker_info
 from torch.utils.data._utils.collate import collate_tensor_fn, default_collate_fn_map
 
-from prefect_torch_ddp.data.handover import Tagged, ended_early
 from prefect_torch_ddp.data.lookahead import Ahead, ahead_of
 from prefect_torch_ddp.data.sampler import BatchKeys, mix_seed
+from prefect_torch_ddp.data.tagged import Tagged, ended_early
 from prefect_torch_ddp.errors import CorruptImageError
 
 NUM_STAND_INS = 16
@@ -190,9 +191,9 @@ class SeededDataset(Dataset[Any]):
         )
 
     def __getitems__(self, keys: BatchKeys) -> Tagged:
-        epoch, indices = keys
+        epoch, indices, is_training = keys
         try:
-            return self._fetch_tagged(epoch, indices)
+            return replace(self._fetch_tagged(epoch, indices), is_training=is_training)
         except StopIteration as error:
             raise ended_early(self._dataset, indices) from error
 

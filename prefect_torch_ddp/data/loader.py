@@ -1,8 +1,10 @@
 """How a rank reads its share of the data: torch's DataLoader over the exact order."""
 
+import logging
 from collections.abc import Callable, Iterator, Sized
 from contextlib import nullcontext
-from typing import Any, TypeGuard, cast
+from functools import cache
+from typing import Any, Literal, TypeAlias, TypeGuard, cast, get_args
 
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
@@ -13,8 +15,6 @@ from prefect_torch_ddp.data.fetching import (
     may_skip,
     seeded_fetch,
 )
-from prefect_torch_ddp.data.handover import Tagged, TaggedCollate
-from prefect_torch_ddp.data.left_out import counted
 from prefect_torch_ddp.data.sampler import (
     BatchShare,
     GlobalBatches,
@@ -25,8 +25,13 @@ from prefect_torch_ddp.data.sampler import (
     mix_seed,
 )
 from prefect_torch_ddp.data.shards import Sharded, ShardReader
+from prefect_torch_ddp.data.tagged import Tagged, TaggedCollate
 from prefect_torch_ddp.errors import InvalidParamsError
 
+logger = logging.getLogger(__name__)
+
+NoneSamples: TypeAlias = Literal["refuse", "keep"]
+"""What becomes of a sample that is None in a step."""
 OURS = frozenset({"batch_size", "shuffle", "sampler", "batch_sampler", "drop_last", "generator"})
 
 
@@ -61,6 +66,10 @@ class RankLoader:
             collate_fn that draw from no other one, as torchvision's v2 transforms do; False:
             none, for those that draw nothing. Either saves some microseconds a sample, which
             count where a sample takes less than a millisecond.
+        none_samples: what becomes of a sample that is None in a step. "refuse": on several ranks,
+            where the others would count for too much, an error names it before collate_fn gets
+            it; one rank trains on what collate_fn leaves, and it doesn't count as used. "keep":
+            collate_fn puts another one in its place, and it counts as planned.
         **dataloader_kwargs: anything else for torch's DataLoader, such as num_workers,
             collate_fn or pin_memory.
 
@@ -82,6 +91,7 @@ class RankLoader:
         keep_ids: bool = False,
         keeps_epoch: Callable[[], bool] = lambda: False,
         seed_samples: SeedSamples = True,
+        none_samples: NoneSamples = "refuse",
         **dataloader_kwargs: Any,
     ) -> None:
         _refuse_clashes(dataloader_kwargs, rank, world_size)
@@ -93,7 +103,7 @@ class RankLoader:
         self._keeps_epoch = keeps_epoch
         self._keeps_ids = keep_ids
         self._shares = RankShares.of_rank(rank, world_size, virtual_ranks)
-        _check_choices(dataset, seed_samples, is_virtual=self._shares.is_virtual)
+        _check_choices(dataset, seed_samples, none_samples, is_virtual=self._shares.is_virtual)
         collate = dataloader_kwargs.pop("collate_fn", None) or default_collate
         fetched: SeededDataset | ShardReader
         order = f"the order of seed {seed}" if shuffle else "their own order"
@@ -126,7 +136,12 @@ class RankLoader:
             generator=self._generator,
             **dataloader_kwargs,
         )
-        self._loader.collate_fn = TaggedCollate(collate, self._loader.prefetch_factor or 0)
+        is_alone = world_size == 1 and not self._shares.is_virtual
+        self._keeps_nones = none_samples == "keep"
+        self._refuses_nones = not (is_alone or self._keeps_nones)
+        self._loader.collate_fn = TaggedCollate(
+            collate, self._refuses_nones, has_workers=self._loader.num_workers > 0
+        )
 
     @property
     def global_batch_size(self) -> int:
@@ -182,7 +197,6 @@ class RankLoader:
         loaded = self._load(epoch, start_batch, stand_ins=True)
         last = len(self) - 1
         full, tail = self._loads(stand_ins=True)
-        alone = self.world_size == 1 and not self._shares.is_virtual
         for batch in range(start_batch, len(self)):
             num_global, sizes = tail if batch == last else full
             num_local = sum(sizes.values())
@@ -194,13 +208,29 @@ class RankLoader:
                     for (number, size), piece in zip(sizes.items(), pieces, strict=True)
                 )
                 data = VirtualShares(tuple(shares), num_global)
-            used = (counted(each.samples, each.left_out, may_lack=alone) for each in pieces)
+            used = [self._used(piece) for piece in pieces]  # of a stand-in too, to name a None
             ids: tuple[int, ...] = sum(used, ()) if num_local else ()
             kept, num_skipped = ids if self._keeps_ids else (), num_local - len(ids)
             about = epoch, batch, num_local, num_global, batch == last
             yield data, BatchShare(*about, kept, num_skipped)
         for _ in loaded:  # nothing is left: lets the DataLoader end its workers
             pass
+
+    def _used(self, piece: Tagged) -> tuple[int, ...]:
+        """Return the ids of the samples that a step trains on; refuse one that is None."""
+        if not piece.nones or self._keeps_nones:
+            return piece.samples
+        if self._refuses_nones:
+            msg = (
+                f"sample {min(piece.nones)} of the dataset is None. If collate_fn left it out, the "
+                "others of its share would count for more than those of other shares, and the "
+                "gradient would be wrong. Leave it out of the dataset, as with "
+                "torch.utils.data.Subset, have the dataset return another sample in its place, or "
+                'pass none_samples="keep" to ctx.loader if your collate_fn puts one there'
+            )
+            raise InvalidParamsError(msg)
+        _warn_of_nones()
+        return tuple(sample for sample in piece.samples if sample not in piece.nones)
 
     def _load(self, epoch: int, start_batch: int, *, stand_ins: bool) -> Iterator[Tagged]:
         had = self.batches.num_samples
@@ -224,6 +254,15 @@ class RankLoader:
         stand_in = {self._shares.own[0]: 0} if stand_ins else {}
         sizes = self.global_batch_size, self.batches.num_global(len(self) - 1)
         return [(size, self._shares.sizes(size) or stand_in) for size in sizes]
+
+
+@cache
+def _warn_of_nones() -> None:
+    """Say it once in a process, not in each epoch."""
+    logger.warning(
+        "the dataset has samples that are None: they don't count as used, and a ledger reports "
+        "them as missing; on several ranks they are an error"
+    )
 
 
 def _to_the_end(loaded: Iterator[Tagged], num: int) -> Iterator[Tagged]:
@@ -260,7 +299,12 @@ def _refuse_clashes(dataloader_kwargs: dict[str, Any], rank: int, world_size: in
         raise InvalidParamsError(msg)
 
 
-def _check_choices(dataset: object, seed_samples: object, *, is_virtual: bool) -> None:
+def _check_choices(
+    dataset: object, seed_samples: object, none_samples: object, *, is_virtual: bool
+) -> None:
+    if none_samples not in get_args(NoneSamples):
+        msg = f"none_samples is {none_samples!r}; choose 'refuse' or 'keep'"
+        raise InvalidParamsError(msg)
     if not isinstance(seed_samples, bool) and seed_samples != "torch":
         msg = f"seed_samples is {seed_samples!r}; choose True, 'torch' or False"
         raise InvalidParamsError(msg)

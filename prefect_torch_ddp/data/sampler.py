@@ -4,7 +4,7 @@ import hashlib
 import operator
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, NoReturn, TypeAlias
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import torch
@@ -13,8 +13,14 @@ from torch.utils.data import Sampler
 from prefect_torch_ddp.data.lookahead import ahead_of, with_following
 from prefect_torch_ddp.errors import InvalidParamsError
 
-BatchKeys: TypeAlias = tuple[int, list[int]]
-"""(epoch, sample indices): the epoch comes along, so that persistent workers know it too."""
+
+class BatchKeys(NamedTuple):
+    """What a DataLoader's process is asked for; persistent workers know the pass by it too."""
+
+    epoch: int
+    indices: list[int]
+    is_training: bool
+    """Whether it is a share of a step, and not of a pass of the user's own."""
 
 
 class BatchShare(NamedTuple):
@@ -199,8 +205,8 @@ class ShareSampler(Sampler[BatchKeys]):
         if self._num_workers is None:
             return keys
         return (
-            (epoch, ahead_of(indices, [others for _, others in following]))
-            for (epoch, indices), following in with_following(keys, self._num_workers)
+            each._replace(indices=ahead_of(each.indices, [other.indices for other in following]))
+            for each, following in with_following(keys, self._num_workers)
         )
 
     def _keys(self, epoch: int, start_batch: int, *, stand_ins: bool) -> Iterator[BatchKeys]:
@@ -212,7 +218,7 @@ class ShareSampler(Sampler[BatchKeys]):
             own = [indices for indices in shares if indices]
             if stand_ins and not own:
                 own = [self.batches.share(epoch, batch, 0, num_shares)[:1]]
-            yield from ((epoch, indices) for indices in own)
+            yield from (BatchKeys(epoch, indices, stand_ins) for indices in own)
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ import torch
 from torch.utils.data import Dataset
 
 from prefect_torch_ddp.data.fetching import generators_kept, seed_on_cpu
-from prefect_torch_ddp.data.handover import Tagged, ended_early
 from prefect_torch_ddp.data.sampler import BatchKeys, mix_seed
+from prefect_torch_ddp.data.tagged import Tagged, ended_early
 from prefect_torch_ddp.errors import InvalidParamsError
 
 SHUFFLE_BUFFER = 1024
@@ -81,9 +81,10 @@ class ShardReader(Dataset[Any]):
 
     def __getitems__(self, keys: BatchKeys) -> Tagged:
         """Return the samples at these positions; an id counts the samples before in `shards()`."""
-        epoch, positions = keys
+        epoch, positions, is_training = keys
         found = [self._at(epoch, position) for position in positions]
-        return Tagged(tuple(number for number, _ in found), [sample for _, sample in found])
+        ids, samples = tuple(number for number, _ in found), [sample for _, sample in found]
+        return Tagged(ids, samples, is_training=is_training)
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what is open, so that worker processes can be given it."""

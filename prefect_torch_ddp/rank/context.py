@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch.utils.data import Dataset
 
     from prefect_torch_ddp.data.fetching import SeedSamples
-    from prefect_torch_ddp.data.loader import RankLoader
+    from prefect_torch_ddp.data.loader import NoneSamples, RankLoader
     from prefect_torch_ddp.data.shards import Sharded
 
 logger = logging.getLogger(__name__)
@@ -146,7 +146,7 @@ class RankContext:
         """
         return self._parts.gradients.wrap(model, self.device, ddp_kwargs)
 
-    def loader(
+    def loader(  # noqa: PLR0913 - choices of a loader, by name
         self,
         dataset: "Dataset[Any] | Sharded",
         *,
@@ -154,6 +154,7 @@ class RankContext:
         shuffle: bool = True,
         drop_last: bool = False,
         seed_samples: "SeedSamples" = True,
+        none_samples: "NoneSamples" = "refuse",
         **dataloader_kwargs: Any,
     ) -> "RankLoader":
         """Make a loader of this rank's share of each global batch.
@@ -169,6 +170,8 @@ class RankContext:
             seed_samples: seed python, numpy and torch for each sample in worker processes, for
                 the same augmentation on any number of them; "torch" (enough for torchvision's
                 v2 transforms) alone, or False: none.
+            none_samples: a sample that is None is refused by its index on several ranks, since
+                the others would count for too much. "keep": collate_fn puts another in its place.
             **dataloader_kwargs: for torch's DataLoader, such as num_workers or collate_fn.
         """
         from prefect_torch_ddp.data.loader import RankLoader  # noqa: PLC0415 - loads torch
@@ -179,6 +182,7 @@ class RankContext:
             shuffle=shuffle,
             drop_last=drop_last,
             seed_samples=seed_samples,
+            none_samples=none_samples,
             rank=self.rank,
             world_size=self.world_size,
             seed=self.seed,

@@ -15,7 +15,7 @@ from prefect_torch_ddp.storage.directory import DirectoryStorage
 from prefect_torch_ddp.tasks.report.ranks import awaited_rank, rank_table
 from tests.support.ranks import config_for, train_on
 from tests.support.waiting import wait_until
-from tests.unit.data.test_left_out import broken, drop
+from tests.unit.data.test_none_samples import broken, drop
 from tests.workloads import descend
 
 SLOW_S = 0.02

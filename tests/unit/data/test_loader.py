@@ -24,7 +24,7 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 from prefect_torch_ddp import RankContext
 from prefect_torch_ddp.data.fetching import SeededDataset, gathered, generators_kept, may_skip
 from prefect_torch_ddp.data.loader import RankLoader
-from prefect_torch_ddp.data.sampler import GlobalBatches, mix_seed, share_range
+from prefect_torch_ddp.data.sampler import BatchKeys, GlobalBatches, mix_seed, share_range
 from prefect_torch_ddp.errors import InvalidParamsError
 
 
@@ -270,8 +270,9 @@ class Part(Subset[Any]):
 def drawn_of(dataset: Any, shares: list[list[int]]) -> list[str]:
     """Fetch the samples of these shares of a batch, as a worker process would."""
     seeded = SeededDataset(dataset, 1, seed_samples=True, seeds_here=True, stands_in=False)
+    keys = [BatchKeys(0, share, is_training=False) for share in shares]
     with generators_kept():
-        return [str(sample) for share in shares for sample in seeded.__getitems__((0, share)).data]
+        return [str(sample) for each in keys for sample in seeded.__getitems__(each).data]
 
 
 @pytest.mark.parametrize(
